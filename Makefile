@@ -1,0 +1,36 @@
+# Two commands do everything on a fresh machine with Python: `make demo` and `make test`.
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+
+.PHONY: help setup demo test check format clean
+
+help: ## Show this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+setup: $(VENV)/installed ## Create .venv and install the package, editable, with everything that tests and peers need
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[torch,jax,hf,lab,dev]'
+	@touch $@
+
+demo: setup ## Train four position methods short, test them long, write a report (about five minutes on two cores)
+	$(BIN)/alibi run quick --out runs/quick
+
+test: setup check ## Formatting, lint, types, architecture, and every test
+	$(BIN)/python -m pytest -n auto
+
+check: setup ## Formatting, lint, types, architecture
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_architecture.py
+
+format: setup ## Format and fix what can be fixed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean: ## Remove .venv and caches (never results/ or runs/)
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

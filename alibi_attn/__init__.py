@@ -1,0 +1,55 @@
+"""Attention with linear biases (ALiBi; Press, Smith, Lewis, ICLR 2022): exact, fast, trainable.
+
+Names are loaded when they are first used: importing the package loads no framework.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+from alibi_attn.slopes import alibi_slopes, interpolate_slopes
+
+if TYPE_CHECKING:
+    from alibi_attn.attention.api import alibi_attention, explain, head_reach
+    from alibi_attn.attention.bias import alibi_bias
+    from alibi_attn.nn import ALiBiAttention, ALiBiPositionalBias, ALiBiTransformerBlock, KVCache
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ALiBiAttention",
+    "ALiBiPositionalBias",
+    "ALiBiTransformerBlock",
+    "KVCache",
+    "alibi_attention",
+    "alibi_bias",
+    "alibi_slopes",
+    "explain",
+    "head_reach",
+    "interpolate_slopes",
+]
+
+_HOMES = {
+    "ALiBiAttention": "alibi_attn.nn",
+    "ALiBiPositionalBias": "alibi_attn.nn",
+    "ALiBiTransformerBlock": "alibi_attn.nn",
+    "KVCache": "alibi_attn.nn",
+    "alibi_attention": "alibi_attn.attention.api",
+    "alibi_bias": "alibi_attn.attention.bias",
+    "explain": "alibi_attn.attention.api",
+    "head_reach": "alibi_attn.attention.api",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ImportError(f'{name} needs PyTorch; install it with: pip install "alibi-attn[torch]"') from error
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

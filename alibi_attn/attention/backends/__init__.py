@@ -1,0 +1,5 @@
+"""One module a way to compute the same attention; they never import one another.
+
+Each has `why_not(spec, query, key, value) -> str | None`, what it cannot do, and
+`run(spec, query, key, value) -> (output, lse)`; lse is None where `spec.return_lse` is False.
+"""

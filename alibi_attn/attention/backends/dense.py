@@ -1,0 +1,47 @@
+"""torch's own scaled_dot_product_attention with the bias as its mask: short sequences, dropout, every device torch has.
+
+Memory and time grow with T·S, as for everybody who writes ALiBi by hand; for short input nothing is faster.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from alibi_attn.attention.bias import score_bias
+from alibi_attn.attention.spec import AttentionSpec
+from alibi_attn.attention.visibility import distances, per_query_head, visible, without_bad_keys
+
+
+def why_not(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) -> str | None:
+    """Runs everywhere."""
+    return None
+
+
+def run(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
+    """(output, lse). With lse the scores are written out, because torch's function keeps its own to itself."""
+    distance = distances(spec.query_len, spec.key_len, spec.query_offset, query.device)
+    seen = visible(spec, distance)
+    blind = ~seen.any(-1, keepdim=True)
+    key, value, poison = without_bad_keys(spec, seen, key, value)
+    # A row that sees nothing would be a softmax of nothing: let it see everything, and take the result away again.
+    bias = score_bias(spec, distance, seen).masked_fill(blind, 0.0)
+    q = query.masked_fill(blind, 0.0)
+    k, v = per_query_head(spec, key), per_query_head(spec, value)
+    dtype = query.dtype
+    if query.device.type != "cpu" and dtype in (torch.float16, torch.bfloat16):
+        # Off the CPU a mask must have query's dtype, and a distance does not fit into 8 or 11 bits.
+        q, k, v = q.float(), k.float(), v.float()
+
+    lse = None
+    if spec.return_lse:
+        work = torch.promote_types(q.dtype, torch.float32)
+        scores = spec.scale * (q.to(work) @ k.to(work).mT) + bias
+        weights = functional.dropout(scores.softmax(-1), spec.dropout_p)
+        output = weights @ v.to(work)
+        lse = scores.logsumexp(-1).masked_fill(blind.squeeze(-1), float("-inf")) + poison
+    else:
+        output = functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=bias, dropout_p=spec.dropout_p, scale=spec.scale
+        )
+    output = output.masked_fill(blind, 0.0) + poison[..., None].to(output.dtype)
+    return output.to(dtype), lse

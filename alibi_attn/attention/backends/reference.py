@@ -1,0 +1,37 @@
+"""The specification: softmax(scale·q·kᵀ − m·|i − j|)·v as it is written, on any device and dtype, slow and clear.
+
+Memory and time grow with T·S. Every other backend is compared with this one, and this one with a loop over i and j.
+Source: Press et al. 2022, sec. 3 (arXiv:2108.12409).
+"""
+
+import torch
+from torch import Tensor
+
+from alibi_attn.attention.bias import score_bias
+from alibi_attn.attention.spec import AttentionSpec
+from alibi_attn.attention.visibility import distances, per_query_head, visible, without_bad_keys
+
+
+def why_not(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) -> str | None:
+    """The specification computes everything."""
+    return None
+
+
+def run(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
+    """(output, lse), computed in fp32 (fp64 for fp64) and rounded once."""
+    work = torch.promote_types(query.dtype, torch.float32)
+    distance = distances(spec.query_len, spec.key_len, spec.query_offset, query.device)
+    seen = visible(spec, distance)
+    sees_any = seen.any(-1).expand(spec.batch, spec.num_heads, spec.query_len)
+    key, value, poison = without_bad_keys(spec, seen, key, value)
+
+    q = query.to(work).masked_fill(~sees_any[..., None], 0.0)
+    k = per_query_head(spec, key.to(work))
+    v = per_query_head(spec, value.to(work))
+    scores = spec.scale * (q @ k.mT) + score_bias(spec, distance, seen)
+    # A row that sees nothing is all −inf: give softmax zeros instead, and take the result away again.
+    scores = scores.masked_fill(~sees_any[..., None], 0.0)
+    weights = torch.nn.functional.dropout(scores.softmax(-1), spec.dropout_p)
+    output = (weights @ v).masked_fill(~sees_any[..., None], 0.0) + poison[..., None]
+    lse = scores.logsumexp(-1).masked_fill(~sees_any, float("-inf")) + poison if spec.return_lse else None
+    return output.to(query.dtype), lse

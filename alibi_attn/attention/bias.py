@@ -1,0 +1,87 @@
+"""The definition, densely: −m·|i − j|, and −inf where a query may not look (Press et al. 2022, sec. 3, arXiv:2108.12409)."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from alibi_attn.attention.spec import AttentionSpec, check_query_offset, check_slopes
+from alibi_attn.attention.visibility import distances, visible
+
+Slopes = Sequence[float] | NDArray[np.floating] | Tensor
+
+
+def alibi_bias(
+    slopes: Slopes,
+    query_len: int,
+    key_len: int | None = None,
+    *,
+    causal: bool = True,
+    right_slopes: Slopes | None = None,
+    query_offset: int | Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """The bias that is added to the scaled scores, [H, T, S]; −inf where the query may not look.
+
+        bias[h, i, j] = −slopes[h]·|i − j|      for j ≤ i
+                        −right_slopes[h]·|i − j| for j > i, or −inf if causal
+
+    It is computed in fp32 (fp64 for fp64) from integer distances and rounded once, at the end. It is not multiplied by
+    the softmax scale. `alibi_attention` never builds it: this is for looking, and for other people's attention.
+
+    Args:
+        slopes: [H], for example `alibi_slopes(H)`.
+        query_len, key_len: T and S; S = T by default. The queries are the last T of the S positions.
+        right_slopes: [H], slopes of keys to the right (default: the same); inf = never looks right.
+        query_offset: the position of query 0 where it is not S − T; an int or a 0-d integer tensor.
+        dtype: default float32.
+
+    Raises:
+        ValueError, TypeError: lengths below 1, slopes that are not [H], right slopes with causal=True.
+
+    >>> alibi_bias([0.5], 3)
+    tensor([[[-0.0000,    -inf,    -inf],
+             [-0.5000, -0.0000,    -inf],
+             [-1.0000, -0.5000, -0.0000]]])
+
+    Source: Press et al. 2022, sec. 3, figure 3 (arXiv:2108.12409).
+    """
+    key_len = query_len if key_len is None else key_len
+    for name, length in (("query_len", query_len), ("key_len", key_len)):
+        if length < 1:
+            raise ValueError(f"{name} is {length} but must be at least 1")
+    if right_slopes is not None and causal:
+        raise ValueError("right_slopes is for keys to the right, which causal attention never sees; pass causal=False")
+    dtype = torch.float32 if dtype is None else dtype
+    work = torch.float64 if dtype == torch.float64 else torch.float32
+    left = torch.as_tensor(slopes, device=device).to(work)
+    if left.ndim != 1 or left.numel() == 0:
+        raise ValueError(f"slopes has shape {list(left.shape)} but must be [H], one slope a head")
+    right = None if right_slopes is None else torch.as_tensor(right_slopes, device=left.device).to(work)
+    if right is not None:
+        check_slopes("right_slopes", right.shape, batch=-1, num_heads=left.numel())
+    if isinstance(query_offset, Tensor):
+        check_query_offset(query_offset, batch=-1)
+    spec = AttentionSpec(
+        batch=1, num_heads=left.numel(), num_kv_heads=1, query_len=query_len, key_len=key_len, head_dim=1,
+        slopes=left, right_slopes=right, causal=causal, scale=1.0, tolerance=0.0,
+        query_offset=key_len - query_len if query_offset is None else query_offset,
+    )  # fmt: skip
+    distance = distances(query_len, key_len, spec.query_offset, left.device)
+    return score_bias(spec, distance, visible(spec, distance))[0].to(dtype)
+
+
+def score_bias(spec: AttentionSpec[Tensor], distance: Tensor, seen: Tensor) -> Tensor:
+    """[B|1, H, T, S] in the slopes' dtype: −m·|i − j|, and −inf where not `seen`; differentiable in the slopes."""
+    left = spec.slopes.reshape(-1, spec.num_heads, 1, 1)
+    away = distance.abs().to(left.dtype)[:, None]
+    bias = -left * away
+    if spec.right_slopes is not None:
+        right = spec.right_slopes.reshape(-1, spec.num_heads, 1, 1)
+        # An infinite slope forbids (see `visible`); as a factor it would make 0·inf, and a NaN gradient.
+        right = right.masked_fill(right.isinf(), 0.0)
+        bias = torch.where((distance < 0)[:, None], -right * away, bias)
+    return bias.masked_fill(~seen, float("-inf"))

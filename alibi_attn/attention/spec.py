@@ -1,0 +1,200 @@
+"""What to compute: one frozen description, checked once at the door and trusted afterwards.
+
+The legend of shapes, for the whole repository:
+
+    B  batch            H  query heads        K  key/value heads, K divides H; query head h reads key head h // (H / K)
+    T  query length     S  key length         D  head size
+
+PyTorch:  query [B, H, T, D]   key, value [B, K, S, D]   output [B, H, T, D]   lse [B, H, T]
+JAX:      query [B, T, H, D]   key, value [B, S, K, D]   output [B, T, H, D]   lse [B, H, T]
+
+The score of query i (0 ≤ i − offset < T) and key j (0 ≤ j < S) is scale·q_i·k_j − m·|i − j|, with m the slope of the head
+(its right slope where j > i). Only i − j matters. No framework is imported: `alibi_attn.jax` opens the same door.
+Source: Press et al. 2022, sec. 3 (arXiv:2108.12409).
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
+
+Array = TypeVar("Array")
+
+EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
+
+
+class ArrayLike(Protocol):
+    """What the door needs to know of an array of any framework."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+    @property
+    def dtype(self) -> object: ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionSpec(Generic[Array]):
+    """Everything that decides the result, except query, key and value themselves.
+
+    Args:
+        batch, num_heads, num_kv_heads, query_len, key_len, head_dim: B, H, K, T, S, D.
+        slopes: [H] or [B, H], fp32 (fp64 for fp64 input).
+        right_slopes: the same for keys to the right; None = the same slopes; only where not causal; inf = never looks right.
+        query_offset: position of query 0: an int, or an integer array, 0-d or [B].
+        window: how many keys a query may see, itself included; None = all.
+        key_mask: [B, S] bool, True = may be seen.
+        query_segments, key_segments: [B, T] and [B, S] integers, both or neither: a query sees its own segment only.
+        tolerance: the largest share of a query's softmax mass that skipping may drop; 0 = skip what the mask forbids only.
+    """
+
+    batch: int
+    num_heads: int
+    num_kv_heads: int
+    query_len: int
+    key_len: int
+    head_dim: int
+    slopes: Array
+    right_slopes: Array | None = None
+    causal: bool = True
+    window: int | None = None
+    scale: float
+    query_offset: int | Array
+    key_mask: Array | None = None
+    query_segments: Array | None = None
+    key_segments: Array | None = None
+    dropout_p: float = 0.0
+    tolerance: float
+    return_lse: bool = False
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key/value head, H / K."""
+        return self.num_heads // self.num_kv_heads
+
+
+def dtype_name(dtype: object) -> str:
+    """ "float32" for torch.float32, jnp.float32, numpy's dtype("float32") and the string itself."""
+    name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)
+    return str(name).removeprefix("torch.")
+
+
+def check_shapes(
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, *, layout: str = "BHTD"
+) -> tuple[int, int, int, int, int, int]:
+    """(B, H, K, T, S, D), or an error that says which shape does not fit.
+
+    Args:
+        layout: order of query's axes, by letter; key and value have K for H and S for T.
+    """
+    shown = "[" + ", ".join(layout) + "]"
+    shown_key = shown.replace("H", "K").replace("T", "S")
+    for name, array, expected in (("query", query, shown), ("key", key, shown_key), ("value", value, shown_key)):
+        if len(array.shape) != 4:
+            raise ValueError(f"{name} has shape {list(array.shape)} but must have four axes {expected}")
+    at = {letter: layout.index(letter) for letter in "BHTD"}
+    b, h, t, d = (query.shape[at[letter]] for letter in "BHTD")
+    k, s = key.shape[at["H"]], key.shape[at["T"]]
+    if key.shape[at["B"]] != b or key.shape[at["D"]] != d:
+        raise ValueError(
+            f"key has shape {list(key.shape)} but query {list(query.shape)}: batch and head size must be equal "
+            f"(query {shown}, key {shown_key})"
+        )
+    if tuple(value.shape) != tuple(key.shape):
+        raise ValueError(f"value has shape {list(value.shape)} but must have key's, {list(key.shape)}")
+    if h < 1 or k < 1 or d < 1 or h % k != 0:
+        raise ValueError(f"query has {h} heads and key {k}: the key heads must divide the query heads (and D ≥ 1)")
+    names = {dtype_name(array.dtype) for array in (query, key, value)}
+    if len(names) > 1 or not names <= EPS.keys():
+        raise TypeError(
+            f"query, key and value are {', '.join(dtype_name(a.dtype) for a in (query, key, value))} "
+            f"but must share one dtype of {', '.join(EPS)}"
+        )
+    return b, h, k, t, s, d
+
+
+def check_numbers(
+    *,
+    causal: bool,
+    has_right_slopes: bool,
+    window: int | None,
+    scale: float | None,
+    dropout_p: float,
+    tolerance: float | None,
+    head_dim: int,
+    dtype: str,
+) -> tuple[float, float]:
+    """(scale, tolerance) with their defaults, after the Python numbers and flags were checked."""
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal must be True or False but is {causal!r}")
+    if has_right_slopes and causal:
+        raise ValueError("right_slopes is for keys to the right, which causal attention never sees; pass causal=False")
+    if window is not None:
+        if isinstance(window, bool) or not isinstance(window, int):
+            raise TypeError(f"window must be an integer or None but is {window!r}")
+        if window < 1:
+            raise ValueError(f"window is {window} but counts the query itself, so it is at least 1 (None = no window)")
+    if scale is None:
+        scale = head_dim**-0.5
+    elif not _is_number(scale):
+        raise TypeError(f"scale must be a Python number or None but is {scale!r}")
+    elif not -math.inf < scale < math.inf:
+        raise ValueError(f"scale is {scale} but must be finite (None = 1/√D)")
+    if not _is_number(dropout_p):
+        raise TypeError(f"dropout_p must be a Python number but is {dropout_p!r}")
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p is {dropout_p} but must be a probability in [0, 1)")
+    if tolerance is None:
+        tolerance = EPS[dtype] / 32
+    elif not _is_number(tolerance):
+        raise TypeError(f"tolerance must be a Python number or None but is {tolerance!r}")
+    if not 0.0 <= tolerance < 1.0:
+        raise ValueError(
+            f"tolerance is {tolerance} but is a share of softmax mass in [0, 1): "
+            f"None = {EPS[dtype] / 32:.1e} for {dtype}, 0 = skip only what the mask forbids"
+        )
+    return scale, tolerance
+
+
+def check_slopes(name: str, shape: Sequence[int], *, batch: int, num_heads: int) -> None:
+    """Slopes are [H] or [B, H]."""
+    if tuple(shape) not in {(num_heads,), (batch, num_heads)}:
+        if len(shape) == 1:
+            raise ValueError(
+                f"{name} has {shape[0]} entries but query has {num_heads} heads; pass alibi_slopes({num_heads})"
+            )
+        raise ValueError(
+            f"{name} has shape {list(shape)} but must be [H] = [{num_heads}] or [B, H] = [{batch}, {num_heads}]"
+        )
+
+
+def check_key_mask(key_mask: ArrayLike, *, batch: int, key_len: int) -> None:
+    """key_mask is boolean and [B, S]."""
+    if dtype_name(key_mask.dtype) != "bool":
+        raise TypeError(
+            f"key_mask is {dtype_name(key_mask.dtype)} but must be bool, True = may be seen; pass key_mask.bool() "
+            "if 1 means seen (a float mask of −inf is a bias, not a mask)"
+        )
+    if tuple(key_mask.shape) != (batch, key_len):
+        raise ValueError(f"key_mask has shape {list(key_mask.shape)} but must be [B, S] = [{batch}, {key_len}]")
+
+
+def check_segments(name: str, segments: ArrayLike, *, batch: int, length: int, axis: str) -> None:
+    """Segment ids are integers, [B, S] for keys and [B, T] for queries."""
+    if not dtype_name(segments.dtype).startswith(("int", "uint")):
+        raise TypeError(f"{name} is {dtype_name(segments.dtype)} but must hold integers, one segment number a position")
+    if tuple(segments.shape) != (batch, length):
+        raise ValueError(f"{name} has shape {list(segments.shape)} but must be [B, {axis}] = [{batch}, {length}]")
+
+
+def check_query_offset(query_offset: ArrayLike, *, batch: int) -> None:
+    """An offset that is an array is an integer, 0-d or [B]."""
+    if not dtype_name(query_offset.dtype).startswith(("int", "uint")):
+        raise TypeError(f"query_offset is {dtype_name(query_offset.dtype)} but a position is an integer")
+    if tuple(query_offset.shape) not in {(), (batch,)}:
+        raise ValueError(
+            f"query_offset has shape {list(query_offset.shape)} but must be an int, 0-d, or one a sequence [B] = [{batch}]"
+        )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

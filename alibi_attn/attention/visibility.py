@@ -1,0 +1,58 @@
+"""Which query may see which key, densely; and what follows from it for bad numbers and for queries that see nothing.
+
+Dense means [T, S]: for the backends `reference` and `dense`, and for `alibi_bias`. See `spec.py` for the shapes.
+"""
+
+import torch
+from torch import Tensor
+
+from alibi_attn.attention.spec import AttentionSpec
+
+Spec = AttentionSpec[Tensor]
+
+
+def distances(query_len: int, key_len: int, query_offset: int | Tensor, device: torch.device | None) -> Tensor:
+    """i − j, int64: [1, T, S], or [B, T, S] where every sequence has its own offset. Positive = the key is to the left."""
+    i = torch.arange(query_len, device=device)
+    i = i + (query_offset.reshape(-1, 1) if isinstance(query_offset, Tensor) else query_offset)
+    return i.reshape(-1, query_len, 1) - torch.arange(key_len, device=device)
+
+
+def visible(spec: Spec, distance: Tensor) -> Tensor:
+    """[B|1, H|1, T, S] bool: True where the query may look. `distance` is that of `distances`."""
+    seen = torch.ones_like(distance, dtype=torch.bool)
+    if spec.causal:
+        seen = distance >= 0
+    if spec.window is not None:
+        seen = seen & (distance.abs() < spec.window)
+    if spec.query_segments is not None and spec.key_segments is not None:
+        seen = seen & (spec.query_segments[:, :, None] == spec.key_segments[:, None, :])
+    if spec.key_mask is not None:
+        seen = seen & spec.key_mask[:, None, :]
+    seen = seen[:, None]
+    if spec.right_slopes is not None:
+        never_right = torch.isinf(spec.right_slopes).reshape(-1, spec.num_heads, 1, 1)
+        seen = seen & ~(never_right & (distance < 0)[:, None])
+    return seen
+
+
+def without_bad_keys(spec: Spec, seen: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(key, value, poison): keys with NaN or inf in them or in their values become zeros, and queries that see one become NaN.
+
+    Matrix products touch every key, and 0·NaN is NaN: without this a key that nobody may see would spoil everybody.
+
+    Returns:
+        key, value: [B, K, S, D], finite.
+        poison: [B, H, T] fp32, NaN where the query sees such a key and 0 elsewhere, to be added to the result.
+    """
+    bad = ~(key.isfinite().all(-1) & value.isfinite().all(-1))
+    of_head = bad.repeat_interleave(spec.group, dim=1)[..., None].to(torch.float32)
+    spoiled = (seen.to(torch.float32) @ of_head).squeeze(-1) > 0
+    poison = torch.zeros(spoiled.shape, device=key.device).masked_fill(spoiled, float("nan"))
+    fill = bad[..., None]
+    return key.masked_fill(fill, 0.0), value.masked_fill(fill, 0.0), poison
+
+
+def per_query_head(spec: Spec, tensor: Tensor) -> Tensor:
+    """[B, K, S, D] -> [B, H, S, D]: every query head with the key head it reads."""
+    return tensor if spec.group == 1 else tensor.repeat_interleave(spec.group, dim=1)

@@ -1,0 +1,277 @@
+"""Record: one result, as JSON: what ran, on what, what came out.
+
+Everything that is measured here (a training, an evaluation, a benchmark, a certificate attacked) ends as a record, and
+every figure and table is a pure function of records. Records are small, readable and never overwritten.
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import hashlib
+import json
+import math
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import TypeAlias
+
+SCHEMA = 1
+Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
+
+_PACKAGES = ("alibi-attn", "numpy", "torch", "triton", "jax", "flax", "transformers", "accelerate")
+
+
+class RecordError(ValueError):
+    """A record that cannot be read, or that this version does not understand."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Record:
+    """One result.
+
+    Args:
+        kind: what sort of result: "training", "evaluation", "benchmark", "certificate", ...
+        name: a readable identity in path style, "quick/alibi/seed-0"; together with `config` it says what was asked.
+        config: everything that was asked for, as JSON; equal kind, name and config mean the same question.
+        metrics: single numbers that came out; the unit is in the name ("loss_nats", "peak_memory_bytes").
+        curves: columns of equal length that came out, by name ("length", "loss_nats").
+        machine, versions, commit, command, started, seconds: where, with what, when and for how long.
+    """
+
+    kind: str
+    name: str
+    config: Mapping[str, Json]
+    metrics: Mapping[str, float | None]
+    curves: Mapping[str, Mapping[str, Sequence[Json]]] = dataclasses.field(default_factory=dict)
+    machine: Mapping[str, Json] = dataclasses.field(default_factory=dict)
+    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    commit: str | None = None
+    command: str = ""
+    started: str = ""
+    seconds: float = 0.0
+    schema: int = SCHEMA
+
+    def __post_init__(self) -> None:
+        """Raises RecordError where a field is not what figures and tables may trust."""
+        for field in ("kind", "name", "command", "started"):
+            if not isinstance(getattr(self, field), str):
+                raise RecordError(f"{field} is {getattr(self, field)!r} but must be text")
+        for field in ("config", "metrics", "curves", "machine", "versions"):
+            if not isinstance(getattr(self, field), Mapping):
+                raise RecordError(f"{field} is {getattr(self, field)!r} but must map names to values")
+        for name, value in self.metrics.items():
+            if value is not None and not isinstance(value, int | float):
+                raise RecordError(f"metrics has {name} = {value!r} but a metric is a number or None")
+        for name, columns in self.curves.items():
+            if not isinstance(columns, Mapping) or not all(
+                isinstance(column, list | tuple) for column in columns.values()
+            ):
+                raise RecordError(f"curves has {name} = {columns!r} but a curve maps names to columns (lists)")
+            if len({len(column) for column in columns.values()}) > 1:
+                found = ", ".join(f"{column} {len(values)}" for column, values in columns.items())
+                raise RecordError(f"the columns of the curve {name} must have one length but have: {found}")
+
+
+def machine() -> dict[str, Json]:
+    """The machine in words and numbers; names no host and no user."""
+    gpu: str | None = None
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        gpu = torch.cuda.get_device_name()
+    return {
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_bytes": _memory_bytes(),
+        "gpu": gpu,
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of the packages that decide a result."""
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str | None:
+    """The commit of the source tree this package runs from, with "+" when files differ; None outside a checkout."""
+    here = Path(__file__).resolve().parent
+    if not (here.parent / ".git").exists():
+        return None
+    try:
+        name = _git(here, "rev-parse", "--short=12", "HEAD")
+        return name + ("+" if _git(here, "status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def command() -> str:
+    """The command that is running, as one would type it (the program's name without its folder)."""
+    program = Path(sys.argv[0]).name
+    if program == "__main__.py":
+        program = "python -m alibi_attn"
+    return shlex.join([*program.split(), *sys.argv[1:]]) if sys.argv[0] else ""
+
+
+def make(
+    kind: str,
+    name: str,
+    *,
+    config: Mapping[str, Json],
+    metrics: Mapping[str, float | None],
+    curves: Mapping[str, Mapping[str, Sequence[Json]]] | None = None,
+    started: datetime.datetime | None = None,
+) -> Record:
+    """A record of something that just ended on this machine; `started` (aware) dates it and gives its seconds."""
+    now = datetime.datetime.now(datetime.UTC)
+    started = started or now
+    return Record(
+        kind=kind,
+        name=name,
+        config=config,
+        metrics=metrics,
+        curves=curves or {},
+        machine=machine(),
+        versions=versions(),
+        commit=commit(),
+        command=command(),
+        started=started.isoformat(timespec="seconds"),
+        seconds=(now - started).total_seconds(),
+    )
+
+
+def identity(kind: str, name: str, config: Mapping[str, Json]) -> str:
+    """Twelve hexadecimal digits that are equal exactly when kind, name and config are equal as JSON."""
+    return hashlib.sha256(_dumps([kind, name, config]).encode()).hexdigest()[:12]
+
+
+def save(record: Record, folder: Path) -> Path:
+    """Write the record as `<kind>-<name>-<identity>.json`, whole or not at all.
+
+    Raises:
+        FileExistsError: the same question was answered already; records are never overwritten.
+    """
+    stem = re.sub(r"[^A-Za-z0-9.]+", "-", f"{record.kind}-{record.name}").strip("-")
+    path = folder / f"{stem}-{identity(record.kind, record.name, record.config)}.json"
+    text = json.dumps(_finite(dataclasses.asdict(record)), indent=1, sort_keys=True, allow_nan=False) + "\n"
+    folder.mkdir(parents=True, exist_ok=True)
+    with _beside(path, text.encode()) as temporary:
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            raise FileExistsError(
+                f"{path} exists; records are never overwritten: delete it, or write to another folder"
+            ) from None
+    return path
+
+
+def replace_file(path: Path, content: bytes) -> Path:
+    """Write a file whole or not at all, in the place of what was there; its folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _beside(path, content) as temporary:
+        os.replace(temporary, path)
+    return path
+
+
+def load(path: Path) -> Record:
+    """Read one record.
+
+    Raises:
+        RecordError: not JSON, not a record, or written by another schema.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise RecordError(f"{path} is not JSON ({error}); a record is written by alibi run or alibi bench") from None
+    if not isinstance(data, dict) or "schema" not in data:
+        raise RecordError(f"{path} is JSON but not a record: it has no schema")
+    if data["schema"] != SCHEMA:
+        raise RecordError(f"{path} has schema {data['schema']} but this version reads {SCHEMA}")
+    expected = {field.name for field in dataclasses.fields(Record)}
+    if missing := expected - data.keys():
+        raise RecordError(f"{path} lacks {', '.join(sorted(missing))}")
+    try:
+        return Record(**{key: data[key] for key in expected})
+    except RecordError as error:
+        raise RecordError(f"{path} is damaged: {error}") from None
+
+
+def find(*paths: Path, kind: str | None = None) -> Iterator[Record]:
+    """The records in files and folders (searched whole), in order of path; only one kind if it is given.
+
+    Raises:
+        FileNotFoundError: a path that does not exist.
+        RecordError: a `.json` file that is no record.
+    """
+    for path in paths:
+        if not path.exists():
+            raise FileNotFoundError(f"{path} does not exist; pass record files (.json) or folders that hold them")
+        for file in sorted(path.rglob("*.json")) if path.is_dir() else [path]:
+            record = load(file)
+            if kind is None or record.kind == kind:
+                yield record
+
+
+@contextlib.contextmanager
+def _beside(path: Path, content: bytes) -> Iterator[str]:
+    """A temporary file with the content, on the disk and in the folder of `path`; gone afterwards unless renamed."""
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        yield temporary
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+
+
+def _dumps(value: object) -> str:
+    return json.dumps(_finite(value), sort_keys=True, allow_nan=False, separators=(",", ":"))
+
+
+def _finite(value: object) -> object:
+    """JSON has no NaN and no infinity: they are written as null, tuples as lists."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None

@@ -1,0 +1,92 @@
+"""The truth: the definition of DESIGN as a loop over sequences, heads, queries and keys, in float64, with its gradients.
+
+It shares no line with the package: who may see whom is decided key by key in plain Python.
+"""
+
+import dataclasses
+import functools
+import math
+
+import numpy as np
+import torch
+from attention_cases import Case
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """Float64: output [B, H, T, D], lse [B, H, T], and the gradients of Σ output·grad_output + Σ lse·grad_lse (finite lse)."""
+
+    output: torch.Tensor
+    lse: torch.Tensor
+    gradients: dict[str, torch.Tensor]
+
+
+def positions(case: Case, drawn: dict) -> np.ndarray:
+    """[B, T] position of every query."""
+    first = drawn["query_offset"] if drawn["query_offset"] is not None else np.full(case.batch, case.first_position)
+    return first[:, None] + np.arange(case.query_len)
+
+
+def visible_keys(case: Case, drawn: dict, b: int, h: int, t: int) -> list[int]:
+    """The keys that query t of head h in sequence b may look at."""
+    i = int(positions(case, drawn)[b, t])
+    query_segments = drawn["query_segments"]
+    keys = []
+    for j in range(case.key_len):
+        if case.causal and j > i:
+            continue
+        if case.window is not None and abs(i - j) >= case.window:
+            continue
+        if drawn["key_mask"] is not None and not drawn["key_mask"][b, j]:
+            continue
+        if drawn["key_segments"] is not None:
+            own = query_segments[b, t] if query_segments is not None else drawn["key_segments"][b, i]
+            if own != drawn["key_segments"][b, j]:
+                continue
+        if j > i and drawn["right_slopes"] is not None and math.isinf(of_head(drawn["right_slopes"], b, h)):
+            continue
+        keys.append(j)
+    return keys
+
+
+def of_head(slopes, b: int, h: int):
+    return slopes[h] if slopes.ndim == 1 else slopes[b, h]
+
+
+@functools.cache
+def truth(case: Case) -> Answer:
+    drawn = case.draw()
+    names = ("query", "key", "value", "slopes") + (("right_slopes",) if case.right else ())
+    leaf = {name: torch.tensor(drawn[name], dtype=torch.float64, requires_grad=True) for name in names}
+    scale = case.scale if case.scale is not None else 1 / math.sqrt(case.head_dim)
+    group = case.heads // (case.kv_heads or case.heads)
+    at = positions(case, drawn)
+    output = torch.zeros(case.batch, case.heads, case.query_len, case.head_dim, dtype=torch.float64)
+    lse = torch.full((case.batch, case.heads, case.query_len), -math.inf, dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64)
+    grad_output, grad_lse = torch.tensor(drawn["grad_output"]), torch.tensor(drawn["grad_lse"])
+    for b in range(case.batch):
+        for h in range(case.heads):
+            rows_out, rows_lse, rows = [], [], []
+            for t in range(case.query_len):
+                keys = visible_keys(case, drawn, b, h, t)
+                if not keys:
+                    continue
+                distance = torch.tensor([abs(int(at[b, t]) - j) for j in keys], dtype=torch.float64)
+                to_right = torch.tensor([j > at[b, t] for j in keys])
+                slope = of_head(leaf["slopes"], b, h)
+                if case.right and bool(to_right.any()):
+                    slope = torch.where(to_right, of_head(leaf["right_slopes"], b, h), slope)
+                scores = scale * (leaf["key"][b, h // group, keys] @ leaf["query"][b, h, t]) - slope * distance
+                rows_lse.append(torch.logsumexp(scores, 0))
+                rows_out.append(torch.softmax(scores, 0) @ leaf["value"][b, h // group, keys])
+                rows.append(t)
+            if rows:
+                out_h, lse_h = torch.stack(rows_out), torch.stack(rows_lse)
+                total = total + (out_h * grad_output[b, h, rows]).sum() + (lse_h * grad_lse[b, h, rows]).sum()
+                output[b, h, rows], lse[b, h, rows] = out_h.detach(), lse_h.detach()
+    gradients = {name: torch.zeros_like(tensor) for name, tensor in leaf.items()}
+    if total.requires_grad:
+        found = torch.autograd.grad(total, list(leaf.values()), allow_unused=True)
+        gradients.update({n: g for n, g in zip(leaf, found, strict=True) if g is not None})
+    return Answer(output, lse, gradients)
