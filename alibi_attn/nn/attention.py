@@ -1,0 +1,173 @@
+"""ALiBiAttention: one self-attention layer, four linear maps around `alibi_attention`.
+
+Press et al. 2022, sec. 3 (arXiv:2108.12409). Next: `block.py`, `cache.py`.
+"""
+
+import operator
+
+from torch import Tensor, nn
+
+from alibi_attn.attention.api import alibi_attention
+from alibi_attn.attention.bias import Slopes
+from alibi_attn.attention.spec import check_key_mask, check_segments
+from alibi_attn.nn.cache import KVCache
+from alibi_attn.nn.positional import HeadSlopes
+
+_QK_NORM_EPS = 1e-6  # only keeps a zero vector zero; the bound ‖q‖ ≤ √D·max|weight| holds for any eps ≥ 0
+
+
+class ALiBiAttention(nn.Module):
+    """Self-attention with linear biases: x [B, T, embed_dim] → [B, T, embed_dim].
+
+        softmax(q·kᵀ/√D − m·|i − j|)·v,   q, k, v = linear maps of x, one fixed slope m per head
+
+    There are no positions to add anywhere, no longest sequence, and (with fixed slopes) no parameter beyond those of
+    the linear maps: `q_proj`, `k_proj`, `v_proj`, `out_proj`.
+
+    Args:
+        embed_dim: a multiple of `num_heads`; the head size is D = embed_dim / num_heads.
+        num_heads: H.
+        num_kv_heads: K, which divides H: grouped-query attention (1 is multi-query). Default H.
+        bias: give the linear maps a bias.
+        causal: False for encoders: the bias is symmetric.
+        window: how many keys a query may see, itself included; None is no limit.
+        dropout_p: of attention weights, in training only.
+        slopes: [H]; default `alibi_slopes(num_heads)`. Kept in fp32 whatever dtype the module is cast to, and, unless
+            learned, out of the state dict.
+        learn_slopes: make them a parameter (Press et al. saw no gain in extrapolation from it).
+        qk_norm: RMS-normalise queries and keys per head, with a weight (`q_norm`, `k_norm`) and without offset. It
+            bounds every score by the weights alone.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit together, here; inputs that do not, in `forward`.
+
+    >>> import torch
+    >>> attention = ALiBiAttention(embed_dim=64, num_heads=8)
+    >>> attention(torch.zeros(2, 10, 64)).shape
+    torch.Size([2, 10, 64])
+
+    Source: Press et al. 2022, sec. 3 (arXiv:2108.12409); QK-norm: Henry et al. 2020 (arXiv:2010.04245).
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        bias: bool = False,
+        causal: bool = True,
+        window: int | None = None,
+        dropout_p: float = 0.0,
+        slopes: Slopes | None = None,
+        learn_slopes: bool = False,
+        qk_norm: bool = False,
+    ) -> None:
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        _check_sizes(embed_dim, num_heads, num_kv_heads, window, dropout_p)
+        self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
+        self.head_dim = embed_dim // num_heads
+        self.causal, self.window, self.dropout_p = causal, window, dropout_p
+        self.slopes = HeadSlopes(num_heads, slopes, learned=learn_slopes)
+        self.q_proj = nn.Linear(embed_dim, num_heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(embed_dim, num_kv_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(embed_dim, num_kv_heads * self.head_dim, bias=bias)
+        self.out_proj = nn.Linear(num_heads * self.head_dim, embed_dim, bias=bias)
+        self.q_norm = nn.RMSNorm(self.head_dim, eps=_QK_NORM_EPS) if qk_norm else None
+        self.k_norm = nn.RMSNorm(self.head_dim, eps=_QK_NORM_EPS) if qk_norm else None
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        cache: KVCache | None = None,
+        key_mask: Tensor | None = None,
+        segment_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Attend from x to x, and to what the cache holds; x is appended to the cache.
+
+        Args:
+            x: [B, T, embed_dim]: the positions after those in the cache.
+            cache: this layer's own `KVCache()`. However a sequence is cut into chunks, the outputs are those of one
+                full pass.
+            key_mask: [B, S] bool, True = may be seen; S counts the cached keys and then the T new ones.
+            segment_ids: [B, S] integers, the same S: attend within a segment only.
+        """
+        self._check(x, cache, key_mask, segment_ids)
+        query = self._heads(self.q_proj(x))
+        key = self._heads(self.k_proj(x))
+        value = self._heads(self.v_proj(x))
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = _normed(self.q_norm, query), _normed(self.k_norm, key)
+        if cache is not None:
+            key, value = cache.append(key, value, layer=self)
+        mixed = alibi_attention(
+            query,
+            key,
+            value,
+            self.slopes.values,
+            causal=self.causal,
+            window=self.window,
+            key_mask=key_mask,
+            segment_ids=segment_ids,
+            dropout_p=self.dropout_p if self.training else 0.0,
+        )
+        assert isinstance(mixed, Tensor)  # no lse was asked for
+        output: Tensor = self.out_proj(mixed.transpose(1, 2).flatten(2))
+        return output
+
+    def extra_repr(self) -> str:
+        return (
+            f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
+            f"causal={self.causal}, window={self.window}, dropout_p={self.dropout_p}"
+        )
+
+    def _heads(self, projected: Tensor) -> Tensor:
+        """[B, T, heads·D] → [B, heads, T, D], without a copy."""
+        batch, length, _ = projected.shape
+        return projected.view(batch, length, -1, self.head_dim).transpose(1, 2)
+
+    def _check(self, x: Tensor, cache: KVCache | None, key_mask: Tensor | None, segment_ids: Tensor | None) -> None:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x is a {type(x).__name__} but must be a tensor [B, T, {self.embed_dim}]")
+        if x.ndim != 3 or x.shape[-1] != self.embed_dim or x.shape[1] == 0:
+            raise ValueError(f"x has shape {list(x.shape)} but must be [B, T, {self.embed_dim}] with T ≥ 1")
+        if not x.is_floating_point():
+            raise TypeError(f"x is {x.dtype} but must be floating point: pass embeddings, not token numbers")
+        if cache is not None and not isinstance(cache, KVCache):
+            raise TypeError(f"cache is a {type(cache).__name__} but must be a KVCache() of this layer, or None")
+        if cache is not None and not self.causal:
+            raise ValueError("cache needs causal=True: without it the keys to come would change outputs already given")
+        batch, length, cached = x.shape[0], x.shape[1], 0 if cache is None else len(cache)
+        for name, mask in (("key_mask", key_mask), ("segment_ids", segment_ids)):
+            if mask is not None and tuple(mask.shape) != (batch, cached + length):
+                raise ValueError(
+                    f"{name} has shape {list(mask.shape)} but must be [B, S] = [{batch}, {cached + length}]: "
+                    f"it covers the {cached} cached keys and the {length} new ones"
+                )
+        # Here and not only inside `alibi_attention`: by then the cache has grown.
+        if key_mask is not None:
+            check_key_mask(key_mask, batch=batch, key_len=cached + length)
+        if segment_ids is not None:
+            check_segments("segment_ids", segment_ids, batch=batch, length=cached + length, axis="S")
+
+
+def _normed(norm: nn.RMSNorm, heads: Tensor) -> Tensor:
+    """In the dtype of the weight: under autocast what comes is narrower, and should be what goes on."""
+    normed: Tensor = norm(heads.to(norm.weight.dtype))
+    return normed.to(heads.dtype)
+
+
+def _check_sizes(embed_dim: int, num_heads: int, num_kv_heads: int, window: int | None, dropout_p: float) -> None:
+    for name, size in (("embed_dim", embed_dim), ("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
+        if operator.index(size) < 1:
+            raise ValueError(f"{name} is {size} but must be at least 1")
+    if embed_dim % num_heads:
+        raise ValueError(f"embed_dim is {embed_dim} but must be a multiple of num_heads, {num_heads}")
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_kv_heads is {num_kv_heads} but must divide num_heads, {num_heads}")
+    if window is not None and operator.index(window) < 1:
+        raise ValueError(f"window is {window} but counts the query itself: at least 1, or None for no limit")
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p is {dropout_p} but must be in [0, 1)")

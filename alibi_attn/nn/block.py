@@ -1,0 +1,81 @@
+"""ALiBiTransformerBlock: attention and a feed-forward network, each behind a norm and beside a residual."""
+
+from typing import TypedDict, Unpack
+
+from torch import Tensor, nn
+
+from alibi_attn.attention.bias import Slopes
+from alibi_attn.nn.attention import ALiBiAttention
+from alibi_attn.nn.cache import KVCache
+
+
+class AttentionOptions(TypedDict, total=False):
+    """What `ALiBiAttention` takes by name, other than its dropout."""
+
+    num_kv_heads: int | None
+    bias: bool
+    causal: bool
+    window: int | None
+    slopes: Slopes | None
+    learn_slopes: bool
+    qk_norm: bool
+
+
+class ALiBiTransformerBlock(nn.Module):
+    """One pre-norm transformer block, x [B, T, embed_dim] → [B, T, embed_dim].
+
+        x ← x + dropout(attention(norm(x)))
+        x ← x + dropout(W₂·dropout(GELU(W₁·norm(x))))
+
+    Args:
+        ffn_dim: width of the feed-forward network; default 4·embed_dim.
+        dropout_p: of attention weights, activations and both branches, in training only.
+        attention: what `ALiBiAttention` takes (num_kv_heads, bias, causal, window, slopes, learn_slopes, qk_norm);
+            `bias` is that of all linear maps and norms.
+
+    >>> import torch
+    >>> block = ALiBiTransformerBlock(embed_dim=64, num_heads=8, num_kv_heads=2)
+    >>> block(torch.zeros(2, 10, 64)).shape
+    torch.Size([2, 10, 64])
+
+    Source: pre-norm blocks: Baevski & Auli 2019 (arXiv:1809.10853), the model of Press et al. 2022.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        ffn_dim: int | None = None,
+        *,
+        dropout_p: float = 0.0,
+        **attention: Unpack[AttentionOptions],
+    ) -> None:
+        super().__init__()
+        ffn_dim = 4 * embed_dim if ffn_dim is None else ffn_dim
+        if ffn_dim < 1:
+            raise ValueError(f"ffn_dim is {ffn_dim} but must be at least 1, or None for 4·embed_dim")
+        bias = attention.get("bias", False)
+        self.attention_norm = nn.LayerNorm(embed_dim, bias=bias)
+        self.attention = ALiBiAttention(embed_dim, num_heads, dropout_p=dropout_p, **attention)
+        self.ffn_norm = nn.LayerNorm(embed_dim, bias=bias)
+        self.ffn = nn.Sequential(
+            nn.Linear(embed_dim, ffn_dim, bias=bias),
+            nn.GELU(),
+            nn.Dropout(dropout_p),
+            nn.Linear(ffn_dim, embed_dim, bias=bias),
+        )
+        self.dropout = nn.Dropout(dropout_p)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        cache: KVCache | None = None,
+        key_mask: Tensor | None = None,
+        segment_ids: Tensor | None = None,
+    ) -> Tensor:
+        """As `ALiBiAttention.forward`; the cache is that of this block's attention layer."""
+        attended = self.attention(self.attention_norm(x), cache=cache, key_mask=key_mask, segment_ids=segment_ids)
+        x = x + self.dropout(attended)
+        output: Tensor = x + self.dropout(self.ffn(self.ffn_norm(x)))
+        return output

@@ -1,0 +1,250 @@
+"""The attention layer and the bias module: against plain linear algebra, in every dtype, and at the door."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from alibi_attn import ALiBiAttention, ALiBiPositionalBias, KVCache, alibi_bias, alibi_slopes, interpolate_slopes
+
+
+def by_hand(layer: ALiBiAttention, x: Tensor) -> Tensor:
+    """The layer in fp64, one query, key and head at a time; every symbol as in the paper."""
+    state = {name: tensor.double() for name, tensor in layer.state_dict().items()}
+    slopes = layer.slopes.values.double()
+    x, head_dim = x.double(), layer.head_dim
+
+    def project(name: str, at: Tensor) -> Tensor:
+        bias = state.get(f"{name}_proj.bias")
+        return at @ state[f"{name}_proj.weight"].T + (0 if bias is None else bias)
+
+    def normed(name: str, vector: Tensor) -> Tensor:
+        weight = state.get(f"{name}_norm.weight")
+        return vector if weight is None else weight * vector / (vector.square().mean() + 1e-6).sqrt()
+
+    batch, length, _ = x.shape
+    outputs = torch.zeros(batch, length, layer.num_heads * head_dim, dtype=torch.float64)
+    for b in range(batch):
+        query, key, value = (project(name, x[b]) for name in "qkv")
+        for h in range(layer.num_heads):
+            shared = h // (layer.num_heads // layer.num_kv_heads)
+            here, there = slice(h * head_dim, (h + 1) * head_dim), slice(shared * head_dim, (shared + 1) * head_dim)
+            for i in range(length):
+                seen = [j for j in range(length) if not layer.causal or j <= i]
+                seen = [j for j in seen if layer.window is None or abs(i - j) < layer.window]
+                q = normed("q", query[i, here])
+                scores = [q @ normed("k", key[j, there]) / math.sqrt(head_dim) - slopes[h] * abs(i - j) for j in seen]
+                weights = torch.stack(scores).softmax(0)
+                outputs[b, i, here] = sum(w * value[j, there] for w, j in zip(weights, seen, strict=True))
+    return project("out", outputs)
+
+
+def assert_is_the_paper(layer: ALiBiAttention, x: Tensor) -> None:
+    torch.testing.assert_close(layer(x).double(), by_hand(layer, x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"bias": True, "num_kv_heads": 2},
+        {"causal": False, "num_kv_heads": 1},
+        {"window": 3, "qk_norm": True},
+        {"causal": False, "window": 2, "slopes": [0.0, 0.3, -0.2, 1.0, 0.5, 0.25]},
+    ],
+)
+def test_the_layer_is_the_formula_of_the_paper(options):
+    torch.manual_seed(1)
+    layer = ALiBiAttention(24, 6, **options)
+    if layer.q_norm is not None:
+        torch.nn.init.uniform_(layer.q_norm.weight, 0.5, 2.0)
+        torch.nn.init.uniform_(layer.k_norm.weight, 0.5, 2.0)
+    assert_is_the_paper(layer, torch.randn(2, 7, 24))
+
+
+@pytest.mark.parametrize("wrong", ["slopes one head on", "window one more", "not causal"])
+def test_a_wrong_layer_is_noticed(wrong):
+    torch.manual_seed(1)
+    layer, x = ALiBiAttention(24, 6, window=4), torch.randn(1, 7, 24)
+    truth = by_hand(layer, x)
+    if wrong == "slopes one head on":
+        layer.slopes.values.copy_(layer.slopes.values.roll(1))
+    layer.window = 5 if wrong == "window one more" else layer.window
+    layer.causal = wrong != "not causal"
+    assert (layer(x) - truth).abs().max() > 1e-3
+
+
+def test_alibi_adds_no_parameters_and_the_state_dict_reads_well():
+    layer = ALiBiAttention(64, 8, num_kv_heads=2, bias=True, qk_norm=True)
+    plain = [f"{name}_proj.{part}" for name in ("q", "k", "v", "out") for part in ("weight", "bias")]
+    assert sorted(layer.state_dict()) == sorted([*plain, "q_norm.weight", "k_norm.weight"])
+    linear_maps = ALiBiAttention(64, 8)
+    assert sum(p.numel() for p in linear_maps.parameters()) == 4 * 64 * 64
+    learned = ALiBiAttention(64, 8, learn_slopes=True)
+    assert sum(p.numel() for p in learned.parameters()) == 4 * 64 * 64 + 8
+    assert "slopes.values" in learned.state_dict()
+
+
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize(
+    "cast",
+    [
+        lambda m: m.half(),
+        lambda m: m.bfloat16(),
+        lambda m: m.double(),
+        lambda m: m.to(torch.bfloat16),
+        lambda m: m.to("cpu", torch.float16),
+        lambda m: m.to(torch.zeros((), dtype=torch.bfloat16)),
+        lambda m: m.type(torch.bfloat16),
+        lambda m: m.half().float(),
+        lambda m: torch.nn.Sequential(m).half()[0],
+    ],
+)
+def test_slopes_stay_fp32_to_the_last_bit_whatever_the_model_is_cast_to(cast, learned):
+    exact = torch.tensor(alibi_slopes(12), dtype=torch.float32)
+    layer = ALiBiAttention(24, 12, learn_slopes=learned)
+    layer.slopes.values.grad = exact.clone() if learned else None
+    layer = cast(layer)
+    assert torch.equal(layer.slopes.values, exact)
+    assert not learned or torch.equal(layer.slopes.values.grad, exact)
+    assert isinstance(layer.slopes.values, torch.nn.Parameter) == learned
+    module = cast(ALiBiPositionalBias(12))
+    assert torch.equal(module.slopes.values, exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_dtypes_give_the_same_to_their_rounding(dtype):
+    torch.manual_seed(0)
+    layer, x = ALiBiAttention(24, 6, qk_norm=True), torch.randn(2, 9, 24)
+    expected = layer(x)
+    output = layer.to(dtype)(x.to(dtype))
+    assert output.dtype == dtype
+    torch.testing.assert_close(output.float(), expected, rtol=0.03, atol=0.02)
+
+
+def test_a_model_made_on_the_meta_device_gets_its_slopes_back():
+    with torch.device("meta"):
+        layer = ALiBiAttention(24, 6)
+    assert layer.slopes.values.is_meta
+    layer.to_empty(device="cpu")
+    assert torch.equal(layer.slopes.values, ALiBiAttention(24, 6).slopes.values)
+
+
+def test_loading_a_checkpoint_keeps_interpolated_slopes():
+    trained = ALiBiAttention(24, 6)
+    longer = ALiBiAttention(24, 6, slopes=interpolate_slopes(alibi_slopes(6), 512, 2048))
+    longer.load_state_dict(trained.state_dict())
+    torch.testing.assert_close(longer.slopes.values, trained.slopes.values / 4)
+
+
+def test_learned_slopes_receive_the_gradient_of_the_definition():
+    torch.manual_seed(0)
+    layer, x = ALiBiAttention(24, 6, learn_slopes=True).double(), torch.randn(2, 8, 24, dtype=torch.float64)
+    layer(x).square().sum().backward()
+    step = 1e-3
+    with torch.no_grad():
+        for head in range(6):
+            losses = []
+            for sign in (1, -1):
+                moved = copy.deepcopy(layer)
+                moved.slopes.values[head] += sign * step
+                losses.append(moved(x).square().sum())
+            slope = (losses[0] - losses[1]) / (2 * step)
+            torch.testing.assert_close(layer.slopes.values.grad[head].double(), slope, rtol=1e-3, atol=1e-5)
+
+
+def test_qk_norm_bounds_every_score_by_the_weights():
+    torch.manual_seed(0)
+    layer = ALiBiAttention(24, 6, qk_norm=True)
+    seen = []
+    layer.q_norm.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    layer.k_norm.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    layer(torch.randn(2, 9, 24) * 1e4)
+    bound = math.sqrt(layer.head_dim) * (1 + 1e-6)
+    assert all(vectors.norm(dim=-1).max() <= bound for vectors in seen)
+
+
+def test_dropout_acts_in_training_only():
+    torch.manual_seed(0)
+    layer, x = ALiBiAttention(24, 6, dropout_p=0.5), torch.randn(1, 9, 24)
+    assert not torch.equal(layer(x), layer(x))
+    layer.eval()
+    assert torch.equal(layer(x), layer(x))
+
+
+def test_masked_and_foreign_keys_change_nothing():
+    torch.manual_seed(0)
+    layer, x = ALiBiAttention(24, 6), torch.randn(2, 8, 24)
+    mask = torch.ones(2, 8, dtype=torch.bool)
+    mask[:, :3] = False  # left padding
+    torch.testing.assert_close(layer(x, key_mask=mask)[:, 3:], layer(x[:, 3:]), rtol=1e-5, atol=1e-6)
+    packed = layer(x, segment_ids=torch.tensor([[0] * 3 + [1] * 5] * 2))
+    apart = torch.cat([layer(x[:, :3]), layer(x[:, 3:])], dim=1)
+    torch.testing.assert_close(packed, apart, rtol=1e-5, atol=1e-6)
+
+
+def test_training_and_decoding_compile():
+    torch.manual_seed(0)
+    layer, x = ALiBiAttention(24, 6, num_kv_heads=2, qk_norm=True), torch.randn(1, 6, 24)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), layer(x), rtol=1e-5, atol=1e-6)
+    with torch.no_grad():
+        cache = KVCache()
+        steps = torch.cat([compiled(token, cache=cache) for token in x.split([3, 1, 1, 1], dim=1)], dim=1)
+        torch.testing.assert_close(steps, layer(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_bias_module_takes_any_lengths_and_keeps_nothing(causal):
+    module = ALiBiPositionalBias(12, causal=causal)
+    for lengths in ((1,), (5,), (3, 70), (4000, 2), (1, 100_000)):
+        assert torch.equal(module(*lengths), alibi_bias(module.slopes.values, *lengths, causal=causal))
+    assert sum(buffer.numel() for buffer in module.buffers()) == 12
+    assert module.state_dict() == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"embed_dim": 25}, ValueError, "embed_dim is 25 but must be a multiple of num_heads, 6"),
+        ({"num_heads": 0}, ValueError, "num_heads is 0"),
+        ({"num_heads": 6.0}, TypeError, "integer"),
+        ({"num_kv_heads": 4}, ValueError, "num_kv_heads is 4 but must divide num_heads, 6"),
+        ({"window": 0}, ValueError, "window is 0 but counts the query itself"),
+        ({"dropout_p": 1.0}, ValueError, r"dropout_p is 1.0 but must be in \[0, 1\)"),
+        ({"slopes": [0.5] * 8}, ValueError, r"slopes has shape \[8\] but there are 6 heads"),
+        ({"slopes": [0.5] * 5 + [math.nan]}, ValueError, "slopes must be finite"),
+    ],
+)
+def test_wrong_arguments_are_told_what_is_allowed(arguments, error, message):
+    with pytest.raises(error, match=message):
+        ALiBiAttention(**{"embed_dim": 24, "num_heads": 6, **arguments})
+
+
+def test_wrong_inputs_are_told_what_is_allowed():
+    layer, x, cache = ALiBiAttention(24, 6), torch.randn(2, 4, 24), KVCache()
+    with pytest.raises(ValueError, match=r"x has shape \[2, 4\] but must be \[B, T, 24\]"):
+        layer(x[..., 0])
+    with pytest.raises(ValueError, match="with T ≥ 1"):
+        layer(x[:, :0])
+    with pytest.raises(TypeError, match="pass embeddings, not token numbers"):
+        layer(torch.zeros(2, 4, 24, dtype=torch.int64))
+    with pytest.raises(TypeError, match="x is a list"):
+        layer([1.0])
+    with pytest.raises(TypeError, match=r"cache is a dict but must be a KVCache\(\)"):
+        layer(x, cache={})
+    with pytest.raises(ValueError, match="cache needs causal=True"):
+        ALiBiAttention(24, 6, causal=False)(x, cache=cache)
+    layer(x, cache=cache)
+    for name in ("key_mask", "segment_ids"):
+        with pytest.raises(
+            ValueError, match=rf"{name} has shape \[2, 4\] but must be \[B, S\] = \[2, 8\].* the 4 cached"
+        ):
+            layer(x, cache=cache, **{name: torch.ones(2, 4, dtype=torch.bool)})
+    with pytest.raises(TypeError, match="key_mask is float32 but must be bool"):
+        layer(x, cache=cache, key_mask=torch.ones(2, 8))
+    with pytest.raises(TypeError, match="segment_ids is float32 but must hold integers"):
+        layer(x, cache=cache, segment_ids=torch.ones(2, 8))
+    assert len(cache) == 4  # a refused pass leaves the cache as it was

@@ -1,0 +1,58 @@
+"""The transformer block: its formula, its dropout, and that a small stack learns."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from alibi_attn import ALiBiTransformerBlock
+
+
+def test_the_block_is_pre_norm():
+    torch.manual_seed(0)
+    block, x = ALiBiTransformerBlock(24, 6, 40, bias=True, num_kv_heads=2), torch.randn(2, 5, 24)
+    first, second = block.ffn[0], block.ffn[3]
+    middle = x + block.attention(F.layer_norm(x, (24,), block.attention_norm.weight, block.attention_norm.bias))
+    hidden = F.gelu(first(F.layer_norm(middle, (24,), block.ffn_norm.weight, block.ffn_norm.bias)))
+    torch.testing.assert_close(block(x), middle + second(hidden))
+    assert first.out_features == 40
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_bias_is_that_of_every_part(bias):
+    block = ALiBiTransformerBlock(24, 6, bias=bias, learn_slopes=True, qk_norm=True)
+    assert any("bias" in name for name in block.state_dict()) == bias
+    assert block.ffn[0].out_features == 96
+
+
+def test_dropout_acts_on_both_branches_and_in_training_only():
+    torch.manual_seed(0)
+    block, x = ALiBiTransformerBlock(24, 6, dropout_p=0.3), torch.randn(1, 5, 24)
+    assert block.attention.dropout_p == 0.3
+    assert not torch.equal(block(x), block(x))
+    block.eval()
+    assert torch.equal(block(x), block(x))
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="ffn_dim is 0"):
+        ALiBiTransformerBlock(24, 6, 0)
+    with pytest.raises(ValueError, match="multiple of num_heads"):
+        ALiBiTransformerBlock(24, 7)
+    with pytest.raises(TypeError, match="positions"):
+        ALiBiTransformerBlock(24, 6, positions="rotary")
+
+
+def test_a_small_stack_learns_to_copy_the_last_token_at_any_length():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(8, 24), *[ALiBiTransformerBlock(24, 6) for _ in range(2)], nn.Linear(24, 8))
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    for _ in range(60):
+        tokens = torch.randint(0, 8, (16, 12))
+        loss = F.cross_entropy(model(tokens)[:, 1:].flatten(0, 1), tokens[:, :-1].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    longer = torch.randint(0, 8, (4, 48))
+    accuracy = (model(longer).argmax(-1)[:, 1:] == longer[:, :-1]).float().mean()
+    assert accuracy > 0.9

@@ -1,0 +1,211 @@
+"""Cached decoding is the full pass, however the sequence is cut; the cache crops, reorders, grows and takes part in autograd."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from alibi_attn import ALiBiAttention, ALiBiTransformerBlock, KVCache
+
+WAYS = {
+    "plain": {},
+    "grouped": {"num_kv_heads": 2},
+    "multi-query, bias": {"num_kv_heads": 1, "bias": True},
+    "window": {"window": 3},
+    "qk_norm": {"qk_norm": True, "num_kv_heads": 3},
+    "learned": {"learn_slopes": True, "slopes": [0.0, 0.1, -0.1, 1.0, 0.5, 2.0]},
+}
+
+
+def attention_layer(way: str = "plain", **options: object) -> ALiBiAttention:
+    torch.manual_seed(0)
+    return ALiBiAttention(24, 6, **{**WAYS[way], **options}).eval()
+
+
+def in_chunks(layer: torch.nn.Module, x: Tensor, cuts: list[int], masks: dict[str, Tensor]) -> Tensor:
+    """The sequence in chunks of the given lengths; a mask covers what has been seen so far."""
+    cache, outputs = KVCache(), []
+    for chunk in x.split(cuts, dim=1):
+        seen = len(cache) + chunk.shape[1]
+        outputs.append(layer(chunk, cache=cache, **{name: mask[:, :seen] for name, mask in masks.items()}))
+        assert len(cache) == seen
+    return torch.cat(outputs, dim=1)
+
+
+@given(
+    way=st.sampled_from(list(WAYS)),
+    cuts=st.lists(st.integers(1, 7), min_size=1, max_size=6),
+    with_mask=st.booleans(),
+    with_segments=st.booleans(),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=60)
+def test_cached_pass_equals_full_pass_however_the_sequence_is_cut(way, cuts, with_mask, with_segments, seed):
+    generator = torch.Generator().manual_seed(seed)
+    length = sum(cuts)
+    layer, x = attention_layer(way), torch.randn(2, length, 24, generator=generator)
+    masks = {}
+    if with_mask:
+        masks["key_mask"] = torch.rand(2, length, generator=generator) < 0.7
+    if with_segments:
+        masks["segment_ids"] = torch.randint(0, 2, (2, length), generator=generator).cumsum(1)
+    with torch.no_grad():
+        torch.testing.assert_close(in_chunks(layer, x, cuts, masks), layer(x, **masks), rtol=1e-5, atol=1e-6)
+
+
+def test_a_pass_with_a_stale_cache_is_noticed():
+    """The comparison above can fail: a cache that lost one key gives something else."""
+    layer, x = attention_layer(), torch.randn(1, 5, 24)
+    with torch.no_grad():
+        cache = KVCache()
+        layer(x[:, :4], cache=cache)
+        cache.crop(3)
+        assert (layer(x[:, 4:], cache=cache) - layer(x)[:, 4:]).abs().max() > 1e-3
+
+
+def test_a_block_decodes_with_the_cache_of_its_attention():
+    torch.manual_seed(0)
+    block, x = ALiBiTransformerBlock(24, 6, num_kv_heads=2, qk_norm=True).eval(), torch.randn(2, 9, 24)
+    with torch.no_grad():
+        torch.testing.assert_close(in_chunks(block, x, [4, 1, 1, 3], {}), block(x), rtol=1e-5, atol=1e-6)
+
+
+def test_decoding_runs_beyond_any_length_and_copies_rarely():
+    cache, addresses = KVCache(), set()
+    with torch.no_grad():
+        for step in range(1000):
+            token = torch.full((1, 2, 1, 4), float(step))
+            key, value = cache.append(token, token)
+            addresses.add((key.data_ptr(), value.data_ptr()))
+    assert len(addresses) <= 11  # the first append, then room for 4, 10, 22, ... keys
+    assert cache.key[0, 0, :, 0].tolist() == cache.value[0, 1, :, 3].tolist() == list(range(1000))
+
+
+def test_appending_never_writes_into_what_it_was_given_or_gave():
+    cache, first = KVCache(), torch.zeros(1, 1, 2, 4)
+    with torch.no_grad():
+        cache.append(first, first)
+        given_out, _ = cache.append(torch.ones(1, 1, 1, 4), torch.ones(1, 1, 1, 4))
+        before = given_out.clone()
+        for _ in range(20):
+            cache.append(torch.full((1, 1, 1, 4), 2.0), torch.full((1, 1, 1, 4), 2.0))
+    assert torch.equal(given_out, before)
+    assert torch.equal(first, torch.zeros(1, 1, 2, 4))
+
+
+@pytest.mark.parametrize("length", [0, 1, 5, 9])
+def test_crop_takes_back_a_draft(length):
+    layer, x = attention_layer("grouped"), torch.randn(2, 9, 24)
+    with torch.no_grad():
+        cache = KVCache()
+        for token in torch.randn(2, 9, 24).split(1, dim=1):  # a draft that shares nothing with x
+            layer(token, cache=cache)
+        cache.crop(0)
+        layer(x, cache=cache)
+        cache.crop(length)
+        assert len(cache) == length
+        again = layer(x[:, length:], cache=cache) if length < 9 else x[:, 9:]
+        torch.testing.assert_close(again, layer(x)[:, length:], rtol=1e-5, atol=1e-6)
+
+
+def test_reorder_follows_the_beams():
+    layer, x, beams = attention_layer("grouped"), torch.randn(3, 6, 24), [2, 0, 0, 1]
+    with torch.no_grad():
+        cache = KVCache()
+        layer(x[:, :4], cache=cache)
+        layer(x[:, 4:5], cache=cache)
+        cache.reorder(torch.tensor(beams))
+        step = layer(x[beams, 5:], cache=cache)
+        torch.testing.assert_close(step, layer(x[beams])[:, 5:], rtol=1e-5, atol=1e-6)
+
+
+def test_a_copy_of_a_cache_is_a_fork():
+    layer, x = attention_layer(), torch.randn(1, 6, 24)
+    with torch.no_grad():
+        cache = KVCache()
+        layer(x[:, :3], cache=cache)
+        layer(x[:, 3:4], cache=cache)
+        fork = copy.deepcopy(cache)
+        layer(torch.randn(1, 2, 24), cache=fork)
+        torch.testing.assert_close(layer(x[:, 4:], cache=cache), layer(x)[:, 4:], rtol=1e-5, atol=1e-6)
+        assert (len(cache), len(fork)) == (6, 6)
+
+
+@pytest.mark.parametrize("cuts", [[7], [1] * 7, [3, 1, 3]])
+def test_gradients_through_the_cache_are_those_of_the_full_pass(cuts):
+    layer = attention_layer("learned", num_kv_heads=3)
+    x = torch.randn(2, 7, 24, requires_grad=True)
+    weight = torch.randn(2, 7, 24)
+    inputs = [x, *layer.parameters()]
+    expected = torch.autograd.grad((layer(x) * weight).sum(), inputs)
+    actual = torch.autograd.grad((in_chunks(layer, x, cuts, {}) * weight).sum(), inputs)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("frozen", [torch.no_grad, torch.inference_mode])
+def test_gradients_after_a_frozen_prefix_and_frozen_steps_after_gradients(frozen):
+    layer, x = attention_layer(), torch.randn(1, 8, 24)
+    expected = layer(x)
+    cache = KVCache()
+    with frozen():
+        layer(x[:, :2].clone(), cache=cache)
+        layer(x[:, 2:3].clone(), cache=cache)
+    trained = layer(x[:, 3:5], cache=cache)
+    cache_length = len(cache)
+    with frozen():
+        layer(torch.randn(1, 1, 24), cache=cache)  # a look ahead, taken back
+        cache.crop(cache_length)
+        layer(x[:, 5:6].clone(), cache=cache)
+    with torch.no_grad():
+        last = layer(x[:, 6:], cache=cache)
+    torch.testing.assert_close(trained, expected[:, 3:5], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(last, expected[:, 6:], rtol=1e-5, atol=1e-6)
+    trained.sum().backward()  # nothing that autograd saved was written to
+    assert layer.q_proj.weight.grad is not None
+
+
+def test_under_autocast_the_cache_holds_one_dtype():
+    layer, x = attention_layer("qk_norm"), torch.randn(2, 6, 24)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        cache = KVCache()
+        steps = torch.cat([layer(token, cache=cache) for token in x.split(2, dim=1)], dim=1)
+        assert cache.key.dtype == cache.value.dtype == torch.bfloat16
+        torch.testing.assert_close(steps, layer(x), rtol=0.05, atol=0.05)
+
+
+def test_one_cache_serves_one_layer():
+    first, second, cache = attention_layer(), attention_layer(), KVCache()
+    with torch.no_grad():
+        first(torch.randn(1, 2, 24), cache=cache)
+        with pytest.raises(ValueError, match="belongs to another attention layer; make one"):
+            second(torch.randn(1, 2, 24), cache=cache)
+    assert len(cache) == 2
+
+
+def test_wrong_use_is_told_what_is_allowed():
+    cache = KVCache()
+    for name in ("key", "value"):
+        with pytest.raises(ValueError, match="the cache is empty"):
+            getattr(cache, name)
+    with pytest.raises(ValueError, match="empty and has no batch"):
+        cache.reorder([0])
+    with pytest.raises(ValueError, match=r"must be \[B, K, T, D\]"):
+        cache.append(torch.zeros(2, 3, 4), torch.zeros(2, 3, 4))
+    cache.append(torch.zeros(2, 3, 4, 8), torch.zeros(2, 3, 4, 8))
+    for wrong in (torch.zeros(1, 3, 1, 8), torch.zeros(2, 3, 1, 9), torch.zeros(2, 3, 1, 8, dtype=torch.float64)):
+        with pytest.raises(ValueError, match=r"but the cache holds \[2, 3, 4, 8\]"):
+            cache.append(wrong, wrong)
+    with pytest.raises(ValueError, match="length is 5 but the cache holds 4"):
+        cache.crop(5)
+    with pytest.raises(ValueError, match="length is -1"):
+        cache.crop(-1)
+    with pytest.raises(TypeError, match="must be integers"):
+        cache.reorder(torch.tensor([True, False]))
+    with pytest.raises(ValueError, match=r"must be \[B\]"):
+        cache.reorder([[0]])
+    with pytest.raises(ValueError, match="rows 0 … 1"):
+        cache.reorder([0, 2])
+    assert len(cache) == 4
