@@ -1,0 +1,220 @@
+"""Series: records of one question, sorted so that figures, tables and sentences need not search.
+
+    study    one recipe on one corpus, evaluated in one way: what may stand in one figure
+    series   one configuration in it, over all its seeds: one line in the figure, one row in the table
+
+Records that are neither a training nor an evaluation of a language model stay apart (`other_records`).
+Next: `figures.py` draws studies, `page.py` writes them down.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from alibi_attn.records import Json, Record, identity
+
+METHODS = {
+    "none": "no positions",
+    "sinusoidal": "sinusoidal",
+    "learned": "learned",
+    "rotary": "rotary",
+    "t5": "T5 bias",
+    "alibi": "ALiBi",
+}
+_ASKED = ("model", "data", "train", "corpus")  # what makes a run; `eval` only says how it was tested
+
+
+@dataclasses.dataclass(frozen=True)
+class Series:
+    """One configuration over all its seeds."""
+
+    label: str
+    method: str
+    trained: int
+    trainings: tuple[Record, ...]
+    evaluations: tuple[Record, ...]
+
+    @property
+    def seeds(self) -> int:
+        """How many seeds were evaluated (or trained, where nothing is evaluated yet)."""
+        return len(self.evaluations or self.trainings)
+
+    @property
+    def records(self) -> tuple[Record, ...]:
+        """Its trainings, then its evaluations."""
+        return self.trainings + self.evaluations
+
+    def curve(self, curve: str, x: str, y: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Two columns of a curve: x [points] ascending, y [seeds, points], NaN where a seed lacks a point of another."""
+        records = self.trainings if curve == "training" else self.evaluations
+        found = [dict(zip(numbers(r, curve, x), numbers(r, curve, y), strict=True)) for r in records]
+        points = sorted({point for column in found for point in column if math.isfinite(point)})
+        rows = [[column.get(point, math.nan) for point in points] for column in found]
+        values = np.array(rows, dtype=np.float64).reshape(len(found), len(points))
+        measured = np.isfinite(values)
+        some = measured.any(axis=0)
+        return np.array(points, dtype=np.float64)[some], values[measured.any(axis=1)][:, some]
+
+    def metric(self, name: str) -> list[float]:
+        """A metric of the training, over seeds; of the evaluation where the training has none."""
+        for records in (self.trainings, self.evaluations):
+            values = [float(value) for r in records if (value := r.metrics.get(name)) is not None]
+            if values:
+                return values
+        return []
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """One recipe on one corpus, evaluated in one way."""
+
+    recipe: str
+    corpus: Mapping[str, Json]
+    evaluation: Mapping[str, Json]
+    series: tuple[Series, ...]
+
+    @property
+    def records(self) -> list[Record]:
+        """All records of the study."""
+        return [record for s in self.series for record in s.records]
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """Mean bytes in a token, 1 for a model over bytes; None if the records do not say."""
+        value = self.corpus.get("bytes_per_token")
+        return float(value) if isinstance(value, int | float) and value > 0 else None
+
+    @property
+    def unit(self) -> str:
+        """What the model predicts: "byte" or "token"."""
+        return "byte" if self.bytes_per_token == 1 else "token"
+
+    @property
+    def lengths(self) -> list[int]:
+        """The lengths at which anything was evaluated."""
+        return sorted({int(length) for s in self.series for length in s.curve("by_length", "length", "length")[0]})
+
+    @property
+    def trained(self) -> list[int]:
+        """The lengths at which models were trained."""
+        return sorted({s.trained for s in self.series})
+
+    @property
+    def seeds(self) -> int:
+        """The fewest seeds that any series has."""
+        return min(s.seeds for s in self.series)
+
+
+def studies(records: Iterable[Record]) -> list[Study]:
+    """The studies in the records, in order of recipe; series in the order of METHODS, then of trained length."""
+    unique = {identity(r.kind, r.name, r.config): r for r in records if _is_of_a_model(r)}  # a file may be passed twice
+    of_models = list(unique.values())
+    evaluated = {(_recipe(r), _run(r)) for r in of_models if r.kind == "evaluation"}
+    groups: dict[tuple[str, str, str], dict[str, list[Record]]] = {}
+    for record in of_models:
+        if record.kind == "evaluation" or (_recipe(record), _run(record)) not in evaluated:
+            key = (_recipe(record), _text(record.config.get("corpus")), _text(record.config.get("eval")))
+            groups.setdefault(key, {}).setdefault(_run(record), []).append(record)
+    for (recipe, _, _), runs in groups.items():
+        for run, members in runs.items():
+            if members[0].kind == "evaluation":
+                members += [r for r in of_models if r.kind == "training" and (_recipe(r), _run(r)) == (recipe, run)]
+    return [_study(recipe, runs) for (recipe, _, _), runs in sorted(groups.items())]
+
+
+def other_records(records: Iterable[Record]) -> list[Record]:
+    """The records that belong to no study."""
+    return [record for record in records if not _is_of_a_model(record)]
+
+
+def numbers(record: Record, curve: str, column: str) -> list[float]:
+    """A column of a curve as floats, NaN for null; of the curve's length even where the column is missing."""
+    columns = record.curves.get(curve, {})
+    values: Sequence[Json] = columns.get(column) or [None] * max(map(len, columns.values()), default=0)
+    return [float(value) if isinstance(value, int | float) else math.nan for value in values]
+
+
+def flat(config: Mapping[str, Json], prefix: str = "") -> dict[str, Json]:
+    """A nested config by dotted names, as `--set` takes them: {"train.steps": 200}."""
+    found: dict[str, Json] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[prefix + key] = value
+    return found
+
+
+def _study(recipe: str, runs: Mapping[str, Sequence[Record]]) -> Study:
+    configs = [flat(_without_seed(members[0].config)) for members in runs.values()]
+    names = sorted({name for config in configs for name in config if name.startswith(("model.", "data.", "train."))})
+    several = [name for name in names if len({_text(config.get(name)) for config in configs}) > 1]
+    short = [(_method(members[0]), _trained(members[0])) for members in runs.values()]
+    series = []
+    for (method, trained), config, members in zip(short, configs, runs.values(), strict=True):
+        label = METHODS.get(method, method)
+        if len({length for _, length in short}) > 1:
+            label += f" {trained:,}"
+        if short.count((method, trained)) > 1:
+            differing = [name for name in several if name not in ("model.method", "train.length")]
+            label += " (" + ", ".join(f"{name.split('.', 1)[1]} {_plain(config.get(name))}" for name in differing) + ")"
+        trainings = tuple(sorted((r for r in members if r.kind == "training"), key=_seed))
+        evaluations = tuple(sorted((r for r in members if r.kind == "evaluation"), key=_seed))
+        series.append(Series(label, method, trained, trainings, evaluations))
+    order = list(METHODS)
+    series.sort(
+        key=lambda s: (order.index(s.method) if s.method in order else len(order), s.method, s.trained, s.label)
+    )
+    first = next(iter(runs.values()))[0]
+    return Study(recipe, _mapping(first.config.get("corpus")), _mapping(first.config.get("eval")), tuple(series))
+
+
+def _is_of_a_model(record: Record) -> bool:
+    return record.kind in ("training", "evaluation") and bool(_method(record)) and _trained(record) > 0
+
+
+def _recipe(record: Record) -> str:
+    return record.name.split("/", 1)[0]
+
+
+def _method(record: Record) -> str:
+    value = _mapping(record.config.get("model")).get("method")
+    return value if isinstance(value, str) else ""
+
+
+def _trained(record: Record) -> int:
+    value = _mapping(record.config.get("train")).get("length")
+    return value if isinstance(value, int) else 0
+
+
+def _seed(record: Record) -> int:
+    value = _mapping(record.config.get("train")).get("seed")
+    return value if isinstance(value, int) else 0
+
+
+def _run(record: Record) -> str:
+    return _text(_without_seed({key: record.config.get(key) for key in _ASKED}))
+
+
+def _without_seed(config: Mapping[str, Json]) -> dict[str, Json]:
+    return {
+        key: _without_seed(value) if isinstance(value, Mapping) else value
+        for key, value in config.items()
+        if key != "seed"
+    }
+
+
+def _mapping(value: Json) -> Mapping[str, Json]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _text(value: object) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+def _plain(value: Json) -> str:
+    return value if isinstance(value, str) else _text(value)
