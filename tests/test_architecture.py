@@ -1,0 +1,275 @@
+"""The house plan, checked with `ast`: who may import whom, how long a file may be, what it may be called, what is public.
+
+Every rule is an `assert_*` function over a folder that holds `alibi_attn/`; a test at the end breaks each rule in a
+made-up tree and expects to be caught.
+"""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import alibi_attn
+
+ROOT = Path(__file__).parent.parent
+MAX_LINES = 400
+DRAWERS = {"utils", "util", "common", "helpers", "helper", "base", "core", "misc"}
+PLAIN = {*sys.stdlib_module_names, "numpy"}
+
+# Layers, lowest first. A module imports only from lower layers and from its own folder; `jax` stands beside 1 and 2.
+LAYERS = {
+    **dict.fromkeys(("slopes", "reach", "records"), 0),
+    "attention": 1,
+    "nn": 2,
+    **dict.fromkeys(("hf", "lab", "bench", "report"), 3),
+    "recipes": 4,
+    "cli": 5,
+    "__main__": 6,
+}
+# Inside attention/, lowest first: spec <- visibility <- bias, bounds, kernels <- backends <- dispatch <- api.
+ATTENTION = {"spec": 0, "visibility": 1, "bias": 2, "bounds": 2, "kernels": 2, "backends": 3, "dispatch": 4, "api": 5}
+
+
+def modules(root: Path) -> Iterator[tuple[str, ast.Module]]:
+    """(dotted name, syntax tree) of every module of the package; a folder goes by the name of its __init__."""
+    for path in sorted((root / "alibi_attn").rglob("*.py")):
+        dotted = ".".join(path.relative_to(root).with_suffix("").parts)
+        yield dotted, ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imports(root: Path, tree: ast.Module) -> Iterator[str]:
+    """What a module imports, anywhere in it, as dotted names; `from a import b` is a.b where that is a module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: a relative import; write the whole name"
+            for alias in node.names:
+                inner = root.joinpath(*node.module.split("."), alias.name)
+                is_module = inner.is_dir() or inner.with_suffix(".py").exists()
+                yield f"{node.module}.{alias.name}" if is_module or node.module == "alibi_attn" else node.module
+
+
+def parts(dotted: str) -> list[str]:
+    """alibi_attn.nn.cache -> [nn, cache]."""
+    return [part for part in dotted.split(".")[1:] if part != "__init__"]
+
+
+def edges(root: Path) -> Iterator[tuple[str, str]]:
+    """Every import of the package: (the module, what it imports). The front door only names what it opens lazily."""
+    for module, tree in modules(root):
+        if module != "alibi_attn.__init__":
+            yield from ((module, imported) for imported in imports(root, tree))
+
+
+def assert_layers(root: Path) -> None:
+    for module, imported in edges(root):
+        if imported.split(".")[0] != "alibi_attn":
+            continue
+        assert imported != "alibi_attn", f"{module} imports the front door; import names from where they are defined"
+        here, there = parts(module), parts(imported)
+        if there == ["__version__"]:
+            continue
+        assert here[0] in LAYERS or here[0] == "jax", f"{module} has no layer; add it to the plan"
+        assert there[0] in LAYERS or there[0] == "jax", (
+            f"{module} imports {imported}: import it from where it is defined"
+        )
+        if here[0] == there[0] and len(here) + len(there) > 2:
+            continue  # its own folder
+        if here[0] == "jax":
+            allowed = LAYERS.get(there[0]) == 0 or there == ["attention", "spec"]
+        elif there[0] == "jax":
+            allowed = LAYERS[here[0]] > 2
+        else:
+            allowed = LAYERS[there[0]] < LAYERS[here[0]]
+        assert allowed, f"{module} imports {imported}, which is not in a lower layer"
+
+
+def assert_order_inside_attention(root: Path) -> None:
+    for module, imported in edges(root):
+        here, there = parts(module), parts(imported)
+        if here[:1] != ["attention"] or there[:1] != ["attention"] or not imported.startswith("alibi_attn."):
+            continue
+        if len(here) == 1 or len(there) == 1:
+            assert len(here) > 1, f"{module} is loaded by alibi_attn.jax for its spec and must import nothing"
+            raise AssertionError(f"{module} imports the folder attention; import from where the name is defined")
+        assert here[1] in ATTENTION, f"{module} has no place in the order of attention/; add it to the plan"
+        assert ATTENTION[there[1]] < ATTENTION[here[1]], f"{module} imports {imported}, which does not come before it"
+
+
+def assert_backends_are_apart(root: Path) -> None:
+    for module, imported in edges(root):
+        if parts(module)[:2] == ["attention", "backends"]:
+            assert parts(imported)[:2] != ["attention", "backends"], f"backend {module} imports backend {imported}"
+
+
+def assert_kernels_are_triton_source(root: Path) -> None:
+    for module, imported in edges(root):
+        if parts(module)[:2] == ["attention", "kernels"]:
+            own = imported.startswith("alibi_attn.attention.kernels")
+            assert own or imported.split(".")[0] == "triton", f"{module} imports {imported}; kernels hold Triton only"
+        elif parts(imported)[:2] == ["attention", "kernels"] and imported.startswith("alibi_attn."):
+            assert parts(module) == ["attention", "backends", "fused"], f"{module} imports kernels; only fused may"
+
+
+def assert_frameworks_stay_outside(root: Path) -> None:
+    """Layer 0 and attention/spec.py are plain; report/ and jax/ load no torch; below layer 3 only jax/ loads jax."""
+    for module, imported in edges(root):
+        here, package = parts(module), imported.split(".")[0]
+        layer = LAYERS.get(here[0], 0 if here[0] != "jax" else 2)
+        plain = layer == 0 or here in (["attention"], ["attention", "spec"])
+        if plain and package != "alibi_attn":
+            assert package in PLAIN, f"{module} imports {imported}; it may use the standard library and numpy"
+        if here[0] in ("report", "jax"):
+            assert package != "torch", f"{module} imports torch"
+        if here[0] != "jax" and layer <= 2:
+            assert package not in ("jax", "flax"), f"{module} imports {imported}; JAX lives in alibi_attn/jax"
+
+
+def assert_files_are_short(root: Path) -> None:
+    for folder in ("alibi_attn", "tests", "examples"):
+        for path in sorted((root / folder).rglob("*.py")):
+            lines = len(path.read_text(encoding="utf-8").splitlines())
+            assert lines <= MAX_LINES, f"{path.relative_to(root)} has {lines} lines; {MAX_LINES} are allowed"
+
+
+def assert_no_drawers(root: Path) -> None:
+    for path in [*(root / "alibi_attn").rglob("*"), *(root / "tests").rglob("*")]:
+        name = path.stem.removeprefix("test_").strip("_")
+        assert name not in DRAWERS, f"{path.relative_to(root)} is a drawer; a function lives with its meaning"
+
+
+def assert_no_module_hides_a_name(root: Path) -> None:
+    """Importing a.b sets the attribute b of a, over any function b that a's __init__ offers."""
+    for module, tree in modules(root):
+        if module.endswith(".__init__"):
+            folder = root.joinpath(*module.split(".")[:-1])
+            beside = {p.stem for p in folder.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()}
+            hidden = beside & set(_offered(tree))
+            assert not hidden, f"{module} offers {sorted(hidden)}, and modules of that name stand beside it"
+
+
+def assert_loads_no_framework(statement: str, *frameworks: str) -> None:
+    loaded = f"import sys\n{statement}\nprint(*sorted({{name.split('.')[0] for name in sys.modules}}))"
+    result = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, check=True, cwd=ROOT)
+    found = set(result.stdout.split()) & set(frameworks)
+    assert not found, f"`{statement}` loads {', '.join(sorted(found))}"
+
+
+def assert_public_names_are_documented(readme: str, public: list[str]) -> None:
+    """The README's table of names is `__all__`, and documents import nothing else from the package's front door."""
+    section = readme.split("## The names", 1)[-1].split("\n## ", 1)[0]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    listed = [name for row in rows for name in re.findall(r"`(\w+)", row)]
+    assert sorted(listed) == sorted(public), f"the README lists {sorted(listed)} but __all__ is {sorted(public)}"
+
+
+def _offered(tree: ast.Module) -> Iterator[str]:
+    """The public functions and classes of an __init__: defined there, imported there, or listed in a literal."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.ImportFrom):
+            yield from (alias.asname or alias.name for alias in node.names)
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.List | ast.Dict):
+            yield from (leaf.value for leaf in ast.walk(node.value) if isinstance(leaf, ast.Constant))
+
+
+TREE_RULES = [
+    assert_layers,
+    assert_order_inside_attention,
+    assert_backends_are_apart,
+    assert_kernels_are_triton_source,
+    assert_frameworks_stay_outside,
+    assert_files_are_short,
+    assert_no_drawers,
+    assert_no_module_hides_a_name,
+]
+
+
+@pytest.mark.parametrize("rule", TREE_RULES)
+def test_the_house_follows_its_plan(rule):
+    rule(ROOT)
+
+
+def test_importing_the_package_loads_no_framework():
+    assert_loads_no_framework("import alibi_attn", "torch", "jax", "transformers", "matplotlib")
+    assert_loads_no_framework("import alibi_attn; alibi_attn.alibi_slopes(8); dir(alibi_attn)", "torch", "jax")
+
+
+def test_a_report_loads_no_framework():
+    assert_loads_no_framework("import alibi_attn.report", "torch", "jax")
+
+
+def test_public_names_are_what_the_readme_says():
+    assert_public_names_are_documented((ROOT / "README.md").read_text(encoding="utf-8"), alibi_attn.__all__)
+
+
+@pytest.mark.parametrize("name", alibi_attn.__all__)
+def test_every_public_name_is_there_and_says_what_it_is(name):
+    assert getattr(alibi_attn, name).__doc__.strip()
+    assert name in dir(alibi_attn)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'alibi_atention'"):
+        _ = alibi_attn.alibi_atention
+
+
+WRONG = [
+    (assert_layers, "nn/block.py", "from alibi_attn.lab.model import LanguageModel", "not in a lower layer"),
+    (assert_layers, "hf/bloom.py", "def f():\n    import alibi_attn.bench.timing", "not in a lower layer"),
+    (assert_layers, "slopes.py", "from alibi_attn import records", "not in a lower layer"),
+    (assert_layers, "jax/flax.py", "from alibi_attn.attention.api import alibi_attention", "not in a lower layer"),
+    (assert_layers, "nn/block.py", "from alibi_attn import jax", "not in a lower layer"),
+    (assert_layers, "nn/block.py", "from alibi_attn import alibi_attention", "import it from where it is defined"),
+    (assert_layers, "nn/block.py", "from ..attention import api", "a relative import"),
+    (assert_layers, "nn/block.py", "import alibi_attn", "imports the front door"),
+    (assert_layers, "drawer.py", "import alibi_attn.slopes", "has no layer"),
+    (assert_order_inside_attention, "attention/bias.py", "import alibi_attn.attention.api", "does not come before"),
+    (assert_order_inside_attention, "attention/bias.py", "import alibi_attn.attention.bounds", "does not come before"),
+    (assert_order_inside_attention, "attention/api.py", "import alibi_attn.attention", "imports the folder"),
+    (assert_order_inside_attention, "attention/__init__.py", "import alibi_attn.attention.api", "must import nothing"),
+    (assert_backends_are_apart, "attention/backends/b.py", "import alibi_attn.attention.backends.a", "imports backend"),
+    (assert_kernels_are_triton_source, "attention/kernels/forward.py", "import torch", "Triton only"),
+    (assert_kernels_are_triton_source, "nn/a.py", "from alibi_attn.attention.kernels import forward", "only fused may"),
+    (assert_frameworks_stay_outside, "reach.py", "import torch", "standard library and numpy"),
+    (assert_frameworks_stay_outside, "attention/spec.py", "from torch import Tensor", "standard library and numpy"),
+    (assert_frameworks_stay_outside, "report/page.py", "import torch.nn", "imports torch"),
+    (assert_frameworks_stay_outside, "jax/attention.py", "import torch", "imports torch"),
+    (assert_frameworks_stay_outside, "nn/a.py", "import jax.numpy as jnp", "JAX lives in"),
+    (assert_files_are_short, "nn/a.py", "x = 1\n" * 401, "has 401 lines"),
+    (assert_no_drawers, "nn/utils.py", "", "is a drawer"),
+    (assert_no_drawers, "_helpers/a.py", "", "is a drawer"),
+    (assert_no_module_hides_a_name, "report/__init__.py", "from alibi_attn.report.page import page", "offers"),
+]
+
+
+@pytest.mark.parametrize(("rule", "path", "source", "message"), WRONG)
+def test_every_rule_catches_a_tree_that_breaks_it(rule, path, source, message, tmp_path):
+    for name in ("slopes.py", "records.py", "report/page.py", "lab/model.py", "jax/__init__.py"):
+        _write(tmp_path / "alibi_attn" / name, "import math")
+    for name in ("api.py", "bounds.py", "backends/a.py", "kernels/forward.py"):
+        _write(tmp_path / "alibi_attn" / "attention" / name, "")
+    rule(tmp_path)
+    _write(tmp_path / "alibi_attn" / path, source)
+    with pytest.raises(AssertionError, match=message):
+        rule(tmp_path)
+
+
+def test_a_framework_or_an_undocumented_name_is_noticed():
+    with pytest.raises(AssertionError, match="loads decimal"):
+        assert_loads_no_framework("import decimal", "decimal", "torch")
+    readme = "## The names\n\n| `a(x)`, `b` | two |\n| `c` | one |\n\n## After\n| `d` | no |\n"
+    assert_public_names_are_documented(readme, ["c", "a", "b"])
+    with pytest.raises(AssertionError, match="the README lists"):
+        assert_public_names_are_documented(readme, ["a", "b"])
+
+
+def _write(path: Path, source: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(source, encoding="utf-8")
