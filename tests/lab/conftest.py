@@ -1,0 +1,42 @@
+"""What the tests of the lab share: a model that computes in milliseconds, and a text that a model can learn."""
+
+from collections.abc import Callable
+
+import pytest
+
+from alibi_attn.lab.config import DataConfig, EvalConfig, Method, ModelConfig, RunConfig, TrainConfig
+from alibi_attn.lab.model import LanguageModel
+
+TRAINED_LENGTH = 16
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Callable[..., LanguageModel]:
+    def make(method: Method, *, seed: int = 0) -> LanguageModel:
+        config = ModelConfig(method=method, vocab_size=64, num_layers=2, num_heads=2, embed_dim=16, ffn_dim=24)
+        return LanguageModel(config, trained_length=TRAINED_LENGTH, seed=seed).eval()
+
+    return make
+
+
+@pytest.fixture
+def text_file(tmp_path):
+    path = tmp_path / "text" / "verses.txt"
+    path.parent.mkdir()
+    lines = (f"{number} bottles of beer on the wall, {number} bottles of beer.\n" for number in range(400))
+    path.write_text("".join(lines), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def tiny_run(text_file) -> Callable[..., RunConfig]:
+    def make(method: Method = "alibi", **train: object) -> RunConfig:
+        asked = {"length": 16, "steps": 20, "batch_tokens": 64, "warmup_steps": 2, "log_every": 1, "checkpoint_every": 7}
+        return RunConfig(
+            model=ModelConfig(method=method, num_layers=1, num_heads=2, embed_dim=16, ffn_dim=24),
+            data=DataConfig(text=(str(text_file),), valid_share=0.2),
+            train=TrainConfig(**{**asked, **train}),
+            eval=EvalConfig(lengths=(16, 32), tokens=64, batch_tokens=64),
+        )
+
+    return make

@@ -1,0 +1,103 @@
+"""Fields are changed by name and read by type; a name or a value that does not exist is answered with what does."""
+
+import pytest
+
+from alibi_attn.lab.config import (
+    ConfigError,
+    DataConfig,
+    EvalConfig,
+    ModelConfig,
+    RunConfig,
+    TrainConfig,
+    field_names,
+    from_json,
+    override,
+    to_json,
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("train.steps", "50", 50),
+        ("train.learning_rate", "1e-4", 1e-4),
+        ("train.precision", "bf16", "bf16"),
+        ("model.method", "t5", "t5"),
+        ("eval.lengths", "128, 256", (128, 256)),
+        ("eval.stride", "1", 1),
+        ("eval.stride", "none", None),
+        ("data.text", "a.txt,folder", ("a.txt", "folder")),
+        ("data.corpus", "hub:some/name", "hub:some/name"),
+    ],
+)
+def test_a_field_is_changed_by_name_and_read_by_its_type(name, text, value):
+    section, field = name.split(".")
+    assert getattr(getattr(override(RunConfig(), {name: text}), section), field) == value
+
+
+def test_fields_that_depend_on_each_other_are_changed_together():
+    changed = override(RunConfig(), {"train.length": "100", "train.batch_tokens": "400"})
+    assert (changed.train.length, changed.train.batch_tokens) == (100, 400)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train.step": "5"}, "did you mean 'train.steps'"),
+        ({"steps": "5"}, "did you mean 'train.steps'"),
+        ({"model.learning_rate": "5"}, "did you mean 'train.learning_rate'"),
+        ({"colour": "5"}, "the fields are: model.method"),
+        ({"model.method": "alibbi"}, "did you mean 'alibi'.*none, sinusoidal, learned, rotary, t5, alibi"),
+        ({"train.steps": "many"}, "'many' but must be a whole number"),
+        ({"train.steps": "1.5"}, "must be a whole number"),
+        ({"train.steps": "0"}, "train.steps is 0 but must be 1 or more"),
+        ({"train.length": "0"}, "train.length is 0 but must be 1 or more"),
+        ({"train.learning_rate": "nan"}, "must be above 0"),
+        ({"train.length": "100"}, "multiple of train.length.* 4100"),
+        ({"model.num_heads": "3"}, "embed_dim that 6 divides"),
+        ({"eval.lengths": "128,0"}, "lengths of 1 or more"),
+        ({"eval.lengths": ""}, "lengths of 1 or more"),
+        ({"eval.lengths": "256,128"}, "rising order"),
+        ({"eval.stride": "0"}, "eval.stride is 0"),
+        ({"data.corpus": "pyhton-source"}, "did you mean 'python-source'"),
+        ({"data.corpus": "text"}, "data.text"),
+        ({"data.valid_share": "1"}, "between 0 and 1"),
+    ],
+)
+def test_what_does_not_exist_is_answered_with_what_does(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        override(RunConfig(), changes)
+
+
+def test_a_record_never_names_a_corpus_that_was_not_read():
+    assert DataConfig(text=("a.txt",)).corpus == "text"
+
+
+def test_json_and_back_is_the_same_config():
+    config = RunConfig(
+        model=ModelConfig(method="learned"),
+        data=DataConfig(text=("a", "b")),
+        train=TrainConfig(seed=3),
+        eval=EvalConfig(stride=1),
+    )
+    assert from_json(to_json(config)) == config
+
+
+@pytest.mark.parametrize("section", ["model", "data", "train", "eval"])
+def test_a_config_of_other_fields_is_refused(section):
+    data = to_json(RunConfig())
+    with pytest.raises(ConfigError, match=section):
+        from_json({**data, section: {**data[section], "surprise": 1}})
+    with pytest.raises(ConfigError):
+        from_json({name: fields for name, fields in data.items() if name != section})
+
+
+def test_a_value_of_another_type_is_refused():
+    data = to_json(RunConfig())
+    with pytest.raises(ConfigError, match="train.steps is '200' but must be a whole number"):
+        from_json({**data, "train": {**data["train"], "steps": "200"}})
+
+
+def test_every_field_has_a_name():
+    assert {"model.method", "data.corpus", "train.length", "eval.lengths"} <= set(field_names())
+    assert len(field_names()) == len(set(field_names()))
