@@ -1,0 +1,142 @@
+"""Records: what is written is what is read, whole or not at all, and never twice."""
+
+import dataclasses
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+from alibi_attn import records
+from alibi_attn.records import Record, RecordError
+
+CONFIG = {"model": {"method": "alibi"}, "train": {"length": 128, "seed": 0}}
+
+
+@pytest.fixture
+def record() -> Record:
+    return records.make(
+        "training",
+        "quick/alibi-128/seed-0",
+        config=CONFIG,
+        metrics={"loss_nats": 1.25, "peak_memory_bytes": None},
+        curves={"training": {"step": [1, 2], "loss_nats": [2.5, 1.25]}},
+    )
+
+
+def test_what_is_saved_is_what_is_loaded(record: Record, tmp_path: Path) -> None:
+    path = records.save(record, tmp_path / "deep" / "records")
+    assert records.load(path) == record
+    assert path.name.startswith("training-quick-alibi-128-seed-0-")
+
+
+def test_a_record_says_where_with_what_and_when(record: Record) -> None:
+    assert record.machine["processor"]
+    assert record.versions["numpy"]
+    assert record.started.endswith("+00:00")
+    assert "pytest" in record.command or record.command
+
+
+def test_records_are_never_overwritten(record: Record, tmp_path: Path) -> None:
+    path = records.save(record, tmp_path)
+    before = path.read_bytes()
+    with pytest.raises(FileExistsError, match="never overwritten"):
+        records.save(dataclasses.replace(record, metrics={"loss_nats": 9.0}), tmp_path)
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == [path.name]
+
+
+def test_nothing_half_written_is_left_when_the_disk_fails(
+    record: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_space(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", no_space)
+    with pytest.raises(OSError, match="No space left"):
+        records.save(record, tmp_path)
+    with pytest.raises(OSError, match="No space left"):
+        records.replace_file(tmp_path / "page.html", b"page")
+    assert os.listdir(tmp_path) == []
+
+
+def test_replace_file_replaces_and_makes_the_folder(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "page.html"
+    records.replace_file(path, b"first")
+    assert records.replace_file(path, b"second") == path
+    assert path.read_bytes() == b"second"
+    assert os.listdir(path.parent) == ["page.html"]
+
+
+def test_nan_and_infinity_become_null(record: Record, tmp_path: Path) -> None:
+    odd = dataclasses.replace(
+        record, metrics={"loss_nats": math.nan}, curves={"training": {"step": (1, 2), "loss_nats": [math.inf, 1.0]}}
+    )
+    path = records.save(odd, tmp_path)
+    assert "NaN" not in path.read_text()
+    read = records.load(path)
+    assert read.metrics == {"loss_nats": None}
+    assert read.curves == {"training": {"step": [1, 2], "loss_nats": [None, 1.0]}}
+
+
+def test_identity_is_of_the_question_and_not_of_the_answer() -> None:
+    known = records.identity("training", "a", CONFIG)
+    assert len(known) == 12
+    assert known == records.identity("training", "a", json.loads(json.dumps(CONFIG)))
+    assert known == records.identity("training", "a", dict(reversed(CONFIG.items())))
+    assert known == records.identity("training", "a", {**CONFIG, "train": {"seed": 0, "length": 128}})
+    assert records.identity("e", "a", {"lengths": (1, 2)}) == records.identity("e", "a", {"lengths": [1, 2]})
+    for other in (("evaluation", "a", CONFIG), ("training", "b", CONFIG), ("training", "a", {**CONFIG, "x": 1})):
+        assert known != records.identity(*other)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda text: text[: len(text) // 2], "is not JSON"),
+        (lambda text: "", "is not JSON"),
+        (lambda text: "[1, 2]", "not a record"),
+        (lambda text: '{"a": 1}', "it has no schema"),
+        (lambda text: text.replace('"schema": 1', '"schema": 99'), "has schema 99 but this version reads 1"),
+        (lambda text: text.replace('"metrics"', '"metrix"'), "lacks metrics"),
+        (lambda text: text.replace("1.25,", '"low",', 1), "damaged: metrics has loss_nats = 'low'|columns"),
+        (lambda text: text.replace('"kind": "training"', '"kind": 7'), "damaged: kind is 7 but must be text"),
+    ],
+)
+def test_a_damaged_record_is_refused_with_its_path(damage, words, record: Record, tmp_path: Path) -> None:
+    path = records.save(dataclasses.replace(record, curves={}), tmp_path)
+    path.write_text(damage(path.read_text()))
+    with pytest.raises(RecordError, match=words) as caught:
+        records.load(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_binary_file_is_no_record(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_bytes(b"\xff\xfe\x00\x01")
+    with pytest.raises(RecordError, match="is not JSON"):
+        records.load(path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"metrics": {"loss_nats": "low"}}, "a metric is a number or None"),
+        ({"curves": {"c": {"x": [1, 2], "y": [1]}}}, "must have one length but have: x 2, y 1"),
+        ({"curves": {"c": [1, 2]}}, "maps names to columns"),
+        ({"config": []}, "must map names to values"),
+    ],
+)
+def test_a_record_is_checked_when_it_is_made(record: Record, fields, words) -> None:
+    with pytest.raises(RecordError, match=words):
+        dataclasses.replace(record, **fields)
+
+
+def test_find_reads_files_and_folders_and_filters_by_kind(record: Record, tmp_path: Path) -> None:
+    first = records.save(record, tmp_path / "a")
+    records.save(dataclasses.replace(record, kind="evaluation"), tmp_path / "b" / "deep")
+    assert [r.kind for r in records.find(tmp_path)] == ["training", "evaluation"]
+    assert [r.kind for r in records.find(first, tmp_path / "b", kind="evaluation")] == ["evaluation"]
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        list(records.find(tmp_path / "c"))
