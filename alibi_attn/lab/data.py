@@ -46,6 +46,15 @@ def load_corpus(config: DataConfig) -> Corpus:
     return _hub_corpus(config)
 
 
+def read_text(paths: Sequence[Path]) -> Tensor:
+    """The whole text of local files and folders, one after the other, as tokens: one-dimensional uint8.
+
+    Raises:
+        CorpusError: it cannot be read; the message says why and what to do.
+    """
+    return _tokens(b"".join(content for _, content in _local_files(paths)))
+
+
 def batches(tokens: Tensor, *, length: int, batch_size: int, seed: int, start: int = 0) -> Iterator[Tensor]:
     """Endless batches [batch_size, length + 1] of inputs and their next tokens, from step `start` on.
 
@@ -56,13 +65,22 @@ def batches(tokens: Tensor, *, length: int, batch_size: int, seed: int, start: i
     Raises:
         CorpusError: fewer tokens than one piece.
     """
+    return _batches(tokens, num_pieces(tokens, length), length, batch_size, seed, start)
+
+
+def num_pieces(tokens: Tensor, length: int) -> int:
+    """How many training examples of `length` tokens the text has.
+
+    Raises:
+        CorpusError: none.
+    """
     pieces = (len(tokens) - 1) // length
     if pieces < 1:
         raise CorpusError(
             f"the training text has {len(tokens)} tokens but one training example has {length + 1}; "
             "pass more text or a smaller train.length"
         )
-    return _batches(tokens, pieces, length, batch_size, seed, start)
+    return pieces
 
 
 def _batches(tokens: Tensor, pieces: int, length: int, batch_size: int, seed: int, start: int) -> Iterator[Tensor]:

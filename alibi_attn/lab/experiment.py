@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from alibi_attn import records
 from alibi_attn.lab import checkpoint
 from alibi_attn.lab.config import ConfigError, DataConfig, Recipe, RunConfig, Scale, override, to_json
-from alibi_attn.lab.data import Corpus, load_corpus
+from alibi_attn.lab.data import Corpus, load_corpus, num_pieces
 from alibi_attn.lab.evaluate import Column, evaluate, scored_stretches
 from alibi_attn.lab.train import train
 from alibi_attn.records import Json
@@ -60,6 +60,7 @@ def run(
     for config in configs:  # all that can be wrong with the text is said before anything is trained or written
         if config.data not in corpora:
             corpora[config.data] = load_corpus(config.data)
+        num_pieces(corpora[config.data].train, config.train.length)
         scored_stretches(len(corpora[config.data].valid), config.eval)
     paths: list[Path] = []
     with _alone_in(out) if state.is_main_process else contextlib.nullcontext():

@@ -31,7 +31,14 @@ def text_file(tmp_path):
 @pytest.fixture
 def tiny_run(text_file) -> Callable[..., RunConfig]:
     def make(method: Method = "alibi", **train: object) -> RunConfig:
-        asked = {"length": 16, "steps": 20, "batch_tokens": 64, "warmup_steps": 2, "log_every": 1, "checkpoint_every": 7}
+        asked = {
+            "length": 16,
+            "steps": 20,
+            "batch_tokens": 64,
+            "warmup_steps": 2,
+            "log_every": 1,
+            "checkpoint_every": 7,
+        }
         return RunConfig(
             model=ModelConfig(method=method, num_layers=1, num_heads=2, embed_dim=16, ffn_dim=24),
             data=DataConfig(text=(str(text_file),), valid_share=0.2),

@@ -94,7 +94,7 @@ def test_a_config_of_other_fields_is_refused(section):
 
 def test_a_value_of_another_type_is_refused():
     data = to_json(RunConfig())
-    with pytest.raises(ConfigError, match="train.steps is '200' but must be a whole number"):
+    with pytest.raises(ConfigError, match=r"train.steps is '200' but must be a whole number"):
         from_json({**data, "train": {**data["train"], "steps": "200"}})
 
 

@@ -114,7 +114,9 @@ def test_the_checker_fails_on_a_wrong_bias(qkv):
     with pytest.raises(AssertionError):
         assert_attention_is(out, q, k, v, lambda head, d: -[0.25, 0.5][head] * d)  # slopes off by one head
     with pytest.raises(AssertionError):
-        assert_attention_is(out[:, :, 1:], q[:, :, 1:], k[:, :, 1:], v[:, :, 1:], lambda head, d: -[0.5, 0.25][head] * d)
+        assert_attention_is(
+            out[:, :, 1:], q[:, :, 1:], k[:, :, 1:], v[:, :, 1:], lambda head, d: -[0.5, 0.25][head] * d
+        )
 
 
 def test_learned_positions_end_at_the_trained_length():
@@ -122,12 +124,15 @@ def test_learned_positions_end_at_the_trained_length():
     torch.nn.init.normal_(method.table)
     x = torch.zeros(1, 8, 16)
     assert torch.equal(method.add(x, torch.arange(8))[0], method.table)
-    with pytest.raises(PositionError, match="position 9 was asked for, but learned positions end at the trained length, 8"):
+    with pytest.raises(
+        PositionError, match="position 9 was asked for, but learned positions end at the trained length, 8"
+    ):
         method.add(x, torch.arange(1, 9))
 
 
 @pytest.mark.parametrize(
-    ("method", "count"), [("none", 0), ("sinusoidal", 0), ("learned", 24 * 16), ("rotary", 0), ("t5", 2 * 32), ("alibi", 0)]
+    ("method", "count"),
+    [("none", 0), ("sinusoidal", 0), ("learned", 24 * 16), ("rotary", 0), ("t5", 2 * 32), ("alibi", 0)],
 )
 def test_what_each_method_learns(method, count):
     assert sum(parameter.numel() for parameter in METHODS[method](CONFIG, 24).parameters()) == count

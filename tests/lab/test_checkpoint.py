@@ -1,0 +1,102 @@
+"""A checkpoint is whole or not there, and what is wrong with one is said in a sentence."""
+
+import json
+
+import pytest
+import torch
+
+from alibi_attn.lab import checkpoint
+from alibi_attn.lab.checkpoint import CheckpointError, load_checkpoint, load_progress, newest
+from alibi_attn.lab.data import load_corpus
+from alibi_attn.lab.positions import METHODS
+from alibi_attn.lab.train import train
+
+
+@pytest.fixture
+def trained(tiny_run, tmp_path):
+    config = tiny_run(steps=2)
+    train(config, load_corpus(config.data), tmp_path / "run")
+    return tmp_path / "run", config
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_loaded_model_is_the_one_that_was_trained(tiny_run, tmp_path, method):
+    config = tiny_run(method, steps=2)
+    train(config, load_corpus(config.data), tmp_path / "run")
+    model, loaded = load_checkpoint(tmp_path / "run")
+    again, _ = load_checkpoint(tmp_path / "run" / "step-00000002")
+    assert loaded == config
+    assert not model.training
+    tokens = torch.arange(10)[None]
+    assert torch.equal(model(tokens), again(tokens))
+
+
+def test_only_the_newest_step_is_kept_and_no_resuming_state_once_finished(trained):
+    folder, _ = trained
+    assert [path.name for path in folder.iterdir()] == ["step-00000002"]
+    assert sorted(path.name for path in (folder / "step-00000002").iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_no_checkpoint_is_said_so(tmp_path):
+    assert newest(tmp_path / "absent") is None
+    for path in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(CheckpointError, match="holds no checkpoint; pass a folder below checkpoints/"):
+            load_checkpoint(path)
+
+
+def test_another_schema_is_refused(trained):
+    path = newest(trained[0]) / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "schema": 99}))
+    with pytest.raises(CheckpointError, match="has schema 99 but this version reads 1"):
+        load_checkpoint(trained[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.json", b"{", "config.json is damaged or incomplete"),
+        ("config.json", b"\xff", "config.json is damaged or incomplete"),
+        ("config.json", b"[]", "has no schema"),
+        ("config.json", b'{"schema": 1, "config": {}, "progress": {}}', "config.json is damaged or incomplete"),
+        ("model.safetensors", b"", "model.safetensors is damaged or incomplete"),
+        ("model.safetensors", b"\x10" * 200, "model.safetensors is damaged or incomplete"),
+        ("model.safetensors", None, "model.safetensors is damaged or incomplete"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused(trained, name, content, message):
+    path = newest(trained[0]) / name
+    path.unlink() if content is None else path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(trained[0])
+
+
+def test_a_cut_off_model_is_refused(trained):
+    path = newest(trained[0]) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"delete .* and train again"):
+        load_checkpoint(trained[0])
+
+
+def test_a_model_of_another_shape_is_refused(trained):
+    path = newest(trained[0]) / "config.json"
+    about = json.loads(path.read_text())
+    about["config"]["model"]["ffn_dim"] += 1
+    path.write_text(json.dumps(about))
+    with pytest.raises(CheckpointError, match=r"model.safetensors is damaged"):
+        load_checkpoint(trained[0])
+
+
+def test_a_failed_write_leaves_the_older_checkpoint_and_nothing_else(tiny_run, tmp_path, monkeypatch):
+    config, folder = tiny_run(steps=20, checkpoint_every=5), tmp_path / "run"
+    real = checkpoint.save_file
+
+    def full_disk(tensors, path):
+        if "00000010" in str(path):
+            raise OSError(28, "No space left on device")
+        real(tensors, path)
+
+    monkeypatch.setattr(checkpoint, "save_file", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        train(config, load_corpus(config.data), folder)
+    assert [path.name for path in folder.iterdir()] == ["step-00000005"]
+    assert load_progress(newest(folder)).step == 5

@@ -1,0 +1,53 @@
+"""Every recipe says what it asks, and its runs differ by what it asks about only."""
+
+import dataclasses
+import typing
+
+import pytest
+
+from alibi_attn import records
+from alibi_attn.lab.config import Scale
+from alibi_attn.lab.experiment import run
+from alibi_attn.recipes.index import RECIPES
+
+every_recipe = pytest.mark.parametrize("name", RECIPES)
+
+
+@every_recipe
+def test_a_recipe_says_what_it_asks_costs_and_expects(name):
+    recipe = RECIPES[name]
+    for field in dataclasses.fields(recipe):
+        assert getattr(recipe, field.name)
+    assert recipe.question.endswith("?")
+    assert recipe.command.startswith("alibi run ")
+
+
+@every_recipe
+@pytest.mark.parametrize("scale", typing.get_args(Scale))
+def test_a_recipe_has_runs_at_every_scale(name, scale):
+    assert RECIPES[name].runs(scale)
+
+
+@pytest.mark.parametrize("scale", typing.get_args(Scale))
+def test_the_runs_of_quick_differ_by_the_method_only(scale):
+    runs = RECIPES["quick"].runs(scale)
+    assert [config.model.method for config in runs] == ["sinusoidal", "rotary", "t5", "alibi"]
+    same = {dataclasses.replace(config, model=dataclasses.replace(config.model, method="none")) for config in runs}
+    assert len(same) == 1
+
+
+def test_quick_trains_at_128_and_tests_to_2048():
+    config = RECIPES["quick"].runs("small")[0]
+    assert config.train.length == 128
+    assert config.eval.lengths == (128, 256, 512, 1024, 2048)
+    assert config.data.corpus == "python-source"
+
+
+def test_quick_runs_at_smoke_scale_on_real_text(tmp_path):
+    found = [records.load(path) for path in run(RECIPES["quick"], out=tmp_path, scale="smoke")]
+    evaluations = [record for record in found if record.kind == "evaluation"]
+    assert [record.config["model"]["method"] for record in evaluations] == ["sinusoidal", "rotary", "t5", "alibi"]
+    assert len({record.config["corpus"]["sha256"] for record in found}) == 1
+    for record in evaluations:
+        assert all(3 < nats < 6 for nats in record.curves["by_length"]["nonoverlapping_nats"])
+        assert all(3 < nats < 6 for nats in record.curves["by_length"]["sliding_nats"])
