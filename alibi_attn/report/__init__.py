@@ -1,8 +1,24 @@
 """Reports: records in, pictures out. Nothing is drawn from anything but records; no PyTorch is loaded.
 
-`plot_alibi_bias` draws the heads, `page.write_report` writes the page. Next: `figures.py`.
+`plot_alibi_bias` draws the heads and is loaded when it is first used, because the tables need no matplotlib.
+Next: `page.py`, which writes the page, and `series.py`, which sorts the records.
 """
 
-from alibi_attn.report.heads import plot_alibi_bias
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from alibi_attn.report.heads import plot_alibi_bias
 
 __all__ = ["plot_alibi_bias"]
+
+
+def __getattr__(name: str) -> object:
+    if name != "plot_alibi_bias":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        from alibi_attn.report import heads
+    except ModuleNotFoundError as error:
+        if error.name != "matplotlib":
+            raise
+        raise ImportError(f'{name} needs matplotlib; install it with: pip install "alibi-attn[lab]"') from error
+    return heads.plot_alibi_bias

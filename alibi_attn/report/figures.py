@@ -19,9 +19,8 @@ from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, MaxNL
 from matplotlib.typing import RcKeyType
 from numpy.typing import NDArray
 
-from alibi_attn.report.series import Series, Study
+from alibi_attn.report.series import Mode, Series, Study
 
-Mode = Literal["nonoverlapping", "sliding"]
 Measure = Literal["tokens_per_second", "peak_memory_bytes"]
 Points = NDArray[np.float64]
 

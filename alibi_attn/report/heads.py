@@ -3,6 +3,7 @@
 The bias −m·|i − j| is drawn in full color where it is 0 and fades out where its factor e^(−m·|i − j|) falls to 1e-6.
 """
 
+import io
 import math
 from collections.abc import Iterator, Sequence
 
@@ -14,9 +15,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from alibi_attn.report.figures import COLORS, STYLE
+from alibi_attn.report.tables import NEGLIGIBLE, fraction, half_life
 from alibi_attn.slopes import alibi_slopes
 
-NEGLIGIBLE = 1e-6  # the factor at which a head's picture has faded out
 _PIXELS = 96  # of a side of a head's picture, at most
 _WIDTH = 4.1  # inches
 
@@ -49,6 +50,13 @@ def plot_alibi_bias(num_heads: int, seq_len: int) -> Figure:
     return figure
 
 
+def bias_png(num_heads: int, seq_len: int) -> bytes:
+    """The figure of `plot_alibi_bias` as a PNG file."""
+    file = io.BytesIO()
+    plot_alibi_bias(num_heads, seq_len).savefig(file, format="png", dpi=200)
+    return file.getvalue()
+
+
 def bias_grid(num_heads: int, seq_len: int) -> Figure:
     """Only the pictures of the heads; arguments as for `plot_alibi_bias`."""
     slopes = _checked_slopes(num_heads, seq_len)
@@ -66,18 +74,6 @@ def factor_curves(num_heads: int, seq_len: int) -> Figure:
         figure = Figure(figsize=(_WIDTH, 3.1))
         _draw_factors(figure.add_axes((0.1, 0.155, 0.86, 0.745)), slopes.tolist(), seq_len)
     return figure
-
-
-def half_life(slope: float) -> float:
-    """The distance in tokens at which a head's factor e^(−m·d) is one half, ln 2 / m; infinite for slope 0."""
-    return math.log(2) / slope if slope > 0 else math.inf
-
-
-def fraction(slope: float) -> str:
-    """A slope as people write it: "1/256" where it is one over a whole number, else three digits."""
-    if slope > 0 and abs(1 / slope - round(1 / slope)) < 1e-9 / slope:
-        return f"1/{round(1 / slope)}" if slope != 1 else "1"
-    return f"{slope:.3g}"
 
 
 def _checked_slopes(num_heads: int, seq_len: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from alibi_attn.records import Record, replace_file
 from alibi_attn.report import figures, heads, sentences, tables
-from alibi_attn.report.series import METHODS, Study, other_records, studies
+from alibi_attn.report.series import METHODS, Mode, Study, other_records, studies
 
 TITLE = "Train short, test long"
 
@@ -108,7 +108,7 @@ def _study(study: Study, name: str) -> dict[str, object]:
 
 
 def _panels(study: Study, name: str) -> list[tuple[str, str, Markup]]:
-    captions: tuple[tuple[figures.Mode, str, str], ...] = (
+    captions: tuple[tuple[Mode, str, str], ...] = (
         ("nonoverlapping", "Nonoverlapping windows", "The text is cut into pieces; each is read from nothing."),
         (
             "sliding",
@@ -129,7 +129,7 @@ def _picture(figure: Figure | None, name: str, description: str) -> Markup | Non
     return None if figure is None else Markup(figures.svg(figure, name, description))
 
 
-def _ends(study: Study, mode: figures.Mode = "nonoverlapping") -> str:
+def _ends(study: Study, mode: Mode = "nonoverlapping") -> str:
     """Where each line starts and ends, for readers who do not see it."""
     said = []
     for series in study.series:

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from alibi_attn.report.figures import Mode
-from alibi_attn.report.series import Series, Study, flat
+from alibi_attn.report.series import Mode, Series, Study, flat
 from alibi_attn.slopes import alibi_slopes
 
 _SMALL_PERCENT = 1.0  # changes below it are called none

@@ -11,11 +11,14 @@ import dataclasses
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from alibi_attn.records import Json, Record, identity
+
+Mode = Literal["nonoverlapping", "sliding"]
 
 METHODS = {
     "none": "no positions",

@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 
 from alibi_attn.records import Json, Record, identity
 from alibi_attn.report import sentences
-from alibi_attn.report.figures import Mode
-from alibi_attn.report.heads import NEGLIGIBLE, fraction, half_life
-from alibi_attn.report.series import METHODS, Series, Study, flat
+from alibi_attn.report.series import METHODS, Mode, Series, Study, flat
 from alibi_attn.slopes import alibi_slopes
 
+NEGLIGIBLE = 1e-6  # the factor at which a head is said to see nothing and its picture has faded out
 _SECTIONS = ("model", "data", "train", "eval")
 
 
@@ -110,6 +109,18 @@ def head_rows(num_heads: int) -> list[tuple[str, str, str, str]]:
         distance = math.floor(-math.log(NEGLIGIBLE) / slope) + 1
         rows.append((f"{head}", fraction(slope), f"{half_life(slope):,.1f}", f"{distance:,}"))
     return rows
+
+
+def half_life(slope: float) -> float:
+    """The distance in tokens at which a head's factor e^(−m·d) is one half, ln 2 / m; infinite for slope 0."""
+    return math.log(2) / slope if slope > 0 else math.inf
+
+
+def fraction(slope: float) -> str:
+    """A slope as people write it: "1/256" where it is one over a whole number, else three digits."""
+    if slope > 0 and abs(1 / slope - round(1 / slope)) < 1e-9 / slope:
+        return f"1/{round(1 / slope)}" if slope != 1 else "1"
+    return f"{slope:.3g}"
 
 
 def fields(study: Study) -> list[tuple[str, str]]:

@@ -1,0 +1,136 @@
+"""The report in a real browser: nothing fails, every picture is drawn, a phone need not scroll sideways."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from alibi_attn.records import Record
+from alibi_attn.report.page import write_report
+
+FLAGS = [
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-dev-shm-usage",
+]
+
+OVERFLOWING = """
+const wide = document.documentElement.clientWidth + 1;
+const inside = (element) => element.closest('.scroll');
+return [...document.body.querySelectorAll('*')].filter((element) => !inside(element) && !element.closest('svg'))
+  .filter((element) => element.getBoundingClientRect().right > wide).map((element) => element.outerHTML.slice(0, 80));
+"""
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
+    chromium, chromedriver = shutil.which("chromium"), shutil.which("chromedriver")
+    if not (chromium and chromedriver):
+        pytest.skip("chromium and chromedriver are not installed: the report is not opened in a browser")
+    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(chromedriver))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture(scope="module")
+def page(made_up, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    benchmark = Record(kind="benchmark", name="banded/8192/" + "x" * 80, config={}, metrics={"forward_ms": 12.5})
+    records = made_up(methods=("none", "sinusoidal", "learned", "rotary", "t5", "alibi"), seeds=2)
+    return write_report([*records, benchmark], tmp_path_factory.mktemp("page") / "report.html")
+
+
+def _open(browser, page: Path, *, width: int, dark: bool = False, media: str = "") -> None:
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
+    scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": media, "features": scheme})
+    browser.get(page.as_uri())
+
+
+def test_nothing_fails_and_nothing_is_requested(browser, page: Path) -> None:
+    browser.get_log("browser")
+    browser.get_log("performance")
+    _open(browser, page, width=1100)
+    assert browser.get_log("browser") == []
+    messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    requested = [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
+    assert requested, "the log of requests is empty, so it proves nothing"
+    assert [url for url in requested if not url.startswith("data:")] == [page.as_uri()]
+
+
+@pytest.mark.parametrize("width", [390, 1100])
+def test_every_picture_is_drawn(browser, page: Path, width: int) -> None:
+    _open(browser, page, width=width)
+    boxes = browser.execute_script(
+        "return [...document.querySelectorAll('svg')].map((svg) => { const box = svg.getBoundingClientRect();"
+        "const paths = [...svg.querySelectorAll('path, use')].filter((path) => path.getBoundingClientRect().width > 0);"
+        "return [box.width, box.height, paths.length, svg.querySelectorAll('text').length]; });"
+    )
+    assert len(boxes) == 8
+    for box_width, box_height, paths, texts in boxes:
+        assert box_width > 250
+        assert box_height > 60
+        assert paths >= 4
+        assert texts >= 4
+
+
+def test_a_phone_scrolls_only_inside_tables(browser, page: Path) -> None:
+    _open(browser, page, width=390)
+    assert browser.execute_script("return document.documentElement.scrollWidth") == 390
+    assert browser.execute_script(OVERFLOWING) == []
+    scrolling = (
+        "return [...document.querySelectorAll('.scroll')].filter((box) => box.scrollWidth > box.clientWidth).length"
+    )
+    assert browser.execute_script(scrolling) > 0
+    smallest = "return Math.min(...[...document.querySelectorAll('svg text')].map((text) => text.getBoundingClientRect().height))"
+    assert browser.execute_script(smallest) > 8
+
+
+def test_paper_is_wide_enough(browser, page: Path) -> None:
+    _open(browser, page, width=680, media="print")  # A4 less its margins, in CSS pixels
+    assert browser.execute_script("return document.documentElement.scrollWidth") == 680
+
+
+def test_light_and_dark_are_readable(browser, page: Path) -> None:
+    for dark in (False, True):
+        _open(browser, page, width=1100, dark=dark)
+        paper, *inks = browser.execute_script(
+            "const probe = document.createElement('i'); document.body.append(probe);"
+            "return ['paper', 'ink', 'muted', 'link', 'alibi', 'sinusoidal', 'rotary', 't5', 'learned', 'none'].map((name) => {"
+            "probe.style.color = `var(--${name})`; return getComputedStyle(probe).color; });"
+        )
+        for ink in inks:
+            assert _contrast(ink, paper) >= 4.5, f"{ink} on {paper} is hard to read"
+        stroke = "return getComputedStyle(document.querySelector('svg path[style*=\"stroke: var(--alibi)\"]')).stroke"
+        assert browser.execute_script(stroke) == inks[3]
+
+
+def _contrast(one: str, two: str) -> float:
+    """The contrast ratio of WCAG 2.1 for two colors as the browser writes them, rgb(r, g, b)."""
+
+    def luminance(color: str) -> float:
+        channels = [int(part) / 255 for part in color.removeprefix("rgb(").removesuffix(")").split(",")]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    lighter, darker = sorted((luminance(one), luminance(two)), reverse=True)
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+def test_the_contrast_checker_can_fail() -> None:
+    assert _contrast("rgb(255, 255, 255)", "rgb(0, 0, 0)") == pytest.approx(21)
+    assert _contrast("rgb(200, 200, 200)", "rgb(255, 255, 255)") < 4.5

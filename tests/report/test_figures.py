@@ -1,0 +1,161 @@
+"""Figures: what is drawn is what was recorded, and the SVG fits any page."""
+
+import math
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from matplotlib.colors import to_hex
+
+from alibi_attn.report import figures, heads, plot_alibi_bias
+from alibi_attn.report.series import studies
+from alibi_attn.report.tables import fraction, half_life
+from alibi_attn.slopes import alibi_slopes
+
+
+def _line(figure, color):
+    (axes,) = figure.axes
+    return next(line for line in axes.lines if line.get_color() == color and len(line.get_xdata()) > 2)
+
+
+def test_perplexity_is_exp_of_the_recorded_loss(made_up) -> None:
+    (study,) = studies(made_up())
+    for mode, less in (("nonoverlapping", 0.0), ("sliding", 0.05)):
+        line = _line(figures.perplexity_by_length(study, mode), figures.COLORS["alibi"])
+        expected = [math.exp(2.0 - 0.012 * doublings - less) for doublings in range(5)]
+        np.testing.assert_array_equal(line.get_xdata(), [128, 256, 512, 1024, 2048])
+        np.testing.assert_allclose(line.get_ydata(), expected)
+
+
+def test_both_panels_share_their_scale(made_up) -> None:
+    (study,) = studies(made_up())
+    left, right = (figures.perplexity_by_length(study, mode).axes[0] for mode in ("nonoverlapping", "sliding"))
+    assert left.get_ylim() == right.get_ylim()
+    assert left.get_yscale() == "log"
+
+
+def test_several_seeds_are_drawn_as_mean_and_full_band(made_up) -> None:
+    (study,) = studies(made_up(methods=("alibi",), seeds=3))
+    figure = figures.perplexity_by_length(study, "nonoverlapping")
+    seeds = np.exp([2.0, 2.01, 2.02])
+    assert _line(figure, figures.COLORS["alibi"]).get_ydata()[0] == pytest.approx(seeds.mean())
+    (band,) = figure.axes[0].collections
+    at_first = [y for path in band.get_paths() for x, y in path.vertices if x == 128]
+    assert min(at_first) == pytest.approx(seeds[0])
+    assert max(at_first) == pytest.approx(seeds[2])
+
+
+def test_nothing_is_smoothed_or_left_out(made_up) -> None:
+    (study,) = studies(made_up(methods=("t5",)))
+    np.testing.assert_allclose(
+        _line(figures.training_curves(study), figures.COLORS["t5"]).get_ydata() * math.log(2),
+        [1.93 + 60 / step for step in (10, 20, 30, 40)],
+    )
+    line = _line(figures.loss_by_position(study), figures.COLORS["t5"])
+    assert line.get_xdata().tolist() == [2**power for power in range(12)]
+
+
+def test_losses_are_nats_where_a_token_is_no_byte(made_up) -> None:
+    (study,) = studies(made_up(methods=("t5",), bytes_per_token=4.2))
+    figure = figures.training_curves(study)
+    assert figure.axes[0].get_title("left") == "nats per token"
+    assert _line(figure, figures.COLORS["t5"]).get_ydata()[0] == pytest.approx(1.93 + 6)
+
+
+def test_the_trained_length_is_marked(made_up) -> None:
+    (study,) = studies(made_up())
+    assert "trained length" in figures.svg(figures.perplexity_by_length(study, "sliding"), "a", "")
+
+
+def test_a_figure_without_data_is_none(made_up) -> None:
+    (study,) = studies([record for record in made_up() if record.kind == "training"])
+    assert figures.perplexity_by_length(study, "sliding") is None
+    assert figures.loss_by_position(study) is None
+    assert figures.cost_by_length(study, "peak_memory_bytes") is None
+    assert figures.training_curves(study) is not None
+
+
+def test_labels_at_the_ends_do_not_touch(made_up) -> None:
+    (study,) = studies(made_up(methods=("none", "sinusoidal", "rotary", "t5", "alibi")))
+    figure = figures.cost_by_length(study, "tokens_per_second")  # five equal curves
+    labels = {"no positions", "sinusoidal", "rotary", "T5 bias", "ALiBi"}
+    boxes = [text.get_window_extent() for text in figure.axes[0].texts if text.get_text() in labels]
+    assert len(boxes) == 5
+    for number, box in enumerate(boxes):
+        assert not any(box.overlaps(other) for other in boxes[number + 1 :])
+
+
+def test_svg_is_inline_and_takes_its_colors_from_the_page(made_up) -> None:
+    (study,) = studies(made_up())
+    text = figures.svg(figures.perplexity_by_length(study, "nonoverlapping"), "p", "A <picture> & more")
+    assert text.startswith("<svg")
+    assert "&lt;picture&gt; &amp; more</title>" in text
+    assert "var(--alibi)" in text
+    assert "var(--ink)" in text or "var(--muted)" in text
+    assert not re.search(r"#[0-9a-f]{6}\b", text)
+    assert "<style" not in text
+    assert "font-family" not in text
+    ids = re.findall(r'\bid="([^"]*)"', text)
+    assert len(ids) == len(set(ids))
+    assert all(name.startswith("p-") for name in ids)
+    used = set(re.findall(r'(?:href="#|url\(#)([^")]*)', text))
+    assert used <= set(ids)
+
+
+def test_svg_is_a_function_of_its_figure(made_up) -> None:
+    (study,) = studies(made_up())
+    one, two = (figures.svg(figures.loss_by_position(study), "p", "") for _ in range(2))
+    assert one == two
+
+
+def test_methods_have_colors_and_markers_of_their_own() -> None:
+    assert len(set(figures.COLORS.values())) == len(figures.COLORS)
+    assert set(figures.MARKERS) == set(figures.COLORS)
+    assert len(set(figures.MARKERS.values())) == len(figures.MARKERS)
+    assert len({*figures.COLORS.values(), figures.INK, figures.MUTED, figures.RULE}) == len(figures.COLORS) + 3
+
+
+def test_the_heads_picture_fades_with_the_bias() -> None:
+    figure = plot_alibi_bias(8, 64)
+    assert len(figure.axes) == 9
+    for axes, slope in zip(figure.axes, alibi_slopes(8), strict=False):
+        assert axes.get_title("center") == f"m = {fraction(slope)}"
+        picture = np.asarray(axes.images[0].get_array())
+        assert to_hex(picture[0, 0, :3]) == figures.COLORS["alibi"]
+        expected = 1 + slope * 10 / math.log(1e-6)
+        assert picture[40, 30, 3] == pytest.approx(max(expected, 0))
+        assert picture[40, 40, 3] == 1
+        assert picture[30, 40, 3] == 0  # the future
+
+
+@pytest.mark.parametrize("num_heads", [1, 3, 6, 12, 16, 71])
+def test_any_number_of_heads_can_be_drawn(num_heads: int) -> None:
+    assert len(plot_alibi_bias(num_heads, 1).axes) == num_heads + 1
+    assert heads.bias_png(num_heads, 300).startswith(b"\x89PNG")
+
+
+def test_bad_head_counts_and_lengths_are_refused() -> None:
+    with pytest.raises(ValueError, match="seq_len is 0"):
+        plot_alibi_bias(8, 0)
+    with pytest.raises(ValueError, match="at least 1 head"):
+        plot_alibi_bias(0, 8)
+
+
+@pytest.mark.parametrize(("slope", "text"), [(0.5, "1/2"), (1.0, "1"), (2**-8, "1/256"), (2**-0.5, "0.707"), (0, "0")])
+def test_slopes_are_written_as_people_write_them(slope: float, text: str) -> None:
+    assert fraction(slope) == text
+
+
+def test_half_life_halves_the_factor() -> None:
+    assert math.exp(-0.125 * half_life(0.125)) == pytest.approx(0.5)
+    assert half_life(0.0) == math.inf
+
+
+def test_reports_load_no_framework() -> None:
+    code = (
+        "import sys; import alibi_attn.report.page, alibi_attn.report.heads; "
+        "sys.exit(bool({'torch', 'jax', 'matplotlib.pyplot'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

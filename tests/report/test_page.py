@@ -1,0 +1,228 @@
+"""The page: every number is in it, every word is computed, nothing is loaded from elsewhere."""
+
+import dataclasses
+import html
+import math
+import os
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from alibi_attn.records import Record
+from alibi_attn.report import sentences, tables
+from alibi_attn.report.page import report_html, write_report
+from alibi_attn.report.series import studies
+
+
+def _text(page: str) -> str:
+    return html.unescape(re.sub(r"\s+", " ", re.sub(r"<(style|svg).*?</\1>|<[^>]+>", " ", page, flags=re.DOTALL)))
+
+
+def test_the_table_holds_every_perplexity(made_up) -> None:
+    page = report_html(made_up())
+    values = [float(value) for value in re.findall(r'<data value="([^"]*)">', page)]
+    for start, growth in ((2.22, 0.16), (1.87, 0.30), (1.93, 0.07), (2.0, -0.012)):
+        for doublings in range(5):
+            nats = start + growth * doublings
+            for expected in (math.exp(nats), math.exp(nats - 0.05), nats / math.log(2), (nats - 0.05) / math.log(2)):
+                assert any(value == pytest.approx(expected) for value in values)
+
+
+def test_the_headline_is_computed(made_up) -> None:
+    (study,) = studies(made_up())
+    text = sentences.headline(study)
+    assert text.startswith(
+        "Trained on 128 bytes at a time and tested on 2,048, ALiBi predicts best: its perplexity is 7.04"
+    )
+    assert "5 % below the 7.39 at 128" in text
+    assert "T5 bias 9.12 (+32\N{NO-BREAK SPACE}%), sinusoidal 17.5 (+90\N{NO-BREAK SPACE}%)" in text
+    assert "rotary 21.5 (+232\N{NO-BREAK SPACE}%)" in text
+
+
+def test_the_headline_names_whoever_is_best(made_up) -> None:
+    (study,) = studies(made_up(methods=("sinusoidal", "rotary")))
+    assert "sinusoidal predicts best" in sentences.headline(study)
+    (study,) = studies(made_up(methods=("rotary",)))
+    assert "rotary has a perplexity of 21.5 per byte" in sentences.headline(study)
+
+
+def test_overlapping_seeds_leave_the_order_open(made_up) -> None:
+    records = made_up(methods=("none", "alibi"), seeds=2)
+    (study,) = studies(records)
+    assert "overlap" not in sentences.headline(study)
+    twin = [
+        dataclasses.replace(r, config={**r.config, "model": {"method": "rotary", "num_heads": 4}}) for r in records[4:]
+    ]
+    (study,) = studies([*records, *twin])
+    assert "overlap, so which of the two is better is open" in sentences.headline(study)
+
+
+def test_the_words_follow_the_sliding_window(made_up) -> None:
+    (study,) = studies(made_up())
+    assert sentences.sliding_sentence(study).endswith("the longer context itself helps it.")
+
+    def level(record: Record) -> Record:
+        if record.kind == "training":
+            return record
+        curve = record.curves["by_length"]
+        return dataclasses.replace(record, curves={"by_length": {**curve, "sliding_nats": [1.9] * 5}})
+
+    (study,) = studies([level(record) for record in made_up(methods=("alibi",))])
+    assert sentences.sliding_sentence(study).endswith("comes from fewer early tokens, not from longer context.")
+
+
+def test_the_caveats_follow_the_records(made_up) -> None:
+    one = " ".join(sentences.not_allowed(studies(made_up())[0]))
+    assert "There is one seed" in one
+    assert "7.4 %" not in one
+    assert "5.1 % higher in nonoverlapping windows" in one  # exp(0.05)
+    assert "takes 8 nats from a key 2,048 tokens back" in one
+    three = " ".join(sentences.not_allowed(studies(made_up(methods=("learned", "alibi"), seeds=3))[0]))
+    assert "There are 3 seeds; two seeds of one method are up to 0.020 nats apart, 2.0 %" in three
+    assert "learned at lengths above 128: it has no positions beyond 128" in three
+    assert "ALiBi remembers" not in " ".join(sentences.not_allowed(studies(made_up(methods=("rotary",)))[0]))
+
+
+def test_what_differs_is_said(made_up) -> None:
+    assert any("differ in nothing else" in text for text in sentences.allowed(studies(made_up())[0]))
+    (study,) = studies(made_up(trained=(128, 256)))
+    assert any("differ in model.method and train.length" in text for text in sentences.allowed(study))
+
+
+def test_positions_that_do_not_exist_are_dashes(made_up) -> None:
+    (study,) = studies(made_up(methods=("learned", "alibi")))
+    label, _, cells = tables.by_length(study).blocks[0].rows[0]
+    assert label == "learned"
+    assert [cell.text for cell in cells] == ["9.025", "—", "—", "—", "—"]
+
+
+def test_the_lowest_of_each_column_is_marked(made_up) -> None:
+    (study,) = studies(made_up())
+    best = {label: [cell.best for cell in cells] for label, _, cells in tables.by_length(study).blocks[0].rows}
+    assert best["rotary"] == [True, False, False, False, False]
+    assert best["ALiBi"] == [False, True, True, True, True] or best["T5 bias"][1]
+    assert not any(best["sinusoidal"])
+
+
+def test_bits_per_byte_are_of_bytes(made_up) -> None:
+    (study,) = studies(made_up(methods=("alibi",), bytes_per_token=4.0))
+    blocks = {block.title: block.rows[0][2][0].value for block in tables.by_length(study).blocks}
+    assert blocks["Perplexity per token, nonoverlapping windows"] == pytest.approx(math.exp(2.0))
+    assert blocks["Bits per byte, nonoverlapping windows"] == pytest.approx(2.0 / math.log(2) / 4)
+
+
+def test_the_page_says_what_was_run(made_up) -> None:
+    records = [dataclasses.replace(r, commit="0123456789ab", command="alibi run quick") for r in made_up(seeds=2)]
+    text = _text(report_html(records, title="A title", question="A question?"))
+    for words in (
+        "A title",
+        "A question?",
+        "ab" * 32,
+        "train.steps 40",
+        "train.seed 0 · 1",
+        "0123456789ab",
+        "alibi run quick",
+    ):
+        assert words in text
+    assert f"Python {records[0].machine['python']}" in text
+
+
+def test_the_page_is_self_contained(made_up) -> None:
+    page = report_html(made_up())
+    assert "<script" not in page
+    assert not re.search(r'(src|href)="(?!#|data:|https://arxiv\.org)', page)
+    assert "@import" not in page
+    assert not re.search(r"url\((?!#|data:)", page)
+
+
+def test_ids_are_unique_also_with_several_studies(made_up) -> None:
+    records = made_up(trained=(128, 256))
+    other = [dataclasses.replace(record, name="other" + record.name[5:]) for record in records]
+    page = report_html([*records, *other])
+    ids = re.findall(r'\bid="([^"]*)"', page)
+    assert len(ids) == len(set(ids))
+    assert "other on made-up" in _text(page)
+
+
+def test_tags_are_balanced(made_up) -> None:
+    class Checker(HTMLParser):
+        def __init__(self) -> None:
+            super().__init__()
+            self.open: list[str] = []
+
+        def handle_starttag(self, tag: str, attrs: object) -> None:
+            if tag not in ("meta", "link", "br"):
+                self.open.append(tag)
+
+        def handle_endtag(self, tag: str) -> None:
+            assert self.open.pop() == tag
+
+    checker = Checker()
+    checker.feed(report_html(made_up(methods=("learned", "alibi"), seeds=2)))
+    assert checker.open == []
+
+
+def test_text_from_records_is_escaped() -> None:
+    record = Record(kind="benchmark", name="<script>alert(1)</script>", config={}, metrics={"a_ms": 1.0, "b": None})
+    page = report_html([record], title="<b>bold</b>")
+    assert "<script" not in page
+    assert "<b>bold" not in page
+    assert "&lt;script&gt;" in page
+
+
+def test_unknown_kinds_are_listed(made_up) -> None:
+    benchmark = Record(kind="benchmark", name="banded/8192", config={}, metrics={"forward_ms": 12.5})
+    text = _text(report_html([*made_up(), benchmark]))
+    assert "Other records" in text
+    assert "banded/8192 forward_ms 12.50" in text
+    assert "Other records" not in _text(report_html(made_up()))
+
+
+def test_no_records_give_a_page_that_says_so() -> None:
+    text = _text(report_html([]))
+    assert "There are no records yet" in text
+    assert "alibi run quick" in text
+
+
+@pytest.mark.parametrize("kind", ["training", "evaluation"])
+def test_parts_without_records_are_left_out(made_up, kind: str) -> None:
+    text = _text(report_html([record for record in made_up() if record.kind == kind]))
+    assert ("Perplexity against length" in text) == (kind == "evaluation")
+    assert ("as logged, not smoothed" in text) == (kind == "training")
+
+
+def test_records_with_empty_curves_still_give_a_page(made_up) -> None:
+    bare = [dataclasses.replace(record, curves={}, metrics={}, machine={}, versions={}) for record in made_up()]
+    assert "not evaluated yet" in _text(report_html(bare))
+
+
+def test_an_exploding_loss_is_drawn(made_up) -> None:
+    def explode(record: Record) -> Record:
+        if record.kind == "training":
+            return record
+        curve = {**record.curves["by_length"], "nonoverlapping_nats": [2.0, 5.0, 12.0, 40.0, 80.0]}
+        return dataclasses.replace(record, curves={**record.curves, "by_length": curve})
+
+    assert "rotary" in report_html([explode(record) for record in made_up(methods=("rotary",))])
+
+
+def test_equal_records_give_equal_pages(made_up) -> None:
+    records = made_up()
+    assert report_html(records) == report_html(records[::-1])
+
+
+def test_the_file_is_written_whole_or_not_at_all(made_up, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_report(made_up(), tmp_path / "new" / "report.html")
+    before = path.read_bytes()
+    assert before.endswith(b"</html>")
+
+    def no_space(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", no_space)
+    with pytest.raises(OSError, match="No space left"):
+        write_report([], path)
+    assert path.read_bytes() == before
+    assert os.listdir(path.parent) == ["report.html"]

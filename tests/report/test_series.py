@@ -1,0 +1,86 @@
+"""Series: which records may stand in one figure, and which make one line."""
+
+import dataclasses
+import math
+
+import numpy as np
+
+from alibi_attn.records import Record
+from alibi_attn.report.series import other_records, studies
+
+
+def test_seeds_of_one_configuration_make_one_series(made_up) -> None:
+    (study,) = studies(made_up(methods=("alibi", "rotary"), seeds=3))
+    assert [s.label for s in study.series] == ["rotary", "ALiBi"]
+    assert [s.seeds for s in study.series] == [3, 3]
+    assert study.unit == "byte"
+    assert study.lengths == [128, 256, 512, 1024, 2048]
+
+
+def test_the_order_of_records_does_not_matter(made_up) -> None:
+    records = made_up(seeds=2)
+    assert studies(records) == studies(records[::-1])
+
+
+def test_a_record_that_is_passed_twice_counts_once(made_up) -> None:
+    records = made_up(seeds=1)
+    (study,) = studies([*records, *records])
+    assert study.seeds == 1
+
+
+def test_trained_lengths_are_told_apart_in_labels(made_up) -> None:
+    (study,) = studies(made_up(methods=("alibi",), trained=(128, 1024)))
+    assert [s.label for s in study.series] == ["ALiBi 128", "ALiBi 1,024"]
+
+
+def test_other_differences_are_told_apart_in_labels(made_up) -> None:
+    records = made_up(methods=("alibi",))
+    longer = [_changed(record, steps=80) for record in records]
+    (study,) = studies([*records, *longer])
+    assert [s.label for s in study.series] == ["ALiBi (steps 40)", "ALiBi (steps 80)"]
+
+
+def test_evaluations_on_other_texts_are_other_studies(made_up) -> None:
+    records = made_up()
+    elsewhere = [
+        dataclasses.replace(record, config={**record.config, "corpus": {"name": "other", "sha256": "cd" * 32}})
+        for record in records
+    ]
+    assert [study.corpus["name"] for study in studies([*records, *elsewhere])] == ["made-up", "other"]
+
+
+def test_a_training_without_evaluation_is_a_study_of_its_own(made_up) -> None:
+    trainings = [record for record in made_up() if record.kind == "training"]
+    (study,) = studies(trainings)
+    assert study.lengths == []
+    assert study.seeds == 1
+
+
+def test_curves_keep_the_seeds_apart_and_leave_out_what_was_not_measured(made_up) -> None:
+    (study,) = studies(made_up(methods=("learned",), seeds=2))
+    x, y = study.series[0].curve("by_length", "length", "nonoverlapping_nats")
+    np.testing.assert_array_equal(x, [128])
+    np.testing.assert_allclose(y, [[2.20], [2.21]])
+    x, y = study.series[0].curve("by_length", "length", "no such column")
+    assert x.shape == (0,)
+    assert y.shape == (0, 0)
+
+
+def test_a_seed_that_lacks_a_length_is_nan_there(made_up) -> None:
+    first, second = (record for record in made_up(methods=("alibi",), seeds=2) if record.kind == "evaluation")
+    short = {name: column[:2] for name, column in second.curves["by_length"].items()}
+    (study,) = studies([first, dataclasses.replace(second, curves={"by_length": short})])
+    _, y = study.series[0].curve("by_length", "length", "nonoverlapping_nats")
+    assert math.isnan(y[1, 2])
+    assert not math.isnan(y[0, 2])
+
+
+def test_other_kinds_stay_apart() -> None:
+    benchmark = Record(kind="benchmark", name="banded/8192", config={}, metrics={"forward_ms": 1.5})
+    nameless = Record(kind="training", name="odd", config={}, metrics={})
+    assert other_records([benchmark, nameless]) == [benchmark, nameless]
+    assert studies([benchmark, nameless]) == []
+
+
+def _changed(record: Record, **train: int) -> Record:
+    return dataclasses.replace(record, config={**record.config, "train": {**record.config["train"], **train}})
