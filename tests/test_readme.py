@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch.nn import functional as F
+from typer.main import get_command
 
 from alibi_attn import ALiBiPositionalBias, __version__, alibi_attention, alibi_slopes
+from alibi_attn.cli import app
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -49,6 +51,14 @@ def test_examples_in_docstrings_are_true(path):
 def test_links_to_files_lead_somewhere(document):
     for target in re.findall(r"\]\(([^)#]+)", document.read_text(encoding="utf-8")):
         assert target.startswith("https://") or (document.parent / target).exists(), target
+
+
+def test_commands_in_the_readme_exist_with_their_options():
+    lines = re.findall(r"^alibi (\w+)(.*)$", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert {command for command, _ in lines} == {"run", "report", "eval", "generate", "heads", "explain"}
+    for command, rest in lines:
+        known = {option for parameter in get_command(app).commands[command].params for option in parameter.opts}
+        assert set(re.findall(r"--[\w-]+", rest.split("#")[0])) <= known, command
 
 
 def test_a_wrong_block_is_noticed():
