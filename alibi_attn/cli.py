@@ -12,6 +12,7 @@ import hashlib
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Literal, NoReturn
 
@@ -20,7 +21,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
 
-import alibi_attn
 from alibi_attn import records
 from alibi_attn.lab.config import ConfigError, EvalConfig, Scale, override, to_json
 from alibi_attn.recipes.index import RECIPES
@@ -57,7 +57,7 @@ def main() -> None:
 @app.callback(invoke_without_command=True)
 def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
     if version:
-        print(f"alibi-attn {alibi_attn.__version__}")
+        print(f"alibi-attn {metadata.version('alibi-attn')}")
         raise typer.Exit
 
 

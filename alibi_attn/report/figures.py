@@ -94,7 +94,7 @@ def loss_by_position(study: Study) -> Figure | None:
     axes.set_xscale("log", base=2)
     last = max(x[-1] for _, x, _ in drawn)
     ticks = [2.0**p for p in range(0, math.ceil(math.log2(last)) + 1, 2) if 2**p <= last]
-    _ticks(axes, ticks if ticks[-1] > last / 2 else [*ticks, last])
+    _ticks(axes, ticks if ticks[-1] >= last / 2 else [*ticks, last])
     axes.set_xlabel("position in the sequence, log scale")
     _mark_trained(axes, study)
     _end_labels(axes, drawn)
@@ -225,9 +225,9 @@ def _log_y(axes: Axes, values: Points) -> None:
 
 def _short(value: float) -> str:
     """A tick: 2.5, 40, 30k, 2M."""
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= size:
-            return f"{value / (1e3 if letter == 'k' else size):.4g}{letter}"
+            return f"{value / size:.4g}{letter}"
     return f"{value:.4g}"
 
 

@@ -72,6 +72,7 @@ def _study(study: Study, name: str) -> dict[str, object]:
         "positions": _picture(
             figures.loss_by_position(study), f"{name}-positions", f"Loss by position. {_ends(study)}"
         ),
+        "position_note": sentences.position_sentence(study),
         "training": _picture(figures.training_curves(study), f"{name}-training", "Training loss of every run by step."),
         "speed": _picture(
             figures.cost_by_length(study, "tokens_per_second"),

@@ -106,6 +106,14 @@ def sliding_sentence(study: Study) -> str:
     return f"{text}: longer context neither helps it much nor hurts it." if sliding <= _SMALL_PERCENT else f"{text}."
 
 
+def position_sentence(study: Study) -> str:
+    """How few tokens stand behind a point of the loss by position, where the records say it."""
+    counts = [y.min() for s in study.series for _, y in [s.curve("by_position", "position", "tokens")] if y.size]
+    if not counts:
+        return ""
+    return f"Some points, the first above all, are the mean of only {min(counts):,.0f} tokens; nothing is smoothed."
+
+
 def allowed(study: Study) -> list[str]:
     """What a reader may conclude."""
     said = [f"What came out of these runs: {_where(study)}."]
