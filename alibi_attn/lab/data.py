@@ -47,10 +47,10 @@ def load_corpus(config: DataConfig) -> Corpus:
 
 
 def read_text(paths: Sequence[Path]) -> Tensor:
-    """The whole text of local files and folders, one after the other, as tokens: one-dimensional uint8.
+    """All the text of some files and folders as tokens, one-dimensional uint8, unsplit.
 
     Raises:
-        CorpusError: it cannot be read; the message says why and what to do.
+        CorpusError: as for `load_corpus`.
     """
     return _tokens(b"".join(content for _, content in _local_files(paths)))
 

@@ -11,6 +11,7 @@ import datetime
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import torch
 from accelerate import PartialState
 from filelock import FileLock, Timeout
 from rich.console import Console
@@ -53,7 +54,7 @@ def run(
     """
     console = console or Console(quiet=True)
     configs = _configs(recipe, scale, overrides or {}, seeds)
-    state = PartialState()
+    state = PartialState(cpu=not torch.accelerator.is_available())  # without it torchrun on CPUs is not seen
     if not state.is_main_process:
         console = Console(quiet=True)
     corpora: dict[DataConfig, Corpus] = {}

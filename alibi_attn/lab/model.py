@@ -56,22 +56,26 @@ class Block(nn.Module):
         super().__init__()
         self.num_heads = config.num_heads
         self.attention_norm = nn.RMSNorm(config.embed_dim)
-        self.qkv = nn.Linear(config.embed_dim, 3 * config.embed_dim, bias=False)
+        self.q = nn.Linear(config.embed_dim, config.embed_dim, bias=False)
+        self.k = nn.Linear(config.embed_dim, config.embed_dim, bias=False)
+        self.v = nn.Linear(config.embed_dim, config.embed_dim, bias=False)
         self.attention_out = nn.Linear(config.embed_dim, config.embed_dim, bias=False)
         self.ffn_norm = nn.RMSNorm(config.embed_dim)
-        self.ffn_in = nn.Linear(config.embed_dim, 2 * config.ffn_dim, bias=False)
+        self.ffn_gate = nn.Linear(config.embed_dim, config.ffn_dim, bias=False)
+        self.ffn_in = nn.Linear(config.embed_dim, config.ffn_dim, bias=False)
         self.ffn_out = nn.Linear(config.ffn_dim, config.embed_dim, bias=False)
 
     def forward(
         self, x: Tensor, position: PositionMethod, positions: Tensor, bias: Tensor | None, cache: KVCache | None
     ) -> Tensor:
-        q, k, v = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        y = self.attention_norm(x)
+        q, k, v = (part(y).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
         q, k = position.rotate(q, k, positions)
         if cache is not None:
             k, v = cache.append(k, v, layer=self)
         x = x + self.attention_out(attend(q, k, v, bias).transpose(1, 2).flatten(-2))
-        gate, value = self.ffn_in(self.ffn_norm(x)).chunk(2, dim=-1)
-        output: Tensor = self.ffn_out(F.silu(gate) * value)
+        y = self.ffn_norm(x)
+        output: Tensor = self.ffn_out(F.silu(self.ffn_gate(y)) * self.ffn_in(y))
         return x + output
 
 

@@ -55,7 +55,7 @@ def train(
     progress = load_progress(checkpoint) if checkpoint else Progress()
     if progress.step >= asked.steps:
         return progress
-    accelerator = Accelerator(mixed_precision=asked.precision)
+    accelerator = Accelerator(mixed_precision=asked.precision, cpu=not torch.accelerator.is_available())
     share = _share_of_batch(asked, accelerator)
     model = LanguageModel(config.model, trained_length=asked.length, seed=asked.seed)
     model, optimizer = accelerator.prepare(model, _optimizer(model, asked))

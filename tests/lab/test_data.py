@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from alibi_attn.lab.config import DataConfig
-from alibi_attn.lab.data import CorpusError, batches, load_corpus
+from alibi_attn.lab.data import CorpusError, batches, load_corpus, read_text
 
 
 def decoded(tokens: torch.Tensor) -> str:
@@ -96,6 +96,15 @@ def test_what_is_no_text_is_refused(tmp_path, content, message):
     path.write_bytes(content)
     with pytest.raises(CorpusError, match=message):
         load_corpus(DataConfig(text=(str(path),)))
+
+
+def test_text_can_be_read_whole(folder, text_file):
+    assert decoded(read_text([text_file])) == text_file.read_text()
+    assert (
+        len(read_text([folder / "part0", text_file])) == len(read_text([folder / "part0"])) + text_file.stat().st_size
+    )
+    with pytest.raises(CorpusError, match="does not exist"):
+        read_text([folder / "absent"])
 
 
 def test_missing_files_and_empty_folders_are_refused(tmp_path):

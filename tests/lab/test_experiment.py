@@ -1,8 +1,11 @@
 """An experiment trains what is not trained, evaluates what is not evaluated, and leaves one record of each."""
 
 import dataclasses
+import os
 import shutil
 import signal
+import subprocess
+import sys
 
 import pytest
 from filelock import FileLock
@@ -10,7 +13,7 @@ from rich.console import Console
 
 from alibi_attn import records
 from alibi_attn.lab import experiment
-from alibi_attn.lab.config import ConfigError, Recipe
+from alibi_attn.lab.config import ConfigError, Recipe, to_json
 from alibi_attn.lab.data import CorpusError
 from alibi_attn.lab.experiment import ExperimentError, run
 
@@ -162,3 +165,24 @@ def test_progress_is_shown_on_the_console_that_is_passed(recipe, tmp_path, capsy
     capsys.readouterr()
     run(recipe, out=tmp_path)
     assert capsys.readouterr().out == ""
+
+
+def test_two_processes_train_like_one(recipe, tiny_run, tmp_path):
+    """They share every batch and average their gradients; sums in another order differ by rounding."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from pathlib import Path\n"
+        "from alibi_attn.lab.config import Recipe, from_json\n"
+        "from alibi_attn.lab.experiment import run\n"
+        f"config = from_json({to_json(tiny_run(steps=8))!r})\n"
+        "recipe = Recipe(name='tiny', question='', paper='', command='', cost='', expected='', runs=lambda scale: (config,))\n"
+        f"print(run(recipe, out=Path({str(tmp_path / 'two')!r})))\n"
+    )
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    result = subprocess.run(launch, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert result.returncode == 0, result.stderr
+    two = next(records.find(tmp_path / "two" / "records", kind="training"))
+    one = records.load(run(recipe, out=tmp_path / "one")[0])
+    assert two.config == one.config
+    losses = [record.curves["training"]["loss_nats"] for record in (two, one)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)

@@ -42,7 +42,7 @@ def test_methods_of_one_seed_start_from_the_same_weights(tiny_model, method):
     mine, reference = dict(tiny_model(method).named_parameters()), dict(tiny_model("none").named_parameters())
     for name, weight in reference.items():
         assert torch.equal(weight, mine[name])
-    assert not torch.equal(mine["blocks.0.qkv.weight"], tiny_model(method, seed=1).blocks[0].qkv.weight)
+    assert not torch.equal(mine["blocks.0.q.weight"], tiny_model(method, seed=1).blocks[0].q.weight)
 
 
 @every_method
