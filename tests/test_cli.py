@@ -77,10 +77,10 @@ def test_running_quick_writes_records_and_a_report_of_the_same_numbers(smoke: Pa
 
 def test_a_second_run_finds_everything_recorded(smoke: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in (smoke / "records").iterdir()}
-    result = _alibi("run", "quick", "--scale", "smoke", "--out", smoke, "--no-report")
-    assert result.returncode == 0
-    assert result.stdout.count("is recorded already") == 4
-    assert "report" not in result.stdout.splitlines()[-1]
+    result = RUNNER.invoke(app, ["run", "quick", "--scale", "smoke", "--out", str(smoke), "--no-report"])
+    assert result.exit_code == 0, result.output
+    assert result.output.count("is recorded already") == 4
+    assert "report" not in result.output.splitlines()[-1]
     assert {path: path.stat().st_mtime_ns for path in (smoke / "records").iterdir()} == before
 
 

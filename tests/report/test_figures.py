@@ -133,7 +133,11 @@ def test_the_heads_picture_fades_with_the_bias() -> None:
 @pytest.mark.parametrize("num_heads", [1, 3, 6, 12, 16, 71])
 def test_any_number_of_heads_can_be_drawn(num_heads: int) -> None:
     assert len(plot_alibi_bias(num_heads, 1).axes) == num_heads + 1
-    assert heads.bias_png(num_heads, 300).startswith(b"\x89PNG")
+    assert len(plot_alibi_bias(num_heads, 300).axes) == num_heads + 1
+
+
+def test_the_heads_picture_can_be_a_file() -> None:
+    assert heads.bias_png(6, 300).startswith(b"\x89PNG")
 
 
 def test_bad_head_counts_and_lengths_are_refused() -> None:
