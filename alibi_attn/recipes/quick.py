@@ -24,7 +24,7 @@ def _run(method: Method, scale: Scale) -> RunConfig:
     if scale == "small":
         return RunConfig(
             model=ModelConfig(method=method, num_layers=4, num_heads=4, embed_dim=128, ffn_dim=344),
-            train=TrainConfig(length=128, steps=160, batch_tokens=4096, learning_rate=2e-3, warmup_steps=16),
+            train=TrainConfig(length=128, steps=320, batch_tokens=2048, learning_rate=3e-3, warmup_steps=32),
             eval=EvalConfig(lengths=(128, 256, 512, 1024, 2048), tokens=16_384),
         )
     return RunConfig(
