@@ -36,8 +36,10 @@ ATTENTION_ROWS = (
     ("visibility",),
     ("bias", "bounds", "kernels"),
     ("bands",),
+    ("masks",),
     ("backends",),
-    ("dispatch",),
+    ("dispatch", "door"),
+    ("explanation",),
     ("api",),
 )
 ATTENTION = {name: row for row, names in enumerate(ATTENTION_ROWS) for name in names}

@@ -2,26 +2,79 @@
 
 import contextlib
 import dataclasses
-from typing import Any
+import math
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from alibi_attn.attention import dispatch
+from alibi_attn.attention import dispatch, explanation
 from alibi_attn.attention.bias import Slopes
-from alibi_attn.attention.spec import (
-    AttentionSpec,
-    check_key_mask,
-    check_numbers,
-    check_query_offset,
-    check_segments,
-    check_shapes,
-    check_slopes,
-    dtype_name,
-)
-from alibi_attn.slopes import alibi_slopes
+from alibi_attn.attention.door import SegmentIds, make_spec
+from alibi_attn.attention.spec import AttentionSpec
 
-SegmentIds = Tensor | tuple[Tensor, Tensor]
+
+@overload
+def alibi_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slopes: Slopes | None = None,
+    *,
+    causal: bool = True,
+    right_slopes: Slopes | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+    query_offset: int | Tensor | None = None,
+    key_mask: Tensor | None = None,
+    segment_ids: SegmentIds | None = None,
+    dropout_p: float = 0.0,
+    tolerance: float | None = None,
+    return_lse: Literal[False] = False,
+    backend: str = "auto",
+) -> Tensor: ...
+
+
+@overload
+def alibi_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slopes: Slopes | None = None,
+    *,
+    causal: bool = True,
+    right_slopes: Slopes | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+    query_offset: int | Tensor | None = None,
+    key_mask: Tensor | None = None,
+    segment_ids: SegmentIds | None = None,
+    dropout_p: float = 0.0,
+    tolerance: float | None = None,
+    return_lse: Literal[True],
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def alibi_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slopes: Slopes | None = None,
+    *,
+    causal: bool = True,
+    right_slopes: Slopes | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+    query_offset: int | Tensor | None = None,
+    key_mask: Tensor | None = None,
+    segment_ids: SegmentIds | None = None,
+    dropout_p: float = 0.0,
+    tolerance: float | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def alibi_attention(
@@ -85,150 +138,93 @@ def alibi_attention(
         tolerance=tolerance, return_lse=return_lse,
     )  # fmt: skip
     query, key, value, spec = _once(query, key, value, spec)
-    module = dispatch.choose(backend, spec, query, key, value)
-    with _without_autocast(query.device.type):
-        output, lse = module.run(spec, query, key, value)
+    name = dispatch.choose(backend, spec, query, key, value)
+    if spec.query_len == 0 or spec.key_len == 0:
+        output, lse = _nothing(spec, query)
+    else:
+        with _without_autocast(query.device.type):
+            output, lse = dispatch.BACKENDS[name].run(spec, query, key, value)
     return (output, lse) if return_lse else output
 
 
-def make_spec(
+def head_reach(
+    query: Tensor,
+    key: Tensor,
+    slopes: Slopes | None = None,
+    *,
+    causal: bool = True,
+    right_slopes: Slopes | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+    query_offset: int | Tensor | None = None,
+    key_mask: Tensor | None = None,
+    segment_ids: SegmentIds | None = None,
+    dropout_p: float = 0.0,
+    tolerance: float | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor:
+    """How far every head really looks, [B, H] int64: no query of the head reads a key with |i − j| ≥ reach.
+
+    Like `window` it counts the query itself, and it is `key_len` where nothing is skipped (by `dense`, for example, which
+    "auto" takes for short input). It is what the backend reads: its blocks round the certified reach up. Values are taken
+    to be of like length: a skipped value more than four times longer than the nearest kept ones widens the reach.
+
+    Arguments and errors are those of `alibi_attention`.
+
+    >>> q = k = torch.randn(1, 8, 1024, 64)
+    >>> bool((head_reach(q, k)[0, 0] < 200).all())
+    True
+    """
+    query, key = _autocast(query, key)
+    spec = make_spec(
+        query, key, key, slopes, causal=causal, right_slopes=right_slopes, window=window, scale=scale,
+        query_offset=query_offset, key_mask=key_mask, segment_ids=segment_ids, dropout_p=dropout_p,
+        tolerance=tolerance, return_lse=return_lse,
+    )  # fmt: skip
+    name = dispatch.choose(backend, spec, query, key, key)
+    with torch.no_grad():
+        visited = dispatch.BACKENDS[name].visits(spec, query, key, None)
+    if visited is None:
+        return torch.full((spec.batch, spec.num_heads), spec.key_len, device=query.device)
+    reach: Tensor = visited[0]
+    return reach.clamp(max=spec.key_len)
+
+
+def explain(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    slopes: Slopes | None,
+    slopes: Slopes | None = None,
     *,
-    causal: bool,
-    right_slopes: Slopes | None,
-    window: int | None,
-    scale: float | None,
-    query_offset: int | Tensor | None,
-    key_mask: Tensor | None,
-    segment_ids: SegmentIds | None,
-    dropout_p: float,
-    tolerance: float | None,
-    return_lse: bool,
-) -> AttentionSpec[Tensor]:
-    """The door: everything is checked here, once, and completed with its defaults."""
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor but is {type(tensor).__name__}")
-        _check_device(name, tensor, query.device)
-    b, h, k, t, s, d = check_shapes(query, key, value)
-    scale, tolerance = check_numbers(
-        causal=causal, has_right_slopes=right_slopes is not None, window=window, scale=scale, dropout_p=dropout_p,
-        tolerance=tolerance, head_dim=d, dtype=dtype_name(query.dtype),
+    causal: bool = True,
+    right_slopes: Slopes | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+    query_offset: int | Tensor | None = None,
+    key_mask: Tensor | None = None,
+    segment_ids: SegmentIds | None = None,
+    dropout_p: float = 0.0,
+    tolerance: float | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> str:
+    """What `alibi_attention` would do with these arguments, in words: who runs it and why, and how far each head looks.
+
+    Arguments and errors are those of `alibi_attention`. It reads tensor values, so it is not for compiled code.
+
+    >>> q = k = v = torch.randn(1, 8, 128, 64)
+    >>> print(explain(q, k, v).splitlines()[0])
+    B=1 H=8 K=8 T=128 S=128 D=64, float32 on cpu, causal
+    """
+    query, key, value = _autocast(query, key, value)
+    spec = make_spec(
+        query, key, value, slopes, causal=causal, right_slopes=right_slopes, window=window, scale=scale,
+        query_offset=query_offset, key_mask=key_mask, segment_ids=segment_ids, dropout_p=dropout_p,
+        tolerance=tolerance, return_lse=return_lse,
     )  # fmt: skip
-    if key_mask is not None:
-        _check_tensor("key_mask", key_mask, query.device)
-        check_key_mask(key_mask, batch=b, key_len=s)
-    offset = _offset(query_offset, batch=b, query_len=t, key_len=s, device=query.device)
-    query_segments, key_segments = _segments(segment_ids, offset, batch=b, query_len=t, key_len=s, device=query.device)
-    return AttentionSpec(
-        batch=b, num_heads=h, num_kv_heads=k, query_len=t, key_len=s, head_dim=d,
-        slopes=_slopes("slopes", _default_slopes(h) if slopes is None else slopes, query, batch=b, num_heads=h),
-        right_slopes=None if right_slopes is None else _slopes("right_slopes", right_slopes, query, batch=b, num_heads=h),
-        causal=causal, window=window, scale=scale, query_offset=offset, key_mask=key_mask,
-        query_segments=query_segments, key_segments=key_segments,
-        dropout_p=dropout_p, tolerance=tolerance, return_lse=return_lse,
-    )  # fmt: skip
-
-
-def _slopes(name: str, slopes: Slopes, query: Tensor, *, batch: int, num_heads: int) -> Tensor:
-    work = torch.float64 if query.dtype == torch.float64 else torch.float32
-    if isinstance(slopes, Tensor):
-        _check_device(name, slopes, query.device)
-        if slopes.is_complex() or slopes.dtype == torch.bool:
-            raise TypeError(f"{name} is {dtype_name(slopes.dtype)} but must hold real numbers")
-        tensor = slopes.to(work)
-    else:
-        tensor = torch.as_tensor(slopes, dtype=work, device=query.device)
-    check_slopes(name, tensor.shape, batch=batch, num_heads=num_heads)
-    if tensor.device.type == "cpu" and not torch.compiler.is_compiling():
-        allowed = tensor.isfinite() | tensor.isposinf() if name == "right_slopes" else tensor.isfinite()
-        if not bool(allowed.all()):
-            rule = "finite, or inf for a head that never looks right" if name == "right_slopes" else "finite"
-            raise ValueError(f"{name} must be {rule} but is {tensor.tolist()}")
-    return tensor
-
-
-def _default_slopes(num_heads: int) -> tuple[float, ...]:
-    # Under dynamic shapes H is a symbol; a list has a definite length, and so H becomes a number.
-    return _published(len([None] * num_heads))
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _published(num_heads: int) -> tuple[float, ...]:
-    return tuple(alibi_slopes(num_heads).tolist())
-
-
-def _offset(
-    query_offset: int | Tensor | None, *, batch: int, query_len: int, key_len: int, device: torch.device
-) -> int | Tensor:
-    if query_offset is None:
-        return key_len - query_len
-    if isinstance(query_offset, Tensor):
-        _check_device("query_offset", query_offset, device)
-        check_query_offset(query_offset, batch=batch)
-        return query_offset.to(torch.int64)
-    if isinstance(query_offset, bool) or not isinstance(query_offset, int | torch.SymInt):
-        raise TypeError(f"query_offset must be an int or an integer tensor but is {query_offset!r}")
-    return query_offset
-
-
-def _segments(
-    segment_ids: SegmentIds | None,
-    offset: int | Tensor,
-    *,
-    batch: int,
-    query_len: int,
-    key_len: int,
-    device: torch.device,
-) -> tuple[Tensor | None, Tensor | None]:
-    """(query's [B, T], key's [B, S]); a query takes the segment of its position, which must then be a key's."""
-    if segment_ids is None:
-        return None, None
-    if isinstance(segment_ids, tuple | list):
-        if len(segment_ids) != 2:
-            raise ValueError(
-                f"segment_ids has {len(segment_ids)} parts but is one tensor [B, S] or a pair ([B, T], [B, S])"
-            )
-        of_query, of_key = segment_ids
-        _check_tensor("segment_ids[0]", of_query, device)
-        _check_tensor("segment_ids[1]", of_key, device)
-        check_segments("segment_ids[0]", of_query, batch=batch, length=query_len, axis="T")
-        check_segments("segment_ids[1]", of_key, batch=batch, length=key_len, axis="S")
-        return of_query.to(torch.int64), of_key.to(torch.int64)
-    _check_tensor("segment_ids", segment_ids, device)
-    check_segments("segment_ids", segment_ids, batch=batch, length=key_len, axis="S")
-    of_key = segment_ids.to(torch.int64)
-    if not isinstance(offset, Tensor):
-        if offset < 0 or offset + query_len > key_len:
-            raise ValueError(
-                f"the queries stand at positions {offset} to {offset + query_len - 1} but segment_ids covers the keys' 0 to "
-                f"{key_len - 1}; pass a pair ([B, T], [B, S]) of segment ids for queries and keys"
-            )
-        return of_key[:, offset : offset + query_len], of_key
-    position = offset.reshape(-1, 1) + torch.arange(query_len, device=device)
-    outside = (position < 0) | (position >= key_len)
-    if device.type == "cpu" and not torch.compiler.is_compiling() and bool(outside.any()):
-        raise ValueError(
-            f"query_offset places queries outside the keys' positions 0 to {key_len - 1}, which segment_ids covers; "
-            "pass a pair ([B, T], [B, S]) of segment ids for queries and keys"
-        )
-    # Where values cannot be read a query outside gets a number that no key has, and sees nothing.
-    of_query = of_key.gather(1, position.clamp(0, max(key_len - 1, 0)).expand(batch, query_len))
-    return torch.where(outside, of_key.amax(1, keepdim=True) + 1, of_query), of_key
-
-
-def _check_tensor(name: str, tensor: Tensor, device: torch.device) -> None:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor but is {type(tensor).__name__}")
-    _check_device(name, tensor, device)
-
-
-def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
-    if tensor.device != device:
-        raise ValueError(f"{name} is on {tensor.device} but query on {device}; pass {name}.to(query.device)")
+    name = dispatch.choose(backend, spec, query, key, value)
+    return explanation.describe(spec, name, backend, query, key, value)
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -255,6 +251,14 @@ def _once(
     right = spec.right_slopes
     spec = dataclasses.replace(spec, slopes=_mark(spec.slopes), right_slopes=None if right is None else _mark(right))
     return _mark(query), _mark(key), _mark(value), spec
+
+
+def _nothing(spec: AttentionSpec[Tensor], query: Tensor) -> tuple[Tensor, Tensor]:
+    """No queries, or no keys to be seen: zeros, and lse −inf."""
+    everywhere = torch.ones((), dtype=torch.bool, device=query.device)
+    work = torch.promote_types(query.dtype, torch.float32)
+    lse = torch.full(query.shape[:3], -math.inf, dtype=work, device=query.device)
+    return query.masked_fill(everywhere, 0.0), lse
 
 
 def _mark(tensor: Tensor) -> Tensor:

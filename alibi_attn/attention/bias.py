@@ -43,9 +43,9 @@ def alibi_bias(
         ValueError, TypeError: lengths below 1, slopes that are not [H], right slopes with causal=True.
 
     >>> alibi_bias([0.5], 3)
-    tensor([[[-0.0000,    -inf,    -inf],
-             [-0.5000, -0.0000,    -inf],
-             [-1.0000, -0.5000, -0.0000]]])
+    tensor([[[ 0.0000,    -inf,    -inf],
+             [-0.5000,  0.0000,    -inf],
+             [-1.0000, -0.5000,  0.0000]]])
 
     Source: Press et al. 2022, sec. 3, figure 3 (arXiv:2108.12409).
     """
@@ -71,7 +71,8 @@ def alibi_bias(
         query_offset=key_len - query_len if query_offset is None else query_offset,
     )  # fmt: skip
     distance = distances(query_len, key_len, spec.query_offset, left.device)
-    return score_bias(spec, distance, visible(spec, distance))[0].to(dtype)
+    # Adding 0 turns −0 into 0, for whoever prints it.
+    return (score_bias(spec, distance, visible(spec, distance))[0] + 0.0).to(dtype)
 
 
 def score_bias(spec: AttentionSpec[Tensor], distance: Tensor, seen: Tensor) -> Tensor:

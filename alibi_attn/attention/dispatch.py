@@ -7,13 +7,16 @@ from types import ModuleType
 
 from torch import Tensor
 
-from alibi_attn.attention.backends import dense, reference
+from alibi_attn.attention.backends import banded, dense, reference
 from alibi_attn.attention.spec import AttentionSpec
 
-BACKENDS: dict[str, ModuleType] = {"reference": reference, "dense": dense}
+BACKENDS: dict[str, ModuleType] = {"reference": reference, "dense": dense, "banded": banded}
 
-# In order of preference; a device that is not listed gets `dense`, which runs on everything torch has.
-PREFERRED: dict[str, tuple[str, ...]] = {"cpu": ("dense",), "cuda": ("dense",)}
+# In order of preference; `dense` runs on everything torch has, and is what every other device gets.
+PREFERRED: dict[str, tuple[str, ...]] = {"cpu": ("banded", "dense"), "cuda": ("dense",)}
+
+# Below so many scores a head the certificate costs more than it saves (measured on two cores, fp32; see docs/backends.md).
+SHORT_SCORES = {"banded": 512 * 512}
 
 
 def why_not(name: str, spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) -> str | None:
@@ -22,20 +25,28 @@ def why_not(name: str, spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, 
     return reason
 
 
-def choose(backend: str, spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) -> ModuleType:
-    """The backend that runs: the named one, or for "auto" the first of the device's that can.
+def steps_aside(name: str, spec: AttentionSpec[Tensor]) -> str | None:
+    """Why "auto" leaves a call to the next backend although this one could run it."""
+    least = SHORT_SCORES.get(name, 0)
+    if spec.query_len * spec.key_len < least:
+        return f"short input: T·S = {spec.query_len * spec.key_len} is below {least}"
+    return None
+
+
+def choose(backend: str, spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) -> str:
+    """The name of the backend that runs: the named one, or for "auto" the first of the device's that can and is worth it.
 
     Raises:
         ValueError: an unknown name, or a named backend that cannot run this call (with its reason).
     """
     if backend == "auto":
-        for name in PREFERRED.get(query.device.type, ("dense",)):
-            if why_not(name, spec, query, key, value) is None:
-                return BACKENDS[name]
-        return dense
+        for name in PREFERRED.get(query.device.type, ()):
+            if why_not(name, spec, query, key, value) is None and steps_aside(name, spec) is None:
+                return name
+        return "dense"
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r} but must be 'auto' or one of {', '.join(map(repr, BACKENDS))}")
     reason = why_not(backend, spec, query, key, value)
     if reason is not None:
         raise ValueError(f"backend {backend!r} cannot run this: {reason}; backend='auto' picks one that can")
-    return BACKENDS[backend]
+    return backend

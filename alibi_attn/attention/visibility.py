@@ -3,6 +3,8 @@
 Dense means [T, S]: for the backends `reference` and `dense`, and for `alibi_bias`. See `spec.py` for the shapes.
 """
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
@@ -56,3 +58,28 @@ def without_bad_keys(spec: Spec, seen: Tensor, key: Tensor, value: Tensor) -> tu
 def per_query_head(spec: Spec, tensor: Tensor) -> Tensor:
     """[B, K, S, D] -> [B, H, S, D]: every query head with the key head it reads."""
     return tensor if spec.group == 1 else tensor.repeat_interleave(spec.group, dim=1)
+
+
+def rows_that_see(spec: Spec, keys: Tensor, *, rows: int = 256) -> Tensor:
+    """[B, H, T] bool: the queries that may see one of these keys [B, H, S]; `rows` queries at a time, so memory is linear."""
+    found = []
+    for start in range(0, spec.query_len, rows):
+        found.append((visible(*_rows(spec, start, rows, keys.device)) & keys[:, :, None]).any(-1))
+    return torch.cat(found, dim=-1)
+
+
+def visible_count(spec: Spec, *, rows: int = 256) -> Tensor:
+    """[B] int64: query-key pairs that the masks allow a head to see (right slopes of inf left aside), in linear memory."""
+    plain = dataclasses.replace(spec, right_slopes=None)
+    total = torch.zeros(spec.batch, dtype=torch.int64, device=spec.slopes.device)
+    for start in range(0, spec.query_len, rows):
+        total += visible(*_rows(plain, start, rows, spec.slopes.device)).sum((1, 2, 3))
+    return total
+
+
+def _rows(spec: Spec, start: int, rows: int, device: torch.device) -> tuple[Spec, Tensor]:
+    """The call for a few of its queries, and their distances."""
+    count = min(rows, spec.query_len - start)
+    segments = None if spec.query_segments is None else spec.query_segments[:, start : start + count]
+    part = dataclasses.replace(spec, query_len=count, query_offset=spec.query_offset + start, query_segments=segments)
+    return part, distances(count, spec.key_len, part.query_offset, device)

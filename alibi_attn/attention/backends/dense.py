@@ -17,6 +17,10 @@ def why_not(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tens
     return None
 
 
+def visits(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor | None) -> None:
+    """It computes every score and skips nothing."""
+
+
 def run(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
     """(output, lse). With lse the scores are written out, because torch's function keeps its own to itself."""
     distance = distances(spec.query_len, spec.key_len, spec.query_offset, query.device)

@@ -17,6 +17,10 @@ def why_not(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tens
     return None
 
 
+def visits(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor | None) -> None:
+    """It computes every score and skips nothing."""
+
+
 def run(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
     """(output, lse), computed in fp32 (fp64 for fp64) and rounded once."""
     work = torch.promote_types(query.dtype, torch.float32)
