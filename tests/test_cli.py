@@ -285,3 +285,12 @@ def test_an_interrupted_run_ends_with_130_and_goes_on(tmp_path: Path) -> None:
     assert "Traceback" not in stderr
     assert not list(tmp_path.rglob("*.tmp"))
     assert len(list(tmp_path.glob("checkpoints/*/*/*/step-*"))) == 1
+
+
+def test_explain_says_which_backends_run() -> None:
+    arguments = ["explain", "--heads", "4", "--kv-heads", "2", "--head-dim", "8", "--length", "64"]
+    result = RUNNER.invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    for backend in ("reference", "dense"):
+        assert backend in result.output
+    assert result.output == RUNNER.invoke(app, arguments).output

@@ -173,7 +173,7 @@ def _runs(spec: Spec, blocks: Iterator[_Block], first: int, *, wide: bool) -> It
         if run:
             most = MAX_BLOCKS if sliding else 1 if wide else EDGE_BLOCKS
             same = _follows(run[-1], block) and _slides(spec, run[0], first) == sliding
-            if not same or len(run) >= most:
+            if not same or len(run) >= most or (sliding and not _fits(spec, run, block, first)):
                 yield run
                 run = []
         run.append(block)
@@ -183,6 +183,13 @@ def _runs(spec: Spec, blocks: Iterator[_Block], first: int, *, wide: bool) -> It
 
 def _follows(block: _Block, after: _Block) -> bool:
     return block.query + block.rows == after.query and block.rows == after.rows
+
+
+def _fits(spec: Spec, run: list[_Block], block: _Block, first: int) -> bool:
+    """One band serves all: the first block's begins inside the keys, the last block's ends there."""
+    back = first + block.query - block.low
+    ahead = max(b.high - first - b.query for b in (*run, block))
+    return back <= first + run[0].query and ahead <= spec.key_len - first - block.query
 
 
 def _slides(spec: Spec, block: _Block, first: int) -> bool:

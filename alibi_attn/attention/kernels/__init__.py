@@ -1,0 +1,1 @@
+"""Triton source only; `attention/backends/fused.py` launches it. Importing this folder loads nothing."""

@@ -1,0 +1,178 @@
+"""From reach to tiles: which tiles of 64 keys every block of queries visits, as small integer tensors that stay on the device.
+
+`bounds.py` says how far a block must look; masks, segments and windows say where it may look. Both are intervals of tiles, so a
+kernel's loop has its first and last tile before it starts. Nothing here reads a value on the host or grows with T·S.
+"""
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from alibi_attn.attention.bounds import TILE, Bounds, first_positions
+from alibi_attn.attention.spec import AttentionSpec
+
+Spec = AttentionSpec[Tensor]
+
+NEVER = 2**30  # the first tile of a block that visits none
+
+FINE, HIDDEN, BAD = 0, 1, 2  # see `key_flags`
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """What is visited, N = ⌈T / rows⌉ blocks of queries; half-open intervals of tiles of TILE keys.
+
+    Args:
+        plan: [B, H, N, 4] int32: first and last tile of the certified band, then of all that the masks allow.
+        pins: [B, H, P] int32: tiles that are visited wherever the masks allow it, −1 = none.
+        rows: queries a block.
+    """
+
+    plan: Tensor
+    pins: Tensor
+    rows: int
+
+
+def key_tiles(spec: Spec, found: Bounds, *, rows: int, shared: bool = False) -> Tiles:
+    """The tiles that every block of `rows` queries (a multiple of TILE) visits.
+
+    Args:
+        shared: all query heads of a key head visit the same tiles, those of the widest.
+    """
+    device = found.left.device
+    first = first_positions(spec, device)[:, None]
+    blocks = found.left.shape[-1]
+    start = first + torch.arange(blocks, device=device) * TILE
+    end = torch.minimum(start + TILE, first + spec.query_len)
+    low, high = (x[:, None].expand(spec.batch, spec.num_heads, -1) for x in _allowed(spec, start, end))
+    near = torch.maximum(low, start[:, None] - found.left + 1)
+    far = high if spec.causal else torch.minimum(high, end[:, None] - 1 + found.right)
+    parts = [*_in_tiles(near, far), *_in_tiles(low, high)]
+    short = -blocks % (rows // TILE)
+    for at, (fill, reduce) in enumerate([(NEVER, torch.amin), (0, torch.amax)] * 2):
+        wide = torch.nn.functional.pad(parts[at], (0, short), value=fill).unflatten(-1, (-1, rows // TILE))
+        parts[at] = reduce(wide, -1)
+        if shared:
+            of_group = parts[at].unflatten(1, (spec.num_kv_heads, spec.group))
+            parts[at] = reduce(of_group, 2, keepdim=True).expand_as(of_group).flatten(1, 2)
+    pins = found.pins
+    if shared:
+        # Pins are the tiles with the largest norms, so the choices are nested and the longest holds them all.
+        of_group = pins.unflatten(1, (spec.num_kv_heads, spec.group))
+        most = (of_group >= 0).sum(-1).argmax(2)[..., None, None].expand(-1, -1, spec.group, pins.shape[-1])
+        pins = of_group.gather(2, most).flatten(1, 2)
+    return Tiles(torch.stack(parts, -1).to(torch.int32), pins.to(torch.int32), rows)
+
+
+def pins_of_blocks(tiles: Tiles) -> Tensor:
+    """[B, H, N, P] int32: the pinned tiles that a block visits besides its band, −1 after the last."""
+    first, last, low, high = (x[..., None] for x in tiles.plan.unbind(-1))
+    pins = tiles.pins[:, :, None]
+    besides = (pins >= low) & (pins < high) & ((pins < first) | (pins >= last))
+    return torch.where(besides, pins, -1).sort(-1, descending=True).values.contiguous()
+
+
+def query_blocks(tiles: Tiles, *, count: int) -> Tensor:
+    """[B, H, count, 3] int32, for every tile of keys: first and last block of queries to be asked, and 1 where it is pinned.
+
+    Some blocks in between may not visit the tile; their plan says so.
+    """
+    first, last, low, high = (x.contiguous() for x in tiles.plan.unbind(-1))
+    at = torch.arange(count, device=first.device, dtype=torch.int32)
+    at = at.expand(*first.shape[:2], count).contiguous()
+    pinned = torch.zeros_like(at).scatter(-1, tiles.pins.clamp(min=0).long(), 1)
+    # A −1 among the pins marked tile 0; it is pinned only if it is there itself.
+    real = (tiles.pins == 0).any(-1, keepdim=True)
+    pinned = torch.where((at == 0) & ~real, 0, pinned)
+    ranges = [_asked(at, first, last), _asked(at, low, high)]
+    start = torch.where(pinned == 1, ranges[1][0], ranges[0][0])
+    stop = torch.where(pinned == 1, ranges[1][1], ranges[0][1])
+    return torch.stack([start, stop, pinned], -1).to(torch.int32)
+
+
+def visited(tiles: Tiles) -> Tensor:
+    """[B, H, N] int64: tiles that every block visits."""
+    first, last = tiles.plan[..., 0].long(), tiles.plan[..., 1].long()
+    return (last - first).clamp(min=0) + (pins_of_blocks(tiles) >= 0).sum(-1)
+
+
+def heaviest_first(tiles: Tiles) -> Tensor:
+    """[B·H] int32: the heads of all sequences, those with the most tiles first, so that none of them starts last."""
+    return visited(tiles).sum(-1).flatten().argsort(descending=True, stable=True).to(torch.int32)
+
+
+def reach_and_scores(spec: Spec, tiles: Tiles) -> tuple[Tensor, Tensor]:
+    """(reach, scores), each [B, H] int64: 1 + the largest |i − j| among whole visited tiles, and the scores they hold."""
+    device = tiles.plan.device
+    start = first_positions(spec, device)[:, None] + torch.arange(tiles.plan.shape[2], device=device) * tiles.rows
+    end = torch.minimum(start + tiles.rows, first_positions(spec, device)[:, None] + spec.query_len)[:, None]
+    start = start[:, None]
+    extra = pins_of_blocks(tiles).long()
+    low = torch.cat([tiles.plan[..., :1].long(), extra], -1)
+    high = torch.cat([tiles.plan[..., 1:2].long(), extra + 1], -1)
+    used = (low >= 0) & (low < high)
+    low, high = low * TILE, (high * TILE).clamp(max=spec.key_len)
+    farthest = end[..., None] - low
+    if not spec.causal:
+        farthest = torch.maximum(farthest, high - start[..., None])
+    farthest = torch.where(used, farthest, 0).amax((-1, -2))
+    if spec.window is not None:
+        farthest = farthest.clamp(max=spec.window)
+    scores = torch.where(used, high - low, 0).sum(-1) * (end - start)
+    return farthest, scores.sum(-1)
+
+
+def key_flags(spec: Spec, key: Tensor, value: Tensor) -> Tensor:
+    """[B, K, S] int8: FINE; HIDDEN by the key mask; or BAD, a key that may be seen but has NaN or inf in it or its value.
+
+    Kernels load zeros for all but fine keys (0·NaN is NaN), and make NaN of the queries that do see a bad one.
+    """
+    bad = ~(key.isfinite().all(-1) & value.isfinite().all(-1))
+    flags = bad.to(torch.int8) * BAD
+    return flags if spec.key_mask is None else flags.masked_fill(~spec.key_mask[:, None], HIDDEN)
+
+
+def _allowed(spec: Spec, start: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
+    """(low, high) [B, blocks]: outside of these keys, the queries at [start, end) may see none."""
+    low, high = torch.zeros_like(start), torch.full_like(end, spec.key_len)
+    if spec.window is not None:
+        low, high = torch.maximum(low, start - spec.window + 1), torch.minimum(high, end - 1 + spec.window)
+    if spec.causal:
+        high = torch.minimum(high, end)
+    low, high = low.expand(spec.batch, -1), high.expand(spec.batch, -1)
+    if spec.key_mask is not None:
+        at = torch.arange(spec.key_len, device=start.device)
+        low = torch.maximum(low, torch.where(spec.key_mask, at, spec.key_len).amin(-1, keepdim=True))
+        high = torch.minimum(high, torch.where(spec.key_mask, at + 1, 0).amax(-1, keepdim=True))
+    if spec.query_segments is not None and spec.key_segments is not None:
+        (least, most), (key_least, key_most) = _tile_range(spec.query_segments), _tile_range(spec.key_segments)
+        tiles = key_least.shape[-1]
+        # Prefix extremes are sorted: a search finds the first tile that can hold a block's segments, and the last.
+        below = torch.searchsorted(key_most.cummax(-1).values, least)
+        above = torch.searchsorted(-key_least.cummin(-1).values, -most)
+        low = torch.maximum(low, torch.maximum(below, above) * TILE)
+        below = torch.searchsorted(key_most.flip(-1).cummax(-1).values, least)
+        above = torch.searchsorted(-key_least.flip(-1).cummin(-1).values, -most)
+        high = torch.minimum(high, (tiles - torch.maximum(below, above)) * TILE)
+    return low, high
+
+
+def _tile_range(segments: Tensor) -> tuple[Tensor, Tensor]:
+    """(smallest, largest) segment of every TILE positions, [B, tiles]."""
+    short = -segments.shape[1] % TILE
+    padded = torch.cat([segments, segments[:, -1:].expand(-1, short)], 1).unflatten(1, (-1, TILE))
+    return padded.amin(-1).contiguous(), padded.amax(-1).contiguous()
+
+
+def _in_tiles(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    empty = low >= high
+    first = torch.div(low, TILE, rounding_mode="floor").masked_fill(empty, NEVER)
+    return first, torch.div(high + TILE - 1, TILE, rounding_mode="floor").masked_fill(empty, 0)
+
+
+def _asked(at: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    """(start, stop): before `start` no interval [first, last) ends beyond the tile, from `stop` on none begins before it."""
+    start = torch.searchsorted(last.cummax(-1).values, at, right=True)
+    stop = torch.searchsorted(first.flip(-1).cummin(-1).values.flip(-1).contiguous(), at, right=True)
+    return start, stop

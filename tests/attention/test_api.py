@@ -1,0 +1,305 @@
+"""The contract's facts that hold on every backend, and the errors at the door."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from alibi_attn import alibi_attention, alibi_bias, alibi_slopes, explain, head_reach
+from alibi_attn.attention.dispatch import BACKENDS
+
+every_backend = pytest.mark.parametrize("backend", BACKENDS)
+
+
+def draw(b=2, h=4, k=None, t=50, s=None, d=8, dtype=torch.float64, requires_grad=False):
+    k, s = k or h, s or t
+    tensors = [torch.randn(b, heads, length, d, dtype=dtype) for heads, length in ((h, t), (k, s), (k, s))]
+    return [x.requires_grad_(requires_grad) for x in tensors]
+
+
+def test_the_bias_is_typed_out() -> None:
+    inf = math.inf
+    causal = torch.tensor([[0, -inf, -inf], [-0.5, 0, -inf], [-1, -0.5, 0]])
+    symmetric = torch.tensor([[0, -0.5, -1], [-0.5, 0, -0.5], [-1, -0.5, 0]])
+    assert torch.equal(alibi_bias([0.5], 3)[0], causal)
+    assert torch.equal(alibi_bias([0.5], 3, causal=False)[0], symmetric)
+    assert torch.equal(alibi_bias([0.5], 3, causal=False, right_slopes=[inf])[0], causal)
+    assert torch.equal(alibi_bias([0.5], 1, 3)[0], torch.tensor([[-1.0, -0.5, 0.0]]))
+    assert torch.equal(alibi_bias([0.5], 2, 3, query_offset=0)[0], causal[:2])
+    assert alibi_bias(alibi_slopes(12), 5, 9).shape == (12, 5, 9)
+    assert alibi_bias([0.5], 3, dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"slopes": [0.5], "query_len": 0},
+        {"slopes": [0.5], "query_len": 3, "key_len": 0},
+        {"slopes": [[0.5]], "query_len": 3},
+        {"slopes": [0.5], "query_len": 3, "right_slopes": [0.5]},
+        {"slopes": [0.5], "query_len": 3, "causal": False, "right_slopes": [0.5, 1.0]},
+    ],
+)
+def test_the_bias_refuses_what_it_cannot_mean(arguments: dict) -> None:
+    with pytest.raises(ValueError):
+        alibi_bias(**arguments)
+
+
+@every_backend
+def test_the_future_changes_nothing(backend: str) -> None:
+    q, k, v = draw()
+    before = alibi_attention(q, k, v, backend=backend)
+    k, v = k.clone(), v.clone()
+    k[:, :, 30:], v[:, :, 30:] = math.nan, math.inf
+    after = alibi_attention(q, k, v, backend=backend)
+    torch.testing.assert_close(after[:, :, :30], before[:, :, :30])
+    assert bool(after[:, :, 30:].isnan().all()), "a query that sees NaN must not hide it"
+
+
+@every_backend
+def test_only_differences_of_positions_matter(backend: str) -> None:
+    q, k, v = draw(t=20, s=60)
+    padded_k, padded_v = (torch.nn.functional.pad(x, (0, 0, 7, 0)) for x in (k, v))
+    mask = torch.arange(67).expand(2, 67) >= 7
+    there = alibi_attention(q, k, v, backend=backend)
+    torch.testing.assert_close(alibi_attention(q, padded_k, padded_v, key_mask=mask, backend=backend), there)
+    torch.testing.assert_close(alibi_attention(q, k, v, query_offset=torch.tensor(40), backend=backend), there)
+
+
+@every_backend
+@pytest.mark.parametrize("causal", [True, False])
+def test_parts_merge_by_lse_forward_and_backward(backend: str, causal: bool) -> None:
+    q, k, v = draw(t=70, requires_grad=True)
+    whole, mass = alibi_attention(q, k, v, causal=causal, return_lse=True, backend="reference")
+    parts = []
+    for low, high in ((0, 23), (23, 50), (50, 70)):
+        ours = k[:, :, low:high], v[:, :, low:high]
+        parts.append(alibi_attention(q, *ours, causal=causal, query_offset=-low, return_lse=True, backend=backend))
+    lse = torch.stack([part[1] for part in parts])
+    total = lse.logsumexp(0)
+    merged = sum(part[0] * (part[1] - total).exp()[..., None] for part in parts)
+    torch.testing.assert_close(merged, whole)
+    torch.testing.assert_close(total, mass)
+    grad = torch.randn_like(whole)
+    ours = torch.autograd.grad([merged, total], [q, k, v], [grad, mass.detach()], retain_graph=True)
+    exact = torch.autograd.grad([whole, mass], [q, k, v], [grad, mass.detach()])
+    for a, b in zip(ours, exact, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@every_backend
+def test_views_of_the_other_layout_need_no_copy_and_agree(backend: str) -> None:
+    q, k, v = (torch.randn(2, 50, 4, 8).transpose(1, 2) for _ in range(3))
+    contiguous = alibi_attention(q.contiguous(), k.contiguous(), v.contiguous(), backend=backend)
+    torch.testing.assert_close(alibi_attention(q, k, v, backend=backend), contiguous)
+    strided = [torch.randn(2, 4, 50, 16)[..., ::2] for _ in range(3)]
+    torch.testing.assert_close(
+        alibi_attention(*strided, backend=backend), alibi_attention(*[x.contiguous() for x in strided], backend=backend)
+    )
+
+
+@every_backend
+def test_learned_slopes_get_gradients(backend: str) -> None:
+    q, k, v = draw(t=40)
+    for shape in ((4,), (2, 4)):
+        left = torch.nn.Parameter(torch.rand(shape, dtype=torch.float64) + 0.1)
+        right = torch.nn.Parameter(torch.rand(4, dtype=torch.float64) + 0.1)
+
+        def out(m, r):
+            return alibi_attention(q, k, v, m, causal=False, right_slopes=r, tolerance=0.0, backend=backend)
+
+        assert torch.autograd.gradcheck(out, (left, right))
+
+
+@every_backend
+def test_all_gradients_pass_gradcheck(backend: str) -> None:
+    q, k, v = draw(b=1, h=2, k=1, t=6, s=9, d=3, requires_grad=True)
+    call = lambda *x: alibi_attention(*x, window=5, tolerance=0.0, return_lse=True, backend=backend)  # noqa: E731
+    assert torch.autograd.gradcheck(call, (q, k, v))
+
+
+@every_backend
+def test_second_derivatives_are_refused(backend: str) -> None:
+    q, k, v = draw(t=12, requires_grad=True)
+    out = alibi_attention(q, k, v, backend=backend)
+    (first,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        first.square().sum().backward()
+
+
+@every_backend
+def test_the_same_bits_twice_and_in_any_company(backend: str) -> None:
+    q, k, v = draw(b=3, t=300, dtype=torch.float32)
+    slopes = torch.tensor([4.0, 1.0, 0.25, 0.1])
+    once, again = (alibi_attention(q, k, v, slopes, backend=backend) for _ in range(2))
+    assert torch.equal(once, again)
+    alone = alibi_attention(q[1:2], k[1:2], v[1:2], slopes, backend=backend)
+    torch.testing.assert_close(once[1:2], alone)
+    assert torch.equal(
+        head_reach(q, k, slopes, backend=backend)[1:2], head_reach(q[1:2], k[1:2], slopes, backend=backend)
+    )
+
+
+@every_backend
+def test_autocast_casts_tensors_and_never_slopes(backend: str) -> None:
+    q, k, v = draw(t=80, dtype=torch.float32, requires_grad=True)
+    slopes = torch.nn.Parameter(torch.tensor([0.3, 0.1, 0.7071, 0.01]))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = alibi_attention(q, k, v, slopes, backend=backend)
+    assert out.dtype == torch.bfloat16
+    low = alibi_attention(*(x.bfloat16() for x in (q, k, v)), slopes, backend=backend)
+    assert torch.equal(out, low)
+    out.sum().backward()
+    assert q.grad.dtype == torch.float32
+    assert slopes.grad.dtype == torch.float32
+
+
+@every_backend
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
+def test_compiles_to_one_graph_with_gradients(backend: str) -> None:
+    torch._dynamo.reset()
+    slopes = torch.rand(4, requires_grad=True)
+
+    def call(q, k, v, slopes, mask):
+        return alibi_attention(q, k, v, slopes, key_mask=mask, return_lse=True, backend=backend)
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
+    for t in (40, 66):
+        q, k, v = draw(t=t, dtype=torch.float32, requires_grad=True)
+        mask = torch.rand(2, t) < 0.8
+        results = []
+        for function in (call, compiled):
+            out, lse = function(q, k, v, slopes, mask)
+            grads = torch.autograd.grad(out.sum() + lse.masked_fill(lse.isinf(), 0.0).sum(), [q, k, v, slopes])
+            results.append([out, lse, *grads])
+        for eager, graph in zip(*results, strict=True):
+            torch.testing.assert_close(graph, eager)
+
+
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
+def test_auto_compiles_with_inductor() -> None:
+    torch._dynamo.reset()
+    q, k, v = draw(h=6, t=600, dtype=torch.float32)
+    out = torch.compile(alibi_attention, fullgraph=True)(q, k, v)
+    torch.testing.assert_close(out, alibi_attention(q, k, v))
+
+
+def test_dropout_drops_and_keeps_the_mean() -> None:
+    q, k, v = draw(b=1, h=2, t=64, dtype=torch.float32)
+    kept = torch.stack([alibi_attention(q, k, v, dropout_p=0.5) for _ in range(400)])
+    exact = alibi_attention(q, k, v)
+    assert float((kept[0] - exact).abs().max()) > 0.1
+    standard_error = kept.std(0) / 20
+    assert bool(((kept.mean(0) - exact).abs() <= 6 * standard_error + 1e-5).all())
+
+
+def test_no_keys_and_no_queries_give_zeros() -> None:
+    q = torch.randn(2, 4, 5, 8, requires_grad=True)
+    none = torch.empty(2, 4, 0, 8)
+    out, lse = alibi_attention(q, none, none, return_lse=True)
+    assert torch.equal(out, torch.zeros(2, 4, 5, 8))
+    assert bool((lse == -math.inf).all())
+    out.sum().backward()
+    assert torch.equal(q.grad, torch.zeros_like(q))
+    assert alibi_attention(q[:, :, :0], q, q).shape == (2, 4, 0, 8)
+
+
+def test_slopes_may_be_anything_that_holds_numbers() -> None:
+    q, k, v = draw(h=4, t=9)
+    exact = alibi_attention(q, k, v, torch.tensor([0.5, 0.25, 0.125, 0.0625]))
+    for slopes in ([0.5, 0.25, 0.125, 0.0625], (0.5, 0.25, 0.125, 0.0625), np.array([0.5, 0.25, 0.125, 0.0625])):
+        assert torch.equal(alibi_attention(q, k, v, slopes), exact)
+
+
+def test_head_reach_is_what_is_read() -> None:
+    q, k, v = draw(b=1, h=4, t=1024, dtype=torch.float32, requires_grad=True)
+    slopes = [4.0, 1.0, 0.25, 0.001]
+    reach = head_reach(q, k, slopes, backend="banded")[0].tolist()
+    assert reach[0] < reach[1] < reach[2] < 1024 == reach[3]
+    out = alibi_attention(q, k, v, slopes, backend="banded")
+    for h in range(4):
+        (grad,) = torch.autograd.grad(out[0, h, -1].sum(), v, retain_graph=True)
+        touched = grad[0, h].abs().sum(-1).nonzero()
+        assert 1024 - int(touched.min()) <= reach[h]
+    assert head_reach(q, k, slopes, backend="dense").tolist() == [[1024] * 4]
+    assert int(head_reach(q, k, slopes, window=30, backend="banded").max()) == 30
+
+
+def test_explain_says_who_runs_and_why() -> None:
+    q, k, v = draw(h=8, t=2048, b=1, d=16, dtype=torch.float32)
+    words = explain(q, k, v)
+    assert "banded     runs (picked by auto)" in words
+    assert "scores computed" in words
+    assert "certified" in words
+    short = explain(q[:, :, :64], k[:, :, :64], v[:, :, :64])
+    assert "dense      runs (picked by auto)" in short
+    assert "steps aside: short input" in short
+    assert "cannot: it has no dropout" in explain(q, k, v, dropout_p=0.1)
+    assert "dense      runs (asked for)" in explain(q, k, v, backend="dense")
+
+
+DOOR = {
+    "three axes": ({"query": torch.ones(4, 9, 8)}, ValueError, "four axes"),
+    "not a tensor": ({"query": [1.0]}, TypeError, "torch.Tensor"),
+    "batches differ": (
+        {"key": torch.ones(3, 4, 9, 8), "value": torch.ones(3, 4, 9, 8)},
+        ValueError,
+        "batch and head size",
+    ),
+    "value differs": ({"value": torch.ones(2, 4, 8, 8)}, ValueError, "value has shape"),
+    "heads do not divide": (
+        {"key": torch.ones(2, 3, 9, 8), "value": torch.ones(2, 3, 9, 8)},
+        ValueError,
+        "must divide",
+    ),
+    "dtypes differ": ({"key": torch.ones(2, 4, 9, 8).double()}, TypeError, "share one dtype"),
+    "integers": (
+        {n: torch.ones(2, 4, 9, 8, dtype=torch.int64) for n in ("query", "key", "value")},
+        TypeError,
+        "share one dtype",
+    ),
+    "too few slopes": ({"slopes": [0.5, 0.25]}, ValueError, r"2 entries but query has 4 heads; pass alibi_slopes\(4\)"),
+    "slopes of another shape": ({"slopes": torch.ones(3, 4)}, ValueError, "must be .H."),
+    "slopes not finite": ({"slopes": [0.5, math.nan, 1, 1]}, ValueError, "finite"),
+    "slopes infinite": ({"slopes": [0.5, math.inf, 1, 1]}, ValueError, "finite"),
+    "right slopes when causal": ({"right_slopes": [1, 1, 1, 1]}, ValueError, "causal=False"),
+    "right slopes NaN": ({"causal": False, "right_slopes": [1, math.nan, 1, 1]}, ValueError, "never looks right"),
+    "window of 0": ({"window": 0}, ValueError, "at least 1"),
+    "window of 2.0": ({"window": 2.0}, TypeError, "integer"),
+    "scale infinite": ({"scale": math.inf}, ValueError, "finite"),
+    "scale a word": ({"scale": "1"}, TypeError, "number"),
+    "dropout of 1": ({"dropout_p": 1.0}, ValueError, "probability"),
+    "tolerance of 1": ({"tolerance": 1.0}, ValueError, "softmax mass"),
+    "tolerance negative": ({"tolerance": -0.1}, ValueError, "softmax mass"),
+    "causal a number": ({"causal": 1}, TypeError, "True or False"),
+    "float mask": ({"key_mask": torch.zeros(2, 9)}, TypeError, "must be bool"),
+    "short mask": ({"key_mask": torch.ones(2, 8, dtype=torch.bool)}, ValueError, "key_mask has shape"),
+    "float segments": ({"segment_ids": torch.zeros(2, 9)}, TypeError, "integers"),
+    "short segments": ({"segment_ids": torch.zeros(2, 8, dtype=torch.int64)}, ValueError, "segment_ids has shape"),
+    "three segments": ({"segment_ids": (torch.zeros(2, 9).long(),) * 3}, ValueError, "3 parts"),
+    "segments without a query's": (
+        {"segment_ids": torch.zeros(2, 9).long(), "query_offset": 1},
+        ValueError,
+        "pass a pair",
+    ),
+    "the same, as a tensor": (
+        {"segment_ids": torch.zeros(2, 9).long(), "query_offset": torch.tensor(1)},
+        ValueError,
+        "pass a pair",
+    ),
+    "offset a float": ({"query_offset": 1.0}, TypeError, "int"),
+    "offset a float tensor": ({"query_offset": torch.tensor(1.0)}, TypeError, "integer"),
+    "three offsets": ({"query_offset": torch.arange(3)}, ValueError, "query_offset has shape"),
+    "no such backend": ({"backend": "best"}, ValueError, "'auto' or one of"),
+    "a named backend that cannot": ({"backend": "banded", "dropout_p": 0.1}, ValueError, "cannot run this"),
+    "another device": ({"key": torch.ones(2, 4, 9, 8, device="meta")}, ValueError, "pass key.to"),
+}
+
+
+@pytest.mark.parametrize("name", DOOR)
+def test_the_door_says_what_is_wrong(name: str) -> None:
+    changes, error, words = DOOR[name]
+    arguments = {n: torch.ones(2, 4, 9, 8) for n in ("query", "key", "value")} | changes
+    with pytest.raises(error, match=words):
+        alibi_attention(**arguments)

@@ -1,0 +1,164 @@
+"""The certificate under attack, and what it costs."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from certificate_attack import MASKS, WHERE, Attack, certified_keys, dropped, random_attack, read_keys
+from hypothesis import given, settings, target
+from hypothesis import strategies as st
+
+from alibi_attn.attention import bands, bounds
+from alibi_attn.attention.backends import banded
+from alibi_attn.attention.door import make_spec
+from alibi_attn.attention.visibility import distances, visible
+from alibi_attn.reach import UNLIMITED, reach
+
+attacks = st.builds(
+    Attack,
+    seed=st.integers(0, 2**20),
+    length=st.integers(1, 300),
+    head_dim=st.integers(1, 8),
+    slope=st.floats(-16, 2).map(lambda x: 2.0**x),
+    tolerance=st.floats(-12, -1).map(lambda x: 10.0**x),
+    where=st.sampled_from(WHERE),
+    mask=st.sampled_from(MASKS),
+    causal=st.booleans(),
+    group=st.integers(1, 3),
+    log_query=st.floats(-25, 25) | st.floats(-1, 1),
+    log_key=st.floats(-25, 25) | st.floats(-1, 1),
+    log_giant=st.floats(0, 25) | st.floats(0, 2),
+    dtype=st.sampled_from(("float32", "float64", "bfloat16", "float16")),
+)
+
+
+@settings(max_examples=250, deadline=None, derandomize=True)
+@given(attacks)
+def test_dropped_mass_never_exceeds_the_tolerance(attack: Attack) -> None:
+    lost, share = dropped(attack)
+    target(lost / attack.tolerance, label="share of the tolerance")
+    target(share, label="share of keys skipped")
+    assert lost <= attack.tolerance
+
+
+@pytest.mark.parametrize("start", range(0, 400, 100))
+def test_dropped_mass_never_exceeds_the_tolerance_at_random(start: int) -> None:
+    skipping = 0
+    for seed in range(start, start + 100):
+        attack = random_attack(seed)
+        lost, share = dropped(attack)
+        assert lost <= attack.tolerance, attack
+        skipping += share > 0
+    assert skipping >= 25, "an attack on nothing: too few draws skip a key"
+
+
+def test_a_bound_that_is_too_small_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = bounds._reach
+    monkeypatch.setattr(bounds, "_reach", lambda *a: (honest(*a) - 4).clamp(min=1))
+    broken = sum(lost > attack.tolerance for attack in map(random_attack, range(60)) for lost, _ in [dropped(attack)])
+    assert broken > 0
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_plan_reads_every_certified_key_once_and_no_pair_twice(seed: int) -> None:
+    attack = dataclasses.replace(random_attack(seed), dtype="float32")
+    (query, key, value, slopes), kwargs = attack.inputs()
+    spec = make_spec(query, key, value, slopes, **kwargs)
+    found = bounds.bounds(spec, query, key, value)
+    read = read_keys(spec, bands.plan(spec, found, threads=2))
+    distance = distances(spec.query_len, spec.key_len, spec.query_offset, None)
+    asked = visible(spec, distance) & certified_keys(spec, found, distance)
+    assert int(read.max()) <= 1
+    assert bool((read[asked.expand_as(read)] == 1).all())
+
+
+def _spec(query, key, value, slopes=None, **changes):
+    kwargs = {
+        "causal": True,
+        "right_slopes": None,
+        "window": None,
+        "scale": None,
+        "query_offset": None,
+        "key_mask": None,
+        "segment_ids": None,
+        "dropout_p": 0.0,
+        "tolerance": None,
+        "return_lse": False,
+    } | changes
+    return make_spec(query, key, value, slopes, **kwargs)
+
+
+def test_a_far_giant_key_is_always_seen() -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 8, 1024, 16) for _ in range(3))
+    key[:, :, 5] = 200 * query[:, :, -1]
+    spec = _spec(query, key, value)
+    _, plans = banded.plan(spec, query, key, value)
+    read = read_keys(spec, plans)
+    assert bool((read[0, :, -1, 5] == 1).all())
+
+
+def test_one_giant_key_costs_a_few_tiles_and_not_the_band() -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 8, 4096, 32) for _ in range(3))
+    spec = _spec(query, key, value)
+    calm = banded.visits(spec, query, key, value)[1]
+    key[:, :, 0] *= 30
+    with_sink = banded.visits(spec, query, key, value)[1]
+    steep = slice(0, 5)
+    extra = (with_sink - calm)[0, steep]
+    assert bool((extra <= 4096 * 2 * bounds.TILE).all()), extra
+    unpinned = bounds.bounds(spec, query, key, value, pin_choices=(0,)).left
+    pinned = bounds.bounds(spec, query, key, value).left
+    assert bool((pinned[0, steep].amax(-1) * 4 < unpinned[0, steep].amax(-1)).all())
+
+
+def test_masked_giants_and_other_batch_rows_change_nothing() -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, 4, 700, 8) for _ in range(3))
+    mask = torch.rand(2, 700) < 0.9
+    plain = bounds.bounds(_spec(query, key, value, key_mask=mask), query, key, value)
+    giant = torch.where(mask[:, None, :, None], key, key * 1e6)
+    hidden = bounds.bounds(_spec(query, giant, value, key_mask=mask), query, giant, value)
+    alone = bounds.bounds(_spec(query[:1], key[:1], value[:1], key_mask=mask[:1]), query[:1], key[:1], value[:1])
+    for name in ("left", "right", "pins"):
+        assert torch.equal(getattr(plain, name), getattr(hidden, name))
+        assert torch.equal(getattr(plain, name)[:1], getattr(alone, name))
+
+
+def test_tensors_and_plain_numbers_agree() -> None:
+    """One query, one key: U, λ and the reach by hand."""
+    query, key = torch.tensor([[[[3.0, 4.0]]]]), torch.tensor([[[[0.6, 0.8]]]])
+    spec = _spec(query, key, key, [0.25], tolerance=1e-6, scale=1.0)
+    found = int(bounds.bounds(spec, query, key, key).left)
+    by_hand = reach(0.25, 5.0, 5.0, 1e-6)
+    assert found in (by_hand, by_hand + 1)
+
+
+@pytest.mark.parametrize("slope", [0.0, -0.5])
+def test_slopes_that_do_not_fall_have_no_reach(slope: float) -> None:
+    query = torch.randn(1, 1, 300, 4)
+    found = bounds.bounds(_spec(query, query, query, [slope]), query, query, query)
+    assert bool((found.left == UNLIMITED).all())
+
+
+def test_tolerance_zero_skips_nothing() -> None:
+    query = torch.randn(1, 2, 300, 4)
+    spec = _spec(query, query, query, [4.0, 2.0], tolerance=0.0)
+    _, scores = banded.visits(spec, query, query, query)
+    assert bool((scores >= 300 * 301 // 2).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("power", [-300, -45, -30, -20, 0, 18, 25, 38, 200, 300])
+def test_a_norm_bound_is_never_short(power: int, dtype: torch.dtype) -> None:
+    if dtype == torch.float32 and not -45 <= power <= 38:
+        return  # fp32 holds 1e-45 to 3e38
+    vectors = torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0], [0.0, 0.0, 0.0], [1.0, 1e-8, 3.0]], dtype=torch.float64)
+    vectors = (vectors * 10.0**power).to(dtype)
+    bound = bounds.norm_bound(vectors)
+    for row, got in zip(vectors.tolist(), bound.tolist(), strict=True):
+        true = math.hypot(*row)
+        assert got >= true
+        assert got <= true * 1.0001 + 1e-18 or got == math.inf

@@ -1,0 +1,223 @@
+"""Attack on the certificate: inputs made to break the bound, and the mass that skipping really drops, measured in float64.
+
+python tests/support/certificate_attack.py 100000 results     # many draws once, kept as a record
+"""
+
+import dataclasses
+import datetime
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from alibi_attn import records
+from alibi_attn.attention import bands
+from alibi_attn.attention.bounds import TILE, Bounds, bounds
+from alibi_attn.attention.door import make_spec
+from alibi_attn.attention.visibility import distances, visible
+
+WHERE = (
+    "nothing",
+    "far key",
+    "sink",
+    "near key",
+    "every 50th",
+    "equal keys",
+    "zero queries",
+    "aligned",
+    "opposed",
+    "far value",
+)
+MASKS = (
+    "none",
+    "window",
+    "random mask",
+    "left padding",
+    "segments",
+    "segments and mask",
+    "offset after",
+    "offset before",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Attack:
+    """One adversarial call; `log_*` are powers of ten."""
+
+    seed: int
+    length: int
+    head_dim: int
+    slope: float
+    tolerance: float
+    where: str
+    mask: str
+    causal: bool
+    group: int
+    log_query: float
+    log_key: float
+    log_giant: float
+    dtype: str = "float32"
+
+    def inputs(self) -> tuple[list[torch.Tensor], dict]:
+        rng = np.random.default_rng(self.seed)
+        n, d = self.length, self.head_dim
+        queries = n if "offset" not in self.mask else max(1, n // 2)
+        q = rng.standard_normal((1, self.group, queries, d)) * 10.0**self.log_query
+        k = rng.standard_normal((1, 1, n, d)) * 10.0**self.log_key
+        v = rng.standard_normal((1, 1, n, d))
+        giant = 10.0**self.log_giant
+        place = int(rng.integers(0, n))
+        if self.where == "far key":
+            k[:, :, place] *= giant
+        elif self.where == "sink":
+            k[:, :, 0] *= giant
+        elif self.where == "near key":
+            k[:, :, -1 - place % 40] *= giant
+        elif self.where == "every 50th":
+            k[:, :, ::50] *= giant
+        elif self.where == "equal keys":
+            k[:] = k[:, :, :1]
+        elif self.where == "zero queries":
+            q[rng.random(q.shape) < 0.7] = 0.0
+        elif self.where in ("aligned", "opposed"):  # one-hot queries on a far key, the others orthogonal or opposite
+            q[:], k[:] = 0.0, 0.0
+            q[..., 0] = 10.0**self.log_query
+            k[..., 0] = -(10.0**self.log_key) if self.where == "opposed" else 0.0
+            k[:, :, place, 0] = 10.0**self.log_key * giant
+        elif self.where == "far value":
+            v[:, :, place] *= giant
+        slopes = [self.slope * 2.0**-h for h in range(self.group)]
+        kwargs = {
+            "causal": self.causal,
+            "right_slopes": None,
+            "window": None,
+            "scale": None,
+            "query_offset": None,
+            "key_mask": None,
+            "segment_ids": None,
+            "dropout_p": 0.0,
+            "tolerance": self.tolerance,
+            "return_lse": False,
+        }
+        if not self.causal and rng.random() < 0.5:
+            kwargs["right_slopes"] = [self.slope * 2.0 ** rng.uniform(-3, 3) for _ in slopes]
+        if self.mask == "window":
+            kwargs["window"] = int(rng.integers(1, n + 1))
+        if "mask" in self.mask:
+            kwargs["key_mask"] = torch.tensor(rng.random((1, n)) < rng.uniform(0.05, 0.9))
+        if self.mask == "left padding":
+            kwargs["key_mask"] = torch.arange(n)[None] >= place
+        if "segments" in self.mask:
+            kwargs["segment_ids"] = torch.tensor(
+                rng.integers(0, 3, (1, n)) if place % 2 else np.sort(rng.integers(0, 4, (1, n)))
+            )
+        if "offset" in self.mask and "segments" not in self.mask:
+            kwargs["query_offset"] = n - queries // 2 + place if self.mask == "offset after" else -place
+        dtype = getattr(torch, self.dtype)
+        most = 6e4 if self.dtype == "float16" else 1e37
+        tensors = [torch.tensor(np.clip(x, -most, most)).to(dtype) for x in (q, k, v)]
+        return [*tensors, torch.tensor(slopes, dtype=torch.float32)], kwargs
+
+
+def dropped(attack: Attack) -> tuple[float, float]:
+    """(largest share of softmax mass that the certificate drops in any query, share of the visible keys that it skips)."""
+    (query, key, value, slopes), kwargs = attack.inputs()
+    spec = make_spec(query, key, value, slopes, **kwargs)
+    found = bounds(spec, query, key, value)
+    distance = distances(spec.query_len, spec.key_len, spec.query_offset, None)
+    seen = visible(spec, distance).expand(1, spec.num_heads, -1, -1)
+    skipped = seen & ~certified_keys(spec, found, distance)
+    m = spec.slopes.double()[:, None, None]
+    if spec.right_slopes is not None:
+        m = torch.where(distance < 0, spec.right_slopes.double()[:, None, None], m)
+    scores = spec.scale * (query.double() @ key.double().mT) - (m * distance.abs())
+    scores = scores.masked_fill(~seen, -math.inf)
+    top = scores.amax(-1, keepdim=True)
+    weight = (scores - top.masked_fill(top == -math.inf, 0.0)).exp()
+    total = weight.sum(-1)
+    lost = (weight * skipped).sum(-1) / total.masked_fill(total == 0, 1.0)
+    return float(lost.max()), float(skipped.sum() / seen.sum().clamp(min=1))
+
+
+def certified_keys(spec, found: Bounds, distance: torch.Tensor) -> torch.Tensor:
+    """[1, H, T, S]: within the reach of the query's block, or pinned: the keys that must be read."""
+    block = torch.arange(spec.query_len) // TILE
+    left, right = found.left[:, :, block, None], found.right[:, :, block, None]
+    right = 1 if spec.causal else right
+    tile = torch.arange(spec.key_len) // TILE
+    pinned = (found.pins[..., None] == tile).any(2)
+    return ((distance[:, None] < left) & (-distance[:, None] < right)) | pinned[:, :, None]
+
+
+def read_keys(spec, pieces: list[list[list[bands.Piece]]]) -> torch.Tensor:
+    """[B, H, T, S] int: how many pieces read each pair (a "diagonal" reads up to the query)."""
+    count = torch.zeros(spec.batch, spec.num_heads, spec.query_len, spec.key_len, dtype=torch.int64)
+    for b, heads in enumerate(pieces):
+        for h, of_head in enumerate(heads):
+            for piece in of_head:
+                for block in range(piece.count):
+                    rows = slice(piece.query + block * piece.rows, piece.query + (block + 1) * piece.rows)
+                    keys = slice(piece.key + block * piece.step, piece.key + block * piece.step + piece.keys)
+                    square = torch.ones(piece.rows, piece.keys, dtype=torch.int64)
+                    count[b, h, rows, keys] += square.tril() if piece.kind == "diagonal" else square
+    return count
+
+
+def random_attack(seed: int) -> Attack:
+    rng = np.random.default_rng(seed)
+    pick = lambda options: options[int(rng.integers(len(options)))]  # noqa: E731
+    wild = rng.random() < 0.3
+    spread = (-25, 25) if wild else (-1.5, 1.0)
+    return Attack(
+        seed=seed,
+        length=int(rng.integers(1, 400)),
+        head_dim=int(rng.integers(1, 9)),
+        slope=float(2.0 ** rng.uniform(-16 if wild else -4, 2)),
+        tolerance=float(10.0 ** rng.uniform(-12, -1)),
+        where=pick(WHERE),
+        mask=pick(MASKS),
+        causal=bool(rng.random() < 0.6),
+        group=int(rng.integers(1, 4)),
+        log_query=float(rng.uniform(*spread)),
+        log_key=float(rng.uniform(*spread)),
+        log_giant=float(rng.uniform(0, 25 if wild else 3)),
+        dtype=pick(("float32", "float32", "float64", "bfloat16")),
+    )
+
+
+def main(draws: int, out: Path) -> None:
+    """Attack `draws` times and keep what came out as a record."""
+    torch.set_num_threads(1)
+    started = datetime.datetime.now(datetime.UTC)
+    worst, broken, skipping, shares = 0.0, 0, 0, 0.0
+    for seed in range(draws):
+        attack = random_attack(seed)
+        lost, share = dropped(attack)
+        worst = max(worst, lost / attack.tolerance)
+        broken += lost > attack.tolerance
+        skipping += share > 0
+        shares += share
+        if seed % 5000 == 4999:
+            print(
+                f"{seed + 1} draws, {skipping} that skip, worst {worst:.3g} of the tolerance, {broken} broken",
+                flush=True,
+            )
+    record = records.make(
+        "certificate",
+        "attack",
+        config={"draws": draws, "first_seed": 0},
+        metrics={
+            "broken": broken,
+            "draws_that_skip": skipping,
+            "worst_share_of_tolerance": worst,
+            "mean_skipped_share": shares / draws,
+        },
+        started=started,
+    )
+    print(records.save(record, out))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))
