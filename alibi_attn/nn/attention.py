@@ -3,8 +3,10 @@
 Press et al. 2022, sec. 3 (arXiv:2108.12409). Next: `block.py`, `cache.py`.
 """
 
+import math
 import operator
 
+import torch
 from torch import Tensor, nn
 
 from alibi_attn.attention.api import alibi_attention
@@ -12,8 +14,10 @@ from alibi_attn.attention.bias import Slopes
 from alibi_attn.attention.spec import check_key_mask, check_segments
 from alibi_attn.nn.cache import KVCache
 from alibi_attn.nn.positional import HeadSlopes
+from alibi_attn.reach import score_bound_of_norms, static_reach
 
 _QK_NORM_EPS = 1e-6  # only keeps a zero vector zero; the bound ‖q‖ ≤ √D·max|weight| holds for any eps ≥ 0
+_NORM_ROUNDING = 2.0**-7  # of ‖q‖: two roundings to bfloat16 are 2⁻⁸, and the arithmetic of the norm stays far below
 
 
 class ALiBiAttention(nn.Module):
@@ -116,6 +120,59 @@ class ALiBiAttention(nn.Module):
         assert isinstance(mixed, Tensor)  # no lse was asked for
         output: Tensor = self.out_proj(mixed.transpose(1, 2).flatten(2))
         return output
+
+    def score_bound(self) -> float:
+        """U: no scaled score |q·k|/√D of this layer is ever larger, whatever comes in; qk_norm=True only.
+
+            U = D·max|g_q|·max|g_k|/√D, for the norms' weights g as they are now, widened by what rounding may add
+
+        Raises:
+            ValueError: a layer without qk_norm, whose scores have no bound that its weights know.
+        """
+        if self.q_norm is None or self.k_norm is None:
+            raise ValueError(
+                "without qk_norm=True the weights do not bound the scores; make the layer with qk_norm=True"
+            )
+        of_query, of_key = (float(norm.weight.detach().abs().max()) for norm in (self.q_norm, self.k_norm))
+        rounding = _NORM_ROUNDING + (self.head_dim + 16) * 2.0**-24
+        return score_bound_of_norms(self.head_dim**-0.5, self.head_dim, of_query, of_key, rounding=rounding)
+
+    def static_reach(self, *, tolerance: float | None = None, key_mask: Tensor | None = None) -> Tensor:
+        """The certified reach of every head before any input exists, [H] int64; qk_norm=True only.
+
+        All keys at |i − j| ≥ reach together have at most `tolerance` of any query's softmax mass, because every query sees
+        its own key:
+
+            reach = ⌈(2U + ln(1/ε) − ln(1 − e^(−m))) / m⌉,   U = `score_bound()`
+
+        It counts the query itself, like `window`, which limits it. A slope ≤ 0 has no reach: 2⁴⁰.
+
+        Args:
+            tolerance: ε in [0, 1); default eps / 32 of the weights' dtype, what `alibi_attention` uses.
+            key_mask: the mask the layer will be called with. A query whose own key is hidden has no such promise.
+
+        Raises:
+            ValueError: a layer without qk_norm, a tolerance outside [0, 1), or a key mask that hides a key.
+
+        >>> ALiBiAttention(64, 8, qk_norm=True).static_reach()[:3].tolist()
+        [53, 107, 219]
+
+        Source: `docs/maths.md`; QK-norm: Henry et al. 2020 (arXiv:2010.04245).
+        """
+        bound = self.score_bound()
+        tolerance = torch.finfo(self.q_proj.weight.dtype).eps / 32 if tolerance is None else tolerance
+        if not 0.0 <= tolerance < 1.0:
+            raise ValueError(f"tolerance is {tolerance} but is a share of softmax mass in [0, 1)")
+        if key_mask is not None and not bool(key_mask.all()):
+            raise ValueError(
+                "key_mask hides keys, and a query whose own key is hidden has no static reach; pass no key_mask and cut "
+                "the padding off, or let alibi_attention find the reach of each call"
+            )
+        # Scores and λ are computed in fp32, each within (D + 16) units of its bound; a symmetric head has two tails of ε/2.
+        slack = 2 * (self.head_dim + 16) * 2.0**-24 * bound + (0.0 if self.causal else math.log(2.0))
+        slopes = self.slopes.values.detach().double().tolist()
+        reach = torch.tensor([static_reach(slope, bound, tolerance, slack=slack) for slope in slopes])
+        return reach if self.window is None else reach.clamp(max=self.window)
 
     def extra_repr(self) -> str:
         return (

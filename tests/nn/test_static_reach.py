@@ -1,0 +1,91 @@
+"""The static reach of a QK-normalised layer: certified before any input exists, for the worst input there can be."""
+
+import math
+
+import pytest
+import torch
+
+from alibi_attn import ALiBiAttention
+
+
+def layer_with(weight: float, **options: object) -> ALiBiAttention:
+    torch.manual_seed(0)
+    layer = ALiBiAttention(32, 4, **{"qk_norm": True, **options}).eval()
+    with torch.no_grad():
+        layer.q_norm.weight.normal_().mul_(weight / layer.q_norm.weight.abs().max())
+        layer.k_norm.weight.normal_().mul_(weight / layer.k_norm.weight.abs().max())
+    return layer
+
+
+def worst_share(bound: float, slope: float, distance: int) -> float:
+    """The softmax share, fp64, of all keys at |i − j| ≥ distance where a query's own key is the worst there can be, all
+    those far ones the best, and nothing else is near."""
+    far = bound - slope * torch.arange(distance, distance + math.ceil(60 / slope), dtype=torch.float64)
+    return float(torch.cat([torch.tensor([-bound], dtype=torch.float64), far]).softmax(0)[1:].sum())
+
+
+@pytest.mark.parametrize("weight", [0.2, 1.0, 2.0])
+@pytest.mark.parametrize("tolerance", [1e-3, 2.0**-28])
+def test_the_worst_scores_there_can_be_leave_the_tolerance(weight, tolerance):
+    layer = layer_with(weight)
+    bound, reach = layer.score_bound(), layer.static_reach(tolerance=tolerance)
+    for slope, distance in zip(layer.slopes.values.tolist(), reach.tolist(), strict=True):
+        assert worst_share(bound, slope, distance) <= tolerance
+        assert worst_share(bound, slope, distance - 2) > tolerance  # and it is not merely large
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@torch.no_grad()
+def test_no_input_scores_beyond_the_bound(dtype):
+    layer = layer_with(1.0).to(dtype)
+    seen = 0.0
+    for size in (1e-3, 1.0, 100.0):
+        x = (torch.randn(4, 50, 32) * size).to(dtype)
+        query, key = layer.q_norm(layer._heads(layer.q_proj(x))), layer.k_norm(layer._heads(layer.k_proj(x)))
+        seen = max(seen, float((query.double() @ key.double().mT).abs().max()) / math.sqrt(layer.head_dim))
+    # With equal weights every query comes near the bound against a key equal to it.
+    layer.q_norm.weight.fill_(1.0)
+    layer.k_norm.weight.fill_(1.0)
+    one = layer.q_norm(torch.randn(5000, layer.head_dim, dtype=dtype)).double()
+    largest = float(one.square().sum(-1).max()) / math.sqrt(layer.head_dim)
+    assert 0.98 * layer.score_bound() < largest <= layer.score_bound()
+
+
+def test_cutting_a_layer_at_its_reach_changes_nothing_beyond_the_tolerance():
+    slopes = [0.5] * 4  # one reach for all heads, so that a window can cut there
+    layer, x = layer_with(1.0, slopes=slopes), torch.randn(1, 300, 32)
+    reach = int(layer.static_reach(tolerance=1e-4)[0])
+    assert reach < 50
+    cut = ALiBiAttention(32, 4, qk_norm=True, slopes=slopes, window=reach).eval()
+    cut.load_state_dict(layer.state_dict())
+    allowed = (
+        2
+        * 1e-4
+        * float(layer.v_proj(x).unflatten(-1, (4, 8)).norm(dim=-1).max())
+        * float(torch.linalg.matrix_norm(layer.out_proj.weight, ord=2) * 2.0)
+    )  # 2ε·max‖v‖ a head, four heads side by side, then the output's linear map
+    with torch.no_grad():
+        assert (cut(x) - layer(x)).norm(dim=-1).max() <= allowed
+
+
+def test_reach_follows_slopes_window_and_direction():
+    reach = layer_with(1.0).static_reach()
+    assert reach.dtype == torch.int64
+    assert reach.shape == (4,)
+    assert layer_with(1.0, window=50).static_reach().tolist() == reach.clamp(max=50).tolist()
+    assert (layer_with(1.0, causal=False).static_reach() > reach).all()
+    without = layer_with(1.0, slopes=[0.0, -0.5, 0.25, 1.0]).static_reach().tolist()
+    assert without[:2] == [2**40, 2**40]
+    assert without[2] > without[3]
+    assert layer_with(1.0).static_reach(tolerance=0.0).tolist() == [2**40] * 4
+    assert (layer_with(1.0).bfloat16().static_reach() < reach).all()  # a coarser dtype forgets sooner
+
+
+def test_what_has_no_static_reach_is_told_why():
+    with pytest.raises(ValueError, match="make the layer with qk_norm=True"):
+        ALiBiAttention(32, 4).static_reach()
+    with pytest.raises(ValueError, match="own key is hidden has no static reach"):
+        layer_with(1.0).static_reach(key_mask=torch.tensor([[True, False]]))
+    assert layer_with(1.0).static_reach(key_mask=torch.ones(1, 3, dtype=torch.bool)).shape == (4,)
+    with pytest.raises(ValueError, match=r"tolerance is 1.5 but is a share"):
+        layer_with(1.0).static_reach(tolerance=1.5)
