@@ -1,0 +1,45 @@
+"""ALiBi in JAX: `alibi_attention` for arrays, and what Flax needs of it. Nothing here imports PyTorch.
+
+    from alibi_attn.jax import alibi_attention                  # [B, T, H, D], pure, jit, grad, vmap, shard_map
+    from alibi_attn.jax import alibi_dot_product_attention      # attention_fn of Flax's own modules
+    from alibi_attn.jax.flax import ALiBiAttention              # modules: nnx, and linen under `linen`
+
+Read `attention.py` first.
+"""
+
+try:
+    import jax as _jax  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name != "jax":
+        raise
+    raise ImportError('alibi_attn.jax needs JAX; install it with: pip install "alibi-attn[jax]"') from error
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from alibi_attn.jax.attention import alibi_attention
+    from alibi_attn.jax.multihead import alibi_dot_product_attention, mha_alibi
+
+__all__ = ["alibi_attention", "alibi_dot_product_attention", "mha_alibi"]
+
+_HOMES = {
+    "alibi_attention": "alibi_attn.jax.attention",
+    "alibi_dot_product_attention": "alibi_attn.jax.multihead",
+    "mha_alibi": "alibi_attn.jax.multihead",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name != "flax":
+            raise
+        raise ImportError(f'{name} needs Flax; install it with: pip install "alibi-attn[jax]"') from error
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

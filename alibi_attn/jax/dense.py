@@ -1,0 +1,86 @@
+"""All scores at once: short input and single queries. One tile as large as the input, mapped over sequences and heads."""
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from alibi_attn.jax import tiles
+from alibi_attn.jax.outward import Inputs
+from alibi_attn.jax.tiles import Array, Gradients, Keys, Plan, Queries, Rule, Softmax
+
+Result = TypeVar("Result")
+
+
+class _Head(NamedTuple):
+    """One query head, without the arrays of its queries."""
+
+    rule: Rule
+    number: Array  # b·H + h
+
+
+class _OfQuery(NamedTuple):
+    """What backward knows of the queries of one head."""
+
+    lse: Array  # [T]
+    grad_output: Array  # [T, D]
+    shift: Array  # [T]
+
+
+def forward(plan: Plan, inputs: Inputs) -> tuple[Array, Array]:
+    """(output [B, H, T, D], lse [B, H, T])."""
+
+    def one(queries: Queries, keys: Keys, head: _Head, _: None) -> tuple[Array, Array]:
+        dropout_key = _dropout_key(inputs, head)
+        softmax: Softmax = tiles.add(plan, head.rule, tiles.start(queries), queries, keys, dropout_key)
+        return tiles.finish(softmax, queries)
+
+    output, lse = _over_heads(one, plan, inputs, None)
+    return _joined(output, inputs), _joined(lse, inputs)
+
+
+def backward(
+    plan: Plan, inputs: Inputs, lse: Array, grad_output: Array, shift: Array
+) -> tuple[Array, Array, Array, Array, Array]:
+    """As `outward.backward`."""
+
+    def one(queries: Queries, keys: Keys, head: _Head, known: _OfQuery) -> Gradients:
+        return tiles.gradients(plan, head.rule, queries, keys, *known, _dropout_key(inputs, head))
+
+    found = _over_heads(one, plan, inputs, _OfQuery(*(_grouped(x, inputs) for x in (lse, grad_output, shift))))
+    of_key, of_value = found.key.sum(2), found.value.sum(2)
+    return _joined(found.query, inputs), of_key, of_value, _joined(found.left, inputs), _joined(found.right, inputs)
+
+
+def _over_heads(one: Callable[..., Result], plan: Plan, inputs: Inputs, known: _OfQuery | None) -> Result:
+    """`one(queries, keys, head, known)` for all heads: results are [B, K, group, ...]."""
+    batch, heads = inputs.query.shape[:2]
+    queries = Queries(_grouped(inputs.query, inputs), inputs.offset, inputs.query_segments)
+    keys = Keys(inputs.key, inputs.value, inputs.veil, jnp.zeros_like(inputs.offset), inputs.key_segments)
+    number = _grouped(jnp.arange(batch * heads).reshape(batch, heads), inputs)
+    slopes = (_grouped(inputs.left, inputs), _grouped(inputs.right, inputs))
+    head = _Head(tiles.head_rule(plan, *slopes, inputs.scale, inputs.window), number)
+
+    # The axis of each array, in the order of the fields: for sequences, key heads, and query heads of a key head.
+    by_head = _Head._make((Rule._make((0, 0, 0, 0, None)), 0))
+    one_query, all_queries = Queries._make((0, None, None)), Queries._make((0, 0, 0))
+    one_key, all_keys = Keys._make((0, 0, 0, None, None)), Keys._make((0, 0, 0, 0, 0))
+    a_query_head = jax.vmap(one, (one_query, None, by_head, 0))
+    a_key_head = jax.vmap(a_query_head, (one_query, one_key, by_head, 0))
+    a_sequence = jax.vmap(a_key_head, (all_queries, all_keys, by_head, 0))
+    return a_sequence(queries, keys, head, known)
+
+
+def _grouped(x: Array, inputs: Inputs) -> Array:
+    """[B, H, ...] -> [B, K, group, ...]."""
+    return x.reshape(x.shape[0], inputs.key.shape[1], -1, *x.shape[2:])
+
+
+def _joined(x: Array, inputs: Inputs) -> Array:
+    """[B, K, group, ...] -> [B, H, ...]."""
+    return x.reshape(x.shape[0], inputs.query.shape[1], *x.shape[3:])
+
+
+def _dropout_key(inputs: Inputs, head: _Head) -> Array | None:
+    return None if inputs.dropout_key is None else jax.random.fold_in(inputs.dropout_key, head.number)

@@ -1,0 +1,196 @@
+"""One block of queries against one tile of keys: the scores, the online softmax, and the gradients.
+
+Everything here is two-dimensional, one head of one sequence; `dense.py` maps it over all of them at once, `outward.py`
+loops. The formulas are Press et al. 2022, sec. 3 (arXiv:2108.12409), and Dao 2023 (arXiv:2307.08691) for the tiles.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Array = jax.Array
+
+FARTHEST = 2**28  # positions lie within ± this, so that int32 holds every sum and difference of two limits
+NO_LIMIT = 2**29
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is settled when the call is traced; everything else is an array."""
+
+    causal: bool
+    dropout_p: float
+    dense: bool
+    query_block: int  # queries in a block
+    key_tile: int  # keys in a tile
+
+
+class Queries(NamedTuple):
+    """A block of t queries of one head, side by side."""
+
+    query: Array  # [t, D]
+    position: Array  # int32 scalar, of the first
+    segment: Array | None  # [t] int32
+
+
+class Keys(NamedTuple):
+    """A tile of s keys and their values, side by side. What must not be used is zero here (see `clean_keys`)."""
+
+    key: Array  # [s, D]
+    value: Array  # [s, D]
+    veil: Array  # [s] added to the scores: 0, −inf where a key is hidden, NaN where seeing it spoils a query
+    position: Array  # int32 scalar, of the first
+    segment: Array | None  # [s] int32
+
+
+class Rule(NamedTuple):
+    """How one head scores, and how far it may look at all: −look_right < i − j < look_left."""
+
+    left: Array  # scalar: slope of keys to the left
+    right: Array  # scalar: slope of keys to the right, finite
+    look_left: Array  # int32 scalar
+    look_right: Array  # int32 scalar
+    scale: Array  # scalar
+
+
+class Softmax(NamedTuple):
+    """A softmax in progress over the keys seen so far, for t queries."""
+
+    top: Array  # [t] the largest score
+    total: Array  # [t] Σ exp(score − top)
+    mixed: Array  # [t, D] Σ exp(score − top)·value
+
+
+class Gradients(NamedTuple):
+    """What one tile adds to each gradient."""
+
+    query: Array  # [t, D]
+    key: Array  # [s, D]
+    value: Array  # [s, D]
+    left: Array  # scalar
+    right: Array  # scalar
+
+
+def clean_keys(key: Array, value: Array, hidden: Array) -> tuple[Array, Array, Array]:
+    """(key, value, veil [...]): zeros in place of keys [..., D] that are hidden, or with NaN or inf in them or their value.
+
+    Matrix products touch every key, and 0·NaN is NaN: without this a key that nobody may see would spoil everybody.
+    """
+    bad = ~(jnp.isfinite(key).all(-1) & jnp.isfinite(value).all(-1))
+    veil = jnp.where(hidden, -jnp.inf, jnp.where(bad, jnp.nan, 0.0))
+    unused = (bad | hidden)[..., None]
+    veil = veil.astype(jnp.promote_types(key.dtype, jnp.float32))
+    return jnp.where(unused, 0, key), jnp.where(unused, 0, value), veil
+
+
+def head_rule(plan: Plan, left: Array, right: Array, scale: Array, window: Array | None) -> Rule:
+    """The `Rule` of slopes, which may be arrays of any shape, and of a window. A right slope of inf = never looks right."""
+    look = jnp.full_like(left, NO_LIMIT, jnp.int32) if window is None else jnp.broadcast_to(window, left.shape)
+    look_right = jnp.ones_like(look) if plan.causal else jnp.where(jnp.isinf(right), 1, look)
+    return Rule(left, jnp.where(jnp.isinf(right), 0.0, right), look, look_right, scale)
+
+
+def scores(plan: Plan, rule: Rule, queries: Queries, keys: Keys) -> tuple[Array, Array]:
+    """(scale·q·kᵀ − m·|i − j|, i − j), [t, s] each; −inf where the query may not look.
+
+    Positions are counted here, not read from arrays: XLA's CPU code for this line is vectorised only while it reads few
+    arrays, and takes as long as both matrix products otherwise.
+    """
+    shape = (len(queries.query), len(keys.key))
+    apart = lax.broadcasted_iota(jnp.int32, shape, 0) - lax.broadcasted_iota(jnp.int32, shape, 1)
+    distance = queries.position - keys.position + apart
+    seen = (distance < rule.look_left) & (distance > -rule.look_right)
+    if queries.segment is not None and keys.segment is not None:
+        seen &= queries.segment[:, None] == keys.segment[None, :]
+    dots = _matmul(queries.query, keys.key.T)
+    slope = rule.left if plan.causal else jnp.where(distance < 0, -rule.right, rule.left)
+    score = dots * rule.scale - slope * distance.astype(dots.dtype) + keys.veil[None, :]
+    return jnp.where(seen, score, -jnp.inf), distance
+
+
+def start(queries: Queries) -> Softmax:
+    """The softmax over no key at all."""
+    mixed = jnp.zeros_like(queries.query, dtype=jnp.promote_types(queries.query.dtype, jnp.float32))
+    return Softmax(jnp.full_like(mixed[:, 0], -jnp.inf), mixed[:, 0], mixed)
+
+
+def add(plan: Plan, rule: Rule, so_far: Softmax, queries: Queries, keys: Keys, dropout_key: Array | None) -> Softmax:
+    """The softmax over one tile more."""
+    score, _ = scores(plan, rule, queries, keys)
+    top = jnp.maximum(so_far.top, score.max(-1, initial=-jnp.inf))
+    reference = jnp.where(top == -jnp.inf, 0.0, top)
+    weight = jnp.exp(score - reference[:, None])
+    shrink = jnp.exp(so_far.top - reference)
+    total = so_far.total * shrink + weight.sum(-1)
+    kept = weight if dropout_key is None else weight * _kept(plan, dropout_key, weight)
+    mixed = so_far.mixed * shrink[:, None] + _matmul(kept.astype(_operand(keys.value.dtype)), keys.value)
+    return Softmax(top, total, mixed)
+
+
+def finish(result: Softmax, queries: Queries) -> tuple[Array, Array]:
+    """(output [t, D] in query's dtype, lse [t]): zeros and −inf where nothing was seen."""
+    blind = result.total == 0
+    output = result.mixed / jnp.where(blind, 1.0, result.total)[:, None]
+    lse = jnp.where(blind, -jnp.inf, result.top + jnp.log(jnp.where(blind, 1.0, result.total)))
+    return output.astype(queries.query.dtype), lse
+
+
+def gradients(
+    plan: Plan,
+    rule: Rule,
+    queries: Queries,
+    keys: Keys,
+    lse: Array,
+    grad_output: Array,
+    shift: Array,
+    dropout_key: Array | None,
+) -> Gradients:
+    """Gradients of one tile, given the finished lse.
+
+    With p = exp(score − lse):  dv = pᵀ·do,  ds = p·(do·vᵀ − shift),  shift = Σ do·o − dlse,
+    dq = scale·ds·k,  dk = scale·dsᵀ·q,  dm = −Σ ds·|i − j|.
+
+    Args:
+        lse: [t], inf for a query that shall add nothing; its query and grad_output are finite.
+        shift: [t].
+    """
+    score, distance = scores(plan, rule, queries, keys)
+    weight = jnp.exp(score - lse[:, None])
+    grad_weight = _matmul(grad_output, keys.value.T)
+    kept = weight
+    if dropout_key is not None:
+        keep = _kept(plan, dropout_key, weight)
+        kept, grad_weight = weight * keep, grad_weight * keep
+    grad_score = weight * (grad_weight - shift[:, None])
+    pull = grad_score * distance.astype(weight.dtype)
+    operand = _operand(keys.key.dtype)
+    narrow = grad_score.astype(operand)
+    return Gradients(
+        query=_matmul(narrow, keys.key) * rule.scale,
+        key=_matmul(narrow.T, queries.query) * rule.scale,
+        value=_matmul(kept.astype(operand).T, grad_output),
+        left=-(pull if plan.causal else jnp.where(distance > 0, pull, 0.0)).sum(),
+        right=jnp.zeros_like(rule.right) if plan.causal else jnp.where(distance < 0, pull, 0.0).sum(),
+    )
+
+
+def _operand(dtype: jnp.dtype) -> jnp.dtype:
+    """The dtype that goes into matrix products: fp16 is widened, because gradients of scores may leave its range."""
+    return jnp.dtype(jnp.float32) if dtype == jnp.float16 else jnp.dtype(dtype)
+
+
+def _matmul(a: Array, b: Array) -> Array:
+    """a·b, accumulated in fp32 or better; exact products for bf16, full precision for fp32 on every device."""
+    a, b = a.astype(_operand(a.dtype)), b.astype(_operand(b.dtype))
+    wide = jnp.promote_types(a.dtype, jnp.float32)
+    precision = lax.Precision.DEFAULT if a.dtype == jnp.bfloat16 else lax.Precision.HIGHEST
+    return jnp.matmul(a, b, precision=precision, preferred_element_type=wide)
+
+
+def _kept(plan: Plan, dropout_key: Array, weight: Array) -> Array:
+    """[t, s] 1/(1 − p) where a weight is kept, 0 where it is dropped."""
+    keep = jax.random.bernoulli(dropout_key, 1.0 - plan.dropout_p, weight.shape)
+    return keep.astype(weight.dtype) / (1.0 - plan.dropout_p)

@@ -1,0 +1,52 @@
+"""The JAX function computes the definition: the cases, the truth and the checker are those of PyTorch's backends."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from attention_cases import CASES, Case
+from attention_checks import assert_exact
+from jax_checks import LONG, SMALL, TORCH, Room, answer, embedded_answer
+
+from alibi_attn.jax import attention
+
+CASE = {case.name: case for case in CASES}
+BACKENDS = ("dense", "loop")
+EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
+
+# Run in their own shapes too: the ones that no room holds, and one of each kind of argument.
+OWN_SHAPES = (
+    "twelve heads, slopes not sorted", "71 heads over one key head", "one query", "heads that never look right",
+    "packed segments", "window", "steep, long",
+)  # fmt: skip
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """So that small cases have many tiles, and blocks that do not divide the length."""
+    monkeypatch.setattr(attention, "QUERY_BLOCK", 7)
+    monkeypatch.setattr(attention, "KEY_TILE", 5)
+    return
+
+
+def room_of(case: Case) -> Room | None:
+    return next((room for room in (SMALL, LONG) if room.holds(case)), None)
+
+
+def assert_same(case: Case, dtype: str, **how: object) -> None:
+    room = room_of(case)
+    got = answer(case, dtype, **how) if room is None else embedded_answer(case, room, dtype, **how)
+    assert_exact(case, TORCH[dtype], got, tolerance=EPS[dtype] / 32)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_case_equals_the_definition(backend: str, case: Case) -> None:
+    assert_same(case, "float32", backend=backend)
+
+
+@pytest.mark.parametrize("name", OWN_SHAPES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_cases_in_their_own_shapes_equal_the_definition(backend: str, name: str) -> None:
+    assert_exact(CASE[name], torch.float32, answer(CASE[name], backend=backend), tolerance=EPS["float32"] / 32)

@@ -1,0 +1,167 @@
+"""ALiBi in Flax's own attention layers, against the bias typed out and Flax's own attention."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+
+from alibi_attn.jax import alibi_dot_product_attention, mha_alibi
+
+H, D_IN, WIDTH = 4, 6, 16
+SLOPES = jnp.asarray([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8])  # 2^(−8(h + 1)/4)
+
+
+def typed_bias(query_len: int, key_len: int, first: int = 0) -> jax.Array:
+    i, j = jnp.arange(first, first + query_len)[:, None], jnp.arange(key_len)[None, :]
+    return -SLOPES[:, None, None] * jnp.abs(i - j)
+
+
+def layers(**ours: object) -> tuple[linen.Module, linen.Module]:
+    """(with our attention_fn, with Flax's and a typed bias to be bound), of the same parameters."""
+    make = partial(linen.MultiHeadDotProductAttention, num_heads=H, qkv_features=WIDTH)
+    fn = partial(alibi_dot_product_attention, **ours) if ours else alibi_dot_product_attention
+    return make(attention_fn=fn), make
+
+
+def biased(bias: jax.Array, **changes: object):
+    def attention_fn(query, key, value, mask=None):
+        return linen.dot_product_attention(query, key, value, bias=bias, mask=mask)
+
+    return linen.MultiHeadDotProductAttention(num_heads=H, qkv_features=WIDTH, attention_fn=attention_fn)
+
+
+def draw(*shape: int, seed: int = 0) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+@pytest.mark.parametrize("batch", [(), (3,), (2, 3)], ids=["unbatched", "batched", "two batch axes"])
+def test_linen_layer_equals_the_bias_typed_out(batch: tuple[int, ...]) -> None:
+    x = draw(*batch, 7, D_IN)
+    ours, _ = layers()
+    parameters = ours.init(jax.random.key(1), x)
+    assert_close(ours.apply(parameters, x), biased(typed_bias(7, 7)).apply(parameters, x))
+
+
+@pytest.mark.parametrize("kind", ["causal", "padding", "padding of one axis fewer"])
+def test_masks_mean_what_they_mean_in_flax(kind: str) -> None:
+    x = draw(3, 7, D_IN)
+    if kind == "causal":
+        mask = linen.make_causal_mask(jnp.ones((3, 7)))
+    else:
+        seen = jnp.arange(7) < jnp.asarray([[7], [4], [1]])
+        mask = seen[:, None, None, :] if kind == "padding" else seen[:1, None, :]
+    ours, _ = layers()
+    parameters = ours.init(jax.random.key(1), x)
+    assert_close(ours.apply(parameters, x, mask=mask), biased(typed_bias(7, 7)).apply(parameters, x, mask=mask))
+
+
+def test_causal_by_argument_equals_causal_by_mask() -> None:
+    x = draw(2, 7, D_IN)
+    by_mask, by_argument = layers()[0], layers(causal=True)[0]
+    parameters = by_mask.init(jax.random.key(1), x)
+    mask = linen.make_causal_mask(jnp.ones((2, 7)))
+    assert_close(by_argument.apply(parameters, x), by_mask.apply(parameters, x, mask=mask))
+
+
+@pytest.mark.parametrize("first", [0, None], ids=["from zero", "the last of the positions"])
+def test_cross_attention(first: int | None) -> None:
+    x, memory = draw(2, 5, D_IN), draw(2, 9, D_IN, seed=1)
+    ours, _ = layers(query_offset=first)
+    parameters = ours.init(jax.random.key(1), x, memory)
+    typed = biased(typed_bias(5, 9, first=9 - 5 if first is None else first))
+    assert_close(ours.apply(parameters, x, memory), typed.apply(parameters, x, memory))
+
+
+def test_decoding_in_linen_equals_the_causal_pass() -> None:
+    x = draw(2, 6, D_IN)
+    layer = linen.MultiHeadDotProductAttention(
+        num_heads=H, qkv_features=WIDTH, attention_fn=alibi_dot_product_attention, decode=True
+    )
+    variables = layer.init(jax.random.key(1), x)
+    whole = layers(causal=True)[0].apply({"params": variables["params"]}, x)
+    step = jax.jit(partial(layer.apply, mutable=["cache"]))
+    cache, outputs = variables["cache"], []
+    for t in range(6):
+        output, changed = step({"params": variables["params"], "cache": cache}, x[:, t : t + 1])
+        cache = changed["cache"]
+        outputs.append(output)
+    assert_close(jnp.concatenate(outputs, axis=1), whole)
+
+
+def test_nnx_layer_and_its_decoding_equal_the_bias_typed_out() -> None:
+    x = draw(2, 6, D_IN)
+    layer = nnx.MultiHeadAttention(
+        H, D_IN, WIDTH, attention_fn=alibi_dot_product_attention, decode=False, rngs=nnx.Rngs(0)
+    )
+
+    def typed(query, key, value, mask=None, **_):
+        return nnx.dot_product_attention(query, key, value, bias=typed_bias(6, 6)[None], mask=mask)
+
+    symmetric, causal = layer(x), layer(x, is_causal=True)
+    layer.init_cache(x.shape)
+    steps = jnp.concatenate([layer(x[:, t : t + 1], decode=True) for t in range(6)], axis=1)
+    layer.attention_fn = typed
+    assert_close(symmetric, layer(x))
+    assert_close(causal, layer(x, mask=linen.make_causal_mask(jnp.ones((2, 6)))))
+    assert_close(steps, causal)
+
+
+def test_sown_weights_are_the_softmax() -> None:
+    x = draw(2, 7, D_IN)
+    ours, _ = layers()
+    parameters = ours.init(jax.random.key(1), x)
+    output, sown = ours.apply(parameters, x, sow_weights=True, mutable=["intermediates"])
+    (weights,) = sown["intermediates"]["attention_weights"]
+    assert weights.shape == (2, H, 7, 7)
+    np.testing.assert_allclose(weights.sum(-1), 1.0, rtol=1e-6)
+    assert_close(output, ours.apply(parameters, x))
+
+
+def test_dropout_draws_from_the_layer() -> None:
+    x = draw(2, 40, D_IN)
+    layer = linen.MultiHeadDotProductAttention(
+        H, qkv_features=WIDTH, dropout_rate=0.5, attention_fn=alibi_dot_product_attention, deterministic=False
+    )
+    parameters = layer.init(jax.random.key(1), x)
+    one, again, other = (layer.apply(parameters, x, rngs={"dropout": jax.random.key(seed)}) for seed in (0, 0, 1))
+    assert jnp.array_equal(one, again)
+    assert not jnp.allclose(one, other)
+
+
+@pytest.mark.parametrize("num_heads", [2, 6])
+def test_the_exercise_as_it_is_posed(num_heads: int) -> None:
+    x = draw(5, 7)
+    slopes = jnp.asarray([2 ** (-8 * (h + 1) / num_heads) for h in range(num_heads)])
+    bias = -slopes[:, None, None] * jnp.abs(jnp.arange(5)[:, None] - jnp.arange(5)[None, :])
+
+    def attention_fn(query, key, value, mask=None):
+        return linen.dot_product_attention(query, key, value, bias=bias, mask=mask)
+
+    layer = linen.MultiHeadDotProductAttention(num_heads, qkv_features=12, attention_fn=attention_fn)
+    parameters = layer.init(jax.random.PRNGKey(3), x)
+    got = mha_alibi(3, x, num_heads, 12)
+    assert got.shape == (35,)
+    assert_close(got, layer.apply(parameters, x).ravel())
+
+
+def test_the_checker_fails_on_wrong_slopes_and_shifts() -> None:
+    x = draw(7, D_IN)
+    ours, _ = layers()
+    parameters = ours.init(jax.random.key(1), x)
+    for wrong in (typed_bias(7, 7)[::-1], typed_bias(7, 7, first=1), 0 * typed_bias(7, 7)):
+        with pytest.raises(AssertionError):
+            assert_close(ours.apply(parameters, x), biased(wrong).apply(parameters, x))
+
+
+def test_wrong_input_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"x has shape \[2, 3, 4\] but must be \[T, D_in\]"):
+        mha_alibi(0, jnp.ones((2, 3, 4)), 2, 4)
+    with pytest.raises(ValueError, match="must be"):
+        alibi_dot_product_attention(jnp.ones((3, 4)), jnp.ones((3, 4)), jnp.ones((3, 4)))
+
+
+def assert_close(got: jax.Array, expected: jax.Array) -> None:
+    np.testing.assert_allclose(got, expected, rtol=2e-6, atol=2e-6)
