@@ -58,14 +58,11 @@ def test_cutting_a_layer_at_its_reach_changes_nothing_beyond_the_tolerance():
     assert reach < 50
     cut = ALiBiAttention(32, 4, qk_norm=True, slopes=slopes, window=reach).eval()
     cut.load_state_dict(layer.state_dict())
-    allowed = (
-        2
-        * 1e-4
-        * float(layer.v_proj(x).unflatten(-1, (4, 8)).norm(dim=-1).max())
-        * float(torch.linalg.matrix_norm(layer.out_proj.weight, ord=2) * 2.0)
-    )  # 2ε·max‖v‖ a head, four heads side by side, then the output's linear map
     with torch.no_grad():
-        assert (cut(x) - layer(x)).norm(dim=-1).max() <= allowed
+        values = layer.v_proj(x).unflatten(-1, (4, 8)).norm(dim=-1).max()
+        stretch = torch.linalg.matrix_norm(layer.out_proj.weight, ord=2)
+        # 2ε·max‖v‖ a head, four heads side by side, then the output's linear map; and fp32's own rounding.
+        assert (cut(x) - layer(x)).norm(dim=-1).max() <= 2 * 1e-4 * values * 2 * stretch + 1e-6
 
 
 def test_reach_follows_slopes_window_and_direction():
