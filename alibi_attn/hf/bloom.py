@@ -1,0 +1,84 @@
+"""BLOOM: softmax(q·k/√D + m·p_j), p_j the position of key j counted over the tokens that the mask shows.
+
+Within softmax that is −m·|i − j|, as long as the mask has no holes. In bf16 and fp16 the model rounds m·p_j to its own
+dtype before anything is added (`build_alibi_tensor`), and its scores again; `numerics="checkpoint"` does the same.
+Source: modeling_bloom.py of transformers; BLOOM: arXiv:2211.05100, sec. 3.2.
+"""
+
+import torch
+from torch import Tensor, nn
+from transformers import BloomConfig
+from transformers.cache_utils import Cache
+from transformers.models.bloom.modeling_bloom import BloomAttention, BloomModel, dropout_add
+
+from alibi_attn.hf import dialect, masks
+from alibi_attn.hf.dialect import Dialect, Numerics
+from alibi_attn.slopes import alibi_slopes
+
+LAYER, MODEL = BloomAttention, BloomModel
+
+
+def why_not(config: BloomConfig) -> str | None:
+    """Every BLOOM has ALiBi."""
+    return None
+
+
+def described(config: BloomConfig, *, backend: str, numerics: Numerics) -> Dialect:
+    """The published slopes, and scores over √D."""
+    slopes = tuple(alibi_slopes(config.n_head).tolist())
+    return Dialect(slopes, (config.hidden_size // config.n_head) ** -0.5, backend, numerics)
+
+
+def mask_name(numerics: Numerics) -> str:
+    """With the checkpoint's numbers the bias is the model's own, holes and all."""
+    return masks.COUNTED if numerics == "exact" else masks.INDEXED
+
+
+def forward(
+    self: BloomAttention,
+    hidden_states: Tensor,
+    residual: Tensor,
+    alibi: Tensor,
+    attention_mask: Tensor,
+    layer_past: Cache | None = None,
+    use_cache: bool = False,
+    output_attentions: bool = False,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """In the place of `BloomAttention.forward`."""
+    query, key, value = self._reshape(self.query_key_value(hidden_states))
+    key, value, first = dialect.extended(self, layer_past, key, value)
+    dropout_p = float(self.attention_dropout.p) if self.training else 0.0
+    if dialect.of(self).numerics == "checkpoint":
+        mixed = _rounded(self, query, key, value, alibi, first, attention_mask, dropout_p)
+    else:
+        mixed = dialect.attended(self, query, key, value, first=first, mask=attention_mask, dropout_p=dropout_p)
+    output: Tensor = self.dense(mixed)
+    return dropout_add(output, residual, self.hidden_dropout, self.training), None
+
+
+def _rounded(
+    layer: BloomAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    alibi: Tensor,
+    first: int | Tensor,
+    mask: Tensor,
+    dropout_p: float,
+) -> Tensor:
+    """The eager path of transformers, rounding for rounding, a few rows at a time."""
+    batch, heads, query_len, head_dim = query.shape
+    key_len, lowest = key.shape[2], torch.finfo(query.dtype).min
+    bias = dialect.bias_of_keys(alibi, heads, key_len).expand(batch, -1, -1, -1).reshape(batch * heads, 1, key_len)
+    keys = key.reshape(batch * heads, key_len, head_dim).transpose(1, 2)
+    values = value.reshape(batch * heads, key_len, head_dim)
+    outputs = []
+    for rows, hidden in dialect.row_blocks(query_len, key_len, first, mask, query.device):
+        queries = query[:, :, rows].reshape(batch * heads, -1, head_dim)
+        scores = bias.baddbmm(queries, keys, beta=1.0, alpha=dialect.of(layer).scale)
+        scores = scores.view(batch, heads, -1, key_len).masked_fill(hidden, lowest)
+        weights = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+        weights = nn.functional.dropout(weights, dropout_p)
+        outputs.append(torch.bmm(weights.flatten(0, 1), values).view(batch, heads, -1, head_dim))
+    return dialect.merged(torch.cat(outputs, dim=2))

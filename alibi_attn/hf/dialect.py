@@ -1,0 +1,108 @@
+"""What a patched attention layer keeps, and the one call that every family makes with it.
+
+A family is a dialect of one sentence: its slopes, its scale, how it counts positions, and how it rounds. Shapes as in
+`attention/spec.py`. Read next: `bloom.py`.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from alibi_attn.attention.api import alibi_attention
+
+Numerics = Literal["exact", "checkpoint"]
+
+ROWS = 256  # queries whose scores exist at one time where a checkpoint's rounding is reproduced
+
+
+@dataclasses.dataclass(frozen=True)
+class Dialect:
+    """How one layer attends.
+
+    Args:
+        slopes: m, one per head, what is really added per token of distance.
+        scale: the factor of q·k.
+        backend, numerics: those of `patch`.
+    """
+
+    slopes: tuple[float, ...]
+    scale: float
+    backend: str
+    numerics: Numerics
+
+
+def of(layer: nn.Module) -> Dialect:
+    """The dialect that `patch` gave to the layer."""
+    dialect: Dialect = layer.alibi_dialect  # type: ignore[assignment]
+    return dialect
+
+
+def extended(layer: nn.Module, cache: Cache | None, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, int | Tensor]:
+    """(key, value, the position of query 0), with what the cache holds in front; the cache grows.
+
+    A static cache answers with all its room, and with a length that is a tensor which the update changes in place.
+    """
+    if cache is None:
+        return key, value, 0
+    past: int | Tensor = cache.get_seq_length(layer.layer_idx)  # type: ignore[arg-type]
+    if isinstance(past, Tensor):
+        past = past.clone()
+    key, value = cache.update(key, value, layer.layer_idx)  # type: ignore[arg-type]
+    return key, value, past
+
+
+def attended(
+    layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, *, first: int | Tensor, mask: Tensor, dropout_p: float
+) -> Tensor:
+    """[B, T, H·D]: exact attention, distances in fp32, heads side by side. `mask` is that of `hf/masks.py`."""
+    dialect = of(layer)
+    mixed = alibi_attention(
+        query,
+        key,
+        value,
+        dialect.slopes,
+        scale=dialect.scale,
+        query_offset=first,
+        key_mask=checked_mask(mask),
+        dropout_p=dropout_p,
+        backend=dialect.backend,
+    )
+    return merged(mixed)
+
+
+def merged(heads: Tensor) -> Tensor:
+    """[B, H, T, D] -> [B, T, H·D]"""
+    return heads.transpose(1, 2).flatten(2)
+
+
+def checked_mask(mask: Tensor) -> Tensor | None:
+    """[B, S] bool, or None where every key may be seen."""
+    if mask.ndim != 2:
+        raise ValueError(
+            f"the attention mask has shape {list(mask.shape)} but a patched model takes [B, S], 1 = may be seen; "
+            "pass that, or undo() the patch (a changed attn_implementation does this too: set it before patching)"
+        )
+    return mask if mask.shape[1] else None
+
+
+def row_blocks(
+    query_len: int, key_len: int, first: int | Tensor, mask: Tensor, device: torch.device
+) -> Iterator[tuple[slice, Tensor]]:
+    """(queries, hidden [B|1, 1, rows, S]) for a few queries at a time, so that memory stays linear in the length."""
+    key_mask = checked_mask(mask)
+    keys = torch.arange(key_len, device=device)
+    for start in range(0, query_len, ROWS):
+        rows = slice(start, min(start + ROWS, query_len))
+        at = torch.arange(rows.start, rows.stop, device=device) + first
+        hidden = (keys > at[:, None])[None, None]
+        yield rows, hidden if key_mask is None else hidden | ~key_mask[:, None, None, :]
+
+
+def bias_of_keys(alibi: Tensor, num_heads: int, key_len: int) -> Tensor:
+    """[B, H, 1, S]: the m·position that the model itself has rounded, zeros behind it for the room of a static cache."""
+    bias = alibi.reshape(-1, num_heads, 1, alibi.shape[-1])
+    return nn.functional.pad(bias, (0, key_len - bias.shape[-1]))

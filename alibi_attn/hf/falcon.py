@@ -1,0 +1,79 @@
+"""Falcon with alibi=True (Falcon-RW): softmax((q·k + m·p_j)/√D): the bias is scaled too, so the slope is m/√D.
+
+Positions p_j are counted over the tokens that the mask shows. The sdpa path of transformers 5.23 computes this; its eager
+path adds the bias twice. In every dtype the model rounds m, and then m·p_j, to bf16 (inexact beyond 256 positions even
+in fp32); `numerics="checkpoint"` does the same. Source: modeling_falcon.py of transformers.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from transformers import FalconConfig
+from transformers.cache_utils import Cache
+from transformers.models.falcon.modeling_falcon import FalconAttention, FalconModel
+
+from alibi_attn.hf import dialect, masks
+from alibi_attn.hf.dialect import Dialect, Numerics
+from alibi_attn.slopes import alibi_slopes
+
+LAYER, MODEL = FalconAttention, FalconModel
+
+
+def why_not(config: FalconConfig) -> str | None:
+    """Most Falcons turn their queries and keys instead."""
+    return None if config.alibi else "its config has alibi=False: it has rotary positions, and no biases to compute"
+
+
+def described(config: FalconConfig, *, backend: str, numerics: Numerics) -> Dialect:
+    """The published slopes over √D, and scores over √D."""
+    scale = (config.hidden_size // config.num_attention_heads) ** -0.5
+    slopes = tuple((alibi_slopes(config.num_attention_heads) * scale).tolist())
+    return Dialect(slopes, scale, backend, numerics)
+
+
+def mask_name(numerics: Numerics) -> str:
+    """With the checkpoint's numbers the bias is the model's own, holes and all."""
+    return masks.COUNTED if numerics == "exact" else masks.INDEXED
+
+
+def forward(
+    self: FalconAttention,
+    hidden_states: Tensor,
+    alibi: Tensor,
+    attention_mask: Tensor,
+    position_ids: Tensor | None = None,
+    layer_past: Cache | None = None,
+    use_cache: bool = False,
+    output_attentions: bool = False,
+    position_embeddings: tuple[Tensor, Tensor] | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """In the place of `FalconAttention.forward`."""
+    split = self._split_heads(self.query_key_value(hidden_states))
+    query, key, value = (x.transpose(1, 2) for x in split)
+    key, value, first = dialect.extended(self, layer_past, key, value)
+    dropout_p = float(self.attention_dropout.p) if self.training else 0.0
+    if dialect.of(self).numerics == "checkpoint":
+        mixed = _rounded(query, key, value, alibi, first, attention_mask, dropout_p)
+    else:
+        mixed = dialect.attended(self, query, key, value, first=first, mask=attention_mask, dropout_p=dropout_p)
+    output: Tensor = self.dense(mixed)
+    return output, None
+
+
+def _rounded(
+    query: Tensor, key: Tensor, value: Tensor, alibi: Tensor, first: int | Tensor, mask: Tensor, dropout_p: float
+) -> Tensor:
+    """The sdpa path of transformers, rounding for rounding, a few rows at a time."""
+    heads, query_len, head_dim = query.shape[1:]
+    key_len, lowest = key.shape[2], torch.finfo(query.dtype).min
+    bias = dialect.bias_of_keys(alibi, heads, key_len) / math.sqrt(head_dim)
+    key, value = (x.expand(-1, heads, -1, -1) for x in (key, value))
+    outputs = [
+        nn.functional.scaled_dot_product_attention(
+            query[:, :, rows], key, value, attn_mask=bias.masked_fill(hidden, lowest), dropout_p=dropout_p
+        )
+        for rows, hidden in dialect.row_blocks(query_len, key_len, first, mask, query.device)
+    ]
+    return dialect.merged(torch.cat(outputs, dim=2))

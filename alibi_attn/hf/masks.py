@@ -1,0 +1,90 @@
+"""The mask that a patched model builds instead of its own n×n one: [B, S] bool, True = may be seen, nothing more.
+
+transformers asks for it by the name in the model's config, before any layer runs. A mask without columns, [B, 0], says
+that every key may be seen (MPT needs some tensor). Read next: `patching.py`.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from transformers import AttentionMaskInterface, PreTrainedConfig
+from transformers.masking_utils import causal_mask_function
+
+# The names under which the two masks below stand in transformers' table, and in the config of a patched model.
+INDEXED = "alibi_attn"
+COUNTED = "alibi_attn_counted"
+
+
+def indexed_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    *,
+    mask_function: Callable[..., object] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    device: torch.device | str = "cpu",
+    config: PreTrainedConfig | None = None,
+    **_: object,
+) -> Tensor:
+    """Distances are those of the indices, so holes in the mask are nothing special (MPT; or the model's own bias)."""
+    if mask_function is not causal_mask_function:
+        raise ValueError("a patched model attends causally and to one sequence a row; undo() the patch for other masks")
+    if attention_mask is None or attention_mask.shape[1] == 0:
+        return torch.ones(batch_size, 0, dtype=torch.bool, device=device)
+    length = attention_mask.shape[1]
+    if torch.compiler.is_compiling() or (isinstance(q_offset, Tensor) and q_offset.device.type != "cpu"):
+        needed = q_length  # the cache's length stays where it is
+    else:
+        needed = int(q_offset) + q_length
+    if length < needed:
+        raise ValueError(
+            f"attention_mask covers {length} positions but there are {needed}: "
+            f"it covers the cached tokens and the {q_length} new ones"
+        )
+    seen = attention_mask.to(torch.bool)
+    if seen.device.type == "cpu" and not torch.compiler.is_compiling() and bool(seen.all()):
+        return seen[:, :0]
+    return torch.nn.functional.pad(seen, (0, max(kv_length - length, 0)))
+
+
+def counted_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    *,
+    mask_function: Callable[..., object] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    device: torch.device | str = "cpu",
+    config: PreTrainedConfig | None = None,
+    **_: object,
+) -> Tensor:
+    """The family counts positions over the tokens that are seen: equal to indices up to a shift, unless there are holes."""
+    seen = indexed_mask(
+        batch_size,
+        q_length,
+        kv_length,
+        q_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        device=device,
+    )
+    if seen.shape[1]:
+        starts = (seen[:, 1:] & ~seen[:, :-1]).sum(1) + seen[:, 0]
+        message = (
+            "attention_mask has a row with a hole (0 between 1s). There this model counts its positions over the 1s, and "
+            "exact attention by index would answer something else: pad on one side only (left, to generate), or patch "
+            'with numerics="checkpoint"'
+        )
+        if seen.device.type == "cpu" and not torch.compiler.is_compiling():
+            if bool((starts > 1).any()):
+                raise ValueError(message)
+        else:  # without reading it: neither a synchronization nor a graph break, and still never a wrong logit
+            torch._assert_async((starts <= 1).all(), message)
+    return seen
+
+
+AttentionMaskInterface.register(INDEXED, indexed_mask)
+AttentionMaskInterface.register(COUNTED, counted_mask)

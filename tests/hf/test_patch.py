@@ -1,0 +1,254 @@
+"""A patched model is the unpatched one: logits, padding, caches, generation; undone, it is so to the last bit."""
+
+import copy
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers.models.bloom.modeling_bloom import BloomAttention
+from transformers.models.falcon.modeling_falcon import FalconAttention
+from transformers.models.mpt.modeling_mpt import MptAttention
+
+from alibi_attn.hf import patch
+
+FAMILIES = ["bloom", "mpt", "falcon"]
+SHAPES = [*FAMILIES, "falcon multi-query", "falcon new"]
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients():
+    with torch.no_grad():
+        yield
+
+
+def assert_same(actual: Tensor, expected: Tensor, *, rtol: float = 1e-5) -> None:
+    """Within rtol of the largest logit."""
+    error = (actual - expected).abs().max() / expected.abs().max()
+    assert error <= rtol, f"off by {error:.2e} of the largest"
+
+
+def numerics_of(family: str) -> str:
+    """Falcon rounds its slopes to bf16 in every dtype, so that equality needs its rounding."""
+    return "checkpoint" if family.startswith("falcon") else "exact"
+
+
+def padded(batch: Tensor, side: str) -> tuple[Tensor, Tensor]:
+    """(tokens, mask) whose rows are 0, 3, 6, … tokens shorter."""
+    tokens, mask = batch.clone(), torch.ones_like(batch)
+    for row in range(len(batch)):
+        empty = slice(0, 3 * row) if side == "left" else slice(batch.shape[1] - 3 * row, None)
+        tokens[row, empty], mask[row, empty] = 0, 0
+    return tokens, mask
+
+
+@pytest.mark.parametrize("family", SHAPES)
+@pytest.mark.parametrize("side", [None, "left", "right"])
+def test_logits_are_those_of_the_unpatched_model(family, side, build, tokens):
+    model, ids = build(family), tokens(3, 40)
+    ids, mask = (ids, None) if side is None else padded(ids, side)
+    expected = model(ids, attention_mask=mask).logits
+    with patch(model, numerics=numerics_of(family)):
+        actual = model(ids, attention_mask=mask).logits
+    shown = torch.ones_like(ids) if mask is None else mask
+    assert_same(actual[shown.bool()], expected[shown.bool()])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_comparison_notices_slopes_that_are_off(family, build, tokens):
+    model, ids = build(family), tokens(2, 40)
+    expected = model(ids).logits
+    with patch(model, numerics=numerics_of(family)) as handle:
+        assert_same(model(ids).logits, expected)
+    with patch(model) as handle:
+        for name in handle.layers:
+            layer = model.get_submodule(name)
+            slopes = [slope * 1.01 for slope in layer.alibi_dialect.slopes]
+            layer.alibi_dialect = dataclasses.replace(layer.alibi_dialect, slopes=tuple(slopes))
+        with pytest.raises(AssertionError, match="of the largest"):
+            assert_same(model(ids).logits, expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_undone_means_the_same_bits_and_nothing_left_behind(family, build, tokens):
+    model, ids = build(family), tokens(2, 20)
+    before = {name: set(vars(module)) for name, module in model.named_modules()}
+    config, implementation, expected = model.config, model.config._attn_implementation, model(ids).logits
+    handle = patch(model)
+    assert len(handle.layers) == 2
+    assert all(hasattr(model.get_submodule(name), "alibi_dialect") for name in handle.layers)
+    assert not torch.equal(model(ids).logits, torch.zeros(()))
+    handle.undo()
+    assert model.config is config
+    assert config._attn_implementation == implementation
+    assert torch.equal(model(ids).logits, expected)
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == before
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_another_model_of_the_same_config_is_untouched(family, build, tokens):
+    model, ids = build(family), tokens(2, 20)
+    other = type(model)(model.config).eval()
+    expected = other(ids).logits
+    with patch(model):
+        assert torch.equal(other(ids).logits, expected)
+        assert other.config._attn_implementation in ("eager", "sdpa")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_models_own_attention_and_its_square_mask_are_never_reached(family, build, tokens, monkeypatch):
+    model, ids = build(family), tokens(1, 20)
+
+    def reached(*_: object, **__: object) -> None:
+        raise AssertionError("reached")
+
+    for layer in (BloomAttention, MptAttention, FalconAttention):
+        monkeypatch.setattr(layer, "forward", reached)
+    monkeypatch.setattr("transformers.masking_utils.sdpa_mask", reached)
+    monkeypatch.setattr("transformers.masking_utils.eager_mask", reached)
+    with pytest.raises(AssertionError, match="reached"):
+        model(ids)
+    with patch(model):
+        model(ids, attention_mask=torch.ones_like(ids))
+        model.generate(ids, max_new_tokens=2, min_new_tokens=2)
+
+
+def scores_built(model: torch.nn.Module, ids: Tensor) -> int:
+    """The largest tensor, in numbers, that any operator of a forward pass returns."""
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            result = func(*args, **(kwargs or {}))
+            for tensor in result if isinstance(result, list | tuple) else [result]:
+                if isinstance(tensor, Tensor):
+                    largest = max(largest, tensor.untyped_storage().nbytes() // tensor.element_size())
+            return result
+
+    with Watch():
+        model(ids, attention_mask=torch.ones_like(ids))
+    return largest
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_nothing_square_is_built(family, build, tokens):
+    model, ids = build(family, **({"max_seq_len": 2048} if family == "mpt" else {})), tokens(1, 1500)
+    with patch(model):
+        assert scores_built(model, ids) < 1500 * 1500
+        assert scores_built(model, ids) <= 1.1 * 1500 * max(VOCABULARY_OR_WIDTH)
+    if family == "bloom":
+        assert scores_built(model, ids) >= 1500 * 1500  # the watch sees it where it happens
+
+
+VOCABULARY_OR_WIDTH = (4 * 48, 60, 3 * 48 * 2)  # feed-forward, vocabulary, fused projections
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"use_cache": False}], ids=["greedy", "beams", "no cache"])
+def test_generations_are_the_same(family, options, build, tokens):
+    model = build(family)
+    ids, mask = padded(tokens(3, 14), "left")
+    asked = {"attention_mask": mask, "max_new_tokens": 10, "do_sample": False, **options}
+    expected = model.generate(ids, **asked)
+    with patch(model, numerics=numerics_of(family)):
+        assert torch.equal(model.generate(ids, **asked), expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sampling_follows_the_seed(family, build, tokens):
+    model, ids = build(family), tokens(2, 9)
+    with patch(model):
+        torch.manual_seed(5)
+        first = model.generate(ids, max_new_tokens=8, do_sample=True)
+        torch.manual_seed(5)
+        assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=True), first)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("numerics", ["exact", "checkpoint"])
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+def test_a_cache_filled_in_chunks_gives_the_full_pass(family, numerics, static, build, tokens):
+    model = build(family)
+    ids, mask = padded(tokens(3, 30), "left")
+    with patch(model, numerics=numerics):
+        expected = model(ids, attention_mask=mask).logits
+        cache = StaticCache(config=model.config, max_cache_len=37) if static else DynamicCache(config=model.config)
+        found = []
+        for start, end in ((0, 11), (11, 12), (12, 13), (13, 29), (29, 30)):
+            step = model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
+            found.append(step.logits)
+    assert_same(torch.cat(found, dim=1)[mask.bool()], expected[mask.bool()])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("with_mask", [False, True])
+def test_generation_with_a_static_cache_is_that_with_a_dynamic_one(family, with_mask, build, tokens):
+    model = build(family)
+    ids, mask = padded(tokens(3, 14), "left") if with_mask else (tokens(3, 14), None)
+    with patch(model):
+        asked = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
+        expected = model.generate(ids, **asked)
+        assert torch.equal(model.generate(ids, cache_implementation="static", **asked), expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_stays_near_fp32(family, dtype, build, tokens):
+    model, ids = build(family), tokens(2, 60)
+    expected = model(ids).logits
+    model = model.to(dtype)
+    with patch(model):
+        actual = model(ids).logits
+    assert actual.dtype == dtype
+    assert_same(actual.float(), expected, rtol=0.1 if dtype == torch.bfloat16 else 0.02)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_copy_of_a_patched_model_is_patched_by_itself(family, build, tokens):
+    model, ids = build(family), tokens(1, 20)
+    with patch(model):
+        expected = model(ids).logits
+        twin = copy.deepcopy(model)
+        for parameter in model.parameters():
+            parameter.zero_()
+        assert torch.equal(twin(ids).logits, expected)  # its own layers, not those it was copied from
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_patched_model_saves_what_it_was_loaded_from(family, build, tokens, tmp_path):
+    model, ids = build(family), tokens(1, 20)
+    expected = model(ids).logits
+    with patch(model):
+        model.save_pretrained(tmp_path)
+        model.config.use_cache = not model.config.use_cache  # a change of the user's own survives undo()
+        wanted = model.config.use_cache
+    assert model.config.use_cache == wanted
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert again.config._attn_implementation in ("eager", "sdpa")
+    assert_same(again(ids).logits, expected)
+
+
+def test_a_bare_body_and_a_wrapped_model_are_found(build, tokens):
+    model, ids = build("bloom"), tokens(1, 10)
+    with patch(model.transformer) as handle:
+        assert handle.layers == ("h.0.self_attention", "h.1.self_attention")
+        model(ids)
+    with patch(torch.nn.ModuleDict({"a": model, "b": build("mpt")})) as handle:
+        assert handle.layers[0] == "a.transformer.h.0.self_attention"
+        assert handle.layers[-1] == "b.transformer.blocks.1.attn"
+
+
+def test_logits_of_padding_only_rows_are_numbers(build, tokens):
+    for family in FAMILIES:
+        model, ids = build(family), tokens(2, 8)
+        mask = torch.ones_like(ids)
+        with patch(model):
+            alone = model(ids[:1], attention_mask=mask[:1]).logits
+            mask[1] = 0
+            both = model(ids, attention_mask=mask).logits
+        assert both.isfinite().all()
+        assert_same(both[:1], alone)
+        assert math.isfinite(float(both.sum()))
