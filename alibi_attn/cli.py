@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
 
-from alibi_attn import records
+from alibi_attn import cli_bench, records
 from alibi_attn.lab.config import ConfigError, EvalConfig, Scale, override, to_json
 from alibi_attn.recipes.index import RECIPES
 from alibi_attn.report import tables
@@ -36,6 +36,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(cli_bench.app, name="bench")
 _console = Console(highlight=False)
 _errors = Console(stderr=True, highlight=False, soft_wrap=True)
 

@@ -27,7 +27,8 @@ LAYERS = {
     "nn": 2,
     **dict.fromkeys(("hf", "lab", "bench", "report"), 3),
     "recipes": 4,
-    "cli": 5,
+    "cli_bench": 5,
+    "cli": 6,
     "__main__": 6,
 }
 # Inside attention/, lowest first; those in one row do not import one another.

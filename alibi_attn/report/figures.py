@@ -131,6 +131,47 @@ def cost_by_length(study: Study, measure: Measure) -> Figure | None:
     return figure
 
 
+def plain_axes(title: str) -> tuple[Figure, Axes]:
+    """An empty figure in the page's style."""
+    return _axes(title)
+
+
+def color_of(method: str) -> str:
+    """The color of a method, or ink."""
+    return COLORS.get(method, INK)
+
+
+def log_axis(axes: Axes, values: Points) -> None:
+    """A logarithmic y axis with round numbers, wide enough for the values."""
+    _log_y(axes, values)
+
+
+def length_ticks(axes: Axes, lengths: Sequence[int], label: str) -> None:
+    """A logarithmic x axis of lengths."""
+    axes.set_xscale("log", base=2)
+    thin = math.ceil(len(lengths) / 6)
+    _ticks(axes, list(lengths)[(len(lengths) - 1) % thin :: thin])
+    axes.set_xlabel(label)
+
+
+def name_lines(axes: Axes, ends: Sequence[tuple[str, str, float, float]], furthest: float) -> None:
+    """Write every line's name, (name, color, x, y of its last point), at its end; no two touch in the right column."""
+    axes.autoscale_view()
+    column = []
+    for name, color, x, y in ends:
+        if x < furthest:
+            axes.annotate(name, (x, y), (-2, 6), textcoords="offset points", ha="right", color=color, fontsize=8)
+        else:
+            place = axes.transAxes.inverted().transform(axes.transData.transform((x, y)))
+            column.append((float(place[1]), name, color))
+    column.sort()
+    for height, (_, name, color) in zip(_apart([c[0] for c in column], _TEXT_GAP), column, strict=True):
+        axes.annotate(
+            name, (1, height), (7, 0), xycoords="axes fraction", textcoords="offset points", va="center_baseline",
+            color=color, fontsize=8.5, annotation_clip=False,
+        )  # fmt: skip
+
+
 def svg(figure: Figure, name: str, description: str) -> str:
     """The figure as an inline SVG element, with text as text (in the page's font) and colors as CSS variables.
 

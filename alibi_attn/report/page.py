@@ -12,7 +12,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from alibi_attn.records import Record, replace_file
-from alibi_attn.report import figures, heads, sentences, tables
+from alibi_attn.report import benchmarks, figures, heads, sentences, tables
 from alibi_attn.report.series import METHODS, Mode, Study, other_records, studies
 
 TITLE = "Train short, test long"
@@ -45,10 +45,25 @@ def report_html(records: Sequence[Record], *, title: str = TITLE, question: str 
         title=title,
         question=question or (sentences.question(found) if found else ""),
         studies=[_study(study, f"s{number}") for number, study in enumerate(found)],
-        others=tables.other_rows(other_records(records)),
+        benchmarks=[_benchmark(record, f"b{i}") for i, record in enumerate(records) if benchmarks.is_drawn(record)],
+        others=tables.other_rows([record for record in other_records(records) if not benchmarks.is_drawn(record)]),
         provenance=tables.provenance(records),
         count=len(records),
     )
+
+
+def _benchmark(record: Record, name: str) -> dict[str, object]:
+    """What the template shows of one benchmark."""
+    lengths, rows = benchmarks.ratio_table(record)
+    description = f"Time against length of {', '.join(label for label, _ in rows)}; the table below has the ratios."
+    return {
+        "title": record.name,
+        "picture": _picture(benchmarks.times_by_length(record), name, description),
+        "lengths": lengths,
+        "rows": rows,
+        "facts": benchmarks.facts(record),
+        "command": record.command,
+    }
 
 
 def _study(study: Study, name: str) -> dict[str, object]:

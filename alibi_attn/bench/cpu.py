@@ -1,0 +1,193 @@
+"""`alibi bench cpu`: causal ALiBi attention on this machine's processor, ours against what users would pick instead."""
+
+import datetime
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from alibi_attn import records
+from alibi_attn.attention.api import alibi_attention
+from alibi_attn.attention.backends import banded
+from alibi_attn.attention.bounds import TILE
+from alibi_attn.attention.door import make_spec
+from alibi_attn.bench.cases import Case, draw
+from alibi_attn.bench.peers import Peer, peers
+from alibi_attn.bench.timing import matrix_rate_gflops, medians_ms, peak_memory_bytes
+from alibi_attn.slopes import alibi_slopes
+
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
+MEMORY_LENGTHS = (8192, 16384, 32768, 65536)
+CHECKED_QUERIES = 64  # of long inputs the last queries are held against fp64
+
+
+def cpu(
+    out: Path,
+    *,
+    lengths: Sequence[int] = LENGTHS,
+    kinds: Sequence[str] = ("noise",),
+    repeats: int = 5,
+    budget_s: float = 20.0,
+    memory: bool = True,
+    say: Callable[[str], None] = print,
+) -> list[Path]:
+    """Measure and keep one record for every kind of input; returns their paths.
+
+    Args:
+        lengths: in tokens, n = T = S; 8 heads × 64, fp32, batch 1.
+        kinds: of input, see `cases.draw`.
+        repeats, budget_s: turns at most, and seconds at most that the turns of one length and direction may take.
+        memory: also measure peak memory, each in a process of its own.
+    """
+    paths = []
+    for kind in kinds:
+        started = datetime.datetime.now(datetime.UTC)
+        columns: dict[str, dict[str, list[records.Json]]] = {}
+        rate = matrix_rate_gflops()
+        for length in sorted(lengths):
+            case = Case(kind, length)
+            rate = max(rate, matrix_rate_gflops(repeats=3))
+            for name, row in _measure(case, repeats=repeats, budget_s=budget_s, rate=rate, say=say).items():
+                _append(columns, name, row)
+        if memory:
+            for length in [n for n in MEMORY_LENGTHS if n in lengths]:
+                peak = peak_memory_bytes(_train_step, kind, length)
+                _append(columns, "memory", {"length": length, "peak_memory_bytes": peak})
+                say(f"{kind} {length:>6}: forward + backward adds {peak / 2**30:.2f} GiB to a fresh process")
+        metrics = {"matrix_rate_gflops": rate, **_summary(columns)}
+        config: dict[str, records.Json] = {
+            "kind": kind, "heads": 8, "head_dim": 64, "dtype": "float32", "lengths": list(lengths),
+            "threads": torch.get_num_threads(),
+        }  # fmt: skip
+        record = records.make(
+            "benchmark", f"cpu/{kind}", config=config, metrics=metrics, curves=columns, started=started
+        )
+        paths.append(records.save(record, out))
+    return paths
+
+
+def _measure(
+    case: Case, *, repeats: int, budget_s: float, rate: float, say: Callable[[str], None]
+) -> dict[str, dict[str, records.Json]]:
+    """Rows by peer, and the row "reach" with what the certificate asks for."""
+    query, key, value, grad = draw(case)
+    slopes = torch.tensor(alibi_slopes(case.num_heads), dtype=torch.float32)
+    running = [peer for peer in peers() if peer.longest >= case.length]
+    rows: dict[str, dict[str, records.Json]] = {}
+    calls: dict[str, Callable[[], object]] = {}
+    for peer in running:
+        try:
+            rows[peer.name] = {"length": case.length, **_checked(peer, query, key, value, slopes)}
+        except (RuntimeError, ImportError) as refusal:
+            say(f"{peer.name} is left out: {str(refusal).splitlines()[0]}")
+            continue
+        calls[peer.name] = _forward(peer, query, key, value, slopes)
+    forward = medians_ms(calls, repeats=repeats, budget_s=budget_s)
+    steps = {
+        p.name: _backward(p, query, key, value, slopes, grad)
+        for p in running
+        if p.name in rows and p.longest_backward >= case.length
+    }
+    backward = medians_ms(steps, repeats=repeats, budget_s=budget_s)
+    for name, row in rows.items():
+        row["forward_ms"], row["backward_ms"] = forward[name], backward.get(name)
+    rows["reach"] = _reach_row(case, query, key, value, forward["ours"], backward["ours"], rate)
+    ours = forward["ours"] + backward["ours"]
+    said = [f"{n} {forward[n]:.0f}+{backward[n]:.0f} ms ({(forward[n] + backward[n]) / ours:.2f}×)" for n in backward]
+    said += [
+        f"{n} {forward[n]:.0f} ms forward ({forward[n] / forward['ours']:.2f}×)" for n in forward if n not in backward
+    ]
+    say(f"{case.name}: " + ", ".join(said))
+    say(f"   reach: {rows['reach']}")
+    return rows
+
+
+def _checked(peer: Peer, query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> dict[str, records.Json]:
+    """The peer's largest error against fp64 on the last queries, relative to max‖v‖; an exact peer that is wrong raises."""
+    with torch.no_grad():
+        got = peer.run(query, key, value, slopes)[:, :, -CHECKED_QUERIES:].double()
+        if not peer.exact:
+            return {"relative_error": None}
+        last = query[:, :, -CHECKED_QUERIES:].double()
+        true = alibi_attention(last, key.double(), value.double(), slopes, tolerance=0.0, backend="reference")
+        error = float((got - true).norm(dim=-1).max() / value.norm(dim=-1).max())
+    if not error < 1e-4:
+        raise RuntimeError(f"it is wrong: error {error:.1e} of max‖v‖")
+    return {"relative_error": error}
+
+
+def _forward(peer: Peer, query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> Callable[[], object]:
+    def call() -> object:
+        with torch.no_grad():
+            return peer.run(query, key, value, slopes)
+
+    return call
+
+
+def _backward(
+    peer: Peer, query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, grad: Tensor
+) -> Callable[[], object]:
+    leaves = [x.detach().requires_grad_() for x in (query, key, value)]
+    output = peer.run(leaves[0], leaves[1], leaves[2], slopes)
+
+    def call() -> object:
+        return torch.autograd.grad(output, leaves, grad, retain_graph=True)
+
+    return call
+
+
+def _reach_row(
+    case: Case, query: Tensor, key: Tensor, value: Tensor, forward_ms: float, backward_ms: float, rate: float
+) -> dict[str, records.Json]:
+    """What the certificate asks for and what is computed, and the share of the matrix rate reached on the former."""
+    spec = make_spec(
+        query, key, value, None, causal=True, right_slopes=None, window=None, scale=None, query_offset=None, key_mask=None,
+        segment_ids=None, dropout_p=0.0, tolerance=None, return_lse=False,
+    )  # fmt: skip
+    with torch.no_grad():
+        found, plans = banded.plan(spec, query, key, value)
+    row = torch.arange(case.length)
+    asked = torch.minimum(found.left[0][:, row // TILE], row + 1).sum()
+    computed = sum(piece.scores for pieces in plans[0] for piece in pieces)
+    causal = case.num_heads * case.length * (case.length + 1) // 2
+    flops = 4 * case.head_dim * int(asked)
+    return {
+        "length": case.length,
+        "widest_reach": int(found.left.clamp(max=case.length).max()),
+        "scores_asked_share": int(asked) / causal,
+        "scores_computed_share": computed / causal,
+        "forward_rate_share": flops / forward_ms / 1e6 / rate,
+        "backward_rate_share": 2.5 * flops / backward_ms / 1e6 / rate,
+    }
+
+
+def _train_step(kind: str, length: int) -> None:
+    query, key, value, grad = draw(Case(kind, length))
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+    alibi_attention(*leaves).backward(grad)
+
+
+def _summary(columns: dict[str, dict[str, list[records.Json]]]) -> dict[str, float | None]:
+    """Growth of cost of every peer: the slope of log time against log length over its longest half of lengths."""
+    growth: dict[str, float | None] = {}
+    for name, column in columns.items():
+        if "forward_ms" not in column:
+            continue
+        points = [
+            (float(n), float(f) + float(b))  # type: ignore[arg-type]
+            for n, f, b in zip(column["length"], column["forward_ms"], column["backward_ms"], strict=True)
+            if b is not None
+        ]
+        points = points[len(points) // 2 :] if len(points) > 3 else points
+        if len(points) < 2:
+            continue
+        x, y = torch.tensor(points).log().unbind(1)
+        slope = ((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum()
+        growth[f"growth of {name}"] = float(slope)
+    return growth
+
+
+def _append(columns: dict[str, dict[str, list[records.Json]]], name: str, row: dict[str, records.Json]) -> None:
+    for key, value in row.items():
+        columns.setdefault(name, {}).setdefault(key, []).append(value)

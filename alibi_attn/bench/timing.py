@@ -1,0 +1,75 @@
+"""Timing that can be trusted a little on a busy machine: peers take turns, medians are kept, and memory is a fresh process's."""
+
+import multiprocessing
+import multiprocessing.connection
+import resource
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+
+def medians_ms(calls: Mapping[str, Callable[[], object]], *, repeats: int, budget_s: float) -> dict[str, float]:
+    """The median milliseconds of every call; they take turns, so that a slow moment of the machine hits all of them.
+
+    Every call is warmed up once, and then runs `repeats` times or until `budget_s` seconds are spent, at least once.
+    """
+    spent: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        call()
+    end = time.perf_counter() + budget_s
+    for turn in range(repeats):
+        if turn > 0 and time.perf_counter() > end:
+            break
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            spent[name].append((time.perf_counter() - start) * 1e3)
+    return {name: statistics.median(times) for name, times in spent.items()}
+
+
+def matrix_rate_gflops(*, size: int = 2048, repeats: int = 7) -> float:
+    """fp32 matrix products on this machine now: the best of several, in GFLOP/s."""
+    a, b = torch.randn(size, size), torch.randn(size, size)
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        a @ b
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best / 1e9
+
+
+def peak_memory_bytes(function: Callable[..., object], *arguments: object) -> int:
+    """How much the call raises the peak memory of a fresh process (the inputs it makes included)."""
+    context = multiprocessing.get_context("spawn")
+    receive, send = context.Pipe(duplex=False)
+    process = context.Process(target=_measured, args=(send, function, arguments))
+    process.start()
+    send.close()
+    try:
+        peak: int = receive.recv()
+    except EOFError:
+        raise RuntimeError(
+            f"{function.__name__} died while its memory was measured, most likely for lack of it"
+        ) from None
+    finally:
+        process.join()
+    return peak
+
+
+def _measured(
+    send: multiprocessing.connection.Connection, function: Callable[..., object], arguments: tuple[object, ...]
+) -> None:
+    before = _peak_rss_bytes()
+    function(*arguments)
+    send.send(_peak_rss_bytes() - before)
+
+
+def _peak_rss_bytes() -> int:
+    try:
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
+    except OSError:  # not Linux: getrusage, which a child inherits from its parent
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024

@@ -1,0 +1,57 @@
+"""`alibi bench`: measure on this machine, check before timing, and keep what came out as records."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    help="Measure on this machine: every benchmark checks its peers first, and writes records that `alibi report` draws.",
+    no_args_is_help=True,
+)
+
+Out = Annotated[Path, typer.Option(help="Folder for the records.")]
+
+
+@app.command()
+def cpu(
+    out: Out = Path("results"),
+    lengths: Annotated[str, typer.Option(help="Tokens, as in 1024,8192; default 512 … 65536.")] = "",
+    kinds: Annotated[str, typer.Option(help="Inputs: noise, peaked, sink.")] = "noise",
+    repeats: Annotated[int, typer.Option(min=1, help="Turns at most.")] = 5,
+    seconds: Annotated[float, typer.Option(help="Seconds at most for the turns of a length and direction.")] = 20.0,
+    memory: Annotated[bool, typer.Option(help="Measure peak memory too.")] = True,
+) -> None:
+    """Causal ALiBi attention, ours against what users would pick instead, forward and backward.
+
+    Example: alibi bench cpu --lengths 1024,2048 --no-memory
+    """
+    from alibi_attn.bench.cpu import LENGTHS, cpu
+
+    asked = tuple(int(part) for part in lengths.split(",")) if lengths else LENGTHS
+    paths = cpu(
+        out, lengths=asked, kinds=kinds.split(","), repeats=repeats, budget_s=seconds, memory=memory, say=typer.echo
+    )
+    _tell(paths)
+
+
+@app.command()
+def trained(
+    out: Out = Path("results"),
+    scale: Annotated[str, typer.Option(help="smoke or small.")] = "small",
+    run: Annotated[Path, typer.Option(help="Folder of the training, and of the captured tensors.")] = Path(
+        "runs/trained-reach"
+    ),
+) -> None:
+    """Train a small ALiBi model and hold the certified reach of its heads against the distance that really matters.
+
+    Example: alibi bench trained --scale smoke --out /tmp/records
+    """
+    from alibi_attn.recipes.trained_reach import trained_reach
+
+    _tell(trained_reach(out, scale=scale, run_folder=run, say=typer.echo))
+
+
+def _tell(paths: list[Path]) -> None:
+    for path in paths:
+        typer.echo(f"record {path}")

@@ -1,0 +1,105 @@
+"""Benchmarks drawn: the time of every peer against length, and a table of ratios; records of kind "benchmark" in.
+
+A peer is a curve with a column `length` and columns that end in `_ms`; its time is their sum. A peer that stops early says so by
+where its line ends. "ours" is drawn first and is what every other peer is divided by.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from alibi_attn.records import Record
+from alibi_attn.report import figures
+from alibi_attn.report.series import numbers
+
+OURS = "ours"
+_COLORS = ("sinusoidal", "rotary", "t5", "learned", "none", "ink")
+
+
+@dataclasses.dataclass(frozen=True)
+class PeerTimes:
+    """One peer of one record: milliseconds by length; NaN where it was not timed."""
+
+    name: str
+    times: dict[int, float]
+    forward_only: bool
+
+
+def is_drawn(record: Record) -> bool:
+    """Benchmarks that have peers with lengths and times."""
+    return record.kind == "benchmark" and bool(peer_times(record))
+
+
+def peer_times(record: Record) -> list[PeerTimes]:
+    """The peers of a record, ours first, then in the record's order."""
+    peers = []
+    for name, columns in record.curves.items():
+        timed = [column for column in columns if column.endswith("_ms")]
+        if "length" not in columns or not timed:
+            continue
+        lengths = [int(length) for length in numbers(record, name, "length")]
+        whole = np.sum([numbers(record, name, column) for column in timed], axis=0)
+        forward_only = "forward_ms" in timed and all(math.isnan(x) for x in whole)
+        if forward_only:
+            whole = np.asarray(numbers(record, name, "forward_ms"))
+        peers.append(PeerTimes(name, dict(zip(lengths, map(float, whole), strict=True)), forward_only))
+    return sorted(peers, key=lambda peer: peer.name != OURS)
+
+
+def times_by_length(record: Record) -> Figure:
+    """Milliseconds against length, both logarithmic."""
+    figure, axes = figures.plain_axes("milliseconds, log scale")
+    peers = peer_times(record)
+    lengths = sorted({length for peer in peers for length in peer.times})
+    colors = {peer.name: _COLORS[i % len(_COLORS)] for i, peer in enumerate(p for p in peers if p.name != OURS)}
+    drawn = []
+    for peer in peers:
+        points = [(length, time) for length, time in sorted(peer.times.items()) if not math.isnan(time)]
+        if not points:
+            continue
+        x, y = np.array(points).T
+        color = figures.color_of("alibi" if peer.name == OURS else colors[peer.name])
+        width = 2.4 if peer.name == OURS else 1.5
+        axes.plot(x, y, color=color, marker="o" if peer.name == OURS else ".", linewidth=width, clip_on=False)
+        drawn.append((_label(peer), color, float(x[-1]), float(y[-1])))
+    figures.log_axis(axes, np.array([time for peer in peers for time in peer.times.values() if not math.isnan(time)]))
+    figures.length_ticks(axes, lengths, "tokens")
+    figures.name_lines(axes, drawn, lengths[-1])
+    return figure
+
+
+def ratio_table(record: Record) -> tuple[list[str], list[tuple[str, list[str]]]]:
+    """(lengths, rows): how many times longer than ours every peer takes; ours itself in milliseconds."""
+    peers = peer_times(record)
+    lengths = sorted({length for peer in peers for length in peer.times})
+    ours = next((peer for peer in peers if peer.name == OURS), None)
+    forward = dict(zip(map(int, numbers(record, OURS, "length")), numbers(record, OURS, "forward_ms"), strict=False))
+    rows = []
+    for peer in peers:
+        cells = []
+        for length in lengths:
+            time = peer.times.get(length, math.nan)
+            base = math.nan if ours is None else ours.times.get(length, math.nan)
+            if peer.forward_only:
+                base = forward.get(length, math.nan)
+            if math.isnan(time):
+                cells.append("–")
+            elif peer.name == OURS or math.isnan(base):
+                cells.append(f"{time:,.0f} ms")
+            else:
+                cells.append(f"{time / base:.2f}×")
+        rows.append((_label(peer), cells))
+    return [f"{length:,}" for length in lengths], rows
+
+
+def facts(record: Record) -> Sequence[tuple[str, str]]:
+    """What else the record says, as name and text."""
+    said = [(name, "–" if value is None else f"{value:,.3g}") for name, value in record.metrics.items()]
+    return [("machine", str(record.machine.get("gpu") or record.machine.get("processor", ""))), *said]
+
+
+def _label(peer: PeerTimes) -> str:
+    return f"{peer.name} (forward)" if peer.forward_only else peer.name

@@ -1,0 +1,118 @@
+"""Benchmarks check their peers, keep records, and are drawn; nothing is timed for its speed here."""
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from alibi_attn import records
+from alibi_attn.bench import cpu as bench
+from alibi_attn.bench.cases import Case, captured, draw
+from alibi_attn.bench.peers import peers
+from alibi_attn.bench.timing import medians_ms, peak_memory_bytes
+from alibi_attn.cli import app
+from alibi_attn.report import benchmarks
+from alibi_attn.report.page import report_html
+
+QUIET = [peer for peer in peers() if peer.name != "FlexAttention"]  # compiling takes longer than the rest together
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory: pytest.TempPathFactory) -> records.Record:
+    out = tmp_path_factory.mktemp("records")
+    patch = pytest.MonkeyPatch()
+    patch.setattr(bench, "peers", lambda: QUIET)
+    said: list[str] = []
+    (path,) = bench.cpu(out, lengths=(64, 200), repeats=1, memory=False, say=said.append)
+    patch.undo()
+    assert any("ours" in line for line in said)
+    return records.load(path)
+
+
+def test_a_record_has_every_peer_checked_and_timed(record: records.Record) -> None:
+    assert record.kind == "benchmark"
+    for peer in QUIET:
+        columns = record.curves[peer.name]
+        assert columns["length"] == [64, 200]
+        assert all(time > 0 for name in ("forward_ms", "backward_ms") for time in columns[name])
+        if peer.exact:
+            assert all(error < 1e-5 for error in columns["relative_error"])
+    reach = record.curves["reach"]
+    assert all(0 < share <= 1 for share in reach["scores_asked_share"])
+
+
+def test_a_peer_that_is_wrong_is_not_timed() -> None:
+    ours = next(peer for peer in QUIET if peer.name == "ours")
+    wrong = dataclasses.replace(ours, run=lambda q, k, v, m: ours.run(q, k, v, m.roll(1)))
+    query, key, value, _ = draw(Case("noise", 100))
+    slopes = torch.tensor([2.0**-h for h in range(1, 9)])
+    with pytest.raises(RuntimeError, match="it is wrong"):
+        bench._checked(wrong, query, key, value, slopes)
+
+
+def test_the_rank_two_trick_is_exact_beyond_what_half_precision_counts() -> None:
+    trick = next(peer for peer in QUIET if peer.name == "rank-2 trick")
+    query, key, value, _ = draw(Case("noise", 700))
+    assert (
+        bench._checked(trick, query, key, value, torch.tensor([2.0**-h for h in range(1, 9)]))["relative_error"] < 1e-5
+    )
+
+
+def test_the_report_draws_a_benchmark(record: records.Record) -> None:
+    lengths, rows = benchmarks.ratio_table(record)
+    assert lengths == ["64", "200"]
+    assert rows[0][0] == "ours"
+    times = {peer.name: peer.times for peer in benchmarks.peer_times(record)}
+    eager = dict(rows)["eager"]
+    assert eager[1] == f"{times['eager'][200] / times['ours'][200]:.2f}×"
+    page = report_html([record])
+    assert "Benchmark cpu/noise" in page
+    assert "Other records" not in page
+
+
+def test_a_peer_without_a_backward_is_compared_forward() -> None:
+    made = records.make(
+        "benchmark", "x", config={}, metrics={},
+        curves={"flex": {"length": [8], "forward_ms": [6.0], "backward_ms": [None]},
+                "ours": {"length": [8], "forward_ms": [2.0], "backward_ms": [4.0]}},
+    )  # fmt: skip
+    assert benchmarks.ratio_table(made)[1] == [("ours", ["6 ms"]), ("flex (forward)", ["3.00×"])]
+    assert not math.isnan(benchmarks.peer_times(made)[1].times[8])
+
+
+def test_medians_take_turns() -> None:
+    order: list[str] = []
+    medians = medians_ms({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, repeats=3, budget_s=10)
+    assert order == ["a", "b"] * 4
+    assert medians.keys() == {"a", "b"}
+
+
+def _fill(mebibytes: int) -> None:
+    bytearray(b"x" * (mebibytes * 2**20))
+
+
+def test_peak_memory_is_that_of_a_fresh_process() -> None:
+    assert 100 * 2**20 < peak_memory_bytes(_fill, 64) < 200 * 2**20
+
+
+def test_cases_say_what_they_are() -> None:
+    with pytest.raises(ValueError, match="'noise', 'peaked' or 'sink'"):
+        draw(Case("quiet", 8))
+    with pytest.raises(FileNotFoundError, match="alibi bench trained"):
+        captured(Path("nowhere.safetensors"))
+
+
+def test_bench_trained_holds_certified_against_true_reach(tmp_path: Path) -> None:
+    arguments = ["bench", "trained", "--scale", "smoke", "--out", str(tmp_path / "out"), "--run", str(tmp_path / "run")]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    found = list(records.find(tmp_path / "out", kind="certificate"))
+    assert len(found) == 2
+    for record in found:
+        heads = record.curves["heads"]
+        assert all(true <= certified for true, certified in zip(heads["true"], heads["certified"], strict=True))
+        assert heads["certified"][0] < 128
+    assert captured(tmp_path / "run" / "captured.safetensors").keys() == {"layer-0", "layer-1"}
