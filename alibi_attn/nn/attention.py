@@ -1,6 +1,6 @@
 """ALiBiAttention: one self-attention layer, four linear maps around `alibi_attention`.
 
-Press et al. 2022, sec. 3 (arXiv:2108.12409). Next: `block.py`, `cache.py`.
+Press et al. 2022, sec. 3 (arXiv:2108.12409). Next: `block.py`, `cache.py`, `reach_cache.py`.
 """
 
 import math
@@ -14,6 +14,7 @@ from alibi_attn.attention.bias import Slopes
 from alibi_attn.attention.spec import check_key_mask, check_segments
 from alibi_attn.nn.cache import KVCache
 from alibi_attn.nn.positional import HeadSlopes
+from alibi_attn.nn.reach_cache import ReachCache
 from alibi_attn.reach import score_bound_of_norms, static_reach
 
 _QK_NORM_EPS = 1e-6  # only keeps a zero vector zero; the bound ‖q‖ ≤ √D·max|weight| holds for any eps ≥ 0
@@ -85,7 +86,7 @@ class ALiBiAttention(nn.Module):
         self,
         x: Tensor,
         *,
-        cache: KVCache | None = None,
+        cache: KVCache | ReachCache | None = None,
         key_mask: Tensor | None = None,
         segment_ids: Tensor | None = None,
     ) -> Tensor:
@@ -93,33 +94,64 @@ class ALiBiAttention(nn.Module):
 
         Args:
             x: [B, T, embed_dim]: the positions after those in the cache.
-            cache: this layer's own `KVCache()`. However a sequence is cut into chunks, the outputs are those of one
-                full pass.
+            cache: this layer's own `KVCache()`, or what `reach_cache()` made. However a sequence is cut into chunks, the
+                outputs are those of one full pass.
             key_mask: [B, S] bool, True = may be seen; S counts the cached keys and then the T new ones.
             segment_ids: [B, S] integers, the same S: attend within a segment only.
         """
         self._check(x, cache, key_mask, segment_ids)
+        if isinstance(cache, KVCache) and cache.max_tokens is not None and x.shape[1] > 1:
+            fits = max(cache.max_tokens - len(cache), 1)
+            if x.shape[1] > fits:  # then every token forgets one of its own
+                chunks = [x[:, :fits], *x[:, fits:].split(1, dim=1)]
+                return torch.cat([self.forward(chunk, cache=cache) for chunk in chunks], dim=1)
         query = self._heads(self.q_proj(x))
         key = self._heads(self.k_proj(x))
         value = self._heads(self.v_proj(x))
         if self.q_norm is not None and self.k_norm is not None:
             query, key = _normed(self.q_norm, query), _normed(self.k_norm, key)
-        if cache is not None:
-            key, value = cache.append(key, value, layer=self)
-        mixed = alibi_attention(
+        if isinstance(cache, ReachCache):
+            mixed = self._within_reach(query, key, value, cache)
+        else:
+            if cache is not None:
+                key, value = cache.append(key, value, layer=self)
+            mixed = self._attended(query, key, value, self.slopes.values, key_mask, segment_ids)
+        output: Tensor = self.out_proj(mixed.transpose(1, 2).flatten(2))
+        return output
+
+    def _attended(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        slopes: Tensor,
+        key_mask: Tensor | None = None,
+        segment_ids: Tensor | None = None,
+    ) -> Tensor:
+        return alibi_attention(
             query,
             key,
             value,
-            self.slopes.values,
+            slopes,
             causal=self.causal,
             window=self.window,
             key_mask=key_mask,
             segment_ids=segment_ids,
             dropout_p=self.dropout_p if self.training else 0.0,
         )
-        assert isinstance(mixed, Tensor)  # no lse was asked for
-        output: Tensor = self.out_proj(mixed.transpose(1, 2).flatten(2))
-        return output
+
+    def _within_reach(self, query: Tensor, key: Tensor, value: Tensor, cache: ReachCache) -> Tensor:
+        """[B, H, T, D], one call for the heads that keep about as much."""
+        cache.check_bound(query, key, self.head_dim**-0.5)
+        parts = cache.append(key, value, layer=self)
+        if len(parts) == 1:
+            return self._attended(query, *parts[0], self.slopes.values)
+        mixed = [
+            self._attended(query[:, heads], *part, self.slopes.values[heads])
+            for heads, part in zip(cache.query_heads, parts, strict=True)
+        ]
+        back = sorted(range(self.num_heads), key=[h for heads in cache.query_heads for h in heads].__getitem__)
+        return torch.cat(mixed, dim=1)[:, back]
 
     def score_bound(self) -> float:
         """U: no scaled score |q·k|/√D of this layer is ever larger, whatever comes in; qk_norm=True only.
@@ -137,8 +169,27 @@ class ALiBiAttention(nn.Module):
         rounding = _NORM_ROUNDING + (self.head_dim + 16) * 2.0**-24
         return score_bound_of_norms(self.head_dim**-0.5, self.head_dim, of_query, of_key, rounding=rounding)
 
-    def static_reach(self, *, tolerance: float | None = None, key_mask: Tensor | None = None) -> Tensor:
-        """The certified reach of every head before any input exists, [H] int64; qk_norm=True only.
+    def reach_cache(self, *, tolerance: float | None = None, score_bound: float | None = None) -> ReachCache:
+        """A cache that keeps only what this layer's heads can still need; arguments and errors of `static_reach`.
+
+        >>> layer = ALiBiAttention(64, 8, qk_norm=True)
+        >>> with torch.no_grad():
+        ...     cache = layer.reach_cache()
+        ...     output = layer(torch.randn(1, 500, 64), cache=cache)
+        >>> cache.kept[:4]
+        (52, 106, 218, 447)
+        """
+        if not self.causal:
+            raise ValueError("reach_cache needs causal=True: a cache is for tokens that come one after another")
+        tolerance = self._default_tolerance() if tolerance is None else tolerance
+        bound = self.score_bound() if score_bound is None else score_bound
+        reach = self.static_reach(tolerance=tolerance, score_bound=bound)
+        return ReachCache(reach, num_kv_heads=self.num_kv_heads, score_bound=bound, tolerance=tolerance)
+
+    def static_reach(
+        self, *, tolerance: float | None = None, score_bound: float | None = None, key_mask: Tensor | None = None
+    ) -> Tensor:
+        """The certified reach of every head before any input exists, [H] int64.
 
         All keys at |i − j| ≥ reach together have at most `tolerance` of any query's softmax mass, because every query sees
         its own key:
@@ -149,18 +200,19 @@ class ALiBiAttention(nn.Module):
 
         Args:
             tolerance: ε in [0, 1); default eps / 32 of the weights' dtype, what `alibi_attention` uses.
+            score_bound: U, where you know one; default `score_bound()`, which needs qk_norm=True.
             key_mask: the mask the layer will be called with. A query whose own key is hidden has no such promise.
 
         Raises:
-            ValueError: a layer without qk_norm, a tolerance outside [0, 1), or a key mask that hides a key.
+            ValueError: no bound and no qk_norm, a tolerance outside [0, 1), or a key mask that hides a key.
 
         >>> ALiBiAttention(64, 8, qk_norm=True).static_reach()[:3].tolist()
         [53, 107, 219]
 
         Source: `docs/maths.md`; QK-norm: Henry et al. 2020 (arXiv:2010.04245).
         """
-        bound = self.score_bound()
-        tolerance = torch.finfo(self.q_proj.weight.dtype).eps / 32 if tolerance is None else tolerance
+        bound = self.score_bound() if score_bound is None else score_bound
+        tolerance = self._default_tolerance() if tolerance is None else tolerance
         if not 0.0 <= tolerance < 1.0:
             raise ValueError(f"tolerance is {tolerance} but is a share of softmax mass in [0, 1)")
         if key_mask is not None and not bool(key_mask.all()):
@@ -174,6 +226,9 @@ class ALiBiAttention(nn.Module):
         reach = torch.tensor([static_reach(slope, bound, tolerance, slack=slack) for slope in slopes])
         return reach if self.window is None else reach.clamp(max=self.window)
 
+    def _default_tolerance(self) -> float:
+        return torch.finfo(self.q_proj.weight.dtype).eps / 32
+
     def extra_repr(self) -> str:
         return (
             f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
@@ -185,17 +240,24 @@ class ALiBiAttention(nn.Module):
         batch, length, _ = projected.shape
         return projected.view(batch, length, -1, self.head_dim).transpose(1, 2)
 
-    def _check(self, x: Tensor, cache: KVCache | None, key_mask: Tensor | None, segment_ids: Tensor | None) -> None:
+    def _check(
+        self, x: Tensor, cache: KVCache | ReachCache | None, key_mask: Tensor | None, segment_ids: Tensor | None
+    ) -> None:
         if not isinstance(x, Tensor):
             raise TypeError(f"x is a {type(x).__name__} but must be a tensor [B, T, {self.embed_dim}]")
         if x.ndim != 3 or x.shape[-1] != self.embed_dim or x.shape[1] == 0:
             raise ValueError(f"x has shape {list(x.shape)} but must be [B, T, {self.embed_dim}] with T ≥ 1")
         if not x.is_floating_point():
             raise TypeError(f"x is {x.dtype} but must be floating point: pass embeddings, not token numbers")
-        if cache is not None and not isinstance(cache, KVCache):
+        if cache is not None and not isinstance(cache, KVCache | ReachCache):
             raise TypeError(f"cache is a {type(cache).__name__} but must be a KVCache() of this layer, or None")
         if cache is not None and not self.causal:
             raise ValueError("cache needs causal=True: without it the keys to come would change outputs already given")
+        forgets = isinstance(cache, ReachCache) or (cache is not None and cache.max_tokens is not None)
+        if forgets and not (key_mask is None and segment_ids is None):
+            raise ValueError(
+                "a cache that forgets takes no key_mask and no segment_ids; use KVCache(), which keeps all"
+            )
         batch, length, cached = x.shape[0], x.shape[1], 0 if cache is None else len(cache)
         for name, mask in (("key_mask", key_mask), ("segment_ids", segment_ids)):
             if mask is not None and tuple(mask.shape) != (batch, cached + length):

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from alibi_attn.attention.bias import Slopes
 from alibi_attn.nn.attention import ALiBiAttention
 from alibi_attn.nn.cache import KVCache
+from alibi_attn.nn.reach_cache import ReachCache
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -70,7 +71,7 @@ class ALiBiTransformerBlock(nn.Module):
         self,
         x: Tensor,
         *,
-        cache: KVCache | None = None,
+        cache: KVCache | ReachCache | None = None,
         key_mask: Tensor | None = None,
         segment_ids: Tensor | None = None,
     ) -> Tensor:

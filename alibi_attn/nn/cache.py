@@ -1,4 +1,7 @@
-"""KVCache: the keys and values that one attention layer keeps while decoding."""
+"""KVCache: the keys and values that one attention layer keeps while decoding; all of them, or a stream of the last ones.
+
+Read next: `reach_cache.py`, which forgets with a proof.
+"""
 
 import operator
 import weakref
@@ -18,15 +21,34 @@ class KVCache:
 
     ALiBi adds nothing to the keys: cropping, reordering and other slopes never make a cache stale.
 
+    With `max_tokens` the cache streams: once it is full, each new token takes the place of the oldest that is not one of the
+    first `sinks`, and those that stay count as neighbors: a token's distances are those inside the cache. That is another
+    computation than full attention (Xiao et al. 2023, sec. 3.2, StreamingLLM's rule for ALiBi), the same however the
+    sequence is cut into chunks.
+
+    Args:
+        max_tokens: how many tokens are held at most; None = all.
+        sinks: how many of the first are never forgotten (attention leans on them); only with `max_tokens`.
+
     >>> cache = KVCache()
     >>> with torch.no_grad():
     ...     for step in range(3):
     ...         key, value = cache.append(torch.ones(1, 2, 1, 4), torch.ones(1, 2, 1, 4))
     >>> len(cache), key.shape
     (3, torch.Size([1, 2, 3, 4]))
+
+    Source: streaming: Xiao et al. 2023 (arXiv:2309.17453).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, max_tokens: int | None = None, sinks: int = 4) -> None:
+        if max_tokens is not None and not 0 <= operator.index(sinks) < operator.index(max_tokens):
+            raise ValueError(
+                f"max_tokens is {max_tokens} and sinks {sinks} but sinks must be from 0 to max_tokens − 1: "
+                "the newest token needs a place"
+            )
+        self.max_tokens, self.sinks = max_tokens, sinks
+        self.forgotten = 0  # tokens that were held once and are no longer
+        self._start = 0  # where the tensors below begin to count
         self._key: Tensor | None = None
         self._value: Tensor | None = None
         self._length = 0
@@ -46,6 +68,11 @@ class KVCache:
         """The values, [B, K, S, D], a view."""
         return self._filled(self._value)
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of the keys and values, with the spare room."""
+        return sum(tensor.untyped_storage().nbytes() for tensor in (self._key, self._value) if tensor is not None)
+
     def append(self, key: Tensor, value: Tensor, *, layer: nn.Module | None = None) -> tuple[Tensor, Tensor]:
         """Add key and value, [B, K, T, D], behind what is there; returns all keys and all values, [B, K, S + T, D].
 
@@ -53,40 +80,66 @@ class KVCache:
             layer: the attention layer that appends; a second one is refused.
 
         Raises:
-            ValueError: another layer, or shapes, dtype or device that do not fit what the cache holds.
+            ValueError: another layer; shapes, dtype or device that do not fit what the cache holds; or several tokens
+                at once that a full stream cannot hold (each would forget others; `ALiBiAttention` appends them singly).
         """
         self._check(key, value, layer)
         new_length = self._length + key.shape[2]
+        if self.max_tokens is not None and new_length > self.max_tokens:
+            return self._stream(key, value)
         if self._key is None or self._value is None:
-            self._key, self._value, self._has_room = key, value, False
+            self._replace(key, value)
         elif torch.is_grad_enabled():
-            self._key = torch.cat([self.key, key], dim=2)
-            self._value = torch.cat([self.value, value], dim=2)
-            self._has_room = False
+            self._replace(torch.cat([self.key, key], dim=2), torch.cat([self.value, value], dim=2))
         else:
-            if not self._can_hold(self._key, new_length):
-                self._key = _with_room(self.key, 2 * new_length)
-                self._value = _with_room(self.value, 2 * new_length)
+            if not self._can_hold(self._key, self._start + new_length):
+                self._replace(_with_room(self.key, 2 * new_length), _with_room(self.value, 2 * new_length))
                 self._has_room = True
-            self._key[:, :, self._length : new_length] = key
-            self._value[:, :, self._length : new_length] = value
+            end = self._start + self._length
+            self._key[:, :, end : end + key.shape[2]] = key
+            self._value[:, :, end : end + key.shape[2]] = value
         self._length = new_length
         return self.key, self.value
+
+    def forget(self, length: int) -> None:
+        """Keep the last `length` positions only; fewer than that are kept as they are.
+
+        Raises:
+            ValueError: `length` is negative.
+        """
+        length = operator.index(length)
+        if length < 0:
+            raise ValueError(f"length is {length} but must be at least 0, the positions to keep")
+        dropped = max(self._length - length, 0)
+        self.forgotten += dropped
+        self._start += dropped
+        self._length -= dropped
 
     def crop(self, length: int) -> None:
         """Keep the first `length` positions: takes back a speculative draft, or with 0 empties the cache.
 
         Raises:
-            ValueError: `length` is negative or more than the cache holds.
+            ValueError: `length` is negative or more than the cache holds, or the tokens that would now be among the last
+                are forgotten.
         """
         length = operator.index(length)
         if not 0 <= length <= self._length:
             raise ValueError(
                 f"length is {length} but the cache holds {self._length} positions: crop to 0 … {self._length}"
             )
-        self._length = length
-        if length == 0:
+        if self.forgotten and 0 < length < self._length:
+            raise ValueError(
+                f"the cache has forgotten {self.forgotten} tokens, and cropped to {length} it would lack some that a "
+                "cache of that length holds; crop(0) empties it"
+            )
+        self.take_back(self._length - length)
+
+    def take_back(self, tokens: int) -> None:
+        """Drop the newest `tokens` positions, whatever was forgotten of the oldest."""
+        self._length -= tokens
+        if self._length == 0:
             self._key = self._value = None
+            self._start = self.forgotten = 0
 
     def reorder(self, indices: Tensor | Sequence[int]) -> None:
         """Row b of the batch becomes what row `indices[b]` was: beam search keeps, drops and copies its beams.
@@ -108,10 +161,30 @@ class KVCache:
         self._key = self._key.index_select(0, rows)
         self._value = self._value.index_select(0, rows)
 
+    def _replace(self, key: Tensor, value: Tensor) -> None:
+        self._key, self._value, self._start, self._has_room = key, value, 0, False
+
+    def _stream(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """The cache is full: the oldest token behind the sinks goes."""
+        assert self.max_tokens is not None
+        if key.shape[2] > 1:
+            raise ValueError(
+                f"{key.shape[2]} tokens do not fit behind {self._length} of at most {self.max_tokens}: "
+                "append those that fit, then one at a time"
+            )
+        first = self.sinks + 1 + self._length - self.max_tokens
+        self._replace(
+            torch.cat([self.key[:, :, : self.sinks], self.key[:, :, first:], key], dim=2),
+            torch.cat([self.value[:, :, : self.sinks], self.value[:, :, first:], value], dim=2),
+        )
+        self._length, self.forgotten = self.max_tokens, self.forgotten + 1
+        return self.key, self.value
+
     def _filled(self, tensor: Tensor | None) -> Tensor:
         if tensor is None:
             raise ValueError("the cache is empty: it has keys and values after the first forward pass")
-        return tensor if tensor.shape[2] == self._length else tensor[:, :, : self._length]
+        whole = self._start == 0 and tensor.shape[2] == self._length
+        return tensor if whole else tensor[:, :, self._start : self._start + self._length]
 
     def _can_hold(self, tensor: Tensor, length: int) -> bool:
         if not self._has_room or length > tensor.shape[2]:

@@ -1,0 +1,150 @@
+"""ReachCache: keeps, per head, only the keys that the certified reach can still need, and says what it forgot.
+
+A head of slope m whose scores never exceed U needs no key at |i − j| ≥ reach (`alibi_attn/reach.py`): steep heads decode in
+constant memory and time for ever, with the outputs of full attention within the tolerance. Shapes as in
+`attention/spec.py`. The bound on U comes from QK-normalisation, or is given; see `ALiBiAttention.reach_cache`.
+"""
+
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from alibi_attn.nn.cache import KVCache
+
+
+class ReachCache:
+    """The keys and values that later queries can still need; `len(cache)` is the number of tokens seen.
+
+    Key heads that keep about as much (to the next power of two) are kept together, so that decoding makes one call for
+    each such group. A key head shared by several query heads keeps the widest of their reaches.
+
+    Args:
+        reach: [H], one per query head, of `ALiBiAttention.static_reach`; it counts the query itself.
+        num_kv_heads: K; default H.
+        score_bound: U, for which the reach was computed. `ALiBiAttention` refuses queries and keys that exceed it (where it can
+            read them: on the CPU, not compiled).
+        tolerance: ε, for which the reach was computed.
+
+    Raises:
+        ValueError: a reach below 1, or heads that do not divide.
+
+    >>> cache = ReachCache([2, 2, 100, 100], score_bound=3.0, tolerance=1e-6)
+    >>> with torch.no_grad():
+    ...     for _ in range(50):
+    ...         parts = cache.append(torch.ones(1, 4, 1, 8), torch.ones(1, 4, 1, 8))
+    >>> cache.kept, cache.forgotten
+    ((1, 1, 50, 50), (49, 49, 0, 0))
+    """
+
+    def __init__(
+        self, reach: Sequence[int] | Tensor, *, score_bound: float, tolerance: float, num_kv_heads: int | None = None
+    ) -> None:
+        per_head = [operator.index(r) for r in (reach.tolist() if isinstance(reach, Tensor) else reach)]
+        heads = len(per_head) if num_kv_heads is None else operator.index(num_kv_heads)
+        if not per_head or min(per_head) < 1:
+            raise ValueError(f"reach is {per_head} but each head's counts the query itself: at least 1")
+        if heads < 1 or len(per_head) % heads:
+            raise ValueError(f"num_kv_heads is {heads} but must divide the {len(per_head)} heads of reach")
+        self.score_bound, self.tolerance = score_bound, tolerance
+        group = len(per_head) // heads
+        widest = [max(per_head[h * group : (h + 1) * group]) for h in range(heads)]
+        rows = sorted(set(map(_rounded_up, widest)))
+        self.key_heads = [[h for h in range(heads) if _rounded_up(widest[h]) == row] for row in rows]
+        self.query_heads = [[h * group + g for h in members for g in range(group)] for members in self.key_heads]
+        self._limits = [max(widest[h] for h in members) for members in self.key_heads]
+        self._caches = [KVCache() for _ in rows]
+        self._num_kv_heads, self._seen, self._longest_key = heads, 0, 0.0
+
+    def __len__(self) -> int:
+        return self._seen
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """Tokens that each key head holds for later queries, [K]."""
+        return self._per_key_head([min(len(c), limit - 1) for c, limit in zip(self._caches, self._limits, strict=True)])
+
+    @property
+    def forgotten(self) -> tuple[int, ...]:
+        """Tokens that each key head has no more, [K]."""
+        return tuple(self._seen - kept for kept in self.kept)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the keys and values, with the spare room."""
+        return sum(cache.nbytes for cache in self._caches)
+
+    def append(self, key: Tensor, value: Tensor, *, layer: nn.Module | None = None) -> list[tuple[Tensor, Tensor]]:
+        """Add key and value, [B, K, T, D]; returns the keys and values that these T queries need, one pair for each group of
+        key heads in `key_heads`, [B, members, S', D]: their last T positions are the new ones.
+
+        Raises:
+            ValueError: another layer, or shapes, dtype or device that do not fit what the cache holds.
+        """
+        if key.ndim != 4 or key.shape[1] != self._num_kv_heads:
+            raise ValueError(f"key has shape {list(key.shape)} but must be [B, K, T, D] with K = {self._num_kv_heads}")
+        parts = []
+        for members, limit, cache in zip(self.key_heads, self._limits, self._caches, strict=True):
+            cache.forget(limit - 1)  # the first new query is the nearest, and the next ones need no more
+            one = len(self.key_heads) == 1
+            parts.append(cache.append(*(x if one else x[:, members] for x in (key, value)), layer=layer))
+        self._seen += key.shape[2]
+        return parts
+
+    def check_bound(self, query: Tensor, key: Tensor, scale: float) -> None:
+        """Raises ValueError where a query [B, H, T, D] and a key so far may score more than was promised."""
+        if torch.compiler.is_compiling() or query.device.type != "cpu" or not query.numel():
+            return
+        longest_query, longest_key = (
+            float(torch.linalg.vector_norm(x.detach().float(), dim=-1).max()) for x in (query, key)
+        )
+        self._longest_key = max(self._longest_key, longest_key)
+        largest = abs(scale) * longest_query * self._longest_key
+        if not largest <= self.score_bound:
+            raise ValueError(
+                f"scores may reach {largest:.6g} but this cache forgot keys for scores up to {self.score_bound:.6g}; "
+                "make it with a larger score_bound, or anew after the weights have changed"
+            )
+
+    def crop(self, length: int) -> None:
+        """Keep the first `length` tokens: takes back a draft, as far as nothing was forgotten that they need.
+
+        Raises:
+            ValueError: more than was seen, or keys that are needed again are gone.
+        """
+        length = operator.index(length)
+        if not 0 <= length <= self._seen:
+            raise ValueError(f"length is {length} but the cache has seen {self._seen} tokens: crop to 0 … {self._seen}")
+        back = self._seen - length
+        lacking = [
+            len(cache) - back < min(length, limit - 1) for cache, limit in zip(self._caches, self._limits, strict=True)
+        ]
+        if length and any(lacking):
+            raise ValueError(
+                f"cropped to {length} of {self._seen} tokens the cache would lack keys that it has forgotten; "
+                "take back drafts before the next append, or crop(0) to empty it"
+            )
+        for cache in self._caches:
+            cache.take_back(len(cache) if length == 0 else back)
+        self._seen = length
+        self._longest_key = self._longest_key if length else 0.0
+
+    def reorder(self, indices: Tensor | Sequence[int]) -> None:
+        """As `KVCache.reorder`."""
+        for cache in self._caches:
+            cache.reorder(indices)
+
+    def __repr__(self) -> str:
+        return (
+            f"ReachCache(seen {self._seen} tokens; key heads keep {list(self.kept)}, forgot {list(self.forgotten)}; "
+            f"{self.nbytes} bytes; at most {self.tolerance:.1e} of any query's softmax mass is forgotten)"
+        )
+
+    def _per_key_head(self, per_group: list[int]) -> tuple[int, ...]:
+        found = {h: n for members, n in zip(self.key_heads, per_group, strict=True) for h in members}
+        return tuple(found[h] for h in range(self._num_kv_heads))
+
+
+def _rounded_up(reach: int) -> int:
+    return 1 << (reach - 1).bit_length()
