@@ -4,8 +4,8 @@ A block visits its own tiles first and knows, after each, a lower bound λ of ev
 has seen. The tiles it has not seen weigh at most exp(U − λ − m·r)/(1 − e^(−m)), with U = |scale|·‖q‖·κ, κ the largest key
 norm among them and r the distance to the nearest. When that is at most the tolerance, the loop ends.
 
-In floating point: without x64 JAX has no fp64, so every norm is scaled by its largest entry (squares neither overflow nor
-vanish) and rounded up by more than its error; λ and U get the error of what they were computed from; anything that is
+In floating point: without x64 JAX has no fp64, so norms are taken of scaled rows (squares neither overflow nor vanish) and
+rounded up by more than their error; λ and U get the error of what they were computed from; anything that is
 not finite certifies nothing, because a comparison with NaN is False.
 """
 
@@ -131,10 +131,17 @@ def certificate(
 
 
 def _norm(x: Array) -> Array:
-    """‖x‖ along the last axis; squares neither overflow nor vanish."""
+    """‖x‖ along the last axis; squares neither overflow nor vanish.
+
+    Rows of very large or small numbers are scaled by a power of two first. (Not by their largest entry: XLA divides by
+    multiplying with the reciprocal, and the reciprocal of 1e38 is below what a device that flushes to zero can hold.)
+    """
+    far = 2.0 ** (np.finfo(x.dtype).maxexp * 5 // 16)
     largest = jnp.abs(x).max(-1)
-    unit = jnp.where(largest > 0, largest, 1.0)
-    return largest * jnp.sqrt(jnp.square(x / unit[..., None]).sum(-1))
+    down, up = largest > far, largest < 1 / far
+    factor = jnp.where(down, far**-2, jnp.where(up, far**2, 1.0)).astype(x.dtype)
+    back = jnp.where(down, far**2, jnp.where(up, far**-2, 1.0)).astype(x.dtype)
+    return jnp.sqrt(jnp.square(x * factor[..., None]).sum(-1)) * back
 
 
 def _error(head_dim: int, dtype: jnp.dtype) -> float:

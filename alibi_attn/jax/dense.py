@@ -58,7 +58,7 @@ def _over_heads(one: Callable[..., Result], plan: Plan, inputs: Inputs, known: _
     batch, heads = inputs.query.shape[:2]
     queries = Queries(_grouped(inputs.query, inputs), inputs.offset, inputs.query_segments)
     keys = Keys(inputs.key, inputs.value, inputs.veil, jnp.zeros_like(inputs.offset), inputs.key_segments)
-    number = _grouped(jnp.arange(batch * heads).reshape(batch, heads), inputs)
+    number = _grouped(jnp.arange(batch * heads, dtype=jnp.int32).reshape(batch, heads), inputs)
     slopes = (_grouped(inputs.left, inputs), _grouped(inputs.right, inputs))
     head = _Head(tiles.head_rule(plan, *slopes, inputs.scale, inputs.window), number)
 
@@ -74,7 +74,8 @@ def _over_heads(one: Callable[..., Result], plan: Plan, inputs: Inputs, known: _
 
 def _grouped(x: Array, inputs: Inputs) -> Array:
     """[B, H, ...] -> [B, K, group, ...]."""
-    return x.reshape(x.shape[0], inputs.key.shape[1], -1, *x.shape[2:])
+    key_heads = inputs.key.shape[1]
+    return x.reshape(x.shape[0], key_heads, x.shape[1] // key_heads, *x.shape[2:])
 
 
 def _joined(x: Array, inputs: Inputs) -> Array:

@@ -87,7 +87,7 @@ def forward(plan: Plan, inputs: Inputs) -> tuple[Array, Array, Visited]:
         last = jnp.where(any_tile, done.visited.last, done.visited.first - 1)
         return output, lse, done.visited._replace(last=last)
 
-    output, lse, visited = lax.map(one, jnp.arange(_count(plan, inputs)))
+    output, lse, visited = lax.map(one, jnp.arange(_count(plan, inputs), dtype=jnp.int32))
     return _joined(output, plan, inputs), _joined(lse, plan, inputs), visited
 
 
@@ -134,7 +134,9 @@ def backward(
         return (done.keys, done.values), (done.query, done.left, done.right)
 
     nothing = jnp.zeros_like(parts.key, dtype=lse.dtype)
-    sums, (of_query, of_left, of_right) = lax.scan(one, (nothing, nothing), jnp.arange(_count(plan, inputs)))
+    sums, (of_query, of_left, of_right) = lax.scan(
+        one, (nothing, nothing), jnp.arange(_count(plan, inputs), dtype=jnp.int32)
+    )
     of_key, of_value = (x.reshape(*x.shape[:2], -1, x.shape[-1])[:, :, : inputs.key.shape[2]] for x in sums)
     of_left, of_right = (x.reshape(*inputs.left.shape, -1).sum(-1) for x in (of_left, of_right))
     return _joined(of_query, plan, inputs), of_key, of_value, of_left, of_right

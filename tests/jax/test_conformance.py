@@ -1,7 +1,9 @@
 """The JAX function computes the definition: the cases, the truth and the checker are those of PyTorch's backends."""
 
+import dataclasses
 from collections.abc import Iterator
 
+import jax
 import pytest
 import torch
 from attention_cases import CASES, Case
@@ -50,3 +52,29 @@ def test_every_case_equals_the_definition(backend: str, case: Case) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_cases_in_their_own_shapes_equal_the_definition(backend: str, name: str) -> None:
     assert_exact(CASE[name], torch.float32, answer(CASE[name], backend=backend), tolerance=EPS["float32"] / 32)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize(
+    ("dtype", "backend", "names"),
+    [
+        ("bfloat16", "dense", ("everything", "symmetric", "heads that never look right")),
+        ("bfloat16", "loop", ("everything", "symmetric", "NaN in masked keys, inf in their values")),
+        ("bfloat16", "loop", ("steep, long", "steep, long, sink, peaked")),
+        ("float16", "loop", ("everything", "symmetric", "NaN in masked keys, inf in their values")),
+        ("float64", "dense", ("everything", "symmetric", "heads that never look right")),
+        ("float64", "loop", ("steep, long", "steep, long, sink, peaked", "steep, long, segments")),
+    ],
+)
+def test_other_dtypes_equal_the_definition(dtype: str, backend: str, names: tuple[str, ...]) -> None:
+    with jax.enable_x64(dtype == "float64"):
+        for name in names:
+            assert_same(CASE[name], dtype, backend=backend)
+
+
+def test_the_checker_fails_on_wrong_answers() -> None:
+    case = Case("checked", window=5, offset=6, query_len=7, key_len=13)
+    for changes in ({"window": 6}, {"offset": 5}, {"causal": False}, {"slopes": "steep"}, {"seed": 1}):
+        wrong = embedded_answer(dataclasses.replace(case, **changes), SMALL, backend="dense")
+        with pytest.raises(AssertionError):
+            assert_exact(case, torch.float32, wrong)

@@ -1,0 +1,194 @@
+"""The function under JAX's transformations: jit, vmap, checkpoint, shard_map, gradients once, dropout, merging by lse."""
+
+import subprocess
+import sys
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from alibi_attn.jax import alibi_attention, attention
+
+B, T, H, D = 2, 24, 4, 8
+
+
+@pytest.fixture(autouse=True)
+def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "QUERY_BLOCK", 8)
+    monkeypatch.setattr(attention, "KEY_TILE", 8)
+
+
+def draw(*shape: int, seed: int = 0) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+QKV = tuple(draw(B, T, H, D, seed=seed) for seed in range(3))
+SLOPES = jnp.asarray([1.0, 0.5, 0.25, 0.125])
+
+
+def loss(query, key, value, slopes, **kwargs) -> jax.Array:
+    output, lse = alibi_attention(query, key, value, slopes, return_lse=True, **kwargs)
+    return (jnp.sin(output) * output).sum() + jnp.cos(lse).sum()
+
+
+GRADS = jax.grad(partial(loss, backend="loop"), argnums=(0, 1, 2, 3))
+
+
+def test_jit_and_checkpoint_equal_eager() -> None:
+    eager = GRADS(*QKV, SLOPES)
+    again = jax.jit(jax.grad(jax.checkpoint(partial(loss, backend="loop")), argnums=(0, 1, 2, 3)))(*QKV, SLOPES)
+    assert_close(again, eager)
+
+
+def test_vmap_equals_a_loop() -> None:
+    many = tuple(jnp.stack([x, 2 * x]) for x in QKV)
+    of_slopes = jnp.stack([SLOPES, 2 * SLOPES])
+    mapped = jax.vmap(GRADS)(*many, of_slopes)
+    for n in range(2):
+        assert_close(jax.tree.map(lambda x, n=n: x[n], mapped), GRADS(*(x[n] for x in many), of_slopes[n]))
+
+
+@pytest.mark.parametrize("axis", ["sequences", "heads"])
+def test_shard_map_equals_one_device(axis: str) -> None:
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    of_array = P("x") if axis == "sequences" else P(None, None, "x")
+    of_slopes = P() if axis == "sequences" else P("x")
+
+    def total(query, key, value, slopes) -> jax.Array:
+        return jax.lax.psum(loss(query, key, value, slopes, backend="loop"), "x")
+
+    sharded = jax.shard_map(total, mesh=mesh, in_specs=(of_array,) * 3 + (of_slopes,), out_specs=P())
+    assert_close(jax.jit(jax.grad(sharded, argnums=(0, 1, 2, 3)))(*QKV, SLOPES), GRADS(*QKV, SLOPES))
+
+
+def test_shared_keys_in_shard_map_sum_their_gradients() -> None:
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    key, value = QKV[1][:, :, :1], QKV[2][:, :, :1]
+
+    def total(query, key, value, slopes) -> jax.Array:
+        return jax.lax.psum(loss(query, key, value, slopes, backend="dense"), "x")
+
+    specs = (P(None, None, "x"), P(), P(), P("x"))
+    sharded = jax.shard_map(total, mesh=mesh, in_specs=specs, out_specs=P())
+    alone = jax.grad(partial(loss, backend="dense"), argnums=(0, 1, 2, 3))(QKV[0], key, value, SLOPES)
+    assert_close(jax.jit(jax.grad(sharded, argnums=(0, 1, 2, 3)))(QKV[0], key, value, SLOPES), alone)
+
+
+def test_a_traced_offset_is_not_compiled_anew() -> None:
+    traced = jax.jit(partial(alibi_attention, backend="dense"))
+    query, key, value = QKV
+    outputs = [traced(query[:, offset : offset + 4], key, value, query_offset=offset) for offset in (3, 20)]
+    assert traced._cache_size() == 1
+    for offset, output in zip((3, 20), outputs, strict=True):
+        assert_close(output, alibi_attention(*QKV, backend="dense")[:, offset : offset + 4])
+
+
+def test_parts_merge_exactly_by_lse() -> None:
+    query, key, value = QKV
+
+    def whole(query, key, value, slopes) -> jax.Array:
+        return jnp.sin(alibi_attention(query, key, value, slopes, backend="dense")).sum()
+
+    def merged(query, key, value, slopes) -> jax.Array:
+        attend = partial(alibi_attention, query, slopes=slopes, return_lse=True, backend="dense")
+        near, of_near = attend(key=key[:, 8:], value=value[:, 8:], query_offset=-8)
+        far, of_far = attend(key=key[:, :8], value=value[:, :8], query_offset=0)
+        share = jax.nn.sigmoid(of_near - of_far).swapaxes(1, 2)[..., None]
+        return jnp.sin(share * near + (1 - share) * far).sum()
+
+    args = (query, key, value, SLOPES)
+    assert_close(jax.grad(merged, argnums=(0, 1, 2, 3))(*args), jax.grad(whole, argnums=(0, 1, 2, 3))(*args))
+
+
+@pytest.mark.parametrize("backend", ["dense", "loop"])
+def test_dropout_has_its_own_gradient(backend: str) -> None:
+    with jax.enable_x64(True):
+        args = (*(jnp.asarray(x, jnp.float64) for x in QKV), jnp.asarray(SLOPES, jnp.float64))
+        key = jax.random.key(7)
+        f = jax.jit(partial(loss, backend=backend, dropout_p=0.4, dropout_key=key))
+        step = tuple(draw(*x.shape, seed=9).astype(jnp.float64) * 1e-5 for x in args)
+        ahead, behind = (f(*(x + sign * d for x, d in zip(args, step, strict=True))) for sign in (1, -1))
+        grads = jax.grad(f, argnums=(0, 1, 2, 3))(*args)
+        along = sum((g * d).sum() for g, d in zip(grads, step, strict=True))
+        np.testing.assert_allclose((ahead - behind) / 2, along, rtol=1e-6)
+        assert f(*args) == f(*args)
+        assert f(*args) != loss(*args, backend=backend, dropout_p=0.4, dropout_key=jax.random.key(8))
+
+
+def test_dropout_keeps_the_mean() -> None:
+    query, key, value = QKV
+    keys = jax.random.split(jax.random.key(0), 400)
+    one = partial(alibi_attention, query, key, jnp.ones_like(value), backend="dense", dropout_p=0.3)
+    mean = jax.vmap(lambda k: one(dropout_key=k))(keys).mean(0)
+    np.testing.assert_allclose(mean[:, 8:], 1.0, atol=0.2)
+
+
+def test_second_derivatives_are_refused() -> None:
+    f = partial(loss, backend="dense")
+    with pytest.raises(NotImplementedError, match="can be differentiated once"):
+        jax.grad(lambda q: jax.grad(f)(q, *QKV[1:], SLOPES).sum())(QKV[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"query": draw(B, T, H, D + 1)}, ValueError, r"query \[B, T, H, D\], key \[B, S, K, D\]"),
+        ({"slopes": jnp.ones(6)}, ValueError, r"slopes has 6 entries but query has 4 heads; pass alibi_slopes\(4\)"),
+        ({"slopes": [1.0, np.nan, 1.0, 1.0]}, ValueError, "slopes must be finite"),
+        ({"window": 0}, ValueError, "counts the query itself"),
+        ({"right_slopes": SLOPES}, ValueError, "pass causal=False"),
+        ({"key_mask": jnp.ones((B, T))}, TypeError, "must be bool"),
+        ({"segment_ids": jnp.ones((B, T), int), "query_offset": 3}, ValueError, "pass a pair"),
+        ({"dropout_p": 0.1}, ValueError, "pass dropout_key"),
+        ({"backend": "flex"}, ValueError, "'auto', 'dense', 'loop'"),
+        ({"query_offset": 1.5}, TypeError, "must be an int or an integer array"),
+        ({"query_offset": 2**30}, ValueError, "must lie between"),
+        ({"query": [1.0]}, TypeError, "must be a jax.Array"),
+        ({"query": QKV[0].astype(jnp.bfloat16)}, TypeError, "must share one dtype"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else None,
+)
+def test_errors_say_what_to_do_also_under_jit(changes: dict, error: type[Exception], message: str) -> None:
+    arguments = dict(zip(("query", "key", "value"), QKV, strict=True)) | changes
+    with pytest.raises(error, match=message):
+        alibi_attention(**arguments)
+    with pytest.raises(error, match=message):
+        jax.jit(lambda: alibi_attention(**arguments))()
+
+
+def test_no_queries_and_no_keys() -> None:
+    query, key, value = QKV
+    assert alibi_attention(query[:, :0], key, value).shape == (B, 0, H, D)
+    output, lse = alibi_attention(query, key[:, :0], value[:, :0], return_lse=True)
+    assert (output == 0).all()
+    assert (lse == -jnp.inf).all()
+    with pytest.raises(ValueError, match="'loop' cannot run this"):
+        alibi_attention(query[:, :0], key, value, backend="loop")
+
+
+def test_memory_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "QUERY_BLOCK", 128)
+    monkeypatch.setattr(attention, "KEY_TILE", 128)
+    grad = jax.jit(jax.grad(lambda q, k, v: alibi_attention(q, k, v).sum(), argnums=(0, 1, 2)))
+    sizes = []
+    for n in (8192, 65536):
+        shape = jax.ShapeDtypeStruct((1, n, 8, 64), jnp.float32)
+        sizes.append(grad.lower(shape, shape, shape).compile().memory_analysis().temp_size_in_bytes)
+    assert sizes[1] <= 8.5 * sizes[0]
+    assert sizes[1] <= 12 * 65536 * 8 * 64 * 4  # a dozen arrays as large as the query
+
+
+def test_nothing_imports_torch_and_a_missing_jax_is_named() -> None:
+    loads = "import sys, alibi_attn.jax.attention, alibi_attn.jax.multihead; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", loads]).returncode == 0
+    without = "import sys; sys.modules['jax'] = None; import alibi_attn.jax"
+    failed = subprocess.run([sys.executable, "-c", without], capture_output=True, text=True)
+    assert 'alibi_attn.jax needs JAX; install it with: pip install "alibi-attn[jax]"' in failed.stderr
+
+
+def assert_close(got: object, expected: object) -> None:
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
