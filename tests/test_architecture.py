@@ -29,6 +29,7 @@ LAYERS = {
     "recipes": 4,
     "cli_bench": 5,
     "cli": 6,
+    "__main__": 7,
     "__main__": 6,
 }
 # Inside attention/, lowest first; those in one row do not import one another.

@@ -101,7 +101,7 @@ def _numerator_parts(
     `constant` has −λ, what rounding may have done to it, and the lengths of the values; inf where nothing may be skipped.
     """
     unit = 2.0**-53 if query.dtype == torch.float64 else 2.0**-24
-    lower, blind = _near_mass(spec, query, key, first)
+    lower = _near_mass(spec, query, key, first) if query.device.type != "cpu" else _near_mass_by_head(spec, query, key)
     error = (spec.head_dim + 64) * unit
     rate = abs(spec.scale) * (1.0 + error) * norm_bound(query)
     largest = key_norms.amax(-1, keepdim=True).repeat_interleave(spec.group, 1)
@@ -109,13 +109,44 @@ def _numerator_parts(
     if value is not None:
         constant = constant + _longer_values(spec, value, first)
     constant = constant.masked_fill(~(constant.isfinite() & rate.isfinite()), math.inf)
-    if blind is not None:
-        constant = constant.masked_fill(blind, -math.inf)
+    if spec.key_mask is not None and spec.causal and spec.query_segments is None:
+        constant = constant.masked_fill(_blind(spec.key_mask, first, spec.query_len)[:, None], -math.inf)
     return rate.masked_fill(~rate.isfinite(), 0.0), constant
 
 
-def _near_mass(spec: Spec, query: Tensor, key: Tensor, first: Tensor) -> tuple[Tensor, Tensor | None]:
-    """λ [B, H, T] fp64, −inf where no near key is seen; and the queries [B, 1, T] that see no key at all, if easy to tell."""
+def _near_mass_by_head(spec: Spec, query: Tensor, key: Tensor) -> Tensor:
+    """`_near_mass`, one key head at a time: on a CPU large temporaries cost more than all the arithmetic."""
+    mass = torch.empty(query.shape[:3], dtype=torch.float64)
+    first = first_positions(spec, query.device).expand(spec.batch)
+    for b in range(spec.batch):
+        for k in range(spec.num_kv_heads):
+            heads = slice(k * spec.group, (k + 1) * spec.group)
+            one = dataclasses.replace(
+                spec, batch=1, num_heads=spec.group, num_kv_heads=1,
+                slopes=_of_heads(spec.slopes, b, heads),
+                right_slopes=None if spec.right_slopes is None else _of_heads(spec.right_slopes, b, heads),
+                query_offset=first[b : b + 1] if isinstance(spec.query_offset, Tensor) else spec.query_offset,
+                key_mask=None if spec.key_mask is None else spec.key_mask[b : b + 1],
+                query_segments=None if spec.query_segments is None else spec.query_segments[b : b + 1],
+                key_segments=None if spec.key_segments is None else spec.key_segments[b : b + 1],
+            )  # fmt: skip
+            mass[b, heads] = _near_mass(one, query[b : b + 1, heads], key[b : b + 1, k : k + 1], first[b : b + 1])[0]
+    return mass
+
+
+def _of_heads(slopes: Tensor, b: int, heads: slice) -> Tensor:
+    return slopes[heads] if slopes.ndim == 1 else slopes[b : b + 1, heads]
+
+
+def _blind(key_mask: Tensor, first: Tensor, query_len: int) -> Tensor:
+    """[B, T]: causal queries that see no key at all."""
+    at = (first[:, None] + torch.arange(query_len, device=first.device)).expand(key_mask.shape[0], -1)
+    known = key_mask.cumsum(-1).gather(1, at.clamp(0, key_mask.shape[1] - 1))
+    return (known == 0) | (at < 0)
+
+
+def _near_mass(spec: Spec, query: Tensor, key: Tensor, first: Tensor) -> Tensor:
+    """λ [B, H, T] fp64: the log-sum-exp over the near keys that a query sees; −inf where it sees none of them."""
     work = torch.float64 if query.dtype == torch.float64 else torch.float32
     near, at = _near_keys(spec, key, first)
     groups, width = at.shape[1:]
@@ -139,20 +170,14 @@ def _near_mass(spec: Spec, query: Tensor, key: Tensor, first: Tensor) -> tuple[T
     scores = scores.sub_(slopes * away)
     if spec.window is not None:
         hidden = hidden | (distance.abs() >= spec.window)
-    blind = None
     if spec.key_mask is not None:
         hidden = hidden | ~_per_sequence(spec.key_mask, at)
-        if spec.causal and spec.query_segments is None:
-            known = spec.key_mask.cumsum(-1)
-            at_query = i.reshape(-1, rows)[:, : spec.query_len].expand(spec.batch, -1)
-            blind = (known.gather(1, at_query.clamp(0, spec.key_len - 1)) == 0) | (at_query < 0)
-            blind = blind[:, None]
     if spec.query_segments is not None and spec.key_segments is not None:
         own = torch.nn.functional.pad(spec.query_segments, (0, rows - spec.query_len)).reshape(-1, groups, NEAR, 1)
         theirs = _per_sequence(spec.key_segments, at)
         hidden = hidden | (own != theirs)
     mass = scores.masked_fill_(hidden[:, None], -math.inf).logsumexp(-1)
-    return mass.flatten(2)[..., : spec.query_len].double(), blind
+    return mass.flatten(2)[..., : spec.query_len].double()
 
 
 def _near_keys(spec: Spec, key: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
@@ -160,10 +185,11 @@ def _near_keys(spec: Spec, key: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
     groups = -(-spec.query_len // NEAR)
     offset = spec.query_offset
     if not isinstance(offset, Tensor) and offset >= 0 and offset + spec.query_len <= spec.key_len:
-        # Every group's own keys and those of the group before: two views of one padded copy, no gathering.
-        padding = (0, 0, NEAR - offset, offset + groups * NEAR - spec.key_len)
-        padded = torch.nn.functional.pad(key, padding).unflatten(2, (groups + 1, NEAR))
-        near = torch.cat([padded[:, :, :-1], padded[:, :, 1:]], dim=3)
+        # Every group's own keys and those of the group before, as overlapping views of one padded copy: no gathering.
+        padded = torch.nn.functional.pad(key, (0, 0, NEAR - offset, offset + groups * NEAR - spec.key_len))
+        b, k, s, d = padded.stride()
+        shape = (key.shape[0], key.shape[1], groups, 2 * NEAR, key.shape[3])
+        near = padded.as_strided(shape, (b, k, NEAR * s, s, d))
         start = torch.arange(groups, device=key.device) * NEAR + (offset - NEAR)
         return near, start[None, :, None] + torch.arange(2 * NEAR, device=key.device)
     width = min(2 * NEAR, spec.key_len)
