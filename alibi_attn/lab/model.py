@@ -16,6 +16,8 @@ from alibi_attn.lab.config import ModelConfig
 from alibi_attn.lab.positions import PositionError, PositionMethod, attend, position_method
 from alibi_attn.nn import KVCache
 
+PREFILL_TOKENS = 2048  # of a prompt that are read at one time, so that only the caches grow with its length
+
 
 class LanguageModel(nn.Module):
     """Tokens [B, T] in, logits [B, T, V] out; what may follow each token.
@@ -124,7 +126,8 @@ def _continuation(
     tokens = torch.tensor([list(prompt)], device=device)
     for _ in range(max_new_tokens):
         with torch.inference_mode():
-            logits = model(tokens, caches=caches)[0, -1].float().cpu()
+            for chunk in tokens.split(PREFILL_TOKENS, dim=1):
+                logits = model(chunk, caches=caches)[0, -1].float().cpu()
         token = _sample(logits, temperature, top_k, generator)
         yield token
         tokens = torch.tensor([[token]], device=device)

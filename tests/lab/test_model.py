@@ -63,6 +63,17 @@ def test_greedy_generation_takes_the_likeliest_token_also_beyond_the_trained_len
         text.append(token)
 
 
+@beyond_methods
+def test_a_long_prompt_is_read_in_pieces_of_bounded_size(tiny_model, method, monkeypatch):
+    model, prompt, lengths = tiny_model(method), some_tokens(50)[0].tolist(), []
+    whole = list(generate(model, prompt, max_new_tokens=5, temperature=0))
+    monkeypatch.setattr("alibi_attn.lab.model.PREFILL_TOKENS", 16)
+    hook = model.register_forward_pre_hook(lambda _, inputs: lengths.append(inputs[0].shape[1]))
+    assert list(generate(model, prompt, max_new_tokens=5, temperature=0)) == whole
+    hook.remove()
+    assert lengths == [16, 16, 16, 2, 1, 1, 1, 1]
+
+
 def test_learned_positions_refuse_to_generate_beyond_the_trained_length(tiny_model):
     model = tiny_model("learned")
     assert len(list(generate(model, [1, 2, 3], max_new_tokens=14))) == 14  # the last new token is never an input
