@@ -64,8 +64,8 @@ class ALiBiPositionalBias(nn.Module):
         ValueError: not one finite slope per head, or a length below 1.
 
     >>> ALiBiPositionalBias(num_heads=8)(query_len=2, key_len=4)[0]
-    tensor([[-1.0000, -0.5000, -0.0000,    -inf],
-            [-1.5000, -1.0000, -0.5000, -0.0000]])
+    tensor([[-1.0000, -0.5000,  0.0000,    -inf],
+            [-1.5000, -1.0000, -0.5000,  0.0000]])
 
     Source: Press et al. 2022, sec. 3 (arXiv:2108.12409).
     """

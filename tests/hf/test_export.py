@@ -1,0 +1,104 @@
+"""A decoder leaves as an MPT checkpoint that AutoModelForCausalLM loads with equal logits, and comes back."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from alibi_attn import ALiBiTransformerBlock
+from alibi_attn.hf import patch
+from alibi_attn.hf.export import DecoderConfig, byte_tokenizer, export_mpt, import_mpt
+
+
+class Decoder(nn.Module):
+    """The decoder that `export.py` describes."""
+
+    def __init__(self, *, num_heads: int = 4, scale: float = 1.0, vocabulary: int = 50, **block: object) -> None:
+        super().__init__()
+        self.scale = scale
+        self.embedding = nn.Embedding(vocabulary, 32)
+        self.blocks = nn.ModuleList(ALiBiTransformerBlock(32, num_heads, **block) for _ in range(2))
+        self.norm = nn.LayerNorm(32, bias=False)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens) * self.scale
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x) @ self.embedding.weight.T
+
+
+def decoder(**options: object) -> Decoder:
+    torch.manual_seed(0)
+    return Decoder(**options).eval()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_heads": 1}, {"num_kv_heads": 2}, {"ffn_dim": 70}, {"scale": math.sqrt(32), "num_kv_heads": 1}],
+)
+@torch.no_grad()
+def test_logits_are_equal_and_the_decoder_comes_back(options, tmp_path):
+    model, ids = decoder(**options), torch.randint(50, (2, 40))
+    about = DecoderConfig(
+        num_heads=options.get("num_heads", 4), trained_length=64, embedding_scale=options.get("scale", 1.0)
+    )
+    folder = export_mpt(model.state_dict(), about, tmp_path / "mpt")
+    loaded = AutoModelForCausalLM.from_pretrained(folder).eval()
+    torch.testing.assert_close(loaded(ids).logits, model(ids), rtol=1e-4, atol=1e-5)
+    with patch(loaded):
+        long = torch.randint(50, (1, 100))
+        torch.testing.assert_close(loaded(long).logits, model(long), rtol=1e-4, atol=1e-5)
+    state, config = import_mpt(folder)
+    assert config == DecoderConfig(num_heads=about.num_heads, trained_length=64)
+    again = decoder(num_heads=about.num_heads)
+    again.load_state_dict(state)
+    torch.testing.assert_close(again(ids), model(ids), rtol=1e-4, atol=1e-5)
+    if not options:
+        assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_a_model_of_bytes_brings_its_tokenizer(tmp_path):
+    folder = export_mpt(
+        decoder(vocabulary=256).state_dict(), DecoderConfig(num_heads=4, trained_length=64), tmp_path / "mpt"
+    )
+    tokenizer, text = AutoTokenizer.from_pretrained(folder), "naïve  \n\tЖ 🙂\x00"
+    assert tokenizer(text)["input_ids"] == list(text.encode())
+    assert tokenizer.decode(list(text.encode())) == text
+    assert byte_tokenizer().get_vocab_size() == 256
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"qk_norm": True}, r"has blocks\.0\.attention\.k_norm\.weight"),
+        ({"bias": True}, r"bias"),
+        ({"learn_slopes": True}, r"slopes\.values"),
+        ({"ffn_dim": 130}, "is 130 wide but an MPT's is 4·32 = 128"),
+    ],
+)
+def test_what_mpt_cannot_be_is_refused(options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        export_mpt(decoder(**options).state_dict(), DecoderConfig(num_heads=4, trained_length=64), tmp_path / "mpt")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_wrong_use_is_told_what_is_allowed(tmp_path, build):
+    state = decoder().state_dict()
+    with pytest.raises(ValueError, match="num_heads is 5 but must divide the width, 32"):
+        export_mpt(state, DecoderConfig(num_heads=5, trained_length=64), tmp_path / "mpt")
+    (tmp_path / "there").mkdir()
+    with pytest.raises(FileExistsError, match="never overwritten"):
+        export_mpt(state, DecoderConfig(num_heads=4, trained_length=64), tmp_path / "there")
+    build("bloom").save_pretrained(tmp_path / "bloom")
+    with pytest.raises(ValueError, match="holds a bloom model but must hold an MPT"):
+        import_mpt(tmp_path / "bloom")
+    build("mpt", attention={"clip_qkv": 1.0}).save_pretrained(tmp_path / "clipped")
+    with pytest.raises(ValueError, match="nothing clipped or normed; patch the model instead"):
+        import_mpt(tmp_path / "clipped")
+    del state["norm.weight"]
+    with pytest.raises(ValueError, match=r"lacks norm\.weight"):
+        export_mpt(state, DecoderConfig(num_heads=4, trained_length=64), tmp_path / "mpt")
