@@ -20,7 +20,7 @@ demo: setup ## Train four position methods short, test them long, write a report
 	$(BIN)/alibi run quick --out runs/quick
 
 test: setup check ## Formatting, lint, types, architecture, and every test
-	$(BIN)/python -m pytest -n auto
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
 check: setup ## Formatting, lint, types, architecture
 	$(BIN)/ruff format --check .
