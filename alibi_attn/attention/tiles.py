@@ -14,7 +14,7 @@ from alibi_attn.attention.spec import AttentionSpec
 
 Spec = AttentionSpec[Tensor]
 
-NEVER = 2**30  # the first tile of a block that visits none
+NEVER = 2**28  # the first tile of a block that visits none; small enough to be multiplied
 
 FINE, HIDDEN, BAD = 0, 1, 2  # see `key_flags`
 

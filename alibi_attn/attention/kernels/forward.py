@@ -7,6 +7,9 @@ formed in the tile, in fp32, from integer distances.
 Flags of keys are those of `attention/tiles.py`: 0 fine, 1 hidden, 2 bad (seen, but NaN or inf).
 """
 
+# mypy: ignore-errors
+# Triton is a language of its own in the clothes of Python; types mean nothing to it.
+
 import triton
 import triton.language as tl
 
@@ -23,17 +26,19 @@ def biased_scores(
     away = tl.abs(distance).to(tl.float32)
     slope = m
     if HAS_RIGHT:
-        slope = tl.where(distance < 0, tl.where(right == float("inf"), 0.0, right), m)
-    scores = products * scale - slope * away
+        slope = tl.where(distance < 0, right, m)
     seen = flag != 1
     if CAUSAL:
         seen = seen & (distance >= 0)
     elif HAS_RIGHT:
-        seen = seen & ((distance >= 0) | (right < float("inf")))
+        # An infinite slope forbids.
+        seen = seen & (slope < float("inf"))
+        slope = tl.where(slope < float("inf"), slope, 0.0)
     if HAS_WINDOW:
         seen = seen & (tl.abs(distance) < window)
     if HAS_SEGMENTS:
         seen = seen & same
+    scores = products * scale - slope * away
     return tl.where(flag == 2, float("nan"), scores), seen
 
 
@@ -54,7 +59,7 @@ def attend(
     HAS_WINDOW: tl.constexpr, HAS_SEGMENTS: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of BN keys: (acc, peak, total) after it. `i`, `position`, `own`, `m`, `right`, `head` are scalars or columns."""
-    start = tile.to(tl.int64) * BN
+    start = tl.cast(tile, tl.int64) * BN
     jj = tl.arange(0, BN)
     d = tl.arange(0, DP)
     inside = tile * BN + jj < S
@@ -69,7 +74,18 @@ def attend(
         same = own == tl.load(KEY_SEGMENTS + start + jj, mask=inside, other=0)[None, :]
     products = tl.dot(q, k.T, input_precision=PRECISION)
     scores, seen = biased_scores(
-        products, position - j, flag[None, :], same, m, right, scale, window, CAUSAL, HAS_RIGHT, HAS_WINDOW, HAS_SEGMENTS
+        products,
+        position - j,
+        flag[None, :],
+        same,
+        m,
+        right,
+        scale,
+        window,
+        CAUSAL,
+        HAS_RIGHT,
+        HAS_WINDOW,
+        HAS_SEGMENTS,
     )
     scores = tl.where(seen, scores, float("-inf"))
     new_peak = tl.maximum(peak, tl.max(scores, 1))
@@ -101,7 +117,6 @@ def forward_kernel(
     Q += b * q_b + h.to(tl.int64) * q_h + n.to(tl.int64) * BM * q_t
     K += b * k_b + kv * k_h
     V += b * v_b + kv * v_h
-    OUT += b * o_b + h.to(tl.int64) * o_h + n.to(tl.int64) * BM * o_t
     FLAGS += (b * (H // G) + kv) * S
     KEY_SEGMENTS += b * S
     m = tl.load(SLOPES + b * slopes_b + h) * LOG2E
@@ -150,5 +165,6 @@ def forward_kernel(
         tl.store(COUNT + bh * N + n, visits)
 
     out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    OUT += b * o_b + h.to(tl.int64) * o_h + n.to(tl.int64) * BM * o_t
     tl.store(OUT + rows[:, None] * o_t + d[None, :], out.to(OUT.dtype.element_ty), mask=ours)
     tl.store(LSE + bh * T + i, (peak + tl.log2(total)) / LOG2E, mask=i < T)

@@ -1,0 +1,364 @@
+"""CUDA: our Triton kernels, which visit only the key tiles inside the certified reach; forward, backward and decoding.
+
+`bounds.py` certifies, `tiles.py` turns the certificate into first and last tiles, in torch operations that stay on the device;
+the kernels (`attention/kernels/`) loop over them. Backward visits exactly the tiles that forward visited, whose plan it keeps.
+On a CPU it runs in Triton's interpreter only, for tests: set TRITON_INTERPRET=1 before anything imports triton.
+"""
+
+import contextlib
+import importlib.util
+import os
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from alibi_attn.attention.bounds import PIN_CHOICES, TILE, bounds, first_positions
+from alibi_attn.attention.spec import AttentionSpec
+from alibi_attn.attention.tiles import (
+    Tiles,
+    heaviest_first,
+    key_flags,
+    key_tiles,
+    pins_of_blocks,
+    query_blocks,
+    reach_and_scores,
+    visited,
+)
+
+Spec = AttentionSpec[Tensor]
+
+MAX_HEAD_DIM = 256
+DECODE_QUERIES = 8  # up to so many queries the heads of a group are packed together and the keys are split
+_INTERPRETER_PROGRAMS = 4  # what the interpreter has in the place of multiprocessors
+
+
+class Shape(NamedTuple):
+    """Queries and keys of one tile, and what the compiler is told."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+_HALF_NARROW = {
+    "forward": Shape(128, 64, 8, 3), "decode": Shape(16, 64, 4, 3), "query": Shape(64, 64, 4, 2), "key": Shape(64, 64, 8, 2)
+}  # fmt: skip
+_HALF = {
+    "forward": Shape(128, 64, 8, 3), "decode": Shape(16, 64, 4, 3), "query": Shape(128, 32, 8, 2), "key": Shape(32, 64, 8, 2)
+}  # fmt: skip
+_HALF_WIDE = {
+    "forward": Shape(64, 32, 8, 2), "decode": Shape(16, 32, 4, 2), "query": Shape(64, 16, 8, 2), "key": Shape(16, 64, 8, 2)
+}  # fmt: skip
+_FP32 = {
+    "forward": Shape(64, 32, 4, 2), "decode": Shape(16, 32, 4, 2), "query": Shape(32, 32, 4, 2), "key": Shape(32, 32, 4, 2)
+}  # fmt: skip
+_FP32_WIDE = {
+    "forward": Shape(64, 16, 8, 1), "decode": Shape(16, 16, 4, 2), "query": Shape(32, 16, 8, 1), "key": Shape(16, 32, 8, 1)
+}  # fmt: skip
+
+
+def why_not(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> str | None:
+    """Needs Triton and a CUDA device of compute capability 8.0, fp16, bf16 or fp32, and heads of at most 256."""
+    if query.dtype == torch.float64:
+        return "it computes in float16, bfloat16 and float32 but query is float64"
+    if spec.head_dim > MAX_HEAD_DIM:
+        return f"its tiles hold heads of at most {MAX_HEAD_DIM} but D is {spec.head_dim}"
+    if query.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
+        if query.dtype == torch.bfloat16:
+            return "Triton's interpreter multiplies bfloat16 wrongly; it does float16 and float32"
+        return _missing(None)
+    if query.device.type != "cuda":
+        return f"it runs on CUDA devices but query is on {query.device}"
+    return _missing(query.device.index)
+
+
+def run(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
+    """(output, lse), as one operator that autograd and torch.compile take as it is."""
+    seed = torch.zeros(1, dtype=torch.int64, device=query.device)
+    if spec.dropout_p > 0:
+        seed = torch.randint(2**62, (1,), device=query.device)
+    output, lse, *_ = _forward_op(
+        query, key, value, spec.slopes, spec.right_slopes, first_positions(spec, query.device), spec.key_mask,
+        spec.query_segments, spec.key_segments, seed, spec.causal, spec.window, spec.scale, spec.dropout_p, spec.tolerance,
+        _may_see_nothing(spec),
+    )  # fmt: skip
+    return output, lse if spec.return_lse else None
+
+
+def visits(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(reach, scores), each [B, H] int64: 1 + the largest |i − j| that is read, and the scores that are computed."""
+    return reach_and_scores(spec, plan(spec, query, key, value))
+
+
+def plan(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> Tiles:
+    """The tiles that every block of queries visits, before it does."""
+    found = bounds(spec, query, key, value)
+    return key_tiles(spec, found, rows=plan_rows(spec, query.dtype), shared=spec.query_len <= DECODE_QUERIES)
+
+
+def plan_rows(spec: Spec, dtype: torch.dtype) -> int:
+    """Queries that share one plan."""
+    return TILE if spec.query_len <= DECODE_QUERIES else tile_shape("forward", dtype, spec.head_dim).queries
+
+
+def tile_shape(kernel: Literal["forward", "decode", "query", "key"], dtype: torch.dtype, head_dim: int) -> Shape:
+    """Tiles that fit the shared memory of sm_80 and, in half precision up to D = 128, compile without spilling on sm_90.
+
+    The keys divide TILE and the queries of backward those of forward, which are the plan's.
+    """
+    narrow, wide = head_dim <= 64, head_dim > 128
+    if dtype == torch.float32:
+        return _FP32_WIDE[kernel] if wide else _FP32[kernel]
+    return (_HALF_NARROW if narrow else _HALF_WIDE if wide else _HALF)[kernel]
+
+
+def forward(
+    spec: Spec, query: Tensor, key: Tensor, value: Tensor, tiles: Tiles, seed: Tensor, counts: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(output, lse) over the tiles of a plan; `counts` [B, H, N] int32 receives how many each block visited.
+
+    For decoding, `counts` is [B, K, parts] with the parts of `decode_parts`.
+    """
+    from alibi_attn.attention.kernels import decode as decode_kernels
+    from alibi_attn.attention.kernels import forward as forward_kernels
+
+    output = torch.empty_like(query)
+    decoding = spec.query_len <= DECODE_QUERIES
+    shape = tile_shape("decode" if decoding else "forward", query.dtype, spec.head_dim)
+    shared = _shared_arguments(spec, query, key, value, tiles, seed)
+    shared |= {
+        "PIN_TABLE": pins_of_blocks(tiles),
+        "COUNT": seed if counts is None else counts,
+        "COUNTS": counts is not None,
+    }
+    options = {"BN": shape.keys, "num_warps": shape.warps, "num_stages": shape.stages}
+    if decoding:
+        parts = decode_parts(spec, query)
+        chunks = -(-spec.group * spec.query_len // shape.queries)
+        outputs = torch.empty((parts, *query.shape), dtype=torch.float32, device=query.device)
+        masses = torch.empty((parts, *query.shape[:3]), dtype=torch.float32, device=query.device)
+        with _on(query):
+            decode_kernels.decode_kernel[(spec.batch * spec.num_kv_heads, chunks, parts)](
+                **shared, **options, PARTS=outputs, MASSES=masses, ROWS=shape.queries
+            )
+        lse = masses.logsumexp(0)
+        share = (masses - lse.masked_fill(lse == -torch.inf, 0.0)).exp()
+        return output.copy_((outputs * share[..., None]).sum(0)), lse
+    lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+    blocks = tiles.plan.shape[2]
+    with _on(query):
+        forward_kernels.forward_kernel[(spec.batch * spec.num_heads * blocks,)](
+            **shared, **options, **_strides("o", "bht", output), OUT=output, LSE=lse, ORDER=heaviest_first(tiles),
+            N=blocks, BM=shape.queries,
+        )  # fmt: skip
+    return output, lse
+
+
+def decode_parts(spec: Spec, query: Tensor) -> int:
+    """Into how many parts the keys are split: enough programs for the device, not less than four tiles each."""
+    programs = _INTERPRETER_PROGRAMS
+    if query.device.type == "cuda":
+        programs = 2 * torch.cuda.get_device_properties(query.device).multi_processor_count
+    return max(1, min(programs // (spec.batch * spec.num_kv_heads), -(-spec.key_len // (4 * TILE)), 64))
+
+
+def backward(
+    spec: Spec, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor,
+    grad_lse: Tensor | None, tiles: Tiles, seed: Tensor, *, slopes_wanted: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dq, dk, dv, dslopes): the exact gradient over the plan's tiles; dslopes is [2, B, H] fp64, left and right."""
+    from alibi_attn.attention.kernels import backward as kernels
+
+    if grad_output.stride(-1) != 1:
+        grad_output = grad_output.contiguous()
+    delta = torch.empty_like(lse)
+    dq, dk, dv = (torch.empty_like(x) for x in (query, key, value))
+    size = (2, *lse.shape) if slopes_wanted else (1,)
+    dslopes = torch.empty(size, dtype=torch.float32, device=query.device)
+    shared = _shared_arguments(spec, query, key, value, tiles, seed)
+    shared |= {"DOUT": grad_output, **_strides("do", "bht", grad_output), "LSE": lse, "DELTA": delta}
+    shared |= {"ROWS": tiles.rows, "N": tiles.plan.shape[2]}
+    asked = query_blocks(tiles, count=-(-spec.key_len // TILE))
+    of_key_heads = visited(tiles).sum(-1).unflatten(1, (spec.num_kv_heads, spec.group)).sum(-1).flatten()
+    with _on(query):
+        shape = tile_shape("query", query.dtype, spec.head_dim)
+        kernels.query_kernel[(spec.batch * spec.num_heads * -(-spec.query_len // shape.queries),)](
+            **shared, **_strides("o", "bht", output), **_strides("dq", "bht", dq), OUT=output, DQ=dq, DSLOPES=dslopes,
+            DLSE=lse if grad_lse is None else grad_lse.contiguous(), HAS_DLSE=grad_lse is not None,
+            SLOPES_WANTED=slopes_wanted, PIN_TABLE=pins_of_blocks(tiles), ORDER=heaviest_first(tiles),
+            BM=shape.queries, BN=shape.keys, num_warps=shape.warps, num_stages=shape.stages,
+        )  # fmt: skip
+        shape = tile_shape("key", query.dtype, spec.head_dim)
+        kernels.key_kernel[(spec.batch * spec.num_kv_heads * -(-spec.key_len // shape.keys),)](
+            **shared, **_strides("dk", "bhs", dk), **_strides("dv", "bhs", dv), DK=dk, DV=dv, ASKED=asked,
+            ORDER=of_key_heads.argsort(descending=True, stable=True).to(torch.int32),
+            BM=shape.queries, BN=shape.keys, num_warps=shape.warps, num_stages=shape.stages,
+        )  # fmt: skip
+    if not slopes_wanted:
+        return dq, dk, dv, torch.zeros(2, spec.batch, spec.num_heads, dtype=torch.float64, device=query.device)
+    return dq, dk, dv, dslopes.sum(-1, dtype=torch.float64)
+
+
+@torch.library.custom_op("alibi_attn::fused_forward", mutates_args=())
+def _forward_op(
+    query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, right_slopes: Tensor | None, first: Tensor,
+    key_mask: Tensor | None, query_segments: Tensor | None, key_segments: Tensor | None, seed: Tensor,
+    causal: bool, window: int | None, scale: float, dropout_p: float, tolerance: float, may_see_nothing: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    spec = _spec(
+        query, key, slopes, right_slopes, first, key_mask, query_segments, key_segments, causal, window, scale, dropout_p,
+        tolerance,
+    )  # fmt: skip
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    tiles = plan(spec, query, key, value)
+    output, lse = forward(spec, query, key, value, tiles, seed)
+    return output, lse, tiles.plan, tiles.pins
+
+
+@torch.library.custom_op("alibi_attn::fused_backward", mutates_args=())
+def _backward_op(
+    grad_output: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor,
+    slopes: Tensor, right_slopes: Tensor | None, first: Tensor, key_mask: Tensor | None, query_segments: Tensor | None,
+    key_segments: Tensor | None, seed: Tensor, plan: Tensor, pins: Tensor,
+    causal: bool, window: int | None, scale: float, dropout_p: float, may_see_nothing: bool, slopes_wanted: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    spec = _spec(
+        query,
+        key,
+        slopes,
+        right_slopes,
+        first,
+        key_mask,
+        query_segments,
+        key_segments,
+        causal,
+        window,
+        scale,
+        dropout_p,
+    )
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    if may_see_nothing:
+        # 0·NaN: what is in a query that sees nothing must not reach the keys.
+        nothing = (lse == -torch.inf)[..., None]
+        query, grad_output = query.masked_fill(nothing, 0.0), grad_output.masked_fill(nothing, 0.0)
+    tiles = Tiles(plan, pins, plan_rows(spec, query.dtype))
+    dq, dk, dv, sides = backward(
+        spec, query, key, value, output, lse, grad_output, grad_lse, tiles, seed, slopes_wanted=slopes_wanted
+    )
+    if right_slopes is None:
+        sides = torch.stack([sides.sum(0), torch.zeros_like(sides[0])])
+    shapes = (slopes, slopes if right_slopes is None else right_slopes)
+    dslopes, dright = (
+        (side if s.ndim == 2 else side.sum(0)).to(s.dtype) for side, s in zip(sides, shapes, strict=True)
+    )
+    return dq, dk, dv, dslopes, dright
+
+
+@_forward_op.register_fake
+def _(query, key, value, slopes, *_rest):  # type: ignore[no-untyped-def]
+    b, h, t, d = query.shape
+    rows = TILE if t <= DECODE_QUERIES else tile_shape("forward", query.dtype, d).queries
+    output = torch.empty_like(query if query.stride(-1) == 1 else query.contiguous())
+    return (
+        output,
+        query.new_empty((b, h, t), dtype=torch.float32),
+        query.new_empty((b, h, (t + rows - 1) // rows, 4), dtype=torch.int32),
+        query.new_empty((b, h, max(PIN_CHOICES)), dtype=torch.int32),
+    )
+
+
+@_backward_op.register_fake
+def _(grad_output, grad_lse, query, key, value, output, lse, slopes, right_slopes, *_rest):  # type: ignore[no-untyped-def]
+    right = slopes if right_slopes is None else right_slopes
+    like = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    return (*(torch.empty_like(x) for x in like), slopes.new_empty(slopes.shape), right.new_empty(right.shape))
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    *tensors, causal, window, scale, dropout_p, _tolerance, may_see_nothing = inputs
+    out, lse, plan, pins = output
+    ctx.save_for_backward(*tensors[:3], out, lse, *tensors[3:], plan, pins)
+    ctx.numbers = causal, window, scale, dropout_p, may_see_nothing
+    ctx.mark_non_differentiable(plan, pins)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None, *_integers: Any) -> tuple[Any, ...]:
+    slopes_wanted = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
+    saved = ctx.saved_tensors
+    if grad_output is None:
+        grad_output = torch.zeros_like(saved[3])
+    dq, dk, dv, dslopes, dright = _backward_op(grad_output, grad_lse, *saved, *ctx.numbers, slopes_wanted)
+    if not slopes_wanted:
+        return dq, dk, dv, *[None] * 13
+    return dq, dk, dv, dslopes, dright if saved[6] is not None else None, *[None] * 11
+
+
+_forward_op.register_autograd(_backward, setup_context=_save)
+
+
+def _shared_arguments(
+    spec: Spec, query: Tensor, key: Tensor, value: Tensor, tiles: Tiles, seed: Tensor
+) -> dict[str, Any]:
+    """What every kernel is told about the call."""
+    first = first_positions(spec, query.device)
+    slopes = spec.slopes.detach().contiguous()
+    right = slopes if spec.right_slopes is None else spec.right_slopes.detach().contiguous()
+    segments = spec.query_segments is not None and spec.key_segments is not None
+    return {
+        "Q": query, "K": key, "V": value, "SLOPES": slopes, "RIGHT": right, "FIRST": first.contiguous(), "SEED": seed,
+        "PLAN": tiles.plan.contiguous(), "FLAGS": key_flags(spec, key, value).contiguous(),
+        "QUERY_SEGMENTS": spec.query_segments.contiguous() if spec.query_segments is not None else first,
+        "KEY_SEGMENTS": spec.key_segments.contiguous() if spec.key_segments is not None else first,
+        **_strides("q", "bht", query), **_strides("k", "bhs", key), **_strides("v", "bhs", value),
+        "slopes_b": spec.num_heads if slopes.ndim == 2 else 0, "right_b": spec.num_heads if right.ndim == 2 else 0,
+        "first_b": 0 if first.numel() == 1 else 1, "scale": spec.scale, "dropout": spec.dropout_p,
+        "window": min(spec.window or 0, 2**31 - 1), "H": spec.num_heads, "G": spec.group, "T": spec.query_len, "S": spec.key_len,
+        "D": spec.head_dim, "DP": max(16, 1 << (spec.head_dim - 1).bit_length()), "TILE": TILE, "CAUSAL": spec.causal,
+        "HAS_RIGHT": spec.right_slopes is not None, "HAS_WINDOW": spec.window is not None, "HAS_SEGMENTS": segments,
+        "HAS_DROPOUT": spec.dropout_p > 0, "PRECISION": "ieee" if torch.version.hip else "tf32x3",
+    }  # fmt: skip
+
+
+def _strides(name: str, axes: str, tensor: Tensor) -> dict[str, int]:
+    return {f"{name}_{axis}": stride for axis, stride in zip(axes, tensor.stride(), strict=False)}
+
+
+def _on(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current device, which may be another than the tensor's."""
+    return torch.cuda.device(tensor.device) if tensor.device.type == "cuda" else contextlib.nullcontext()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _missing(device: int | None) -> str | None:
+    """What this machine lacks."""
+    if importlib.util.find_spec("triton") is None:
+        return "it needs Triton; pip install triton"
+    if device is not None and torch.version.hip is None:
+        capability = torch.cuda.get_device_capability(device)
+        if capability < (8, 0):
+            return f"it needs compute capability 8.0 but the device has {capability[0]}.{capability[1]}"
+    return None
+
+
+def _may_see_nothing(spec: Spec) -> bool:
+    """False where every query surely sees its own key."""
+    if spec.key_mask is not None or spec.key_segments is not None or isinstance(spec.query_offset, Tensor):
+        return True
+    return spec.query_offset < 0 or spec.query_offset + spec.query_len > spec.key_len
+
+
+def _spec(
+    query: Tensor, key: Tensor, slopes: Tensor, right_slopes: Tensor | None, first: Tensor, key_mask: Tensor | None,
+    query_segments: Tensor | None, key_segments: Tensor | None, causal: bool, window: int | None, scale: float,
+    dropout_p: float = 0.0, tolerance: float = 0.0,
+) -> Spec:  # fmt: skip
+    """The description, back from what an operator can carry."""
+    b, h, t, d = query.shape
+    return AttentionSpec(
+        batch=b, num_heads=h, num_kv_heads=key.shape[1], query_len=t, key_len=key.shape[2], head_dim=d,
+        slopes=slopes, right_slopes=right_slopes, causal=causal, window=window, scale=scale, query_offset=first,
+        key_mask=key_mask, query_segments=query_segments, key_segments=key_segments, dropout_p=dropout_p, tolerance=tolerance,
+    )  # fmt: skip

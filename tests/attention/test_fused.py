@@ -1,0 +1,130 @@
+"""The Triton kernels, interpreted: the whole case list, exactly the certified tiles, and what autograd and compile ask."""
+
+import dataclasses
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+
+import fused_in_interpreter as inside
+import numpy as np
+import pytest
+import torch
+from attention_cases import CASES, Case
+from attention_checks import assert_exact
+from attention_oracle import Answer
+
+from alibi_attn.attention.backends import fused
+
+LONG = Case("long", batch=1, heads=2, query_len=333, key_len=333, slopes="steep")
+SINK = dataclasses.replace(LONG, name="sink", sink=200.0)
+CHUNK = Case("chunk", batch=1, heads=4, kv_heads=2, query_len=70, key_len=400, slopes="steep", offset=300)
+BOTH = Case("both sides", batch=1, heads=2, query_len=260, key_len=260, slopes="steep", causal=False)
+DECODE = Case("decode", batch=2, heads=4, kv_heads=2, query_len=3, key_len=700, slopes="steep", head_dim=16)
+DECODE_SINK = dataclasses.replace(DECODE, name="decode with a sink", sink=200.0)
+HALF = tuple(case for case in CASES if case.name in {
+    "plain", "grouped-query", "one query", "queries at the end of longer keys", "right slopes a batch", "symmetric window",
+    "NaN in masked keys, inf in their values", "everything", "steep, long, sink, peaked", "steep, long, chunk",
+})  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[ProcessPoolExecutor]:
+    with inside.interpreter() as executor:
+        yield executor
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_fp32_equals_the_definition(interpreter: ProcessPoolExecutor, case: Case) -> None:
+    assert_exact(case, torch.float32, _answer(interpreter, case, "float32"), tolerance=2.0**-28)
+
+
+@pytest.mark.parametrize("case", HALF, ids=str)
+def test_fp16_equals_the_definition(interpreter: ProcessPoolExecutor, case: Case) -> None:
+    assert_exact(case, torch.float16, _answer(interpreter, case, "float16"), tolerance=2.0**-15)
+
+
+@pytest.mark.parametrize("case", [LONG, SINK, CHUNK, BOTH, DECODE, DECODE_SINK], ids=str)
+def test_exactly_the_certified_tiles_are_visited(interpreter: ProcessPoolExecutor, case: Case) -> None:
+    counted, certified, every = interpreter.submit(inside.visits_and_certificate, case, 1e-6).result()
+    assert_visits(counted, certified, every)
+
+
+def assert_visits(counted: np.ndarray, certified: np.ndarray, every: int) -> None:
+    """What was visited is the plan, and less than everything."""
+    assert (counted == certified).all(), f"visited {counted.tolist()} but certified are {certified.tolist()}"
+    assert counted.sum() < 0.75 * every, f"{counted.sum()} of {every} tiles are visited: nothing is skipped"
+
+
+def test_a_kernel_that_visits_every_tile_is_found_out() -> None:
+    with pytest.raises(AssertionError, match="visited"):
+        assert_visits(np.full((1, 1, 2), 6), np.full((1, 1, 2), 2), 12)
+    with pytest.raises(AssertionError, match="nothing is skipped"):
+        assert_visits(np.full((1, 1, 2), 6), np.full((1, 1, 2), 6), 12)
+
+
+@pytest.mark.parametrize("case", [LONG, SINK, CHUNK, BOTH], ids=str)
+def test_what_is_skipped_weighs_less_than_the_tolerance(interpreter: ProcessPoolExecutor, case: Case) -> None:
+    share, computed = interpreter.submit(inside.plan_skips_only_what_it_may, case, 1e-6).result()
+    assert share <= 1e-6
+    assert computed < 0.75
+
+
+@pytest.mark.parametrize("case", [LONG, SINK, CHUNK, BOTH], ids=str)
+def test_backward_visits_what_forward_visited(interpreter: ProcessPoolExecutor, case: Case) -> None:
+    errors = interpreter.submit(inside.gradient_of_the_truncated_function, case, 0.2).result()
+    assert max(errors.values()) < 2e-5, errors
+
+
+def test_unseen_numbers_change_nothing(interpreter: ProcessPoolExecutor) -> None:
+    interpreter.submit(inside.unseen_numbers_change_nothing).result()
+
+
+def test_layouts_agree(interpreter: ProcessPoolExecutor) -> None:
+    interpreter.submit(inside.layouts_agree).result()
+
+
+def test_compile_autocast_checkpointing_and_library_checks(interpreter: ProcessPoolExecutor) -> None:
+    interpreter.submit(inside.compiled_and_checked).result()
+
+
+def test_dropout_is_the_same_in_backward(interpreter: ProcessPoolExecutor) -> None:
+    errors = interpreter.submit(inside.dropout_is_the_same_in_backward).result()
+    kept = errors.pop("kept")
+    assert max(errors.values()) < 1e-5, errors
+    assert abs(kept - 0.7) < 0.05  # four standard deviations of 1,088 draws
+
+
+@pytest.mark.parametrize("case", [DECODE, DECODE_SINK], ids=str)
+def test_decoding_equals_forward(interpreter: ProcessPoolExecutor, case: Case) -> None:
+    gap, parts = interpreter.submit(inside.decoding_equals_forward, case).result()
+    assert gap < 1e-5
+    assert parts == 1 or case.batch * 2 < 4
+
+
+def test_split_decoding_equals_forward(interpreter: ProcessPoolExecutor) -> None:
+    gap, parts = interpreter.submit(inside.decoding_equals_forward, dataclasses.replace(DECODE_SINK, batch=1)).result()
+    assert gap < 1e-5
+    assert parts == 2
+
+
+def test_refusals_name_their_reason(interpreter: ProcessPoolExecutor) -> None:
+    assert "float64" in interpreter.submit(inside.refusal, "float64", 8).result()
+    assert "bfloat16 wrongly" in interpreter.submit(inside.refusal, "bfloat16", 8).result()
+    assert "at most 256 but D is 257" in interpreter.submit(inside.refusal, "float32", 257).result()
+    assert interpreter.submit(inside.refusal, "float16", 256).result() is None
+    assert inside.refusal("float32", 8) == "it runs on CUDA devices but query is on cpu"
+
+
+def test_tiles_divide_the_certificates_own() -> None:
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for head_dim in (16, 64, 128, 256):
+            rows = fused.tile_shape("forward", dtype, head_dim).queries
+            assert rows % fused.TILE == 0
+            for kernel in ("forward", "decode", "query", "key"):
+                shape = fused.tile_shape(kernel, dtype, head_dim)
+                assert fused.TILE % shape.keys == 0
+                assert kernel == "decode" or (rows % shape.queries == 0 and fused.TILE % min(shape.queries, 64) == 0)
+
+
+def _answer(interpreter: ProcessPoolExecutor, case: Case, dtype: str) -> Answer:
+    got = {n: torch.from_numpy(x) for n, x in interpreter.submit(inside.case_answer, case, dtype).result().items()}
+    return Answer(got.pop("output"), got.pop("lse"), got)
