@@ -74,7 +74,7 @@ def dropped_share(attack: Attack) -> float:
     return float(((weight * ~read).sum(-1) / np.where(total == 0, 1.0, total)).max())
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(seed=st.integers(0, 10**9))
 def test_attacks_drop_no_more_than_the_tolerance(seed: int) -> None:
     attack = dataclasses.replace(random_attack(seed), length=LENGTH, head_dim=4, group=2, dtype="float32")
@@ -128,7 +128,7 @@ TRIPS_SLOPES = (1.0, 0.25, 0.0625, 2.0**-6)
 
 def noise() -> list[jnp.ndarray]:
     rng = np.random.default_rng(0)
-    return [jnp.asarray(rng.standard_normal((1, N, len(TRIPS_SLOPES), D)), jnp.float32) for _ in range(3)]
+    return [jnp.asarray(rng.standard_normal((2, N, len(TRIPS_SLOPES), D)), jnp.float32) for _ in range(3)]
 
 
 def certified_tiles(query, key, tolerance: float) -> np.ndarray:
@@ -157,7 +157,7 @@ def test_the_loop_reads_no_more_than_the_certificate() -> None:
     read = visited_tiles(query, key, value, TRIPS_SLOPES, block=T, tile=T)
     assert_trips(read, certified)
     everything = np.tril(np.ones((N // T, N // T), bool))
-    assert read.sum() < 0.6 * len(TRIPS_SLOPES) * everything.sum()
+    assert read[0].sum() < 0.6 * len(TRIPS_SLOPES) * everything.sum()
     with pytest.raises(AssertionError, match="are certified"):
         assert_trips(visited_tiles(query, key, value, TRIPS_SLOPES, block=T, tile=T, tolerance=0.0), certified)
 
@@ -171,24 +171,26 @@ def test_tolerance_zero_reads_every_visible_tile() -> None:
 def test_a_few_giant_keys_cost_a_few_tiles() -> None:
     query, key, value = noise()
     calm = visited_tiles(query, key, value, TRIPS_SLOPES, block=T, tile=T).sum(-1)
-    giant = visited_tiles(query, key.at[0, 3].mul(40).at[0, 200].mul(40), value, TRIPS_SLOPES, block=T, tile=T).sum(-1)
+    giant = visited_tiles(query, key.at[:, 3].mul(40).at[:, 200].mul(40), value, TRIPS_SLOPES, block=T, tile=T).sum(-1)
     assert (giant <= calm + OUTLIERS + 2).all()
 
 
 def test_what_is_hidden_is_not_read() -> None:
     query, key, value = noise()
-    segments = jnp.asarray(np.arange(N) // 256)[None]
+    segments = jnp.broadcast_to(np.arange(N) // 256, (2, N))
     packed = visited_tiles(query, key, value, [0.0] * 4, block=T, tile=T, segment_ids=segments)[0, 0]
     block = np.arange(N // T)
     assert (packed == ((block[:, None] // 4 == block // 4) & (block <= block[:, None]))).all()
     window = visited_tiles(query, key, value, [0.0] * 4, block=T, tile=T, window=65)[0, 0]
     assert (window == ((block <= block[:, None]) & (block >= block[:, None] - 1))).all()
-    padded = visited_tiles(query, key, value, [0.0] * 4, block=T, tile=T, key_mask=jnp.arange(N)[None] >= 512)[0, 0]
+    padded = visited_tiles(
+        query, key, value, [0.0] * 4, block=T, tile=T, key_mask=jnp.broadcast_to(jnp.arange(N) >= 512, (2, N))
+    )[0, 0]
     assert (padded == ((block >= 8) & (block <= block[:, None]))).all()
 
 
 def test_other_sequences_never_change_what_is_skipped() -> None:
     query, key, value = noise()
-    alone = visited_tiles(query, key, value, TRIPS_SLOPES, block=T, tile=T)
-    pair = [jnp.concatenate([x, 50 * x]) for x in (query, key, value)]
-    assert (visited_tiles(*pair, TRIPS_SLOPES, block=T, tile=T)[0] == alone[0]).all()
+    read = visited_tiles(query, key, value, TRIPS_SLOPES, block=T, tile=T)
+    louder = [x.at[1].mul(50) for x in (query, key, value)]
+    assert (visited_tiles(*louder, TRIPS_SLOPES, block=T, tile=T)[0] == read[0]).all()

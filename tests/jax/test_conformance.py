@@ -18,8 +18,8 @@ EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64":
 
 # Run in their own shapes too: the ones that no room holds, and one of each kind of argument.
 OWN_SHAPES = (
-    "twelve heads, slopes not sorted", "71 heads over one key head", "one query", "heads that never look right",
-    "packed segments", "window", "steep, long",
+    "twelve heads, slopes not sorted", "71 heads over one key head", "one query", "packed segments, symmetric, mask",
+    "steep, long",
 )  # fmt: skip
 
 

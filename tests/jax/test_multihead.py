@@ -12,6 +12,12 @@ from alibi_attn.jax import alibi_dot_product_attention, mha_alibi
 
 H, D_IN, WIDTH = 4, 6, 16
 SLOPES = jnp.asarray([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8])  # 2^(−8(h + 1)/4)
+LAYER = linen.MultiHeadDotProductAttention(num_heads=H, qkv_features=WIDTH)
+PARAMETERS = jax.jit(LAYER.init)(jax.random.key(1), jnp.ones((1, D_IN)))
+
+
+def apply(layer: linen.Module, *args: jax.Array, **kwargs) -> jax.Array:
+    return jax.jit(partial(layer.apply, **kwargs))(PARAMETERS, *args)
 
 
 def typed_bias(query_len: int, key_len: int, first: int = 0) -> jax.Array:
@@ -41,8 +47,7 @@ def draw(*shape: int, seed: int = 0) -> jax.Array:
 def test_linen_layer_equals_the_bias_typed_out(batch: tuple[int, ...]) -> None:
     x = draw(*batch, 7, D_IN)
     ours, _ = layers()
-    parameters = ours.init(jax.random.key(1), x)
-    assert_close(ours.apply(parameters, x), biased(typed_bias(7, 7)).apply(parameters, x))
+    assert_close(apply(ours, x), apply(biased(typed_bias(7, 7)), x))
 
 
 @pytest.mark.parametrize("kind", ["causal", "padding", "padding of one axis fewer"])
@@ -54,25 +59,22 @@ def test_masks_mean_what_they_mean_in_flax(kind: str) -> None:
         seen = jnp.arange(7) < jnp.asarray([[7], [4], [1]])
         mask = seen[:, None, None, :] if kind == "padding" else seen[:1, None, :]
     ours, _ = layers()
-    parameters = ours.init(jax.random.key(1), x)
-    assert_close(ours.apply(parameters, x, mask=mask), biased(typed_bias(7, 7)).apply(parameters, x, mask=mask))
+    assert_close(apply(ours, x, mask=mask), apply(biased(typed_bias(7, 7)), x, mask=mask))
 
 
 def test_causal_by_argument_equals_causal_by_mask() -> None:
     x = draw(2, 7, D_IN)
     by_mask, by_argument = layers()[0], layers(causal=True)[0]
-    parameters = by_mask.init(jax.random.key(1), x)
     mask = linen.make_causal_mask(jnp.ones((2, 7)))
-    assert_close(by_argument.apply(parameters, x), by_mask.apply(parameters, x, mask=mask))
+    assert_close(apply(by_argument, x), apply(by_mask, x, mask=mask))
 
 
 @pytest.mark.parametrize("first", [0, None], ids=["from zero", "the last of the positions"])
 def test_cross_attention(first: int | None) -> None:
     x, memory = draw(2, 5, D_IN), draw(2, 9, D_IN, seed=1)
     ours, _ = layers(query_offset=first)
-    parameters = ours.init(jax.random.key(1), x, memory)
     typed = biased(typed_bias(5, 9, first=9 - 5 if first is None else first))
-    assert_close(ours.apply(parameters, x, memory), typed.apply(parameters, x, memory))
+    assert_close(apply(ours, x, memory), apply(typed, x, memory))
 
 
 def test_decoding_in_linen_equals_the_causal_pass() -> None:
@@ -112,12 +114,11 @@ def test_nnx_layer_and_its_decoding_equal_the_bias_typed_out() -> None:
 def test_sown_weights_are_the_softmax() -> None:
     x = draw(2, 7, D_IN)
     ours, _ = layers()
-    parameters = ours.init(jax.random.key(1), x)
-    output, sown = ours.apply(parameters, x, sow_weights=True, mutable=["intermediates"])
+    output, sown = apply(ours, x, sow_weights=True, mutable=["intermediates"])
     (weights,) = sown["intermediates"]["attention_weights"]
     assert weights.shape == (2, H, 7, 7)
     np.testing.assert_allclose(weights.sum(-1), 1.0, rtol=1e-6)
-    assert_close(output, ours.apply(parameters, x))
+    assert_close(output, apply(ours, x))
 
 
 def test_dropout_draws_from_the_layer() -> None:
@@ -150,10 +151,9 @@ def test_the_exercise_as_it_is_posed(num_heads: int) -> None:
 def test_the_checker_fails_on_wrong_slopes_and_shifts() -> None:
     x = draw(7, D_IN)
     ours, _ = layers()
-    parameters = ours.init(jax.random.key(1), x)
     for wrong in (typed_bias(7, 7)[::-1], typed_bias(7, 7, first=1), 0 * typed_bias(7, 7)):
         with pytest.raises(AssertionError):
-            assert_close(ours.apply(parameters, x), biased(wrong).apply(parameters, x))
+            assert_close(apply(ours, x), apply(biased(wrong), x))
 
 
 def test_wrong_input_is_refused_by_name() -> None:

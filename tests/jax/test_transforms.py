@@ -34,47 +34,46 @@ def loss(query, key, value, slopes, **kwargs) -> jax.Array:
     return (jnp.sin(output) * output).sum() + jnp.cos(lse).sum()
 
 
-GRADS = jax.grad(partial(loss, backend="loop"), argnums=(0, 1, 2, 3))
+ALL = (0, 1, 2, 3)
+GRADS = jax.jit(jax.grad(partial(loss, backend="loop"), argnums=ALL))
 
 
-def test_jit_and_checkpoint_equal_eager() -> None:
-    eager = GRADS(*QKV, SLOPES)
-    again = jax.jit(jax.grad(jax.checkpoint(partial(loss, backend="loop")), argnums=(0, 1, 2, 3)))(*QKV, SLOPES)
-    assert_close(again, eager)
+def test_checkpoint_and_eager_equal_jit() -> None:
+    expected = GRADS(*QKV, SLOPES)
+    again = jax.jit(jax.grad(jax.checkpoint(partial(loss, backend="loop")), argnums=ALL))(*QKV, SLOPES)
+    assert_close(again, expected)
+    assert_close(jax.grad(partial(loss, backend="loop"), argnums=ALL)(*QKV, SLOPES), expected)
 
 
 def test_vmap_equals_a_loop() -> None:
     many = tuple(jnp.stack([x, 2 * x]) for x in QKV)
     of_slopes = jnp.stack([SLOPES, 2 * SLOPES])
-    mapped = jax.vmap(GRADS)(*many, of_slopes)
+    mapped = jax.jit(jax.vmap(GRADS))(*many, of_slopes)
     for n in range(2):
         assert_close(jax.tree.map(lambda x, n=n: x[n], mapped), GRADS(*(x[n] for x in many), of_slopes[n]))
 
 
-@pytest.mark.parametrize("axis", ["sequences", "heads"])
-def test_shard_map_equals_one_device(axis: str) -> None:
-    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    of_array = P("x") if axis == "sequences" else P(None, None, "x")
-    of_slopes = P() if axis == "sequences" else P("x")
+def on_devices(backend: str, *specs: P):
+    """The gradients of `loss`, computed by 2 × 2 devices."""
+    auto = jax.sharding.AxisType.Auto
+    mesh = jax.make_mesh((2, 2), ("sequences", "heads"), axis_types=(auto, auto))
 
-    def total(query, key, value, slopes) -> jax.Array:
-        return jax.lax.psum(loss(query, key, value, slopes, backend="loop"), "x")
+    def total(*args: jax.Array) -> jax.Array:
+        return jax.lax.psum(loss(*args, backend=backend), ("sequences", "heads"))
 
-    sharded = jax.shard_map(total, mesh=mesh, in_specs=(of_array,) * 3 + (of_slopes,), out_specs=P())
-    assert_close(jax.jit(jax.grad(sharded, argnums=(0, 1, 2, 3)))(*QKV, SLOPES), GRADS(*QKV, SLOPES))
+    return jax.jit(jax.grad(jax.shard_map(total, mesh=mesh, in_specs=specs, out_specs=P()), argnums=ALL))
 
 
-def test_shared_keys_in_shard_map_sum_their_gradients() -> None:
-    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    key, value = QKV[1][:, :, :1], QKV[2][:, :, :1]
+def test_shard_map_over_sequences_and_heads_equals_one_device() -> None:
+    spec = P("sequences", None, "heads")
+    sharded = on_devices("loop", spec, spec, spec, P("heads"))
+    assert_close(sharded(*QKV, SLOPES), GRADS(*QKV, SLOPES))
 
-    def total(query, key, value, slopes) -> jax.Array:
-        return jax.lax.psum(loss(query, key, value, slopes, backend="dense"), "x")
 
-    specs = (P(None, None, "x"), P(), P(), P("x"))
-    sharded = jax.shard_map(total, mesh=mesh, in_specs=specs, out_specs=P())
-    alone = jax.grad(partial(loss, backend="dense"), argnums=(0, 1, 2, 3))(QKV[0], key, value, SLOPES)
-    assert_close(jax.jit(jax.grad(sharded, argnums=(0, 1, 2, 3)))(QKV[0], key, value, SLOPES), alone)
+def test_keys_that_devices_share_sum_their_gradients() -> None:
+    args = (QKV[0], QKV[1][:, :, :1], QKV[2][:, :, :1], SLOPES)
+    sharded = on_devices("dense", P("sequences", None, "heads"), P("sequences"), P("sequences"), P("heads"))
+    assert_close(sharded(*args), jax.jit(jax.grad(partial(loss, backend="dense"), argnums=ALL))(*args))
 
 
 def test_a_traced_offset_is_not_compiled_anew() -> None:
@@ -100,29 +99,31 @@ def test_parts_merge_exactly_by_lse() -> None:
         return jnp.sin(share * near + (1 - share) * far).sum()
 
     args = (query, key, value, SLOPES)
-    assert_close(jax.grad(merged, argnums=(0, 1, 2, 3))(*args), jax.grad(whole, argnums=(0, 1, 2, 3))(*args))
+    assert_close(*(jax.jit(jax.grad(f, argnums=ALL))(*args) for f in (merged, whole)))
 
 
 @pytest.mark.parametrize("backend", ["dense", "loop"])
 def test_dropout_has_its_own_gradient(backend: str) -> None:
     with jax.enable_x64(True):
         args = (*(jnp.asarray(x, jnp.float64) for x in QKV), jnp.asarray(SLOPES, jnp.float64))
-        key = jax.random.key(7)
-        f = jax.jit(partial(loss, backend=backend, dropout_p=0.4, dropout_key=key))
-        step = tuple(draw(*x.shape, seed=9).astype(jnp.float64) * 1e-5 for x in args)
-        ahead, behind = (f(*(x + sign * d for x, d in zip(args, step, strict=True))) for sign in (1, -1))
-        grads = jax.grad(f, argnums=(0, 1, 2, 3))(*args)
+        f = jax.jit(jax.value_and_grad(partial(loss, backend=backend, dropout_p=0.4), argnums=ALL))
+        key, other = jax.random.split(jax.random.key(7))
+        step = tuple(np.random.default_rng(0).standard_normal(x.shape) * 1e-5 for x in args)
+        ahead, behind = (
+            f(*(x + sign * d for x, d in zip(args, step, strict=True)), dropout_key=key)[0] for sign in (1, -1)
+        )
+        value, grads = f(*args, dropout_key=key)
         along = sum((g * d).sum() for g, d in zip(grads, step, strict=True))
         np.testing.assert_allclose((ahead - behind) / 2, along, rtol=1e-6)
-        assert f(*args) == f(*args)
-        assert f(*args) != loss(*args, backend=backend, dropout_p=0.4, dropout_key=jax.random.key(8))
+        assert f(*args, dropout_key=key)[0] == value
+        assert f(*args, dropout_key=other)[0] != value
 
 
 def test_dropout_keeps_the_mean() -> None:
     query, key, value = QKV
     keys = jax.random.split(jax.random.key(0), 400)
     one = partial(alibi_attention, query, key, jnp.ones_like(value), backend="dense", dropout_p=0.3)
-    mean = jax.vmap(lambda k: one(dropout_key=k))(keys).mean(0)
+    mean = jax.jit(jax.vmap(lambda k: one(dropout_key=k)))(keys).mean(0)
     np.testing.assert_allclose(mean[:, 8:], 1.0, atol=0.2)
 
 
