@@ -1,0 +1,41 @@
+"""The serving benchmarks run, say what they measured, and keep whole records; how long anything took is not tested."""
+
+import pytest
+
+from alibi_attn import records
+from alibi_attn.bench import serving as module
+from alibi_attn.bench.serving import FAMILIES, serving
+from alibi_attn.bench.streaming import streaming
+from alibi_attn.hf import patch
+
+
+def test_a_record_a_family_with_both_ways(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_in_fresh_process", lambda function, *arguments: function(*arguments))
+    said = []
+    paths = serving(tmp_path, patch=patch, lengths=(600, 700), unpatched_lengths=(600,), width=64, say=said.append)
+    assert [records.load(path).name for path in paths] == [f"serving/{family}" for family in FAMILIES]
+    assert len(said) == 3 * 4
+    for path in paths:
+        record = records.load(path)
+        # Falcon's own bias is rounded to bf16 in every dtype, so that exact attention differs from it.
+        assert record.metrics["logits_error"] < 1e-5 or "falcon" in record.name
+        assert record.metrics["logits_error_checkpoint"] < 1e-5
+        assert record.curves["patched"]["length"] == [600, 700]
+        assert record.curves["unpatched"]["length"] == [600]
+        assert all(seconds > 0 for seconds in record.curves["patched"]["attention_seconds"])
+        assert set(record.metrics) == {
+            "logits_error",
+            "logits_error_checkpoint",
+            "speedup_600",
+            "attention_speedup_600",
+        }
+    with pytest.raises(ValueError, match="family is 'gpt2' but must be one of bloom, mpt, falcon"):
+        serving(tmp_path, patch=patch, families=["gpt2"])
+
+
+def test_a_stream_is_held_against_the_full_pass(tmp_path):
+    said = []
+    record = records.load(streaming(tmp_path, tokens=600, chunk=30, windows=3, say=said.append))
+    assert record.curves["stream"]["tokens"] == [200, 400, 600]
+    assert record.metrics["error_of_longest_output"] < 1e-5
+    assert len(said) == 4
