@@ -1,0 +1,82 @@
+"""The kernels compile without a GPU; on sm_90 they load asynchronously, multiply with wgmma and spill nothing, as the record says."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from alibi_attn import records
+
+ROOT = Path(__file__).parent.parent.parent
+PROGRAM = ROOT / "tests" / "support" / "offline_compile.py"
+
+
+def compiled(*targets: str) -> dict[str, dict[str, int]]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_DEFAULT_FP_FUSION": "1", "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [sys.executable, PROGRAM, *targets], capture_output=True, text=True, env=environment, cwd=ROOT
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def recorded() -> dict[str, dict[str, int | None]]:
+    """Of the Triton that is installed; empty where it was never recorded."""
+    rows: dict[str, dict[str, int | None]] = {}
+    for record in records.find(ROOT / "results", kind="compilation"):
+        if record.config["triton"] == metadata.version("triton"):
+            columns = record.curves["kernels"]
+            rows |= {kernel: {c: columns[c][at] for c in columns} for at, kernel in enumerate(columns["kernel"])}
+    return rows
+
+
+def assert_pipelined(name: str, found: dict[str, int]) -> None:
+    """Asynchronous loads, matrix instructions and no spill; wgmma, except for the 16 rows of decoding (it needs 64)."""
+    assert found["async_loads"] > 0, f"{name} is not pipelined: {found}"
+    assert found["wgmma"] > 0 or "decode" in name, f"{name} does not use wgmma: {found}"
+    assert found["matrix_instructions"] > 0, f"{name} uses no matrix instructions: {found}"
+    assert found["spilled"] == 0, f"{name} spills {found['spilled']} bytes: {found}"
+
+
+def assert_as_recorded(name: str, found: dict[str, int], kept: dict[str, int | None]) -> None:
+    for figure in ("async_loads", "wgmma", "matrix_instructions", "spilled"):
+        if figure in found:
+            assert found[figure] == kept[figure], (
+                f"{name}: {figure} is {found[figure]} but the record says {kept[figure]}; if that is meant, delete the record "
+                "and run python tests/support/offline_compile.py --record results"
+            )
+
+
+def test_sm_90_is_pipelined_and_as_recorded() -> None:
+    found, kept = compiled("sm_90"), recorded()
+    assert len(found) == 8
+    for name, row in found.items():
+        assert_pipelined(name, row)
+        if kept:
+            assert_as_recorded(name, row, kept[name])
+
+
+def test_other_devices_compile() -> None:
+    found = compiled("sm_80", "sm_100", "gfx942")
+    assert len(found) == 12
+    for name, row in found.items():
+        assert row["matrix_instructions"] > 0, f"{name}: {row}"
+        limit = 64 * 1024 if name.startswith("gfx942") else 163 * 1024
+        assert row["shared_bytes"] <= limit, (
+            f"{name} needs {row['shared_bytes']} bytes of shared memory; there are {limit}"
+        )
+
+
+def test_a_lost_pipeline_is_found_out() -> None:
+    good = {"async_loads": 18, "wgmma": 16, "matrix_instructions": 16, "spilled": 0}
+    assert_pipelined("forward", good)
+    for change, message in (({"async_loads": 0}, "not pipelined"), ({"wgmma": 0}, "wgmma"), ({"spilled": 8}, "spills")):
+        with pytest.raises(AssertionError, match=message):
+            assert_pipelined("forward", good | change)
+    with pytest.raises(AssertionError, match="the record says 18"):
+        assert_as_recorded("forward", good | {"async_loads": 12}, good)

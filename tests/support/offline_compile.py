@@ -1,0 +1,138 @@
+"""Compile our Triton kernels for GPUs that are not there, and read what the compiler did; a program of its own.
+
+    python tests/support/offline_compile.py sm_90 [sm_80 …]          the figures, as JSON
+    python tests/support/offline_compile.py --record results          kept as a record, for all targets
+
+It must not run where TRITON_INTERPRET is set: a process that interprets cannot compile.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends import nvidia
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from alibi_attn import records
+from alibi_attn.attention.backends.fused import Shape, tile_shape
+from alibi_attn.attention.kernels.backward import key_kernel, query_kernel
+from alibi_attn.attention.kernels.decode import decode_kernel
+from alibi_attn.attention.kernels.forward import forward_kernel
+
+KERNELS = {"forward": forward_kernel, "query": query_kernel, "key": key_kernel, "decode": decode_kernel}
+TARGETS = {
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+HEAD_DIMS = {"sm_90": (64, 128)}
+TENSORS = {"Q", "K", "V", "OUT", "DOUT", "DQ", "DK", "DV"}
+INTEGERS = {name: "*i32" for name in ("PLAN", "PIN_TABLE", "ORDER", "COUNT", "ASKED")}
+INTEGERS |= {name: "*i64" for name in ("FIRST", "SEED", "QUERY_SEGMENTS", "KEY_SEGMENTS")} | {"FLAGS": "*i8"}
+CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
+
+
+def figures(kernel: str, target: str, head_dim: int) -> dict[str, int]:
+    """What became of one kernel in bf16, causal, without masks."""
+    shape = tile_shape(kernel, torch.bfloat16, head_dim)
+    compiled = triton.compile(
+        _source(kernel, target, head_dim, shape),
+        target=TARGETS[target],
+        options={"num_warps": shape.warps, "num_stages": shape.stages},
+    )
+    if TARGETS[target].backend != "cuda":
+        code = compiled.asm["amdgcn"]
+        spilled = re.search(r"\.vgpr_spill_count:\s*(\d+)", code)
+        return {
+            "matrix_instructions": len(re.findall(r"\bv_mfma", code)),
+            "spilled": int(spilled[1]),
+            "shared_bytes": compiled.metadata.shared,
+        }
+    code = compiled.asm["ptx"]
+    used = _resources(compiled.asm["cubin"])
+    return {
+        "async_loads": code.count("cp.async.c"),
+        "wgmma": code.count("wgmma.mma_async"),
+        "matrix_instructions": len(re.findall(r"wgmma\.mma_async|\bmma\.sync|tcgen05\.mma", code)),
+        "registers": int(used[1]),
+        "spilled": int(used[2]),
+        "shared_bytes": compiled.metadata.shared,
+    }
+
+
+def every_figure(targets: list[str]) -> dict[str, dict[str, int]]:
+    """By name, "sm_90/forward/D=64"."""
+    return {
+        f"{target}/{kernel}/D={head_dim}": figures(kernel, target, head_dim)
+        for target in targets
+        for kernel in KERNELS
+        for head_dim in HEAD_DIMS.get(target, (64,))
+    }
+
+
+def record(folder: Path) -> Path:
+    found = every_figure(list(TARGETS))
+    columns = sorted({name for row in found.values() for name in row})
+    curve = {"kernel": list(found)} | {name: [row.get(name) for row in found.values()] for name in columns}
+    made = records.make(
+        "compilation", "fused/bf16", config={"dtype": "bfloat16", "causal": True, "triton": triton.__version__},
+        metrics={"spilled_sm_90": sum(row["spilled"] for name, row in found.items() if name.startswith("sm_90"))},
+        curves={"kernels": curve},
+    )  # fmt: skip
+    return records.save(made, folder)
+
+
+def _source(kernel: str, target: str, head_dim: int, shape: Shape) -> ASTSource:
+    function = KERNELS[kernel]
+    decoding = kernel == "decode"
+    rows = shape.queries if decoding else tile_shape("forward", torch.bfloat16, head_dim).queries
+    constants = {
+        "D": head_dim, "DP": head_dim, "BM": shape.queries, "BN": shape.keys, "ROWS": rows, "TILE": 64, "CAUSAL": True,
+        "PRECISION": "tf32x3" if TARGETS[target].backend == "cuda" else "ieee", "HAS_DLSE": True, "SLOPES_WANTED": True,
+    }  # fmt: skip
+    constants |= dict.fromkeys(("HAS_RIGHT", "HAS_WINDOW", "HAS_SEGMENTS", "HAS_DROPOUT", "COUNTS"), False)
+    signature, aligned = {}, {}
+    for at, name in enumerate(function.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+            continue
+        pointer = name.isupper() and len(name) > 1 or name in TENSORS
+        if name in TENSORS:
+            signature[name] = "*bf16"
+        elif pointer:
+            # What is left over are results and slopes in fp32; H, G, T, S and N are numbers.
+            signature[name] = INTEGERS.get(name, "*fp32")
+        else:
+            signature[name] = "fp32" if name in ("scale", "dropout") else "i32"
+        if pointer or re.fullmatch(r"(q|k|v|o|do|dq|dk|dv)_[bhts]", name):
+            aligned[(at,)] = [["tt.divisibility", 16]]
+    places = {
+        (function.arg_names.index(name),): value for name, value in constants.items() if name in function.arg_names
+    }
+    return ASTSource(fn=function, signature=signature, constexprs=places, attrs=aligned)
+
+
+def _resources(cubin: bytes) -> re.Match[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        said = subprocess.run([CUOBJDUMP, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", said)
+    assert found is not None, said
+    return found
+
+
+if __name__ == "__main__":
+    assert "TRITON_INTERPRET" not in os.environ, "a process that interprets cannot compile"
+    if sys.argv[1] == "--record":
+        print(record(Path(sys.argv[2])))
+    else:
+        print(json.dumps(every_figure(sys.argv[1:])))
