@@ -1,0 +1,18 @@
+"""The examples of docs/hf.md run, one after another."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+TEXT = (Path(__file__).parent.parent.parent / "docs" / "hf.md").read_text(encoding="utf-8")
+EXAMPLES = re.findall(r"^```python\n(.+?)^```", TEXT, re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=[str(at) for at in range(len(EXAMPLES))])
+def test_an_example_runs_and_prints_what_it_says(example, capsys):
+    exec(compile(example, "docs/hf.md", "exec"), {"__name__": "example"})
+    printed = capsys.readouterr().out
+    for promised in re.findall(r"^print\(.*\)\s+# ([(\[t].+)$", example, re.MULTILINE):
+        assert promised in printed
+    assert len(EXAMPLES) == 4
