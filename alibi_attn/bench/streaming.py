@@ -1,4 +1,4 @@
-"""`alibi bench streaming`: tokens streamed one by one through a QK-normalised model whose caches forget with a certificate.
+"""`alibi bench streaming`: tokens streamed in small chunks through a QK-normalised model whose caches forget with a certificate.
 
 Time a token and memory must not grow once every head has its reach, and the outputs must be those of one full pass.
 """
@@ -19,7 +19,7 @@ def streaming(
     out: Path,
     *,
     tokens: int = 100_000,
-    chunk: int = 1,
+    chunk: int = 16,
     windows: int = 20,
     tolerance: float = 2.0**-28,
     say: Callable[[str], None] = print,
