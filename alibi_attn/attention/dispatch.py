@@ -7,16 +7,18 @@ from types import ModuleType
 
 from torch import Tensor
 
-from alibi_attn.attention.backends import banded, dense, reference
+from alibi_attn.attention.backends import banded, dense, flex, fused, reference
 from alibi_attn.attention.spec import AttentionSpec
 
-BACKENDS: dict[str, ModuleType] = {"reference": reference, "dense": dense, "banded": banded}
+BACKENDS: dict[str, ModuleType] = {
+    "reference": reference, "dense": dense, "banded": banded, "fused": fused, "flex": flex
+}  # fmt: skip
 
 # In order of preference; `dense` runs on everything torch has, and is what every other device gets.
-PREFERRED: dict[str, tuple[str, ...]] = {"cpu": ("banded", "dense"), "cuda": ("dense",)}
+PREFERRED: dict[str, tuple[str, ...]] = {"cpu": ("banded", "dense"), "cuda": ("fused", "flex", "dense")}
 
-# Below so many scores a head the certificate costs more than it saves (measured on two cores, fp32; see docs/backends.md).
-SHORT_SCORES = {"banded": 512 * 512}
+# With fewer keys and fewer scores a head than these, the certificate costs more than it saves (see docs/backends.md).
+SHORT_KEYS, SHORT_SCORES = 4096, 640 * 640
 
 
 def why_not(name: str, spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) -> str | None:
@@ -27,9 +29,8 @@ def why_not(name: str, spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, 
 
 def steps_aside(name: str, spec: AttentionSpec[Tensor]) -> str | None:
     """Why "auto" leaves a call to the next backend although this one could run it."""
-    least = SHORT_SCORES.get(name, 0)
-    if spec.query_len * spec.key_len < least:
-        return f"short input: T·S = {spec.query_len * spec.key_len} is below {least}"
+    if name == "banded" and spec.key_len < SHORT_KEYS and spec.query_len * spec.key_len < SHORT_SCORES:
+        return f"short input: S < {SHORT_KEYS} and T·S = {spec.query_len * spec.key_len} < {SHORT_SCORES}"
     return None
 
 

@@ -38,16 +38,20 @@ def visible(spec: Spec, distance: Tensor) -> Tensor:
     return seen
 
 
-def without_bad_keys(spec: Spec, seen: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def without_bad_keys(spec: Spec, seen: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """(key, value, poison): keys with NaN or inf in them or in their values become zeros, and queries that see one become NaN.
 
     Matrix products touch every key, and 0·NaN is NaN: without this a key that nobody may see would spoil everybody.
 
     Returns:
         key, value: [B, K, S, D], finite.
-        poison: [B, H, T] fp32, NaN where the query sees such a key and 0 elsewhere, to be added to the result.
+        poison: [B, H, T] fp32, NaN where the query sees such a key and 0 elsewhere, to be added to the result; None where no
+            key is bad, which is looked at only where looking is free (eager, on a CPU).
     """
-    bad = ~(key.isfinite().all(-1) & value.isfinite().all(-1))
+    largest = [torch.linalg.vector_norm(x.detach(), ord=float("inf"), dim=-1) for x in (key, value)]
+    bad = ~(largest[0].isfinite() & largest[1].isfinite())
+    if key.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(bad.any()):
+        return key, value, None
     of_head = bad.repeat_interleave(spec.group, dim=1)[..., None].to(torch.float32)
     spoiled = (seen.to(torch.float32) @ of_head).squeeze(-1) > 0
     poison = torch.zeros(spoiled.shape, device=key.device).masked_fill(spoiled, float("nan"))

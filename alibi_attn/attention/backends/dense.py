@@ -42,10 +42,13 @@ def run(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) 
         scores = spec.scale * (q.to(work) @ k.to(work).mT) + bias
         weights = functional.dropout(scores.softmax(-1), spec.dropout_p)
         output = weights @ v.to(work)
-        lse = scores.logsumexp(-1).masked_fill(blind.squeeze(-1), float("-inf")) + poison
+        lse = scores.logsumexp(-1).masked_fill(blind.squeeze(-1), float("-inf"))
     else:
         output = functional.scaled_dot_product_attention(
             q, k, v, attn_mask=bias, dropout_p=spec.dropout_p, scale=spec.scale
         )
-    output = output.masked_fill(blind, 0.0) + poison[..., None].to(output.dtype)
+    output = output.masked_fill(blind, 0.0)
+    if poison is not None:
+        output = output + poison[..., None].to(output.dtype)
+        lse = None if lse is None else lse + poison
     return output.to(dtype), lse

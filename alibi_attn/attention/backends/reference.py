@@ -36,6 +36,9 @@ def run(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) 
     # A row that sees nothing is all −inf: give softmax zeros instead, and take the result away again.
     scores = scores.masked_fill(~sees_any[..., None], 0.0)
     weights = torch.nn.functional.dropout(scores.softmax(-1), spec.dropout_p)
-    output = (weights @ v).masked_fill(~sees_any[..., None], 0.0) + poison[..., None]
-    lse = scores.logsumexp(-1).masked_fill(~sees_any, float("-inf")) + poison if spec.return_lse else None
+    output = (weights @ v).masked_fill(~sees_any[..., None], 0.0)
+    lse = scores.logsumexp(-1).masked_fill(~sees_any, float("-inf")) if spec.return_lse else None
+    if poison is not None:
+        output = output + poison[..., None]
+        lse = None if lse is None else lse + poison
     return output.to(query.dtype), lse
