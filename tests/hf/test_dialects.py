@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, StaticCache
 
@@ -224,3 +225,55 @@ def test_what_a_patched_model_cannot_answer_it_refuses(family, build, tokens):
         model(ids, attention_mask=torch.ones_like(ids), past_key_values=static)
         with pytest.raises(ValueError, match="covers 10 positions but there are 11"):
             model(ids[:, :1], attention_mask=torch.ones_like(ids), past_key_values=static)
+
+
+# As above; and dynamo warns where it cannot see into an operator's check.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@torch.no_grad()
+def test_compiled_code_still_refuses_a_mask_with_a_hole(build, tokens):
+    model, ids = build("falcon"), tokens(2, 12)
+    model.config.use_cache = False
+    mask = torch.ones_like(ids)
+    with patch(model):
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        compiled(ids, attention_mask=mask)
+        mask[0, 4:6] = 0
+        with pytest.raises(RuntimeError, match="a row with a hole"):
+            compiled(ids, attention_mask=mask)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hooks_of_accelerate_keep_working(family, build, tokens):
+    model, ids = build(family), tokens(2, 12)
+    expected, numerics = model(ids).logits, "checkpoint" if family == "falcon" else "exact"
+    for layer in model.modules():
+        if "Attention" in type(layer).__name__:
+            add_hook_to_module(layer, ModelHook())
+    with patch(model, numerics=numerics):
+        actual = model(ids).logits
+        assert not torch.equal(actual, torch.zeros_like(actual))
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(model(ids).logits, expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_read_in_chunks_generates_the_same(family, build, tokens):
+    model, ids, mask = build(family), tokens(2, 50), torch.ones(2, 50, dtype=torch.long)
+    mask[1, :20] = 0  # its first chunk is padding only
+    asked = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "use_cache": True}
+    with patch(model):
+        expected = model.generate(ids, **asked)
+        assert torch.equal(model.generate(ids, prefill_chunk_size=16, **asked), expected)
+
+
+def test_attention_dropout_drops_in_training_only(build, tokens):
+    for family, option in (("bloom", {"attention_dropout": 0.5}), ("falcon", {"attention_dropout": 0.5})):
+        model, ids = build(family, **option), tokens(2, 20)
+        for numerics in ("exact", "checkpoint"):
+            with patch(model, numerics=numerics), torch.no_grad():
+                assert torch.equal(model.eval()(ids).logits, model(ids).logits)
+                model.train()
+                assert not torch.equal(model(ids).logits, model(ids).logits)
+                model.eval()
