@@ -52,6 +52,37 @@ def trained(
     _tell(trained_reach(out, scale=scale, run_folder=run, say=typer.echo))
 
 
+@app.command()
+def serving(
+    out: Out = Path("results"),
+    lengths: Annotated[str, typer.Option(help="Tokens, as in 1024,8192; default 1024 … 16384.")] = "",
+) -> None:
+    """BLOOM, MPT and Falcon-RW of transformers at long length, as they come and patched: time and peak memory.
+
+    Example: alibi bench serving --lengths 1024,2048
+    """
+    from alibi_attn.bench.serving import LENGTHS, UNPATCHED_LENGTHS, serving
+    from alibi_attn.hf import patch
+
+    asked = tuple(int(part) for part in lengths.split(",")) if lengths else LENGTHS
+    unpatched = tuple(length for length in asked if length <= max(UNPATCHED_LENGTHS))
+    _tell(serving(out, patch=patch, lengths=asked, unpatched_lengths=unpatched, say=typer.echo))
+
+
+@app.command()
+def streaming(
+    out: Out = Path("results"),
+    tokens: Annotated[int, typer.Option(min=1000, help="How many tokens stream by.")] = 100_000,
+) -> None:
+    """A long stream through caches that forget with a certificate: flat time and memory, equal to the full pass.
+
+    Example: alibi bench streaming --tokens 20000
+    """
+    from alibi_attn.bench.streaming import streaming
+
+    _tell([streaming(out, tokens=tokens, say=typer.echo)])
+
+
 def _tell(paths: list[Path]) -> None:
     for path in paths:
         typer.echo(f"record {path}")
