@@ -41,7 +41,7 @@ WARM_UP_LENGTH = 768  # long enough to take the same path
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """One forward pass: seconds in all, and in the attention layers alone; how much it raised the peak memory."""
+    """One forward pass: seconds in all, and in attention without its linear maps; how much it raised the peak memory."""
 
     seconds: float
     attention_seconds: float
@@ -150,19 +150,26 @@ def _model(family: str, length: int, width: int, threads: int | None) -> PreTrai
 
 
 def _time_attention(model: nn.Module, seconds: list[float]) -> None:
-    """Add the time that the attention layers take to `seconds[0]`."""
-    started = [0.0]
+    """Add the time that the attention layers take to `seconds[0]`, and take away that of their linear maps."""
 
-    def start(*_: object) -> None:
-        started[0] = time.perf_counter()
+    def time_into(module: nn.Module, sign: float) -> None:
+        started = [0.0]
 
-    def stop(*_: object) -> None:
-        seconds[0] += time.perf_counter() - started[0]
+        def start(*_: object) -> None:
+            started[0] = time.perf_counter()
+
+        def stop(*_: object) -> None:
+            seconds[0] += sign * (time.perf_counter() - started[0])
+
+        module.register_forward_pre_hook(start)
+        module.register_forward_hook(stop)
 
     for layer in model.modules():
         if type(layer).__name__ in ("BloomAttention", "MptAttention", "FalconAttention"):
-            layer.register_forward_pre_hook(start)
-            layer.register_forward_hook(stop)
+            time_into(layer, 1.0)
+            for part in layer.modules():
+                if isinstance(part, nn.Linear):
+                    time_into(part, -1.0)
 
 
 def _tokens(length: int) -> Tensor:
