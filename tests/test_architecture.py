@@ -30,7 +30,6 @@ LAYERS = {
     "cli_bench": 5,
     "cli": 6,
     "__main__": 7,
-    "__main__": 6,
 }
 # Inside attention/, lowest first; those in one row do not import one another.
 ATTENTION_ROWS = (
