@@ -1,0 +1,143 @@
+"""torch's FlexAttention with a certified BlockMask for every head: for devices without our kernels, and as their peer.
+
+The bias is a `score_mod`; the BlockMask lists, for every head and block of 128 queries, the blocks of 128 keys in the certified
+reach. That list has (T / 128)·(S / 128) entries a head whatever the reach is: that is FlexAttention's format.
+Source: Dong et al. 2024, FlexAttention (arXiv:2412.05496).
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alibi_attn.attention.bounds import TILE, bounds, first_positions
+from alibi_attn.attention.spec import AttentionSpec
+from alibi_attn.attention.tiles import BAD, HIDDEN, Tiles, key_flags, key_tiles, reach_and_scores
+
+Spec = AttentionSpec[Tensor]
+
+BLOCK = 2 * TILE  # queries and keys of a block: FlexAttention's own default
+
+
+def why_not(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> str | None:
+    """Needs a CPU (forward only) or CUDA, fp16, bf16 or fp32; has no dropout, and no deterministic gradient of the slopes."""
+    device = query.device.type
+    if device not in ("cpu", "cuda"):
+        return f"it runs on CPU and CUDA but query is on {query.device}"
+    if query.dtype == torch.float64:
+        return "it computes in float16, bfloat16 and float32 but query is float64"
+    if spec.dropout_p > 0:
+        return f"it has no dropout but dropout_p is {spec.dropout_p}"
+    if spec.head_dim < 16 and device == "cuda":
+        return f"FlexAttention needs heads of at least 16 but D is {spec.head_dim}"
+    if device == "cpu" and spec.return_lse:
+        return "FlexAttention has no lse on the CPU"
+    if not torch.is_grad_enabled():
+        return None
+    slopes = (spec.slopes, *([] if spec.right_slopes is None else [spec.right_slopes]))
+    if any(x.requires_grad for x in slopes):
+        return "FlexAttention adds up gradients of slopes in no fixed order"
+    if device == "cpu" and any(x.requires_grad for x in (query, key, value)):
+        return "FlexAttention has no backward on the CPU; call it under torch.no_grad()"
+    return None
+
+
+def run(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
+    """(output, lse); outside torch.compile it compiles FlexAttention itself, which takes a while the first time."""
+    from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+    with torch.no_grad():
+        count, indices = key_blocks(spec, plan(spec, query.detach(), key.detach(), value.detach()))
+        flags = key_flags(spec, key, value)
+    unfit = (flags != 0)[..., None]
+    seen, biased = _visible(spec, flags), _biased(spec, flags)
+    mask = BlockMask.from_kv_blocks(
+        count, indices, BLOCK_SIZE=BLOCK, mask_mod=seen, seq_lengths=(spec.query_len, spec.key_len)
+    )
+    attention: Any = flex_attention if torch.compiler.is_compiling() else _compiled()
+    key, value = key.masked_fill(unfit, 0.0), value.masked_fill(unfit, 0.0)
+    options = {"score_mod": biased, "block_mask": mask, "scale": spec.scale, "enable_gqa": spec.group > 1}
+    if not spec.return_lse:
+        return attention(query, key, value, **options), None
+    output, aux = attention(query, key, value, **options, return_aux=AuxRequest(lse=True))
+    return output, aux.lse
+
+
+def visits(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(reach, scores), each [B, H] int64: 1 + the largest |i − j| that is read, and the scores that are computed."""
+    return reach_and_scores(spec, _rounded(plan(spec, query, key, value)))
+
+
+def plan(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> Tiles:
+    """The certified tiles of every block of queries."""
+    return key_tiles(spec, bounds(spec, query, key, value), rows=BLOCK)
+
+
+def key_blocks(spec: Spec, tiles: Tiles) -> tuple[Tensor, Tensor]:
+    """(count [B, H, N], indices [B, H, N, ⌈S / BLOCK⌉]) int32: the blocks of keys that a block of queries visits come first."""
+    rounded = _rounded(tiles)
+    first, last, low, high = (x[..., None] for x in rounded.plan.unbind(-1))
+    at = torch.arange(0, -(-spec.key_len // BLOCK) * 2, 2, device=first.device, dtype=torch.int32)
+    inside = (at >= first) & (at < last)
+    for pin in rounded.pins.unbind(-1):
+        inside = inside | ((at == pin[..., None, None]) & (at >= low) & (at < high))
+    order = torch.argsort((~inside).to(torch.int8), dim=-1, stable=True)
+    return inside.sum(-1, dtype=torch.int32), order.to(torch.int32)
+
+
+def _rounded(tiles: Tiles) -> Tiles:
+    """The same plan, in tiles, rounded outwards to blocks of two."""
+    first, last, low, high = tiles.plan.unbind(-1)
+    parts = [first // 2 * 2, (last + 1) // 2 * 2, low // 2 * 2, (high + 1) // 2 * 2]
+    even = torch.where(tiles.pins >= 0, tiles.pins // 2 * 2, -1)
+    odd = torch.where(tiles.pins >= 0, even + 1, -1)
+    return Tiles(torch.stack(parts, -1), torch.cat([even, odd], -1), tiles.rows)
+
+
+def _visible(spec: Spec, flags: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """FlexAttention's mask_mod: may query i look at key j?"""
+    first = first_positions(spec, flags.device).expand(spec.batch).contiguous()
+    right = None if spec.right_slopes is None else spec.right_slopes.detach().expand(spec.batch, -1).contiguous()
+    group, causal, window = spec.group, spec.causal, spec.window
+    of_query, of_key = spec.query_segments, spec.key_segments
+
+    def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        distance = i + first[b] - j
+        visible = flags[b, h // group, j] != HIDDEN
+        if causal:
+            visible = visible & (distance >= 0)
+        elif right is not None:
+            visible = visible & ((distance >= 0) | (right[b, h] < torch.inf))
+        if window is not None:
+            visible = visible & (distance < window) & (distance > -window)
+        if of_query is not None and of_key is not None:
+            visible = visible & (of_query[b, i] == of_key[b, j])
+        return visible
+
+    return seen
+
+
+def _biased(spec: Spec, flags: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """FlexAttention's score_mod: −m·|i − j|, with a positive distance to the right too; NaN for a bad key that is seen."""
+    first = first_positions(spec, flags.device).expand(spec.batch).contiguous()
+    slopes = spec.slopes.expand(spec.batch, -1).contiguous()
+    right = slopes if spec.right_slopes is None else spec.right_slopes.expand(spec.batch, -1).contiguous()
+    right = right.masked_fill(right.isinf(), 0.0)
+    group, causal = spec.group, spec.causal
+
+    def biased(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        distance = i + first[b] - j
+        slope = slopes[b, h] if causal else torch.where(distance < 0, right[b, h], slopes[b, h])
+        shifted = score - slope * distance.abs().to(torch.float32)
+        return torch.where(flags[b, h // group, j] == BAD, torch.nan, shifted)
+
+    return biased
+
+
+@functools.cache
+def _compiled() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
