@@ -1,0 +1,240 @@
+"""ALiBi modules for Flax NNX: an attention layer, a transformer block, a cache. Their twins are `alibi_attn.nn` and `linen.py`.
+
+Parameters have the names of PyTorch's: `converted_weights` turns a state dict into parameters, and back.
+Press et al. 2022, sec. 3 (arXiv:2108.12409).
+"""
+
+from typing import TypedDict, Unpack
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.typing import Dtype
+
+from alibi_attn.jax.attention import alibi_attention
+from alibi_attn.jax.door import Slopes
+from alibi_attn.jax.layers import (
+    LAYER_NORM_EPS,
+    QK_NORM_EPS,
+    appended,
+    check_input,
+    check_sizes,
+    checked_slopes,
+    converted_weights,
+)
+from alibi_attn.jax.tiles import Array
+
+__all__ = ["ALiBiAttention", "ALiBiTransformerBlock", "KVCache", "converted_weights"]
+
+
+class AttentionOptions(TypedDict, total=False):
+    """What `ALiBiAttention` takes by name, other than its dropout."""
+
+    num_kv_heads: int | None
+    bias: bool
+    causal: bool
+    window: int | None
+    slopes: Slopes | None
+    learn_slopes: bool
+    qk_norm: bool
+    dtype: Dtype | None
+
+
+class KVCache(nnx.Module):
+    """Keys and values of one attention layer while decoding, [B, capacity, K, D]; `length` of them are filled.
+
+    The room is fixed, so that a step of decoding is compiled once. It is the only thing that a forward pass changes.
+    """
+
+    def __init__(
+        self, batch: int, capacity: int, num_kv_heads: int, head_dim: int, *, dtype: Dtype = jnp.float32
+    ) -> None:
+        shape = (batch, capacity, num_kv_heads, head_dim)
+        self.key = nnx.Cache(jnp.zeros(shape, dtype))
+        self.value = nnx.Cache(jnp.zeros(shape, dtype))
+        self.length = nnx.Cache(jnp.zeros((), jnp.int32))
+
+    def append(self, key: Array, value: Array) -> tuple[Array, Array, Array]:
+        """(all keys, all values, position of the first new one) after [B, T, K, D] new ones were added.
+
+        Raises:
+            ValueError: no room (under `jit`, where nothing can be raised, what follows is NaN).
+        """
+        first = self.length[...]
+        self.key[...] = appended(self.key[...], key, first)
+        self.value[...] = appended(self.value[...], value, first)
+        self.length[...] = first + key.shape[1]
+        return self.key[...], self.value[...], first
+
+
+class ALiBiAttention(nnx.Module):
+    """Self-attention with linear biases: x [B, T, embed_dim] -> [B, T, embed_dim].
+
+        softmax(q·kᵀ/√D − m·|i − j|)·v,   q, k, v = linear maps of x, one fixed slope m per head
+
+    Args:
+        embed_dim: a multiple of `num_heads`; the head size is D = embed_dim / num_heads.
+        num_kv_heads: K, which divides H: grouped-query attention. Default H.
+        bias: give the linear maps a bias.
+        causal: False for encoders: the bias is symmetric.
+        window: how many keys a query may see, itself included.
+        dropout_p: of attention weights, unless `deterministic` (which `eval()` sets).
+        slopes: [H]; default `alibi_slopes(num_heads)`.
+        learn_slopes: make them a parameter.
+        qk_norm: RMS-normalise queries and keys per head, with a weight and without offset.
+        dtype: of the computation; default that of x and the parameters.
+
+    Raises:
+        ValueError: arguments that do not fit together.
+
+    >>> attention = ALiBiAttention(embed_dim=64, num_heads=8, rngs=nnx.Rngs(0))
+    >>> attention(jnp.ones((2, 10, 64))).shape
+    (2, 10, 64)
+
+    Source: Press et al. 2022, sec. 3 (arXiv:2108.12409).
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        bias: bool = False,
+        causal: bool = True,
+        window: int | None = None,
+        dropout_p: float = 0.0,
+        slopes: Slopes | None = None,
+        learn_slopes: bool = False,
+        qk_norm: bool = False,
+        dtype: Dtype | None = None,
+        rngs: nnx.Rngs,
+    ) -> None:
+        num_kv_heads = check_sizes(embed_dim, num_heads, num_kv_heads, dropout_p, causal=causal, cached=False)
+        self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
+        self.head_dim = embed_dim // num_heads
+        self.causal, self.window, self.dropout_p, self.deterministic = causal, window, dropout_p, False
+        values = checked_slopes(slopes, num_heads)
+        self.slopes = nnx.Param(jnp.asarray(values, jnp.float32)) if learn_slopes else values
+        key_dim = num_kv_heads * self.head_dim
+        self.q_proj = nnx.Linear(embed_dim, embed_dim, use_bias=bias, dtype=dtype, rngs=rngs)
+        self.k_proj = nnx.Linear(embed_dim, key_dim, use_bias=bias, dtype=dtype, rngs=rngs)
+        self.v_proj = nnx.Linear(embed_dim, key_dim, use_bias=bias, dtype=dtype, rngs=rngs)
+        self.out_proj = nnx.Linear(embed_dim, embed_dim, use_bias=bias, dtype=dtype, rngs=rngs)
+        self.q_norm = nnx.RMSNorm(self.head_dim, epsilon=QK_NORM_EPS, dtype=dtype, rngs=rngs) if qk_norm else None
+        self.k_norm = nnx.RMSNorm(self.head_dim, epsilon=QK_NORM_EPS, dtype=dtype, rngs=rngs) if qk_norm else None
+        self.rngs = rngs.dropout.fork() if dropout_p > 0.0 else None
+
+    def __call__(
+        self,
+        x: Array,
+        *,
+        cache: KVCache | None = None,
+        key_mask: Array | None = None,
+        segment_ids: Array | None = None,
+    ) -> Array:
+        """Attend from x to x, and to what the cache holds; x is appended to the cache.
+
+        Args:
+            x: [B, T, embed_dim]: the positions after those in the cache.
+            cache: this layer's own, from `new_cache`. However a sequence is cut into chunks, the outputs are those of
+                one full pass.
+            key_mask: [B, S] bool, True = may be seen; with a cache S is its capacity.
+            segment_ids: [B, S] integers, the same S: attend within a segment only.
+        """
+        check_input(x, self.embed_dim)
+        if cache is not None and not self.causal:
+            raise ValueError(
+                "a cache needs causal=True: without it the keys to come would change outputs already given"
+            )
+        query, key, value = (self._heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        first = None
+        if cache is not None:
+            key, value, first = cache.append(key, value)
+            key, value = key.astype(query.dtype), value.astype(query.dtype)
+        drops = self.rngs is not None and not self.deterministic
+        mixed = alibi_attention(
+            query,
+            key,
+            value,
+            self.slopes[...] if isinstance(self.slopes, nnx.Param) else self.slopes,
+            causal=self.causal,
+            window=self.window,
+            query_offset=first,
+            key_mask=key_mask,
+            segment_ids=segment_ids,
+            dropout_p=self.dropout_p if drops else 0.0,
+            dropout_key=self.rngs() if drops and self.rngs is not None else None,
+        )
+        assert isinstance(mixed, jax.Array)  # no lse was asked for
+        output: Array = self.out_proj(mixed.reshape(x.shape))
+        return output
+
+    def new_cache(self, batch: int, capacity: int, *, dtype: Dtype = jnp.float32) -> KVCache:
+        """An empty cache for this layer: room for `capacity` positions of `batch` sequences."""
+        return KVCache(batch, capacity, self.num_kv_heads, self.head_dim, dtype=dtype)
+
+    def _heads(self, projected: Array) -> Array:
+        """[B, T, heads·D] -> [B, T, heads, D]."""
+        return projected.reshape(*projected.shape[:2], -1, self.head_dim)
+
+
+class ALiBiTransformerBlock(nnx.Module):
+    """One pre-norm transformer block, x [B, T, embed_dim] -> [B, T, embed_dim].
+
+        x ← x + dropout(attention(norm(x)))
+        x ← x + dropout(W₂·dropout(GELU(W₁·norm(x))))
+
+    Args:
+        ffn_dim: width of the feed-forward network; default 4·embed_dim.
+        dropout_p: of attention weights, activations and both branches, unless `deterministic`.
+        attention: what `ALiBiAttention` takes; `bias` is that of all linear maps and norms.
+
+    >>> block = ALiBiTransformerBlock(embed_dim=64, num_heads=8, num_kv_heads=2, rngs=nnx.Rngs(0))
+    >>> block(jnp.ones((2, 10, 64))).shape
+    (2, 10, 64)
+
+    Source: pre-norm blocks: Baevski & Auli 2019 (arXiv:1809.10853), the model of Press et al. 2022.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        ffn_dim: int | None = None,
+        *,
+        dropout_p: float = 0.0,
+        rngs: nnx.Rngs,
+        **attention: Unpack[AttentionOptions],
+    ) -> None:
+        ffn_dim = 4 * embed_dim if ffn_dim is None else ffn_dim
+        bias, dtype = attention.get("bias", False), attention.get("dtype")
+        self.attention_norm = _layer_norm(embed_dim, bias, dtype, rngs)
+        self.attention = ALiBiAttention(embed_dim, num_heads, dropout_p=dropout_p, rngs=rngs, **attention)
+        self.ffn_norm = _layer_norm(embed_dim, bias, dtype, rngs)
+        self.ffn_in = nnx.Linear(embed_dim, ffn_dim, use_bias=bias, dtype=dtype, rngs=rngs)
+        self.ffn_out = nnx.Linear(ffn_dim, embed_dim, use_bias=bias, dtype=dtype, rngs=rngs)
+        self.dropout = nnx.Dropout(dropout_p, rngs=rngs)
+
+    def __call__(
+        self,
+        x: Array,
+        *,
+        cache: KVCache | None = None,
+        key_mask: Array | None = None,
+        segment_ids: Array | None = None,
+    ) -> Array:
+        """As `ALiBiAttention.__call__`; the cache is that of this block's attention layer."""
+        attended = self.attention(self.attention_norm(x), cache=cache, key_mask=key_mask, segment_ids=segment_ids)
+        x = x + self.dropout(attended)
+        hidden = self.dropout(jax.nn.gelu(self.ffn_in(self.ffn_norm(x)), approximate=False))
+        output: Array = x + self.dropout(self.ffn_out(hidden))
+        return output
+
+
+def _layer_norm(embed_dim: int, bias: bool, dtype: Dtype | None, rngs: nnx.Rngs) -> nnx.LayerNorm:
+    return nnx.LayerNorm(
+        embed_dim, epsilon=LAYER_NORM_EPS, use_bias=bias, use_fast_variance=False, dtype=dtype, rngs=rngs
+    )
