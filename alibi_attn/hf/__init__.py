@@ -3,6 +3,11 @@
 Read `patching.py` first, then one family: `bloom.py`, `mpt.py`, `falcon.py`. `docs/hf.md` shows how it is used.
 """
 
-from alibi_attn.hf.patching import Patch, patch
+try:
+    from alibi_attn.hf.patching import Patch, patch
+except ModuleNotFoundError as error:
+    if error.name not in ("torch", "transformers"):
+        raise
+    raise ImportError('alibi_attn.hf needs transformers; install it with: pip install "alibi-attn[hf]"') from error
 
 __all__ = ["Patch", "patch"]

@@ -1,6 +1,8 @@
 """Each family's own way: MPT's options and length, Falcon's scaled bias, BLOOM's and Falcon's rounding, wrong use."""
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -187,6 +189,12 @@ def test_what_cannot_be_patched_is_told_what_can(build):
         patch(build("bloom"), backend="fast")
     with pytest.raises(ValueError, match='numerics is \'rounded\' but must be "exact" or "checkpoint"'):
         patch(build("bloom"), numerics="rounded")
+
+
+def test_a_missing_extra_is_named():
+    program = "import sys; sys.modules['torch'] = None; import alibi_attn.hf"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert 'alibi_attn.hf needs transformers; install it with: pip install "alibi-attn[hf]"' in result.stderr
 
 
 def test_patched_twice_and_undone_twice(build):
