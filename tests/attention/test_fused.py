@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
 import fused_in_interpreter as inside
 import numpy as np
@@ -12,7 +13,9 @@ from attention_cases import CASES, Case
 from attention_checks import assert_exact
 from attention_oracle import Answer
 
+from alibi_attn import records
 from alibi_attn.attention.backends import fused
+from alibi_attn.bench.gpu import gpu
 
 LONG = Case("long", batch=1, heads=2, query_len=333, key_len=333, slopes="steep")
 SINK = dataclasses.replace(LONG, name="sink", sink=200.0)
@@ -112,6 +115,17 @@ def test_refusals_name_their_reason(interpreter: ProcessPoolExecutor) -> None:
     assert "at most 256 but D is 257" in interpreter.submit(inside.refusal, "float32", 257).result()
     assert interpreter.submit(inside.refusal, "float16", 256).result() is None
     assert inside.refusal("float32", 8) == "it runs on CUDA devices but query is on cpu"
+
+
+def test_the_benchmark_checks_measures_and_keeps_a_record(interpreter: ProcessPoolExecutor, tmp_path: Path) -> None:
+    (path,) = interpreter.submit(inside.smoke_of_the_benchmark, tmp_path).result()
+    record = records.load(path)
+    assert record.metrics["worst_error_share"] <= 1
+    assert set(record.curves) == {"correctness", "ours", "causal, no bias", "SDPA + dense bias", "decoding"}
+    assert record.curves["ours"]["length"] == [64]
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="there is none"):
+            gpu(tmp_path)
 
 
 def test_tiles_divide_the_certificates_own() -> None:

@@ -10,19 +10,20 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from pathlib import Path
 
 import numpy as np
 import torch
 from attention_cases import Case
 from torch import Tensor
 
-from alibi_attn.attention import dispatch
 from alibi_attn.attention.api import alibi_attention, head_reach
 from alibi_attn.attention.backends import fused, reference
 from alibi_attn.attention.bounds import TILE
 from alibi_attn.attention.door import make_spec
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.tiles import Tiles, pins_of_blocks
+from alibi_attn.bench.gpu import gpu
 
 
 @contextlib.contextmanager
@@ -213,6 +214,11 @@ def decoding_equals_forward(case: Case) -> tuple[float, int]:
     return max(map(float, gap)), fused.decode_parts(spec, query)
 
 
+def smoke_of_the_benchmark(folder: Path) -> list[Path]:
+    """`alibi bench gpu` at sizes that mean nothing."""
+    return gpu(folder, lengths=(64,), heads=((2, 16),), kinds=("peaked",), smoke=True, say=lambda line: None)
+
+
 def refusal(dtype: str, head_dim: int) -> str | None:
     """What `fused` says of a call, in the interpreter."""
     x = torch.zeros(1, 1, 9, head_dim, dtype=getattr(torch, dtype))
@@ -225,7 +231,6 @@ def _prepare() -> None:
     torch.manual_seed(0)
     torch.use_deterministic_algorithms(True)  # fills torch.empty with NaN, and with the largest integer
     assert bool(torch.empty(3).isnan().all())
-    dispatch.BACKENDS["fused"] = fused
 
 
 def _call(case: Case, *, tolerance: float) -> tuple[AttentionSpec[Tensor], Tensor, Tensor, Tensor]:
