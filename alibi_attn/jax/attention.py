@@ -99,7 +99,7 @@ def make_plan(spec: AttentionSpec[Array], backend: Backend) -> Plan:
             "backend 'loop' cannot run this: there is no query or no key; backend='auto' picks one that can"
         )
     # A few queries cost one pass over the keys either way; a few tiles are not worth a loop.
-    short = spec.query_len <= 16 or spec.query_len * spec.key_len <= 256 * 256
+    short = spec.query_len <= 16 or spec.query_len * spec.key_len < 256 * 256
     return Plan(
         causal=spec.causal,
         dropout_p=spec.dropout_p,

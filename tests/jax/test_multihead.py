@@ -1,5 +1,6 @@
 """ALiBi in Flax's own attention layers, against the bias typed out and Flax's own attention."""
 
+import functools
 from functools import partial
 
 import jax
@@ -11,13 +12,17 @@ from flax import linen, nnx
 from alibi_attn.jax import alibi_dot_product_attention, mha_alibi
 
 H, D_IN, WIDTH = 4, 6, 16
-SLOPES = jnp.asarray([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8])  # 2^(−8(h + 1)/4)
+SLOPES = np.float32([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8])  # 2^(−8(h + 1)/4)
 LAYER = linen.MultiHeadDotProductAttention(num_heads=H, qkv_features=WIDTH)
-PARAMETERS = jax.jit(LAYER.init)(jax.random.key(1), jnp.ones((1, D_IN)))
+
+
+@functools.cache
+def parameters() -> dict:
+    return jax.jit(LAYER.init)(jax.random.key(1), jnp.ones((1, D_IN)))
 
 
 def apply(layer: linen.Module, *args: jax.Array, **kwargs) -> jax.Array:
-    return jax.jit(partial(layer.apply, **kwargs))(PARAMETERS, *args)
+    return jax.jit(partial(layer.apply, **kwargs))(parameters(), *args)
 
 
 def typed_bias(query_len: int, key_len: int, first: int = 0) -> jax.Array:
