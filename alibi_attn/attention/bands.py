@@ -222,7 +222,8 @@ def _run_pieces(spec: Spec, run: list[_Block], first: int, threads: int, wide: b
     if wide and len(run) == 1:  # one block: its queries are divided among the cores, and share their keys
         yield from _shared_left(head, head.low, high, threads)
         return
-    most = max(threads, min(MAX_BLOCKS, MAX_GATHERED // (min(keys, MAX_KEYS) * spec.head_dim)))
+    most = min(MAX_BLOCKS, MAX_GATHERED // (min(keys, MAX_KEYS) * spec.head_dim))
+    most = max(threads, most // threads * threads)  # backward works on whole blocks in parallel: leave no core idle
     for start in range(0, len(run), most):
         count = min(most, len(run) - start)
         block = run[start]
