@@ -16,11 +16,8 @@ CASE = {case.name: case for case in CASES}
 BACKENDS = ("dense", "loop")
 EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
 
-# Run in their own shapes too: the ones that no room holds, and one of each kind of argument.
-OWN_SHAPES = (
-    "twelve heads, slopes not sorted", "71 heads over one key head", "one query", "packed segments, symmetric, mask",
-    "steep, long",
-)  # fmt: skip
+# Run in their own shapes too, with tiles of the usual size: one of each kind of argument.
+OWN_SHAPES = ("one query", "packed segments, symmetric, mask", "steep, long")
 
 
 @pytest.fixture
@@ -61,7 +58,7 @@ def test_cases_in_their_own_shapes_equal_the_definition(backend: str, name: str)
         ("bfloat16", "dense", ("everything", "symmetric", "heads that never look right")),
         ("bfloat16", "loop", ("everything", "symmetric", "NaN in masked keys, inf in their values")),
         ("bfloat16", "loop", ("steep, long", "steep, long, sink, peaked")),
-        ("float16", "loop", ("everything", "symmetric", "NaN in masked keys, inf in their values")),
+        ("float16", "loop", ("everything", "symmetric", "heads that never look right")),
         ("float64", "dense", ("everything", "symmetric", "heads that never look right")),
         ("float64", "loop", ("steep, long", "steep, long, sink, peaked", "steep, long, segments")),
     ],

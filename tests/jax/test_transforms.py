@@ -39,11 +39,9 @@ ALL = (0, 1, 2, 3)
 GRADS = jax.jit(jax.grad(partial(loss, backend="loop"), argnums=ALL))
 
 
-def test_checkpoint_and_eager_equal_jit() -> None:
-    expected = GRADS(*QKV, SLOPES)
+def test_checkpoint_changes_nothing() -> None:
     again = jax.jit(jax.grad(jax.checkpoint(partial(loss, backend="loop")), argnums=ALL))(*QKV, SLOPES)
-    assert_close(again, expected)
-    assert_close(jax.grad(partial(loss, backend="loop"), argnums=ALL)(*QKV, SLOPES), expected)
+    assert_close(again, GRADS(*QKV, SLOPES))
 
 
 def test_vmap_equals_a_loop() -> None:

@@ -35,8 +35,8 @@ TARGETS = {
 }
 HEAD_DIMS = {"sm_90": (64, 128)}
 TENSORS = {"Q", "K", "V", "OUT", "DOUT", "DQ", "DK", "DV"}
-INTEGERS = {name: "*i32" for name in ("PLAN", "PIN_TABLE", "ORDER", "COUNT", "ASKED")}
-INTEGERS |= {name: "*i64" for name in ("FIRST", "SEED", "QUERY_SEGMENTS", "KEY_SEGMENTS")} | {"FLAGS": "*i8"}
+INTEGERS = dict.fromkeys(("PLAN", "PIN_TABLE", "ORDER", "COUNT", "ASKED"), "*i32")
+INTEGERS |= dict.fromkeys(("FIRST", "SEED", "QUERY_SEGMENTS", "KEY_SEGMENTS"), "*i64") | {"FLAGS": "*i8"}
 CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
 
 
@@ -104,7 +104,7 @@ def _source(kernel: str, target: str, head_dim: int, shape: Shape) -> ASTSource:
         if name in constants:
             signature[name] = "constexpr"
             continue
-        pointer = name.isupper() and len(name) > 1 or name in TENSORS
+        pointer = (name.isupper() and len(name) > 1) or name in TENSORS
         if name in TENSORS:
             signature[name] = "*bf16"
         elif pointer:
