@@ -83,6 +83,38 @@ def streaming(
     _tell([streaming(out, tokens=tokens, say=typer.echo)])
 
 
+@app.command()
+def gpu(
+    out: Out = Path("results"),
+    smoke: Annotated[bool, typer.Option(help="Tiny sizes in Triton's interpreter; set TRITON_INTERPRET=1.")] = False,
+) -> None:
+    """Our Triton kernels against what users would pick instead, on one CUDA device, in under ten minutes.
+
+    Example: python -m alibi_attn bench gpu --out results
+    """
+    from alibi_attn.bench.gpu import gpu
+
+    _tell(gpu(out, smoke=smoke, say=typer.echo))
+
+
+@app.command()
+def jax(
+    out: Out = Path("results"),
+    lengths: Annotated[str, typer.Option(help="Tokens, as in 1024,8192.")] = "",
+    repeats: Annotated[int, typer.Option(min=1, help="Turns at most.")] = 5,
+    seconds: Annotated[float, typer.Option(help="Seconds at most for the turns of a length and direction.")] = 20.0,
+    memory: Annotated[bool, typer.Option(help="Measure peak memory too.")] = True,
+) -> None:
+    """Our JAX attention against jax.nn.dot_product_attention with a dense bias, and without any.
+
+    Example: alibi bench jax --lengths 1024,4096
+    """
+    from alibi_attn.bench.jax_attention import LENGTHS, jax_attention
+
+    asked = tuple(int(part) for part in lengths.split(",")) if lengths else LENGTHS
+    _tell(jax_attention(out, lengths=asked, repeats=repeats, budget_s=seconds, memory=memory, say=typer.echo))
+
+
 def _tell(paths: list[Path]) -> None:
     for path in paths:
         typer.echo(f"record {path}")

@@ -160,10 +160,12 @@ def name_lines(axes: Axes, ends: Sequence[tuple[str, str, float, float]], furthe
     column = []
     for name, color, x, y in ends:
         if x < furthest:
-            axes.annotate(name, (x, y), (-2, 6), textcoords="offset points", ha="right", color=color, fontsize=8)
+            lowest = all(y <= other for _, _, _, other in ends)
+            place, side = ((4, -10), "left") if lowest else ((-2, 6), "right")
+            axes.annotate(name, (x, y), place, textcoords="offset points", ha=side, color=color, fontsize=8)
         else:
-            place = axes.transAxes.inverted().transform(axes.transData.transform((x, y)))
-            column.append((float(place[1]), name, color))
+            height = axes.transAxes.inverted().transform(axes.transData.transform((x, y)))[1]
+            column.append((float(height), name, color))
     column.sort()
     for height, (_, name, color) in zip(_apart([c[0] for c in column], _TEXT_GAP), column, strict=True):
         axes.annotate(
