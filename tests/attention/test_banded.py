@@ -7,7 +7,7 @@ import torch
 from attention_checks import EPS
 
 from alibi_attn import alibi_attention, explain, head_reach
-from alibi_attn.attention import bounds
+from alibi_attn.attention import bands, bounds
 from alibi_attn.attention.backends import banded
 from alibi_attn.attention.door import make_spec
 
@@ -150,3 +150,19 @@ def test_long_input_needs_linear_memory() -> None:
         alibi_attention(q, k, v, [0.5], backend="banded")
     largest = max(event.self_cpu_memory_usage for event in trace.events())
     assert 0 < largest < 2**26
+
+
+def test_bands_that_are_cut_into_parts_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks with more than MAX_KEYS keys are cut, and the parts merged: tiles, rectangles and shared edges alike."""
+    q, k, v = draw(t=1300, dtype=torch.float64, requires_grad=True)
+    slopes = [2.0, 0.3, 0.02, 0.0]
+    go = torch.randn_like(q)
+    for causal in (True, False):
+        results = []
+        for most in (bands.MAX_KEYS, 100):
+            monkeypatch.setattr(bands, "MAX_KEYS", most)
+            out, lse = alibi_attention(q, k, v, slopes, causal=causal, return_lse=True, backend="banded")
+            results.append([out, lse, *torch.autograd.grad(out, [q, k, v], go)])
+        monkeypatch.undo()
+        for whole, parts in zip(*results, strict=True):
+            torch.testing.assert_close(parts, whole)
