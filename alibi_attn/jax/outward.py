@@ -107,7 +107,9 @@ def backward(
         at = _at(number, plan, inputs)
         queries, rule = _queries(plan, parts, at), _rule(parts, at)
         mine = jax.tree.map(lambda x: x[number], visited)
-        lse_here, grad_here, shift_here = (_rows(plan, x, at) for x in (lse, grad_output, shift))
+        lse_here, grad_here, shift_here = (
+            _rows(plan, x, at.sequence, at.head, at.row) for x in (lse, grad_output, shift)
+        )
         # The last block begins early, so as to be full; what it shares with the one before is counted there.
         row = jnp.arange(plan.query_block)
         lse_here = jnp.where(row < at.block * plan.query_block - at.row, jnp.inf, lse_here)
@@ -214,17 +216,23 @@ def _joined(blocks: Array, plan: Plan, inputs: Inputs) -> Array:
     return jnp.concatenate([before, last[:, :, before.shape[2] - query_len :]], axis=2)
 
 
-def _rows(plan: Plan, x: Array, at: _At) -> Array:
-    """The block's rows of [B, H, T, ...]."""
-    return lax.dynamic_slice_in_dim(x[at.sequence, at.head], at.row, plan.query_block)
+def _rows(plan: Plan, x: Array, *place: Array) -> Array:
+    """The block's rows of [B, H, T, ...] or [B, T], at (sequence, head, first row) or (sequence, first row).
+
+    One slice, and not one of a whole head first: that would be copied for every block.
+    """
+    rest = x.shape[len(place) :]
+    begin = (*place, *(jnp.zeros_like(place[0]),) * len(rest))
+    block = lax.dynamic_slice(x, begin, (*(1,) * (len(place) - 1), plan.query_block, *rest))
+    return block.reshape(plan.query_block, *rest)
 
 
 def _queries(plan: Plan, parts: _Parts, at: _At) -> Queries:
     segments = parts.query_segments
     return Queries(
-        query=_rows(plan, parts.query, at),
-        position=parts.offset[at.sequence] + at.row.astype(jnp.int32),
-        segment=None if segments is None else lax.dynamic_slice_in_dim(segments[at.sequence], at.row, plan.query_block),
+        query=_rows(plan, parts.query, at.sequence, at.head, at.row),
+        position=parts.offset[at.sequence] + at.row,
+        segment=None if segments is None else _rows(plan, segments, at.sequence, at.row),
     )
 
 
