@@ -56,7 +56,7 @@ def test_cases_in_their_own_shapes_equal_the_definition(backend: str, name: str)
     ("dtype", "backend", "names"),
     [
         ("bfloat16", "dense", ("everything", "symmetric", "heads that never look right")),
-        ("bfloat16", "loop", ("everything", "symmetric", "NaN in masked keys, inf in their values")),
+        ("bfloat16", "loop", ("everything", "symmetric", "heads that never look right")),
         ("bfloat16", "loop", ("steep, long", "steep, long, sink, peaked")),
         ("float16", "loop", ("everything", "symmetric", "heads that never look right")),
         ("float64", "dense", ("everything", "symmetric", "heads that never look right")),
