@@ -22,7 +22,8 @@ from rich.markup import escape
 from rich.table import Table as RichTable
 
 from alibi_attn import cli_bench, records
-from alibi_attn.lab.config import ConfigError, EvalConfig, Scale, override, to_json
+from alibi_attn.lab.config import ConfigError, EvalConfig, Scale
+from alibi_attn.lab.fields import override, to_json
 from alibi_attn.recipes.index import RECIPES
 from alibi_attn.report import tables
 from alibi_attn.report.series import studies

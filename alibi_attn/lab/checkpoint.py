@@ -22,7 +22,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from alibi_attn.lab.config import ConfigError, RunConfig, from_json, to_json
+from alibi_attn.lab.config import ConfigError, RunConfig
+from alibi_attn.lab.fields import from_json, to_json
 from alibi_attn.lab.model import LanguageModel
 
 SCHEMA = 1

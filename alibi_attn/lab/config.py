@@ -6,16 +6,22 @@ checked when it is made, so that everything behind this door may trust it. Read 
 
 import dataclasses
 import difflib
-import types
+import re
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Literal, TypeAlias, TypeVar
 
-from alibi_attn.records import Json
-
-Method: TypeAlias = Literal["none", "sinusoidal", "learned", "rotary", "t5", "alibi"]
-Scale: TypeAlias = Literal["smoke", "small", "paper"]
+Method: TypeAlias = Literal[
+    "none", "sinusoidal", "learned", "rotary", "t5", "alibi", "alibi-learned", "alibi-half", "kerple"
+]
+Architecture: TypeAlias = Literal["modern", "mpt", "baevski-auli"]
+Optimizer: TypeAlias = Literal["adamw", "nag"]
+Parallel: TypeAlias = Literal["ddp", "fsdp"]
 Precision: TypeAlias = Literal["no", "bf16", "fp16"]
+Scale: TypeAlias = Literal["smoke", "small", "paper"]
+Split: TypeAlias = Literal["valid", "test"]
+Stretch: TypeAlias = Literal["none", "linear", "ntk", "yarn"]
+Task: TypeAlias = Literal["passkey", "recall"]
 
 _Config = TypeVar("_Config")
 
@@ -26,18 +32,37 @@ class ConfigError(ValueError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The decoder: RMS norm before each part, SwiGLU, no biases, input and output embeddings shared."""
+    """The decoder; input and output embeddings are shared.
+
+    "modern": RMS norm before each part, SwiGLU, no biases. "mpt": layer norm, GELU, no biases, as MPT has them, so that a
+    checkpoint can leave as one. "baevski-auli": the paper's, layer norm, ReLU, biases, adaptive inputs and softmax.
+    """
 
     method: Method = "alibi"
-    vocab_size: int = 256  # bytes
+    architecture: Architecture = "modern"
+    vocab_size: int = 256  # as many tokens as the tokenizer has, or more
     num_layers: int = 4
     num_heads: int = 4
     embed_dim: int = 128
     ffn_dim: int = 344  # SwiGLU has three matrices: 8/3 of the width costs what 4 times cost with two
+    cutoffs: tuple[int, ...] = ()  # of adaptive inputs and softmax, in tokens by frequency; none = one plain embedding
+    dropout: float = 0.0  # of what each part adds, and of the embeddings
+    attention_dropout: float = 0.0
+    activation_dropout: float = 0.0  # inside the feed-forward part
+    softmax_dropout: float = 0.0  # before the tail projections of the adaptive softmax
 
     def __post_init__(self) -> None:
-        _check_choice("model.method", self.method, typing.get_args(Method))
-        _check_at_least("model", self, 1, "vocab_size", "num_layers", "num_heads", "embed_dim", "ffn_dim")
+        check_choice("model.method", self.method, typing.get_args(Method))
+        check_choice("model.architecture", self.architecture, typing.get_args(Architecture))
+        check_at_least("model", self, 1, "vocab_size", "num_layers", "num_heads", "embed_dim", "ffn_dim")
+        for name in ("dropout", "attention_dropout", "activation_dropout", "softmax_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"model.{name} is {getattr(self, name)}; it is a probability, 0 or more and below 1")
+        if self.cutoffs and (self.architecture != "baevski-auli" or list(self.cutoffs) != sorted(set(self.cutoffs))):
+            raise ConfigError(
+                f"model.cutoffs is {self.cutoffs} and model.architecture {self.architecture!r}; cutoffs rise, and only "
+                '"baevski-auli" has them'
+            )
         if self.embed_dim % (2 * self.num_heads):
             raise ConfigError(
                 f"model.embed_dim is {self.embed_dim} and model.num_heads is {self.num_heads}, but each head needs an even "
@@ -47,55 +72,101 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """The text: "python-source" (what Python ships with), "hub:NAME[:CONFIG]", or local files and folders in `text`."""
+    """The text: "python-source" (what Python ships with), "hub:NAME[:CONFIG]", or local files and folders in `text`.
+
+    A folder with files named *train*, *valid* and *test* brings its own split.
+    """
 
     corpus: str = "python-source"
     text: tuple[str, ...] = ()
+    tokenizer: str = "bytes"  # "bytes", "words" (as WikiText is written) or "bpe:SIZE", made from the training text
     valid_share: float = 0.05  # of the bytes; the corpora that bring their own split ignore it
+    test_share: float = 0.0  # the same, for a second text that nothing was chosen by
+    segments: bool = False  # attend within a document only; needs a method that runs on ALiBi's attention
 
     def __post_init__(self) -> None:
         if self.text and self.corpus == "python-source":
             object.__setattr__(self, "corpus", "text")  # so that a record never names a corpus that was not read
         if self.corpus not in ("python-source", "text") and not self.corpus.startswith("hub:"):
-            nearest = _nearest(self.corpus, ("python-source", "hub:NAME"))
+            guess = nearest(self.corpus, ("python-source", "hub:NAME"))
             raise ConfigError(
-                f'data.corpus is {self.corpus!r}{nearest}; pass "python-source", "hub:NAME", or files in data.text'
+                f'data.corpus is {self.corpus!r}{guess}; pass "python-source", "hub:NAME", or files in data.text'
             )
         if (self.corpus == "text") != bool(self.text):
             raise ConfigError(f"data.corpus is {self.corpus!r} and data.text is {self.text!r}; pass one or the other")
-        if not 0 < self.valid_share < 1:
-            raise ConfigError(f"data.valid_share is {self.valid_share}; it is a share of the text, between 0 and 1")
+        if self.valid_share <= 0 or self.test_share < 0 or self.valid_share + self.test_share >= 1:
+            raise ConfigError(
+                f"data.valid_share is {self.valid_share} and data.test_share {self.test_share}; they are shares of the text: "
+                "valid above 0, test 0 or more, together below 1"
+            )
+        if self.tokenizer not in ("bytes", "words") and not re.fullmatch(r"bpe:[1-9]\d*", self.tokenizer):
+            raise ConfigError(
+                f'data.tokenizer is {self.tokenizer!r}; pass "bytes", "words" or "bpe:SIZE", as in bpe:4096'
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """The training: AdamW, a linear warm-up, then a cosine down to a tenth of the learning rate."""
+    """The training: AdamW or Nesterov's momentum ("nag"), a linear warm-up, then a cosine down to a share of the rate.
+
+    `first_steps` steps may be trained at `first_length` before the rest at `length`: staged training, short to long.
+    """
 
     length: int = 128  # L of the paper: tokens a training example has
     steps: int = 200
     batch_tokens: int = 4096  # over all processes; a multiple of the length
+    first_length: int | None = None
+    first_steps: int = 0
+    optimizer: Optimizer = "adamw"
     learning_rate: float = 2e-3
+    final_share: float = 0.1  # of the learning rate, where the cosine ends
     warmup_steps: int = 20
     weight_decay: float = 0.1  # matrices only
     clip_norm: float = 1.0
     seed: int = 0  # initial weights and order of the data
     precision: Precision = "no"
+    accumulate: int = 1  # a batch is computed in this many parts
+    parallel: Parallel = "ddp"  # with several processes
+    activation_checkpointing: bool = False
     log_every: int = 10  # steps between two points of the training curve
     checkpoint_every: int = 100  # steps; Ctrl-C writes one as well
+    validate_every: int = 0  # steps between two tests on `validate_tokens` during the training; 0 = none
+    validate_length: int | None = None  # None = as trained
+    validate_tokens: int = 8192
 
     def __post_init__(self) -> None:
-        _check_choice("train.precision", self.precision, typing.get_args(Precision))
-        _check_at_least("train", self, 1, "length", "steps", "batch_tokens", "log_every", "checkpoint_every")
-        _check_at_least("train", self, 0, "warmup_steps", "weight_decay", "seed")
+        check_choice("train.precision", self.precision, typing.get_args(Precision))
+        for name, choices in (("optimizer", Optimizer), ("parallel", Parallel), ("precision", Precision)):
+            check_choice(f"train.{name}", getattr(self, name), typing.get_args(choices))
+        check_at_least(
+            "train", self, 1, "length", "steps", "batch_tokens", "accumulate", "log_every", "checkpoint_every"
+        )
+        check_at_least("train", self, 0, "warmup_steps", "weight_decay", "seed", "first_steps", "validate_every")
+        check_at_least("train", self, 1, "validate_tokens")
+        for name in ("first_length", "validate_length"):
+            if getattr(self, name) is not None:
+                check_at_least("train", self, 1, name)
+        if (self.first_length is None) != (self.first_steps == 0) or self.first_steps >= self.steps:
+            raise ConfigError(
+                f"train.first_length is {self.first_length} and train.first_steps {self.first_steps} of {self.steps}; pass both, "
+                "fewer first steps than steps, or neither"
+            )
+        if not 0 <= self.final_share <= 1:
+            raise ConfigError(
+                f"train.final_share is {self.final_share}; it is a share of the learning rate, from 0 to 1"
+            )
         if not (self.learning_rate > 0 and self.clip_norm > 0):
             raise ConfigError(
                 f"train.learning_rate is {self.learning_rate} and train.clip_norm is {self.clip_norm}; both must be above 0"
             )
-        if self.batch_tokens % self.length:
-            raise ConfigError(
-                f"train.batch_tokens is {self.batch_tokens} but must be a multiple of train.length, {self.length}; "
-                f"the next one is {(self.batch_tokens // self.length + 1) * self.length}"
-            )
+        for length in {self.length, self.first_length or self.length}:
+            if self.batch_tokens % (length * self.accumulate):
+                step = length * self.accumulate
+                raise ConfigError(
+                    f"train.batch_tokens is {self.batch_tokens} but must be a multiple of train.length"
+                    + (f" times train.accumulate, {step}" if self.accumulate > 1 else f", {step}")
+                    + f"; the next one is {(self.batch_tokens // step + 1) * step}"
+                )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,13 +177,23 @@ class EvalConfig:
     tokens: int = 16384  # to score, rounded up to whole stretches of the largest length
     stride: int | None = None  # of the sliding window, in tokens; None = a quarter of each length
     batch_tokens: int = 8192
+    split: Split = "valid"
+    stretch: Stretch = (
+        "none"  # positions beyond the trained length: rotary (linear, ntk, yarn) or ALiBi's slopes (linear, ntk)
+    )
+    windowed: bool = False  # also with the same weights and each token's context cut at the trained length
+    tasks: tuple[Task, ...] = ()  # that need the context: see `tasks.py`
 
     def __post_init__(self) -> None:
         if not self.lengths or min(self.lengths) < 1 or list(self.lengths) != sorted(set(self.lengths)):
             raise ConfigError(f"eval.lengths is {self.lengths}; pass lengths of 1 or more, in rising order, each once")
-        _check_at_least("eval", self, 1, "tokens", "batch_tokens")
+        check_at_least("eval", self, 1, "tokens", "batch_tokens")
+        check_choice("eval.split", self.split, typing.get_args(Split))
+        check_choice("eval.stretch", self.stretch, typing.get_args(Stretch))
+        for task in self.tasks:
+            check_choice("eval.tasks", task, typing.get_args(Task))
         if self.stride is not None:
-            _check_at_least("eval", self, 1, "stride")
+            check_at_least("eval", self, 1, "stride")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,6 +210,8 @@ class RunConfig:
 class Recipe:
     """One question and the runs that answer it, at three scales with one code path.
 
+    Recipes of one study share their trainings: its name begins the records' names, and its folder holds them.
+
     Args:
         name: what one types, "quick".
         question: what the runs answer, as a sentence.
@@ -137,6 +220,7 @@ class Recipe:
         cost: what each scale takes, measured.
         expected: what the answer should look like; a reader who sees something else has found something.
         runs: scale -> configs; seeds are repeated by the experiment.
+        study: begins the names of the runs' records; by default the recipe's own name.
     """
 
     name: str
@@ -146,125 +230,21 @@ class Recipe:
     cost: str
     expected: str
     runs: Callable[[Scale], tuple[RunConfig, ...]]
+    study: str = ""
 
 
-def override(config: RunConfig, changes: Mapping[str, str]) -> RunConfig:
-    """The config with some fields changed by name; values are given as text and read by the field's type.
-
-    Raises:
-        ConfigError: an unknown name (answered with the nearest one) or a value of another type.
-
-    >>> override(RunConfig(), {"train.steps": "50", "eval.lengths": "128,256"}).eval.lengths
-    (128, 256)
-    """
-    names = field_names()
-    sections: dict[str, dict[str, object]] = {}
-    for name, text in changes.items():
-        if name not in names:
-            raise ConfigError(f"there is no field {name!r}{_nearest(name, names)}; the fields are: {', '.join(names)}")
-        section, field = name.split(".")
-        kind = typing.get_type_hints(type(getattr(config, section)))[field]
-        sections.setdefault(section, {})[field] = _parse(name, text, kind)
-    changed = {section: _replace(getattr(config, section), values) for section, values in sections.items()}
-    return _replace(config, changed)
-
-
-def field_names() -> tuple[str, ...]:
-    """Every name that `override` takes: "model.method", "train.steps", ...
-
-    >>> "train.steps" in field_names()
-    True
-    """
-    sections = typing.get_type_hints(RunConfig)
-    return tuple(f"{name}.{field.name}" for name, section in sections.items() for field in dataclasses.fields(section))
-
-
-def to_json(config: RunConfig) -> dict[str, Json]:
-    """The config as nested dictionaries of plain values, as records and checkpoints hold it."""
-    return {
-        section: {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
-        for section, fields in dataclasses.asdict(config).items()
-    }
-
-
-def from_json(data: object) -> RunConfig:
-    """The config that `to_json` wrote.
-
-    Raises:
-        ConfigError: other sections or other fields than this version has.
-    """
-    sections = typing.get_type_hints(RunConfig)
-    if not isinstance(data, Mapping) or not data.keys() >= sections.keys():
-        raise ConfigError(f"a config has the sections {', '.join(sections)}; this one is not made of them")
-    return RunConfig(**{name: _section(name, kind, data[name]) for name, kind in sections.items()})
-
-
-def _section(name: str, kind: Callable[..., _Config], data: object) -> _Config:
-    hints = typing.get_type_hints(kind)
-    if not isinstance(data, Mapping) or data.keys() != hints.keys():
-        raise ConfigError(f"section {name!r} of a config has the fields {', '.join(hints)}; this one has others")
-    values = {field: tuple(value) if isinstance(value, list) else value for field, value in data.items()}
-    for field, value in values.items():
-        if not _fits(value, hints[field]):
-            raise ConfigError(f"{name}.{field} is {value!r} but must be {_describe(hints[field])}")
-    return kind(**values)
-
-
-def _fits(value: object, kind: object) -> bool:
-    if typing.get_origin(kind) is Literal:
-        return value in typing.get_args(kind)
-    if typing.get_origin(kind) is tuple:
-        return isinstance(value, tuple) and all(_fits(item, typing.get_args(kind)[0]) for item in value)
-    if isinstance(kind, types.UnionType):
-        return any(_fits(value, option) for option in typing.get_args(kind))
-    if kind is float:
-        return isinstance(value, float | int) and not isinstance(value, bool)
-    return type(value) is kind
-
-
-def _parse(name: str, text: str, kind: object) -> object:
-    if typing.get_origin(kind) is Literal:
-        _check_choice(name, text, typing.get_args(kind))
-        return text
-    if typing.get_origin(kind) is tuple:
-        return tuple(_parse(name, item.strip(), typing.get_args(kind)[0]) for item in text.split(",") if item.strip())
-    if isinstance(kind, types.UnionType):
-        return None if text.lower() == "none" else _parse(name, text, typing.get_args(kind)[0])
-    if kind is str:
-        return text
-    try:
-        return int(text) if kind is int else float(text)
-    except ValueError:
-        raise ConfigError(f"{name} is {text!r} but must be {_describe(kind)}") from None
-
-
-def _describe(kind: object) -> str:
-    if typing.get_origin(kind) is Literal:
-        return "one of " + ", ".join(typing.get_args(kind))
-    if typing.get_origin(kind) is tuple:
-        return f"a list of values, each {_describe(typing.get_args(kind)[0])}"
-    if isinstance(kind, types.UnionType):
-        return " or ".join(_describe(option) for option in typing.get_args(kind))
-    names: dict[object, str] = {int: "a whole number", float: "a number", str: "text", types.NoneType: "none"}
-    return names[kind]
-
-
-def _replace(config: _Config, values: Mapping[str, object]) -> _Config:
-    return dataclasses.replace(config, **values)  # type: ignore[type-var]
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise ConfigError(f"{name} is {value!r}{_nearest(value, choices)}; pass one of {', '.join(choices)}")
+        raise ConfigError(f"{name} is {value!r}{nearest(value, choices)}; pass one of {', '.join(choices)}")
 
 
-def _check_at_least(section: str, config: object, least: int, *names: str) -> None:
+def check_at_least(section: str, config: object, least: int, *names: str) -> None:
     for name in names:
         if not getattr(config, name) >= least:
             raise ConfigError(f"{section}.{name} is {getattr(config, name)} but must be {least} or more")
 
 
-def _nearest(name: str, names: tuple[str, ...]) -> str:
+def nearest(name: str, names: tuple[str, ...]) -> str:
     tails = {option.rpartition(".")[2]: option for option in names}  # whoever types "step" means "train.steps"
     whole = difflib.get_close_matches(name, names, n=1)
     last = [tails[tail] for tail in difflib.get_close_matches(name.rpartition(".")[2], tails, n=1)]

@@ -20,9 +20,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from alibi_attn import records
 from alibi_attn.lab import checkpoint
-from alibi_attn.lab.config import ConfigError, DataConfig, Recipe, RunConfig, Scale, override, to_json
+from alibi_attn.lab.config import ConfigError, DataConfig, Recipe, RunConfig, Scale
 from alibi_attn.lab.data import Corpus, load_corpus, num_pieces
 from alibi_attn.lab.evaluate import Column, evaluate, scored_stretches
+from alibi_attn.lab.fields import override, to_json
 from alibi_attn.lab.train import train
 from alibi_attn.records import Json
 

@@ -9,11 +9,8 @@ from alibi_attn.lab.config import (
     ModelConfig,
     RunConfig,
     TrainConfig,
-    field_names,
-    from_json,
-    override,
-    to_json,
 )
+from alibi_attn.lab.fields import field_names, from_json, override, to_json
 
 
 @pytest.mark.parametrize(
@@ -61,7 +58,7 @@ def test_fields_that_depend_on_each_other_are_changed_together():
         ({"eval.stride": "0"}, "eval.stride is 0"),
         ({"data.corpus": "pyhton-source"}, "did you mean 'python-source'"),
         ({"data.corpus": "text"}, "data.text"),
-        ({"data.valid_share": "1"}, "between 0 and 1"),
+        ({"data.valid_share": "1"}, "together below 1"),
     ],
 )
 def test_what_does_not_exist_is_answered_with_what_does(changes, message):

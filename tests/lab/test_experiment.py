@@ -13,9 +13,10 @@ from rich.console import Console
 
 from alibi_attn import records
 from alibi_attn.lab import experiment
-from alibi_attn.lab.config import ConfigError, Recipe, to_json
+from alibi_attn.lab.config import ConfigError, Recipe
 from alibi_attn.lab.data import CorpusError
 from alibi_attn.lab.experiment import ExperimentError, run
+from alibi_attn.lab.fields import to_json
 
 
 @pytest.fixture
@@ -172,7 +173,8 @@ def test_two_processes_train_like_one(recipe, tiny_run, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "from pathlib import Path\n"
-        "from alibi_attn.lab.config import Recipe, from_json\n"
+        "from alibi_attn.lab.config import Recipe\n"
+        "from alibi_attn.lab.fields import from_json\n"
         "from alibi_attn.lab.experiment import run\n"
         f"config = from_json({to_json(tiny_run(steps=8))!r})\n"
         "recipe = Recipe(name='tiny', question='', paper='', command='', cost='', expected='', runs=lambda scale: (config,))\n"

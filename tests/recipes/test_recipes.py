@@ -17,7 +17,7 @@ every_recipe = pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_says_what_it_asks_costs_and_expects(name):
     recipe = RECIPES[name]
     for field in dataclasses.fields(recipe):
-        assert getattr(recipe, field.name)
+        assert getattr(recipe, field.name) or field.name == "study"  # only recipes that share trainings have one
     assert recipe.question.endswith("?")
     assert recipe.command.startswith("alibi run ")
 

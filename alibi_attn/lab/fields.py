@@ -1,0 +1,126 @@
+"""Configs as text: fields changed by name ("train.steps=50"), configs written to records and read back."""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Literal, TypeVar
+
+from alibi_attn.lab.config import ConfigError, RunConfig, check_choice, nearest
+from alibi_attn.records import Json
+
+_Config = TypeVar("_Config")
+
+
+def override(config: RunConfig, changes: Mapping[str, str]) -> RunConfig:
+    """The config with some fields changed by name; values are given as text and read by the field's type.
+
+    Raises:
+        ConfigError: an unknown name (answered with the nearest one) or a value of another type.
+
+    >>> override(RunConfig(), {"train.steps": "50", "eval.lengths": "128,256"}).eval.lengths
+    (128, 256)
+    """
+    names = field_names()
+    sections: dict[str, dict[str, object]] = {}
+    for name, text in changes.items():
+        if name not in names:
+            raise ConfigError(f"there is no field {name!r}{nearest(name, names)}; the fields are: {', '.join(names)}")
+        section, field = name.split(".")
+        kind = typing.get_type_hints(type(getattr(config, section)))[field]
+        sections.setdefault(section, {})[field] = _parse(name, text, kind)
+    changed = {section: _replace(getattr(config, section), values) for section, values in sections.items()}
+    return _replace(config, changed)
+
+
+def field_names() -> tuple[str, ...]:
+    """Every name that `override` takes: "model.method", "train.steps", ...
+
+    >>> "train.steps" in field_names()
+    True
+    """
+    sections = typing.get_type_hints(RunConfig)
+    return tuple(f"{name}.{field.name}" for name, section in sections.items() for field in dataclasses.fields(section))
+
+
+def to_json(config: RunConfig) -> dict[str, Json]:
+    """The config as nested dictionaries of plain values, as records and checkpoints hold it."""
+    return {
+        section: {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
+        for section, fields in dataclasses.asdict(config).items()
+    }
+
+
+def from_json(data: object) -> RunConfig:
+    """The config that `to_json` wrote.
+
+    Raises:
+        ConfigError: other sections or other fields than this version has.
+    """
+    sections = typing.get_type_hints(RunConfig)
+    if not isinstance(data, Mapping) or not data.keys() >= sections.keys():
+        raise ConfigError(f"a config has the sections {', '.join(sections)}; this one is not made of them")
+    return RunConfig(**{name: _section(name, kind, data[name]) for name, kind in sections.items()})
+
+
+def _section(name: str, kind: Callable[..., _Config], data: object) -> _Config:
+    hints = typing.get_type_hints(kind)
+    if not isinstance(data, Mapping) or data.keys() != hints.keys():
+        raise ConfigError(f"section {name!r} of a config has the fields {', '.join(hints)}; this one has others")
+    values = {field: tuple(value) if isinstance(value, list) else value for field, value in data.items()}
+    for field, value in values.items():
+        if not _fits(value, hints[field]):
+            raise ConfigError(f"{name}.{field} is {value!r} but must be {_describe(hints[field])}")
+    return kind(**values)
+
+
+def _fits(value: object, kind: object) -> bool:
+    if typing.get_origin(kind) is Literal:
+        return value in typing.get_args(kind)
+    if typing.get_origin(kind) is tuple:
+        return isinstance(value, tuple) and all(_fits(item, typing.get_args(kind)[0]) for item in value)
+    if isinstance(kind, types.UnionType):
+        return any(_fits(value, option) for option in typing.get_args(kind))
+    if kind is float:
+        return isinstance(value, float | int) and not isinstance(value, bool)
+    return type(value) is kind
+
+
+def _parse(name: str, text: str, kind: object) -> object:
+    if typing.get_origin(kind) is Literal:
+        check_choice(name, text, typing.get_args(kind))
+        return text
+    if typing.get_origin(kind) is tuple:
+        return tuple(_parse(name, item.strip(), typing.get_args(kind)[0]) for item in text.split(",") if item.strip())
+    if isinstance(kind, types.UnionType):
+        return None if text.lower() == "none" else _parse(name, text, typing.get_args(kind)[0])
+    if kind is str:
+        return text
+    if kind is bool:
+        check_choice(name, text.lower(), ("true", "false"))
+        return text.lower() == "true"
+    try:
+        return int(text) if kind is int else float(text)
+    except ValueError:
+        raise ConfigError(f"{name} is {text!r} but must be {_describe(kind)}") from None
+
+
+def _describe(kind: object) -> str:
+    if typing.get_origin(kind) is Literal:
+        return "one of " + ", ".join(typing.get_args(kind))
+    if typing.get_origin(kind) is tuple:
+        return f"a list of values, each {_describe(typing.get_args(kind)[0])}"
+    if isinstance(kind, types.UnionType):
+        return " or ".join(_describe(option) for option in typing.get_args(kind))
+    names: dict[object, str] = {
+        int: "a whole number",
+        float: "a number",
+        str: "text",
+        bool: "true or false",
+        types.NoneType: "none",
+    }
+    return names[kind]
+
+
+def _replace(config: _Config, values: Mapping[str, object]) -> _Config:
+    return dataclasses.replace(config, **values)  # type: ignore[type-var]
