@@ -13,36 +13,20 @@ stretches of the largest length L_max, spread evenly over the text, each with L_
 Losses are in nats per token. Read next: `experiment.py`.
 """
 
-import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from alibi_attn.lab.config import EvalConfig
 from alibi_attn.lab.data import CorpusError
+from alibi_attn.lab.losses import TokenLosses, Window, token_losses
 from alibi_attn.lab.memory import peak_memory_bytes, reset_peak_memory
 from alibi_attn.lab.model import LanguageModel
 
 Column: TypeAlias = list[float | None]
-
-
-@dataclasses.dataclass(frozen=True)
-class TokenLosses:
-    """One entry per scored token, all [N], in order of the text.
-
-    Args:
-        target: which token of the text was predicted.
-        position: from how many inputs; equally its place in the window, starting at 1.
-        loss_nats: −ln of the probability that the model gave it, fp32.
-    """
-
-    target: Tensor
-    position: Tensor
-    loss_nats: Tensor
 
 
 def evaluate(model: LanguageModel, tokens: Tensor, config: EvalConfig) -> dict[str, dict[str, Column]]:
@@ -129,12 +113,12 @@ def nonoverlapping(
 ) -> TokenLosses:
     """Losses of the tokens in the stretches, each predicted within its own piece of `length` tokens."""
     windows = [
-        _Window(begin - 1, stop - 1, stop - begin)
+        Window(begin - 1, stop - 1, stop - begin)
         for stretch in stretches
         for begin in range(stretch.start, stretch.stop, length)
         for stop in [min(begin + length, stretch.stop)]
     ]
-    return _losses(model, tokens, windows, batch_tokens)
+    return token_losses(model, tokens, windows, batch_tokens=batch_tokens)
 
 
 def sliding(
@@ -142,12 +126,12 @@ def sliding(
 ) -> TokenLosses:
     """Losses of the tokens in the stretches, each predicted from the `length − stride + 1` … `length` inputs before it."""
     windows = [
-        _Window(begin - 1 + stride - length, stop - 1, stop - begin)
+        Window(begin - 1 + stride - length, stop - 1, stop - begin)
         for stretch in stretches
         for begin in range(stretch.start, stretch.stop, stride)
         for stop in [min(begin + stride, stretch.stop)]
     ]
-    return _losses(model, tokens, windows, batch_tokens)
+    return token_losses(model, tokens, windows, batch_tokens=batch_tokens)
 
 
 def mean_nats(losses: TokenLosses) -> float:
@@ -168,46 +152,3 @@ def loss_by_position(losses: TokenLosses) -> dict[str, Column]:
         "loss_nats": [float(sums[index] / counts[index]) for index in filled],
         "tokens": [int(counts[index]) for index in filled],
     }
-
-
-@dataclasses.dataclass(frozen=True)
-class _Window:
-    """Inputs tokens[begin:stop]; the last `scored` predictions count."""
-
-    begin: int
-    stop: int
-    scored: int
-
-
-def _losses(model: LanguageModel, tokens: Tensor, windows: Sequence[_Window], batch_tokens: int) -> TokenLosses:
-    device = model.embedding.weight.device
-    targets, positions, losses = [], [], []
-    was_training = model.training
-    model.eval()
-    with torch.inference_mode():
-        for group in _groups(windows, batch_tokens):
-            size, scored = group[0].stop - group[0].begin, group[0].scored
-            rows = torch.stack([tokens[window.begin : window.stop + 1] for window in group]).to(device).long()
-            logits = model(rows[:, :-1])[:, -scored:].float()
-            loss = F.cross_entropy(logits.flatten(0, 1), rows[:, -scored:].flatten(), reduction="none")
-            losses.append(loss.cpu())
-            offsets = torch.arange(size - scored, size)
-            positions.append((offsets + 1).repeat(len(group)))
-            targets += [offsets + 1 + window.begin for window in group]
-    model.train(was_training)
-    return TokenLosses(target=torch.cat(targets), position=torch.cat(positions), loss_nats=torch.cat(losses))
-
-
-def _groups(windows: Sequence[_Window], batch_tokens: int) -> Iterator[list[_Window]]:
-    """Neighbors of one shape, as many as fill a batch."""
-    group: list[_Window] = []
-    for window in windows:
-        size = window.stop - window.begin
-        shape = (size, window.scored)
-        full = group and (len(group) + 1) * size > batch_tokens
-        if full or (group and shape != (group[0].stop - group[0].begin, group[0].scored)):
-            yield group
-            group = []
-        group.append(window)
-    if group:
-        yield group

@@ -8,7 +8,6 @@ import torch
 from alibi_attn.lab.config import EvalConfig
 from alibi_attn.lab.data import CorpusError
 from alibi_attn.lab.evaluate import (
-    TokenLosses,
     evaluate,
     loss_by_position,
     mean_nats,
@@ -17,6 +16,7 @@ from alibi_attn.lab.evaluate import (
     sliding,
     stride_at,
 )
+from alibi_attn.lab.losses import TokenLosses
 from alibi_attn.lab.positions import METHODS
 
 TEXT = torch.randint(64, (150,), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
