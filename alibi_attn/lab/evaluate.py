@@ -50,7 +50,7 @@ def evaluate(model: LanguageModel, tokens: Tensor, config: EvalConfig) -> dict[s
     )
     by_length: dict[str, Column] = {"length": list(config.lengths), **{name: [] for name in names}}
     by_position: dict[str, Column] = {"position": [], "loss_nats": [], "tokens": []}
-    device = model.embedding.weight.device
+    device = model.device
     warm = False
     for length in config.lengths:
         if limit is not None and length > limit:

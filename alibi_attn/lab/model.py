@@ -1,84 +1,204 @@
-"""The language model: a pre-norm decoder that knows nothing about positions but the three hooks of `positions.py`.
+"""The language models: pre-norm decoders that know nothing about positions but the four hooks of `positions.py`.
 
-RMS norm (Zhang and Sennrich 2019), SwiGLU (Shazeer 2020), no biases, embeddings scaled by √E and shared with the output
-(Vaswani et al. 2017, sec. 3.4). E is the width, V the vocabulary; other letters as in `attention/spec.py`. Read next: `train.py`.
+    "modern"        RMS norm (Zhang and Sennrich 2019), SwiGLU (Shazeer 2020), no biases, embeddings times √E
+    "mpt"           LayerNorm without bias, W₂·GELU(W₁·x), no biases: MPT's block, so that a checkpoint can leave as one
+    "baevski-auli"  LayerNorm, W₂·ReLU(W₁·x), biases, embeddings times √E, no norm at the end: fairseq's
+                    `transformer_lm_wiki103`, the decoder of the paper (Baevski and Auli 2019, arXiv:1809.10853)
+
+Input and output embeddings are shared (Vaswani et al. 2017, sec. 3.4). The parameters, in `state_dict()`:
+
+    embedding.weight [V, E]                          or, with model.cutoffs, embedding.tables.N, .widen.N and softmax.classes
+    blocks.N.attention_norm, blocks.N.ffn_norm       .weight, and .bias for "baevski-auli"
+    blocks.N.q, .k, .v, .attention_out               .weight [E, E], and .bias for "baevski-auli"
+    blocks.N.ffn_in, .ffn_out, .ffn_gate             .weight, and .bias for "baevski-auli"; only "modern" has the gate
+    norm.weight                                      not "baevski-auli"
+    position....                                     what the method learns
+
+E is the width, V the vocabulary; other letters as in `attention/spec.py`. Read next: `train.py`.
 """
 
+import copy
+import dataclasses
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from alibi_attn.lab.config import ModelConfig
-from alibi_attn.lab.positions import PositionError, PositionMethod, attend, position_method
+from alibi_attn.lab.adaptive import AdaptiveInput, AdaptiveSoftmax
+from alibi_attn.lab.attention import attend
+from alibi_attn.lab.config import Architecture, ConfigError, ModelConfig, Stretch
+from alibi_attn.lab.positions import (
+    PositionError,
+    PositionMethod,
+    check_segments,
+    check_stretch,
+    position_method,
+)
 from alibi_attn.nn import KVCache
 
 PREFILL_TOKENS = 2048  # of a prompt that are read at one time, so that only the caches grow with its length
 
 
 class LanguageModel(nn.Module):
-    """Tokens [B, T] in, logits [B, T, V] out; what may follow each token.
+    """Tokens [B, T] in, logits [B, T, V] out, what may follow each token; or, with `targets`, their losses.
 
     The initial weights depend on the seed and on each parameter's own name and shape only, so that models of one seed
     that differ in their position method start from the same weights.
+
+    Args:
+        trained_length: L, in tokens; beyond it learned positions end, and a stretch begins.
+        activation_checkpointing: in training, keep only what stands between two blocks and compute the rest again.
     """
 
-    def __init__(self, config: ModelConfig, *, trained_length: int, seed: int = 0) -> None:
+    def __init__(
+        self, config: ModelConfig, *, trained_length: int, seed: int = 0, activation_checkpointing: bool = False
+    ) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.trained_length = config, trained_length
+        self.activation_checkpointing = activation_checkpointing
         self.position: PositionMethod = position_method(config, trained_length)
-        self.embedding = nn.Embedding(config.vocab_size, config.embed_dim)
+        self.embedding: nn.Embedding | AdaptiveInput
+        if config.cutoffs:
+            self.embedding = AdaptiveInput(config.vocab_size, config.embed_dim, config.cutoffs)
+            self.softmax = AdaptiveSoftmax(config.embed_dim, config.cutoffs, dropout=config.softmax_dropout)
+        else:
+            self.embedding = nn.Embedding(config.vocab_size, config.embed_dim)
+        self.dropout = _dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.norm = nn.RMSNorm(config.embed_dim)
+        self.norm = nn.Identity() if config.architecture == "baevski-auli" else _norm(config)
         _initialize(self, seed)
 
-    def forward(self, tokens: Tensor, *, caches: Sequence[KVCache] | None = None) -> Tensor:
-        """Logits [B, T, V]; with `caches`, one per layer, the tokens follow those that the caches have seen."""
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        targets: Tensor | None = None,
+        caches: Sequence[KVCache] | None = None,
+        window: int | None = None,
+        segment_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Logits [B, T, V], or the losses [B, N] of the targets.
+
+        Args:
+            targets: [B, N], N ≤ T: the tokens that follow the last N inputs. Answered with −ln p of each in nats, fp32, and
+                without the logits of the other inputs, or, with an adaptive softmax, of the whole vocabulary.
+            caches: one per layer; the tokens follow those that the caches have seen.
+            window: how many tokens each one may see in every layer, itself included. Positions stay as they are.
+            segment_ids: [B, S], integers: the documents of all tokens, cached ones first. Attention stays inside a document, and
+                distances are as in the row, which is all that relative methods look at; others are refused.
+
+        Raises:
+            ConfigError: segment_ids and a method whose positions count from the start of the row.
+            PositionError: learned positions beyond the trained length.
+        """
+        if segment_ids is not None:
+            check_segments(self.config.method)
         past = len(caches[0]) if caches else 0
         total = past + tokens.shape[1]
         positions = torch.arange(past, total, device=tokens.device)
-        x = self.embedding(tokens) * math.sqrt(self.config.embed_dim)
-        x = self.position.add(x, positions)
-        bias = self.position.bias(tokens.shape[1], total)
+        x = self.embedding(tokens)
+        if self.config.architecture != "mpt":
+            x = x * math.sqrt(self.config.embed_dim)
+        x = self.dropout(self.position.add(x, positions))
+        places = Places(self.position, positions, self.position.bias(tokens.shape[1], total), window, segment_ids)
         for layer, block in enumerate(self.blocks):
-            x = block(x, self.position, positions, bias, caches[layer] if caches else None)
-        return F.linear(self.norm(x), self.embedding.weight)
+            if self.activation_checkpointing and self.training and torch.is_grad_enabled() and not caches:
+                x = checkpoint(block, x, places, None, use_reentrant=False)
+            else:
+                x = block(x, places, caches[layer] if caches else None)
+        if targets is None:
+            return self._logits(self.norm(x))
+        return self._losses(self.norm(x[:, x.shape[1] - targets.shape[1] :]), targets)
+
+    def stretched(self, stretch: Stretch, length: int) -> "LanguageModel":
+        """A model for texts of `length` tokens that shares this one's weights and has its positions stretched.
+
+        Where the length is not beyond the trained one, or the stretch is "none", it is this model itself. Nothing is
+        changed here: slopes that are learned are stretched as they stand now. Evaluation calls it once for each length.
+
+        Raises:
+            ConfigError: the method has no such stretch; says which it has.
+        """
+        check_stretch(self.config.method, stretch)
+        if stretch == "none" or length <= self.trained_length:
+            return self
+        position = self.position.stretched(stretch, length)
+        assert isinstance(position, nn.Module)
+        twin = copy.copy(self)
+        twin._modules = {**self._modules, "position": position}
+        return twin
 
     def num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters())
 
+    def _logits(self, x: Tensor) -> Tensor:
+        if isinstance(self.embedding, AdaptiveInput):
+            return self.softmax.log_prob(x, self.embedding)
+        return F.linear(x, self.embedding.weight)
+
+    def _losses(self, x: Tensor, targets: Tensor) -> Tensor:
+        if isinstance(self.embedding, AdaptiveInput):
+            return self.softmax.loss(x, targets, self.embedding)
+        logits = F.linear(x, self.embedding.weight).float()
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """Where the tokens of one pass stand and what they may see: alike in every layer (see `LanguageModel.forward`)."""
+
+    method: PositionMethod
+    positions: Tensor
+    bias: Tensor | None
+    window: int | None
+    segment_ids: Tensor | None
+
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + SwiGLU(norm(x)); x [B, T, E]."""
+    """x + attention(norm(x)), then x + feed-forward(norm(x)); x [B, T, E]."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.num_heads = config.num_heads
-        self.attention_norm = nn.RMSNorm(config.embed_dim)
-        self.q = nn.Linear(config.embed_dim, config.embed_dim, bias=False)
-        self.k = nn.Linear(config.embed_dim, config.embed_dim, bias=False)
-        self.v = nn.Linear(config.embed_dim, config.embed_dim, bias=False)
-        self.attention_out = nn.Linear(config.embed_dim, config.embed_dim, bias=False)
-        self.ffn_norm = nn.RMSNorm(config.embed_dim)
-        self.ffn_gate = nn.Linear(config.embed_dim, config.ffn_dim, bias=False)
-        self.ffn_in = nn.Linear(config.embed_dim, config.ffn_dim, bias=False)
-        self.ffn_out = nn.Linear(config.ffn_dim, config.embed_dim, bias=False)
+        width, hidden, bias = config.embed_dim, config.ffn_dim, config.architecture == "baevski-auli"
+        self.num_heads, self.attention_dropout = config.num_heads, config.attention_dropout
+        self.activation = _ACTIVATIONS[config.architecture]
+        self.attention_norm = _norm(config)
+        self.q = nn.Linear(width, width, bias=bias)
+        self.k = nn.Linear(width, width, bias=bias)
+        self.v = nn.Linear(width, width, bias=bias)
+        self.attention_out = nn.Linear(width, width, bias=bias)
+        self.ffn_norm = _norm(config)
+        self.ffn_gate = nn.Linear(width, hidden, bias=False) if config.architecture == "modern" else None
+        self.ffn_in = nn.Linear(width, hidden, bias=bias)
+        self.ffn_out = nn.Linear(hidden, width, bias=bias)
+        self.dropout, self.activation_dropout = _dropout(config.dropout), _dropout(config.activation_dropout)
 
-    def forward(
-        self, x: Tensor, position: PositionMethod, positions: Tensor, bias: Tensor | None, cache: KVCache | None
-    ) -> Tensor:
+    def forward(self, x: Tensor, places: Places, cache: KVCache | None) -> Tensor:
         y = self.attention_norm(x)
         q, k, v = (part(y).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
-        q, k = position.rotate(q, k, positions)
+        q, k = places.method.rotate(q, k, places.positions)
         if cache is not None:
             k, v = cache.append(k, v, layer=self)
-        x = x + self.attention_out(attend(q, k, v, bias).transpose(1, 2).flatten(-2))
+        dropout_p = self.attention_dropout if self.training else 0.0
+        y = attend(
+            q, k, v, places.bias, window=places.window, segment_ids=places.segment_ids, dropout_p=dropout_p
+        )  # fmt: skip
+        x = x + self.dropout(self.attention_out(y.transpose(1, 2).flatten(-2)))
         y = self.ffn_norm(x)
-        output: Tensor = self.ffn_out(F.silu(self.ffn_gate(y)) * self.ffn_in(y))
-        return x + output
+        if self.ffn_gate is None:
+            y = self.activation(self.ffn_in(y))
+        else:
+            y = self.activation(self.ffn_gate(y)) * self.ffn_in(y)
+        added: Tensor = self.dropout(self.ffn_out(self.activation_dropout(y)))
+        return x + added
 
 
 def generate(
@@ -120,7 +240,7 @@ def generate(
 def _continuation(
     model: LanguageModel, prompt: Sequence[int], max_new_tokens: int, temperature: float, top_k: int | None, seed: int
 ) -> Iterator[int]:
-    device = model.embedding.weight.device
+    device = model.device
     generator = torch.Generator().manual_seed(seed)
     caches = [KVCache() for _ in model.blocks]
     tokens = torch.tensor([list(prompt)], device=device)
@@ -141,14 +261,62 @@ def _sample(logits: Tensor, temperature: float, top_k: int | None, generator: to
     return int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
 
 
+def decoder_state(model: LanguageModel) -> dict[str, Tensor]:
+    """The weights under the names that `hf.export.export_mpt` reads; the scale of the embeddings is 1.
+
+    Raises:
+        ConfigError: a model of another architecture, or with other positions than MPT has.
+    """
+    config = model.config
+    if config.architecture != "mpt" or config.method != "alibi":
+        raise ConfigError(
+            f'the model has model.architecture {config.architecture!r} and model.method {config.method!r}, but an MPT is "mpt" '
+            'and "alibi"; train one with --set model.architecture=mpt --set model.method=alibi'
+        )
+    return {
+        ".".join(_DECODER_NAMES.get(part, part) for part in name.split(".")): tensor
+        for name, tensor in model.state_dict().items()
+    }
+
+
+_DECODER_NAMES = {
+    "q": "attention.q_proj", "k": "attention.k_proj", "v": "attention.v_proj", "attention_out": "attention.out_proj",
+    "ffn_in": "ffn.0", "ffn_out": "ffn.3",
+}  # fmt: skip
+
+_ACTIVATIONS: dict[Architecture, Callable[[Tensor], Tensor]] = {"modern": F.silu, "mpt": F.gelu, "baevski-auli": F.relu}
+
+
+def _norm(config: ModelConfig) -> nn.Module:
+    if config.architecture == "modern":
+        return nn.RMSNorm(config.embed_dim)
+    return nn.LayerNorm(config.embed_dim, bias=config.architecture == "baevski-auli")
+
+
+def _dropout(share: float) -> nn.Module:
+    return nn.Dropout(share) if share else nn.Identity()
+
+
 @torch.no_grad()
 def _initialize(model: LanguageModel, seed: int) -> None:
-    """Normal with deviation 1/√(inputs); what adds to the residual stream starts smaller, by 1/√(2·layers) (GPT-2)."""
+    """Norms 1, biases 0, vectors that the position method has made as they are. Matrices:
+
+    Normal with deviation 1/√(inputs); what adds to the residual stream starts smaller, by 1/√(2·layers) (GPT-2). For
+    "baevski-auli" Glorot's uniform range, times 1/√2 for q, k and v, as in fairseq; its tables are normal as well.
+    """
+    tables = ("embedding.weight", "embedding.tables.", "position.")
     for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            continue
         if parameter.ndim == 1:
-            parameter.fill_(1.0)  # norms
+            if not name.startswith("position."):
+                parameter.fill_(0.0 if name.endswith(".bias") else 1.0)
             continue
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+        if model.config.architecture == "baevski-auli" and not name.startswith(tables):
+            gain = math.sqrt(0.5) if name.endswith((".q.weight", ".k.weight", ".v.weight")) else 1.0
+            nn.init.xavier_uniform_(parameter, gain=gain, generator=generator)
+            continue
         parameter.normal_(std=parameter.shape[-1] ** -0.5, generator=generator)
         if name.endswith("_out.weight"):
             parameter.div_(math.sqrt(2 * model.config.num_layers))

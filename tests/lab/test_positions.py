@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from alibi_attn.attention.bias import alibi_bias
+from alibi_attn.lab.attention import attend
 from alibi_attn.lab.config import ModelConfig
 from alibi_attn.lab.positions import (
     METHODS,
@@ -16,7 +17,6 @@ from alibi_attn.lab.positions import (
     Rotary,
     Sinusoidal,
     T5Bias,
-    attend,
     t5_bucket,
 )
 

@@ -1,0 +1,64 @@
+"""How the lab's models attend: one function for every position method, whatever its bias looks like.
+
+Where the bias is linear in the distance, or only a window or documents limit what is seen, `alibi_attention` does it.
+Shapes as in `attention/spec.py`. Read next: `model.py`.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from alibi_attn.attention.api import alibi_attention
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    *,
+    window: int | None = None,
+    segment_ids: Tensor | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """Causal attention [B, H, T, D] with what the `bias` of a position method returned; the queries are the last T of the S keys.
+
+    Args:
+        window: how many keys a query may see, itself included.
+        segment_ids: [B, S], the document of every key; a query sees the keys of its own.
+        dropout_p: share of the attention weights that are dropped.
+    """
+    query_len, key_len = q.shape[-2], k.shape[-2]
+    if window is not None and window >= key_len:
+        window = None
+    masked = window is not None or segment_ids is not None
+    if bias is None and masked:
+        bias = q.new_zeros(q.shape[1], dtype=torch.float32)  # slopes of 0: no bias
+    if bias is not None and bias.ndim == 1:
+        return alibi_attention(q, k, v, bias, window=window, segment_ids=segment_ids, dropout_p=dropout_p)
+    if bias is not None:
+        seen = bias[None].to(q.dtype)
+        if masked:
+            seen = seen.masked_fill(_hidden(query_len, key_len, window, segment_ids, q.device), -math.inf)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, dropout_p=dropout_p)
+    if query_len == key_len:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout_p)
+    keys = torch.arange(key_len, device=q.device)
+    past = keys <= keys[key_len - query_len :, None]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=past, dropout_p=dropout_p)
+
+
+def _hidden(
+    query_len: int, key_len: int, window: int | None, segment_ids: Tensor | None, device: torch.device
+) -> Tensor:
+    """Where a query may not look besides the future, [B or 1, 1, T, S]."""
+    keys = torch.arange(key_len, device=device)
+    first = key_len - query_len
+    hidden = torch.zeros(1, 1, query_len, key_len, dtype=torch.bool, device=device)
+    if window is not None:
+        hidden = hidden | (keys[first:, None] - keys >= window)
+    if segment_ids is not None:
+        hidden = hidden | (segment_ids[:, None, first:, None] != segment_ids[:, None, None, :])
+    return hidden
