@@ -1,38 +1,38 @@
 """Checkpoints: a folder per step, whole or not there at all.
 
     <run>/step-00000200/model.safetensors    the weights
-    <run>/step-00000200/config.json          schema, the run's config, how far it came and its curve so far
-    <run>/step-00000200/state/               what accelerate needs to resume to the same losses; gone when finished
+    <run>/step-00000200/config.json          schema, the run's config, how far it came, its curves so far, the files' hashes
+    <run>/step-00000200/state/               what else resuming to the same losses needs (`state.py`); gone when finished
 
-A folder is written under a temporary name and then renamed; only then are older ones removed.
+A folder is written under a temporary name, brought to the disk, and then renamed; only then are older ones removed. What
+is read is held against its hash first.
 """
 
 import dataclasses
+import hashlib
 import json
 import os
-import pickle
 import re
 import shutil
-import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from accelerate import Accelerator
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 from alibi_attn.lab.config import ConfigError, RunConfig
 from alibi_attn.lab.fields import from_json, to_json
 from alibi_attn.lab.model import LanguageModel
+from alibi_attn.lab.parallel import Training
+from alibi_attn.lab.state import READ_ERRORS, load_state, save_state
 
-SCHEMA = 1
+SCHEMA = 2
 
 _STEP = re.compile(r"step-\d{8,}")
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that is not there, damaged, or written by another schema."""
+    """A checkpoint that is not there, damaged, of another config or schema, or that cannot be written."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +45,7 @@ class Progress:
         loss_nats: of the last step.
         curve: columns "step", "loss_nats", "learning_rate", every `log_every` steps.
         peak_memory_bytes: of the process or GPU, since the training was last started.
+        validation: columns "step", "seconds", "nats", "tokens", every `validate_every` steps.
     """
 
     step: int = 0
@@ -54,6 +55,9 @@ class Progress:
         default_factory=lambda: {"step": [], "loss_nats": [], "learning_rate": []}
     )
     peak_memory_bytes: int | None = None
+    validation: Mapping[str, Sequence[float]] = dataclasses.field(
+        default_factory=lambda: {"step": [], "seconds": [], "nats": [], "tokens": []}
+    )
 
 
 def load_checkpoint(path: Path) -> tuple[LanguageModel, RunConfig]:
@@ -70,7 +74,8 @@ def load_checkpoint(path: Path) -> tuple[LanguageModel, RunConfig]:
         raise CheckpointError(
             f"{path} holds no checkpoint; pass a folder below checkpoints/ that alibi run has written"
         )
-    config = _read(folder)[0]
+    config, _, hashes = _read(folder)
+    _verify(folder, hashes, "model.safetensors")
     model = LanguageModel(config.model, trained_length=config.train.length)
     try:
         model.load_state_dict(load_file(folder / "model.safetensors"))
@@ -88,75 +93,95 @@ def newest(run_folder: Path) -> Path | None:
 
 
 def save_checkpoint(
-    run_folder: Path,
-    model: nn.Module,
-    config: RunConfig,
-    progress: Progress,
-    accelerator: Accelerator,
-    *,
-    finished: bool,
+    run_folder: Path, training: Training, config: RunConfig, progress: Progress, *, finished: bool
 ) -> Path:
-    """Write the step's folder and remove older ones; every process calls this, the first one writes the shared files."""
+    """Write the step's folder and remove older ones; every process calls this, the first one writes the shared files.
+
+    Raises:
+        CheckpointError: it cannot be written; nothing of it is left.
+    """
     final = run_folder / f"step-{progress.step:08d}"
     temporary = run_folder / f".step-{progress.step:08d}.tmp"
-    if accelerator.is_main_process:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-    accelerator.wait_for_everyone()
+    first, wait = training.accelerator.is_main_process, training.accelerator.wait_for_everyone
     try:
-        weights = accelerator.get_state_dict(model)
+        if first:
+            shutil.rmtree(temporary, ignore_errors=True)
+            (temporary / "state").mkdir(parents=True)
+        wait()
+        weights = training.weights()
         if not finished:
-            accelerator.save_state(str(temporary / "state"))
-        if accelerator.is_main_process:
+            save_state(temporary / "state", training)
+        if first:
             save_file({name: tensor.contiguous() for name, tensor in weights.items()}, temporary / "model.safetensors")
-            about = {"schema": SCHEMA, "config": to_json(config), "progress": dataclasses.asdict(progress)}
+        wait()
+        if first:
+            if finished:
+                (temporary / "state").rmdir()
+            about = {
+                "schema": SCHEMA,
+                "config": to_json(config),
+                "progress": dataclasses.asdict(progress),
+                "sha256": _hashes(temporary),
+            }
             (temporary / "config.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-        accelerator.wait_for_everyone()
-        if accelerator.is_main_process:
+            _bring_to_disk(temporary)
             shutil.rmtree(final, ignore_errors=True)
             os.replace(temporary, final)
+            _bring_to_disk(run_folder)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(
+            f"{final} cannot be written ({_first_line(error)}); make room, then run the same command again: "
+            + ("it goes on from " + older.name if (older := newest(run_folder)) else "it begins again")
+        ) from error
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    if accelerator.is_main_process:
+    if first:
         for folder in run_folder.iterdir():
             if folder != final and _STEP.fullmatch(folder.name.removeprefix(".").removesuffix(".tmp")):
                 shutil.rmtree(folder)
-    accelerator.wait_for_everyone()
+    wait()
     return final
 
 
-def load_progress(folder: Path) -> Progress:
+def load_progress(folder: Path, config: RunConfig) -> Progress:
     """How far the training of this checkpoint came.
 
     Raises:
-        CheckpointError: damaged, or another schema.
+        CheckpointError: damaged, of another schema, or of a training that is not this config's (its test may differ).
     """
-    return _read(folder)[1]
+    found, progress, _ = _read(folder)
+    for section in ("model", "data", "train"):
+        mine, theirs = getattr(config, section), getattr(found, section)
+        if mine != theirs:
+            names = (field.name for field in dataclasses.fields(mine))
+            name = next(name for name in names if getattr(mine, name) != getattr(theirs, name))
+            raise CheckpointError(
+                f"{folder} was trained with {section}.{name} = {getattr(theirs, name)!r}, not {getattr(mine, name)!r}; "
+                "pass another folder, or the config that began it"
+            )
+    return progress
 
 
-def resume(folder: Path, accelerator: Accelerator) -> None:
-    """Put the weights, the optimizer and the random numbers that were saved into what the accelerator has prepared.
+def resume(folder: Path, training: Training) -> None:
+    """Put the weights and the optimizer that were saved into what was prepared.
 
     Raises:
         CheckpointError: damaged.
     """
+    hashes = _read(folder)[2]
+    if not any(name.startswith("state/") for name in hashes):
+        raise _damaged(folder, "state", FileNotFoundError("it holds a finished model only"))
+    for name in hashes:
+        _verify(folder, hashes, name)
     try:
-        accelerator.load_state(str(folder / "state"))
-    except (
-        OSError,
-        EOFError,
-        KeyError,
-        RuntimeError,
-        ValueError,
-        SafetensorError,
-        pickle.UnpicklingError,
-        zipfile.BadZipFile,
-    ) as error:
+        load_state(folder / "state", folder / "model.safetensors", training)
+    except READ_ERRORS as error:
         raise _damaged(folder, "state", error) from None
 
 
-def _read(folder: Path) -> tuple[RunConfig, Progress]:
+def _read(folder: Path) -> tuple[RunConfig, Progress, Mapping[str, str]]:
     path = folder / "config.json"
     try:
         about = json.loads(path.read_text(encoding="utf-8"))
@@ -171,11 +196,47 @@ def _read(folder: Path) -> tuple[RunConfig, Progress]:
             f"{path} has schema {about['schema']} but this version reads {SCHEMA}; use the version that wrote it, or train again"
         )
     try:
-        return from_json(about.get("config")), Progress(**about["progress"])
-    except (ConfigError, KeyError, TypeError) as error:
+        return from_json(about.get("config")), Progress(**about["progress"]), dict(about["sha256"])
+    except (ConfigError, KeyError, TypeError, ValueError) as error:
         raise _damaged(folder, "config.json", error) from None
 
 
+def _hashes(folder: Path) -> dict[str, str]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): _hash(path) for path in files}
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _verify(folder: Path, hashes: Mapping[str, str], name: str) -> None:
+    try:
+        found = _hash(folder / name)
+    except OSError as error:
+        raise _damaged(folder, name, error) from None
+    if found != hashes.get(name):
+        raise _damaged(folder, name, ValueError("not the bytes that were written"))
+
+
+def _bring_to_disk(folder: Path) -> None:
+    """Names and contents, so that a renamed folder is whole even after the power went."""
+    for path in (*folder.rglob("*"), folder):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
 def _damaged(folder: Path, name: str, error: Exception) -> CheckpointError:
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return CheckpointError(f"{folder / name} is damaged or incomplete ({reason}); delete {folder} and train again")
+    return CheckpointError(
+        f"{folder / name} is damaged or incomplete ({_first_line(error)}); delete {folder} and train again"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,32 +1,27 @@
-"""The training loop: one process or many (`accelerate launch`), cut and resumed without a trace.
+"""The training loop: one process or many (`torchrun`, `accelerate launch`), cut and resumed without a trace.
 
-The learning rate and the data are functions of the step, so that a checkpoint has only weights, optimizer and random
-numbers to remember: on a CPU a resumed training has the losses of an uncut one, bit for bit. Read next: `evaluate.py`.
+Learning rate, data and dropout are functions of the step, so that a checkpoint has only weights and optimizer to
+remember: on a CPU a resumed training has the losses of an uncut one, bit for bit. Read next: `evaluate.py`.
 """
 
-import contextlib
 import dataclasses
+import itertools
 import math
-import signal
-import threading
 import time
-import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import Tensor
 
 from alibi_attn.lab.checkpoint import Progress, load_progress, newest, resume, save_checkpoint
-from alibi_attn.lab.config import ConfigError, RunConfig, TrainConfig
+from alibi_attn.lab.config import EvalConfig, RunConfig, TrainConfig
 from alibi_attn.lab.data import Corpus, batches
+from alibi_attn.lab.evaluate import mean_nats, nonoverlapping, scored_stretches
+from alibi_attn.lab.interruption import deferred_interruption
 from alibi_attn.lab.memory import peak_memory_bytes, reset_peak_memory
 from alibi_attn.lab.model import LanguageModel
-
-BETAS = (0.9, 0.95)
-FINAL_SHARE = 0.1  # of the learning rate, where the cosine ends
+from alibi_attn.lab.parallel import Training, prepare, share_of_batch
 
 
 class TrainingError(ValueError):
@@ -38,7 +33,7 @@ def train(
 ) -> Progress:
     """Train to the last step, from the newest checkpoint in the folder if there is one, and leave a checkpoint there.
 
-    Ctrl-C is answered between two steps: a checkpoint is written, then KeyboardInterrupt raised.
+    Ctrl-C and SIGTERM are answered between two steps: a checkpoint is written, then KeyboardInterrupt raised.
 
     Args:
         folder: of this run alone; its checkpoints must be of this config.
@@ -46,43 +41,39 @@ def train(
 
     Raises:
         TrainingError: the loss is no number; no checkpoint of such weights is written.
-        CheckpointError: the checkpoint to resume from is damaged.
-        CorpusError: the training text is shorter than one example.
+        CheckpointError: the checkpoint to resume from is damaged or of another config, or none can be written.
+        CorpusError: the text is shorter than one example.
         ConfigError: the batch cannot be shared by the processes.
     """
     asked = config.train
     checkpoint = newest(folder)
-    progress = load_progress(checkpoint) if checkpoint else Progress()
+    progress = load_progress(checkpoint, config) if checkpoint else Progress()
     if progress.step >= asked.steps:
         return progress
-    accelerator = Accelerator(mixed_precision=asked.precision, cpu=not torch.accelerator.is_available())
-    share = _share_of_batch(asked, accelerator)
-    model = LanguageModel(config.model, trained_length=asked.length, seed=asked.seed)
-    model, optimizer = accelerator.prepare(model, _optimizer(model, asked))
+    training = prepare(config)
+    device, accelerator = training.accelerator.device, training.accelerator
+    share = share_of_batch(asked, accelerator)
     if checkpoint:
-        resume(checkpoint, accelerator)
-    stream = batches(
-        corpus.train,
-        length=asked.length,
-        batch_size=asked.batch_tokens // asked.length,
-        seed=asked.seed,
-        start=progress.step,
-    )
-    reset = reset_peak_memory(accelerator.device)
-    with _deferred_interrupt() as interrupted:
-        for batch in stream:
+        resume(checkpoint, training)
+    reset = reset_peak_memory(device)
+    with (
+        torch.random.fork_rng([device] if device.type == "cuda" else []),  # dropout's numbers are seeded at every step
+        deferred_interruption() as interrupted,
+    ):
+        for batch in _stream(corpus, asked, progress.step):
             started = time.perf_counter()
             rate = learning_rate(progress.step, asked)
-            rows = batch[share].to(accelerator.device)
-            loss, stop = _step(model, optimizer, rows, rate, asked, accelerator, interrupted(), progress.step)
+            loss, stop = _step(training, batch[share].to(device), rate, asked, progress.step, interrupted)
             progress = _advanced(progress, loss, rate, time.perf_counter() - started, asked)
+            if asked.validate_every and progress.step % asked.validate_every == 0:
+                progress = _validated(progress, training.model, corpus.valid, asked)
             finished = progress.step == asked.steps
             if on_step:
                 on_step(progress)
             if finished or stop or progress.step % asked.checkpoint_every == 0:
-                peak = peak_memory_bytes(accelerator.device) if reset else None
+                peak = peak_memory_bytes(device) if reset else None
                 progress = dataclasses.replace(progress, peak_memory_bytes=peak)
-                save_checkpoint(folder, model, config, progress, accelerator, finished=finished)
+                save_checkpoint(folder, training, config, progress, finished=finished)
             if finished:
                 break
             if stop:
@@ -92,36 +83,56 @@ def train(
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
-    """The rate of a step, counted from 0: rising to `learning_rate`, then half a cosine down to a tenth of it."""
+    """The rate of a step, counted from 0: rising to `learning_rate`, then half a cosine down to its final share."""
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
     done = (step - config.warmup_steps) / max(config.steps - config.warmup_steps, 1)
-    return config.learning_rate * (FINAL_SHARE + (1 - FINAL_SHARE) * (1 + math.cos(math.pi * done)) / 2)
+    share = config.final_share + (1 - config.final_share) * (1 + math.cos(math.pi * done)) / 2
+    return config.learning_rate * share
+
+
+def _stream(corpus: Corpus, config: TrainConfig, start: int) -> Iterator[Tensor]:
+    """The batches from step `start` on: those of `first_length`, as far as there are any, then those of `length`."""
+
+    def at(length: int, begin: int) -> Iterator[Tensor]:
+        rows = config.batch_tokens // length
+        return batches(corpus.train, length=length, batch_size=rows, seed=config.seed, start=begin)
+
+    if config.first_length is None or start >= config.first_steps:
+        return at(config.length, start)
+    first = itertools.islice(at(config.first_length, start), config.first_steps - start)
+    return itertools.chain(first, at(config.length, config.first_steps))
 
 
 def _step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    training: Training,
     rows: Tensor,
     rate: float,
     config: TrainConfig,
-    accelerator: Accelerator,
-    interrupted: bool,
     step: int,
+    interrupted: Callable[[], bool],
 ) -> tuple[float, bool]:
     """One step; the loss of the whole batch, and whether any process was interrupted."""
+    accelerator, optimizer = training.accelerator, training.optimizer
     for group in optimizer.param_groups:
         group["lr"] = rate
-    logits = model(rows[:, :-1])
-    loss = F.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten())
-    told = torch.stack([loss.detach(), loss.new_tensor(float(interrupted))])
-    mean_loss, share_interrupted = accelerator.reduce(told, reduction="mean").tolist()
-    accelerator.backward(loss)
-    norm = accelerator.clip_grad_norm_(model.parameters(), config.clip_norm)
+    torch.manual_seed(_dropout_seed(config.seed, step, accelerator.process_index))
+    loss = torch.zeros((), device=rows.device)
+    parts = rows.chunk(config.accumulate)
+    for number, part in enumerate(parts, start=1):
+        with training.part(last=number == len(parts)):
+            with accelerator.autocast():
+                nats = training.replica(part[:, :-1], targets=part[:, 1:])
+            share = nats.mean() / len(parts)
+            accelerator.backward(share)
+        loss += share.detach()
+    norm = training.clip(config.clip_norm)
+    told = accelerator.reduce(torch.stack([loss, loss.new_tensor(float(interrupted()))]), reduction="mean")
+    mean_loss, share_interrupted, norm_found = torch.cat([told, norm.to(told)[None]]).tolist()
     # Half precision scales its gradients until they overflow now and then: such a step is skipped, not an error.
-    if not math.isfinite(mean_loss) or (config.precision != "fp16" and not math.isfinite(norm)):
+    if not math.isfinite(mean_loss) or (config.precision != "fp16" and not math.isfinite(norm_found)):
         raise TrainingError(
-            f"at step {step + 1} the loss is {mean_loss} and the gradient's norm {float(norm)} (learning rate {rate:.3g}); "
+            f"at step {step + 1} the loss is {mean_loss} and the gradient's norm {norm_found} (learning rate {rate:.3g}); "
             "lower train.learning_rate, raise train.warmup_steps, or lower train.clip_norm"
         )
     optimizer.step()
@@ -129,23 +140,9 @@ def _step(
     return mean_loss, share_interrupted > 0
 
 
-def _optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    """AdamW that decays the matrices inside the blocks, and neither norms, embeddings nor positions."""
-    decayed = [parameter for name, parameter in model.named_parameters() if "blocks." in name and parameter.ndim > 1]
-    others = [parameter for name, parameter in model.named_parameters() if "blocks." not in name or parameter.ndim < 2]
-    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=BETAS)
-
-
-def _share_of_batch(config: TrainConfig, accelerator: Accelerator) -> slice:
-    """Which rows of every batch this process trains on."""
-    rows, processes = config.batch_tokens // config.length, accelerator.num_processes
-    if rows % processes:
-        raise ConfigError(
-            f"a batch has {rows} examples (train.batch_tokens / train.length) but {processes} processes share it equally; "
-            f"pass a train.batch_tokens that {processes * config.length} divides"
-        )
-    return slice(accelerator.process_index, None, processes)
+def _dropout_seed(seed: int, step: int, process: int) -> int:
+    """Where the random numbers of a step begin: as reproducible as its data, and resumed without being stored."""
+    return ((seed * 1_000_003 + step) * 65_537 + process) % 2**63
 
 
 def _advanced(progress: Progress, loss: float, rate: float, seconds: float, config: TrainConfig) -> Progress:
@@ -156,21 +153,17 @@ def _advanced(progress: Progress, loss: float, rate: float, seconds: float, conf
     return dataclasses.replace(progress, step=step, seconds=progress.seconds + seconds, loss_nats=loss, curve=curve)
 
 
-@contextlib.contextmanager
-def _deferred_interrupt() -> Iterator[Callable[[], bool]]:
-    """Inside, the first Ctrl-C only answers True to the function that this yields; the second is the usual one."""
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: False  # Python delivers signals to the main thread only
-        return
-    seen = threading.Event()
-    before = signal.getsignal(signal.SIGINT)
-
-    def remember(number: int, frame: types.FrameType | None) -> None:
-        seen.set()
-        signal.signal(signal.SIGINT, before)
-
-    signal.signal(signal.SIGINT, remember)
-    try:
-        yield seen.is_set
-    finally:
-        signal.signal(signal.SIGINT, before)
+def _validated(progress: Progress, model: LanguageModel, tokens: Tensor, config: TrainConfig) -> Progress:
+    """With one more point of the validation curve; every process computes all of it, because shards need all of them."""
+    length = config.validate_length or config.length
+    asked = EvalConfig(lengths=(length,), tokens=config.validate_tokens)
+    stretches = scored_stretches(len(tokens), asked)
+    losses = nonoverlapping(model, tokens, stretches, length=length, batch_tokens=asked.batch_tokens)
+    point = {
+        "step": progress.step,
+        "seconds": progress.seconds,
+        "nats": mean_nats(losses),
+        "tokens": len(losses.target),
+    }
+    curve = {name: [*column, point[name]] for name, column in progress.validation.items()}
+    return dataclasses.replace(progress, validation=curve)

@@ -97,14 +97,14 @@ def test_a_damaged_state_is_refused(tiny_run, tmp_path):
     corpus = load_corpus(config.data)
     with pytest.raises(KeyboardInterrupt):
         train(config, corpus, tmp_path / "run", on_step=cut_at(10))
-    for name in ("optimizer.bin", "model.safetensors"):
-        copy = tmp_path / name
+    for name in ("state/optimizer.pt", "model.safetensors"):
+        copy = tmp_path / name.replace("/", "-")
         shutil.copytree(tmp_path / "run", copy)
-        (newest(copy) / "state" / name).write_bytes(b"not a state")
-        with pytest.raises(CheckpointError, match=r"state is damaged or incomplete .* delete .* and train again"):
+        (newest(copy) / name).write_bytes(b"not a state")
+        with pytest.raises(CheckpointError, match=rf"{name} is damaged or incomplete .* delete .* and train again"):
             train(config, corpus, copy)
     shutil.rmtree(newest(tmp_path / "run") / "state")
-    with pytest.raises(CheckpointError, match=r"state is damaged or incomplete"):
+    with pytest.raises(CheckpointError, match=r"optimizer.pt is damaged or incomplete"):
         train(config, corpus, tmp_path / "run")
 
 
