@@ -33,8 +33,21 @@ COLORS = {
     "t5": "#0a8060",
     "learned": "#96690a",
     "none": "#5a6272",
+    "alibi-learned": "#b3156a",
+    "alibi-half": "#7d4a21",
+    "kerple": "#0c7485",
 }
-MARKERS = {"alibi": "o", "sinusoidal": "s", "rotary": "D", "t5": "^", "learned": "v", "none": "X"}
+MARKERS = {
+    "alibi": "o",
+    "sinusoidal": "s",
+    "rotary": "D",
+    "t5": "^",
+    "learned": "v",
+    "none": "X",
+    "alibi-learned": "P",
+    "alibi-half": "p",
+    "kerple": "h",
+}
 STYLE: dict[RcKeyType, str | float | bool] = {
     "font.family": "sans-serif",
     "font.size": 9,

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from alibi_attn.records import Json, Record, identity
 
-Mode = Literal["nonoverlapping", "sliding"]
+Mode = Literal["nonoverlapping", "sliding", "windowed"]
 
 METHODS = {
     "none": "no positions",
@@ -27,19 +27,30 @@ METHODS = {
     "rotary": "rotary",
     "t5": "T5 bias",
     "alibi": "ALiBi",
+    "alibi-learned": "ALiBi, learned slopes",
+    "alibi-half": "half ALiBi, half none",
+    "kerple": "KERPLE-log",
+}
+STRETCHES = {
+    ("rotary", "linear"): "position interpolation",
+    ("rotary", "ntk"): "NTK-aware",
+    ("rotary", "yarn"): "YaRN",
+    ("alibi", "linear"): "slopes interpolated",
+    ("alibi", "ntk"): "slopes interpolated, NTK",
 }
 _ASKED = ("model", "data", "train", "corpus")  # what makes a run; `eval` only says how it was tested
 
 
 @dataclasses.dataclass(frozen=True)
 class Series:
-    """One configuration over all its seeds."""
+    """One configuration over all its seeds; `stretch` is what was done to its positions beyond the trained length."""
 
     label: str
     method: str
     trained: int
     trainings: tuple[Record, ...]
     evaluations: tuple[Record, ...]
+    stretch: str = "none"
 
     @property
     def seeds(self) -> int:
@@ -53,7 +64,7 @@ class Series:
 
     def curve(self, curve: str, x: str, y: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Two columns of a curve: x [points] ascending, y [seeds, points], NaN where a seed lacks a point of another."""
-        records = self.trainings if curve == "training" else self.evaluations
+        records = self.trainings if curve in ("training", "validation") else self.evaluations
         found = [dict(zip(numbers(r, curve, x), numbers(r, curve, y), strict=True)) for r in records]
         points = sorted({point for column in found for point in column if math.isfinite(point)})
         rows = [[column.get(point, math.nan) for point in points] for column in found]
@@ -88,8 +99,12 @@ class Study:
     @property
     def bytes_per_token(self) -> float | None:
         """Mean bytes in a token, 1 for a model over bytes; None if the records do not say."""
-        value = self.corpus.get("bytes_per_token")
-        return float(value) if isinstance(value, int | float) and value > 0 else None
+        return self._fact("bytes_per_token")
+
+    @property
+    def words_per_token(self) -> float | None:
+        """Mean words, separated by spaces, in a token; None if the records do not say."""
+        return self._fact("words_per_token")
 
     @property
     def unit(self) -> str:
@@ -111,21 +126,30 @@ class Study:
         """The fewest seeds that any series has."""
         return min(s.seeds for s in self.series)
 
+    def _fact(self, name: str) -> float | None:
+        value = self.corpus.get(name)
+        return float(value) if isinstance(value, int | float) and value > 0 else None
+
 
 def studies(records: Iterable[Record]) -> list[Study]:
-    """The studies in the records, in order of recipe; series in the order of METHODS, then of trained length."""
+    """The studies in the records, in order of recipe; series in the order of METHODS, then of trained length.
+
+    Stretched positions are a series of their own in the study of the plain ones: the weights are the same.
+    """
     unique = {identity(r.kind, r.name, r.config): r for r in records if _is_of_a_model(r)}  # a file may be passed twice
-    of_models = list(unique.values())
-    evaluated = {(_recipe(r), _run(r)) for r in of_models if r.kind == "evaluation"}
-    groups: dict[tuple[str, str, str], dict[str, list[Record]]] = {}
-    for record in of_models:
-        if record.kind == "evaluation" or (_recipe(record), _run(record)) not in evaluated:
-            key = (_recipe(record), _text(record.config.get("corpus")), _text(record.config.get("eval")))
-            groups.setdefault(key, {}).setdefault(_run(record), []).append(record)
-    for (recipe, _, _), runs in groups.items():
-        for run, members in runs.items():
-            if members[0].kind == "evaluation":
-                members += [r for r in of_models if r.kind == "training" and (_recipe(r), _run(r)) == (recipe, run)]
+    keys = {id(record): (_recipe(record), _run(record)) for record in unique.values()}
+    trainings: dict[tuple[str, str], list[Record]] = {}
+    for record in unique.values():
+        if record.kind == "training":
+            trainings.setdefault(keys[id(record)], []).append(record)
+    evaluated = {keys[id(record)] for record in unique.values() if record.kind == "evaluation"}
+    groups: dict[tuple[str, str, str], dict[tuple[str, str], list[Record]]] = {}
+    for record in unique.values():
+        recipe, run = keys[id(record)]
+        if record.kind == "evaluation" or (recipe, run) not in evaluated:
+            group = groups.setdefault((recipe, _text(record.config.get("corpus")), _test(record)), {})
+            known = trainings.get((recipe, run), []) if record.kind == "evaluation" else []
+            group.setdefault((run, _stretch(record)), [*known]).append(record)
     return [_study(recipe, runs) for (recipe, _, _), runs in sorted(groups.items())]
 
 
@@ -152,28 +176,44 @@ def flat(config: Mapping[str, Json], prefix: str = "") -> dict[str, Json]:
     return found
 
 
-def _study(recipe: str, runs: Mapping[str, Sequence[Record]]) -> Study:
-    configs = [flat(_without_seed(members[0].config)) for members in runs.values()]
+def _study(recipe: str, runs: Mapping[tuple[str, str], Sequence[Record]]) -> Study:
+    last = [members[-1] for members in runs.values()]  # an evaluation where there is one
+    configs = [flat(_without_seed(record.config)) for record in last]
     names = sorted({name for config in configs for name in config if name.startswith(("model.", "data.", "train."))})
     several = [name for name in names if len({_text(config.get(name)) for config in configs}) > 1]
-    short = [(_method(members[0]), _trained(members[0])) for members in runs.values()]
+    short = [(_method(record), _trained(record), _stretch(record)) for record in last]
     series = []
-    for (method, trained), config, members in zip(short, configs, runs.values(), strict=True):
+    for key, config, members in zip(short, configs, runs.values(), strict=True):
+        method, trained, stretch = key
         label = METHODS.get(method, method)
-        if len({length for _, length in short}) > 1:
+        if len({length for _, length, _ in short}) > 1:
             label += f" {trained:,}"
-        if short.count((method, trained)) > 1:
-            differing = [name for name in several if name not in ("model.method", "train.length")]
-            label += " (" + ", ".join(f"{name.split('.', 1)[1]} {_plain(config.get(name))}" for name in differing) + ")"
+        if stretch != "none":
+            label += f", {STRETCHES.get((method, stretch), stretch)}"
+        if short.count(key) > 1:
+            label += _difference(config, [name for name in several if name not in ("model.method", "train.length")])
         trainings = tuple(sorted((r for r in members if r.kind == "training"), key=_seed))
         evaluations = tuple(sorted((r for r in members if r.kind == "evaluation"), key=_seed))
-        series.append(Series(label, method, trained, trainings, evaluations))
+        series.append(Series(label, method, trained, trainings, evaluations, stretch))
     order = list(METHODS)
     series.sort(
         key=lambda s: (order.index(s.method) if s.method in order else len(order), s.method, s.trained, s.label)
     )
-    first = next(iter(runs.values()))[0]
-    return Study(recipe, _mapping(first.config.get("corpus")), _mapping(first.config.get("eval")), tuple(series))
+    first = last[0]
+    plain = next((record for record in last if _stretch(record) == "none"), first)
+    return Study(recipe, _mapping(first.config.get("corpus")), _mapping(plain.config.get("eval")), tuple(series))
+
+
+def _difference(config: Mapping[str, Json], names: Sequence[str]) -> str:
+    """What a run has that others of its method and length have not: " (steps 40)", " (staged from 64)"."""
+    said = [
+        f"{name.split('.', 1)[1]} {_plain(config.get(name))}"
+        for name in names
+        if name not in ("train.first_length", "train.first_steps")
+    ]
+    if config.get("train.first_length") is not None and "train.first_length" in names:
+        said.append(f"staged from {_plain(config['train.first_length'])}")
+    return f" ({', '.join(said)})" if said else ""
 
 
 def _is_of_a_model(record: Record) -> bool:
@@ -201,6 +241,16 @@ def _seed(record: Record) -> int:
 
 def _run(record: Record) -> str:
     return _text(_without_seed({key: record.config.get(key) for key in _ASKED}))
+
+
+def _stretch(record: Record) -> str:
+    value = _mapping(record.config.get("eval")).get("stretch")
+    return value if isinstance(value, str) else "none"
+
+
+def _test(record: Record) -> str:
+    """How it was tested, stretched or not."""
+    return _text({key: value for key, value in _mapping(record.config.get("eval")).items() if key != "stretch"})
 
 
 def _without_seed(config: Mapping[str, Json]) -> dict[str, Json]:

@@ -1,0 +1,292 @@
+"""Items of the paper: an answer of ours (a record of kind "paper-item") beside the paper's own numbers.
+
+An answer's curves are its series, labeled as the paper labels them (see `published.py`). Perplexities of bytes or byte pairs of
+another text are not those of WikiText-103's words: they never share an axis or a ranking, only a shape.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from alibi_attn.records import Record
+from alibi_attn.report import heads, paper_figures
+from alibi_attn.report.figures import Points
+from alibi_attn.report.paper_figures import Line, Panel
+from alibi_attn.report.published import PUBLISHED, PublishedItem, method_of, trained_length
+from alibi_attn.report.series import numbers
+
+KIND = "paper-item"
+_BY_LENGTH = ("figure-1", "figure-4", "figure-6", "figure-9", "figure-11")
+_MEASURES = {
+    "train_tokens_per_second": "tokens per second in training, log scale",
+    "evaluation_tokens_per_second": "tokens per second in the test, log scale",
+    "memory_bytes": "memory of the training in MB, log scale",
+}
+_OTHER_WAY = {"sliding_perplexity": "sliding", "nonoverlapping_perplexity": "nonoverlapping"}
+
+Column = Callable[[str, str], Points]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Picture:
+    """One picture of an item."""
+
+    heading: str
+    caption: str
+    figure: Figure
+    description: str
+
+
+def is_drawn(record: Record) -> bool:
+    """Answers to an item that the paper has."""
+    return record.kind == KIND and record.name.split("/")[0] in PUBLISHED
+
+
+def item_of(record: Record) -> PublishedItem:
+    """What the paper says about the item that a record answers."""
+    return PUBLISHED[record.name.split("/")[0]]
+
+
+def pictures(record: Record) -> list[Picture]:
+    """Ours and the paper's, in the order in which they stand beside each other; none for tables."""
+    name, item = record.name.split("/")[0], item_of(record)
+    if name == "figure-3":
+        return _head_pictures()
+    if name == "figure-10":
+        return _window_pictures(record, item)
+    if name == "figure-8":
+        return [
+            _picture(panel, paper_figures.frontier(panel)) for panel in _panels(record, item, "", "perplexity", None)
+        ]
+    rows: list[list[Panel]] = []
+    if name in _BY_LENGTH:
+        rows = [_panels(record, item, "length", "perplexity", labels) for labels in item.panels]
+    elif name == "figure-5":
+        rows = [_panels(record, item, "hours", "perplexity", labels) for labels in item.panels]
+    elif name == "figure-7":
+        rows = [_panels(record, item, "length", "train_tokens_per_second", None)]
+    elif name == "figure-2":
+        rows = [_panels(record, item, "trained", measure, None) for measure in item.columns]
+    return [
+        _picture(panel, figure)
+        for row in rows
+        for panel, figure in zip(row, paper_figures.line_figures(row), strict=True)
+    ]
+
+
+def scale_factor(record: Record) -> float:
+    """How many times the paper's lengths are longer than ours."""
+    for label in record.curves:
+        for ours, theirs in zip(numbers(record, label, "length"), numbers(record, label, "paper_length"), strict=True):
+            if ours > 0 and theirs > 0:
+                return theirs / ours
+    lengths = record.config.get("lengths")
+    for theirs_text, ours_value in (lengths if isinstance(lengths, Mapping) else {}).items():
+        if isinstance(ours_value, int | float) and ours_value > 0:
+            return float(theirs_text) / ours_value
+    return 1.0
+
+
+def unit_of(record: Record) -> str:
+    """What our perplexity is per: "byte" or "token"."""
+    unit = record.config.get("unit")
+    return unit if isinstance(unit, str) else "token"
+
+
+def spread_sentence(record: Record) -> str:
+    """How many tokens were scored and how many seeds stand behind a number."""
+    tokens = _range(record, "tokens")
+    seeds = _range(record, "seeds")
+    said = []
+    if tokens:
+        said.append(f"{_between(tokens)} tokens are scored at every length")
+    if seeds:
+        one = seeds[1] == 1
+        said.append(
+            "there is one seed, so no spread" if one else f"{_between(seeds)} seeds, with the lowest and the highest"
+        )
+    text = "; ".join(said)
+    return f"{text[:1].upper()}{text[1:]}." if text else ""
+
+
+def scale_sentence(record: Record) -> str:
+    """How our lengths stand to the paper's, and that the units differ."""
+    item, factor = item_of(record), scale_factor(record)
+    said = []
+    if factor != 1:
+        lengths = sorted({length for label in item.series if (length := trained_length(label))})
+        example = lengths[0] if lengths else 512
+        said.append(
+            f"Our lengths are the paper's divided by {factor:g}: {example / factor:,.0f} tokens stand for {example:,}."
+        )
+    if item.corpus:
+        ours = record.config.get("corpus")
+        text = f"of {ours}" if isinstance(ours, str) else "of another text"
+        said.append(
+            f"Ours is per {unit_of(record)} {text}, the paper's per token of {item.corpus}: compare shapes, not heights."
+        )
+    return " ".join(said)
+
+
+def _panels(record: Record, item: PublishedItem, x: str, y: str, labels: Sequence[str] | None) -> list[Panel]:
+    """Ours as the paper evaluates, ours the other way where it was measured, and the paper's."""
+    labels = [label for label in labels or item.series if label not in item.cited]
+    factor = scale_factor(record)
+    published = _published(item)
+    found = []
+    way = "sliding" if "sliding" in item.evaluation else "nonoverlapping"
+    choices = [(y, "", way)]
+    if y == "perplexity":
+        choices += [(column, f"{other}_", other) for column, other in _OTHER_WAY.items()]
+    for column, prefix, mode in choices:
+        lines = _lines(_recorded(record), labels, x, column, factor, prefix)
+        if lines:
+            how = f", {mode} windows" if y == "perplexity" and x in ("length", "") else ""
+            found.append(_panel(record, item, x, y, lines, labels, heading=f"Ours{how}", ours=True, factor=factor))
+    lines = _lines(published, labels, x, y, 1.0, "")
+    how = f", {way} windows" if y == "perplexity" and x in ("length", "") else ""
+    found.append(_panel(record, item, x, y, lines, labels, heading=f"The paper{how}", ours=False, factor=1.0))
+    return found
+
+
+def _panel(
+    record: Record, item: PublishedItem, x: str, y: str, lines: tuple[Line, ...], labels: Sequence[str], *, heading: str,
+    ours: bool, factor: float,
+) -> Panel:  # fmt: skip
+    trained = {trained_length(label) for label in labels}
+    (only,) = trained if len(trained) == 1 else (None,)
+    unit = only / factor if only and x == "length" else None
+    per = unit_of(record) if ours else "token"
+    y_label = f"perplexity per {per}, log scale" if y == "perplexity" else _MEASURES[y]
+    x_label = {
+        "length": f"{per}s read at once" + (f", L = {unit:,.0f}" if unit else ", log scale"),
+        "trained": f"L, {per}s of a training example",
+        "hours": "hours of training" + ("" if ours else " (GPU)"),
+        "": f"{per}s per second in training, log scale",
+    }[x]
+    if y == "train_tokens_per_second" and x == "length":
+        x_label = f"L, {per}s of a training example"
+        unit = None
+    caption = "" if ours else f"Numbers of {item.source}: {item.corpus}, {item.evaluation}."
+    return Panel(
+        heading=heading, caption=caption, ours=ours, x_label=x_label, y_label=y_label, lines=lines,
+        log_x=x != "hours", unit=unit,
+    )  # fmt: skip
+
+
+def _lines(column: Column, labels: Sequence[str], x: str, y: str, factor: float, prefix: str) -> tuple[Line, ...]:
+    """A line a label that has such numbers; names say L where it differs, the method where that does."""
+    found = []
+    trained = {trained_length(label) for label in labels}
+    methods = {method_of(label) for label in labels}
+    for label in labels:
+        values = column(label, y)
+        if not np.isfinite(values).any():
+            continue
+        length = trained_length(label)
+        if x == "length":
+            places = column(label, "length")
+        elif x == "hours":
+            places = column(label, "hours")
+        elif x == "trained":
+            places = np.full(len(values), (length or math.nan) / factor)
+        else:
+            places = column(label, "train_tokens_per_second")
+        scale = 1e6 if y == "memory_bytes" else 1.0
+        name = label.split(",", 1)[0]
+        if len(trained) > 1 and length and x != "trained":
+            shown = f"{length / factor:,.0f}"
+            name = f"{name} {shown}" if len(methods) > 1 else f"L = {shown}"
+        found.append(
+            (label, name, places, values / scale, column(label, f"{prefix}low"), column(label, f"{prefix}high"))
+        )
+    lines: dict[str, Line] = {}
+    for label, name, places, values, low, high in found:
+        key = label.split(",", 1)[0] if x == "trained" else label
+        line = Line(name=name, method=method_of(label), x=places, y=values, low=low, high=high)
+        if key in lines:
+            old = lines[key]
+            line = Line(
+                name=name, method=line.method, x=np.append(old.x, line.x), y=np.append(old.y, line.y),
+                low=np.append(old.low, line.low), high=np.append(old.high, line.high),
+            )  # fmt: skip
+        lines[key] = line
+    return tuple(lines.values())
+
+
+def _recorded(record: Record) -> Column:
+    def column(label: str, name: str) -> Points:
+        return np.array(numbers(record, label, name), dtype=np.float64)
+
+    return column
+
+
+def _published(item: PublishedItem) -> Column:
+    def column(label: str, name: str) -> Points:
+        columns = item.series[label]
+        values = columns.get(name) or (None,) * len(next(iter(columns.values())))
+        return np.array([math.nan if value is None else value for value in values], dtype=np.float64)
+
+    return column
+
+
+def _picture(panel: Panel, figure: Figure) -> Picture:
+    ends = []
+    for line in panel.lines:
+        some = np.isfinite(line.y)
+        if some.any():
+            ends.append(f"{line.name} from {line.y[some][0]:,.4g} to {line.y[some][-1]:,.4g}")
+    return Picture(
+        heading=panel.heading,
+        caption=panel.caption,
+        figure=figure,
+        description=f"{panel.heading}: {panel.y_label.removesuffix(', log scale')}. {'; '.join(ends)}.",
+    )
+
+
+def _head_pictures() -> list[Picture]:
+    return [
+        Picture(
+            heading="The bias of each of eight heads",
+            caption="Queries go down, keys to the right, 64 each; full color is no penalty.",
+            figure=heads.bias_grid(8, 64),
+            description="The causal biases of eight heads, from a thin diagonal to a full triangle.",
+        ),
+        Picture(
+            heading="How fast each head forgets",
+            caption="The factor that the bias gives a key; dots mark the half-life, with the slope.",
+            figure=heads.factor_curves(8, 512),
+            description="The factor that each of eight heads leaves a key, by distance.",
+        ),
+    ]
+
+
+def _window_pictures(record: Record, item: PublishedItem) -> list[Picture]:
+    found = []
+    for label in item.series:
+        for who, column in (("Ours", _recorded(record)), ("The paper", _published(item))):
+            token, context, passes = (column(label, name) for name in ("token", "context", "pass"))
+            if not token.size or not np.isfinite(np.concatenate([token, context, passes])).all():
+                continue
+            found.append(
+                Picture(
+                    heading=f"{label}: {who.lower()}",
+                    caption="Filled: scored in this pass. Pale: read again, for context.",
+                    figure=paper_figures.windows(token, context, passes),
+                    description=f"{label} over {len(token)} tokens takes {passes.max():.0f} forward passes.",
+                )
+            )
+    return found
+
+
+def _range(record: Record, column: str) -> tuple[float, float] | None:
+    found = [value for label in record.curves for value in numbers(record, label, column) if math.isfinite(value)]
+    return (min(found), max(found)) if found else None
+
+
+def _between(bounds: tuple[float, float]) -> str:
+    low, high = bounds
+    return f"{low:,.0f}" if low == high else f"{low:,.0f} to {high:,.0f}"

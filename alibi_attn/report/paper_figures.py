@@ -1,0 +1,187 @@
+"""Figures of the paper, ours and the paper's: two panels of one shape, each in its own unit.
+
+Ours is drawn in the colors of the methods, with solid lines and a band from the lowest to the highest seed; the paper's numbers
+are grey and dashed, with the same markers. Both panels of a pair span the same ratio on both axes, so that slopes compare.
+Next: `paper.py`, which fills the panels.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+
+from alibi_attn.report import figures
+from alibi_attn.report.figures import Points
+
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "h")
+_DASHES = (0, (4, 2))
+_ROOM = 1.12  # what a logarithmic axis shows beyond its points, as a factor
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Line:
+    """One series of a panel; `low` and `high` are its lowest and highest seed, NaN where they are not known."""
+
+    name: str
+    method: str
+    x: Points
+    y: Points
+    low: Points
+    high: Points
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Panel:
+    """One picture; `unit` is the length that one L is in it, where all its lines have one trained length."""
+
+    heading: str
+    caption: str
+    ours: bool
+    x_label: str
+    y_label: str
+    lines: tuple[Line, ...]
+    log_x: bool = True
+    unit: float | None = None
+
+
+def line_figures(panels: Sequence[Panel]) -> list[Figure]:
+    """A figure a panel; logarithmic axes span the same ratio in all of them."""
+    x_span = max((_span(panel, "x") for panel in panels), default=_ROOM)
+    y_span = max((_span(panel, "y") for panel in panels), default=_ROOM)
+    return [_lines(panel, x_span, y_span) for panel in panels]
+
+
+def frontier(panel: Panel) -> Figure:
+    """Points with names: speed to the right on a logarithmic axis, perplexity up."""
+    figure, axes = figures.plain_axes(panel.y_label)
+    axes.set_position((0.1, 0.155, 0.86, 0.745))
+    points = [
+        (float(line.x[0]), float(line.y[0]), line) for line in panel.lines if np.isfinite([line.x[0], line.y[0]]).all()
+    ]
+    points.sort(key=lambda point: point[0])
+    for place, (x, y, line) in enumerate(points):
+        color = figures.color_of(line.method) if panel.ours else figures.MUTED
+        marker = figures.MARKERS.get(line.method, "o")
+        axes.plot([x], [y], marker, color=color, fillstyle="full" if panel.ours else "none", markersize=6, zorder=3)
+        if math.isfinite(line.low[0]):
+            axes.plot([x, x], [line.low[0], line.high[0]], color=color, linewidth=1.2)
+        axes.annotate(
+            line.name, (x, y), (0, 7 if place % 2 == 0 else -13), textcoords="offset points", ha="center", color=color,
+            fontsize=8,
+        )  # fmt: skip
+    if points:
+        xs, ys = np.array([point[0] for point in points]), np.array([point[1] for point in points])
+        axes.set_xscale("log")
+        _round_x(axes, float(xs.min()) / 1.35, float(xs.max()) * 1.35)
+        figures.log_axis(axes, np.array([ys.min() / 1.03, ys.max() * 1.03]))
+    axes.set_xlabel(panel.x_label)
+    return figure
+
+
+def windows(token: Points, context: Points, passes: Points) -> Figure:
+    """Which tokens each forward pass reads (outlined) and scores (filled): a row a pass, a column a token."""
+    rows = int(np.max(passes))
+    figure, axes = figures.plain_axes("")
+    figure.set_size_inches(4.1, 0.55 + 0.3 * rows)
+    axes.set_position((0.13, 0.4 / (0.55 + 0.3 * rows), 0.85, 0.3 * rows / (0.55 + 0.3 * rows)))
+    for number in range(1, rows + 1):
+        scored = token[passes == number]
+        first = float(np.min(scored - context[passes == number])) + 1
+        for place in np.arange(first, scored.max() + 1):
+            filled = place in scored
+            axes.add_patch(
+                Rectangle(
+                    (place - 0.46, number - 0.4), 0.92, 0.8, facecolor=figures.COLORS["sinusoidal"], linewidth=0,
+                    alpha=0.95 if filled else 0.28,
+                )
+            )  # fmt: skip
+    axes.set_xlim(0.4, float(token.max()) + 0.6)
+    axes.set_ylim(rows + 0.5, 0.5)
+    axes.set_yticks(range(1, rows + 1), [f"pass {number}" for number in range(1, rows + 1)])
+    axes.set_xticks(token.tolist(), [f"{place:.0f}" for place in token])
+    axes.grid(visible=False)
+    axes.spines["left"].set_visible(False)
+    axes.tick_params(length=0)
+    axes.set_xlabel("token of the text")
+    return figure
+
+
+def _lines(panel: Panel, x_span: float, y_span: float) -> Figure:
+    figure, axes = figures.plain_axes(panel.y_label)
+    ends = []
+    for number, line in enumerate(panel.lines):
+        some = np.isfinite(line.y)
+        if not some.any():
+            continue
+        x, y = line.x[some], line.y[some]
+        color = figures.color_of(line.method) if panel.ours else figures.MUTED
+        marker = _MARKERS[number % len(_MARKERS)]
+        axes.plot(
+            x, y, color=color, linestyle="-" if panel.ours else _DASHES, marker=marker, markevery=max(1, len(x) // 8),
+            fillstyle="full" if panel.ours else "none", zorder=4 if line.method == "alibi" else 3, clip_on=False,
+        )  # fmt: skip
+        if panel.ours and np.isfinite(line.low[some]).all():
+            axes.fill_between(x, line.low[some], line.high[some], color=color, alpha=0.2, linewidth=0, zorder=2)
+        ends.append((line.name, color, float(x[-1]), float(y[-1])))
+    axes.set_xlabel(panel.x_label)
+    if not ends:
+        return figure
+    (x_low, x_high), (y_low, y_high) = _bounds(panel, "x"), _bounds(panel, "y")
+    figures.log_axis(axes, np.array([y_low, max(y_high, y_low * y_span)]))
+    if panel.log_x:
+        axes.set_xscale("log", base=2)
+        axes.set_xlim(x_low / 1.05, max(x_high, x_low * x_span) * 1.05)
+        _length_ticks(axes, x_low, max(x_high, x_low * x_span), panel)
+    else:
+        axes.set_xlim(0, x_high * 1.02)
+        axes.xaxis.set_major_locator(MaxNLocator(4))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.4g}"))
+    figures.name_lines(axes, ends, max(end[2] for end in ends))
+    return figure
+
+
+def _length_ticks(axes: Axes, low: float, high: float, panel: Panel) -> None:
+    """Ticks at L, 2 L, 4 L ... where the panel has one L, else at the lengths themselves."""
+    if panel.unit:
+        doublings = range(max(0, math.ceil(math.log2(low / panel.unit))), math.floor(math.log2(high / panel.unit)) + 1)
+        places = [panel.unit * 2.0**power for power in doublings]
+        names = ["L" if power == 0 else f"{2**power} L" for power in doublings]
+    else:
+        places = sorted({float(place) for line in panel.lines for place in line.x})
+        names = [f"{place:,.0f}" for place in places]
+    kept: list[int] = []
+    for place in range(len(places)):  # ticks closer than a tenth of the axis would touch
+        if not kept or math.log(places[place] / places[kept[-1]]) > 0.11 * math.log(high / low):
+            kept.append(place)
+    axes.xaxis.set_major_locator(FixedLocator([places[place] for place in kept]))
+    axes.xaxis.set_major_formatter(FixedFormatter([names[place] for place in kept]))
+    axes.xaxis.set_minor_locator(NullLocator())
+
+
+def _round_x(axes: Axes, low: float, high: float) -> None:
+    axes.set_xlim(low, high)
+    ticks = [digit * 10.0**decade for decade in range(-3, 10) for digit in (1, 2, 3, 5)]
+    places = [tick for tick in ticks if low <= tick <= high]
+    axes.xaxis.set_major_locator(FixedLocator(places))
+    axes.xaxis.set_major_formatter(FixedFormatter([f"{place:,.4g}" for place in places]))
+    axes.xaxis.set_minor_locator(NullLocator())
+
+
+def _bounds(panel: Panel, axis: str) -> tuple[float, float]:
+    """The lowest and highest value of an axis over what is drawn."""
+    found = []
+    for line in panel.lines:
+        some = np.isfinite(line.y)
+        arrays = [line.x[some]] if axis == "x" else [line.y[some], line.low[some], line.high[some]]
+        found += [value for values in arrays for value in values.tolist() if math.isfinite(value) and value > 0]
+    return (min(found), max(found)) if found else (1.0, 1.0)
+
+
+def _span(panel: Panel, axis: str) -> float:
+    low, high = _bounds(panel, axis)
+    return high / low if low < high else _ROOM
