@@ -1,59 +1,51 @@
-"""Checkpoints to and fro: a decoder of `ALiBiTransformerBlock`s as a standard MPT checkpoint, and an MPT as such a decoder.
+"""Checkpoints to and fro: a decoder of ours (`decoder.py`) as a standard MPT or BLOOM checkpoint, and those as a decoder.
 
-The decoder, as a state dict (E the width, V the vocabulary):
+The logits are equal, because the decoder *is* that model:
 
-    embedding.weight [V, E]                              token embeddings, also those of the output
-    blocks.N.attention_norm.weight [E]                   LayerNorm without bias
-    blocks.N.attention.{q,k,v,out}_proj.weight           grouped-query attention allowed
-    blocks.N.ffn_norm.weight, ffn.0.weight, ffn.3.weight   LayerNorm, then W₂·GELU(W₁·x), up to 4·E wide
-    norm.weight [E]                                      LayerNorm of the end
+* MPT: LayerNorm without bias, no biases, GELU. What it cannot express (RMS norm, gated feed-forwards, QK-norm) is refused.
+* BLOOM: LayerNorms and linear maps with biases, a LayerNorm behind the embeddings, GELU approximated with tanh: in
+  `ALiBiTransformerBlock(E, H, bias=True)` make ffn[1] an `nn.GELU(approximate="tanh")`. A state dict does not say which
+  GELU it was trained with; the exact one loses up to 5e-4 an activation.
 
-That is what MPT is, so the logits are equal. What MPT cannot express (biases, RMS norm, gated feed-forwards, QK-norm) is
-refused. There is no such way to BLOOM, which norms its embeddings and approximates its GELU. Source: modeling_mpt.py.
+Source: modeling_mpt.py and modeling_bloom.py of transformers.
 """
 
-import dataclasses
-import json
-import os
-import re
-import shutil
-import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import MptConfig, MptForCausalLM
+from transformers import BloomConfig, BloomForCausalLM, MptConfig, MptForCausalLM, PreTrainedConfig
 from transformers.models.mpt.configuration_mpt import MptAttentionConfig
 
-State = Mapping[str, Tensor]
+from alibi_attn.hf import folder as folders
+from alibi_attn.hf.decoder import PARTS, DecoderConfig, Family, Kind, State, layers_and_width, widened
 
-_BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
-_PARTS = (
-    "attention_norm.weight", "attention.q_proj.weight", "attention.k_proj.weight", "attention.v_proj.weight",
-    "attention.out_proj.weight", "ffn_norm.weight", "ffn.0.weight", "ffn.3.weight",
-)  # fmt: skip
+MPT = Family(
+    "MPT",
+    ("weight",),
+    ("embedding.weight", "norm.weight"),
+    "embedding, ALiBiTransformerBlocks without biases, QK-norm or learned slopes, and a norm (LayerNorm and GELU: a gated or "
+    "RMS-normed model has no MPT)",
+)
+BLOOM = Family(
+    "BLOOM",
+    ("weight", "bias"),
+    ("embedding.weight", "embedding_norm.weight", "embedding_norm.bias", "norm.weight", "norm.bias"),
+    "embedding, embedding_norm, ALiBiTransformerBlocks with bias=True and without QK-norm or learned slopes, and a norm "
+    "(LayerNorms, and GELU approximated with tanh)",
+)
 _MPT_PARTS = ("norm_1", "attn.Wqkv", "attn.out_proj", "norm_2", "ffn.up_proj", "ffn.down_proj")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DecoderConfig:
-    """What the state dict does not say.
-
-    Args:
-        num_heads: H.
-        trained_length: becomes `max_seq_len`, which ends an MPT in transformers, unless it is patched.
-        embedding_scale: what the embeddings are multiplied with before the first block, √E for many; not at the output.
-        bias_max: the last slope of a power of two of heads is 2^−bias_max.
-        norm_eps: of all norms.
-    """
-
-    num_heads: int
-    trained_length: int
-    embedding_scale: float = 1.0
-    bias_max: int = 8
-    norm_eps: float = 1e-5
+_BLOOM_PARTS = (
+    "input_layernorm", "self_attention.query_key_value", "self_attention.dense", "post_attention_layernorm",
+    "mlp.dense_h_to_4h", "mlp.dense_4h_to_h",
+)  # fmt: skip
+_BLOOM_OUTSIDE = {
+    "embedding.weight": "word_embeddings.weight",
+    **{f"embedding_norm.{kind}": f"word_embeddings_layernorm.{kind}" for kind in BLOOM.kinds},
+    **{f"norm.{kind}": f"ln_f.{kind}" for kind in BLOOM.kinds},
+}
+_BLOOM_LENGTH = 2048  # of the published checkpoints, where a config does not say it
 
 
 def export_mpt(state: State, config: DecoderConfig, folder: Path, *, tokenizer: Tokenizer | None = None) -> Path:
@@ -69,39 +61,35 @@ def export_mpt(state: State, config: DecoderConfig, folder: Path, *, tokenizer: 
         ValueError: a state dict that is no such decoder, with the name that does not fit.
         FileExistsError: the folder exists.
     """
-    if folder.exists():
-        raise FileExistsError(f"{folder} exists; a checkpoint is never overwritten: pass a new folder")
-    num_layers, width = _checked(state, config)
-    vocabulary = state["embedding.weight"].shape[0]
-    if tokenizer is None and vocabulary == 256:
-        tokenizer = byte_tokenizer()
+    folders.check_new(folder)
+    num_layers, width = layers_and_width(state, config, MPT)
     model = MptForCausalLM(
         MptConfig(
             d_model=width,
             n_heads=config.num_heads,
             n_layers=num_layers,
             max_seq_len=config.trained_length,
-            vocab_size=vocabulary,
+            vocab_size=state["embedding.weight"].shape[0],
             layer_norm_epsilon=config.norm_eps,
             learned_pos_emb=False,
             attn_config={"alibi": True, "alibi_bias_max": config.bias_max},
         )
     )
-    model.load_state_dict(_as_mpt(state, config, num_layers, width), assign=True)  # in the dtype that the state has
+    embedding = state["embedding.weight"] * config.embedding_scale
+    found = {
+        "transformer.wte.weight": embedding,
+        "transformer.norm_f.weight": state["norm.weight"] / config.embedding_scale,
+        "lm_head.weight": embedding,
+    }
+    for n in range(num_layers):
+        norm_1, query, key, value, *others = widened(
+            state, n, "weight", width=width, head_dim=width // config.num_heads
+        )
+        parts = (norm_1, torch.cat([query, key, value]), *others)
+        found |= {f"transformer.blocks.{n}.{part}.weight": x for part, x in zip(_MPT_PARTS, parts, strict=True)}
+    model.load_state_dict(found, assign=True)  # in the dtype that the state has
     model.tie_weights()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
-    try:
-        model.save_pretrained(temporary)
-        if tokenizer is not None:
-            tokenizer.save(str(temporary / "tokenizer.json"))
-            about = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-            (temporary / "tokenizer_config.json").write_text(json.dumps(about) + "\n", encoding="utf-8")
-        os.replace(temporary, folder)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    return folder
+    return folders.write(model, folder, tokenizer)
 
 
 def import_mpt(folder: Path) -> tuple[dict[str, Tensor], DecoderConfig]:
@@ -112,9 +100,7 @@ def import_mpt(folder: Path) -> tuple[dict[str, Tensor], DecoderConfig]:
         OSError: no checkpoint there.
         ValueError: a checkpoint of another family, or an MPT without ALiBi.
     """
-    about = MptConfig.get_config_dict(folder)[0]
-    if about.get("model_type") != "mpt":
-        raise ValueError(f"{folder} holds a {about.get('model_type')} model but must hold an MPT")
+    _check_family(folder, MptConfig, "an MPT")
     model = MptForCausalLM.from_pretrained(folder)
     config: MptConfig = model.config
     options = config.attn_config
@@ -127,9 +113,8 @@ def import_mpt(folder: Path) -> tuple[dict[str, Tensor], DecoderConfig]:
     theirs = model.transformer.state_dict()
     found = {"embedding.weight": theirs["wte.weight"], "norm.weight": theirs["norm_f.weight"]}
     for n in range(config.n_layers):
-        norm_1, qkv, out, norm_2, up, down = (theirs[f"blocks.{n}.{part}.weight"] for part in _MPT_PARTS)
-        parts = (norm_1, *qkv.chunk(3), out, norm_2, up, down)
-        found |= {f"blocks.{n}.{part}": tensor for part, tensor in zip(_PARTS, parts, strict=True)}
+        norm_1, qkv, *others = (theirs[f"blocks.{n}.{part}.weight"] for part in _MPT_PARTS)
+        found |= _block(n, "weight", norm_1, qkv.chunk(3), others)
     decoder = DecoderConfig(
         num_heads=config.n_heads,
         trained_length=config.max_seq_len,
@@ -139,65 +124,75 @@ def import_mpt(folder: Path) -> tuple[dict[str, Tensor], DecoderConfig]:
     return {name: tensor.detach().clone() for name, tensor in found.items()}, decoder
 
 
-def byte_tokenizer() -> Tokenizer:
-    """Token b is byte b of the text in UTF-8.
+def export_bloom(state: State, config: DecoderConfig, folder: Path, *, tokenizer: Tokenizer | None = None) -> Path:
+    """Write the decoder as a BLOOM checkpoint that `AutoModelForCausalLM.from_pretrained(folder)` loads with equal logits.
 
-    >>> byte_tokenizer().encode("añ").ids
-    [97, 195, 177]
+    Arguments and errors are those of `export_mpt`; BLOOM has no `embedding_scale` (the norm behind the embeddings takes
+    its place) and no other `bias_max` than 8.
     """
-    # The printable stand-ins that byte-level tokenizers write for bytes: themselves where printable, else from 256 on.
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    vocabulary = {chr(b): b for b in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
-
-
-def _checked(state: State, config: DecoderConfig) -> tuple[int, int]:
-    """(layers, width) of a state dict that is such a decoder."""
-    numbers = {int(match[1]) for name in state if (match := _BLOCK.fullmatch(name))}
-    wanted = {f"blocks.{n}.{part}" for n in range(len(numbers)) for part in _PARTS} | {
-        "embedding.weight",
-        "norm.weight",
-    }
-    missing, foreign = sorted(wanted - state.keys()), sorted(state.keys() - wanted)
-    if foreign or missing or not numbers:
+    folders.check_new(folder)
+    num_layers, width = layers_and_width(state, config, BLOOM)
+    if config.embedding_scale != 1.0 or config.bias_max != 8:
         raise ValueError(
-            f"this is no decoder that MPT can be: it has {', '.join(foreign[:3]) or 'nothing else'} and lacks "
-            f"{', '.join(missing[:3]) or 'nothing'}; MPT is embedding, ALiBiTransformerBlocks without biases, QK-norm or "
-            "learned slopes, and a norm (LayerNorm and GELU: a gated or RMS-normed model has no MPT)"
+            f"embedding_scale is {config.embedding_scale} and bias_max {config.bias_max} but a BLOOM has 1.0 and 8: a norm "
+            "scales its embeddings, and its slopes are the published ones"
         )
-    width = state["embedding.weight"].shape[1]
-    if config.num_heads < 1 or width % config.num_heads:
-        raise ValueError(f"num_heads is {config.num_heads} but must divide the width, {width}")
-    for n in range(len(numbers)):
-        hidden = state[f"blocks.{n}.ffn.0.weight"].shape[0]
-        if hidden > 4 * width:
-            raise ValueError(f"blocks.{n}.ffn is {hidden} wide but an MPT's is 4·{width} = {4 * width}; at most that")
-        rows = state[f"blocks.{n}.attention.k_proj.weight"].shape[0]
-        if width % rows or rows % (width // config.num_heads):
-            raise ValueError(
-                f"blocks.{n}.attention.k_proj has {rows} rows, which are not heads of {width // config.num_heads}"
-            )
-    return len(numbers), width
-
-
-def _as_mpt(state: State, config: DecoderConfig, num_layers: int, width: int) -> dict[str, Tensor]:
+    about = BloomConfig(
+        hidden_size=width,
+        n_head=config.num_heads,
+        n_layer=num_layers,
+        vocab_size=state["embedding.weight"].shape[0],
+        layer_norm_epsilon=config.norm_eps,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    about.seq_length = config.trained_length  # as published checkpoints say it
+    model = BloomForCausalLM(about)
+    found = {f"transformer.{theirs}": state[ours] for ours, theirs in _BLOOM_OUTSIDE.items()}
+    found["lm_head.weight"] = state["embedding.weight"]
     head_dim = width // config.num_heads
-    embedding = state["embedding.weight"] * config.embedding_scale
-    found = {
-        "transformer.wte.weight": embedding,
-        "transformer.norm_f.weight": state["norm.weight"] / config.embedding_scale,
-        "lm_head.weight": embedding,
-    }
     for n in range(num_layers):
-        norm_1, query, key, value, out, norm_2, up, down = (state[f"blocks.{n}.{part}"] for part in _PARTS)
-        shared = config.num_heads * head_dim // key.shape[0]
-        key, value = (x.unflatten(0, (-1, head_dim)).repeat_interleave(shared, 0).flatten(0, 1) for x in (key, value))
-        up = torch.nn.functional.pad(up, (0, 0, 0, 4 * width - up.shape[0]))
-        down = torch.nn.functional.pad(down, (0, 4 * width - down.shape[1]))
-        parts = (norm_1, torch.cat([query, key, value]), out, norm_2, up, down)
-        found |= {f"transformer.blocks.{n}.{part}.weight": x for part, x in zip(_MPT_PARTS, parts, strict=True)}
-    return found
+        for kind in BLOOM.kinds:
+            norm_1, query, key, value, *others = widened(state, n, kind, width=width, head_dim=head_dim)
+            # rows by head, and inside a head q, k, v
+            qkv = torch.stack([x.unflatten(0, (-1, head_dim)) for x in (query, key, value)], dim=1).flatten(0, 2)
+            parts = (norm_1, qkv, *others)
+            found |= {f"transformer.h.{n}.{part}.{kind}": x for part, x in zip(_BLOOM_PARTS, parts, strict=True)}
+    model.load_state_dict(found, assign=True)
+    model.tie_weights()
+    return folders.write(model, folder, tokenizer)
+
+
+def import_bloom(folder: Path) -> tuple[dict[str, Tensor], DecoderConfig]:
+    """As `import_mpt`, for a BLOOM checkpoint; its blocks are `ALiBiTransformerBlock`s with biases and the GELU above."""
+    _check_family(folder, BloomConfig, "a BLOOM")
+    model = BloomForCausalLM.from_pretrained(folder)
+    config: BloomConfig = model.config
+    if config.apply_residual_connection_post_layernorm:
+        raise ValueError(
+            f"{folder} has apply_residual_connection_post_layernorm, which takes the residual behind the norm; a decoder "
+            "takes it before: patch the model instead (alibi_attn.hf.patch)"
+        )
+    theirs = model.transformer.state_dict()
+    found = {name: theirs[their_name] for name, their_name in _BLOOM_OUTSIDE.items()}
+    for n in range(config.n_layer):
+        for kind in BLOOM.kinds:
+            norm_1, qkv, *others = (theirs[f"h.{n}.{part}.{kind}"] for part in _BLOOM_PARTS)
+            apart = qkv.unflatten(0, (config.n_head, 3, -1)).unbind(1)
+            found |= _block(n, kind, norm_1, [x.flatten(0, 1) for x in apart], others)
+    decoder = DecoderConfig(
+        num_heads=config.n_head,
+        trained_length=getattr(config, "seq_length", _BLOOM_LENGTH),
+        norm_eps=config.layer_norm_epsilon,
+    )
+    return {name: tensor.detach().clone() for name, tensor in found.items()}, decoder
+
+
+def _check_family(folder: Path, config: type[PreTrainedConfig], wanted: str) -> None:
+    kind = config.get_config_dict(folder)[0].get("model_type")
+    if kind != config.model_type:
+        raise ValueError(f"{folder} holds a {kind} model but must hold {wanted}")
+
+
+def _block(n: int, kind: Kind, norm: Tensor, qkv: tuple[Tensor, ...] | list[Tensor], others: list[Tensor]) -> State:
+    return {f"blocks.{n}.{part}.{kind}": x for part, x in zip(PARTS, (norm, *qkv, *others), strict=True)}

@@ -1,4 +1,4 @@
-"""A decoder leaves as an MPT checkpoint that AutoModelForCausalLM loads with equal logits, and comes back."""
+"""A decoder leaves as an MPT or BLOOM checkpoint that AutoModelForCausalLM loads with equal logits, and comes back."""
 
 import math
 
@@ -9,7 +9,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from alibi_attn import ALiBiTransformerBlock
 from alibi_attn.hf import patch
-from alibi_attn.hf.export import DecoderConfig, byte_tokenizer, export_mpt, import_mpt
+from alibi_attn.hf.decoder import DecoderConfig
+from alibi_attn.hf.export import export_bloom, export_mpt, import_bloom, import_mpt
+from alibi_attn.hf.folder import byte_tokenizer
 
 
 class Decoder(nn.Module):
@@ -31,9 +33,27 @@ class Decoder(nn.Module):
         return self.norm(x) @ self.embedding.weight.T
 
 
-def decoder(**options: object) -> Decoder:
+class WithBiases(Decoder):
+    """The one that is a BLOOM."""
+
+    def __init__(self, **options: object) -> None:
+        super().__init__(bias=True, **options)
+        self.embedding_norm, self.norm = nn.LayerNorm(32), nn.LayerNorm(32)
+        for block in self.blocks:
+            block.ffn[1] = nn.GELU(approximate="tanh")
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, 0.1, 0.2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding_norm(self.embedding(tokens))
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x) @ self.embedding.weight.T
+
+
+def decoder(kind: type[Decoder] = Decoder, **options: object) -> Decoder:
     torch.manual_seed(0)
-    return Decoder(**options).eval()
+    return kind(**options).eval()
 
 
 @pytest.mark.parametrize(
@@ -61,6 +81,38 @@ def test_logits_are_equal_and_the_decoder_comes_back(options, tmp_path):
         assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.parametrize("options", [{}, {"num_heads": 4, "num_kv_heads": 2, "ffn_dim": 70}, {"num_heads": 1}])
+@torch.no_grad()
+def test_a_decoder_with_biases_is_a_bloom_and_comes_back(options, tmp_path):
+    model, ids = decoder(WithBiases, **options), torch.randint(50, (2, 40))
+    about = DecoderConfig(num_heads=options.get("num_heads", 4), trained_length=64)
+    folder = export_bloom(model.state_dict(), about, tmp_path / "bloom")
+    loaded = AutoModelForCausalLM.from_pretrained(folder).eval()
+    torch.testing.assert_close(loaded(ids).logits, model(ids), rtol=1e-4, atol=1e-5)
+    with patch(loaded):
+        long = torch.randint(50, (1, 100))
+        torch.testing.assert_close(loaded(long).logits, model(long), rtol=1e-4, atol=1e-5)
+    state, config = import_bloom(folder)
+    assert config == about
+    again = decoder(WithBiases, num_heads=about.num_heads)
+    again.load_state_dict(state)
+    torch.testing.assert_close(again(ids), model(ids), rtol=1e-4, atol=1e-5)
+    if "num_kv_heads" not in options:
+        assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
+
+
+@torch.no_grad()
+def test_a_bloom_that_was_made_elsewhere_becomes_a_decoder(tmp_path, build, tokens):
+    bloom, ids = build("bloom", hidden_size=32, n_head=4), tokens(2, 30)
+    bloom.save_pretrained(tmp_path / "bloom")
+    state, config = import_bloom(tmp_path / "bloom")
+    ours = decoder(WithBiases, vocabulary=60)
+    ours.load_state_dict(state)
+    torch.testing.assert_close(ours(ids), bloom(ids).logits, rtol=1e-4, atol=1e-5)
+    assert config.trained_length == 2048  # nothing in its config says it
+    assert (ours.norm.eps, config.norm_eps) == (1e-5, 1e-5)
+
+
 def test_a_model_of_bytes_brings_its_tokenizer(tmp_path):
     folder = export_mpt(
         decoder(vocabulary=256).state_dict(), DecoderConfig(num_heads=4, trained_length=64), tmp_path / "mpt"
@@ -77,7 +129,7 @@ def test_a_model_of_bytes_brings_its_tokenizer(tmp_path):
         ({"qk_norm": True}, r"has blocks\.0\.attention\.k_norm\.weight"),
         ({"bias": True}, r"bias"),
         ({"learn_slopes": True}, r"slopes\.values"),
-        ({"ffn_dim": 130}, "is 130 wide but an MPT's is 4·32 = 128"),
+        ({"ffn_dim": 130}, r"is 130 wide but that of MPT is 4·32 = 128"),
     ],
 )
 def test_what_mpt_cannot_be_is_refused(options, message, tmp_path):
@@ -93,6 +145,17 @@ def test_wrong_use_is_told_what_is_allowed(tmp_path, build):
     (tmp_path / "there").mkdir()
     with pytest.raises(FileExistsError, match="never overwritten"):
         export_mpt(state, DecoderConfig(num_heads=4, trained_length=64), tmp_path / "there")
+    with pytest.raises(ValueError, match=r"no decoder that BLOOM can be: .* lacks blocks\.0\.attention\.k_proj\.bias"):
+        export_bloom(state, DecoderConfig(num_heads=4, trained_length=64), tmp_path / "bloom")
+    about = DecoderConfig(num_heads=4, trained_length=64, embedding_scale=2.0)
+    with pytest.raises(ValueError, match=r"embedding_scale is 2\.0 and bias_max 8 but a BLOOM has"):
+        export_bloom(decoder(WithBiases).state_dict(), about, tmp_path / "bloom")
+    build("mpt").save_pretrained(tmp_path / "mpt")
+    with pytest.raises(ValueError, match="holds a mpt model but must hold a BLOOM"):
+        import_bloom(tmp_path / "mpt")
+    build("bloom", apply_residual_connection_post_layernorm=True).save_pretrained(tmp_path / "post")
+    with pytest.raises(ValueError, match="takes the residual behind the norm"):
+        import_bloom(tmp_path / "post")
     build("bloom").save_pretrained(tmp_path / "bloom")
     with pytest.raises(ValueError, match="holds a bloom model but must hold an MPT"):
         import_mpt(tmp_path / "bloom")
@@ -101,4 +164,4 @@ def test_wrong_use_is_told_what_is_allowed(tmp_path, build):
         import_mpt(tmp_path / "clipped")
     del state["norm.weight"]
     with pytest.raises(ValueError, match=r"lacks norm\.weight"):
-        export_mpt(state, DecoderConfig(num_heads=4, trained_length=64), tmp_path / "mpt")
+        export_mpt(state, DecoderConfig(num_heads=4, trained_length=64), tmp_path / "other")
