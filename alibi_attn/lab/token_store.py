@@ -1,0 +1,236 @@
+"""Tokens on disk: a text is tokenized once, verified when it is opened, and mapped, never loaded.
+
+STORE/IDENTITY/ holds `manifest.json`, `tokenizer.json` and, for train, valid and perhaps test, `PART.bin` (the tokens, uint8,
+uint16 or int32) and `PART.starts.bin` (where documents begin, int64). The identity is a hash of what was asked and of every
+source file's content: a changed text is another folder. A folder is written beside its place and renamed, so it is whole or
+it is not there; one writer at a time holds the lock, and whoever waited opens what was made. A tokenization that was cut
+short begins again: what it left is removed. Read next: `data.py`.
+"""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from alibi_attn import records
+from alibi_attn.lab import sources, tokens
+from alibi_attn.lab.config import DataConfig
+from alibi_attn.lab.sources import CorpusError, Part, TextFile
+from alibi_attn.lab.tokenizing import Tokenizer, load_tokenizer, save_tokenizer, token_dtype
+from alibi_attn.records import Json
+
+SCHEMA = 1
+HASHED_BYTES = 64 << 20  # files up to this are hashed at every opening; larger ones where their time of change differs
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_MANIFEST, _TOKENIZER, _LOCK = "manifest.json", "tokenizer.json", ".lock"
+
+
+@dataclass(frozen=True)
+class TokenFolder:
+    """A tokenized text, opened: tokens and starts of documents by part, mapped from disk."""
+
+    path: Path
+    tokens: Mapping[Part, Tensor]
+    starts: Mapping[Part, Tensor]
+    tokenizer: Tokenizer
+    facts: Mapping[str, Json]
+
+
+def tokenized(config: DataConfig, store: Path) -> TokenFolder:
+    """The tokens of a text, made if they are not in the store.
+
+    Files are known by size, time of change and inode, or by their hash where those differ. A corpus of the hub is known by
+    its name: once tokenized it needs neither the network nor the hub.
+
+    Raises:
+        CorpusError: the text cannot be read, the disk is full, or what is stored is damaged.
+    """
+    asked: dict[str, Json] = {
+        "corpus": config.corpus,
+        "tokenizer": config.tokenizer,
+        "valid_share": config.valid_share,
+        "test_share": config.test_share,
+    }
+    files = sources.text_files(config)
+    if files is not None and (known := _unchanged(store, asked, files)) is not None:
+        return open_tokens(known)
+    found = [] if files is None else [_source(file) for file in files]
+    contents: Json = [[source["name"], source["bytes"], source["sha256"]] for source in found]
+    folder = store / records.identity("tokens", config.corpus, {**asked, "sources": contents})
+    if folder.exists():
+        opened = open_tokens(folder)
+        _remember(folder, found)
+        return opened
+    text = sources.hub_text(config) if files is None else sources.split_files(files, config)
+    try:
+        with _locked(store):
+            if not folder.exists():
+                _write(folder, text, {"schema": SCHEMA, "asked": asked, "sources": found}, files or ())
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise CorpusError(
+                f"{store} cannot be written to ({error.strerror}); pass a folder that you may write to"
+            ) from None
+        raise CorpusError(
+            f"no room on the disk while {config.corpus} was tokenized into {store}: it needs up to "
+            f"{2 * text.num_bytes / 1e6:.1f} MB; make room or choose another folder, and run again"
+        ) from None
+    return open_tokens(folder)
+
+
+def open_tokens(folder: Path) -> TokenFolder:
+    """Map what is stored, after checking every size, and every hash up to `HASHED_BYTES`.
+
+    Raises:
+        CorpusError: it is not what was written.
+    """
+    manifest = _manifest(folder)
+    try:
+        if manifest["schema"] != SCHEMA:
+            raise CorpusError(
+                f"{folder} was tokenized by another version (schema {manifest['schema']}; this one reads {SCHEMA}); "
+                "delete the folder and run again: it is made anew from the text"
+            )
+        for name, written in manifest["files"].items():
+            _verify(folder, name, written)
+        tokenizer = load_tokenizer(folder / _TOKENIZER)
+        dtype = token_dtype(tokenizer.vocab_size)
+        return TokenFolder(
+            folder,
+            {part: _map(folder / f"{part}.bin", dtype) for part in manifest["parts"]},
+            {part: _map(folder / f"{part}.starts.bin", torch.int64) for part in manifest["parts"]},
+            tokenizer,
+            manifest["facts"],
+        )
+    except (KeyError, TypeError, AttributeError):
+        raise _damaged(folder, f"{_MANIFEST} lacks what a manifest has") from None
+
+
+def _write(folder: Path, text: sources.Text, manifest: dict[str, Json], files: Sequence[TextFile]) -> None:
+    for left in folder.parent.glob(".*.partial"):  # by a tokenization that was cut: whoever holds the lock is alone
+        shutil.rmtree(left)
+    partial = folder.with_name(f".{folder.name}.partial")
+    try:
+        partial.mkdir()
+        tokenizer = tokens.tokenizer_of(text)
+        save_tokenizer(tokenizer, partial / _TOKENIZER)
+        digests = tokens.text_digests(text)
+        counts = {}
+        for part, documents in text.parts.items():
+            with _durable(partial / f"{part}.bin") as content, _durable(partial / f"{part}.starts.bin") as starts:
+                counts[part] = tokens.tokenize(documents, tokenizer, content, starts, digests[part])
+        if changed := [file.path for file in files if _stat(file.path)["bytes"] != file.num_bytes]:
+            raise CorpusError(f"{changed[0]} changed while it was read; run again when nobody writes it")
+        written: dict[str, Json] = {
+            path.name: {**_stat(path), "sha256": _sha256(path)} for path in sorted(partial.iterdir())
+        }
+        facts = tokens.corpus_facts(text, tokenizer, counts, digests)
+        made: dict[str, Json] = {"parts": list(counts), "facts": facts, "files": written}
+        records.replace_file(partial / _MANIFEST, _json({**manifest, **made}))
+        os.rename(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _unchanged(store: Path, asked: Mapping[str, Json], files: Sequence[TextFile]) -> Path | None:
+    """The folder whose manifest names just these files as they are now."""
+    now = None
+    for path in sorted(store.glob(f"*/{_MANIFEST}")):
+        try:
+            manifest = json.loads(path.read_bytes())
+            known = [{key: source[key] for key in source if key != "sha256"} for source in manifest["sources"]]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # it is asked for by its identity below, or by nobody
+        if manifest.get("asked") == asked and manifest.get("schema") == SCHEMA and len(known) == len(files):
+            now = now or [{"name": file.name, **_stat(file.path)} for file in files]
+            if known == now:
+                return path.parent
+    return None
+
+
+def _remember(folder: Path, found: Sequence[Mapping[str, Json]]) -> None:
+    """The same text with other times of change: note these, so that it need not be hashed again."""
+    with contextlib.suppress(OSError):  # a store that may only be read serves as well
+        records.replace_file(folder / _MANIFEST, _json({**_manifest(folder), "sources": found}))
+
+
+def _source(file: TextFile) -> dict[str, Json]:
+    return {"name": file.name, **_stat(file.path), "sha256": _sha256(file.path)}
+
+
+def _stat(path: Path) -> dict[str, int]:
+    found = path.stat()
+    return {"bytes": found.st_size, "mtime_ns": found.st_mtime_ns, "inode": found.st_ino}
+
+
+def _sha256(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise CorpusError(f"{path} cannot be read ({error.strerror}); pass a file that you may read") from None
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads((folder / _MANIFEST).read_bytes()))
+    except OSError as error:
+        raise _damaged(folder, f"{_MANIFEST} cannot be read: {error.strerror}") from None
+    except (ValueError, TypeError):
+        raise _damaged(folder, f"{_MANIFEST} is not JSON") from None
+
+
+def _verify(folder: Path, name: str, written: Mapping[str, Any]) -> None:
+    try:
+        now = _stat(folder / name)
+    except OSError as error:
+        raise _damaged(folder, f"{name} cannot be read: {error.strerror}") from None
+    if now["bytes"] != written["bytes"]:
+        raise _damaged(folder, f"{name} has {now['bytes']} bytes instead of {written['bytes']}")
+    large = now["bytes"] > HASHED_BYTES
+    if not (large and now["mtime_ns"] == written["mtime_ns"]) and _sha256(folder / name) != written["sha256"]:
+        raise _damaged(folder, f"{name} is not what was written")
+
+
+def _damaged(folder: Path, what: str) -> CorpusError:
+    return CorpusError(
+        f"the tokens in {folder} are damaged ({what}); delete the folder and run again: it is made anew from the text"
+    )
+
+
+def _map(path: Path, dtype: torch.dtype) -> Tensor:
+    """A file as a tensor that is read from disk where it is looked at; writing to it changes no file."""
+    size = path.stat().st_size // dtype.itemsize
+    return torch.from_file(str(path), shared=False, size=size, dtype=dtype) if size else torch.empty(0, dtype=dtype)
+
+
+@contextlib.contextmanager
+def _durable(path: Path) -> Iterator[BinaryIO]:
+    with path.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def _locked(store: Path) -> Iterator[None]:
+    """One writer at a time; the lock goes with its process, however that ends."""
+    store.mkdir(parents=True, exist_ok=True)
+    with (store / _LOCK).open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _json(value: Mapping[str, Json]) -> bytes:
+    return json.dumps(value, indent=1, sort_keys=True).encode()
