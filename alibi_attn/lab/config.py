@@ -49,7 +49,7 @@ class ModelConfig:
     dropout: float = 0.0  # of what each part adds, and of the embeddings
     attention_dropout: float = 0.0
     activation_dropout: float = 0.0  # inside the feed-forward part
-    softmax_dropout: float = 0.0  # before the tail projections of the adaptive softmax
+    softmax_dropout: float = 0.0  # of what enters an adaptive softmax, and inside its further bands
 
     def __post_init__(self) -> None:
         check_choice("model.method", self.method, typing.get_args(Method))

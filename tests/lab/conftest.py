@@ -12,8 +12,9 @@ TRAINED_LENGTH = 16
 
 @pytest.fixture(scope="session")
 def tiny_model() -> Callable[..., LanguageModel]:
-    def make(method: Method, *, seed: int = 0) -> LanguageModel:
-        config = ModelConfig(method=method, vocab_size=64, num_layers=2, num_heads=2, embed_dim=16, ffn_dim=24)
+    def make(method: Method, *, seed: int = 0, **fields: object) -> LanguageModel:
+        asked = {"vocab_size": 64, "num_layers": 2, "num_heads": 2, "embed_dim": 16, "ffn_dim": 24, **fields}
+        config = ModelConfig(method=method, **asked)
         return LanguageModel(config, trained_length=TRAINED_LENGTH, seed=seed).eval()
 
     return make

@@ -7,32 +7,39 @@ import torch
 
 from alibi_attn.attention.bias import alibi_bias
 from alibi_attn.lab.attention import attend
-from alibi_attn.lab.config import ModelConfig
+from alibi_attn.lab.config import ConfigError, ModelConfig
 from alibi_attn.lab.positions import (
     METHODS,
     ALiBi,
+    ALiBiHalf,
+    ALiBiLearned,
+    Kerple,
     Learned,
     NoPositions,
     PositionError,
     Rotary,
     Sinusoidal,
     T5Bias,
+    check_segments,
+    check_stretch,
+    rotary_frequencies,
     t5_bucket,
 )
 
 CONFIG = ModelConfig(num_layers=1, num_heads=2, embed_dim=16)
 
 
-def assert_attention_is(out, q, k, v, bias_at):
-    """Compare with a loop over i and j; `bias_at(head, distance)` is added to q·k/√d."""
+def assert_attention_is(out, q, k, v, bias_at, sees=lambda i, j: True):
+    """Compare with a loop over i and j ≤ i where `sees(i, j)`; `bias_at(head, distance)` is added to q·k/√d."""
     heads, query_len, key_len = q.shape[1], q.shape[2], k.shape[2]
     for head in range(heads):
         for row in range(query_len):
             i = key_len - query_len + row
+            seen = [j for j in range(i + 1) if sees(i, j)]
             scores = torch.stack(
-                [q[0, head, row] @ k[0, head, j] / math.sqrt(q.shape[3]) + bias_at(head, i - j) for j in range(i + 1)]
+                [q[0, head, row] @ k[0, head, j] / math.sqrt(q.shape[3]) + bias_at(head, i - j) for j in seen]
             )
-            expected = scores.softmax(0) @ v[0, head, : i + 1]
+            expected = scores.softmax(0) @ v[0, head, seen]
             torch.testing.assert_close(out[0, head, row], expected, rtol=1e-5, atol=1e-6)
 
 
@@ -108,6 +115,139 @@ def test_alibi_attention_is_the_loop_over_pairs_and_the_explicit_bias(qkv, query
     torch.testing.assert_close(out, dense, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(("query_len", "key_len"), [(5, 5), (3, 40)])
+def test_kerple_attention_is_the_loop_over_pairs(qkv, query_len, key_len):
+    q, k, v = qkv(query_len, key_len)
+    method = Kerple(CONFIG, 8)
+    r1, r2 = method.log_r1.exp(), method.log_r2.exp()
+    with torch.no_grad():
+        out = attend(q, k, v, method.bias(query_len, key_len))
+        assert_attention_is(out, q, k, v, lambda head, d: -r1[head] * math.log(1 + r2[head] * d))
+
+
+def test_kerple_starts_in_the_ranges_of_its_authors_each_head_elsewhere():
+    method = Kerple(ModelConfig(num_heads=64, embed_dim=128), 8)
+    r1, r2 = method.log_r1.detach().exp(), method.log_r2.detach().exp()
+    for value, top in ((r1, 2.0), (r2, 1.0)):  # evenly: every quarter of the range has a quarter of the heads
+        assert torch.histc(value, 4, 0, top).tolist() == pytest.approx([16] * 4, abs=1)
+    assert abs(float(torch.corrcoef(torch.stack([r1, r2]))[0, 1])) < 0.2
+
+
+def test_half_of_the_heads_have_the_slopes_of_half_as_many_heads():
+    for heads, slopes in ((4, [1 / 16, 1 / 256, 0, 0]), (1, [1 / 256]), (3, [1 / 16, 1 / 256, 0])):
+        method = ALiBiHalf(ModelConfig(num_heads=heads, embed_dim=24), 8)
+        assert method.bias(5, 5).tolist() == slopes
+
+
+def test_learned_slopes_start_published_stay_above_zero_and_have_the_gradient_of_the_explicit_bias(qkv):
+    q, k, v = qkv(7, 9)
+    method = ALiBiLearned(CONFIG, 8)
+    torch.testing.assert_close(method.bias(7, 9), torch.tensor([1 / 16, 1 / 256]))
+    out = attend(q, k, v, method.bias(7, 9))
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(2))
+    (found,) = torch.autograd.grad((out * weights).sum(), method.log_slopes)
+    dense = attend(q, k, v, alibi_bias(method.log_slopes.exp(), 7, 9, dtype=torch.float32))
+    (expected,) = torch.autograd.grad((dense * weights).sum(), method.log_slopes)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    with torch.no_grad():
+        method.log_slopes.sub_(10)
+    assert (method.bias(7, 9) > 0).all()
+
+
+@pytest.mark.parametrize("method", [NoPositions, T5Bias, Kerple, ALiBi])
+@pytest.mark.parametrize(("query_len", "key_len"), [(9, 9), (3, 20)])
+def test_windows_and_documents_hide_what_they_say(qkv, method, query_len, key_len):
+    q, k, v = qkv(query_len, key_len)
+    made = method(CONFIG, 8)
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(1))
+    bias = made.bias(query_len, key_len)
+    if bias is None:
+        bias_at = lambda head, d: 0.0  # noqa: E731
+    elif bias.ndim == 1:
+        bias_at = lambda head, d: -bias[head] * d  # noqa: E731
+    else:
+        bias_at = lambda head, d: bias[head, -1, key_len - 1 - d]  # noqa: E731
+    documents = [(j * 3) // key_len for j in range(key_len)]
+    with torch.no_grad():
+        out = attend(q, k, v, bias, window=4)
+        assert_attention_is(out, q, k, v, bias_at, lambda i, j: i - j < 4)
+        with pytest.raises(AssertionError):  # a window off by one
+            assert_attention_is(out, q, k, v, bias_at, lambda i, j: i - j < 5)
+        out = attend(q, k, v, bias, window=4, segment_ids=torch.tensor([documents]))
+        assert_attention_is(out, q, k, v, bias_at, lambda i, j: i - j < 4 and documents[i] == documents[j])
+
+
+def test_rotary_frequencies_are_those_of_the_papers():
+    head_dim, trained, length, s = 64, 128, 512, 4.0
+    plain, linear, ntk, yarn = (
+        rotary_frequencies(head_dim, trained, length, stretch).tolist() for stretch in ("none", "linear", "ntk", "yarn")
+    )
+    for c in range(32):
+        theta = 10_000 ** (-2 * c / 64)
+        assert plain[c] == pytest.approx(theta, rel=1e-5)
+        assert linear[c] == pytest.approx(theta / 4, rel=1e-5)
+        assert ntk[c] == pytest.approx((10_000 * s ** (64 / 62)) ** (-2 * c / 64), rel=1e-5)
+        turns = 128 * theta / (2 * math.pi)  # r(c) = L/λ_c, λ_c = 2π/θ_c; α = 1, β = 32
+        gamma = 0 if turns < 1 else 1 if turns > 32 else (turns - 1) / 31
+        assert yarn[c] == pytest.approx((1 - gamma) * theta / s + gamma * theta, rel=1e-5)
+    assert yarn[31] == pytest.approx(plain[31] / 4)  # turns less than once in 128 tokens
+    assert rotary_frequencies(2, 128, 512, "ntk").tolist() == [1.0]
+
+
+def test_stretched_rotary_turns_by_its_frequencies_and_yarn_sharpens(qkv):
+    q, k, _ = qkv(5, 5)
+    method, positions = Rotary(CONFIG, 8), torch.arange(5)
+    near, _ = method.rotate(q, k, positions)
+    between, _ = method.stretched("linear", 32).rotate(q, k, positions * 4)  # position 4p as if it were p
+    torch.testing.assert_close(between, near)
+    sharp, _ = method.stretched("yarn", 32).rotate(q, k, positions)
+    torch.testing.assert_close(sharp.norm(dim=-1), q.norm(dim=-1) * (0.1 * math.log(4) + 1))
+    again, _ = method.rotate(q, k, positions)
+    assert torch.equal(again, near)  # stretching changes nothing of the method itself
+
+
+@pytest.mark.parametrize("method", ["alibi", "alibi-learned", "alibi-half"])
+def test_stretched_slopes_are_those_of_the_papers(method):
+    config = ModelConfig(num_heads=4, embed_dim=16)
+    slopes = {"alibi-half": [1 / 16, 1 / 256, 0, 0]}.get(method, [1 / 4, 1 / 16, 1 / 64, 1 / 256])
+    made = METHODS[method](config, 128)
+    linear, ntk = (made.stretched(stretch, 512).bias(5, 5) for stretch in ("linear", "ntk"))
+    assert linear.tolist() == pytest.approx([m / 4 for m in slopes])
+    flattest = {"alibi-half": [1 / 16, 1 / 1024, 0, 0]}
+    expected = flattest.get(method, [4 ** (-h - h / 3 - 1) for h in range(4)])  # m_h / 4^(h/3), counted from 0
+    assert ntk.tolist() == pytest.approx(expected)
+    assert not linear.requires_grad
+    assert made.bias(5, 5).tolist() == pytest.approx(slopes)
+
+
+@pytest.mark.parametrize(
+    ("method", "stretch", "message"),
+    [
+        ("t5", "linear", "'t5' has only none; linear is for rotary, alibi, alibi-learned, alibi-half"),
+        ("alibi", "yarn", "'alibi' has only none, linear, ntk; yarn is for rotary"),
+        ("kerple", "ntk", "'kerple' has only none"),
+        ("learned", "linear", "'learned' has only none"),
+    ],
+)
+def test_a_stretch_that_a_method_has_not_is_refused(tiny_model, method, stretch, message):
+    with pytest.raises(ConfigError, match=message):
+        check_stretch(method, stretch)
+    with pytest.raises(ConfigError, match=message):
+        tiny_model(method).stretched(stretch, 16)  # at the door, also where it would change nothing
+
+
+def test_every_pair_of_method_and_stretch_is_decided():
+    for method, kind in METHODS.items():
+        check_stretch(method, "none")
+        for stretch in kind.stretches:
+            check_stretch(method, stretch)
+    relative = {method for method, kind in METHODS.items() if kind.relative}
+    assert relative == set(METHODS) - {"sinusoidal", "learned"}
+    for method in relative:
+        check_segments(method)
+
+
 def test_the_checker_fails_on_a_wrong_bias(qkv):
     q, k, v = qkv(5, 5)
     out = attend(q, k, v, torch.tensor([0.5, 0.25]))
@@ -132,7 +272,17 @@ def test_learned_positions_end_at_the_trained_length():
 
 @pytest.mark.parametrize(
     ("method", "count"),
-    [("none", 0), ("sinusoidal", 0), ("learned", 24 * 16), ("rotary", 0), ("t5", 2 * 32), ("alibi", 0)],
+    [
+        ("none", 0),
+        ("sinusoidal", 0),
+        ("learned", 24 * 16),
+        ("rotary", 0),
+        ("t5", 2 * 32),
+        ("alibi", 0),
+        ("alibi-learned", 2),
+        ("alibi-half", 0),
+        ("kerple", 4),
+    ],
 )
 def test_what_each_method_learns(method, count):
     assert sum(parameter.numel() for parameter in METHODS[method](CONFIG, 24).parameters()) == count
