@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from alibi_attn.lab.config import ConfigError, RunConfig, TrainConfig
 from alibi_attn.lab.model import LanguageModel
-
-BETAS = (0.9, 0.95)
+from alibi_attn.lab.optimizer import make_optimizer
 
 _REPLICAS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.MULTI_XPU)
 
@@ -89,7 +88,7 @@ def prepare(config: RunConfig) -> Training:
     ).to(accelerator.device)
     if sharded:
         _shard(model)
-    optimizer = _optimizer(model, asked)
+    optimizer = make_optimizer(model, asked)
     if sharded:
         return Training(model, model, accelerator.prepare_optimizer(optimizer), accelerator, sharded)
     replica, optimizer = accelerator.prepare(model, optimizer)
@@ -121,11 +120,3 @@ def _shard(model: LanguageModel) -> None:
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
-
-
-def _optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    """AdamW that decays the matrices inside the blocks, and neither norms, embeddings nor positions."""
-    decayed = [parameter for name, parameter in model.named_parameters() if "blocks." in name and parameter.ndim > 1]
-    others = [parameter for name, parameter in model.named_parameters() if "blocks." not in name or parameter.ndim < 2]
-    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=BETAS)

@@ -4,6 +4,7 @@ Learning rate, data and dropout are functions of the step, so that a checkpoint 
 remember: on a CPU a resumed training has the losses of an uncut one, bit for bit. Read next: `evaluate.py`.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -21,6 +22,7 @@ from alibi_attn.lab.evaluate import mean_nats, nonoverlapping, scored_stretches
 from alibi_attn.lab.interruption import deferred_interruption
 from alibi_attn.lab.memory import peak_memory_bytes, reset_peak_memory
 from alibi_attn.lab.model import LanguageModel
+from alibi_attn.lab.optimizer import learning_rate
 from alibi_attn.lab.parallel import Training, prepare, share_of_batch
 
 
@@ -50,45 +52,46 @@ def train(
     progress = load_progress(checkpoint, config) if checkpoint else Progress()
     if progress.step >= asked.steps:
         return progress
-    training = prepare(config)
-    device, accelerator = training.accelerator.device, training.accelerator
-    share = share_of_batch(asked, accelerator)
-    if checkpoint:
-        resume(checkpoint, training)
-    reset = reset_peak_memory(device)
-    with (
-        torch.random.fork_rng([device] if device.type == "cuda" else []),  # dropout's numbers are seeded at every step
-        deferred_interruption() as interrupted,
-    ):
-        for batch in _stream(corpus, asked, progress.step):
-            started = time.perf_counter()
-            rate = learning_rate(progress.step, asked)
-            loss, stop = _step(training, batch[share].to(device), rate, asked, progress.step, interrupted)
-            progress = _advanced(progress, loss, rate, time.perf_counter() - started, asked)
-            if asked.validate_every and progress.step % asked.validate_every == 0:
-                progress = _validated(progress, training.model, corpus.valid, asked)
-            finished = progress.step == asked.steps
-            if on_step:
-                on_step(progress)
-            if finished or stop or progress.step % asked.checkpoint_every == 0:
-                peak = peak_memory_bytes(device) if reset else None
-                progress = dataclasses.replace(progress, peak_memory_bytes=peak)
-                save_checkpoint(folder, training, config, progress, finished=finished)
-            if finished:
-                break
-            if stop:
-                raise KeyboardInterrupt
-    accelerator.free_memory()
+    with _own_random_numbers(), deferred_interruption() as interrupted:
+        training = prepare(config)
+        if checkpoint:
+            resume(checkpoint, training)
+        progress = _loop(training, config, corpus, folder, progress, interrupted, on_step)
+    training.accelerator.free_memory()
     return progress
 
 
-def learning_rate(step: int, config: TrainConfig) -> float:
-    """The rate of a step, counted from 0: rising to `learning_rate`, then half a cosine down to its final share."""
-    if step < config.warmup_steps:
-        return config.learning_rate * (step + 1) / config.warmup_steps
-    done = (step - config.warmup_steps) / max(config.steps - config.warmup_steps, 1)
-    share = config.final_share + (1 - config.final_share) * (1 + math.cos(math.pi * done)) / 2
-    return config.learning_rate * share
+def _loop(
+    training: Training,
+    config: RunConfig,
+    corpus: Corpus,
+    folder: Path,
+    progress: Progress,
+    interrupted: Callable[[], bool],
+    on_step: Callable[[Progress], None] | None,
+) -> Progress:
+    asked, device = config.train, training.accelerator.device
+    share = share_of_batch(asked, training.accelerator)
+    reset = reset_peak_memory(device)
+    for batch in _stream(corpus, asked, progress.step):
+        started = time.perf_counter()
+        rate = learning_rate(progress.step, asked)
+        loss, stop = _step(training, batch[share].to(device), rate, asked, progress.step, interrupted)
+        progress = _advanced(progress, loss, rate, time.perf_counter() - started, asked)
+        if asked.validate_every and progress.step % asked.validate_every == 0:
+            progress = _validated(progress, training.model, corpus.valid, asked)
+        finished = progress.step == asked.steps
+        if on_step:
+            on_step(progress)
+        if finished or stop or progress.step % asked.checkpoint_every == 0:
+            peak = peak_memory_bytes(device) if reset else None
+            progress = dataclasses.replace(progress, peak_memory_bytes=peak)
+            save_checkpoint(folder, training, config, progress, finished=finished)
+        if finished:
+            break
+        if stop:
+            raise KeyboardInterrupt
+    return progress
 
 
 def _stream(corpus: Corpus, config: TrainConfig, start: int) -> Iterator[Tensor]:
@@ -138,6 +141,11 @@ def _step(
     optimizer.step()
     optimizer.zero_grad()
     return mean_loss, share_interrupted > 0
+
+
+def _own_random_numbers() -> contextlib.AbstractContextManager[None]:
+    """The training seeds torch's random numbers, for dropout, at every step; the caller's are put back afterwards."""
+    return torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else [])
 
 
 def _dropout_seed(seed: int, step: int, process: int) -> int:
