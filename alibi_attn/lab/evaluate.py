@@ -8,6 +8,9 @@ stretches of the largest length L_max, spread evenly over the text, each with L_
   although the model may use no more context (the "early token curse", appendix B).
 * sliding window at L with stride S (appendix B; S = 1 in tables 13–15): windows of L inputs move by S, and only the
   last S predictions of each count, so that every token is predicted from L − S + 1 … L inputs.
+* windowed at L: the nonoverlapping pass at L, but in every layer a token sees only the last L₀ tokens, L₀ the trained length.
+  Where this is as good, attention gained nothing by looking further than in training; where it is better, it lost by it. With n
+  layers what a token knows may still come from n·(L₀ − 1) tokens back. At lengths up to L₀ it is the nonoverlapping pass.
 * by position: the nonoverlapping losses at the largest length that the method can do, averaged by place in the piece.
 
 Losses are in nats per token. Read next: `experiment.py`.
@@ -15,70 +18,82 @@ Losses are in nats per token. Read next: `experiment.py`.
 
 import time
 from collections.abc import Sequence
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from alibi_attn.lab.config import EvalConfig
+from alibi_attn.lab.context_use import has_positions, passkey, recall
 from alibi_attn.lab.data import CorpusError
-from alibi_attn.lab.losses import TokenLosses, Window, token_losses
+from alibi_attn.lab.losses import Column, Say, TokenLosses, Window, token_losses
 from alibi_attn.lab.memory import peak_memory_bytes, reset_peak_memory
 from alibi_attn.lab.model import LanguageModel
+from alibi_attn.lab.tasks import Encode, encode_bytes
 
-Column: TypeAlias = list[float | None]
+_BY_LENGTH = (
+    "nonoverlapping_nats",
+    "nonoverlapping_tokens",
+    "sliding_nats",
+    "sliding_tokens",
+    "tokens_per_second",
+    "peak_memory_bytes",
+)
+_WINDOWED = ("windowed_nats", "windowed_tokens")
 
 
-def evaluate(model: LanguageModel, tokens: Tensor, config: EvalConfig) -> dict[str, dict[str, Column]]:
-    """The curves "by_length" and "by_position" of the model on the text, as records hold them.
+def evaluate(
+    model: LanguageModel, tokens: Tensor, config: EvalConfig, *, encode: Encode = encode_bytes, say: Say | None = None
+) -> dict[str, dict[str, Column]]:
+    """The curves "by_length" and "by_position" of the model on the text, and those of `config.tasks`, as records hold them.
 
     Lengths that the method has no positions for are None in every column. Speed and memory are those of the
     nonoverlapping pass; memory is the peak of the process (CPU) or of the allocator (GPU).
 
+    Args:
+        encode: text -> tokens, as the model's own text was encoded; passkey is written with it.
+        say: is told where a batch did not fit in memory and was made smaller.
+
     Raises:
         CorpusError: the text is shorter than one evaluation window.
+        ConfigError: the method does not have the stretch.
+        EvaluationError: one window does not fit in memory.
+        TaskError: the tokens have no room for a task.
     """
     stretches = scored_stretches(len(tokens), config)
-    limit = model.position.max_positions
-    names = (
-        "nonoverlapping_nats",
-        "nonoverlapping_tokens",
-        "sliding_nats",
-        "sliding_tokens",
-        "tokens_per_second",
-        "peak_memory_bytes",
-    )
+    names = _BY_LENGTH + (_WINDOWED if config.windowed else ())
     by_length: dict[str, Column] = {"length": list(config.lengths), **{name: [] for name in names}}
     by_position: dict[str, Column] = {"position": [], "loss_nats": [], "tokens": []}
-    device = model.device
-    warm = False
+    possible = [length for length in config.lengths if has_positions(model, length)]
+    for length in possible[:1]:  # the first pass of a process is slow, and its speed is not the model's
+        nonoverlapping(model, tokens, stretches[:1], length=length, batch_tokens=config.batch_tokens, say=say)
     for length in config.lengths:
-        if limit is not None and length > limit:
-            for name in names:
-                by_length[name].append(None)
-            continue
-        if not warm:
-            nonoverlapping(model, tokens, stretches[:1], length=length, batch_tokens=config.batch_tokens)
-            warm = True
-        measurable = reset_peak_memory(device)
-        started = time.perf_counter()
-        straight = nonoverlapping(model, tokens, stretches, length=length, batch_tokens=config.batch_tokens)
-        seconds = time.perf_counter() - started
-        peak = peak_memory_bytes(device) if measurable else None
-        stride = stride_at(length, config.stride)
-        slid = sliding(model, tokens, stretches, length=length, stride=stride, batch_tokens=config.batch_tokens)
-        values = (
-            mean_nats(straight),
-            len(straight.target),
-            mean_nats(slid),
-            len(slid.target),
-            len(straight.target) / seconds,
-            peak,
-        )
-        for name, value in zip(names, values, strict=True):
-            by_length[name].append(value)
-        by_position = loss_by_position(straight)
-    return {"by_length": by_length, "by_position": by_position}
+        found: dict[str, float | None] = {}
+        if length in possible:
+            found, straight = _at_length(model, tokens, stretches, config, length, say)
+            by_position = loss_by_position(straight)
+        for name in names:
+            by_length[name].append(found.get(name))
+    curves = {"by_length": by_length, "by_position": by_position}
+    if "passkey" in config.tasks:
+        curves["passkey"] = passkey(model, encode, config, say=say)
+    if "recall" in config.tasks:
+        curves["recall"] = recall(model, tokens.unique(), config, say=say)
+    return curves
+
+
+def validation_nats(
+    model: LanguageModel, tokens: Tensor, *, length: int, tokens_to_score: int, batch_tokens: int
+) -> tuple[float, int]:
+    """Nats per token, nonoverlapping at one length, and how many tokens that is the mean of: the test during a training.
+
+    Draws no random number and leaves the model in training.
+
+    Raises:
+        CorpusError: the text is shorter than two times the length.
+    """
+    stretches = scored_stretches(len(tokens), EvalConfig(lengths=(length,), tokens=tokens_to_score))
+    losses = nonoverlapping(model, tokens, stretches, length=length, batch_tokens=batch_tokens)
+    return mean_nats(losses), len(losses.target)
 
 
 def scored_stretches(text_tokens: int, config: EvalConfig) -> list[range]:
@@ -109,20 +124,37 @@ def stride_at(length: int, stride: int | None) -> int:
 
 
 def nonoverlapping(
-    model: LanguageModel, tokens: Tensor, stretches: Sequence[range], *, length: int, batch_tokens: int
+    model: LanguageModel,
+    tokens: Tensor,
+    stretches: Sequence[range],
+    *,
+    length: int,
+    batch_tokens: int,
+    attention_window: int | None = None,
+    say: Say | None = None,
 ) -> TokenLosses:
-    """Losses of the tokens in the stretches, each predicted within its own piece of `length` tokens."""
+    """Losses of the tokens in the stretches, each predicted within its own piece of `length` tokens.
+
+    With an attention window each token sees, in every layer, only so many tokens, itself included.
+    """
     windows = [
         Window(begin - 1, stop - 1, stop - begin)
         for stretch in stretches
         for begin in range(stretch.start, stretch.stop, length)
         for stop in [min(begin + length, stretch.stop)]
     ]
-    return token_losses(model, tokens, windows, batch_tokens=batch_tokens)
+    return token_losses(model, tokens, windows, batch_tokens=batch_tokens, attention_window=attention_window, say=say)
 
 
 def sliding(
-    model: LanguageModel, tokens: Tensor, stretches: Sequence[range], *, length: int, stride: int, batch_tokens: int
+    model: LanguageModel,
+    tokens: Tensor,
+    stretches: Sequence[range],
+    *,
+    length: int,
+    stride: int,
+    batch_tokens: int,
+    say: Say | None = None,
 ) -> TokenLosses:
     """Losses of the tokens in the stretches, each predicted from the `length − stride + 1` … `length` inputs before it."""
     windows = [
@@ -131,7 +163,7 @@ def sliding(
         for begin in range(stretch.start, stretch.stop, stride)
         for stop in [min(begin + stride, stretch.stop)]
     ]
-    return token_losses(model, tokens, windows, batch_tokens=batch_tokens)
+    return token_losses(model, tokens, windows, batch_tokens=batch_tokens, say=say)
 
 
 def mean_nats(losses: TokenLosses) -> float:
@@ -152,3 +184,46 @@ def loss_by_position(losses: TokenLosses) -> dict[str, Column]:
         "loss_nats": [float(sums[index] / counts[index]) for index in filled],
         "tokens": [int(counts[index]) for index in filled],
     }
+
+
+def _at_length(
+    model: LanguageModel, tokens: Tensor, stretches: Sequence[range], config: EvalConfig, length: int, say: Say | None
+) -> tuple[dict[str, float | None], TokenLosses]:
+    """The row of "by_length", and the losses of the nonoverlapping pass."""
+    stretched = model.stretched(config.stretch, length)
+    measurable = reset_peak_memory(model.device)
+    started = time.perf_counter()
+    straight = nonoverlapping(stretched, tokens, stretches, length=length, batch_tokens=config.batch_tokens, say=say)
+    seconds = time.perf_counter() - started
+    peak = peak_memory_bytes(model.device) if measurable else None
+    slid = sliding(
+        stretched,
+        tokens,
+        stretches,
+        length=length,
+        stride=stride_at(length, config.stride),
+        batch_tokens=config.batch_tokens,
+        say=say,
+    )
+    row: dict[str, float | None] = {
+        "nonoverlapping_nats": mean_nats(straight),
+        "nonoverlapping_tokens": len(straight.target),
+        "sliding_nats": mean_nats(slid),
+        "sliding_tokens": len(slid.target),
+        "tokens_per_second": len(straight.target) / seconds,
+        "peak_memory_bytes": peak,
+    }
+    if config.windowed:
+        cut = straight
+        if length > model.trained_length:  # without the stretch: no distance is beyond the trained length any more
+            cut = nonoverlapping(
+                model,
+                tokens,
+                stretches,
+                length=length,
+                batch_tokens=config.batch_tokens,
+                attention_window=model.trained_length,
+                say=say,
+            )
+        row |= {"windowed_nats": mean_nats(cut), "windowed_tokens": len(cut.target)}
+    return row, straight

@@ -3,6 +3,7 @@
 Every measure of `evaluate.py` and every task of `tasks.py` is a reduction of what these functions return.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias, TypeVar
@@ -14,6 +15,7 @@ from torch import Tensor
 from alibi_attn.lab.model import LanguageModel
 
 Say: TypeAlias = Callable[[str], None]
+Column: TypeAlias = list[float | None]
 
 _Result = TypeVar("_Result")
 _NO_ROOM = ("can't allocate memory", "not enough memory", "out of memory")  # torch's words, of CPUs and of accelerators
@@ -48,9 +50,19 @@ class Window:
 
 
 def token_losses(
-    model: LanguageModel, tokens: Tensor, windows: Sequence[Window], *, batch_tokens: int, say: Say | None = None
+    model: LanguageModel,
+    tokens: Tensor,
+    windows: Sequence[Window],
+    *,
+    batch_tokens: int,
+    attention_window: int | None = None,
+    say: Say | None = None,
 ) -> TokenLosses:
     """What each scored token of the windows costs; windows of one shape share batches of up to `batch_tokens` inputs.
+
+    Args:
+        attention_window: how many tokens each one may see in every layer, itself included; None = all before it.
+        say: is told where a batch did not fit in memory.
 
     Raises:
         EvaluationError: one window does not fit in memory.
@@ -63,7 +75,7 @@ def token_losses(
         first, places = torch.tensor(begins)[:, None], torch.arange(length + 1)
 
         def nats(part: slice, first: Tensor = first, places: Tensor = places, scored: int = scored) -> Tensor:
-            return _nats(model, tokens[first[part] + places], scored)
+            return _nats(model, tokens[first[part] + places], scored, attention_window)
 
         found = _in_batches(len(begins), nats, length=length, batch_tokens=batch_tokens, say=say)
         losses.append(torch.cat(list(found)).flatten())
@@ -130,18 +142,28 @@ def _is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(part in words for part in _NO_ROOM)
 
 
-def _nats(model: LanguageModel, rows: Tensor, scored: int) -> Tensor:
-    return _nats_and_hits(model, rows, scored)[0]
+def _nats(model: LanguageModel, rows: Tensor, scored: int, attention_window: int | None) -> Tensor:
+    with _testing(model):
+        rows = rows.to(model.device).long()
+        nats: Tensor = model(rows[:, :-1], targets=rows[:, -scored:], window=attention_window)
+        return nats.cpu()
 
 
 def _nats_and_hits(model: LanguageModel, rows: Tensor, scored: int) -> tuple[Tensor, Tensor]:
+    with _testing(model):
+        rows = rows.to(model.device).long()
+        logits, targets = model(rows[:, :-1])[:, -scored:].float(), rows[:, -scored:]
+        nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
+        return nats.cpu(), (logits.argmax(-1) == targets).cpu()
+
+
+@contextlib.contextmanager
+def _testing(model: LanguageModel) -> Iterator[None]:
+    """Without gradients and dropout; the model is left as it was."""
     was_training = model.training
     model.eval()
     try:
         with torch.inference_mode():
-            rows = rows.to(model.embedding.weight.device).long()
-            logits, targets = model(rows[:, :-1])[:, -scored:].float(), rows[:, -scored:]
-            nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
-            return nats.cpu(), (logits.argmax(-1) == targets).cpu()
+            yield
     finally:
         model.train(was_training)

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from alibi_attn.lab.config import EvalConfig
+from alibi_attn.lab.config import ConfigError, EvalConfig, ModelConfig
 from alibi_attn.lab.data import CorpusError
 from alibi_attn.lab.evaluate import (
     evaluate,
@@ -15,8 +15,10 @@ from alibi_attn.lab.evaluate import (
     scored_stretches,
     sliding,
     stride_at,
+    validation_nats,
 )
 from alibi_attn.lab.losses import TokenLosses
+from alibi_attn.lab.model import LanguageModel
 from alibi_attn.lab.positions import METHODS
 
 TEXT = torch.randint(64, (150,), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
@@ -168,6 +170,109 @@ def test_a_text_shorter_than_one_window_is_refused(tiny_model):
 def test_the_stride_is_a_quarter_unless_one_is_asked_for():
     assert [stride_at(length, None) for length in (1, 4, 128, 2048)] == [1, 1, 32, 512]
     assert [stride_at(length, 64) for length in (16, 128)] == [16, 64]
+
+
+def one_layer(method):
+    config = ModelConfig(method=method, vocab_size=64, num_layers=1, num_heads=2, embed_dim=16, ffn_dim=24)
+    return LanguageModel(config, trained_length=16, seed=3).eval()
+
+
+@pytest.mark.parametrize("method", ["none", "t5", "alibi", "rotary", "kerple"])
+def test_windowed_is_the_truncated_context_in_a_model_of_one_layer(method):
+    model = one_layer(method)
+    losses = nonoverlapping(model, TEXT, STRETCHES, length=20, batch_tokens=64, attention_window=7)
+    for target, loss in zip(losses.target.tolist(), losses.loss_nats, strict=True):
+        stretch = next(stretch for stretch in STRETCHES if target in stretch)
+        begin = max(stretch.start - 1, target - 7)
+        with torch.no_grad():
+            logits = model(TEXT[begin:target].long()[None])[0, -1]
+        torch.testing.assert_close(loss, -logits.log_softmax(-1)[int(TEXT[target])], rtol=1e-4, atol=1e-5)
+
+
+def test_two_layers_see_as_far_as_two_windows_less_one(tiny_model):
+    model = tiny_model("alibi")
+    row = TEXT[:40].long()[None]
+    far, further = row.clone(), row.clone()
+    far[0, 39 - 12] += 1  # 2·(7 − 1) tokens back
+    further[0, 39 - 13] += 1
+    with torch.no_grad():
+        truth, changed, same = (model(tokens, window=7)[0, -1] for tokens in (row, far, further))
+    assert not torch.equal(truth, changed)
+    torch.testing.assert_close(truth, same, rtol=0, atol=0)
+
+
+def test_windowed_is_nonoverlapping_up_to_the_trained_length_and_cut_at_it_beyond(tiny_model):
+    model = tiny_model("alibi")
+    config = EvalConfig(lengths=(8, 16, 32), tokens=64, batch_tokens=64, windowed=True)
+    curves = evaluate(model, TEXT, config)["by_length"]
+    assert curves["windowed_nats"][:2] == curves["nonoverlapping_nats"][:2]
+    cut = nonoverlapping(
+        model, TEXT, scored_stretches(len(TEXT), config), length=32, batch_tokens=64, attention_window=16
+    )
+    assert curves["windowed_nats"][2] == pytest.approx(mean_nats(cut))
+    assert curves["windowed_nats"][2] != curves["nonoverlapping_nats"][2]
+    assert curves["windowed_tokens"] == [64, 64, 64]
+    assert "windowed_nats" not in evaluate(model, TEXT, EvalConfig(lengths=(8,), tokens=32))["by_length"]
+
+
+@pytest.mark.parametrize(("method", "stretch"), [("rotary", "linear"), ("rotary", "yarn"), ("alibi", "ntk")])
+def test_a_stretch_changes_what_is_beyond_the_trained_length_and_nothing_else(tiny_model, method, stretch):
+    model = tiny_model(method)
+    plain, stretched = (
+        evaluate(
+            model, TEXT, EvalConfig(lengths=(8, 16, 32), tokens=64, batch_tokens=64, windowed=True, stretch=asked)
+        )["by_length"]
+        for asked in ("none", stretch)
+    )
+    for name in ("nonoverlapping_nats", "sliding_nats"):
+        assert stretched[name][:2] == plain[name][:2]
+        assert stretched[name][2] != plain[name][2]
+    assert stretched["windowed_nats"] == plain["windowed_nats"]
+    config = EvalConfig(lengths=(32,), tokens=64, batch_tokens=64)
+    losses = nonoverlapping(
+        model.stretched(stretch, 32), TEXT, scored_stretches(len(TEXT), config), length=32, batch_tokens=64
+    )
+    assert stretched["nonoverlapping_nats"][2] == pytest.approx(mean_nats(losses))
+
+
+def test_a_stretch_that_the_method_has_not_is_refused(tiny_model):
+    with pytest.raises(ConfigError, match=r"eval\.stretch is 'yarn'"):
+        evaluate(tiny_model("alibi"), TEXT, EvalConfig(lengths=(8, 32), tokens=32, stretch="yarn"))
+
+
+def test_lengths_that_do_not_divide_the_longest_fill_their_batches(tiny_model, monkeypatch):
+    model, shapes = tiny_model("none"), []
+    forward = model.forward
+
+    def seen(tokens, **options):
+        shapes.append(tuple(tokens.shape))
+        return forward(tokens, **options)
+
+    monkeypatch.setattr(model, "forward", seen)
+    losses = nonoverlapping(model, TEXT, STRETCHES, length=12, batch_tokens=64)
+    assert sorted(shapes) == [(2, 8), (2, 12)]
+    assert losses.target.tolist() == [*STRETCHES[0], *STRETCHES[1]]
+
+
+def test_an_adaptive_softmax_is_scored_like_the_vocabulary_that_it_spans():
+    config = ModelConfig(
+        method="sinusoidal", architecture="baevski-auli", vocab_size=64, num_layers=1, num_heads=2, embed_dim=16, ffn_dim=24,
+        cutoffs=(16, 32),
+    )  # fmt: skip
+    model = LanguageModel(config, trained_length=16).eval()
+    assert_losses_are(
+        nonoverlapping(model, TEXT, STRETCHES, length=10, batch_tokens=30), model, first_input_nonoverlapping(10)
+    )
+
+
+def test_the_test_during_a_training_is_the_nonoverlapping_mean_and_draws_no_random_number(tiny_model):
+    model = tiny_model("alibi").train()
+    state = torch.get_rng_state()
+    nats, tokens = validation_nats(model, TEXT, length=16, tokens_to_score=48, batch_tokens=64)
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), state)
+    curves = evaluate(model, TEXT, EvalConfig(lengths=(16,), tokens=48, batch_tokens=64))["by_length"]
+    assert (nats, tokens) == (curves["nonoverlapping_nats"][0], 48)
 
 
 def test_evaluation_leaves_the_model_as_it_was(tiny_model):

@@ -19,7 +19,7 @@ class Cramped(torch.nn.Module):
     def __init__(self, model, room):
         super().__init__()
         self.model, self.room, self.seen = model, room, []
-        self.embedding = model.embedding
+        self.device = model.device
 
     def forward(self, tokens, **options):
         self.seen.append(len(tokens))
