@@ -2,34 +2,43 @@
 
     <out>/records/*.json                          one per training and one per evaluation
     <out>/checkpoints/<name>-<identity>/step-…/   see `checkpoint.py`
+    <out>/tokens/<identity>/                      see `token_store.py`
+    <out>/tensorboard/<name>/                     where it is asked for
 
-What is recorded already is skipped and what was cut is resumed, so that running a recipe again is always right.
+What is recorded already is skipped and what was cut is resumed, so that running a recipe again is always right. Runs that
+differ only in their test share one training; recipes of one study share theirs in one folder.
 """
 
 import contextlib
 import datetime
-from collections.abc import Iterator, Mapping, Sequence
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from accelerate import PartialState
+from accelerate import Accelerator, PartialState
 from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
 
 from alibi_attn import records
 from alibi_attn.lab import checkpoint
-from alibi_attn.lab.config import ConfigError, DataConfig, Recipe, RunConfig, Scale
-from alibi_attn.lab.data import Corpus, load_corpus, num_pieces
-from alibi_attn.lab.evaluate import Column, evaluate, scored_stretches
+from alibi_attn.lab.config import ConfigError, DataConfig, EvalConfig, Recipe, RunConfig, Scale
+from alibi_attn.lab.data import Corpus, CorpusError, load_corpus, num_pieces
+from alibi_attn.lab.evaluate import evaluate, scored_stretches
 from alibi_attn.lab.fields import override, to_json
+from alibi_attn.lab.losses import Column
+from alibi_attn.lab.positions import check_segments, check_stretch
 from alibi_attn.lab.train import train
 from alibi_attn.records import Json
 
+PATIENCE = datetime.timedelta(hours=12)  # of the other processes, which wait while the first one reads and evaluates
+
 
 class ExperimentError(ValueError):
-    """A folder that cannot be written, or in which another experiment runs."""
+    """A folder that cannot be written, or in which another experiment runs; or a package that is not there."""
 
 
 def run(
@@ -40,6 +49,7 @@ def run(
     overrides: Mapping[str, str] | None = None,
     seeds: Sequence[int] = (),
     console: Console | None = None,
+    track: bool = False,
 ) -> list[Path]:
     """Every run of the recipe, trained, evaluated and recorded; the records' paths, two per run.
 
@@ -48,36 +58,42 @@ def run(
         overrides: fields to change in every run, by name: {"train.steps": "50"}.
         seeds: repeat every run with these seeds, instead of the one that the recipe says.
         console: where progress is shown; None shows nothing.
+        track: also show losses in TensorBoard, below `out`/tensorboard.
 
     Raises:
-        ExperimentError: `out` cannot be written, or another experiment runs in it.
-        ConfigError, CorpusError, CheckpointError, TrainingError: see there.
+        ExperimentError: `out` cannot be written, another experiment runs in it, or TensorBoard is not installed.
+        ConfigError, CorpusError, CheckpointError, TrainingError, EvaluationError: see there.
     """
     console = console or Console(quiet=True)
     configs = _configs(recipe, scale, overrides or {}, seeds)
-    state = PartialState(cpu=not torch.accelerator.is_available())  # without it torchrun on CPUs is not seen
+    if track and importlib.util.find_spec("tensorboard") is None:
+        raise ExperimentError(
+            'tracking needs the tensorboard package; install it with: pip install "alibi-attn[track]"'
+        )
+    # Asked for by name, because without it torchrun on CPUs is not seen.
+    state = PartialState(cpu=not torch.accelerator.is_available(), timeout=PATIENCE)
     if not state.is_main_process:
         console = Console(quiet=True)
-    corpora: dict[DataConfig, Corpus] = {}
-    for config in configs:  # all that can be wrong with the text is said before anything is trained or written
-        if config.data not in corpora:
-            corpora[config.data] = load_corpus(config.data)
-        num_pieces(corpora[config.data].train, config.train.length)
-        scored_stretches(len(corpora[config.data].valid), config.eval)
     paths: list[Path] = []
     with _alone_in(out) if state.is_main_process else contextlib.nullcontext():
+        corpora: dict[DataConfig, Corpus] = {}
+        for config in configs:  # all that can be wrong with the text is said before anything is trained
+            if config.data not in corpora:
+                with state.main_process_first():
+                    corpora[config.data] = load_corpus(config.data, out / "tokens")
+            _check(config, corpora[config.data])
         for config in configs:
-            paths += _run_one(recipe.name, config, corpora[config.data], out, console)
+            paths += _run_one(recipe.study or recipe.name, config, corpora[config.data], out, console, track)
     return paths
 
 
-def run_name(recipe_name: str, config: RunConfig) -> str:
-    """The name of a run's records.
+def run_name(study: str, config: RunConfig) -> str:
+    """The name of a run's records: `study` is the recipe's, or the recipe's own name where it has none.
 
     >>> run_name("quick", RunConfig())
     'quick/alibi-128/seed-0'
     """
-    return f"{recipe_name}/{config.model.method}-{config.train.length}/seed-{config.train.seed}"
+    return f"{study}/{config.model.method}-{config.train.length}/seed-{config.train.seed}"
 
 
 def _configs(recipe: Recipe, scale: Scale, overrides: Mapping[str, str], seeds: Sequence[int]) -> list[RunConfig]:
@@ -86,11 +102,41 @@ def _configs(recipe: Recipe, scale: Scale, overrides: Mapping[str, str], seeds: 
         configs = [override(config, {"train.seed": str(seed)}) for seed in seeds for config in configs]
     if len({config.train.precision for config in configs}) > 1:
         raise ConfigError("the runs of one experiment must share train.precision; run them as separate experiments")
+    for config in configs:
+        check_stretch(config.model.method, config.eval.stretch)
+        if config.data.segments:
+            check_segments(config.model.method)
     return list(dict.fromkeys(configs))
 
 
-def _run_one(recipe_name: str, config: RunConfig, corpus: Corpus, out: Path, console: Console) -> list[Path]:
-    name, folder = run_name(recipe_name, config), out / "records"
+def _check(config: RunConfig, corpus: Corpus) -> None:
+    """Raises ConfigError or CorpusError where the run cannot be made of this corpus."""
+    for length in (config.train.first_length or config.train.length, config.train.length):
+        num_pieces(corpus.train, length)
+    scored_stretches(len(_test_text(config, corpus)), config.eval)
+    if config.train.validate_every:
+        length = config.train.validate_length or config.train.length
+        scored_stretches(len(corpus.valid), EvalConfig(lengths=(length,)))
+    needed = corpus.tokenizer.vocab_size
+    if needed > config.model.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size is {config.model.vocab_size} but {config.data.tokenizer!r} made {needed} tokens of this text; "
+            f"pass model.vocab_size={needed}"
+        )
+
+
+def _test_text(config: RunConfig, corpus: Corpus) -> Tensor:
+    if config.eval.split == "valid":
+        return corpus.valid
+    if corpus.test is None:
+        raise CorpusError(
+            'eval.split is "test" but the corpus has no test text; pass data.test_share, or eval.split=valid'
+        )
+    return corpus.test
+
+
+def _run_one(study: str, config: RunConfig, corpus: Corpus, out: Path, console: Console, track: bool) -> list[Path]:
+    name, folder = run_name(study, config), out / "records"
     asked = {**to_json(config), "corpus": corpus.facts}
     trained = {key: value for key, value in asked.items() if key != "eval"}
     training = _recorded(folder, "training", name, trained)
@@ -100,7 +146,8 @@ def _run_one(recipe_name: str, config: RunConfig, corpus: Corpus, out: Path, con
         return [training, evaluation]
     checkpoints = out / "checkpoints" / f"{name}-{records.identity('training', name, trained)}"
     started = datetime.datetime.now(datetime.UTC)
-    progress = _train(name, config, corpus, checkpoints, console)
+    with _tracked(name, config, out) if track else contextlib.nullcontext(_tell_nobody) as tell:
+        progress = _train(name, config, corpus, checkpoints, console, tell)
     if not PartialState().is_main_process:
         return []
     if not training:
@@ -113,9 +160,7 @@ def _run_one(recipe_name: str, config: RunConfig, corpus: Corpus, out: Path, con
             "parameters": _parameters(checkpoints),
         }
         training = records.save(
-            records.make(
-                "training", name, config=trained, metrics=metrics, curves={"training": progress.curve}, started=started
-            ),
+            records.make("training", name, config=trained, metrics=metrics, curves=_curves(progress), started=started),
             folder,
         )
     if not evaluation:
@@ -123,7 +168,18 @@ def _run_one(recipe_name: str, config: RunConfig, corpus: Corpus, out: Path, con
     return [training, evaluation]
 
 
-def _train(name: str, config: RunConfig, corpus: Corpus, folder: Path, console: Console) -> checkpoint.Progress:
+def _curves(progress: checkpoint.Progress) -> dict[str, Mapping[str, Sequence[float]]]:
+    return {"training": progress.curve} | ({"validation": progress.validation} if progress.validation["step"] else {})
+
+
+def _train(
+    name: str,
+    config: RunConfig,
+    corpus: Corpus,
+    folder: Path,
+    console: Console,
+    tell: Callable[[checkpoint.Progress], None],
+) -> checkpoint.Progress:
     columns = (
         TextColumn("[bold]{task.description}"),
         BarColumn(bar_width=24),
@@ -138,7 +194,11 @@ def _train(name: str, config: RunConfig, corpus: Corpus, folder: Path, console: 
             speed = progress.step * config.train.batch_tokens / progress.seconds
             bar.update(task, completed=progress.step, loss=progress.loss_nats, speed=speed)
 
-        progress = train(config, corpus, folder, on_step=show)
+        def show_and_tell(progress: checkpoint.Progress) -> None:
+            show(progress)
+            tell(progress)
+
+        progress = train(config, corpus, folder, on_step=show_and_tell)
         show(progress)
     return progress
 
@@ -155,7 +215,13 @@ def _evaluate(
     started = datetime.datetime.now(datetime.UTC)
     model = checkpoint.load_checkpoint(checkpoints)[0].to(PartialState().device)
     with console.status(f"{escape(name)}: testing at {', '.join(map(str, config.eval.lengths))}"):
-        curves = evaluate(model, corpus.valid, config.eval)
+        curves = evaluate(
+            model,
+            _test_text(config, corpus),
+            config.eval,
+            encode=corpus.tokenizer.encode,
+            say=lambda sentence: console.print(f"  {escape(sentence)}"),
+        )
     record = records.make(
         "evaluation",
         name,
@@ -167,6 +233,33 @@ def _evaluate(
     path = records.save(record, folder)
     console.print(f"  nats per token {_summary(curves['by_length'])}  ({record.seconds:.0f} s)")
     return path
+
+
+@contextlib.contextmanager
+def _tracked(name: str, config: RunConfig, out: Path) -> Iterator[Callable[[checkpoint.Progress], None]]:
+    """Gives TensorBoard, through accelerate, each point of the curves as it is made."""
+    cpu = not torch.accelerator.is_available()
+    folder = str(out / "tensorboard")
+    accelerator = Accelerator(
+        mixed_precision=config.train.precision, cpu=cpu, log_with="tensorboard", project_dir=folder
+    )
+    accelerator.init_trackers(name)
+
+    def tell(progress: checkpoint.Progress) -> None:
+        for curve, columns in _curves(progress).items():
+            if columns["step"][-1:] == [progress.step]:
+                points = {f"{curve}/{column}": values[-1] for column, values in columns.items() if column != "step"}
+                accelerator.log(points, step=progress.step)
+
+    try:
+        yield tell
+    finally:
+        for tracker in accelerator.trackers:
+            tracker.finish()
+
+
+def _tell_nobody(progress: checkpoint.Progress) -> None:
+    pass
 
 
 def _summary(by_length: Mapping[str, Column]) -> str:

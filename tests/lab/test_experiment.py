@@ -140,6 +140,10 @@ def test_what_is_wrong_is_said_before_anything_is_written(recipe, tmp_path):
     out = tmp_path / "out"
     with pytest.raises(ConfigError, match=r"did you mean 'train.steps'"):
         run(recipe, out=out, overrides={"train.stepz": "1"})
+    with pytest.raises(ConfigError, match="'t5' has only none; yarn is for rotary"):
+        run(recipe, out=out, overrides={"model.method": "t5", "eval.stretch": "yarn"})
+    with pytest.raises(ConfigError, match="'learned', whose positions count from the start of a row"):
+        run(recipe, out=out, overrides={"model.method": "learned", "data.segments": "true"})
     with pytest.raises(CorpusError, match="one evaluation window of 100000"):
         run(recipe, out=out, overrides={"eval.lengths": "100000"})
     with pytest.raises(CorpusError, match="one training example has 100001"):
