@@ -6,8 +6,10 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer
 from transformers import PreTrainedModel
+
+from alibi_attn.hf.tokenizing import byte_tokenizer
 
 
 def check_new(folder: Path) -> None:
@@ -34,19 +36,3 @@ def write(model: PreTrainedModel, folder: Path, tokenizer: Tokenizer | None) -> 
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     return folder
-
-
-def byte_tokenizer() -> Tokenizer:
-    """Token b is byte b of the text in UTF-8.
-
-    >>> byte_tokenizer().encode("añ").ids
-    [97, 195, 177]
-    """
-    # The printable stand-ins that byte-level tokenizers write for bytes: themselves where printable, else from 256 on.
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    vocabulary = {chr(b): b for b in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer

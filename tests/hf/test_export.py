@@ -11,7 +11,8 @@ from alibi_attn import ALiBiTransformerBlock
 from alibi_attn.hf import patch
 from alibi_attn.hf.decoder import DecoderConfig
 from alibi_attn.hf.export import export_bloom, export_mpt, import_bloom, import_mpt
-from alibi_attn.hf.folder import byte_tokenizer
+from alibi_attn.hf.tokenizing import byte_tokenizer, saved_tokenizer
+from alibi_attn.lab.tokenizing import make_tokenizer
 
 
 class Decoder(nn.Module):
@@ -121,6 +122,27 @@ def test_a_model_of_bytes_brings_its_tokenizer(tmp_path):
     assert tokenizer(text)["input_ids"] == list(text.encode())
     assert tokenizer.decode(list(text.encode())) == text
     assert byte_tokenizer().get_vocab_size() == 256
+
+
+@pytest.mark.parametrize("name", ["bytes", "words", "bpe:300"])
+def test_a_saved_tokenizer_of_the_lab_encodes_the_same(name):
+    text = "the house, the garden\nand Ж 🙂 the house\n" * 20
+    lab = make_tokenizer(name, lambda: iter([text.encode()]), len(text.encode()))
+    tokenizer, asked = saved_tokenizer(lab.dump()), "the garden\n  and 🙂 Ж the unheard-of"
+    assert tokenizer.get_vocab_size() == lab.vocab_size
+    assert tokenizer.encode(asked).ids == lab.encode(asked).tolist()
+    if name != "words":
+        assert tokenizer.decode(tokenizer.encode(asked).ids) == asked
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(b"{}", "no tokenizer of the lab"), (b"[", "no tokenizer of the lab")]
+)
+def test_another_file_is_no_tokenizer(content, message):
+    with pytest.raises(ValueError, match=message):
+        saved_tokenizer(content)
+    with pytest.raises(ValueError, match="has schema 9 but this version reads 1"):
+        saved_tokenizer(b'{"schema": 9, "tokenizer": "bytes"}')
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,53 @@
+"""Tokenizers of the lab as those of the `tokenizers` library, which is what transformers loads."""
+
+import json
+
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+SCHEMA = 1  # of the lab's file
+_END_OF_LINE, _UNKNOWN = "<eos>", "<unk>"
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Token b is byte b of the text in UTF-8.
+
+    >>> byte_tokenizer().encode("añ").ids
+    [97, 195, 177]
+    """
+    # The printable stand-ins that byte-level tokenizers write for bytes: themselves where printable, else from 256 on.
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    vocabulary = {chr(b): b for b in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def saved_tokenizer(content: bytes) -> Tokenizer:
+    """What the lab keeps beside a checkpoint, of any of its kinds: "bytes", "words" or "bpe:SIZE".
+
+    It encodes as the lab's does. Words come back from ids with one space between them, and a line's end as its token.
+
+    Raises:
+        ValueError: another schema, or no such file.
+    """
+    try:
+        about = json.loads(content)
+        kind, schema = str(about["tokenizer"]), about["schema"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"this is no tokenizer of the lab ({error}); pass what lies beside its checkpoints") from None
+    if schema != SCHEMA:
+        raise ValueError(
+            f"the tokenizer has schema {schema} but this version reads {SCHEMA}; use the one that wrote it"
+        )
+    if kind == "bytes":
+        return byte_tokenizer()
+    if kind == "words":
+        tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(about["words"])}, unk_token=_UNKNOWN))
+        tokenizer.normalizer = normalizers.Replace("\n", f" {_END_OF_LINE} ")
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        return tokenizer
+    tokenizer = Tokenizer.from_str(about["model"])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
