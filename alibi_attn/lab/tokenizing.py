@@ -79,7 +79,7 @@ class ByteTokenizer:
         return b"".join(bytes([index]) if index < 256 else _UNKNOWN.encode() for index in _integers(ids))
 
     def dump(self) -> bytes:
-        return _json({"schema": SCHEMA, "tokenizer": self.name})
+        return _sealed({"schema": SCHEMA, "tokenizer": self.name})
 
 
 class WordTokenizer:
@@ -114,7 +114,7 @@ class WordTokenizer:
         return re.sub(" ?\n ?", "\n", " ".join("\n" if word == EOS else word for word in words)).encode()
 
     def dump(self) -> bytes:
-        return _json({"schema": SCHEMA, "tokenizer": self.name, "words": self.words})
+        return _sealed({"schema": SCHEMA, "tokenizer": self.name, "words": self.words})
 
 
 class BpeTokenizer:
@@ -151,7 +151,7 @@ class BpeTokenizer:
         return b"".join(known[index] if index < len(known) else _UNKNOWN.encode() for index in _integers(ids))
 
     def dump(self) -> bytes:
-        return _json({"schema": SCHEMA, "tokenizer": self.name, "model": self._model})
+        return _sealed({"schema": SCHEMA, "tokenizer": self.name, "model": self._model})
 
 
 def make_tokenizer(name: str, chunks: Callable[[], Iterator[bytes]], num_bytes: int) -> Tokenizer:
@@ -219,13 +219,13 @@ def _read(data: dict[str, object], path: Path) -> Tokenizer:
         raise CorpusError(
             f"{path} has schema {data['schema']} but this version reads {SCHEMA}; delete the folder it lies in and run again"
         )
+    sha256 = data.pop("sha256")
+    if hashlib.sha256(_json(data)).hexdigest() != sha256:
+        raise ValueError("not what was written")
     name = str(data["tokenizer"])
     if name == "bytes":
         return ByteTokenizer()
-    if name == "words":
-        words = data["words"]
-        if not isinstance(words, list):
-            raise ValueError("words")
+    if isinstance(words := data.get("words"), list):
         return WordTokenizer(words)
     return BpeTokenizer(name, str(data["model"]))
 
@@ -273,6 +273,11 @@ def _str(text: str | bytes) -> str:
         return text.decode()
     except UnicodeDecodeError as error:
         raise CorpusError(f"the text is not UTF-8 (byte {error.start} is not); convert it, or use bytes") from None
+
+
+def _sealed(data: dict[str, object]) -> bytes:
+    """As JSON with the hash of itself: the libraries that read a vocabulary do not say what is wrong with it."""
+    return _json({**data, "sha256": hashlib.sha256(_json(data)).hexdigest()})
 
 
 def _json(data: dict[str, object]) -> bytes:
