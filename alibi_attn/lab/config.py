@@ -72,7 +72,8 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """The text: "python-source" (what Python ships with), "hub:NAME[:CONFIG]", or local files and folders in `text`.
+    """The text: "python-source" (what Python ships with), "hub:NAME[:CONFIG]", or local files and folders in `text`; or
+    "task:passkey[:LENGTH]" and "task:recall[:LENGTH]", documents of so many tokens that are made (see `tasks.py`).
 
     A folder with files named *train*, *valid* and *test* brings its own split.
     """
@@ -87,11 +88,15 @@ class DataConfig:
     def __post_init__(self) -> None:
         if self.text and self.corpus == "python-source":
             object.__setattr__(self, "corpus", "text")  # so that a record never names a corpus that was not read
-        if self.corpus not in ("python-source", "text") and not self.corpus.startswith("hub:"):
-            guess = nearest(self.corpus, ("python-source", "hub:NAME"))
+        is_task = re.fullmatch(r"task:(passkey|recall)(:[1-9]\d*)?", self.corpus) is not None
+        if self.corpus not in ("python-source", "text") and not self.corpus.startswith("hub:") and not is_task:
+            guess = nearest(self.corpus, ("python-source", "hub:NAME", "task:passkey", "task:recall"))
             raise ConfigError(
-                f'data.corpus is {self.corpus!r}{guess}; pass "python-source", "hub:NAME", or files in data.text'
+                f'data.corpus is {self.corpus!r}{guess}; pass "python-source", "hub:NAME", "task:passkey", "task:recall" (or '
+                '"task:recall:LENGTH"), or files in data.text'
             )
+        if is_task and self.tokenizer != "bytes":
+            raise ConfigError(f'data.corpus is {self.corpus!r}, made of bytes; leave data.tokenizer at "bytes"')
         if (self.corpus == "text") != bool(self.text):
             raise ConfigError(f"data.corpus is {self.corpus!r} and data.text is {self.text!r}; pass one or the other")
         if self.valid_share <= 0 or self.test_share < 0 or self.valid_share + self.test_share >= 1:

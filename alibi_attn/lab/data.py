@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from alibi_attn.lab import sources, token_store, tokens
-from alibi_attn.lab.config import DataConfig
+from alibi_attn.lab import sources, tasks, token_store, tokens
+from alibi_attn.lab.config import DataConfig, Task
 from alibi_attn.lab.sources import CorpusError as CorpusError
 from alibi_attn.lab.sources import Part
 from alibi_attn.lab.tokenizing import ByteTokenizer, Tokenizer, token_dtype
@@ -51,6 +51,8 @@ def load_corpus(config: DataConfig, store: Path | None = None) -> Corpus:
     Raises:
         CorpusError: it cannot be read, or stored; the message says why and what to do.
     """
+    if task := tasks.parse_corpus(config.corpus):
+        return _task_corpus(config.corpus, *task)
     if store is not None:
         return _mapped(token_store.tokenized(config, store))
     files = sources.text_files(config)
@@ -193,6 +195,29 @@ def _tokens(
         torch.frombuffer(content.getbuffer(), dtype=token_dtype(tokenizer.vocab_size)),
         torch.frombuffer(starts.getbuffer(), dtype=torch.int64),
         counts,
+    )
+
+
+def _task_corpus(name: str, task: Task, document_tokens: int) -> Corpus:
+    """Made of seeds in a second or two, so that nothing is stored; a byte is a token, whether it is text or not."""
+    parts = {
+        part: tasks.task_tokens(task, count, seed, document_tokens=document_tokens)
+        for seed, (part, count) in enumerate(tasks.CORPUS_TOKENS.items())
+    }
+    digest = hashlib.sha256(b"".join(part.numpy().tobytes() for part in parts.values())).hexdigest()
+    counts = {f"{part}_tokens": len(found) for part, found in parts.items()}
+    return Corpus(
+        **parts,
+        facts={
+            "name": name,
+            "sha256": digest,
+            "split": "made of different seeds",
+            "tokenizer": "bytes",
+            "vocab_size": 256,
+            "bytes_per_token": 1,
+            **counts,
+        },
+        starts={part: torch.arange(0, len(found), document_tokens) for part, found in parts.items()},
     )
 
 

@@ -13,19 +13,21 @@ Rows are [N, T + 1]: T inputs, and behind them the last token to predict. Read n
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from alibi_attn.lab.config import Task
+from alibi_attn.lab.sources import Part
 
 Encode: TypeAlias = Callable[[str], Sequence[int]]
 
 SEGMENT = 8  # tokens that recall repeats; the first is the cue, the others are scored
 SYMBOLS = 64  # different tokens of a corpus made for recall
 DOCUMENT_TOKENS = 128  # of a corpus made of a task, where its name does not say
+CORPUS_TOKENS: Mapping[Part, int] = {"train": 1 << 22, "valid": 1 << 17, "test": 1 << 17}
 KEY_DIGITS = 5
 NEEDLE = " The pass key is"
 FILLER = " The grass is green . The sky is blue . The sun is yellow . Here we go . There and back again ."
