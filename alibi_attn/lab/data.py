@@ -207,7 +207,9 @@ def _task_corpus(name: str, task: Task, document_tokens: int) -> Corpus:
     digest = hashlib.sha256(b"".join(part.numpy().tobytes() for part in parts.values())).hexdigest()
     counts = {f"{part}_tokens": len(found) for part, found in parts.items()}
     return Corpus(
-        **parts,
+        train=parts["train"],
+        valid=parts["valid"],
+        test=parts["test"],
         facts={
             "name": name,
             "sha256": digest,
