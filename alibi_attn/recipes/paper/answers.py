@@ -1,0 +1,183 @@
+"""From records to what a figure draws or a table says: pure functions, one for each form that the paper has.
+
+Perplexities are per token of our tokenizer, `exp` of the mean loss; where the text's words were counted, "word_…" is the
+same per word. Repeated seeds are averaged in nats; "low" and "high" are the least and the largest of them. What the
+paper tested in one way only stands beside the other way here: nonoverlapping beside a sliding window (appendix B).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+from alibi_attn.recipes.paper.cells import Cell, Curves, Way
+from alibi_attn.recipes.paper.evidence import Evidence
+from alibi_attn.records import Json, Record
+
+_OTHER: dict[Way, Way] = {"nonoverlapping": "sliding", "sliding": "nonoverlapping"}
+
+
+def by_length(cells: Sequence[Cell], evidence: Evidence) -> Curves:
+    """Perplexity against L_valid: a curve of a figure, a row or a column of a table."""
+    curves: Curves = {}
+    for cell in cells:
+        row = _tested(cell, evidence.evaluation(cell.config))
+        _append(curves, cell, {"paper_length": cell.paper_length, "length": cell.length, **row})
+    return curves
+
+
+def models(cells: Sequence[Cell], evidence: Evidence) -> Curves:
+    """One row a model: size, speed, and perplexity on either part of the text (tables 6, 7, 9, 10)."""
+    curves: Curves = {}
+    for cell in cells:
+        found = evidence.evaluation(cell.config)
+        row = curves.setdefault(cell.label, {})
+        row.update(
+            paper_length=[cell.paper_length],
+            length=[cell.length],
+            parameters=[found[0].metrics["parameters"]],
+            train_tokens_per_second=[_mean(_metrics(evidence.training(cell.config), "tokens_per_second"))],
+            seeds=[len(found)],
+        )
+        other = _OTHER[cell.way]
+        row[cell.column] = [_perplexity(_nats(found, cell.length, cell.way))]
+        row[f"{other}_{cell.column}"] = [_perplexity(_nats(found, cell.length, other))]
+        row[cell.column.replace("perplexity", "tokens")] = [_at(found[0], cell.length, f"{cell.way}_tokens")]
+        if cell.column == "valid_perplexity":
+            speeds = [_at(record, cell.length, "tokens_per_second") for record in found]
+            row["evaluation_tokens_per_second"] = [_mean(speeds)]
+            row["word_valid_perplexity"] = [_word_perplexity(found, cell.length, cell.way)]
+    return curves
+
+
+def frontier(cells: Sequence[Cell], evidence: Evidence) -> Curves:
+    """Speed of the training against perplexity (figure 8)."""
+    curves: Curves = {}
+    for cell in cells:
+        speed = _mean(_metrics(evidence.training(cell.config), "tokens_per_second"))
+        row = _tested(cell, evidence.evaluation(cell.config))
+        row["evaluation_tokens_per_second"] = row.pop("tokens_per_second")
+        shown = {"paper_length": cell.paper_length, "length": cell.length, "train_tokens_per_second": speed}
+        _append(curves, cell, {**shown, **row})
+    return curves
+
+
+def through_training(cells: Sequence[Cell], evidence: Evidence) -> Curves:
+    """Validation perplexity against time (figure 5): the sinusoidal models stop when ALiBi's has done its updates."""
+    curves: Curves = {}
+    for cell in cells:
+        for point in _validations(cell, cells, evidence):
+            _append(curves, cell, {"paper_length": cell.paper_length, "length": cell.length, **point})
+    return curves
+
+
+def equal_time(cells: Sequence[Cell], evidence: Evidence) -> Curves:
+    """The last points of figure 5, with memory (table 11)."""
+    curves: Curves = {}
+    for cell in cells:
+        points = _validations(cell, cells, evidence)
+        last = points[-1] if points else {"hours": None, "updates": None, "perplexity": None, "tokens": None}
+        columns = {other.column: cast("Json", None) for other in cells}
+        columns[cell.column] = last["perplexity"]
+        memory = evidence.training(cell.config)[0].metrics["peak_memory_bytes"]
+        rest = {"memory_bytes": memory, "updates": last["updates"], "hours": last["hours"], "tokens": last["tokens"]}
+        _append(curves, cell, {**rest, **columns})
+    return curves
+
+
+def equal_updates(cells: Sequence[Cell], evidence: Evidence) -> Curves:
+    """All models after their last update, at every length (table 12)."""
+    curves: Curves = {}
+    names = dict.fromkeys(cell.column for cell in cells)
+    for cell in cells:
+        row = curves.setdefault(cell.label, {name: [None] for name in names})
+        training = evidence.training(cell.config)[0]
+        found = evidence.evaluation(cell.config)
+        row["memory_bytes"] = [training.metrics["peak_memory_bytes"]]
+        row["hours"] = [_hours(training.metrics["seconds"])]
+        row["updates"] = [cell.config.train.steps]
+        row[cell.column] = [_perplexity(_nats(found, cell.length, "nonoverlapping"))]
+        row[f"sliding_{cell.column}"] = [_perplexity(_nats(found, cell.length, "sliding"))]
+        row["tokens"] = [_at(found[0], cell.length, "nonoverlapping_tokens")]
+    return curves
+
+
+def speeds(cells: Sequence[Cell], evidence: Evidence) -> Curves:
+    """Tokens a second and memory of each method at each length (figures 2 and 7, table 1)."""
+    curves: Curves = {}
+    for cell in cells:
+        record = evidence.speed(cell.config)[0]
+        _append(curves, cell, {"paper_length": cell.paper_length, "length": cell.length, **record.metrics})
+    return curves
+
+
+def _tested(cell: Cell, found: Sequence[Record]) -> dict[str, Json]:
+    nats = _nats(found, cell.length, cell.way)
+    other = _OTHER[cell.way]
+    return {
+        "perplexity": _perplexity(nats),
+        "low": None if None in nats else _exp(min(cast("list[float]", nats))),
+        "high": None if None in nats else _exp(max(cast("list[float]", nats))),
+        "word_perplexity": _word_perplexity(found, cell.length, cell.way),
+        f"{other}_perplexity": _perplexity(_nats(found, cell.length, other)),
+        "tokens": _at(found[0], cell.length, f"{cell.way}_tokens"),
+        "seeds": len(found),
+        "tokens_per_second": _mean([_at(record, cell.length, "tokens_per_second") for record in found]),
+    }
+
+
+def _validations(cell: Cell, cells: Sequence[Cell], evidence: Evidence) -> list[dict[str, Json]]:
+    """The points of a training's validation curve until the ALiBi model of the same L_valid has ended."""
+    (rival,) = (one for one in cells if one.paper_length == cell.paper_length and one.config.model.method == "alibi")
+    stop = evidence.training(rival.config)[0].metrics["seconds"]
+    curve = evidence.training(cell.config)[0].curves["validation"]
+    points = []
+    for step, seconds, nats, tokens in zip(
+        *(curve[name] for name in ("step", "seconds", "nats", "tokens")), strict=True
+    ):
+        if cell is rival or stop is None or cast("float", seconds) <= stop:
+            perplexity = _perplexity([cast("float | None", nats)])
+            points.append({"hours": _hours(seconds), "updates": step, "perplexity": perplexity, "tokens": tokens})
+    return points
+
+
+def _append(curves: Curves, cell: Cell, row: Mapping[str, Json]) -> None:
+    columns = curves.setdefault(cell.label, {})
+    for name, value in row.items():
+        columns.setdefault(name, []).append(value)
+
+
+def _at(record: Record, length: int, column: str) -> float | None:
+    curve = record.curves["by_length"]
+    return cast("float | None", curve[column][list(curve["length"]).index(length)])
+
+
+def _nats(found: Sequence[Record], length: int, way: Way) -> list[float | None]:
+    return [_at(record, length, f"{way}_nats") for record in found]
+
+
+def _perplexity(nats: Sequence[float | None]) -> float | None:
+    mean = _mean(nats)
+    return None if mean is None else _exp(mean)
+
+
+def _word_perplexity(found: Sequence[Record], length: int, way: Way) -> float | None:
+    """exp(nats per token / words per token); None where the words were not counted or are not the tested text's."""
+    corpus = cast("Mapping[str, Json]", found[0].config["corpus"])
+    words, mean = cast("float | None", corpus.get("words_per_token")), _mean(_nats(found, length, way))
+    return _exp(mean / words) if words and mean is not None else None
+
+
+def _exp(nats: float) -> float | None:
+    return math.exp(nats) if nats < 700 else None  # the largest double is e^709
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    return None if None in values else sum(cast("Sequence[float]", values)) / len(values)
+
+
+def _metrics(found: Sequence[Record], name: str) -> list[float | None]:
+    return [record.metrics[name] for record in found]
+
+
+def _hours(seconds: Json) -> float | None:
+    return None if seconds is None else cast("float", seconds) / 3600

@@ -1,0 +1,45 @@
+"""The two figures that need no comparison of models: what ALiBi adds (figure 3), and how a text is cut (figure 10)."""
+
+from collections.abc import Sequence
+
+from alibi_attn.lab.config import EvalConfig
+from alibi_attn.recipes.paper.cells import Cell, Curves
+from alibi_attn.recipes.paper.evidence import Evidence
+from alibi_attn.records import Json
+from alibi_attn.slopes import alibi_slopes
+
+WORDS = ("The", "big", "gray", "cat", "sat", "on", "the", "mat")  # figure 10
+WINDOW = 4
+AS_DRAWN = EvalConfig(lengths=(WINDOW,), stride=1, tokens=8192)  # figure 10 on a trained model
+
+
+def slopes(cells: Sequence[Cell], evidence: Evidence) -> Curves:
+    """Each head's slope and the bias that it adds to keys 0, 1, 2, 3 and 4 tokens back, for 8 and for 16 heads."""
+    curves: Curves = {}
+    for heads in (8, 16):
+        values = alibi_slopes(heads).tolist()
+        biases = {f"bias_{distance}": [-slope * distance for slope in values] for distance in range(5)}
+        curves[f"ALiBi, {heads} heads"] = {"head": list(range(1, heads + 1)), "slope": values, **biases}
+    return curves
+
+
+def windows(cells: Sequence[Cell], evidence: Evidence) -> Curves:
+    """Which pass scores each of eight words and from how many, with what a trained model loses at so much context."""
+    curves: Curves = {}
+    for cell in cells:
+        stride = WINDOW if cell.way == "nonoverlapping" else 1
+        passes = [max(0, -(-(token + 1 - WINDOW) // stride)) for token in range(len(WORDS))]
+        contexts = [token - number * stride + 1 for token, number in enumerate(passes)]
+        record = evidence.evaluation(cell.config)[0]
+        position = record.curves["by_position"]
+        loss = dict(zip(position["position"], position["loss_nats"], strict=True))
+        rows: dict[str, list[Json]] = {
+            "token": list(range(1, len(WORDS) + 1)),
+            "word": list(WORDS),
+            "context": list(contexts),
+            "pass": [number + 1 for number in passes],
+            "loss_nats": [loss[context] for context in contexts],
+            "whole_text_nats": [record.curves["by_length"][f"{cell.way}_nats"][0]] * len(WORDS),
+        }
+        curves[cell.label] = rows
+    return curves

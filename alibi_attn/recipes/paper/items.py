@@ -1,0 +1,363 @@
+"""Figures 1 to 11 and tables 1 to 15: what each asks, and the cells that it is made of.
+
+What the figures show was checked in a transcript of arXiv:2108.12409v2. Rows that the paper only cites (Transformer-XL,
+kNN-LM, ...) have no cells: nobody here ran them. Staged training (tables 7 and 10) is cited there and run here.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+from alibi_attn.lab.config import Method, Recipe, RunConfig, Scale
+from alibi_attn.recipes.paper import answers, books, drawings, speed, web, wikitext
+from alibi_attn.recipes.paper.cells import Cell, Curves, Item, Way, configs, scaled
+from alibi_attn.recipes.paper.evidence import Evidence
+
+Cells = tuple[Cell, ...]
+
+
+class Training(Protocol):
+    """`wikitext.training` or `books.training`."""
+
+    def __call__(self, method: Method, paper_length: int, scale: Scale, *, staged: bool = False) -> RunConfig: ...
+
+
+_STAGED = "Staged Training (Press et al., 2021)"
+_AT_OWN = "L = L_valid"
+
+
+def _extrapolation(scale: Scale, *, trained: tuple[int, ...]) -> Cells:
+    """Figure 1 and tables 2–4; at small the models of figure 1 have two seeds."""
+    return tuple(
+        Cell(
+            label=f"{name}, L = {length}",
+            config=config,
+            paper_length=tested,
+            length=scaled(tested, scale),
+            seeds=2 if scale == "small" and length in (512, 1024) else 1,
+        )
+        for length in trained
+        for name, method in wikitext.METHODS.items()
+        for config in [wikitext.tested_beyond(wikitext.training(method, length, scale), length, scale)]
+        for tested in wikitext.extrapolation_lengths(length, scale)
+    )
+
+
+def _varying(scale: Scale, *, lengths: tuple[int, ...], baselines: dict[str, tuple[int, ...]]) -> Cells:
+    """Figure 4 and table 5: ALiBi at its own length and all longer ones, the others at their own."""
+    found = [
+        _varied("alibi", length, tested, f"ALiBi, L = {length}", scale)
+        for length in lengths
+        for tested in lengths
+        if tested >= length
+    ]
+    for name, owns in baselines.items():
+        found += [_varied(wikitext.METHODS[name], own, own, f"{name}, {_AT_OWN}", scale) for own in owns]
+    return tuple(found)
+
+
+def _varied(method: Method, length: int, tested: int, label: str, scale: Scale) -> Cell:
+    longer = tuple(one for one in wikitext.TRAINED if one >= length) if method == "alibi" else (length,)
+    config = wikitext.tested_to_longest(wikitext.training(method, length, scale), scale, *longer)
+    return Cell(label=label, config=config, paper_length=tested, length=scaled(tested, scale))
+
+
+def _frontier(scale: Scale) -> Cells:
+    """Figure 8, a cross-section of table 5."""
+    longest = wikitext.LONGEST
+    found = [_varied("alibi", length, longest, f"ALiBi, L = {length}", scale) for length in wikitext.TRAINED]
+    return (*found, _varied("sinusoidal", longest, longest, f"Sinusoidal, L = {longest}", scale))
+
+
+def _models(scale: Scale, *, training: Training, way: Way, names: tuple[str, ...], staged: bool) -> Cells:
+    """Tables 6, 7, 9 and 10: L = 3072, and ALiBi from L = 512 as well, on both parts of the text."""
+    longest = wikitext.LONGEST
+    rows = [(f"{name}, L = {longest}", training(wikitext.METHODS[name], longest, scale)) for name in names]
+    rows += [(f"ALiBi, L = {one}, L_valid = {longest}", training("alibi", one, scale)) for one in (512, longest)]
+    if staged:
+        rows.insert(0, (_STAGED, training("sinusoidal", longest, scale, staged=True)))
+    return tuple(
+        Cell(
+            label=label,
+            config=wikitext.tested_with_stride(run, scale, split),
+            paper_length=longest,
+            length=scaled(longest, scale),
+            column=f"{split}_perplexity",
+            way=way,
+        )
+        for label, run in rows
+        for split in ("valid", "test")
+    )
+
+
+def _books(scale: Scale) -> Cells:
+    """Figure 9 and table 8."""
+    found = []
+    for name, label in (("ALiBi", "ALiBi, L = {}"), ("Sinusoidal", f"Sinusoidal, {_AT_OWN}")):
+        for length in books.TRAINED:
+            tested = tuple(one for one in books.TRAINED if one >= length) if name == "ALiBi" else (length,)
+            run = books.training(wikitext.METHODS[name], length, scale)
+            config = wikitext.tested_to_longest(run, scale, *tested)
+            found += [
+                Cell(label=label.format(length), config=config, paper_length=one, length=scaled(one, scale))
+                for one in tested
+            ]
+    return tuple(found)
+
+
+def _stride_1(scale: Scale, *, names: tuple[str, ...]) -> Cells:
+    """Figure 11 and tables 13–15."""
+    lengths = (512, 1024, 1536, 2048, 3072)
+    return tuple(
+        Cell(label=f"{name}, L = {one}", config=config, paper_length=at, length=scaled(at, scale), way="sliding")
+        for name in names
+        for one in (512, 1024, 3072)
+        for tested in [tuple(length for length in lengths if length >= one)]
+        for config in [
+            wikitext.tested_with_stride_1(wikitext.training(wikitext.METHODS[name], one, scale), scale, *tested)
+        ]
+        for at in tested
+    )
+
+
+def _through_training(scale: Scale, *, columns: bool) -> Cells:
+    """Figure 5 and table 11: pairs of the same L_valid, ALiBi trained at half of it."""
+    return tuple(
+        Cell(
+            label=f"{name}, L = {length}",
+            config=web.training(wikitext.METHODS[name], length, scale),
+            paper_length=tested,
+            length=scaled(tested, scale),
+            column=f"perplexity_{tested}" if columns else "perplexity",
+        )
+        for name, length in (("Sinusoidal", 1024), ("ALiBi", 512), ("Sinusoidal", 2048), ("ALiBi", 1024))
+        for tested in [web.validated_at(wikitext.METHODS[name], length)]
+    )
+
+
+def _web(scale: Scale, *, trained: tuple[int, ...], beyond: bool) -> Cells:
+    """Figure 6 (`beyond`: to 10,000 tokens) and table 12 (one column a length)."""
+    found = []
+    for length in trained:
+        tested = web.extrapolation_lengths(length, scale) if beyond else tuple(x for x in web.TRAINED if x >= length)
+        for name in ("Sinusoidal", "ALiBi"):
+            run = web.training(wikitext.METHODS[name], length, scale)
+            config = web.tested_beyond(run, length, scale) if beyond else run
+            found += [
+                Cell(
+                    label=f"{name}, L = {length}",
+                    config=config,
+                    paper_length=one,
+                    length=scaled(one, scale),
+                    column="perplexity" if beyond else f"perplexity_{one}",
+                )
+                for one in tested
+            ]
+    return tuple(found)
+
+
+def _speed(scale: Scale, *, names: tuple[str, ...], lengths: tuple[int, ...], labels: str) -> Cells:
+    """Figures 2 and 7 and table 1."""
+    return tuple(
+        Cell(
+            label=labels.format(name=name, length=length),
+            config=speed.run(wikitext.METHODS[name], length, scale),
+            paper_length=length,
+            length=scaled(length, scale),
+        )
+        for name in names
+        for length in lengths
+    )
+
+
+def _drawn_windows(scale: Scale) -> Cells:
+    """Figure 10: the paper's eight words, with the losses of a trained model at so little context."""
+    run = dataclasses.replace(wikitext.training("alibi", 512, scale), eval=drawings.AS_DRAWN)
+    ways: dict[str, Way] = {"Nonoverlapping": "nonoverlapping", "Sliding window": "sliding"}
+    return tuple(
+        Cell(label=label, config=run, paper_length=drawings.WINDOW, length=drawings.WINDOW, way=way)
+        for label, way in ways.items()
+    )
+
+
+def _item(
+    name: str,
+    study: str,
+    question: str,
+    expected: str,
+    cells: Callable[[Scale], Cells],
+    answer: Callable[[Sequence[Cell], Evidence], Curves],
+) -> Item:
+    def runs(scale: Scale) -> tuple[RunConfig, ...]:
+        return configs(cells(scale))
+
+    kind, number = name.split("-")
+    recipe = Recipe(
+        name=name,
+        question=question,
+        paper=f"{kind} {number}",
+        command=f"alibi run {name} --scale small",
+        cost=_COST[study],
+        expected=expected,
+        runs=runs,
+        study=study,
+    )
+    return Item(recipe=recipe, cells=cells, answer=answer)
+
+
+_COST = {
+    "wikitext": "smoke: seconds; small: a minute a training on two cores, shared with the study's other items; paper: 8 GPUs",
+    "books": "smoke: seconds; small: a minute a training on two cores, shared with the study's other items; paper: 8 GPUs",
+    "web": "smoke: seconds; small: a minute a training on two cores, shared with the study's other items; paper: 128 GPUs",
+    "speed": "smoke: seconds; small: ten seconds a measurement on two cores; paper: minutes on one GPU",
+    "method": "nothing is trained",
+}
+_FOUR = tuple(wikitext.METHODS)
+_ENDS = (512, 1024, 3072)
+
+ITEMS: dict[str, Item] = {
+    item.recipe.name: item
+    for item in (
+        _item(
+            "figure-1", "wikitext", "Which of four position methods predict well beyond the length they were trained at?",
+            "ALiBi stays level or improves far beyond L; sinusoidal and rotary rise soon, T5 bias later",
+            partial(_extrapolation, trained=(512, 1024)), answers.by_length,
+        ),
+        _item(
+            "figure-2", "speed", "What do the four position methods cost in speed and memory?",
+            "ALiBi costs what sinusoidal costs; the paper's slow rotary and T5 bias were partly their implementations",
+            partial(_speed, names=_FOUR, lengths=_ENDS, labels="{name}, L = {length}"), answers.speeds,
+        ),
+        _item(
+            "figure-3", "method", "What does ALiBi add to the scores of each head?",
+            "a slope m times the distance, 0 at the query itself; m = 1/2 to 1/256 for eight heads",
+            lambda scale: (), drawings.slopes,
+        ),
+        _item(
+            "figure-4", "wikitext", "Does ALiBi trained on few tokens beat sinusoidal trained on many?",
+            "ALiBi falls as L_valid grows; trained at L = 512 it ends below sinusoidal at 3,072",
+            partial(_varying, lengths=wikitext.TRAINED[3:], baselines={"Sinusoidal": wikitext.TRAINED[3:]}),
+            answers.by_length,
+        ),
+        _item(
+            "figure-5", "web", "At equal time, does a large ALiBi model trained at half the length keep up?",
+            "the two curves of a panel stay close all the way",
+            partial(_through_training, columns=False), answers.through_training,
+        ),
+        _item(
+            "figure-6", "web", "How far do the large models go beyond their trained length?",
+            "ALiBi is best near 2 L and rises a little after; sinusoidal rises at once",
+            partial(_web, trained=(512, 1024), beyond=True), answers.by_length,
+        ),
+        _item(
+            "figure-7", "speed", "How much faster is a training with shorter examples?",
+            "both methods slow down alike as L grows",
+            partial(_speed, names=("Sinusoidal", "ALiBi"), lengths=wikitext.TRAINED, labels="{name}"), answers.speeds,
+        ),
+        _item(
+            "figure-8", "wikitext", "What does a shorter and faster training of ALiBi cost in perplexity at 3,072 tokens?",
+            "every ALiBi model from L = 512 on is below the sinusoidal one, and all but L = 3072 train faster",
+            _frontier, answers.frontier,
+        ),
+        _item(
+            "figure-9", "books", "Do slopes that were chosen on WikiText-103 serve books?",
+            "as figure 4: ALiBi is below sinusoidal at every L",
+            _books, answers.by_length,
+        ),
+        _item(
+            "figure-10", "wikitext", "What does a prediction read, in nonoverlapping and in sliding windows?",
+            "two passes against five; nearly all sliding predictions read a full window, and so lose less",
+            _drawn_windows, drawings.windows,
+        ),
+        _item(
+            "figure-11", "wikitext", "Does ALiBi gain from longer inputs when no token stands near a start?",
+            "no: with a sliding window of stride 1 it is level, and sinusoidal still explodes",
+            partial(_stride_1, names=("Sinusoidal", "ALiBi")), answers.by_length,
+        ),
+        _item(
+            "table-1", "speed", "What do the four position methods cost in speed and memory, in numbers?",
+            "as figure 2",
+            partial(_speed, names=_FOUR, lengths=_ENDS, labels="{name}, L = {length}"), answers.speeds,
+        ),
+        *(
+            _item(
+                f"table-{number}", "wikitext", f"How do models trained at L = {length} predict beyond it, in numbers?",
+                "as figure 1",
+                partial(_extrapolation, trained=(length,)), answers.by_length,
+            )
+            for number, length in ((2, 512), (3, 1024), (4, 3072))
+        ),
+        _item(
+            "table-5", "wikitext", "How does every pair of trained and tested length do?",
+            "as figure 4; at L = 64 and 128 sinusoidal is the better one at its own length",
+            partial(
+                _varying,
+                lengths=wikitext.TRAINED,
+                baselines={"Sinusoidal": wikitext.TRAINED, "Rotary": _ENDS, "T5 Bias": _ENDS},
+            ),
+            answers.by_length,
+        ),
+        _item(
+            "table-6", "wikitext", "Do the results hold on the test text, nonoverlapping?",
+            "the order of the validation text: ALiBi at L = 3072 first",
+            partial(_models, training=wikitext.training, way="nonoverlapping", names=_FOUR[:3], staged=False),
+            answers.models,
+        ),
+        _item(
+            "table-7", "wikitext", "Do they hold on the test text with a sliding window?",
+            "ALiBi at L = 3072 first; ALiBi at L = 512 loses its lead, because no token stands near a start",
+            partial(_models, training=wikitext.training, way="sliding", names=_FOUR[:3], staged=True),
+            answers.models,
+        ),
+        _item(
+            "table-8", "books", "How does every pair of trained and tested length do on books?",
+            "as figure 9",
+            _books, answers.by_length,
+        ),
+        _item(
+            "table-9", "books", "Do the results on books hold on the test text, nonoverlapping?",
+            "ALiBi at L = 3072 first, at L = 512 second",
+            partial(_models, training=books.training, way="nonoverlapping", names=_FOUR[:1], staged=False),
+            answers.models,
+        ),
+        _item(
+            "table-10", "books", "Do they hold on the test text of books with a sliding window?",
+            "ALiBi at L = 3072 first; at L = 512 worse than the same model nonoverlapping",
+            partial(_models, training=books.training, way="sliding", names=_FOUR[:1], staged=True),
+            answers.models,
+        ),
+        _item(
+            "table-11", "web", "At equal time, how do the large models end?",
+            "the last points of figure 5: as good, with less memory",
+            partial(_through_training, columns=True), answers.equal_time,
+        ),
+        _item(
+            "table-12", "web", "At equal updates, how do the large models end?",
+            "equal at their own length; only ALiBi survives beyond it",
+            partial(_web, trained=web.TRAINED, beyond=False), answers.equal_updates,
+        ),
+        *(
+            _item(
+                f"table-{number}", "wikitext", f"How does {name} do with a sliding window of stride 1?",
+                expected,
+                partial(_stride_1, names=(name,)), answers.by_length,
+            )
+            for number, name, expected in (
+                (13, "Sinusoidal", "it explodes beyond L"),
+                (14, "T5 Bias", "it is level to 2 L, and rises slowly after"),
+                (15, "ALiBi", "it is level: longer inputs do not help"),
+            )
+        ),
+    )
+}  # fmt: skip
+
+PAPER = Recipe(
+    name="paper",
+    question="Does all that the paper shows hold here?",
+    paper="figures 1 to 11 and tables 1 to 15",
+    command="alibi run paper --scale small",
+    cost="smoke: under a minute; small: under an hour on two cores; paper: a cluster",
+    expected="as each figure and table says",
+    runs=lambda scale: tuple(dict.fromkeys(run for item in ITEMS.values() for run in item.recipe.runs(scale))),
+)

@@ -1,0 +1,73 @@
+"""Speed and memory of a method: a few steps of training and one test (figures 2 and 7, table 1).
+
+Each measurement is a process of its own, because the peak of a process remembers whatever ran in it before. Speed does
+not depend on the text, so the tokens are random.
+"""
+
+import datetime
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import torch
+
+from alibi_attn import records
+from alibi_attn.lab.checkpoint import load_checkpoint
+from alibi_attn.lab.config import RunConfig, Scale
+from alibi_attn.lab.data import Corpus
+from alibi_attn.lab.evaluate import evaluate
+from alibi_attn.lab.fields import from_json, to_json
+from alibi_attn.lab.memory import peak_memory_bytes, reset_peak_memory
+from alibi_attn.lab.train import train
+from alibi_attn.recipes.paper.speed import WARM_STEPS
+from alibi_attn.records import Json
+
+
+def record_speed(config: RunConfig, folder: Path, *, scale: Scale) -> tuple[Path, bool]:
+    """The record of a measurement, and whether it was there already; at smoke scale measured in this process."""
+    name = f"speed/{config.model.method}-{config.train.length}/seed-{config.train.seed}"
+    alone = scale != "smoke"
+    asked: dict[str, Json] = {**to_json(config), "process": "its own" if alone else "shared"}
+    found = next(folder.glob(f"*-{records.identity('speed', name, asked)}.json"), None)
+    if found:
+        return found, True
+    started = datetime.datetime.now(datetime.UTC)
+    if alone:
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            metrics = pool.submit(measure, to_json(config)).result()
+    else:
+        metrics = measure(to_json(config))
+    return records.save(records.make("speed", name, config=asked, metrics=metrics, started=started), folder), False
+
+
+def measure(asked: Mapping[str, Json]) -> dict[str, float | None]:
+    """Tokens a second in training and in testing (medians over steps), and the peak of the training's memory."""
+    config = from_json(asked)
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    corpus = _random_corpus(config)
+    idle = peak_memory_bytes(device) if reset_peak_memory(device) else None
+    ends = [time.perf_counter()]
+    with tempfile.TemporaryDirectory() as folder:
+        peak = train(config, corpus, Path(folder), on_step=lambda _: ends.append(time.perf_counter())).peak_memory_bytes
+        model = load_checkpoint(Path(folder))[0].to(device)
+    steps = [after - before for before, after in zip(ends[WARM_STEPS:], ends[WARM_STEPS + 1 :], strict=False)]
+    tested = evaluate(model, corpus.valid, config.eval)["by_length"]["tokens_per_second"][0]
+    return {
+        "train_tokens_per_second": config.train.batch_tokens / statistics.median(steps),
+        "evaluation_tokens_per_second": tested,
+        "memory_bytes": peak,
+        "memory_above_idle_bytes": None if peak is None or idle is None else peak - idle,
+    }
+
+
+def _random_corpus(config: RunConfig) -> Corpus:
+    tokens = torch.randint(
+        min(config.model.vocab_size, 256),
+        (2 * max(config.train.batch_tokens, config.eval.tokens) + 2 * config.train.length,),
+        generator=torch.Generator().manual_seed(0),
+    ).to(torch.uint8)
+    return Corpus(train=tokens, valid=tokens, facts={"name": "random"})

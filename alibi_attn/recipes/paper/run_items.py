@@ -1,0 +1,99 @@
+"""Run items of the paper: train and test what is missing, measure what is missing, and record each item's answer.
+
+Items of one study share trainings, so that all their runs are one experiment; what is recorded already is skipped.
+An answer is a record of kind "paper-item": the series of the figure or the rows of the table, labeled as the paper labels
+them, with the names of the records that it was read from.
+"""
+
+import datetime
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+from alibi_attn import records
+from alibi_attn.lab import experiment
+from alibi_attn.lab.config import Recipe, RunConfig, Scale
+from alibi_attn.lab.fields import to_json
+from alibi_attn.recipes.paper import measure_speed
+from alibi_attn.recipes.paper.cells import Asked, Item, ask
+from alibi_attn.recipes.paper.evidence import Evidence
+
+
+def run_items(
+    items: Sequence[Item],
+    *,
+    out: Path,
+    scale: Scale = "small",
+    overrides: Mapping[str, str] | None = None,
+    seeds: Sequence[int] = (),
+    console: Console | None = None,
+) -> list[Path]:
+    """Every item's answer, with all that it needs trained, tested and recorded; the paths of all those records.
+
+    Raises:
+        ConfigError: a change of what the items themselves vary.
+        ExperimentError, CorpusError, CheckpointError, TrainingError: see `experiment.run`.
+    """
+    console = console or Console(quiet=True)
+    asked = [ask(item, scale, overrides or {}, seeds) for item in items]
+    by_study: dict[str, list[RunConfig]] = {}
+    for one in asked:
+        by_study.setdefault(one.item.recipe.study, []).extend(one.runs)
+    paths: list[Path] = []
+    for study, runs in by_study.items():
+        wanted = tuple(dict.fromkeys(runs))
+        if study == "speed":
+            paths += _measured(wanted, out / "records", scale, console)
+        elif wanted:
+            paths += experiment.run(_study(study, wanted), out=out, scale=scale, console=console)
+    found = {path.name: records.load(path) for path in dict.fromkeys(paths)}
+    answers = [_answered(one, found, out / "records", scale) for one in asked]
+    return [*dict.fromkeys(paths), *answers]
+
+
+def _study(study: str, runs: tuple[RunConfig, ...]) -> Recipe:
+    return Recipe(
+        name=study,
+        question="What do the paper's items of this study need?",
+        paper=study,
+        command="alibi run paper",
+        cost="",
+        expected="",
+        runs=lambda scale: runs,
+        study=study,
+    )
+
+
+def _measured(runs: Sequence[RunConfig], folder: Path, scale: Scale, console: Console) -> list[Path]:
+    paths = []
+    for config in runs:
+        path, old = measure_speed.record_speed(config, folder, scale=scale)
+        record = records.load(path)
+        rate = record.metrics["train_tokens_per_second"]
+        told = "is recorded already" if old else f"{rate:,.0f} tokens/s in training"
+        console.print(f"[bold]{escape(record.name)}[/] {told}")
+        paths.append(path)
+    return paths
+
+
+def _answered(asked: Asked, found: Mapping[str, records.Record], folder: Path, scale: Scale) -> Path:
+    started = datetime.datetime.now(datetime.UTC)
+    recipe = asked.item.recipe
+    evidence = Evidence(found, asked.runs)
+    corpora = {str(found[name].config.get("corpus")): found[name].config.get("corpus") for name in evidence.files}
+    config: dict[str, records.Json] = {
+        "scale": scale,
+        "study": recipe.study,
+        "corpora": [corpus for corpus in corpora.values() if corpus is not None],
+        "models": [to_json(run)["model"] for run in asked.runs[:1]],
+        "evidence": list(evidence.files),
+    }
+    old = next(folder.glob(f"*-{records.identity('paper-item', recipe.name, config)}.json"), None)
+    if old:
+        return old
+    curves = asked.item.answer(asked.cells, evidence)
+    return records.save(
+        records.make("paper-item", recipe.name, config=config, metrics={}, curves=curves, started=started), folder
+    )

@@ -1,0 +1,128 @@
+"""The models of sections 2.2 and 4.1 (WikiText-103), and every way in which the paper tests them.
+
+paper: Baevski & Auli's model with the training command that the authors published, 8 GPUs of 9,216 tokens each.
+small: an eighth of every length, byte pairs of the text that one has, a modern decoder of 1 million weights with the
+paper's 8 heads, AdamW; the same text in the same order for every method at every length.
+"""
+
+import dataclasses
+
+from alibi_attn.lab.config import DataConfig, EvalConfig, Method, ModelConfig, RunConfig, Scale, Split, TrainConfig
+from alibi_attn.recipes.paper.cells import scaled
+
+METHODS: dict[str, Method] = {"Sinusoidal": "sinusoidal", "Rotary": "rotary", "T5 Bias": "t5", "ALiBi": "alibi"}
+TRAINED = (64, 128, 256, 512, 1024, 1536, 2048, 3072)  # L, table 5
+LONGEST = 3072
+STRIDE = 512  # S of tables 7 and 10
+# How far beyond L tables 2–4 go: all of their steps, and those that are taken at the smaller scales.
+_PAPER_STEPS = (0, 1, *range(10, 101, 10), *range(200, 1001, 100), *range(2000, 15_001, 1000))
+_STEPS: dict[Scale, tuple[int, ...]] = {
+    "smoke": (0, 100, 1000, 2000),
+    "small": (0, 20, 100, 200, 500, 1000, 2000, 5000, 10_000, 13_000, 15_000),
+    "paper": _PAPER_STEPS,
+}
+_LAST_STEP = {512: 15_000, 1024: 15_000, 3072: 13_000}
+# Staged training (Press et al. 2021, "Shortformer"; their best: 50 of 205 epochs at 128 tokens, from memory).
+_FIRST_LENGTH, _FIRST_SHARE = 128, 50 / 205
+
+
+def training(method: Method, paper_length: int, scale: Scale, *, staged: bool = False) -> RunConfig:
+    """The model of a method, trained at a length of the paper; `staged`: short examples first."""
+    length = scaled(paper_length, scale)
+    train = dataclasses.replace(_TRAIN[scale], length=length)
+    if scale == "paper" and length == LONGEST:
+        train = dataclasses.replace(train, accumulate=3)  # --max-tokens 3072 --update-freq 3
+    if staged:
+        first = max(1, round(_FIRST_SHARE * train.steps))
+        train = dataclasses.replace(train, first_length=scaled(_FIRST_LENGTH, scale), first_steps=first)
+    model = dataclasses.replace(_MODEL[scale], method=method)
+    return RunConfig(model=model, data=_DATA[scale], train=train)
+
+
+def extrapolation_lengths(paper_length: int, scale: Scale) -> tuple[int, ...]:
+    """L_valid of tables 2–4, as published: all of them at paper scale, fewer below."""
+    return tuple(paper_length + step for step in _STEPS[scale] if step <= _LAST_STEP[paper_length])
+
+
+def tested_beyond(run: RunConfig, paper_length: int, scale: Scale) -> RunConfig:
+    """Tables 2–4 and figure 1: far beyond the trained length."""
+    lengths = tuple(scaled(length, scale) for length in extrapolation_lengths(paper_length, scale))
+    return _tested(run, EvalConfig(lengths=lengths, tokens=_TOKENS[scale], batch_tokens=_BATCH[scale]))
+
+
+def tested_to_longest(run: RunConfig, scale: Scale, *paper_lengths: int) -> RunConfig:
+    """Table 5 and figures 4 and 8: at these lengths and at 3,072, so that every model is tested on the same tokens."""
+    lengths = sorted({scaled(length, scale) for length in (*paper_lengths, LONGEST)})
+    return _tested(run, EvalConfig(lengths=tuple(lengths), tokens=_TOKENS[scale], batch_tokens=_BATCH[scale]))
+
+
+def tested_with_stride(run: RunConfig, scale: Scale, split: Split) -> RunConfig:
+    """Tables 6, 7, 9 and 10: at 3,072 tokens, nonoverlapping and with S = 512, on either part of the text."""
+    return _tested(
+        run,
+        EvalConfig(
+            lengths=(scaled(LONGEST, scale),),
+            stride=scaled(STRIDE, scale),
+            tokens=_TOKENS[scale],
+            batch_tokens=_BATCH[scale],
+            split=split,
+        ),
+    )
+
+
+def tested_with_stride_1(run: RunConfig, scale: Scale, *paper_lengths: int) -> RunConfig:
+    """Tables 13–15 and figure 11: S = 1, which reads a whole window for every token; few tokens below paper scale."""
+    lengths = sorted({scaled(length, scale) for length in (*paper_lengths, LONGEST)})
+    tokens = {"paper": _TOKENS["paper"], "small": 768, "smoke": 48}[scale]
+    return _tested(run, EvalConfig(lengths=tuple(lengths), tokens=tokens, stride=1, batch_tokens=_BATCH[scale]))
+
+
+def _tested(run: RunConfig, evaluation: EvalConfig) -> RunConfig:
+    return dataclasses.replace(run, eval=evaluation)
+
+
+_MODEL: dict[Scale, ModelConfig] = {
+    "smoke": ModelConfig(num_layers=1, num_heads=2, embed_dim=32, ffn_dim=64),
+    "small": ModelConfig(num_layers=4, num_heads=8, embed_dim=128, ffn_dim=344, vocab_size=2048),
+    "paper": ModelConfig(
+        architecture="baevski-auli",
+        num_layers=16,
+        num_heads=8,
+        embed_dim=1024,
+        ffn_dim=4096,
+        vocab_size=267_735,
+        cutoffs=(20_000, 60_000),
+        dropout=0.3,
+        attention_dropout=0.1,
+        activation_dropout=0.1,
+        softmax_dropout=0.2,
+    ),
+}
+_DATA: dict[Scale, DataConfig] = {
+    "smoke": DataConfig(test_share=0.05),
+    "small": DataConfig(tokenizer="bpe:2048", test_share=0.05),
+    "paper": DataConfig(corpus="hub:Salesforce/wikitext:wikitext-103-v1", tokenizer="words"),
+}
+_TRAIN: dict[Scale, TrainConfig] = {
+    "smoke": TrainConfig(length=1, steps=4, batch_tokens=96, warmup_steps=1, log_every=2, checkpoint_every=4),
+    "small": TrainConfig(
+        length=64, steps=400, batch_tokens=1536, learning_rate=3e-3, warmup_steps=40, checkpoint_every=200
+    ),
+    "paper": TrainConfig(
+        length=512,
+        steps=286_000,
+        batch_tokens=8 * 9216,
+        optimizer="nag",
+        learning_rate=1.0,
+        final_share=1e-4,
+        warmup_steps=16_000,
+        weight_decay=0.0,
+        clip_norm=0.1,
+        seed=1,
+        precision="fp16",
+        log_every=100,
+        checkpoint_every=2000,
+    ),
+}
+_TOKENS: dict[Scale, int] = {"smoke": 96, "small": 8192, "paper": 217_646}  # paper: the whole validation set
+_BATCH: dict[Scale, int] = {"smoke": 4096, "small": 8192, "paper": 65_536}

@@ -1,0 +1,296 @@
+"""The 26 items of the paper: each has the paper's series and columns, and is read from its own records only.
+
+All of them run once, at smoke scale, for the whole module.
+"""
+
+import dataclasses
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from alibi_attn import records
+from alibi_attn.lab.config import ConfigError
+from alibi_attn.recipes.index import RECIPES
+from alibi_attn.recipes.paper import drawings, wikitext
+from alibi_attn.recipes.paper.cells import ask, scaled
+from alibi_attn.recipes.paper.evidence import Evidence, MissingEvidenceError
+from alibi_attn.recipes.paper.items import ITEMS, PAPER
+from alibi_attn.recipes.paper.run_items import run_items
+from alibi_attn.report.published import PUBLISHED, method_of, trained_length
+
+NAMES = [f"figure-{number}" for number in range(1, 12)] + [f"table-{number}" for number in range(1, 16)]
+STAGED = "Staged Training (Press et al., 2021)"  # cited by the paper, run here
+every_item = pytest.mark.parametrize("name", NAMES)
+
+# What each item is read from, typed from the paper: study, the corpus' share for validation at smoke scale (which tells the
+# three corpora apart there), how the test text was cut, and the stride of the sliding window (None = a quarter).
+FACTS = {
+    **dict.fromkeys(("figure-1", "figure-4", "figure-8"), ("wikitext", 0.05, "nonoverlapping", None)),
+    **{f"table-{number}": ("wikitext", 0.05, "nonoverlapping", None) for number in (2, 3, 4, 5)},
+    "table-6": ("wikitext", 0.05, "nonoverlapping", 8),
+    "table-7": ("wikitext", 0.05, "sliding", 8),
+    "figure-10": ("wikitext", 0.05, "nonoverlapping", 1),
+    **dict.fromkeys(("figure-11", "table-13", "table-14", "table-15"), ("wikitext", 0.05, "sliding", 1)),
+    **dict.fromkeys(("figure-9", "table-8"), ("books", 0.1, "nonoverlapping", None)),
+    "table-9": ("books", 0.1, "nonoverlapping", 8),
+    "table-10": ("books", 0.1, "sliding", 8),
+    **dict.fromkeys(("figure-5", "figure-6", "table-11", "table-12"), ("web", 0.15, "nonoverlapping", None)),
+    **dict.fromkeys(("figure-2", "figure-7", "table-1"), ("speed", 0.05, "nonoverlapping", None)),
+    "figure-3": ("method", None, None, None),
+}
+BY_LENGTH = [name for name in NAMES if ITEMS[name].answer.__name__ == "by_length"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("paper")
+    run_items([ITEMS[name] for name in NAMES], out=out, scale="smoke")
+    return out / "records"
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> dict[str, records.Record]:
+    return {path.name: records.load(path) for path in sorted(folder.iterdir())}
+
+
+@pytest.fixture(scope="module")
+def answers(found: dict[str, records.Record]) -> dict[str, records.Record]:
+    return {record.name: record for record in found.values() if record.kind == "paper-item"}
+
+
+def own_labels(name: str) -> set[str]:
+    """The series that the paper made itself, and staged training, which it cites."""
+    published = PUBLISHED[name]
+    return (set(published.series) - set(published.cited)) | (set(published.cited) & {STAGED})
+
+
+def assert_same_series_and_columns(name: str, curves: dict) -> None:
+    assert set(curves) == own_labels(name)
+    for label, columns in curves.items():
+        assert PUBLISHED[name].columns.keys() <= columns.keys(), (label, sorted(columns))
+
+
+def test_every_item_of_the_paper_has_a_recipe_and_an_answer(answers):
+    assert list(ITEMS) == NAMES == [name for name in PUBLISHED if name in NAMES]
+    assert set(NAMES) <= set(RECIPES)
+    assert set(answers) == set(NAMES)
+
+
+@every_item
+def test_an_answer_has_the_series_and_columns_of_the_paper(name, answers):
+    assert_same_series_and_columns(name, answers[name].curves)
+
+
+@every_item
+def test_the_comparison_can_fail(name, answers):
+    """No item passes for another one, except where the paper shows the same numbers twice."""
+    twice = [{"figure-9", "table-8"}, {"figure-2", "table-1"}, {"figure-5", "table-11"}]
+    for other in NAMES:
+        if other != name and {name, other} not in twice:
+            with pytest.raises(AssertionError):
+                assert_same_series_and_columns(name, answers[other].curves)
+
+
+@every_item
+def test_what_the_paper_has_as_a_number_is_a_number_here(name, answers):
+    for label in own_labels(name):
+        ours = answers[name].curves[label]
+        for column, values in PUBLISHED[name].series[label].items():
+            if any(value is not None for value in values) and label != STAGED:
+                numbers = [value for value in ours[column] if value is not None]
+                assert numbers, (label, column)
+                assert all(math.isfinite(number) for number in numbers), (label, column)
+
+
+@every_item
+def test_every_length_is_one_of_the_paper(name, answers):
+    for label, columns in answers[name].curves.items():
+        published = PUBLISHED[name].series[label].get("length")
+        if published is None or name in ("figure-6", "figure-7"):
+            continue  # those figures have more points than are published as numbers
+        assert set(columns["paper_length"]) <= set(published), label
+        assert columns["length"] == [scaled(length, "smoke") for length in columns["paper_length"]]
+
+
+@every_item
+def test_at_paper_scale_every_published_length_is_there(name):
+    tested: dict[str, set[int]] = {}
+    for cell in ITEMS[name].cells("paper"):
+        assert cell.length == cell.paper_length
+        tested.setdefault(cell.label, set()).add(cell.paper_length)
+    for label, columns in PUBLISHED[name].series.items():
+        if "length" in columns and label in own_labels(name):
+            assert set(columns["length"]) <= tested[label], label
+            assert set(columns["length"]) == tested[label] or name in ("figure-6", "figure-7")
+
+
+@every_item
+def test_the_evidence_is_of_the_items_own_study_and_way(name, answers, found):
+    study, share, _, stride = FACTS[name]
+    record = answers[name]
+    assert record.config["study"] == ITEMS[name].recipe.study == study
+    assert bool(record.config["evidence"]) == (name != "figure-3")
+    for file in record.config["evidence"]:
+        evidence = found[file]
+        assert evidence.name.startswith(f"{study}/")
+        assert evidence.config["data"]["valid_share"] == share
+        if evidence.kind == "evaluation":
+            assert evidence.config["eval"]["stride"] == stride
+
+
+@pytest.mark.parametrize("name", BY_LENGTH)
+def test_a_perplexity_is_the_one_of_its_labels_model_at_its_length(name, answers, found):
+    """Read again from the records by another way: by the method and the lengths in the label."""
+    _, _, way, _ = FACTS[name]
+    evidence = [found[file] for file in answers[name].config["evidence"] if found[file].kind == "evaluation"]
+    for label, columns in answers[name].curves.items():
+        for length, perplexity in zip(columns["length"], columns["perplexity"], strict=True):
+            trained = length if label.endswith("L = L_valid") else scaled(trained_length(label), "smoke")
+            (record,) = (
+                one
+                for one in evidence
+                if one.config["model"]["method"] == method_of(label) and one.config["train"]["length"] == trained
+            )
+            curve = record.curves["by_length"]
+            nats = curve[f"{way}_nats"][curve["length"].index(length)]
+            assert perplexity == pytest.approx(math.exp(nats))
+            other = {"nonoverlapping": "sliding", "sliding": "nonoverlapping"}[way]
+            assert columns[f"{other}_perplexity"][columns["length"].index(length)] == pytest.approx(
+                math.exp(curve[f"{other}_nats"][curve["length"].index(length)])
+            )
+
+
+@pytest.mark.parametrize("name", ["table-6", "table-7", "table-9", "table-10"])
+def test_a_row_has_both_parts_of_the_text_at_the_longest_length(name, answers, found):
+    _, _, way, _ = FACTS[name]
+    evidence = [found[file] for file in answers[name].config["evidence"] if found[file].kind == "evaluation"]
+    for label, row in answers[name].curves.items():
+        staged = label == STAGED
+        trained = scaled(3072 if staged else trained_length(label), "smoke")
+        for split in ("valid", "test"):
+            (record,) = (
+                one
+                for one in evidence
+                if one.config["model"]["method"] == (method_of(label) or "sinusoidal")
+                and one.config["train"]["length"] == trained
+                and (one.config["train"]["first_length"] is not None) == staged
+                and one.config["eval"]["split"] == split
+            )
+            assert record.curves["by_length"]["length"] == [48]
+            nats = record.curves["by_length"][f"{way}_nats"][0]
+            assert row[f"{split}_perplexity"] == [pytest.approx(math.exp(nats))]
+        assert row["valid_perplexity"] != row["test_perplexity"]
+
+
+def test_figure_5_stops_the_sinusoidal_models_when_alibi_has_ended(answers, found):
+    curves = answers["figure-5"].curves
+    trainings = [found[file] for file in answers["figure-5"].config["evidence"] if found[file].kind == "training"]
+    for sinusoidal, alibi, rival in ((1024, 512, 8), (2048, 1024, 16)):
+        (ended,) = (
+            one.metrics["seconds"]
+            for one in trainings
+            if one.config["model"]["method"] == "alibi" and one.config["train"]["length"] == rival
+        )
+        assert curves[f"ALiBi, L = {alibi}"]["updates"][-1] == 4
+        assert all(hours <= ended / 3600 for hours in curves[f"Sinusoidal, L = {sinusoidal}"]["hours"])
+        last = answers["table-11"].curves[f"ALiBi, L = {alibi}"]
+        assert last[f"perplexity_{2 * alibi}"] == curves[f"ALiBi, L = {alibi}"]["perplexity"][-1:]
+        assert last["updates"] == [4]
+
+
+def test_figure_3_is_the_papers_slopes(answers):
+    for label, columns in PUBLISHED["figure-3"].series.items():
+        assert answers["figure-3"].curves[label]["slope"] == pytest.approx(list(columns["slope"]))
+    eight = answers["figure-3"].curves["ALiBi, 8 heads"]
+    assert [eight[f"bias_{distance}"][0] for distance in range(5)] == [0, -0.5, -1, -1.5, -2]
+
+
+def test_figure_10_is_the_papers_drawing(answers):
+    for label, columns in PUBLISHED["figure-10"].series.items():
+        ours = answers["figure-10"].curves[label]
+        for column, values in columns.items():
+            assert ours[column] == list(values), (label, column)
+        assert all(2 < nats < 8 for nats in ours["loss_nats"])
+    assert answers["figure-10"].curves["Sliding window"]["pass"][-1] == 5
+    assert len(drawings.WORDS) == 8
+
+
+@pytest.mark.parametrize("name", ["figure-2", "figure-7", "table-1"])
+def test_a_speed_is_of_its_labels_method_and_length(name, answers, found):
+    for label, columns in answers[name].curves.items():
+        for index, length in enumerate(columns["length"]):
+            (record,) = (
+                found[file]
+                for file in answers[name].config["evidence"]
+                if found[file].config["model"]["method"] == method_of(label)
+                and found[file].config["train"]["length"] == length
+            )
+            assert record.kind == "speed"
+            assert columns["train_tokens_per_second"][index] == record.metrics["train_tokens_per_second"] > 0
+            assert columns["evaluation_tokens_per_second"][index] > 0
+
+
+def test_an_answer_cannot_be_read_from_another_items_records(found):
+    for name, other in (
+        ("table-13", "table-15"),
+        ("figure-4", "figure-11"),
+        ("figure-9", "table-9"),
+        ("table-2", "table-3"),
+    ):
+        asked, lent = ask(ITEMS[name], "smoke", {}, ()), ask(ITEMS[other], "smoke", {}, ())
+        with pytest.raises(MissingEvidenceError, match="run the item"):
+            ITEMS[name].answer(asked.cells, Evidence(found, lent.runs))
+
+
+def test_running_again_adds_nothing(folder):
+    before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    some = [ITEMS[name] for name in ("table-14", "figure-7", "figure-3")]
+    paths = run_items(some, out=folder.parent, scale="smoke")
+    assert [records.load(path).name for path in paths[-3:]] == ["table-14", "figure-7", "figure-3"]
+    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+
+
+def test_items_share_trainings(found):
+    trained = [record for record in found.values() if record.kind == "training"]
+    kinds = {study: sum(one.name.startswith(f"{study}/") for one in trained) for study in ("wikitext", "books", "web")}
+    assert kinds == {"wikitext": 23, "books": 7, "web": 6}  # 8 + 8 + 3 + 3 and one staged; 3 + 3 and one staged; 3 + 3
+
+
+def test_what_an_item_varies_cannot_be_changed():
+    with pytest.raises(ConfigError, match=re.escape("figure-1 is about model.method and has several")):
+        ask(ITEMS["figure-1"], "smoke", {"model.method": "alibi"}, ())
+    with pytest.raises(ConfigError, match=re.escape("there is no field 'train.stesp' (did you mean 'train.steps'?)")):
+        ask(ITEMS["figure-1"], "smoke", {"train.stesp": "1"}, ())
+    changed = ask(ITEMS["table-15"], "smoke", {"train.steps": "7"}, (3, 5))
+    assert {run.train.seed for run in changed.runs} == {3, 5}
+    assert {run.train.steps for run in changed.runs} == {7}
+
+
+def test_small_pairs_the_seeds_of_figure_1_and_keeps_the_data_order():
+    runs = ITEMS["figure-1"].recipe.runs("small")
+    for length in (64, 128):
+        pairs = {(run.model.method, run.train.seed) for run in runs if run.train.length == length}
+        assert pairs == {(method, seed) for method in wikitext.METHODS.values() for seed in (0, 1)}
+        same = {dataclasses.replace(run.train, seed=0) for run in runs if run.train.length == length}
+        assert len(same) == 1
+    assert (
+        len({run.train.batch_tokens for run in PAPER.runs("small") if run.model.vocab_size == 2048} - {2304, 1920}) == 1
+    )
+
+
+def test_the_paper_scale_is_the_published_training():
+    """papers' command: nag, rate 1, 286,000 updates of 9,216 tokens on 8 GPUs, warm-up 16,000, cosine to 1e-4, clip 0.1."""
+    (run,) = (run for run in ITEMS["table-13"].recipe.runs("paper") if run.train.length == 3072)
+    train, model = run.train, run.model
+    assert (train.optimizer, train.learning_rate, train.steps, train.warmup_steps) == ("nag", 1.0, 286_000, 16_000)
+    assert (train.learning_rate * train.final_share, train.clip_norm, train.precision) == (1e-4, 0.1, "fp16")
+    assert (train.batch_tokens, train.accumulate) == (73_728, 3)
+    assert (model.num_layers, model.embed_dim, model.num_heads, model.ffn_dim) == (16, 1024, 8, 4096)
+    assert (model.dropout, model.attention_dropout, model.activation_dropout) == (0.3, 0.1, 0.1)
+    assert model.cutoffs == (20_000, 60_000)
+    books = ITEMS["table-9"].recipe.runs("paper")[0]
+    assert (books.model.cutoffs, books.data.tokenizer) == ((), "bpe:29000")
+    web = ITEMS["table-12"].recipe.runs("paper")[0]
+    assert (web.model.num_layers, web.model.embed_dim, web.model.num_heads, web.train.steps) == (25, 2048, 16, 50_000)
