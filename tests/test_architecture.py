@@ -27,9 +27,10 @@ LAYERS = {
     "nn": 2,
     **dict.fromkeys(("hf", "lab", "bench", "report"), 3),
     "recipes": 4,
-    "cli_bench": 5,
-    "cli": 6,
-    "__main__": 7,
+    **dict.fromkeys(("cli_bench", "cli_export", "cli_words"), 5),
+    "cli_lab": 6,
+    "cli": 7,
+    "__main__": 8,
 }
 # Inside attention/, lowest first; those in one row do not import one another.
 ATTENTION_ROWS = (
