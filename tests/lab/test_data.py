@@ -8,8 +8,11 @@ import types
 import pytest
 import torch
 
+from alibi_attn.lab import sources
 from alibi_attn.lab.config import DataConfig
-from alibi_attn.lab.data import CorpusError, batches, load_corpus, read_text
+from alibi_attn.lab.data import CorpusError, batches, document_ids, load_corpus, packed_batches, read_text, whole_text
+from alibi_attn.lab.sources import TextFile, file_chunks
+from alibi_attn.lab.tokenizing import WordTokenizer
 
 
 def decoded(tokens: torch.Tensor) -> str:
@@ -56,6 +59,92 @@ def test_a_single_file_gives_its_end_cut_at_a_line(text_file):
     assert decoded(corpus.train).endswith("\n")
     assert 0.1 <= len(corpus.valid) / text_file.stat().st_size < 0.11
     assert corpus.facts["split"] == "the end of the only file"
+
+
+def test_a_test_text_is_split_off_by_whole_files(folder):
+    corpus = load_corpus(DataConfig(text=(str(folder),), valid_share=0.2, test_share=0.1))
+    texts = [decoded(part) for part in (corpus.train, corpus.valid, corpus.test)]
+    for number in range(40):
+        assert sorted(text.count(f"<{number}>") for text in texts) == [0, 0, 20]
+    total = sum(map(len, texts))
+    assert 0.1 < len(texts[1]) / total <= 0.2
+    assert 0.05 < len(texts[2]) / total <= 0.1
+    assert corpus.facts["test_tokens"] == len(texts[2])
+    assert len(str(corpus.facts["test_sha256"])) == 64
+
+
+def test_the_validation_text_is_the_same_with_a_test_text_beside_it(folder):
+    plain, tested = (load_corpus(DataConfig(text=(str(folder),), test_share=share)) for share in (0.0, 0.2))
+    assert torch.equal(plain.valid, tested.valid)
+    assert plain.test is None
+    assert "test_tokens" not in plain.facts
+
+
+def test_a_single_file_gives_its_two_ends_cut_at_lines(text_file):
+    corpus = load_corpus(DataConfig(text=(str(text_file),), valid_share=0.1, test_share=0.3))
+    parts = [decoded(part) for part in (corpus.train, corpus.valid, corpus.test)]
+    assert "".join(parts) == text_file.read_text()
+    assert all(part.endswith("\n") for part in parts)
+    assert 0.3 <= len(parts[2]) / text_file.stat().st_size < 0.31
+    assert 0.1 <= len(parts[1]) / text_file.stat().st_size < 0.11
+
+
+def test_a_file_without_lines_is_cut_between_two_characters(tmp_path):
+    (tmp_path / "a.txt").write_text("日本語" * 101, encoding="utf-8")
+    corpus = load_corpus(DataConfig(text=(str(tmp_path / "a.txt"),), valid_share=0.1))
+    assert decoded(corpus.train) + decoded(corpus.valid) == "日本語" * 101
+
+
+def written(folder, **texts: str) -> DataConfig:
+    for name, text in texts.items():
+        (folder / f"{name.replace('__', '.')}.tokens").write_text(text)
+    return DataConfig(text=(str(folder),))
+
+
+def test_files_named_after_the_parts_bring_their_own_split(tmp_path):
+    corpus = load_corpus(
+        written(tmp_path, wiki__train="to train\n", wiki__valid="to validate\n", wiki__test="to test\n")
+    )
+    assert [decoded(part) for part in (corpus.train, corpus.valid, corpus.test)] == [
+        "to train\n",
+        "to validate\n",
+        "to test\n",
+    ]
+    assert corpus.facts["split"] == "the files' own (train, valid, test)"
+
+
+def test_files_named_train_and_test_alone_are_validated_on_the_test(tmp_path):
+    corpus = load_corpus(written(tmp_path, train_0="a", train_1="b", test="c"))
+    assert (decoded(corpus.train), decoded(corpus.valid), corpus.test) == ("ab", "c", None)
+    assert corpus.facts["split"] == "the files' own (train, test)"
+
+
+def test_names_that_say_something_else_are_no_split(tmp_path):
+    corpus = load_corpus(written(tmp_path, training_day="a" * 30, latest_news="b" * 30, trainspotting="c" * 30))
+    assert corpus.facts["split"] == "whole files"
+
+
+def test_files_of_which_only_some_are_named_after_the_parts_are_refused(tmp_path):
+    with pytest.raises(
+        CorpusError, match=r"named train and valid \(train.tokens, valid.tokens\) but notes.tokens is n"
+    ):
+        load_corpus(written(tmp_path, train="a", valid="b", notes="c"))
+
+
+def test_chunks_end_with_lines_words_or_characters(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "CHUNK_BYTES", 8)
+    monkeypatch.setattr(sources, "LINE_BYTES", 16)
+    path = tmp_path / "a.txt"
+
+    def chunks(text: str) -> list[str]:
+        path.write_text(text, encoding="utf-8")
+        found = [chunk.decode() for chunk in file_chunks(TextFile("a", path, len(text.encode())))]
+        assert "".join(found) == text
+        return found
+
+    assert chunks("one\ntwo\nthree\nfour") == ["one\ntwo\n", "three\n", "four"]
+    assert chunks("a line of some words that has no end") == ["a line of some ", "words that has ", "no end"]
+    assert chunks("語" * 9) == ["語" * 5, "語" * 4]
 
 
 def test_python_source_is_the_library_without_its_tests(tmp_path, monkeypatch):
@@ -105,6 +194,18 @@ def test_text_can_be_read_whole(folder, text_file):
     )
     with pytest.raises(CorpusError, match="does not exist"):
         read_text([folder / "absent"])
+
+
+def test_a_whole_text_has_the_facts_that_convert_losses(tmp_path):
+    (tmp_path / "a.txt").write_text("the cat sat\non the mat\n")
+    (tmp_path / "b.txt").write_text("the end")
+    corpus = whole_text([tmp_path], WordTokenizer(["the", "<eos>", "cat", "<unk>"]))
+    assert corpus.valid.tolist() == [0, 2, 3, 1, 3, 0, 3, 1, 0, 3, 1]
+    assert corpus.starts["valid"].tolist() == [0, 8]
+    facts = corpus.facts
+    assert (facts["valid_tokens"], facts["valid_words"], facts["valid_lines"], facts["vocab_size"]) == (11, 8, 2, 4)
+    assert facts["words_per_token"] == 8 / 11
+    assert facts["bytes_per_token"] == 30 / 11
 
 
 def test_missing_files_and_empty_folders_are_refused(tmp_path):
@@ -160,6 +261,15 @@ def test_the_hub_gives_its_own_split(hub):
     assert corpus.facts["name"] == "hub:some/name:part"
 
 
+def test_the_hub_gives_its_test_text_and_one_line_end_a_row(hub):
+    hub({name: Rows(text=[" = One = \n", "", name]) for name in ("train", "validation", "test")})
+    corpus = load_corpus(DataConfig(corpus="hub:some/name", tokenizer="words"))
+    assert decoded(torch.tensor(list(corpus.tokenizer.decode(corpus.train)))) == "= One =\n\ntrain\n"
+    assert corpus.facts["train_parts"] == 3
+    assert corpus.starts["train"].tolist() == [0, 4, 5]
+    assert len(corpus.test) == len(corpus.valid) == len(corpus.train) == 7
+
+
 def test_the_hub_without_a_split_gives_its_last_rows(hub):
     hub({"train": Rows(text=[str(number) for number in range(10)])})
     corpus = load_corpus(DataConfig(corpus="hub:some/name", valid_share=0.2))
@@ -201,6 +311,45 @@ def test_batches_start_where_they_are_told_to():
     uncut = list(itertools.islice(batches(tokens, length=4, batch_size=3, seed=7), 9))
     resumed = list(itertools.islice(batches(tokens, length=4, batch_size=3, seed=7, start=5), 4))
     assert all(torch.equal(a, b) for a, b in zip(uncut[5:], resumed, strict=True))
+
+
+def test_starts_are_where_documents_begin(folder):
+    corpus = load_corpus(DataConfig(text=(str(folder),), valid_share=0.2))
+    train, starts = decoded(corpus.train), corpus.starts["train"].tolist()
+    assert len(starts) == corpus.facts["train_parts"]
+    for begin, end in itertools.pairwise([*starts, len(train)]):
+        assert len(set(train[begin:end].removesuffix(">").split(">"))) == 1  # "<7><7>…": one file, whole
+        assert train[begin:end].count("<") == 20
+
+
+def test_packed_batches_are_the_same_batches_with_the_documents_of_their_tokens():
+    starts = torch.tensor([0, 3, 10, 11, 30])
+    tokens = torch.cat(
+        [torch.full((count,), document, dtype=torch.uint8) for document, count in enumerate([3, 7, 1, 19, 11])]
+    )
+    plain = batches(tokens, length=4, batch_size=3, seed=1, start=2)
+    packed = packed_batches(tokens, starts, length=4, batch_size=3, seed=1, start=2)
+    for batch, (again, documents) in itertools.islice(zip(plain, packed, strict=True), 9):
+        assert torch.equal(batch, again)
+        assert torch.equal(batch, documents)  # the token is its document's number
+
+
+def test_a_document_never_sees_another():
+    """What a token may look at, by segments as attention reads them, is of its own document; so is what it foretells."""
+    starts = torch.tensor([0, 3, 10, 11, 30])
+    owner = sum((torch.arange(41) >= start).long() for start in starts) - 1
+    for tokens, documents in itertools.islice(
+        packed_batches(torch.arange(41), starts, length=8, batch_size=2, seed=0), 10
+    ):
+        for row, ids in zip(tokens, documents, strict=True):
+            for i, j in itertools.product(range(8), range(8)):
+                assert (ids[i] == ids[j]) == (owner[row[i]] == owner[row[j]])
+            for i in range(8):
+                assert (ids[i + 1] == ids[i]) == (owner[row[i + 1]] == owner[row[i]])
+
+
+def test_document_ids_count_from_the_beginning_of_the_text():
+    assert document_ids(torch.tensor([0, 3, 5]), 2, 4).tolist() == [0, 1, 1, 2]
 
 
 def test_a_text_shorter_than_one_example_is_refused():
