@@ -2,6 +2,7 @@
 
     <run>/step-00000200/model.safetensors    the weights
     <run>/step-00000200/config.json          schema, the run's config, how far it came, its curves so far, the files' hashes
+    <run>/step-00000200/tokenizer.json       what turns text into its tokens
     <run>/step-00000200/state/               what else resuming to the same losses needs (`state.py`); gone when finished
 
 A folder is written under a temporary name, brought to the disk, and then renamed; only then are older ones removed. What
@@ -24,7 +25,9 @@ from alibi_attn.lab.config import ConfigError, RunConfig
 from alibi_attn.lab.fields import from_json, to_json
 from alibi_attn.lab.model import LanguageModel
 from alibi_attn.lab.parallel import Training
+from alibi_attn.lab.sources import CorpusError
 from alibi_attn.lab.state import READ_ERRORS, load_state, save_state
+from alibi_attn.lab.tokenizing import Tokenizer, load_tokenizer, save_tokenizer
 
 SCHEMA = 2
 
@@ -69,11 +72,7 @@ def load_checkpoint(path: Path) -> tuple[LanguageModel, RunConfig]:
     Raises:
         CheckpointError: nothing there, damaged, or another schema.
     """
-    folder = path if (path / "config.json").exists() else newest(path)
-    if folder is None:
-        raise CheckpointError(
-            f"{path} holds no checkpoint; pass a folder below checkpoints/ that alibi run has written"
-        )
+    folder = _step_folder(path)
     config, _, hashes = _read(folder)
     _verify(folder, hashes, "model.safetensors")
     model = LanguageModel(config.model, trained_length=config.train.length)
@@ -82,6 +81,23 @@ def load_checkpoint(path: Path) -> tuple[LanguageModel, RunConfig]:
     except (OSError, SafetensorError, RuntimeError) as error:
         raise _damaged(folder, "model.safetensors", error) from None
     return model.eval(), config
+
+
+def load_checkpoint_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of the text that the model was trained on.
+
+    Args:
+        path: as for `load_checkpoint`.
+
+    Raises:
+        CheckpointError: nothing there, or damaged.
+    """
+    folder = _step_folder(path)
+    _verify(folder, _read(folder)[2], "tokenizer.json")
+    try:
+        return load_tokenizer(folder / "tokenizer.json")
+    except (OSError, CorpusError) as error:
+        raise _damaged(folder, "tokenizer.json", error) from None
 
 
 def newest(run_folder: Path) -> Path | None:
@@ -93,7 +109,13 @@ def newest(run_folder: Path) -> Path | None:
 
 
 def save_checkpoint(
-    run_folder: Path, training: Training, config: RunConfig, progress: Progress, *, finished: bool
+    run_folder: Path,
+    training: Training,
+    config: RunConfig,
+    progress: Progress,
+    tokenizer: Tokenizer,
+    *,
+    finished: bool,
 ) -> Path:
     """Write the step's folder and remove older ones; every process calls this, the first one writes the shared files.
 
@@ -117,6 +139,7 @@ def save_checkpoint(
         if first:
             if finished:
                 (temporary / "state").rmdir()
+            save_tokenizer(tokenizer, temporary / "tokenizer.json")
             about = {
                 "schema": SCHEMA,
                 "config": to_json(config),
@@ -179,6 +202,15 @@ def resume(folder: Path, training: Training) -> None:
         load_state(folder / "state", folder / "model.safetensors", training)
     except READ_ERRORS as error:
         raise _damaged(folder, "state", error) from None
+
+
+def _step_folder(path: Path) -> Path:
+    folder = path if (path / "config.json").exists() else newest(path)
+    if folder is None:
+        raise CheckpointError(
+            f"{path} holds no checkpoint; pass a folder below checkpoints/ that alibi run has written"
+        )
+    return folder
 
 
 def _read(folder: Path) -> tuple[RunConfig, Progress, Mapping[str, str]]:

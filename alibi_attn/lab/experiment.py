@@ -219,7 +219,7 @@ def _evaluate(
             model,
             _test_text(config, corpus),
             config.eval,
-            encode=corpus.tokenizer.encode,
+            encode=lambda text: corpus.tokenizer.encode(text).tolist(),
             say=lambda sentence: console.print(f"  {escape(sentence)}"),
         )
     record = records.make(

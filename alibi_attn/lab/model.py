@@ -116,7 +116,8 @@ class LanguageModel(nn.Module):
                 x = block(x, places, caches[layer] if caches else None)
         if targets is None:
             return self._logits(self.norm(x))
-        return self._losses(self.norm(x[:, x.shape[1] - targets.shape[1] :]), targets)
+        losses = self._losses(self.norm(x[:, x.shape[1] - targets.shape[1] :]), targets)
+        return losses.clone()  # a tensor of its own, not a view: FSDP hangs its backward on it
 
     def stretched(self, stretch: Stretch, length: int) -> "LanguageModel":
         """A model for texts of `length` tokens that shares this one's weights and has its positions stretched.

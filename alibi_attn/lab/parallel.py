@@ -71,6 +71,8 @@ def prepare(config: RunConfig) -> Training:
         ConfigError: the processes cannot share it so.
     """
     asked = config.train
+    if asked.parallel == "fsdp" and asked.precision == "fp16":
+        raise ConfigError('train.parallel is "fsdp" and train.precision "fp16"; pass train.precision bf16 or no')
     accelerator = Accelerator(mixed_precision=asked.precision, cpu=not torch.accelerator.is_available())
     if accelerator.distributed_type not in _REPLICAS:
         raise ConfigError(
@@ -78,8 +80,6 @@ def prepare(config: RunConfig) -> Training:
             "launch without it and pass train.parallel=fsdp"
         )
     sharded = asked.parallel == "fsdp" and accelerator.num_processes > 1
-    if sharded and asked.precision == "fp16":
-        raise ConfigError('train.parallel is "fsdp" and train.precision "fp16"; pass train.precision bf16 or no')
     model = LanguageModel(
         config.model,
         trained_length=asked.length,

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from alibi_attn.lab.checkpoint import Progress, load_progress, newest, resume, save_checkpoint
 from alibi_attn.lab.config import EvalConfig, RunConfig, TrainConfig
-from alibi_attn.lab.data import Corpus, batches
-from alibi_attn.lab.evaluate import mean_nats, nonoverlapping, scored_stretches
+from alibi_attn.lab.data import Corpus, batches, packed_batches
+from alibi_attn.lab.evaluate import validation_nats
 from alibi_attn.lab.interruption import deferred_interruption
 from alibi_attn.lab.memory import peak_memory_bytes, reset_peak_memory
 from alibi_attn.lab.model import LanguageModel
@@ -73,10 +73,10 @@ def _loop(
     asked, device = config.train, training.accelerator.device
     share = share_of_batch(asked, training.accelerator)
     reset = reset_peak_memory(device)
-    for batch in _stream(corpus, asked, progress.step):
+    for batch in _stream(corpus, config, progress.step):
         started = time.perf_counter()
         rate = learning_rate(progress.step, asked)
-        loss, stop = _step(training, batch[share].to(device), rate, asked, progress.step, interrupted)
+        loss, stop = _step(training, batch.share(share, device), rate, asked, progress.step, interrupted)
         progress = _advanced(progress, loss, rate, time.perf_counter() - started, asked)
         if asked.validate_every and progress.step % asked.validate_every == 0:
             progress = _validated(progress, training.model, corpus.valid, asked)
@@ -86,7 +86,7 @@ def _loop(
         if finished or stop or progress.step % asked.checkpoint_every == 0:
             peak = peak_memory_bytes(device) if reset else None
             progress = dataclasses.replace(progress, peak_memory_bytes=peak)
-            save_checkpoint(folder, training, config, progress, finished=finished)
+            save_checkpoint(folder, training, config, progress, corpus.tokenizer, finished=finished)
         if finished:
             break
         if stop:
@@ -94,22 +94,58 @@ def _loop(
     return progress
 
 
-def _stream(corpus: Corpus, config: TrainConfig, start: int) -> Iterator[Tensor]:
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Rows of a batch, or some of them.
+
+    Args:
+        tokens: [B, T + 1], inputs and the tokens that follow them.
+        documents: of those tokens, the same shape; None where attention does not stop at a document's end.
+        counted: how many losses the mean over the whole batch is made of, whatever share of its rows this is.
+    """
+
+    tokens: Tensor
+    documents: Tensor | None
+    counted: int
+
+    def share(self, rows: slice, device: torch.device) -> "Batch":
+        documents = None if self.documents is None else self.documents[rows].to(device)
+        return Batch(self.tokens[rows].to(device), documents, self.counted)
+
+    def parts(self, number: int) -> "list[Batch]":
+        documents = [None] * number if self.documents is None else self.documents.chunk(number)
+        parts = zip(self.tokens.chunk(number), documents, strict=True)
+        return [Batch(tokens, belonging, self.counted) for tokens, belonging in parts]
+
+
+def _stream(corpus: Corpus, config: RunConfig, start: int) -> Iterator[Batch]:
     """The batches from step `start` on: those of `first_length`, as far as there are any, then those of `length`."""
+    asked = config.train
+    if asked.first_length is None or start >= asked.first_steps:
+        return _batches(corpus, config, asked.length, start)
+    first = itertools.islice(_batches(corpus, config, asked.first_length, start), asked.first_steps - start)
+    return itertools.chain(first, _batches(corpus, config, asked.length, asked.first_steps))
 
-    def at(length: int, begin: int) -> Iterator[Tensor]:
-        rows = config.batch_tokens // length
-        return batches(corpus.train, length=length, batch_size=rows, seed=config.seed, start=begin)
 
-    if config.first_length is None or start >= config.first_steps:
-        return at(config.length, start)
-    first = itertools.islice(at(config.first_length, start), config.first_steps - start)
-    return itertools.chain(first, at(config.length, config.first_steps))
+def _batches(corpus: Corpus, config: RunConfig, length: int, start: int) -> Iterator[Batch]:
+    rows, seed = config.train.batch_tokens // length, config.train.seed
+    if not config.data.segments:
+        plain = batches(corpus.train, length=length, batch_size=rows, seed=seed, start=start)
+        return (Batch(tokens, None, rows * length) for tokens in plain)
+    packed = packed_batches(
+        corpus.train, corpus.starts["train"], length=length, batch_size=rows, seed=seed, start=start
+    )
+    return (Batch(tokens, documents, int(_same_document(documents).sum())) for tokens, documents in packed)
+
+
+def _same_document(documents: Tensor) -> Tensor:
+    """[B, T]: whether each target belongs to its input's document; the first token of one is foretold by nothing."""
+    return documents[:, 1:] == documents[:, :-1]
 
 
 def _step(
     training: Training,
-    rows: Tensor,
+    batch: Batch,
     rate: float,
     config: TrainConfig,
     step: int,
@@ -120,13 +156,11 @@ def _step(
     for group in optimizer.param_groups:
         group["lr"] = rate
     torch.manual_seed(_dropout_seed(config.seed, step, accelerator.process_index))
-    loss = torch.zeros((), device=rows.device)
-    parts = rows.chunk(config.accumulate)
+    loss = torch.zeros((), device=accelerator.device)
+    parts = batch.parts(config.accumulate)
     for number, part in enumerate(parts, start=1):
         with training.part(last=number == len(parts)):
-            with accelerator.autocast():
-                nats = training.replica(part[:, :-1], targets=part[:, 1:])
-            share = nats.mean() / len(parts)
+            share = _share_of_loss(training, part)
             accelerator.backward(share)
         loss += share.detach()
     norm = training.clip(config.clip_norm)
@@ -141,6 +175,17 @@ def _step(
     optimizer.step()
     optimizer.zero_grad()
     return mean_loss, share_interrupted > 0
+
+
+def _share_of_loss(training: Training, part: Batch) -> Tensor:
+    """What the part adds to the mean over the batch, times the processes, over which gradients and losses are averaged."""
+    tokens, documents = part.tokens, part.documents
+    segments = None if documents is None else documents[:, :-1]
+    with training.accelerator.autocast():
+        nats = training.replica(tokens[:, :-1], targets=tokens[:, 1:], segment_ids=segments)
+    if documents is not None:
+        nats = nats * _same_document(documents)
+    return nats.sum() * (training.accelerator.num_processes / part.counted)
 
 
 def _own_random_numbers() -> contextlib.AbstractContextManager[None]:
@@ -164,14 +209,9 @@ def _advanced(progress: Progress, loss: float, rate: float, seconds: float, conf
 def _validated(progress: Progress, model: LanguageModel, tokens: Tensor, config: TrainConfig) -> Progress:
     """With one more point of the validation curve; every process computes all of it, because shards need all of them."""
     length = config.validate_length or config.length
-    asked = EvalConfig(lengths=(length,), tokens=config.validate_tokens)
-    stretches = scored_stretches(len(tokens), asked)
-    losses = nonoverlapping(model, tokens, stretches, length=length, batch_tokens=asked.batch_tokens)
-    point = {
-        "step": progress.step,
-        "seconds": progress.seconds,
-        "nats": mean_nats(losses),
-        "tokens": len(losses.target),
-    }
+    nats, scored = validation_nats(
+        model, tokens, length=length, tokens_to_score=config.validate_tokens, batch_tokens=EvalConfig.batch_tokens
+    )
+    point = {"step": progress.step, "seconds": progress.seconds, "nats": nats, "tokens": scored}
     curve = {name: [*column, point[name]] for name, column in progress.validation.items()}
     return dataclasses.replace(progress, validation=curve)

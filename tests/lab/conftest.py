@@ -1,6 +1,7 @@
 """What the tests of the lab share: a model that computes in milliseconds, and a text that a model can learn."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -20,13 +21,21 @@ def tiny_model() -> Callable[..., LanguageModel]:
     return make
 
 
+@pytest.fixture(scope="session")
+def verses() -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        path = folder / "text" / "verses.txt"
+        path.parent.mkdir()
+        lines = (f"{number} bottles of beer on the wall, {number} bottles of beer.\n" for number in range(400))
+        path.write_text("".join(lines), encoding="utf-8")
+        return path
+
+    return write
+
+
 @pytest.fixture
-def text_file(tmp_path):
-    path = tmp_path / "text" / "verses.txt"
-    path.parent.mkdir()
-    lines = (f"{number} bottles of beer on the wall, {number} bottles of beer.\n" for number in range(400))
-    path.write_text("".join(lines), encoding="utf-8")
-    return path
+def text_file(tmp_path, verses):
+    return verses(tmp_path)
 
 
 @pytest.fixture

@@ -1,22 +1,39 @@
 """An experiment trains what is not trained, evaluates what is not evaluated, and leaves one record of each."""
 
 import dataclasses
+import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 from filelock import FileLock
 from rich.console import Console
 
 from alibi_attn import records
 from alibi_attn.lab import experiment
-from alibi_attn.lab.config import ConfigError, Recipe
-from alibi_attn.lab.data import CorpusError
+from alibi_attn.lab import train as loop
+from alibi_attn.lab.checkpoint import (
+    CheckpointError,
+    load_checkpoint,
+    load_checkpoint_tokenizer,
+    load_progress,
+    newest,
+)
+from alibi_attn.lab.config import ConfigError, DataConfig, EvalConfig, ModelConfig, Recipe, RunConfig, TrainConfig
+from alibi_attn.lab.data import CorpusError, load_corpus, packed_batches
 from alibi_attn.lab.experiment import ExperimentError, run
 from alibi_attn.lab.fields import to_json
+from alibi_attn.lab.model import LanguageModel
+from alibi_attn.lab.train import train
+
+SUPPORT = Path(__file__).parents[1] / "support"
+TEXTS = dict.fromkeys(("question", "paper", "command", "cost", "expected"), "")
 
 
 @pytest.fixture
@@ -157,7 +174,7 @@ def test_what_is_wrong_is_said_before_anything_is_written(recipe, tmp_path):
     )
     with pytest.raises(ConfigError, match=r"must share train.precision"):
         run(mixed, out=out)
-    assert not out.exists()
+    assert not any((out / name).exists() for name in ("records", "checkpoints"))
 
 
 def test_progress_is_shown_on_the_console_that_is_passed(recipe, tmp_path, capsys):
@@ -172,23 +189,168 @@ def test_progress_is_shown_on_the_console_that_is_passed(recipe, tmp_path, capsy
     assert capsys.readouterr().out == ""
 
 
-def test_two_processes_train_like_one(recipe, tiny_run, tmp_path):
-    """They share every batch and average their gradients; sums in another order differ by rounding."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        "from pathlib import Path\n"
-        "from alibi_attn.lab.config import Recipe\n"
-        "from alibi_attn.lab.fields import from_json\n"
-        "from alibi_attn.lab.experiment import run\n"
-        f"config = from_json({to_json(tiny_run(steps=8))!r})\n"
-        "recipe = Recipe(name='tiny', question='', paper='', command='', cost='', expected='', runs=lambda scale: (config,))\n"
-        f"print(run(recipe, out=Path({str(tmp_path / 'two')!r})))\n"
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory, verses):
+    """What two gloo processes did, with DDP and with FSDP, in one start of torchrun."""
+    folder = tmp_path_factory.mktemp("two")
+    config = RunConfig(
+        model=ModelConfig(method="kerple", num_layers=2, num_heads=2, embed_dim=16, ffn_dim=24),
+        data=DataConfig(text=(str(verses(folder)),), valid_share=0.2),
+        train=TrainConfig(
+            length=16,
+            steps=8,
+            batch_tokens=64,
+            warmup_steps=2,
+            log_every=1,
+            accumulate=2,
+            activation_checkpointing=True,
+            validate_every=4,
+            validate_tokens=64,
+        ),
+        eval=EvalConfig(lengths=(16, 32), tokens=64, batch_tokens=64),
     )
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    result = subprocess.run(launch, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    (folder / "config.json").write_text(json.dumps(to_json(config)))
+    launch = [sys.executable, "-W", "error", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    program = [str(SUPPORT / "two_processes.py"), str(folder), str(folder / "config.json")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run([*launch, *program], capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr
-    two = next(records.find(tmp_path / "two" / "records", kind="training"))
-    one = records.load(run(recipe, out=tmp_path / "one")[0])
-    assert two.config == one.config
-    losses = [record.curves["training"]["loss_nats"] for record in (two, one)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert "Warning" not in result.stderr, result.stderr
+    one = train(config, load_corpus(config.data), folder / "one")
+    return folder, config, json.loads(result.stdout), one
+
+
+def test_two_processes_train_like_one(two_processes):
+    """They share every batch and average their gradients; sums in another order differ by rounding."""
+    folder, config, told, one = two_processes
+    assert told["world_size"] == 2
+    two = next(records.find(folder / "ddp" / "records", kind="training"))
+    assert {name: two.config[name] for name in ("model", "data", "train")} == {
+        name: to_json(config)[name] for name in ("model", "data", "train")
+    }
+    assert two.curves["training"]["loss_nats"] == pytest.approx(one.curve["loss_nats"], rel=1e-5)
+    assert two.curves["validation"]["nats"] == pytest.approx(one.validation["nats"], rel=1e-5)
+
+
+def test_two_processes_with_a_half_of_every_weight_train_like_one(two_processes):
+    folder, config, told, one = two_processes
+    assert told["parameters"] == [True] * len(list(load_checkpoint(folder / "one")[0].parameters()))  # DTensors
+    assert told["share"] == 0.5
+    sharded = dataclasses.replace(config, train=dataclasses.replace(config.train, parallel="fsdp"))
+    progress = load_progress(newest(folder / "uncut"), sharded)
+    assert progress.curve["loss_nats"] == pytest.approx(one.curve["loss_nats"], rel=1e-5)
+    assert progress.validation["nats"] == pytest.approx(one.validation["nats"], rel=1e-5)
+    whole, ours = (load_checkpoint(folder / name)[0].state_dict() for name in ("one", "uncut"))
+    assert whole.keys() == ours.keys()
+    for name in whole:
+        assert torch.allclose(whole[name], ours[name], rtol=1e-3, atol=1e-4), name
+
+
+def test_shards_resume_bit_for_bit(two_processes):
+    folder, config, told, _ = two_processes
+    assert told["state"] == [".metadata", "__0_0.distcp", "__1_0.distcp"]
+    sharded = dataclasses.replace(config, train=dataclasses.replace(config.train, parallel="fsdp"))
+    uncut, cut = (load_progress(newest(folder / name), sharded) for name in ("uncut", "cut"))
+    assert cut.curve == uncut.curve
+    expected, found = (load_checkpoint(folder / name)[0].state_dict() for name in ("uncut", "cut"))
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_half_precision_is_not_sharded(tiny_run, tmp_path):
+    config = tiny_run(parallel="fsdp", precision="fp16")
+    with pytest.raises(ConfigError, match=r"pass train.precision bf16 or no"):
+        train(config, load_corpus(config.data), tmp_path)
+
+
+def test_runs_that_differ_in_their_test_share_one_training(tiny_run, tmp_path, monkeypatch):
+    config = tiny_run(steps=4)
+    tests = tuple(
+        dataclasses.replace(config, eval=dataclasses.replace(config.eval, lengths=lengths))
+        for lengths in ((16,), (16, 32))
+    )
+    steps = []
+    real = loop._step
+    monkeypatch.setattr(loop, "_step", lambda *arguments: steps.append(1) or real(*arguments))
+    for name in ("first", "second"):  # recipes of one study, in one folder
+        shared = Recipe(name=name, study="books", runs=lambda scale: tests, **TEXTS)
+        paths = run(shared, out=tmp_path)
+        assert len(steps) == 4
+        assert paths[0] == paths[2]
+        assert len(set(paths)) == 3
+        assert records.load(paths[0]).name == "books/alibi-16/seed-0"
+    assert len(list((tmp_path / "checkpoints" / "books" / "alibi-16").iterdir())) == 1
+
+
+def test_a_vocabulary_that_is_too_small_is_refused_with_the_one_to_pass(recipe, tmp_path):
+    with pytest.raises(ConfigError, match=r"model.vocab_size is 100 but 'bytes' made 256 .* pass model.vocab_size=256"):
+        run(recipe, out=tmp_path, overrides={"model.vocab_size": "100"})
+    assert not (tmp_path / "records").exists()
+
+
+def test_the_test_text_is_tested_where_it_is_asked_for(recipe, tmp_path):
+    with pytest.raises(CorpusError, match=r"has no test text; pass data.test_share"):
+        run(recipe, out=tmp_path, overrides={"eval.split": "test"})
+    changes = {"model.method": "alibi", "data.test_share": "0.3"}
+    valid, test = (
+        records.load(run(recipe, out=tmp_path, overrides={**changes, "eval.split": split})[1])
+        for split in ("valid", "test")
+    )
+    assert valid.curves["by_length"]["nonoverlapping_nats"] != test.curves["by_length"]["nonoverlapping_nats"]
+    assert test.config["corpus"]["test_tokens"] > 0
+
+
+def test_a_model_of_words_takes_its_tokenizer_with_it(recipe, tmp_path):
+    changes = {"model.method": "alibi", "data.tokenizer": "words", "model.vocab_size": "500"}
+    run(recipe, out=tmp_path, overrides=changes)
+    folder = next((tmp_path / "checkpoints" / "tiny" / "alibi-16").iterdir())
+    tokenizer = load_checkpoint_tokenizer(folder)
+    assert tokenizer.name == "words"
+    assert tokenizer.decode(tokenizer.encode("bottles of beer")).decode().split() == ["bottles", "of", "beer"]
+    path = newest(folder) / "tokenizer.json"
+    path.write_text(path.read_text().replace("beer", "wine"))
+    with pytest.raises(CheckpointError, match=r"tokenizer.json is damaged or incomplete .*; delete"):
+        load_checkpoint_tokenizer(folder)
+
+
+def test_attention_within_documents_counts_what_documents_foretell(tiny_run, tmp_path):
+    """Against the loss of the same weights, summed document by document with a loop over rows and places."""
+    config = tiny_run(steps=1, accumulate=2)
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, segments=True))
+    loaded = load_corpus(config.data)
+    starts = torch.arange(0, len(loaded.train), 11)
+    corpus = dataclasses.replace(loaded, starts={**loaded.starts, "train": starts})
+    progress = train(config, corpus, tmp_path)
+    model = LanguageModel(config.model, trained_length=16)
+    rows, documents = next(packed_batches(corpus.train, starts, length=16, batch_size=4, seed=0))
+    losses = []
+    for row, belonging in zip(rows, documents, strict=True):
+        for document in belonging.unique():
+            text = row[belonging == document]
+            if len(text) > 1:
+                losses += model(text[None, :-1], targets=text[None, 1:])[0].tolist()
+    assert progress.loss_nats == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+
+
+def test_tracking_without_tensorboard_says_what_to_install(recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(experiment.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ExperimentError, match=r'pip install "alibi-attn\[track\]"'):
+        run(recipe, out=tmp_path, track=True)
+
+
+def test_a_full_disk_leaves_no_half_record(recipe, tmp_path, monkeypatch):
+    real = records.save
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def full(record, folder):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500, before[1]))
+        try:
+            return real(record, folder)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(records, "save", full)
+        with pytest.raises(OSError, match="File too large"):
+            run(recipe, out=tmp_path)
+    assert list((tmp_path / "records").iterdir()) == []
+    assert len(run(recipe, out=tmp_path)) == 4
