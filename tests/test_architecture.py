@@ -36,7 +36,8 @@ LAYERS = {
 ATTENTION_ROWS = (
     ("spec",),
     ("visibility",),
-    ("bias", "bounds", "kernels"),
+    ("bias", "lower", "kernels"),
+    ("bounds",),
     ("bands", "tiles"),
     ("masks",),
     ("backends",),

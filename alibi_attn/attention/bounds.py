@@ -1,9 +1,10 @@
 """Reach from tensors: the certificate of `alibi_attn/reach.py` for every block of queries, without reading a value on the host.
 
 For a query, U = |scale|·‖q‖·κ bounds all its scores (Cauchy–Schwarz), κ = the largest norm among the keys that may be skipped: to
-the left a prefix maximum, to the right a suffix maximum. λ is the log-sum-exp over a few keys near the query, those it may
-really see. Tiles of keys with the largest norms may be *pinned*: they are always visited and left out of κ, so one giant key
-costs one tile and not the whole band.
+the left a prefix maximum, to the right a suffix maximum. Few keys are that long: Σ exp(|scale|·‖q‖·‖k_j‖ − m·d), summed key by
+key, bounds the same tail and is smaller over many keys; the better of the two is taken. λ comes from `lower.py`. Tiles of
+keys with the largest norms may be *pinned*: they are always visited and left out of both, so one giant key costs one tile and
+not the whole band.
 
 Floating point is part of the certificate: `norm_bound` never falls short of a norm, and the numerator grows by what the near
 scores may be off.
@@ -15,14 +16,16 @@ import math
 import torch
 from torch import Tensor
 
+from alibi_attn.attention.lower import NEAR, lower_bound
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.reach import UNLIMITED
 
 Spec = AttentionSpec[Tensor]
 
 TILE = 64  # queries whose reach is decided together, and keys whose norms are
-NEAR = 16  # queries that share one small tile of near keys, 2·NEAR of them, for λ
+LEVELS = (0.25, 0.5, 0.8, 1.0)  # of the blocks' largest query norms: those for which tails are summed, as quantiles
 PIN_CHOICES = (0, 1, 2, 4)  # how many tiles may be pinned; the cheapest choice is taken, per head
+LONG = 4096  # from this many keys on a dearer and tighter bound pays
 KEPT = 4  # the nearest keys, which no reach ever leaves out
 
 _VALUE_RATIO = 4.0  # a skipped value may be this many times longer than the longest kept one; more widens the reach
@@ -44,12 +47,15 @@ class Bounds:
 
 
 def bounds(
-    spec: Spec, query: Tensor, key: Tensor, value: Tensor | None, *, pin_choices: tuple[int, ...] = PIN_CHOICES
-) -> Bounds:
+    spec: Spec, query: Tensor, key: Tensor, value: Tensor | None, *,
+    pin_choices: tuple[int, ...] = PIN_CHOICES, refine: bool | None = None,
+) -> Bounds:  # fmt: skip
     """The certified reach of every block of queries. Without `value` the values are taken to be of like length.
 
-    Keys and values must be finite (a NaN in them skips nothing, which is safe and slow).
+    Keys and values must be finite (a NaN in them skips nothing, which is safe and slow). `refine` asks for tails summed key
+    by key and for λ from farther keys; None = where there are `LONG` keys.
     """
+    refine = spec.key_len >= LONG if refine is None else refine
     b, h, n = spec.batch, spec.num_heads, -(-spec.query_len // TILE)
     device = query.device
     if spec.tolerance == 0.0 or spec.query_len == 0 or spec.key_len == 0:
@@ -59,9 +65,10 @@ def bounds(
     key_norms = norm_bound(key)
     if spec.key_mask is not None:
         key_norms = key_norms.masked_fill(~spec.key_mask[:, None], 0.0)
-    rate, constant = _numerator_parts(spec, query, key, value, key_norms, first)
+    rate, constant = _numerator_parts(spec, query, key, value, key_norms, first, refine)
     tiles = _tile_maxima(key_norms)
-    found = [_with_pins(spec, rate, constant, tiles, count, first) for count in pin_choices]
+    tails = _Tails.of(spec, rate, key_norms) if refine else None
+    found = [_with_pins(spec, rate, constant, tiles, tails, count, first) for count in pin_choices]
     left, right, pins, cost = found[0]
     for wider_left, wider_right, more_pins, asked in found[1:]:
         better = (asked < cost)[..., None]
@@ -94,14 +101,14 @@ def norm_bound(tensor: Tensor) -> Tensor:
 
 
 def _numerator_parts(
-    spec: Spec, query: Tensor, key: Tensor, value: Tensor | None, key_norms: Tensor, first: Tensor
+    spec: Spec, query: Tensor, key: Tensor, value: Tensor | None, key_norms: Tensor, first: Tensor, refine: bool
 ) -> tuple[Tensor, Tensor]:
     """(rate, constant), each [B, H, T] fp64: the reach's numerator is rate·κ + constant.
 
     `constant` has −λ, what rounding may have done to it, and the lengths of the values; inf where nothing may be skipped.
     """
     unit = 2.0**-53 if query.dtype == torch.float64 else 2.0**-24
-    lower = _near_mass(spec, query, key, first) if query.device.type != "cpu" else _near_mass_by_head(spec, query, key)
+    lower = lower_bound(spec, query, key, first, stretches=refine)
     error = (spec.head_dim + 64) * unit
     rate = abs(spec.scale) * (1.0 + error) * norm_bound(query)
     largest = key_norms.amax(-1, keepdim=True).repeat_interleave(spec.group, 1)
@@ -114,95 +121,11 @@ def _numerator_parts(
     return rate.masked_fill(~rate.isfinite(), 0.0), constant
 
 
-def _near_mass_by_head(spec: Spec, query: Tensor, key: Tensor) -> Tensor:
-    """`_near_mass`, one key head at a time: on a CPU large temporaries cost more than all the arithmetic."""
-    mass = torch.empty(query.shape[:3], dtype=torch.float64)
-    first = first_positions(spec, query.device).expand(spec.batch)
-    for b in range(spec.batch):
-        for k in range(spec.num_kv_heads):
-            heads = slice(k * spec.group, (k + 1) * spec.group)
-            one = dataclasses.replace(
-                spec, batch=1, num_heads=spec.group, num_kv_heads=1,
-                slopes=_of_heads(spec.slopes, b, heads),
-                right_slopes=None if spec.right_slopes is None else _of_heads(spec.right_slopes, b, heads),
-                query_offset=first[b : b + 1] if isinstance(spec.query_offset, Tensor) else spec.query_offset,
-                key_mask=None if spec.key_mask is None else spec.key_mask[b : b + 1],
-                query_segments=None if spec.query_segments is None else spec.query_segments[b : b + 1],
-                key_segments=None if spec.key_segments is None else spec.key_segments[b : b + 1],
-            )  # fmt: skip
-            mass[b, heads] = _near_mass(one, query[b : b + 1, heads], key[b : b + 1, k : k + 1], first[b : b + 1])[0]
-    return mass
-
-
-def _of_heads(slopes: Tensor, b: int, heads: slice) -> Tensor:
-    return slopes[heads] if slopes.ndim == 1 else slopes[b : b + 1, heads]
-
-
 def _blind(key_mask: Tensor, first: Tensor, query_len: int) -> Tensor:
     """[B, T]: causal queries that see no key at all."""
     at = (first[:, None] + torch.arange(query_len, device=first.device)).expand(key_mask.shape[0], -1)
     known = key_mask.cumsum(-1).gather(1, at.clamp(0, key_mask.shape[1] - 1))
     return (known == 0) | (at < 0)
-
-
-def _near_mass(spec: Spec, query: Tensor, key: Tensor, first: Tensor) -> Tensor:
-    """λ [B, H, T] fp64: the log-sum-exp over the near keys that a query sees; −inf where it sees none of them."""
-    work = torch.float64 if query.dtype == torch.float64 else torch.float32
-    near, at = _near_keys(spec, key, first)
-    groups, width = at.shape[1:]
-    rows = groups * NEAR
-    query = torch.nn.functional.pad(query, (0, 0, 0, rows - spec.query_len)).to(work)
-    query = query.reshape(spec.batch, spec.num_kv_heads, spec.group, groups, NEAR, spec.head_dim)
-    scores = (
-        (query @ near[:, :, None].to(work).mT).reshape(spec.batch, spec.num_heads, groups, NEAR, width).mul_(spec.scale)
-    )
-
-    i = (first[:, None] + torch.arange(rows, device=first.device)).reshape(-1, groups, NEAR, 1)
-    distance = i - at[:, :, None, :]
-    away = distance.abs().to(work)[:, None]
-    slopes = spec.slopes.detach().reshape(-1, spec.num_heads, 1, 1, 1)
-    hidden = ((at < 0) | (at >= spec.key_len))[:, :, None]
-    if spec.causal:
-        hidden = hidden | (distance < 0)
-    if spec.right_slopes is not None:
-        right = spec.right_slopes.detach().reshape(-1, spec.num_heads, 1, 1, 1)
-        slopes = torch.where(distance[:, None] < 0, right, slopes).masked_fill((distance == 0)[:, None], 0.0)
-    scores = scores.sub_(slopes * away)
-    if spec.window is not None:
-        hidden = hidden | (distance.abs() >= spec.window)
-    if spec.key_mask is not None:
-        hidden = hidden | ~_per_sequence(spec.key_mask, at)
-    if spec.query_segments is not None and spec.key_segments is not None:
-        own = torch.nn.functional.pad(spec.query_segments, (0, rows - spec.query_len)).reshape(-1, groups, NEAR, 1)
-        theirs = _per_sequence(spec.key_segments, at)
-        hidden = hidden | (own != theirs)
-    mass = scores.masked_fill_(hidden[:, None], -math.inf).logsumexp(-1)
-    return mass.flatten(2)[..., : spec.query_len].double()
-
-
-def _near_keys(spec: Spec, key: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
-    """The 2·NEAR keys around every small group of queries, [B, K, G, W, D], and their positions [B|1, G, W], some outside."""
-    groups = -(-spec.query_len // NEAR)
-    offset = spec.query_offset
-    if not isinstance(offset, Tensor) and offset >= 0 and offset + spec.query_len <= spec.key_len:
-        # Every group's own keys and those of the group before, as overlapping views of one padded copy: no gathering.
-        padded = torch.nn.functional.pad(key, (0, 0, NEAR - offset, offset + groups * NEAR - spec.key_len))
-        b, k, s, d = padded.stride()
-        shape = (key.shape[0], key.shape[1], groups, 2 * NEAR, key.shape[3])
-        near = padded.as_strided(shape, (b, k, NEAR * s, s, d))
-        start = torch.arange(groups, device=key.device) * NEAR + (offset - NEAR)
-        return near, start[None, :, None] + torch.arange(2 * NEAR, device=key.device)
-    width = min(2 * NEAR, spec.key_len)
-    start = first[:, None] + torch.arange(groups, device=key.device) * NEAR - NEAR
-    at = start.clamp(0, spec.key_len - width)[..., None] + torch.arange(width, device=key.device)
-    index = at.reshape(-1, 1, groups * width, 1).expand(spec.batch, spec.num_kv_heads, -1, spec.head_dim)
-    return key.gather(2, index).unflatten(2, (groups, width)), at
-
-
-def _per_sequence(row: Tensor, at: Tensor) -> Tensor:
-    """[B, G, 1, W] of a mask or of segment ids [B, S]."""
-    index = at.clamp(0, row.shape[1] - 1).flatten(1).expand(row.shape[0], -1)
-    return row.gather(1, index).reshape(row.shape[0], at.shape[1], 1, at.shape[2])
 
 
 def _longer_values(spec: Spec, value: Tensor, first: Tensor) -> Tensor:
@@ -234,31 +157,91 @@ def _tile_maxima(length: Tensor) -> Tensor:
     return padded.unflatten(-1, (tiles, TILE)).amax(-1)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Tails:
+    """Σ exp(level·‖k_j‖) over every NEAR keys, for a few levels of |scale|·‖q‖.
+
+    Args:
+        mass: [B, H, levels, G] fp64, the logarithm of the sum.
+        level: [B, H, N] int64: the lowest level that is no less than any |scale|·‖q‖ of the block.
+    """
+
+    mass: Tensor
+    level: Tensor
+
+    @classmethod
+    def of(cls, spec: Spec, rate: Tensor, key_norms: Tensor) -> "_Tails":
+        """From the [B, H, T] rates and [B, K, S] norms; not finite where they are not."""
+        n, groups = -(-spec.query_len // TILE), -(-spec.key_len // NEAR)
+        worst = torch.nn.functional.pad(rate, (0, n * TILE - spec.query_len)).unflatten(2, (n, TILE)).amax(-1)
+        levels = worst.sort(-1).values[..., [max(math.ceil(n * share) - 1, 0) for share in LEVELS]]
+        level = (levels[..., None, :] < worst[..., None]).sum(-1).clamp(max=len(LEVELS) - 1)
+        norms = torch.nn.functional.pad(key_norms, (0, groups * NEAR - spec.key_len)).repeat_interleave(spec.group, 1)
+        longest = norms.amax(-1, keepdim=True)
+        # Far below the longest key the exponent is held at −600, which only adds to the sum.
+        weight = (levels[..., None] * (norms - longest)[:, :, None]).clamp_(min=-600.0).exp_()
+        return cls(weight.unflatten(-1, (groups, NEAR)).sum(-1).log() + levels[..., None] * longest[..., None], level)
+
+    def without(self, spec: Spec, tiles: Tensor) -> Tensor:
+        """The mass, [B, H, levels, G], without the tiles [B, K, P]."""
+        hidden = torch.zeros(*tiles.shape[:2], -(-spec.key_len // TILE), dtype=torch.bool, device=tiles.device)
+        hidden = hidden.scatter(-1, tiles, value=True).repeat_interleave(TILE // NEAR, -1)[..., : self.mass.shape[-1]]
+        return self.mass.masked_fill(hidden.repeat_interleave(spec.group, 1)[:, :, None], -math.inf)
+
+
 def _with_pins(
-    spec: Spec, rate: Tensor, constant: Tensor, tiles: Tensor, count: int, first: Tensor
+    spec: Spec, rate: Tensor, constant: Tensor, tiles: Tensor, tails: _Tails | None, count: int, first: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(left, right, pins, cost) if the `count` tiles with the largest norms are pinned; pins [B, H, P]."""
     count = min(count, tiles.shape[-1])
     chosen = tiles.topk(count, dim=-1).indices.sort(-1).values
-    left, right = _sides(spec, rate, constant, tiles.scatter(-1, chosen, 0.0), first)
+    if tails is not None and count:
+        tails = dataclasses.replace(tails, mass=tails.without(spec, chosen))
+    left, right = _sides(spec, rate, constant, tiles.scatter(-1, chosen, 0.0), tails, first)
     pins = torch.nn.functional.pad(chosen.repeat_interleave(spec.group, 1), (0, max(PIN_CHOICES) - count), value=-1)
     return left, right, pins, _cost(spec, left, right, pinned=count, first=first)
 
 
-def _sides(spec: Spec, rate: Tensor, constant: Tensor, tiles: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+def _sides(
+    spec: Spec, rate: Tensor, constant: Tensor, tiles: Tensor, tails: _Tails | None, first: Tensor
+) -> tuple[Tensor, Tensor]:
     """(left, right), each [B, H, N] int64, with the largest norm of every tile of keys in `tiles` [B, K, ⌈S / TILE⌉]."""
     n = -(-spec.query_len // TILE)
     start = first[:, None] + torch.arange(n, device=first.device) * TILE
-    to_left = tiles.cummax(-1).values, start + TILE - 1
-    left = _reach(spec, spec.slopes, rate, constant, *to_left)
+    at = start + TILE - 1
+    tail = None if tails is None else _tail_nats(spec, spec.slopes, tails, at)
+    left = _reach(spec, spec.slopes, rate, constant, tiles.cummax(-1).values, tail, at)
     if spec.causal:
         return left, left
-    to_right = tiles.flip(-1).cummax(-1).values.flip(-1), start
-    right = _reach(spec, spec.slopes if spec.right_slopes is None else spec.right_slopes, rate, constant, *to_right)
+    slopes = spec.slopes if spec.right_slopes is None else spec.right_slopes
+    tail = None if tails is None else _tail_nats(spec, slopes, tails, start, to_right=True)
+    right = _reach(spec, slopes, rate, constant, tiles.flip(-1).cummax(-1).values.flip(-1), tail, start)
     return left, right
 
 
-def _reach(spec: Spec, slopes: Tensor, rate: Tensor, constant: Tensor, maxima: Tensor, position: Tensor) -> Tensor:
+def _tail_nats(spec: Spec, slopes: Tensor, tails: _Tails, position: Tensor, *, to_right: bool = False) -> Tensor:
+    """[B, H, N]: the largest ln Σ exp(level·‖k_j‖ − m·|p − j|) over the keys beyond p, of any p beyond a block's `position`.
+
+    Within a group of keys distances are taken to be 0. The running sum is off by less than a unit of its largest term a group.
+    """
+    mass = tails.mass.flip(-1) if to_right else tails.mass
+    groups = mass.shape[-1]
+    m = slopes.detach().double().reshape(-1, spec.num_heads, 1, 1)
+    away = m * NEAR * torch.arange(groups, device=mass.device)
+    until = torch.logcumsumexp(mass + away, -1) - away
+    before = torch.nn.functional.pad(until[..., :-1], (1, 0), value=-math.inf)
+    largest = mass.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().amax(-1, keepdim=True)
+    slack = 2.0**-50 * groups * (1.0 + m * spec.key_len + largest)
+    nats = torch.logaddexp(before, mass).cummax(-1).values + slack
+    group = (position.clamp(min=0) // NEAR).clamp(max=groups - 1)
+    group = groups - 1 - group if to_right else group
+    at = group.expand(spec.batch, -1)[:, None, None].expand(-1, spec.num_heads, len(LEVELS), -1)
+    return nats.gather(-1, at).gather(2, tails.level[:, :, None])[:, :, 0]
+
+
+def _reach(
+    spec: Spec, slopes: Tensor, rate: Tensor, constant: Tensor, maxima: Tensor, tail: Tensor | None, position: Tensor
+) -> Tensor:
     """[B, H, N] int64: ⌈numerator / m⌉ of the worst query of every block, with κ read from `maxima` at `position`."""
     n = position.shape[1]
     tile = (position.clamp(min=0) // TILE).clamp(max=maxima.shape[-1] - 1)
@@ -266,17 +249,24 @@ def _reach(spec: Spec, slopes: Tensor, rate: Tensor, constant: Tensor, maxima: T
     kappa = kappa.repeat_interleave(spec.group, 1)[..., None]
     short = n * TILE - spec.query_len
     pad = torch.nn.functional.pad
-    numerator = pad(rate, (0, short)).unflatten(2, (n, TILE)) * kappa
-    numerator = numerator + pad(constant, (0, short), value=-math.inf).unflatten(2, (n, TILE))
+    constant = pad(constant, (0, short), value=-math.inf).unflatten(2, (n, TILE))
+    numerator = pad(rate, (0, short)).unflatten(2, (n, TILE)) * kappa + constant
     m = slopes.detach().double().reshape(-1, spec.num_heads, 1)
     tolerance = spec.tolerance if spec.causal else spec.tolerance / 2
-    # A NaN (inf · 0) becomes inf; a block of queries that see nothing stays −inf and needs no key.
-    worst = numerator.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf).amax(-1)
-    quotient = (worst - math.log(tolerance) - torch.log(-torch.expm1(-m))) / m
-    reach = (quotient + 1e-12 * quotient.abs()).ceil().nan_to_num(nan=UNLIMITED, posinf=UNLIMITED, neginf=0.0)
+    nats = _worst(numerator) - torch.log(-torch.expm1(-m))
+    if tail is not None:
+        summed = tail + _worst(constant)
+        nats = torch.minimum(nats, summed.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf))
+    quotient = ((nats - math.log(tolerance)) / m).clamp(min=0.0)
+    reach = (quotient + 1e-12 * quotient.abs()).ceil().nan_to_num(nan=UNLIMITED, posinf=UNLIMITED)
     reach = reach.clamp(KEPT, UNLIMITED).to(torch.int64)
     reach = reach.masked_fill(~(m > 0), UNLIMITED)
     return reach.masked_fill(m.isinf() & (m > 0), 1)
+
+
+def _worst(numerator: Tensor) -> Tensor:
+    """The largest of every block. NaN (inf · 0) becomes inf; a block of queries that see nothing stays −inf and needs no key."""
+    return numerator.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf).amax(-1)
 
 
 def _cost(spec: Spec, left: Tensor, right: Tensor, *, pinned: int, first: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from certificate_attack import MASKS, WHERE, Attack, certified_keys, dropped, ra
 from hypothesis import given, settings, target
 from hypothesis import strategies as st
 
-from alibi_attn.attention import bands, bounds
+from alibi_attn.attention import bands, bounds, lower
 from alibi_attn.attention.backends import banded
 from alibi_attn.attention.door import make_spec
 from alibi_attn.attention.visibility import distances, visible
@@ -30,6 +30,7 @@ attacks = st.builds(
     log_key=st.floats(-25, 25) | st.floats(-1, 1),
     log_giant=st.floats(0, 25) | st.floats(0, 2),
     dtype=st.sampled_from(("float32", "float64", "bfloat16", "float16")),
+    refine=st.booleans(),
 )
 
 
@@ -87,6 +88,41 @@ def _spec(query, key, value, slopes=None, **changes):
         "return_lse": False,
     } | changes
     return make_spec(query, key, value, slopes, **kwargs)
+
+
+@pytest.mark.parametrize("part", ["_tail_nats", "lower_bound"])
+def test_a_refinement_that_claims_too_much_is_found_out(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    honest, nats = getattr(bounds, part), -3.0 if part == "_tail_nats" else 3.0
+    monkeypatch.setattr(bounds, part, lambda *a, **k: honest(*a, **k) + nats)
+    odd = [random_attack(seed) for seed in range(1, 401, 2)]
+    assert all(attack.refine for attack in odd)
+    assert sum(dropped(attack)[0] > attack.tolerance for attack in odd) > 0
+
+
+def test_refined_bounds_are_tighter_and_never_wider() -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 8, 8192, 64) for _ in range(3))
+    spec = _spec(query, key, value)
+    plain, refined = (bounds.bounds(spec, query, key, value, refine=refine).left.double() for refine in (False, True))
+    assert bool((refined <= plain).all())
+    shares = (refined.mean(-1) / plain.mean(-1))[0]
+    assert float(shares[-1]) < 0.9  # the flattest head looks at a tenth less
+    assert torch.equal(bounds.bounds(spec, query, key, value).left.double(), refined)  # so long an input is worth it
+
+
+def test_lower_bounds_stay_below_the_log_sum_exp() -> None:
+    torch.manual_seed(0)
+    query, key = torch.randn(1, 4, 640, 16), torch.randn(1, 2, 700, 16) * 2
+    spec = _spec(query, key, key, [0.5, 0.05, 0.005, 0.0005], query_offset=60)
+    distance = distances(spec.query_len, spec.key_len, spec.query_offset, None)
+    scores = spec.scale * query.double() @ key.double().repeat_interleave(2, 1).mT
+    scores = scores - spec.slopes.double()[:, None, None] * distance.abs()
+    exact = scores.masked_fill(~visible(spec, distance), -math.inf).logsumexp(-1)
+    first = bounds.first_positions(spec, query.device)
+    near, more = (lower.lower_bound(spec, query, key, first, stretches=far) for far in (False, True))
+    assert bool((near <= more).all())
+    assert bool((more <= exact + 1e-4).all())
+    assert float((more - near)[0, -1, 400:].mean()) > 1.0
 
 
 def test_a_far_giant_key_is_always_seen() -> None:

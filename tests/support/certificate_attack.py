@@ -59,6 +59,7 @@ class Attack:
     log_key: float
     log_giant: float
     dtype: str = "float32"
+    refine: bool = False  # as for long inputs
 
     def inputs(self) -> tuple[list[torch.Tensor], dict]:
         rng = np.random.default_rng(self.seed)
@@ -125,7 +126,7 @@ def dropped(attack: Attack) -> tuple[float, float]:
     """(largest share of softmax mass that the certificate drops in any query, share of the visible keys that it skips)."""
     (query, key, value, slopes), kwargs = attack.inputs()
     spec = make_spec(query, key, value, slopes, **kwargs)
-    found = bounds(spec, query, key, value)
+    found = bounds(spec, query, key, value, refine=attack.refine)
     distance = distances(spec.query_len, spec.key_len, spec.query_offset, None)
     seen = visible(spec, distance).expand(1, spec.num_heads, -1, -1)
     skipped = seen & ~certified_keys(spec, found, distance)
@@ -184,6 +185,7 @@ def random_attack(seed: int) -> Attack:
         log_key=float(rng.uniform(*spread)),
         log_giant=float(rng.uniform(0, 25 if wild else 3)),
         dtype=pick(("float32", "float32", "float64", "bfloat16")),
+        refine=seed % 2 == 1,
     )
 
 

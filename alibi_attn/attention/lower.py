@@ -1,0 +1,157 @@
+"""λ: a lower bound of every query's log-sum-exp, from a few keys that it surely sees.
+
+Near keys are scored one by one: a query's own group of `NEAR` and the group before. Farther back, where a flat head still
+looks, a *stretch* of n keys is known by its mean only: Jensen's inequality gives Σ exp(s_j) ≥ n·exp(mean s_j), and a mean score
+is one product with the mean key. The two sets are disjoint, so their masses add up.
+"""
+
+import dataclasses
+import math
+
+import torch
+from torch import Tensor
+
+from alibi_attn.attention.spec import AttentionSpec
+
+Spec = AttentionSpec[Tensor]
+
+NEAR = 16  # queries that share one small tile of near keys, 2·NEAR of them
+STRETCHES = (32, 128, 512)  # keys before the near ones; a head of slope m gets most from about 2/m
+
+
+def lower_bound(spec: Spec, query: Tensor, key: Tensor, first: Tensor, *, stretches: bool) -> Tensor:
+    """λ [B, H, T] fp64, true up to the rounding of fp32 products; −inf where no near key is seen."""
+    if query.device.type != "cpu":
+        return _mass(spec, query, key, first, stretches)
+    return _one_key_head_at_a_time(spec, query, key, first, stretches)
+
+
+def _one_key_head_at_a_time(spec: Spec, query: Tensor, key: Tensor, first: Tensor, stretches: bool) -> Tensor:
+    """On a CPU large temporaries cost more than all the arithmetic."""
+    mass = torch.empty(query.shape[:3], dtype=torch.float64)
+    first = first.expand(spec.batch)
+    for b in range(spec.batch):
+        for k in range(spec.num_kv_heads):
+            heads = slice(k * spec.group, (k + 1) * spec.group)
+            one = dataclasses.replace(
+                spec, batch=1, num_heads=spec.group, num_kv_heads=1,
+                slopes=_of_heads(spec.slopes, b, heads),
+                right_slopes=None if spec.right_slopes is None else _of_heads(spec.right_slopes, b, heads),
+                query_offset=first[b : b + 1] if isinstance(spec.query_offset, Tensor) else spec.query_offset,
+                key_mask=None if spec.key_mask is None else spec.key_mask[b : b + 1],
+                query_segments=None if spec.query_segments is None else spec.query_segments[b : b + 1],
+                key_segments=None if spec.key_segments is None else spec.key_segments[b : b + 1],
+            )  # fmt: skip
+            q, k_head = query[b : b + 1, heads], key[b : b + 1, k : k + 1]
+            mass[b, heads] = _mass(one, q, k_head, first[b : b + 1], stretches)[0]
+    return mass
+
+
+def _of_heads(slopes: Tensor, b: int, heads: slice) -> Tensor:
+    return slopes[heads] if slopes.ndim == 1 else slopes[b : b + 1, heads]
+
+
+def _mass(spec: Spec, query: Tensor, key: Tensor, first: Tensor, stretches: bool) -> Tensor:
+    work = torch.float64 if query.dtype == torch.float64 else torch.float32
+    groups = -(-spec.query_len // NEAR)
+    rows = torch.nn.functional.pad(query, (0, 0, 0, groups * NEAR - spec.query_len)).to(work)
+    rows = rows.reshape(spec.batch, spec.num_kv_heads, spec.group, groups, NEAR, spec.head_dim)
+    mass = _near_mass(spec, rows, key, first)
+    offset = spec.query_offset
+    plain = spec.key_mask is None and spec.key_segments is None and spec.window is None
+    if stretches and plain and not isinstance(offset, Tensor) and _inside(spec, offset):
+        mass = torch.logaddexp(mass, _stretch_mass(spec, rows, key, offset))
+    return mass.flatten(2)[..., : spec.query_len].double()
+
+
+def _inside(spec: Spec, offset: int) -> bool:
+    return offset >= 0 and offset + spec.query_len <= spec.key_len
+
+
+def _near_mass(spec: Spec, rows: Tensor, key: Tensor, first: Tensor) -> Tensor:
+    """[B, H, G, NEAR]: the log-sum-exp over the near keys that a query sees; −inf where it sees none of them."""
+    near, at = _near_keys(spec, key, first)
+    groups, width = at.shape[1:]
+    scores = (rows @ near[:, :, None].to(rows.dtype).mT).mul_(spec.scale)
+    scores = scores.reshape(spec.batch, spec.num_heads, groups, NEAR, width)
+
+    i = (first[:, None] + torch.arange(groups * NEAR, device=first.device)).reshape(-1, groups, NEAR, 1)
+    hidden = ((at < 0) | (at >= spec.key_len))[:, :, None]
+    everywhere_alike = not isinstance(spec.query_offset, Tensor) and _inside(spec, spec.query_offset)
+    pairs = slice(0, 1) if everywhere_alike else slice(None)  # every group is as far from its keys as the first
+    distance = i[:, pairs] - at[:, pairs, None, :]
+    slopes = spec.slopes.detach().reshape(-1, spec.num_heads, 1, 1, 1)
+    if spec.right_slopes is not None:
+        right = spec.right_slopes.detach().reshape(-1, spec.num_heads, 1, 1, 1)
+        slopes = torch.where(distance[:, None] < 0, right, slopes).masked_fill((distance == 0)[:, None], 0.0)
+    penalty = slopes * distance.abs().to(rows.dtype)[:, None]
+    if spec.causal:
+        penalty = penalty.masked_fill((distance < 0)[:, None], math.inf)
+    if spec.window is not None:
+        penalty = penalty.masked_fill((distance.abs() >= spec.window)[:, None], math.inf)
+    if spec.key_mask is not None:
+        hidden = hidden | ~_per_sequence(spec.key_mask, at)
+    if spec.query_segments is not None and spec.key_segments is not None:
+        short = groups * NEAR - spec.query_len
+        own = torch.nn.functional.pad(spec.query_segments, (0, short)).reshape(-1, groups, NEAR, 1)
+        hidden = hidden | (own != _per_sequence(spec.key_segments, at))
+    return scores.sub_(penalty).masked_fill_(hidden[:, None], -math.inf).logsumexp(-1)
+
+
+def _near_keys(spec: Spec, key: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+    """The 2·NEAR keys around every small group of queries, [B, K, G, W, D], and their positions [B|1, G, W], some outside."""
+    groups = -(-spec.query_len // NEAR)
+    offset = spec.query_offset
+    if not isinstance(offset, Tensor) and _inside(spec, offset):
+        # Every group's own keys and those of the group before, as overlapping views of one padded copy: no gathering.
+        padded = torch.nn.functional.pad(key, (0, 0, NEAR - offset, offset + groups * NEAR - spec.key_len))
+        b, k, s, d = padded.stride()
+        shape = (key.shape[0], key.shape[1], groups, 2 * NEAR, key.shape[3])
+        near = padded.as_strided(shape, (b, k, NEAR * s, s, d))
+        start = torch.arange(groups, device=key.device) * NEAR + (offset - NEAR)
+        return near, start[None, :, None] + torch.arange(2 * NEAR, device=key.device)
+    width = min(2 * NEAR, spec.key_len)
+    start = first[:, None] + torch.arange(groups, device=key.device) * NEAR - NEAR
+    at = start.clamp(0, spec.key_len - width)[..., None] + torch.arange(width, device=key.device)
+    index = at.reshape(-1, 1, groups * width, 1).expand(spec.batch, spec.num_kv_heads, -1, spec.head_dim)
+    return key.gather(2, index).unflatten(2, (groups, width)), at
+
+
+def _per_sequence(row: Tensor, at: Tensor) -> Tensor:
+    """[B, G, 1, W] of a mask or of segment ids [B, S]."""
+    index = at.clamp(0, row.shape[1] - 1).flatten(1).expand(row.shape[0], -1)
+    return row.gather(1, index).reshape(row.shape[0], at.shape[1], 1, at.shape[2])
+
+
+def _stretch_mass(spec: Spec, rows: Tensor, key: Tensor, offset: int) -> Tensor:
+    """[B, H, G, NEAR]: ln n + the mean score of the n keys before the near ones, of the stretch that gives most."""
+    groups = rows.shape[3]
+    most = max(STRETCHES) // NEAR
+    # Groups of NEAR keys that end where the first query's near keys begin, `most` of them before, as far as there are keys.
+    end = offset - NEAR
+    stop = end + (groups - 1) * NEAR
+    if stop <= 0:  # the first queries of all: nothing is so far back
+        return rows.new_full((spec.batch, spec.num_heads, groups, NEAR), -math.inf)
+    ahead = max(0, min(-(-end // NEAR), most))
+    begin = end - ahead * NEAR
+    parts = torch.nn.functional.pad(key[:, :, max(begin, 0) : stop], (0, 0, max(-begin, 0), 0))
+    sums = parts.to(rows.dtype).unflatten(2, (-1, NEAR)).sum(3).double()
+    total = torch.nn.functional.pad(sums.cumsum(2), (0, 0, 1, 0))
+    device = key.device
+    last = torch.arange(ahead, ahead + groups, device=device)  # row of `total` at the end of each group's stretch
+    position = end + torch.arange(groups, device=device) * NEAR
+    i = (offset + torch.arange(groups * NEAR, device=device)).reshape(groups, NEAR).to(rows.dtype)
+    means, counts, centres = [], [], []
+    for stretch in STRETCHES:
+        count = position.clamp(0, stretch)
+        start = (last - stretch // NEAR).clamp(min=0)
+        means.append((total[:, :, ahead : ahead + groups] - total[:, :, start]) / count.clamp(min=1)[:, None])
+        counts.append(count)
+        centres.append(position - (count + 1) / 2)
+    mean = torch.stack(means, -1).to(rows.dtype)  # [B, K, G, D, stretches]
+    scores = (rows @ mean[:, :, None]).mul_(spec.scale)
+    scores = scores.reshape(spec.batch, spec.num_heads, groups, NEAR, len(STRETCHES))
+    slopes = spec.slopes.detach().reshape(-1, spec.num_heads, 1, 1, 1).to(rows.dtype)
+    scores = scores - slopes * (i[..., None] - torch.stack(centres, -1)[:, None].to(rows.dtype))
+    scores = scores + torch.stack(counts, -1)[:, None].to(rows.dtype).log()  # ln 0 = −inf: no stretch
+    return scores.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf).amax(-1)
