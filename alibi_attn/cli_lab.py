@@ -154,7 +154,13 @@ def evaluation(
         raise typer.BadParameter(str(error)) from None
     corpus = whole_text(text, _tokenizer_of(checkpoint, config.data.tokenizer))
     with errors.status("testing"):
-        curves = evaluate(model, corpus.valid, config.eval)
+        curves = evaluate(
+            model,
+            corpus.valid,
+            config.eval,
+            encode=lambda text: corpus.tokenizer.encode(text).tolist(),
+            say=errors.print,
+        )
     record = records.make(
         "evaluation",
         f"eval/{config.model.method}-{config.train.length}/seed-{config.train.seed}",

@@ -4,11 +4,14 @@
 """
 
 from alibi_attn.lab.config import Recipe
-from alibi_attn.recipes import quick
+from alibi_attn.recipes import curriculum, methods, quick, recall
 from alibi_attn.recipes.paper.items import ITEMS, PAPER
 
 RECIPES: dict[str, Recipe] = {
     "quick": quick.RECIPE,
+    "methods": methods.RECIPE,
+    "curriculum": curriculum.RECIPE,
+    "recall": recall.RECIPE,
     "paper": PAPER,
     **{name: item.recipe for name, item in ITEMS.items()},
 }

@@ -1,0 +1,62 @@
+"""Who remembers? Seven position methods learn to repeat a segment within 64 tokens; then it stands up to 1,000 tokens back.
+
+Paper: none; the question that its perplexities leave open (section 5: what looks like use of a longer context is mostly
+fewer early tokens). Every training example is one document of the recall task (`lab/tasks.py`), and the test asks for
+the same at every distance in longer texts. A method may survive length and still not use it: this tells the two apart.
+"""
+
+from alibi_attn.lab.config import DataConfig, EvalConfig, Method, ModelConfig, Recipe, RunConfig, Scale, TrainConfig
+
+METHODS: tuple[Method, ...] = ("none", "sinusoidal", "rotary", "t5", "alibi", "alibi-half", "kerple")
+
+
+def runs(scale: Scale) -> tuple[RunConfig, ...]:
+    """The same model, documents, order and seed for every method."""
+    return tuple(_run(method, scale) for method in METHODS)
+
+
+def _run(method: Method, scale: Scale) -> RunConfig:
+    if scale == "smoke":
+        return RunConfig(
+            model=ModelConfig(method=method, num_layers=1, num_heads=2, embed_dim=16, ffn_dim=24),
+            data=DataConfig(corpus="task:recall:32"),
+            train=TrainConfig(length=32, steps=4, batch_tokens=128, warmup_steps=2, log_every=2, checkpoint_every=4),
+            eval=EvalConfig(lengths=(32, 64), tokens=64, batch_tokens=2048, tasks=("recall",)),
+        )
+    if scale == "small":
+        return RunConfig(
+            model=ModelConfig(method=method, num_layers=2, num_heads=4, embed_dim=64, ffn_dim=168),
+            data=DataConfig(corpus="task:recall:64"),
+            train=TrainConfig(length=64, steps=300, batch_tokens=2048, learning_rate=5e-3, warmup_steps=40),
+            eval=EvalConfig(lengths=(64, 128, 256, 512, 1024), tokens=4096, tasks=("recall",)),
+        )
+    return RunConfig(
+        model=ModelConfig(method=method, num_layers=12, num_heads=12, embed_dim=768, ffn_dim=2048),
+        data=DataConfig(corpus="task:recall:512"),
+        train=TrainConfig(
+            length=512,
+            steps=5_000,
+            batch_tokens=65_536,
+            learning_rate=6e-4,
+            warmup_steps=500,
+            precision="bf16",
+            checkpoint_every=1000,
+        ),
+        eval=EvalConfig(
+            lengths=(512, 1024, 2048, 4096, 8192, 16_384), tokens=65_536, batch_tokens=65_536, tasks=("recall",)
+        ),
+    )
+
+
+RECIPE = Recipe(
+    name="recall",
+    question="Trained to repeat what stood within 64 tokens, which position methods still can when it stands 1,000 tokens back?",
+    paper="none: what section 5's perplexities cannot say",
+    command="alibi run recall",
+    cost="small: about five minutes on two cores (20 to 40 seconds a training); smoke: seconds; paper: a GPU (not measured)",
+    expected=(
+        "all that learn it answer within the trained length (chance is a quarter); beyond it ALiBi finds what is near at any "
+        "length and less the farther it stands, no positions lose least, and rotary loses near ones too"
+    ),
+    runs=runs,
+)

@@ -1,0 +1,30 @@
+"""The recipe that asks who remembers: trained and tested on one task, by documents of the trained length."""
+
+import typing
+
+import pytest
+
+from alibi_attn import records
+from alibi_attn.lab.config import Scale
+from alibi_attn.lab.experiment import run
+from alibi_attn.lab.tasks import parse_corpus, recall_distances
+from alibi_attn.recipes.recall import METHODS, RECIPE
+
+
+@pytest.mark.parametrize("scale", typing.get_args(Scale))
+def test_every_training_example_is_one_document(scale):
+    for config in RECIPE.runs(scale):
+        assert parse_corpus(config.data.corpus) == ("recall", config.train.length)
+        assert config.eval.lengths[0] == config.train.length
+
+
+def test_recall_runs_at_smoke_scale_and_records_every_distance(tmp_path):
+    found = [records.load(path) for path in run(RECIPE, out=tmp_path, scale="smoke")]
+    evaluations = [record for record in found if record.kind == "evaluation"]
+    assert [record.config["model"]["method"] for record in evaluations] == list(METHODS)
+    for record in evaluations:
+        curve = record.curves["recall"]
+        assert curve["distance"] == recall_distances(32) + recall_distances(64)
+        assert all(0 <= share <= 1 for share in curve["accuracy"])
+        assert set(curve["tokens"]) == {16 * 7}
+        assert record.config["corpus"]["name"] == "task:recall:32"
