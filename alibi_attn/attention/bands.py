@@ -6,6 +6,7 @@ backward, which therefore visit the same keys, and tells `explain` and `head_rea
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import Literal
 
@@ -20,6 +21,7 @@ Kind = Literal["tile", "diagonal", "left"]
 
 WIDE = 512  # from this band width on, diagonal and rectangle are separate pieces of WIDE_ROWS queries
 WIDE_ROWS = 256
+EDGE_ROWS = 768  # where such a band begins at the first key: from 768 queries on the operator works on 256 at a time
 MAX_BLOCKS = 64  # blocks a piece
 MAX_KEYS = 4608  # keys a block; wider bands are cut and merged (keys and values of a call should stay in the cache)
 MAX_GATHERED = 2**21  # elements of the gradients of one piece's keys
@@ -132,27 +134,38 @@ def _head_plan(
     inside = first >= 0 and first + spec.query_len <= spec.key_len
     free = spec.causal and spec.window is None and spec.key_mask is None and spec.key_segments is None
     wide = free and inside and widest >= WIDE and spec.query_len >= 2 * TILE and 0 <= slope * WIDE_ROWS <= 2 * MAX_BIAS
-    if wide:
-        rows = min(WIDE_ROWS, max(TILE, spec.query_len // 2 // TILE * TILE))
-    else:
-        rows = 32 if widest <= 96 else TILE if widest < 768 else 2 * TILE
-    pieces = _diagonal(spec, first, rows) if wide else []
-    met: list[_Block] = []
-    for run in _runs(spec, _blocks(spec, first, left, right, lows, highs, rows), first, wide=wide):
-        widened = _widened(spec, run, first)
-        met += widened
-        pieces += _run_pieces(spec, widened, first, threads, wide)
+    pieces, met = [], list[_Block]()
+    for query, stop, rows in _stretches(spec, first, widest, slope, wide=wide):
+        blocks = _blocks(spec, first, left, right, lows, highs, range(query, stop, rows))
+        if wide:
+            pieces += _diagonal(first, range(query, stop, rows))
+        for run in _runs(spec, blocks, first, wide=wide):
+            widened = _widened(spec, run, first)
+            met += widened
+            pieces += _run_pieces(spec, widened, first, threads, wide)
     for pin in pins:
         pieces += _pinned(spec, met, pin)
     return pieces
 
 
+def _stretches(spec: Spec, first: int, widest: int, slope: float, *, wide: bool) -> Iterator[tuple[int, int, int]]:
+    """(first query, end, queries a block) of the parts of a head: larger blocks where a wide band begins at key 0."""
+    if not wide:
+        yield 0, spec.query_len, 32 if widest <= 96 else TILE if widest < 768 else 2 * TILE
+        return
+    at_edge = 0
+    if slope * EDGE_ROWS <= 2 * MAX_BIAS:
+        at_edge = max(0, min(spec.query_len, widest - first)) // (2 * EDGE_ROWS) * (2 * EDGE_ROWS)
+        yield 0, at_edge, EDGE_ROWS
+    yield at_edge, spec.query_len, min(WIDE_ROWS, max(TILE, spec.query_len // 2 // TILE * TILE))
+
+
 def _blocks(
-    spec: Spec, first: int, left: list[int], right: list[int], lows: list[int], highs: list[int], rows: int
+    spec: Spec, first: int, left: list[int], right: list[int], lows: list[int], highs: list[int], starts: range
 ) -> Iterator[_Block]:
-    """Blocks of `rows` queries with the keys they must meet; those that need none are left out."""
-    for query in range(0, spec.query_len, rows):
-        count = min(rows, spec.query_len - query)
+    """Blocks of queries with the keys they must meet; those that need none are left out."""
+    for query in starts:
+        count = min(starts.step, starts.stop - query)
         tiles = range(query // TILE, (query + count - 1) // TILE + 1)
         top, end = first + query, first + query + count
         reach = min(max(left[n] for n in tiles), spec.window or spec.key_len + spec.query_len + abs(first))
@@ -171,7 +184,7 @@ def _runs(spec: Spec, blocks: Iterator[_Block], first: int, *, wide: bool) -> It
     for block in blocks:
         sliding = _slides(spec, block, first)
         if run:
-            most = MAX_BLOCKS if sliding else 1 if wide else EDGE_BLOCKS
+            most = MAX_BLOCKS if sliding else EDGE_BLOCKS if not wide else 2 if block.rows == EDGE_ROWS else 1
             same = _follows(run[-1], block) and _slides(spec, run[0], first) == sliding
             if not same or len(run) >= most or (sliding and not _fits(spec, run, block, first)):
                 yield run
@@ -215,12 +228,15 @@ def _run_pieces(spec: Spec, run: list[_Block], first: int, threads: int, wide: b
     head = run[0]
     high = min(head.high, first + head.query) if wide else head.high
     keys = high - head.low
-    if keys <= 0:
+    if keys <= 0 and len(run) == 1:
         return
     kind: Kind = "left" if wide else "tile"
     step = run[1].low - head.low if len(run) > 1 else 0
-    if wide and len(run) == 1:  # one block: its queries are divided among the cores, and share their keys
-        yield from _shared_left(head, head.low, high, threads)
+    if wide and step == 0:  # at the edge: the queries are divided among the cores, and share their keys
+        both = dataclasses.replace(head, rows=sum(b.rows for b in run))
+        yield from _shared_left(both, head.low, high, threads)
+        for before, block in itertools.pairwise(run):
+            yield from _shared_left(block, first + before.query, first + block.query, threads)
         return
     most = min(MAX_BLOCKS, MAX_GATHERED // (min(keys, MAX_KEYS) * spec.head_dim))
     most = max(threads, most // threads * threads)  # backward works on whole blocks in parallel: leave no core idle
@@ -230,11 +246,12 @@ def _run_pieces(spec: Spec, run: list[_Block], first: int, threads: int, wide: b
         yield from _cut(Piece(block.query, count, block.rows, block.low, keys, step, kind, merge=wide))
 
 
-def _diagonal(spec: Spec, first: int, rows: int) -> list[Piece]:
-    count, rest = divmod(spec.query_len, rows)
-    pieces = [Piece(0, count, rows, first, rows, rows, "diagonal")] if count else []
+def _diagonal(first: int, starts: range) -> list[Piece]:
+    rows = starts.step
+    count, rest = divmod(starts.stop - starts.start, rows)
+    pieces = [Piece(starts.start, count, rows, first + starts.start, rows, rows, "diagonal")] if count else []
     if rest:
-        query = count * rows
+        query = starts.start + count * rows
         pieces.append(Piece(query, 1, rest, first + query, rest, rest, "diagonal"))
     return pieces
 
