@@ -1,0 +1,64 @@
+"""Short examples first, long ones later: is that better than long ones all the way, at equally many tokens?
+
+Paper: staged training (Press et al. 2021, "Shortformer") is the strongest rival that tables 7 and 10 cite, and is trained
+with sinusoidal positions there; ALiBi needs no new positions when the length changes, so both are asked.
+"""
+
+import dataclasses
+
+from alibi_attn.lab.config import EvalConfig, Method, ModelConfig, Recipe, RunConfig, Scale, TrainConfig
+
+METHODS: tuple[Method, ...] = ("sinusoidal", "alibi")
+FIRST_SHARES = (0.5, 0.75)  # of the steps, at a quarter of the length
+
+
+def runs(scale: Scale) -> tuple[RunConfig, ...]:
+    """Each method at full length all the way, and in two stages; equal tokens, equal batches."""
+    found = []
+    for method in METHODS:
+        whole = _run(method, scale)
+        found.append(whole)
+        for share in FIRST_SHARES:
+            train = whole.train
+            staged = dataclasses.replace(train, first_length=train.length // 4, first_steps=round(share * train.steps))
+            found.append(dataclasses.replace(whole, train=staged))
+    return tuple(found)
+
+
+def _run(method: Method, scale: Scale) -> RunConfig:
+    if scale == "smoke":
+        return RunConfig(
+            model=ModelConfig(method=method, num_layers=1, num_heads=2, embed_dim=16, ffn_dim=24),
+            train=TrainConfig(length=32, steps=4, batch_tokens=128, warmup_steps=1, log_every=2, checkpoint_every=4),
+            eval=EvalConfig(lengths=(32, 64), tokens=64, batch_tokens=2048),
+        )
+    if scale == "small":
+        return RunConfig(
+            model=ModelConfig(method=method),
+            train=TrainConfig(length=256, steps=240, batch_tokens=2048, learning_rate=3e-3, warmup_steps=24),
+            eval=EvalConfig(lengths=(256, 512, 1024), tokens=8192),
+        )
+    return RunConfig(
+        model=ModelConfig(method=method, num_layers=12, num_heads=12, embed_dim=768, ffn_dim=2048),
+        train=TrainConfig(
+            length=1024,
+            steps=20_000,
+            batch_tokens=65_536,
+            learning_rate=6e-4,
+            warmup_steps=1000,
+            precision="bf16",
+            checkpoint_every=1000,
+        ),
+        eval=EvalConfig(lengths=(1024, 2048, 4096), tokens=262_144, batch_tokens=65_536),
+    )
+
+
+RECIPE = Recipe(
+    name="curriculum",
+    question="At equally many tokens, is a training that begins with short examples better than one that does not?",
+    paper="none: the staged training that tables 7 and 10 cite, with sinusoidal positions and with ALiBi",
+    command="alibi run curriculum",
+    cost="small: about five minutes on two cores; smoke: seconds; paper: hours on one GPU (not measured)",
+    expected="staged trainings are faster; whether they end lower at the full length is what the runs say",
+    runs=runs,
+)

@@ -1,0 +1,76 @@
+"""Nine ways to tell a model where a token stands, and five ways to stretch them afterwards: same text, order and weights.
+
+Paper: none; sections 2 and 3 compare four. The stretches change positions at test time only: rotary's by position
+interpolation, NTK and YaRN, ALiBi's slopes by L / L' and by NTK, so that one training is tested several times. Each
+model is also tested with its context cut at the trained length, which is what a stretch has to beat.
+"""
+
+import dataclasses
+
+from alibi_attn.lab.config import EvalConfig, Method, ModelConfig, Recipe, RunConfig, Scale, Stretch, TrainConfig
+
+METHODS: tuple[Method, ...] = (
+    "none",
+    "sinusoidal",
+    "learned",
+    "rotary",
+    "t5",
+    "alibi",
+    "alibi-learned",
+    "alibi-half",
+    "kerple",
+)
+STRETCHES: dict[Method, tuple[Stretch, ...]] = {"rotary": ("linear", "ntk", "yarn"), "alibi": ("linear", "ntk")}
+
+
+def runs(scale: Scale) -> tuple[RunConfig, ...]:
+    """Every method as it was trained, then the stretched ones with the same weights."""
+    plain = [_run(method, scale) for method in METHODS]
+    stretched = [
+        dataclasses.replace(run, eval=dataclasses.replace(run.eval, stretch=stretch, windowed=False))
+        for run in plain
+        for stretch in STRETCHES.get(run.model.method, ())
+    ]
+    return (*plain, *stretched)
+
+
+def _run(method: Method, scale: Scale) -> RunConfig:
+    if scale == "smoke":
+        return RunConfig(
+            model=ModelConfig(method=method, num_layers=1, num_heads=2, embed_dim=16, ffn_dim=24),
+            train=TrainConfig(length=16, steps=4, batch_tokens=128, warmup_steps=1, log_every=2, checkpoint_every=4),
+            eval=EvalConfig(lengths=(16, 64), tokens=64, batch_tokens=2048, windowed=True),
+        )
+    if scale == "small":
+        return RunConfig(
+            model=ModelConfig(method=method),
+            train=TrainConfig(length=128, steps=140, batch_tokens=2048, learning_rate=3e-3, warmup_steps=14),
+            eval=EvalConfig(lengths=(128, 256, 512, 1024), tokens=8192, windowed=True),
+        )
+    return RunConfig(
+        model=ModelConfig(method=method, num_layers=12, num_heads=12, embed_dim=768, ffn_dim=2048),
+        train=TrainConfig(
+            length=512,
+            steps=20_000,
+            batch_tokens=65_536,
+            learning_rate=6e-4,
+            warmup_steps=1000,
+            precision="bf16",
+            checkpoint_every=1000,
+        ),
+        eval=EvalConfig(lengths=(512, 1024, 2048, 4096, 8192), tokens=262_144, batch_tokens=65_536, windowed=True),
+    )
+
+
+RECIPE = Recipe(
+    name="methods",
+    question="Which of nine position methods goes beyond its trained length, and does stretching it at test time help?",
+    paper="none: section 2.2's question for later methods",
+    command="alibi run methods",
+    cost="small: about six minutes on two cores; smoke: seconds; paper: hours on one GPU (not measured)",
+    expected=(
+        "the ALiBi family and KERPLE do not rise; learned positions end at the trained length; stretched rotary rises less "
+        "than plain rotary; no method gains much on its own windowed test"
+    ),
+    runs=runs,
+)
