@@ -19,7 +19,7 @@ from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, MaxNL
 from matplotlib.typing import RcKeyType
 from numpy.typing import NDArray
 
-from alibi_attn.report.series import Mode, Series, Study
+from alibi_attn.report.series import MODES, Mode, Series, Study
 
 Measure = Literal["tokens_per_second", "peak_memory_bytes"]
 Points = NDArray[np.float64]
@@ -77,10 +77,8 @@ _TEXT_GAP = 0.068  # of the height of the axes, between two labels at the end of
 
 
 def perplexity_by_length(study: Study, mode: Mode) -> Figure | None:
-    """Perplexity, exp(mean loss), against the length it was tested at; both modes of a study share their y axis."""
-    curves = {
-        m: [(s, *s.curve("by_length", "length", f"{m}_nats")) for s in study.series] for m in (mode, _other(mode))
-    }
+    """Perplexity, exp(mean loss), against the length it was tested at; all modes of a study share their y axis."""
+    curves = {m: [(s, *s.curve("by_length", "length", f"{m}_nats")) for s in study.series] for m in MODES}
     drawn = [(s, x, np.exp(y)) for s, x, y in curves[mode] if y.size]
     every = [np.exp(y).ravel() for panel in curves.values() for _, _, y in panel]
     if not drawn:
@@ -129,6 +127,21 @@ def training_curves(study: Study) -> Figure | None:
     return figure
 
 
+def validation_curves(study: Study, x: Literal["seconds", "step"]) -> Figure | None:
+    """Perplexity on text that is not trained on, through the training, against its seconds or its steps."""
+    drawn = [(s, at, np.exp(y)) for s in study.series for at, y in [s.curve("validation", x, "nats")] if y.size]
+    if not drawn:
+        return None
+    figure, axes = _axes(f"perplexity per {study.unit}, log scale")
+    _lines(axes, study, drawn, markers=False, alone=x == "seconds")
+    _log_y(axes, np.concatenate([y.ravel() for _, _, y in drawn]))
+    axes.xaxis.set_major_locator(MaxNLocator(5))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.set_xlabel("seconds of training" if x == "seconds" else "training step")
+    _end_labels(axes, drawn, column=True)
+    return figure
+
+
 def cost_by_length(study: Study, measure: Measure) -> Figure | None:
     """Speed or memory of the evaluation against its length, both axes logarithmic."""
     unit = 1.0 if measure == "tokens_per_second" else 2.0**20
@@ -152,6 +165,19 @@ def plain_axes(title: str) -> tuple[Figure, Axes]:
 def color_of(method: str) -> str:
     """The color of a method, or ink."""
     return COLORS.get(method, INK)
+
+
+def variable_of(method: str) -> str:
+    """The CSS variable of a method's color, or of ink."""
+    return method if method in COLORS else "ink"
+
+
+def short_number(value: float) -> str:
+    """A tick: 2.5, 40, 30k, 2M."""
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.4g}{letter}"
+    return f"{value:.4g}"
 
 
 def log_axis(axes: Axes, values: Points) -> None:
@@ -224,12 +250,26 @@ def _axes(title: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _lines(axes: Axes, study: Study, drawn: Sequence[tuple[Series, Points, Points]], *, markers: bool = True) -> None:
+def _lines(
+    axes: Axes,
+    study: Study,
+    drawn: Sequence[tuple[Series, Points, Points]],
+    *,
+    markers: bool = True,
+    alone: bool = False,
+) -> None:
+    """The mean of the seeds and the band around it; `alone`: every seed for itself, because no two share an x."""
+    stretches = ["none", *sorted({series.stretch for series, _, _ in drawn} - {"none"})]
     for series, x, y in drawn:
         color = COLORS.get(series.method, INK)
-        style = _LINES[study.trained.index(series.trained) % len(_LINES)]
+        style = _LINES[(study.trained.index(series.trained) + stretches.index(series.stretch)) % len(_LINES)]
         marker = MARKERS.get(series.method, "*") if markers else None
         zorder = 4 if series.method == "alibi" else 3
+        if alone and len(y) > 1:
+            for row in y:
+                some = np.isfinite(row)
+                axes.plot(x[some], row[some], color=color, linestyle=style, zorder=zorder, alpha=0.75)
+            continue
         axes.plot(x, np.nanmean(y, axis=0), color=color, linestyle=style, marker=marker, zorder=zorder, clip_on=False)
         if len(y) > 1:
             axes.fill_between(
@@ -275,16 +315,8 @@ def _log_y(axes: Axes, values: Points) -> None:
     axes.set_yscale("log")
     axes.set_ylim(low, high)
     axes.yaxis.set_major_locator(FixedLocator(_round_numbers(low, high)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
     axes.yaxis.set_minor_locator(NullLocator())
-
-
-def _short(value: float) -> str:
-    """A tick: 2.5, 40, 30k, 2M."""
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= size:
-            return f"{value / size:.4g}{letter}"
-    return f"{value:.4g}"
 
 
 def _round_numbers(low: float, high: float) -> list[float]:
@@ -299,17 +331,17 @@ def _round_numbers(low: float, high: float) -> list[float]:
     return ticks[:: math.ceil(len(ticks) / 6)]
 
 
-def _end_labels(axes: Axes, drawn: Sequence[tuple[Series, Points, Points]]) -> None:
-    """Each line's name at its end, moved up or down until no two touch."""
+def _end_labels(axes: Axes, drawn: Sequence[tuple[Series, Points, Points]], *, column: bool = False) -> None:
+    """Each line's name at its end, moved up or down until no two touch; `column`: all on the right, wherever they end."""
     axes.autoscale_view()  # so that transData knows the limits
     ends: list[tuple[float, Series]] = []
     furthest = max(x[-1] for _, x, _ in drawn)
     for series, x, y in drawn:
-        mean = np.nanmean(y, axis=0)
+        mean = y[np.isfinite(y[:, -1]), -1:].mean(axis=0) if column else np.nanmean(y, axis=0)
         place = axes.transAxes.inverted().transform(axes.transData.transform((x[-1], mean[-1])))
-        if x[-1] < furthest:  # ends early: its name stands at its end, not in the column on the right
+        if x[-1] < furthest and not column:  # ends early: its name stands at its end, not in the column on the right
             axes.annotate(
-                series.label,
+                series.short,
                 (x[-1], mean[-1]),
                 (4, -11),
                 textcoords="offset points",
@@ -321,9 +353,9 @@ def _end_labels(axes: Axes, drawn: Sequence[tuple[Series, Points, Points]]) -> N
     ends.sort(key=lambda end: end[0])
     heights = _apart([end[0] for end in ends], _TEXT_GAP)
     for height, (_, series) in zip(heights, ends, strict=True):
-        weight = "bold" if series.method == "alibi" else "normal"
+        weight = "bold" if series.method == "alibi" and series.stretch == "none" else "normal"
         axes.annotate(
-            series.label,
+            series.short,
             (1, height),
             (7, 0),
             xycoords="axes fraction",
@@ -331,6 +363,7 @@ def _end_labels(axes: Axes, drawn: Sequence[tuple[Series, Points, Points]]) -> N
             va="center_baseline",
             color=_color(series),
             fontweight=weight,
+            fontsize=9 if len(series.short) <= 15 else 7.5,
             annotation_clip=False,
         )
 
@@ -349,10 +382,6 @@ def _apart(places: Sequence[float], gap: float) -> list[float]:
 
 def _color(series: Series) -> str:
     return COLORS.get(series.method, INK)
-
-
-def _other(mode: Mode) -> Mode:
-    return "sliding" if mode == "nonoverlapping" else "nonoverlapping"
 
 
 def _escape(text: str) -> str:

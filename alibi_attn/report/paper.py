@@ -23,9 +23,14 @@ _BY_LENGTH = ("figure-1", "figure-4", "figure-6", "figure-9", "figure-11")
 _MEASURES = {
     "train_tokens_per_second": "tokens per second in training, log scale",
     "evaluation_tokens_per_second": "tokens per second in the test, log scale",
-    "memory_bytes": "memory of the training in MB, log scale",
+    "memory_bytes": "memory of the training in GB, log scale",
 }
 _OTHER_WAY = {"sliding_perplexity": "sliding", "nonoverlapping_perplexity": "nonoverlapping"}
+_OTHER_TABLES = {  # where the paper has the same models, evaluated the other way
+    "figure-1": ("table-13", "table-14", "table-15"),
+    "figure-4": ("table-15",),
+    "figure-11": ("table-5", "table-2", "table-3", "table-4"),
+}
 
 Column = Callable[[str, str], Points]
 
@@ -50,30 +55,28 @@ def item_of(record: Record) -> PublishedItem:
     return PUBLISHED[record.name.split("/")[0]]
 
 
-def pictures(record: Record) -> list[Picture]:
-    """Ours and the paper's, in the order in which they stand beside each other; none for tables."""
+def pictures(record: Record) -> list[list[Picture]]:
+    """Rows of ours and the paper's, as they stand beside each other; none for tables."""
     name, item = record.name.split("/")[0], item_of(record)
     if name == "figure-3":
-        return _head_pictures()
+        return [_head_pictures()]
     if name == "figure-10":
         return _window_pictures(record, item)
     if name == "figure-8":
-        return [
-            _picture(panel, paper_figures.frontier(panel)) for panel in _panels(record, item, "", "perplexity", None)
-        ]
-    rows: list[list[Panel]] = []
+        panels = _panels(record, item, "", "perplexity", None)
+        return [[_picture(panel, paper_figures.frontier(panel)) for panel in panels]]
+    groups: list[list[Panel]] = []
     if name in _BY_LENGTH:
-        rows = [_panels(record, item, "length", "perplexity", labels) for labels in item.panels]
+        groups = [_panels(record, item, "length", "perplexity", labels) for labels in item.panels]
     elif name == "figure-5":
-        rows = [_panels(record, item, "hours", "perplexity", labels) for labels in item.panels]
+        groups = [_panels(record, item, "hours", "perplexity", labels) for labels in item.panels]
     elif name == "figure-7":
-        rows = [_panels(record, item, "length", "train_tokens_per_second", None)]
+        groups = [_panels(record, item, "length", "train_tokens_per_second", None)]
     elif name == "figure-2":
-        rows = [_panels(record, item, "trained", measure, None) for measure in item.columns]
+        groups = [_panels(record, item, "trained", measure, None) for measure in item.columns]
     return [
-        _picture(panel, figure)
-        for row in rows
-        for panel, figure in zip(row, paper_figures.line_figures(row), strict=True)
+        [_picture(panel, figure) for panel, figure in zip(group, paper_figures.line_figures(group), strict=True)]
+        for group in groups
     ]
 
 
@@ -98,18 +101,15 @@ def unit_of(record: Record) -> str:
 
 def spread_sentence(record: Record) -> str:
     """How many tokens were scored and how many seeds stand behind a number."""
-    tokens = _range(record, "tokens")
-    seeds = _range(record, "seeds")
+    tokens, seeds = _range(record, "tokens"), _range(record, "seeds")
     said = []
     if tokens:
-        said.append(f"{_between(tokens)} tokens are scored at every length")
-    if seeds:
-        one = seeds[1] == 1
-        said.append(
-            "there is one seed, so no spread" if one else f"{_between(seeds)} seeds, with the lowest and the highest"
-        )
-    text = "; ".join(said)
-    return f"{text[:1].upper()}{text[1:]}." if text else ""
+        said.append(f"{_between(tokens)} tokens are scored for every number of ours.")
+    if seeds and seeds[1] == 1:
+        said.append("There is one seed, so nothing shows how much chance does.")
+    elif seeds:
+        said.append(f"Bands and small numbers go from the lowest to the highest of {_between(seeds)} seeds.")
+    return " ".join(said)
 
 
 def scale_sentence(record: Record) -> str:
@@ -122,12 +122,18 @@ def scale_sentence(record: Record) -> str:
         said.append(
             f"Our lengths are the paper's divided by {factor:g}: {example / factor:,.0f} tokens stand for {example:,}."
         )
-    if item.corpus:
+    slopes = _slopes(record, item)
+    if slopes:
+        equal = sum(ours == theirs for ours, theirs in slopes)
+        said.append(f"{equal} of the paper's {len(slopes)} slopes are ours to the last bit.")
+    elif item.corpus and any("perplexity" in column for column in item.columns):
         ours = record.config.get("corpus")
         text = f"of {ours}" if isinstance(ours, str) else "of another text"
         said.append(
             f"Ours is per {unit_of(record)} {text}, the paper's per token of {item.corpus}: compare shapes, not heights."
         )
+    elif item.corpus:
+        said.append(f"The machines differ (the paper's: {item.evaluation}), and so do the tokens: compare shapes.")
     return " ".join(said)
 
 
@@ -146,10 +152,35 @@ def _panels(record: Record, item: PublishedItem, x: str, y: str, labels: Sequenc
         if lines:
             how = f", {mode} windows" if y == "perplexity" and x in ("length", "") else ""
             found.append(_panel(record, item, x, y, lines, labels, heading=f"Ours{how}", ours=True, factor=factor))
-    lines = _lines(published, labels, x, y, 1.0, "")
-    how = f", {way} windows" if y == "perplexity" and x in ("length", "") else ""
-    found.append(_panel(record, item, x, y, lines, labels, heading=f"The paper{how}", ours=False, factor=1.0))
+    theirs = [(published, way, item)]
+    other = _other_published(record.name.split("/")[0], item)
+    if other is not None and x == "length":
+        theirs.append((_published(other), "sliding" if way == "nonoverlapping" else "nonoverlapping", other))
+    for column_of, mode, source in theirs:
+        lines = _lines(column_of, [label for label in labels if label in source.series], x, y, 1.0, "")
+        how = f", {mode} windows" if y == "perplexity" and x in ("length", "") else ""
+        if lines:
+            found.append(_panel(record, source, x, y, lines, labels, heading=f"The paper{how}", ours=False, factor=1.0))
     return found
+
+
+def _other_published(name: str, item: PublishedItem) -> PublishedItem | None:
+    """The paper's numbers of the same models, evaluated the other way, up to the item's own longest length."""
+    tables = [PUBLISHED[table] for table in _OTHER_TABLES.get(name, ())]
+    if not tables:
+        return None
+    series: dict[str, Mapping[str, tuple[float | None, ...]]] = {}
+    longest = max(length or 0 for columns in item.series.values() for length in columns["length"])
+    for label in item.series:
+        for table in tables:
+            columns = table.series.get(label)
+            if columns is not None and label not in series:
+                kept = [at for at, length in enumerate(columns["length"]) if length and length <= longest]
+                series[label] = {key: tuple(columns[key][at] for at in kept) for key in ("length", "perplexity")}
+    source = "tables " + ", ".join(table.source.removeprefix("table ") for table in tables)
+    return dataclasses.replace(
+        item, series=series, source=source if tables[1:] else tables[0].source, evaluation=tables[0].evaluation
+    )
 
 
 def _panel(
@@ -164,12 +195,14 @@ def _panel(
     x_label = {
         "length": f"{per}s read at once" + (f", L = {unit:,.0f}" if unit else ", log scale"),
         "trained": f"L, {per}s of a training example",
-        "hours": "hours of training" + ("" if ours else " (GPU)"),
+        "hours": f"{_time_unit(lines)} of training" + ("" if ours else " (GPU)"),
         "": f"{per}s per second in training, log scale",
     }[x]
     if y == "train_tokens_per_second" and x == "length":
         x_label = f"L, {per}s of a training example"
         unit = None
+    if x == "hours" and _time_unit(lines) == "minutes":
+        lines = tuple(dataclasses.replace(line, x=60 * line.x) for line in lines)
     caption = "" if ours else f"Numbers of {item.source}: {item.corpus}, {item.evaluation}."
     return Panel(
         heading=heading, caption=caption, ours=ours, x_label=x_label, y_label=y_label, lines=lines,
@@ -195,7 +228,7 @@ def _lines(column: Column, labels: Sequence[str], x: str, y: str, factor: float,
             places = np.full(len(values), (length or math.nan) / factor)
         else:
             places = column(label, "train_tokens_per_second")
-        scale = 1e6 if y == "memory_bytes" else 1.0
+        scale = 1e9 if y == "memory_bytes" else 1.0
         name = label.split(",", 1)[0]
         if len(trained) > 1 and length and x != "trained":
             shown = f"{length / factor:,.0f}"
@@ -215,6 +248,11 @@ def _lines(column: Column, labels: Sequence[str], x: str, y: str, factor: float,
             )  # fmt: skip
         lines[key] = line
     return tuple(lines.values())
+
+
+def _time_unit(lines: Sequence[Line]) -> str:
+    longest = max((value for line in lines for value in line.x.tolist() if math.isfinite(value)), default=0.0)
+    return "minutes" if longest < 2 else "hours"
 
 
 def _recorded(record: Record) -> Column:
@@ -264,22 +302,34 @@ def _head_pictures() -> list[Picture]:
     ]
 
 
-def _window_pictures(record: Record, item: PublishedItem) -> list[Picture]:
-    found = []
+def _window_pictures(record: Record, item: PublishedItem) -> list[list[Picture]]:
+    rows = []
     for label in item.series:
+        row = []
         for who, column in (("Ours", _recorded(record)), ("The paper", _published(item))):
             token, context, passes = (column(label, name) for name in ("token", "context", "pass"))
-            if not token.size or not np.isfinite(np.concatenate([token, context, passes])).all():
-                continue
-            found.append(
-                Picture(
-                    heading=f"{label}: {who.lower()}",
-                    caption="Filled: scored in this pass. Pale: read again, for context.",
-                    figure=paper_figures.windows(token, context, passes),
-                    description=f"{label} over {len(token)} tokens takes {passes.max():.0f} forward passes.",
+            if token.size and np.isfinite(np.concatenate([token, context, passes])).all():
+                row.append(
+                    Picture(
+                        heading=f"{label}: {who.lower()}",
+                        caption="Filled: scored in this pass. Pale: read again, for context.",
+                        figure=paper_figures.windows(token, context, passes),
+                        description=f"{label} over {len(token)} tokens takes {passes.max():.0f} forward passes.",
+                    )
                 )
-            )
-    return found
+        rows.append(row)
+    return rows
+
+
+def _slopes(record: Record, item: PublishedItem) -> list[tuple[float, float | None]]:
+    """(ours, the paper's) slope of every head of both."""
+    if "slope" not in item.columns:
+        return []
+    return [
+        pair
+        for label, columns in item.series.items()
+        for pair in zip(numbers(record, label, "slope"), columns["slope"], strict=False)
+    ]
 
 
 def _range(record: Record, column: str) -> tuple[float, float] | None:

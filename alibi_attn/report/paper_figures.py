@@ -57,30 +57,62 @@ def line_figures(panels: Sequence[Panel]) -> list[Figure]:
 
 
 def frontier(panel: Panel) -> Figure:
-    """Points with names: speed to the right on a logarithmic axis, perplexity up."""
+    """Points with names: speed to the right on a logarithmic axis, perplexity up; each method's points are joined."""
     figure, axes = figures.plain_axes(panel.y_label)
     axes.set_position((0.1, 0.155, 0.86, 0.745))
-    points = [
-        (float(line.x[0]), float(line.y[0]), line) for line in panel.lines if np.isfinite([line.x[0], line.y[0]]).all()
-    ]
-    points.sort(key=lambda point: point[0])
-    for place, (x, y, line) in enumerate(points):
-        color = figures.color_of(line.method) if panel.ours else figures.MUTED
-        marker = figures.MARKERS.get(line.method, "o")
-        axes.plot([x], [y], marker, color=color, fillstyle="full" if panel.ours else "none", markersize=6, zorder=3)
-        if math.isfinite(line.low[0]):
-            axes.plot([x, x], [line.low[0], line.high[0]], color=color, linewidth=1.2)
-        axes.annotate(
-            line.name, (x, y), (0, 7 if place % 2 == 0 else -13), textcoords="offset points", ha="center", color=color,
-            fontsize=8,
-        )  # fmt: skip
-    if points:
-        xs, ys = np.array([point[0] for point in points]), np.array([point[1] for point in points])
-        axes.set_xscale("log")
-        _round_x(axes, float(xs.min()) / 1.35, float(xs.max()) * 1.35)
-        figures.log_axis(axes, np.array([ys.min() / 1.03, ys.max() * 1.03]))
+    points = [line for line in panel.lines if np.isfinite([line.x[0], line.y[0]]).all()]
     axes.set_xlabel(panel.x_label)
+    if not points:
+        return figure
+    xs, ys = np.array([line.x[0] for line in points]), np.array([line.y[0] for line in points])
+    spread = [value for line in points for value in (line.low[0], line.high[0]) if math.isfinite(value)]
+    axes.set_xscale("log")
+    _round_x(axes, float(xs.min()) / 1.25, float(xs.max()) * 1.25)
+    figures.log_axis(axes, np.array([min(*ys, *spread) / 1.02, max(*ys, *spread) * 1.02]))
+    for method in {line.method: None for line in points}:
+        of_method = sorted((line for line in points if line.method == method), key=lambda line: float(line.x[0]))
+        color = figures.color_of(method) if panel.ours else figures.MUTED
+        axes.plot(
+            [line.x[0] for line in of_method], [line.y[0] for line in of_method], marker=figures.MARKERS.get(method, "o"),
+            color=color, fillstyle="full" if panel.ours else "none", linestyle="-" if panel.ours else _DASHES,
+            linewidth=1, markersize=6,
+        )  # fmt: skip
+        for line in of_method:
+            if math.isfinite(line.low[0]):
+                axes.plot([line.x[0]] * 2, [line.low[0], line.high[0]], color=color, linewidth=1.2)
+    _name_points(axes, points, ours=panel.ours)
     return figure
+
+
+def _name_points(axes: Axes, points: Sequence[Line], *, ours: bool) -> None:
+    """Each point's name on the first side where it touches neither a point nor another name (estimated from its letters)."""
+    places = [axes.transData.transform((line.x[0], line.y[0])) for line in points]
+    taken = [(x - 6, y - 6, x + 6, y + 6) for x, y in places]
+    pixel = axes.get_figure(root=True).dpi / 72  # type: ignore[union-attr]
+    for line, (x, y) in zip(points, places, strict=True):
+        wide, high = 4.6 * len(line.name) * pixel, 9 * pixel
+        sides = {
+            ((0, 8), "center"): (x - wide / 2, y + 6),
+            ((0, -15), "center"): (x - wide / 2, y - 6 - high),
+            ((8, -3), "left"): (x + 8, y - high / 2),
+            ((-8, -3), "right"): (x - 8 - wide, y - high / 2),
+            ((0, 18), "center"): (x - wide / 2, y + 6 + high),
+            ((0, -25), "center"): (x - wide / 2, y - 6 - 2 * high),
+        }
+        free = {
+            side: (left, bottom, left + wide, bottom + high)
+            for side, (left, bottom) in sides.items()
+            if not any(
+                left < other[2] and other[0] < left + wide and bottom < other[3] and other[1] < bottom + high
+                for other in taken
+            )
+        }
+        (offset, align), box = next(iter(free.items()), (((0, 8), "center"), (x, y, x, y)))
+        taken.append(box)
+        axes.annotate(
+            line.name, (line.x[0], line.y[0]), offset, textcoords="offset points", ha=align,
+            color=figures.color_of(line.method) if ours else figures.MUTED, fontsize=8,
+        )  # fmt: skip
 
 
 def windows(token: Points, context: Points, passes: Points) -> Figure:
@@ -165,10 +197,10 @@ def _length_ticks(axes: Axes, low: float, high: float, panel: Panel) -> None:
 
 def _round_x(axes: Axes, low: float, high: float) -> None:
     axes.set_xlim(low, high)
-    ticks = [digit * 10.0**decade for decade in range(-3, 10) for digit in (1, 2, 3, 5)]
+    ticks = [digit * 10.0**decade for decade in range(-3, 10) for digit in (1, 1.5, 2, 3, 5, 7)]
     places = [tick for tick in ticks if low <= tick <= high]
     axes.xaxis.set_major_locator(FixedLocator(places))
-    axes.xaxis.set_major_formatter(FixedFormatter([f"{place:,.4g}" for place in places]))
+    axes.xaxis.set_major_formatter(FixedFormatter([figures.short_number(place) for place in places]))
     axes.xaxis.set_minor_locator(NullLocator())
 
 

@@ -11,6 +11,7 @@ from alibi_attn.report.series import numbers
 from alibi_attn.report.tables import Block, Cell, Table, number
 
 CITED = "cited, not run"
+_MANY = 14  # columns that a table may have before it is thinned
 _NAMES = {
     "train_tokens_per_second": "training, tokens/s",
     "evaluation_tokens_per_second": "test, tokens/s",
@@ -30,7 +31,7 @@ Rows = dict[str, dict[float, tuple[float, float, float]]]  # label -> the paper'
 def pair_table(record: Record) -> Table | None:
     """Ours above the paper's; columns are the paper's columns, or its lengths. None for drawings that measure nothing."""
     item = item_of(record)
-    if "context" in item.columns:
+    if "context" in item.columns or "slope" in item.columns:
         return None
     return _by_length(record, item) if "length" in item.columns else _by_column(record, item)
 
@@ -75,7 +76,9 @@ def _by_length(record: Record, item: PublishedItem) -> Table:
             ]
         words = f" per token of {item.corpus}" if measure == "perplexity" else ""
         found.append((f"The paper: {per}{words}{how}", measure, _published(item, measure)))
-    lengths = sorted({length for _, _, rows in found for values in rows.values() for length in values})
+    lengths = _shown(
+        {x for title, _, rows in found if title.startswith("Ours") for at in rows.values() for x in at}, found
+    )
     columns = tuple(f"{x:,.0f}" if factor == 1 else f"{x / factor:,.0f} ({x:,.0f})" for x in lengths)
     blocks = [
         _block(title, measure, {label: [rows.get(label, {}).get(x) for x in lengths] for label in rows})
@@ -83,6 +86,15 @@ def _by_length(record: Record, item: PublishedItem) -> Table:
         if rows
     ]
     return Table(columns, tuple(blocks))
+
+
+def _shown(ours: set[float], found: list[tuple[str, str, Rows]]) -> list[float]:
+    """All lengths; where they are many, ours and the paper's nearest to each of them (all are in `published.json`)."""
+    every = sorted({length for _, _, rows in found for values in rows.values() for length in values})
+    if len(every) <= _MANY or not ours:
+        return every
+    theirs = sorted({x for title, _, rows in found if title.startswith("The") for at in rows.values() for x in at})
+    return sorted(ours | {min(theirs, key=lambda length: abs(length - x)) for x in ours})
 
 
 def _by_column(record: Record, item: PublishedItem) -> Table:
@@ -93,7 +105,10 @@ def _by_column(record: Record, item: PublishedItem) -> Table:
         for measure in measures:
             rows: Rows = {}
             for label, published in item.series.items():
-                values = numbers(record, label, measure) if ours else [_float(value) for value in published[measure]]
+                # A curve through training ends with the number that the paper has.
+                values = (
+                    numbers(record, label, measure)[-1:] if ours else [_float(value) for value in published[measure]]
+                )
                 rows[label] = {place: (value, math.nan, math.nan) for place, value in enumerate(values)}
             columns.append((measure, rows))
         labels = [

@@ -8,6 +8,7 @@ Next: `figures.py` draws studies, `page.py` writes them down.
 """
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,6 +20,8 @@ from numpy.typing import NDArray
 from alibi_attn.records import Json, Record, identity
 
 Mode = Literal["nonoverlapping", "sliding", "windowed"]
+
+MODES: tuple[Mode, ...] = ("nonoverlapping", "sliding", "windowed")
 
 METHODS = {
     "none": "no positions",
@@ -32,11 +35,9 @@ METHODS = {
     "kerple": "KERPLE-log",
 }
 STRETCHES = {
-    ("rotary", "linear"): "position interpolation",
-    ("rotary", "ntk"): "NTK-aware",
-    ("rotary", "yarn"): "YaRN",
-    ("alibi", "linear"): "slopes interpolated",
-    ("alibi", "ntk"): "slopes interpolated, NTK",
+    "linear": "PI",  # position interpolation; for ALiBi of the slopes, which is the same
+    "ntk": "NTK",
+    "yarn": "YaRN",
 }
 _ASKED = ("model", "data", "train", "corpus")  # what makes a run; `eval` only says how it was tested
 
@@ -56,6 +57,13 @@ class Series:
     def seeds(self) -> int:
         """How many seeds were evaluated (or trained, where nothing is evaluated yet)."""
         return len(self.evaluations or self.trainings)
+
+    @property
+    def short(self) -> str:
+        """The label for a picture."""
+        return self.label.replace("ALiBi, learned slopes", "learned slopes").replace(
+            "half ALiBi, half none", "half ALiBi"
+        )
 
     @property
     def records(self) -> tuple[Record, ...]:
@@ -111,12 +119,12 @@ class Study:
         """What the model predicts: "byte" or "token"."""
         return "byte" if self.bytes_per_token == 1 else "token"
 
-    @property
+    @functools.cached_property
     def lengths(self) -> list[int]:
         """The lengths at which anything was evaluated."""
         return sorted({int(length) for s in self.series for length in s.curve("by_length", "length", "length")[0]})
 
-    @property
+    @functools.cached_property
     def trained(self) -> list[int]:
         """The lengths at which models were trained."""
         return sorted({s.trained for s in self.series})
@@ -189,7 +197,7 @@ def _study(recipe: str, runs: Mapping[tuple[str, str], Sequence[Record]]) -> Stu
         if len({length for _, length, _ in short}) > 1:
             label += f" {trained:,}"
         if stretch != "none":
-            label += f", {STRETCHES.get((method, stretch), stretch)}"
+            label += f", {STRETCHES.get(stretch, stretch)}"
         if short.count(key) > 1:
             label += _difference(config, [name for name in several if name not in ("model.method", "train.length")])
         trainings = tuple(sorted((r for r in members if r.kind == "training"), key=_seed))

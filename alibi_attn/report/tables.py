@@ -43,8 +43,18 @@ class Table:
 def by_length(study: Study) -> Table | None:
     """Perplexity, and bits per byte where it is known, at every length in both modes; None if nothing was evaluated."""
     lengths = study.lengths
-    modes: tuple[tuple[Mode, str], ...] = (("nonoverlapping", "nonoverlapping windows"), ("sliding", "sliding window"))
-    blocks = [_block(study, f"Perplexity per {study.unit}, {words}", f"{mode}_nats", math.exp) for mode, words in modes]
+    modes: tuple[tuple[Mode, str], ...] = (
+        ("nonoverlapping", "nonoverlapping windows"),
+        ("sliding", "sliding window"),
+        ("windowed", "context cut at the trained length"),
+    )
+    blocks = [_block(study, f"Perplexity per {study.unit}, {words}", f"{mode}_nats", _exp) for mode, words in modes]
+    words_per_token = study.words_per_token
+    if words_per_token is not None and words_per_token != 1:
+        blocks += [
+            _block(study, f"Perplexity per word, {words}", f"{mode}_nats", lambda nats: _exp(nats / words_per_token))
+            for mode, words in modes
+        ]
     if study.bytes_per_token is not None:
         bits = 1 / (math.log(2) * study.bytes_per_token)
         blocks += [
@@ -149,7 +159,7 @@ def corpus_facts(study: Study) -> list[tuple[str, str]]:
 
 def provenance(records: Sequence[Record]) -> dict[str, list[str]]:
     """Machines, versions, commits, commands and days of the records, each once, and the time they took together."""
-    machines = dict.fromkeys(", ".join(_machine(r.machine)) for r in records if r.machine)
+    machines = dict.fromkeys(machine_text(r.machine) for r in records if r.machine)
     packages = dict.fromkeys(
         ", ".join(f"{name} {version}" for name, version in sorted(r.versions.items())) for r in records
     )
@@ -186,7 +196,7 @@ def mean(values: Sequence[float]) -> float:
 def number(value: float) -> str:
     """Four digits, all of them shown: 7.020, 17.23; whole numbers from a thousand on; small ones as they are."""
     if abs(value) >= 1000:
-        return f"{value:,.0f}"
+        return f"{value:,.0f}" if abs(value) < 1e7 else f"{value:.3g}"
     digits = 3 - max(math.floor(math.log10(abs(value))), 0) if value else 0
     return f"{value:.{digits}f}" if abs(value) >= 0.1 else f"{value:.4g}"
 
@@ -216,6 +226,11 @@ def _block(
     return Block(title, tuple((s.label, _variable(s), tuple(row)) for s, row in zip(study.series, cells, strict=True)))
 
 
+def _exp(nats: float) -> float:
+    """e to the nats; infinity where that is too large for a float, as for a word of an exploded model."""
+    return math.exp(nats) if nats < 700 else math.inf
+
+
 def _cell(values: Sequence[float], show: Callable[[float], str]) -> Cell:
     if not values:
         return Cell("—")
@@ -232,7 +247,8 @@ def _mebibytes(value: float) -> str:
     return f"{value / 2**20:,.0f} MiB"
 
 
-def _machine(machine: Mapping[str, Json]) -> list[str]:
+def machine_text(machine: Mapping[str, Json]) -> str:
+    """A machine in a few words."""
     memory = machine.get("memory_bytes")
     parts = [
         machine.get("processor"),
@@ -242,7 +258,7 @@ def _machine(machine: Mapping[str, Json]) -> list[str]:
         machine.get("system"),
         f"Python {machine['python']}" if machine.get("python") else None,
     ]
-    return [str(part) for part in parts if part]
+    return ", ".join(str(part) for part in parts if part)
 
 
 def _plain(value: Json) -> str:
