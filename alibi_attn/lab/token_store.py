@@ -76,11 +76,11 @@ def tokenized(config: DataConfig, store: Path) -> TokenFolder:
     try:
         with _locked(store):
             if not folder.exists():
-                _write(folder, text, {"schema": SCHEMA, "asked": asked, "sources": found}, files or ())
+                _write(folder, text, asked, files or (), found)
     except OSError as error:
         if error.errno not in _FULL:
             raise CorpusError(
-                f"{store} cannot be written to ({error.strerror}); pass a folder that you may write to"
+                f"{config.corpus} cannot be tokenized into {store} ({error}); pass a folder that you may write to"
             ) from None
         raise CorpusError(
             f"no room on the disk while {config.corpus} was tokenized into {store}: it needs up to "
@@ -117,7 +117,9 @@ def open_tokens(folder: Path) -> TokenFolder:
         raise _damaged(folder, f"{_MANIFEST} lacks what a manifest has") from None
 
 
-def _write(folder: Path, text: sources.Text, manifest: dict[str, Json], files: Sequence[TextFile]) -> None:
+def _write(
+    folder: Path, text: sources.Text, asked: Json, files: Sequence[TextFile], found: Sequence[Mapping[str, Json]]
+) -> None:
     for left in folder.parent.glob(".*.partial"):  # by a tokenization that was cut: whoever holds the lock is alone
         shutil.rmtree(left)
     partial = folder.with_name(f".{folder.name}.partial")
@@ -130,14 +132,16 @@ def _write(folder: Path, text: sources.Text, manifest: dict[str, Json], files: S
         for part, documents in text.parts.items():
             with _durable(partial / f"{part}.bin") as content, _durable(partial / f"{part}.starts.bin") as starts:
                 counts[part] = tokens.tokenize(documents, tokenizer, content, starts, digests[part])
-        if changed := [file.path for file in files if _stat(file.path)["bytes"] != file.num_bytes]:
-            raise CorpusError(f"{changed[0]} changed while it was read; run again when nobody writes it")
+        for file, source in zip(files, found, strict=True):
+            if _known(source) != _now(file):
+                raise CorpusError(f"{file.path} changed while it was read; run again when nobody writes it")
         written: dict[str, Json] = {
             path.name: {**_stat(path), "sha256": _sha256(path)} for path in sorted(partial.iterdir())
         }
         facts = tokens.corpus_facts(text, tokenizer, counts, digests)
-        made: dict[str, Json] = {"parts": list(counts), "facts": facts, "files": written}
-        records.replace_file(partial / _MANIFEST, _json({**manifest, **made}))
+        manifest: dict[str, Json] = {"schema": SCHEMA, "asked": asked, "sources": found}
+        manifest |= {"parts": list(counts), "facts": facts, "files": written}
+        records.replace_file(partial / _MANIFEST, _json(manifest))
         os.rename(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -149,11 +153,11 @@ def _unchanged(store: Path, asked: Mapping[str, Json], files: Sequence[TextFile]
     for path in sorted(store.glob(f"*/{_MANIFEST}")):
         try:
             manifest = json.loads(path.read_bytes())
-            known = [{key: source[key] for key in source if key != "sha256"} for source in manifest["sources"]]
-        except (OSError, ValueError, KeyError, TypeError):
+            known = [_known(source) for source in manifest["sources"]]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             continue  # it is asked for by its identity below, or by nobody
         if manifest.get("asked") == asked and manifest.get("schema") == SCHEMA and len(known) == len(files):
-            now = now or [{"name": file.name, **_stat(file.path)} for file in files]
+            now = now or [_now(file) for file in files]
             if known == now:
                 return path.parent
     return None
@@ -166,7 +170,15 @@ def _remember(folder: Path, found: Sequence[Mapping[str, Json]]) -> None:
 
 
 def _source(file: TextFile) -> dict[str, Json]:
-    return {"name": file.name, **_stat(file.path), "sha256": _sha256(file.path)}
+    return {**_now(file), "sha256": _sha256(file.path)}
+
+
+def _now(file: TextFile) -> dict[str, Json]:
+    return {"name": file.name, **_stat(file.path)}
+
+
+def _known(source: Mapping[str, Json]) -> dict[str, Json]:
+    return {key: value for key, value in source.items() if key != "sha256"}
 
 
 def _stat(path: Path) -> dict[str, int]:

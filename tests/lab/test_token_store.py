@@ -212,13 +212,28 @@ def test_a_full_disk_leaves_nothing_and_says_how_much_room_is_needed(folder, sto
 
 def test_a_store_that_cannot_be_made_is_an_error_of_one_sentence(folder, tmp_path):
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(CorpusError, match=r"file/tokens cannot be written to .Not a directory.; pass a folder"):
+    with pytest.raises(
+        CorpusError, match=r"tokenized into .*file/tokens .*Not a directory.*; pass a folder that you may write to"
+    ):
         load_corpus(asked(folder), tmp_path / "file" / "tokens")
 
 
 def test_text_that_turns_out_to_be_none_leaves_nothing(folder, store):
     (folder / "7.txt").write_bytes(b"a good line\n" * 10_000 + b"and caf\xe9\n")
     with pytest.raises(CorpusError, match=r"7.txt is not UTF-8 text .byte 120007 is not.; convert it"):
+        load_corpus(asked(folder), store)
+    assert folders(store) == []
+
+
+def test_a_text_that_changes_while_it_is_read_is_refused(folder, store, monkeypatch):
+    write = token_store._write
+
+    def change_first(*arguments):
+        os.utime(folder / "7.txt", (1, 1))
+        write(*arguments)
+
+    monkeypatch.setattr(token_store, "_write", change_first)
+    with pytest.raises(CorpusError, match=r"7.txt changed while it was read; run again when nobody writes it"):
         load_corpus(asked(folder), store)
     assert folders(store) == []
 
