@@ -40,6 +40,7 @@ def run(
     corpus: Annotated[str | None, typer.Option(help='"python-source" or "hub:NAME".')] = None,
     seeds: Annotated[str, typer.Option(help="Repeat every run with these seeds, as in 0,1,2.")] = "",
     report: Annotated[bool, typer.Option(help="Write OUT/report.html.")] = True,
+    track: Annotated[bool, typer.Option("--track", help="Also show the losses in TensorBoard.")] = False,
 ) -> None:
     """Train models short, test them long, and write a report.
 
@@ -72,7 +73,7 @@ def run(
     folder = out or (PAPER_FOLDER if items else Path("runs") / recipe)
     page = folder / (f"{recipe}.html" if recipe in ITEMS else "report.html")
     check_writable(page)
-    paths = _run(recipe, items, folder, scale, overrides, chosen)
+    paths = _run(recipe, items, folder, scale, overrides, chosen, track)
     if paths:
         found = [records.load(path) for path in paths]
         if not items:
@@ -83,24 +84,36 @@ def run(
 
 
 def _run(
-    recipe: str, items: Sequence[Item], folder: Path, scale: Scale, overrides: Mapping[str, str], seeds: Sequence[int]
+    recipe: str,
+    items: Sequence[Item],
+    folder: Path,
+    scale: Scale,
+    overrides: Mapping[str, str],
+    seeds: Sequence[int],
+    track: bool,
 ) -> list[Path]:
     """The records' paths; none in a process that only helps another one."""
     with needs("lab"):
-        from accelerate import PartialState
-
         from alibi_attn.lab import experiment
         from alibi_attn.recipes.paper.run_items import run_items
     try:
         if items:
-            paths = run_items(items, out=folder, scale=scale, overrides=overrides, seeds=seeds, console=console)
+            paths = run_items(
+                items, out=folder, scale=scale, overrides=overrides, seeds=seeds, console=console, track=track
+            )
         else:
             paths = experiment.run(
-                RECIPES[recipe], scale=scale, out=folder, overrides=overrides, seeds=seeds, console=console
+                RECIPES[recipe],
+                scale=scale,
+                out=folder,
+                overrides=overrides,
+                seeds=seeds,
+                console=console,
+                track=track,
             )
     except KeyboardInterrupt:
         interrupted(f"the same command goes on where it stopped: {records.command()}")
-    return paths if PartialState().is_main_process else []
+    return paths if experiment.processes().is_main_process else []
 
 
 def list_recipes(

@@ -70,8 +70,7 @@ def run(
         raise ExperimentError(
             'tracking needs the tensorboard package; install it with: pip install "alibi-attn[track]"'
         )
-    # Asked for by name, because without it torchrun on CPUs is not seen.
-    state = PartialState(cpu=not torch.accelerator.is_available(), timeout=PATIENCE)
+    state = processes()
     if not state.is_main_process:
         console = Console(quiet=True)
     paths: list[Path] = []
@@ -85,6 +84,11 @@ def run(
         for config in configs:
             paths += _run_one(recipe.study or recipe.name, config, corpora[config.data], out, console, track)
     return paths
+
+
+def processes() -> PartialState:
+    """This process among those that the launcher started; accelerate sees torchrun on CPUs only if told that they are CPUs."""
+    return PartialState(cpu=not torch.accelerator.is_available(), timeout=PATIENCE)
 
 
 def run_name(study: str, config: RunConfig) -> str:

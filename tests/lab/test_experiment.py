@@ -337,6 +337,20 @@ def test_tracking_without_tensorboard_says_what_to_install(recipe, tmp_path, mon
         run(recipe, out=tmp_path, track=True)
 
 
+def test_tracking_shows_every_point_of_the_curves_in_tensorboard(recipe, tmp_path):
+    accumulators = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="tensorboard is an extra, track"
+    )
+    changes = {"model.method": "alibi", "train.validate_every": "4", "train.validate_tokens": "64"}
+    training = records.load(run(recipe, out=tmp_path, overrides=changes, track=True)[0])
+    seen = accumulators.EventAccumulator(str(tmp_path / "tensorboard" / "tiny" / "alibi-16" / "seed-0"))
+    seen.Reload()
+    for name, column in (("training", "loss_nats"), ("training", "learning_rate"), ("validation", "nats")):
+        points = seen.Scalars(f"{name}/{column}")
+        assert [point.step for point in points] == training.curves[name]["step"]
+        assert [point.value for point in points] == pytest.approx(training.curves[name][column])
+
+
 def test_a_full_disk_leaves_no_half_record(recipe, tmp_path, monkeypatch):
     real = records.save
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

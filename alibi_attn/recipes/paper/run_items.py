@@ -29,14 +29,18 @@ def run_items(
     overrides: Mapping[str, str] | None = None,
     seeds: Sequence[int] = (),
     console: Console | None = None,
+    track: bool = False,
 ) -> list[Path]:
     """Every item's answer, with all that it needs trained, tested and recorded; the paths of all those records.
+
+    Of several processes the first one measures speed, evaluates and answers; the others only train, and return nothing.
 
     Raises:
         ConfigError: a change of what the items themselves vary.
         ExperimentError, CorpusError, CheckpointError, TrainingError: see `experiment.run`.
     """
     console = console or Console(quiet=True)
+    first = experiment.processes().is_main_process
     asked = [ask(item, scale, overrides or {}, seeds) for item in items]
     by_study: dict[str, list[RunConfig]] = {}
     for one in asked:
@@ -45,9 +49,11 @@ def run_items(
     for study, runs in by_study.items():
         wanted = tuple(dict.fromkeys(runs))
         if study == "speed":
-            paths += _measured(wanted, out / "records", scale, console)
+            paths += [] if not first else _measured(wanted, out / "records", scale, console)
         elif wanted:
-            paths += experiment.run(_study(study, wanted), out=out, scale=scale, console=console)
+            paths += experiment.run(_study(study, wanted), out=out, scale=scale, console=console, track=track)
+    if not first:
+        return []
     found = {path.name: records.load(path) for path in dict.fromkeys(paths)}
     answers = [_answered(one, found, out / "records", scale) for one in asked]
     return [*dict.fromkeys(paths), *answers]
