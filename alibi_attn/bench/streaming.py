@@ -26,6 +26,9 @@ def streaming(
 ) -> Path:
     """Stream, compare with the full pass, and keep one record; returns its path.
 
+    The record's curve "ours" has, after so many tokens (`length`), the milliseconds that a token took since the point before
+    and the bytes that all caches hold.
+
     Two blocks of width 64 with four heads of slopes 2⁻² … 2⁻⁸, random weights, fp32, one sequence.
 
     Args:
@@ -39,17 +42,17 @@ def streaming(
     x = torch.randn(1, tokens, 64)
     with torch.inference_mode():
         caches = [block.attention.reach_cache(tolerance=tolerance) for block in blocks]
-        columns: dict[str, list[records.Json]] = {"tokens": [], "ms_per_token": [], "cache_bytes": []}
+        columns: dict[str, list[records.Json]] = {"length": [], "forward_ms": [], "cache_bytes": []}
         outputs: list[Tensor] = []
         for stretch in x.split(-(-tokens // windows), dim=1):
             start = time.perf_counter()
             for part in stretch.split(chunk, dim=1):
                 outputs.append(_through(blocks, part, caches))
             seconds = time.perf_counter() - start
-            columns["tokens"].append(len(caches[0]))
-            columns["ms_per_token"].append(seconds / stretch.shape[1] * 1e3)
+            columns["length"].append(len(caches[0]))
+            columns["forward_ms"].append(seconds / stretch.shape[1] * 1e3)
             columns["cache_bytes"].append(sum(cache.nbytes for cache in caches))
-            say(f"{len(caches[0]):>7} tokens: {columns['ms_per_token'][-1]:.3f} ms a token, {caches[0]!r}")
+            say(f"{len(caches[0]):>7} tokens: {columns['forward_ms'][-1]:.3f} ms a token, {caches[0]!r}")
         streamed, whole = torch.cat(outputs, dim=1), _through(blocks, x, None)
     error = float((streamed - whole).norm(dim=-1).max() / whole.norm(dim=-1).max())
     full_bytes = len(blocks) * 2 * x.numel() * x.element_size()
@@ -64,7 +67,7 @@ def streaming(
             "heads": 4, "dtype": "float32", "reach": [block.attention.static_reach().tolist() for block in blocks],
         },
         metrics={"error_of_longest_output": error, "full_cache_bytes": float(full_bytes)},
-        curves={"stream": columns},
+        curves={"ours": columns},
         started=started,
     )  # fmt: skip
     return records.save(record, out)

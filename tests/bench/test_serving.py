@@ -7,22 +7,26 @@ from alibi_attn.bench import serving as module
 from alibi_attn.bench.serving import FAMILIES, serving
 from alibi_attn.bench.streaming import streaming
 from alibi_attn.hf import patch
+from alibi_attn.report.benchmarks import is_drawn
 
 
 def test_a_record_a_family_with_both_ways(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_in_fresh_process", lambda function, *arguments: function(*arguments))
+    monkeypatch.setattr(module, "TURNS", 1)
     said = []
     paths = serving(tmp_path, patch=patch, lengths=(600, 700), unpatched_lengths=(600,), width=64, say=said.append)
     assert [records.load(path).name for path in paths] == [f"serving/{family}" for family in FAMILIES]
     assert len(said) == 3 * 4
     for path in paths:
         record = records.load(path)
+        assert is_drawn(record)
+        assert record.config["skipped_for_lack_of_memory"] == []
         # Falcon's own bias is rounded to bf16 in every dtype, so that exact attention differs from it.
         assert record.metrics["logits_error"] < 1e-5 or "falcon" in record.name
         assert record.metrics["logits_error_checkpoint"] < 1e-5
-        assert record.curves["patched"]["length"] == [600, 700]
-        assert record.curves["unpatched"]["length"] == [600]
-        assert all(seconds > 0 for seconds in record.curves["patched"]["attention_seconds"])
+        assert record.curves["ours"]["length"] == [600, 700]
+        assert record.curves["transformers"]["length"] == [600]
+        assert all(seconds > 0 for seconds in record.curves["ours"]["attention_seconds"])
         assert set(record.metrics) == {
             "logits_error",
             "logits_error_checkpoint",
@@ -36,6 +40,19 @@ def test_a_record_a_family_with_both_ways(tmp_path, monkeypatch):
 def test_a_stream_is_held_against_the_full_pass(tmp_path):
     said = []
     record = records.load(streaming(tmp_path, tokens=600, chunk=30, windows=3, say=said.append))
-    assert record.curves["stream"]["tokens"] == [200, 400, 600]
+    assert record.curves["ours"]["length"] == [200, 400, 600]
     assert record.metrics["error_of_longest_output"] < 1e-5
     assert len(said) == 4
+
+
+def test_what_may_not_fit_is_skipped_and_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_in_fresh_process", lambda function, *arguments: function(*arguments))
+    monkeypatch.setattr(module, "TURNS", 1)
+    monkeypatch.setattr(module, "_available_bytes", lambda: module.SPARE_BYTES)
+    said = []
+    options = {"lengths": (600,), "unpatched_lengths": (600, 1300), "families": ["mpt"], "width": 64}
+    (path,) = serving(tmp_path, patch=patch, say=said.append, **options)
+    record = records.load(path)
+    assert record.config["skipped_for_lack_of_memory"] == ["transformers 1300"]
+    assert record.curves["transformers"]["length"] == [600]
+    assert "skipped, it may need" in said[-1]
