@@ -48,7 +48,9 @@ def without_bad_keys(spec: Spec, seen: Tensor, key: Tensor, value: Tensor) -> tu
         poison: [B, H, T] fp32, NaN where the query sees such a key and 0 elsewhere, to be added to the result; None where no
             key is bad, which is looked at only where looking is free (eager, on a CPU).
     """
-    largest = [x.detach().abs().amax(-1) for x in (key, value)]  # `vector_norm` is twenty times slower on a transposed view
+    largest = [
+        x.detach().abs().amax(-1) for x in (key, value)
+    ]  # `vector_norm` is twenty times slower on a transposed view
     bad = ~(largest[0].isfinite() & largest[1].isfinite())
     if key.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(bad.any()):
         return key, value, None
