@@ -33,15 +33,19 @@ def run_items(
 ) -> list[Path]:
     """Every item's answer, with all that it needs trained, tested and recorded; the paths of all those records.
 
-    Of several processes the first one measures speed, evaluates and answers; the others only train, and return nothing.
+    Of several processes the first one evaluates and answers; the others only train, and return nothing.
 
     Raises:
         ConfigError: a change of what the items themselves vary.
         ExperimentError, CorpusError, CheckpointError, TrainingError: see `experiment.run`.
     """
     console = console or Console(quiet=True)
-    first = experiment.processes().is_main_process
+    processes = experiment.processes()
     asked = [ask(item, scale, overrides or {}, seeds) for item in items]
+    if processes.num_processes > 1 and any(one.item.recipe.study == "speed" and one.runs for one in asked):
+        raise experiment.ExperimentError(
+            "figure-2, figure-7 and table-1 measure the speed of one process; run them, and paper, without the launcher"
+        )
     by_study: dict[str, list[RunConfig]] = {}
     for one in asked:
         by_study.setdefault(one.item.recipe.study, []).extend(one.runs)
@@ -49,10 +53,10 @@ def run_items(
     for study, runs in by_study.items():
         wanted = tuple(dict.fromkeys(runs))
         if study == "speed":
-            paths += [] if not first else _measured(wanted, out / "records", scale, console)
+            paths += _measured(wanted, out / "records", scale, console)
         elif wanted:
             paths += experiment.run(_study(study, wanted), out=out, scale=scale, console=console, track=track)
-    if not first:
+    if not processes.is_main_process:
         return []
     found = {path.name: records.load(path) for path in dict.fromkeys(paths)}
     answers = [_answered(one, found, out / "records", scale) for one in asked]
