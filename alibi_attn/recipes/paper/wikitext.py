@@ -18,7 +18,7 @@ STRIDE = 512  # S of tables 7 and 10
 _PAPER_STEPS = (0, 1, *range(10, 101, 10), *range(200, 1001, 100), *range(2000, 15_001, 1000))
 _STEPS: dict[Scale, tuple[int, ...]] = {
     "smoke": (0, 100, 1000, 2000),
-    "small": (0, 20, 100, 200, 500, 1000, 2000, 5000, 10_000, 13_000, 15_000),
+    "small": (0, 20, 100, 500, 2000, 5000, 10_000, 15_000),
     "paper": _PAPER_STEPS,
 }
 _LAST_STEP = {512: 15_000, 1024: 15_000, 3072: 13_000}
@@ -106,7 +106,7 @@ _DATA: dict[Scale, DataConfig] = {
 _TRAIN: dict[Scale, TrainConfig] = {
     "smoke": TrainConfig(length=1, steps=4, batch_tokens=96, warmup_steps=1, log_every=2, checkpoint_every=4),
     "small": TrainConfig(
-        length=64, steps=400, batch_tokens=1536, learning_rate=3e-3, warmup_steps=40, checkpoint_every=200
+        length=64, steps=340, batch_tokens=1536, learning_rate=3e-3, warmup_steps=34, checkpoint_every=170
     ),
     "paper": TrainConfig(
         length=512,
