@@ -33,8 +33,9 @@ def test_a_loaded_model_is_the_one_that_was_trained(tiny_run, tmp_path, method):
 
 def test_only_the_newest_step_is_kept_and_no_resuming_state_once_finished(trained):
     folder, _ = trained
+    names = ["config.json", "model.safetensors", "tokenizer.json"]
     assert [path.name for path in folder.iterdir()] == ["step-00000002"]
-    assert sorted(path.name for path in (folder / "step-00000002").iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(path.name for path in (folder / "step-00000002").iterdir()) == names
 
 
 def test_no_checkpoint_is_said_so(tmp_path):

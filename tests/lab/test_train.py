@@ -160,9 +160,9 @@ def test_stages_read_batches_of_their_own_length(tiny_run, tmp_path, monkeypatch
     shapes = []
     real = loop._step
 
-    def seen(training, rows, *arguments):
-        shapes.append(tuple(rows.shape))
-        return real(training, rows, *arguments)
+    def seen(training, batch, *arguments):
+        shapes.append(tuple(batch.tokens.shape))
+        return real(training, batch, *arguments)
 
     monkeypatch.setattr(loop, "_step", seen)
     config = tiny_run(steps=5, first_length=8, first_steps=3)
