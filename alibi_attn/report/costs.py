@@ -8,12 +8,12 @@ from alibi_attn.report.tables import Block, Cell, Table, machine_text
 
 
 def cost_table(studies: Sequence[Study]) -> Table | None:
-    """A row a study and one for all of them; a training that several studies test is counted once."""
-    rows, counted = [], list[Record]()
+    """A row a recipe and text, and one for all of them; a training that several studies test is counted once."""
+    by_title: dict[str, list[Record]] = {}
     for study in studies:
-        own = _unique(study.records)
-        rows.append((f"{study.recipe} on {study.corpus.get('name', 'its text')}", "ink", _cells(own)))
-        counted += own
+        by_title.setdefault(f"{study.recipe} on {study.corpus.get('name', 'its text')}", []).extend(study.records)
+    rows = [(title, "ink", _cells(_unique(own))) for title, own in by_title.items()]
+    counted = [record for own in by_title.values() for record in own]
     if not any(cell.value for _, _, cells in rows for cell in cells):
         return None
     if len(rows) > 1:

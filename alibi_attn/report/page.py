@@ -11,7 +11,7 @@ from pathlib import Path
 import jinja2
 
 from alibi_attn.records import Record, replace_file
-from alibi_attn.report import benchmarks, certificates, contents, costs, paper, sections, sentences, tables
+from alibi_attn.report import benchmarks, certificates, contents, costs, evidence, paper, sections, sentences, tables
 from alibi_attn.report.contents import Entry
 from alibi_attn.report.series import other_records, studies
 
@@ -33,8 +33,11 @@ def write_report(records: Sequence[Record], path: Path, *, title: str = TITLE, q
 
 def report_html(records: Sequence[Record], *, title: str = TITLE, question: str | None = None) -> str:
     """The page that `write_report` writes, as text; equal records give equal text."""
-    found = studies(records)
+    every = studies(records)
     items = sections.sorted_items([record for record in records if paper.is_drawn(record)])
+    asked = {record.config.get("study") for record in items}
+    found = [study for study in every if study.recipe not in asked]
+    behind = [study for study in every if study.recipe in asked]
     timed = [record for record in records if benchmarks.is_drawn(record)]
     models = certificates.trained_heads(records)
     others = [
@@ -67,6 +70,9 @@ def report_html(records: Sequence[Record], *, title: str = TITLE, question: str 
         ),
         *(Entry(f"b{number}", "Benchmarks", record.name, "", (record,)) for number, record in enumerate(timed)),
     ]
+    if behind:
+        used = tuple(record for study in behind for record in study.records)
+        entries.append(Entry("evidence", "Behind the paper's items", "Trainings and tests", _about(used), used))
     if others:
         entries.append(Entry("others", "Other", "Other records", _about(others), tuple(others)))
     environment = jinja2.Environment(
@@ -78,17 +84,18 @@ def report_html(records: Sequence[Record], *, title: str = TITLE, question: str 
     )
     return environment.get_template("page.html").render(
         title=title,
-        question=question or (sentences.question(found) if found else ""),
+        question=question or (sentences.question(every) if every else ""),
         contents=contents.groups(entries) if len(entries) > 1 else [],
         unanswered=contents.unanswered([record.name for record in items]),
         record_rows=contents.record_rows(records, entries),
         papers=paper_sections,
         studies=study_sections,
-        heads=sections.head_sections(found),
+        evidence=evidence.evidence_table(behind),
+        heads=sections.head_sections(every),
         models=model_sections,
         benchmarks=bench_sections,
         others=tables.other_rows(others),
-        cost=costs.cost_table(found),
+        cost=costs.cost_table(every),
         provenance=tables.provenance(records),
         count=len(records),
     )

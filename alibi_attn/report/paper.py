@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from alibi_attn.records import Record
+from alibi_attn.records import Json, Record
 from alibi_attn.report import heads, paper_figures
 from alibi_attn.report.figures import Points
 from alibi_attn.report.paper_figures import Line, Panel
@@ -96,7 +96,24 @@ def scale_factor(record: Record) -> float:
 def unit_of(record: Record) -> str:
     """What our perplexity is per: "byte" or "token"."""
     unit = record.config.get("unit")
-    return unit if isinstance(unit, str) else "token"
+    if isinstance(unit, str):
+        return unit
+    sizes = {corpus.get("bytes_per_token") for corpus in _corpora(record)}
+    return "byte" if sizes == {1} else "token"
+
+
+def corpus_of(record: Record) -> str:
+    """The names of the texts that ours are measured on."""
+    name = record.config.get("corpus")
+    if isinstance(name, str):
+        return name
+    names = dict.fromkeys(str(corpus.get("name")) for corpus in _corpora(record) if corpus.get("name"))
+    return " and ".join(names) or "another text"
+
+
+def _corpora(record: Record) -> list[Mapping[str, Json]]:
+    found = record.config.get("corpora")
+    return [corpus for corpus in found if isinstance(corpus, Mapping)] if isinstance(found, list | tuple) else []
 
 
 def spread_sentence(record: Record) -> str:
@@ -127,11 +144,8 @@ def scale_sentence(record: Record) -> str:
         equal = sum(ours == theirs for ours, theirs in slopes)
         said.append(f"{equal} of the paper's {len(slopes)} slopes are ours to the last bit.")
     elif item.corpus and any("perplexity" in column for column in item.columns):
-        ours = record.config.get("corpus")
-        text = f"of {ours}" if isinstance(ours, str) else "of another text"
-        said.append(
-            f"Ours is per {unit_of(record)} {text}, the paper's per token of {item.corpus}: compare shapes, not heights."
-        )
+        ours, theirs = f"{unit_of(record)} of {corpus_of(record)}", f"token of {item.corpus}"
+        said.append(f"Ours is per {ours}, the paper's per {theirs}: compare shapes, not heights.")
     elif item.corpus:
         said.append(f"The machines differ (the paper's: {item.evaluation}), and so do the tokens: compare shapes.")
     return " ".join(said)
@@ -318,7 +332,33 @@ def _window_pictures(record: Record, item: PublishedItem) -> list[list[Picture]]
                     )
                 )
         rows.append(row)
-    return rows
+    measured = _window_losses(record, item)
+    return [*rows, [measured]] if measured else rows
+
+
+def _window_losses(record: Record, item: PublishedItem) -> Picture | None:
+    """What a trained model loses on the eight places, where the record has it."""
+    column = _recorded(record)
+    whole: list[str] = []
+    lines: list[Line] = []
+    for label in item.series:
+        token, loss, mean = (column(label, name) for name in ("token", "loss_nats", "whole_text_nats"))
+        if not np.isfinite(loss).any():
+            continue
+        nothing = np.full(len(token), math.nan)
+        method = "sinusoidal" if not lines else "alibi"
+        lines.append(Line(name=label, method=method, x=token, y=loss, low=nothing, high=nothing))
+        if np.isfinite(mean).any():
+            whole.append(f"{mean[0]:.3f} nats ({label.lower()})")
+    if not lines:
+        return None
+    panel = Panel(
+        heading="What it is worth: ours",
+        caption="The loss of a trained model by how much it reads."
+        + (f" Over the whole text: {', '.join(whole)}." if whole else ""),
+        ours=True, x_label="token of the text", y_label="nats per token, log scale", lines=tuple(lines), log_x=False,
+    )  # fmt: skip
+    return _picture(panel, paper_figures.line_figures([panel])[0])
 
 
 def _slopes(record: Record, item: PublishedItem) -> list[tuple[float, float | None]]:

@@ -74,6 +74,7 @@ def _by_length(record: Record, item: PublishedItem) -> Table:
                 (f"Ours: perplexity{unit}, {other} windows", column, _recorded(record, item, column))
                 for column, other in _OURS_TOO.items()
             ]
+            found.append(("Ours: perplexity per word", "word_perplexity", _recorded(record, item, "word_perplexity")))
         words = f" per token of {item.corpus}" if measure == "perplexity" else ""
         found.append((f"The paper: {per}{words}{how}", measure, _published(item, measure)))
     lengths = _shown(

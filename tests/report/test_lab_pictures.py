@@ -1,0 +1,190 @@
+"""What the lab adds to a study: stretched positions, tasks, validation, words, trained heads, costs, and many records at once."""
+
+import dataclasses
+import importlib.util
+import math
+import re
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from alibi_attn import records
+from alibi_attn.records import Record
+from alibi_attn.report import certificates, costs, figures, retrieval, tables
+from alibi_attn.report.page import report_html
+from alibi_attn.report.published import PUBLISHED
+from alibi_attn.report.sections import MOST_LINES, drawable
+from alibi_attn.report.series import studies
+
+
+def _evaluation(record: Record, **fields: object) -> Record:
+    return dataclasses.replace(record, config={**record.config, "eval": {**record.config["eval"], **fields}})
+
+
+def _curves(record: Record, **curves: object) -> Record:
+    return dataclasses.replace(record, curves={**record.curves, **curves})
+
+
+def _corpus(record: Record, **facts: object) -> Record:
+    return dataclasses.replace(record, config={**record.config, "corpus": {**record.config["corpus"], **facts}})
+
+
+def test_stretched_positions_are_series_of_the_same_study(made_up) -> None:
+    found = made_up(methods=("rotary", "alibi"))
+    stretched = [_evaluation(r, stretch=mode) for r in found if r.kind == "evaluation" for mode in ("linear", "ntk")]
+    (study,) = studies([*found, *stretched])
+    assert [s.label for s in study.series] == [
+        "rotary", "rotary, NTK", "rotary, PI", "ALiBi", "ALiBi, NTK", "ALiBi, PI",
+    ]  # fmt: skip
+    assert [s.seeds for s in study.series] == [1] * 6
+    assert all(len(s.trainings) == 1 for s in study.series)  # the weights are the same
+    picture = figures.svg(figures.perplexity_by_length(study, "sliding"), "p", "")
+    drawn = re.findall(r'style="fill: none; (?:stroke-dasharray: ([^;]*);[^"]*)?stroke: var\(--alibi\)', picture)
+    assert len(set(drawn)) == 3  # solid, and two kinds of dashes
+
+
+def test_staged_training_is_named(made_up) -> None:
+    found = made_up(methods=("alibi",))
+    staged = [
+        dataclasses.replace(
+            r, config={**r.config, "train": {**r.config["train"], "first_length": 32, "first_steps": 10}}
+        )
+        for r in found
+    ]
+    (study,) = studies([*found, *staged])
+    assert sorted(s.label for s in study.series) == ["ALiBi", "ALiBi (staged from 32)"]
+
+
+def test_the_windowed_control_is_a_third_panel_and_block(made_up) -> None:
+    def cut(record: Record) -> Record:
+        if record.kind == "training":
+            return record
+        curve = record.curves["by_length"]
+        return _curves(record, by_length={**curve, "windowed_nats": [1.9] * 5, "windowed_tokens": [100] * 5})
+
+    found = [cut(record) for record in made_up(methods=("alibi",))]
+    (study,) = studies(found)
+    line = figures.perplexity_by_length(study, "windowed").axes[0].lines[0]
+    np.testing.assert_allclose(line.get_ydata(), [math.exp(1.9)] * 5)
+    assert "Perplexity per byte, context cut at the trained length" in [b.title for b in tables.by_length(study).blocks]
+    assert "Context cut at the trained length" in report_html(found)
+    assert "Context cut" not in report_html(made_up(methods=("alibi",)))
+
+
+def test_words_and_bytes_are_converted_from_nats(made_up) -> None:
+    found = [_corpus(r, words_per_token=0.25) for r in made_up(methods=("alibi",), bytes_per_token=1.5)]
+    (study,) = studies(found)
+    blocks = {block.title: block.rows[0][2][0].value for block in tables.by_length(study).blocks}
+    assert blocks["Perplexity per word, nonoverlapping windows"] == pytest.approx(math.exp(2.0 / 0.25))
+    assert blocks["Bits per byte, nonoverlapping windows"] == pytest.approx(2.0 / 1.5 / math.log(2))
+
+
+def test_validation_is_drawn_against_seconds_and_steps(made_up) -> None:
+    curve = {"step": [10, 20, 40], "seconds": [1.5, 3.0, 6.0], "nats": [3.0, 2.5, 2.2], "tokens": [512] * 3}
+    found = [_curves(r, validation=curve) if r.kind == "training" else r for r in made_up(methods=("alibi",), seeds=2)]
+    (study,) = studies(found)
+    by_step = figures.validation_curves(study, "step").axes[0].lines
+    assert by_step[0].get_xdata().tolist() == [10, 20, 40]
+    np.testing.assert_allclose(by_step[0].get_ydata(), np.exp([3.0, 2.5, 2.2]))
+    assert figures.validation_curves(study, "seconds").axes[0].lines[0].get_xdata().tolist() == [1.5, 3.0, 6.0]
+    assert figures.validation_curves(studies(made_up())[0], "step") is None
+
+
+def _tasked(record: Record, share: float) -> Record:
+    if record.kind == "training":
+        return record
+    passkey = {
+        "length": [128, 128, 256, 256],
+        "depth": [0.0, 1.0, 0.0, 1.0],
+        "accuracy": [1.0, share, None, None],
+        "trials": [16, 16, None, None],
+    }
+    recall = {"length": [128, 128], "distance": [8, 64], "accuracy": [share, 0.125], "tokens": [7, 7]}
+    return _curves(record, passkey=passkey, recall=recall)
+
+
+def test_tasks_are_means_over_seeds_and_worst_places(made_up) -> None:
+    first, second = ([_tasked(r, share) for r in made_up(methods=("alibi",), seeds=2)] for share in (0.5, 0.75))
+    found = [*first[:2], *second[2:]]
+    (study,) = studies(found)
+    assert retrieval.shares(study.series[0], "passkey") == {(128, 0.0): 1.0, (128, 1.0): 0.625}
+    blocks = {block.title: [cell.text for cell in block.rows[0][2]] for block in retrieval.task_table(study).blocks}
+    assert [cells[0] for cells in blocks.values()] == ["62 %", "12 %"]
+    grid = retrieval.passkey_grid(study).axes[0]
+    assert sorted(artist.get_text() for artist in grid.texts if artist.get_text()) == ["100", "62"]
+    line = retrieval.recall_by_distance(study).axes[0].lines[0]
+    assert line.get_ydata().tolist() == [0.625, 0.125]
+    assert "Finding what stands far back" in report_html(found)
+    assert retrieval.passkey_grid(studies(made_up())[0]) is None
+
+
+def _heads(layer: int, certified: list[int]) -> Record:
+    curves = {"heads": {"slope": [0.5, 0.0625, 1 / 256], "certified": certified, "true": [30, 300, 4096]}}
+    config = {"scale": "small", "layer": f"layer-{layer}", "length": 4096, "trained": 512}
+    return records.make("certificate", f"trained-reach/layer-{layer}", config=config, metrics={}, curves=curves)
+
+
+def test_trained_heads_show_certified_beside_true_reach() -> None:
+    found = [_heads(layer, [60, 600, 4096]) for layer in (10, 2, 0)]
+    (model,) = certificates.trained_heads([*found, found[0]])
+    assert [layer for layer, _ in model.layers] == ["layer-0", "layer-2", "layer-10"]
+    axes = certificates.reach_figure(model).axes
+    assert len(axes) == 3
+    certified, true = (line.get_ydata().tolist() for line in axes[0].lines if len(line.get_xdata()) == 3)
+    assert (list(certified), list(true)) == ([60, 600, 4096], [30, 300, 4096])
+    assert axes[0].get_yscale() == "log"
+    assert certificates.head_table(model)[0] == ("layer-0", "1/2", "60", "30", "2.00")
+    page = report_html(found)
+    assert "How far trained heads look: trained-reach" in page
+    assert "Other records" not in page
+    attack = records.make("certificate", "attack", config={}, metrics={"draws": 10.0})
+    assert not certificates.is_drawn(attack)
+
+
+def test_costs_count_a_training_once(made_up) -> None:
+    found = made_up(methods=("alibi", "rotary"), seeds=2)
+    again = [_evaluation(r, stride=1) for r in found if r.kind == "evaluation"]  # another study of the same trainings
+    table = costs.cost_table(studies([*found, *again]))
+    (row,) = table.blocks[0].rows
+    assert [cell.text for cell in row[2]][:4] == ["4", "800,000", "3.2 M", "2.67 min"]
+    assert costs.cost_table([]) is None
+    assert costs.duration(48) == "48 s"
+    assert costs.duration(3 * 3600) == "3 h"
+
+
+def test_a_study_with_many_lines_is_drawn_length_by_length(made_up) -> None:
+    (study,) = studies(made_up(trained=(128, 256, 512)))
+    assert len(study.series) > MOST_LINES
+    assert [part.trained for part in drawable(study)] == [[128], [256], [512]]
+
+
+def test_trainings_behind_the_paper_are_a_table_and_not_a_study(made_up) -> None:
+    item = records.make("paper-item", "table-2", config={"study": "quick"}, metrics={})
+    page = report_html([*made_up(), item])
+    assert "Trainings and tests behind" in page
+    assert "What you may conclude" not in page
+    assert "T5 bias 128" in page
+
+
+def test_hundreds_of_records_make_a_small_page_quickly(made_up) -> None:
+    path = Path(__file__).with_name("test_paper.py")
+    spec = importlib.util.spec_from_file_location("answers", path)
+    answers = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(answers)
+    found = [answers.answer(item, study="wikitext") for item in PUBLISHED]
+    for recipe, lengths, seeds in (("wikitext", (64, 128, 256, 512), 4), ("quick", (128,), 6), ("more", (128, 256), 6)):
+        for record in made_up(trained=lengths, seeds=seeds):
+            found.append(dataclasses.replace(record, name=recipe + record.name[5:]))
+    assert len(found) >= 290
+    started = time.process_time()
+    page = report_html(found)
+    assert time.process_time() - started < 10
+    assert len(page) < 6e6
+    ids = re.findall(r'\bid="([^"]*)"', page)
+    assert len(ids) == len(set(ids))
+    linked = set(re.findall(r'<a href="#([^"]*)"', page))
+    assert linked <= set(ids)
+    assert {f"p{number}" for number in range(26)} | {"records", "evidence", "s0"} <= linked
+    assert "Not answered" not in page

@@ -1,0 +1,187 @@
+"""The paper's items: ours and the paper's stand beside each other and are never mixed."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from alibi_attn import records
+from alibi_attn.records import Record
+from alibi_attn.report import contents, figures, paper, paper_tables
+from alibi_attn.report.contents import Entry
+from alibi_attn.report.published import PUBLISHED
+
+
+def answer(item: str, *, factor: int = 8, growth: float = 1.0, **columns: object) -> Record:
+    """A made-up answer of ours: the paper's lengths divided, its perplexities times `growth` over five."""
+    published = PUBLISHED[item]
+    curves = {}
+    for label, series in published.series.items():
+        if label in published.cited:
+            continue
+        made: dict[str, list[float | None]] = {}
+        for column, values in series.items():
+            if column == "length":
+                made |= {"length": [int(x) // factor for x in values], "paper_length": list(values)}
+            elif "perplexity" in column:
+                made[column] = [None if x is None else x * growth / 5 for x in values]
+            else:
+                made[column] = (
+                    [None if x is None else x / 2 for x in values] if "per_second" in column else list(values)
+                )
+        if "perplexity" in made:
+            other = "nonoverlapping" if "sliding" in published.evaluation else "sliding"
+            made |= {
+                "low": [None if x is None else x * 0.99 for x in made["perplexity"]],
+                "high": [None if x is None else x * 1.01 for x in made["perplexity"]],
+                f"{other}_perplexity": [None if x is None else x * 0.95 for x in made["perplexity"]],
+                "tokens": [4096] * len(made["perplexity"]),
+                "seeds": [2] * len(made["perplexity"]),
+            }
+        curves[label] = made
+    config = {"scale": "small", "corpora": [{"name": "novels", "bytes_per_token": 1}], **columns}
+    return records.make("paper-item", item, config=config, metrics={}, curves=curves)
+
+
+def _cells(table, block: str, label: str) -> list[str]:
+    (found,) = (b for b in table.blocks if b.title.startswith(block))
+    (cells,) = (cells for name, _, cells in found.rows if name == label)
+    return [cell.text for cell in cells]
+
+
+def test_ours_is_solid_and_the_papers_dashed_on_axes_of_its_own() -> None:
+    rows = paper.pictures(answer("figure-1"))
+    headings = [f"{who}, {way} windows" for who in ("Ours", "The paper") for way in ("nonoverlapping", "sliding")]
+    assert [[picture.heading for picture in row] for row in rows] == [headings] * 2
+    for picture in rows[0]:
+        (axes,) = picture.figure.axes
+        drawn = [line for line in axes.lines if len(line.get_xdata()) > 2]
+        assert drawn
+        ours = picture.heading.startswith("Ours")
+        assert all((line.get_linestyle() == "-") == ours for line in drawn)
+        assert {line.get_color() == figures.MUTED for line in drawn} == {not ours}
+
+
+def test_what_is_drawn_are_the_papers_numbers_and_ours() -> None:
+    ours, _, theirs, sliding = paper.pictures(answer("figure-1"))[0]
+    alibi = ours.figure.axes[0].lines[3]
+    np.testing.assert_allclose(
+        alibi.get_ydata(), np.array(PUBLISHED["figure-1"].series["ALiBi, L = 512"]["perplexity"]) / 5
+    )
+    assert alibi.get_xdata()[0] == 64
+    assert theirs.figure.axes[0].lines[3].get_ydata()[-1] == 18.31
+    assert sliding.figure.axes[0].lines[-1].get_ydata().tolist() == [17.98, 17.92, 18.2, 18.28, 18.3]
+
+
+def test_panels_beside_each_other_span_the_same_ratio() -> None:
+    ours, _, theirs, _ = (picture.figure.axes[0] for picture in paper.pictures(answer("figure-1", growth=3))[0])
+    for limits in ("get_xlim", "get_ylim"):
+        low, high = getattr(ours, limits)()
+        other_low, other_high = getattr(theirs, limits)()
+        assert math.log(high / low) == pytest.approx(math.log(other_high / other_low), rel=0.02)
+    assert [tick.get_text() for tick in ours.get_xticklabels()][:3] == ["L", "2 L", "4 L"]
+
+
+def test_a_page_says_tokens_seeds_units_and_scale() -> None:
+    record = answer("figure-4")
+    assert paper.spread_sentence(record) == (
+        "4,096 tokens are scored for every number of ours. Bands and small numbers go from the lowest to the highest of 2 seeds."
+    )
+    text = paper.scale_sentence(record)
+    assert "divided by 8: 64 tokens stand for 512" in text
+    assert "per byte of novels, the paper's per token of WikiText-103, word level" in text
+    one = {label: {**columns, "seeds": [1] * len(columns["seeds"])} for label, columns in record.curves.items()}
+    assert "one seed" in paper.spread_sentence(dataclasses.replace(record, curves=one))
+
+
+def test_rows_that_the_paper_cites_are_never_ours() -> None:
+    table = paper_tables.pair_table(answer("table-7"))
+    assert _cells(table, "Ours", "Transformer-XL (Dai et al., 2019)")[0] == paper_tables.CITED
+    assert _cells(table, "The paper", "Transformer-XL (Dai et al., 2019), cited") == ["257,000,000", "—", "18.30"]
+    assert _cells(table, "Ours", "ALiBi, L = 3072, L_valid = 3072")[1:] == ["3.394", "3.532"]
+
+
+def test_the_best_is_marked_in_ours_and_in_the_papers_apart() -> None:
+    table = paper_tables.pair_table(answer("table-5"))
+    for block in table.blocks:
+        if "nonoverlapping" in block.title:
+            last = {label: cells[-1].best for label, _, cells in block.rows}
+            assert [label for label, best in last.items() if best] == ["ALiBi, L = 3072"]
+    assert table.columns[0] == "8 (64)"
+
+
+def test_the_change_with_length_is_computed_for_both() -> None:
+    table = paper_tables.change_table(answer("table-2"))
+    assert table.columns == ("ours", "ours, sliding", "the paper")
+    rows = {label: [cell.text for cell in cells] for label, _, cells in table.blocks[0].rows}
+    percent = "−7.2\N{NO-BREAK SPACE}%"  # 18.31 / 19.73
+    assert rows["ALiBi, L = 512, to 15,512"] == [percent] * 3
+    assert paper_tables.change_table(answer("figure-8")) is None
+
+
+def test_a_wide_table_keeps_our_lengths_and_the_papers_beside_them() -> None:
+    record = answer("table-2")
+    kept = {
+        label: {name: [values[0], values[15], values[-1]] for name, values in columns.items()}
+        for label, columns in record.curves.items()
+    }
+    table = paper_tables.pair_table(dataclasses.replace(record, curves=kept))
+    assert table.columns == ("64 (512)", "126 (1,012)", "1,939 (15,512)")
+    assert _cells(table, "The paper: perplexity", "ALiBi, L = 512") == ["19.73", "18.73", "18.31"]
+
+
+def test_curves_through_training_are_minutes_and_end_in_the_table() -> None:
+    record = answer("figure-5")
+    through = {"hours": [0.1, 0.2], "updates": [10, 20], "perplexity": [9.0, 5.0]}
+    record = dataclasses.replace(record, curves=dict.fromkeys(record.curves, through))
+    ours, theirs = paper.pictures(record)[0]
+    assert ours.figure.axes[0].get_xlabel() == "minutes of training"
+    assert ours.figure.axes[0].lines[0].get_xdata().tolist() == pytest.approx([6, 12])
+    assert theirs.figure.axes[0].get_xlabel() == "hours of training (GPU)"
+    assert _cells(paper_tables.pair_table(record), "Ours", "ALiBi, L = 512")[-1] == "5.000"
+
+
+def test_the_frontier_names_every_point_once() -> None:
+    ours, _, theirs = paper.pictures(answer("figure-8"))[0]
+    named = {text.get_text() for text in theirs.figure.axes[0].texts}
+    assert named == {
+        "ALiBi 512",
+        "ALiBi 1,024",
+        "ALiBi 3,072",
+        "Sinusoidal 3,072",
+    }  # the others have no published speed
+    assert ours.figure.axes[0].get_xscale() == "log"
+    boxes = [text.get_window_extent() for text in ours.figure.axes[0].texts]
+    assert not any(box.overlaps(other) for i, box in enumerate(boxes) for other in boxes[i + 1 :])
+
+
+def test_slopes_that_differ_are_counted() -> None:
+    assert "24 of the paper's 24 slopes" in paper.scale_sentence(answer("figure-3"))
+    wrong = answer("figure-3")
+    eight = {**wrong.curves["ALiBi, 8 heads"], "slope": [0.4] + [2.0**-n for n in range(2, 9)]}
+    wrong = dataclasses.replace(wrong, curves={**wrong.curves, "ALiBi, 8 heads": eight})
+    assert "23 of the paper's 24 slopes" in paper.scale_sentence(wrong)
+
+
+def test_windows_are_drawn_pass_by_pass() -> None:
+    rows = paper.pictures(answer("figure-10"))
+    assert [len(row) for row in rows] == [2, 2]
+    nonoverlapping, sliding = (row[0].figure.axes[0] for row in rows)
+    assert len(nonoverlapping.patches) == 8
+    assert len(sliding.patches) == 20  # five passes over four tokens
+
+
+def test_a_label_that_the_paper_does_not_have_is_left_out() -> None:
+    odd = Record(kind="paper-item", name="figure-99", config={}, metrics={})
+    assert not paper.is_drawn(odd)
+    assert paper.is_drawn(answer("figure-2"))
+
+
+def test_the_contents_list_every_record_once_with_its_section() -> None:
+    one, two = answer("figure-1"), answer("table-2")
+    entries = [Entry("p0", "The paper", "Figure 1", "", (one,))]
+    rows = contents.record_rows([two, one, one], entries)
+    assert [(row[1], row[5]) for row in rows] == [("figure-1", "p0"), ("table-2", "")]
+    assert contents.unanswered(["figure-1", "table-2/again"])[:2] == ["figure 2", "figure 3"]
+    assert contents.unanswered([]) == []
