@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 import alibi_attn
 from alibi_attn import records
 from alibi_attn.cli import app
+from alibi_attn.recipes.index import RECIPES
 
 RUNNER = CliRunner()
 ALIBI = [sys.executable, "-m", "alibi_attn"]
@@ -132,6 +133,49 @@ def test_generate_continues_beyond_the_trained_length_and_repeats_itself(checkpo
     assert RUNNER.invoke(app, [*arguments[:-1], "2"]).output != first.output
 
 
+def test_an_item_of_the_paper_writes_its_own_page_and_says_what_it_may_not_be_asked(tmp_path: Path) -> None:
+    arguments = ["run", "figure-10", "--scale", "smoke", "--out", str(tmp_path)]
+    result = RUNNER.invoke(app, arguments, env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    kinds = sorted(record.kind for record in records.find(tmp_path / "records"))
+    assert kinds == ["evaluation", "paper-item", "training"]
+    assert "Nonoverlapping and sliding windows" in (tmp_path / "figure-10.html").read_text()
+    refused = RUNNER.invoke(app, ["run", "figure-1", "--set", "model.method=alibi"], env={"COLUMNS": "200"})
+    assert refused.exit_code == 2
+    assert "is about model.method" in refused.output
+
+
+def test_recipes_lists_every_recipe_with_its_trainings() -> None:
+    result = RUNNER.invoke(app, ["recipes", "--scale", "small"], env={"COLUMNS": "250"})
+    assert result.exit_code == 0
+    rows = {line.split()[0]: line.split() for line in result.output.splitlines()[1:] if line.strip()}
+    assert set(RECIPES) <= set(rows)
+    assert rows["quick"][-2:] == ["4", "2,293,760"]  # four trainings of 280 steps of 2,048 tokens
+
+
+def test_generate_and_eval_use_the_tokenizer_beside_the_weights(tmp_path: Path) -> None:
+    text = tmp_path / "a.txt"
+    text.write_text("to be or not to be, that is the question of this café. " * 300)
+    arguments = ["--set", "data.tokenizer=bpe:280", "--set", "model.vocab_size=280", "--set", "model.method=alibi"]
+    out = tmp_path / "out"
+    options = ["--scale", "smoke", "--no-report", "--text", str(text), "--out", str(out)]
+    result = RUNNER.invoke(app, ["run", *options, *arguments])
+    assert result.exit_code == 0, result.output
+    folder = next((out / "checkpoints" / "quick" / "alibi-16").iterdir())
+    said = RUNNER.invoke(app, ["generate", str(folder), "--prompt", "to be café", "--max-new-tokens", "30"])
+    assert said.exit_code == 0, said.output
+    assert said.output.startswith("to be café")
+    assert len(said.output) > len("to be café") + 10
+    tested = RUNNER.invoke(
+        app,
+        ["eval", str(folder), "--text", str(text), "--lengths", "16", "--tokens", "32", "--out", str(tmp_path / "r")],
+    )
+    assert tested.exit_code == 0, tested.output
+    (record,) = records.find(tmp_path / "r")
+    assert record.config["corpus"]["tokenizer"] == "bpe:280"
+    assert record.config["corpus"]["valid_tokens"] < len(text.read_bytes())
+
+
 def test_heads_shows_slope_half_life_and_vanishing_distance() -> None:
     result = RUNNER.invoke(app, ["heads", "--num-heads", "8"])
     rows = [line.split() for line in result.output.splitlines() if line.strip()[:1].isdigit()]
@@ -159,7 +203,7 @@ def test_version_and_help_load_no_framework() -> None:
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize("command", ["run", "report", "eval", "generate", "heads", "explain"])
+@pytest.mark.parametrize("command", ["run", "recipes", "report", "eval", "generate", "heads", "explain"])
 def test_every_help_has_an_example(command: str) -> None:
     result = RUNNER.invoke(app, [command, "--help"], env={"COLUMNS": "200"})
     assert result.exit_code == 0

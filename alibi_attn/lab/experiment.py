@@ -12,6 +12,7 @@ differ only in their test share one training; recipes of one study share theirs 
 import contextlib
 import datetime
 import importlib.util
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -282,6 +283,7 @@ def _recorded(folder: Path, kind: str, name: str, config: Mapping[str, Json]) ->
 @contextlib.contextmanager
 def _alone_in(out: Path) -> Iterator[None]:
     lock = FileLock(out / ".lock", timeout=0)
+    made = next((folder for folder in (*reversed(out.parents), out) if not folder.exists()), None)
     try:
         out.mkdir(parents=True, exist_ok=True)
         lock.acquire()
@@ -291,5 +293,9 @@ def _alone_in(out: Path) -> Iterator[None]:
         raise ExperimentError(f"{out} cannot be written ({error.strerror}); pass a folder that you may write") from None
     try:
         yield
+    except (CorpusError, ConfigError):
+        if made and not (out / "records").exists() and not (out / "checkpoints").exists():
+            shutil.rmtree(made, ignore_errors=True)  # refused before any work: no folder stays that was not there
+        raise
     finally:
         lock.release()
