@@ -9,6 +9,7 @@ Expected: certified reach within about a third of the true one in steep heads, b
 """
 
 import datetime
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import cast
@@ -99,7 +100,7 @@ def trained_reach(
             "certificate", f"trained-reach/{layer}",
             config={"scale": scale, "layer": layer, "length": length, "trained": config.train.length},
             metrics={f"{name} forward_ms": time for name, time in timed.items()},
-            curves={"heads": columns}, started=started,
+            curves={"heads": columns, "mass": attention_by_distance(query, key)}, started=started,
         )  # fmt: skip
         paths.append(records.save(record, out))
     return paths
@@ -165,6 +166,28 @@ def compare(query: Tensor, key: Tensor, value: Tensor) -> dict[str, Sequence[rec
         "pinned_tiles": (found.pins[0] >= 0).sum(-1).tolist(),
         "longest_key": key[0].norm(dim=-1).amax(-1).tolist(),
         "median_key": key[0].norm(dim=-1).median(-1).values.tolist(),
+    }
+
+
+def attention_by_distance(query: Tensor, key: Tensor) -> dict[str, Sequence[records.Json]]:
+    """Per head, the share of its attention that goes to keys nearer than a distance, the mean over the queries, in float64."""
+    n, num_heads = query.shape[2], query.shape[1]
+    scale, i = query.shape[-1] ** -0.5, torch.arange(n)
+    distances = [2**power for power in range(math.ceil(math.log2(n)) + 1)]
+    shares: list[float] = []
+    for head, slope in enumerate(alibi_slopes(num_heads).tolist()):
+        mass = torch.zeros(len(distances), dtype=torch.float64)
+        for start in range(0, n, 256):
+            rows = i[start : start + 256]
+            distance = rows[:, None] - i
+            scores = scale * (query[0, head, rows].double() @ key[0, head].double().T) - slope * distance
+            weight = scores.masked_fill(distance < 0, -torch.inf).softmax(-1)
+            mass += torch.stack([weight.masked_fill(distance >= limit, 0).sum() for limit in distances])
+        shares += (mass / n).tolist()
+    return {
+        "head": [head for head in range(num_heads) for _ in distances],
+        "distance": distances * num_heads,
+        "share": shares,
     }
 
 

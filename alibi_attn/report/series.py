@@ -197,7 +197,7 @@ def _study(recipe: str, runs: Mapping[tuple[str, str], Sequence[Record]]) -> Stu
         if len({length for _, length, _ in short}) > 1:
             label += f" {trained:,}"
         if stretch != "none":
-            label += f", {STRETCHES.get(stretch, stretch)}"
+            label += f" with {STRETCHES.get(stretch, stretch)}"
         if short.count(key) > 1:
             label += _difference(config, [name for name in several if name not in ("model.method", "train.length")])
         trainings = tuple(sorted((r for r in members if r.kind == "training"), key=_seed))

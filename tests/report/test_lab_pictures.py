@@ -36,7 +36,7 @@ def test_stretched_positions_are_series_of_the_same_study(made_up) -> None:
     stretched = [_evaluation(r, stretch=mode) for r in found if r.kind == "evaluation" for mode in ("linear", "ntk")]
     (study,) = studies([*found, *stretched])
     assert [s.label for s in study.series] == [
-        "rotary", "rotary, NTK", "rotary, PI", "ALiBi", "ALiBi, NTK", "ALiBi, PI",
+        "rotary", "rotary with NTK", "rotary with PI", "ALiBi", "ALiBi with NTK", "ALiBi with PI",
     ]  # fmt: skip
     assert [s.seeds for s in study.series] == [1] * 6
     assert all(len(s.trainings) == 1 for s in study.series)  # the weights are the same
@@ -139,6 +139,11 @@ def test_trained_heads_show_certified_beside_true_reach() -> None:
     page = report_html(found)
     assert "How far trained heads look: trained-reach" in page
     assert "Other records" not in page
+    assert "Where the attention is" not in page
+    mass = {"head": [0, 0, 1, 1, 2, 2], "distance": [1, 2] * 3, "share": [0.9, 1.0, 0.5, 0.75, 0.25, 0.5]}
+    (whole,) = certificates.trained_heads([_curves(record, mass=mass) for record in found])
+    line = certificates.mass_figure(whole).axes[0].lines[1]
+    assert (list(line.get_xdata()), list(line.get_ydata())) == ([1, 2], [0.5, 0.75])
     attack = records.make("certificate", "attack", config={}, metrics={"draws": 10.0})
     assert not certificates.is_drawn(attack)
 
