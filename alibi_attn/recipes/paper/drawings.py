@@ -18,7 +18,7 @@ def slopes(cells: Sequence[Cell], evidence: Evidence) -> Curves:
     curves: Curves = {}
     for heads in (8, 16):
         values = alibi_slopes(heads).tolist()
-        biases = {f"bias_{distance}": [-slope * distance for slope in values] for distance in range(5)}
+        biases = {f"bias_{distance}": [0.0 - slope * distance for slope in values] for distance in range(5)}
         curves[f"ALiBi, {heads} heads"] = {"head": list(range(1, heads + 1)), "slope": values, **biases}
     return curves
 
