@@ -118,7 +118,8 @@ def _corpora(record: Record) -> list[Mapping[str, Json]]:
 
 def spread_sentence(record: Record) -> str:
     """How many tokens were scored and how many seeds stand behind a number."""
-    tokens, seeds = _range(record, "tokens"), _range(record, "seeds")
+    tokens = _range(record, "tokens", "valid_tokens", "test_tokens")
+    seeds = _range(record, "seeds")
     said = []
     if tokens:
         said.append(f"{_between(tokens)} tokens are scored for every number of ours.")
@@ -137,7 +138,7 @@ def scale_sentence(record: Record) -> str:
         lengths = sorted({length for label in item.series if (length := trained_length(label))})
         example = lengths[0] if lengths else 512
         said.append(
-            f"Our lengths are the paper's divided by {factor:g}: {example / factor:,.0f} tokens stand for {example:,}."
+            f"Our lengths are the paper's divided by {factor:g}: L = {example / factor:,.0f} stands for L = {example:,}."
         )
     slopes = _slopes(record, item)
     if slopes:
@@ -372,8 +373,9 @@ def _slopes(record: Record, item: PublishedItem) -> list[tuple[float, float | No
     ]
 
 
-def _range(record: Record, column: str) -> tuple[float, float] | None:
-    found = [value for label in record.curves for value in numbers(record, label, column) if math.isfinite(value)]
+def _range(record: Record, *columns: str) -> tuple[float, float] | None:
+    cells = (value for label in record.curves for column in columns for value in numbers(record, label, column))
+    found = [value for value in cells if math.isfinite(value)]
     return (min(found), max(found)) if found else None
 
 

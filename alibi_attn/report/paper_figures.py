@@ -171,7 +171,7 @@ def _lines(panel: Panel, x_span: float, y_span: float) -> Figure:
         _length_ticks(axes, x_low, max(x_high, x_low * x_span), panel)
     else:
         axes.set_xlim(0, x_high * 1.02)
-        axes.xaxis.set_major_locator(MaxNLocator(4))
+        axes.xaxis.set_major_locator(MaxNLocator(4, integer=all((line.x % 1 == 0).all() for line in panel.lines)))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.4g}"))
     figures.name_lines(axes, ends, max(end[2] for end in ends))
     return figure
@@ -188,7 +188,7 @@ def _length_ticks(axes: Axes, low: float, high: float, panel: Panel) -> None:
         names = [f"{place:,.0f}" for place in places]
     kept: list[int] = []
     for place in range(len(places)):  # ticks closer than a tenth of the axis would touch
-        if not kept or math.log(places[place] / places[kept[-1]]) > 0.11 * math.log(high / low):
+        if not kept or math.log(places[place] / places[kept[-1]]) > 0.15 * math.log(high / low):
             kept.append(place)
     axes.xaxis.set_major_locator(FixedLocator([places[place] for place in kept]))
     axes.xaxis.set_major_formatter(FixedFormatter([names[place] for place in kept]))

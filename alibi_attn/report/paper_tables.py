@@ -101,7 +101,9 @@ def _shown(ours: set[float], found: list[tuple[str, str, Rows]]) -> list[float]:
 def _by_column(record: Record, item: PublishedItem) -> Table:
     measures = list(item.columns)
     blocks = []
-    for title, ours in ((f"Ours, perplexity per {unit_of(record)}", True), (f"The paper, {item.corpus}", False)):
+    measured = any("perplexity" in measure for measure in measures)
+    first = f"Ours, perplexity per {unit_of(record)}" if measured else "Ours"
+    for title, ours in ((first, True), (f"The paper, {item.corpus}", False)):
         columns = []
         for measure in measures:
             rows: Rows = {}
@@ -145,7 +147,7 @@ def _block(title: str, measure: str, rows: dict[str, list[tuple[float, float, fl
 def _marked(measure: str, column: list[Cell]) -> list[Cell]:
     """The best of a column marked: the lowest perplexity or memory, the highest speed; nothing where there is one row."""
     values = [cell.value for cell in column if cell.value is not None]
-    if len(values) < 2 or not ("perplexity" in measure or measure.endswith("_per_second") or "memory" in measure):
+    if len(set(values)) < 2 or not ("perplexity" in measure or measure.endswith("_per_second") or "memory" in measure):
         return column
     best = max(values) if measure.endswith("_per_second") else min(values)
     return [replace(cell, best=cell.value == best) for cell in column]
