@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-TOKENIZER = "tokenizer.json"  # beside a checkpoint's weights
+from alibi_attn.cli_words import needs
 
 
 def export(
@@ -15,32 +15,20 @@ def export(
 ) -> None:
     """Write a trained model as a checkpoint that AutoModelForCausalLM loads with equal logits, tokenizer included.
 
-    A model of [bold]model.architecture=mpt[/] is an MPT; "modern" has a norm and a feed-forward that no family here has.
+    A model of [bold]model.architecture=mpt[/] and ALiBi is an MPT; "modern" has a norm and feed-forward that no family has.
 
-    [dim]alibi run quick --set model.architecture=mpt --set model.method=alibi --out runs/mpt[/]
+    [dim]alibi run quick --set model.architecture=mpt --out runs/mpt[/]
 
     [dim]alibi export runs/mpt/checkpoints/quick/alibi-128/seed-0-… my-mpt[/]
     """
-    try:
+    with needs("hf,lab"):
         from alibi_attn.hf.decoder import DecoderConfig
         from alibi_attn.hf.export import export_mpt
         from alibi_attn.hf.tokenizing import saved_tokenizer
-        from alibi_attn.lab.checkpoint import load_checkpoint, newest
+        from alibi_attn.lab.checkpoint import load_checkpoint, load_checkpoint_tokenizer
         from alibi_attn.lab.model import decoder_state
-    except ModuleNotFoundError as error:
-        if str(error.name).startswith("alibi_attn"):
-            raise
-        raise ImportError(
-            f'alibi export needs {error.name}; install it with: pip install "alibi-attn[hf,lab]"'
-        ) from None
     model, config = load_checkpoint(checkpoint)
     about = DecoderConfig(num_heads=config.model.num_heads, trained_length=config.train.length)
-    saved = (newest(checkpoint) or checkpoint) / TOKENIZER
-    if not saved.exists() and config.data.tokenizer != "bytes":
-        raise ValueError(
-            f"{saved} is not there, and a model of {config.data.tokenizer} tokens is nothing without them; copy the "
-            "tokenizer there that lies beside the tokens it was trained on"
-        )
-    tokenizer = saved_tokenizer(saved.read_bytes()) if saved.exists() else None
+    tokenizer = saved_tokenizer(load_checkpoint_tokenizer(checkpoint).dump())
     path = export_mpt(decoder_state(model), about, out, tokenizer=tokenizer)
     typer.echo(f"{family}  {path}")

@@ -10,11 +10,11 @@ from typer.testing import CliRunner
 from alibi_attn.cli import app
 from alibi_attn.hf import patch
 from alibi_attn.hf.export import import_mpt
-from alibi_attn.lab.checkpoint import Progress, load_checkpoint, save_checkpoint
+from alibi_attn.lab.checkpoint import Progress, load_checkpoint, load_checkpoint_tokenizer, save_checkpoint
 from alibi_attn.lab.config import DataConfig, EvalConfig, ModelConfig, RunConfig, TrainConfig
 from alibi_attn.lab.model import decoder_state
 from alibi_attn.lab.parallel import prepare
-from alibi_attn.lab.tokenizing import make_tokenizer, save_tokenizer
+from alibi_attn.lab.tokenizing import make_tokenizer
 
 SIZES = {"num_layers": 2, "num_heads": 2, "embed_dim": 16, "ffn_dim": 40, "vocab_size": 300}
 VERSES = "ten bottles of beer on the wall, ten bottles of beer.\n" * 9
@@ -32,7 +32,8 @@ def saved(folder: Path, *, tokenizer: str = "bytes", **model: object) -> Path:
     with torch.no_grad():
         for parameter in training.model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)), alpha=0.1)
-    return save_checkpoint(folder, training, config, Progress(step=1), finished=True)
+    made = make_tokenizer(tokenizer, lambda: iter([VERSES.encode()]), len(VERSES))
+    return save_checkpoint(folder, training, config, Progress(step=1), made, finished=True)
 
 
 def export(*arguments: object, code: int = 0) -> str:
@@ -65,16 +66,13 @@ def test_a_checkpoint_leaves_as_an_mpt_and_comes_back(tmp_path):
         assert torch.equal(returned, tensor), name
 
 
-def test_its_tokenizer_comes_along(tmp_path):
-    step = saved(tmp_path / "run", architecture="mpt", tokenizer="bpe:300")
-    assert "is not there, and a model of bpe:300 tokens is nothing without them" in export(
-        step, tmp_path / "mpt", code=1
-    )
-    tokenizer = make_tokenizer("bpe:300", lambda: iter([VERSES.encode()]), len(VERSES))
-    save_tokenizer(tokenizer, step / "tokenizer.json")
+@pytest.mark.parametrize("name", ["bytes", "bpe:300"])
+def test_its_tokenizer_comes_along(tmp_path, name):
+    step = saved(tmp_path / "run", architecture="mpt", tokenizer=name)
     export(step, tmp_path / "mpt")
-    theirs, text = AutoTokenizer.from_pretrained(tmp_path / "mpt"), "beer of the wall\n  é"
-    assert theirs(text)["input_ids"] == tokenizer.encode(text).tolist()
+    ours, theirs = load_checkpoint_tokenizer(step), AutoTokenizer.from_pretrained(tmp_path / "mpt")
+    text = "beer of the wall\n  é"
+    assert theirs(text)["input_ids"] == ours.encode(text).tolist()
     assert theirs.decode(theirs(text)["input_ids"]) == text
 
 
