@@ -3,9 +3,10 @@
 Time a token and memory must not grow once every head has its reach, and the outputs must be those of one full pass.
 """
 
+import contextlib
 import datetime
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -29,7 +30,8 @@ def streaming(
     The record's curve "ours" has, after so many tokens (`length`), the milliseconds that a token took since the point before
     and the bytes that all caches hold.
 
-    Two blocks of width 64 with four heads of slopes 2⁻² … 2⁻⁸, random weights, fp32, one sequence.
+    Two blocks of width 64 with four heads of slopes 2⁻² … 2⁻⁸, random weights, fp32, one sequence, one thread: there is too
+    little in a step for several to share.
 
     Args:
         chunk: tokens that come at a time.
@@ -40,7 +42,7 @@ def streaming(
     torch.manual_seed(0)
     blocks = [ALiBiTransformerBlock(64, 4, qk_norm=True) for _ in range(2)]
     x = torch.randn(1, tokens, 64)
-    with torch.inference_mode():
+    with torch.inference_mode(), _one_thread():
         caches = [block.attention.reach_cache(tolerance=tolerance) for block in blocks]
         columns: dict[str, list[records.Json]] = {"length": [], "forward_ms": [], "cache_bytes": []}
         outputs: list[Tensor] = []
@@ -64,13 +66,24 @@ def streaming(
         "streaming/reach-cache",
         config={
             "tokens": tokens, "chunk": chunk, "windows": windows, "tolerance": tolerance, "layers": 2, "width": 64,
-            "heads": 4, "dtype": "float32", "reach": [block.attention.static_reach().tolist() for block in blocks],
+            "heads": 4, "dtype": "float32", "threads": 1,
+            "reach": [block.attention.static_reach(tolerance=tolerance).tolist() for block in blocks],
         },
         metrics={"error_of_longest_output": error, "full_cache_bytes": float(full_bytes)},
         curves={"ours": columns},
         started=started,
     )  # fmt: skip
     return records.save(record, out)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _through(blocks: list[ALiBiTransformerBlock], x: Tensor, caches: list[ReachCache] | None) -> Tensor:

@@ -12,9 +12,10 @@ from alibi_attn.report.benchmarks import is_drawn
 
 def test_a_record_a_family_with_both_ways(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_in_fresh_process", lambda function, *arguments: function(*arguments))
-    monkeypatch.setattr(module, "TURNS", 1)
+    for name, value in (("TURNS", 1), ("WARM_UP_LENGTH", 64), ("CHECKED_LENGTH", 64)):
+        monkeypatch.setattr(module, name, value)
     said = []
-    paths = serving(tmp_path, patch=patch, lengths=(600, 700), unpatched_lengths=(600,), width=64, say=said.append)
+    paths = serving(tmp_path, patch=patch, lengths=(100, 120), unpatched_lengths=(100,), width=64, say=said.append)
     assert [records.load(path).name for path in paths] == [f"serving/{family}" for family in FAMILIES]
     assert len(said) == 3 * 4
     for path in paths:
@@ -24,14 +25,14 @@ def test_a_record_a_family_with_both_ways(tmp_path, monkeypatch):
         # Falcon's own bias is rounded to bf16 in every dtype, so that exact attention differs from it.
         assert record.metrics["logits_error"] < 1e-5 or "falcon" in record.name
         assert record.metrics["logits_error_checkpoint"] < 1e-5
-        assert record.curves["ours"]["length"] == [600, 700]
-        assert record.curves["transformers"]["length"] == [600]
+        assert record.curves["ours"]["length"] == [100, 120]
+        assert record.curves["transformers"]["length"] == [100]
         assert all(seconds > 0 for seconds in record.curves["ours"]["attention_seconds"])
         assert set(record.metrics) == {
             "logits_error",
             "logits_error_checkpoint",
-            "speedup_600",
-            "attention_speedup_600",
+            "speedup_100",
+            "attention_speedup_100",
         }
     with pytest.raises(ValueError, match="family is 'gpt2' but must be one of bloom, mpt, falcon"):
         serving(tmp_path, patch=patch, families=["gpt2"])
@@ -47,12 +48,13 @@ def test_a_stream_is_held_against_the_full_pass(tmp_path):
 
 def test_what_may_not_fit_is_skipped_and_said(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_in_fresh_process", lambda function, *arguments: function(*arguments))
-    monkeypatch.setattr(module, "TURNS", 1)
+    for name, value in (("TURNS", 1), ("WARM_UP_LENGTH", 64), ("CHECKED_LENGTH", 64)):
+        monkeypatch.setattr(module, name, value)
     monkeypatch.setattr(module, "_available_bytes", lambda: module.SPARE_BYTES)
     said = []
-    options = {"lengths": (600,), "unpatched_lengths": (600, 1300), "families": ["mpt"], "width": 64}
+    options = {"lengths": (100,), "unpatched_lengths": (100, 300), "families": ["mpt"], "width": 64}
     (path,) = serving(tmp_path, patch=patch, say=said.append, **options)
     record = records.load(path)
-    assert record.config["skipped_for_lack_of_memory"] == ["transformers 1300"]
-    assert record.curves["transformers"]["length"] == [600]
+    assert record.config["skipped_for_lack_of_memory"] == ["transformers 300"]
+    assert record.curves["transformers"]["length"] == [100]
     assert "skipped, it may need" in said[-1]
