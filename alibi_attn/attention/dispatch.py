@@ -19,6 +19,7 @@ PREFERRED: dict[str, tuple[str, ...]] = {"cpu": ("banded", "dense"), "cuda": ("f
 
 # With fewer keys and fewer scores a head than these, the certificate costs more than it saves (see docs/backends.md).
 SHORT_KEYS, SHORT_SCORES = 4096, 640 * 640
+FEW_SCORES = 2**16  # however many the keys: a few queries are answered before the certificate has read them
 
 
 def why_not(name: str, spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) -> str | None:
@@ -29,8 +30,15 @@ def why_not(name: str, spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, 
 
 def steps_aside(name: str, spec: AttentionSpec[Tensor]) -> str | None:
     """Why "auto" leaves a call to the next backend although this one could run it."""
-    if name == "banded" and spec.key_len < SHORT_KEYS and spec.query_len * spec.key_len < SHORT_SCORES:
-        return f"short input: S < {SHORT_KEYS} and T·S = {spec.query_len * spec.key_len} < {SHORT_SCORES}"
+    if name != "banded":
+        return None
+    scores = spec.query_len * spec.key_len
+    if spec.query_len == 1:
+        return "one query: dense has scored all keys before the certificate has read them"
+    if spec.key_len < SHORT_KEYS and scores < SHORT_SCORES:
+        return f"short input: S < {SHORT_KEYS} and T·S = {scores} < {SHORT_SCORES}"
+    if scores <= FEW_SCORES:
+        return f"few queries: T·S = {scores} ≤ {FEW_SCORES}"
     return None
 
 

@@ -6,7 +6,7 @@ where its line ends. "ours" is drawn first and is what every other peer is divid
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -16,6 +16,7 @@ from alibi_attn.report import figures
 from alibi_attn.report.series import numbers
 
 OURS = "ours"
+_MEMORY = ("peak_memory_bytes", "cache_bytes")
 _COLORS = ("sinusoidal", "rotary", "t5", "learned", "none", "ink")
 
 
@@ -51,21 +52,42 @@ def peer_times(record: Record) -> list[PeerTimes]:
 
 def times_by_length(record: Record) -> Figure:
     """Milliseconds against length, both logarithmic."""
-    figure, axes = figures.plain_axes("milliseconds, log scale")
-    peers = peer_times(record)
-    lengths = sorted({length for peer in peers for length in peer.times})
-    colors = {peer.name: _COLORS[i % len(_COLORS)] for i, peer in enumerate(p for p in peers if p.name != OURS)}
+    lines = {
+        _label(peer): {x: y for x, y in sorted(peer.times.items()) if math.isfinite(y)} for peer in peer_times(record)
+    }
+    return _by_length("milliseconds, log scale", lines)
+
+
+def memory_by_length(record: Record) -> Figure | None:
+    """MiB against length, both logarithmic; None where no curve has memory by length."""
+    lines = {}
+    for name, columns in record.curves.items():
+        column = next((column for column in _MEMORY if column in columns), None)
+        if column is not None and "length" in columns:
+            sizes = zip(numbers(record, name, "length"), numbers(record, name, column), strict=True)
+            lines[name] = {int(x): y / 2**20 for x, y in sorted(sizes) if y > 0}
+    if not any(lines.values()):
+        return None
+    if len(lines) == 1:
+        lines = {OURS: next(iter(lines.values()))}
+    return _by_length("MiB, log scale", dict(sorted(lines.items(), key=lambda line: line[0] != OURS)))
+
+
+def _by_length(title: str, lines: Mapping[str, Mapping[int, float]]) -> Figure:
+    """One line a name; ours is thicker and has ALiBi's color."""
+    figure, axes = figures.plain_axes(title)
+    lengths = sorted({length for points in lines.values() for length in points})
+    others = [name for name in lines if name != OURS]
     drawn = []
-    for peer in peers:
-        points = [(length, time) for length, time in sorted(peer.times.items()) if not math.isnan(time)]
+    for name, points in lines.items():
         if not points:
             continue
-        x, y = np.array(points).T
-        color = figures.color_of("alibi" if peer.name == OURS else colors[peer.name])
-        width = 2.4 if peer.name == OURS else 1.5
-        axes.plot(x, y, color=color, marker="o" if peer.name == OURS else ".", linewidth=width, clip_on=False)
-        drawn.append((_label(peer), color, float(x[-1]), float(y[-1])))
-    figures.log_axis(axes, np.array([time for peer in peers for time in peer.times.values() if not math.isnan(time)]))
+        x, y = np.array(sorted(points.items())).T
+        ours = name == OURS
+        color = figures.color_of("alibi" if ours else _COLORS[others.index(name) % len(_COLORS)])
+        axes.plot(x, y, color=color, marker="o" if ours else ".", linewidth=2.4 if ours else 1.5, clip_on=False)
+        drawn.append((name, color, float(x[-1]), float(y[-1])))
+    figures.log_axis(axes, np.array([y for points in lines.values() for y in points.values()]))
     figures.length_ticks(axes, lengths, "tokens")
     figures.name_lines(axes, drawn, lengths[-1])
     return figure

@@ -110,6 +110,7 @@ def benchmark_section(record: Record, name: str) -> dict[str, object]:
         "name": name,
         "title": record.name,
         "picture": _picture(benchmarks.times_by_length(record), f"{name}-times", description),
+        "memory": _picture(benchmarks.memory_by_length(record), f"{name}-memory", "Peak memory against length."),
         "lengths": lengths,
         "rows": rows,
         "facts": benchmarks.facts(record),

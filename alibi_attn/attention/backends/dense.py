@@ -30,7 +30,7 @@ def run(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) 
     # A row that sees nothing would be a softmax of nothing: let it see everything, and take the result away again.
     bias = score_bias(spec, distance, seen).masked_fill(blind, 0.0)
     q = query.masked_fill(blind, 0.0)
-    k, v = per_query_head(spec, key), per_query_head(spec, value)
+    k, v = key, value
     dtype = query.dtype
     if query.device.type != "cpu" and dtype in (torch.float16, torch.bfloat16):
         # Off the CPU a mask must have query's dtype, and a distance does not fit into 8 or 11 bits.
@@ -39,14 +39,23 @@ def run(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) 
     lse = None
     if spec.return_lse:
         work = torch.promote_types(q.dtype, torch.float32)
+        k, v = per_query_head(spec, k), per_query_head(spec, v)
         scores = spec.scale * (q.to(work) @ k.to(work).mT) + bias
         weights = functional.dropout(scores.softmax(-1), spec.dropout_p)
         output = weights @ v.to(work)
         lse = scores.logsumexp(-1).masked_fill(blind.squeeze(-1), float("-inf"))
     else:
+        # Query heads of one key head side by side, as rows: nothing is copied for them.
+        rows = bias.expand(spec.batch, spec.num_heads, -1, -1).unflatten(1, (-1, spec.group)).flatten(2, 3)
         output = functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=bias, dropout_p=spec.dropout_p, scale=spec.scale
+            q.unflatten(1, (-1, spec.group)).flatten(2, 3),
+            k,
+            v,
+            attn_mask=rows,
+            dropout_p=spec.dropout_p,
+            scale=spec.scale,
         )
+        output = output.unflatten(2, (spec.group, -1)).flatten(1, 2)
     output = output.masked_fill(blind, 0.0)
     if poison is not None:
         output = output + poison[..., None].to(output.dtype)
