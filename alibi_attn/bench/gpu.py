@@ -173,7 +173,7 @@ def _decoding(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> dict
         causal = _median_ms(lambda: functional.scaled_dot_product_attention(query, key, value), query.device)
     row_bytes = 2 * key.shape[-1] * key.element_size()
     return {
-        "forward_ms": ours, "no_bias_ms": causal, "kernel_bytes": int(reach.clamp(max=key.shape[2]).sum()) * row_bytes,
+        "ours_us": ours * 1e3, "no_bias_us": causal * 1e3, "kernel_bytes": int(reach.clamp(max=key.shape[2]).sum()) * row_bytes,
         "all_bytes": key.shape[0] * key.shape[1] * key.shape[2] * row_bytes,
     }  # fmt: skip
 
