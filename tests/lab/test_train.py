@@ -98,12 +98,14 @@ def test_sigterm_leaves_a_checkpoint_to_go_on_from(tiny_run, tmp_path):
 
 
 def test_the_second_signal_of_a_kind_is_the_usual_one():
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores Ctrl-C
     with deferred_interruption() as interrupted:
         assert not interrupted()
         signal.raise_signal(signal.SIGINT)
         assert interrupted()
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+    signal.signal(signal.SIGINT, usual)
 
 
 def test_a_batch_in_parts_is_the_same_batch_up_to_rounding(tiny_run, tmp_path):
