@@ -119,6 +119,7 @@ def test_the_change_with_length_is_computed_for_both() -> None:
     rows = {label: [cell.text for cell in cells] for label, _, cells in table.blocks[0].rows}
     percent = "−7.2\N{NO-BREAK SPACE}%"  # 18.31 / 19.73
     assert rows["ALiBi, L = 512, to 15,512"] == [percent] * 3
+    assert "T5 Bias, L = 512, to 12,512" in rows  # where it ran out of memory there is nothing to compare
     assert paper_tables.change_table(answer("figure-8")) is None
 
 
