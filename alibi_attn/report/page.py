@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jinja2
 
-from alibi_attn.records import Record, replace_file
+from alibi_attn.records import Record, identity, replace_file
 from alibi_attn.report import benchmarks, certificates, contents, costs, evidence, paper, sections, sentences, tables
 from alibi_attn.report.contents import Entry
 from alibi_attn.report.series import other_records, studies
@@ -32,7 +32,8 @@ def write_report(records: Sequence[Record], path: Path, *, title: str = TITLE, q
 
 
 def report_html(records: Sequence[Record], *, title: str = TITLE, question: str | None = None) -> str:
-    """The page that `write_report` writes, as text; equal records give equal text."""
+    """The page that `write_report` writes, as text; equal records give equal text, and one that comes twice is drawn once."""
+    records = list({identity(record.kind, record.name, record.config): record for record in records}.values())
     every = studies(records)
     items = sections.sorted_items([record for record in records if paper.is_drawn(record)])
     asked = {record.config.get("study") for record in items}
