@@ -262,7 +262,7 @@ def print_perplexities(found: Sequence[records.Record]) -> None:
     for study in studies(found):
         numbers = tables.by_length(study)
         for block in numbers.blocks if numbers else ():
-            if not block.title.startswith("Perplexity"):
+            if not block.title.startswith(f"Perplexity per {study.unit}"):
                 continue  # the report has the other units
             table = RichTable("", *numbers.columns if numbers else (), box=None)
             for column in table.columns[1:]:
