@@ -156,6 +156,7 @@ def evaluation(
         check_writable(out / "record")
     model, config = load_checkpoint(checkpoint)
     asked = {
+        "data.corpus": "text",
         "data.text": _joined(text),
         "eval.lengths": lengths,
         "eval.tokens": str(tokens),
@@ -246,7 +247,7 @@ def _overrides(changes: Sequence[str], text: Sequence[Path], corpus: str | None)
     if corpus is not None:
         found["data.corpus"] = corpus
     if text:
-        found["data.text"] = _joined(text)
+        found |= {"data.corpus": "text", "data.text": _joined(text)} if corpus is None else {"data.text": _joined(text)}
     return found
 
 

@@ -123,6 +123,26 @@ def test_eval_agrees_with_the_run(smoke: Path, checkpoint: Path, tmp_path: Path)
     assert f"{2.718281828459045 ** record.curves['by_length']['sliding_nats'][0]:.1f}" in result.output
 
 
+def test_a_text_takes_the_place_of_any_corpus(tmp_path: Path) -> None:
+    text = tmp_path / "a.txt"
+    text.write_text("def f(x):\n    return x + 1\n" * 200)
+    smaller = [
+        word
+        for change in ("train.steps=2", "eval.lengths=8,16", "eval.tokens=16", "eval.tasks=")
+        for word in ("--set", change)
+    ]
+    asked = ["run", "recall", "--scale", "smoke", "--set", "model.method=alibi", *smaller, "--no-report"]
+    trained = RUNNER.invoke(app, [*asked, "--out", str(tmp_path / "run")])
+    assert trained.exit_code == 0, trained.output
+    (folder,) = {path.parent for path in (tmp_path / "run" / "checkpoints").rglob("model.safetensors")}
+    evaluated = ["eval", str(folder), "--text", str(text), "--lengths", "8,16", "--tokens", "16"]
+    result = RUNNER.invoke(app, evaluated)
+    assert result.exit_code == 0, result.output
+    again = RUNNER.invoke(app, [*asked, "--text", str(text), "--out", str(tmp_path / "text")])
+    assert again.exit_code == 0, again.output
+    assert {record.config["corpus"]["name"] for record in records.find(tmp_path / "text" / "records")} == {"text"}
+
+
 def test_generate_continues_beyond_the_trained_length_and_repeats_itself(checkpoint: Path) -> None:
     arguments = ["generate", str(checkpoint), "--prompt", "def é", "--max-new-tokens", "40", "--seed", "1"]
     first, second = (RUNNER.invoke(app, arguments) for _ in range(2))
