@@ -22,7 +22,7 @@ PLAIN = {*sys.stdlib_module_names, "numpy"}
 
 # Layers, lowest first. A module imports only from lower layers and from its own folder; `jax` stands beside 1 and 2.
 LAYERS = {
-    **dict.fromkeys(("slopes", "reach", "records"), 0),
+    **dict.fromkeys(("slopes", "reach", "records", "units"), 0),
     "attention": 1,
     "nn": 2,
     **dict.fromkeys(("hf", "lab", "bench", "report"), 3),

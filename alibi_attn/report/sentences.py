@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from alibi_attn import units
 from alibi_attn.report.series import Mode, Series, Study, flat
 from alibi_attn.slopes import alibi_slopes
 
@@ -19,7 +20,7 @@ def perplexity(series: Series, length: float, mode: Mode = "nonoverlapping") -> 
     """exp(mean loss) of each seed at one length; empty where nothing was measured."""
     x, y = series.curve("by_length", "length", f"{mode}_nats")
     column = y[:, x == length].ravel()
-    return [float(math.exp(value)) for value in column if math.isfinite(value)]
+    return [units.perplexity(float(value)) for value in column if math.isfinite(value)]
 
 
 def ends(series: Series, mode: Mode = "nonoverlapping") -> tuple[int, int] | None:

@@ -4,11 +4,13 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from alibi_attn.records import Json, Record, identity
 from alibi_attn.report import sentences
 from alibi_attn.report.series import METHODS, Mode, Series, Study, flat
 from alibi_attn.slopes import alibi_slopes
+from alibi_attn.units import bits_per_byte, perplexity, word_perplexity
 
 NEGLIGIBLE = 1e-6  # the factor at which a head is said to see nothing and its picture has faded out
 _SECTIONS = ("model", "data", "train", "eval")
@@ -48,18 +50,16 @@ def by_length(study: Study) -> Table | None:
         ("sliding", "sliding window"),
         ("windowed", "context cut at the trained length"),
     )
-    blocks = [_block(study, f"Perplexity per {study.unit}, {words}", f"{mode}_nats", _exp) for mode, words in modes]
+    blocks = [
+        _block(study, f"Perplexity per {study.unit}, {words}", f"{mode}_nats", perplexity) for mode, words in modes
+    ]
     words_per_token = study.words_per_token
     if words_per_token is not None and words_per_token != 1:
-        blocks += [
-            _block(study, f"Perplexity per word, {words}", f"{mode}_nats", lambda nats: _exp(nats / words_per_token))
-            for mode, words in modes
-        ]
+        per_word = partial(word_perplexity, words_per_token=words_per_token)
+        blocks += [_block(study, f"Perplexity per word, {words}", f"{mode}_nats", per_word) for mode, words in modes]
     if study.bytes_per_token is not None:
-        bits = 1 / (math.log(2) * study.bytes_per_token)
-        blocks += [
-            _block(study, f"Bits per byte, {words}", f"{mode}_nats", lambda nats: nats * bits) for mode, words in modes
-        ]
+        bits = partial(bits_per_byte, bytes_per_token=study.bytes_per_token)
+        blocks += [_block(study, f"Bits per byte, {words}", f"{mode}_nats", bits) for mode, words in modes]
     found = tuple(block for block in blocks if block is not None)
     columns = tuple(f"{length:,}" for length in lengths)
     return Table(columns, found) if found else None
@@ -224,11 +224,6 @@ def _block(
             for row in cells:
                 row[place] = replace(row[place], best=row[place].value == lowest)
     return Block(title, tuple((s.label, _variable(s), tuple(row)) for s, row in zip(study.series, cells, strict=True)))
-
-
-def _exp(nats: float) -> float:
-    """e to the nats; infinity where that is too large for a float, as for a word of an exploded model."""
-    return math.exp(nats) if nats < 700 else math.inf
 
 
 def _cell(values: Sequence[float], show: Callable[[float], str]) -> Cell:

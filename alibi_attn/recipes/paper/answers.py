@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import cast
 
+from alibi_attn import units
 from alibi_attn.recipes.paper.cells import Cell, Curves, Way
 from alibi_attn.recipes.paper.evidence import Evidence
 from alibi_attn.records import Json, Record
@@ -164,11 +165,15 @@ def _word_perplexity(found: Sequence[Record], length: int, way: Way) -> float | 
     """exp(nats per token / words per token); None where the words were not counted or are not the tested text's."""
     corpus = cast("Mapping[str, Json]", found[0].config["corpus"])
     words, mean = cast("float | None", corpus.get("words_per_token")), _mean(_nats(found, length, way))
-    return _exp(mean / words) if words and mean is not None else None
+    return _finite(units.word_perplexity(mean, words_per_token=words)) if words and mean is not None else None
 
 
 def _exp(nats: float) -> float | None:
-    return math.exp(nats) if nats < 700 else None  # the largest double is e^709
+    return _finite(units.perplexity(nats))
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None  # JSON has no infinity
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

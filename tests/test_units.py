@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from alibi_attn.lab.units import bits_per_byte, perplexity, word_perplexity
+from alibi_attn.units import bits_per_byte, perplexity, word_perplexity
 
 
 def test_conversions_give_the_numbers_that_were_worked_out_by_hand():
