@@ -158,6 +158,11 @@ def identity(kind: str, name: str, config: Mapping[str, Json]) -> str:
     return hashlib.sha256(_dumps([kind, name, config]).encode()).hexdigest()[:12]
 
 
+def recorded(folder: Path, kind: str, name: str, config: Mapping[str, Json]) -> Path | None:
+    """The file in the folder whose record has this identity; None if there is none."""
+    return next(folder.glob(f"*-{identity(kind, name, config)}.json"), None)
+
+
 def save(record: Record, folder: Path) -> Path:
     """Write the record as `<kind>-<name>-<identity>.json`, whole or not at all.
 

@@ -144,8 +144,8 @@ def _run_one(study: str, config: RunConfig, corpus: Corpus, out: Path, console: 
     name, folder = run_name(study, config), out / "records"
     asked = {**to_json(config), "corpus": corpus.facts}
     trained = {key: value for key, value in asked.items() if key != "eval"}
-    training = _recorded(folder, "training", name, trained)
-    evaluation = _recorded(folder, "evaluation", name, asked)
+    training = records.recorded(folder, "training", name, trained)
+    evaluation = records.recorded(folder, "evaluation", name, asked)
     if training and evaluation:
         console.print(f"[bold]{escape(name)}[/] is recorded already")
         return [training, evaluation]
@@ -274,10 +274,6 @@ def _summary(by_length: Mapping[str, Column]) -> str:
 
 def _parameters(checkpoints: Path) -> int:
     return checkpoint.load_checkpoint(checkpoints)[0].num_parameters()
-
-
-def _recorded(folder: Path, kind: str, name: str, config: Mapping[str, Json]) -> Path | None:
-    return next(folder.glob(f"*-{records.identity(kind, name, config)}.json"), None)
 
 
 @contextlib.contextmanager

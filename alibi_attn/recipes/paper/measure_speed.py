@@ -32,7 +32,7 @@ def record_speed(config: RunConfig, folder: Path, *, scale: Scale) -> tuple[Path
     name = f"speed/{config.model.method}-{config.train.length}/seed-{config.train.seed}"
     alone = scale != "smoke"
     asked: dict[str, Json] = {**to_json(config), "process": "its own" if alone else "shared"}
-    found = next(folder.glob(f"*-{records.identity('speed', name, asked)}.json"), None)
+    found = records.recorded(folder, "speed", name, asked)
     if found:
         return found, True
     started = datetime.datetime.now(datetime.UTC)

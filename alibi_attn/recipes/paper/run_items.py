@@ -100,7 +100,7 @@ def _answered(asked: Asked, found: Mapping[str, records.Record], folder: Path, s
         "models": [to_json(run)["model"] for run in asked.runs[:1]],
         "evidence": list(evidence.files),
     }
-    old = next(folder.glob(f"*-{records.identity('paper-item', recipe.name, config)}.json"), None)
+    old = records.recorded(folder, "paper-item", recipe.name, config)
     if old:
         return old
     curves = asked.item.answer(asked.cells, evidence)
