@@ -4,7 +4,7 @@ import codecs
 import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.markup import escape
@@ -19,10 +19,6 @@ from alibi_attn.recipes.paper.cells import Item, ask
 from alibi_attn.report import tables
 from alibi_attn.report.series import studies
 
-if TYPE_CHECKING:
-    from alibi_attn.lab.tokenizing import Tokenizer
-
-TOKENIZER = "tokenizer.json"  # beside a checkpoint's weights
 PAPER_FOLDER = Path("runs/paper")  # items share trainings, and so a folder
 
 Texts = Annotated[list[Path] | None, typer.Option("--text", help="A text file or folder; may be given several times.")]
@@ -149,7 +145,7 @@ def evaluation(
     [dim]alibi eval runs/quick/checkpoints/quick/alibi-128/seed-0-… --text novel.txt --lengths 128,1024[/]
     """
     with needs("lab"):
-        from alibi_attn.lab.checkpoint import load_checkpoint
+        from alibi_attn.lab.checkpoint import load_checkpoint, load_checkpoint_tokenizer
         from alibi_attn.lab.data import whole_text
         from alibi_attn.lab.evaluate import evaluate
     if out is not None:
@@ -166,7 +162,7 @@ def evaluation(
         config = override(config, asked)
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from None
-    corpus = whole_text(text, _tokenizer_of(checkpoint, config.data.tokenizer))
+    corpus = whole_text(text, load_checkpoint_tokenizer(checkpoint))
     with errors.status("testing"):
         curves = evaluate(
             model,
@@ -205,9 +201,9 @@ def generate(
     """
     with needs("lab"):
         from alibi_attn.lab import model as models
-        from alibi_attn.lab.checkpoint import load_checkpoint
-    model, config = load_checkpoint(checkpoint)
-    tokenizer = _tokenizer_of(checkpoint, config.data.tokenizer)
+        from alibi_attn.lab.checkpoint import load_checkpoint, load_checkpoint_tokenizer
+    model, _ = load_checkpoint(checkpoint)
+    tokenizer = load_checkpoint_tokenizer(checkpoint)
     ids = tokenizer.encode(prompt).tolist()
     stream = models.generate(model, ids, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, seed=seed)
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -226,15 +222,6 @@ def write_report(found: Sequence[records.Record], path: Path, **words: str) -> N
     with needs("lab"):
         from alibi_attn.report import page
     console.print(f"report  {escape(str(page.write_report(found, path, **words)))}", soft_wrap=True)
-
-
-def _tokenizer_of(checkpoint: Path, name: str) -> "Tokenizer":
-    """The tokenizer that lies beside the weights; bytes need none."""
-    from alibi_attn.lab.checkpoint import newest
-    from alibi_attn.lab.tokenizing import ByteTokenizer, load_tokenizer
-
-    path = (newest(checkpoint) or checkpoint) / TOKENIZER
-    return ByteTokenizer() if name == "bytes" and not path.exists() else load_tokenizer(path)
 
 
 def _overrides(changes: Sequence[str], text: Sequence[Path], corpus: str | None) -> dict[str, str]:

@@ -31,6 +31,7 @@ from alibi_attn.lab.data import Corpus, CorpusError, load_corpus, num_pieces
 from alibi_attn.lab.evaluate import evaluate, scored_stretches
 from alibi_attn.lab.fields import override, to_json
 from alibi_attn.lab.losses import Column
+from alibi_attn.lab.model import LanguageModel
 from alibi_attn.lab.positions import check_segments, check_stretch
 from alibi_attn.lab.train import train
 from alibi_attn.records import Json
@@ -155,6 +156,7 @@ def _run_one(study: str, config: RunConfig, corpus: Corpus, out: Path, console: 
         progress = _train(name, config, corpus, checkpoints, console, tell)
     if not PartialState().is_main_process:
         return []
+    model, _ = checkpoint.load_checkpoint(checkpoints)
     if not training:
         metrics: dict[str, float | None] = {
             "loss_nats": progress.loss_nats,
@@ -162,14 +164,14 @@ def _run_one(study: str, config: RunConfig, corpus: Corpus, out: Path, console: 
             "tokens_per_second": progress.step * config.train.batch_tokens / progress.seconds,
             "seconds": progress.seconds,
             "peak_memory_bytes": progress.peak_memory_bytes,
-            "parameters": _parameters(checkpoints),
+            "parameters": model.num_parameters(),
         }
         training = records.save(
             records.make("training", name, config=trained, metrics=metrics, curves=_curves(progress), started=started),
             folder,
         )
     if not evaluation:
-        evaluation = _evaluate(name, config, corpus, checkpoints, asked, folder, console)
+        evaluation = _evaluate(name, config, corpus, model.to(PartialState().device), asked, folder, console)
     return [training, evaluation]
 
 
@@ -212,13 +214,12 @@ def _evaluate(
     name: str,
     config: RunConfig,
     corpus: Corpus,
-    checkpoints: Path,
+    model: LanguageModel,
     asked: Mapping[str, Json],
     folder: Path,
     console: Console,
 ) -> Path:
     started = datetime.datetime.now(datetime.UTC)
-    model = checkpoint.load_checkpoint(checkpoints)[0].to(PartialState().device)
     with console.status(f"{escape(name)}: testing at {', '.join(map(str, config.eval.lengths))}"):
         curves = evaluate(
             model,
@@ -270,10 +271,6 @@ def _tell_nobody(progress: checkpoint.Progress) -> None:
 def _summary(by_length: Mapping[str, Column]) -> str:
     pairs = zip(by_length["length"], by_length["nonoverlapping_nats"], strict=True)
     return "  ".join(f"{length}: " + ("–" if nats is None else f"{nats:.3f}") for length, nats in pairs)
-
-
-def _parameters(checkpoints: Path) -> int:
-    return checkpoint.load_checkpoint(checkpoints)[0].num_parameters()
 
 
 @contextlib.contextmanager

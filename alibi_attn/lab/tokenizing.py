@@ -205,10 +205,6 @@ def load_tokenizer(path: Path) -> Tokenizer:
         ) from None
 
 
-def tokenizer_sha256(tokenizer: Tokenizer) -> str:
-    return hashlib.sha256(tokenizer.dump()).hexdigest()
-
-
 def token_dtype(vocab_size: int) -> torch.dtype:
     """The smallest of uint8, uint16 and int32 that holds every token."""
     return torch.uint8 if vocab_size <= 1 << 8 else torch.uint16 if vocab_size <= 1 << 16 else torch.int32
