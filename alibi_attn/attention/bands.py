@@ -184,7 +184,7 @@ def _runs(spec: Spec, blocks: Iterator[_Block], first: int, *, wide: bool) -> It
     for block in blocks:
         sliding = _slides(spec, block, first)
         if run:
-            most = MAX_BLOCKS if sliding else EDGE_BLOCKS if not wide else 2 if block.rows == EDGE_ROWS else 1
+            most = MAX_BLOCKS if sliding else _most_at_edge(block, wide=wide)
             same = _follows(run[-1], block) and _slides(spec, run[0], first) == sliding
             if not same or len(run) >= most or (sliding and not _fits(spec, run, block, first)):
                 yield run
@@ -192,6 +192,13 @@ def _runs(spec: Spec, blocks: Iterator[_Block], first: int, *, wide: bool) -> It
         run.append(block)
     if run:
         yield run
+
+
+def _most_at_edge(block: _Block, *, wide: bool) -> int:
+    """Blocks that may share their keys where the band meets the first or last one."""
+    if not wide:
+        return EDGE_BLOCKS
+    return 2 if block.rows == EDGE_ROWS else 1
 
 
 def _follows(block: _Block, after: _Block) -> bool:
@@ -228,8 +235,6 @@ def _run_pieces(spec: Spec, run: list[_Block], first: int, threads: int, wide: b
     head = run[0]
     high = min(head.high, first + head.query) if wide else head.high
     keys = high - head.low
-    if keys <= 0 and len(run) == 1:
-        return
     kind: Kind = "left" if wide else "tile"
     step = run[1].low - head.low if len(run) > 1 else 0
     if wide and step == 0:  # at the edge: the queries are divided among the cores, and share their keys

@@ -57,15 +57,19 @@ def _mass(spec: Spec, query: Tensor, key: Tensor, first: Tensor, stretches: bool
     rows = torch.nn.functional.pad(query, (0, 0, 0, groups * NEAR - spec.query_len)).to(work)
     rows = rows.reshape(spec.batch, spec.num_kv_heads, spec.group, groups, NEAR, spec.head_dim)
     mass = _near_mass(spec, rows, key, first)
-    offset = spec.query_offset
+    offset = _inner_offset(spec)
     plain = spec.key_mask is None and spec.key_segments is None and spec.window is None
-    if stretches and plain and not isinstance(offset, Tensor) and _inside(spec, offset):
+    if stretches and plain and offset is not None:
         mass = torch.logaddexp(mass, _stretch_mass(spec, rows, key, offset))
     return mass.flatten(2)[..., : spec.query_len].double()
 
 
-def _inside(spec: Spec, offset: int) -> bool:
-    return offset >= 0 and offset + spec.query_len <= spec.key_len
+def _inner_offset(spec: Spec) -> int | None:
+    """The position of query 0, where every query is known to stand at a key of its own; else None."""
+    offset = spec.query_offset
+    if isinstance(offset, Tensor) or offset < 0 or offset + spec.query_len > spec.key_len:
+        return None
+    return offset
 
 
 def _near_mass(spec: Spec, rows: Tensor, key: Tensor, first: Tensor) -> Tensor:
@@ -77,8 +81,8 @@ def _near_mass(spec: Spec, rows: Tensor, key: Tensor, first: Tensor) -> Tensor:
 
     i = (first[:, None] + torch.arange(groups * NEAR, device=first.device)).reshape(-1, groups, NEAR, 1)
     hidden = ((at < 0) | (at >= spec.key_len))[:, :, None]
-    everywhere_alike = not isinstance(spec.query_offset, Tensor) and _inside(spec, spec.query_offset)
-    pairs = slice(0, 1) if everywhere_alike else slice(None)  # every group is as far from its keys as the first
+    # Where all are inside, every group is as far from its keys as the first.
+    pairs = slice(None) if _inner_offset(spec) is None else slice(0, 1)
     distance = i[:, pairs] - at[:, pairs, None, :]
     slopes = spec.slopes.detach().reshape(-1, spec.num_heads, 1, 1, 1)
     if spec.right_slopes is not None:
@@ -101,8 +105,8 @@ def _near_mass(spec: Spec, rows: Tensor, key: Tensor, first: Tensor) -> Tensor:
 def _near_keys(spec: Spec, key: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
     """The 2·NEAR keys around every small group of queries, [B, K, G, W, D], and their positions [B|1, G, W], some outside."""
     groups = -(-spec.query_len // NEAR)
-    offset = spec.query_offset
-    if not isinstance(offset, Tensor) and _inside(spec, offset):
+    offset = _inner_offset(spec)
+    if offset is not None:
         # Every group's own keys and those of the group before, as overlapping views of one padded copy: no gathering.
         padded = torch.nn.functional.pad(key, (0, 0, NEAR - offset, offset + groups * NEAR - spec.key_len))
         b, k, s, d = padded.stride()

@@ -48,7 +48,7 @@ def without_bad_keys(spec: Spec, seen: Tensor, key: Tensor, value: Tensor) -> tu
         poison: [B, H, T] fp32, NaN where the query sees such a key and 0 elsewhere, to be added to the result; None where no
             key is bad, which is looked at only where looking is free (eager, on a CPU).
     """
-    if _are_finite(key, value):
+    if are_finite(key, value):
         return key, value, None
     largest = [
         x.detach().abs().amax(-1) for x in (key, value)
@@ -61,7 +61,7 @@ def without_bad_keys(spec: Spec, seen: Tensor, key: Tensor, value: Tensor) -> tu
     return key.masked_fill(fill, 0.0), value.masked_fill(fill, 0.0), poison
 
 
-def _are_finite(*tensors: Tensor) -> bool:
+def are_finite(*tensors: Tensor) -> bool:
     """True only where looking is free. A sum of finite numbers is finite unless it overflows, which asks for a closer look."""
     if tensors[0].device.type != "cpu" or torch.compiler.is_compiling():
         return False

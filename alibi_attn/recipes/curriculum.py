@@ -7,6 +7,7 @@ with sinusoidal positions there; ALiBi needs no new positions when the length ch
 import dataclasses
 
 from alibi_attn.lab.config import EvalConfig, Method, ModelConfig, Recipe, RunConfig, Scale, TrainConfig
+from alibi_attn.recipes import large
 
 METHODS: tuple[Method, ...] = ("sinusoidal", "alibi")
 FIRST_SHARES = (0.5, 0.75)  # of the steps, at a quarter of the length
@@ -39,16 +40,8 @@ def _run(method: Method, scale: Scale) -> RunConfig:
             eval=EvalConfig(lengths=(256, 512, 1024), tokens=8192),
         )
     return RunConfig(
-        model=ModelConfig(method=method, num_layers=12, num_heads=12, embed_dim=768, ffn_dim=2048),
-        train=TrainConfig(
-            length=1024,
-            steps=20_000,
-            batch_tokens=65_536,
-            learning_rate=6e-4,
-            warmup_steps=1000,
-            precision="bf16",
-            checkpoint_every=1000,
-        ),
+        model=dataclasses.replace(large.MODEL, method=method),
+        train=dataclasses.replace(large.TRAIN, length=1024),
         eval=EvalConfig(lengths=(1024, 2048, 4096), tokens=262_144, batch_tokens=65_536),
     )
 

@@ -8,6 +8,7 @@ model is also tested with its context cut at the trained length, which is what a
 import dataclasses
 
 from alibi_attn.lab.config import EvalConfig, Method, ModelConfig, Recipe, RunConfig, Scale, Stretch, TrainConfig
+from alibi_attn.recipes import large
 
 METHODS: tuple[Method, ...] = (
     "none",
@@ -48,16 +49,8 @@ def _run(method: Method, scale: Scale) -> RunConfig:
             eval=EvalConfig(lengths=(128, 256, 512, 1024), tokens=8192, windowed=True),
         )
     return RunConfig(
-        model=ModelConfig(method=method, num_layers=12, num_heads=12, embed_dim=768, ffn_dim=2048),
-        train=TrainConfig(
-            length=512,
-            steps=20_000,
-            batch_tokens=65_536,
-            learning_rate=6e-4,
-            warmup_steps=1000,
-            precision="bf16",
-            checkpoint_every=1000,
-        ),
+        model=dataclasses.replace(large.MODEL, method=method),
+        train=dataclasses.replace(large.TRAIN, length=512),
         eval=EvalConfig(lengths=(512, 1024, 2048, 4096, 8192), tokens=262_144, batch_tokens=65_536, windowed=True),
     )
 

@@ -4,7 +4,10 @@ Paper: the question of figure 1 and section 2.2 (Press et al. 2022), in small: b
 source instead of WikiText-103, 0.8 million parameters instead of 247, a twentieth of an epoch instead of 205.
 """
 
+import dataclasses
+
 from alibi_attn.lab.config import EvalConfig, Method, ModelConfig, Recipe, RunConfig, Scale, TrainConfig
+from alibi_attn.recipes import large
 
 METHODS: tuple[Method, ...] = ("sinusoidal", "rotary", "t5", "alibi")
 
@@ -28,16 +31,8 @@ def _run(method: Method, scale: Scale) -> RunConfig:
             eval=EvalConfig(lengths=(128, 256, 512, 1024, 2048), tokens=16_384),
         )
     return RunConfig(
-        model=ModelConfig(method=method, num_layers=12, num_heads=12, embed_dim=768, ffn_dim=2048),
-        train=TrainConfig(
-            length=128,
-            steps=20_000,
-            batch_tokens=65_536,
-            learning_rate=6e-4,
-            warmup_steps=1000,
-            precision="bf16",
-            checkpoint_every=1000,
-        ),
+        model=dataclasses.replace(large.MODEL, method=method),
+        train=dataclasses.replace(large.TRAIN, length=128),
         eval=EvalConfig(lengths=(128, 256, 512, 1024, 2048), tokens=262_144, batch_tokens=65_536),
     )
 

@@ -5,7 +5,10 @@ fewer early tokens). Every training example is one document of the recall task (
 the same at every distance in longer texts. A method may survive length and still not use it: this tells the two apart.
 """
 
+import dataclasses
+
 from alibi_attn.lab.config import DataConfig, EvalConfig, Method, ModelConfig, Recipe, RunConfig, Scale, TrainConfig
+from alibi_attn.recipes import large
 
 METHODS: tuple[Method, ...] = ("none", "sinusoidal", "rotary", "t5", "alibi", "alibi-half", "kerple")
 
@@ -31,17 +34,9 @@ def _run(method: Method, scale: Scale) -> RunConfig:
             eval=EvalConfig(lengths=(64, 128, 256, 512, 1024), tokens=4096, tasks=("recall",)),
         )
     return RunConfig(
-        model=ModelConfig(method=method, num_layers=12, num_heads=12, embed_dim=768, ffn_dim=2048),
+        model=dataclasses.replace(large.MODEL, method=method),
         data=DataConfig(corpus="task:recall:512"),
-        train=TrainConfig(
-            length=512,
-            steps=5_000,
-            batch_tokens=65_536,
-            learning_rate=6e-4,
-            warmup_steps=500,
-            precision="bf16",
-            checkpoint_every=1000,
-        ),
+        train=dataclasses.replace(large.TRAIN, length=512, steps=5_000, warmup_steps=500),
         eval=EvalConfig(
             lengths=(512, 1024, 2048, 4096, 8192, 16_384), tokens=65_536, batch_tokens=65_536, tasks=("recall",)
         ),

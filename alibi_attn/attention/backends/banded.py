@@ -19,7 +19,7 @@ from alibi_attn.attention.bands import Piece
 from alibi_attn.attention.bounds import PIN_CHOICES, TILE, Bounds, bounds, first_positions
 from alibi_attn.attention.masks import HeadMasks, key_view, query_view
 from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.visibility import rows_that_see
+from alibi_attn.attention.visibility import are_finite, rows_that_see
 
 Spec = AttentionSpec[Tensor]
 
@@ -341,8 +341,7 @@ def _clean(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tenso
     if query.dtype == torch.float16:  # torch's fp16 backward is ten times slower than fp32
         query, key, value = query.float(), key.float(), value.float()
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-    sums = torch.stack([x.sum() for x in (query, key, value)])
-    if bool(sums.isfinite().all()):
+    if are_finite(query, key, value):
         return query, key, value, None
     sees_any = rows_that_see(spec, torch.ones(spec.batch, spec.num_heads, spec.key_len, dtype=torch.bool))
     query = query.masked_fill(~sees_any[..., None], 0.0)
