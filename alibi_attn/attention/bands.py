@@ -3,12 +3,14 @@
 A *piece* is `count` blocks of `rows` queries; block b meets the `keys` keys from `key + b·step` on. Blocks of a long sequence
 differ by a shift only, so keys and values of a piece are one strided view. Plain integers: the same plan drives forward and
 backward, which therefore visit the same keys, and tells `explain` and `head_reach` exactly what is computed.
+
+The operator underneath is fastest with many queries a block, but many queries share only a part of their bands. So a triangle,
+where a band begins at key 0 and at either end of a wide one, is cut into squares of doubling size: large calls, no idle score.
 """
 
 import dataclasses
-import itertools
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,10 +21,12 @@ from alibi_attn.attention.spec import AttentionSpec
 Spec = AttentionSpec[Tensor]
 Kind = Literal["tile", "diagonal", "left"]
 
-WIDE = 512  # from this band width on, diagonal and rectangle are separate pieces of WIDE_ROWS queries
-WIDE_ROWS = 256
-EDGE_ROWS = 768  # where such a band begins at the first key: from 768 queries on the operator works on 256 at a time
-MAX_BLOCKS = 64  # blocks a piece
+ROWS = 256  # queries a block on the diagonal of a triangle
+TRIANGLE = (
+    512  # from this reach on, the queries of a causal head whose band begins at key 0 are a triangle, cut into squares
+)
+SQUARES = ((3072, 1024), (1536, 512))  # (reach, queries): from that reach on so many queries share most of a band
+RUN = 8192  # queries of a piece that slides; all of its blocks get the widest band among them
 MAX_KEYS = 4608  # keys a block; wider bands are cut and merged (keys and values of a call should stay in the cache)
 MAX_GATHERED = 2**21  # elements of the gradients of one piece's keys
 EDGE_BLOCKS = 4  # blocks that share their keys where the band meets the first or last key
@@ -31,10 +35,10 @@ MAX_BIAS = 16.0  # nats: how far from 0 a bias along the keys of a diagonal bloc
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """One call.
+    """One call for `count` blocks of queries.
 
     Args:
-        query, count, rows: first query row; blocks; queries a block.
+        query, count, rows, stride: first query row; blocks; queries a block; queries from one block to the next.
         key, keys, step: first key of block 0; keys a block; keys from one block to the next (0: all blocks share theirs).
         kind: "tile" has its own mask; "diagonal" is square and causal, block b starting at its own position; "left" lies
             wholly to the left of its queries and needs no mask. The last two have a bias along the keys only.
@@ -44,6 +48,7 @@ class Piece:
     query: int
     count: int
     rows: int
+    stride: int
     key: int
     keys: int
     step: int
@@ -57,8 +62,7 @@ class Piece:
         return self.count * per_block
 
 
-@dataclasses.dataclass(frozen=True)
-class _Block:
+class _Block(NamedTuple):
     """Queries [query, query + rows) must meet keys [low, high)."""
 
     query: int
@@ -67,22 +71,46 @@ class _Block:
     high: int
 
 
+@dataclasses.dataclass(frozen=True)
+class _Head:
+    """One head of one sequence, as far as a plan asks.
+
+    Args:
+        first: position of query 0.
+        left, right: [N] the certified reach of every tile of queries.
+        low, high: [N] in keys: outside of them every key is masked or of another segment than the tile's queries.
+        plain: causal, every query at a key of its own, no mask, and a bias small enough to stand along the keys alone.
+        threads: cores.
+    """
+
+    spec: Spec
+    first: int
+    left: Tensor
+    right: Tensor
+    low: Tensor
+    high: Tensor
+    plain: bool
+    threads: int
+
+
 def plan(spec: Spec, bounds: Bounds, *, threads: int) -> list[list[list[Piece]]]:
     """The pieces of every sequence and head, [B][H]; reads the bounds on the host."""
-    first = _first(spec)
-    lows, highs = _reachable_tiles(spec)
-    left, right, pins = bounds.left.tolist(), bounds.right.tolist(), bounds.pins.tolist()
-    slopes = spec.slopes.detach().reshape(-1, spec.num_heads).expand(spec.batch, -1).tolist()
-    return [
-        [
-            _head_plan(
-                spec, first[b], left[b][h], right[b][h], [p for p in pins[b][h] if p >= 0], slopes[b][h],
-                lows[b], highs[b], threads,
+    first, slopes = _first(spec), spec.slopes.detach().reshape(-1, spec.num_heads).expand(spec.batch, -1)
+    low, high = _reachable_tiles(spec)
+    plain = spec.causal and spec.window is None and spec.key_mask is None and spec.key_segments is None
+    found = []
+    for b in range(spec.batch):
+        inside = first[b] >= 0 and first[b] + spec.query_len <= spec.key_len
+        flat = (slopes[b] * ROWS >= 0) & (slopes[b] * ROWS <= 2 * MAX_BIAS)
+        heads = [
+            _Head(
+                spec, first[b], bounds.left[b, h], bounds.right[b, h], low[b], high[b],
+                plain=plain and inside and is_flat, threads=threads,
             )
-            for h in range(spec.num_heads)
-        ]
-        for b in range(spec.batch)
-    ]  # fmt: skip
+            for h, is_flat in enumerate(flat.tolist())
+        ]  # fmt: skip
+        found.append([_pieces(head, bounds.pins[b, h].tolist()) for h, head in enumerate(heads)])
+    return found
 
 
 def farthest(spec: Spec, pieces: list[Piece], first: int) -> int:
@@ -90,7 +118,7 @@ def farthest(spec: Spec, pieces: list[Piece], first: int) -> int:
     distance = 0
     for p in pieces:
         for b in (0, p.count - 1):
-            top, low = first + p.query + b * p.rows, p.key + b * p.step
+            top, low = first + p.query + b * p.stride, p.key + b * p.step
             ends = (top + p.rows - 1 - low, low + p.keys - 1 - top)
             distance = max(distance, 1 + ends[0], 0 if spec.causal else 1 + ends[1])
     return distance if spec.window is None else min(distance, spec.window)
@@ -102,9 +130,11 @@ def _first(spec: Spec) -> list[int]:
     return [spec.query_offset] * spec.batch
 
 
-def _reachable_tiles(spec: Spec) -> tuple[list[list[int]], list[list[int]]]:
-    """(low, high) [B][N] in keys: outside of them every key is masked or of another segment than the block's queries."""
+def _reachable_tiles(spec: Spec) -> tuple[Tensor, Tensor]:
+    """(low, high) [B, N] in keys: outside of them every key is masked or of another segment than the tile's queries."""
     n, tiles = -(-spec.query_len // TILE), -(-spec.key_len // TILE)
+    if spec.key_mask is None and spec.key_segments is None:
+        return torch.zeros(spec.batch, n, dtype=torch.int64), torch.full((spec.batch, n), spec.key_len)
     alive = torch.ones(spec.batch, n, tiles, dtype=torch.bool)
     if spec.key_mask is not None:
         short = tiles * TILE - spec.key_len
@@ -115,8 +145,7 @@ def _reachable_tiles(spec: Spec) -> tuple[list[list[int]], list[list[int]]]:
         alive = alive & (of_query[0][..., None] <= of_key[1][:, None]) & (of_key[0][:, None] <= of_query[1][..., None])
     at = torch.arange(tiles)
     low = torch.where(alive, at, tiles).amin(-1) * TILE
-    high = (torch.where(alive, at + 1, 0).amax(-1) * TILE).clamp(max=spec.key_len)
-    return low.tolist(), high.tolist()
+    return low, (torch.where(alive, at + 1, 0).amax(-1) * TILE).clamp(max=spec.key_len)
 
 
 def _tile_range(segments: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,151 +155,144 @@ def _tile_range(segments: Tensor) -> tuple[Tensor, Tensor]:
     return padded.amin(-1), padded.amax(-1)
 
 
-def _head_plan(
-    spec: Spec, first: int, left: list[int], right: list[int], pins: list[int], slope: float,
-    lows: list[int], highs: list[int], threads: int,
-) -> list[Piece]:  # fmt: skip
-    widest = min(max(left), spec.window or spec.key_len, spec.key_len)
-    inside = first >= 0 and first + spec.query_len <= spec.key_len
-    free = spec.causal and spec.window is None and spec.key_mask is None and spec.key_segments is None
-    wide = free and inside and widest >= WIDE and spec.query_len >= 2 * TILE and 0 <= slope * WIDE_ROWS <= 2 * MAX_BIAS
-    pieces, met = [], list[_Block]()
-    for query, stop, rows in _stretches(spec, first, widest, slope, wide=wide):
-        blocks = _blocks(spec, first, left, right, lows, highs, range(query, stop, rows))
-        if wide:
-            pieces += _diagonal(first, range(query, stop, rows))
-        for run in _runs(spec, blocks, first, wide=wide):
-            widened = _widened(spec, run, first)
-            met += widened
-            pieces += _run_pieces(spec, widened, first, threads, wide)
+def _pieces(head: _Head, pins: list[int]) -> list[Piece]:
+    spec = head.spec
+    widest = min(int(head.left.max()), spec.window or spec.key_len, spec.key_len)
+    edge = 0
+    if head.plain and widest >= TRIANGLE:  # queries whose band begins at key 0, or a few more
+        edge = min(-(-max(0, widest - head.first) // ROWS), spec.query_len // ROWS) * ROWS
+    met: list[_Block] = []
+    pieces = [*_triangle(head.first, edge), *_sliding(head, edge, spec.query_len, widest, met)]
     for pin in pins:
-        pieces += _pinned(spec, met, pin)
-    return pieces
+        pieces += _pinned(spec, met, pin) if pin >= 0 else ()
+    return [part for piece in pieces for cut in _cut(piece) for part in _spread(spec, cut, head.threads)]
 
 
-def _stretches(spec: Spec, first: int, widest: int, slope: float, *, wide: bool) -> Iterator[tuple[int, int, int]]:
-    """(first query, end, queries a block) of the parts of a head: larger blocks where a wide band begins at key 0."""
-    if not wide:
-        yield 0, spec.query_len, 32 if widest <= 96 else TILE if widest < 768 else 2 * TILE
+def _sliding(head: _Head, query: int, stop: int, widest: int, met: list[_Block]) -> Iterator[Piece]:
+    """Queries [query, stop), whose band is at most `widest`; adds their blocks to `met`."""
+    square = next((rows for reach, rows in SQUARES if head.plain and widest >= reach), 0)
+    if square:
+        far = query + (stop - query) // square * square
+        for run in _runs(head, query, far, square):
+            reach = head.first + run[0].query - run[0].low
+            if reach >= square:
+                for block in run:  # a triangle leaves out what only the first queries of a block need
+                    rows = range(0, square, ROWS)
+                    met += [_Block(block.query + row, ROWS, block.low + row, block.high) for row in rows]
+                yield from _squares(run, head.first)
+            else:
+                yield from _sliding(head, run[0].query, run[-1].query + square, reach, met)
+        query = far
+    # Few queries a block are slower products, many read keys that few of them need.
+    for run in _runs(head, query, stop, 32 if widest <= 96 else TILE if widest < 768 else 128):
+        met += run
+        step = run[1].low - run[0].low if len(run) > 1 else 0
+        yield Piece(run[0].query, len(run), run[0].rows, run[0].rows, run[0].low, run[0].high - run[0].low, step)
+
+
+def _triangle(first: int, edge: int) -> Iterator[Piece]:
+    """Queries [0, edge), each with all keys up to its own: blocks on the diagonal, and squares of doubling size beside them."""
+    if not edge:
         return
-    at_edge = 0
-    if slope * EDGE_ROWS <= 2 * MAX_BIAS:
-        at_edge = max(0, min(spec.query_len, widest - first)) // (2 * EDGE_ROWS) * (2 * EDGE_ROWS)
-        yield 0, at_edge, EDGE_ROWS
-    yield at_edge, spec.query_len, min(WIDE_ROWS, max(TILE, spec.query_len // 2 // TILE * TILE))
+    yield Piece(0, edge // ROWS, ROWS, ROWS, first, ROWS, ROWS, "diagonal")
+    size = ROWS
+    while size < edge:
+        count, rest = divmod(edge, 2 * size)
+        if count:
+            yield Piece(size, count, size, 2 * size, first, size, 2 * size, "left", merge=True)
+        if rest > size:
+            start = count * 2 * size
+            yield Piece(start + size, 1, rest - size, rest - size, first + start, size, 0, "left", merge=True)
+        size *= 2
+    if first:
+        yield Piece(0, 1, edge, edge, 0, first, 0, "left", merge=True)
 
 
-def _blocks(
-    spec: Spec, first: int, left: list[int], right: list[int], lows: list[int], highs: list[int], starts: range
-) -> Iterator[_Block]:
-    """Blocks of queries with the keys they must meet; those that need none are left out."""
-    for query in starts:
-        count = min(starts.step, starts.stop - query)
-        tiles = range(query // TILE, (query + count - 1) // TILE + 1)
-        top, end = first + query, first + query + count
-        reach = min(max(left[n] for n in tiles), spec.window or spec.key_len + spec.query_len + abs(first))
-        low = max(0, top - reach + 1, min(lows[n] for n in tiles))
-        high = min(spec.key_len, end, max(highs[n] for n in tiles))
-        if not spec.causal:
-            beyond = min(max(right[n] for n in tiles), spec.window or spec.key_len + abs(first) + spec.query_len)
-            high = min(spec.key_len, end - 1 + beyond, max(highs[n] for n in tiles))
-        if low < high:
-            yield _Block(query, count, low, high)
+def _squares(run: list[_Block], first: int) -> Iterator[Piece]:
+    """Blocks of many queries that slide: what all queries of a block share, and a triangle at either end of it."""
+    query, square = run[0].query, run[0].rows
+    rows = len(run) * square
+    top, low = first + query, run[0].low
+    yield Piece(query, rows // ROWS, ROWS, ROWS, top, ROWS, ROWS, "diagonal")
+    yield Piece(query, rows // ROWS, ROWS, ROWS, low, ROWS, ROWS, "left", merge=True)
+    size = ROWS
+    while size < square:
+        count = rows // (2 * size)
+        yield Piece(query + size, count, size, 2 * size, top, size, 2 * size, "left", merge=True)
+        yield Piece(query, count, size, 2 * size, low + size, size, 2 * size, "left", merge=True)
+        size *= 2
+    yield Piece(query, len(run), square, square, low + square, top - low - square, square, "left", merge=True)
 
 
-def _runs(spec: Spec, blocks: Iterator[_Block], first: int, *, wide: bool) -> Iterator[list[_Block]]:
+def _runs(head: _Head, query: int, stop: int, rows: int) -> Iterator[list[_Block]]:
     """Neighbouring blocks that one strided view can serve: all with the band inside the keys, or a few at an edge."""
     run: list[_Block] = []
-    for block in blocks:
-        sliding = _slides(spec, block, first)
+    ahead = 0
+    for block in _blocks(head, query, stop, rows):
+        beyond = block.high - head.first - block.query
         if run:
-            most = MAX_BLOCKS if sliding else _most_at_edge(block, wide=wide)
-            same = _follows(run[-1], block) and _slides(spec, run[0], first) == sliding
-            if not same or len(run) >= most or (sliding and not _fits(spec, run, block, first)):
-                yield run
-                run = []
+            sliding = _slides(head, block)
+            same = run[-1].query + rows == block.query and run[-1].rows == block.rows == rows
+            same = same and _slides(head, run[0]) == sliding and len(run) < (RUN // rows if sliding else EDGE_BLOCKS)
+            if not same or (sliding and not _fits(head, run[0], block, max(ahead, beyond))):
+                yield _widened(head, run)
+                run, ahead = [], 0
         run.append(block)
+        ahead = max(ahead, beyond)
     if run:
-        yield run
+        yield _widened(head, run)
 
 
-def _most_at_edge(block: _Block, *, wide: bool) -> int:
-    """Blocks that may share their keys where the band meets the first or last one."""
-    if not wide:
-        return EDGE_BLOCKS
-    return 2 if block.rows == EDGE_ROWS else 1
+def _blocks(head: _Head, query: int, stop: int, rows: int) -> list[_Block]:
+    """Blocks of `rows` queries with the keys they must meet; those that need none are left out."""
+    if query >= stop:
+        return []
+    spec = head.spec
+    start = torch.arange(query, stop, rows)
+    end = (start + rows).clamp(max=stop)
+    tiles = slice(query // TILE, -(-stop // TILE))
+    # A block of half a tile has the tile's reach; of several tiles, the widest of theirs.
+    each, of_tile = max(1, rows // TILE), (start - query // TILE * TILE) // TILE // max(1, rows // TILE)
+
+    def widest(row: Tensor) -> Tensor:
+        row = row[tiles]
+        padded = torch.nn.functional.pad(row, (0, -len(row) % each), value=int(row.min()))
+        return padded.unflatten(0, (-1, each)).amax(1)[of_tile]
+
+    far = spec.window or spec.key_len + spec.query_len + abs(head.first)
+    low = head.first + start - widest(head.left).clamp(max=far) + 1
+    low = torch.maximum(low, -widest(-head.low)).clamp(min=0)
+    high = head.first + end
+    if not spec.causal:
+        high = high - 1 + widest(head.right).clamp(max=far)
+    high = torch.minimum(high, widest(head.high)).clamp(max=spec.key_len)
+    found = map(_Block, start.tolist(), (end - start).tolist(), low.tolist(), high.tolist())
+    return [block for block in found if block.low < block.high]
 
 
-def _follows(block: _Block, after: _Block) -> bool:
-    return block.query + block.rows == after.query and block.rows == after.rows
+def _fits(head: _Head, at: _Block, block: _Block, ahead: int) -> bool:
+    """One band serves both: the first block's begins inside the keys, the last block's ends there."""
+    back = head.first + block.query - block.low
+    return back <= head.first + at.query and ahead <= head.spec.key_len - head.first - block.query
 
 
-def _fits(spec: Spec, run: list[_Block], block: _Block, first: int) -> bool:
-    """One band serves all: the first block's begins inside the keys, the last block's ends there."""
-    back = first + block.query - block.low
-    ahead = max(b.high - first - b.query for b in (*run, block))
-    return back <= first + run[0].query and ahead <= spec.key_len - first - block.query
-
-
-def _slides(spec: Spec, block: _Block, first: int) -> bool:
+def _slides(head: _Head, block: _Block) -> bool:
     """Both ends of the block's keys are ends of its band, not of the keys."""
-    top = first + block.query
-    return 0 < block.low <= top and (block.high == top + block.rows if spec.causal else block.high < spec.key_len)
+    top = head.first + block.query
+    end = block.high == top + block.rows if head.spec.causal else block.high < head.spec.key_len
+    return 0 < block.low <= top and end
 
 
-def _widened(spec: Spec, run: list[_Block], first: int) -> list[_Block]:
+def _widened(head: _Head, run: list[_Block]) -> list[_Block]:
     """The run's blocks with the keys they really meet: equal bands where they slide, the same keys where they do not."""
-    top = first + run[0].query
-    if not _slides(spec, run[0], first):
+    first, top = head.first, head.first + run[0].query
+    if not _slides(head, run[0]):
         low, high = min(b.low for b in run), max(b.high for b in run)
-        return [dataclasses.replace(b, low=low, high=high) for b in run]
+        return [b._replace(low=low, high=high) for b in run]
     back = max(first + b.query - b.low for b in run)
     back = min(-(-back // 16) * 16, top)
-    ahead = min(max(b.high - first - b.query for b in run), spec.key_len - first - run[-1].query)
-    return [dataclasses.replace(b, low=first + b.query - back, high=first + b.query + ahead) for b in run]
-
-
-def _run_pieces(spec: Spec, run: list[_Block], first: int, threads: int, wide: bool) -> Iterator[Piece]:
-    """The pieces of one run of widened blocks."""
-    head = run[0]
-    high = min(head.high, first + head.query) if wide else head.high
-    keys = high - head.low
-    kind: Kind = "left" if wide else "tile"
-    step = run[1].low - head.low if len(run) > 1 else 0
-    if wide and step == 0:  # at the edge: the queries are divided among the cores, and share their keys
-        both = dataclasses.replace(head, rows=sum(b.rows for b in run))
-        yield from _shared_left(both, head.low, high, threads)
-        for before, block in itertools.pairwise(run):
-            yield from _shared_left(block, first + before.query, first + block.query, threads)
-        return
-    most = min(MAX_BLOCKS, MAX_GATHERED // (min(keys, MAX_KEYS) * spec.head_dim))
-    most = max(threads, most // threads * threads)  # backward works on whole blocks in parallel: leave no core idle
-    for start in range(0, len(run), most):
-        count = min(most, len(run) - start)
-        block = run[start]
-        yield from _cut(Piece(block.query, count, block.rows, block.low, keys, step, kind, merge=wide))
-
-
-def _diagonal(first: int, starts: range) -> list[Piece]:
-    rows = starts.step
-    count, rest = divmod(starts.stop - starts.start, rows)
-    pieces = [Piece(starts.start, count, rows, first + starts.start, rows, rows, "diagonal")] if count else []
-    if rest:
-        query = starts.start + count * rows
-        pieces.append(Piece(query, 1, rest, first + query, rest, rest, "diagonal"))
-    return pieces
-
-
-def _shared_left(block: _Block, low: int, high: int, threads: int) -> Iterator[Piece]:
-    """Keys [low, high), all to the left of one block, whose queries are divided among the cores."""
-    if high <= low:
-        return
-    parts = max(1, min(threads, block.rows // TILE))
-    rows = -(-block.rows // parts)
-    count, rest = divmod(block.rows, rows)
-    yield from _cut(Piece(block.query, count, rows, low, high - low, 0, "left", merge=True))
-    if rest:
-        yield from _cut(Piece(block.query + count * rows, 1, rest, low, high - low, 0, "left", merge=True))
+    ahead = min(max(b.high - first - b.query for b in run), head.spec.key_len - first - run[-1].query)
+    return [b._replace(low=first + b.query - back, high=first + b.query + ahead) for b in run]
 
 
 def _pinned(spec: Spec, blocks: list[_Block], pin: int) -> Iterator[Piece]:
@@ -284,24 +306,50 @@ def _pinned(spec: Spec, blocks: list[_Block], pin: int) -> Iterator[Piece]:
         for low, high in parts:
             if low >= high:
                 continue
-            if pending is not None and pending.count < MAX_BLOCKS and (pending.key, pending.keys) == (low, high - low):
-                end = pending.query + pending.count * pending.rows
+            if (
+                pending is not None
+                and pending.count * pending.rows < RUN
+                and (pending.key, pending.keys) == (low, high - low)
+            ):
+                end = pending.query + pending.count * pending.stride
                 if end == block.query and pending.rows == block.rows:
                     pending = dataclasses.replace(pending, count=pending.count + 1)
                     continue
             if pending is not None:
                 yield pending
-            pending = Piece(block.query, 1, block.rows, low, high - low, 0, merge=True)
+            pending = Piece(block.query, 1, block.rows, block.rows, low, high - low, 0, merge=True)
     if pending is not None:
         yield pending
 
 
 def _cut(piece: Piece) -> Iterator[Piece]:
-    """The piece in parts of at most MAX_KEYS keys, nearest keys first."""
-    parts = -(-piece.keys // MAX_KEYS)
+    """The piece in parts of at most MAX_KEYS keys a block, nearest keys first."""
+    parts = 1 if piece.kind == "diagonal" else -(-piece.keys // MAX_KEYS)
     size = -(-piece.keys // parts)
     for part in reversed(range(parts)):
-        start = part * size
-        keys = min(size, piece.keys - start)
+        keys = min(size, piece.keys - part * size)
         merge = piece.merge or part < parts - 1
-        yield dataclasses.replace(piece, key=piece.key + start, keys=keys, merge=merge)
+        yield dataclasses.replace(piece, key=piece.key + part * size, keys=keys, merge=merge)
+
+
+def _spread(spec: Spec, piece: Piece, threads: int) -> Iterator[Piece]:
+    """The piece a few blocks at a time, so that no core is idle: backward works on whole blocks in parallel."""
+    most = max(1, MAX_GATHERED // (piece.keys * spec.head_dim) // threads) * threads
+    whole = piece.count
+    if piece.kind != "diagonal" and piece.rows >= threads * TILE:
+        whole -= piece.count % threads
+    for block in range(0, whole, most):
+        yield _at(piece, block, min(most, whole - block))
+    for block in range(whole, piece.count):  # the queries of what is left over are divided among the cores
+        one = _at(piece, block, 1)
+        rows = -(-one.rows // threads)
+        count, rest = divmod(one.rows, rows)
+        yield dataclasses.replace(one, count=count, rows=rows, stride=rows, step=0)
+        if rest:
+            yield dataclasses.replace(one, query=one.query + count * rows, rows=rest, stride=rest, step=0)
+
+
+def _at(piece: Piece, block: int, count: int) -> Piece:
+    return dataclasses.replace(
+        piece, query=piece.query + block * piece.stride, key=piece.key + block * piece.step, count=count
+    )

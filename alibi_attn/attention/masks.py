@@ -25,7 +25,7 @@ class HeadMasks:
 
     def distance(self, piece: Piece, block: int | None = None) -> Tensor:
         """i − j: [rows, keys] where all blocks agree or one is asked for, else [count, rows, keys]."""
-        shift = piece.rows - piece.step
+        shift = piece.stride - piece.step
         blocks = torch.arange(piece.count) if block is None else torch.tensor([block])
         if shift == 0:
             blocks = blocks[:1]
@@ -36,7 +36,7 @@ class HeadMasks:
         """The additive mask of a "tile" piece, [count|1, 1, rows, keys], and whether some row of it sees nothing."""
         spec = self.spec
         dense = spec.key_mask is not None or spec.key_segments is not None
-        shift = piece.rows - piece.step
+        shift = piece.stride - piece.step
         name = (self.first + piece.query - piece.key, shift, piece.count if shift else 1, piece.rows, piece.keys)
         if not dense and name in self._masks:
             return self._masks[name]
@@ -81,16 +81,20 @@ class HeadMasks:
 
 def query_view(row: Tensor, piece: Piece, block: int | None = None) -> Tensor:
     """[T, ...] -> [count, rows, ...], or [1, rows, ...] of one block; a view."""
-    start, count = (piece.query, piece.count) if block is None else (piece.query + block * piece.rows, 1)
-    return row[start : start + count * piece.rows].unflatten(0, (count, piece.rows))
+    return _view(row, piece.query, piece.rows, piece.stride, piece.count, block)
 
 
 def key_view(row: Tensor, piece: Piece, block: int | None = None) -> Tensor:
     """[S, ...] -> [count, keys, ...], or [1, keys, ...] of one block: overlapping bands, as a view."""
-    start, count = (piece.key, piece.count) if block is None else (piece.key + block * piece.step, 1)
-    stride = row.stride()
-    size = (count, piece.keys, *row.shape[1:])
-    return row.as_strided(size, (piece.step * stride[0], *stride), row.storage_offset() + start * stride[0])
+    return _view(row, piece.key, piece.keys, piece.step, piece.count, block)
+
+
+def _view(row: Tensor, start: int, size: int, step: int, count: int, block: int | None) -> Tensor:
+    if block is not None:
+        start, count = start + block * step, 1
+    strides = row.stride()
+    offset = row.storage_offset() + start * strides[0]
+    return row.as_strided((count, size, *row.shape[1:]), (step * strides[0], *strides), offset)
 
 
 def _of_head(slopes: Tensor, b: int, h: int) -> float:

@@ -74,6 +74,38 @@ def test_the_plan_reads_every_certified_key_once_and_no_pair_twice(seed: int) ->
     assert bool((read[asked.expand_as(read)] == 1).all())
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize(("query_len", "key_len"), [(2048, 2048), (2100, 2100), (3000, 4000), (1999, 5001)])
+def test_a_plan_of_squares_reads_every_certified_key_once(
+    monkeypatch: pytest.MonkeyPatch, query_len: int, key_len: int, threads: int
+) -> None:
+    """Long bands are cut into squares, at both ends of a band and where it begins at key 0."""
+    monkeypatch.setattr(bands, "SQUARES", ((1200, 512), (600, 256)))
+    monkeypatch.setattr(bands, "ROWS", 64)
+    monkeypatch.setattr(bands, "MAX_KEYS", 700)
+    torch.manual_seed(query_len)
+    query, key = torch.randn(1, 6, query_len, 8), torch.randn(1, 6, key_len, 8)
+    query[:, 1, 700:1400] *= 3  # a reach that changes within the head
+    key[:, 2, 40] *= 6  # a pinned key
+    spec = _spec(query, key, key, [0.15, 0.04, 0.04, 0.02, 0.01, 0.0])
+    found = bounds.bounds(spec, query, key, key)
+    plan = bands.plan(spec, found, threads=threads)
+    read = read_keys(spec, plan)
+    distance = distances(query_len, key_len, spec.query_offset, None)
+    seen = visible(spec, distance)
+    asked = seen & certified_keys(spec, found, distance)
+    assert int(read.max()) == 1
+    assert bool((read[asked.expand_as(read)] == 1).all())
+    assert sum(p.scores for heads in plan for pieces in heads for p in pieces) < 1.4 * int(asked.sum())
+    left = [p for pieces in plan[0] for p in pieces if p.kind == "left"]
+    assert any(p.stride > p.rows for p in left), "no squares: the test sees nothing"
+    assert any(p.rows >= 256 for p in left)
+    for h, pieces in enumerate(plan[0]):
+        reach = bands.farthest(spec, pieces, key_len - query_len)
+        assert reach >= int((distance[0] * (read[0, h] > 0)).max()) + 1
+        assert sum(p.count * p.rows for p in pieces if not p.merge) == query_len
+
+
 def _spec(query, key, value, slopes=None, **changes):
     kwargs = {
         "causal": True,

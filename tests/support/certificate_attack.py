@@ -159,8 +159,8 @@ def read_keys(spec, pieces: list[list[list[bands.Piece]]]) -> torch.Tensor:
         for h, of_head in enumerate(heads):
             for piece in of_head:
                 for block in range(piece.count):
-                    rows = slice(piece.query + block * piece.rows, piece.query + (block + 1) * piece.rows)
-                    keys = slice(piece.key + block * piece.step, piece.key + block * piece.step + piece.keys)
+                    query, key = piece.query + block * piece.stride, piece.key + block * piece.step
+                    rows, keys = slice(query, query + piece.rows), slice(key, key + piece.keys)
                     square = torch.ones(piece.rows, piece.keys, dtype=torch.int64)
                     count[b, h, rows, keys] += square.tril() if piece.kind == "diagonal" else square
     return count

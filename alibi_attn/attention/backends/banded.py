@@ -9,6 +9,7 @@ A bias along the keys only, m·(j − r), is exact ALiBi to the left of the quer
 and is put back into lse.
 """
 
+import dataclasses
 import math
 
 import torch
@@ -266,7 +267,7 @@ def _mask_and_shift(head: HeadMasks, piece: Piece) -> tuple[Tensor, Tensor | Non
         return mask, None, blind
     mask, shift = head.key_bias(piece)
     blocks = torch.arange(piece.count, dtype=shift.dtype)[:, None]
-    step = 0.0 if piece.kind == "diagonal" else (piece.rows - piece.step) * head.slope
+    step = 0.0 if piece.kind == "diagonal" else (piece.stride - piece.step) * head.slope
     return mask, shift + blocks * step, False
 
 
@@ -314,12 +315,8 @@ def _add_overlapping(total: Tensor, part: Tensor, piece: Piece) -> None:
         return
     for start in range(0, piece.keys, piece.step):
         size = min(piece.step, piece.keys - start)
-        low = piece.key + start
-        strides = piece.step * total.stride(0), total.stride(0), total.stride(1)
-        view = total.as_strided(
-            (piece.count, size, total.shape[1]), strides, total.storage_offset() + low * total.stride(0)
-        )
-        view += part[:, start : start + size]
+        slices = dataclasses.replace(piece, key=piece.key + start, keys=size)
+        key_view(total, slices).add_(part[:, start : start + size])
 
 
 def _spec(
