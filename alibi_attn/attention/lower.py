@@ -17,6 +17,7 @@ Spec = AttentionSpec[Tensor]
 
 NEAR = 16  # queries that share one small tile of near keys, 2·NEAR of them
 STRETCHES = (32, 128, 512)  # keys before the near ones; a head of slope m gets most from about 2/m
+FLAT = 1 / 12  # a steeper head gets nothing from keys so far back
 
 
 def lower_bound(spec: Spec, query: Tensor, key: Tensor, first: Tensor, *, stretches: bool) -> Tensor:
@@ -43,7 +44,8 @@ def _one_key_head_at_a_time(spec: Spec, query: Tensor, key: Tensor, first: Tenso
                 key_segments=None if spec.key_segments is None else spec.key_segments[b : b + 1],
             )  # fmt: skip
             q, k_head = query[b : b + 1, heads], key[b : b + 1, k : k + 1]
-            mass[b, heads] = _mass(one, q, k_head, first[b : b + 1], stretches)[0]
+            flat = stretches and float(one.slopes.min()) < FLAT
+            mass[b, heads] = _mass(one, q, k_head, first[b : b + 1], flat)[0]
     return mass
 
 
@@ -52,16 +54,59 @@ def _of_heads(slopes: Tensor, b: int, heads: slice) -> Tensor:
 
 
 def _mass(spec: Spec, query: Tensor, key: Tensor, first: Tensor, stretches: bool) -> Tensor:
+    """[B, H, T] fp64"""
     work = torch.float64 if query.dtype == torch.float64 else torch.float32
     groups = -(-spec.query_len // NEAR)
-    rows = torch.nn.functional.pad(query, (0, 0, 0, groups * NEAR - spec.query_len)).to(work)
-    rows = rows.reshape(spec.batch, spec.num_kv_heads, spec.group, groups, NEAR, spec.head_dim)
-    mass = _near_mass(spec, rows, key, first)
+    short = groups * NEAR - spec.query_len
+    rows = torch.nn.functional.pad(query, (0, 0, 0, short)) if short else query
+    rows = rows.to(work).reshape(spec.batch, spec.num_kv_heads, spec.group, groups, NEAR, spec.head_dim)
     offset = _inner_offset(spec)
-    plain = spec.key_mask is None and spec.key_segments is None and spec.window is None
-    if stretches and plain and offset is not None:
-        mass = torch.logaddexp(mass, _stretch_mass(spec, rows, key, offset))
-    return mass.flatten(2)[..., : spec.query_len].double()
+    plain = spec.key_mask is None and spec.key_segments is None
+    one_key_head = spec.batch == spec.num_kv_heads == 1
+    if plain and one_key_head and offset is not None:
+        mass = _near_mass_of_views(spec, query[0].to(work), key[0, 0].to(work), offset)
+    else:
+        mass = _near_mass(spec, rows, key, first).flatten(2)[..., : spec.query_len]
+    if stretches and plain and spec.window is None and offset is not None:
+        more = _stretch_mass(spec, rows, key, offset)
+        mass = torch.logaddexp(mass, more.flatten(2)[..., : spec.query_len])
+    return mass.double()
+
+
+def _near_mass_of_views(spec: Spec, query: Tensor, key: Tensor, offset: int) -> Tensor:
+    """What `_near_mass` returns, [1, H, T], without a copy: query [H, T, D] and the one key head [S, D], nothing masked."""
+    lead = NEAR if offset < NEAR else 0  # the first group may have no group before it
+    end = lead + max(0, spec.query_len - lead) // NEAR * NEAR
+    parts = [(0, min(lead, spec.query_len), 0, 1), (lead, end, offset + lead - NEAR, (end - lead) // NEAR),
+             (end, spec.query_len, offset + end - NEAR, 1)]  # fmt: skip
+    found = []
+    for start, stop, begin, groups in parts:
+        if start >= stop:
+            continue
+        count = (stop - start) // groups
+        width = offset + start + count - begin
+        rows = query[:, start:stop].unflatten(1, (groups, count)).transpose(0, 1).flatten(1, 2)
+        s, d = key.stride()
+        near = key.as_strided((groups, width, key.shape[1]), (NEAR * s, s, d), key.storage_offset() + begin * s)
+        distance = (offset + start - begin) + torch.arange(count)[:, None] - torch.arange(width)
+        bias = -_penalty(spec, distance[None, None, None], rows.dtype)[0, :, 0].flatten(0, 1)
+        scores = torch.baddbmm(bias.expand(1, rows.shape[1], -1), rows, near.mT, alpha=spec.scale)
+        found.append(scores.logsumexp(-1).unflatten(1, (-1, count)).transpose(0, 1).flatten(1, 2))
+    return torch.cat(found, -1)[None]
+
+
+def _penalty(spec: Spec, distance: Tensor, dtype: torch.dtype) -> Tensor:
+    """[B|1, H, ...]: how much the bias takes off at `distance` [B|1, ...], inf where a query may not look."""
+    slopes = spec.slopes.detach().reshape(-1, spec.num_heads, 1, 1, 1)
+    if spec.right_slopes is not None:
+        right = spec.right_slopes.detach().reshape(-1, spec.num_heads, 1, 1, 1)
+        slopes = torch.where(distance < 0, right, slopes).masked_fill(distance == 0, 0.0)
+    penalty = slopes * distance.abs().to(dtype)
+    if spec.causal:
+        penalty = penalty.masked_fill(distance < 0, math.inf)
+    if spec.window is not None:
+        penalty = penalty.masked_fill(distance.abs() >= spec.window, math.inf)
+    return penalty
 
 
 def _inner_offset(spec: Spec) -> int | None:
@@ -84,15 +129,7 @@ def _near_mass(spec: Spec, rows: Tensor, key: Tensor, first: Tensor) -> Tensor:
     # Where all are inside, every group is as far from its keys as the first.
     pairs = slice(None) if _inner_offset(spec) is None else slice(0, 1)
     distance = i[:, pairs] - at[:, pairs, None, :]
-    slopes = spec.slopes.detach().reshape(-1, spec.num_heads, 1, 1, 1)
-    if spec.right_slopes is not None:
-        right = spec.right_slopes.detach().reshape(-1, spec.num_heads, 1, 1, 1)
-        slopes = torch.where(distance[:, None] < 0, right, slopes).masked_fill((distance == 0)[:, None], 0.0)
-    penalty = slopes * distance.abs().to(rows.dtype)[:, None]
-    if spec.causal:
-        penalty = penalty.masked_fill((distance < 0)[:, None], math.inf)
-    if spec.window is not None:
-        penalty = penalty.masked_fill((distance.abs() >= spec.window)[:, None], math.inf)
+    penalty = _penalty(spec, distance[:, None], rows.dtype)
     if spec.key_mask is not None:
         hidden = hidden | ~_per_sequence(spec.key_mask, at)
     if spec.query_segments is not None and spec.key_segments is not None:
