@@ -237,8 +237,8 @@ def _forward_piece(head: HeadMasks, piece: Piece, q: Tensor, k: Tensor, v: Tenso
         to_lse.copy_(mass)
         return
     total = torch.logaddexp(to_lse, mass)
-    known = total.masked_fill(total == -math.inf, 0.0)
-    to_output.mul_((to_lse - known).exp()[..., None]).add_(part * (mass - known).exp()[..., None])
+    share = (mass - total.masked_fill(total == -math.inf, 0.0)).exp_()
+    to_output.lerp_(part, share[..., None])
     to_lse.copy_(total)
 
 
