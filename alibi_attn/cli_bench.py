@@ -84,6 +84,21 @@ def streaming(
 
 
 @app.command()
+def decoding(
+    out: Out = Path("results"),
+    lengths: Annotated[str, typer.Option(help="Cached tokens, as in 4096,65536.")] = "",
+) -> None:
+    """One new token with a long cache: all keys against those within reach.
+
+    Example: alibi bench decoding --lengths 4096,65536
+    """
+    from alibi_attn.bench.decoding import LENGTHS, decoding
+
+    asked = tuple(int(part) for part in lengths.split(",")) if lengths else LENGTHS
+    _tell([decoding(out, lengths=asked, say=typer.echo)])
+
+
+@app.command()
 def gpu(
     out: Out = Path("results"),
     smoke: Annotated[bool, typer.Option(help="Tiny sizes in Triton's interpreter; set TRITON_INTERPRET=1.")] = False,

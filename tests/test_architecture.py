@@ -38,12 +38,13 @@ ATTENTION_ROWS = (
     ("visibility",),
     ("bias", "lower", "kernels"),
     ("bounds",),
-    ("bands", "tiles"),
+    ("bands", "tiles", "lengths"),
     ("masks",),
     ("backends",),
     ("dispatch", "door"),
     ("explanation",),
     ("api",),
+    ("decoding",),
 )
 ATTENTION = {name: row for row, names in enumerate(ATTENTION_ROWS) for name in names}
 

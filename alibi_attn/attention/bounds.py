@@ -48,25 +48,33 @@ class Bounds:
 
 def bounds(
     spec: Spec, query: Tensor, key: Tensor, value: Tensor | None, *,
-    pin_choices: tuple[int, ...] = PIN_CHOICES, refine: bool | None = None,
+    pin_choices: tuple[int, ...] = PIN_CHOICES, refine: bool | None = None, tile_norms: tuple[Tensor, Tensor] | None = None,
 ) -> Bounds:  # fmt: skip
     """The certified reach of every block of queries. Without `value` the values are taken to be of like length.
 
-    Keys and values must be finite (a NaN in them skips nothing, which is safe and slow). `refine` asks for tails summed key
-    by key and for λ from farther keys; None = where there are `LONG` keys.
+    Keys and values must be finite (a NaN in them skips nothing, which is safe and slow).
+
+    Args:
+        pin_choices: how many tiles may be pinned.
+        refine: sum tails key by key, and take λ from farther keys too; None = where there are `LONG` keys.
+        tile_norms: of the keys and of the values, [B, K, ⌈S / TILE⌉] fp64 each: no norm in a tile is larger. Then only those
+            near the queries are read; for causal queries among the keys, without key mask and segments.
     """
-    refine = spec.key_len >= LONG if refine is None else refine
+    refine = spec.key_len >= LONG and tile_norms is None if refine is None else refine
     b, h, n = spec.batch, spec.num_heads, -(-spec.query_len // TILE)
     device = query.device
     if spec.tolerance == 0.0 or spec.query_len == 0 or spec.key_len == 0:
         unlimited = torch.full((b, h, n), UNLIMITED, device=device)
         return Bounds(unlimited, unlimited, torch.full((b, h, max(PIN_CHOICES)), -1, device=device))
     first = first_positions(spec, device)
-    key_norms = norm_bound(key)
-    if spec.key_mask is not None:
-        key_norms = key_norms.masked_fill(~spec.key_mask[:, None], 0.0)
-    rate, constant = _numerator_parts(spec, query, key, value, key_norms, first, refine)
-    tiles = _tile_maxima(key_norms)
+    if tile_norms is None:
+        key_norms = norm_bound(key)
+        if spec.key_mask is not None:
+            key_norms = key_norms.masked_fill(~spec.key_mask[:, None], 0.0)
+        tiles, longer = tile_maxima(key_norms), None if value is None else _longer_values(spec, value, first)
+    else:
+        tiles, longer = tile_norms[0], None if value is None else _longer_far_values(spec, value, tile_norms[1])
+    rate, constant = _numerator_parts(spec, query, key, longer, tiles.amax(-1), first, refine)
     tails = _Tails.of(spec, rate, key_norms) if refine else None
     found = [_with_pins(spec, rate, constant, tiles, tails, count, first) for count in pin_choices]
     left, right, pins, cost = found[0]
@@ -101,20 +109,21 @@ def norm_bound(tensor: Tensor) -> Tensor:
 
 
 def _numerator_parts(
-    spec: Spec, query: Tensor, key: Tensor, value: Tensor | None, key_norms: Tensor, first: Tensor, refine: bool
+    spec: Spec, query: Tensor, key: Tensor, longer: Tensor | None, largest: Tensor, first: Tensor, refine: bool
 ) -> tuple[Tensor, Tensor]:
     """(rate, constant), each [B, H, T] fp64: the reach's numerator is rate·κ + constant.
 
-    `constant` has −λ, what rounding may have done to it, and the lengths of the values; inf where nothing may be skipped.
+    `constant` has −λ, what rounding may have done to it (by the `largest` norm of a key, [B, K]), and the nats that `longer`
+    values cost [B, H, T]; inf where nothing may be skipped.
     """
     unit = 2.0**-53 if query.dtype == torch.float64 else 2.0**-24
     lower = lower_bound(spec, query, key, first, stretches=refine)
     error = (spec.head_dim + 64) * unit
     rate = abs(spec.scale) * (1.0 + error) * norm_bound(query)
-    largest = key_norms.amax(-1, keepdim=True).repeat_interleave(spec.group, 1)
+    largest = largest.repeat_interleave(spec.group, 1)[..., None]
     constant = error * (1.0 + rate * largest + lower.abs()) - lower
-    if value is not None:
-        constant = constant + _longer_values(spec, value, first)
+    if longer is not None:
+        constant = constant + longer
     constant = constant.masked_fill(~(constant.isfinite() & rate.isfinite()), math.inf)
     if spec.key_mask is not None and spec.causal and spec.query_segments is None:
         constant = constant.masked_fill(_blind(spec.key_mask, first, spec.query_len)[:, None], -math.inf)
@@ -145,12 +154,24 @@ def _longer_values(spec: Spec, value: Tensor, first: Tensor) -> Tensor:
         inside = ((at >= 0) & (at < spec.key_len)).expand(spec.batch, -1)[:, None]
         index = at.clamp(0, spec.key_len - 1).expand(spec.batch, -1)[:, None].expand(-1, spec.num_kv_heads, -1)
         kept = torch.maximum(kept, nearest.gather(2, index).masked_fill(~inside, 0.0))
-    longest = seen.amax(-1, keepdim=True)
-    nats = (longest / (_VALUE_RATIO * kept)).log().clamp(min=0.0).masked_fill(longest == 0, 0.0)
+    nats = _nats_of_longer(seen.amax(-1, keepdim=True), kept)
     return nats.expand(-1, -1, spec.query_len).repeat_interleave(spec.group, 1)
 
 
-def _tile_maxima(length: Tensor) -> Tensor:
+def _longer_far_values(spec: Spec, value: Tensor, tiles: Tensor) -> Tensor:
+    """What `_longer_values` returns, from the largest norms of every tile of values and the last few values themselves."""
+    assert isinstance(spec.query_offset, int)
+    before = min(spec.query_offset, KEPT - 1 if spec.window is None or spec.window >= KEPT else 0)
+    near = norm_bound(value[:, :, spec.query_offset - before : spec.query_offset + spec.query_len])
+    kept = near.unfold(-1, before + 1, 1).amax(-1)
+    return _nats_of_longer(tiles.amax(-1, keepdim=True), kept).repeat_interleave(spec.group, 1)
+
+
+def _nats_of_longer(longest: Tensor, kept: Tensor) -> Tensor:
+    return (longest / (_VALUE_RATIO * kept)).log().clamp(min=0.0).masked_fill(longest == 0, 0.0)
+
+
+def tile_maxima(length: Tensor) -> Tensor:
     """[B, K, ⌈S / TILE⌉]"""
     tiles = -(-length.shape[-1] // TILE)
     padded = torch.nn.functional.pad(length, (0, tiles * TILE - length.shape[-1]))

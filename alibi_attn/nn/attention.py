@@ -11,12 +11,14 @@ from torch import Tensor, nn
 
 from alibi_attn.attention.api import alibi_attention
 from alibi_attn.attention.bias import Slopes
+from alibi_attn.attention.decoding import MAX_QUERIES, attend_near
 from alibi_attn.attention.spec import check_key_mask, check_segments
 from alibi_attn.nn.cache import KVCache
 from alibi_attn.nn.positional import HeadSlopes
 from alibi_attn.nn.reach_cache import ReachCache
 from alibi_attn.reach import score_bound_of_norms, static_reach
 
+_NEAR_FROM = 2**23  # elements of the cached keys of a sequence: with fewer, reading them all is as fast
 _QK_NORM_EPS = 1e-6  # only keeps a zero vector zero; the bound ‖q‖ ≤ √D·max|weight| holds for any eps ≥ 0
 _NORM_ROUNDING = 2.0**-7  # of ‖q‖: two roundings to bfloat16 are 2⁻⁸, and the arithmetic of the norm stays far below
 
@@ -115,9 +117,19 @@ class ALiBiAttention(nn.Module):
         else:
             if cache is not None:
                 key, value = cache.append(key, value, layer=self)
-            mixed = self._attended(query, key, value, self.slopes.values, key_mask, segment_ids)
+            if cache is not None and key_mask is None and segment_ids is None and self._reads_near(query, key, cache):
+                mixed = attend_near(query, key, value, self.slopes.values, cache.lengths, window=self.window)
+            else:
+                mixed = self._attended(query, key, value, self.slopes.values, key_mask, segment_ids)
         output: Tensor = self.out_proj(mixed.transpose(1, 2).flatten(2))
         return output
+
+    def _reads_near(self, query: Tensor, key: Tensor, cache: KVCache) -> bool:
+        """Whether few queries meet so many cached keys that finding out how many of them matter is worth it."""
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or key.device.type != "cpu":
+            return False
+        few = query.shape[2] <= MAX_QUERIES and key.shape[1:].numel() >= _NEAR_FROM
+        return few and cache.max_tokens is None and not (self.training and self.dropout_p)
 
     def _attended(
         self,

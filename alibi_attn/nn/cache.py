@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from alibi_attn.attention.lengths import Lengths
+
 
 class KVCache:
     """Keys and values of the positions seen so far, [B, K, S, D]; `len(cache)` is S.
@@ -53,6 +55,7 @@ class KVCache:
         self._value: Tensor | None = None
         self._length = 0
         self._has_room = False  # the tensors above are ours to write into
+        self._lengths: Lengths | None = None  # of the whole tiles so far; None where positions have moved
         self._layer: weakref.ref[nn.Module] | None = None
 
     def __len__(self) -> int:
@@ -72,6 +75,14 @@ class KVCache:
     def nbytes(self) -> int:
         """Memory of the keys and values, with the spare room."""
         return sum(tensor.untyped_storage().nbytes() for tensor in (self._key, self._value) if tensor is not None)
+
+    @property
+    def lengths(self) -> Lengths:
+        """How long the keys and values are at most, tile by tile: read once each, so that decoding need not read them again."""
+        if self._lengths is None:
+            self._lengths = Lengths.of(self.key, self.value)
+        self._lengths = self._lengths.extended(self.key, self.value)
+        return self._lengths
 
     def append(self, key: Tensor, value: Tensor, *, layer: nn.Module | None = None) -> tuple[Tensor, Tensor]:
         """Add key and value, [B, K, T, D], behind what is there; returns all keys and all values, [B, K, S + T, D].
@@ -111,6 +122,8 @@ class KVCache:
         if length < 0:
             raise ValueError(f"length is {length} but must be at least 0, the positions to keep")
         dropped = max(self._length - length, 0)
+        if dropped:
+            self._lengths = None
         self.forgotten += dropped
         self._start += dropped
         self._length -= dropped
@@ -137,8 +150,10 @@ class KVCache:
     def take_back(self, tokens: int) -> None:
         """Drop the newest `tokens` positions, whatever was forgotten of the oldest."""
         self._length -= tokens
+        if self._lengths is not None:
+            self._lengths = self._lengths.cropped(self._length)
         if self._length == 0:
-            self._key = self._value = None
+            self._key = self._value = self._lengths = None
             self._start = self.forgotten = 0
 
     def reorder(self, indices: Tensor | Sequence[int]) -> None:
@@ -160,6 +175,8 @@ class KVCache:
             raise ValueError(f"indices are {rows.tolist()} but the cache has rows 0 … {batch - 1}")
         self._key = self._key.index_select(0, rows)
         self._value = self._value.index_select(0, rows)
+        if self._lengths is not None:
+            self._lengths = self._lengths.reordered(rows)
 
     def _replace(self, key: Tensor, value: Tensor) -> None:
         self._key, self._value, self._start, self._has_room = key, value, 0, False
@@ -172,6 +189,7 @@ class KVCache:
                 f"{key.shape[2]} tokens do not fit behind {self._length} of at most {self.max_tokens}: "
                 "append those that fit, then one at a time"
             )
+        self._lengths = None
         first = self.sinks + 1 + self._length - self.max_tokens
         self._replace(
             torch.cat([self.key[:, :, : self.sinks], self.key[:, :, first:], key], dim=2),

@@ -4,6 +4,7 @@ import pytest
 
 from alibi_attn import records
 from alibi_attn.bench import serving as module
+from alibi_attn.bench.decoding import decoding
 from alibi_attn.bench.serving import FAMILIES, serving
 from alibi_attn.bench.streaming import streaming
 from alibi_attn.hf import patch
@@ -58,3 +59,14 @@ def test_what_may_not_fit_is_skipped_and_said(tmp_path, monkeypatch):
     assert record.config["skipped_for_lack_of_memory"] == ["transformers 300"]
     assert record.curves["transformers"]["length"] == [100]
     assert "skipped, it may need" in said[-1]
+
+
+def test_decoding_is_recorded_with_the_share_of_keys_within_reach(tmp_path):
+    said = []
+    record = records.load(decoding(tmp_path, lengths=(300, 3000), num_heads=4, head_dim=8, repeats=1, say=said.append))
+    assert is_drawn(record)
+    assert len(said) == 2
+    assert record.curves["ours"]["length"] == record.curves["dense"]["length"] == [300, 3000]
+    near, far = record.curves["ours"]["keys_within_reach"]
+    assert 0 < far < near <= 1
+    assert record.curves["dense"]["keys_within_reach"] == [1.0, 1.0]

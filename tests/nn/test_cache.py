@@ -1,6 +1,7 @@
 """Cached decoding is the full pass, however the sequence is cut; the cache crops, reorders, grows and takes part in autograd."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -54,6 +55,35 @@ def test_cached_pass_equals_full_pass_however_the_sequence_is_cut(way, cuts, wit
         masks["segment_ids"] = torch.randint(0, 2, (2, length), generator=generator).cumsum(1)
     with torch.no_grad():
         torch.testing.assert_close(in_chunks(layer, x, cuts, masks), layer(x, **masks), rtol=1e-5, atol=1e-6)
+
+
+STEPS = st.one_of(
+    st.tuples(st.just("append"), st.integers(1, 90)),
+    st.tuples(st.sampled_from(["crop", "swap"]), st.integers(0, 200)),
+)
+
+
+@given(way=st.sampled_from(list(WAYS)), steps=st.lists(STEPS, min_size=1, max_size=12))
+@settings(max_examples=40, deadline=None)
+def test_decoding_near_equals_decoding_everything(way, steps):
+    """What a cache remembers of its keys follows them through appending, cropping and reordering."""
+    layer, caches = attention_layer(way), [KVCache(), KVCache()]
+    generator = torch.Generator().manual_seed(len(steps))
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        for what, number in [*steps, ("append", 1)]:
+            if what == "append":
+                x = torch.randn(2, number, 24, generator=generator)
+                outputs = []
+                for cache, least in zip(caches, (0, math.inf), strict=True):
+                    patch.setattr("alibi_attn.nn.attention._NEAR_FROM", least)
+                    outputs.append(layer(x, cache=cache))
+                torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-6)
+            elif len(caches[0]):
+                for cache in caches:
+                    if what == "crop":
+                        cache.crop(min(number, len(cache)))
+                    else:
+                        cache.reorder([1, 0])
 
 
 def test_a_pass_with_a_stale_cache_is_noticed():

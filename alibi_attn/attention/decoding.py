@@ -1,0 +1,89 @@
+"""Decoding: the last few queries of a long text read only the keys within their reach.
+
+`alibi_attention` reads every key once to know how long it is. Where that is remembered (`lengths.py`) a new query's reach is
+known before any far key is touched, and so each head attends to a slice: its last keys, and the pinned tiles before them.
+"""
+
+import torch
+from torch import Tensor
+
+from alibi_attn.attention.api import alibi_attention
+from alibi_attn.attention.bounds import PIN_CHOICES, TILE, bounds
+from alibi_attn.attention.door import make_spec
+from alibi_attn.attention.lengths import Lengths
+
+MAX_QUERIES = 16
+FEW = 1024  # keys that cost less than a call of their own: heads that need no more are answered together
+
+
+def attend_near(
+    query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, lengths: Lengths, *, window: int | None = None,
+    tolerance: float | None = None,
+) -> Tensor:  # fmt: skip
+    """Causal attention of the last T ≤ MAX_QUERIES positions, [B, H, T, D]; reads the reach on the host.
+
+    Args:
+        query, key, value, slopes, window, tolerance: as for `alibi_attention`.
+        lengths: what is known of the keys and values, of all but the last few.
+    """
+    spec = make_spec(
+        query, key, value, slopes, causal=True, right_slopes=None, window=window, scale=None, query_offset=None,
+        key_mask=None, segment_ids=None, dropout_p=0.0, tolerance=tolerance, return_lse=False,
+    )  # fmt: skip
+    with torch.no_grad():
+        norms = lengths.tile_norms(key, value)
+        outlying = bool((norms[0].amax(-1) > 2 * norms[0].mean(-1)).any())  # else no tile is worth pinning
+        found = bounds(
+            spec, query, key, value, tile_norms=norms, pin_choices=PIN_CHOICES if outlying else PIN_CHOICES[:1]
+        )
+    far = spec.key_len if window is None else min(spec.key_len, window)
+    # Keys that the first query needs, and those between it and the last.
+    reach = found.left.amax(-1).clamp(max=far) + spec.query_len - 1
+    needed = reach.unflatten(1, (spec.num_kv_heads, spec.group)).amax(-1).clamp(max=spec.key_len).tolist()
+    pins = found.pins.unflatten(1, (spec.num_kv_heads, spec.group)).flatten(2).tolist()
+    output = torch.empty_like(query)
+    for b in range(spec.batch):
+        for keys, members in _buckets(needed[b]).items():
+            heads = _span([k * spec.group + g for k in members for g in range(spec.group)])
+            start = spec.key_len - min(keys, spec.key_len)
+            tiles = sorted({pin for k in members for pin in pins[b][k] if 0 <= pin * TILE < start})
+            spans = [(start, spec.key_len), *((tile * TILE, min((tile + 1) * TILE, start)) for tile in tiles)]
+            of_heads = slopes[heads] if slopes.ndim == 1 else slopes[b : b + 1, heads]
+            one = slice(b, b + 1)
+            output[one, heads] = _attend(
+                query[one, heads], key[one], value[one], _span(members), of_heads, spans, window
+            )
+    return output
+
+
+def _buckets(needed: list[int]) -> dict[int, list[int]]:
+    """Key heads that need about as many keys, to the next power of two from FEW on, by the most that any of them needs."""
+    by_power: dict[int, list[int]] = {}
+    for head, keys in enumerate(needed):
+        by_power.setdefault((max(keys, FEW) - 1).bit_length(), []).append(head)
+    return {max(needed[h] for h in heads): heads for heads in by_power.values()}
+
+
+def _span(indices: list[int]) -> list[int] | slice:
+    """The indices as a slice where they are one, which reads without a copy."""
+    low, high = indices[0], indices[-1] + 1
+    return slice(low, high) if indices == list(range(low, high)) else indices
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, members: list[int] | slice, slopes: Tensor, spans: list[tuple[int, int]],
+    window: int | None,
+) -> Tensor:  # fmt: skip
+    """Some key heads over some spans of keys; nothing in them is skipped."""
+    results = [
+        alibi_attention(
+            query, key[:, :, low:high][:, members], value[:, :, low:high][:, members], slopes, window=window, tolerance=0.0,
+            query_offset=key.shape[2] - query.shape[2] - low, return_lse=True,
+        )
+        for low, high in spans
+    ]  # fmt: skip
+    if len(results) == 1:
+        return results[0][0]
+    outputs, masses = (torch.stack(parts) for parts in zip(*results, strict=True))
+    share = (masses - masses.logsumexp(0)).exp()[..., None]
+    return (outputs * share).sum(0).to(query.dtype)

@@ -1,0 +1,166 @@
+"""Decoding with remembered lengths: the outputs of full attention, from the keys within reach alone."""
+
+import math
+
+import pytest
+import torch
+from attention_checks import EPS
+from certificate_attack import certified_keys, random_attack
+
+from alibi_attn import alibi_attention, alibi_slopes
+from alibi_attn.attention import bounds, decoding
+from alibi_attn.attention.door import make_spec
+from alibi_attn.attention.lengths import Lengths
+from alibi_attn.attention.visibility import distances, visible
+
+SLOPES = torch.tensor(alibi_slopes(8), dtype=torch.float32)
+CASES = ["noise", "sink", "giant far key of one head", "giant far value", "tiny near values", "no value"]
+SIZES = [(1, 1500, None), (5, 1503, None), (1, 1472, 300), (16, 90, None), (3, 3, 2)]  # queries, keys, window
+DEFAULTS = {
+    "causal": True, "right_slopes": None, "scale": None, "query_offset": None, "key_mask": None, "segment_ids": None,
+    "dropout_p": 0.0, "return_lse": False,
+}  # fmt: skip
+
+
+def draw(queries: int, keys: int, *, batch: int = 2, kv_heads: int = 4, dtype: torch.dtype = torch.float32):
+    query = torch.randn(batch, 8, queries, 16, dtype=dtype)
+    key, value = (torch.randn(batch, kv_heads, keys, 16, dtype=dtype) for _ in range(2))
+    return query, key, value
+
+
+def spoiled(case: str, key: torch.Tensor, value: torch.Tensor) -> None:
+    if case == "sink":
+        key[:, :, 3] *= 30
+    elif case == "giant far key of one head":
+        key[1, 2, 700] *= 300
+    elif case == "giant far value":
+        value[:, 1, 100] *= 1e6
+    elif case == "tiny near values":
+        value[:, :, -8:] *= 1e-9
+    elif case == "no value":
+        value.zero_()
+
+
+@pytest.mark.parametrize(
+    "case", ["noise", "sink", "giant far key of one head", "giant far value", "tiny near values", "no value"]
+)
+@pytest.mark.parametrize(
+    ("queries", "keys", "window"), [(1, 1500, None), (5, 1503, None), (1, 1472, 300), (16, 90, None), (3, 3, 2)]
+)
+def test_it_gives_what_full_attention_gives(case: str, queries: int, keys: int, window: int | None) -> None:
+    query, key, value = draw(queries, keys)
+    if keys > 700:
+        spoiled(case, key, value)
+    exact = alibi_attention(
+        *(x.double() for x in (query, key, value)), SLOPES, window=window, tolerance=0.0, backend="reference"
+    )
+    dense = alibi_attention(query, key, value, SLOPES, window=window, backend="dense")
+    got = decoding.attend_near(query, key, value, SLOPES, Lengths.of(key, value), window=window)
+    scale = (
+        exact.abs().amax(-1, keepdim=True).clamp(min=1e-30)
+    )  # of each query: giant values must not hide small outputs
+    off, theirs = (float(((x.double() - exact).abs() / scale).max()) for x in (got, dense))
+    assert off <= 2 * theirs + 16 * EPS[torch.float32]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_every_dtype(dtype: torch.dtype) -> None:
+    query, key, value = draw(2, 1000, dtype=dtype)
+    key[:, :, 3] *= 30  # a pinned tile, merged
+    exact = alibi_attention(*(x.double() for x in (query, key, value)), SLOPES, tolerance=0.0, backend="reference")
+    got = decoding.attend_near(query, key, value, SLOPES, Lengths.of(key, value))
+    assert got.dtype == dtype
+    assert float((got.double() - exact).abs().max()) <= 8 * EPS[dtype] * float(value.norm(dim=-1).max())
+
+
+@pytest.mark.parametrize("slopes", [[0.5, 0.0] * 4, [-0.1, 0.3] * 4])
+def test_heads_without_reach_read_everything(slopes: list[float]) -> None:
+    query, key, value = draw(1, 500)
+    m = torch.tensor(slopes)
+    exact = alibi_attention(query, key, value, m, backend="reference")
+    torch.testing.assert_close(
+        decoding.attend_near(query, key, value, m, Lengths.of(key, value)), exact, rtol=1e-5, atol=1e-5
+    )
+
+
+def test_slopes_of_each_sequence_and_what_else_is_in_the_batch() -> None:
+    query, key, value = draw(1, 900, batch=3)
+    m = SLOPES * torch.tensor([[1.0], [4.0], [0.5]])
+    together = decoding.attend_near(query, key, value, m, Lengths.of(key, value))
+    for b in range(3):
+        one = [x[b : b + 1] for x in (query, key, value)]
+        alone = decoding.attend_near(*one, m[b : b + 1], Lengths.of(*one[1:]))
+        assert torch.equal(together[b : b + 1], alone)
+
+
+def test_far_keys_are_not_read() -> None:
+    """They may be anything, NaN even, once their lengths are remembered."""
+    query, key, value = draw(1, 6000, batch=1)
+    steep = SLOPES.clamp(min=0.02)
+    lengths = Lengths.of(key, value)
+    before = decoding.attend_near(query, key, value, steep, lengths)
+    key[:, :, :3000], value[:, :, :3000] = math.nan, math.nan
+    assert torch.equal(decoding.attend_near(query, key, value, steep, lengths), before)
+    key[:, :, 5990] = math.nan
+    assert bool(decoding.attend_near(query, key, value, steep, lengths).isnan().all())
+
+
+def test_keys_read_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, key, value = draw(1, 16384, batch=1, kv_heads=8)
+    read = []
+
+    def counting(q, k, v, *args, **kwargs):
+        read.append(k.shape[1] * k.shape[2])
+        return alibi_attention(q, k, v, *args, **kwargs)
+
+    monkeypatch.setattr(decoding, "alibi_attention", counting)
+    lengths = Lengths.of(key, value)
+    decoding.attend_near(query, key, value, SLOPES, lengths)
+    spec = make_spec(query, key, value, SLOPES, window=None, tolerance=None, **DEFAULTS)
+    reach = bounds.bounds(spec, query, key, value, tile_norms=lengths.tile_norms(key, value)).left.amax(-1)
+    most = (2 * reach).clamp(min=decoding.FEW)  # to the next power of two, and few keys with others
+    assert int(reach.sum()) <= sum(read) <= int(most.sum())
+    assert sum(read) < 0.25 * 8 * 16384
+    read.clear()
+    decoding.attend_near(query, key, value, SLOPES * 0, lengths)
+    assert sum(read) == 8 * 16384
+
+
+@pytest.mark.parametrize("start", range(0, 600, 200))
+def test_dropped_mass_never_exceeds_the_tolerance(start: int) -> None:
+    skipping = 0
+    for seed in range(start, start + 200):
+        attack = random_attack(seed)
+        (query, key, value, slopes), kwargs = attack.inputs()
+        count = min(1 + seed % 16, query.shape[2], key.shape[2])
+        query = query[:, :, -count:]
+        spec = make_spec(query, key, value, slopes, window=kwargs.get("window"), tolerance=attack.tolerance, **DEFAULTS)
+        found = bounds.bounds(spec, query, key, value, tile_norms=Lengths.of(key, value).tile_norms(key, value))
+        distance = distances(count, key.shape[2], spec.query_offset, None)
+        seen = visible(spec, distance).expand(1, spec.num_heads, -1, -1)
+        scores = spec.scale * query.double() @ key.double().repeat_interleave(spec.group, 1).mT
+        scores = scores - spec.slopes.double().reshape(-1, 1, 1) * distance.abs()
+        weight = scores.masked_fill(~seen, -math.inf).softmax(-1)
+        skipped = seen & ~certified_keys(spec, found, distance)
+        assert float((weight * skipped).sum(-1).max()) <= attack.tolerance, attack
+        skipping += int(skipped.any())
+    assert skipping >= 20, "an attack on nothing: too few draws skip a key"
+
+
+def test_lengths_grow_shrink_and_move_with_the_cache() -> None:
+    _, key, value = draw(1, 400)
+    whole = Lengths.of(key, value)
+    assert whole.covered == 384
+    grown = Lengths.of(key[:, :, :70], value[:, :, :70])
+    for length in (71, 127, 128, 300, 400):
+        grown = grown.extended(key[:, :, :length], value[:, :, :length])
+        assert grown.covered == length // 64 * 64
+    assert torch.equal(grown.keys, whole.keys) and torch.equal(grown.values, whole.values)  # noqa: PT018
+    assert whole.cropped(200).covered == 192
+    rows = torch.tensor([1, 1, 0])
+    assert torch.equal(whole.reordered(rows).keys, Lengths.of(key[rows], value[rows]).keys)
+    keys, _ = whole.tile_norms(key, value)
+    assert keys.shape[2] == 7
+    norms = torch.nn.functional.pad(key.double().norm(dim=-1), (0, 48)).unflatten(2, (7, 64)).amax(-1)
+    assert bool((keys >= norms).all())
+    assert bool((keys <= norms * 1.001).all())
