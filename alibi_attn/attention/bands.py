@@ -26,6 +26,11 @@ TRIANGLE = (
     512  # from this reach on, the queries of a causal head whose band begins at key 0 are a triangle, cut into squares
 )
 SQUARES = ((3072, 1024), (1536, 512))  # (reach, queries): from that reach on so many queries share most of a band
+BLOCKS = (
+    (768, 128),
+    (97, 64),
+    (0, 32),
+)  # the same, of blocks that slide: few queries are slower products, many read more keys
 RUN = 8192  # queries of a piece that slides; all of its blocks get the widest band among them
 MAX_KEYS = 4608  # keys a block; wider bands are cut and merged (keys and values of a call should stay in the cache)
 MAX_GATHERED = 2**21  # elements of the gradients of one piece's keys
@@ -183,8 +188,7 @@ def _sliding(head: _Head, query: int, stop: int, widest: int, met: list[_Block])
             else:
                 yield from _sliding(head, run[0].query, run[-1].query + square, reach, met)
         query = far
-    # Few queries a block are slower products, many read keys that few of them need.
-    for run in _runs(head, query, stop, 32 if widest <= 96 else TILE if widest < 768 else 128):
+    for run in _runs(head, query, stop, next(rows for reach, rows in BLOCKS if widest >= reach)):
         met += run
         step = run[1].low - run[0].low if len(run) > 1 else 0
         yield Piece(run[0].query, len(run), run[0].rows, run[0].rows, run[0].low, run[0].high - run[0].low, step)
