@@ -21,15 +21,31 @@ FLAT = 1 / 12  # a steeper head gets nothing from keys so far back
 
 
 def lower_bound(spec: Spec, query: Tensor, key: Tensor, first: Tensor, *, stretches: bool) -> Tensor:
-    """λ [B, H, T] fp64, true up to the rounding of fp32 products; −inf where no near key is seen."""
+    """λ [B, H, T] fp64, true up to the rounding of fp32 products; −inf where no near key is seen, or none was looked for."""
     if query.device.type != "cpu" or spec.query_len <= NEAR:
         return _mass(spec, query, key, first, stretches)
-    return _one_key_head_at_a_time(spec, query, key, first, stretches)
+    offset = _inner_offset(spec)
+    if offset is None or not _unmasked(spec):
+        return _one_key_head_at_a_time(spec, query, key, first, stretches)
+    # Whole groups of queries with a group of keys before them need no copies; the few others go together.
+    lead = NEAR if offset < NEAR else 0
+    end = lead + (spec.query_len - lead) // NEAR * NEAR
+    mass = torch.empty(query.shape[:3], dtype=torch.float64)
+    for start, stop in ((0, lead), (lead, end), (end, spec.query_len)):
+        if start < stop:
+            part = dataclasses.replace(spec, query_len=stop - start, query_offset=offset + start)
+            bound = _one_key_head_at_a_time if start == lead else _mass
+            mass[:, :, start:stop] = bound(part, query[:, :, start:stop], key, first + start, stretches)
+    return mass
+
+
+def _unmasked(spec: Spec) -> bool:
+    return spec.key_mask is None and spec.key_segments is None
 
 
 def _one_key_head_at_a_time(spec: Spec, query: Tensor, key: Tensor, first: Tensor, stretches: bool) -> Tensor:
     """On a CPU large temporaries cost more than all the arithmetic."""
-    mass = torch.empty(query.shape[:3], dtype=torch.float64)
+    mass = torch.full(query.shape[:3], -math.inf, dtype=torch.float64)
     first = first.expand(spec.batch)
     for b in range(spec.batch):
         for k in range(spec.num_kv_heads):
@@ -43,6 +59,9 @@ def _one_key_head_at_a_time(spec: Spec, query: Tensor, key: Tensor, first: Tenso
                 query_segments=None if spec.query_segments is None else spec.query_segments[b : b + 1],
                 key_segments=None if spec.key_segments is None else spec.key_segments[b : b + 1],
             )  # fmt: skip
+            steepest = max(float(m.max()) for m in (one.slopes, one.right_slopes) if m is not None)
+            if steepest * spec.key_len <= -math.log(spec.tolerance):
+                continue  # so flat that the text ends before the reach, whatever λ is
             q, k_head = query[b : b + 1, heads], key[b : b + 1, k : k + 1]
             flat = stretches and float(one.slopes.min()) < FLAT
             mass[b, heads] = _mass(one, q, k_head, first[b : b + 1], flat)[0]
@@ -61,38 +80,30 @@ def _mass(spec: Spec, query: Tensor, key: Tensor, first: Tensor, stretches: bool
     rows = torch.nn.functional.pad(query, (0, 0, 0, short)) if short else query
     rows = rows.to(work).reshape(spec.batch, spec.num_kv_heads, spec.group, groups, NEAR, spec.head_dim)
     offset = _inner_offset(spec)
-    plain = spec.key_mask is None and spec.key_segments is None
     one_key_head = spec.batch == spec.num_kv_heads == 1
-    if plain and one_key_head and offset is not None:
+    if one_key_head and not short and offset is not None and offset >= NEAR and _unmasked(spec):
         mass = _near_mass_of_views(spec, query[0].to(work), key[0, 0].to(work), offset)
     else:
         mass = _near_mass(spec, rows, key, first).flatten(2)[..., : spec.query_len]
-    if stretches and plain and spec.window is None and offset is not None:
+    if stretches and offset is not None and _unmasked(spec) and spec.window is None:
         more = _stretch_mass(spec, rows, key, offset)
         mass = torch.logaddexp(mass, more.flatten(2)[..., : spec.query_len])
     return mass.double()
 
 
 def _near_mass_of_views(spec: Spec, query: Tensor, key: Tensor, offset: int) -> Tensor:
-    """What `_near_mass` returns, [1, H, T], without a copy: query [H, T, D] and the one key head [S, D], nothing masked."""
-    lead = NEAR if offset < NEAR else 0  # the first group may have no group before it
-    end = lead + max(0, spec.query_len - lead) // NEAR * NEAR
-    parts = [(0, min(lead, spec.query_len), 0, 1), (lead, end, offset + lead - NEAR, (end - lead) // NEAR),
-             (end, spec.query_len, offset + end - NEAR, 1)]  # fmt: skip
-    found = []
-    for start, stop, begin, groups in parts:
-        if start >= stop:
-            continue
-        count = (stop - start) // groups
-        width = offset + start + count - begin
-        rows = query[:, start:stop].unflatten(1, (groups, count)).transpose(0, 1).flatten(1, 2)
-        s, d = key.stride()
-        near = key.as_strided((groups, width, key.shape[1]), (NEAR * s, s, d), key.storage_offset() + begin * s)
-        distance = (offset + start - begin) + torch.arange(count)[:, None] - torch.arange(width)
-        bias = -_penalty(spec, distance[None, None, None], rows.dtype)[0, :, 0].flatten(0, 1)
-        scores = torch.baddbmm(bias.expand(1, rows.shape[1], -1), rows, near.mT, alpha=spec.scale)
-        found.append(scores.logsumexp(-1).unflatten(1, (-1, count)).transpose(0, 1).flatten(1, 2))
-    return torch.cat(found, -1)[None]
+    """What `_near_mass` returns, [1, H, T], without a copy: query [H, T, D] and the one key head [S, D], nothing masked.
+
+    T is whole groups, and at least NEAR keys lie before the first query.
+    """
+    groups, begin = spec.query_len // NEAR, offset - NEAR
+    rows = query.unflatten(1, (groups, NEAR)).transpose(0, 1).flatten(1, 2)
+    s, d = key.stride()
+    near = key.as_strided((groups, 2 * NEAR, key.shape[1]), (NEAR * s, s, d), key.storage_offset() + begin * s)
+    distance = NEAR + torch.arange(NEAR)[:, None] - torch.arange(2 * NEAR)
+    bias = -_penalty(spec, distance[None, None, None], rows.dtype)[:, :, 0].flatten(1, 2)
+    scores = torch.baddbmm(bias, rows, near.mT, alpha=spec.scale)
+    return scores.logsumexp(-1).unflatten(1, (-1, NEAR)).transpose(0, 1).flatten(1, 2)[None]
 
 
 def _penalty(spec: Spec, distance: Tensor, dtype: torch.dtype) -> Tensor:

@@ -9,19 +9,24 @@ from alibi_attn.attention.bands import Piece
 from alibi_attn.attention.spec import AttentionSpec
 
 Spec = AttentionSpec[Tensor]
+Masks = dict[tuple[float, ...], tuple[Tensor, bool]]
 
 
 class HeadMasks:
-    """One head of one sequence: its numbers, and masks that its pieces share."""
+    """One head of one sequence: its numbers, and masks that its pieces share.
 
-    def __init__(self, spec: Spec, b: int, h: int) -> None:
+    Args:
+        masks: where they are kept; the same dictionary may serve the same head of every sequence.
+    """
+
+    def __init__(self, spec: Spec, b: int, h: int, masks: Masks) -> None:
         self.spec, self.b = spec, b
         self.slope = _of_head(spec.slopes, b, h)
         self.right_slope = self.slope if spec.right_slopes is None else _of_head(spec.right_slopes, b, h)
         offset = spec.query_offset
         self.first = int(offset[b]) if isinstance(offset, Tensor) else offset
         self.dtype = spec.slopes.dtype
-        self._masks: dict[tuple[int, ...], tuple[Tensor, bool]] = {}
+        self._masks = masks
 
     def distance(self, piece: Piece, block: int | None = None) -> Tensor:
         """i − j: [rows, keys] where all blocks agree or one is asked for, else [count, rows, keys]."""
@@ -37,7 +42,8 @@ class HeadMasks:
         spec = self.spec
         dense = spec.key_mask is not None or spec.key_segments is not None
         shift = piece.stride - piece.step
-        name = (self.first + piece.query - piece.key, shift, piece.count if shift else 1, piece.rows, piece.keys)
+        place = (self.first + piece.query - piece.key, shift, piece.count if shift else 1, piece.rows, piece.keys)
+        name = self.slope, self.right_slope, *place
         if not dense and name in self._masks:
             return self._masks[name]
         distance = self.distance(piece)

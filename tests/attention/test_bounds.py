@@ -145,7 +145,7 @@ def test_refined_bounds_are_tighter_and_never_wider() -> None:
 def test_lower_bounds_stay_below_the_log_sum_exp() -> None:
     torch.manual_seed(0)
     query, key = torch.randn(1, 4, 640, 16), torch.randn(1, 2, 700, 16) * 2
-    spec = _spec(query, key, key, [0.5, 0.05, 0.005, 0.0005], query_offset=60)
+    spec = _spec(query, key, key, [0.5, 0.05, 0.005, 0.0005], query_offset=60, tolerance=0.9)
     distance = distances(spec.query_len, spec.key_len, spec.query_offset, None)
     scores = spec.scale * query.double() @ key.double().repeat_interleave(2, 1).mT
     scores = scores - spec.slopes.double()[:, None, None] * distance.abs()
@@ -155,6 +155,12 @@ def test_lower_bounds_stay_below_the_log_sum_exp() -> None:
     assert bool((near <= more).all())
     assert bool((more <= exact + 1e-4).all())
     assert float((more - near)[0, -1, 400:].mean()) > 1.0
+    # At a tolerance that no reach within 700 keys can keep, λ is not looked for.
+    hopeless = dataclasses.replace(spec, tolerance=1e-9)
+    some = lower.lower_bound(hopeless, query, key, first, stretches=True)
+    assert torch.equal(some[:, 2:], torch.full_like(some[:, 2:], -math.inf))
+    assert torch.equal(some[:, :2], more[:, :2])
+    assert int(bounds.bounds(hopeless, query, key, key).left[:, 2:].min()) > 700
 
 
 def test_a_far_giant_key_is_always_seen() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from alibi_attn.attention import bands
 from alibi_attn.attention.bands import Piece
 from alibi_attn.attention.bounds import PIN_CHOICES, TILE, Bounds, bounds, first_positions
-from alibi_attn.attention.masks import HeadMasks, key_view, query_view
+from alibi_attn.attention.masks import HeadMasks, Masks, key_view, query_view
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.visibility import are_finite, rows_that_see
 
@@ -99,11 +99,12 @@ def _forward_op(
     work = torch.promote_types(query.dtype, torch.float32)
     output = torch.zeros(query.shape, dtype=work)
     lse = torch.full(query.shape[:3], -math.inf, dtype=work)
-    for b, heads in enumerate(plans):
-        for h, pieces in enumerate(heads):
-            head = HeadMasks(spec, b, h)
+    for h in range(spec.num_heads):
+        masks: Masks = {}
+        for b in range(spec.batch):
+            head = HeadMasks(spec, b, h, masks)
             ours = q[b, h], k[b, h // spec.group], v[b, h // spec.group]
-            for piece in pieces:
+            for piece in plans[b][h]:
                 _forward_piece(head, piece, *ours, output[b, h], lse[b, h])
     if poison is not None:
         output += poison[..., None]
@@ -131,9 +132,10 @@ def _backward_op(
     lse = lse.masked_fill(lse == -math.inf, 0.0)
     dq, dk, dv = (torch.zeros(x.shape, dtype=work) for x in (query, key, value))
     dslope = torch.zeros(2, spec.batch, spec.num_heads, dtype=torch.float64)
-    for b, heads in enumerate(plans):
-        for h, pieces in enumerate(heads):
-            head = HeadMasks(spec, b, h)
+    for h in range(spec.num_heads):
+        masks: Masks = {}
+        for b in range(spec.batch):
+            head, pieces = HeadMasks(spec, b, h, masks), plans[b][h]
             shared = b, h // spec.group
             ours = [grad[b, h], q[b, h], k[shared], v[shared], out[b, h]]
             if slopes_wanted:
