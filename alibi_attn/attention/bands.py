@@ -22,16 +22,12 @@ Spec = AttentionSpec[Tensor]
 Kind = Literal["tile", "diagonal", "left"]
 
 ROWS = 256  # queries a block on the diagonal of a triangle
-TRIANGLE = (
-    512  # from this reach on, the queries of a causal head whose band begins at key 0 are a triangle, cut into squares
-)
+TRIANGLE = 512  # from this reach on, causal queries whose band begins at key 0 are a triangle, cut into squares
 SQUARES = ((3072, 1024), (1536, 512))  # (reach, queries): from that reach on so many queries share most of a band
-BLOCKS = (
-    (768, 128),
-    (97, 64),
-    (0, 32),
-)  # the same, of blocks that slide: few queries are slower products, many read more keys
+# The same for narrower bands. Few queries a block are slow products, many read keys that few of them need.
+BLOCKS = ((768, 128), (97, 64), (0, 32))
 RUN = 8192  # queries of a piece that slides; all of its blocks get the widest band among them
+UNEVEN = 1.5  # bands that differ by more are not one piece: an outlying query must not widen its neighbors'
 MAX_KEYS = 4608  # keys a block; wider bands are cut and merged (keys and values of a call should stay in the cache)
 MAX_GATHERED = 2**21  # elements of the gradients of one piece's keys
 EDGE_BLOCKS = 4  # blocks that share their keys where the band meets the first or last key
@@ -164,8 +160,9 @@ def _pieces(head: _Head, pins: list[int]) -> list[Piece]:
     spec = head.spec
     widest = min(int(head.left.max()), spec.window or spec.key_len, spec.key_len)
     edge = 0
-    if head.plain and widest >= TRIANGLE:  # queries whose band begins at key 0, or a few more
-        edge = min(-(-max(0, widest - head.first) // ROWS), spec.query_len // ROWS) * ROWS
+    if head.plain and widest >= TRIANGLE:  # the first queries, whose band begins at key 0
+        blocks = _blocks(head, 0, spec.query_len // ROWS * ROWS, ROWS)
+        edge = ROWS * next((n for n, block in enumerate(blocks) if block.low > 0), len(blocks))
     met: list[_Block] = []
     pieces = [*_triangle(head.first, edge), *_sliding(head, edge, spec.query_len, widest, met)]
     for pin in pins:
@@ -180,14 +177,18 @@ def _sliding(head: _Head, query: int, stop: int, widest: int, met: list[_Block])
         far = query + (stop - query) // square * square
         for run in _runs(head, query, far, square):
             reach = head.first + run[0].query - run[0].low
-            if reach >= square:
+            if reach >= square and _slides(head, run[0]):
                 for block in run:  # a triangle leaves out what only the first queries of a block need
                     rows = range(0, square, ROWS)
                     met += [_Block(block.query + row, ROWS, block.low + row, block.high) for row in rows]
                 yield from _squares(run, head.first)
             else:
-                yield from _sliding(head, run[0].query, run[-1].query + square, reach, met)
+                yield from _rows_that_slide(head, run[0].query, run[-1].query + square, reach, met)
         query = far
+    yield from _rows_that_slide(head, query, stop, widest, met)
+
+
+def _rows_that_slide(head: _Head, query: int, stop: int, widest: int, met: list[_Block]) -> Iterator[Piece]:
     for run in _runs(head, query, stop, next(rows for reach, rows in BLOCKS if widest >= reach)):
         met += run
         step = run[1].low - run[0].low if len(run) > 1 else 0
@@ -275,9 +276,10 @@ def _blocks(head: _Head, query: int, stop: int, rows: int) -> list[_Block]:
 
 
 def _fits(head: _Head, at: _Block, block: _Block, ahead: int) -> bool:
-    """One band serves both: the first block's begins inside the keys, the last block's ends there."""
-    back = head.first + block.query - block.low
-    return back <= head.first + at.query and ahead <= head.spec.key_len - head.first - block.query
+    """One band serves both: they are about as wide, the first block's begins inside the keys, the last block's ends there."""
+    back, other = head.first + block.query - block.low, head.first + at.query - at.low
+    even = max(back, other) <= UNEVEN * min(back, other) + TILE
+    return even and back <= head.first + at.query and ahead <= head.spec.key_len - head.first - block.query
 
 
 def _slides(head: _Head, block: _Block) -> bool:

@@ -106,6 +106,23 @@ def test_a_plan_of_squares_reads_every_certified_key_once(
         assert sum(p.count * p.rows for p in pieces if not p.merge) == query_len
 
 
+@pytest.mark.parametrize("at", [100, 3000, 7900])
+def test_one_giant_query_widens_no_band_but_its_own(at: int) -> None:
+    torch.manual_seed(0)
+    query, key = torch.randn(1, 3, 8192, 16), torch.randn(1, 3, 8192, 16)
+    slopes = [0.1, 0.04, 0.015]
+    spec = _spec(query, key, key, slopes)
+    calm = [
+        sum(p.scores for p in pieces) for pieces in bands.plan(spec, bounds.bounds(spec, query, key, key), threads=2)[0]
+    ]
+    query[:, :, at] *= 1000
+    found = bounds.bounds(spec, query, key, key)
+    assert bool((found.left[0, :, at // 64] > 8192).all())
+    giant = [sum(p.scores for p in pieces) for pieces in bands.plan(spec, found, threads=2)[0]]
+    for few, more in zip(calm, giant, strict=True):
+        assert more <= 1.05 * few + 1024 * 8192
+
+
 def _spec(query, key, value, slopes=None, **changes):
     kwargs = {
         "causal": True,

@@ -240,7 +240,7 @@ def _forward_piece(head: HeadMasks, piece: Piece, q: Tensor, k: Tensor, v: Tenso
         return
     total = torch.logaddexp(to_lse, mass)
     share = (mass - total.masked_fill(total == -math.inf, 0.0)).exp_()
-    to_output.lerp_(part, share[..., None])
+    to_output.lerp_(part.to(to_output.dtype), share[..., None])
     to_lse.copy_(total)
 
 
