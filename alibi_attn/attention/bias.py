@@ -85,4 +85,6 @@ def score_bias(spec: AttentionSpec[Tensor], distance: Tensor, seen: Tensor) -> T
         # An infinite slope forbids (see `visible`); as a factor it would make 0·inf, and a NaN gradient.
         right = right.masked_fill(right.isinf(), 0.0)
         bias = torch.where((distance < 0)[:, None], -right * away, bias)
-    return bias.masked_fill(~seen, float("-inf"))
+    # In place where it fits: the bias is the largest tensor of a short call, and every copy of it is felt.
+    fits = all(seen.shape[axis] in (1, size) for axis, size in enumerate(bias.shape))
+    return bias.masked_fill_(~seen, float("-inf")) if fits else bias.masked_fill(~seen, float("-inf"))

@@ -70,6 +70,13 @@ def are_finite(*tensors: Tensor) -> bool:
     return all(map(bool, sums)) or all(bool(x.detach().isfinite().all()) for x in tensors)
 
 
+def may_see_nothing(spec: Spec) -> bool:
+    """False where every query surely sees its own key; told without reading a tensor."""
+    if spec.key_mask is not None or spec.key_segments is not None or isinstance(spec.query_offset, Tensor):
+        return True
+    return spec.query_offset < 0 or spec.query_offset + spec.query_len > spec.key_len
+
+
 def per_query_head(spec: Spec, tensor: Tensor) -> Tensor:
     """[B, K, S, D] -> [B, H, S, D]: every query head with the key head it reads."""
     return tensor if spec.group == 1 else tensor.repeat_interleave(spec.group, dim=1)

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from alibi_attn.attention.bias import score_bias
 from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.visibility import distances, per_query_head, visible, without_bad_keys
+from alibi_attn.attention.visibility import distances, may_see_nothing, per_query_head, visible, without_bad_keys
 
 
 def why_not(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) -> str | None:
@@ -25,12 +25,13 @@ def run(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) 
     """(output, lse). With lse the scores are written out, because torch's function keeps its own to itself."""
     distance = distances(spec.query_len, spec.key_len, spec.query_offset, query.device)
     seen = visible(spec, distance)
-    blind = ~seen.any(-1, keepdim=True)
     key, value, poison = without_bad_keys(spec, seen, key, value)
-    # A row that sees nothing would be a softmax of nothing: let it see everything, and take the result away again.
-    bias = score_bias(spec, distance, seen).masked_fill(blind, 0.0)
-    q = query.masked_fill(blind, 0.0)
-    k, v = key, value
+    bias = score_bias(spec, distance, seen)
+    q, k, v, blind = query, key, value, None
+    if may_see_nothing(spec):
+        # A row that sees nothing would be a softmax of nothing: let it see everything, and take the result away again.
+        blind = ~seen.any(-1, keepdim=True)
+        bias, q = bias.masked_fill(blind, 0.0), query.masked_fill(blind, 0.0)
     dtype = query.dtype
     if query.device.type != "cpu" and dtype in (torch.float16, torch.bfloat16):
         # Off the CPU a mask must have query's dtype, and a distance does not fit into 8 or 11 bits.
@@ -43,7 +44,7 @@ def run(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) 
         scores = spec.scale * (q.to(work) @ k.to(work).mT) + bias
         weights = functional.dropout(scores.softmax(-1), spec.dropout_p)
         output = weights @ v.to(work)
-        lse = scores.logsumexp(-1).masked_fill(blind.squeeze(-1), float("-inf"))
+        lse = scores.logsumexp(-1)
     else:
         # Query heads of one key head side by side, as rows: nothing is copied for them.
         rows = bias.expand(spec.batch, spec.num_heads, -1, -1).unflatten(1, (-1, spec.group)).flatten(2, 3)
@@ -56,7 +57,9 @@ def run(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) 
             scale=spec.scale,
         )
         output = output.unflatten(2, (spec.group, -1)).flatten(1, 2)
-    output = output.masked_fill(blind, 0.0)
+    if blind is not None:
+        output = output.masked_fill(blind, 0.0)
+        lse = None if lse is None else lse.masked_fill(blind.squeeze(-1), float("-inf"))
     if poison is not None:
         output = output + poison[..., None].to(output.dtype)
         lse = None if lse is None else lse + poison

@@ -25,6 +25,7 @@ from alibi_attn.attention.tiles import (
     reach_and_scores,
     visited,
 )
+from alibi_attn.attention.visibility import may_see_nothing
 
 Spec = AttentionSpec[Tensor]
 
@@ -82,7 +83,7 @@ def run(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, 
     output, lse, *_ = _forward_op(
         query, key, value, spec.slopes, spec.right_slopes, first_positions(spec, query.device), spec.key_mask,
         spec.query_segments, spec.key_segments, seed, spec.causal, spec.window, spec.scale, spec.dropout_p, spec.tolerance,
-        _may_see_nothing(spec),
+        may_see_nothing(spec),
     )  # fmt: skip
     return output, lse if spec.return_lse else None
 
@@ -341,13 +342,6 @@ def _missing(device: int | None) -> str | None:
         if capability < (8, 0):
             return f"it needs compute capability 8.0 but the device has {capability[0]}.{capability[1]}"
     return None
-
-
-def _may_see_nothing(spec: Spec) -> bool:
-    """False where every query surely sees its own key."""
-    if spec.key_mask is not None or spec.key_segments is not None or isinstance(spec.query_offset, Tensor):
-        return True
-    return spec.query_offset < 0 or spec.query_offset + spec.query_len > spec.key_len
 
 
 def _spec(
