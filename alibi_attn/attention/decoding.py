@@ -75,15 +75,21 @@ def _attend(
     window: int | None,
 ) -> Tensor:  # fmt: skip
     """Some key heads over some spans of keys; nothing in them is skipped."""
-    results = [
-        alibi_attention(
-            query, key[:, :, low:high][:, members], value[:, :, low:high][:, members], slopes, window=window, tolerance=0.0,
-            query_offset=key.shape[2] - query.shape[2] - low, return_lse=True,
+
+    def part(low: int, high: int) -> tuple[Tensor, Tensor, int]:
+        return key[:, :, low:high][:, members], value[:, :, low:high][:, members], key.shape[2] - query.shape[2] - low
+
+    if len(spans) == 1:
+        keys, values, offset = part(*spans[0])
+        return alibi_attention(query, keys, values, slopes, window=window, query_offset=offset, tolerance=0.0)
+    outputs, masses = [], []
+    for span in spans:
+        keys, values, offset = part(*span)
+        output, lse = alibi_attention(
+            query, keys, values, slopes, window=window, query_offset=offset, tolerance=0.0, return_lse=True
         )
-        for low, high in spans
-    ]  # fmt: skip
-    if len(results) == 1:
-        return results[0][0]
-    outputs, masses = (torch.stack(parts) for parts in zip(*results, strict=True))
-    share = (masses - masses.logsumexp(0)).exp()[..., None]
-    return (outputs * share).sum(0).to(query.dtype)
+        outputs.append(output)
+        masses.append(lse)
+    mass = torch.stack(masses)
+    share = (mass - mass.logsumexp(0)).exp()[..., None]
+    return (torch.stack(outputs) * share).sum(0).to(query.dtype)
