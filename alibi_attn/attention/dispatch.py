@@ -18,7 +18,7 @@ BACKENDS: dict[str, ModuleType] = {
 PREFERRED: dict[str, tuple[str, ...]] = {"cpu": ("banded", "dense"), "cuda": ("fused", "flex", "dense")}
 
 # With fewer keys and fewer scores a head than these, the certificate costs more than it saves (see docs/backends.md).
-SHORT_KEYS, SHORT_SCORES = 4096, 640 * 640
+SHORT_KEYS, SHORT_SCORES = 4096, 768 * 768
 FEW_SCORES = 2**16  # however many the keys: a few queries are answered before the certificate has read them
 
 
