@@ -28,7 +28,7 @@ def cpu(
     """
     from alibi_attn.bench.cpu import LENGTHS, cpu
 
-    asked = tuple(int(part) for part in lengths.split(",")) if lengths else LENGTHS
+    asked = _numbers(lengths) or LENGTHS
     paths = cpu(
         out, lengths=asked, kinds=kinds.split(","), repeats=repeats, budget_s=seconds, memory=memory, say=typer.echo
     )
@@ -64,7 +64,7 @@ def serving(
     from alibi_attn.bench.serving import LENGTHS, UNPATCHED_LENGTHS, serving
     from alibi_attn.hf import patch
 
-    asked = tuple(int(part) for part in lengths.split(",")) if lengths else LENGTHS
+    asked = _numbers(lengths) or LENGTHS
     unpatched = tuple(length for length in asked if length <= max(UNPATCHED_LENGTHS))
     _tell(serving(out, patch=patch, lengths=asked, unpatched_lengths=unpatched, say=typer.echo))
 
@@ -94,7 +94,7 @@ def decoding(
     """
     from alibi_attn.bench.decoding import LENGTHS, decoding
 
-    asked = tuple(int(part) for part in lengths.split(",")) if lengths else LENGTHS
+    asked = _numbers(lengths) or LENGTHS
     _tell([decoding(out, lengths=asked, say=typer.echo)])
 
 
@@ -126,8 +126,12 @@ def jax(
     """
     from alibi_attn.bench.jax_attention import LENGTHS, jax_attention
 
-    asked = tuple(int(part) for part in lengths.split(",")) if lengths else LENGTHS
+    asked = _numbers(lengths) or LENGTHS
     _tell(jax_attention(out, lengths=asked, repeats=repeats, budget_s=seconds, memory=memory, say=typer.echo))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(",")) if text else ()
 
 
 def _tell(paths: list[Path]) -> None:

@@ -189,6 +189,7 @@ def _sliding(head: _Head, query: int, stop: int, widest: int, met: list[_Block])
 
 
 def _rows_that_slide(head: _Head, query: int, stop: int, widest: int, met: list[_Block]) -> Iterator[Piece]:
+    """The same without squares: one piece for each run of blocks."""
     for run in _runs(head, query, stop, next(rows for reach, rows in BLOCKS if widest >= reach)):
         met += run
         step = run[1].low - run[0].low if len(run) > 1 else 0
@@ -257,7 +258,8 @@ def _blocks(head: _Head, query: int, stop: int, rows: int) -> list[_Block]:
     end = (start + rows).clamp(max=stop)
     tiles = slice(query // TILE, -(-stop // TILE))
     # A block of half a tile has the tile's reach; of several tiles, the widest of theirs.
-    each, of_tile = max(1, rows // TILE), (start - query // TILE * TILE) // TILE // max(1, rows // TILE)
+    each = max(1, rows // TILE)
+    of_tile = (start // TILE - tiles.start) // each
 
     def widest(row: Tensor) -> Tensor:
         row = row[tiles]

@@ -85,6 +85,11 @@ def bounds(
     return Bounds(left, right, pins)
 
 
+def worth_pinning(norms: Tensor, *, times: float) -> tuple[int, ...]:
+    """The `pin_choices` for keys of these norms, [B, K, n]: none where no norm is `times` the mean. Reads them on the host."""
+    return PIN_CHOICES if bool((norms.amax(-1) > times * norms.mean(-1)).any()) else (0,)
+
+
 def first_positions(spec: Spec, device: torch.device) -> Tensor:
     """[B], or [1] where all sequences agree, int64: the position of query 0."""
     if isinstance(spec.query_offset, Tensor):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from alibi_attn.attention.api import alibi_attention
-from alibi_attn.attention.bounds import PIN_CHOICES, TILE, bounds
+from alibi_attn.attention.bounds import TILE, bounds, worth_pinning
 from alibi_attn.attention.door import make_spec
 from alibi_attn.attention.lengths import Lengths
 
@@ -26,16 +26,10 @@ def attend_near(
         query, key, value, slopes, window, tolerance: as for `alibi_attention`.
         lengths: what is known of the keys and values, of all but the last few.
     """
-    spec = make_spec(
-        query, key, value, slopes, causal=True, right_slopes=None, window=window, scale=None, query_offset=None,
-        key_mask=None, segment_ids=None, dropout_p=0.0, tolerance=tolerance, return_lse=False,
-    )  # fmt: skip
+    spec = make_spec(query, key, value, slopes, window=window, tolerance=tolerance)
     with torch.no_grad():
         norms = lengths.tile_norms(key, value)
-        outlying = bool((norms[0].amax(-1) > 2 * norms[0].mean(-1)).any())  # else no tile is worth pinning
-        found = bounds(
-            spec, query, key, value, tile_norms=norms, pin_choices=PIN_CHOICES if outlying else PIN_CHOICES[:1]
-        )
+        found = bounds(spec, query, key, value, tile_norms=norms, pin_choices=worth_pinning(norms[0], times=2))
     far = spec.key_len if window is None else min(spec.key_len, window)
     # Keys that the first query needs, and those between it and the last.
     reach = found.left.amax(-1).clamp(max=far) + spec.query_len - 1

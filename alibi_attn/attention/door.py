@@ -23,20 +23,20 @@ def make_spec(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    slopes: Slopes | None,
+    slopes: Slopes | None = None,
     *,
-    causal: bool,
-    right_slopes: Slopes | None,
-    window: int | None,
-    scale: float | None,
-    query_offset: int | Tensor | None,
-    key_mask: Tensor | None,
-    segment_ids: SegmentIds | None,
-    dropout_p: float,
-    tolerance: float | None,
-    return_lse: bool,
+    causal: bool = True,
+    right_slopes: Slopes | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+    query_offset: int | Tensor | None = None,
+    key_mask: Tensor | None = None,
+    segment_ids: SegmentIds | None = None,
+    dropout_p: float = 0.0,
+    tolerance: float | None = None,
+    return_lse: bool = False,
 ) -> AttentionSpec[Tensor]:
-    """What to compute, checked; the arguments are those of `alibi_attention`."""
+    """What to compute, checked; the arguments and their defaults are those of `alibi_attention`."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor but is {type(tensor).__name__}")

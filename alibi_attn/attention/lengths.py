@@ -48,5 +48,5 @@ class Lengths:
 
     def tile_norms(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """[B, K, ⌈S / TILE⌉] each: what is known, and the norms of the keys and values behind."""
-        rest = (tile_maxima(norm_bound(x.detach()[:, :, self.covered :])) for x in (key, value))
-        return (torch.cat([self.keys, next(rest)], 2), torch.cat([self.values, next(rest)], 2))
+        keys, values = (tile_maxima(norm_bound(x.detach()[:, :, self.covered :])) for x in (key, value))
+        return torch.cat([self.keys, keys], 2), torch.cat([self.values, values], 2)

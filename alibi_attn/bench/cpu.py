@@ -141,10 +141,7 @@ def _reach_row(
     case: Case, query: Tensor, key: Tensor, value: Tensor, forward_ms: float, backward_ms: float, rate: float
 ) -> dict[str, records.Json]:
     """What the certificate asks for and what is computed, and the share of the matrix rate reached on the former."""
-    spec = make_spec(
-        query, key, value, None, causal=True, right_slopes=None, window=None, scale=None, query_offset=None, key_mask=None,
-        segment_ids=None, dropout_p=0.0, tolerance=None, return_lse=False,
-    )  # fmt: skip
+    spec = make_spec(query, key, value)
     with torch.no_grad():
         found, plans = banded.plan(spec, query, key, value)
     row = torch.arange(case.length)

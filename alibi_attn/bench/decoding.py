@@ -77,9 +77,6 @@ def _share_within_reach(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slopes: torch.Tensor, remembered: Lengths
 ) -> float:
     """Of all keys of all heads."""
-    spec = make_spec(
-        query, key, value, slopes, causal=True, right_slopes=None, window=None, scale=None, query_offset=None, key_mask=None,
-        segment_ids=None, dropout_p=0.0, tolerance=None, return_lse=False,
-    )  # fmt: skip
+    spec = make_spec(query, key, value, slopes)
     found = bounds(spec, query, key, value, tile_norms=remembered.tile_norms(key, value))
     return float(found.left.clamp(max=spec.key_len).double().mean()) / spec.key_len

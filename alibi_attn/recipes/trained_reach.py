@@ -142,10 +142,7 @@ def captured(model: LanguageModel, tokens: Tensor) -> Captured:
 def compare(query: Tensor, key: Tensor, value: Tensor) -> dict[str, Sequence[records.Json]]:
     """Per head: slope, certified reach (widest and mean over blocks), and the true distance that keeps all but the tolerance."""
     n = query.shape[2]
-    spec = make_spec(
-        query, key, value, None, causal=True, right_slopes=None, window=None, scale=None, query_offset=None, key_mask=None,
-        segment_ids=None, dropout_p=0.0, tolerance=None, return_lse=False,
-    )  # fmt: skip
+    spec = make_spec(query, key, value)
     with torch.no_grad():
         found = bounds(spec, query, key, value)
         certified = found.left[0].clamp(max=n)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from alibi_attn.attention import bands
 from alibi_attn.attention.bands import Piece
-from alibi_attn.attention.bounds import PIN_CHOICES, TILE, Bounds, bounds, first_positions
+from alibi_attn.attention.bounds import PIN_CHOICES, TILE, Bounds, bounds, first_positions, worth_pinning
 from alibi_attn.attention.masks import HeadMasks, Masks, key_view, query_view
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.visibility import are_finite, rows_that_see
@@ -354,6 +354,4 @@ def _pin_choices(spec: Spec, key: Tensor) -> tuple[int, ...]:
     """Whether tiles may be pinned at all: only where some key is much longer than most."""
     if spec.query_len <= TILE:
         return (0,)
-    norms = torch.linalg.vector_norm(key.float(), dim=-1)
-    typical = norms.mean(-1)
-    return PIN_CHOICES if bool((norms.amax(-1) > 3 * typical).any()) else (0,)
+    return worth_pinning(torch.linalg.vector_norm(key.float(), dim=-1), times=3)
