@@ -186,7 +186,9 @@ def _stretch_mass(spec: Spec, rows: Tensor, key: Tensor, offset: int) -> Tensor:
         return rows.new_full((spec.batch, spec.num_heads, groups, NEAR), -math.inf)
     ahead = max(0, min(-(-end // NEAR), most))
     begin = end - ahead * NEAR
-    parts = torch.nn.functional.pad(key[:, :, max(begin, 0) : stop], (0, 0, max(-begin, 0), 0))
+    parts = key[:, :, max(begin, 0) : stop]
+    if begin < 0:
+        parts = torch.nn.functional.pad(parts, (0, 0, -begin, 0))
     sums = parts.to(rows.dtype).unflatten(2, (-1, NEAR)).sum(3).double()
     total = torch.nn.functional.pad(sums.cumsum(2), (0, 0, 1, 0))
     device = key.device

@@ -30,15 +30,18 @@ def medians_ms(calls: Mapping[str, Callable[[], object]], *, repeats: int, budge
     return {name: statistics.median(times) for name, times in spent.items()}
 
 
-def matrix_rate_gflops(*, size: int = 2048, repeats: int = 7) -> float:
-    """fp32 matrix products on this machine now: the best of several, in GFLOP/s."""
-    a, b = torch.randn(size, size), torch.randn(size, size)
-    best = float("inf")
-    for _ in range(repeats):
-        start = time.perf_counter()
-        a @ b
-        best = min(best, time.perf_counter() - start)
-    return 2 * size**3 / best / 1e9
+MATRIX_SIZE = 2048
+
+
+def matrix_product() -> Callable[[], object]:
+    """A call that multiplies two fp32 matrices of MATRIX_SIZE²; timed in turn with others it says what the machine can do now."""
+    a, b = torch.randn(MATRIX_SIZE, MATRIX_SIZE), torch.randn(MATRIX_SIZE, MATRIX_SIZE)
+    return lambda: a @ b
+
+
+def matrix_rate_gflops(milliseconds: float) -> float:
+    """The rate of a `matrix_product` that took so long."""
+    return 2 * MATRIX_SIZE**3 / milliseconds / 1e6
 
 
 def peak_memory_bytes(function: Callable[..., object], *arguments: object) -> int:

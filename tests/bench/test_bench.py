@@ -42,6 +42,12 @@ def test_a_record_has_every_peer_checked_and_timed(record: records.Record) -> No
             assert all(error < 1e-5 for error in columns["relative_error"])
     reach = record.curves["reach"]
     assert all(0 < share <= 1 for share in reach["scores_asked_share"])
+    asked = [share * 8 * n * (n + 1) / 2 for share, n in zip(reach["scores_asked_share"], reach["length"], strict=True)]
+    for way, products in (("forward", 4), ("backward", 10)):
+        spent = record.curves["ours"][f"{way}_ms"]
+        rates = [products * 64 * n / ms / 1e6 for n, ms in zip(asked, spent, strict=True)]
+        shares = [rate / matrix for rate, matrix in zip(rates, reach[f"{way}_matrix_gflops"], strict=True)]
+        assert reach[f"{way}_rate_share"] == pytest.approx(shares)
 
 
 def test_a_peer_that_is_wrong_is_not_timed() -> None:
