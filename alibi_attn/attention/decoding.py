@@ -1,26 +1,38 @@
 """Decoding: the last few queries of a long text read only the keys within their reach.
 
 `alibi_attention` reads every key once to know how long it is. Where that is remembered (`lengths.py`) a new query's reach is
-known before any far key is touched, and so each head attends to a slice: its last keys, and the pinned tiles before them.
+known before any far key is touched. On a GPU the decoding kernel gets its plan from there. On a CPU each head attends to a
+slice: its last keys, and the pinned tiles before them.
 """
 
 import torch
 from torch import Tensor
 
 from alibi_attn.attention.api import alibi_attention
+from alibi_attn.attention.backends import fused
 from alibi_attn.attention.bounds import TILE, bounds, worth_pinning
 from alibi_attn.attention.door import make_spec
 from alibi_attn.attention.lengths import Lengths
 
-MAX_QUERIES = 16
+MAX_QUERIES = 16  # on a CPU
+LONG = 2**23  # elements of the cached keys of a sequence, on a CPU: with fewer, reading them all is as fast
 FEW = 1024  # keys that cost less than a call of their own: heads that need no more are answered together
+
+
+def reads_near(query: Tensor, key: Tensor, slopes: Tensor) -> bool:
+    """Whether `attend_near` takes such queries and keys, and is worth it; told without reading a tensor."""
+    if _on_cpu(query):
+        return query.shape[2] <= MAX_QUERIES and key.shape[1:].numel() >= LONG
+    if query.shape[2] > fused.DECODE_QUERIES:
+        return False
+    return fused.why_not(make_spec(query, key, key, slopes), query, key, key) is None
 
 
 def attend_near(
     query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, lengths: Lengths, *, window: int | None = None,
     tolerance: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """Causal attention of the last T ≤ MAX_QUERIES positions, [B, H, T, D]; reads the reach on the host.
+    """Causal attention of the last T positions, [B, H, T, D], as few as `reads_near` says; on a CPU reads the reach on the host.
 
     Args:
         query, key, value, slopes, window, tolerance: as for `alibi_attention`.
@@ -29,6 +41,8 @@ def attend_near(
     spec = make_spec(query, key, value, slopes, window=window, tolerance=tolerance)
     with torch.no_grad():
         norms = lengths.tile_norms(key, value)
+        if not _on_cpu(query):
+            return fused.decode(spec, query, key, value, norms)
         found = bounds(spec, query, key, value, tile_norms=norms, pin_choices=worth_pinning(norms[0], times=2))
     far = spec.key_len if window is None else min(spec.key_len, window)
     # Keys that the first query needs, and those between it and the last.
@@ -48,6 +62,10 @@ def attend_near(
                 query[one, heads], key[one], value[one], _span(members), of_heads, spans, window
             )
     return output
+
+
+def _on_cpu(query: Tensor) -> bool:
+    return query.device.type == "cpu"
 
 
 def _buckets(needed: list[int]) -> dict[int, list[int]]:

@@ -11,14 +11,13 @@ from torch import Tensor, nn
 
 from alibi_attn.attention.api import alibi_attention
 from alibi_attn.attention.bias import Slopes
-from alibi_attn.attention.decoding import MAX_QUERIES, attend_near
+from alibi_attn.attention.decoding import attend_near, reads_near
 from alibi_attn.attention.spec import check_key_mask, check_segments
 from alibi_attn.nn.cache import KVCache
 from alibi_attn.nn.positional import HeadSlopes
 from alibi_attn.nn.reach_cache import ReachCache
 from alibi_attn.reach import score_bound_of_norms, static_reach
 
-_NEAR_FROM = 2**23  # elements of the cached keys of a sequence: with fewer, reading them all is as fast
 _QK_NORM_EPS = 1e-6  # only keeps a zero vector zero; the bound ‖q‖ ≤ √D·max|weight| holds for any eps ≥ 0
 _NORM_ROUNDING = 2.0**-7  # of ‖q‖: two roundings to bfloat16 are 2⁻⁸, and the arithmetic of the norm stays far below
 
@@ -126,10 +125,9 @@ class ALiBiAttention(nn.Module):
 
     def _reads_near(self, query: Tensor, key: Tensor, cache: KVCache) -> bool:
         """Whether few queries meet so many cached keys that finding out how many of them matter is worth it."""
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or key.device.type != "cpu":
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or cache.max_tokens is not None:
             return False
-        few = query.shape[2] <= MAX_QUERIES and key.shape[1:].numel() >= _NEAR_FROM
-        return few and cache.max_tokens is None and not (self.training and self.dropout_p)
+        return not (self.training and self.dropout_p) and reads_near(query, key, self.slopes.values)
 
     def _attended(
         self,

@@ -109,6 +109,21 @@ def test_split_decoding_equals_forward(interpreter: ProcessPoolExecutor) -> None
     assert parts == 2
 
 
+@pytest.mark.parametrize("window", [None, 300])
+def test_decoding_reads_only_the_keys_within_reach(interpreter: ProcessPoolExecutor, window: int | None) -> None:
+    assert interpreter.submit(inside.decoding_with_remembered_lengths, window).result() < 1e-5
+
+
+def test_masked_bad_keys_change_nothing_in_decoding(interpreter: ProcessPoolExecutor) -> None:
+    interpreter.submit(inside.masked_bad_keys_change_nothing_in_decoding).result()
+
+
+def test_a_layer_decodes_by_the_kernel(interpreter: ProcessPoolExecutor) -> None:
+    gap, calls = interpreter.submit(inside.a_layer_decodes_near, True).result()
+    assert gap < 1e-5
+    assert calls == 3  # the chunks of 1, 1 and 8; 150 and 40 are not decoding
+
+
 def test_refusals_name_their_reason(interpreter: ProcessPoolExecutor) -> None:
     assert "float64" in interpreter.submit(inside.refusal, "float64", 8).result()
     assert "bfloat16 wrongly" in interpreter.submit(inside.refusal, "bfloat16", 8).result()
@@ -123,6 +138,8 @@ def test_the_benchmark_checks_measures_and_keeps_a_record(interpreter: ProcessPo
     assert record.metrics["worst_error_share"] <= 1
     assert set(record.curves) == {"correctness", "ours", "causal, no bias", "SDPA + dense bias", "decoding"}
     assert record.curves["ours"]["length"] == [64]
+    decoding = record.curves["decoding"]
+    assert 0 < decoding["bytes_least"][0] <= decoding["bytes_read"][0] <= decoding["bytes_all"][0]
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="there is none"):
             gpu(tmp_path)

@@ -75,7 +75,7 @@ def test_decoding_near_equals_decoding_everything(way, steps):
                 x = torch.randn(2, number, 24, generator=generator)
                 outputs = []
                 for cache, least in zip(caches, (0, math.inf), strict=True):
-                    patch.setattr("alibi_attn.nn.attention._NEAR_FROM", least)
+                    patch.setattr("alibi_attn.attention.decoding.LONG", least)
                     outputs.append(layer(x, cache=cache))
                 torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-6)
             elif len(caches[0]):

@@ -98,7 +98,7 @@ def _source(kernel: str, target: str, head_dim: int, shape: Shape) -> ASTSource:
         "D": head_dim, "DP": head_dim, "BM": shape.queries, "BN": shape.keys, "ROWS": rows, "TILE": 64, "CAUSAL": True,
         "PRECISION": "tf32x3" if TARGETS[target].backend == "cuda" else "ieee", "HAS_DLSE": True, "SLOPES_WANTED": True,
     }  # fmt: skip
-    constants |= dict.fromkeys(("HAS_RIGHT", "HAS_WINDOW", "HAS_SEGMENTS", "HAS_DROPOUT", "COUNTS"), False)
+    constants |= dict.fromkeys(("HAS_RIGHT", "HAS_WINDOW", "HAS_SEGMENTS", "HAS_DROPOUT", "HAS_FLAGS", "COUNTS"), False)
     signature, aligned = {}, {}
     for at, name in enumerate(function.arg_names):
         if name in constants:

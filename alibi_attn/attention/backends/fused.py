@@ -31,6 +31,10 @@ Spec = AttentionSpec[Tensor]
 
 MAX_HEAD_DIM = 256
 DECODE_QUERIES = 8  # up to so many queries the heads of a group are packed together and the keys are split
+DECODE_PINS = (
+    0,
+    max(PIN_CHOICES),
+)  # a pinned tile costs next to nothing there, and a choice less to weigh saves launches
 _INTERPRETER_PROGRAMS = 4  # what the interpreter has in the place of multiprocessors
 
 
@@ -130,6 +134,7 @@ def forward(
     shape = tile_shape("decode" if decoding else "forward", query.dtype, spec.head_dim)
     shared = _shared_arguments(spec, query, key, value, tiles, seed)
     shared |= {
+        "FLAGS": seed if decoding else key_flags(spec, key, value).contiguous(),
         "PIN_TABLE": pins_of_blocks(tiles),
         "COUNT": seed if counts is None else counts,
         "COUNTS": counts is not None,
@@ -140,9 +145,16 @@ def forward(
         chunks = -(-spec.group * spec.query_len // shape.queries)
         outputs = torch.empty((parts, *query.shape), dtype=torch.float32, device=query.device)
         masses = torch.empty((parts, *query.shape[:3]), dtype=torch.float32, device=query.device)
+        if spec.key_mask is not None:
+            shared["FLAGS"] = (~spec.key_mask).to(torch.int8).contiguous()
         with _on(query):
             decode_kernels.decode_kernel[(spec.batch * spec.num_kv_heads, chunks, parts)](
-                **shared, **options, PARTS=outputs, MASSES=masses, ROWS=shape.queries
+                **shared,
+                **options,
+                PARTS=outputs,
+                MASSES=masses,
+                ROWS=shape.queries,
+                HAS_FLAGS=spec.key_mask is not None,
             )
         lse = masses.logsumexp(0)
         share = (masses - lse.masked_fill(lse == -torch.inf, 0.0)).exp()
@@ -155,6 +167,22 @@ def forward(
             N=blocks, BM=shape.queries,
         )  # fmt: skip
     return output, lse
+
+
+def decode(spec: Spec, query: Tensor, key: Tensor, value: Tensor, tile_norms: tuple[Tensor, Tensor]) -> Tensor:
+    """The output of at most DECODE_QUERIES causal queries, where the norms of keys and values are known: see `bounds`.
+
+    Only the tiles of the plan are read, by the kernel and before it; nothing is read on the host.
+    """
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    tiles = decode_plan(spec, query, key, value, tile_norms)
+    return forward(spec, query, key, value, tiles, torch.zeros(1, dtype=torch.int64, device=query.device))[0]
+
+
+def decode_plan(spec: Spec, query: Tensor, key: Tensor, value: Tensor, tile_norms: tuple[Tensor, Tensor]) -> Tiles:
+    """The tiles that `decode` visits: the bands, and the tiles of the longest keys or none."""
+    found = bounds(spec, query, key, value, tile_norms=tile_norms, pin_choices=DECODE_PINS)
+    return key_tiles(spec, found, rows=TILE, shared=True)
 
 
 def decode_parts(spec: Spec, query: Tensor) -> int:
@@ -180,7 +208,7 @@ def backward(
     dslopes = torch.empty(size, dtype=torch.float32, device=query.device)
     shared = _shared_arguments(spec, query, key, value, tiles, seed)
     shared |= {"DOUT": grad_output, **_strides("do", "bht", grad_output), "LSE": lse, "DELTA": delta}
-    shared |= {"ROWS": tiles.rows, "N": tiles.plan.shape[2]}
+    shared |= {"ROWS": tiles.rows, "N": tiles.plan.shape[2], "FLAGS": key_flags(spec, key, value).contiguous()}
     asked = query_blocks(tiles, count=-(-spec.key_len // TILE))
     of_key_heads = visited(tiles).sum(-1).unflatten(1, (spec.num_kv_heads, spec.group)).sum(-1).flatten()
     with _on(query):
@@ -310,7 +338,7 @@ def _shared_arguments(
     segments = spec.query_segments is not None and spec.key_segments is not None
     return {
         "Q": query, "K": key, "V": value, "SLOPES": slopes, "RIGHT": right, "FIRST": first.contiguous(), "SEED": seed,
-        "PLAN": tiles.plan.contiguous(), "FLAGS": key_flags(spec, key, value).contiguous(),
+        "PLAN": tiles.plan.contiguous(),
         "QUERY_SEGMENTS": spec.query_segments.contiguous() if spec.query_segments is not None else first,
         "KEY_SEGMENTS": spec.key_segments.contiguous() if spec.key_segments is not None else first,
         **_strides("q", "bht", query), **_strides("k", "bhs", key), **_strides("v", "bhs", value),

@@ -1,5 +1,7 @@
 """Decoding: few queries, many keys. The query heads that share a key head are packed into the rows of one tile, so every key is
 read once for all of them, and the keys are split among programs; the parts are merged by their log-sum-exps.
+
+FLAGS is [B, S], 1 where the key mask hides a key; bad keys are found on the way, since looking for them before would read all.
 """
 
 # mypy: ignore-errors
@@ -18,7 +20,7 @@ def decode_kernel(
     scale, window, dropout, H, G, T, S,
     D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, TILE: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SEGMENTS: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr, COUNTS: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, HAS_FLAGS: tl.constexpr, COUNTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program: (key head, chunk of ROWS packed rows, part of the keys); row g·T + t is query t of the group's head g.
 
@@ -34,7 +36,7 @@ def decode_kernel(
     i = rows % T
     K += b * k_b + kv * k_h
     V += b * v_b + kv * v_h
-    FLAGS += bk * S
+    FLAGS += b * S
     KEY_SEGMENTS += b * S
     m = (tl.load(SLOPES + b * slopes_b + h, mask=real, other=0.0) * LOG2E)[:, None]
     right = (tl.load(RIGHT + b * right_b + h, mask=real, other=0.0) * LOG2E)[:, None]
@@ -63,7 +65,7 @@ def decode_kernel(
         acc, peak, total = attend(
             tile, q, acc, peak, total, K, V, FLAGS, KEY_SEGMENTS, own, i[:, None], position, head, k_s, v_s, m, right,
             scale * LOG2E, window, dropout, seed, S, D, DP, BN, CAUSAL, HAS_RIGHT, HAS_WINDOW, HAS_SEGMENTS, HAS_DROPOUT,
-            PRECISION,
+            PRECISION, HAS_FLAGS, CHECKS=True,
         )  # fmt: skip
         if COUNTS:
             visits += 1
@@ -74,7 +76,7 @@ def decode_kernel(
         acc, peak, total = attend(
             tile, q, acc, peak, total, K, V, FLAGS, KEY_SEGMENTS, own, i[:, None], position, head, k_s, v_s, m, right,
             scale * LOG2E, window, dropout, seed, S, D, DP, BN, CAUSAL, HAS_RIGHT, HAS_WINDOW, HAS_SEGMENTS, HAS_DROPOUT,
-            PRECISION,
+            PRECISION, HAS_FLAGS, CHECKS=True,
         )  # fmt: skip
         if COUNTS:
             visits += 1

@@ -52,22 +52,36 @@ def kept_weights(seed, head, i, j, dropout):
 
 
 @triton.jit
+def all_finite(rows):
+    """Of every row of a tile, whether no number in it is NaN or inf."""
+    return tl.min((tl.abs(rows) < float("inf")).to(tl.int32), 1) == 1
+
+
+@triton.jit
 def attend(
     tile, q, acc, peak, total, K, V, FLAGS, KEY_SEGMENTS, own, i, position, head, k_s, v_s, m, right, scale, window,
     dropout, seed, S,
     D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, HAS_RIGHT: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SEGMENTS: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_FLAGS: tl.constexpr = True, CHECKS: tl.constexpr = False,
 ):  # fmt: skip
-    """One tile of BN keys: (acc, peak, total) after it. `i`, `position`, `own`, `m`, `right`, `head` are scalars or columns."""
+    """One tile of BN keys: (acc, peak, total) after it. `i`, `position`, `own`, `m`, `right`, `head` are scalars or columns.
+
+    With CHECKS nobody has looked for bad keys before, and they are found in the tile. Without HAS_FLAGS none is hidden.
+    """
     start = tl.cast(tile, tl.int64) * BN
     jj = tl.arange(0, BN)
     d = tl.arange(0, DP)
     inside = tile * BN + jj < S
-    flag = tl.load(FLAGS + start + jj, mask=inside, other=1)
+    flag = tl.where(inside, 0, 1)
+    if HAS_FLAGS:
+        flag = tl.load(FLAGS + start + jj, mask=inside, other=1)
     fine = (flag == 0)[:, None]
     if D != DP:
         fine = fine & (d < D)[None, :]
     k = tl.load(K + start * k_s + jj[:, None] * k_s + d[None, :], mask=fine, other=0.0)
+    if CHECKS:
+        flag = tl.where(all_finite(k), flag, 2)
     j = (tile * BN + jj)[None, :]
     same = True
     if HAS_SEGMENTS:
@@ -92,10 +106,14 @@ def attend(
     known = tl.where(new_peak == float("-inf"), 0.0, new_peak)
     p = tl.exp2(scores - known[:, None])
     shrink = tl.exp2(peak - known)
+    v = tl.load(V + start * v_s + jj[:, None] * v_s + d[None, :], mask=fine, other=0.0)
+    if CHECKS:
+        sound = all_finite(v)
+        v = tl.where(sound[:, None], v, 0.0).to(v.dtype)
+        p = tl.where(seen & ~sound[None, :], float("nan"), p)
     total = total * shrink + tl.sum(p, 1)
     if HAS_DROPOUT:
         p = p * kept_weights(seed, head, i, j, dropout)
-    v = tl.load(V + start * v_s + jj[:, None] * v_s + d[None, :], mask=fine, other=0.0)
     acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
     return acc, new_peak, total
 
