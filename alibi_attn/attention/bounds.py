@@ -28,7 +28,7 @@ PIN_CHOICES = (0, 1, 2, 4)  # how many tiles may be pinned; the cheapest choice 
 LONG = 4096  # from this many keys on a dearer and tighter bound pays
 KEPT = 4  # the nearest keys, which no reach ever leaves out
 
-_VALUE_RATIO = 4.0  # a skipped value may be this many times longer than the longest kept one; more widens the reach
+VALUE_RATIO = 4.0  # a skipped value may be this many times longer than the longest kept one; more widens the reach
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +173,7 @@ def _longer_far_values(spec: Spec, value: Tensor, tiles: Tensor) -> Tensor:
 
 
 def _nats_of_longer(longest: Tensor, kept: Tensor) -> Tensor:
-    return (longest / (_VALUE_RATIO * kept)).log().clamp(min=0.0).masked_fill(longest == 0, 0.0)
+    return (longest / (VALUE_RATIO * kept)).log().clamp(min=0.0).masked_fill(longest == 0, 0.0)
 
 
 def tile_maxima(length: Tensor) -> Tensor:

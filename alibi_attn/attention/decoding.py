@@ -40,9 +40,9 @@ def attend_near(
     """
     spec = make_spec(query, key, value, slopes, window=window, tolerance=tolerance)
     with torch.no_grad():
-        norms = lengths.tile_norms(key, value)
         if not _on_cpu(query):
-            return fused.decode(spec, query, key, value, norms)
+            return fused.decode(spec, query, key, value, lengths)
+        norms = lengths.tile_norms(key, value)
         found = bounds(spec, query, key, value, tile_norms=norms, pin_choices=worth_pinning(norms[0], times=2))
     far = spec.key_len if window is None else min(spec.key_len, window)
     # Keys that the first query needs, and those between it and the last.

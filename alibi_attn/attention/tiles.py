@@ -5,6 +5,7 @@ kernel's loop has its first and last tile before it starts. Nothing here reads a
 """
 
 import dataclasses
+import functools
 
 import torch
 from torch import Tensor
@@ -33,6 +34,20 @@ class Tiles:
     pins: Tensor
     rows: int
 
+    @functools.cached_property
+    def besides(self) -> Tensor:
+        """[B, H, N, P] int32: the pinned tiles that a block visits besides its band, −1 after the last."""
+        first, last, low, high = (x[..., None] for x in self.plan.unbind(-1))
+        pins = self.pins[:, :, None]
+        besides = (pins >= low) & (pins < high) & ((pins < first) | (pins >= last))
+        return torch.where(besides, pins, -1).sort(-1, descending=True).values.contiguous()
+
+    @functools.cached_property
+    def visited(self) -> Tensor:
+        """[B, H, N] int64: tiles that every block visits."""
+        first, last = self.plan[..., 0].long(), self.plan[..., 1].long()
+        return (last - first).clamp(min=0) + (self.besides >= 0).sum(-1)
+
 
 def key_tiles(spec: Spec, found: Bounds, *, rows: int, shared: bool = False) -> Tiles:
     """The tiles that every block of `rows` queries (a multiple of TILE) visits.
@@ -49,10 +64,13 @@ def key_tiles(spec: Spec, found: Bounds, *, rows: int, shared: bool = False) -> 
     near = torch.maximum(low, start[:, None] - found.left + 1)
     far = high if spec.causal else torch.minimum(high, end[:, None] - 1 + found.right)
     parts = [*_in_tiles(near, far), *_in_tiles(low, high)]
+    # On a GPU every operation here is a launch: those that would change nothing are left out.
+    shared = shared and spec.group > 1
     short = -blocks % (rows // TILE)
     for at, (fill, reduce) in enumerate([(NEVER, torch.amin), (0, torch.amax)] * 2):
-        wide = torch.nn.functional.pad(parts[at], (0, short), value=fill).unflatten(-1, (-1, rows // TILE))
-        parts[at] = reduce(wide, -1)
+        if rows > TILE:
+            wide = torch.nn.functional.pad(parts[at], (0, short), value=fill) if short else parts[at]
+            parts[at] = reduce(wide.unflatten(-1, (-1, rows // TILE)), -1)
         if shared:
             of_group = parts[at].unflatten(1, (spec.num_kv_heads, spec.group))
             parts[at] = reduce(of_group, 2, keepdim=True).expand_as(of_group).flatten(1, 2)
@@ -63,14 +81,6 @@ def key_tiles(spec: Spec, found: Bounds, *, rows: int, shared: bool = False) -> 
         most = (of_group >= 0).sum(-1).argmax(2)[..., None, None].expand(-1, -1, spec.group, pins.shape[-1])
         pins = of_group.gather(2, most).flatten(1, 2)
     return Tiles(torch.stack(parts, -1).to(torch.int32), pins.to(torch.int32), rows)
-
-
-def pins_of_blocks(tiles: Tiles) -> Tensor:
-    """[B, H, N, P] int32: the pinned tiles that a block visits besides its band, −1 after the last."""
-    first, last, low, high = (x[..., None] for x in tiles.plan.unbind(-1))
-    pins = tiles.pins[:, :, None]
-    besides = (pins >= low) & (pins < high) & ((pins < first) | (pins >= last))
-    return torch.where(besides, pins, -1).sort(-1, descending=True).values.contiguous()
 
 
 def query_blocks(tiles: Tiles, *, count: int) -> Tensor:
@@ -91,15 +101,9 @@ def query_blocks(tiles: Tiles, *, count: int) -> Tensor:
     return torch.stack([start, stop, pinned], -1).to(torch.int32)
 
 
-def visited(tiles: Tiles) -> Tensor:
-    """[B, H, N] int64: tiles that every block visits."""
-    first, last = tiles.plan[..., 0].long(), tiles.plan[..., 1].long()
-    return (last - first).clamp(min=0) + (pins_of_blocks(tiles) >= 0).sum(-1)
-
-
 def heaviest_first(tiles: Tiles) -> Tensor:
     """[B·H] int32: the heads of all sequences, those with the most tiles first, so that none of them starts last."""
-    return visited(tiles).sum(-1).flatten().argsort(descending=True, stable=True).to(torch.int32)
+    return tiles.visited.sum(-1).flatten().argsort(descending=True, stable=True).to(torch.int32)
 
 
 def reach_and_scores(spec: Spec, tiles: Tiles) -> tuple[Tensor, Tensor]:
@@ -108,7 +112,7 @@ def reach_and_scores(spec: Spec, tiles: Tiles) -> tuple[Tensor, Tensor]:
     start = first_positions(spec, device)[:, None] + torch.arange(tiles.plan.shape[2], device=device) * tiles.rows
     end = torch.minimum(start + tiles.rows, first_positions(spec, device)[:, None] + spec.query_len)[:, None]
     start = start[:, None]
-    extra = pins_of_blocks(tiles).long()
+    extra = tiles.besides.long()
     low = torch.cat([tiles.plan[..., :1].long(), extra], -1)
     high = torch.cat([tiles.plan[..., 1:2].long(), extra + 1], -1)
     used = (low >= 0) & (low < high)

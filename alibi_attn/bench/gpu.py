@@ -18,10 +18,11 @@ from torch.nn import functional
 from alibi_attn import records
 from alibi_attn.attention.api import alibi_attention
 from alibi_attn.attention.backends import fused
-from alibi_attn.attention.bounds import TILE, bounds
+from alibi_attn.attention.bounds import TILE
+from alibi_attn.attention.certify import certified
 from alibi_attn.attention.door import make_spec
 from alibi_attn.attention.lengths import Lengths
-from alibi_attn.attention.tiles import reach_and_scores, visited
+from alibi_attn.attention.tiles import reach_and_scores
 from alibi_attn.bench.peers import Attention
 from alibi_attn.slopes import alibi_slopes
 
@@ -170,18 +171,17 @@ def _measured(
 def _decoding(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> dict[str, records.Json]:
     """One query a sequence: of a call that knows nothing of the keys and reads them all, and of one told how long they are."""
     spec, lengths = make_spec(query, key, value, slopes), Lengths.of(key, value)
-    norms = lengths.tile_norms(key, value)
-    tiles = fused.decode_plan(spec, query, key, value, norms)
-    found = bounds(spec, query, key, value, tile_norms=norms, pin_choices=fused.DECODE_PINS)
+    tiles = fused.plan(spec, query, key, value, lengths)
+    found = certified(spec, query, key, value, lengths, pin_choices=fused.DECODE_PINS)
     least = int(found.left.clamp(max=key.shape[2]).sum()) + int((found.pins >= 0).sum()) * TILE
     with torch.no_grad():
-        told = _median_ms(lambda: fused.decode(spec, query, key, value, lengths.tile_norms(key, value)), query.device)
+        told = _median_ms(lambda: fused.decode(spec, query, key, value, lengths), query.device)
         ours = _median_ms(lambda: alibi_attention(query, key, value, slopes, backend="fused"), query.device)
         causal = _median_ms(lambda: functional.scaled_dot_product_attention(query, key, value), query.device)
     row_bytes = 2 * key.shape[-1] * key.element_size()
     return {
         "ours_us": told * 1e3, "ours_untold_us": ours * 1e3, "no_bias_us": causal * 1e3,
-        "bytes_read": int(visited(tiles).sum()) * TILE * row_bytes, "bytes_least": least * row_bytes,
+        "bytes_read": int(tiles.visited.sum()) * TILE * row_bytes, "bytes_least": least * row_bytes,
         "bytes_all": key.shape[0] * key.shape[1] * key.shape[2] * row_bytes,
     }  # fmt: skip
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+import decoding_in_interpreter as decoding
 import fused_in_interpreter as inside
 import numpy as np
 import pytest
@@ -64,6 +65,24 @@ def test_a_kernel_that_visits_every_tile_is_found_out() -> None:
         assert_visits(np.full((1, 1, 2), 6), np.full((1, 1, 2), 6), 12)
 
 
+def test_no_attack_breaks_the_kernels_certificate(interpreter: ProcessPoolExecutor) -> None:
+    found = interpreter.submit(decoding.attack_on_the_kernels, range(90)).result()
+    worst = max(lost for lost, _, _ in found)
+    assert worst <= 1, f"{worst} of the tolerance is dropped"
+    ours, theirs = (sum(draw[at] for draw in found) / len(found) for at in (1, 2))
+    assert sum(share > 0 for _, share, _ in found) >= 25, "an attack on nothing: too few draws skip a key"
+    assert ours >= 0.95 * theirs, (
+        f"the kernels skip {ours:.3f} of the keys, the bounds of torch operations {theirs:.3f}"
+    )
+
+
+def test_a_plain_call_takes_few_operations(interpreter: ProcessPoolExecutor) -> None:
+    """On a GPU each is a launch, and they would take longer than short attention."""
+    counted = interpreter.submit(decoding.operations_of_plain_calls).result()
+    assert counted["certificate"] <= 35, counted
+    assert counted["decoding"] <= 95, counted
+
+
 @pytest.mark.parametrize("case", [LONG, SINK, CHUNK, BOTH], ids=str)
 def test_what_is_skipped_weighs_less_than_the_tolerance(interpreter: ProcessPoolExecutor, case: Case) -> None:
     share, computed = interpreter.submit(inside.plan_skips_only_what_it_may, case, 1e-6).result()
@@ -111,15 +130,15 @@ def test_split_decoding_equals_forward(interpreter: ProcessPoolExecutor) -> None
 
 @pytest.mark.parametrize("window", [None, 300])
 def test_decoding_reads_only_the_keys_within_reach(interpreter: ProcessPoolExecutor, window: int | None) -> None:
-    assert interpreter.submit(inside.decoding_with_remembered_lengths, window).result() < 1e-5
+    assert interpreter.submit(decoding.decoding_with_remembered_lengths, window).result() < 1e-5
 
 
 def test_masked_bad_keys_change_nothing_in_decoding(interpreter: ProcessPoolExecutor) -> None:
-    interpreter.submit(inside.masked_bad_keys_change_nothing_in_decoding).result()
+    interpreter.submit(decoding.masked_bad_keys_change_nothing_in_decoding).result()
 
 
 def test_a_layer_decodes_by_the_kernel(interpreter: ProcessPoolExecutor) -> None:
-    gap, calls = interpreter.submit(inside.a_layer_decodes_near, True).result()
+    gap, calls = interpreter.submit(decoding.a_layer_decodes_near, True).result()
     assert gap < 1e-5
     assert calls == 3  # the chunks of 1, 1 and 8; 150 and 40 are not decoding
 
@@ -138,8 +157,8 @@ def test_the_benchmark_checks_measures_and_keeps_a_record(interpreter: ProcessPo
     assert record.metrics["worst_error_share"] <= 1
     assert set(record.curves) == {"correctness", "ours", "causal, no bias", "SDPA + dense bias", "decoding"}
     assert record.curves["ours"]["length"] == [64]
-    decoding = record.curves["decoding"]
-    assert 0 < decoding["bytes_least"][0] <= decoding["bytes_read"][0] <= decoding["bytes_all"][0]
+    steps = record.curves["decoding"]
+    assert 0 < steps["bytes_least"][0] <= steps["bytes_read"][0] <= steps["bytes_all"][0]
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="there is none"):
             gpu(tmp_path)

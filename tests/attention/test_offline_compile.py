@@ -54,18 +54,22 @@ def assert_as_recorded(name: str, found: dict[str, int], kept: dict[str, int | N
 
 def test_sm_90_is_pipelined_and_as_recorded() -> None:
     found, kept = compiled("sm_90"), recorded()
-    assert len(found) == 8
+    assert len(found) == 12
     for name, row in found.items():
-        assert_pipelined(name, row)
+        if "lengths" in name or "reach" in name:  # one tile or two a program: no loop to pipeline
+            assert row["spilled"] == 0, f"{name} spills {row['spilled']} bytes: {row}"
+            assert row["wgmma"] > 0 or "lengths" in name, f"{name} does not use wgmma: {row}"
+        else:
+            assert_pipelined(name, row)
         if kept:
             assert_as_recorded(name, row, kept[name])
 
 
 def test_other_devices_compile() -> None:
     found = compiled("sm_80", "sm_100", "gfx942")
-    assert len(found) == 12
+    assert len(found) == 18
     for name, row in found.items():
-        assert row["matrix_instructions"] > 0, f"{name}: {row}"
+        assert row["matrix_instructions"] > 0 or "lengths" in name, f"{name}: {row}"
         limit = 64 * 1024 if name.startswith("gfx942") else 163 * 1024
         assert row["shared_bytes"] <= limit, (
             f"{name} needs {row['shared_bytes']} bytes of shared memory; there are {limit}"

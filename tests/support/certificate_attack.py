@@ -5,8 +5,10 @@ python tests/support/certificate_attack.py 100000 results     # many draws once,
 
 import dataclasses
 import datetime
+import functools
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -122,11 +124,14 @@ class Attack:
         return [*tensors, torch.tensor(slopes, dtype=torch.float32)], kwargs
 
 
-def dropped(attack: Attack) -> tuple[float, float]:
-    """(largest share of softmax mass that the certificate drops in any query, share of the visible keys that it skips)."""
+def dropped(attack: Attack, certify: Callable[..., Bounds] | None = None) -> tuple[float, float]:
+    """(largest share of softmax mass that the certificate drops in any query, share of the visible keys that it skips).
+
+    `certify` is `bounds` where nothing else is given.
+    """
     (query, key, value, slopes), kwargs = attack.inputs()
     spec = make_spec(query, key, value, slopes, **kwargs)
-    found = bounds(spec, query, key, value, refine=attack.refine)
+    found = (certify or functools.partial(bounds, refine=attack.refine))(spec, query, key, value)
     distance = distances(spec.query_len, spec.key_len, spec.query_offset, None)
     seen = visible(spec, distance).expand(1, spec.num_heads, -1, -1)
     skipped = seen & ~certified_keys(spec, found, distance)

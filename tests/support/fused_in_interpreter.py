@@ -11,23 +11,20 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from attention_cases import Case
 from torch import Tensor
 
-from alibi_attn.attention import decoding
 from alibi_attn.attention.api import alibi_attention, head_reach
 from alibi_attn.attention.backends import fused, reference
 from alibi_attn.attention.bounds import TILE
 from alibi_attn.attention.door import make_spec
 from alibi_attn.attention.lengths import Lengths
 from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.tiles import Tiles, pins_of_blocks
+from alibi_attn.attention.tiles import Tiles
 from alibi_attn.bench.gpu import gpu
-from alibi_attn.nn import ALiBiAttention, KVCache
 
 
 @contextlib.contextmanager
@@ -54,8 +51,8 @@ def case_answer(case: Case, dtype: str) -> dict[str, np.ndarray]:
 def visits_and_certificate(case: Case, tolerance: float) -> tuple[np.ndarray, np.ndarray, int]:
     """Tiles that the kernel says it visited, those of the plan, and all tiles of all blocks; [B, H, N], or [B, K] in decoding."""
     spec, query, key, value = _call(case, tolerance=tolerance)
-    tiles = fused.plan(spec, query, key, value)
     decoding = spec.query_len <= fused.DECODE_QUERIES
+    tiles = fused.plan(spec, query, key, value, Lengths.of(key, value) if decoding else None)
     width = fused.tile_shape("decode" if decoding else "forward", query.dtype, spec.head_dim).keys
     # The keys of every block are whole tiles, except where the keys end.
     asked = -(-_inside(spec, tiles)[:, :, :: tiles.rows].sum(-1) // width)
@@ -218,77 +215,6 @@ def decoding_equals_forward(case: Case) -> tuple[float, int]:
     return max(map(float, gap)), fused.decode_parts(spec, query)
 
 
-def decoding_with_remembered_lengths(window: int | None) -> float:
-    """The largest error of `decode`, which is told how long keys and values are; far keys are not read, near bad ones are."""
-    generator = torch.Generator().manual_seed(0)
-    query = torch.randn(2, 8, 3, 16, generator=generator)
-    key, value = (torch.randn(2, 4, 1500, 16, generator=generator) for _ in range(2))
-    key[1, 2, 100] *= 40  # a tile to be pinned
-    slopes = torch.tensor([0.25, 0.25, 0.5, 0.5, 0.3, 0.4, 1.0, 0.9])
-    spec, lengths = make_spec(query, key, value, slopes, window=window), Lengths.of(key, value)
-    norms = lengths.tile_norms(key, value)
-    before = fused.decode(spec, query, key, value, norms)
-    true, _ = reference.run(spec, query.double(), key.double(), value.double())
-    # All but the last keys, and those of pinned tiles, may be anything.
-    far = torch.ones(2, 4, 1500, 1, dtype=torch.bool)
-    far[:, :, -640:] = False
-    pins = fused.decode_plan(spec, query, key, value, norms).pins[:, ::2]
-    for b, k, p in (pins >= 0).nonzero().tolist():
-        start = int(pins[b, k, p]) * TILE
-        far[b, k, start : start + TILE] = False
-    assert not bool(far[1, 2, 64:128].any()), "the tile of the outlying key should be pinned"
-    assert far.double().mean() > 0.5
-    far_key, far_value = (x.masked_fill(far, torch.nan) for x in (key, value))
-    norms = lengths.tile_norms(far_key, far_value)
-    assert torch.equal(fused.decode(spec, query, far_key, far_value, norms), before), "a far key was read"
-    key[:, :, -3] = torch.inf
-    value[0, :, -1] = torch.nan
-    seen = fused.decode(spec, query, key, value, lengths.tile_norms(key, value)).isnan().all(-1)
-    assert bool(seen.all()), "a bad key that every query sees left no trace"
-    key[:, :, -3] = 0
-    seen = fused.decode(spec, query, key, value, lengths.tile_norms(key, value)).isnan().all(-1)
-    assert bool((seen[0] == torch.tensor([False, False, True])).all()), "only the last query sees the last key"
-    assert not bool(seen[1].any())
-    return float((before - true).abs().max())
-
-
-def masked_bad_keys_change_nothing_in_decoding() -> None:
-    """NaN behind a key mask, and a bad key that only the last query sees."""
-    query, key, value = torch.randn(2, 4, 2, 8), torch.randn(2, 2, 90, 8), torch.randn(2, 2, 90, 8)
-    mask = torch.ones(2, 90, dtype=torch.bool)
-    mask[0, 70:75] = mask[1, :30] = False
-    before = alibi_attention(query, key, value, key_mask=mask, backend="fused")
-    key[0, :, 72], value[1, :, 3] = torch.nan, torch.inf
-    torch.testing.assert_close(alibi_attention(query, key, value, key_mask=mask, backend="fused"), before)
-    key[1, 1, 89, 0] = -torch.inf
-    after = alibi_attention(query, key, value, key_mask=mask, backend="fused")
-    assert bool(after[1, 2:, 1].isnan().all())
-    after[1, 2:, 1] = before[1, 2:, 1]
-    torch.testing.assert_close(after, before)
-
-
-def a_layer_decodes_near(monkeypatched: bool) -> tuple[float, int]:
-    """(largest difference between a layer with a cache and one whole pass, calls of `decode`)."""
-    torch.manual_seed(0)
-    layer, calls = ALiBiAttention(32, 4, num_kv_heads=2).eval(), []
-    x, cache = torch.randn(2, 200, 32), KVCache()
-    on_cpu, decode = decoding._on_cpu, fused.decode
-
-    def counted(*arguments: Any) -> Tensor:
-        calls.append(1)
-        return decode(*arguments)
-
-    try:
-        if monkeypatched:
-            decoding._on_cpu, fused.decode = lambda query: False, counted
-        with torch.no_grad():
-            parts = [layer(chunk, cache=cache) for chunk in x.split([150, 1, 1, 8, 40], dim=1)]
-            whole = layer(x)
-    finally:
-        decoding._on_cpu, fused.decode = on_cpu, decode
-    return float((torch.cat(parts, 1) - whole).abs().max()), len(calls)
-
-
 def smoke_of_the_benchmark(folder: Path) -> list[Path]:
     """`alibi bench gpu` at sizes that mean nothing."""
     return gpu(folder, lengths=(64,), heads=((2, 16),), kinds=("peaked",), smoke=True, say=lambda line: None)
@@ -328,7 +254,7 @@ def _spec(query: Tensor, key: Tensor, value: Tensor, case: Case, tolerance: floa
 def _inside(spec: AttentionSpec[Tensor], tiles: Tiles) -> Tensor:
     """[B, H, T, S] bool: pairs in visited tiles, read off the plan one tile at a time."""
     inside = torch.zeros(spec.batch, spec.num_heads, spec.query_len, spec.key_len, dtype=torch.bool)
-    pins = pins_of_blocks(tiles)
+    pins = tiles.besides
     for b in range(spec.batch):
         for h in range(spec.num_heads):
             for n in range(tiles.plan.shape[2]):

@@ -5,7 +5,7 @@ the kernels (`attention/kernels/`) loop over them. Backward visits exactly the t
 On a CPU it runs in Triton's interpreter only, for tests: set TRITON_INTERPRET=1 before anything imports triton.
 """
 
-import contextlib
+import dataclasses
 import importlib.util
 import os
 from typing import Any, Literal, NamedTuple
@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from alibi_attn.attention.bounds import PIN_CHOICES, TILE, bounds, first_positions
+from alibi_attn.attention.certify import certified, on
+from alibi_attn.attention.lengths import Lengths
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.tiles import (
     Tiles,
     heaviest_first,
     key_flags,
     key_tiles,
-    pins_of_blocks,
     query_blocks,
     reach_and_scores,
-    visited,
 )
 from alibi_attn.attention.visibility import may_see_nothing
 
@@ -97,10 +97,19 @@ def visits(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> tupl
     return reach_and_scores(spec, plan(spec, query, key, value))
 
 
-def plan(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> Tiles:
-    """The tiles that every block of queries visits, before it does."""
-    found = bounds(spec, query, key, value)
-    return key_tiles(spec, found, rows=plan_rows(spec, query.dtype), shared=spec.query_len <= DECODE_QUERIES)
+def plan(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None, lengths: Lengths | None = None) -> Tiles:
+    """The tiles that every block of queries visits, before it does.
+
+    Args:
+        lengths: what is known of keys and values. Without it up to DECODE_QUERIES queries visit all that the masks allow: to
+            find out how long the keys are is as dear.
+    """
+    decoding = spec.query_len <= DECODE_QUERIES
+    if decoding and lengths is None:
+        found = bounds(dataclasses.replace(spec, tolerance=0.0), query, key, value)
+    else:
+        found = certified(spec, query, key, value, lengths, pin_choices=DECODE_PINS if decoding else PIN_CHOICES)
+    return key_tiles(spec, found, rows=plan_rows(spec, query.dtype), shared=decoding)
 
 
 def plan_rows(spec: Spec, dtype: torch.dtype) -> int:
@@ -135,7 +144,7 @@ def forward(
     shared = _shared_arguments(spec, query, key, value, tiles, seed)
     shared |= {
         "FLAGS": seed if decoding else key_flags(spec, key, value).contiguous(),
-        "PIN_TABLE": pins_of_blocks(tiles),
+        "PIN_TABLE": tiles.besides,
         "COUNT": seed if counts is None else counts,
         "COUNTS": counts is not None,
     }
@@ -147,7 +156,7 @@ def forward(
         masses = torch.empty((parts, *query.shape[:3]), dtype=torch.float32, device=query.device)
         if spec.key_mask is not None:
             shared["FLAGS"] = (~spec.key_mask).to(torch.int8).contiguous()
-        with _on(query):
+        with on(query):
             decode_kernels.decode_kernel[(spec.batch * spec.num_kv_heads, chunks, parts)](
                 **shared,
                 **options,
@@ -161,7 +170,7 @@ def forward(
         return output.copy_((outputs * share[..., None]).sum(0)), lse
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     blocks = tiles.plan.shape[2]
-    with _on(query):
+    with on(query):
         forward_kernels.forward_kernel[(spec.batch * spec.num_heads * blocks,)](
             **shared, **options, **_strides("o", "bht", output), OUT=output, LSE=lse, ORDER=heaviest_first(tiles),
             N=blocks, BM=shape.queries,
@@ -169,20 +178,15 @@ def forward(
     return output, lse
 
 
-def decode(spec: Spec, query: Tensor, key: Tensor, value: Tensor, tile_norms: tuple[Tensor, Tensor]) -> Tensor:
-    """The output of at most DECODE_QUERIES causal queries, where the norms of keys and values are known: see `bounds`.
+def decode(spec: Spec, query: Tensor, key: Tensor, value: Tensor, lengths: Lengths) -> Tensor:
+    """The output of at most DECODE_QUERIES causal queries without key mask and segments; no key out of reach is read.
 
-    Only the tiles of the plan are read, by the kernel and before it; nothing is read on the host.
+    Args:
+        lengths: what is known of keys and values, of all but the last few.
     """
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-    tiles = decode_plan(spec, query, key, value, tile_norms)
+    tiles = plan(spec, query, key, value, lengths)
     return forward(spec, query, key, value, tiles, torch.zeros(1, dtype=torch.int64, device=query.device))[0]
-
-
-def decode_plan(spec: Spec, query: Tensor, key: Tensor, value: Tensor, tile_norms: tuple[Tensor, Tensor]) -> Tiles:
-    """The tiles that `decode` visits: the bands, and the tiles of the longest keys or none."""
-    found = bounds(spec, query, key, value, tile_norms=tile_norms, pin_choices=DECODE_PINS)
-    return key_tiles(spec, found, rows=TILE, shared=True)
 
 
 def decode_parts(spec: Spec, query: Tensor) -> int:
@@ -210,13 +214,13 @@ def backward(
     shared |= {"DOUT": grad_output, **_strides("do", "bht", grad_output), "LSE": lse, "DELTA": delta}
     shared |= {"ROWS": tiles.rows, "N": tiles.plan.shape[2], "FLAGS": key_flags(spec, key, value).contiguous()}
     asked = query_blocks(tiles, count=-(-spec.key_len // TILE))
-    of_key_heads = visited(tiles).sum(-1).unflatten(1, (spec.num_kv_heads, spec.group)).sum(-1).flatten()
-    with _on(query):
+    of_key_heads = tiles.visited.sum(-1).unflatten(1, (spec.num_kv_heads, spec.group)).sum(-1).flatten()
+    with on(query):
         shape = tile_shape("query", query.dtype, spec.head_dim)
         kernels.query_kernel[(spec.batch * spec.num_heads * -(-spec.query_len // shape.queries),)](
             **shared, **_strides("o", "bht", output), **_strides("dq", "bht", dq), OUT=output, DQ=dq, DSLOPES=dslopes,
             DLSE=lse if grad_lse is None else grad_lse.contiguous(), HAS_DLSE=grad_lse is not None,
-            SLOPES_WANTED=slopes_wanted, PIN_TABLE=pins_of_blocks(tiles), ORDER=heaviest_first(tiles),
+            SLOPES_WANTED=slopes_wanted, PIN_TABLE=tiles.besides, ORDER=heaviest_first(tiles),
             BM=shape.queries, BN=shape.keys, num_warps=shape.warps, num_stages=shape.stages,
         )  # fmt: skip
         shape = tile_shape("key", query.dtype, spec.head_dim)
@@ -353,11 +357,6 @@ def _shared_arguments(
 
 def _strides(name: str, axes: str, tensor: Tensor) -> dict[str, int]:
     return {f"{name}_{axis}": stride for axis, stride in zip(axes, tensor.stride(), strict=False)}
-
-
-def _on(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device, which may be another than the tensor's."""
-    return torch.cuda.device(tensor.device) if tensor.device.type == "cuda" else contextlib.nullcontext()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -1,0 +1,165 @@
+"""The kernels' own certificate, and decoding with it: what runs where Triton interprets (see `fused_in_interpreter.py`).
+
+TRITON_INTERPRET=1 python tests/support/decoding_in_interpreter.py 3000 results     # many attacks once, kept as a record
+"""
+
+import dataclasses
+import datetime
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from certificate_attack import dropped, random_attack
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from alibi_attn import records
+from alibi_attn.attention import decoding
+from alibi_attn.attention.api import alibi_attention
+from alibi_attn.attention.backends import fused, reference
+from alibi_attn.attention.bounds import TILE
+from alibi_attn.attention.certify import certified
+from alibi_attn.attention.door import make_spec
+from alibi_attn.attention.lengths import Lengths
+from alibi_attn.nn import ALiBiAttention, KVCache
+
+
+def attack_on_the_kernels(seeds: range) -> list[tuple[float, float, float]]:
+    """For every draw that the kernels take: (dropped mass / tolerance, share of keys skipped, the same by `bounds`)."""
+    found = []
+    for seed in seeds:
+        drawn = random_attack(seed)
+        mask = drawn.mask if drawn.mask in ("none", "window") or "offset" in drawn.mask else "none"
+        dtype = drawn.dtype if drawn.dtype in ("float32", "float16") else "float32"
+        attack = dataclasses.replace(drawn, causal=True, mask=mask, dtype=dtype, refine=False)
+        if attack.tolerance > 0:
+            lost, share = dropped(attack, certified)
+            found.append((lost / attack.tolerance, share, dropped(attack)[1]))
+    return found
+
+
+class _Counting(TorchDispatchMode):
+    """Counts the operations that a GPU would launch: all but views, fresh memory, and copies (the interpreter's own are many)."""
+
+    FREE = (
+        "view", "expand", "slice", "select", "squeeze", "stride", "empty", "detach", "alias", "transpose", "permute", "unbind",
+        "set_", "copy_",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not any(free in str(func) for free in self.FREE):
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def operations_of_plain_calls() -> dict[str, int]:
+    """By name: operations of the certificate of a plain call, and of a whole step of decoding; our own kernels not counted."""
+    query, key, value = torch.randn(1, 4, 130, 16), torch.randn(1, 2, 130, 16), torch.randn(1, 2, 130, 16)
+    counted = {}
+    spec = make_spec(query, key, value)
+    with _Counting() as counting:
+        certified(spec, query, key, value)
+    counted["certificate"] = len(counting.names)
+    lengths, spec = Lengths.of(key, value), make_spec(query[:, :, -1:], key, value)
+    with _Counting() as counting:
+        fused.decode(spec, query[:, :, -1:], key, value, lengths)
+    counted["decoding"] = len(counting.names)
+    return counted
+
+
+def decoding_with_remembered_lengths(window: int | None) -> float:
+    """The largest error of `decode`, which is told how long keys and values are; far keys are not read, near bad ones are."""
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(2, 8, 3, 16, generator=generator)
+    key, value = (torch.randn(2, 4, 1500, 16, generator=generator) for _ in range(2))
+    key[1, 2, 100] *= 40  # a tile to be pinned
+    slopes = torch.tensor([0.25, 0.25, 0.5, 0.5, 0.3, 0.4, 1.0, 0.9])
+    spec, lengths = make_spec(query, key, value, slopes, window=window), Lengths.of(key, value)
+    before = fused.decode(spec, query, key, value, lengths)
+    true, _ = reference.run(spec, query.double(), key.double(), value.double())
+    # All but the last keys, and those of pinned tiles, may be anything.
+    far = torch.ones(2, 4, 1500, 1, dtype=torch.bool)
+    far[:, :, -640:] = False
+    pins = fused.plan(spec, query, key, value, lengths).pins[:, ::2]
+    for b, k, p in (pins >= 0).nonzero().tolist():
+        start = int(pins[b, k, p]) * TILE
+        far[b, k, start : start + TILE] = False
+    assert not bool(far[1, 2, 64:128].any()), "the tile of the outlying key should be pinned"
+    assert far.double().mean() > 0.5
+    far_key, far_value = (x.masked_fill(far, torch.nan) for x in (key, value))
+    assert torch.equal(fused.decode(spec, query, far_key, far_value, lengths), before), "a far key was read"
+    key[:, :, -3] = torch.inf
+    value[0, :, -1] = torch.nan
+    seen = fused.decode(spec, query, key, value, lengths).isnan().all(-1)
+    assert bool(seen.all()), "a bad key that every query sees left no trace"
+    key[:, :, -3] = 0
+    seen = fused.decode(spec, query, key, value, lengths).isnan().all(-1)
+    assert bool((seen[0] == torch.tensor([False, False, True])).all()), "only the last query sees the last key"
+    assert not bool(seen[1].any())
+    return float((before - true).abs().max())
+
+
+def masked_bad_keys_change_nothing_in_decoding() -> None:
+    """NaN behind a key mask, and a bad key that only the last query sees."""
+    query, key, value = torch.randn(2, 4, 2, 8), torch.randn(2, 2, 90, 8), torch.randn(2, 2, 90, 8)
+    mask = torch.ones(2, 90, dtype=torch.bool)
+    mask[0, 70:75] = mask[1, :30] = False
+    before = alibi_attention(query, key, value, key_mask=mask, backend="fused")
+    key[0, :, 72], value[1, :, 3] = torch.nan, torch.inf
+    torch.testing.assert_close(alibi_attention(query, key, value, key_mask=mask, backend="fused"), before)
+    key[1, 1, 89, 0] = -torch.inf
+    after = alibi_attention(query, key, value, key_mask=mask, backend="fused")
+    assert bool(after[1, 2:, 1].isnan().all())
+    after[1, 2:, 1] = before[1, 2:, 1]
+    torch.testing.assert_close(after, before)
+
+
+def a_layer_decodes_near(monkeypatched: bool) -> tuple[float, int]:
+    """(largest difference between a layer with a cache and one whole pass, calls of `decode`)."""
+    torch.manual_seed(0)
+    layer, calls = ALiBiAttention(32, 4, num_kv_heads=2).eval(), []
+    x, cache = torch.randn(2, 200, 32), KVCache()
+    on_cpu, decode = decoding._on_cpu, fused.decode
+
+    def counted(*arguments: Any) -> Tensor:
+        calls.append(1)
+        return decode(*arguments)
+
+    try:
+        if monkeypatched:
+            decoding._on_cpu, fused.decode = lambda query: False, counted
+        with torch.no_grad():
+            parts = [layer(chunk, cache=cache) for chunk in x.split([150, 1, 1, 8, 40], dim=1)]
+            whole = layer(x)
+    finally:
+        decoding._on_cpu, fused.decode = on_cpu, decode
+    return float((torch.cat(parts, 1) - whole).abs().max()), len(calls)
+
+
+def main(draws: int, out: Path) -> None:
+    started = datetime.datetime.now(datetime.UTC)
+    found = []
+    for start in range(0, draws, 100):
+        found += attack_on_the_kernels(range(start, min(start + 100, draws)))
+        print(f"{start + 100} draws, worst {max(found)[0]:.3g} of the tolerance", flush=True)
+    metrics = {
+        "draws_taken": len(found), "broken": sum(lost > 1 for lost, _, _ in found), "worst_share_of_tolerance": max(found)[0],
+        "draws_that_skip": sum(share > 0 for _, share, _ in found),
+        "mean_skipped_share": sum(share for _, share, _ in found) / len(found),
+        "mean_skipped_share_of_torch": sum(share for _, _, share in found) / len(found),
+    }  # fmt: skip
+    config: dict[str, records.Json] = {"draws": draws, "first_seed": 0, "kernels": "interpreted"}
+    print(
+        records.save(
+            records.make("certificate", "attack/kernels", config=config, metrics=metrics, started=started), out
+        )
+    )
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))
