@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -86,10 +87,10 @@ class _Head:
 
     spec: Spec
     first: int
-    left: Tensor
-    right: Tensor
-    low: Tensor
-    high: Tensor
+    left: np.ndarray
+    right: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
     plain: bool
     threads: int
 
@@ -97,7 +98,8 @@ class _Head:
 def plan(spec: Spec, bounds: Bounds, *, threads: int) -> list[list[list[Piece]]]:
     """The pieces of every sequence and head, [B][H]; reads the bounds on the host."""
     first, slopes = _first(spec), spec.slopes.detach().reshape(-1, spec.num_heads).expand(spec.batch, -1)
-    low, high = _reachable_tiles(spec)
+    low, high = (x.numpy() for x in _reachable_tiles(spec))
+    left, right = bounds.left.numpy(), bounds.right.numpy()  # a tenth of the time of small tensors
     plain = spec.causal and spec.window is None and spec.key_mask is None and spec.key_segments is None
     found = []
     for b in range(spec.batch):
@@ -105,7 +107,7 @@ def plan(spec: Spec, bounds: Bounds, *, threads: int) -> list[list[list[Piece]]]
         flat = (slopes[b] * ROWS >= 0) & (slopes[b] * ROWS <= 2 * MAX_BIAS)
         heads = [
             _Head(
-                spec, first[b], bounds.left[b, h], bounds.right[b, h], low[b], high[b],
+                spec, first[b], left[b, h], right[b, h], low[b], high[b],
                 plain=plain and inside and is_flat, threads=threads,
             )
             for h, is_flat in enumerate(flat.tolist())
@@ -254,25 +256,23 @@ def _blocks(head: _Head, query: int, stop: int, rows: int) -> list[_Block]:
     if query >= stop:
         return []
     spec = head.spec
-    start = torch.arange(query, stop, rows)
-    end = (start + rows).clamp(max=stop)
-    tiles = slice(query // TILE, -(-stop // TILE))
+    start = np.arange(query, stop, rows)
+    end = np.minimum(start + rows, stop)
     # A block of half a tile has the tile's reach; of several tiles, the widest of theirs.
-    each = max(1, rows // TILE)
-    of_tile = (start // TILE - tiles.start) // each
+    tiles = np.arange(query // TILE, -(-stop // TILE), max(1, rows // TILE))
+    of_tile = (start - query // TILE * TILE) // max(TILE, rows)
 
-    def widest(row: Tensor) -> Tensor:
-        row = row[tiles]
-        padded = torch.nn.functional.pad(row, (0, -len(row) % each), value=int(row.min()))
-        return padded.unflatten(0, (-1, each)).amax(1)[of_tile]
+    def widest(row: np.ndarray) -> np.ndarray:
+        found: np.ndarray = np.maximum.reduceat(row[: -(-stop // TILE)], tiles)[of_tile]
+        return found
 
     far = spec.window or spec.key_len + spec.query_len + abs(head.first)
-    low = head.first + start - widest(head.left).clamp(max=far) + 1
-    low = torch.maximum(low, -widest(-head.low)).clamp(min=0)
+    low = head.first + start - np.minimum(widest(head.left), far) + 1
+    low = np.maximum(np.maximum(low, -widest(-head.low)), 0)
     high = head.first + end
     if not spec.causal:
-        high = high - 1 + widest(head.right).clamp(max=far)
-    high = torch.minimum(high, widest(head.high)).clamp(max=spec.key_len)
+        high = high - 1 + np.minimum(widest(head.right), far)
+    high = np.minimum(np.minimum(high, widest(head.high)), spec.key_len)
     found = map(_Block, start.tolist(), (end - start).tolist(), low.tolist(), high.tolist())
     return [block for block in found if block.low < block.high]
 
