@@ -13,11 +13,9 @@ from torch import Tensor
 from alibi_attn.attention.bounds import KEPT, PIN_CHOICES, TILE, VALUE_RATIO, Bounds, bounds, first_positions
 from alibi_attn.attention.lengths import Lengths
 from alibi_attn.attention.spec import AttentionSpec
+from alibi_attn.attention.tiles import BAD, FINE, HIDDEN
 
 Spec = AttentionSpec[Tensor]
-
-# From so many keys on the tails of `bounds`, summed key by key, are worth all those operations: a tenth less to compute.
-LONG = 2**15
 
 
 def certified(
@@ -30,8 +28,7 @@ def certified(
         value: None = the values are taken to be of like length.
         lengths: what is known of keys and values; only for plain calls, as `is_plain` says.
     """
-    plain = is_plain(spec) and spec.tolerance > 0 and spec.query_len > 0 and spec.key_len > 0
-    if plain and (lengths is not None or spec.key_len < LONG):
+    if is_plain(spec) and spec.tolerance > 0 and spec.query_len > 0 and spec.key_len > 0:
         return _from_kernels(spec, query, key, value, lengths, pin_choices)
     return bounds(spec, query, key, value)
 
@@ -71,6 +68,23 @@ def _from_kernels(
         )  # fmt: skip
     found, pins = _cheapest(spec, left, chosen, first, pin_choices)
     return Bounds(found, found, pins)
+
+
+def key_flags(spec: Spec, key: Tensor, value: Tensor) -> Tensor:
+    """`tiles.key_flags`, without a temporary of the size of the keys; the last stride of key and value is 1."""
+    from alibi_attn.attention.kernels.certificate import flags_kernel
+
+    flags = torch.empty(key.shape[:3], dtype=torch.int8, device=key.device)
+    tiles = -(-spec.key_len // TILE)
+    if flags.numel() == 0:
+        return flags
+    mask = flags if spec.key_mask is None else spec.key_mask.to(torch.int8).contiguous()
+    with on(key):
+        flags_kernel[(spec.batch * spec.num_kv_heads * tiles,)](
+            key, value, mask, flags, *key.stride()[:3], *value.stride()[:3], tiles, spec.num_kv_heads, spec.key_len,
+            HAS_MASK=spec.key_mask is not None, FINE=FINE, HIDDEN=HIDDEN, BAD=BAD, **_constants(spec),
+        )  # fmt: skip
+    return flags
 
 
 def on(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:

@@ -23,12 +23,12 @@ from triton.compiler import ASTSource
 from alibi_attn import records
 from alibi_attn.attention.backends.fused import Shape, tile_shape
 from alibi_attn.attention.kernels.backward import key_kernel, query_kernel
-from alibi_attn.attention.kernels.certificate import lengths_kernel, reach_kernel
+from alibi_attn.attention.kernels.certificate import flags_kernel, lengths_kernel, reach_kernel
 from alibi_attn.attention.kernels.decode import decode_kernel
 from alibi_attn.attention.kernels.forward import forward_kernel
 
 KERNELS = {"forward": forward_kernel, "query": query_kernel, "key": key_kernel, "decode": decode_kernel}
-KERNELS |= {"lengths": lengths_kernel, "reach": reach_kernel}
+KERNELS |= {"flags": flags_kernel, "lengths": lengths_kernel, "reach": reach_kernel}
 CERTIFICATE = Shape(queries=64, keys=64, warps=8, stages=3)
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
@@ -39,13 +39,13 @@ TARGETS = {
 HEAD_DIMS = {"sm_90": (64, 128)}
 TENSORS = {"Q", "K", "V", "OUT", "DOUT", "DQ", "DK", "DV"}
 INTEGERS = dict.fromkeys(("PLAN", "PIN_TABLE", "ORDER", "COUNT", "ASKED", "LEFT"), "*i32")
-INTEGERS |= dict.fromkeys(("FIRST", "SEED", "QUERY_SEGMENTS", "KEY_SEGMENTS"), "*i64") | {"FLAGS": "*i8"}
+INTEGERS |= dict.fromkeys(("FIRST", "SEED", "QUERY_SEGMENTS", "KEY_SEGMENTS"), "*i64") | {"FLAGS": "*i8", "MASK": "*i8"}
 CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
 
 
 def figures(kernel: str, target: str, head_dim: int) -> dict[str, int]:
     """What became of one kernel in bf16, causal, without masks."""
-    shape = CERTIFICATE if kernel in ("lengths", "reach") else tile_shape(kernel, torch.bfloat16, head_dim)
+    shape = CERTIFICATE if kernel in ("flags", "lengths", "reach") else tile_shape(kernel, torch.bfloat16, head_dim)
     compiled = triton.compile(
         _source(kernel, target, head_dim, shape),
         target=TARGETS[target],
@@ -100,9 +100,11 @@ def _source(kernel: str, target: str, head_dim: int, shape: Shape) -> ASTSource:
     constants = {
         "D": head_dim, "DP": head_dim, "BM": shape.queries, "BN": shape.keys, "ROWS": rows, "TILE": 64, "CAUSAL": True,
         "PRECISION": "tf32x3" if TARGETS[target].backend == "cuda" else "ieee", "HAS_DLSE": True, "SLOPES_WANTED": True,
-        "CHOICES": 4, "KEPT": 4,
+        "CHOICES": 4, "KEPT": 4, "FINE": 0, "HIDDEN": 1, "BAD": 2,
     }  # fmt: skip
-    constants |= dict.fromkeys(("HAS_RIGHT", "HAS_WINDOW", "HAS_SEGMENTS", "HAS_DROPOUT", "HAS_FLAGS", "COUNTS"), False)
+    constants |= dict.fromkeys(
+        ("HAS_RIGHT", "HAS_WINDOW", "HAS_SEGMENTS", "HAS_DROPOUT", "HAS_FLAGS", "HAS_MASK", "COUNTS"), False
+    )
     signature, aligned = {}, {}
     for at, name in enumerate(function.arg_names):
         if name in constants:

@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from alibi_attn.attention.bounds import PIN_CHOICES, TILE, bounds, first_positions
-from alibi_attn.attention.certify import certified, on
+from alibi_attn.attention.certify import certified, key_flags, on
 from alibi_attn.attention.lengths import Lengths
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.tiles import (
     Tiles,
     heaviest_first,
-    key_flags,
     key_tiles,
     query_blocks,
     reach_and_scores,
@@ -143,7 +142,7 @@ def forward(
     shape = tile_shape("decode" if decoding else "forward", query.dtype, spec.head_dim)
     shared = _shared_arguments(spec, query, key, value, tiles, seed)
     shared |= {
-        "FLAGS": seed if decoding else key_flags(spec, key, value).contiguous(),
+        "FLAGS": seed if decoding else key_flags(spec, key, value),
         "PIN_TABLE": tiles.besides,
         "COUNT": seed if counts is None else counts,
         "COUNTS": counts is not None,
@@ -212,7 +211,7 @@ def backward(
     dslopes = torch.empty(size, dtype=torch.float32, device=query.device)
     shared = _shared_arguments(spec, query, key, value, tiles, seed)
     shared |= {"DOUT": grad_output, **_strides("do", "bht", grad_output), "LSE": lse, "DELTA": delta}
-    shared |= {"ROWS": tiles.rows, "N": tiles.plan.shape[2], "FLAGS": key_flags(spec, key, value).contiguous()}
+    shared |= {"ROWS": tiles.rows, "N": tiles.plan.shape[2], "FLAGS": key_flags(spec, key, value)}
     asked = query_blocks(tiles, count=-(-spec.key_len // TILE))
     of_key_heads = tiles.visited.sum(-1).unflatten(1, (spec.num_kv_heads, spec.group)).sum(-1).flatten()
     with on(query):
