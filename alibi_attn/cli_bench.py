@@ -131,7 +131,10 @@ def jax(
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(",")) if text else ()
+    parts = [part.strip() for part in text.split(",")] if text else []
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise ValueError(f"lengths is {text!r} but must be numbers of tokens with commas between them, as in 1024,8192")
+    return tuple(map(int, parts))
 
 
 def _tell(paths: list[Path]) -> None:

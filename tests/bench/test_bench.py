@@ -111,6 +111,15 @@ def test_cases_say_what_they_are() -> None:
         captured(Path("nowhere.safetensors"))
 
 
+@pytest.mark.parametrize("lengths", ["x", "1024;2048", "1024,", "-5", "0", "1e3"])
+@pytest.mark.parametrize("what", ["cpu", "decoding"])
+def test_lengths_that_are_none_are_refused_with_an_example(what: str, lengths: str) -> None:
+    refused = CliRunner().invoke(app, ["bench", what, "--lengths", lengths])
+    assert refused.exit_code != 0
+    assert isinstance(refused.exception, ValueError | SystemExit)
+    assert "as in 1024,8192" in refused.output + str(refused.exception)
+
+
 def test_bench_trained_holds_certified_against_true_reach(tmp_path: Path) -> None:
     arguments = ["bench", "trained", "--scale", "smoke", "--out", str(tmp_path / "out"), "--run", str(tmp_path / "run")]
     result = CliRunner().invoke(app, arguments)
