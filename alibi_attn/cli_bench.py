@@ -70,6 +70,21 @@ def serving(
 
 
 @app.command()
+def generating(
+    out: Out = Path("results"),
+    lengths: Annotated[str, typer.Option(help="Cached tokens, as in 8192,65536.")] = "",
+) -> None:
+    """One new token of a whole BLOOM with a long cache, as it comes, patched, and patched with ALiBiCache.
+
+    Example: alibi bench generating --lengths 8192,65536
+    """
+    from alibi_attn.bench.generating import LENGTHS, generating
+    from alibi_attn.hf import ALiBiCache, patch
+
+    _tell([generating(out, patch=patch, alibi_cache=ALiBiCache, lengths=_numbers(lengths) or LENGTHS, say=typer.echo)])
+
+
+@app.command()
 def streaming(
     out: Out = Path("results"),
     tokens: Annotated[int, typer.Option(min=1000, help="How many tokens stream by.")] = 100_000,

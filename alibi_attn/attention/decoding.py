@@ -30,15 +30,15 @@ def reads_near(query: Tensor, key: Tensor, slopes: Tensor) -> bool:
 
 def attend_near(
     query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, lengths: Lengths, *, window: int | None = None,
-    tolerance: float | None = None,
+    scale: float | None = None, tolerance: float | None = None,
 ) -> Tensor:  # fmt: skip
     """Causal attention of the last T positions, [B, H, T, D], as few as `reads_near` says; on a CPU reads the reach on the host.
 
     Args:
-        query, key, value, slopes, window, tolerance: as for `alibi_attention`.
+        query, key, value, slopes, window, scale, tolerance: as for `alibi_attention`.
         lengths: what is known of the keys and values, of all but the last few.
     """
-    spec = make_spec(query, key, value, slopes, window=window, tolerance=tolerance)
+    spec = make_spec(query, key, value, slopes, window=window, scale=scale, tolerance=tolerance)
     with torch.no_grad():
         if not _on_cpu(query):
             return fused.decode(spec, query, key, value, lengths)
@@ -59,7 +59,7 @@ def attend_near(
             of_heads = slopes[heads] if slopes.ndim == 1 else slopes[b : b + 1, heads]
             one = slice(b, b + 1)
             output[one, heads] = _attend(
-                query[one, heads], key[one], value[one], _span(members), of_heads, spans, window
+                query[one, heads], key[one], value[one], _span(members), of_heads, spans, window, spec.scale
             )
     return output
 
@@ -84,7 +84,7 @@ def _span(indices: list[int]) -> list[int] | slice:
 
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, members: list[int] | slice, slopes: Tensor, spans: list[tuple[int, int]],
-    window: int | None,
+    window: int | None, scale: float,
 ) -> Tensor:  # fmt: skip
     """Some key heads over some spans of keys; nothing in them is skipped."""
 
@@ -93,12 +93,14 @@ def _attend(
 
     if len(spans) == 1:
         keys, values, offset = part(*spans[0])
-        return alibi_attention(query, keys, values, slopes, window=window, query_offset=offset, tolerance=0.0)
+        return alibi_attention(
+            query, keys, values, slopes, window=window, scale=scale, query_offset=offset, tolerance=0.0
+        )
     outputs, masses = [], []
     for span in spans:
         keys, values, offset = part(*span)
         output, lse = alibi_attention(
-            query, keys, values, slopes, window=window, query_offset=offset, tolerance=0.0, return_lse=True
+            query, keys, values, slopes, window=window, scale=scale, query_offset=offset, tolerance=0.0, return_lse=True
         )
         outputs.append(output)
         masses.append(lse)

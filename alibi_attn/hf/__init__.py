@@ -4,10 +4,11 @@ Read `patching.py` first, then one family: `bloom.py`, `mpt.py`, `falcon.py`. `d
 """
 
 try:
+    from alibi_attn.hf.cache import ALiBiCache
     from alibi_attn.hf.patching import Patch, patch
 except ModuleNotFoundError as error:
     if error.name not in ("torch", "transformers"):
         raise
     raise ImportError('alibi_attn.hf needs transformers; install it with: pip install "alibi-attn[hf]"') from error
 
-__all__ = ["Patch", "patch"]
+__all__ = ["ALiBiCache", "Patch", "patch"]

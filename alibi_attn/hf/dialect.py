@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from alibi_attn.attention.api import alibi_attention
+from alibi_attn.attention.decoding import attend_near, reads_near
+from alibi_attn.hf.cache import ALiBiCache
 
 Numerics = Literal["exact", "checkpoint"]
 
@@ -56,22 +58,32 @@ def extended(layer: nn.Module, cache: Cache | None, key: Tensor, value: Tensor) 
 
 
 def attended(
-    layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, *, first: int | Tensor, mask: Tensor, dropout_p: float
-) -> Tensor:
-    """[B, T, H·D]: exact attention, distances in fp32, heads side by side. `mask` is that of `hf/masks.py`."""
+    layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, *, cache: Cache | None, first: int | Tensor, mask: Tensor,
+    dropout_p: float,
+) -> Tensor:  # fmt: skip
+    """[B, T, H·D]: exact attention, distances in fp32, heads side by side.
+
+    Args:
+        key, value, first: what `extended` returned.
+        mask: that of `hf/masks.py`.
+    """
     dialect = of(layer)
+    slopes = torch.tensor(dialect.slopes, dtype=torch.float32, device=query.device)
+    key_mask = checked_mask(mask)
+    if isinstance(cache, ALiBiCache) and _decodes(dialect, key_mask, dropout_p) and reads_near(query, key, slopes):
+        lengths = cache.lengths(layer.layer_idx)  # type: ignore[arg-type]
+        return merged(attend_near(query, key, value, slopes, lengths, scale=dialect.scale))
     mixed = alibi_attention(
-        query,
-        key,
-        value,
-        dialect.slopes,
-        scale=dialect.scale,
-        query_offset=first,
-        key_mask=checked_mask(mask),
-        dropout_p=dropout_p,
+        query, key, value, slopes, scale=dialect.scale, query_offset=first, key_mask=key_mask, dropout_p=dropout_p,
         backend=dialect.backend,
-    )
+    )  # fmt: skip
     return merged(mixed)
+
+
+def _decodes(dialect: Dialect, key_mask: Tensor | None, dropout_p: float) -> bool:
+    """Whether nothing stands against reading near keys only."""
+    plain = key_mask is None and dropout_p == 0 and dialect.backend == "auto"
+    return plain and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 def merged(heads: Tensor) -> Tensor:

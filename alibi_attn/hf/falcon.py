@@ -57,7 +57,9 @@ def forward(
     if dialect.of(self).numerics == "checkpoint":
         mixed = _rounded(query, key, value, alibi, first, attention_mask, dropout_p)
     else:
-        mixed = dialect.attended(self, query, key, value, first=first, mask=attention_mask, dropout_p=dropout_p)
+        mixed = dialect.attended(
+            self, query, key, value, cache=layer_past, first=first, mask=attention_mask, dropout_p=dropout_p
+        )
     output: Tensor = self.dense(mixed)
     return output, None
 

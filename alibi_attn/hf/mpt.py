@@ -61,7 +61,9 @@ def forward(
     key, value, first = dialect.extended(self, past_key_values, key, value)
     assert attention_mask is not None  # MptModel always builds one
     dropout_p = float(self.attn_dropout_p) if self.training else 0.0
-    mixed = dialect.attended(self, query, key, value, first=first, mask=attention_mask, dropout_p=dropout_p)
+    mixed = dialect.attended(
+        self, query, key, value, cache=past_key_values, first=first, mask=attention_mask, dropout_p=dropout_p
+    )
     output: Tensor = self.out_proj(mixed)
     return output, None
 

@@ -5,9 +5,10 @@ import pytest
 from alibi_attn import records
 from alibi_attn.bench import serving as module
 from alibi_attn.bench.decoding import decoding
+from alibi_attn.bench.generating import generating
 from alibi_attn.bench.serving import FAMILIES, serving
 from alibi_attn.bench.streaming import streaming
-from alibi_attn.hf import patch
+from alibi_attn.hf import ALiBiCache, patch
 from alibi_attn.report.benchmarks import is_drawn
 
 
@@ -45,6 +46,24 @@ def test_a_stream_is_held_against_the_full_pass(tmp_path):
     assert record.curves["ours"]["length"] == [200, 400, 600]
     assert record.metrics["error_of_longest_output"] < 1e-5
     assert len(said) == 4
+
+
+def test_a_token_with_a_long_cache_is_compared_and_timed(tmp_path, monkeypatch):
+    monkeypatch.setattr("alibi_attn.attention.decoding.LONG", 0)
+    said, sizes = [], {"layers": 1, "num_heads": 2, "head_dim": 8, "repeats": 1}
+    path = generating(tmp_path, patch=patch, alibi_cache=ALiBiCache, lengths=(40, 90), say=said.append, **sizes)
+    record = records.load(path)
+    assert is_drawn(record)
+    assert set(record.curves) == {"transformers", "patched", "patched, ALiBiCache"}
+    assert all(curve["length"] == [40, 90] and min(curve["forward_ms"]) > 0 for curve in record.curves.values())
+    assert len(said) == 2
+
+    class Forgetful(ALiBiCache):
+        def update(self, key, value, layer_idx):
+            return super().update(key * 0, value, layer_idx)
+
+    with pytest.raises(RuntimeError, match="patched, ALiBiCache is off"):
+        generating(tmp_path / "wrong", patch=patch, alibi_cache=Forgetful, lengths=(40,), **sizes)
 
 
 def test_what_may_not_fit_is_skipped_and_said(tmp_path, monkeypatch):

@@ -1,0 +1,87 @@
+"""`alibi bench generating`: one new token of a whole BLOOM with a long cache, as it comes, patched, and with `ALiBiCache`."""
+
+import datetime
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import BloomConfig, BloomForCausalLM
+from transformers.cache_utils import Cache, DynamicCache
+
+from alibi_attn import records
+from alibi_attn.bench.timing import medians_ms
+
+LENGTHS = (2048, 8192, 32768, 65536)
+
+
+def generating(
+    out: Path,
+    *,
+    patch: Callable[[nn.Module], object],
+    alibi_cache: Callable[[], Cache],
+    lengths: Sequence[int] = LENGTHS,
+    layers: int = 2,
+    num_heads: int = 16,
+    head_dim: int = 64,
+    repeats: int = 9,
+    say: Callable[[str], None] = print,
+) -> Path:
+    """Measure and keep one record; returns its path.
+
+    Random weights, random cached keys and values, fp32, one sequence; logits are compared before anything is timed.
+
+    Args:
+        patch, alibi_cache: those of `alibi_attn.hf`, which this layer does not import.
+    """
+    started = datetime.datetime.now(datetime.UTC)
+    torch.manual_seed(0)
+    config = BloomConfig(hidden_size=num_heads * head_dim, n_layer=layers, n_head=num_heads, vocab_size=1000)
+    plain, patched = BloomForCausalLM(config), BloomForCausalLM(config)
+    for model in (plain, patched):
+        model.train(False)
+    patched.load_state_dict(plain.state_dict())
+    patch(patched)
+    columns: dict[str, dict[str, list[records.Json]]] = {}
+    for length in sorted(lengths):
+        torch.manual_seed(1)
+        filling = [tuple(torch.randn(1, num_heads, length, head_dim) for _ in range(2)) for _ in range(layers)]
+        caches = {"transformers": DynamicCache(), "patched": DynamicCache(), "patched, ALiBiCache": alibi_cache()}
+        calls: dict[str, Callable[[], object]] = {}
+        with torch.no_grad():
+            for name, cache in caches.items():
+                for layer, (key, value) in enumerate(filling):
+                    cache.update(key, value, layer)
+                calls[name] = _step(plain if name == "transformers" else patched, cache, torch.tensor([[7]]))
+            logits = {name: call() for name, call in calls.items()}
+            true = logits["transformers"]
+            for name, found in logits.items():
+                error = float((found - true).abs().max() / true.abs().max())  # type: ignore[operator, attr-defined]
+                if not error < 1e-4:
+                    raise RuntimeError(f"{name} is off by {error:.1e} of the largest logit at {length} tokens")
+            taken = medians_ms(calls, repeats=repeats, budget_s=60.0)
+        for name, milliseconds in taken.items():
+            for column, number in {"length": length, "forward_ms": milliseconds}.items():
+                columns.setdefault(name, {}).setdefault(column, []).append(number)
+        ours = taken["patched, ALiBiCache"]
+        said = ", ".join(f"{name} {ms:.1f} ms ({ms / ours:.1f}×)" for name, ms in taken.items())
+        say(f"{length:>7} cached tokens: {said}")
+    made = records.make(
+        "benchmark", "generating/bloom", metrics={}, curves=columns, started=started,
+        config={
+            "lengths": list(lengths), "layers": layers, "heads": num_heads, "head_dim": head_dim, "dtype": "float32",
+            "threads": torch.get_num_threads(),
+        },
+    )  # fmt: skip
+    return records.save(made, out)
+
+
+def _step(model: nn.Module, cache: Cache, token: Tensor) -> Callable[[], Tensor]:
+    """One token, which the cache then forgets again."""
+
+    def call() -> Tensor:
+        logits: Tensor = model(token, past_key_values=cache).logits
+        cache.crop(-1)
+        return logits
+
+    return call

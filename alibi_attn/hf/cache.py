@@ -1,0 +1,95 @@
+"""ALiBiCache: a cache for `generate` in which a new token of a patched model reads only the keys within reach.
+
+A `DynamicCache` of transformers copies all keys and values for every new token, and then all of them are scored. This one
+appends in place, and remembers how long its keys and values are: see `attention/decoding.py`.
+"""
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer
+
+from alibi_attn.attention.lengths import Lengths
+from alibi_attn.nn.cache import KVCache
+
+
+class ALiBiCache(Cache):
+    """Pass a new one as `past_key_values`: `model.generate(tokens, past_key_values=ALiBiCache())`.
+
+    It does what a `DynamicCache` does (beams, assisted generation, chunks, cropping) with any model, and gives the same outputs.
+    With it a model under `patch` spends on attention what its reach costs, however long the text: on a CPU from 2²³ cached
+    elements a layer and sequence on, say 8,192 tokens of 16 heads × 64. Before that, and with padding, gradients, other
+    numerics than "exact", a `backend` of your choice or `torch.compile`, all keys are scored.
+
+    MPT's config has `use_cache=False`: pass `use_cache=True` to `generate` there.
+
+    >>> from transformers import BloomConfig, BloomForCausalLM
+    >>> from alibi_attn.hf import patch
+    >>> model = BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=1, n_head=4, vocab_size=50)).eval()
+    >>> cache = ALiBiCache()
+    >>> with patch(model):
+    ...     tokens = model.generate(torch.ones(1, 9, dtype=torch.int64), past_key_values=cache, max_new_tokens=3, pad_token_id=0)
+    >>> cache.get_seq_length()
+    11
+    """
+
+    def __init__(self) -> None:
+        super().__init__(layer_class_to_replicate=_Layer)
+
+    def lengths(self, layer_idx: int) -> Lengths:
+        """What is known of the keys and values of one layer, which has some."""
+        layer = self.layers[layer_idx]
+        assert isinstance(layer, _Layer)
+        return layer.store.lengths
+
+
+class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
+    """One layer of transformers' interface; `store` holds the tensors, `keys` and `values` are views of it."""
+
+    def __init__(self, **kwargs: object) -> None:
+        super().__init__(**kwargs)  # type: ignore[no-untyped-call]
+        self.store = KVCache()
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.keys, self.values = self.store.append(key_states, value_states)
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        return len(self.store)
+
+    def reset(self) -> None:
+        self.store, self.is_initialized = KVCache(), False
+        self._look()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove −tokens_to_remove tokens; a positive number is the length to be left, as older releases have it."""
+        length = len(self.store)
+        left = tokens_to_remove if tokens_to_remove > 0 else length + tokens_to_remove
+        self.store.crop(min(max(left, 0), length))
+        self._look()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        if len(self.store):
+            self.store.reorder(beam_idx)
+            self._look()
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if len(self.store):
+            self.reorder_cache(torch.arange(self.store.key.shape[0]).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if len(self.store):
+            self.reorder_cache(torch.arange(self.store.key.shape[0], device=indices.device)[indices])
+
+    def offload(self) -> None:
+        raise NotImplementedError("an ALiBiCache is not offloaded; use DynamicCache(offloading=True)")
+
+    def _look(self) -> None:
+        self.keys, self.values = (self.store.key, self.store.value) if len(self.store) else (None, None)

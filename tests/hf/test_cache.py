@@ -1,0 +1,117 @@
+"""ALiBiCache: what DynamicCache gives, from the keys within reach."""
+
+import copy
+
+import pytest
+import torch
+from transformers.cache_utils import DynamicCache
+
+from alibi_attn.attention import decoding
+from alibi_attn.hf import ALiBiCache, dialect, patch
+
+FAMILIES = ["bloom", "mpt", "falcon", "falcon multi-query", "falcon new"]
+
+
+@pytest.fixture
+def near(monkeypatch):
+    """Every decoding step reads near keys only, however few there are; counts them."""
+    calls = []
+
+    def counted(*args, **kwargs):
+        calls.append(args[1].shape[2])
+        return decoding.attend_near(*args, **kwargs)
+
+    monkeypatch.setattr(decoding, "LONG", 0)
+    monkeypatch.setattr(dialect, "attend_near", counted)
+    return calls
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generations_are_those_of_a_dynamic_cache(family, near, build, tokens):
+    model, ids = build(family), tokens(1, 30)
+    asked = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "use_cache": True}
+    expected = model.generate(ids, past_key_values=DynamicCache(), **asked)
+    assert torch.equal(model.generate(ids, past_key_values=ALiBiCache(), **asked), expected)
+    assert not near, "an unpatched model knows nothing of it"
+    with patch(model):
+        assert torch.equal(model.generate(ids, past_key_values=ALiBiCache(), **asked), expected)
+    assert near == [length for length in range(31, 42) for _ in range(2)]
+
+
+@pytest.mark.parametrize("family", ["bloom", "falcon new"])
+def test_beams_and_an_assistant_move_the_cache(family, near, build, tokens):
+    model, ids = build(family), tokens(2, 20)
+    beams = {"max_new_tokens": 8, "num_beams": 3, "do_sample": False, "use_cache": True}
+    expected = model.generate(ids, past_key_values=DynamicCache(), **beams)
+    assistant, one = build(family, seed=5), tokens(1, 20)
+    assisted = {"max_new_tokens": 8, "do_sample": False, "assistant_model": assistant}
+    also = model.generate(one, past_key_values=DynamicCache(), **assisted)
+    with patch(model):
+        assert torch.equal(model.generate(ids, past_key_values=ALiBiCache(), **beams), expected)
+        assert torch.equal(model.generate(one, past_key_values=ALiBiCache(), **assisted), also)
+    assert near
+
+
+def test_far_keys_are_not_read(near, build, tokens):
+    model, ids = build("mpt", attention={"alibi_bias_max": 2}), tokens(1, 2600)  # slopes from 0.79 to 0.25
+    with patch(model), torch.no_grad():
+        cache = ALiBiCache()
+        model(ids, past_key_values=cache)
+        logits = model(ids[:, :1], past_key_values=cache).logits
+        cache.crop(-1)
+        for layer in cache.layers:
+            layer.keys[:, :, :1024], layer.values[:, :, :1024] = torch.nan, torch.nan
+        assert torch.equal(model(ids[:, :1], past_key_values=cache).logits, logits)
+        cache.crop(-1)
+        cache.layers[0].keys[:, :, -3] = torch.nan
+        assert bool(model(ids[:, :1], past_key_values=cache).logits.isnan().all())
+
+
+def test_left_padding_and_a_gradient_score_all_keys(near, build, tokens):
+    model, ids = build("bloom"), tokens(2, 12)
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    asked = {"attention_mask": mask, "max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "use_cache": True}
+    expected = model.generate(ids, **asked)
+    with patch(model):
+        assert torch.equal(model.generate(ids, past_key_values=ALiBiCache(), **asked), expected)
+        cache = ALiBiCache()
+        for part in (ids[:, :11], ids[:, 11:]):
+            logits = model(part, past_key_values=cache).logits
+        logits.sum().backward()
+        assert not near
+
+
+def test_what_a_dynamic_cache_can_do_with_its_batch(build, tokens):
+    model, ids = build("bloom"), tokens(3, 7)
+    caches = [DynamicCache(), ALiBiCache()]
+    with torch.no_grad():
+        for cache in caches:
+            model(ids, past_key_values=cache)
+            cache.batch_repeat_interleave(2)
+            cache.batch_select_indices(torch.tensor([5, 0, 3]))
+            cache.reorder_cache(torch.tensor([2, 1, 0]))
+            cache.crop(-2)
+        twin = copy.deepcopy(caches[1])
+        results = [model(tokens(3, 1), past_key_values=cache).logits for cache in (*caches, twin)]
+    torch.testing.assert_close(results[1], results[0])
+    assert torch.equal(results[2], results[1])
+    assert caches[1].get_seq_length() == 6
+    for layer, mine in zip(caches[0].layers, caches[1].layers, strict=True):
+        torch.testing.assert_close(mine.keys, layer.keys)
+        assert mine.values.shape == layer.values.shape
+    caches[1].reset()
+    assert caches[1].get_seq_length() == 0
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids, past_key_values=caches[1]).logits, model(ids).logits)
+
+
+def test_older_releases_crop_to_a_length_and_nobody_offloads(build, tokens):
+    cache = ALiBiCache()
+    with torch.no_grad():
+        build("bloom")(tokens(1, 9), past_key_values=cache)
+    for asked, left in ((20, 9), (5, 5), (-2, 3), (0, 3), (-9, 0)):
+        cache.layers[0].crop(asked)
+        assert len(cache.layers[0].store) == left
+    with pytest.raises(NotImplementedError, match="DynamicCache"):
+        cache.layers[0].offload()
