@@ -26,10 +26,12 @@ from alibi_attn.attention.tiles import reach_and_scores
 from alibi_attn.bench.peers import Attention
 from alibi_attn.slopes import alibi_slopes
 
+Columns = dict[str, dict[str, list[records.Json]]]
+
 LENGTHS = tuple(2**n for n in range(10, 21))
 HEADS = ((16, 128), (32, 64))
 TOKENS = 16384  # batch · length, while the length is below it
-DENSE_LONGEST = 8192
+DENSE, DENSE_LONGEST = "SDPA + dense bias", 8192
 FLEX_LONGEST = 131072
 CHECKED_LENGTH = 777
 CHECKED: tuple[dict[str, object], ...] = (
@@ -48,7 +50,7 @@ def gpu(
     smoke: bool = False,
     say: Callable[[str], None] = print,
 ) -> list[Path]:
-    """Check, measure, and keep one record for each kind of input and each shape of heads; returns their paths.
+    """Check, measure, and keep two records for each kind of input and each shape of heads, one of them of decoding; their paths.
 
     Raises:
         ValueError: no CUDA device, or, with `smoke`, no interpreter.
@@ -65,27 +67,32 @@ def gpu(
     turns = [(kind, num_heads, head_dim) for kind in kinds for num_heads, head_dim in heads]
     for turn, (kind, num_heads, head_dim) in enumerate(turns):
         started = datetime.datetime.now(datetime.UTC)
-        columns: dict[str, dict[str, list[records.Json]]] = {"correctness": errors}
+        columns: Columns = {"correctness": errors}
+        decoding: Columns = {}
         until = time.perf_counter() + (end - time.perf_counter()) / (len(turns) - turn)
         for length in sorted(lengths):
             if time.perf_counter() > until:
                 say(f"{kind} {num_heads}x{head_dim}: the time is spent before {length}")
                 break
             drawn = _draw(kind, length, num_heads, head_dim, dtypes[0], device, smoke)
-            for name, row in _measured(*drawn, until=until, smoke=smoke).items():
-                for column, figure in {"length": length, **row}.items():
-                    columns.setdefault(name, {}).setdefault(column, []).append(figure)
-                say(f"{kind} {num_heads}x{head_dim} {length:>8} {name}: {row}")
+            step = _decoding(*drawn[:3])
+            for into, rows in ((columns, _measured(*drawn, until=until, smoke=smoke)), (decoding, step)):
+                for name, row in rows.items():
+                    for column, figure in {"length": length, **row}.items():
+                        into.setdefault(name, {}).setdefault(column, []).append(figure)
+                    say(f"{kind} {num_heads}x{head_dim} {length:>8} {'decoding, ' * (into is decoding)}{name}: {row}")
         config: dict[str, records.Json] = {
             "kind": kind, "heads": num_heads, "head_dim": head_dim, "dtype": str(dtypes[0]).removeprefix("torch."),
             "lengths": list(lengths), "smoke": smoke, "device": device.type,
         }  # fmt: skip
-        name = f"{'gpu-smoke' if smoke else 'gpu'}/{kind}-{num_heads}x{head_dim}"
+        folder, case = "gpu-smoke" if smoke else "gpu", f"{kind}-{num_heads}x{head_dim}"
         worst = max(row["error"] / row["allowed"] for row in checked)  # type: ignore[operator]
-        made = records.make(
-            "benchmark", name, config=config, metrics={"worst_error_share": worst}, curves=columns, started=started
-        )
-        paths.append(records.save(made, out))
+        for name, curves in ((case, columns), (f"decoding-{case}", decoding)):
+            made = records.make(
+                "benchmark", f"{folder}/{name}", config=config, metrics={"worst_error_share": worst}, curves=curves,
+                started=started,
+            )  # fmt: skip
+            paths.append(records.save(made, out))
     return paths
 
 
@@ -141,7 +148,7 @@ def _draw(
 def _measured(
     query: Tensor, key: Tensor, value: Tensor, grad: Tensor, *, until: float, smoke: bool
 ) -> dict[str, dict[str, records.Json]]:
-    """A row for each peer, and the row "decoding"."""
+    """A row for each peer."""
     slopes = torch.tensor(alibi_slopes(query.shape[1]), dtype=torch.float32, device=query.device)
     b, h, n, d = query.shape
     _, scores = reach_and_scores(*_planned(query, key, value))
@@ -164,26 +171,36 @@ def _measured(
             "forward_ms": forward, "backward_ms": backward, "nominal_tflops": flops * causal / seconds / 1e12,
             "computed_tflops": flops * visited / seconds / 1e12 if name == "ours" else None,
         }  # fmt: skip
-    rows["decoding"] = _decoding(query[:, :, -1:], key, value, slopes)
     return rows
 
 
-def _decoding(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> dict[str, records.Json]:
-    """One query a sequence: of a call that knows nothing of the keys and reads them all, and of one told how long they are."""
+def _decoding(query: Tensor, key: Tensor, value: Tensor) -> dict[str, dict[str, records.Json]]:
+    """A row for each peer. "ours" is told how long the keys are, as a cache tells it; "ours, untold" meets them all."""
+    slopes = torch.tensor(alibi_slopes(query.shape[1]), dtype=torch.float32, device=query.device)
+    query = query[:, :, -1:]
     spec, lengths = make_spec(query, key, value, slopes), Lengths.of(key, value)
-    tiles = fused.plan(spec, query, key, value, lengths)
-    found = certified(spec, query, key, value, lengths, pin_choices=fused.DECODE_PINS)
-    least = int(found.left.clamp(max=key.shape[2]).sum()) + int((found.pins >= 0).sum()) * TILE
+    calls: dict[str, Callable[[], object]] = {
+        "ours": lambda: fused.decode(spec, query, key, value, lengths),
+        "ours, untold": lambda: alibi_attention(query, key, value, slopes, backend="fused"),
+        "causal, no bias": lambda: functional.scaled_dot_product_attention(query, key, value),
+        DENSE: lambda: alibi_attention(query, key, value, slopes, backend="dense"),
+    }
     with torch.no_grad():
-        told = _median_ms(lambda: fused.decode(spec, query, key, value, lengths), query.device)
-        ours = _median_ms(lambda: alibi_attention(query, key, value, slopes, backend="fused"), query.device)
-        causal = _median_ms(lambda: functional.scaled_dot_product_attention(query, key, value), query.device)
+        rows: dict[str, dict[str, records.Json]] = {
+            name: {
+                "forward_ms": _median_ms(call, query.device) if name != DENSE or key.shape[2] <= FLEX_LONGEST else None
+            }
+            for name, call in calls.items()
+        }
+        tiles = fused.plan(spec, query, key, value, lengths)
+        found = certified(spec, query, key, value, lengths, pin_choices=fused.DECODE_PINS)
+    least = int(found.left.clamp(max=key.shape[2]).sum()) + int((found.pins >= 0).sum()) * TILE
     row_bytes = 2 * key.shape[-1] * key.element_size()
-    return {
-        "ours_us": told * 1e3, "ours_untold_us": ours * 1e3, "no_bias_us": causal * 1e3,
+    rows["ours"] |= {
         "bytes_read": int(tiles.visited.sum()) * TILE * row_bytes, "bytes_least": least * row_bytes,
-        "bytes_all": key.shape[0] * key.shape[1] * key.shape[2] * row_bytes,
+        "bytes_all": key.shape[:3].numel() * row_bytes,
     }  # fmt: skip
+    return rows
 
 
 def _planned(query: Tensor, key: Tensor, value: Tensor):  # type: ignore[no-untyped-def]
@@ -197,7 +214,7 @@ def _peers(smoke: bool) -> dict[str, tuple[Attention, int]]:
     found: dict[str, tuple[Attention, int]] = {
         "ours": (lambda q, k, v, m: alibi_attention(q, k, v, m, backend="fused"), 2**30),
         "causal, no bias": (lambda q, k, v, m: functional.scaled_dot_product_attention(q, k, v, is_causal=True), 2**18),
-        "SDPA + dense bias": (lambda q, k, v, m: alibi_attention(q, k, v, m, backend="dense"), DENSE_LONGEST),
+        DENSE: (lambda q, k, v, m: alibi_attention(q, k, v, m, backend="dense"), DENSE_LONGEST),
     }
     if smoke:
         return found

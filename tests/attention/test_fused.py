@@ -17,6 +17,7 @@ from attention_oracle import Answer
 from alibi_attn import records
 from alibi_attn.attention.backends import fused
 from alibi_attn.bench.gpu import gpu
+from alibi_attn.report.benchmarks import is_drawn
 
 LONG = Case("long", batch=1, heads=2, query_len=333, key_len=333, slopes="steep")
 SINK = dataclasses.replace(LONG, name="sink", sink=200.0)
@@ -152,13 +153,16 @@ def test_refusals_name_their_reason(interpreter: ProcessPoolExecutor) -> None:
 
 
 def test_the_benchmark_checks_measures_and_keeps_a_record(interpreter: ProcessPoolExecutor, tmp_path: Path) -> None:
-    (path,) = interpreter.submit(inside.smoke_of_the_benchmark, tmp_path).result()
-    record = records.load(path)
+    record, steps = map(records.load, interpreter.submit(inside.smoke_of_the_benchmark, tmp_path).result())
     assert record.metrics["worst_error_share"] <= 1
-    assert set(record.curves) == {"correctness", "ours", "causal, no bias", "SDPA + dense bias", "decoding"}
+    assert set(record.curves) == {"correctness", "ours", "causal, no bias", "SDPA + dense bias"}
     assert record.curves["ours"]["length"] == [64]
-    steps = record.curves["decoding"]
-    assert 0 < steps["bytes_least"][0] <= steps["bytes_read"][0] <= steps["bytes_all"][0]
+    assert steps.name == "gpu-smoke/decoding-peaked-2x16"
+    assert set(steps.curves) == {"ours", "ours, untold", "causal, no bias", "SDPA + dense bias"}
+    read = steps.curves["ours"]
+    assert 0 < read["bytes_least"][0] <= read["bytes_read"][0] <= read["bytes_all"][0]
+    assert is_drawn(record)
+    assert is_drawn(steps)
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="there is none"):
             gpu(tmp_path)

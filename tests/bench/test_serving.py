@@ -54,7 +54,7 @@ def test_a_token_with_a_long_cache_is_compared_and_timed(tmp_path, monkeypatch):
     path = generating(tmp_path, patch=patch, alibi_cache=ALiBiCache, lengths=(40, 90), say=said.append, **sizes)
     record = records.load(path)
     assert is_drawn(record)
-    assert set(record.curves) == {"transformers", "patched", "patched, ALiBiCache"}
+    assert set(record.curves) == {"ours", "patched, DynamicCache", "transformers"}
     assert all(curve["length"] == [40, 90] and min(curve["forward_ms"]) > 0 for curve in record.curves.values())
     assert len(said) == 2
 
@@ -62,7 +62,7 @@ def test_a_token_with_a_long_cache_is_compared_and_timed(tmp_path, monkeypatch):
         def update(self, key, value, layer_idx):
             return super().update(key * 0, value, layer_idx)
 
-    with pytest.raises(RuntimeError, match="patched, ALiBiCache is off"):
+    with pytest.raises(RuntimeError, match="ours is off"):
         generating(tmp_path / "wrong", patch=patch, alibi_cache=Forgetful, lengths=(40,), **sizes)
 
 
