@@ -33,8 +33,8 @@ def steps_aside(name: str, spec: AttentionSpec[Tensor]) -> str | None:
     if name != "banded":
         return None
     scores = spec.query_len * spec.key_len
-    if spec.query_len == 1:
-        return "one query: dense has scored all keys before the certificate has read them"
+    if spec.query_len <= dense.FEW_QUERIES:
+        return f"T ≤ {dense.FEW_QUERIES}: dense has scored all keys before the certificate has read them"
     if spec.key_len < SHORT_KEYS and scores < SHORT_SCORES:
         return f"short input: S < {SHORT_KEYS} and T·S = {scores} < {SHORT_SCORES}"
     if scores <= FEW_SCORES:

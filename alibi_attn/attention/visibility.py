@@ -62,12 +62,20 @@ def without_bad_keys(spec: Spec, seen: Tensor, key: Tensor, value: Tensor) -> tu
 
 
 def are_finite(*tensors: Tensor) -> bool:
-    """True only where looking is free. A sum of finite numbers is finite unless it overflows, which asks for a closer look."""
+    """True only where looking is free."""
     if tensors[0].device.type != "cpu" or torch.compiler.is_compiling():
         return False
-    wide = (torch.promote_types(x.dtype, torch.float32) for x in tensors)
-    sums = [x.detach().sum(dtype=dtype).isfinite() for x, dtype in zip(tensors, wide, strict=True)]
-    return all(map(bool, sums)) or all(bool(x.detach().isfinite().all()) for x in tensors)
+    return all(_is_finite(x.detach()) for x in tensors)
+
+
+def _is_finite(x: Tensor) -> bool:
+    """By what torch is quickest at: extremes in half precision, whose sums in fp32 take thirty times as long; else a sum.
+
+    A sum of finite numbers is finite unless it overflows, which asks for a closer look.
+    """
+    if x.dtype in (torch.float16, torch.bfloat16) and x.numel():
+        return all(bool(extreme.isfinite()) for extreme in torch.aminmax(x))
+    return bool(x.sum().isfinite()) or bool(x.isfinite().all())
 
 
 def may_see_nothing(spec: Spec) -> bool:

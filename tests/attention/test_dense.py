@@ -1,0 +1,89 @@
+"""Decoding by `dense`, which writes its few scores out: everything a call may ask for, and numbers that are none."""
+
+import pytest
+import torch
+from attention_checks import EPS
+
+from alibi_attn import alibi_attention, alibi_slopes
+from alibi_attn.attention.backends import dense
+from alibi_attn.attention.visibility import are_finite
+
+SLOPES = torch.tensor(alibi_slopes(6), dtype=torch.float32)
+ASKED = {
+    "plain": {},
+    "lse": {"return_lse": True},
+    "window": {"window": 20},
+    "not causal": {"causal": False, "right_slopes": [0.1, 0.2, float("inf"), 0.0, 1.0, 0.5]},
+    "key mask": {"key_mask": torch.arange(90).expand(2, -1) % 7 > 1},
+    "segments": {"segment_ids": (torch.arange(90) // 40).expand(2, -1)},
+    "an offset a sequence": {"query_offset": torch.tensor([50, 3])},
+    "queries that see nothing": {"query_offset": -2, "return_lse": True},
+    "slopes a batch": {"slopes": SLOPES * torch.tensor([[1.0], [-0.5]])},
+}
+
+
+def drawn(dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(2, h, n, 8, generator=generator, dtype=dtype) for h, n in ((6, 4), (3, 90), (3, 90))]
+
+
+def both(query, key, value, asked):
+    asked = {"slopes": SLOPES, **asked}
+    with torch.no_grad():
+        true = alibi_attention(*(x.double() for x in (query, key, value)), backend="reference", tolerance=0.0, **asked)
+        got = alibi_attention(query, key, value, backend="dense", **asked)
+    return ((got,), (true,)) if isinstance(got, torch.Tensor) else (got, true)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ASKED)
+def test_few_queries_equal_the_definition(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = []
+
+    def spied(*arguments):
+        written.append(_written_out(*arguments))
+        return written[-1]
+
+    _written_out = dense._written_out
+    monkeypatch.setattr(dense, "_written_out", spied)
+    for ours, true in zip(*both(*drawn(dtype), ASKED[name]), strict=True):
+        assert ours.dtype in (dtype, torch.promote_types(dtype, torch.float32))
+        torch.testing.assert_close(ours.double(), true, rtol=0, atol=32 * EPS[dtype])
+    assert len(written) == 1
+    assert (written[0] is None) == (name == "queries that see nothing"), "a closer look is for what is not finite"
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 1e30])
+@pytest.mark.parametrize("where", ["key", "value"])
+@pytest.mark.parametrize("name", ["plain", "window", "key mask"])
+def test_a_bad_number_is_seen_or_has_no_effect(name: str, where: str, bad: float) -> None:
+    query, key, value = drawn(torch.float32)
+    spoiled = key if where == "key" else value
+    spoiled[0, 1, 70, 3], spoiled[1, 2, 88] = bad, bad
+    for ours, true in zip(*both(query, key, value, ASKED[name]), strict=True):
+        assert bool((ours.isnan() == true.float().isnan()).all())
+        fine = true.float().isfinite()
+        torch.testing.assert_close(ours[fine], true.float()[fine], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_one_bad_number_is_found_wherever_it_is(dtype: torch.dtype, bad: float) -> None:
+    good = torch.full((3, 70, 50), float(torch.finfo(dtype).max), dtype=dtype)  # whose sum overflows
+    for x in (good, good.transpose(0, 1), good[:, 3:, 5:], good[:, :, 1::3], good[:0]):
+        assert are_finite(good[:1], x)
+    for at in ((0, 0, 0), (2, 69, 49), (1, 33, 17)):
+        spoiled = torch.zeros(3, 70, 50, dtype=dtype)
+        spoiled[at] = bad
+        for x in (spoiled, spoiled.transpose(0, 1), spoiled.mT, torch.stack([spoiled] * 3, -1)[..., 1]):
+            assert not are_finite(good, x)
+
+
+def test_what_wants_a_gradient_takes_the_other_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense, "_written_out", None)
+    query, key, value = drawn(torch.float32)
+    alibi_attention(query, key, value, SLOPES, backend="dense")
+    with torch.no_grad():
+        alibi_attention(query, key, value, SLOPES, dropout_p=0.1, backend="dense")
+        with pytest.raises(TypeError):
+            alibi_attention(query, key, value, SLOPES, backend="dense")
