@@ -5,6 +5,7 @@ Some three hundred small torch operations, however fast each, keep the host busy
 
 import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.tiles import BAD, FINE, HIDDEN
 
 Spec = AttentionSpec[Tensor]
+
+_WARPS = 8
 
 
 def certified(
@@ -45,9 +48,7 @@ def _from_kernels(
 
     b, h, device = spec.batch, spec.num_heads, query.device
     unknown = value is None
-    query, key, value = (
-        x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, key if value is None else value)
-    )
+    query, key, value = in_rows(query, key, key if value is None else value)
     tiles, longest, shortest = _norms(spec, key, value, lengths)
     if unknown:
         longest = torch.zeros_like(longest)
@@ -64,7 +65,7 @@ def _from_kernels(
             h if slopes.ndim == 2 else 0, 0 if first.numel() == 1 else 1,
             spec.scale, -math.log(spec.tolerance), VALUE_RATIO, min(spec.window or 0, 2**31 - 1),
             b, h, spec.group, spec.query_len, spec.key_len, tiles.shape[-1],
-            CHOICES=len(pin_choices), KEPT=KEPT, HAS_WINDOW=spec.window is not None, **_constants(spec),
+            CHOICES=len(pin_choices), KEPT=KEPT, HAS_WINDOW=spec.window is not None, **row_constants(spec), num_warps=_WARPS,
         )  # fmt: skip
     found, pins = _cheapest(spec, left, chosen, first, pin_choices)
     return Bounds(found, found, pins)
@@ -82,7 +83,7 @@ def key_flags(spec: Spec, key: Tensor, value: Tensor) -> Tensor:
     with on(key):
         flags_kernel[(spec.batch * spec.num_kv_heads * tiles,)](
             key, value, mask, flags, *key.stride()[:3], *value.stride()[:3], tiles, spec.num_kv_heads, spec.key_len,
-            HAS_MASK=spec.key_mask is not None, FINE=FINE, HIDDEN=HIDDEN, BAD=BAD, **_constants(spec),
+            HAS_MASK=spec.key_mask is not None, FINE=FINE, HIDDEN=HIDDEN, BAD=BAD, **row_constants(spec), num_warps=_WARPS,
         )  # fmt: skip
     return flags
 
@@ -92,16 +93,19 @@ def on(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(tensor.device) if tensor.device.type == "cuda" else contextlib.nullcontext()
 
 
+def in_rows(*tensors: Tensor) -> Iterator[Tensor]:
+    """The tensors with a last stride of 1, which kernels count on."""
+    return (x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
+
+
 def _cheapest(
     spec: Spec, left: Tensor, chosen: Tensor, first: Tensor, pin_choices: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
     """(reach, pins) of each head's cheapest choice; see `bounds._cost`."""
-    device, (choices, _, _, blocks) = left.device, left.shape
+    device, blocks = left.device, left.shape[-1]
     pins = torch.nn.functional.pad(
         chosen.repeat_interleave(spec.group, 1), (0, max(PIN_CHOICES) - chosen.shape[-1]), value=-1
     )
-    if choices == 1:
-        return left[0].long(), pins
     pinned = torch.cat([torch.full((1,), count, device=device) for count in pin_choices])  # a list would be waited for
     end = first[:, None, None] + torch.arange(TILE, TILE * blocks + 1, TILE, device=device)
     asked = torch.minimum(left, end.clamp(0, spec.key_len)).sum(-1)
@@ -125,11 +129,11 @@ def _norms(spec: Spec, key: Tensor, value: Tensor, lengths: Lengths | None) -> t
         with on(key):
             lengths_kernel[(spec.batch * spec.num_kv_heads * (n - known),)](
                 key, value, *norms, *key.stride()[:3], *value.stride()[:3], known, n - known, spec.num_kv_heads, spec.key_len, n,
-                **_constants(spec),
+                **row_constants(spec), num_warps=_WARPS,
             )  # fmt: skip
     return norms[0], norms[1].amax(-1), norms[2].amin(-1)
 
 
-def _constants(spec: Spec) -> dict[str, Any]:
-    wide = max(16, 1 << (spec.head_dim - 1).bit_length())
-    return {"D": spec.head_dim, "DP": wide, "TILE": TILE, "num_warps": 8}
+def row_constants(spec: Spec) -> dict[str, int]:
+    """What every kernel is told of rows and tiles."""
+    return {"D": spec.head_dim, "DP": max(16, 1 << (spec.head_dim - 1).bit_length()), "TILE": TILE}

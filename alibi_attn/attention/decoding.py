@@ -20,7 +20,12 @@ FEW = 1024  # keys that cost less than a call of their own: heads that need no m
 
 
 def reads_near(query: Tensor, key: Tensor, slopes: Tensor) -> bool:
-    """Whether `attend_near` takes such queries and keys, and is worth it; told without reading a tensor."""
+    """Whether `attend_near` takes such queries and keys, and is worth it; told without reading a tensor.
+
+    It has no gradient, and torch.compile does not trace it.
+    """
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
     if _on_cpu(query):
         return query.shape[2] <= MAX_QUERIES and key.shape[1:].numel() >= LONG
     if query.shape[2] > fused.DECODE_QUERIES:

@@ -13,6 +13,7 @@ from alibi_attn.attention.backends import banded
 from alibi_attn.attention.bounds import TILE
 from alibi_attn.attention.door import make_spec
 from alibi_attn.bench.cases import Case, draw
+from alibi_attn.bench.columns import Columns, append
 from alibi_attn.bench.peers import Peer, peers
 from alibi_attn.bench.timing import matrix_product, matrix_rate_gflops, medians_ms, peak_memory_bytes
 from alibi_attn.slopes import alibi_slopes
@@ -44,15 +45,15 @@ def cpu(
     paths = []
     for kind in kinds:
         started = datetime.datetime.now(datetime.UTC)
-        columns: dict[str, dict[str, list[records.Json]]] = {}
+        columns: Columns = {}
         for length in sorted(lengths):
             case = Case(kind, length)
             for name, row in _measure(case, repeats=repeats, budget_s=budget_s, say=say).items():
-                _append(columns, name, row)
+                append(columns, name, row)
         if memory:
             for length in [n for n in MEMORY_LENGTHS if n in lengths]:
                 peak = peak_memory_bytes(_train_step, kind, length)
-                _append(columns, "memory", {"length": length, "peak_memory_bytes": peak})
+                append(columns, "memory", {"length": length, "peak_memory_bytes": peak})
                 say(f"{kind} {length:>6}: forward + backward adds {peak / 2**30:.2f} GiB to a fresh process")
         metrics = _summary(columns)
         config: dict[str, records.Json] = {
@@ -171,7 +172,7 @@ def _train_step(kind: str, length: int) -> None:
     alibi_attention(*leaves).backward(grad)
 
 
-def _summary(columns: dict[str, dict[str, list[records.Json]]]) -> dict[str, float | None]:
+def _summary(columns: Columns) -> dict[str, float | None]:
     """Growth of cost of every peer: the slope of log time against log length over its longest half of lengths."""
     growth: dict[str, float | None] = {}
     for name, column in columns.items():
@@ -189,8 +190,3 @@ def _summary(columns: dict[str, dict[str, list[records.Json]]]) -> dict[str, flo
         slope = ((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum()
         growth[f"growth of {name}"] = float(slope)
     return growth
-
-
-def _append(columns: dict[str, dict[str, list[records.Json]]], name: str, row: dict[str, records.Json]) -> None:
-    for key, value in row.items():
-        columns.setdefault(name, {}).setdefault(key, []).append(value)

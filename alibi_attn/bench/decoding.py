@@ -12,6 +12,7 @@ from alibi_attn.attention.bounds import bounds
 from alibi_attn.attention.decoding import attend_near
 from alibi_attn.attention.door import make_spec
 from alibi_attn.attention.lengths import Lengths
+from alibi_attn.bench.columns import Columns, append
 from alibi_attn.bench.timing import medians_ms
 from alibi_attn.slopes import alibi_slopes
 
@@ -34,7 +35,7 @@ def decoding(
     """
     started = datetime.datetime.now(datetime.UTC)
     slopes = torch.tensor(alibi_slopes(num_heads), dtype=torch.float32)
-    columns: dict[str, dict[str, list[records.Json]]] = {}
+    columns: Columns = {}
     for length in sorted(lengths):
         torch.manual_seed(0)
         query = torch.randn(1, num_heads, 1, head_dim)
@@ -52,9 +53,8 @@ def decoding(
             taken = medians_ms(calls, repeats=repeats, budget_s=20.0)
         share = _share_within_reach(query, key, value, slopes, remembered)
         for name, milliseconds in taken.items():
-            row = {"length": length, "forward_ms": milliseconds, "keys_within_reach": share if name == "ours" else 1.0}
-            for column, number in row.items():
-                columns.setdefault(name, {}).setdefault(column, []).append(number)
+            within = share if name == "ours" else 1.0
+            append(columns, name, {"length": length, "forward_ms": milliseconds, "keys_within_reach": within})
         say(
             f"{length:>7} keys: {taken['ours']:.2f} ms, dense {taken['dense']:.2f} ms "
             f"({taken['dense'] / taken['ours']:.2f}×); {share:.1%} of the keys are within reach"

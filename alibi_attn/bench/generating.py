@@ -10,6 +10,7 @@ from transformers import BloomConfig, BloomForCausalLM
 from transformers.cache_utils import Cache, DynamicCache
 
 from alibi_attn import records
+from alibi_attn.bench.columns import Columns, append
 from alibi_attn.bench.timing import medians_ms
 
 LENGTHS = (2048, 8192, 32768, 65536)
@@ -43,7 +44,7 @@ def generating(
         model.train(False)
     patched.load_state_dict(plain.state_dict())
     patch(patched)
-    columns: dict[str, dict[str, list[records.Json]]] = {}
+    columns: Columns = {}
     for length in sorted(lengths):
         torch.manual_seed(1)
         filling = [tuple(torch.randn(1, num_heads, length, head_dim) for _ in range(2)) for _ in range(layers)]
@@ -62,8 +63,7 @@ def generating(
                     raise RuntimeError(f"{name} is off by {error:.1e} of the largest logit at {length} tokens")
             taken = medians_ms(calls, repeats=repeats, budget_s=60.0)
         for name, milliseconds in taken.items():
-            for column, number in {"length": length, "forward_ms": milliseconds}.items():
-                columns.setdefault(name, {}).setdefault(column, []).append(number)
+            append(columns, name, {"length": length, "forward_ms": milliseconds})
         ours = taken["ours"]
         said = ", ".join(f"{name} {ms:.1f} ms ({ms / ours:.1f}×)" for name, ms in taken.items())
         say(f"{length:>7} cached tokens: {said}")

@@ -22,11 +22,9 @@ from alibi_attn.attention.bounds import TILE
 from alibi_attn.attention.certify import certified
 from alibi_attn.attention.door import make_spec
 from alibi_attn.attention.lengths import Lengths
-from alibi_attn.attention.tiles import reach_and_scores
+from alibi_attn.bench.columns import Columns, append
 from alibi_attn.bench.peers import Attention
 from alibi_attn.slopes import alibi_slopes
-
-Columns = dict[str, dict[str, list[records.Json]]]
 
 LENGTHS = tuple(2**n for n in range(10, 21))
 HEADS = ((16, 128), (32, 64))
@@ -78,8 +76,7 @@ def gpu(
             step = _decoding(*drawn[:3])
             for into, rows in ((columns, _measured(*drawn, until=until, smoke=smoke)), (decoding, step)):
                 for name, row in rows.items():
-                    for column, figure in {"length": length, **row}.items():
-                        into.setdefault(name, {}).setdefault(column, []).append(figure)
+                    append(into, name, {"length": length, **row})
                     say(f"{kind} {num_heads}x{head_dim} {length:>8} {'decoding, ' * (into is decoding)}{name}: {row}")
         config: dict[str, records.Json] = {
             "kind": kind, "heads": num_heads, "head_dim": head_dim, "dtype": str(dtypes[0]).removeprefix("torch."),
@@ -151,7 +148,8 @@ def _measured(
     """A row for each peer."""
     slopes = torch.tensor(alibi_slopes(query.shape[1]), dtype=torch.float32, device=query.device)
     b, h, n, d = query.shape
-    _, scores = reach_and_scores(*_planned(query, key, value))
+    with torch.no_grad():
+        _, scores = fused.visits(make_spec(query, key, value), query, key, value)
     visited, causal = int(scores.sum()), b * h * n * (n + 1) // 2
     rows: dict[str, dict[str, records.Json]] = {}
     for name, (attention, longest) in _peers(smoke).items():
@@ -201,12 +199,6 @@ def _decoding(query: Tensor, key: Tensor, value: Tensor) -> dict[str, dict[str, 
         "bytes_all": key.shape[:3].numel() * row_bytes,
     }  # fmt: skip
     return rows
-
-
-def _planned(query: Tensor, key: Tensor, value: Tensor):  # type: ignore[no-untyped-def]
-    spec = make_spec(query, key, value)
-    with torch.no_grad():
-        return spec, fused.plan(spec, query, key, value)
 
 
 def _peers(smoke: bool) -> dict[str, tuple[Attention, int]]:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alibi_attn import records
+from alibi_attn.bench.columns import Columns, append
 from alibi_attn.bench.timing import medians_ms, peak_memory_bytes
 from alibi_attn.jax.attention import alibi_attention
 from alibi_attn.slopes import alibi_slopes
@@ -70,14 +71,14 @@ def jax_attention(
     device = jax.devices()[0]
     for kind in kinds:
         started = datetime.datetime.now(datetime.UTC)
-        columns: dict[str, dict[str, list[records.Json]]] = {}
+        columns: Columns = {}
         for length in sorted(lengths):
             for name, row in _measure(kind, length, repeats=repeats, budget_s=budget_s, say=say).items():
-                _append(columns, name, row)
+                append(columns, name, row)
         if memory and device.platform == "cpu":
             for length in [n for n in MEMORY_LENGTHS if n in lengths]:
                 peak = peak_memory_bytes(_train_step, kind, length)
-                _append(columns, "memory", {"length": length, "peak_memory_bytes": peak})
+                append(columns, "memory", {"length": length, "peak_memory_bytes": peak})
                 say(f"{kind} {length:>6}: forward + backward adds {peak / 2**30:.2f} GiB to a fresh process")
         config: dict[str, records.Json] = {
             "kind": kind, "heads": NUM_HEADS, "head_dim": HEAD_DIM, "dtype": "float32", "lengths": list(lengths),
@@ -191,7 +192,7 @@ def _train_step(kind: str, length: int) -> None:
     _finished(jax.jit(_step(_ours)), *arrays, grad)
 
 
-def _summary(columns: dict[str, dict[str, list[records.Json]]]) -> dict[str, float | None]:
+def _summary(columns: Columns) -> dict[str, float | None]:
     """How many times longer than ours every peer takes, forward + backward, at the longest input that both did."""
     summary: dict[str, float | None] = {}
     ours = columns["ours"]
@@ -202,8 +203,3 @@ def _summary(columns: dict[str, dict[str, list[records.Json]]]) -> dict[str, flo
         n, f, b = column["length"][-1], column["forward_ms"][-1], column["backward_ms"][-1]
         summary[f"{name} over ours at {n}"] = (f + b) / total[n]  # type: ignore[operator]
     return summary
-
-
-def _append(columns: dict[str, dict[str, list[records.Json]]], name: str, row: dict[str, records.Json]) -> None:
-    for key, value in row.items():
-        columns.setdefault(name, {}).setdefault(key, []).append(value)

@@ -70,7 +70,8 @@ def attended(
     dialect = of(layer)
     slopes = torch.tensor(dialect.slopes, dtype=torch.float32, device=query.device)
     key_mask = checked_mask(mask)
-    if isinstance(cache, ALiBiCache) and _decodes(dialect, key_mask, dropout_p) and reads_near(query, key, slopes):
+    plain = key_mask is None and dropout_p == 0 and dialect.backend == "auto"
+    if plain and isinstance(cache, ALiBiCache) and reads_near(query, key, slopes):
         lengths = cache.lengths(layer.layer_idx)  # type: ignore[arg-type]
         return merged(attend_near(query, key, value, slopes, lengths, scale=dialect.scale))
     mixed = alibi_attention(
@@ -78,12 +79,6 @@ def attended(
         backend=dialect.backend,
     )  # fmt: skip
     return merged(mixed)
-
-
-def _decodes(dialect: Dialect, key_mask: Tensor | None, dropout_p: float) -> bool:
-    """Whether nothing stands against reading near keys only."""
-    plain = key_mask is None and dropout_p == 0 and dialect.backend == "auto"
-    return plain and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 def merged(heads: Tensor) -> Tensor:

@@ -125,9 +125,8 @@ class ALiBiAttention(nn.Module):
 
     def _reads_near(self, query: Tensor, key: Tensor, cache: KVCache) -> bool:
         """Whether few queries meet so many cached keys that finding out how many of them matter is worth it."""
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or cache.max_tokens is not None:
-            return False
-        return not (self.training and self.dropout_p) and reads_near(query, key, self.slopes.values)
+        whole = cache.max_tokens is None and not (self.training and self.dropout_p)
+        return whole and reads_near(query, key, self.slopes.values)
 
     def _attended(
         self,

@@ -1,5 +1,6 @@
 """The contract's facts that hold on every backend, and the errors at the door."""
 
+import inspect
 import math
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 
 from alibi_attn import alibi_attention, alibi_bias, alibi_slopes, explain, head_reach
 from alibi_attn.attention.dispatch import BACKENDS
+from alibi_attn.attention.door import make_spec
 
 every_backend = pytest.mark.parametrize("backend", [name for name in BACKENDS if name not in ("fused", "flex")])  # CPU
 
@@ -304,3 +306,11 @@ def test_the_door_says_what_is_wrong(name: str) -> None:
     arguments = {n: torch.ones(2, 4, 9, 8) for n in ("query", "key", "value")} | changes
     with pytest.raises(error, match=words):
         alibi_attention(**arguments)
+
+
+def test_the_door_has_the_defaults_of_the_function() -> None:
+    """They stand twice, for readers of either; a change of one that forgets the other is found here."""
+    at_the_door, outside = (inspect.signature(f).parameters for f in (make_spec, alibi_attention))
+    assert {name: p.default for name, p in at_the_door.items()} == {
+        name: p.default for name, p in outside.items() if name != "backend"
+    }

@@ -16,10 +16,6 @@ from alibi_attn.attention.visibility import distances, visible
 SLOPES = torch.tensor(alibi_slopes(8), dtype=torch.float32)
 CASES = ["noise", "sink", "giant far key of one head", "giant far value", "tiny near values", "no value"]
 SIZES = [(1, 1500, None), (5, 1503, None), (1, 1472, 300), (16, 90, None), (3, 3, 2)]  # queries, keys, window
-DEFAULTS = {
-    "causal": True, "right_slopes": None, "scale": None, "query_offset": None, "key_mask": None, "segment_ids": None,
-    "dropout_p": 0.0, "return_lse": False,
-}  # fmt: skip
 
 
 def draw(queries: int, keys: int, *, batch: int = 2, kv_heads: int = 4, dtype: torch.dtype = torch.float32):
@@ -41,12 +37,8 @@ def spoiled(case: str, key: torch.Tensor, value: torch.Tensor) -> None:
         value.zero_()
 
 
-@pytest.mark.parametrize(
-    "case", ["noise", "sink", "giant far key of one head", "giant far value", "tiny near values", "no value"]
-)
-@pytest.mark.parametrize(
-    ("queries", "keys", "window"), [(1, 1500, None), (5, 1503, None), (1, 1472, 300), (16, 90, None), (3, 3, 2)]
-)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("queries", "keys", "window"), SIZES)
 def test_it_gives_what_full_attention_gives(case: str, queries: int, keys: int, window: int | None) -> None:
     query, key, value = draw(queries, keys)
     if keys > 700:
@@ -116,7 +108,7 @@ def test_keys_read_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoding, "alibi_attention", counting)
     lengths = Lengths.of(key, value)
     decoding.attend_near(query, key, value, SLOPES, lengths)
-    spec = make_spec(query, key, value, SLOPES, window=None, tolerance=None, **DEFAULTS)
+    spec = make_spec(query, key, value, SLOPES)
     reach = bounds.bounds(spec, query, key, value, tile_norms=lengths.tile_norms(key, value)).left.amax(-1)
     most = (2 * reach).clamp(min=decoding.FEW)  # to the next power of two, and few keys with others
     assert int(reach.sum()) <= sum(read) <= int(most.sum())
@@ -134,7 +126,7 @@ def test_dropped_mass_never_exceeds_the_tolerance(start: int) -> None:
         (query, key, value, slopes), kwargs = attack.inputs()
         count = min(1 + seed % 16, query.shape[2], key.shape[2])
         query = query[:, :, -count:]
-        spec = make_spec(query, key, value, slopes, window=kwargs.get("window"), tolerance=attack.tolerance, **DEFAULTS)
+        spec = make_spec(query, key, value, slopes, window=kwargs.get("window"), tolerance=attack.tolerance)
         found = bounds.bounds(spec, query, key, value, tile_norms=Lengths.of(key, value).tile_norms(key, value))
         distance = distances(count, key.shape[2], spec.query_offset, None)
         seen = visible(spec, distance).expand(1, spec.num_heads, -1, -1)

@@ -139,7 +139,7 @@ def test_masked_bad_keys_change_nothing_in_decoding(interpreter: ProcessPoolExec
 
 
 def test_a_layer_decodes_by_the_kernel(interpreter: ProcessPoolExecutor) -> None:
-    gap, calls = interpreter.submit(decoding.a_layer_decodes_near, True).result()
+    gap, calls = interpreter.submit(decoding.a_layer_decodes_near).result()
     assert gap < 1e-5
     assert calls == 3  # the chunks of 1, 1 and 8; 150 and 40 are not decoding
 

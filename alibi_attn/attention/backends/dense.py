@@ -28,12 +28,12 @@ def run(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) 
     """(output, lse). With lse the scores are written out, because torch's function keeps its own to itself."""
     distance = distances(spec.query_len, spec.key_len, spec.query_offset, query.device)
     seen = visible(spec, distance)
+    bias = score_bias(spec, distance, seen)
     if _is_decoding(spec, query):
-        found = _written_out(spec, query, key, value, score_bias(spec, distance, seen))
+        found = _written_out(spec, query, key, value, bias)
         if found is not None:
             return found
     key, value, poison = without_bad_keys(spec, seen, key, value)
-    bias = score_bias(spec, distance, seen)
     q, k, v, blind = query, key, value, None
     if may_see_nothing(spec):
         # A row that sees nothing would be a softmax of nothing: let it see everything, and take the result away again.
@@ -91,7 +91,7 @@ def _written_out(
     rows = query.to(work).unflatten(1, (-1, spec.group))
     bias = bias.expand(spec.batch, spec.num_heads, -1, -1).unflatten(1, (-1, spec.group))
     wide = query.dtype == work
-    step, keys = (spec.num_kv_heads, max(spec.key_len, 1)) if wide else (1, FEW_KEYS)
+    step, keys = (spec.num_kv_heads, spec.key_len) if wide else (1, FEW_KEYS)
     parts = [slice(start, start + keys) for start in range(0, spec.key_len, keys)]
     outputs, masses = [], []
     for start in range(0, spec.num_kv_heads, step):

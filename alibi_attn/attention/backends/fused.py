@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from alibi_attn.attention.bounds import PIN_CHOICES, TILE, bounds, first_positions
-from alibi_attn.attention.certify import certified, key_flags, on
+from alibi_attn.attention.certify import certified, in_rows, key_flags, on, row_constants
 from alibi_attn.attention.lengths import Lengths
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.tiles import (
@@ -30,10 +30,8 @@ Spec = AttentionSpec[Tensor]
 
 MAX_HEAD_DIM = 256
 DECODE_QUERIES = 8  # up to so many queries the heads of a group are packed together and the keys are split
-DECODE_PINS = (
-    0,
-    max(PIN_CHOICES),
-)  # a pinned tile costs next to nothing there, and a choice less to weigh saves launches
+# In decoding a pinned tile costs next to nothing, and weighing few choices saves launches.
+DECODE_PINS = (0, max(PIN_CHOICES))
 _INTERPRETER_PROGRAMS = 4  # what the interpreter has in the place of multiprocessors
 
 
@@ -183,7 +181,7 @@ def decode(spec: Spec, query: Tensor, key: Tensor, value: Tensor, lengths: Lengt
     Args:
         lengths: what is known of keys and values, of all but the last few.
     """
-    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    query, key, value = in_rows(query, key, value)
     tiles = plan(spec, query, key, value, lengths)
     return forward(spec, query, key, value, tiles, torch.zeros(1, dtype=torch.int64, device=query.device))[0]
 
@@ -243,7 +241,7 @@ def _forward_op(
         query, key, slopes, right_slopes, first, key_mask, query_segments, key_segments, causal, window, scale, dropout_p,
         tolerance,
     )  # fmt: skip
-    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    query, key, value = in_rows(query, key, value)
     tiles = plan(spec, query, key, value)
     output, lse = forward(spec, query, key, value, tiles, seed)
     return output, lse, tiles.plan, tiles.pins
@@ -270,7 +268,7 @@ def _backward_op(
         scale,
         dropout_p,
     )
-    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    query, key, value = in_rows(query, key, value)
     if may_see_nothing:
         # 0·NaN: what is in a query that sees nothing must not reach the keys.
         nothing = (lse == -torch.inf)[..., None]
@@ -292,7 +290,7 @@ def _backward_op(
 def _(query, key, value, slopes, *_rest):  # type: ignore[no-untyped-def]
     b, h, t, d = query.shape
     rows = TILE if t <= DECODE_QUERIES else tile_shape("forward", query.dtype, d).queries
-    output = torch.empty_like(query if query.stride(-1) == 1 else query.contiguous())
+    output = torch.empty_like(next(in_rows(query)))
     return (
         output,
         query.new_empty((b, h, t), dtype=torch.float32),
@@ -304,8 +302,11 @@ def _(query, key, value, slopes, *_rest):  # type: ignore[no-untyped-def]
 @_backward_op.register_fake
 def _(grad_output, grad_lse, query, key, value, output, lse, slopes, right_slopes, *_rest):  # type: ignore[no-untyped-def]
     right = slopes if right_slopes is None else right_slopes
-    like = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-    return (*(torch.empty_like(x) for x in like), slopes.new_empty(slopes.shape), right.new_empty(right.shape))
+    return (
+        *map(torch.empty_like, in_rows(query, key, value)),
+        slopes.new_empty(slopes.shape),
+        right.new_empty(right.shape),
+    )
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
@@ -348,7 +349,7 @@ def _shared_arguments(
         "slopes_b": spec.num_heads if slopes.ndim == 2 else 0, "right_b": spec.num_heads if right.ndim == 2 else 0,
         "first_b": 0 if first.numel() == 1 else 1, "scale": spec.scale, "dropout": spec.dropout_p,
         "window": min(spec.window or 0, 2**31 - 1), "H": spec.num_heads, "G": spec.group, "T": spec.query_len, "S": spec.key_len,
-        "D": spec.head_dim, "DP": max(16, 1 << (spec.head_dim - 1).bit_length()), "TILE": TILE, "CAUSAL": spec.causal,
+        **row_constants(spec), "CAUSAL": spec.causal,
         "HAS_RIGHT": spec.right_slopes is not None, "HAS_WINDOW": spec.window is not None, "HAS_SEGMENTS": segments,
         "HAS_DROPOUT": spec.dropout_p > 0, "PRECISION": "ieee" if torch.version.hip else "tf32x3",
     }  # fmt: skip

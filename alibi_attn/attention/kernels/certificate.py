@@ -31,18 +31,27 @@ def longest(rows, D: tl.constexpr):
 
 
 @triton.jit
-def lengths_kernel(
-    K, V, KEY_NORMS, VALUE_NORMS, SHORTEST, k_b, k_h, k_s, v_b, v_h, v_s, begin, count, kv_heads, S, N,
-    D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
+def loaded(
+    K, V, bk, tile, k_b, k_h, k_s, v_b, v_h, v_s, kv_heads, S, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Program: one tile of keys of `count`, from tile `begin` on; all [B, K, N] fp32: largest norms, and the value's smallest."""
-    bk, tile = (tl.program_id(0) // count).to(tl.int64), begin + tl.program_id(0) % count
+    """(positions, keys, values) of one tile of key head `bk` of all sequences; zeros behind the last key."""
     b, kv = bk // kv_heads, bk % kv_heads
     j = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
     d = tl.arange(0, DP)
     inside = (j < S)[:, None] & (d < D)[None, :]
     k = tl.load(K + b * k_b + kv * k_h + j[:, None] * k_s + d[None, :], mask=inside, other=0.0)
     v = tl.load(V + b * v_b + kv * v_h + j[:, None] * v_s + d[None, :], mask=inside, other=0.0)
+    return j, k, v
+
+
+@triton.jit
+def lengths_kernel(
+    K, V, KEY_NORMS, VALUE_NORMS, SHORTEST, k_b, k_h, k_s, v_b, v_h, v_s, begin, count, kv_heads, S, N,
+    D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Program: one tile of keys of `count`, from tile `begin` on; all [B, K, N] fp32: largest norms, and the value's smallest."""
+    bk, tile = (tl.program_id(0) // count).to(tl.int64), begin + tl.program_id(0) % count
+    j, k, v = loaded(K, V, bk, tile, k_b, k_h, k_s, v_b, v_h, v_s, kv_heads, S, D, DP, TILE)
     tl.store(KEY_NORMS + bk * N + tile, tl.max(longest(k, D), 0))
     length = longest(v, D)
     tl.store(VALUE_NORMS + bk * N + tile, tl.max(length, 0))
@@ -57,15 +66,10 @@ def flags_kernel(
 ):  # fmt: skip
     """Program: one tile of keys of `count`; FLAGS [B, K, S] int8, see `attention/tiles.py`. MASK [B, S] int8, 1 = may be seen."""
     bk, tile = (tl.program_id(0) // count).to(tl.int64), tl.program_id(0) % count
-    b, kv = bk // kv_heads, bk % kv_heads
-    j = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
-    d = tl.arange(0, DP)
-    inside = (j < S)[:, None] & (d < D)[None, :]
-    k = tl.load(K + b * k_b + kv * k_h + j[:, None] * k_s + d[None, :], mask=inside, other=0.0)
-    v = tl.load(V + b * v_b + kv * v_h + j[:, None] * v_s + d[None, :], mask=inside, other=0.0)
+    j, k, v = loaded(K, V, bk, tile, k_b, k_h, k_s, v_b, v_h, v_s, kv_heads, S, D, DP, TILE)
     flag = tl.where(all_finite(k) & all_finite(v), FINE, BAD)
     if HAS_MASK:
-        flag = tl.where(tl.load(MASK + b * S + j, mask=j < S, other=0) == 1, flag, HIDDEN)
+        flag = tl.where(tl.load(MASK + bk // kv_heads * S + j, mask=j < S, other=0) == 1, flag, HIDDEN)
     tl.store(FLAGS + bk * S + j, flag.to(tl.int8), mask=j < S)
 
 
