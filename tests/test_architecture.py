@@ -39,7 +39,7 @@ ATTENTION_ROWS = (
     ("bias", "lower", "kernels"),
     ("bounds",),
     ("bands", "tiles", "lengths"),
-    ("masks", "certify"),
+    ("masks", "certify", "operators"),
     ("backends",),
     ("dispatch", "door"),
     ("explanation",),
