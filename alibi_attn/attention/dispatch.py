@@ -7,15 +7,15 @@ from types import ModuleType
 
 from torch import Tensor
 
-from alibi_attn.attention.backends import banded, dense, flex, fused, reference
+from alibi_attn.attention.backends import banded, dense, flex, fused, native, reference
 from alibi_attn.attention.spec import AttentionSpec
 
 BACKENDS: dict[str, ModuleType] = {
-    "reference": reference, "dense": dense, "banded": banded, "fused": fused, "flex": flex
+    "reference": reference, "dense": dense, "banded": banded, "native": native, "fused": fused, "flex": flex
 }  # fmt: skip
 
 # In order of preference; `dense` runs on everything torch has, and is what every other device gets.
-PREFERRED: dict[str, tuple[str, ...]] = {"cpu": ("banded", "dense"), "cuda": ("fused", "flex", "dense")}
+PREFERRED: dict[str, tuple[str, ...]] = {"cpu": ("native", "banded", "dense"), "cuda": ("fused", "flex", "dense")}
 
 # With fewer keys and fewer scores a head than these, the certificate costs more than it saves (see docs/backends.md).
 SHORT_KEYS, SHORT_SCORES = 4096, 768 * 768
@@ -30,7 +30,7 @@ def why_not(name: str, spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, 
 
 def steps_aside(name: str, spec: AttentionSpec[Tensor]) -> str | None:
     """Why "auto" leaves a call to the next backend although this one could run it."""
-    if name != "banded":
+    if name not in ("banded", "native"):
         return None
     scores = spec.query_len * spec.key_len
     if spec.query_len <= dense.FEW_QUERIES:

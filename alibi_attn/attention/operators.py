@@ -65,7 +65,7 @@ def operator(name: str, forward: Forward, backward: Backward) -> Run:
         bounds = Bounds(left, right, pins)
         *grads, dslope = backward(spec, bounds, grad, grad_lse, (q, k, v), out, lse, slopes_wanted)
         dslopes = [
-            dslope[side] if s is not None and s.ndim == 2 else dslope[side].sum(0)
+            dslope[side].clone() if s is not None and s.ndim == 2 else dslope[side].sum(0)
             for side, s in enumerate((slopes, right_slopes))
         ]
         dq, dk, dv = (gradient.to(query.dtype) for gradient in grads)

@@ -49,24 +49,32 @@ class Tiles:
         return (last - first).clamp(min=0) + (self.besides >= 0).sum(-1)
 
 
+def key_intervals(spec: Spec, found: Bounds) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(near, far, low, high), each [B, H, N]: the certified band of every block of TILE queries, and all the keys it may see.
+
+    Keys from the first on and before the second; both within 0 and S, and none where the second is not larger.
+    """
+    device = found.left.device
+    first = first_positions(spec, device)[:, None]
+    start = first + torch.arange(found.left.shape[-1], device=device) * TILE
+    end = torch.minimum(start + TILE, first + spec.query_len)
+    low, high = (x[:, None].expand(spec.batch, spec.num_heads, -1) for x in _allowed(spec, start, end))
+    near = torch.maximum(low, start[:, None] - found.left + 1)
+    far = high if spec.causal else torch.minimum(high, end[:, None] - 1 + found.right)
+    return near, far, low, high
+
+
 def key_tiles(spec: Spec, found: Bounds, *, rows: int, shared: bool = False) -> Tiles:
     """The tiles that every block of `rows` queries (a multiple of TILE) visits.
 
     Args:
         shared: all query heads of a key head visit the same tiles, those of the widest.
     """
-    device = found.left.device
-    first = first_positions(spec, device)[:, None]
-    blocks = found.left.shape[-1]
-    start = first + torch.arange(blocks, device=device) * TILE
-    end = torch.minimum(start + TILE, first + spec.query_len)
-    low, high = (x[:, None].expand(spec.batch, spec.num_heads, -1) for x in _allowed(spec, start, end))
-    near = torch.maximum(low, start[:, None] - found.left + 1)
-    far = high if spec.causal else torch.minimum(high, end[:, None] - 1 + found.right)
+    near, far, low, high = key_intervals(spec, found)
     parts = [*_in_tiles(near, far), *_in_tiles(low, high)]
     # On a GPU every operation here is a launch: those that would change nothing are left out.
     shared = shared and spec.group > 1
-    short = -blocks % (rows // TILE)
+    short = -found.left.shape[-1] % (rows // TILE)
     for at, (fill, reduce) in enumerate([(NEVER, torch.amin), (0, torch.amax)] * 2):
         if rows > TILE:
             wide = torch.nn.functional.pad(parts[at], (0, short), value=fill) if short else parts[at]

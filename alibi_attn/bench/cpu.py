@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from alibi_attn import records
+from alibi_attn.attention import dispatch
 from alibi_attn.attention.api import alibi_attention
-from alibi_attn.attention.backends import banded
-from alibi_attn.attention.bounds import TILE
+from alibi_attn.attention.bounds import TILE, bounds
 from alibi_attn.attention.door import make_spec
 from alibi_attn.bench.cases import Case, draw
 from alibi_attn.bench.columns import Columns, append
@@ -147,15 +147,18 @@ def _reach_row(
 ) -> dict[str, records.Json]:
     """What the certificate asks for, what is computed, and the share of the matrix `rates` (forward, backward) it makes."""
     spec = make_spec(query, key, value)
+    name = dispatch.choose("auto", spec, query, key, value)
     with torch.no_grad():
-        found, plans = banded.plan(spec, query, key, value)
+        found = bounds(spec, query, key, value)
+        visited = dispatch.BACKENDS[name].visits(spec, query, key, value)
     row = torch.arange(case.length)
     asked = torch.minimum(found.left[0][:, row // TILE], row + 1).sum()
-    computed = sum(piece.scores for pieces in plans[0] for piece in pieces)
     causal = case.num_heads * case.length * (case.length + 1) // 2
+    computed = case.num_heads * case.length**2 if visited is None else int(visited[1].sum())
     flops = 4 * case.head_dim * int(asked)
     return {
         "length": case.length,
+        "backend": name,
         "widest_reach": int(found.left.clamp(max=case.length).max()),
         "scores_asked_share": int(asked) / causal,
         "scores_computed_share": computed / causal,

@@ -231,7 +231,7 @@ def test_head_reach_is_what_is_read() -> None:
 def test_explain_says_who_runs_and_why() -> None:
     q, k, v = draw(h=8, t=2048, b=1, d=16, dtype=torch.float32)
     words = explain(q, k, v)
-    assert "banded     runs (picked by auto)" in words
+    assert "native     runs (picked by auto)" in words
     assert "scores computed" in words
     assert "certified" in words
     short = explain(q[:, :, :64], k[:, :, :64], v[:, :, :64])

@@ -1,4 +1,4 @@
-"""The CPU backend: what it really reads, what it keeps in memory, and the traps of the operator underneath."""
+"""The CPU backends: what they really read, what they keep in memory; and the traps of the operator underneath `banded`."""
 
 import math
 
@@ -15,6 +15,9 @@ DEFAULTS = {
     "causal": True, "right_slopes": None, "window": None, "scale": None, "query_offset": None, "key_mask": None,
     "segment_ids": None, "dropout_p": 0.0, "tolerance": None, "return_lse": False,
 }  # fmt: skip
+
+
+both = pytest.mark.parametrize("backend", ["banded", "native"])
 
 
 def draw(h=4, t=1500, d=16, dtype=torch.float32, b=1, requires_grad=False):
@@ -65,26 +68,29 @@ def test_a_backend_that_computes_everything_is_found_out(counted: dict[str, int]
     assert counted["forward"] >= 4 * 1500 * 1501 / 2
 
 
-def test_far_keys_are_never_touched() -> None:
+@both
+def test_far_keys_are_never_touched(backend: str) -> None:
     q, k, v = draw(h=1, t=900)
-    reach = int(head_reach(q, k, [1.0], backend="banded"))
-    before = alibi_attention(q[:, :, -1:], k, v, [1.0], backend="banded")
+    reach = int(head_reach(q, k, [1.0], backend=backend))
+    before = alibi_attention(q[:, :, -1:], k, v, [1.0], backend=backend)
     far = torch.arange(900) < 900 - reach
     k2 = torch.where(far[:, None], -k, k)
     v2 = torch.where(far[:, None], 3 * v, v)
-    assert torch.equal(alibi_attention(q[:, :, -1:], k2, v2, [1.0], backend="banded"), before)
+    assert torch.equal(alibi_attention(q[:, :, -1:], k2, v2, [1.0], backend=backend), before)
 
 
-def test_a_giant_far_value_widens_the_reach() -> None:
+@both
+def test_a_giant_far_value_widens_the_reach(backend: str) -> None:
     q, k, v = draw(h=1, t=600, dtype=torch.float64)
     v[:, :, 10] *= 1e12
     exact = alibi_attention(q, k, v, [0.25], tolerance=0.0, backend="reference")
-    got = alibi_attention(q, k, v, [0.25], tolerance=1e-8, backend="banded")
+    got = alibi_attention(q, k, v, [0.25], tolerance=1e-8, backend=backend)
     near = exact[:, :, 300:].abs().amax()
     assert float((got - exact)[:, :, 300:].abs().max()) <= 1e-6 * float(near)
 
 
-def test_left_out_gradients_stay_within_their_bounds() -> None:
+@both
+def test_left_out_gradients_stay_within_their_bounds(backend: str) -> None:
     """DESIGN section 5, measured in fp64 against the full definition, with a tolerance large enough to be seen."""
     tolerance = 1e-3
     q, k, v = draw(h=2, t=700, dtype=torch.float64, requires_grad=True)
@@ -92,7 +98,7 @@ def test_left_out_gradients_stay_within_their_bounds() -> None:
     leaf = [q, k, v, slopes]
     go = torch.randn(1, 2, 700, 16, dtype=torch.float64)
     exact = alibi_attention(*leaf, backend="reference")
-    got = alibi_attention(*leaf, tolerance=tolerance, backend="banded")
+    got = alibi_attention(*leaf, tolerance=tolerance, backend=backend)
     full, ours = torch.autograd.grad(exact, leaf, go), torch.autograd.grad(got, leaf, go)
     exact, got = exact.detach(), got.detach()
     longest_v, longest_k = v.detach().norm(dim=-1).max(), k.detach().norm(dim=-1).max()
@@ -102,31 +108,33 @@ def test_left_out_gradients_stay_within_their_bounds() -> None:
     # Σ p_ij over the queries that dropped j is at most ε(1 − e^(−m)) a query, geometric in the distance: ≤ ε·n in any case.
     dropped = tolerance * go.norm(dim=-1).sum(-1)
     assert bool(((full[2] - ours[2]).norm(dim=-1).amax(-1) <= dropped).all())
-    reach = head_reach(q, k, slopes, tolerance=tolerance, backend="banded")[0]
+    reach = head_reach(q, k, slopes, tolerance=tolerance, backend=backend)[0]
     spread = (2 * go.norm(dim=-1) * longest_v).sum(-1)[0]
     assert bool(((full[3] - ours[3]).abs() <= tolerance * (reach + 1 / slopes.detach()) * spread).all())
     assert float((got - exact).norm(dim=-1).max()) <= 2 * tolerance * float(longest_v)
 
 
+@both
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_every_dtype_is_right_on_a_band(dtype: torch.dtype) -> None:
+def test_every_dtype_is_right_on_a_band(dtype: torch.dtype, backend: str) -> None:
     """An fp64 input with an fp32 mask gives garbage underneath; fp16 is computed in fp32."""
     q, k, v = (x.to(dtype) for x in draw(t=700))
     slopes = [2.0, 0.5, 0.1, 0.02]
     exact = alibi_attention(*(x.double() for x in (q, k, v)), slopes, backend="reference")
-    got = alibi_attention(q, k, v, slopes, backend="banded")
+    got = alibi_attention(q, k, v, slopes, backend=backend)
     assert got.dtype == dtype
     assert float((got.double() - exact).abs().max()) <= 8 * EPS[dtype] * float(v.norm(dim=-1).max())
 
 
-def test_queries_that_see_nothing_stay_out_of_the_gradients() -> None:
+@both
+def test_queries_that_see_nothing_stay_out_of_the_gradients(backend: str) -> None:
     """A row that sees nothing returns lse 0 underneath, and NaN in a masked key leaks."""
     q, k, v = draw(t=300)
     mask = torch.arange(300)[None] >= 100
     for x in (q, k, v):
         x[:, :, :100] = math.nan
         x.requires_grad_()
-    out, lse = alibi_attention(q, k, v, key_mask=mask, return_lse=True, backend="banded")
+    out, lse = alibi_attention(q, k, v, key_mask=mask, return_lse=True, backend=backend)
     assert torch.equal(out[:, :, :100], torch.zeros_like(out[:, :, :100]))
     assert bool((lse[:, :, :100] == -math.inf).all())
     for gradient in torch.autograd.grad(out.sum(), [q, k, v]):
@@ -134,20 +142,22 @@ def test_queries_that_see_nothing_stay_out_of_the_gradients() -> None:
         assert torch.equal(gradient[:, :, :100], torch.zeros_like(gradient[:, :, :100]))
 
 
-def test_the_operator_passes_torchs_own_checks() -> None:
+@both
+def test_the_operator_passes_torchs_own_checks(backend: str) -> None:
     q, k, v = (x.requires_grad_() for x in draw(t=70, d=4, dtype=torch.float64))
     slopes = torch.rand(4, dtype=torch.float64).requires_grad_()
     args = (q, k, v, slopes, None, torch.tensor([0]), None, None, None, True, None, 0.5, 1e-9, True)
-    torch.library.opcheck(torch.ops.alibi_attn.banded_forward.default, args)
+    torch.library.opcheck(getattr(torch.ops.alibi_attn, f"{backend}_forward").default, args)
 
 
-def test_long_input_needs_linear_memory() -> None:
+@both
+def test_long_input_needs_linear_memory(backend: str) -> None:
     """n×n scores of one head at 16,384 tokens would be 1 GiB; the whole call allocates a fraction of that."""
     from torch.profiler import ProfilerActivity, profile
 
     q, k, v = draw(h=1, t=16384, d=8)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
-        alibi_attention(q, k, v, [0.5], backend="banded")
+        alibi_attention(q, k, v, [0.5], backend=backend)
     largest = max(event.self_cpu_memory_usage for event in trace.events())
     assert 0 < largest < 2**26
 

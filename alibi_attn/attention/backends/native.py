@@ -1,0 +1,199 @@
+"""CPU: our own kernels in C++, compiled for the processor they run on; each block of queries reads only its certified band.
+
+`bounds.py` says how far a block must look, `ranges.py` makes an interval of keys of it, `native/` holds the kernels, and this
+module divides the work into tasks, calls them, and makes an operator of it. Half precision is computed in fp32.
+
+A task is a run of blocks of queries. Backward adds up the gradients of keys without atomics: each task owns the keys where its
+queries stand, and keeps what it finds for others apart (see `native/backward.cpp`), in memory linear in the length.
+"""
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from alibi_attn.attention.bounds import TILE, Bounds, bounds, worth_pinning
+from alibi_attn.attention.native import library
+from alibi_attn.attention.operators import clean, described, operator
+from alibi_attn.attention.ranges import Ranges
+from alibi_attn.attention.spec import AttentionSpec, dtype_name
+
+Spec = AttentionSpec[Tensor]
+
+WIDTH = 16  # numbers of the widest vector; head sizes are padded with zeros to a multiple of it
+TASKS = 8  # a core, so that none is idle at the end
+BLOCKS = 8  # of queries in a forward task, at most
+HALOS = 2  # times the gradients of keys that backward may keep apart
+
+_is_built = torch.compiler.assume_constant_result(library.why_not)
+
+
+def why_not(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> str | None:
+    """Needs a CPU and a C++ compiler, and has no dropout."""
+    if query.device.type != "cpu":
+        return f"it runs on the CPU but query is on {query.device}"
+    if spec.dropout_p > 0:
+        return f"it has no dropout but dropout_p is {spec.dropout_p}"
+    return _is_built()
+
+
+def plan(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> tuple[Bounds, Ranges]:
+    """What will be read, before it is."""
+    longest = worth_pinning(torch.linalg.vector_norm(key.float(), dim=-1), times=3) if spec.query_len > TILE else (0,)
+    found = bounds(spec, query, key, value, pin_choices=longest)
+    return found, Ranges.of(spec, found)
+
+
+def visits(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(reach, scores), each [B, H] int64: 1 + the largest |i − j| that is met, and the scores of those blocks and keys."""
+    spec = described(spec, query, key)
+    q, k, v, _ = clean(spec, query, key, key if value is None else value)
+    return plan(spec, q, k, None if value is None else v)[1].reach_and_scores(spec)
+
+
+def _forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Bounds]:
+    found, ranges = plan(spec, q, k, v)
+    inputs = {name: _wide(x) for name, x in (("query", q), ("key", k), ("value", v))}
+    result = torch.empty_like(inputs["query"], memory_format=torch.contiguous_format)
+    lse = torch.empty(q.shape[:3], dtype=result.dtype)
+    _call("forward", spec, ranges, rows=inputs, tasks=_forward_tasks(ranges), result=result, lse=lse)
+    return _narrow(result, spec), lse, found
+
+
+def _backward(
+    spec: Spec, found: Bounds, grad: Tensor, grad_lse: Tensor | None, inputs: tuple[Tensor, Tensor, Tensor], out: Tensor,
+    lse: Tensor, slopes_wanted: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    ranges = Ranges.of(spec, found)
+    names = ("query", "key", "value", "output", "grad")
+    rows = {name: _wide(x) for name, x in zip(names, (*inputs, out, grad), strict=True)}
+    dq, dk, dv = (torch.empty_like(rows[name], memory_format=torch.contiguous_format) for name in names[:3])
+    tasks, order, starts, kept = _backward_tasks(spec, ranges)
+    slope_grads = torch.zeros(len(tasks), spec.group, 2, dtype=torch.float64) if slopes_wanted else None
+    _call(
+        "backward", spec, ranges, rows=rows, tasks=tasks, result=dq, lse=lse, key_grad=dk, value_grad=dv,
+        order=order, starts=starts, partial=dq.new_empty(2 * kept, dq.shape[-1]), slope_grads=slope_grads,
+        grad_lse=grad_lse,
+    )  # fmt: skip
+    dslope = torch.zeros(2, spec.batch, spec.num_heads, dtype=torch.float64)
+    if slope_grads is not None:
+        of_tasks = slope_grads[torch.from_numpy(order)]  # in the order of their queries
+        heads = torch.from_numpy((tasks[:, 0] * spec.num_kv_heads + tasks[:, 1])[order])
+        total = torch.zeros(spec.batch * spec.num_kv_heads, spec.group, 2, dtype=torch.float64)
+        dslope = total.index_add_(0, heads, of_tasks).reshape(spec.batch, spec.num_heads, 2).permute(2, 0, 1)
+        if spec.right_slopes is None:
+            dslope = torch.stack([dslope.sum(0), torch.zeros_like(dslope[0])])
+    return _narrow(dq, spec), _narrow(dk, spec), _narrow(dv, spec), dslope
+
+
+run = operator("native", _forward, _backward)
+
+
+def _forward_tasks(ranges: Ranges) -> np.ndarray:
+    """[count, 4] int64: a sequence, a head, and its blocks of queries from one to another; the heaviest first."""
+    b, h, n = ranges.met.shape
+    size = max(1, min(BLOCKS, b * h * n // (TASKS * torch.get_num_threads())))
+    start = np.arange(0, n, size)
+    cost = np.add.reduceat(ranges.met, start, axis=-1)
+    at = np.stack(np.unravel_index(np.argsort(-cost, axis=None, kind="stable"), cost.shape), -1)
+    return np.concatenate([at[:, :2], at[:, 2:] * size, np.minimum((at[:, 2:] + 1) * size, n)], -1).astype(np.int64)
+
+
+def _backward_tasks(spec: Spec, ranges: Ranges) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+    """(tasks, order, starts) as `native/backward.cpp` wants them, and how many keys' gradients are kept apart."""
+    b, _, n, _ = ranges.keys.shape
+    heads, group = b * spec.num_kv_heads, spec.group
+    cost = ranges.met.reshape(heads, group, n).sum(1)
+    low, high = (ranges.keys[..., side].reshape(heads, group, n) for side in (0, 1))
+    some = low < high
+    low, high = np.where(some, low, spec.key_len).min(1), np.where(some, high, 0).max(1)
+    widest = np.maximum(high - low, 1).max(-1)
+    wanted = np.ceil(TASKS * torch.get_num_threads() * cost.sum(-1) / max(1, cost.sum()))
+    parts = np.minimum(np.maximum(wanted, 1), 1 + HALOS * spec.key_len // widest).astype(np.int64)
+    # Cuts of equal cost, as blocks of all heads in a row.
+    total = np.concatenate([[0], cost.sum(-1).cumsum()])
+    part = np.concatenate([np.arange(count) for count in parts])
+    head = np.repeat(np.arange(heads), parts)
+    aim = total[head] + cost.sum(-1)[head] * part / parts[head]
+    start = np.searchsorted(cost.cumsum() - cost.ravel(), aim).clip(head * n, head * n + n - 1)
+    start = np.unique(np.concatenate([start, np.arange(heads) * n]))
+    head, block = start // n, start % n
+    end = np.minimum(np.append(start[1:], heads * n), (head + 1) * n) - head * n
+    first = ranges.first[head // spec.num_kv_heads, 0]
+    own = np.where(block == 0, 0, (first + block * TILE).clip(0, spec.key_len))
+    own_end = np.where(end == n, spec.key_len, (first + end * TILE).clip(0, spec.key_len))
+    halo = np.minimum(np.minimum.reduceat(low.ravel(), start), own)
+    halo_end = np.maximum(np.maximum.reduceat(high.ravel(), start), own_end)
+    kept = own - halo + halo_end - own_end + ranges.pins.shape[-1] * TILE
+    at = kept.cumsum() - kept
+    tasks = np.stack(
+        [head // spec.num_kv_heads, head % spec.num_kv_heads, block, end, own, own_end, halo, halo_end, at], -1
+    )
+    heaviest = np.argsort(-np.add.reduceat(cost.ravel(), start), kind="stable")
+    return tasks[heaviest], np.argsort(heaviest), np.searchsorted(head, np.arange(heads + 1)), int(kept.sum())
+
+
+def _wide(x: Tensor) -> Tensor:
+    """[..., D] in fp32 or better with D a multiple of WIDTH; the same tensor where it is that already."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    return functional.pad(x, (0, -x.shape[-1] % WIDTH)) if x.shape[-1] % WIDTH else x
+
+
+def _narrow(x: Tensor, spec: Spec) -> Tensor:
+    return x[..., : spec.head_dim].contiguous()
+
+
+class _Rows(ctypes.Structure):
+    _fields_ = [("at", ctypes.c_void_p), *((axis, ctypes.c_int64) for axis in ("sequence", "head", "row"))]
+
+
+_POINTERS = ("slopes", "right_slopes", "first", "key_mask", "query_segments", "key_segments", "ranges", "pins")
+_RESULTS = ("lse", "result", "grad_lse", "key_grad", "value_grad", "partial", "order", "starts", "slope_grads", "met")
+
+
+class _Call(ctypes.Structure):
+    """`Call` of `native/block.hpp`."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in "BHKTSDP"),
+        *((name, _Rows) for name in ("query", "key", "value", "output", "grad")),
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        ("window", ctypes.c_int64), ("causal", ctypes.c_int64), ("scale", ctypes.c_double),
+        ("tasks", ctypes.c_void_p), ("count", ctypes.c_int64), ("threads", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in _RESULTS),
+    ]  # fmt: skip
+
+
+def _call(function: str, spec: Spec, ranges: Ranges, *, rows: dict[str, Tensor], **arrays: Any) -> None:
+    """Fill a `Call` and run it; `arrays` are tensors, numpy arrays or None by the names of `Call`."""
+    right = spec.slopes if spec.right_slopes is None else spec.right_slopes
+    work = rows["query"].dtype
+    slopes, right = (x.to(work).expand(spec.batch, spec.num_heads).contiguous() for x in (spec.slopes, right))
+    query_segments, key_segments = _small_numbers(spec)
+    arrays |= {
+        "slopes": slopes, "right_slopes": right, "first": ranges.first.astype(np.int64), "key_mask": spec.key_mask,
+        "query_segments": query_segments, "key_segments": key_segments, "ranges": ranges.keys, "pins": ranges.pins,
+    }  # fmt: skip
+    arrays = {name: x.contiguous() if isinstance(x, Tensor) else x for name, x in arrays.items()}
+    call = _Call(
+        B=spec.batch, H=spec.num_heads, K=spec.num_kv_heads, T=spec.query_len, S=spec.key_len,
+        D=rows["query"].shape[-1], P=ranges.pins.shape[-1], window=spec.window or 0, causal=spec.causal,
+        scale=spec.scale, count=len(arrays["tasks"]), threads=torch.get_num_threads(),
+        **{name: _Rows(x.data_ptr(), *x.stride()[:3]) for name, x in rows.items()},
+        **{name: x.data_ptr() if isinstance(x, Tensor) else x.ctypes.data for name, x in arrays.items() if x is not None},
+    )  # fmt: skip
+    getattr(library.library(), f"alibi_{function}_{dtype_name(work)}")(ctypes.byref(call))
+
+
+def _small_numbers(spec: Spec) -> tuple[Tensor | None, Tensor | None]:
+    """The segments as int32: only whether they are equal counts."""
+    if spec.query_segments is None or spec.key_segments is None:
+        return None, None
+    both = torch.cat([spec.query_segments, spec.key_segments], -1).long()
+    if bool((both.abs() >= 2**31).any()):
+        both = both.unique(return_inverse=True)[1]
+    query, key = both.to(torch.int32).split([spec.query_len, spec.key_len], -1)
+    return query.contiguous(), key.contiguous()

@@ -1,0 +1,148 @@
+// Vectors of numbers, their exponential, and a small matrix product that stays in registers, for float and double.
+//
+// GCC's vector extensions: one source for AVX-512, AVX2 and NEON. A register tile is MR rows of NV vectors; the sizes fill the
+// registers that the processor has, and leave enough independent sums to hide the latency of a multiply-add.
+
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#if defined(__AVX512F__)
+enum { BYTES = 64, MR = 8, NV = 2 };  // of a vector; 32 registers
+#elif defined(__AVX2__)
+enum { BYTES = 32, MR = 6, NV = 2 };  // 16 registers
+#else
+enum { BYTES = 16, MR = 6, NV = 2 };
+#endif
+
+#define INLINE inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")
+
+template <typename Real>
+struct Simd;
+
+template <>
+struct Simd<float> {
+    typedef float reals __attribute__((vector_size(BYTES), aligned(4), may_alias));
+    typedef int32_t ints __attribute__((vector_size(BYTES), aligned(4), may_alias));
+};
+
+template <>
+struct Simd<double> {
+    typedef double reals __attribute__((vector_size(BYTES), aligned(8), may_alias));
+    typedef int64_t ints __attribute__((vector_size(BYTES), aligned(8), may_alias));
+};
+
+template <typename Real>
+using Reals = typename Simd<Real>::reals;
+template <typename Real>
+using Ints = typename Simd<Real>::ints;
+template <typename Real>
+constexpr int VL = BYTES / sizeof(Real);  // lanes
+
+template <typename Real>
+INLINE Reals<Real> load(const Real *at) {
+    return *(const Reals<Real> *)at;
+}
+
+template <typename Real>
+INLINE void store(Real *at, Reals<Real> x) {
+    *(Reals<Real> *)at = x;
+}
+
+template <typename Real>
+INLINE Reals<Real> every(Real x) {
+    return x - Reals<Real>{};
+}
+
+// exp(x) for x <= 0 to about one unit in the last place; 0 below the logarithm of the smallest normal number, NaN of NaN.
+// x = n ln 2 + f with |f| <= ln 2 / 2 and ln 2 in two parts; the approximations are those of Cephes (Moshier 1992, expf and exp).
+INLINE Reals<float> exponential(Reals<float> x) {
+    const Reals<float> lowest = every(-87.336544f), shifter = every(12582912.0f);  // adding 1.5 * 2^23 rounds to an integer
+    const Reals<float> held = x < lowest ? lowest : x, shifted = held * 1.44269504f + shifter, n = shifted - shifter;
+    const Reals<float> f = held - n * 0.693359375f + n * 2.12194440e-4f;
+    Reals<float> p = f * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * f + 8.3334519073e-3f;
+    p = p * f + 4.1665795894e-2f;
+    p = p * f + 1.6666665459e-1f;
+    p = p * f + 5.0000001201e-1f;
+    p = p * (f * f) + f + 1.0f;
+    const Reals<float> y = (Reals<float>)((Ints<float>)p + ((Ints<float>)shifted << 23));  // 2^23 leaves at the top
+    return x < lowest ? every(0.0f) : y;
+}
+
+INLINE Reals<double> exponential(Reals<double> x) {
+    const Reals<double> lowest = every(-708.3964185322641), shifter = every(6755399441055744.0);  // 1.5 * 2^52
+    const Reals<double> held = x < lowest ? lowest : x, shifted = held * 1.4426950408889634 + shifter, n = shifted - shifter;
+    const Reals<double> f = held - n * 6.93145751953125e-1 - n * 1.42860682030941723212e-6, square = f * f;
+    const Reals<double> p =
+        f * ((square * 1.26177193074810590878e-4 + 3.02994407707441961300e-2) * square + 9.99999999999999999910e-1);
+    const Reals<double> q = ((square * 3.00198505138664455042e-6 + 2.52448340349684104192e-3) * square
+                             + 2.27265548208155028766e-1) * square + 2.0;
+    const Reals<double> y = 1.0 + 2.0 * p / (q - p);
+    const Reals<double> scaled = (Reals<double>)((Ints<double>)y + ((Ints<double>)shifted << 52));
+    return x < lowest ? every(0.0) : scaled;
+}
+
+// What a product does with what stands in C: replaces it, adds to it, or adds to factor[i] times row i of it.
+enum Start { REPLACE, ADD, SCALE_AND_ADD };
+
+template <typename Real>
+struct Product {
+    const Real *a;  // read one number at a time, so its strides may be any
+    int64_t a_row, a_depth;
+    const Real *b;  // rows of the columns of C
+    int64_t b_depth;
+    Real *c;
+    int64_t c_row;
+    const Real *factor;
+};
+
+// C[i, :] from sum over k of A[i, k] B[k, :], for `rows` rows and `vectors` vectors, with the sums in registers.
+template <Start start, int rows, int vectors, typename Real>
+INLINE void register_tile(int depth, const Product<Real> &p) {
+    Reals<Real> sum[rows][vectors];
+    UNROLL for (int i = 0; i < rows; i++) UNROLL for (int v = 0; v < vectors; v++) sum[i][v] = Reals<Real>{};
+    for (int k = 0; k < depth; k++) {
+        Reals<Real> row[vectors];
+        UNROLL for (int v = 0; v < vectors; v++) row[v] = load(p.b + k * p.b_depth + v * VL<Real>);
+        UNROLL for (int i = 0; i < rows; i++) {
+            const Real x = p.a[i * p.a_row + k * p.a_depth];
+            UNROLL for (int v = 0; v < vectors; v++) sum[i][v] += x * row[v];
+        }
+    }
+    UNROLL for (int i = 0; i < rows; i++) UNROLL for (int v = 0; v < vectors; v++) {
+        Real *c = p.c + i * p.c_row + v * VL<Real>;
+        // What stands there is added last: it may have many terms, and each addition to it would round.
+        if (start == ADD) sum[i][v] += load(c);
+        if (start == SCALE_AND_ADD) sum[i][v] += load(c) * p.factor[i];
+        store(c, sum[i][v]);
+    }
+}
+
+// The last rows, fewer than MR.
+template <Start start, int rows, int vectors, typename Real>
+INLINE void last_rows(int count, int depth, const Product<Real> &p) {
+    if constexpr (rows > 0) {
+        if (count == rows) return register_tile<start, rows, vectors>(depth, p);
+        last_rows<start, rows - 1, vectors>(count, depth, p);
+    }
+}
+
+template <Start start, int vectors, typename Real>
+INLINE void columns(int rows, int depth, Product<Real> p) {
+    for (; rows >= MR; rows -= MR) {
+        register_tile<start, MR, vectors>(depth, p);
+        p.a += MR * p.a_row, p.c += MR * p.c_row, p.factor += MR;
+    }
+    last_rows<start, MR - 1, vectors>(rows, depth, p);
+}
+
+// The same for any number of rows, and columns that are a multiple of VL.
+template <Start start, typename Real>
+void product(int rows, int width, int depth, Product<Real> p) {
+    constexpr int wide = NV * VL<Real>, narrow = VL<Real>;
+    for (; width >= wide; width -= wide, p.b += wide, p.c += wide) columns<start, NV>(rows, depth, p);
+    for (; width >= narrow; width -= narrow, p.b += narrow, p.c += narrow) columns<start, 1>(rows, depth, p);
+}
