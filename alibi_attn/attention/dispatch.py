@@ -17,7 +17,10 @@ BACKENDS: dict[str, ModuleType] = {
 # In order of preference; `dense` runs on everything torch has, and is what every other device gets.
 PREFERRED: dict[str, tuple[str, ...]] = {"cpu": ("native", "banded", "dense"), "cuda": ("fused", "flex", "dense")}
 
-# With fewer keys and fewer scores a head than these, the certificate costs more than it saves (see docs/backends.md).
+FEWEST_SCORES = (
+    2**18
+)  # of all heads together: with fewer, a call of the kernels costs more than it saves (docs/backends.md)
+# The same for `banded`: with fewer keys and fewer scores a head than these, its certificate costs more than it saves.
 SHORT_KEYS, SHORT_SCORES = 4096, 768 * 768
 FEW_SCORES = 2**16  # however many the keys: a few queries are answered before the certificate has read them
 
@@ -32,9 +35,12 @@ def steps_aside(name: str, spec: AttentionSpec[Tensor]) -> str | None:
     """Why "auto" leaves a call to the next backend although this one could run it."""
     if name not in ("banded", "native"):
         return None
-    scores = spec.query_len * spec.key_len
     if spec.query_len <= dense.FEW_QUERIES:
         return f"T ≤ {dense.FEW_QUERIES}: dense has scored all keys before the certificate has read them"
+    scores = spec.query_len * spec.key_len
+    if name == "native":
+        of_all = spec.batch * spec.num_heads * scores
+        return f"short input: B·H·T·S = {of_all} < {FEWEST_SCORES}" if of_all < FEWEST_SCORES else None
     if spec.key_len < SHORT_KEYS and scores < SHORT_SCORES:
         return f"short input: S < {SHORT_KEYS} and T·S = {scores} < {SHORT_SCORES}"
     if scores <= FEW_SCORES:

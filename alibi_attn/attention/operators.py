@@ -10,28 +10,30 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from alibi_attn.attention.bounds import PIN_CHOICES, TILE, Bounds, first_positions
+from alibi_attn.attention.bounds import first_positions
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.visibility import are_finite, rows_that_see
 
 Spec = AttentionSpec[Tensor]
-Forward = Callable[[Spec, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Bounds]]
+Plan = tuple[Tensor, Tensor, Tensor]  # what forward visited, for backward to visit the same
+Forward = Callable[[Spec, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Plan]]
 Backward = Callable[
-    [Spec, Bounds, Tensor, Tensor | None, tuple[Tensor, Tensor, Tensor], Tensor, Tensor, bool],
+    [Spec, Plan, Tensor, Tensor | None, tuple[Tensor, Tensor, Tensor], Tensor, Tensor, bool],
     tuple[Tensor, Tensor, Tensor, Tensor],
 ]
 Run = Callable[[Spec, Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 
 
-def operator(name: str, forward: Forward, backward: Backward) -> Run:
+def operator(name: str, forward: Forward, backward: Backward, empty_plan: Callable[[Tensor, Tensor], Plan]) -> Run:
     """The backend's `run`; registers `alibi_attn::{name}_forward` and `alibi_attn::{name}_backward`.
 
     Args:
-        forward: (spec, query, key, value) -> (output, lse, bounds), all tensors finite and with a last stride of 1; lse −inf
+        forward: (spec, query, key, value) -> (output, lse, plan), all tensors finite and with a last stride of 1; lse −inf
             where a query sees nothing. output and lse in fp32 or better.
-        backward: (spec, bounds, grad_output, grad_lse or None, (query, key, value), output, lse, slopes_wanted) -> gradients of
+        backward: (spec, plan, grad_output, grad_lse or None, (query, key, value), output, lse, slopes_wanted) -> gradients of
             query, key, value, and [2, B, H] fp64 of the slopes and right slopes, zeros if not wanted; lse is 0 for a query that
             sees nothing.
+        empty_plan: (query, key) -> three tensors of a plan's shapes and dtypes, of which only those are read.
     """
 
     @torch.library.custom_op(f"alibi_attn::{name}_forward", mutates_args=())
@@ -43,17 +45,17 @@ def operator(name: str, forward: Forward, backward: Backward) -> Run:
         masks = key_mask, query_segments, key_segments
         spec = _spec(query, key, slopes, right_slopes, first, masks, causal, window, scale, tolerance)
         q, k, v, poison = clean(spec, query, key, value)
-        output, lse, found = forward(spec, q, k, v)
+        output, lse, plan = forward(spec, q, k, v)
         if poison is not None:
             output += poison[..., None]
             lse += poison
-        return output.to(query.dtype), lse, found.left, found.right.clone(), found.pins
+        return output.to(query.dtype), lse, *plan
 
     @torch.library.custom_op(f"alibi_attn::{name}_backward", mutates_args=())
     def backward_op(
         grad_output: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, output: Tensor,
         lse: Tensor, slopes: Tensor, right_slopes: Tensor | None, first: Tensor, key_mask: Tensor | None,
-        query_segments: Tensor | None, key_segments: Tensor | None, left: Tensor, right: Tensor, pins: Tensor,
+        query_segments: Tensor | None, key_segments: Tensor | None, plan: list[Tensor],
         causal: bool, window: int | None, scale: float, slopes_wanted: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         masks = key_mask, query_segments, key_segments
@@ -62,8 +64,8 @@ def operator(name: str, forward: Forward, backward: Backward) -> Run:
         out, grad = output.to(q.dtype), _rows(grad_output.to(q.dtype))
         # A query that sees nothing has lse −inf; 0 instead makes all its weights exp(−inf) = 0.
         lse = lse.masked_fill(lse == -math.inf, 0.0)
-        bounds = Bounds(left, right, pins)
-        *grads, dslope = backward(spec, bounds, grad, grad_lse, (q, k, v), out, lse, slopes_wanted)
+        first_part, second, third = plan
+        *grads, dslope = backward(spec, (first_part, second, third), grad, grad_lse, (q, k, v), out, lse, slopes_wanted)
         dslopes = [
             dslope[side].clone() if s is not None and s.ndim == 2 else dslope[side].sum(0)
             for side, s in enumerate((slopes, right_slopes))
@@ -74,23 +76,30 @@ def operator(name: str, forward: Forward, backward: Backward) -> Run:
     def save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
         *tensors, ctx.causal, ctx.window, ctx.scale, _tolerance, ctx.return_lse = inputs
         query, key, value, *description = tensors
-        out, lse, left, right, pins = output
-        ctx.save_for_backward(query, key, value, out, lse, *description, left, right, pins)
-        ctx.mark_non_differentiable(left, right, pins)
+        out, lse, *plan = output
+        ctx.save_for_backward(query, key, value, out, lse, *description, *plan)
+        ctx.mark_non_differentiable(*plan)
 
     def differentiate(ctx, grad_output, grad_lse, *_integers):  # type: ignore[no-untyped-def]
         slopes_wanted = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
-        saved = ctx.saved_tensors
+        *saved, first_part, second, third = ctx.saved_tensors
+        plan = [first_part, second, third]
         if grad_output is None:
             grad_output = torch.zeros_like(saved[3])
+        grad_lse = grad_lse if ctx.return_lse else None
         dq, dk, dv, dslopes, dright = backward_op(
-            grad_output, grad_lse if ctx.return_lse else None, *saved, ctx.causal, ctx.window, ctx.scale, slopes_wanted
+            grad_output, grad_lse, *saved, plan, ctx.causal, ctx.window, ctx.scale, slopes_wanted
         )
         if not slopes_wanted:
             dslopes = dright = None
         return dq, dk, dv, dslopes, dright if saved[6] is not None else None, *[None] * 9
 
-    forward_op.register_fake(_fake_forward)
+    @forward_op.register_fake
+    def fake_forward(query, key, *_rest):  # type: ignore[no-untyped-def]
+        work = torch.promote_types(query.dtype, torch.float32)
+        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        return output, query.new_empty(query.shape[:3], dtype=work), *empty_plan(query, key)
+
     backward_op.register_fake(_fake_backward)
     forward_op.register_autograd(differentiate, setup_context=save)
 
@@ -147,20 +156,6 @@ def _spec(
         query_offset=int(first) if first.numel() == 1 else first, key_mask=key_mask, query_segments=query_segments,
         key_segments=key_segments, tolerance=tolerance,
     )  # fmt: skip
-
-
-def _fake_forward(query, key, value, slopes, right_slopes, first, *_rest):  # type: ignore[no-untyped-def]
-    work = torch.promote_types(query.dtype, torch.float32)
-    b, h, t, _d = query.shape
-    blocks = (t + TILE - 1) // TILE
-    long = {"dtype": torch.int64}
-    return (
-        torch.empty(query.shape, dtype=query.dtype, device=query.device),
-        query.new_empty((b, h, t), dtype=work),
-        query.new_empty((b, h, blocks), **long),
-        query.new_empty((b, h, blocks), **long),
-        query.new_empty((b, h, max(PIN_CHOICES)), **long),
-    )
 
 
 def _fake_backward(grad_output, grad_lse, query, key, value, output, lse, slopes, right_slopes, *_rest):  # type: ignore[no-untyped-def]

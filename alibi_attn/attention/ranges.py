@@ -1,7 +1,4 @@
-"""From reach to keys: the interval of keys that every block of queries meets, and pinned tiles beside it, for loops on the CPU.
-
-`tiles.py` says the same in whole tiles, for kernels on a GPU.
-"""
+"""Which keys every block of queries met on the CPU: one interval, and outlying tiles beside it; see `native/certificate.hpp`."""
 
 import dataclasses
 import functools
@@ -10,62 +7,67 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from alibi_attn.attention.bounds import TILE, Bounds, first_positions
+from alibi_attn.attention.bounds import TILE, first_positions
 from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.tiles import key_intervals
+from alibi_attn.attention.tiles import allowed_keys
 
 Spec = AttentionSpec[Tensor]
+
+OUTLIERS = 4  # tiles with the longest keys of a key head
 
 
 @dataclasses.dataclass(frozen=True)
 class Ranges:
-    """What is met by N = ⌈T / TILE⌉ blocks of queries.
+    """What N = ⌈T / TILE⌉ blocks of queries meet.
 
     Args:
-        keys: [B, H, N, 4] int32: the first key of the certified band and the first after it, then of all that the masks allow.
-        pins: [B, H, P] int32: tiles of keys that are met wherever the masks allow it, −1 = none; the heads that share a key
-            head have the same tiles in the same places, or −1.
-        first: [B, 1] position of query 0.
+        keys: [B, H, N, 4] int32: the first key of the band and the first after it, then of all that the masks allow.
+        pins: [B, H, N] int32: which outlying tiles are met where they reach beyond the band, as bits.
+        outliers: [B, K, OUTLIERS] int32: those tiles of TILE keys, −1 = none.
+        first: [B] position of query 0.
+        query_len: T.
     """
 
     keys: np.ndarray
     pins: np.ndarray
+    outliers: np.ndarray
     first: np.ndarray
     query_len: int
 
     @classmethod
-    def of(cls, spec: Spec, found: Bounds) -> "Ranges":
-        near, far, low, high = (x.clamp(0, spec.key_len) for x in key_intervals(spec, found))
-        keys = torch.stack([near, torch.maximum(near, far), low, torch.maximum(low, high)], -1).to(torch.int32)
-        pins = found.pins[..., : int((found.pins >= 0).sum(-1).max())]
-        if spec.group > 1:
-            # Pins are the tiles with the largest norms, so the choices are nested and the longest holds them all.
-            of_group = pins.unflatten(1, (spec.num_kv_heads, spec.group))
-            most = (of_group >= 0).sum(-1).argmax(2)[..., None, None].expand(-1, -1, 1, pins.shape[-1])
-            longest = of_group.gather(2, most)
-            is_own = (longest[..., None] == of_group[..., None, :]).any(-1)
-            pins = torch.where(is_own, longest, -1).flatten(1, 2)
-        first = first_positions(spec, keys.device).expand(spec.batch).reshape(-1, 1).numpy()
-        return cls(keys.contiguous().numpy(), pins.to(torch.int32).contiguous().numpy(), first, spec.query_len)
+    def open(cls, spec: Spec) -> "Ranges":
+        """Ranges in which the kernels write bands and outliers; what the masks allow is there already."""
+        b, h, n = spec.batch, spec.num_heads, -(-spec.query_len // TILE)
+        first = first_positions(spec, spec.slopes.device).expand(b)
+        start = first[:, None] + torch.arange(n) * TILE
+        allowed = allowed_keys(spec, start, torch.minimum(start + TILE, first[:, None] + spec.query_len))
+        keys = np.zeros((b, h, n, 4), np.int32)
+        keys[..., 2:] = torch.stack(allowed, -1).clamp(0, spec.key_len).numpy()[:, None]
+        outliers = np.full((b, spec.num_kv_heads, OUTLIERS), -1, np.int32)
+        return cls(keys, np.zeros((b, h, n), np.int32), outliers, first.numpy(), spec.query_len)
 
-    @functools.cached_property
-    def rows(self) -> np.ndarray:
-        """[N]: queries of every block."""
-        start = np.arange(self.keys.shape[2]) * TILE
-        return np.minimum(TILE, self.query_len - start)
+    @classmethod
+    def again(cls, spec: Spec, keys: Tensor, pins: Tensor, outliers: Tensor) -> "Ranges":
+        """What `tensors` gave."""
+        first = first_positions(spec, spec.slopes.device).expand(spec.batch)
+        return cls(keys.numpy(), pins.numpy(), outliers.numpy(), first.numpy(), spec.query_len)
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.from_numpy(self.keys), torch.from_numpy(self.pins), torch.from_numpy(self.outliers)
 
     @functools.cached_property
     def pieces(self) -> tuple[np.ndarray, np.ndarray]:
-        """(low, high), each [B, H, N, 1 + 2P]: the intervals of keys that are met, some of them empty."""
+        """(low, high), each [B, H, N, 1 or 1 + 2·OUTLIERS]: the intervals of keys that are met, some of them empty."""
         near, far, low, high = (self.keys[..., at, None] for at in range(4))
-        pins = self.pins[:, :, None]
-        start = np.where(pins < 0, 0, np.maximum(low, pins * TILE))
-        stop = np.where(pins < 0, 0, np.minimum(high, (pins + 1) * TILE))
-        empty = near >= far
-        before = np.where(empty, stop, np.minimum(stop, near))
-        after = np.where(empty, stop, np.maximum(start, far))
-        lows, highs = np.concatenate([near, start, after], -1), np.concatenate([far, before, stop], -1)
-        return lows, np.maximum(lows, highs)
+        if not self.pins.any():
+            return near, far
+        group = self.pins.shape[1] // self.outliers.shape[1]
+        tiles = self.outliers.repeat(group, 1)[:, :, None]
+        is_met = (self.pins[..., None] >> np.arange(OUTLIERS) & 1).astype(bool)
+        start = np.where(is_met, np.maximum(low, tiles * TILE), 0)
+        stop = np.where(is_met, np.minimum(high, (tiles + 1) * TILE), 0)
+        lows = np.concatenate([near, start, np.maximum(start, far)], -1)
+        return lows, np.maximum(lows, np.concatenate([far, np.minimum(stop, near), stop], -1))
 
     @functools.cached_property
     def met(self) -> np.ndarray:
@@ -77,11 +79,13 @@ class Ranges:
     def reach_and_scores(self, spec: Spec) -> tuple[Tensor, Tensor]:
         """(reach, scores), each [B, H] int64: 1 + the largest |i − j| that is met, and the query-key pairs."""
         low, high = (x.astype(np.int64) for x in self.pieces)
-        top = (self.first + np.arange(self.keys.shape[2]) * TILE)[:, None, :, None]
-        reach = top + self.rows[:, None] - low
+        start = np.arange(self.keys.shape[2]) * TILE
+        rows = np.minimum(TILE, self.query_len - start)
+        top = (self.first[:, None] + start)[:, None, :, None]
+        reach = top + rows[:, None] - low
         if not spec.causal:
             reach = np.maximum(reach, high - top)
         reach = np.where(low < high, reach, 0).max((-1, -2))
         if spec.window is not None:
             reach = np.minimum(reach, spec.window)
-        return torch.from_numpy(reach), torch.from_numpy((self.met * self.rows).sum(-1))
+        return torch.from_numpy(reach), torch.from_numpy((self.met * rows).sum(-1))

@@ -58,7 +58,7 @@ def key_intervals(spec: Spec, found: Bounds) -> tuple[Tensor, Tensor, Tensor, Te
     first = first_positions(spec, device)[:, None]
     start = first + torch.arange(found.left.shape[-1], device=device) * TILE
     end = torch.minimum(start + TILE, first + spec.query_len)
-    low, high = (x[:, None].expand(spec.batch, spec.num_heads, -1) for x in _allowed(spec, start, end))
+    low, high = (x[:, None].expand(spec.batch, spec.num_heads, -1) for x in allowed_keys(spec, start, end))
     near = torch.maximum(low, start[:, None] - found.left + 1)
     far = high if spec.causal else torch.minimum(high, end[:, None] - 1 + found.right)
     return near, far, low, high
@@ -145,7 +145,7 @@ def key_flags(spec: Spec, key: Tensor, value: Tensor) -> Tensor:
     return flags if spec.key_mask is None else flags.masked_fill(~spec.key_mask[:, None], HIDDEN)
 
 
-def _allowed(spec: Spec, start: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
+def allowed_keys(spec: Spec, start: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
     """(low, high) [B, blocks]: outside of these keys, the queries at [start, end) may see none."""
     low, high = torch.zeros_like(start), torch.full_like(end, spec.key_len)
     if spec.window is not None:

@@ -5,33 +5,14 @@ import math
 
 import pytest
 import torch
-from certificate_attack import MASKS, WHERE, Attack, certified_keys, dropped, random_attack, read_keys
+from certificate_attack import Attack, attacks, certified_keys, dropped, random_attack, read_keys
 from hypothesis import given, settings, target
-from hypothesis import strategies as st
 
 from alibi_attn.attention import bands, bounds, lower
 from alibi_attn.attention.backends import banded
 from alibi_attn.attention.door import make_spec
 from alibi_attn.attention.visibility import distances, visible
 from alibi_attn.reach import UNLIMITED, reach
-
-attacks = st.builds(
-    Attack,
-    seed=st.integers(0, 2**20),
-    length=st.integers(1, 300),
-    head_dim=st.integers(1, 8),
-    slope=st.floats(-16, 2).map(lambda x: 2.0**x),
-    tolerance=st.floats(-12, -1).map(lambda x: 10.0**x),
-    where=st.sampled_from(WHERE),
-    mask=st.sampled_from(MASKS),
-    causal=st.booleans(),
-    group=st.integers(1, 3),
-    log_query=st.floats(-25, 25) | st.floats(-1, 1),
-    log_key=st.floats(-25, 25) | st.floats(-1, 1),
-    log_giant=st.floats(0, 25) | st.floats(0, 2),
-    dtype=st.sampled_from(("float32", "float64", "bfloat16", "float16")),
-    refine=st.booleans(),
-)
 
 
 @settings(max_examples=250, deadline=None, derandomize=True)

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from alibi_attn.attention import bands
 from alibi_attn.attention.bands import Piece
-from alibi_attn.attention.bounds import TILE, Bounds, bounds, first_positions, worth_pinning
+from alibi_attn.attention.bounds import PIN_CHOICES, TILE, Bounds, bounds, first_positions, worth_pinning
 from alibi_attn.attention.masks import HeadMasks, Masks, key_view, query_view
-from alibi_attn.attention.operators import clean, described, operator
+from alibi_attn.attention.operators import Plan, clean, described, operator
 from alibi_attn.attention.spec import AttentionSpec
 
 Spec = AttentionSpec[Tensor]
@@ -54,7 +54,7 @@ def visits(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> tupl
     return torch.tensor(reach), torch.tensor(scores)
 
 
-def _forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Bounds]:
+def _forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Plan]:
     found, plans = plan(spec, q, k, v)
     work = torch.promote_types(q.dtype, torch.float32)
     output = torch.zeros(q.shape, dtype=work)
@@ -66,15 +66,15 @@ def _forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
             ours = q[b, h], k[b, h // spec.group], v[b, h // spec.group]
             for piece in plans[b][h]:
                 _forward_piece(head, piece, *ours, output[b, h], lse[b, h])
-    return output, lse, found
+    return output, lse, (found.left, found.right.clone(), found.pins)
 
 
 def _backward(
-    spec: Spec, found: Bounds, grad: Tensor, grad_lse: Tensor | None, inputs: tuple[Tensor, Tensor, Tensor], out: Tensor,
+    spec: Spec, found: Plan, grad: Tensor, grad_lse: Tensor | None, inputs: tuple[Tensor, Tensor, Tensor], out: Tensor,
     lse: Tensor, slopes_wanted: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     q, k, v = inputs
-    plans = bands.plan(spec, found, threads=torch.get_num_threads())
+    plans = bands.plan(spec, Bounds(*found), threads=torch.get_num_threads())
     dq, dk, dv = (torch.zeros(x.shape, dtype=lse.dtype) for x in inputs)
     dslope = torch.zeros(2, spec.batch, spec.num_heads, dtype=torch.float64)
     for h in range(spec.num_heads):
@@ -93,7 +93,15 @@ def _backward(
     return dq, dk, dv, dslope
 
 
-run = operator("banded", _forward, _backward)
+def _empty_plan(query: Tensor, key: Tensor) -> Plan:
+    of_heads = (*query.shape[:2],)
+    blocks = (query.shape[2] + TILE - 1) // TILE
+    shapes = ((*of_heads, blocks), (*of_heads, blocks), (*of_heads, max(PIN_CHOICES)))
+    left, right, pins = (query.new_empty(shape, dtype=torch.int64) for shape in shapes)
+    return left, right, pins
+
+
+run = operator("banded", _forward, _backward, _empty_plan)
 
 
 def _forward_piece(head: HeadMasks, piece: Piece, q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor) -> None:

@@ -1,7 +1,7 @@
 """CPU: our own kernels in C++, compiled for the processor they run on; each block of queries reads only its certified band.
 
-`bounds.py` says how far a block must look, `ranges.py` makes an interval of keys of it, `native/` holds the kernels, and this
-module divides the work into tasks, calls them, and makes an operator of it. Half precision is computed in fp32.
+The kernels in `native/` decide how far a block must look while they look (`certificate.hpp`); `ranges.py` is what they found.
+This module divides the work into tasks, calls them, and makes an operator of it. Half precision is computed in fp32.
 
 A task is a run of blocks of queries. Backward adds up the gradients of keys without atomics: each task owns the keys where its
 queries stand, and keeps what it finds for others apart (see `native/backward.cpp`), in memory linear in the length.
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from alibi_attn.attention.bounds import TILE, Bounds, bounds, worth_pinning
+from alibi_attn.attention.bounds import TILE
 from alibi_attn.attention.native import library
-from alibi_attn.attention.operators import clean, described, operator
-from alibi_attn.attention.ranges import Ranges
+from alibi_attn.attention.operators import Plan, clean, described, operator
+from alibi_attn.attention.ranges import OUTLIERS, Ranges
 from alibi_attn.attention.spec import AttentionSpec, dtype_name
 
 Spec = AttentionSpec[Tensor]
@@ -26,6 +26,8 @@ Spec = AttentionSpec[Tensor]
 WIDTH = 16  # numbers of the widest vector; head sizes are padded with zeros to a multiple of it
 TASKS = 8  # a core, so that none is idle at the end
 BLOCKS = 8  # of queries in a forward task, at most
+USUAL_NATS = 30  # a head of slope m usually looks at about 30 / m keys
+GROUP, STATS = 16, 8  # as in `native/certificate.hpp`
 HALOS = 2  # times the gradients of keys that backward may keep apart
 
 _is_built = torch.compiler.assume_constant_result(library.why_not)
@@ -40,34 +42,47 @@ def why_not(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> str | None
     return _is_built()
 
 
-def plan(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> tuple[Bounds, Ranges]:
-    """What will be read, before it is."""
-    longest = worth_pinning(torch.linalg.vector_norm(key.float(), dim=-1), times=3) if spec.query_len > TILE else (0,)
-    found = bounds(spec, query, key, value, pin_choices=longest)
-    return found, Ranges.of(spec, found)
-
-
 def visits(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(reach, scores), each [B, H] int64: 1 + the largest |i − j| that is met, and the scores of those blocks and keys."""
+    """(reach, scores), each [B, H] int64: 1 + the largest |i − j| that is met, and the scores of those blocks and keys.
+
+    The kernels know how far to look when they have looked, so this computes the attention.
+    """
     spec = described(spec, query, key)
     q, k, v, _ = clean(spec, query, key, key if value is None else value)
-    return plan(spec, q, k, None if value is None else v)[1].reach_and_scores(spec)
+    return _attended(spec, q, k, v, has_values=value is not None)[2].reach_and_scores(spec)
 
 
-def _forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Bounds]:
-    found, ranges = plan(spec, q, k, v)
-    inputs = {name: _wide(x) for name, x in (("query", q), ("key", k), ("value", v))}
-    result = torch.empty_like(inputs["query"], memory_format=torch.contiguous_format)
-    lse = torch.empty(q.shape[:3], dtype=result.dtype)
-    _call("forward", spec, ranges, rows=inputs, tasks=_forward_tasks(ranges), result=result, lse=lse)
-    return _narrow(result, spec), lse, found
+def _forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Plan]:
+    output, lse, ranges = _attended(spec, q, k, v)
+    return output, lse, ranges.tensors()
+
+
+def met(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> Ranges:
+    """Which keys each block of queries meets; computes the attention to find out."""
+    spec = described(spec, query, key)
+    return _attended(spec, *clean(spec, query, key, value)[:3])[2]
+
+
+def _attended(spec: Spec, q: Tensor, k: Tensor, v: Tensor, *, has_values: bool = True) -> tuple[Tensor, Tensor, Ranges]:
+    """(output, lse, what was met); without values they are taken to be of like length."""
+    ranges = Ranges.open(spec)
+    rows = {name: _wide(x) for name, x in (("query", q), ("key", k), ("value", v))}
+    result = torch.empty_like(rows["query"], memory_format=torch.contiguous_format)
+    lse = result.new_empty(q.shape[:3])
+    key_heads = spec.batch * spec.num_kv_heads
+    _call(
+        "forward", spec, ranges, rows=rows, tasks=_forward_tasks(spec, ranges), result=result, lse=lse,
+        norms=result.new_empty(key_heads, 2, -(-spec.key_len // GROUP) * GROUP + GROUP),
+        stats=result.new_empty(key_heads, STATS), has_values=has_values,
+    )  # fmt: skip
+    return _narrow(result, spec), lse, ranges
 
 
 def _backward(
-    spec: Spec, found: Bounds, grad: Tensor, grad_lse: Tensor | None, inputs: tuple[Tensor, Tensor, Tensor], out: Tensor,
+    spec: Spec, plan: Plan, grad: Tensor, grad_lse: Tensor | None, inputs: tuple[Tensor, Tensor, Tensor], out: Tensor,
     lse: Tensor, slopes_wanted: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    ranges = Ranges.of(spec, found)
+    ranges = Ranges.again(spec, *plan)
     names = ("query", "key", "value", "output", "grad")
     rows = {name: _wide(x) for name, x in zip(names, (*inputs, out, grad), strict=True)}
     dq, dk, dv = (torch.empty_like(rows[name], memory_format=torch.contiguous_format) for name in names[:3])
@@ -89,15 +104,25 @@ def _backward(
     return _narrow(dq, spec), _narrow(dk, spec), _narrow(dv, spec), dslope
 
 
-run = operator("native", _forward, _backward)
+def _empty_plan(query: Tensor, key: Tensor) -> Plan:
+    blocks = (query.shape[2] + TILE - 1) // TILE
+    shapes = (*query.shape[:2], blocks, 4), (*query.shape[:2], blocks), (*key.shape[:2], OUTLIERS)
+    keys, pins, outliers = (query.new_empty(shape, dtype=torch.int32) for shape in shapes)
+    return keys, pins, outliers
 
 
-def _forward_tasks(ranges: Ranges) -> np.ndarray:
-    """[count, 4] int64: a sequence, a head, and its blocks of queries from one to another; the heaviest first."""
-    b, h, n = ranges.met.shape
+run = operator("native", _forward, _backward, _empty_plan)
+
+
+def _forward_tasks(spec: Spec, ranges: Ranges) -> np.ndarray:
+    """[count, 4] int64: a sequence, a head, and its blocks of queries from one to another; the heaviest first, by guess."""
+    b, h, n = ranges.pins.shape
     size = max(1, min(BLOCKS, b * h * n // (TASKS * torch.get_num_threads())))
-    start = np.arange(0, n, size)
-    cost = np.add.reduceat(ranges.met, start, axis=-1)
+    starts = np.arange(0, n, size)
+    slopes = spec.slopes.detach().double().expand(b, h).numpy()
+    guess = np.where(slopes > 0, USUAL_NATS / np.maximum(slopes, 1e-30), np.inf)[..., None]
+    allowed = ranges.keys[..., 3] - ranges.keys[..., 2]
+    cost = np.add.reduceat(np.minimum(allowed, guess), starts, axis=-1)
     at = np.stack(np.unravel_index(np.argsort(-cost, axis=None, kind="stable"), cost.shape), -1)
     return np.concatenate([at[:, :2], at[:, 2:] * size, np.minimum((at[:, 2:] + 1) * size, n)], -1).astype(np.int64)
 
@@ -122,18 +147,23 @@ def _backward_tasks(spec: Spec, ranges: Ranges) -> tuple[np.ndarray, np.ndarray,
     start = np.unique(np.concatenate([start, np.arange(heads) * n]))
     head, block = start // n, start % n
     end = np.minimum(np.append(start[1:], heads * n), (head + 1) * n) - head * n
-    first = ranges.first[head // spec.num_kv_heads, 0]
+    first = ranges.first[head // spec.num_kv_heads]
     own = np.where(block == 0, 0, (first + block * TILE).clip(0, spec.key_len))
     own_end = np.where(end == n, spec.key_len, (first + end * TILE).clip(0, spec.key_len))
     halo = np.minimum(np.minimum.reduceat(low.ravel(), start), own)
     halo_end = np.maximum(np.maximum.reduceat(high.ravel(), start), own_end)
-    kept = own - halo + halo_end - own_end + ranges.pins.shape[-1] * TILE
+    kept = own - halo + halo_end - own_end + _outliers(ranges) * TILE
     at = kept.cumsum() - kept
     tasks = np.stack(
         [head // spec.num_kv_heads, head % spec.num_kv_heads, block, end, own, own_end, halo, halo_end, at], -1
     )
     heaviest = np.argsort(-np.add.reduceat(cost.ravel(), start), kind="stable")
     return tasks[heaviest], np.argsort(heaviest), np.searchsorted(head, np.arange(heads + 1)), int(kept.sum())
+
+
+def _outliers(ranges: Ranges) -> int:
+    """How many outlying tiles backward must look at: all or none."""
+    return OUTLIERS if ranges.pins.any() else 0
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -150,7 +180,9 @@ class _Rows(ctypes.Structure):
     _fields_ = [("at", ctypes.c_void_p), *((axis, ctypes.c_int64) for axis in ("sequence", "head", "row"))]
 
 
-_POINTERS = ("slopes", "right_slopes", "first", "key_mask", "query_segments", "key_segments", "ranges", "pins")
+_INPUTS = (
+    "slopes", "right_slopes", "first", "key_mask", "query_segments", "key_segments", "ranges", "pins", "outliers"
+)  # fmt: skip
 _RESULTS = ("lse", "result", "grad_lse", "key_grad", "value_grad", "partial", "order", "starts", "slope_grads", "met")
 
 
@@ -160,28 +192,33 @@ class _Call(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in "BHKTSDP"),
         *((name, _Rows) for name in ("query", "key", "value", "output", "grad")),
-        *((name, ctypes.c_void_p) for name in _POINTERS),
-        ("window", ctypes.c_int64), ("causal", ctypes.c_int64), ("scale", ctypes.c_double),
+        *((name, ctypes.c_void_p) for name in _INPUTS),
+        ("window", ctypes.c_int64), ("causal", ctypes.c_int64), ("has_values", ctypes.c_int64),
+        ("scale", ctypes.c_double), ("tolerance", ctypes.c_double), ("norms", ctypes.c_void_p), ("stats", ctypes.c_void_p),
         ("tasks", ctypes.c_void_p), ("count", ctypes.c_int64), ("threads", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in _RESULTS),
     ]  # fmt: skip
 
 
-def _call(function: str, spec: Spec, ranges: Ranges, *, rows: dict[str, Tensor], **arrays: Any) -> None:
+def _call(
+    function: str, spec: Spec, ranges: Ranges, *, rows: dict[str, Tensor], has_values: bool = True, **arrays: Any
+) -> None:
     """Fill a `Call` and run it; `arrays` are tensors, numpy arrays or None by the names of `Call`."""
     right = spec.slopes if spec.right_slopes is None else spec.right_slopes
     work = rows["query"].dtype
-    slopes, right = (x.to(work).expand(spec.batch, spec.num_heads).contiguous() for x in (spec.slopes, right))
+    slopes, right = (x.detach().to(work).expand(spec.batch, spec.num_heads).contiguous() for x in (spec.slopes, right))
     query_segments, key_segments = _small_numbers(spec)
     arrays |= {
         "slopes": slopes, "right_slopes": right, "first": ranges.first.astype(np.int64), "key_mask": spec.key_mask,
         "query_segments": query_segments, "key_segments": key_segments, "ranges": ranges.keys, "pins": ranges.pins,
+        "outliers": ranges.outliers,
     }  # fmt: skip
     arrays = {name: x.contiguous() if isinstance(x, Tensor) else x for name, x in arrays.items()}
     call = _Call(
         B=spec.batch, H=spec.num_heads, K=spec.num_kv_heads, T=spec.query_len, S=spec.key_len,
-        D=rows["query"].shape[-1], P=ranges.pins.shape[-1], window=spec.window or 0, causal=spec.causal,
-        scale=spec.scale, count=len(arrays["tasks"]), threads=torch.get_num_threads(),
+        D=rows["query"].shape[-1], P=OUTLIERS if function == "forward" else _outliers(ranges), window=spec.window or 0,
+        causal=spec.causal, has_values=has_values, scale=spec.scale, tolerance=spec.tolerance,
+        count=len(arrays["tasks"]), threads=torch.get_num_threads(),
         **{name: _Rows(x.data_ptr(), *x.stride()[:3]) for name, x in rows.items()},
         **{name: x.data_ptr() if isinstance(x, Tensor) else x.ctypes.data for name, x in arrays.items() if x is not None},
     )  # fmt: skip

@@ -97,7 +97,17 @@ struct Backward {
             if (lse[i] == -INFINITY) lse[i] = 0;  // it sees nothing, and all its scores are -inf
         }
         std::fill(query_grad, query_grad + BLOCK * D, Real(0));
-        for_keys(block, task.own, task.own_end, [&](int64_t key, int count, int64_t pin) { meet(task, key, count, pin); });
+        int64_t met = 0;
+        const auto meet_all = [&](int64_t low, int64_t high, int pin) {
+            for_keys(low, high, task.own, task.own_end, [&](int64_t key, int count) {
+                meet(task, key, count, pin);
+                met += (int64_t)count * block.rows;
+            });
+        };
+        meet_all(block.range[0], block.range[1], -1);
+        for (int p = 0; p < call.P; p++)
+            if (*block.pins >> p & 1) for_parts_of_tile(block, p, [&](int64_t low, int64_t high) { meet_all(low, high, p); });
+        count(block, met);
         std::copy(query_grad, query_grad + block.rows * D, call.result + block.row() * D);
     }
 
@@ -130,15 +140,12 @@ void add_kept(const Call<Real> &call, const Task &task, int64_t low, int64_t hig
 template <typename Real>
 void add_all_kept(const Call<Real> &call, int64_t head, int64_t from, int64_t to) {
     const Task *tasks = reinterpret_cast<const Task *>(call.tasks);
-    const int64_t group = call.H / call.K;
     for (int64_t t = call.starts[head]; t < call.starts[head + 1]; t++) {
         const Task &task = tasks[call.order[t]];
         add_kept(call, task, task.halo, task.own, 0, from, to);
         add_kept(call, task, task.own_end, task.halo_end, task.own - task.halo, from, to);
         for (int64_t p = 0; p < call.P; p++) {
-            int64_t tile = -1;
-            for (int64_t g = 0; g < group; g++) tile = std::max<int64_t>(tile, call.pins[(head * group + g) * call.P + p]);
-            const int64_t low = tile * BLOCK, high = std::min<int64_t>(low + BLOCK, call.S);
+            const int64_t tile = call.outliers[head * call.P + p], low = tile * BLOCK, high = std::min<int64_t>(low + BLOCK, call.S);
             if (tile >= 0) add_kept(call, task, low, high, task.row_of_pin(p), from, to);
         }
     }

@@ -31,10 +31,12 @@ struct Call {
     const int64_t *first;                          // [B]: position of query 0
     const uint8_t *key_mask;                       // [B, S]
     const int32_t *query_segments, *key_segments;  // [B, T], [B, S]
-    const int32_t *ranges;                         // [B, H, N, 4]: keys of the certified band, then of all that masks allow
-    const int32_t *pins;                           // [B, H, P]: tiles of keys met wherever masks allow it, -1 = none
-    int64_t window, causal;                        // window 0 = none
-    double scale;
+    int32_t *ranges;    // [B, H, N, 4]: keys of the band that is met, which forward finds, and of all that masks allow
+    int32_t *pins;      // [B, H, N]: which of the outlying tiles are met too, as bits; forward finds them
+    int32_t *outliers;  // [B, K, P]: the tiles of keys that may be, -1 = none; forward finds them
+    int64_t window, causal, has_values;  // window 0 = none
+    double scale, tolerance;
+    Real *norms, *stats;  // [B, K, 2, padded S], [B, K, STATS]: see certificate.hpp
     const int64_t *tasks;  // [count, ...], see forward.cpp and backward.cpp
     int64_t count, threads;
     Real *lse;                      // [B, H, T]
@@ -57,7 +59,8 @@ struct Block {
     int rows = 0;
     Real slope = 0, right_slope = 0;
     bool looks_right = false;
-    const int32_t *range = nullptr, *pins = nullptr;
+    int32_t *range = nullptr, *pins = nullptr;
+    const int32_t *outliers = nullptr;
 
     void begin(int64_t sequence, int64_t head, int64_t block) {
         b = sequence, h = head, k = head / (call.H / call.K), n = block;
@@ -66,8 +69,9 @@ struct Block {
         rows = (int)std::min<int64_t>(BLOCK, call.T - n * BLOCK);
         slope = call.slopes[at], right_slope = call.right_slopes[at];
         looks_right = !call.causal && !std::isinf(right_slope);
-        range = call.ranges + (at * ((call.T + BLOCK - 1) / BLOCK) + n) * 4;
-        pins = call.pins + at * call.P;
+        const int64_t place = at * ((call.T + BLOCK - 1) / BLOCK) + n;
+        range = call.ranges + place * 4, pins = call.pins + place;
+        outliers = call.outliers + (b * call.K + k) * call.P;
         transpose(call.query, queries);
     }
 
@@ -170,34 +174,31 @@ struct Block {
     }
 };
 
-// The keys of a block, at most BLOCK at a time: meet(key, count, pin) for its band (pin -1), from its end on, and for what pinned
-// tiles have outside of it. No call has keys on both sides of `cut`, or of `end`.
-template <typename Real, typename Meet>
-void for_keys(const Block<Real> &block, int64_t cut, int64_t end, const Meet &meet) {
-    int64_t met = 0;
-    const auto piece = [&](int64_t low, int64_t high, int64_t pin) {
-        for (int64_t stop = high; stop > low;) {
-            int64_t start = std::max(low, stop - BLOCK);
-            if (start < end && end < stop) start = end;
-            if (start < cut && cut < stop) start = cut;
-            meet(start, (int)(stop - start), pin);
-            met += (stop - start) * block.rows;
-            stop = start;
-        }
-    };
-    const int64_t near = block.range[0], far = block.range[1], low = block.range[2], high = block.range[3];
-    piece(near, far, -1);
-    for (int64_t p = 0; p < block.call.P; p++) {
-        if (block.pins[p] < 0) continue;
-        const int64_t start = std::max<int64_t>(low, block.pins[p] * BLOCK);
-        const int64_t stop = std::min<int64_t>(high, (block.pins[p] + 1) * BLOCK);
-        if (near < far) {
-            piece(start, std::min(stop, near), p);
-            piece(std::max(start, far), stop, p);
-        } else {
-            piece(start, stop, p);
-        }
+// Keys [low, high), at most BLOCK at a time and from the end on: meet(key, count), no call with keys on both sides of a cut.
+template <typename Meet>
+void for_keys(int64_t low, int64_t high, int64_t cut, int64_t other_cut, const Meet &meet) {
+    for (int64_t stop = high; stop > low;) {
+        int64_t start = std::max(low, stop - BLOCK);
+        if (start < cut && cut < stop) start = cut;
+        if (start < other_cut && other_cut < stop) start = other_cut;
+        meet(start, (int)(stop - start));
+        stop = start;
     }
+}
+
+// What outlying tile p has outside of the band, before it and behind it: part(low, high).
+template <typename Real, typename Part>
+void for_parts_of_tile(const Block<Real> &block, int p, const Part &part) {
+    const int64_t near = block.range[0], far = block.range[1], tile = block.outliers[p];
+    const int64_t low = std::max<int64_t>(block.range[2], tile * BLOCK), high = std::min<int64_t>(block.range[3], (tile + 1) * BLOCK);
+    if (tile < 0) return;
+    if (low < std::min(high, near)) part(low, std::min(high, near));
+    if (std::max(low, far) < high) part(std::max(low, far), high);
+}
+
+// `met`, in numbers of scores, to what is counted for the head of a block.
+template <typename Real>
+void count(const Block<Real> &block, int64_t met) {
     if (!block.call.met) return;
     int64_t &total = block.call.met[block.b * block.call.H + block.h];
 #pragma omp atomic

@@ -15,7 +15,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 SOURCES = ("forward.cpp", "backward.cpp")
-HEADERS = ("vectors.hpp", "block.hpp")
+HEADERS = ("vectors.hpp", "block.hpp", "certificate.hpp")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-fno-exceptions", "-fno-rtti")
 TIMEOUT_S = 120
 
@@ -39,27 +39,19 @@ def library() -> ctypes.CDLL:
     Raises:
         BuildError: no compiler, or one that cannot compile or link this; says what to do.
     """
-    found = _found(_compiler(), _cache())
+    found = _found(os.environ.get("CXX"), os.environ.get("XDG_CACHE_HOME"))
     if isinstance(found, str):
         raise BuildError(found)
     return found
 
 
 @functools.cache
-def _found(compiler: str, cache: Path) -> ctypes.CDLL | str:
+def _found(compiler: str | None, cache: str | None) -> ctypes.CDLL | str:
     """The library, or why there is none; asked once a process."""
     try:
-        return _load(_built(compiler, cache))
+        return _load(_built(compiler or "g++", Path(cache or Path.home() / ".cache") / "alibi-attn"))
     except BuildError as error:
         return str(error)
-
-
-def _compiler() -> str:
-    return os.environ.get("CXX") or "g++"
-
-
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "alibi-attn"
 
 
 def _built(compiler: str, cache: Path) -> Path:

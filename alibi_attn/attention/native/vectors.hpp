@@ -24,12 +24,14 @@ struct Simd;
 
 template <>
 struct Simd<float> {
+    typedef int32_t integer;
     typedef float reals __attribute__((vector_size(BYTES), aligned(4), may_alias));
     typedef int32_t ints __attribute__((vector_size(BYTES), aligned(4), may_alias));
 };
 
 template <>
 struct Simd<double> {
+    typedef int64_t integer;
     typedef double reals __attribute__((vector_size(BYTES), aligned(8), may_alias));
     typedef int64_t ints __attribute__((vector_size(BYTES), aligned(8), may_alias));
 };
