@@ -16,7 +16,7 @@ import pytest
 import alibi_attn
 
 ROOT = Path(__file__).parent.parent
-MAX_LINES = 400
+MAX_LINES, MAX_COLUMNS = 400, 130
 DRAWERS = {"utils", "util", "common", "helpers", "helper", "base", "core", "misc"}
 PLAIN = {*sys.stdlib_module_names, "numpy"}
 
@@ -153,9 +153,13 @@ def assert_frameworks_stay_outside(root: Path) -> None:
 
 def assert_files_are_short(root: Path) -> None:
     for folder in ("alibi_attn", "tests", "examples"):
-        for path in sorted((root / folder).rglob("*.py")):
-            lines = len(path.read_text(encoding="utf-8").splitlines())
-            assert lines <= MAX_LINES, f"{path.relative_to(root)} has {lines} lines; {MAX_LINES} are allowed"
+        for path in sorted((root / folder).rglob("*.[pch]*")):
+            if path.suffix not in (".py", ".cpp", ".hpp"):
+                continue
+            lines = path.read_text(encoding="utf-8").splitlines()
+            assert len(lines) <= MAX_LINES, f"{path.relative_to(root)} has {len(lines)} lines; {MAX_LINES} are allowed"
+            widest = max(map(len, lines), default=0) if path.suffix != ".py" else 0  # ruff looks at Python
+            assert widest <= MAX_COLUMNS, f"{path.relative_to(root)} has a line of {widest}; {MAX_COLUMNS} are allowed"
 
 
 def assert_no_drawers(root: Path) -> None:
@@ -264,6 +268,7 @@ WRONG = [
     (assert_frameworks_stay_outside, "jax/attention.py", "import torch", "imports torch"),
     (assert_frameworks_stay_outside, "nn/a.py", "import jax.numpy as jnp", "JAX lives in"),
     (assert_files_are_short, "nn/a.py", "x = 1\n" * 401, "has 401 lines"),
+    (assert_files_are_short, "nn/a.cpp", "//" + 200 * "x", "has a line of 202"),
     (assert_no_drawers, "nn/utils.py", "", "is a drawer"),
     (assert_no_drawers, "_helpers/a.py", "", "is a drawer"),
     (assert_no_module_hides_a_name, "report/__init__.py", "from alibi_attn.report.page import page", "offers"),

@@ -145,7 +145,8 @@ void add_all_kept(const Call<Real> &call, int64_t head, int64_t from, int64_t to
         add_kept(call, task, task.halo, task.own, 0, from, to);
         add_kept(call, task, task.own_end, task.halo_end, task.own - task.halo, from, to);
         for (int64_t p = 0; p < call.P; p++) {
-            const int64_t tile = call.outliers[head * call.P + p], low = tile * BLOCK, high = std::min<int64_t>(low + BLOCK, call.S);
+            const int64_t tile = call.outliers[head * call.P + p];
+            const int64_t low = tile * BLOCK, high = std::min<int64_t>(low + BLOCK, call.S);
             if (tile >= 0) add_kept(call, task, low, high, task.row_of_pin(p), from, to);
         }
     }

@@ -86,8 +86,8 @@ struct Block {
         }
     }
 
-    // Whether the first of these keys stands where the first query does: then no query sees the keys after it, and of the square of
-    // scores the half of the queries before the second half of the keys need not be computed.
+    // Whether the first of these keys stands where the first query does: then no query sees the keys after it, and the scores of
+    // the first half of the queries with the second half of the keys need not be computed.
     bool is_triangle(int64_t key) const { return call.causal && key == position; }
 
     // products[j][i] = x_j . y_i for `count` keys (or values) x from `key` on, and y [D][BLOCK]; zeros in what is not computed.
@@ -137,7 +137,9 @@ struct Block {
     }
 
     // i - j for VL queries, with the distance of query 0; in floats it is rounded beyond 2^24, as any number is.
-    static Reals<Real> away(int lane, int64_t distance) { return __builtin_convertvector(lanes() + lane, Reals<Real>) + (Real)distance; }
+    static Reals<Real> away(int lane, int64_t distance) {
+        return __builtin_convertvector(lanes() + lane, Reals<Real>) + (Real)distance;
+    }
 
     static Ints<Real> lanes() {
         Ints<Real> at;
@@ -160,7 +162,8 @@ struct Block {
         const Real scale = (Real)call.scale, right = looks_right ? right_slope : Real(0);
         for (int v = 0; v < BLOCK; v += VL<Real>) {
             const Ints<Real> apart = lanes() + (held + v), to_right = apart < 0;
-            const Reals<Real> score = load(scores + v) * scale + (to_right ? away(v, distance) * right : away(v, distance) * -slope);
+            const Reals<Real> apart_by = away(v, distance), bias = to_right ? apart_by * right : apart_by * -slope;
+            const Reals<Real> score = load(scores + v) * scale + bias;
             Ints<Real> unseen = (apart >= window) | (apart <= -window);
             if (!looks_right) unseen |= to_right;
             if (hidden) unseen |= -1;
@@ -190,7 +193,8 @@ void for_keys(int64_t low, int64_t high, int64_t cut, int64_t other_cut, const M
 template <typename Real, typename Part>
 void for_parts_of_tile(const Block<Real> &block, int p, const Part &part) {
     const int64_t near = block.range[0], far = block.range[1], tile = block.outliers[p];
-    const int64_t low = std::max<int64_t>(block.range[2], tile * BLOCK), high = std::min<int64_t>(block.range[3], (tile + 1) * BLOCK);
+    const int64_t low = std::max<int64_t>(block.range[2], tile * BLOCK);
+    const int64_t high = std::min<int64_t>(block.range[3], (tile + 1) * BLOCK);
     if (tile < 0) return;
     if (low < std::min(high, near)) part(low, std::min(high, near));
     if (std::max(low, far) < high) part(std::max(low, far), high);

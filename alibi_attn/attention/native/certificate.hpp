@@ -2,8 +2,8 @@
 //
 // Keys that are not met weigh, for query i and by Cauchy-Schwarz, at most
 //     sum over j of exp(rate_i |k_j| - m |i - j|) / exp(lambda_i),   rate_i = |scale| |q_i|,
-// where lambda_i is the log-sum-exp of the keys that it has met: no bound of it is needed, for forward goes outward from the queries and
-// has it at hand. The sum over j is taken key by key for the largest rate R of the block and its nearest query; the others follow:
+// where lambda_i is the log-sum-exp of the keys that it has met: forward goes outward from the queries, and has it at hand.
+// The sum over j is taken key by key for the largest rate R of the block and its nearest query; the others follow:
 //     exp(rate_i |k_j| - m |i - j|) <= exp(R |k_j| - m d_j) exp(-(R - rate_i) |k|_min - m (|i - j| - d_j)).
 // A few tiles with the longest keys may be left out of the sum, and are met one by one where they may matter.
 
@@ -24,7 +24,8 @@ constexpr Real CAP = sizeof(Real) == 4 ? 80 : 600;  // of an exponent that is fa
 // An upper bound of the norm of a row of finite numbers, or inf; see `bounds.norm_bound`.
 template <typename Real>
 Real longest(Real squares, int64_t D) {
-    return std::sqrt(squares) * (1 + (D + 4) * UNIT<Real>) + std::sqrt(Real(D)) * (sizeof(Real) == 4 ? Real(0x1p-63) : Real(0x1p-511));
+    const Real vanished = sizeof(Real) == 4 ? 0x1p-63 : 0x1p-511;  // a square below the smallest normal number
+    return std::sqrt(squares) * (1 + (D + 4) * UNIT<Real>) + std::sqrt(Real(D)) * vanished;
 }
 
 // What all blocks of a key head need to know of its keys and values. Hidden keys are no keys.
@@ -117,12 +118,15 @@ struct Certificate {
         possible = call.tolerance > 0;
         if (!possible) return;
         lengths = lengths_of(call, block.b * call.K + block.k);
-        const Real error = (call.D + 64) * UNIT<Real>;
+        const Real error = (call.D + 64) * UNIT<Real>, scale = std::abs(Real(call.scale));
         largest_rate = 0;
         for (int v = 0; v < BLOCK; v += VL<Real>) {
             Reals<Real> squares = {};
-            for (int64_t d = 0; d < call.D; d++) squares += load(block.queries + d * BLOCK + v) * load(block.queries + d * BLOCK + v);
-            for (int i = 0; i < VL<Real>; i++) rate[v + i] = std::abs(Real(call.scale)) * (1 + error) * longest(squares[i], call.D);
+            for (int64_t d = 0; d < call.D; d++) {
+                const Reals<Real> x = load(block.queries + d * BLOCK + v);
+                squares += x * x;
+            }
+            for (int i = 0; i < VL<Real>; i++) rate[v + i] = scale * (1 + error) * longest(squares[i], call.D);
         }
         for (int i = 0; i < block.rows; i++) largest_rate = rate[i] > largest_rate || rate[i] != rate[i] ? rate[i] : largest_rate;
         const Real longer = nats_of_longer_values(), rounded = Real(ROUNDED) + Real(call.S / 32) * UNIT<Real>;
@@ -164,9 +168,11 @@ struct Certificate {
         if (!summed || room - reference > CAP<Real> - 20) add_up(room, key, limit);
         const int64_t groups = padded(block.call) / GROUP;
         const double certain = 1 - 4 * UNIT<Real> * double(groups + 64);  // of sums of so many; what vanished is added
-        const double allowed = std::exp(room - reference - rounding(room, span)) * (left_out[side > 0] ? 0.75 : 1.0) * certain - 1e-25;
+        const double share = left_out[side > 0] ? 0.75 : 1.0;
+        const double allowed = std::exp(room - reference - rounding(room, span)) * share * certain - 1e-25;
         // `sums` fall from the queries outward: the first group from there that is small enough.
-        int64_t near = side > 0 ? (key + GROUP - 1) / GROUP : key / GROUP, far = side > 0 ? limit / GROUP : (limit + GROUP - 1) / GROUP;
+        int64_t near = side > 0 ? (key + GROUP - 1) / GROUP : key / GROUP;
+        int64_t far = side > 0 ? limit / GROUP : (limit + GROUP - 1) / GROUP;
         if (sums[near] <= allowed) return key;
         while (std::abs(near - far) > 1) {
             const int64_t middle = (near + far) / 2;
@@ -225,7 +231,7 @@ struct Certificate {
     Real weight(int64_t j, double from) const {
         Real sum = 0;
         for (int v = 0; v < GROUP; v += VL<Real>) {
-            const Reals<Real> distance = (__builtin_convertvector(block.lanes(), Reals<Real>) + Real(j + v - nearest)) * Real(-side);
+            const Reals<Real> distance = block.away(0, j + v - nearest) * Real(-side);
             Reals<Real> nats = load(lengths.keys + j + v) * largest_rate - distance * Real(slope) - Real(from);
             nats = nats > CAP<Real> ? every(CAP<Real>) : nats;
             const Reals<Real> weights = exponential(nats);
@@ -246,8 +252,8 @@ struct Certificate {
         return 8 * double(UNIT<Real>) * (double(largest_rate) * lengths.longest_without(0) + slope * distance + std::abs(room));
     }
 
-    // The sums over all groups from `key` to `limit`, one by one from the farthest that can matter; those beyond it weigh less than e^-10
-    // of the room together.
+    // The sums over all groups from `key` to `limit`, one by one from the farthest that can matter; those beyond it weigh less
+    // than e^-10 of the room together.
     void add_up(double room, int64_t key, int64_t limit) {
         const double longest = lengths.longest_without(left_out[side > 0]);
         const double enough = (largest_rate * longest - room - std::log(-std::expm1(-slope)) + 10) / slope;
@@ -257,7 +263,8 @@ struct Certificate {
         reference = room, summed = true, span = is_far ? double(farthest) : double(std::abs(nearest - limit));
         if (side > 0) {
             int64_t group = limit / GROUP;
-            const int64_t first = is_far ? std::max(group, std::min((nearest - farthest) / GROUP, (key + GROUP - 1) / GROUP)) : group;
+            const int64_t end = (key + GROUP - 1) / GROUP;
+            const int64_t first = is_far ? std::max(group, std::min((nearest - farthest) / GROUP, end)) : group;
             std::fill(sums + group, sums + first, total);
             for (group = first; group * GROUP < key; group++) {
                 sums[group] = total;
@@ -284,8 +291,9 @@ struct Certificate {
         for (int i = 0; i < block.rows; i++) {
             const int64_t own = block.position + i;
             Real nearest = lengths.shortest_value();
-            if (own >= 0 && own < call.S && !call.key_segments && (!call.window || call.window >= KEPT))
-                for (int64_t j = std::max<int64_t>(0, own - KEPT + 1); j <= own; j++) nearest = std::max(nearest, lengths.values[j]);
+            const bool is_sure = own >= 0 && own < call.S && !call.key_segments && (!call.window || call.window >= KEPT);
+            for (int64_t j = std::max<int64_t>(0, own - KEPT + 1); is_sure && j <= own; j++)
+                nearest = std::max(nearest, lengths.values[j]);
             kept = std::min(kept, nearest);
         }
         return std::max(Real(0), std::log(most / (Real(VALUE_RATIO) * kept)));
