@@ -163,6 +163,17 @@ def recorded(folder: Path, kind: str, name: str, config: Mapping[str, Json]) -> 
     return next(folder.glob(f"*-{identity(kind, name, config)}.json"), None)
 
 
+def expect_new(folder: Path, kind: str, name: str, config: Mapping[str, Json]) -> None:
+    """Before something long is measured: that its record can be kept.
+
+    Raises:
+        FileExistsError: the folder has a record of this identity, which `save` would not overwrite.
+    """
+    path = recorded(folder, kind, name, config)
+    if path is not None:
+        raise _answered(path)
+
+
 def save(record: Record, folder: Path) -> Path:
     """Write the record as `<kind>-<name>-<identity>.json`, whole or not at all.
 
@@ -177,9 +188,7 @@ def save(record: Record, folder: Path) -> Path:
         try:
             os.link(temporary, path)
         except FileExistsError:
-            raise FileExistsError(
-                f"{path} exists; records are never overwritten: delete it, or write to another folder"
-            ) from None
+            raise _answered(path) from None
     return path
 
 
@@ -244,6 +253,10 @@ def _beside(path: Path, content: bytes) -> Iterator[str]:
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
+
+
+def _answered(path: Path) -> FileExistsError:
+    return FileExistsError(f"{path} exists; records are never overwritten: delete it, or write to another folder")
 
 
 def _dumps(value: object) -> str:

@@ -44,8 +44,17 @@ def cpu(
         repeats, budget_s: turns at most, and seconds at most that the turns of one length and direction may take.
         memory: also measure peak memory, each in a process of its own.
     """
+    configs: dict[str, dict[str, records.Json]] = {
+        kind: {
+            "kind": kind, "heads": 8, "head_dim": 64, "dtype": "float32", "lengths": list(lengths),
+            "threads": torch.get_num_threads(),
+        }
+        for kind in kinds
+    }  # fmt: skip
+    for kind, config in configs.items():
+        records.expect_new(out, "benchmark", f"cpu/{kind}", config)
     paths = []
-    for kind in kinds:
+    for kind, config in configs.items():
         started = datetime.datetime.now(datetime.UTC)
         columns: Columns = {}
         for length in sorted(lengths):
@@ -58,10 +67,6 @@ def cpu(
                 append(columns, "memory", {"length": length, "peak_memory_bytes": peak})
                 say(f"{kind} {length:>6}: forward + backward adds {peak / 2**30:.2f} GiB to a fresh process")
         metrics = _summary(columns)
-        config: dict[str, records.Json] = {
-            "kind": kind, "heads": 8, "head_dim": 64, "dtype": "float32", "lengths": list(lengths),
-            "threads": torch.get_num_threads(),
-        }  # fmt: skip
         record = records.make(
             "benchmark", f"cpu/{kind}", config=config, metrics=metrics, curves=columns, started=started
         )
@@ -176,7 +181,9 @@ def _certified_reach(
     if name == "native":  # its certificate is part of its loop
         ranges = native.met(spec, query, key, value)
         start = torch.arange(ranges.keys.shape[2]) * TILE
-        return start - torch.from_numpy(ranges.keys[0, :, :, 0]) + 1, int(ranges.reach_and_scores(spec)[1].sum())
+        near = torch.from_numpy(ranges.keys[0, :, :, 0]).long()
+        left = torch.where(near > 0, start - near + 1, key.shape[2])  # where all is met, nothing bounds a query's reach
+        return left, int(ranges.reach_and_scores(spec)[1].sum())
     visited = dispatch.BACKENDS[name].visits(spec, query, key, value)
     computed = query.shape[1] * query.shape[2] * key.shape[2] if visited is None else int(visited[1].sum())
     return bounds(spec, query, key, value).left[0], computed

@@ -33,6 +33,11 @@ def decoding(
     "ours" is what a layer does with a `KVCache`, which remembers how long its keys are; "dense" scores all keys, which is what
     `alibi_attention` does with one query. Random keys, fp32, one sequence; outputs are compared before anything is timed.
     """
+    config: dict[str, records.Json] = {
+        "lengths": list(lengths), "heads": num_heads, "head_dim": head_dim, "dtype": "float32", "queries": 1,
+        "threads": torch.get_num_threads(),
+    }  # fmt: skip
+    records.expect_new(out, "benchmark", "decoding/cpu", config)
     started = datetime.datetime.now(datetime.UTC)
     slopes = torch.tensor(alibi_slopes(num_heads), dtype=torch.float32)
     columns: Columns = {}
@@ -59,17 +64,7 @@ def decoding(
             f"{length:>7} keys: {taken['ours']:.2f} ms, dense {taken['dense']:.2f} ms "
             f"({taken['dense'] / taken['ours']:.2f}×); {share:.1%} of the keys are within reach"
         )
-    record = records.make(
-        "benchmark",
-        "decoding/cpu",
-        config={
-            "lengths": list(lengths), "heads": num_heads, "head_dim": head_dim, "dtype": "float32", "queries": 1,
-            "threads": torch.get_num_threads(),
-        },
-        metrics={},
-        curves=columns,
-        started=started,
-    )  # fmt: skip
+    record = records.make("benchmark", "decoding/cpu", config=config, metrics={}, curves=columns, started=started)
     return records.save(record, out)
 
 

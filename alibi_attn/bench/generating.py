@@ -36,6 +36,11 @@ def generating(
     Args:
         patch, alibi_cache: those of `alibi_attn.hf`, which this layer does not import.
     """
+    asked: dict[str, records.Json] = {
+        "lengths": list(lengths), "layers": layers, "heads": num_heads, "head_dim": head_dim, "dtype": "float32",
+        "threads": torch.get_num_threads(),
+    }  # fmt: skip
+    records.expect_new(out, "benchmark", "generating/bloom", asked)
     started = datetime.datetime.now(datetime.UTC)
     torch.manual_seed(0)
     config = BloomConfig(hidden_size=num_heads * head_dim, n_layer=layers, n_head=num_heads, vocab_size=1000)
@@ -67,13 +72,7 @@ def generating(
         ours = taken["ours"]
         said = ", ".join(f"{name} {ms:.1f} ms ({ms / ours:.1f}×)" for name, ms in taken.items())
         say(f"{length:>7} cached tokens: {said}")
-    made = records.make(
-        "benchmark", "generating/bloom", metrics={}, curves=columns, started=started,
-        config={
-            "lengths": list(lengths), "layers": layers, "heads": num_heads, "head_dim": head_dim, "dtype": "float32",
-            "threads": torch.get_num_threads(),
-        },
-    )  # fmt: skip
+    made = records.make("benchmark", "generating/bloom", config=asked, metrics={}, curves=columns, started=started)
     return records.save(made, out)
 
 

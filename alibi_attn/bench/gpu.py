@@ -57,13 +57,23 @@ def gpu(
     device = torch.device("cpu" if smoke else "cuda")
     if not smoke and not torch.cuda.is_available():
         raise ValueError("alibi bench gpu measures on a CUDA device and there is none; smoke=True tests it without")
-    end = time.perf_counter() + budget_s
     dtypes = (torch.float32,) if smoke else (torch.bfloat16, torch.float16, torch.float32)
+    folder = "gpu-smoke" if smoke else "gpu"
+    turns = [(kind, num_heads, head_dim) for kind in kinds for num_heads, head_dim in heads]
+    configs: list[dict[str, records.Json]] = [
+        {
+            "kind": kind, "heads": num_heads, "head_dim": head_dim, "dtype": str(dtypes[0]).removeprefix("torch."),
+            "lengths": list(lengths), "smoke": smoke, "device": device.type,
+        }
+        for kind, num_heads, head_dim in turns
+    ]  # fmt: skip
+    for (kind, num_heads, head_dim), config in zip(turns, configs, strict=True):
+        records.expect_new(out, "benchmark", f"{folder}/{kind}-{num_heads}x{head_dim}", config)
+    end = time.perf_counter() + budget_s
     checked = [_check(dtype, asked, device, say) for dtype in dtypes for asked in CHECKED[: 2 if smoke else None]]
     errors = {name: [row[name] for row in checked] for name in ("case", "dtype", "error", "allowed")}
     paths = []
-    turns = [(kind, num_heads, head_dim) for kind in kinds for num_heads, head_dim in heads]
-    for turn, (kind, num_heads, head_dim) in enumerate(turns):
+    for turn, ((kind, num_heads, head_dim), config) in enumerate(zip(turns, configs, strict=True)):
         started = datetime.datetime.now(datetime.UTC)
         columns: Columns = {"correctness": errors}
         decoding: Columns = {}
@@ -78,11 +88,7 @@ def gpu(
                 for name, row in rows.items():
                     append(into, name, {"length": length, **row})
                     say(f"{kind} {num_heads}x{head_dim} {length:>8} {'decoding, ' * (into is decoding)}{name}: {row}")
-        config: dict[str, records.Json] = {
-            "kind": kind, "heads": num_heads, "head_dim": head_dim, "dtype": str(dtypes[0]).removeprefix("torch."),
-            "lengths": list(lengths), "smoke": smoke, "device": device.type,
-        }  # fmt: skip
-        folder, case = "gpu-smoke" if smoke else "gpu", f"{kind}-{num_heads}x{head_dim}"
+        case = f"{kind}-{num_heads}x{head_dim}"
         worst = max(row["error"] / row["allowed"] for row in checked)  # type: ignore[operator]
         for name, curves in ((case, columns), (f"decoding-{case}", decoding)):
             made = records.make(

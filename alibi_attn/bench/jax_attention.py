@@ -67,9 +67,18 @@ def jax_attention(
         repeats, budget_s: turns at most, and seconds at most that the turns of one length and direction may take.
         memory: also measure peak memory, each in a process of its own.
     """
-    paths = []
     device = jax.devices()[0]
-    for kind in kinds:
+    configs: dict[str, dict[str, records.Json]] = {
+        kind: {
+            "kind": kind, "heads": NUM_HEADS, "head_dim": HEAD_DIM, "dtype": "float32", "lengths": list(lengths),
+            "framework": "jax", "device": device.device_kind,
+        }
+        for kind in kinds
+    }  # fmt: skip
+    for kind, config in configs.items():
+        records.expect_new(out, "benchmark", f"jax/{device.platform}/{kind}", config)
+    paths = []
+    for kind, config in configs.items():
         started = datetime.datetime.now(datetime.UTC)
         columns: Columns = {}
         for length in sorted(lengths):
@@ -80,10 +89,6 @@ def jax_attention(
                 peak = peak_memory_bytes(_train_step, kind, length)
                 append(columns, "memory", {"length": length, "peak_memory_bytes": peak})
                 say(f"{kind} {length:>6}: forward + backward adds {peak / 2**30:.2f} GiB to a fresh process")
-        config: dict[str, records.Json] = {
-            "kind": kind, "heads": NUM_HEADS, "head_dim": HEAD_DIM, "dtype": "float32", "lengths": list(lengths),
-            "framework": "jax", "device": device.device_kind,
-        }  # fmt: skip
         record = records.make(
             "benchmark", f"jax/{device.platform}/{kind}", config=config, metrics=_summary(columns), curves=columns,
             started=started,

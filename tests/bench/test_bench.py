@@ -120,6 +120,20 @@ def test_lengths_that_are_none_are_refused_with_an_example(what: str, lengths: s
     assert "as in 1024,8192" in refused.output + str(refused.exception)
 
 
+def test_a_question_that_was_answered_is_refused_before_it_is_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(bench, "_measure", lambda *_, **__: {})
+    bench.cpu(tmp_path, lengths=(64,), memory=False, say=lambda _: None)
+
+    def too_late(*_: object, **__: object) -> None:
+        raise AssertionError("it was measured first")
+
+    monkeypatch.setattr(bench, "_measure", too_late)
+    with pytest.raises(FileExistsError, match="never overwritten"):
+        bench.cpu(tmp_path, lengths=(64,), memory=False, say=lambda _: None)
+
+
 def test_bench_trained_holds_certified_against_true_reach(tmp_path: Path) -> None:
     arguments = ["bench", "trained", "--scale", "smoke", "--out", str(tmp_path / "out"), "--run", str(tmp_path / "run")]
     result = CliRunner().invoke(app, arguments)
