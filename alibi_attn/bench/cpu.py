@@ -160,11 +160,12 @@ def _reach_row(
     row = torch.arange(case.length)
     asked = torch.minimum(left[:, row // TILE], row + 1).sum()
     causal = case.num_heads * case.length * (case.length + 1) // 2
+    bounded = left[left < case.length]  # blocks that leave keys out
     flops = 4 * case.head_dim * int(asked)
     return {
         "length": case.length,
         "backend": name,
-        "widest_reach": int(left.clamp(max=case.length).max()),
+        "widest_reach": int(bounded.max()) if len(bounded) else case.length,
         "scores_asked_share": int(asked) / causal,
         "scores_computed_share": computed / causal,
         "forward_matrix_gflops": rates[0],
