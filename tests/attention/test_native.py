@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from attention_cases import CASES
@@ -21,6 +22,7 @@ from alibi_attn.attention.backends import native
 from alibi_attn.attention.bounds import TILE, bounds
 from alibi_attn.attention.door import make_spec
 from alibi_attn.attention.native import library
+from alibi_attn.attention.ranges import Ranges
 
 SLOPES = [2.0, 0.5, 0.1, 0.02]
 TOLERANCE = {torch.float32: 2.0**-23 / 32, torch.float64: 2.0**-52 / 32}
@@ -165,6 +167,22 @@ def test_any_number_of_threads_divides_the_work_and_not_the_result(threads: int)
     for ours, again, truth in zip(*results, strict=True):
         assert torch.equal(ours, again), "the same bits twice"
         torch.testing.assert_close(ours, truth, rtol=1e-9, atol=1e-9)
+
+
+def test_many_cores_get_work_and_long_texts_keep_linear_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head without a reach would be one task, or as many copies of its keys as there are cores."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
+    for length, most in ((2048, 2**24 // 64), (2**18, 8 * 2 * 2**18)):
+        spec = make_spec(*(torch.zeros(1, 1, 1, 64).expand(1, 8, length, 64) for _ in range(3)), torch.zeros(8))
+        ranges = Ranges.open(spec)
+        ranges.keys[..., 1] = ranges.keys[..., 3]
+        tasks, _, _, kept = native._backward_tasks(spec, ranges)
+        assert kept <= most
+        assert len(tasks) >= (64 if length == 2048 else 24)
+        covered = np.zeros((8, length), np.int64)
+        for task in tasks:
+            covered[task[1], task[4] : task[5]] += 1
+        assert bool((covered == 1).all())
 
 
 def test_bits_do_not_depend_on_when_tasks_are_done() -> None:

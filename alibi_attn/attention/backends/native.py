@@ -28,7 +28,8 @@ TASKS = 8  # a core, so that none is idle at the end
 BLOCKS = 8  # of queries in a forward task, at most
 USUAL_NATS = 30  # a head of slope m usually looks at about 30 / m keys
 GROUP, STATS = 16, 8  # as in `native/certificate.hpp`
-HALOS = 2  # times the gradients of keys that backward may keep apart
+# Keys whose gradients backward may keep apart: so many times as there are, or so many numbers, for many cores and a short text.
+HALOS, FEW_NUMBERS = 2, 2**24
 
 _is_built = torch.compiler.assume_constant_result(library.why_not)
 
@@ -137,7 +138,8 @@ def _backward_tasks(spec: Spec, ranges: Ranges) -> tuple[np.ndarray, np.ndarray,
     low, high = np.where(some, low, spec.key_len).min(1), np.where(some, high, 0).max(1)
     widest = np.maximum(high - low, 1).max(-1)
     wanted = np.ceil(TASKS * torch.get_num_threads() * cost.sum(-1) / max(1, cost.sum()))
-    parts = np.minimum(np.maximum(wanted, 1), 1 + HALOS * spec.key_len // widest).astype(np.int64)
+    most = max(HALOS * spec.key_len, FEW_NUMBERS // (heads * spec.head_dim))
+    parts = np.minimum(np.maximum(wanted, 1), 1 + most // widest).astype(np.int64)
     # Cuts of equal cost, as blocks of all heads in a row.
     total = np.concatenate([[0], cost.sum(-1).cumsum()])
     part = np.concatenate([np.arange(count) for count in parts])
