@@ -114,9 +114,9 @@ struct Backward {
     void run(const Task &task, double *slope_grads) {
         const Call<Real> &call = block.call;
         const int64_t D = call.D, group = call.H / call.K, at = ((task.b * call.K + task.k) * call.S + task.own) * D;
-        std::memset(call.key_grad + at, 0, (task.own_end - task.own) * D * sizeof(Real));
-        std::memset(call.value_grad + at, 0, (task.own_end - task.own) * D * sizeof(Real));
-        std::memset(task.partial(call), 0, 2 * task.rows(call) * D * sizeof(Real));
+        std::fill_n(call.key_grad + at, (task.own_end - task.own) * D, Real(0));
+        std::fill_n(call.value_grad + at, (task.own_end - task.own) * D, Real(0));
+        std::fill_n(task.partial(call), 2 * task.rows(call) * D, Real(0));
         for (int64_t g = 0; g < group; g++) {
             slope_grad[0] = slope_grad[1] = 0.0;
             for (int64_t n = task.block; n < task.last_block; n++) run(task, task.k * group + g, n);

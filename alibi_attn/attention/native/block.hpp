@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <cstring>
 
 #include "vectors.hpp"
 
@@ -95,7 +94,7 @@ struct Block {
         Product<Real> p = {from.of(b, k, key), from.row, 1, y, BLOCK, products, BLOCK, nullptr};
         if (!is_triangle(key) || count <= HALF) return product<REPLACE>(count, BLOCK, (int)call.D, p);
         product<REPLACE>(HALF, BLOCK, (int)call.D, p);
-        for (int j = HALF; j < count; j++) std::memset(products + j * BLOCK, 0, HALF * sizeof(Real));
+        for (int j = HALF; j < count; j++) std::fill_n(products + j * BLOCK, +HALF, Real(0));
         p.a += HALF * p.a_row, p.b += HALF, p.c += HALF * BLOCK + HALF;
         product<REPLACE>(count - HALF, HALF, (int)call.D, p);
     }
@@ -106,7 +105,8 @@ struct Block {
         Product<Real> p = {weights, 1, BLOCK, from.of(b, k, key), from.row, to, call.D, factor};
         if (!is_triangle(key) || count <= HALF || rows <= HALF) return product<start>(rows, (int)call.D, count, p);
         product<start>(HALF, (int)call.D, HALF, p);
-        p.a += HALF, p.c += HALF * call.D, p.factor += HALF;
+        p.a += HALF, p.c += HALF * call.D;
+        if (start == SCALE_AND_ADD) p.factor += HALF;
         product<start>(rows - HALF, (int)call.D, count, p);
     }
 

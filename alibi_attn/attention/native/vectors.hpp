@@ -136,7 +136,8 @@ template <Start start, int vectors, typename Real>
 INLINE void columns(int rows, int depth, Product<Real> p) {
     for (; rows >= MR; rows -= MR) {
         register_tile<start, MR, vectors>(depth, p);
-        p.a += MR * p.a_row, p.c += MR * p.c_row, p.factor += MR;
+        p.a += MR * p.a_row, p.c += MR * p.c_row;
+        if (start == SCALE_AND_ADD) p.factor += MR;
     }
     last_rows<start, MR - 1, vectors>(rows, depth, p);
 }
