@@ -38,12 +38,17 @@ def peers() -> list[Peer]:
     """Ours, and everything else that runs on this machine."""
     return [
         Peer("ours", lambda q, k, v, m: alibi_attention(q, k, v, m), 65536, 65536, note="backend='auto'"),
+        Peer("ours, no compiler", _banded, 32768, 32768, note="backend='banded', for machines without g++"),
         Peer("causal, no bias", _causal, 32768, 32768, exact=False, note="SDPA is_causal=True; no ALiBi at all"),
         Peer("SDPA + dense bias", _dense, 8192, 8192, note="the bias is built in every call, as models do"),
         Peer("rank-2 trick", _rank_two, 16384, 8192, note="bias as two more head dimensions of causal SDPA"),
         Peer("eager", _eager, 2048, 2048, note="softmax(q·kᵀ + bias)·v written out"),
         Peer("FlexAttention", _flex, 4096, 0, note="compiled; it has no backward on a CPU"),
     ]
+
+
+def _banded(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> Tensor:
+    return alibi_attention(query, key, value, slopes, backend="banded")
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> Tensor:
