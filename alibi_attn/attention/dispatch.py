@@ -17,9 +17,8 @@ BACKENDS: dict[str, ModuleType] = {
 # In order of preference; `dense` runs on everything torch has, and is what every other device gets.
 PREFERRED: dict[str, tuple[str, ...]] = {"cpu": ("native", "banded", "dense"), "cuda": ("fused", "flex", "dense")}
 
-FEWEST_SCORES = (
-    2**18
-)  # of all heads together: with fewer, a call of the kernels costs more than it saves (docs/backends.md)
+# With fewer scores of all heads together a call of the C++ kernels costs more than it saves (see docs/backends.md).
+FEWEST_SCORES = 2**19
 # The same for `banded`: with fewer keys and fewer scores a head than these, its certificate costs more than it saves.
 SHORT_KEYS, SHORT_SCORES = 4096, 768 * 768
 FEW_SCORES = 2**16  # however many the keys: a few queries are answered before the certificate has read them
@@ -32,7 +31,7 @@ def why_not(name: str, spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, 
 
 
 def steps_aside(name: str, spec: AttentionSpec[Tensor]) -> str | None:
-    """Why "auto" leaves a call to the next backend although this one could run it."""
+    """Why "auto" leaves a call to `dense` although this backend could run it."""
     if name not in ("banded", "native"):
         return None
     if spec.query_len <= dense.FEW_QUERIES:
@@ -49,15 +48,15 @@ def steps_aside(name: str, spec: AttentionSpec[Tensor]) -> str | None:
 
 
 def choose(backend: str, spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) -> str:
-    """The name of the backend that runs: the named one, or for "auto" the first of the device's that can and is worth it.
+    """The name of the backend that runs: the named one, or for "auto" the device's first that can, or `dense` if it steps aside.
 
     Raises:
         ValueError: an unknown name, or a named backend that cannot run this call (with its reason).
     """
     if backend == "auto":
         for name in PREFERRED.get(query.device.type, ()):
-            if why_not(name, spec, query, key, value) is None and steps_aside(name, spec) is None:
-                return name
+            if why_not(name, spec, query, key, value) is None:
+                return name if steps_aside(name, spec) is None else "dense"
         return "dense"
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r} but must be 'auto' or one of {', '.join(map(repr, BACKENDS))}")
