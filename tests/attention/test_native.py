@@ -333,3 +333,16 @@ def test_the_kernels_share_the_threads_of_torch() -> None:
         pytest.skip("only Linux lists what a process has loaded")
     runtimes = {line.split()[-1] for line in maps.read_text().splitlines() if "omp" in line.split("/")[-1]}
     assert len([name for name in runtimes if "gomp" in name or "iomp" in name]) == 1
+
+
+def test_the_compiler_has_nothing_to_say_about_the_sources(tmp_path: Path) -> None:
+    sources = [str(library.FOLDER / name) for name in library.SOURCES]
+    command = [os.environ.get("CXX", "g++"), *library.FLAGS, "-O0", "-Wall", "-Wextra", "-Werror", "-shared", *sources]
+    done = subprocess.run([*command, "-o", str(tmp_path / "a.so")], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_name_in_the_cache_knows_every_source() -> None:
+    """A header that is left out of it would be compiled once and then never again."""
+    files = {path.name for path in library.FOLDER.iterdir() if path.suffix in (".cpp", ".hpp")}
+    assert files == {*library.SOURCES, *library.HEADERS}
