@@ -5,7 +5,7 @@ and what is saved for backward are the same for all of them and stand here.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ Spec = AttentionSpec[Tensor]
 Plan = tuple[Tensor, Tensor, Tensor]  # what forward visited, for backward to visit the same
 Forward = Callable[[Spec, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Plan]]
 Backward = Callable[
-    [Spec, Plan, Tensor, Tensor | None, tuple[Tensor, Tensor, Tensor], Tensor, Tensor, bool],
+    [Spec, Sequence[Tensor], Tensor, Tensor | None, tuple[Tensor, Tensor, Tensor], Tensor, Tensor, bool],
     tuple[Tensor, Tensor, Tensor, Tensor],
 ]
 Run = Callable[[Spec, Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
@@ -64,8 +64,7 @@ def operator(name: str, forward: Forward, backward: Backward, empty_plan: Callab
         out, grad = output.to(q.dtype), _rows(grad_output.to(q.dtype))
         # A query that sees nothing has lse −inf; 0 instead makes all its weights exp(−inf) = 0.
         lse = lse.masked_fill(lse == -math.inf, 0.0)
-        first_part, second, third = plan
-        *grads, dslope = backward(spec, (first_part, second, third), grad, grad_lse, (q, k, v), out, lse, slopes_wanted)
+        *grads, dslope = backward(spec, plan, grad, grad_lse, (q, k, v), out, lse, slopes_wanted)
         dslopes = [
             dslope[side].clone() if s is not None and s.ndim == 2 else dslope[side].sum(0)
             for side, s in enumerate((slopes, right_slopes))
@@ -82,8 +81,7 @@ def operator(name: str, forward: Forward, backward: Backward, empty_plan: Callab
 
     def differentiate(ctx, grad_output, grad_lse, *_integers):  # type: ignore[no-untyped-def]
         slopes_wanted = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
-        *saved, first_part, second, third = ctx.saved_tensors
-        plan = [first_part, second, third]
+        saved, plan = ctx.saved_tensors[:-3], list(ctx.saved_tensors[-3:])
         if grad_output is None:
             grad_output = torch.zeros_like(saved[3])
         grad_lse = grad_lse if ctx.return_lse else None

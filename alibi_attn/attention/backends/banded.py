@@ -11,6 +11,7 @@ and is put back into lse.
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -70,8 +71,8 @@ def _forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
 
 
 def _backward(
-    spec: Spec, found: Plan, grad: Tensor, grad_lse: Tensor | None, inputs: tuple[Tensor, Tensor, Tensor], out: Tensor,
-    lse: Tensor, slopes_wanted: bool,
+    spec: Spec, found: Sequence[Tensor], grad: Tensor, grad_lse: Tensor | None, inputs: tuple[Tensor, Tensor, Tensor],
+    out: Tensor, lse: Tensor, slopes_wanted: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     q, k, v = inputs
     plans = bands.plan(spec, Bounds(*found), threads=torch.get_num_threads())
@@ -94,10 +95,9 @@ def _backward(
 
 
 def _empty_plan(query: Tensor, key: Tensor) -> Plan:
-    of_heads = (*query.shape[:2],)
     blocks = (query.shape[2] + TILE - 1) // TILE
-    shapes = ((*of_heads, blocks), (*of_heads, blocks), (*of_heads, max(PIN_CHOICES)))
-    left, right, pins = (query.new_empty(shape, dtype=torch.int64) for shape in shapes)
+    widths = blocks, blocks, max(PIN_CHOICES)
+    left, right, pins = (query.new_empty((*query.shape[:2], width), dtype=torch.int64) for width in widths)
     return left, right, pins
 
 

@@ -8,6 +8,7 @@ queries stand, and keeps what it finds for others apart (see `native/backward.cp
 """
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,6 @@ WIDTH = 16  # numbers of the widest vector; head sizes are padded with zeros to 
 TASKS = 8  # a core, so that none is idle at the end
 BLOCKS = 8  # of queries in a forward task, at most
 USUAL_NATS = 30  # a head of slope m usually looks at about 30 / m keys
-GROUP, STATS = 16, 8  # as in `native/certificate.hpp`
 # Keys whose gradients backward may keep apart: so many times as there are, or so many numbers, for many cores and a short text.
 HALOS, FEW_NUMBERS = 2, 2**24
 
@@ -48,20 +48,19 @@ def visits(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> tupl
 
     The kernels know how far to look when they have looked, so this computes the attention.
     """
+    return met(spec, query, key, value).reach_and_scores(spec)
+
+
+def met(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> Ranges:
+    """Which keys each block of queries meets; computes the attention to find out."""
     spec = described(spec, query, key)
     q, k, v, _ = clean(spec, query, key, key if value is None else value)
-    return _attended(spec, q, k, v, has_values=value is not None)[2].reach_and_scores(spec)
+    return _attended(spec, q, k, v, has_values=value is not None)[2]
 
 
 def _forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Plan]:
     output, lse, ranges = _attended(spec, q, k, v)
     return output, lse, ranges.tensors()
-
-
-def met(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> Ranges:
-    """Which keys each block of queries meets; computes the attention to find out."""
-    spec = described(spec, query, key)
-    return _attended(spec, *clean(spec, query, key, value)[:3])[2]
 
 
 def _attended(spec: Spec, q: Tensor, k: Tensor, v: Tensor, *, has_values: bool = True) -> tuple[Tensor, Tensor, Ranges]:
@@ -70,17 +69,13 @@ def _attended(spec: Spec, q: Tensor, k: Tensor, v: Tensor, *, has_values: bool =
     rows = {name: _wide(x) for name, x in (("query", q), ("key", k), ("value", v))}
     result = torch.empty_like(rows["query"], memory_format=torch.contiguous_format)
     lse = result.new_empty(q.shape[:3])
-    key_heads = spec.batch * spec.num_kv_heads
-    _call(
-        "forward", spec, ranges, rows=rows, tasks=_forward_tasks(spec, ranges), result=result, lse=lse,
-        norms=result.new_empty(key_heads, 2, -(-spec.key_len // GROUP) * GROUP + GROUP),
-        stats=result.new_empty(key_heads, STATS), has_values=has_values,
-    )  # fmt: skip
+    tasks = _forward_tasks(spec, ranges)
+    _call("forward", spec, ranges, rows=rows, tasks=tasks, result=result, lse=lse, has_values=has_values)
     return _narrow(result, spec), lse, ranges
 
 
 def _backward(
-    spec: Spec, plan: Plan, grad: Tensor, grad_lse: Tensor | None, inputs: tuple[Tensor, Tensor, Tensor], out: Tensor,
+    spec: Spec, plan: Sequence[Tensor], grad: Tensor, grad_lse: Tensor | None, inputs: tuple[Tensor, Tensor, Tensor], out: Tensor,
     lse: Tensor, slopes_wanted: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     ranges = Ranges.again(spec, *plan)
@@ -185,7 +180,20 @@ class _Rows(ctypes.Structure):
 _INPUTS = (
     "slopes", "right_slopes", "first", "key_mask", "query_segments", "key_segments", "ranges", "pins", "outliers"
 )  # fmt: skip
-_RESULTS = ("lse", "result", "grad_lse", "key_grad", "value_grad", "partial", "order", "starts", "slope_grads", "met")
+_RESULTS = (
+    "lse",
+    "result",
+    "grad_lse",
+    "key_grad",
+    "value_grad",
+    "partial",
+    "order",
+    "starts",
+    "slope_grads",
+    "met",
+    "norms",
+    "stats",
+)
 
 
 class _Call(ctypes.Structure):
@@ -196,7 +204,7 @@ class _Call(ctypes.Structure):
         *((name, _Rows) for name in ("query", "key", "value", "output", "grad")),
         *((name, ctypes.c_void_p) for name in _INPUTS),
         ("window", ctypes.c_int64), ("causal", ctypes.c_int64), ("has_values", ctypes.c_int64),
-        ("scale", ctypes.c_double), ("tolerance", ctypes.c_double), ("norms", ctypes.c_void_p), ("stats", ctypes.c_void_p),
+        ("scale", ctypes.c_double), ("tolerance", ctypes.c_double),
         ("tasks", ctypes.c_void_p), ("count", ctypes.c_int64), ("threads", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in _RESULTS),
     ]  # fmt: skip

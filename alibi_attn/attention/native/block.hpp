@@ -35,7 +35,6 @@ struct Call {
     int32_t *outliers;  // [B, K, P]: the tiles of keys that may be, -1 = none; forward finds them
     int64_t window, causal, has_values;  // window 0 = none
     double scale, tolerance;
-    Real *norms, *stats;  // [B, K, 2, padded S], [B, K, STATS]: see certificate.hpp
     const int64_t *tasks;  // [count, ...], see forward.cpp and backward.cpp
     int64_t count, threads;
     Real *lse;                      // [B, H, T]
@@ -46,6 +45,7 @@ struct Call {
     const int64_t *order, *starts;   // [count], [B K + 1]
     double *slope_grads;             // [count, H / K, 2], or null: of the slopes, and of the right slopes
     int64_t *met;                    // [B, H], or null: the scores computed are added to it
+    Real *norms, *stats;             // forward's own: [B, K, 2, padded S], [B, K, STATS], see certificate.hpp
 };
 
 // One block of queries of one head.

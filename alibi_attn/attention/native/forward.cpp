@@ -107,8 +107,10 @@ struct Forward {
 };
 
 template <typename Real>
-void run(const Call<Real> &call) {
+void run(Call<Real> call) {
     const int64_t D = call.D, heads = call.B * call.K, width = 512, parts = (padded(call) + width - 1) / width;
+    call.norms = static_cast<Real *>(std::malloc(heads * (2 * padded(call) + STATS) * sizeof(Real)));
+    call.stats = call.norms + 2 * heads * padded(call);
 #pragma omp parallel num_threads(call.threads)
     {
         if (call.tolerance > 0) {
@@ -131,6 +133,7 @@ void run(const Call<Real> &call) {
         }
         std::free(memory);
     }
+    std::free(call.norms);
 }
 
 }  // namespace
