@@ -1,6 +1,5 @@
 """`alibi bench cpu`: causal ALiBi attention on this machine's processor, ours against what users would pick instead."""
 
-import datetime
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,14 +13,14 @@ from alibi_attn.attention.backends import native
 from alibi_attn.attention.bounds import TILE, bounds
 from alibi_attn.attention.door import make_spec
 from alibi_attn.attention.spec import AttentionSpec
+from alibi_attn.bench.by_kind import records_by_kind
 from alibi_attn.bench.cases import Case, draw
-from alibi_attn.bench.columns import Columns, append
+from alibi_attn.bench.columns import Columns
 from alibi_attn.bench.peers import Peer, peers
-from alibi_attn.bench.timing import matrix_product, matrix_rate_gflops, medians_ms, peak_memory_bytes
+from alibi_attn.bench.timing import matrix_product, matrix_rate_gflops, medians_ms
 from alibi_attn.slopes import alibi_slopes
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
-MEMORY_LENGTHS = (8192, 16384, 32768, 65536)
 _PRODUCT = "matrix product"
 CHECKED_QUERIES = 64  # of long inputs the last queries are held against fp64
 
@@ -51,27 +50,10 @@ def cpu(
         }
         for kind in kinds
     }  # fmt: skip
-    for kind, config in configs.items():
-        records.expect_new(out, "benchmark", f"cpu/{kind}", config)
-    paths = []
-    for kind, config in configs.items():
-        started = datetime.datetime.now(datetime.UTC)
-        columns: Columns = {}
-        for length in sorted(lengths):
-            case = Case(kind, length)
-            for name, row in _measure(case, repeats=repeats, budget_s=budget_s, say=say).items():
-                append(columns, name, row)
-        if memory:
-            for length in [n for n in MEMORY_LENGTHS if n in lengths]:
-                peak = peak_memory_bytes(_train_step, kind, length)
-                append(columns, "memory", {"length": length, "peak_memory_bytes": peak})
-                say(f"{kind} {length:>6}: forward + backward adds {peak / 2**30:.2f} GiB to a fresh process")
-        metrics = _summary(columns)
-        record = records.make(
-            "benchmark", f"cpu/{kind}", config=config, metrics=metrics, curves=columns, started=started
-        )
-        paths.append(records.save(record, out))
-    return paths
+    return records_by_kind(
+        out, "cpu", configs, lengths=lengths, summary=_summary, train_step=_train_step if memory else None, say=say,
+        measure=lambda kind, n: _measure(Case(kind, n), repeats=repeats, budget_s=budget_s, say=say),
+    )  # fmt: skip
 
 
 def _measure(

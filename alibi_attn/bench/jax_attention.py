@@ -1,7 +1,6 @@
 """`alibi bench jax`: causal ALiBi attention in JAX on this machine, ours against what users would pick instead."""
 
 import dataclasses
-import datetime
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,13 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alibi_attn import records
-from alibi_attn.bench.columns import Columns, append
-from alibi_attn.bench.timing import medians_ms, peak_memory_bytes
+from alibi_attn.bench.by_kind import records_by_kind
+from alibi_attn.bench.columns import Columns
+from alibi_attn.bench.timing import medians_ms
 from alibi_attn.jax.attention import alibi_attention
 from alibi_attn.slopes import alibi_slopes
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
-MEMORY_LENGTHS = (8192, 16384, 32768, 65536)
 CHECKED_QUERIES = 64  # the last queries are held against fp64
 NUM_HEADS, HEAD_DIM = 8, 64
 
@@ -75,26 +74,12 @@ def jax_attention(
         }
         for kind in kinds
     }  # fmt: skip
-    for kind, config in configs.items():
-        records.expect_new(out, "benchmark", f"jax/{device.platform}/{kind}", config)
-    paths = []
-    for kind, config in configs.items():
-        started = datetime.datetime.now(datetime.UTC)
-        columns: Columns = {}
-        for length in sorted(lengths):
-            for name, row in _measure(kind, length, repeats=repeats, budget_s=budget_s, say=say).items():
-                append(columns, name, row)
-        if memory and device.platform == "cpu":
-            for length in [n for n in MEMORY_LENGTHS if n in lengths]:
-                peak = peak_memory_bytes(_train_step, kind, length)
-                append(columns, "memory", {"length": length, "peak_memory_bytes": peak})
-                say(f"{kind} {length:>6}: forward + backward adds {peak / 2**30:.2f} GiB to a fresh process")
-        record = records.make(
-            "benchmark", f"jax/{device.platform}/{kind}", config=config, metrics=_summary(columns), curves=columns,
-            started=started,
-        )  # fmt: skip
-        paths.append(records.save(record, out))
-    return paths
+    on_cpu = device.platform == "cpu"
+    return records_by_kind(
+        out, f"jax/{device.platform}", configs, lengths=lengths, summary=_summary, say=say,
+        train_step=_train_step if memory and on_cpu else None,
+        measure=lambda kind, n: _measure(kind, n, repeats=repeats, budget_s=budget_s, say=say),
+    )  # fmt: skip
 
 
 def _measure(
