@@ -38,7 +38,7 @@ ATTENTION_ROWS = (
     ("visibility",),
     ("bias", "lower", "kernels"),
     ("bounds",),
-    ("bands", "tiles", "lengths", "native"),
+    ("bands", "tiles", "lengths", "native", "shapes"),
     ("masks", "certify", "operators", "ranges"),
     ("backends",),
     ("dispatch", "door"),

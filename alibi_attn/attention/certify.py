@@ -14,7 +14,6 @@ from torch import Tensor
 from alibi_attn.attention.bounds import KEPT, PIN_CHOICES, TILE, VALUE_RATIO, Bounds, bounds, first_positions
 from alibi_attn.attention.lengths import Lengths
 from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.tiles import BAD, FINE, HIDDEN
 
 Spec = AttentionSpec[Tensor]
 
@@ -69,23 +68,6 @@ def _from_kernels(
         )  # fmt: skip
     found, pins = _cheapest(spec, left, chosen, first, pin_choices)
     return Bounds(found, found, pins)
-
-
-def key_flags(spec: Spec, key: Tensor, value: Tensor) -> Tensor:
-    """`tiles.key_flags`, without a temporary of the size of the keys; the last stride of key and value is 1."""
-    from alibi_attn.attention.kernels.certificate import flags_kernel
-
-    flags = torch.empty(key.shape[:3], dtype=torch.int8, device=key.device)
-    tiles = -(-spec.key_len // TILE)
-    if flags.numel() == 0:
-        return flags
-    mask = flags if spec.key_mask is None else spec.key_mask.to(torch.int8).contiguous()
-    with on(key):
-        flags_kernel[(spec.batch * spec.num_kv_heads * tiles,)](
-            key, value, mask, flags, *key.stride()[:3], *value.stride()[:3], tiles, spec.num_kv_heads, spec.key_len,
-            HAS_MASK=spec.key_mask is not None, FINE=FINE, HIDDEN=HIDDEN, BAD=BAD, **row_constants(spec), num_warps=_WARPS,
-        )  # fmt: skip
-    return flags
 
 
 def on(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:

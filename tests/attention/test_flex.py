@@ -13,7 +13,6 @@ from alibi_attn.attention.bias import score_bias
 from alibi_attn.attention.bounds import TILE
 from alibi_attn.attention.door import make_spec
 from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.tiles import key_flags
 from alibi_attn.attention.visibility import distances, visible
 
 STEEP = Case("steep", batch=1, heads=2, query_len=700, key_len=700, slopes="steep", sink=200.0)
@@ -44,7 +43,7 @@ def test_compiled_it_equals_the_definition(name: str) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_its_functions_are_the_definition(case: Case) -> None:
     spec, (_query, key, value) = described(case)
-    flags = key_flags(spec, key, value)
+    flags = flex._key_flags(spec, key, value)
     b, h, i, j = (
         x.reshape([-1 if at == axis else 1 for at in range(4)])
         for axis, x in enumerate(map(torch.arange, (case.batch, case.heads, case.query_len, case.key_len)))

@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 import torch
 from attention_cases import CASES, Case
-from attention_checks import assert_exact
+from attention_checks import arguments, assert_exact
 from attention_oracle import Answer
 
 from alibi_attn import records
-from alibi_attn.attention.backends import fused
+from alibi_attn.attention.bounds import TILE
+from alibi_attn.attention.door import make_spec
+from alibi_attn.attention.shapes import PLAN_ROWS, tile_shape
+from alibi_attn.attention.tiles import open_tiles
 from alibi_attn.bench.gpu import gpu
 from alibi_attn.report.benchmarks import is_drawn
 
@@ -25,6 +28,34 @@ CHUNK = Case("chunk", batch=1, heads=4, kv_heads=2, query_len=70, key_len=400, s
 BOTH = Case("both sides", batch=1, heads=2, query_len=260, key_len=260, slopes="steep", causal=False)
 DECODE = Case("decode", batch=2, heads=4, kv_heads=2, query_len=3, key_len=700, slopes="steep", head_dim=16)
 DECODE_SINK = dataclasses.replace(DECODE, name="decode with a sink", sink=200.0)
+# Long enough that most tiles are seen in full, on either side, and masks and segments leave whole tiles alone.
+INSIDE = (
+    Case("inside", batch=1, heads=2, query_len=450, key_len=450, slopes="random"),
+    Case("inside, both sides", batch=2, heads=2, kv_heads=1, query_len=420, key_len=420, causal=False, slopes="random"),
+    Case("inside, right slopes", batch=2, heads=2, query_len=390, key_len=390, causal=False, right="batch", slopes="batch"),
+    Case("inside, never right", batch=1, heads=2, query_len=390, key_len=390, causal=False, right="inf", slopes="random"),
+    Case("inside, window", batch=1, heads=2, query_len=450, key_len=450, window=230, slopes="zero"),
+    Case("inside, symmetric window", batch=1, heads=2, query_len=450, key_len=450, window=230, causal=False, slopes="negative"),
+    Case("inside, packed segments", batch=2, heads=2, query_len=500, key_len=500, segments="packed", slopes="random"),
+    Case("inside, segments on both sides", batch=1, heads=2, query_len=500, key_len=500, segments="packed", causal=False,
+         right="random"),
+    Case("inside, left padding", batch=2, heads=4, kv_heads=2, query_len=300, key_len=400, mask="left"),
+    Case("inside, chunk", batch=1, heads=2, query_len=150, key_len=600, offset=317, slopes="random", head_dim=20),
+    Case("inside, offsets", batch=2, heads=2, query_len=300, key_len=333, offset="batch", causal=False, window=270),
+)  # fmt: skip
+SHORT_INSIDE = (
+    Case("short inside", batch=1, heads=2, query_len=210, key_len=210, slopes="random"),
+    Case(
+        "short inside, right slopes",
+        batch=1,
+        heads=2,
+        query_len=150,
+        key_len=150,
+        causal=False,
+        right="random",
+        window=120,
+    ),
+)
 HALF = tuple(case for case in CASES if case.name in {
     "plain", "grouped-query", "one query", "queries at the end of longer keys", "right slopes a batch", "symmetric window",
     "NaN in masked keys, inf in their values", "everything", "steep, long, sink, peaked", "steep, long, chunk",
@@ -37,12 +68,12 @@ def interpreter() -> Iterator[ProcessPoolExecutor]:
         yield executor
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *SHORT_INSIDE], ids=str)
 def test_fp32_equals_the_definition(interpreter: ProcessPoolExecutor, case: Case) -> None:
     assert_exact(case, torch.float32, _answer(interpreter, case, "float32"), tolerance=2.0**-28)
 
 
-@pytest.mark.parametrize("case", HALF, ids=str)
+@pytest.mark.parametrize("case", [*HALF, *INSIDE], ids=str)
 def test_fp16_equals_the_definition(interpreter: ProcessPoolExecutor, case: Case) -> None:
     assert_exact(case, torch.float16, _answer(interpreter, case, "float16"), tolerance=2.0**-15)
 
@@ -99,6 +130,43 @@ def test_backward_visits_what_forward_visited(interpreter: ProcessPoolExecutor, 
 
 def test_unseen_numbers_change_nothing(interpreter: ProcessPoolExecutor) -> None:
     interpreter.submit(inside.unseen_numbers_change_nothing).result()
+
+
+@pytest.mark.parametrize("case", [case for case in (*CASES, *INSIDE) if case.mask or case.segments], ids=str)
+@pytest.mark.parametrize("rows", [64, 128])
+def test_open_tiles_hide_nothing_and_are_all_there_are(case: Case, rows: int) -> None:
+    """Against every pair, one by one: nothing in an interval is hidden, and what stands beside it is."""
+    (query, key, value, slopes), options = arguments(case, torch.float32)
+    spec = make_spec(query, key, value, slopes, **options)
+    hidden = torch.zeros(spec.batch, spec.query_len, spec.key_len, dtype=torch.bool)
+    if spec.key_mask is not None:
+        hidden |= ~spec.key_mask[:, None]
+    if spec.query_segments is not None:
+        hidden |= spec.query_segments[:, :, None] != spec.key_segments[:, None]
+    to_blocks, to_tiles = open_tiles(spec, rows=rows)
+    for b in range(spec.batch):
+        free = torch.stack(
+            [torch.stack([~tile.any() for tile in block.split(TILE, 1)]) for block in hidden[b].split(rows, 0)]
+        )  # [blocks, tiles]
+        for n, (low, high) in enumerate(to_blocks[b].tolist()):
+            assert bool(free[n, low:high].all()), f"block {n} has something hidden in tiles {low} to {high}"
+        for tile, (low, high) in enumerate(to_tiles[b].tolist()):
+            assert bool(free[low:high, tile].all()), f"tile {tile} hides from blocks {low} to {high}"
+
+
+def test_open_tiles_of_long_segments_are_found() -> None:
+    """512 tokens of padding, then documents of 512, 1,024 and 512: all but what touches a border is open."""
+    x = torch.zeros(1, 1, 2560, 8)
+    of = torch.tensor([9, 0, 1, 1, 2]).repeat_interleave(512)[None]
+    spec = make_spec(x, x, x, segment_ids=of, key_mask=(torch.arange(2560) >= 512)[None])
+    to_blocks, to_tiles = (found[0].tolist() for found in open_tiles(spec, rows=128))
+    assert to_blocks[:4] == [[0, 0]] * 4  # hidden by the mask
+    assert to_blocks[5:8] == [[8, 16]] * 3
+    assert to_blocks[9:16] == [[16, 32]] * 7
+    assert to_tiles[:8] == [[0, 0]] * 8
+    assert to_tiles[8:13] == [[4, 8]] * 5
+    assert to_tiles[16:29] == [[8, 16]] * 13
+    assert to_tiles[31] == [0, 0] or to_tiles[31] == [8, 16]  # no block of its document stands after it
 
 
 def test_layouts_agree(interpreter: ProcessPoolExecutor) -> None:
@@ -171,12 +239,12 @@ def test_the_benchmark_checks_measures_and_keeps_a_record(interpreter: ProcessPo
 def test_tiles_divide_the_certificates_own() -> None:
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         for head_dim in (16, 64, 128, 256):
-            rows = fused.tile_shape("forward", dtype, head_dim).queries
-            assert rows % fused.TILE == 0
-            for kernel in ("forward", "decode", "query", "key"):
-                shape = fused.tile_shape(kernel, dtype, head_dim)
-                assert fused.TILE % shape.keys == 0
-                assert kernel == "decode" or (rows % shape.queries == 0 and fused.TILE % min(shape.queries, 64) == 0)
+            for large in (True, False):
+                for kernel in ("forward", "decode", "query", "key"):
+                    shape = tile_shape(kernel, dtype, head_dim, large=large)
+                    assert TILE % shape.keys == 0 or (kernel == "key" and shape.keys % TILE == 0)
+                    assert PLAN_ROWS % shape.queries == 0
+    assert PLAN_ROWS % TILE == 0
 
 
 def _answer(interpreter: ProcessPoolExecutor, case: Case, dtype: str) -> Answer:

@@ -21,14 +21,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from alibi_attn import records
-from alibi_attn.attention.backends.fused import Shape, tile_shape
 from alibi_attn.attention.kernels.backward import key_kernel, query_kernel
-from alibi_attn.attention.kernels.certificate import flags_kernel, lengths_kernel, reach_kernel
+from alibi_attn.attention.kernels.certificate import lengths_kernel, reach_kernel
 from alibi_attn.attention.kernels.decode import decode_kernel
 from alibi_attn.attention.kernels.forward import forward_kernel
+from alibi_attn.attention.shapes import PLAN_ROWS, Shape, tile_shape
 
 KERNELS = {"forward": forward_kernel, "query": query_kernel, "key": key_kernel, "decode": decode_kernel}
-KERNELS |= {"flags": flags_kernel, "lengths": lengths_kernel, "reach": reach_kernel}
+KERNELS |= {"lengths": lengths_kernel, "reach": reach_kernel}
 CERTIFICATE = Shape(queries=64, keys=64, warps=8, stages=3)
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
@@ -38,14 +38,16 @@ TARGETS = {
 }
 HEAD_DIMS = {"sm_90": (64, 128)}
 TENSORS = {"Q", "K", "V", "OUT", "DOUT", "DQ", "DK", "DV"}
-INTEGERS = dict.fromkeys(("PLAN", "PIN_TABLE", "ORDER", "COUNT", "ASKED", "LEFT"), "*i32")
+INTEGERS = dict.fromkeys(("PLAN", "PIN_TABLE", "OPEN", "OPEN_TO", "ORDER", "COUNT", "ASKED", "LEFT"), "*i32")
 INTEGERS |= dict.fromkeys(("FIRST", "SEED", "QUERY_SEGMENTS", "KEY_SEGMENTS"), "*i64") | {"FLAGS": "*i8", "MASK": "*i8"}
 CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
 
 
 def figures(kernel: str, target: str, head_dim: int) -> dict[str, int]:
     """What became of one kernel in bf16, causal, without masks."""
-    shape = CERTIFICATE if kernel in ("flags", "lengths", "reach") else tile_shape(kernel, torch.bfloat16, head_dim)
+    shape = CERTIFICATE
+    if kernel not in ("lengths", "reach"):
+        shape = tile_shape(kernel, torch.bfloat16, head_dim, large=target in ("sm_90", "sm_100"))
     compiled = triton.compile(
         _source(kernel, target, head_dim, shape),
         target=TARGETS[target],
@@ -60,8 +62,11 @@ def figures(kernel: str, target: str, head_dim: int) -> dict[str, int]:
             "shared_bytes": compiled.metadata.shared,
         }
     code = compiled.asm["ptx"]
-    used = _resources(compiled.asm["cubin"])
+    used, loop = _resources(compiled.asm["cubin"]), _heart(_machine_code(compiled.asm["cubin"]))
     return {
+        "loop_instructions": len(loop),
+        "instructions_per_score": round(len(loop) * 32 * shape.warps / (shape.queries * shape.keys), 1),
+        "spills_in_loop": sum(name in ("LDL", "STL") for name in loop),
         "async_loads": code.count("cp.async.c"),
         "wgmma": code.count("wgmma.mma_async"),
         "matrix_instructions": len(re.findall(r"wgmma\.mma_async|\bmma\.sync|tcgen05\.mma", code)),
@@ -95,15 +100,14 @@ def record(folder: Path) -> Path:
 
 def _source(kernel: str, target: str, head_dim: int, shape: Shape) -> ASTSource:
     function = KERNELS[kernel]
-    decoding = kernel == "decode"
-    rows = shape.queries if decoding else tile_shape("forward", torch.bfloat16, head_dim).queries
+    rows = shape.queries if kernel == "decode" else PLAN_ROWS
     constants = {
         "D": head_dim, "DP": head_dim, "BM": shape.queries, "BN": shape.keys, "ROWS": rows, "TILE": 64, "CAUSAL": True,
         "PRECISION": "tf32x3" if TARGETS[target].backend == "cuda" else "ieee", "HAS_DLSE": True, "SLOPES_WANTED": True,
-        "CHOICES": 4, "KEPT": 4, "FINE": 0, "HIDDEN": 1, "BAD": 2,
+        "CHOICES": 4, "KEPT": 4,
     }  # fmt: skip
     constants |= dict.fromkeys(
-        ("HAS_RIGHT", "HAS_WINDOW", "HAS_SEGMENTS", "HAS_DROPOUT", "HAS_FLAGS", "HAS_MASK", "COUNTS"), False
+        ("HAS_RIGHT", "HAS_WINDOW", "HAS_SEGMENTS", "HAS_DROPOUT", "HAS_MASK", "HAS_OPEN", "COUNTS"), False
     )
     signature, aligned = {}, {}
     for at, name in enumerate(function.arg_names):
@@ -134,6 +138,32 @@ def _resources(cubin: bytes) -> re.Match[str]:
     found = re.search(r"REG:(\d+) STACK:(\d+)", said)
     assert found is not None, said
     return found
+
+
+def _machine_code(cubin: bytes) -> list[tuple[int, str]]:
+    """(address, instruction) of all that a thread executes."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        said = subprocess.run([CUOBJDUMP, "-sass", path], capture_output=True, text=True, check=True).stdout
+    return [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", said)]
+
+
+def _heart(code: list[tuple[int, str]]) -> list[str]:
+    """The names of the instructions in the first loop that multiplies matrices and holds no other; empty where there is none."""
+    place = {address: at for at, (address, _) in enumerate(code)}
+    names = [re.sub(r"^@!?U?P\w+\s+", "", text).split()[0].split(".")[0] for _, text in code]
+    loops = []
+    for at, (address, text) in enumerate(code):
+        jump = re.search(r"\bBRA\b.*0x([0-9a-f]+)", text)
+        if jump and int(jump[1], 16) < address:
+            loops.append((place[int(jump[1], 16)], at))
+    for start, end in sorted(loops):
+        loop = names[start : end + 1]
+        alone = not any(start <= other and last < end for other, last in loops if (other, last) != (start, end))
+        if alone and any(name in ("HGMMA", "HMMA", "UTCHMMA", "UTCQMMA") for name in loop):
+            return loop
+    return []
 
 
 if __name__ == "__main__":

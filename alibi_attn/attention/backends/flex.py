@@ -14,10 +14,11 @@ from torch import Tensor
 
 from alibi_attn.attention.bounds import TILE, bounds, first_positions
 from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.tiles import BAD, HIDDEN, Tiles, key_flags, key_tiles, reach_and_scores
+from alibi_attn.attention.tiles import Tiles, key_tiles, reach_and_scores
 
 Spec = AttentionSpec[Tensor]
 
+_FINE, _HIDDEN, _BAD = 0, 1, 2
 BLOCK = 2 * TILE  # queries and keys of a block: FlexAttention's own default
 
 
@@ -50,8 +51,8 @@ def run(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, 
 
     with torch.no_grad():
         count, indices = key_blocks(spec, plan(spec, query.detach(), key.detach(), value.detach()))
-        flags = key_flags(spec, key, value)
-    unfit = (flags != 0)[..., None]
+        flags = _key_flags(spec, key, value)
+    unfit = (flags != _FINE)[..., None]
     seen, biased = _visible(spec, flags), _biased(spec, flags)
     mask = BlockMask.from_kv_blocks(
         count, indices, BLOCK_SIZE=BLOCK, mask_mod=seen, seq_lengths=(spec.query_len, spec.key_len)
@@ -87,6 +88,13 @@ def key_blocks(spec: Spec, tiles: Tiles) -> tuple[Tensor, Tensor]:
     return inside.sum(-1, dtype=torch.int32), order.to(torch.int32)
 
 
+def _key_flags(spec: Spec, key: Tensor, value: Tensor) -> Tensor:
+    """[B, K, S] int8: _FINE; _HIDDEN by the key mask; or _BAD, a key that may be seen but has NaN or inf in it or its value."""
+    bad = ~(key.isfinite().all(-1) & value.isfinite().all(-1))
+    flags = bad.to(torch.int8) * _BAD
+    return flags if spec.key_mask is None else flags.masked_fill(~spec.key_mask[:, None], _HIDDEN)
+
+
 def _rounded(tiles: Tiles) -> Tiles:
     """The same plan, in tiles, rounded outwards to blocks of two."""
     first, last, low, high = tiles.plan.unbind(-1)
@@ -105,7 +113,7 @@ def _visible(spec: Spec, flags: Tensor) -> Callable[[Tensor, Tensor, Tensor, Ten
 
     def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         distance = i + first[b] - j
-        visible = flags[b, h // group, j] != HIDDEN
+        visible = flags[b, h // group, j] != _HIDDEN
         if causal:
             visible = visible & (distance >= 0)
         elif right is not None:
@@ -131,7 +139,7 @@ def _biased(spec: Spec, flags: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tens
         distance = i + first[b] - j
         slope = slopes[b, h] if causal else torch.where(distance < 0, right[b, h], slopes[b, h])
         shifted = score - slope * distance.abs().to(torch.float32)
-        return torch.where(flags[b, h // group, j] == BAD, torch.nan, shifted)
+        return torch.where(flags[b, h // group, j] == _BAD, torch.nan, shifted)
 
     return biased
 

@@ -8,19 +8,21 @@ On a CPU it runs in Triton's interpreter only, for tests: set TRITON_INTERPRET=1
 import dataclasses
 import importlib.util
 import os
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from alibi_attn.attention.bounds import PIN_CHOICES, TILE, bounds, first_positions
-from alibi_attn.attention.certify import certified, in_rows, key_flags, on, row_constants
+from alibi_attn.attention.certify import certified, in_rows, on, row_constants
 from alibi_attn.attention.lengths import Lengths
+from alibi_attn.attention.shapes import MAX_HEAD_DIM, PLAN_ROWS, is_large, tile_shape
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.tiles import (
     Tiles,
     heaviest_first,
     key_tiles,
+    open_tiles,
     query_blocks,
     reach_and_scores,
 )
@@ -28,37 +30,10 @@ from alibi_attn.attention.visibility import may_see_nothing
 
 Spec = AttentionSpec[Tensor]
 
-MAX_HEAD_DIM = 256
 DECODE_QUERIES = 8  # up to so many queries the heads of a group are packed together and the keys are split
 # In decoding a pinned tile costs next to nothing, and weighing few choices saves launches.
 DECODE_PINS = (0, max(PIN_CHOICES))
 _INTERPRETER_PROGRAMS = 4  # what the interpreter has in the place of multiprocessors
-
-
-class Shape(NamedTuple):
-    """Queries and keys of one tile, and what the compiler is told."""
-
-    queries: int
-    keys: int
-    warps: int
-    stages: int
-
-
-_HALF_NARROW = {
-    "forward": Shape(128, 64, 8, 3), "decode": Shape(16, 64, 4, 3), "query": Shape(64, 64, 4, 2), "key": Shape(64, 64, 8, 2)
-}  # fmt: skip
-_HALF = {
-    "forward": Shape(128, 64, 8, 3), "decode": Shape(16, 64, 4, 3), "query": Shape(128, 32, 8, 2), "key": Shape(32, 64, 8, 2)
-}  # fmt: skip
-_HALF_WIDE = {
-    "forward": Shape(64, 32, 8, 2), "decode": Shape(16, 32, 4, 2), "query": Shape(64, 16, 8, 2), "key": Shape(16, 64, 8, 2)
-}  # fmt: skip
-_FP32 = {
-    "forward": Shape(64, 32, 4, 2), "decode": Shape(16, 32, 4, 2), "query": Shape(32, 32, 4, 2), "key": Shape(32, 32, 4, 2)
-}  # fmt: skip
-_FP32_WIDE = {
-    "forward": Shape(64, 16, 8, 1), "decode": Shape(16, 16, 4, 2), "query": Shape(32, 16, 8, 1), "key": Shape(16, 32, 8, 1)
-}  # fmt: skip
 
 
 def why_not(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> str | None:
@@ -106,29 +81,18 @@ def plan(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None, lengths: 
         found = bounds(dataclasses.replace(spec, tolerance=0.0), query, key, value)
     else:
         found = certified(spec, query, key, value, lengths, pin_choices=DECODE_PINS if decoding else PIN_CHOICES)
-    return key_tiles(spec, found, rows=plan_rows(spec, query.dtype), shared=decoding)
+    return key_tiles(spec, found, rows=plan_rows(spec), shared=decoding)
 
 
-def plan_rows(spec: Spec, dtype: torch.dtype) -> int:
+def plan_rows(spec: Spec) -> int:
     """Queries that share one plan."""
-    return TILE if spec.query_len <= DECODE_QUERIES else tile_shape("forward", dtype, spec.head_dim).queries
-
-
-def tile_shape(kernel: Literal["forward", "decode", "query", "key"], dtype: torch.dtype, head_dim: int) -> Shape:
-    """Tiles that fit the shared memory of sm_80 and, in half precision up to D = 128, compile without spilling on sm_90.
-
-    The keys divide TILE and the queries of backward those of forward, which are the plan's.
-    """
-    narrow, wide = head_dim <= 64, head_dim > 128
-    if dtype == torch.float32:
-        return _FP32_WIDE[kernel] if wide else _FP32[kernel]
-    return (_HALF_NARROW if narrow else _HALF_WIDE if wide else _HALF)[kernel]
+    return TILE if spec.query_len <= DECODE_QUERIES else PLAN_ROWS
 
 
 def forward(
     spec: Spec, query: Tensor, key: Tensor, value: Tensor, tiles: Tiles, seed: Tensor, counts: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(output, lse) over the tiles of a plan; `counts` [B, H, N] int32 receives how many each block visited.
+    """(output, lse) over the tiles of a plan; `counts` [B, H, ⌈T / tile⌉] int32 receives how many each tile of queries visited.
 
     For decoding, `counts` is [B, K, parts] with the parts of `decode_parts`.
     """
@@ -137,10 +101,9 @@ def forward(
 
     output = torch.empty_like(query)
     decoding = spec.query_len <= DECODE_QUERIES
-    shape = tile_shape("decode" if decoding else "forward", query.dtype, spec.head_dim)
+    shape = tile_shape("decode" if decoding else "forward", query.dtype, spec.head_dim, large=is_large(query.device))
     shared = _shared_arguments(spec, query, key, value, tiles, seed)
     shared |= {
-        "FLAGS": seed if decoding else key_flags(spec, key, value),
         "PIN_TABLE": tiles.besides,
         "COUNT": seed if counts is None else counts,
         "COUNTS": counts is not None,
@@ -151,8 +114,6 @@ def forward(
         chunks = -(-spec.group * spec.query_len // shape.queries)
         outputs = torch.empty((parts, *query.shape), dtype=torch.float32, device=query.device)
         masses = torch.empty((parts, *query.shape[:3]), dtype=torch.float32, device=query.device)
-        if spec.key_mask is not None:
-            shared["FLAGS"] = (~spec.key_mask).to(torch.int8).contiguous()
         with on(query):
             decode_kernels.decode_kernel[(spec.batch * spec.num_kv_heads, chunks, parts)](
                 **shared,
@@ -160,17 +121,17 @@ def forward(
                 PARTS=outputs,
                 MASSES=masses,
                 ROWS=shape.queries,
-                HAS_FLAGS=spec.key_mask is not None,
             )
         lse = masses.logsumexp(0)
         share = (masses - lse.masked_fill(lse == -torch.inf, 0.0)).exp()
         return output.copy_((outputs * share[..., None]).sum(0)), lse
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
-    blocks = tiles.plan.shape[2]
+    blocks = -(-spec.query_len // shape.queries)
     with on(query):
         forward_kernels.forward_kernel[(spec.batch * spec.num_heads * blocks,)](
             **shared, **options, **_strides("o", "bht", output), OUT=output, LSE=lse, ORDER=heaviest_first(tiles),
-            N=blocks, BM=shape.queries,
+            N=tiles.plan.shape[2], ROWS=tiles.rows, BM=shape.queries, HAS_OPEN=hides(spec),
+            OPEN=open_tiles(spec, rows=tiles.rows)[0] if hides(spec) else seed,
         )  # fmt: skip
     return output, lse
 
@@ -184,6 +145,11 @@ def decode(spec: Spec, query: Tensor, key: Tensor, value: Tensor, lengths: Lengt
     query, key, value = in_rows(query, key, value)
     tiles = plan(spec, query, key, value, lengths)
     return forward(spec, query, key, value, tiles, torch.zeros(1, dtype=torch.int64, device=query.device))[0]
+
+
+def hides(spec: Spec) -> bool:
+    """Whether a key mask or segments may hide keys."""
+    return spec.key_mask is not None or spec.key_segments is not None
 
 
 def decode_parts(spec: Spec, query: Tensor) -> int:
@@ -203,26 +169,27 @@ def backward(
 
     if grad_output.stride(-1) != 1:
         grad_output = grad_output.contiguous()
-    delta = torch.empty_like(lse)
+    delta, large = torch.empty_like(lse), is_large(query.device)
     dq, dk, dv = (torch.empty_like(x) for x in (query, key, value))
     size = (2, *lse.shape) if slopes_wanted else (1,)
     dslopes = torch.empty(size, dtype=torch.float32, device=query.device)
     shared = _shared_arguments(spec, query, key, value, tiles, seed)
     shared |= {"DOUT": grad_output, **_strides("do", "bht", grad_output), "LSE": lse, "DELTA": delta}
-    shared |= {"ROWS": tiles.rows, "N": tiles.plan.shape[2], "FLAGS": key_flags(spec, key, value)}
+    shared |= {"ROWS": tiles.rows, "N": tiles.plan.shape[2], "HAS_OPEN": hides(spec)}
+    opened = open_tiles(spec, rows=tiles.rows) if hides(spec) else (seed, seed)
     asked = query_blocks(tiles, count=-(-spec.key_len // TILE))
     of_key_heads = tiles.visited.sum(-1).unflatten(1, (spec.num_kv_heads, spec.group)).sum(-1).flatten()
     with on(query):
-        shape = tile_shape("query", query.dtype, spec.head_dim)
+        shape = tile_shape("query", query.dtype, spec.head_dim, large=large)
         kernels.query_kernel[(spec.batch * spec.num_heads * -(-spec.query_len // shape.queries),)](
             **shared, **_strides("o", "bht", output), **_strides("dq", "bht", dq), OUT=output, DQ=dq, DSLOPES=dslopes,
             DLSE=lse if grad_lse is None else grad_lse.contiguous(), HAS_DLSE=grad_lse is not None,
-            SLOPES_WANTED=slopes_wanted, PIN_TABLE=tiles.besides, ORDER=heaviest_first(tiles),
+            SLOPES_WANTED=slopes_wanted, PIN_TABLE=tiles.besides, OPEN=opened[0], ORDER=heaviest_first(tiles),
             BM=shape.queries, BN=shape.keys, num_warps=shape.warps, num_stages=shape.stages,
         )  # fmt: skip
-        shape = tile_shape("key", query.dtype, spec.head_dim)
+        shape = tile_shape("key", query.dtype, spec.head_dim, large=large)
         kernels.key_kernel[(spec.batch * spec.num_kv_heads * -(-spec.key_len // shape.keys),)](
-            **shared, **_strides("dk", "bhs", dk), **_strides("dv", "bhs", dv), DK=dk, DV=dv, ASKED=asked,
+            **shared, **_strides("dk", "bhs", dk), **_strides("dv", "bhs", dv), DK=dk, DV=dv, ASKED=asked, OPEN_TO=opened[1],
             ORDER=of_key_heads.argsort(descending=True, stable=True).to(torch.int32),
             BM=shape.queries, BN=shape.keys, num_warps=shape.warps, num_stages=shape.stages,
         )  # fmt: skip
@@ -273,7 +240,7 @@ def _backward_op(
         # 0·NaN: what is in a query that sees nothing must not reach the keys.
         nothing = (lse == -torch.inf)[..., None]
         query, grad_output = query.masked_fill(nothing, 0.0), grad_output.masked_fill(nothing, 0.0)
-    tiles = Tiles(plan, pins, plan_rows(spec, query.dtype))
+    tiles = Tiles(plan, pins, plan_rows(spec))
     dq, dk, dv, sides = backward(
         spec, query, key, value, output, lse, grad_output, grad_lse, tiles, seed, slopes_wanted=slopes_wanted
     )
@@ -288,8 +255,8 @@ def _backward_op(
 
 @_forward_op.register_fake
 def _(query, key, value, slopes, *_rest):  # type: ignore[no-untyped-def]
-    b, h, t, d = query.shape
-    rows = TILE if t <= DECODE_QUERIES else tile_shape("forward", query.dtype, d).queries
+    b, h, t, _ = query.shape
+    rows = TILE if t <= DECODE_QUERIES else PLAN_ROWS
     output = torch.empty_like(next(in_rows(query)))
     return (
         output,
@@ -344,13 +311,15 @@ def _shared_arguments(
         "Q": query, "K": key, "V": value, "SLOPES": slopes, "RIGHT": right, "FIRST": first.contiguous(), "SEED": seed,
         "PLAN": tiles.plan.contiguous(),
         "QUERY_SEGMENTS": spec.query_segments.contiguous() if spec.query_segments is not None else first,
+        "MASK": first if spec.key_mask is None else spec.key_mask.contiguous().view(torch.int8),
         "KEY_SEGMENTS": spec.key_segments.contiguous() if spec.key_segments is not None else first,
         **_strides("q", "bht", query), **_strides("k", "bhs", key), **_strides("v", "bhs", value),
         "slopes_b": spec.num_heads if slopes.ndim == 2 else 0, "right_b": spec.num_heads if right.ndim == 2 else 0,
         "first_b": 0 if first.numel() == 1 else 1, "scale": spec.scale, "dropout": spec.dropout_p,
-        "window": min(spec.window or 0, 2**31 - 1), "H": spec.num_heads, "G": spec.group, "T": spec.query_len, "S": spec.key_len,
+        "window": min(spec.window or 0, 2**30), "H": spec.num_heads, "G": spec.group, "T": spec.query_len, "S": spec.key_len,
         **row_constants(spec), "CAUSAL": spec.causal,
         "HAS_RIGHT": spec.right_slopes is not None, "HAS_WINDOW": spec.window is not None, "HAS_SEGMENTS": segments,
+        "HAS_MASK": spec.key_mask is not None,
         "HAS_DROPOUT": spec.dropout_p > 0, "PRECISION": "ieee" if torch.version.hip else "tf32x3",
     }  # fmt: skip
 

@@ -5,7 +5,8 @@ With p = exp(score − lse), δ_i = Σ out·dout − dlse and ds = p·(dp − δ
     dq_i = scale·Σ_j ds_ij·k_j     dk_j = scale·Σ_i ds_ij·q_i     dv_j = Σ_i p_ij·dout_i     dm = −Σ_ij ds_ij·|i − j|
 
 `query_kernel` walks the keys of a block of queries as forward does, and leaves δ and the slope's gradient of every query;
-`key_kernel` walks the queries that may have visited a tile of keys, and asks each block's plan whether it did.
+`key_kernel` walks the queries that may have visited a tile of keys, and asks each block's plan whether it did. Both have a loop
+for tiles that are seen in full, where the bias is a number a key and a number a query, and one for the others.
 """
 
 # mypy: ignore-errors
@@ -14,42 +15,88 @@ With p = exp(score − lse), δ_i = Σ out·dout − dlse and ds = p·(dp − δ
 import triton
 import triton.language as tl
 
-from alibi_attn.attention.kernels.forward import LOG2E, PINS, biased_scores, kept_weights
+from alibi_attn.attention.kernels.forward import (
+    LOG2E,
+    PINS,
+    all_finite,
+    biased_scores,
+    edge_tile,
+    inside_tiles,
+    kept_weights,
+    slope_inside,
+    tile_of,
+)
+
+NEVER = tl.constexpr(2**20)  # a block of queries behind the last
+
+
+@triton.jit
+def query_tile_inside(
+    tile, q, do, lse, delta, dq, to_left, to_right, K, V, i, position, begin, head, k_s, v_s, m, right, scale, dropout, seed,
+    D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, SLOPES_WANTED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys that every query sees in full: what `query_tile` returns."""
+    slope, near = slope_inside(tile, begin, m, right, BN, CAUSAL, HAS_RIGHT)
+    j = tile * BN + tl.arange(0, BN)
+    k = tile_of(K, tile, k_s, D, DP, BN)
+    v = tile_of(V, tile, v_s, D, DP, BN)
+    scores = tl.dot(q, k.T, input_precision=PRECISION) * scale + (slope * (j - near).to(tl.float32))[None, :]
+    p = tl.exp2(scores - (lse + slope * (position - near).to(tl.float32))[:, None])
+    dp = tl.dot(do, v.T, input_precision=PRECISION)
+    if HAS_DROPOUT:
+        dp = dp * kept_weights(seed, head, i, j[None, :], dropout)
+    ds = p * (dp - delta[:, None])
+    if SLOPES_WANTED:
+        # Σ ds·(position − j), from the key nearest to the queries on.
+        moment = tl.sum(ds * (near - j).to(tl.float32)[None, :], 1) + (position - near).to(tl.float32) * tl.sum(ds, 1)
+        if CAUSAL:
+            to_left -= moment
+        else:
+            is_left = near <= begin
+            if HAS_RIGHT:
+                to_left -= tl.where(is_left, moment, 0.0)
+                to_right += tl.where(is_left, 0.0, moment)
+            else:
+                to_left -= tl.where(is_left, moment, -moment)
+    dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    return dq, to_left, to_right
 
 
 @triton.jit
 def query_tile(
-    tile, q, do, lse, delta, dq, to_left, to_right, K, V, FLAGS, KEY_SEGMENTS, own, i, position, head, k_s, v_s, m, right,
+    tile, q, do, lse, delta, dq, to_left, to_right, K, V, MASK, KEY_SEGMENTS, own, i, position, head, k_s, v_s, m, right,
     scale, window, dropout, seed, S,
     D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SEGMENTS: tl.constexpr, HAS_DROPOUT: tl.constexpr, SLOPES_WANTED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SEGMENTS: tl.constexpr, HAS_DROPOUT: tl.constexpr, HAS_MASK: tl.constexpr,
+    SLOPES_WANTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys: (dq / scale, −Σ ds·|i − j| to the left, to the right) after it."""
     start = tl.cast(tile, tl.int64) * BN
     jj = tl.arange(0, BN)
     d = tl.arange(0, DP)
-    inside = tile * BN + jj < S
-    flag = tl.load(FLAGS + start + jj, mask=inside, other=1)
-    fine = (flag == 0)[:, None]
+    here = tile * BN + jj < S
+    if HAS_MASK:
+        here = tl.load(MASK + start + jj, mask=here, other=0) != 0
+    loaded = here[:, None]
     if D != DP:
-        fine = fine & (d < D)[None, :]
-    k = tl.load(K + start * k_s + jj[:, None] * k_s + d[None, :], mask=fine, other=0.0)
-    v = tl.load(V + start * v_s + jj[:, None] * v_s + d[None, :], mask=fine, other=0.0)
+        loaded = loaded & (d < D)[None, :]
+    k = tl.load(K + start * k_s + jj[:, None] * k_s + d[None, :], mask=loaded, other=0.0)
+    v = tl.load(V + start * v_s + jj[:, None] * v_s + d[None, :], mask=loaded, other=0.0)
     j = (tile * BN + jj)[None, :]
     same = True
     if HAS_SEGMENTS:
-        same = own == tl.load(KEY_SEGMENTS + start + jj, mask=inside, other=0)[None, :]
+        same = own == tl.load(KEY_SEGMENTS + start + jj, mask=here, other=0)[None, :]
     distance = position - j
     products = tl.dot(q, k.T, input_precision=PRECISION)
     scores, seen = biased_scores(
-        products, distance, flag[None, :], same, m, right, scale, window, CAUSAL, HAS_RIGHT, HAS_WINDOW, HAS_SEGMENTS
-    )
+        products, distance, here[None, :], same, m, right, scale, window, CAUSAL, HAS_RIGHT, HAS_WINDOW, HAS_SEGMENTS
+    )  # fmt: skip
     p = tl.exp2(scores - lse[:, None])
     dp = tl.dot(do, v.T, input_precision=PRECISION)
     if HAS_DROPOUT:
         dp = dp * kept_weights(seed, head, i, j, dropout)
-    ds = tl.where(seen & (lse > float("-inf"))[:, None], p * (dp - delta[:, None]), 0.0)
+    ds = tl.where(seen, p * (dp - delta[:, None]), 0.0)
     if SLOPES_WANTED:
         moment = ds * distance.to(tl.float32)
         if HAS_RIGHT:
@@ -57,19 +104,22 @@ def query_tile(
             to_right += tl.sum(tl.where(distance < 0, moment, 0.0), 1)
         else:
             to_left -= tl.sum(tl.where(distance > 0, moment, -moment), 1)
+    # 0·NaN: a bad key is told only to the queries that see it, whose ds is NaN already.
+    k = tl.where(all_finite(k)[:, None], k, 0.0).to(k.dtype)
     dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     return dq, to_left, to_right
 
 
 @triton.jit
 def query_kernel(
-    Q, K, V, OUT, DOUT, LSE, DLSE, DELTA, DQ, DSLOPES, SLOPES, RIGHT, FIRST, PLAN, PIN_TABLE, FLAGS, QUERY_SEGMENTS,
+    Q, K, V, OUT, DOUT, LSE, DLSE, DELTA, DQ, DSLOPES, SLOPES, RIGHT, FIRST, PLAN, PIN_TABLE, OPEN, MASK, QUERY_SEGMENTS,
     KEY_SEGMENTS, ORDER, SEED,
     q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, o_b, o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, slopes_b, right_b, first_b,
     scale, window, dropout, H, G, T, S, N,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SEGMENTS: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr, HAS_DLSE: tl.constexpr, SLOPES_WANTED: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, HAS_MASK: tl.constexpr, HAS_OPEN: tl.constexpr, HAS_DLSE: tl.constexpr,
+    SLOPES_WANTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program: one block of BM queries of one head, as in forward; a block of the plan has ROWS. DSLOPES is [2, B, H, T]."""
     programs = tl.cdiv(T, BM)
@@ -83,7 +133,7 @@ def query_kernel(
     DOUT += b * do_b + h.to(tl.int64) * do_h + at * do_t
     K += b * k_b + kv * k_h
     V += b * v_b + kv * v_h
-    FLAGS += (b * (H // G) + kv) * S
+    MASK += b * S
     KEY_SEGMENTS += b * S
     m = tl.load(SLOPES + b * slopes_b + h) * LOG2E
     right = tl.load(RIGHT + b * right_b + h) * LOG2E
@@ -92,9 +142,10 @@ def query_kernel(
     rows = tl.arange(0, BM)
     d = tl.arange(0, DP)
     i = n * BM + rows
+    # A query that saw nothing is never used, whatever is in it: an infinite lse makes its weights 0.
     lse = tl.load(LSE + bh * T + i, mask=i < T, other=float("-inf")) * LOG2E
-    # A query that saw nothing is never used, whatever is in it.
-    ours = ((i < T) & (lse != float("-inf")))[:, None]
+    lse = tl.where(lse == float("-inf"), float("inf"), lse)
+    ours = ((i < T) & (lse != float("inf")))[:, None]
     if D != DP:
         ours = ours & (d < D)[None, :]
     q = tl.load(Q + rows[:, None] * q_t + d[None, :], mask=ours, other=0.0)
@@ -102,12 +153,13 @@ def query_kernel(
     out = tl.load(OUT + rows[:, None] * o_t + d[None, :], mask=ours, other=0.0)
     delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
     if HAS_DLSE:
-        delta -= tl.load(DLSE + bh * T + i, mask=(i < T) & (lse != float("-inf")), other=0.0)
+        delta -= tl.load(DLSE + bh * T + i, mask=(i < T) & (lse != float("inf")), other=0.0)
     tl.store(DELTA + bh * T + i, delta, mask=i < T)
     own = i[:, None]
     if HAS_SEGMENTS:
         own = tl.load(QUERY_SEGMENTS + b * T + i, mask=i < T, other=0)[:, None]
-    position = (i + tl.load(FIRST + b * first_b).to(tl.int32))[:, None]
+    begin = n * BM + tl.load(FIRST + b * first_b).to(tl.int32)
+    position = begin + rows
     dq = tl.zeros([BM, DP], tl.float32)
     to_left = tl.zeros([BM], tl.float32)
     to_right = tl.zeros([BM], tl.float32)
@@ -115,19 +167,30 @@ def query_kernel(
     block = bh * N + n * BM // ROWS
     first = tl.load(PLAN + block * 4) * (TILE // BN)
     last = tl.minimum(tl.load(PLAN + block * 4 + 1) * (TILE // BN), tl.cdiv(S, BN))
-    for tile in tl.range(first, last):
-        dq, to_left, to_right = query_tile(
-            tile, q, do, lse, delta, dq, to_left, to_right, K, V, FLAGS, KEY_SEGMENTS, own, i[:, None], position, bh, k_s, v_s,
-            m, right, scale * LOG2E, window, dropout, seed, S, D, DP, BN, CAUSAL, HAS_RIGHT, HAS_WINDOW, HAS_SEGMENTS,
-            HAS_DROPOUT, SLOPES_WANTED, PRECISION,
+    open_first, open_last = first, last
+    if HAS_OPEN:
+        open_first = tl.load(OPEN + (b * N + n * BM // ROWS) * 2) * (TILE // BN)
+        open_last = tl.load(OPEN + (b * N + n * BM // ROWS) * 2 + 1) * (TILE // BN)
+    low, high, after, until = inside_tiles(
+        tl.maximum(first, open_first), tl.minimum(last, open_last), begin, right, window, S, BM, BN, CAUSAL, HAS_WINDOW
+    )
+    for x in tl.range(0, high - low + until - after):
+        tile = low + x
+        if not CAUSAL:
+            tile += tl.where(tile >= high, after - high, 0)
+        dq, to_left, to_right = query_tile_inside(
+            tile, q, do, lse, delta, dq, to_left, to_right, K, V, i[:, None], position, begin, bh, k_s, v_s, m, right,
+            scale * LOG2E, dropout, seed, D, DP, BN, CAUSAL, HAS_RIGHT, HAS_DROPOUT, SLOPES_WANTED, PRECISION,
         )  # fmt: skip
-    pinned = tl.sum((tl.load(PIN_TABLE + block * PINS + tl.arange(0, PINS)) >= 0).to(tl.int32), 0)
-    for x in tl.range(0, pinned * (TILE // BN), num_stages=1):
-        tile = tl.load(PIN_TABLE + block * PINS + x // (TILE // BN)) * (TILE // BN) + x % (TILE // BN)
+    pins = PIN_TABLE + block * PINS
+    pinned = tl.sum((tl.load(pins + tl.arange(0, PINS)) >= 0).to(tl.int32), 0) * (TILE // BN)
+    edges = tl.maximum(last - first, 0) - (high - low + until - after)
+    for x in tl.range(0, edges + pinned, num_stages=1):
+        tile = edge_tile(x, edges, first, low, high, after, until, pins, TILE // BN, CAUSAL)
         dq, to_left, to_right = query_tile(
-            tile, q, do, lse, delta, dq, to_left, to_right, K, V, FLAGS, KEY_SEGMENTS, own, i[:, None], position, bh, k_s, v_s,
-            m, right, scale * LOG2E, window, dropout, seed, S, D, DP, BN, CAUSAL, HAS_RIGHT, HAS_WINDOW, HAS_SEGMENTS,
-            HAS_DROPOUT, SLOPES_WANTED, PRECISION,
+            tile, q, do, lse, delta, dq, to_left, to_right, K, V, MASK, KEY_SEGMENTS, own, i[:, None], position[:, None], bh,
+            k_s, v_s, m, right, scale * LOG2E, window, dropout, seed, S, D, DP, BN, CAUSAL, HAS_RIGHT, HAS_WINDOW,
+            HAS_SEGMENTS, HAS_DROPOUT, HAS_MASK, SLOPES_WANTED, PRECISION,
         )  # fmt: skip
 
     mine = (i < T)[:, None]
@@ -144,13 +207,47 @@ def query_kernel(
 
 
 @triton.jit
+def inside_blocks(
+    first, last, tile_begin, origin, right, window, T,
+    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr,
+):  # fmt: skip
+    """(low, high, after, until): of the blocks of BM queries from `first` to before `last`, those that see in full the BN keys
+    from `tile_begin` on: from low to before high stand before the keys, from after to before until behind them.
+    """
+    tile_end = tile_begin + BN - 1 - origin  # positions that count from the first query
+    tile_begin = tile_begin - origin
+    until = tl.minimum(last, T // BM)
+    low, high = first, first
+    if not CAUSAL:
+        if HAS_WINDOW:
+            low = tl.maximum(low, tl.maximum(tile_end - window + BM, 0) // BM)
+        high = tl.minimum(tl.maximum(tile_begin + 1, 0) // BM, until)
+        high = tl.where(right < float("inf"), tl.maximum(high, low), low)
+    after = tl.maximum(high, tl.cdiv(tl.maximum(tile_end, 0), BM))
+    if HAS_WINDOW:
+        until = tl.minimum(until, tl.maximum(tile_begin + window, 0) // BM)
+    return low, high, after, tl.maximum(until, after)
+
+
+@triton.jit
+def visits(plan, key_tile, pinned):
+    """Of every key, whether the queries of a plan's block visit its tile: where it is pinned, whatever the masks allow (2, 3),
+    else the certified band (0, 1).
+    """
+    first = tl.where(pinned, tl.load(plan + 2), tl.load(plan))
+    last = tl.where(pinned, tl.load(plan + 3), tl.load(plan + 1))
+    return (first <= key_tile) & (key_tile < last)
+
+
+@triton.jit
 def key_kernel(
-    Q, K, V, DOUT, LSE, DELTA, DK, DV, SLOPES, RIGHT, FIRST, PLAN, ASKED, FLAGS, QUERY_SEGMENTS, KEY_SEGMENTS, ORDER, SEED,
+    Q, K, V, DOUT, LSE, DELTA, DK, DV, SLOPES, RIGHT, FIRST, PLAN, ASKED, OPEN_TO, MASK, QUERY_SEGMENTS, KEY_SEGMENTS,
+    ORDER, SEED,
     q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, do_b, do_h, do_t, dk_b, dk_h, dk_s, dv_b, dv_h, dv_s, slopes_b, right_b, first_b,
     scale, window, dropout, H, G, T, S, N,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SEGMENTS: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, HAS_MASK: tl.constexpr, HAS_OPEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program: BN keys of one key head, and all its query heads one after another. ASKED is [B, H, ⌈S / TILE⌉, 3].
 
@@ -166,18 +263,21 @@ def key_kernel(
     V += b * v_b + kv * v_h + start * v_s
     origin = tl.load(FIRST + b * first_b).to(tl.int32)
     seed = tl.load(SEED)
-    key_tile = t * BN // TILE
+    tiles = tl.cdiv(S, TILE)
 
     jj = tl.arange(0, BN)
     rows = tl.arange(0, BM)
     d = tl.arange(0, DP)
     j = t * BN + jj
-    flag = tl.load(FLAGS + (b * kv_heads + kv) * S + j, mask=j < S, other=1)
-    fine = (flag == 0)[:, None]
+    key_tile = j // TILE
+    here = j < S
+    loaded = here[:, None]
     if D != DP:
-        fine = fine & (d < D)[None, :]
-    k = tl.load(K + jj[:, None] * k_s + d[None, :], mask=fine, other=0.0)
-    v = tl.load(V + jj[:, None] * v_s + d[None, :], mask=fine, other=0.0)
+        loaded = loaded & (d < D)[None, :]
+    k = tl.load(K + jj[:, None] * k_s + d[None, :], mask=loaded, other=0.0)
+    v = tl.load(V + jj[:, None] * v_s + d[None, :], mask=loaded, other=0.0)
+    if HAS_MASK:
+        here = tl.load(MASK + b * S + j, mask=here, other=0) != 0
     theirs = j[:, None]
     if HAS_SEGMENTS:
         theirs = tl.load(KEY_SEGMENTS + b * S + j, mask=j < S, other=0)[:, None]
@@ -189,23 +289,66 @@ def key_kernel(
         bh = b * H + h
         m = tl.load(SLOPES + b * slopes_b + h) * LOG2E
         right = tl.load(RIGHT + b * right_b + h) * LOG2E
-        asked = ASKED + (bh * tl.cdiv(S, TILE) + key_tile) * 3
-        pinned = tl.load(asked + 2)
-        stop = tl.minimum(tl.load(asked + 1) * (ROWS // BM), tl.cdiv(T, BM))
+        asked = ASKED + (bh * tiles + key_tile) * 3
+        first = tl.min(tl.load(asked, mask=key_tile < tiles, other=NEVER), 0) * (ROWS // BM)
+        last = tl.max(tl.load(asked + 1, mask=key_tile < tiles, other=0), 0) * (ROWS // BM)
+        last = tl.maximum(tl.minimum(last, tl.cdiv(T, BM)), first)
+        pinned = tl.load(asked + 2, mask=key_tile < tiles, other=0) == 1
+        plan = PLAN + bh * N * 4
         q_head = Q + b * q_b + h.to(tl.int64) * q_h
         do_head = DOUT + b * do_b + h.to(tl.int64) * do_h
-        for n in tl.range(tl.load(asked) * (ROWS // BM), stop):
-            at = tl.cast(n, tl.int64) * BM
+        open_first, open_last = first, last
+        if HAS_OPEN:
+            open_to = OPEN_TO + (b * tiles + key_tile) * 2
+            open_first = tl.max(tl.load(open_to, mask=key_tile < tiles, other=0), 0) * (ROWS // BM)
+            open_last = tl.min(tl.load(open_to + 1, mask=key_tile < tiles, other=NEVER), 0) * (ROWS // BM)
+        low, high, after, until = inside_blocks(
+            tl.maximum(first, open_first), tl.minimum(last, open_last), t * BN, origin, right, window, T, BM, BN, CAUSAL,
+            HAS_WINDOW,
+        )  # fmt: skip
+        for x in tl.range(0, high - low + until - after):
+            n = low + x
+            n += tl.where(n >= high, after - high, 0)
             i = n * BM + rows
-            # Inside a pinned tile's range the plan of what masks allow decides (2, 3), else that of the band (0, 1).
-            plan = PLAN + (bh * N + n * BM // ROWS) * 4 + 2 * pinned
-            visits = (tl.load(plan) <= key_tile) & (key_tile < tl.load(plan + 1))
+            visited = visits(plan + n * BM // ROWS * 4, key_tile, pinned)
+            lse = tl.load(LSE + bh * T + i) * LOG2E
+            delta = tl.load(DELTA + bh * T + i)
+            q = tile_of(q_head, n, q_t, D, DP, BM)
+            do = tile_of(do_head, n, do_t, D, DP, BM)
+            slope, near = m, t * BN + BN - 1
+            if not CAUSAL:
+                if HAS_RIGHT:
+                    slope = tl.where(n >= after, m, -right)
+                else:
+                    slope = tl.where(n >= after, m, -m)
+                near = tl.where(n >= after, near, t * BN)
+            row = lse + slope * (i + (origin - near)).to(tl.float32)
+            row = tl.where(lse != float("-inf"), row, float("inf"))
+            column = tl.where(visited, slope * (j - near).to(tl.float32), float("-inf"))
+            p = tl.exp2(tl.dot(k, q.T, input_precision=PRECISION) * (scale * LOG2E) + column[:, None] - row[None, :])
+            dp = tl.dot(v, do.T, input_precision=PRECISION)
+            if HAS_DROPOUT:
+                kept = kept_weights(seed, bh, i[None, :], j[:, None], dropout)
+                dv = tl.dot((p * kept).to(do.dtype), do, dv, input_precision=PRECISION)
+                dp = dp * kept
+            else:
+                dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
+            ds = p * (dp - delta[None, :])
+            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+        for x in tl.range(0, last - first - (high - low + until - after), num_stages=1):
+            n = first + x
+            if not CAUSAL:
+                n += tl.where(n >= low, high - low, 0)
+            n += tl.where(n >= after, until - after, 0)
+            i = n * BM + rows
+            visited = visits(plan + n * BM // ROWS * 4, key_tile, pinned)
             lse = tl.load(LSE + bh * T + i, mask=i < T, other=float("-inf")) * LOG2E
+            lse = tl.where(lse != float("-inf"), lse, float("inf"))
             delta = tl.load(DELTA + bh * T + i, mask=i < T, other=0.0)
-            saw = lse != float("-inf")
             ours = (i < T)[:, None]
             if D != DP:
                 ours = ours & (d < D)[None, :]
+            at = tl.cast(n, tl.int64) * BM
             q = tl.load(q_head + at * q_t + rows[:, None] * q_t + d[None, :], mask=ours, other=0.0)
             do = tl.load(do_head + at * do_t + rows[:, None] * do_t + d[None, :], mask=ours, other=0.0)
             same = True
@@ -213,10 +356,10 @@ def key_kernel(
                 same = theirs == tl.load(QUERY_SEGMENTS + b * T + i, mask=i < T, other=0)[None, :]
             products = tl.dot(k, q.T, input_precision=PRECISION)
             scores, seen = biased_scores(
-                products, (i + origin)[None, :] - j[:, None], flag[:, None], same, m, right, scale * LOG2E, window,
+                products, (i + origin)[None, :] - j[:, None], (here & visited)[:, None], same, m, right, scale * LOG2E, window,
                 CAUSAL, HAS_RIGHT, HAS_WINDOW, HAS_SEGMENTS,
             )  # fmt: skip
-            seen = seen & (saw & visits)[None, :]
+            seen = seen & (lse < float("inf"))[None, :]
             p = tl.where(seen, tl.exp2(scores - lse[None, :]), 0.0)
             dp = tl.dot(v, do.T, input_precision=PRECISION)
             if HAS_DROPOUT:

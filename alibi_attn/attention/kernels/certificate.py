@@ -1,4 +1,4 @@
-"""What comes before attention: flags of keys, and the certificate of `attention/bounds.py` for plain causal calls.
+"""What comes before attention: the certificate of `attention/bounds.py` for plain causal calls.
 
 Two kernels where that takes some three hundred small operations. `lengths_kernel` reads every key and value once, for their
 norms. `reach_kernel` bounds the log-sum-exp of a block's queries from below by the 65 to 128 keys that end at it, and divides.
@@ -12,7 +12,7 @@ All in fp32: whatever fp32, and the device's approximate roots, exponentials and
 import triton
 import triton.language as tl
 
-from alibi_attn.attention.kernels.forward import LOG2E, all_finite
+from alibi_attn.attention.kernels.forward import LOG2E
 
 UNIT = tl.constexpr(2.0**-24)
 _ROUNDING = tl.constexpr(1.0 + 2.0**-18)  # of a number: a few operations, each off by less than 2⁻²²
@@ -56,21 +56,6 @@ def lengths_kernel(
     length = longest(v, D)
     tl.store(VALUE_NORMS + bk * N + tile, tl.max(length, 0))
     tl.store(SHORTEST + bk * N + tile, tl.min(tl.where(j < S, length, float("inf")), 0))
-
-
-@triton.jit
-def flags_kernel(
-    K, V, MASK, FLAGS, k_b, k_h, k_s, v_b, v_h, v_s, count, kv_heads, S,
-    HAS_MASK: tl.constexpr, FINE: tl.constexpr, HIDDEN: tl.constexpr, BAD: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Program: one tile of keys of `count`; FLAGS [B, K, S] int8, see `attention/tiles.py`. MASK [B, S] int8, 1 = may be seen."""
-    bk, tile = (tl.program_id(0) // count).to(tl.int64), tl.program_id(0) % count
-    j, k, v = loaded(K, V, bk, tile, k_b, k_h, k_s, v_b, v_h, v_s, kv_heads, S, D, DP, TILE)
-    flag = tl.where(all_finite(k) & all_finite(v), FINE, BAD)
-    if HAS_MASK:
-        flag = tl.where(tl.load(MASK + bk // kv_heads * S + j, mask=j < S, other=0) == 1, flag, HIDDEN)
-    tl.store(FLAGS + bk * S + j, flag.to(tl.int8), mask=j < S)
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Decoding: few queries, many keys. The query heads that share a key head are packed into the rows of one tile, so every key is
 read once for all of them, and the keys are split among programs; the parts are merged by their log-sum-exps.
 
-FLAGS is [B, S], 1 where the key mask hides a key; bad keys are found on the way, since looking for them before would read all.
+MASK is [B, S] int8, 1 = may be seen; bad keys are found on the way, since looking for them before would read all.
 """
 
 # mypy: ignore-errors
@@ -15,12 +15,12 @@ from alibi_attn.attention.kernels.forward import LOG2E, PINS, attend
 
 @triton.jit
 def decode_kernel(
-    Q, K, V, PARTS, MASSES, SLOPES, RIGHT, FIRST, PLAN, PIN_TABLE, FLAGS, QUERY_SEGMENTS, KEY_SEGMENTS, SEED, COUNT,
+    Q, K, V, PARTS, MASSES, SLOPES, RIGHT, FIRST, PLAN, PIN_TABLE, MASK, QUERY_SEGMENTS, KEY_SEGMENTS, SEED, COUNT,
     q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, slopes_b, right_b, first_b,
     scale, window, dropout, H, G, T, S,
     D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, TILE: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SEGMENTS: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr, HAS_FLAGS: tl.constexpr, COUNTS: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, HAS_MASK: tl.constexpr, COUNTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program: (key head, chunk of ROWS packed rows, part of the keys); row g·T + t is query t of the group's head g.
 
@@ -36,7 +36,7 @@ def decode_kernel(
     i = rows % T
     K += b * k_b + kv * k_h
     V += b * v_b + kv * v_h
-    FLAGS += b * S
+    MASK += b * S
     KEY_SEGMENTS += b * S
     m = (tl.load(SLOPES + b * slopes_b + h, mask=real, other=0.0) * LOG2E)[:, None]
     right = (tl.load(RIGHT + b * right_b + h, mask=real, other=0.0) * LOG2E)[:, None]
@@ -60,23 +60,23 @@ def decode_kernel(
     share = tl.cdiv(tl.maximum(last - first, 0), tl.num_programs(2))
     begin = first + part * share
     end = tl.minimum(begin + share, last)
+    pins = PIN_TABLE + leader * PINS
+    pinned = tl.sum((tl.load(pins + tl.arange(0, PINS)) >= 0).to(tl.int32), 0)
     visits = 0
     for tile in tl.range(begin, end):
         acc, peak, total = attend(
-            tile, q, acc, peak, total, K, V, FLAGS, KEY_SEGMENTS, own, i[:, None], position, head, k_s, v_s, m, right,
+            tile, q, acc, peak, total, K, V, MASK, KEY_SEGMENTS, own, i[:, None], position, head, k_s, v_s, m, right,
             scale * LOG2E, window, dropout, seed, S, D, DP, BN, CAUSAL, HAS_RIGHT, HAS_WINDOW, HAS_SEGMENTS, HAS_DROPOUT,
-            PRECISION, HAS_FLAGS, CHECKS=True,
+            HAS_MASK, PRECISION,
         )  # fmt: skip
         if COUNTS:
             visits += 1
-    pins = PIN_TABLE + leader * PINS
-    pinned = tl.sum((tl.load(pins + tl.arange(0, PINS)) >= 0).to(tl.int32), 0)
     for x in tl.range(part, pinned * (TILE // BN), tl.num_programs(2), num_stages=1):
         tile = tl.load(pins + x // (TILE // BN)) * (TILE // BN) + x % (TILE // BN)
         acc, peak, total = attend(
-            tile, q, acc, peak, total, K, V, FLAGS, KEY_SEGMENTS, own, i[:, None], position, head, k_s, v_s, m, right,
+            tile, q, acc, peak, total, K, V, MASK, KEY_SEGMENTS, own, i[:, None], position, head, k_s, v_s, m, right,
             scale * LOG2E, window, dropout, seed, S, D, DP, BN, CAUSAL, HAS_RIGHT, HAS_WINDOW, HAS_SEGMENTS, HAS_DROPOUT,
-            PRECISION, HAS_FLAGS, CHECKS=True,
+            HAS_MASK, PRECISION,
         )  # fmt: skip
         if COUNTS:
             visits += 1
