@@ -1,4 +1,4 @@
-"""The bounds of plain causal calls on a GPU, from two kernels; whatever is not plain goes through `attention/bounds.py`.
+"""The certificate and the plan of a call on a GPU, from a handful of kernels; nothing is read on the host.
 
 Some three hundred small torch operations, however fast each, keep the host busy for longer than short attention takes.
 """
@@ -11,63 +11,147 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alibi_attn.attention.bounds import KEPT, PIN_CHOICES, TILE, VALUE_RATIO, Bounds, bounds, first_positions
+from alibi_attn.attention.bounds import KEPT, PIN_CHOICES, TILE, VALUE_RATIO, Bounds, first_positions
 from alibi_attn.attention.lengths import Lengths
 from alibi_attn.attention.spec import AttentionSpec
+from alibi_attn.attention.tiles import Tiles, allowed_keys
 
 Spec = AttentionSpec[Tensor]
 
 _WARPS = 8
+_PINS, _CHOICES = max(PIN_CHOICES), len(PIN_CHOICES)
 
 
-def certified(
-    spec: Spec, query: Tensor, key: Tensor, value: Tensor | None, lengths: Lengths | None = None, *,
-    pin_choices: tuple[int, ...] = PIN_CHOICES,
-) -> Bounds:  # fmt: skip
-    """What must be visited; reads nothing on the host, and with `lengths` only the keys that those leave out or that are near.
+def planned(
+    spec: Spec, query: Tensor, key: Tensor, value: Tensor | None, *, rows: int, shared: bool = False,
+    lengths: Lengths | None = None, certified: bool = True,
+) -> tuple[Tiles, Bounds]:  # fmt: skip
+    """(the tiles that every `rows` queries visit, the certificate they come from).
 
     Args:
         value: None = the values are taken to be of like length.
-        lengths: what is known of keys and values; only for plain calls, as `is_plain` says.
+        shared: all query heads of a key head visit the same tiles, those of the widest; for at most TILE queries.
+        lengths: what is known of keys and values; of those that it knows only the nearest are read.
+        certified: False = all that the masks allow is visited.
     """
-    if is_plain(spec) and spec.tolerance > 0 and spec.query_len > 0 and spec.key_len > 0:
-        return _from_kernels(spec, query, key, value, lengths, pin_choices)
-    return bounds(spec, query, key, value)
+    from alibi_attn.attention.kernels.plan import plan_kernel, shared_plan_kernel
 
-
-def is_plain(spec: Spec) -> bool:
-    """Causal, and no mask but a window."""
-    return spec.causal and spec.key_mask is None and spec.key_segments is None
-
-
-def _from_kernels(
-    spec: Spec, query: Tensor, key: Tensor, value: Tensor | None, lengths: Lengths | None, pin_choices: tuple[int, ...]
-) -> Bounds:
-    from alibi_attn.attention.kernels.certificate import reach_kernel
-
+    certified = certified and spec.tolerance > 0 and spec.key_len > 0
     b, h, device = spec.batch, spec.num_heads, query.device
+    blocks, n = -(-spec.query_len // TILE), -(-spec.query_len // rows)
+    plan = torch.empty((b, h, n, 4), dtype=torch.int32, device=device)
+    besides = torch.empty((b, h, n, _PINS), dtype=torch.int32, device=device)
+    pins = torch.empty((b, h, _PINS), dtype=torch.int32, device=device)
+    weight = torch.empty((b, h), dtype=torch.int32, device=device)
+    found = torch.empty((2, b, h, blocks), dtype=torch.int32, device=device)
+    first = first_positions(spec, device).contiguous()
+    reach, chosen = _reach(spec, query, key, value, lengths, first) if certified else (found, pins)
+    allowed = _allowed(spec, first, blocks) if spec.hides_keys else plan
+    arguments = {
+        "REACH": reach, "CHOSEN": chosen, "FIRST": first, "ALLOWED": allowed, "PLAN": plan, "BESIDES": besides, "PINNED": pins,
+        "WEIGHT": weight, "FOUND": found, "first_b": 0 if first.numel() == 1 else 1, "window": window_of(spec), "H": h,
+        "G": spec.group, "T": spec.query_len, "S": spec.key_len, "TILE": TILE, "CAUSAL": spec.causal,
+        "HAS_WINDOW": spec.window is not None, "HAS_ALLOWED": spec.hides_keys, "UNLIMITED": not certified,
+    }  # fmt: skip
+    if spec.query_len > 0:
+        with on(query):
+            if shared:
+                shared_plan_kernel[(b * spec.num_kv_heads,)](**arguments, num_warps=1)
+            else:
+                plan_kernel[(b * h,)](**arguments, N=n, ROWS=rows, WIDTH=_width(n))
+    return Tiles(plan, pins, besides, weight, rows), Bounds(found[0], found[1], pins)
+
+
+def asked_blocks(tiles: Tiles, *, count: int) -> Tensor:
+    """[B, H, count, 3] int32, for every tile of keys: first and last block of queries to be asked, and 1 where it is pinned.
+
+    Some blocks in between may not visit the tile; their plan says so.
+    """
+    from alibi_attn.attention.kernels.plan import asked_kernel
+
+    b, h, n, _ = tiles.plan.shape
+    asked = torch.empty((b, h, count, 3), dtype=torch.int32, device=tiles.plan.device)
+    if asked.numel() > 0:
+        with on(asked):
+            asked_kernel[(b * h * -(-count // 64),)](tiles.plan, tiles.pins, asked, n, count, WIDTH=64, BLOCKS=64)
+    return asked
+
+
+def _reach(
+    spec: Spec, query: Tensor, key: Tensor, value: Tensor | None, lengths: Lengths | None, first: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(reach [sides, choices, B, H, blocks], tiles with the largest norms [B, K, pins]), int32."""
+    from alibi_attn.attention.kernels.certificate import lengths_kernel, outliers_kernel, reach_kernel
+
+    b, h, kv, device = spec.batch, spec.num_heads, spec.num_kv_heads, query.device
     unknown = value is None
     query, key, value = in_rows(query, key, key if value is None else value)
-    tiles, longest, shortest = _norms(spec, key, value, lengths)
-    if unknown:
-        longest = torch.zeros_like(longest)
-    count = min(max(pin_choices), tiles.shape[-1])
-    chosen = tiles.topk(count, dim=-1).indices
-    kappa = torch.stack([tiles.scatter(-1, chosen[..., :pins], 0.0) for pins in pin_choices]).cummax(-1).values
-    blocks = -(-spec.query_len // TILE)
-    left = torch.empty((len(pin_choices), b, h, blocks), dtype=torch.int32, device=device)
-    first, slopes = first_positions(spec, device).contiguous(), spec.slopes.detach().contiguous()
+    tiles, sides = -(-spec.key_len // TILE), 1 if spec.causal else 2
+    norms = torch.empty((3, b, kv, tiles), dtype=torch.float32, device=device)
+    kappa = torch.empty((sides, _CHOICES, b, kv, tiles), dtype=torch.float32, device=device)
+    values = torch.empty((2, b, kv), dtype=torch.float32, device=device)
+    chosen = torch.empty((b, kv, _PINS), dtype=torch.int32, device=device)
+    reach = torch.empty((sides, _CHOICES, b, h, -(-spec.query_len // TILE)), dtype=torch.int32, device=device)
+    slopes = spec.slopes.detach().contiguous()
+    right = slopes if spec.right_slopes is None else spec.right_slopes.detach().contiguous()
+    before = torch.empty((b, kv, tiles), dtype=torch.int32, device=device) if spec.key_mask is not None else chosen
+    known = 0 if lengths is None else lengths.keys.shape[-1]
+    told = (norms, norms) if lengths is None else (lengths.keys.contiguous(), lengths.values.contiguous())
+    seen = first if spec.key_mask is None else spec.key_mask.to(torch.int8).argmax(-1)
+    tolerance = spec.tolerance if spec.causal else spec.tolerance / 2
+    of_keys = (*key.stride()[:3], *value.stride()[:3])
+    masks = mask_arguments(spec, first)
     with on(query):
-        reach_kernel[(b * h * blocks,)](
-            query, key, value, slopes, first, kappa, longest, shortest, left,
-            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
-            h if slopes.ndim == 2 else 0, 0 if first.numel() == 1 else 1,
-            spec.scale, -math.log(spec.tolerance), VALUE_RATIO, min(spec.window or 0, 2**31 - 1),
-            b, h, spec.group, spec.query_len, spec.key_len, tiles.shape[-1],
-            CHOICES=len(pin_choices), KEPT=KEPT, HAS_WINDOW=spec.window is not None, **row_constants(spec), num_warps=_WARPS,
+        if known < tiles:
+            lengths_kernel[(b * kv * (tiles - known),)](
+                key, value, masks["MASK"], norms, *of_keys, known, tiles - known, kv, spec.key_len, tiles,
+                HAS_MASK=masks["HAS_MASK"], **row_constants(spec), num_warps=_WARPS,
+            )  # fmt: skip
+        outliers_kernel[(b * kv,)](
+            norms, *told, chosen, kappa, values, before, b * kv, tiles, known, WIDTH=_width(tiles), BOTH_SIDES=not spec.causal,
+            HAS_KNOWN=known > 0, HAS_MASK=masks["HAS_MASK"],
         )  # fmt: skip
-    found, pins = _cheapest(spec, left, chosen, first, pin_choices)
-    return Bounds(found, found, pins)
+        if unknown:
+            values.zero_()
+        reach_kernel[(b * h * reach.shape[-1],)](
+            query, key, value, **masks, SLOPES=slopes, RIGHT=right, FIRST=first, FIRST_SEEN=seen, BEFORE=before, KAPPA=kappa,
+            VALUES=values, REACH=reach, **strides("q", "bht", query), **strides("k", "bhs", key), **strides("v", "bhs", value),
+            slopes_b=h if slopes.ndim == 2 else 0, right_b=h if right.ndim == 2 else 0, first_b=0 if first.numel() == 1 else 1,
+            scale=spec.scale, nats_of_tolerance=-math.log(tolerance), ratio=VALUE_RATIO, window=window_of(spec),
+            B=b, H=h, G=spec.group, T=spec.query_len, S=spec.key_len, N=tiles, KEPT=KEPT, **row_constants(spec),
+            CAUSAL=spec.causal, HAS_RIGHT=spec.right_slopes is not None, HAS_WINDOW=spec.window is not None, num_warps=_WARPS,
+        )  # fmt: skip
+    return reach, chosen
+
+
+def _allowed(spec: Spec, first: Tensor, blocks: int) -> Tensor:
+    """[B, blocks, 2] int32: outside of these keys, the masks let TILE queries see none."""
+    start = first[:, None] + torch.arange(blocks, device=first.device) * TILE
+    end = torch.minimum(start + TILE, first[:, None] + spec.query_len)
+    return torch.stack([x.expand(spec.batch, -1) for x in allowed_keys(spec, start, end)], -1).to(torch.int32)
+
+
+def _width(count: int) -> int:
+    """How many of `count` tiles, or blocks, a small program takes at a time."""
+    return min(256, max(16, 1 << (count - 1).bit_length()))
+
+
+def mask_arguments(spec: Spec, unused: Tensor) -> dict[str, Any]:
+    """What every kernel is told of key mask and segments."""
+    return {
+        "MASK": unused if spec.key_mask is None else spec.key_mask.contiguous().view(torch.int8),
+        "QUERY_SEGMENTS": unused if spec.query_segments is None else spec.query_segments.contiguous(),
+        "KEY_SEGMENTS": unused if spec.key_segments is None else spec.key_segments.contiguous(),
+        "HAS_MASK": spec.key_mask is not None, "HAS_SEGMENTS": spec.key_segments is not None,
+    }  # fmt: skip
+
+
+def window_of(spec: Spec) -> int:
+    return min(spec.window or 0, 2**30)
+
+
+def strides(name: str, axes: str, tensor: Tensor) -> dict[str, int]:
+    return {f"{name}_{axis}": stride for axis, stride in zip(axes, tensor.stride(), strict=False)}
 
 
 def on(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
@@ -78,42 +162,6 @@ def on(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
 def in_rows(*tensors: Tensor) -> Iterator[Tensor]:
     """The tensors with a last stride of 1, which kernels count on."""
     return (x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
-
-
-def _cheapest(
-    spec: Spec, left: Tensor, chosen: Tensor, first: Tensor, pin_choices: tuple[int, ...]
-) -> tuple[Tensor, Tensor]:
-    """(reach, pins) of each head's cheapest choice; see `bounds._cost`."""
-    device, blocks = left.device, left.shape[-1]
-    pins = torch.nn.functional.pad(
-        chosen.repeat_interleave(spec.group, 1), (0, max(PIN_CHOICES) - chosen.shape[-1]), value=-1
-    )
-    pinned = torch.cat([torch.full((1,), count, device=device) for count in pin_choices])  # a list would be waited for
-    end = first[:, None, None] + torch.arange(TILE, TILE * blocks + 1, TILE, device=device)
-    asked = torch.minimum(left, end.clamp(0, spec.key_len)).sum(-1)
-    best = (asked + pinned[:, None, None] * (2 * TILE * blocks)).argmin(0)
-    found = left.gather(0, best[None, :, :, None].expand(-1, -1, -1, blocks))[0]
-    return found.long(), pins.masked_fill(torch.arange(max(PIN_CHOICES), device=device) >= pinned[best][..., None], -1)
-
-
-def _norms(spec: Spec, key: Tensor, value: Tensor, lengths: Lengths | None) -> tuple[Tensor, Tensor, Tensor]:
-    """The largest norm of every tile of keys, [B, K, N]; of all values, the largest and one that none is below, [B, K]; fp32."""
-    from alibi_attn.attention.kernels.certificate import lengths_kernel
-
-    n, known = -(-spec.key_len // TILE), 0
-    norms = torch.empty((3, spec.batch, spec.num_kv_heads, n), dtype=torch.float32, device=key.device)
-    if lengths is not None:
-        known = lengths.keys.shape[-1]
-        for at, norm in enumerate((lengths.keys, lengths.values)):
-            norms[at, ..., :known] = norm * (1.0 + 2.0**-22)  # rounded up
-        norms[2, ..., :known] = 0.0
-    if known < n:
-        with on(key):
-            lengths_kernel[(spec.batch * spec.num_kv_heads * (n - known),)](
-                key, value, *norms, *key.stride()[:3], *value.stride()[:3], known, n - known, spec.num_kv_heads, spec.key_len, n,
-                **row_constants(spec), num_warps=_WARPS,
-            )  # fmt: skip
-    return norms[0], norms[1].amax(-1), norms[2].amin(-1)
 
 
 def row_constants(spec: Spec) -> dict[str, int]:

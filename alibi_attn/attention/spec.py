@@ -71,6 +71,11 @@ class AttentionSpec(Generic[Array]):
         """Query heads that share one key/value head, H / K."""
         return self.num_heads // self.num_kv_heads
 
+    @property
+    def hides_keys(self) -> bool:
+        """Whether a key mask or segments may hide keys."""
+        return self.key_mask is not None or self.key_segments is not None
+
 
 def dtype_name(dtype: object) -> str:
     """ "float32" for torch.float32, jnp.float32, numpy's dtype("float32") and the string itself."""

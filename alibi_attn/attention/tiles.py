@@ -5,7 +5,6 @@ kernel's loop has its first and last tile before it starts. Nothing here reads a
 """
 
 import dataclasses
-import functools
 
 import torch
 from torch import Tensor
@@ -20,31 +19,31 @@ NEVER = 2**28  # the first tile of a block that visits none; small enough to be 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """What is visited, N = ⌈T / rows⌉ blocks of queries; half-open intervals of tiles of TILE keys.
+    """What is visited, N = ⌈T / rows⌉ blocks of queries; half-open intervals of tiles of TILE keys. Everything int32.
 
     Args:
-        plan: [B, H, N, 4] int32: first and last tile of the certified band, then of all that the masks allow.
-        pins: [B, H, P] int32: tiles that are visited wherever the masks allow it, −1 = none.
+        plan: [B, H, N, 4]: first and last tile of the certified band, then of all that the masks allow.
+        pins: [B, H, P]: tiles that are visited wherever the masks allow it, −1 = none.
+        besides: [B, H, N, P]: the pinned tiles that a block visits besides its band, −1 after the last.
+        weight: [B, H]: tiles visited by all blocks.
         rows: queries a block.
     """
 
     plan: Tensor
     pins: Tensor
+    besides: Tensor
+    weight: Tensor
     rows: int
 
-    @functools.cached_property
-    def besides(self) -> Tensor:
-        """[B, H, N, P] int32: the pinned tiles that a block visits besides its band, −1 after the last."""
-        first, last, low, high = (x[..., None] for x in self.plan.unbind(-1))
-        pins = self.pins[:, :, None]
-        besides = (pins >= low) & (pins < high) & ((pins < first) | (pins >= last))
-        return torch.where(besides, pins, -1).sort(-1, descending=True).values.contiguous()
-
-    @functools.cached_property
-    def visited(self) -> Tensor:
-        """[B, H, N] int64: tiles that every block visits."""
-        first, last = self.plan[..., 0].long(), self.plan[..., 1].long()
-        return (last - first).clamp(min=0) + (self.besides >= 0).sum(-1)
+    @classmethod
+    def of(cls, plan: Tensor, pins: Tensor, rows: int) -> "Tiles":
+        """With what follows from plan and pins."""
+        first, last, low, high = (x[..., None] for x in plan.unbind(-1))
+        pinned = pins[:, :, None]
+        besides = (pinned >= low) & (pinned < high) & ((pinned < first) | (pinned >= last))
+        besides = torch.where(besides, pinned, -1).sort(-1, descending=True).values.contiguous()
+        visited = (last - first).clamp(min=0).squeeze(-1) + (besides >= 0).sum(-1)
+        return cls(plan, pins, besides, visited.sum(-1).to(torch.int32), rows)
 
 
 def key_intervals(spec: Spec, found: Bounds) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -62,54 +61,15 @@ def key_intervals(spec: Spec, found: Bounds) -> tuple[Tensor, Tensor, Tensor, Te
     return near, far, low, high
 
 
-def key_tiles(spec: Spec, found: Bounds, *, rows: int, shared: bool = False) -> Tiles:
-    """The tiles that every block of `rows` queries (a multiple of TILE) visits.
-
-    Args:
-        shared: all query heads of a key head visit the same tiles, those of the widest.
-    """
+def key_tiles(spec: Spec, found: Bounds, *, rows: int) -> Tiles:
+    """The tiles that every block of `rows` queries (a multiple of TILE) visits."""
     near, far, low, high = key_intervals(spec, found)
     parts = [*_in_tiles(near, far), *_in_tiles(low, high)]
-    # On a GPU every operation here is a launch: those that would change nothing are left out.
-    shared = shared and spec.group > 1
     short = -found.left.shape[-1] % (rows // TILE)
     for at, (fill, reduce) in enumerate([(NEVER, torch.amin), (0, torch.amax)] * 2):
-        if rows > TILE:
-            wide = torch.nn.functional.pad(parts[at], (0, short), value=fill) if short else parts[at]
-            parts[at] = reduce(wide.unflatten(-1, (-1, rows // TILE)), -1)
-        if shared:
-            of_group = parts[at].unflatten(1, (spec.num_kv_heads, spec.group))
-            parts[at] = reduce(of_group, 2, keepdim=True).expand_as(of_group).flatten(1, 2)
-    pins = found.pins
-    if shared:
-        # Pins are the tiles with the largest norms, so the choices are nested and the longest holds them all.
-        of_group = pins.unflatten(1, (spec.num_kv_heads, spec.group))
-        most = (of_group >= 0).sum(-1).argmax(2)[..., None, None].expand(-1, -1, spec.group, pins.shape[-1])
-        pins = of_group.gather(2, most).flatten(1, 2)
-    return Tiles(torch.stack(parts, -1).to(torch.int32), pins.to(torch.int32), rows)
-
-
-def query_blocks(tiles: Tiles, *, count: int) -> Tensor:
-    """[B, H, count, 3] int32, for every tile of keys: first and last block of queries to be asked, and 1 where it is pinned.
-
-    Some blocks in between may not visit the tile; their plan says so.
-    """
-    first, last, low, high = (x.contiguous() for x in tiles.plan.unbind(-1))
-    at = torch.arange(count, device=first.device, dtype=torch.int32)
-    at = at.expand(*first.shape[:2], count).contiguous()
-    pinned = torch.zeros_like(at).scatter(-1, tiles.pins.clamp(min=0).long(), 1)
-    # A −1 among the pins marked tile 0; it is pinned only if it is there itself.
-    real = (tiles.pins == 0).any(-1, keepdim=True)
-    pinned = torch.where((at == 0) & ~real, 0, pinned)
-    ranges = [_asked(at, first, last), _asked(at, low, high)]
-    start = torch.where(pinned == 1, ranges[1][0], ranges[0][0])
-    stop = torch.where(pinned == 1, ranges[1][1], ranges[0][1])
-    return torch.stack([start, stop, pinned], -1).to(torch.int32)
-
-
-def heaviest_first(tiles: Tiles) -> Tensor:
-    """[B·H] int32: the heads of all sequences, those with the most tiles first, so that none of them starts last."""
-    return tiles.visited.sum(-1).flatten().argsort(descending=True, stable=True).to(torch.int32)
+        wide = torch.nn.functional.pad(parts[at], (0, short), value=fill)
+        parts[at] = reduce(wide.unflatten(-1, (-1, rows // TILE)), -1)
+    return Tiles.of(torch.stack(parts, -1).to(torch.int32), found.pins.to(torch.int32), rows)
 
 
 def reach_and_scores(spec: Spec, tiles: Tiles) -> tuple[Tensor, Tensor]:
@@ -222,10 +182,3 @@ def _in_tiles(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
     empty = low >= high
     first = torch.div(low, TILE, rounding_mode="floor").masked_fill(empty, NEVER)
     return first, torch.div(high + TILE - 1, TILE, rounding_mode="floor").masked_fill(empty, 0)
-
-
-def _asked(at: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-    """(start, stop): before `start` no interval [first, last) ends beyond the tile, from `stop` on none begins before it."""
-    start = torch.searchsorted(last.cummax(-1).values, at, right=True)
-    stop = torch.searchsorted(first.flip(-1).cummin(-1).values.flip(-1).contiguous(), at, right=True)
-    return start, stop

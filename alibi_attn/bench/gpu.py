@@ -19,7 +19,7 @@ from alibi_attn import records
 from alibi_attn.attention.api import alibi_attention
 from alibi_attn.attention.backends import fused
 from alibi_attn.attention.bounds import TILE
-from alibi_attn.attention.certify import certified
+from alibi_attn.attention.certify import planned
 from alibi_attn.attention.door import make_spec
 from alibi_attn.attention.lengths import Lengths
 from alibi_attn.bench.columns import Columns, append
@@ -196,12 +196,11 @@ def _decoding(query: Tensor, key: Tensor, value: Tensor) -> dict[str, dict[str, 
             }
             for name, call in calls.items()
         }
-        tiles = fused.plan(spec, query, key, value, lengths)
-        found = certified(spec, query, key, value, lengths, pin_choices=fused.DECODE_PINS)
+        tiles, found = planned(spec, query, key, value, rows=TILE, shared=True, lengths=lengths)
     least = int(found.left.clamp(max=key.shape[2]).sum()) + int((found.pins >= 0).sum()) * TILE
     row_bytes = 2 * key.shape[-1] * key.element_size()
     rows["ours"] |= {
-        "bytes_read": int(tiles.visited.sum()) * TILE * row_bytes, "bytes_least": least * row_bytes,
+        "bytes_read": int(tiles.weight.sum()) * TILE * row_bytes, "bytes_least": least * row_bytes,
         "bytes_all": key.shape[:3].numel() * row_bytes,
     }  # fmt: skip
     return rows

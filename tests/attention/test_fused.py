@@ -98,11 +98,11 @@ def test_a_kernel_that_visits_every_tile_is_found_out() -> None:
 
 
 def test_no_attack_breaks_the_kernels_certificate(interpreter: ProcessPoolExecutor) -> None:
-    found = interpreter.submit(decoding.attack_on_the_kernels, range(90)).result()
+    found = interpreter.submit(decoding.attack_on_the_kernels, range(60)).result()
     worst = max(lost for lost, _, _ in found)
     assert worst <= 1, f"{worst} of the tolerance is dropped"
     ours, theirs = (sum(draw[at] for draw in found) / len(found) for at in (1, 2))
-    assert sum(share > 0 for _, share, _ in found) >= 25, "an attack on nothing: too few draws skip a key"
+    assert sum(share > 0 for _, share, _ in found) >= 15, "an attack on nothing: too few draws skip a key"
     assert ours >= 0.95 * theirs, (
         f"the kernels skip {ours:.3f} of the keys, the bounds of torch operations {theirs:.3f}"
     )
@@ -111,8 +111,16 @@ def test_no_attack_breaks_the_kernels_certificate(interpreter: ProcessPoolExecut
 def test_a_plain_call_takes_few_operations(interpreter: ProcessPoolExecutor) -> None:
     """On a GPU each is a launch, and they would take longer than short attention."""
     counted = interpreter.submit(decoding.operations_of_plain_calls).result()
-    assert counted["certificate"] <= 35, counted
-    assert counted["decoding"] <= 95, counted
+    assert counted["certificate"] <= 2, counted
+    assert counted["forward"] <= 4, counted
+    assert counted["backward"] <= 8, counted
+    assert counted["decoding"] <= 4, counted
+
+
+def test_queries_in_padding_look_no_farther_than_others(interpreter: ProcessPoolExecutor) -> None:
+    certified, every = interpreter.submit(inside.tiles_behind_padding).result()
+    assert certified <= 2  # a block spans 64 distances
+    assert every == 4
 
 
 @pytest.mark.parametrize("case", [LONG, SINK, CHUNK, BOTH], ids=str)

@@ -12,7 +12,7 @@ import pytest
 from alibi_attn import records
 
 ROOT = Path(__file__).parent.parent.parent
-BEFORE = {"lengths", "reach"}
+SMALL = {"lengths", "outliers", "reach", "plan", "shared_plan", "asked", "merge"}
 # Of the loop over tiles that are seen in full, a score: half of what masks and a bias formed for each score take.
 MOST_INSTRUCTIONS = {
     "forward/D=64": 13, "forward/D=128": 15, "query/D=64": 15, "query/D=128": 17, "key/D=64": 18, "key/D=128": 30,
@@ -61,9 +61,9 @@ def assert_as_recorded(name: str, found: dict[str, int], kept: dict[str, int | N
 
 def test_sm_90_is_pipelined_and_as_recorded() -> None:
     found, kept = compiled("sm_90"), recorded()
-    assert len(found) == 12
+    assert len(found) == 16
     for name, row in found.items():
-        if name.split("/")[1] in BEFORE:  # one tile or two a program: no loop to pipeline
+        if name.split("/")[1] in SMALL:  # one tile or two a program: no loop to pipeline
             assert row["spilled"] == 0, f"{name} spills {row['spilled']} bytes: {row}"
             assert row["wgmma"] > 0 or "reach" not in name, f"{name} does not use wgmma: {row}"
         else:
@@ -74,13 +74,19 @@ def test_sm_90_is_pipelined_and_as_recorded() -> None:
 
 def test_other_devices_compile() -> None:
     found = compiled("sm_80", "sm_100", "gfx942")
-    assert len(found) == 18
+    assert len(found) == 33
     for name, row in found.items():
-        assert row["matrix_instructions"] > 0 or name.split("/")[1] in BEFORE, f"{name}: {row}"
-        limit = 64 * 1024 if name.startswith("gfx942") else 163 * 1024
+        assert row["matrix_instructions"] > 0 or name.split("/")[1] in SMALL, f"{name}: {row}"
+        # sm_80's tiles are those of every device but the largest, consumers' cards among them.
+        limit = {"gfx942": 64, "sm_80": 99, "sm_100": 227}[name.split("/")[0]] * 1024
         assert row["shared_bytes"] <= limit, (
             f"{name} needs {row['shared_bytes']} bytes of shared memory; there are {limit}"
         )
+
+
+def test_calls_of_one_head_and_one_key_compile() -> None:
+    """Triton compiles those apart, which the interpreter does not."""
+    assert len(compiled("ones")) == 11
 
 
 def test_a_lost_pipeline_is_found_out() -> None:

@@ -75,6 +75,18 @@ def plan_skips_only_what_it_may(case: Case, tolerance: float) -> tuple[float, fl
     return float((1 - (kept - everything).exp()).max()), float(inside.double().mean())
 
 
+def tiles_behind_padding() -> list[int]:
+    """Tiles that the last block of queries visits, far behind the last key that may be seen, with a tolerance and without."""
+    query, key, value = (torch.randn(1, 1, 640, 16) for _ in range(3))
+    mask = torch.arange(640)[None] < 256
+    found = []
+    for tolerance in (1e-6, 0.0):
+        spec = make_spec(query, key, value, [1.0], key_mask=mask, tolerance=tolerance)
+        first, last = fused.plan(spec, query, key, value).plan[0, 0, -1, :2].tolist()
+        found.append(last - first)
+    return found
+
+
 def gradient_of_the_truncated_function(case: Case, tolerance: float) -> dict[str, float]:
     """Relative errors against autograd through attention over exactly the plan's tiles, at a tolerance that drops a lot."""
     spec, query, key, value = _call(case, tolerance=tolerance)

@@ -1,6 +1,7 @@
 """Compile our Triton kernels for GPUs that are not there, and read what the compiler did; a program of its own.
 
     python tests/support/offline_compile.py sm_90 [sm_80 …]          the figures, as JSON
+    python tests/support/offline_compile.py ones                     the names of those that compile where every count is 1
     python tests/support/offline_compile.py --record results          kept as a record, for all targets
 
 It must not run where TRITON_INTERPRET is set: a process that interprets cannot compile.
@@ -22,14 +23,16 @@ from triton.compiler import ASTSource
 
 from alibi_attn import records
 from alibi_attn.attention.kernels.backward import key_kernel, query_kernel
-from alibi_attn.attention.kernels.certificate import lengths_kernel, reach_kernel
-from alibi_attn.attention.kernels.decode import decode_kernel
+from alibi_attn.attention.kernels.certificate import lengths_kernel, outliers_kernel, reach_kernel
+from alibi_attn.attention.kernels.decode import decode_kernel, merge_kernel
 from alibi_attn.attention.kernels.forward import forward_kernel
+from alibi_attn.attention.kernels.plan import asked_kernel, plan_kernel, shared_plan_kernel
 from alibi_attn.attention.shapes import PLAN_ROWS, Shape, tile_shape
 
 KERNELS = {"forward": forward_kernel, "query": query_kernel, "key": key_kernel, "decode": decode_kernel}
-KERNELS |= {"lengths": lengths_kernel, "reach": reach_kernel}
-CERTIFICATE = Shape(queries=64, keys=64, warps=8, stages=3)
+BEFORE = {"lengths": lengths_kernel, "outliers": outliers_kernel, "reach": reach_kernel, "plan": plan_kernel}
+BEFORE |= {"shared_plan": shared_plan_kernel, "asked": asked_kernel, "merge": merge_kernel}
+ITS_SHAPE = Shape(queries=64, keys=64, warps=8, stages=3)
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -37,16 +40,22 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 HEAD_DIMS = {"sm_90": (64, 128)}
+COUNTS = {"B", "BK", "H", "G", "T", "S", "N", "parts", "rows", "known", "kv_heads", "tiles", "count", "window"}
+COUNTS |= {"slopes_b", "right_b", "first_b"}
 TENSORS = {"Q", "K", "V", "OUT", "DOUT", "DQ", "DK", "DV"}
-INTEGERS = dict.fromkeys(("PLAN", "PIN_TABLE", "OPEN", "OPEN_TO", "ORDER", "COUNT", "ASKED", "LEFT"), "*i32")
-INTEGERS |= dict.fromkeys(("FIRST", "SEED", "QUERY_SEGMENTS", "KEY_SEGMENTS"), "*i64") | {"FLAGS": "*i8", "MASK": "*i8"}
+INTEGERS = dict.fromkeys(
+    ("PLAN", "PIN_TABLE", "OPEN", "OPEN_TO", "COUNT", "ASKED", "REACH", "CHOSEN", "BEFORE"), "*i32"
+)
+INTEGERS |= dict.fromkeys(("ALLOWED", "BESIDES", "PINNED", "WEIGHT", "FOUND"), "*i32")
+INTEGERS |= dict.fromkeys(("FIRST", "FIRST_SEEN", "SEED", "QUERY_SEGMENTS", "KEY_SEGMENTS", "ORDER"), "*i64")
+INTEGERS |= {"MASK": "*i8"} | dict.fromkeys(("KNOWN_KEYS", "KNOWN_VALUES"), "*fp64")
 CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
 
 
 def figures(kernel: str, target: str, head_dim: int) -> dict[str, int]:
     """What became of one kernel in bf16, causal, without masks."""
-    shape = CERTIFICATE
-    if kernel not in ("lengths", "reach"):
+    shape = ITS_SHAPE
+    if kernel in KERNELS:
         shape = tile_shape(kernel, torch.bfloat16, head_dim, large=target in ("sm_90", "sm_100"))
     compiled = triton.compile(
         _source(kernel, target, head_dim, shape),
@@ -81,9 +90,24 @@ def every_figure(targets: list[str]) -> dict[str, dict[str, int]]:
     return {
         f"{target}/{kernel}/D={head_dim}": figures(kernel, target, head_dim)
         for target in targets
-        for kernel in KERNELS
-        for head_dim in HEAD_DIMS.get(target, (64,))
+        for kernel in [*KERNELS, *BEFORE]
+        for head_dim in (HEAD_DIMS.get(target, (64,)) if kernel in (*KERNELS, "reach") else (64,))
     }
+
+
+def with_ones() -> list[str]:
+    """What compiles for calls with one sequence, head, query and key: Triton makes a constant of every argument that is 1."""
+    done = []
+    for kernel, function in (KERNELS | BEFORE).items():
+        shape = tile_shape(kernel, torch.bfloat16, 64, large=True) if kernel in KERNELS else ITS_SHAPE
+        ones = dict.fromkeys(COUNTS & set(function.arg_names), 1)
+        triton.compile(
+            _source(kernel, "sm_90", 64, shape, ones),
+            target=TARGETS["sm_90"],
+            options={"num_warps": shape.warps, "num_stages": shape.stages},
+        )
+        done.append(kernel)
+    return done
 
 
 def record(folder: Path) -> Path:
@@ -98,23 +122,37 @@ def record(folder: Path) -> Path:
     return records.save(made, folder)
 
 
-def _source(kernel: str, target: str, head_dim: int, shape: Shape) -> ASTSource:
-    function = KERNELS[kernel]
+def _source(kernel: str, target: str, head_dim: int, shape: Shape, ones: dict[str, int] | None = None) -> ASTSource:
+    function = (KERNELS | BEFORE)[kernel]
     rows = shape.queries if kernel == "decode" else PLAN_ROWS
     constants = {
         "D": head_dim, "DP": head_dim, "BM": shape.queries, "BN": shape.keys, "ROWS": rows, "TILE": 64, "CAUSAL": True,
         "PRECISION": "tf32x3" if TARGETS[target].backend == "cuda" else "ieee", "HAS_DLSE": True, "SLOPES_WANTED": True,
-        "CHOICES": 4, "KEPT": 4,
+        "KEPT": 4, "WIDTH": 256, "BLOCKS": 64, "MOST": 64,
     }  # fmt: skip
     constants |= dict.fromkeys(
-        ("HAS_RIGHT", "HAS_WINDOW", "HAS_SEGMENTS", "HAS_DROPOUT", "HAS_MASK", "HAS_OPEN", "COUNTS"), False
+        (
+            "HAS_RIGHT",
+            "HAS_WINDOW",
+            "HAS_SEGMENTS",
+            "HAS_DROPOUT",
+            "HAS_MASK",
+            "HAS_OPEN",
+            "HAS_KNOWN",
+            "HAS_ALLOWED",
+            "UNLIMITED",
+            "BOTH_SIDES",
+            "COUNTS",
+        ),
+        False,
     )
+    constants |= ones or {}
     signature, aligned = {}, {}
     for at, name in enumerate(function.arg_names):
         if name in constants:
             signature[name] = "constexpr"
             continue
-        pointer = (name.isupper() and len(name) > 1) or name in TENSORS  # B, H, G, T, S and N are numbers
+        pointer = (name.isupper() and len(name) > 2) or name in TENSORS  # B, BK, H, G, T, S and N are numbers
         if name in TENSORS:
             signature[name] = "*bf16"
         elif pointer:
@@ -170,5 +208,7 @@ if __name__ == "__main__":
     assert "TRITON_INTERPRET" not in os.environ, "a process that interprets cannot compile"
     if sys.argv[1] == "--record":
         print(record(Path(sys.argv[2])))
+    elif sys.argv[1] == "ones":
+        print(json.dumps(with_ones()))
     else:
         print(json.dumps(every_figure(sys.argv[1:])))

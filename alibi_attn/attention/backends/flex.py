@@ -101,7 +101,7 @@ def _rounded(tiles: Tiles) -> Tiles:
     parts = [first // 2 * 2, (last + 1) // 2 * 2, low // 2 * 2, (high + 1) // 2 * 2]
     even = torch.where(tiles.pins >= 0, tiles.pins // 2 * 2, -1)
     odd = torch.where(tiles.pins >= 0, even + 1, -1)
-    return Tiles(torch.stack(parts, -1), torch.cat([even, odd], -1), tiles.rows)
+    return Tiles.of(torch.stack(parts, -1), torch.cat([even, odd], -1), tiles.rows)
 
 
 def _visible(spec: Spec, flags: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:

@@ -5,7 +5,6 @@ the kernels (`attention/kernels/`) loop over them. Backward visits exactly the t
 On a CPU it runs in Triton's interpreter only, for tests: set TRITON_INTERPRET=1 before anything imports triton.
 """
 
-import dataclasses
 import importlib.util
 import os
 from typing import Any
@@ -13,26 +12,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alibi_attn.attention.bounds import PIN_CHOICES, TILE, bounds, first_positions
-from alibi_attn.attention.certify import certified, in_rows, on, row_constants
+from alibi_attn.attention.bounds import PIN_CHOICES, TILE, first_positions
+from alibi_attn.attention.certify import (
+    asked_blocks,
+    in_rows,
+    mask_arguments,
+    on,
+    planned,
+    row_constants,
+    strides,
+    window_of,
+)
 from alibi_attn.attention.lengths import Lengths
 from alibi_attn.attention.shapes import MAX_HEAD_DIM, PLAN_ROWS, is_large, tile_shape
 from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.tiles import (
-    Tiles,
-    heaviest_first,
-    key_tiles,
-    open_tiles,
-    query_blocks,
-    reach_and_scores,
-)
+from alibi_attn.attention.tiles import Tiles, open_tiles, reach_and_scores
 from alibi_attn.attention.visibility import may_see_nothing
 
 Spec = AttentionSpec[Tensor]
 
 DECODE_QUERIES = 8  # up to so many queries the heads of a group are packed together and the keys are split
-# In decoding a pinned tile costs next to nothing, and weighing few choices saves launches.
-DECODE_PINS = (0, max(PIN_CHOICES))
 _INTERPRETER_PROGRAMS = 4  # what the interpreter has in the place of multiprocessors
 
 
@@ -53,11 +52,10 @@ def why_not(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> str | None
 
 def run(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
     """(output, lse), as one operator that autograd and torch.compile take as it is."""
-    seed = torch.zeros(1, dtype=torch.int64, device=query.device)
-    if spec.dropout_p > 0:
-        seed = torch.randint(2**62, (1,), device=query.device)
+    first = first_positions(spec, query.device)
+    seed = torch.randint(2**62, (1,), device=query.device) if spec.dropout_p > 0 else first  # not used without
     output, lse, *_ = _forward_op(
-        query, key, value, spec.slopes, spec.right_slopes, first_positions(spec, query.device), spec.key_mask,
+        query, key, value, spec.slopes, spec.right_slopes, first, spec.key_mask,
         spec.query_segments, spec.key_segments, seed, spec.causal, spec.window, spec.scale, spec.dropout_p, spec.tolerance,
         may_see_nothing(spec),
     )  # fmt: skip
@@ -77,11 +75,10 @@ def plan(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None, lengths: 
             find out how long the keys are is as dear.
     """
     decoding = spec.query_len <= DECODE_QUERIES
-    if decoding and lengths is None:
-        found = bounds(dataclasses.replace(spec, tolerance=0.0), query, key, value)
-    else:
-        found = certified(spec, query, key, value, lengths, pin_choices=DECODE_PINS if decoding else PIN_CHOICES)
-    return key_tiles(spec, found, rows=plan_rows(spec), shared=decoding)
+    return planned(
+        spec, query, key, value, rows=plan_rows(spec), shared=decoding, lengths=lengths,
+        certified=not decoding or lengths is not None,
+    )[0]  # fmt: skip
 
 
 def plan_rows(spec: Spec) -> int:
@@ -112,6 +109,7 @@ def forward(
     if decoding:
         parts = decode_parts(spec, query)
         chunks = -(-spec.group * spec.query_len // shape.queries)
+        lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
         outputs = torch.empty((parts, *query.shape), dtype=torch.float32, device=query.device)
         masses = torch.empty((parts, *query.shape[:3]), dtype=torch.float32, device=query.device)
         with on(query):
@@ -122,16 +120,18 @@ def forward(
                 MASSES=masses,
                 ROWS=shape.queries,
             )
-        lse = masses.logsumexp(0)
-        share = (masses - lse.masked_fill(lse == -torch.inf, 0.0)).exp()
-        return output.copy_((outputs * share[..., None]).sum(0)), lse
+            decode_kernels.merge_kernel[(lse.numel(),)](
+                outputs, masses, output, lse, parts, lse.numel(), *output.stride()[:3], spec.num_heads, spec.query_len,
+                MOST=1 << (parts - 1).bit_length(), **row_constants(spec), num_warps=1,
+            )  # fmt: skip
+        return output, lse
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     blocks = -(-spec.query_len // shape.queries)
     with on(query):
         forward_kernels.forward_kernel[(spec.batch * spec.num_heads * blocks,)](
-            **shared, **options, **_strides("o", "bht", output), OUT=output, LSE=lse, ORDER=heaviest_first(tiles),
-            N=tiles.plan.shape[2], ROWS=tiles.rows, BM=shape.queries, HAS_OPEN=hides(spec),
-            OPEN=open_tiles(spec, rows=tiles.rows)[0] if hides(spec) else seed,
+            **shared, **options, **strides("o", "bht", output), OUT=output, LSE=lse, ORDER=_heaviest_first(tiles.weight),
+            N=tiles.plan.shape[2], ROWS=tiles.rows, BM=shape.queries, HAS_OPEN=spec.hides_keys,
+            OPEN=open_tiles(spec, rows=tiles.rows)[0] if spec.hides_keys else seed,
         )  # fmt: skip
     return output, lse
 
@@ -144,12 +144,7 @@ def decode(spec: Spec, query: Tensor, key: Tensor, value: Tensor, lengths: Lengt
     """
     query, key, value = in_rows(query, key, value)
     tiles = plan(spec, query, key, value, lengths)
-    return forward(spec, query, key, value, tiles, torch.zeros(1, dtype=torch.int64, device=query.device))[0]
-
-
-def hides(spec: Spec) -> bool:
-    """Whether a key mask or segments may hide keys."""
-    return spec.key_mask is not None or spec.key_segments is not None
+    return forward(spec, query, key, value, tiles, tiles.plan)[0]
 
 
 def decode_parts(spec: Spec, query: Tensor) -> int:
@@ -174,23 +169,26 @@ def backward(
     size = (2, *lse.shape) if slopes_wanted else (1,)
     dslopes = torch.empty(size, dtype=torch.float32, device=query.device)
     shared = _shared_arguments(spec, query, key, value, tiles, seed)
-    shared |= {"DOUT": grad_output, **_strides("do", "bht", grad_output), "LSE": lse, "DELTA": delta}
-    shared |= {"ROWS": tiles.rows, "N": tiles.plan.shape[2], "HAS_OPEN": hides(spec)}
-    opened = open_tiles(spec, rows=tiles.rows) if hides(spec) else (seed, seed)
-    asked = query_blocks(tiles, count=-(-spec.key_len // TILE))
-    of_key_heads = tiles.visited.sum(-1).unflatten(1, (spec.num_kv_heads, spec.group)).sum(-1).flatten()
+    shared |= {"DOUT": grad_output, **strides("do", "bht", grad_output), "LSE": lse, "DELTA": delta}
+    shared |= {"ROWS": tiles.rows, "N": tiles.plan.shape[2], "HAS_OPEN": spec.hides_keys}
+    opened = open_tiles(spec, rows=tiles.rows) if spec.hides_keys else (seed, seed)
+    asked = asked_blocks(tiles, count=-(-spec.key_len // TILE))
+    of_key_heads = (
+        tiles.weight.unflatten(1, (spec.num_kv_heads, spec.group)).sum(-1) if spec.group > 1 else tiles.weight
+    )
     with on(query):
         shape = tile_shape("query", query.dtype, spec.head_dim, large=large)
         kernels.query_kernel[(spec.batch * spec.num_heads * -(-spec.query_len // shape.queries),)](
-            **shared, **_strides("o", "bht", output), **_strides("dq", "bht", dq), OUT=output, DQ=dq, DSLOPES=dslopes,
+            **shared, **strides("o", "bht", output), **strides("dq", "bht", dq), OUT=output, DQ=dq, DSLOPES=dslopes,
             DLSE=lse if grad_lse is None else grad_lse.contiguous(), HAS_DLSE=grad_lse is not None,
-            SLOPES_WANTED=slopes_wanted, PIN_TABLE=tiles.besides, OPEN=opened[0], ORDER=heaviest_first(tiles),
+            SLOPES_WANTED=slopes_wanted, PIN_TABLE=tiles.besides, OPEN=opened[0],
+            ORDER=_heaviest_first(tiles.weight),
             BM=shape.queries, BN=shape.keys, num_warps=shape.warps, num_stages=shape.stages,
         )  # fmt: skip
         shape = tile_shape("key", query.dtype, spec.head_dim, large=large)
         kernels.key_kernel[(spec.batch * spec.num_kv_heads * -(-spec.key_len // shape.keys),)](
-            **shared, **_strides("dk", "bhs", dk), **_strides("dv", "bhs", dv), DK=dk, DV=dv, ASKED=asked, OPEN_TO=opened[1],
-            ORDER=of_key_heads.argsort(descending=True, stable=True).to(torch.int32),
+            **shared, **strides("dk", "bhs", dk), **strides("dv", "bhs", dv), DK=dk, DV=dv, ASKED=asked, OPEN_TO=opened[1],
+            ORDER=_heaviest_first(of_key_heads),
             BM=shape.queries, BN=shape.keys, num_warps=shape.warps, num_stages=shape.stages,
         )  # fmt: skip
     if not slopes_wanted:
@@ -203,7 +201,7 @@ def _forward_op(
     query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, right_slopes: Tensor | None, first: Tensor,
     key_mask: Tensor | None, query_segments: Tensor | None, key_segments: Tensor | None, seed: Tensor,
     causal: bool, window: int | None, scale: float, dropout_p: float, tolerance: float, may_see_nothing: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     spec = _spec(
         query, key, slopes, right_slopes, first, key_mask, query_segments, key_segments, causal, window, scale, dropout_p,
         tolerance,
@@ -211,14 +209,14 @@ def _forward_op(
     query, key, value = in_rows(query, key, value)
     tiles = plan(spec, query, key, value)
     output, lse = forward(spec, query, key, value, tiles, seed)
-    return output, lse, tiles.plan, tiles.pins
+    return output, lse, tiles.plan, tiles.pins, tiles.besides, tiles.weight
 
 
 @torch.library.custom_op("alibi_attn::fused_backward", mutates_args=())
 def _backward_op(
     grad_output: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor,
     slopes: Tensor, right_slopes: Tensor | None, first: Tensor, key_mask: Tensor | None, query_segments: Tensor | None,
-    key_segments: Tensor | None, seed: Tensor, plan: Tensor, pins: Tensor,
+    key_segments: Tensor | None, seed: Tensor, plan: Tensor, pins: Tensor, besides: Tensor, weight: Tensor,
     causal: bool, window: int | None, scale: float, dropout_p: float, may_see_nothing: bool, slopes_wanted: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     spec = _spec(
@@ -240,7 +238,7 @@ def _backward_op(
         # 0·NaN: what is in a query that sees nothing must not reach the keys.
         nothing = (lse == -torch.inf)[..., None]
         query, grad_output = query.masked_fill(nothing, 0.0), grad_output.masked_fill(nothing, 0.0)
-    tiles = Tiles(plan, pins, plan_rows(spec))
+    tiles = Tiles(plan, pins, besides, weight, plan_rows(spec))
     dq, dk, dv, sides = backward(
         spec, query, key, value, output, lse, grad_output, grad_lse, tiles, seed, slopes_wanted=slopes_wanted
     )
@@ -263,6 +261,8 @@ def _(query, key, value, slopes, *_rest):  # type: ignore[no-untyped-def]
         query.new_empty((b, h, t), dtype=torch.float32),
         query.new_empty((b, h, (t + rows - 1) // rows, 4), dtype=torch.int32),
         query.new_empty((b, h, max(PIN_CHOICES)), dtype=torch.int32),
+        query.new_empty((b, h, (t + rows - 1) // rows, max(PIN_CHOICES)), dtype=torch.int32),
+        query.new_empty((b, h), dtype=torch.int32),
     )
 
 
@@ -278,10 +278,10 @@ def _(grad_output, grad_lse, query, key, value, output, lse, slopes, right_slope
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
     *tensors, causal, window, scale, dropout_p, _tolerance, may_see_nothing = inputs
-    out, lse, plan, pins = output
-    ctx.save_for_backward(*tensors[:3], out, lse, *tensors[3:], plan, pins)
+    out, lse, *tiles = output
+    ctx.save_for_backward(*tensors[:3], out, lse, *tensors[3:], *tiles)
     ctx.numbers = causal, window, scale, dropout_p, may_see_nothing
-    ctx.mark_non_differentiable(plan, pins)
+    ctx.mark_non_differentiable(*tiles)
     ctx.set_materialize_grads(False)
 
 
@@ -306,26 +306,22 @@ def _shared_arguments(
     first = first_positions(spec, query.device)
     slopes = spec.slopes.detach().contiguous()
     right = slopes if spec.right_slopes is None else spec.right_slopes.detach().contiguous()
-    segments = spec.query_segments is not None and spec.key_segments is not None
     return {
         "Q": query, "K": key, "V": value, "SLOPES": slopes, "RIGHT": right, "FIRST": first.contiguous(), "SEED": seed,
         "PLAN": tiles.plan.contiguous(),
-        "QUERY_SEGMENTS": spec.query_segments.contiguous() if spec.query_segments is not None else first,
-        "MASK": first if spec.key_mask is None else spec.key_mask.contiguous().view(torch.int8),
-        "KEY_SEGMENTS": spec.key_segments.contiguous() if spec.key_segments is not None else first,
-        **_strides("q", "bht", query), **_strides("k", "bhs", key), **_strides("v", "bhs", value),
+        **strides("q", "bht", query), **strides("k", "bhs", key), **strides("v", "bhs", value),
         "slopes_b": spec.num_heads if slopes.ndim == 2 else 0, "right_b": spec.num_heads if right.ndim == 2 else 0,
         "first_b": 0 if first.numel() == 1 else 1, "scale": spec.scale, "dropout": spec.dropout_p,
-        "window": min(spec.window or 0, 2**30), "H": spec.num_heads, "G": spec.group, "T": spec.query_len, "S": spec.key_len,
-        **row_constants(spec), "CAUSAL": spec.causal,
-        "HAS_RIGHT": spec.right_slopes is not None, "HAS_WINDOW": spec.window is not None, "HAS_SEGMENTS": segments,
-        "HAS_MASK": spec.key_mask is not None,
+        "window": window_of(spec), "H": spec.num_heads, "G": spec.group, "T": spec.query_len, "S": spec.key_len,
+        **row_constants(spec), **mask_arguments(spec, first), "CAUSAL": spec.causal,
+        "HAS_RIGHT": spec.right_slopes is not None, "HAS_WINDOW": spec.window is not None,
         "HAS_DROPOUT": spec.dropout_p > 0, "PRECISION": "ieee" if torch.version.hip else "tf32x3",
     }  # fmt: skip
 
 
-def _strides(name: str, axes: str, tensor: Tensor) -> dict[str, int]:
-    return {f"{name}_{axis}": stride for axis, stride in zip(axes, tensor.stride(), strict=False)}
+def _heaviest_first(weight: Tensor) -> Tensor:
+    """The heads of all sequences, those with the most tiles first, so that none of them starts last."""
+    return weight.flatten().argsort(descending=True, stable=True)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -1,9 +1,9 @@
-"""What comes before attention: the certificate of `attention/bounds.py` for plain causal calls.
+"""The certificate of `attention/bounds.py` in three kernels, where torch operations would be some three hundred launches.
 
-Two kernels where that takes some three hundred small operations. `lengths_kernel` reads every key and value once, for their
-norms. `reach_kernel` bounds the log-sum-exp of a block's queries from below by the 65 to 128 keys that end at it, and divides.
-All in fp32: whatever fp32, and the device's approximate roots, exponentials and logarithms, may be off is added (`_ROUNDING`,
-`_NATS`), so that the reach is never too short.
+`lengths_kernel` reads every key and value once, for their norms. `outliers_kernel` finds the tiles with the largest and, for
+every choice of how many of them are pinned, the largest norm before and after each tile. `reach_kernel` bounds the log-sum-exp
+of a block's queries from below by the keys around it, and divides. All in fp32: whatever fp32, and the device's approximate
+roots, exponentials and logarithms, may be off is added (`_ROUNDING`, `_NATS`), so that the reach is never too short.
 """
 
 # mypy: ignore-errors
@@ -12,14 +12,21 @@ All in fp32: whatever fp32, and the device's approximate roots, exponentials and
 import triton
 import triton.language as tl
 
-from alibi_attn.attention.kernels.forward import LOG2E
+from alibi_attn.attention.kernels.forward import LOG2E, PINS
 
 UNIT = tl.constexpr(2.0**-24)
 _ROUNDING = tl.constexpr(1.0 + 2.0**-18)  # of a number: a few operations, each off by less than 2⁻²²
 _NATS = tl.constexpr(2.0**-10)  # of a logarithm, and of 1 / (1 − e^(−m))
 _TF32 = tl.constexpr(2.0**-9)  # of ‖q‖·‖k‖: both lose all but eleven bits in a product that only bounds
 _TINY = tl.constexpr(2.0**-59)  # √256 entries whose squares vanish, each below 2⁻⁶³
-_FARTHEST = tl.constexpr(2.0**30)
+FARTHEST = tl.constexpr(2**29)  # the reach of a head that skips nothing
+CHOICES = tl.constexpr(4)  # 0, 1, 2 or 4 pinned tiles
+
+
+@triton.jit
+def pins_of(choice):
+    """How many tiles a choice pins: those with the largest norms."""
+    return (1 << choice) >> 1
 
 
 @triton.jit
@@ -31,44 +38,127 @@ def longest(rows, D: tl.constexpr):
 
 
 @triton.jit
-def loaded(
-    K, V, bk, tile, k_b, k_h, k_s, v_b, v_h, v_s, kv_heads, S, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
+def lengths_kernel(
+    K, V, MASK, NORMS, k_b, k_h, k_s, v_b, v_h, v_s, begin, count, kv_heads, S, N,
+    HAS_MASK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """(positions, keys, values) of one tile of key head `bk` of all sequences; zeros behind the last key."""
+    """Program: one tile of keys of `count`, from tile `begin` on.
+
+    NORMS [3, B, K, N] fp32: of the keys that may be seen the largest norm, of their values the largest and the smallest.
+    """
+    bk, tile = (tl.program_id(0) // count).to(tl.int64), begin + tl.program_id(0) % count
     b, kv = bk // kv_heads, bk % kv_heads
     j = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
     d = tl.arange(0, DP)
-    inside = (j < S)[:, None] & (d < D)[None, :]
+    here = j < S
+    if HAS_MASK:
+        here = tl.load(MASK + b * S + j, mask=here, other=0) != 0
+    inside = here[:, None] & (d < D)[None, :]
     k = tl.load(K + b * k_b + kv * k_h + j[:, None] * k_s + d[None, :], mask=inside, other=0.0)
     v = tl.load(V + b * v_b + kv * v_h + j[:, None] * v_s + d[None, :], mask=inside, other=0.0)
-    return j, k, v
+    every = tl.num_programs(0).to(tl.int64) // count * N
+    at = NORMS + bk * N + tile
+    of_values = longest(v, D)
+    tl.store(at, tl.max(tl.where(here, longest(k, D), 0.0), 0))
+    tl.store(at + every, tl.max(tl.where(here, of_values, 0.0), 0))
+    tl.store(at + 2 * every, tl.min(tl.where(here, of_values, float("inf")), 0))
 
 
 @triton.jit
-def lengths_kernel(
-    K, V, KEY_NORMS, VALUE_NORMS, SHORTEST, k_b, k_h, k_s, v_b, v_h, v_s, begin, count, kv_heads, S, N,
-    D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
+def norms_of(NORMS, KNOWN, bk, tile, known, N, beyond, HAS_KNOWN: tl.constexpr):
+    """The norms of some tiles, `beyond` for those behind the last; KNOWN [B, K, known] fp64 are those of the first."""
+    found = tl.load(NORMS + bk * N + tile, mask=(tile >= known) & (tile < N), other=beyond)
+    if HAS_KNOWN:
+        told = tl.load(KNOWN + bk * known + tile, mask=tile < known, other=0.0).to(tl.float32) * _ROUNDING
+        found = tl.where(tile < known, told, found)
+    return found
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def outliers_kernel(
+    NORMS, KNOWN_KEYS, KNOWN_VALUES, CHOSEN, KAPPA, VALUES, BEFORE, BK, N, known,
+    WIDTH: tl.constexpr, BOTH_SIDES: tl.constexpr, HAS_KNOWN: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
-    """Program: one tile of keys of `count`, from tile `begin` on; all [B, K, N] fp32: largest norms, and the value's smallest."""
-    bk, tile = (tl.program_id(0) // count).to(tl.int64), begin + tl.program_id(0) % count
-    j, k, v = loaded(K, V, bk, tile, k_b, k_h, k_s, v_b, v_h, v_s, kv_heads, S, D, DP, TILE)
-    tl.store(KEY_NORMS + bk * N + tile, tl.max(longest(k, D), 0))
-    length = longest(v, D)
-    tl.store(VALUE_NORMS + bk * N + tile, tl.max(length, 0))
-    tl.store(SHORTEST + bk * N + tile, tl.min(tl.where(j < S, length, float("inf")), 0))
+    """Program: one key head of one sequence. NORMS are those of `lengths_kernel`, from tile `known` on; before, KNOWN says them.
+
+    CHOSEN [B, K, PINS] int32: the tiles with the largest norms, the largest first, −1 where there are no more. KAPPA [sides,
+    CHOICES, B, K, N]: the largest norm of the tiles that a choice does not pin, up to each tile, and from it on. VALUES
+    [2, B, K]: the largest norm of a value and the smallest. BEFORE [B, K, N] int32, with a mask: up to each tile the last one
+    that has a key to be seen, else −1.
+    """
+    bk = tl.program_id(0).to(tl.int64)
+    every = (bk * 0 + BK) * N
+    at, slots = tl.arange(0, WIDTH), tl.arange(0, PINS)
+    taken = tl.full([PINS], -1, tl.int32)
+    for pin in tl.static_range(PINS):
+        most, place = -1.0, -1
+        for start in range(0, N, WIDTH):
+            tile = start + at
+            x = norms_of(NORMS, KNOWN_KEYS, bk, tile, known, N, -1.0, HAS_KNOWN)
+            x = tl.where(_among(tile, taken), -1.0, x)
+            largest = tl.max(x, 0)
+            place = tl.where(largest > most, tl.min(tl.where(x == largest, tile, N), 0), place)
+            most = tl.maximum(most, largest)
+        taken = tl.where(slots == pin, place, taken)
+    tl.store(CHOSEN + bk * PINS + slots, taken)
+    largest, smallest = 0.0, float("inf")
+    for start in range(0, N, WIDTH):
+        tile = start + at
+        largest = tl.maximum(
+            largest, tl.max(norms_of(NORMS + every, KNOWN_VALUES, bk, tile, known, N, 0.0, HAS_KNOWN), 0)
+        )
+        least = tl.load(NORMS + 2 * every + bk * N + tile, mask=(tile >= known) & (tile < N), other=float("inf"))
+        smallest = tl.minimum(smallest, tl.min(tl.where(tile < known, 0.0, least), 0))
+    if HAS_MASK:
+        most_recent = -1
+        for start in range(0, N, WIDTH):
+            tile = start + at
+            some = tl.load(NORMS + 2 * every + bk * N + tile, mask=tile < N, other=float("inf")) < float("inf")
+            run = tl.maximum(tl.associative_scan(tl.where(some, tile, -1), 0, _larger), most_recent)
+            tl.store(BEFORE + bk * N + tile, run, mask=tile < N)
+            most_recent = tl.max(run, 0)
+    tl.store(VALUES + bk, largest)
+    tl.store(VALUES + BK + bk, smallest)
+    for choice in tl.static_range(CHOICES):
+        pinned = tl.where(slots < pins_of(choice), taken, -1)
+        most = 0.0
+        for start in range(0, N, WIDTH):
+            tile = start + at
+            x = tl.where(_among(tile, pinned), 0.0, norms_of(NORMS, KNOWN_KEYS, bk, tile, known, N, 0.0, HAS_KNOWN))
+            run = tl.maximum(tl.associative_scan(x, 0, _larger), most)
+            tl.store(KAPPA + choice * every + bk * N + tile, run, mask=tile < N)
+            most = tl.max(run, 0)
+        if BOTH_SIDES:
+            most = 0.0
+            for step in range(tl.cdiv(N, WIDTH)):
+                tile = (tl.cdiv(N, WIDTH) - 1 - step) * WIDTH + at
+                x = tl.where(_among(tile, pinned), 0.0, norms_of(NORMS, KNOWN_KEYS, bk, tile, known, N, 0.0, HAS_KNOWN))
+                run = tl.maximum(tl.associative_scan(x, 0, _larger, reverse=True), most)
+                tl.store(KAPPA + (CHOICES + choice) * every + bk * N + tile, run, mask=tile < N)
+                most = tl.max(run, 0)
+
+
+@triton.jit
+def _among(tile, some):
+    return tl.max((tile[:, None] == some[None, :]).to(tl.int32), 1) == 1
 
 
 @triton.jit
 def reach_kernel(
-    Q, K, V, SLOPES, FIRST, KAPPA, LONGEST_VALUE, SHORTEST_VALUE, LEFT,
-    q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, slopes_b, first_b, scale, nats_of_tolerance, ratio, window, B, H, G, T, S, N,
-    CHOICES: tl.constexpr, KEPT: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
+    Q, K, V, MASK, QUERY_SEGMENTS, KEY_SEGMENTS, SLOPES, RIGHT, FIRST, FIRST_SEEN, BEFORE, KAPPA, VALUES, REACH,
+    q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, slopes_b, right_b, first_b, scale, nats_of_tolerance, ratio, window,
+    B, H, G, T, S, N,
+    KEPT: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, CAUSAL: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SEGMENTS: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
-    """Program: one block of TILE queries of one head; writes its reach for every choice of pins, LEFT [CHOICES, B, H, blocks].
+    """Program: one block of TILE queries of one head; REACH [sides, CHOICES, B, H, blocks] int32, to the left and to the right.
 
-    KAPPA [CHOICES, B, K, N]: the largest norm of the keys up to a tile that a choice does not pin; LONGEST_VALUE,
-    SHORTEST_VALUE [B, K].
+    FIRST_SEEN [B]: the first key that the key mask lets be seen. BEFORE, KAPPA and VALUES are those of `outliers_kernel`.
     """
     blocks = tl.cdiv(T, TILE)
     n, bh = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
@@ -80,53 +170,87 @@ def reach_kernel(
     start = n * TILE + tl.load(FIRST + b * first_b).to(tl.int32)
     position = (start + x)[:, None]
     m = tl.load(SLOPES + b * slopes_b + h).to(tl.float32)
+    right = tl.load(RIGHT + b * right_b + h).to(tl.float32)
     Q += b * q_b + h.to(tl.int64) * q_h
     K += b * k_b + (h // G).to(tl.int64) * k_h
     V += b * v_b + (h // G).to(tl.int64) * v_h
     q = tl.load(Q + i.to(tl.int64)[:, None] * q_t + d[None, :], mask=(i < T)[:, None] & (d < D)[None, :], other=0.0)
+    own = position
+    if HAS_SEGMENTS:
+        own = tl.load(QUERY_SEGMENTS + b * T + i, mask=i < T, other=0)[:, None]
 
     peak = tl.full([TILE], float("-inf"), tl.float32)
     total = tl.zeros([TILE], tl.float32)
     # The longest of the nearest values, which are always visited; where there are none, some value is.
-    kept = tl.zeros([TILE], tl.float32) + tl.load(SHORTEST_VALUE + bk)
-    last = tl.minimum(start, tl.maximum(S - TILE, 0))  # queries may stand behind all keys
-    for before in tl.static_range(2):
-        j = last - TILE * before + x
+    kept = tl.zeros([TILE], tl.float32) + tl.load(VALUES + B * kv_heads + bk)
+    # The keys that end where the block does and as many before; and behind, if they may be seen. Queries may stand outside.
+    last = tl.maximum(tl.minimum(start, S - TILE), 0)
+    if HAS_MASK:
+        # Behind a padding, the keys before it.
+        seen_tile = tl.load(BEFORE + bk * N + tl.minimum(tl.maximum(start + TILE - 1, 0), S - 1) // TILE)
+        last = tl.where(seen_tile < 0, last, tl.minimum(last, seen_tile * TILE))
+    for step in tl.static_range(2 if CAUSAL else 3):
+        j = last - TILE * step + x
+        if not CAUSAL:
+            j += TILE
         here = (j >= 0) & (j < S)
+        if HAS_MASK:
+            here = tl.load(MASK + b * S + j, mask=here, other=0) != 0
         inside = here[:, None] & (d < D)[None, :]
         row = j.to(tl.int64)[:, None]
         k = tl.load(K + row * k_s + d[None, :], mask=inside, other=0.0)
         distance = position - j[None, :]
-        seen = here[None, :] & (distance >= 0)
+        seen = here[None, :]
+        slope = m
+        if CAUSAL:
+            seen = seen & (distance >= 0)
+        elif HAS_RIGHT:
+            slope = tl.where(distance < 0, right, m)
+            seen = seen & (slope < float("inf"))
+            slope = tl.where(slope < float("inf"), slope, 0.0)
         if HAS_WINDOW:
-            seen = seen & (distance < window)
-        scores = tl.dot(q, k.T, input_precision="tf32") * scale - m * distance.to(tl.float32)
+            seen = seen & (tl.abs(distance) < window)
+        if HAS_SEGMENTS:
+            seen = seen & (own == tl.load(KEY_SEGMENTS + b * S + j, mask=here, other=0)[None, :])
+        scores = tl.dot(q, k.T, input_precision="tf32") * scale - slope * tl.abs(distance).to(tl.float32)
         scores = tl.where(seen, scores * LOG2E, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1))
         known = tl.where(new_peak == float("-inf"), 0.0, new_peak)
         total = total * tl.exp2(peak - known) + tl.sum(tl.exp2(scores - known[:, None]), 1)
         peak = new_peak
         v = tl.load(V + row * v_s + d[None, :], mask=inside, other=0.0)
-        nearest = seen & (distance < KEPT)
+        nearest = seen & (tl.abs(distance) < KEPT)
         kept = tl.maximum(kept, tl.max(tl.where(nearest, longest(v, D)[None, :], 0.0), 1))
 
     lower = (peak + tl.log2(total)) / LOG2E
     rate = tl.abs(scale) * longest(q, D) * _ROUNDING
-    at = tl.minimum(tl.maximum(start + TILE - 1, 0), S - 1) // TILE
-    most = tl.load(LONGEST_VALUE + bk)
+    most = tl.load(VALUES + bk)
     longer = tl.where(most == 0.0, 0.0, tl.maximum(tl.log2(most / (ratio * kept)) / LOG2E, 0.0))
-    upper = rate * tl.load(KAPPA + bk * N + at)
-    off = (D + 64) * UNIT * (1.0 + upper + tl.abs(lower)) + _NATS
-    if Q.dtype.element_ty == tl.float32:
-        off += upper * _TF32
     real = (i < T) & (start + x >= 0)
-    # −ln(1 − e^(−m)) ≤ m/2 − ln m.
-    tail = m * 0.5 - tl.log2(m) / LOG2E + nats_of_tolerance
-    for choice in tl.static_range(CHOICES):
-        upper = rate * tl.load(KAPPA + (choice * B * kv_heads + bk) * N + at)
-        nats = upper * _ROUNDING - lower + off + tl.abs(lower) * (_ROUNDING - 1.0) + longer
-        nats = tl.where(nats < float("inf"), nats, float("inf"))
-        worst = tl.max(tl.where(real, nats, float("-inf")), 0)
-        reach = tl.maximum((worst + tail) / m * _ROUNDING + 1.0, KEPT)
-        reach = tl.where((m > 0.0) & (reach < _FARTHEST), reach, _FARTHEST)
-        tl.store(LEFT + (choice * B * H + bh) * blocks + n, reach.to(tl.int32))
+    if not CAUSAL:
+        real = i < T
+    elif HAS_MASK:
+        real = real & (start + x >= tl.load(FIRST_SEEN + b))  # the others see no key at all
+    every, heads = (bh * 0 + B) * kv_heads * N, (bh * 0 + B) * H * blocks
+    for side in tl.static_range(1 if CAUSAL else 2):
+        slope, at = m, tl.minimum(tl.maximum(start + TILE - 1, 0), S - 1) // TILE
+        if side == 1:
+            at = tl.minimum(tl.maximum(start, 0), S - 1) // TILE
+            if HAS_RIGHT:
+                slope = right
+        kappa = KAPPA + side * CHOICES * every + bk * N + at
+        upper = rate * tl.load(kappa)
+        off = (D + 64) * UNIT * (1.0 + upper + tl.abs(lower)) + _NATS
+        if Q.dtype.element_ty == tl.float32:
+            off += upper * _TF32
+        # −ln(1 − e^(−m)) ≤ m/2 − ln m.
+        tail = slope * 0.5 - tl.log2(slope) / LOG2E + nats_of_tolerance
+        for choice in tl.static_range(CHOICES):
+            upper = rate * tl.load(kappa + choice * every)
+            nats = upper * _ROUNDING - lower + off + tl.abs(lower) * (_ROUNDING - 1.0) + longer
+            nats = tl.where(nats < float("inf"), nats, float("inf"))
+            worst = tl.max(tl.where(real, nats, float("-inf")), 0)
+            reach = tl.maximum((worst + tail) / slope * _ROUNDING + 1.0, KEPT)
+            reach = tl.where((slope > 0.0) & (reach < FARTHEST), reach, FARTHEST)
+            reach = tl.where(slope == float("inf"), 1.0, reach)
+            tl.store(REACH + (side * CHOICES + choice) * heads + bh * blocks + n, reach.to(tl.int32))

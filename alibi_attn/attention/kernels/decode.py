@@ -88,3 +88,24 @@ def decode_kernel(
     row = row * T + i
     tl.store(PARTS + row[:, None] * D + d[None, :], out, mask=ours)
     tl.store(MASSES + row, (peak + tl.log2(total)) / LOG2E, mask=real)
+
+
+@triton.jit
+def merge_kernel(
+    OUTPUTS, MASSES, OUT, LSE, parts, rows, o_b, o_h, o_t, H, T, MOST: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Program: one row, of one query and head. OUTPUTS [parts, rows, D], MASSES [parts, rows] become OUT, LSE; MOST ≥ parts."""
+    row = tl.program_id(0).to(tl.int64)
+    part, d = tl.arange(0, MOST), tl.arange(0, DP)
+    mass = tl.load(MASSES + part.to(tl.int64) * rows + row, mask=part < parts, other=float("-inf"))
+    most = tl.max(mass, 0)
+    known = tl.where(most == float("-inf"), 0.0, most)
+    share = tl.exp2((mass - known) * LOG2E)
+    total = tl.sum(share, 0)
+    there = (part < parts)[:, None] & (d < D)[None, :]
+    outputs = tl.load(OUTPUTS + (part.to(tl.int64)[:, None] * rows + row) * D + d[None, :], mask=there, other=0.0)
+    out = tl.sum(outputs * share[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    OUT += row // T // H * o_b + row // T % H * o_h + row % T * o_t
+    tl.store(OUT + d, out.to(OUT.dtype.element_ty), mask=d < D)
+    tl.store(LSE + row, known + tl.log2(total) / LOG2E)
