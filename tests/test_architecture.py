@@ -38,8 +38,9 @@ ATTENTION_ROWS = (
     ("visibility",),
     ("bias", "lower", "kernels"),
     ("bounds",),
-    ("bands", "tiles", "lengths", "native", "shapes"),
-    ("masks", "certify", "operators", "ranges"),
+    ("bands", "tiles", "lengths", "native", "shapes", "launch"),
+    ("masks", "opening", "operators", "ranges"),
+    ("certify",),
     ("backends",),
     ("dispatch", "door"),
     ("explanation",),
@@ -133,8 +134,8 @@ def assert_kernels_are_triton_source(root: Path) -> None:
             own = imported.startswith("alibi_attn.attention.kernels")
             assert own or imported.split(".")[0] == "triton", f"{module} imports {imported}; kernels hold Triton only"
         elif parts(imported)[:2] == ["attention", "kernels"] and imported.startswith("alibi_attn."):
-            users = (["attention", "backends", "fused"], ["attention", "certify"])
-            assert parts(module) in users, f"{module} imports kernels; only fused and certify may"
+            users = (["attention", "backends", "fused"], ["attention", "certify"], ["attention", "opening"])
+            assert parts(module) in users, f"{module} imports kernels; only fused, certify and opening may"
 
 
 def assert_frameworks_stay_outside(root: Path) -> None:
@@ -261,7 +262,7 @@ WRONG = [
     (assert_order_inside_attention, "attention/__init__.py", "import alibi_attn.attention.api", "must import nothing"),
     (assert_backends_are_apart, "attention/backends/b.py", "import alibi_attn.attention.backends.a", "imports backend"),
     (assert_kernels_are_triton_source, "attention/kernels/forward.py", "import torch", "Triton only"),
-    (assert_kernels_are_triton_source, "nn/a.py", "from alibi_attn.attention.kernels import forward", "certify may"),
+    (assert_kernels_are_triton_source, "nn/a.py", "from alibi_attn.attention.kernels import forward", "opening may"),
     (assert_frameworks_stay_outside, "reach.py", "import torch", "standard library and numpy"),
     (assert_frameworks_stay_outside, "attention/spec.py", "from torch import Tensor", "standard library and numpy"),
     (assert_frameworks_stay_outside, "report/page.py", "import torch.nn", "imports torch"),

@@ -3,18 +3,17 @@
 Some three hundred small torch operations, however fast each, keep the host busy for longer than short attention takes.
 """
 
-import contextlib
 import math
-from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from alibi_attn.attention.bounds import KEPT, PIN_CHOICES, TILE, VALUE_RATIO, Bounds, first_positions
+from alibi_attn.attention.launch import in_rows, mask_arguments, on, row_constants, strides, width_for, window_of
 from alibi_attn.attention.lengths import Lengths
+from alibi_attn.attention.opening import Opening
 from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.tiles import Tiles, allowed_keys
+from alibi_attn.attention.tiles import Tiles
 
 Spec = AttentionSpec[Tensor]
 
@@ -24,7 +23,7 @@ _PINS, _CHOICES = max(PIN_CHOICES), len(PIN_CHOICES)
 
 def planned(
     spec: Spec, query: Tensor, key: Tensor, value: Tensor | None, *, rows: int, shared: bool = False,
-    lengths: Lengths | None = None, certified: bool = True,
+    lengths: Lengths | None = None, opening: Opening | None = None, certified: bool = True,
 ) -> tuple[Tiles, Bounds]:  # fmt: skip
     """(the tiles that every `rows` queries visit, the certificate they come from).
 
@@ -32,6 +31,7 @@ def planned(
         value: None = the values are taken to be of like length.
         shared: all query heads of a key head visit the same tiles, those of the widest; for at most TILE queries.
         lengths: what is known of keys and values; of those that it knows only the nearest are read.
+        opening: what the masks say; made here where it is not given and some key may be hidden.
         certified: False = all that the masks allow is visited.
     """
     from alibi_attn.attention.kernels.plan import plan_kernel, shared_plan_kernel
@@ -45,10 +45,12 @@ def planned(
     weight = torch.empty((b, h), dtype=torch.int32, device=device)
     found = torch.empty((2, b, h, blocks), dtype=torch.int32, device=device)
     first = first_positions(spec, device).contiguous()
-    reach, chosen = _reach(spec, query, key, value, lengths, first) if certified else (found, pins)
-    allowed = _allowed(spec, first, blocks) if spec.hides_keys else plan
+    if spec.hides_keys and opening is None:
+        opening = Opening.of(spec, first)
+    reach, chosen = _reach(spec, query, key, value, lengths, opening, first) if certified else (found, pins)
     arguments = {
-        "REACH": reach, "CHOSEN": chosen, "FIRST": first, "ALLOWED": allowed, "PLAN": plan, "BESIDES": besides, "PINNED": pins,
+        "REACH": reach, "CHOSEN": chosen, "FIRST": first, "PLAN": plan, "BESIDES": besides, "PINNED": pins,
+        "ALLOWED": plan if opening is None else opening.allowed(),
         "WEIGHT": weight, "FOUND": found, "first_b": 0 if first.numel() == 1 else 1, "window": window_of(spec), "H": h,
         "G": spec.group, "T": spec.query_len, "S": spec.key_len, "TILE": TILE, "CAUSAL": spec.causal,
         "HAS_WINDOW": spec.window is not None, "HAS_ALLOWED": spec.hides_keys, "UNLIMITED": not certified,
@@ -58,7 +60,7 @@ def planned(
             if shared:
                 shared_plan_kernel[(b * spec.num_kv_heads,)](**arguments, num_warps=1)
             else:
-                plan_kernel[(b * h,)](**arguments, N=n, ROWS=rows, WIDTH=_width(n))
+                plan_kernel[(b * h,)](**arguments, N=n, ROWS=rows, WIDTH=width_for(n))
     return Tiles(plan, pins, besides, weight, rows), Bounds(found[0], found[1], pins)
 
 
@@ -78,7 +80,13 @@ def asked_blocks(tiles: Tiles, *, count: int) -> Tensor:
 
 
 def _reach(
-    spec: Spec, query: Tensor, key: Tensor, value: Tensor | None, lengths: Lengths | None, first: Tensor
+    spec: Spec,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    lengths: Lengths | None,
+    opening: Opening | None,
+    first: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """(reach [sides, choices, B, H, blocks], tiles with the largest norms [B, K, pins]), int32."""
     from alibi_attn.attention.kernels.certificate import lengths_kernel, outliers_kernel, reach_kernel
@@ -97,7 +105,7 @@ def _reach(
     before = torch.empty((b, kv, tiles), dtype=torch.int32, device=device) if spec.key_mask is not None else chosen
     known = 0 if lengths is None else lengths.keys.shape[-1]
     told = (norms, norms) if lengths is None else (lengths.keys.contiguous(), lengths.values.contiguous())
-    seen = first if spec.key_mask is None else spec.key_mask.to(torch.int8).argmax(-1)
+    seen = first if opening is None else opening.keys.edges[0].amin(-1)
     tolerance = spec.tolerance if spec.causal else spec.tolerance / 2
     of_keys = (*key.stride()[:3], *value.stride()[:3])
     masks = mask_arguments(spec, first)
@@ -108,7 +116,7 @@ def _reach(
                 HAS_MASK=masks["HAS_MASK"], **row_constants(spec), num_warps=_WARPS,
             )  # fmt: skip
         outliers_kernel[(b * kv,)](
-            norms, *told, chosen, kappa, values, before, b * kv, tiles, known, WIDTH=_width(tiles), BOTH_SIDES=not spec.causal,
+            norms, *told, chosen, kappa, values, before, b * kv, tiles, known, WIDTH=width_for(tiles), BOTH_SIDES=not spec.causal,
             HAS_KNOWN=known > 0, HAS_MASK=masks["HAS_MASK"],
         )  # fmt: skip
         if unknown:
@@ -122,48 +130,3 @@ def _reach(
             CAUSAL=spec.causal, HAS_RIGHT=spec.right_slopes is not None, HAS_WINDOW=spec.window is not None, num_warps=_WARPS,
         )  # fmt: skip
     return reach, chosen
-
-
-def _allowed(spec: Spec, first: Tensor, blocks: int) -> Tensor:
-    """[B, blocks, 2] int32: outside of these keys, the masks let TILE queries see none."""
-    start = first[:, None] + torch.arange(blocks, device=first.device) * TILE
-    end = torch.minimum(start + TILE, first[:, None] + spec.query_len)
-    return torch.stack([x.expand(spec.batch, -1) for x in allowed_keys(spec, start, end)], -1).to(torch.int32)
-
-
-def _width(count: int) -> int:
-    """How many of `count` tiles, or blocks, a small program takes at a time."""
-    return min(256, max(16, 1 << (count - 1).bit_length()))
-
-
-def mask_arguments(spec: Spec, unused: Tensor) -> dict[str, Any]:
-    """What every kernel is told of key mask and segments."""
-    return {
-        "MASK": unused if spec.key_mask is None else spec.key_mask.contiguous().view(torch.int8),
-        "QUERY_SEGMENTS": unused if spec.query_segments is None else spec.query_segments.contiguous(),
-        "KEY_SEGMENTS": unused if spec.key_segments is None else spec.key_segments.contiguous(),
-        "HAS_MASK": spec.key_mask is not None, "HAS_SEGMENTS": spec.key_segments is not None,
-    }  # fmt: skip
-
-
-def window_of(spec: Spec) -> int:
-    return min(spec.window or 0, 2**30)
-
-
-def strides(name: str, axes: str, tensor: Tensor) -> dict[str, int]:
-    return {f"{name}_{axis}": stride for axis, stride in zip(axes, tensor.stride(), strict=False)}
-
-
-def on(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device, which may be another than the tensor's."""
-    return torch.cuda.device(tensor.device) if tensor.device.type == "cuda" else contextlib.nullcontext()
-
-
-def in_rows(*tensors: Tensor) -> Iterator[Tensor]:
-    """The tensors with a last stride of 1, which kernels count on."""
-    return (x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
-
-
-def row_constants(spec: Spec) -> dict[str, int]:
-    """What every kernel is told of rows and tiles."""
-    return {"D": spec.head_dim, "DP": max(16, 1 << (spec.head_dim - 1).bit_length()), "TILE": TILE}

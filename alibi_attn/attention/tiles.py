@@ -93,37 +93,6 @@ def reach_and_scores(spec: Spec, tiles: Tiles) -> tuple[Tensor, Tensor]:
     return farthest, scores.sum(-1)
 
 
-def open_tiles(spec: Spec, *, rows: int) -> tuple[Tensor, Tensor]:
-    """([B, N, 2], [B, ⌈S / TILE⌉, 2]) int32: for every block of `rows` queries an interval of tiles, and for every tile an
-    interval of blocks, in which key mask and segments hide nothing; of several, the one beside the block, or the tile.
-    """
-    device = spec.slopes.device
-    blocks, tiles = -(-spec.query_len // rows), -(-spec.key_len // TILE)
-    of_blocks, of_tiles = (torch.zeros((spec.batch, n), dtype=torch.int64, device=device) for n in (blocks, tiles))
-    whole_blocks, whole_tiles = of_blocks == 0, of_tiles == 0
-    if spec.query_segments is not None and spec.key_segments is not None:
-        of_blocks, most = _range_of(spec.query_segments, rows)
-        of_tiles, key_most = _range_of(spec.key_segments, TILE)
-        whole_blocks, whole_tiles = of_blocks == most, of_tiles == key_most
-    if spec.key_mask is not None:
-        whole_tiles = whole_tiles & (_range_of(spec.key_mask.to(torch.int8), TILE)[0] == 1)
-    first = first_positions(spec, device)[:, None]
-    begin = first + torch.arange(blocks, device=device) * rows
-    tile_begin = torch.arange(tiles, device=device) * TILE - first
-    to_blocks = _run_beside(
-        of_tiles, whole_tiles, of_blocks, whole_blocks, (begin + 1) // TILE - 1, (begin + rows + TILE - 2) // TILE
-    )
-    to_tiles = _run_beside(
-        of_blocks,
-        whole_blocks,
-        of_tiles,
-        whole_tiles,
-        (tile_begin + TILE + rows - 2) // rows,
-        (tile_begin + 1) // rows - 1,
-    )
-    return to_blocks, to_tiles
-
-
 def allowed_keys(spec: Spec, start: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
     """(low, high) [B, blocks]: outside of these keys, the queries at [start, end) may see none."""
     low, high = torch.zeros_like(start), torch.full_like(end, spec.key_len)
@@ -154,28 +123,6 @@ def _range_of(numbers: Tensor, width: int) -> tuple[Tensor, Tensor]:
     short = -numbers.shape[1] % width
     padded = torch.cat([numbers, numbers[:, -1:].expand(-1, short)], 1).unflatten(1, (-1, width))
     return padded.amin(-1).contiguous(), padded.amax(-1).contiguous()
-
-
-def _run_beside(labels: Tensor, whole: Tensor, own: Tensor, own_whole: Tensor, near: Tensor, other: Tensor) -> Tensor:
-    """[B, n, 2] int32: for every one of `own` the run of equal, whole labels that holds index `near`, or else index `other`.
-
-    Args:
-        labels: [B, m], of which only those that are `whole` count; own: [B, n], the same.
-        near: [B or 1, n], may lie outside.
-    """
-    count, at = labels.shape[1], torch.arange(labels.shape[1], device=labels.device)
-    goes_on = torch.zeros_like(whole)
-    goes_on[:, 1:] = whole[:, 1:] & whole[:, :-1] & (labels[:, 1:] == labels[:, :-1])
-    start = torch.where(goes_on, 0, at).cummax(-1).values
-    stops = torch.nn.functional.pad(~goes_on[:, 1:], (0, 1), value=True)
-    stop = torch.where(stops, at + 1, count).flip(-1).cummin(-1).values.flip(-1)
-    low, high = torch.zeros_like(own), torch.zeros_like(own)
-    for place in (other, near):
-        place = place.expand(own.shape)
-        there = place.clamp(0, count - 1)
-        fits = own_whole & whole.gather(1, there) & (labels.gather(1, there) == own) & (place == there)
-        low, high = torch.where(fits, start.gather(1, there), low), torch.where(fits, stop.gather(1, there), high)
-    return torch.stack([low, high], -1).to(torch.int32)
 
 
 def _in_tiles(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:

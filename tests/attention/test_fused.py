@@ -11,14 +11,12 @@ import numpy as np
 import pytest
 import torch
 from attention_cases import CASES, Case
-from attention_checks import arguments, assert_exact
+from attention_checks import assert_exact
 from attention_oracle import Answer
 
 from alibi_attn import records
 from alibi_attn.attention.bounds import TILE
-from alibi_attn.attention.door import make_spec
 from alibi_attn.attention.shapes import PLAN_ROWS, tile_shape
-from alibi_attn.attention.tiles import open_tiles
 from alibi_attn.bench.gpu import gpu
 from alibi_attn.report.benchmarks import is_drawn
 
@@ -115,6 +113,7 @@ def test_a_plain_call_takes_few_operations(interpreter: ProcessPoolExecutor) -> 
     assert counted["forward"] <= 4, counted
     assert counted["backward"] <= 8, counted
     assert counted["decoding"] <= 4, counted
+    assert counted["masked"] <= 16, counted
 
 
 def test_queries_in_padding_look_no_farther_than_others(interpreter: ProcessPoolExecutor) -> None:
@@ -141,40 +140,39 @@ def test_unseen_numbers_change_nothing(interpreter: ProcessPoolExecutor) -> None
 
 
 @pytest.mark.parametrize("case", [case for case in (*CASES, *INSIDE) if case.mask or case.segments], ids=str)
-@pytest.mark.parametrize("rows", [64, 128])
-def test_open_tiles_hide_nothing_and_are_all_there_are(case: Case, rows: int) -> None:
-    """Against every pair, one by one: nothing in an interval is hidden, and what stands beside it is."""
-    (query, key, value, slopes), options = arguments(case, torch.float32)
-    spec = make_spec(query, key, value, slopes, **options)
-    hidden = torch.zeros(spec.batch, spec.query_len, spec.key_len, dtype=torch.bool)
-    if spec.key_mask is not None:
-        hidden |= ~spec.key_mask[:, None]
-    if spec.query_segments is not None:
-        hidden |= spec.query_segments[:, :, None] != spec.key_segments[:, None]
-    to_blocks, to_tiles = open_tiles(spec, rows=rows)
-    for b in range(spec.batch):
-        free = torch.stack(
-            [torch.stack([~tile.any() for tile in block.split(TILE, 1)]) for block in hidden[b].split(rows, 0)]
-        )  # [blocks, tiles]
-        for n, (low, high) in enumerate(to_blocks[b].tolist()):
-            assert bool(free[n, low:high].all()), f"block {n} has something hidden in tiles {low} to {high}"
-        for tile, (low, high) in enumerate(to_tiles[b].tolist()):
-            assert bool(free[low:high, tile].all()), f"tile {tile} hides from blocks {low} to {high}"
+def test_nothing_is_hidden_in_open_tiles_and_everything_outside_the_allowed(
+    interpreter: ProcessPoolExecutor, case: Case
+) -> None:
+    """Against every pair, one by one."""
+    hidden, allowed, opened = interpreter.submit(inside.openings, case).result()
+    for b, pairs in enumerate(hidden):
+        for n, (low, high) in enumerate(allowed[b]):
+            seen = np.flatnonzero(~pairs[n * TILE : (n + 1) * TILE].all(0))
+            assert seen.size == 0 or (low <= seen[0] and seen[-1] < high), (
+                f"block {n} sees keys outside {low} to {high}"
+            )
+        for rows, (of_blocks, of_tiles) in opened.items():
+            for n, (low, high) in enumerate(of_blocks[b]):
+                block = pairs[n * rows : (n + 1) * rows, low * TILE : high * TILE]
+                assert not block.any(), f"something is hidden from block {n} in tiles {low} to {high}"
+            for tile, (low, high) in enumerate(of_tiles[b]):
+                block = pairs[low * rows : high * rows, tile * TILE : (tile + 1) * TILE]
+                assert not block.any(), f"tile {tile} hides something from blocks {low} to {high}"
 
 
-def test_open_tiles_of_long_segments_are_found() -> None:
+def test_open_tiles_of_long_documents_are_found(interpreter: ProcessPoolExecutor) -> None:
     """512 tokens of padding, then documents of 512, 1,024 and 512: all but what touches a border is open."""
-    x = torch.zeros(1, 1, 2560, 8)
-    of = torch.tensor([9, 0, 1, 1, 2]).repeat_interleave(512)[None]
-    spec = make_spec(x, x, x, segment_ids=of, key_mask=(torch.arange(2560) >= 512)[None])
-    to_blocks, to_tiles = (found[0].tolist() for found in open_tiles(spec, rows=128))
+    to_blocks, to_tiles, allowed = interpreter.submit(inside.openings_of_long_documents).result()
     assert to_blocks[:4] == [[0, 0]] * 4  # hidden by the mask
     assert to_blocks[5:8] == [[8, 16]] * 3
     assert to_blocks[9:16] == [[16, 32]] * 7
+    assert to_blocks[17:] == [[32, 40]] * 3
     assert to_tiles[:8] == [[0, 0]] * 8
-    assert to_tiles[8:13] == [[4, 8]] * 5
-    assert to_tiles[16:29] == [[8, 16]] * 13
-    assert to_tiles[31] == [0, 0] or to_tiles[31] == [8, 16]  # no block of its document stands after it
+    assert to_tiles[8:14] == [[4, 8]] * 6
+    assert to_tiles[16:30] == [[8, 16]] * 14
+    assert allowed[:8] == [[2560, 0]] * 8
+    assert allowed[8:16] == [[512, 1024]] * 8
+    assert allowed[16:32] == [[1024, 2048]] * 16
 
 
 def test_layouts_agree(interpreter: ProcessPoolExecutor) -> None:

@@ -77,6 +77,14 @@ def operations_of_plain_calls() -> dict[str, int]:
     with _Counting() as counting:
         fused.backward(spec, query, key, value, output, lse, output, None, tiles, tiles.plan, slopes_wanted=False)
     counted["backward"] = len(counting.names)
+    masked = make_spec(
+        query, key, value, key_mask=torch.ones(1, 130, dtype=torch.bool), segment_ids=torch.zeros(1, 130).long()
+    )
+    with _Counting() as counting:
+        tiles, _ = planned(masked, query, key, value, rows=PLAN_ROWS)
+        output, lse = fused.forward(masked, query, key, value, tiles, tiles.plan)
+        fused.backward(masked, query, key, value, output, lse, output, None, tiles, tiles.plan, slopes_wanted=False)
+    counted["masked"] = len(counting.names)
     lengths, spec = Lengths.of(key, value), make_spec(query[:, :, -1:], key, value)
     with _Counting() as counting:
         fused.decode(spec, query[:, :, -1:], key, value, lengths)

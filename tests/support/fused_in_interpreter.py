@@ -19,9 +19,10 @@ from torch import Tensor
 
 from alibi_attn.attention.api import alibi_attention, head_reach
 from alibi_attn.attention.backends import fused, reference
-from alibi_attn.attention.bounds import TILE
+from alibi_attn.attention.bounds import TILE, first_positions
 from alibi_attn.attention.door import make_spec
 from alibi_attn.attention.lengths import Lengths
+from alibi_attn.attention.opening import Opening
 from alibi_attn.attention.shapes import tile_shape
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.tiles import Tiles
@@ -62,7 +63,7 @@ def visits_and_certificate(case: Case, tolerance: float) -> tuple[np.ndarray, np
     if decoding:
         counts = torch.empty((spec.batch, spec.num_kv_heads, fused.decode_parts(spec, query)), dtype=torch.int32)
         asked, every = asked[:, :: spec.group, 0], every // spec.group
-    fused.forward(spec, query, key, value, tiles, torch.zeros(1, dtype=torch.int64), counts)
+    fused.forward(spec, query, key, value, tiles, torch.zeros(1, dtype=torch.int64), counts=counts)
     return (counts.sum(-1) if decoding else counts).numpy(), asked.numpy(), every
 
 
@@ -73,6 +74,32 @@ def plan_skips_only_what_it_may(case: Case, tolerance: float) -> tuple[float, fl
     _, everything = reference.run(spec, query.double(), key.double(), value.double())
     _output, kept = _over_tiles(spec, inside, query.double(), key.double(), value.double(), spec.slopes.double())
     return float((1 - (kept - everything).exp()).max()), float(inside.double().mean())
+
+
+def openings(case: Case) -> tuple[np.ndarray, list, dict[int, tuple[list, list]]]:
+    """(hidden by mask or segments [B, T, S], keys allowed to every TILE queries, by rows the open tiles and the open blocks)."""
+    from attention_checks import arguments
+
+    (query, key, value, slopes), options = arguments(case, torch.float32)
+    spec = make_spec(query, key, value, slopes, **options)
+    hidden = torch.zeros(spec.batch, spec.query_len, spec.key_len, dtype=torch.bool)
+    if spec.key_mask is not None:
+        hidden |= ~spec.key_mask[:, None]
+    if spec.query_segments is not None:
+        hidden |= spec.query_segments[:, :, None] != spec.key_segments[:, None]
+    opening = Opening.of(spec, first_positions(spec, query.device).contiguous())
+    opened = {rows: (opening.of_blocks(rows).tolist(), opening.of_tiles(rows).tolist()) for rows in (64, 128)}
+    return hidden.numpy(), opening.allowed().tolist(), opened
+
+
+def openings_of_long_documents() -> tuple[list, list, list]:
+    """For blocks of 128 queries, for tiles, and what 64 queries may see."""
+    x = torch.zeros(1, 1, 2560, 8)
+    of = torch.tensor([9, 0, 1, 1, 2]).repeat_interleave(512)[None]
+    spec = make_spec(x, x, x, segment_ids=of, key_mask=(torch.arange(2560) >= 512)[None])
+    opening = Opening.of(spec, first_positions(spec, x.device))
+    found = opening.of_blocks(128), opening.of_tiles(128), opening.allowed()
+    return tuple(x[0].tolist() for x in found)
 
 
 def tiles_behind_padding() -> list[int]:

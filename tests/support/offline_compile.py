@@ -26,12 +26,14 @@ from alibi_attn.attention.kernels.backward import key_kernel, query_kernel
 from alibi_attn.attention.kernels.certificate import lengths_kernel, outliers_kernel, reach_kernel
 from alibi_attn.attention.kernels.decode import decode_kernel, merge_kernel
 from alibi_attn.attention.kernels.forward import forward_kernel
+from alibi_attn.attention.kernels.masks import allowed_kernel, labels_kernel, open_kernel, runs_kernel
 from alibi_attn.attention.kernels.plan import asked_kernel, plan_kernel, shared_plan_kernel
 from alibi_attn.attention.shapes import PLAN_ROWS, Shape, tile_shape
 
 KERNELS = {"forward": forward_kernel, "query": query_kernel, "key": key_kernel, "decode": decode_kernel}
 BEFORE = {"lengths": lengths_kernel, "outliers": outliers_kernel, "reach": reach_kernel, "plan": plan_kernel}
 BEFORE |= {"shared_plan": shared_plan_kernel, "asked": asked_kernel, "merge": merge_kernel}
+BEFORE |= {"labels": labels_kernel, "runs": runs_kernel, "open": open_kernel, "allowed": allowed_kernel}
 ITS_SHAPE = Shape(queries=64, keys=64, warps=8, stages=3)
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
@@ -41,13 +43,17 @@ TARGETS = {
 }
 HEAD_DIMS = {"sm_90": (64, 128)}
 COUNTS = {"B", "BK", "H", "G", "T", "S", "N", "parts", "rows", "known", "kv_heads", "tiles", "count", "window"}
+COUNTS |= {"n", "of_tiles", "of_count", "blocks"}
 COUNTS |= {"slopes_b", "right_b", "first_b"}
 TENSORS = {"Q", "K", "V", "OUT", "DOUT", "DQ", "DK", "DV"}
 INTEGERS = dict.fromkeys(
     ("PLAN", "PIN_TABLE", "OPEN", "OPEN_TO", "COUNT", "ASKED", "REACH", "CHOSEN", "BEFORE"), "*i32"
 )
-INTEGERS |= dict.fromkeys(("ALLOWED", "BESIDES", "PINNED", "WEIGHT", "FOUND"), "*i32")
-INTEGERS |= dict.fromkeys(("FIRST", "FIRST_SEEN", "SEED", "QUERY_SEGMENTS", "KEY_SEGMENTS", "ORDER"), "*i64")
+INTEGERS |= dict.fromkeys(
+    ("ALLOWED", "BESIDES", "PINNED", "WEIGHT", "FOUND", "WHOLE", "OF_WHOLE", "EDGES", "RUNS"), "*i32"
+)
+INTEGERS |= dict.fromkeys(("FIRST", "SEED", "QUERY_SEGMENTS", "KEY_SEGMENTS", "SEGMENTS", "ORDER"), "*i64")
+INTEGERS |= dict.fromkeys(("LEAST", "MOST", "OF_LEAST", "OF_MOST"), "*i64") | {"FIRST_SEEN": "*i32"}
 INTEGERS |= {"MASK": "*i8"} | dict.fromkeys(("KNOWN_KEYS", "KNOWN_VALUES"), "*fp64")
 CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
 
@@ -128,7 +134,7 @@ def _source(kernel: str, target: str, head_dim: int, shape: Shape, ones: dict[st
     constants = {
         "D": head_dim, "DP": head_dim, "BM": shape.queries, "BN": shape.keys, "ROWS": rows, "TILE": 64, "CAUSAL": True,
         "PRECISION": "tf32x3" if TARGETS[target].backend == "cuda" else "ieee", "HAS_DLSE": True, "SLOPES_WANTED": True,
-        "KEPT": 4, "WIDTH": 256, "BLOCKS": 64, "MOST": 64,
+        "KEPT": 4, "WIDTH": 64, "BLOCKS": 64, "OF_WIDTH": 64, "SLOTS": 64, "PARTS": 1, "OF_PARTS": 2, "KEYS": True,
     }  # fmt: skip
     constants |= dict.fromkeys(
         (

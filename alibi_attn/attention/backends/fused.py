@@ -13,20 +13,13 @@ import torch
 from torch import Tensor
 
 from alibi_attn.attention.bounds import PIN_CHOICES, TILE, first_positions
-from alibi_attn.attention.certify import (
-    asked_blocks,
-    in_rows,
-    mask_arguments,
-    on,
-    planned,
-    row_constants,
-    strides,
-    window_of,
-)
+from alibi_attn.attention.certify import asked_blocks, planned
+from alibi_attn.attention.launch import in_rows, mask_arguments, on, row_constants, strides, window_of
 from alibi_attn.attention.lengths import Lengths
+from alibi_attn.attention.opening import Opening
 from alibi_attn.attention.shapes import MAX_HEAD_DIM, PLAN_ROWS, is_large, tile_shape
 from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.tiles import Tiles, open_tiles, reach_and_scores
+from alibi_attn.attention.tiles import Tiles, reach_and_scores
 from alibi_attn.attention.visibility import may_see_nothing
 
 Spec = AttentionSpec[Tensor]
@@ -67,7 +60,10 @@ def visits(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> tupl
     return reach_and_scores(spec, plan(spec, query, key, value))
 
 
-def plan(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None, lengths: Lengths | None = None) -> Tiles:
+def plan(
+    spec: Spec, query: Tensor, key: Tensor, value: Tensor | None, lengths: Lengths | None = None,
+    opening: Opening | None = None,
+) -> Tiles:  # fmt: skip
     """The tiles that every block of queries visits, before it does.
 
     Args:
@@ -76,7 +72,7 @@ def plan(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None, lengths: 
     """
     decoding = spec.query_len <= DECODE_QUERIES
     return planned(
-        spec, query, key, value, rows=plan_rows(spec), shared=decoding, lengths=lengths,
+        spec, query, key, value, rows=plan_rows(spec), shared=decoding, lengths=lengths, opening=opening,
         certified=not decoding or lengths is not None,
     )[0]  # fmt: skip
 
@@ -87,8 +83,9 @@ def plan_rows(spec: Spec) -> int:
 
 
 def forward(
-    spec: Spec, query: Tensor, key: Tensor, value: Tensor, tiles: Tiles, seed: Tensor, counts: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+    spec: Spec, query: Tensor, key: Tensor, value: Tensor, tiles: Tiles, seed: Tensor, *, counts: Tensor | None = None,
+    opening: Opening | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(output, lse) over the tiles of a plan; `counts` [B, H, ⌈T / tile⌉] int32 receives how many each tile of queries visited.
 
     For decoding, `counts` is [B, K, parts] with the parts of `decode_parts`.
@@ -116,22 +113,24 @@ def forward(
             decode_kernels.decode_kernel[(spec.batch * spec.num_kv_heads, chunks, parts)](
                 **shared,
                 **options,
-                PARTS=outputs,
+                PARTIAL=outputs,
                 MASSES=masses,
                 ROWS=shape.queries,
             )
             decode_kernels.merge_kernel[(lse.numel(),)](
                 outputs, masses, output, lse, parts, lse.numel(), *output.stride()[:3], spec.num_heads, spec.query_len,
-                MOST=1 << (parts - 1).bit_length(), **row_constants(spec), num_warps=1,
+                SLOTS=1 << (parts - 1).bit_length(), **row_constants(spec), num_warps=1,
             )  # fmt: skip
         return output, lse
+    if opening is None:
+        opening = _opening(spec, query)
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     blocks = -(-spec.query_len // shape.queries)
     with on(query):
         forward_kernels.forward_kernel[(spec.batch * spec.num_heads * blocks,)](
             **shared, **options, **strides("o", "bht", output), OUT=output, LSE=lse, ORDER=_heaviest_first(tiles.weight),
             N=tiles.plan.shape[2], ROWS=tiles.rows, BM=shape.queries, HAS_OPEN=spec.hides_keys,
-            OPEN=open_tiles(spec, rows=tiles.rows)[0] if spec.hides_keys else seed,
+            OPEN=seed if opening is None else opening.of_blocks(tiles.rows),
         )  # fmt: skip
     return output, lse
 
@@ -171,7 +170,7 @@ def backward(
     shared = _shared_arguments(spec, query, key, value, tiles, seed)
     shared |= {"DOUT": grad_output, **strides("do", "bht", grad_output), "LSE": lse, "DELTA": delta}
     shared |= {"ROWS": tiles.rows, "N": tiles.plan.shape[2], "HAS_OPEN": spec.hides_keys}
-    opened = open_tiles(spec, rows=tiles.rows) if spec.hides_keys else (seed, seed)
+    opening = _opening(spec, query)
     asked = asked_blocks(tiles, count=-(-spec.key_len // TILE))
     of_key_heads = (
         tiles.weight.unflatten(1, (spec.num_kv_heads, spec.group)).sum(-1) if spec.group > 1 else tiles.weight
@@ -181,13 +180,14 @@ def backward(
         kernels.query_kernel[(spec.batch * spec.num_heads * -(-spec.query_len // shape.queries),)](
             **shared, **strides("o", "bht", output), **strides("dq", "bht", dq), OUT=output, DQ=dq, DSLOPES=dslopes,
             DLSE=lse if grad_lse is None else grad_lse.contiguous(), HAS_DLSE=grad_lse is not None,
-            SLOPES_WANTED=slopes_wanted, PIN_TABLE=tiles.besides, OPEN=opened[0],
+            SLOPES_WANTED=slopes_wanted, PIN_TABLE=tiles.besides, OPEN=seed if opening is None else opening.of_blocks(tiles.rows),
             ORDER=_heaviest_first(tiles.weight),
             BM=shape.queries, BN=shape.keys, num_warps=shape.warps, num_stages=shape.stages,
         )  # fmt: skip
         shape = tile_shape("key", query.dtype, spec.head_dim, large=large)
         kernels.key_kernel[(spec.batch * spec.num_kv_heads * -(-spec.key_len // shape.keys),)](
-            **shared, **strides("dk", "bhs", dk), **strides("dv", "bhs", dv), DK=dk, DV=dv, ASKED=asked, OPEN_TO=opened[1],
+            **shared, **strides("dk", "bhs", dk), **strides("dv", "bhs", dv), DK=dk, DV=dv, ASKED=asked,
+            OPEN_TO=seed if opening is None else opening.of_tiles(tiles.rows),
             ORDER=_heaviest_first(of_key_heads),
             BM=shape.queries, BN=shape.keys, num_warps=shape.warps, num_stages=shape.stages,
         )  # fmt: skip
@@ -207,8 +207,9 @@ def _forward_op(
         tolerance,
     )  # fmt: skip
     query, key, value = in_rows(query, key, value)
-    tiles = plan(spec, query, key, value)
-    output, lse = forward(spec, query, key, value, tiles, seed)
+    opening = _opening(spec, query)
+    tiles = plan(spec, query, key, value, opening=opening)
+    output, lse = forward(spec, query, key, value, tiles, seed, opening=opening)
     return output, lse, tiles.plan, tiles.pins, tiles.besides, tiles.weight
 
 
@@ -317,6 +318,10 @@ def _shared_arguments(
         "HAS_RIGHT": spec.right_slopes is not None, "HAS_WINDOW": spec.window is not None,
         "HAS_DROPOUT": spec.dropout_p > 0, "PRECISION": "ieee" if torch.version.hip else "tf32x3",
     }  # fmt: skip
+
+
+def _opening(spec: Spec, query: Tensor) -> Opening | None:
+    return Opening.of(spec, first_positions(spec, query.device).contiguous()) if spec.hides_keys else None
 
 
 def _heaviest_first(weight: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from alibi_attn.attention.kernels.forward import LOG2E, PINS, attend
 
 @triton.jit
 def decode_kernel(
-    Q, K, V, PARTS, MASSES, SLOPES, RIGHT, FIRST, PLAN, PIN_TABLE, MASK, QUERY_SEGMENTS, KEY_SEGMENTS, SEED, COUNT,
+    Q, K, V, PARTIAL, MASSES, SLOPES, RIGHT, FIRST, PLAN, PIN_TABLE, MASK, QUERY_SEGMENTS, KEY_SEGMENTS, SEED, COUNT,
     q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, slopes_b, right_b, first_b,
     scale, window, dropout, H, G, T, S,
     D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, TILE: tl.constexpr,
@@ -24,7 +24,7 @@ def decode_kernel(
 ):  # fmt: skip
     """Program: (key head, chunk of ROWS packed rows, part of the keys); row g·T + t is query t of the group's head g.
 
-    PARTS is [parts, B, H, T, D] and MASSES [parts, B, H, T], both fp32. The heads of a group share one plan.
+    PARTIAL is [parts, B, H, T, D] and MASSES [parts, B, H, T], both fp32. The heads of a group share one plan.
     """
     bk, part = tl.program_id(0).to(tl.int64), tl.program_id(2)
     kv_heads = H // G
@@ -86,18 +86,18 @@ def decode_kernel(
     out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     row = (part.to(tl.int64) * tl.num_programs(0) // kv_heads + b) * H + h
     row = row * T + i
-    tl.store(PARTS + row[:, None] * D + d[None, :], out, mask=ours)
+    tl.store(PARTIAL + row[:, None] * D + d[None, :], out, mask=ours)
     tl.store(MASSES + row, (peak + tl.log2(total)) / LOG2E, mask=real)
 
 
 @triton.jit
 def merge_kernel(
-    OUTPUTS, MASSES, OUT, LSE, parts, rows, o_b, o_h, o_t, H, T, MOST: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    OUTPUTS, MASSES, OUT, LSE, parts, rows, o_b, o_h, o_t, H, T, SLOTS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Program: one row, of one query and head. OUTPUTS [parts, rows, D], MASSES [parts, rows] become OUT, LSE; MOST ≥ parts."""
+    """Program: one row, of one query and head. OUTPUTS [parts, rows, D], MASSES [parts, rows] become OUT, LSE; SLOTS ≥ parts."""
     row = tl.program_id(0).to(tl.int64)
-    part, d = tl.arange(0, MOST), tl.arange(0, DP)
+    part, d = tl.arange(0, SLOTS), tl.arange(0, DP)
     mass = tl.load(MASSES + part.to(tl.int64) * rows + row, mask=part < parts, other=float("-inf"))
     most = tl.max(mass, 0)
     known = tl.where(most == float("-inf"), 0.0, most)
