@@ -19,6 +19,7 @@ from alibi_attn.attention.tiles import Tiles, key_tiles, reach_and_scores
 Spec = AttentionSpec[Tensor]
 
 _FINE, _HIDDEN, _BAD = 0, 1, 2
+_MOST_SHAPES = 1024  # one more raises
 BLOCK = 2 * TILE  # queries and keys of a block: FlexAttention's own default
 
 
@@ -57,7 +58,7 @@ def run(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, 
     mask = BlockMask.from_kv_blocks(
         count, indices, BLOCK_SIZE=BLOCK, mask_mod=seen, seq_lengths=(spec.query_len, spec.key_len)
     )
-    attention: Any = flex_attention if torch.compiler.is_compiling() else _compiled()
+    attention: Any = flex_attention if torch.compiler.is_compiling() else _compiled
     key, value = key.masked_fill(unfit, 0.0), value.masked_fill(unfit, 0.0)
     options = {"score_mod": biased, "block_mask": mask, "scale": spec.scale, "enable_gqa": spec.group > 1}
     if not spec.return_lse:
@@ -144,8 +145,14 @@ def _biased(spec: Spec, flags: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tens
     return biased
 
 
+def _compiled(*args: Any, **options: Any) -> Any:
+    """FlexAttention, compiled for the shapes at hand. Past torch's own limit of eight shapes it would write out all T·S scores."""
+    with torch._dynamo.config.patch(recompile_limit=_MOST_SHAPES, accumulated_recompile_limit=_MOST_SHAPES):
+        return _compiler()(*args, **options)
+
+
 @functools.cache
-def _compiled() -> Callable[..., Any]:
+def _compiler() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=False)
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
