@@ -4,11 +4,15 @@ It ends within its budget: lengths grow, and what no longer fits the time is lef
 a CPU in Triton's interpreter, at sizes that mean nothing, to test this file.
 """
 
+import concurrent.futures
+import contextlib
 import datetime
 import importlib.util
+import multiprocessing
+import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -70,7 +74,9 @@ def gpu(
     for (kind, num_heads, head_dim), config in zip(turns, configs, strict=True):
         records.expect_new(out, "benchmark", f"{folder}/{kind}-{num_heads}x{head_dim}", config)
     end = time.perf_counter() + budget_s
-    checked = [_check(dtype, asked, device, say) for dtype in dtypes for asked in CHECKED[: 2 if smoke else None]]
+    checked = _all_checked(
+        [(dtype, asked) for dtype in dtypes for asked in CHECKED[: 2 if smoke else None]], device, say
+    )
     errors = {name: [row[name] for row in checked] for name in ("case", "dtype", "error", "allowed")}
     paths = []
     for turn, ((kind, num_heads, head_dim), config) in enumerate(zip(turns, configs, strict=True)):
@@ -99,9 +105,26 @@ def gpu(
     return paths
 
 
-def _check(
-    dtype: torch.dtype, asked: dict[str, object], device: torch.device, say: Callable[[str], None]
-) -> dict[str, records.Json]:
+def _all_checked(
+    calls: Sequence[tuple[torch.dtype, dict[str, object]]], device: torch.device, say: Callable[[str], None]
+) -> list[dict[str, records.Json]]:
+    """A row for each call. On a device several processes share it, for most of the time goes into compiling."""
+    rows = []
+    with contextlib.ExitStack() as stack:
+        found: Iterable[dict[str, records.Json]] = (_check(*call, device) for call in calls)
+        if device.type == "cuda":
+            context = multiprocessing.get_context("spawn")
+            executor = stack.enter_context(
+                concurrent.futures.ProcessPoolExecutor(min(8, os.cpu_count() or 1), mp_context=context)
+            )
+            found = executor.map(_check, *zip(*calls, strict=True), [device] * len(calls))
+        for row in found:
+            say(f"right: {row['dtype']} {row['case']}: error {row['error']:.1e}, allowed {row['allowed']:.1e}")
+            rows.append(row)
+    return rows
+
+
+def _check(dtype: torch.dtype, asked: dict[str, object], device: torch.device) -> dict[str, records.Json]:
     """One call against fp64, output and gradients; twice the error of plain PyTorch in the same dtype is allowed."""
     generator = torch.Generator().manual_seed(0)
     length = CHECKED_LENGTH if device.type == "cuda" else 40
@@ -135,7 +158,6 @@ def _check(
         raise RuntimeError(
             f"fused is wrong in {dtype} with {asked}: error {worst[0]:.2e} but {worst[1]:.2e} is allowed"
         )
-    say(f"right: {dtype} {asked}: error {worst[0]:.1e}, allowed {worst[1]:.1e}")
     return {"case": str(asked), "dtype": str(dtype), "error": worst[0], "allowed": worst[1]}
 
 
@@ -154,13 +176,16 @@ def _measured(
     """A row for each peer."""
     slopes = torch.tensor(alibi_slopes(query.shape[1]), dtype=torch.float32, device=query.device)
     b, h, n, d = query.shape
+    spec = make_spec(query, key, value, slopes)
     with torch.no_grad():
-        _, scores = fused.visits(make_spec(query, key, value), query, key, value)
+        _, scores = fused.visits(spec, query, key, value)
+        plan = _median_ms(lambda: fused.plan(spec, query, key, value), query.device)
     visited, causal = int(scores.sum()), b * h * n * (n + 1) // 2
     rows: dict[str, dict[str, records.Json]] = {}
     for name, (attention, longest) in _peers(smoke).items():
         if n > longest or time.perf_counter() > until:
-            rows[name] = {"forward_ms": None, "backward_ms": None, "nominal_tflops": None, "computed_tflops": None}
+            columns = ("forward_ms", "backward_ms", "plan_ms", "nominal_tflops", "computed_tflops")
+            rows[name] = dict.fromkeys(columns)
             continue
         leaf = [x.detach().requires_grad_() for x in (query, key, value)]
         output = attention(leaf[0], leaf[1], leaf[2], slopes)
@@ -172,7 +197,8 @@ def _measured(
         )
         seconds, flops = (forward + backward) / 1e3, 3.5 * 4 * d
         rows[name] = {
-            "forward_ms": forward, "backward_ms": backward, "nominal_tflops": flops * causal / seconds / 1e12,
+            "forward_ms": forward, "backward_ms": backward, "plan_ms": plan if name == "ours" else None,
+            "nominal_tflops": flops * causal / seconds / 1e12,
             "computed_tflops": flops * visited / seconds / 1e12 if name == "ours" else None,
         }  # fmt: skip
     return rows

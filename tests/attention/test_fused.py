@@ -5,12 +5,13 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+import conformance_on_device as device
 import decoding_in_interpreter as decoding
 import fused_in_interpreter as inside
 import numpy as np
 import pytest
 import torch
-from attention_cases import CASES, Case
+from attention_cases import CASES, INSIDE, SHORT_INSIDE, Case
 from attention_checks import assert_exact
 from attention_oracle import Answer
 
@@ -26,34 +27,6 @@ CHUNK = Case("chunk", batch=1, heads=4, kv_heads=2, query_len=70, key_len=400, s
 BOTH = Case("both sides", batch=1, heads=2, query_len=260, key_len=260, slopes="steep", causal=False)
 DECODE = Case("decode", batch=2, heads=4, kv_heads=2, query_len=3, key_len=700, slopes="steep", head_dim=16)
 DECODE_SINK = dataclasses.replace(DECODE, name="decode with a sink", sink=200.0)
-# Long enough that most tiles are seen in full, on either side, and masks and segments leave whole tiles alone.
-INSIDE = (
-    Case("inside", batch=1, heads=2, query_len=450, key_len=450, slopes="random"),
-    Case("inside, both sides", batch=2, heads=2, kv_heads=1, query_len=420, key_len=420, causal=False, slopes="random"),
-    Case("inside, right slopes", batch=2, heads=2, query_len=390, key_len=390, causal=False, right="batch", slopes="batch"),
-    Case("inside, never right", batch=1, heads=2, query_len=390, key_len=390, causal=False, right="inf", slopes="random"),
-    Case("inside, window", batch=1, heads=2, query_len=450, key_len=450, window=230, slopes="zero"),
-    Case("inside, symmetric window", batch=1, heads=2, query_len=450, key_len=450, window=230, causal=False, slopes="negative"),
-    Case("inside, packed segments", batch=2, heads=2, query_len=500, key_len=500, segments="packed", slopes="random"),
-    Case("inside, segments on both sides", batch=1, heads=2, query_len=500, key_len=500, segments="packed", causal=False,
-         right="random"),
-    Case("inside, left padding", batch=2, heads=4, kv_heads=2, query_len=300, key_len=400, mask="left"),
-    Case("inside, chunk", batch=1, heads=2, query_len=150, key_len=600, offset=317, slopes="random", head_dim=20),
-    Case("inside, offsets", batch=2, heads=2, query_len=300, key_len=333, offset="batch", causal=False, window=270),
-)  # fmt: skip
-SHORT_INSIDE = (
-    Case("short inside", batch=1, heads=2, query_len=210, key_len=210, slopes="random"),
-    Case(
-        "short inside, right slopes",
-        batch=1,
-        heads=2,
-        query_len=150,
-        key_len=150,
-        causal=False,
-        right="random",
-        window=120,
-    ),
-)
 HALF = tuple(case for case in CASES if case.name in {
     "plain", "grouped-query", "one query", "queries at the end of longer keys", "right slopes a batch", "symmetric window",
     "NaN in masked keys, inf in their values", "everything", "steep, long, sink, peaked", "steep, long, chunk",
@@ -216,6 +189,17 @@ def test_a_layer_decodes_by_the_kernel(interpreter: ProcessPoolExecutor) -> None
     gap, calls = interpreter.submit(decoding.a_layer_decodes_near).result()
     assert gap < 1e-5
     assert calls == 3  # the chunks of 1, 1 and 8; 150 and 40 are not decoding
+
+
+def test_the_program_for_a_device_does_what_it_says(interpreter: ProcessPoolExecutor) -> None:
+    case = next(case for case in CASES if case.name == "grouped-query")
+    assert interpreter.submit(device.conforms, case, "float32", "cpu").result() is None
+    found = interpreter.submit(device.attacked, range(6), "cpu").result()
+    assert [seed for seed, _, _ in found] == list(range(6))
+    assert all(lost <= 1 for _, lost, _ in found)
+    assert any(share > 0 for _, _, share in found)
+    said = interpreter.submit(device.conforms, dataclasses.replace(case, head_dim=300), "float32", "cpu").result()
+    assert "at most 256 but D is 300" in said
 
 
 def test_refusals_name_their_reason(interpreter: ProcessPoolExecutor) -> None:

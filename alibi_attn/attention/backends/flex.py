@@ -146,7 +146,7 @@ def _biased(spec: Spec, flags: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tens
 
 
 def _compiled(*args: Any, **options: Any) -> Any:
-    """FlexAttention, compiled for the shapes at hand. Past torch's own limit of eight shapes it would write out all T·S scores."""
+    """FlexAttention, compiled for the shapes at hand. Past eight shapes, torch's limit, it would write out all T·S scores."""
     with torch._dynamo.config.patch(recompile_limit=_MOST_SHAPES, accumulated_recompile_limit=_MOST_SHAPES):
         return _compiler()(*args, **options)
 
