@@ -1,8 +1,8 @@
 """Decoding: the last few queries of a long text read only the keys within their reach.
 
 `alibi_attention` reads every key once to know how long it is. Where that is remembered (`lengths.py`) a new query's reach is
-known before any far key is touched. On a GPU the decoding kernel gets its plan from there. On a CPU each head attends to a
-slice: its last keys, and the pinned tiles before them.
+known before any far key is touched. On a GPU the kernels get their plan from there, also for the parts of a long prompt. On a CPU
+each head attends to a slice: its last keys, and the pinned tiles before them.
 """
 
 import torch
@@ -28,8 +28,6 @@ def reads_near(query: Tensor, key: Tensor, slopes: Tensor) -> bool:
         return False
     if _on_cpu(query):
         return query.shape[2] <= MAX_QUERIES and key.shape[1:].numel() >= LONG
-    if query.shape[2] > fused.DECODE_QUERIES:
-        return False
     return fused.why_not(make_spec(query, key, key, slopes), query, key, key) is None
 
 
@@ -37,7 +35,7 @@ def attend_near(
     query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, lengths: Lengths, *, window: int | None = None,
     scale: float | None = None, tolerance: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """Causal attention of the last T positions, [B, H, T, D], as few as `reads_near` says; on a CPU reads the reach on the host.
+    """Causal attention of the last T positions, [B, H, T, D], where `reads_near` says so; on a CPU reads the reach on the host.
 
     Args:
         query, key, value, slopes, window, scale, tolerance: as for `alibi_attention`.

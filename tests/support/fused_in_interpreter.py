@@ -53,7 +53,7 @@ def case_answer(case: Case, dtype: str) -> dict[str, np.ndarray]:
 def visits_and_certificate(case: Case, tolerance: float) -> tuple[np.ndarray, np.ndarray, int]:
     """Tiles that the kernel says it visited, those of the plan, and all tiles of all blocks; [B, H, N], or [B, K] in decoding."""
     spec, query, key, value = _call(case, tolerance=tolerance)
-    decoding = spec.query_len <= fused.DECODE_QUERIES
+    decoding = fused.is_split(spec, query)
     tiles = fused.plan(spec, query, key, value, Lengths.of(key, value) if decoding else None)
     shape = tile_shape("decode" if decoding else "forward", query.dtype, spec.head_dim, large=True)
     # The keys of every block are whole tiles, except where the keys end.
@@ -252,10 +252,10 @@ def dropout_is_the_same_in_backward() -> dict[str, float]:
 def decoding_equals_forward(case: Case) -> tuple[float, int]:
     """(largest difference from the last rows of a whole pass, parts): the packed, split kernel against the other one."""
     spec, query, key, value = _call(case, tolerance=2.0**-28)
-    assert spec.query_len <= fused.DECODE_QUERIES
+    assert fused.is_split(spec, query)
     seed = torch.zeros(1, dtype=torch.int64)
     decoded, lse = fused.forward(spec, query, key, value, fused.plan(spec, query, key, value), seed)
-    more = fused.DECODE_QUERIES + 1
+    more = TILE + 1
     padded = torch.cat([torch.zeros(spec.batch, spec.num_heads, more, spec.head_dim), query], 2)
     longer = dataclasses.replace(spec, query_len=more + spec.query_len, query_offset=case.first_position - more)
     whole, mass = fused.forward(longer, padded, key, value, fused.plan(longer, padded, key, value), seed)

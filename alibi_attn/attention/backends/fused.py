@@ -24,8 +24,8 @@ from alibi_attn.attention.visibility import may_see_nothing
 
 Spec = AttentionSpec[Tensor]
 
-DECODE_QUERIES = 8  # up to so many queries the heads of a group are packed together and the keys are split
-_INTERPRETER_PROGRAMS = 4  # what the interpreter has in the place of multiprocessors
+DECODE_QUERIES = 8  # up to so many queries are decoding
+_INTERPRETER_PROCESSORS = 2
 
 
 def why_not(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> str | None:
@@ -70,16 +70,21 @@ def plan(
         lengths: what is known of keys and values. Without it up to DECODE_QUERIES queries visit all that the masks allow: to
             find out how long the keys are is as dear.
     """
-    decoding = spec.query_len <= DECODE_QUERIES
     return planned(
-        spec, query, key, value, rows=plan_rows(spec), shared=decoding, lengths=lengths, opening=opening,
-        certified=not decoding or lengths is not None,
+        spec, query, key, value, rows=plan_rows(spec.query_len), shared=is_split(spec, query), lengths=lengths, opening=opening,
+        certified=spec.query_len > DECODE_QUERIES or lengths is not None,
     )[0]  # fmt: skip
 
 
-def plan_rows(spec: Spec) -> int:
+def plan_rows(query_len: int) -> int:
     """Queries that share one plan."""
-    return TILE if spec.query_len <= DECODE_QUERIES else PLAN_ROWS
+    return TILE if query_len <= TILE else PLAN_ROWS
+
+
+def is_split(spec: Spec, query: Tensor) -> bool:
+    """Whether the heads of a group are packed together and the keys are split among programs: a few queries, or a few heads."""
+    few = spec.batch * spec.num_heads < _processors(query.device)
+    return spec.query_len <= DECODE_QUERIES or (spec.query_len <= TILE and few)
 
 
 def forward(
@@ -88,14 +93,14 @@ def forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(output, lse) over the tiles of a plan; `counts` [B, H, ⌈T / tile⌉] int32 receives how many each tile of queries visited.
 
-    For decoding, `counts` is [B, K, parts] with the parts of `decode_parts`.
+    Where keys are split, `counts` is [B, K, parts] with the parts of `decode_parts`.
     """
     from alibi_attn.attention.kernels import decode as decode_kernels
     from alibi_attn.attention.kernels import forward as forward_kernels
 
     output = torch.empty_like(query)
-    decoding = spec.query_len <= DECODE_QUERIES
-    shape = tile_shape("decode" if decoding else "forward", query.dtype, spec.head_dim, large=is_large(query.device))
+    split = is_split(spec, query)
+    shape = tile_shape("decode" if split else "forward", query.dtype, spec.head_dim, large=is_large(query.device))
     shared = _shared_arguments(spec, query, key, value, tiles, seed)
     shared |= {
         "PIN_TABLE": tiles.besides,
@@ -103,7 +108,7 @@ def forward(
         "COUNTS": counts is not None,
     }
     options = {"BN": shape.keys, "num_warps": shape.warps, "num_stages": shape.stages}
-    if decoding:
+    if split:
         parts = decode_parts(spec, query)
         chunks = -(-spec.group * spec.query_len // shape.queries)
         lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
@@ -136,7 +141,7 @@ def forward(
 
 
 def decode(spec: Spec, query: Tensor, key: Tensor, value: Tensor, lengths: Lengths) -> Tensor:
-    """The output of at most DECODE_QUERIES causal queries without key mask and segments; no key out of reach is read.
+    """The output of causal queries without key mask and segments; no key out of reach is read.
 
     Args:
         lengths: what is known of keys and values, of all but the last few.
@@ -148,9 +153,7 @@ def decode(spec: Spec, query: Tensor, key: Tensor, value: Tensor, lengths: Lengt
 
 def decode_parts(spec: Spec, query: Tensor) -> int:
     """Into how many parts the keys are split: enough programs for the device, not less than four tiles each."""
-    programs = _INTERPRETER_PROGRAMS
-    if query.device.type == "cuda":
-        programs = 2 * torch.cuda.get_device_properties(query.device).multi_processor_count
+    programs = 2 * _processors(query.device)
     return max(1, min(programs // (spec.batch * spec.num_kv_heads), -(-spec.key_len // (4 * TILE)), 64))
 
 
@@ -239,7 +242,7 @@ def _backward_op(
         # 0·NaN: what is in a query that sees nothing must not reach the keys.
         nothing = (lse == -torch.inf)[..., None]
         query, grad_output = query.masked_fill(nothing, 0.0), grad_output.masked_fill(nothing, 0.0)
-    tiles = Tiles(plan, pins, besides, weight, plan_rows(spec))
+    tiles = Tiles(plan, pins, besides, weight, plan_rows(spec.query_len))
     dq, dk, dv, sides = backward(
         spec, query, key, value, output, lse, grad_output, grad_lse, tiles, seed, slopes_wanted=slopes_wanted
     )
@@ -255,7 +258,7 @@ def _backward_op(
 @_forward_op.register_fake
 def _(query, key, value, slopes, *_rest):  # type: ignore[no-untyped-def]
     b, h, t, _ = query.shape
-    rows = TILE if t <= DECODE_QUERIES else PLAN_ROWS
+    rows = plan_rows(t)
     output = torch.empty_like(next(in_rows(query)))
     return (
         output,
@@ -318,6 +321,14 @@ def _shared_arguments(
         "HAS_RIGHT": spec.right_slopes is not None, "HAS_WINDOW": spec.window is not None,
         "HAS_DROPOUT": spec.dropout_p > 0, "PRECISION": "ieee" if torch.version.hip else "tf32x3",
     }  # fmt: skip
+
+
+def _processors(device: torch.device) -> int:
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else _INTERPRETER_PROCESSORS
+    )
 
 
 def _opening(spec: Spec, query: Tensor) -> Opening | None:
