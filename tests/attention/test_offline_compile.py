@@ -6,6 +6,7 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,13 +20,18 @@ MOST_INSTRUCTIONS = {
     "decode/D=64": 80, "decode/D=128": 120,
 }  # fmt: skip
 PROGRAM = ROOT / "tests" / "support" / "offline_compile.py"
+AS_ON_A_DEVICE = ROOT / "tests" / "support" / "as_on_a_device.py"
 
 
 def compiled(*targets: str) -> dict[str, dict[str, int]]:
+    return ran(PROGRAM, *targets)
+
+
+def ran(program: Path, *arguments: str) -> dict[str, Any]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_DEFAULT_FP_FUSION": "1", "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
-        [sys.executable, PROGRAM, *targets], capture_output=True, text=True, env=environment, cwd=ROOT
+        [sys.executable, program, *arguments], capture_output=True, text=True, env=environment, cwd=ROOT
     )
     assert result.returncode == 0, result.stderr[-2000:]
     return json.loads(result.stdout.splitlines()[-1])
@@ -84,9 +90,16 @@ def test_other_devices_compile() -> None:
         )
 
 
-def test_calls_of_one_head_and_one_key_compile() -> None:
-    """Triton compiles those apart, which the interpreter does not."""
-    assert len(compiled("ones")) == 15
+def test_calls_compile_as_a_device_would_compile_them() -> None:
+    """One of one head and hardly a key, whose counts are 1 and become constants, and one with everything."""
+    asked = ran(AS_ON_A_DEVICE, "sm_90", "bfloat16", "71 heads over one key head", "inside, segments on both sides")
+    assert set(asked) == {
+        *(
+            f"{name}_kernel"
+            for name in ("forward", "decode", "merge", "query", "key", "asked", "lengths", "outliers", "reach")
+        ),
+        *(f"{name}_kernel" for name in ("plan", "shared_plan", "labels", "runs", "open", "allowed")),
+    }
 
 
 def test_a_lost_pipeline_is_found_out() -> None:

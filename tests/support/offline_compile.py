@@ -1,7 +1,6 @@
 """Compile our Triton kernels for GPUs that are not there, and read what the compiler did; a program of its own.
 
     python tests/support/offline_compile.py sm_90 [sm_80 …]          the figures, as JSON
-    python tests/support/offline_compile.py ones                     the names of those that compile where every count is 1
     python tests/support/offline_compile.py --record results          kept as a record, for all targets
 
 It must not run where TRITON_INTERPRET is set: a process that interprets cannot compile.
@@ -42,9 +41,6 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 HEAD_DIMS = {"sm_90": (64, 128)}
-COUNTS = {"B", "BK", "H", "G", "T", "S", "N", "parts", "rows", "known", "kv_heads", "tiles", "count", "window"}
-COUNTS |= {"n", "of_tiles", "of_count", "blocks"}
-COUNTS |= {"slopes_b", "right_b", "first_b"}
 TENSORS = {"Q", "K", "V", "OUT", "DOUT", "DQ", "DK", "DV"}
 INTEGERS = dict.fromkeys(
     ("PLAN", "PIN_TABLE", "OPEN", "OPEN_TO", "COUNT", "ASKED", "REACH", "CHOSEN", "BEFORE"), "*i32"
@@ -101,21 +97,6 @@ def every_figure(targets: list[str]) -> dict[str, dict[str, int]]:
     }
 
 
-def with_ones() -> list[str]:
-    """What compiles for calls with one sequence, head, query and key: Triton makes a constant of every argument that is 1."""
-    done = []
-    for kernel, function in (KERNELS | BEFORE).items():
-        shape = tile_shape(kernel, torch.bfloat16, 64, large=True) if kernel in KERNELS else ITS_SHAPE
-        ones = dict.fromkeys(COUNTS & set(function.arg_names), 1)
-        triton.compile(
-            _source(kernel, "sm_90", 64, shape, ones),
-            target=TARGETS["sm_90"],
-            options={"num_warps": shape.warps, "num_stages": shape.stages},
-        )
-        done.append(kernel)
-    return done
-
-
 def record(folder: Path) -> Path:
     found = every_figure(list(TARGETS))
     columns = sorted({name for row in found.values() for name in row})
@@ -128,7 +109,7 @@ def record(folder: Path) -> Path:
     return records.save(made, folder)
 
 
-def _source(kernel: str, target: str, head_dim: int, shape: Shape, ones: dict[str, int] | None = None) -> ASTSource:
+def _source(kernel: str, target: str, head_dim: int, shape: Shape) -> ASTSource:
     function = (KERNELS | BEFORE)[kernel]
     rows = shape.queries if kernel == "decode" else PLAN_ROWS
     constants = {
@@ -152,7 +133,6 @@ def _source(kernel: str, target: str, head_dim: int, shape: Shape, ones: dict[st
         ),
         False,
     )
-    constants |= ones or {}
     signature, aligned = {}, {}
     for at, name in enumerate(function.arg_names):
         if name in constants:
@@ -214,7 +194,5 @@ if __name__ == "__main__":
     assert "TRITON_INTERPRET" not in os.environ, "a process that interprets cannot compile"
     if sys.argv[1] == "--record":
         print(record(Path(sys.argv[2])))
-    elif sys.argv[1] == "ones":
-        print(json.dumps(with_ones()))
     else:
         print(json.dumps(every_figure(sys.argv[1:])))
