@@ -1,7 +1,7 @@
 """CUDA: our Triton kernels, which visit only the key tiles inside the certified reach; forward, backward and decoding.
 
-`bounds.py` certifies, `tiles.py` turns the certificate into first and last tiles, in torch operations that stay on the device;
-the kernels (`attention/kernels/`) loop over them. Backward visits exactly the tiles that forward visited, whose plan it keeps.
+`certify.py` and `opening.py` plan: which tiles every block of queries visits, and where nothing is hidden. The kernels
+(`attention/kernels/`) loop over them. Backward visits exactly the tiles that forward visited, whose plan it keeps.
 On a CPU it runs in Triton's interpreter only, for tests: set TRITON_INTERPRET=1 before anything imports triton.
 """
 
@@ -71,8 +71,8 @@ def plan(
             find out how long the keys are is as dear.
     """
     return planned(
-        spec, query, key, value, rows=plan_rows(spec.query_len), shared=is_split(spec, query), lengths=lengths, opening=opening,
-        certified=spec.query_len > DECODE_QUERIES or lengths is not None,
+        spec, query, key, value, rows=plan_rows(spec.query_len), shared=spec.query_len <= TILE, lengths=lengths,
+        opening=opening, certified=spec.query_len > DECODE_QUERIES or lengths is not None,
     )[0]  # fmt: skip
 
 
@@ -82,7 +82,10 @@ def plan_rows(query_len: int) -> int:
 
 
 def is_split(spec: Spec, query: Tensor) -> bool:
-    """Whether the heads of a group are packed together and the keys are split among programs: a few queries, or a few heads."""
+    """Whether the heads of a group are packed together and the keys are split among programs: a few queries, or a few heads.
+
+    What is visited does not depend on it, for other sequences in the batch must not change that.
+    """
     few = spec.batch * spec.num_heads < _processors(query.device)
     return spec.query_len <= DECODE_QUERIES or (spec.query_len <= TILE and few)
 
