@@ -70,11 +70,11 @@ def test_a_kernel_that_visits_every_tile_is_found_out() -> None:
 
 
 def test_no_attack_breaks_the_kernels_certificate(interpreter: ProcessPoolExecutor) -> None:
-    found = interpreter.submit(decoding.attack_on_the_kernels, range(60)).result()
+    found = interpreter.submit(decoding.attack_on_the_kernels, range(40)).result()
     worst = max(lost for lost, _, _ in found)
     assert worst <= 1, f"{worst} of the tolerance is dropped"
     ours, theirs = (sum(draw[at] for draw in found) / len(found) for at in (1, 2))
-    assert sum(share > 0 for _, share, _ in found) >= 15, "an attack on nothing: too few draws skip a key"
+    assert sum(share > 0 for _, share, _ in found) >= 10, "an attack on nothing: too few draws skip a key"
     assert ours >= 0.95 * theirs, (
         f"the kernels skip {ours:.3f} of the keys, the bounds of torch operations {theirs:.3f}"
     )
