@@ -41,9 +41,8 @@ class Opening:
         Args:
             first: [B] or [1], the position of query 0.
         """
-        mask, segments = spec.key_mask, (spec.key_segments, spec.query_segments)
-        of_keys = _labels(spec.batch, spec.key_len, None if mask is None else mask, segments[0], first)
-        return cls(spec, first, of_keys, _labels(spec.batch, spec.query_len, None, segments[1], first))
+        keys = _labels(spec.batch, spec.key_len, spec.key_mask, spec.key_segments, first)
+        return cls(spec, first, keys, _labels(spec.batch, spec.query_len, None, spec.query_segments, first))
 
     def allowed(self) -> Tensor:
         """[B, ⌈T / TILE⌉, 2] int32: outside of these keys, the masks let TILE queries see none."""

@@ -47,13 +47,13 @@ def attacked(seeds: range, device: str) -> list[tuple[int, float, float]]:
         attack = random_attack(seed)
         dtype = attack.dtype if attack.dtype in ("float32", "float16") or device != "cpu" else "float32"
         attack = dataclasses.replace(attack, dtype="float32" if dtype == "float64" else dtype, refine=False)
-        lost, share = dropped(attack, lambda *call: _certificate(*call, device=device))
+        lost, share = dropped(attack, lambda *call: certificate(*call, device=device))
         found.append((seed, lost / attack.tolerance, share))
     return found
 
 
-def _certificate(spec: AttentionSpec[Tensor], *tensors: Tensor, device: str) -> Bounds:
-    """What the kernels on a device find, on the host."""
+def certificate(spec: AttentionSpec[Tensor], *tensors: Tensor, device: str = "cpu") -> Bounds:
+    """What the kernels on a device find, in whole keys; on the host."""
     moved = {
         field.name: value.to(device)
         for field in dataclasses.fields(spec)

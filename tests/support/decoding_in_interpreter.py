@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from certificate_attack import dropped, random_attack
+from conformance_on_device import certificate
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,18 +19,12 @@ from alibi_attn import records
 from alibi_attn.attention import decoding
 from alibi_attn.attention.api import alibi_attention
 from alibi_attn.attention.backends import fused, reference
-from alibi_attn.attention.bounds import TILE, Bounds
+from alibi_attn.attention.bounds import TILE
 from alibi_attn.attention.certify import planned
 from alibi_attn.attention.door import make_spec
 from alibi_attn.attention.lengths import Lengths
 from alibi_attn.attention.shapes import PLAN_ROWS
-from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.nn import ALiBiAttention, KVCache
-
-
-def certificate_of_kernels(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) -> Bounds:
-    """In whole keys, before it is rounded to tiles."""
-    return planned(spec, query, key, value, rows=PLAN_ROWS)[1]
 
 
 def attack_on_the_kernels(seeds: range) -> list[tuple[float, float, float]]:
@@ -40,7 +35,7 @@ def attack_on_the_kernels(seeds: range) -> list[tuple[float, float, float]]:
         dtype = drawn.dtype if drawn.dtype in ("float32", "float16") else "float32"
         attack = dataclasses.replace(drawn, dtype=dtype, refine=False)
         if attack.tolerance > 0:
-            lost, share = dropped(attack, certificate_of_kernels)
+            lost, share = dropped(attack, certificate)
             found.append((lost / attack.tolerance, share, dropped(attack)[1]))
     return found
 
