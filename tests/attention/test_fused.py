@@ -194,13 +194,13 @@ def test_a_layer_decodes_by_the_kernel(interpreter: ProcessPoolExecutor) -> None
 
 def test_the_program_for_a_device_does_what_it_says(interpreter: ProcessPoolExecutor) -> None:
     case = next(case for case in CASES if case.name == "grouped-query")
-    assert interpreter.submit(device.conforms, case, "float32", "cpu").result() is None
+    assert interpreter.submit(device.conform, case, "float32", "cpu").result() is None
     found = interpreter.submit(device.attacked, range(6), "cpu").result()
     assert [seed for seed, _, _ in found] == list(range(6))
     assert all(lost <= 1 for _, lost, _ in found)
     assert any(share > 0 for _, _, share in found)
-    said = interpreter.submit(device.conforms, dataclasses.replace(case, head_dim=300), "float32", "cpu").result()
-    assert "at most 256 but D is 300" in said
+    with pytest.raises(ValueError, match="at most 256 but D is 300"):
+        interpreter.submit(device.conform, dataclasses.replace(case, head_dim=300), "float32", "cpu").result()
 
 
 def test_refusals_name_their_reason(interpreter: ProcessPoolExecutor) -> None:

@@ -3,15 +3,14 @@
 TRITON_INTERPRET=1 python tests/support/decoding_in_interpreter.py 3000 results     # many attacks once, kept as a record
 """
 
-import dataclasses
 import datetime
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from certificate_attack import dropped, random_attack
-from conformance_on_device import certificate
+from certificate_attack import dropped
+from conformance_on_device import certificate, drawn
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -31,9 +30,7 @@ def attack_on_the_kernels(seeds: range) -> list[tuple[float, float, float]]:
     """For every draw that the kernels take: (dropped mass / tolerance, share of keys skipped, the same by `bounds`)."""
     found = []
     for seed in seeds:
-        drawn = random_attack(seed)
-        dtype = drawn.dtype if drawn.dtype in ("float32", "float16") else "float32"
-        attack = dataclasses.replace(drawn, dtype=dtype, refine=False)
+        attack = drawn(seed, "cpu")
         if attack.tolerance > 0:
             lost, share = dropped(attack, certificate)
             found.append((lost / attack.tolerance, share, dropped(attack)[1]))

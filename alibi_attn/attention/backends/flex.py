@@ -69,7 +69,7 @@ def run(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, 
 
 def visits(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor]:
     """(reach, scores), each [B, H] int64: 1 + the largest |i − j| that is read, and the scores that are computed."""
-    return reach_and_scores(spec, _rounded(plan(spec, query, key, value)))
+    return reach_and_scores(spec, Tiles.of(*_rounded(plan(spec, query, key, value)), BLOCK))
 
 
 def plan(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> Tiles:
@@ -79,11 +79,11 @@ def plan(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> Tiles:
 
 def key_blocks(spec: Spec, tiles: Tiles) -> tuple[Tensor, Tensor]:
     """(count [B, H, N], indices [B, H, N, ⌈S / BLOCK⌉]) int32: the blocks of keys that a block of queries visits come first."""
-    rounded = _rounded(tiles)
-    first, last, low, high = (x[..., None] for x in rounded.plan.unbind(-1))
+    rounded, pins = _rounded(tiles)
+    first, last, low, high = (x[..., None] for x in rounded.unbind(-1))
     at = torch.arange(0, -(-spec.key_len // BLOCK) * 2, 2, device=first.device, dtype=torch.int32)
     inside = (at >= first) & (at < last)
-    for pin in rounded.pins.unbind(-1):
+    for pin in pins.unbind(-1):
         inside = inside | ((at == pin[..., None, None]) & (at >= low) & (at < high))
     order = torch.argsort((~inside).to(torch.int8), dim=-1, stable=True)
     return inside.sum(-1, dtype=torch.int32), order.to(torch.int32)
@@ -96,13 +96,13 @@ def _key_flags(spec: Spec, key: Tensor, value: Tensor) -> Tensor:
     return flags if spec.key_mask is None else flags.masked_fill(~spec.key_mask[:, None], _HIDDEN)
 
 
-def _rounded(tiles: Tiles) -> Tiles:
-    """The same plan, in tiles, rounded outwards to blocks of two."""
+def _rounded(tiles: Tiles) -> tuple[Tensor, Tensor]:
+    """(plan, pins) of the same tiles, rounded outwards to blocks of two."""
     first, last, low, high = tiles.plan.unbind(-1)
     parts = [first // 2 * 2, (last + 1) // 2 * 2, low // 2 * 2, (high + 1) // 2 * 2]
     even = torch.where(tiles.pins >= 0, tiles.pins // 2 * 2, -1)
     odd = torch.where(tiles.pins >= 0, even + 1, -1)
-    return Tiles.of(torch.stack(parts, -1), torch.cat([even, odd], -1), tiles.rows)
+    return torch.stack(parts, -1), torch.cat([even, odd], -1)
 
 
 def _visible(spec: Spec, flags: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:

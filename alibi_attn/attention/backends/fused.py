@@ -178,23 +178,23 @@ def backward(
     shared |= {"ROWS": tiles.rows, "N": tiles.plan.shape[2], "HAS_OPEN": spec.hides_keys}
     opening = _opening(spec, query)
     asked = asked_blocks(tiles, count=-(-spec.key_len // TILE))
-    of_key_heads = (
-        tiles.weight.unflatten(1, (spec.num_kv_heads, spec.group)).sum(-1) if spec.group > 1 else tiles.weight
-    )
+    order = key_order = _heaviest_first(tiles.weight)
+    if spec.group > 1:
+        key_order = _heaviest_first(tiles.weight.unflatten(1, (spec.num_kv_heads, spec.group)).sum(-1))
     with on(query):
         shape = tile_shape("query", query.dtype, spec.head_dim, large=large)
         kernels.query_kernel[(spec.batch * spec.num_heads * -(-spec.query_len // shape.queries),)](
             **shared, **strides("o", "bht", output), **strides("dq", "bht", dq), OUT=output, DQ=dq, DSLOPES=dslopes,
             DLSE=lse if grad_lse is None else grad_lse.contiguous(), HAS_DLSE=grad_lse is not None,
             SLOPES_WANTED=slopes_wanted, PIN_TABLE=tiles.besides, OPEN=seed if opening is None else opening.of_blocks(tiles.rows),
-            ORDER=_heaviest_first(tiles.weight),
+            ORDER=order,
             BM=shape.queries, BN=shape.keys, num_warps=shape.warps, num_stages=shape.stages,
         )  # fmt: skip
         shape = tile_shape("key", query.dtype, spec.head_dim, large=large)
         kernels.key_kernel[(spec.batch * spec.num_kv_heads * -(-spec.key_len // shape.keys),)](
             **shared, **strides("dk", "bhs", dk), **strides("dv", "bhs", dv), DK=dk, DV=dv, ASKED=asked,
             OPEN_TO=seed if opening is None else opening.of_tiles(tiles.rows),
-            ORDER=_heaviest_first(of_key_heads),
+            ORDER=key_order,
             BM=shape.queries, BN=shape.keys, num_warps=shape.warps, num_stages=shape.stages,
         )  # fmt: skip
     if not slopes_wanted:

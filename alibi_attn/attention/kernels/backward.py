@@ -21,8 +21,8 @@ from alibi_attn.attention.kernels.forward import (
     all_finite,
     biased_scores,
     edge_tile,
-    inside_tiles,
     kept_weights,
+    planned_tiles,
     slope_inside,
     tile_of,
 )
@@ -165,14 +165,8 @@ def query_kernel(
     to_right = tl.zeros([BM], tl.float32)
 
     block = bh * N + n * BM // ROWS
-    first = tl.load(PLAN + block * 4) * (TILE // BN)
-    last = tl.minimum(tl.load(PLAN + block * 4 + 1) * (TILE // BN), tl.cdiv(S, BN))
-    open_first, open_last = first, last
-    if HAS_OPEN:
-        open_first = tl.load(OPEN + (b * N + n * BM // ROWS) * 2) * (TILE // BN)
-        open_last = tl.load(OPEN + (b * N + n * BM // ROWS) * 2 + 1) * (TILE // BN)
-    low, high, after, until = inside_tiles(
-        tl.maximum(first, open_first), tl.minimum(last, open_last), begin, right, window, S, BM, BN, CAUSAL, HAS_WINDOW
+    first, last, low, high, after, until = planned_tiles(
+        PLAN, OPEN, block, b * N + n * BM // ROWS, begin, right, window, S, BM, BN, TILE, CAUSAL, HAS_WINDOW, HAS_OPEN
     )
     for x in tl.range(0, high - low + until - after):
         tile = low + x
@@ -237,6 +231,16 @@ def visits(plan, key_tile, pinned):
     first = tl.where(pinned, tl.load(plan + 2), tl.load(plan))
     last = tl.where(pinned, tl.load(plan + 3), tl.load(plan + 1))
     return (first <= key_tile) & (key_tile < last)
+
+
+@triton.jit
+def of_values(p, v, do, dv, i, j, head, dropout, seed, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr):
+    """(dp, dv) after a tile of weights p, keys by queries; with dropout the weights are those that forward kept."""
+    dp = tl.dot(v, do.T, input_precision=PRECISION)
+    if HAS_DROPOUT:
+        kept = kept_weights(seed, head, i[None, :], j[:, None], dropout)
+        dp, p = dp * kept, p * kept
+    return dp, tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
 
 
 @triton.jit
@@ -326,13 +330,7 @@ def key_kernel(
             row = tl.where(lse != float("-inf"), row, float("inf"))
             column = tl.where(visited, slope * (j - near).to(tl.float32), float("-inf"))
             p = tl.exp2(tl.dot(k, q.T, input_precision=PRECISION) * (scale * LOG2E) + column[:, None] - row[None, :])
-            dp = tl.dot(v, do.T, input_precision=PRECISION)
-            if HAS_DROPOUT:
-                kept = kept_weights(seed, bh, i[None, :], j[:, None], dropout)
-                dv = tl.dot((p * kept).to(do.dtype), do, dv, input_precision=PRECISION)
-                dp = dp * kept
-            else:
-                dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
+            dp, dv = of_values(p, v, do, dv, i, j, bh, dropout, seed, HAS_DROPOUT, PRECISION)
             ds = p * (dp - delta[None, :])
             dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
         for x in tl.range(0, last - first - (high - low + until - after), num_stages=1):
@@ -361,13 +359,7 @@ def key_kernel(
             )  # fmt: skip
             seen = seen & (lse < float("inf"))[None, :]
             p = tl.where(seen, tl.exp2(scores - lse[None, :]), 0.0)
-            dp = tl.dot(v, do.T, input_precision=PRECISION)
-            if HAS_DROPOUT:
-                kept = kept_weights(seed, bh, i[None, :], j[:, None], dropout)
-                dv = tl.dot((p * kept).to(do.dtype), do, dv, input_precision=PRECISION)
-                dp = dp * kept
-            else:
-                dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
+            dp, dv = of_values(p, v, do, dv, i, j, bh, dropout, seed, HAS_DROPOUT, PRECISION)
             ds = tl.where(seen, p * (dp - delta[None, :]), 0.0)
             dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
 

@@ -75,7 +75,7 @@ def norms_of(NORMS, KNOWN, bk, tile, known, N, beyond, HAS_KNOWN: tl.constexpr):
 
 
 @triton.jit
-def _larger(a, b):
+def larger(a, b):
     return tl.maximum(a, b)
 
 
@@ -100,7 +100,7 @@ def outliers_kernel(
         for start in range(0, N, WIDTH):
             tile = start + at
             x = norms_of(NORMS, KNOWN_KEYS, bk, tile, known, N, -1.0, HAS_KNOWN)
-            x = tl.where(_among(tile, taken), -1.0, x)
+            x = tl.where(among(tile, taken), -1.0, x)
             largest = tl.max(x, 0)
             place = tl.where(largest > most, tl.min(tl.where(x == largest, tile, N), 0), place)
             most = tl.maximum(most, largest)
@@ -119,7 +119,7 @@ def outliers_kernel(
         for start in range(0, N, WIDTH):
             tile = start + at
             some = tl.load(NORMS + 2 * every + bk * N + tile, mask=tile < N, other=float("inf")) < float("inf")
-            run = tl.maximum(tl.associative_scan(tl.where(some, tile, -1), 0, _larger), most_recent)
+            run = tl.maximum(tl.associative_scan(tl.where(some, tile, -1), 0, larger), most_recent)
             tl.store(BEFORE + bk * N + tile, run, mask=tile < N)
             most_recent = tl.max(run, 0)
     tl.store(VALUES + bk, largest)
@@ -129,22 +129,22 @@ def outliers_kernel(
         most = 0.0
         for start in range(0, N, WIDTH):
             tile = start + at
-            x = tl.where(_among(tile, pinned), 0.0, norms_of(NORMS, KNOWN_KEYS, bk, tile, known, N, 0.0, HAS_KNOWN))
-            run = tl.maximum(tl.associative_scan(x, 0, _larger), most)
+            x = tl.where(among(tile, pinned), 0.0, norms_of(NORMS, KNOWN_KEYS, bk, tile, known, N, 0.0, HAS_KNOWN))
+            run = tl.maximum(tl.associative_scan(x, 0, larger), most)
             tl.store(KAPPA + choice * every + bk * N + tile, run, mask=tile < N)
             most = tl.max(run, 0)
         if BOTH_SIDES:
             most = 0.0
             for step in range(tl.cdiv(N, WIDTH)):
                 tile = (tl.cdiv(N, WIDTH) - 1 - step) * WIDTH + at
-                x = tl.where(_among(tile, pinned), 0.0, norms_of(NORMS, KNOWN_KEYS, bk, tile, known, N, 0.0, HAS_KNOWN))
-                run = tl.maximum(tl.associative_scan(x, 0, _larger, reverse=True), most)
+                x = tl.where(among(tile, pinned), 0.0, norms_of(NORMS, KNOWN_KEYS, bk, tile, known, N, 0.0, HAS_KNOWN))
+                run = tl.maximum(tl.associative_scan(x, 0, larger, reverse=True), most)
                 tl.store(KAPPA + (CHOICES + choice) * every + bk * N + tile, run, mask=tile < N)
                 most = tl.max(run, 0)
 
 
 @triton.jit
-def _among(tile, some):
+def among(tile, some):
     return tl.max((tile[:, None] == some[None, :]).to(tl.int32), 1) == 1
 
 

@@ -1,10 +1,8 @@
 """Forward: a block of queries meets the tiles of its certified band, with online softmax.
 
-The band's first tile is known before the loop starts, so the loop is a `tl.range` that Triton pipelines; pinned tiles (keys with
-outstanding norms, see `attention/bounds.py`) are visited in a small loop of their own. Scores live in units of log2. The bias is
-formed in the tile, in fp32, from integer distances.
-
-Flags of keys are those of `attention/tiles.py`: 0 fine, 1 hidden, 2 bad (seen, but NaN or inf).
+The band's first tile is known before the loop starts, so the loop over tiles that every query sees in full is a `tl.range` that
+Triton pipelines. The others, and pinned tiles (keys with outstanding norms, see `attention/bounds.py`), are visited in a loop of
+their own. Scores live in units of log2. The bias is formed in fp32 from integer distances, relative to the tile.
 """
 
 # mypy: ignore-errors
@@ -70,6 +68,28 @@ def inside_tiles(
 
 
 @triton.jit
+def planned_tiles(
+    PLAN, OPEN, block, of_sequence, begin, right, window, S,
+    BM: tl.constexpr, BN: tl.constexpr, TILE: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_OPEN: tl.constexpr,
+):  # fmt: skip
+    """(first, last) of the certified band of a plan's block, in tiles of BN keys, and what `inside_tiles` says of it.
+
+    `of_sequence` is the block's number among those of all sequences, of which OPEN [B, N, 2] says where masks hide nothing.
+    """
+    first = tl.load(PLAN + block * 4) * (TILE // BN)
+    last = tl.minimum(tl.load(PLAN + block * 4 + 1) * (TILE // BN), tl.cdiv(S, BN))
+    open_first, open_last = first, last
+    if HAS_OPEN:
+        open_first = tl.load(OPEN + of_sequence * 2) * (TILE // BN)
+        open_last = tl.load(OPEN + of_sequence * 2 + 1) * (TILE // BN)
+    low, high, after, until = inside_tiles(
+        tl.maximum(first, open_first), tl.minimum(last, open_last), begin, right, window, S, BM, BN, CAUSAL, HAS_WINDOW
+    )
+    return first, last, low, high, after, until
+
+
+@triton.jit
 def edge_tile(x, edges, first, low, high, after, until, pins, RATIO: tl.constexpr, CAUSAL: tl.constexpr):
     """The tile number x of those that are not inside: `edges` of the band, from `first` on, then the pinned ones."""
     tile = first + x
@@ -126,7 +146,7 @@ def attend_inside(
 ):  # fmt: skip
     """One tile that every query sees in full: (acc, peak, total) after it. The bias is a number a key and a number a query.
 
-    A score costs a multiply-add, a maximum, a subtraction and an exponential: as in attention without any bias.
+    A score costs one instruction more than in attention without any bias.
     """
     slope, near = slope_inside(tile, begin, m, right, BN, CAUSAL, HAS_RIGHT)
     j = tile * BN + tl.arange(0, BN)
@@ -235,15 +255,8 @@ def forward_kernel(
     total = tl.zeros([BM], tl.float32)
 
     block = bh * N + n * BM // ROWS
-    plan = PLAN + block * 4
-    first = tl.load(plan) * (TILE // BN)
-    last = tl.minimum(tl.load(plan + 1) * (TILE // BN), tl.cdiv(S, BN))
-    open_first, open_last = first, last
-    if HAS_OPEN:
-        open_first = tl.load(OPEN + (b * N + n * BM // ROWS) * 2) * (TILE // BN)
-        open_last = tl.load(OPEN + (b * N + n * BM // ROWS) * 2 + 1) * (TILE // BN)
-    low, high, after, until = inside_tiles(
-        tl.maximum(first, open_first), tl.minimum(last, open_last), begin, right, window, S, BM, BN, CAUSAL, HAS_WINDOW
+    first, last, low, high, after, until = planned_tiles(
+        PLAN, OPEN, block, b * N + n * BM // ROWS, begin, right, window, S, BM, BN, TILE, CAUSAL, HAS_WINDOW, HAS_OPEN
     )
     visits = 0
     for x in tl.range(0, high - low + until - after):

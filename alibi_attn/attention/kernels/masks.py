@@ -10,6 +10,8 @@ is whole if they are of one segment. Between whole tiles with the same label not
 import triton
 import triton.language as tl
 
+from alibi_attn.attention.kernels.certificate import larger
+
 
 @triton.jit
 def labels_kernel(
@@ -57,11 +59,6 @@ def label_of(LEAST, MOST, WHOLE, b, at, count, tiles, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _larger(a, b):
-    return tl.maximum(a, b)
-
-
-@triton.jit
 def _smaller(a, b):
     return tl.minimum(a, b)
 
@@ -80,7 +77,7 @@ def runs_kernel(LEAST, MOST, WHOLE, RUNS, tiles, count, PARTS: tl.constexpr, WID
         label, whole = label_of(LEAST, MOST, WHOLE, b, at, count, tiles, PARTS)
         before, as_well = label_of(LEAST, MOST, WHOLE, b, at - 1, count, tiles, PARTS)
         goes_on = whole & as_well & (label == before)
-        run = tl.maximum(tl.associative_scan(tl.where(goes_on, 0, at), 0, _larger), begin)
+        run = tl.maximum(tl.associative_scan(tl.where(goes_on, 0, at), 0, larger), begin)
         tl.store(RUNS + b * count + at, run, mask=at < count)
         begin = tl.max(run, 0)
     end = count

@@ -9,7 +9,7 @@ What `attention/tiles.py` does in torch operations, one small program a head.
 import triton
 import triton.language as tl
 
-from alibi_attn.attention.kernels.certificate import CHOICES, FARTHEST, pins_of
+from alibi_attn.attention.kernels.certificate import CHOICES, FARTHEST, among, pins_of
 from alibi_attn.attention.kernels.forward import PINS
 
 NEVER = tl.constexpr(2**28)  # the first tile of a block that visits none; small enough to be multiplied
@@ -193,7 +193,7 @@ def asked_kernel(PLAN, PINNED, ASKED, N, tiles, WIDTH: tl.constexpr, BLOCKS: tl.
     bh = (tl.program_id(0) // parts).to(tl.int64)
     tile = tl.program_id(0) % parts * WIDTH + tl.arange(0, WIDTH)
     pins = tl.load(PINNED + bh * PINS + tl.arange(0, PINS))
-    pinned = tl.max((tile[:, None] == pins[None, :]).to(tl.int32), 1)
+    pinned = among(tile, pins)
     start, stop = tl.zeros([WIDTH], tl.int32) + N, tl.zeros([WIDTH], tl.int32)
     for begin in range(0, N, BLOCKS):
         n = begin + tl.arange(0, BLOCKS)
@@ -202,7 +202,7 @@ def asked_kernel(PLAN, PINNED, ASKED, N, tiles, WIDTH: tl.constexpr, BLOCKS: tl.
         last = tl.load(plan + 1, mask=n < N, other=0)[None, :]
         low = tl.load(plan + 2, mask=n < N, other=NEVER)[None, :]
         high = tl.load(plan + 3, mask=n < N, other=0)[None, :]
-        wide = pinned[:, None] == 1
+        wide = pinned[:, None]
         ends_behind = tl.where(wide, high, last) > tile[:, None]
         begins_before = tl.where(wide, low, first) <= tile[:, None]
         start = tl.minimum(start, tl.min(tl.where(ends_behind, n[None, :], N), 1))
@@ -211,4 +211,4 @@ def asked_kernel(PLAN, PINNED, ASKED, N, tiles, WIDTH: tl.constexpr, BLOCKS: tl.
     there = tile < tiles
     tl.store(asked, start, mask=there)
     tl.store(asked + 1, stop, mask=there)
-    tl.store(asked + 2, pinned, mask=there)
+    tl.store(asked + 2, pinned.to(tl.int32), mask=there)
