@@ -28,6 +28,7 @@ PIN_CHOICES = (0, 1, 2, 4)  # how many tiles may be pinned; the cheapest choice 
 LONG = 4096  # from this many keys on a dearer and tighter bound pays
 KEPT = 4  # the nearest keys, which no reach ever leaves out
 
+REDUCED = 1.01 * 2.0**-8  # of ‖q‖·‖k‖: torch may be told to multiply fp32 in TF32 or bf16
 VALUE_RATIO = 4.0  # a skipped value may be this many times longer than the longest kept one; more widens the reach
 
 
@@ -126,7 +127,8 @@ def _numerator_parts(
     error = (spec.head_dim + 64) * unit
     rate = abs(spec.scale) * (1.0 + error) * norm_bound(query)
     largest = largest.repeat_interleave(spec.group, 1)[..., None]
-    constant = error * (1.0 + rate * largest + lower.abs()) - lower
+    products = error if query.dtype == torch.float64 else error + REDUCED
+    constant = products * rate * largest + error * (1.0 + lower.abs()) - lower
     if longer is not None:
         constant = constant + longer
     constant = constant.masked_fill(~(constant.isfinite() & rate.isfinite()), math.inf)

@@ -42,6 +42,36 @@ def test_a_bound_that_is_too_small_is_found_out(monkeypatch: pytest.MonkeyPatch)
     assert broken > 0
 
 
+class Equal(Attack):
+    """All keys equal, every query along them, and all of them a little short of where bf16 rounds up."""
+
+    def inputs(self) -> tuple[list[torch.Tensor], dict]:
+        (query, key, value, slopes), kwargs = super().inputs()
+        return [torch.full_like(query, 10.035), torch.full_like(key, 10.035), value, slopes], kwargs
+
+
+def test_products_in_reduced_precision_break_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch may be told to multiply fp32 in TF32 or bf16; without a term for that the tolerance is exceeded."""
+    honest = bounds.lower_bound
+
+    def reduced(spec, query, key, first, **options):  # type: ignore[no-untyped-def]
+        return honest(spec, query.bfloat16().float(), key.bfloat16().float(), first, **options)
+
+    monkeypatch.setattr(bounds, "lower_bound", reduced)
+    equal = Equal(
+        seed=0, length=300, head_dim=1, slope=0.2, tolerance=1e-3, where="nothing", mask="none", causal=True, group=1,
+        log_query=0.0, log_key=0.0, log_giant=0.0,
+    )  # fmt: skip
+    lost, share = dropped(equal)
+    assert lost <= equal.tolerance
+    assert share > 0
+    for attack in map(random_attack, range(100)):
+        if attack.dtype != "float64":
+            assert dropped(attack)[0] <= attack.tolerance, attack
+    monkeypatch.setattr(bounds, "REDUCED", 0.0)
+    assert dropped(equal)[0] > equal.tolerance
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_the_plan_reads_every_certified_key_once_and_no_pair_twice(seed: int) -> None:
     attack = dataclasses.replace(random_attack(seed), dtype="float32")

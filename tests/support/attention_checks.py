@@ -59,9 +59,10 @@ def plain_attention(
     b, h, t, d = query.shape
     s, group = key.shape[2], h // key.shape[1]
     first = s - t if query_offset is None else query_offset
-    i = torch.as_tensor(first).reshape(-1, 1) + torch.arange(t)
-    distance = (i[:, :, None] - torch.arange(s))[:, None]
-    hide = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
+    device = query.device
+    i = torch.as_tensor(first, device=device).reshape(-1, 1) + torch.arange(t, device=device)
+    distance = (i[:, :, None] - torch.arange(s, device=device))[:, None]
+    hide = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
     if causal:
         hide = hide | (distance < 0)
     if window is not None:
@@ -88,22 +89,22 @@ def plain_attention(
 
 
 @functools.cache
-def plain(case: Case, dtype: torch.dtype) -> Answer:
+def plain(case: Case, dtype: torch.dtype, device: str = "cpu") -> Answer:
     """Eager PyTorch, written by hand."""
-    return answer(case, dtype, plain_attention)
+    return answer(case, dtype, plain_attention, device=device)
 
 
 @functools.cache
-def fused_error(case: Case, dtype: torch.dtype) -> dict[str, float]:
+def fused_error(case: Case, dtype: torch.dtype, device: str = "cpu") -> dict[str, float]:
     """The largest errors of torch's own scaled_dot_product_attention with the bias as its mask, which is a fused kernel.
 
     Its exponential is good to 20 bits, and its backward recomputes exp(score − lse).
     """
     drawn = case.draw()
-    grad_output = torch.tensor(drawn["grad_output"])
+    grad_output = torch.tensor(drawn["grad_output"], device=device)
     found: list[list] = []
     for work, backend in ((dtype, "dense"), (torch.float64, "reference")):
-        args, kwargs = arguments(case, work)
+        args, kwargs = arguments(case, work, device=device)
         leaf = [x.requires_grad_() for x in args[:3]]
         output = alibi_attention(*leaf, args[3], **kwargs, backend=backend)
         gradients = torch.autograd.grad(output, leaf, grad_output.to(work), allow_unused=True)
@@ -113,12 +114,13 @@ def fused_error(case: Case, dtype: torch.dtype) -> dict[str, float]:
     return {name: 0.0 if x is None else (x - y).abs().max().item() for name, x, y in pairs}
 
 
-def assert_exact(case: Case, dtype: torch.dtype, got: Answer, *, tolerance: float = 0.0) -> None:
+def assert_exact(case: Case, dtype: torch.dtype, got: Answer, *, tolerance: float = 0.0, device: str = "cpu") -> float:
     """DESIGN section 6: the error against float64 is at most twice that of plain PyTorch in the same dtype, plus the bounds.
 
-    Plain PyTorch is the worse of eager attention written by hand and torch's own fused function, where it has the result.
+    Plain PyTorch is the worse of eager attention written by hand and torch's own fused function, where it has the result, on the
+    same device. Returns the largest share of what is allowed.
     """
-    true, by_hand = truth(case), plain(case, dtype)
+    true, by_hand = truth(case), plain(case, dtype, device)
     drawn = case.draw()
     finite = {n: torch.nan_to_num(torch.tensor(drawn[n]), 0, 0, 0) for n in ("query", "key", "value", "grad_output")}
     size = {n: float(x.norm(dim=-1).max()) for n, x in finite.items()}
@@ -140,6 +142,7 @@ def assert_exact(case: Case, dtype: torch.dtype, got: Answer, *, tolerance: floa
     bounds["query"] += EPS[torch.promote_types(dtype, torch.float32)] / 2 * rows.max().item() * scale * size["key"]
     pairs = {"output": (got.output, true.output, by_hand.output), "lse": (got.lse, true.lse, by_hand.lse)}
     pairs |= {n: (got.gradients[n], true.gradients[n], by_hand.gradients[n]) for n in true.gradients}
+    worst = 0.0
     for name, (ours, exact, theirs) in pairs.items():
         ours, theirs = ours.double(), theirs.double()
         assert ours.shape == exact.shape, f"{name}: shape {list(ours.shape)}"
@@ -148,7 +151,7 @@ def assert_exact(case: Case, dtype: torch.dtype, got: Answer, *, tolerance: floa
         assert bool(ours[~blind].isfinite().all()), f"{name} is not finite"
         error = (ours - exact).masked_fill(blind, 0.0).abs().max().item()
         yardstick = (theirs - exact).masked_fill(blind, 0.0).abs().max().item()
-        yardstick = max(yardstick, fused_error(case, dtype).get(name, 0.0))
+        yardstick = max(yardstick, fused_error(case, dtype, device).get(name, 0.0))
         magnitude = exact.masked_fill(blind, 0.0).abs().max().item()
         floor = 2 * EPS[dtype] * magnitude if name == "output" or dtype == torch.float64 else 4 * EPS[dtype] * magnitude
         if name == "lse":
@@ -157,3 +160,5 @@ def assert_exact(case: Case, dtype: torch.dtype, got: Answer, *, tolerance: floa
         assert error <= allowed, (
             f"{name}: error {error:.3e} but {allowed:.3e} is allowed (plain PyTorch: {yardstick:.3e})"
         )
+        worst = max(worst, error / allowed) if error > 0 else worst
+    return worst

@@ -1,20 +1,11 @@
-"""The kernels' own certificate, and decoding with it: what runs where Triton interprets (see `fused_in_interpreter.py`).
+"""How many operations calls take, and decoding with remembered norms: what runs where Triton interprets."""
 
-TRITON_INTERPRET=1 python tests/support/decoding_in_interpreter.py 3000 results     # many attacks once, kept as a record
-"""
-
-import datetime
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
-from certificate_attack import dropped
-from conformance_on_device import certificate, drawn
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from alibi_attn import records
 from alibi_attn.attention import decoding
 from alibi_attn.attention.api import alibi_attention
 from alibi_attn.attention.backends import fused, reference
@@ -24,17 +15,6 @@ from alibi_attn.attention.door import make_spec
 from alibi_attn.attention.lengths import Lengths
 from alibi_attn.attention.shapes import PLAN_ROWS
 from alibi_attn.nn import ALiBiAttention, KVCache
-
-
-def attack_on_the_kernels(seeds: range) -> list[tuple[float, float, float]]:
-    """For every draw that the kernels take: (dropped mass / tolerance, share of keys skipped, the same by `bounds`)."""
-    found = []
-    for seed in seeds:
-        attack = drawn(seed, "cpu")
-        if attack.tolerance > 0:
-            lost, share = dropped(attack, certificate)
-            found.append((lost / attack.tolerance, share, dropped(attack)[1]))
-    return found
 
 
 class _Counting(TorchDispatchMode):
@@ -150,27 +130,3 @@ def a_layer_decodes_near() -> tuple[float, int]:
     finally:
         decoding._on_cpu, fused.decode = on_cpu, decode
     return float((torch.cat(parts, 1) - whole).abs().max()), len(calls)
-
-
-def main(draws: int, out: Path) -> None:
-    started = datetime.datetime.now(datetime.UTC)
-    found = []
-    for start in range(0, draws, 100):
-        found += attack_on_the_kernels(range(start, min(start + 100, draws)))
-        print(f"{start + 100} draws, worst {max(found)[0]:.3g} of the tolerance", flush=True)
-    metrics = {
-        "draws_taken": len(found), "broken": sum(lost > 1 for lost, _, _ in found), "worst_share_of_tolerance": max(found)[0],
-        "draws_that_skip": sum(share > 0 for _, share, _ in found),
-        "mean_skipped_share": sum(share for _, share, _ in found) / len(found),
-        "mean_skipped_share_of_torch": sum(share for _, _, share in found) / len(found),
-    }  # fmt: skip
-    config: dict[str, records.Json] = {"draws": draws, "first_seed": 0, "kernels": "interpreted"}
-    print(
-        records.save(
-            records.make("certificate", "attack/kernels", config=config, metrics=metrics, started=started), out
-        )
-    )
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -240,7 +240,7 @@ def reach_kernel(
                 slope = right
         kappa = KAPPA + side * CHOICES * every + bk * N + at
         upper = rate * tl.load(kappa)
-        off = (D + 64) * UNIT * (1.0 + upper + tl.abs(lower)) + _NATS
+        off = (4 * D + 64) * UNIT * (1.0 + upper + tl.abs(lower)) + _NATS
         if Q.dtype.element_ty == tl.float32:
             off += upper * _TF32
         # −ln(1 − e^(−m)) ≤ m/2 − ln m.
