@@ -202,7 +202,8 @@ class _Tails:
         """From the [B, H, T] rates and [B, K, S] norms; not finite where they are not."""
         n, groups = -(-spec.query_len // TILE), -(-spec.key_len // NEAR)
         worst = torch.nn.functional.pad(rate, (0, n * TILE - spec.query_len)).unflatten(2, (n, TILE)).amax(-1)
-        levels = worst.sort(-1).values[..., [max(math.ceil(n * share) - 1, 0) for share in LEVELS]]
+        ascending = worst.sort(-1).values
+        levels = torch.stack([ascending[..., max(math.ceil(n * share) - 1, 0)] for share in LEVELS], -1)
         level = (levels[..., None, :] < worst[..., None]).sum(-1).clamp(max=len(LEVELS) - 1)
         norms = torch.nn.functional.pad(key_norms, (0, groups * NEAR - spec.key_len)).repeat_interleave(spec.group, 1)
         longest = norms.amax(-1, keepdim=True)

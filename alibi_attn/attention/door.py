@@ -1,5 +1,8 @@
 """The door: everything a caller may get wrong in PyTorch is checked here, once, and completed with its defaults."""
 
+import functools
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -53,7 +56,7 @@ def make_spec(
     query_segments, key_segments = _segments(segment_ids, offset, batch=b, query_len=t, key_len=s, device=query.device)
     return AttentionSpec(
         batch=b, num_heads=h, num_kv_heads=k, query_len=t, key_len=s, head_dim=d,
-        slopes=_slopes("slopes", _default_slopes(h) if slopes is None else slopes, query, batch=b, num_heads=h),
+        slopes=_slopes("slopes", slopes, query, batch=b, num_heads=h),
         right_slopes=None if right_slopes is None else _slopes("right_slopes", right_slopes, query, batch=b, num_heads=h),
         causal=causal, window=window, scale=scale, query_offset=offset, key_mask=key_mask,
         query_segments=query_segments, key_segments=key_segments,
@@ -61,15 +64,17 @@ def make_spec(
     )  # fmt: skip
 
 
-def _slopes(name: str, slopes: Slopes, query: Tensor, *, batch: int, num_heads: int) -> Tensor:
+def _slopes(name: str, slopes: Slopes | None, query: Tensor, *, batch: int, num_heads: int) -> Tensor:
     work = torch.float64 if query.dtype == torch.float64 else torch.float32
+    if slopes is None:
+        return _default_slopes(num_heads, work, query)
     if isinstance(slopes, Tensor):
         _check_device(name, slopes, query.device)
         if slopes.is_complex() or slopes.dtype == torch.bool:
             raise TypeError(f"{name} is {dtype_name(slopes.dtype)} but must hold real numbers")
         tensor = slopes.to(work)
     else:
-        tensor = torch.as_tensor(slopes, dtype=work, device=query.device)
+        tensor = slopes_beside(slopes, work, query)
     check_slopes(name, tensor.shape, batch=batch, num_heads=num_heads)
     if tensor.device.type == "cpu" and not torch.compiler.is_compiling():
         allowed = tensor.isfinite() | tensor.isposinf() if name == "right_slopes" else tensor.isfinite()
@@ -79,14 +84,41 @@ def _slopes(name: str, slopes: Slopes, query: Tensor, *, batch: int, num_heads: 
     return tensor
 
 
-def _default_slopes(num_heads: int) -> tuple[float, ...]:
+def _default_slopes(num_heads: int, dtype: torch.dtype, query: Tensor) -> Tensor:
     # Under dynamic shapes H is a symbol; a list has a definite length, and so H becomes a number.
-    return _published(len([None] * num_heads))
+    published = _published(len([None] * num_heads))
+    if (
+        torch.compiler.is_compiling()
+    ):  # the compiler makes one launch of it, where a constant would be copied from the host
+        return torch.stack([torch.full((), slope, dtype=dtype, device=query.device) for slope in published])
+    return slopes_beside(published, dtype, query)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _published(num_heads: int) -> tuple[float, ...]:
     return tuple(alibi_slopes(num_heads).tolist())
+
+
+def slopes_beside(slopes: Slopes, dtype: torch.dtype, query: Tensor) -> Tensor:
+    """The numbers as a tensor on query's device, made once: to copy them to a GPU waits for all that it still has to do."""
+    # A subclass of Tensor may stand for one that is not there, beside which no real one can be.
+    if type(query) in (Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling() and _are_numbers(slopes):
+        array = np.asarray(slopes, dtype=np.float64)
+        return _constant(array.tobytes(), array.shape, dtype, query.device)
+    return torch.as_tensor(slopes, dtype=dtype, device=query.device)
+
+
+def _are_numbers(slopes: Slopes) -> bool:
+    if isinstance(slopes, list | tuple):
+        return all(isinstance(slope, int | float) for slope in slopes)
+    return isinstance(slopes, np.ndarray)
+
+
+@functools.lru_cache(maxsize=256)
+def _constant(data: bytes, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The fp64 numbers as a tensor."""
+    with torch.inference_mode(mode=False):
+        return torch.tensor(np.frombuffer(data).reshape(shape), dtype=dtype, device=device)
 
 
 def _offset(

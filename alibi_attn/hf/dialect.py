@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache
 
 from alibi_attn.attention.api import alibi_attention
 from alibi_attn.attention.decoding import attend_near, reads_near
+from alibi_attn.attention.door import slopes_beside
 from alibi_attn.hf.cache import ALiBiCache
 
 Numerics = Literal["exact", "checkpoint"]
@@ -68,7 +69,7 @@ def attended(
         mask: that of `hf/masks.py`.
     """
     dialect = of(layer)
-    slopes = torch.tensor(dialect.slopes, dtype=torch.float32, device=query.device)
+    slopes = slopes_beside(dialect.slopes, torch.float32, query)
     key_mask = checked_mask(mask)
     plain = key_mask is None and dropout_p == 0 and dialect.backend == "auto"
     if plain and isinstance(cache, ALiBiCache) and reads_near(query, key, slopes):

@@ -6,8 +6,10 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from alibi_attn import alibi_attention, alibi_bias, alibi_slopes, explain, head_reach
+from alibi_attn.attention import bounds
 from alibi_attn.attention.backends import native
 from alibi_attn.attention.dispatch import BACKENDS
 from alibi_attn.attention.door import make_spec
@@ -186,6 +188,70 @@ def test_auto_compiles_with_inductor() -> None:
     q, k, v = draw(h=6, t=700, dtype=torch.float32)
     out = torch.compile(alibi_attention, fullgraph=True)(q, k, v)
     torch.testing.assert_close(out, alibi_attention(q, k, v))
+
+
+class _Asked(TorchDispatchMode):
+    """The names of torch's operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("slopes", [None, [0.5, 0.25], (1, 0), np.array([0.5, 0.25]), np.full((2, 2), 0.5)], ids=repr)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"causal": False, "right_slopes": [0.5, math.inf]}, {"key_mask": True}, {"segment_ids": True}],
+    ids=repr,
+)
+def test_nothing_goes_to_a_device_or_comes_from_it(slopes: object, options: dict) -> None:
+    """Either would wait for all that a GPU still has to do, at every call. A tensor without a place stands for a device's."""
+    tensors = draw(2, 2, t=300, dtype=torch.float32)
+    query, key, value = (x.to("meta") for x in tensors)
+    for name, dtype in (("key_mask", torch.bool), ("segment_ids", torch.int64)):
+        if name in options:
+            options = {name: torch.empty(2, 300, dtype=dtype, device="meta")}
+
+    def calls() -> None:
+        spec = make_spec(query, key, value, slopes, **options)
+        for refine in (True, False):
+            bounds.bounds(spec, query, key, value, refine=refine)
+        for backend in ("dense", "reference"):
+            alibi_attention(query, key, value, slopes, **options, backend=backend)
+
+    calls()  # numbers go there once
+    with _Asked() as asked:
+        calls()
+    assert len(asked.names) > 100
+    assert not [name for name in asked.names if "lift_fresh" in name or "_local_scalar_dense" in name]
+
+
+def test_slopes_that_are_kept_are_nobodys_in_particular() -> None:
+    """Neither inference mode nor what a caller does with its array changes them; a compiled graph has no constant."""
+    slopes = np.array([0.5, 0.25, 0.125, 0.75])
+    tensors = draw()
+    with torch.inference_mode():
+        before = alibi_attention(*tensors, slopes)
+    slopes *= 0
+    flat = alibi_attention(*tensors, slopes)
+    assert not torch.equal(flat, before)
+    slopes += [0.5, 0.25, 0.125, 0.75]
+    again = alibi_attention(*[x.requires_grad_() for x in tensors], slopes)
+    assert torch.equal(again, before)
+    again.sum().backward()
+    graphs = []
+
+    def seen(graph, _inputs):
+        graphs.append(graph)
+        return graph
+
+    torch.compile(lambda *x: alibi_attention(*x, backend="dense"), fullgraph=True, backend=seen)(*tensors)
+    called = [str(node.target) for node in graphs[0].graph.nodes]
+    assert not [name for name in called if "as_tensor" in name or "built-in method tensor" in name]
 
 
 def test_dropout_drops_and_keeps_the_mean() -> None:

@@ -107,6 +107,7 @@ def test_a_plain_call_takes_few_operations(interpreter: ProcessPoolExecutor) -> 
     assert counted["backward"] <= 8, counted
     assert counted["decoding"] <= 4, counted
     assert counted["masked"] <= 16, counted
+    assert counted["from the host"] == 0, counted
 
 
 def test_queries_in_padding_look_no_farther_than_others(interpreter: ProcessPoolExecutor) -> None:

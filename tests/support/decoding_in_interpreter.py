@@ -61,6 +61,9 @@ def operations_of_plain_calls() -> dict[str, int]:
     with _Counting() as counting:
         fused.decode(spec, query[:, :, -1:], key, value, lengths)
     counted["decoding"] = len(counting.names)
+    with _Counting() as counting:
+        alibi_attention(query, key, value, backend="fused")
+    counted["from the host"] = sum("lift_fresh" in name for name in counting.names)
     return counted
 
 
