@@ -17,7 +17,7 @@ from alibi_attn.attention.tiles import Tiles
 
 Spec = AttentionSpec[Tensor]
 
-_WARPS = 8
+_WARPS = 4
 _PINS, _CHOICES = max(PIN_CHOICES), len(PIN_CHOICES)
 
 
@@ -104,15 +104,19 @@ def _reach(
     right = slopes if spec.right_slopes is None else spec.right_slopes.detach().contiguous()
     before = torch.empty((b, kv, tiles), dtype=torch.int32, device=device) if spec.key_mask is not None else chosen
     known = 0 if lengths is None else lengths.keys.shape[-1]
+    # The nearest values are measured one by one, also where their tile's norm is known.
+    at_the_end = isinstance(spec.query_offset, int) and spec.key_mask is None
+    begin = min(known, max(0, min(spec.query_offset, spec.key_len - TILE) - TILE) // TILE) if at_the_end else 0
+    each = torch.empty((b, kv, spec.key_len), dtype=torch.float32, device=device)
     told = (norms, norms) if lengths is None else (lengths.keys.contiguous(), lengths.values.contiguous())
     seen = first if opening is None else opening.keys.edges[0].amin(-1)
     tolerance = spec.tolerance if spec.causal else spec.tolerance / 2
     of_keys = (*key.stride()[:3], *value.stride()[:3])
     masks = mask_arguments(spec, first)
     with on(query):
-        if known < tiles:
-            lengths_kernel[(b * kv * (tiles - known),)](
-                key, value, masks["MASK"], norms, *of_keys, known, tiles - known, kv, spec.key_len, tiles,
+        if begin < tiles:
+            lengths_kernel[(b * kv * (tiles - begin),)](
+                key, value, masks["MASK"], norms, each, *of_keys, begin, tiles - begin, kv, spec.key_len, tiles,
                 HAS_MASK=masks["HAS_MASK"], **row_constants(spec), num_warps=_WARPS,
             )  # fmt: skip
         outliers_kernel[(b * kv,)](
@@ -122,8 +126,8 @@ def _reach(
         if unknown:
             values.zero_()
         reach_kernel[(b * h * reach.shape[-1],)](
-            query, key, value, **masks, SLOPES=slopes, RIGHT=right, FIRST=first, FIRST_SEEN=seen, BEFORE=before, KAPPA=kappa,
-            VALUES=values, REACH=reach, **strides("q", "bht", query), **strides("k", "bhs", key), **strides("v", "bhs", value),
+            query, key, each, **masks, SLOPES=slopes, RIGHT=right, FIRST=first, FIRST_SEEN=seen, BEFORE=before, KAPPA=kappa,
+            VALUES=values, REACH=reach, **strides("q", "bht", query), **strides("k", "bhs", key),
             slopes_b=h if slopes.ndim == 2 else 0, right_b=h if right.ndim == 2 else 0, first_b=0 if first.numel() == 1 else 1,
             scale=spec.scale, nats_of_tolerance=-math.log(tolerance), ratio=VALUE_RATIO, window=window_of(spec),
             B=b, H=h, G=spec.group, T=spec.query_len, S=spec.key_len, N=tiles, KEPT=KEPT, **row_constants(spec),

@@ -33,7 +33,8 @@ KERNELS = {"forward": forward_kernel, "query": query_kernel, "key": key_kernel, 
 BEFORE = {"lengths": lengths_kernel, "outliers": outliers_kernel, "reach": reach_kernel, "plan": plan_kernel}
 BEFORE |= {"shared_plan": shared_plan_kernel, "asked": asked_kernel, "merge": merge_kernel}
 BEFORE |= {"labels": labels_kernel, "runs": runs_kernel, "open": open_kernel, "allowed": allowed_kernel}
-ITS_SHAPE = Shape(queries=64, keys=64, warps=8, stages=3)
+ALONE = ("shared_plan", "merge", "labels")  # launched with one warp
+ITS_SHAPE = Shape(queries=64, keys=64, warps=4, stages=3)
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -56,7 +57,7 @@ CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
 
 def figures(kernel: str, target: str, head_dim: int) -> dict[str, int]:
     """What became of one kernel in bf16, causal, without masks."""
-    shape = ITS_SHAPE
+    shape = ITS_SHAPE._replace(warps=1) if kernel in ALONE else ITS_SHAPE
     if kernel in KERNELS:
         shape = tile_shape(kernel, torch.bfloat16, head_dim, large=target in ("sm_90", "sm_100"))
     compiled = triton.compile(

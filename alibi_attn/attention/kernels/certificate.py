@@ -38,27 +38,38 @@ def longest(rows, D: tl.constexpr):
 
 
 @triton.jit
+def rows_of(P, first, p_s, here, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr):
+    """TILE rows of DP numbers, from row `first` on; zeros where they are not `here`, and beyond D."""
+    d = tl.arange(0, DP)
+    inside = here[:, None]
+    if D != DP:
+        inside = inside & (d < D)[None, :]
+    at = P + tl.cast(first, tl.int64) * p_s + tl.arange(0, TILE)[:, None] * p_s + d[None, :]
+    return tl.load(at, mask=inside, other=0.0)
+
+
+@triton.jit
 def lengths_kernel(
-    K, V, MASK, NORMS, k_b, k_h, k_s, v_b, v_h, v_s, begin, count, kv_heads, S, N,
+    K, V, MASK, NORMS, EACH, k_b, k_h, k_s, v_b, v_h, v_s, begin, count, kv_heads, S, N,
     HAS_MASK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Program: one tile of keys of `count`, from tile `begin` on.
 
-    NORMS [3, B, K, N] fp32: of the keys that may be seen the largest norm, of their values the largest and the smallest.
+    NORMS [3, B, K, N] fp32: of the keys that may be seen the largest norm, of their values the largest and the smallest. EACH
+    [B, K, S] fp32: the norm of each value.
     """
     bk, tile = (tl.program_id(0) // count).to(tl.int64), begin + tl.program_id(0) % count
     b, kv = bk // kv_heads, bk % kv_heads
-    j = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
-    d = tl.arange(0, DP)
+    j = tile * TILE + tl.arange(0, TILE)
     here = j < S
     if HAS_MASK:
         here = tl.load(MASK + b * S + j, mask=here, other=0) != 0
-    inside = here[:, None] & (d < D)[None, :]
-    k = tl.load(K + b * k_b + kv * k_h + j[:, None] * k_s + d[None, :], mask=inside, other=0.0)
-    v = tl.load(V + b * v_b + kv * v_h + j[:, None] * v_s + d[None, :], mask=inside, other=0.0)
+    k = rows_of(K + b * k_b + kv * k_h, tile * TILE, k_s, here, D, DP, TILE)
+    v = rows_of(V + b * v_b + kv * v_h, tile * TILE, v_s, here, D, DP, TILE)
     every = tl.num_programs(0).to(tl.int64) // count * N
     at = NORMS + bk * N + tile
     of_values = longest(v, D)
+    tl.store(EACH + bk * S + j, tl.where(here, of_values, 0.0), mask=j < S)
     tl.store(at, tl.max(tl.where(here, longest(k, D), 0.0), 0))
     tl.store(at + every, tl.max(tl.where(here, of_values, 0.0), 0))
     tl.store(at + 2 * every, tl.min(tl.where(here, of_values, float("inf")), 0))
@@ -150,39 +161,38 @@ def among(tile, some):
 
 @triton.jit
 def reach_kernel(
-    Q, K, V, MASK, QUERY_SEGMENTS, KEY_SEGMENTS, SLOPES, RIGHT, FIRST, FIRST_SEEN, BEFORE, KAPPA, VALUES, REACH,
-    q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, slopes_b, right_b, first_b, scale, nats_of_tolerance, ratio, window,
+    Q, K, EACH, MASK, QUERY_SEGMENTS, KEY_SEGMENTS, SLOPES, RIGHT, FIRST, FIRST_SEEN, BEFORE, KAPPA, VALUES, REACH,
+    q_b, q_h, q_t, k_b, k_h, k_s, slopes_b, right_b, first_b, scale, nats_of_tolerance, ratio, window,
     B, H, G, T, S, N,
     KEPT: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, CAUSAL: tl.constexpr, HAS_RIGHT: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SEGMENTS: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
     """Program: one block of TILE queries of one head; REACH [sides, CHOICES, B, H, blocks] int32, to the left and to the right.
 
-    FIRST_SEEN [B]: the first key that the key mask lets be seen. BEFORE, KAPPA and VALUES are those of `outliers_kernel`.
+    FIRST_SEEN [B]: the first key that the key mask lets be seen. EACH is that of `lengths_kernel`; BEFORE, KAPPA and VALUES are
+    those of `outliers_kernel`.
     """
     blocks = tl.cdiv(T, TILE)
     n, bh = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
     b, h = bh // H, (bh % H).to(tl.int32)
     kv_heads = H // G
     bk = b * kv_heads + h // G
-    x, d = tl.arange(0, TILE), tl.arange(0, DP)
+    x = tl.arange(0, TILE)
     i = n * TILE + x
     start = n * TILE + tl.load(FIRST + b * first_b).to(tl.int32)
-    position = (start + x)[:, None]
+    position = start + x
     m = tl.load(SLOPES + b * slopes_b + h).to(tl.float32)
     right = tl.load(RIGHT + b * right_b + h).to(tl.float32)
     Q += b * q_b + h.to(tl.int64) * q_h
     K += b * k_b + (h // G).to(tl.int64) * k_h
-    V += b * v_b + (h // G).to(tl.int64) * v_h
-    q = tl.load(Q + i.to(tl.int64)[:, None] * q_t + d[None, :], mask=(i < T)[:, None] & (d < D)[None, :], other=0.0)
+    EACH += bk * S
+    q = rows_of(Q, n * TILE, q_t, i < T, D, DP, TILE)
     own = position
     if HAS_SEGMENTS:
-        own = tl.load(QUERY_SEGMENTS + b * T + i, mask=i < T, other=0)[:, None]
+        own = tl.load(QUERY_SEGMENTS + b * T + i, mask=i < T, other=0)
 
     peak = tl.full([TILE], float("-inf"), tl.float32)
     total = tl.zeros([TILE], tl.float32)
-    # The longest of the nearest values, which are always visited; where there are none, some value is.
-    kept = tl.zeros([TILE], tl.float32) + tl.load(VALUES + B * kv_heads + bk)
     # The keys that end where the block does and as many before; and behind, if they may be seen. Queries may stand outside.
     last = tl.maximum(tl.minimum(start, S - TILE), 0)
     if HAS_MASK:
@@ -196,42 +206,52 @@ def reach_kernel(
         here = (j >= 0) & (j < S)
         if HAS_MASK:
             here = tl.load(MASK + b * S + j, mask=here, other=0) != 0
-        inside = here[:, None] & (d < D)[None, :]
-        row = j.to(tl.int64)[:, None]
-        k = tl.load(K + row * k_s + d[None, :], mask=inside, other=0.0)
-        distance = position - j[None, :]
+        k = rows_of(K, last - TILE * step + (0 if CAUSAL else TILE), k_s, here, D, DP, TILE)
+        distance = position[:, None] - j[None, :]
         seen = here[None, :]
-        slope = m
+        products = tl.dot(q, k.T, input_precision="tf32") * (scale * LOG2E)
         if CAUSAL:
             seen = seen & (distance >= 0)
-        elif HAS_RIGHT:
-            slope = tl.where(distance < 0, right, m)
-            seen = seen & (slope < float("inf"))
-            slope = tl.where(slope < float("inf"), slope, 0.0)
+            scores = products + (m * LOG2E * (j - start).to(tl.float32))[None, :]  # and less, by the place of the query
+        else:
+            slope = m
+            if HAS_RIGHT:
+                slope = tl.where(distance < 0, right, m)
+                seen = seen & (slope < float("inf"))
+                slope = tl.where(slope < float("inf"), slope, 0.0)
+            scores = products - slope * LOG2E * tl.abs(distance).to(tl.float32)
         if HAS_WINDOW:
             seen = seen & (tl.abs(distance) < window)
         if HAS_SEGMENTS:
-            seen = seen & (own == tl.load(KEY_SEGMENTS + b * S + j, mask=here, other=0)[None, :])
-        scores = tl.dot(q, k.T, input_precision="tf32") * scale - slope * tl.abs(distance).to(tl.float32)
-        scores = tl.where(seen, scores * LOG2E, float("-inf"))
+            seen = seen & (own[:, None] == tl.load(KEY_SEGMENTS + b * S + j, mask=here, other=0)[None, :])
+        scores = tl.where(seen, scores, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1))
         known = tl.where(new_peak == float("-inf"), 0.0, new_peak)
         total = total * tl.exp2(peak - known) + tl.sum(tl.exp2(scores - known[:, None]), 1)
         peak = new_peak
-        v = tl.load(V + row * v_s + d[None, :], mask=inside, other=0.0)
-        nearest = seen & (tl.abs(distance) < KEPT)
-        kept = tl.maximum(kept, tl.max(tl.where(nearest, longest(v, D)[None, :], 0.0), 1))
-
     lower = (peak + tl.log2(total)) / LOG2E
-    rate = tl.abs(scale) * longest(q, D) * _ROUNDING
+    if CAUSAL:
+        lower -= m * x.to(tl.float32)
+
+    # The longest of the nearest values, which are always visited; where there are none, some value is.
+    kept = tl.zeros([TILE], tl.float32) + tl.load(VALUES + B * kv_heads + bk)
+    for back in tl.static_range(KEPT):
+        j = position - back
+        here = (j >= 0) & (j < S)
+        if HAS_WINDOW:
+            here = here & (position - j < window)
+        if HAS_SEGMENTS:
+            here = here & (own == tl.load(KEY_SEGMENTS + b * S + j, mask=here, other=0))
+        kept = tl.maximum(kept, tl.load(EACH + j, mask=here, other=0.0))
     most = tl.load(VALUES + bk)
     longer = tl.where(most == 0.0, 0.0, tl.maximum(tl.log2(most / (ratio * kept)) / LOG2E, 0.0))
-    real = (i < T) & (start + x >= 0)
+    rate = tl.abs(scale) * longest(q, D) * _ROUNDING
+    real = (i < T) & (position >= 0)
     if not CAUSAL:
         real = i < T
     elif HAS_MASK:
-        real = real & (start + x >= tl.load(FIRST_SEEN + b))  # the others see no key at all
-    every, heads = (bh * 0 + B) * kv_heads * N, (bh * 0 + B) * H * blocks
+        real = real & (position >= tl.load(FIRST_SEEN + b))  # the others see no key at all
+    every, heads, choice = (bh * 0 + B) * kv_heads * N, (bh * 0 + B) * H * blocks, tl.arange(0, CHOICES)
     for side in tl.static_range(1 if CAUSAL else 2):
         slope, at = m, tl.minimum(tl.maximum(start + TILE - 1, 0), S - 1) // TILE
         if side == 1:
@@ -240,17 +260,16 @@ def reach_kernel(
                 slope = right
         kappa = KAPPA + side * CHOICES * every + bk * N + at
         upper = rate * tl.load(kappa)
-        off = (4 * D + 64) * UNIT * (1.0 + upper + tl.abs(lower)) + _NATS
+        off = (4 * D + 64) * UNIT * (1.0 + upper + tl.abs(lower)) + _NATS + 512 * UNIT * tl.abs(m)
         if Q.dtype.element_ty == tl.float32:
             off += upper * _TF32
+        nats = (rate * _ROUNDING)[:, None] * tl.load(kappa + choice * every)[None, :]
+        nats += (off - lower + tl.abs(lower) * (_ROUNDING - 1.0) + longer)[:, None]
+        nats = tl.where(nats < float("inf"), nats, float("inf"))
+        worst = tl.max(tl.where(real[:, None], nats, float("-inf")), 0)
         # −ln(1 − e^(−m)) ≤ m/2 − ln m.
         tail = slope * 0.5 - tl.log2(slope) / LOG2E + nats_of_tolerance
-        for choice in tl.static_range(CHOICES):
-            upper = rate * tl.load(kappa + choice * every)
-            nats = upper * _ROUNDING - lower + off + tl.abs(lower) * (_ROUNDING - 1.0) + longer
-            nats = tl.where(nats < float("inf"), nats, float("inf"))
-            worst = tl.max(tl.where(real, nats, float("-inf")), 0)
-            reach = tl.maximum((worst + tail) / slope * _ROUNDING + 1.0, KEPT)
-            reach = tl.where((slope > 0.0) & (reach < FARTHEST), reach, FARTHEST)
-            reach = tl.where(slope == float("inf"), 1.0, reach)
-            tl.store(REACH + (side * CHOICES + choice) * heads + bh * blocks + n, reach.to(tl.int32))
+        reach = tl.maximum((worst + tail) / slope * _ROUNDING + 1.0, KEPT)
+        reach = tl.where(slope > 0.0, tl.where(reach < FARTHEST, reach, FARTHEST), FARTHEST)
+        reach = tl.where(slope == float("inf"), 1.0, reach)
+        tl.store(REACH + (side * CHOICES + choice) * heads + bh * blocks + n, reach.to(tl.int32))
