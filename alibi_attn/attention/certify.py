@@ -47,7 +47,9 @@ def planned(
     first = first_positions(spec, device).contiguous()
     if spec.hides_keys and opening is None:
         opening = Opening.of(spec, first)
-    reach, chosen = _reach(spec, query, key, value, lengths, opening, first) if certified else (found, pins)
+    reach, chosen, norms = found, pins, None
+    if certified:
+        reach, chosen, norms = _reach(spec, query, key, value, lengths, opening, first)
     arguments = {
         "REACH": reach, "CHOSEN": chosen, "FIRST": first, "PLAN": plan, "BESIDES": besides, "PINNED": pins,
         "ALLOWED": plan if opening is None else opening.allowed(),
@@ -61,7 +63,7 @@ def planned(
                 shared_plan_kernel[(b * spec.num_kv_heads,)](**arguments, num_warps=1)
             else:
                 plan_kernel[(b * h,)](**arguments, N=n, ROWS=rows, WIDTH=width_for(n))
-    return Tiles(plan, pins, besides, weight, rows), Bounds(found[0], found[1], pins)
+    return Tiles(plan, pins, besides, weight, rows, norms), Bounds(found[0], found[1], pins)
 
 
 def asked_blocks(tiles: Tiles, *, count: int) -> Tensor:
@@ -87,8 +89,11 @@ def _reach(
     lengths: Lengths | None,
     opening: Opening | None,
     first: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """(reach [sides, choices, B, H, blocks], tiles with the largest norms [B, K, pins]), int32."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(reach [sides, choices, B, H, blocks] int32, tiles with the largest norms [B, K, pins] int32, norms of the tiles).
+
+    Where `lengths` are known, the norms are those of the tiles near the queries only.
+    """
     from alibi_attn.attention.kernels.certificate import lengths_kernel, outliers_kernel, reach_kernel
 
     b, h, kv, device = spec.batch, spec.num_heads, spec.num_kv_heads, query.device
@@ -133,4 +138,4 @@ def _reach(
             B=b, H=h, G=spec.group, T=spec.query_len, S=spec.key_len, N=tiles, KEPT=KEPT, **row_constants(spec),
             CAUSAL=spec.causal, HAS_RIGHT=spec.right_slopes is not None, HAS_WINDOW=spec.window is not None, num_warps=_WARPS,
         )  # fmt: skip
-    return reach, chosen
+    return reach, chosen, norms

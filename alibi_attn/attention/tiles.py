@@ -27,6 +27,8 @@ class Tiles:
         besides: [B, H, N, P]: the pinned tiles that a block visits besides its band, −1 after the last.
         weight: [B, H]: tiles visited by all blocks.
         rows: queries a block.
+        norms: fp32 [3, B, K, ⌈S / TILE⌉]: the largest norm of the keys in a tile, then of their values, not finite where one of
+            their numbers is not; None where nobody has looked.
     """
 
     plan: Tensor
@@ -34,6 +36,7 @@ class Tiles:
     besides: Tensor
     weight: Tensor
     rows: int
+    norms: Tensor | None = None
 
     @classmethod
     def of(cls, plan: Tensor, pins: Tensor, rows: int) -> "Tiles":

@@ -133,6 +133,10 @@ def test_unseen_numbers_change_nothing(interpreter: ProcessPoolExecutor) -> None
     interpreter.submit(inside.unseen_numbers_change_nothing).result()
 
 
+def test_bad_numbers_reach_only_those_who_see_them(interpreter: ProcessPoolExecutor) -> None:
+    interpreter.submit(inside.bad_numbers_reach_only_those_who_see_them).result()
+
+
 @pytest.mark.parametrize("case", [case for case in (*CASES, *INSIDE) if case.mask or case.segments], ids=str)
 def test_nothing_is_hidden_in_open_tiles_and_everything_outside_the_allowed(
     interpreter: ProcessPoolExecutor, case: Case

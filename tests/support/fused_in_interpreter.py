@@ -165,6 +165,19 @@ def unseen_numbers_change_nothing() -> None:
     assert bool(seeing[:, :, 2:10].isfinite().all())
 
 
+def bad_numbers_reach_only_those_who_see_them() -> None:
+    """On the diagonal of plain causal attention, whose tiles are read without a closer look where all is finite."""
+    q, k, v = (torch.randn(1, 2, 300, 16) for _ in range(3))
+    before = alibi_attention(q, k, v, backend="fused")
+    for tensor, at, bad in ((k, 150, torch.nan), (v, 220, torch.nan), (v, 220, torch.inf), (v, 299, torch.nan)):
+        clean, tensor[0, 1, at, 3] = tensor[0, 1, at, 3].item(), bad
+        output = alibi_attention(q, k, v, backend="fused")
+        tensor[0, 1, at, 3] = clean
+        torch.testing.assert_close(output[:, 1, :at], before[:, 1, :at])
+        torch.testing.assert_close(output[:, 0], before[:, 0])
+        assert not bool(output[0, 1, at:].isfinite().all(-1).any()), f"{bad} at {at} left no trace"
+
+
 def layouts_agree() -> None:
     """[B, T, H, D] transposed, expanded and reversed-stride inputs, and expanded gradients, give the same bits."""
     wide = [torch.randn(2, 21, 4, 8) for _ in range(3)]

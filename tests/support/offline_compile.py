@@ -77,6 +77,7 @@ def figures(kernel: str, target: str, head_dim: int) -> dict[str, int]:
     used, loop = _resources(compiled.asm["cubin"]), _heart(_machine_code(compiled.asm["cubin"]))
     return {
         "loop_instructions": len(loop),
+        "instructions": len(_machine_code(compiled.asm["cubin"])),
         "instructions_per_score": round(len(loop) * 32 * shape.warps / (shape.queries * shape.keys), 1),
         "spills_in_loop": sum(name in ("LDL", "STL") for name in loop),
         "async_loads": code.count("cp.async.c"),
@@ -117,6 +118,7 @@ def _source(kernel: str, target: str, head_dim: int, shape: Shape) -> ASTSource:
         "D": head_dim, "DP": head_dim, "BM": shape.queries, "BN": shape.keys, "ROWS": rows, "TILE": 64, "CAUSAL": True,
         "PRECISION": "tf32x3" if TARGETS[target].backend == "cuda" else "ieee", "HAS_DLSE": True, "SLOPES_WANTED": True,
         "KEPT": 4, "WIDTH": 64, "BLOCKS": 64, "OF_WIDTH": 64, "SLOTS": 64, "PARTS": 1, "OF_PARTS": 2, "KEYS": True,
+        "HAS_NORMS": True,
     }  # fmt: skip
     constants |= dict.fromkeys(
         (

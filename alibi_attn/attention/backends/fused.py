@@ -138,7 +138,8 @@ def forward(
         forward_kernels.forward_kernel[(spec.batch * spec.num_heads * blocks,)](
             **shared, **options, **strides("o", "bht", output), OUT=output, LSE=lse, ORDER=_heaviest_first(tiles.weight),
             N=tiles.plan.shape[2], ROWS=tiles.rows, BM=shape.queries, HAS_OPEN=spec.hides_keys,
-            OPEN=seed if opening is None else opening.of_blocks(tiles.rows),
+            OPEN=seed if opening is None else opening.of_blocks(tiles.rows), NORMS=lse if tiles.norms is None else tiles.norms,
+            HAS_NORMS=tiles.norms is not None and spec.causal and not spec.hides_keys,
         )  # fmt: skip
     return output, lse
 

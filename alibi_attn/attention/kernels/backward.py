@@ -39,8 +39,8 @@ def query_tile_inside(
     """One tile of keys that every query sees in full: what `query_tile` returns."""
     slope, near = slope_inside(tile, begin, m, right, BN, CAUSAL, HAS_RIGHT)
     j = tile * BN + tl.arange(0, BN)
-    k = tile_of(K, tile, k_s, D, DP, BN)
-    v = tile_of(V, tile, v_s, D, DP, BN)
+    k = tile_of(K, tile, k_s, 0, D, DP, BN)
+    v = tile_of(V, tile, v_s, 0, D, DP, BN)
     scores = tl.dot(q, k.T, input_precision=PRECISION) * scale + (slope * (j - near).to(tl.float32))[None, :]
     p = tl.exp2(scores - (lse + slope * (position - near).to(tl.float32))[:, None])
     dp = tl.dot(do, v.T, input_precision=PRECISION)
@@ -102,6 +102,8 @@ def query_tile(
         if HAS_RIGHT:
             to_left -= tl.sum(tl.where(distance > 0, moment, 0.0), 1)
             to_right += tl.sum(tl.where(distance < 0, moment, 0.0), 1)
+        elif CAUSAL:
+            to_left -= tl.sum(moment, 1)
         else:
             to_left -= tl.sum(tl.where(distance > 0, moment, -moment), 1)
     # 0·NaN: a bad key is told only to the queries that see it, whose ds is NaN already.
@@ -317,8 +319,8 @@ def key_kernel(
             visited = visits(plan + n * BM // ROWS * 4, key_tile, pinned)
             lse = tl.load(LSE + bh * T + i) * LOG2E
             delta = tl.load(DELTA + bh * T + i)
-            q = tile_of(q_head, n, q_t, D, DP, BM)
-            do = tile_of(do_head, n, do_t, D, DP, BM)
+            q = tile_of(q_head, n, q_t, 0, D, DP, BM)
+            do = tile_of(do_head, n, do_t, 0, D, DP, BM)
             slope, near = m, t * BN + BN - 1
             if not CAUSAL:
                 if HAS_RIGHT:

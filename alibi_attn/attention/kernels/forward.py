@@ -1,8 +1,9 @@
 """Forward: a block of queries meets the tiles of its certified band, with online softmax.
 
 The band's first tile is known before the loop starts, so the loop over tiles that every query sees in full is a `tl.range` that
-Triton pipelines. The others, and pinned tiles (keys with outstanding norms, see `attention/bounds.py`), are visited in a loop of
-their own. Scores live in units of log2. The bias is formed in fp32 from integer distances, relative to the tile.
+Triton pipelines. So is the one over the tiles of the diagonal, where all numbers in them are known to be finite. The others, and
+pinned tiles (keys with outstanding norms, see `attention/bounds.py`), have a third loop. Scores live in units of log2.
+The bias is formed in fp32 from integer distances, relative to the tile.
 """
 
 # mypy: ignore-errors
@@ -22,10 +23,11 @@ def biased_scores(
 ):  # fmt: skip
     """(scores, seen) of one tile, in log2 units; everything broadcasts. `m`, `right` and `scale` are in log2 units too.
 
-    `here` says which keys there are, `same` which pairs share a segment.
+    `here` says which keys there are, `same` which pairs share a segment. A score that is not seen may be anything.
     """
-    away = tl.abs(distance).to(tl.float32)
-    slope = m
+    slope, away = m, distance
+    if not CAUSAL:
+        away = tl.abs(distance)
     if HAS_RIGHT:
         slope = tl.where(distance < 0, right, m)
     seen = here
@@ -36,10 +38,10 @@ def biased_scores(
         seen = seen & (slope < float("inf"))
         slope = tl.where(slope < float("inf"), slope, 0.0)
     if HAS_WINDOW:
-        seen = seen & (tl.abs(distance) < window)
+        seen = seen & (away < window)
     if HAS_SEGMENTS:
         seen = seen & same
-    return products * scale - slope * away, seen
+    return products * scale - slope * away.to(tl.float32), seen
 
 
 @triton.jit
@@ -129,30 +131,57 @@ def all_finite(rows):
 
 
 @triton.jit
-def tile_of(P, tile, p_s, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr):
-    """BN rows of DP numbers, all of them there; zeros beyond D."""
-    d = tl.arange(0, DP)
-    at = P + tl.cast(tile, tl.int64) * BN * p_s + tl.arange(0, BN)[:, None] * p_s + d[None, :]
-    if D == DP:
-        return tl.load(at)
-    return tl.load(at, mask=(d < D)[None, :], other=0.0)
+def tile_of(P, tile, p_s, count, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, ALL: tl.constexpr = True):
+    """BN rows of DP numbers; zeros beyond D. Unless they are ALL there, of `count` in all, zeros beyond too."""
+    d, rows = tl.arange(0, DP), tl.arange(0, BN)
+    at = P + tl.cast(tile, tl.int64) * BN * p_s + rows[:, None] * p_s + d[None, :]
+    if ALL:
+        if D == DP:
+            return tl.load(at)
+        return tl.load(at, mask=(d < D)[None, :], other=0.0)
+    here = (tile * BN + rows < count)[:, None]
+    if D != DP:
+        here = here & (d < D)[None, :]
+    return tl.load(at, mask=here, other=0.0)
+
+
+@triton.jit
+def until_sound(NORMS, of_head, heads, high, last, S, BN: tl.constexpr, TILE: tl.constexpr):
+    """`last` where in the few tiles from `high` on every key and value is finite, by their norms; else `high`."""
+    tile = high * BN // TILE + tl.arange(0, 4)
+    tiles = tl.cdiv(S, TILE)
+    at = NORMS + of_head * tiles + tile
+    there = tile < tl.cdiv(last * BN, TILE)
+    longest = tl.load(at, mask=there, other=0.0) + tl.load(at + heads * tiles, mask=there, other=0.0)
+    return tl.where(tl.max(longest, 0) < float("inf"), tl.maximum(last, high), high)
 
 
 @triton.jit
 def attend_inside(
-    tile, q, acc, peak, total, K, V, i, position, begin, head, k_s, v_s, m, right, scale, dropout, seed,
+    tile, q, acc, peak, total, K, V, i, position, begin, head, k_s, v_s, m, right, scale, window, dropout, seed, S,
     D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_DROPOUT: tl.constexpr, DIAGONAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile that every query sees in full: (acc, peak, total) after it. The bias is a number a key and a number a query.
 
-    A score costs one instruction more than in attention without any bias.
+    A score costs one instruction more than in attention without any bias. On the DIAGONAL of causal attention, where the nearest
+    keys are, the distance is formed first, exactly.
     """
     slope, near = slope_inside(tile, begin, m, right, BN, CAUSAL, HAS_RIGHT)
     j = tile * BN + tl.arange(0, BN)
-    k = tile_of(K, tile, k_s, D, DP, BN)
-    scores = tl.dot(q, k.T, input_precision=PRECISION) * scale + (slope * (j - near).to(tl.float32))[None, :]
-    row = slope * (position - near).to(tl.float32)
+    k = tile_of(K, tile, k_s, S, D, DP, BN, not DIAGONAL)
+    products = tl.dot(q, k.T, input_precision=PRECISION) * scale
+    column, row = (j - near).to(tl.float32), (position - near).to(tl.float32)
+    if DIAGONAL:
+        distance = row[:, None] - tl.where(j < S, column, float("inf"))[None, :]
+        seen = distance >= 0.0
+        if HAS_WINDOW:
+            seen = seen & (distance < window)
+        scores = tl.where(seen, products - slope * distance, float("-inf"))
+        row = tl.zeros_like(row)
+    else:
+        scores = products + (slope * column)[None, :]
+        row = slope * row
     new_peak = tl.maximum(peak, tl.max(scores, 1) - row)
     known = tl.where(new_peak == float("-inf"), 0.0, new_peak)
     p = tl.exp2(scores - (known + row)[:, None])
@@ -160,7 +189,7 @@ def attend_inside(
     total = total * shrink + tl.sum(p, 1)
     if HAS_DROPOUT:
         p = p * kept_weights(seed, head, i, j[None, :], dropout)
-    v = tile_of(V, tile, v_s, D, DP, BN)
+    v = tile_of(V, tile, v_s, S, D, DP, BN, not DIAGONAL)
     acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
     return acc, new_peak, total
 
@@ -213,16 +242,18 @@ def attend(
 
 @triton.jit
 def forward_kernel(
-    Q, K, V, OUT, LSE, SLOPES, RIGHT, FIRST, PLAN, PIN_TABLE, OPEN, MASK, QUERY_SEGMENTS, KEY_SEGMENTS, ORDER, SEED, COUNT,
+    Q, K, V, OUT, LSE, SLOPES, RIGHT, FIRST, PLAN, PIN_TABLE, OPEN, NORMS, MASK, QUERY_SEGMENTS, KEY_SEGMENTS, ORDER, SEED,
+    COUNT,
     q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, o_b, o_h, o_t, slopes_b, right_b, first_b,
     scale, window, dropout, H, G, T, S, N,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SEGMENTS: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr, HAS_MASK: tl.constexpr, HAS_OPEN: tl.constexpr, COUNTS: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, HAS_MASK: tl.constexpr, HAS_OPEN: tl.constexpr, HAS_NORMS: tl.constexpr,
+    COUNTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program: one block of BM queries of one head; the heaviest heads, and in them the last blocks, come first.
 
-    A block of the plan has ROWS queries, and a head N such blocks.
+    A block of the plan has ROWS queries, and a head N such blocks. NORMS is what `lengths_kernel` found.
     """
     programs = tl.cdiv(T, BM)
     bh = tl.load(ORDER + tl.program_id(0) // programs).to(tl.int64)
@@ -264,11 +295,21 @@ def forward_kernel(
         if not CAUSAL:
             tile += tl.where(tile >= high, after - high, 0)
         acc, peak, total = attend_inside(
-            tile, q, acc, peak, total, K, V, i[:, None], position, begin, bh, k_s, v_s, m, right, scale * LOG2E, dropout,
-            seed, D, DP, BN, CAUSAL, HAS_RIGHT, HAS_DROPOUT, PRECISION,
+            tile, q, acc, peak, total, K, V, i[:, None], position, begin, bh, k_s, v_s, m, right, scale * LOG2E, window,
+            dropout, seed, S, D, DP, BN, CAUSAL, HAS_RIGHT, HAS_WINDOW, HAS_DROPOUT, False, PRECISION,
         )  # fmt: skip
         if COUNTS:
             visits += 1
+    if HAS_NORMS:
+        diagonal = until_sound(NORMS, b * (H // G) + kv, tl.num_programs(0) // programs // G, high, last, S, BN, TILE)
+        for tile in tl.range(high, diagonal):
+            acc, peak, total = attend_inside(
+                tile, q, acc, peak, total, K, V, i[:, None], position, begin, bh, k_s, v_s, m, right, scale * LOG2E, window,
+                dropout, seed, S, D, DP, BN, CAUSAL, HAS_RIGHT, HAS_WINDOW, HAS_DROPOUT, True, PRECISION,
+            )  # fmt: skip
+            if COUNTS:
+                visits += 1
+        high, after, until = diagonal, diagonal, diagonal
     pins = PIN_TABLE + block * PINS
     pinned = tl.sum((tl.load(pins + tl.arange(0, PINS)) >= 0).to(tl.int32), 0) * (TILE // BN)
     edges = tl.maximum(last - first, 0) - (high - low + until - after)
