@@ -15,13 +15,13 @@ for tiles that are seen in full, where the bias is a number a key and a number a
 import triton
 import triton.language as tl
 
+from alibi_attn.attention.kernels.dropout import kept_weights
 from alibi_attn.attention.kernels.forward import (
     LOG2E,
     PINS,
     all_finite,
     biased_scores,
     edge_tile,
-    kept_weights,
     planned_tiles,
     slope_inside,
     tile_of,

@@ -12,6 +12,8 @@ The bias is formed in fp32 from integer distances, relative to the tile.
 import triton
 import triton.language as tl
 
+from alibi_attn.attention.kernels.dropout import kept_weights
+
 LOG2E = tl.constexpr(1.4426950408889634)
 PINS = tl.constexpr(4)
 
@@ -113,15 +115,6 @@ def slope_inside(tile, begin, m, right, BN: tl.constexpr, CAUSAL: tl.constexpr, 
     if HAS_RIGHT:
         away = right
     return tl.where(to_left, m, -away), tl.where(to_left, near, near - (BN - 1))
-
-
-@triton.jit
-def kept_weights(seed, head, i, j, dropout):
-    """1 / (1 − p) where the weight of query i and key j is kept, else 0: counter-based, so that backward draws the same."""
-    j, i = tl.broadcast(j.to(tl.uint32), i.to(tl.uint32))
-    head = i * 0 + head.to(tl.uint32)
-    bits, _, _, _ = tl.philox(seed, j, i, head, i * 0)
-    return tl.where(tl.uint_to_uniform_float(bits) >= dropout, 1.0 / (1.0 - dropout), 0.0)
 
 
 @triton.jit
