@@ -356,7 +356,7 @@ def key_kernel(
                 same = theirs == tl.load(QUERY_SEGMENTS + b * T + i, mask=i < T, other=0)[None, :]
             products = tl.dot(k, q.T, input_precision=PRECISION)
             scores, seen = biased_scores(
-                products, (i + origin)[None, :] - j[:, None], (here & visited)[:, None], same, m, right, scale * LOG2E, window,
+                products, i[None, :] - (j - origin)[:, None], (here & visited)[:, None], same, m, right, scale * LOG2E, window,
                 CAUSAL, HAS_RIGHT, HAS_WINDOW, HAS_SEGMENTS,
             )  # fmt: skip
             seen = seen & (lse < float("inf"))[None, :]
