@@ -72,6 +72,7 @@ def test_sm_90_is_pipelined_and_as_recorded() -> None:
         if name.split("/")[1] in SMALL:  # one tile or two a program: no loop to pipeline
             assert row["spilled"] == 0, f"{name} spills {row['spilled']} bytes: {row}"
             assert row["wgmma"] > 0 or "reach" not in name, f"{name} does not use wgmma: {row}"
+            assert row["instructions"] < 2500, f"{name}: the certificate costs as much as attention: {row}"
         else:
             assert_pipelined(name, row)
         if kept:
@@ -80,7 +81,7 @@ def test_sm_90_is_pipelined_and_as_recorded() -> None:
 
 def test_other_devices_compile() -> None:
     found = compiled("sm_80", "sm_100", "gfx942")
-    assert len(found) == 45
+    assert len(found) == 18
     for name, row in found.items():
         assert row["matrix_instructions"] > 0 or name.split("/")[1] in SMALL, f"{name}: {row}"
         # sm_80's tiles are those of every device but the largest, consumers' cards among them.

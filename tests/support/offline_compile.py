@@ -33,6 +33,7 @@ KERNELS = {"forward": forward_kernel, "query": query_kernel, "key": key_kernel, 
 BEFORE = {"lengths": lengths_kernel, "outliers": outliers_kernel, "reach": reach_kernel, "plan": plan_kernel}
 BEFORE |= {"shared_plan": shared_plan_kernel, "asked": asked_kernel, "merge": merge_kernel}
 BEFORE |= {"labels": labels_kernel, "runs": runs_kernel, "open": open_kernel, "allowed": allowed_kernel}
+WITH_TILES = ("lengths", "reach")  # the others hold small integers, of which no device has too few
 ALONE = ("shared_plan", "merge", "labels")  # launched with one warp
 ITS_SHAPE = Shape(queries=64, keys=64, warps=4, stages=3)
 TARGETS = {
@@ -94,7 +95,7 @@ def every_figure(targets: list[str]) -> dict[str, dict[str, int]]:
     return {
         f"{target}/{kernel}/D={head_dim}": figures(kernel, target, head_dim)
         for target in targets
-        for kernel in [*KERNELS, *BEFORE]
+        for kernel in [*KERNELS, *(BEFORE if target == "sm_90" else WITH_TILES)]
         for head_dim in (HEAD_DIMS.get(target, (64,)) if kernel in (*KERNELS, "reach") else (64,))
     }
 
