@@ -75,10 +75,11 @@ def figures(kernel: str, target: str, head_dim: int) -> dict[str, int]:
             "shared_bytes": compiled.metadata.shared,
         }
     code = compiled.asm["ptx"]
-    used, loop = _resources(compiled.asm["cubin"]), _heart(_machine_code(compiled.asm["cubin"]))
+    used, executed = _resources(compiled.asm["cubin"]), _machine_code(compiled.asm["cubin"])
+    loop = _heart(executed)
     return {
         "loop_instructions": len(loop),
-        "instructions": len(_machine_code(compiled.asm["cubin"])),
+        "instructions": len(executed),
         "instructions_per_score": round(len(loop) * 32 * shape.warps / (shape.queries * shape.keys), 1),
         "spills_in_loop": sum(name in ("LDL", "STL") for name in loop),
         "async_loads": code.count("cp.async.c"),
