@@ -23,6 +23,7 @@ from alibi_attn.attention.kernels.forward import (
     biased_scores,
     edge_tile,
     planned_tiles,
+    rows_of,
     slope_inside,
     tile_of,
 )
@@ -39,8 +40,8 @@ def query_tile_inside(
     """One tile of keys that every query sees in full: what `query_tile` returns."""
     slope, near = slope_inside(tile, begin, m, right, BN, CAUSAL, HAS_RIGHT)
     j = tile * BN + tl.arange(0, BN)
-    k = tile_of(K, tile, k_s, 0, D, DP, BN)
-    v = tile_of(V, tile, v_s, 0, D, DP, BN)
+    k = tile_of(K, tile, k_s, D, DP, BN)
+    v = tile_of(V, tile, v_s, D, DP, BN)
     scores = tl.dot(q, k.T, input_precision=PRECISION) * scale + (slope * (j - near).to(tl.float32))[None, :]
     p = tl.exp2(scores - (lse + slope * (position - near).to(tl.float32))[:, None])
     dp = tl.dot(do, v.T, input_precision=PRECISION)
@@ -74,15 +75,11 @@ def query_tile(
     """One tile of keys: (dq / scale, −Σ ds·|i − j| to the left, to the right) after it."""
     start = tl.cast(tile, tl.int64) * BN
     jj = tl.arange(0, BN)
-    d = tl.arange(0, DP)
     here = tile * BN + jj < S
     if HAS_MASK:
         here = tl.load(MASK + start + jj, mask=here, other=0) != 0
-    loaded = here[:, None]
-    if D != DP:
-        loaded = loaded & (d < D)[None, :]
-    k = tl.load(K + start * k_s + jj[:, None] * k_s + d[None, :], mask=loaded, other=0.0)
-    v = tl.load(V + start * v_s + jj[:, None] * v_s + d[None, :], mask=loaded, other=0.0)
+    k = rows_of(K, tile * BN, k_s, here, D, DP, BN)
+    v = rows_of(V, tile * BN, v_s, here, D, DP, BN)
     j = (tile * BN + jj)[None, :]
     same = True
     if HAS_SEGMENTS:
@@ -319,8 +316,8 @@ def key_kernel(
             visited = visits(plan + n * BM // ROWS * 4, key_tile, pinned)
             lse = tl.load(LSE + bh * T + i) * LOG2E
             delta = tl.load(DELTA + bh * T + i)
-            q = tile_of(q_head, n, q_t, 0, D, DP, BM)
-            do = tile_of(do_head, n, do_t, 0, D, DP, BM)
+            q = tile_of(q_head, n, q_t, D, DP, BM)
+            do = tile_of(do_head, n, do_t, D, DP, BM)
             slope, near = m, t * BN + BN - 1
             if not CAUSAL:
                 if HAS_RIGHT:
@@ -345,12 +342,8 @@ def key_kernel(
             lse = tl.load(LSE + bh * T + i, mask=i < T, other=float("-inf")) * LOG2E
             lse = tl.where(lse != float("-inf"), lse, float("inf"))
             delta = tl.load(DELTA + bh * T + i, mask=i < T, other=0.0)
-            ours = (i < T)[:, None]
-            if D != DP:
-                ours = ours & (d < D)[None, :]
-            at = tl.cast(n, tl.int64) * BM
-            q = tl.load(q_head + at * q_t + rows[:, None] * q_t + d[None, :], mask=ours, other=0.0)
-            do = tl.load(do_head + at * do_t + rows[:, None] * do_t + d[None, :], mask=ours, other=0.0)
+            q = rows_of(q_head, n * BM, q_t, i < T, D, DP, BM)
+            do = rows_of(do_head, n * BM, do_t, i < T, D, DP, BM)
             same = True
             if HAS_SEGMENTS:
                 same = theirs == tl.load(QUERY_SEGMENTS + b * T + i, mask=i < T, other=0)[None, :]

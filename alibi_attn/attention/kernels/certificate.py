@@ -12,7 +12,7 @@ roots, exponentials and logarithms, may be off is added (`_ROUNDING`, `_NATS`), 
 import triton
 import triton.language as tl
 
-from alibi_attn.attention.kernels.forward import LOG2E, PINS
+from alibi_attn.attention.kernels.forward import LOG2E, PINS, rows_of
 
 UNIT = tl.constexpr(2.0**-24)
 _ROUNDING = tl.constexpr(1.0 + 2.0**-18)  # of a number: a few operations, each off by less than 2⁻²²
@@ -35,17 +35,6 @@ def longest(rows, D: tl.constexpr):
     x = rows.to(tl.float32)
     length = tl.sqrt(tl.sum(x * x, 1)) * (1.0 + (D + 32) * UNIT) + _TINY
     return tl.where(length < float("inf"), length, float("inf"))
-
-
-@triton.jit
-def rows_of(P, first, p_s, here, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr):
-    """TILE rows of DP numbers, from row `first` on; zeros where they are not `here`, and beyond D."""
-    d = tl.arange(0, DP)
-    inside = here[:, None]
-    if D != DP:
-        inside = inside & (d < D)[None, :]
-    at = P + tl.cast(first, tl.int64) * p_s + tl.arange(0, TILE)[:, None] * p_s + d[None, :]
-    return tl.load(at, mask=inside, other=0.0)
 
 
 @triton.jit

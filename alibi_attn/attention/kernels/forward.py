@@ -124,18 +124,24 @@ def all_finite(rows):
 
 
 @triton.jit
-def tile_of(P, tile, p_s, count, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, ALL: tl.constexpr = True):
-    """BN rows of DP numbers; zeros beyond D. Unless they are ALL there, of `count` in all, zeros beyond too."""
-    d, rows = tl.arange(0, DP), tl.arange(0, BN)
-    at = P + tl.cast(tile, tl.int64) * BN * p_s + rows[:, None] * p_s + d[None, :]
-    if ALL:
-        if D == DP:
-            return tl.load(at)
-        return tl.load(at, mask=(d < D)[None, :], other=0.0)
-    here = (tile * BN + rows < count)[:, None]
+def tile_of(P, tile, p_s, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr):
+    """BN rows of DP numbers, all of them there; zeros beyond D."""
+    d = tl.arange(0, DP)
+    at = P + tl.cast(tile, tl.int64) * BN * p_s + tl.arange(0, BN)[:, None] * p_s + d[None, :]
+    if D == DP:
+        return tl.load(at)
+    return tl.load(at, mask=(d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def rows_of(P, first, p_s, here, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr):
+    """BN rows of DP numbers from row `first` on; zeros where they are not `here`, and beyond D."""
+    d = tl.arange(0, DP)
+    inside = here[:, None]
     if D != DP:
-        here = here & (d < D)[None, :]
-    return tl.load(at, mask=here, other=0.0)
+        inside = inside & (d < D)[None, :]
+    at = P + tl.cast(first, tl.int64) * p_s + tl.arange(0, BN)[:, None] * p_s + d[None, :]
+    return tl.load(at, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -162,7 +168,10 @@ def attend_inside(
     """
     slope, near = slope_inside(tile, begin, m, right, BN, CAUSAL, HAS_RIGHT)
     j = tile * BN + tl.arange(0, BN)
-    k = tile_of(K, tile, k_s, S, D, DP, BN, not DIAGONAL)
+    if DIAGONAL:
+        k = rows_of(K, tile * BN, k_s, j < S, D, DP, BN)
+    else:
+        k = tile_of(K, tile, k_s, D, DP, BN)
     products = tl.dot(q, k.T, input_precision=PRECISION) * scale
     column, row = (j - near).to(tl.float32), (position - near).to(tl.float32)
     if DIAGONAL:
@@ -182,7 +191,10 @@ def attend_inside(
     total = total * shrink + tl.sum(p, 1)
     if HAS_DROPOUT:
         p = p * kept_weights(seed, head, i, j[None, :], dropout)
-    v = tile_of(V, tile, v_s, S, D, DP, BN, not DIAGONAL)
+    if DIAGONAL:
+        v = rows_of(V, tile * BN, v_s, j < S, D, DP, BN)
+    else:
+        v = tile_of(V, tile, v_s, D, DP, BN)
     acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
     return acc, new_peak, total
 
@@ -201,14 +213,10 @@ def attend(
     """
     start = tl.cast(tile, tl.int64) * BN
     jj = tl.arange(0, BN)
-    d = tl.arange(0, DP)
     here = tile * BN + jj < S
     if HAS_MASK:
         here = tl.load(MASK + start + jj, mask=here, other=0) != 0
-    loaded = here[:, None]
-    if D != DP:
-        loaded = loaded & (d < D)[None, :]
-    k = tl.load(K + start * k_s + jj[:, None] * k_s + d[None, :], mask=loaded, other=0.0)
+    k = rows_of(K, tile * BN, k_s, here, D, DP, BN)
     j = (tile * BN + jj)[None, :]
     same = True
     if HAS_SEGMENTS:
@@ -222,7 +230,7 @@ def attend(
     known = tl.where(new_peak == float("-inf"), 0.0, new_peak)
     p = tl.exp2(scores - known[:, None])
     shrink = tl.exp2(peak - known)
-    v = tl.load(V + start * v_s + jj[:, None] * v_s + d[None, :], mask=loaded, other=0.0)
+    v = rows_of(V, tile * BN, v_s, here, D, DP, BN)
     sound = all_finite(v)
     v = tl.where(sound[:, None], v, 0.0).to(v.dtype)
     hurt = tl.max(tl.where(scores == float("-inf"), 0.0, tl.where(sound, 0.0, 1.0)[None, :]), 1)
