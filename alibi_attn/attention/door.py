@@ -87,9 +87,8 @@ def _slopes(name: str, slopes: Slopes | None, query: Tensor, *, batch: int, num_
 def _default_slopes(num_heads: int, dtype: torch.dtype, query: Tensor) -> Tensor:
     # Under dynamic shapes H is a symbol; a list has a definite length, and so H becomes a number.
     published = _published(len([None] * num_heads))
-    if (
-        torch.compiler.is_compiling()
-    ):  # the compiler makes one launch of it, where a constant would be copied from the host
+    if torch.compiler.is_compiling():
+        # The compiler makes one launch of it, where a constant would be copied from the host.
         return torch.stack([torch.full((), slope, dtype=dtype, device=query.device) for slope in published])
     return slopes_beside(published, dtype, query)
 
