@@ -10,6 +10,7 @@ from torch import Tensor
 
 from alibi_attn.attention import dispatch, explanation
 from alibi_attn.attention.bias import Slopes
+from alibi_attn.attention.bounds import first_positions
 from alibi_attn.attention.door import SegmentIds, make_spec
 from alibi_attn.attention.spec import AttentionSpec
 
@@ -166,9 +167,10 @@ def head_reach(
 ) -> Tensor:
     """How far every head really looks, [B, H] int64: no query of the head reads a key with |i − j| ≥ reach.
 
-    Like `window` it counts the query itself, and it is `key_len` where nothing is skipped (by `dense`, for example, which
-    "auto" takes for short input). It is what the backend reads: its blocks round the certified reach up. Values are taken
-    to be of like length: a skipped value more than four times longer than the nearest kept ones widens the reach.
+    Like `window` it counts the query itself. Where nothing is skipped (by `dense`, for example, which "auto" takes for short
+    input) it is the largest distance that occurs in this call, plus one. It is what the backend reads: its blocks round the
+    certified reach up. Values are taken to be of like length: a skipped value more than four times longer than the nearest kept
+    ones widens the reach.
 
     Arguments and errors are those of `alibi_attention`.
 
@@ -185,10 +187,8 @@ def head_reach(
     name = dispatch.choose(backend, spec, query, key, key)
     with torch.no_grad():
         visited = dispatch.BACKENDS[name].visits(spec, query, key, None)
-    if visited is None:
-        return torch.full((spec.batch, spec.num_heads), spec.key_len, device=query.device)
-    reach: Tensor = visited[0]
-    return reach.clamp(max=spec.key_len)
+    most = _largest_distance(spec, query.device)[:, None].expand(-1, spec.num_heads)
+    return most.clone() if visited is None else torch.minimum(visited[0], most)
 
 
 def explain(
@@ -251,6 +251,17 @@ def _once(
     right = spec.right_slopes
     spec = dataclasses.replace(spec, slopes=_mark(spec.slopes), right_slopes=None if right is None else _mark(right))
     return _mark(query), _mark(key), _mark(value), spec
+
+
+def _largest_distance(spec: AttentionSpec[Tensor], device: torch.device) -> Tensor:
+    """[B] int64: 1 + the largest |i − j| of a query and a key that causality and the window let meet; 0 where none do."""
+    first = first_positions(spec, device).expand(spec.batch)
+    if spec.query_len == 0 or spec.key_len == 0:
+        return torch.zeros_like(first)
+    most = first + spec.query_len  # of the last query and key 0
+    if not spec.causal:
+        most = torch.maximum(most, spec.key_len - first)
+    return most.clamp(min=0, max=spec.window)
 
 
 def _nothing(spec: AttentionSpec[Tensor], query: Tensor) -> tuple[Tensor, Tensor]:

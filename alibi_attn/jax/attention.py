@@ -216,12 +216,13 @@ def _backward_once(plan: Plan, kept: _Kept, grad_output: Array, grad_lse: Array)
     # What comes for a query that saw nothing must reach no gradient, whatever it is.
     grad_output = jnp.where(blind[..., None], 0, grad_output)
     lse = jnp.where(blind, jnp.inf, kept.lse)
-    shift = (grad_output.astype(lse.dtype) * output.astype(lse.dtype)).sum(-1) - jnp.where(blind, 0.0, grad_lse)
+    grad_lse = jnp.where(blind, 0.0, grad_lse)
+    shift = (grad_output.astype(lse.dtype) * output.astype(lse.dtype)).sum(-1) - grad_lse
     inputs, _ = _inputs(kept.arrays, kept.rest)
     if kept.visited is None:
-        query, key, value, left, right = dense.backward(plan, inputs, lse, grad_output, shift)
+        query, key, value, left, right = dense.backward(plan, inputs, lse, grad_output, shift, grad_lse)
     else:
-        query, key, value, left, right = outward.backward(plan, inputs, lse, kept.visited, grad_output, shift)
+        query, key, value, left, right = outward.backward(plan, inputs, lse, kept.visited, grad_output, shift, grad_lse)
     query, key, value = (x.swapaxes(1, 2).astype(output.dtype) for x in (query, key, value))
     return _Arrays(query, key, value, left, right)
 

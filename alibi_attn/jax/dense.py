@@ -26,6 +26,7 @@ class _OfQuery(NamedTuple):
     lse: Array  # [T]
     grad_output: Array  # [T, D]
     shift: Array  # [T]
+    grad_lse: Array  # [T]
 
 
 def forward(plan: Plan, inputs: Inputs) -> tuple[Array, Array]:
@@ -41,14 +42,18 @@ def forward(plan: Plan, inputs: Inputs) -> tuple[Array, Array]:
 
 
 def backward(
-    plan: Plan, inputs: Inputs, lse: Array, grad_output: Array, shift: Array
+    plan: Plan, inputs: Inputs, lse: Array, grad_output: Array, shift: Array, grad_lse: Array
 ) -> tuple[Array, Array, Array, Array, Array]:
     """As `outward.backward`."""
 
     def one(queries: Queries, keys: Keys, head: _Head, known: _OfQuery) -> Gradients:
-        return tiles.gradients(plan, head.rule, queries, keys, *known, _dropout_key(inputs, head))
+        least = tiles.least_distance(queries, len(keys.key))
+        found = tiles.gradients(plan, head.rule, queries, keys, *known[:-1], least, _dropout_key(inputs, head))
+        left, right = tiles.slope_gradients(found.left, found.right, least, known.grad_lse)
+        return found._replace(left=left, right=right)
 
-    found = _over_heads(one, plan, inputs, _OfQuery(*(_grouped(x, inputs) for x in (lse, grad_output, shift))))
+    known = _OfQuery(*(_grouped(x, inputs) for x in (lse, grad_output, shift, grad_lse)))
+    found = _over_heads(one, plan, inputs, known)
     of_key, of_value = found.key.sum(2), found.value.sum(2)
     return _joined(found.query, inputs), of_key, of_value, _joined(found.left, inputs), _joined(found.right, inputs)
 

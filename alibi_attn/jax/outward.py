@@ -92,7 +92,7 @@ def forward(plan: Plan, inputs: Inputs) -> tuple[Array, Array, Visited]:
 
 
 def backward(
-    plan: Plan, inputs: Inputs, lse: Array, visited: Visited, grad_output: Array, shift: Array
+    plan: Plan, inputs: Inputs, lse: Array, visited: Visited, grad_output: Array, shift: Array, grad_lse: Array
 ) -> tuple[Array, Array, Array, Array, Array]:
     """Gradients of query, key, value [B, H or K, T or S, D] and of the slopes to the left and right [B, H].
 
@@ -100,6 +100,7 @@ def backward(
         lse: [B, H, T], inf where a query saw nothing.
         grad_output: [B, H, T, D].
         shift: [B, H, T], Σ do·o − dlse.
+        grad_lse: [B, H, T], dlse; 0 where a query saw nothing.
     """
     parts = _parts(plan, inputs)
 
@@ -107,18 +108,20 @@ def backward(
         at = _at(number, plan, inputs)
         queries, rule = _queries(plan, parts, at), _rule(parts, at)
         mine = jax.tree.map(lambda x: x[number], visited)
-        lse_here, grad_here, shift_here = (
-            _rows(plan, x, at.sequence, at.head, at.row) for x in (lse, grad_output, shift)
+        lse_here, grad_here, shift_here, of_lse = (
+            _rows(plan, x, at.sequence, at.head, at.row) for x in (lse, grad_output, shift, grad_lse)
         )
         # The last block begins early, so as to be full; what it shares with the one before is counted there.
         row = jnp.arange(plan.query_block)
-        lse_here = jnp.where(row < at.block * plan.query_block - at.row, jnp.inf, lse_here)
+        is_shared = row < at.block * plan.query_block - at.row
+        lse_here, of_lse = jnp.where(is_shared, jnp.inf, lse_here), jnp.where(is_shared, 0.0, of_lse)
+        least = tiles.least_distance(queries, inputs.key.shape[2])
         total = mine.last - mine.first + 1 + sum((tile >= 0).astype(jnp.int32) for tile in mine.outliers)
 
         def body(so_far: _Turn) -> _Turn:
             tile = _tile_of_turn(mine, so_far.number)
             keys, dropout_key = _keys(plan, parts, at, tile), _dropout_key(parts, at, tile)
-            found = tiles.gradients(plan, rule, queries, keys, lse_here, grad_here, shift_here, dropout_key)
+            found = tiles.gradients(plan, rule, queries, keys, lse_here, grad_here, shift_here, least, dropout_key)
             where = (at.sequence, at.key_head, tile)
             return _Turn(
                 so_far.number + 1,
@@ -133,7 +136,8 @@ def backward(
         zero = jnp.zeros_like(rule.left)
         begin = _Turn(jnp.zeros_like(total), nothing, zero, zero, *sums)
         done = lax.while_loop(lambda so_far: so_far.number < total, body, begin)
-        return (done.keys, done.values), (done.query, done.left, done.right)
+        slopes = tiles.slope_gradients(done.left, done.right, least, of_lse)
+        return (done.keys, done.values), (done.query, *slopes)
 
     nothing = jnp.zeros_like(parts.key, dtype=lse.dtype)
     sums, (of_query, of_left, of_right) = lax.scan(

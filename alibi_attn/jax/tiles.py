@@ -146,6 +146,7 @@ def gradients(
     lse: Array,
     grad_output: Array,
     shift: Array,
+    least: Array,
     dropout_key: Array | None,
 ) -> Gradients:
     """Gradients of one tile, given the finished lse.
@@ -156,6 +157,7 @@ def gradients(
     Args:
         lse: [t], inf for a query that shall add nothing; its query and grad_output are finite.
         shift: [t].
+        least: scalar of `least_distance`, left out of i − j here; `slope_gradients` puts it back.
     """
     score, distance = scores(plan, rule, queries, keys)
     weight = jnp.exp(score - lse[:, None])
@@ -165,7 +167,7 @@ def gradients(
         keep = _kept(plan, dropout_key, weight)
         kept, grad_weight = weight * keep, grad_weight * keep
     grad_score = weight * (grad_weight - shift[:, None])
-    pull = grad_score * distance.astype(weight.dtype)
+    pull = grad_score * (distance - least).astype(weight.dtype)
     operand = _operand(keys.key.dtype)
     narrow = grad_score.astype(operand)
     return Gradients(
@@ -175,6 +177,22 @@ def gradients(
         left=-(pull if plan.causal else jnp.where(distance > 0, pull, 0.0)).sum(),
         right=jnp.zeros_like(rule.right) if plan.causal else jnp.where(distance < 0, pull, 0.0).sum(),
     )
+
+
+def least_distance(queries: Queries, key_len: int) -> Array:
+    """int32 scalar: the i − j nearest to 0 of a block of queries that all stand beyond the keys, on one side; 0 for all others.
+
+    A row of ds adds up to dlse, so a constant may be left out of its distances: Σ ds·d = Σ ds·(d − c) + c·dlse. Products with
+    distances of 10⁶ would round by more than what is left of their sum.
+    """
+    first, last = queries.position, queries.position + len(queries.query) - 1
+    return jnp.maximum(first - (key_len - 1), 0) + jnp.minimum(last, 0)
+
+
+def slope_gradients(left: Array, right: Array, least: Array, grad_lse: Array) -> tuple[Array, Array]:
+    """The slopes' gradients of one block, from the sums of `gradients` over its tiles; grad_lse is 0 where nothing is seen."""
+    due = least.astype(left.dtype) * grad_lse.sum(-1)
+    return left - jnp.where(least > 0, due, 0.0), right + jnp.where(least < 0, due, 0.0)
 
 
 def _operand(dtype: jnp.dtype) -> jnp.dtype:

@@ -176,3 +176,52 @@ def test_bands_that_are_cut_into_parts_give_the_same(monkeypatch: pytest.MonkeyP
         monkeypatch.undo()
         for whole, parts in zip(*results, strict=True):
             torch.testing.assert_close(parts, whole)
+
+
+@both
+@pytest.mark.parametrize("scale", [-0.2, 0.0])
+def test_scales_that_are_not_positive(backend: str, scale: float) -> None:
+    """The operator underneath `banded` hides keys before it scales, and −inf times such a scale is inf or NaN."""
+    q, k, v = draw(h=2, t=1024, d=32, requires_grad=True)
+    go = torch.randn_like(q)
+    results = []
+    for dtype, name in ((torch.float64, "reference"), (torch.float32, backend)):
+        out, lse = alibi_attention(
+            *(x.to(dtype) for x in (q, k, v)), [0.5, 0.001], scale=scale, return_lse=True, backend=name
+        )
+        results.append([out, lse, *torch.autograd.grad(out, [q, k, v], go.to(dtype))])
+    for exact, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours, exact.to(ours.dtype), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["dense", "banded", "native"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_gradients_of_huge_scores_are_finite(backend: str, causal: bool) -> None:
+    """Backward computes scores again, and at 10³⁰ its rounding alone is more than exp can hold."""
+    q, k, v = draw(h=1, t=300, d=8)
+    q, k = (q * 1e15).requires_grad_(), (k * 1e15).requires_grad_()
+    out, lse = alibi_attention(q, k, v, [0.5], causal=causal, return_lse=True, backend=backend)
+    plain = alibi_attention(q, k, v, [0.5], causal=causal, backend=backend)
+    for result in (out, lse, *torch.autograd.grad(out.sum() + plain.sum(), [q, k])):
+        assert bool(result.isfinite().all())
+    torch.testing.assert_close(plain, out)
+
+
+@pytest.mark.parametrize("backend", ["dense", "banded", "native", "reference"])
+def test_the_reach_is_true_of_queries_beyond_the_keys(backend: str) -> None:
+    """`reach` is a distance that no pair reaches, also where the nearest key is far away."""
+    q, k, v = draw(h=1, t=256)
+    for options in (
+        {"query_offset": 1024},
+        {"query_offset": -700, "causal": False},
+        {"query_offset": torch.tensor([90, -3])},
+    ):
+        batch = 2 if isinstance(options["query_offset"], torch.Tensor) else 1
+        inputs = [x.expand(batch, -1, -1, -1) for x in (q, k, v)]
+        reach = head_reach(*inputs[:2], [0.001], backend=backend, **options)
+        first = torch.as_tensor(options["query_offset"]).reshape(-1)
+        largest = torch.maximum(first + 255, 255 - first if not options.get("causal", True) else first)
+        assert torch.equal(reach[:, 0], (largest + 1).expand(batch))
+        windowed = head_reach(*inputs[:2], [0.001], backend=backend, window=200, **options)
+        assert bool((windowed[:, 0] <= 200).all())
+    assert head_reach(q, k, [0.001], query_offset=-256, backend=backend).tolist() == [[0]]

@@ -12,8 +12,8 @@ import fused_in_interpreter as inside
 import numpy as np
 import pytest
 import torch
-from attention_cases import CASES, INSIDE, SHORT_INSIDE, Case
-from attention_checks import assert_exact
+from attention_cases import CASES, INSIDE, ONE_FAR_KEY, SHORT_INSIDE, Case
+from attention_checks import assert_exact, assert_one_far_key
 from attention_oracle import Answer
 
 from alibi_attn import records
@@ -39,6 +39,11 @@ SOME = tuple(case for case in (*CASES, *INSIDE) if case.name in {
 def interpreter() -> Iterator[ProcessPoolExecutor]:
     with inside.interpreter() as executor:
         yield executor
+
+
+@pytest.mark.parametrize("case", ONE_FAR_KEY, ids=str)
+def test_one_far_key_gives_the_slope_no_gradient_but_through_lse(interpreter: ProcessPoolExecutor, case: Case) -> None:
+    assert_one_far_key(case, _answer(interpreter, case, "float32"))
 
 
 @pytest.mark.parametrize("case", [*CASES, *SHORT_INSIDE], ids=str)

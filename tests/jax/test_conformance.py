@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import jax
 import pytest
 import torch
-from attention_cases import CASES, Case
-from attention_checks import assert_exact
+from attention_cases import CASES, ONE_FAR_KEY, Case
+from attention_checks import assert_exact, assert_one_far_key
 from jax_checks import LONG, SMALL, TORCH, Room, answer, embedded_answer
 
 from alibi_attn.jax import attention
@@ -43,6 +43,12 @@ def assert_same(case: Case, dtype: str, **how: object) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_case_equals_the_definition(backend: str, case: Case) -> None:
     assert_same(case, "float32", backend=backend)
+
+
+@pytest.mark.parametrize("case", ONE_FAR_KEY[-1:], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_far_key_gives_the_slope_no_gradient_but_through_lse(backend: str, case: Case) -> None:
+    assert_one_far_key(case, answer(case, "float32", backend=backend))
 
 
 @pytest.mark.parametrize("name", OWN_SHAPES)

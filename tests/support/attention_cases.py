@@ -181,3 +181,18 @@ SHORT_INSIDE = (
         window=120,
     ),
 )
+# Here every product with a distance is a million times what remains of their sum.
+ONE_FAR_KEY = (
+    Case("one key far to the left", heads=2, query_len=130, key_len=1, offset=10**6, slopes="random"),
+    Case("one key far to the right", heads=2, query_len=130, key_len=1, offset=-(10**6), slopes="random", causal=False),
+    Case(
+        "one key, right slopes",
+        heads=2,
+        query_len=70,
+        key_len=1,
+        offset=-(10**6),
+        slopes="random",
+        right="random",
+        causal=False,
+    ),
+)

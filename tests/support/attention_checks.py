@@ -162,3 +162,15 @@ def assert_exact(case: Case, dtype: torch.dtype, got: Answer, *, tolerance: floa
         )
         worst = max(worst, error / allowed) if error > 0 else worst
     return worst
+
+
+def assert_one_far_key(case: Case, got: Answer) -> None:
+    """With one key the output does not depend on the slope, and lse falls by its distance: the gradient is −Σ dlse·|i − j|."""
+    far = (case.offset + torch.arange(case.query_len, dtype=torch.float64)).abs()
+    terms = torch.tensor(case.draw()["grad_lse"]) * far
+    name = "right_slopes" if case.right else "slopes"
+    # fp32: rounding of the terms, and of ds (0 on paper) times a block of distances and what rounds in taking the others out.
+    allowed = 2.0**-22 * (terms.abs().sum((0, 2)) + far.max())
+    assert bool(((got.gradients[name].double() + terms.sum((0, 2))).abs() <= allowed).all())
+    if case.right:
+        assert torch.equal(got.gradients["slopes"], torch.zeros_like(got.gradients["slopes"]))

@@ -22,6 +22,7 @@ from alibi_attn.attention.bounds import PIN_CHOICES, TILE, Bounds, bounds, first
 from alibi_attn.attention.masks import HeadMasks, Masks, key_view, query_view
 from alibi_attn.attention.operators import Plan, clean, described, operator
 from alibi_attn.attention.spec import AttentionSpec
+from alibi_attn.attention.visibility import are_finite
 
 Spec = AttentionSpec[Tensor]
 
@@ -56,6 +57,7 @@ def visits(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> tupl
 
 
 def _forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Plan]:
+    spec, q, _ = _with_positive_scale(spec, q)
     found, plans = plan(spec, q, k, v)
     work = torch.promote_types(q.dtype, torch.float32)
     output = torch.zeros(q.shape, dtype=work)
@@ -75,6 +77,7 @@ def _backward(
     out: Tensor, lse: Tensor, slopes_wanted: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     q, k, v = inputs
+    spec, q, sign = _with_positive_scale(spec, q)
     plans = bands.plan(spec, Bounds(*found), threads=torch.get_num_threads())
     dq, dk, dv = (torch.zeros(x.shape, dtype=lse.dtype) for x in inputs)
     dslope = torch.zeros(2, spec.batch, spec.num_heads, dtype=torch.float64)
@@ -91,7 +94,19 @@ def _backward(
                 ours = _with_lse_column(ours, grad_lse[b, h])
             for piece in pieces:
                 _backward_piece(head, piece, ours, lse[b, h], dq[b, h], dk[shared], dv[shared])
-    return dq, dk, dv, dslope
+    return dq * sign, dk, dv, dslope
+
+
+def _with_positive_scale(spec: Spec, q: Tensor) -> tuple[Spec, Tensor, int]:
+    """(spec, q, sign): the same scores with spec.scale > 0; sign·q is what came.
+
+    The operator underneath scales after it has put −inf where a causal query may not look:
+    inf or NaN if that is not positive.
+    """
+    if spec.scale > 0:
+        return spec, q, 1
+    sign = -1 if spec.scale < 0 else 0
+    return dataclasses.replace(spec, scale=-spec.scale if sign else 1.0), q * sign, sign
 
 
 def _empty_plan(query: Tensor, key: Tensor) -> Plan:
@@ -134,15 +149,19 @@ def _backward_piece(
     mass = query_view(lse, piece)
     if shift is not None:
         mass = mass + shift
-    gq, gk, gv = _fused_backward(
+    found: Sequence[Tensor] = _fused_backward(
         query_view(grad, piece)[:, None], query_view(q, piece)[:, None], key_view(k, piece)[:, None], key_view(v, piece)[:, None],
         query_view(out, piece)[:, None], mass[:, None].contiguous(), 0.0, piece.kind == "diagonal",
         attn_mask=mask, scale=head.spec.scale,
     )  # fmt: skip
+    gq, gk, gv = (x[:, 0] for x in found)
+    if not are_finite(gq, gk, gv):
+        # Scores of 10⁹ and more differ from forward's by more than exp can hold.
+        gq, gk, gv = _written_out_gradients(head, piece, ours, lse)
     d = dq.shape[-1]
-    query_view(dq, piece).add_(gq[:, 0, :, :d])
-    _add_overlapping(dk, gk[:, 0, :, :d], piece)
-    _add_overlapping(dv, gv[:, 0, :, :d], piece)
+    query_view(dq, piece).add_(gq[..., :d])
+    _add_overlapping(dk, gk[..., :d], piece)
+    _add_overlapping(dv, gv[..., :d], piece)
 
 
 def _mask_and_shift(head: HeadMasks, piece: Piece) -> tuple[Tensor, Tensor | None, bool]:
@@ -158,30 +177,63 @@ def _mask_and_shift(head: HeadMasks, piece: Piece) -> tuple[Tensor, Tensor | Non
 def _slope_gradient(
     head: HeadMasks, pieces: list[Piece], ours: list[Tensor], lse: Tensor, grad_lse: Tensor | None
 ) -> Tensor:
-    """[2] fp64: −Σ ds·|i − j| of one head over the keys to the left, and to the right; weights are written out block by block."""
-    grad, q, k, v, out = ours
-    work = lse.dtype
-    inner = (grad.to(work) * out.to(work)).sum(-1)
-    if grad_lse is not None:
-        inner = inner - grad_lse
-    right_slope = 0.0 if math.isinf(head.right_slope) else head.right_slope
-    total = torch.zeros(2, dtype=torch.float64)
+    """[2] fp64: −Σ ds·|i − j| of one head over the keys to the left, and to the right; weights are written out block by block.
+
+    Rows of ds add up to the gradient of lse, on paper; in floats they are off by what Σ grad·out rounds, which would grow with
+    the distance. So every row is centered by what it computed: ds + p·(grad_lse − Σ ds) / Σ p.
+    """
+    inner = (ours[0].to(lse.dtype) * ours[4].to(lse.dtype)).sum(-1)
+    due = torch.zeros_like(inner) if grad_lse is None else grad_lse
+    inner = inner - due
+    # Of every query: sums of ds and p, and of ds·|i − j| and p·|i − j| to the left and to the right.
+    sums = torch.zeros(6, *lse.shape, dtype=torch.float64)
     for piece in pieces:
-        rows = query_view(q, piece), query_view(grad, piece), query_view(lse, piece), query_view(inner, piece)
-        ks, vs = key_view(k, piece), key_view(v, piece)
+        rows = [query_view(row, piece) for row in sums]
         for block in range(piece.count):
-            distance = head.distance(piece, block)[0]
-            slope = torch.full(distance.shape, head.slope, dtype=work).masked_fill(distance < 0, right_slope)
-            hidden = head.hidden(piece, distance[None], block)[0]
-            query, go, mass, rest = (x[block].to(work) for x in rows)
-            score = (query @ ks[block].to(work).T) * head.spec.scale - slope * distance.abs()
-            weight = (score.masked_fill(hidden, -math.inf) - mass[:, None]).exp()
-            moment = weight * (go @ vs[block].to(work).T - rest[:, None]) * distance
-            total[0] -= moment.where(distance > 0, 0).sum(dtype=torch.float64)
-            total[1] += moment.where(distance < 0, 0).sum(dtype=torch.float64)
+            weight, moment, distance = _written_out(head, piece, block, ours, lse, inner)
+            left, right = distance.clamp(min=0).double(), (-distance).clamp(min=0).double()
+            found = moment.sum(-1), weight.sum(-1), *((x * d).sum(-1) for d in (left, right) for x in (moment, weight))
+            for row, more in zip(rows, found, strict=True):
+                row[block] += more
+    excess = (sums[0] - due) / sums[1].clamp(min=torch.finfo(torch.float64).tiny)
+    total = torch.stack([(excess * sums[3] - sums[2]).sum(), (excess * sums[5] - sums[4]).sum()])
     if head.spec.right_slopes is None:
         return torch.stack([total.sum(), torch.zeros((), dtype=torch.float64)])
     return total
+
+
+def _written_out(
+    head: HeadMasks, piece: Piece, block: int, ours: list[Tensor], lse: Tensor, inner: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(p, ds, i − j) of one block of a piece, [rows, keys], the first two fp64; `inner` is Σ grad·out − grad_lse of a query."""
+    grad, q, k, v, _ = ours
+    work = lse.dtype
+    right_slope = 0.0 if math.isinf(head.right_slope) else head.right_slope
+    distance = head.distance(piece, block)[0]
+    slope = torch.full(distance.shape, head.slope, dtype=work).masked_fill(distance < 0, right_slope)
+    hidden = head.hidden(piece, distance[None], block)[0]
+    query, go, mass, rest = (query_view(x, piece, block)[0].to(work) for x in (q, grad, lse, inner))
+    keys, values = (key_view(x, piece, block)[0].to(work) for x in (k, v))
+    score = (query @ keys.T) * head.spec.scale - slope * distance.abs()
+    nats = (score.masked_fill(hidden, -math.inf) - mass[:, None]).clamp(max=0.0)  # above 0 is rounding
+    weight = nats.exp().double()
+    return weight, weight * (go @ values.T - rest[:, None]).double(), distance
+
+
+def _written_out_gradients(head: HeadMasks, piece: Piece, ours: list[Tensor], lse: Tensor) -> tuple[Tensor, ...]:
+    """What the operator's backward returns for a piece, [count, rows or keys, D] of queries, keys and values, from p and ds."""
+    grad, q, k, _, out = (x.to(lse.dtype) for x in ours)
+    inner = (grad * out).sum(-1)
+    found = []
+    for block in range(piece.count):
+        weight, moment, _ = (x.to(lse.dtype) for x in _written_out(head, piece, block, ours, lse, inner))
+        query, go, keys = (
+            query_view(q, piece, block)[0],
+            query_view(grad, piece, block)[0],
+            key_view(k, piece, block)[0],
+        )
+        found.append(((moment @ keys) * head.spec.scale, (moment.T @ query) * head.spec.scale, weight.T @ go))
+    return tuple(torch.stack(parts) for parts in zip(*found, strict=True))
 
 
 def _with_lse_column(ours: list[Tensor], grad_lse: Tensor) -> list[Tensor]:

@@ -12,6 +12,7 @@ from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.visibility import distances, may_see_nothing, per_query_head, visible, without_bad_keys
 
 FEW_QUERIES = 8  # so many are answered fastest by writing their scores out
+HUGE = 2.0**20
 FEW_KEYS = 8192  # keys of one head that are turned into fp32 at a time
 
 
@@ -45,13 +46,13 @@ def run(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) 
         q, k, v = q.float(), k.float(), v.float()
 
     lse = None
-    if spec.return_lse:
+    if spec.return_lse or _has_huge_scores(spec, q, k):
         work = torch.promote_types(q.dtype, torch.float32)
         k, v = per_query_head(spec, k), per_query_head(spec, v)
         scores = spec.scale * (q.to(work) @ k.to(work).mT) + bias
         weights = functional.dropout(scores.softmax(-1), spec.dropout_p)
         output = weights @ v.to(work)
-        lse = scores.logsumexp(-1)
+        lse = scores.logsumexp(-1) if spec.return_lse else None
     else:
         # Query heads of one key head side by side, as rows: nothing is copied for them.
         rows = bias.expand(spec.batch, spec.num_heads, -1, -1).unflatten(1, (-1, spec.group)).flatten(2, 3)
@@ -71,6 +72,19 @@ def run(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) 
         output = output + poison[..., None].to(output.dtype)
         lse = None if lse is None else lse + poison
     return output.to(dtype), lse
+
+
+def _has_huge_scores(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor) -> bool:
+    """Whether a gradient is wanted of scores that may be beyond HUGE, told where looking is free (eager, on a CPU).
+
+    Backward of torch's fused function computes them again, a little differently, and takes exp(score − lse): from 10⁶ on its
+    weights are off by more than a hundredth, from 10⁹ on they are inf.
+    """
+    free = query.device.type == "cpu" and not torch.compiler.is_compiling() and torch.is_grad_enabled()
+    if not free or not (query.requires_grad or key.requires_grad) or query.numel() == 0 or key.numel() == 0:
+        return False
+    largest = [max(-float(x.min()), float(x.max())) for x in (query.detach(), key.detach())]
+    return abs(spec.scale) * spec.head_dim * largest[0] * largest[1] > HUGE
 
 
 def _is_decoding(spec: AttentionSpec[Tensor], query: Tensor) -> bool:

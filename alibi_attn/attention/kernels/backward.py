@@ -33,8 +33,8 @@ NEVER = tl.constexpr(2**20)  # a block of queries behind the last
 
 @triton.jit
 def query_tile_inside(
-    tile, q, do, lse, delta, dq, to_left, to_right, K, V, i, position, begin, head, k_s, v_s, m, right, scale, dropout, seed,
-    D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    tile, q, do, lse, delta, dq, to_left, to_right, K, V, i, position, begin, least, head, k_s, v_s, m, right, scale, dropout,
+    seed, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, HAS_RIGHT: tl.constexpr,
     HAS_DROPOUT: tl.constexpr, SLOPES_WANTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys that every query sees in full: what `query_tile` returns."""
@@ -49,8 +49,9 @@ def query_tile_inside(
         dp = dp * kept_weights(seed, head, i, j[None, :], dropout)
     ds = p * (dp - delta[:, None])
     if SLOPES_WANTED:
-        # Σ ds·(position − j), from the key nearest to the queries on.
-        moment = tl.sum(ds * (near - j).to(tl.float32)[None, :], 1) + (position - near).to(tl.float32) * tl.sum(ds, 1)
+        # Σ ds·(position − least − j), from the key nearest to the queries on.
+        away = (position - least - near).to(tl.float32)
+        moment = tl.sum(ds * (near - j).to(tl.float32)[None, :], 1) + away * tl.sum(ds, 1)
         if CAUSAL:
             to_left -= moment
         else:
@@ -66,13 +67,13 @@ def query_tile_inside(
 
 @triton.jit
 def query_tile(
-    tile, q, do, lse, delta, dq, to_left, to_right, K, V, MASK, KEY_SEGMENTS, own, i, position, head, k_s, v_s, m, right,
+    tile, q, do, lse, delta, dq, to_left, to_right, K, V, MASK, KEY_SEGMENTS, own, i, position, least, head, k_s, v_s, m, right,
     scale, window, dropout, seed, S,
     D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, HAS_RIGHT: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SEGMENTS: tl.constexpr, HAS_DROPOUT: tl.constexpr, HAS_MASK: tl.constexpr,
     SLOPES_WANTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys: (dq / scale, −Σ ds·|i − j| to the left, to the right) after it."""
+    """One tile of keys: (dq / scale, −Σ ds·|i − j − least| to the left, to the right) after it."""
     start = tl.cast(tile, tl.int64) * BN
     jj = tl.arange(0, BN)
     here = tile * BN + jj < S
@@ -95,7 +96,7 @@ def query_tile(
         dp = dp * kept_weights(seed, head, i, j, dropout)
     ds = tl.where(seen, p * (dp - delta[:, None]), 0.0)
     if SLOPES_WANTED:
-        moment = ds * distance.to(tl.float32)
+        moment = ds * (distance - least).to(tl.float32)
         if HAS_RIGHT:
             to_left -= tl.sum(tl.where(distance > 0, moment, 0.0), 1)
             to_right += tl.sum(tl.where(distance < 0, moment, 0.0), 1)
@@ -159,6 +160,9 @@ def query_kernel(
         own = tl.load(QUERY_SEGMENTS + b * T + i, mask=i < T, other=0)[:, None]
     begin = n * BM + tl.load(FIRST + b * first_b).to(tl.int32)
     position = begin + rows
+    # Where a whole block stands beyond the keys, a constant is left out of its distances: a row of ds adds up to dlse, and
+    # products with distances of 10⁶ would round by more than what is left of their sum.
+    least = tl.maximum(begin - (S - 1), 0) + tl.minimum(begin + BM - 1, 0)
     dq = tl.zeros([BM, DP], tl.float32)
     to_left = tl.zeros([BM], tl.float32)
     to_right = tl.zeros([BM], tl.float32)
@@ -172,7 +176,7 @@ def query_kernel(
         if not CAUSAL:
             tile += tl.where(tile >= high, after - high, 0)
         dq, to_left, to_right = query_tile_inside(
-            tile, q, do, lse, delta, dq, to_left, to_right, K, V, i[:, None], position, begin, bh, k_s, v_s, m, right,
+            tile, q, do, lse, delta, dq, to_left, to_right, K, V, i[:, None], position, begin, least, bh, k_s, v_s, m, right,
             scale * LOG2E, dropout, seed, D, DP, BN, CAUSAL, HAS_RIGHT, HAS_DROPOUT, SLOPES_WANTED, PRECISION,
         )  # fmt: skip
     pins = PIN_TABLE + block * PINS
@@ -181,8 +185,8 @@ def query_kernel(
     for x in tl.range(0, edges + pinned, num_stages=1):
         tile = edge_tile(x, edges, first, low, high, after, until, pins, TILE // BN, CAUSAL)
         dq, to_left, to_right = query_tile(
-            tile, q, do, lse, delta, dq, to_left, to_right, K, V, MASK, KEY_SEGMENTS, own, i[:, None], position[:, None], bh,
-            k_s, v_s, m, right, scale * LOG2E, window, dropout, seed, S, D, DP, BN, CAUSAL, HAS_RIGHT, HAS_WINDOW,
+            tile, q, do, lse, delta, dq, to_left, to_right, K, V, MASK, KEY_SEGMENTS, own, i[:, None], position[:, None], least,
+            bh, k_s, v_s, m, right, scale * LOG2E, window, dropout, seed, S, D, DP, BN, CAUSAL, HAS_RIGHT, HAS_WINDOW,
             HAS_SEGMENTS, HAS_DROPOUT, HAS_MASK, SLOPES_WANTED, PRECISION,
         )  # fmt: skip
 
@@ -194,6 +198,13 @@ def query_kernel(
     DQ += bh // H * dq_b + bh % H * dq_h + at * dq_t
     tl.store(DQ + rows[:, None] * dq_t + d[None, :], (dq * scale).to(DQ.dtype.element_ty), mask=mine)
     if SLOPES_WANTED:
+        if HAS_DLSE:
+            due = tl.load(DLSE + bh * T + i, mask=(i < T) & (lse != float("inf")), other=0.0)
+            if HAS_RIGHT:
+                to_left -= tl.maximum(least, 0).to(tl.float32) * due
+                to_right += tl.minimum(least, 0).to(tl.float32) * due
+            else:
+                to_left -= tl.abs(least).to(tl.float32) * due
         every = tl.num_programs(0).to(tl.int64) // programs * T
         tl.store(DSLOPES + bh * T + i, to_left, mask=i < T)
         tl.store(DSLOPES + every + bh * T + i, to_right, mask=i < T)

@@ -12,6 +12,64 @@
 
 namespace {
 
+// What one block adds to the gradients of its head's slopes: -sum over j of ds |i - j|, on the left and on the right.
+//
+// Rows of ds add up to dlse, on paper; in floats they are off by what inner rounds, which grows with the distance. So each row is
+// centered by what it computed: ds + p (dlse - sum of ds) / (sum of p). Distances are summed from each tile's first key on, and
+// the tile's own distance counts in double: 10^6 tokens away no digit is lost.
+template <typename Real>
+struct SlopeGradient {
+    // Of every query, on either side: sums over the keys of ds, p, ds |i - j| and p |i - j|.
+    enum { DS, P, DS_AWAY, P_AWAY, SUMS };
+    double sums[2][SUMS][BLOCK];
+
+    void begin() { std::fill_n(&sums[0][0][0], 2 * SUMS * BLOCK, 0.0); }
+
+    void meet(const Block<Real> &block, int64_t key, int count, const Real *weights, const Real *moments) {
+        const int64_t ahead = block.position - key;  // how far query 0 is behind the tile's first key
+        const bool some_left = ahead + block.rows > 0, some_right = ahead < count - 1 && block.looks_right;
+        if (some_left) meet_side<0>(ahead, count, weights, moments, some_right);
+        if (some_right) meet_side<1>(ahead, count, weights, moments, some_left);
+    }
+
+    // -(ds |i - j|) of all queries, added to the task's; dlse is what the rows of ds must add up to.
+    void end(const Block<Real> &block, double *slope_grads) const {
+        for (int i = 0; i < block.rows; i++) {
+            const double weight = sums[0][P][i] + sums[1][P][i];
+            const double dlse = block.call.grad_lse ? double(block.call.grad_lse[block.row() + i]) : 0.0;
+            const double excess = weight > 0 ? (sums[0][DS][i] + sums[1][DS][i] - dlse) / weight : 0.0;
+            for (int side = 0; side < 2; side++)
+                slope_grads[side] -= sums[side][DS_AWAY][i] - sums[side][P_AWAY][i] * excess;
+        }
+    }
+
+   private:
+    // |i - j| = start + sign (i - j'), with j' from the tile's first key on.
+    template <int side>
+    void meet_side(int64_t ahead, int count, const Real *weights, const Real *moments, bool mixed) {
+        const Real sign = side == 0 ? 1 : -1;
+        for (int v = 0; v < BLOCK; v += VL<Real>) {
+            Reals<Real> sum[SUMS] = {};
+            const Ints<Real> lanes = Block<Real>::lanes() + v;
+            for (int j = 0; j < count; j++) {
+                Reals<Real> p = load(weights + j * BLOCK + v), ds = load(moments + j * BLOCK + v);
+                if (mixed) {
+                    const Ints<Real> away = lanes + (int)(ahead - j), here = side == 0 ? away >= 0 : away < 0;
+                    p = here ? p : Reals<Real>{}, ds = here ? ds : Reals<Real>{};
+                }
+                const Reals<Real> from_start = __builtin_convertvector(lanes - j, Reals<Real>) * sign;
+                sum[DS] += ds, sum[P] += p, sum[DS_AWAY] += ds * from_start, sum[P_AWAY] += p * from_start;
+            }
+            const double start = double(sign) * double(ahead);
+            for (int i = 0; i < VL<Real>; i++) {
+                sums[side][DS][v + i] += sum[DS][i], sums[side][P][v + i] += sum[P][i];
+                sums[side][DS_AWAY][v + i] += double(sum[DS_AWAY][i]) + start * double(sum[DS][i]);
+                sums[side][P_AWAY][v + i] += double(sum[P_AWAY][i]) + start * double(sum[P][i]);
+            }
+        }
+    }
+};
+
 struct Task {
     int64_t b, k, block, last_block, own, own_end, halo, halo_end, at;
 
@@ -29,7 +87,7 @@ struct Backward {
     Block<Real> block;
     Real *weights, *moments, *grads, *query_grad;  // [BLOCK][BLOCK] twice, [D][BLOCK], [BLOCK][D]
     Real inner[BLOCK], lse[BLOCK];                 // what the softmax's derivative subtracts, and the log-sum-exp
-    double slope_grad[2];
+    SlopeGradient<Real> slope_grad;
 
     // Where the gradients of the keys from `key` on, and of their values, are added up.
     struct Place {
@@ -56,12 +114,14 @@ struct Backward {
         for (int j = 0; j < count; j++) {
             for (int v = 0; v < BLOCK; v += VL<Real>) {
                 const int at = j * BLOCK + v;
-                const Reals<Real> weight = exponential(load(weights + at) - load(lse + v));
+                // No score is above the log-sum-exp but by rounding, which at scores of 1e20 is more than exp can hold.
+                const Reals<Real> nats = load(weights + at) - load(lse + v);
+                const Reals<Real> weight = exponential(nats > 0 ? Reals<Real>{} : nats);
                 store(weights + at, weight);
                 store(moments + at, weight * (load(moments + at) - load(inner + v)));
             }
         }
-        if (call.slope_grads) add_slope_grad(key, count);
+        if (call.slope_grads) slope_grad.meet(block, key, count, weights, moments);
         const Real scale = (Real)call.scale;
         for (int at = 0; at < count * BLOCK; at += VL<Real>) store(moments + at, load(moments + at) * scale);
         const Place to = place(task, key, pin);
@@ -70,25 +130,13 @@ struct Backward {
         block.template sum_over_keys<ADD>(call.key, key, count, moments, query_grad, nullptr);
     }
 
-    void add_slope_grad(int64_t key, int count) {
-        for (int v = 0; v < BLOCK; v += VL<Real>) {
-            Reals<Real> sum[2] = {};
-            for (int j = 0; j < count; j++) {
-                const Reals<Real> away = block.away(v, block.position - key - j), moment = load(moments + j * BLOCK + v) * away;
-                sum[0] -= away > 0 ? moment : Reals<Real>{};
-                sum[1] += away < 0 ? moment : Reals<Real>{};
-            }
-            for (int i = 0; i < VL<Real>; i++) slope_grad[0] += sum[0][i], slope_grad[1] += sum[1][i];
-        }
-    }
-
-    void run(const Task &task, int64_t h, int64_t n) {
+    void run(const Task &task, int64_t h, int64_t n, double *slope_grads) {
         const Call<Real> &call = block.call;
         const int64_t D = call.D;
         block.begin(task.b, h, n);
         block.transpose(call.grad, grads);
         for (int i = 0; i < BLOCK; i++) {
-            inner[i] = lse[i] = 0;
+            inner[i] = 0, lse[i] = INFINITY;  // a lane without a query: whatever its scores are, its weights are 0
             if (i >= block.rows) continue;
             const Real *out = call.output.of(task.b, h, n * BLOCK + i);
             for (int64_t d = 0; d < D; d++) inner[i] += grads[d * BLOCK + i] * out[d];
@@ -97,6 +145,7 @@ struct Backward {
             if (lse[i] == -INFINITY) lse[i] = 0;  // it sees nothing, and all its scores are -inf
         }
         std::fill(query_grad, query_grad + BLOCK * D, Real(0));
+        if (call.slope_grads) slope_grad.begin();
         int64_t met = 0;
         const auto meet_all = [&](int64_t low, int64_t high, int pin) {
             for_keys(low, high, task.own, task.own_end, [&](int64_t key, int count) {
@@ -108,6 +157,7 @@ struct Backward {
         for (int p = 0; p < call.P; p++)
             if (*block.pins >> p & 1) for_parts_of_tile(block, p, [&](int64_t low, int64_t high) { meet_all(low, high, p); });
         count(block, met);
+        if (call.slope_grads) slope_grad.end(block, slope_grads);
         std::copy(query_grad, query_grad + block.rows * D, call.result + block.row() * D);
     }
 
@@ -118,9 +168,8 @@ struct Backward {
         std::fill_n(call.value_grad + at, (task.own_end - task.own) * D, Real(0));
         std::fill_n(task.partial(call), 2 * task.rows(call) * D, Real(0));
         for (int64_t g = 0; g < group; g++) {
-            slope_grad[0] = slope_grad[1] = 0.0;
-            for (int64_t n = task.block; n < task.last_block; n++) run(task, task.k * group + g, n);
-            if (slope_grads) std::copy(slope_grad, slope_grad + 2, slope_grads + 2 * g);
+            double *of_head = slope_grads ? slope_grads + 2 * g : nullptr;
+            for (int64_t n = task.block; n < task.last_block; n++) run(task, task.k * group + g, n, of_head);
         }
     }
 };
