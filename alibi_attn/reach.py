@@ -8,7 +8,7 @@ together, whatever they are, and that is at most ε for every
 
     r ≥ reach = ⌈ (U − λ + ln(1/ε) − ln(1 − e^(−m))) / m ⌉ .
 
-`attention/bounds.py` finds U and λ in tensors; `docs/maths.md` has the derivation and what follows for gradients.
+`attention/certificate/bounds.py` finds U and λ in tensors; `docs/maths.md` has the derivation and what follows for gradients.
 """
 
 import math

@@ -27,27 +27,23 @@ LAYERS = {
     "nn": 2,
     **dict.fromkeys(("hf", "lab", "bench", "report"), 3),
     "recipes": 4,
-    **dict.fromkeys(("cli_bench", "cli_words"), 5),
-    **dict.fromkeys(("cli_export", "cli_lab"), 6),
-    "cli": 7,
-    "__main__": 8,
+    "cli": 5,
+    "__main__": 6,
 }
-# Inside attention/, lowest first; those in one row do not import one another.
+# The rooms of attention/, lowest first; those in one row do not import one another, and inside a room all is free.
 ATTENTION_ROWS = (
     ("spec",),
     ("visibility",),
-    ("bias", "lower", "kernels"),
-    ("bounds",),
-    ("bands", "tiles", "lengths", "native", "shapes", "launch"),
-    ("masks", "opening", "operators", "ranges"),
-    ("certify",),
+    ("bias", "certificate"),
+    ("custom_op",),
     ("backends",),
-    ("dispatch", "door"),
+    ("dispatch", "validation"),
     ("explanation",),
     ("api",),
     ("decoding",),
 )
 ATTENTION = {name: row for row, names in enumerate(ATTENTION_ROWS) for name in names}
+KERNELS = ["attention", "backends", "fused", "kernels"]
 
 
 def modules(root: Path) -> Iterator[tuple[str, ast.Module]]:
@@ -88,7 +84,7 @@ def assert_layers(root: Path) -> None:
             continue
         here, there = parts(module), parts(imported)
         if not there:
-            assert here == ["cli"], f"{module} imports the front door; import names from where they are defined"
+            assert here[0] == "cli", f"{module} imports the front door; import names from where they are defined"
             continue
         if there == ["__version__"]:
             continue
@@ -123,19 +119,22 @@ def assert_order_inside_attention(root: Path) -> None:
 
 
 def assert_backends_are_apart(root: Path) -> None:
+    """A backend is a module of backends/, or a folder there; all may know the protocol that they follow."""
     for module, imported in edges(root):
-        if parts(module)[:2] == ["attention", "backends"]:
-            assert parts(imported)[:2] != ["attention", "backends"], f"backend {module} imports backend {imported}"
+        here, there = parts(module), parts(imported)
+        if here[:2] == there[:2] == ["attention", "backends"] and len(here) > 2 and imported.startswith("alibi_attn."):
+            apart = there[2:3] in (here[2:3], ["protocol"])
+            assert apart, f"backend {module} imports backend {imported}"
 
 
 def assert_kernels_are_triton_source(root: Path) -> None:
     for module, imported in edges(root):
-        if parts(module)[:2] == ["attention", "kernels"]:
-            own = imported.startswith("alibi_attn.attention.kernels")
+        here, there = parts(module), parts(imported)
+        if here[:4] == KERNELS:
+            own = there[:4] == KERNELS and imported.startswith("alibi_attn.")
             assert own or imported.split(".")[0] == "triton", f"{module} imports {imported}; kernels hold Triton only"
-        elif parts(imported)[:2] == ["attention", "kernels"] and imported.startswith("alibi_attn."):
-            users = (["attention", "backends", "fused"], ["attention", "certify"], ["attention", "opening"])
-            assert parts(module) in users, f"{module} imports kernels; only fused, certify and opening may"
+        elif there[:4] == KERNELS and imported.startswith("alibi_attn."):
+            assert here[:3] == KERNELS[:3], f"{module} imports kernels; only their backend may"
 
 
 def assert_frameworks_stay_outside(root: Path) -> None:
@@ -257,12 +256,28 @@ WRONG = [
     (assert_layers, "nn/block.py", "import alibi_attn", "imports the front door"),
     (assert_layers, "drawer.py", "import alibi_attn.slopes", "has no layer"),
     (assert_order_inside_attention, "attention/bias.py", "import alibi_attn.attention.api", "does not come before"),
-    (assert_order_inside_attention, "attention/bias.py", "import alibi_attn.attention.bounds", "does not come before"),
+    (
+        assert_order_inside_attention,
+        "attention/bias.py",
+        "import alibi_attn.attention.certificate.bounds",
+        "does not come before",
+    ),
     (assert_order_inside_attention, "attention/api.py", "import alibi_attn.attention", "imports the folder"),
     (assert_order_inside_attention, "attention/__init__.py", "import alibi_attn.attention.api", "must import nothing"),
     (assert_backends_are_apart, "attention/backends/b.py", "import alibi_attn.attention.backends.a", "imports backend"),
-    (assert_kernels_are_triton_source, "attention/kernels/forward.py", "import torch", "Triton only"),
-    (assert_kernels_are_triton_source, "nn/a.py", "from alibi_attn.attention.kernels import forward", "opening may"),
+    (
+        assert_backends_are_apart,
+        "attention/backends/b/c.py",
+        "from alibi_attn.attention.backends import a",
+        "imports backend",
+    ),
+    (assert_kernels_are_triton_source, "attention/backends/fused/kernels/forward.py", "import torch", "Triton only"),
+    (
+        assert_kernels_are_triton_source,
+        "nn/a.py",
+        "import alibi_attn.attention.backends.fused.kernels.forward",
+        "backend may",
+    ),
     (assert_frameworks_stay_outside, "reach.py", "import torch", "standard library and numpy"),
     (assert_frameworks_stay_outside, "attention/spec.py", "from torch import Tensor", "standard library and numpy"),
     (assert_frameworks_stay_outside, "report/page.py", "import torch.nn", "imports torch"),
@@ -280,7 +295,7 @@ WRONG = [
 def test_every_rule_catches_a_tree_that_breaks_it(rule, path, source, message, tmp_path):
     for name in ("slopes.py", "records.py", "report/page.py", "lab/model.py", "jax/__init__.py"):
         _write(tmp_path / "alibi_attn" / name, "import math")
-    for name in ("api.py", "bounds.py", "backends/a.py", "kernels/forward.py"):
+    for name in ("api.py", "backends/a.py", "backends/b/d.py", "backends/fused/kernels/forward.py"):
         _write(tmp_path / "alibi_attn" / "attention" / name, "")
     rule(tmp_path)
     _write(tmp_path / "alibi_attn" / path, source)

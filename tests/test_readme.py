@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from typer.main import get_command
 
 from alibi_attn import ALiBiPositionalBias, __version__, alibi_attention, alibi_slopes
-from alibi_attn.cli import app
+from alibi_attn.cli.main import app
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from alibi_attn.attention import dispatch, explanation
 from alibi_attn.attention.bias import Slopes
-from alibi_attn.attention.bounds import first_positions
-from alibi_attn.attention.door import SegmentIds, make_spec
+from alibi_attn.attention.certificate.bounds import first_positions
 from alibi_attn.attention.spec import AttentionSpec
+from alibi_attn.attention.validation import SegmentIds, make_spec
 
 
 @overload
@@ -267,9 +267,9 @@ def _largest_distance(spec: AttentionSpec[Tensor], device: torch.device) -> Tens
 def _nothing(spec: AttentionSpec[Tensor], query: Tensor) -> tuple[Tensor, Tensor]:
     """No queries, or no keys to be seen: zeros, and lse −inf."""
     everywhere = torch.ones((), dtype=torch.bool, device=query.device)
-    work = torch.promote_types(query.dtype, torch.float32)
-    lse = torch.full(query.shape[:3], -math.inf, dtype=work, device=query.device)
-    return query.masked_fill(everywhere, 0.0), lse
+    output = query.masked_fill(everywhere, 0.0)
+    # Both hang on the query, so that gradients, zeros, pass through either.
+    return output, output.sum(-1).to(torch.promote_types(query.dtype, torch.float32)) - math.inf
 
 
 def _mark(tensor: Tensor) -> Tensor:

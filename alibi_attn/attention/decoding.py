@@ -1,6 +1,6 @@
 """Decoding: the last few queries of a long text read only the keys within their reach.
 
-`alibi_attention` reads every key once to know how long it is. Where that is remembered (`lengths.py`) a new query's reach is
+`alibi_attention` reads every key once to know how long it is. Where that is remembered (`norms.py`) a new query's reach is
 known before any far key is touched. On a GPU the kernels get their plan from there, also for the parts of a long prompt. On a CPU
 each head attends to a slice: its last keys, and the pinned tiles before them.
 """
@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from alibi_attn.attention.api import alibi_attention
-from alibi_attn.attention.backends import fused
-from alibi_attn.attention.bounds import TILE, bounds, worth_pinning
-from alibi_attn.attention.door import make_spec
-from alibi_attn.attention.lengths import Lengths
+from alibi_attn.attention.backends.fused import backend as fused
+from alibi_attn.attention.certificate.bounds import TILE, bounds, worth_pinning
+from alibi_attn.attention.certificate.norms import Lengths
+from alibi_attn.attention.validation import make_spec
 
 MAX_QUERIES = 16  # on a CPU
 LONG = 2**23  # elements of the cached keys of a sequence, on a CPU: with fewer, reading them all is as fast

@@ -7,7 +7,10 @@ from types import ModuleType
 
 from torch import Tensor
 
-from alibi_attn.attention.backends import banded, dense, flex, fused, native, reference
+from alibi_attn.attention.backends import dense, flex, reference
+from alibi_attn.attention.backends.banded import backend as banded
+from alibi_attn.attention.backends.fused import backend as fused
+from alibi_attn.attention.backends.native import backend as native
 from alibi_attn.attention.spec import AttentionSpec
 
 BACKENDS: dict[str, ModuleType] = {

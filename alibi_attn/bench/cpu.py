@@ -9,10 +9,10 @@ from torch import Tensor
 from alibi_attn import records
 from alibi_attn.attention import dispatch
 from alibi_attn.attention.api import alibi_attention
-from alibi_attn.attention.backends import native
-from alibi_attn.attention.bounds import TILE, bounds
-from alibi_attn.attention.door import make_spec
+from alibi_attn.attention.backends.native import backend as native
+from alibi_attn.attention.certificate.bounds import TILE, bounds
 from alibi_attn.attention.spec import AttentionSpec
+from alibi_attn.attention.validation import make_spec
 from alibi_attn.bench.by_kind import records_by_kind
 from alibi_attn.bench.cases import Case, draw
 from alibi_attn.bench.columns import Columns

@@ -8,10 +8,10 @@ import torch
 
 from alibi_attn import records
 from alibi_attn.attention.api import alibi_attention
-from alibi_attn.attention.bounds import bounds
+from alibi_attn.attention.certificate.bounds import bounds
+from alibi_attn.attention.certificate.norms import Lengths
 from alibi_attn.attention.decoding import attend_near
-from alibi_attn.attention.door import make_spec
-from alibi_attn.attention.lengths import Lengths
+from alibi_attn.attention.validation import make_spec
 from alibi_attn.bench.columns import Columns, append
 from alibi_attn.bench.timing import medians_ms
 from alibi_attn.slopes import alibi_slopes

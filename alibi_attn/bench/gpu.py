@@ -21,11 +21,11 @@ from torch.nn import functional
 
 from alibi_attn import records
 from alibi_attn.attention.api import alibi_attention
-from alibi_attn.attention.backends import fused
-from alibi_attn.attention.bounds import TILE
-from alibi_attn.attention.certify import planned
-from alibi_attn.attention.door import make_spec
-from alibi_attn.attention.lengths import Lengths
+from alibi_attn.attention.backends.fused import backend as fused
+from alibi_attn.attention.backends.fused.plan import planned
+from alibi_attn.attention.certificate.bounds import TILE
+from alibi_attn.attention.certificate.norms import Lengths
+from alibi_attn.attention.validation import make_spec
 from alibi_attn.bench.columns import Columns, append
 from alibi_attn.bench.peers import Attention
 from alibi_attn.slopes import alibi_slopes

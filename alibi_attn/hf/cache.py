@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-from alibi_attn.attention.lengths import Lengths
+from alibi_attn.attention.certificate.norms import Lengths
 from alibi_attn.nn.cache import KVCache
 
 

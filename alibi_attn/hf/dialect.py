@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 
 from alibi_attn.attention.api import alibi_attention
 from alibi_attn.attention.decoding import attend_near, reads_near
-from alibi_attn.attention.door import slopes_beside
+from alibi_attn.attention.validation import slopes_beside
 from alibi_attn.hf.cache import ALiBiCache
 
 Numerics = Literal["exact", "checkpoint"]

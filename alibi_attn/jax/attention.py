@@ -1,6 +1,6 @@
 """`alibi_attention` for JAX arrays: the door, and one function with a gradient of its own behind it.
 
-Press et al. 2022, sec. 3 (arXiv:2108.12409). The checks are those of `attention/spec.py`. Next: `outward.py`, the loop,
+Press et al. 2022, sec. 3 (arXiv:2108.12409). The checks are those of `attention/spec.py`. Next: `loop.py`, the loop,
 `bounds.py`, the certificate that ends it, and `tiles.py`, the arithmetic.
 """
 
@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.jax import dense, outward, tiles
-from alibi_attn.jax.door import SegmentIds, Slopes, checked_dropout_key, make_spec
-from alibi_attn.jax.outward import Inputs, Visited
+from alibi_attn.jax import dense, loop, tiles
+from alibi_attn.jax.loop import Inputs, Visited
 from alibi_attn.jax.tiles import NO_LIMIT, Array, Plan
+from alibi_attn.jax.validation import SegmentIds, Slopes, checked_dropout_key, make_spec
 
 Backend = Literal["auto", "dense", "loop"]
 
@@ -189,7 +189,7 @@ def _forward(plan: Plan, arrays: _Arrays, rest: _Rest) -> tuple[Array, Array, Vi
     if plan.dense:
         output, lse = dense.forward(plan, inputs)
     else:
-        output, lse, visited = outward.forward(plan, inputs)
+        output, lse, visited = loop.forward(plan, inputs)
     spoiled &= lse > -jnp.inf
     output = jnp.where(spoiled[..., None], jnp.nan, output)
     return output.swapaxes(1, 2), jnp.where(spoiled, jnp.nan, lse), visited
@@ -222,7 +222,7 @@ def _backward_once(plan: Plan, kept: _Kept, grad_output: Array, grad_lse: Array)
     if kept.visited is None:
         query, key, value, left, right = dense.backward(plan, inputs, lse, grad_output, shift, grad_lse)
     else:
-        query, key, value, left, right = outward.backward(plan, inputs, lse, kept.visited, grad_output, shift, grad_lse)
+        query, key, value, left, right = loop.backward(plan, inputs, lse, kept.visited, grad_output, shift, grad_lse)
     query, key, value = (x.swapaxes(1, 2).astype(output.dtype) for x in (query, key, value))
     return _Arrays(query, key, value, left, right)
 

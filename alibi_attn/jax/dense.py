@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from alibi_attn.jax import tiles
-from alibi_attn.jax.outward import Inputs
+from alibi_attn.jax.loop import Inputs
 from alibi_attn.jax.tiles import Array, Gradients, Keys, Plan, Queries, Rule, Softmax
 
 Result = TypeVar("Result")
@@ -44,7 +44,7 @@ def forward(plan: Plan, inputs: Inputs) -> tuple[Array, Array]:
 def backward(
     plan: Plan, inputs: Inputs, lse: Array, grad_output: Array, shift: Array, grad_lse: Array
 ) -> tuple[Array, Array, Array, Array, Array]:
-    """As `outward.backward`."""
+    """As `loop.backward`."""
 
     def one(queries: Queries, keys: Keys, head: _Head, known: _OfQuery) -> Gradients:
         least = tiles.least_distance(queries, len(keys.key))

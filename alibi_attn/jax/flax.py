@@ -12,7 +12,6 @@ from flax import nnx
 from flax.typing import Dtype
 
 from alibi_attn.jax.attention import alibi_attention
-from alibi_attn.jax.door import Slopes
 from alibi_attn.jax.layers import (
     LAYER_NORM_EPS,
     QK_NORM_EPS,
@@ -23,6 +22,7 @@ from alibi_attn.jax.layers import (
     converted_weights,
 )
 from alibi_attn.jax.tiles import Array
+from alibi_attn.jax.validation import Slopes
 
 __all__ = ["ALiBiAttention", "ALiBiTransformerBlock", "KVCache", "converted_weights"]
 

@@ -12,8 +12,8 @@ import numpy as np
 from jax import lax
 from numpy.typing import NDArray
 
-from alibi_attn.jax.door import Slopes
 from alibi_attn.jax.tiles import Array
+from alibi_attn.jax.validation import Slopes
 from alibi_attn.slopes import alibi_slopes
 
 QK_NORM_EPS = 1e-6  # those of alibi_attn.nn and of torch.nn.LayerNorm

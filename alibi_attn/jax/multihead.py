@@ -15,8 +15,8 @@ from flax import linen, nnx
 from flax.typing import Dtype, PrecisionLike
 
 from alibi_attn.jax.attention import alibi_attention
-from alibi_attn.jax.door import Slopes, checked_dropout_key
 from alibi_attn.jax.tiles import Array
+from alibi_attn.jax.validation import Slopes, checked_dropout_key
 from alibi_attn.slopes import alibi_slopes
 
 

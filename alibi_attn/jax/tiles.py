@@ -1,6 +1,6 @@
 """One block of queries against one tile of keys: the scores, the online softmax, and the gradients.
 
-Everything here is two-dimensional, one head of one sequence; `dense.py` maps it over all of them at once, `outward.py`
+Everything here is two-dimensional, one head of one sequence; `dense.py` maps it over all of them at once, `loop.py`
 loops. The formulas are Press et al. 2022, sec. 3 (arXiv:2108.12409), and Dao 2023 (arXiv:2307.08691) for the tiles.
 """
 

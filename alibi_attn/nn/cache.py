@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from alibi_attn.attention.lengths import Lengths
+from alibi_attn.attention.certificate.norms import Lengths
 
 
 class KVCache:

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from alibi_attn import records
 from alibi_attn.attention.api import alibi_attention
-from alibi_attn.attention.bounds import TILE, bounds
-from alibi_attn.attention.door import make_spec
+from alibi_attn.attention.certificate.bounds import TILE, bounds
+from alibi_attn.attention.validation import make_spec
 from alibi_attn.bench.timing import medians_ms
 from alibi_attn.lab import checkpoint, experiment
 from alibi_attn.lab.config import EvalConfig, ModelConfig, Recipe, RunConfig, Scale, TrainConfig

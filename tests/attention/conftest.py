@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from alibi_attn.attention.native import library
+from alibi_attn.attention.backends.native import build
 
 
 @pytest.fixture(autouse=True)
@@ -15,6 +15,6 @@ def _seeded() -> None:
 def _compiled(request: pytest.FixtureRequest) -> None:
     """The C++ kernels need a compiler, which not every machine has; there `banded` takes their place."""
     if "native" in request.node.nodeid:
-        reason = library.why_not()
+        reason = build.why_not()
         if reason is not None:
             pytest.skip(f"native cannot run here: {reason}")

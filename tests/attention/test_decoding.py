@@ -8,9 +8,10 @@ from attention_checks import EPS
 from certificate_attack import certified_keys, random_attack
 
 from alibi_attn import alibi_attention, alibi_slopes
-from alibi_attn.attention import bounds, decoding
-from alibi_attn.attention.door import make_spec
-from alibi_attn.attention.lengths import Lengths
+from alibi_attn.attention import decoding
+from alibi_attn.attention.certificate import bounds
+from alibi_attn.attention.certificate.norms import Lengths
+from alibi_attn.attention.validation import make_spec
 from alibi_attn.attention.visibility import distances, visible
 
 SLOPES = torch.tensor(alibi_slopes(8), dtype=torch.float32)

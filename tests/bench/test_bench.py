@@ -13,7 +13,7 @@ from alibi_attn.bench import cpu as bench
 from alibi_attn.bench.cases import Case, captured, draw
 from alibi_attn.bench.peers import peers
 from alibi_attn.bench.timing import medians_ms, peak_memory_bytes
-from alibi_attn.cli import app
+from alibi_attn.cli.main import app
 from alibi_attn.report import benchmarks
 from alibi_attn.report.page import report_html
 

@@ -98,7 +98,7 @@ def test_far_giants_tiny_and_huge_norms(where: str, log_giant: float, log_query:
 
 
 def test_the_attack_finds_a_bound_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("alibi_attn.jax.outward.bounds.norm_bound", lambda x: 0.3 * jnp.linalg.norm(x, axis=-1))
+    monkeypatch.setattr("alibi_attn.jax.loop.bounds.norm_bound", lambda x: 0.3 * jnp.linalg.norm(x, axis=-1))
     attack = Attack(
         seed=1, length=LENGTH - 1, head_dim=4, slope=0.5, tolerance=1e-6, where="far key", mask="none", causal=True,
         group=2, log_query=0.5, log_key=0.5, log_giant=1.0,

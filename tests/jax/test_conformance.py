@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 
 import jax
+import numpy as np
 import pytest
 import torch
 from attention_cases import CASES, ONE_FAR_KEY, Case
@@ -81,3 +82,15 @@ def test_the_checker_fails_on_wrong_answers() -> None:
         wrong = embedded_answer(dataclasses.replace(case, **changes), SMALL, backend="dense")
         with pytest.raises(AssertionError):
             assert_exact(case, torch.float32, wrong)
+
+
+@pytest.mark.parametrize("factor", [2**32, -(2**40)])
+def test_segment_ids_that_int32_cannot_hold_stay_apart(factor: int) -> None:
+    rng = np.random.default_rng(0)
+    query, key, value = (rng.standard_normal((1, 6, 1, 4)).astype(np.float32) for _ in range(3))
+    ids = np.array([[0, 0, 1, 1, 2, 2]])
+    small = attention.alibi_attention(query, key, value, segment_ids=ids)
+    for large in (ids * factor, (ids * factor, ids * factor)):
+        assert np.array_equal(attention.alibi_attention(query, key, value, segment_ids=large), small)
+    with pytest.raises(ValueError, match="do not fit int32"):
+        attention.alibi_attention(query, key, value, segment_ids=(jax.numpy.asarray(ids), ids * factor))

@@ -21,10 +21,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from alibi_attn.attention.backends import fused
-from alibi_attn.attention.door import make_spec
-from alibi_attn.attention.lengths import Lengths
+from alibi_attn.attention.backends.fused import backend as fused
+from alibi_attn.attention.certificate.norms import Lengths
 from alibi_attn.attention.spec import AttentionSpec
+from alibi_attn.attention.validation import make_spec
 
 
 class Absent:

@@ -17,10 +17,10 @@ import torch
 from hypothesis import strategies as st
 
 from alibi_attn import records
-from alibi_attn.attention import bands
-from alibi_attn.attention.backends import native
-from alibi_attn.attention.bounds import TILE, Bounds, bounds
-from alibi_attn.attention.door import make_spec
+from alibi_attn.attention.backends.banded import pieces as banded_pieces
+from alibi_attn.attention.backends.native import backend as native
+from alibi_attn.attention.certificate.bounds import TILE, Bounds, bounds
+from alibi_attn.attention.validation import make_spec
 from alibi_attn.attention.visibility import distances, visible
 
 WHERE = (
@@ -188,7 +188,7 @@ def native_keys(spec, query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
     return ((at >= low) & (at < high)).any(-1)
 
 
-def read_keys(spec, pieces: list[list[list[bands.Piece]]]) -> torch.Tensor:
+def read_keys(spec, pieces: list[list[list[banded_pieces.Piece]]]) -> torch.Tensor:
     """[B, H, T, S] int: how many pieces read each pair (a "diagonal" reads up to the query)."""
     count = torch.zeros(spec.batch, spec.num_heads, spec.query_len, spec.key_len, dtype=torch.int64)
     for b, heads in enumerate(pieces):

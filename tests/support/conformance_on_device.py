@@ -25,9 +25,9 @@ from certificate_attack import Attack, dropped, random_attack
 from torch import Tensor
 
 from alibi_attn import records
-from alibi_attn.attention.bounds import Bounds
-from alibi_attn.attention.certify import planned
-from alibi_attn.attention.shapes import PLAN_ROWS
+from alibi_attn.attention.backends.fused.configs import PLAN_ROWS
+from alibi_attn.attention.backends.fused.plan import planned
+from alibi_attn.attention.certificate.bounds import Bounds
 from alibi_attn.attention.spec import AttentionSpec
 
 DTYPES = {"bfloat16": 2.0**-12, "float16": 2.0**-15, "float32": 2.0**-28}  # with their tolerances, eps / 32

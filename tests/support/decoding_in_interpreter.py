@@ -8,12 +8,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from alibi_attn.attention import decoding
 from alibi_attn.attention.api import alibi_attention
-from alibi_attn.attention.backends import fused, reference
-from alibi_attn.attention.bounds import TILE
-from alibi_attn.attention.certify import planned
-from alibi_attn.attention.door import make_spec
-from alibi_attn.attention.lengths import Lengths
-from alibi_attn.attention.shapes import PLAN_ROWS
+from alibi_attn.attention.backends import reference
+from alibi_attn.attention.backends.fused import backend as fused
+from alibi_attn.attention.backends.fused.configs import PLAN_ROWS
+from alibi_attn.attention.backends.fused.plan import planned
+from alibi_attn.attention.certificate.bounds import TILE
+from alibi_attn.attention.certificate.norms import Lengths
+from alibi_attn.attention.validation import make_spec
 from alibi_attn.nn import ALiBiAttention, KVCache
 
 

@@ -17,7 +17,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from alibi_attn.attention.backends import fused
+from alibi_attn.attention.backends.fused import backend as fused
 
 WORST = 2.0**-22  # relative: ex2.approx 2⁻²², div.full 2 ulp, sqrt.approx 2⁻²³, log2f 1 ulp
 _NORMAL = 2.0**-126

@@ -20,14 +20,15 @@ from attention_cases import Case
 from torch import Tensor
 
 from alibi_attn.attention.api import alibi_attention, head_reach
-from alibi_attn.attention.backends import fused, reference
-from alibi_attn.attention.bounds import TILE, first_positions
-from alibi_attn.attention.door import make_spec
-from alibi_attn.attention.lengths import Lengths
-from alibi_attn.attention.opening import Opening
-from alibi_attn.attention.shapes import tile_shape
+from alibi_attn.attention.backends import reference
+from alibi_attn.attention.backends.fused import backend as fused
+from alibi_attn.attention.backends.fused.configs import tile_shape
+from alibi_attn.attention.backends.fused.full_tiles import Opening
+from alibi_attn.attention.certificate.bounds import TILE, first_positions
+from alibi_attn.attention.certificate.norms import Lengths
+from alibi_attn.attention.certificate.tiles import Tiles
 from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.tiles import Tiles
+from alibi_attn.attention.validation import make_spec
 from alibi_attn.bench.gpu import gpu
 
 

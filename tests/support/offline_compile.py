@@ -21,13 +21,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from alibi_attn import records
-from alibi_attn.attention.kernels.backward import key_kernel, query_kernel
-from alibi_attn.attention.kernels.certificate import lengths_kernel, outliers_kernel, reach_kernel
-from alibi_attn.attention.kernels.decode import decode_kernel, merge_kernel
-from alibi_attn.attention.kernels.forward import forward_kernel
-from alibi_attn.attention.kernels.masks import allowed_kernel, labels_kernel, open_kernel, runs_kernel
-from alibi_attn.attention.kernels.plan import asked_kernel, plan_kernel, shared_plan_kernel
-from alibi_attn.attention.shapes import PLAN_ROWS, Shape, tile_shape
+from alibi_attn.attention.backends.fused.configs import PLAN_ROWS, Shape, tile_shape
+from alibi_attn.attention.backends.fused.kernels.backward import key_kernel, query_kernel
+from alibi_attn.attention.backends.fused.kernels.certificate import lengths_kernel, outliers_kernel, reach_kernel
+from alibi_attn.attention.backends.fused.kernels.decode import decode_kernel, merge_kernel
+from alibi_attn.attention.backends.fused.kernels.forward import forward_kernel
+from alibi_attn.attention.backends.fused.kernels.masks import allowed_kernel, labels_kernel, open_kernel, runs_kernel
+from alibi_attn.attention.backends.fused.kernels.plan import asked_kernel, plan_kernel, shared_plan_kernel
 
 KERNELS = {"forward": forward_kernel, "query": query_kernel, "key": key_kernel, "decode": decode_kernel}
 BEFORE = {"lengths": lengths_kernel, "outliers": outliers_kernel, "reach": reach_kernel, "plan": plan_kernel}

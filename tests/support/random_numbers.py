@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from alibi_attn.attention.kernels.dropout import drawn_bits
+from alibi_attn.attention.backends.fused.kernels.dropout import drawn_bits
 
 
 @triton.jit

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alibi_attn.attention.bounds import TILE, bounds, first_positions
+from alibi_attn.attention.certificate.bounds import TILE, bounds, first_positions
+from alibi_attn.attention.certificate.tiles import Tiles, key_tiles, reach_and_scores
 from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.tiles import Tiles, key_tiles, reach_and_scores
 
 Spec = AttentionSpec[Tensor]
 

@@ -1,0 +1,262 @@
+"""CPU: each block of queries reads only its certified band, forward and backward, in memory linear in the length.
+
+Underneath is torch's own fused CPU attention, called on strided views in which the blocks of one head are the batch (it works on
+batch × heads in parallel, so one call a head would keep one core busy). `bounds.py` says how far a block must look,
+`pieces.py` makes pieces of it, and this module runs the pieces: forward merges them by their log-sum-exps, backward runs the
+same pieces with the final log-sum-exp.
+
+A bias along the keys only, m·(j − r), is exact ALiBi to the left of the queries: the part that depends on i cancels in softmax
+and is put back into lse.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from alibi_attn.attention.backends.banded import pieces as banded_pieces
+from alibi_attn.attention.backends.banded.masks import HeadMasks, Masks, key_view, query_view
+from alibi_attn.attention.backends.banded.pieces import Piece
+from alibi_attn.attention.certificate.bounds import PIN_CHOICES, TILE, Bounds, bounds, first_positions, worth_pinning
+from alibi_attn.attention.custom_op import Plan, clean, described, operator
+from alibi_attn.attention.spec import AttentionSpec
+from alibi_attn.attention.visibility import are_finite
+
+Spec = AttentionSpec[Tensor]
+
+_fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def why_not(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> str | None:
+    """Needs a CPU, and has no dropout."""
+    if query.device.type != "cpu":
+        return f"it runs on the CPU but query is on {query.device}"
+    if spec.dropout_p > 0:
+        return f"it has no dropout but dropout_p is {spec.dropout_p}"
+    return None
+
+
+def plan(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> tuple[Bounds, list[list[list[Piece]]]]:
+    """What will be visited, before it is: the bounds, and the pieces of every sequence and head."""
+    found = bounds(spec, query, key, value, pin_choices=_pin_choices(spec, key))
+    return found, banded_pieces.plan(spec, found, threads=torch.get_num_threads())
+
+
+def visits(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(reach, scores), each [B, H] int64: 1 + the largest |i − j| that is read, and the scores that are computed."""
+    spec = described(spec, query, key)
+    q, k, v, _ = clean(spec, query, key, key if value is None else value)
+    _, plans = plan(spec, q, k, None if value is None else v)
+    first = first_positions(spec, query.device).expand(spec.batch).tolist()
+    reach = [[banded_pieces.farthest(spec, pieces, first[b]) for pieces in heads] for b, heads in enumerate(plans)]
+    scores = [[sum(piece.scores for piece in pieces) for pieces in heads] for heads in plans]
+    return torch.tensor(reach), torch.tensor(scores)
+
+
+def _forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Plan]:
+    spec, q, _ = _with_positive_scale(spec, q)
+    found, plans = plan(spec, q, k, v)
+    work = torch.promote_types(q.dtype, torch.float32)
+    output = torch.zeros(q.shape, dtype=work)
+    lse = torch.full(q.shape[:3], -math.inf, dtype=work)
+    for h in range(spec.num_heads):
+        masks: Masks = {}
+        for b in range(spec.batch):
+            head = HeadMasks(spec, b, h, masks)
+            ours = q[b, h], k[b, h // spec.group], v[b, h // spec.group]
+            for piece in plans[b][h]:
+                _forward_piece(head, piece, *ours, output[b, h], lse[b, h])
+    return output, lse, (found.left, found.right.clone(), found.pins)
+
+
+def _backward(
+    spec: Spec, found: Sequence[Tensor], grad: Tensor, grad_lse: Tensor | None, inputs: tuple[Tensor, Tensor, Tensor],
+    out: Tensor, lse: Tensor, slopes_wanted: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    q, k, v = inputs
+    spec, q, sign = _with_positive_scale(spec, q)
+    plans = banded_pieces.plan(spec, Bounds(*found), threads=torch.get_num_threads())
+    dq, dk, dv = (torch.zeros(x.shape, dtype=lse.dtype) for x in inputs)
+    dslope = torch.zeros(2, spec.batch, spec.num_heads, dtype=torch.float64)
+    for h in range(spec.num_heads):
+        masks: Masks = {}
+        for b in range(spec.batch):
+            head, pieces = HeadMasks(spec, b, h, masks), plans[b][h]
+            shared = b, h // spec.group
+            ours = [grad[b, h], q[b, h], k[shared], v[shared], out[b, h]]
+            if slopes_wanted:
+                of_lse = None if grad_lse is None else grad_lse[b, h]
+                dslope[:, b, h] = _slope_gradient(head, pieces, ours, lse[b, h], of_lse)
+            if grad_lse is not None:
+                ours = _with_lse_column(ours, grad_lse[b, h])
+            for piece in pieces:
+                _backward_piece(head, piece, ours, lse[b, h], dq[b, h], dk[shared], dv[shared])
+    return dq * sign, dk, dv, dslope
+
+
+def _with_positive_scale(spec: Spec, q: Tensor) -> tuple[Spec, Tensor, int]:
+    """(spec, q, sign): the same scores with spec.scale > 0; sign·q is what came.
+
+    The operator underneath scales after it has put −inf where a causal query may not look:
+    inf or NaN if that is not positive.
+    """
+    if spec.scale > 0:
+        return spec, q, 1
+    sign = -1 if spec.scale < 0 else 0
+    return dataclasses.replace(spec, scale=-spec.scale if sign else 1.0), q * sign, sign
+
+
+def _empty_plan(query: Tensor, key: Tensor) -> Plan:
+    blocks = (query.shape[2] + TILE - 1) // TILE
+    widths = blocks, blocks, max(PIN_CHOICES)
+    left, right, pins = (query.new_empty((*query.shape[:2], width), dtype=torch.int64) for width in widths)
+    return left, right, pins
+
+
+run = operator("banded", _forward, _backward, _empty_plan)
+
+
+def _forward_piece(head: HeadMasks, piece: Piece, q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor) -> None:
+    mask, shift, blind = _mask_and_shift(head, piece)
+    views = query_view(q, piece)[:, None], key_view(k, piece)[:, None], key_view(v, piece)[:, None]
+    part, mass = _fused(*views, 0.0, piece.kind == "diagonal", attn_mask=mask, scale=head.spec.scale)
+    part, mass = part[:, 0], mass[:, 0]
+    if shift is not None:
+        mass = mass - shift
+    if blind:
+        nothing = (mask[:, 0].amax(-1) == -math.inf).expand(mass.shape)
+        mass = mass.masked_fill(nothing, -math.inf)
+        part = part.masked_fill(nothing[..., None], 0.0)
+    to_output, to_lse = query_view(output, piece), query_view(lse, piece)
+    if not piece.merge:
+        to_output.copy_(part)
+        to_lse.copy_(mass)
+        return
+    total = torch.logaddexp(to_lse, mass)
+    share = (mass - total.masked_fill(total == -math.inf, 0.0)).exp_()
+    to_output.lerp_(part.to(to_output.dtype), share[..., None])
+    to_lse.copy_(total)
+
+
+def _backward_piece(
+    head: HeadMasks, piece: Piece, ours: list[Tensor], lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
+) -> None:
+    grad, q, k, v, out = ours
+    mask, shift, _ = _mask_and_shift(head, piece)
+    mass = query_view(lse, piece)
+    if shift is not None:
+        mass = mass + shift
+    found: Sequence[Tensor] = _fused_backward(
+        query_view(grad, piece)[:, None], query_view(q, piece)[:, None], key_view(k, piece)[:, None], key_view(v, piece)[:, None],
+        query_view(out, piece)[:, None], mass[:, None].contiguous(), 0.0, piece.kind == "diagonal",
+        attn_mask=mask, scale=head.spec.scale,
+    )  # fmt: skip
+    gq, gk, gv = (x[:, 0] for x in found)
+    if not are_finite(gq, gk, gv):
+        # Scores of 10⁹ and more differ from forward's by more than exp can hold.
+        gq, gk, gv = _written_out_gradients(head, piece, ours, lse)
+    d = dq.shape[-1]
+    query_view(dq, piece).add_(gq[..., :d])
+    _add_overlapping(dk, gk[..., :d], piece)
+    _add_overlapping(dv, gv[..., :d], piece)
+
+
+def _mask_and_shift(head: HeadMasks, piece: Piece) -> tuple[Tensor, Tensor | None, bool]:
+    if piece.kind == "tile":
+        mask, blind = head.tile_mask(piece)
+        return mask, None, blind
+    mask, shift = head.key_bias(piece)
+    blocks = torch.arange(piece.count, dtype=shift.dtype)[:, None]
+    step = 0.0 if piece.kind == "diagonal" else (piece.stride - piece.step) * head.slope
+    return mask, shift + blocks * step, False
+
+
+def _slope_gradient(
+    head: HeadMasks, pieces: list[Piece], ours: list[Tensor], lse: Tensor, grad_lse: Tensor | None
+) -> Tensor:
+    """[2] fp64: −Σ ds·|i − j| of one head over the keys to the left, and to the right; weights are written out block by block.
+
+    Rows of ds add up to the gradient of lse, on paper; in floats they are off by what Σ grad·out rounds, which would grow with
+    the distance. So every row is centered by what it computed: ds + p·(grad_lse − Σ ds) / Σ p.
+    """
+    inner = (ours[0].to(lse.dtype) * ours[4].to(lse.dtype)).sum(-1)
+    due = torch.zeros_like(inner) if grad_lse is None else grad_lse
+    inner = inner - due
+    # Of every query: sums of ds and p, and of ds·|i − j| and p·|i − j| to the left and to the right.
+    sums = torch.zeros(6, *lse.shape, dtype=torch.float64)
+    for piece in pieces:
+        rows = [query_view(row, piece) for row in sums]
+        for block in range(piece.count):
+            weight, moment, distance = _written_out(head, piece, block, ours, lse, inner)
+            left, right = distance.clamp(min=0).double(), (-distance).clamp(min=0).double()
+            found = moment.sum(-1), weight.sum(-1), *((x * d).sum(-1) for d in (left, right) for x in (moment, weight))
+            for row, more in zip(rows, found, strict=True):
+                row[block] += more
+    excess = (sums[0] - due) / sums[1].clamp(min=torch.finfo(torch.float64).tiny)
+    total = torch.stack([(excess * sums[3] - sums[2]).sum(), (excess * sums[5] - sums[4]).sum()])
+    if head.spec.right_slopes is None:
+        return torch.stack([total.sum(), torch.zeros((), dtype=torch.float64)])
+    return total
+
+
+def _written_out(
+    head: HeadMasks, piece: Piece, block: int, ours: list[Tensor], lse: Tensor, inner: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(p, ds, i − j) of one block of a piece, [rows, keys], the first two fp64; `inner` is Σ grad·out − grad_lse of a query."""
+    grad, q, k, v, _ = ours
+    work = lse.dtype
+    right_slope = 0.0 if math.isinf(head.right_slope) else head.right_slope
+    distance = head.distance(piece, block)[0]
+    slope = torch.full(distance.shape, head.slope, dtype=work).masked_fill(distance < 0, right_slope)
+    hidden = head.hidden(piece, distance[None], block)[0]
+    query, go, mass, rest = (query_view(x, piece, block)[0].to(work) for x in (q, grad, lse, inner))
+    keys, values = (key_view(x, piece, block)[0].to(work) for x in (k, v))
+    score = (query @ keys.T) * head.spec.scale - slope * distance.abs()
+    nats = (score.masked_fill(hidden, -math.inf) - mass[:, None]).clamp(max=0.0)  # above 0 is rounding
+    weight = nats.exp().double()
+    return weight, weight * (go @ values.T - rest[:, None]).double(), distance
+
+
+def _written_out_gradients(head: HeadMasks, piece: Piece, ours: list[Tensor], lse: Tensor) -> tuple[Tensor, ...]:
+    """What the operator's backward returns for a piece, [count, rows or keys, D] of queries, keys and values, from p and ds."""
+    grad, q, k, _, out = (x.to(lse.dtype) for x in ours)
+    inner = (grad * out).sum(-1)
+    found = []
+    for block in range(piece.count):
+        weight, moment, _ = (x.to(lse.dtype) for x in _written_out(head, piece, block, ours, lse, inner))
+        query, go, keys = (
+            query_view(q, piece, block)[0],
+            query_view(grad, piece, block)[0],
+            key_view(k, piece, block)[0],
+        )
+        found.append(((moment @ keys) * head.spec.scale, (moment.T @ query) * head.spec.scale, weight.T @ go))
+    return tuple(torch.stack(parts) for parts in zip(*found, strict=True))
+
+
+def _with_lse_column(ours: list[Tensor], grad_lse: Tensor) -> list[Tensor]:
+    """(grad, q, k, v, out) with one more column, by which the fused backward subtracts grad_lse from Σ grad·out."""
+    grad, q, k, v, out = ours
+    pad = torch.nn.functional.pad
+    grad = torch.cat([grad, -grad_lse[:, None].to(grad.dtype)], dim=-1)
+    return [grad, pad(q, (0, 1)), pad(k, (0, 1)), pad(v, (0, 1)), pad(out, (0, 1), value=1.0)]
+
+
+def _add_overlapping(total: Tensor, part: Tensor, piece: Piece) -> None:
+    """Add the gradients [count, keys, D] of every block's keys where they belong in [S, D]: bands overlap, slices do not."""
+    if piece.step == 0:
+        total[piece.key : piece.key + piece.keys] += part.sum(0)
+        return
+    for start in range(0, piece.keys, piece.step):
+        size = min(piece.step, piece.keys - start)
+        slices = dataclasses.replace(piece, key=piece.key + start, keys=size)
+        key_view(total, slices).add_(part[:, start : start + size])
+
+
+def _pin_choices(spec: Spec, key: Tensor) -> tuple[int, ...]:
+    """Whether tiles may be pinned at all: only where some key is much longer than most."""
+    if spec.query_len <= TILE:
+        return (0,)
+    return worth_pinning(torch.linalg.vector_norm(key.float(), dim=-1), times=3)

@@ -1,0 +1,363 @@
+"""From reach to work: which queries meet which keys, as a short list of pieces, each one call of a dense kernel.
+
+A *piece* is `count` blocks of `rows` queries; block b meets the `keys` keys from `key + b·step` on. Blocks of a long sequence
+differ by a shift only, so keys and values of a piece are one strided view. Plain integers: the same plan drives forward and
+backward, which therefore visit the same keys, and tells `explain` and `head_reach` exactly what is computed.
+
+The operator underneath is fastest with many queries a block, but many queries share only a part of their bands. So a triangle,
+where a band begins at key 0 and at either end of a wide one, is cut into squares of doubling size: large calls, no idle score.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from alibi_attn.attention.certificate.bounds import TILE, Bounds
+from alibi_attn.attention.spec import AttentionSpec
+
+Spec = AttentionSpec[Tensor]
+Kind = Literal["tile", "diagonal", "left"]
+
+ROWS = 256  # queries a block on the diagonal of a triangle
+TRIANGLE = 512  # from this reach on, causal queries whose band begins at key 0 are a triangle, cut into squares
+SQUARES = ((3072, 1024), (1536, 512))  # (reach, queries): from that reach on so many queries share most of a band
+# The same for narrower bands. Few queries a block are slow products, many read keys that few of them need.
+BLOCKS = ((768, 128), (97, 64), (0, 32))
+RUN = 8192  # queries of a piece that slides; all of its blocks get the widest band among them
+UNEVEN = 1.5  # bands that differ by more are not one piece: an outlying query must not widen its neighbors'
+MAX_KEYS = 4608  # keys a block; wider bands are cut and merged (keys and values of a call should stay in the cache)
+MAX_GATHERED = 2**21  # elements of the gradients of one piece's keys
+EDGE_BLOCKS = 4  # blocks that share their keys where the band meets the first or last key
+MAX_BIAS = 16.0  # nats: how far from 0 a bias along the keys of a diagonal block may get, for precision
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """One call for `count` blocks of queries.
+
+    Args:
+        query, count, rows, stride: first query row; blocks; queries a block; queries from one block to the next.
+        key, keys, step: first key of block 0; keys a block; keys from one block to the next (0: all blocks share theirs).
+        kind: "tile" has its own mask; "diagonal" is square and causal, block b starting at its own position; "left" lies
+            wholly to the left of its queries and needs no mask. The last two have a bias along the keys only.
+        merge: the rows have met other keys before.
+    """
+
+    query: int
+    count: int
+    rows: int
+    stride: int
+    key: int
+    keys: int
+    step: int
+    kind: Kind = "tile"
+    merge: bool = False
+
+    @property
+    def scores(self) -> int:
+        """Scores computed: query-key pairs."""
+        per_block = self.rows * (self.rows + 1) // 2 if self.kind == "diagonal" else self.rows * self.keys
+        return self.count * per_block
+
+
+class _Block(NamedTuple):
+    """Queries [query, query + rows) must meet keys [low, high)."""
+
+    query: int
+    rows: int
+    low: int
+    high: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Head:
+    """One head of one sequence, as far as a plan asks.
+
+    Args:
+        first: position of query 0.
+        left, right: [N] the certified reach of every tile of queries.
+        low, high: [N] in keys: outside of them every key is masked or of another segment than the tile's queries.
+        plain: causal, every query at a key of its own, no mask, and a bias small enough to stand along the keys alone.
+        threads: cores.
+    """
+
+    spec: Spec
+    first: int
+    left: np.ndarray
+    right: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+    plain: bool
+    threads: int
+
+
+def plan(spec: Spec, bounds: Bounds, *, threads: int) -> list[list[list[Piece]]]:
+    """The pieces of every sequence and head, [B][H]; reads the bounds on the host."""
+    first, slopes = _first(spec), spec.slopes.detach().reshape(-1, spec.num_heads).expand(spec.batch, -1)
+    low, high = (x.numpy() for x in _reachable_tiles(spec))
+    left, right = bounds.left.numpy(), bounds.right.numpy()  # a tenth of the time of small tensors
+    plain = spec.causal and spec.window is None and spec.key_mask is None and spec.key_segments is None
+    found = []
+    for b in range(spec.batch):
+        inside = first[b] >= 0 and first[b] + spec.query_len <= spec.key_len
+        flat = (slopes[b] * ROWS >= 0) & (slopes[b] * ROWS <= 2 * MAX_BIAS)
+        heads = [
+            _Head(
+                spec, first[b], left[b, h], right[b, h], low[b], high[b],
+                plain=plain and inside and is_flat, threads=threads,
+            )
+            for h, is_flat in enumerate(flat.tolist())
+        ]  # fmt: skip
+        found.append([_pieces(head, bounds.pins[b, h].tolist()) for h, head in enumerate(heads)])
+    return found
+
+
+def farthest(spec: Spec, pieces: list[Piece], first: int) -> int:
+    """1 + the largest |i − j| that the pieces read; 0 where they read nothing."""
+    distance = 0
+    for p in pieces:
+        for b in (0, p.count - 1):
+            top, low = first + p.query + b * p.stride, p.key + b * p.step
+            ends = (top + p.rows - 1 - low, low + p.keys - 1 - top)
+            distance = max(distance, 1 + ends[0], 0 if spec.causal else 1 + ends[1])
+    return distance if spec.window is None else min(distance, spec.window)
+
+
+def _first(spec: Spec) -> list[int]:
+    if isinstance(spec.query_offset, Tensor):
+        return list(spec.query_offset.reshape(-1).expand(spec.batch).tolist())
+    return [spec.query_offset] * spec.batch
+
+
+def _reachable_tiles(spec: Spec) -> tuple[Tensor, Tensor]:
+    """(low, high) [B, N] in keys: outside of them every key is masked or of another segment than the tile's queries."""
+    n, tiles = -(-spec.query_len // TILE), -(-spec.key_len // TILE)
+    if spec.key_mask is None and spec.key_segments is None:
+        return torch.zeros(spec.batch, n, dtype=torch.int64), torch.full((spec.batch, n), spec.key_len)
+    alive = torch.ones(spec.batch, n, tiles, dtype=torch.bool)
+    if spec.key_mask is not None:
+        short = tiles * TILE - spec.key_len
+        seen = torch.nn.functional.pad(spec.key_mask, (0, short)).reshape(spec.batch, tiles, TILE).any(-1)
+        alive = alive & seen[:, None]
+    if spec.query_segments is not None and spec.key_segments is not None:
+        of_query, of_key = _tile_range(spec.query_segments), _tile_range(spec.key_segments)
+        alive = alive & (of_query[0][..., None] <= of_key[1][:, None]) & (of_key[0][:, None] <= of_query[1][..., None])
+    at = torch.arange(tiles)
+    low = torch.where(alive, at, tiles).amin(-1) * TILE
+    return low, (torch.where(alive, at + 1, 0).amax(-1) * TILE).clamp(max=spec.key_len)
+
+
+def _tile_range(segments: Tensor) -> tuple[Tensor, Tensor]:
+    """(smallest, largest) segment of every tile, [B, tiles]."""
+    short = -segments.shape[1] % TILE
+    padded = torch.cat([segments, segments[:, -1:].expand(-1, short)], 1).reshape(segments.shape[0], -1, TILE)
+    return padded.amin(-1), padded.amax(-1)
+
+
+def _pieces(head: _Head, pins: list[int]) -> list[Piece]:
+    spec = head.spec
+    widest = min(int(head.left.max()), spec.window or spec.key_len, spec.key_len)
+    edge = 0
+    if head.plain and widest >= TRIANGLE:  # the first queries, whose band begins at key 0
+        blocks = _blocks(head, 0, spec.query_len // ROWS * ROWS, ROWS)
+        edge = ROWS * next((n for n, block in enumerate(blocks) if block.low > 0), len(blocks))
+    met: list[_Block] = []
+    pieces = [*_triangle(head.first, edge), *_sliding(head, edge, spec.query_len, widest, met)]
+    for pin in pins:
+        pieces += _pinned(spec, met, pin) if pin >= 0 else ()
+    return [part for piece in pieces for cut in _cut(piece) for part in _spread(spec, cut, head.threads)]
+
+
+def _sliding(head: _Head, query: int, stop: int, widest: int, met: list[_Block]) -> Iterator[Piece]:
+    """Queries [query, stop), whose band is at most `widest`; adds their blocks to `met`."""
+    square = next((rows for reach, rows in SQUARES if head.plain and widest >= reach), 0)
+    if square:
+        far = query + (stop - query) // square * square
+        for run in _runs(head, query, far, square):
+            reach = head.first + run[0].query - run[0].low
+            if reach >= square and _slides(head, run[0]):
+                for block in run:  # a triangle leaves out what only the first queries of a block need
+                    rows = range(0, square, ROWS)
+                    met += [_Block(block.query + row, ROWS, block.low + row, block.high) for row in rows]
+                yield from _squares(run, head.first)
+            else:
+                yield from _rows_that_slide(head, run[0].query, run[-1].query + square, reach, met)
+        query = far
+    yield from _rows_that_slide(head, query, stop, widest, met)
+
+
+def _rows_that_slide(head: _Head, query: int, stop: int, widest: int, met: list[_Block]) -> Iterator[Piece]:
+    """The same without squares: one piece for each run of blocks."""
+    for run in _runs(head, query, stop, next(rows for reach, rows in BLOCKS if widest >= reach)):
+        met += run
+        step = run[1].low - run[0].low if len(run) > 1 else 0
+        yield Piece(run[0].query, len(run), run[0].rows, run[0].rows, run[0].low, run[0].high - run[0].low, step)
+
+
+def _triangle(first: int, edge: int) -> Iterator[Piece]:
+    """Queries [0, edge), each with all keys up to its own: blocks on the diagonal, and squares of doubling size beside them."""
+    if not edge:
+        return
+    yield Piece(0, edge // ROWS, ROWS, ROWS, first, ROWS, ROWS, "diagonal")
+    size = ROWS
+    while size < edge:
+        count, rest = divmod(edge, 2 * size)
+        if count:
+            yield Piece(size, count, size, 2 * size, first, size, 2 * size, "left", merge=True)
+        if rest > size:
+            start = count * 2 * size
+            yield Piece(start + size, 1, rest - size, rest - size, first + start, size, 0, "left", merge=True)
+        size *= 2
+    if first:
+        yield Piece(0, 1, edge, edge, 0, first, 0, "left", merge=True)
+
+
+def _squares(run: list[_Block], first: int) -> Iterator[Piece]:
+    """Blocks of many queries that slide: what all queries of a block share, and a triangle at either end of it."""
+    query, square = run[0].query, run[0].rows
+    rows = len(run) * square
+    top, low = first + query, run[0].low
+    yield Piece(query, rows // ROWS, ROWS, ROWS, top, ROWS, ROWS, "diagonal")
+    yield Piece(query, rows // ROWS, ROWS, ROWS, low, ROWS, ROWS, "left", merge=True)
+    size = ROWS
+    while size < square:
+        count = rows // (2 * size)
+        yield Piece(query + size, count, size, 2 * size, top, size, 2 * size, "left", merge=True)
+        yield Piece(query, count, size, 2 * size, low + size, size, 2 * size, "left", merge=True)
+        size *= 2
+    yield Piece(query, len(run), square, square, low + square, top - low - square, square, "left", merge=True)
+
+
+def _runs(head: _Head, query: int, stop: int, rows: int) -> Iterator[list[_Block]]:
+    """Neighbouring blocks that one strided view can serve: all with the band inside the keys, or a few at an edge."""
+    run: list[_Block] = []
+    ahead = 0
+    for block in _blocks(head, query, stop, rows):
+        beyond = block.high - head.first - block.query
+        if run:
+            sliding = _slides(head, block)
+            same = run[-1].query + rows == block.query and run[-1].rows == block.rows == rows
+            same = same and _slides(head, run[0]) == sliding and len(run) < (RUN // rows if sliding else EDGE_BLOCKS)
+            if not same or (sliding and not _fits(head, run[0], block, max(ahead, beyond))):
+                yield _widened(head, run)
+                run, ahead = [], 0
+        run.append(block)
+        ahead = max(ahead, beyond)
+    if run:
+        yield _widened(head, run)
+
+
+def _blocks(head: _Head, query: int, stop: int, rows: int) -> list[_Block]:
+    """Blocks of `rows` queries with the keys they must meet; those that need none are left out."""
+    if query >= stop:
+        return []
+    spec = head.spec
+    start = np.arange(query, stop, rows)
+    end = np.minimum(start + rows, stop)
+    # A block of half a tile has the tile's reach; of several tiles, the widest of theirs.
+    tiles = np.arange(query // TILE, -(-stop // TILE), max(1, rows // TILE))
+    of_tile = (start - query // TILE * TILE) // max(TILE, rows)
+
+    def widest(row: np.ndarray) -> np.ndarray:
+        found: np.ndarray = np.maximum.reduceat(row[: -(-stop // TILE)], tiles)[of_tile]
+        return found
+
+    far = spec.window or spec.key_len + spec.query_len + abs(head.first)
+    low = head.first + start - np.minimum(widest(head.left), far) + 1
+    low = np.maximum(np.maximum(low, -widest(-head.low)), 0)
+    high = head.first + end
+    if not spec.causal:
+        high = high - 1 + np.minimum(widest(head.right), far)
+    high = np.minimum(np.minimum(high, widest(head.high)), spec.key_len)
+    found = map(_Block, start.tolist(), (end - start).tolist(), low.tolist(), high.tolist())
+    return [block for block in found if block.low < block.high]
+
+
+def _fits(head: _Head, at: _Block, block: _Block, ahead: int) -> bool:
+    """One band serves both: they are about as wide, the first block's begins inside the keys, the last block's ends there."""
+    back, other = head.first + block.query - block.low, head.first + at.query - at.low
+    even = max(back, other) <= UNEVEN * min(back, other) + TILE
+    return even and back <= head.first + at.query and ahead <= head.spec.key_len - head.first - block.query
+
+
+def _slides(head: _Head, block: _Block) -> bool:
+    """Both ends of the block's keys are ends of its band, not of the keys."""
+    top = head.first + block.query
+    end = block.high == top + block.rows if head.spec.causal else block.high < head.spec.key_len
+    return 0 < block.low <= top and end
+
+
+def _widened(head: _Head, run: list[_Block]) -> list[_Block]:
+    """The run's blocks with the keys they really meet: equal bands where they slide, the same keys where they do not."""
+    first, top = head.first, head.first + run[0].query
+    if not _slides(head, run[0]):
+        low, high = min(b.low for b in run), max(b.high for b in run)
+        return [b._replace(low=low, high=high) for b in run]
+    back = max(first + b.query - b.low for b in run)
+    back = min(-(-back // 16) * 16, top)
+    ahead = min(max(b.high - first - b.query for b in run), head.spec.key_len - first - run[-1].query)
+    return [b._replace(low=first + b.query - back, high=first + b.query + ahead) for b in run]
+
+
+def _pinned(spec: Spec, blocks: list[_Block], pin: int) -> Iterator[Piece]:
+    """The pinned tile, or what a band leaves of it, for every block that does not hold it already."""
+    start, stop = pin * TILE, min((pin + 1) * TILE, spec.key_len)
+    pending: Piece | None = None
+    for block in blocks:
+        parts = [(start, min(stop, block.low))]
+        if not spec.causal:
+            parts.append((max(start, block.high), stop))
+        for low, high in parts:
+            if low >= high:
+                continue
+            if (
+                pending is not None
+                and pending.count * pending.rows < RUN
+                and (pending.key, pending.keys) == (low, high - low)
+            ):
+                end = pending.query + pending.count * pending.stride
+                if end == block.query and pending.rows == block.rows:
+                    pending = dataclasses.replace(pending, count=pending.count + 1)
+                    continue
+            if pending is not None:
+                yield pending
+            pending = Piece(block.query, 1, block.rows, block.rows, low, high - low, 0, merge=True)
+    if pending is not None:
+        yield pending
+
+
+def _cut(piece: Piece) -> Iterator[Piece]:
+    """The piece in parts of at most MAX_KEYS keys a block, nearest keys first."""
+    parts = 1 if piece.kind == "diagonal" else -(-piece.keys // MAX_KEYS)
+    size = -(-piece.keys // parts)
+    for part in reversed(range(parts)):
+        keys = min(size, piece.keys - part * size)
+        merge = piece.merge or part < parts - 1
+        yield dataclasses.replace(piece, key=piece.key + part * size, keys=keys, merge=merge)
+
+
+def _spread(spec: Spec, piece: Piece, threads: int) -> Iterator[Piece]:
+    """The piece a few blocks at a time, so that no core is idle: backward works on whole blocks in parallel."""
+    most = max(1, MAX_GATHERED // (piece.keys * spec.head_dim) // threads) * threads
+    whole = piece.count
+    if piece.kind != "diagonal" and piece.rows >= threads * TILE:
+        whole -= piece.count % threads
+    for block in range(0, whole, most):
+        yield _at(piece, block, min(most, whole - block))
+    for block in range(whole, piece.count):  # the queries of what is left over are divided among the cores
+        one = _at(piece, block, 1)
+        rows = -(-one.rows // threads)
+        count, rest = divmod(one.rows, rows)
+        yield dataclasses.replace(one, count=count, rows=rows, stride=rows, step=0)
+        if rest:
+            yield dataclasses.replace(one, query=one.query + count * rows, rows=rest, stride=rest, step=0)
+
+
+def _at(piece: Piece, block: int, count: int) -> Piece:
+    return dataclasses.replace(
+        piece, query=piece.query + block * piece.stride, key=piece.key + block * piece.step, count=count
+    )

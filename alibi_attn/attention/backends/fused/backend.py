@@ -1,0 +1,370 @@
+"""CUDA: our Triton kernels, which visit only the key tiles inside the certified reach; forward, backward and decoding.
+
+`plan.py` and `full_tiles.py` plan: which tiles every block of queries visits, and where nothing is hidden. The kernels
+(`kernels/`) loop over them. Backward visits exactly the tiles that forward visited, whose plan it keeps.
+On a CPU it runs in Triton's interpreter only, for tests: set TRITON_INTERPRET=1 before anything imports triton.
+"""
+
+import importlib.util
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alibi_attn.attention.backends.fused.configs import MAX_HEAD_DIM, PLAN_ROWS, is_large, tile_shape
+from alibi_attn.attention.backends.fused.full_tiles import Opening
+from alibi_attn.attention.backends.fused.launch import in_rows, mask_arguments, on, row_constants, strides, window_of
+from alibi_attn.attention.backends.fused.plan import asked_blocks, planned
+from alibi_attn.attention.certificate.bounds import PIN_CHOICES, TILE, first_positions
+from alibi_attn.attention.certificate.norms import Lengths
+from alibi_attn.attention.certificate.tiles import Tiles, reach_and_scores
+from alibi_attn.attention.spec import AttentionSpec
+from alibi_attn.attention.visibility import may_see_nothing
+
+Spec = AttentionSpec[Tensor]
+
+DECODE_QUERIES = 8  # up to so many queries are decoding
+_INTERPRETER_PROCESSORS = 2
+
+
+def why_not(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> str | None:
+    """Needs Triton and a CUDA device of compute capability 8.0, fp16, bf16 or fp32, and heads of at most 256."""
+    if query.dtype == torch.float64:
+        return "it computes in float16, bfloat16 and float32 but query is float64"
+    if spec.head_dim > MAX_HEAD_DIM:
+        return f"its tiles hold heads of at most {MAX_HEAD_DIM} but D is {spec.head_dim}"
+    if query.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
+        if query.dtype == torch.bfloat16:
+            return "Triton's interpreter multiplies bfloat16 wrongly; it does float16 and float32"
+        return _missing(None)
+    if query.device.type != "cuda":
+        return f"it runs on CUDA devices but query is on {query.device}"
+    return _missing(query.device.index)
+
+
+def run(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
+    """(output, lse), as one operator that autograd and torch.compile take as it is."""
+    first = first_positions(spec, query.device)
+    seed = torch.randint(2**62, (1,), device=query.device) if spec.dropout_p > 0 else first  # not used without
+    output, lse, *_ = _forward_op(
+        query, key, value, spec.slopes, spec.right_slopes, first, spec.key_mask,
+        spec.query_segments, spec.key_segments, seed, spec.causal, spec.window, spec.scale, spec.dropout_p, spec.tolerance,
+        may_see_nothing(spec),
+    )  # fmt: skip
+    return output, lse if spec.return_lse else None
+
+
+def visits(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(reach, scores), each [B, H] int64: 1 + the largest |i − j| that is read, and the scores that are computed."""
+    return reach_and_scores(spec, plan(spec, query, key, value))
+
+
+def plan(
+    spec: Spec, query: Tensor, key: Tensor, value: Tensor | None, lengths: Lengths | None = None,
+    opening: Opening | None = None,
+) -> Tiles:  # fmt: skip
+    """The tiles that every block of queries visits, before it does.
+
+    Args:
+        lengths: what is known of keys and values. Without it up to DECODE_QUERIES queries visit all that the masks allow: to
+            find out how long the keys are is as dear.
+    """
+    return planned(
+        spec, query, key, value, rows=plan_rows(spec.query_len), shared=spec.query_len <= TILE, lengths=lengths,
+        opening=opening, certified=spec.query_len > DECODE_QUERIES or lengths is not None,
+    )[0]  # fmt: skip
+
+
+def plan_rows(query_len: int) -> int:
+    """Queries that share one plan."""
+    return TILE if query_len <= TILE else PLAN_ROWS
+
+
+def is_split(spec: Spec, query: Tensor) -> bool:
+    """Whether the heads of a group are packed together and the keys are split among programs: a few queries, or a few heads.
+
+    What is visited does not depend on it, for other sequences in the batch must not change that.
+    """
+    few = spec.batch * spec.num_heads < _processors(query.device)
+    return spec.query_len <= DECODE_QUERIES or (spec.query_len <= TILE and few)
+
+
+def forward(
+    spec: Spec, query: Tensor, key: Tensor, value: Tensor, tiles: Tiles, seed: Tensor, *, counts: Tensor | None = None,
+    opening: Opening | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(output, lse) over the tiles of a plan; `counts` [B, H, ⌈T / tile⌉] int32 receives how many each tile of queries visited.
+
+    Where keys are split, `counts` is [B, K, parts] with the parts of `decode_parts`.
+    """
+    from alibi_attn.attention.backends.fused.kernels import decode as decode_kernels
+    from alibi_attn.attention.backends.fused.kernels import forward as forward_kernels
+
+    output = torch.empty_like(query)
+    split = is_split(spec, query)
+    shape = tile_shape("decode" if split else "forward", query.dtype, spec.head_dim, large=is_large(query.device))
+    shared = _shared_arguments(spec, query, key, value, tiles, seed)
+    shared |= {
+        "PIN_TABLE": tiles.besides,
+        "COUNT": seed if counts is None else counts,
+        "COUNTS": counts is not None,
+    }
+    options = {"BN": shape.keys, "num_warps": shape.warps, "num_stages": shape.stages}
+    if split:
+        parts = decode_parts(spec, query)
+        chunks = -(-spec.group * spec.query_len // shape.queries)
+        lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+        outputs = torch.empty((parts, *query.shape), dtype=torch.float32, device=query.device)
+        masses = torch.empty((parts, *query.shape[:3]), dtype=torch.float32, device=query.device)
+        with on(query):
+            decode_kernels.decode_kernel[(spec.batch * spec.num_kv_heads, chunks, parts)](
+                **shared,
+                **options,
+                PARTIAL=outputs,
+                MASSES=masses,
+                ROWS=shape.queries,
+            )
+            decode_kernels.merge_kernel[(lse.numel(),)](
+                outputs, masses, output, lse, parts, lse.numel(), *output.stride()[:3], spec.num_heads, spec.query_len,
+                SLOTS=1 << (parts - 1).bit_length(), **row_constants(spec), num_warps=1,
+            )  # fmt: skip
+        return output, lse
+    if opening is None:
+        opening = _opening(spec, query)
+    lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+    blocks = -(-spec.query_len // shape.queries)
+    with on(query):
+        forward_kernels.forward_kernel[(spec.batch * spec.num_heads * blocks,)](
+            **shared, **options, **strides("o", "bht", output), OUT=output, LSE=lse, ORDER=_heaviest_first(tiles.weight),
+            N=tiles.plan.shape[2], ROWS=tiles.rows, BM=shape.queries, HAS_OPEN=spec.hides_keys,
+            OPEN=seed if opening is None else opening.of_blocks(tiles.rows), NORMS=lse if tiles.norms is None else tiles.norms,
+            HAS_NORMS=tiles.norms is not None and spec.causal and not spec.hides_keys,
+        )  # fmt: skip
+    return output, lse
+
+
+def decode(spec: Spec, query: Tensor, key: Tensor, value: Tensor, lengths: Lengths) -> Tensor:
+    """The output of causal queries without key mask and segments; no key out of reach is read.
+
+    Args:
+        lengths: what is known of keys and values, of all but the last few.
+    """
+    query, key, value = in_rows(query, key, value)
+    tiles = plan(spec, query, key, value, lengths)
+    return forward(spec, query, key, value, tiles, tiles.plan)[0]
+
+
+def decode_parts(spec: Spec, query: Tensor) -> int:
+    """Into how many parts the keys are split: enough programs for the device, not less than four tiles each."""
+    programs = 2 * _processors(query.device)
+    return max(1, min(programs // (spec.batch * spec.num_kv_heads), -(-spec.key_len // (4 * TILE)), 64))
+
+
+def backward(
+    spec: Spec, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor,
+    grad_lse: Tensor | None, tiles: Tiles, seed: Tensor, *, slopes_wanted: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dq, dk, dv, dslopes): the exact gradient over the plan's tiles; dslopes is [2, B, H] fp64, left and right."""
+    from alibi_attn.attention.backends.fused.kernels import backward as kernels
+
+    if grad_output.stride(-1) != 1:
+        grad_output = grad_output.contiguous()
+    delta, large = torch.empty_like(lse), is_large(query.device)
+    dq, dk, dv = (torch.empty_like(x) for x in (query, key, value))
+    size = (2, *lse.shape) if slopes_wanted else (1,)
+    dslopes = torch.empty(size, dtype=torch.float32, device=query.device)
+    shared = _shared_arguments(spec, query, key, value, tiles, seed)
+    shared |= {"DOUT": grad_output, **strides("do", "bht", grad_output), "LSE": lse, "DELTA": delta}
+    shared |= {"ROWS": tiles.rows, "N": tiles.plan.shape[2], "HAS_OPEN": spec.hides_keys}
+    opening = _opening(spec, query)
+    asked = asked_blocks(tiles, count=-(-spec.key_len // TILE))
+    order = key_order = _heaviest_first(tiles.weight)
+    if spec.group > 1:
+        key_order = _heaviest_first(tiles.weight.unflatten(1, (spec.num_kv_heads, spec.group)).sum(-1))
+    with on(query):
+        shape = tile_shape("query", query.dtype, spec.head_dim, large=large)
+        kernels.query_kernel[(spec.batch * spec.num_heads * -(-spec.query_len // shape.queries),)](
+            **shared, **strides("o", "bht", output), **strides("dq", "bht", dq), OUT=output, DQ=dq, DSLOPES=dslopes,
+            DLSE=lse if grad_lse is None else grad_lse.contiguous(), HAS_DLSE=grad_lse is not None,
+            SLOPES_WANTED=slopes_wanted, PIN_TABLE=tiles.besides, OPEN=seed if opening is None else opening.of_blocks(tiles.rows),
+            ORDER=order,
+            BM=shape.queries, BN=shape.keys, num_warps=shape.warps, num_stages=shape.stages,
+        )  # fmt: skip
+        shape = tile_shape("key", query.dtype, spec.head_dim, large=large)
+        kernels.key_kernel[(spec.batch * spec.num_kv_heads * -(-spec.key_len // shape.keys),)](
+            **shared, **strides("dk", "bhs", dk), **strides("dv", "bhs", dv), DK=dk, DV=dv, ASKED=asked,
+            OPEN_TO=seed if opening is None else opening.of_tiles(tiles.rows),
+            ORDER=key_order,
+            BM=shape.queries, BN=shape.keys, num_warps=shape.warps, num_stages=shape.stages,
+        )  # fmt: skip
+    if not slopes_wanted:
+        return dq, dk, dv, torch.zeros(2, spec.batch, spec.num_heads, dtype=torch.float64, device=query.device)
+    return dq, dk, dv, dslopes.sum(-1, dtype=torch.float64)
+
+
+@torch.library.custom_op("alibi_attn::fused_forward", mutates_args=())
+def _forward_op(
+    query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, right_slopes: Tensor | None, first: Tensor,
+    key_mask: Tensor | None, query_segments: Tensor | None, key_segments: Tensor | None, seed: Tensor,
+    causal: bool, window: int | None, scale: float, dropout_p: float, tolerance: float, may_see_nothing: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    spec = _spec(
+        query, key, slopes, right_slopes, first, key_mask, query_segments, key_segments, causal, window, scale, dropout_p,
+        tolerance,
+    )  # fmt: skip
+    query, key, value = in_rows(query, key, value)
+    opening = _opening(spec, query)
+    tiles = plan(spec, query, key, value, opening=opening)
+    output, lse = forward(spec, query, key, value, tiles, seed, opening=opening)
+    return output, lse, tiles.plan, tiles.pins, tiles.besides, tiles.weight
+
+
+@torch.library.custom_op("alibi_attn::fused_backward", mutates_args=())
+def _backward_op(
+    grad_output: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor,
+    slopes: Tensor, right_slopes: Tensor | None, first: Tensor, key_mask: Tensor | None, query_segments: Tensor | None,
+    key_segments: Tensor | None, seed: Tensor, plan: Tensor, pins: Tensor, besides: Tensor, weight: Tensor,
+    causal: bool, window: int | None, scale: float, dropout_p: float, may_see_nothing: bool, slopes_wanted: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    spec = _spec(
+        query,
+        key,
+        slopes,
+        right_slopes,
+        first,
+        key_mask,
+        query_segments,
+        key_segments,
+        causal,
+        window,
+        scale,
+        dropout_p,
+    )
+    query, key, value = in_rows(query, key, value)
+    if may_see_nothing:
+        # 0·NaN: what is in a query that sees nothing must not reach the keys.
+        nothing = (lse == -torch.inf)[..., None]
+        query, grad_output = query.masked_fill(nothing, 0.0), grad_output.masked_fill(nothing, 0.0)
+    tiles = Tiles(plan, pins, besides, weight, plan_rows(spec.query_len))
+    dq, dk, dv, sides = backward(
+        spec, query, key, value, output, lse, grad_output, grad_lse, tiles, seed, slopes_wanted=slopes_wanted
+    )
+    if right_slopes is None:
+        sides = torch.stack([sides.sum(0), torch.zeros_like(sides[0])])
+    shapes = (slopes, slopes if right_slopes is None else right_slopes)
+    dslopes, dright = (
+        (side if s.ndim == 2 else side.sum(0)).to(s.dtype) for side, s in zip(sides, shapes, strict=True)
+    )
+    return dq, dk, dv, dslopes, dright
+
+
+@_forward_op.register_fake
+def _(query, key, value, slopes, *_rest):  # type: ignore[no-untyped-def]
+    b, h, t, _ = query.shape
+    rows = plan_rows(t)
+    output = torch.empty_like(next(in_rows(query)))
+    return (
+        output,
+        query.new_empty((b, h, t), dtype=torch.float32),
+        query.new_empty((b, h, (t + rows - 1) // rows, 4), dtype=torch.int32),
+        query.new_empty((b, h, max(PIN_CHOICES)), dtype=torch.int32),
+        query.new_empty((b, h, (t + rows - 1) // rows, max(PIN_CHOICES)), dtype=torch.int32),
+        query.new_empty((b, h), dtype=torch.int32),
+    )
+
+
+@_backward_op.register_fake
+def _(grad_output, grad_lse, query, key, value, output, lse, slopes, right_slopes, *_rest):  # type: ignore[no-untyped-def]
+    right = slopes if right_slopes is None else right_slopes
+    return (
+        *map(torch.empty_like, in_rows(query, key, value)),
+        slopes.new_empty(slopes.shape),
+        right.new_empty(right.shape),
+    )
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    *tensors, causal, window, scale, dropout_p, _tolerance, may_see_nothing = inputs
+    out, lse, *tiles = output
+    ctx.save_for_backward(*tensors[:3], out, lse, *tensors[3:], *tiles)
+    ctx.numbers = causal, window, scale, dropout_p, may_see_nothing
+    ctx.mark_non_differentiable(*tiles)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None, *_integers: Any) -> tuple[Any, ...]:
+    slopes_wanted = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
+    saved = ctx.saved_tensors
+    if grad_output is None:
+        grad_output = torch.zeros_like(saved[3])
+    dq, dk, dv, dslopes, dright = _backward_op(grad_output, grad_lse, *saved, *ctx.numbers, slopes_wanted)
+    if not slopes_wanted:
+        return dq, dk, dv, *[None] * 13
+    return dq, dk, dv, dslopes, dright if saved[6] is not None else None, *[None] * 11
+
+
+_forward_op.register_autograd(_backward, setup_context=_save)
+
+
+def _shared_arguments(
+    spec: Spec, query: Tensor, key: Tensor, value: Tensor, tiles: Tiles, seed: Tensor
+) -> dict[str, Any]:
+    """What every kernel is told about the call."""
+    first = first_positions(spec, query.device)
+    slopes = spec.slopes.detach().contiguous()
+    right = slopes if spec.right_slopes is None else spec.right_slopes.detach().contiguous()
+    return {
+        "Q": query, "K": key, "V": value, "SLOPES": slopes, "RIGHT": right, "FIRST": first.contiguous(), "SEED": seed,
+        "PLAN": tiles.plan.contiguous(),
+        **strides("q", "bht", query), **strides("k", "bhs", key), **strides("v", "bhs", value),
+        "slopes_b": spec.num_heads if slopes.ndim == 2 else 0, "right_b": spec.num_heads if right.ndim == 2 else 0,
+        "first_b": 0 if first.numel() == 1 else 1, "scale": spec.scale, "dropout": spec.dropout_p,
+        "window": window_of(spec), "H": spec.num_heads, "G": spec.group, "T": spec.query_len, "S": spec.key_len,
+        **row_constants(spec), **mask_arguments(spec, first), "CAUSAL": spec.causal,
+        "HAS_RIGHT": spec.right_slopes is not None, "HAS_WINDOW": spec.window is not None,
+        "HAS_DROPOUT": spec.dropout_p > 0, "PRECISION": "ieee" if torch.version.hip else "tf32x3",
+    }  # fmt: skip
+
+
+def _processors(device: torch.device) -> int:
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else _INTERPRETER_PROCESSORS
+    )
+
+
+def _opening(spec: Spec, query: Tensor) -> Opening | None:
+    return Opening.of(spec, first_positions(spec, query.device).contiguous()) if spec.hides_keys else None
+
+
+def _heaviest_first(weight: Tensor) -> Tensor:
+    """The heads of all sequences, those with the most tiles first, so that none of them starts last."""
+    return weight.flatten().argsort(descending=True, stable=True)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _missing(device: int | None) -> str | None:
+    """What this machine lacks."""
+    if importlib.util.find_spec("triton") is None:
+        return "it needs Triton; pip install triton"
+    if device is not None and torch.version.hip is None:
+        capability = torch.cuda.get_device_capability(device)
+        if capability < (8, 0):
+            return f"it needs compute capability 8.0 but the device has {capability[0]}.{capability[1]}"
+    return None
+
+
+def _spec(
+    query: Tensor, key: Tensor, slopes: Tensor, right_slopes: Tensor | None, first: Tensor, key_mask: Tensor | None,
+    query_segments: Tensor | None, key_segments: Tensor | None, causal: bool, window: int | None, scale: float,
+    dropout_p: float = 0.0, tolerance: float = 0.0,
+) -> Spec:  # fmt: skip
+    """The description, back from what an operator can carry."""
+    b, h, t, d = query.shape
+    return AttentionSpec(
+        batch=b, num_heads=h, num_kv_heads=key.shape[1], query_len=t, key_len=key.shape[2], head_dim=d,
+        slopes=slopes, right_slopes=right_slopes, causal=causal, window=window, scale=scale, query_offset=first,
+        key_mask=key_mask, query_segments=query_segments, key_segments=key_segments, dropout_p=dropout_p, tolerance=tolerance,
+    )  # fmt: skip

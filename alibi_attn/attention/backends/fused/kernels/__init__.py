@@ -1,0 +1,1 @@
+"""Triton source only; `backends/fused/backend.py` launches it. Importing this folder loads nothing."""

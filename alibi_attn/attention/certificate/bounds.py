@@ -1,0 +1,308 @@
+"""Reach from tensors: the certificate of `alibi_attn/reach.py` for every block of queries, without reading a value on the host.
+
+For a query, U = |scale|·‖q‖·κ bounds all its scores (Cauchy–Schwarz), κ = the largest norm among the keys that may be skipped: to
+the left a prefix maximum, to the right a suffix maximum. Few keys are that long: Σ exp(|scale|·‖q‖·‖k_j‖ − m·d), summed key by
+key, bounds the same tail and is smaller over many keys; the better of the two is taken. λ comes from `lse_bound.py`. Tiles of
+keys with the largest norms may be *pinned*: they are always visited and left out of both, so one giant key costs one tile and
+not the whole band.
+
+Floating point is part of the certificate: `norm_bound` never falls short of a norm, and the numerator grows by what the near
+scores may be off.
+"""
+
+import dataclasses
+import math
+
+import torch
+from torch import Tensor
+
+from alibi_attn.attention.certificate.lse_bound import NEAR, lower_bound
+from alibi_attn.attention.spec import AttentionSpec
+from alibi_attn.reach import UNLIMITED
+
+Spec = AttentionSpec[Tensor]
+
+TILE = 64  # queries whose reach is decided together, and keys whose norms are
+LEVELS = (0.25, 0.5, 0.8, 1.0)  # of the blocks' largest query norms: those for which tails are summed, as quantiles
+PIN_CHOICES = (0, 1, 2, 4)  # how many tiles may be pinned; the cheapest choice is taken, per head
+LONG = 4096  # from this many keys on a dearer and tighter bound pays
+KEPT = 4  # the nearest keys, which no reach ever leaves out
+
+REDUCED = 1.01 * 2.0**-8  # of ‖q‖·‖k‖: torch may be told to multiply fp32 in TF32 or bf16
+VALUE_RATIO = 4.0  # a skipped value may be this many times longer than the longest kept one; more widens the reach
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """What must be visited, N = ⌈T / TILE⌉ blocks of queries.
+
+    Args:
+        left: [B, H, N] int64: a key that is not pinned, at i − j ≥ left, may be skipped by every query of the block.
+        right: [B, H, N] int64: the same at j − i ≥ right.
+        pins: [B, H, P] int64: tiles of keys that are always visited, ascending; −1 = none.
+    """
+
+    left: Tensor
+    right: Tensor
+    pins: Tensor
+
+
+def bounds(
+    spec: Spec, query: Tensor, key: Tensor, value: Tensor | None, *,
+    pin_choices: tuple[int, ...] = PIN_CHOICES, refine: bool | None = None, tile_norms: tuple[Tensor, Tensor] | None = None,
+) -> Bounds:  # fmt: skip
+    """The certified reach of every block of queries. Without `value` the values are taken to be of like length.
+
+    Keys and values must be finite (a NaN in them skips nothing, which is safe and slow).
+
+    Args:
+        pin_choices: how many tiles may be pinned.
+        refine: sum tails key by key, and take λ from farther keys too; None = where there are `LONG` keys.
+        tile_norms: of the keys and of the values, [B, K, ⌈S / TILE⌉] fp64 each: no norm in a tile is larger. Then only those
+            near the queries are read; for causal queries among the keys, without key mask and segments.
+    """
+    refine = spec.key_len >= LONG and tile_norms is None if refine is None else refine
+    b, h, n = spec.batch, spec.num_heads, -(-spec.query_len // TILE)
+    device = query.device
+    if spec.tolerance == 0.0 or spec.query_len == 0 or spec.key_len == 0:
+        unlimited = torch.full((b, h, n), UNLIMITED, device=device)
+        return Bounds(unlimited, unlimited, torch.full((b, h, max(PIN_CHOICES)), -1, device=device))
+    first = first_positions(spec, device)
+    if tile_norms is None:
+        key_norms = norm_bound(key)
+        if spec.key_mask is not None:
+            key_norms = key_norms.masked_fill(~spec.key_mask[:, None], 0.0)
+        tiles, longer = tile_maxima(key_norms), None if value is None else _longer_values(spec, value, first)
+    else:
+        tiles, longer = tile_norms[0], None if value is None else _longer_far_values(spec, value, tile_norms[1])
+    rate, constant = _numerator_parts(spec, query, key, longer, tiles.amax(-1), first, refine)
+    tails = _Tails.of(spec, rate, key_norms) if refine else None
+    found = [_with_pins(spec, rate, constant, tiles, tails, count, first) for count in pin_choices]
+    left, right, pins, cost = found[0]
+    for wider_left, wider_right, more_pins, asked in found[1:]:
+        better = (asked < cost)[..., None]
+        left, right = torch.where(better, wider_left, left), torch.where(better, wider_right, right)
+        pins, cost = torch.where(better, more_pins, pins), torch.minimum(asked, cost)
+    return Bounds(left, right, pins)
+
+
+def worth_pinning(norms: Tensor, *, times: float) -> tuple[int, ...]:
+    """The `pin_choices` for keys of these norms, [B, K, n]: none where no norm is `times` the mean. Reads them on the host."""
+    return PIN_CHOICES if bool((norms.amax(-1) > times * norms.mean(-1)).any()) else (0,)
+
+
+def first_positions(spec: Spec, device: torch.device) -> Tensor:
+    """[B], or [1] where all sequences agree, int64: the position of query 0."""
+    if isinstance(spec.query_offset, Tensor):
+        return spec.query_offset.reshape(-1)
+    return torch.full((1,), spec.query_offset, device=device)
+
+
+def norm_bound(tensor: Tensor) -> Tensor:
+    """An upper bound of the Euclidean norms over the last axis, fp64: true of every finite input, and inf where it cannot tell.
+
+    Squares below the smallest normal number may be lost, each entry less than 2^−63 in fp32; a sum of D squares is off by less
+    than (D + 2) units; squares that overflow give inf, and inf skips nothing. fp64 is scaled by its largest entry first.
+    """
+    d = tensor.shape[-1]
+    if tensor.dtype == torch.float64:
+        largest = tensor.abs().amax(-1, keepdim=True)
+        scaled = tensor / largest.masked_fill(largest == 0, 1.0)
+        length = torch.linalg.vector_norm(scaled, dim=-1) * largest.squeeze(-1)
+        return length * (1.0 + (d + 4) * 2.0**-53) + math.sqrt(d) * 2.0**-511
+    length = torch.linalg.vector_norm(tensor.float(), dim=-1).double()
+    return length * (1.0 + (d + 4) * 2.0**-24) + math.sqrt(d) * 2.0**-63
+
+
+def _numerator_parts(
+    spec: Spec, query: Tensor, key: Tensor, longer: Tensor | None, largest: Tensor, first: Tensor, refine: bool
+) -> tuple[Tensor, Tensor]:
+    """(rate, constant), each [B, H, T] fp64: the reach's numerator is rate·κ + constant.
+
+    `constant` has −λ, what rounding may have done to it (by the `largest` norm of a key, [B, K]), and the nats that `longer`
+    values cost [B, H, T]; inf where nothing may be skipped.
+    """
+    unit = 2.0**-53 if query.dtype == torch.float64 else 2.0**-24
+    lower = lower_bound(spec, query, key, first, stretches=refine)
+    error = (spec.head_dim + 64) * unit
+    rate = abs(spec.scale) * (1.0 + error) * norm_bound(query)
+    largest = largest.repeat_interleave(spec.group, 1)[..., None]
+    products = error if query.dtype == torch.float64 else error + REDUCED
+    constant = products * rate * largest + error * (1.0 + lower.abs()) - lower
+    if longer is not None:
+        constant = constant + longer
+    constant = constant.masked_fill(~(constant.isfinite() & rate.isfinite()), math.inf)
+    if spec.key_mask is not None and spec.causal and spec.query_segments is None:
+        constant = constant.masked_fill(_blind(spec.key_mask, first, spec.query_len)[:, None], -math.inf)
+    return rate.masked_fill(~rate.isfinite(), 0.0), constant
+
+
+def _blind(key_mask: Tensor, first: Tensor, query_len: int) -> Tensor:
+    """[B, T]: causal queries that see no key at all."""
+    at = (first[:, None] + torch.arange(query_len, device=first.device)).expand(key_mask.shape[0], -1)
+    known = key_mask.cumsum(-1).gather(1, at.clamp(0, key_mask.shape[1] - 1))
+    return (known == 0) | (at < 0)
+
+
+def _longer_values(spec: Spec, value: Tensor, first: Tensor) -> Tensor:
+    """[B, H, T] nats ≥ 0: ln f, where some value is f times longer than 4 times the longest that the query surely keeps.
+
+    Surely kept are the query's own key and the `KEPT` − 1 before it where they are seen, and in any case some key that is seen.
+    """
+    length = norm_bound(value)
+    seen = length if spec.key_mask is None else length.masked_fill(~spec.key_mask[:, None], 0.0)
+    least = length if spec.key_mask is None else length.masked_fill(~spec.key_mask[:, None], math.inf)
+    kept = least.amin(-1, keepdim=True)
+    if spec.query_segments is None and (spec.window is None or spec.window >= KEPT):
+        nearest = seen
+        for back in range(1, KEPT):
+            nearest = torch.maximum(nearest, torch.nn.functional.pad(seen, (back, 0))[..., : spec.key_len])
+        at = first[:, None] + torch.arange(spec.query_len, device=value.device)
+        inside = ((at >= 0) & (at < spec.key_len)).expand(spec.batch, -1)[:, None]
+        index = at.clamp(0, spec.key_len - 1).expand(spec.batch, -1)[:, None].expand(-1, spec.num_kv_heads, -1)
+        kept = torch.maximum(kept, nearest.gather(2, index).masked_fill(~inside, 0.0))
+    nats = _nats_of_longer(seen.amax(-1, keepdim=True), kept)
+    return nats.expand(-1, -1, spec.query_len).repeat_interleave(spec.group, 1)
+
+
+def _longer_far_values(spec: Spec, value: Tensor, tiles: Tensor) -> Tensor:
+    """What `_longer_values` returns, from the largest norms of every tile of values and the last few values themselves."""
+    assert isinstance(spec.query_offset, int)
+    before = min(spec.query_offset, KEPT - 1 if spec.window is None or spec.window >= KEPT else 0)
+    near = norm_bound(value[:, :, spec.query_offset - before : spec.query_offset + spec.query_len])
+    kept = near.unfold(-1, before + 1, 1).amax(-1)
+    return _nats_of_longer(tiles.amax(-1, keepdim=True), kept).repeat_interleave(spec.group, 1)
+
+
+def _nats_of_longer(longest: Tensor, kept: Tensor) -> Tensor:
+    return (longest / (VALUE_RATIO * kept)).log().clamp(min=0.0).masked_fill(longest == 0, 0.0)
+
+
+def tile_maxima(length: Tensor) -> Tensor:
+    """[B, K, ⌈S / TILE⌉]"""
+    tiles = -(-length.shape[-1] // TILE)
+    padded = torch.nn.functional.pad(length, (0, tiles * TILE - length.shape[-1]))
+    return padded.unflatten(-1, (tiles, TILE)).amax(-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tails:
+    """Σ exp(level·‖k_j‖) over every NEAR keys, for a few levels of |scale|·‖q‖.
+
+    Args:
+        mass: [B, H, levels, G] fp64, the logarithm of the sum.
+        level: [B, H, N] int64: the lowest level that is no less than any |scale|·‖q‖ of the block.
+    """
+
+    mass: Tensor
+    level: Tensor
+
+    @classmethod
+    def of(cls, spec: Spec, rate: Tensor, key_norms: Tensor) -> "_Tails":
+        """From the [B, H, T] rates and [B, K, S] norms; not finite where they are not."""
+        n, groups = -(-spec.query_len // TILE), -(-spec.key_len // NEAR)
+        worst = torch.nn.functional.pad(rate, (0, n * TILE - spec.query_len)).unflatten(2, (n, TILE)).amax(-1)
+        ascending = worst.sort(-1).values
+        levels = torch.stack([ascending[..., max(math.ceil(n * share) - 1, 0)] for share in LEVELS], -1)
+        level = (levels[..., None, :] < worst[..., None]).sum(-1).clamp(max=len(LEVELS) - 1)
+        norms = torch.nn.functional.pad(key_norms, (0, groups * NEAR - spec.key_len)).repeat_interleave(spec.group, 1)
+        longest = norms.amax(-1, keepdim=True)
+        # Far below the longest key the exponent is held at −600, which only adds to the sum.
+        weight = (levels[..., None] * (norms - longest)[:, :, None]).clamp_(min=-600.0).exp_()
+        return cls(weight.unflatten(-1, (groups, NEAR)).sum(-1).log() + levels[..., None] * longest[..., None], level)
+
+    def without(self, spec: Spec, tiles: Tensor) -> Tensor:
+        """The mass, [B, H, levels, G], without the tiles [B, K, P]."""
+        hidden = torch.zeros(*tiles.shape[:2], -(-spec.key_len // TILE), dtype=torch.bool, device=tiles.device)
+        hidden = hidden.scatter(-1, tiles, value=True).repeat_interleave(TILE // NEAR, -1)[..., : self.mass.shape[-1]]
+        return self.mass.masked_fill(hidden.repeat_interleave(spec.group, 1)[:, :, None], -math.inf)
+
+
+def _with_pins(
+    spec: Spec, rate: Tensor, constant: Tensor, tiles: Tensor, tails: _Tails | None, count: int, first: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(left, right, pins, cost) if the `count` tiles with the largest norms are pinned; pins [B, H, P]."""
+    count = min(count, tiles.shape[-1])
+    chosen = tiles.topk(count, dim=-1).indices.sort(-1).values
+    if tails is not None and count:
+        tails = dataclasses.replace(tails, mass=tails.without(spec, chosen))
+    left, right = _sides(spec, rate, constant, tiles.scatter(-1, chosen, 0.0), tails, first)
+    pins = torch.nn.functional.pad(chosen.repeat_interleave(spec.group, 1), (0, max(PIN_CHOICES) - count), value=-1)
+    return left, right, pins, _cost(spec, left, right, pinned=count, first=first)
+
+
+def _sides(
+    spec: Spec, rate: Tensor, constant: Tensor, tiles: Tensor, tails: _Tails | None, first: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(left, right), each [B, H, N] int64, with the largest norm of every tile of keys in `tiles` [B, K, ⌈S / TILE⌉]."""
+    n = -(-spec.query_len // TILE)
+    start = first[:, None] + torch.arange(n, device=first.device) * TILE
+    at = start + TILE - 1
+    tail = None if tails is None else _tail_nats(spec, spec.slopes, tails, at)
+    left = _reach(spec, spec.slopes, rate, constant, tiles.cummax(-1).values, tail, at)
+    if spec.causal:
+        return left, left
+    slopes = spec.slopes if spec.right_slopes is None else spec.right_slopes
+    tail = None if tails is None else _tail_nats(spec, slopes, tails, start, to_right=True)
+    right = _reach(spec, slopes, rate, constant, tiles.flip(-1).cummax(-1).values.flip(-1), tail, start)
+    return left, right
+
+
+def _tail_nats(spec: Spec, slopes: Tensor, tails: _Tails, position: Tensor, *, to_right: bool = False) -> Tensor:
+    """[B, H, N]: the largest ln Σ exp(level·‖k_j‖ − m·|p − j|) over the keys beyond p, of any p beyond a block's `position`.
+
+    Within a group of keys distances are taken to be 0. The running sum is off by less than a unit of its largest term a group.
+    """
+    mass = tails.mass.flip(-1) if to_right else tails.mass
+    groups = mass.shape[-1]
+    m = slopes.detach().double().reshape(-1, spec.num_heads, 1, 1)
+    away = m * NEAR * torch.arange(groups, device=mass.device)
+    until = torch.logcumsumexp(mass + away, -1) - away
+    before = torch.nn.functional.pad(until[..., :-1], (1, 0), value=-math.inf)
+    largest = mass.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().amax(-1, keepdim=True)
+    slack = 2.0**-50 * groups * (1.0 + m * spec.key_len + largest)
+    nats = torch.logaddexp(before, mass).cummax(-1).values + slack
+    group = (position.clamp(min=0) // NEAR).clamp(max=groups - 1)
+    group = groups - 1 - group if to_right else group
+    at = group.expand(spec.batch, -1)[:, None, None].expand(-1, spec.num_heads, len(LEVELS), -1)
+    return nats.gather(-1, at).gather(2, tails.level[:, :, None])[:, :, 0]
+
+
+def _reach(
+    spec: Spec, slopes: Tensor, rate: Tensor, constant: Tensor, maxima: Tensor, tail: Tensor | None, position: Tensor
+) -> Tensor:
+    """[B, H, N] int64: ⌈numerator / m⌉ of the worst query of every block, with κ read from `maxima` at `position`."""
+    n = position.shape[1]
+    tile = (position.clamp(min=0) // TILE).clamp(max=maxima.shape[-1] - 1)
+    kappa = maxima.gather(2, tile.expand(spec.batch, -1)[:, None].expand(-1, spec.num_kv_heads, -1))
+    kappa = kappa.repeat_interleave(spec.group, 1)[..., None]
+    short = n * TILE - spec.query_len
+    pad = torch.nn.functional.pad
+    constant = pad(constant, (0, short), value=-math.inf).unflatten(2, (n, TILE))
+    numerator = pad(rate, (0, short)).unflatten(2, (n, TILE)) * kappa + constant
+    m = slopes.detach().double().reshape(-1, spec.num_heads, 1)
+    tolerance = spec.tolerance if spec.causal else spec.tolerance / 2
+    nats = _worst(numerator) - torch.log(-torch.expm1(-m))
+    if tail is not None:
+        summed = tail + _worst(constant)
+        nats = torch.minimum(nats, summed.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf))
+    quotient = ((nats - math.log(tolerance)) / m).clamp(min=0.0)
+    reach = (quotient + 1e-12 * quotient.abs()).ceil().nan_to_num(nan=UNLIMITED, posinf=UNLIMITED)
+    reach = reach.clamp(KEPT, UNLIMITED).to(torch.int64)
+    reach = reach.masked_fill(~(m > 0), UNLIMITED)
+    return reach.masked_fill(m.isinf() & (m > 0), 1)
+
+
+def _worst(numerator: Tensor) -> Tensor:
+    """The largest of every block. NaN (inf · 0) becomes inf; a block of queries that see nothing stays −inf and needs no key."""
+    return numerator.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf).amax(-1)
+
+
+def _cost(spec: Spec, left: Tensor, right: Tensor, *, pinned: int, first: Tensor) -> Tensor:
+    """[B, H]: keys that a query of every block visits, summed over the blocks, pins included."""
+    start = (first[:, None] + torch.arange(left.shape[-1], device=first.device) * TILE)[:, None]
+    asked = torch.minimum(left, (start + TILE).clamp(0, spec.key_len))
+    if not spec.causal:
+        asked = asked + torch.minimum(right, (spec.key_len - start).clamp(0, spec.key_len))
+    # A tile on its own costs about twice its width: it is one more call, and one more merge.
+    return asked.sum(-1) + pinned * (2 * TILE) * left.shape[-1]

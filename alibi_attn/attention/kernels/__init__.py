@@ -1,1 +1,0 @@
-"""Triton source only; `attention/backends/fused.py` launches it. Importing this folder loads nothing."""

@@ -1,0 +1,146 @@
+"""The command `alibi`: every command is a function, loads what it needs when it runs, and ends with a plain exit code.
+
+    0 done    1 failed, with one sentence that says why    2 wrong usage    130 interrupted
+
+Only numpy, typer and rich are loaded before a command runs. Next: `lab.py`, the commands that train and test, and
+`recipes/index.py`, what can be run.
+"""
+
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.markup import escape
+from rich.table import Table as RichTable
+
+from alibi_attn import records
+from alibi_attn.cli import bench, export, lab
+from alibi_attn.cli.console import check_writable, console, fail, interrupted, is_ours, needs, sentence
+from alibi_attn.recipes.index import RECIPES
+from alibi_attn.report import tables
+
+app = typer.Typer(
+    name="alibi",
+    help="Attention with linear biases: see it, run it, and ask of your own text: train short, test long?\n\n"
+    "New here? [bold]alibi run[/] answers that question on this machine in a few minutes and writes a report.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.add_typer(bench.app, name="bench")
+app.command(epilog=f"Recipes: {', '.join(RECIPES)}.")(lab.run)
+app.command("recipes")(lab.list_recipes)
+app.command("eval")(lab.evaluation)
+app.command()(lab.generate)
+app.command()(export.export)
+
+
+def main() -> None:
+    """Run the command line and exit."""
+    try:
+        app()
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        if not isinstance(error, OSError) and not is_ours(error):
+            raise
+        fail(sentence(error))
+    except KeyboardInterrupt:
+        interrupted()
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        print(f"alibi-attn {metadata.version('alibi-attn')}")
+        raise typer.Exit
+
+
+@app.command()
+def report(
+    paths: Annotated[list[Path], typer.Argument(help="Record files, or folders of runs.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
+    title: Annotated[str, typer.Option(help="Its title.")] = "Train short, test long",
+) -> None:
+    """Write one self-contained HTML page from records: pictures, tables, and what may be concluded.
+
+    [dim]alibi report runs/quick --out quick.html[/]
+
+    [dim]alibi report runs/first runs/second[/]    several runs on one page
+    """
+    check_writable(out)
+    found = list(records.find(*(path / "records" if (path / "records").is_dir() else path for path in paths)))
+    if not found:
+        raise ValueError(
+            f"{', '.join(map(str, paths))}: no records (.json) inside; alibi run and alibi bench write them"
+        )
+    lab.write_report(found, out, title=title)
+
+
+@app.command()
+def heads(
+    num_heads: Annotated[int, typer.Option(help="How many heads the model has.", min=1)] = 8,
+    png: Annotated[Path | None, typer.Option(help="Also draw the biases into this file.")] = None,
+    seq_len: Annotated[int, typer.Option(help="Tokens in the picture.", min=1)] = 1024,
+) -> None:
+    """Show the heads: slope, half-life, and the distance from which a key's factor is under 1e-6.
+
+    A head multiplies the weight of a key by e^(−m·distance). A large slope m sees only what is near.
+
+    [dim]alibi heads --num-heads 12 --png heads.png[/]
+    """
+    table = RichTable("head", "slope m", "half-life", "under 1e-6 from", caption="distances in tokens", box=None)
+    for column in table.columns:
+        column.justify = "right"
+    for row in tables.head_rows(num_heads):
+        table.add_row(*row)
+    if png is not None:
+        check_writable(png)
+    console.print(table)
+    if png is not None:
+        with needs("lab"):
+            from alibi_attn.report.heads import bias_png
+        console.print(
+            f"picture  {escape(str(records.replace_file(png, bias_png(num_heads, seq_len))))}", soft_wrap=True
+        )
+
+
+@app.command()
+def explain(
+    num_heads: Annotated[int, typer.Option("--heads", help="Query heads.", min=1)] = 8,
+    num_kv_heads: Annotated[
+        int | None, typer.Option("--kv-heads", help="Key/value heads.", show_default="as --heads")
+    ] = None,
+    head_dim: Annotated[int, typer.Option(help="Size of a head.", min=1)] = 64,
+    length: Annotated[int, typer.Option(help="Queries and keys.", min=1)] = 4096,
+    batch: Annotated[int, typer.Option(help="Sequences.", min=1)] = 1,
+    dtype: Annotated[Literal["float64", "float32", "bfloat16", "float16"], typer.Option()] = "float32",
+    device: Annotated[str, typer.Option(help='As in torch: "cpu", "cuda", "cuda:1".')] = "cpu",
+    causal: Annotated[bool, typer.Option("--causal/--symmetric", help="May a query look right?")] = True,
+    window: Annotated[int | None, typer.Option(help="Keys a query may see, itself included.")] = None,
+    tolerance: Annotated[
+        float | None, typer.Option(help="Softmax mass that may be skipped.", show_default="by dtype")
+    ] = None,
+    backend: Annotated[str, typer.Option(help='A backend\'s name, or "auto".')] = "auto",
+    seed: Annotated[int, typer.Option(help="Of the random q, k and v.")] = 0,
+) -> None:
+    """Say which backends would run an attention of this shape, and what they would skip, on random q, k and v.
+
+    [dim]alibi explain --heads 16 --kv-heads 4 --head-dim 128 --length 8192 --dtype bfloat16[/]
+    """
+    with needs("torch"):
+        import torch
+
+        from alibi_attn.attention import api
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [
+        (batch, count, length, head_dim) for count in (num_heads, num_kv_heads or num_heads, num_kv_heads or num_heads)
+    ]
+    try:
+        place = torch.device(device)
+        query, key, value = (
+            torch.randn(shape, generator=generator).to(device=place, dtype=getattr(torch, dtype)) for shape in shapes
+        )
+    except (RuntimeError, AssertionError) as error:  # torch's words for a device that is not there
+        raise ValueError(f"device is {device!r} but it cannot be used here ({str(error).splitlines()[0]})") from None
+    print(api.explain(query, key, value, causal=causal, window=window, tolerance=tolerance, backend=backend))

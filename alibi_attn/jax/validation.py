@@ -1,0 +1,173 @@
+"""The door: a call in JAX is checked once, when it is traced, by the checks of `attention/spec.py`."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from alibi_attn.attention.spec import (
+    AttentionSpec,
+    check_key_mask,
+    check_numbers,
+    check_query_offset,
+    check_segments,
+    check_shapes,
+    check_slopes,
+    dtype_name,
+)
+from alibi_attn.jax.tiles import FARTHEST, Array
+from alibi_attn.slopes import alibi_slopes
+
+Slopes = Sequence[float] | NDArray[np.floating] | Array
+SegmentIds = Array | tuple[Array, Array]
+
+
+def make_spec(
+    query: Array,
+    key: Array,
+    value: Array,
+    slopes: Slopes | None,
+    *,
+    causal: bool,
+    right_slopes: Slopes | None,
+    window: int | None,
+    scale: float | None,
+    query_offset: int | Array | None,
+    key_mask: Array | None,
+    segment_ids: SegmentIds | None,
+    dropout_p: float,
+    tolerance: float | None,
+    return_lse: bool,
+) -> AttentionSpec[Array]:
+    """The door: everything is checked here, once, and completed with its defaults."""
+    for name, array in (("query", query), ("key", key), ("value", value)):
+        _check_array(name, array)
+    b, h, k, t, s, d = check_shapes(query, key, value, layout="BTHD")
+    scale, tolerance = check_numbers(
+        causal=causal, has_right_slopes=right_slopes is not None, window=window, scale=scale, dropout_p=dropout_p,
+        tolerance=tolerance, head_dim=d, dtype=dtype_name(query.dtype),
+    )  # fmt: skip
+    if key_mask is not None:
+        _check_array("key_mask", key_mask)
+        check_key_mask(key_mask, batch=b, key_len=s)
+    offset = _offset(query_offset, batch=b, query_len=t, key_len=s)
+    query_segments, key_segments = _segments(segment_ids, offset, batch=b, query_len=t, key_len=s)
+    work = jnp.promote_types(query.dtype, jnp.float32)
+    slopes = alibi_slopes(h) if slopes is None else slopes
+    return AttentionSpec(
+        batch=b, num_heads=h, num_kv_heads=k, query_len=t, key_len=s, head_dim=d,
+        slopes=_slopes("slopes", slopes, work, batch=b, num_heads=h),
+        right_slopes=None if right_slopes is None else _slopes("right_slopes", right_slopes, work, batch=b, num_heads=h),
+        causal=causal, window=window, scale=scale, query_offset=offset, key_mask=key_mask,
+        query_segments=query_segments, key_segments=key_segments,
+        dropout_p=dropout_p, tolerance=tolerance, return_lse=return_lse,
+    )  # fmt: skip
+
+
+def checked_dropout_key(dropout_p: float, dropout_key: Array | None) -> Array | None:
+    if dropout_p == 0.0:
+        return None
+    if dropout_key is None:
+        raise ValueError(f"dropout_p is {dropout_p} but there is no dropout_key; pass dropout_key=jax.random.key(seed)")
+    _check_array("dropout_key", dropout_key)
+    if jnp.issubdtype(dropout_key.dtype, jax.dtypes.prng_key):
+        alone = dropout_key.shape == ()
+    else:
+        alone = dropout_key.dtype == jnp.uint32 and dropout_key.ndim == 1
+    if not alone:
+        raise ValueError(
+            f"dropout_key is {dropout_key.dtype} {list(dropout_key.shape)} but must be one key; pass jax.random.key(seed)"
+        )
+    return dropout_key
+
+
+def _slopes(name: str, slopes: Slopes, work: jnp.dtype, *, batch: int, num_heads: int) -> Array:
+    array = slopes if isinstance(slopes, jax.Array) else np.asarray(slopes)
+    if not (jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(array.dtype, jnp.integer)):
+        raise TypeError(f"{name} is {dtype_name(array.dtype)} but must hold real numbers")
+    check_slopes(name, array.shape, batch=batch, num_heads=num_heads)
+    values = _values(array)
+    if values is not None:
+        allowed = np.isfinite(values) | ((values == np.inf) & (name == "right_slopes"))
+        if not allowed.all():
+            rule = "finite, or inf for a head that never looks right" if name == "right_slopes" else "finite"
+            raise ValueError(f"{name} must be {rule} but is {values.tolist()}")
+    return jnp.asarray(array, work)
+
+
+def _offset(query_offset: int | Array | None, *, batch: int, query_len: int, key_len: int) -> int | Array:
+    if query_offset is None:
+        return key_len - query_len
+    if isinstance(query_offset, jax.Array | np.ndarray | np.integer):
+        check_query_offset(query_offset, batch=batch)
+        return jnp.asarray(query_offset, jnp.int32)
+    if isinstance(query_offset, bool) or not isinstance(query_offset, int):
+        raise TypeError(f"query_offset must be an int or an integer array but is {query_offset!r}")
+    if abs(query_offset) + query_len + key_len >= FARTHEST:
+        raise ValueError(f"query_offset is {query_offset} but positions must lie between −2^28 and 2^28")
+    return query_offset
+
+
+def _segments(
+    segment_ids: SegmentIds | None, offset: int | Array, *, batch: int, query_len: int, key_len: int
+) -> tuple[Array | None, Array | None]:
+    """(query's [B, T], key's [B, S]); a query takes the segment of its position, which must then be a key's."""
+    if segment_ids is None:
+        return None, None
+    if isinstance(segment_ids, tuple | list):
+        if len(segment_ids) != 2:
+            raise ValueError(
+                f"segment_ids has {len(segment_ids)} parts but is one array [B, S] or a pair ([B, T], [B, S])"
+            )
+        for number, length, axis in ((0, query_len, "T"), (1, key_len, "S")):
+            name = f"segment_ids[{number}]"
+            _check_array(name, segment_ids[number])
+            check_segments(name, segment_ids[number], batch=batch, length=length, axis=axis)
+        of_query, of_key = _small_numbers(*segment_ids)
+        return of_query, of_key
+    _check_array("segment_ids", segment_ids)
+    check_segments("segment_ids", segment_ids, batch=batch, length=key_len, axis="S")
+    (of_key,) = _small_numbers(segment_ids)
+    first = _values(offset) if isinstance(offset, jax.Array) else np.asarray(offset)
+    if first is not None and first.size and (first.min() < 0 or first.max() + query_len > key_len):
+        raise ValueError(
+            f"the queries stand at positions {first.min()} to {first.max() + query_len - 1} but segment_ids covers the keys' "
+            f"0 to {key_len - 1}; pass a pair ([B, T], [B, S]) of segment ids for queries and keys"
+        )
+    position = jnp.reshape(jnp.asarray(offset, jnp.int32), (-1, 1)) + jnp.arange(query_len, dtype=jnp.int32)
+    position = jnp.broadcast_to(position, (batch, query_len))
+    outside = (position < 0) | (position >= key_len)
+    of_query = jnp.take_along_axis(of_key, position, axis=1, mode="clip")
+    # Where values cannot be read a query outside gets a number that no key has, and sees nothing.
+    return jnp.where(outside, of_key.max(1, keepdims=True) + 1, of_query), of_key
+
+
+def _small_numbers(*segment_ids: object) -> list[Array]:
+    """Segment ids that a JAX array holds: whether two are equal is all that counts, so large ones of numpy are numbered anew."""
+    limits = np.iinfo(np.int32)
+    of_numpy = [x for x in segment_ids if isinstance(x, np.ndarray) and x.size]
+    if all(x.min() >= limits.min and x.max() < limits.max for x in of_numpy):
+        return [x if x.dtype == jnp.int64 else jnp.asarray(x, jnp.int32) for x in map(jnp.asarray, segment_ids)]
+    if len(of_numpy) < len(segment_ids):
+        raise ValueError(
+            "segment_ids has numbers that do not fit int32, beside a jax.Array; pass both as numpy arrays, or smaller numbers"
+        )
+    numbers = np.unique(np.concatenate([x.ravel() for x in of_numpy]), return_inverse=True)[1].astype(np.int32)
+    parts = np.split(numbers, np.cumsum([x.size for x in of_numpy])[:-1])
+    return [jnp.asarray(part.reshape(x.shape)) for part, x in zip(parts, of_numpy, strict=True)]
+
+
+def _check_array(name: str, array: object) -> None:
+    if not isinstance(array, jax.Array | np.ndarray):
+        raise TypeError(f"{name} must be a jax.Array or numpy array but is {type(array).__name__}")
+
+
+def _values(array: Array | NDArray[np.floating]) -> NDArray[np.floating] | None:
+    """The values where reading them costs nothing: numpy, or an array on the CPU that is not being traced."""
+    if isinstance(array, jax.Array) and (
+        isinstance(array, jax.core.Tracer) or {d.platform for d in array.devices()} != {"cpu"}
+    ):
+        return None
+    return np.asarray(array)

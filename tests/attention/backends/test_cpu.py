@@ -1,0 +1,228 @@
+"""The CPU backends: what they really read, what they keep in memory; and the traps of the operator underneath `banded`."""
+
+import math
+
+import pytest
+import torch
+from attention_checks import EPS
+
+from alibi_attn import alibi_attention, explain, head_reach
+from alibi_attn.attention.backends.banded import backend as banded
+from alibi_attn.attention.backends.banded import pieces as banded_pieces
+from alibi_attn.attention.certificate import bounds
+from alibi_attn.attention.validation import make_spec
+
+DEFAULTS = {
+    "causal": True, "right_slopes": None, "window": None, "scale": None, "query_offset": None, "key_mask": None,
+    "segment_ids": None, "dropout_p": 0.0, "tolerance": None, "return_lse": False,
+}  # fmt: skip
+
+
+both = pytest.mark.parametrize("backend", ["banded", "native"])
+
+
+def draw(h=4, t=1500, d=16, dtype=torch.float32, b=1, requires_grad=False):
+    return [torch.randn(b, h, t, d, dtype=dtype).requires_grad_(requires_grad) for _ in range(3)]
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Scores that reach the operator underneath, as it is called: pairs of a query row and a key row."""
+    count = {"forward": 0, "backward": 0}
+
+    def wrap(name: str, function, where: int):
+        def call(*args, **kwargs):
+            query, key = args[where], args[where + 1]
+            blocks, rows, keys = query.shape[0], query.shape[2], key.shape[2]
+            causal = args[4] if name == "forward" else args[7]
+            count[name] += blocks * (rows * (rows + 1) // 2 if causal else rows * keys)
+            return function(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(banded, "_fused", wrap("forward", banded._fused, 0))
+    monkeypatch.setattr(banded, "_fused_backward", wrap("backward", banded._fused_backward, 1))
+    return count
+
+
+def test_the_scores_computed_are_those_of_the_certificate(counted: dict[str, int]) -> None:
+    q, k, v = draw(requires_grad=True)
+    slopes = [2.0, 0.5, 0.1, 0.02]
+    out = alibi_attention(q, k, v, slopes, backend="banded")
+    out.sum().backward()
+    spec = make_spec(q, k, v, slopes, **DEFAULTS)
+    with torch.no_grad():
+        found = bounds.bounds(spec, q, k, v)
+        _, scores = banded.visits(spec, q, k, v)
+    assert counted["forward"] == counted["backward"] == int(scores.sum())
+    assert f"scores computed: {counted['forward']:,} " in explain(q, k, v, slopes, backend="banded")
+    # What each block of 64 queries must read, and what blocks of the plan add to it: a fraction, never everything.
+    start = torch.arange(0, 1500, bounds.TILE)
+    asked = torch.minimum(found.left[0] + bounds.TILE, start + bounds.TILE) * bounds.TILE
+    assert counted["forward"] <= 1.35 * int(asked.sum())
+    assert counted["forward"] < 0.5 * 4 * 1500 * 1501 / 2
+
+
+def test_a_backend_that_computes_everything_is_found_out(counted: dict[str, int]) -> None:
+    q, k, v = draw()
+    alibi_attention(q, k, v, [2.0, 0.5, 0.1, 0.02], tolerance=0.0, backend="banded")
+    assert counted["forward"] >= 4 * 1500 * 1501 / 2
+
+
+@both
+def test_far_keys_are_never_touched(backend: str) -> None:
+    q, k, v = draw(h=1, t=900)
+    reach = int(head_reach(q, k, [1.0], backend=backend))
+    before = alibi_attention(q[:, :, -1:], k, v, [1.0], backend=backend)
+    far = torch.arange(900) < 900 - reach
+    k2 = torch.where(far[:, None], -k, k)
+    v2 = torch.where(far[:, None], 3 * v, v)
+    assert torch.equal(alibi_attention(q[:, :, -1:], k2, v2, [1.0], backend=backend), before)
+
+
+@both
+def test_a_giant_far_value_widens_the_reach(backend: str) -> None:
+    q, k, v = draw(h=1, t=600, dtype=torch.float64)
+    v[:, :, 10] *= 1e12
+    exact = alibi_attention(q, k, v, [0.25], tolerance=0.0, backend="reference")
+    got = alibi_attention(q, k, v, [0.25], tolerance=1e-8, backend=backend)
+    near = exact[:, :, 300:].abs().amax()
+    assert float((got - exact)[:, :, 300:].abs().max()) <= 1e-6 * float(near)
+
+
+@both
+def test_left_out_gradients_stay_within_their_bounds(backend: str) -> None:
+    """DESIGN section 5, measured in fp64 against the full definition, with a tolerance large enough to be seen."""
+    tolerance = 1e-3
+    q, k, v = draw(h=2, t=700, dtype=torch.float64, requires_grad=True)
+    slopes = torch.tensor([0.5, 0.1], dtype=torch.float64, requires_grad=True)
+    leaf = [q, k, v, slopes]
+    go = torch.randn(1, 2, 700, 16, dtype=torch.float64)
+    exact = alibi_attention(*leaf, backend="reference")
+    got = alibi_attention(*leaf, tolerance=tolerance, backend=backend)
+    full, ours = torch.autograd.grad(exact, leaf, go), torch.autograd.grad(got, leaf, go)
+    exact, got = exact.detach(), got.detach()
+    longest_v, longest_k = v.detach().norm(dim=-1).max(), k.detach().norm(dim=-1).max()
+    per_query = 2 * tolerance * go.norm(dim=-1) * longest_v * 16**-0.5 * longest_k
+    assert bool(((full[0] - ours[0]).norm(dim=-1) <= 2 * per_query).all())
+    assert float((full[2] - ours[2]).norm(dim=-1).max()) > 0, "nothing was left out: the test sees nothing"
+    # Σ p_ij over the queries that dropped j is at most ε(1 − e^(−m)) a query, geometric in the distance: ≤ ε·n in any case.
+    dropped = tolerance * go.norm(dim=-1).sum(-1)
+    assert bool(((full[2] - ours[2]).norm(dim=-1).amax(-1) <= dropped).all())
+    reach = head_reach(q, k, slopes, tolerance=tolerance, backend=backend)[0]
+    spread = (2 * go.norm(dim=-1) * longest_v).sum(-1)[0]
+    assert bool(((full[3] - ours[3]).abs() <= tolerance * (reach + 1 / slopes.detach()) * spread).all())
+    assert float((got - exact).norm(dim=-1).max()) <= 2 * tolerance * float(longest_v)
+
+
+@both
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_every_dtype_is_right_on_a_band(dtype: torch.dtype, backend: str) -> None:
+    """An fp64 input with an fp32 mask gives garbage underneath; fp16 is computed in fp32."""
+    q, k, v = (x.to(dtype) for x in draw(t=700))
+    slopes = [2.0, 0.5, 0.1, 0.02]
+    exact = alibi_attention(*(x.double() for x in (q, k, v)), slopes, backend="reference")
+    got = alibi_attention(q, k, v, slopes, backend=backend)
+    assert got.dtype == dtype
+    assert float((got.double() - exact).abs().max()) <= 8 * EPS[dtype] * float(v.norm(dim=-1).max())
+
+
+@both
+def test_queries_that_see_nothing_stay_out_of_the_gradients(backend: str) -> None:
+    """A row that sees nothing returns lse 0 underneath, and NaN in a masked key leaks."""
+    q, k, v = draw(t=300)
+    mask = torch.arange(300)[None] >= 100
+    for x in (q, k, v):
+        x[:, :, :100] = math.nan
+        x.requires_grad_()
+    out, lse = alibi_attention(q, k, v, key_mask=mask, return_lse=True, backend=backend)
+    assert torch.equal(out[:, :, :100], torch.zeros_like(out[:, :, :100]))
+    assert bool((lse[:, :, :100] == -math.inf).all())
+    for gradient in torch.autograd.grad(out.sum(), [q, k, v]):
+        assert bool(gradient.isfinite().all())
+        assert torch.equal(gradient[:, :, :100], torch.zeros_like(gradient[:, :, :100]))
+
+
+@both
+def test_the_operator_passes_torchs_own_checks(backend: str) -> None:
+    q, k, v = (x.requires_grad_() for x in draw(t=70, d=4, dtype=torch.float64))
+    slopes = torch.rand(4, dtype=torch.float64).requires_grad_()
+    args = (q, k, v, slopes, None, torch.tensor([0]), None, None, None, True, None, 0.5, 1e-9, True)
+    torch.library.opcheck(getattr(torch.ops.alibi_attn, f"{backend}_forward").default, args)
+
+
+@both
+def test_long_input_needs_linear_memory(backend: str) -> None:
+    """n×n scores of one head at 16,384 tokens would be 1 GiB; the whole call allocates a fraction of that."""
+    from torch.profiler import ProfilerActivity, profile
+
+    q, k, v = draw(h=1, t=16384, d=8)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+        alibi_attention(q, k, v, [0.5], backend=backend)
+    largest = max(event.self_cpu_memory_usage for event in trace.events())
+    assert 0 < largest < 2**26
+
+
+def test_bands_that_are_cut_into_parts_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks with more than MAX_KEYS keys are cut, and the parts merged: tiles, rectangles and shared edges alike."""
+    q, k, v = draw(t=1300, dtype=torch.float64, requires_grad=True)
+    slopes = [2.0, 0.3, 0.02, 0.0]
+    go = torch.randn_like(q)
+    for causal in (True, False):
+        results = []
+        for most in (banded_pieces.MAX_KEYS, 100):
+            monkeypatch.setattr(banded_pieces, "MAX_KEYS", most)
+            out, lse = alibi_attention(q, k, v, slopes, causal=causal, return_lse=True, backend="banded")
+            results.append([out, lse, *torch.autograd.grad(out, [q, k, v], go)])
+        monkeypatch.undo()
+        for whole, parts in zip(*results, strict=True):
+            torch.testing.assert_close(parts, whole)
+
+
+@both
+@pytest.mark.parametrize("scale", [-0.2, 0.0])
+def test_scales_that_are_not_positive(backend: str, scale: float) -> None:
+    """The operator underneath `banded` hides keys before it scales, and −inf times such a scale is inf or NaN."""
+    q, k, v = draw(h=2, t=1024, d=32, requires_grad=True)
+    go = torch.randn_like(q)
+    results = []
+    for dtype, name in ((torch.float64, "reference"), (torch.float32, backend)):
+        out, lse = alibi_attention(
+            *(x.to(dtype) for x in (q, k, v)), [0.5, 0.001], scale=scale, return_lse=True, backend=name
+        )
+        results.append([out, lse, *torch.autograd.grad(out, [q, k, v], go.to(dtype))])
+    for exact, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours, exact.to(ours.dtype), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["dense", "banded", "native"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_gradients_of_huge_scores_are_finite(backend: str, causal: bool) -> None:
+    """Backward computes scores again, and at 10³⁰ its rounding alone is more than exp can hold."""
+    q, k, v = draw(h=1, t=300, d=8)
+    q, k = (q * 1e15).requires_grad_(), (k * 1e15).requires_grad_()
+    out, lse = alibi_attention(q, k, v, [0.5], causal=causal, return_lse=True, backend=backend)
+    plain = alibi_attention(q, k, v, [0.5], causal=causal, backend=backend)
+    for result in (out, lse, *torch.autograd.grad(out.sum() + plain.sum(), [q, k])):
+        assert bool(result.isfinite().all())
+    torch.testing.assert_close(plain, out)
+
+
+@pytest.mark.parametrize("backend", ["dense", "banded", "native", "reference"])
+def test_the_reach_is_true_of_queries_beyond_the_keys(backend: str) -> None:
+    """`reach` is a distance that no pair reaches, also where the nearest key is far away."""
+    q, k, v = draw(h=1, t=256)
+    for options in (
+        {"query_offset": 1024},
+        {"query_offset": -700, "causal": False},
+        {"query_offset": torch.tensor([90, -3])},
+    ):
+        batch = 2 if isinstance(options["query_offset"], torch.Tensor) else 1
+        inputs = [x.expand(batch, -1, -1, -1) for x in (q, k, v)]
+        reach = head_reach(*inputs[:2], [0.001], backend=backend, **options)
+        first = torch.as_tensor(options["query_offset"]).reshape(-1)
+        largest = torch.maximum(first + 255, 255 - first if not options.get("causal", True) else first)
+        assert torch.equal(reach[:, 0], (largest + 1).expand(batch))
+        windowed = head_reach(*inputs[:2], [0.001], backend=backend, window=200, **options)
+        assert bool((windowed[:, 0] <= 200).all())
+    assert head_reach(q, k, [0.001], query_offset=-256, backend=backend).tolist() == [[0]]

@@ -1,0 +1,95 @@
+"""FlexAttention with our BlockMask: compiled on two cases, and its two functions and the mask on the whole list."""
+
+import pytest
+import torch
+from attention_cases import CASES, Case
+from attention_checks import arguments
+from attention_oracle import visible_keys
+from torch import Tensor
+
+from alibi_attn.attention.api import alibi_attention
+from alibi_attn.attention.backends import flex
+from alibi_attn.attention.bias import score_bias
+from alibi_attn.attention.certificate.bounds import TILE
+from alibi_attn.attention.spec import AttentionSpec
+from alibi_attn.attention.validation import make_spec
+from alibi_attn.attention.visibility import distances, visible
+
+STEEP = Case("steep", batch=1, heads=2, query_len=700, key_len=700, slopes="steep", sink=200.0)
+
+
+def described(
+    case: Case, dtype: torch.dtype = torch.float32, **extra: object
+) -> tuple[AttentionSpec[Tensor], list[Tensor]]:
+    args, kwargs = arguments(case, dtype)
+    names = ("right_slopes", "query_offset", "key_mask", "segment_ids")
+    kwargs = {**dict.fromkeys(names), **kwargs, "dropout_p": 0.0, "tolerance": None, "return_lse": False, **extra}
+    return make_spec(*args, **kwargs), args[:3]
+
+
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning", "error:.*without torch.compile.*")
+def test_compiled_it_equals_the_definition() -> None:
+    """Also beyond torch's own limit of compiled shapes, past which FlexAttention would write out all T·S scores."""
+    for name in ("everything", "steep, long"):
+        case = next(case for case in CASES if case.name == name)
+        args, kwargs = arguments(case, torch.float32)
+        spec, tensors = described(case)
+        with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=1):
+            output, lse = flex.run(spec, *tensors)
+            true = alibi_attention(*(x.double() for x in args), **kwargs, backend="reference")
+        assert lse is None
+        assert float((output - true).abs().max()) < 4e-6
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_its_functions_are_the_definition(case: Case) -> None:
+    spec, (_query, key, value) = described(case)
+    flags = flex._key_flags(spec, key, value)
+    b, h, i, j = (
+        x.reshape([-1 if at == axis else 1 for at in range(4)])
+        for axis, x in enumerate(map(torch.arange, (case.batch, case.heads, case.query_len, case.key_len)))
+    )
+    seen = flex._visible(spec, flags)(b, h, i, j).expand(case.batch, case.heads, case.query_len, case.key_len)
+    drawn = case.draw()
+    for at in torch.cartesian_prod(*map(torch.arange, seen.shape[:2])).tolist()[:8]:
+        for t in (0, case.query_len // 2, case.query_len - 1):
+            assert seen[*at, t].nonzero().flatten().tolist() == visible_keys(case, drawn, *at, t)
+    distance = distances(spec.query_len, spec.key_len, spec.query_offset, None)
+    bias = score_bias(spec, distance, visible(spec, distance))
+    ours = flex._biased(spec, flags)(torch.zeros(()), b, h, i, j)
+    assert torch.equal(ours.expand(seen.shape)[seen], bias.expand(seen.shape)[seen])
+
+
+@pytest.mark.parametrize("case", [*(c for c in CASES if c.name.startswith("steep")), STEEP], ids=str)
+def test_the_block_mask_holds_the_certified_tiles_and_little_else(case: Case) -> None:
+    spec, tensors = described(case)
+    tiles = flex.plan(spec, *tensors)
+    count, indices = flex.key_blocks(spec, tiles)
+    for b, h, n in torch.cartesian_prod(*map(torch.arange, count.shape)).tolist():
+        listed = set(indices[b, h, n, : count[b, h, n]].tolist())
+        first, last, low, high = tiles.plan[b, h, n].tolist()
+        pins = [pin for pin in tiles.pins[b, h].tolist() if low <= pin < high]
+        wanted = {tile // 2 for tile in (*range(first, last), *pins)}
+        assert wanted <= listed <= wanted | {pin // 2 for pin in tiles.pins[b, h].tolist()}
+        assert sorted(indices[b, h, n].tolist()) == list(range(-(-case.key_len // flex.BLOCK)))
+    if case is STEEP:
+        assert int(count.sum()) < 0.6 * count.shape[2] * count.shape[1] * indices.shape[-1]
+        reach, scores = flex.visits(spec, *tensors)
+        assert int(scores.sum()) >= int(count.sum()) * TILE
+        assert int(reach.max()) <= case.key_len
+
+
+def test_refusals_name_their_reason() -> None:
+    case = CASES[0]
+    spec, tensors = described(case)
+    assert flex.why_not(spec, *tensors) is None
+    half, doubles = described(case, torch.float64)
+    assert "float64" in flex.why_not(half, *doubles)
+    assert "no lse on the CPU" in flex.why_not(described(case, return_lse=True)[0], *tensors)
+    assert "dropout_p is 0.5" in flex.why_not(described(case, dropout_p=0.5)[0], *tensors)
+    tensors[1].requires_grad_()
+    assert "no backward on the CPU" in flex.why_not(spec, *tensors)
+    with torch.no_grad():
+        assert flex.why_not(spec, *tensors) is None
+    spec.slopes.requires_grad_()
+    assert "no fixed order" in flex.why_not(spec, *tensors)

@@ -1,0 +1,272 @@
+"""The Triton kernels, interpreted: the whole case list, exactly the certified tiles, and what autograd and compile ask."""
+
+import dataclasses
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import conformance_on_device as device
+import decoding_in_interpreter as decoding
+import device_arithmetic
+import fused_in_interpreter as inside
+import numpy as np
+import pytest
+import torch
+from attention_cases import CASES, INSIDE, ONE_FAR_KEY, SHORT_INSIDE, Case
+from attention_checks import assert_exact, assert_one_far_key
+from attention_oracle import Answer
+
+from alibi_attn import records
+from alibi_attn.attention.backends.fused.configs import PLAN_ROWS, tile_shape
+from alibi_attn.attention.certificate.bounds import TILE
+from alibi_attn.bench.gpu import gpu
+from alibi_attn.report.benchmarks import is_drawn
+
+LONG = Case("long", batch=1, heads=2, query_len=333, key_len=333, slopes="steep")
+SINK = dataclasses.replace(LONG, name="sink", sink=200.0)
+CHUNK = Case("chunk", batch=1, heads=4, kv_heads=2, query_len=70, key_len=400, slopes="steep", offset=300)
+BOTH = Case("both sides", batch=1, heads=2, query_len=260, key_len=260, slopes="steep", causal=False)
+DECODE = Case("decode", batch=2, heads=4, kv_heads=2, query_len=3, key_len=700, slopes="steep", head_dim=16)
+FEW_HEADS = Case("few heads", batch=1, heads=1, query_len=40, key_len=500, slopes="random", head_dim=16)
+DECODE_SINK = dataclasses.replace(DECODE, name="decode with a sink", sink=200.0)
+SOME = tuple(case for case in (*CASES, *INSIDE) if case.name in {
+    "grouped-query", "one query", "right slopes a batch", "NaN in masked keys, inf in their values", "everything",
+    "steep, long, sink, peaked", "inside, window", "inside, packed segments",
+})  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[ProcessPoolExecutor]:
+    with inside.interpreter() as executor:
+        yield executor
+
+
+@pytest.mark.parametrize("case", ONE_FAR_KEY, ids=str)
+def test_one_far_key_gives_the_slope_no_gradient_but_through_lse(interpreter: ProcessPoolExecutor, case: Case) -> None:
+    assert_one_far_key(case, _answer(interpreter, case, "float32"))
+
+
+@pytest.mark.parametrize("case", [*CASES, *SHORT_INSIDE], ids=str)
+def test_fp32_equals_the_definition(interpreter: ProcessPoolExecutor, case: Case) -> None:
+    assert_exact(case, torch.float32, _answer(interpreter, case, "float32"), tolerance=2.0**-28)
+
+
+@pytest.mark.parametrize("case", [*CASES, *INSIDE], ids=str)
+def test_fp16_equals_the_definition(interpreter: ProcessPoolExecutor, case: Case) -> None:
+    assert_exact(case, torch.float16, _answer(interpreter, case, "float16"), tolerance=2.0**-15)
+
+
+@pytest.mark.parametrize("case", SOME, ids=str)
+def test_bf16_equals_the_definition_with_the_arithmetic_of_a_gpu(interpreter: ProcessPoolExecutor, case: Case) -> None:
+    assert interpreter.submit(device.conform, case, "bfloat16", "cpu").result() <= 1
+
+
+def test_fp32_is_exact_from_tensor_cores(interpreter: ProcessPoolExecutor) -> None:
+    """Three products in TF32 that are cut as they are added, with steep slopes and outlying keys."""
+    case = next(case for case in CASES if case.name == "steep, long, sink, peaked")
+    assert interpreter.submit(device.conform, case, "float32", "cpu").result() <= 1
+
+
+@pytest.mark.parametrize("part", ["bfloat16", "products", "functions"])
+def test_the_arithmetic_of_a_gpu_is_off_as_documented(interpreter: ProcessPoolExecutor, part: str) -> None:
+    interpreter.submit(device_arithmetic.is_as_documented, part).result()
+
+
+@pytest.mark.parametrize("case", [LONG, SINK, CHUNK, BOTH, DECODE, DECODE_SINK], ids=str)
+def test_exactly_the_certified_tiles_are_visited(interpreter: ProcessPoolExecutor, case: Case) -> None:
+    counted, certified, every = interpreter.submit(inside.visits_and_certificate, case, 1e-6).result()
+    assert_visits(counted, certified, every)
+
+
+def assert_visits(counted: np.ndarray, certified: np.ndarray, every: int) -> None:
+    """What was visited is the plan, and less than everything."""
+    assert (counted == certified).all(), f"visited {counted.tolist()} but certified are {certified.tolist()}"
+    assert counted.sum() < 0.75 * every, f"{counted.sum()} of {every} tiles are visited: nothing is skipped"
+
+
+def test_a_kernel_that_visits_every_tile_is_found_out() -> None:
+    with pytest.raises(AssertionError, match="visited"):
+        assert_visits(np.full((1, 1, 2), 6), np.full((1, 1, 2), 2), 12)
+    with pytest.raises(AssertionError, match="nothing is skipped"):
+        assert_visits(np.full((1, 1, 2), 6), np.full((1, 1, 2), 6), 12)
+
+
+def test_no_attack_breaks_the_kernels_certificate(interpreter: ProcessPoolExecutor) -> None:
+    """With every approximate function as far off as it may be, to where the reach gets shorter."""
+    found = interpreter.submit(device.attacked, range(40), "cpu").result()
+    worst = max(lost for _, lost, _, _ in found)
+    assert worst <= 1, f"{worst} of the tolerance is dropped"
+    ours, theirs = (sum(draw[at] for draw in found) / len(found) for at in (2, 3))
+    assert sum(share > 0 for _, _, share, _ in found) >= 10, "an attack on nothing: too few draws skip a key"
+    assert ours >= 0.95 * theirs, (
+        f"the kernels skip {ours:.3f} of the keys, the bounds of torch operations {theirs:.3f}"
+    )
+
+
+def test_a_plain_call_takes_few_operations(interpreter: ProcessPoolExecutor) -> None:
+    """On a GPU each is a launch, and they would take longer than short attention."""
+    counted = interpreter.submit(decoding.operations_of_plain_calls).result()
+    assert counted["certificate"] <= 2, counted
+    assert counted["forward"] <= 4, counted
+    assert counted["backward"] <= 8, counted
+    assert counted["decoding"] <= 4, counted
+    assert counted["masked"] <= 16, counted
+    assert counted["from the host"] == 0, counted
+
+
+def test_queries_in_padding_look_no_farther_than_others(interpreter: ProcessPoolExecutor) -> None:
+    certified, every = interpreter.submit(inside.tiles_behind_padding).result()
+    assert certified <= 2  # a block spans 64 distances
+    assert every == 4
+
+
+@pytest.mark.parametrize("case", [LONG, SINK, CHUNK, BOTH], ids=str)
+def test_what_is_skipped_weighs_less_than_the_tolerance(interpreter: ProcessPoolExecutor, case: Case) -> None:
+    share, computed = interpreter.submit(inside.plan_skips_only_what_it_may, case, 1e-6).result()
+    assert share <= 1e-6
+    assert computed < 0.75
+
+
+@pytest.mark.parametrize("case", [LONG, SINK, CHUNK, BOTH], ids=str)
+def test_backward_visits_what_forward_visited(interpreter: ProcessPoolExecutor, case: Case) -> None:
+    errors = interpreter.submit(inside.gradient_of_the_truncated_function, case, 0.2).result()
+    assert max(errors.values()) < 2e-5, errors
+
+
+def test_unseen_numbers_change_nothing(interpreter: ProcessPoolExecutor) -> None:
+    interpreter.submit(inside.unseen_numbers_change_nothing).result()
+
+
+def test_bad_numbers_reach_only_those_who_see_them(interpreter: ProcessPoolExecutor) -> None:
+    interpreter.submit(inside.bad_numbers_reach_only_those_who_see_them).result()
+
+
+@pytest.mark.parametrize("case", [case for case in (*CASES, *INSIDE) if case.mask or case.segments], ids=str)
+def test_nothing_is_hidden_in_open_tiles_and_everything_outside_the_allowed(
+    interpreter: ProcessPoolExecutor, case: Case
+) -> None:
+    """Against every pair, one by one."""
+    hidden, allowed, opened = interpreter.submit(inside.openings, case).result()
+    for b, pairs in enumerate(hidden):
+        for n, (low, high) in enumerate(allowed[b]):
+            seen = np.flatnonzero(~pairs[n * TILE : (n + 1) * TILE].all(0))
+            assert seen.size == 0 or (low <= seen[0] and seen[-1] < high), (
+                f"block {n} sees keys outside {low} to {high}"
+            )
+        for rows, (of_blocks, of_tiles) in opened.items():
+            for n, (low, high) in enumerate(of_blocks[b]):
+                block = pairs[n * rows : (n + 1) * rows, low * TILE : high * TILE]
+                assert not block.any(), f"something is hidden from block {n} in tiles {low} to {high}"
+            for tile, (low, high) in enumerate(of_tiles[b]):
+                block = pairs[low * rows : high * rows, tile * TILE : (tile + 1) * TILE]
+                assert not block.any(), f"tile {tile} hides something from blocks {low} to {high}"
+
+
+def test_open_tiles_of_long_documents_are_found(interpreter: ProcessPoolExecutor) -> None:
+    """512 tokens of padding, then documents of 512, 1,024 and 512: all but what touches a border is open."""
+    to_blocks, to_tiles, allowed = interpreter.submit(inside.openings_of_long_documents).result()
+    assert to_blocks[:4] == [[0, 0]] * 4  # hidden by the mask
+    assert to_blocks[5:8] == [[8, 16]] * 3
+    assert to_blocks[9:16] == [[16, 32]] * 7
+    assert to_blocks[17:] == [[32, 40]] * 3
+    assert to_tiles[:8] == [[0, 0]] * 8
+    assert to_tiles[8:14] == [[4, 8]] * 6
+    assert to_tiles[16:30] == [[8, 16]] * 14
+    assert allowed[:8] == [[2560, 0]] * 8
+    assert allowed[8:16] == [[512, 1024]] * 8
+    assert allowed[16:32] == [[1024, 2048]] * 16
+
+
+def test_layouts_agree(interpreter: ProcessPoolExecutor) -> None:
+    interpreter.submit(inside.layouts_agree).result()
+
+
+def test_compile_autocast_checkpointing_and_library_checks(interpreter: ProcessPoolExecutor) -> None:
+    interpreter.submit(inside.compiled_and_checked).result()
+
+
+def test_dropout_is_the_same_in_backward(interpreter: ProcessPoolExecutor) -> None:
+    errors = interpreter.submit(inside.dropout_is_the_same_in_backward).result()
+    kept, alike = errors.pop("kept"), errors.pop("alike")
+    assert max(errors.values()) < 1e-5, errors
+    assert abs(kept - 0.7) < 0.04  # four standard deviations of 2,344 draws
+    assert abs(alike - 0.58) < 0.06, "two heads must draw independently"  # 0.7² + 0.3², four of 1,172
+
+
+def test_random_numbers_are_the_published_ones(interpreter: ProcessPoolExecutor) -> None:
+    drawn = interpreter.submit(inside.known_random_numbers).result()
+    assert [hex(x) for x in drawn] == ["0x257a3673", "0xab302c4d", "0xbedbbe6b", "0x257a3673"]
+
+
+@pytest.mark.parametrize("case", [DECODE, DECODE_SINK, FEW_HEADS], ids=str)
+def test_decoding_equals_forward(interpreter: ProcessPoolExecutor, case: Case) -> None:
+    gap, parts = interpreter.submit(inside.decoding_equals_forward, case).result()
+    assert gap < 1e-5
+    assert parts == 1 or case.batch * (case.kv_heads or case.heads) < 4
+
+
+def test_split_decoding_equals_forward(interpreter: ProcessPoolExecutor) -> None:
+    gap, parts = interpreter.submit(inside.decoding_equals_forward, dataclasses.replace(DECODE_SINK, batch=1)).result()
+    assert gap < 1e-5
+    assert parts == 2
+
+
+@pytest.mark.parametrize("window", [None, 300])
+def test_decoding_reads_only_the_keys_within_reach(interpreter: ProcessPoolExecutor, window: int | None) -> None:
+    assert interpreter.submit(decoding.decoding_with_remembered_lengths, window).result() < 1e-5
+
+
+def test_masked_bad_keys_change_nothing_in_decoding(interpreter: ProcessPoolExecutor) -> None:
+    interpreter.submit(decoding.masked_bad_keys_change_nothing_in_decoding).result()
+
+
+def test_a_layer_decodes_by_the_kernel(interpreter: ProcessPoolExecutor) -> None:
+    gap, calls = interpreter.submit(decoding.a_layer_decodes_near).result()
+    assert gap < 1e-5
+    assert calls == 5  # chunks of 150, 1, 1, 8 and 40
+
+
+def test_the_program_for_a_device_refuses_what_the_kernels_do(interpreter: ProcessPoolExecutor) -> None:
+    case = next(case for case in CASES if case.name == "grouped-query")
+    with pytest.raises(ValueError, match="at most 256 but D is 300"):
+        interpreter.submit(device.conform, dataclasses.replace(case, head_dim=300), "float32", "cpu").result()
+
+
+def test_refusals_name_their_reason(interpreter: ProcessPoolExecutor) -> None:
+    assert "float64" in interpreter.submit(inside.refusal, "float64", 8).result()
+    assert "bfloat16 wrongly" in interpreter.submit(inside.refusal, "bfloat16", 8).result()
+    assert "at most 256 but D is 257" in interpreter.submit(inside.refusal, "float32", 257).result()
+    assert interpreter.submit(inside.refusal, "float16", 256).result() is None
+    assert inside.refusal("float32", 8) == "it runs on CUDA devices but query is on cpu"
+
+
+def test_the_benchmark_checks_measures_and_keeps_a_record(interpreter: ProcessPoolExecutor, tmp_path: Path) -> None:
+    record, steps = map(records.load, interpreter.submit(inside.smoke_of_the_benchmark, tmp_path).result())
+    assert record.metrics["worst_error_share"] <= 1
+    assert set(record.curves) == {"correctness", "ours", "causal, no bias", "SDPA + dense bias"}
+    assert record.curves["ours"]["length"] == [64]
+    assert steps.name == "gpu-smoke/decoding-peaked-2x16"
+    assert set(steps.curves) == {"ours", "ours, untold", "causal, no bias", "SDPA + dense bias"}
+    read = steps.curves["ours"]
+    assert 0 < read["bytes_least"][0] <= read["bytes_read"][0] <= read["bytes_all"][0]
+    assert is_drawn(record)
+    assert is_drawn(steps)
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="there is none"):
+            gpu(tmp_path)
+
+
+def test_tiles_divide_the_certificates_own() -> None:
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for head_dim in (16, 64, 128, 256):
+            for large in (True, False):
+                for kernel in ("forward", "decode", "query", "key"):
+                    shape = tile_shape(kernel, dtype, head_dim, large=large)
+                    assert TILE % shape.keys == 0 or (kernel == "key" and shape.keys % TILE == 0)
+                    assert PLAN_ROWS % shape.queries == 0
+    assert PLAN_ROWS % TILE == 0
+
+
+def _answer(interpreter: ProcessPoolExecutor, case: Case, dtype: str) -> Answer:
+    got = {n: torch.from_numpy(x) for n, x in interpreter.submit(inside.case_answer, case, dtype).result().items()}
+    return Answer(got.pop("output"), got.pop("lse"), got)

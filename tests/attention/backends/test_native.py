@@ -1,0 +1,348 @@
+"""The kernels in C++: what they compute, the order of their sums, every instruction set, and machines without a compiler."""
+
+import dataclasses
+import os
+import platform
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from attention_cases import CASES
+from attention_checks import answer, assert_exact
+from certificate_attack import Attack, attacks, dropped, native_keys, random_attack
+from hypothesis import given, settings, target
+
+from alibi_attn import alibi_attention, explain
+from alibi_attn.attention.backends.native import backend as native
+from alibi_attn.attention.backends.native import build
+from alibi_attn.attention.backends.native.visited import Ranges
+from alibi_attn.attention.certificate.bounds import TILE, bounds
+from alibi_attn.attention.validation import make_spec
+
+SLOPES = [2.0, 0.5, 0.1, 0.02]
+TOLERANCE = {torch.float32: 2.0**-23 / 32, torch.float64: 2.0**-52 / 32}
+
+
+def draw(h=4, k=4, t=1500, d=16, dtype=torch.float32, b=1, requires_grad=False):
+    shapes = [(b, heads, t, d) for heads in (h, k, k)]
+    return [torch.randn(shape, dtype=dtype).requires_grad_(requires_grad) for shape in shapes]
+
+
+@pytest.fixture
+def met(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """[B, H] of every call, in their order: the scores that the kernels counted while they computed them."""
+    counted: list[torch.Tensor] = []
+    call = native._call
+
+    def counting(function, spec, ranges, **arrays):
+        counted.append(torch.zeros(spec.batch, spec.num_heads, dtype=torch.int64))
+        call(function, spec, ranges, met=counted[-1], **arrays)
+
+    monkeypatch.setattr(native, "_call", counting)
+    return counted
+
+
+def test_the_scores_computed_are_those_of_the_certificate(met: list[torch.Tensor]) -> None:
+    q, k, v = draw(requires_grad=True)
+    out = alibi_attention(q, k, v, SLOPES, backend="native")
+    out.sum().backward()
+    spec = make_spec(q, k, v, SLOPES)
+    with torch.no_grad():
+        found = bounds(spec, q, k, v)
+        _, scores = native.visits(spec, q, k, v)
+    assert torch.equal(met[0], scores)
+    assert torch.equal(met[1], scores)
+    assert f"scores computed: {int(scores.sum()):,} " in explain(q, k, v, SLOPES, backend="native")
+    # What a block of 64 queries meets by the bounds of the other backends, which do not know the log-sum-exp.
+    start = torch.arange(0, 1500, TILE)
+    rows = (1500 - start).clamp(max=TILE)
+    asked = (torch.minimum(found.left[0] - 1, start) + rows) * rows
+    assert int(met[0].sum()) <= 1.02 * int(asked.sum())
+    assert int(met[0].sum()) < 0.5 * 4 * 1500 * 1501 / 2
+
+
+@given(attacks)
+@settings(max_examples=150, deadline=None, derandomize=True)
+def test_dropped_mass_never_exceeds_the_tolerance(attack: Attack) -> None:
+    lost, _ = dropped(attack, native_keys)
+    target(lost / attack.tolerance, label="share of the tolerance")
+    assert lost <= attack.tolerance
+
+
+def test_dropped_mass_stays_within_the_tolerance_of_random_attacks() -> None:
+    skipping = 0
+    for seed in range(250):
+        attack = random_attack(seed)
+        lost, share = dropped(attack, native_keys)
+        assert lost <= attack.tolerance, attack
+        skipping += share > 0
+    assert skipping >= 80, "an attack on nothing: too few draws skip a key"
+
+
+def test_a_certificate_that_claims_too_much_is_found_out() -> None:
+    """A tenth of the room that is taken for granted is enough to be seen."""
+
+    def careless(spec, *tensors):
+        return native_keys(dataclasses.replace(spec, tolerance=min(0.99, spec.tolerance * 30)), *tensors)
+
+    attacks = [random_attack(seed) for seed in range(250)]
+    assert sum(dropped(attack, careless)[0] > attack.tolerance for attack in attacks) > 5
+
+
+def test_what_else_is_in_the_batch_changes_nothing() -> None:
+    q, k, v = draw(b=3, h=2, k=1, t=900)
+    with torch.no_grad():
+        k[1, :, 40] *= 50
+        q[2] *= 3
+    together = native.visits(make_spec(q, k, v, [0.5, 0.1]), q, k, v)
+    out = alibi_attention(q, k, v, [0.5, 0.1], backend="native")
+    for b in range(3):
+        one = [x[b : b + 1] for x in (q, k, v)]
+        alone = native.visits(make_spec(*one, [0.5, 0.1]), *one)
+        assert torch.equal(alone[0][0], together[0][b])
+        assert torch.equal(alone[1][0], together[1][b])
+        assert torch.equal(alibi_attention(*one, [0.5, 0.1], backend="native")[0], out[b])
+
+
+def test_a_block_turns_to_a_sink_only_where_it_matters() -> None:
+    """A sink at key 0 is met by a flat head's far queries and not by a steep one's, and widens neither's band."""
+    q, k, v = draw(h=2, k=1, t=6000, d=32)
+    calm = native.visits(make_spec(q, k, v, [1.0, 0.05]), q, k, v)[1][0]
+    with torch.no_grad():
+        k[:, :, 0] *= 60
+    ranges = native.met(make_spec(q, k, v, [1.0, 0.05]), q, k, v)
+    steep, flat = (ranges.pins[0, h] != 0 for h in range(2))
+    assert flat.sum() > 60
+    assert steep.sum() < 30
+    met = ranges.reach_and_scores(make_spec(q, k, v, [1.0, 0.05]))[1][0]
+    assert int(met[0]) < 1.3 * int(calm[0])
+    assert int(met[1]) < 1.3 * int(calm[1])
+
+
+def test_a_kernel_that_computes_everything_is_found_out(met: list[torch.Tensor]) -> None:
+    q, k, v = draw()
+    alibi_attention(q, k, v, SLOPES, tolerance=0.0, backend="native")
+    assert int(met[0].sum()) >= 4 * 1500 * 1501 / 2
+
+
+def test_pinned_tiles_are_counted_too(met: list[torch.Tensor]) -> None:
+    q, k, v = draw(h=8, k=2, b=2, t=3000, requires_grad=True)
+    with torch.no_grad():
+        k[:, :, 70] *= 40
+    slopes = [1.0, 0.5, 0.25, 0.1, 1.0, 0.7, 0.3, 0.2]
+    out = alibi_attention(q, k, v, slopes, backend="native")
+    out.sum().backward()
+    spec = make_spec(q, k, v, slopes)
+    with torch.no_grad():
+        assert native.met(spec, q, k, v).pins.any(), "nothing was pinned: the test sees nothing"
+        _, scores = native.visits(spec, q, k, v)
+    assert torch.equal(met[0], scores)
+    assert torch.equal(met[1], scores)
+    assert int(scores.sum()) < 0.5 * 16 * 3000 * 3001 / 2
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 16])
+def test_any_number_of_threads_divides_the_work_and_not_the_result(threads: int) -> None:
+    """Grouped heads, sinks, several sequences: tasks of many sizes, halos and pinned tiles, against one dense computation."""
+    q, k, v = draw(h=6, k=2, b=2, t=1300, d=24, dtype=torch.float64, requires_grad=True)
+    with torch.no_grad():
+        k[:, :, 5] *= 30
+    slopes = torch.tensor([2.0, 0.5, 0.1, 0.02, 0.0, -0.001], dtype=torch.float64, requires_grad=True)
+    go = torch.randn_like(q)
+    leaves = [q, k, v, slopes]
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        results = []
+        for backend in ("native", "native", "reference"):
+            out, lse = alibi_attention(*leaves, causal=False, window=900, return_lse=True, backend=backend)
+            results.append([out, lse, *torch.autograd.grad((out * go).sum() + lse.sum(), leaves)])
+    finally:
+        torch.set_num_threads(before)
+    for ours, again, truth in zip(*results, strict=True):
+        assert torch.equal(ours, again), "the same bits twice"
+        torch.testing.assert_close(ours, truth, rtol=1e-9, atol=1e-9)
+
+
+def test_many_cores_get_work_and_long_texts_keep_linear_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head without a reach would be one task, or as many copies of its keys as there are cores."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
+    for length, most in ((2048, 2**24 // 64), (2**18, 8 * 2 * 2**18)):
+        spec = make_spec(*(torch.zeros(1, 1, 1, 64).expand(1, 8, length, 64) for _ in range(3)), torch.zeros(8))
+        ranges = Ranges.open(spec)
+        ranges.keys[..., 1] = ranges.keys[..., 3]
+        tasks, _, _, kept = native._backward_tasks(spec, ranges)
+        assert kept <= most
+        assert len(tasks) >= (64 if length == 2048 else 24)
+        covered = np.zeros((8, length), np.int64)
+        for task in tasks:
+            covered[task[1], task[4] : task[5]] += 1
+        assert bool((covered == 1).all())
+
+
+def test_bits_do_not_depend_on_when_tasks_are_done() -> None:
+    q, k, v = draw(h=3, k=1, t=2500, requires_grad=True)
+    results = []
+    for _ in range(4):
+        out = alibi_attention(q, k, v, [1.0, 0.1, 0.003], backend="native")
+        results.append([out, *torch.autograd.grad(out, [q, k, v], torch.ones_like(out))])
+    for other in results[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(results[0], other, strict=True))
+
+
+def test_views_of_projections_are_read_where_they_lie() -> None:
+    """[B, T, H, D] seen as [B, H, T, D], and q, k, v of one matrix."""
+    packed = torch.randn(2, 300, 3, 4, 32)
+    q, k, v = (packed[:, :, part].transpose(1, 2) for part in range(3))
+    got = alibi_attention(q, k, v, SLOPES, backend="native")
+    torch.testing.assert_close(got, alibi_attention(q, k, v, SLOPES, backend="reference"))
+
+
+@pytest.mark.parametrize("offset", [-40, 2**33, -(2**33)])
+def test_positions_may_be_far_from_all_keys(offset: int) -> None:
+    q, k, v = draw(h=2, k=2, t=100)
+    slopes = [1e-9, 0.0]
+    for causal in (True, False):
+        ours, truth = (
+            alibi_attention(q, k, v, slopes, causal=causal, query_offset=offset, return_lse=True, backend=backend)
+            for backend in ("native", "reference")
+        )
+        for x, y in zip(ours, truth, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+
+
+def test_segments_may_be_any_integers() -> None:
+    q, k, v = draw(t=200)
+    segments = torch.arange(200)[None] // 50 * 2**40
+    got = alibi_attention(q, k, v, SLOPES, segment_ids=segments, backend="native")
+    torch.testing.assert_close(got, alibi_attention(q, k, v, SLOPES, segment_ids=segments, backend="reference"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_exponential_is_right_to_a_unit(dtype: torch.dtype) -> None:
+    """Of one key the weight is 1 and of two equal values the mass tells: lse of scores (0, −x) is log1p(exp(−x))."""
+    x = torch.cat([torch.linspace(0, 100, 5000), torch.linspace(600, 800, 50)]).to(dtype)
+    q = torch.zeros(1, 1, len(x), 2, dtype=dtype)
+    q[..., 0] = x
+    k = torch.tensor([[0.0, 0.0], [-1.0, 0.0]], dtype=dtype)[None, None]
+    v = torch.tensor([[0.0, 0.0], [1.0, 0.0]], dtype=dtype)[None, None]
+    out = alibi_attention(q, k, v, [0.0], scale=1.0, causal=False, tolerance=0.0, backend="native")[0, 0, :, 0]
+    truth = torch.sigmoid(-x.double())
+    normal = truth > torch.finfo(dtype).tiny
+    relative = ((out.double() - truth) / truth)[normal].abs().max()
+    assert float(relative) <= 4 * torch.finfo(dtype).eps
+    assert bool((out[~normal] <= torch.finfo(dtype).tiny).all())
+
+
+INSTRUCTIONS = {"x86_64": ("-march=x86-64", "-march=x86-64-v3", "-march=native"), "aarch64": ("-march=native",)}
+
+
+@pytest.fixture(params=INSTRUCTIONS.get(platform.machine(), ("-march=native",)))
+def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The kernels compiled for vectors of 16, 32 and 64 bytes."""
+    flags = [request.param if flag.startswith("-march") else flag for flag in build.FLAGS]
+    monkeypatch.setattr(build, "FLAGS", tuple(flags))
+    build._found.cache_clear()
+    yield request.param
+    build._found.cache_clear()
+
+
+def test_every_width_of_vectors_gives_the_definition(instructions: str) -> None:
+    for dtype in (torch.float32, torch.float64):
+        for case in CASES:
+            assert_exact(case, dtype, answer(case, dtype, backend="native"), tolerance=TOLERANCE[dtype])
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """An empty cache, and a library that is looked for anew."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    build._found.cache_clear()
+    yield tmp_path
+    build._found.cache_clear()
+
+
+def test_without_a_compiler_auto_takes_the_next_and_says_why(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    q, k, v = draw()
+    words = explain(q, k, v, SLOPES)
+    assert "banded     runs (picked by auto)" in words
+    assert "native     cannot: there is no C++ compiler 'no-such-compiler'" in words
+    assert "install g++" in words
+    with pytest.raises(ValueError, match="backend 'native' cannot run this: there is no C\\+\\+ compiler"):
+        alibi_attention(q, k, v, SLOPES, backend="native")
+    torch.testing.assert_close(
+        alibi_attention(q, k, v, SLOPES), alibi_attention(q, k, v, SLOPES, backend="reference"), atol=1e-5, rtol=1e-5
+    )
+
+
+def test_few_scores_are_left_to_dense_and_not_to_the_next() -> None:
+    q, k, v = (torch.randn(1, 1, t, 8) for t in (64, 8000, 8000))
+    words = explain(q, k, v, [0.5])
+    assert "dense      runs (picked by auto)" in words
+    assert "native     could; steps aside: short input: B·H·T·S = 512000 < 524288" in words
+    assert "native     runs (picked by auto)" in explain(q, k.repeat(1, 1, 2, 1), v.repeat(1, 1, 2, 1), [0.5])
+
+
+def test_a_compiler_that_fails_is_quoted(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = elsewhere / "broken"
+    broken.write_text("#!/bin/sh\necho 'error: unsupported option -fopenmp' >&2\nexit 1\n")
+    broken.chmod(broken.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("CXX", str(broken))
+    assert "could not compile it: error: unsupported option -fopenmp" in str(build.why_not())
+
+
+def test_what_was_compiled_is_found_again(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert build.why_not() is None
+    (built,) = (elsewhere / "cache" / "alibi-attn").iterdir()
+    assert stat.S_IMODE(built.parent.stat().st_mode) == 0o700
+    before = built.stat().st_mtime_ns
+    build._found.cache_clear()
+    assert build.why_not() is None
+    assert built.stat().st_mtime_ns == before
+    assert list(built.parent.iterdir()) == [built]
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (elsewhere / "cache").write_text("a file where the folder should be")
+    monkeypatch.setenv("TMPDIR", str(elsewhere))
+    assert build.why_not() is None
+
+
+def test_processes_that_compile_at_once_do_not_disturb_one_another(elsewhere: Path) -> None:
+    code = "from alibi_attn.attention.backends.native import build; import torch; print(build.why_not())"
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    running = [
+        subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    assert [process.communicate()[0].strip() for process in running] == ["None", "None"]
+    assert len(list((elsewhere / "cache" / "alibi-attn").iterdir())) == 1
+
+
+def test_the_kernels_share_the_threads_of_torch() -> None:
+    """A second OpenMP would have a second pool of threads that wait busily for the first."""
+    assert build.why_not() is None
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        pytest.skip("only Linux lists what a process has loaded")
+    runtimes = {line.split()[-1] for line in maps.read_text().splitlines() if "omp" in line.split("/")[-1]}
+    assert len([name for name in runtimes if "gomp" in name or "iomp" in name]) == 1
+
+
+def test_the_compiler_has_nothing_to_say_about_the_sources(tmp_path: Path) -> None:
+    sources = [str(build.FOLDER / name) for name in build.SOURCES]
+    command = [os.environ.get("CXX", "g++"), *build.FLAGS, "-O0", "-Wall", "-Wextra", "-Werror", "-shared", *sources]
+    done = subprocess.run([*command, "-o", str(tmp_path / "a.so")], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_name_in_the_cache_knows_every_source() -> None:
+    """A header that is left out of it would be compiled once and then never again."""
+    files = {path.name for path in build.FOLDER.iterdir() if path.suffix in (".cpp", ".hpp")}
+    assert files == {*build.SOURCES, *build.HEADERS}

@@ -1,0 +1,123 @@
+"""The kernels compile without a GPU; on sm_90 they load asynchronously, use wgmma and spill nothing, as the record says."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from alibi_attn import records
+
+ROOT = Path(__file__).parents[3]
+SMALL = {"lengths", "outliers", "reach", "plan", "shared_plan", "asked", "merge", "labels", "runs", "open", "allowed"}
+# Of the loop over tiles that are seen in full, a score: half of what masks and a bias formed for each score take.
+MOST_INSTRUCTIONS = {
+    "forward/D=64": 13, "forward/D=128": 15, "query/D=64": 15, "query/D=128": 17, "key/D=64": 18, "key/D=128": 30,
+    "decode/D=64": 80, "decode/D=128": 120,
+}  # fmt: skip
+PROGRAM = ROOT / "tests" / "support" / "offline_compile.py"
+AS_ON_A_DEVICE = ROOT / "tests" / "support" / "as_on_a_device.py"
+
+
+def compiled(*targets: str) -> dict[str, dict[str, int]]:
+    return ran(PROGRAM, *targets)
+
+
+def ran(program: Path, *arguments: str) -> dict[str, Any]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_DEFAULT_FP_FUSION": "1", "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [sys.executable, program, *arguments], capture_output=True, text=True, env=environment, cwd=ROOT
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def recorded() -> dict[str, dict[str, int | None]]:
+    """Of the Triton that is installed; empty where it was never recorded."""
+    rows: dict[str, dict[str, int | None]] = {}
+    for record in records.find(ROOT / "results", kind="compilation"):
+        if record.config["triton"] == metadata.version("triton"):
+            columns = record.curves["kernels"]
+            rows |= {kernel: {c: columns[c][at] for c in columns} for at, kernel in enumerate(columns["kernel"])}
+    return rows
+
+
+def assert_pipelined(name: str, found: dict[str, int]) -> None:
+    """Asynchronous loads, matrix instructions, no spill in the loop; wgmma, except for the 16 rows of decoding (it needs 64)."""
+    assert found["async_loads"] > 0, f"{name} is not pipelined: {found}"
+    assert found["wgmma"] > 0 or "decode" in name, f"{name} does not use wgmma: {found}"
+    assert found["matrix_instructions"] > 0, f"{name} uses no matrix instructions: {found}"
+    assert found["spills_in_loop"] == 0, f"{name} spills in its loop: {found}"
+    assert 0 < found["instructions_per_score"] < MOST_INSTRUCTIONS[name.split("/", 1)[1]], f"{name}: {found}"
+
+
+def assert_as_recorded(name: str, found: dict[str, int], kept: dict[str, int | None]) -> None:
+    for figure in ("async_loads", "wgmma", "matrix_instructions", "spills_in_loop", "spilled", "loop_instructions"):
+        if figure in found:
+            assert found[figure] == kept[figure], (
+                f"{name}: {figure} is {found[figure]} but the record says {kept[figure]}; if that is meant, delete the record "
+                "and run python tests/support/offline_compile.py --record results"
+            )
+
+
+def test_sm_90_is_pipelined_and_as_recorded() -> None:
+    found, kept = compiled("sm_90"), recorded()
+    assert len(found) == 20
+    for name, row in found.items():
+        if name.split("/")[1] in SMALL:  # one tile or two a program: no loop to pipeline
+            assert row["spilled"] == 0, f"{name} spills {row['spilled']} bytes: {row}"
+            assert row["wgmma"] > 0 or "reach" not in name, f"{name} does not use wgmma: {row}"
+            assert row["instructions"] < 2500, f"{name}: the certificate costs as much as attention: {row}"
+        else:
+            assert_pipelined(name, row)
+        if kept:
+            assert_as_recorded(name, row, kept[name])
+
+
+def test_other_devices_compile() -> None:
+    found = compiled("sm_80", "sm_100", "gfx942")
+    assert len(found) == 18
+    for name, row in found.items():
+        assert row["matrix_instructions"] > 0 or name.split("/")[1] in SMALL, f"{name}: {row}"
+        # sm_80's tiles are those of every device but the largest, consumers' cards among them.
+        limit = {"gfx942": 64, "sm_80": 99, "sm_100": 227}[name.split("/")[0]] * 1024
+        assert row["shared_bytes"] <= limit, (
+            f"{name} needs {row['shared_bytes']} bytes of shared memory; there are {limit}"
+        )
+
+
+def test_calls_compile_as_a_device_would_compile_them() -> None:
+    """One of one head and hardly a key, whose counts are 1 and become constants, and one with everything."""
+    asked = ran(AS_ON_A_DEVICE, "sm_90", "bfloat16", "71 heads over one key head", "inside, segments on both sides")
+    assert set(asked) == {
+        *(
+            f"{name}_kernel"
+            for name in ("forward", "decode", "merge", "query", "key", "asked", "lengths", "outliers", "reach")
+        ),
+        *(f"{name}_kernel" for name in ("plan", "shared_plan", "labels", "runs", "open", "allowed")),
+    }
+
+
+def test_a_lost_pipeline_is_found_out() -> None:
+    good = {
+        "async_loads": 18,
+        "wgmma": 16,
+        "matrix_instructions": 16,
+        "spills_in_loop": 0,
+        "instructions_per_score": 11.0,
+    }
+    name = "sm_90/forward/D=64"
+    assert_pipelined(name, good)
+    for change, message in (
+        ({"async_loads": 0}, "not pipelined"), ({"wgmma": 0}, "wgmma"), ({"spills_in_loop": 8}, "spills"),
+        ({"instructions_per_score": 24.2}, "24.2"), ({"instructions_per_score": 0.0}, "0.0"),
+    ):  # fmt: skip
+        with pytest.raises(AssertionError, match=message):
+            assert_pipelined(name, good | change)
+    with pytest.raises(AssertionError, match="the record says 18"):
+        assert_as_recorded(name, good | {"async_loads": 12}, good)

@@ -1,0 +1,268 @@
+"""The certificate under attack, and what it costs."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from certificate_attack import Attack, attacks, certified_keys, dropped, random_attack, read_keys
+from hypothesis import given, settings, target
+
+from alibi_attn.attention.backends.banded import backend as banded
+from alibi_attn.attention.backends.banded import pieces as banded_pieces
+from alibi_attn.attention.certificate import bounds, lse_bound
+from alibi_attn.attention.validation import make_spec
+from alibi_attn.attention.visibility import distances, visible
+from alibi_attn.reach import UNLIMITED, reach
+
+
+@settings(max_examples=250, deadline=None, derandomize=True)
+@given(attacks)
+def test_dropped_mass_never_exceeds_the_tolerance(attack: Attack) -> None:
+    lost, share = dropped(attack)
+    target(lost / attack.tolerance, label="share of the tolerance")
+    target(share, label="share of keys skipped")
+    assert lost <= attack.tolerance
+
+
+@pytest.mark.parametrize("start", range(0, 400, 100))
+def test_dropped_mass_never_exceeds_the_tolerance_at_random(start: int) -> None:
+    skipping = 0
+    for seed in range(start, start + 100):
+        attack = random_attack(seed)
+        lost, share = dropped(attack)
+        assert lost <= attack.tolerance, attack
+        skipping += share > 0
+    assert skipping >= 25, "an attack on nothing: too few draws skip a key"
+
+
+def test_a_bound_that_is_too_small_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = bounds._reach
+    monkeypatch.setattr(bounds, "_reach", lambda *a: (honest(*a) - 4).clamp(min=1))
+    broken = sum(lost > attack.tolerance for attack in map(random_attack, range(60)) for lost, _ in [dropped(attack)])
+    assert broken > 0
+
+
+class Equal(Attack):
+    """All keys equal, every query along them, and all of them a little short of where bf16 rounds up."""
+
+    def inputs(self) -> tuple[list[torch.Tensor], dict]:
+        (query, key, value, slopes), kwargs = super().inputs()
+        return [torch.full_like(query, 10.035), torch.full_like(key, 10.035), value, slopes], kwargs
+
+
+def test_products_in_reduced_precision_break_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch may be told to multiply fp32 in TF32 or bf16; without a term for that the tolerance is exceeded."""
+    honest = bounds.lower_bound
+
+    def reduced(spec, query, key, first, **options):  # type: ignore[no-untyped-def]
+        return honest(spec, query.bfloat16().float(), key.bfloat16().float(), first, **options)
+
+    monkeypatch.setattr(bounds, "lower_bound", reduced)
+    equal = Equal(
+        seed=0, length=300, head_dim=1, slope=0.2, tolerance=1e-3, where="nothing", mask="none", causal=True, group=1,
+        log_query=0.0, log_key=0.0, log_giant=0.0,
+    )  # fmt: skip
+    lost, share = dropped(equal)
+    assert lost <= equal.tolerance
+    assert share > 0
+    for attack in map(random_attack, range(100)):
+        if attack.dtype != "float64":
+            assert dropped(attack)[0] <= attack.tolerance, attack
+    monkeypatch.setattr(bounds, "REDUCED", 0.0)
+    assert dropped(equal)[0] > equal.tolerance
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_plan_reads_every_certified_key_once_and_no_pair_twice(seed: int) -> None:
+    attack = dataclasses.replace(random_attack(seed), dtype="float32")
+    (query, key, value, slopes), kwargs = attack.inputs()
+    spec = make_spec(query, key, value, slopes, **kwargs)
+    found = bounds.bounds(spec, query, key, value)
+    read = read_keys(spec, banded_pieces.plan(spec, found, threads=2))
+    distance = distances(spec.query_len, spec.key_len, spec.query_offset, None)
+    asked = visible(spec, distance) & certified_keys(spec, found, distance)
+    assert int(read.max()) <= 1
+    assert bool((read[asked.expand_as(read)] == 1).all())
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize(("query_len", "key_len"), [(2048, 2048), (2100, 2100), (3000, 4000), (1999, 5001)])
+def test_a_plan_of_squares_reads_every_certified_key_once(
+    monkeypatch: pytest.MonkeyPatch, query_len: int, key_len: int, threads: int
+) -> None:
+    """Long bands are cut into squares, at both ends of a band and where it begins at key 0."""
+    monkeypatch.setattr(banded_pieces, "SQUARES", ((1200, 512), (600, 256)))
+    monkeypatch.setattr(banded_pieces, "ROWS", 64)
+    monkeypatch.setattr(banded_pieces, "MAX_KEYS", 700)
+    torch.manual_seed(query_len)
+    query, key = torch.randn(1, 6, query_len, 8), torch.randn(1, 6, key_len, 8)
+    query[:, 1, 700:1400] *= 3  # a reach that changes within the head
+    key[:, 2, 40] *= 6  # a pinned key
+    spec = _spec(query, key, key, [0.15, 0.04, 0.04, 0.02, 0.01, 0.0])
+    found = bounds.bounds(spec, query, key, key)
+    plan = banded_pieces.plan(spec, found, threads=threads)
+    read = read_keys(spec, plan)
+    distance = distances(query_len, key_len, spec.query_offset, None)
+    seen = visible(spec, distance)
+    asked = seen & certified_keys(spec, found, distance)
+    assert int(read.max()) == 1
+    assert bool((read[asked.expand_as(read)] == 1).all())
+    assert sum(p.scores for heads in plan for pieces in heads for p in pieces) < 1.4 * int(asked.sum())
+    left = [p for pieces in plan[0] for p in pieces if p.kind == "left"]
+    assert any(p.stride > p.rows for p in left), "no squares: the test sees nothing"
+    assert any(p.rows >= 256 for p in left)
+    for h, pieces in enumerate(plan[0]):
+        reach = banded_pieces.farthest(spec, pieces, key_len - query_len)
+        assert reach >= int((distance[0] * (read[0, h] > 0)).max()) + 1
+        assert sum(p.count * p.rows for p in pieces if not p.merge) == query_len
+
+
+@pytest.mark.parametrize("at", [100, 3000, 7900])
+def test_one_giant_query_widens_no_band_but_its_own(at: int) -> None:
+    torch.manual_seed(0)
+    query, key = torch.randn(1, 3, 8192, 16), torch.randn(1, 3, 8192, 16)
+    slopes = [0.1, 0.04, 0.015]
+    spec = _spec(query, key, key, slopes)
+    calm = [
+        sum(p.scores for p in pieces)
+        for pieces in banded_pieces.plan(spec, bounds.bounds(spec, query, key, key), threads=2)[0]
+    ]
+    query[:, :, at] *= 1000
+    found = bounds.bounds(spec, query, key, key)
+    assert bool((found.left[0, :, at // 64] > 8192).all())
+    giant = [sum(p.scores for p in pieces) for pieces in banded_pieces.plan(spec, found, threads=2)[0]]
+    for few, more in zip(calm, giant, strict=True):
+        assert more <= 1.05 * few + 1024 * 8192
+
+
+def _spec(query, key, value, slopes=None, **changes):
+    kwargs = {
+        "causal": True,
+        "right_slopes": None,
+        "window": None,
+        "scale": None,
+        "query_offset": None,
+        "key_mask": None,
+        "segment_ids": None,
+        "dropout_p": 0.0,
+        "tolerance": None,
+        "return_lse": False,
+    } | changes
+    return make_spec(query, key, value, slopes, **kwargs)
+
+
+@pytest.mark.parametrize("part", ["_tail_nats", "lower_bound"])
+def test_a_refinement_that_claims_too_much_is_found_out(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    honest, nats = getattr(bounds, part), -3.0 if part == "_tail_nats" else 3.0
+    monkeypatch.setattr(bounds, part, lambda *a, **k: honest(*a, **k) + nats)
+    odd = [random_attack(seed) for seed in range(1, 401, 2)]
+    assert all(attack.refine for attack in odd)
+    assert sum(dropped(attack)[0] > attack.tolerance for attack in odd) > 0
+
+
+def test_refined_bounds_are_tighter_and_never_wider() -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 8, 8192, 64) for _ in range(3))
+    spec = _spec(query, key, value)
+    plain, refined = (bounds.bounds(spec, query, key, value, refine=refine).left.double() for refine in (False, True))
+    assert bool((refined <= plain).all())
+    shares = (refined.mean(-1) / plain.mean(-1))[0]
+    assert float(shares[-1]) < 0.9  # the flattest head looks at a tenth less
+    assert torch.equal(bounds.bounds(spec, query, key, value).left.double(), refined)  # so long an input is worth it
+
+
+def test_lower_bounds_stay_below_the_log_sum_exp() -> None:
+    torch.manual_seed(0)
+    query, key = torch.randn(1, 4, 640, 16), torch.randn(1, 2, 700, 16) * 2
+    spec = _spec(query, key, key, [0.5, 0.05, 0.005, 0.0005], query_offset=60, tolerance=0.9)
+    distance = distances(spec.query_len, spec.key_len, spec.query_offset, None)
+    scores = spec.scale * query.double() @ key.double().repeat_interleave(2, 1).mT
+    scores = scores - spec.slopes.double()[:, None, None] * distance.abs()
+    exact = scores.masked_fill(~visible(spec, distance), -math.inf).logsumexp(-1)
+    first = bounds.first_positions(spec, query.device)
+    near, more = (lse_bound.lower_bound(spec, query, key, first, stretches=far) for far in (False, True))
+    assert bool((near <= more).all())
+    assert bool((more <= exact + 1e-4).all())
+    assert float((more - near)[0, -1, 400:].mean()) > 1.0
+    # At a tolerance that no reach within 700 keys can keep, λ is not looked for.
+    hopeless = dataclasses.replace(spec, tolerance=1e-9)
+    some = lse_bound.lower_bound(hopeless, query, key, first, stretches=True)
+    assert torch.equal(some[:, 2:], torch.full_like(some[:, 2:], -math.inf))
+    assert torch.equal(some[:, :2], more[:, :2])
+    assert int(bounds.bounds(hopeless, query, key, key).left[:, 2:].min()) > 700
+
+
+def test_a_far_giant_key_is_always_seen() -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 8, 1024, 16) for _ in range(3))
+    key[:, :, 5] = 200 * query[:, :, -1]
+    spec = _spec(query, key, value)
+    _, plans = banded.plan(spec, query, key, value)
+    read = read_keys(spec, plans)
+    assert bool((read[0, :, -1, 5] == 1).all())
+
+
+def test_one_giant_key_costs_a_few_tiles_and_not_the_band() -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 8, 4096, 32) for _ in range(3))
+    spec = _spec(query, key, value)
+    calm = banded.visits(spec, query, key, value)[1]
+    key[:, :, 0] *= 30
+    with_sink = banded.visits(spec, query, key, value)[1]
+    steep = slice(0, 5)
+    extra = (with_sink - calm)[0, steep]
+    assert bool((extra <= 4096 * 2 * bounds.TILE).all()), extra
+    unpinned = bounds.bounds(spec, query, key, value, pin_choices=(0,)).left
+    pinned = bounds.bounds(spec, query, key, value).left
+    assert bool((pinned[0, steep].amax(-1) * 4 < unpinned[0, steep].amax(-1)).all())
+
+
+def test_masked_giants_and_other_batch_rows_change_nothing() -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, 4, 700, 8) for _ in range(3))
+    mask = torch.rand(2, 700) < 0.9
+    plain = bounds.bounds(_spec(query, key, value, key_mask=mask), query, key, value)
+    giant = torch.where(mask[:, None, :, None], key, key * 1e6)
+    hidden = bounds.bounds(_spec(query, giant, value, key_mask=mask), query, giant, value)
+    alone = bounds.bounds(_spec(query[:1], key[:1], value[:1], key_mask=mask[:1]), query[:1], key[:1], value[:1])
+    for name in ("left", "right", "pins"):
+        assert torch.equal(getattr(plain, name), getattr(hidden, name))
+        assert torch.equal(getattr(plain, name)[:1], getattr(alone, name))
+
+
+def test_tensors_and_plain_numbers_agree() -> None:
+    """One query, one key: U, λ and the reach by hand."""
+    query, key = torch.tensor([[[[3.0, 4.0]]]]), torch.tensor([[[[0.6, 0.8]]]])
+    spec = _spec(query, key, key, [0.25], tolerance=1e-6, scale=1.0)
+    found = int(bounds.bounds(spec, query, key, key).left)
+    by_hand = reach(0.25, 5.0, 5.0, 1e-6)
+    assert found in (by_hand, by_hand + 1)
+
+
+@pytest.mark.parametrize("slope", [0.0, -0.5])
+def test_slopes_that_do_not_fall_have_no_reach(slope: float) -> None:
+    query = torch.randn(1, 1, 300, 4)
+    found = bounds.bounds(_spec(query, query, query, [slope]), query, query, query)
+    assert bool((found.left == UNLIMITED).all())
+
+
+def test_tolerance_zero_skips_nothing() -> None:
+    query = torch.randn(1, 2, 300, 4)
+    spec = _spec(query, query, query, [4.0, 2.0], tolerance=0.0)
+    _, scores = banded.visits(spec, query, query, query)
+    assert bool((scores >= 300 * 301 // 2).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("power", [-300, -45, -30, -20, 0, 18, 25, 38, 200, 300])
+def test_a_norm_bound_is_never_short(power: int, dtype: torch.dtype) -> None:
+    if dtype == torch.float32 and not -45 <= power <= 38:
+        return  # fp32 holds 1e-45 to 3e38
+    vectors = torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0], [0.0, 0.0, 0.0], [1.0, 1e-8, 3.0]], dtype=torch.float64)
+    vectors = (vectors * 10.0**power).to(dtype)
+    bound = bounds.norm_bound(vectors)
+    for row, got in zip(vectors.tolist(), bound.tolist(), strict=True):
+        true = math.hypot(*row)
+        assert got >= true
+        assert got <= true * 1.0001 + 1e-18 or got == math.inf

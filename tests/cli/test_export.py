@@ -1,0 +1,85 @@
+"""A checkpoint of the lab leaves as an MPT folder: equal logits, its tokenizer beside it, and back bit for bit."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from alibi_attn.cli.main import app
+from alibi_attn.hf import patch
+from alibi_attn.hf.export import import_mpt
+from alibi_attn.lab.checkpoint import Progress, load_checkpoint, load_checkpoint_tokenizer, save_checkpoint
+from alibi_attn.lab.config import DataConfig, EvalConfig, ModelConfig, RunConfig, TrainConfig
+from alibi_attn.lab.model import decoder_state
+from alibi_attn.lab.parallel import prepare
+from alibi_attn.lab.tokenizing import make_tokenizer
+
+SIZES = {"num_layers": 2, "num_heads": 2, "embed_dim": 16, "ffn_dim": 40, "vocab_size": 300}
+VERSES = "ten bottles of beer on the wall, ten bottles of beer.\n" * 9
+
+
+def saved(folder: Path, *, tokenizer: str = "bytes", **model: object) -> Path:
+    """The checkpoint of a model with its first weights, as the lab writes it."""
+    config = RunConfig(
+        model=ModelConfig(**{**SIZES, **model}),
+        data=DataConfig(tokenizer=tokenizer),
+        train=TrainConfig(length=16, batch_tokens=64),
+        eval=EvalConfig(lengths=(16,)),
+    )
+    training = prepare(config)
+    with torch.no_grad():
+        for parameter in training.model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)), alpha=0.1)
+    made = make_tokenizer(tokenizer, lambda: iter([VERSES.encode()]), len(VERSES))
+    return save_checkpoint(folder, training, config, Progress(step=1), made, finished=True)
+
+
+def export(*arguments: object, code: int = 0) -> str:
+    result = CliRunner().invoke(app, ["export", *map(str, arguments)])
+    assert result.exit_code == code, result.output
+    return result.stdout if code == 0 else str(result.exception)
+
+
+@torch.no_grad()
+def test_a_checkpoint_leaves_as_an_mpt_and_comes_back(tmp_path):
+    step = saved(tmp_path / "run", architecture="mpt")
+    assert export(step.parent, tmp_path / "mpt") == f"mpt  {tmp_path / 'mpt'}\n"
+    model, _ = load_checkpoint(step)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "mpt").eval()
+    ids = torch.randint(300, (2, 16))
+    torch.testing.assert_close(loaded(ids).logits, model(ids), rtol=1e-4, atol=1e-5)
+    with patch(loaded):
+        long = torch.randint(300, (1, 90))  # far beyond the trained length
+        torch.testing.assert_close(loaded(long).logits, model(long), rtol=1e-4, atol=1e-5)
+    state, config = import_mpt(tmp_path / "mpt")
+    ours = decoder_state(model)
+    assert (config.num_heads, config.trained_length, config.embedding_scale) == (2, 16, 1.0)
+    assert state.keys() == ours.keys()
+    for name, tensor in ours.items():
+        returned = state[name]
+        if ".ffn." in name:  # padded to four times the width
+            assert not returned[tensor.shape[0] :].any()
+            assert not returned[:, tensor.shape[1] :].any()
+            returned = returned[: tensor.shape[0], : tensor.shape[1]]
+        assert torch.equal(returned, tensor), name
+
+
+@pytest.mark.parametrize("name", ["bytes", "bpe:300"])
+def test_its_tokenizer_comes_along(tmp_path, name):
+    step = saved(tmp_path / "run", architecture="mpt", tokenizer=name)
+    export(step, tmp_path / "mpt")
+    ours, theirs = load_checkpoint_tokenizer(step), AutoTokenizer.from_pretrained(tmp_path / "mpt")
+    text = "beer of the wall\n  é"
+    assert theirs(text)["input_ids"] == ours.encode(text).tolist()
+    assert theirs.decode(theirs(text)["input_ids"]) == text
+
+
+@pytest.mark.parametrize("model", [{"architecture": "modern"}, {"architecture": "mpt", "method": "rotary"}])
+def test_what_is_no_mpt_is_told_what_to_train(tmp_path, model):
+    step = saved(tmp_path / "run", **model)
+    assert "train one with --set model.architecture=mpt --set model.method=alibi" in export(
+        step, tmp_path / "mpt", code=1
+    )
+    assert not (tmp_path / "mpt").exists()

@@ -1,0 +1,360 @@
+"""The command line: what it prints, what it writes, how it fails."""
+
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import alibi_attn
+from alibi_attn import records
+from alibi_attn.cli.main import app
+from alibi_attn.recipes.index import RECIPES
+
+RUNNER = CliRunner()
+ALIBI = [sys.executable, "-m", "alibi_attn"]
+ENVIRONMENT = {**os.environ, "COLUMNS": "200", "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
+
+
+def _alibi(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own: the exit code is the real one."""
+    return subprocess.run(
+        [*ALIBI, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env=ENVIRONMENT,
+        cwd=cwd,
+        check=False,
+        timeout=120,
+    )
+
+
+def _assert_one_sentence(result: subprocess.CompletedProcess[str], *words: str, code: int) -> None:
+    assert result.returncode == code, result.stderr
+    assert "Traceback" not in result.stderr
+    shown = re.sub(r"[│\s]+", " ", result.stderr)
+    for word in words:
+        assert word in shown
+
+
+@pytest.fixture(scope="session")
+def smoke(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of `alibi run quick --scale smoke`."""
+    out = tmp_path_factory.mktemp("runs") / "quick"
+    result = _alibi("run", "quick", "--scale", "smoke", "--out", out)
+    assert result.returncode == 0, result.stderr
+    return out
+
+
+@pytest.fixture(scope="session")
+def checkpoint(smoke: Path) -> Path:
+    return next((smoke / "checkpoints" / "quick" / "alibi-16").iterdir())
+
+
+def test_running_quick_writes_records_and_a_report_of_the_same_numbers(smoke: Path) -> None:
+    found = list(records.find(smoke / "records"))
+    assert sorted({record.config["model"]["method"] for record in found}) == ["alibi", "rotary", "sinusoidal", "t5"]
+    assert sorted(record.kind for record in found) == ["evaluation"] * 4 + ["training"] * 4
+    page = (smoke / "report.html").read_text()
+    shown = {round(float(value), 9) for value in re.findall(r'<td[^>]*><data value="([^"]+)">', page)}
+    perplexities = [
+        math.exp(nats)
+        for record in found
+        if record.kind == "evaluation"
+        for column in ("nonoverlapping_nats", "sliding_nats")
+        for nats in record.curves["by_length"][column]
+    ]
+    assert len(perplexities) == 4 * 2 * 3
+    assert {round(perplexity, 9) for perplexity in perplexities} <= shown
+    assert found[0].config["corpus"]["sha256"] in page
+    assert all(1 < perplexity < 300 for perplexity in perplexities)
+
+
+def test_a_second_run_finds_everything_recorded(smoke: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in (smoke / "records").iterdir()}
+    result = RUNNER.invoke(app, ["run", "quick", "--scale", "smoke", "--out", str(smoke), "--no-report"])
+    assert result.exit_code == 0, result.output
+    assert result.output.count("is recorded already") == 4
+    assert "report" not in result.output.splitlines()[-1]
+    assert {path: path.stat().st_mtime_ns for path in (smoke / "records").iterdir()} == before
+
+
+def test_set_and_text_reach_the_records(tmp_path: Path) -> None:
+    text = tmp_path / "a.txt"
+    text.write_text("to be or not to be, that is the question. " * 200)
+    out = tmp_path / "out"
+    changes = ["--set", "train.steps=2", "--set", "model.method=alibi", "--seeds", "3,5"]
+    result = RUNNER.invoke(
+        app, ["run", "--scale", "smoke", "--out", str(out), "--text", str(text), "--no-report", *changes]
+    )
+    assert result.exit_code == 0, result.output
+    found = list(records.find(out / "records", kind="training"))
+    assert sorted(record.config["train"]["seed"] for record in found) == [3, 5]
+    assert all(record.config["train"]["steps"] == 2 for record in found)
+    assert all(record.config["data"]["text"] == [str(text)] for record in found)
+    assert not (out / "report.html").exists()
+
+
+def test_report_reads_run_folders_and_record_files(smoke: Path, tmp_path: Path) -> None:
+    page = tmp_path / "deep" / "page.html"
+    result = RUNNER.invoke(app, ["report", str(smoke), "--out", str(page), "--title", "My title"])
+    assert result.exit_code == 0
+    assert "My title" in page.read_text()
+    one = next((smoke / "records").glob("evaluation-*alibi*"))
+    assert RUNNER.invoke(app, ["report", str(one), "--out", str(page)]).exit_code == 0
+    assert "drawn from 1 record," in page.read_text()
+
+
+def test_eval_agrees_with_the_run(smoke: Path, checkpoint: Path, tmp_path: Path) -> None:
+    text = tmp_path / "a.txt"
+    text.write_text("def f(x):\n    return x + 1\n" * 30)
+    arguments = ["eval", str(checkpoint), "--text", str(text), "--lengths", "16,64", "--tokens", "64"]
+    result = RUNNER.invoke(app, [*arguments, "--out", str(tmp_path / "records")])
+    assert result.exit_code == 0, result.output
+    (record,) = records.find(tmp_path / "records")
+    assert record.curves["by_length"]["length"] == [16, 64]
+    assert record.config["corpus"]["valid_tokens"] == 27 * 30
+    assert f"{2.718281828459045 ** record.curves['by_length']['sliding_nats'][0]:.1f}" in result.output
+
+
+def test_a_text_takes_the_place_of_any_corpus(tmp_path: Path) -> None:
+    text = tmp_path / "a.txt"
+    text.write_text("def f(x):\n    return x + 1\n" * 200)
+    smaller = [
+        word
+        for change in ("train.steps=2", "eval.lengths=8,16", "eval.tokens=16", "eval.tasks=")
+        for word in ("--set", change)
+    ]
+    asked = ["run", "recall", "--scale", "smoke", "--set", "model.method=alibi", *smaller, "--no-report"]
+    trained = RUNNER.invoke(app, [*asked, "--out", str(tmp_path / "run")])
+    assert trained.exit_code == 0, trained.output
+    (folder,) = {path.parent for path in (tmp_path / "run" / "checkpoints").rglob("model.safetensors")}
+    evaluated = ["eval", str(folder), "--text", str(text), "--lengths", "8,16", "--tokens", "16"]
+    result = RUNNER.invoke(app, evaluated)
+    assert result.exit_code == 0, result.output
+    again = RUNNER.invoke(app, [*asked, "--text", str(text), "--out", str(tmp_path / "text")])
+    assert again.exit_code == 0, again.output
+    assert {record.config["corpus"]["name"] for record in records.find(tmp_path / "text" / "records")} == {"text"}
+
+
+def test_generate_continues_beyond_the_trained_length_and_repeats_itself(checkpoint: Path) -> None:
+    arguments = ["generate", str(checkpoint), "--prompt", "def é", "--max-new-tokens", "40", "--seed", "1"]
+    first, second = (RUNNER.invoke(app, arguments) for _ in range(2))
+    assert first.exit_code == 0, first.output
+    assert first.output.startswith("def é")
+    assert len(first.output) > 30
+    assert first.output == second.output
+    assert RUNNER.invoke(app, [*arguments[:-1], "2"]).output != first.output
+
+
+def test_an_item_of_the_paper_writes_its_own_page_and_says_what_it_may_not_be_asked(tmp_path: Path) -> None:
+    arguments = ["run", "figure-10", "--scale", "smoke", "--out", str(tmp_path)]
+    result = RUNNER.invoke(app, arguments, env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    kinds = sorted(record.kind for record in records.find(tmp_path / "records"))
+    assert kinds == ["evaluation", "paper-item", "training"]
+    assert "Nonoverlapping and sliding windows" in (tmp_path / "figure-10.html").read_text()
+    refused = RUNNER.invoke(app, ["run", "figure-1", "--set", "model.method=alibi"], env={"COLUMNS": "200"})
+    assert refused.exit_code == 2
+    assert "is about model.method" in refused.output
+
+
+def test_recipes_lists_every_recipe_with_its_trainings() -> None:
+    result = RUNNER.invoke(app, ["recipes", "--scale", "small"], env={"COLUMNS": "250"})
+    assert result.exit_code == 0
+    rows = {line.split()[0]: line.split() for line in result.output.splitlines()[1:] if line.strip()}
+    assert set(RECIPES) <= set(rows)
+    assert rows["quick"][-2:] == ["4", "2,293,760"]  # four trainings of 280 steps of 2,048 tokens
+
+
+def test_generate_and_eval_use_the_tokenizer_beside_the_weights(tmp_path: Path) -> None:
+    text = tmp_path / "a.txt"
+    text.write_text("to be or not to be, that is the question of this café. " * 300)
+    arguments = ["--set", "data.tokenizer=bpe:280", "--set", "model.vocab_size=280", "--set", "model.method=alibi"]
+    out = tmp_path / "out"
+    options = ["--scale", "smoke", "--no-report", "--text", str(text), "--out", str(out)]
+    result = RUNNER.invoke(app, ["run", *options, *arguments])
+    assert result.exit_code == 0, result.output
+    folder = next((out / "checkpoints" / "quick" / "alibi-16").iterdir())
+    said = RUNNER.invoke(app, ["generate", str(folder), "--prompt", "to be café", "--max-new-tokens", "30"])
+    assert said.exit_code == 0, said.output
+    assert said.output.startswith("to be café")
+    assert len(said.output) > len("to be café") + 10
+    tested = RUNNER.invoke(
+        app,
+        ["eval", str(folder), "--text", str(text), "--lengths", "16", "--tokens", "32", "--out", str(tmp_path / "r")],
+    )
+    assert tested.exit_code == 0, tested.output
+    (record,) = records.find(tmp_path / "r")
+    assert record.config["corpus"]["tokenizer"] == "bpe:280"
+    assert record.config["corpus"]["valid_tokens"] < len(text.read_bytes())
+
+
+def test_heads_shows_slope_half_life_and_vanishing_distance() -> None:
+    result = RUNNER.invoke(app, ["heads", "--num-heads", "8"])
+    rows = [line.split() for line in result.output.splitlines() if line.strip()[:1].isdigit()]
+    assert len(rows) == 8
+    assert rows[0] == ["1", "1/2", "1.4", "28"]
+    assert rows[7] == ["8", "1/256", "177.4", "3,537"]
+
+
+def test_heads_draws_a_picture_whole(tmp_path: Path) -> None:
+    png = tmp_path / "new" / "heads.png"
+    assert RUNNER.invoke(app, ["heads", "--num-heads", "3", "--png", str(png), "--seq-len", "32"]).exit_code == 0
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert os.listdir(png.parent) == ["heads.png"]
+
+
+def test_version_and_help_load_no_framework() -> None:
+    assert _alibi("--version").stdout.strip() == f"alibi-attn {alibi_attn.__version__}"
+    code = (
+        "import sys; from alibi_attn.cli.main import app; "
+        "from typer.testing import CliRunner; result = CliRunner().invoke(app, ['run', '--help']); "
+        "assert result.exit_code == 0 and 'train.steps=50' in result.output, result.output; "
+        "found = {'torch', 'jax', 'matplotlib', 'accelerate', 'jinja2'} & set(sys.modules); sys.exit(str(found) if found else 0)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENVIRONMENT, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("command", ["run", "recipes", "report", "eval", "generate", "heads", "explain"])
+def test_every_help_has_an_example(command: str) -> None:
+    result = RUNNER.invoke(app, [command, "--help"], env={"COLUMNS": "200"})
+    assert result.exit_code == 0
+    assert f"alibi {command} " in result.output.replace(f"Usage: alibi {command}", "").replace(
+        f"Usage: root {command}", ""
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["run", "quik"], ["there is no recipe 'quik' (did you mean 'quick'?)"]),
+        (["run", "--set", "train.stesp=5"], ["there is no field 'train.stesp' (did you mean 'train.steps'?)"]),
+        (["run", "--set", "train.steps"], ["has no value", "--set train.steps=50"]),
+        (["run", "--set", "train.steps=many"], ["train.steps is 'many' but must be a whole number"]),
+        (["run", "--set", "train.length=0"], ["train.length is 0 but must be 1 or more"]),
+        (["run", "--scale", "huge"], ["huge", "smoke"]),
+        (["run", "--seeds", "0,x"], ["--seeds is '0,x'"]),
+        (["run", "--corpus", "pyton-source"], ["did you mean 'python-source'?"]),
+        (["run", "--text", "a,b.txt"], ["has a comma in its name"]),
+        (["heads", "--num-heads", "0"], ["--num-heads"]),
+        (["hedas"], ["hedas", "heads"]),
+        (["report"], ["paths"]),
+    ],
+)
+def test_wrong_usage_ends_with_2(arguments: list[str], words: list[str], tmp_path: Path) -> None:
+    result = RUNNER.invoke(app, arguments, env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    shown = re.sub(r"[│\s]+", " ", result.output)
+    for word in words:
+        assert word.lower() in shown.lower()
+
+
+def test_bad_input_ends_with_1_and_one_sentence(tmp_path: Path) -> None:
+    """One process for each would take long; two of different origin show that `main` says them all alike."""
+    (tmp_path / "empty.txt").write_text("")
+    out = tmp_path / "out"
+    result = _alibi("run", "--text", "empty.txt", "--out", out, cwd=tmp_path)
+    _assert_one_sentence(result, "error: empty.txt: there is no text inside (0 bytes)", code=1)
+    assert not out.exists()
+    _assert_one_sentence(_alibi("report", tmp_path / "nothing"), "does not exist; pass record files", code=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        (["report", "."], ValueError, "no records"),
+        (["run", "--out", "file"], OSError, "cannot be written"),
+        (["run", "--out", "file/below"], OSError, "cannot be written"),
+        (["run", "--text", "missing.txt"], ValueError, "missing.txt does not exist"),
+        (["run", "--text", "binary"], ValueError, "binary file"),
+        (["run", "--text", "short.txt"], ValueError, "short"),
+        (["heads", "--png", "folder"], OSError, "folder is a folder"),
+        (["report", "bad", "--out", "x.html"], ValueError, "not JSON"),
+        (["generate", "folder", "--prompt", "a"], ValueError, "holds no checkpoint"),
+        (["explain", "--length", "8", "--device", "nowhere"], ValueError, "device is 'nowhere' but"),
+    ],
+)
+def test_bad_input_is_said_before_any_work(
+    arguments: list[str], error: type[Exception], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "binary").write_bytes(b"a\0b")
+    (tmp_path / "short.txt").write_text("short " * 500)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "x.json").write_text("{")
+    before = sorted(tmp_path.rglob("*"))
+    if arguments == ["report", "."]:
+        (tmp_path / "bad" / "x.json").rename(tmp_path / "bad" / "x.txt")
+        before = sorted(tmp_path.rglob("*"))
+    result = RUNNER.invoke(app, arguments)
+    assert isinstance(result.exception, error), result.output
+    assert words in str(result.exception)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_missing_extra_is_named() -> None:
+    code = "import sys; sys.modules['accelerate'] = None; sys.argv[1:] = ['run']; from alibi_attn.cli.main import main; main()"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENVIRONMENT, check=False)
+    _assert_one_sentence(
+        result, 'this command needs accelerate; install it with: pip install "alibi-attn[lab]"', code=1
+    )
+
+
+def test_an_error_that_is_not_ours_keeps_its_traceback() -> None:
+    code = (
+        "import sys; sys.argv = ['alibi', 'heads']; from alibi_attn.cli import main; "
+        "main.tables.head_rows = lambda heads: int('seven'); main.main()"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENVIRONMENT, check=False)
+    assert result.returncode == 1
+    assert "Traceback" in result.stderr
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT for a child process")
+def test_an_interrupted_run_ends_with_130_and_goes_on(tmp_path: Path) -> None:
+    arguments = [
+        "run",
+        "--scale",
+        "smoke",
+        "--out",
+        str(tmp_path),
+        "--set",
+        "train.steps=100000",
+        "--set",
+        "model.method=alibi",
+    ]
+    process = subprocess.Popen(
+        [*ALIBI, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+    )
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("checkpoints/*/*/*/step-*")):
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline, "no checkpoint after a minute"
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted; the same command goes on where it stopped" in stderr
+    assert "train.steps=100000" in stderr
+    assert "Traceback" not in stderr
+    assert not list(tmp_path.rglob("*.tmp"))
+    assert len(list(tmp_path.glob("checkpoints/*/*/*/step-*"))) == 1
+
+
+def test_explain_says_which_backends_run() -> None:
+    arguments = ["explain", "--heads", "4", "--kv-heads", "2", "--head-dim", "8", "--length", "64"]
+    result = RUNNER.invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    for backend in ("reference", "dense"):
+        assert backend in result.output
+    assert result.output == RUNNER.invoke(app, arguments).output
