@@ -9,13 +9,22 @@ import torch
 from torch import Tensor, nn
 from transformers import BloomConfig
 from transformers.cache_utils import Cache
-from transformers.models.bloom.modeling_bloom import BloomAttention, BloomModel, dropout_add
+from transformers.models.bloom.modeling_bloom import BloomAttention, BloomModel, build_alibi_tensor, dropout_add
 
 from alibi_attn.hf import dialect, masks
 from alibi_attn.hf.dialect import Dialect, Numerics
 from alibi_attn.slopes import alibi_slopes
 
 LAYER, MODEL = BloomAttention, BloomModel
+
+
+def no_bias(mask: Tensor, *_: object, **__: object) -> Tensor:
+    """In the place of `BloomModel.build_alibi_tensor`: a patched layer makes what it needs."""
+    return mask
+
+
+# What a patched model no longer computes before its layers.
+UNUSED: dict[str, object] = {"build_alibi_tensor": no_bias}
 
 
 def why_not(config: BloomConfig) -> str | None:
@@ -50,7 +59,8 @@ def forward(
     key, value, first = dialect.extended(self, layer_past, key, value)
     dropout_p = float(self.attention_dropout.p) if self.training else 0.0
     if dialect.of(self).numerics == "checkpoint":
-        mixed = _rounded(self, query, key, value, alibi, first, attention_mask, dropout_p)
+        bias = dialect.rounded_bias(build_alibi_tensor, attention_mask, key, hidden_states.dtype)
+        mixed = _rounded(self, query, key, value, bias, first, attention_mask, dropout_p)
     else:
         mixed = dialect.attended(
             self, query, key, value, cache=layer_past, first=first, mask=attention_mask, dropout_p=dropout_p
@@ -64,7 +74,7 @@ def _rounded(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    alibi: Tensor,
+    bias: Tensor,
     first: int | Tensor,
     mask: Tensor,
     dropout_p: float,
@@ -72,7 +82,7 @@ def _rounded(
     """The eager path of transformers, rounding for rounding, a few rows at a time."""
     batch, heads, query_len, head_dim = query.shape
     key_len, lowest = key.shape[2], torch.finfo(query.dtype).min
-    bias = dialect.bias_of_keys(alibi, heads, key_len).expand(batch, -1, -1, -1).reshape(batch * heads, 1, key_len)
+    bias = bias.view(batch * heads, 1, key_len)
     keys = key.reshape(batch * heads, key_len, head_dim).transpose(1, 2)
     values = value.reshape(batch * heads, key_len, head_dim)
     outputs = []

@@ -49,6 +49,13 @@ class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
         super().__init__(**kwargs)  # type: ignore[no-untyped-call]
         self.store = KVCache()
 
+    def __getstate__(self) -> dict[str, object]:
+        return {**vars(self), "keys": None, "values": None}  # copied with the store, which they are views of
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        vars(self).update(state)
+        self._look()
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True

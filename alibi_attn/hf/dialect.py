@@ -5,7 +5,7 @@ A family is a dialect of one sentence: its slopes, its scale, how it counts posi
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 import torch
@@ -66,17 +66,17 @@ def attended(
 
     Args:
         key, value, first: what `extended` returned.
-        mask: that of `hf/masks.py`.
+        mask: that of `masks.of_layers`.
     """
     dialect = of(layer)
     slopes = slopes_beside(dialect.slopes, torch.float32, query)
-    key_mask = checked_mask(mask)
-    plain = key_mask is None and dropout_p == 0 and dialect.backend == "auto"
+    seen = key_mask(mask)
+    plain = seen is None and dropout_p == 0 and dialect.backend == "auto"
     if plain and isinstance(cache, ALiBiCache) and reads_near(query, key, slopes):
         lengths = cache.lengths(layer.layer_idx)  # type: ignore[arg-type]
         return merged(attend_near(query, key, value, slopes, lengths, scale=dialect.scale))
     mixed = alibi_attention(
-        query, key, value, slopes, scale=dialect.scale, query_offset=first, key_mask=key_mask, dropout_p=dropout_p,
+        query, key, value, slopes, scale=dialect.scale, query_offset=first, key_mask=seen, dropout_p=dropout_p,
         backend=dialect.backend,
     )  # fmt: skip
     return merged(mixed)
@@ -87,30 +87,38 @@ def merged(heads: Tensor) -> Tensor:
     return heads.transpose(1, 2).flatten(2)
 
 
-def checked_mask(mask: Tensor) -> Tensor | None:
-    """[B, S] bool, or None where every key may be seen."""
-    if mask.ndim != 2:
+def key_mask(mask: Tensor) -> Tensor | None:
+    """[B, S] bool of what `masks.of_layers` made, or None where every key may be seen."""
+    if mask.ndim != 4 or mask.shape[1:3] != (1, 1) or mask.dtype != torch.bool:
         raise ValueError(
-            f"the attention mask has shape {list(mask.shape)} but a patched model takes [B, S], 1 = may be seen; "
-            "pass that, or undo() the patch (a changed attn_implementation does this too: set it before patching)"
+            f"a patched layer was given a mask {list(mask.shape)} of {mask.dtype} instead of its own [B, 1, 1, S]: call "
+            "the whole model that was patched, not a part of it"
         )
-    return mask if mask.shape[1] else None
+    return mask[:, 0, 0] if mask.shape[3] else None
 
 
 def row_blocks(
     query_len: int, key_len: int, first: int | Tensor, mask: Tensor, device: torch.device
 ) -> Iterator[tuple[slice, Tensor]]:
     """(queries, hidden [B|1, 1, rows, S]) for a few queries at a time, so that memory stays linear in the length."""
-    key_mask = checked_mask(mask)
+    seen = key_mask(mask)
     keys = torch.arange(key_len, device=device)
     for start in range(0, query_len, ROWS):
         rows = slice(start, min(start + ROWS, query_len))
         at = torch.arange(rows.start, rows.stop, device=device) + first
         hidden = (keys > at[:, None])[None, None]
-        yield rows, hidden if key_mask is None else hidden | ~key_mask[:, None, None, :]
+        yield rows, hidden if seen is None else hidden | ~seen[:, None, None, :]
 
 
-def bias_of_keys(alibi: Tensor, num_heads: int, key_len: int) -> Tensor:
-    """[B, H, 1, S]: the m·position that the model itself has rounded, zeros behind it for the room of a static cache."""
-    bias = alibi.reshape(-1, num_heads, 1, alibi.shape[-1])
-    return nn.functional.pad(bias, (0, key_len - bias.shape[-1]))
+def rounded_bias(build: Callable[..., Tensor], mask: Tensor, key: Tensor, dtype: torch.dtype) -> Tensor:
+    """[B, H, 1, S]: the m·position that the model itself builds and rounds, over the tokens that the mask shows.
+
+    Args:
+        build: the family's `build_alibi_tensor`.
+        key: [B, H, S, D], with the room of a static cache.
+        dtype: of the hidden states.
+    """
+    batch, heads, key_len = key.shape[:3]
+    seen = key_mask(mask)
+    shown = torch.ones(batch, key_len, dtype=torch.long, device=key.device) if seen is None else seen.long()
+    return build(shown, heads, dtype=dtype).view(batch, heads, 1, key_len)

@@ -11,13 +11,16 @@ import torch
 from torch import Tensor, nn
 from transformers import FalconConfig
 from transformers.cache_utils import Cache
-from transformers.models.falcon.modeling_falcon import FalconAttention, FalconModel
+from transformers.models.falcon.modeling_falcon import FalconAttention, FalconModel, build_alibi_tensor
 
 from alibi_attn.hf import dialect, masks
 from alibi_attn.hf.dialect import Dialect, Numerics
 from alibi_attn.slopes import alibi_slopes
 
 LAYER, MODEL = FalconAttention, FalconModel
+
+# What a patched model no longer computes before its layers.
+UNUSED: dict[str, object] = {"use_alibi": False}
 
 
 def why_not(config: FalconConfig) -> str | None:
@@ -40,7 +43,7 @@ def mask_name(numerics: Numerics) -> str:
 def forward(
     self: FalconAttention,
     hidden_states: Tensor,
-    alibi: Tensor,
+    alibi: Tensor | None,
     attention_mask: Tensor,
     position_ids: Tensor | None = None,
     layer_past: Cache | None = None,
@@ -55,7 +58,9 @@ def forward(
     key, value, first = dialect.extended(self, layer_past, key, value)
     dropout_p = float(self.attention_dropout.p) if self.training else 0.0
     if dialect.of(self).numerics == "checkpoint":
-        mixed = _rounded(query, key, value, alibi, first, attention_mask, dropout_p)
+        key, value = (x.expand(-1, self.num_heads, -1, -1) for x in (key, value))
+        bias = dialect.rounded_bias(build_alibi_tensor, attention_mask, key, hidden_states.dtype)
+        mixed = _rounded(query, key, value, bias, first, attention_mask, dropout_p)
     else:
         mixed = dialect.attended(
             self, query, key, value, cache=layer_past, first=first, mask=attention_mask, dropout_p=dropout_p
@@ -65,13 +70,12 @@ def forward(
 
 
 def _rounded(
-    query: Tensor, key: Tensor, value: Tensor, alibi: Tensor, first: int | Tensor, mask: Tensor, dropout_p: float
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, first: int | Tensor, mask: Tensor, dropout_p: float
 ) -> Tensor:
     """The sdpa path of transformers, rounding for rounding, a few rows at a time."""
-    heads, query_len, head_dim = query.shape[1:]
+    query_len, head_dim = query.shape[2:]
     key_len, lowest = key.shape[2], torch.finfo(query.dtype).min
-    bias = dialect.bias_of_keys(alibi, heads, key_len) / math.sqrt(head_dim)
-    key, value = (x.expand(-1, heads, -1, -1) for x in (key, value))
+    bias = bias / math.sqrt(head_dim)
     outputs = [
         nn.functional.scaled_dot_product_attention(
             query[:, :, rows], key, value, attn_mask=bias.masked_fill(hidden, lowest), dropout_p=dropout_p

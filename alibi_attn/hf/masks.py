@@ -1,7 +1,7 @@
 """The mask that a patched model builds instead of its own n×n one: [B, S] bool, True = may be seen, nothing more.
 
-transformers asks for it by the name in the model's config, before any layer runs. A mask without columns, [B, 0], says
-that every key may be seen (MPT needs some tensor). Read next: `patching.py`.
+transformers takes a mask of four dimensions as it is, so that is how it reaches the layers: [B, 1, 1, S]. A mask without
+columns, [B, 1, 1, 0], says that every key may be seen. Read next: `patching.py`.
 """
 
 from collections.abc import Callable
@@ -9,11 +9,48 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from transformers import AttentionMaskInterface, PreTrainedConfig
-from transformers.masking_utils import causal_mask_function
+from transformers.cache_utils import Cache
+from transformers.masking_utils import causal_mask_function, create_causal_mask
 
-# The names under which the two masks below stand in transformers' table, and in the config of a patched model.
+# The names under which the two masks below stand in transformers' table.
 INDEXED = "alibi_attn"
 COUNTED = "alibi_attn_counted"
+
+
+def of_layers(
+    name: str, config: PreTrainedConfig, tokens: Tensor, attention_mask: Tensor | None, cache: Cache | None
+) -> Tensor:
+    """What every layer of a patched model is given for a mask, [B, 1, 1, S | 0] bool.
+
+    Args:
+        name: INDEXED or COUNTED.
+        config: the model's.
+        tokens: [B, T] or their embeddings [B, T, E].
+        attention_mask: the caller's, [B, S] over the cached tokens and the new ones, or None.
+
+    Raises:
+        ValueError: another shape, a mask that does not cover the cached tokens, holes under COUNTED, or a model that does
+            not attend causally.
+    """
+    if not getattr(config, "is_causal", True):
+        raise ValueError(_CAUSAL)
+    if attention_mask is not None and attention_mask.ndim != 2:
+        raise ValueError(
+            f"the attention mask has shape {list(attention_mask.shape)} but a patched model takes [B, S], "
+            "1 = may be seen; pass that, or undo() the patch"
+        )
+    sizes = torch.empty(*tokens.shape[:2], 0, device=tokens.device)  # all that transformers reads of it
+    mask = create_causal_mask(_CONFIGS[name], sizes, attention_mask, cache)
+    assert isinstance(mask, Tensor)  # one of the two functions below made it
+    return mask[:, None, None, :]
+
+
+def padded(*, attention_mask: Tensor | None, past_key_values: Cache, **_: object) -> Tensor | None:
+    """In the place of a model's `create_masks_for_generate`, which builds n×n for a static cache: [B, S] over all its room."""
+    if attention_mask is None:
+        return None
+    room = past_key_values.get_max_length() - attention_mask.shape[1]
+    return torch.nn.functional.pad(attention_mask, (0, max(room, 0)))
 
 
 def indexed_mask(
@@ -30,7 +67,7 @@ def indexed_mask(
 ) -> Tensor:
     """Distances are those of the indices, so holes in the mask are nothing special (MPT; or the model's own bias)."""
     if mask_function is not causal_mask_function:
-        raise ValueError("a patched model attends causally and to one sequence a row; undo() the patch for other masks")
+        raise ValueError(_CAUSAL)
     if attention_mask is None or attention_mask.shape[1] == 0:
         return torch.ones(batch_size, 0, dtype=torch.bool, device=device)
     length = attention_mask.shape[1]
@@ -88,3 +125,6 @@ def counted_mask(
 
 AttentionMaskInterface.register(INDEXED, indexed_mask)
 AttentionMaskInterface.register(COUNTED, counted_mask)
+
+_CAUSAL = "a patched model attends causally and to one sequence a row; undo() the patch for other masks"
+_CONFIGS = {name: PreTrainedConfig(attn_implementation=name) for name in (INDEXED, COUNTED)}  # type: ignore[call-arg]

@@ -1,22 +1,22 @@
 """`patch`: one line, and a BLOOM, MPT or Falcon-RW that stands in memory computes its attention with ours.
 
-Only the given instance changes: its attention layers get a `forward` of their own, its config is exchanged for a copy that
-names our mask, and one hook says what a patched model cannot answer. `undo` takes all of that back.
+Only the given instance changes, and not its config: its attention layers get a `forward` of their own, and so does the
+model around them, which gives them our mask and says what a patched model cannot answer. `undo` takes all of that back.
+What is attached is module-level functions with their arguments, so that copies and pickles of a patched model are patched.
 """
 
-import copy
-import types
+import functools
+import inspect
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Self
+from typing import Any, Self
 
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
 from alibi_attn.attention.dispatch import BACKENDS
-from alibi_attn.hf import bloom, falcon, mpt
-from alibi_attn.hf.dialect import Numerics, checked_mask
+from alibi_attn.hf import bloom, falcon, masks, mpt
+from alibi_attn.hf.dialect import Numerics
 
 FAMILIES: dict[str, ModuleType] = {"BLOOM": bloom, "MPT": mpt, "Falcon with alibi=True": falcon}
 
@@ -25,6 +25,9 @@ _MARK = "alibi_dialect"  # what a patched layer has and no other
 
 class Patch:
     """What `patch` changed in one model. As a context manager it takes it back at the end of the block.
+
+    A copied or unpickled model is patched by itself. It can be undone where its handle was copied with it, as
+    `copy.deepcopy((model, handle))` does and pickling the two together.
 
     Attributes:
         layers: the names of the attention layers that are patched.
@@ -62,8 +65,9 @@ def patch(model: nn.Module, backend: str = "auto", *, numerics: Numerics = "exac
     """Let an ALiBi model of transformers compute its attention with `alibi_attention`, from now on.
 
     Nothing n×n is built any more, neither scores nor masks. Works with padding on either side, `generate` in all its
-    ways, dynamic and static caches, gradients and `torch.compile`. Weights, caches and saved files stay as they are. Logits at
-    padding positions, and of rows that are all padding, mean nothing, as before (no query sees a key there: its attention is 0).
+    ways, dynamic and static caches, gradients and `torch.compile`. Weights, config, caches and saved files stay as they are,
+    and `type(model)(model.config)` is an unpatched model. Logits at padding positions, and of rows that are all padding, mean
+    nothing, as before (no query sees a key there: its attention is 0).
 
     Args:
         model: a loaded BLOOM, MPT, or Falcon with alibi=True, or a module around one; it is changed in place.
@@ -105,10 +109,16 @@ def patch(model: nn.Module, backend: str = "auto", *, numerics: Numerics = "exac
     for prefix, body, family in found:
         dialect = family.described(body.config, backend=backend, numerics=numerics)
         for name, layer in _layers(body, family):
-            changes.append(_replace_forward(layer, family.forward, dialect))
+            changes.append(_replaced(layer, _MARK, dialect))
+            changes.append(_replaced(layer, _forward_of(layer), functools.partial(family.forward, layer)))
             layers.append(f"{prefix}.{name}" if prefix else name)
-        changes.append(_replace_config(model, body.config, family.mask_name(numerics)))
-        changes.append(_remover(body.register_forward_pre_hook(_refuse, with_kwargs=True)))
+        changes.append(_replaced(body, _forward_of(body), _with_our_mask(body, family.mask_name(numerics))))
+        changes.extend(_replaced(body, name, value) for name, value in family.UNUSED.items())
+        changes.extend(
+            _replaced(head, "create_masks_for_generate", masks.padded)
+            for head in model.modules()
+            if isinstance(head, GenerationMixin) and body in head.modules()
+        )
     return Patch(tuple(layers), changes)
 
 
@@ -132,69 +142,60 @@ def _check(prefix: str, body: PreTrainedModel, family: ModuleType) -> None:
     if any(_MARK in vars(layer) for layer in layers.values()):
         raise ValueError(f"{name} is patched already; undo() that patch first")
     for at, layer in layers.items():
-        if type(layer) is not family.LAYER or ("forward" in vars(layer) and not _is_hook(layer)):
+        if type(layer) is not family.LAYER or ("forward" in vars(layer) and not _is_hooked(layer)):
             raise ValueError(
                 f"{name} has a {type(layer).__name__} with another forward at {at} already; patch the model as it was "
                 "loaded, without flash attention"
             )
 
 
-def _is_hook(layer: nn.Module) -> bool:
-    """accelerate (device_map=...) keeps the layer's own forward in `_old_forward` and calls it from a wrapper."""
-    return "_hf_hook" in vars(layer) and "_old_forward" in vars(layer)
+def _is_hooked(module: nn.Module) -> bool:
+    """accelerate (device_map=...) keeps the module's own forward in `_old_forward` and calls it from a wrapper."""
+    return "_hf_hook" in vars(module) and "_old_forward" in vars(module)
 
 
-def _replace_forward(layer: nn.Module, forward: Callable[..., object], dialect: object) -> Callable[[], None]:
-    """A bound method, not a closure: a deep copy of the model then calls the copy's own layers."""
-    name = "_old_forward" if _is_hook(layer) else "forward"
-    before = vars(layer).get(name)
-    setattr(layer, name, types.MethodType(forward, layer))
-    setattr(layer, _MARK, dialect)
-
-    def undo() -> None:
-        delattr(layer, _MARK)
-        if before is None:
-            delattr(layer, name)
-        else:
-            setattr(layer, name, before)
-
-    return undo
+def _forward_of(module: nn.Module) -> str:
+    return "_old_forward" if _is_hooked(module) else "forward"
 
 
-def _replace_config(model: nn.Module, config: PreTrainedConfig, mask_name: str) -> Callable[[], None]:
-    """Every module of the model that holds this config gets a copy: other models may hold the original too."""
-    ours = copy.copy(config)
-    ours._attn_implementation_internal = mask_name
-    holders = [module for module in model.modules() if vars(module).get("config") is config]
-    for module in holders:
-        module.config = ours  # type: ignore[assignment]
-    given = dict(vars(ours))
-
-    def undo() -> None:
-        changed = {key: value for key, value in vars(ours).items() if key not in given or given[key] is not value}
-        vars(config).update({key: value for key, value in changed.items() if key != "_attn_implementation_internal"})
-        for module in holders:
-            module.config = config  # type: ignore[assignment]
-
-    return undo
+def _replaced(module: nn.Module, name: str, value: object) -> Callable[[], None]:
+    """Sets an attribute of the instance; returns what takes that back."""
+    had, before = name in vars(module), vars(module).get(name)
+    setattr(module, name, value)
+    return functools.partial(setattr, module, name, before) if had else functools.partial(delattr, module, name)
 
 
-def _remover(handle: RemovableHandle) -> Callable[[], None]:
-    return lambda: handle.remove()
+def _with_our_mask(body: PreTrainedModel, mask_name: str) -> Callable[..., object]:
+    """The forward pass of a model without head, patched; with the signature of its own."""
+    own = type(body).forward
+    names = tuple(inspect.signature(own).parameters)[1:]
+    forward = functools.partial(_forward, body, vars(body).get(_forward_of(body)), names, mask_name)
+    return functools.update_wrapper(forward, own, assigned=())
 
 
-def _refuse(body: PreTrainedModel, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-    """What a patched model cannot answer, before it computes anything."""
-    wanted = kwargs.get("output_attentions")
+def _forward(
+    body: PreTrainedModel,
+    before: Callable[..., object] | None,
+    names: tuple[str, ...],
+    mask_name: str,
+    *args: object,
+    **kwargs: object,
+) -> object:
+    """What a patched model cannot answer is refused before anything is computed; then the model's own pass, with our mask."""
+    given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
+    wanted = given.get("output_attentions")
     if wanted or (wanted is None and body.config.output_attentions):
         raise ValueError(
             "output_attentions asks for the T×S weights, which a patched model never builds; "
             "undo() the patch for that, or patch in a `with` block around everything else"
         )
-    mask = kwargs.get("attention_mask")
-    if isinstance(mask, Tensor):
-        checked_mask(mask)
-    tokens = kwargs.get("input_ids", args[0] if args else None)
-    tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
-    if isinstance(tokens, Tensor) and (tokens.ndim < 2 or tokens.shape[1] == 0):
-        raise ValueError(f"the input has shape {list(tokens.shape)} but must be [B, T] with T ≥ 1 tokens")
+    tokens = given.get("input_ids")
+    tokens = given.get("inputs_embeds") if tokens is None else tokens
+    if isinstance(tokens, Tensor):
+        if tokens.ndim < 2 or tokens.shape[1] == 0:
+            raise ValueError(f"the input has shape {list(tokens.shape)} but must be [B, T] with T ≥ 1 tokens")
+        given["attention_mask"] = masks.of_layers(
+            mask_name, body.config, tokens, given.get("attention_mask"), given.get("past_key_values")
+        )
+    own = type(body).forward
+    return own(body, **given) if before is None else before(**given)

@@ -6,6 +6,7 @@ Read next: `reach_cache.py`, which forgets with a proof.
 import operator
 import weakref
 from collections.abc import Sequence
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,9 @@ class KVCache:
     right: the loss of a later chunk reaches the keys of an earlier one.
 
     ALiBi adds nothing to the keys: cropping, reordering and other slopes never make a cache stale.
+
+    `copy.deepcopy` forks a cache, gradients included; a pickle holds what later tokens need, without gradients or spare room.
+    Either belongs to the attention layer that appends to it next.
 
     With `max_tokens` the cache streams: once it is full, each new token takes the place of the oldest that is not one of the
     first `sinks`, and those that stay count as neighbors: a token's distances are those inside the cache. That is another
@@ -83,6 +87,15 @@ class KVCache:
             self._lengths = Lengths.of(self.key, self.value)
         self._lengths = self._lengths.extended(self.key, self.value)
         return self._lengths
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        twin = type(self).__new__(type(self))
+        vars(twin).update(self._filled_only())
+        return twin
+
+    def __getstate__(self) -> dict[str, object]:
+        state = self._filled_only()
+        return {name: x.detach() if isinstance(x, Tensor) else x for name, x in state.items()}
 
     def append(self, key: Tensor, value: Tensor, *, layer: nn.Module | None = None) -> tuple[Tensor, Tensor]:
         """Add key and value, [B, K, T, D], behind what is there; returns all keys and all values, [B, K, S + T, D].
@@ -203,6 +216,13 @@ class KVCache:
             raise ValueError("the cache is empty: it has keys and values after the first forward pass")
         whole = self._start == 0 and tensor.shape[2] == self._length
         return tensor if whole else tensor[:, :, self._start : self._start + self._length]
+
+    def _filled_only(self) -> dict[str, object]:
+        """The attributes of a copy: its own keys and values, the spare room and the layer left behind."""
+        state: dict[str, object] = {**vars(self), "_layer": None}
+        if self._key is not None:
+            state |= {"_key": self.key.clone(), "_value": self.value.clone(), "_start": 0, "_has_room": False}
+        return state
 
     def _can_hold(self, tensor: Tensor, length: int) -> bool:
         if not self._has_room or length > tensor.shape[2]:

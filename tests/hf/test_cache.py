@@ -1,6 +1,7 @@
 """ALiBiCache: what DynamicCache gives, from the keys within reach."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -104,6 +105,24 @@ def test_what_a_dynamic_cache_can_do_with_its_batch(build, tokens):
     assert caches[1].get_seq_length() == 0
     with torch.no_grad():
         torch.testing.assert_close(model(ids, past_key_values=caches[1]).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_a_copied_or_pickled_cache_decodes_on(copied, mode, build, tokens):
+    model, ids = build("bloom"), tokens(2, 9)
+    with patch(model), mode():
+        copied(ALiBiCache())
+        cache = ALiBiCache()
+        for part in ids.split(3, dim=1):
+            model(part, past_key_values=cache)
+        twin = copied(cache)
+        for layer, of_twin in zip(cache.layers, twin.layers, strict=True):
+            assert torch.equal(of_twin.keys, layer.keys)
+            assert of_twin.keys.data_ptr() == of_twin.store.key.data_ptr() != layer.keys.data_ptr()
+        for token in tokens(2, 3, seed=2).split(1, dim=1):
+            assert torch.equal(model(token, past_key_values=twin).logits, model(token, past_key_values=cache).logits)
+        assert twin.get_seq_length() == 12
 
 
 def test_older_releases_crop_to_a_length_and_nobody_offloads(build, tokens):

@@ -223,6 +223,12 @@ def test_what_a_patched_model_cannot_answer_it_refuses(family, build, tokens):
             model(ids[:, :0])
         with pytest.raises(ValueError, match=r"mask has shape \[2, 1, 10, 10\] but a patched model takes \[B, S\]"):
             model(ids, attention_mask=torch.ones(2, 1, 10, 10))
+        with pytest.raises(ValueError, match=r"instead of its own \[B, 1, 1, S\]: call the whole model"):
+            type(model.transformer).forward(model.transformer, ids)
+        model.config.is_causal = False
+        with pytest.raises(ValueError, match="attends causally"):
+            model(ids)
+        model.config.is_causal = True
         cache = model(ids, use_cache=True).past_key_values
         with pytest.raises(ValueError, match="covers 1 positions but there are 11"):
             model(ids[:, :1], attention_mask=torch.ones(2, 1), past_key_values=cache)
@@ -255,9 +261,9 @@ def test_compiled_code_still_refuses_a_mask_with_a_hole(build, tokens):
 def test_hooks_of_accelerate_keep_working(family, build, tokens):
     model, ids = build(family), tokens(2, 12)
     expected, numerics = model(ids).logits, "checkpoint" if family == "falcon" else "exact"
-    for layer in model.modules():
-        if "Attention" in type(layer).__name__:
-            add_hook_to_module(layer, ModelHook())
+    for module in list(model.modules()):
+        if "Attention" in type(module).__name__ or module in (model, model.transformer):
+            add_hook_to_module(module, ModelHook())
     with patch(model, numerics=numerics):
         actual = model(ids).logits
         assert not torch.equal(actual, torch.zeros_like(actual))

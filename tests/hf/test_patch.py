@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import io
 import math
 
 import pytest
@@ -215,6 +216,62 @@ def test_a_copy_of_a_patched_model_is_patched_by_itself(family, build, tokens):
         for parameter in model.parameters():
             parameter.zero_()
         assert torch.equal(twin(ids).logits, expected)  # its own layers, not those it was copied from
+
+
+def unpickled(saved: object) -> object:
+    """Through a file that torch.save wrote, as whole objects."""
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("numerics", ["exact", "checkpoint"])
+def test_a_pickled_model_is_patched_by_itself(family, numerics, build, tokens):
+    model, (ids, mask) = build(family), padded(tokens(2, 20), "left")
+    unpatched = model(ids, attention_mask=mask).logits
+    handle = patch(model, numerics=numerics)
+    expected = model(ids, attention_mask=mask).logits
+    twin = unpickled(model)
+    handle.undo()
+    assert torch.equal(model(ids, attention_mask=mask).logits, unpatched)
+    for parameter in model.parameters():
+        parameter.zero_()
+    assert torch.equal(twin(ids, attention_mask=mask).logits, expected)
+    with pytest.raises(ValueError, match="is patched already"):
+        patch(twin)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("copied", [copy.deepcopy, unpickled], ids=["deepcopy", "pickle"])
+def test_a_handle_that_is_copied_with_its_model_undoes_the_copy(family, copied, build, tokens):
+    model, ids = build(family), tokens(1, 20)
+    expected = model(ids).logits
+    before = {name: set(vars(module)) for name, module in model.named_modules()}
+    handle = patch(model)
+    patched = model(ids).logits
+    twin, twins_handle = copied((model, handle))
+    twins_handle.undo()
+    assert torch.equal(twin(ids).logits, expected)
+    assert {name: set(vars(module)) for name, module in twin.named_modules()} == before
+    assert torch.equal(model(ids).logits, patched)
+    handle.undo()
+    assert torch.equal(model(ids).logits, expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_config_of_a_patched_model_builds_an_unpatched_one(family, build, tokens):
+    model, ids = build(family), tokens(2, 20)
+    expected = model(ids).logits
+    with patch(model):
+        patched = model(ids).logits
+        for original in (model, model.transformer):
+            fresh = type(original)(original.config).eval()
+            fresh.load_state_dict(original.state_dict())
+            head = model.lm_head if original is model.transformer else (lambda logits: logits)
+            assert torch.equal(head(fresh(ids)[0]), expected)
+        assert torch.equal(model(ids).logits, patched)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

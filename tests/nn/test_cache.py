@@ -2,6 +2,7 @@
 
 import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -162,6 +163,59 @@ def test_a_copy_of_a_cache_is_a_fork():
         layer(torch.randn(1, 2, 24), cache=fork)
         torch.testing.assert_close(layer(x[:, 4:], cache=cache), layer(x)[:, 4:], rtol=1e-5, atol=1e-6)
         assert (len(cache), len(fork)) == (6, 6)
+
+
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda cache: pickle.loads(pickle.dumps(cache))}
+CACHES = {
+    "all": lambda layer: KVCache(),
+    "stream": lambda layer: KVCache(max_tokens=5, sinks=2),
+    "reach": lambda layer: layer.reach_cache(tolerance=0.1),
+}
+
+
+@pytest.mark.parametrize("copied", COPIES)
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_a_copied_or_pickled_cache_decodes_on(copied, kind, mode):
+    layer, x = attention_layer("qk_norm", slopes=[0.0, 0.1, 1.0, 1.0, 3.0, 9.0]), torch.randn(2, 20, 24)
+    of_the_copy = copy.deepcopy(layer)  # a loaded cache meets a loaded layer
+    fresh = COPIES[copied](CACHES[kind](layer))
+    with mode():
+        cache = CACHES[kind](layer)
+        for token in x[:, :12].split(3, dim=1):
+            layer(token, cache=cache)
+        if kind == "reach":
+            assert any(cache.forgotten)
+        twin = COPIES[copied](cache)
+        expected = [layer(token, cache=cache) for token in x[:, 12:].split(1, dim=1)]
+        for token, wanted in zip(x[:, 12:].split(1, dim=1), expected, strict=True):
+            assert torch.equal(of_the_copy(token, cache=twin), wanted)
+        assert len(twin) == len(cache)
+        with pytest.raises(ValueError, match="belongs to another attention layer"):
+            layer(x[:, :1], cache=twin)
+        layer(x[:, :3], cache=fresh)
+        assert len(fresh) == 3
+
+
+def test_a_pickle_holds_no_spare_room_and_no_layer():
+    layer, cache = attention_layer(), KVCache()
+    with torch.no_grad():
+        for token in torch.randn(1, 100, 24).split(1, dim=1):
+            layer(token, cache=cache)
+        cache.forget(40)
+    assert len(pickle.dumps(cache)) < 2 * 40 * 24 * 4 + 2000 < cache.nbytes
+
+
+def test_a_fork_in_the_middle_of_a_graph_has_gradients():
+    layer, x = attention_layer(), torch.randn(1, 6, 24, requires_grad=True)
+    cache = KVCache()
+    layer(x[:, :4], cache=cache)
+    fork = copy.deepcopy(cache)
+    expected, actual = (
+        torch.autograd.grad(layer(x[:, 4:], cache=one).sum(), x, retain_graph=True)[0] for one in (cache, fork)
+    )
+    assert bool((expected[:, :4] != 0).any())
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("cuts", [[7], [1] * 7, [3, 1, 3]])

@@ -1,13 +1,15 @@
 """The compiled kernels: built once for this processor by the compiler that is there, kept in the user's cache, then only loaded.
 
-Nothing is compiled before the first call that wants it (four seconds). A file in the cache is named by what it was made from:
-sources, flags, compiler and processor, so a change of any of them makes another.
+Nothing is compiled before the first call that wants it (four seconds). A file in the cache is named by what it was made from
+(sources, flags, compiler and processor, so a change of any of them makes another) and by what it holds: one that is damaged
+is not loaded but made anew. Where nothing can be kept it is compiled for the process alone, and nothing is left behind.
 """
 
 import ctypes
 import functools
 import hashlib
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -17,6 +19,7 @@ FOLDER = Path(__file__).parent
 SOURCES = ("forward.cpp", "backward.cpp")
 HEADERS = ("vectors.hpp", "block.hpp", "certificate.hpp")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-fno-exceptions", "-fno-rtti")
+FUNCTIONS = ("alibi_forward_float32", "alibi_forward_float64", "alibi_backward_float32", "alibi_backward_float64")
 TIMEOUT_S = 120
 
 
@@ -39,54 +42,111 @@ def library() -> ctypes.CDLL:
     Raises:
         BuildError: no compiler, or one that cannot compile or link this; says what to do.
     """
-    found = _found(os.environ.get("CXX"), os.environ.get("XDG_CACHE_HOME"))
+    found = _found(*map(os.environ.get, ("CXX", "XDG_CACHE_HOME", "HOME")))
     if isinstance(found, str):
         raise BuildError(found)
     return found
 
 
 @functools.cache
-def _found(compiler: str | None, cache: str | None) -> ctypes.CDLL | str:
-    """The library, or why there is none; asked once a process."""
+def _found(compiler: str | None, cache: str | None, home: str | None) -> ctypes.CDLL | str:
+    """The library, or why there is none; asked once a process and environment."""
     try:
-        return _load(_built(compiler or "g++", Path(cache or Path.home() / ".cache") / "alibi-attn"))
+        command = _command(compiler)
+        # Everything the compiler defines for this processor: its version, and the instructions that it may use.
+        defined = _run(command, *FLAGS, "-dM", "-E", "-x", "c++", os.devnull)
+        sources = b"".join((FOLDER / name).read_bytes() for name in (*HEADERS, *SOURCES))
+        name = "kernels-" + _digest(sources + defined + shlex.join([*command, *FLAGS]).encode())
+        folder = _cache_folder(cache)
+        return _kept(folder, name) or _compiled(command, folder, name)
     except BuildError as error:
         return str(error)
 
 
-def _built(compiler: str, cache: Path) -> Path:
-    if shutil.which(compiler.split()[0]) is None:
-        raise BuildError(f"there is no C++ compiler {compiler!r} to build it with; install g++, or name yours in CXX")
-    # Everything the compiler defines for this processor: its version, and the instructions that it may use.
-    defined = _run(compiler, *FLAGS, "-dM", "-E", "-x", "c++", os.devnull)
-    sources = b"".join((FOLDER / name).read_bytes() for name in (*HEADERS, *SOURCES))
-    name = hashlib.sha256(sources + defined + " ".join(FLAGS).encode()).hexdigest()[:16]
+def _command(compiler: str | None) -> list[str]:
+    """$CXX as a shell reads it, which may be `ccache g++` or a quoted path with options."""
     try:
-        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache) as inside:
-            return _compiled(compiler, cache / f"kernels-{name}.so", Path(inside))
-    except OSError:  # a cache that cannot be written: compile for this process alone
-        return _compiled(compiler, Path(tempfile.mkdtemp(prefix="alibi-attn-")) / "kernels.so", None)
+        command = shlex.split(compiler or "g++")
+    except ValueError as error:
+        raise BuildError(f"CXX is {compiler!r}, which no shell can read ({error}); name a C++ compiler in it") from None
+    if not command:
+        raise BuildError(f"CXX is {compiler!r} but must name a C++ compiler, say g++; without CXX it is g++")
+    if shutil.which(command[0]) is None:
+        raise BuildError(f"there is no C++ compiler {command[0]!r} to build it with; install g++, or name yours in CXX")
+    return command
 
 
-def _compiled(compiler: str, target: Path, inside: Path | None) -> Path:
-    """The target, compiled beside it and moved there whole, so that a process never loads half of what another writes."""
-    if not target.exists():
-        part = (inside or target.parent) / "kernels.part.so"
-        _run(compiler, *FLAGS, "-shared", *(str(FOLDER / name) for name in SOURCES), "-o", str(part))
-        os.replace(part, target)
+def _cache_folder(cache: str | None) -> Path | None:
+    """$XDG_CACHE_HOME, which counts only if it is absolute, or ~/.cache; None for a user without a home."""
+    if cache and Path(cache).is_absolute():
+        return Path(cache) / "alibi-attn"
+    try:
+        return Path.home() / ".cache" / "alibi-attn"
+    except RuntimeError:
+        return None
+
+
+def _kept(folder: Path | None, name: str) -> ctypes.CDLL | None:
+    """What an earlier process compiled. A file cut short would not be refused but kill the process: what it holds is compared."""
+    if folder is None or not _is_safe(folder):
+        return None
+    for path in sorted(folder.glob(f"{name}-*.so")):
+        try:
+            if path.stem == f"{name}-{_digest(path.read_bytes())}":
+                return _load(path)
+        except (OSError, BuildError):
+            continue  # it is compiled anew
+    return None
+
+
+def _compiled(command: list[str], folder: Path | None, name: str) -> ctypes.CDLL:
+    try:
+        with tempfile.TemporaryDirectory(prefix="alibi-attn-", ignore_cleanup_errors=True) as inside:
+            built = Path(inside) / "kernels.so"
+            _run(command, *FLAGS, "-shared", *(str(FOLDER / source) for source in SOURCES), "-o", str(built))
+            kept = None if folder is None else _keep(built, folder, name)
+            return _load(kept or built)  # what is loaded stays, though its file goes
+    except OSError as error:
+        raise BuildError(f"there is no room to compile it in: {error}; name a folder in TMPDIR that has some") from None
+
+
+def _keep(built: Path, folder: Path, name: str) -> Path | None:
+    """Moves it into the cache whole, so that no process loads half of what another writes; None where that cannot be."""
+    target = folder / f"{name}-{_digest(built.read_bytes())}.so"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not _is_safe(folder):
+            return None
+        with tempfile.TemporaryDirectory(dir=folder) as beside:
+            os.replace(shutil.copy(built, beside), target)
+    except OSError:
+        return None
     return target
 
 
-def _run(*command: str) -> bytes:
-    words = command[0].split() + list(command[1:])
+def _is_safe(folder: Path) -> bool:
+    """Whether nobody but this user and root can write there: what lies there is run."""
     try:
-        done = subprocess.run(words, capture_output=True, timeout=TIMEOUT_S, check=False)
+        found = folder.stat()
+    except OSError:
+        return False
+    return os.name != "posix" or (found.st_uid in (0, os.geteuid()) and not found.st_mode & 0o022)
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def _run(command: list[str], *arguments: str) -> bytes:
+    called = shlex.join(command)
+    try:
+        done = subprocess.run([*command, *arguments], capture_output=True, timeout=TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise BuildError(f"{command[0]} failed: {error}") from None
+        raise BuildError(f"{called} failed: {error}") from None
     if done.returncode != 0:
         said = done.stderr.decode(errors="replace").strip().splitlines() or [f"exit status {done.returncode}"]
-        raise BuildError(f"{command[0]} could not compile it: {said[0]}")
+        told = next((line for line in said if "error" in line or "No space" in line), said[0])
+        raise BuildError(f"{called} could not compile it: {told}")
     return done.stdout
 
 
@@ -94,9 +154,9 @@ def _load(path: Path) -> ctypes.CDLL:
     """torch has loaded its OpenMP for everybody before: the kernels share its threads."""
     try:
         loaded = ctypes.CDLL(str(path))
-    except OSError as error:
+        functions = [getattr(loaded, name) for name in FUNCTIONS]
+    except (OSError, AttributeError) as error:
         raise BuildError(f"what the compiler made cannot be loaded: {error}") from None
-    for name in ("forward_float32", "forward_float64", "backward_float32", "backward_float64"):
-        function = getattr(loaded, f"alibi_{name}")
+    for function in functions:
         function.argtypes, function.restype = [ctypes.c_void_p], None
     return loaded

@@ -1,0 +1,252 @@
+"""Where the compiled kernels come from: a cache that is damaged, unsafe or not there, and compilers of every kind.
+
+A compiler is played by a script, which hands out a small library with the right names and counts how often it was asked.
+"""
+
+import os
+import shlex
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from alibi_attn.attention.backends.native import build
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., bytes]:
+    """small(*names) -> a shared library with functions of these names that do nothing."""
+    folder = tmp_path_factory.mktemp("small")
+
+    def build(*names: str) -> bytes:
+        source, target = folder / "small.cpp", folder / "small.so"
+        source.write_text("".join(f'extern "C" void {name}(void *) {{}}\n' for name in names))
+        subprocess.run(["g++", "-shared", "-fPIC", str(source), "-o", str(target)], check=True)
+        return target.read_bytes()
+
+    return build
+
+
+class Compiler:
+    """A command that `CXX` can name; `made` is how often it compiled."""
+
+    def __init__(self, folder: Path, made: bytes) -> None:
+        folder.mkdir()
+        self.path, self._log = folder / "c++ of mine", folder / "log"
+        (folder / "made.so").write_bytes(made)
+        self._log.write_text("")
+        quoted = {name: shlex.quote(str(folder / name)) for name in ("made.so", "log")}
+        self.path.write_text(
+            '#!/bin/sh\nfor word; do last="$word"; done\ncase "$*" in\n*-dM*) echo "#define MINE";;\n'
+            f'*) echo "$*" >> {quoted["log"]}; cp {quoted["made.so"]} "$last";;\nesac\n'
+        )
+        self.path.chmod(self.path.stat().st_mode | stat.S_IXUSR)
+
+    @property
+    def calls(self) -> list[str]:
+        return self._log.read_text().splitlines()
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, small: Callable[..., bytes], monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
+    """The compiler of this test; cache, home and temporary files are folders of this test."""
+    mine = Compiler(tmp_path / "bin", small(*build.FUNCTIONS))
+    monkeypatch.setenv("CXX", shlex.quote(str(mine.path)))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    build._found.cache_clear()
+    yield mine
+    build._found.cache_clear()
+    assert list((tmp_path / "tmp").iterdir()) == [], "a temporary file was left behind"
+
+
+def asked_anew() -> str | None:
+    build._found.cache_clear()
+    return build.why_not()
+
+
+def replace(path: Path, data: bytes) -> None:
+    """As another file, since this process has loaded the one that is there."""
+    path.unlink()
+    path.write_bytes(data)
+
+
+def kept(folder: Path) -> list[Path]:
+    return sorted((folder / "cache" / "alibi-attn").iterdir())
+
+
+@pytest.mark.parametrize("length", [0, 1, 100, 5000, -1])
+def test_a_library_that_was_cut_short_is_made_anew_once(length: int, compiler: Compiler, tmp_path: Path) -> None:
+    assert asked_anew() is None
+    (path,) = kept(tmp_path)
+    whole = path.read_bytes()
+    replace(path, whole[:length])
+    assert asked_anew() is None
+    assert asked_anew() is None
+    assert len(compiler.calls) == 2
+    assert kept(tmp_path) == [path]
+    assert path.read_bytes() == whole
+
+
+def test_a_library_with_a_byte_changed_is_made_anew(compiler: Compiler, tmp_path: Path) -> None:
+    assert asked_anew() is None
+    (path,) = kept(tmp_path)
+    whole = bytearray(path.read_bytes())
+    whole[len(whole) // 2] ^= 1
+    replace(path, whole)
+    assert asked_anew() is None
+    assert len(compiler.calls) == 2
+
+
+def test_a_library_that_loads_and_lacks_a_function_is_made_anew(
+    compiler: Compiler, small: Callable[..., bytes], tmp_path: Path
+) -> None:
+    assert asked_anew() is None
+    (path,) = kept(tmp_path)
+    lacking = small(*build.FUNCTIONS[1:])
+    path.unlink()
+    name = path.stem.rpartition("-")[0]
+    (path.parent / f"{name}-{build._digest(lacking)}.so").write_bytes(lacking)
+    assert asked_anew() is None
+    assert path in kept(tmp_path)
+    assert len(compiler.calls) == 2
+
+
+def test_a_compiler_that_makes_something_else_is_told(
+    tmp_path: Path, small: Callable[..., bytes], compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = Compiler(tmp_path / "other", small(*build.FUNCTIONS[1:]))
+    monkeypatch.setenv("CXX", shlex.quote(str(other.path)))
+    assert "cannot be loaded: " in str(asked_anew())
+    assert "alibi_forward_float32" in str(asked_anew())
+    empty = Compiler(tmp_path / "empty", b"")
+    monkeypatch.setenv("CXX", shlex.quote(str(empty.path)))
+    assert "what the compiler made cannot be loaded: " in str(asked_anew())
+
+
+CODE = "from alibi_attn.attention.backends.native import build; print(build.why_not(), build.library()._name)"
+
+
+def test_processes_that_meet_a_damaged_library_do_not_disturb_one_another(compiler: Compiler, tmp_path: Path) -> None:
+    assert asked_anew() is None
+    (path,) = kept(tmp_path)
+    whole = path.read_bytes()
+    replace(path, whole[:3000])
+    running = [subprocess.Popen([sys.executable, "-c", CODE], stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    assert {process.communicate()[0].strip() for process in running} == {f"None {path}"}
+    assert path.read_bytes() == whole
+    assert kept(tmp_path) == [path]
+
+
+@pytest.mark.parametrize("name", ["other", "group"])
+def test_a_folder_in_which_others_write_is_not_loaded_from(
+    name: str, compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert asked_anew() is None
+    (path,) = kept(tmp_path)
+    if name == "group":
+        path.parent.chmod(0o770)
+    else:
+        owner = path.parent.stat().st_uid
+        monkeypatch.setattr(build.os, "geteuid", lambda: owner + 1)
+        if owner == 0:
+            os.chown(path.parent, 12345, -1)
+    before = path.stat().st_mtime_ns
+    assert asked_anew() is None
+    assert len(compiler.calls) == 2, "compiled for this process alone"
+    assert path.stat().st_mtime_ns == before
+
+
+def test_a_cache_that_cannot_be_written_is_read_and_leaves_nothing_behind(
+    compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(build.shutil, "copy", refuse)
+        assert asked_anew() is None
+        assert asked_anew() is None
+        assert (len(compiler.calls), kept(tmp_path)) == (2, [])
+    assert asked_anew() is None
+    monkeypatch.setattr(build.Path, "mkdir", refuse)
+    assert asked_anew() is None
+    assert len(compiler.calls) == 3
+
+
+@pytest.mark.parametrize("kind", ["a file", "relative", "empty", "a file as home", "no home"])
+def test_a_cache_that_is_nowhere_is_done_without(
+    kind: str, compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    home = tmp_path / "home" / ".cache" / "alibi-attn"
+    if kind == "a file":
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    elif kind in ("relative", "empty"):
+        monkeypatch.setenv("XDG_CACHE_HOME", "folder" if kind == "relative" else "")
+    else:
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setenv("HOME", str(tmp_path / "file"))
+    if kind == "no home":
+        monkeypatch.delenv("HOME")
+        monkeypatch.setattr("os.path.expanduser", lambda path: path)  # a user that the system does not know
+        with pytest.raises(RuntimeError, match="home"):
+            Path.home()
+    before = {path.name for path in tmp_path.iterdir()}
+    assert asked_anew() is None
+    assert len(compiler.calls) == 1
+    in_home = kind in ("relative", "empty")
+    assert home.exists() == in_home
+    assert {path.name for path in tmp_path.iterdir()} - before == ({"home"} if in_home else set())
+    assert asked_anew() is None
+    assert len(compiler.calls) == (1 if in_home else 2)
+
+
+@pytest.mark.parametrize(
+    ("compiler_variable", "reason"),
+    [
+        (" ", "CXX is ' ' but must name a C++ compiler, say g++; without CXX it is g++"),
+        ("'g++", 'CXX is "\'g++", which no shell can read (No closing quotation); name a C++ compiler in it'),
+        ("nothing g++", "there is no C++ compiler 'nothing' to build it with"),
+    ],
+)
+def test_a_compiler_that_is_none_is_told(
+    compiler_variable: str, reason: str, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", compiler_variable)
+    assert reason in str(asked_anew())
+
+
+def test_a_wrapper_and_options_belong_to_the_compiler(
+    compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert asked_anew() is None
+    monkeypatch.setenv("CXX", f"{shutil.which('env')} {shlex.quote(str(compiler.path))} -O1 -DA='b c'")
+    assert asked_anew() is None
+    assert len(kept(tmp_path)) == 2, "other options make another library"
+    assert compiler.calls[1].startswith("-O1 -DA=b c -std=c++17")
+    monkeypatch.setenv("CXX", "")
+    assert build._command(os.environ["CXX"]) == ["g++"]
+
+
+def test_a_full_disk_is_told(compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = tmp_path / "full"
+    full.write_text(
+        '#!/bin/sh\ncase "$*" in *-dM*) exit 0;; esac\n'
+        "echo 'forward.cpp: In function f:' >&2\necho 'ld: final link failed: No space left on device' >&2\nexit 1\n"
+    )
+    full.chmod(0o755)
+    monkeypatch.setenv("CXX", str(full))
+    assert str(asked_anew()) == f"{full} could not compile it: ld: final link failed: No space left on device"
+    monkeypatch.setenv("CXX", shlex.quote(str(compiler.path)))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
+    assert "there is no room to compile it in: " in str(asked_anew())
+    assert "name a folder in TMPDIR" in str(asked_anew())
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
