@@ -44,6 +44,9 @@ ATTENTION_ROWS = (
 )
 ATTENTION = {name: row for row, names in enumerate(ATTENTION_ROWS) for name in names}
 KERNELS = ["attention", "backends", "fused", "kernels"]
+CONSTANTS = ["attention", "certificate", "constants"]
+BUILD = ["attention", "backends", "native", "build"]
+PLAIN_MODULES = (["attention"], ["attention", "spec"], ["attention", "certificate"], CONSTANTS, BUILD)
 
 
 def modules(root: Path) -> Iterator[tuple[str, ast.Module]]:
@@ -95,7 +98,7 @@ def assert_layers(root: Path) -> None:
         if here[0] == there[0] and len(here) + len(there) > 2:
             continue  # its own folder
         if here[0] == "jax":
-            allowed = LAYERS.get(there[0]) == 0 or there == ["attention", "spec"]
+            allowed = LAYERS.get(there[0]) == 0 or there in PLAIN_MODULES
         elif there[0] == "jax":
             allowed = LAYERS[here[0]] > 2
         else:
@@ -131,18 +134,18 @@ def assert_kernels_are_triton_source(root: Path) -> None:
     for module, imported in edges(root):
         here, there = parts(module), parts(imported)
         if here[:4] == KERNELS:
-            own = there[:4] == KERNELS and imported.startswith("alibi_attn.")
+            own = imported.startswith("alibi_attn.") and (there[:4] == KERNELS or there == CONSTANTS)
             assert own or imported.split(".")[0] == "triton", f"{module} imports {imported}; kernels hold Triton only"
         elif there[:4] == KERNELS and imported.startswith("alibi_attn."):
             assert here[:3] == KERNELS[:3], f"{module} imports kernels; only their backend may"
 
 
 def assert_frameworks_stay_outside(root: Path) -> None:
-    """Layer 0 and attention/spec.py are plain; report/ and jax/ load no torch; below layer 3 only jax/ loads jax."""
+    """Layer 0, spec, constants and build are plain; report/ and jax/ load no torch; below layer 3 only jax/ loads jax."""
     for module, imported in edges(root):
         here, package = parts(module), imported.split(".")[0]
         layer = LAYERS.get(here[0], 0 if here[0] != "jax" else 2)
-        plain = layer == 0 or here in (["attention"], ["attention", "spec"])
+        plain = layer == 0 or here in PLAIN_MODULES
         if plain and package != "alibi_attn":
             assert package in PLAIN, f"{module} imports {imported}; it may use the standard library and numpy"
         if here[0] in ("report", "jax"):

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from alibi_attn.attention import dispatch, explanation
 from alibi_attn.attention.bias import Slopes
-from alibi_attn.attention.certificate.bounds import first_positions
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.validation import SegmentIds, make_spec
+from alibi_attn.attention.visibility import first_positions
 
 
 @overload

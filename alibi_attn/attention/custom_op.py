@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from alibi_attn.attention.certificate.bounds import first_positions
 from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.visibility import are_finite, rows_that_see
+from alibi_attn.attention.visibility import are_finite, first_positions, rows_that_see
 
 Spec = AttentionSpec[Tensor]
 Plan = tuple[Tensor, Tensor, Tensor]  # what forward visited, for backward to visit the same

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from alibi_attn.attention.api import alibi_attention
 from alibi_attn.attention.backends.fused import backend as fused
-from alibi_attn.attention.certificate.bounds import TILE, bounds, worth_pinning
+from alibi_attn.attention.certificate.bounds import bounds, worth_pinning
+from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Lengths
 from alibi_attn.attention.validation import make_spec
 

@@ -20,6 +20,13 @@ def distances(query_len: int, key_len: int, query_offset: int | Tensor, device: 
     return i.reshape(-1, query_len, 1) - torch.arange(key_len, device=device)
 
 
+def first_positions(spec: Spec, device: torch.device) -> Tensor:
+    """[B], or [1] where all sequences agree, int64: the position of query 0."""
+    if isinstance(spec.query_offset, Tensor):
+        return spec.query_offset.reshape(-1)
+    return torch.full((1,), spec.query_offset, device=device)
+
+
 def visible(spec: Spec, distance: Tensor) -> Tensor:
     """[B|1, H|1, T, S] bool: True where the query may look. `distance` is that of `distances`."""
     seen = torch.ones_like(distance, dtype=torch.bool)

@@ -10,7 +10,8 @@ from alibi_attn import records
 from alibi_attn.attention import dispatch
 from alibi_attn.attention.api import alibi_attention
 from alibi_attn.attention.backends.native import backend as native
-from alibi_attn.attention.certificate.bounds import TILE, bounds
+from alibi_attn.attention.certificate.bounds import bounds
+from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.validation import make_spec
 from alibi_attn.bench.by_kind import records_by_kind
@@ -162,13 +163,13 @@ def _certified_reach(
 ) -> tuple[Tensor, int]:
     """(how far each block of TILE queries must look, [H, N], scores that the backend computes)."""
     if name == "native":  # its certificate is part of its loop
-        ranges = native.met(spec, query, key, value)
-        start = torch.arange(ranges.keys.shape[2]) * TILE
-        near = torch.from_numpy(ranges.keys[0, :, :, 0]).long()
+        visited = native.visited(spec, query, key, value)
+        start = torch.arange(visited.keys.shape[2]) * TILE
+        near = torch.from_numpy(visited.keys[0, :, :, 0]).long()
         left = torch.where(near > 0, start - near + 1, key.shape[2])  # where all is met, nothing bounds a query's reach
-        return left, int(ranges.reach_and_scores(spec)[1].sum())
-    visited = dispatch.BACKENDS[name].visits(spec, query, key, value)
-    computed = query.shape[1] * query.shape[2] * key.shape[2] if visited is None else int(visited[1].sum())
+        return left, int(visited.reach_and_scores(spec)[1].sum())
+    visits = dispatch.BACKENDS[name].visits(spec, query, key, value)
+    computed = query.shape[1] * query.shape[2] * key.shape[2] if visits is None else int(visits[1].sum())
     return bounds(spec, query, key, value).left[0], computed
 
 

@@ -23,7 +23,7 @@ from alibi_attn import records
 from alibi_attn.attention.api import alibi_attention
 from alibi_attn.attention.backends.fused import backend as fused
 from alibi_attn.attention.backends.fused.plan import planned
-from alibi_attn.attention.certificate.bounds import TILE
+from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Lengths
 from alibi_attn.attention.validation import make_spec
 from alibi_attn.bench.columns import Columns, append

@@ -16,14 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from alibi_attn.attention.certificate.constants import LOOP_OUTLIER_SHARE, LOOP_OUTLIER_TILES, LSE_NATS, VALUE_RATIO
 from alibi_attn.jax.tiles import Plan, Queries, Rule, Softmax
 
 Array = jax.Array
-
-OUTLIERS = 2  # tiles of keys with the largest norms that are judged on their own
-_OUTLIER_SHARE = 1 / 16  # of the tolerance, for each of them; a far tile needs ln 16 nats more, the band ln 8/7
-_VALUE_RATIO = 4.0  # a skipped value may be this many times longer than the longest kept one; more widens the reach
-_SLACK_NATS = 2.0**-6  # exp, log and sums over up to 2^24 keys, which do not grow with the scores
 
 
 class KeyNorms(NamedTuple):
@@ -33,8 +29,8 @@ class KeyNorms(NamedTuple):
     after: Array  # [n] ‖k‖ over all tiles to the right, without the outliers
     so_far: Array  # [n] ‖k‖ over this tile and all to the left, with the outliers
     overall: Array  # scalar ‖k‖
-    outlier: Array  # [OUTLIERS] numbers of the tiles with the largest ‖k‖, −1 for none
-    of_outlier: Array  # [OUTLIERS] their ‖k‖
+    outlier: Array  # [LOOP_OUTLIER_TILES] numbers of the tiles with the largest ‖k‖, −1 for none
+    of_outlier: Array  # [LOOP_OUTLIER_TILES] their ‖k‖
     value_before: Array  # as `before`, of ‖v‖
     value_after: Array
     value_of_outlier: Array
@@ -51,11 +47,11 @@ def norm_bound(x: Array) -> Array:
 
 def key_norms(of_keys: Array, of_values: Array) -> KeyNorms:
     """`KeyNorms` of the largest norms by tile, [..., n] each."""
-    count = min(OUTLIERS, of_keys.shape[-1])
+    count = min(LOOP_OUTLIER_TILES, of_keys.shape[-1])
     largest, outlier = lax.top_k(of_keys, count)
     is_outlier = (jnp.arange(of_keys.shape[-1]) == outlier[..., None]).any(-2)
     keys, values = jnp.where(is_outlier, 0.0, of_keys), jnp.where(is_outlier, 0.0, of_values)
-    missing = [(0, 0)] * (outlier.ndim - 1) + [(0, OUTLIERS - count)]
+    missing = [(0, 0)] * (outlier.ndim - 1) + [(0, LOOP_OUTLIER_TILES - count)]
     axis = keys.ndim - 1
     return KeyNorms(
         before=_shifted(lax.cummax(keys, axis=axis), 1),
@@ -90,10 +86,10 @@ def still_needed(
     tile, norms = plan.key_tile, known.norms
     i = queries.position + jnp.arange(len(queries.query), dtype=jnp.int32)
     lse = so_far.top + jnp.log(so_far.total)
-    error = _error(queries.query.shape[-1], lse.dtype) * (known.largest_score + jnp.abs(lse)) + _SLACK_NATS
+    error = _error(queries.query.shape[-1], lse.dtype) * (known.largest_score + jnp.abs(lse)) + LSE_NATS["jax"]
     # The output so far is a mean of the values that were kept: one of them is at least as long.
-    kept = _VALUE_RATIO * _norm(so_far.mixed) / so_far.total
-    share = (1.0 - OUTLIERS * _OUTLIER_SHARE) / (1 if plan.causal else 2)
+    kept = VALUE_RATIO * _norm(so_far.mixed) / so_far.total
+    share = (1.0 - LOOP_OUTLIER_TILES * LOOP_OUTLIER_SHARE) / (1 if plan.causal else 2)
 
     def excess(slope: Array, distance: Array, norm: Array, value_norm: Array, share: float) -> Array:
         """[t] nats by which the keys of at most this norm, at this distance and beyond, may weigh more than their share."""
@@ -107,14 +103,14 @@ def still_needed(
     if not plan.causal:
         at = last // tile
         kinds.append(excess(rule.right, last + 1 - i, norms.after[at], norms.value_after[at], share))
-    for number in range(OUTLIERS):
+    for number in range(LOOP_OUTLIER_TILES):
         begin, of_tile = norms.outlier[number] * tile, (norms.of_outlier[number], norms.value_of_outlier[number])
-        kind = excess(rule.left, i - (begin + tile - 1), *of_tile, _OUTLIER_SHARE)
+        kind = excess(rule.left, i - (begin + tile - 1), *of_tile, LOOP_OUTLIER_SHARE)
         if not plan.causal:
-            kind = jnp.minimum(kind, excess(rule.right, begin - i, *of_tile, _OUTLIER_SHARE))
+            kind = jnp.minimum(kind, excess(rule.right, begin - i, *of_tile, LOOP_OUTLIER_SHARE))
         kinds.append(kind)
     needed = ~(jnp.stack(kinds).max(-1) <= 0)  # NaN certifies nothing
-    outliers = [needed[number - OUTLIERS] for number in range(OUTLIERS)]
+    outliers = [needed[number - LOOP_OUTLIER_TILES] for number in range(LOOP_OUTLIER_TILES)]
     return needed[0], needed[0] & False if plan.causal else needed[1], outliers
 
 

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from alibi_attn.attention.certificate.constants import LOOP_OUTLIER_TILES
 from alibi_attn.jax import bounds, tiles
-from alibi_attn.jax.bounds import OUTLIERS, Certificate, KeyNorms
+from alibi_attn.jax.bounds import Certificate, KeyNorms
 from alibi_attn.jax.tiles import Array, Keys, Plan, Queries, Rule, Softmax
 
 
@@ -39,7 +40,7 @@ class Visited(NamedTuple):
 
     first: Array  # the band's first tile
     last: Array  # and last; first − 1 where the block read nothing
-    outliers: tuple[Array, ...]  # OUTLIERS times one tile beside the band, or −1
+    outliers: tuple[Array, ...]  # LOOP_OUTLIER_TILES times one tile beside the band, or −1
 
 
 class _Step(NamedTuple):
@@ -72,7 +73,7 @@ def forward(plan: Plan, inputs: Inputs) -> tuple[Array, Array, Visited]:
         mine = jax.tree.map(lambda x: x[at.sequence, at.key_head], norms)
         lowest, highest, nearest = _limits(plan, parts, queries, rule, at)
         known = bounds.certificate(plan, rule, queries, mine, inputs.tolerance, highest)
-        begin = Visited(nearest, nearest, (jnp.full_like(nearest, -1),) * OUTLIERS)
+        begin = Visited(nearest, nearest, (jnp.full_like(nearest, -1),) * LOOP_OUTLIER_TILES)
 
         def body(step: _Step) -> _Step:
             keys, dropout_key = _keys(plan, parts, at, step.tile), _dropout_key(parts, at, step.tile)

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from alibi_attn import records
 from alibi_attn.attention.api import alibi_attention
-from alibi_attn.attention.certificate.bounds import TILE, bounds
+from alibi_attn.attention.certificate.bounds import bounds
+from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.validation import make_spec
 from alibi_attn.bench.timing import medians_ms
 from alibi_attn.lab import checkpoint, experiment

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from alibi_attn import records
 from alibi_attn.attention.backends.banded import pieces as banded_pieces
 from alibi_attn.attention.backends.native import backend as native
-from alibi_attn.attention.certificate.bounds import TILE, Bounds, bounds
+from alibi_attn.attention.certificate.bounds import Bounds, bounds
+from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.validation import make_spec
 from alibi_attn.attention.visibility import distances, visible
 
@@ -180,10 +181,10 @@ def certified_keys(spec, found: Bounds, distance: torch.Tensor) -> torch.Tensor:
 
 
 def native_keys(spec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """[B, H, T, S]: the keys that the kernels for CPUs met with each query."""
+    """[B, H, T, S]: the keys that the kernels for CPUs visited with each query."""
     with torch.no_grad():
-        ranges = native.met(spec, query, key, value)
-    low, high = (torch.from_numpy(x)[:, :, torch.arange(spec.query_len) // TILE, None] for x in ranges.pieces)
+        visited = native.visited(spec, query, key, value)
+    low, high = (torch.from_numpy(x)[:, :, torch.arange(spec.query_len) // TILE, None] for x in visited.intervals)
     at = torch.arange(spec.key_len)[:, None]
     return ((at >= low) & (at < high)).any(-1)
 

@@ -12,7 +12,7 @@ from alibi_attn.attention.backends import reference
 from alibi_attn.attention.backends.fused import backend as fused
 from alibi_attn.attention.backends.fused.configs import PLAN_ROWS
 from alibi_attn.attention.backends.fused.plan import planned
-from alibi_attn.attention.certificate.bounds import TILE
+from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Lengths
 from alibi_attn.attention.validation import make_spec
 from alibi_attn.nn import ALiBiAttention, KVCache

@@ -24,11 +24,12 @@ from alibi_attn.attention.backends import reference
 from alibi_attn.attention.backends.fused import backend as fused
 from alibi_attn.attention.backends.fused.configs import tile_shape
 from alibi_attn.attention.backends.fused.full_tiles import Opening
-from alibi_attn.attention.certificate.bounds import TILE, first_positions
+from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Lengths
 from alibi_attn.attention.certificate.tiles import Tiles
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.validation import make_spec
+from alibi_attn.attention.visibility import first_positions
 from alibi_attn.bench.gpu import gpu
 
 

@@ -28,6 +28,7 @@ from alibi_attn.attention.backends.fused.kernels.decode import decode_kernel, me
 from alibi_attn.attention.backends.fused.kernels.forward import forward_kernel
 from alibi_attn.attention.backends.fused.kernels.masks import allowed_kernel, labels_kernel, open_kernel, runs_kernel
 from alibi_attn.attention.backends.fused.kernels.plan import asked_kernel, plan_kernel, shared_plan_kernel
+from alibi_attn.attention.certificate.constants import KEPT
 
 KERNELS = {"forward": forward_kernel, "query": query_kernel, "key": key_kernel, "decode": decode_kernel}
 BEFORE = {"lengths": lengths_kernel, "outliers": outliers_kernel, "reach": reach_kernel, "plan": plan_kernel}
@@ -119,7 +120,7 @@ def _source(kernel: str, target: str, head_dim: int, shape: Shape) -> ASTSource:
     constants = {
         "D": head_dim, "DP": head_dim, "BM": shape.queries, "BN": shape.keys, "ROWS": rows, "TILE": 64, "CAUSAL": True,
         "PRECISION": "tf32x3" if TARGETS[target].backend == "cuda" else "ieee", "HAS_DLSE": True, "SLOPES_WANTED": True,
-        "KEPT": 4, "WIDTH": 64, "BLOCKS": 64, "OF_WIDTH": 64, "SLOTS": 64, "PARTS": 1, "OF_PARTS": 2, "KEYS": True,
+        "KEPT": KEPT, "WIDTH": 64, "BLOCKS": 64, "OF_WIDTH": 64, "SLOTS": 64, "PARTS": 1, "OF_PARTS": 2, "KEYS": True,
         "HAS_NORMS": True,
     }  # fmt: skip
     constants |= dict.fromkeys(

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alibi_attn.attention.certificate.bounds import TILE, bounds, first_positions
+from alibi_attn.attention.certificate.bounds import bounds
+from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.tiles import Tiles, key_tiles, reach_and_scores
 from alibi_attn.attention.spec import AttentionSpec
+from alibi_attn.attention.visibility import first_positions
 
 Spec = AttentionSpec[Tensor]
 

@@ -16,20 +16,26 @@ import math
 import torch
 from torch import Tensor
 
+from alibi_attn.attention.certificate.constants import (
+    KEPT,
+    OUTLIER_CHOICES,
+    OUTLIER_TILES,
+    REDUCED_PRODUCTS,
+    SCORE_UNITS,
+    TILE,
+    UNIT,
+    VALUE_RATIO,
+)
 from alibi_attn.attention.certificate.lse_bound import NEAR, lower_bound
+from alibi_attn.attention.certificate.norms import norm_bound, tile_maxima
 from alibi_attn.attention.spec import AttentionSpec
+from alibi_attn.attention.visibility import first_positions
 from alibi_attn.reach import UNLIMITED
 
 Spec = AttentionSpec[Tensor]
 
-TILE = 64  # queries whose reach is decided together, and keys whose norms are
 LEVELS = (0.25, 0.5, 0.8, 1.0)  # of the blocks' largest query norms: those for which tails are summed, as quantiles
-PIN_CHOICES = (0, 1, 2, 4)  # how many tiles may be pinned; the cheapest choice is taken, per head
 LONG = 4096  # from this many keys on a dearer and tighter bound pays
-KEPT = 4  # the nearest keys, which no reach ever leaves out
-
-REDUCED = 1.01 * 2.0**-8  # of ‖q‖·‖k‖: torch may be told to multiply fp32 in TF32 or bf16
-VALUE_RATIO = 4.0  # a skipped value may be this many times longer than the longest kept one; more widens the reach
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +55,7 @@ class Bounds:
 
 def bounds(
     spec: Spec, query: Tensor, key: Tensor, value: Tensor | None, *,
-    pin_choices: tuple[int, ...] = PIN_CHOICES, refine: bool | None = None, tile_norms: tuple[Tensor, Tensor] | None = None,
+    pin_choices: tuple[int, ...] = OUTLIER_CHOICES, refine: bool | None = None, tile_norms: tuple[Tensor, Tensor] | None = None,
 ) -> Bounds:  # fmt: skip
     """The certified reach of every block of queries. Without `value` the values are taken to be of like length.
 
@@ -66,7 +72,7 @@ def bounds(
     device = query.device
     if spec.tolerance == 0.0 or spec.query_len == 0 or spec.key_len == 0:
         unlimited = torch.full((b, h, n), UNLIMITED, device=device)
-        return Bounds(unlimited, unlimited, torch.full((b, h, max(PIN_CHOICES)), -1, device=device))
+        return Bounds(unlimited, unlimited, torch.full((b, h, OUTLIER_TILES), -1, device=device))
     first = first_positions(spec, device)
     if tile_norms is None:
         key_norms = norm_bound(key)
@@ -88,30 +94,7 @@ def bounds(
 
 def worth_pinning(norms: Tensor, *, times: float) -> tuple[int, ...]:
     """The `pin_choices` for keys of these norms, [B, K, n]: none where no norm is `times` the mean. Reads them on the host."""
-    return PIN_CHOICES if bool((norms.amax(-1) > times * norms.mean(-1)).any()) else (0,)
-
-
-def first_positions(spec: Spec, device: torch.device) -> Tensor:
-    """[B], or [1] where all sequences agree, int64: the position of query 0."""
-    if isinstance(spec.query_offset, Tensor):
-        return spec.query_offset.reshape(-1)
-    return torch.full((1,), spec.query_offset, device=device)
-
-
-def norm_bound(tensor: Tensor) -> Tensor:
-    """An upper bound of the Euclidean norms over the last axis, fp64: true of every finite input, and inf where it cannot tell.
-
-    Squares below the smallest normal number may be lost, each entry less than 2^−63 in fp32; a sum of D squares is off by less
-    than (D + 2) units; squares that overflow give inf, and inf skips nothing. fp64 is scaled by its largest entry first.
-    """
-    d = tensor.shape[-1]
-    if tensor.dtype == torch.float64:
-        largest = tensor.abs().amax(-1, keepdim=True)
-        scaled = tensor / largest.masked_fill(largest == 0, 1.0)
-        length = torch.linalg.vector_norm(scaled, dim=-1) * largest.squeeze(-1)
-        return length * (1.0 + (d + 4) * 2.0**-53) + math.sqrt(d) * 2.0**-511
-    length = torch.linalg.vector_norm(tensor.float(), dim=-1).double()
-    return length * (1.0 + (d + 4) * 2.0**-24) + math.sqrt(d) * 2.0**-63
+    return OUTLIER_CHOICES if bool((norms.amax(-1) > times * norms.mean(-1)).any()) else (0,)
 
 
 def _numerator_parts(
@@ -122,12 +105,12 @@ def _numerator_parts(
     `constant` has −λ, what rounding may have done to it (by the `largest` norm of a key, [B, K]), and the nats that `longer`
     values cost [B, H, T]; inf where nothing may be skipped.
     """
-    unit = 2.0**-53 if query.dtype == torch.float64 else 2.0**-24
+    unit = UNIT["float64" if query.dtype == torch.float64 else "float32"]
     lower = lower_bound(spec, query, key, first, stretches=refine)
-    error = (spec.head_dim + 64) * unit
+    error = (spec.head_dim + SCORE_UNITS) * unit
     rate = abs(spec.scale) * (1.0 + error) * norm_bound(query)
     largest = largest.repeat_interleave(spec.group, 1)[..., None]
-    products = error if query.dtype == torch.float64 else error + REDUCED
+    products = error if query.dtype == torch.float64 else error + REDUCED_PRODUCTS
     constant = products * rate * largest + error * (1.0 + lower.abs()) - lower
     if longer is not None:
         constant = constant + longer
@@ -178,13 +161,6 @@ def _nats_of_longer(longest: Tensor, kept: Tensor) -> Tensor:
     return (longest / (VALUE_RATIO * kept)).log().clamp(min=0.0).masked_fill(longest == 0, 0.0)
 
 
-def tile_maxima(length: Tensor) -> Tensor:
-    """[B, K, ⌈S / TILE⌉]"""
-    tiles = -(-length.shape[-1] // TILE)
-    padded = torch.nn.functional.pad(length, (0, tiles * TILE - length.shape[-1]))
-    return padded.unflatten(-1, (tiles, TILE)).amax(-1)
-
-
 @dataclasses.dataclass(frozen=True)
 class _Tails:
     """Σ exp(level·‖k_j‖) over every NEAR keys, for a few levels of |scale|·‖q‖.
@@ -227,7 +203,7 @@ def _with_pins(
     if tails is not None and count:
         tails = dataclasses.replace(tails, mass=tails.without(spec, chosen))
     left, right = _sides(spec, rate, constant, tiles.scatter(-1, chosen, 0.0), tails, first)
-    pins = torch.nn.functional.pad(chosen.repeat_interleave(spec.group, 1), (0, max(PIN_CHOICES) - count), value=-1)
+    pins = torch.nn.functional.pad(chosen.repeat_interleave(spec.group, 1), (0, OUTLIER_TILES - count), value=-1)
     return left, right, pins, _cost(spec, left, right, pinned=count, first=first)
 
 

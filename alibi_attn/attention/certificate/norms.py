@@ -1,11 +1,35 @@
 """Lengths: what a cache remembers of keys and values, so that the certificate of a new query need not read them again."""
 
 import dataclasses
+import math
 
 import torch
 from torch import Tensor
 
-from alibi_attn.attention.certificate.bounds import TILE, norm_bound, tile_maxima
+from alibi_attn.attention.certificate.constants import NORM_UNITS, TILE, UNIT, VANISHING
+
+
+def norm_bound(tensor: Tensor) -> Tensor:
+    """An upper bound of the Euclidean norms over the last axis, fp64: true of every finite input, and inf where it cannot tell.
+
+    Squares below the smallest normal number may be lost, each entry less than 2^−63 in fp32; a sum of D squares is off by less
+    than (D + 2) units; squares that overflow give inf, and inf skips nothing. fp64 is scaled by its largest entry first.
+    """
+    d = tensor.shape[-1]
+    if tensor.dtype == torch.float64:
+        largest = tensor.abs().amax(-1, keepdim=True)
+        scaled = tensor / largest.masked_fill(largest == 0, 1.0)
+        length = torch.linalg.vector_norm(scaled, dim=-1) * largest.squeeze(-1)
+        return length * (1.0 + (d + NORM_UNITS) * UNIT["float64"]) + math.sqrt(d) * VANISHING["float64"]
+    length = torch.linalg.vector_norm(tensor.float(), dim=-1).double()
+    return length * (1.0 + (d + NORM_UNITS) * UNIT["float32"]) + math.sqrt(d) * VANISHING["float32"]
+
+
+def tile_maxima(length: Tensor) -> Tensor:
+    """[B, K, ⌈S / TILE⌉]"""
+    tiles = -(-length.shape[-1] // TILE)
+    padded = torch.nn.functional.pad(length, (0, tiles * TILE - length.shape[-1]))
+    return padded.unflatten(-1, (tiles, TILE)).amax(-1)
 
 
 @dataclasses.dataclass(frozen=True)

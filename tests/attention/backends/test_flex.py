@@ -10,7 +10,7 @@ from torch import Tensor
 from alibi_attn.attention.api import alibi_attention
 from alibi_attn.attention.backends import flex
 from alibi_attn.attention.bias import score_bias
-from alibi_attn.attention.certificate.bounds import TILE
+from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.validation import make_spec
 from alibi_attn.attention.visibility import distances, visible

@@ -18,7 +18,7 @@ from attention_oracle import Answer
 
 from alibi_attn import records
 from alibi_attn.attention.backends.fused.configs import PLAN_ROWS, tile_shape
-from alibi_attn.attention.certificate.bounds import TILE
+from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.bench.gpu import gpu
 from alibi_attn.report.benchmarks import is_drawn
 

@@ -1,12 +1,13 @@
 """The kernels in C++: what they compute, the order of their sums, every instruction set, and machines without a compiler."""
 
+import ctypes
 import dataclasses
 import os
 import platform
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +21,9 @@ from hypothesis import given, settings, target
 from alibi_attn import alibi_attention, explain
 from alibi_attn.attention.backends.native import backend as native
 from alibi_attn.attention.backends.native import build
-from alibi_attn.attention.backends.native.visited import Ranges
-from alibi_attn.attention.certificate.bounds import TILE, bounds
+from alibi_attn.attention.backends.native.visited import size_of_visited
+from alibi_attn.attention.certificate.bounds import bounds
+from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.validation import make_spec
 
 SLOPES = [2.0, 0.5, 0.1, 0.02]
@@ -33,37 +35,66 @@ def draw(h=4, k=4, t=1500, d=16, dtype=torch.float32, b=1, requires_grad=False):
     return [torch.randn(shape, dtype=dtype).requires_grad_(requires_grad) for shape in shapes]
 
 
-@pytest.fixture
-def met(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """[B, H] of every call, in their order: the scores that the kernels counted while they computed them."""
-    counted: list[torch.Tensor] = []
-    call = native._call
+@pytest.fixture(scope="module")
+def counting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], int]]:
+    """Kernels that count, compiled for these tests: how many scores they have computed since they were asked last."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("counting")))
+        patch.setattr(build, "FLAGS", (*(flag for flag in build.FLAGS if flag != "-O3"), "-O1", "-DALIBI_COUNT"))
+        build._found.cache_clear()
+        build.library().alibi_counter.restype = ctypes.POINTER(ctypes.c_int64)
+        counter = build.library().alibi_counter()
 
-    def counting(function, spec, ranges, **arrays):
-        counted.append(torch.zeros(spec.batch, spec.num_heads, dtype=torch.int64))
-        call(function, spec, ranges, met=counted[-1], **arrays)
+        def counted() -> int:
+            found, counter[0] = counter[0], 0
+            return found
 
-    monkeypatch.setattr(native, "_call", counting)
-    return counted
+        yield counted
+    build._found.cache_clear()
 
 
-def test_the_scores_computed_are_those_of_the_certificate(met: list[torch.Tensor]) -> None:
+def test_the_scores_computed_are_those_of_the_certificate(counting: Callable[[], int]) -> None:
     q, k, v = draw(requires_grad=True)
-    out = alibi_attention(q, k, v, SLOPES, backend="native")
-    out.sum().backward()
     spec = make_spec(q, k, v, SLOPES)
     with torch.no_grad():
         found = bounds(spec, q, k, v)
-        _, scores = native.visits(spec, q, k, v)
-    assert torch.equal(met[0], scores)
-    assert torch.equal(met[1], scores)
-    assert f"scores computed: {int(scores.sum()):,} " in explain(q, k, v, SLOPES, backend="native")
-    # What a block of 64 queries meets by the bounds of the other backends, which do not know the log-sum-exp.
+        scores = int(native.visits(spec, q, k, v)[1].sum())
+    counting()
+    out = alibi_attention(q, k, v, SLOPES, backend="native")
+    assert counting() == scores
+    out.sum().backward()
+    assert counting() == scores
+    assert f"scores computed: {scores:,} " in explain(q, k, v, SLOPES, backend="native")
+    # What a block of 64 queries visits by the bounds of the other backends, which do not know the log-sum-exp.
     start = torch.arange(0, 1500, TILE)
     rows = (1500 - start).clamp(max=TILE)
     asked = (torch.minimum(found.left[0] - 1, start) + rows) * rows
-    assert int(met[0].sum()) <= 1.02 * int(asked.sum())
-    assert int(met[0].sum()) < 0.5 * 4 * 1500 * 1501 / 2
+    assert scores <= 1.02 * int(asked.sum())
+    assert scores < 0.5 * 4 * 1500 * 1501 / 2
+
+
+def test_a_kernel_that_computes_everything_is_found_out(counting: Callable[[], int]) -> None:
+    q, k, v = draw()
+    counting()
+    alibi_attention(q, k, v, SLOPES, tolerance=0.0, backend="native")
+    assert counting() >= 4 * 1500 * 1501 / 2
+
+
+def test_outlier_tiles_are_counted_too(counting: Callable[[], int]) -> None:
+    q, k, v = draw(h=8, k=2, b=2, t=3000, requires_grad=True)
+    with torch.no_grad():
+        k[:, :, 70] *= 40
+    slopes = [1.0, 0.5, 0.25, 0.1, 1.0, 0.7, 0.3, 0.2]
+    spec = make_spec(q, k, v, slopes)
+    with torch.no_grad():
+        assert native.visited(spec, q, k, v).outlier_bits.any(), "no outlier tile was visited: the test sees nothing"
+        scores = int(native.visits(spec, q, k, v)[1].sum())
+    counting()
+    out = alibi_attention(q, k, v, slopes, backend="native")
+    assert counting() == scores
+    out.sum().backward()
+    assert counting() == scores
+    assert scores < 0.5 * 16 * 3000 * 3001 / 2
 
 
 @given(attacks)
@@ -115,40 +146,18 @@ def test_a_block_turns_to_a_sink_only_where_it_matters() -> None:
     calm = native.visits(make_spec(q, k, v, [1.0, 0.05]), q, k, v)[1][0]
     with torch.no_grad():
         k[:, :, 0] *= 60
-    ranges = native.met(make_spec(q, k, v, [1.0, 0.05]), q, k, v)
-    steep, flat = (ranges.pins[0, h] != 0 for h in range(2))
+    visited = native.visited(make_spec(q, k, v, [1.0, 0.05]), q, k, v)
+    steep, flat = (visited.outlier_bits[0, h] != 0 for h in range(2))
     assert flat.sum() > 60
     assert steep.sum() < 30
-    met = ranges.reach_and_scores(make_spec(q, k, v, [1.0, 0.05]))[1][0]
-    assert int(met[0]) < 1.3 * int(calm[0])
-    assert int(met[1]) < 1.3 * int(calm[1])
-
-
-def test_a_kernel_that_computes_everything_is_found_out(met: list[torch.Tensor]) -> None:
-    q, k, v = draw()
-    alibi_attention(q, k, v, SLOPES, tolerance=0.0, backend="native")
-    assert int(met[0].sum()) >= 4 * 1500 * 1501 / 2
-
-
-def test_pinned_tiles_are_counted_too(met: list[torch.Tensor]) -> None:
-    q, k, v = draw(h=8, k=2, b=2, t=3000, requires_grad=True)
-    with torch.no_grad():
-        k[:, :, 70] *= 40
-    slopes = [1.0, 0.5, 0.25, 0.1, 1.0, 0.7, 0.3, 0.2]
-    out = alibi_attention(q, k, v, slopes, backend="native")
-    out.sum().backward()
-    spec = make_spec(q, k, v, slopes)
-    with torch.no_grad():
-        assert native.met(spec, q, k, v).pins.any(), "nothing was pinned: the test sees nothing"
-        _, scores = native.visits(spec, q, k, v)
-    assert torch.equal(met[0], scores)
-    assert torch.equal(met[1], scores)
-    assert int(scores.sum()) < 0.5 * 16 * 3000 * 3001 / 2
+    scores = visited.reach_and_scores(make_spec(q, k, v, [1.0, 0.05]))[1][0]
+    assert int(scores[0]) < 1.3 * int(calm[0])
+    assert int(scores[1]) < 1.3 * int(calm[1])
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 16])
 def test_any_number_of_threads_divides_the_work_and_not_the_result(threads: int) -> None:
-    """Grouped heads, sinks, several sequences: tasks of many sizes, halos and pinned tiles, against one dense computation."""
+    """Grouped heads, sinks, several sequences: tasks of many sizes, halos and outlier tiles, against one dense computation."""
     q, k, v = draw(h=6, k=2, b=2, t=1300, d=24, dtype=torch.float64, requires_grad=True)
     with torch.no_grad():
         k[:, :, 5] *= 30
@@ -169,20 +178,30 @@ def test_any_number_of_threads_divides_the_work_and_not_the_result(threads: int)
         torch.testing.assert_close(ours, truth, rtol=1e-9, atol=1e-9)
 
 
-def test_many_cores_get_work_and_long_texts_keep_linear_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("length", "most"), [(2048, 2**24 // 64), (2**18, 8 * 2 * 2**18)])
+def test_many_cores_get_work_and_long_texts_keep_linear_memory(
+    length: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A head without a reach would be one task, or as many copies of its keys as there are cores."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
-    for length, most in ((2048, 2**24 // 64), (2**18, 8 * 2 * 2**18)):
-        spec = make_spec(*(torch.zeros(1, 1, 1, 64).expand(1, 8, length, 64) for _ in range(3)), torch.zeros(8))
-        ranges = Ranges.open(spec)
-        ranges.keys[..., 1] = ranges.keys[..., 3]
-        tasks, _, _, kept = native._backward_tasks(spec, ranges)
-        assert kept <= most
-        assert len(tasks) >= (64 if length == 2048 else 24)
-        covered = np.zeros((8, length), np.int64)
-        for task in tasks:
-            covered[task[1], task[4] : task[5]] += 1
-        assert bool((covered == 1).all())
+    tensors = [torch.zeros(1, 1, 1, 64).expand(1, 8, length, 64) for _ in range(3)]
+    spec = make_spec(*tensors, torch.zeros(8))
+    visited = torch.zeros(size_of_visited(*tensors[:2]), dtype=torch.int32)
+    ranges = visited[: 8 * (length // TILE) * 4].view(8, -1, 4)
+    ranges[..., 1] = ranges[..., 3] = torch.arange(TILE, length + 1, TILE)  # all that causal queries see
+    call, _alive = native.call_of(
+        spec, dict(zip(("query", "key", "value"), tensors, strict=True)), {"visited": visited}
+    )
+    tasks, kept = np.zeros((4096, 6), np.int64), ctypes.c_int64()
+    count = build.library().alibi_backward_tasks(ctypes.byref(call), tasks.ctypes.data, len(tasks), ctypes.byref(kept))
+    assert kept.value <= most
+    assert (64 if length == 2048 else 24) <= count <= len(tasks)
+    covered, blocks = np.zeros((8, length), np.int64), np.zeros((8, length // TILE), np.int64)
+    for _, head, block, last_block, own, own_end in tasks[:count]:
+        covered[head, own:own_end] += 1
+        blocks[head, block:last_block] += 1
+    assert bool((covered == 1).all())
+    assert bool((blocks == 1).all())
 
 
 def test_bits_do_not_depend_on_when_tasks_are_done() -> None:
@@ -346,3 +365,18 @@ def test_the_name_in_the_cache_knows_every_source() -> None:
     """A header that is left out of it would be compiled once and then never again."""
     files = {path.name for path in build.FOLDER.iterdir() if path.suffix in (".cpp", ".hpp")}
     assert files == {*build.SOURCES, *build.HEADERS}
+
+
+def test_constants_that_differ_are_refused(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A smaller OUTLIER_TILES in Python alone would let the kernels write past a buffer."""
+    monkeypatch.setattr(build, "FOR_CPP", build.FOR_CPP | {"OUTLIER_TILES": 2})
+    assert "built with other constants" in str(build.why_not())
+    assert "ALIBI_OUTLIER_TILES=4 " in str(build.why_not())
+
+
+def test_a_call_of_another_size_is_refused(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Longer(ctypes.Structure):
+        _fields_ = (*build.Call._fields_, ("more", ctypes.c_int64))
+
+    monkeypatch.setattr(build, "Call", Longer)
+    assert f"call_bytes={ctypes.sizeof(Longer)}" in str(build.why_not())

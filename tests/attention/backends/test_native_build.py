@@ -3,6 +3,7 @@
 A compiler is played by a script, which hands out a small library with the right names and counts how often it was asked.
 """
 
+import ctypes
 import os
 import shlex
 import shutil
@@ -19,16 +20,20 @@ from alibi_attn.attention.backends.native import build
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., bytes]:
-    """small(*names) -> a shared library with functions of these names that do nothing."""
+    """small(*names) -> a shared library with functions of these names that do nothing, and what is asked of every library."""
     folder = tmp_path_factory.mktemp("small")
+    constants = "".join(f"ALIBI_{name}={value!r} " for name, value in build.FOR_CPP.items())
+    answers = f'"{constants}"', str(ctypes.sizeof(build.Call)), "0"
+    asked = zip(("const char *", "long ", "long "), build.QUESTIONS, answers, strict=True)
+    questions = "".join(f'extern "C" {kind}{name}() {{ return {answer}; }}\n' for kind, name, answer in asked)
 
-    def build(*names: str) -> bytes:
+    def compiled(*names: str) -> bytes:
         source, target = folder / "small.cpp", folder / "small.so"
-        source.write_text("".join(f'extern "C" void {name}(void *) {{}}\n' for name in names))
+        source.write_text(questions + "".join(f'extern "C" void {name}(void *) {{}}\n' for name in names))
         subprocess.run(["g++", "-shared", "-fPIC", str(source), "-o", str(target)], check=True)
         return target.read_bytes()
 
-    return build
+    return compiled
 
 
 class Compiler:

@@ -19,10 +19,11 @@ from torch import Tensor
 from alibi_attn.attention.backends.banded import pieces as banded_pieces
 from alibi_attn.attention.backends.banded.masks import HeadMasks, Masks, key_view, query_view
 from alibi_attn.attention.backends.banded.pieces import Piece
-from alibi_attn.attention.certificate.bounds import PIN_CHOICES, TILE, Bounds, bounds, first_positions, worth_pinning
+from alibi_attn.attention.certificate.bounds import Bounds, bounds, worth_pinning
+from alibi_attn.attention.certificate.constants import OUTLIER_TILES, TILE
 from alibi_attn.attention.custom_op import Plan, clean, described, operator
 from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.visibility import are_finite
+from alibi_attn.attention.visibility import are_finite, first_positions
 
 Spec = AttentionSpec[Tensor]
 
@@ -111,7 +112,7 @@ def _with_positive_scale(spec: Spec, q: Tensor) -> tuple[Spec, Tensor, int]:
 
 def _empty_plan(query: Tensor, key: Tensor) -> Plan:
     blocks = (query.shape[2] + TILE - 1) // TILE
-    widths = blocks, blocks, max(PIN_CHOICES)
+    widths = blocks, blocks, OUTLIER_TILES
     left, right, pins = (query.new_empty((*query.shape[:2], width), dtype=torch.int64) for width in widths)
     return left, right, pins
 

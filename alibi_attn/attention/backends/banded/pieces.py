@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from alibi_attn.attention.certificate.bounds import TILE, Bounds
+from alibi_attn.attention.certificate.bounds import Bounds
+from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.spec import AttentionSpec
 
 Spec = AttentionSpec[Tensor]

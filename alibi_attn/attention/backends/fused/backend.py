@@ -16,11 +16,11 @@ from alibi_attn.attention.backends.fused.configs import MAX_HEAD_DIM, PLAN_ROWS,
 from alibi_attn.attention.backends.fused.full_tiles import Opening
 from alibi_attn.attention.backends.fused.launch import in_rows, mask_arguments, on, row_constants, strides, window_of
 from alibi_attn.attention.backends.fused.plan import asked_blocks, planned
-from alibi_attn.attention.certificate.bounds import PIN_CHOICES, TILE, first_positions
+from alibi_attn.attention.certificate.constants import OUTLIER_TILES, TILE
 from alibi_attn.attention.certificate.norms import Lengths
 from alibi_attn.attention.certificate.tiles import Tiles, reach_and_scores
 from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.visibility import may_see_nothing
+from alibi_attn.attention.visibility import first_positions, may_see_nothing
 
 Spec = AttentionSpec[Tensor]
 
@@ -268,8 +268,8 @@ def _(query, key, value, slopes, *_rest):  # type: ignore[no-untyped-def]
         output,
         query.new_empty((b, h, t), dtype=torch.float32),
         query.new_empty((b, h, (t + rows - 1) // rows, 4), dtype=torch.int32),
-        query.new_empty((b, h, max(PIN_CHOICES)), dtype=torch.int32),
-        query.new_empty((b, h, (t + rows - 1) // rows, max(PIN_CHOICES)), dtype=torch.int32),
+        query.new_empty((b, h, OUTLIER_TILES), dtype=torch.int32),
+        query.new_empty((b, h, (t + rows - 1) // rows, OUTLIER_TILES), dtype=torch.int32),
         query.new_empty((b, h), dtype=torch.int32),
     )
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from alibi_attn.attention.backends.fused.launch import on, width_for
-from alibi_attn.attention.certificate.bounds import TILE
+from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.spec import AttentionSpec
 
 Spec = AttentionSpec[Tensor]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alibi_attn.attention.certificate.bounds import TILE
+from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.spec import AttentionSpec
 
 Spec = AttentionSpec[Tensor]

@@ -18,15 +18,17 @@ from alibi_attn.attention.backends.fused.launch import (
     width_for,
     window_of,
 )
-from alibi_attn.attention.certificate.bounds import KEPT, PIN_CHOICES, TILE, VALUE_RATIO, Bounds, first_positions
+from alibi_attn.attention.certificate.bounds import Bounds
+from alibi_attn.attention.certificate.constants import KEPT, OUTLIER_CHOICES, OUTLIER_TILES, TILE, VALUE_RATIO
 from alibi_attn.attention.certificate.norms import Lengths
 from alibi_attn.attention.certificate.tiles import Tiles
 from alibi_attn.attention.spec import AttentionSpec
+from alibi_attn.attention.visibility import first_positions
 
 Spec = AttentionSpec[Tensor]
 
 _WARPS = 4
-_PINS, _CHOICES = max(PIN_CHOICES), len(PIN_CHOICES)
+_PINS, _CHOICES = OUTLIER_TILES, len(OUTLIER_CHOICES)
 
 
 def planned(

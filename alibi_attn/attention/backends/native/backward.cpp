@@ -1,14 +1,9 @@
-// Backward: the same keys as forward, from the log-sum-exp that it left; no atomics, so the same bits every time.
+// Backward: the same keys as forward, from the maxima and sums that it left; no atomics, so the same bits every time.
 //
-// A task is a run of queries, with all heads that share a key head. The keys where these queries stand are its own: their
-// gradients are added up in place. Those of other keys it meets, a halo before and after its own and the pinned tiles, are kept
-// apart (in `partial`) and added at the end, in the order of the tasks.
-//
-// tasks: [count, 9]: a sequence, a key head, blocks of queries from one to another; the first of its own keys and the first after
-// them; the first key of the halo before and the first after the halo behind; its first row in `partial`, which has twice the
-// rows. The heaviest come first; order[starts[b K + k] ...] are the tasks of a key head, by their queries.
+// What a task keeps apart (see `BackwardTask`) is added at the end, in the order of the tasks.
 
 #include "block.hpp"
+#include "tasks.hpp"
 
 namespace {
 
@@ -25,11 +20,11 @@ struct SlopeGradient {
 
     void begin() { std::fill_n(&sums[0][0][0], 2 * SUMS * BLOCK, 0.0); }
 
-    void meet(const Block<Real> &block, int64_t key, int count, const Real *weights, const Real *moments) {
+    void visit(const Block<Real> &block, int64_t key, int count, const Real *weights, const Real *moments) {
         const int64_t ahead = block.position - key;  // how far query 0 is behind the tile's first key
         const bool some_left = ahead + block.rows > 0, some_right = ahead < count - 1 && block.looks_right;
-        if (some_left) meet_side<0>(ahead, count, weights, moments, some_right);
-        if (some_right) meet_side<1>(ahead, count, weights, moments, some_left);
+        if (some_left) visit_side<0>(ahead, count, weights, moments, some_right);
+        if (some_right) visit_side<1>(ahead, count, weights, moments, some_left);
     }
 
     // -(ds |i - j|) of all queries, added to the task's; dlse is what the rows of ds must add up to.
@@ -46,7 +41,7 @@ struct SlopeGradient {
    private:
     // |i - j| = start + sign (i - j'), with j' from the tile's first key on.
     template <int side>
-    void meet_side(int64_t ahead, int count, const Real *weights, const Real *moments, bool mixed) {
+    void visit_side(int64_t ahead, int count, const Real *weights, const Real *moments, bool mixed) {
         const Real sign = side == 0 ? 1 : -1;
         for (int v = 0; v < BLOCK; v += VL<Real>) {
             Reals<Real> sum[SUMS] = {};
@@ -70,103 +65,98 @@ struct SlopeGradient {
     }
 };
 
-struct Task {
-    int64_t b, k, block, last_block, own, own_end, halo, halo_end, at;
-
-    // Its rows of `partial`: the halo before, the halo behind, the pinned tiles; first for keys, then for values.
-    int64_t row_of(int64_t key) const { return key < own ? key - halo : own - halo + key - own_end; }
-    int64_t row_of_pin(int64_t pin) const { return own - halo + halo_end - own_end + pin * BLOCK; }
-    template <typename Real>
-    int64_t rows(const Call<Real> &call) const { return row_of_pin(call.P); }
-    template <typename Real>
-    Real *partial(const Call<Real> &call) const { return call.partial + 2 * at * call.D; }
-};
-
 template <typename Real>
 struct Backward {
     Block<Real> block;
     Real *weights, *moments, *grads, *query_grad;  // [BLOCK][BLOCK] twice, [D][BLOCK], [BLOCK][D]
-    Real inner[BLOCK], lse[BLOCK];                 // what the softmax's derivative subtracts, and the log-sum-exp
+    const BackwardPlan &plan;
+    Real *kept;  // what all tasks keep apart
+    Real delta[BLOCK], row_max[BLOCK], row_log_sum[BLOCK];  // do.o - dlse, m_i and ln l_i of every query
     SlopeGradient<Real> slope_grad;
 
     // Where the gradients of the keys from `key` on, and of their values, are added up.
     struct Place {
         Real *keys, *values;
+        int64_t key_row, value_row;
     };
 
-    Place place(const Task &task, int64_t key, int64_t pin) const {
+    Place place(const BackwardTask &task, int64_t key, int64_t outlier) const {
         const Call<Real> &call = block.call;
-        const int64_t D = call.D;
-        if (task.own <= key && key < task.own_end) {
-            const int64_t at = ((task.b * call.K + task.k) * call.S + key) * D;
-            return {call.key_grad + at, call.value_grad + at};
-        }
-        const int64_t row = pin >= 0 ? task.row_of_pin(pin) + key % BLOCK : task.row_of(key);
-        Real *keys = task.partial(call) + row * D;
-        return {keys, keys + task.rows(call) * D};
+        if (task.own <= key && key < task.own_end)
+            return {call.key_grad.of(task.b, task.k, key), call.value_grad.of(task.b, task.k, key), call.key_grad.row,
+                    call.value_grad.row};
+        const int64_t row = outlier >= 0 ? task.row_of_outlier(outlier) + key % BLOCK : task.row_of(key);
+        Real *keys = kept + (2 * task.at + row) * call.D;
+        return {keys, keys + task.row_of_outlier(plan.outlier_tiles) * call.D, call.D, call.D};
     }
 
-    void meet(const Task &task, int64_t key, int count, int64_t pin) {
+    void visit(const BackwardTask &task, int64_t key, int count, int64_t outlier) {
         const Call<Real> &call = block.call;
-        block.inner_products(call.key, key, count, block.queries, weights);
-        block.add_bias(key, count, weights);
+        block.scores_with(key, count, weights);
         block.inner_products(call.value, key, count, grads, moments);
         for (int j = 0; j < count; j++) {
             for (int v = 0; v < BLOCK; v += VL<Real>) {
                 const int at = j * BLOCK + v;
-                // No score is above the log-sum-exp but by rounding, which at scores of 1e20 is more than exp can hold.
-                const Reals<Real> nats = load(weights + at) - load(lse + v);
-                const Reals<Real> weight = exponential(nats > 0 ? Reals<Real>{} : nats);
+                // Forward may have rounded this score in another way, and of 1e20 that is more than exp can hold.
+                Reals<Real> nats = load(weights + at) - load(row_max + v);
+                nats = (nats > 0 ? Reals<Real>{} : nats) - load(row_log_sum + v);
+                const Reals<Real> weight = exponential(nats);
                 store(weights + at, weight);
-                store(moments + at, weight * (load(moments + at) - load(inner + v)));
+                store(moments + at, weight * (load(moments + at) - load(delta + v)));
             }
         }
-        if (call.slope_grads) slope_grad.meet(block, key, count, weights, moments);
+        if (call.slope_grads) slope_grad.visit(block, key, count, weights, moments);
         const Real scale = (Real)call.scale;
         for (int at = 0; at < count * BLOCK; at += VL<Real>) store(moments + at, load(moments + at) * scale);
-        const Place to = place(task, key, pin);
-        block.sum_over_queries(call.grad, key, count, weights, to.values);
-        block.sum_over_queries(call.query, key, count, moments, to.keys);
+        const Place to = place(task, key, outlier);
+        block.sum_over_queries(call.grad, key, count, weights, to.values, to.value_row);
+        block.sum_over_queries(call.query, key, count, moments, to.keys, to.key_row);
         block.template sum_over_keys<ADD>(call.key, key, count, moments, query_grad, nullptr);
     }
 
-    void run(const Task &task, int64_t h, int64_t n, double *slope_grads) {
+    // Of the queries: their gradients of the output, and what goes with each row.
+    void begin_rows(int64_t h, int64_t n) {
         const Call<Real> &call = block.call;
-        const int64_t D = call.D;
-        block.begin(task.b, h, n);
         block.transpose(call.grad, grads);
         for (int i = 0; i < BLOCK; i++) {
-            inner[i] = 0, lse[i] = INFINITY;  // a lane without a query: whatever its scores are, its weights are 0
+            // A lane without a query: whatever its scores are, its weights are 0.
+            delta[i] = row_log_sum[i] = 0, row_max[i] = INFINITY;
             if (i >= block.rows) continue;
-            const Real *out = call.output.of(task.b, h, n * BLOCK + i);
-            for (int64_t d = 0; d < D; d++) inner[i] += grads[d * BLOCK + i] * out[d];
-            if (call.grad_lse) inner[i] -= call.grad_lse[block.row() + i];
-            lse[i] = call.lse[block.row() + i];
-            if (lse[i] == -INFINITY) lse[i] = 0;  // it sees nothing, and all its scores are -inf
+            const Real *out = call.output.of(block.b, h, n * BLOCK + i);
+            for (int64_t d = 0; d < call.D; d++) delta[i] += grads[d * BLOCK + i] * out[d];
+            const int64_t row = block.row() + i;
+            if (call.grad_lse) delta[i] -= call.grad_lse[row];
+            row_max[i] = call.row_max[row], row_log_sum[i] = call.row_log_sum[row];
         }
-        std::fill(query_grad, query_grad + BLOCK * D, Real(0));
-        if (call.slope_grads) slope_grad.begin();
-        int64_t met = 0;
-        const auto meet_all = [&](int64_t low, int64_t high, int pin) {
-            for_keys(low, high, task.own, task.own_end, [&](int64_t key, int count) {
-                meet(task, key, count, pin);
-                met += (int64_t)count * block.rows;
-            });
-        };
-        meet_all(block.range[0], block.range[1], -1);
-        for (int p = 0; p < call.P; p++)
-            if (*block.pins >> p & 1) for_parts_of_tile(block, p, [&](int64_t low, int64_t high) { meet_all(low, high, p); });
-        count(block, met);
-        if (call.slope_grads) slope_grad.end(block, slope_grads);
-        std::copy(query_grad, query_grad + block.rows * D, call.result + block.row() * D);
     }
 
-    void run(const Task &task, double *slope_grads) {
+    void run(const BackwardTask &task, int64_t h, int64_t n, double *slope_grads) {
         const Call<Real> &call = block.call;
-        const int64_t D = call.D, group = call.H / call.K, at = ((task.b * call.K + task.k) * call.S + task.own) * D;
-        std::fill_n(call.key_grad + at, (task.own_end - task.own) * D, Real(0));
-        std::fill_n(call.value_grad + at, (task.own_end - task.own) * D, Real(0));
-        std::fill_n(task.partial(call), 2 * task.rows(call) * D, Real(0));
+        block.begin(task.b, h, n);
+        begin_rows(h, n);
+        std::fill(query_grad, query_grad + BLOCK * call.D, Real(0));
+        if (slope_grads) slope_grad.begin();
+        const auto visit_all = [&](int64_t low, int64_t high, int outlier) {
+            for_keys(low, high, task.own, task.own_end, [&](int64_t key, int count) { visit(task, key, count, outlier); });
+        };
+        visit_all(block.range->first, block.range->end, -1);
+        for (int p = 0; p < plan.outlier_tiles; p++) {
+            if (!(*block.outlier_bits >> p & 1)) continue;
+            for_parts_of_tile(block, p, [&](int64_t low, int64_t high) { visit_all(low, high, p); });
+        }
+        if (slope_grads) slope_grad.end(block, slope_grads);
+        for (int i = 0; i < block.rows; i++)
+            std::copy_n(query_grad + i * call.D, call.D, call.query_grad.of(task.b, h, n * BLOCK + i));
+    }
+
+    void run(const BackwardTask &task, double *slope_grads) {
+        const Call<Real> &call = block.call;
+        const int64_t D = call.D, group = call.H / call.K;
+        for (int64_t key = task.own; key < task.own_end; key++) {
+            std::fill_n(call.key_grad.of(task.b, task.k, key), D, Real(0));
+            std::fill_n(call.value_grad.of(task.b, task.k, key), D, Real(0));
+        }
+        std::fill_n(kept + 2 * task.at * D, 2 * task.row_of_outlier(plan.outlier_tiles) * D, Real(0));
         for (int64_t g = 0; g < group; g++) {
             double *of_head = slope_grads ? slope_grads + 2 * g : nullptr;
             for (int64_t n = task.block; n < task.last_block; n++) run(task, task.k * group + g, n, of_head);
@@ -176,54 +166,86 @@ struct Backward {
 
 // Add what a task kept of keys [low, high), from row `row` of its part on, to the gradients of those of [from, to).
 template <typename Real>
-void add_kept(const Call<Real> &call, const Task &task, int64_t low, int64_t high, int64_t row, int64_t from, int64_t to) {
-    const int64_t start = std::max(low, from), count = (std::min(high, to) - start) * call.D;
-    if (count <= 0) return;
-    const Real *keys = task.partial(call) + (row + start - low) * call.D, *values = keys + task.rows(call) * call.D;
-    const int64_t at = ((task.b * call.K + task.k) * call.S + start) * call.D;
-    for (int64_t d = 0; d < count; d++) call.key_grad[at + d] += keys[d];
-    for (int64_t d = 0; d < count; d++) call.value_grad[at + d] += values[d];
+void add_kept(const Call<Real> &call, const BackwardTask &task, const Real *keys, const Real *values, int64_t low, int64_t high,
+              int64_t row, int64_t from, int64_t to) {
+    for (int64_t key = std::max(low, from); key < std::min(high, to); key++) {
+        const int64_t at = (row + key - low) * call.D;
+        Real *to_key = call.key_grad.of(task.b, task.k, key), *to_value = call.value_grad.of(task.b, task.k, key);
+        for (int64_t d = 0; d < call.D; d++) to_key[d] += keys[at + d], to_value[d] += values[at + d];
+    }
 }
 
 // The same for all that the tasks of one key head kept of keys [from, to), in their order.
 template <typename Real>
-void add_all_kept(const Call<Real> &call, int64_t head, int64_t from, int64_t to) {
-    const Task *tasks = reinterpret_cast<const Task *>(call.tasks);
-    for (int64_t t = call.starts[head]; t < call.starts[head + 1]; t++) {
-        const Task &task = tasks[call.order[t]];
-        add_kept(call, task, task.halo, task.own, 0, from, to);
-        add_kept(call, task, task.own_end, task.halo_end, task.own - task.halo, from, to);
-        for (int64_t p = 0; p < call.P; p++) {
-            const int64_t tile = call.outliers[head * call.P + p];
-            const int64_t low = tile * BLOCK, high = std::min<int64_t>(low + BLOCK, call.S);
-            if (tile >= 0) add_kept(call, task, low, high, task.row_of_pin(p), from, to);
+void add_all_kept(const Call<Real> &call, const BackwardPlan &plan, const Real *kept, int64_t head, int64_t from, int64_t to) {
+    const int32_t *tiles = Visited<Real>(call).outlier_tiles + head * OUTLIER_TILES;
+    for (int64_t t = plan.starts[head]; t < plan.starts[head + 1]; t++) {
+        const BackwardTask &task = plan.tasks[t];
+        const Real *keys = kept + 2 * task.at * call.D, *values = keys + task.row_of_outlier(plan.outlier_tiles) * call.D;
+        add_kept(call, task, keys, values, task.halo, task.own, 0, from, to);
+        add_kept(call, task, keys, values, task.own_end, task.halo_end, task.own - task.halo, from, to);
+        for (int64_t p = 0; p < plan.outlier_tiles; p++) {
+            const int64_t low = tiles[p] * int64_t(BLOCK), high = std::min<int64_t>(low + BLOCK, call.S);
+            if (tiles[p] >= 0) add_kept(call, task, keys, values, low, high, task.row_of_outlier(p), from, to);
         }
+    }
+}
+
+// Sum over the tasks of a key head, in the order of their queries.
+template <typename Real>
+void add_slope_grads(const Call<Real> &call, const BackwardPlan &plan, const std::vector<double> &of_tasks) {
+    const int64_t group = call.H / call.K;
+    std::fill_n(call.slope_grads, 2 * call.B * call.H, 0.0);
+    for (size_t t = 0; t < plan.tasks.size(); t++) {
+        const int64_t head = plan.tasks[t].b * call.H + plan.tasks[t].k * group;
+        for (int64_t g = 0; g < group; g++)
+            for (int64_t side = 0; side < 2; side++)
+                call.slope_grads[side * call.B * call.H + head + g] += of_tasks[(t * group + g) * 2 + side];
     }
 }
 
 template <typename Real>
 void run(const Call<Real> &call) {
-    const Task *tasks = reinterpret_cast<const Task *>(call.tasks);
+    const BackwardPlan plan = backward_plan(call);
     const int64_t D = call.D, group = call.H / call.K, width = 512, parts = (call.S + width - 1) / width;
+    std::vector<double> slope_grads(call.slope_grads ? plan.tasks.size() * group * 2 : 0, 0.0);
+    Real *kept = static_cast<Real *>(std::malloc(2 * plan.kept * D * sizeof(Real)));
 #pragma omp parallel num_threads(call.threads)
     {
         Real *memory = static_cast<Real *>(std::aligned_alloc(64, (2 * BLOCK + 3 * D) * BLOCK * sizeof(Real)));
         Real *panels = memory + 2 * BLOCK * BLOCK;
-        Backward<Real> backward = {
-            {call, panels}, memory, memory + BLOCK * BLOCK, panels + D * BLOCK, panels + 2 * D * BLOCK, {}, {}, {}};
+        Backward<Real> backward = {{call, panels}, memory, memory + BLOCK * BLOCK, panels + D * BLOCK, panels + 2 * D * BLOCK,
+                                   plan, kept, {}, {}, {}, {}};
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t t = 0; t < call.count; t++)
-            backward.run(tasks[t], call.slope_grads ? call.slope_grads + t * group * 2 : nullptr);
+        for (size_t i = 0; i < plan.heaviest.size(); i++) {
+            const int64_t t = plan.heaviest[i];
+            backward.run(plan.tasks[t], call.slope_grads ? slope_grads.data() + t * group * 2 : nullptr);
+        }
 #pragma omp for schedule(static)
         for (int64_t part = 0; part < call.B * call.K * parts; part++) {
             const int64_t from = part % parts * width;
-            add_all_kept(call, part / parts, from, std::min(from + width, call.S));
+            add_all_kept(call, plan, kept, part / parts, from, std::min(from + width, call.S));
         }
         std::free(memory);
     }
+    std::free(kept);
+    if (call.slope_grads) add_slope_grads(call, plan, slope_grads);
 }
 
 }  // namespace
 
 extern "C" void alibi_backward_float32(const Call<float> *call) { run(*call); }
 extern "C" void alibi_backward_float64(const Call<double> *call) { run(*call); }
+
+// Of what forward visited: the tasks, [count, 6] (sequence, key head, blocks from one to another, own keys from one to another),
+// as many as fit into `most`; returns how many there are, and in `kept` how many rows of keys they keep apart.
+extern "C" int64_t alibi_backward_tasks(const Call<float> *call, int64_t *tasks, int64_t most, int64_t *kept) {
+    const BackwardPlan plan = backward_plan(*call);
+    for (int64_t t = 0; t < std::min<int64_t>(most, plan.tasks.size()); t++) {
+        const BackwardTask &task = plan.tasks[t];
+        const int64_t row[] = {task.b, task.k, task.block, task.last_block, task.own, task.own_end};
+        std::copy_n(row, 6, tasks + 6 * t);
+    }
+    *kept = plan.kept;
+    return (int64_t)plan.tasks.size();
+}

@@ -15,16 +15,46 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from alibi_attn.attention.certificate.constants import FOR_CPP
+
 FOLDER = Path(__file__).parent
 SOURCES = ("forward.cpp", "backward.cpp")
-HEADERS = ("vectors.hpp", "block.hpp", "certificate.hpp")
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-fno-exceptions", "-fno-rtti")
+HEADERS = ("constants.hpp", "vectors.hpp", "call.hpp", "allowed.hpp", "block.hpp", "certificate.hpp", "tasks.hpp")
+FLAGS = (
+    "-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-fno-exceptions", "-fno-rtti",
+    *(f"-DALIBI_{name}={value!r}" for name, value in FOR_CPP.items()),
+)  # fmt: skip
 FUNCTIONS = ("alibi_forward_float32", "alibi_forward_float64", "alibi_backward_float32", "alibi_backward_float64")
+QUESTIONS = ("alibi_built_with", "alibi_call_bytes", "alibi_backward_tasks")
 TIMEOUT_S = 120
 
 
+class Rows(ctypes.Structure):
+    """`Rows` of `call.hpp`: an address, and strides in numbers."""
+
+    _fields_ = [("at", ctypes.c_void_p), *((axis, ctypes.c_int64) for axis in ("sequence", "head", "row"))]
+
+
+class Call(ctypes.Structure):
+    """`Call` of `call.hpp`, which says what each field is."""
+
+    ROWS = ("query", "key", "value", "grad", "output", "query_grad", "key_grad", "value_grad")
+    ARRAYS = (
+        "slopes", "right_slopes", "first", "key_mask", "query_segments", "key_segments", "lse", "row_max", "row_log_sum",
+        "grad_lse", "slope_grads", "visited",
+    )  # fmt: skip
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in "BHKTSD"),
+        *((name, Rows) for name in ROWS),
+        *((name, ctypes.c_void_p) for name in ARRAYS),
+        *((name, ctypes.c_int64) for name in ("window", "causal", "has_values")),
+        *((name, ctypes.c_double) for name in ("scale", "tolerance")),
+        ("threads", ctypes.c_int64),
+    ]
+
+
 class BuildError(RuntimeError):
-    """The kernels cannot be compiled or loaded here."""
+    """The kernels cannot be compiled or loaded here, or are not those that are asked for."""
 
 
 def why_not() -> str | None:
@@ -155,8 +185,16 @@ def _load(path: Path) -> ctypes.CDLL:
     try:
         loaded = ctypes.CDLL(str(path))
         functions = [getattr(loaded, name) for name in FUNCTIONS]
+        built_with, call_bytes, tasks = (getattr(loaded, name) for name in QUESTIONS)
     except (OSError, AttributeError) as error:
         raise BuildError(f"what the compiler made cannot be loaded: {error}") from None
     for function in functions:
         function.argtypes, function.restype = [ctypes.c_void_p], None
+    built_with.restype, call_bytes.restype, tasks.restype = ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64
+    tasks.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
+    found = f"{built_with().decode()}call_bytes={call_bytes()}"
+    wanted = "".join(f"ALIBI_{name}={value!r} " for name, value in FOR_CPP.items())
+    wanted += f"call_bytes={ctypes.sizeof(Call)}"
+    if found != wanted:
+        raise BuildError(f"the kernels were built with other constants than these: {found}, not {wanted}")
     return loaded

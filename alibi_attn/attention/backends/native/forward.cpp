@@ -1,26 +1,27 @@
 // Forward: each block of queries goes outward from where it stands, by online softmax, until what is left cannot matter.
-//
-// tasks: [count, 4], a sequence, a head, and blocks of its queries from one to another.
 
 #include "certificate.hpp"
+#include "tasks.hpp"
+
+#ifdef ALIBI_COUNT
+int64_t alibi_counted = 0;
+extern "C" int64_t *alibi_counter() { return &alibi_counted; }
+#endif
 
 namespace {
 
 template <typename Real>
 struct Forward {
     Block<Real> block;
-    Real *scores, *output;  // [BLOCK][BLOCK], [BLOCK][D]
-    Certificate<Real> certificate = {block, nullptr};
-    Real largest[BLOCK] = {}, mass[BLOCK] = {};
-    int64_t met = 0;
+    Real *scores, *acc;  // [BLOCK][BLOCK], [BLOCK][D]
+    Certificate<Real> certificate;
+    Real m_i[BLOCK] = {}, l_i[BLOCK] = {};  // the largest score so far, and the sum of exp(score - m_i)
 
-    void meet(int64_t key, int count) {
+    void visit(int64_t key, int count) {
         Real factor[BLOCK];
-        met += (int64_t)count * block.rows;
-        block.inner_products(block.call.key, key, count, block.queries, scores);
-        block.add_bias(key, count, scores);
+        block.scores_with(key, count, scores);
         for (int v = 0; v < BLOCK; v += VL<Real>) {
-            const Reals<Real> before = load(largest + v);
+            const Reals<Real> before = load(m_i + v);
             Reals<Real> top = before, sum = {};
             for (int j = 0; j < count; j++) {
                 const Reals<Real> score = load(scores + j * BLOCK + v);
@@ -34,109 +35,119 @@ struct Forward {
             }
             const Reals<Real> kept = exponential(before - reference);
             store(factor + v, kept);
-            store(largest + v, top);
-            store(mass + v, load(mass + v) * kept + sum);
+            store(m_i + v, top);
+            store(l_i + v, load(l_i + v) * kept + sum);
         }
-        block.template sum_over_keys<SCALE_AND_ADD>(block.call.value, key, count, scores, output, factor);
+        block.template sum_over_keys<SCALE_AND_ADD>(block.call.value, key, count, scores, acc, factor);
     }
 
     void go_outward() {
-        const int64_t low = block.range[2], high = std::max<int64_t>(low, block.range[3]);
+        KeyRange &range = *block.range;
+        const int64_t low = range.low, high = std::max<int64_t>(low, range.high);
         const int64_t middle = std::max(low, std::min(high, block.position + block.rows));
         int64_t near = middle, far = middle;
         certificate.turn(1);
         certificate.leave_out(middle - low);
         for (int64_t stop = low; near > stop;) {
             const int64_t next = std::max(stop, near - BLOCK);
-            meet(next, (int)(near - next));
+            visit(next, (int)(near - next));
             near = next;
             if (near == low) break;
-            // The nearest keys are met in any case: `bounds.KEPT`.
-            const int64_t last = std::min(certificate.last_key(near, low, largest, mass), block.position - KEPT + 1);
+            // The nearest keys are visited in any case.
+            const int64_t last = std::min(certificate.last_key(near, low, m_i, l_i), block.position - KEPT + 1);
             stop = std::min(near, std::max(low, last));
         }
         certificate.turn(-1);
         certificate.leave_out(high - middle);
         for (int64_t stop = block.looks_right ? high : middle; far < stop;) {
             const int64_t next = std::min(stop, far + BLOCK);
-            meet(far, (int)(next - far));
+            visit(far, (int)(next - far));
             far = next;
-            if (far < high) stop = certificate.last_key(far, high, largest, mass);
+            if (far < high) stop = certificate.last_key(far, high, m_i, l_i);
         }
-        block.range[0] = (int32_t)near, block.range[1] = (int32_t)far;
+        range.first = (int32_t)near, range.end = (int32_t)far;
     }
 
     // Those of the tiles that were left out of the sums which may matter.
-    void meet_outliers() {
+    void visit_outlier_tiles() {
         int needed = 0;
-        for (int p = 0; certificate.possible && p < OUTLIERS; p++) {
+        for (int p = 0; certificate.possible && p < OUTLIER_TILES; p++) {
             for_parts_of_tile(block, p, [&](int64_t from, int64_t to) {
-                certificate.turn(to <= block.range[0] ? 1 : -1);
+                certificate.turn(to <= block.range->first ? 1 : -1);
                 if (!certificate.is_left_out(p) || (certificate.side < 0 && !block.looks_right)) return;
-                if (certificate.must_meet(from, to, largest, mass)) needed |= 1 << p;
+                if (certificate.must_visit(from, to, m_i, l_i)) needed |= 1 << p;
             });
         }
-        *block.pins = needed;
-        for (int p = 0; p < OUTLIERS; p++) {
+        *block.outlier_bits = needed;
+        for (int p = 0; p < OUTLIER_TILES; p++) {
             if (!(needed >> p & 1)) continue;
             for_parts_of_tile(block, p, [&](int64_t low, int64_t high) {
-                for_keys(low, high, 0, 0, [&](int64_t key, int count) { meet(key, count); });
+                for_keys(low, high, 0, 0, [&](int64_t key, int count) { visit(key, count); });
             });
         }
     }
 
     void run(int64_t b, int64_t h, int64_t n) {
-        const int64_t D = block.call.D;
+        const Call<Real> &call = block.call;
         block.begin(b, h, n);
-        std::fill(output, output + BLOCK * D, Real(0));
-        std::fill(mass, mass + BLOCK, Real(0));
-        std::fill(largest, largest + BLOCK, Real(-INFINITY));
-        met = 0;
+        std::fill(acc, acc + BLOCK * call.D, Real(0));
+        std::fill(l_i, l_i + BLOCK, Real(0));
+        std::fill(m_i, m_i + BLOCK, Real(-INFINITY));
         certificate.begin();
         go_outward();
-        meet_outliers();
-        count(block, met);
+        visit_outlier_tiles();
         for (int i = 0; i < block.rows; i++) {
-            const bool blind = mass[i] == 0;
-            const Real share = blind ? 0 : 1 / mass[i];
-            block.call.lse[block.row() + i] = blind ? -INFINITY : largest[i] + std::log(mass[i]);
-            Real *to = block.call.result + (block.row() + i) * D;
-            for (int64_t d = 0; d < D; d++) to[d] = output[i * D + d] * share;
+            const bool blind = l_i[i] == 0;
+            const int64_t row = block.row() + i;
+            const double lse = double(m_i[i]) + std::log(double(l_i[i])) + block.bias_of_origin();
+            call.lse[row] = blind ? -INFINITY : (Real)lse;
+            // A query that sees nothing has scores of -inf only, and any finite maximum gives them no weight.
+            call.row_max[row] = blind ? 0 : m_i[i], call.row_log_sum[row] = blind ? 0 : std::log(l_i[i]);
+            const Real share = blind ? 0 : 1 / l_i[i];
+            Real *to = call.output.of(b, h, n * BLOCK + i);
+            for (int64_t d = 0; d < call.D; d++) to[d] = acc[i * call.D + d] * share;
         }
     }
 };
 
 template <typename Real>
-void run(Call<Real> call) {
+Real *allocate(int64_t numbers) {
+    return static_cast<Real *>(std::aligned_alloc(64, (numbers * sizeof(Real) + 63) / 64 * 64));
+}
+
+template <typename Real>
+void run(const Call<Real> &call) {
+    allow(call);
+    const Visited<Real> visited(call);
+    const std::vector<ForwardTask> tasks = forward_tasks(call);
     const int64_t D = call.D, heads = call.B * call.K, width = 512, parts = (padded(call) + width - 1) / width;
-    call.norms = static_cast<Real *>(std::malloc(heads * (2 * padded(call) + STATS) * sizeof(Real)));
-    call.stats = call.norms + 2 * heads * padded(call);
+    std::fill_n(visited.outlier_tiles, heads * OUTLIER_TILES, -1);
+    Real *norms = allocate<Real>(call.tolerance > 0 ? heads * norms_size(call) : 0);
 #pragma omp parallel num_threads(call.threads)
     {
         if (call.tolerance > 0) {
 #pragma omp for schedule(static)
             for (int64_t part = 0; part < heads * parts; part++) {
                 const int64_t from = part % parts * width;
-                measure(call, part / parts, from, std::min(from + width, padded(call)));
+                measure(call, norms, part / parts, from, std::min(from + width, padded(call)));
             }
 #pragma omp for schedule(static)
-            for (int64_t head = 0; head < heads; head++) summarize(call, head);
+            for (int64_t head = 0; head < heads; head++) summarize(call, norms, head);
         }
-        const int64_t size = (BLOCK + 2 * D) * BLOCK + padded(call);  // a multiple of 16 numbers
-        Real *memory = static_cast<Real *>(std::aligned_alloc(64, size * sizeof(Real)));
-        Forward<Real> forward = {{call, memory + BLOCK * BLOCK}, memory, memory + (BLOCK + D) * BLOCK};
-        forward.certificate.sums = memory + (BLOCK + 2 * D) * BLOCK;
+        Real *memory = allocate<Real>((BLOCK + 2 * D) * BLOCK + padded(call));
+        Real *acc = memory + BLOCK * BLOCK, *queries = acc + BLOCK * D, *sums = queries + BLOCK * D;
+        Forward<Real> forward = {{call, queries}, memory, acc, {forward.block, norms, sums}};
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t t = 0; t < call.count; t++) {
-            const int64_t *task = call.tasks + 4 * t;
-            for (int64_t n = task[2]; n < task[3]; n++) forward.run(task[0], task[1], n);
-        }
+        for (size_t t = 0; t < tasks.size(); t++)
+            for (int64_t n = tasks[t].block; n < tasks[t].last_block; n++) forward.run(tasks[t].b, tasks[t].h, n);
         std::free(memory);
     }
-    std::free(call.norms);
+    std::free(norms);
 }
 
 }  // namespace
 
 extern "C" void alibi_forward_float32(const Call<float> *call) { run(*call); }
 extern "C" void alibi_forward_float64(const Call<double> *call) { run(*call); }
+extern "C" const char *alibi_built_with() { return ALIBI_BUILT_WITH; }
+extern "C" int64_t alibi_call_bytes() { return sizeof(Call<float>); }

@@ -13,14 +13,15 @@ import triton
 import triton.language as tl
 
 from alibi_attn.attention.backends.fused.kernels.forward import LOG2E, PINS, rows_of
+from alibi_attn.attention.certificate import constants
 
-UNIT = tl.constexpr(2.0**-24)
-_ROUNDING = tl.constexpr(1.0 + 2.0**-18)  # of a number: a few operations, each off by less than 2⁻²²
-_NATS = tl.constexpr(2.0**-10)  # of a logarithm, and of 1 / (1 − e^(−m))
-_TF32 = tl.constexpr(2.0**-9)  # of ‖q‖·‖k‖: both lose all but eleven bits in a product that only bounds
-_TINY = tl.constexpr(2.0**-59)  # √256 entries whose squares vanish, each below 2⁻⁶³
+UNIT = tl.constexpr(constants.UNIT["float32"])
+_ROUNDING = tl.constexpr(constants.DEVICE_ROUNDING)
+_NATS = tl.constexpr(constants.LSE_NATS["fused"])
+_PRODUCTS = tl.constexpr(constants.DEVICE_PRODUCTS)
+_TINY = tl.constexpr(16.0 * constants.VANISHING["float32"])  # √256 entries whose squares vanish
 FARTHEST = tl.constexpr(2**29)  # the reach of a head that skips nothing
-CHOICES = tl.constexpr(4)  # 0, 1, 2 or 4 pinned tiles
+CHOICES = tl.constexpr(len(constants.OUTLIER_CHOICES))
 
 
 @triton.jit
@@ -251,7 +252,7 @@ def reach_kernel(
         upper = rate * tl.load(kappa)
         off = (4 * D + 64) * UNIT * (1.0 + upper + tl.abs(lower)) + _NATS + 512 * UNIT * tl.abs(m)
         if Q.dtype.element_ty == tl.float32:
-            off += upper * _TF32
+            off += upper * _PRODUCTS
         nats = (rate * _ROUNDING)[:, None] * tl.load(kappa + choice * every)[None, :]
         nats += (off - lower + tl.abs(lower) * (_ROUNDING - 1.0) + longer)[:, None]
         nats = tl.where(nats < float("inf"), nats, float("inf"))

@@ -13,9 +13,10 @@ import triton
 import triton.language as tl
 
 from alibi_attn.attention.backends.fused.kernels.dropout import kept_weights
+from alibi_attn.attention.certificate import constants
 
 LOG2E = tl.constexpr(1.4426950408889634)
-PINS = tl.constexpr(4)
+PINS = tl.constexpr(constants.OUTLIER_TILES)
 
 
 @triton.jit

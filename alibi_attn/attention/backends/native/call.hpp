@@ -1,0 +1,61 @@
+// A call as `build.py` lays it out, which blocks and tiles it has, and what of them was visited.
+
+#pragma once
+
+#include <cstdint>
+
+#include "constants.hpp"
+
+// [sequences, heads, rows, D]; strides in numbers, of every axis but the last, whose stride is 1.
+template <typename Number>
+struct Rows {
+    Number *at;
+    int64_t sequence, head, row;
+
+    Number *of(int64_t b, int64_t h, int64_t i) const { return at + b * sequence + h * head + i * row; }
+};
+
+// Shapes by the letters of `spec.py`; N = T / BLOCK rounded up; a pointer that says so may be null.
+template <typename Real>
+struct Call {
+    int64_t B, H, K, T, S, D;
+    Rows<const Real> query, key, value, grad;
+    Rows<Real> output, query_grad, key_grad, value_grad;
+    const Real *slopes, *right_slopes;             // [B, H]
+    const int64_t *first;                          // [B]: position of query 0
+    const uint8_t *key_mask;                       // [B, S], or null
+    const int32_t *query_segments, *key_segments;  // [B, T], [B, S], or null
+    Real *lse;                                     // [B, H, T]: what the user gets
+    Real *row_max, *row_log_sum;                   // [B, H, T]: m_i and ln l_i of `Block::bias_origin`; forward leaves them
+    const Real *grad_lse;                          // [B, H, T], or null
+    double *slope_grads;                           // [2, B, H], or null: of the slopes, and of the right slopes
+    int32_t *visited;                              // what forward visited, see `Visited`
+    int64_t window, causal, has_values;            // window 0 = none; without values they count as of like length
+    double scale, tolerance;
+    int64_t threads;
+
+    int64_t blocks() const { return (T + BLOCK - 1) / BLOCK; }
+    int64_t tiles() const { return (S + BLOCK - 1) / BLOCK; }
+};
+
+// Keys [first, end) that a block of queries visits, its band, and [low, high) of which masks allow it some.
+struct KeyRange {
+    int32_t first, end, low, high;
+};
+
+// What forward visited, so that backward visits the same: B H N ranges, B H N outlier bits, B K OUTLIER_TILES tiles.
+template <typename Real>
+struct Visited {
+    KeyRange *ranges;
+    int32_t *outlier_bits;   // which of the outlier tiles are visited beyond the band too
+    int32_t *outlier_tiles;  // the tiles with the largest norms of keys, -1 = none
+
+    explicit Visited(const Call<Real> &call)
+        : ranges(reinterpret_cast<KeyRange *>(call.visited)),
+          outlier_bits(call.visited + 4 * call.B * call.H * call.blocks()),
+          outlier_tiles(call.visited + 5 * call.B * call.H * call.blocks()) {}
+
+    static int64_t place(const Call<Real> &call, int64_t b, int64_t h, int64_t n) {
+        return (b * call.H + h) * call.blocks() + n;
+    }
+};

@@ -1,0 +1,35 @@
+// The numbers of `certificate/constants.py`, as the build hands them to the compiler, and a way to ask what was compiled.
+
+#pragma once
+
+#ifndef ALIBI_TILE
+#error "the constants come from build.py: -DALIBI_TILE=64 and so on"
+#endif
+
+enum {
+    BLOCK = ALIBI_TILE,  // queries of a block, and keys of a tile
+    HALF = BLOCK / 2,
+    KEPT = ALIBI_KEPT,
+    OUTLIER_TILES = ALIBI_OUTLIER_TILES,
+    TAIL_GROUP = ALIBI_TAIL_GROUP,
+    NORM_UNITS = ALIBI_NORM_UNITS,
+    SCORE_UNITS = ALIBI_SCORE_UNITS,
+};
+
+constexpr double VALUE_RATIO = ALIBI_VALUE_RATIO;
+constexpr double LSE_NATS = ALIBI_LSE_NATS;
+
+template <typename Real>
+constexpr Real UNIT = sizeof(Real) == 4 ? ALIBI_UNIT_FLOAT32 : ALIBI_UNIT_FLOAT64;
+template <typename Real>
+constexpr Real VANISHING = sizeof(Real) == 4 ? ALIBI_VANISHING_FLOAT32 : ALIBI_VANISHING_FLOAT64;
+template <typename Real>
+constexpr Real CAP = sizeof(Real) == 4 ? 80 : 600;  // of an exponent that is far beyond the tolerance
+
+#define ALIBI_TEXT_OF(x) #x
+#define ALIBI_TEXT(name) #name "=" ALIBI_TEXT_OF(name) " "
+#define ALIBI_BUILT_WITH                                                                                                  \
+    ALIBI_TEXT(ALIBI_TILE) ALIBI_TEXT(ALIBI_KEPT) ALIBI_TEXT(ALIBI_VALUE_RATIO) ALIBI_TEXT(ALIBI_OUTLIER_TILES)            \
+    ALIBI_TEXT(ALIBI_TAIL_GROUP) ALIBI_TEXT(ALIBI_NORM_UNITS) ALIBI_TEXT(ALIBI_SCORE_UNITS) ALIBI_TEXT(ALIBI_LSE_NATS)     \
+    ALIBI_TEXT(ALIBI_UNIT_FLOAT32) ALIBI_TEXT(ALIBI_UNIT_FLOAT64) ALIBI_TEXT(ALIBI_VANISHING_FLOAT32)                      \
+    ALIBI_TEXT(ALIBI_VANISHING_FLOAT64)

@@ -1,0 +1,143 @@
+// The work cut into tasks of like cost, the heaviest first; which task does what never depends on when it is done.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <vector>
+
+#include "call.hpp"
+
+enum {
+    TASKS = 8,        // a core, so that none is idle at the end
+    MOST_BLOCKS = 8,  // of queries in a forward task
+    USUAL_NATS = 30,  // a head of slope m usually looks at about 30 / m keys
+    HALOS = 2,        // keys whose gradients backward may keep apart: so many times as there are,
+    FEW_NUMBERS = 1 << 24,  // or so many numbers, for many cores and a short text
+};
+
+// Blocks [block, last_block) of the queries of one head.
+struct ForwardTask {
+    int64_t b, h, block, last_block;
+    double cost;  // a guess: nobody knows yet how far a block looks
+};
+
+template <typename Real>
+std::vector<ForwardTask> forward_tasks(const Call<Real> &call) {
+    const Visited<Real> visited(call);
+    const int64_t N = call.blocks();
+    const int64_t size = std::max<int64_t>(1, std::min<int64_t>(MOST_BLOCKS, call.B * call.H * N / (TASKS * call.threads)));
+    std::vector<ForwardTask> tasks;
+    for (int64_t b = 0; b < call.B; b++) {
+        for (int64_t h = 0; h < call.H; h++) {
+            const double slope = call.slopes[b * call.H + h], usual = slope > 0 ? USUAL_NATS / slope : INFINITY;
+            const KeyRange *ranges = visited.ranges + Visited<Real>::place(call, b, h, 0);
+            for (int64_t block = 0; block < N; block += size) {
+                ForwardTask task = {b, h, block, std::min(block + size, N), 0.0};
+                for (int64_t n = block; n < task.last_block; n++)
+                    task.cost += std::min(double(ranges[n].high - ranges[n].low), usual);
+                tasks.push_back(task);
+            }
+        }
+    }
+    std::stable_sort(tasks.begin(), tasks.end(), [](const auto &x, const auto &y) { return x.cost > y.cost; });
+    return tasks;
+}
+
+// A run of queries, with all heads that share a key head. The keys where these queries stand are its own: their gradients are
+// added up in place. Those of other keys it visits, a halo before and after its own and the outlier tiles, are kept apart.
+struct BackwardTask {
+    int64_t b, k, block, last_block;  // blocks [block, last_block) of queries
+    int64_t own, own_end;             // keys
+    int64_t halo, halo_end;           // keys, around its own
+    int64_t at;                       // its first row of what is kept apart, which has twice its rows
+    int64_t cost;
+
+    // Its rows: the halo before, the halo behind, the outlier tiles; first for keys, then for values.
+    int64_t row_of(int64_t key) const { return key < own ? key - halo : own - halo + key - own_end; }
+    int64_t row_of_outlier(int64_t p) const { return own - halo + halo_end - own_end + p * BLOCK; }
+};
+
+struct BackwardPlan {
+    std::vector<BackwardTask> tasks;  // of each key head in turn, by their queries
+    std::vector<int64_t> starts;      // [B K + 1] the first task of every key head
+    std::vector<int64_t> heaviest;    // the order in which they are begun
+    int64_t outlier_tiles = 0;        // that some block visited: all or none
+    int64_t kept = 0;                 // rows that are kept apart
+};
+
+// The costs of the blocks of one key head, and the keys that they visit.
+struct HeadOfBlocks {
+    std::vector<int64_t> cost, low, high;
+    int64_t total = 0, widest = 1;
+};
+
+template <typename Real>
+HeadOfBlocks blocks_of_head(const Call<Real> &call, int64_t b, int64_t k) {
+    const Visited<Real> visited(call);
+    const int64_t N = call.blocks(), group = call.H / call.K;
+    HeadOfBlocks head{std::vector<int64_t>(N, 0), std::vector<int64_t>(N, call.S), std::vector<int64_t>(N, 0)};
+    for (int64_t g = 0; g < group; g++) {
+        const int64_t place = Visited<Real>::place(call, b, k * group + g, 0);
+        for (int64_t n = 0; n < N; n++) {
+            const KeyRange &range = visited.ranges[place + n];
+            head.cost[n] += range.end - range.first;
+            for (int bits = visited.outlier_bits[place + n]; bits; bits &= bits - 1) head.cost[n] += BLOCK;
+            if (range.first >= range.end) continue;
+            head.low[n] = std::min<int64_t>(head.low[n], range.first);
+            head.high[n] = std::max<int64_t>(head.high[n], range.end);
+        }
+    }
+    for (int64_t n = 0; n < N; n++) {
+        head.total += head.cost[n], head.widest = std::max(head.widest, head.high[n] - head.low[n]);
+    }
+    return head;
+}
+
+template <typename Real>
+BackwardPlan backward_plan(const Call<Real> &call) {
+    const Visited<Real> visited(call);
+    const int64_t N = call.blocks(), heads = call.B * call.K;
+    BackwardPlan plan;
+    for (int64_t i = 0; i < call.B * call.H * N; i++)
+        if (visited.outlier_bits[i]) plan.outlier_tiles = OUTLIER_TILES;
+    std::vector<HeadOfBlocks> of_heads;
+    int64_t total = 0;
+    for (int64_t head = 0; head < heads; head++) {
+        of_heads.push_back(blocks_of_head(call, head / call.K, head % call.K));
+        total += of_heads.back().total;
+    }
+    const int64_t most = std::max(HALOS * call.S, FEW_NUMBERS / (heads * call.D));
+    plan.starts.push_back(0);
+    for (int64_t h = 0; h < heads; h++) {
+        const HeadOfBlocks &head = of_heads[h];
+        const double wanted = std::ceil(double(TASKS * call.threads) * head.total / std::max<int64_t>(1, total));
+        const int64_t parts = (int64_t)std::min(std::max(wanted, 1.0), double(1 + most / head.widest));
+        int64_t before = 0, n = 0;  // the cost of blocks 0 ... n - 1
+        for (int64_t part = 0, from = 0; part < parts && from < N; part++) {
+            // Cuts of equal cost; a block that is dearer than a part takes the place of several.
+            const double until = double(head.total) * double(part + 1) / double(parts);
+            while (n < N && (before < until || part + 1 == parts)) before += head.cost[n++];
+            if (n == from) continue;
+            const int64_t first = call.first[h / call.K];
+            BackwardTask task = {h / call.K, h % call.K, from, n, 0, call.S, 0, 0, plan.kept, 0};
+            if (from > 0) task.own = std::max<int64_t>(0, std::min(first + from * BLOCK, call.S));
+            if (n < N) task.own_end = std::max<int64_t>(0, std::min(first + n * BLOCK, call.S));
+            task.halo = *std::min_element(head.low.begin() + from, head.low.begin() + n);
+            task.halo = std::min(task.halo, task.own);
+            task.halo_end = *std::max_element(head.high.begin() + from, head.high.begin() + n);
+            task.halo_end = std::max(task.halo_end, task.own_end);
+            task.cost = std::accumulate(head.cost.begin() + from, head.cost.begin() + n, int64_t(0));
+            plan.kept += task.row_of_outlier(plan.outlier_tiles);
+            plan.tasks.push_back(task);
+            from = n;
+        }
+        plan.starts.push_back((int64_t)plan.tasks.size());
+    }
+    plan.heaviest.resize(plan.tasks.size());
+    std::iota(plan.heaviest.begin(), plan.heaviest.end(), 0);
+    std::stable_sort(plan.heaviest.begin(), plan.heaviest.end(),
+                     [&](int64_t x, int64_t y) { return plan.tasks[x].cost > plan.tasks[y].cost; });
+    return plan;
+}
