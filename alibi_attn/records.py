@@ -7,6 +7,7 @@ every figure and table is a pure function of records. Records are small, readabl
 import contextlib
 import dataclasses
 import datetime
+import functools
 import hashlib
 import json
 import math
@@ -106,8 +107,12 @@ def versions() -> dict[str, str]:
     return found
 
 
+@functools.cache
 def commit() -> str | None:
-    """The commit of the source tree this package runs from, with "+" when files differ; None outside a checkout."""
+    """The commit of the source tree this package runs from, with "+" when files differ; None outside a checkout.
+
+    It is looked up once a process, whose code is what it loaded whatever happens to the files.
+    """
     here = Path(__file__).resolve().parent
     if not (here.parent / ".git").exists():
         return None
