@@ -7,6 +7,7 @@ every figure and table is a pure function of records. Records are small, readabl
 import contextlib
 import dataclasses
 import datetime
+import functools
 import hashlib
 import json
 import math
@@ -106,8 +107,12 @@ def versions() -> dict[str, str]:
     return found
 
 
+@functools.cache
 def commit() -> str | None:
-    """The commit of the source tree this package runs from, with "+" when files differ; None outside a checkout."""
+    """The commit of the source tree this package runs from, with "+" when files differ; None outside a checkout.
+
+    It is looked up once a process, whose code is what it loaded whatever happens to the files.
+    """
     here = Path(__file__).resolve().parent
     if not (here.parent / ".git").exists():
         return None
@@ -180,16 +185,28 @@ def save(record: Record, folder: Path) -> Path:
     Raises:
         FileExistsError: the same question was answered already; records are never overwritten.
     """
-    stem = re.sub(r"[^A-Za-z0-9.]+", "-", f"{record.kind}-{record.name}").strip("-")
-    path = folder / f"{stem}-{identity(record.kind, record.name, record.config)}.json"
-    text = json.dumps(_finite(dataclasses.asdict(record)), indent=1, sort_keys=True, allow_nan=False) + "\n"
+    path = _path(record, folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with _beside(path, text.encode()) as temporary:
+    with _beside(path, _text(record)) as temporary:
         try:
             os.link(temporary, path)
         except FileExistsError:
             raise _answered(path) from None
     return path
+
+
+def grow(record: Record, folder: Path) -> Path:
+    """`save`, or put the record in the place of what the same measurement wrote a while ago, so that ending early loses nothing.
+
+    Raises:
+        FileExistsError: the file is that of another measurement, started at another time.
+    """
+    path = _path(record, folder)
+    if not path.exists():
+        return save(record, folder)
+    if load(path).started != record.started:
+        raise _answered(path)
+    return replace_file(path, _text(record))
 
 
 def replace_file(path: Path, content: bytes) -> Path:
@@ -253,6 +270,16 @@ def _beside(path: Path, content: bytes) -> Iterator[str]:
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
+
+
+def _path(record: Record, folder: Path) -> Path:
+    stem = re.sub(r"[^A-Za-z0-9.]+", "-", f"{record.kind}-{record.name}").strip("-")
+    return folder / f"{stem}-{identity(record.kind, record.name, record.config)}.json"
+
+
+def _text(record: Record) -> bytes:
+    text = json.dumps(_finite(dataclasses.asdict(record)), indent=1, sort_keys=True, allow_nan=False)
+    return f"{text}\n".encode()
 
 
 def _answered(path: Path) -> FileExistsError:

@@ -47,6 +47,17 @@ def test_records_are_never_overwritten(record: Record, tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == [path.name]
 
 
+def test_a_record_grows_with_its_measurement_and_no_other(record: Record, tmp_path: Path) -> None:
+    path = records.grow(record, tmp_path)
+    longer = dataclasses.replace(record, metrics={"loss_nats": 9.0})
+    assert records.grow(longer, tmp_path) == path
+    assert records.load(path) == longer
+    with pytest.raises(FileExistsError, match="never overwritten"):
+        records.grow(dataclasses.replace(record, started="2000-01-01T00:00:00+00:00"), tmp_path)
+    assert records.load(path) == longer
+    assert os.listdir(tmp_path) == [path.name]
+
+
 def test_nothing_half_written_is_left_when_the_disk_fails(
     record: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,11 +1,10 @@
 """A benchmark of attention over kinds of input and lengths: one record a kind, which nobody has yet."""
 
-import datetime
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from alibi_attn import records
-from alibi_attn.bench.columns import Columns, append
+from alibi_attn.bench.columns import Columns, GrowingRecord, append
 from alibi_attn.bench.timing import peak_memory_bytes
 
 MEMORY_LENGTHS = (8192, 16384, 32768, 65536)
@@ -22,7 +21,7 @@ def records_by_kind(
     summary: Callable[[Columns], Mapping[str, float | None]],
     say: Callable[[str], None],
 ) -> list[Path]:
-    """Measure and keep "name/kind" for every kind in `configs`; returns the paths.
+    """Measure and keep "name/kind" for every kind in `configs`, renewed after every length; returns the paths.
 
     Args:
         measure: (kind, length) -> a row for each peer.
@@ -36,18 +35,15 @@ def records_by_kind(
         records.expect_new(out, "benchmark", f"{name}/{kind}", config)
     paths = []
     for kind, config in configs.items():
-        started = datetime.datetime.now(datetime.UTC)
-        columns: Columns = {}
+        record = GrowingRecord(out, f"{name}/{kind}", config, summary)
         for length in sorted(lengths):
             for peer, row in measure(kind, length).items():
-                append(columns, peer, row)
+                append(record.curves, peer, row)
+            record.keep()
         if train_step is not None:
             for length in [n for n in MEMORY_LENGTHS if n in lengths]:
                 peak = peak_memory_bytes(train_step, kind, length)
-                append(columns, "memory", {"length": length, "peak_memory_bytes": peak})
+                append(record.curves, "memory", {"length": length, "peak_memory_bytes": peak})
                 say(f"{kind} {length:>6}: forward + backward adds {peak / 2**30:.2f} GiB to a fresh process")
-        record = records.make(
-            "benchmark", f"{name}/{kind}", config=config, metrics=summary(columns), curves=columns, started=started
-        )
-        paths.append(records.save(record, out))
+        paths.append(record.keep())
     return paths

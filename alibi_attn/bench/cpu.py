@@ -17,13 +17,13 @@ from alibi_attn.attention.validation import make_spec
 from alibi_attn.bench.by_kind import records_by_kind
 from alibi_attn.bench.cases import Case, draw
 from alibi_attn.bench.columns import Columns
-from alibi_attn.bench.peers import Peer, peers
+from alibi_attn.bench.exactness import Reference, computed
+from alibi_attn.bench.peers import Attention, Peer, cpu_peers, reason
 from alibi_attn.bench.timing import matrix_product, matrix_rate_gflops, medians_ms
 from alibi_attn.slopes import alibi_slopes
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 _PRODUCT = "matrix product"
-CHECKED_QUERIES = 64  # of long inputs the last queries are held against fp64
 
 
 def cpu(
@@ -47,7 +47,7 @@ def cpu(
     configs: dict[str, dict[str, records.Json]] = {
         kind: {
             "kind": kind, "heads": 8, "head_dim": 64, "dtype": "float32", "lengths": list(lengths),
-            "threads": torch.get_num_threads(),
+            "threads": torch.get_num_threads(), "peers": {peer.name: peer.note for peer in cpu_peers()},
         }
         for kind in kinds
     }  # fmt: skip
@@ -66,26 +66,24 @@ def _measure(
     """
     query, key, value, grad = draw(case)
     slopes = torch.tensor(alibi_slopes(case.num_heads), dtype=torch.float32)
-    running = [peer for peer in peers() if peer.longest >= case.length]
+    reference = Reference.of(query, key, value, grad, slopes)
     rows: dict[str, dict[str, records.Json]] = {}
     calls: dict[str, Callable[[], object]] = {}
-    for peer in running:
-        try:
-            rows[peer.name] = {"length": case.length, **_checked(peer, query, key, value, slopes)}
-        except (RuntimeError, ImportError) as refusal:
-            say(f"{peer.name} is left out: {str(refusal).splitlines()[0]}")
+    steps: dict[str, Callable[[], object]] = {}
+    for peer in cpu_peers():
+        wanted = grad if case.length <= peer.longest_backward else None
+        attention, rows[peer.name] = _checked(peer, reference, query, key, value, wanted, slopes)
+        if attention is None:
+            say(f"{peer.name} is left out at {case.length}: {rows[peer.name]['why_not']}")
             continue
-        calls[peer.name] = _forward(peer, query, key, value, slopes)
+        calls[peer.name] = _forward(attention, query, key, value)
+        if wanted is not None:
+            steps[peer.name] = _backward(attention, query, key, value, grad)
     product = matrix_product()
     forward = medians_ms({_PRODUCT: product, **calls}, repeats=repeats, budget_s=budget_s)
-    steps = {
-        p.name: _backward(p, query, key, value, slopes, grad)
-        for p in running
-        if p.name in rows and p.longest_backward >= case.length
-    }
     backward = medians_ms({_PRODUCT: product, **steps}, repeats=repeats, budget_s=budget_s)
     for name, row in rows.items():
-        row["forward_ms"], row["backward_ms"] = forward[name], backward.get(name)
+        row["forward_ms"], row["backward_ms"] = forward.get(name), backward.get(name)
     rates = [matrix_rate_gflops(turns.pop(_PRODUCT)) for turns in (forward, backward)]
     rows["reach"] = _reach_row(case, query, key, value, forward["ours"], backward["ours"], rates)
     ours = forward["ours"] + backward["ours"]
@@ -98,33 +96,44 @@ def _measure(
     return rows
 
 
-def _checked(peer: Peer, query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> dict[str, records.Json]:
-    """The peer's largest error against fp64 on the last queries, relative to max‖v‖; an exact peer that is wrong raises."""
-    with torch.no_grad():
-        got = peer.run(query, key, value, slopes)[:, :, -CHECKED_QUERIES:].double()
-        if not peer.exact:
-            return {"relative_error": None}
-        last = query[:, :, -CHECKED_QUERIES:].double()
-        true = alibi_attention(last, key.double(), value.double(), slopes, tolerance=0.0, backend="reference")
-        error = float((got - true).norm(dim=-1).max() / value.norm(dim=-1).max())
-    if not error < 1e-4:
-        raise RuntimeError(f"it is wrong: error {error:.1e} of max‖v‖")
-    return {"relative_error": error}
+def _checked(
+    peer: Peer, reference: Reference, query: Tensor, key: Tensor, value: Tensor, grad: Tensor | None, slopes: Tensor
+) -> tuple[Attention | None, dict[str, records.Json]]:
+    """(the peer, ready to be timed; its row with its errors), or (None, a row that says why it is not timed).
+
+    Raises:
+        RuntimeError: it is wrong; or it is ours, and cannot run.
+    """
+    length = query.shape[2]
+    row: dict[str, records.Json] = {
+        "length": length, "relative_error": None, "gradient_error": None, "why_not": None
+    }  # fmt: skip
+    if length > peer.longest:
+        return None, {**row, "why_not": f"not tried beyond {peer.longest} tokens"}
+    try:
+        attention = peer.prepare(query, key, value, slopes)
+        found = computed(attention, query, key, value, grad)
+    except (RuntimeError, ImportError) as refusal:
+        if peer.is_ours:
+            raise
+        return None, {**row, "why_not": reason(refusal)}
+    errors = reference.compare(peer, found)
+    if errors.wrong is not None:
+        raise RuntimeError(errors.wrong)
+    return attention, {**row, "relative_error": errors.output, "gradient_error": errors.gradient}
 
 
-def _forward(peer: Peer, query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> Callable[[], object]:
+def _forward(attention: Attention, query: Tensor, key: Tensor, value: Tensor) -> Callable[[], object]:
     def call() -> object:
         with torch.no_grad():
-            return peer.run(query, key, value, slopes)
+            return attention(query, key, value)
 
     return call
 
 
-def _backward(
-    peer: Peer, query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, grad: Tensor
-) -> Callable[[], object]:
+def _backward(attention: Attention, query: Tensor, key: Tensor, value: Tensor, grad: Tensor) -> Callable[[], object]:
     leaves = [x.detach().requires_grad_() for x in (query, key, value)]
-    output = peer.run(leaves[0], leaves[1], leaves[2], slopes)
+    output = attention(*leaves)
 
     def call() -> object:
         return torch.autograd.grad(output, leaves, grad, retain_graph=True)

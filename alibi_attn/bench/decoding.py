@@ -1,18 +1,18 @@
 """`alibi bench decoding`: one new token with a long cache, on this machine's processor; all keys, or those within reach."""
 
-import datetime
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from alibi_attn import records
-from alibi_attn.attention.api import alibi_attention
 from alibi_attn.attention.certificate.bounds import bounds
 from alibi_attn.attention.certificate.norms import Lengths
-from alibi_attn.attention.decoding import attend_near
 from alibi_attn.attention.validation import make_spec
-from alibi_attn.bench.columns import Columns, append
+from alibi_attn.bench.columns import GrowingRecord, append
+from alibi_attn.bench.exactness import Reference, computed
+from alibi_attn.bench.peers import Peer, decoding_peers, ours, ours_told
 from alibi_attn.bench.timing import medians_ms
 from alibi_attn.slopes import alibi_slopes
 
@@ -30,42 +30,46 @@ def decoding(
 ) -> Path:
     """Measure and keep one record; returns its path.
 
-    "ours" is what a layer does with a `KVCache`, which remembers how long its keys are; "dense" scores all keys, which is what
-    `alibi_attention` does with one query. Random keys, fp32, one sequence; outputs are compared before anything is timed.
+    "ours" is what a layer does with a `KVCache`, which remembers how long its keys are; "ours, all keys" is `alibi_attention`
+    with one query; the others are what users write. Random keys, fp32, one sequence; outputs are held against fp64 before they
+    are timed.
     """
+    peers = [
+        Peer("ours", ours_told("auto"), "the lengths of keys and values are remembered, as a KVCache does"),
+        Peer("ours, all keys", ours("dense"), "backend='dense', which is what 'auto' takes for one query"),
+        *decoding_peers(),
+    ]
     config: dict[str, records.Json] = {
         "lengths": list(lengths), "heads": num_heads, "head_dim": head_dim, "dtype": "float32", "queries": 1,
-        "threads": torch.get_num_threads(),
+        "threads": torch.get_num_threads(), "peers": {peer.name: peer.note for peer in peers},
     }  # fmt: skip
     records.expect_new(out, "benchmark", "decoding/cpu", config)
-    started = datetime.datetime.now(datetime.UTC)
+    record = GrowingRecord(out, "decoding/cpu", config, lambda _: {})
     slopes = torch.tensor(alibi_slopes(num_heads), dtype=torch.float32)
-    columns: Columns = {}
     for length in sorted(lengths):
         torch.manual_seed(0)
-        query = torch.randn(1, num_heads, 1, head_dim)
+        query, grad = (torch.randn(1, num_heads, 1, head_dim) for _ in range(2))
         key, value = (torch.randn(1, num_heads, length, head_dim) for _ in range(2))
-        remembered = Lengths.of(key, value)
-        calls: dict[str, Callable[[], object]] = {
-            "ours": lambda q=query, k=key, v=value, kept=remembered: attend_near(q, k, v, slopes, kept),  # type: ignore[misc]
-            "dense": lambda q=query, k=key, v=value: alibi_attention(q, k, v, slopes, backend="dense"),  # type: ignore[misc]
-        }
+        reference = Reference.of(query, key, value, grad, slopes)
+        calls: dict[str, Callable[[], object]] = {}
+        rows: dict[str, dict[str, records.Json]] = {}
         with torch.inference_mode():
-            near, dense = (call() for call in calls.values())
-            error = float((near - dense).abs().max() / value.norm(dim=-1).max())  # type: ignore[operator]
-            if not error < 1e-5:
-                raise RuntimeError(f"the two differ by {error:.1e} of max‖v‖ at {length} keys")
+            for peer in peers:
+                attention = peer.prepare(query, key, value, slopes)
+                errors = reference.compare(peer, computed(attention, query, key, value, None))
+                if errors.wrong is not None:
+                    raise RuntimeError(f"{errors.wrong}, at {length} keys")
+                calls[peer.name] = partial(attention, query, key, value)
+                rows[peer.name] = {"length": length, "relative_error": errors.output, "keys_within_reach": 1.0}
             taken = medians_ms(calls, repeats=repeats, budget_s=20.0)
-        share = _share_within_reach(query, key, value, slopes, remembered)
+        share = _share_within_reach(query, key, value, slopes, Lengths.of(key, value))
+        rows["ours"]["keys_within_reach"] = share
         for name, milliseconds in taken.items():
-            within = share if name == "ours" else 1.0
-            append(columns, name, {"length": length, "forward_ms": milliseconds, "keys_within_reach": within})
-        say(
-            f"{length:>7} keys: {taken['ours']:.2f} ms, dense {taken['dense']:.2f} ms "
-            f"({taken['dense'] / taken['ours']:.2f}×); {share:.1%} of the keys are within reach"
-        )
-    record = records.make("benchmark", "decoding/cpu", config=config, metrics={}, curves=columns, started=started)
-    return records.save(record, out)
+            append(record.curves, name, {**rows[name], "forward_ms": milliseconds})
+        said = ", ".join(f"{name} {ms:.2f} ms ({ms / taken['ours']:.2f}×)" for name, ms in taken.items())
+        say(f"{length:>7} keys: {said}; {share:.1%} of the keys are within reach")
+        record.keep()
+    return record.keep()
 
 
 def _share_within_reach(

@@ -7,13 +7,15 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from transformers import BloomConfig, BloomForCausalLM
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache, StaticCache
 
 from alibi_attn import records
 from alibi_attn.bench.columns import Columns, append
 from alibi_attn.bench.timing import medians_ms
 
 LENGTHS = (2048, 8192, 32768, 65536)
+PATCHED, THEIRS, THEIRS_STATIC = "patched, DynamicCache", "transformers", "transformers, StaticCache"
+SPARE = 2  # steps that are not timed: one compared, one to warm up
 
 
 def generating(
@@ -30,15 +32,16 @@ def generating(
 ) -> Path:
     """Measure and keep one record; returns its path.
 
-    "ours" is a patched model with an `ALiBiCache`. Random weights, random cached keys and values, fp32, one sequence; logits are
-    compared before anything is timed.
+    "ours" is a patched model with an `ALiBiCache`; "transformers" has the cache that `generate` makes, which copies all keys for
+    each token, and "transformers, StaticCache" the one of cache_implementation="static", which does not. Random weights, random
+    cached keys and values, fp32, one sequence; logits are compared before anything is timed.
 
     Args:
         patch, alibi_cache: those of `alibi_attn.hf`, which this layer does not import.
     """
     asked: dict[str, records.Json] = {
         "lengths": list(lengths), "layers": layers, "heads": num_heads, "head_dim": head_dim, "dtype": "float32",
-        "threads": torch.get_num_threads(),
+        "threads": torch.get_num_threads(), "ways": ["ours", PATCHED, THEIRS, THEIRS_STATIC],
     }  # fmt: skip
     records.expect_new(out, "benchmark", "generating/bloom", asked)
     started = datetime.datetime.now(datetime.UTC)
@@ -53,15 +56,16 @@ def generating(
     for length in sorted(lengths):
         torch.manual_seed(1)
         filling = [tuple(torch.randn(1, num_heads, length, head_dim) for _ in range(2)) for _ in range(layers)]
-        caches = {"ours": alibi_cache(), "patched, DynamicCache": DynamicCache(), "transformers": DynamicCache()}
+        room = StaticCache(config=config, max_cache_len=length + repeats + SPARE)
+        caches = {"ours": alibi_cache(), PATCHED: DynamicCache(), THEIRS: DynamicCache(), THEIRS_STATIC: room}
         calls: dict[str, Callable[[], object]] = {}
         with torch.no_grad():
             for name, cache in caches.items():
                 for layer, (key, value) in enumerate(filling):
                     cache.update(key, value, layer)
-                calls[name] = _step(plain if name == "transformers" else patched, cache, torch.tensor([[7]]))
+                calls[name] = _step(plain if name in (THEIRS, THEIRS_STATIC) else patched, cache, torch.tensor([[7]]))
             logits = {name: call() for name, call in calls.items()}
-            true = logits["transformers"]
+            true = logits[THEIRS]
             for name, found in logits.items():
                 error = float((found - true).abs().max() / true.abs().max())  # type: ignore[operator, attr-defined]
                 if not error < 1e-4:
@@ -77,11 +81,12 @@ def generating(
 
 
 def _step(model: nn.Module, cache: Cache, token: Tensor) -> Callable[[], Tensor]:
-    """One token, which the cache then forgets again."""
+    """One token, which the cache then forgets again; a StaticCache, which cannot, has room for all of them."""
 
     def call() -> Tensor:
         logits: Tensor = model(token, past_key_values=cache).logits
-        cache.crop(-1)
+        if not isinstance(cache, StaticCache):
+            cache.crop(-1)
         return logits
 
     return call

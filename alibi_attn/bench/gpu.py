@@ -1,40 +1,30 @@
 """`alibi bench gpu`: our Triton kernels on one GPU against what users would pick instead; correctness first, then time.
 
-It ends within its budget: lengths grow, and what no longer fits the time is left out of the record. `smoke` runs the same path on
-a CPU in Triton's interpreter, at sizes that mean nothing, to test this file.
+It ends within its budget: lengths grow, records are renewed after each, and say what did not fit the time or the memory. `smoke`
+runs the same path on a CPU in Triton's interpreter, at sizes that mean nothing, to test this file.
 """
 
 import concurrent.futures
 import contextlib
-import datetime
-import importlib.util
 import multiprocessing
 import os
-import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from alibi_attn import records
 from alibi_attn.attention.api import alibi_attention
-from alibi_attn.attention.backends.fused import backend as fused
-from alibi_attn.attention.backends.fused.plan import planned
-from alibi_attn.attention.certificate.constants import TILE
-from alibi_attn.attention.certificate.norms import Lengths
-from alibi_attn.attention.validation import make_spec
-from alibi_attn.bench.columns import Columns, append
-from alibi_attn.bench.peers import Attention
+from alibi_attn.bench.columns import GrowingRecord, append
+from alibi_attn.bench.gpu_rows import KINDS, TOKENS, Inputs, Row, measured, unmeasured
+from alibi_attn.bench.peers import Peer, decoding_peers, gpu_peers, ours, ours_told
 from alibi_attn.slopes import alibi_slopes
 
 LENGTHS = tuple(2**n for n in range(10, 21))
 HEADS = ((16, 128), (32, 64))
-TOKENS = 16384  # batch · length, while the length is below it
-DENSE, DENSE_LONGEST = "SDPA + dense bias", 8192
-FLEX_LONGEST = 131072
+PATIENCE_S = 3.0  # a peer whose forward and backward together would take longer is not run
 CHECKED_LENGTH = 777
 CHECKED: tuple[dict[str, object], ...] = (
     {}, {"causal": False}, {"window": 100}, {"scale": 0.2}, {"query_offset": 40}, {"query_offset": -300},
@@ -47,62 +37,140 @@ def gpu(
     *,
     lengths: Sequence[int] = LENGTHS,
     heads: Sequence[tuple[int, int]] = HEADS,
-    kinds: Sequence[str] = ("noise", "peaked"),
+    kinds: Sequence[str] = KINDS,
     budget_s: float = 540.0,
     smoke: bool = False,
     say: Callable[[str], None] = print,
 ) -> list[Path]:
     """Check, measure, and keep two records for each kind of input and each shape of heads, one of them of decoding; their paths.
 
+    `forward_ms` is the forward pass of a training step, `backward_ms` what a step takes longer. Errors are those of the last
+    queries, see `exactness.py`.
+
+    Args:
+        lengths: tokens, T = S, and cached tokens; the batch has as many sequences as make TOKENS.
+        heads: (number, size) of the heads.
+        kinds: of input: "noise" is standard normal, "peaked" has queries three times as long.
+        budget_s: seconds in all; what comes too late is left out, and said.
+
     Raises:
         ValueError: no CUDA device, or, with `smoke`, no interpreter.
-        RuntimeError: a result was wrong; nothing is timed then.
+        RuntimeError: a result of the kernels was wrong, and nothing is timed then; or, with the records kept, a peer was.
     """
     device = torch.device("cpu" if smoke else "cuda")
     if not smoke and not torch.cuda.is_available():
         raise ValueError("alibi bench gpu measures on a CUDA device and there is none; smoke=True tests it without")
-    dtypes = (torch.float32,) if smoke else (torch.bfloat16, torch.float16, torch.float32)
-    folder = "gpu-smoke" if smoke else "gpu"
-    turns = [(kind, num_heads, head_dim) for kind in kinds for num_heads, head_dim in heads]
-    configs: list[dict[str, records.Json]] = [
-        {
-            "kind": kind, "heads": num_heads, "head_dim": head_dim, "dtype": str(dtypes[0]).removeprefix("torch."),
-            "lengths": list(lengths), "smoke": smoke, "device": device.type,
-        }
-        for kind, num_heads, head_dim in turns
-    ]  # fmt: skip
-    for (kind, num_heads, head_dim), config in zip(turns, configs, strict=True):
-        records.expect_new(out, "benchmark", f"{folder}/{kind}-{num_heads}x{head_dim}", config)
+    if unknown := set(kinds) - set(KINDS):
+        raise ValueError(f"kinds has {', '.join(sorted(unknown))} but must be of {', '.join(KINDS)}")
     end = time.perf_counter() + budget_s
-    checked = _all_checked(
-        [(dtype, asked) for dtype in dtypes for asked in CHECKED[: 2 if smoke else None]], device, say
-    )
-    errors = {name: [row[name] for row in checked] for name in ("case", "dtype", "error", "allowed")}
-    paths = []
-    for turn, ((kind, num_heads, head_dim), config) in enumerate(zip(turns, configs, strict=True)):
-        started = datetime.datetime.now(datetime.UTC)
-        columns: Columns = {"correctness": errors}
-        decoding: Columns = {}
-        until = time.perf_counter() + (end - time.perf_counter()) / (len(turns) - turn)
-        for length in sorted(lengths):
-            if time.perf_counter() > until:
-                say(f"{kind} {num_heads}x{head_dim}: the time is spent before {length}")
-                break
-            drawn = _draw(kind, length, num_heads, head_dim, dtypes[0], device, smoke)
-            step = _decoding(*drawn[:3])
-            for into, rows in ((columns, _measured(*drawn, until=until, smoke=smoke)), (decoding, step)):
-                for name, row in rows.items():
-                    append(into, name, {"length": length, **row})
-                    say(f"{kind} {num_heads}x{head_dim} {length:>8} {'decoding, ' * (into is decoding)}{name}: {row}")
-        case = f"{kind}-{num_heads}x{head_dim}"
-        worst = max(row["error"] / row["allowed"] for row in checked)  # type: ignore[operator]
-        for name, curves in ((case, columns), (f"decoding-{case}", decoding)):
-            made = records.make(
-                "benchmark", f"{folder}/{name}", config=config, metrics={"worst_error_share": worst}, curves=curves,
-                started=started,
-            )  # fmt: skip
-            paths.append(records.save(made, out))
+    dtypes = (torch.float32,) if smoke else (torch.bfloat16, torch.float16, torch.float32)
+    asked = {
+        (shape, kind, decoding): _asked(shape, kind, decoding, lengths, dtypes[0], device)
+        for shape in heads for kind in kinds for decoding in (False, True)
+    }  # fmt: skip
+    for name, config in asked.values():
+        records.expect_new(out, "benchmark", name, config)
+    checked = _all_checked([(dtype, case) for dtype in dtypes for case in CHECKED[: 2 if smoke else None]], device, say)
+    worst = max(row["error"] / row["allowed"] for row in checked)  # type: ignore[operator]
+    paths, wrong = [], []
+    for turn, shape in enumerate(heads):
+        until = time.perf_counter() + (end - time.perf_counter()) / (len(heads) - turn)
+        kept = {
+            (kind, decoding): GrowingRecord(out, *asked[shape, kind, decoding], lambda _: {"worst_error_share": worst})
+            for kind in kinds for decoding in (False, True)
+        }  # fmt: skip
+        for kind in kinds:
+            for row in checked:
+                append(kept[kind, False].curves, "correctness", row)
+        _measure(shape, lengths, kept, dtypes[0], device, until=until, say=say)
+        paths += [record.keep() for record in kept.values()]
+        wrong += [f"{record.name}: {reason}" for record in kept.values() for reason in _wrong(record)]
+    if wrong:
+        raise RuntimeError("; ".join(wrong))
     return paths
+
+
+def _asked(
+    shape: tuple[int, int], kind: str, decoding: bool, lengths: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> tuple[str, dict[str, records.Json]]:
+    """(name, config) of a record."""
+    smoke = device.type == "cpu"
+    config: dict[str, records.Json] = {
+        "kind": kind, "heads": shape[0], "head_dim": shape[1], "dtype": str(dtype).removeprefix("torch."),
+        "lengths": list(lengths), "smoke": smoke, "device": device.type,
+        "peers": {peer.name: peer.note for peer in _peers(decoding, device)},
+    }  # fmt: skip
+    folder = "gpu-smoke" if smoke else "gpu"
+    return f"{folder}/{'decoding-' if decoding else ''}{kind}-{shape[0]}x{shape[1]}", config
+
+
+def _peers(decoding: bool, device: torch.device) -> list[Peer]:
+    if not decoding:
+        return gpu_peers(compiled=device.type == "cuda")
+    return [
+        Peer("ours", ours_told("fused"), "the lengths of keys and values are remembered, as a KVCache does"),
+        Peer("ours, untold", ours("fused"), "backend='fused', which meets all keys"),
+        *decoding_peers(),
+    ]
+
+
+def _measure(
+    shape: tuple[int, int], lengths: Sequence[int], kept: Mapping[tuple[str, bool], GrowingRecord], dtype: torch.dtype,
+    device: torch.device, *, until: float, say: Callable[[str], None],
+) -> None:  # fmt: skip
+    """Every length, training steps and then decoding; `kept`, by kind and whether it is decoding, are renewed after each."""
+    kinds = list(dict.fromkeys(kind for kind, _ in kept))
+    pace: dict[str, float] = {}  # seconds that a peer's training step took for each score of a head
+    for length in sorted(lengths):
+        scores = length * max(length, TOKENS)
+        for decoding in (False, True):
+            inputs = None
+            for peer in _peers(decoding, device):
+                why_not = _why_not(peer, 0.0 if decoding else pace.get(peer.name, 0.0) * scores, until)
+                if why_not is None:
+                    inputs = inputs or Inputs.draw(kinds, length, shape, dtype, device, decoding=decoding)
+                    rows = measured(peer, inputs)
+                else:
+                    rows = {kind: unmeasured(peer, length, decoding=decoding, why_not=why_not) for kind in kinds}
+                for kind, row in rows.items():
+                    append(kept[kind, decoding].curves, peer.name, row)
+                    say(f"{kept[kind, decoding].name} {length:>8} {peer.name}: {_said(row)}")
+                if not decoding and (seconds := _seconds(rows)) > 0:
+                    pace[peer.name] = seconds / scores
+        for record in kept.values():
+            record.keep()
+
+
+def _why_not(peer: Peer, expected_s: float, until: float) -> str | None:
+    if time.perf_counter() > until:
+        return "no time was left"
+    if not peer.is_ours and expected_s > PATIENCE_S:
+        return f"forward and backward would take {expected_s:.0f} s"
+    return None
+
+
+def _said(row: Row) -> str:
+    if row["why_not"] is not None:
+        return str(row["why_not"])
+    times = " + ".join(f"{row[way]:.3g}" for way in ("forward_ms", "backward_ms") if row.get(way) is not None)
+    return f"{times} ms, error {row['relative_error']:.1e}"
+
+
+def _seconds(rows: Mapping[str, Row]) -> float:
+    """Of the slowest kind, forward and backward; 0 = none was timed."""
+    times = [sum(float(str(row[way])) for way in ("forward_ms", "backward_ms") if row[way]) for row in rows.values()]
+    return max(times) / 1e3
+
+
+def _wrong(record: GrowingRecord) -> list[str]:
+    """What is wrong in it, and what of ours could not run."""
+    columns = [column for column in record.curves.values() if "right" in column]
+    return [
+        f"at {length} tokens {why_not}"
+        for column in columns
+        for length, right, why_not in zip(column["length"], column["right"], column["why_not"], strict=True)
+        if right is False
+    ]
 
 
 def _all_checked(
@@ -125,7 +193,7 @@ def _all_checked(
 
 
 def _check(dtype: torch.dtype, asked: dict[str, object], device: torch.device) -> dict[str, records.Json]:
-    """One call against fp64, output and gradients; twice the error of plain PyTorch in the same dtype is allowed."""
+    """One call against fp64, output and gradients; twice the error of `dense`, which is in fp32 on a GPU, is allowed."""
     generator = torch.Generator().manual_seed(0)
     length = CHECKED_LENGTH if device.type == "cuda" else 40
     options = dict(asked)
@@ -150,8 +218,8 @@ def _check(dtype: torch.dtype, asked: dict[str, object], device: torch.device) -
         found[name] = [x.detach().double() for x in (output, *gradients)]
     unit = torch.finfo(dtype).eps
     worst = (0.0, 1.0)
-    for ours, plain, true in zip(found["ours"], found["plain"], found["true"], strict=True):
-        error = float((ours - true).abs().max())
+    for got, plain, true in zip(found["ours"], found["plain"], found["true"], strict=True):
+        error = float((got - true).abs().max())
         allowed = 2 * float((plain - true).abs().max()) + 4 * unit * max(float(true.abs().max()), 1e-30)
         worst = max(worst, (error, allowed), key=lambda pair: pair[0] / pair[1])
     if not worst[0] <= worst[1]:
@@ -159,121 +227,3 @@ def _check(dtype: torch.dtype, asked: dict[str, object], device: torch.device) -
             f"fused is wrong in {dtype} with {asked}: error {worst[0]:.2e} but {worst[1]:.2e} is allowed"
         )
     return {"case": str(asked), "dtype": str(dtype), "error": worst[0], "allowed": worst[1]}
-
-
-def _draw(
-    kind: str, length: int, num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, smoke: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    generator = torch.Generator(device).manual_seed(0)
-    shape = (1 if smoke else max(1, TOKENS // length), num_heads, length, head_dim)
-    query, key, value, grad = (torch.randn(shape, generator=generator, device=device, dtype=dtype) for _ in range(4))
-    return query * 3 if kind == "peaked" else query, key, value, grad
-
-
-def _measured(
-    query: Tensor, key: Tensor, value: Tensor, grad: Tensor, *, until: float, smoke: bool
-) -> dict[str, dict[str, records.Json]]:
-    """A row for each peer."""
-    slopes = torch.tensor(alibi_slopes(query.shape[1]), dtype=torch.float32, device=query.device)
-    b, h, n, d = query.shape
-    spec = make_spec(query, key, value, slopes)
-    with torch.no_grad():
-        _, scores = fused.visits(spec, query, key, value)
-        plan = _median_ms(lambda: fused.plan(spec, query, key, value), query.device)
-    visited, causal = int(scores.sum()), b * h * n * (n + 1) // 2
-    rows: dict[str, dict[str, records.Json]] = {}
-    for name, (attention, longest) in _peers(smoke).items():
-        if n > longest or time.perf_counter() > until:
-            columns = ("forward_ms", "backward_ms", "plan_ms", "nominal_tflops", "computed_tflops")
-            rows[name] = dict.fromkeys(columns)
-            continue
-        leaf = [x.detach().requires_grad_() for x in (query, key, value)]
-        output = attention(leaf[0], leaf[1], leaf[2], slopes)
-        with torch.no_grad():
-            forward = _median_ms(lambda run=attention: run(query, key, value, slopes), query.device)  # type: ignore[misc]
-        backward = _median_ms(
-            lambda out=output, of=leaf: torch.autograd.grad(out, of, grad, retain_graph=True),  # type: ignore[misc]
-            query.device,
-        )
-        seconds, flops = (forward + backward) / 1e3, 3.5 * 4 * d
-        rows[name] = {
-            "forward_ms": forward, "backward_ms": backward, "plan_ms": plan if name == "ours" else None,
-            "nominal_tflops": flops * causal / seconds / 1e12,
-            "computed_tflops": flops * visited / seconds / 1e12 if name == "ours" else None,
-        }  # fmt: skip
-    return rows
-
-
-def _decoding(query: Tensor, key: Tensor, value: Tensor) -> dict[str, dict[str, records.Json]]:
-    """A row for each peer. "ours" is told how long the keys are, as a cache tells it; "ours, untold" meets them all."""
-    slopes = torch.tensor(alibi_slopes(query.shape[1]), dtype=torch.float32, device=query.device)
-    query = query[:, :, -1:]
-    spec, lengths = make_spec(query, key, value, slopes), Lengths.of(key, value)
-    calls: dict[str, Callable[[], object]] = {
-        "ours": lambda: fused.decode(spec, query, key, value, lengths),
-        "ours, untold": lambda: alibi_attention(query, key, value, slopes, backend="fused"),
-        "causal, no bias": lambda: functional.scaled_dot_product_attention(query, key, value),
-        DENSE: lambda: alibi_attention(query, key, value, slopes, backend="dense"),
-    }
-    with torch.no_grad():
-        rows: dict[str, dict[str, records.Json]] = {
-            name: {
-                "forward_ms": _median_ms(call, query.device) if name != DENSE or key.shape[2] <= FLEX_LONGEST else None
-            }
-            for name, call in calls.items()
-        }
-        tiles, found = planned(spec, query, key, value, rows=TILE, shared=True, lengths=lengths)
-    least = int(found.left.clamp(max=key.shape[2]).sum()) + int((found.pins >= 0).sum()) * TILE
-    row_bytes = 2 * key.shape[-1] * key.element_size()
-    rows["ours"] |= {
-        "bytes_read": int(tiles.weight.sum()) * TILE * row_bytes, "bytes_least": least * row_bytes,
-        "bytes_all": key.shape[:3].numel() * row_bytes,
-    }  # fmt: skip
-    return rows
-
-
-def _peers(smoke: bool) -> dict[str, tuple[Attention, int]]:
-    """By name: the function, and the longest input it is run on."""
-    found: dict[str, tuple[Attention, int]] = {
-        "ours": (lambda q, k, v, m: alibi_attention(q, k, v, m, backend="fused"), 2**30),
-        "causal, no bias": (lambda q, k, v, m: functional.scaled_dot_product_attention(q, k, v, is_causal=True), 2**18),
-        DENSE: (lambda q, k, v, m: alibi_attention(q, k, v, m, backend="dense"), DENSE_LONGEST),
-    }
-    if smoke:
-        return found
-    found["FlexAttention, our mask"] = (lambda q, k, v, m: alibi_attention(q, k, v, m, backend="flex"), FLEX_LONGEST)
-    found["FlexAttention"] = (
-        lambda q, k, v, m: alibi_attention(q, k, v, m, backend="flex", tolerance=0.0),
-        FLEX_LONGEST,
-    )
-    if importlib.util.find_spec("flash_attn") is not None:
-        found["flash-attn"] = (_flash, 2**18)
-    return found
-
-
-def _flash(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> Tensor:
-    from flash_attn import flash_attn_func  # type: ignore[import-not-found]
-
-    turned = (x.transpose(1, 2) for x in (query, key, value))
-    return flash_attn_func(*turned, causal=True, alibi_slopes=slopes).transpose(1, 2)
-
-
-def _median_ms(call: Callable[[], object], device: torch.device, *, repeats: int = 7, budget_s: float = 1.5) -> float:
-    """Warmed up once; on CUDA between events, so that launching counts only where the device waits for it."""
-    call()
-    taken: list[float] = []
-    end = time.perf_counter() + budget_s
-    while len(taken) < repeats and (not taken or time.perf_counter() < end):
-        if device.type == "cuda":
-            before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            before.record()
-            call()
-            after.record()
-            torch.cuda.synchronize()
-            taken.append(before.elapsed_time(after))
-        else:
-            start = time.perf_counter()
-            call()
-            taken.append((time.perf_counter() - start) * 1e3)
-            break
-    return statistics.median(taken)

@@ -116,15 +116,22 @@ def decoding(
 @app.command()
 def gpu(
     out: Out = Path("results"),
-    smoke: Annotated[bool, typer.Option(help="Tiny sizes in Triton's interpreter; set TRITON_INTERPRET=1.")] = False,
+    lengths: Annotated[str, typer.Option(help="Tokens, as in 2048,16384; default 1024 … 1048576.")] = "",
+    heads: Annotated[str, typer.Option(help="Numbers and sizes of heads.")] = "16x128,32x64",
+    kinds: Annotated[str, typer.Option(help="Inputs: noise, peaked.")] = "noise,peaked",
+    seconds: Annotated[float, typer.Option(help="Seconds at most, in all.")] = 540.0,
+    smoke: Annotated[bool, typer.Option(help="A CPU and Triton's interpreter; set TRITON_INTERPRET=1.")] = False,
 ) -> None:
     """Our Triton kernels against what users would pick instead, on one CUDA device, in under ten minutes.
 
-    Example: python -m alibi_attn bench gpu --out results
+    Example: python -m alibi_attn bench gpu --lengths 2048,16384 --heads 16x128
     """
-    from alibi_attn.bench.gpu import gpu
+    from alibi_attn.bench.gpu import LENGTHS, gpu
 
-    _tell(gpu(out, smoke=smoke, say=typer.echo))
+    shapes = [_shape(shape) for shape in heads.split(",")]
+    asked = _numbers(lengths) or LENGTHS
+    paths = gpu(out, lengths=asked, heads=shapes, kinds=kinds.split(","), budget_s=seconds, smoke=smoke, say=typer.echo)
+    _tell(paths)
 
 
 @app.command()
@@ -150,6 +157,13 @@ def _numbers(text: str) -> tuple[int, ...]:
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise ValueError(f"lengths is {text!r} but must be numbers of tokens with commas between them, as in 1024,8192")
     return tuple(map(int, parts))
+
+
+def _shape(text: str) -> tuple[int, int]:
+    count, _, size = text.strip().partition("x")
+    if not (count.isdecimal() and size.isdecimal() and int(count) > 0 and int(size) > 0):
+        raise ValueError(f"heads has {text!r} but must be a number and a size of heads, as in 16x128")
+    return int(count), int(size)
 
 
 def _tell(paths: list[Path]) -> None:

@@ -11,6 +11,7 @@ Expected: certified reach within about a third of the true one in steep heads, b
 import datetime
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -19,10 +20,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from alibi_attn import records
-from alibi_attn.attention.api import alibi_attention
 from alibi_attn.attention.certificate.bounds import bounds
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.validation import make_spec
+from alibi_attn.bench.exactness import Reference, computed
+from alibi_attn.bench.peers import cpu_peers
 from alibi_attn.bench.timing import medians_ms
 from alibi_attn.lab import checkpoint, experiment
 from alibi_attn.lab.config import EvalConfig, ModelConfig, Recipe, RunConfig, Scale, TrainConfig
@@ -206,14 +208,17 @@ def _true_reach(scale: float, query: Tensor, key: Tensor, slope: float, toleranc
 
 
 def _timed(query: Tensor, key: Tensor, value: Tensor) -> dict[str, float]:
+    """Milliseconds forward, of ours and of attention without a bias; both are held against fp64 first."""
     slopes = torch.tensor(alibi_slopes(query.shape[1]), dtype=torch.float32)
     query, key, value = (x.contiguous() for x in (query, key, value))
-
-    def ours() -> Tensor:
-        return alibi_attention(query, key, value, slopes)
-
-    def causal() -> Tensor:
-        return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-
+    reference = Reference.of(query, key, value, torch.ones_like(query), slopes)
+    calls: dict[str, Callable[[], object]] = {}
     with torch.no_grad():
-        return medians_ms({"ours": ours, "causal, no bias": causal}, repeats=7, budget_s=10.0)
+        for peer in cpu_peers():
+            if peer.name in ("ours", "causal, no bias"):
+                attention = peer.prepare(query, key, value, slopes)
+                errors = reference.compare(peer, computed(attention, query, key, value, None))
+                if errors.wrong is not None:
+                    raise RuntimeError(errors.wrong)
+                calls[peer.name] = partial(attention, query, key, value)
+        return medians_ms(calls, repeats=7, budget_s=10.0)

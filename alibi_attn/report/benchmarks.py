@@ -17,7 +17,7 @@ from alibi_attn.report.series import numbers
 
 OURS = "ours"
 _MEMORY = ("peak_memory_bytes", "cache_bytes")
-_COLORS = ("sinusoidal", "rotary", "t5", "learned", "none", "ink")
+_COLORS = ("sinusoidal", "rotary", "t5", "learned", "none", "ink", "alibi-learned", "alibi-half", "kerple")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,9 +118,28 @@ def ratio_table(record: Record) -> tuple[list[str], list[tuple[str, list[str]]]]
 
 
 def facts(record: Record) -> Sequence[tuple[str, str]]:
-    """What else the record says, as name and text."""
+    """What else the record says, as name and text: its metrics, the errors of the peers, and why some were not run."""
     said = [(name, "–" if value is None else f"{value:,.3g}") for name, value in record.metrics.items()]
+    for name in record.curves:
+        errors = [error for error in numbers(record, name, "relative_error") if math.isfinite(error)]
+        if errors:
+            said.append((f"error of {name}", f"{max(errors):.1e} of max‖v‖"))
+    said += [
+        (f"{name}, not at {', '.join(f'{length:,}' for length in lengths)}", why)
+        for name in record.curves
+        for why, lengths in _reasons(record, name).items()
+    ]
     return [("machine", str(record.machine.get("gpu") or record.machine.get("processor", ""))), *said]
+
+
+def _reasons(record: Record, name: str) -> dict[str, list[int]]:
+    """The lengths at which a peer was not run, by the reason."""
+    found: dict[str, list[int]] = {}
+    columns = record.curves[name]
+    for length, why in zip(numbers(record, name, "length"), columns.get("why_not", ()), strict=False):
+        if isinstance(why, str):
+            found.setdefault(why, []).append(int(length))
+    return found
 
 
 def _label(peer: PeerTimes) -> str:

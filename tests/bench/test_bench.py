@@ -11,24 +11,28 @@ from typer.testing import CliRunner
 from alibi_attn import records
 from alibi_attn.bench import cpu as bench
 from alibi_attn.bench.cases import Case, captured, draw
-from alibi_attn.bench.peers import peers
+from alibi_attn.bench.exactness import Reference
+from alibi_attn.bench.peers import cpu_peers
 from alibi_attn.bench.timing import medians_ms, peak_memory_bytes
 from alibi_attn.cli.main import app
 from alibi_attn.report import benchmarks
 from alibi_attn.report.page import report_html
 
-QUIET = [peer for peer in peers() if peer.name != "FlexAttention"]  # compiling takes longer than the rest together
+QUIET = [peer for peer in cpu_peers() if peer.name != "FlexAttention"]  # compiling takes longer than the rest together
+SLOPES = torch.tensor([2.0**-h for h in range(1, 9)])
 
 
 @pytest.fixture(scope="module")
 def record(tmp_path_factory: pytest.TempPathFactory) -> records.Record:
     out = tmp_path_factory.mktemp("records")
     patch = pytest.MonkeyPatch()
-    patch.setattr(bench, "peers", lambda: QUIET)
+    shorter = [dataclasses.replace(peer, longest=100) if peer.name == "eager" else peer for peer in QUIET]
+    patch.setattr(bench, "cpu_peers", lambda: shorter)
     said: list[str] = []
     (path,) = bench.cpu(out, lengths=(64, 200), repeats=1, memory=False, say=said.append)
     patch.undo()
     assert any("ours" in line for line in said)
+    assert "eager is left out at 200: not tried beyond 100 tokens" in said
     return records.load(path)
 
 
@@ -37,9 +41,14 @@ def test_a_record_has_every_peer_checked_and_timed(record: records.Record) -> No
     for peer in QUIET:
         columns = record.curves[peer.name]
         assert columns["length"] == [64, 200]
+        assert record.config["peers"][peer.name] == peer.note
+        if peer.name == "eager":
+            assert columns["why_not"] == [None, "not tried beyond 100 tokens"]
+            assert columns["forward_ms"][1] is columns["relative_error"][1] is None
+            columns = {name: column[:1] for name, column in columns.items()}
+        assert columns["why_not"] == [None] * len(columns["length"])
         assert all(time > 0 for name in ("forward_ms", "backward_ms") for time in columns[name])
-        if peer.exact:
-            assert all(error < 1e-5 for error in columns["relative_error"])
+        assert all(error < 1e-5 for name in ("relative_error", "gradient_error") for error in columns[name])
     reach = record.curves["reach"]
     assert all(0 < share <= 1 for share in reach["scores_asked_share"])
     asked = [share * 8 * n * (n + 1) / 2 for share, n in zip(reach["scores_asked_share"], reach["length"], strict=True)]
@@ -51,20 +60,31 @@ def test_a_record_has_every_peer_checked_and_timed(record: records.Record) -> No
 
 
 def test_a_peer_that_is_wrong_is_not_timed() -> None:
-    ours = next(peer for peer in QUIET if peer.name == "ours")
-    wrong = dataclasses.replace(ours, run=lambda q, k, v, m: ours.run(q, k, v, m.roll(1)))
-    query, key, value, _ = draw(Case("noise", 100))
-    slopes = torch.tensor([2.0**-h for h in range(1, 9)])
-    with pytest.raises(RuntimeError, match="it is wrong"):
-        bench._checked(wrong, query, key, value, slopes)
+    query, key, value, grad = draw(Case("noise", 100))
+    reference = Reference.of(query, key, value, grad, SLOPES)
+    for peer in QUIET:
+        if not peer.biased:
+            continue
+        wrong = dataclasses.replace(peer, prepare=lambda q, k, v, m, right=peer: right.prepare(q, k, v, m.roll(1)))
+        with pytest.raises(RuntimeError, match="is wrong"):
+            bench._checked(wrong, reference, query, key, value, grad, SLOPES)
 
 
-def test_the_rank_two_trick_is_exact_beyond_what_half_precision_counts() -> None:
-    trick = next(peer for peer in QUIET if peer.name == "rank-2 trick")
-    query, key, value, _ = draw(Case("noise", 700))
-    assert (
-        bench._checked(trick, query, key, value, torch.tensor([2.0**-h for h in range(1, 9)]))["relative_error"] < 1e-5
-    )
+def test_a_peer_that_cannot_run_says_why_and_ours_raises() -> None:
+    def refused(*_: object) -> None:
+        raise RuntimeError("no kernel\nfor this")
+
+    tensors = draw(Case("noise", 8))
+    reference = Reference.of(*tensors, SLOPES)
+    for name in ("eager", "ours"):
+        peer = dataclasses.replace(QUIET[0], name=name, prepare=refused)
+        if name == "ours":
+            with pytest.raises(RuntimeError, match="no kernel"):
+                bench._checked(peer, reference, *tensors, SLOPES)
+            continue
+        attention, row = bench._checked(peer, reference, *tensors, SLOPES)
+        assert attention is None
+        assert row["why_not"] == "no kernel"
 
 
 def test_the_report_draws_a_benchmark(record: records.Record) -> None:
@@ -73,7 +93,7 @@ def test_the_report_draws_a_benchmark(record: records.Record) -> None:
     assert rows[0][0] == "ours"
     times = {peer.name: peer.times for peer in benchmarks.peer_times(record)}
     eager = dict(rows)["eager"]
-    assert eager[1] == f"{times['eager'][200] / times['ours'][200]:.2f}×"
+    assert eager == [f"{times['eager'][64] / times['ours'][64]:.2f}×", "–"]
     page = report_html([record])
     assert "Benchmark cpu/noise" in page
     assert "Other records" not in page
@@ -132,6 +152,21 @@ def test_a_question_that_was_answered_is_refused_before_it_is_measured(
     monkeypatch.setattr(bench, "_measure", too_late)
     with pytest.raises(FileExistsError, match="never overwritten"):
         bench.cpu(tmp_path, lengths=(64,), memory=False, say=lambda _: None)
+
+
+def test_a_benchmark_that_is_cut_short_has_kept_what_it_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def measured(case: Case, **_: object) -> dict[str, dict[str, records.Json]]:
+        if case.length > 64:
+            raise KeyboardInterrupt
+        return {"ours": {"length": case.length, "forward_ms": 1.0, "backward_ms": 2.0}}
+
+    monkeypatch.setattr(bench, "_measure", measured)
+    with pytest.raises(KeyboardInterrupt):
+        bench.cpu(tmp_path, lengths=(64, 128), memory=False, say=lambda _: None)
+    (record,) = records.find(tmp_path)
+    assert record.curves["ours"]["length"] == [64]
 
 
 def test_bench_trained_holds_certified_against_true_reach(tmp_path: Path) -> None:

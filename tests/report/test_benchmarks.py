@@ -1,7 +1,7 @@
 """Benchmarks are drawn as their records say: one line a peer, times and memory."""
 
 from alibi_attn.records import Record
-from alibi_attn.report.benchmarks import memory_by_length, ratio_table, times_by_length
+from alibi_attn.report.benchmarks import facts, memory_by_length, ratio_table, times_by_length
 from alibi_attn.report.page import report_html
 
 OURS = {"length": [1024, 2048], "forward_ms": [10.0, 20.0], "peak_memory_bytes": [2**20, 2**21]}
@@ -40,3 +40,25 @@ def test_without_memory_nothing_is_drawn() -> None:
 def test_a_record_that_comes_twice_is_drawn_once() -> None:
     both = record(transformers=THEIRS, ours=OURS)
     assert report_html([both, both]) == report_html([both])
+
+
+def test_errors_are_told_and_why_a_peer_was_not_run() -> None:
+    theirs = {
+        "length": [1024, 2048, 4096], "forward_ms": [3.0, None, None], "relative_error": [1e-3, 2e-3, None],
+        "why_not": [None, "out of memory", "out of memory"],
+    }  # fmt: skip
+    never = {"length": [1024], "forward_ms": [None], "relative_error": [None], "why_not": ["no kernel"]}
+    both = record(ours=OURS, theirs=theirs, never=never)
+    assert dict(facts(both)[1:]) == {
+        "error of theirs": "2.0e-03 of max‖v‖",
+        "theirs, not at 2,048, 4,096": "out of memory",
+        "never, not at 1,024": "no kernel",
+    }
+    assert len(lines(times_by_length(both))) == 2
+    assert ratio_table(both)[1][2][1] == ["–", "–", "–"]
+
+
+def test_nine_peers_have_nine_colors() -> None:
+    peers = {f"peer {at}": {"length": [8, 16], "forward_ms": [1.0 + at, 2.0 + at]} for at in range(9)}
+    drawn = times_by_length(record(ours=OURS, **peers)).axes[0].lines
+    assert len({line.get_color() for line in drawn}) == 10

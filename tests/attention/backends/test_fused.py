@@ -243,10 +243,14 @@ def test_refusals_name_their_reason(interpreter: ProcessPoolExecutor) -> None:
 def test_the_benchmark_checks_measures_and_keeps_a_record(interpreter: ProcessPoolExecutor, tmp_path: Path) -> None:
     record, steps = map(records.load, interpreter.submit(inside.smoke_of_the_benchmark, tmp_path).result())
     assert record.metrics["worst_error_share"] <= 1
-    assert set(record.curves) == {"correctness", "ours", "causal, no bias", "SDPA + dense bias"}
-    assert record.curves["ours"]["length"] == [64]
+    for done, besides in ((record, {"correctness"}), (steps, set())):
+        assert set(done.curves) == set(done.config["peers"]) | besides
+        for name in ("ours", "causal, no bias", "SDPA + dense bias", "eager"):
+            assert done.curves[name]["length"] == [64]
+            assert done.curves[name]["right"] == [True]
     assert steps.name == "gpu-smoke/decoding-peaked-2x16"
-    assert set(steps.curves) == {"ours", "ours, untold", "causal, no bias", "SDPA + dense bias"}
+    assert steps.curves["ours, untold"]["right"] == [True]
+    assert record.curves["ours"]["plan_share"][0] > 0
     read = steps.curves["ours"]
     assert 0 < read["bytes_least"][0] <= read["bytes_read"][0] <= read["bytes_all"][0]
     assert is_drawn(record)

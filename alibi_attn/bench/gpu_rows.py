@@ -1,0 +1,151 @@
+"""Rows of `alibi bench gpu`: one peer on one length, for each kind of input, with its errors and its times."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from alibi_attn import records
+from alibi_attn.attention.backends.fused import backend as fused
+from alibi_attn.attention.backends.fused.plan import planned
+from alibi_attn.attention.certificate.constants import TILE
+from alibi_attn.attention.certificate.norms import Lengths
+from alibi_attn.attention.validation import make_spec
+from alibi_attn.bench.exactness import Reference, computed
+from alibi_attn.bench.peers import Attention, Peer, reason
+from alibi_attn.bench.timing import device_ms
+from alibi_attn.slopes import alibi_slopes
+
+Row = dict[str, records.Json]
+
+KINDS = ("noise", "peaked")
+TOKENS = 16384  # batch · length, while the length is below it
+# Columns that every peer has, and those that "ours" has besides: of training steps, and of decoding.
+_COLUMNS = (
+    ("length", "relative_error", "gradient_error", "right", "forward_ms", "backward_ms", "nominal_tflops", "why_not"),
+    ("length", "relative_error", "right", "forward_ms", "why_not"),
+)
+_OUR_COLUMNS = (("plan_share", "computed_tflops"), ("bytes_read", "bytes_least", "bytes_all"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """What the peers run on.
+
+    Args:
+        queries: by kind, [B, H, T, D]; T = 1 is decoding.
+        key, value: [B, H, S, D].
+        grad: of the output.
+        slopes: [H] fp32.
+        references: what is true, by kind.
+    """
+
+    queries: dict[str, Tensor]
+    key: Tensor
+    value: Tensor
+    grad: Tensor
+    slopes: Tensor
+    references: dict[str, Reference]
+
+    @classmethod
+    def draw(
+        cls, kinds: Sequence[str], length: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, *,
+        decoding: bool,
+    ) -> "Inputs":  # fmt: skip
+        """Normal numbers, TOKENS in all or one sequence; "peaked" has queries three times as long. Smaller on a CPU."""
+        generator = torch.Generator(device).manual_seed(0)
+        size = (1 if device.type == "cpu" else max(1, TOKENS // length), shape[0], length, shape[1])
+        query, key, value, grad = (torch.randn(size, generator=generator, device=device, dtype=dtype) for _ in range(4))
+        if decoding:
+            query, grad = query[:, :, -1:], grad[:, :, -1:]
+        queries = {kind: query * 3 if kind == "peaked" else query for kind in kinds}
+        slopes = torch.tensor(alibi_slopes(shape[0]), dtype=torch.float32, device=device)
+        references = {kind: Reference.of(q, key, value, grad, slopes) for kind, q in queries.items()}
+        return cls(queries, key, value, grad, slopes, references)
+
+    @property
+    def decoding(self) -> bool:
+        return self.grad.shape[2] == 1
+
+
+def unmeasured(peer: Peer, length: int, *, decoding: bool, why_not: str) -> Row:
+    """A row that only says why it has no numbers."""
+    columns = _COLUMNS[decoding] + (_OUR_COLUMNS[decoding] if peer.name == "ours" else ())
+    return {**dict.fromkeys(columns), "length": length, "why_not": why_not}
+
+
+def measured(peer: Peer, inputs: Inputs) -> dict[str, Row]:
+    """A row for each kind, of a peer that is prepared once for all of them.
+
+    A peer that cannot run says why; one that is wrong is not timed, and is `right: False`, as is one of ours that cannot run.
+    """
+    attention, rows = None, {}
+    for kind in inputs.queries:
+        try:
+            if attention is None:
+                attention = peer.prepare(inputs.queries[kind], inputs.key, inputs.value, inputs.slopes)
+            rows[kind] = _row(peer, attention, kind, inputs)
+        except (RuntimeError, ImportError) as refusal:
+            row = unmeasured(peer, inputs.key.shape[2], decoding=inputs.decoding, why_not=reason(refusal))
+            rows[kind] = {**row, "right": False if peer.is_ours else None}
+            torch.cuda.empty_cache()
+    return rows
+
+
+def _row(peer: Peer, attention: Attention, kind: str, inputs: Inputs) -> Row:
+    query, key, value = inputs.queries[kind], inputs.key, inputs.value
+    b, h, n, d = key.shape
+    grad = None if inputs.decoding or n > peer.longest_backward else inputs.grad
+    errors = inputs.references[kind].compare(peer, computed(attention, query, key, value, grad))
+    row = unmeasured(peer, n, decoding=inputs.decoding, why_not="")
+    row |= {"relative_error": errors.output, "right": errors.wrong is None, "why_not": errors.wrong}
+    if not inputs.decoding:
+        row["gradient_error"] = errors.gradient
+    if errors.wrong is not None:
+        return row
+    forward, backward = _times_ms(attention, query, key, value, grad)
+    row["forward_ms"] = forward
+    flops, causal = 3.5 * 4 * d, b * h * n * (n + 1) // 2
+    if backward is not None:
+        row |= {"backward_ms": backward, "nominal_tflops": flops * causal / (forward + backward) / 1e9}
+    if peer.name == "ours":
+        row |= _what_is_read(query, key, value, inputs.slopes) if inputs.decoding else {}
+        if backward is not None:
+            scores, plan_ms = _plan(query, key, value, inputs.slopes)
+            row |= {"plan_share": plan_ms / forward, "computed_tflops": flops * scores / (forward + backward) / 1e9}
+    return row
+
+
+def _times_ms(
+    attention: Attention, query: Tensor, key: Tensor, value: Tensor, grad: Tensor | None
+) -> tuple[float, float | None]:
+    """(forward, backward): with `grad` those of a training step, else (forward without gradients, None)."""
+    leaves = [x.detach().requires_grad_(grad is not None) for x in (query, key, value)]
+    with torch.set_grad_enabled(grad is not None):
+        forward = device_ms(lambda: attention(*leaves), query.device)
+    if grad is None:
+        return forward, None
+    step = device_ms(lambda: torch.autograd.grad(attention(*leaves), leaves, grad), query.device)
+    return forward, max(step - forward, 0.0)
+
+
+def _plan(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> tuple[int, float]:
+    """(scores that are computed, milliseconds that the certificate and the plan take) in a forward pass of ours."""
+    spec = make_spec(query, key, value, slopes)
+    with torch.no_grad():
+        _, scores = fused.visits(spec, query, key, value)
+        return int(scores.sum()), device_ms(lambda: fused.plan(spec, query, key, value), query.device)
+
+
+def _what_is_read(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> Row:
+    """Bytes of keys and values: those of the tiles that are read, those within reach, and all."""
+    spec, lengths = make_spec(query, key, value, slopes), Lengths.of(key, value)
+    with torch.no_grad():
+        tiles, found = planned(spec, query, key, value, rows=TILE, shared=True, lengths=lengths)
+    least = int(found.left.clamp(max=key.shape[2]).sum()) + int((found.pins >= 0).sum()) * TILE
+    row_bytes = 2 * key.shape[-1] * key.element_size()
+    return {
+        "bytes_read": int(tiles.weight.sum()) * TILE * row_bytes, "bytes_least": least * row_bytes,
+        "bytes_all": key.shape[:3].numel() * row_bytes,
+    }  # fmt: skip
