@@ -65,8 +65,8 @@ def arrays(call: Call) -> Arrays:
     value = stream("value").standard_normal((b, k, s, d)) * call.size_value
     for x, factor, name in ((key, call.outlier_key, "outlier key"), (value, call.outlier_value, "outlier value")):
         rng = stream(name)
-        at = rng.random((b, k, s)) < rng.choice([0.02, 0.3, 1 / s])
-        at[..., int(rng.integers(s))] = True
+        at = rng.random((b, k, s)) < rng.choice([0.02, 0.3, 1 / max(1, s)])
+        at[..., int(rng.integers(max(1, s))) :][..., :1] = True
         x[at] *= factor
     grad_output = stream("grad").standard_normal((b, h, t, d))
     if call.layout_grad in ("zero", "one number"):
@@ -75,10 +75,11 @@ def arrays(call: Call) -> Arrays:
     of_query, of_key = _segments(call, stream("segments"), first)
     found = Arrays(
         *(_alike(call, name, _rounded(x, call.dtype)) for name, x in (("query", query), ("key", key), ("value", value))),
-        slopes=_slopes(call, stream("slopes")), right_slopes=_right(call, stream("right")), first=first,
-        key_mask=_mask(call, stream("mask")), query_segments=of_query, key_segments=of_key,
-        grad_output=_alike(call, "grad", _rounded(grad_output, call.dtype)),
-        grad_lse=_rounded(grad_lse, "float64" if call.dtype == "float64" else "float32"),
+        slopes=_of_one(call, _slopes(call, stream("slopes"))), right_slopes=_of_one(call, _right(call, stream("right"))),
+        first=first,
+        key_mask=_of_one(call, _mask(call, stream("mask"))), query_segments=_of_one(call, of_query),
+        key_segments=_of_one(call, of_key), grad_output=_alike(call, "grad", _rounded(grad_output, call.dtype)),
+        grad_lse=_of_one(call, _rounded(grad_lse, "float64" if call.dtype == "float64" else "float32")),
     )  # fmt: skip
     _spoil(call, found, stream("bad"))
     return found
@@ -94,6 +95,12 @@ def _alike(call: Call, name: str, x: np.ndarray) -> np.ndarray:
     """[B, H, T, D], with equal numbers where the layout has only one of them."""
     axis = {"same batch": 0, "same head": 1, "same row": 2}.get(getattr(call, f"layout_{name}"))
     return x if axis is None else np.repeat(np.take(x, [0], axis), x.shape[axis], axis)
+
+
+def _of_one(call: Call, x: np.ndarray | None) -> np.ndarray | None:
+    """[B, ...], with equal numbers for every sequence where the layout has only those of one."""
+    same = call.layout_masks == "same batch"
+    return np.repeat(x[:1], len(x), 0) if same and x is not None and x.ndim > 1 else x
 
 
 def _slopes(call: Call, rng: np.random.Generator) -> np.ndarray:
@@ -144,7 +151,7 @@ def _mask(call: Call, rng: np.random.Generator) -> np.ndarray | None:
     some = rng.random((b, s))
     return {
         None: None, "random": some < 0.6, "sparse": some < 0.05, "left": at >= cut, "right": at < cut,
-        "all": np.zeros((b, s), bool), "one": at == rng.integers(0, s, (b, 1)),
+        "all": np.zeros((b, s), bool), "one": at == rng.integers(0, max(1, s), (b, 1)),
     }[call.mask]  # fmt: skip
 
 
@@ -191,6 +198,8 @@ def laid_out(x: np.ndarray, layout: str, dtype: torch.dtype) -> Tensor:
 
     if layout in ("same batch", "same head", "same row"):
         axis = ("same batch", "same head", "same row").index(layout)
+        if x.shape[axis] == 0:
+            return tensor
         return tensor.narrow(axis, 0, 1).contiguous().expand(b, h, t, d)
     views = {
         "transposed": lambda: inside(b, t, h, d).transpose(1, 2),
@@ -207,3 +216,15 @@ def laid_out(x: np.ndarray, layout: str, dtype: torch.dtype) -> Tensor:
     view = views[layout]()
     view.copy_(tensor)
     return view
+
+
+def beside(x: np.ndarray, layout: str, dtype: torch.dtype) -> Tensor:
+    """The same for masks, segments, slopes and gradients of lse, [B, ...] or [H]."""
+    tensor = torch.from_numpy(np.ascontiguousarray(x)).to(dtype)
+    if layout == "same batch" and x.ndim > 1:
+        return tensor[:1].clone().expand(x.shape)
+    if layout == "apart":
+        wide = tensor.new_ones(*x.shape[:-1], 2 * x.shape[-1] + 1)
+        wide[..., 1::2] = tensor
+        return wide[..., 1::2]
+    return tensor

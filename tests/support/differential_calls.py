@@ -34,6 +34,8 @@ class Call:
     segments: str | None = None  # sorted, unsorted
     segment_ids: str = "few"  # few, negative, large
     segments_as: str = "one"  # one, pair
+    integers: str = "int64"  # of segments and offsets: int64, int32, int16, uint8 (where they fit)
+    layout_masks: str = "contiguous"  # of key mask, segments, slopes and the gradient of lse: apart, same batch
     layout_query: str = "contiguous"
     layout_key: str = "contiguous"
     layout_value: str = "contiguous"
@@ -48,8 +50,9 @@ class Call:
     tolerance: float | None = None
     return_lse: bool = True
     through: str = "both"  # output, lse, both: where gradients come from
-    wanted: str = "all"  # all, inputs, slopes, query, key, none
+    wanted: str = "all"  # all, inputs, slopes, query, key, none, inference
     wild_blind: bool = False  # NaN arrives as the gradient of queries that see nothing
+    threads: int = 1
 
     def __repr__(self) -> str:
         said = [
@@ -121,11 +124,19 @@ def draw(seed: int) -> Call:
         outlier_value=1.0 if chance(0.75) else pick(10.0, 100.0, 1e4, 1e15, of=(3, 3, 3, 1)),
         bad=pick(None, "unseen", "seen", of=(80, 15, 5)), wild_blind=chance(0.03),
         return_lse=chance(0.75), through=pick("both", "output", "lse", of=(6, 3, 1)),
-        wanted=pick("all", "inputs", "slopes", "query", "key", "none", of=(14, 4, 1, 1, 1, 2)),
-        **{f"size_{x}": 10.0 ** rng.uniform(18, 30) if huge and chance(0.4) else 1.0 for x in ("query", "key", "value")},
+        wanted=pick("all", "inputs", "slopes", "query", "key", "none", "inference", of=(28, 8, 2, 2, 2, 3, 1)),
+        threads=1 if chance(0.85) else pick(2, 3, 16),
+        integers="int64" if chance(0.7) else pick("int32", "int16", "uint8"),
+        layout_masks="contiguous" if chance(0.8) else pick("apart", "same batch"),
+        **{f"size_{x}": _size(rng, pick) if huge and chance(0.5) else 1.0 for x in ("query", "key", "value")},
         **_layouts(rng, pick, chance),
     )  # fmt: skip
     return _settled(_placed(call, rng, pick, chance), chance)
+
+
+def _size(rng: np.random.Generator, pick) -> float:
+    """Of all numbers of an input: huge, or so small that squares vanish."""
+    return float(10.0 ** (rng.uniform(18, 30) if pick(True, True, False) else -rng.uniform(8, 37)))
 
 
 LAYOUTS = (
@@ -143,7 +154,9 @@ def _lengths(rng: np.random.Generator, pick) -> tuple[int, int]:
             return pick(1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257)
         return int(rng.integers(20, 201)) if kind == "some" else int(rng.integers(200, 450))
 
-    kind = pick("equal", "any", "one query", "long", "many keys", "many queries", of=(35, 42, 9, 8, 2, 2))
+    kind = pick("equal", "any", "one query", "long", "many keys", "many queries", "nothing", of=(35, 41, 9, 8, 3, 3, 1))
+    if kind == "nothing":
+        return pick((0, 9), (9, 0), (0, 0))
     if kind == "equal":
         t = length()
         return t, t
@@ -197,6 +210,16 @@ def _settled(call: Call, chance) -> Call:
         changes |= {"through": "output", "return_lse": call.return_lse}
     if call.bad == "seen":  # a query that sees NaN has no gradients to speak of
         changes["wanted"] = "none"
+    lowest, highest = {"int64": (-9e18, 9e18), "int32": (-2e9, 2e9), "int16": (-3e4, 3e4), "uint8": (0, 255)}[
+        call.integers
+    ]
+    if call.segment_ids == "large" or (call.segment_ids == "negative" and lowest == 0):
+        changes["integers"] = "int64"
+    if (
+        call.offset is not None
+        and not lowest <= call.offset - call.query_len - 4 <= highest - call.key_len - call.query_len - 8
+    ):
+        changes["integers"] = "int64"
     if call.is_huge:
         changes |= {"bad": None, "wild_blind": False}
     return dataclasses.replace(call, **changes)

@@ -42,7 +42,7 @@ class _Sums:
         work = "float64" if call.dtype == "float64" else "float32"
         self.unit, self.stored = 2.0 ** -(BITS[work] + 1), 2.0 ** -(BITS[call.dtype] + 1)
         self.exponential = EXPONENTIAL[work] if bits is None else 2.0**-bits
-        self.smallest = SMALLEST[call.dtype]
+        self.smallest, self.vanished = SMALLEST[call.dtype], SMALLEST[work]  # a product may be flushed to zero
         self.seen = numbers.seen(call)
         self.blind = ~self.seen.any(-1)
         self.q = np.where(self.blind[..., None], 0.0, np.nan_to_num(numbers.query, nan=0.0, posinf=0.0, neginf=0.0))
@@ -73,7 +73,7 @@ class _Sums:
         finite_lse = np.where(self.blind, 0.0, lse)
 
         # Scores, their log-sum-exp, and weights.
-        sizes = abs(call.factor) * (np.abs(self.q) @ np.abs(self.k).swapaxes(-1, -2))
+        sizes = abs(call.factor) * (np.abs(self.q) @ np.abs(self.k).swapaxes(-1, -2) + d * self.vanished)
         far = np.maximum(
             np.where(self.seen, np.abs(scores), 0.0), np.maximum(np.abs(top), np.abs(finite_lse)[..., None])
         )
@@ -113,7 +113,7 @@ class _Sums:
         zero = call.layout_grad == "zero" and call.through == "output"
         go = np.where(self.blind[..., None] | (call.through == "lse"), 0.0, numbers.grad_output)
         gl = np.where(self.blind | (call.through == "output"), 0.0, numbers.grad_lse)
-        dp, sizes = go @ self.v.swapaxes(-1, -2), np.abs(go) @ np.abs(self.v).swapaxes(-1, -2)
+        dp, sizes = go @ self.v.swapaxes(-1, -2), np.abs(go) @ np.abs(self.v).swapaxes(-1, -2) + self.vanished
         inner = (go * output).sum(-1) - gl
         of_inner = (np.abs(go) * (of_output + self.lost(call.head_dim) * np.abs(output))).sum(-1)
         of_inner = (of_inner + 4 * self.unit * np.abs(gl))[..., None]
