@@ -131,7 +131,7 @@ def draw(seed: int) -> Call:
         **{f"size_{x}": _size(rng, pick) if huge and chance(0.5) else 1.0 for x in ("query", "key", "value")},
         **_layouts(rng, pick, chance),
     )  # fmt: skip
-    return _settled(_placed(call, rng, pick, chance), chance)
+    return settled(_placed(call, rng, pick, chance))
 
 
 def _size(rng: np.random.Generator, pick) -> float:
@@ -199,7 +199,7 @@ def _placed(call: Call, rng: np.random.Generator, pick, chance) -> Call:
     return dataclasses.replace(call, **changes)
 
 
-def _settled(call: Call, chance) -> Call:
+def settled(call: Call) -> Call:
     """With what contradicts itself resolved."""
     changes: dict[str, object] = {}
     if call.segments_as == "one" and call.segments is not None:
