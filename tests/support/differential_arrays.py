@@ -94,7 +94,7 @@ def _rounded(x: np.ndarray, dtype: str) -> np.ndarray:
 def _alike(call: Call, name: str, x: np.ndarray) -> np.ndarray:
     """[B, H, T, D], with equal numbers where the layout has only one of them."""
     axis = {"same batch": 0, "same head": 1, "same row": 2}.get(getattr(call, f"layout_{name}"))
-    return x if axis is None else np.repeat(np.take(x, [0], axis), x.shape[axis], axis)
+    return x if axis is None or x.size == 0 else np.repeat(np.take(x, [0], axis), x.shape[axis], axis)
 
 
 def _of_one(call: Call, x: np.ndarray | None) -> np.ndarray | None:

@@ -224,7 +224,9 @@ def _record(backend: str, first_seed: int, tally: Tally, started: datetime.datet
 def _prepare() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton")  # its interpreter computes what is not used
+    warnings.filterwarnings(
+        "ignore", category=RuntimeWarning, module="triton"
+    )  # its interpreter computes what is not used
 
 
 if __name__ == "__main__":

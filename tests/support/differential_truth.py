@@ -84,7 +84,10 @@ class _Sums:
         of_lse = np.where(self.blind, 0.0, of_lse) + self.exponential + self.lost(s)
         relative = of_score + of_lse[..., None] + self.exponential + (self.stored if self.stored > self.unit else 0.0)
         tiny = 2.0**-24 if call.dtype == "float16" else 2.0**-120 if call.dtype != "float64" else 2.0**-1000
-        of_p = np.where(self.seen, np.minimum(1.0, p * np.expm1(np.minimum(relative, 60.0))) + tiny, 0.0)
+        nats = np.where(self.seen, scores - finite_lse[..., None], -np.inf)
+        wide = np.exp(np.minimum(0.0, nats + relative))  # also where p itself has vanished
+        of_p = np.where(relative < 1, p * np.expm1(np.minimum(relative, 1.0)), wide)
+        of_p = np.where(self.seen, np.minimum(1.0, of_p) + tiny, 0.0)
         # Skipped are only weights of at most the tolerance, and the others grow by what is lost.
         share = call.share
         may_go = np.where(p <= share, p, 0.0)
@@ -138,12 +141,12 @@ class _Sums:
                                                  factor * (size @ q))), terms)  # fmt: skip
         pt, of_pt = p.swapaxes(-1, -2), (changed + self.of_p).swapaxes(-1, -2)
         put("value", *(self._of_group(x) for x in (pt @ go, of_pt @ np.abs(go), pt @ np.abs(go))), terms)
-        self._slopes(ds, of_ds, gl, put)
+        self._slopes(ds, of_ds, p * sizes, gl, put)
         if zero:  # nothing comes, so nothing leaves
             error = {name: np.zeros_like(x) for name, x in error.items()}
         return exact, error
 
-    def _slopes(self, ds: np.ndarray, of_ds: np.ndarray, gl: np.ndarray, put) -> None:
+    def _slopes(self, ds: np.ndarray, of_ds: np.ndarray, terms: np.ndarray, gl: np.ndarray, put) -> None:
         """−Σ ds·|i − j| to the left and to the right, with distances from the nearest key: Σ_j ds is the lse's gradient."""
         call, away = self.call, np.abs(self.distance)
         to_right = np.broadcast_to(self.distance < 0, self.seen.shape)
@@ -154,7 +157,8 @@ class _Sums:
         position = self.numbers.first[:, None] + np.arange(call.query_len)
         outside = np.maximum(np.maximum(-position, position - call.key_len + 1) - TILE, 0)
         counted = away - outside[:, None, :, None]
-        terms = call.query_len * call.key_len
+        # Plain PyTorch counts all of it: what it loses in Σ_j ds is multiplied by that, a query at a time, now up and now down.
+        adrift = ((terms.sum(-1) + np.abs(gl)) * (self.p * away).sum(-1)) ** 2
         sides = {"slopes": ~to_right, "right_slopes": to_right} if call.right is not None else {"slopes": None}
         for name, side in sides.items():
             inside = self.seen if side is None else self.seen & side
@@ -163,12 +167,15 @@ class _Sums:
             rows = np.where(inside.any(-1), gl * nearest, 0.0)
             result = -((ds * beyond).sum(-1) + rows).sum(-1)
             off = (of_ds * inside * counted).sum((-1, -2)) + 4 * self.unit * np.abs(rows).sum(-1)
-            magnitude = (np.abs(ds) * away * inside).sum((-1, -2))  # as in plain PyTorch, which counts all of it
+            magnitude = (np.abs(ds) * inside * counted).sum((-1, -2))
+            squares = ((ds * away * inside) ** 2).sum((-1, -2)) + np.where(inside.any(-1), adrift, 0.0).sum(-1)
             given = self.numbers.slopes if name == "slopes" else self.numbers.right_slopes
             if given.ndim == 1:
-                result, off, magnitude = result.sum(0), off.sum(0), magnitude.sum(0)
+                result, off, magnitude, squares = (x.sum(0) for x in (result, off, magnitude, squares))
+            off = off + 4 * self.unit * np.sqrt(squares)
             infinite = np.isinf(given)
-            put(name, np.where(infinite, 0.0, result), *(np.where(infinite, 0.0, x) for x in (off, magnitude)), terms)
+            found = (np.where(infinite, 0.0, x) for x in (result, off, magnitude))
+            put(name, *found, call.query_len * call.key_len)
 
     def _of_group(self, x: np.ndarray) -> np.ndarray:
         """[B, H, S, D] -> [B, K, S, D]: the sum over the query heads of a key head."""
