@@ -179,6 +179,8 @@ def _spoil(call: Call, found: Arrays, rng: np.random.Generator) -> None:
     if call.bad == "seen":
         free |= rng.random(free.shape) < 0.05
     blind = ~seen.any(3)
+    if call.bad == "seen":
+        blind |= rng.random(blind.shape) < 0.02
     for name, at, share in (("query", blind, 0.7), ("key", free, 0.7), ("value", free, 0.7)):
         x = getattr(found, name)
         axis = {"same batch": 0, "same head": 1, "same row": 2}.get(getattr(call, f"layout_{name}"))

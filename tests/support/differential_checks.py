@@ -125,9 +125,12 @@ def assert_right(call: Call, numbers: Arrays, got: Answer, *, bits: int | None =
         if name == "lse":
             assert (ours[blind & checked] == -math.inf).all(), "lse of a query that sees nothing is not −inf"
             checked = checked & ~blind
+        if name == "output" and call.bad == "seen":
+            spoiled = ~np.isfinite(ours).all(-1) | np.isinf(numbers.query).any(-1)
+            assert (spoiled | checked.all(-1)).all(), "a query that sees NaN or inf is answered as if it did not"
         if name in ("output", "query"):
             assert (ours[blind] == 0).all(), f"{name} of a query that sees nothing is not zero"
-        if name in ("key", "value") and not call.is_huge:
+        if name in ("key", "value") and not call.is_huge and call.bad != "seen":
             unseen = ~true.seen.any(2).reshape(call.batch, call.kv_heads, call.group, call.key_len).any(2)
             assert (ours[unseen] == 0).all(), f"the gradient of a {name} that nobody may see is not zero"
         shares[name] = _share(call, numbers, name, (ours, exact, error), checked, plain, result.dtype)
@@ -199,15 +202,22 @@ def plainly(call: Call, numbers: Arrays) -> Answer:
     return answer(call, given, attention)
 
 
-def _checked(call: Call, numbers: Arrays, true: Truth, name: str) -> np.ndarray:
-    """Which numbers of a result are asked for: not those of queries that see NaN or inf."""
-    exact = true.exact[name]
-    if call.bad != "seen" or name not in ("output", "lse"):
-        return np.ones(exact.shape, bool)
+def _poisoned(call: Call, numbers: Arrays, true: Truth) -> np.ndarray:
+    """[B, H, T]: the queries that see NaN or inf, in themselves or in a key or value."""
     bad = ~(np.isfinite(numbers.key).all(-1) & np.isfinite(numbers.value).all(-1))
     sees = (true.seen & np.repeat(bad, call.group, 1)[:, :, None]).any(-1)
-    sees |= ~np.isfinite(numbers.query).all(-1) & true.seen.any(-1)
-    return np.broadcast_to(~sees if name == "lse" else ~sees[..., None], exact.shape)
+    return sees | (~np.isfinite(numbers.query).all(-1) & true.seen.any(-1))
+
+
+def _checked(call: Call, numbers: Arrays, true: Truth, name: str) -> np.ndarray:
+    """Which numbers of a result are asked for: not those of queries that see NaN or inf, nor what comes to keys from them."""
+    exact = true.exact[name]
+    if call.bad != "seen":
+        return np.ones(exact.shape, bool)
+    if name not in ("output", "lse", "query"):
+        return np.zeros(exact.shape, bool)
+    fine = ~_poisoned(call, numbers, true)
+    return np.broadcast_to(fine[..., None] if exact.ndim == 4 else fine, exact.shape)
 
 
 def _clean(x: np.ndarray) -> np.ndarray:
@@ -223,7 +233,8 @@ def _slopes(call: Call, numbers: np.ndarray) -> Tensor | list:
 def _grad_output(call: Call, numbers: Arrays) -> Tensor:
     dtype = getattr(torch, call.dtype)
     if call.layout_grad in ("zero", "one number"):
-        return torch.tensor(numbers.grad_output.flat[0], dtype=dtype).expand(numbers.grad_output.shape)
+        number = 1.0 if call.layout_grad == "one number" else 0.0
+        return torch.tensor(number, dtype=dtype).expand(numbers.grad_output.shape)
     return laid_out(_wild(call, numbers, numbers.grad_output), call.layout_grad, dtype)
 
 

@@ -99,7 +99,7 @@ class _Sums:
         most = np.where(self.seen, np.abs(self.v).max(-1)[:, :, None], 0.0).max(-1, initial=0.0)[..., None]
         cut = np.minimum(skipped @ np.abs(self.v), 2 * share * most)
         of_output = of_p @ np.abs(self.v) + cut + self.lost(s) * (p @ np.abs(self.v))
-        of_output += 2 * self.stored * np.abs(output) + self.smallest
+        of_output += 2 * self.stored * np.abs(output) + self.smallest + s * self.vanished
         rounded_lse = of_lse + 4 * self.unit * (1 + np.abs(finite_lse)) + gone[..., 0] / (1 - gone[..., 0])
         exact, error = self._gradients(output, of_output, finite_lse)
         exact |= {"output": np.where(self.blind[..., None], 0.0, output), "lse": lse}
@@ -131,7 +131,8 @@ class _Sums:
         def put(name: str, result: np.ndarray, off: np.ndarray, magnitude: np.ndarray, terms: int) -> None:
             stored = max(self.unit, 2.0 ** -(BITS[slopes_dtype(call)] + 1)) if "slopes" in name else self.stored
             exact[name] = result
-            error[name] = off + self.lost(terms) * magnitude + 2 * stored * np.abs(result) + self.smallest
+            error[name] = off + self.lost(terms) * magnitude + 2 * stored * np.abs(result)
+            error[name] += self.smallest + terms * self.vanished
 
         k, q = np.abs(self.k), np.abs(self.q)
         put("query", call.factor * (ds @ self.k), factor * (of_ds @ k), factor * (np.abs(ds) @ k), call.key_len)
