@@ -141,7 +141,7 @@ def alibi_attention(
     query, key, value, spec = _once(query, key, value, spec)
     name = dispatch.choose(backend, spec, query, key, value)
     if spec.query_len == 0 or spec.key_len == 0:
-        output, lse = _nothing(spec, query)
+        output, lse = _nothing(spec, query, key, value)
     else:
         with _without_autocast(query.device.type):
             output, lse = dispatch.BACKENDS[name].run(spec, query, key, value)
@@ -264,11 +264,13 @@ def _largest_distance(spec: AttentionSpec[Tensor], device: torch.device) -> Tens
     return most.clamp(min=0, max=spec.window)
 
 
-def _nothing(spec: AttentionSpec[Tensor], query: Tensor) -> tuple[Tensor, Tensor]:
+def _nothing(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """No queries, or no keys to be seen: zeros, and lse −inf."""
     everywhere = torch.ones((), dtype=torch.bool, device=query.device)
-    output = query.masked_fill(everywhere, 0.0)
-    # Both hang on the query, so that gradients, zeros, pass through either.
+    inputs = [key, value, spec.slopes, *([] if spec.right_slopes is None else [spec.right_slopes])]
+    # Everything hangs on all inputs, so that gradients, zeros, pass through.
+    zero = torch.stack([x.masked_fill(everywhere, 0.0).sum().to(query.dtype) for x in inputs]).sum()
+    output = query.masked_fill(everywhere, 0.0) + zero
     return output, output.sum(-1).to(torch.promote_types(query.dtype, torch.float32)) - math.inf
 
 

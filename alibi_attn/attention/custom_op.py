@@ -61,8 +61,11 @@ def operator(name: str, forward: Forward, backward: Backward, empty_plan: Callab
         spec = _spec(query, key, slopes, right_slopes, first, masks, causal, window, scale, 0.0)
         q, k, v, _ = clean(spec, query, key, value)
         out, grad = output.to(q.dtype), _rows(grad_output.to(q.dtype))
-        # A query that sees nothing has lse −inf; 0 instead makes all its weights exp(−inf) = 0.
-        lse = lse.masked_fill(lse == -math.inf, 0.0)
+        blind = lse == -math.inf
+        if bool(blind.any()):
+            # What comes for a query that sees nothing reaches no gradient, whatever it is; lse 0 makes its weights exp(−inf) = 0.
+            lse, grad = lse.masked_fill(blind, 0.0), grad.masked_fill(blind[..., None], 0.0)
+            grad_lse = None if grad_lse is None else grad_lse.masked_fill(blind, 0.0)
         *grads, dslope = backward(spec, plan, grad, grad_lse, (q, k, v), out, lse, slopes_wanted)
         dslopes = [
             dslope[side].clone() if s is not None and s.ndim == 2 else dslope[side].sum(0)

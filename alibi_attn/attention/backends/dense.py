@@ -8,11 +8,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from alibi_attn.attention.bias import score_bias
+from alibi_attn.attention.certificate.norms import has_huge_scores
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.visibility import distances, may_see_nothing, per_query_head, visible, without_bad_keys
 
 FEW_QUERIES = 8  # so many are answered fastest by writing their scores out
-HUGE = 2.0**20
 FEW_KEYS = 8192  # keys of one head that are turned into fp32 at a time
 
 
@@ -75,16 +75,9 @@ def run(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) 
 
 
 def _has_huge_scores(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor) -> bool:
-    """Whether a gradient is wanted of scores that may be beyond HUGE, told where looking is free (eager, on a CPU).
-
-    Backward of torch's fused function computes them again, a little differently, and takes exp(score − lse): from 10⁶ on its
-    weights are off by more than a hundredth, from 10⁹ on they are inf.
-    """
+    """Whether a gradient is wanted of scores that torch's fused function cannot give, told where looking is free (eager, CPU)."""
     free = query.device.type == "cpu" and not torch.compiler.is_compiling() and torch.is_grad_enabled()
-    if not free or not (query.requires_grad or key.requires_grad) or query.numel() == 0 or key.numel() == 0:
-        return False
-    largest = [max(-float(x.min()), float(x.max())) for x in (query.detach(), key.detach())]
-    return abs(spec.scale) * spec.head_dim * largest[0] * largest[1] > HUGE
+    return free and (query.requires_grad or key.requires_grad) and has_huge_scores(spec.scale, query, key)
 
 
 def _is_decoding(spec: AttentionSpec[Tensor], query: Tensor) -> bool:

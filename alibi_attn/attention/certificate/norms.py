@@ -8,6 +8,20 @@ from torch import Tensor
 
 from alibi_attn.attention.certificate.constants import NORM_UNITS, TILE, UNIT, VANISHING
 
+HUGE = 2.0**20
+
+
+def has_huge_scores(scale: float, query: Tensor, key: Tensor) -> bool:
+    """Whether some |scale·q·k| may be beyond `HUGE`; reads the tensors on the host.
+
+    Backward of torch's fused attention computes scores again, a little differently, and takes exp(score − lse): from 10⁶ on its
+    weights are off by more than a hundredth, from 10⁹ on they may be inf.
+    """
+    if query.numel() == 0 or key.numel() == 0:
+        return False
+    largest = [max(-float(x.min()), float(x.max())) for x in (query.detach(), key.detach())]
+    return abs(scale) * query.shape[-1] * largest[0] * largest[1] > HUGE
+
 
 def norm_bound(tensor: Tensor) -> Tensor:
     """An upper bound of the Euclidean norms over the last axis, fp64: true of every finite input, and inf where it cannot tell.

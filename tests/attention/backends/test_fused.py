@@ -8,6 +8,7 @@ from pathlib import Path
 import conformance_on_device as device
 import decoding_in_interpreter as decoding
 import device_arithmetic
+import differential_fuzz
 import fused_in_interpreter as inside
 import numpy as np
 import pytest
@@ -54,6 +55,11 @@ def test_fp32_equals_the_definition(interpreter: ProcessPoolExecutor, case: Case
 @pytest.mark.parametrize("case", [*CASES, *INSIDE], ids=str)
 def test_fp16_equals_the_definition(interpreter: ProcessPoolExecutor, case: Case) -> None:
     assert_exact(case, torch.float16, _answer(interpreter, case, "float16"), tolerance=2.0**-15)
+
+
+def test_random_calls_equal_the_definition(interpreter: ProcessPoolExecutor) -> None:
+    """As `test_differential_fuzz` has them."""
+    assert not interpreter.submit(differential_fuzz.fuzz, "fused", range(8)).result().failures
 
 
 @pytest.mark.parametrize("case", SOME, ids=str)

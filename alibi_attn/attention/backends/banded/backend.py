@@ -21,11 +21,14 @@ from alibi_attn.attention.backends.banded.masks import HeadMasks, Masks, key_vie
 from alibi_attn.attention.backends.banded.pieces import Piece
 from alibi_attn.attention.certificate.bounds import Bounds, bounds, worth_pinning
 from alibi_attn.attention.certificate.constants import OUTLIER_TILES, TILE
+from alibi_attn.attention.certificate.norms import has_huge_scores
 from alibi_attn.attention.custom_op import Plan, clean, described, operator
 from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.visibility import are_finite, first_positions
+from alibi_attn.attention.visibility import first_positions
 
 Spec = AttentionSpec[Tensor]
+
+PLAIN_SCORES = 2**22  # that exist at one time, of a head whose scores are huge
 
 _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -88,13 +91,17 @@ def _backward(
             head, pieces = HeadMasks(spec, b, h, masks), plans[b][h]
             shared = b, h // spec.group
             ours = [grad[b, h], q[b, h], k[shared], v[shared], out[b, h]]
+            to = dq[b, h], dk[shared], dv[shared]
+            if has_huge_scores(spec.scale, q[b, h], k[shared]):
+                dslope[:, b, h] = _plain_backward(head, ours, None if grad_lse is None else grad_lse[b, h], *to)
+                continue
             if slopes_wanted:
                 of_lse = None if grad_lse is None else grad_lse[b, h]
                 dslope[:, b, h] = _slope_gradient(head, pieces, ours, lse[b, h], of_lse)
             if grad_lse is not None:
                 ours = _with_lse_column(ours, grad_lse[b, h])
             for piece in pieces:
-                _backward_piece(head, piece, ours, lse[b, h], dq[b, h], dk[shared], dv[shared])
+                _backward_piece(head, piece, ours, lse[b, h], *to)
     return dq * sign, dk, dv, dslope
 
 
@@ -150,15 +157,12 @@ def _backward_piece(
     mass = query_view(lse, piece)
     if shift is not None:
         mass = mass + shift
-    found: Sequence[Tensor] = _fused_backward(
+    found = _fused_backward(
         query_view(grad, piece)[:, None], query_view(q, piece)[:, None], key_view(k, piece)[:, None], key_view(v, piece)[:, None],
         query_view(out, piece)[:, None], mass[:, None].contiguous(), 0.0, piece.kind == "diagonal",
         attn_mask=mask, scale=head.spec.scale,
     )  # fmt: skip
     gq, gk, gv = (x[:, 0] for x in found)
-    if not are_finite(gq, gk, gv):
-        # Scores of 10⁹ and more differ from forward's by more than exp can hold.
-        gq, gk, gv = _written_out_gradients(head, piece, ours, lse)
     d = dq.shape[-1]
     query_view(dq, piece).add_(gq[..., :d])
     _add_overlapping(dk, gk[..., :d], piece)
@@ -221,20 +225,34 @@ def _written_out(
     return weight, weight * (go @ values.T - rest[:, None]).double(), distance
 
 
-def _written_out_gradients(head: HeadMasks, piece: Piece, ours: list[Tensor], lse: Tensor) -> tuple[Tensor, ...]:
-    """What the operator's backward returns for a piece, [count, rows or keys, D] of queries, keys and values, from p and ds."""
-    grad, q, k, _, out = (x.to(lse.dtype) for x in ours)
-    inner = (grad * out).sum(-1)
-    found = []
-    for block in range(piece.count):
-        weight, moment, _ = (x.to(lse.dtype) for x in _written_out(head, piece, block, ours, lse, inner))
-        query, go, keys = (
-            query_view(q, piece, block)[0],
-            query_view(grad, piece, block)[0],
-            key_view(k, piece, block)[0],
-        )
-        found.append(((moment @ keys) * head.spec.scale, (moment.T @ query) * head.spec.scale, weight.T @ go))
-    return tuple(torch.stack(parts) for parts in zip(*found, strict=True))
+def _plain_backward(
+    head: HeadMasks, ours: list[Tensor], grad_lse: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor
+) -> Tensor:
+    """The gradients of one head, added to dq, dk and dv, and [2] fp64 as `_slope_gradient`, a few whole rows at a time.
+
+    Weights come from the softmax of the very scores that are there, whose rounding is more than exp can hold.
+    """
+    grad, q, k, v = (x.to(dq.dtype) for x in ours[:4])
+    rows = max(1, PLAIN_SCORES // len(k))
+    total = torch.zeros(2, dtype=torch.float64)
+    for start in range(0, len(q), rows):
+        some = slice(start, start + rows)
+        piece = Piece(start, 1, len(q[some]), 0, 0, len(k), 0)
+        mask, _ = head.tile_mask(piece)
+        weight = ((q[some] @ k.T) * head.spec.scale + mask[0, 0].to(dq.dtype)).softmax(-1).nan_to_num_(0.0)
+        moment = grad[some] @ v.T
+        moment = weight * (moment - (weight * moment).sum(-1, keepdim=True))
+        if grad_lse is not None:
+            moment = moment + weight * grad_lse[some, None]
+        dq[some] += (moment @ k) * head.spec.scale
+        dk += (moment.T @ q[some]) * head.spec.scale
+        dv += weight.T @ grad[some]
+        distance = head.distance(piece)[0]
+        total[0] -= (moment.double() * distance.clamp(min=0)).sum()
+        total[1] += (moment.double() * distance.clamp(max=0)).sum()
+    if head.spec.right_slopes is None:
+        return torch.stack([total.sum(), torch.zeros((), dtype=torch.float64)])
+    return total
 
 
 def _with_lse_column(ours: list[Tensor], grad_lse: Tensor) -> list[Tensor]:

@@ -10,8 +10,8 @@ namespace {
 // What one block adds to the gradients of its head's slopes: -sum over j of ds |i - j|, on the left and on the right.
 //
 // Rows of ds add up to dlse, on paper; in floats they are off by what inner rounds, which grows with the distance. So each row is
-// centered by what it computed: ds + p (dlse - sum of ds) / (sum of p). Distances are summed from each tile's first key on, and
-// the tile's own distance counts in double: 10^6 tokens away no digit is lost.
+// centered by what it computed: ds + p (dlse - sum of ds) / (sum of p). In far tiles distances are summed from the first key on,
+// and the tile's own distance counts in double: 10^6 tokens away no digit is lost.
 template <typename Real>
 struct SlopeGradient {
     // Of every query, on either side: sums over the keys of ds, p, ds |i - j| and p |i - j|.
@@ -39,10 +39,11 @@ struct SlopeGradient {
     }
 
    private:
-    // |i - j| = start + sign (i - j'), with j' from the tile's first key on.
+    // |i - j| = sign (ahead - beside) + sign (beside + i - j'), with j' from the tile's first key on.
     template <int side>
     void visit_side(int64_t ahead, int count, const Real *weights, const Real *moments, bool mixed) {
         const Real sign = side == 0 ? 1 : -1;
+        const int beside = std::abs(ahead) < 2 * BLOCK ? (int)ahead : 0;
         for (int v = 0; v < BLOCK; v += VL<Real>) {
             Reals<Real> sum[SUMS] = {};
             const Ints<Real> lanes = Block<Real>::lanes() + v;
@@ -52,10 +53,10 @@ struct SlopeGradient {
                     const Ints<Real> away = lanes + (int)(ahead - j), here = side == 0 ? away >= 0 : away < 0;
                     p = here ? p : Reals<Real>{}, ds = here ? ds : Reals<Real>{};
                 }
-                const Reals<Real> from_start = __builtin_convertvector(lanes - j, Reals<Real>) * sign;
+                const Reals<Real> from_start = __builtin_convertvector(lanes + (beside - j), Reals<Real>) * sign;
                 sum[DS] += ds, sum[P] += p, sum[DS_AWAY] += ds * from_start, sum[P_AWAY] += p * from_start;
             }
-            const double start = double(sign) * double(ahead);
+            const double start = double(sign) * double(ahead - beside);
             for (int i = 0; i < VL<Real>; i++) {
                 sums[side][DS][v + i] += sum[DS][i], sums[side][P][v + i] += sum[P][i];
                 sums[side][DS_AWAY][v + i] += double(sum[DS_AWAY][i]) + start * double(sum[DS][i]);

@@ -1,0 +1,190 @@
+"""Random calls of the whole contract, against float64 number by number; and proofs that the checker finds wrong answers."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from attention_cases import CASES, Case
+from attention_oracle import positions
+from attention_oracle import truth as looped
+from differential_arrays import Arrays, arrays
+from differential_calls import Call, draw
+from differential_checks import Answer, answer, assert_agrees, assert_right
+from differential_fuzz import features, fuzz, shrunk
+from differential_truth import truth
+
+from alibi_attn.attention.api import alibi_attention
+
+# Seeds of each backend; all backends meet the first ones.
+DRAWS = {"reference": 100, "dense": 100, "banded": 150, "native": 200}
+# What draws like these have found, made plain: negative slopes, a negative scale, scores that are recomputed with other roundings
+# than they had, keys out of sight, inputs at the end of fp32, gradients that come as NaN for nothing, and nothing at all.
+FOUND = (
+    Call(seed=0, heads=3, kv_heads=3, query_len=129, key_len=129, head_dim=4, slopes="steep negative"),
+    Call(seed=2, query_len=200, key_len=200, head_dim=4, slopes="steep negative"),
+    Call(seed=8, key_len=116, slopes="steep negative"),
+    Call(seed=5235, query_len=256, key_len=512, slopes="published", scale=-1.0),
+    Call(seed=1, batch=2, heads=2, kv_heads=2, query_len=9, key_len=1, head_dim=20, causal=False, window=1,
+         layout_key="padded", outlier_key=1e8),
+    Call(seed=513, heads=2, query_len=17, key_len=16, head_dim=7, slopes="published", outlier_key=1e15),
+    Call(seed=11, query_len=40, key_len=40, head_dim=4, offset=1000000),
+    Call(seed=25, heads=12, kv_heads=3, query_len=2, key_len=2, head_dim=2, slopes="zero", offset=11135),
+    Call(seed=491, head_dim=19, peaked=-1.0, outlier_key=1e3, size_key=4.7e27, through="output"),
+    Call(seed=89, query_len=328, head_dim=4, outlier_key=1e2, size_query=2.9e23, through="output"),
+    Call(seed=150, query_len=2, wild_blind=True),
+    Call(seed=348, heads=2, query_len=70, key_len=9, slopes="huge", wanted="slopes", wild_blind=True),
+    Call(seed=74, query_len=9, key_len=0, through="lse"),
+    Call(seed=5286, query_len=0, key_len=9, wanted="key"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("call", FOUND, ids=repr)
+@pytest.mark.parametrize("backend", DRAWS)
+def test_what_was_once_wrong_is_right(backend: str, call: Call) -> None:
+    assert_agrees(call, backend)
+
+
+@pytest.mark.parametrize("part", range(5))
+@pytest.mark.parametrize("backend", DRAWS)
+def test_random_calls_are_answered_as_the_truth_has_it(backend: str, part: int) -> None:
+    size = DRAWS[backend] // 5
+    tally = fuzz(backend, range(part * size, (part + 1) * size))
+    assert not tally.failures, "\n".join(f"seed {seed}: {words}" for seed, words in tally.failures)
+
+
+def of_case(case: Case) -> tuple[Call, Arrays]:
+    """A case of the conformance suite as a call in float64."""
+    drawn = case.draw()
+    call = Call(
+        dtype="float64", batch=case.batch, heads=case.heads, kv_heads=case.kv_heads or case.heads, query_len=case.query_len,
+        key_len=case.key_len, head_dim=case.head_dim, causal=case.causal, right=case.right, window=case.window,
+        scale=case.scale, tolerance=0.0,
+    )  # fmt: skip
+    of_query = drawn["query_segments"]
+    if drawn["key_segments"] is not None and of_query is None:
+        of_query = np.take_along_axis(drawn["key_segments"], positions(case, drawn), 1)
+    names = ("query", "key", "value", "slopes", "right_slopes", "key_mask", "key_segments", "grad_output", "grad_lse")
+    given = {name: drawn[name] for name in names}
+    return call, Arrays(**given, query_segments=of_query, first=positions(case, drawn)[:, 0])
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_truth_is_that_of_a_loop_over_queries_and_keys(case: Case) -> None:
+    call, numbers = of_case(case)
+    true, loop = truth(call, numbers), looped(case)
+    for name, expected in ({"output": loop.output, "lse": loop.lse} | loop.gradients).items():
+        exact = true.exact[name]
+        np.testing.assert_allclose(
+            exact, expected.numpy(), rtol=0, atol=1e-13 * max(1.0, _largest(exact)), err_msg=name
+        )
+
+
+def _largest(x: np.ndarray) -> float:
+    return float(np.abs(x[np.isfinite(x)]).max(initial=0.0))
+
+
+CHECKED = Call(
+    seed=5, batch=2, heads=4, kv_heads=2, query_len=19, key_len=23, head_dim=8, causal=False, right="random", window=7,
+    offset=3, mask="random", segments="sorted", segments_as="pair",
+)  # fmt: skip
+
+
+def test_the_checker_fails_on_answers_to_other_calls() -> None:
+    """Slopes of another head, a window or a position off by one, another mask: everything but the question is the same."""
+    numbers = arrays(CHECKED)
+    assert_right(CHECKED, numbers, answer(CHECKED, numbers, backend="reference"))
+    others = {
+        "slopes": numbers.slopes[[1, 2, 3, 0]], "right_slopes": numbers.right_slopes[[1, 2, 3, 0]],
+        "first": numbers.first + 1, "key_mask": np.roll(numbers.key_mask, 1, 1),
+        "key_segments": np.roll(numbers.key_segments, 1, 1), "query_segments": np.roll(numbers.query_segments, 1, 1),
+        "key": numbers.key[:, ::-1].copy(), "grad_lse": -numbers.grad_lse,
+    }  # fmt: skip
+    for name, wrong in others.items():
+        changed = dataclasses.replace(numbers, **{name: wrong})
+        changes = {"offset": CHECKED.offset + 1} if name == "first" else {}
+        with pytest.raises(AssertionError):
+            assert_right(
+                CHECKED, numbers, answer(dataclasses.replace(CHECKED, **changes), changed, backend="reference")
+            )
+    for name, wrong in {"window": 8, "scale": 0.36}.items():
+        got = answer(dataclasses.replace(CHECKED, **{name: wrong}), numbers, backend="reference")
+        with pytest.raises(AssertionError):
+            assert_right(CHECKED, numbers, got)
+
+
+def test_the_checker_fails_on_a_causal_mask_that_is_shifted() -> None:
+    call = Call(seed=1, heads=2, kv_heads=1, query_len=9, key_len=9, head_dim=4)
+    numbers = arrays(call)
+
+    def shifted(query, key, value, slopes, **rest):
+        return alibi_attention(query, key, value, slopes, **rest | {"query_offset": 1}, backend="reference")
+
+    with pytest.raises(AssertionError):
+        assert_right(call, numbers, answer(call, numbers, shifted))
+
+
+@pytest.mark.parametrize("name", ["output", "lse", "query", "key", "value", "slopes", "right_slopes"])
+def test_the_checker_fails_on_each_wrong_part(name: str) -> None:
+    numbers = arrays(CHECKED)
+    right = answer(CHECKED, numbers, backend="reference").results
+    for change in (
+        lambda x: _of_one_head(x, lambda head: head * (1 + 1e-2)),
+        lambda x: _of_one_head(x, lambda head: head + 1e-2),
+        lambda x: x.masked_fill(torch.arange(x.numel()).reshape(x.shape) == 0, float("nan")),
+        lambda x: x.double(),
+        lambda x: x[:1],
+    ):
+        wrong = change(right[name].clone())
+        if name in ("slopes", "right_slopes") and wrong.dtype == torch.float64:
+            continue
+        with pytest.raises(AssertionError, match=name):
+            assert_right(CHECKED, numbers, Answer(right | {name: wrong}))
+
+
+def _of_one_head(x: torch.Tensor, change) -> torch.Tensor:
+    at = x[1] if x.ndim == 1 else x[:, 1]
+    at.copy_(torch.where(at.isfinite() & (at != 0), change(at), at))
+    return x
+
+
+def test_the_checker_fails_where_native_skips_more_than_the_tolerance() -> None:
+    call = Call(seed=3, query_len=200, key_len=200, head_dim=8, heads=2, kv_heads=2, slopes="published", tolerance=1e-6)
+    numbers = arrays(call)
+    assert_right(call, numbers, answer(call, numbers, backend="native"))
+    with pytest.raises(AssertionError):
+        assert_right(call, numbers, answer(dataclasses.replace(call, tolerance=0.3), numbers, backend="native"))
+
+
+def test_a_call_is_reproduced_from_its_seed_and_from_its_words() -> None:
+    for seed in range(50):
+        call = draw(seed)
+        assert call == draw(seed)
+        assert eval(repr(call), {"Call": Call}) == call
+        for field in dataclasses.fields(Arrays):
+            np.testing.assert_array_equal(getattr(arrays(call), field.name), getattr(arrays(draw(seed)), field.name))
+
+
+def test_every_feature_is_drawn() -> None:
+    """In the draws of the suite alone."""
+    found = {feature for seed in range(DRAWS["native"]) for feature in features(draw(seed))}
+    options = {
+        "dtype": ("float64", "bfloat16", "float16"), "slopes": ("published", "batch", "zero", "negative", "steep negative",
+        "huge", "enormous", "vanishing", "mixed"), "right": ("batch", "inf", "zero", "negative", "steep"),
+        "mask": ("random", "left", "right"), "segments": ("sorted", "unsorted"), "segment_ids": ("negative", "large"),
+        "offset_as": ("0-d", "batch"), "bad": ("unseen", "seen"), "through": ("output", "lse"), "wanted": ("inputs", "none"),
+    }  # fmt: skip
+    expected = {f"{name} {option}" for name, of in options.items() for option in of}
+    expected |= {"window", "scale", "outlier_key", "outlier_value", "peaked", "tolerance", "causal", "layout_query"}
+    expected |= {"grouped queries", "T = 1", "T > S", "long", "odd head", "offset far", "size_key", "wild_blind"}
+    assert not expected - found
+
+
+def test_a_failing_call_is_made_plain() -> None:
+    def fails(call: Call) -> bool:
+        return call.window is not None and call.query_len > 3
+
+    found = shrunk(
+        Call(seed=1, dtype="float64", heads=6, kv_heads=3, query_len=40, key_len=9, window=4, mask="left"), fails
+    )
+    assert found == Call(seed=1, query_len=4, window=found.window)

@@ -1,0 +1,232 @@
+"""The numbers and the tensors of a random call, and who may see whom in it; nothing here is imported from the package."""
+
+import dataclasses
+import math
+import zlib
+
+import numpy as np
+import torch
+from differential_calls import Call, slopes_dtype
+from torch import Tensor
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Arrays:
+    """The numbers of a call in float64, exactly representable in its dtype."""
+
+    query: np.ndarray  # [B, H, T, D]
+    key: np.ndarray  # [B, K, S, D]
+    value: np.ndarray  # [B, K, S, D]
+    slopes: np.ndarray  # [H] or [B, H]
+    right_slopes: np.ndarray | None
+    first: np.ndarray  # [B] position of query 0
+    key_mask: np.ndarray | None  # [B, S]
+    query_segments: np.ndarray | None  # [B, T]
+    key_segments: np.ndarray | None  # [B, S]
+    grad_output: np.ndarray  # [B, H, T, D]
+    grad_lse: np.ndarray  # [B, H, T]
+
+    def distance(self) -> np.ndarray:
+        """[B, T, S] i − j."""
+        t, s = self.query.shape[2], self.key.shape[2]
+        return (self.first[:, None] + np.arange(t))[:, :, None] - np.arange(s)
+
+    def seen(self, call: Call) -> np.ndarray:
+        """[B, H, T, S]: who may see whom."""
+        distance = self.distance()
+        seen = np.ones(distance.shape, bool)
+        if call.causal:
+            seen &= distance >= 0
+        if call.window is not None:
+            seen &= np.abs(distance) < call.window
+        if self.key_mask is not None:
+            seen &= self.key_mask[:, None]
+        if self.key_segments is not None and self.query_segments is not None:
+            seen &= self.query_segments[:, :, None] == self.key_segments[:, None]
+        seen = np.repeat(seen[:, None], call.heads, 1)
+        if self.right_slopes is not None:
+            never = np.isinf(np.broadcast_to(self.right_slopes, (call.batch, call.heads)))
+            seen &= ~(never[:, :, None, None] & (distance < 0)[:, None])
+        return seen
+
+
+def arrays(call: Call) -> Arrays:
+    """Every number of the call. A field draws from a stream of its own, so that changing one leaves the others alone."""
+
+    def stream(name: str) -> np.random.Generator:
+        return np.random.default_rng([call.seed, zlib.crc32(name.encode())])
+
+    b, h, k, t, s, d = call.batch, call.heads, call.kv_heads, call.query_len, call.key_len, call.head_dim
+    first = np.full(b, s - t if call.offset is None else call.offset)
+    if call.offset is not None and call.offset_as == "batch":
+        first[1:] += stream("offset").integers(-t - 2, s + 3, b - 1)
+    query = stream("query").standard_normal((b, h, t, d)) * call.peaked * call.size_query
+    key = stream("key").standard_normal((b, k, s, d)) * call.size_key
+    value = stream("value").standard_normal((b, k, s, d)) * call.size_value
+    for x, factor, name in ((key, call.outlier_key, "outlier key"), (value, call.outlier_value, "outlier value")):
+        rng = stream(name)
+        at = rng.random((b, k, s)) < rng.choice([0.02, 0.3, 1 / max(1, s)])
+        at[..., int(rng.integers(max(1, s))) :][..., :1] = True
+        x[at] *= factor
+    grad_output = stream("grad").standard_normal((b, h, t, d))
+    if call.layout_grad in ("zero", "one number"):
+        grad_output[:] = 0.0 if call.layout_grad == "zero" else 1.0
+    grad_lse = stream("grad lse").standard_normal((b, h, t))
+    of_query, of_key = _segments(call, stream("segments"), first)
+    found = Arrays(
+        *(_alike(call, name, _rounded(x, call.dtype)) for name, x in (("query", query), ("key", key), ("value", value))),
+        slopes=_of_one(call, _slopes(call, stream("slopes"))), right_slopes=_of_one(call, _right(call, stream("right"))),
+        first=first,
+        key_mask=_of_one(call, _mask(call, stream("mask"))), query_segments=_of_one(call, of_query),
+        key_segments=_of_one(call, of_key), grad_output=_alike(call, "grad", _rounded(grad_output, call.dtype)),
+        grad_lse=_of_one(call, _rounded(grad_lse, "float64" if call.dtype == "float64" else "float32")),
+    )  # fmt: skip
+    _spoil(call, found, stream("bad"))
+    return found
+
+
+def _rounded(x: np.ndarray, dtype: str) -> np.ndarray:
+    kind = getattr(torch, dtype)
+    most = torch.finfo(kind).max
+    return torch.from_numpy(np.clip(x, -most, most)).to(kind).double().numpy()
+
+
+def _alike(call: Call, name: str, x: np.ndarray) -> np.ndarray:
+    """[B, H, T, D], with equal numbers where the layout has only one of them."""
+    axis = {"same batch": 0, "same head": 1, "same row": 2}.get(getattr(call, f"layout_{name}"))
+    return x if axis is None or x.size == 0 else np.repeat(np.take(x, [0], axis), x.shape[axis], axis)
+
+
+def _of_one(call: Call, x: np.ndarray | None) -> np.ndarray | None:
+    """[B, ...], with equal numbers for every sequence where the layout has only those of one."""
+    same = call.layout_masks == "same batch"
+    return np.repeat(x[:1], len(x), 0) if same and x is not None and x.ndim > 1 else x
+
+
+def _slopes(call: Call, rng: np.random.Generator) -> np.ndarray:
+    """[H] or [B, H]."""
+    h = call.heads
+    whole = 2 ** int(math.log2(h))
+    published = 2.0 ** (-8 / whole * np.arange(1, whole + 1))
+    published = np.concatenate([published, 2.0 ** (-4 / whole * np.arange(1, 2 * whole + 1, 2))])[:h]
+    random = 2.0 ** rng.uniform(-8, 1, h)
+    some = rng.random(h) < 0.5
+    some[int(rng.integers(h))] = True
+    drawn = {
+        "random": random,
+        "published": published,
+        "batch": 2.0 ** rng.uniform(-8, 1, (call.batch, h)),
+        "zero": np.where(some, 0.0, random),
+        "negative": np.where(some, -0.1 * rng.random(h), random),
+        "steep negative": np.where(some, -rng.choice([0.1, 0.5, 2.0], h), random),
+        "huge": np.where(some, 1e4, random),
+        "enormous": np.where(some, 1e30, random),
+        "vanishing": np.where(some, 1e-30, random),
+        "mixed": rng.choice([0.0, -0.5, -0.01, 1e-3, 0.1, 1.0, 8.0, 1e4], (call.batch, h)),
+    }[call.slopes]
+    return _rounded(drawn, slopes_dtype(call) if call.dtype == "float64" or call.slopes_as == "low" else "float32")
+
+
+def _right(call: Call, rng: np.random.Generator) -> np.ndarray | None:
+    if call.right is None:
+        return None
+    h, random = call.heads, 2.0 ** rng.uniform(-8, 1, call.heads)
+    some = rng.random(h) < 0.5
+    drawn = {
+        "random": random,
+        "batch": 2.0 ** rng.uniform(-8, 1, (call.batch, h)),
+        "inf": np.where(some, np.inf, random),
+        "all inf": np.full(h, np.inf),
+        "zero": np.where(some, 0.0, random),
+        "negative": np.where(some, -rng.choice([0.01, 0.1, 0.5], h), random),
+        "steep": np.where(some, 1e4, random),
+    }[call.right]
+    finite = np.isfinite(drawn)
+    return np.where(finite, _rounded(np.where(finite, drawn, 0.0), "float32"), drawn)
+
+
+def _mask(call: Call, rng: np.random.Generator) -> np.ndarray | None:
+    b, s = call.batch, call.key_len
+    at, cut = np.arange(s), rng.integers(0, s + 1, (b, 1))
+    some = rng.random((b, s))
+    return {
+        None: None, "random": some < 0.6, "sparse": some < 0.05, "left": at >= cut, "right": at < cut,
+        "all": np.zeros((b, s), bool), "one": at == rng.integers(0, max(1, s), (b, 1)),
+    }[call.mask]  # fmt: skip
+
+
+def _segments(call: Call, rng: np.random.Generator, first: np.ndarray) -> tuple[np.ndarray | None, np.ndarray | None]:
+    if call.segments is None:
+        return None, None
+    names = {"few": np.arange(4), "negative": np.array([-7, -1, 0, 3]),
+             "large": np.array([-(2**62), 5, 2**32 + 5, 2**63 - 1])}[call.segment_ids]  # fmt: skip
+    of_key = rng.integers(0, 3, (call.batch, call.key_len))
+    of_query = rng.integers(0, 4, (call.batch, call.query_len))
+    if call.segments == "sorted":
+        of_key, of_query = np.sort(of_key, 1), np.sort(of_query, 1)
+    if call.segments_as == "one":
+        of_query = of_key[:, first[0] : first[0] + call.query_len]
+    return names[of_query], names[of_key]
+
+
+def _spoil(call: Call, found: Arrays, rng: np.random.Generator) -> None:
+    """Put NaN and inf where they must change nothing."""
+    if call.bad is None:
+        return
+    seen = found.seen(call)
+    by_key = seen.any(2).reshape(call.batch, call.kv_heads, call.group, call.key_len)
+    free = ~by_key.any(2)
+    if call.bad == "seen":
+        free |= rng.random(free.shape) < 0.05
+    blind = ~seen.any(3)
+    if call.bad == "seen":
+        blind |= rng.random(blind.shape) < 0.02
+    for name, at, share in (("query", blind, 0.7), ("key", free, 0.7), ("value", free, 0.7)):
+        x = getattr(found, name)
+        axis = {"same batch": 0, "same head": 1, "same row": 2}.get(getattr(call, f"layout_{name}"))
+        at = at & (rng.random(at.shape) < share)
+        if axis is not None:
+            at = np.repeat(at.all(axis, keepdims=True), at.shape[axis], axis)
+        x[at, : rng.choice([1, x.shape[-1]])] = rng.choice([np.nan, np.inf, -np.inf])
+
+
+def laid_out(x: np.ndarray, layout: str, dtype: torch.dtype) -> Tensor:
+    """The numbers [B, H, T, D] with the strides of a layout; whatever lies between them is NaN."""
+    b, h, t, d = x.shape
+    tensor = torch.from_numpy(np.ascontiguousarray(x)).to(dtype)
+
+    def inside(*shape: int) -> Tensor:
+        return torch.full(shape, math.nan, dtype=dtype)
+
+    if layout in ("same batch", "same head", "same row"):
+        axis = ("same batch", "same head", "same row").index(layout)
+        if x.shape[axis] == 0:
+            return tensor
+        return tensor.narrow(axis, 0, 1).contiguous().expand(b, h, t, d)
+    views = {
+        "transposed": lambda: inside(b, t, h, d).transpose(1, 2),
+        "packed": lambda: inside(b, t, 3, h, d)[:, :, 1].transpose(1, 2),
+        "rows apart": lambda: inside(b, h, 2 * t + 1, d)[:, :, 1::2],
+        "heads apart": lambda: inside(b, h + 2, t, d)[:, 1:-1],
+        "padded": lambda: inside(b, h, t, d + 5)[..., :d],
+        "columns": lambda: inside(b, h, d, t).mT,
+        "columns apart": lambda: inside(b, h, t, 2 * d)[..., ::2],
+        "from the middle": lambda: inside(b, h, t + 3, d)[:, :, 3:],
+    }
+    if layout not in views:
+        return tensor
+    view = views[layout]()
+    view.copy_(tensor)
+    return view
+
+
+def beside(x: np.ndarray, layout: str, dtype: torch.dtype) -> Tensor:
+    """The same for masks, segments, slopes and gradients of lse, [B, ...] or [H]."""
+    tensor = torch.from_numpy(np.ascontiguousarray(x)).to(dtype)
+    if layout == "same batch" and x.ndim > 1:
+        return tensor[:1].clone().expand(x.shape)
+    if layout == "apart":
+        wide = tensor.new_ones(*x.shape[:-1], 2 * x.shape[-1] + 1)
+        wide[..., 1::2] = tensor
+        return wide[..., 1::2]
+    return tensor

@@ -1,0 +1,246 @@
+"""How a call is answered by a backend, and held against the truth; every check is proved to fail in test_differential_fuzz."""
+
+import dataclasses
+import functools
+import math
+
+import numpy as np
+import torch
+from attention_checks import plain_attention
+from differential_arrays import Arrays, arrays, beside, laid_out
+from differential_calls import Call, slopes_dtype
+from differential_truth import Truth, truth
+from torch import Tensor
+
+from alibi_attn.attention.api import alibi_attention
+
+INPUTS = ("query", "key", "value", "slopes", "right_slopes")
+WANTED = {"all": INPUTS, "inputs": INPUTS[:3], "slopes": INPUTS[3:], "query": ("query",), "key": ("key",),
+          "none": (), "inference": ()}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Answer:
+    """By name: output, lse (if it was asked for) and the gradients that were asked for."""
+
+    results: dict[str, Tensor]
+
+
+def arguments(call: Call, numbers: Arrays) -> dict[str, object]:
+    """The keywords of alibi_attention, with the strides that were drawn."""
+    dtype, whole = getattr(torch, call.dtype), getattr(torch, call.integers)
+    inputs = {x: laid_out(getattr(numbers, x), getattr(call, f"layout_{x}"), dtype) for x in INPUTS[:3]}
+    offset: int | Tensor | None = call.offset
+    if call.offset is not None and call.offset_as != "int":
+        offset = torch.tensor(numbers.first if call.offset_as == "batch" else numbers.first[0]).to(whole)
+    segments: Tensor | tuple[Tensor, Tensor] | None = None
+    if numbers.key_segments is not None:
+        segments = beside(numbers.key_segments, call.layout_masks, whole)
+        if call.segments_as == "pair":
+            segments = beside(numbers.query_segments, call.layout_masks, whole), segments
+    mask = numbers.key_mask
+    return inputs | {
+        "slopes": None if call.slopes_as == "none" else _slopes(call, numbers.slopes),
+        "right_slopes": None if numbers.right_slopes is None else _slopes(call, numbers.right_slopes),
+        "causal": call.causal, "window": call.window, "scale": call.scale, "query_offset": offset,
+        "key_mask": None if mask is None else beside(mask, call.layout_masks, torch.bool), "segment_ids": segments,
+        "tolerance": call.tolerance, "return_lse": call.return_lse,
+    }  # fmt: skip
+
+
+def answer(call: Call, numbers: Arrays, attention=alibi_attention, **extra: object) -> Answer:
+    """Output, lse and the gradients that the call wants; what was given must be as it was."""
+    given = arguments(call, numbers)
+    tensors = [x for entry in given.values() for x in (entry if isinstance(entry, tuple) else (entry,))]
+    tensors = [x for x in tensors if isinstance(x, Tensor)]
+    before = [x.clone() for x in tensors]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(call.threads)
+    try:
+        results = _answered(call, numbers, given, functools.partial(attention, **extra))
+    finally:
+        torch.set_num_threads(threads)
+    for old, new in zip(before, tensors, strict=True):
+        assert torch.equal(old.nan_to_num(), new.detach().nan_to_num()), "an argument has been written to"
+    return Answer(results)
+
+
+def _answered(call: Call, numbers: Arrays, given: dict, attention) -> dict[str, Tensor]:
+    leaves = {x: given[x] for x in WANTED[call.wanted] if isinstance(given[x], Tensor)}
+    for leaf in leaves.values():
+        leaf.requires_grad_()
+    with torch.inference_mode(call.wanted == "inference"), torch.set_grad_enabled(bool(leaves)):
+        found = attention(**given)
+    output, lse = found if call.return_lse else (found, None)
+    results = {"output": output.detach()} | ({} if lse is None else {"lse": lse.detach()})
+    if not leaves:
+        return results
+    outputs, grads = [], []
+    if call.through != "lse":
+        outputs.append(output)
+        grads.append(_grad_output(call, numbers))
+    if call.through != "output":
+        outputs.append(lse)
+        grads.append(beside(_wild(call, numbers, numbers.grad_lse), call.layout_masks, lse.dtype))
+    gradients = torch.autograd.grad(outputs, list(leaves.values()), grads, allow_unused=True)
+    return results | {
+        x: torch.zeros_like(leaves[x]) if g is None else g for x, g in zip(leaves, gradients, strict=True)
+    }
+
+
+def assert_agrees(call: Call, backend: str) -> dict[str, float]:
+    """The call is answered as the truth has it. Returns the largest error of every result as a share of what is allowed."""
+    numbers = arrays(call)
+    got = answer(call, numbers, backend=backend)
+    if call.seed % 16 == 0:
+        again = answer(call, numbers, backend=backend).results
+        for name, result in got.results.items():
+            same = torch.equal(result.nan_to_num(), again[name].nan_to_num())
+            assert same, f"{name} has other bits when the call is repeated"
+    return assert_right(call, numbers, got, bits=_bits(call, backend))
+
+
+def assert_right(call: Call, numbers: Arrays, got: Answer, *, bits: int | None = None) -> dict[str, float]:
+    """Every number of an answer is as close to the truth as rounding and skipping allow, or twice as far as plain PyTorch.
+
+    Of inputs so huge that their products leave fp32, what plain PyTorch answers with a number must be one too, and in fp16, whose
+    numbers end at 65,504. `bits` is how good an exponential is, where it is worse than usual.
+    """
+    true = truth(call, numbers, bits=bits)
+    plain: dict[str, Tensor] = {}
+    blind = ~true.seen.any(-1)
+    names = ["output", *(["lse"] if call.return_lse else [])]
+    names += [x for x in WANTED[call.wanted] if x in got.results or x in INPUTS[:3]]
+    expected_dtype = dict.fromkeys(("output", *INPUTS[:3]), call.dtype) | {
+        "lse": "float64" if call.dtype == "float64" else "float32"
+    }
+    shares = {}
+    for name in names:
+        result, exact, error = got.results[name], true.exact[name], true.error[name]
+        assert tuple(result.shape) == exact.shape, f"{name} has shape {list(result.shape)}, not {list(exact.shape)}"
+        if name in expected_dtype:
+            assert result.dtype == getattr(torch, expected_dtype[name]), f"{name} is {result.dtype}"
+        ours = result.double().numpy()
+        checked = _checked(call, numbers, true, name)
+        if name == "lse":
+            assert (ours[blind & checked] == -math.inf).all(), "lse of a query that sees nothing is not −inf"
+            checked = checked & ~blind
+        if name == "output" and call.bad == "seen":
+            spoiled = ~np.isfinite(ours).all(-1) | np.isinf(numbers.query).any(-1)
+            assert (spoiled | checked.all(-1)).all(), "a query that sees NaN or inf is answered as if it did not"
+        if name in ("output", "query"):
+            assert (ours[blind] == 0).all(), f"{name} of a query that sees nothing is not zero"
+        if name in ("key", "value") and not call.is_huge and call.bad != "seen":
+            unseen = ~true.seen.any(2).reshape(call.batch, call.kv_heads, call.group, call.key_len).any(2)
+            assert (ours[unseen] == 0).all(), f"the gradient of a {name} that nobody may see is not zero"
+        shares[name] = _share(call, numbers, name, (ours, exact, error), checked, plain, result.dtype)
+    return shares
+
+
+def _share(call: Call, numbers: Arrays, name: str, triple: tuple, checked: np.ndarray, plain: dict, dtype) -> float:
+    """The largest error as a share of what is allowed; raises where it is more."""
+    ours, exact, error = triple
+    most = torch.finfo(dtype).max
+    off = np.abs(np.subtract(ours, exact, out=np.zeros_like(exact), where=checked))
+    beyond = ~(np.abs(exact) + error < most)  # where the dtype may end
+    wrong = checked & ~beyond & ~(off <= error)
+    fits = checked & ~beyond & (error > 0) & ~wrong
+    share = float((off[fits] / error[fits]).max(initial=0.0))
+    if not wrong.any():
+        return share
+    if not plain:
+        plain.update(plainly(call, numbers).results)
+    theirs = plain[name].double().numpy()
+    fine = np.isfinite(theirs)
+    if call.is_huge or call.dtype == "float16":
+        wrong &= fine
+    if call.is_huge and name in INPUTS and not bool(plain["output"].isfinite().all()):
+        return share  # scores left fp32, and what comes of them is nobody's to say
+    apart = np.abs(np.subtract(theirs, exact, out=np.zeros_like(exact), where=fine & checked & ~beyond))
+    axes = tuple(range(2, apart.ndim))
+    allowed = error + 2 * (apart.max(axes, keepdims=True) if axes else apart.max(initial=0.0))
+    still = wrong & ~(off <= allowed)
+    if still.any():
+        lost = ~np.isfinite(ours) & still
+        worst = np.unravel_index(np.argmax(np.where(lost, np.inf, np.where(still, off / allowed, 0.0))), off.shape)
+        at = list(map(int, worst))
+        raise AssertionError(
+            f"{name} is {ours[worst]:.8g} at {at} but should be {exact[worst]:.8g} ± {allowed[worst]:.2g} "
+            f"(rounding {error[worst]:.2g}; plain PyTorch {theirs[worst]:.8g}); {int(still.sum())} of {still.size} wrong"
+        )
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return max(share, float((off[wrong] / allowed[wrong]).max(initial=0.0)))
+
+
+def _bits(call: Call, backend: str) -> int | None:
+    """Of the exponential in torch's fused operator on the CPU: in bf16 it is good to 13, from 16 keys on."""
+    if backend not in ("banded", "dense") or call.dtype == "float64":
+        return None
+    return 13 if call.dtype == "bfloat16" else 20
+
+
+def plainly(call: Call, numbers: Arrays) -> Answer:
+    """Eager PyTorch in the call's dtype, of inputs without what nobody may see."""
+    seen = numbers.seen(call)
+    blind = ~seen.any(-1)
+    clean = {x: _clean(getattr(numbers, x)) for x in ("key", "value")}
+    clean["query"] = np.where(blind[..., None], 0.0, _clean(numbers.query))
+    given = dataclasses.replace(numbers, **clean)
+    call = dataclasses.replace(
+        call, wild_blind=False, return_lse=True, slopes_as="float64" if call.slopes_as == "none" else call.slopes_as,
+        **{f"layout_{x}": "contiguous" for x in INPUTS[:3]},
+    )  # fmt: skip
+
+    def attention(*, tolerance, return_lse, slopes, right_slopes, **rest):
+        wide = torch.float64 if call.dtype == "float64" else torch.float32
+        slopes = torch.as_tensor(slopes, dtype=wide)
+        right = None if right_slopes is None else torch.as_tensor(right_slopes, dtype=wide)
+        if right is not None:  # inf·0 is NaN
+            rest["slopes"], rest["right_slopes"] = slopes, right
+        return plain_attention(**rest) if right is not None else plain_attention(slopes=slopes, **rest)
+
+    return answer(call, given, attention)
+
+
+def _poisoned(call: Call, numbers: Arrays, true: Truth) -> np.ndarray:
+    """[B, H, T]: the queries that see NaN or inf, in themselves or in a key or value."""
+    bad = ~(np.isfinite(numbers.key).all(-1) & np.isfinite(numbers.value).all(-1))
+    sees = (true.seen & np.repeat(bad, call.group, 1)[:, :, None]).any(-1)
+    return sees | (~np.isfinite(numbers.query).all(-1) & true.seen.any(-1))
+
+
+def _checked(call: Call, numbers: Arrays, true: Truth, name: str) -> np.ndarray:
+    """Which numbers of a result are asked for: not those of queries that see NaN or inf, nor what comes to keys from them."""
+    exact = true.exact[name]
+    if call.bad != "seen":
+        return np.ones(exact.shape, bool)
+    if name not in ("output", "lse", "query"):
+        return np.zeros(exact.shape, bool)
+    fine = ~_poisoned(call, numbers, true)
+    return np.broadcast_to(fine[..., None] if exact.ndim == 4 else fine, exact.shape)
+
+
+def _clean(x: np.ndarray) -> np.ndarray:
+    return np.where(np.isfinite(x).all(-1, keepdims=True), x, 0.0)
+
+
+def _slopes(call: Call, numbers: np.ndarray) -> Tensor | list:
+    if call.slopes_as == "list":
+        return numbers.tolist()
+    return beside(numbers, call.layout_masks, getattr(torch, slopes_dtype(call)))
+
+
+def _grad_output(call: Call, numbers: Arrays) -> Tensor:
+    dtype = getattr(torch, call.dtype)
+    if call.layout_grad in ("zero", "one number"):
+        number = 1.0 if call.layout_grad == "one number" else 0.0
+        return torch.tensor(number, dtype=dtype).expand(numbers.grad_output.shape)
+    return laid_out(_wild(call, numbers, numbers.grad_output), call.layout_grad, dtype)
+
+
+def _wild(call: Call, numbers: Arrays, grad: np.ndarray) -> np.ndarray:
+    """With NaN for queries that see nothing, where no stride is 0."""
+    if not call.wild_blind or call.layout_grad.startswith("same") or call.layout_masks == "same batch":
+        return grad
+    blind = ~numbers.seen(call).any(-1)
+    return np.where(blind[..., None] if grad.ndim == 4 else blind, math.nan, grad)

@@ -1,0 +1,233 @@
+"""A differential fuzz of the whole contract: random calls, answered by every backend, held against float64 number by number.
+
+    python tests/support/differential_fuzz.py --draws 100000 --backends native banded --processes 2 --out results
+    python tests/support/differential_fuzz.py --first-seed 25 --draws 1 --backends native       # one call again
+    python tests/support/differential_fuzz.py --first-seed 25 --draws 1 --backends native --shrink   # as plain as it still fails
+
+`differential_calls.py` draws, `differential_truth.py` has the truth and how far rounding may lead from it,
+`differential_checks.py` compares. A failure is printed when it is found, as a call that reproduces it; Ctrl-C stops, and what was
+done by then is reported, and kept as a record where `--out` says so. To go on, begin at the seed that it names.
+"""
+
+import argparse
+import collections
+import concurrent.futures
+import dataclasses
+import datetime
+import multiprocessing
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from differential_arrays import arrays
+from differential_calls import Call, draw, settled
+from differential_checks import assert_agrees, assert_right
+
+from alibi_attn import records
+
+JAX = ("jax-dense", "jax-loop")
+TOGETHER = 25  # draws that a process takes at a time
+WRONG = (
+    AssertionError,
+    ValueError,
+    TypeError,
+    RuntimeError,
+    IndexError,
+)  # a refusal or a crash is as wrong as a number
+
+
+@dataclasses.dataclass
+class Tally:
+    """What came of some draws of one backend."""
+
+    draws: int = 0
+    failures: list[tuple[int, str]] = dataclasses.field(default_factory=list)  # (seed, call and reason)
+    shares: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)  # the worst, by result
+    features: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)  # calls that have it
+
+    def add(self, other: "Tally") -> None:
+        self.draws += other.draws
+        self.failures += other.failures
+        self.features += other.features
+        self.shares |= other.shares  # the larger of each
+
+
+def drawn(seed: int, backend: str) -> Call:
+    """The call of a seed, as far as a backend can answer it: JAX compiles for every shape, and Triton's interpreter is slow."""
+    call = draw(seed)
+    if backend in JAX:
+        from differential_jax import of_shape
+
+        return of_shape(call, backend)
+    if backend == "fused":
+        low = call.dtype if call.dtype in ("float16", "float32") else "float32"
+        group = min(call.group, 2)
+        call = dataclasses.replace(
+            call, dtype=low, batch=min(call.batch, 2), kv_heads=1, heads=group, query_len=call.query_len % 200,
+            key_len=call.key_len % 270, threads=1, slopes_as="float32",
+        )  # fmt: skip
+        return settled(call)
+    return call
+
+
+def check(call: Call, backend: str) -> dict[str, float]:
+    """`assert_agrees` for every backend, JAX's among them."""
+    if backend not in JAX:
+        return assert_agrees(call, backend)
+    from differential_jax import jax_answer
+
+    numbers = arrays(call)
+    return assert_right(call, numbers, jax_answer(call, numbers, backend))
+
+
+def fuzz(backend: str, seeds: range) -> Tally:
+    """Answer the calls of these seeds."""
+    tally = Tally()
+    for seed in seeds:
+        call = drawn(seed, backend)
+        tally.draws += 1
+        tally.features.update(features(call))
+        try:
+            tally.shares |= collections.Counter(check(call, backend))
+        except WRONG as error:
+            tally.failures.append((seed, f"{call}\n    {type(error).__name__}: {error}"))
+    return tally
+
+
+def features(call: Call) -> Iterator[str]:
+    """What is special about a call: every field that is not as plain as can be, and a few relations."""
+    for field in dataclasses.fields(call):
+        value = getattr(call, field.name)
+        if field.name in ("seed", "heads", "query_len", "key_len", "head_dim", "batch", "kv_heads", "offset"):
+            continue
+        if value != field.default:
+            words = isinstance(value, str) and not field.name.startswith("layout_")
+            yield f"{field.name} {value}" if words else field.name
+    relations = {
+        "grouped queries": call.group > 1, "T = 1": call.query_len == 1, "T > S": call.query_len > call.key_len,
+        "long": max(call.query_len, call.key_len) >= 700, "odd head": call.head_dim % 2 == 1,
+        "offset": call.offset is not None, "offset far": call.offset is not None and abs(call.offset) > 10_000,
+    }  # fmt: skip
+    yield from (name for name, holds in relations.items() if holds)
+
+
+def plainest(call: Call, backend: str) -> Call:
+    """A plainer call that a backend still answers wrongly; refusals do not count, unless the call itself is refused."""
+
+    def kind(call: Call) -> type[Exception] | None:
+        try:
+            check(call, backend)
+        except WRONG as error:
+            return type(error)
+        return None
+
+    first = kind(call)
+    return call if first is None else shrunk(call, lambda plainer: kind(plainer) is first)
+
+
+def shrunk(call: Call, fails: Callable[[Call], bool]) -> Call:
+    """A plainer call that still fails: fields at their defaults, and smaller numbers, one after another."""
+    again = fails(call)
+    while again:
+        again = False
+        for plainer in _plainer(call):
+            if fails(plainer):
+                call, again = plainer, True
+                break
+    return call
+
+
+def _plainer(call: Call) -> Iterator[Call]:
+    for field in dataclasses.fields(call):
+        value = getattr(call, field.name)
+        if field.name == "seed" or value == field.default:
+            continue
+        changes: dict[str, object] = {field.name: field.default}
+        if field.name == "heads":
+            changes["kv_heads"] = 1
+        if field.name == "kv_heads":
+            changes["heads"] = call.group
+        if field.name == "return_lse" or (field.name == "through" and value == "output"):
+            continue
+        yield dataclasses.replace(call, **changes)
+        if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 2 and field.name != "kv_heads":
+            for less in (value // 2, value - 1 if value > 0 else value + 1):
+                if field.name != "heads":
+                    yield dataclasses.replace(call, **{field.name: less})
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--draws", type=int, default=1000)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--backends", nargs="+", default=["reference", "dense", "banded", "native"])
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--out", type=Path, help="folder of the records; none is kept without it")
+    parser.add_argument("--shrink", action="store_true", help="make every failing call as plain as it still fails")
+    asked = parser.parse_args(arguments)
+    failed = False
+    for backend in asked.backends:
+        started = datetime.datetime.now(datetime.UTC)
+        tally, stopped = _over_processes(backend, asked)
+        print(_report(backend, tally), flush=True)
+        failed |= bool(tally.failures)
+        if asked.out is not None and tally.draws:
+            print(records.save(_record(backend, asked.first_seed, tally, started), asked.out))
+        if stopped:
+            print(f"stopped; go on with --first-seed {asked.first_seed + tally.draws}")
+            return 130
+    return int(failed)
+
+
+def _over_processes(backend: str, asked: argparse.Namespace) -> tuple[Tally, bool]:
+    """(what came of the draws, in the order of their seeds, whether it was stopped before the last)."""
+    tally, end = Tally(), asked.first_seed + asked.draws
+    parts = [range(start, min(start + TOGETHER, end)) for start in range(asked.first_seed, end, TOGETHER)]
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(asked.processes, mp_context=context, initializer=_prepare) as executor:
+        try:
+            for number, part in enumerate(executor.map(fuzz, [backend] * len(parts), parts)):
+                tally.add(part)
+                for seed, words in part.failures:
+                    print(f"WRONG {backend} seed {seed}: {words}", flush=True)
+                    if asked.shrink:
+                        print(f"    as plain as it still fails: {plainest(drawn(seed, backend), backend)}", flush=True)
+                if number % 20 == 19:
+                    print(f"{backend}: {tally.draws} draws, {len(tally.failures)} failures", flush=True)
+        except KeyboardInterrupt:
+            executor.shutdown(wait=False, cancel_futures=True)
+            return tally, True
+    return tally, False
+
+
+def _report(backend: str, tally: Tally) -> str:
+    worst = ", ".join(f"{name} {share:.3f}" for name, share in sorted(tally.shares.items()))
+    return f"{backend}: {tally.draws} draws, {len(tally.failures)} failures; worst share of the allowed error: {worst}"
+
+
+def _record(backend: str, first_seed: int, tally: Tally, started: datetime.datetime) -> records.Record:
+    names = sorted(tally.features)
+    metrics: dict[str, float | None] = {"draws": tally.draws, "failures": len(tally.failures)}
+    metrics |= {f"worst_share_{name}": tally.shares[name] for name in sorted(tally.shares)}
+    return records.make(
+        "conformance", f"differential/{backend}", config={"draws": tally.draws, "first_seed": first_seed},
+        metrics=metrics, started=started,
+        curves={
+            "failures": {"seed": [seed for seed, _ in tally.failures], "call": [words for _, words in tally.failures]},
+            "features": {"feature": names, "calls": [tally.features[name] for name in names]},
+        },
+    )  # fmt: skip
+
+
+def _prepare() -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    warnings.filterwarnings(
+        "ignore", category=RuntimeWarning, module="triton"
+    )  # its interpreter computes what is not used
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,62 @@
+"""The random calls of `differential_calls.py`, answered by the JAX function, in a few shapes, for compiling takes longest."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from differential_arrays import Arrays
+from differential_calls import Call, settled
+from differential_checks import WANTED, Answer
+
+from alibi_attn.jax.attention import alibi_attention
+
+SHAPES = {
+    "jax-dense": {"batch": 2, "heads": 4, "kv_heads": 2, "query_len": 23, "key_len": 37, "head_dim": 7},
+    "jax-loop": {"batch": 1, "heads": 2, "kv_heads": 1, "query_len": 190, "key_len": 260, "head_dim": 16},
+}
+NO_WINDOW = 10**7
+
+
+def of_shape(call: Call, backend: str) -> Call:
+    """The call in the shape of a backend, in fp32; strides are PyTorch's."""
+    layouts = {f"layout_{name}": "contiguous" for name in ("query", "key", "value", "masks")}
+    alike = call.layout_grad if call.layout_grad in ("zero", "one number") else "contiguous"
+    changes = layouts | {"layout_grad": alike, "dtype": "float32", "slopes_as": "float32", "integers": "int64"}
+    return settled(dataclasses.replace(call, **SHAPES[backend], **changes))
+
+
+def jax_answer(call: Call, numbers: Arrays, backend: str) -> Answer:
+    """Output, lse and the gradients that the call wants. What hides nothing stands where the call has nothing."""
+    b, t, s = call.batch, call.query_len, call.key_len
+    given = {
+        name: jnp.asarray(np.swapaxes(getattr(numbers, name), 1, 2), jnp.float32) for name in ("query", "key", "value")
+    }
+    given["slopes"] = jnp.asarray(numbers.slopes, jnp.float32)
+    if numbers.right_slopes is not None:
+        given["right_slopes"] = jnp.asarray(numbers.right_slopes, jnp.float32)
+    pair = numbers.query_segments, numbers.key_segments
+    if pair[1] is None:
+        pair = np.zeros((b, t), np.int64), np.zeros((b, s), np.int64)
+    rest = {
+        "causal": call.causal, "window": call.window or NO_WINDOW, "scale": call.factor,
+        "query_offset": numbers.first, "segment_ids": pair,
+        "key_mask": np.ones((b, s), bool) if numbers.key_mask is None else numbers.key_mask,
+        "tolerance": call.share, "backend": backend.removeprefix("jax-"),
+    }  # fmt: skip
+    (output, lse), pull = jax.vjp(lambda arrays: alibi_attention(**arrays, **rest, return_lse=True), given)
+    results = {"output": _torch(output)} | ({"lse": _torch(lse)} if call.return_lse else {})
+    if WANTED[call.wanted]:
+        blind = ~numbers.seen(call).any(-1) if call.wild_blind else np.zeros(lse.shape, bool)
+        grad = np.where(blind[..., None], np.nan, numbers.grad_output * (call.through != "lse"))
+        grad_lse = np.where(blind, np.nan, numbers.grad_lse * (call.through != "output"))
+        (found,) = pull((jnp.asarray(np.swapaxes(grad, 1, 2), jnp.float32), jnp.asarray(grad_lse, jnp.float32)))
+        results |= {name: _torch(found[name]) for name in WANTED[call.wanted] if name in found}
+    return Answer(results)
+
+
+def _torch(x: jax.Array) -> torch.Tensor:
+    """[B, T, H, D] -> [B, H, T, D]; anything else as it is."""
+    array = np.array(x)
+    return torch.from_numpy(np.swapaxes(array, 1, 2).copy() if array.ndim == 4 else array)
