@@ -34,7 +34,7 @@ LAYERS = {
 }
 # Inside attention/, lowest first; those in one row do not import one another.
 ATTENTION_ROWS = (
-    ("spec",),
+    ("spec", "transforms"),
     ("visibility",),
     ("bias", "lower", "kernels"),
     ("bounds",),

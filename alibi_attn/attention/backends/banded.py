@@ -22,6 +22,7 @@ from alibi_attn.attention.bounds import PIN_CHOICES, TILE, Bounds, bounds, first
 from alibi_attn.attention.masks import HeadMasks, Masks, key_view, query_view
 from alibi_attn.attention.operators import Plan, clean, described, operator
 from alibi_attn.attention.spec import AttentionSpec
+from alibi_attn.attention.transforms import why_not_compiled
 
 Spec = AttentionSpec[Tensor]
 
@@ -35,7 +36,7 @@ def why_not(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> str | None
         return f"it runs on the CPU but query is on {query.device}"
     if spec.dropout_p > 0:
         return f"it has no dropout but dropout_p is {spec.dropout_p}"
-    return None
+    return why_not_compiled()
 
 
 def plan(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> tuple[Bounds, list[list[list[Piece]]]]:

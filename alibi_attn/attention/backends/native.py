@@ -21,6 +21,7 @@ from alibi_attn.attention.native import library
 from alibi_attn.attention.operators import Plan, clean, described, operator
 from alibi_attn.attention.ranges import OUTLIERS, Ranges
 from alibi_attn.attention.spec import AttentionSpec, dtype_name
+from alibi_attn.attention.transforms import why_not_compiled
 
 Spec = AttentionSpec[Tensor]
 
@@ -40,7 +41,7 @@ def why_not(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> str | None
         return f"it runs on the CPU but query is on {query.device}"
     if spec.dropout_p > 0:
         return f"it has no dropout but dropout_p is {spec.dropout_p}"
-    return _is_built()
+    return why_not_compiled() or _is_built()
 
 
 def visits(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor]:
