@@ -32,7 +32,7 @@ LAYERS = {
 }
 # The rooms of attention/, lowest first; those in one row do not import one another, and inside a room all is free.
 ATTENTION_ROWS = (
-    ("spec",),
+    ("spec", "transforms"),
     ("visibility",),
     ("bias", "certificate"),
     ("custom_op",),

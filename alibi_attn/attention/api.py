@@ -8,11 +8,11 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from alibi_attn.attention import dispatch, explanation
+from alibi_attn.attention import dispatch, explanation, transforms
 from alibi_attn.attention.bias import Slopes
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.validation import SegmentIds, make_spec
-from alibi_attn.attention.visibility import first_positions
+from alibi_attn.attention.visibility import largest_distance
 
 
 @overload
@@ -138,7 +138,7 @@ def alibi_attention(
         query_offset=query_offset, key_mask=key_mask, segment_ids=segment_ids, dropout_p=dropout_p,
         tolerance=tolerance, return_lse=return_lse,
     )  # fmt: skip
-    query, key, value, spec = _once(query, key, value, spec)
+    query, key, value, spec = _differentiable_once(query, key, value, spec)
     name = dispatch.choose(backend, spec, query, key, value)
     if spec.query_len == 0 or spec.key_len == 0:
         output, lse = _nothing(spec, query, key, value)
@@ -187,7 +187,7 @@ def head_reach(
     name = dispatch.choose(backend, spec, query, key, key)
     with torch.no_grad():
         visited = dispatch.BACKENDS[name].visits(spec, query, key, None)
-    most = _largest_distance(spec, query.device)[:, None].expand(-1, spec.num_heads)
+    most = largest_distance(spec, query.device)[:, None].expand(-1, spec.num_heads)
     return most.clone() if visited is None else torch.minimum(visited[0], most)
 
 
@@ -242,26 +242,13 @@ def _without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
 
-def _once(
+def _differentiable_once(
     query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, AttentionSpec[Tensor]]:
-    """Mark the inputs so that second derivatives raise on every backend alike, instead of being wrong on some."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return query, key, value, spec
-    right = spec.right_slopes
-    spec = dataclasses.replace(spec, slopes=_mark(spec.slopes), right_slopes=None if right is None else _mark(right))
-    return _mark(query), _mark(key), _mark(value), spec
-
-
-def _largest_distance(spec: AttentionSpec[Tensor], device: torch.device) -> Tensor:
-    """[B] int64: 1 + the largest |i − j| of a query and a key that causality and the window let meet; 0 where none do."""
-    first = first_positions(spec, device).expand(spec.batch)
-    if spec.query_len == 0 or spec.key_len == 0:
-        return torch.zeros_like(first)
-    most = first + spec.query_len  # of the last query and key 0
-    if not spec.causal:
-        most = torch.maximum(most, spec.key_len - first)
-    return most.clamp(min=0, max=spec.window)
+    """The inputs, such that second derivatives and forward mode raise on every backend alike, instead of being wrong on some."""
+    slopes = (spec.slopes,) if spec.right_slopes is None else (spec.slopes, spec.right_slopes)
+    query, key, value, left, *right = transforms.once(query, key, value, *slopes)
+    return query, key, value, dataclasses.replace(spec, slopes=left, right_slopes=right[0] if right else None)
 
 
 def _nothing(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -272,40 +259,3 @@ def _nothing(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Ten
     zero = torch.stack([x.masked_fill(everywhere, 0.0).sum().to(query.dtype) for x in inputs]).sum()
     output = query.masked_fill(everywhere, 0.0) + zero
     return output, output.sum(-1).to(torch.promote_types(query.dtype, torch.float32)) - math.inf
-
-
-def _mark(tensor: Tensor) -> Tensor:
-    marked: Tensor = _Once.apply(tensor)  # type: ignore[no-untyped-call]
-    return marked
-
-
-class _Once(torch.autograd.Function):
-    """The identity, differentiable once."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        ctx.save_for_backward(tensor)
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():
-            return gradient
-        (tensor,) = ctx.saved_tensors
-        guarded: Tensor = _NoSecondDerivative.apply(gradient, tensor)  # type: ignore[no-untyped-call]
-        return guarded
-
-
-class _NoSecondDerivative(torch.autograd.Function):
-    """A gradient that stays connected to its input, so that whoever differentiates it again is told."""
-
-    @staticmethod
-    def forward(ctx: Any, gradient: Tensor, tensor: Tensor) -> Tensor:
-        return gradient.view_as(gradient)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise RuntimeError(
-            "alibi_attention is differentiable once, and second derivatives were asked for; "
-            "write out softmax(scale·q·kᵀ + alibi_bias(...))·v for those"
-        )

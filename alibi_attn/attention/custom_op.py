@@ -1,64 +1,79 @@
-"""A forward and a backward on the CPU as one operator of torch's, so that autograd, torch.compile and autocast take it as it is.
+"""A forward and a backward on the CPU as one operator, that autograd, torch.func, torch.compile and autocast take as it is.
 
 A backend brings two functions over a description and clean tensors; what an operator can carry, what bad numbers do to a result
 and what is saved for backward are the same for all of them and stand here.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from alibi_attn.attention.spec import AttentionSpec
+from alibi_attn.attention.transforms import Mapped, transformable
 from alibi_attn.attention.visibility import are_finite, first_positions, rows_that_see
 
 Spec = AttentionSpec[Tensor]
-Plan = tuple[Tensor, Tensor, Tensor]  # what forward visited, for backward to visit the same
-Forward = Callable[[Spec, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Plan]]
+
+
+class Saved(NamedTuple):
+    """What forward leaves for backward; both begin with the batch, for vmap, and may be of any width.
+
+    Args:
+        visited: [B, …] integers: which keys, for backward to visit the same.
+        rows: [B, …] in fp32 or better: what else backward wants to know of the rows of the softmax.
+    """
+
+    visited: Tensor
+    rows: Tensor
+
+
+Forward = Callable[[Spec, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Saved]]
 Backward = Callable[
-    [Spec, Sequence[Tensor], Tensor, Tensor | None, tuple[Tensor, Tensor, Tensor], Tensor, Tensor, bool],
+    [Spec, Saved, Tensor, Tensor | None, tuple[Tensor, Tensor, Tensor], Tensor, Tensor, bool],
     tuple[Tensor, Tensor, Tensor, Tensor],
 ]
 Run = Callable[[Spec, Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 
 
-def operator(name: str, forward: Forward, backward: Backward, empty_plan: Callable[[Tensor, Tensor], Plan]) -> Run:
+def operator(name: str, forward: Forward, backward: Backward, empty_saved: Callable[[Tensor, Tensor], Saved]) -> Run:
     """The backend's `run`; registers `alibi_attn::{name}_forward` and `alibi_attn::{name}_backward`.
 
     Args:
-        forward: (spec, query, key, value) -> (output, lse, plan), all tensors finite and with a last stride of 1; lse −inf
+        forward: (spec, query, key, value) -> (output, lse, saved), all tensors finite and with a last stride of 1; lse −inf
             where a query sees nothing. output and lse in fp32 or better.
-        backward: (spec, plan, grad_output, grad_lse or None, (query, key, value), output, lse, slopes_wanted) -> gradients of
+        backward: (spec, saved, grad_output, grad_lse or None, (query, key, value), output, lse, slopes_wanted) -> gradients of
             query, key, value, and [2, B, H] fp64 of the slopes and right slopes, zeros if not wanted; lse is 0 for a query that
             sees nothing.
-        empty_plan: (query, key) -> three tensors of a plan's shapes and dtypes, of which only those are read.
+        empty_saved: (query, key) -> tensors of the shapes and dtypes of `Saved`, of which only those are read.
     """
 
     @torch.library.custom_op(f"alibi_attn::{name}_forward", mutates_args=())
     def forward_op(
-        query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, right_slopes: Tensor | None, first: Tensor,
+        query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, right_slopes: Tensor | None, first: Tensor, scale: Tensor,
         key_mask: Tensor | None, query_segments: Tensor | None, key_segments: Tensor | None,
-        causal: bool, window: int | None, scale: float, tolerance: float, return_lse: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        causal: bool, window: int | None, tolerance: float, return_lse: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         masks = key_mask, query_segments, key_segments
-        spec = _spec(query, key, slopes, right_slopes, first, masks, causal, window, scale, tolerance)
+        spec = _spec(query, key, slopes, right_slopes, first, masks, causal, window, float(scale), tolerance)
         q, k, v, poison = clean(spec, query, key, value)
-        output, lse, plan = forward(spec, q, k, v)
+        output, lse, saved = forward(spec, q, k, v)
         if poison is not None:
             output += poison[..., None]
             lse += poison
-        return output.to(query.dtype), lse, *plan
+        return output.to(query.dtype), lse, *saved
 
     @torch.library.custom_op(f"alibi_attn::{name}_backward", mutates_args=())
     def backward_op(
         grad_output: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, output: Tensor,
-        lse: Tensor, slopes: Tensor, right_slopes: Tensor | None, first: Tensor, key_mask: Tensor | None,
-        query_segments: Tensor | None, key_segments: Tensor | None, plan: list[Tensor],
-        causal: bool, window: int | None, scale: float, slopes_wanted: bool,
+        lse: Tensor, slopes: Tensor, right_slopes: Tensor | None, first: Tensor, scale: Tensor, key_mask: Tensor | None,
+        query_segments: Tensor | None, key_segments: Tensor | None, visited: Tensor, rows: Tensor,
+        causal: bool, window: int | None, slopes_wanted: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         masks = key_mask, query_segments, key_segments
-        spec = _spec(query, key, slopes, right_slopes, first, masks, causal, window, scale, 0.0)
+        spec = _spec(query, key, slopes, right_slopes, first, masks, causal, window, float(scale), 0.0)
         q, k, v, _ = clean(spec, query, key, value)
         out, grad = output.to(q.dtype), _rows(grad_output.to(q.dtype))
         blind = lse == -math.inf
@@ -66,7 +81,7 @@ def operator(name: str, forward: Forward, backward: Backward, empty_plan: Callab
             # What comes for a query that sees nothing reaches no gradient, whatever it is; lse 0 makes its weights exp(−inf) = 0.
             lse, grad = lse.masked_fill(blind, 0.0), grad.masked_fill(blind[..., None], 0.0)
             grad_lse = None if grad_lse is None else grad_lse.masked_fill(blind, 0.0)
-        *grads, dslope = backward(spec, plan, grad, grad_lse, (q, k, v), out, lse, slopes_wanted)
+        *grads, dslope = backward(spec, Saved(visited, rows), grad, grad_lse, (q, k, v), out, lse, slopes_wanted)
         dslopes = [
             dslope[side].clone() if s is not None and s.ndim == 2 else dslope[side].sum(0)
             for side, s in enumerate((slopes, right_slopes))
@@ -74,22 +89,23 @@ def operator(name: str, forward: Forward, backward: Backward, empty_plan: Callab
         dq, dk, dv = (gradient.to(query.dtype) for gradient in grads)
         return dq, dk, dv, dslopes[0].to(slopes.dtype), dslopes[1].to(slopes.dtype)
 
-    def save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-        *tensors, ctx.causal, ctx.window, ctx.scale, _tolerance, ctx.return_lse = inputs
-        query, key, value, *description = tensors
-        out, lse, *plan = output
-        ctx.save_for_backward(query, key, value, out, lse, *description, *plan)
-        ctx.mark_non_differentiable(*plan)
+    gradients = transformable(backward_op)
 
-    def differentiate(ctx, grad_output, grad_lse, *_integers):  # type: ignore[no-untyped-def]
+    def save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+        *tensors, ctx.causal, ctx.window, _tolerance, ctx.return_lse = inputs
+        query, key, value, *description = tensors
+        out, lse, *saved = output
+        ctx.save_for_backward(query, key, value, out, lse, *description, *saved)
+        ctx.mark_non_differentiable(*saved)
+
+    def differentiate(ctx, grad_output, grad_lse, *_saved):  # type: ignore[no-untyped-def]
         slopes_wanted = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
-        saved, plan = ctx.saved_tensors[:-3], list(ctx.saved_tensors[-3:])
+        saved = ctx.saved_tensors  # once: what recomputes them or brings them back does so at every look
         if grad_output is None:
             grad_output = torch.zeros_like(saved[3])
         grad_lse = grad_lse if ctx.return_lse else None
-        dq, dk, dv, dslopes, dright = backward_op(
-            grad_output, grad_lse, *saved, plan, ctx.causal, ctx.window, ctx.scale, slopes_wanted
-        )
+        numbers = ctx.causal, ctx.window, slopes_wanted
+        dq, dk, dv, dslopes, dright = gradients(grad_output, grad_lse, *saved, *numbers)
         if not slopes_wanted:
             dslopes = dright = None
         return dq, dk, dv, dslopes, dright if saved[6] is not None else None, *[None] * 9
@@ -98,21 +114,67 @@ def operator(name: str, forward: Forward, backward: Backward, empty_plan: Callab
     def fake_forward(query, key, *_rest):  # type: ignore[no-untyped-def]
         work = torch.promote_types(query.dtype, torch.float32)
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        return output, query.new_empty(query.shape[:3], dtype=work), *empty_plan(query, key)
+        return output, query.new_empty(query.shape[:3], dtype=work), *empty_saved(query, key)
 
     backward_op.register_fake(_fake_backward)
     forward_op.register_autograd(differentiate, setup_context=save)
+    register_maps(forward_op, backward_op)
+    attention = transformable(forward_op, save, differentiate)
 
     def run(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
         """(output, lse)"""
-        output, lse, *_ = forward_op(
-            query, key, value, spec.slopes, spec.right_slopes, first_positions(spec, query.device), spec.key_mask,
-            spec.query_segments, spec.key_segments, spec.causal, spec.window, spec.scale, spec.tolerance,
-            spec.return_lse,
+        # As a product of tensors it may change without a new graph of torch.compile, which has no other way for a float.
+        scale = torch.ones((), dtype=torch.float64) * spec.scale
+        output, lse, *_ = attention(
+            query, key, value, spec.slopes, spec.right_slopes, first_positions(spec, query.device), scale, spec.key_mask,
+            spec.query_segments, spec.key_segments, spec.causal, spec.window, spec.tolerance, spec.return_lse,
         )  # fmt: skip
         return output, lse if spec.return_lse else None
 
     return run
+
+
+def register_maps(forward_op: Any, backward_op: Any, *, dropout_at: int | None = None) -> None:
+    """torch.func.vmap of an operator and of its backward: the mapped axis goes into the batch.
+
+    Args:
+        forward_op: (query, key, value, slopes, right_slopes, first, masks …, numbers …) -> tensors [B, …]
+        backward_op: (grad_output, grad_lse, query, key, value, output, lse, slopes, right_slopes, first, masks and plan …,
+            numbers …) -> gradients of query, key, value, slopes and right slopes
+        dropout_at: where forward_op takes the share that is dropped, differently in every sequence.
+    """
+
+    @forward_op.register_vmap  # type: ignore[untyped-decorator]
+    def map_forward(info: Any, axes: tuple[Any, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        if dropout_at is not None and inputs[dropout_at] > 0 and info.randomness != "different":
+            raise RuntimeError(f"vmap has randomness={info.randomness!r} but dropout_p > 0 needs 'different'")
+        mapped = Mapped.of(info.batch_size, inputs[0], axes[0])
+        outputs = mapped.out_of_batch(forward_op(*_mapped_inputs(mapped, inputs, axes, slopes=3)))
+        return outputs, (0,) * len(outputs)
+
+    @backward_op.register_vmap  # type: ignore[untyped-decorator]
+    def map_backward(info: Any, axes: tuple[Any, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        mapped = Mapped.of(info.batch_size, inputs[2], axes[2])
+        dq, dk, dv, *sides = backward_op(*_mapped_inputs(mapped, inputs, axes, slopes=7))
+        slopes, at = list(inputs[7:9]), list(axes[7:9])
+        if slopes[1] is None:  # nobody asks for its gradient
+            sides[1], slopes[1], at[1] = torch.zeros_like(sides[0]), slopes[0], at[0]
+        dslopes = [
+            side if m.ndim - (axis is not None) == 2 else side.sum(1, dtype=torch.float64).to(side.dtype)
+            for side, m, axis in zip(mapped.out_of_batch(sides), slopes, at, strict=True)
+        ]
+        return (*mapped.out_of_batch((dq, dk, dv)), *dslopes), (0,) * 5
+
+
+def _mapped_inputs(mapped: Mapped, inputs: tuple[Any, ...], axes: tuple[Any, ...], *, slopes: int) -> Iterator[Any]:
+    """An operator's inputs with a mapped axis in the batch; `slopes` is where slopes are, before right slopes and first."""
+    for at, (value, axis) in enumerate(zip(inputs, axes, strict=True)):
+        if at in (slopes, slopes + 1):
+            yield mapped.slopes(value, axis)
+        elif at == slopes + 2:
+            yield mapped.first(value, axis)
+        else:
+            yield mapped.into_batch(value, axis) if isinstance(value, Tensor) and value.ndim > 0 else value
 
 
 def described(spec: Spec, query: Tensor, key: Tensor) -> Spec:

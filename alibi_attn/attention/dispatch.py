@@ -12,6 +12,7 @@ from alibi_attn.attention.backends.banded import backend as banded
 from alibi_attn.attention.backends.fused import backend as fused
 from alibi_attn.attention.backends.native import backend as native
 from alibi_attn.attention.spec import AttentionSpec
+from alibi_attn.attention.transforms import surely
 
 BACKENDS: dict[str, ModuleType] = {
     "reference": reference, "dense": dense, "banded": banded, "native": native, "fused": fused, "flex": flex
@@ -35,18 +36,27 @@ def why_not(name: str, spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, 
 
 def steps_aside(name: str, spec: AttentionSpec[Tensor]) -> str | None:
     """Why "auto" leaves a call to `dense` although this backend could run it."""
+    found = _too_small(name, spec)
+    return None if found is None else found[0].format(found[1])
+
+
+def _too_small(name: str, spec: AttentionSpec[Tensor]) -> tuple[str, int] | None:
+    """The reason, and the number in it: to write it down would make a graph of torch.compile one for that number alone.
+
+    What torch.export leaves open may be small or large; `dense` takes only what is surely small: the others are right for all.
+    """
     if name not in ("banded", "native"):
         return None
-    if spec.query_len <= dense.FEW_QUERIES:
-        return f"T ≤ {dense.FEW_QUERIES}: dense has scored all keys before the certificate has read them"
+    if surely(spec.query_len <= dense.FEW_QUERIES):
+        return f"T ≤ {dense.FEW_QUERIES}: dense has scored all keys before the certificate has read them", 0
     scores = spec.query_len * spec.key_len
     if name == "native":
         of_all = spec.batch * spec.num_heads * scores
-        return f"short input: B·H·T·S = {of_all} < {FEWEST_SCORES}" if of_all < FEWEST_SCORES else None
-    if spec.key_len < SHORT_KEYS and scores < SHORT_SCORES:
-        return f"short input: S < {SHORT_KEYS} and T·S = {scores} < {SHORT_SCORES}"
-    if scores <= FEW_SCORES:
-        return f"few queries: T·S = {scores} ≤ {FEW_SCORES}"
+        return (f"short input: B·H·T·S = {{}} < {FEWEST_SCORES}", of_all) if surely(of_all < FEWEST_SCORES) else None
+    if surely(spec.key_len < SHORT_KEYS) and surely(scores < SHORT_SCORES):
+        return f"short input: S < {SHORT_KEYS} and T·S = {{}} < {SHORT_SCORES}", scores
+    if surely(scores <= FEW_SCORES):
+        return f"few queries: T·S = {{}} ≤ {FEW_SCORES}", scores
     return None
 
 
@@ -59,7 +69,7 @@ def choose(backend: str, spec: AttentionSpec[Tensor], query: Tensor, key: Tensor
     if backend == "auto":
         for name in PREFERRED.get(query.device.type, ()):
             if why_not(name, spec, query, key, value) is None:
-                return name if steps_aside(name, spec) is None else "dense"
+                return name if _too_small(name, spec) is None else "dense"
         return "dense"
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r} but must be 'auto' or one of {', '.join(map(repr, BACKENDS))}")

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from alibi_attn.attention import dispatch
 from alibi_attn.attention.spec import AttentionSpec, dtype_name
-from alibi_attn.attention.visibility import visible_count
+from alibi_attn.attention.visibility import largest_distance, visible_count
 
 Spec = AttentionSpec[Tensor]
 
@@ -19,7 +19,7 @@ def describe(spec: Spec, name: str, asked: str, query: Tensor, key: Tensor, valu
         lines.append(f"{name} computes every score, {spec.query_len} · {spec.key_len} a head, and skips nothing")
         return "\n".join(lines)
     reach, scores = visited
-    lines += _heads(spec, reach.clamp(max=spec.key_len), scores)
+    lines += _heads(spec, torch.minimum(reach, largest_distance(spec, reach.device)[:, None]), scores)
     seen, computed = int(visible_count(spec).sum()) * spec.num_heads, int(scores.sum())
     every = spec.batch * spec.num_heads * spec.query_len * spec.key_len
     lines.append(

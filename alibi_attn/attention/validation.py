@@ -17,6 +17,7 @@ from alibi_attn.attention.spec import (
     check_slopes,
     dtype_name,
 )
+from alibi_attn.attention.transforms import may_read, transforms
 from alibi_attn.slopes import alibi_slopes
 
 SegmentIds = Tensor | tuple[Tensor, Tensor]
@@ -76,8 +77,9 @@ def _slopes(name: str, slopes: Slopes | None, query: Tensor, *, batch: int, num_
     else:
         tensor = slopes_beside(slopes, work, query)
     check_slopes(name, tensor.shape, batch=batch, num_heads=num_heads)
-    if tensor.device.type == "cpu" and not torch.compiler.is_compiling():
-        allowed = tensor.isfinite() | tensor.isposinf() if name == "right_slopes" else tensor.isfinite()
+    if may_read(tensor):
+        values = tensor.detach()
+        allowed = values.isfinite() | values.isposinf() if name == "right_slopes" else values.isfinite()
         if not bool(allowed.all()):
             rule = "finite, or inf for a head that never looks right" if name == "right_slopes" else "finite"
             raise ValueError(f"{name} must be {rule} but is {tensor.tolist()}")
@@ -100,10 +102,14 @@ def _published(num_heads: int) -> tuple[float, ...]:
 
 def slopes_beside(slopes: Slopes, dtype: torch.dtype, query: Tensor) -> Tensor:
     """The numbers as a tensor on query's device, made once: to copy them to a GPU waits for all that it still has to do."""
-    # A subclass of Tensor may stand for one that is not there, beside which no real one can be.
-    if type(query) in (Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling() and _are_numbers(slopes):
+    # A subclass of Tensor may stand for one that is not there, beside which no real one can be; and what torch.func or a fake
+    # mode makes of numbers is theirs alone.
+    traced = torch.compiler.is_compiling() or transforms()
+    if type(query) in (Tensor, torch.nn.Parameter) and not traced and _are_numbers(slopes):
         array = np.asarray(slopes, dtype=np.float64)
-        return _constant(array.tobytes(), array.shape, dtype, query.device)
+        constant = _constant(array.tobytes(), array.shape, dtype, query.device)
+        if type(constant) is Tensor:
+            return constant
     return torch.as_tensor(slopes, dtype=dtype, device=query.device)
 
 
@@ -169,7 +175,7 @@ def _segments(
         return of_key[:, offset : offset + query_len], of_key
     position = offset.reshape(-1, 1) + torch.arange(query_len, device=device)
     outside = (position < 0) | (position >= key_len)
-    if device.type == "cpu" and not torch.compiler.is_compiling() and bool(outside.any()):
+    if may_read(outside) and bool(outside.any()):
         raise ValueError(
             f"query_offset places queries outside the keys' positions 0 to {key_len - 1}, which segment_ids covers; "
             "pass a pair ([B, T], [B, S]) of segment ids for queries and keys"

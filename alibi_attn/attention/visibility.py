@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from alibi_attn.attention.spec import AttentionSpec
+from alibi_attn.attention.transforms import may_read, surely
 
 Spec = AttentionSpec[Tensor]
 
@@ -25,6 +26,17 @@ def first_positions(spec: Spec, device: torch.device) -> Tensor:
     if isinstance(spec.query_offset, Tensor):
         return spec.query_offset.reshape(-1)
     return torch.full((1,), spec.query_offset, device=device)
+
+
+def largest_distance(spec: Spec, device: torch.device) -> Tensor:
+    """[B] int64: 1 + the largest |i − j| of a query and a key that causality and the window let meet; 0 where none do."""
+    first = first_positions(spec, device).expand(spec.batch)
+    if spec.query_len == 0 or spec.key_len == 0:
+        return torch.zeros_like(first)
+    most = first + spec.query_len  # of the last query and key 0
+    if not spec.causal:
+        most = torch.maximum(most, spec.key_len - first)
+    return most.clamp(min=0, max=spec.window)
 
 
 def visible(spec: Spec, distance: Tensor) -> Tensor:
@@ -53,9 +65,9 @@ def without_bad_keys(spec: Spec, seen: Tensor, key: Tensor, value: Tensor) -> tu
     Returns:
         key, value: [B, K, S, D], finite.
         poison: [B, H, T] fp32, NaN where the query sees such a key and 0 elsewhere, to be added to the result; None where no
-            key is bad, which is looked at only where looking is free (eager, on a CPU).
+            key is bad, which is looked at only where looking is free (see `transforms.may_read`).
     """
-    if are_finite(key, value):
+    if may_read(key) and may_read(value) and are_finite(key, value):
         return key, value, None
     largest = [
         x.detach().abs().amax(-1) for x in (key, value)
@@ -69,9 +81,7 @@ def without_bad_keys(spec: Spec, seen: Tensor, key: Tensor, value: Tensor) -> tu
 
 
 def are_finite(*tensors: Tensor) -> bool:
-    """True only where looking is free."""
-    if tensors[0].device.type != "cpu" or torch.compiler.is_compiling():
-        return False
+    """Whether all numbers are; reads them."""
     return all(_is_finite(x.detach()) for x in tensors)
 
 
@@ -89,7 +99,7 @@ def may_see_nothing(spec: Spec) -> bool:
     """False where every query surely sees its own key; told without reading a tensor."""
     if spec.key_mask is not None or spec.key_segments is not None or isinstance(spec.query_offset, Tensor):
         return True
-    return spec.query_offset < 0 or spec.query_offset + spec.query_len > spec.key_len
+    return not (surely(spec.query_offset >= 0) and surely(spec.query_offset + spec.query_len <= spec.key_len))
 
 
 def per_query_head(spec: Spec, tensor: Tensor) -> Tensor:

@@ -134,12 +134,16 @@ def test_masks_with_holes_are_right_or_refused(family, build, tokens):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("training", [False, True], ids=["plain", "checkpointed"])
-def test_gradients_are_those_of_the_unpatched_model(family, training, build, tokens):
+@pytest.mark.parametrize(
+    ("training", "backend"),
+    [(False, "auto"), (True, "auto"), (True, "banded")],
+    ids=["plain", "checkpointed", "banded"],
+)
+def test_gradients_are_those_of_the_unpatched_model(family, training, backend, build, tokens):
     model, ids = build(family), tokens(2, 25)
     numerics = "checkpoint" if family == "falcon" else "exact"
     if training:
-        model.activation_checkpointing_enable()
+        model.activation_checkpointing_enable({"use_reentrant": False})
         model.train()
         for module in model.modules():
             if isinstance(module, torch.nn.Dropout):
@@ -150,7 +154,7 @@ def test_gradients_are_those_of_the_unpatched_model(family, training, build, tok
         return list(torch.autograd.grad(loss, list(model.parameters()), allow_unused=True))
 
     expected = gradients()
-    with patch(model, numerics=numerics):
+    with patch(model, backend=backend, numerics=numerics):
         actual = gradients()
     for mine, theirs in zip(actual, expected, strict=True):
         if theirs is not None:

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+from attention_calls import assert_close, draw, loss
 from attention_cases import Case
 from torch import Tensor
 
@@ -228,6 +230,27 @@ def compiled_and_checked() -> None:
     with torch.autocast("cpu", torch.float16):
         assert alibi_attention(q, k, v, backend="fused").dtype == torch.float16
     assert int(head_reach(q, k, backend="fused").max()) <= 12
+
+
+def transformed_is_a_loop() -> None:
+    """torch.func: gradients by entry are those of every entry alone; what is not right is refused."""
+    inputs = draw(3, b=1, h=2, k=1, t=40, d=16, requires_grad=False)
+
+    def of_entry(*x: Tensor, **options: float) -> Tensor:
+        return loss(*x, backend="fused", **options)
+
+    each = torch.vmap(torch.func.grad(of_entry, argnums=(0, 1, 2, 3)))(*inputs)
+    for i in range(3):
+        leaves = [x[i].clone().requires_grad_() for x in inputs]
+        assert_close([x[i] for x in each], torch.autograd.grad(of_entry(*leaves), leaves))
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        torch.func.jacrev(torch.func.grad(of_entry))(*(x[0] for x in inputs))
+    with pytest.raises(RuntimeError, match="forward mode was asked for"):
+        torch.func.jvp(of_entry, tuple(x[0] for x in inputs), tuple(x[0] for x in inputs))
+    dropped = functools.partial(of_entry, dropout_p=0.5)
+    with pytest.raises(RuntimeError, match="needs 'different'"):
+        torch.vmap(dropped, randomness="same")(*inputs)
+    assert len(torch.vmap(dropped, randomness="different")(*inputs).unique()) == 3
 
 
 def dropout_is_the_same_in_backward() -> dict[str, float]:

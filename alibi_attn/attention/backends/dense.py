@@ -10,6 +10,7 @@ from torch.nn import functional
 from alibi_attn.attention.bias import score_bias
 from alibi_attn.attention.certificate.norms import has_huge_scores
 from alibi_attn.attention.spec import AttentionSpec
+from alibi_attn.attention.transforms import may_read, transforms
 from alibi_attn.attention.visibility import distances, may_see_nothing, per_query_head, visible, without_bad_keys
 
 FEW_QUERIES = 8  # so many are answered fastest by writing their scores out
@@ -26,11 +27,11 @@ def visits(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tenso
 
 
 def run(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
-    """(output, lse). With lse the scores are written out, because torch's function keeps its own to itself."""
+    """(output, lse). With lse the scores are written out: torch's function keeps its own to itself, and has no rule for vmap."""
     distance = distances(spec.query_len, spec.key_len, spec.query_offset, query.device)
     seen = visible(spec, distance)
     bias = score_bias(spec, distance, seen)
-    if _is_decoding(spec, query):
+    if _is_decoding(spec, query, key, value, bias):
         found = _written_out(spec, query, key, value, bias)
         if found is not None:
             return found
@@ -46,7 +47,7 @@ def run(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) 
         q, k, v = q.float(), k.float(), v.float()
 
     lse = None
-    if spec.return_lse or _has_huge_scores(spec, q, k):
+    if spec.return_lse or "Vmap" in transforms() or _has_huge_scores(spec, q, k):
         work = torch.promote_types(q.dtype, torch.float32)
         k, v = per_query_head(spec, k), per_query_head(spec, v)
         scores = spec.scale * (q.to(work) @ k.to(work).mT) + bias
@@ -54,17 +55,18 @@ def run(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) 
         output = weights @ v.to(work)
         lse = scores.logsumexp(-1) if spec.return_lse else None
     else:
-        # Query heads of one key head side by side, as rows: nothing is copied for them.
-        rows = bias.expand(spec.batch, spec.num_heads, -1, -1).unflatten(1, (-1, spec.group)).flatten(2, 3)
+        # Query heads of one key head side by side, as rows: nothing is copied for them. Lengths that are left open do not fold.
+        side = 1 if torch.compiler.is_exporting() else spec.group
+        rows = bias.expand(spec.batch, spec.num_heads, -1, -1).unflatten(1, (-1, side)).flatten(2, 3)
         output = functional.scaled_dot_product_attention(
-            q.unflatten(1, (-1, spec.group)).flatten(2, 3),
-            k,
-            v,
+            q.unflatten(1, (-1, side)).flatten(2, 3),
+            k if side == spec.group else per_query_head(spec, k),
+            v if side == spec.group else per_query_head(spec, v),
             attn_mask=rows,
             dropout_p=spec.dropout_p,
             scale=spec.scale,
         )
-        output = output.unflatten(2, (spec.group, -1)).flatten(1, 2)
+        output = output.unflatten(2, (side, -1)).flatten(1, 2)
     if blind is not None:
         output = output.masked_fill(blind, 0.0)
         lse = None if lse is None else lse.masked_fill(blind.squeeze(-1), float("-inf"))
@@ -75,15 +77,16 @@ def run(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) 
 
 
 def _has_huge_scores(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor) -> bool:
-    """Whether a gradient is wanted of scores that torch's fused function cannot give, told where looking is free (eager, CPU)."""
-    free = query.device.type == "cpu" and not torch.compiler.is_compiling() and torch.is_grad_enabled()
+    """Whether a gradient is wanted of scores that torch's fused function cannot give, told where looking is free."""
+    free = torch.is_grad_enabled() and may_read(query) and may_read(key)
     return free and (query.requires_grad or key.requires_grad) and has_huge_scores(spec.scale, query, key)
 
 
-def _is_decoding(spec: AttentionSpec[Tensor], query: Tensor) -> bool:
+def _is_decoding(spec: AttentionSpec[Tensor], *tensors: Tensor) -> bool:
     """Few queries on a CPU, of which nobody wants gradients: reading the keys is all the work."""
-    few = spec.query_len <= FEW_QUERIES and spec.key_len > 0 and spec.dropout_p == 0
-    return few and query.device.type == "cpu" and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    if torch.is_grad_enabled() or not all(map(may_read, tensors)):
+        return False
+    return spec.query_len <= FEW_QUERIES and spec.key_len > 0 and spec.dropout_p == 0
 
 
 def _written_out(

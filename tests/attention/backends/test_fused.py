@@ -191,6 +191,11 @@ def test_compile_autocast_checkpointing_and_library_checks(interpreter: ProcessP
     interpreter.submit(inside.compiled_and_checked).result()
 
 
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
+def test_transforms_of_torch_func_are_right_or_refused(interpreter: ProcessPoolExecutor) -> None:
+    interpreter.submit(inside.transformed_is_a_loop).result()
+
+
 def test_dropout_is_the_same_in_backward(interpreter: ProcessPoolExecutor) -> None:
     errors = interpreter.submit(inside.dropout_is_the_same_in_backward).result()
     kept, alike = errors.pop("kept"), errors.pop("alike")

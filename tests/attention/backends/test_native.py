@@ -21,7 +21,7 @@ from hypothesis import given, settings, target
 from alibi_attn import alibi_attention, explain
 from alibi_attn.attention.backends.native import backend as native
 from alibi_attn.attention.backends.native import build
-from alibi_attn.attention.backends.native.visited import size_of_visited
+from alibi_attn.attention.backends.native.visited import numbers_of_visited
 from alibi_attn.attention.certificate.bounds import bounds
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.validation import make_spec
@@ -186,8 +186,8 @@ def test_many_cores_get_work_and_long_texts_keep_linear_memory(
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
     tensors = [torch.zeros(1, 1, 1, 64).expand(1, 8, length, 64) for _ in range(3)]
     spec = make_spec(*tensors, torch.zeros(8))
-    visited = torch.zeros(size_of_visited(*tensors[:2]), dtype=torch.int32)
-    ranges = visited[: 8 * (length // TILE) * 4].view(8, -1, 4)
+    visited = torch.zeros(1, numbers_of_visited(*tensors[:2]), dtype=torch.int32)
+    ranges = visited[0, : 8 * (length // TILE) * 4].view(8, -1, 4)
     ranges[..., 1] = ranges[..., 3] = torch.arange(TILE, length + 1, TILE)  # all that causal queries see
     call, _alive = native.call_of(
         spec, dict(zip(("query", "key", "value"), tensors, strict=True)), {"visited": visited}

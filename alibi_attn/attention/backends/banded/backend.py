@@ -11,7 +11,6 @@ and is put back into lse.
 
 import dataclasses
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -22,8 +21,9 @@ from alibi_attn.attention.backends.banded.pieces import Piece
 from alibi_attn.attention.certificate.bounds import Bounds, bounds, worth_pinning
 from alibi_attn.attention.certificate.constants import OUTLIER_TILES, TILE
 from alibi_attn.attention.certificate.norms import has_huge_scores
-from alibi_attn.attention.custom_op import Plan, clean, described, operator
+from alibi_attn.attention.custom_op import Saved, clean, described, operator
 from alibi_attn.attention.spec import AttentionSpec
+from alibi_attn.attention.transforms import why_not_compiled
 from alibi_attn.attention.visibility import first_positions
 
 Spec = AttentionSpec[Tensor]
@@ -40,7 +40,7 @@ def why_not(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> str | None
         return f"it runs on the CPU but query is on {query.device}"
     if spec.dropout_p > 0:
         return f"it has no dropout but dropout_p is {spec.dropout_p}"
-    return None
+    return why_not_compiled()
 
 
 def plan(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> tuple[Bounds, list[list[list[Piece]]]]:
@@ -60,7 +60,7 @@ def visits(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> tupl
     return torch.tensor(reach), torch.tensor(scores)
 
 
-def _forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Plan]:
+def _forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Saved]:
     spec, q, _ = _with_positive_scale(spec, q)
     found, plans = plan(spec, q, k, v)
     work = torch.promote_types(q.dtype, torch.float32)
@@ -73,16 +73,17 @@ def _forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
             ours = q[b, h], k[b, h // spec.group], v[b, h // spec.group]
             for piece in plans[b][h]:
                 _forward_piece(head, piece, *ours, output[b, h], lse[b, h])
-    return output, lse, (found.left, found.right.clone(), found.pins)
+    visited = torch.cat([found.left, found.right, found.pins], -1).flatten(1)
+    return output, lse, Saved(visited, output.new_empty(spec.batch, 0))
 
 
 def _backward(
-    spec: Spec, found: Sequence[Tensor], grad: Tensor, grad_lse: Tensor | None, inputs: tuple[Tensor, Tensor, Tensor],
+    spec: Spec, saved: Saved, grad: Tensor, grad_lse: Tensor | None, inputs: tuple[Tensor, Tensor, Tensor],
     out: Tensor, lse: Tensor, slopes_wanted: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     q, k, v = inputs
     spec, q, sign = _with_positive_scale(spec, q)
-    plans = banded_pieces.plan(spec, Bounds(*found), threads=torch.get_num_threads())
+    plans = banded_pieces.plan(spec, _bounds(spec, saved), threads=torch.get_num_threads())
     dq, dk, dv = (torch.zeros(x.shape, dtype=lse.dtype) for x in inputs)
     dslope = torch.zeros(2, spec.batch, spec.num_heads, dtype=torch.float64)
     for h in range(spec.num_heads):
@@ -117,14 +118,20 @@ def _with_positive_scale(spec: Spec, q: Tensor) -> tuple[Spec, Tensor, int]:
     return dataclasses.replace(spec, scale=-spec.scale if sign else 1.0), q * sign, sign
 
 
-def _empty_plan(query: Tensor, key: Tensor) -> Plan:
+def _bounds(spec: Spec, saved: Saved) -> Bounds:
+    """As forward saved them."""
+    blocks = -(-spec.query_len // TILE)
+    parts = saved.visited.unflatten(1, (spec.num_heads, -1)).split([blocks, blocks, OUTLIER_TILES], -1)
+    return Bounds(*(part.contiguous() for part in parts))
+
+
+def _empty_saved(query: Tensor, key: Tensor) -> Saved:
     blocks = (query.shape[2] + TILE - 1) // TILE
-    widths = blocks, blocks, OUTLIER_TILES
-    left, right, pins = (query.new_empty((*query.shape[:2], width), dtype=torch.int64) for width in widths)
-    return left, right, pins
+    visited = query.new_empty((query.shape[0], query.shape[1] * (2 * blocks + OUTLIER_TILES)), dtype=torch.int64)
+    return Saved(visited, query.new_empty((query.shape[0], 0), dtype=torch.promote_types(query.dtype, torch.float32)))
 
 
-run = operator("banded", _forward, _backward, _empty_plan)
+run = operator("banded", _forward, _backward, _empty_saved)
 
 
 def _forward_piece(head: HeadMasks, piece: Piece, q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor) -> None:

@@ -19,7 +19,9 @@ from alibi_attn.attention.backends.fused.plan import asked_blocks, planned
 from alibi_attn.attention.certificate.constants import OUTLIER_TILES, TILE
 from alibi_attn.attention.certificate.norms import Lengths
 from alibi_attn.attention.certificate.tiles import Tiles, reach_and_scores
+from alibi_attn.attention.custom_op import register_maps
 from alibi_attn.attention.spec import AttentionSpec
+from alibi_attn.attention.transforms import transformable, why_not_compiled
 from alibi_attn.attention.visibility import first_positions, may_see_nothing
 
 Spec = AttentionSpec[Tensor]
@@ -37,17 +39,17 @@ def why_not(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> str | None
     if query.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
         if query.dtype == torch.bfloat16:
             return "Triton's interpreter multiplies bfloat16 wrongly; it does float16 and float32"
-        return _missing(None)
+        return why_not_compiled() or _missing(None)
     if query.device.type != "cuda":
         return f"it runs on CUDA devices but query is on {query.device}"
-    return _missing(query.device.index)
+    return why_not_compiled() or _missing(query.device.index)
 
 
 def run(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
     """(output, lse), as one operator that autograd and torch.compile take as it is."""
     first = first_positions(spec, query.device)
     seed = torch.randint(2**62, (1,), device=query.device) if spec.dropout_p > 0 else first  # not used without
-    output, lse, *_ = _forward_op(
+    output, lse, *_ = _attention(
         query, key, value, spec.slopes, spec.right_slopes, first, spec.key_mask,
         spec.query_segments, spec.key_segments, seed, spec.causal, spec.window, spec.scale, spec.dropout_p, spec.tolerance,
         may_see_nothing(spec),
@@ -262,14 +264,14 @@ def _backward_op(
 @_forward_op.register_fake
 def _(query, key, value, slopes, *_rest):  # type: ignore[no-untyped-def]
     b, h, t, _ = query.shape
-    rows = plan_rows(t)
+    blocks = (t + PLAN_ROWS - 1) // PLAN_ROWS  # one, too, where `plan_rows` is fewer
     output = torch.empty_like(next(in_rows(query)))
     return (
         output,
         query.new_empty((b, h, t), dtype=torch.float32),
-        query.new_empty((b, h, (t + rows - 1) // rows, 4), dtype=torch.int32),
+        query.new_empty((b, h, blocks, 4), dtype=torch.int32),
         query.new_empty((b, h, OUTLIER_TILES), dtype=torch.int32),
-        query.new_empty((b, h, (t + rows - 1) // rows, OUTLIER_TILES), dtype=torch.int32),
+        query.new_empty((b, h, blocks, OUTLIER_TILES), dtype=torch.int32),
         query.new_empty((b, h), dtype=torch.int32),
     )
 
@@ -298,13 +300,15 @@ def _backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None, *_i
     saved = ctx.saved_tensors
     if grad_output is None:
         grad_output = torch.zeros_like(saved[3])
-    dq, dk, dv, dslopes, dright = _backward_op(grad_output, grad_lse, *saved, *ctx.numbers, slopes_wanted)
+    dq, dk, dv, dslopes, dright = _gradients(grad_output, grad_lse, *saved, *ctx.numbers, slopes_wanted)
     if not slopes_wanted:
         return dq, dk, dv, *[None] * 13
     return dq, dk, dv, dslopes, dright if saved[6] is not None else None, *[None] * 11
 
 
 _forward_op.register_autograd(_backward, setup_context=_save)
+register_maps(_forward_op, _backward_op, dropout_at=13)
+_attention, _gradients = transformable(_forward_op, _save, _backward), transformable(_backward_op)
 
 
 def _shared_arguments(

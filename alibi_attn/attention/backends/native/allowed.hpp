@@ -44,9 +44,8 @@ struct SegmentTiles {
 // Write `low` and `high` of every range, and leave its band empty.
 template <typename Real>
 void allow(const Call<Real> &call) {
-    const Visited<Real> visited(call);
+    const Visited<Real> visited = {call};
     const int64_t N = call.blocks(), S = call.S;
-    std::fill_n(visited.outlier_bits, call.B * call.H * N, 0);
     for (int64_t b = 0; b < call.B; b++) {
         int64_t first_seen = 0, end_seen = S;
         if (call.key_mask) {
@@ -59,7 +58,8 @@ void allow(const Call<Real> &call) {
             segments.emplace_back(call.query_segments + b * call.T, call.T);
             segments.emplace_back(call.key_segments + b * S, S);
         }
-        KeyRange *ranges = visited.ranges + Visited<Real>::place(call, b, 0, 0);
+        std::fill_n(visited.outlier_bits(b, 0), call.H * N, 0);
+        KeyRange *ranges = visited.ranges(b, 0);
         for (int64_t n = 0; n < N; n++) {
             const int64_t start = call.first[b] + n * BLOCK, end = std::min(start + BLOCK, call.first[b] + call.T);
             int64_t low = first_seen, high = end_seen;

@@ -5,16 +5,16 @@ The kernels decide how far a block must look while they look (`certificate.hpp`)
 """
 
 import ctypes
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from alibi_attn.attention.backends.native import build
-from alibi_attn.attention.backends.native.visited import Visited, size_of_visited
-from alibi_attn.attention.custom_op import Plan, clean, described, operator
+from alibi_attn.attention.backends.native.visited import Visited, numbers_of_visited
+from alibi_attn.attention.custom_op import Saved, clean, described, operator
 from alibi_attn.attention.spec import AttentionSpec, dtype_name
+from alibi_attn.attention.transforms import why_not_compiled
 from alibi_attn.attention.visibility import first_positions
 
 Spec = AttentionSpec[Tensor]
@@ -32,7 +32,7 @@ def why_not(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> str | None
         return f"it runs on the CPU but query is on {query.device}"
     if spec.dropout_p > 0:
         return f"it has no dropout but dropout_p is {spec.dropout_p}"
-    return _is_built()
+    return why_not_compiled() or _is_built()
 
 
 def visits(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -47,34 +47,33 @@ def visited(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> Vis
     """Which keys each block of queries visits; computes the attention to find out."""
     spec = described(spec, query, key)
     q, k, v, _ = clean(spec, query, key, key if value is None else value)
-    found = _attended(spec, q, k, v, has_values=value is not None)[2][0]
-    return Visited.of(spec, found)
+    found = _attended(spec, q, k, v, has_values=value is not None)[2]
+    return Visited.of(spec, found.visited)
 
 
-def _forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Plan]:
+def _forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Saved]:
     return _attended(spec, q, k, v)
 
 
-def _attended(spec: Spec, q: Tensor, k: Tensor, v: Tensor, *, has_values: bool = True) -> tuple[Tensor, Tensor, Plan]:
-    """(output, lse, what was visited and the maxima and sums of the rows); without values they count as of like length."""
+def _attended(spec: Spec, q: Tensor, k: Tensor, v: Tensor, *, has_values: bool = True) -> tuple[Tensor, Tensor, Saved]:
+    """(output, lse, what backward wants to know); without values they count as of like length."""
     rows = {name: _wide(x) for name, x in (("query", q), ("key", k), ("value", v))}
     output = torch.empty_like(rows["query"], memory_format=torch.contiguous_format)
-    lse, row_max, row_log_sum = (output.new_empty(q.shape[:3]) for _ in range(3))
-    found = torch.empty(size_of_visited(q, k), dtype=torch.int32)
-    arrays: Arrays = {"lse": lse, "row_max": row_max, "row_log_sum": row_log_sum, "visited": found}
+    saved, lse = _empty_saved(q, k), output.new_empty(q.shape[:3])
+    arrays: Arrays = {"lse": lse, "rows": saved.rows, "visited": saved.visited}
     _call("forward", spec, rows | {"output": output}, arrays, has_values=has_values)
-    return _narrow(output, spec), lse, (found, row_max, row_log_sum)
+    return _narrow(output, spec), lse, saved
 
 
 def _backward(
-    spec: Spec, plan: Sequence[Tensor], grad: Tensor, grad_lse: Tensor | None, inputs: tuple[Tensor, Tensor, Tensor], out: Tensor,
+    spec: Spec, saved: Saved, grad: Tensor, grad_lse: Tensor | None, inputs: tuple[Tensor, Tensor, Tensor], out: Tensor,
     lse: Tensor, slopes_wanted: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     names = ("query", "key", "value", "output", "grad")
     rows = {name: _wide(x) for name, x in zip(names, (*inputs, out, grad), strict=True)}
     gradients = {f"{x}_grad": torch.empty_like(rows[x], memory_format=torch.contiguous_format) for x in names[:3]}
-    arrays: Arrays = dict(zip(("visited", "row_max", "row_log_sum"), plan, strict=True))
-    arrays |= {"grad_lse": None if grad_lse is None else grad_lse.to(lse.dtype), "slope_grads": None}
+    arrays: Arrays = {"visited": saved.visited, "rows": saved.rows, "slope_grads": None}
+    arrays["grad_lse"] = None if grad_lse is None else grad_lse.to(lse.dtype)
     dslope = torch.zeros(2, spec.batch, spec.num_heads, dtype=torch.float64)
     if slopes_wanted:
         arrays["slope_grads"] = dslope
@@ -85,13 +84,15 @@ def _backward(
     return dq, dk, dv, dslope
 
 
-def _empty_plan(query: Tensor, key: Tensor) -> Plan:
+def _empty_saved(query: Tensor, key: Tensor) -> Saved:
+    """Which keys each block visits, and the maximum and the logarithm of the sum of every row, [B, 2, H, T]."""
+    batch, heads, query_len = query.shape[:3]
     work = torch.promote_types(query.dtype, torch.float32)
-    row_max, row_log_sum = (query.new_empty(query.shape[:3], dtype=work) for _ in range(2))
-    return query.new_empty(size_of_visited(query, key), dtype=torch.int32), row_max, row_log_sum
+    visited = query.new_empty((batch, numbers_of_visited(query, key)), dtype=torch.int32)
+    return Saved(visited, query.new_empty((batch, 2, heads, query_len), dtype=work))
 
 
-run = operator("native", _forward, _backward, _empty_plan)
+run = operator("native", _forward, _backward, _empty_saved)
 
 
 def _wide(x: Tensor) -> Tensor:

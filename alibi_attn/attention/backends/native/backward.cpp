@@ -125,9 +125,9 @@ struct Backward {
             if (i >= block.rows) continue;
             const Real *out = call.output.of(block.b, h, n * BLOCK + i);
             for (int64_t d = 0; d < call.D; d++) delta[i] += grads[d * BLOCK + i] * out[d];
-            const int64_t row = block.row() + i;
-            if (call.grad_lse) delta[i] -= call.grad_lse[row];
-            row_max[i] = call.row_max[row], row_log_sum[i] = call.row_log_sum[row];
+            if (call.grad_lse) delta[i] -= call.grad_lse[block.row() + i];
+            row_max[i] = call.row_max(block.b, h)[n * BLOCK + i];
+            row_log_sum[i] = call.row_log_sum(block.b, h)[n * BLOCK + i];
         }
     }
 
@@ -179,7 +179,7 @@ void add_kept(const Call<Real> &call, const BackwardTask &task, const Real *keys
 // The same for all that the tasks of one key head kept of keys [from, to), in their order.
 template <typename Real>
 void add_all_kept(const Call<Real> &call, const BackwardPlan &plan, const Real *kept, int64_t head, int64_t from, int64_t to) {
-    const int32_t *tiles = Visited<Real>(call).outlier_tiles + head * OUTLIER_TILES;
+    const int32_t *tiles = Visited<Real>{call}.outlier_tiles(head / call.K, head % call.K);
     for (int64_t t = plan.starts[head]; t < plan.starts[head + 1]; t++) {
         const BackwardTask &task = plan.tasks[t];
         const Real *keys = kept + 2 * task.at * call.D, *values = keys + task.row_of_outlier(plan.outlier_tiles) * call.D;

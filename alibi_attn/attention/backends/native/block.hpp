@@ -38,10 +38,9 @@ struct Block {
         rows = (int)std::min<int64_t>(BLOCK, call.T - n * BLOCK);
         slope = call.slopes[at], right_slope = call.right_slopes[at];
         looks_right = !call.causal && !std::isinf(right_slope);
-        const Visited<Real> visited(call);
-        const int64_t place = Visited<Real>::place(call, b, h, n);
-        range = visited.ranges + place, outlier_bits = visited.outlier_bits + place;
-        outlier_tiles = visited.outlier_tiles + (b * call.K + k) * OUTLIER_TILES;
+        const Visited<Real> visited = {call};
+        range = visited.ranges(b, h) + n, outlier_bits = visited.outlier_bits(b, h) + n;
+        outlier_tiles = visited.outlier_tiles(b, k);
         bias_origin = std::max<int64_t>(0, position - (range->high - 1)) + std::min<int64_t>(0, position + rows - 1 - range->low);
         transpose(call.query, queries);
     }

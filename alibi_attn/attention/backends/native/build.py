@@ -40,7 +40,7 @@ class Call(ctypes.Structure):
 
     ROWS = ("query", "key", "value", "grad", "output", "query_grad", "key_grad", "value_grad")
     ARRAYS = (
-        "slopes", "right_slopes", "first", "key_mask", "query_segments", "key_segments", "lse", "row_max", "row_log_sum",
+        "slopes", "right_slopes", "first", "key_mask", "query_segments", "key_segments", "lse", "rows",
         "grad_lse", "slope_grads", "visited",
     )  # fmt: skip
     _fields_ = [

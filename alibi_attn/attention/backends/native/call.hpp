@@ -26,7 +26,7 @@ struct Call {
     const uint8_t *key_mask;                       // [B, S], or null
     const int32_t *query_segments, *key_segments;  // [B, T], [B, S], or null
     Real *lse;                                     // [B, H, T]: what the user gets
-    Real *row_max, *row_log_sum;                   // [B, H, T]: m_i and ln l_i of `Block::bias_origin`; forward leaves them
+    Real *rows;                                    // [B, 2, H, T]: m_i and ln l_i, which forward leaves; see `bias_origin`
     const Real *grad_lse;                          // [B, H, T], or null
     double *slope_grads;                           // [2, B, H], or null: of the slopes, and of the right slopes
     int32_t *visited;                              // what forward visited, see `Visited`
@@ -35,7 +35,8 @@ struct Call {
     int64_t threads;
 
     int64_t blocks() const { return (T + BLOCK - 1) / BLOCK; }
-    int64_t tiles() const { return (S + BLOCK - 1) / BLOCK; }
+    Real *row_max(int64_t b, int64_t h) const { return rows + (2 * b * H + h) * T; }
+    Real *row_log_sum(int64_t b, int64_t h) const { return rows + ((2 * b + 1) * H + h) * T; }
 };
 
 // Keys [first, end) that a block of queries visits, its band, and [low, high) of which masks allow it some.
@@ -43,19 +44,15 @@ struct KeyRange {
     int32_t first, end, low, high;
 };
 
-// What forward visited, so that backward visits the same: B H N ranges, B H N outlier bits, B K OUTLIER_TILES tiles.
+// What forward visited, so that backward visits the same: of every sequence H N ranges, H N outlier bits, K OUTLIER_TILES tiles.
 template <typename Real>
 struct Visited {
-    KeyRange *ranges;
-    int32_t *outlier_bits;   // which of the outlier tiles are visited beyond the band too
-    int32_t *outlier_tiles;  // the tiles with the largest norms of keys, -1 = none
+    const Call<Real> &call;
 
-    explicit Visited(const Call<Real> &call)
-        : ranges(reinterpret_cast<KeyRange *>(call.visited)),
-          outlier_bits(call.visited + 4 * call.B * call.H * call.blocks()),
-          outlier_tiles(call.visited + 5 * call.B * call.H * call.blocks()) {}
-
-    static int64_t place(const Call<Real> &call, int64_t b, int64_t h, int64_t n) {
-        return (b * call.H + h) * call.blocks() + n;
-    }
+    int32_t *of(int64_t b) const { return call.visited + b * (5 * call.H * call.blocks() + call.K * OUTLIER_TILES); }
+    KeyRange *ranges(int64_t b, int64_t h) const { return reinterpret_cast<KeyRange *>(of(b)) + h * call.blocks(); }
+    // Which of the outlier tiles are visited beyond the band too.
+    int32_t *outlier_bits(int64_t b, int64_t h) const { return of(b) + (4 * call.H + h) * call.blocks(); }
+    // The tiles with the largest norms of keys, -1 = none.
+    int32_t *outlier_tiles(int64_t b, int64_t k) const { return of(b) + 5 * call.H * call.blocks() + k * OUTLIER_TILES; }
 };

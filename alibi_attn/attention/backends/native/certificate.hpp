@@ -48,7 +48,8 @@ int64_t norms_size(const Call<Real> &call) {
 template <typename Real>
 Norms<Real> norms_of(const Call<Real> &call, Real *memory, int64_t head) {
     const Real *keys = memory + head * norms_size(call);
-    return {keys, keys + padded(call), keys + 2 * padded(call), Visited<Real>(call).outlier_tiles + head * OUTLIER_TILES};
+    const int32_t *tiles = Visited<Real>{call}.outlier_tiles(head / call.K, head % call.K);
+    return {keys, keys + padded(call), keys + 2 * padded(call), tiles};
 }
 
 // The norms of keys [from, to) of a key head and of their values.
@@ -93,7 +94,7 @@ void summarize(const Call<Real> &call, Real *memory, int64_t head) {
     std::copy(top, top + OUTLIER_TILES + 1, stats);
     const Real rest[] = {std::isfinite(shortest) ? shortest : 0, longest_value, shortest_value};
     std::copy(rest, rest + 3, stats + OUTLIER_TILES + 1);
-    std::copy(tiles, tiles + OUTLIER_TILES, Visited<Real>(call).outlier_tiles + head * OUTLIER_TILES);
+    std::copy(tiles, tiles + OUTLIER_TILES, Visited<Real>{call}.outlier_tiles(head / call.K, head % call.K));
 }
 
 template <typename Real>

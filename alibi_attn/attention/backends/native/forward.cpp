@@ -98,11 +98,11 @@ struct Forward {
         visit_outlier_tiles();
         for (int i = 0; i < block.rows; i++) {
             const bool blind = l_i[i] == 0;
-            const int64_t row = block.row() + i;
             const double lse = double(m_i[i]) + std::log(double(l_i[i])) + block.bias_of_origin();
-            call.lse[row] = blind ? -INFINITY : (Real)lse;
+            call.lse[block.row() + i] = blind ? -INFINITY : (Real)lse;
             // A query that sees nothing has scores of -inf only, and any finite maximum gives them no weight.
-            call.row_max[row] = blind ? 0 : m_i[i], call.row_log_sum[row] = blind ? 0 : std::log(l_i[i]);
+            call.row_max(b, h)[n * BLOCK + i] = blind ? 0 : m_i[i];
+            call.row_log_sum(b, h)[n * BLOCK + i] = blind ? 0 : std::log(l_i[i]);
             const Real share = blind ? 0 : 1 / l_i[i];
             Real *to = call.output.of(b, h, n * BLOCK + i);
             for (int64_t d = 0; d < call.D; d++) to[d] = acc[i * call.D + d] * share;
@@ -118,10 +118,9 @@ Real *allocate(int64_t numbers) {
 template <typename Real>
 void run(const Call<Real> &call) {
     allow(call);
-    const Visited<Real> visited(call);
     const std::vector<ForwardTask> tasks = forward_tasks(call);
     const int64_t D = call.D, heads = call.B * call.K, width = 512, parts = (padded(call) + width - 1) / width;
-    std::fill_n(visited.outlier_tiles, heads * OUTLIER_TILES, -1);
+    for (int64_t b = 0; b < call.B; b++) std::fill_n(Visited<Real>{call}.outlier_tiles(b, 0), call.K * OUTLIER_TILES, -1);
     Real *norms = allocate<Real>(call.tolerance > 0 ? heads * norms_size(call) : 0);
 #pragma omp parallel num_threads(call.threads)
     {

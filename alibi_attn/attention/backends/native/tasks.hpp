@@ -25,14 +25,14 @@ struct ForwardTask {
 
 template <typename Real>
 std::vector<ForwardTask> forward_tasks(const Call<Real> &call) {
-    const Visited<Real> visited(call);
+    const Visited<Real> visited = {call};
     const int64_t N = call.blocks();
     const int64_t size = std::max<int64_t>(1, std::min<int64_t>(MOST_BLOCKS, call.B * call.H * N / (TASKS * call.threads)));
     std::vector<ForwardTask> tasks;
     for (int64_t b = 0; b < call.B; b++) {
         for (int64_t h = 0; h < call.H; h++) {
             const double slope = call.slopes[b * call.H + h], usual = slope > 0 ? USUAL_NATS / slope : INFINITY;
-            const KeyRange *ranges = visited.ranges + Visited<Real>::place(call, b, h, 0);
+            const KeyRange *ranges = visited.ranges(b, h);
             for (int64_t block = 0; block < N; block += size) {
                 ForwardTask task = {b, h, block, std::min(block + size, N), 0.0};
                 for (int64_t n = block; n < task.last_block; n++)
@@ -75,15 +75,16 @@ struct HeadOfBlocks {
 
 template <typename Real>
 HeadOfBlocks blocks_of_head(const Call<Real> &call, int64_t b, int64_t k) {
-    const Visited<Real> visited(call);
+    const Visited<Real> visited = {call};
     const int64_t N = call.blocks(), group = call.H / call.K;
     HeadOfBlocks head{std::vector<int64_t>(N, 0), std::vector<int64_t>(N, call.S), std::vector<int64_t>(N, 0)};
     for (int64_t g = 0; g < group; g++) {
-        const int64_t place = Visited<Real>::place(call, b, k * group + g, 0);
+        const KeyRange *ranges = visited.ranges(b, k * group + g);
+        const int32_t *outlier_bits = visited.outlier_bits(b, k * group + g);
         for (int64_t n = 0; n < N; n++) {
-            const KeyRange &range = visited.ranges[place + n];
+            const KeyRange &range = ranges[n];
             head.cost[n] += range.end - range.first;
-            for (int bits = visited.outlier_bits[place + n]; bits; bits &= bits - 1) head.cost[n] += BLOCK;
+            for (int bits = outlier_bits[n]; bits; bits &= bits - 1) head.cost[n] += BLOCK;
             if (range.first >= range.end) continue;
             head.low[n] = std::min<int64_t>(head.low[n], range.first);
             head.high[n] = std::max<int64_t>(head.high[n], range.end);
@@ -97,11 +98,12 @@ HeadOfBlocks blocks_of_head(const Call<Real> &call, int64_t b, int64_t k) {
 
 template <typename Real>
 BackwardPlan backward_plan(const Call<Real> &call) {
-    const Visited<Real> visited(call);
+    const Visited<Real> visited = {call};
     const int64_t N = call.blocks(), heads = call.B * call.K;
     BackwardPlan plan;
-    for (int64_t i = 0; i < call.B * call.H * N; i++)
-        if (visited.outlier_bits[i]) plan.outlier_tiles = OUTLIER_TILES;
+    for (int64_t b = 0; b < call.B; b++)
+        for (int64_t i = 0; i < call.H * N; i++)
+            if (visited.outlier_bits(b, 0)[i]) plan.outlier_tiles = OUTLIER_TILES;
     std::vector<HeadOfBlocks> of_heads;
     int64_t total = 0;
     for (int64_t head = 0; head < heads; head++) {

@@ -14,10 +14,9 @@ from alibi_attn.attention.visibility import first_positions
 Spec = AttentionSpec[Tensor]
 
 
-def size_of_visited(query: Tensor, key: Tensor) -> int:
-    """How many int32 forward needs to say what it visited."""
-    batch, heads, query_len = query.shape[:3]
-    return batch * heads * ((query_len + TILE - 1) // TILE) * 5 + batch * key.shape[1] * OUTLIER_TILES
+def numbers_of_visited(query: Tensor, key: Tensor) -> int:
+    """How many int32 forward needs to say what one sequence visited."""
+    return query.shape[1] * ((query.shape[2] + TILE - 1) // TILE) * 5 + key.shape[1] * OUTLIER_TILES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Visited:
     def of(cls, spec: Spec, visited: Tensor) -> "Visited":
         """From the numbers that the kernels wrote."""
         b, h, n = spec.batch, spec.num_heads, -(-spec.query_len // TILE)
-        parts = np.split(visited.numpy(), np.cumsum([4 * b * h * n, b * h * n]))
+        parts = np.split(visited.numpy(), np.cumsum([4 * h * n, h * n]), axis=1)
         shapes = (b, h, n, 4), (b, h, n), (b, spec.num_kv_heads, OUTLIER_TILES)
         keys, bits, tiles = (part.reshape(shape) for part, shape in zip(parts, shapes, strict=True))
         first = first_positions(spec, spec.slopes.device).expand(b).numpy()

@@ -1,0 +1,147 @@
+"""Tensors without values, exported programs and compiled graphs: right for the sizes that they are for, and few."""
+
+import pytest
+import torch
+import torch._dynamo
+from attention_calls import assert_close, assert_equal, draw, gradients, loss
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch._subclasses import FakeTensorMode
+from torch.export import Dim, ExportedProgram, export
+from torch.func import grad, jvp, vmap
+
+from alibi_attn import alibi_attention
+from alibi_attn.attention.dispatch import BACKENDS
+
+every_backend = pytest.mark.parametrize("backend", [name for name in BACKENDS if name not in ("fused", "flex")])  # CPU
+quiet = pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
+
+
+@every_backend
+@pytest.mark.parametrize("place", ["fake", "meta"])
+def test_tensors_without_values_have_shapes_and_dtypes(backend: str, place: str) -> None:
+    if place == "meta" and backend in ("banded", "native"):
+        pytest.skip("the CPU kernels refuse other devices")
+    for dtype in (torch.float32, torch.bfloat16):
+        with FakeTensorMode() if place == "fake" else torch.device("meta"):
+            q, k, v, m = draw(dtype=dtype)
+            mask, segments, offset = torch.ones(2, 70, dtype=torch.bool), torch.ones(2, 70).long(), torch.tensor(0)
+            options = {"key_mask": mask, "segment_ids": segments, "query_offset": offset, "backend": backend}
+            output, lse = alibi_attention(q, k, v, m.float(), return_lse=True, **options)
+            of_value, of_slopes = torch.autograd.grad(output.sum() + lse.sum(), [v, m])
+        assert (output.shape, output.dtype) == (q.shape, dtype)
+        assert (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
+        assert (of_value.shape, of_value.dtype, of_slopes.shape) == (v.shape, dtype, m.shape)
+
+
+def reset() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+
+
+class Attention(torch.nn.Module):
+    def __init__(self, **options) -> None:
+        super().__init__()
+        self.options = options
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return alibi_attention(q, k, v, **self.options)
+
+
+@pytest.mark.parametrize(
+    ("backend", "t", "strict"),
+    [("auto", 6, True), ("auto", 80, False), ("native", 6, False), ("dense", 12, False)],
+)
+def test_an_exported_program_is_right_for_all_sizes(backend: str, t: int, strict: bool) -> None:
+    """Exported at one size, whether the kernels would be worth it there or not, and run at others."""
+    batch, length = Dim("batch", min=2, max=64), Dim("length", min=2, max=4096)
+    example = tuple(draw(b=3, t=t, requires_grad=False)[:3])
+    model = Attention(backend=backend, window=300)
+    program = export(model, example, dynamic_shapes=({0: batch, 2: length},) * 3, strict=strict)
+    assert runs_native(program) == (backend != "dense")
+    for b, t in ((2, 2), (4, 63), (2, 64), (3, 65), (2, 400)):
+        inputs = draw(b=b, t=t, requires_grad=False)[:3]
+        truth = alibi_attention(*inputs, window=300, backend="dense" if backend == "dense" else "native")
+        assert_close([program.module()(*inputs)], [truth])
+
+
+def runs_native(program: ExportedProgram) -> bool:
+    return "alibi_attn.native_forward" in program.graph_module.print_readable(print_output=False)
+
+
+def test_exported_lengths_may_be_two_or_known_to_be_short() -> None:
+    example = tuple(draw(t=12, requires_grad=False)[:3])
+    short, long = (({2: Dim("length", min=2, max=most)},) * 3 for most in (32, 4096))
+    assert not runs_native(export(Attention(), example, dynamic_shapes=short))
+    assert runs_native(export(Attention(), example, dynamic_shapes=long))
+    queries, keys = Dim("queries", min=2, max=64), Dim("keys", min=2, max=256)
+    for backend in ("native", "dense"):
+        q, k, v, _ = draw(t=12, s=20, requires_grad=False)
+        model = Attention(backend=backend, causal=False)
+        program = export(model, (q, k, v), dynamic_shapes=({2: queries}, {2: keys}, {2: keys}), strict=False)
+        for t, s in ((3, 50), (50, 3)):
+            inputs = draw(t=t, s=s, requires_grad=False)[:3]
+            assert_close([program.module()(*inputs)], [model(*inputs)])
+
+
+@quiet
+@pytest.mark.parametrize(("backend", "marked"), [("auto", True), ("native", False), ("banded", True)])
+def test_one_graph_serves_all_lengths(backend: str, marked: bool) -> None:
+    reset()
+    compiled = torch.compile(loss, fullgraph=True, dynamic=None if marked else True, backend="aot_eager")
+    for t in (12, 63, 64, 65, 128, 129, 300, 380):
+        leaves = draw(t=t)
+        for x in leaves[:3] if marked else ():
+            torch._dynamo.mark_dynamic(x, 2)
+        ours = gradients(lambda *x: compiled(*x, backend=backend), leaves)
+        assert_equal(ours, gradients(lambda *x: loss(*x, backend=backend), leaves))
+    assert counters["stats"]["unique_graphs"] == (2 if backend == "auto" else 1), "short and long are two backends"
+
+
+@quiet
+def test_a_scale_may_change_without_new_graphs() -> None:
+    reset()
+    compiled = torch.compile(lambda s, *x: loss(*x, scale=s, backend="native"), fullgraph=True, backend="aot_eager")
+    leaves = draw()
+    for scale in (0.3, -0.3, 0.7, 0.0, 1.5, -2.5, 0.3, 0.11, 0.12, 0.13, 0.14):
+        ours = gradients(lambda *x, s=scale: compiled(s, *x), leaves)
+        assert_equal(ours, gradients(lambda *x, s=scale: loss(*x, scale=s, backend="native"), leaves))
+    assert counters["stats"]["unique_graphs"] <= 4
+
+
+@quiet
+def test_compiled_transforms_are_right_or_refused() -> None:
+    reset()
+    q, k, v, m = draw(2, requires_grad=False)
+
+    def one(*x):
+        return alibi_attention(*x, backend="native")
+
+    def of_query(q):
+        return one(q, k[0], v[0]).sum()
+
+    compiled = torch.compile(vmap(one), fullgraph=True, backend="aot_eager")
+    assert_close([compiled(q, k, v, m)], [vmap(one)(q, k, v, m)])
+    for transformed in (lambda q: jvp(of_query, (q,), (q,)), grad(of_query)):
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=r"outside of torch.func, or in vmap alone"):
+            torch.compile(transformed, fullgraph=True, backend="aot_eager")(q[0])
+    auto = torch.compile(grad(lambda q: loss(q, k[0], v[0])), fullgraph=True, backend="aot_eager")
+    assert_close([auto(q[0])], [grad(lambda q: loss(q, k[0], v[0]))(q[0])])
+
+
+@pytest.mark.parametrize("backend", ["banded", "native"])
+@pytest.mark.parametrize("kind", ["plain", "everything"])
+def test_both_operators_pass_torchs_own_checks(backend: str, kind: str) -> None:
+    q, k, v, m = draw(t=66, dtype=torch.float64)
+    right = mask = segments = None
+    if kind == "everything":
+        m, right = (torch.rand(2, 4, dtype=torch.float64).requires_grad_() for _ in range(2))
+        mask, segments = torch.rand(2, 66) < 0.8, torch.randint(0, 2, (2, 66))
+    first, scale = torch.tensor([0]), torch.tensor(0.5, dtype=torch.float64)
+    described, numbers = (m, right, first, scale, mask, segments, segments), (right is None, None)
+    forward, backward = (getattr(torch.ops.alibi_attn, f"{backend}_{way}").default for way in ("forward", "backward"))
+    torch.library.opcheck(forward, (q, k, v, *described, *numbers, 1e-9, True))
+    output, lse, plan = (x.detach() for x in forward(q, k, v, *described, *numbers, 1e-9, True))
+    kept = [x if x is None else x.detach() for x in (q, k, v, output, lse, *described, plan)]
+    grad_lse = None if kind == "plain" else torch.ones_like(lse)
+    torch.library.opcheck(backward, (torch.randn_like(output), grad_lse, *kept, *numbers, kind == "everything"))
