@@ -28,8 +28,8 @@ LAYERS = {
     "nn": 2,
     **dict.fromkeys(("hf", "lab", "bench", "report"), 3),
     "recipes": 4,
-    **dict.fromkeys(("cli_bench", "cli_words"), 5),
-    **dict.fromkeys(("cli_export", "cli_lab"), 6),
+    "cli_words": 5,
+    **dict.fromkeys(("cli_bench", "cli_export", "cli_lab"), 6),
     "cli": 7,
     "__main__": 8,
 }
