@@ -10,7 +10,6 @@ import datetime
 import functools
 import hashlib
 import json
-import math
 import os
 import platform
 import re
@@ -23,9 +22,22 @@ from importlib import metadata
 from pathlib import Path
 from typing import TypeAlias
 
+from alibi_attn.strict_json import JsonError, parse
+
 SCHEMA = 1
+LARGEST = 1e100  # nothing is measured beyond; sums, squares and axes of such numbers still fit a float
+MOST = 2**53  # nothing is counted beyond, and a float holds every count
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
 
+# What figures draw and compute with, by its name: from 0 to 1, to MOST, or to LARGEST.
+_DRAWN = (
+    (re.compile(r"accuracy|share"), 1),
+    (re.compile(r"(paper_)?length|position|distance|step|head|(.*_)?tokens?|parameters|peak_memory_bytes"), MOST),
+    (
+        re.compile(r"(.*_)?(perplexity|ms|per_second)|seconds|hours|(loss_|nonoverlapping_|sliding_|windowed_)?nats"),
+        LARGEST,
+    ),
+)
 _PACKAGES = ("alibi-attn", "numpy", "torch", "triton", "jax", "flax", "transformers", "accelerate")
 
 
@@ -78,6 +90,10 @@ class Record:
             if len({len(column) for column in columns.values()}) > 1:
                 found = ", ".join(f"{column} {len(values)}" for column, values in columns.items())
                 raise RecordError(f"the columns of the curve {name} must have one length but have: {found}")
+        if not isinstance(self.seconds, int | float) or abs(self.seconds) > MOST:
+            raise RecordError(f"seconds is {self.seconds!r} but must be a number of seconds")
+        if self.commit is not None and not isinstance(self.commit, str):
+            raise RecordError(f"commit is {self.commit!r} but must be text or None")
 
 
 def machine() -> dict[str, Json]:
@@ -221,11 +237,11 @@ def load(path: Path) -> Record:
     """Read one record.
 
     Raises:
-        RecordError: not JSON, not a record, or written by another schema.
+        RecordError: not JSON, not a record, written by another schema, or with numbers that nobody can have measured.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        data = parse(path.read_bytes())
+    except JsonError as error:
         raise RecordError(f"{path} is not JSON ({error}); a record is written by alibi run or alibi bench") from None
     if not isinstance(data, dict) or "schema" not in data:
         raise RecordError(f"{path} is JSON but not a record: it has no schema")
@@ -235,9 +251,11 @@ def load(path: Path) -> Record:
     if missing := expected - data.keys():
         raise RecordError(f"{path} lacks {', '.join(sorted(missing))}")
     try:
-        return Record(**{key: data[key] for key in expected})
+        record = Record(**{key: data[key] for key in expected})
+        _check_numbers(record)
     except RecordError as error:
         raise RecordError(f"{path} is damaged: {error}") from None
+    return record
 
 
 def find(*paths: Path, kind: str | None = None) -> Iterator[Record]:
@@ -250,10 +268,21 @@ def find(*paths: Path, kind: str | None = None) -> Iterator[Record]:
     for path in paths:
         if not path.exists():
             raise FileNotFoundError(f"{path} does not exist; pass record files (.json) or folders that hold them")
-        for file in sorted(path.rglob("*.json")) if path.is_dir() else [path]:
+        for file in sorted(file for file in path.rglob("*.json") if not file.is_dir()) if path.is_dir() else [path]:
             record = load(file)
             if kind is None or record.kind == kind:
                 yield record
+
+
+def finite(value: object) -> object:
+    """As JSON can hold it: NaN, infinity and what is beyond LARGEST as null, tuples as lists."""
+    if isinstance(value, float):
+        return value if abs(value) <= LARGEST else None
+    if isinstance(value, Mapping):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value
 
 
 @contextlib.contextmanager
@@ -278,7 +307,7 @@ def _path(record: Record, folder: Path) -> Path:
 
 
 def _text(record: Record) -> bytes:
-    text = json.dumps(_finite(dataclasses.asdict(record)), indent=1, sort_keys=True, allow_nan=False)
+    text = json.dumps(finite(dataclasses.asdict(record)), indent=1, sort_keys=True, allow_nan=False)
     return f"{text}\n".encode()
 
 
@@ -286,19 +315,30 @@ def _answered(path: Path) -> FileExistsError:
     return FileExistsError(f"{path} exists; records are never overwritten: delete it, or write to another folder")
 
 
+def _check_numbers(record: Record) -> None:
+    """What figures and tables compute with: numbers that can have been measured, and single values in every column."""
+    single = [("metrics", name, [value]) for name, value in record.metrics.items()]
+    columns = [
+        (f"curves.{curve}", name, column) for curve, found in record.curves.items() for name, column in found.items()
+    ]
+    for place, name, column in [*single, *columns]:
+        most = next((most for names, most in _DRAWN if names.fullmatch(name)), None)
+        for value in column:
+            if value is not None and not isinstance(value, int | float | str):
+                raise RecordError(f"{place}.{name} has {value!r} but a column holds numbers, texts and null")
+            if most is not None and value is not None and (isinstance(value, str) or not _within(value, most)):
+                raise RecordError(f"{place}.{name} has {value!r} but must be null or a number from 0 to {most:g}")
+            if isinstance(value, int | float) and abs(value) > LARGEST:
+                raise RecordError(f"{place}.{name} has {value!r}, more than can be measured")
+
+
+def _within(value: float, most: float) -> bool:
+    """From 0 to `most`, but for the rounding of sums: shares of 1.0000001, and losses of −1e-7."""
+    return -1e-3 <= value <= most * (1 + 1e-3)
+
+
 def _dumps(value: object) -> str:
-    return json.dumps(_finite(value), sort_keys=True, allow_nan=False, separators=(",", ":"))
-
-
-def _finite(value: object) -> object:
-    """JSON has no NaN and no infinity: they are written as null, tuples as lists."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
+    return json.dumps(finite(value), sort_keys=True, allow_nan=False, separators=(",", ":"))
 
 
 def _git(folder: Path, *arguments: str) -> str:

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+from damaged_json import DAMAGED
 
 from alibi_attn import records
 from alibi_attn.records import Record, RecordError
@@ -121,6 +122,68 @@ def test_a_damaged_record_is_refused_with_its_path(damage, words, record: Record
     with pytest.raises(RecordError, match=words) as caught:
         records.load(path)
     assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_what_is_no_json_is_refused_with_its_path_and_the_reason(name: str, tmp_path: Path) -> None:
+    content, reason = DAMAGED[name]
+    path = tmp_path / "x.json"
+    path.write_bytes(content)
+    with pytest.raises(RecordError, match=rf"{path} is not JSON \({reason}.*\); a record is written by"):
+        records.load(path)
+
+
+BY_LENGTH = {
+    "length": [128, 256],
+    "nonoverlapping_nats": [2.0, None],
+    "tokens_per_second": [9.0, 8.0],
+    "word": ["a", "b"],
+}
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "words"),
+    [
+        (("seconds",), "long", "seconds is 'long' but must be a number of seconds"),
+        (("seconds",), None, "seconds is None but must be"),
+        (("seconds",), 1e300, r"seconds is 1e\+300 but must be"),
+        (("commit",), 7, "commit is 7 but must be text or None"),
+        (("metrics", "loss_nats"), -1, "metrics.loss_nats has -1 but must be null or a number from 0"),
+        (("metrics", "other"), -1e308, "metrics.other has -1e\\+308, more than can be measured"),
+        (
+            ("curves", "by_length", "length", 0),
+            -1,
+            "curves.by_length.length has -1 but must be null or a number from 0",
+        ),
+        (("curves", "by_length", "length", 0), 2**60, "curves.by_length.length has 1152921504606846976"),
+        (("curves", "by_length", "length", 0), "128", "curves.by_length.length has '128' but must be null or a number"),
+        (("curves", "by_length", "nonoverlapping_nats", 1), 1e308, r"nonoverlapping_nats has 1e\+308"),
+        (("curves", "by_length", "tokens_per_second", 0), -1, "tokens_per_second has -1 but must be null or a number"),
+        (("curves", "by_length", "tokens_per_second", 0), [1], r"tokens_per_second has \[1\] but a column holds"),
+        (("curves", "by_length", "word", 0), {}, "word has {} but a column holds numbers, texts and null"),
+    ],
+)
+def test_what_nobody_can_have_measured_is_refused_with_its_path(place, value, words, record, tmp_path) -> None:
+    path = records.save(dataclasses.replace(record, curves={"by_length": BY_LENGTH}), tmp_path)
+    assert records.load(path).curves == {"by_length": BY_LENGTH}  # with the rounding of sums
+    data = json.loads(path.read_text())
+    inner = data
+    for name in place[:-1]:
+        inner = inner[name]
+    inner[place[-1]] = value
+    path.write_text(json.dumps(data))
+    with pytest.raises(RecordError, match=rf"^{path} is damaged: .*{words}"):
+        records.load(path)
+
+
+def test_what_is_too_large_to_be_read_is_not_written(record: Record, tmp_path: Path) -> None:
+    path = records.save(dataclasses.replace(record, metrics={"perplexity": 1e200}), tmp_path)
+    assert records.load(path).metrics == {"perplexity": None}
+
+
+def test_a_folder_is_no_record_whatever_its_name(record: Record, tmp_path: Path) -> None:
+    records.save(record, tmp_path / "old.json")
+    assert [r.name for r in records.find(tmp_path)] == [record.name]
 
 
 def test_a_binary_file_is_no_record(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from alibi_attn.cli.console import needs
+
 app = typer.Typer(
     help="Measure on this machine: every benchmark checks its peers first, and writes records that `alibi report` draws.",
     no_args_is_help=True,
@@ -26,7 +28,8 @@ def cpu(
 
     Example: alibi bench cpu --lengths 1024,2048 --no-memory
     """
-    from alibi_attn.bench.cpu import LENGTHS, cpu
+    with needs("torch"):
+        from alibi_attn.bench.cpu import LENGTHS, cpu
 
     asked = _numbers(lengths) or LENGTHS
     paths = cpu(
@@ -47,7 +50,8 @@ def trained(
 
     Example: alibi bench trained --scale smoke --out /tmp/records
     """
-    from alibi_attn.recipes.trained_reach import trained_reach
+    with needs("lab"):
+        from alibi_attn.recipes.trained_reach import trained_reach
 
     _tell(trained_reach(out, scale=scale, run_folder=run, say=typer.echo))
 
@@ -61,8 +65,9 @@ def serving(
 
     Example: alibi bench serving --lengths 1024,2048
     """
-    from alibi_attn.bench.serving import LENGTHS, UNPATCHED_LENGTHS, serving
-    from alibi_attn.hf import patch
+    with needs("hf"):
+        from alibi_attn.bench.serving import LENGTHS, UNPATCHED_LENGTHS, serving
+        from alibi_attn.hf import patch
 
     asked = _numbers(lengths) or LENGTHS
     unpatched = tuple(length for length in asked if length <= max(UNPATCHED_LENGTHS))
@@ -78,8 +83,9 @@ def generating(
 
     Example: alibi bench generating --lengths 8192,65536
     """
-    from alibi_attn.bench.generating import LENGTHS, generating
-    from alibi_attn.hf import ALiBiCache, patch
+    with needs("hf"):
+        from alibi_attn.bench.generating import LENGTHS, generating
+        from alibi_attn.hf import ALiBiCache, patch
 
     _tell([generating(out, patch=patch, alibi_cache=ALiBiCache, lengths=_numbers(lengths) or LENGTHS, say=typer.echo)])
 
@@ -93,7 +99,8 @@ def streaming(
 
     Example: alibi bench streaming --tokens 20000
     """
-    from alibi_attn.bench.streaming import streaming
+    with needs("torch"):
+        from alibi_attn.bench.streaming import streaming
 
     _tell([streaming(out, tokens=tokens, say=typer.echo)])
 
@@ -107,7 +114,8 @@ def decoding(
 
     Example: alibi bench decoding --lengths 4096,65536
     """
-    from alibi_attn.bench.decoding import LENGTHS, decoding
+    with needs("torch"):
+        from alibi_attn.bench.decoding import LENGTHS, decoding
 
     asked = _numbers(lengths) or LENGTHS
     _tell([decoding(out, lengths=asked, say=typer.echo)])
@@ -126,7 +134,8 @@ def gpu(
 
     Example: python -m alibi_attn bench gpu --lengths 2048,16384 --heads 16x128
     """
-    from alibi_attn.bench.gpu import LENGTHS, gpu
+    with needs("torch"):
+        from alibi_attn.bench.gpu import LENGTHS, gpu
 
     shapes = [_shape(shape) for shape in heads.split(",")]
     asked = _numbers(lengths) or LENGTHS
@@ -146,7 +155,8 @@ def jax(
 
     Example: alibi bench jax --lengths 1024,4096
     """
-    from alibi_attn.bench.jax_attention import LENGTHS, jax_attention
+    with needs("torch,jax"):
+        from alibi_attn.bench.jax_attention import LENGTHS, jax_attention
 
     asked = _numbers(lengths) or LENGTHS
     _tell(jax_attention(out, lengths=asked, repeats=repeats, budget_s=seconds, memory=memory, say=typer.echo))

@@ -11,15 +11,21 @@ Source: modeling_mpt.py and modeling_bloom.py of transformers.
 """
 
 from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import BloomConfig, BloomForCausalLM, MptConfig, MptForCausalLM, PreTrainedConfig
+from transformers import BloomConfig, BloomForCausalLM, MptConfig, MptForCausalLM
 from transformers.models.mpt.configuration_mpt import MptAttentionConfig
 
 from alibi_attn.hf import folder as folders
 from alibi_attn.hf.decoder import PARTS, DecoderConfig, Family, Kind, State, layers_and_width, widened
+from alibi_attn.strict_json import JsonError, parse
+
+_Model = TypeVar("_Model", MptForCausalLM, BloomForCausalLM)
 
 MPT = Family(
     "MPT",
@@ -98,10 +104,9 @@ def import_mpt(folder: Path) -> tuple[dict[str, Tensor], DecoderConfig]:
 
     Raises:
         OSError: no checkpoint there.
-        ValueError: a checkpoint of another family, or an MPT without ALiBi.
+        ValueError: a damaged checkpoint, one of another family, or an MPT without ALiBi.
     """
-    _check_family(folder, MptConfig, "an MPT")
-    model = MptForCausalLM.from_pretrained(folder)
+    model = _loaded(folder, MptForCausalLM, "an MPT")
     config: MptConfig = model.config
     options = config.attn_config
     assert isinstance(options, MptAttentionConfig)  # MptConfig makes it one
@@ -165,8 +170,7 @@ def export_bloom(state: State, config: DecoderConfig, folder: Path, *, tokenizer
 
 def import_bloom(folder: Path) -> tuple[dict[str, Tensor], DecoderConfig]:
     """As `import_mpt`, for a BLOOM checkpoint; its blocks are `ALiBiTransformerBlock`s with biases and the GELU above."""
-    _check_family(folder, BloomConfig, "a BLOOM")
-    model = BloomForCausalLM.from_pretrained(folder)
+    model = _loaded(folder, BloomForCausalLM, "a BLOOM")
     config: BloomConfig = model.config
     if config.apply_residual_connection_post_layernorm:
         raise ValueError(
@@ -188,10 +192,25 @@ def import_bloom(folder: Path) -> tuple[dict[str, Tensor], DecoderConfig]:
     return {name: tensor.detach().clone() for name, tensor in found.items()}, decoder
 
 
-def _check_family(folder: Path, config: type[PreTrainedConfig], wanted: str) -> None:
-    kind = config.get_config_dict(folder)[0].get("model_type")
-    if kind != config.model_type:
+def _loaded(folder: Path, family: type[_Model], wanted: str) -> _Model:
+    """The model with every weight from the folder: transformers would draw those that are missing at random."""
+    path = folder / "config.json"
+    try:
+        about = parse(path.read_bytes())
+    except JsonError as error:
+        raise ValueError(f"{path} is not JSON ({error}); pass the folder of {wanted}") from None
+    kind = about.get("model_type") if isinstance(about, dict) else None
+    assert family.config_class is not None  # every model with a head names one
+    if kind != family.config_class.model_type:
         raise ValueError(f"{folder} holds a {kind} model but must hold {wanted}")
+    try:
+        loaded: Any = family.from_pretrained(folder, output_loading_info=True)
+    except (ValueError, TypeError, RuntimeError, ZeroDivisionError, SafetensorError, StrictDataclassError) as error:
+        raise ValueError(f"{folder} is damaged: {' '.join(str(error).split())}; download or export it again") from None
+    model, info = loaded
+    if missing := sorted(info["missing_keys"]):
+        raise ValueError(f"{folder} is damaged: it lacks the weights {', '.join(missing)}; download or export it again")
+    return cast("_Model", model)
 
 
 def _block(n: int, kind: Kind, norm: Tensor, qkv: tuple[Tensor, ...] | list[Tensor], others: list[Tensor]) -> State:

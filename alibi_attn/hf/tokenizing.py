@@ -1,8 +1,8 @@
 """Tokenizers of the lab as those of the `tokenizers` library, which is what transformers loads."""
 
-import json
-
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from alibi_attn.strict_json import JsonError, parse
 
 SCHEMA = 1  # of the lab's file
 _END_OF_LINE, _UNKNOWN = "<eos>", "<unk>"
@@ -33,21 +33,26 @@ def saved_tokenizer(content: bytes) -> Tokenizer:
         ValueError: another schema, or no such file.
     """
     try:
-        about = json.loads(content)
-        kind, schema = str(about["tokenizer"]), about["schema"]
-    except (ValueError, KeyError, TypeError) as error:
+        about = parse(content)
+    except JsonError as error:
         raise ValueError(f"this is no tokenizer of the lab ({error}); pass what lies beside its checkpoints") from None
+    if not isinstance(about, dict) or not {"tokenizer", "schema"} <= set(about):
+        raise ValueError("this is no tokenizer of the lab (it names none); pass what lies beside its checkpoints")
+    kind, schema = str(about["tokenizer"]), about["schema"]
     if schema != SCHEMA:
         raise ValueError(
             f"the tokenizer has schema {schema} but this version reads {SCHEMA}; use the one that wrote it"
         )
     if kind == "bytes":
         return byte_tokenizer()
-    if kind == "words":
-        tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(about["words"])}, unk_token=_UNKNOWN))
+    words, model = about.get("words"), about.get("model")
+    if kind == "words" and isinstance(words, list):
+        tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token=_UNKNOWN))
         tokenizer.normalizer = normalizers.Replace("\n", f" {_END_OF_LINE} ")
         tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
         return tokenizer
-    tokenizer = Tokenizer.from_str(about["model"])
+    if not isinstance(model, str):
+        raise ValueError(f"the tokenizer {kind!r} has no vocabulary; pass what lies beside the lab's checkpoints")
+    tokenizer = Tokenizer.from_str(model)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer

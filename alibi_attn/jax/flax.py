@@ -8,8 +8,14 @@ from typing import TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
-from flax.typing import Dtype
+
+try:
+    from flax import nnx
+    from flax.typing import Dtype
+except ModuleNotFoundError as error:
+    if error.name != "flax":
+        raise
+    raise ImportError('alibi_attn.jax.flax needs Flax; install it with: pip install "alibi-attn[jax]"') from error
 
 from alibi_attn.jax.attention import alibi_attention
 from alibi_attn.jax.layers import (

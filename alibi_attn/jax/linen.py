@@ -6,8 +6,14 @@ Press et al. 2022, sec. 3 (arXiv:2108.12409).
 
 import jax
 import jax.numpy as jnp
-from flax import linen
-from flax.typing import Dtype
+
+try:
+    from flax import linen
+    from flax.typing import Dtype
+except ModuleNotFoundError as error:
+    if error.name != "flax":
+        raise
+    raise ImportError('alibi_attn.jax.linen needs Flax; install it with: pip install "alibi-attn[jax]"') from error
 
 from alibi_attn.jax.attention import alibi_attention
 from alibi_attn.jax.layers import (

@@ -28,10 +28,14 @@ from alibi_attn.lab.parallel import Training
 from alibi_attn.lab.sources import CorpusError
 from alibi_attn.lab.state import READ_ERRORS, load_state, save_state
 from alibi_attn.lab.tokenizing import Tokenizer, load_tokenizer, save_tokenizer
+from alibi_attn.records import finite
+from alibi_attn.strict_json import JsonError, parse
 
 SCHEMA = 2
 
 _STEP = re.compile(r"step-\d{8,}")
+_CURVE = ("step", "loss_nats", "learning_rate")
+_VALIDATION = ("step", "seconds", "nats", "tokens")
 
 
 class CheckpointError(ValueError):
@@ -54,12 +58,10 @@ class Progress:
     step: int = 0
     seconds: float = 0.0
     loss_nats: float | None = None
-    curve: Mapping[str, Sequence[float]] = dataclasses.field(
-        default_factory=lambda: {"step": [], "loss_nats": [], "learning_rate": []}
-    )
+    curve: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=lambda: {name: [] for name in _CURVE})
     peak_memory_bytes: int | None = None
     validation: Mapping[str, Sequence[float]] = dataclasses.field(
-        default_factory=lambda: {"step": [], "seconds": [], "nats": [], "tokens": []}
+        default_factory=lambda: {name: [] for name in _VALIDATION}
     )
 
 
@@ -75,7 +77,12 @@ def load_checkpoint(path: Path) -> tuple[LanguageModel, RunConfig]:
     folder = _step_folder(path)
     config, _, hashes = _read(folder)
     _verify(folder, hashes, "model.safetensors")
-    model = LanguageModel(config.model, trained_length=config.train.length)
+    try:
+        model = LanguageModel(config.model, trained_length=config.train.length)
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{folder / 'config.json'} asks for a model that cannot be made here ({_first_line(error)})"
+        ) from None
     try:
         model.load_state_dict(load_file(folder / "model.safetensors"))
     except (OSError, SafetensorError, RuntimeError) as error:
@@ -146,7 +153,7 @@ def save_checkpoint(
                 "progress": dataclasses.asdict(progress),
                 "sha256": _hashes(temporary),
             }
-            (temporary / "config.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+            (temporary / "config.json").write_text(json.dumps(finite(about), indent=1) + "\n", encoding="utf-8")
             _bring_to_disk(temporary)
             shutil.rmtree(final, ignore_errors=True)
             os.replace(temporary, final)
@@ -216,8 +223,8 @@ def _step_folder(path: Path) -> Path:
 def _read(folder: Path) -> tuple[RunConfig, Progress, Mapping[str, str]]:
     path = folder / "config.json"
     try:
-        about = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        about = parse(path.read_bytes())
+    except (OSError, JsonError) as error:
         raise _damaged(folder, "config.json", error) from None
     if not isinstance(about, dict) or "schema" not in about:
         raise CheckpointError(
@@ -228,9 +235,27 @@ def _read(folder: Path) -> tuple[RunConfig, Progress, Mapping[str, str]]:
             f"{path} has schema {about['schema']} but this version reads {SCHEMA}; use the version that wrote it, or train again"
         )
     try:
-        return from_json(about.get("config")), Progress(**about["progress"]), dict(about["sha256"])
+        return from_json(about.get("config")), _progress(about["progress"]), dict(about["sha256"])
     except (ConfigError, KeyError, TypeError, ValueError) as error:
         raise _damaged(folder, "config.json", error) from None
+
+
+def _progress(data: dict[str, object]) -> Progress:
+    """Raises TypeError or ValueError where it is not what was written: training would stumble over it steps later."""
+    found = Progress(**data)  # type: ignore[arg-type]
+    kinds = {"step": int, "seconds": int | float, "loss_nats": int | float | None, "peak_memory_bytes": int | None}
+    for name, kind in kinds.items():
+        value = getattr(found, name)
+        if not isinstance(value, kind) or (value or 0) < 0:
+            raise ValueError(f"progress.{name} is {value!r} but must be a number, 0 or more")
+    for name, curve, columns in (("curve", found.curve, _CURVE), ("validation", found.validation, _VALIDATION)):
+        if not isinstance(curve, dict) or set(curve) != set(columns):
+            raise ValueError(f"progress.{name} must have the columns {', '.join(columns)}")
+        lengths = {len(column) if isinstance(column, list) else -1 for column in curve.values()}
+        cells = [cell for column in curve.values() if isinstance(column, list) for cell in column]
+        if len(lengths) > 1 or lengths == {-1} or not all(isinstance(cell, int | float | None) for cell in cells):
+            raise ValueError(f"the columns of progress.{name} must be lists of numbers of one length")
+    return found
 
 
 def _hashes(folder: Path) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """Configs as text: fields changed by name ("train.steps=50"), configs written to records and read back."""
 
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -100,9 +101,12 @@ def _parse(name: str, text: str, kind: object) -> object:
         check_choice(name, text.lower(), ("true", "false"))
         return text.lower() == "true"
     try:
-        return int(text) if kind is int else float(text)
+        value = int(text) if kind is int else float(text)
     except ValueError:
-        raise ConfigError(f"{name} is {text!r} but must be {_describe(kind)}") from None
+        value = math.nan
+    if not math.isfinite(value):
+        raise ConfigError(f"{name} is {text!r} but must be {_describe(kind)}")
+    return value
 
 
 def _describe(kind: object) -> str:

@@ -28,6 +28,7 @@ from alibi_attn.lab.config import DataConfig
 from alibi_attn.lab.sources import CorpusError, Part, TextFile
 from alibi_attn.lab.tokenizing import Tokenizer, load_tokenizer, save_tokenizer, token_dtype
 from alibi_attn.records import Json
+from alibi_attn.strict_json import JsonError, parse
 
 SCHEMA = 1
 HASHED_BYTES = 64 << 20  # files up to this are hashed at every opening; larger ones where their time of change differs
@@ -111,8 +112,10 @@ def open_tokens(folder: Path) -> TokenFolder:
             {part: _map(folder / f"{part}.bin", dtype) for part in manifest["parts"]},
             {part: _map(folder / f"{part}.starts.bin", torch.int64) for part in manifest["parts"]},
             tokenizer,
-            manifest["facts"],
+            dict(manifest["facts"]),
         )
+    except OSError as error:
+        raise _damaged(folder, f"{error.filename} cannot be read: {error.strerror}") from None
     except (KeyError, TypeError, AttributeError):
         raise _damaged(folder, f"{_MANIFEST} lacks what a manifest has") from None
 
@@ -152,7 +155,7 @@ def _unchanged(store: Path, asked: Mapping[str, Json], files: Sequence[TextFile]
     now = None
     for path in sorted(store.glob(f"*/{_MANIFEST}")):
         try:
-            manifest = json.loads(path.read_bytes())
+            manifest = _manifest(path.parent)
             known = [_known(source) for source in manifest["sources"]]
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             continue  # it is asked for by its identity below, or by nobody
@@ -196,11 +199,14 @@ def _sha256(path: Path) -> str:
 
 def _manifest(folder: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads((folder / _MANIFEST).read_bytes()))
+        found = parse((folder / _MANIFEST).read_bytes())
     except OSError as error:
         raise _damaged(folder, f"{_MANIFEST} cannot be read: {error.strerror}") from None
-    except (ValueError, TypeError):
-        raise _damaged(folder, f"{_MANIFEST} is not JSON") from None
+    except JsonError as error:
+        raise _damaged(folder, f"{_MANIFEST} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise _damaged(folder, f"{_MANIFEST} is not a manifest")
+    return found
 
 
 def _verify(folder: Path, name: str, written: Mapping[str, Any]) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from alibi_attn import records
 from alibi_attn.lab.sources import CorpusError
+from alibi_attn.strict_json import parse
 
 SCHEMA = 1
 SAMPLE_BYTES = 16 << 20  # of the training text, evenly spread, make the BPE; more hardly changes its merges
@@ -192,7 +193,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
         CorpusError: no such file, or not a tokenizer, or another version's.
     """
     try:
-        return _read(json.loads(path.read_bytes()), path)
+        return _read(parse(path.read_bytes()), path)
     except OSError as error:
         raise CorpusError(
             f"{path} cannot be read ({error.strerror}); it lies beside the tokens and beside every checkpoint"
@@ -201,7 +202,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
         if isinstance(error, CorpusError):
             raise
         raise CorpusError(
-            f"{path} is not a tokenizer, or damaged; delete the folder it lies in and run again: it is made anew"
+            f"{path} is not a tokenizer, or damaged; delete the folder it lies in and run again: it is made anew ({error})"
         ) from None
 
 
@@ -210,7 +211,9 @@ def token_dtype(vocab_size: int) -> torch.dtype:
     return torch.uint8 if vocab_size <= 1 << 8 else torch.uint16 if vocab_size <= 1 << 16 else torch.int32
 
 
-def _read(data: dict[str, object], path: Path) -> Tokenizer:
+def _read(data: object, path: Path) -> Tokenizer:
+    if not isinstance(data, dict):
+        raise ValueError("it is no object")
     if data["schema"] != SCHEMA:
         raise CorpusError(
             f"{path} has schema {data['schema']} but this version reads {SCHEMA}; delete the folder it lies in and run again"

@@ -3,10 +3,15 @@
 Read `attention.py` first. Everything here is `alibi_attention` plus linear layers.
 """
 
-from alibi_attn.nn.attention import ALiBiAttention
-from alibi_attn.nn.block import ALiBiTransformerBlock
-from alibi_attn.nn.cache import KVCache
-from alibi_attn.nn.positional import ALiBiPositionalBias
-from alibi_attn.nn.reach_cache import ReachCache
+try:
+    from alibi_attn.nn.attention import ALiBiAttention
+    from alibi_attn.nn.block import ALiBiTransformerBlock
+    from alibi_attn.nn.cache import KVCache
+    from alibi_attn.nn.positional import ALiBiPositionalBias
+    from alibi_attn.nn.reach_cache import ReachCache
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    raise ImportError('alibi_attn.nn needs PyTorch; install it with: pip install "alibi-attn[torch]"') from error
 
 __all__ = ["ALiBiAttention", "ALiBiPositionalBias", "ALiBiTransformerBlock", "KVCache", "ReachCache"]

@@ -31,7 +31,9 @@ class PeerTimes:
 
 def is_drawn(record: Record) -> bool:
     """Benchmarks that have peers with lengths and times."""
-    return record.kind == "benchmark" and bool(peer_times(record))
+    return record.kind == "benchmark" and any(
+        math.isfinite(time) for peer in peer_times(record) for time in peer.times.values()
+    )
 
 
 def peer_times(record: Record) -> list[PeerTimes]:
@@ -41,12 +43,14 @@ def peer_times(record: Record) -> list[PeerTimes]:
         timed = [column for column in columns if column.endswith("_ms")]
         if "length" not in columns or not timed:
             continue
-        lengths = [int(length) for length in numbers(record, name, "length")]
+        lengths = numbers(record, name, "length")
         whole = np.sum([numbers(record, name, column) for column in timed], axis=0)
         forward_only = "forward_ms" in timed and all(math.isnan(x) for x in whole)
         if forward_only:
             whole = np.asarray(numbers(record, name, "forward_ms"))
-        peers.append(PeerTimes(name, dict(zip(lengths, map(float, whole), strict=True)), forward_only))
+        times = {int(length): float(time) for length, time in zip(lengths, whole, strict=True) if math.isfinite(length)}
+        if times:
+            peers.append(PeerTimes(name, times, forward_only))
     return sorted(peers, key=lambda peer: peer.name != OURS)
 
 
@@ -65,7 +69,7 @@ def memory_by_length(record: Record) -> Figure | None:
         column = next((column for column in _MEMORY if column in columns), None)
         if column is not None and "length" in columns:
             sizes = zip(numbers(record, name, "length"), numbers(record, name, column), strict=True)
-            lines[name] = {int(x): y / 2**20 for x, y in sorted(sizes) if y > 0}
+            lines[name] = {int(x): y / 2**20 for x, y in sizes if math.isfinite(x) and y > 0}
     if not any(lines.values()):
         return None
     if len(lines) == 1:
@@ -98,7 +102,7 @@ def ratio_table(record: Record) -> tuple[list[str], list[tuple[str, list[str]]]]
     peers = peer_times(record)
     lengths = sorted({length for peer in peers for length in peer.times})
     ours = next((peer for peer in peers if peer.name == OURS), None)
-    forward = dict(zip(map(int, numbers(record, OURS, "length")), numbers(record, OURS, "forward_ms"), strict=False))
+    forward = dict(zip(numbers(record, OURS, "length"), numbers(record, OURS, "forward_ms"), strict=False))
     rows = []
     for peer in peers:
         cells = []
@@ -109,7 +113,7 @@ def ratio_table(record: Record) -> tuple[list[str], list[tuple[str, list[str]]]]
                 base = forward.get(length, math.nan)
             if math.isnan(time):
                 cells.append("–")
-            elif peer.name == OURS or math.isnan(base):
+            elif peer.name == OURS or not base > 0:
                 cells.append(f"{time:,.0f} ms")
             else:
                 cells.append(f"{time / base:.2f}×")

@@ -14,7 +14,7 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
-from alibi_attn.records import Json, Record, identity
+from alibi_attn.records import MOST, Json, Record, identity
 from alibi_attn.report import figures
 from alibi_attn.report.figures import COLORS, INK, MUTED
 from alibi_attn.report.series import numbers
@@ -42,7 +42,8 @@ class TrainedHeads:
 def is_drawn(record: Record) -> bool:
     """Certificates that name the reach of every head."""
     columns = record.curves.get("heads", {})
-    return record.kind == "certificate" and {"slope", "certified", "true"} <= set(columns)
+    named = record.kind == "certificate" and {"slope", "certified", "true"} <= set(columns)
+    return named and any(map(math.isfinite, numbers(record, "heads", "certified")))
 
 
 def trained_heads(records: Sequence[Record]) -> list[TrainedHeads]:
@@ -57,9 +58,8 @@ def trained_heads(records: Sequence[Record]) -> list[TrainedHeads]:
         members.sort(key=lambda record: (len(_layer(record)), _layer(record)))
         first = members[0]
         layers = tuple((_layer(record), record) for record in members)
-        length = _number(first.config, "length") or int(
-            max(value for record in members for value in numbers(record, "heads", "certified"))
-        )
+        certified = (value for record in members for value in numbers(record, "heads", "certified"))
+        length = _number(first.config, "length") or max(2, int(max(filter(math.isfinite, certified))))
         found.append(
             TrainedHeads(first.name.rpartition("/")[0] or first.name, length, _number(first.config, "trained"), layers)
         )
@@ -101,8 +101,11 @@ def mass_figure(model: TrainedHeads) -> Figure | None:
         rows = zip(*(numbers(record, "mass", name) for name in ("head", "distance", "share")), strict=True)
         points: dict[int, list[tuple[float, float]]] = {}
         for head, distance, share in rows:
-            points.setdefault(int(head), []).append((distance, share))
+            if math.isfinite(head):
+                points.setdefault(int(head), []).append((distance, share))
         for rank, head in enumerate(ranked):
+            if head not in points:
+                continue
             x, y = zip(*sorted(points[head]), strict=True)
             fade = 1 - 0.65 * rank / max(len(ranked) - 1, 1)
             axes.plot(x, y, color=COLORS["alibi"], linewidth=1.2, alpha=fade)
@@ -134,7 +137,7 @@ def _layer(record: Record) -> str:
 
 def _number(config: Mapping[str, Json], name: str) -> int:
     value = config.get(name)
-    return value if isinstance(value, int) else 0
+    return value if isinstance(value, int) and 1 < value <= MOST else 0
 
 
 def _grid(model: TrainedHeads) -> tuple[Figure, list[tuple[Axes, Record]]]:

@@ -19,6 +19,7 @@ from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, MaxNL
 from matplotlib.typing import RcKeyType
 from numpy.typing import NDArray
 
+from alibi_attn.records import LARGEST
 from alibi_attn.report.series import MODES, Mode, Series, Study
 
 Measure = Literal["tokens_per_second", "peak_memory_bytes"]
@@ -78,9 +79,9 @@ _TEXT_GAP = 0.068  # of the height of the axes, between two labels at the end of
 
 def perplexity_by_length(study: Study, mode: Mode) -> Figure | None:
     """Perplexity, exp(mean loss), against the length it was tested at; all modes of a study share their y axis."""
-    curves = {m: [(s, *s.curve("by_length", "length", f"{m}_nats")) for s in study.series] for m in MODES}
-    drawn = [(s, x, np.exp(y)) for s, x, y in curves[mode] if y.size]
-    every = [np.exp(y).ravel() for panel in curves.values() for _, _, y in panel]
+    curves = {m: [(s, *s.perplexities("by_length", "length", f"{m}_nats")) for s in study.series] for m in MODES}
+    drawn = [(s, x, y) for s, x, y in curves[mode] if y.size]
+    every = [y.ravel() for panel in curves.values() for _, _, y in panel]
     if not drawn:
         return None
     figure, axes = _axes(f"perplexity per {study.unit}, log scale")
@@ -129,7 +130,7 @@ def training_curves(study: Study) -> Figure | None:
 
 def validation_curves(study: Study, x: Literal["seconds", "step"]) -> Figure | None:
     """Perplexity on text that is not trained on, through the training, against its seconds or its steps."""
-    drawn = [(s, at, np.exp(y)) for s in study.series for at, y in [s.curve("validation", x, "nats")] if y.size]
+    drawn = [(s, at, y) for s in study.series for at, y in [s.perplexities("validation", x, "nats")] if y.size]
     if not drawn:
         return None
     figure, axes = _axes(f"perplexity per {study.unit}, log scale")
@@ -309,7 +310,11 @@ def _mark_trained(axes: Axes, study: Study) -> None:
 
 
 def _log_y(axes: Axes, values: Points) -> None:
-    low, high = float(np.nanmin(values)), float(np.nanmax(values))
+    """Of what a logarithm has: points at 0 are below the picture; where all are, the axis stays linear."""
+    positive = values[(values >= 1 / LARGEST) & (values <= LARGEST)]
+    if not positive.size:
+        return
+    low, high = float(positive.min()), float(positive.max())
     room = max(math.log(high / low) * 0.08, 0.02)
     low, high = low * math.exp(-room), high * math.exp(2 * room)  # above: place for "trained length"
     axes.set_yscale("log")

@@ -8,10 +8,26 @@ records of kinds that this page does not draw are listed.
 from collections.abc import Sequence
 from pathlib import Path
 
-import jinja2
+try:
+    import jinja2
+
+    from alibi_attn.report import (
+        benchmarks,
+        certificates,
+        contents,
+        costs,
+        evidence,
+        paper,
+        sections,
+        sentences,
+        tables,
+    )
+except ModuleNotFoundError as error:
+    if error.name not in ("jinja2", "matplotlib"):
+        raise
+    raise ImportError(f'a report needs {error.name}; install it with: pip install "alibi-attn[lab]"') from error
 
 from alibi_attn.records import Record, identity, replace_file
-from alibi_attn.report import benchmarks, certificates, contents, costs, evidence, paper, sections, sentences, tables
 from alibi_attn.report.contents import Entry
 from alibi_attn.report.series import other_records, studies
 

@@ -88,7 +88,7 @@ def scale_factor(record: Record) -> float:
                 return theirs / ours
     lengths = record.config.get("lengths")
     for theirs_text, ours_value in (lengths if isinstance(lengths, Mapping) else {}).items():
-        if isinstance(ours_value, int | float) and ours_value > 0:
+        if isinstance(ours_value, int | float) and ours_value > 0 and theirs_text.isdecimal():
             return float(theirs_text) / ours_value
     return 1.0
 
@@ -98,8 +98,8 @@ def unit_of(record: Record) -> str:
     unit = record.config.get("unit")
     if isinstance(unit, str):
         return unit
-    sizes = {corpus.get("bytes_per_token") for corpus in _corpora(record)}
-    return "byte" if sizes == {1} else "token"
+    sizes = [corpus.get("bytes_per_token") for corpus in _corpora(record)]
+    return "byte" if sizes and all(size == 1 for size in sizes) else "token"
 
 
 def corpus_of(record: Record) -> str:
@@ -323,7 +323,7 @@ def _window_pictures(record: Record, item: PublishedItem) -> list[list[Picture]]
         row = []
         for who, column in (("Ours", _recorded(record)), ("The paper", _published(item))):
             token, context, passes = (column(label, name) for name in ("token", "context", "pass"))
-            if token.size and np.isfinite(np.concatenate([token, context, passes])).all():
+            if _are_windows(token, context, passes):
                 row.append(
                     Picture(
                         heading=f"{label}: {who.lower()}",
@@ -335,6 +335,16 @@ def _window_pictures(record: Record, item: PublishedItem) -> list[list[Picture]]
         rows.append(row)
     measured = _window_losses(record, item)
     return [*rows, [measured]] if measured else rows
+
+
+def _are_windows(token: Points, context: Points, passes: Points) -> bool:
+    """Whether every pass scores a token, and reads no more than there are."""
+    whole = np.concatenate([token, context, passes])
+    if not token.size or not np.isfinite(whole).all() or whole.min() < 1 or (whole % 1).any():
+        return False
+    return bool(
+        (context <= token).all() and passes.max() <= token.size and set(passes) == set(range(1, int(passes.max()) + 1))
+    )
 
 
 def _window_losses(record: Record, item: PublishedItem) -> Picture | None:

@@ -14,6 +14,7 @@ from alibi_attn.report.series import Mode, Series, Study, flat
 from alibi_attn.slopes import alibi_slopes
 
 _SMALL_PERCENT = 1.0  # changes below it are called none
+_MOST_HEADS = 1024  # whose pictures a page holds
 
 
 def perplexity(series: Series, length: float, mode: Mode = "nonoverlapping") -> list[float]:
@@ -64,11 +65,11 @@ def question(studies: Sequence[Study]) -> str:
 
 def headline(study: Study) -> str:
     """The result in one or two sentences: who predicts best at the longest length, and what became of the others."""
-    reached = [s for s in study.series if ends(s)]
-    if not reached:
+    tested = [between[1] for s in study.series if (between := ends(s))]
+    if not tested:
         return "These models were trained but not evaluated yet."
-    longest = max(study.lengths)
-    ranked = [s for s in reached if perplexity(s, longest)]
+    longest = max(tested)
+    ranked = [s for s in study.series if perplexity(s, longest)]
     ranked.sort(key=lambda s: float(np.mean(perplexity(s, longest))))
     trained = f"Trained on {study.trained[0]:,} {study.unit}s at a time and tested on {longest:,}"
     start = trained if len(study.trained) == 1 else f"Tested on {longest:,} {study.unit}s at a time"
@@ -165,8 +166,9 @@ def not_allowed(study: Study) -> list[str]:
 
 def head_counts(study: Study) -> list[int]:
     """The head counts of the models with ALiBi, ascending."""
-    found = {flat(r.config).get("model.num_heads") for s in study.series if s.method == "alibi" for r in s.records}
-    return sorted(heads for heads in found if isinstance(heads, int))
+    counts = (flat(r.config).get("model.num_heads") for s in study.series if s.method == "alibi" for r in s.records)
+    found = {heads for heads in counts if isinstance(heads, int) and 1 <= heads <= _MOST_HEADS}
+    return sorted(found)
 
 
 def _early_tokens(study: Study) -> list[str]:

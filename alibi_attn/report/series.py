@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from alibi_attn.records import Json, Record, identity
+from alibi_attn.records import LARGEST, MOST, Json, Record, identity
 
 Mode = Literal["nonoverlapping", "sliding", "windowed"]
 
@@ -70,16 +70,25 @@ class Series:
         """Its trainings, then its evaluations."""
         return self.trainings + self.evaluations
 
-    def curve(self, curve: str, x: str, y: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Two columns of a curve: x [points] ascending, y [seeds, points], NaN where a seed lacks a point of another."""
+    def curve(
+        self, curve: str, x: str, y: str, *, most: float = LARGEST
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Two columns of a curve: x [points] ascending, y [seeds, points], NaN where a seed lacks a point of another, and
+        beyond `most`."""
         records = self.trainings if curve in ("training", "validation") else self.evaluations
         found = [dict(zip(numbers(r, curve, x), numbers(r, curve, y), strict=True)) for r in records]
         points = sorted({point for column in found for point in column if math.isfinite(point)})
         rows = [[column.get(point, math.nan) for point in points] for column in found]
         values = np.array(rows, dtype=np.float64).reshape(len(found), len(points))
+        values = np.where(np.abs(values) <= most, values, math.nan)
         measured = np.isfinite(values)
         some = measured.any(axis=0)
         return np.array(points, dtype=np.float64)[some], values[measured.any(axis=1)][:, some]
+
+    def perplexities(self, curve: str, x: str, nats: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """As `curve`, e to the power of the second column, where that can be drawn."""
+        points, values = self.curve(curve, x, nats, most=math.log(LARGEST))
+        return points, np.exp(values)
 
     def metric(self, name: str) -> list[float]:
         """A metric of the training, over seeds; of the evaluation where the training has none."""
@@ -239,7 +248,7 @@ def _method(record: Record) -> str:
 
 def _trained(record: Record) -> int:
     value = _mapping(record.config.get("train")).get("length")
-    return value if isinstance(value, int) else 0
+    return value if isinstance(value, int) and value <= MOST else 0
 
 
 def _seed(record: Record) -> int:

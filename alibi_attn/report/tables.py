@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from alibi_attn.records import Json, Record, identity
+from alibi_attn.records import MOST, Json, Record, identity
 from alibi_attn.report import sentences
 from alibi_attn.report.series import METHODS, Mode, Series, Study, flat
 from alibi_attn.slopes import alibi_slopes
@@ -128,7 +128,7 @@ def half_life(slope: float) -> float:
 
 def fraction(slope: float) -> str:
     """A slope as people write it: "1/256" where it is one over a whole number, else three digits."""
-    if slope > 0 and abs(1 / slope - round(1 / slope)) < 1e-9 / slope:
+    if slope > 1 / MOST and abs(1 / slope - round(1 / slope)) < 1e-9 / slope:
         return f"1/{round(1 / slope)}" if slope != 1 else "1"
     return f"{slope:.3g}"
 

@@ -1,9 +1,12 @@
 """A decoder leaves as an MPT or BLOOM checkpoint that AutoModelForCausalLM loads with equal logits, and comes back."""
 
+import json
 import math
 
 import pytest
 import torch
+from damaged_json import DAMAGED
+from safetensors.torch import load, save
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -50,6 +53,12 @@ class WithBiases(Decoder):
         for block in self.blocks:
             x = block(x)
         return self.norm(x) @ self.embedding.weight.T
+
+
+def _without_one(weights: bytes) -> bytes:
+    tensors = load(weights)
+    del tensors["transformer.norm_f.weight"]
+    return save(tensors, metadata={"format": "pt"})
 
 
 def decoder(kind: type[Decoder] = Decoder, **options: object) -> Decoder:
@@ -187,3 +196,40 @@ def test_wrong_use_is_told_what_is_allowed(tmp_path, build):
     del state["norm.weight"]
     with pytest.raises(ValueError, match=r"lacks norm\.weight"):
         export_mpt(state, DecoderConfig(num_heads=4, trained_length=64), tmp_path / "other")
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_config_that_is_no_json_is_refused_with_its_path_and_the_reason(name, tmp_path):
+    content, reason = DAMAGED[name]
+    (tmp_path / "config.json").write_bytes(content)
+    for read in (import_mpt, import_bloom):
+        with pytest.raises(ValueError, match=rf"{tmp_path / 'config.json'} is not JSON \({reason}"):
+            read(tmp_path)
+    with pytest.raises(ValueError, match=rf"this is no tokenizer of the lab \({reason}"):
+        saved_tokenizer(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda weights: weights[: len(weights) // 2], "incomplete metadata"),
+        (lambda weights: b"", "header too small"),
+        (_without_one, r"it lacks the weights transformer\.norm_f\.weight"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_weights_that_are_damaged_or_missing_are_refused(damage, reason, tmp_path):
+    folder = export_mpt(decoder().state_dict(), DecoderConfig(num_heads=4, trained_length=64), tmp_path / "mpt")
+    path = folder / "model.safetensors"
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ValueError, match=rf"{folder} is damaged: .*{reason}.*; download or export it again"):
+        import_mpt(folder)
+
+
+@pytest.mark.parametrize(("name", "value"), [("d_model", "wide"), ("d_model", -32), ("n_heads", 0)])
+def test_a_config_of_wrong_values_is_refused(name, value, tmp_path):
+    folder = export_mpt(decoder().state_dict(), DecoderConfig(num_heads=4, trained_length=64), tmp_path / "mpt")
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
+    with pytest.raises(ValueError, match=f"{folder} is damaged: "):
+        import_mpt(folder)

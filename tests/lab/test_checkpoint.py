@@ -1,12 +1,14 @@
 """A checkpoint is whole or not there, and what is wrong with one is said in a sentence."""
 
 import json
+import math
 
 import pytest
 import torch
+from damaged_json import DAMAGED
 
 from alibi_attn.lab import checkpoint
-from alibi_attn.lab.checkpoint import CheckpointError, load_checkpoint, load_progress, newest
+from alibi_attn.lab.checkpoint import CheckpointError, load_checkpoint, load_checkpoint_tokenizer, load_progress, newest
 from alibi_attn.lab.data import load_corpus
 from alibi_attn.lab.positions import METHODS
 from alibi_attn.lab.train import train
@@ -69,6 +71,71 @@ def test_a_damaged_checkpoint_is_refused(trained, name, content, message):
     path.unlink() if content is None else path.write_bytes(content)
     with pytest.raises(CheckpointError, match=message):
         load_checkpoint(trained[0])
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_what_is_no_json_is_refused_with_its_path_and_the_reason(name, tmp_path):
+    content, reason = DAMAGED[name]
+    path = tmp_path / "config.json"
+    path.write_bytes(content)
+    for read in (load_checkpoint, load_checkpoint_tokenizer):
+        with pytest.raises(
+            CheckpointError, match=rf"{path} is damaged or incomplete \({reason}.*\); delete {tmp_path} and"
+        ):
+            read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("seconds", "long", "progress.seconds is 'long' but must be a number"),
+        ("step", -1, "progress.step is -1 but must be a number, 0 or more"),
+        ("step", 1.5, "progress.step is 1.5"),
+        ("loss_nats", [], "loss_nats"),
+        ("curve", {"step": [1]}, "progress.curve must have the columns step, loss_nats, learning_rate"),
+        ("curve", [], "progress.curve must have the columns"),
+        (
+            "validation",
+            {"step": [1], "seconds": [], "nats": [], "tokens": []},
+            "must be lists of numbers of one length",
+        ),
+        ("validation", {"step": ["a"], "seconds": [1], "nats": [1], "tokens": [1]}, "must be lists of numbers"),
+        ("surprise", 1, "surprise"),
+    ],
+)
+def test_a_damaged_progress_is_refused(name, value, reason, trained):
+    path = newest(trained[0]) / "config.json"
+    about = json.loads(path.read_text())
+    about["progress"][name] = value
+    path.write_text(json.dumps(about))
+    with pytest.raises(CheckpointError, match=rf"{path} is damaged or incomplete \(.*{reason}"):
+        load_progress(path.parent, trained[1])
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_folder_in_the_place_of_a_file_is_refused(name, trained):
+    path = newest(trained[0]) / name
+    path.unlink()
+    path.mkdir()
+    read = load_checkpoint_tokenizer if name == "tokenizer.json" else load_checkpoint
+    with pytest.raises(CheckpointError, match=rf"{name} is damaged or incomplete \(Is a directory\)"):
+        read(trained[0])
+
+
+def test_a_model_that_cannot_be_built_is_refused(trained):
+    path = newest(trained[0]) / "config.json"
+    about = json.loads(path.read_text())
+    about["config"]["model"]["vocab_size"] = 10**15
+    path.write_text(json.dumps(about))
+    with pytest.raises(CheckpointError, match=r"config.json asks for a model that cannot be made here"):
+        load_checkpoint(trained[0])
+
+
+def test_a_validation_that_overflowed_is_kept_as_null(tiny_run, tmp_path, monkeypatch):
+    monkeypatch.setattr("alibi_attn.lab.train.validation_nats", lambda *_, **__: (math.nan, 5))
+    config = tiny_run(steps=2, validate_every=1)
+    train(config, load_corpus(config.data), tmp_path / "run")
+    assert load_progress(newest(tmp_path / "run"), config).validation["nats"] == [None, None]
 
 
 def test_a_cut_off_model_is_refused(trained):

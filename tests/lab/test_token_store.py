@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from damaged_json import DAMAGED
 
 from alibi_attn.lab import token_store, tokenizing
 from alibi_attn.lab.config import DataConfig
@@ -150,6 +151,10 @@ def _flip(path):
     path.write_bytes(bytes(content))
 
 
+def _with(**fields):
+    return lambda path: path.write_text(json.dumps(json.loads(path.read_text()) | {"sources": None} | fields))
+
+
 @pytest.mark.parametrize(
     ("name", "damage", "message"),
     [
@@ -161,6 +166,13 @@ def _flip(path):
         ("manifest.json", os.unlink, "manifest.json cannot be read: No such file"),
         ("manifest.json", _shorten, "manifest.json is not JSON"),
         ("manifest.json", lambda path: path.write_text('{"schema": 1}'), "manifest.json lacks what a manifest has"),
+        ("manifest.json", lambda path: path.write_text("[]"), "manifest.json is not a manifest"),
+        ("manifest.json", _with(parts=["train", "other"]), "other.bin cannot be read: No such file"),
+        ("manifest.json", _with(facts=7), "manifest.json lacks what a manifest has"),
+        *(
+            ("manifest.json", lambda path, content=content: path.write_bytes(content), f"is not JSON: {reason}")
+            for content, reason in DAMAGED.values()
+        ),
     ],
 )
 def test_damaged_tokens_are_refused_until_their_folder_is_deleted(folder, store, name, damage, message):

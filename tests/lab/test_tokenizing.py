@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
+from damaged_json import DAMAGED
 
 from alibi_attn.lab import tokenizing
 from alibi_attn.lab.sources import CorpusError
@@ -122,6 +123,15 @@ def test_what_is_no_tokenizer_is_refused(tmp_path, content, message):
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(CorpusError, match=message):
+        load_tokenizer(path)
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_what_is_no_json_is_refused_with_its_path_and_the_reason(tmp_path, name):
+    content, reason = DAMAGED[name]
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(content)
+    with pytest.raises(CorpusError, match=rf"{path} is not a tokenizer, or damaged; .*\({reason}"):
         load_tokenizer(path)
 
 

@@ -249,6 +249,36 @@ def test_an_answer_cannot_be_read_from_another_items_records(found):
             ITEMS[name].answer(asked.cells, Evidence(found, lent.runs))
 
 
+@pytest.mark.parametrize(
+    ("kind", "item", "damage", "words"),
+    [
+        (
+            "training",
+            "table-12",
+            {"metrics": {}},
+            r"the record of training web/.* has no metric peak_memory_bytes",
+        ),
+        (
+            "evaluation",
+            "table-12",
+            {"curves": {}},
+            r"the record of evaluation .* has no nonoverlapping_nats at \d+ tokens",
+        ),
+        (
+            "speed",
+            "table-1",
+            {"config": {"model": 7}},
+            r"speed-.*json is damaged: its config lacks a section; delete it",
+        ),
+    ],
+)
+def test_a_damaged_record_is_named_by_the_item_that_reads_it(kind, item, damage, words, found):
+    asked = ask(ITEMS[item], "smoke", {}, ())
+    damaged = {name: dataclasses.replace(r, **(damage if r.kind == kind else {})) for name, r in found.items()}
+    with pytest.raises(ValueError, match=words):
+        ITEMS[item].answer(asked.cells, Evidence(damaged, asked.runs))
+
+
 def test_running_again_adds_nothing(folder):
     before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
     some = [ITEMS[name] for name in ("table-14", "figure-7", "figure-3")]

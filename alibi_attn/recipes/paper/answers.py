@@ -11,7 +11,7 @@ from typing import cast
 
 from alibi_attn import units
 from alibi_attn.recipes.paper.cells import Cell, Curves, Way
-from alibi_attn.recipes.paper.evidence import Evidence
+from alibi_attn.recipes.paper.evidence import Evidence, at_length, metric
 from alibi_attn.records import Json, Record
 
 _OTHER: dict[Way, Way] = {"nonoverlapping": "sliding", "sliding": "nonoverlapping"}
@@ -35,16 +35,16 @@ def models(cells: Sequence[Cell], evidence: Evidence) -> Curves:
         row.update(
             paper_length=[cell.paper_length],
             length=[cell.length],
-            parameters=[found[0].metrics["parameters"]],
+            parameters=[metric(found[0], "parameters")],
             train_tokens_per_second=[_mean(_metrics(evidence.training(cell.config), "tokens_per_second"))],
             seeds=[len(found)],
         )
         other = _OTHER[cell.way]
         row[cell.column] = [_perplexity(_nats(found, cell.length, cell.way))]
         row[f"{other}_{cell.column}"] = [_perplexity(_nats(found, cell.length, other))]
-        row[cell.column.replace("perplexity", "tokens")] = [_at(found[0], cell.length, f"{cell.way}_tokens")]
+        row[cell.column.replace("perplexity", "tokens")] = [at_length(found[0], cell.length, f"{cell.way}_tokens")]
         if cell.column == "valid_perplexity":
-            speeds = [_at(record, cell.length, "tokens_per_second") for record in found]
+            speeds = [at_length(record, cell.length, "tokens_per_second") for record in found]
             row["evaluation_tokens_per_second"] = [_mean(speeds)]
             row["word_valid_perplexity"] = [_word_perplexity(found, cell.length, cell.way)]
     return curves
@@ -79,7 +79,7 @@ def equal_time(cells: Sequence[Cell], evidence: Evidence) -> Curves:
         last = points[-1] if points else {"hours": None, "updates": None, "perplexity": None, "tokens": None}
         columns = {other.column: cast("Json", None) for other in cells}
         columns[cell.column] = last["perplexity"]
-        memory = evidence.training(cell.config)[0].metrics["peak_memory_bytes"]
+        memory = metric(evidence.training(cell.config)[0], "peak_memory_bytes")
         rest = {"memory_bytes": memory, "updates": last["updates"], "hours": last["hours"], "tokens": last["tokens"]}
         _append(curves, cell, {**rest, **columns})
     return curves
@@ -93,12 +93,12 @@ def equal_updates(cells: Sequence[Cell], evidence: Evidence) -> Curves:
         row = curves.setdefault(cell.label, {name: [None] for name in names})
         training = evidence.training(cell.config)[0]
         found = evidence.evaluation(cell.config)
-        row["memory_bytes"] = [training.metrics["peak_memory_bytes"]]
-        row["hours"] = [_hours(training.metrics["seconds"])]
+        row["memory_bytes"] = [metric(training, "peak_memory_bytes")]
+        row["hours"] = [_hours(metric(training, "seconds"))]
         row["updates"] = [cell.config.train.steps]
         row[cell.column] = [_perplexity(_nats(found, cell.length, "nonoverlapping"))]
         row[f"sliding_{cell.column}"] = [_perplexity(_nats(found, cell.length, "sliding"))]
-        row["tokens"] = [_at(found[0], cell.length, "nonoverlapping_tokens")]
+        row["tokens"] = [at_length(found[0], cell.length, "nonoverlapping_tokens")]
     return curves
 
 
@@ -120,16 +120,16 @@ def _tested(cell: Cell, found: Sequence[Record]) -> dict[str, Json]:
         "high": None if None in nats else _exp(max(cast("list[float]", nats))),
         "word_perplexity": _word_perplexity(found, cell.length, cell.way),
         f"{other}_perplexity": _perplexity(_nats(found, cell.length, other)),
-        "tokens": _at(found[0], cell.length, f"{cell.way}_tokens"),
+        "tokens": at_length(found[0], cell.length, f"{cell.way}_tokens"),
         "seeds": len(found),
-        "tokens_per_second": _mean([_at(record, cell.length, "tokens_per_second") for record in found]),
+        "tokens_per_second": _mean([at_length(record, cell.length, "tokens_per_second") for record in found]),
     }
 
 
 def _validations(cell: Cell, cells: Sequence[Cell], evidence: Evidence) -> list[dict[str, Json]]:
     """The points of a training's validation curve until the ALiBi model of the same L_valid has ended."""
     (rival,) = (one for one in cells if one.paper_length == cell.paper_length and one.config.model.method == "alibi")
-    stop = evidence.training(rival.config)[0].metrics["seconds"]
+    stop = metric(evidence.training(rival.config)[0], "seconds")
     curve = evidence.training(cell.config)[0].curves["validation"]
     points = []
     for step, seconds, nats, tokens in zip(
@@ -147,13 +147,8 @@ def _append(curves: Curves, cell: Cell, row: Mapping[str, Json]) -> None:
         columns.setdefault(name, []).append(value)
 
 
-def _at(record: Record, length: int, column: str) -> float | None:
-    curve = record.curves["by_length"]
-    return cast("float | None", curve[column][list(curve["length"]).index(length)])
-
-
 def _nats(found: Sequence[Record], length: int, way: Way) -> list[float | None]:
-    return [_at(record, length, f"{way}_nats") for record in found]
+    return [at_length(record, length, f"{way}_nats") for record in found]
 
 
 def _perplexity(nats: Sequence[float | None]) -> float | None:
@@ -181,7 +176,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def _metrics(found: Sequence[Record], name: str) -> list[float | None]:
-    return [record.metrics[name] for record in found]
+    return [metric(record, name) for record in found]
 
 
 def _hours(seconds: Json) -> float | None:

@@ -9,7 +9,7 @@ from typing import cast
 
 from alibi_attn.lab.config import RunConfig
 from alibi_attn.lab.fields import to_json
-from alibi_attn.records import Json, Record
+from alibi_attn.records import Json, Record, RecordError, identity
 
 _SECTIONS = {
     "training": ("model", "data", "train"),
@@ -35,6 +35,9 @@ class Evidence:
         self.files: list[str] = []
         self._found: dict[str, list[Record]] = {}
         for name, record in sorted(records.items()):
+            sections = [record.config.get(section) for section in _SECTIONS.get(record.kind, ())]
+            if not all(isinstance(section, Mapping) for section in sections):
+                raise RecordError(f"{name} is damaged: its config lacks a section; delete it and run again")
             if record.kind in _SECTIONS and _key(record.kind, record.config) in wanted:
                 self.files.append(name)
                 self._found.setdefault(_key(record.kind, record.config, seed=False), []).append(record)
@@ -58,6 +61,29 @@ class Evidence:
                 f"there is no {kind} of {config.model.method} at {config.train.length} tokens among the records; run the item"
             )
         return sorted(found, key=_seed)
+
+
+def metric(record: Record, name: str) -> float | None:
+    """A metric of a record; MissingEvidenceError where it has none of that name."""
+    if name not in record.metrics:
+        raise _lacking(record, f"metric {name}")
+    return record.metrics[name]
+
+
+def at_length(record: Record, length: int, column: str) -> float | None:
+    """A column of an evaluation at one length; MissingEvidenceError where there is no such place."""
+    curve = record.curves.get("by_length", {})
+    lengths = list(curve.get("length", ()))
+    if length not in lengths or column not in curve:
+        raise _lacking(record, f"{column} at {length} tokens")
+    return cast("float | None", curve[column][lengths.index(length)])
+
+
+def _lacking(record: Record, what: str) -> MissingEvidenceError:
+    digits = identity(record.kind, record.name, record.config)
+    return MissingEvidenceError(
+        f"the record of {record.kind} {record.name} ({digits}) has no {what}; delete the file and run the item again"
+    )
 
 
 def _key(kind: str, config: Mapping[str, Json], *, seed: bool = True) -> str:

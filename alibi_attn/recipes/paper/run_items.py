@@ -18,7 +18,7 @@ from alibi_attn.lab.config import Recipe, RunConfig, Scale
 from alibi_attn.lab.fields import to_json
 from alibi_attn.recipes.paper import measure_speed
 from alibi_attn.recipes.paper.cells import Asked, Item, ask
-from alibi_attn.recipes.paper.evidence import Evidence
+from alibi_attn.recipes.paper.evidence import Evidence, metric
 
 
 def run_items(
@@ -81,7 +81,7 @@ def _measured(runs: Sequence[RunConfig], folder: Path, scale: Scale, console: Co
     for config in runs:
         path, old = measure_speed.record_speed(config, folder, scale=scale)
         record = records.load(path)
-        rate = record.metrics["train_tokens_per_second"]
+        rate = metric(record, "train_tokens_per_second")
         told = "is recorded already" if old else f"{rate:,.0f} tokens/s in training"
         console.print(f"[bold]{escape(record.name)}[/] {told}")
         paths.append(path)

@@ -1,0 +1,81 @@
+"""Strict JSON: every JSON file of the project is read here, or refused with what is wrong in it.
+
+Python's own reader takes more than JSON (NaN, Infinity, a name twice, 1e999 as infinity), and leaves by three more ways than
+its own error: a file of brackets is a RecursionError, a number of thousands of digits another ValueError, bytes that are no
+text a UnicodeDecodeError. Here it is one error; whoever reads says which file, and what to do.
+"""
+
+import json
+import math
+
+DEEPEST = 50  # lists and objects inside one another; what is written here has eight at most
+
+
+class JsonError(ValueError):
+    """What is wrong, without the name of the file."""
+
+
+def parse(content: bytes) -> object:
+    """The value of a JSON text (RFC 8259) in UTF-8, whose numbers all fit a float and whose names come once.
+
+    Raises:
+        JsonError: anything else.
+
+    >>> parse(b'{"length": [128, 256]}')
+    {'length': [128, 256]}
+    """
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise JsonError(f"byte {error.start} is not UTF-8") from None
+    if not text.strip():
+        raise JsonError("it is empty")
+    try:
+        value = json.loads(
+            text, object_pairs_hook=_object, parse_int=_integer, parse_float=_number, parse_constant=_constant
+        )
+    except json.JSONDecodeError as error:
+        raise JsonError(str(error)) from None
+    except RecursionError:
+        raise JsonError(_TOO_DEEP) from None
+    _check_depth(value)
+    return value
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise JsonError(f"the name {twice!r} comes twice in one object")
+    return found
+
+
+def _integer(digits: str) -> int:
+    _number(digits)
+    return int(digits)
+
+
+def _number(digits: str) -> float:
+    value = float(digits)
+    if math.isinf(value):
+        shown = digits if len(digits) < 30 else f"{digits[:10]}… ({len(digits)} characters)"
+        raise JsonError(f"the number {shown} is too large")
+    return value
+
+
+def _constant(name: str) -> float:
+    raise JsonError(f"{name} is not JSON; null stands for what was not measured")
+
+
+def _check_depth(value: object) -> None:
+    """Not by recursion, and before anybody recurses into it."""
+    level, depth = [value], 0
+    while level := [x for x in level if isinstance(x, dict | list)]:
+        depth += 1
+        if depth > DEEPEST:
+            raise JsonError(_TOO_DEEP)
+        level = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)]
+
+
+_TOO_DEEP = f"it nests more than {DEEPEST} lists and objects"

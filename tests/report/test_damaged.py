@@ -1,0 +1,172 @@
+"""Numbers that no drawing expects: the page is drawn without them, or the file that holds them is named."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from damaged_json import DAMAGED
+from typer.testing import CliRunner
+
+from alibi_attn import records
+from alibi_attn.cli.main import app
+from alibi_attn.records import Record, RecordError
+from alibi_attn.report import benchmarks, certificates, figures, paper, sentences
+from alibi_attn.report.page import report_html
+from alibi_attn.report.published import PUBLISHED
+from alibi_attn.report.series import studies
+
+
+def changed(record: Record, place: tuple[str | int, ...], value: object) -> Record:
+    """The record with one value of another kind or size."""
+    data = json.loads(json.dumps({"config": record.config, "metrics": record.metrics, "curves": record.curves}))
+    inner = data
+    for name in place[:-1]:
+        inner = inner[name]
+    inner[place[-1]] = value
+    return Record(kind=record.kind, name=record.name, **data)
+
+
+@pytest.fixture
+def evaluation(made_up: Callable[..., list[Record]]) -> Record:
+    (found,) = (record for record in made_up(methods=("alibi",)) if record.kind == "evaluation")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("curves", "by_length", "nonoverlapping_nats", 0), 2000.0),  # its perplexity is no float
+        (("curves", "by_length", "sliding_nats"), [2000.0] * 5),
+        (("curves", "by_length", "nonoverlapping_nats", 4), None),  # nobody has reached the longest length
+        (("curves", "by_length", "tokens_per_second", 0), 0),
+        (("curves", "by_length", "tokens_per_second"), [0] * 5),
+        (("curves", "by_length", "peak_memory_bytes", 4), 0),
+        (("curves", "by_length", "length", 4), 2**53),
+        (("curves", "by_position", "loss_nats", 0), 1e100),
+        (("curves", "by_position", "position", 11), 2**53),
+        (("config", "model", "num_heads"), 0),
+        (("config", "model", "num_heads"), [4]),
+        (("config", "model", "num_heads"), 10**19),
+        (("config", "train", "length"), 10**19),
+        (("config", "train"), "long"),
+    ],
+)
+def test_a_study_is_drawn_without_what_cannot_be_drawn(place, value, evaluation: Record) -> None:
+    assert "</html>" in report_html([changed(evaluation, place, value)])
+
+
+def test_a_perplexity_that_is_no_float_is_left_out_and_the_others_stay(evaluation: Record) -> None:
+    (study,) = studies([changed(evaluation, ("curves", "by_length", "nonoverlapping_nats", 0), 2000.0)])
+    line = figures.perplexity_by_length(study, "nonoverlapping").axes[0].lines[0]
+    assert list(line.get_xdata()) == [256, 512, 1024, 2048]
+    first = evaluation.curves["by_length"]["nonoverlapping_nats"][1]
+    assert line.get_ydata()[0] == pytest.approx(math.exp(first))
+
+
+def test_the_headline_is_of_the_longest_length_that_was_reached(evaluation: Record) -> None:
+    (study,) = studies([changed(evaluation, ("curves", "by_length", "nonoverlapping_nats", 4), None)])
+    assert "tested on 1,024" in sentences.headline(study)
+
+
+BENCHMARK = Record(
+    kind="benchmark",
+    name="cpu/noise",
+    config={},
+    metrics={},
+    curves={
+        "ours": {"length": [512, 1024], "forward_ms": [1.0, 2.0], "peak_memory_bytes": [2**20, 2**21]},
+        "theirs": {"length": [512, 1024], "forward_ms": [1.0, 2.0], "peak_memory_bytes": [2**20, 2**21]},
+    },
+)
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("ours", "forward_ms", 0), 0),
+        (("ours", "forward_ms", 0), 1e-320),
+        (("ours", "forward_ms"), [0, 0]),
+        (("theirs", "forward_ms", 0), 1e100),
+        (("theirs", "length", 0), None),
+        (("ours", "length"), [None, None]),
+        (("ours", "peak_memory_bytes"), [0, None]),
+    ],
+)
+def test_a_benchmark_is_drawn_without_what_cannot_be_drawn(place, value) -> None:
+    assert "cpu/noise" in report_html([changed(BENCHMARK, ("curves", *place), value)])
+
+
+def test_a_benchmark_without_a_time_is_listed_and_not_drawn() -> None:
+    nothing = {"length": [512], "forward_ms": [None]}
+    record = Record(kind="benchmark", name="cpu/noise", config={}, metrics={}, curves={"ours": nothing})
+    assert not benchmarks.is_drawn(record)
+    assert "cpu/noise" in report_html([record])
+
+
+CERTIFICATE = Record(
+    kind="certificate",
+    name="trained/layer-0",
+    config={"layer": "layer-0", "length": 64},
+    metrics={},
+    curves={
+        "heads": {"slope": [0.5, 0.25], "certified": [20, 40], "true": [10, 20]},
+        "mass": {"head": [0, 0, 1, 1], "distance": [1, 2, 1, 2], "share": [0.5, 1.0, 0.4, 0.8]},
+    },
+)
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("config", "length"), -1),
+        (("config", "length"), 1),
+        (("config", "length"), 10**30),
+        (("config",), {}),
+        (("curves", "heads", "slope", 0), 1e-320),
+        (("curves", "heads", "certified", 0), None),
+        (("curves", "heads", "certified"), [None, None]),
+        (("curves", "heads", "true", 0), 0),
+        (("curves", "mass", "head", 0), None),
+        (("curves", "mass", "head"), [7, 7, 7, 7]),
+        (("curves", "mass", "distance", 0), None),
+    ],
+)
+def test_a_certificate_is_drawn_without_what_cannot_be_drawn(place, value) -> None:
+    assert certificates.is_drawn(CERTIFICATE)
+    assert "trained" in report_html([changed(CERTIFICATE, place, value)])
+
+
+@pytest.mark.parametrize(
+    ("column", "value"), [("pass", 2**40), ("pass", 4), ("context", 2**40), ("token", 0), ("pass", 0.5)]
+)
+def test_windows_that_cannot_be_are_not_drawn(column, value) -> None:
+    labels = list(PUBLISHED["figure-10"].series)
+    curves = {label: {"token": [1, 2, 3, 4], "context": [1, 2, 1, 2], "pass": [1, 1, 2, 2]} for label in labels}
+    whole = Record(kind="paper-item", name="figure-10", config={}, metrics={}, curves=curves)
+    damaged = changed(whole, ("curves", labels[0], column, 3), value)
+    drawn = [sum(len(row) for row in paper.pictures(record)) for record in (whole, damaged)]
+    assert drawn[1] == drawn[0] - 1
+
+
+@pytest.mark.parametrize("name", ["cut", "deep lists", "many digits", "NaN"])
+def test_one_damaged_record_stops_the_report_and_is_named(name: str, made_up, tmp_path: Path) -> None:
+    for record in made_up():
+        records.save(record, tmp_path / "records")
+    bad = tmp_path / "records" / "evaluation-damaged.json"
+    bad.write_bytes(DAMAGED[name][0])
+    result = CliRunner().invoke(app, ["report", str(tmp_path), "--out", str(tmp_path / "page.html")])
+    assert isinstance(result.exception, RecordError)
+    assert str(result.exception).startswith(f"{bad} is not JSON (")
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_a_record_of_impossible_numbers_stops_the_report_and_is_named(evaluation: Record, tmp_path: Path) -> None:
+    path = records.save(evaluation, tmp_path)
+    data = json.loads(path.read_text())
+    data["curves"]["by_length"]["tokens_per_second"][0] = -1
+    path.write_text(json.dumps(data))
+    result = CliRunner().invoke(app, ["report", str(tmp_path), "--out", str(tmp_path / "page.html")])
+    assert isinstance(result.exception, RecordError)
+    assert f"{path} is damaged: curves.by_length.tokens_per_second has -1" in str(result.exception)

@@ -1,0 +1,134 @@
+"""What a missing package says: every command and every subpackage names the extra to install, in one sentence."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+BENCHMARKS = ("cpu", "trained", "serving", "generating", "streaming", "decoding", "gpu", "jax")
+MISSING = """
+import importlib, json, sys
+MISSING = sys.argv[1]
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name == MISSING:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing())
+"""
+COMMANDS = """
+from alibi_attn.cli import main as cli
+from alibi_attn.cli import console as cli_words
+said, asked = {}, sys.argv[2:]
+for command in asked:
+    sys.argv = ["alibi", *command.split()]
+    with cli_words.errors.capture() as words:
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = end.code
+    said[command] = [code, words.get()]
+print(json.dumps(said))
+"""
+IMPORTS = """
+said = {}
+for name in sys.argv[2:]:
+    try:
+        module, _, attribute = name.partition(":")
+        loaded = importlib.import_module(module)
+        if attribute:
+            getattr(loaded, attribute)
+        said[name] = None
+    except ImportError as error:
+        said[name] = f"{type(error).__name__}: {error}"
+print(json.dumps(said))
+"""
+
+
+def _told(program: str, *arguments: str) -> dict[str, object]:
+    environment = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", MISSING + program, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("missing", "extras"),
+    [
+        (
+            "torch",
+            {
+                **dict.fromkeys(("bench cpu", "bench streaming", "bench decoding", "bench gpu", "explain"), "torch"),
+                **dict.fromkeys(("bench serving", "bench generating"), "hf"),
+                "bench trained": "lab",
+                "bench jax": "torch,jax",
+                "run quick --scale smoke": "lab",
+                "eval x --text y": "lab",
+                "generate x --prompt y": "lab",
+                "export x y": "hf",
+            },
+        ),
+        ("transformers", {"bench serving": "hf", "bench generating": "hf", "export x y": "hf"}),
+        ("jax", {"bench jax": "torch,jax"}),
+        ("matplotlib", {"heads --png heads.png": "lab", "report RESULTS": "lab"}),
+        ("jinja2", {"report RESULTS": "lab"}),
+    ],
+)
+def test_every_command_names_the_extra_that_it_needs(missing, extras, tmp_path, monkeypatch):
+    results = os.path.abspath("results")
+    monkeypatch.chdir(tmp_path)
+    asked = {command.replace("RESULTS", results): extra for command, extra in extras.items()}
+    for command, (code, words) in _told(COMMANDS, missing, *asked).items():
+        assert code == 1, command
+        assert words.startswith("error: "), command
+        assert words.endswith(f'; install it with: pip install "alibi-attn[{asked[command]}]"\n'), (command, words)
+        assert len(words.splitlines()) == 1, words
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_benchmark_is_asked_above():
+    from alibi_attn.cli.bench import app
+
+    assert {command.callback.__name__ for command in app.registered_commands} == set(BENCHMARKS)
+
+
+@pytest.mark.parametrize(
+    ("missing", "extras"),
+    [
+        (
+            "torch",
+            {
+                **dict.fromkeys(("alibi_attn.nn", "alibi_attn.nn.cache", "alibi_attn:KVCache"), "torch"),
+                **dict.fromkeys(("alibi_attn:alibi_attention", "alibi_attn:alibi_bias"), "torch"),
+                **dict.fromkeys(("alibi_attn.hf", "alibi_attn.hf.export"), "hf"),
+                **dict.fromkeys(("alibi_attn", "alibi_attn.lab", "alibi_attn.bench", "alibi_attn.recipes.index"), None),
+                **dict.fromkeys(("alibi_attn.report.page", "alibi_attn.attention"), None),
+            },
+        ),
+        ("jax", {"alibi_attn.jax": "jax", "alibi_attn.jax.flax": "jax"}),
+        (
+            "flax",
+            {
+                **dict.fromkeys(("alibi_attn.jax.flax", "alibi_attn.jax.linen"), "jax"),
+                "alibi_attn.jax:mha_alibi": "jax",
+                "alibi_attn.jax": None,
+            },
+        ),
+        (
+            "matplotlib",
+            {"alibi_attn.report:plot_alibi_bias": "lab", "alibi_attn.report.page": "lab", "alibi_attn.report": None},
+        ),
+        ("jinja2", {"alibi_attn.report.page": "lab", "alibi_attn.report.tables": None}),
+    ],
+)
+def test_every_subpackage_names_the_extra_that_it_needs(missing, extras):
+    for name, words in _told(IMPORTS, missing, *extras).items():
+        if extras[name] is None:
+            assert words is None, name
+        else:
+            assert words.startswith("ImportError: "), (name, words)
+            assert words.endswith(f'; install it with: pip install "alibi-attn[{extras[name]}]"'), (name, words)
