@@ -1,4 +1,4 @@
-"""Strict JSON: every JSON file of the project is read here, or refused with what is wrong in it.
+"""Strict JSON: every JSON file from outside the package is read here, or refused with what is wrong in it.
 
 Python's own reader takes more than JSON (NaN, Infinity, a name twice, 1e999 as infinity), and leaves by three more ways than
 its own error: a file of brackets is a RecursionError, a number of thousands of digits another ValueError, bytes that are no
