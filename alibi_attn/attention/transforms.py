@@ -37,7 +37,14 @@ def is_mapped(tensor: Tensor) -> bool:
 def may_read(tensor: Tensor) -> bool:
     """Whether it has values, and looking at them is free: an ordinary tensor on a CPU that nobody traces."""
     ordinary = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.device.type == "cpu"
-    return ordinary and not torch.compiler.is_compiling() and not is_functorch_wrapped_tensor(tensor)
+    return ordinary and not is_traced() and not is_functorch_wrapped_tensor(tensor)
+
+
+def is_traced() -> bool:
+    """Whether operations are being written down, for other values than these: by torch.compile, make_fx or torch.jit.trace."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        return True
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 def surely(condition: bool) -> bool:
@@ -56,9 +63,8 @@ def once(*tensors: Tensor) -> tuple[Tensor, ...]:
     marked = [at for at, tensor in enumerate(tensors) if _is_tracked(tensor)]
     if not marked:
         return tensors
-    # An empty part is connected to its tensor like the whole, and costs nothing to keep.
-    inputs = [tensors[at] for at in marked] + [tensors[at][:0] for at in marked]
-    found = dict(zip(marked, _Once.apply(*inputs), strict=True))  # type: ignore[no-untyped-call]
+    *outputs, _ = _Once.apply(*(tensors[at] for at in marked))  # type: ignore[no-untyped-call]
+    found = dict(zip(marked, outputs, strict=True))
     return tuple(found.get(at, tensor) for at, tensor in enumerate(tensors))
 
 
@@ -84,38 +90,40 @@ def _refuse_second_derivatives(ctx: Any, *gradients: Any) -> Any:
 
 
 class _Once(torch.autograd.Function):
-    """Tensors and an empty part of each -> the same tensors, differentiable once."""
+    """The same tensors, differentiable once, and an empty one.
+
+    What is empty depends on all of them, as far as autograd knows, and costs nothing to keep.
+    """
 
     generate_vmap_rule = True
     jvp = staticmethod(_refuse_forward_mode)
 
     @staticmethod
-    def forward(*inputs: Tensor) -> tuple[Tensor, ...]:
-        return tuple(tensor.view_as(tensor) for tensor in inputs[: len(inputs) // 2])
+    def forward(*tensors: Tensor) -> tuple[Tensor, ...]:
+        return *(tensor.view_as(tensor) for tensor in tensors), tensors[0].new_empty(0)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.save_for_backward(*inputs[len(inputs) // 2 :])
+        ctx.save_for_backward(output[-1])
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        nothing = (None,) * len(gradients)
         if not torch.is_grad_enabled():
-            return *gradients, *nothing
-        pairs = zip(gradients, ctx.saved_tensors, strict=True)
-        return *(None if g is None else _Last.apply(g, part) for g, part in pairs), *nothing  # type: ignore[no-untyped-call]
+            return gradients[:-1]
+        (empty,) = ctx.saved_tensors
+        return tuple(None if g is None else _Last.apply(g, empty) for g in gradients[:-1])  # type: ignore[no-untyped-call]
 
 
 class _Last(torch.autograd.Function):
-    """A gradient that stays connected to its input, so that whoever differentiates it again is told."""
+    """A gradient that stays connected to the inputs, so that whoever differentiates it again is told."""
 
     generate_vmap_rule = True
     jvp = staticmethod(_refuse_forward_mode)
     backward = staticmethod(_refuse_second_derivatives)
 
     @staticmethod
-    def forward(gradient: Tensor, part: Tensor) -> Tensor:
+    def forward(gradient: Tensor, empty: Tensor) -> Tensor:
         return gradient.view_as(gradient)
 
     @staticmethod

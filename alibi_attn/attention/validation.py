@@ -17,7 +17,7 @@ from alibi_attn.attention.spec import (
     check_slopes,
     dtype_name,
 )
-from alibi_attn.attention.transforms import may_read, transforms
+from alibi_attn.attention.transforms import is_traced, may_read, transforms
 from alibi_attn.slopes import alibi_slopes
 
 SegmentIds = Tensor | tuple[Tensor, Tensor]
@@ -104,7 +104,7 @@ def slopes_beside(slopes: Slopes, dtype: torch.dtype, query: Tensor) -> Tensor:
     """The numbers as a tensor on query's device, made once: to copy them to a GPU waits for all that it still has to do."""
     # A subclass of Tensor may stand for one that is not there, beside which no real one can be; and what torch.func or a fake
     # mode makes of numbers is theirs alone.
-    traced = torch.compiler.is_compiling() or transforms()
+    traced = is_traced() or transforms()
     if type(query) in (Tensor, torch.nn.Parameter) and not traced and _are_numbers(slopes):
         array = np.asarray(slopes, dtype=np.float64)
         constant = _constant(array.tobytes(), array.shape, dtype, query.device)
