@@ -53,6 +53,7 @@ class Call:
     wanted: str = "all"  # all, inputs, slopes, query, key, none, inference
     wild_blind: bool = False  # NaN arrives as the gradient of queries that see nothing
     threads: int = 1
+    value_is_key: bool = False  # one tensor is both
 
     def __repr__(self) -> str:
         said = [
@@ -125,7 +126,7 @@ def draw(seed: int) -> Call:
         bad=pick(None, "unseen", "seen", of=(80, 15, 5)), wild_blind=chance(0.03),
         return_lse=chance(0.75), through=pick("both", "output", "lse", of=(6, 3, 1)),
         wanted=pick("all", "inputs", "slopes", "query", "key", "none", "inference", of=(28, 8, 2, 2, 2, 3, 1)),
-        threads=1 if chance(0.85) else pick(2, 3, 16),
+        value_is_key=chance(0.03), threads=1 if chance(0.85) else pick(2, 3, 16),
         integers="int64" if chance(0.7) else pick("int32", "int16", "uint8"),
         layout_masks="contiguous" if chance(0.8) else pick("apart", "same batch"),
         **{f"size_{x}": _size(rng, pick) if huge and chance(0.5) else 1.0 for x in ("query", "key", "value")},
@@ -218,6 +219,8 @@ def settled(call: Call) -> Call:
         and not lowest <= call.offset - call.query_len - 4 <= highest - call.key_len - call.query_len - 8
     ):
         changes["integers"] = "int64"
+    if call.value_is_key:
+        changes["layout_value"] = call.layout_key
     if call.is_huge:
         changes |= {"bad": None, "wild_blind": False}
     return dataclasses.replace(call, **changes)

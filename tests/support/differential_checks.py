@@ -12,7 +12,7 @@ from differential_calls import Call, slopes_dtype
 from differential_truth import Truth, truth
 from torch import Tensor
 
-from alibi_attn.attention.api import alibi_attention
+from alibi_attn.attention.api import alibi_attention, explain, head_reach
 
 INPUTS = ("query", "key", "value", "slopes", "right_slopes")
 WANTED = {"all": INPUTS, "inputs": INPUTS[:3], "slopes": INPUTS[3:], "query": ("query",), "key": ("key",),
@@ -39,6 +39,8 @@ def arguments(call: Call, numbers: Arrays) -> dict[str, object]:
         if call.segments_as == "pair":
             segments = beside(numbers.query_segments, call.layout_masks, whole), segments
     mask = numbers.key_mask
+    if call.value_is_key:
+        inputs["value"] = inputs["key"]
     return inputs | {
         "slopes": None if call.slopes_as == "none" else _slopes(call, numbers.slopes),
         "right_slopes": None if numbers.right_slopes is None else _slopes(call, numbers.right_slopes),
@@ -66,7 +68,7 @@ def answer(call: Call, numbers: Arrays, attention=alibi_attention, **extra: obje
 
 
 def _answered(call: Call, numbers: Arrays, given: dict, attention) -> dict[str, Tensor]:
-    leaves = {x: given[x] for x in WANTED[call.wanted] if isinstance(given[x], Tensor)}
+    leaves = {x: given[x] for x in _wanted(call) if isinstance(given[x], Tensor)}
     for leaf in leaves.values():
         leaf.requires_grad_()
     with torch.inference_mode(call.wanted == "inference"), torch.set_grad_enabled(bool(leaves)):
@@ -97,7 +99,22 @@ def assert_agrees(call: Call, backend: str) -> dict[str, float]:
         for name, result in got.results.items():
             same = torch.equal(result.nan_to_num(), again[name].nan_to_num())
             assert same, f"{name} has other bits when the call is repeated"
+    if call.seed % 8 == 3 and not call.is_huge:
+        assert_reach(call, numbers, backend)
     return assert_right(call, numbers, got, bits=_bits(call, backend))
+
+
+def assert_reach(call: Call, numbers: Arrays, backend: str) -> None:
+    """What stands at `head_reach` and farther weighs no more than the tolerance, in any query; and `explain` has words for it."""
+    given = arguments(call, numbers)
+    assert explain(**given, backend=backend).startswith("B=")
+    del given["value"]
+    reach = head_reach(**given, backend=backend)
+    assert reach.shape == (call.batch, call.heads), f"head_reach has shape {list(reach.shape)}"
+    assert reach.dtype == torch.int64, f"head_reach is {reach.dtype}"
+    far = np.abs(numbers.distance())[:, None] >= reach.numpy()[:, :, None, None]
+    beyond = float((truth(call, numbers).weights * far).sum(-1).max(initial=0.0))
+    assert beyond <= call.share * (1 + 1e-6) + 1e-15, f"keys beyond head_reach weigh {beyond:.3g}, not {call.share:.3g}"
 
 
 def assert_right(call: Call, numbers: Arrays, got: Answer, *, bits: int | None = None) -> dict[str, float]:
@@ -110,7 +127,7 @@ def assert_right(call: Call, numbers: Arrays, got: Answer, *, bits: int | None =
     plain: dict[str, Tensor] = {}
     blind = ~true.seen.any(-1)
     names = ["output", *(["lse"] if call.return_lse else [])]
-    names += [x for x in WANTED[call.wanted] if x in got.results or x in INPUTS[:3]]
+    names += [x for x in _wanted(call) if x in got.results or x in INPUTS[:3]]
     expected_dtype = dict.fromkeys(("output", *INPUTS[:3]), call.dtype) | {
         "lse": "float64" if call.dtype == "float64" else "float32"
     }
@@ -170,6 +187,10 @@ def _share(call: Call, numbers: Arrays, name: str, triple: tuple, checked: np.nd
         )
     with np.errstate(divide="ignore", invalid="ignore"):
         return max(share, float((off[wrong] / allowed[wrong]).max(initial=0.0)))
+
+
+def _wanted(call: Call) -> tuple[str, ...]:
+    return tuple(x for x in WANTED[call.wanted] if not (call.value_is_key and x == "value"))
 
 
 def _bits(call: Call, backend: str) -> int | None:

@@ -23,7 +23,13 @@ def of_shape(call: Call, backend: str) -> Call:
     """The call in the shape of a backend, in fp32; strides are PyTorch's."""
     layouts = {f"layout_{name}": "contiguous" for name in ("query", "key", "value", "masks")}
     alike = call.layout_grad if call.layout_grad in ("zero", "one number") else "contiguous"
-    changes = layouts | {"layout_grad": alike, "dtype": "float32", "slopes_as": "float32", "integers": "int64"}
+    changes = layouts | {
+        "layout_grad": alike,
+        "dtype": "float32",
+        "slopes_as": "float32",
+        "integers": "int64",
+        "value_is_key": False,
+    }
     return settled(dataclasses.replace(call, **SHAPES[backend], **changes))
 
 

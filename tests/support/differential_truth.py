@@ -26,6 +26,7 @@ class Truth:
     exact: dict[str, np.ndarray]
     error: dict[str, np.ndarray]
     seen: np.ndarray  # [B, H, T, S]
+    weights: np.ndarray  # [B, H, T, S]
 
 
 def truth(call: Call, numbers: Arrays, *, bits: int | None = None) -> Truth:
@@ -107,7 +108,7 @@ class _Sums:
             "output": np.where(self.blind[..., None], 0.0, of_output),
             "lse": np.where(self.blind, 0.0, rounded_lse),
         }
-        return Truth(exact, error, self.seen)
+        return Truth(exact, error, self.seen, p)
 
     def _gradients(
         self, output: np.ndarray, of_output: np.ndarray, lse: np.ndarray
@@ -143,6 +144,9 @@ class _Sums:
         pt, of_pt = p.swapaxes(-1, -2), (changed + self.of_p).swapaxes(-1, -2)
         put("value", *(self._of_group(x) for x in (pt @ go, of_pt @ np.abs(go), pt @ np.abs(go))), terms)
         self._slopes(ds, of_ds, p * sizes, gl, put)
+        if call.value_is_key:
+            for of in (exact, error):
+                of["key"] = of["key"] + of.pop("value")
         if zero:  # nothing comes, so nothing leaves
             error = {name: np.zeros_like(x) for name, x in error.items()}
         return exact, error
