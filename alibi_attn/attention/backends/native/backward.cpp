@@ -118,7 +118,7 @@ struct Backward {
     // Of the queries: their gradients of the output, and what goes with each row.
     void begin_rows(int64_t h, int64_t n) {
         const Call<Real> &call = block.call;
-        block.transpose(call.grad, grads);
+        block.transpose(call.grad, 1, grads);
         for (int i = 0; i < BLOCK; i++) {
             // A lane without a query: whatever its scores are, its weights are 0.
             delta[i] = row_log_sum[i] = 0, row_max[i] = INFINITY;

@@ -18,7 +18,7 @@ extern int64_t alibi_counted;
 template <typename Real>
 struct Block {
     const Call<Real> &call;
-    Real *queries;  // [D][BLOCK], zeros beyond the last
+    Real *queries;  // [D][BLOCK], times the scale, so that products overflow no earlier than scores; zeros beyond the last
     int64_t b = 0, h = 0, k = 0, n = 0;
     int64_t position = 0;  // of the first query
     int rows = 0;
@@ -42,7 +42,7 @@ struct Block {
         range = visited.ranges(b, h) + n, outlier_bits = visited.outlier_bits(b, h) + n;
         outlier_tiles = visited.outlier_tiles(b, k);
         bias_origin = std::max<int64_t>(0, position - (range->high - 1)) + std::min<int64_t>(0, position + rows - 1 - range->low);
-        transpose(call.query, queries);
+        transpose(call.query, Real(call.scale), queries);
     }
 
     // What `bias_origin` left out of the scores, in nats.
@@ -52,11 +52,11 @@ struct Block {
 
     int64_t row() const { return (b * call.H + h) * call.T + n * BLOCK; }
 
-    // The block's rows as [D][BLOCK].
-    void transpose(const Rows<const Real> &from, Real *to) const {
+    // The block's rows times `factor`, as [D][BLOCK].
+    void transpose(const Rows<const Real> &from, Real factor, Real *to) const {
         const Real *at = from.of(b, h, n * BLOCK);
         for (int64_t d = 0; d < call.D; d++) {
-            for (int i = 0; i < rows; i++) to[d * BLOCK + i] = at[i * from.row + d];
+            for (int i = 0; i < rows; i++) to[d * BLOCK + i] = at[i * from.row + d] * factor;
             for (int i = rows; i < BLOCK; i++) to[d * BLOCK + i] = 0;
         }
     }
@@ -113,7 +113,7 @@ struct Block {
         return !call.window || position + rows - 1 - key < call.window;
     }
 
-    // scores = scale scores - m |i - j|, or -inf where the query may not look.
+    // scores - m |i - j|, or -inf where the query may not look.
     void add_bias(int64_t key, int count, Real *scores) const {
         const bool plain = is_plain(key, count);
         for (int j = 0; j < count; j++, scores += BLOCK) {
@@ -136,9 +136,7 @@ struct Block {
     }
 
     void add_bias_to_left(int64_t distance, Real *scores) const {
-        const Real scale = (Real)call.scale;
-        for (int v = 0; v < BLOCK; v += VL<Real>)
-            store(scores + v, load(scores + v) * scale + away(v, distance) * -slope);
+        for (int v = 0; v < BLOCK; v += VL<Real>) store(scores + v, load(scores + v) + away(v, distance) * -slope);
     }
 
     void add_bias_and_mask(int64_t key, Real *scores) const {
@@ -147,11 +145,11 @@ struct Block {
         const int held = (int)std::max(-limit, std::min(distance, limit));
         const bool hidden = call.key_mask && !call.key_mask[b * call.S + key];
         const int32_t *segments = call.query_segments ? call.query_segments + b * call.T + n * BLOCK : nullptr;
-        const Real scale = (Real)call.scale, right = looks_right ? right_slope : Real(0);
+        const Real right = looks_right ? right_slope : Real(0);
         for (int v = 0; v < BLOCK; v += VL<Real>) {
             const Ints<Real> apart = lanes() + (held + v), to_right = apart < 0;
             const Reals<Real> apart_by = away(v, distance - bias_origin), bias = to_right ? apart_by * right : apart_by * -slope;
-            const Reals<Real> score = load(scores + v) * scale + bias;
+            const Reals<Real> score = load(scores + v) + bias;
             Ints<Real> unseen = (apart >= window) | (apart <= -window);
             if (!looks_right) unseen |= to_right;
             if (hidden) unseen |= -1;
