@@ -13,7 +13,7 @@ together, whatever they are, and that is at most ε for every
 
 import math
 
-UNLIMITED = 2**40  # the reach of a head that may skip nothing: farther than any key
+UNLIMITED = 2**60  # the reach of a head that may skip nothing: farther than any key
 
 
 def tail_nats(slope: float) -> float:

@@ -186,7 +186,7 @@ def head_reach(
     )  # fmt: skip
     name = dispatch.choose(backend, spec, query, key, key)
     with torch.no_grad():
-        visited = dispatch.BACKENDS[name].visits(spec, query, key, None)
+        visited = dispatch.visits(name, spec, query, key, None)
     most = largest_distance(spec, query.device)[:, None].expand(-1, spec.num_heads)
     return most.clone() if visited is None else torch.minimum(visited[0], most)
 

@@ -193,10 +193,11 @@ def clean(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor
     if are_finite(query, key, value):
         return query, key, value, None
     sees_any = rows_that_see(spec, torch.ones(spec.batch, spec.num_heads, spec.key_len, dtype=torch.bool))
-    query = query.masked_fill(~sees_any[..., None], 0.0)
+    spoiled = ~query.isfinite().all(-1)
+    query = query.masked_fill(spoiled[..., None], 0.0)
     bad = ~(key.isfinite().all(-1) & value.isfinite().all(-1))
-    sees_bad = rows_that_see(spec, bad.repeat_interleave(spec.group, 1))
-    poison = torch.zeros(sees_bad.shape).masked_fill(sees_bad, math.nan)
+    spoiled = (spoiled & sees_any) | rows_that_see(spec, bad.repeat_interleave(spec.group, 1))
+    poison = torch.zeros(spoiled.shape).masked_fill(spoiled, math.nan)
     return query, key.masked_fill(bad[..., None], 0.0), value.masked_fill(bad[..., None], 0.0), poison
 
 

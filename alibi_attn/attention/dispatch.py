@@ -60,6 +60,16 @@ def _too_small(name: str, spec: AttentionSpec[Tensor]) -> tuple[str, int] | None
     return None
 
 
+def visits(
+    name: str, spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor | None
+) -> tuple[Tensor, Tensor] | None:
+    """(reach, scores), each [B, H] int64: 1 + the largest |i − j| that is read, and the scores computed; None = all of them."""
+    if spec.query_len == 0 or spec.key_len == 0:
+        return None
+    found: tuple[Tensor, Tensor] | None = BACKENDS[name].visits(spec, query, key, value)
+    return found
+
+
 def choose(backend: str, spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) -> str:
     """The name of the backend that runs: the named one, or for "auto" the device's first that can, or `dense` if it steps aside.
 

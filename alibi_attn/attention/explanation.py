@@ -13,7 +13,7 @@ Spec = AttentionSpec[Tensor]
 def describe(spec: Spec, name: str, asked: str, query: Tensor, key: Tensor, value: Tensor) -> str:
     """Several lines; `name` is the backend that runs, `asked` what the caller wrote."""
     with torch.no_grad():
-        visited = dispatch.BACKENDS[name].visits(spec, query, key, value)
+        visited = dispatch.visits(name, spec, query, key, value)
     lines = [_call(spec, query), *_backends(spec, name, asked, query, key, value)]
     if visited is None:
         lines.append(f"{name} computes every score, {spec.query_len} · {spec.key_len} a head, and skips nothing")

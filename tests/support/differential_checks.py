@@ -112,6 +112,8 @@ def assert_reach(call: Call, numbers: Arrays, backend: str) -> None:
     reach = head_reach(**given, backend=backend)
     assert reach.shape == (call.batch, call.heads), f"head_reach has shape {list(reach.shape)}"
     assert reach.dtype == torch.int64, f"head_reach is {reach.dtype}"
+    if call.query_len == 0 or call.key_len == 0:
+        return
     far = np.abs(numbers.distance())[:, None] >= reach.numpy()[:, :, None, None]
     beyond = float((truth(call, numbers).weights * far).sum(-1).max(initial=0.0))
     assert beyond <= call.share * (1 + 1e-6) + 1e-15, f"keys beyond head_reach weigh {beyond:.3g}, not {call.share:.3g}"
