@@ -94,12 +94,12 @@ def assert_agrees(call: Call, backend: str) -> dict[str, float]:
     """The call is answered as the truth has it. Returns the largest error of every result as a share of what is allowed."""
     numbers = arrays(call)
     got = answer(call, numbers, backend=backend)
-    if call.seed % 16 == 0:
+    if call.is_repeated:
         again = answer(call, numbers, backend=backend).results
         for name, result in got.results.items():
             same = torch.equal(result.nan_to_num(), again[name].nan_to_num())
             assert same, f"{name} has other bits when the call is repeated"
-    if call.seed % 8 == 3 and not call.is_huge:
+    if call.asks_reach:
         assert_reach(call, numbers, backend)
     return assert_right(call, numbers, got, bits=_bits(call, backend))
 
@@ -178,8 +178,9 @@ def _share(call: Call, numbers: Arrays, name: str, triple: tuple, checked: np.nd
     allowed = error + 2 * (apart.max(axes, keepdims=True) if axes else apart.max(initial=0.0))
     still = wrong & ~(off <= allowed)
     if still.any():
-        lost = ~np.isfinite(ours) & still
-        worst = np.unravel_index(np.argmax(np.where(lost, np.inf, np.where(still, off / allowed, 0.0))), off.shape)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            excess = np.where(still, np.where(np.isfinite(ours), off / allowed, np.inf), 0.0)
+        worst = np.unravel_index(np.argmax(excess), off.shape)
         at = list(map(int, worst))
         raise AssertionError(
             f"{name} is {ours[worst]:.8g} at {at} but should be {exact[worst]:.8g} ± {allowed[worst]:.2g} "
