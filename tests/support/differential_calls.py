@@ -54,6 +54,8 @@ class Call:
     wild_blind: bool = False  # NaN arrives as the gradient of queries that see nothing
     threads: int = 1
     value_is_key: bool = False  # one tensor is both
+    is_repeated: bool = False  # and must have the same bits again
+    asks_reach: bool = False  # `head_reach` and `explain` are asked of it too
 
     def __repr__(self) -> str:
         said = [
@@ -126,7 +128,8 @@ def draw(seed: int) -> Call:
         bad=pick(None, "unseen", "seen", of=(80, 15, 5)), wild_blind=chance(0.03),
         return_lse=chance(0.75), through=pick("both", "output", "lse", of=(6, 3, 1)),
         wanted=pick("all", "inputs", "slopes", "query", "key", "none", "inference", of=(28, 8, 2, 2, 2, 3, 1)),
-        value_is_key=chance(0.03), threads=1 if chance(0.85) else pick(2, 3, 16),
+        value_is_key=chance(0.03), is_repeated=chance(0.06), asks_reach=chance(0.12),
+        threads=1 if chance(0.85) else pick(2, 3, 16),
         integers="int64" if chance(0.7) else pick("int32", "int16", "uint8"),
         layout_masks="contiguous" if chance(0.8) else pick("apart", "same batch"),
         **{f"size_{x}": _size(rng, pick) if huge and chance(0.5) else 1.0 for x in ("query", "key", "value")},
@@ -222,5 +225,5 @@ def settled(call: Call) -> Call:
     if call.value_is_key:
         changes["layout_value"] = call.layout_key
     if call.is_huge:
-        changes |= {"bad": None, "wild_blind": False}
+        changes |= {"bad": None, "wild_blind": False, "asks_reach": False}
     return dataclasses.replace(call, **changes)
