@@ -140,12 +140,16 @@ def alibi_attention(
     )  # fmt: skip
     query, key, value, spec = _differentiable_once(query, key, value, spec)
     name = dispatch.choose(backend, spec, query, key, value)
+    lse: Tensor | None
     if spec.query_len == 0 or spec.key_len == 0:
         output, lse = _nothing(spec, query, key, value)
     else:
         with _without_autocast(query.device.type):
             output, lse = dispatch.BACKENDS[name].run(spec, query, key, value)
-    return (output, lse) if return_lse else output
+    if not return_lse:
+        return output
+    assert lse is not None, f"{name} left out the lse that was asked for"
+    return output, lse
 
 
 def head_reach(

@@ -48,16 +48,20 @@ def _call(spec: Spec, query: Tensor) -> str:
 
 def _backends(spec: Spec, name: str, asked: str, query: Tensor, key: Tensor, value: Tensor) -> list[str]:
     lines = []
-    for other in dispatch.BACKENDS:
-        reason = dispatch.why_not(other, spec, query, key, value)
+    preferred = dispatch.PREFERRED.get(query.device.type, (dispatch.BACKENDS["dense"],))
+    for other, backend in dispatch.BACKENDS.items():
+        reason = backend.why_not(spec, query, key, value)
         if other == name:
             verdict = "runs" + (" (picked by auto)" if asked == "auto" else " (asked for)")
         elif reason is not None:
             verdict = f"cannot: {reason}"
         else:
-            preferred = dispatch.PREFERRED.get(query.device.type, ("dense",))
-            aside = dispatch.steps_aside(other, spec) if other in preferred else "auto never picks it here"
-            verdict = "could" + (f"; steps aside: {aside}" if aside else "")
+            too_small = backend.too_small(spec)
+            verdict = "could"
+            if backend not in preferred:
+                verdict += "; auto never picks it here"
+            elif too_small is not None:
+                verdict += f"; auto leaves it to dense: {too_small}"
         lines.append(f"  {other:<10} {verdict}")
     return lines
 

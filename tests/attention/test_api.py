@@ -306,8 +306,8 @@ def test_explain_says_who_runs_and_why() -> None:
     assert "certified" in words
     short = explain(q[:, :, :64], k[:, :, :64], v[:, :, :64])
     assert "dense      runs (picked by auto)" in short
-    assert "steps aside: short input" in short
-    assert "steps aside: T ≤ 8: dense" in explain(q[:, :, :8], k, v)
+    assert "auto leaves it to dense: short input" in short
+    assert "auto leaves it to dense: T ≤ 8: dense" in explain(q[:, :, :8], k, v)
     assert "cannot: it has no dropout" in explain(q, k, v, dropout_p=0.1)
     assert "dense      runs (asked for)" in explain(q, k, v, backend="dense")
 

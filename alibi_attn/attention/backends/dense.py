@@ -7,18 +7,25 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from alibi_attn.attention.backends.protocol import FEW_QUERIES, TooSmall
 from alibi_attn.attention.bias import score_bias
 from alibi_attn.attention.certificate.norms import has_huge_scores
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.transforms import may_read, transforms
 from alibi_attn.attention.visibility import distances, may_see_nothing, per_query_head, visible, without_bad_keys
 
-FEW_QUERIES = 8  # so many are answered fastest by writing their scores out
+name = "dense"
+
 FEW_KEYS = 8192  # keys of one head that are turned into fp32 at a time
 
 
 def why_not(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) -> str | None:
     """Runs everywhere."""
+    return None
+
+
+def too_small(spec: AttentionSpec[Tensor]) -> TooSmall | None:
+    """It is what small calls are left to."""
     return None
 
 

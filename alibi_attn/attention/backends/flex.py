@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from alibi_attn.attention.backends.protocol import TooSmall
 from alibi_attn.attention.certificate.bounds import bounds
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.tiles import Tiles, key_tiles, reach_and_scores
@@ -19,6 +20,8 @@ from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.visibility import first_positions
 
 Spec = AttentionSpec[Tensor]
+
+name = "flex"
 
 _FINE, _HIDDEN, _BAD = 0, 1, 2
 _MOST_SHAPES = 1024  # one more raises
@@ -67,6 +70,11 @@ def run(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, 
         return attention(query, key, value, **options), None
     output, aux = attention(query, key, value, **options, return_aux=AuxRequest(lse=True))
     return output, aux.lse
+
+
+def too_small(spec: Spec) -> TooSmall | None:
+    """Nothing is known yet of short input on the devices it is for."""
+    return None
 
 
 def visits(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor]:

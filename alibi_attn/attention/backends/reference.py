@@ -7,13 +7,21 @@ Source: Press et al. 2022, sec. 3 (arXiv:2108.12409).
 import torch
 from torch import Tensor
 
+from alibi_attn.attention.backends.protocol import TooSmall
 from alibi_attn.attention.bias import score_bias
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.visibility import distances, per_query_head, visible, without_bad_keys
 
+name = "reference"
+
 
 def why_not(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) -> str | None:
     """The specification computes everything."""
+    return None
+
+
+def too_small(spec: AttentionSpec[Tensor]) -> TooSmall | None:
+    """It is never picked by "auto"."""
     return None
 
 

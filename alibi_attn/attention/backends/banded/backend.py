@@ -18,16 +18,22 @@ from torch import Tensor
 from alibi_attn.attention.backends.banded import pieces as banded_pieces
 from alibi_attn.attention.backends.banded.masks import HeadMasks, Masks, key_view, query_view
 from alibi_attn.attention.backends.banded.pieces import Piece
+from alibi_attn.attention.backends.protocol import FEW_QUERIES, TooSmall
 from alibi_attn.attention.certificate.bounds import Bounds, bounds, worth_pinning
 from alibi_attn.attention.certificate.constants import OUTLIER_TILES, TILE
 from alibi_attn.attention.certificate.norms import has_huge_scores
 from alibi_attn.attention.custom_op import Saved, clean, described, operator
 from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.transforms import why_not_compiled
+from alibi_attn.attention.transforms import surely, why_not_compiled
 from alibi_attn.attention.visibility import first_positions
 
 Spec = AttentionSpec[Tensor]
 
+name = "banded"
+
+# With fewer keys and fewer scores a head than these, the certificate costs more than it saves (see docs/backends.md).
+SHORT_KEYS, SHORT_SCORES = 4096, 768 * 768
+FEW_SCORES = 2**16  # however many the keys: a few queries are answered before the certificate has read them
 PLAIN_SCORES = 2**22  # that exist at one time, of a head whose scores are huge
 
 _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -41,6 +47,16 @@ def why_not(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> str | None
     if spec.dropout_p > 0:
         return f"it has no dropout but dropout_p is {spec.dropout_p}"
     return why_not_compiled()
+
+
+def too_small(spec: Spec) -> TooSmall | None:
+    """A few queries, and short input."""
+    if surely(spec.query_len <= FEW_QUERIES):
+        return TooSmall(f"T ≤ {FEW_QUERIES}: dense has scored all keys before the certificate has read them")
+    scores = spec.query_len * spec.key_len
+    if surely(spec.key_len < SHORT_KEYS) and surely(scores < SHORT_SCORES):
+        return TooSmall(f"short input: S < {SHORT_KEYS} and T·S = {{}} < {SHORT_SCORES}", scores)
+    return TooSmall(f"few queries: T·S = {{}} ≤ {FEW_SCORES}", scores) if surely(scores <= FEW_SCORES) else None
 
 
 def plan(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> tuple[Bounds, list[list[list[Piece]]]]:

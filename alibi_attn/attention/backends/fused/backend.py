@@ -16,6 +16,7 @@ from alibi_attn.attention.backends.fused.configs import MAX_HEAD_DIM, PLAN_ROWS,
 from alibi_attn.attention.backends.fused.full_tiles import Opening
 from alibi_attn.attention.backends.fused.launch import in_rows, mask_arguments, on, row_constants, strides, window_of
 from alibi_attn.attention.backends.fused.plan import asked_blocks, planned
+from alibi_attn.attention.backends.protocol import TooSmall
 from alibi_attn.attention.certificate.constants import OUTLIER_TILES, TILE
 from alibi_attn.attention.certificate.norms import Lengths
 from alibi_attn.attention.certificate.tiles import Tiles, reach_and_scores
@@ -25,6 +26,8 @@ from alibi_attn.attention.transforms import transformable, why_not_compiled
 from alibi_attn.attention.visibility import first_positions, may_see_nothing
 
 Spec = AttentionSpec[Tensor]
+
+name = "fused"
 
 DECODE_QUERIES = 8  # up to so many queries are decoding
 _INTERPRETER_PROCESSORS = 2
@@ -43,6 +46,11 @@ def why_not(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> str | None
     if query.device.type != "cuda":
         return f"it runs on CUDA devices but query is on {query.device}"
     return why_not_compiled() or _missing(query.device.index)
+
+
+def too_small(spec: Spec) -> TooSmall | None:
+    """Not yet known: nothing has run on a device."""
+    return None
 
 
 def run(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -12,14 +12,18 @@ from torch.nn import functional
 
 from alibi_attn.attention.backends.native import build
 from alibi_attn.attention.backends.native.visited import Visited, numbers_of_visited
+from alibi_attn.attention.backends.protocol import FEW_QUERIES, TooSmall
 from alibi_attn.attention.custom_op import Saved, clean, described, operator
 from alibi_attn.attention.spec import AttentionSpec, dtype_name
-from alibi_attn.attention.transforms import why_not_compiled
+from alibi_attn.attention.transforms import surely, why_not_compiled
 from alibi_attn.attention.visibility import first_positions
 
 Spec = AttentionSpec[Tensor]
 Arrays = dict[str, Tensor | None]  # by the names of `build.Call`
 
+name = "native"
+
+FEWEST_SCORES = 2**19  # of all heads together: with fewer a call costs more than it saves (see docs/backends.md)
 WIDTH = 16  # numbers of the widest vector; head sizes are padded with zeros to a multiple of it
 NO_WINDOW, WIDEST_WINDOW = 0, 2**40
 
@@ -33,6 +37,16 @@ def why_not(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> str | None
     if spec.dropout_p > 0:
         return f"it has no dropout but dropout_p is {spec.dropout_p}"
     return why_not_compiled() or _is_built()
+
+
+def too_small(spec: Spec) -> TooSmall | None:
+    """A few queries, and short input."""
+    if surely(spec.query_len <= FEW_QUERIES):
+        return TooSmall(f"T ≤ {FEW_QUERIES}: dense has scored all keys before the certificate has read them")
+    scores = spec.batch * spec.num_heads * spec.query_len * spec.key_len
+    return (
+        TooSmall(f"short input: B·H·T·S = {{}} < {FEWEST_SCORES}", scores) if surely(scores < FEWEST_SCORES) else None
+    )
 
 
 def visits(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor]:
