@@ -1,4 +1,4 @@
-"""`alibi_attention`: the one function. It checks at the door, describes the call as an `AttentionSpec`, and hands over."""
+"""`alibi_attention`: the one function. It checks its arguments, describes the call as an `AttentionSpec`, and calls a backend."""
 
 import contextlib
 import dataclasses

@@ -12,7 +12,7 @@ from alibi_attn.attention.api import alibi_attention
 from alibi_attn.attention.backends.fused import backend as fused
 from alibi_attn.attention.certificate.bounds import bounds, worth_pinning
 from alibi_attn.attention.certificate.constants import TILE
-from alibi_attn.attention.certificate.norms import Lengths
+from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.validation import make_spec
 
 MAX_QUERIES = 16  # on a CPU
@@ -33,20 +33,20 @@ def reads_near(query: Tensor, key: Tensor, slopes: Tensor) -> bool:
 
 
 def attend_near(
-    query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, lengths: Lengths, *, window: int | None = None,
+    query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, known_norms: Norms, *, window: int | None = None,
     scale: float | None = None, tolerance: float | None = None,
 ) -> Tensor:  # fmt: skip
     """Causal attention of the last T positions, [B, H, T, D], where `reads_near` says so; on a CPU reads the reach on the host.
 
     Args:
         query, key, value, slopes, window, scale, tolerance: as for `alibi_attention`.
-        lengths: what is known of the keys and values, of all but the last few.
+        known_norms: what is known of the keys and values, of all but the last few.
     """
     spec = make_spec(query, key, value, slopes, window=window, scale=scale, tolerance=tolerance)
     with torch.no_grad():
         if not _on_cpu(query):
-            return fused.decode(spec, query, key, value, lengths)
-        norms = lengths.tile_norms(key, value)
+            return fused.decode(spec, query, key, value, known_norms)
+        norms = known_norms.tile_norms(key, value)
         found = bounds(spec, query, key, value, tile_norms=norms, pin_choices=worth_pinning(norms[0], times=2))
     far = spec.key_len if window is None else min(spec.key_len, window)
     # Keys that the first query needs, and those between it and the last.

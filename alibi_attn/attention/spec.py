@@ -1,4 +1,4 @@
-"""What to compute: one frozen description, checked once at the door and trusted afterwards.
+"""What to compute: one frozen description, checked once, when a call comes in, and trusted afterwards.
 
 The legend of shapes, for the whole repository:
 
@@ -9,7 +9,7 @@ PyTorch:  query [B, H, T, D]   key, value [B, K, S, D]   output [B, H, T, D]   l
 JAX:      query [B, T, H, D]   key, value [B, S, K, D]   output [B, T, H, D]   lse [B, H, T]
 
 The score of query i (0 ≤ i − offset < T) and key j (0 ≤ j < S) is scale·q_i·k_j − m·|i − j|, with m the slope of the head
-(its right slope where j > i). Only i − j matters. No framework is imported: `alibi_attn.jax` opens the same door.
+(its right slope where j > i). Only i − j matters. No framework is imported: `alibi_attn.jax` has the same checks.
 Source: Press et al. 2022, sec. 3 (arXiv:2108.12409).
 """
 
@@ -24,7 +24,7 @@ EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64":
 
 
 class ArrayLike(Protocol):
-    """What the door needs to know of an array of any framework."""
+    """What the checks need to know of an array of any framework."""
 
     @property
     def shape(self) -> Sequence[int]: ...

@@ -1,4 +1,4 @@
-"""The door: everything a caller may get wrong in PyTorch is checked here, once, and completed with its defaults."""
+"""Validation: everything a caller may get wrong in PyTorch is checked here, once, and completed with its defaults."""
 
 import functools
 

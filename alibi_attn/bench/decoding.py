@@ -8,7 +8,7 @@ import torch
 
 from alibi_attn import records
 from alibi_attn.attention.certificate.bounds import bounds
-from alibi_attn.attention.certificate.norms import Lengths
+from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.validation import make_spec
 from alibi_attn.bench.columns import GrowingRecord, append
 from alibi_attn.bench.exactness import Reference, computed
@@ -62,7 +62,7 @@ def decoding(
                 calls[peer.name] = partial(attention, query, key, value)
                 rows[peer.name] = {"length": length, "relative_error": errors.output, "keys_within_reach": 1.0}
             taken = medians_ms(calls, repeats=repeats, budget_s=20.0)
-        share = _share_within_reach(query, key, value, slopes, Lengths.of(key, value))
+        share = _share_within_reach(query, key, value, slopes, Norms.of(key, value))
         rows["ours"]["keys_within_reach"] = share
         for name, milliseconds in taken.items():
             append(record.curves, name, {**rows[name], "forward_ms": milliseconds})
@@ -73,7 +73,7 @@ def decoding(
 
 
 def _share_within_reach(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slopes: torch.Tensor, remembered: Lengths
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slopes: torch.Tensor, remembered: Norms
 ) -> float:
     """Of all keys of all heads."""
     spec = make_spec(query, key, value, slopes)

@@ -10,7 +10,7 @@ from alibi_attn import records
 from alibi_attn.attention.backends.fused import backend as fused
 from alibi_attn.attention.backends.fused.plan import planned
 from alibi_attn.attention.certificate.constants import TILE
-from alibi_attn.attention.certificate.norms import Lengths
+from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.validation import make_spec
 from alibi_attn.bench.exactness import Reference, computed
 from alibi_attn.bench.peers import Attention, Peer, reason
@@ -140,9 +140,9 @@ def _plan(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> tuple[in
 
 def _what_is_read(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> Row:
     """Bytes of keys and values: those of the tiles that are read, those within reach, and all."""
-    spec, lengths = make_spec(query, key, value, slopes), Lengths.of(key, value)
+    spec, known_norms = make_spec(query, key, value, slopes), Norms.of(key, value)
     with torch.no_grad():
-        tiles, found = planned(spec, query, key, value, rows=TILE, shared=True, lengths=lengths)
+        tiles, found = planned(spec, query, key, value, rows=TILE, shared=True, known_norms=known_norms)
     least = int(found.left.clamp(max=key.shape[2]).sum()) + int((found.pins >= 0).sum()) * TILE
     row_bytes = 2 * key.shape[-1] * key.element_size()
     return {

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from alibi_attn.attention.api import alibi_attention
 from alibi_attn.attention.backends.fused import backend as fused
-from alibi_attn.attention.certificate.norms import Lengths
+from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.decoding import attend_near, reads_near
 from alibi_attn.attention.validation import make_spec
 
@@ -115,12 +115,12 @@ def ours_told(backend: str) -> Prepare:
     """Decoding as a layer with a `KVCache` does it, which remembers how long its keys and values are."""
 
     def prepare(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> Attention:
-        lengths, all_keys = Lengths.of(key, value), ours(backend)(query, key, value, slopes)
+        known_norms, all_keys = Norms.of(key, value), ours(backend)(query, key, value, slopes)
 
         def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if backend == "fused":  # as attend_near does it on a GPU; in the interpreter that would take the CPU's way
-                return fused.decode(make_spec(q, k, v, slopes), q, k, v, lengths)
-            return attend_near(q, k, v, slopes, lengths) if reads_near(q, k, slopes) else all_keys(q, k, v)
+                return fused.decode(make_spec(q, k, v, slopes), q, k, v, known_norms)
+            return attend_near(q, k, v, slopes, known_norms) if reads_near(q, k, slopes) else all_keys(q, k, v)
 
         return attention
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-from alibi_attn.attention.certificate.norms import Lengths
+from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.nn.cache import KVCache
 
 
@@ -35,11 +35,11 @@ class ALiBiCache(Cache):
     def __init__(self) -> None:
         super().__init__(layer_class_to_replicate=_Layer)
 
-    def lengths(self, layer_idx: int) -> Lengths:
+    def norms(self, layer_idx: int) -> Norms:
         """What is known of the keys and values of one layer, which has some."""
         layer = self.layers[layer_idx]
         assert isinstance(layer, _Layer)
-        return layer.store.lengths
+        return layer.store.norms
 
 
 class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]

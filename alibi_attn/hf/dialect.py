@@ -73,8 +73,8 @@ def attended(
     seen = key_mask(mask)
     plain = seen is None and dropout_p == 0 and dialect.backend == "auto"
     if plain and isinstance(cache, ALiBiCache) and reads_near(query, key, slopes):
-        lengths = cache.lengths(layer.layer_idx)  # type: ignore[arg-type]
-        return merged(attend_near(query, key, value, slopes, lengths, scale=dialect.scale))
+        known_norms = cache.norms(layer.layer_idx)  # type: ignore[arg-type]
+        return merged(attend_near(query, key, value, slopes, known_norms, scale=dialect.scale))
     mixed = alibi_attention(
         query, key, value, slopes, scale=dialect.scale, query_offset=first, key_mask=seen, dropout_p=dropout_p,
         backend=dialect.backend,

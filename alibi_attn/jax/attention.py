@@ -1,4 +1,4 @@
-"""`alibi_attention` for JAX arrays: the door, and one function with a gradient of its own behind it.
+"""`alibi_attention` for JAX arrays: the checks, and one function with a gradient of its own behind them.
 
 Press et al. 2022, sec. 3 (arXiv:2108.12409). The checks are those of `attention/spec.py`. Next: `loop.py`, the loop,
 `bounds.py`, the certificate that ends it, and `tiles.py`, the arithmetic.

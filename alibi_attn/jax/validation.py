@@ -1,4 +1,4 @@
-"""The door: a call in JAX is checked once, when it is traced, by the checks of `attention/spec.py`."""
+"""Validation: a call in JAX is checked once, when it is traced, by the checks of `attention/spec.py`."""
 
 from collections.abc import Sequence
 
@@ -41,7 +41,7 @@ def make_spec(
     tolerance: float | None,
     return_lse: bool,
 ) -> AttentionSpec[Array]:
-    """The door: everything is checked here, once, and completed with its defaults."""
+    """What to compute: everything is checked here, once, and completed with its defaults."""
     for name, array in (("query", query), ("key", key), ("value", value)):
         _check_array(name, array)
     b, h, k, t, s, d = check_shapes(query, key, value, layout="BTHD")

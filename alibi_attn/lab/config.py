@@ -1,7 +1,7 @@
 """What can be asked of the lab: every choice is a field of a frozen dataclass, changed by name ("train.steps=50").
 
 A `RunConfig` is one training and its evaluation; a `Recipe` is a question and the runs that answer it. A config is
-checked when it is made, so that everything behind this door may trust it. Read next: `positions.py`.
+checked when it is made, so that all that takes it may trust it. Read next: `positions.py`.
 """
 
 import dataclasses

@@ -109,7 +109,7 @@ def packed_batches(
     """The batches of `batches`, each with the documents of its tokens, [batch_size, length + 1] both.
 
     Documents follow one another, and one that does not fit is cut where its piece ends. With (x, d) the model reads
-    x[:, :-1] with segment_ids=d[:, :-1]; the first token of a document is foretold by nothing of its own, so the loss
+    x[:, :-1] with segment_ids=d[:, :-1]; the first token of a document has nothing of its own before it, so the loss
     counts the places where d[:, 1:] == d[:, :-1] alone.
 
     Args:

@@ -371,7 +371,7 @@ def t5_bucket(distance: Tensor) -> Tensor:
 
 
 def _with_flatter_slopes(method: ALiBi, slopes: Tensor, stretch: Stretch, length: int) -> ALiBi:
-    assert stretch in ("linear", "ntk")  # the door has asked `check_stretch`
+    assert stretch in ("linear", "ntk")  # `check_stretch` has been asked
     flatter = interpolate_slopes(slopes.tolist(), method.trained_length, length, method=stretch)
     twin = copy.deepcopy(method)
     twin.slopes = torch.tensor(flatter, dtype=torch.float32, device=slopes.device)

@@ -139,7 +139,7 @@ def _batches(corpus: Corpus, config: RunConfig, length: int, start: int) -> Iter
 
 
 def _same_document(documents: Tensor) -> Tensor:
-    """[B, T]: whether each target belongs to its input's document; the first token of one is foretold by nothing."""
+    """[B, T]: whether each target belongs to its input's document; the first token of one has nothing before it."""
     return documents[:, 1:] == documents[:, :-1]
 
 

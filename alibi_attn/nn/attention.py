@@ -117,7 +117,7 @@ class ALiBiAttention(nn.Module):
             if cache is not None:
                 key, value = cache.append(key, value, layer=self)
             if cache is not None and key_mask is None and segment_ids is None and self._reads_near(query, key, cache):
-                mixed = attend_near(query, key, value, self.slopes.values, cache.lengths, window=self.window)
+                mixed = attend_near(query, key, value, self.slopes.values, cache.norms, window=self.window)
             else:
                 mixed = self._attended(query, key, value, self.slopes.values, key_mask, segment_ids)
         output: Tensor = self.out_proj(mixed.transpose(1, 2).flatten(2))

@@ -11,7 +11,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from alibi_attn.attention.certificate.norms import Lengths
+from alibi_attn.attention.certificate.norms import Norms
 
 
 class KVCache:
@@ -59,7 +59,7 @@ class KVCache:
         self._value: Tensor | None = None
         self._length = 0
         self._has_room = False  # the tensors above are ours to write into
-        self._lengths: Lengths | None = None  # of the whole tiles so far; None where positions have moved
+        self._norms: Norms | None = None  # of the whole tiles so far; None where positions have moved
         self._layer: weakref.ref[nn.Module] | None = None
 
     def __len__(self) -> int:
@@ -81,12 +81,12 @@ class KVCache:
         return sum(tensor.untyped_storage().nbytes() for tensor in (self._key, self._value) if tensor is not None)
 
     @property
-    def lengths(self) -> Lengths:
+    def norms(self) -> Norms:
         """How long the keys and values are at most, tile by tile: read once each, so that decoding need not read them again."""
-        if self._lengths is None:
-            self._lengths = Lengths.of(self.key, self.value)
-        self._lengths = self._lengths.extended(self.key, self.value)
-        return self._lengths
+        if self._norms is None:
+            self._norms = Norms.of(self.key, self.value)
+        self._norms = self._norms.extended(self.key, self.value)
+        return self._norms
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         twin = type(self).__new__(type(self))
@@ -136,7 +136,7 @@ class KVCache:
             raise ValueError(f"length is {length} but must be at least 0, the positions to keep")
         dropped = max(self._length - length, 0)
         if dropped:
-            self._lengths = None
+            self._norms = None
         self.forgotten += dropped
         self._start += dropped
         self._length -= dropped
@@ -163,10 +163,10 @@ class KVCache:
     def take_back(self, tokens: int) -> None:
         """Drop the newest `tokens` positions, whatever was forgotten of the oldest."""
         self._length -= tokens
-        if self._lengths is not None:
-            self._lengths = self._lengths.cropped(self._length)
+        if self._norms is not None:
+            self._norms = self._norms.cropped(self._length)
         if self._length == 0:
-            self._key = self._value = self._lengths = None
+            self._key = self._value = self._norms = None
             self._start = self.forgotten = 0
 
     def reorder(self, indices: Tensor | Sequence[int]) -> None:
@@ -188,8 +188,8 @@ class KVCache:
             raise ValueError(f"indices are {rows.tolist()} but the cache has rows 0 … {batch - 1}")
         self._key = self._key.index_select(0, rows)
         self._value = self._value.index_select(0, rows)
-        if self._lengths is not None:
-            self._lengths = self._lengths.reordered(rows)
+        if self._norms is not None:
+            self._norms = self._norms.reordered(rows)
 
     def _replace(self, key: Tensor, value: Tensor) -> None:
         self._key, self._value, self._start, self._has_room = key, value, 0, False
@@ -202,7 +202,7 @@ class KVCache:
                 f"{key.shape[2]} tokens do not fit behind {self._length} of at most {self.max_tokens}: "
                 "append those that fit, then one at a time"
             )
-        self._lengths = None
+        self._norms = None
         first = self.sinks + 1 + self._length - self.max_tokens
         self._replace(
             torch.cat([self.key[:, :, : self.sinks], self.key[:, :, first:], key], dim=2),

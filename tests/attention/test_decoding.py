@@ -1,4 +1,4 @@
-"""Decoding with remembered lengths: the outputs of full attention, from the keys within reach alone."""
+"""Decoding with remembered norms: the outputs of full attention, from the keys within reach alone."""
 
 import math
 
@@ -10,7 +10,7 @@ from certificate_attack import certified_keys, random_attack
 from alibi_attn import alibi_attention, alibi_slopes
 from alibi_attn.attention import decoding
 from alibi_attn.attention.certificate import bounds
-from alibi_attn.attention.certificate.norms import Lengths
+from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.validation import make_spec
 from alibi_attn.attention.visibility import distances, visible
 
@@ -48,7 +48,7 @@ def test_it_gives_what_full_attention_gives(case: str, queries: int, keys: int, 
         *(x.double() for x in (query, key, value)), SLOPES, window=window, tolerance=0.0, backend="reference"
     )
     dense = alibi_attention(query, key, value, SLOPES, window=window, backend="dense")
-    got = decoding.attend_near(query, key, value, SLOPES, Lengths.of(key, value), window=window)
+    got = decoding.attend_near(query, key, value, SLOPES, Norms.of(key, value), window=window)
     scale = (
         exact.abs().amax(-1, keepdim=True).clamp(min=1e-30)
     )  # of each query: giant values must not hide small outputs
@@ -61,7 +61,7 @@ def test_every_dtype(dtype: torch.dtype) -> None:
     query, key, value = draw(2, 1000, dtype=dtype)
     key[:, :, 3] *= 30  # a pinned tile, merged
     exact = alibi_attention(*(x.double() for x in (query, key, value)), SLOPES, tolerance=0.0, backend="reference")
-    got = decoding.attend_near(query, key, value, SLOPES, Lengths.of(key, value))
+    got = decoding.attend_near(query, key, value, SLOPES, Norms.of(key, value))
     assert got.dtype == dtype
     assert float((got.double() - exact).abs().max()) <= 8 * EPS[dtype] * float(value.norm(dim=-1).max())
 
@@ -72,30 +72,30 @@ def test_heads_without_reach_read_everything(slopes: list[float]) -> None:
     m = torch.tensor(slopes)
     exact = alibi_attention(query, key, value, m, backend="reference")
     torch.testing.assert_close(
-        decoding.attend_near(query, key, value, m, Lengths.of(key, value)), exact, rtol=1e-5, atol=1e-5
+        decoding.attend_near(query, key, value, m, Norms.of(key, value)), exact, rtol=1e-5, atol=1e-5
     )
 
 
 def test_slopes_of_each_sequence_and_what_else_is_in_the_batch() -> None:
     query, key, value = draw(1, 900, batch=3)
     m = SLOPES * torch.tensor([[1.0], [4.0], [0.5]])
-    together = decoding.attend_near(query, key, value, m, Lengths.of(key, value))
+    together = decoding.attend_near(query, key, value, m, Norms.of(key, value))
     for b in range(3):
         one = [x[b : b + 1] for x in (query, key, value)]
-        alone = decoding.attend_near(*one, m[b : b + 1], Lengths.of(*one[1:]))
+        alone = decoding.attend_near(*one, m[b : b + 1], Norms.of(*one[1:]))
         assert torch.equal(together[b : b + 1], alone)
 
 
 def test_far_keys_are_not_read() -> None:
-    """They may be anything, NaN even, once their lengths are remembered."""
+    """They may be anything, NaN even, once their norms are remembered."""
     query, key, value = draw(1, 6000, batch=1)
     steep = SLOPES.clamp(min=0.02)
-    lengths = Lengths.of(key, value)
-    before = decoding.attend_near(query, key, value, steep, lengths)
+    known_norms = Norms.of(key, value)
+    before = decoding.attend_near(query, key, value, steep, known_norms)
     key[:, :, :3000], value[:, :, :3000] = math.nan, math.nan
-    assert torch.equal(decoding.attend_near(query, key, value, steep, lengths), before)
+    assert torch.equal(decoding.attend_near(query, key, value, steep, known_norms), before)
     key[:, :, 5990] = math.nan
-    assert bool(decoding.attend_near(query, key, value, steep, lengths).isnan().all())
+    assert bool(decoding.attend_near(query, key, value, steep, known_norms).isnan().all())
 
 
 def test_keys_read_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,15 +107,15 @@ def test_keys_read_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         return alibi_attention(q, k, v, *args, **kwargs)
 
     monkeypatch.setattr(decoding, "alibi_attention", counting)
-    lengths = Lengths.of(key, value)
-    decoding.attend_near(query, key, value, SLOPES, lengths)
+    known_norms = Norms.of(key, value)
+    decoding.attend_near(query, key, value, SLOPES, known_norms)
     spec = make_spec(query, key, value, SLOPES)
-    reach = bounds.bounds(spec, query, key, value, tile_norms=lengths.tile_norms(key, value)).left.amax(-1)
+    reach = bounds.bounds(spec, query, key, value, tile_norms=known_norms.tile_norms(key, value)).left.amax(-1)
     most = (2 * reach).clamp(min=decoding.FEW)  # to the next power of two, and few keys with others
     assert int(reach.sum()) <= sum(read) <= int(most.sum())
     assert sum(read) < 0.25 * 8 * 16384
     read.clear()
-    decoding.attend_near(query, key, value, SLOPES * 0, lengths)
+    decoding.attend_near(query, key, value, SLOPES * 0, known_norms)
     assert sum(read) == 8 * 16384
 
 
@@ -128,7 +128,7 @@ def test_dropped_mass_never_exceeds_the_tolerance(start: int) -> None:
         count = min(1 + seed % 16, query.shape[2], key.shape[2])
         query = query[:, :, -count:]
         spec = make_spec(query, key, value, slopes, window=kwargs.get("window"), tolerance=attack.tolerance)
-        found = bounds.bounds(spec, query, key, value, tile_norms=Lengths.of(key, value).tile_norms(key, value))
+        found = bounds.bounds(spec, query, key, value, tile_norms=Norms.of(key, value).tile_norms(key, value))
         distance = distances(count, key.shape[2], spec.query_offset, None)
         seen = visible(spec, distance).expand(1, spec.num_heads, -1, -1)
         scores = spec.scale * query.double() @ key.double().repeat_interleave(spec.group, 1).mT
@@ -142,16 +142,16 @@ def test_dropped_mass_never_exceeds_the_tolerance(start: int) -> None:
 
 def test_lengths_grow_shrink_and_move_with_the_cache() -> None:
     _, key, value = draw(1, 400)
-    whole = Lengths.of(key, value)
+    whole = Norms.of(key, value)
     assert whole.covered == 384
-    grown = Lengths.of(key[:, :, :70], value[:, :, :70])
+    grown = Norms.of(key[:, :, :70], value[:, :, :70])
     for length in (71, 127, 128, 300, 400):
         grown = grown.extended(key[:, :, :length], value[:, :, :length])
         assert grown.covered == length // 64 * 64
     assert torch.equal(grown.keys, whole.keys) and torch.equal(grown.values, whole.values)  # noqa: PT018
     assert whole.cropped(200).covered == 192
     rows = torch.tensor([1, 1, 0])
-    assert torch.equal(whole.reordered(rows).keys, Lengths.of(key[rows], value[rows]).keys)
+    assert torch.equal(whole.reordered(rows).keys, Norms.of(key[rows], value[rows]).keys)
     keys, _ = whole.tile_norms(key, value)
     assert keys.shape[2] == 7
     norms = torch.nn.functional.pad(key.double().norm(dim=-1), (0, 48)).unflatten(2, (7, 64)).amax(-1)

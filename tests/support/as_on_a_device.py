@@ -22,7 +22,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from alibi_attn.attention.backends.fused import backend as fused
-from alibi_attn.attention.certificate.norms import Lengths
+from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.validation import make_spec
 
@@ -60,15 +60,15 @@ def compiled(target: str, dtype: torch.dtype, cases: Sequence[Case]) -> dict[str
         _call(spec, *args[:3], None)
         at_the_end = isinstance(spec.query_offset, int) and spec.query_offset == spec.key_len - spec.query_len
         if spec.causal and not spec.hides_keys and at_the_end:
-            _call(spec, *args[:3], Lengths.of(*args[1:3]))
+            _call(spec, *args[:3], Norms.of(*args[1:3]))
         print(f"{case}: {asked.total()} launches", file=sys.stderr, flush=True)
     return dict(asked)
 
 
-def _call(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor, lengths: Lengths | None) -> None:
+def _call(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor, known_norms: Norms | None) -> None:
     """Forward, and backward with and without gradients of slopes and lse."""
     seed = torch.zeros(1, dtype=torch.int64)
-    tiles = fused.plan(spec, query, key, value, lengths)
+    tiles = fused.plan(spec, query, key, value, known_norms)
     output, lse = fused.forward(spec, query, key, value, tiles, seed)
     for wanted in (True, False):
         fused.backward(

@@ -13,7 +13,7 @@ from alibi_attn.attention.backends.fused import backend as fused
 from alibi_attn.attention.backends.fused.configs import PLAN_ROWS
 from alibi_attn.attention.backends.fused.plan import planned
 from alibi_attn.attention.certificate.constants import TILE
-from alibi_attn.attention.certificate.norms import Lengths
+from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.validation import make_spec
 from alibi_attn.nn import ALiBiAttention, KVCache
 
@@ -58,9 +58,9 @@ def operations_of_plain_calls() -> dict[str, int]:
         output, lse = fused.forward(masked, query, key, value, tiles, tiles.plan)
         fused.backward(masked, query, key, value, output, lse, output, None, tiles, tiles.plan, slopes_wanted=False)
     counted["masked"] = len(counting.names)
-    lengths, spec = Lengths.of(key, value), make_spec(query[:, :, -1:], key, value)
+    known_norms, spec = Norms.of(key, value), make_spec(query[:, :, -1:], key, value)
     with _Counting() as counting:
-        fused.decode(spec, query[:, :, -1:], key, value, lengths)
+        fused.decode(spec, query[:, :, -1:], key, value, known_norms)
     counted["decoding"] = len(counting.names)
     with _Counting() as counting:
         alibi_attention(query, key, value, backend="fused")
@@ -75,26 +75,26 @@ def decoding_with_remembered_lengths(window: int | None) -> float:
     key, value = (torch.randn(2, 4, 1500, 16, generator=generator) for _ in range(2))
     key[1, 2, 100] *= 40  # a tile to be pinned
     slopes = torch.tensor([0.25, 0.25, 0.5, 0.5, 0.3, 0.4, 1.0, 0.9])
-    spec, lengths = make_spec(query, key, value, slopes, window=window), Lengths.of(key, value)
-    before = fused.decode(spec, query, key, value, lengths)
+    spec, known_norms = make_spec(query, key, value, slopes, window=window), Norms.of(key, value)
+    before = fused.decode(spec, query, key, value, known_norms)
     true, _ = reference.run(spec, query.double(), key.double(), value.double())
     # All but the last keys, and those of pinned tiles, may be anything.
     far = torch.ones(2, 4, 1500, 1, dtype=torch.bool)
     far[:, :, -640:] = False
-    pins = fused.plan(spec, query, key, value, lengths).pins[:, ::2]
+    pins = fused.plan(spec, query, key, value, known_norms).pins[:, ::2]
     for b, k, p in (pins >= 0).nonzero().tolist():
         start = int(pins[b, k, p]) * TILE
         far[b, k, start : start + TILE] = False
     assert not bool(far[1, 2, 64:128].any()), "the tile of the outlying key should be pinned"
     assert far.double().mean() > 0.5
     far_key, far_value = (x.masked_fill(far, torch.nan) for x in (key, value))
-    assert torch.equal(fused.decode(spec, query, far_key, far_value, lengths), before), "a far key was read"
+    assert torch.equal(fused.decode(spec, query, far_key, far_value, known_norms), before), "a far key was read"
     key[:, :, -3] = torch.inf
     value[0, :, -1] = torch.nan
-    seen = fused.decode(spec, query, key, value, lengths).isnan().all(-1)
+    seen = fused.decode(spec, query, key, value, known_norms).isnan().all(-1)
     assert bool(seen.all()), "a bad key that every query sees left no trace"
     key[:, :, -3] = 0
-    seen = fused.decode(spec, query, key, value, lengths).isnan().all(-1)
+    seen = fused.decode(spec, query, key, value, known_norms).isnan().all(-1)
     assert bool((seen[0] == torch.tensor([False, False, True])).all()), "only the last query sees the last key"
     assert not bool(seen[1].any())
     return float((before - true).abs().max())

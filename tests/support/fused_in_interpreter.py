@@ -25,9 +25,9 @@ from alibi_attn.attention.api import alibi_attention, head_reach
 from alibi_attn.attention.backends import reference
 from alibi_attn.attention.backends.fused import backend as fused
 from alibi_attn.attention.backends.fused.configs import tile_shape
-from alibi_attn.attention.backends.fused.full_tiles import Opening
+from alibi_attn.attention.backends.fused.full_tiles import FullTiles
 from alibi_attn.attention.certificate.constants import TILE
-from alibi_attn.attention.certificate.norms import Lengths
+from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.certificate.tiles import Tiles
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.validation import make_spec
@@ -60,7 +60,7 @@ def visits_and_certificate(case: Case, tolerance: float) -> tuple[np.ndarray, np
     """Tiles that the kernel says it visited, those of the plan, and all tiles of all blocks; [B, H, N], or [B, K] in decoding."""
     spec, query, key, value = _call(case, tolerance=tolerance)
     decoding = fused.is_split(spec, query)
-    tiles = fused.plan(spec, query, key, value, Lengths.of(key, value) if decoding else None)
+    tiles = fused.plan(spec, query, key, value, Norms.of(key, value) if decoding else None)
     shape = tile_shape("decode" if decoding else "forward", query.dtype, spec.head_dim, large=True)
     # The keys of every block are whole tiles, except where the keys end.
     asked = -(-_inside(spec, tiles)[:, :, :: TILE if decoding else shape.queries].sum(-1) // shape.keys)
@@ -93,9 +93,9 @@ def openings(case: Case) -> tuple[np.ndarray, list, dict[int, tuple[list, list]]
         hidden |= ~spec.key_mask[:, None]
     if spec.query_segments is not None:
         hidden |= spec.query_segments[:, :, None] != spec.key_segments[:, None]
-    opening = Opening.of(spec, first_positions(spec, query.device).contiguous())
-    opened = {rows: (opening.of_blocks(rows).tolist(), opening.of_tiles(rows).tolist()) for rows in (64, 128)}
-    return hidden.numpy(), opening.allowed().tolist(), opened
+    full_tiles = FullTiles.of(spec, first_positions(spec, query.device).contiguous())
+    opened = {rows: (full_tiles.of_blocks(rows).tolist(), full_tiles.of_tiles(rows).tolist()) for rows in (64, 128)}
+    return hidden.numpy(), full_tiles.allowed().tolist(), opened
 
 
 def openings_of_long_documents() -> tuple[list, list, list]:
@@ -103,8 +103,8 @@ def openings_of_long_documents() -> tuple[list, list, list]:
     x = torch.zeros(1, 1, 2560, 8)
     of = torch.tensor([9, 0, 1, 1, 2]).repeat_interleave(512)[None]
     spec = make_spec(x, x, x, segment_ids=of, key_mask=(torch.arange(2560) >= 512)[None])
-    opening = Opening.of(spec, first_positions(spec, x.device))
-    found = opening.of_blocks(128), opening.of_tiles(128), opening.allowed()
+    full_tiles = FullTiles.of(spec, first_positions(spec, x.device))
+    found = full_tiles.of_blocks(128), full_tiles.of_tiles(128), full_tiles.allowed()
     return tuple(x[0].tolist() for x in found)
 
 

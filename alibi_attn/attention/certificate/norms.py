@@ -1,4 +1,4 @@
-"""Lengths: what a cache remembers of keys and values, so that the certificate of a new query need not read them again."""
+"""Norms: what a cache remembers of keys and values, so that the certificate of a new query need not read them again."""
 
 import dataclasses
 import math
@@ -47,7 +47,7 @@ def tile_maxima(length: Tensor) -> Tensor:
 
 
 @dataclasses.dataclass(frozen=True)
-class Lengths:
+class Norms:
     """Upper bounds of the norms in every whole tile of keys, and of values; TILE positions are a tile.
 
     Args:
@@ -58,7 +58,7 @@ class Lengths:
     values: Tensor
 
     @classmethod
-    def of(cls, key: Tensor, value: Tensor) -> "Lengths":
+    def of(cls, key: Tensor, value: Tensor) -> "Norms":
         """Of the whole tiles of key and value, [B, K, S, D]."""
         whole = key.shape[2] // TILE * TILE
         return cls(*(tile_maxima(norm_bound(x.detach()[:, :, :whole])) for x in (key, value)))
@@ -68,21 +68,21 @@ class Lengths:
         """Positions, from the first on, of which something is known."""
         return self.keys.shape[2] * TILE
 
-    def extended(self, key: Tensor, value: Tensor) -> "Lengths":
+    def extended(self, key: Tensor, value: Tensor) -> "Norms":
         """With the tiles that are whole by now; key and value are all of them, [B, K, S, D], S ≥ covered."""
         if key.shape[2] - self.covered < TILE:
             return self
-        more = Lengths.of(key[:, :, self.covered :], value[:, :, self.covered :])
-        return Lengths(torch.cat([self.keys, more.keys], 2), torch.cat([self.values, more.values], 2))
+        more = Norms.of(key[:, :, self.covered :], value[:, :, self.covered :])
+        return Norms(torch.cat([self.keys, more.keys], 2), torch.cat([self.values, more.values], 2))
 
-    def cropped(self, length: int) -> "Lengths":
+    def cropped(self, length: int) -> "Norms":
         """Of the first `length` positions."""
         tiles = length // TILE
-        return Lengths(self.keys[:, :, :tiles], self.values[:, :, :tiles])
+        return Norms(self.keys[:, :, :tiles], self.values[:, :, :tiles])
 
-    def reordered(self, rows: Tensor) -> "Lengths":
+    def reordered(self, rows: Tensor) -> "Norms":
         """Row b of the batch becomes what row `rows[b]` was."""
-        return Lengths(self.keys[rows], self.values[rows])
+        return Norms(self.keys[rows], self.values[rows])
 
     def tile_norms(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """[B, K, ⌈S / TILE⌉] each: what is known, and the norms of the keys and values behind."""

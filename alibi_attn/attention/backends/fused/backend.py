@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from alibi_attn.attention.backends.fused.configs import MAX_HEAD_DIM, PLAN_ROWS, is_large, tile_shape
-from alibi_attn.attention.backends.fused.full_tiles import Opening
+from alibi_attn.attention.backends.fused.full_tiles import FullTiles
 from alibi_attn.attention.backends.fused.launch import in_rows, mask_arguments, on, row_constants, strides, window_of
 from alibi_attn.attention.backends.fused.plan import asked_blocks, planned
 from alibi_attn.attention.backends.protocol import TooSmall
 from alibi_attn.attention.certificate.constants import OUTLIER_TILES, TILE
-from alibi_attn.attention.certificate.norms import Lengths
+from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.certificate.tiles import Tiles, reach_and_scores
 from alibi_attn.attention.custom_op import register_maps
 from alibi_attn.attention.spec import AttentionSpec
@@ -71,18 +71,18 @@ def visits(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> tupl
 
 
 def plan(
-    spec: Spec, query: Tensor, key: Tensor, value: Tensor | None, lengths: Lengths | None = None,
-    opening: Opening | None = None,
+    spec: Spec, query: Tensor, key: Tensor, value: Tensor | None, known_norms: Norms | None = None,
+    full_tiles: FullTiles | None = None,
 ) -> Tiles:  # fmt: skip
     """The tiles that every block of queries visits, before it does.
 
     Args:
-        lengths: what is known of keys and values. Without it up to DECODE_QUERIES queries visit all that the masks allow: to
+        known_norms: what is known of keys and values. Without it up to DECODE_QUERIES queries visit all that the masks allow: to
             find out how long the keys are is as dear.
     """
     return planned(
-        spec, query, key, value, rows=plan_rows(spec.query_len), shared=spec.query_len <= TILE, lengths=lengths,
-        opening=opening, certified=spec.query_len > DECODE_QUERIES or lengths is not None,
+        spec, query, key, value, rows=plan_rows(spec.query_len), shared=spec.query_len <= TILE, known_norms=known_norms,
+        full_tiles=full_tiles, certified=spec.query_len > DECODE_QUERIES or known_norms is not None,
     )[0]  # fmt: skip
 
 
@@ -102,7 +102,7 @@ def is_split(spec: Spec, query: Tensor) -> bool:
 
 def forward(
     spec: Spec, query: Tensor, key: Tensor, value: Tensor, tiles: Tiles, seed: Tensor, *, counts: Tensor | None = None,
-    opening: Opening | None = None,
+    full_tiles: FullTiles | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(output, lse) over the tiles of a plan; `counts` [B, H, ⌈T / tile⌉] int32 receives how many each tile of queries visited.
 
@@ -140,28 +140,29 @@ def forward(
                 SLOTS=1 << (parts - 1).bit_length(), **row_constants(spec), num_warps=1,
             )  # fmt: skip
         return output, lse
-    if opening is None:
-        opening = _opening(spec, query)
+    if full_tiles is None:
+        full_tiles = _full_tiles(spec, query)
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     blocks = -(-spec.query_len // shape.queries)
     with on(query):
         forward_kernels.forward_kernel[(spec.batch * spec.num_heads * blocks,)](
             **shared, **options, **strides("o", "bht", output), OUT=output, LSE=lse, ORDER=_heaviest_first(tiles.weight),
             N=tiles.plan.shape[2], ROWS=tiles.rows, BM=shape.queries, HAS_OPEN=spec.hides_keys,
-            OPEN=seed if opening is None else opening.of_blocks(tiles.rows), NORMS=lse if tiles.norms is None else tiles.norms,
+            OPEN=seed if full_tiles is None else full_tiles.of_blocks(tiles.rows),
+            NORMS=lse if tiles.norms is None else tiles.norms,
             HAS_NORMS=tiles.norms is not None and spec.causal and not spec.hides_keys,
         )  # fmt: skip
     return output, lse
 
 
-def decode(spec: Spec, query: Tensor, key: Tensor, value: Tensor, lengths: Lengths) -> Tensor:
+def decode(spec: Spec, query: Tensor, key: Tensor, value: Tensor, known_norms: Norms) -> Tensor:
     """The output of causal queries without key mask and segments; no key out of reach is read.
 
     Args:
-        lengths: what is known of keys and values, of all but the last few.
+        known_norms: what is known of keys and values, of all but the last few.
     """
     query, key, value = in_rows(query, key, value)
-    tiles = plan(spec, query, key, value, lengths)
+    tiles = plan(spec, query, key, value, known_norms)
     return forward(spec, query, key, value, tiles, tiles.plan)[0]
 
 
@@ -187,7 +188,7 @@ def backward(
     shared = _shared_arguments(spec, query, key, value, tiles, seed)
     shared |= {"DOUT": grad_output, **strides("do", "bht", grad_output), "LSE": lse, "DELTA": delta}
     shared |= {"ROWS": tiles.rows, "N": tiles.plan.shape[2], "HAS_OPEN": spec.hides_keys}
-    opening = _opening(spec, query)
+    full_tiles = _full_tiles(spec, query)
     asked = asked_blocks(tiles, count=-(-spec.key_len // TILE))
     order = key_order = _heaviest_first(tiles.weight)
     if spec.group > 1:
@@ -197,14 +198,14 @@ def backward(
         kernels.query_kernel[(spec.batch * spec.num_heads * -(-spec.query_len // shape.queries),)](
             **shared, **strides("o", "bht", output), **strides("dq", "bht", dq), OUT=output, DQ=dq, DSLOPES=dslopes,
             DLSE=lse if grad_lse is None else grad_lse.contiguous(), HAS_DLSE=grad_lse is not None,
-            SLOPES_WANTED=slopes_wanted, PIN_TABLE=tiles.besides, OPEN=seed if opening is None else opening.of_blocks(tiles.rows),
-            ORDER=order,
+            SLOPES_WANTED=slopes_wanted, PIN_TABLE=tiles.besides, ORDER=order,
+            OPEN=seed if full_tiles is None else full_tiles.of_blocks(tiles.rows),
             BM=shape.queries, BN=shape.keys, num_warps=shape.warps, num_stages=shape.stages,
         )  # fmt: skip
         shape = tile_shape("key", query.dtype, spec.head_dim, large=large)
         kernels.key_kernel[(spec.batch * spec.num_kv_heads * -(-spec.key_len // shape.keys),)](
             **shared, **strides("dk", "bhs", dk), **strides("dv", "bhs", dv), DK=dk, DV=dv, ASKED=asked,
-            OPEN_TO=seed if opening is None else opening.of_tiles(tiles.rows),
+            OPEN_TO=seed if full_tiles is None else full_tiles.of_tiles(tiles.rows),
             ORDER=key_order,
             BM=shape.queries, BN=shape.keys, num_warps=shape.warps, num_stages=shape.stages,
         )  # fmt: skip
@@ -224,9 +225,9 @@ def _forward_op(
         tolerance,
     )  # fmt: skip
     query, key, value = in_rows(query, key, value)
-    opening = _opening(spec, query)
-    tiles = plan(spec, query, key, value, opening=opening)
-    output, lse = forward(spec, query, key, value, tiles, seed, opening=opening)
+    full_tiles = _full_tiles(spec, query)
+    tiles = plan(spec, query, key, value, full_tiles=full_tiles)
+    output, lse = forward(spec, query, key, value, tiles, seed, full_tiles=full_tiles)
     return output, lse, tiles.plan, tiles.pins, tiles.besides, tiles.weight
 
 
@@ -347,8 +348,8 @@ def _processors(device: torch.device) -> int:
     )
 
 
-def _opening(spec: Spec, query: Tensor) -> Opening | None:
-    return Opening.of(spec, first_positions(spec, query.device).contiguous()) if spec.hides_keys else None
+def _full_tiles(spec: Spec, query: Tensor) -> FullTiles | None:
+    return FullTiles.of(spec, first_positions(spec, query.device).contiguous()) if spec.hides_keys else None
 
 
 def _heaviest_first(weight: Tensor) -> Tensor:

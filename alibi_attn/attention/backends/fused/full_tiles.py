@@ -27,7 +27,7 @@ class Labels:
 
 
 @dataclasses.dataclass(frozen=True)
-class Opening:
+class FullTiles:
     """What a call's masks say; made before its plan, and once more for its backward."""
 
     spec: Spec
@@ -36,7 +36,7 @@ class Opening:
     queries: Labels
 
     @classmethod
-    def of(cls, spec: Spec, first: Tensor) -> "Opening":
+    def of(cls, spec: Spec, first: Tensor) -> "FullTiles":
         """
         Args:
             first: [B] or [1], the position of query 0.

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from alibi_attn.attention.backends.fused.full_tiles import Opening
+from alibi_attn.attention.backends.fused.full_tiles import FullTiles
 from alibi_attn.attention.backends.fused.launch import (
     in_rows,
     mask_arguments,
@@ -20,7 +20,7 @@ from alibi_attn.attention.backends.fused.launch import (
 )
 from alibi_attn.attention.certificate.bounds import Bounds
 from alibi_attn.attention.certificate.constants import KEPT, OUTLIER_CHOICES, OUTLIER_TILES, TILE, VALUE_RATIO
-from alibi_attn.attention.certificate.norms import Lengths
+from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.certificate.tiles import Tiles
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.visibility import first_positions
@@ -33,15 +33,15 @@ _PINS, _CHOICES = OUTLIER_TILES, len(OUTLIER_CHOICES)
 
 def planned(
     spec: Spec, query: Tensor, key: Tensor, value: Tensor | None, *, rows: int, shared: bool = False,
-    lengths: Lengths | None = None, opening: Opening | None = None, certified: bool = True,
+    known_norms: Norms | None = None, full_tiles: FullTiles | None = None, certified: bool = True,
 ) -> tuple[Tiles, Bounds]:  # fmt: skip
     """(the tiles that every `rows` queries visit, the certificate they come from).
 
     Args:
         value: None = the values are taken to be of like length.
         shared: all query heads of a key head visit the same tiles, those of the widest; for at most TILE queries.
-        lengths: what is known of keys and values; of those that it knows only the nearest are read.
-        opening: what the masks say; made here where it is not given and some key may be hidden.
+        known_norms: what is known of keys and values; of those that it knows only the nearest are read.
+        full_tiles: what the masks say; made here where it is not given and some key may be hidden.
         certified: False = all that the masks allow is visited.
     """
     from alibi_attn.attention.backends.fused.kernels.plan import plan_kernel, shared_plan_kernel
@@ -55,14 +55,14 @@ def planned(
     weight = torch.empty((b, h), dtype=torch.int32, device=device)
     found = torch.empty((2, b, h, blocks), dtype=torch.int32, device=device)
     first = first_positions(spec, device).contiguous()
-    if spec.hides_keys and opening is None:
-        opening = Opening.of(spec, first)
+    if spec.hides_keys and full_tiles is None:
+        full_tiles = FullTiles.of(spec, first)
     reach, chosen, norms = found, pins, None
     if certified:
-        reach, chosen, norms = _reach(spec, query, key, value, lengths, opening, first)
+        reach, chosen, norms = _reach(spec, query, key, value, known_norms, full_tiles, first)
     arguments = {
         "REACH": reach, "CHOSEN": chosen, "FIRST": first, "PLAN": plan, "BESIDES": besides, "PINNED": pins,
-        "ALLOWED": plan if opening is None else opening.allowed(),
+        "ALLOWED": plan if full_tiles is None else full_tiles.allowed(),
         "WEIGHT": weight, "FOUND": found, "first_b": 0 if first.numel() == 1 else 1, "window": window_of(spec), "H": h,
         "G": spec.group, "T": spec.query_len, "S": spec.key_len, "TILE": TILE, "CAUSAL": spec.causal,
         "HAS_WINDOW": spec.window is not None, "HAS_ALLOWED": spec.hides_keys, "UNLIMITED": not certified,
@@ -96,13 +96,13 @@ def _reach(
     query: Tensor,
     key: Tensor,
     value: Tensor | None,
-    lengths: Lengths | None,
-    opening: Opening | None,
+    known_norms: Norms | None,
+    full_tiles: FullTiles | None,
     first: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(reach [sides, choices, B, H, blocks] int32, tiles with the largest norms [B, K, pins] int32, norms of the tiles).
 
-    Where `lengths` are known, the norms are those of the tiles near the queries only.
+    With `known_norms` the norms are those of the tiles near the queries only.
     """
     from alibi_attn.attention.backends.fused.kernels.certificate import lengths_kernel, outliers_kernel, reach_kernel
 
@@ -118,13 +118,13 @@ def _reach(
     slopes = spec.slopes.detach().contiguous()
     right = slopes if spec.right_slopes is None else spec.right_slopes.detach().contiguous()
     before = torch.empty((b, kv, tiles), dtype=torch.int32, device=device) if spec.key_mask is not None else chosen
-    known = 0 if lengths is None else lengths.keys.shape[-1]
+    known = 0 if known_norms is None else known_norms.keys.shape[-1]
     # The nearest values are measured one by one, also where their tile's norm is known.
     at_the_end = isinstance(spec.query_offset, int) and spec.key_mask is None
     begin = min(known, max(0, min(spec.query_offset, spec.key_len - TILE) - TILE) // TILE) if at_the_end else 0
     each = torch.empty((b, kv, spec.key_len), dtype=torch.float32, device=device)
-    told = (norms, norms) if lengths is None else (lengths.keys.contiguous(), lengths.values.contiguous())
-    seen = first if opening is None else opening.keys.edges[0].amin(-1)
+    told = (norms, norms) if known_norms is None else (known_norms.keys.contiguous(), known_norms.values.contiguous())
+    seen = first if full_tiles is None else full_tiles.keys.edges[0].amin(-1)
     tolerance = spec.tolerance if spec.causal else spec.tolerance / 2
     of_keys = (*key.stride()[:3], *value.stride()[:3])
     masks = mask_arguments(spec, first)

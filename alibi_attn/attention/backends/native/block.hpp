@@ -108,16 +108,16 @@ struct Block {
     }
 
     // Every pair in [key, key + count) is seen, and to the left.
-    bool is_plain(int64_t key, int count) const {
+    bool is_full(int64_t key, int count) const {
         if (call.key_mask || call.key_segments || key + count - 1 > position) return false;
         return !call.window || position + rows - 1 - key < call.window;
     }
 
     // scores - m |i - j|, or -inf where the query may not look.
     void add_bias(int64_t key, int count, Real *scores) const {
-        const bool plain = is_plain(key, count);
+        const bool full = is_full(key, count);
         for (int j = 0; j < count; j++, scores += BLOCK) {
-            if (plain)
+            if (full)
                 add_bias_to_left(position - bias_origin - key - j, scores);
             else
                 add_bias_and_mask(key + j, scores);

@@ -10,7 +10,7 @@ for tiles that are seen in full, where the bias is a number a key and a number a
 """
 
 # mypy: ignore-errors
-# Triton is a language of its own in the clothes of Python; types mean nothing to it.
+# Triton compiles these functions itself and takes no type annotations but its own.
 
 import triton
 import triton.language as tl

@@ -7,7 +7,7 @@ roots, exponentials and logarithms, may be off is added (`_ROUNDING`, `_NATS`), 
 """
 
 # mypy: ignore-errors
-# Triton is a language of its own in the clothes of Python; types mean nothing to it.
+# Triton compiles these functions itself and takes no type annotations but its own.
 
 import triton
 import triton.language as tl

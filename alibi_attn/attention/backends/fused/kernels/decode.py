@@ -5,7 +5,7 @@ MASK is [B, S] int8, 1 = may be seen; bad keys are found on the way, since looki
 """
 
 # mypy: ignore-errors
-# Triton is a language of its own in the clothes of Python; types mean nothing to it.
+# Triton compiles these functions itself and takes no type annotations but its own.
 
 import triton
 import triton.language as tl

@@ -6,7 +6,7 @@ which one would be used, at more than twice the cost.
 """
 
 # mypy: ignore-errors
-# Triton is a language of its own in the clothes of Python; types mean nothing to it.
+# Triton compiles these functions itself and takes no type annotations but its own.
 
 import triton
 import triton.language as tl

@@ -5,7 +5,7 @@ is whole if they are of one segment. Between whole tiles with the same label not
 """
 
 # mypy: ignore-errors
-# Triton is a language of its own in the clothes of Python; types mean nothing to it.
+# Triton compiles these functions itself and takes no type annotations but its own.
 
 import triton
 import triton.language as tl

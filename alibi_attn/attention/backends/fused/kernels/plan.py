@@ -4,7 +4,7 @@ What `attention/certificate/tiles.py` does in torch operations, one small progra
 """
 
 # mypy: ignore-errors
-# Triton is a language of its own in the clothes of Python; types mean nothing to it.
+# Triton compiles these functions itself and takes no type annotations but its own.
 
 import triton
 import triton.language as tl
