@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from alibi_attn.attention.bias import score_bias
 from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.transforms import may_read, transforms
+from alibi_attn.attention.transforms import is_traced, may_read, transforms
 from alibi_attn.attention.visibility import distances, may_see_nothing, per_query_head, visible, without_bad_keys
 
 FEW_QUERIES = 8  # so many are answered fastest by writing their scores out
@@ -77,9 +77,9 @@ def run(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) 
 
 def _is_decoding(spec: AttentionSpec[Tensor], *tensors: Tensor) -> bool:
     """Few queries on a CPU, of which nobody wants gradients: reading the keys is all the work."""
-    if torch.is_grad_enabled() or not all(map(may_read, tensors)):
-        return False
-    return spec.query_len <= FEW_QUERIES and spec.key_len > 0 and spec.dropout_p == 0
+    if torch.is_grad_enabled() or is_traced():
+        return False  # before the lengths are asked for, which would be a guard
+    return spec.query_len <= FEW_QUERIES and spec.key_len > 0 and spec.dropout_p == 0 and may_read(*tensors)
 
 
 def _written_out(
