@@ -252,7 +252,9 @@ def _differentiable_once(
     """The inputs, such that second derivatives and forward mode raise on every backend alike, instead of being wrong on some."""
     slopes = (spec.slopes,) if spec.right_slopes is None else (spec.slopes, spec.right_slopes)
     query, key, value, left, *right = transforms.once(query, key, value, *slopes)
-    return query, key, value, dataclasses.replace(spec, slopes=left, right_slopes=right[0] if right else None)
+    if left is not spec.slopes or (right and right[0] is not spec.right_slopes):
+        spec = dataclasses.replace(spec, slopes=left, right_slopes=right[0] if right else None)
+    return query, key, value, spec
 
 
 def _nothing(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
-from torch.autograd import forward_ad
+from torch.autograd.forward_ad import unpack_dual
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -34,10 +34,14 @@ def is_mapped(tensor: Tensor) -> bool:
     return not torch.compiler.is_compiling() and is_functorch_wrapped_tensor(tensor)
 
 
-def may_read(tensor: Tensor) -> bool:
-    """Whether it has values, and looking at them is free: an ordinary tensor on a CPU that nobody traces."""
-    ordinary = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.device.type == "cpu"
-    return ordinary and not is_traced() and not is_functorch_wrapped_tensor(tensor)
+def may_read(*tensors: Tensor) -> bool:
+    """Whether they have values, and looking at them is free: ordinary tensors on a CPU that nobody traces."""
+    if is_traced():
+        return False
+    return all(
+        type(x) in (Tensor, torch.nn.Parameter) and x.device.type == "cpu" and not is_functorch_wrapped_tensor(x)
+        for x in tensors
+    )
 
 
 def is_traced() -> bool:
@@ -60,19 +64,80 @@ def once(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The same tensors, such that second derivatives and forward mode raise."""
     if torch.compiler.is_compiling():
         return tensors  # second derivatives of compiled code are an error of torch's own
-    marked = [at for at, tensor in enumerate(tensors) if _is_tracked(tensor)]
+    has_grad = torch.is_grad_enabled()
+    marked = [
+        at
+        for at, x in enumerate(tensors)
+        if (has_grad and x.requires_grad) or is_functorch_wrapped_tensor(x) or unpack_dual(x).tangent is not None
+    ]
     if not marked:
         return tensors
-    *outputs, _ = _Once.apply(*(tensors[at] for at in marked))  # type: ignore[no-untyped-call]
-    found = dict(zip(marked, outputs, strict=True))
-    return tuple(found.get(at, tensor) for at, tensor in enumerate(tensors))
+    mark = _ONCE_TRANSFORMED if transforms() else _Once
+    outputs = mark.apply(*(tensors[at] for at in marked))
+    found = list(tensors)
+    for at, output in zip(marked, outputs[:-1], strict=True):
+        found[at] = output
+    return tuple(found)
 
 
-def _is_tracked(tensor: Tensor) -> bool:
-    """Whether somebody may differentiate by it."""
-    if is_functorch_wrapped_tensor(tensor) or (tensor.requires_grad and torch.is_grad_enabled()):
-        return True
-    return forward_ad.unpack_dual(tensor).tangent is not None
+def transformable(
+    operator: Callable[..., Any],
+    save: Callable[..., None] | None = None,
+    differentiate: Callable[..., Any] | None = None,
+) -> Callable[..., Any]:
+    """The operator to be called instead of itself: the same, and inside of torch.func an autograd.Function.
+
+    torch.func takes no gradients of custom operators, whose `register_autograd` makes functions that it does not know.
+
+    Args:
+        operator: takes tensors and numbers, no lists; all it calls has rules for vmap.
+        save, differentiate: what `register_autograd` takes; without them its gradient is an error.
+    """
+    function = _function(operator, save or _save_nothing, differentiate or _refuse_second_derivatives)
+
+    def call(*inputs: Any) -> Any:
+        if not torch.compiler.is_compiling() and transforms():
+            return function.apply(*inputs)
+        return operator(*inputs)
+
+    return call
+
+
+def _function(
+    operator: Callable[..., Any], save: Callable[..., None], differentiate: Callable[..., Any]
+) -> type[torch.autograd.Function]:
+    """A function as torch.func wants it; elsewhere a context of its own takes a third of the time."""
+
+    def forward(*inputs: Any) -> Any:
+        return operator(*inputs)
+
+    attributes = {
+        "generate_vmap_rule": True, "forward": staticmethod(forward), "setup_context": staticmethod(save),
+        "backward": staticmethod(differentiate), "jvp": staticmethod(_refuse_forward_mode),
+    }  # fmt: skip
+    return type("AlibiAttention", (torch.autograd.Function,), attributes)
+
+
+def _views(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors and an empty one, which depends on them all as far as autograd knows, and costs nothing to keep."""
+    return *(tensor.view_as(tensor) for tensor in tensors), tensors[0].new_empty(0)
+
+
+def _save_empty(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(output[-1])
+    ctx.set_materialize_grads(False)
+
+
+def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    pass
+
+
+def _pass_back(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The gradients; where they may be differentiated again they stay connected to the inputs: whoever does it is told."""
+    if not torch.is_grad_enabled():
+        return gradients[:-1]
+    (empty,) = ctx.saved_tensors
+    return tuple(None if g is None else _LAST.apply(g, empty) for g in gradients[:-1])
 
 
 def _refuse_forward_mode(ctx: Any, *tangents: Any) -> Any:
@@ -90,80 +155,20 @@ def _refuse_second_derivatives(ctx: Any, *gradients: Any) -> Any:
 
 
 class _Once(torch.autograd.Function):
-    """The same tensors, differentiable once, and an empty one.
+    """What `once` does outside of torch.func."""
 
-    What is empty depends on all of them, as far as autograd knows, and costs nothing to keep.
-    """
-
-    generate_vmap_rule = True
     jvp = staticmethod(_refuse_forward_mode)
+    backward = staticmethod(_pass_back)
 
     @staticmethod
-    def forward(*tensors: Tensor) -> tuple[Tensor, ...]:
-        return *(tensor.view_as(tensor) for tensor in tensors), tensors[0].new_empty(0)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.save_for_backward(output[-1])
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        if not torch.is_grad_enabled():
-            return gradients[:-1]
-        (empty,) = ctx.saved_tensors
-        return tuple(None if g is None else _Last.apply(g, empty) for g in gradients[:-1])  # type: ignore[no-untyped-call]
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        output = _views(*tensors)
+        _save_empty(ctx, tensors, output)
+        return output
 
 
-class _Last(torch.autograd.Function):
-    """A gradient that stays connected to the inputs, so that whoever differentiates it again is told."""
-
-    generate_vmap_rule = True
-    jvp = staticmethod(_refuse_forward_mode)
-    backward = staticmethod(_refuse_second_derivatives)
-
-    @staticmethod
-    def forward(gradient: Tensor, empty: Tensor) -> Tensor:
-        return gradient.view_as(gradient)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        pass
-
-
-def transformable(
-    operator: Callable[..., Any],
-    save: Callable[..., None] | None = None,
-    differentiate: Callable[..., Any] = _refuse_second_derivatives,
-) -> Callable[..., Any]:
-    """The operator to be called instead of itself: the same, and inside of torch.func an autograd.Function.
-
-    torch.func takes no gradients of custom operators, whose `register_autograd` makes functions that it does not know.
-
-    Args:
-        operator: takes tensors and numbers, no lists; all it calls has rules for vmap.
-        save, differentiate: what `register_autograd` takes; without them its gradient is an error.
-    """
-
-    def forward(*inputs: Any) -> Any:
-        return operator(*inputs)
-
-    def keep(ctx: Any, inputs: Any, output: Any) -> None:
-        if save is not None:
-            save(ctx, inputs, output)
-
-    attributes = {
-        "generate_vmap_rule": True, "forward": staticmethod(forward), "setup_context": staticmethod(keep),
-        "backward": staticmethod(differentiate), "jvp": staticmethod(_refuse_forward_mode),
-    }  # fmt: skip
-    transformed = type("AlibiAttention", (torch.autograd.Function,), attributes)
-
-    def call(*inputs: Any) -> Any:
-        if not torch.compiler.is_compiling() and transforms():
-            return transformed.apply(*inputs)  # type: ignore[attr-defined]
-        return operator(*inputs)
-
-    return call
+_ONCE_TRANSFORMED = _function(_views, _save_empty, _pass_back)
+_LAST = _function(lambda gradient, _: gradient.view_as(gradient), _save_nothing, _refuse_second_derivatives)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -67,7 +67,7 @@ def without_bad_keys(spec: Spec, seen: Tensor, key: Tensor, value: Tensor) -> tu
         poison: [B, H, T] fp32, NaN where the query sees such a key and 0 elsewhere, to be added to the result; None where no
             key is bad, which is looked at only where looking is free (see `transforms.may_read`).
     """
-    if may_read(key) and may_read(value) and are_finite(key, value):
+    if may_read(key, value) and are_finite(key, value):
         return key, value, None
     largest = [
         x.detach().abs().amax(-1) for x in (key, value)

@@ -12,6 +12,7 @@ from torch.func import grad, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from alibi_attn import alibi_attention
+from alibi_attn.nn import ALiBiTransformerBlock
 
 quiet = pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
 
@@ -85,6 +86,23 @@ def test_exported_lengths_may_be_two_or_known_to_be_short() -> None:
         for t, s in ((3, 50), (50, 3)):
             inputs = draw(t=t, s=s, requires_grad=False)[:3]
             assert_close([program.module()(*inputs)], [model(*inputs)])
+
+
+def test_an_exported_block_takes_padding_of_any_size() -> None:
+    class Padded(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = ALiBiTransformerBlock(16, 4, num_kv_heads=2, qk_norm=True)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return self.block(x, key_mask=mask)
+
+    sizes = {0: Dim("batch", min=2, max=64), 1: Dim("length", min=2, max=4096)}
+    model = Padded()
+    example = torch.randn(3, 20, 16), torch.rand(3, 20) < 0.8
+    program = export(model, example, dynamic_shapes=(sizes, sizes), strict=False)
+    x, mask = torch.randn(2, 300, 16), torch.rand(2, 300) < 0.8
+    assert_close([program.module()(x, mask)], [model(x, mask)])
 
 
 @quiet

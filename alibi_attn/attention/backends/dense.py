@@ -11,7 +11,7 @@ from alibi_attn.attention.backends.protocol import FEW_QUERIES, TooSmall
 from alibi_attn.attention.bias import score_bias
 from alibi_attn.attention.certificate.norms import has_huge_scores
 from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.transforms import may_read, transforms
+from alibi_attn.attention.transforms import is_traced, may_read, transforms
 from alibi_attn.attention.visibility import distances, may_see_nothing, per_query_head, visible, without_bad_keys
 
 name = "dense"
@@ -91,9 +91,9 @@ def _has_huge_scores(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor) ->
 
 def _is_decoding(spec: AttentionSpec[Tensor], *tensors: Tensor) -> bool:
     """Few queries on a CPU, of which nobody wants gradients: reading the keys is all the work."""
-    if torch.is_grad_enabled() or not all(map(may_read, tensors)):
-        return False
-    return spec.query_len <= FEW_QUERIES and spec.key_len > 0 and spec.dropout_p == 0
+    if torch.is_grad_enabled() or is_traced():
+        return False  # before the lengths are asked for, which would be a guard
+    return spec.query_len <= FEW_QUERIES and spec.key_len > 0 and spec.dropout_p == 0 and may_read(*tensors)
 
 
 def _written_out(
