@@ -29,13 +29,8 @@ from alibi_attn import records
 
 JAX = ("jax-dense", "jax-loop")
 TOGETHER = 25  # draws that a process takes at a time
-WRONG = (
-    AssertionError,
-    ValueError,
-    TypeError,
-    RuntimeError,
-    IndexError,
-)  # a refusal or a crash is as wrong as a number
+# A refusal or a crash is as wrong as a number.
+WRONG = (AssertionError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 @dataclasses.dataclass
