@@ -3,10 +3,10 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: help setup demo test check format clean
+.PHONY: help setup demo test test-all check format clean
 
 help: ## Show this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
 setup: $(VENV)/installed ## Create .venv and install the package, editable, with everything that tests and peers need
 
@@ -20,7 +20,10 @@ demo: setup ## Train four position methods short, test them long, write a report
 	$(BIN)/alibi run quick --out runs/quick
 
 test: setup check ## Formatting, lint, types, architecture, and every test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
+
+test-all: setup check ## The same with full case lists in every dtype and long fuzzes (half an hour on two cores)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile -m "long or not long" --timeout 1800
 
 check: setup ## Formatting, lint, types, architecture
 	$(BIN)/ruff format --check .

@@ -58,6 +58,14 @@ def test_random_calls_are_answered_as_the_truth_has_it(backend: str, part: int) 
     assert not tally.failures, "\n".join(f"seed {seed}: {words}" for seed, words in tally.failures)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("part", range(10))
+@pytest.mark.parametrize("backend", DRAWS)
+def test_many_random_calls_are_answered_as_the_truth_has_it(backend: str, part: int) -> None:
+    tally = fuzz(backend, range(1000 + part * 200, 1200 + part * 200))
+    assert not tally.failures, "\n".join(f"seed {seed}: {words}" for seed, words in tally.failures)
+
+
 def of_case(case: Case) -> tuple[Call, Arrays]:
     """A case of the conformance suite as a call in float64."""
     drawn = case.draw()

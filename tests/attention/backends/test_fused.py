@@ -52,7 +52,13 @@ def test_fp32_equals_the_definition(interpreter: ProcessPoolExecutor, case: Case
     assert_exact(case, torch.float32, _answer(interpreter, case, "float32"), tolerance=2.0**-28)
 
 
-@pytest.mark.parametrize("case", [*CASES, *INSIDE], ids=str)
+FP16 = [
+    pytest.param(case, id=str(case), marks=() if case in (*SOME, *INSIDE) else pytest.mark.long)
+    for case in (*CASES, *INSIDE)
+]
+
+
+@pytest.mark.parametrize("case", FP16)
 def test_fp16_equals_the_definition(interpreter: ProcessPoolExecutor, case: Case) -> None:
     assert_exact(case, torch.float16, _answer(interpreter, case, "float16"), tolerance=2.0**-15)
 
