@@ -76,7 +76,7 @@ def parts(dotted: str) -> list[str]:
 
 
 def edges(root: Path) -> Iterator[tuple[str, str]]:
-    """Every import of the package: (the module, what it imports). The front door only names what it opens lazily."""
+    """Every import of the package: (the module, what it imports). The root only names what it loads lazily."""
     for module, tree in modules(root):
         if module != "alibi_attn.__init__":
             yield from ((module, imported) for imported in imports(root, tree))
@@ -88,7 +88,7 @@ def assert_layers(root: Path) -> None:
             continue
         here, there = parts(module), parts(imported)
         if not there:
-            assert here[0] == "cli", f"{module} imports the front door; import names from where they are defined"
+            assert here[0] == "cli", f"{module} imports the package's root; import names from where they are defined"
             continue
         if there == ["__version__"]:
             continue
@@ -190,7 +190,7 @@ def assert_loads_no_framework(statement: str, *frameworks: str) -> None:
 
 
 def assert_public_names_are_documented(readme: str, public: list[str]) -> None:
-    """The README's table of names is `__all__`, and documents import nothing else from the package's front door."""
+    """The README's table of names is `__all__`, and documents import nothing else from the package's root."""
     section = readme.split("## The names", 1)[-1].split("\n## ", 1)[0]
     rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
     listed = [name for row in rows for name in re.findall(r"`(\w+)", row)]
@@ -257,7 +257,7 @@ WRONG = [
     (assert_layers, "nn/block.py", "from alibi_attn import jax", "not in a lower layer"),
     (assert_layers, "nn/block.py", "from alibi_attn import alibi_attention", "import it from where it is defined"),
     (assert_layers, "nn/block.py", "from ..attention import api", "a relative import"),
-    (assert_layers, "nn/block.py", "import alibi_attn", "imports the front door"),
+    (assert_layers, "nn/block.py", "import alibi_attn", "imports the package's root"),
     (assert_layers, "drawer.py", "import alibi_attn.slopes", "has no layer"),
     (assert_order_inside_attention, "attention/bias.py", "import alibi_attn.attention.api", "does not come before"),
     (

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import math
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from alibi_attn.attention import dispatch, explanation, transforms
 from alibi_attn.attention.bias import Slopes
 from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.validation import SegmentIds, make_spec
+from alibi_attn.attention.validation import AttentionOptions, SegmentIds, make_spec
 from alibi_attn.attention.visibility import largest_distance
 
 
@@ -20,19 +20,19 @@ def alibi_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    slopes: Slopes | None = None,
+    slopes: Slopes | None = ...,
     *,
-    causal: bool = True,
-    right_slopes: Slopes | None = None,
-    window: int | None = None,
-    scale: float | None = None,
-    query_offset: int | Tensor | None = None,
-    key_mask: Tensor | None = None,
-    segment_ids: SegmentIds | None = None,
-    dropout_p: float = 0.0,
-    tolerance: float | None = None,
-    return_lse: Literal[False] = False,
-    backend: str = "auto",
+    causal: bool = ...,
+    right_slopes: Slopes | None = ...,
+    window: int | None = ...,
+    scale: float | None = ...,
+    query_offset: int | Tensor | None = ...,
+    key_mask: Tensor | None = ...,
+    segment_ids: SegmentIds | None = ...,
+    dropout_p: float = ...,
+    tolerance: float | None = ...,
+    return_lse: Literal[False] = ...,
+    backend: str = ...,
 ) -> Tensor: ...
 
 
@@ -41,19 +41,19 @@ def alibi_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    slopes: Slopes | None = None,
+    slopes: Slopes | None = ...,
     *,
-    causal: bool = True,
-    right_slopes: Slopes | None = None,
-    window: int | None = None,
-    scale: float | None = None,
-    query_offset: int | Tensor | None = None,
-    key_mask: Tensor | None = None,
-    segment_ids: SegmentIds | None = None,
-    dropout_p: float = 0.0,
-    tolerance: float | None = None,
+    causal: bool = ...,
+    right_slopes: Slopes | None = ...,
+    window: int | None = ...,
+    scale: float | None = ...,
+    query_offset: int | Tensor | None = ...,
+    key_mask: Tensor | None = ...,
+    segment_ids: SegmentIds | None = ...,
+    dropout_p: float = ...,
+    tolerance: float | None = ...,
     return_lse: Literal[True],
-    backend: str = "auto",
+    backend: str = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -62,19 +62,19 @@ def alibi_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    slopes: Slopes | None = None,
+    slopes: Slopes | None = ...,
     *,
-    causal: bool = True,
-    right_slopes: Slopes | None = None,
-    window: int | None = None,
-    scale: float | None = None,
-    query_offset: int | Tensor | None = None,
-    key_mask: Tensor | None = None,
-    segment_ids: SegmentIds | None = None,
-    dropout_p: float = 0.0,
-    tolerance: float | None = None,
-    return_lse: bool = False,
-    backend: str = "auto",
+    causal: bool = ...,
+    right_slopes: Slopes | None = ...,
+    window: int | None = ...,
+    scale: float | None = ...,
+    query_offset: int | Tensor | None = ...,
+    key_mask: Tensor | None = ...,
+    segment_ids: SegmentIds | None = ...,
+    dropout_p: float = ...,
+    tolerance: float | None = ...,
+    return_lse: bool = ...,
+    backend: str = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
@@ -157,17 +157,8 @@ def head_reach(
     key: Tensor,
     slopes: Slopes | None = None,
     *,
-    causal: bool = True,
-    right_slopes: Slopes | None = None,
-    window: int | None = None,
-    scale: float | None = None,
-    query_offset: int | Tensor | None = None,
-    key_mask: Tensor | None = None,
-    segment_ids: SegmentIds | None = None,
-    dropout_p: float = 0.0,
-    tolerance: float | None = None,
-    return_lse: bool = False,
     backend: str = "auto",
+    **options: Unpack[AttentionOptions],
 ) -> Tensor:
     """How far every head really looks, [B, H] int64: no query of the head reads a key with |i − j| ≥ reach.
 
@@ -183,11 +174,7 @@ def head_reach(
     True
     """
     query, key = _autocast(query, key)
-    spec = make_spec(
-        query, key, key, slopes, causal=causal, right_slopes=right_slopes, window=window, scale=scale,
-        query_offset=query_offset, key_mask=key_mask, segment_ids=segment_ids, dropout_p=dropout_p,
-        tolerance=tolerance, return_lse=return_lse,
-    )  # fmt: skip
+    spec = make_spec(query, key, key, slopes, **options)
     name = dispatch.choose(backend, spec, query, key, key)
     with torch.no_grad():
         visited = dispatch.visits(name, spec, query, key, None)
@@ -201,17 +188,8 @@ def explain(
     value: Tensor,
     slopes: Slopes | None = None,
     *,
-    causal: bool = True,
-    right_slopes: Slopes | None = None,
-    window: int | None = None,
-    scale: float | None = None,
-    query_offset: int | Tensor | None = None,
-    key_mask: Tensor | None = None,
-    segment_ids: SegmentIds | None = None,
-    dropout_p: float = 0.0,
-    tolerance: float | None = None,
-    return_lse: bool = False,
     backend: str = "auto",
+    **options: Unpack[AttentionOptions],
 ) -> str:
     """What `alibi_attention` would do with these arguments, in words: who runs it and why, and how far each head looks.
 
@@ -222,11 +200,7 @@ def explain(
     B=1 H=8 K=8 T=128 S=128 D=64, float32 on cpu, causal
     """
     query, key, value = _autocast(query, key, value)
-    spec = make_spec(
-        query, key, value, slopes, causal=causal, right_slopes=right_slopes, window=window, scale=scale,
-        query_offset=query_offset, key_mask=key_mask, segment_ids=segment_ids, dropout_p=dropout_p,
-        tolerance=tolerance, return_lse=return_lse,
-    )  # fmt: skip
+    spec = make_spec(query, key, value, slopes, **options)
     name = dispatch.choose(backend, spec, query, key, value)
     return explanation.describe(spec, name, backend, query, key, value)
 

@@ -1,6 +1,7 @@
 """Validation: everything a caller may get wrong in PyTorch is checked here, once, and completed with its defaults."""
 
 import functools
+from typing import TypedDict
 
 import numpy as np
 import torch
@@ -21,6 +22,21 @@ from alibi_attn.attention.transforms import is_traced, may_read, transforms
 from alibi_attn.slopes import alibi_slopes
 
 SegmentIds = Tensor | tuple[Tensor, Tensor]
+
+
+class AttentionOptions(TypedDict, total=False):
+    """The keywords of `alibi_attention` but for the backend, with its meanings and defaults."""
+
+    causal: bool
+    right_slopes: Slopes | None
+    window: int | None
+    scale: float | None
+    query_offset: int | Tensor | None
+    key_mask: Tensor | None
+    segment_ids: SegmentIds | None
+    dropout_p: float
+    tolerance: float | None
+    return_lse: bool
 
 
 def make_spec(

@@ -1,4 +1,4 @@
-"""The contract's facts that hold on every backend, and the errors at the door."""
+"""The contract's facts that hold on every backend, and the errors of wrong arguments."""
 
 import inspect
 import math
@@ -312,7 +312,7 @@ def test_explain_says_who_runs_and_why() -> None:
     assert "dense      runs (asked for)" in explain(q, k, v, backend="dense")
 
 
-DOOR = {
+WRONG_ARGUMENTS = {
     "three axes": ({"query": torch.ones(4, 9, 8)}, ValueError, "four axes"),
     "not a tensor": ({"query": [1.0]}, TypeError, "torch.Tensor"),
     "batches differ": (
@@ -370,17 +370,17 @@ DOOR = {
 }
 
 
-@pytest.mark.parametrize("name", DOOR)
-def test_the_door_says_what_is_wrong(name: str) -> None:
-    changes, error, words = DOOR[name]
+@pytest.mark.parametrize("name", WRONG_ARGUMENTS)
+def test_a_wrong_argument_is_named(name: str) -> None:
+    changes, error, words = WRONG_ARGUMENTS[name]
     arguments = {n: torch.ones(2, 4, 9, 8) for n in ("query", "key", "value")} | changes
     with pytest.raises(error, match=words):
         alibi_attention(**arguments)
 
 
-def test_the_door_has_the_defaults_of_the_function() -> None:
+def test_the_checks_have_the_defaults_of_the_function() -> None:
     """They stand twice, for readers of either; a change of one that forgets the other is found here."""
-    at_the_door, outside = (inspect.signature(f).parameters for f in (make_spec, alibi_attention))
-    assert {name: p.default for name, p in at_the_door.items()} == {
+    checked, outside = (inspect.signature(f).parameters for f in (make_spec, alibi_attention))
+    assert {name: p.default for name, p in checked.items()} == {
         name: p.default for name, p in outside.items() if name != "backend"
     }

@@ -234,7 +234,7 @@ def test_a_stretch_that_a_method_has_not_is_refused(tiny_model, method, stretch,
     with pytest.raises(ConfigError, match=message):
         check_stretch(method, stretch)
     with pytest.raises(ConfigError, match=message):
-        tiny_model(method).stretched(stretch, 16)  # at the door, also where it would change nothing
+        tiny_model(method).stretched(stretch, 16)  # when it is asked for, also where it would change nothing
 
 
 def test_every_pair_of_method_and_stretch_is_decided():

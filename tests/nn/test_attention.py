@@ -1,4 +1,4 @@
-"""The attention layer and the bias module: against plain linear algebra, in every dtype, and at the door."""
+"""The attention layer and the bias module: against plain linear algebra, in every dtype, and what wrong arguments are told."""
 
 import copy
 import math
