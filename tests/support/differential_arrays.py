@@ -9,6 +9,8 @@ import torch
 from differential_calls import Call, slopes_dtype
 from torch import Tensor
 
+LARGEST = 1e33  # so that a sum of many is a number in fp32
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Arrays:
@@ -89,7 +91,7 @@ def arrays(call: Call) -> Arrays:
 
 def _rounded(x: np.ndarray, dtype: str) -> np.ndarray:
     kind = getattr(torch, dtype)
-    most = torch.finfo(kind).max
+    most = min(torch.finfo(kind).max, LARGEST)
     return torch.from_numpy(np.clip(x, -most, most)).to(kind).double().numpy()
 
 
