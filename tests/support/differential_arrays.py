@@ -9,7 +9,9 @@ import torch
 from differential_calls import Call, slopes_dtype
 from torch import Tensor
 
-LARGEST = 1e33  # so that a sum of many is a number in fp32
+LARGEST = (
+    1e33  # so that a sum of many is a number in fp32: what is added up is Σ exp(s − m)·v, as in every flash attention
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -70,8 +72,6 @@ def arrays(call: Call) -> Arrays:
         at = rng.random((b, k, s)) < rng.choice([0.02, 0.3, 1 / max(1, s)])
         at[..., int(rng.integers(max(1, s))) :][..., :1] = True
         x[at] *= factor
-    # As in every flash attention, what is added up is Σ exp(s − m)·v, which must fit before it is divided by Σ exp(s − m).
-    value = np.clip(value, -1e37 / max(1, s), 1e37 / max(1, s))
     grad_output = stream("grad").standard_normal((b, h, t, d))
     if call.layout_grad in ("zero", "one number"):
         grad_output[:] = 0.0 if call.layout_grad == "zero" else 1.0
