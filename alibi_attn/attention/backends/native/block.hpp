@@ -18,12 +18,15 @@ extern int64_t alibi_counted;
 template <typename Real>
 struct Block {
     const Call<Real> &call;
-    Real *queries;  // [D][BLOCK], times the scale, so that products overflow no earlier than scores; zeros beyond the last
+    Real *queries;  // [D][BLOCK], times `scale_before`; zeros beyond the last
     int64_t b = 0, h = 0, k = 0, n = 0;
     int64_t position = 0;  // of the first query
     int rows = 0;
     Real slope = 0, right_slope = 0;
     bool looks_right = false;
+    // The scale in two: a power of two of at most 1, which rounds nothing and keeps products from overflowing before scores do,
+    // and what is left for the scores.
+    Real scale_before = 1, scale_after = 1;
     // Distances count from here on: where all keys are far, to one side, the distance of the nearest pair (negative to the
     // right), else 0. Scores are off by their own rounding then, and not by that of slope times 10^6; lse gets the constant back.
     int64_t bias_origin = 0;
@@ -42,7 +45,11 @@ struct Block {
         range = visited.ranges(b, h) + n, outlier_bits = visited.outlier_bits(b, h) + n;
         outlier_tiles = visited.outlier_tiles(b, k);
         bias_origin = std::max<int64_t>(0, position - (range->high - 1)) + std::min<int64_t>(0, position + rows - 1 - range->low);
-        transpose(call.query, Real(call.scale), queries);
+        int exponent = 0;
+        std::frexp(call.scale, &exponent);
+        scale_before = (Real)std::ldexp(1.0, std::max(-100, std::min(0, exponent)));
+        scale_after = (Real)(call.scale / scale_before);
+        transpose(call.query, scale_before, queries);
     }
 
     // What `bias_origin` left out of the scores, in nats.
@@ -113,7 +120,7 @@ struct Block {
         return !call.window || position + rows - 1 - key < call.window;
     }
 
-    // scores - m |i - j|, or -inf where the query may not look.
+    // scores = scale_after scores - m |i - j|, or -inf where the query may not look.
     void add_bias(int64_t key, int count, Real *scores) const {
         const bool full = is_full(key, count);
         for (int j = 0; j < count; j++, scores += BLOCK) {
@@ -136,7 +143,7 @@ struct Block {
     }
 
     void add_bias_to_left(int64_t distance, Real *scores) const {
-        for (int v = 0; v < BLOCK; v += VL<Real>) store(scores + v, load(scores + v) + away(v, distance) * -slope);
+        for (int v = 0; v < BLOCK; v += VL<Real>) store(scores + v, load(scores + v) * scale_after + away(v, distance) * -slope);
     }
 
     void add_bias_and_mask(int64_t key, Real *scores) const {
@@ -149,7 +156,7 @@ struct Block {
         for (int v = 0; v < BLOCK; v += VL<Real>) {
             const Ints<Real> apart = lanes() + (held + v), to_right = apart < 0;
             const Reals<Real> apart_by = away(v, distance - bias_origin), bias = to_right ? apart_by * right : apart_by * -slope;
-            const Reals<Real> score = load(scores + v) + bias;
+            const Reals<Real> score = load(scores + v) * scale_after + bias;
             Ints<Real> unseen = (apart >= window) | (apart <= -window);
             if (!looks_right) unseen |= to_right;
             if (hidden) unseen |= -1;

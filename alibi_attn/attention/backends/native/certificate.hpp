@@ -118,7 +118,7 @@ struct Certificate {
         possible = call.tolerance > 0;
         if (!possible) return;
         norms = norms_of(call, memory, block.b * call.K + block.k);
-        const Real error = (call.D + SCORE_UNITS) * UNIT<Real>;
+        const Real error = (call.D + SCORE_UNITS) * UNIT<Real>, scale = std::abs(block.scale_after);
         largest_rate = 0;
         for (int v = 0; v < BLOCK; v += VL<Real>) {
             Reals<Real> squares = {};
@@ -126,7 +126,7 @@ struct Certificate {
                 const Reals<Real> x = load(block.queries + d * BLOCK + v);
                 squares += x * x;
             }
-            for (int i = 0; i < VL<Real>; i++) rate[v + i] = (1 + error) * norm_bound(squares[i], call.D);
+            for (int i = 0; i < VL<Real>; i++) rate[v + i] = scale * (1 + error) * norm_bound(squares[i], call.D);
         }
         for (int i = 0; i < block.rows; i++) largest_rate = rate[i] > largest_rate || rate[i] != rate[i] ? rate[i] : largest_rate;
         const Real longer = nats_of_longer_values(), rounded = Real(LSE_NATS) + Real(call.S / 32) * UNIT<Real>;
