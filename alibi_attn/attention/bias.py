@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from alibi_attn.attention.spec import AttentionSpec, check_query_offset, check_slopes
-from alibi_attn.attention.transforms import is_mapped
+from alibi_attn.attention.transforms import transforms
 from alibi_attn.attention.visibility import distances, visible
 
 Slopes = Sequence[float] | NDArray[np.floating] | Tensor
@@ -86,6 +86,7 @@ def score_bias(spec: AttentionSpec[Tensor], distance: Tensor, seen: Tensor) -> T
         # An infinite slope forbids (see `visible`); as a factor it would make 0·inf, and a NaN gradient.
         right = right.masked_fill(right.isinf(), 0.0)
         bias = torch.where((distance < 0)[:, None], -right * away, bias)
-    # In place where it fits: the bias is the largest tensor of a short call, and every copy of it is felt.
-    fits = not is_mapped(seen) and all(seen.shape[axis] in (1, size) for axis, size in enumerate(bias.shape))
+    # In place where it fits: the bias is the largest tensor of a short call, and every copy of it is felt. Shapes do not show an
+    # axis of vmap.
+    fits = "Vmap" not in transforms() and all(seen.shape[axis] in (1, size) for axis, size in enumerate(bias.shape))
     return bias.masked_fill_(~seen, float("-inf")) if fits else bias.masked_fill(~seen, float("-inf"))

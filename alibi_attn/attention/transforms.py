@@ -29,11 +29,6 @@ def why_not_compiled() -> str | None:
     return "torch.compile traces custom operators outside of torch.func, or in vmap alone, and not in grad, vjp or jvp"
 
 
-def is_mapped(tensor: Tensor) -> bool:
-    """Whether it may have an axis of torch.func.vmap, which its shape does not show: no writing into others from it."""
-    return not torch.compiler.is_compiling() and is_functorch_wrapped_tensor(tensor)
-
-
 def may_read(*tensors: Tensor) -> bool:
     """Whether they have values, and looking at them is free: ordinary tensors on a CPU that nobody traces."""
     if is_traced():
