@@ -45,8 +45,8 @@ def operator(name: str, forward: Forward, backward: Backward, empty_saved: Calla
         forward: (spec, query, key, value) -> (output, lse, saved), all tensors finite and with a last stride of 1; lse −inf
             where a query sees nothing. output and lse in fp32 or better.
         backward: (spec, saved, grad_output, grad_lse or None, (query, key, value), output, lse, slopes_wanted) -> gradients of
-            query, key, value, and [2, B, H] fp64 of the slopes and right slopes, zeros if not wanted; lse is 0 for a query that
-            sees nothing.
+            query, key, value, and [2, B, H] fp64 of the slopes, from the keys to the left and to the right, zeros if not wanted;
+            lse is 0 for a query that sees nothing.
         empty_saved: (query, key) -> tensors of the shapes and dtypes of `Saved`, of which only those are read.
     """
 
@@ -82,6 +82,8 @@ def operator(name: str, forward: Forward, backward: Backward, empty_saved: Calla
             lse, grad = lse.masked_fill(blind, 0.0), grad.masked_fill(blind[..., None], 0.0)
             grad_lse = None if grad_lse is None else grad_lse.masked_fill(blind, 0.0)
         *grads, dslope = backward(spec, Saved(visited, rows), grad, grad_lse, (q, k, v), out, lse, slopes_wanted)
+        if right_slopes is None:  # one slope for both sides
+            dslope = torch.stack([dslope.sum(0), torch.zeros_like(dslope[0])])
         dslopes = [
             dslope[side].clone() if s is not None and s.ndim == 2 else dslope[side].sum(0)
             for side, s in enumerate((slopes, right_slopes))

@@ -19,7 +19,8 @@ def has_huge_scores(scale: float, query: Tensor, key: Tensor) -> bool:
     """
     if query.numel() == 0 or key.numel() == 0:
         return False
-    largest = [max(-float(x.min()), float(x.max())) for x in (query.detach(), key.detach())]
+    extremes = (torch.aminmax(x.detach()) for x in (query, key))  # each is read once
+    largest = [max(-float(low), float(high)) for low, high in extremes]
     return abs(scale) * query.shape[-1] * largest[0] * largest[1] > HUGE
 
 

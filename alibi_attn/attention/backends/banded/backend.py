@@ -224,10 +224,7 @@ def _slope_gradient(
             for row, more in zip(rows, found, strict=True):
                 row[block] += more
     excess = (sums[0] - due) / sums[1].clamp(min=torch.finfo(torch.float64).tiny)
-    total = torch.stack([(excess * sums[3] - sums[2]).sum(), (excess * sums[5] - sums[4]).sum()])
-    if head.spec.right_slopes is None:
-        return torch.stack([total.sum(), torch.zeros((), dtype=torch.float64)])
-    return total
+    return torch.stack([(excess * sums[3] - sums[2]).sum(), (excess * sums[5] - sums[4]).sum()])
 
 
 def _written_out(
@@ -236,16 +233,20 @@ def _written_out(
     """(p, ds, i − j) of one block of a piece, [rows, keys], the first two fp64; `inner` is Σ grad·out − grad_lse of a query."""
     grad, q, k, v, _ = ours
     work = lse.dtype
+    score, distance = _scores(head, piece, block, q, k)
+    go, mass, rest = (query_view(x, piece, block)[0].to(work) for x in (grad, lse, inner))
+    weight = (score - mass[:, None]).clamp(max=0.0).exp().double()  # above 0 is rounding
+    return weight, weight * (go @ key_view(v, piece, block)[0].to(work).T - rest[:, None]).double(), distance
+
+
+def _scores(head: HeadMasks, piece: Piece, block: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """(scores with the bias, −inf where the query may not look; i − j) of one block of a piece, [rows, keys]."""
     right_slope = 0.0 if math.isinf(head.right_slope) else head.right_slope
     distance = head.distance(piece, block)[0]
-    slope = torch.full(distance.shape, head.slope, dtype=work).masked_fill(distance < 0, right_slope)
-    hidden = head.hidden(piece, distance[None], block)[0]
-    query, go, mass, rest = (query_view(x, piece, block)[0].to(work) for x in (q, grad, lse, inner))
-    keys, values = (key_view(x, piece, block)[0].to(work) for x in (k, v))
-    score = (query @ keys.T) * head.spec.scale - slope * distance.abs()
-    nats = (score.masked_fill(hidden, -math.inf) - mass[:, None]).clamp(max=0.0)  # above 0 is rounding
-    weight = nats.exp().double()
-    return weight, weight * (go @ values.T - rest[:, None]).double(), distance
+    slope = torch.full(distance.shape, head.slope, dtype=head.dtype).masked_fill(distance < 0, right_slope)
+    query, key = query_view(q, piece, block)[0].to(head.dtype), key_view(k, piece, block)[0].to(head.dtype)
+    score = (query @ key.T) * head.spec.scale - slope * distance.abs()
+    return score.masked_fill(head.hidden(piece, distance[None], block)[0], -math.inf), distance
 
 
 def _plain_backward(
@@ -260,9 +261,8 @@ def _plain_backward(
     total = torch.zeros(2, dtype=torch.float64)
     for start in range(0, len(q), rows):
         some = slice(start, start + rows)
-        piece = Piece(start, 1, len(q[some]), 0, 0, len(k), 0)
-        mask, _ = head.tile_mask(piece)
-        weight = ((q[some] @ k.T) * head.spec.scale + mask[0, 0].to(dq.dtype)).softmax(-1).nan_to_num_(0.0)
+        score, distance = _scores(head, Piece(start, 1, len(q[some]), 0, 0, len(k), 0), 0, q, k)
+        weight = score.softmax(-1).nan_to_num_(0.0)
         moment = grad[some] @ v.T
         moment = weight * (moment - (weight * moment).sum(-1, keepdim=True))
         if grad_lse is not None:
@@ -270,11 +270,8 @@ def _plain_backward(
         dq[some] += (moment @ k) * head.spec.scale
         dk += (moment.T @ q[some]) * head.spec.scale
         dv += weight.T @ grad[some]
-        distance = head.distance(piece)[0]
         total[0] -= (moment.double() * distance.clamp(min=0)).sum()
         total[1] += (moment.double() * distance.clamp(max=0)).sum()
-    if head.spec.right_slopes is None:
-        return torch.stack([total.sum(), torch.zeros((), dtype=torch.float64)])
     return total
 
 

@@ -92,8 +92,6 @@ def _backward(
     if slopes_wanted:
         arrays["slope_grads"] = dslope
     _call("backward", spec, rows | gradients, arrays)
-    if slopes_wanted and spec.right_slopes is None:
-        dslope = torch.stack([dslope.sum(0), torch.zeros_like(dslope[0])])
     dq, dk, dv = (_narrow(x, spec) for x in gradients.values())
     return dq, dk, dv, dslope
 
