@@ -13,7 +13,7 @@ from torch import Tensor
 
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.transforms import Mapped, transformable
-from alibi_attn.attention.visibility import are_finite, first_positions, rows_that_see
+from alibi_attn.attention.visibility import are_moderate, first_positions, keys_within_sight, rows_that_see
 
 Spec = AttentionSpec[Tensor]
 
@@ -188,11 +188,18 @@ def described(spec: Spec, query: Tensor, key: Tensor) -> Spec:
 
 
 def clean(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(query, key, value, poison): finite, with a last stride of 1, and fp16 as fp32; see `visibility.without_bad_keys`."""
+    """(query, key, value, poison): finite, with a last stride of 1, and fp16 as fp32; see `visibility.without_bad_keys`.
+
+    Of keys that only some may see, and of queries, numbers may be as large as they come.
+    """
     if query.dtype == torch.float16:  # torch's fp16 backward is ten times slower than fp32
         query, key, value = query.float(), key.float(), value.float()
     query, key, value = (_rows(x) for x in (query, key, value))
-    if are_finite(query, key, value):
+    if are_moderate(query, key, value):
+        return query, key, value, None
+    unused = ~keys_within_sight(spec, key.device)[:, None, :, None]
+    key, value = key.masked_fill(unused, 0.0), value.masked_fill(unused, 0.0)
+    if all(bool(x.isfinite().all()) for x in (query, key, value)):
         return query, key, value, None
     sees_any = rows_that_see(spec, torch.ones(spec.batch, spec.num_heads, spec.key_len, dtype=torch.bool))
     spoiled = ~query.isfinite().all(-1)

@@ -57,18 +57,23 @@ def visible(spec: Spec, distance: Tensor) -> Tensor:
     return seen
 
 
-def without_bad_keys(spec: Spec, seen: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(key, value, poison): keys with NaN or inf in them or in their values become zeros, and queries that see one become NaN.
+def without_bad_keys(
+    spec: Spec, seen: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None, bool]:
+    """(key, value, poison, moderate): keys that nobody sees, or with NaN or inf in them or in their values, become zeros.
 
     Matrix products touch every key, and 0·NaN is NaN: without this a key that nobody may see would spoil everybody.
 
     Returns:
         key, value: [B, K, S, D], finite.
-        poison: [B, H, T] fp32, NaN where the query sees such a key and 0 elsewhere, to be added to the result; None where no
+        poison: [B, H, T] fp32, NaN where the query sees NaN or inf and 0 elsewhere, to be added to the result; None where no
             key is bad, which is looked at only where looking is free (see `transforms.may_read`).
+        moderate: False where keys that only some queries see hold numbers so large that products with them may overflow, for
+            the others too; told where looking is free.
     """
-    if may_read(key, value) and are_finite(key, value):
-        return key, value, None
+    readable = may_read(key, value)
+    if readable and are_moderate(key, value):
+        return key, value, None, True
     largest = [
         x.detach().abs().amax(-1) for x in (key, value)
     ]  # `vector_norm` is twenty times slower on a transposed view
@@ -76,23 +81,45 @@ def without_bad_keys(spec: Spec, seen: Tensor, key: Tensor, value: Tensor) -> tu
     of_head = bad.repeat_interleave(spec.group, dim=1)[..., None].to(torch.float32)
     spoiled = (seen.to(torch.float32) @ of_head).squeeze(-1) > 0
     poison = torch.zeros(spoiled.shape, device=key.device).masked_fill(spoiled, float("nan"))
-    fill = bad[..., None]
-    return key.masked_fill(fill, 0.0), value.masked_fill(fill, 0.0), poison
+    used = seen.any(-2).expand(spec.batch, spec.num_heads, -1).unflatten(1, (-1, spec.group)).any(2)
+    unused = (bad | ~used)[..., None]
+    key, value = key.masked_fill(unused, 0.0), value.masked_fill(unused, 0.0)
+    return key, value, poison, not readable or are_moderate(key, value)
 
 
-def are_finite(*tensors: Tensor) -> bool:
-    """Whether all numbers are; reads them."""
-    return all(_is_finite(x.detach()) for x in tensors)
+def are_moderate(*tensors: Tensor) -> bool:
+    """True only if all numbers are finite, and so small that no inner product of two such rows overflows; reads them."""
+    return all(_is_moderate(x.detach()) for x in tensors)
 
 
-def _is_finite(x: Tensor) -> bool:
-    """By what torch is quickest at: extremes in half precision, whose sums in fp32 take thirty times as long; else a sum.
+def _is_moderate(x: Tensor) -> bool:
+    """By what torch is quickest at: extremes in half precision, whose norms take thirty times as long; else the norm of it all.
 
-    A sum of finite numbers is finite unless it overflows, which asks for a closer look.
+    No number is larger than the norm, which is inf where a square overflows and NaN where a number is.
     """
-    if x.dtype in (torch.float16, torch.bfloat16) and x.numel():
-        return all(bool(extreme.isfinite()) for extreme in torch.aminmax(x))
-    return bool(x.sum().isfinite()) or bool(x.isfinite().all())
+    if x.numel() == 0:
+        return True
+    most = torch.finfo(torch.promote_types(x.dtype, torch.float32)).max ** 0.5 / 16
+    if x.dtype in (torch.float16, torch.bfloat16):
+        return all(abs(float(extreme)) <= most for extreme in torch.aminmax(x))
+    return float(torch.linalg.vector_norm(x)) <= most
+
+
+def keys_within_sight(spec: Spec, device: torch.device) -> Tensor:
+    """[B, S] bool: False only where no query sees the key, as far as positions, the key mask and sets of segments tell."""
+    first = first_positions(spec, device).expand(spec.batch)[:, None]
+    at = torch.arange(spec.key_len, device=device)[None]
+    within = torch.ones(spec.batch, spec.key_len, dtype=torch.bool, device=device)
+    if spec.causal:
+        within &= at < first + spec.query_len
+    if spec.window is not None:
+        within &= (at > first - spec.window) & (at < first + spec.query_len - 1 + spec.window)
+    if spec.key_mask is not None:
+        within &= spec.key_mask
+    if spec.query_segments is not None and spec.key_segments is not None:
+        pairs = zip(spec.key_segments, spec.query_segments, strict=True)
+        within &= torch.stack([torch.isin(of_keys, of_queries) for of_keys, of_queries in pairs])
+    return within
 
 
 def may_see_nothing(spec: Spec) -> bool:

@@ -166,7 +166,8 @@ def gradients(
     if dropout_key is not None:
         keep = _kept(plan, dropout_key, weight)
         kept, grad_weight = weight * keep, grad_weight * keep
-    grad_score = weight * (grad_weight - shift[:, None])
+    # 0·inf is NaN: the product of a gradient with a value that may not be seen can be inf.
+    grad_score = jnp.where(weight == 0, 0.0, weight * (grad_weight - shift[:, None]))
     pull = grad_score * (distance - least).astype(weight.dtype)
     operand = _operand(keys.key.dtype)
     narrow = grad_score.astype(operand)

@@ -19,7 +19,8 @@ from alibi_attn.attention.api import alibi_attention
 # Seeds of each backend; all backends meet the first ones.
 DRAWS = {"reference": 100, "dense": 100, "banded": 150, "native": 200}
 # What draws like these have found, made plain: negative slopes, a negative scale, scores that are recomputed with other roundings
-# than they had, keys out of sight, inputs at the end of fp32, gradients that come as NaN for nothing, and nothing at all.
+# than they had, keys out of sight, inputs at the end of fp32, huge numbers where nobody looks, gradients that come as NaN for
+# nothing, and nothing at all.
 FOUND = (
     Call(seed=0, heads=3, kv_heads=3, query_len=129, key_len=129, head_dim=4, slopes="steep negative"),
     Call(seed=2, query_len=200, key_len=200, head_dim=4, slopes="steep negative"),
@@ -37,6 +38,10 @@ FOUND = (
     Call(seed=3, query_len=4, key_len=10, head_dim=8, offset=1000, asks_reach=True),
     Call(seed=3, key_len=0, asks_reach=True),
     Call(seed=3, query_len=0, key_len=9, asks_reach=True),
+    Call(seed=7, heads=2, kv_heads=2, query_len=20, key_len=20, head_dim=33, mask="left", bad="unseen"),
+    Call(seed=9, heads=2, kv_heads=2, query_len=20, key_len=20, head_dim=33, causal=False, mask="random", bad="unseen"),
+    Call(seed=22392, batch=2, heads=4, kv_heads=4, query_len=64, key_len=189, head_dim=65, causal=False, slopes="negative",
+         offset=52, layout_grad="packed", outlier_key=1e8),
     Call(seed=150, query_len=2, wild_blind=True),
     Call(seed=348, heads=2, query_len=70, key_len=9, slopes="huge", wanted="slopes", wild_blind=True),
     Call(seed=74, query_len=9, key_len=0, through="lse"),

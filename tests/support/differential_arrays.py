@@ -174,7 +174,7 @@ def _segments(call: Call, rng: np.random.Generator, first: np.ndarray) -> tuple[
 
 
 def _spoil(call: Call, found: Arrays, rng: np.random.Generator) -> None:
-    """Put NaN and inf where they must change nothing."""
+    """Put NaN, inf and the largest numbers where they must change nothing."""
     if call.bad is None:
         return
     seen = found.seen(call)
@@ -191,7 +191,8 @@ def _spoil(call: Call, found: Arrays, rng: np.random.Generator) -> None:
         at = at & (rng.random(at.shape) < share)
         if axis is not None:
             at = np.repeat(at.all(axis, keepdims=True), at.shape[axis], axis)
-        x[at, : rng.choice([1, x.shape[-1]])] = rng.choice([np.nan, np.inf, -np.inf])
+        most = torch.finfo(getattr(torch, call.dtype)).max  # what is finite must not be used either
+        x[at, : rng.choice([1, x.shape[-1]])] = rng.choice([np.nan, np.inf, -np.inf, most, -most])
 
 
 def laid_out(x: np.ndarray, layout: str, dtype: torch.dtype) -> Tensor:

@@ -46,7 +46,9 @@ class Call:
     size_query: float = 1.0
     size_key: float = 1.0
     size_value: float = 1.0
-    bad: str | None = None  # "unseen": NaN and inf in what nobody may see; "seen": also in what only some see
+    bad: str | None = (
+        None  # "unseen": NaN, inf, huge numbers in what nobody may see; "seen": also in what only some see
+    )
     tolerance: float | None = None
     return_lse: bool = True
     through: str = "both"  # output, lse, both: where gradients come from

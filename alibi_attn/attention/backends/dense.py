@@ -42,7 +42,7 @@ def run(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) 
         found = _written_out(spec, query, key, value, bias)
         if found is not None:
             return found
-    key, value, poison = without_bad_keys(spec, seen, key, value)
+    key, value, poison, moderate = without_bad_keys(spec, seen, key, value)
     q, k, v, blind = query, key, value, None
     if may_see_nothing(spec):
         # A row that sees nothing would be a softmax of nothing: let it see everything, and take the result away again.
@@ -54,11 +54,13 @@ def run(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) 
         q, k, v = q.float(), k.float(), v.float()
 
     lse = None
-    if spec.return_lse or "Vmap" in transforms() or _has_huge_scores(spec, q, k):
+    if spec.return_lse or "Vmap" in transforms() or not moderate or _has_huge_scores(spec, q, k):
         work = torch.promote_types(q.dtype, torch.float32)
         k, v = per_query_head(spec, k), per_query_head(spec, v)
-        scores = spec.scale * (q.to(work) @ k.to(work).mT) + bias
-        weights = functional.dropout(scores.softmax(-1), spec.dropout_p)
+        scores = spec.scale * (q.to(work) @ k.to(work).mT)
+        scores = (scores if moderate else scores.masked_fill(~seen, 0.0)) + bias
+        weights = scores.softmax(-1)
+        weights = functional.dropout(weights if moderate else weights.masked_fill(~seen, 0.0), spec.dropout_p)
         output = weights @ v.to(work)
         lse = scores.logsumexp(-1) if spec.return_lse else None
     else:

@@ -35,15 +35,16 @@ def run(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) 
     distance = distances(spec.query_len, spec.key_len, spec.query_offset, query.device)
     seen = visible(spec, distance)
     sees_any = seen.any(-1).expand(spec.batch, spec.num_heads, spec.query_len)
-    key, value, poison = without_bad_keys(spec, seen, key, value)
+    key, value, poison, _ = without_bad_keys(spec, seen, key, value)
 
     q = query.to(work).masked_fill(~sees_any[..., None], 0.0)
     k = per_query_head(spec, key.to(work))
     v = per_query_head(spec, value.to(work))
-    scores = spec.scale * (q @ k.mT) + score_bias(spec, distance, seen)
+    # What may not be seen is not used, forward or backward: the largest numbers give inf − inf and 0·inf.
+    scores = (spec.scale * (q @ k.mT)).masked_fill(~seen, 0.0) + score_bias(spec, distance, seen)
     # A row that sees nothing is all −inf: give softmax zeros instead, and take the result away again.
     scores = scores.masked_fill(~sees_any[..., None], 0.0)
-    weights = torch.nn.functional.dropout(scores.softmax(-1), spec.dropout_p)
+    weights = torch.nn.functional.dropout(scores.softmax(-1).masked_fill(~seen, 0.0), spec.dropout_p)
     output = (weights @ v).masked_fill(~sees_any[..., None], 0.0)
     lse = scores.logsumexp(-1).masked_fill(~sees_any, float("-inf")) if spec.return_lse else None
     if poison is not None:

@@ -11,6 +11,7 @@ and is put back into lse.
 
 import dataclasses
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from alibi_attn.attention.certificate.norms import has_huge_scores
 from alibi_attn.attention.custom_op import Saved, clean, described, operator
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.transforms import surely, why_not_compiled
-from alibi_attn.attention.visibility import first_positions
+from alibi_attn.attention.visibility import are_moderate, first_positions
 
 Spec = AttentionSpec[Tensor]
 
@@ -82,11 +83,15 @@ def _forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
     work = torch.promote_types(q.dtype, torch.float32)
     output = torch.zeros(q.shape, dtype=work)
     lse = torch.full(q.shape[:3], -math.inf, dtype=work)
+    moderate = are_moderate(q, k, v)
     for h in range(spec.num_heads):
         masks: Masks = {}
         for b in range(spec.batch):
             head = HeadMasks(spec, b, h, masks)
             ours = q[b, h], k[b, h // spec.group], v[b, h // spec.group]
+            if not moderate and not are_moderate(*ours):
+                _plain_forward(head, *ours, output[b, h], lse[b, h])
+                continue
             for piece in plans[b][h]:
                 _forward_piece(head, piece, *ours, output[b, h], lse[b, h])
     visited = torch.cat([found.left, found.right, found.pins], -1).flatten(1)
@@ -109,7 +114,7 @@ def _backward(
             shared = b, h // spec.group
             ours = [grad[b, h], q[b, h], k[shared], v[shared], out[b, h]]
             to = dq[b, h], dk[shared], dv[shared]
-            if has_huge_scores(spec.scale, q[b, h], k[shared]):
+            if has_huge_scores(spec.scale, q[b, h], k[shared]) or not are_moderate(v[shared], grad[b, h]):
                 dslope[:, b, h] = _plain_backward(head, ours, None if grad_lse is None else grad_lse[b, h], *to)
                 continue
             if slopes_wanted:
@@ -249,21 +254,26 @@ def _scores(head: HeadMasks, piece: Piece, block: int, q: Tensor, k: Tensor) -> 
     return score.masked_fill(head.hidden(piece, distance[None], block)[0], -math.inf), distance
 
 
+def _plain_forward(head: HeadMasks, q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor) -> None:
+    """One head whose numbers torch's operator cannot take: it adds −inf to what may not be seen, and that may be inf."""
+    q, k, v = (x.to(output.dtype) for x in (q, k, v))
+    for some, score, _ in _plain_scores(head, q, k):
+        output[some] = score.softmax(-1).nan_to_num_(0.0) @ v
+        lse[some] = score.logsumexp(-1)
+
+
 def _plain_backward(
     head: HeadMasks, ours: list[Tensor], grad_lse: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor
 ) -> Tensor:
-    """The gradients of one head, added to dq, dk and dv, and [2] fp64 as `_slope_gradient`, a few whole rows at a time.
+    """The gradients of one head, added to dq, dk and dv, and [2] fp64 as `_slope_gradient`.
 
     Weights come from the softmax of the very scores that are there, whose rounding is more than exp can hold.
     """
     grad, q, k, v = (x.to(dq.dtype) for x in ours[:4])
-    rows = max(1, PLAIN_SCORES // len(k))
     total = torch.zeros(2, dtype=torch.float64)
-    for start in range(0, len(q), rows):
-        some = slice(start, start + rows)
-        score, distance = _scores(head, Piece(start, 1, len(q[some]), 0, 0, len(k), 0), 0, q, k)
+    for some, score, distance in _plain_scores(head, q, k):
         weight = score.softmax(-1).nan_to_num_(0.0)
-        moment = grad[some] @ v.T
+        moment = (grad[some] @ v.T).masked_fill_(weight == 0, 0.0)
         moment = weight * (moment - (weight * moment).sum(-1, keepdim=True))
         if grad_lse is not None:
             moment = moment + weight * grad_lse[some, None]
@@ -273,6 +283,14 @@ def _plain_backward(
         total[0] -= (moment.double() * distance.clamp(min=0)).sum()
         total[1] += (moment.double() * distance.clamp(max=0)).sum()
     return total
+
+
+def _plain_scores(head: HeadMasks, q: Tensor, k: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """(queries, their scores with all keys, i − j), a few whole rows at a time."""
+    rows = max(1, PLAIN_SCORES // len(k))
+    for start in range(0, len(q), rows):
+        some = slice(start, start + rows)
+        yield some, *_scores(head, Piece(start, 1, len(q[some]), 0, 0, len(k), 0), 0, q, k)
 
 
 def _with_lse_column(ours: list[Tensor], grad_lse: Tensor) -> list[Tensor]:

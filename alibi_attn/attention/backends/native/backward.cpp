@@ -103,7 +103,9 @@ struct Backward {
                 nats = (nats > 0 ? Reals<Real>{} : nats) - load(row_log_sum + v);
                 const Reals<Real> weight = exponential(nats);
                 store(weights + at, weight);
-                store(moments + at, weight * (load(moments + at) - load(delta + v)));
+                // 0 inf is NaN: the product of a gradient with a value that may not be seen can be inf.
+                const Reals<Real> moment = weight * (load(moments + at) - load(delta + v));
+                store(moments + at, weight == 0 ? Reals<Real>{} : moment);
             }
         }
         if (call.slope_grads) slope_grad.visit(block, key, count, weights, moments);
