@@ -12,7 +12,7 @@ from alibi_attn.attention import dispatch, explanation, transforms
 from alibi_attn.attention.bias import Slopes
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.validation import AttentionOptions, SegmentIds, make_spec
-from alibi_attn.attention.visibility import largest_distance
+from alibi_attn.attention.visibility import largest_distance, lse_dtype
 
 
 @overload
@@ -29,6 +29,7 @@ def alibi_attention(
     query_offset: int | Tensor | None = ...,
     key_mask: Tensor | None = ...,
     segment_ids: SegmentIds | None = ...,
+    key_bias: Tensor | None = ...,
     dropout_p: float = ...,
     tolerance: float | None = ...,
     return_lse: Literal[False] = ...,
@@ -50,6 +51,7 @@ def alibi_attention(
     query_offset: int | Tensor | None = ...,
     key_mask: Tensor | None = ...,
     segment_ids: SegmentIds | None = ...,
+    key_bias: Tensor | None = ...,
     dropout_p: float = ...,
     tolerance: float | None = ...,
     return_lse: Literal[True],
@@ -71,6 +73,7 @@ def alibi_attention(
     query_offset: int | Tensor | None = ...,
     key_mask: Tensor | None = ...,
     segment_ids: SegmentIds | None = ...,
+    key_bias: Tensor | None = ...,
     dropout_p: float = ...,
     tolerance: float | None = ...,
     return_lse: bool = ...,
@@ -91,14 +94,15 @@ def alibi_attention(
     query_offset: int | Tensor | None = None,
     key_mask: Tensor | None = None,
     segment_ids: SegmentIds | None = None,
+    key_bias: Tensor | None = None,
     dropout_p: float = 0.0,
     tolerance: float | None = None,
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention with linear biases, softmax(scale·q·kᵀ − m·|i − j|)·v, [B, H, T, D] in query's dtype.
+    """Attention with linear biases, softmax(scale·q·kᵀ − m·|i − j| + b_j)·v, [B, H, T, D] in query's dtype.
 
-    Exact to rounding. Differentiable once in query, key, value and slopes, and through lse.
+    Exact to rounding. Differentiable once in query, key, value, slopes and key_bias, and through lse.
 
     Args:
         query: [B, H, T, D]; float16, bfloat16, float32 or float64.
@@ -113,11 +117,13 @@ def alibi_attention(
             integer tensor, 0-d or [B], that is never read on the host. It may lie before or after all the keys.
         key_mask: [B, S] bool, True = may be seen.
         segment_ids: [B, S] integers, attention within a segment only; or a pair ([B, T], [B, S]) for queries and keys.
+        key_bias: b, fp32 or fp64, [B, H, S] or what broadcasts to it, added to the score of each key; −inf = may not be seen.
+            However large the numbers are, a score is off by a rounding of their difference to the b of a key near the query.
         dropout_p: share of the attention weights that are dropped, in [0, 1).
         tolerance: the largest share of a query's softmax mass that may be skipped, in [0, 1); default eps / 32 of the dtype, far
             below its rounding; 0 skips only what is forbidden.
-        return_lse: also return the natural log-sum-exp of the scores, [B, H, T] fp32 (fp64 for fp64), −inf where nothing is
-            seen. Results over disjoint sets of keys merge exactly with it.
+        return_lse: also return the natural log-sum-exp of the scores, [B, H, T] fp32 (fp64 where query or key_bias is), −inf
+            where nothing is seen. Results over disjoint sets of keys merge exactly with it.
         backend: "auto", or the name of one: it runs or raises.
 
     Returns:
@@ -135,21 +141,10 @@ def alibi_attention(
     query, key, value = _autocast(query, key, value)
     spec = make_spec(
         query, key, value, slopes, causal=causal, right_slopes=right_slopes, window=window, scale=scale,
-        query_offset=query_offset, key_mask=key_mask, segment_ids=segment_ids, dropout_p=dropout_p,
+        query_offset=query_offset, key_mask=key_mask, segment_ids=segment_ids, key_bias=key_bias, dropout_p=dropout_p,
         tolerance=tolerance, return_lse=return_lse,
     )  # fmt: skip
-    query, key, value, spec = _differentiable_once(query, key, value, spec)
-    name = dispatch.choose(backend, spec, query, key, value)
-    lse: Tensor | None
-    if spec.query_len == 0 or spec.key_len == 0:
-        output, lse = _nothing(spec, query, key, value)
-    else:
-        with _without_autocast(query.device.type):
-            output, lse = dispatch.BACKENDS[name].run(spec, query, key, value)
-    if not return_lse:
-        return output
-    assert lse is not None, f"{name} left out the lse that was asked for"
-    return output, lse
+    return _attend(spec, query, key, value, backend)
 
 
 def head_reach(
@@ -205,6 +200,24 @@ def explain(
     return explanation.describe(spec, name, backend, query, key, value)
 
 
+def _attend(
+    spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor, backend: str
+) -> Tensor | tuple[Tensor, Tensor]:
+    """What a checked call returns."""
+    query, key, value, spec = _differentiable_once(query, key, value, spec)
+    name = dispatch.choose(backend, spec, query, key, value)
+    lse: Tensor | None
+    if spec.query_len == 0 or spec.key_len == 0:
+        output, lse = _nothing(spec, query, key, value)
+    else:
+        with _without_autocast(query.device.type):
+            output, lse = dispatch.BACKENDS[name].run(spec, query, key, value)
+    if not spec.return_lse:
+        return output
+    assert lse is not None, f"{name} left out the lse that was asked for"
+    return output, lse
+
+
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """torch.autocast's rule for scaled_dot_product_attention: fp16, bf16 and fp32 become the autocast dtype."""
     device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
@@ -224,18 +237,21 @@ def _differentiable_once(
     query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, AttentionSpec[Tensor]]:
     """The inputs, such that second derivatives and forward mode raise on every backend alike, instead of being wrong on some."""
-    slopes = (spec.slopes,) if spec.right_slopes is None else (spec.slopes, spec.right_slopes)
-    query, key, value, left, *right = transforms.once(query, key, value, *slopes)
-    if left is not spec.slopes or (right and right[0] is not spec.right_slopes):
-        spec = dataclasses.replace(spec, slopes=left, right_slopes=right[0] if right else None)
+    names = [name for name in ("slopes", "right_slopes", "key_bias", "query_bias") if getattr(spec, name) is not None]
+    before: list[Tensor] = [getattr(spec, name) for name in names]
+    query, key, value, *after = transforms.once(query, key, value, *before)
+    if any(x is not y for x, y in zip(before, after, strict=True)):
+        changed: dict[str, Any] = dict(zip(names, after, strict=True))
+        spec = dataclasses.replace(spec, **changed)
     return query, key, value, spec
 
 
 def _nothing(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """No queries, or no keys to be seen: zeros, and lse −inf."""
     everywhere = torch.ones((), dtype=torch.bool, device=query.device)
-    inputs = [key, value, spec.slopes, *([] if spec.right_slopes is None else [spec.right_slopes])]
+    given = key, value, spec.slopes, spec.right_slopes, spec.key_bias, spec.query_bias
+    inputs = [x for x in given if x is not None]
     # Everything hangs on all inputs, so that gradients, zeros, pass through.
     zero = torch.stack([x.masked_fill(everywhere, 0.0).sum().to(query.dtype) for x in inputs]).sum()
     output = query.masked_fill(everywhere, 0.0) + zero
-    return output, output.sum(-1).to(torch.promote_types(query.dtype, torch.float32)) - math.inf
+    return output, output.sum(-1).to(lse_dtype(spec, query)) - math.inf

@@ -1,5 +1,6 @@
 """The definition, densely: −m·|i − j|, and −inf where a query may not look (Press et al. 2022, sec. 3, arXiv:2108.12409)."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -77,7 +78,10 @@ def alibi_bias(
 
 
 def score_bias(spec: AttentionSpec[Tensor], distance: Tensor, seen: Tensor) -> Tensor:
-    """[B|1, H, T, S] in the slopes' dtype: −m·|i − j|, and −inf where not `seen`; differentiable in the slopes."""
+    """[B|1, H, T, S] in the slopes' dtype: −m·|i − j|, and −inf where not `seen`; differentiable in the slopes.
+
+    With a key bias also b_j − r_i, differentiable in b; `unshifted_lse` puts back what the lse of such scores lacks.
+    """
     left = spec.slopes.reshape(-1, spec.num_heads, 1, 1)
     away = distance.abs().to(left.dtype)[:, None]
     bias = -left * away
@@ -86,7 +90,47 @@ def score_bias(spec: AttentionSpec[Tensor], distance: Tensor, seen: Tensor) -> T
         # An infinite slope forbids (see `visible`); as a factor it would make 0·inf, and a NaN gradient.
         right = right.masked_fill(right.isinf(), 0.0)
         bias = torch.where((distance < 0)[:, None], -right * away, bias)
+    if spec.key_bias is not None:
+        bias = bias + _relative_key_bias(spec, spec.key_bias).to(bias.dtype)
     # In place where it fits: the bias is the largest tensor of a short call, and every copy of it is felt. Shapes do not show an
     # axis of vmap.
     fits = "Vmap" not in transforms() and all(seen.shape[axis] in (1, size) for axis, size in enumerate(bias.shape))
     return bias.masked_fill_(~seen, float("-inf")) if fits else bias.masked_fill(~seen, float("-inf"))
+
+
+def unshifted_lse(spec: AttentionSpec[Tensor], lse: Tensor) -> Tensor:
+    """The lse [B, H, T] of scores with the bias of `score_bias`, with what that left out; fp64 where one of them is."""
+    if spec.key_bias is None:
+        return lse
+    shift = _nearest_key_bias(spec, spec.key_bias)
+    if spec.query_bias is not None:
+        shift = shift + spec.query_bias.detach()
+    return lse.to(torch.promote_types(lse.dtype, shift.dtype)) + shift
+
+
+def _relative_key_bias(spec: AttentionSpec[Tensor], key_bias: Tensor) -> Tensor:
+    """[B, H, T, S] in fp64 where the device has it: b_j − r_i, so that no digit is lost however large b is.
+
+    The gradients of b and of the query's bias are sums of the very same numbers then, over queries and over keys.
+    """
+    wide = key_bias if key_bias.device.type == "mps" else key_bias.double()
+    relative = wide[:, :, None] - _nearest_key_bias(spec, key_bias)[..., None].to(wide.dtype)
+    if spec.query_bias is None:
+        return relative
+    own = spec.query_bias.to(wide.dtype)
+    return relative + (own - own.detach())[..., None]
+
+
+def _nearest_key_bias(spec: AttentionSpec[Tensor], key_bias: Tensor) -> Tensor:
+    """r [B, H, T]: the b of the last key up to the query's position that has a finite one, else of the first after it; else 0."""
+    b = key_bias.detach()
+    at = torch.arange(spec.key_len, device=b.device)
+    finite = b > -math.inf
+    before = torch.where(finite, at, -1).cummax(-1).values
+    after = torch.where(finite, at, spec.key_len).flip(-1).cummin(-1).values.flip(-1)
+    nearest = torch.where(before >= 0, before, after % spec.key_len)
+    first = spec.query_offset.reshape(-1, 1) if isinstance(spec.query_offset, Tensor) else spec.query_offset
+    position = (torch.arange(spec.query_len, device=b.device) + first).clamp(0, spec.key_len - 1)
+    nearest = nearest.gather(-1, position.reshape(-1, 1, spec.query_len).expand(*b.shape[:2], -1))
+    found = b.gather(-1, nearest)
+    return found.masked_fill(found == -math.inf, 0.0)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.transforms import Mapped, transformable
-from alibi_attn.attention.visibility import are_moderate, first_positions, keys_within_sight, rows_that_see
+from alibi_attn.attention.visibility import are_moderate, first_positions, keys_within_sight, lse_dtype, rows_that_see
 
 Spec = AttentionSpec[Tensor]
 
@@ -30,10 +30,27 @@ class Saved(NamedTuple):
     rows: Tensor
 
 
+class Gradients(NamedTuple):
+    """What backward gives.
+
+    Args:
+        query, key, value: as they came, in fp32 or better.
+        slopes: [2, B, H] fp64, of the slopes to the left and to the right; zeros where they are not wanted.
+        key_bias, query_bias: [B, H, S] and [B, H, T] fp64, sums of the same ds over queries and over keys; or None.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    slopes: Tensor
+    key_bias: Tensor | None = None
+    query_bias: Tensor | None = None
+
+
 Forward = Callable[[Spec, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Saved]]
 Backward = Callable[
     [Spec, Saved, Tensor, Tensor | None, tuple[Tensor, Tensor, Tensor], Tensor, Tensor, bool],
-    tuple[Tensor, Tensor, Tensor, Tensor],
+    Gradients,
 ]
 Run = Callable[[Spec, Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 
@@ -42,10 +59,9 @@ def operator(name: str, forward: Forward, backward: Backward, empty_saved: Calla
     """The backend's `run`; registers `alibi_attn::{name}_forward` and `alibi_attn::{name}_backward`.
 
     Args:
-        forward: (spec, query, key, value) -> (output, lse, saved), all tensors finite and with a last stride of 1; lse −inf
-            where a query sees nothing. output and lse in fp32 or better.
-        backward: (spec, saved, grad_output, grad_lse or None, (query, key, value), output, lse, slopes_wanted) -> gradients of
-            query, key, value, and [2, B, H] fp64 of the slopes, from the keys to the left and to the right, zeros if not wanted;
+        forward: (spec, query, key, value) -> (output, lse, saved), all tensors finite and with a last stride of 1; lse without
+            the query's bias, −inf where a query sees nothing. output and lse in fp32 or better.
+        backward: (spec, saved, grad_output, grad_lse or None, (query, key, value), output, lse, slopes_wanted) -> gradients;
             lse is 0 for a query that sees nothing.
         empty_saved: (query, key) -> tensors of the shapes and dtypes of `Saved`, of which only those are read.
     """
@@ -54,25 +70,28 @@ def operator(name: str, forward: Forward, backward: Backward, empty_saved: Calla
     def forward_op(
         query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, right_slopes: Tensor | None, first: Tensor, scale: Tensor,
         key_mask: Tensor | None, query_segments: Tensor | None, key_segments: Tensor | None,
+        key_bias: Tensor | None, query_bias: Tensor | None,
         causal: bool, window: int | None, tolerance: float, return_lse: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        masks = key_mask, query_segments, key_segments
+        masks = key_mask, query_segments, key_segments, key_bias, query_bias
         spec = _spec(query, key, slopes, right_slopes, first, masks, causal, window, float(scale), tolerance)
         q, k, v, poison = clean(spec, query, key, value)
         output, lse, saved = forward(spec, q, k, v)
         if poison is not None:
             output += poison[..., None]
             lse += poison
-        return output.to(query.dtype), lse, *saved
+        if query_bias is not None:
+            lse = lse + query_bias
+        return output.to(query.dtype), lse.to(lse_dtype(spec, query)), *saved
 
     @torch.library.custom_op(f"alibi_attn::{name}_backward", mutates_args=())
     def backward_op(
         grad_output: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, output: Tensor,
         lse: Tensor, slopes: Tensor, right_slopes: Tensor | None, first: Tensor, scale: Tensor, key_mask: Tensor | None,
-        query_segments: Tensor | None, key_segments: Tensor | None, visited: Tensor, rows: Tensor,
-        causal: bool, window: int | None, slopes_wanted: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        masks = key_mask, query_segments, key_segments
+        query_segments: Tensor | None, key_segments: Tensor | None, key_bias: Tensor | None, query_bias: Tensor | None,
+        visited: Tensor, rows: Tensor, causal: bool, window: int | None, slopes_wanted: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        masks = key_mask, query_segments, key_segments, key_bias, query_bias
         spec = _spec(query, key, slopes, right_slopes, first, masks, causal, window, float(scale), 0.0)
         q, k, v, _ = clean(spec, query, key, value)
         out, grad = output.to(q.dtype), _rows(grad_output.to(q.dtype))
@@ -81,15 +100,20 @@ def operator(name: str, forward: Forward, backward: Backward, empty_saved: Calla
             # What comes for a query that sees nothing reaches no gradient, whatever it is; lse 0 makes its weights exp(−inf) = 0.
             lse, grad = lse.masked_fill(blind, 0.0), grad.masked_fill(blind[..., None], 0.0)
             grad_lse = None if grad_lse is None else grad_lse.masked_fill(blind, 0.0)
-        *grads, dslope = backward(spec, Saved(visited, rows), grad, grad_lse, (q, k, v), out, lse, slopes_wanted)
+        found = backward(spec, Saved(visited, rows), grad, grad_lse, (q, k, v), out, lse, slopes_wanted)
+        dslope = found.slopes
         if right_slopes is None:  # one slope for both sides
             dslope = torch.stack([dslope.sum(0), torch.zeros_like(dslope[0])])
         dslopes = [
             dslope[side].clone() if s is not None and s.ndim == 2 else dslope[side].sum(0)
             for side, s in enumerate((slopes, right_slopes))
         ]
-        dq, dk, dv = (gradient.to(query.dtype) for gradient in grads)
-        return dq, dk, dv, dslopes[0].to(slopes.dtype), dslopes[1].to(slopes.dtype)
+        dq, dk, dv = (gradient.to(query.dtype) for gradient in found[:3])
+        biases = [
+            query.new_empty((spec.batch, 0)) if b is None or of_b is None else of_b.to(b.dtype)
+            for b, of_b in ((key_bias, found.key_bias), (query_bias, found.query_bias))
+        ]
+        return dq, dk, dv, dslopes[0].to(slopes.dtype), dslopes[1].to(slopes.dtype), biases[0], biases[1]
 
     gradients = transformable(backward_op)
 
@@ -107,14 +131,18 @@ def operator(name: str, forward: Forward, backward: Backward, empty_saved: Calla
             grad_output = torch.zeros_like(saved[3])
         grad_lse = grad_lse if ctx.return_lse else None
         numbers = ctx.causal, ctx.window, slopes_wanted
-        dq, dk, dv, dslopes, dright = gradients(grad_output, grad_lse, *saved, *numbers)
+        dq, dk, dv, dslopes, dright, of_key_bias, of_query_bias = gradients(grad_output, grad_lse, *saved, *numbers)
         if not slopes_wanted:
             dslopes = dright = None
-        return dq, dk, dv, dslopes, dright if saved[6] is not None else None, *[None] * 9
+        key_bias, query_bias = saved[12:14]
+        biases = None if key_bias is None else of_key_bias, None if query_bias is None else of_query_bias
+        return dq, dk, dv, dslopes, dright if saved[6] is not None else None, *[None] * 5, *biases, *[None] * 4
 
     @forward_op.register_fake
-    def fake_forward(query, key, *_rest):  # type: ignore[no-untyped-def]
-        work = torch.promote_types(query.dtype, torch.float32)
+    def fake_forward(query, key, *rest):  # type: ignore[no-untyped-def]
+        work, key_bias = torch.promote_types(query.dtype, torch.float32), rest[8]
+        if key_bias is not None:
+            work = torch.promote_types(work, key_bias.dtype)
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         return output, query.new_empty(query.shape[:3], dtype=work), *empty_saved(query, key)
 
@@ -129,7 +157,8 @@ def operator(name: str, forward: Forward, backward: Backward, empty_saved: Calla
         scale = torch.ones((), dtype=torch.float64) * spec.scale
         output, lse, *_ = attention(
             query, key, value, spec.slopes, spec.right_slopes, first_positions(spec, query.device), scale, spec.key_mask,
-            spec.query_segments, spec.key_segments, spec.causal, spec.window, spec.tolerance, spec.return_lse,
+            spec.query_segments, spec.key_segments, spec.key_bias, spec.query_bias, spec.causal, spec.window, spec.tolerance,
+            spec.return_lse,
         )  # fmt: skip
         return output, lse if spec.return_lse else None
 
@@ -142,7 +171,7 @@ def register_maps(forward_op: Any, backward_op: Any, *, dropout_at: int | None =
     Args:
         forward_op: (query, key, value, slopes, right_slopes, first, masks …, numbers …) -> tensors [B, …]
         backward_op: (grad_output, grad_lse, query, key, value, output, lse, slopes, right_slopes, first, masks and plan …,
-            numbers …) -> gradients of query, key, value, slopes and right slopes
+            numbers …) -> gradients of query, key, value, slopes and right slopes, and more [B, …]
         dropout_at: where forward_op takes the share that is dropped, differently in every sequence.
     """
 
@@ -157,7 +186,8 @@ def register_maps(forward_op: Any, backward_op: Any, *, dropout_at: int | None =
     @backward_op.register_vmap  # type: ignore[untyped-decorator]
     def map_backward(info: Any, axes: tuple[Any, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         mapped = Mapped.of(info.batch_size, inputs[2], axes[2])
-        dq, dk, dv, *sides = backward_op(*_mapped_inputs(mapped, inputs, axes, slopes=7))
+        dq, dk, dv, left, right, *rest = backward_op(*_mapped_inputs(mapped, inputs, axes, slopes=7))
+        sides = [left, right]
         slopes, at = list(inputs[7:9]), list(axes[7:9])
         if slopes[1] is None:  # nobody asks for its gradient
             sides[1], slopes[1], at[1] = torch.zeros_like(sides[0]), slopes[0], at[0]
@@ -165,7 +195,8 @@ def register_maps(forward_op: Any, backward_op: Any, *, dropout_at: int | None =
             side if m.ndim - (axis is not None) == 2 else side.sum(1, dtype=torch.float64).to(side.dtype)
             for side, m, axis in zip(mapped.out_of_batch(sides), slopes, at, strict=True)
         ]
-        return (*mapped.out_of_batch((dq, dk, dv)), *dslopes), (0,) * 5
+        found = (*mapped.out_of_batch((dq, dk, dv)), *dslopes, *mapped.out_of_batch(rest))
+        return found, (0,) * len(found)
 
 
 def _mapped_inputs(mapped: Mapped, inputs: tuple[Any, ...], axes: tuple[Any, ...], *, slopes: int) -> Iterator[Any]:
@@ -181,7 +212,7 @@ def _mapped_inputs(mapped: Mapped, inputs: tuple[Any, ...], axes: tuple[Any, ...
 
 def described(spec: Spec, query: Tensor, key: Tensor) -> Spec:
     """The description as it arrives inside of an operator: an offset that is one number is an int."""
-    masks = spec.key_mask, spec.query_segments, spec.key_segments
+    masks = spec.key_mask, spec.query_segments, spec.key_segments, spec.key_bias, spec.query_bias
     first = first_positions(spec, query.device)
     numbers = spec.causal, spec.window, spec.scale, spec.tolerance
     return _spec(query, key, spec.slopes, spec.right_slopes, first, masks, *numbers)
@@ -197,7 +228,7 @@ def clean(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor
     query, key, value = (_rows(x) for x in (query, key, value))
     if are_moderate(query, key, value):
         return query, key, value, None
-    unused = ~keys_within_sight(spec, key.device)[:, None, :, None]
+    unused = ~keys_within_sight(spec, key.device)[..., None]
     key, value = key.masked_fill(unused, 0.0), value.masked_fill(unused, 0.0)
     if all(bool(x.isfinite().all()) for x in (query, key, value)):
         return query, key, value, None
@@ -216,24 +247,28 @@ def _rows(x: Tensor) -> Tensor:
 
 def _spec(
     query: Tensor, key: Tensor, slopes: Tensor, right_slopes: Tensor | None, first: Tensor,
-    masks: tuple[Tensor | None, Tensor | None, Tensor | None], causal: bool, window: int | None, scale: float,
+    masks: tuple[Tensor | None, ...], causal: bool, window: int | None, scale: float,
     tolerance: float,
 ) -> Spec:  # fmt: skip
     """The description, back from what an operator can carry."""
     b, h, t, d = query.shape
-    key_mask, query_segments, key_segments = masks
+    key_mask, query_segments, key_segments, key_bias, query_bias = masks
     return AttentionSpec(
         batch=b, num_heads=h, num_kv_heads=key.shape[1], query_len=t, key_len=key.shape[2], head_dim=d,
         slopes=slopes, right_slopes=right_slopes, causal=causal, window=window, scale=scale,
         query_offset=int(first) if first.numel() == 1 else first, key_mask=key_mask, query_segments=query_segments,
-        key_segments=key_segments, tolerance=tolerance,
+        key_segments=key_segments, key_bias=key_bias, query_bias=query_bias, tolerance=tolerance,
     )  # fmt: skip
 
 
-def _fake_backward(grad_output, grad_lse, query, key, value, output, lse, slopes, right_slopes, *_rest):  # type: ignore[no-untyped-def]
+def _fake_backward(grad_output, grad_lse, query, key, value, output, lse, slopes, right_slopes, *rest):  # type: ignore[no-untyped-def]
     right = slopes.shape if right_slopes is None or right_slopes.ndim == slopes.ndim else right_slopes.shape
     return (
         *(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value)),
         slopes.new_empty(slopes.shape),
         slopes.new_empty(right if right_slopes is not None else slopes.shape[-1:]),
+        *(
+            query.new_empty((query.shape[0], 0)) if b is None else torch.empty(b.shape, dtype=b.dtype, device=b.device)
+            for b in rest[5:7]
+        ),
     )

@@ -38,6 +38,7 @@ def _call(spec: Spec, query: Tensor) -> str:
         f"window {spec.window}" if spec.window is not None else "",
         "key mask" if spec.key_mask is not None else "",
         "segments" if spec.key_segments is not None else "",
+        "key bias" if spec.key_bias is not None else "",
         f"dropout {spec.dropout_p}" if spec.dropout_p else "",
     ]
     return (

@@ -8,8 +8,9 @@ The legend of shapes, for the whole repository:
 PyTorch:  query [B, H, T, D]   key, value [B, K, S, D]   output [B, H, T, D]   lse [B, H, T]
 JAX:      query [B, T, H, D]   key, value [B, S, K, D]   output [B, T, H, D]   lse [B, H, T]
 
-The score of query i (0 ≤ i − offset < T) and key j (0 ≤ j < S) is scale·q_i·k_j − m·|i − j|, with m the slope of the head
-(its right slope where j > i). Only i − j matters. No framework is imported: `alibi_attn.jax` has the same checks.
+The score of query i (0 ≤ i − offset < T) and key j (0 ≤ j < S) is scale·q_i·k_j − m·|i − j| + b_j, with m the slope of the head
+(its right slope where j > i) and b_j the bias of the key, 0 without one. Of positions only i − j matters. No framework is
+imported: `alibi_attn.jax` has the same checks.
 Source: Press et al. 2022, sec. 3 (arXiv:2108.12409).
 """
 
@@ -44,6 +45,9 @@ class AttentionSpec(Generic[Array]):
         window: how many keys a query may see, itself included; None = all.
         key_mask: [B, S] bool, True = may be seen.
         query_segments, key_segments: [B, T] and [B, S] integers, both or neither: a query sees its own segment only.
+        key_bias: [B, H, S], fp32 or fp64, added to the scores of each key; −inf = may not be seen.
+        query_bias: [B, H, T] in key_bias's dtype, only with one: added to all scores of a query, so that lse has it, and that its
+            gradients are the sums of ds over keys as they were computed (`forgetting_attention` needs both).
         tolerance: the largest share of a query's softmax mass that skipping may drop; 0 = skip what the mask forbids only.
     """
 
@@ -62,6 +66,8 @@ class AttentionSpec(Generic[Array]):
     key_mask: Array | None = None
     query_segments: Array | None = None
     key_segments: Array | None = None
+    key_bias: Array | None = None
+    query_bias: Array | None = None
     dropout_p: float = 0.0
     tolerance: float
     return_lse: bool = False
@@ -191,6 +197,22 @@ def check_segments(name: str, segments: ArrayLike, *, batch: int, length: int, a
         raise TypeError(f"{name} is {dtype_name(segments.dtype)} but must hold integers, one segment number a position")
     if tuple(segments.shape) != (batch, length):
         raise ValueError(f"{name} has shape {list(segments.shape)} but must be [B, {axis}] = [{batch}, {length}]")
+
+
+def check_key_bias(key_bias: ArrayLike, *, batch: int, num_heads: int, key_len: int) -> None:
+    """key_bias is fp32 or fp64, and [B, H, S] or what broadcasts to it."""
+    if dtype_name(key_bias.dtype) not in ("float32", "float64"):
+        raise TypeError(
+            f"key_bias is {dtype_name(key_bias.dtype)} but must be float32 or float64: sums of gates reach 10⁵, where half "
+            "precision has no digits left"
+        )
+    shape = tuple(key_bias.shape)
+    wanted = (batch, num_heads, key_len)
+    fits = len(shape) <= 3 and all(n in (1, m) for n, m in zip(reversed(shape), reversed(wanted), strict=False))
+    if not fits or shape[-1:] != (key_len,):
+        raise ValueError(
+            f"key_bias has shape {list(shape)} but must be [B, H, S] = {list(wanted)}, or broadcast to it: [H, S], [B, 1, S], [S]"
+        )
 
 
 def check_query_offset(query_offset: ArrayLike, *, batch: int) -> None:

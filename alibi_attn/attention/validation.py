@@ -10,6 +10,7 @@ from torch import Tensor
 from alibi_attn.attention.bias import Slopes
 from alibi_attn.attention.spec import (
     AttentionSpec,
+    check_key_bias,
     check_key_mask,
     check_numbers,
     check_query_offset,
@@ -34,6 +35,7 @@ class AttentionOptions(TypedDict, total=False):
     query_offset: int | Tensor | None
     key_mask: Tensor | None
     segment_ids: SegmentIds | None
+    key_bias: Tensor | None
     dropout_p: float
     tolerance: float | None
     return_lse: bool
@@ -52,6 +54,7 @@ def make_spec(
     query_offset: int | Tensor | None = None,
     key_mask: Tensor | None = None,
     segment_ids: SegmentIds | None = None,
+    key_bias: Tensor | None = None,
     dropout_p: float = 0.0,
     tolerance: float | None = None,
     return_lse: bool = False,
@@ -77,6 +80,7 @@ def make_spec(
         right_slopes=None if right_slopes is None else _slopes("right_slopes", right_slopes, query, batch=b, num_heads=h),
         causal=causal, window=window, scale=scale, query_offset=offset, key_mask=key_mask,
         query_segments=query_segments, key_segments=key_segments,
+        key_bias=None if key_bias is None else _key_bias(key_bias, query.device, b, h, s),
         dropout_p=dropout_p, tolerance=tolerance, return_lse=return_lse,
     )  # fmt: skip
 
@@ -199,6 +203,15 @@ def _segments(
     # Where values cannot be read a query outside gets a number that no key has, and sees nothing.
     of_query = of_key.gather(1, position.clamp(0, max(key_len - 1, 0)).expand(batch, query_len))
     return torch.where(outside, of_key.amax(1, keepdim=True) + 1, of_query), of_key
+
+
+def _key_bias(key_bias: Tensor, device: torch.device, batch: int, num_heads: int, key_len: int) -> Tensor:
+    """[B, H, S], a view."""
+    _check_tensor("key_bias", key_bias, device)
+    check_key_bias(key_bias, batch=batch, num_heads=num_heads, key_len=key_len)
+    if may_read(key_bias) and not bool((key_bias.detach() < torch.inf).all()):
+        raise ValueError("key_bias has NaN or +inf in it but must be finite, or −inf for a key that may not be seen")
+    return key_bias.expand(batch, num_heads, key_len)
 
 
 def _check_tensor(name: str, tensor: Tensor, device: torch.device) -> None:

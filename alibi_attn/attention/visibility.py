@@ -54,7 +54,15 @@ def visible(spec: Spec, distance: Tensor) -> Tensor:
     if spec.right_slopes is not None:
         never_right = torch.isinf(spec.right_slopes).reshape(-1, spec.num_heads, 1, 1)
         seen = seen & ~(never_right & (distance < 0)[:, None])
+    if spec.key_bias is not None:
+        seen = seen & (spec.key_bias.detach() > -torch.inf)[:, :, None]
     return seen
+
+
+def lse_dtype(spec: Spec, query: Tensor) -> torch.dtype:
+    """fp64 where query or the key bias is, else fp32."""
+    work = torch.promote_types(query.dtype, torch.float32)
+    return work if spec.key_bias is None else torch.promote_types(work, spec.key_bias.dtype)
 
 
 def without_bad_keys(
@@ -106,7 +114,7 @@ def _is_moderate(x: Tensor) -> bool:
 
 
 def keys_within_sight(spec: Spec, device: torch.device) -> Tensor:
-    """[B, S] bool: False only where no query sees the key, as far as positions, the key mask and sets of segments tell."""
+    """[B, 1 or K, S] bool: False only where no query sees the key, as far as positions, biases, mask and segments tell."""
     first = first_positions(spec, device).expand(spec.batch)[:, None]
     at = torch.arange(spec.key_len, device=device)[None]
     within = torch.ones(spec.batch, spec.key_len, dtype=torch.bool, device=device)
@@ -119,12 +127,14 @@ def keys_within_sight(spec: Spec, device: torch.device) -> Tensor:
     if spec.query_segments is not None and spec.key_segments is not None:
         pairs = zip(spec.key_segments, spec.query_segments, strict=True)
         within &= torch.stack([torch.isin(of_keys, of_queries) for of_keys, of_queries in pairs])
-    return within
+    if spec.key_bias is None:
+        return within[:, None]
+    return within[:, None] & (spec.key_bias.detach() > -torch.inf).unflatten(1, (-1, spec.group)).any(2)
 
 
 def may_see_nothing(spec: Spec) -> bool:
     """False where every query surely sees its own key; told without reading a tensor."""
-    if spec.key_mask is not None or spec.key_segments is not None or isinstance(spec.query_offset, Tensor):
+    if spec.hides_keys or spec.key_bias is not None or isinstance(spec.query_offset, Tensor):
         return True
     return not (surely(spec.query_offset >= 0) and surely(spec.query_offset + spec.query_len <= spec.key_len))
 
@@ -143,8 +153,8 @@ def rows_that_see(spec: Spec, keys: Tensor, *, rows: int = 256) -> Tensor:
 
 
 def visible_count(spec: Spec, *, rows: int = 256) -> Tensor:
-    """[B] int64: query-key pairs that the masks allow a head to see (right slopes of inf left aside), in linear memory."""
-    plain = dataclasses.replace(spec, right_slopes=None)
+    """[B] int64: query-key pairs that the masks allow a head to see (what one head hides left aside), in linear memory."""
+    plain = dataclasses.replace(spec, right_slopes=None, key_bias=None)
     total = torch.zeros(spec.batch, dtype=torch.int64, device=spec.slopes.device)
     for start in range(0, spec.query_len, rows):
         total += visible(*_rows(plain, start, rows, spec.slopes.device)).sum((1, 2, 3))

@@ -26,6 +26,7 @@ class Case:
     offset: int | str | None = None
     mask: str | None = None  # random, left, all, nan
     segments: str | None = None  # packed, pair
+    key_bias: str | None = None  # random, gates, rising, spikes, hidden, one, of heads; see `_key_bias`
     peaked: float = 1.0  # factor on queries: larger = sharper softmax
     sink: float = 1.0  # factor on key 0
     seed: int = 0
@@ -50,6 +51,7 @@ class Case:
             "key_mask": self._mask(rng),
             "query_segments": None,
             "key_segments": None,
+            "key_bias": None,
             "grad_output": rng.standard_normal((b, h, t, d)),
             "grad_lse": rng.standard_normal((b, h, t)),
         }
@@ -60,6 +62,8 @@ class Case:
             drawn["key_segments"] = np.sort(rng.integers(0, 3, (b, s)), axis=1)
         if self.segments == "pair":
             drawn["query_segments"] = rng.integers(0, 4, (b, t))
+        if self.key_bias is not None:
+            drawn["key_bias"] = self._key_bias(rng)
         if self.mask == "nan":
             hidden = ~drawn["key_mask"]
             drawn["key"][np.broadcast_to(hidden[:, None], (b, k, s))] = np.nan
@@ -91,6 +95,23 @@ class Case:
         shape = (self.batch, self.heads) if self.right == "batch" else (self.heads,)
         right = rng.uniform(0.01, 1.0, shape).astype(np.float32).astype(np.float64)
         return np.where(np.arange(self.heads) % 2 == 0, np.inf, right) if self.right == "inf" else right
+
+    def _key_bias(self, rng: np.random.Generator) -> np.ndarray:
+        """A number a key, exact in fp32: [B, H, S], [H, S] "of heads", [S] "one"."""
+        shape = (self.batch, self.heads, self.key_len)
+        if self.key_bias == "one":
+            return np.round(rng.standard_normal(self.key_len) * 64) / 64
+        if self.key_bias == "of heads":
+            return np.round(rng.standard_normal(shape[1:]) * 64) / 64
+        bias = np.round(rng.standard_normal(shape) * 64) / 64
+        if self.key_bias in ("gates", "rising"):  # sums of the logarithms of gates: every key weighs less than the next
+            bias = np.cumsum(np.abs(bias), -1) * (1 if self.key_bias == "gates" else -1)
+        if self.key_bias == "spikes":
+            bias[rng.random(shape) < 0.02] += 20.0
+        if self.key_bias == "hidden":
+            bias[rng.random(shape) < 0.3] = -np.inf
+            bias[0, 0] = -np.inf
+        return bias
 
     def _mask(self, rng: np.random.Generator) -> np.ndarray | None:
         shape = (self.batch, self.key_len)
@@ -152,6 +173,24 @@ CASES = (
     Case("steep, long, window and mask", batch=2, heads=2, query_len=200, key_len=260, slopes="steep", window=150, mask="random"),
     Case("steep, long, segments", batch=1, heads=2, query_len=290, key_len=290, slopes="steep", segments="packed"),
     Case("steep, long, chunk", batch=1, heads=4, query_len=40, key_len=300, slopes="steep", offset=200),
+)  # fmt: skip
+KEY_BIASES = (
+    Case("key bias", key_bias="random"),
+    Case("key bias, one for all", key_bias="one", kv_heads=2, slopes="zero"),
+    Case("key bias of heads", key_bias="of heads", query_len=6, key_len=20, causal=False, right="random"),
+    Case("key bias, gates", key_bias="gates", slopes="zero", query_len=21, key_len=21),
+    Case("key bias, hidden keys", key_bias="hidden", kv_heads=2, query_len=9, key_len=17, causal=False),
+    Case("key bias, mask and segments", key_bias="hidden", mask="nan", segments="packed", kv_heads=1),
+    Case("key bias, offset", key_bias="random", offset="batch", batch=3, query_len=5, key_len=12, window=4, causal=False),
+    Case("key bias, negative slopes", key_bias="gates", slopes="negative", query_len=19, key_len=19, scale=-0.4),
+    Case("key bias, long, gates", batch=2, heads=4, kv_heads=2, query_len=301, key_len=301, key_bias="gates", slopes="zero"),
+    Case("key bias, long, gates and slopes", batch=1, heads=2, query_len=290, key_len=330, key_bias="gates", slopes="steep"),
+    Case("key bias, long, rising", batch=1, heads=2, query_len=260, key_len=260, key_bias="rising", slopes="random"),
+    Case("key bias, long, spikes", batch=1, heads=4, kv_heads=2, query_len=500, key_len=500, key_bias="spikes", slopes="steep"),
+    Case("key bias, long, spikes on both sides", batch=1, heads=2, query_len=500, key_len=500, key_bias="spikes", slopes="steep",
+         causal=False, right="random"),
+    Case("key bias, long, segments", batch=1, heads=2, query_len=290, key_len=290, key_bias="gates", segments="packed"),
+    Case("key bias, long, window", batch=1, heads=2, query_len=200, key_len=260, key_bias="gates", window=150, mask="random"),
 )  # fmt: skip
 # Of the GPU kernels: so long that most tiles are seen in full, on either side, and masks and segments leave whole tiles alone.
 INSIDE = (

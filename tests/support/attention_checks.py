@@ -30,8 +30,10 @@ def arguments(case: Case, dtype: torch.dtype, *, requires_grad: bool = False, de
         of_key = torch.tensor(drawn["key_segments"], device=device)
         pair = case.segments == "pair"
         kwargs["segment_ids"] = (torch.tensor(drawn["query_segments"], device=device), of_key) if pair else of_key
+    if case.key_bias:
+        kwargs["key_bias"] = torch.tensor(drawn["key_bias"], dtype=wide, device=device)
     if requires_grad:
-        for tensor in [*args, *([kwargs["right_slopes"]] if case.right else [])]:
+        for tensor in [*args, *(kwargs[name] for name in ("right_slopes", "key_bias") if name in kwargs)]:
             tensor.requires_grad_()
     return args, kwargs
 
@@ -44,8 +46,7 @@ def answer(case: Case, dtype: torch.dtype, attention=alibi_attention, *, device:
     grad_output = torch.tensor(drawn["grad_output"], dtype=dtype, device=device)
     grad_lse = torch.tensor(drawn["grad_lse"], dtype=lse.dtype, device=device).masked_fill(lse.isinf(), 0.0)
     leaf = dict(zip(("query", "key", "value", "slopes"), args, strict=True))
-    if case.right:
-        leaf["right_slopes"] = kwargs["right_slopes"]
+    leaf |= {name: kwargs[name] for name in ("right_slopes", "key_bias") if name in kwargs}
     found = torch.autograd.grad([output, lse], list(leaf.values()), [grad_output, grad_lse], allow_unused=True)
     gradients = {n: torch.zeros_like(leaf[n]) if g is None else g for n, g in zip(leaf, found, strict=True)}
     return Answer(output.detach().cpu(), lse.detach().cpu(), {n: g.cpu() for n, g in gradients.items()})
@@ -53,7 +54,7 @@ def answer(case: Case, dtype: torch.dtype, attention=alibi_attention, *, device:
 
 def plain_attention(
     query, key, value, slopes, *, causal, window, scale, right_slopes=None, query_offset=None, key_mask=None,
-    segment_ids=None, return_lse=True,
+    segment_ids=None, key_bias=None, return_lse=True,
 ):  # fmt: skip
     """What one writes by hand in PyTorch, in the input's dtype: the yardstick of rounding, not of meaning."""
     b, h, t, d = query.shape
@@ -81,7 +82,11 @@ def plain_attention(
         m = torch.where(distance < 0, right.masked_fill(right.isinf(), 0.0), m)
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     scale = d**-0.5 if scale is None else scale
-    scores = (query @ key.mT * scale - m * distance.abs()).masked_fill(hide, -math.inf)
+    scores = query @ key.mT * scale - m * distance.abs()
+    if key_bias is not None:
+        bias = key_bias.expand(b, h, s)[:, :, None]
+        hide, scores = hide | (bias == -math.inf), scores + bias
+    scores = scores.masked_fill(hide, -math.inf)
     blind = hide.all(-1, keepdim=True).expand(b, h, t, 1)
     scores = scores.masked_fill(blind, 0.0)
     output = (scores.softmax(-1).to(value.dtype) @ value).masked_fill(blind, 0.0)
@@ -136,6 +141,7 @@ def assert_exact(case: Case, dtype: torch.dtype, got: Answer, *, tolerance: floa
         "value": lost * size["grad_output"],
         "slopes": lost * spread * case.batch * (case.key_len + 300),
         "right_slopes": lost * spread * case.batch * (case.key_len + 300),
+        "key_bias": lost * spread * case.batch * case.heads,
     }
     # torch's fused function has no lse to compare with: recomputing exp(score − lse) in its gradient costs half a unit of |lse|.
     rows = true.lse.masked_fill(true.lse.isinf(), 0.0).abs() * torch.tensor(drawn["grad_lse"]).abs()

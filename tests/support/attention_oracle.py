@@ -43,6 +43,8 @@ def visible_keys(case: Case, drawn: dict, b: int, h: int, t: int) -> list[int]:
             own = query_segments[b, t] if query_segments is not None else drawn["key_segments"][b, i]
             if own != drawn["key_segments"][b, j]:
                 continue
+        if drawn["key_bias"] is not None and of_key(drawn["key_bias"], b, h, j) == -math.inf:
+            continue
         if j > i and drawn["right_slopes"] is not None and math.isinf(of_head(drawn["right_slopes"], b, h)):
             continue
         keys.append(j)
@@ -53,10 +55,15 @@ def of_head(slopes, b: int, h: int):
     return slopes[h] if slopes.ndim == 1 else slopes[b, h]
 
 
+def of_key(key_bias, b: int, h: int, j):
+    return key_bias[j] if key_bias.ndim == 1 else key_bias[h, j] if key_bias.ndim == 2 else key_bias[b, h, j]
+
+
 @functools.cache
 def truth(case: Case) -> Answer:
     drawn = case.draw()
-    names = ("query", "key", "value", "slopes") + (("right_slopes",) if case.right else ())
+    names = ("query", "key", "value", "slopes")
+    names += (("right_slopes",) if case.right else ()) + (("key_bias",) if case.key_bias else ())
     leaf = {name: torch.tensor(drawn[name], dtype=torch.float64, requires_grad=True) for name in names}
     scale = case.scale if case.scale is not None else 1 / math.sqrt(case.head_dim)
     group = case.heads // (case.kv_heads or case.heads)
@@ -77,8 +84,13 @@ def truth(case: Case) -> Answer:
                 slope = of_head(leaf["slopes"], b, h)
                 if case.right and bool(to_right.any()):
                     slope = torch.where(to_right, of_head(leaf["right_slopes"], b, h), slope)
-                scores = scale * (leaf["key"][b, h // group, keys] @ leaf["query"][b, h, t]) - slope * distance
-                rows_lse.append(torch.logsumexp(scores, 0))
+                bias, most = -slope * distance, 0.0
+                if case.key_bias:  # relative to the largest, or float64 would round what plain PyTorch rounds alike
+                    own = of_key(leaf["key_bias"], b, h, torch.tensor(keys))
+                    most = own.detach().max()
+                    bias = bias + (own - most)
+                scores = scale * (leaf["key"][b, h // group, keys] @ leaf["query"][b, h, t]) + bias
+                rows_lse.append(torch.logsumexp(scores, 0) + most)
                 rows_out.append(torch.softmax(scores, 0) @ leaf["value"][b, h // group, keys])
                 rows.append(t)
             if rows:

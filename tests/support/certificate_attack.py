@@ -2,6 +2,7 @@
 
 python tests/support/certificate_attack.py 100000 results            # many draws once, kept as a record
 python tests/support/certificate_attack.py 100000 results native     # the same of the kernels for CPUs, some of them longer
+python tests/support/certificate_attack.py 100000 results native biased   # and with a bias for every key
 """
 
 import dataclasses
@@ -36,6 +37,18 @@ WHERE = (
     "opposed",
     "far value",
 )
+BIASES = (
+    "noise",
+    "gates",
+    "steep gates",
+    "shut gates",
+    "rising",
+    "spikes",
+    "hidden",
+    "wide",
+    "constant",
+    "of segments",
+)
 MASKS = (
     "none",
     "window",
@@ -66,6 +79,7 @@ class Attack:
     log_giant: float
     dtype: str = "float32"
     refine: bool = False  # as for long inputs
+    bias: str | None = None  # one of BIASES
 
     def inputs(self) -> tuple[list[torch.Tensor], dict]:
         rng = np.random.default_rng(self.seed)
@@ -104,6 +118,7 @@ class Attack:
             "query_offset": None,
             "key_mask": None,
             "segment_ids": None,
+            "key_bias": None,
             "dropout_p": 0.0,
             "tolerance": self.tolerance,
             "return_lse": False,
@@ -122,10 +137,37 @@ class Attack:
             )
         if "offset" in self.mask and "segments" not in self.mask:
             kwargs["query_offset"] = n - queries // 2 + place if self.mask == "offset after" else -place
+        if self.bias is not None:
+            kwargs["key_bias"] = torch.tensor(
+                self._key_bias(np.random.default_rng([self.seed, 1]), kwargs["segment_ids"])
+            )
         dtype = getattr(torch, self.dtype)
         most = 6e4 if self.dtype == "float16" else 1e37
         tensors = [torch.tensor(np.clip(x, -most, most)).to(dtype) for x in (q, k, v)]
         return [*tensors, torch.tensor(slopes, dtype=torch.float32)], kwargs
+
+    def _key_bias(self, rng: np.random.Generator, segment_ids: torch.Tensor | None) -> np.ndarray:
+        """[1, H, S] float64: gates down to ln f = −60 and of exactly 1, spikes of +80, keys of −inf, |b| of 10⁶."""
+        shape = (1, self.group, self.length)
+        noise = rng.standard_normal(shape) * 10.0 ** rng.uniform(-1, 1.5)
+        if "gates" in self.bias:
+            gates = -np.log1p(np.exp(-rng.normal(rng.uniform(-2, 6), 1, shape)))
+            if self.bias == "steep gates":
+                gates *= 60 * rng.random()
+            if self.bias == "shut gates":
+                gates = np.where(rng.random(shape) < 0.05, -60.0, 0.0)
+            return -np.cumsum(gates, -1)
+        if self.bias == "rising":  # every key weighs less than the one before
+            return -np.cumsum(np.abs(noise), -1)
+        if self.bias == "spikes":
+            return noise + 80.0 * (rng.random(shape) < 4 / self.length)
+        if self.bias == "hidden":
+            return np.where(rng.random(shape) < rng.uniform(0.05, 0.95), -np.inf, noise)
+        if self.bias == "wide":
+            return noise + 1e6 * rng.choice([-1.0, 1.0]) + rng.choice([0.0, 1e6]) * (rng.random(shape) < 0.02)
+        if self.bias == "of segments" and segment_ids is not None:
+            return noise + 300.0 * (segment_ids.numpy()[:, None] == 1)
+        return np.full(shape, rng.normal() * 1e6)
 
 
 attacks = st.builds(
@@ -161,7 +203,10 @@ def dropped(attack: Attack, certify: Callable[..., Bounds | torch.Tensor] | None
     m = spec.slopes.double()[:, None, None]
     if spec.right_slopes is not None:
         m = torch.where(distance < 0, spec.right_slopes.double()[:, None, None], m)
-    scores = spec.scale * (query.double() @ key.double().mT) - (m * distance.abs())
+    bias = -(m * distance.abs())
+    if spec.key_bias is not None:
+        bias = bias + (spec.key_bias - spec.key_bias.amax(-1, keepdim=True).clamp(min=-1e300)).unsqueeze(2)
+    scores = spec.scale * (query.double() @ key.double().mT) + bias
     scores = scores.masked_fill(~seen, -math.inf)
     top = scores.amax(-1, keepdim=True)
     weight = (scores - top.masked_fill(top == -math.inf, 0.0)).exp()
@@ -203,7 +248,7 @@ def read_keys(spec, pieces: list[list[list[banded_pieces.Piece]]]) -> torch.Tens
     return count
 
 
-def random_attack(seed: int) -> Attack:
+def random_attack(seed: int, *, biased: bool = False) -> Attack:
     rng = np.random.default_rng(seed)
     pick = lambda options: options[int(rng.integers(len(options)))]  # noqa: E731
     wild = rng.random() < 0.3
@@ -223,16 +268,17 @@ def random_attack(seed: int) -> Attack:
         log_giant=float(rng.uniform(0, 25 if wild else 3)),
         dtype=pick(("float32", "float32", "float64", "bfloat16")),
         refine=seed % 2 == 1,
+        bias=pick(BIASES) if biased else None,
     )
 
 
-def main(draws: int, out: Path, backend: str = "") -> None:
+def main(draws: int, out: Path, backend: str = "", biased: str = "") -> None:
     """Attack `draws` times and keep what came out as a record."""
     torch.set_num_threads(1)
     started = datetime.datetime.now(datetime.UTC)
     worst, broken, skipping, shares = 0.0, 0, 0, 0.0
     for seed in range(draws):
-        attack = random_attack(seed)
+        attack = random_attack(seed, biased=bool(biased))
         if backend and seed % 20 == 0:  # blocks of queries that differ, and keys far beyond the reach
             attack = dataclasses.replace(attack, length=attack.length * 6)
         lost, share = dropped(attack, native_keys if backend else None)
@@ -247,7 +293,7 @@ def main(draws: int, out: Path, backend: str = "") -> None:
             )
     record = records.make(
         "certificate",
-        "attack/native" if backend else "attack",
+        "/".join(filter(None, ("attack", backend, biased))),
         config={"draws": draws, "first_seed": 0},
         metrics={
             "broken": broken,

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from alibi_attn.attention.backends.protocol import FEW_QUERIES, TooSmall
-from alibi_attn.attention.bias import score_bias
+from alibi_attn.attention.bias import score_bias, unshifted_lse
 from alibi_attn.attention.certificate.norms import has_huge_scores
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.transforms import is_traced, may_read, transforms
@@ -76,6 +76,8 @@ def run(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) 
             scale=spec.scale,
         )
         output = output.unflatten(2, (side, -1)).flatten(1, 2)
+    if lse is not None:
+        lse = unshifted_lse(spec, lse)
     if blind is not None:
         output = output.masked_fill(blind, 0.0)
         lse = None if lse is None else lse.masked_fill(blind.squeeze(-1), float("-inf"))
@@ -127,5 +129,7 @@ def _written_out(
     output = torch.cat(outputs, 1).unflatten(2, (spec.group, -1)).flatten(1, 2)
     if not bool(output.sum().isfinite()):
         return None
-    lse = torch.cat(masses, 1).unflatten(2, (spec.group, -1)).flatten(1, 2) if spec.return_lse else None
-    return output.to(query.dtype), lse
+    if not spec.return_lse:
+        return output.to(query.dtype), None
+    lse = torch.cat(masses, 1).unflatten(2, (spec.group, -1)).flatten(1, 2)
+    return output.to(query.dtype), unshifted_lse(spec, lse)

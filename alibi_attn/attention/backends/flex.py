@@ -37,6 +37,8 @@ def why_not(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> str | None
         return "it computes in float16, bfloat16 and float32 but query is float64"
     if spec.dropout_p > 0:
         return f"it has no dropout but dropout_p is {spec.dropout_p}"
+    if spec.key_bias is not None:
+        return "it has no key_bias"
     if spec.head_dim < 16 and device == "cuda":
         return f"FlexAttention needs heads of at least 16 but D is {spec.head_dim}"
     if device == "cpu" and spec.return_lse:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from alibi_attn.attention.backends.protocol import TooSmall
-from alibi_attn.attention.bias import score_bias
+from alibi_attn.attention.bias import score_bias, unshifted_lse
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.visibility import distances, per_query_head, visible, without_bad_keys
 
@@ -46,7 +46,9 @@ def run(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) 
     scores = scores.masked_fill(~sees_any[..., None], 0.0)
     weights = torch.nn.functional.dropout(scores.softmax(-1).masked_fill(~seen, 0.0), spec.dropout_p)
     output = (weights @ v).masked_fill(~sees_any[..., None], 0.0)
-    lse = scores.logsumexp(-1).masked_fill(~sees_any, float("-inf")) if spec.return_lse else None
+    lse = None
+    if spec.return_lse:
+        lse = unshifted_lse(spec, scores.logsumexp(-1)).masked_fill(~sees_any, float("-inf"))
     if poison is not None:
         output = output + poison[..., None]
         lse = None if lse is None else lse + poison

@@ -14,6 +14,8 @@ OUTLIER_TILES = max(OUTLIER_CHOICES)
 LOOP_OUTLIER_TILES = 2  # in the loop of JAX, which judges each of them every time around
 LOOP_OUTLIER_SHARE = 1 / 16  # of the tolerance, for each of those; a far tile needs ln 16 nats more, the band ln 8/7
 
+WORTH_LEAVING_OUT = 4  # tiles for which one with a large bias must stay the largest to be an outlier tile
+
 TAIL_GROUP = 16  # keys whose weights are summed together, where tails are summed key by key
 
 # What rounding may do. A sum of D products is off by less than (D + 2) units of Σ|terms|; bounds on them get more.
@@ -37,6 +39,7 @@ FOR_CPP: dict[str, float] = {
     "KEPT": KEPT,
     "VALUE_RATIO": VALUE_RATIO,
     "OUTLIER_TILES": OUTLIER_TILES,
+    "WORTH_LEAVING_OUT": WORTH_LEAVING_OUT,
     "TAIL_GROUP": TAIL_GROUP,
     "NORM_UNITS": NORM_UNITS,
     "SCORE_UNITS": SCORE_UNITS,

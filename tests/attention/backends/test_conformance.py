@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from attention_cases import CASES, Case
+from attention_cases import CASES, KEY_BIASES, Case
 from attention_checks import answer, assert_exact
 
 from alibi_attn.attention.dispatch import BACKENDS
@@ -39,6 +39,17 @@ def test_fp32_equals_the_definition(backend: str, case: Case) -> None:
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if not REFUSED[name]])
 def test_other_dtypes_equal_the_definition(backend: str, dtype: torch.dtype, case: Case) -> None:
     assert_exact(case, dtype, answer(case, dtype, backend=backend), tolerance=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("case", KEY_BIASES, ids=str)
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if not REFUSED[name]])
+def test_a_bias_per_key_equals_the_definition(backend: str, case: Case) -> None:
+    if backend == "banded":
+        with pytest.raises(ValueError, match="it has no key_bias"):
+            answer(case, torch.float32, backend=backend)
+        return
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        assert_exact(case, dtype, answer(case, dtype, backend=backend), tolerance=TOLERANCE[dtype])
 
 
 def _wrong(case: Case, **changes: object) -> None:

@@ -23,7 +23,7 @@ from alibi_attn.attention.backends.protocol import FEW_QUERIES, TooSmall
 from alibi_attn.attention.certificate.bounds import Bounds, bounds, worth_pinning
 from alibi_attn.attention.certificate.constants import OUTLIER_TILES, TILE
 from alibi_attn.attention.certificate.norms import has_huge_scores
-from alibi_attn.attention.custom_op import Saved, clean, described, operator
+from alibi_attn.attention.custom_op import Gradients, Saved, clean, described, operator
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.transforms import surely, why_not_compiled
 from alibi_attn.attention.visibility import are_moderate, first_positions
@@ -47,6 +47,8 @@ def why_not(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> str | None
         return f"it runs on the CPU but query is on {query.device}"
     if spec.dropout_p > 0:
         return f"it has no dropout but dropout_p is {spec.dropout_p}"
+    if spec.key_bias is not None:
+        return "it has no key_bias"
     return why_not_compiled()
 
 
@@ -101,7 +103,7 @@ def _forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
 def _backward(
     spec: Spec, saved: Saved, grad: Tensor, grad_lse: Tensor | None, inputs: tuple[Tensor, Tensor, Tensor],
     out: Tensor, lse: Tensor, slopes_wanted: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> Gradients:  # fmt: skip
     q, k, v = inputs
     spec, q, sign = _with_positive_scale(spec, q)
     plans = banded_pieces.plan(spec, _bounds(spec, saved), threads=torch.get_num_threads())
@@ -124,7 +126,7 @@ def _backward(
                 ours = _with_lse_column(ours, grad_lse[b, h])
             for piece in pieces:
                 _backward_piece(head, piece, ours, lse[b, h], *to)
-    return dq * sign, dk, dv, dslope
+    return Gradients(dq * sign, dk, dv, dslope)
 
 
 def _with_positive_scale(spec: Spec, q: Tensor) -> tuple[Spec, Tensor, int]:

@@ -39,6 +39,8 @@ def why_not(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> str | None
         return "it computes in float16, bfloat16 and float32 but query is float64"
     if spec.head_dim > MAX_HEAD_DIM:
         return f"its tiles hold heads of at most {MAX_HEAD_DIM} but D is {spec.head_dim}"
+    if spec.key_bias is not None:
+        return "it has no key_bias"
     if query.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
         if query.dtype == torch.bfloat16:
             return "Triton's interpreter multiplies bfloat16 wrongly; it does float16 and float32"

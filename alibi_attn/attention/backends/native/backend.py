@@ -13,7 +13,7 @@ from torch.nn import functional
 from alibi_attn.attention.backends.native import build
 from alibi_attn.attention.backends.native.visited import Visited, numbers_of_visited
 from alibi_attn.attention.backends.protocol import FEW_QUERIES, TooSmall
-from alibi_attn.attention.custom_op import Saved, clean, described, operator
+from alibi_attn.attention.custom_op import Gradients, Saved, clean, described, operator
 from alibi_attn.attention.spec import AttentionSpec, dtype_name
 from alibi_attn.attention.transforms import surely, why_not_compiled
 from alibi_attn.attention.visibility import first_positions
@@ -73,7 +73,7 @@ def _attended(spec: Spec, q: Tensor, k: Tensor, v: Tensor, *, has_values: bool =
     """(output, lse, what backward wants to know); without values they count as of like length."""
     rows = {name: _wide(x) for name, x in (("query", q), ("key", k), ("value", v))}
     output = torch.empty_like(rows["query"], memory_format=torch.contiguous_format)
-    saved, lse = _empty_saved(q, k), output.new_empty(q.shape[:3])
+    saved, lse = _empty_saved(q, k), output.new_empty(q.shape[:3], dtype=torch.float64)
     arrays: Arrays = {"lse": lse, "rows": saved.rows, "visited": saved.visited}
     _call("forward", spec, rows | {"output": output}, arrays, has_values=has_values)
     return _narrow(output, spec), lse, saved
@@ -82,18 +82,23 @@ def _attended(spec: Spec, q: Tensor, k: Tensor, v: Tensor, *, has_values: bool =
 def _backward(
     spec: Spec, saved: Saved, grad: Tensor, grad_lse: Tensor | None, inputs: tuple[Tensor, Tensor, Tensor], out: Tensor,
     lse: Tensor, slopes_wanted: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> Gradients:  # fmt: skip
     names = ("query", "key", "value", "output", "grad")
     rows = {name: _wide(x) for name, x in zip(names, (*inputs, out, grad), strict=True)}
     gradients = {f"{x}_grad": torch.empty_like(rows[x], memory_format=torch.contiguous_format) for x in names[:3]}
     arrays: Arrays = {"visited": saved.visited, "rows": saved.rows, "slope_grads": None}
-    arrays["grad_lse"] = None if grad_lse is None else grad_lse.to(lse.dtype)
+    arrays["grad_lse"] = None if grad_lse is None else grad_lse.to(rows["query"].dtype)
     dslope = torch.zeros(2, spec.batch, spec.num_heads, dtype=torch.float64)
     if slopes_wanted:
         arrays["slope_grads"] = dslope
+    biases: tuple[Tensor | None, ...] = None, None
+    if spec.key_bias is not None:
+        heads = spec.batch, spec.num_heads
+        biases = tuple(dslope.new_empty((*heads, length)) for length in (spec.key_len, spec.query_len))
+    arrays |= dict(zip(("key_bias_grad", "query_bias_grad"), biases, strict=True))
     _call("backward", spec, rows | gradients, arrays)
     dq, dk, dv = (_narrow(x, spec) for x in gradients.values())
-    return dq, dk, dv, dslope
+    return Gradients(dq, dk, dv, dslope, *biases)
 
 
 def _empty_saved(query: Tensor, key: Tensor) -> Saved:
@@ -134,7 +139,7 @@ def call_of(
     first = first_positions(spec, slopes.device).to(torch.int64).expand(spec.batch)
     given = arrays | {
         "slopes": slopes, "right_slopes": right, "first": first, "key_mask": spec.key_mask, "query_segments": query_segments,
-        "key_segments": key_segments,
+        "key_segments": key_segments, "key_bias": None if spec.key_bias is None else spec.key_bias.detach().double(),
     }  # fmt: skip
     alive = {name: x.contiguous() for name, x in given.items() if x is not None}
     call = build.Call(

@@ -66,6 +66,24 @@ struct SlopeGradient {
     }
 };
 
+// What one block of queries and a few keys add to the gradients of biases: sums of ds over the queries of each key, and over the
+// keys of each query. Both in double and of the same numbers: a gate's gradient is a sum over many of their differences.
+template <typename Real>
+struct BiasGradient {
+    double of_queries[BLOCK];
+
+    void begin() { std::fill_n(of_queries, +BLOCK, 0.0); }
+
+    // of_keys[j * stride] += the sum over the queries of moments[j][i].
+    void visit(int count, const Real *moments, double *of_keys, int64_t stride) {
+        for (int j = 0; j < count; j++, moments += BLOCK) {
+            double sum = 0;
+            for (int i = 0; i < BLOCK; i++) of_queries[i] += double(moments[i]), sum += double(moments[i]);
+            of_keys[j * stride] += sum;
+        }
+    }
+};
+
 template <typename Real>
 struct Backward {
     Block<Real> block;
@@ -74,21 +92,28 @@ struct Backward {
     Real *kept;  // what all tasks keep apart
     Real delta[BLOCK], row_max[BLOCK], row_log_sum[BLOCK];  // do.o - dlse, m_i and ln l_i of every query
     SlopeGradient<Real> slope_grad;
+    double *kept_biases;  // of those keys, the query heads of a group side by side
+    BiasGradient<Real> bias_grad;
 
-    // Where the gradients of the keys from `key` on, and of their values, are added up.
+    // Where the gradients of the keys from `key` on, of their values and biases, are added up.
     struct Place {
         Real *keys, *values;
         int64_t key_row, value_row;
+        double *biases;
+        int64_t bias_row;
     };
 
     Place place(const BackwardTask &task, int64_t key, int64_t outlier) const {
         const Call<Real> &call = block.call;
+        const bool biased = call.key_bias_grad;
         if (task.own <= key && key < task.own_end)
             return {call.key_grad.of(task.b, task.k, key), call.value_grad.of(task.b, task.k, key), call.key_grad.row,
-                    call.value_grad.row};
+                    call.value_grad.row, biased ? call.key_bias_grad + (task.b * call.H + block.h) * call.S + key : nullptr, 1};
         const int64_t row = outlier >= 0 ? task.row_of_outlier(outlier) + key % BLOCK : task.row_of(key);
         Real *keys = kept + (2 * task.at + row) * call.D;
-        return {keys, keys + task.row_of_outlier(plan.outlier_tiles) * call.D, call.D, call.D};
+        const int64_t group = call.H / call.K;
+        return {keys, keys + task.row_of_outlier(plan.outlier_tiles) * call.D, call.D, call.D,
+                biased ? kept_biases + (task.at + row) * group + block.h % group : nullptr, group};
     }
 
     void visit(const BackwardTask &task, int64_t key, int count, int64_t outlier) {
@@ -109,9 +134,10 @@ struct Backward {
             }
         }
         if (call.slope_grads) slope_grad.visit(block, key, count, weights, moments);
+        const Place to = place(task, key, outlier);
+        if (to.biases) bias_grad.visit(count, moments, to.biases, to.bias_row);
         const Real scale = (Real)call.scale;
         for (int at = 0; at < count * BLOCK; at += VL<Real>) store(moments + at, load(moments + at) * scale);
-        const Place to = place(task, key, outlier);
         block.sum_over_queries(call.grad, key, count, weights, to.values, to.value_row);
         block.sum_over_queries(call.query, key, count, moments, to.keys, to.key_row);
         block.template sum_over_keys<ADD>(call.key, key, count, moments, query_grad, nullptr);
@@ -139,6 +165,7 @@ struct Backward {
         begin_rows(h, n);
         std::fill(query_grad, query_grad + BLOCK * call.D, Real(0));
         if (slope_grads) slope_grad.begin();
+        bias_grad.begin();
         const auto visit_all = [&](int64_t low, int64_t high, int outlier) {
             for_keys(low, high, task.own, task.own_end, [&](int64_t key, int count) { visit(task, key, count, outlier); });
         };
@@ -148,6 +175,7 @@ struct Backward {
             for_parts_of_tile(block, p, [&](int64_t low, int64_t high) { visit_all(low, high, p); });
         }
         if (slope_grads) slope_grad.end(block, slope_grads);
+        if (call.query_bias_grad) std::copy_n(bias_grad.of_queries, block.rows, call.query_bias_grad + block.row());
         for (int i = 0; i < block.rows; i++)
             std::copy_n(query_grad + i * call.D, call.D, call.query_grad.of(task.b, h, n * BLOCK + i));
     }
@@ -159,7 +187,12 @@ struct Backward {
             std::fill_n(call.key_grad.of(task.b, task.k, key), D, Real(0));
             std::fill_n(call.value_grad.of(task.b, task.k, key), D, Real(0));
         }
-        std::fill_n(kept + 2 * task.at * D, 2 * task.row_of_outlier(plan.outlier_tiles) * D, Real(0));
+        const int64_t rows = task.row_of_outlier(plan.outlier_tiles);
+        std::fill_n(kept + 2 * task.at * D, 2 * rows * D, Real(0));
+        for (int64_t h = task.k * group; call.key_bias_grad && h < (task.k + 1) * group; h++)
+            std::fill(call.key_bias_grad + (task.b * call.H + h) * call.S + task.own,
+                      call.key_bias_grad + (task.b * call.H + h) * call.S + task.own_end, 0.0);
+        if (call.key_bias_grad) std::fill_n(kept_biases + task.at * group, rows * group, 0.0);
         for (int64_t g = 0; g < group; g++) {
             double *of_head = slope_grads ? slope_grads + 2 * g : nullptr;
             for (int64_t n = task.block; n < task.last_block; n++) run(task, task.k * group + g, n, of_head);
@@ -169,9 +202,12 @@ struct Backward {
 
 // Add what a task kept of keys [low, high), from row `row` of its part on, to the gradients of those of [from, to).
 template <typename Real>
-void add_kept(const Call<Real> &call, const BackwardTask &task, const Real *keys, const Real *values, int64_t low, int64_t high,
-              int64_t row, int64_t from, int64_t to) {
+void add_kept(const Call<Real> &call, const BackwardTask &task, const Real *keys, const Real *values, const double *biases,
+              int64_t low, int64_t high, int64_t row, int64_t from, int64_t to) {
+    const int64_t group = call.H / call.K;
     for (int64_t key = std::max(low, from); key < std::min(high, to); key++) {
+        for (int64_t g = 0; call.key_bias_grad && g < group; g++)
+            call.key_bias_grad[(task.b * call.H + task.k * group + g) * call.S + key] += biases[(row + key - low) * group + g];
         const int64_t at = (row + key - low) * call.D;
         Real *to_key = call.key_grad.of(task.b, task.k, key), *to_value = call.value_grad.of(task.b, task.k, key);
         for (int64_t d = 0; d < call.D; d++) to_key[d] += keys[at + d], to_value[d] += values[at + d];
@@ -180,16 +216,18 @@ void add_kept(const Call<Real> &call, const BackwardTask &task, const Real *keys
 
 // The same for all that the tasks of one key head kept of keys [from, to), in their order.
 template <typename Real>
-void add_all_kept(const Call<Real> &call, const BackwardPlan &plan, const Real *kept, int64_t head, int64_t from, int64_t to) {
+void add_all_kept(const Call<Real> &call, const BackwardPlan &plan, const Real *kept, const double *kept_biases, int64_t head,
+                  int64_t from, int64_t to) {
     const int32_t *tiles = Visited<Real>{call}.outlier_tiles(head / call.K, head % call.K);
     for (int64_t t = plan.starts[head]; t < plan.starts[head + 1]; t++) {
         const BackwardTask &task = plan.tasks[t];
         const Real *keys = kept + 2 * task.at * call.D, *values = keys + task.row_of_outlier(plan.outlier_tiles) * call.D;
-        add_kept(call, task, keys, values, task.halo, task.own, 0, from, to);
-        add_kept(call, task, keys, values, task.own_end, task.halo_end, task.own - task.halo, from, to);
+        const double *biases = kept_biases ? kept_biases + task.at * (call.H / call.K) : nullptr;
+        add_kept(call, task, keys, values, biases, task.halo, task.own, 0, from, to);
+        add_kept(call, task, keys, values, biases, task.own_end, task.halo_end, task.own - task.halo, from, to);
         for (int64_t p = 0; p < plan.outlier_tiles; p++) {
             const int64_t low = tiles[p] * int64_t(BLOCK), high = std::min<int64_t>(low + BLOCK, call.S);
-            if (tiles[p] >= 0) add_kept(call, task, keys, values, low, high, task.row_of_outlier(p), from, to);
+            if (tiles[p] >= 0) add_kept(call, task, keys, values, biases, low, high, task.row_of_outlier(p), from, to);
         }
     }
 }
@@ -213,12 +251,14 @@ void run(const Call<Real> &call) {
     const int64_t D = call.D, group = call.H / call.K, width = 512, parts = (call.S + width - 1) / width;
     std::vector<double> slope_grads(call.slope_grads ? plan.tasks.size() * group * 2 : 0, 0.0);
     Real *kept = static_cast<Real *>(std::malloc(2 * plan.kept * D * sizeof(Real)));
+    double *kept_biases = nullptr;
+    if (call.key_bias_grad) kept_biases = static_cast<double *>(std::malloc(plan.kept * group * sizeof(double)));
 #pragma omp parallel num_threads(call.threads)
     {
         Real *memory = static_cast<Real *>(std::aligned_alloc(64, (2 * BLOCK + 3 * D) * BLOCK * sizeof(Real)));
         Real *panels = memory + 2 * BLOCK * BLOCK;
         Backward<Real> backward = {{call, panels}, memory, memory + BLOCK * BLOCK, panels + D * BLOCK, panels + 2 * D * BLOCK,
-                                   plan, kept, {}, {}, {}, {}};
+                                   plan, kept, {}, {}, {}, {}, kept_biases, {}};
 #pragma omp for schedule(dynamic, 1)
         for (size_t i = 0; i < plan.heaviest.size(); i++) {
             const int64_t t = plan.heaviest[i];
@@ -227,11 +267,12 @@ void run(const Call<Real> &call) {
 #pragma omp for schedule(static)
         for (int64_t part = 0; part < call.B * call.K * parts; part++) {
             const int64_t from = part % parts * width;
-            add_all_kept(call, plan, kept, part / parts, from, std::min(from + width, call.S));
+            add_all_kept(call, plan, kept, kept_biases, part / parts, from, std::min(from + width, call.S));
         }
         std::free(memory);
     }
     std::free(kept);
+    std::free(kept_biases);
     if (call.slope_grads) add_slope_grads(call, plan, slope_grads);
 }
 

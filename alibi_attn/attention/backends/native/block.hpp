@@ -30,6 +30,10 @@ struct Block {
     // Distances count from here on: where all keys are far, to one side, the distance of the nearest pair (negative to the
     // right), else 0. Scores are off by their own rounding then, and not by that of slope times 10^6; lse gets the constant back.
     int64_t bias_origin = 0;
+    // The biases of the head's keys, or null, and the one from which they count, of a key near the block: scores are off by the
+    // rounding of the difference, however large both are.
+    const double *key_bias = nullptr;
+    double key_bias_origin = 0;
     KeyRange *range = nullptr;
     int32_t *outlier_bits = nullptr;
     const int32_t *outlier_tiles = nullptr;
@@ -45,6 +49,8 @@ struct Block {
         range = visited.ranges(b, h) + n, outlier_bits = visited.outlier_bits(b, h) + n;
         outlier_tiles = visited.outlier_tiles(b, k);
         bias_origin = std::max<int64_t>(0, position - (range->high - 1)) + std::min<int64_t>(0, position + rows - 1 - range->low);
+        key_bias = call.key_bias ? call.key_bias + at * call.S : nullptr;
+        key_bias_origin = key_bias ? nearest_key_bias() : 0;
         int exponent = 0;
         std::frexp(call.scale, &exponent);
         scale_before = (Real)std::ldexp(1.0, std::max(-100, std::min(0, exponent)));
@@ -55,6 +61,25 @@ struct Block {
     // What `bias_origin` left out of the scores, in nats.
     double bias_of_origin() const {
         return bias_origin > 0 ? -double(slope) * bias_origin : looks_right ? double(right_slope) * bias_origin : 0.0;
+    }
+
+    // What was left out of the scores, in nats.
+    double left_out_of_scores() const { return bias_of_origin() + key_bias_origin; }
+
+    // That of the last key up to the block's queries that has a finite one, else of the first after them, else 0.
+    double nearest_key_bias() const {
+        const int64_t own = std::min(position + rows, (int64_t)range->high) - 1;
+        for (int64_t j = own; j >= range->low; j--)
+            if (key_bias[j] > -INFINITY) return key_bias[j];
+        for (int64_t j = std::max<int64_t>(own + 1, range->low); j < range->high; j++)
+            if (key_bias[j] > -INFINITY) return key_bias[j];
+        return 0;
+    }
+
+    // In nats, relative to `key_bias_origin`; -inf for a key that may not be seen.
+    double bias_of(int64_t key) const {
+        const double nats = key_bias[key] - key_bias_origin;
+        return nats == -INFINITY ? nats : std::max(-1e30, std::min(nats, 1e30));
     }
 
     int64_t row() const { return (b * call.H + h) * call.T + n * BLOCK; }
@@ -120,14 +145,19 @@ struct Block {
         return !call.window || position + rows - 1 - key < call.window;
     }
 
-    // scores = scale_after scores - m |i - j|, or -inf where the query may not look.
+    // scores = scale_after scores - m |i - j| + the bias of the key, or -inf where the query may not look.
     void add_bias(int64_t key, int count, Real *scores) const {
         const bool full = is_full(key, count);
         for (int j = 0; j < count; j++, scores += BLOCK) {
-            if (full)
-                add_bias_to_left(position - bias_origin - key - j, scores);
+            const Real own = key_bias ? (Real)bias_of(key + j) : Real(0);
+            if (own == -INFINITY)
+                std::fill_n(scores, +BLOCK, own);
+            else if (!full)
+                add_bias_and_mask(key + j, own, scores);
+            else if (key_bias)
+                add_bias_to_left(position - bias_origin - key - j, own, scores);
             else
-                add_bias_and_mask(key + j, scores);
+                add_bias_to_left(position - bias_origin - key - j, scores);
         }
     }
 
@@ -146,7 +176,12 @@ struct Block {
         for (int v = 0; v < BLOCK; v += VL<Real>) store(scores + v, load(scores + v) * scale_after + away(v, distance) * -slope);
     }
 
-    void add_bias_and_mask(int64_t key, Real *scores) const {
+    void add_bias_to_left(int64_t distance, Real own, Real *scores) const {
+        for (int v = 0; v < BLOCK; v += VL<Real>)
+            store(scores + v, load(scores + v) * scale_after + (away(v, distance) * -slope + own));
+    }
+
+    void add_bias_and_mask(int64_t key, Real own, Real *scores) const {
         const int64_t limit = 1 << 30, distance = position - key;  // a mask need not tell apart what is farther than that
         const int window = call.window ? (int)std::min(call.window, limit) : INT32_MAX;
         const int held = (int)std::max(-limit, std::min(distance, limit));
@@ -156,7 +191,7 @@ struct Block {
         for (int v = 0; v < BLOCK; v += VL<Real>) {
             const Ints<Real> apart = lanes() + (held + v), to_right = apart < 0;
             const Reals<Real> apart_by = away(v, distance - bias_origin), bias = to_right ? apart_by * right : apart_by * -slope;
-            const Reals<Real> score = load(scores + v) * scale_after + bias;
+            const Reals<Real> score = load(scores + v) * scale_after + (bias + own);
             Ints<Real> unseen = (apart >= window) | (apart <= -window);
             if (!looks_right) unseen |= to_right;
             if (hidden) unseen |= -1;

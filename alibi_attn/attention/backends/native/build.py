@@ -19,7 +19,17 @@ from alibi_attn.attention.certificate.constants import FOR_CPP
 
 FOLDER = Path(__file__).parent
 SOURCES = ("forward.cpp", "backward.cpp")
-HEADERS = ("constants.hpp", "vectors.hpp", "call.hpp", "allowed.hpp", "block.hpp", "certificate.hpp", "tasks.hpp")
+HEADERS = (
+    "constants.hpp",
+    "vectors.hpp",
+    "call.hpp",
+    "allowed.hpp",
+    "block.hpp",
+    "norms.hpp",
+    "tails.hpp",
+    "certificate.hpp",
+    "tasks.hpp",
+)
 FLAGS = (
     "-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-fno-exceptions", "-fno-rtti",
     *(f"-DALIBI_{name}={value!r}" for name, value in FOR_CPP.items()),
@@ -40,8 +50,8 @@ class Call(ctypes.Structure):
 
     ROWS = ("query", "key", "value", "grad", "output", "query_grad", "key_grad", "value_grad")
     ARRAYS = (
-        "slopes", "right_slopes", "first", "key_mask", "query_segments", "key_segments", "lse", "rows",
-        "grad_lse", "slope_grads", "visited",
+        "slopes", "right_slopes", "first", "key_mask", "query_segments", "key_segments", "key_bias", "lse", "rows",
+        "grad_lse", "slope_grads", "key_bias_grad", "query_bias_grad", "visited",
     )  # fmt: skip
     _fields_ = [
         *((name, ctypes.c_int64) for name in "BHKTSD"),

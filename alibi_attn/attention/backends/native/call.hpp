@@ -25,10 +25,12 @@ struct Call {
     const int64_t *first;                          // [B]: position of query 0
     const uint8_t *key_mask;                       // [B, S], or null
     const int32_t *query_segments, *key_segments;  // [B, T], [B, S], or null
-    Real *lse;                                     // [B, H, T]: what the user gets
+    const double *key_bias;                        // [B, H, S], or null; -inf = may not be seen
+    double *lse;                                   // [B, H, T]: what the user gets
     Real *rows;                                    // [B, 2, H, T]: m_i and ln l_i, which forward leaves; see `bias_origin`
     const Real *grad_lse;                          // [B, H, T], or null
     double *slope_grads;                           // [2, B, H], or null: of the slopes, and of the right slopes
+    double *key_bias_grad, *query_bias_grad;       // [B, H, S], [B, H, T]: sums of ds over queries, over keys; or null
     int32_t *visited;                              // what forward visited, see `Visited`
     int64_t window, causal, has_values;            // window 0 = none; without values they count as of like length
     double scale, tolerance;

@@ -7,101 +7,18 @@
 // The sum over j is taken key by key for the largest rate R of the block and its nearest query; the others follow:
 //     exp(rate_i |k_j| - m |i - j|) <= exp(R |k_j| - m d_j) exp(-(R - rate_i) |k|_min - m (|i - j| - d_j)).
 // A few tiles with the longest keys may be left out of the sum, and are visited one by one where they may matter.
+// A bias of the key is one more number in each exponent, the same for all queries; `tails.hpp` has where the sum begins then.
 
 #pragma once
 
-#include "block.hpp"
-
-enum { STATS = OUTLIER_TILES + 4 };
-
-// An upper bound of the norm of a row of finite numbers from the sum of its squares, or inf; see `norms.norm_bound`.
-template <typename Real>
-Real norm_bound(Real squares, int64_t D) {
-    return std::sqrt(squares) * (1 + (D + NORM_UNITS) * UNIT<Real>) + std::sqrt(Real(D)) * VANISHING<Real>;
-}
-
-// What all blocks of a key head need to know of its keys and values. Hidden keys are no keys.
-template <typename Real>
-struct Norms {
-    const Real *keys, *values;  // [padded S]: upper bounds of norms; of a hidden key a large negative number, and 0
-    const Real *stats;          // the norms of the OUTLIER_TILES + 1 tiles with the longest keys, falling; of the shortest
-                                // key; of the longest and shortest value
-    const int32_t *tiles;       // [OUTLIER_TILES]: those tiles, -1 = none
-
-    Real longest_without(int tiles) const { return stats[tiles]; }
-    Real shortest_key() const { return stats[OUTLIER_TILES + 1]; }
-    Real longest_value() const { return stats[OUTLIER_TILES + 2]; }
-    Real shortest_value() const { return stats[OUTLIER_TILES + 3]; }
-};
-
-template <typename Real>
-int64_t padded(const Call<Real> &call) {
-    return (call.S + 2 * TAIL_GROUP - 1) / TAIL_GROUP * TAIL_GROUP;
-}
-
-// Numbers that a key head's norms and stats take.
-template <typename Real>
-int64_t norms_size(const Call<Real> &call) {
-    return 2 * padded(call) + STATS;
-}
-
-template <typename Real>
-Norms<Real> norms_of(const Call<Real> &call, Real *memory, int64_t head) {
-    const Real *keys = memory + head * norms_size(call);
-    const int32_t *tiles = Visited<Real>{call}.outlier_tiles(head / call.K, head % call.K);
-    return {keys, keys + padded(call), keys + 2 * padded(call), tiles};
-}
-
-// The norms of keys [from, to) of a key head and of their values.
-template <typename Real>
-void measure(const Call<Real> &call, Real *memory, int64_t head, int64_t from, int64_t to) {
-    const int64_t b = head / call.K, k = head % call.K;
-    Real *keys = memory + head * norms_size(call), *values = keys + padded(call);
-    const auto norm = [&](const Real *row) {
-        Reals<Real> sum = {};
-        for (int64_t d = 0; d < call.D; d += VL<Real>) sum += load(row + d) * load(row + d);
-        Real squares = 0;
-        for (int i = 0; i < VL<Real>; i++) squares += sum[i];
-        return norm_bound(squares, call.D);
-    };
-    for (int64_t j = from; j < to; j++) {
-        const bool hidden = j >= call.S || (call.key_mask && !call.key_mask[b * call.S + j]);
-        keys[j] = hidden ? Real(-1e30) : norm(call.key.of(b, k, j));
-        values[j] = hidden || !call.has_values ? Real(0) : norm(call.value.of(b, k, j));
-    }
-}
-
-// The stats and outlier tiles of a key head, from its norms.
-template <typename Real>
-void summarize(const Call<Real> &call, Real *memory, int64_t head) {
-    const Norms<Real> of = norms_of(call, memory, head);
-    Real *stats = memory + head * norms_size(call) + 2 * padded(call), top[OUTLIER_TILES + 1] = {};
-    Real shortest = INFINITY, longest_value = 0, shortest_value = INFINITY;
-    int32_t tiles[OUTLIER_TILES + 1];
-    std::fill(tiles, tiles + OUTLIER_TILES + 1, -1);
-    for (int64_t tile = 0; tile * BLOCK < call.S; tile++) {
-        Real norm = 0;
-        for (int64_t j = tile * BLOCK; j < std::min((tile + 1) * BLOCK, call.S); j++) {
-            if (of.keys[j] < 0) continue;
-            norm = std::max(norm, of.keys[j]), shortest = std::min(shortest, of.keys[j]);
-            longest_value = std::max(longest_value, of.values[j]), shortest_value = std::min(shortest_value, of.values[j]);
-        }
-        int at = OUTLIER_TILES;  // among the longest so far
-        if (tiles[at] >= 0 && !(norm > top[at])) continue;
-        for (; at > 0 && (tiles[at - 1] < 0 || norm > top[at - 1]); at--) top[at] = top[at - 1], tiles[at] = tiles[at - 1];
-        top[at] = norm, tiles[at] = (int32_t)tile;
-    }
-    std::copy(top, top + OUTLIER_TILES + 1, stats);
-    const Real rest[] = {std::isfinite(shortest) ? shortest : 0, longest_value, shortest_value};
-    std::copy(rest, rest + 3, stats + OUTLIER_TILES + 1);
-    std::copy(tiles, tiles + OUTLIER_TILES, Visited<Real>{call}.outlier_tiles(head / call.K, head % call.K));
-}
+#include "tails.hpp"
 
 template <typename Real>
 struct Certificate {
     const Block<Real> &block;
-    Real *memory;  // the norms of all key heads
-    Real *sums;    // [padded S / TAIL_GROUP + 1]: over the groups of keys beyond one, relative to exp(reference)
+    Real *memory;         // the norms of all key heads
+    const double *tails;  // of all query heads, where keys have biases
+    Real *sums;           // [padded S / TAIL_GROUP + 1]: over the groups of keys beyond one, relative to exp(reference)
     Norms<Real> norms = {};
     Real rate[BLOCK] = {}, fixed[BLOCK] = {};  // of each query; nats to be added to -lambda
     Real largest_rate = 0;
@@ -112,10 +29,11 @@ struct Certificate {
     double span = 0;      // the largest distance of a key of the sums
     int64_t nearest = 0;  // position of the block's query that is nearest to the keys of this side, less `bias_origin`
     int side = 1;         // 1: keys to the left; -1: to the right
+    double largest_bias = 0;  // of the keys visited so far, relative to `key_bias_origin`; their scores are off by its rounding
 
     void begin() {
         const Call<Real> &call = block.call;
-        possible = call.tolerance > 0;
+        possible = call.tolerance > 0, largest_bias = 0;
         if (!possible) return;
         norms = norms_of(call, memory, block.b * call.K + block.k);
         const Real error = (call.D + SCORE_UNITS) * UNIT<Real>, scale = std::abs(block.scale_after);
@@ -143,11 +61,22 @@ struct Certificate {
         nearest = (side > 0 ? block.position : block.position + block.rows - 1) - block.bias_origin;
     }
 
+    void visits(int64_t key, int count) {
+        for (int64_t j = key; block.key_bias && j < key + count; j++) {
+            const double nats = std::abs(block.bias_of(j));
+            if (nats < INFINITY) largest_bias = std::max(largest_bias, nats);
+        }
+    }
+
     // How many tiles to leave out of the sums of this side, which has so many keys.
     void leave_out(int64_t available) {
         double best = 0;
         int &chosen = left_out[side > 0];
         chosen = 0;
+        if (block.key_bias) {
+            while (possible && chosen < OUTLIER_TILES && norms.tiles[chosen] >= 0) chosen++;
+            return;
+        }
         for (int tiles = 1; possible && tiles <= OUTLIER_TILES && norms.tiles[tiles - 1] >= 0; tiles++) {
             // Keys that need not be visited, less what the tiles cost; one long key counts only above the many of a flat head.
             const double nats = double(largest_rate) * (norms.longest_without(0) - norms.longest_without(tiles));
@@ -162,7 +91,7 @@ struct Certificate {
     // The first key that must still be visited to the left of `key`, or the first that need not be visited to the right of it,
     // after queries have visited what `m_i` and `l_i` hold; `limit` where nothing may be skipped. Keys beyond `limit` are hidden.
     int64_t last_key(int64_t key, int64_t limit, const Real *m_i, const Real *l_i) {
-        if (!possible || !(slope > 0)) return limit;
+        if (!may_skip()) return limit;
         const double room = nats_of_room(m_i, l_i);
         if (!std::isfinite(room)) return limit;
         if (!summed || room - reference > CAP<Real> - 20) add_up(room, key, limit);
@@ -184,7 +113,7 @@ struct Certificate {
 
     // Whether an outlier tile's keys from one to another, all on this side, must be visited.
     bool must_visit(int64_t from, int64_t to, const Real *m_i, const Real *l_i) {
-        if (!possible || !(slope > 0)) return true;
+        if (!may_skip()) return true;
         const double room = nats_of_room(m_i, l_i);
         if (!std::isfinite(room)) return true;
         const double away = double(std::max(std::abs(nearest - from), std::abs(nearest - to)));
@@ -194,6 +123,9 @@ struct Certificate {
     }
 
    private:
+    // Without biases of keys a slope of 0 or below makes nothing far.
+    bool may_skip() const { return possible && (slope > 0 || block.key_bias); }
+
     // ln of what the sum, by the largest rate, may be at most.
     double nats_of_room(const Real *m_i, const Real *l_i) const {
         const Real error = (block.call.D + SCORE_UNITS) * UNIT<Real>, away = Real(slope);
@@ -230,7 +162,14 @@ struct Certificate {
     // Sum over the TAIL_GROUP keys from j on, relative to exp(reference).
     Real weight(int64_t j, double from) const {
         Real sum = 0;
+        Real biased[TAIL_GROUP];
+        if (block.key_bias) weigh_biased(j, from, biased);
         for (int v = 0; v < TAIL_GROUP; v += VL<Real>) {
+            if (block.key_bias) {
+                const Reals<Real> weights = exponential(load(biased + v));
+                for (int i = 0; i < VL<Real>; i++) sum += weights[i];
+                continue;
+            }
             const Reals<Real> distance = block.away(0, j + v - nearest) * Real(-side);
             Reals<Real> nats = load(norms.keys + j + v) * largest_rate - distance * Real(slope) - Real(from);
             nats = nats > CAP<Real> ? every(CAP<Real>) : nats;
@@ -238,6 +177,17 @@ struct Certificate {
             for (int i = 0; i < VL<Real>; i++) sum += weights[i];
         }
         return sum;
+    }
+
+    // The exponents of those weights, formed in double: a bias and m times the distance may be large and cancel.
+    void weigh_biased(int64_t j, double from, Real *nats) const {
+        for (int64_t i = 0; i < TAIL_GROUP; i++, j++) {
+            const bool hidden = j >= block.call.S || norms.keys[j] < 0;
+            const double distance = double((nearest - j) * side);
+            const double own = hidden ? -INFINITY
+                : double(norms.keys[j]) * double(largest_rate) + block.bias_of(j) - slope * distance - from;
+            nats[i] = own < double(CAP<Real>) ? Real(own) : own != own ? Real(NAN) : CAP<Real>;
+        }
     }
 
     // The weight of a group in the sums.
@@ -249,14 +199,39 @@ struct Certificate {
 
     // Nats that rounding may take from an exponent.
     double rounding(double room, double distance) const {
+        if (block.key_bias) {
+            // Exponents are formed in double. What is computed of the keys that were visited is off by what their biases round.
+            const double wide = 8 * UNIT<double> * (double(largest_rate) * norms.longest_without(0) + std::abs(room));
+            return wide + 8 * double(UNIT<Real>) * (largest_bias + 2 * CAP<Real>);
+        }
         return 8 * double(UNIT<Real>) * (double(largest_rate) * norms.longest_without(0) + slope * distance + std::abs(room));
+    }
+
+    // How far from the block's nearest query the keys begin that weigh less than e^-10 of the room together; a larger number than
+    // there are keys, or NaN, where none do.
+    double distance_of_little(double room) const {
+        if (!block.key_bias) {
+            const double longest = norms.longest_without(left_out[side > 0]);
+            return (largest_rate * longest - room - std::log(-std::expm1(-slope)) + 10) / slope;
+        }
+        const Tails<Real> of = tails_of(block.call, tails, block.b, block.h);
+        if (!(largest_rate <= of.rate) || !std::isfinite(of.rate)) return INFINITY;
+        // Tails rise towards the queries, from both ends.
+        const double most = room - 10 + block.key_bias_origin + slope * double(side * nearest);
+        const int64_t groups = padded(block.call) / TAIL_GROUP;
+        if (side > 0) {
+            const int64_t little = std::upper_bound(of.left, of.left + groups + 1, most) - of.left - 1;
+            return little <= 0 ? INFINITY : double(nearest - little * TAIL_GROUP + 1);
+        }
+        const auto is_more = [&](double x) { return !(x <= most); };
+        const int64_t little = std::partition_point(of.right, of.right + groups + 1, is_more) - of.right;
+        return little > groups ? INFINITY : double(little * TAIL_GROUP - nearest);
     }
 
     // The sums over all groups from `key` to `limit`, one by one from the farthest that can matter; those beyond it weigh less
     // than e^-10 of the room together.
     void add_up(double room, int64_t key, int64_t limit) {
-        const double longest = norms.longest_without(left_out[side > 0]);
-        const double enough = (largest_rate * longest - room - std::log(-std::expm1(-slope)) + 10) / slope;
+        const double enough = distance_of_little(room);
         const bool is_far = enough < double(std::abs(nearest - limit));  // false also if it is not a number
         const int64_t farthest = is_far ? std::max<int64_t>(0, (int64_t)enough) : 0;
         Real total = is_far ? Real(std::exp(-9.0)) : Real(0);

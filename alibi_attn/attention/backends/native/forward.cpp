@@ -20,6 +20,7 @@ struct Forward {
     void visit(int64_t key, int count) {
         Real factor[BLOCK];
         block.scores_with(key, count, scores);
+        certificate.visits(key, count);
         for (int v = 0; v < BLOCK; v += VL<Real>) {
             const Reals<Real> before = load(m_i + v);
             Reals<Real> top = before, sum = {};
@@ -98,8 +99,8 @@ struct Forward {
         visit_outlier_tiles();
         for (int i = 0; i < block.rows; i++) {
             const bool blind = l_i[i] == 0;
-            const double lse = double(m_i[i]) + std::log(double(l_i[i])) + block.bias_of_origin();
-            call.lse[block.row() + i] = blind ? -INFINITY : (Real)lse;
+            const double lse = double(m_i[i]) + std::log(double(l_i[i])) + block.left_out_of_scores();
+            call.lse[block.row() + i] = blind ? -INFINITY : lse;
             // A query that sees nothing has scores of -inf only, and any finite maximum gives them no weight.
             call.row_max(b, h)[n * BLOCK + i] = blind ? 0 : m_i[i];
             call.row_log_sum(b, h)[n * BLOCK + i] = blind ? 0 : std::log(l_i[i]);
@@ -122,6 +123,7 @@ void run(const Call<Real> &call) {
     const int64_t D = call.D, heads = call.B * call.K, width = 512, parts = (padded(call) + width - 1) / width;
     for (int64_t b = 0; b < call.B; b++) std::fill_n(Visited<Real>{call}.outlier_tiles(b, 0), call.K * OUTLIER_TILES, -1);
     Real *norms = allocate<Real>(call.tolerance > 0 ? heads * norms_size(call) : 0);
+    std::vector<double> tails(call.tolerance > 0 && call.key_bias ? call.B * call.H * tails_size(call) : 0);
 #pragma omp parallel num_threads(call.threads)
     {
         if (call.tolerance > 0) {
@@ -131,11 +133,14 @@ void run(const Call<Real> &call) {
                 measure(call, norms, part / parts, from, std::min(from + width, padded(call)));
             }
 #pragma omp for schedule(static)
-            for (int64_t head = 0; head < heads; head++) summarize(call, norms, head);
+            for (int64_t head = 0; head < heads; head++) {
+                summarize(call, norms, head);
+                if (call.key_bias) summarize_biased(call, norms, tails.data(), head);
+            }
         }
         Real *memory = allocate<Real>((BLOCK + 2 * D) * BLOCK + padded(call));
         Real *acc = memory + BLOCK * BLOCK, *queries = acc + BLOCK * D, *sums = queries + BLOCK * D;
-        Forward<Real> forward = {{call, queries}, memory, acc, {forward.block, norms, sums}};
+        Forward<Real> forward = {{call, queries}, memory, acc, {forward.block, norms, tails.data(), sums}};
 #pragma omp for schedule(dynamic, 1)
         for (size_t t = 0; t < tasks.size(); t++)
             for (int64_t n = tasks[t].block; n < tasks[t].last_block; n++) forward.run(tasks[t].b, tasks[t].h, n);

@@ -1,0 +1,165 @@
+"""A number per key: what may be passed, what is never used, how many digits are kept, and what may be skipped."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+from certificate_attack import dropped, native_keys, random_attack
+
+from alibi_attn import alibi_attention, alibi_slopes, explain, head_reach
+
+ABLE = ("reference", "dense", "native")
+
+
+def draw(length: int = 150, heads: int = 4, dim: int = 16) -> tuple[torch.Tensor, ...]:
+    return torch.randn(3, 2, heads, length, dim, generator=torch.Generator().manual_seed(length)).unbind(0)
+
+
+@pytest.mark.parametrize("backend", ABLE)
+def test_what_broadcasts_is_one_bias(backend: str) -> None:
+    q, k, v = draw()
+    bias = torch.randn(2, 4, 150)
+    for given in (bias, bias[:1], bias[:, :1], bias[0], bias[0, :1], bias[0, 0]):
+        leaves = [x.clone().requires_grad_() for x in (given, given.expand(2, 4, 150))]
+        found = [alibi_attention(q, k, v, key_bias=leaf, backend=backend) for leaf in leaves]
+        torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+        gradients = [torch.autograd.grad(out.square().sum(), leaf)[0] for out, leaf in zip(found, leaves, strict=True)]
+        torch.testing.assert_close(gradients[0], gradients[1].sum_to_size(given.shape), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("bias", "error", "said"),
+    [
+        (torch.zeros(2, 4, 149), ValueError, r"key_bias has shape \[2, 4, 149\] but must be \[B, H, S\] = \[2, 4, 150\]"),
+        (torch.zeros(3, 1, 150), ValueError, "broadcast to it"),
+        (torch.zeros(1, 2, 4, 150), ValueError, "key_bias has shape"),
+        (torch.zeros(2, 4, 1), ValueError, "key_bias has shape"),
+        (torch.zeros(150, dtype=torch.bfloat16), TypeError, "bfloat16 but must be float32 or float64"),
+        (torch.zeros(150, dtype=torch.int64), TypeError, "int64 but must be float32 or float64"),
+        (torch.full((150,), math.nan), ValueError, "NaN or \\+inf"),
+        (torch.full((150,), math.inf), ValueError, "−inf for a key that may not be seen"),
+        ([0.0] * 150, TypeError, "key_bias must be a torch.Tensor but is list"),
+    ],
+)  # fmt: skip
+def test_what_it_cannot_be(bias: object, error: type[Exception], said: str) -> None:
+    q, k, v = draw()
+    with pytest.raises(error, match=said):
+        alibi_attention(q, k, v, key_bias=bias)
+
+
+@pytest.mark.parametrize("backend", ABLE)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 3e38])
+def test_a_hidden_key_is_never_used(backend: str, bad: float) -> None:
+    q, k, v = draw(200)
+    bias = torch.where(torch.rand(2, 4, 200) < 0.3, -math.inf, torch.randn(2, 4, 200))
+    bias[0, :, 40:70] = -math.inf
+    bias[1, 2] = -math.inf  # a head that sees nothing at all
+    leaves = [x.clone().requires_grad_() for x in (q, k, v, bias)]
+    out, lse = alibi_attention(*leaves[:3], key_bias=leaves[3], return_lse=True, backend=backend)
+    assert bool((out[1, 2] == 0).all())
+    assert bool((lse[1, 2] == -math.inf).all())
+    finite = lse.masked_fill(lse == -math.inf, 0.0).sum()
+    clean = [out, *torch.autograd.grad(out.square().sum() + finite, leaves)]
+    spoiled = [x.clone() for x in (q, k, v)]
+    spoiled[1][0, :, 40:70], spoiled[2][0, :, 40:70] = bad, -bad
+    leaves = [x.requires_grad_() for x in (*spoiled, bias.clone())]
+    out, lse = alibi_attention(*leaves[:3], key_bias=leaves[3], return_lse=True, backend=backend)
+    finite = lse.masked_fill(lse == -math.inf, 0.0).sum()
+    for ours, right in zip([out, *torch.autograd.grad(out.square().sum() + finite, leaves)], clean, strict=True):
+        torch.testing.assert_close(ours, right, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ABLE)
+def test_large_numbers_cost_the_rounding_of_their_differences(backend: str) -> None:
+    q, k, v = draw(300)
+    bias = torch.rand(2, 4, 300, dtype=torch.float64).cumsum(-1)
+    near, near_lse = alibi_attention(q, k, v, key_bias=bias, return_lse=True, backend=backend)
+    far, far_lse = alibi_attention(q, k, v, key_bias=bias + 2.0**20, return_lse=True, backend=backend)
+    assert near_lse.dtype == far_lse.dtype == torch.float64
+    torch.testing.assert_close(far, near, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(far_lse - 2.0**20, near_lse, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("backend", ABLE)
+def test_a_constant_gate_is_a_slope(backend: str) -> None:
+    q, k, v = (x.double().requires_grad_() for x in draw(260))
+    slopes = torch.tensor(alibi_slopes(4), requires_grad=True)
+    bias = slopes[:, None] * torch.arange(260)
+    gated = alibi_attention(q, k, v, [0.0] * 4, key_bias=bias, backend=backend)
+    plain = alibi_attention(q, k, v, slopes, tolerance=0.0, backend="reference")
+    torch.testing.assert_close(gated, plain, rtol=1e-9, atol=1e-12)
+    for ours, right in zip(
+        *(torch.autograd.grad(x.pow(3).sum(), (q, k, v, slopes)) for x in (gated, plain)), strict=True
+    ):
+        torch.testing.assert_close(ours, right, rtol=1e-8, atol=1e-10)
+
+
+def test_autocast_casts_no_bias() -> None:
+    q, k, v = draw(700)
+    bias = (torch.rand(2, 4, 700).cumsum(-1) * 100).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = alibi_attention(q, k, v, [0.0] * 4, key_bias=bias)
+    assert out.dtype == torch.bfloat16
+    assert torch.autograd.grad(out.float().sum(), bias)[0].dtype == torch.float32
+    exact = alibi_attention(*(x.bfloat16().double() for x in (q, k, v)), [0.0] * 4, key_bias=bias.detach().double())
+    assert float((out.detach() - exact).abs().max()) < 0.02  # in bf16 sums of 10⁴ would be off by 64
+
+
+def test_maps_and_graphs_carry_it() -> None:
+    q, k, v = draw(80)
+    bias = torch.randn(2, 4, 80)
+    right = alibi_attention(q, k, v, key_bias=bias, backend="reference")
+    one = lambda q, k, v, bias: alibi_attention(q[None], k[None], v[None], key_bias=bias[None], backend="native")[0]  # noqa: E731
+    torch.testing.assert_close(torch.func.vmap(one)(q, k, v, bias), right, rtol=1e-5, atol=1e-5)
+    of_bias = torch.func.grad(lambda b: alibi_attention(q, k, v, key_bias=b, backend="native").square().sum())(bias)
+    leaf = bias.clone().requires_grad_()
+    wanted = torch.autograd.grad(alibi_attention(q, k, v, key_bias=leaf, backend="reference").square().sum(), leaf)[0]
+    torch.testing.assert_close(of_bias, wanted, rtol=1e-4, atol=1e-5)
+    call = torch.compile(
+        lambda *x: alibi_attention(*x[:3], key_bias=x[3], backend="native"), backend="aot_eager", fullgraph=True
+    )
+    torch.testing.assert_close(call(q, k, v, leaf), right, rtol=1e-5, atol=1e-5)
+
+
+def test_gates_shorten_the_reach_and_a_spike_costs_a_few_tiles() -> None:
+    q, k, v = draw(2048, heads=2, dim=32)
+    gates = torch.full((2, 2, 2048), 0.5).cumsum(-1)
+    assert int(head_reach(q, k, [0.0] * 2, key_bias=gates, backend="native").max()) < 300
+    spike = gates.clone()
+    spike[:, :, 40] += 900.0
+    told = explain(q, k, v, [0.0] * 2, key_bias=spike, backend="native")
+    share = float(told.split("scores computed: ")[1].split(" = ")[1].split("%")[0])
+    assert share < 15
+    assert "key bias" in told.splitlines()[0]
+    exact = alibi_attention(*(x.double() for x in (q, k, v)), [0.0] * 2, key_bias=spike.double(), tolerance=0.0)
+    torch.testing.assert_close(alibi_attention(q, k, v, [0.0] * 2, key_bias=spike), exact.float(), rtol=1e-4, atol=1e-4)
+
+
+def test_the_certificate_holds_for_biases_that_are_made_to_break_it() -> None:
+    skipping = 0
+    for seed in range(150):
+        attack = random_attack(seed, biased=True)
+        lost, share = dropped(attack, native_keys)
+        assert lost <= attack.tolerance, f"{attack} lost {lost:.3g}"
+        skipping += share > 0
+    assert skipping > 40
+
+
+def test_a_certificate_that_forgets_the_bias_is_found_out() -> None:
+    def without(spec, query, key, value):
+        return native_keys(dataclasses.replace(spec, key_bias=None), query, key, value)
+
+    attacks = [random_attack(seed, biased=True) for seed in range(100)]
+    assert sum(dropped(attack, without)[0] > attack.tolerance for attack in attacks) > 5
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_rows_and_columns_of_one_gradient(causal: bool) -> None:
+    """Sums of ds over queries and over keys agree: what all keys get is what all queries got, here the gradient of lse."""
+    q, k, v = draw(400)
+    bias = torch.rand(2, 4, 400, dtype=torch.float64).cumsum(-1).mul(0.1).requires_grad_()
+    out, lse = alibi_attention(q, k, v, key_bias=bias, causal=causal, return_lse=True, backend="native")
+    (found,) = torch.autograd.grad(out.sum() + (3 * lse).sum(), bias)
+    np.testing.assert_allclose(found.sum(-1).numpy(), 3 * 400, rtol=1e-5)
