@@ -11,6 +11,7 @@ from alibi_attn.slopes import alibi_slopes, interpolate_slopes
 if TYPE_CHECKING:
     from alibi_attn.attention.api import alibi_attention, explain, head_reach
     from alibi_attn.attention.bias import alibi_bias
+    from alibi_attn.attention.forgetting import forgetting_attention
     from alibi_attn.nn import ALiBiAttention, ALiBiPositionalBias, ALiBiTransformerBlock, KVCache
 
 __version__ = "0.1.0"
@@ -24,6 +25,7 @@ __all__ = [
     "alibi_bias",
     "alibi_slopes",
     "explain",
+    "forgetting_attention",
     "head_reach",
     "interpolate_slopes",
 ]
@@ -36,6 +38,7 @@ _HOMES = {
     "alibi_attention": "alibi_attn.attention.api",
     "alibi_bias": "alibi_attn.attention.bias",
     "explain": "alibi_attn.attention.api",
+    "forgetting_attention": "alibi_attn.attention.forgetting",
     "head_reach": "alibi_attn.attention.api",
 }
 

@@ -39,8 +39,8 @@ ATTENTION_ROWS = (
     ("custom_op",),
     ("backends",),
     ("dispatch", "validation"),
-    ("explanation",),
-    ("api",),
+    ("explanation", "execution"),
+    ("api", "forgetting"),
     ("decoding",),
 )
 ATTENTION = {name: row for row, names in enumerate(ATTENTION_ROWS) for name in names}

@@ -1,18 +1,15 @@
-"""`alibi_attention`: the one function. It checks its arguments, describes the call as an `AttentionSpec`, and calls a backend."""
+"""`alibi_attention`: the one function. It checks its arguments, describes the call as an `AttentionSpec`, and has it computed."""
 
-import contextlib
-import dataclasses
-import math
-from typing import Any, Literal, Unpack, overload
+from typing import Literal, Unpack, overload
 
 import torch
 from torch import Tensor
 
-from alibi_attn.attention import dispatch, explanation, transforms
+from alibi_attn.attention import dispatch, explanation
 from alibi_attn.attention.bias import Slopes
-from alibi_attn.attention.spec import AttentionSpec
+from alibi_attn.attention.execution import attend, autocast
 from alibi_attn.attention.validation import AttentionOptions, SegmentIds, make_spec
-from alibi_attn.attention.visibility import largest_distance, lse_dtype
+from alibi_attn.attention.visibility import largest_distance
 
 
 @overload
@@ -138,13 +135,13 @@ def alibi_attention(
 
     Source: Press et al. 2022, sec. 3 (arXiv:2108.12409).
     """
-    query, key, value = _autocast(query, key, value)
+    query, key, value = autocast(query, key, value)
     spec = make_spec(
         query, key, value, slopes, causal=causal, right_slopes=right_slopes, window=window, scale=scale,
         query_offset=query_offset, key_mask=key_mask, segment_ids=segment_ids, key_bias=key_bias, dropout_p=dropout_p,
         tolerance=tolerance, return_lse=return_lse,
     )  # fmt: skip
-    return _attend(spec, query, key, value, backend)
+    return attend(spec, query, key, value, backend)
 
 
 def head_reach(
@@ -168,7 +165,7 @@ def head_reach(
     >>> bool((head_reach(q, k)[0, 0] < 200).all())
     True
     """
-    query, key = _autocast(query, key)
+    query, key = autocast(query, key)
     spec = make_spec(query, key, key, slopes, **options)
     name = dispatch.choose(backend, spec, query, key, key)
     with torch.no_grad():
@@ -194,64 +191,7 @@ def explain(
     >>> print(explain(q, k, v).splitlines()[0])
     B=1 H=8 K=8 T=128 S=128 D=64, float32 on cpu, causal
     """
-    query, key, value = _autocast(query, key, value)
+    query, key, value = autocast(query, key, value)
     spec = make_spec(query, key, value, slopes, **options)
     name = dispatch.choose(backend, spec, query, key, value)
     return explanation.describe(spec, name, backend, query, key, value)
-
-
-def _attend(
-    spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor, backend: str
-) -> Tensor | tuple[Tensor, Tensor]:
-    """What a checked call returns."""
-    query, key, value, spec = _differentiable_once(query, key, value, spec)
-    name = dispatch.choose(backend, spec, query, key, value)
-    lse: Tensor | None
-    if spec.query_len == 0 or spec.key_len == 0:
-        output, lse = _nothing(spec, query, key, value)
-    else:
-        with _without_autocast(query.device.type):
-            output, lse = dispatch.BACKENDS[name].run(spec, query, key, value)
-    if not spec.return_lse:
-        return output
-    assert lse is not None, f"{name} left out the lse that was asked for"
-    return output, lse
-
-
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """torch.autocast's rule for scaled_dot_product_attention: fp16, bf16 and fp32 become the autocast dtype."""
-    device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
-        return tensors
-    low = torch.get_autocast_dtype(device)
-    return tuple(x.to(low) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
-
-
-def _without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
-    if torch.amp.is_autocast_available(device):
-        return torch.autocast(device, enabled=False)
-    return contextlib.nullcontext()
-
-
-def _differentiable_once(
-    query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec[Tensor]
-) -> tuple[Tensor, Tensor, Tensor, AttentionSpec[Tensor]]:
-    """The inputs, such that second derivatives and forward mode raise on every backend alike, instead of being wrong on some."""
-    names = [name for name in ("slopes", "right_slopes", "key_bias", "query_bias") if getattr(spec, name) is not None]
-    before: list[Tensor] = [getattr(spec, name) for name in names]
-    query, key, value, *after = transforms.once(query, key, value, *before)
-    if any(x is not y for x, y in zip(before, after, strict=True)):
-        changed: dict[str, Any] = dict(zip(names, after, strict=True))
-        spec = dataclasses.replace(spec, **changed)
-    return query, key, value, spec
-
-
-def _nothing(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """No queries, or no keys to be seen: zeros, and lse −inf."""
-    everywhere = torch.ones((), dtype=torch.bool, device=query.device)
-    given = key, value, spec.slopes, spec.right_slopes, spec.key_bias, spec.query_bias
-    inputs = [x for x in given if x is not None]
-    # Everything hangs on all inputs, so that gradients, zeros, pass through.
-    zero = torch.stack([x.masked_fill(everywhere, 0.0).sum().to(query.dtype) for x in inputs]).sum()
-    output = query.masked_fill(everywhere, 0.0) + zero
-    return output, output.sum(-1).to(lse_dtype(spec, query)) - math.inf

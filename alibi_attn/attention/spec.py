@@ -215,6 +215,46 @@ def check_key_bias(key_bias: ArrayLike, *, batch: int, num_heads: int, key_len: 
         )
 
 
+def check_log_fgate(
+    log_fgate: ArrayLike,
+    *,
+    batch: int,
+    num_heads: int,
+    num_kv_heads: int,
+    key_len: int,
+    query_len: int,
+    query_offset: object,
+) -> int:
+    """Gates are fp32 or fp64, [B, H, S] or [B, K, S]; the position of query 0, where all queries are among the keys."""
+    if dtype_name(log_fgate.dtype) not in ("float32", "float64"):
+        raise TypeError(
+            f"log_fgate is {dtype_name(log_fgate.dtype)} but must be float32 or float64: it is added up over the sequence"
+        )
+    shape = tuple(log_fgate.shape)
+    if len(shape) != 3 or shape[0] != batch or shape[1] not in (num_heads, num_kv_heads) or shape[2] != key_len:
+        raise ValueError(
+            f"log_fgate has shape {list(shape)} but must be [B, H, S] = [{batch}, {num_heads}, {key_len}], the logarithm of one "
+            f"gate a query head and key position, or [B, K, S] with K = {num_kv_heads}"
+        )
+    if query_offset is not None and (isinstance(query_offset, bool) or not isinstance(query_offset, int)):
+        raise TypeError(
+            f"query_offset is {query_offset!r} but with gates must be an int or None: it says which gates are theirs"
+        )
+    first = key_len - query_len if query_offset is None else query_offset
+    if first < 0 or first + query_len > key_len:
+        raise ValueError(
+            f"the queries stand at positions {first} to {first + query_len - 1} but log_fgate has the gates of 0 to "
+            f"{key_len - 1}: every query must be among the keys"
+        )
+    return first
+
+
+GATES_RULE = (
+    "log_fgate must be finite and at most 0, the natural logarithm of a gate in (0, 1] (torch.nn.functional.logsigmoid of a "
+    "number): NaN, inf or a positive number came; where a sequence begins anew pass segment_ids"
+)
+
+
 def check_query_offset(query_offset: ArrayLike, *, batch: int) -> None:
     """An offset that is an array is an integer, 0-d or [B]."""
     if not dtype_name(query_offset.dtype).startswith(("int", "uint")):

@@ -70,7 +70,7 @@ def make_spec(
         tolerance=tolerance, head_dim=d, dtype=dtype_name(query.dtype),
     )  # fmt: skip
     if key_mask is not None:
-        _check_tensor("key_mask", key_mask, query.device)
+        check_tensor("key_mask", key_mask, query.device)
         check_key_mask(key_mask, batch=b, key_len=s)
     offset = _offset(query_offset, batch=b, query_len=t, key_len=s, device=query.device)
     query_segments, key_segments = _segments(segment_ids, offset, batch=b, query_len=t, key_len=s, device=query.device)
@@ -178,12 +178,12 @@ def _segments(
                 f"segment_ids has {len(segment_ids)} parts but is one tensor [B, S] or a pair ([B, T], [B, S])"
             )
         of_query, of_key = segment_ids
-        _check_tensor("segment_ids[0]", of_query, device)
-        _check_tensor("segment_ids[1]", of_key, device)
+        check_tensor("segment_ids[0]", of_query, device)
+        check_tensor("segment_ids[1]", of_key, device)
         check_segments("segment_ids[0]", of_query, batch=batch, length=query_len, axis="T")
         check_segments("segment_ids[1]", of_key, batch=batch, length=key_len, axis="S")
         return of_query.to(torch.int64), of_key.to(torch.int64)
-    _check_tensor("segment_ids", segment_ids, device)
+    check_tensor("segment_ids", segment_ids, device)
     check_segments("segment_ids", segment_ids, batch=batch, length=key_len, axis="S")
     of_key = segment_ids.to(torch.int64)
     if not isinstance(offset, Tensor):
@@ -207,14 +207,15 @@ def _segments(
 
 def _key_bias(key_bias: Tensor, device: torch.device, batch: int, num_heads: int, key_len: int) -> Tensor:
     """[B, H, S], a view."""
-    _check_tensor("key_bias", key_bias, device)
+    check_tensor("key_bias", key_bias, device)
     check_key_bias(key_bias, batch=batch, num_heads=num_heads, key_len=key_len)
     if may_read(key_bias) and not bool((key_bias.detach() < torch.inf).all()):
         raise ValueError("key_bias has NaN or +inf in it but must be finite, or −inf for a key that may not be seen")
     return key_bias.expand(batch, num_heads, key_len)
 
 
-def _check_tensor(name: str, tensor: Tensor, device: torch.device) -> None:
+def check_tensor(name: str, tensor: Tensor, device: torch.device) -> None:
+    """It is a tensor, on query's device."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor but is {type(tensor).__name__}")
     _check_device(name, tensor, device)

@@ -1,0 +1,70 @@
+"""A checked call, computed: torch.autocast's rule, what is differentiable once, the backend that runs, and calls of nothing."""
+
+import contextlib
+import dataclasses
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alibi_attn.attention import dispatch, transforms
+from alibi_attn.attention.spec import AttentionSpec
+from alibi_attn.attention.visibility import lse_dtype
+
+
+def attend(
+    spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor, backend: str
+) -> Tensor | tuple[Tensor, Tensor]:
+    """What a checked call returns."""
+    query, key, value, spec = _differentiable_once(query, key, value, spec)
+    name = dispatch.choose(backend, spec, query, key, value)
+    lse: Tensor | None
+    if spec.query_len == 0 or spec.key_len == 0:
+        output, lse = _nothing(spec, query, key, value)
+    else:
+        with _without_autocast(query.device.type):
+            output, lse = dispatch.BACKENDS[name].run(spec, query, key, value)
+    if not spec.return_lse:
+        return output
+    assert lse is not None, f"{name} left out the lse that was asked for"
+    return output, lse
+
+
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """torch.autocast's rule for scaled_dot_product_attention: fp16, bf16 and fp32 become the autocast dtype."""
+    device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        return tensors
+    low = torch.get_autocast_dtype(device)
+    return tuple(x.to(low) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+
+
+def _without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
+    if torch.amp.is_autocast_available(device):
+        return torch.autocast(device, enabled=False)
+    return contextlib.nullcontext()
+
+
+def _differentiable_once(
+    query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec[Tensor]
+) -> tuple[Tensor, Tensor, Tensor, AttentionSpec[Tensor]]:
+    """The inputs, such that second derivatives and forward mode raise on every backend alike, instead of being wrong on some."""
+    names = [name for name in ("slopes", "right_slopes", "key_bias", "query_bias") if getattr(spec, name) is not None]
+    before: list[Tensor] = [getattr(spec, name) for name in names]
+    query, key, value, *after = transforms.once(query, key, value, *before)
+    if any(x is not y for x, y in zip(before, after, strict=True)):
+        changed: dict[str, Any] = dict(zip(names, after, strict=True))
+        spec = dataclasses.replace(spec, **changed)
+    return query, key, value, spec
+
+
+def _nothing(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """No queries, or no keys to be seen: zeros, and lse −inf."""
+    everywhere = torch.ones((), dtype=torch.bool, device=query.device)
+    given = key, value, spec.slopes, spec.right_slopes, spec.key_bias, spec.query_bias
+    inputs = [x for x in given if x is not None]
+    # Everything hangs on all inputs, so that gradients, zeros, pass through.
+    zero = torch.stack([x.masked_fill(everywhere, 0.0).sum().to(query.dtype) for x in inputs]).sum()
+    output = query.masked_fill(everywhere, 0.0) + zero
+    return output, output.sum(-1).to(lse_dtype(spec, query)) - math.inf

@@ -1,0 +1,128 @@
+"""`forgetting_attention`: every token says how much of what came before it is kept, and gates multiply along the way."""
+
+import dataclasses
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from alibi_attn.attention.bias import Slopes
+from alibi_attn.attention.execution import attend, autocast
+from alibi_attn.attention.spec import GATES_RULE, check_log_fgate
+from alibi_attn.attention.transforms import may_read
+from alibi_attn.attention.validation import SegmentIds, check_tensor, make_spec
+
+
+@overload
+def forgetting_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_fgate: Tensor,
+    slopes: Slopes | None = ...,
+    *,
+    window: int | None = ...,
+    scale: float | None = ...,
+    query_offset: int | None = ...,
+    key_mask: Tensor | None = ...,
+    segment_ids: SegmentIds | None = ...,
+    key_bias: Tensor | None = ...,
+    dropout_p: float = ...,
+    tolerance: float | None = ...,
+    return_lse: Literal[False] = ...,
+    backend: str = ...,
+) -> Tensor: ...
+
+
+@overload
+def forgetting_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_fgate: Tensor,
+    slopes: Slopes | None = ...,
+    *,
+    window: int | None = ...,
+    scale: float | None = ...,
+    query_offset: int | None = ...,
+    key_mask: Tensor | None = ...,
+    segment_ids: SegmentIds | None = ...,
+    key_bias: Tensor | None = ...,
+    dropout_p: float = ...,
+    tolerance: float | None = ...,
+    return_lse: bool = ...,
+    backend: str = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
+def forgetting_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_fgate: Tensor,
+    slopes: Slopes | None = None,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    query_offset: int | None = None,
+    key_mask: Tensor | None = None,
+    segment_ids: SegmentIds | None = None,
+    key_bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    tolerance: float | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Causal attention with forget gates, softmax(scale·q·kᵀ + Σ_{l=j+1..i} ln f_l − m·|i − j| + b_j)·v, [B, H, T, D].
+
+    The gate of position l lies between the keys before l and the queries from l on. Of four tokens the last one sees
+
+        key 0 through f_1·f_2·f_3     key 1 through f_2·f_3     key 2 through f_3     itself through no gate
+
+    so f_0 is never used, and a gate f that never changes is ALiBi with the slope −ln f. Exact to rounding: sums of gates are
+    fp64, however long the text is (fp32 where a device has no fp64). Differentiable once in all tensors, and through lse. The
+    gates themselves prove that far keys cannot matter: what is computed is what weighs more than the tolerance.
+
+    Args:
+        log_fgate: ln f, natural, finite and at most 0, fp32 or fp64, [B, H, S] (or [B, K, S], for all heads of a group). Hidden
+            keys and those of other segments have gates too: a sum within a segment has only that segment's.
+        slopes: m, for ALiBi times gates; None = none.
+        query_offset: position of query 0, an int; S − T by default. All queries are among the S positions.
+        query, key, value, window, scale, key_mask, segment_ids, key_bias, dropout_p, tolerance, return_lse, backend: as for
+            `alibi_attention`. lse is that of the scores above.
+
+    Raises:
+        ValueError, TypeError: wrong shapes, dtypes or numbers, or a named backend that cannot run this call.
+
+    >>> q = k = v = torch.randn(1, 8, 128, 64)
+    >>> gates = torch.nn.functional.logsigmoid(torch.randn(1, 8, 128) + 4)
+    >>> forgetting_attention(q, k, v, gates).shape
+    torch.Size([1, 8, 128, 64])
+
+    Source: Lin et al. 2025, Forgetting Transformer (arXiv:2503.02130), eq. 9 to 12.
+    """
+    query, key, value = autocast(query, key, value)
+    h = query.shape[1] if isinstance(query, Tensor) and query.ndim == 4 else 0
+    spec = make_spec(
+        query, key, value, [0.0] * h if slopes is None else slopes, window=window, scale=scale, query_offset=query_offset,
+        key_mask=key_mask, segment_ids=segment_ids, key_bias=key_bias, dropout_p=dropout_p, tolerance=tolerance,
+        return_lse=return_lse,
+    )  # fmt: skip
+    check_tensor("log_fgate", log_fgate, query.device)
+    first = check_log_fgate(
+        log_fgate, batch=spec.batch, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, key_len=spec.key_len,
+        query_len=spec.query_len, query_offset=query_offset,
+    )  # fmt: skip
+    if may_read(log_fgate) and not bool(((log_fgate <= 0) & log_fgate.isfinite()).all()):
+        raise ValueError(GATES_RULE)
+    gates = log_fgate if query.device.type == "mps" else log_fgate.double()
+    kept = gates.cumsum(-1)  # c_i, of which every bias is a difference
+    if log_fgate.shape[1] != spec.num_heads:
+        kept = kept.repeat_interleave(spec.group, dim=1)
+    bias = -kept if spec.key_bias is None else spec.key_bias.to(kept.dtype) - kept
+    own = kept[:, :, first : first + spec.query_len]
+    found = attend(dataclasses.replace(spec, key_bias=bias, query_bias=own), query, key, value, backend)
+    if not isinstance(found, tuple):
+        return found
+    wide = torch.float64 in (query.dtype, None if key_bias is None else key_bias.dtype)
+    return found[0], found[1].to(torch.float64 if wide else torch.float32)
