@@ -1,4 +1,4 @@
-"""The language models: pre-norm decoders that know nothing about positions but the four hooks of `positions.py`.
+"""The language models: pre-norm decoders that know nothing about positions but the four hooks of `hooks.py`.
 
     "modern"        RMS norm (Zhang and Sennrich 2019), SwiGLU (Shazeer 2020), no biases, embeddings times √E
     "mpt"           LayerNorm without bias, W₂·GELU(W₁·x), no biases: MPT's block, so that a checkpoint can leave as one
@@ -29,16 +29,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from alibi_attn.lab.adaptive import AdaptiveInput, AdaptiveSoftmax
-from alibi_attn.lab.attention import attend
+from alibi_attn.lab.attention import Bias, LayerCache, attend
 from alibi_attn.lab.config import Architecture, ConfigError, ModelConfig, Stretch
-from alibi_attn.lab.positions import (
-    PositionError,
-    PositionMethod,
-    check_segments,
-    check_stretch,
-    position_method,
-)
-from alibi_attn.nn import KVCache
+from alibi_attn.lab.hooks import ContentBias, LayerInput, Pass, PositionError, PositionMethod
+from alibi_attn.lab.positions import check_segments, check_stretch, position_method
 
 PREFILL_TOKENS = 2048  # of a prompt that are read at one time, so that only the caches grow with its length
 
@@ -52,6 +46,9 @@ class LanguageModel(nn.Module):
     Args:
         trained_length: L, in tokens; beyond it learned positions end, and a stretch begins.
         activation_checkpointing: in training, keep only what stands between two blocks and compute the rest again.
+
+    `progress` is the share of the training's steps that are done, for methods that change while they are trained; the training
+    sets it, and it is 1 otherwise.
     """
 
     def __init__(
@@ -59,7 +56,7 @@ class LanguageModel(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.trained_length = config, trained_length
-        self.activation_checkpointing = activation_checkpointing
+        self.activation_checkpointing, self.progress = activation_checkpointing, 1.0
         self.position: PositionMethod = position_method(config, trained_length)
         self.embedding: nn.Embedding | AdaptiveInput
         if config.cutoffs:
@@ -68,7 +65,7 @@ class LanguageModel(nn.Module):
         else:
             self.embedding = nn.Embedding(config.vocab_size, config.embed_dim)
         self.dropout = _dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(Block(config, index) for index in range(config.num_layers))
         self.norm = nn.Identity() if config.architecture == "baevski-auli" else _norm(config)
         _initialize(self, seed)
 
@@ -81,7 +78,7 @@ class LanguageModel(nn.Module):
         tokens: Tensor,
         *,
         targets: Tensor | None = None,
-        caches: Sequence[KVCache] | None = None,
+        caches: Sequence[LayerCache] | None = None,
         window: int | None = None,
         segment_ids: Tensor | None = None,
     ) -> Tensor:
@@ -108,7 +105,9 @@ class LanguageModel(nn.Module):
         if self.config.architecture != "mpt":
             x = x * math.sqrt(self.config.embed_dim)
         x = self.dropout(self.position.add(x, positions))
-        places = Places(self.position, positions, self.position.bias(tokens.shape[1], total), window, segment_ids)
+        asked = Pass(tokens.shape[1], total, self.progress)
+        shared = None if self.position.per_layer else self.position.bias(asked)
+        places = Places(self.position, positions, asked, shared, window, segment_ids)
         for layer, block in enumerate(self.blocks):
             if self.activation_checkpointing and self.training and torch.is_grad_enabled() and not caches:
                 x = checkpoint(block, x, places, None, use_reentrant=False)
@@ -154,20 +153,43 @@ class LanguageModel(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """Where the tokens of one pass stand and what they may see: alike in every layer (see `LanguageModel.forward`)."""
+    """Where the tokens of one pass stand and what they may see: alike in every layer (see `LanguageModel.forward`).
+
+    Args:
+        shared: the bias of all layers, where the method is asked once.
+    """
 
     method: PositionMethod
     positions: Tensor
-    bias: Tensor | None
+    asked: Pass
+    shared: Bias
     window: int | None
     segment_ids: Tensor | None
+
+    def bias(self, x: Tensor, index: int, cache: LayerCache | None) -> Bias:
+        """Of the layer `index`, whose attention has the normalized input x [B, T, E].
+
+        Raises:
+            PositionError: a `ContentBias` that has not a number for every head and token.
+        """
+        if not self.method.per_layer:
+            return self.shared
+        seen = LayerInput(x, index, None if cache is None else cache.key_bias)
+        found = self.method.bias(dataclasses.replace(self.asked, input=seen))
+        if isinstance(found, ContentBias) and (found.key_bias.ndim, *found.key_bias.shape[::2]) != (3, *x.shape[:2]):
+            raise PositionError(
+                f"key_bias has shape {list(found.key_bias.shape)} but x {list(x.shape)}; it must be [B, H, T], a number "
+                "for every head and token of this pass"
+            )
+        return found
 
 
 class Block(nn.Module):
     """x + attention(norm(x)), then x + feed-forward(norm(x)); x [B, T, E]."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
+        self.index = index
         width, hidden, bias = config.embed_dim, config.ffn_dim, config.architecture == "baevski-auli"
         self.num_heads, self.attention_dropout = config.num_heads, config.attention_dropout
         self.activation = _ACTIVATIONS[config.architecture]
@@ -182,16 +204,15 @@ class Block(nn.Module):
         self.ffn_out = nn.Linear(hidden, width, bias=bias)
         self.dropout, self.activation_dropout = _dropout(config.dropout), _dropout(config.activation_dropout)
 
-    def forward(self, x: Tensor, places: Places, cache: KVCache | None) -> Tensor:
+    def forward(self, x: Tensor, places: Places, cache: LayerCache | None) -> Tensor:
         y = self.attention_norm(x)
         q, k, v = (part(y).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
         q, k = places.method.rotate(q, k, places.positions)
+        bias = places.bias(y, self.index, cache)
         if cache is not None:
-            k, v = cache.append(k, v, layer=self)
+            k, v, bias = cache.append(k, v, bias, layer=self)
         dropout_p = self.attention_dropout if self.training else 0.0
-        y = attend(
-            q, k, v, places.bias, window=places.window, segment_ids=places.segment_ids, dropout_p=dropout_p
-        )  # fmt: skip
+        y = attend(q, k, v, bias, window=places.window, segment_ids=places.segment_ids, dropout_p=dropout_p)
         x = x + self.dropout(self.attention_out(y.transpose(1, 2).flatten(-2)))
         y = self.ffn_norm(x)
         if self.ffn_gate is None:
@@ -243,7 +264,7 @@ def _continuation(
 ) -> Iterator[int]:
     device = model.device
     generator = torch.Generator().manual_seed(seed)
-    caches = [KVCache() for _ in model.blocks]
+    caches = [LayerCache() for _ in model.blocks]
     tokens = torch.tensor([list(prompt)], device=device)
     for _ in range(max_new_tokens):
         with torch.inference_mode():

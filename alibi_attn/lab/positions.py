@@ -1,27 +1,18 @@
-"""Every way of telling a decoder where its tokens are, side by side.
+"""Every way of telling a decoder where its tokens are, side by side; what their four hooks are, says `hooks.py`.
 
-A method has four hooks, and most use one:
-
-    add(x, positions)             x [B, T, E] gets the embedding of its positions, once, before the first layer
-    rotate(q, k, positions)       q, k [B, H, T, D] are turned, in every layer, before the keys are cached
-    bias(query_len, key_len)      what is added to the scaled scores, in every layer: a full bias [H, T, S], −inf where the
-                                  query may not look, or, where it is linear in the distance, only its slopes [H], or None
-    stretched(stretch, length)    the method for texts of `length` tokens, more than it was trained at, without training
-
-`positions` [T] are absolute and start at 0; the queries are the last T of the S keys. To add a method, write a class
-here, name it in `METHODS` and in `config.Method`: nothing else in the lab knows what methods there are.
-Shapes as in `attention/spec.py`; E is the width of the model. Read next: `attention.py`.
+To add a method, write a class here, name it in `METHODS` and in `config.Method`: nothing else in the lab knows what methods
+there are. Shapes as in `attention/spec.py`; E is the width of the model. Read next: `attention.py`.
 """
 
 import copy
 import math
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from alibi_attn.lab.config import ConfigError, Method, ModelConfig, Stretch
+from alibi_attn.lab.hooks import Pass, PositionError, PositionMethod
 from alibi_attn.slopes import alibi_slopes, interpolate_slopes
 
 ROTARY_BASE = 10_000.0  # RoFormer, sec. 3.2.2; the sinusoids of Vaswani et al. have the same
@@ -29,30 +20,6 @@ T5_BUCKETS = 32
 T5_MAX_DISTANCE = 128  # both numbers: Raffel et al. 2020, sec. 2.1
 GOLDEN_RATIO = (math.sqrt(5) - 1) / 2  # its multiples are spread over 0 … 1 as evenly as a sequence can be
 YARN_FEW_TURNS, YARN_MANY_TURNS = 1, 32  # α and β of Peng et al. 2023, sec. 3.2, as for LLaMA
-
-
-class PositionError(ValueError):
-    """A position that the method has no meaning for."""
-
-
-class PositionMethod(Protocol):
-    """The four hooks, and what the method can do.
-
-    Args:
-        max_positions: how many positions there are; None = no limit.
-        relative: only the distance of two tokens matters, so that documents in one row need not know where they stand.
-        stretches: which stretches it has, besides "none".
-    """
-
-    max_positions: int | None
-    relative: bool
-    stretches: tuple[Stretch, ...]
-
-    def __init__(self, config: ModelConfig, trained_length: int) -> None: ...
-    def add(self, x: Tensor, positions: Tensor) -> Tensor: ...
-    def rotate(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]: ...
-    def bias(self, query_len: int, key_len: int) -> Tensor | None: ...
-    def stretched(self, stretch: Stretch, length: int) -> "PositionMethod": ...
 
 
 def position_method(config: ModelConfig, trained_length: int) -> PositionMethod:
@@ -97,7 +64,7 @@ def _rotates_nothing(self: nn.Module, q: Tensor, k: Tensor, positions: Tensor) -
     return q, k
 
 
-def _has_no_bias(self: nn.Module, query_len: int, key_len: int) -> Tensor | None:
+def _has_no_bias(self: nn.Module, at: Pass) -> Tensor | None:
     return None
 
 
@@ -112,6 +79,7 @@ class NoPositions(nn.Module):
 
     max_positions: int | None = None
     relative = True
+    per_layer = False
     stretches: tuple[Stretch, ...] = ()
     add = _adds_nothing
     rotate = _rotates_nothing
@@ -127,6 +95,7 @@ class Sinusoidal(nn.Module):
 
     max_positions: int | None = None
     relative = False
+    per_layer = False
     stretches: tuple[Stretch, ...] = ()
     rotate = _rotates_nothing
     bias = _has_no_bias
@@ -145,6 +114,7 @@ class Learned(nn.Module):
     """One learned vector per position of the trained length; there is none beyond (Vaswani et al. 2017, sec. 3.5)."""
 
     relative = False
+    per_layer = False
     stretches: tuple[Stretch, ...] = ()
     rotate = _rotates_nothing
     bias = _has_no_bias
@@ -175,6 +145,7 @@ class Rotary(nn.Module):
 
     max_positions: int | None = None
     relative = True
+    per_layer = False
     stretches: tuple[Stretch, ...] = ("linear", "ntk", "yarn")
     add = _adds_nothing
     bias = _has_no_bias
@@ -205,6 +176,7 @@ class T5Bias(nn.Module):
 
     max_positions: int | None = None
     relative = True
+    per_layer = False
     stretches: tuple[Stretch, ...] = ()
     add = _adds_nothing
     rotate = _rotates_nothing
@@ -214,8 +186,8 @@ class T5Bias(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.num_heads, T5_BUCKETS))
 
-    def bias(self, query_len: int, key_len: int) -> Tensor | None:
-        return _toeplitz(self.weight[:, t5_bucket(torch.arange(key_len, device=self.weight.device))], query_len)
+    def bias(self, at: Pass) -> Tensor | None:
+        return _toeplitz(self.weight[:, t5_bucket(torch.arange(at.key_len, device=self.weight.device))], at.query_len)
 
 
 class Kerple(nn.Module):
@@ -228,6 +200,7 @@ class Kerple(nn.Module):
 
     max_positions: int | None = None
     relative = True
+    per_layer = False
     stretches: tuple[Stretch, ...] = ()
     add = _adds_nothing
     rotate = _rotates_nothing
@@ -241,10 +214,10 @@ class Kerple(nn.Module):
             (middle * GOLDEN_RATIO % 1).log()
         )  # in another order, so that the pairs are spread too
 
-    def bias(self, query_len: int, key_len: int) -> Tensor | None:
-        distance = torch.arange(key_len, device=self.log_r1.device)
+    def bias(self, at: Pass) -> Tensor | None:
+        distance = torch.arange(at.key_len, device=self.log_r1.device)
         r1, r2 = self.log_r1.exp()[:, None], self.log_r2.exp()[:, None]
-        return _toeplitz(-r1 * torch.log1p(r2 * distance), query_len)
+        return _toeplitz(-r1 * torch.log1p(r2 * distance), at.query_len)
 
 
 class ALiBi(nn.Module):
@@ -255,6 +228,7 @@ class ALiBi(nn.Module):
 
     max_positions: int | None = None
     relative = True
+    per_layer = False
     stretches: tuple[Stretch, ...] = ("linear", "ntk")
     add = _adds_nothing
     rotate = _rotates_nothing
@@ -266,7 +240,7 @@ class ALiBi(nn.Module):
         slopes = torch.tensor(alibi_slopes(config.num_heads), dtype=torch.float32)
         self.register_buffer("slopes", slopes, persistent=False)
 
-    def bias(self, query_len: int, key_len: int) -> Tensor | None:
+    def bias(self, at: Pass) -> Tensor | None:
         return self.slopes
 
     def stretched(self, stretch: Stretch, length: int) -> PositionMethod:
@@ -281,6 +255,7 @@ class ALiBiLearned(nn.Module):
 
     max_positions: int | None = None
     relative = True
+    per_layer = False
     stretches: tuple[Stretch, ...] = ("linear", "ntk")
     add = _adds_nothing
     rotate = _rotates_nothing
@@ -290,7 +265,7 @@ class ALiBiLearned(nn.Module):
         self.fixed = ALiBi(config, trained_length)
         self.log_slopes = nn.Parameter(self.fixed.slopes.log())
 
-    def bias(self, query_len: int, key_len: int) -> Tensor | None:
+    def bias(self, at: Pass) -> Tensor | None:
         return self.log_slopes.exp()
 
     def stretched(self, stretch: Stretch, length: int) -> PositionMethod:
@@ -305,6 +280,7 @@ class ALiBiHalf(nn.Module):
 
     max_positions: int | None = None
     relative = True
+    per_layer = False
     stretches: tuple[Stretch, ...] = ("linear", "ntk")
     add = _adds_nothing
     rotate = _rotates_nothing
@@ -316,8 +292,8 @@ class ALiBiHalf(nn.Module):
         slopes = torch.tensor(alibi_slopes(sloped), dtype=torch.float32)
         self.fixed.slopes = F.pad(slopes, (0, config.num_heads - sloped))
 
-    def bias(self, query_len: int, key_len: int) -> Tensor | None:
-        return self.fixed.bias(query_len, key_len)
+    def bias(self, at: Pass) -> Tensor | None:
+        return self.fixed.bias(at)
 
     def stretched(self, stretch: Stretch, length: int) -> PositionMethod:
         return self.fixed.stretched(stretch, length)

@@ -56,6 +56,7 @@ def train(
         training = prepare(config)
         if checkpoint:
             resume(checkpoint, training)
+        training.model.progress = progress.step / asked.steps
         progress = _loop(training, config, corpus, folder, progress, interrupted, on_step)
     training.accelerator.free_memory()
     return progress
@@ -78,6 +79,7 @@ def _loop(
         rate = learning_rate(progress.step, asked)
         loss, stop = _step(training, batch.share(share, device), rate, asked, progress.step, interrupted)
         progress = _advanced(progress, loss, rate, time.perf_counter() - started, asked)
+        training.model.progress = progress.step / asked.steps
         if asked.validate_every and progress.step % asked.validate_every == 0:
             progress = _validated(progress, training.model, corpus.valid, asked)
         finished = progress.step == asked.steps

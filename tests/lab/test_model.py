@@ -4,10 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from alibi_attn.lab.attention import LayerCache
 from alibi_attn.lab.config import ConfigError
+from alibi_attn.lab.hooks import PositionError
 from alibi_attn.lab.model import generate
-from alibi_attn.lab.positions import METHODS, PositionError
-from alibi_attn.nn import KVCache
+from alibi_attn.lab.positions import METHODS
 
 TRAINED_LENGTH = 16
 ARCHITECTURES = {
@@ -45,7 +46,7 @@ def test_a_token_changes_nothing_before_it(tiny_model, method, fields):
 @pytest.mark.parametrize("chunks", [(1,) * 16, (5, 1, 1, 7, 2)])
 def test_cached_pass_equals_full_pass_however_it_is_cut(tiny_model, method, fields, chunks):
     model, tokens = tiny_model(method, **fields), some_tokens(16)
-    caches = [KVCache() for _ in model.blocks]
+    caches = [LayerCache() for _ in model.blocks]
     with torch.no_grad():
         parts = [model(part, caches=caches) for part in tokens.split(chunks, dim=1)]
         torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens), rtol=1e-4, atol=1e-5)
@@ -157,7 +158,7 @@ def test_a_window_is_a_text_cut_short_for_one_layer(tiny_model, method, fields):
 
 @every_method
 def test_cached_windows_are_windows(tiny_model, method):
-    model, tokens, caches = tiny_model(method), some_tokens(16), [KVCache(), KVCache()]
+    model, tokens, caches = tiny_model(method), some_tokens(16), [LayerCache(), LayerCache()]
     with torch.no_grad():
         parts = [model(part, caches=caches, window=6) for part in tokens.split((5, 1, 1, 7, 2), dim=1)]
         torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens, window=6), rtol=1e-4, atol=1e-5)
@@ -194,7 +195,7 @@ def test_a_stretched_model_has_the_same_weights_and_other_positions(tiny_model, 
         twin = model.stretched(stretch, 64)
         assert not torch.allclose(twin(tokens), plain, atol=1e-4)
         assert torch.equal(model(tokens), plain)
-        caches = [KVCache() for _ in twin.blocks]
+        caches = [LayerCache() for _ in twin.blocks]
         parts = [twin(part, caches=caches) for part in tokens.split((20, 1, 19), dim=1)]
         torch.testing.assert_close(torch.cat(parts, dim=1), twin(tokens), rtol=1e-4, atol=1e-5)
     assert twin.blocks is model.blocks

@@ -8,6 +8,7 @@ import torch
 from alibi_attn.attention.bias import alibi_bias
 from alibi_attn.lab.attention import attend
 from alibi_attn.lab.config import ConfigError, ModelConfig
+from alibi_attn.lab.hooks import Pass, PositionError
 from alibi_attn.lab.positions import (
     METHODS,
     ALiBi,
@@ -16,7 +17,6 @@ from alibi_attn.lab.positions import (
     Kerple,
     Learned,
     NoPositions,
-    PositionError,
     Rotary,
     Sinusoidal,
     T5Bias,
@@ -94,21 +94,21 @@ def test_t5_attention_is_the_loop_over_pairs(qkv, query_len, key_len):
     method = T5Bias(CONFIG, 8)
     torch.nn.init.normal_(method.weight, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        out = attend(q, k, v, method.bias(query_len, key_len))
+        out = attend(q, k, v, method.bias(Pass(query_len, key_len)))
         assert_attention_is(out, q, k, v, lambda head, d: method.weight[head, t5_bucket(torch.tensor([d]))[0]])
 
 
 @pytest.mark.parametrize(("query_len", "key_len"), [(5, 5), (1, 40), (3, 40)])
 def test_attention_without_a_bias_is_the_loop_over_pairs(qkv, query_len, key_len):
     q, k, v = qkv(query_len, key_len)
-    out = attend(q, k, v, NoPositions(CONFIG, 8).bias(query_len, key_len))
+    out = attend(q, k, v, NoPositions(CONFIG, 8).bias(Pass(query_len, key_len)))
     assert_attention_is(out, q, k, v, lambda head, d: 0.0)
 
 
 @pytest.mark.parametrize(("query_len", "key_len"), [(5, 5), (1, 40), (3, 40)])
 def test_alibi_attention_is_the_loop_over_pairs_and_the_explicit_bias(qkv, query_len, key_len):
     q, k, v = qkv(query_len, key_len)
-    slopes = ALiBi(CONFIG, 8).bias(query_len, key_len)
+    slopes = ALiBi(CONFIG, 8).bias(Pass(query_len, key_len))
     out = attend(q, k, v, slopes)
     assert_attention_is(out, q, k, v, lambda head, d: -(2.0 ** -(4 * (head + 1))) * d)  # two heads: 1/16 and 1/256
     dense = attend(q, k, v, alibi_bias(slopes, query_len, key_len, dtype=torch.float32))
@@ -121,7 +121,7 @@ def test_kerple_attention_is_the_loop_over_pairs(qkv, query_len, key_len):
     method = Kerple(CONFIG, 8)
     r1, r2 = method.log_r1.exp(), method.log_r2.exp()
     with torch.no_grad():
-        out = attend(q, k, v, method.bias(query_len, key_len))
+        out = attend(q, k, v, method.bias(Pass(query_len, key_len)))
         assert_attention_is(out, q, k, v, lambda head, d: -r1[head] * math.log(1 + r2[head] * d))
 
 
@@ -136,14 +136,14 @@ def test_kerple_starts_in_the_ranges_of_its_authors_each_head_elsewhere():
 def test_half_of_the_heads_have_the_slopes_of_half_as_many_heads():
     for heads, slopes in ((4, [1 / 16, 1 / 256, 0, 0]), (1, [1 / 256]), (3, [1 / 16, 1 / 256, 0])):
         method = ALiBiHalf(ModelConfig(num_heads=heads, embed_dim=24), 8)
-        assert method.bias(5, 5).tolist() == slopes
+        assert method.bias(Pass(5, 5)).tolist() == slopes
 
 
 def test_learned_slopes_start_published_stay_above_zero_and_have_the_gradient_of_the_explicit_bias(qkv):
     q, k, v = qkv(7, 9)
     method = ALiBiLearned(CONFIG, 8)
-    torch.testing.assert_close(method.bias(7, 9), torch.tensor([1 / 16, 1 / 256]))
-    out = attend(q, k, v, method.bias(7, 9))
+    torch.testing.assert_close(method.bias(Pass(7, 9)), torch.tensor([1 / 16, 1 / 256]))
+    out = attend(q, k, v, method.bias(Pass(7, 9)))
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(2))
     (found,) = torch.autograd.grad((out * weights).sum(), method.log_slopes)
     dense = attend(q, k, v, alibi_bias(method.log_slopes.exp(), 7, 9, dtype=torch.float32))
@@ -151,7 +151,7 @@ def test_learned_slopes_start_published_stay_above_zero_and_have_the_gradient_of
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
     with torch.no_grad():
         method.log_slopes.sub_(10)
-    assert (method.bias(7, 9) > 0).all()
+    assert (method.bias(Pass(7, 9)) > 0).all()
 
 
 @pytest.mark.parametrize("method", [NoPositions, T5Bias, Kerple, ALiBi])
@@ -161,7 +161,7 @@ def test_windows_and_documents_hide_what_they_say(qkv, method, query_len, key_le
     made = method(CONFIG, 8)
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(1))
-    bias = made.bias(query_len, key_len)
+    bias = made.bias(Pass(query_len, key_len))
     if bias is None:
         bias_at = lambda head, d: 0.0  # noqa: E731
     elif bias.ndim == 1:
@@ -212,13 +212,13 @@ def test_stretched_slopes_are_those_of_the_papers(method):
     config = ModelConfig(num_heads=4, embed_dim=16)
     slopes = {"alibi-half": [1 / 16, 1 / 256, 0, 0]}.get(method, [1 / 4, 1 / 16, 1 / 64, 1 / 256])
     made = METHODS[method](config, 128)
-    linear, ntk = (made.stretched(stretch, 512).bias(5, 5) for stretch in ("linear", "ntk"))
+    linear, ntk = (made.stretched(stretch, 512).bias(Pass(5, 5)) for stretch in ("linear", "ntk"))
     assert linear.tolist() == pytest.approx([m / 4 for m in slopes])
     flattest = {"alibi-half": [1 / 16, 1 / 1024, 0, 0]}
     expected = flattest.get(method, [4 ** (-h - h / 3 - 1) for h in range(4)])  # m_h / 4^(h/3), counted from 0
     assert ntk.tolist() == pytest.approx(expected)
     assert not linear.requires_grad
-    assert made.bias(5, 5).tolist() == pytest.approx(slopes)
+    assert made.bias(Pass(5, 5)).tolist() == pytest.approx(slopes)
 
 
 @pytest.mark.parametrize(

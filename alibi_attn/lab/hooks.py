@@ -1,0 +1,107 @@
+"""The four hooks of a position method, and what is handed to them.
+
+    add(x, positions)             x [B, T, E] gets the embedding of its positions, once, before the first layer
+    rotate(q, k, positions)       q, k [B, H, T, D] are turned, in every layer, before the keys are cached
+    bias(at)                      what is added to the scaled scores: a full bias [H, T, S], −inf where the query may not look;
+                                  where it is linear in the distance, only its slopes [H]; where every key has a number of its
+                                  own, computed from the text, a `ContentBias`; or None
+    stretched(stretch, length)    the method for texts of `length` tokens, more than it was trained at, without training
+
+`positions` [T] are absolute and start at 0; the queries are the last T of the S keys. Shapes as in `attention/spec.py`; E is
+the width of the model. Read next: `positions.py`.
+"""
+
+import dataclasses
+from typing import Protocol
+
+from torch import Tensor
+
+from alibi_attn.lab.config import ModelConfig, Stretch
+
+
+class PositionError(ValueError):
+    """A position that the method has no meaning for, or a hook that asks for what it is not given."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ContentBias:
+    """A number for every key, added to all scores that the key takes part in: the log of a forget gate, say.
+
+    Softmax does not see what is added to all keys alike, so that only differences between keys count.
+
+    Args:
+        key_bias: [B, H, T], finite, of the T tokens of this pass. Those of earlier tokens stay with the cached keys, and come
+            back as `LayerInput.earlier`.
+        slopes: [H], of a bias that is linear in the distance and is added as well.
+    """
+
+    key_bias: Tensor
+    slopes: Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerInput:
+    """What one layer sees.
+
+    Args:
+        x: [B, T, E], the normalized input of its attention, of which q, k and v are made.
+        index: which layer it is, from 0.
+        earlier: [B, H, S − T], the `key_bias` of the cached tokens, in order; None where there are none.
+    """
+
+    x: Tensor
+    index: int
+    earlier: Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """What `bias` is asked for: `query_len` T and `key_len` S.
+
+    Args:
+        progress: the share of the training's steps that are done, 0 … 1; 1 after the training.
+        input: of the layer that asks; see `layer`.
+    """
+
+    query_len: int
+    key_len: int
+    progress: float = 1.0
+    input: LayerInput | None = None
+
+    @property
+    def layer(self) -> LayerInput:
+        """The layer that asks; only methods that say `per_layer` have one.
+
+        Raises:
+            PositionError: the method is asked once for all layers.
+        """
+        if self.input is None:
+            raise PositionError(
+                "this bias is asked once for all layers; say per_layer = True to be asked by each of them"
+            )
+        return self.input
+
+
+class PositionMethod(Protocol):
+    """The four hooks, and what the method can do.
+
+    A parameter [E, H] of its own for every layer is one parameter [layers, E, H]: `bias` is told the layer's index. Vectors
+    stay as the method has made them; all other parameters are drawn from the seed and their name (`lab/model.py`).
+
+    Args:
+        max_positions: how many positions there are; None = no limit.
+        relative: only the distance of two tokens matters, so that documents in one row need not know where they stand.
+        per_layer: `bias` is asked by every layer, with what it sees; or once for all of them, which costs less.
+        stretches: which stretches it has, besides "none".
+    """
+
+    max_positions: int | None
+    relative: bool
+    per_layer: bool
+    stretches: tuple[Stretch, ...]
+
+    def __init__(self, config: ModelConfig, trained_length: int) -> None: ...
+    def add(self, x: Tensor, positions: Tensor) -> Tensor: ...
+    def rotate(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]: ...
+    def bias(self, at: Pass) -> Tensor | ContentBias | None: ...
+    def stretched(self, stretch: Stretch, length: int) -> "PositionMethod": ...
