@@ -246,7 +246,9 @@ def load(path: Path) -> Record:
     if not isinstance(data, dict) or "schema" not in data:
         raise RecordError(f"{path} is JSON but not a record: it has no schema")
     if data["schema"] != SCHEMA:
-        raise RecordError(f"{path} has schema {data['schema']} but this version reads {SCHEMA}")
+        raise RecordError(
+            f"{path} has schema {data['schema']} but this version reads {SCHEMA}; read it with the version that wrote it"
+        )
     expected = {field.name for field in dataclasses.fields(Record)}
     if missing := expected - data.keys():
         raise RecordError(f"{path} lacks {', '.join(sorted(missing))}")

@@ -110,7 +110,10 @@ def test_identity_is_of_the_question_and_not_of_the_answer() -> None:
         (lambda text: "", "is not JSON"),
         (lambda text: "[1, 2]", "not a record"),
         (lambda text: '{"a": 1}', "it has no schema"),
-        (lambda text: text.replace('"schema": 1', '"schema": 99'), "has schema 99 but this version reads 1"),
+        (
+            lambda text: text.replace('"schema": 1', '"schema": 99'),
+            "has schema 99 but this version reads 1; read it with",
+        ),
         (lambda text: text.replace('"metrics"', '"metrix"'), "lacks metrics"),
         (lambda text: text.replace("1.25,", '"low",', 1), "damaged: metrics has loss_nats = 'low'|columns"),
         (lambda text: text.replace('"kind": "training"', '"kind": 7'), "damaged: kind is 7 but must be text"),

@@ -4,12 +4,17 @@ A `DynamicCache` of transformers copies all keys and values for every new token,
 appends in place, and remembers how long its keys and values are: see `attention/decoding.py`.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.nn.cache import KVCache
+from alibi_attn.nn.pickles import check_format
+
+FORMAT = 1  # of a pickle; the caches inside have their own
 
 
 class ALiBiCache(Cache):
@@ -19,6 +24,8 @@ class ALiBiCache(Cache):
     With it a model under `patch` spends on attention what its reach costs, however long the text: on a CPU from 2²³ cached
     elements a layer and sequence on, say 8,192 tokens of 16 heads × 64. Before that, and with padding, gradients, other
     numerics than "exact", a `backend` of your choice or `torch.compile`, all keys are scored.
+
+    It may be copied and pickled; a pickle names its format and holds nothing of transformers' own, whose version may change.
 
     MPT's config has `use_cache=False`: pass `use_cache=True` to `generate` there.
 
@@ -35,25 +42,32 @@ class ALiBiCache(Cache):
     def __init__(self) -> None:
         super().__init__(layer_class_to_replicate=_Layer)
 
+    def __getstate__(self) -> dict[str, object]:
+        return {"format": FORMAT, "stores": [self._layer(index).store for index in range(len(self.layers))]}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        check_format("ALiBiCache", state, reads=FORMAT)
+        ALiBiCache.__init__(self)
+        self.layers = [_Layer(store=store) for store in state["stores"]]
+
     def norms(self, layer_idx: int) -> Norms:
         """What is known of the keys and values of one layer, which has some."""
+        return self._layer(layer_idx).store.norms
+
+    def _layer(self, layer_idx: int) -> "_Layer":
         layer = self.layers[layer_idx]
         assert isinstance(layer, _Layer)
-        return layer.store.norms
+        return layer
 
 
 class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
     """One layer of transformers' interface; `store` holds the tensors, `keys` and `values` are views of it."""
 
-    def __init__(self, **kwargs: object) -> None:
+    def __init__(self, *, store: KVCache | None = None, **kwargs: object) -> None:
         super().__init__(**kwargs)  # type: ignore[no-untyped-call]
-        self.store = KVCache()
-
-    def __getstate__(self) -> dict[str, object]:
-        return {**vars(self), "keys": None, "values": None}  # copied with the store, which they are views of
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        vars(self).update(state)
+        self.store = KVCache() if store is None else store
+        if len(self.store):
+            self.lazy_initialization(self.store.key, self.store.value)
         self._look()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:

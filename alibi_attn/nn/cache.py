@@ -6,12 +6,15 @@ Read next: `reach_cache.py`, which forgets with a proof.
 import operator
 import weakref
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from alibi_attn.attention.certificate.norms import Norms
+from alibi_attn.nn.pickles import check_format
+
+FORMAT = 1  # of a pickle
 
 
 class KVCache:
@@ -24,8 +27,9 @@ class KVCache:
 
     ALiBi adds nothing to the keys: cropping, reordering and other slopes never make a cache stale.
 
-    `copy.deepcopy` forks a cache, gradients included; a pickle holds what later tokens need, without gradients or spare room.
-    Either belongs to the attention layer that appends to it next.
+    `copy.deepcopy` forks a cache, gradients included; a pickle holds what later tokens need, without gradients or spare room,
+    and the number of its format: another version refuses what it cannot read. Either belongs to the attention layer that
+    appends to it next.
 
     With `max_tokens` the cache streams: once it is full, each new token takes the place of the oldest that is not one of the
     first `sinks`, and those that stay count as neighbors: a token's distances are those inside the cache. That is another
@@ -94,8 +98,21 @@ class KVCache:
         return twin
 
     def __getstate__(self) -> dict[str, object]:
-        state = self._filled_only()
-        return {name: x.detach() if isinstance(x, Tensor) else x for name, x in state.items()}
+        filled = self._key is not None
+        return {
+            "format": FORMAT,
+            "max_tokens": self.max_tokens,
+            "sinks": self.sinks,
+            "forgotten": self.forgotten,
+            "key": self.key.detach().clone() if filled else None,
+            "value": self.value.detach().clone() if filled else None,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        check_format("KVCache", state, reads=FORMAT)
+        KVCache.__init__(self, max_tokens=state["max_tokens"], sinks=state["sinks"])
+        self._key, self._value, self.forgotten = state["key"], state["value"], state["forgotten"]
+        self._length = 0 if self._key is None else self._key.shape[2]
 
     def append(self, key: Tensor, value: Tensor, *, layer: nn.Module | None = None) -> tuple[Tensor, Tensor]:
         """Add key and value, [B, K, T, D], behind what is there; returns all keys and all values, [B, K, S + T, D].

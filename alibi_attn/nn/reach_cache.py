@@ -12,6 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from alibi_attn.nn.cache import KVCache
+from alibi_attn.nn.pickles import check_format
+
+FORMAT = 1  # of a pickle; the caches inside have their own
 
 
 class ReachCache:
@@ -59,6 +62,13 @@ class ReachCache:
 
     def __len__(self) -> int:
         return self._seen
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"format": FORMAT, **vars(self)}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        check_format("ReachCache", state, reads=FORMAT)
+        vars(self).update({name: value for name, value in state.items() if name != "format"})
 
     @property
     def kept(self) -> tuple[int, ...]:

@@ -107,6 +107,18 @@ def test_what_a_dynamic_cache_can_do_with_its_batch(build, tokens):
         torch.testing.assert_close(model(ids, past_key_values=caches[1]).logits, model(ids).logits)
 
 
+@pytest.mark.parametrize(("came", "found"), [(2, "format 2"), (None, "no format"), ("1", "format '1'")])
+def test_a_pickle_of_another_format_is_refused_by_name(came, found, build, tokens):
+    cache = ALiBiCache()
+    with torch.no_grad(), patch(model := build("bloom")):
+        model(tokens(1, 3), past_key_values=cache)
+    state = cache.__getstate__()
+    assert list(state) == ["format", "stores"]  # of format 1: whoever changes what a pickle holds raises the number
+    unpickled = ALiBiCache.__new__(ALiBiCache)
+    with pytest.raises(ValueError, match=f"pickled ALiBiCache has {found} but .* reads format 1; .* a new ALiBiCache"):
+        unpickled.__setstate__({**state, "format": came})
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 def test_a_copied_or_pickled_cache_decodes_on(copied, mode, build, tokens):

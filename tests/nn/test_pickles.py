@@ -1,0 +1,76 @@
+"""A pickled cache says which format it is in; another one is refused, by its name and with what to do."""
+
+import pickle
+
+import pytest
+import torch
+
+from alibi_attn.nn.cache import FORMAT, KVCache
+from alibi_attn.nn.pickles import check_format
+from alibi_attn.nn.reach_cache import FORMAT as REACH_FORMAT
+from alibi_attn.nn.reach_cache import ReachCache
+
+# What a pickle of each format holds: whoever changes it raises the number and adds a line, or reads the older one too.
+HOLDS = {
+    (KVCache, 1): ["format", "max_tokens", "sinks", "forgotten", "key", "value"],
+    (ReachCache, 1): [
+        "format", "score_bound", "tolerance", "key_heads", "query_heads", "_limits", "_caches", "_num_kv_heads", "_seen",
+        "_longest_key",
+    ],
+}  # fmt: skip
+MAKE = {KVCache: KVCache, ReachCache: lambda: ReachCache([2, 9], score_bound=3.0, tolerance=1e-6)}
+
+
+def filled(kind: type) -> KVCache | ReachCache:
+    cache = MAKE[kind]()
+    with torch.no_grad():
+        for token in torch.randn(5, 1, 2, 1, 4, generator=torch.Generator().manual_seed(0)):
+            cache.append(token, token)
+    return cache
+
+
+@pytest.mark.parametrize(("kind", "number"), HOLDS)
+@pytest.mark.parametrize("make", [filled, lambda kind: MAKE[kind]()], ids=["filled", "empty"])
+def test_a_pickle_holds_what_its_format_says(kind, number, make):
+    state = make(kind).__getstate__()
+    assert state["format"] == number == {KVCache: FORMAT, ReachCache: REACH_FORMAT}[kind]
+    assert list(state) == HOLDS[kind, number]
+
+
+@pytest.mark.parametrize("kind", MAKE)
+@pytest.mark.parametrize(
+    ("came", "found"), [(2, "format 2"), (0, "format 0"), (None, "no format"), (True, "format True")]
+)
+def test_another_format_is_refused_with_what_to_do(kind, came, found, monkeypatch):
+    cache = filled(kind)
+    inside = cache.__getstate__()
+    monkeypatch.setattr(kind, "__getstate__", lambda self: {**inside, "format": came})
+    data = pickle.dumps(cache)
+    message = (
+        f"the pickled {kind.__name__} has {found} but this version of alibi-attn reads format 1; unpickle it with the"
+    )
+    with pytest.raises(ValueError, match=message):
+        pickle.loads(data)
+
+
+def test_a_pickle_from_before_formats_is_refused_by_name(monkeypatch):
+    """Such a one held every attribute, and the bounds of the keys' lengths, which a certificate of today need not accept."""
+    cache = filled(KVCache)
+    monkeypatch.setattr(KVCache, "__getstate__", lambda self: {**vars(self), "_layer": None})
+    data = pickle.dumps(cache)
+    with pytest.raises(ValueError, match="the pickled KVCache has no format"):
+        pickle.loads(data)
+
+
+def test_what_a_stream_has_forgotten_is_not_forgotten():
+    cache = KVCache(max_tokens=4, sinks=1)
+    with torch.no_grad():
+        for step in range(9):
+            cache.append(*torch.full((2, 1, 1, 1, 4), float(step)))
+    twin = pickle.loads(pickle.dumps(cache))
+    assert (len(twin), twin.forgotten, twin.max_tokens, twin.sinks) == (4, 5, 4, 1)
+    assert twin.key[0, 0, :, 0].tolist() == cache.key[0, 0, :, 0].tolist() == [0, 6, 7, 8]
+
+
+def test_the_format_that_is_read_is_accepted():
+    check_format("KVCache", {"format": 3}, reads=3)
