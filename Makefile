@@ -22,7 +22,7 @@ demo: setup ## Train four position methods short, test them long, write a report
 test: setup check ## Formatting, lint, types, architecture, and every test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
-test-all: setup check ## The same with full case lists in every dtype and long fuzzes (half an hour on two cores)
+test-all: setup check ## The same with full case lists in every dtype, long fuzzes, the built wheel and sdist (half an hour on two cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile -m "long or not long" --timeout 1800
 
 check: setup ## Formatting, lint, types, architecture
