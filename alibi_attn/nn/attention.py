@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from alibi_attn.attention.api import alibi_attention
 from alibi_attn.attention.bias import Slopes
 from alibi_attn.attention.decoding import attend_near, reads_near
+from alibi_attn.attention.forgetting import forgetting_attention
 from alibi_attn.attention.spec import check_key_mask, check_segments
 from alibi_attn.nn.cache import KVCache
+from alibi_attn.nn.gates import ForgetGates
 from alibi_attn.nn.positional import HeadSlopes
 from alibi_attn.nn.reach_cache import ReachCache
 from alibi_attn.reach import score_bound_of_norms, static_reach
@@ -43,6 +45,9 @@ class ALiBiAttention(nn.Module):
         learn_slopes: make them a parameter (Press et al. saw no gain in extrapolation from it).
         qk_norm: RMS-normalise queries and keys per head, with a weight (`q_norm`, `k_norm`) and without offset. It
             bounds every score by the weights alone.
+        forget_gate: gates of the Forgetting Transformer besides the slopes: `gate_proj` says, in fp32, for every head and token
+            how much of what came before it is kept, sigmoid of a linear map of x that starts as torch starts any, with a bias of
+            0: half of it. `slopes=[0.0] * H` are gates alone. Causal only.
 
     Raises:
         TypeError, ValueError: arguments that do not fit together, here; inputs that do not, in `forward`.
@@ -52,7 +57,8 @@ class ALiBiAttention(nn.Module):
     >>> attention(torch.zeros(2, 10, 64)).shape
     torch.Size([2, 10, 64])
 
-    Source: Press et al. 2022, sec. 3 (arXiv:2108.12409); QK-norm: Henry et al. 2020 (arXiv:2010.04245).
+    Source: Press et al. 2022, sec. 3 (arXiv:2108.12409); QK-norm: Henry et al. 2020 (arXiv:2010.04245); gates: Lin et al.
+    2025 (arXiv:2503.02130), whose code starts their bias at 0 too.
     """
 
     def __init__(
@@ -68,6 +74,7 @@ class ALiBiAttention(nn.Module):
         slopes: Slopes | None = None,
         learn_slopes: bool = False,
         qk_norm: bool = False,
+        forget_gate: bool = False,
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -82,6 +89,9 @@ class ALiBiAttention(nn.Module):
         self.out_proj = nn.Linear(num_heads * self.head_dim, embed_dim, bias=bias)
         self.q_norm = nn.RMSNorm(self.head_dim, eps=_QK_NORM_EPS) if qk_norm else None
         self.k_norm = nn.RMSNorm(self.head_dim, eps=_QK_NORM_EPS) if qk_norm else None
+        if forget_gate and not causal:
+            raise ValueError("forget_gate needs causal=True: gates multiply from a key to the queries after it")
+        self.gate_proj = ForgetGates(embed_dim, num_heads) if forget_gate else None
 
     def forward(
         self,
@@ -106,6 +116,7 @@ class ALiBiAttention(nn.Module):
             if x.shape[1] > fits:  # then every token forgets one of its own
                 chunks = [x[:, :fits], *x[:, fits:].split(1, dim=1)]
                 return torch.cat([self.forward(chunk, cache=cache) for chunk in chunks], dim=1)
+        gates = None if self.gate_proj is None else self.gate_proj(x)
         query = self._heads(self.q_proj(x))
         key = self._heads(self.k_proj(x))
         value = self._heads(self.v_proj(x))
@@ -115,8 +126,11 @@ class ALiBiAttention(nn.Module):
             mixed = self._within_reach(query, key, value, cache)
         else:
             if cache is not None:
-                key, value = cache.append(key, value, layer=self)
-            if cache is not None and key_mask is None and segment_ids is None and self._reads_near(query, key, cache):
+                key, value = cache.append(key, value, layer=self, log_fgate=gates)
+                gates = cache.log_fgate
+            if gates is not None:
+                mixed = self._gated(query, key, value, gates, key_mask, segment_ids)
+            elif cache is not None and key_mask is None and segment_ids is None and self._reads_near(query, key, cache):
                 mixed = attend_near(query, key, value, self.slopes.values, cache.norms, window=self.window)
             else:
                 mixed = self._attended(query, key, value, self.slopes.values, key_mask, segment_ids)
@@ -148,6 +162,20 @@ class ALiBiAttention(nn.Module):
             segment_ids=segment_ids,
             dropout_p=self.dropout_p if self.training else 0.0,
         )
+
+    def _gated(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        gates: Tensor,
+        key_mask: Tensor | None,
+        segment_ids: Tensor | None,
+    ) -> Tensor:
+        return forgetting_attention(
+            query, key, value, gates, self.slopes.values, window=self.window, key_mask=key_mask, segment_ids=segment_ids,
+            dropout_p=self.dropout_p if self.training else 0.0,
+        )  # fmt: skip
 
     def _within_reach(self, query: Tensor, key: Tensor, value: Tensor, cache: ReachCache) -> Tensor:
         """[B, H, T, D], one call for the heads that keep about as much."""
@@ -190,6 +218,10 @@ class ALiBiAttention(nn.Module):
         """
         if not self.causal:
             raise ValueError("reach_cache needs causal=True: a cache is for tokens that come one after another")
+        if self.gate_proj is not None:
+            raise ValueError(
+                "reach_cache is for slopes alone, and this layer has forget gates; use KVCache(), which keeps all"
+            )
         tolerance = self._default_tolerance() if tolerance is None else tolerance
         bound = self.score_bound() if score_bound is None else score_bound
         reach = self.static_reach(tolerance=tolerance, score_bound=bound)
@@ -263,6 +295,10 @@ class ALiBiAttention(nn.Module):
         if cache is not None and not self.causal:
             raise ValueError("cache needs causal=True: without it the keys to come would change outputs already given")
         forgets = isinstance(cache, ReachCache) or (cache is not None and cache.max_tokens is not None)
+        if forgets and self.gate_proj is not None:
+            raise ValueError(
+                "a cache that forgets tokens would lose the gates between those that stay; use KVCache(), which keeps all"
+            )
         if forgets and not (key_mask is None and segment_ids is None):
             raise ValueError(
                 "a cache that forgets takes no key_mask and no segment_ids; use KVCache(), which keeps all"

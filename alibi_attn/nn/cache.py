@@ -3,6 +3,7 @@
 Read next: `reach_cache.py`, which forgets with a proof.
 """
 
+import copy
 import operator
 import weakref
 from collections.abc import Sequence
@@ -63,6 +64,7 @@ class KVCache:
         self._value: Tensor | None = None
         self._length = 0
         self._has_room = False  # the tensors above are ours to write into
+        self._gates: KVCache | None = None  # of a layer with forget gates: ln f as keys [B, H, S, 1], without values
         self._norms: Norms | None = None  # of the whole tiles so far; None where positions have moved
         self._layer: weakref.ref[nn.Module] | None = None
 
@@ -80,9 +82,15 @@ class KVCache:
         return self._filled(self._value)
 
     @property
+    def log_fgate(self) -> Tensor | None:
+        """The logarithms of the forget gates, [B, H, S], a view; None for a layer without them."""
+        return None if self._gates is None else self._gates.key[..., 0]
+
+    @property
     def nbytes(self) -> int:
-        """Memory of the keys and values, with the spare room."""
-        return sum(tensor.untyped_storage().nbytes() for tensor in (self._key, self._value) if tensor is not None)
+        """Memory of the keys, the values and the gates, with the spare room."""
+        own = sum(tensor.untyped_storage().nbytes() for tensor in (self._key, self._value) if tensor is not None)
+        return own + (0 if self._gates is None else self._gates.nbytes)
 
     @property
     def norms(self) -> Norms:
@@ -106,6 +114,7 @@ class KVCache:
             "forgotten": self.forgotten,
             "key": self.key.detach().clone() if filled else None,
             "value": self.value.detach().clone() if filled else None,
+            "gates": self._gates,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -113,18 +122,23 @@ class KVCache:
         KVCache.__init__(self, max_tokens=state["max_tokens"], sinks=state["sinks"])
         self._key, self._value, self.forgotten = state["key"], state["value"], state["forgotten"]
         self._length = 0 if self._key is None else self._key.shape[2]
+        self._gates = state["gates"]
 
-    def append(self, key: Tensor, value: Tensor, *, layer: nn.Module | None = None) -> tuple[Tensor, Tensor]:
+    def append(
+        self, key: Tensor, value: Tensor, *, layer: nn.Module | None = None, log_fgate: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Add key and value, [B, K, T, D], behind what is there; returns all keys and all values, [B, K, S + T, D].
 
         Args:
             layer: the attention layer that appends; a second one is refused.
+            log_fgate: [B, H, T], of a layer with forget gates: with every token, or with none.
 
         Raises:
             ValueError: another layer; shapes, dtype or device that do not fit what the cache holds; or several tokens
                 at once that a full stream cannot hold (each would forget others; `ALiBiAttention` appends them singly).
         """
         self._check(key, value, layer)
+        self._append_gates(key, log_fgate)
         new_length = self._length + key.shape[2]
         if self.max_tokens is not None and new_length > self.max_tokens:
             return self._stream(key, value)
@@ -157,6 +171,8 @@ class KVCache:
         self.forgotten += dropped
         self._start += dropped
         self._length -= dropped
+        if self._gates is not None:
+            self._gates.forget(length)
 
     def crop(self, length: int) -> None:
         """Keep the first `length` positions: takes back a speculative draft, or with 0 empties the cache.
@@ -180,10 +196,12 @@ class KVCache:
     def take_back(self, tokens: int) -> None:
         """Drop the newest `tokens` positions, whatever was forgotten of the oldest."""
         self._length -= tokens
+        if self._gates is not None:
+            self._gates.take_back(tokens)
         if self._norms is not None:
             self._norms = self._norms.cropped(self._length)
         if self._length == 0:
-            self._key = self._value = self._norms = None
+            self._key = self._value = self._norms = self._gates = None
             self._start = self.forgotten = 0
 
     def reorder(self, indices: Tensor | Sequence[int]) -> None:
@@ -205,8 +223,27 @@ class KVCache:
             raise ValueError(f"indices are {rows.tolist()} but the cache has rows 0 … {batch - 1}")
         self._key = self._key.index_select(0, rows)
         self._value = self._value.index_select(0, rows)
+        if self._gates is not None:
+            self._gates.reorder(rows)
         if self._norms is not None:
             self._norms = self._norms.reordered(rows)
+
+    def _append_gates(self, key: Tensor, log_fgate: Tensor | None) -> None:
+        if (log_fgate is None) != (self._gates is None) and self._length:
+            held = "no gates" if self._gates is None else "gates"
+            raise ValueError(f"the cache holds keys with {held}: log_fgate comes with every token, or with none")
+        if log_fgate is None:
+            return
+        if self.max_tokens is not None:
+            raise ValueError(
+                "a cache with max_tokens would lose the gates between those that stay; use KVCache(), which keeps all"
+            )
+        if log_fgate.ndim != 3 or log_fgate.shape[::2] != (key.shape[0], key.shape[2]):
+            raise ValueError(
+                f"log_fgate has shape {list(log_fgate.shape)} but must be [B, H, T] beside key's {list(key.shape)}"
+            )
+        self._gates = KVCache() if self._gates is None else self._gates
+        self._gates.append(log_fgate[..., None], log_fgate[..., None][..., :0])
 
     def _replace(self, key: Tensor, value: Tensor) -> None:
         self._key, self._value, self._start, self._has_room = key, value, 0, False
@@ -239,6 +276,8 @@ class KVCache:
         state: dict[str, object] = {**vars(self), "_layer": None}
         if self._key is not None:
             state |= {"_key": self.key.clone(), "_value": self.value.clone(), "_start": 0, "_has_room": False}
+        if self._gates is not None:
+            state["_gates"] = copy.deepcopy(self._gates)
         return state
 
     def _can_hold(self, tensor: Tensor, length: int) -> bool:

@@ -12,7 +12,7 @@ from alibi_attn.nn.reach_cache import ReachCache
 
 # What a pickle of each format holds: whoever changes it raises the number and adds a line, or reads the older one too.
 HOLDS = {
-    (KVCache, 1): ["format", "max_tokens", "sinks", "forgotten", "key", "value"],
+    (KVCache, 1): ["format", "max_tokens", "sinks", "forgotten", "key", "value", "gates"],
     (ReachCache, 1): [
         "format", "score_bound", "tolerance", "key_heads", "query_heads", "_limits", "_caches", "_num_kv_heads", "_seen",
         "_longest_key",
