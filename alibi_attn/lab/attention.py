@@ -6,23 +6,21 @@ Shapes as in `attention/spec.py`. Read next: `model.py`.
 
 import dataclasses
 import math
-from typing import TypeAlias
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from alibi_attn.attention.api import alibi_attention
-from alibi_attn.attention.bias import alibi_bias
-from alibi_attn.lab.hooks import ContentBias
+from alibi_attn.attention.forgetting import forgetting_attention
+from alibi_attn.lab.hooks import Bias, ContentBias, ForgetGates
 from alibi_attn.nn import KVCache
-
-Bias: TypeAlias = Tensor | ContentBias | None
 
 
 @dataclasses.dataclass
 class LayerCache:
-    """What one layer keeps of the tokens seen so far: keys, values, and the keys' numbers of a `ContentBias`.
+    """What one layer keeps of the tokens seen so far: keys, values and gates, and the keys' numbers of a `ContentBias`.
 
     Args:
         key_bias: [B, H, S], fp32; None before the first token, and where the method has no such numbers.
@@ -36,7 +34,10 @@ class LayerCache:
 
     def append(self, k: Tensor, v: Tensor, bias: Bias, *, layer: nn.Module) -> tuple[Tensor, Tensor, Bias]:
         """Add keys, values and biases of new tokens [B, H, T, D]; returns those of all S, and the bias for `attend`."""
-        k, v = self.keys.append(k, v, layer=layer)
+        gates = bias.log_fgate if isinstance(bias, ForgetGates) else None
+        k, v = self.keys.append(k, v, layer=layer, log_fgate=gates)
+        if isinstance(bias, ForgetGates) and self.keys.log_fgate is not None:
+            bias = dataclasses.replace(bias, log_fgate=self.keys.log_fgate)
         if isinstance(bias, ContentBias):
             new = bias.key_bias.float()
             self.key_bias = new if self.key_bias is None else torch.cat([self.key_bias, new], dim=-1)
@@ -57,7 +58,7 @@ def attend(
     """Causal attention [B, H, T, D] with what the `bias` of a position method returned; the queries are the last T of the S keys.
 
     Args:
-        bias: a `ContentBias` has the numbers of all S keys here (`LayerCache.append`).
+        bias: a `ContentBias` and `ForgetGates` have the numbers of all S keys here (`LayerCache.append`).
         window: how many keys a query may see, itself included.
         segment_ids: [B, S], the document of every key; a query sees the keys of its own.
         dropout_p: share of the attention weights that are dropped.
@@ -66,14 +67,18 @@ def attend(
     if window is not None and window >= key_len:
         window = None
     masked = window is not None or segment_ids is not None
-    if isinstance(bias, ContentBias):
-        bias = _scores_added(bias, query_len)
+    if isinstance(bias, ContentBias | ForgetGates):
+        slopes = [0.0] * q.shape[1] if bias.slopes is None else bias.slopes
+        given: Any = {"window": window, "segment_ids": segment_ids, "dropout_p": dropout_p}
+        if isinstance(bias, ForgetGates):
+            return forgetting_attention(q, k, v, bias.log_fgate, slopes, **given)
+        return alibi_attention(q, k, v, slopes, key_bias=bias.key_bias, **given)
     if bias is None and masked:
         bias = q.new_zeros(q.shape[1], dtype=torch.float32)  # slopes of 0: no bias
     if bias is not None and bias.ndim == 1:
         return alibi_attention(q, k, v, bias, window=window, segment_ids=segment_ids, dropout_p=dropout_p)
     if bias is not None:
-        seen = (bias if bias.ndim == 4 else bias[None]).to(q.dtype)
+        seen = bias[None].to(q.dtype)
         if masked:
             seen = seen.masked_fill(_hidden(query_len, key_len, window, segment_ids, q.device), -math.inf)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, dropout_p=dropout_p)
@@ -82,19 +87,6 @@ def attend(
     keys = torch.arange(key_len, device=q.device)
     past = keys <= keys[key_len - query_len :, None]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=past, dropout_p=dropout_p)
-
-
-def _scores_added(bias: ContentBias, query_len: int) -> Tensor:
-    """What is added to every score, [B, H, T, S] fp32, −inf for keys that come later.
-
-    Each row is taken relative to the query's own key. The softmax is the same, and where sums over a long text are large, the
-    differences that matter keep their digits when they are rounded to the dtype of the queries.
-    """
-    numbers = bias.key_bias.float()
-    heads, key_len = numbers.shape[1:]
-    slopes = numbers.new_zeros(heads) if bias.slopes is None else bias.slopes
-    own = numbers[..., key_len - query_len :, None].detach()
-    return alibi_bias(slopes, query_len, key_len, dtype=torch.float32) + (numbers[:, :, None] - own)
 
 
 def _hidden(

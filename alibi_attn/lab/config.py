@@ -12,7 +12,17 @@ from collections.abc import Callable
 from typing import Literal, TypeAlias, TypeVar
 
 Method: TypeAlias = Literal[
-    "none", "sinusoidal", "learned", "rotary", "t5", "alibi", "alibi-learned", "alibi-half", "kerple"
+    "none",
+    "sinusoidal",
+    "learned",
+    "rotary",
+    "t5",
+    "alibi",
+    "alibi-learned",
+    "alibi-half",
+    "kerple",
+    "fox",
+    "alibi-fox",
 ]
 Architecture: TypeAlias = Literal["modern", "mpt", "baevski-auli"]
 Optimizer: TypeAlias = Literal["adamw", "nag"]

@@ -4,7 +4,7 @@
     rotate(q, k, positions)       q, k [B, H, T, D] are turned, in every layer, before the keys are cached
     bias(at)                      what is added to the scaled scores: a full bias [H, T, S], −inf where the query may not look;
                                   where it is linear in the distance, only its slopes [H]; where every key has a number of its
-                                  own, computed from the text, a `ContentBias`; or None
+                                  own, computed from the text, a `ContentBias`; forget gates, `ForgetGates`; or None
     stretched(stretch, length)    the method for texts of `length` tokens, more than it was trained at, without training
 
 `positions` [T] are absolute and start at 0; the queries are the last T of the S keys. Shapes as in `attention/spec.py`; E is
@@ -12,11 +12,11 @@ the width of the model. Read next: `positions.py`.
 """
 
 import dataclasses
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from alibi_attn.lab.config import ModelConfig, Stretch
+from alibi_attn.lab.config import ConfigError, ModelConfig, Stretch
 
 
 class PositionError(ValueError):
@@ -37,6 +37,22 @@ class ContentBias:
 
     key_bias: Tensor
     slopes: Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ForgetGates:
+    """What every token keeps of all before it: score_ij gets Σ_{l=j+1..i} log_fgate_l (`forgetting_attention`).
+
+    Args:
+        log_fgate: [B, H, T] fp32, at most 0, of the T tokens of this pass. Those of earlier tokens stay with the cached keys.
+        slopes: [H], of a bias that is linear in the distance and is added as well.
+    """
+
+    log_fgate: Tensor
+    slopes: Tensor | None = None
+
+
+Bias: TypeAlias = Tensor | ContentBias | ForgetGates | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,5 +119,30 @@ class PositionMethod(Protocol):
     def __init__(self, config: ModelConfig, trained_length: int) -> None: ...
     def add(self, x: Tensor, positions: Tensor) -> Tensor: ...
     def rotate(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]: ...
-    def bias(self, at: Pass) -> Tensor | ContentBias | None: ...
+    def bias(self, at: Pass) -> Bias: ...
     def stretched(self, stretch: Stretch, length: int) -> "PositionMethod": ...
+
+
+# The hooks of a method that has no use for them.
+
+
+def adds_nothing(self: nn.Module, x: Tensor, positions: Tensor) -> Tensor:
+    """As `add`."""
+    return x
+
+
+def rotates_nothing(self: nn.Module, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """As `rotate`."""
+    return q, k
+
+
+def has_no_bias(self: nn.Module, at: Pass) -> Tensor | None:
+    """As `bias`."""
+    return None
+
+
+def stays_as_it_is(self: nn.Module, stretch: Stretch, length: int) -> PositionMethod:
+    """As `stretched`: refuses."""
+    raise ConfigError(
+        f"eval.stretch is {stretch!r} but {type(self).__name__} positions have none; pass eval.stretch=none"
+    )

@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from alibi_attn.lab.adaptive import AdaptiveInput, AdaptiveSoftmax
-from alibi_attn.lab.attention import Bias, LayerCache, attend
+from alibi_attn.lab.attention import LayerCache, attend
 from alibi_attn.lab.config import Architecture, ConfigError, ModelConfig, Stretch
-from alibi_attn.lab.hooks import ContentBias, LayerInput, Pass, PositionError, PositionMethod
+from alibi_attn.lab.hooks import Bias, ContentBias, ForgetGates, LayerInput, Pass, PositionError, PositionMethod
 from alibi_attn.lab.positions import check_segments, check_stretch, position_method
 
 PREFILL_TOKENS = 2048  # of a prompt that are read at one time, so that only the caches grow with its length
@@ -170,17 +170,20 @@ class Places:
         """Of the layer `index`, whose attention has the normalized input x [B, T, E].
 
         Raises:
-            PositionError: a `ContentBias` that has not a number for every head and token.
+            PositionError: a number for every key, or gates, that are not one for every head and token.
         """
         if not self.method.per_layer:
             return self.shared
         seen = LayerInput(x, index, None if cache is None else cache.key_bias)
         found = self.method.bias(dataclasses.replace(self.asked, input=seen))
-        if isinstance(found, ContentBias) and (found.key_bias.ndim, *found.key_bias.shape[::2]) != (3, *x.shape[:2]):
-            raise PositionError(
-                f"key_bias has shape {list(found.key_bias.shape)} but x {list(x.shape)}; it must be [B, H, T], a number "
-                "for every head and token of this pass"
-            )
+        if isinstance(found, ContentBias | ForgetGates):
+            name = "key_bias" if isinstance(found, ContentBias) else "log_fgate"
+            shape = getattr(found, name).shape
+            if (len(shape), *shape[::2]) != (3, *x.shape[:2]):
+                raise PositionError(
+                    f"{name} has shape {list(shape)} but x {list(x.shape)}; it must be [B, H, T], a number "
+                    "for every head and token of this pass"
+                )
         return found
 
 

@@ -12,7 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from alibi_attn.lab.config import ConfigError, Method, ModelConfig, Stretch
-from alibi_attn.lab.hooks import Pass, PositionError, PositionMethod
+from alibi_attn.lab.forgetting import ALiBiFox, Fox
+from alibi_attn.lab.hooks import (
+    Pass,
+    PositionError,
+    PositionMethod,
+    adds_nothing,
+    has_no_bias,
+    rotates_nothing,
+    stays_as_it_is,
+)
 from alibi_attn.slopes import alibi_slopes, interpolate_slopes
 
 ROTARY_BASE = 10_000.0  # RoFormer, sec. 3.2.2; the sinusoids of Vaswani et al. have the same
@@ -56,24 +65,6 @@ def check_segments(method: Method) -> None:
         )
 
 
-def _adds_nothing(self: nn.Module, x: Tensor, positions: Tensor) -> Tensor:
-    return x
-
-
-def _rotates_nothing(self: nn.Module, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    return q, k
-
-
-def _has_no_bias(self: nn.Module, at: Pass) -> Tensor | None:
-    return None
-
-
-def _stays_as_it_is(self: nn.Module, stretch: Stretch, length: int) -> PositionMethod:
-    raise ConfigError(
-        f"eval.stretch is {stretch!r} but {type(self).__name__} positions have none; pass eval.stretch=none"
-    )
-
-
 class NoPositions(nn.Module):
     """Nothing at all: a causal decoder can still count its keys (Haviv et al. 2022, arXiv:2203.16634)."""
 
@@ -81,10 +72,10 @@ class NoPositions(nn.Module):
     relative = True
     per_layer = False
     stretches: tuple[Stretch, ...] = ()
-    add = _adds_nothing
-    rotate = _rotates_nothing
-    bias = _has_no_bias
-    stretched = _stays_as_it_is
+    add = adds_nothing
+    rotate = rotates_nothing
+    bias = has_no_bias
+    stretched = stays_as_it_is
 
     def __init__(self, config: ModelConfig, trained_length: int) -> None:
         super().__init__()
@@ -97,9 +88,9 @@ class Sinusoidal(nn.Module):
     relative = False
     per_layer = False
     stretches: tuple[Stretch, ...] = ()
-    rotate = _rotates_nothing
-    bias = _has_no_bias
-    stretched = _stays_as_it_is
+    rotate = rotates_nothing
+    bias = has_no_bias
+    stretched = stays_as_it_is
 
     def __init__(self, config: ModelConfig, trained_length: int) -> None:
         super().__init__()
@@ -116,9 +107,9 @@ class Learned(nn.Module):
     relative = False
     per_layer = False
     stretches: tuple[Stretch, ...] = ()
-    rotate = _rotates_nothing
-    bias = _has_no_bias
-    stretched = _stays_as_it_is
+    rotate = rotates_nothing
+    bias = has_no_bias
+    stretched = stays_as_it_is
 
     def __init__(self, config: ModelConfig, trained_length: int) -> None:
         super().__init__()
@@ -147,8 +138,8 @@ class Rotary(nn.Module):
     relative = True
     per_layer = False
     stretches: tuple[Stretch, ...] = ("linear", "ntk", "yarn")
-    add = _adds_nothing
-    bias = _has_no_bias
+    add = adds_nothing
+    bias = has_no_bias
 
     def __init__(self, config: ModelConfig, trained_length: int) -> None:
         super().__init__()
@@ -178,9 +169,9 @@ class T5Bias(nn.Module):
     relative = True
     per_layer = False
     stretches: tuple[Stretch, ...] = ()
-    add = _adds_nothing
-    rotate = _rotates_nothing
-    stretched = _stays_as_it_is
+    add = adds_nothing
+    rotate = rotates_nothing
+    stretched = stays_as_it_is
 
     def __init__(self, config: ModelConfig, trained_length: int) -> None:
         super().__init__()
@@ -202,9 +193,9 @@ class Kerple(nn.Module):
     relative = True
     per_layer = False
     stretches: tuple[Stretch, ...] = ()
-    add = _adds_nothing
-    rotate = _rotates_nothing
-    stretched = _stays_as_it_is
+    add = adds_nothing
+    rotate = rotates_nothing
+    stretched = stays_as_it_is
 
     def __init__(self, config: ModelConfig, trained_length: int) -> None:
         super().__init__()
@@ -230,8 +221,8 @@ class ALiBi(nn.Module):
     relative = True
     per_layer = False
     stretches: tuple[Stretch, ...] = ("linear", "ntk")
-    add = _adds_nothing
-    rotate = _rotates_nothing
+    add = adds_nothing
+    rotate = rotates_nothing
 
     def __init__(self, config: ModelConfig, trained_length: int) -> None:
         super().__init__()
@@ -257,8 +248,8 @@ class ALiBiLearned(nn.Module):
     relative = True
     per_layer = False
     stretches: tuple[Stretch, ...] = ("linear", "ntk")
-    add = _adds_nothing
-    rotate = _rotates_nothing
+    add = adds_nothing
+    rotate = rotates_nothing
 
     def __init__(self, config: ModelConfig, trained_length: int) -> None:
         super().__init__()
@@ -282,8 +273,8 @@ class ALiBiHalf(nn.Module):
     relative = True
     per_layer = False
     stretches: tuple[Stretch, ...] = ("linear", "ntk")
-    add = _adds_nothing
-    rotate = _rotates_nothing
+    add = adds_nothing
+    rotate = rotates_nothing
 
     def __init__(self, config: ModelConfig, trained_length: int) -> None:
         super().__init__()
@@ -309,6 +300,8 @@ METHODS: dict[Method, type[PositionMethod]] = {
     "alibi-learned": ALiBiLearned,
     "alibi-half": ALiBiHalf,
     "kerple": Kerple,
+    "fox": Fox,
+    "alibi-fox": ALiBiFox,
 }
 
 

@@ -1,4 +1,4 @@
-"""Who remembers? Seven position methods learn to repeat a segment within 64 tokens; then it stands up to 1,000 tokens back.
+"""Who remembers? Nine position methods learn to repeat a segment within 64 tokens; then it stands up to 1,000 tokens back.
 
 Paper: none; the question that its perplexities leave open (section 5: what looks like use of a longer context is mostly
 fewer early tokens). Every training example is one document of the recall task (`lab/tasks.py`), and the test asks for
@@ -10,7 +10,17 @@ import dataclasses
 from alibi_attn.lab.config import DataConfig, EvalConfig, Method, ModelConfig, Recipe, RunConfig, Scale, TrainConfig
 from alibi_attn.recipes import large
 
-METHODS: tuple[Method, ...] = ("none", "sinusoidal", "rotary", "t5", "alibi", "alibi-half", "kerple")
+METHODS: tuple[Method, ...] = (
+    "none",
+    "sinusoidal",
+    "rotary",
+    "t5",
+    "alibi",
+    "alibi-half",
+    "kerple",
+    "fox",
+    "alibi-fox",
+)
 
 
 def runs(scale: Scale) -> tuple[RunConfig, ...]:

@@ -37,6 +37,8 @@ COLORS = {
     "alibi-learned": "#b3156a",
     "alibi-half": "#7d4a21",
     "kerple": "#0c7485",
+    "fox": "#3d4fd6",
+    "alibi-fox": "#5b8c1a",
 }
 MARKERS = {
     "alibi": "o",
@@ -48,6 +50,8 @@ MARKERS = {
     "alibi-learned": "P",
     "alibi-half": "p",
     "kerple": "h",
+    "fox": "<",
+    "alibi-fox": ">",
 }
 STYLE: dict[RcKeyType, str | float | bool] = {
     "font.family": "sans-serif",

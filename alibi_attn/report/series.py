@@ -33,6 +33,8 @@ METHODS = {
     "alibi-learned": "ALiBi, learned slopes",
     "alibi-half": "half ALiBi, half none",
     "kerple": "KERPLE-log",
+    "fox": "forget gates",
+    "alibi-fox": "ALiBi and gates",
 }
 STRETCHES = {
     "linear": "PI",  # position interpolation; for ALiBi of the slopes, which is the same

@@ -1,5 +1,6 @@
 """Each method against its own paper's formula, and against another library where one has it."""
 
+import dataclasses
 import math
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from alibi_attn.attention.bias import alibi_bias
 from alibi_attn.lab.attention import attend
 from alibi_attn.lab.config import ConfigError, ModelConfig
-from alibi_attn.lab.hooks import Pass, PositionError
+from alibi_attn.lab.hooks import LayerInput, Pass, PositionError
 from alibi_attn.lab.positions import (
     METHODS,
     ALiBi,
@@ -25,6 +26,7 @@ from alibi_attn.lab.positions import (
     rotary_frequencies,
     t5_bucket,
 )
+from alibi_attn.slopes import alibi_slopes
 
 CONFIG = ModelConfig(num_layers=1, num_heads=2, embed_dim=16)
 
@@ -282,7 +284,34 @@ def test_learned_positions_end_at_the_trained_length():
         ("alibi-learned", 2),
         ("alibi-half", 0),
         ("kerple", 4),
+        ("fox", None),
+        ("alibi-fox", None),
     ],
 )
 def test_what_each_method_learns(method, count):
+    if count is None:  # a gate a layer and head
+        count = CONFIG.num_layers * CONFIG.num_heads * (CONFIG.embed_dim + 1)
     assert sum(parameter.numel() for parameter in METHODS[method](CONFIG, 24).parameters()) == count
+
+
+@pytest.mark.parametrize("method", ["fox", "alibi-fox"])
+def test_gates_are_the_papers_formula_in_every_layer(method):
+    """ln f = logsigmoid(w·x + b), and the score of key j gets Σ ln f_l over l = j + 1 … i (Lin et al. 2025, eq. 9)."""
+    config = dataclasses.replace(CONFIG, method=method, num_layers=2)
+    made = METHODS[method](config, 8)
+    torch.nn.init.normal_(made.gate_weight, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        made.gate_bias.copy_(torch.arange(made.gate_bias.numel()) / 4)
+    x = torch.randn(2, 9, config.embed_dim)
+    q, k, v = torch.randn(3, 2, config.num_heads, 9, 8)
+    for index in range(2):
+        bias = made.bias(Pass(9, 9, input=LayerInput(x, index)))
+        logits = x @ made.gate_weight[index].T + made.gate_bias.view(2, -1)[index]
+        gates = torch.log(1 / (1 + torch.exp(-logits))).mT
+        scores = q @ k.mT / math.sqrt(8)
+        for i in range(9):
+            for j in range(9):
+                scores[:, :, i, j] += gates[:, :, j + 1 : i + 1].sum(-1) if j <= i else -math.inf
+                if method == "alibi-fox" and j <= i:
+                    scores[:, :, i, j] -= torch.tensor(alibi_slopes(config.num_heads)).float() * (i - j)
+        torch.testing.assert_close(attend(q, k, v, bias), scores.softmax(-1) @ v, rtol=1e-5, atol=1e-5)
