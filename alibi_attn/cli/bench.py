@@ -122,6 +122,23 @@ def decoding(
 
 
 @app.command()
+def gates(
+    out: Out = Path("results"),
+    lengths: Annotated[str, typer.Option(help="Tokens, as in 2048,8192; default 2048 … 32768.")] = "",
+    repeats: Annotated[int, typer.Option(min=1, help="Turns at most.")] = 5,
+    seconds: Annotated[float, typer.Option(help="Seconds at most for the turns of a length and direction.")] = 10.0,
+) -> None:
+    """Attention with forget gates: ours, causal SDPA without any, a dense bias, and the scores that ACP's boundary would take.
+
+    Example: alibi bench gates --lengths 2048,8192
+    """
+    with needs("torch"):
+        from alibi_attn.bench.gates import LENGTHS, gates
+
+    _tell(gates(out, lengths=_numbers(lengths) or LENGTHS, repeats=repeats, budget_s=seconds, say=typer.echo))
+
+
+@app.command()
 def gpu(
     out: Out = Path("results"),
     lengths: Annotated[str, typer.Option(help="Tokens, as in 2048,16384; default 1024 … 1048576.")] = "",
