@@ -202,10 +202,13 @@ class _Asked(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("slopes", [None, [0.5, 0.25], (1, 0), np.array([0.5, 0.25]), np.full((2, 2), 0.5)], ids=repr)
+WAYS_OF_SLOPES = [None, [0.5, 0.25], (1, 0), np.array([0.5, 0.25]), np.full((2, 2), 0.5)]
+WAYS_OF_CALLS = [{"causal": False, "right_slopes": [0.5, math.inf]}, {"key_mask": True}, {"segment_ids": True}]
+
+
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"causal": False, "right_slopes": [0.5, math.inf]}, {"key_mask": True}, {"segment_ids": True}],
+    ("slopes", "options"),
+    [*((slopes, {}) for slopes in WAYS_OF_SLOPES), *(([0.5, 0.25], options) for options in WAYS_OF_CALLS)],
     ids=repr,
 )
 def test_nothing_goes_to_a_device_or_comes_from_it(slopes: object, options: dict) -> None:

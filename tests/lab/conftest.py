@@ -1,5 +1,6 @@
 """What the tests of the lab share: a model that computes in milliseconds, and a text that a model can learn."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,9 +39,9 @@ def text_file(tmp_path, verses):
     return verses(tmp_path)
 
 
-@pytest.fixture
-def tiny_run(text_file) -> Callable[..., RunConfig]:
-    def make(method: Method = "alibi", **train: object) -> RunConfig:
+@pytest.fixture(scope="session")
+def run_on() -> Callable[..., RunConfig]:
+    def make(text: Path, method: Method = "alibi", **train: object) -> RunConfig:
         asked = {
             "length": 16,
             "steps": 20,
@@ -51,9 +52,14 @@ def tiny_run(text_file) -> Callable[..., RunConfig]:
         }
         return RunConfig(
             model=ModelConfig(method=method, num_layers=1, num_heads=2, embed_dim=16, ffn_dim=24),
-            data=DataConfig(text=(str(text_file),), valid_share=0.2),
+            data=DataConfig(text=(str(text),), valid_share=0.2),
             train=TrainConfig(**{**asked, **train}),
             eval=EvalConfig(lengths=(16, 32), tokens=64, batch_tokens=64),
         )
 
     return make
+
+
+@pytest.fixture
+def tiny_run(text_file, run_on) -> Callable[..., RunConfig]:
+    return functools.partial(run_on, text_file)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -14,11 +15,18 @@ from alibi_attn.lab.positions import METHODS
 from alibi_attn.lab.train import train
 
 
+@pytest.fixture(scope="module")
+def trained_once(run_on, verses, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    config = run_on(verses(folder), steps=2)
+    train(config, load_corpus(config.data), folder / "run")
+    return folder / "run", config
+
+
 @pytest.fixture
-def trained(tiny_run, tmp_path):
-    config = tiny_run(steps=2)
-    train(config, load_corpus(config.data), tmp_path / "run")
-    return tmp_path / "run", config
+def trained(trained_once, tmp_path):
+    """A run's folder, to be damaged, and its config."""
+    return shutil.copytree(trained_once[0], tmp_path / "run"), trained_once[1]
 
 
 @pytest.mark.parametrize("method", METHODS)
