@@ -45,18 +45,18 @@ def operations_of_plain_calls() -> dict[str, int]:
         tiles, _ = planned(spec, query, key, value, rows=PLAN_ROWS)
     counted["certificate"] = len(counting.names)
     with _Counting() as counting:
-        output, lse = fused.forward(spec, query, key, value, tiles, tiles.plan)
+        output, lse = fused.forward(spec, query, key, value, tiles)
     counted["forward"] = len(counting.names)
     with _Counting() as counting:
-        fused.backward(spec, query, key, value, output, lse, output, None, tiles, tiles.plan, slopes_wanted=False)
+        fused.backward(spec, query, key, value, output, lse, output, None, tiles, slopes_wanted=False)
     counted["backward"] = len(counting.names)
     masked = make_spec(
         query, key, value, key_mask=torch.ones(1, 130, dtype=torch.bool), segment_ids=torch.zeros(1, 130).long()
     )
     with _Counting() as counting:
         tiles, _ = planned(masked, query, key, value, rows=PLAN_ROWS)
-        output, lse = fused.forward(masked, query, key, value, tiles, tiles.plan)
-        fused.backward(masked, query, key, value, output, lse, output, None, tiles, tiles.plan, slopes_wanted=False)
+        output, lse = fused.forward(masked, query, key, value, tiles)
+        fused.backward(masked, query, key, value, output, lse, output, None, tiles, slopes_wanted=False)
     counted["masked"] = len(counting.names)
     known_norms, spec = Norms.of(key, value), make_spec(query[:, :, -1:], key, value)
     with _Counting() as counting:
@@ -68,24 +68,24 @@ def operations_of_plain_calls() -> dict[str, int]:
     return counted
 
 
-def decoding_with_remembered_lengths(window: int | None) -> float:
-    """The largest error of `decode`, which is told how long keys and values are; far keys are not read, near bad ones are."""
+def decoding_with_remembered_norms(window: int | None) -> float:
+    """The largest error of `decode`, which is told the norms of keys and values; far keys are not read, near bad ones are."""
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(2, 8, 3, 16, generator=generator)
     key, value = (torch.randn(2, 4, 1500, 16, generator=generator) for _ in range(2))
-    key[1, 2, 100] *= 40  # a tile to be pinned
+    key[1, 2, 100] *= 40  # makes its tile an outlier tile
     slopes = torch.tensor([0.25, 0.25, 0.5, 0.5, 0.3, 0.4, 1.0, 0.9])
     spec, known_norms = make_spec(query, key, value, slopes, window=window), Norms.of(key, value)
     before = fused.decode(spec, query, key, value, known_norms)
     true, _ = reference.run(spec, query.double(), key.double(), value.double())
-    # All but the last keys, and those of pinned tiles, may be anything.
+    # All but the last keys, and those of outlier tiles, may be anything.
     far = torch.ones(2, 4, 1500, 1, dtype=torch.bool)
     far[:, :, -640:] = False
-    pins = fused.plan(spec, query, key, value, known_norms).pins[:, ::2]
-    for b, k, p in (pins >= 0).nonzero().tolist():
-        start = int(pins[b, k, p]) * TILE
+    outliers = fused.plan(spec, query, key, value, known_norms).outlier_tiles[:, ::2]
+    for b, k, p in (outliers >= 0).nonzero().tolist():
+        start = int(outliers[b, k, p]) * TILE
         far[b, k, start : start + TILE] = False
-    assert not bool(far[1, 2, 64:128].any()), "the tile of the outlying key should be pinned"
+    assert not bool(far[1, 2, 64:128].any()), "the tile of the outlying key should be an outlier tile"
     assert far.double().mean() > 0.5
     far_key, far_value = (x.masked_fill(far, torch.nan) for x in (key, value))
     assert torch.equal(fused.decode(spec, query, far_key, far_value, known_norms), before), "a far key was read"

@@ -26,12 +26,12 @@ from alibi_attn.attention.backends import reference
 from alibi_attn.attention.backends.fused import backend as fused
 from alibi_attn.attention.backends.fused.configs import tile_shape
 from alibi_attn.attention.backends.fused.full_tiles import FullTiles
+from alibi_attn.attention.backends.fused.launch import call_of
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.certificate.tiles import Tiles
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.validation import make_spec
-from alibi_attn.attention.visibility import first_positions
 from alibi_attn.bench.gpu import gpu
 
 
@@ -84,8 +84,8 @@ def plan_skips_only_what_it_may(case: Case, tolerance: float) -> tuple[float, fl
     return float((1 - (kept - everything).exp()).max()), float(inside.double().mean())
 
 
-def openings(case: Case) -> tuple[np.ndarray, list, dict[int, tuple[list, list]]]:
-    """(hidden by mask or segments [B, T, S], keys allowed to every TILE queries, by rows the open tiles and the open blocks)."""
+def full_tiles_of(case: Case) -> tuple[np.ndarray, list, dict[int, tuple[list, list]]]:
+    """(hidden by mask or segments [B, T, S], keys allowed to every TILE queries, by rows the full tiles and the full blocks)."""
     from attention_checks import arguments
 
     (query, key, value, slopes), options = arguments(case, torch.float32)
@@ -95,17 +95,17 @@ def openings(case: Case) -> tuple[np.ndarray, list, dict[int, tuple[list, list]]
         hidden |= ~spec.key_mask[:, None]
     if spec.query_segments is not None:
         hidden |= spec.query_segments[:, :, None] != spec.key_segments[:, None]
-    full_tiles = FullTiles.of(spec, first_positions(spec, query.device).contiguous())
-    opened = {rows: (full_tiles.of_blocks(rows).tolist(), full_tiles.of_tiles(rows).tolist()) for rows in (64, 128)}
-    return hidden.numpy(), full_tiles.allowed().tolist(), opened
+    full_tiles = FullTiles.of(spec, call_of(spec, query.device), query.device)
+    full = {rows: (full_tiles.of_blocks(rows).tolist(), full_tiles.of_tiles(rows).tolist()) for rows in (64, 128)}
+    return hidden.numpy(), full_tiles.allowed().tolist(), full
 
 
-def openings_of_long_documents() -> tuple[list, list, list]:
+def full_tiles_of_long_documents() -> tuple[list, list, list]:
     """For blocks of 128 queries, for tiles, and what 64 queries may see."""
     x = torch.zeros(1, 1, 2560, 8)
     of = torch.tensor([9, 0, 1, 1, 2]).repeat_interleave(512)[None]
     spec = make_spec(x, x, x, segment_ids=of, key_mask=(torch.arange(2560) >= 512)[None])
-    full_tiles = FullTiles.of(spec, first_positions(spec, x.device))
+    full_tiles = FullTiles.of(spec, call_of(spec, x.device), x.device)
     found = full_tiles.of_blocks(128), full_tiles.of_tiles(128), full_tiles.allowed()
     return tuple(x[0].tolist() for x in found)
 
@@ -117,7 +117,7 @@ def tiles_behind_padding() -> list[int]:
     found = []
     for tolerance in (1e-6, 0.0):
         spec = make_spec(query, key, value, [1.0], key_mask=mask, tolerance=tolerance)
-        first, last = fused.plan(spec, query, key, value).plan[0, 0, -1, :2].tolist()
+        first, last = fused.plan(spec, query, key, value).bands[0, 0, -1, :2].tolist()
         found.append(last - first)
     return found
 
@@ -132,12 +132,12 @@ def gradient_of_the_truncated_function(case: Case, tolerance: float) -> dict[str
     grads = [torch.tensor(drawn["grad_output"]), torch.tensor(drawn["grad_lse"])]
     true = (output, lse, *torch.autograd.grad([output, lse], leaf, grads))
     seed = torch.zeros(1, dtype=torch.int64)
-    ours, mass = fused.forward(spec, query, key, value, tiles, seed)
+    ours, ours_lse = fused.forward(spec, query, key, value, tiles, seed)
     dq, dk, dv, dm = fused.backward(
-        spec, query, key, value, ours, mass, grads[0].float(), grads[1].float(), tiles, seed, slopes_wanted=True
+        spec, query, key, value, ours, ours_lse, grads[0].float(), grads[1].float(), tiles, seed, slopes_wanted=True
     )
     names = ("output", "lse", "query", "key", "value", "slopes")
-    pairs = zip(names, true, (ours, mass, dq, dk, dv, dm.sum((0, 1))), strict=True)
+    pairs = zip(names, true, (ours, ours_lse, dq, dk, dv, dm.sum((0, 1))), strict=True)
     return {name: float((a - b).abs().max() / a.abs().max()) for name, a, b in pairs}
 
 
@@ -309,8 +309,8 @@ def decoding_equals_forward(case: Case) -> tuple[float, int]:
     more = TILE + 1
     padded = torch.cat([torch.zeros(spec.batch, spec.num_heads, more, spec.head_dim), query], 2)
     longer = dataclasses.replace(spec, query_len=more + spec.query_len, query_offset=case.first_position - more)
-    whole, mass = fused.forward(longer, padded, key, value, fused.plan(longer, padded, key, value), seed)
-    gap = (decoded - whole[:, :, more:]).abs().max(), (lse - mass[:, :, more:]).abs().max()
+    whole, whole_lse = fused.forward(longer, padded, key, value, fused.plan(longer, padded, key, value), seed)
+    gap = (decoded - whole[:, :, more:]).abs().max(), (lse - whole_lse[:, :, more:]).abs().max()
     return max(map(float, gap)), fused.decode_parts(spec, query)
 
 
@@ -372,12 +372,11 @@ def _spec(query: Tensor, key: Tensor, value: Tensor, case: Case, tolerance: floa
 def _inside(spec: AttentionSpec[Tensor], tiles: Tiles) -> Tensor:
     """[B, H, T, S] bool: pairs in visited tiles, read off the plan one tile at a time."""
     inside = torch.zeros(spec.batch, spec.num_heads, spec.query_len, spec.key_len, dtype=torch.bool)
-    pins = tiles.besides
     for b in range(spec.batch):
         for h in range(spec.num_heads):
-            for n in range(tiles.plan.shape[2]):
-                first, last = tiles.plan[b, h, n, :2].tolist()
-                for tile in [*range(first, last), *(p for p in pins[b, h, n].tolist() if p >= 0)]:
+            for n in range(tiles.bands.shape[2]):
+                first, last = tiles.bands[b, h, n, :2].tolist()
+                for tile in [*range(first, last), *(tile for tile in tiles.beside[b, h, n].tolist() if tile >= 0)]:
                     inside[b, h, n * tiles.rows : (n + 1) * tiles.rows, tile * TILE : (tile + 1) * TILE] = True
     return inside
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -22,19 +23,31 @@ from triton.compiler import ASTSource
 
 from alibi_attn import records
 from alibi_attn.attention.backends.fused.configs import PLAN_ROWS, Shape, tile_shape
+from alibi_attn.attention.backends.fused.kernels.arguments import (
+    Call,
+    Certificate,
+    Labels,
+    Masks,
+    Norms,
+    Plan,
+    QueryOffset,
+    Rows,
+    Slopes,
+    Visited,
+    Visitors,
+)
 from alibi_attn.attention.backends.fused.kernels.backward import key_kernel, query_kernel
-from alibi_attn.attention.backends.fused.kernels.certificate import lengths_kernel, outliers_kernel, reach_kernel
+from alibi_attn.attention.backends.fused.kernels.certificate import norms_kernel, outliers_kernel, reach_kernel
 from alibi_attn.attention.backends.fused.kernels.decode import decode_kernel, merge_kernel
 from alibi_attn.attention.backends.fused.kernels.forward import forward_kernel
-from alibi_attn.attention.backends.fused.kernels.masks import allowed_kernel, labels_kernel, open_kernel, runs_kernel
+from alibi_attn.attention.backends.fused.kernels.masks import allowed_kernel, full_kernel, labels_kernel, runs_kernel
 from alibi_attn.attention.backends.fused.kernels.plan import asked_kernel, plan_kernel, shared_plan_kernel
-from alibi_attn.attention.certificate.constants import KEPT
 
 KERNELS = {"forward": forward_kernel, "query": query_kernel, "key": key_kernel, "decode": decode_kernel}
-BEFORE = {"lengths": lengths_kernel, "outliers": outliers_kernel, "reach": reach_kernel, "plan": plan_kernel}
+BEFORE = {"norms": norms_kernel, "outliers": outliers_kernel, "reach": reach_kernel, "plan": plan_kernel}
 BEFORE |= {"shared_plan": shared_plan_kernel, "asked": asked_kernel, "merge": merge_kernel}
-BEFORE |= {"labels": labels_kernel, "runs": runs_kernel, "open": open_kernel, "allowed": allowed_kernel}
-WITH_TILES = ("lengths", "reach")  # the others hold small integers, of which no device has too few
+BEFORE |= {"labels": labels_kernel, "runs": runs_kernel, "full": full_kernel, "allowed": allowed_kernel}
+WITH_TILES = ("norms", "reach")  # the others hold small integers, of which no device has too few
 ALONE = ("shared_plan", "merge", "labels")  # launched with one warp
 ITS_SHAPE = Shape(queries=64, keys=64, warps=4, stages=3)
 TARGETS = {
@@ -44,21 +57,27 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 HEAD_DIMS = {"sm_90": (64, 128)}
-TENSORS = {"Q", "K", "V", "OUT", "DOUT", "DQ", "DK", "DV"}
-INTEGERS = dict.fromkeys(
-    ("PLAN", "PIN_TABLE", "OPEN", "OPEN_TO", "COUNT", "ASKED", "REACH", "CHOSEN", "BEFORE"), "*i32"
+# What the arguments of a plain causal call are, in Triton's words; None is what such a call has not.
+ROWS, LABELS = Rows("*bf16", "i32", "i32", "i32"), Labels("*i64", "*i64", "*i32", "*i32")
+TYPES = dict.fromkeys(("Q", "K", "V", "OUT", "DOUT", "DQ", "DK", "DV"), ROWS)
+TYPES |= dict.fromkeys(("LSE", "DLSE", "DELTA", "DSLOPES", "NORMS", "OUTS", "LSES"), "*fp32")
+TYPES |= dict.fromkeys(("BANDS", "OUTLIER_TILES", "ASKED", "REACH", "RUNS", "FULL"), "*i32")
+TYPES |= dict.fromkeys(("COUNT", "KNOWN_KEYS", "KNOWN_VALUES", "KEY_MASK", "SEGMENTS", "FIRST_SEEN"), None)
+TYPES |= dict.fromkeys(("labels", "of_labels", "queries", "keys"), LABELS)
+TYPES |= {
+    "ORDER": "*i64", "ALLOWED": None, "nats_of_tolerance": "fp32", "masks": Masks(None, None, None),
+    "query_offset": QueryOffset("*i64", "i32"), "visited": Visited("*i32", "*i32", None),
+    "visitors": Visitors("*i32", "*i32", None), "plan": Plan("*i32", "*i32", "*i32", "*i32", "*i32"),
+    "norms": Norms("*fp32", "*fp32", "*fp32", "*fp32", None), "certificate": Certificate("*i32", "*i32"),
+}  # fmt: skip
+TYPES["call"] = Call(
+    Slopes("*fp32", "i32"), None, TYPES["query_offset"], TYPES["masks"], "fp32", None, None, "i32", "i32", "i32", "i32"
 )
-INTEGERS |= dict.fromkeys(
-    ("ALLOWED", "BESIDES", "PINNED", "WEIGHT", "FOUND", "WHOLE", "OF_WHOLE", "EDGES", "RUNS"), "*i32"
-)
-INTEGERS |= dict.fromkeys(("FIRST", "SEED", "QUERY_SEGMENTS", "KEY_SEGMENTS", "SEGMENTS", "ORDER"), "*i64")
-INTEGERS |= dict.fromkeys(("LEAST", "MOST", "OF_LEAST", "OF_MOST"), "*i64") | {"FIRST_SEEN": "*i32"}
-INTEGERS |= {"MASK": "*i8"} | dict.fromkeys(("KNOWN_KEYS", "KNOWN_VALUES"), "*fp64")
 CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
 
 
 def figures(kernel: str, target: str, head_dim: int) -> dict[str, int]:
-    """What became of one kernel in bf16, causal, without masks."""
+    """What became of one kernel in bf16, causal, without masks, with gradients of slopes and lse."""
     shape = ITS_SHAPE._replace(warps=1) if kernel in ALONE else ITS_SHAPE
     if kernel in KERNELS:
         shape = tile_shape(kernel, torch.bfloat16, head_dim, large=target in ("sm_90", "sm_100"))
@@ -116,47 +135,33 @@ def record(folder: Path) -> Path:
 
 def _source(kernel: str, target: str, head_dim: int, shape: Shape) -> ASTSource:
     function = (KERNELS | BEFORE)[kernel]
-    rows = shape.queries if kernel == "decode" else PLAN_ROWS
     constants = {
-        "D": head_dim, "DP": head_dim, "BM": shape.queries, "BN": shape.keys, "ROWS": rows, "TILE": 64, "CAUSAL": True,
-        "PRECISION": "tf32x3" if TARGETS[target].backend == "cuda" else "ieee", "HAS_DLSE": True, "SLOPES_WANTED": True,
-        "KEPT": KEPT, "WIDTH": 64, "BLOCKS": 64, "OF_WIDTH": 64, "SLOTS": 64, "PARTS": 1, "OF_PARTS": 2, "KEYS": True,
-        "HAS_NORMS": True,
+        "D": head_dim, "BM": shape.queries, "BN": shape.keys, "ROWS": PLAN_ROWS, "CAUSAL": True,
+        "PRECISION": "tf32x3" if TARGETS[target].backend == "cuda" else "ieee", "WIDTH": 64, "BLOCKS": 64, "OF_WIDTH": 64,
+        "SLOTS": 64, "PARTS": 1, "OF_PARTS": 2, "KEYS": True, "HAS_SEGMENTS": False, "BOTH_SIDES": False,
     }  # fmt: skip
-    constants |= dict.fromkeys(
-        (
-            "HAS_RIGHT",
-            "HAS_WINDOW",
-            "HAS_SEGMENTS",
-            "HAS_DROPOUT",
-            "HAS_MASK",
-            "HAS_OPEN",
-            "HAS_KNOWN",
-            "HAS_ALLOWED",
-            "UNLIMITED",
-            "BOTH_SIDES",
-            "COUNTS",
-        ),
-        False,
-    )
-    signature, aligned = {}, {}
+    types = TYPES | {"ALLOWED": "*i32" if kernel == "allowed" else None}
+    signature: dict[str, Any] = {}
+    places: dict[tuple[int, ...], Any] = {}
+    aligned: dict[tuple[int, ...], Any] = {}
+
+    def described(asked: Any, path: tuple[int, ...], in_rows: bool) -> Any:
+        """The type of one argument, or of the elements of a tuple."""
+        if isinstance(asked, tuple):
+            each = [described(x, (*path, at), isinstance(asked, Rows)) for at, x in enumerate(asked)]
+            return type(asked)(*each)
+        if asked is None:
+            places[path] = None
+            return "constexpr"
+        if asked.startswith("*") or in_rows:
+            aligned[path] = [["tt.divisibility", 16]]
+        return asked
+
     for at, name in enumerate(function.arg_names):
         if name in constants:
-            signature[name] = "constexpr"
-            continue
-        pointer = (name.isupper() and len(name) > 2) or name in TENSORS  # B, BK, H, G, T, S and N are numbers
-        if name in TENSORS:
-            signature[name] = "*bf16"
-        elif pointer:
-            # What is left over are results, norms and slopes in fp32.
-            signature[name] = INTEGERS.get(name, "*fp32")
+            signature[name], places[at,] = "constexpr", constants[name]
         else:
-            signature[name] = "fp32" if name in ("scale", "dropout", "ratio", "nats_of_tolerance") else "i32"
-        if pointer or re.fullmatch(r"(q|k|v|o|do|dq|dk|dv)_[bhts]", name):
-            aligned[(at,)] = [["tt.divisibility", 16]]
-    places = {
-        (function.arg_names.index(name),): value for name, value in constants.items() if name in function.arg_names
-    }
+            signature[name] = described(types.get(name, "i32"), (at,), False)
     return ASTSource(fn=function, signature=signature, constexprs=places, attrs=aligned)
 
 

@@ -110,10 +110,10 @@ def _key_flags(spec: Spec, key: Tensor, value: Tensor) -> Tensor:
 
 def _rounded(tiles: Tiles) -> tuple[Tensor, Tensor]:
     """(plan, pins) of the same tiles, rounded outwards to blocks of two."""
-    first, last, low, high = tiles.plan.unbind(-1)
+    first, last, low, high = tiles.bands.unbind(-1)
     parts = [first // 2 * 2, (last + 1) // 2 * 2, low // 2 * 2, (high + 1) // 2 * 2]
-    even = torch.where(tiles.pins >= 0, tiles.pins // 2 * 2, -1)
-    odd = torch.where(tiles.pins >= 0, even + 1, -1)
+    even = torch.where(tiles.outlier_tiles >= 0, tiles.outlier_tiles // 2 * 2, -1)
+    odd = torch.where(tiles.outlier_tiles >= 0, even + 1, -1)
     return torch.stack(parts, -1), torch.cat([even, odd], -1)
 
 

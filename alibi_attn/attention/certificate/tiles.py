@@ -24,31 +24,31 @@ class Tiles:
     """What is visited, N = ⌈T / rows⌉ blocks of queries; half-open intervals of tiles of TILE keys. Everything int32.
 
     Args:
-        plan: [B, H, N, 4]: first and last tile of the certified band, then of all that the masks allow.
-        pins: [B, H, P]: tiles that are visited wherever the masks allow it, −1 = none.
-        besides: [B, H, N, P]: the pinned tiles that a block visits besides its band, −1 after the last.
+        bands: [B, H, N, 4]: first and last tile of the certified band, then of all that the masks allow.
+        outlier_tiles: [B, H, P]: tiles that are visited wherever the masks allow it, −1 = none.
+        beside: [B, H, N, P]: the outlier tiles that a block visits beside its band, −1 after the last.
         weight: [B, H]: tiles visited by all blocks.
         rows: queries a block.
         norms: fp32 [3, B, K, ⌈S / TILE⌉]: the largest norm of the keys in a tile, then of their values, not finite where one of
             their numbers is not; None where nobody has looked.
     """
 
-    plan: Tensor
-    pins: Tensor
-    besides: Tensor
+    bands: Tensor
+    outlier_tiles: Tensor
+    beside: Tensor
     weight: Tensor
     rows: int
     norms: Tensor | None = None
 
     @classmethod
-    def of(cls, plan: Tensor, pins: Tensor, rows: int) -> "Tiles":
-        """With what follows from plan and pins."""
-        first, last, low, high = (x[..., None] for x in plan.unbind(-1))
-        pinned = pins[:, :, None]
-        besides = (pinned >= low) & (pinned < high) & ((pinned < first) | (pinned >= last))
-        besides = torch.where(besides, pinned, -1).sort(-1, descending=True).values.contiguous()
-        visited = (last - first).clamp(min=0).squeeze(-1) + (besides >= 0).sum(-1)
-        return cls(plan, pins, besides, visited.sum(-1).to(torch.int32), rows)
+    def of(cls, bands: Tensor, outlier_tiles: Tensor, rows: int) -> "Tiles":
+        """With what follows from the two."""
+        first, last, low, high = (x[..., None] for x in bands.unbind(-1))
+        tile = outlier_tiles[:, :, None]
+        beside = (tile >= low) & (tile < high) & ((tile < first) | (tile >= last))
+        beside = torch.where(beside, tile, -1).sort(-1, descending=True).values.contiguous()
+        visited = (last - first).clamp(min=0).squeeze(-1) + (beside >= 0).sum(-1)
+        return cls(bands, outlier_tiles, beside, visited.sum(-1).to(torch.int32), rows)
 
 
 def key_intervals(spec: Spec, found: Bounds) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -79,13 +79,13 @@ def key_tiles(spec: Spec, found: Bounds, *, rows: int) -> Tiles:
 
 def reach_and_scores(spec: Spec, tiles: Tiles) -> tuple[Tensor, Tensor]:
     """(reach, scores), each [B, H] int64: 1 + the largest |i − j| among whole visited tiles, and the scores they hold."""
-    device = tiles.plan.device
-    start = first_positions(spec, device)[:, None] + torch.arange(tiles.plan.shape[2], device=device) * tiles.rows
+    device = tiles.bands.device
+    start = first_positions(spec, device)[:, None] + torch.arange(tiles.bands.shape[2], device=device) * tiles.rows
     end = torch.minimum(start + tiles.rows, first_positions(spec, device)[:, None] + spec.query_len)[:, None]
     start = start[:, None]
-    extra = tiles.besides.long()
-    low = torch.cat([tiles.plan[..., :1].long(), extra], -1)
-    high = torch.cat([tiles.plan[..., 1:2].long(), extra + 1], -1)
+    extra = tiles.beside.long()
+    low = torch.cat([tiles.bands[..., :1].long(), extra], -1)
+    high = torch.cat([tiles.bands[..., 1:2].long(), extra + 1], -1)
     used = (low >= 0) & (low < high)
     low, high = low * TILE, (high * TILE).clamp(max=spec.key_len)
     farthest = end[..., None] - low

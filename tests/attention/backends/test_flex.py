@@ -67,10 +67,10 @@ def test_the_block_mask_holds_the_certified_tiles_and_little_else(case: Case) ->
     count, indices = flex.key_blocks(spec, tiles)
     for b, h, n in torch.cartesian_prod(*map(torch.arange, count.shape)).tolist():
         listed = set(indices[b, h, n, : count[b, h, n]].tolist())
-        first, last, low, high = tiles.plan[b, h, n].tolist()
-        pins = [pin for pin in tiles.pins[b, h].tolist() if low <= pin < high]
+        first, last, low, high = tiles.bands[b, h, n].tolist()
+        pins = [pin for pin in tiles.outlier_tiles[b, h].tolist() if low <= pin < high]
         wanted = {tile // 2 for tile in (*range(first, last), *pins)}
-        assert wanted <= listed <= wanted | {pin // 2 for pin in tiles.pins[b, h].tolist()}
+        assert wanted <= listed <= wanted | {pin // 2 for pin in tiles.outlier_tiles[b, h].tolist()}
         assert sorted(indices[b, h, n].tolist()) == list(range(-(-case.key_len // flex.BLOCK)))
     if case is STEEP:
         assert int(count.sum()) < 0.6 * count.shape[2] * count.shape[1] * indices.shape[-1]

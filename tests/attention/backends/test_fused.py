@@ -154,18 +154,18 @@ def test_bad_numbers_reach_only_those_who_see_them(interpreter: ProcessPoolExecu
 
 
 @pytest.mark.parametrize("case", [case for case in (*CASES, *INSIDE) if case.mask or case.segments], ids=str)
-def test_nothing_is_hidden_in_open_tiles_and_everything_outside_the_allowed(
+def test_nothing_is_hidden_in_full_tiles_and_everything_outside_the_allowed(
     interpreter: ProcessPoolExecutor, case: Case
 ) -> None:
     """Against every pair, one by one."""
-    hidden, allowed, opened = interpreter.submit(inside.openings, case).result()
+    hidden, allowed, full = interpreter.submit(inside.full_tiles_of, case).result()
     for b, pairs in enumerate(hidden):
         for n, (low, high) in enumerate(allowed[b]):
             seen = np.flatnonzero(~pairs[n * TILE : (n + 1) * TILE].all(0))
             assert seen.size == 0 or (low <= seen[0] and seen[-1] < high), (
                 f"block {n} sees keys outside {low} to {high}"
             )
-        for rows, (of_blocks, of_tiles) in opened.items():
+        for rows, (of_blocks, of_tiles) in full.items():
             for n, (low, high) in enumerate(of_blocks[b]):
                 block = pairs[n * rows : (n + 1) * rows, low * TILE : high * TILE]
                 assert not block.any(), f"something is hidden from block {n} in tiles {low} to {high}"
@@ -174,9 +174,9 @@ def test_nothing_is_hidden_in_open_tiles_and_everything_outside_the_allowed(
                 assert not block.any(), f"tile {tile} hides something from blocks {low} to {high}"
 
 
-def test_open_tiles_of_long_documents_are_found(interpreter: ProcessPoolExecutor) -> None:
-    """512 tokens of padding, then documents of 512, 1,024 and 512: all but what touches a border is open."""
-    to_blocks, to_tiles, allowed = interpreter.submit(inside.openings_of_long_documents).result()
+def test_full_tiles_of_long_documents_are_found(interpreter: ProcessPoolExecutor) -> None:
+    """512 tokens of padding, then documents of 512, 1,024 and 512: all but what touches a border is full."""
+    to_blocks, to_tiles, allowed = interpreter.submit(inside.full_tiles_of_long_documents).result()
     assert to_blocks[:4] == [[0, 0]] * 4  # hidden by the mask
     assert to_blocks[5:8] == [[8, 16]] * 3
     assert to_blocks[9:16] == [[16, 32]] * 7
@@ -230,7 +230,7 @@ def test_split_decoding_equals_forward(interpreter: ProcessPoolExecutor) -> None
 
 @pytest.mark.parametrize("window", [None, 300])
 def test_decoding_reads_only_the_keys_within_reach(interpreter: ProcessPoolExecutor, window: int | None) -> None:
-    assert interpreter.submit(decoding.decoding_with_remembered_lengths, window).result() < 1e-5
+    assert interpreter.submit(decoding.decoding_with_remembered_norms, window).result() < 1e-5
 
 
 def test_masked_bad_keys_change_nothing_in_decoding(interpreter: ProcessPoolExecutor) -> None:

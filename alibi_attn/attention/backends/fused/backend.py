@@ -1,8 +1,9 @@
 """CUDA: our Triton kernels, which visit only the key tiles inside the certified reach; forward, backward and decoding.
 
 `plan.py` and `full_tiles.py` plan: which tiles every block of queries visits, and where nothing is hidden. The kernels
-(`kernels/`) loop over them. Backward visits exactly the tiles that forward visited, whose plan it keeps.
-On a CPU it runs in Triton's interpreter only, for tests: set TRITON_INTERPRET=1 before anything imports triton.
+(`kernels/`) loop over them; what they are told is in `kernels/arguments.py`, and filled in `launch.py`. Backward visits exactly
+the tiles that forward visited, whose plan it keeps. On a CPU it runs in Triton's interpreter only, for tests: set
+TRITON_INTERPRET=1 before anything imports triton.
 """
 
 import importlib.util
@@ -12,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alibi_attn.attention.backends.fused.configs import MAX_HEAD_DIM, PLAN_ROWS, is_large, tile_shape
+from alibi_attn.attention.backends.fused.configs import MAX_HEAD_DIM, PLAN_ROWS, Shape, is_large, tile_shape
 from alibi_attn.attention.backends.fused.full_tiles import FullTiles
-from alibi_attn.attention.backends.fused.launch import in_rows, mask_arguments, on, row_constants, strides, window_of
+from alibi_attn.attention.backends.fused.kernels.arguments import Visited, Visitors
+from alibi_attn.attention.backends.fused.launch import call_of, in_rows, on, precision, rows_of
 from alibi_attn.attention.backends.fused.plan import asked_blocks, planned
 from alibi_attn.attention.backends.protocol import TooSmall
 from alibi_attn.attention.certificate.constants import OUTLIER_TILES, TILE
@@ -80,7 +82,7 @@ def plan(
 
     Args:
         known_norms: what is known of keys and values. Without it up to DECODE_QUERIES queries visit all that the masks allow: to
-            find out how long the keys are is as dear.
+            find the norms of the keys is as dear.
     """
     return planned(
         spec, query, key, value, rows=plan_rows(spec.query_len), shared=spec.query_len <= TILE, known_norms=known_norms,
@@ -103,8 +105,8 @@ def is_split(spec: Spec, query: Tensor) -> bool:
 
 
 def forward(
-    spec: Spec, query: Tensor, key: Tensor, value: Tensor, tiles: Tiles, seed: Tensor, *, counts: Tensor | None = None,
-    full_tiles: FullTiles | None = None,
+    spec: Spec, query: Tensor, key: Tensor, value: Tensor, tiles: Tiles, seed: Tensor | None = None, *,
+    counts: Tensor | None = None, full_tiles: FullTiles | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(output, lse) over the tiles of a plan; `counts` [B, H, ⌈T / tile⌉] int32 receives how many each tile of queries visited.
 
@@ -114,45 +116,33 @@ def forward(
     from alibi_attn.attention.backends.fused.kernels import forward as forward_kernels
 
     output = torch.empty_like(query)
+    lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     split = is_split(spec, query)
     shape = tile_shape("decode" if split else "forward", query.dtype, spec.head_dim, large=is_large(query.device))
-    shared = _shared_arguments(spec, query, key, value, tiles, seed)
-    shared |= {
-        "PIN_TABLE": tiles.besides,
-        "COUNT": seed if counts is None else counts,
-        "COUNTS": counts is not None,
-    }
-    options = {"BN": shape.keys, "num_warps": shape.warps, "num_stages": shape.stages}
+    call = call_of(spec, query.device, seed)
+    inputs = (rows_of(query), rows_of(key), rows_of(value))
+    constants = _constants(spec, shape)
     if split:
         parts = decode_parts(spec, query)
         chunks = -(-spec.group * spec.query_len // shape.queries)
-        lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
         outputs = torch.empty((parts, *query.shape), dtype=torch.float32, device=query.device)
-        masses = torch.empty((parts, *query.shape[:3]), dtype=torch.float32, device=query.device)
+        lses = torch.empty((parts, *query.shape[:3]), dtype=torch.float32, device=query.device)
         with on(query):
             decode_kernels.decode_kernel[(spec.batch * spec.num_kv_heads, chunks, parts)](
-                **shared,
-                **options,
-                PARTIAL=outputs,
-                MASSES=masses,
-                ROWS=shape.queries,
+                *inputs, outputs, lses, call, Visited(tiles.bands, tiles.beside, None), counts, **constants
             )
             decode_kernels.merge_kernel[(lse.numel(),)](
-                outputs, masses, output, lse, parts, lse.numel(), *output.stride()[:3], spec.num_heads, spec.query_len,
-                SLOTS=1 << (parts - 1).bit_length(), **row_constants(spec), num_warps=1,
+                outputs, lses, rows_of(output), lse, parts, lse.numel(), spec.num_heads, spec.query_len,
+                SLOTS=1 << (parts - 1).bit_length(), D=spec.head_dim, num_warps=1,
             )  # fmt: skip
         return output, lse
     if full_tiles is None:
         full_tiles = _full_tiles(spec, query)
-    lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
-    blocks = -(-spec.query_len // shape.queries)
+    visited = Visited(tiles.bands, tiles.beside, None if full_tiles is None else full_tiles.of_blocks(tiles.rows))
     with on(query):
-        forward_kernels.forward_kernel[(spec.batch * spec.num_heads * blocks,)](
-            **shared, **options, **strides("o", "bht", output), OUT=output, LSE=lse, ORDER=_heaviest_first(tiles.weight),
-            N=tiles.plan.shape[2], ROWS=tiles.rows, BM=shape.queries, HAS_OPEN=spec.hides_keys,
-            OPEN=seed if full_tiles is None else full_tiles.of_blocks(tiles.rows),
-            NORMS=lse if tiles.norms is None else tiles.norms,
-            HAS_NORMS=tiles.norms is not None and spec.causal and not spec.hides_keys,
+        forward_kernels.forward_kernel[(spec.batch * spec.num_heads * -(-spec.query_len // shape.queries),)](
+            *inputs, rows_of(output), lse, call, visited, tiles.norms if spec.causal and not spec.hides_keys else None,
+            _heaviest_first(tiles.weight), counts, ROWS=tiles.rows, **constants,
         )  # fmt: skip
     return output, lse
 
@@ -165,7 +155,7 @@ def decode(spec: Spec, query: Tensor, key: Tensor, value: Tensor, known_norms: N
     """
     query, key, value = in_rows(query, key, value)
     tiles = plan(spec, query, key, value, known_norms)
-    return forward(spec, query, key, value, tiles, tiles.plan)[0]
+    return forward(spec, query, key, value, tiles)[0]
 
 
 def decode_parts(spec: Spec, query: Tensor) -> int:
@@ -176,7 +166,7 @@ def decode_parts(spec: Spec, query: Tensor) -> int:
 
 def backward(
     spec: Spec, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor,
-    grad_lse: Tensor | None, tiles: Tiles, seed: Tensor, *, slopes_wanted: bool,
+    grad_lse: Tensor | None, tiles: Tiles, seed: Tensor | None = None, *, slopes_wanted: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv, dslopes): the exact gradient over the plan's tiles; dslopes is [2, B, H] fp64, left and right."""
     from alibi_attn.attention.backends.fused.kernels import backward as kernels
@@ -185,33 +175,29 @@ def backward(
         grad_output = grad_output.contiguous()
     delta, large = torch.empty_like(lse), is_large(query.device)
     dq, dk, dv = (torch.empty_like(x) for x in (query, key, value))
-    size = (2, *lse.shape) if slopes_wanted else (1,)
-    dslopes = torch.empty(size, dtype=torch.float32, device=query.device)
-    shared = _shared_arguments(spec, query, key, value, tiles, seed)
-    shared |= {"DOUT": grad_output, **strides("do", "bht", grad_output), "LSE": lse, "DELTA": delta}
-    shared |= {"ROWS": tiles.rows, "N": tiles.plan.shape[2], "HAS_OPEN": spec.hides_keys}
-    full_tiles = _full_tiles(spec, query)
+    dslopes = None
+    if slopes_wanted:
+        dslopes = torch.empty((2, *lse.shape), dtype=torch.float32, device=query.device)
+    call, full_tiles = call_of(spec, query.device, seed), _full_tiles(spec, query)
+    inputs = (rows_of(query), rows_of(key), rows_of(value))
+    visited = Visited(tiles.bands, tiles.beside, None if full_tiles is None else full_tiles.of_blocks(tiles.rows))
     asked = asked_blocks(tiles, count=-(-spec.key_len // TILE))
+    visitors = Visitors(tiles.bands, asked, None if full_tiles is None else full_tiles.of_tiles(tiles.rows))
     order = key_order = _heaviest_first(tiles.weight)
     if spec.group > 1:
         key_order = _heaviest_first(tiles.weight.unflatten(1, (spec.num_kv_heads, spec.group)).sum(-1))
     with on(query):
         shape = tile_shape("query", query.dtype, spec.head_dim, large=large)
         kernels.query_kernel[(spec.batch * spec.num_heads * -(-spec.query_len // shape.queries),)](
-            **shared, **strides("o", "bht", output), **strides("dq", "bht", dq), OUT=output, DQ=dq, DSLOPES=dslopes,
-            DLSE=lse if grad_lse is None else grad_lse.contiguous(), HAS_DLSE=grad_lse is not None,
-            SLOPES_WANTED=slopes_wanted, PIN_TABLE=tiles.besides, ORDER=order,
-            OPEN=seed if full_tiles is None else full_tiles.of_blocks(tiles.rows),
-            BM=shape.queries, BN=shape.keys, num_warps=shape.warps, num_stages=shape.stages,
+            *inputs, rows_of(output), rows_of(grad_output), rows_of(dq), lse, None if grad_lse is None else grad_lse.contiguous(),
+            delta, dslopes, call, visited, order, ROWS=tiles.rows, **_constants(spec, shape),
         )  # fmt: skip
         shape = tile_shape("key", query.dtype, spec.head_dim, large=large)
         kernels.key_kernel[(spec.batch * spec.num_kv_heads * -(-spec.key_len // shape.keys),)](
-            **shared, **strides("dk", "bhs", dk), **strides("dv", "bhs", dv), DK=dk, DV=dv, ASKED=asked,
-            OPEN_TO=seed if full_tiles is None else full_tiles.of_tiles(tiles.rows),
-            ORDER=key_order,
-            BM=shape.queries, BN=shape.keys, num_warps=shape.warps, num_stages=shape.stages,
+            *inputs, rows_of(grad_output), rows_of(dk), rows_of(dv), lse, delta, call, visitors, key_order,
+            ROWS=tiles.rows, **_constants(spec, shape),
         )  # fmt: skip
-    if not slopes_wanted:
+    if dslopes is None:
         return dq, dk, dv, torch.zeros(2, spec.batch, spec.num_heads, dtype=torch.float64, device=query.device)
     return dq, dk, dv, dslopes.sum(-1, dtype=torch.float64)
 
@@ -230,14 +216,14 @@ def _forward_op(
     full_tiles = _full_tiles(spec, query)
     tiles = plan(spec, query, key, value, full_tiles=full_tiles)
     output, lse = forward(spec, query, key, value, tiles, seed, full_tiles=full_tiles)
-    return output, lse, tiles.plan, tiles.pins, tiles.besides, tiles.weight
+    return output, lse, tiles.bands, tiles.outlier_tiles, tiles.beside, tiles.weight
 
 
 @torch.library.custom_op("alibi_attn::fused_backward", mutates_args=())
 def _backward_op(
     grad_output: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor,
     slopes: Tensor, right_slopes: Tensor | None, first: Tensor, key_mask: Tensor | None, query_segments: Tensor | None,
-    key_segments: Tensor | None, seed: Tensor, plan: Tensor, pins: Tensor, besides: Tensor, weight: Tensor,
+    key_segments: Tensor | None, seed: Tensor, bands: Tensor, outlier_tiles: Tensor, beside: Tensor, weight: Tensor,
     causal: bool, window: int | None, scale: float, dropout_p: float, may_see_nothing: bool, slopes_wanted: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     spec = _spec(
@@ -259,7 +245,7 @@ def _backward_op(
         # 0·NaN: what is in a query that sees nothing must not reach the keys.
         nothing = (lse == -torch.inf)[..., None]
         query, grad_output = query.masked_fill(nothing, 0.0), grad_output.masked_fill(nothing, 0.0)
-    tiles = Tiles(plan, pins, besides, weight, plan_rows(spec.query_len))
+    tiles = Tiles(bands, outlier_tiles, beside, weight, plan_rows(spec.query_len))
     dq, dk, dv, sides = backward(
         spec, query, key, value, output, lse, grad_output, grad_lse, tiles, seed, slopes_wanted=slopes_wanted
     )
@@ -322,23 +308,11 @@ register_maps(_forward_op, _backward_op, dropout_at=13)
 _attention, _gradients = transformable(_forward_op, _save, _backward), transformable(_backward_op)
 
 
-def _shared_arguments(
-    spec: Spec, query: Tensor, key: Tensor, value: Tensor, tiles: Tiles, seed: Tensor
-) -> dict[str, Any]:
-    """What every kernel is told about the call."""
-    first = first_positions(spec, query.device)
-    slopes = spec.slopes.detach().contiguous()
-    right = slopes if spec.right_slopes is None else spec.right_slopes.detach().contiguous()
+def _constants(spec: Spec, shape: Shape) -> dict[str, Any]:
+    """What the kernels of attention are compiled for."""
     return {
-        "Q": query, "K": key, "V": value, "SLOPES": slopes, "RIGHT": right, "FIRST": first.contiguous(), "SEED": seed,
-        "PLAN": tiles.plan.contiguous(),
-        **strides("q", "bht", query), **strides("k", "bhs", key), **strides("v", "bhs", value),
-        "slopes_b": spec.num_heads if slopes.ndim == 2 else 0, "right_b": spec.num_heads if right.ndim == 2 else 0,
-        "first_b": 0 if first.numel() == 1 else 1, "scale": spec.scale, "dropout": spec.dropout_p,
-        "window": window_of(spec), "H": spec.num_heads, "G": spec.group, "T": spec.query_len, "S": spec.key_len,
-        **row_constants(spec), **mask_arguments(spec, first), "CAUSAL": spec.causal,
-        "HAS_RIGHT": spec.right_slopes is not None, "HAS_WINDOW": spec.window is not None,
-        "HAS_DROPOUT": spec.dropout_p > 0, "PRECISION": "ieee" if torch.version.hip else "tf32x3",
+        "D": spec.head_dim, "BM": shape.queries, "BN": shape.keys, "CAUSAL": spec.causal, "PRECISION": precision(),
+        "num_warps": shape.warps, "num_stages": shape.stages,
     }  # fmt: skip
 
 
@@ -351,7 +325,7 @@ def _processors(device: torch.device) -> int:
 
 
 def _full_tiles(spec: Spec, query: Tensor) -> FullTiles | None:
-    return FullTiles.of(spec, first_positions(spec, query.device).contiguous()) if spec.hides_keys else None
+    return FullTiles.of(spec, call_of(spec, query.device), query.device) if spec.hides_keys else None
 
 
 def _heaviest_first(weight: Tensor) -> Tensor:

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alibi_attn.attention.certificate.constants import TILE
+from alibi_attn.attention.backends.fused.kernels.arguments import Call, Dropout, Masks, QueryOffset, Rows, Slopes
 from alibi_attn.attention.spec import AttentionSpec
+from alibi_attn.attention.visibility import first_positions
 
 Spec = AttentionSpec[Tensor]
 
@@ -23,29 +24,43 @@ def in_rows(*tensors: Tensor) -> Iterator[Tensor]:
     return (x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
 
 
-def row_constants(spec: Spec) -> dict[str, int]:
-    """What every kernel is told of rows and tiles."""
-    return {"D": spec.head_dim, "DP": max(16, 1 << (spec.head_dim - 1).bit_length()), "TILE": TILE}
+def rows_of(tensor: Tensor) -> Rows:
+    """A tensor [B, heads, rows, D] with a last stride of 1."""
+    batch, head, row, _ = tensor.stride()
+    return Rows(tensor, batch, head, row)
 
 
-def mask_arguments(spec: Spec, unused: Tensor) -> dict[str, Any]:
-    """What every kernel is told of key mask and segments."""
-    return {
-        "MASK": unused if spec.key_mask is None else spec.key_mask.contiguous().view(torch.int8),
-        "QUERY_SEGMENTS": unused if spec.query_segments is None else spec.query_segments.contiguous(),
-        "KEY_SEGMENTS": unused if spec.key_segments is None else spec.key_segments.contiguous(),
-        "HAS_MASK": spec.key_mask is not None, "HAS_SEGMENTS": spec.key_segments is not None,
-    }  # fmt: skip
+def call_of(spec: Spec, device: torch.device, seed: Tensor | None = None) -> Call:
+    """
+    Args:
+        seed: [1] int64, for dropout; not read without.
+    """
+    offset, masks = first_positions(spec, device).contiguous(), (spec.query_segments, spec.key_segments)
+    return Call(
+        slopes=_slopes(spec, spec.slopes),
+        right_slopes=None if spec.right_slopes is None else _slopes(spec, spec.right_slopes),
+        query_offset=QueryOffset(offset, 0 if offset.numel() == 1 else 1),
+        masks=Masks(
+            None if spec.key_mask is None else spec.key_mask.contiguous().view(torch.int8),
+            *(None if segments is None else segments.contiguous() for segments in masks),
+        ),
+        scale=spec.scale,
+        window=None if spec.window is None else min(spec.window, 2**30),
+        dropout=None if spec.dropout_p == 0 else Dropout(spec.dropout_p, seed),
+        H=spec.num_heads, G=spec.group, T=spec.query_len, S=spec.key_len,
+    )  # fmt: skip
 
 
-def window_of(spec: Spec) -> int:
-    return min(spec.window or 0, 2**30)
-
-
-def strides(name: str, axes: str, tensor: Tensor) -> dict[str, int]:
-    return {f"{name}_{axis}": stride for axis, stride in zip(axes, tensor.stride(), strict=False)}
+def precision() -> str:
+    """Of matrix products in fp32."""
+    return "ieee" if torch.version.hip else "tf32x3"
 
 
 def width_for(count: int) -> int:
     """How many of `count` tiles, or blocks, a small program takes at a time."""
     return min(256, max(16, 1 << (count - 1).bit_length()))
+
+
+def _slopes(spec: Spec, slopes: Tensor) -> Slopes:
+    slopes = slopes.detach().contiguous()
+    return Slopes(slopes, spec.num_heads if slopes.ndim == 2 else 0)

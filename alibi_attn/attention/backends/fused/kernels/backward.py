@@ -5,8 +5,8 @@ With p = exp(score − lse), δ_i = Σ out·dout − dlse and ds = p·(dp − δ
     dq_i = scale·Σ_j ds_ij·k_j     dk_j = scale·Σ_i ds_ij·q_i     dv_j = Σ_i p_ij·dout_i     dm = −Σ_ij ds_ij·|i − j|
 
 `query_kernel` walks the keys of a block of queries as forward does, and leaves δ and the slope's gradient of every query;
-`key_kernel` walks the queries that may have visited a tile of keys, and asks each block's plan whether it did. Both have a loop
-for tiles that are seen in full, where the bias is a number a key and a number a query, and one for the others.
+`key_kernel` walks the queries that may have visited a tile of keys, and asks each block's band whether it did. Both have a loop
+for full tiles, where the bias is a number a key and a number a query, and one for partial tiles.
 """
 
 # mypy: ignore-errors
@@ -15,49 +15,61 @@ for tiles that are seen in full, where the bias is a number a key and a number a
 import triton
 import triton.language as tl
 
+from alibi_attn.attention.backends.fused.kernels.arguments import Band, Dropout, Head, Queries
 from alibi_attn.attention.backends.fused.kernels.dropout import kept_weights
-from alibi_attn.attention.backends.fused.kernels.forward import (
+from alibi_attn.attention.backends.fused.kernels.tiles import (
     LOG2E,
-    PINS,
+    OUTLIERS,
+    TILE,
     all_finite,
+    band_of,
     biased_scores,
-    edge_tile,
-    planned_tiles,
-    rows_of,
-    slope_inside,
-    tile_of,
+    full_count,
+    full_tile,
+    linear_bias,
+    load_offset,
+    load_rows,
+    load_slope,
+    load_tile,
+    of_head,
+    outlier_count,
+    outlier_tile,
+    padded,
+    partial_scores,
+    partial_tile,
+    shown_keys,
+    store_rows,
 )
 
 NEVER = tl.constexpr(2**20)  # a block of queries behind the last
 
 
 @triton.jit
-def query_tile_inside(
-    tile, q, do, lse, delta, dq, to_left, to_right, K, V, i, position, begin, least, head, k_s, v_s, m, right, scale, dropout,
-    seed, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr, SLOPES_WANTED: tl.constexpr, PRECISION: tl.constexpr,
+def query_full(
+    tile, queries, head, do, lse, delta, dq, to_left, to_right, K, V, least, BN: tl.constexpr, D: tl.constexpr,
+    CAUSAL: tl.constexpr, SLOPES_WANTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys that every query sees in full: what `query_tile` returns."""
-    slope, near = slope_inside(tile, begin, m, right, BN, CAUSAL, HAS_RIGHT)
+    """What `query_partial` returns, after a tile of keys that every query sees in full."""
+    slope, near = linear_bias(tile, queries.start, head, BN, CAUSAL)
     j = tile * BN + tl.arange(0, BN)
-    k = tile_of(K, tile, k_s, D, DP, BN)
-    v = tile_of(V, tile, v_s, D, DP, BN)
-    scores = tl.dot(q, k.T, input_precision=PRECISION) * scale + (slope * (j - near).to(tl.float32))[None, :]
-    row = (position - begin).to(tl.float32)
-    p = tl.exp2(scores - (lse + slope * (row + (begin - near).to(tl.float32)))[:, None])
+    k, v = load_tile(K, tile, BN, D), load_tile(V, tile, BN, D)  # [BN, DP]
+    products = tl.dot(queries.q, k.T, input_precision=PRECISION)  # [BM, BN]
+    scores = products * head.scale + (slope * (j - near).to(tl.float32))[None, :]
+    row = (queries.position - queries.start).to(tl.float32)  # [BM]
+    p = tl.exp2(scores - (lse + slope * (row + (queries.start - near).to(tl.float32)))[:, None])
     dp = tl.dot(do, v.T, input_precision=PRECISION)
-    if HAS_DROPOUT:
-        dp = dp * kept_weights(seed, head, i, j[None, :], dropout)
+    if head.dropout is not None:
+        dp = dp * kept_weights(head.dropout, head.number, queries.i[:, None], j[None, :])
     ds = p * (dp - delta[:, None])
     if SLOPES_WANTED:
         # Σ ds·(position − least − j), from the key nearest to the queries on.
-        away = row + (begin - least - near).to(tl.float32)
+        away = row + (queries.start - least - near).to(tl.float32)
         moment = tl.sum(ds * (near - j).to(tl.float32)[None, :], 1) + away * tl.sum(ds, 1)
         if CAUSAL:
             to_left -= moment
         else:
-            is_left = near <= begin
-            if HAS_RIGHT:
+            is_left = near <= queries.start
+            if head.right is not None:
                 to_left -= tl.where(is_left, moment, 0.0)
                 to_right += tl.where(is_left, 0.0, moment)
             else:
@@ -67,38 +79,23 @@ def query_tile_inside(
 
 
 @triton.jit
-def query_tile(
-    tile, q, do, lse, delta, dq, to_left, to_right, K, V, MASK, KEY_SEGMENTS, own, i, position, least, head, k_s, v_s, m, right,
-    scale, window, dropout, seed, S,
-    D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SEGMENTS: tl.constexpr, HAS_DROPOUT: tl.constexpr, HAS_MASK: tl.constexpr,
-    SLOPES_WANTED: tl.constexpr, PRECISION: tl.constexpr,
+def query_partial(
+    tile, queries, head, do, lse, delta, dq, to_left, to_right, K, V, masks, least, S, BN: tl.constexpr, D: tl.constexpr,
+    CAUSAL: tl.constexpr, SLOPES_WANTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys: (dq / scale, −Σ ds·|i − j − least| to the left, to the right) after it."""
-    start = tl.cast(tile, tl.int64) * BN
-    jj = tl.arange(0, BN)
-    here = tile * BN + jj < S
-    if HAS_MASK:
-        here = tl.load(MASK + start + jj, mask=here, other=0) != 0
-    k = rows_of(K, tile * BN, k_s, here, D, DP, BN)
-    v = rows_of(V, tile * BN, v_s, here, D, DP, BN)
-    j = (tile * BN + jj)[None, :]
-    same = True
-    if HAS_SEGMENTS:
-        same = own == tl.load(KEY_SEGMENTS + start + jj, mask=here, other=0)[None, :]
-    distance = position - j
-    products = tl.dot(q, k.T, input_precision=PRECISION)
-    scores, seen = biased_scores(
-        products, distance, here[None, :], same, m, right, scale, window, CAUSAL, HAS_RIGHT, HAS_WINDOW, HAS_SEGMENTS
-    )  # fmt: skip
-    p = tl.exp2(scores - lse[:, None])
+    """(dq / scale, −Σ ds·|i − j − least| to the left, to the right) after a tile of which some queries may not see some keys."""
+    scores, seen, k, here = partial_scores(tile, queries, head, K, masks, S, BN, D, CAUSAL, PRECISION)
+    v = load_rows(V, tile * BN, here, BN, D)  # [BN, DP]
+    j = tile * BN + tl.arange(0, BN)
+    p = tl.exp2(scores - lse[:, None])  # [BM, BN]
     dp = tl.dot(do, v.T, input_precision=PRECISION)
-    if HAS_DROPOUT:
-        dp = dp * kept_weights(seed, head, i, j, dropout)
+    if head.dropout is not None:
+        dp = dp * kept_weights(head.dropout, head.number, queries.i[:, None], j[None, :])
     ds = tl.where(seen, p * (dp - delta[:, None]), 0.0)
     if SLOPES_WANTED:
+        distance = queries.position[:, None] - j[None, :]
         moment = ds * (distance - least).to(tl.float32)
-        if HAS_RIGHT:
+        if head.right is not None:
             to_left -= tl.sum(tl.where(distance > 0, moment, 0.0), 1)
             to_right += tl.sum(tl.where(distance < 0, moment, 0.0), 1)
         elif CAUSAL:
@@ -113,95 +110,79 @@ def query_tile(
 
 @triton.jit
 def query_kernel(
-    Q, K, V, OUT, DOUT, LSE, DLSE, DELTA, DQ, DSLOPES, SLOPES, RIGHT, FIRST, PLAN, PIN_TABLE, OPEN, MASK, QUERY_SEGMENTS,
-    KEY_SEGMENTS, ORDER, SEED,
-    q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, o_b, o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, slopes_b, right_b, first_b,
-    scale, window, dropout, H, G, T, S, N,
-    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SEGMENTS: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr, HAS_MASK: tl.constexpr, HAS_OPEN: tl.constexpr, HAS_DLSE: tl.constexpr,
-    SLOPES_WANTED: tl.constexpr, PRECISION: tl.constexpr,
+    Q, K, V, OUT, DOUT, DQ, LSE, DLSE, DELTA, DSLOPES, call, visited, ORDER,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Program: one block of BM queries of one head, as in forward; a block of the plan has ROWS. DSLOPES is [2, B, H, T]."""
+    """Program: one block of BM queries of one head, as in forward; a block of the plan has ROWS.
+
+    Args:
+        LSE, DLSE, DELTA: [B, H, T] fp32; no DLSE is None.
+        DSLOPES: [2, B, H, T] fp32, from the keys to the left and to the right; None = nobody asks for it.
+    """
+    H, G, T, S = call.H, call.G, call.T, call.S
     programs = tl.cdiv(T, BM)
     bh = tl.load(ORDER + tl.program_id(0) // programs).to(tl.int64)
     n = programs - 1 - tl.program_id(0) % programs
     b, h = bh // H, (bh % H).to(tl.int32)
     kv = (h // G).to(tl.int64)
-    at = tl.cast(n, tl.int64) * BM
-    Q += b * q_b + h.to(tl.int64) * q_h + at * q_t
-    OUT += b * o_b + h.to(tl.int64) * o_h + at * o_t
-    DOUT += b * do_b + h.to(tl.int64) * do_h + at * do_t
-    K += b * k_b + kv * k_h
-    V += b * v_b + kv * v_h
-    MASK += b * S
-    KEY_SEGMENTS += b * S
-    m = tl.load(SLOPES + b * slopes_b + h) * LOG2E
-    right = tl.load(RIGHT + b * right_b + h) * LOG2E
-    seed = tl.load(SEED)
+    K, V = of_head(K, b, kv), of_head(V, b, kv)
+    right, dropout, segments = call.right_slopes, call.dropout, call.masks.query_segments
+    if right is not None:
+        right = load_slope(right, b, h)
+    if dropout is not None:
+        dropout = Dropout(dropout.share, tl.load(dropout.seed))
+    head = Head(bh, load_slope(call.slopes, b, h), right, call.scale * LOG2E, call.window, dropout)
 
     rows = tl.arange(0, BM)
-    d = tl.arange(0, DP)
     i = n * BM + rows
     # A query that saw nothing is never used, whatever is in it: an infinite lse makes its weights 0.
     lse = tl.load(LSE + bh * T + i, mask=i < T, other=float("-inf")) * LOG2E
-    lse = tl.where(lse == float("-inf"), float("inf"), lse)
-    ours = ((i < T) & (lse != float("inf")))[:, None]
-    if D != DP:
-        ours = ours & (d < D)[None, :]
-    q = tl.load(Q + rows[:, None] * q_t + d[None, :], mask=ours, other=0.0)
-    do = tl.load(DOUT + rows[:, None] * do_t + d[None, :], mask=ours, other=0.0)
-    out = tl.load(OUT + rows[:, None] * o_t + d[None, :], mask=ours, other=0.0)
+    lse = tl.where(lse == float("-inf"), float("inf"), lse)  # [BM]
+    used = (i < T) & (lse != float("inf"))
+    q = load_rows(of_head(Q, b, h), n * BM, used, BM, D)  # [BM, DP]
+    do = load_rows(of_head(DOUT, b, h), n * BM, used, BM, D)
+    out = load_rows(of_head(OUT, b, h), n * BM, used, BM, D)
     delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
-    if HAS_DLSE:
-        delta -= tl.load(DLSE + bh * T + i, mask=(i < T) & (lse != float("inf")), other=0.0)
+    if DLSE is not None:
+        delta -= tl.load(DLSE + bh * T + i, mask=used, other=0.0)
     tl.store(DELTA + bh * T + i, delta, mask=i < T)
-    own = i[:, None]
-    if HAS_SEGMENTS:
-        own = tl.load(QUERY_SEGMENTS + b * T + i, mask=i < T, other=0)[:, None]
-    begin = n * BM + tl.load(FIRST + b * first_b).to(tl.int32)
-    position = begin + rows
+    if segments is not None:
+        segments = tl.load(segments + b * T + i, mask=i < T, other=0)
+    start = n * BM + load_offset(call.query_offset, b)
+    queries = Queries(q, i, start + rows, start, segments, b)
     # Where a whole block stands beyond the keys, a constant is left out of its distances: a row of ds adds up to dlse, and
     # products with distances of 10⁶ would round by more than what is left of their sum.
-    least = tl.maximum(begin - (S - 1), 0) + tl.minimum(begin + BM - 1, 0)
-    dq = tl.zeros([BM, DP], tl.float32)
+    least = tl.maximum(start - (S - 1), 0) + tl.minimum(start + BM - 1, 0)
+    dq = tl.zeros([BM, padded(D)], tl.float32)
     to_left = tl.zeros([BM], tl.float32)
     to_right = tl.zeros([BM], tl.float32)
 
-    block = bh * N + n * BM // ROWS
-    first, last, low, high, after, until = planned_tiles(
-        PLAN, OPEN, block, b * N + n * BM // ROWS, begin, right, window, S, BM, BN, TILE, CAUSAL, HAS_WINDOW, HAS_OPEN
-    )
-    for x in tl.range(0, high - low + until - after):
-        tile = low + x
-        if not CAUSAL:
-            tile += tl.where(tile >= high, after - high, 0)
-        dq, to_left, to_right = query_tile_inside(
-            tile, q, do, lse, delta, dq, to_left, to_right, K, V, i[:, None], position, begin, least, bh, k_s, v_s, m, right,
-            scale * LOG2E, dropout, seed, D, DP, BN, CAUSAL, HAS_RIGHT, HAS_DROPOUT, SLOPES_WANTED, PRECISION,
+    blocks = tl.cdiv(T, ROWS)
+    block = bh * blocks + n * BM // ROWS
+    band = band_of(visited, block, b * blocks + n * BM // ROWS, start, head, S, BM, BN, CAUSAL)
+    for x in tl.range(0, full_count(band)):
+        dq, to_left, to_right = query_full(
+            full_tile(x, band, CAUSAL), queries, head, do, lse, delta, dq, to_left, to_right, K, V, least, BN, D, CAUSAL,
+            DSLOPES is not None, PRECISION,
         )  # fmt: skip
-    pins = PIN_TABLE + block * PINS
-    pinned = tl.sum((tl.load(pins + tl.arange(0, PINS)) >= 0).to(tl.int32), 0) * (TILE // BN)
-    edges = tl.maximum(last - first, 0) - (high - low + until - after)
-    for x in tl.range(0, edges + pinned, num_stages=1):
-        tile = edge_tile(x, edges, first, low, high, after, until, pins, TILE // BN, CAUSAL)
-        dq, to_left, to_right = query_tile(
-            tile, q, do, lse, delta, dq, to_left, to_right, K, V, MASK, KEY_SEGMENTS, own, i[:, None], position[:, None], least,
-            bh, k_s, v_s, m, right, scale * LOG2E, window, dropout, seed, S, D, DP, BN, CAUSAL, HAS_RIGHT, HAS_WINDOW,
-            HAS_SEGMENTS, HAS_DROPOUT, HAS_MASK, SLOPES_WANTED, PRECISION,
+    outliers = visited.beside + block * OUTLIERS
+    partial = tl.maximum(band.last - band.first, 0) - full_count(band)
+    for x in tl.range(0, partial + outlier_count(outliers) * (TILE // BN), num_stages=1):
+        tile = tl.where(
+            x < partial, partial_tile(x, band, CAUSAL), outlier_tile(tl.maximum(x - partial, 0), outliers, BN)
+        )
+        dq, to_left, to_right = query_partial(
+            tile, queries, head, do, lse, delta, dq, to_left, to_right, K, V, call.masks, least, S, BN, D, CAUSAL,
+            DSLOPES is not None, PRECISION,
         )  # fmt: skip
 
-    mine = (i < T)[:, None]
-    if D != DP:
-        mine = mine & (d < D)[None, :]
     # Read once more, so that no register holds the addresses of results through the loop.
     bh = tl.load(ORDER + tl.program_id(0) // programs, volatile=True).to(tl.int64)
-    DQ += bh // H * dq_b + bh % H * dq_h + at * dq_t
-    tl.store(DQ + rows[:, None] * dq_t + d[None, :], (dq * scale).to(DQ.dtype.element_ty), mask=mine)
-    if SLOPES_WANTED:
-        if HAS_DLSE:
-            due = tl.load(DLSE + bh * T + i, mask=(i < T) & (lse != float("inf")), other=0.0)
-            if HAS_RIGHT:
+    store_rows(of_head(DQ, bh // H, bh % H), n * BM, dq * call.scale, i < T, BM, D)
+    if DSLOPES is not None:
+        if DLSE is not None:
+            due = tl.load(DLSE + bh * T + i, mask=used, other=0.0)
+            if call.right_slopes is not None:
                 to_left -= tl.maximum(least, 0).to(tl.float32) * due
                 to_right += tl.minimum(least, 0).to(tl.float32) * due
             else:
@@ -212,171 +193,148 @@ def query_kernel(
 
 
 @triton.jit
-def inside_blocks(
-    first, last, tile_begin, origin, right, window, T,
-    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr,
+def blocks_of(
+    first, last, full_first, full_last, tile_start, query_offset, head, T, BM: tl.constexpr, BN: tl.constexpr,
+    CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """(low, high, after, until): of the blocks of BM queries from `first` to before `last`, those that see in full the BN keys
-    from `tile_begin` on: from low to before high stand before the keys, from after to before until behind them.
+    """The Band of BN keys from `tile_start` on: of the blocks of BM queries from `first` to before `last`, those that see them
+    in full, before the keys and behind them, within `full_first` and `full_last`.
     """
-    tile_end = tile_begin + BN - 1 - origin  # positions that count from the first query
-    tile_begin = tile_begin - origin
-    until = tl.minimum(last, T // BM)
-    low, high = first, first
+    tile_end = tile_start + BN - 1 - query_offset  # positions that count from the first query
+    tile_start = tile_start - query_offset
+    low = tl.maximum(first, full_first)
+    until = tl.minimum(tl.minimum(last, full_last), T // BM)
+    high = low
     if not CAUSAL:
-        if HAS_WINDOW:
-            low = tl.maximum(low, tl.maximum(tile_end - window + BM, 0) // BM)
-        high = tl.minimum(tl.maximum(tile_begin + 1, 0) // BM, until)
-        high = tl.where(right < float("inf"), tl.maximum(high, low), low)
+        if head.window is not None:
+            low = tl.maximum(low, tl.maximum(tile_end - head.window + BM, 0) // BM)
+        high = tl.maximum(tl.minimum(tl.maximum(tile_start + 1, 0) // BM, until), low)
+        if head.right is not None:
+            high = tl.where(head.right < float("inf"), high, low)
     after = tl.maximum(high, tl.cdiv(tl.maximum(tile_end, 0), BM))
-    if HAS_WINDOW:
-        until = tl.minimum(until, tl.maximum(tile_begin + window, 0) // BM)
-    return low, high, after, tl.maximum(until, after)
+    if head.window is not None:
+        until = tl.minimum(until, tl.maximum(tile_start + head.window, 0) // BM)
+    return Band(first, last, low, high, after, tl.maximum(until, after))
 
 
 @triton.jit
-def visits(plan, key_tile, pinned):
-    """Of every key, whether the queries of a plan's block visit its tile: where it is pinned, whatever the masks allow (2, 3),
+def is_visited(band, key_tile, is_outlier):
+    """Of every key, whether the queries of a plan's block visit its tile: an outlier tile wherever the masks allow it (2, 3),
     else the certified band (0, 1).
     """
-    first = tl.where(pinned, tl.load(plan + 2), tl.load(plan))
-    last = tl.where(pinned, tl.load(plan + 3), tl.load(plan + 1))
-    return (first <= key_tile) & (key_tile < last)
+    first = tl.where(is_outlier, tl.load(band + 2), tl.load(band))
+    last = tl.where(is_outlier, tl.load(band + 3), tl.load(band + 1))
+    return (first <= key_tile) & (key_tile < last)  # [BN]
 
 
 @triton.jit
-def of_values(p, v, do, dv, i, j, head, dropout, seed, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr):
+def of_values(p, v, do, dv, i, j, head, PRECISION: tl.constexpr):
     """(dp, dv) after a tile of weights p, keys by queries; with dropout the weights are those that forward kept."""
-    dp = tl.dot(v, do.T, input_precision=PRECISION)
-    if HAS_DROPOUT:
-        kept = kept_weights(seed, head, i[None, :], j[:, None], dropout)
+    dp = tl.dot(v, do.T, input_precision=PRECISION)  # [BN, BM]
+    if head.dropout is not None:
+        kept = kept_weights(head.dropout, head.number, i[None, :], j[:, None])
         dp, p = dp * kept, p * kept
     return dp, tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
 
 
 @triton.jit
 def key_kernel(
-    Q, K, V, DOUT, LSE, DELTA, DK, DV, SLOPES, RIGHT, FIRST, PLAN, ASKED, OPEN_TO, MASK, QUERY_SEGMENTS, KEY_SEGMENTS,
-    ORDER, SEED,
-    q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, do_b, do_h, do_t, dk_b, dk_h, dk_s, dv_b, dv_h, dv_s, slopes_b, right_b, first_b,
-    scale, window, dropout, H, G, T, S, N,
-    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SEGMENTS: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr, HAS_MASK: tl.constexpr, HAS_OPEN: tl.constexpr, PRECISION: tl.constexpr,
+    Q, K, V, DOUT, DK, DV, LSE, DELTA, call, visitors, ORDER,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Program: BN keys of one key head, and all its query heads one after another. ASKED is [B, H, ⌈S / TILE⌉, 3].
+    """Program: BN keys of one key head, and all its query heads one after another; ORDER [B·K] int64.
 
     Queries and output gradients that saw nothing hold zeros here (masking their loads would spill registers).
     """
+    H, G, T, S = call.H, call.G, call.T, call.S
     programs = tl.cdiv(S, BN)
     bk = tl.load(ORDER + tl.program_id(0) // programs).to(tl.int64)
     t = tl.program_id(0) % programs
     kv_heads = H // G
     b, kv = bk // kv_heads, bk % kv_heads
-    start = t.to(tl.int64) * BN
-    K += b * k_b + kv * k_h + start * k_s
-    V += b * v_b + kv * v_h + start * v_s
-    origin = tl.load(FIRST + b * first_b).to(tl.int32)
-    seed = tl.load(SEED)
-    tiles = tl.cdiv(S, TILE)
+    offset = load_offset(call.query_offset, b)
+    dropout = call.dropout
+    if dropout is not None:
+        dropout = Dropout(dropout.share, tl.load(dropout.seed))
+    tiles, blocks = tl.cdiv(S, TILE), tl.cdiv(T, ROWS)
 
-    jj = tl.arange(0, BN)
     rows = tl.arange(0, BM)
-    d = tl.arange(0, DP)
-    j = t * BN + jj
+    j = t * BN + tl.arange(0, BN)
     key_tile = j // TILE
-    here = j < S
-    loaded = here[:, None]
-    if D != DP:
-        loaded = loaded & (d < D)[None, :]
-    k = tl.load(K + jj[:, None] * k_s + d[None, :], mask=loaded, other=0.0)
-    v = tl.load(V + jj[:, None] * v_s + d[None, :], mask=loaded, other=0.0)
-    if HAS_MASK:
-        here = tl.load(MASK + b * S + j, mask=here, other=0) != 0
-    theirs = j[:, None]
-    if HAS_SEGMENTS:
-        theirs = tl.load(KEY_SEGMENTS + b * S + j, mask=j < S, other=0)[:, None]
-    dk = tl.zeros([BN, DP], tl.float32)
-    dv = tl.zeros([BN, DP], tl.float32)
+    there = key_tile < tiles
+    k = load_rows(of_head(K, b, kv), t * BN, j < S, BN, D)  # [BN, DP]
+    v = load_rows(of_head(V, b, kv), t * BN, j < S, BN, D)
+    here = shown_keys(call.masks, b, j, j < S, S)
+    segments = call.masks.key_segments
+    if segments is not None:
+        segments = tl.load(segments + b * S + j, mask=j < S, other=0)
+    dk = tl.zeros([BN, padded(D)], tl.float32)
+    dv = tl.zeros([BN, padded(D)], tl.float32)
 
     for g in range(G):
         h = kv.to(tl.int32) * G + g
         bh = b * H + h
-        m = tl.load(SLOPES + b * slopes_b + h) * LOG2E
-        right = tl.load(RIGHT + b * right_b + h) * LOG2E
-        asked = ASKED + (bh * tiles + key_tile) * 3
-        first = tl.min(tl.load(asked, mask=key_tile < tiles, other=NEVER), 0) * (ROWS // BM)
-        last = tl.max(tl.load(asked + 1, mask=key_tile < tiles, other=0), 0) * (ROWS // BM)
+        right = call.right_slopes
+        if right is not None:
+            right = load_slope(right, b, h)
+        head = Head(bh, load_slope(call.slopes, b, h), right, call.scale * LOG2E, call.window, dropout)
+        asked = visitors.asked + (bh * tiles + key_tile) * 3
+        first = tl.min(tl.load(asked, mask=there, other=NEVER), 0) * (ROWS // BM)
+        last = tl.max(tl.load(asked + 1, mask=there, other=0), 0) * (ROWS // BM)
         last = tl.maximum(tl.minimum(last, tl.cdiv(T, BM)), first)
-        pinned = tl.load(asked + 2, mask=key_tile < tiles, other=0) == 1
-        plan = PLAN + bh * N * 4
-        q_head = Q + b * q_b + h.to(tl.int64) * q_h
-        do_head = DOUT + b * do_b + h.to(tl.int64) * do_h
-        open_first, open_last = first, last
-        if HAS_OPEN:
-            open_to = OPEN_TO + (b * tiles + key_tile) * 2
-            open_first = tl.max(tl.load(open_to, mask=key_tile < tiles, other=0), 0) * (ROWS // BM)
-            open_last = tl.min(tl.load(open_to + 1, mask=key_tile < tiles, other=NEVER), 0) * (ROWS // BM)
-        low, high, after, until = inside_blocks(
-            tl.maximum(first, open_first), tl.minimum(last, open_last), t * BN, origin, right, window, T, BM, BN, CAUSAL,
-            HAS_WINDOW,
-        )  # fmt: skip
-        for x in tl.range(0, high - low + until - after):
-            n = low + x
-            n += tl.where(n >= high, after - high, 0)
+        is_outlier = tl.load(asked + 2, mask=there, other=0) == 1
+        bands = visitors.bands + bh * blocks * 4
+        Q_h, DO_h = of_head(Q, b, h), of_head(DOUT, b, h)
+        full_first, full_last = first, last
+        if visitors.full is not None:
+            full = visitors.full + (b * tiles + key_tile) * 2
+            full_first = tl.max(tl.load(full, mask=there, other=0), 0) * (ROWS // BM)
+            full_last = tl.min(tl.load(full + 1, mask=there, other=NEVER), 0) * (ROWS // BM)
+        band = blocks_of(first, last, full_first, full_last, t * BN, offset, head, T, BM, BN, CAUSAL)
+        for x in tl.range(0, full_count(band)):
+            n = full_tile(x, band, False)
             i = n * BM + rows
-            visited = visits(plan + n * BM // ROWS * 4, key_tile, pinned)
-            lse = tl.load(LSE + bh * T + i) * LOG2E
+            visited = is_visited(bands + n * BM // ROWS * 4, key_tile, is_outlier)
+            lse = tl.load(LSE + bh * T + i) * LOG2E  # [BM]
             delta = tl.load(DELTA + bh * T + i)
-            q = tile_of(q_head, n, q_t, D, DP, BM)
-            do = tile_of(do_head, n, do_t, D, DP, BM)
-            slope, near = m, t * BN + BN - 1
+            q, do = load_tile(Q_h, n, BM, D), load_tile(DO_h, n, BM, D)  # [BM, DP]
+            slope, near = head.slope, t * BN + BN - 1
             if not CAUSAL:
-                if HAS_RIGHT:
-                    slope = tl.where(n >= after, m, -right)
-                else:
-                    slope = tl.where(n >= after, m, -m)
-                near = tl.where(n >= after, near, t * BN)
-            row = lse + slope * (i + (origin - near)).to(tl.float32)
+                away = head.slope
+                if head.right is not None:
+                    away = head.right
+                slope = tl.where(n >= band.after, head.slope, -away)
+                near = tl.where(n >= band.after, near, t * BN)
+            row = lse + slope * (i + (offset - near)).to(tl.float32)
             row = tl.where(lse != float("-inf"), row, float("inf"))
-            column = tl.where(visited, slope * (j - near).to(tl.float32), float("-inf"))
-            p = tl.exp2(tl.dot(k, q.T, input_precision=PRECISION) * (scale * LOG2E) + column[:, None] - row[None, :])
-            dp, dv = of_values(p, v, do, dv, i, j, bh, dropout, seed, HAS_DROPOUT, PRECISION)
+            column = tl.where(visited, slope * (j - near).to(tl.float32), float("-inf"))  # [BN]
+            products = tl.dot(k, q.T, input_precision=PRECISION)  # [BN, BM]
+            p = tl.exp2(products * head.scale + column[:, None] - row[None, :])
+            dp, dv = of_values(p, v, do, dv, i, j, head, PRECISION)
             ds = p * (dp - delta[None, :])
             dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
-        for x in tl.range(0, last - first - (high - low + until - after), num_stages=1):
-            n = first + x
-            if not CAUSAL:
-                n += tl.where(n >= low, high - low, 0)
-            n += tl.where(n >= after, until - after, 0)
+        for x in tl.range(0, last - first - full_count(band), num_stages=1):
+            n = partial_tile(x, band, False)
             i = n * BM + rows
-            visited = visits(plan + n * BM // ROWS * 4, key_tile, pinned)
+            visited = is_visited(bands + n * BM // ROWS * 4, key_tile, is_outlier)
             lse = tl.load(LSE + bh * T + i, mask=i < T, other=float("-inf")) * LOG2E
             lse = tl.where(lse != float("-inf"), lse, float("inf"))
             delta = tl.load(DELTA + bh * T + i, mask=i < T, other=0.0)
-            q = rows_of(q_head, n * BM, q_t, i < T, D, DP, BM)
-            do = rows_of(do_head, n * BM, do_t, i < T, D, DP, BM)
-            same = True
-            if HAS_SEGMENTS:
-                same = theirs == tl.load(QUERY_SEGMENTS + b * T + i, mask=i < T, other=0)[None, :]
+            q, do = load_rows(Q_h, n * BM, i < T, BM, D), load_rows(DO_h, n * BM, i < T, BM, D)
+            shown = (here & visited)[:, None]
+            if segments is not None:
+                theirs = tl.load(call.masks.query_segments + b * T + i, mask=i < T, other=0)
+                shown = shown & (segments[:, None] == theirs[None, :])
             products = tl.dot(k, q.T, input_precision=PRECISION)
-            scores, seen = biased_scores(
-                products, i[None, :] - (j - origin)[:, None], (here & visited)[:, None], same, m, right, scale * LOG2E, window,
-                CAUSAL, HAS_RIGHT, HAS_WINDOW, HAS_SEGMENTS,
-            )  # fmt: skip
+            scores, seen = biased_scores(products, i[None, :] - (j - offset)[:, None], shown, head, CAUSAL)
             seen = seen & (lse < float("inf"))[None, :]
             p = tl.where(seen, tl.exp2(scores - lse[None, :]), 0.0)
-            dp, dv = of_values(p, v, do, dv, i, j, bh, dropout, seed, HAS_DROPOUT, PRECISION)
+            dp, dv = of_values(p, v, do, dv, i, j, head, PRECISION)
             ds = tl.where(seen, p * (dp - delta[None, :]), 0.0)
             dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
 
-    mine = (j < S)[:, None]
-    if D != DP:
-        mine = mine & (d < D)[None, :]
     # Read once more, so that no register holds the addresses of results through the loop.
     bk = tl.load(ORDER + tl.program_id(0) // programs, volatile=True).to(tl.int64)
     b, kv = bk // kv_heads, bk % kv_heads
-    DK += b * dk_b + kv * dk_h + start * dk_s
-    DV += b * dv_b + kv * dv_h + start * dv_s
-    tl.store(DK + jj[:, None] * dk_s + d[None, :], (dk * scale).to(DK.dtype.element_ty), mask=mine)
-    tl.store(DV + jj[:, None] * dv_s + d[None, :], dv.to(DV.dtype.element_ty), mask=mine)
+    store_rows(of_head(DK, b, kv), t * BN, dk * call.scale, j < S, BN, D)
+    store_rows(of_head(DV, b, kv), t * BN, dv, j < S, BN, D)

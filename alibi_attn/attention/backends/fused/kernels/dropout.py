@@ -17,13 +17,13 @@ _ROUNDS = tl.constexpr(7)
 
 
 @triton.jit
-def kept_weights(seed, head, i, j, dropout):
+def kept_weights(dropout, head, i, j):
     """1 / (1 − p) where the weight of query i and key j is kept, else 0."""
     head = head.to(tl.uint32)
-    key, _, _, _ = tl.philox(seed, head, head * 0, head * 0, head * 0)
+    key, _, _, _ = tl.philox(dropout.seed, head, head * 0, head * 0, head * 0)
     j, i = tl.broadcast(j.to(tl.uint32), i.to(tl.uint32))
     bits = drawn_bits(key, i, j)
-    return tl.where(bits >= tl.cast(dropout * 4294967296.0, tl.uint32), 1.0 / (1.0 - dropout), 0.0)
+    return tl.where(bits >= tl.cast(dropout.share * 4294967296.0, tl.uint32), 1.0 / (1.0 - dropout.share), 0.0)
 
 
 @triton.jit

@@ -9,28 +9,28 @@ What `attention/certificate/tiles.py` does in torch operations, one small progra
 import triton
 import triton.language as tl
 
-from alibi_attn.attention.backends.fused.kernels.certificate import CHOICES, FARTHEST, among, pins_of
-from alibi_attn.attention.backends.fused.kernels.forward import PINS
+from alibi_attn.attention.backends.fused.kernels.certificate import CHOICES, FARTHEST, among, outliers_in
+from alibi_attn.attention.backends.fused.kernels.tiles import OUTLIERS, TILE, load_offset
 
 NEVER = tl.constexpr(2**28)  # the first tile of a block that visits none; small enough to be multiplied
 
 
 @triton.jit
-def cheapest(REACH, heads, bh, origin, T, S, TILE: tl.constexpr, WIDTH: tl.constexpr, BOTH_SIDES: tl.constexpr):
-    """The choice of pins with which the blocks of a head ask for the fewest keys; see `bounds._cost`."""
+def cheapest(REACH, heads, bh, offset, T, S, WIDTH: tl.constexpr, BOTH_SIDES: tl.constexpr):
+    """The choice of outlier tiles with which the blocks of a head ask for the fewest keys; see `bounds._cost`."""
     blocks = tl.cdiv(T, TILE)
     least, best = bh * 0 + 2**62, 0
     for choice in tl.static_range(CHOICES):
-        cost = (bh * 0 + blocks) * (pins_of(choice) * 2 * TILE)
-        for start in range(0, blocks, WIDTH):
-            n = start + tl.arange(0, WIDTH)
+        cost = (bh * 0 + blocks) * (outliers_in(choice) * 2 * TILE)
+        for from_block in range(0, blocks, WIDTH):
+            n = from_block + tl.arange(0, WIDTH)
             there = n < blocks
-            begin = origin + n * TILE
+            start = offset + n * TILE
             at = REACH + choice * heads + bh * blocks + n
-            asked = tl.minimum(tl.load(at, mask=there, other=0), tl.minimum(tl.maximum(begin + TILE, 0), S))
+            asked = tl.minimum(tl.load(at, mask=there, other=0), tl.minimum(tl.maximum(start + TILE, 0), S))
             if BOTH_SIDES:
                 more = tl.load(at + CHOICES * heads, mask=there, other=0)
-                asked += tl.minimum(more, tl.minimum(tl.maximum(S - begin, 0), S))
+                asked += tl.minimum(more, tl.minimum(tl.maximum(S - start, 0), S))
             cost += tl.sum(tl.where(there, asked, 0).to(tl.int64), 0)
         best = tl.where(cost < least, choice, best)
         least = tl.minimum(least, cost)
@@ -38,32 +38,21 @@ def cheapest(REACH, heads, bh, origin, T, S, TILE: tl.constexpr, WIDTH: tl.const
 
 
 @triton.jit
-def seen_keys(
-    ALLOWED,
-    row,
-    begin,
-    end,
-    there,
-    S,
-    window,
-    CAUSAL: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_ALLOWED: tl.constexpr,
-):
-    """(low, high): outside of these keys the queries at [begin, end) see none. ALLOWED [B, blocks, 2]: what masks say of it."""
-    low, high = begin * 0, begin * 0 + S
-    if HAS_WINDOW:
-        low, high = tl.maximum(low, begin - window + 1), tl.minimum(high, end - 1 + window)
+def seen_keys(ALLOWED, row, start, end, there, S, window, CAUSAL: tl.constexpr):
+    """(low, high): outside of these keys the queries at [start, end) see none. ALLOWED [B, blocks, 2]: what masks say of it."""
+    low, high = start * 0, start * 0 + S
+    if window is not None:
+        low, high = tl.maximum(low, start - window + 1), tl.minimum(high, end - 1 + window)
     if CAUSAL:
         high = tl.minimum(high, end)
-    if HAS_ALLOWED:
+    if ALLOWED is not None:
         low = tl.maximum(low, tl.load(ALLOWED + row * 2, mask=there, other=0))
         high = tl.minimum(high, tl.load(ALLOWED + row * 2 + 1, mask=there, other=0))
     return low, high
 
 
 @triton.jit
-def in_tiles(low, high, there, TILE: tl.constexpr):
+def in_tiles(low, high, there):
     """(first, last): the tiles of the keys from `low` on and before `high`, which are not negative where there are any."""
     some = there & (low < high)
     return tl.where(some, low // TILE, NEVER), tl.where(some, (high + TILE - 1) // TILE, 0)
@@ -71,138 +60,134 @@ def in_tiles(low, high, there, TILE: tl.constexpr):
 
 @triton.jit
 def plan_kernel(
-    REACH, CHOSEN, FIRST, ALLOWED, PLAN, BESIDES, PINNED, WEIGHT, FOUND, first_b, window, H, G, T, S, N,
-    ROWS: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_ALLOWED: tl.constexpr, UNLIMITED: tl.constexpr,
+    certificate, ALLOWED, plan, call, ROWS: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr
 ):  # fmt: skip
-    """Program: one head. PLAN [B, H, N, 4], BESIDES [B, H, N, PINS], PINNED [B, H, PINS], WEIGHT [B, H]: the fields of
-    `tiles.Tiles`; FOUND [2, B, H, blocks]: the reach of every TILE queries to both sides. All int32.
+    """Program: one head, in blocks of ROWS queries. Writes `plan` from `certificate`; None = all that the masks allow is visited.
+
+    ALLOWED [B, ⌈T / TILE⌉, 2] int32: the keys that masks allow; None = there are none.
     """
+    H, G, T, S = call.H, call.G, call.T, call.S
     bh = tl.program_id(0).to(tl.int64)
     b, h = bh // H, (bh % H).to(tl.int32)
-    blocks, origin = tl.cdiv(T, TILE), tl.load(FIRST + b * first_b).to(tl.int32)
+    N, blocks, offset = tl.cdiv(T, ROWS), tl.cdiv(T, TILE), load_offset(call.query_offset, b)
     heads = tl.num_programs(0).to(tl.int64) * blocks
-    best, slots = 0, tl.arange(0, PINS)
-    pins = tl.full([PINS], -1, tl.int32)
-    chosen = CHOSEN + (b * (H // G) + h // G) * PINS
-    if not UNLIMITED:
-        best = cheapest(REACH, heads, bh, origin, T, S, TILE, WIDTH, not CAUSAL)
-        pins = tl.where(slots < pins_of(best), tl.load(chosen + slots), -1)
-    tl.store(PINNED + bh * PINS + slots, pins)
+    best, slots = 0, tl.arange(0, OUTLIERS)
+    outliers = tl.full([OUTLIERS], -1, tl.int32)
+    if certificate is not None:
+        best = cheapest(certificate.reach, heads, bh, offset, T, S, WIDTH, not CAUSAL)
+        choosable = certificate.outliers + (b * (H // G) + h // G) * OUTLIERS
+        outliers = tl.where(slots < outliers_in(best), tl.load(choosable + slots), -1)
+    tl.store(plan.outliers + bh * OUTLIERS + slots, outliers)
     weight = 0
-    for begin_n in range(0, N, WIDTH):
-        n = begin_n + tl.arange(0, WIDTH)
+    for from_block in range(0, N, WIDTH):
+        n = from_block + tl.arange(0, WIDTH)
         first, low = tl.full([WIDTH], NEVER, tl.int32), tl.full([WIDTH], NEVER, tl.int32)
         last, high = tl.zeros([WIDTH], tl.int32), tl.zeros([WIDTH], tl.int32)
         for part in tl.static_range(ROWS // TILE):
             block = n * (ROWS // TILE) + part
             there = block < blocks
-            begin = origin + block * TILE
-            end = tl.minimum(begin + TILE, origin + T)
+            start = offset + block * TILE
+            end = tl.minimum(start + TILE, offset + T)
             left, right = tl.full([WIDTH], FARTHEST, tl.int32), tl.full([WIDTH], FARTHEST, tl.int32)
-            if not UNLIMITED:
-                at = REACH + best * heads + bh * blocks + block
+            if certificate is not None:
+                at = certificate.reach + best * heads + bh * blocks + block
                 left = tl.load(at, mask=there, other=0)
                 if not CAUSAL:
                     right = tl.load(at + CHOICES * heads, mask=there, other=0)
-            tl.store(FOUND + bh * blocks + block, left, mask=there)
-            tl.store(FOUND + heads + bh * blocks + block, right, mask=there)
-            lowest, highest = seen_keys(
-                ALLOWED, b * blocks + block, begin, end, there, S, window, CAUSAL, HAS_WINDOW, HAS_ALLOWED
-            )
-            near, far = tl.maximum(lowest, begin - left + 1), highest
+            tl.store(plan.reach + bh * blocks + block, left, mask=there)
+            tl.store(plan.reach + heads + bh * blocks + block, right, mask=there)
+            lowest, highest = seen_keys(ALLOWED, b * blocks + block, start, end, there, S, call.window, CAUSAL)
+            near, far = tl.maximum(lowest, start - left + 1), highest
             if not CAUSAL:
                 far = tl.minimum(far, end - 1 + right)
-            some, more = in_tiles(near, far, there, TILE)
+            some, more = in_tiles(near, far, there)
             first, last = tl.minimum(first, some), tl.maximum(last, more)
-            some, more = in_tiles(lowest, highest, there, TILE)
+            some, more = in_tiles(lowest, highest, there)
             low, high = tl.minimum(low, some), tl.maximum(high, more)
         there = n < N
-        plan = PLAN + (bh * N + n) * 4
-        tl.store(plan, first, mask=there)
-        tl.store(plan + 1, last, mask=there)
-        tl.store(plan + 2, low, mask=there)
-        tl.store(plan + 3, high, mask=there)
-        besides = BESIDES + (bh * N + n) * PINS
+        band = plan.bands + (bh * N + n) * 4
+        tl.store(band, first, mask=there)
+        tl.store(band + 1, last, mask=there)
+        tl.store(band + 2, low, mask=there)
+        tl.store(band + 3, high, mask=there)
+        beside = plan.beside + (bh * N + n) * OUTLIERS
         count = tl.zeros([WIDTH], tl.int32)
-        for slot in tl.static_range(PINS):
-            pin = tl.max(tl.where(slots == slot, pins, -1), 0)
-            mine = there & (pin >= low) & (pin < high) & ((pin < first) | (pin >= last))
-            tl.store(besides + count, tl.zeros([WIDTH], tl.int32) + pin, mask=mine)
+        for slot in tl.static_range(OUTLIERS):
+            tile = tl.max(tl.where(slots == slot, outliers, -1), 0)
+            mine = there & (tile >= low) & (tile < high) & ((tile < first) | (tile >= last))
+            tl.store(beside + count, tl.zeros([WIDTH], tl.int32) + tile, mask=mine)
             count += mine.to(tl.int32)
-        for slot in tl.static_range(PINS):
-            tl.store(besides + slot, tl.full([WIDTH], -1, tl.int32), mask=there & (slot >= count))
+        for slot in tl.static_range(OUTLIERS):
+            tl.store(beside + slot, tl.full([WIDTH], -1, tl.int32), mask=there & (slot >= count))
         weight += tl.sum(tl.maximum(last - first, 0) + count, 0)
-    tl.store(WEIGHT + bh, weight)
+    tl.store(plan.weight + bh, weight)
 
 
 @triton.jit
-def shared_plan_kernel(
-    REACH, CHOSEN, FIRST, ALLOWED, PLAN, BESIDES, PINNED, WEIGHT, FOUND, first_b, window, H, G, T, S,
-    TILE: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_ALLOWED: tl.constexpr, UNLIMITED: tl.constexpr,
-):  # fmt: skip
-    """Program: one key head and at most TILE queries. As `plan_kernel`, for N = 1; the heads of a group share the widest plan."""
+def shared_plan_kernel(certificate, ALLOWED, plan, call, CAUSAL: tl.constexpr):
+    """Program: one key head and at most TILE queries. As `plan_kernel`, for one block; the heads of a group share the widest."""
+    H, G, T, S = call.H, call.G, call.T, call.S
     bk = tl.program_id(0).to(tl.int64)
     b, kv = bk // (H // G), bk % (H // G)
-    origin, leader = tl.load(FIRST + b * first_b).to(tl.int32), b * H + kv * G
+    offset, leader = load_offset(call.query_offset, b), b * H + kv * G
     heads = tl.num_programs(0).to(tl.int64) * G
-    slots = tl.arange(0, PINS)
+    slots = tl.arange(0, OUTLIERS)
     row = tl.zeros([1], tl.int32)
-    begin, there = row + origin, row == 0
-    end = begin + T
-    low, high = seen_keys(ALLOWED, b + row, begin, end, there, S, window, CAUSAL, HAS_WINDOW, HAS_ALLOWED)
-    near, far, count = low, high, 0
-    if not UNLIMITED:
-        near, far = high, low
+    start, there = row + offset, row == 0
+    end = start + T
+    low, high = seen_keys(ALLOWED, b + row, start, end, there, S, call.window, CAUSAL)
+    near, far, outliers = low, high, tl.full([OUTLIERS], -1, tl.int32)
+    if certificate is not None:
+        near, far, count = high, low, 0
         for g in range(G):
-            best = cheapest(REACH, heads, leader + g, origin, T, S, TILE, 16, not CAUSAL)
-            count = tl.maximum(count, pins_of(best))
-            left = tl.load(REACH + best * heads + leader + g)
-            near = tl.minimum(near, begin - left + 1)
+            best = cheapest(certificate.reach, heads, leader + g, offset, T, S, 16, not CAUSAL)
+            count = tl.maximum(count, outliers_in(best))
+            left = tl.load(certificate.reach + best * heads + leader + g)
+            near = tl.minimum(near, start - left + 1)
             if not CAUSAL:
-                far = tl.maximum(far, end - 1 + tl.load(REACH + (CHOICES + best) * heads + leader + g))
+                far = tl.maximum(far, end - 1 + tl.load(certificate.reach + (CHOICES + best) * heads + leader + g))
+        # The choices are nested: the longest of a group holds them all.
+        choosable = certificate.outliers + bk * OUTLIERS
+        outliers = tl.where(slots < count, tl.load(choosable + slots, mask=slots < count, other=-1), -1)
         near = tl.maximum(near, low)
         far = high if CAUSAL else tl.minimum(far, high)
-    first, last = in_tiles(near, far, there, TILE)
-    low, high = in_tiles(low, high, there, TILE)
-    # The choices are nested: the longest of a group holds them all.
-    pins = tl.where(slots < count, tl.load(CHOSEN + bk * PINS + slots, mask=slots < count, other=-1), -1)
-    mine = (pins >= low) & (pins < high) & ((pins < first) | (pins >= last))
+    first, last = in_tiles(near, far, there)
+    low, high = in_tiles(low, high, there)
+    mine = (outliers >= low) & (outliers < high) & ((outliers < first) | (outliers >= last))
     place = tl.sum((mine[None, :] & (slots[None, :] < slots[:, None])).to(tl.int32), 1)
     total = tl.sum(mine.to(tl.int32), 0)
     for g in range(G):
         bh = leader + g
-        tl.store(PLAN + bh * 4 + row, first)
-        tl.store(PLAN + bh * 4 + 1 + row, last)
-        tl.store(PLAN + bh * 4 + 2 + row, low)
-        tl.store(PLAN + bh * 4 + 3 + row, high)
-        tl.store(PINNED + bh * PINS + slots, pins)
-        tl.store(BESIDES + bh * PINS + slots, tl.full([PINS], -1, tl.int32), mask=slots >= total)
-        tl.store(BESIDES + bh * PINS + place, pins, mask=mine)
-        tl.store(WEIGHT + bh + row, tl.maximum(last - first, 0) + total)
-        tl.store(FOUND + bh + row, begin - near + 1)
-        tl.store(FOUND + heads + bh + row, far - end + 1)
+        tl.store(plan.bands + bh * 4 + row, first)
+        tl.store(plan.bands + bh * 4 + 1 + row, last)
+        tl.store(plan.bands + bh * 4 + 2 + row, low)
+        tl.store(plan.bands + bh * 4 + 3 + row, high)
+        tl.store(plan.outliers + bh * OUTLIERS + slots, outliers)
+        tl.store(plan.beside + bh * OUTLIERS + slots, tl.full([OUTLIERS], -1, tl.int32), mask=slots >= total)
+        tl.store(plan.beside + bh * OUTLIERS + place, outliers, mask=mine)
+        tl.store(plan.weight + bh + row, tl.maximum(last - first, 0) + total)
+        tl.store(plan.reach + bh + row, start - near + 1)
+        tl.store(plan.reach + heads + bh + row, far - end + 1)
 
 
 @triton.jit
-def asked_kernel(PLAN, PINNED, ASKED, N, tiles, WIDTH: tl.constexpr, BLOCKS: tl.constexpr):
+def asked_kernel(BANDS, OUTLIER_TILES, ASKED, N, tiles, WIDTH: tl.constexpr, BLOCKS: tl.constexpr):
     """Program: WIDTH tiles of keys of one head. ASKED [B, H, tiles, 3] int32: the first block of queries that may have visited a
-    tile, the block behind the last, and 1 where the tile is pinned. Some in between may not have; their plan says so.
+    tile, the block behind the last, and 1 where it is an outlier tile. Some in between may not have; their bands say so.
     """
     parts = tl.cdiv(tiles, WIDTH)
     bh = (tl.program_id(0) // parts).to(tl.int64)
     tile = tl.program_id(0) % parts * WIDTH + tl.arange(0, WIDTH)
-    pins = tl.load(PINNED + bh * PINS + tl.arange(0, PINS))
-    pinned = among(tile, pins)
+    is_outlier = among(tile, tl.load(OUTLIER_TILES + bh * OUTLIERS + tl.arange(0, OUTLIERS)))
     start, stop = tl.zeros([WIDTH], tl.int32) + N, tl.zeros([WIDTH], tl.int32)
-    for begin in range(0, N, BLOCKS):
-        n = begin + tl.arange(0, BLOCKS)
-        plan = PLAN + (bh * N + n) * 4
-        first = tl.load(plan, mask=n < N, other=NEVER)[None, :]
-        last = tl.load(plan + 1, mask=n < N, other=0)[None, :]
-        low = tl.load(plan + 2, mask=n < N, other=NEVER)[None, :]
-        high = tl.load(plan + 3, mask=n < N, other=0)[None, :]
-        wide = pinned[:, None]
+    for from_block in range(0, N, BLOCKS):
+        n = from_block + tl.arange(0, BLOCKS)
+        band = BANDS + (bh * N + n) * 4
+        first = tl.load(band, mask=n < N, other=NEVER)[None, :]
+        last = tl.load(band + 1, mask=n < N, other=0)[None, :]
+        low = tl.load(band + 2, mask=n < N, other=NEVER)[None, :]
+        high = tl.load(band + 3, mask=n < N, other=0)[None, :]
+        wide = is_outlier[:, None]
         ends_behind = tl.where(wide, high, last) > tile[:, None]
         begins_before = tl.where(wide, low, first) <= tile[:, None]
         start = tl.minimum(start, tl.min(tl.where(ends_behind, n[None, :], N), 1))
@@ -211,4 +196,4 @@ def asked_kernel(PLAN, PINNED, ASKED, N, tiles, WIDTH: tl.constexpr, BLOCKS: tl.
     there = tile < tiles
     tl.store(asked, start, mask=there)
     tl.store(asked + 1, stop, mask=there)
-    tl.store(asked + 2, pinned.to(tl.int32), mask=there)
+    tl.store(asked + 2, is_outlier.to(tl.int32), mask=there)

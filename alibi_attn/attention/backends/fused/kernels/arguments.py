@@ -1,0 +1,199 @@
+"""What kernels are told, as named tuples: on the host of tensors and numbers, inside of a kernel of pointers and numbers.
+
+An element that is None is known when a kernel is compiled, and all that would read it is left out.
+"""
+
+from typing import NamedTuple
+
+
+class Rows(NamedTuple):
+    """Rows of D numbers, [B, heads, rows, D]: a pointer, and the strides of all axes but the last, whose stride is 1."""
+
+    pointer: object
+    batch: object
+    head: object
+    row: object
+
+
+class Slopes(NamedTuple):
+    """A slope a head, [B, H] fp32; the stride of the batch is 0 where all sequences have the same."""
+
+    pointer: object
+    batch: object
+
+
+class QueryOffset(NamedTuple):
+    """The position of query 0, [B] int64; the stride is 0 where all sequences have the same."""
+
+    pointer: object
+    batch: object
+
+
+class Masks(NamedTuple):
+    """keys [B, S] int8, 1 = may be seen; segments of queries [B, T] and of keys [B, S], integers. None = there are none."""
+
+    keys: object
+    query_segments: object
+    key_segments: object
+
+
+class Dropout(NamedTuple):
+    """The share of the weights that are dropped, and the seed: a pointer to one int64, in a `Head` its value."""
+
+    share: object
+    seed: object
+
+
+class Call(NamedTuple):
+    """What a call asks for: AttentionSpec as kernels take it.
+
+    Args:
+        right_slopes: None = the keys to the right have the same slopes.
+        scale: of q·k, before the bias.
+        window: how many keys a query sees at most, itself included; None = all.
+        dropout: None = every weight is kept.
+        H, G, T, S: query heads, query heads a key head, queries, keys.
+    """
+
+    slopes: Slopes
+    right_slopes: Slopes | None
+    query_offset: QueryOffset
+    masks: Masks
+    scale: object
+    window: object
+    dropout: Dropout | None
+    H: object
+    G: object
+    T: object
+    S: object
+
+
+class Visited(NamedTuple):
+    """Which tiles of keys the blocks of a plan visit; int32.
+
+    Args:
+        bands, beside: of `tiles.Tiles`, [B, H, N, 4] and [B, H, N, OUTLIERS].
+        full: [B, N, 2]: tiles in which the masks hide nothing from a block; None = nowhere, for there are none.
+    """
+
+    bands: object
+    beside: object
+    full: object
+
+
+class Visitors(NamedTuple):
+    """Which blocks of queries visit a tile of keys; int32.
+
+    Args:
+        bands: as in `Visited`.
+        asked: [B, H, tiles, 3]: the first block that may, the block behind the last, and 1 where it is an outlier tile.
+        full: [B, tiles, 2]: blocks from which the masks hide nothing of a tile; None = there are no masks.
+    """
+
+    bands: object
+    asked: object
+    full: object
+
+
+class Certificate(NamedTuple):
+    """What follows from the norms, with each choice of how many tiles are outliers.
+
+    Args:
+        reach: [sides, CHOICES, B, H, ⌈T / TILE⌉] int32, to the left and to the right.
+        outliers: [B, K, OUTLIERS] int32, the largest norm first, −1 after the last.
+    """
+
+    reach: object
+    outliers: object
+
+
+class Plan(NamedTuple):
+    """What the kernels of a plan write: `tiles.Tiles`, and `reach` [2, B, H, ⌈T / TILE⌉], that of every TILE queries; int32."""
+
+    bands: object
+    outliers: object
+    beside: object
+    weight: object
+    reach: object
+
+
+class Labels(NamedTuple):
+    """Of every TILE keys, or queries, what the masks say.
+
+    Args:
+        least, most: [B, tiles] int64: the smallest segment and the largest.
+        uniform: [B, tiles] int32: 1 where these are the same and nothing is hidden.
+        edges: [2, B, tiles] int32: the first key that may be seen (their count where there is none), the one behind the last (0).
+    """
+
+    least: object
+    most: object
+    uniform: object
+    edges: object
+
+
+class Norms(NamedTuple):
+    """Bounds of the norms of keys and values, by tile or for all; fp32.
+
+    Args:
+        tiles: [3, B, K, tiles]: of the keys that may be seen the largest, of their values the largest and the smallest.
+        each_value: [B, K, S]: of every value.
+        prefix: [sides, CHOICES, B, K, tiles]: the largest of the keys that are no outliers, up to each tile, and from it on.
+        extremes: [2, B, K]: of all values the largest and the smallest.
+        latest: [B, K, tiles] int32: up to each tile the last one that has a key to be seen, else −1. None without a key mask.
+    """
+
+    tiles: object
+    each_value: object
+    prefix: object
+    extremes: object
+    latest: object
+
+
+class Head(NamedTuple):
+    """Inside of a kernel: what the scores of a head are made with, in log2 units; in decoding some are columns, one a row.
+
+    Args:
+        number: b·H + h.
+        right: the slope of keys to the right; None = the same.
+        window, dropout: as in `Call`.
+    """
+
+    number: object
+    slope: object
+    right: object
+    scale: object
+    window: object
+    dropout: Dropout | None
+
+
+class Queries(NamedTuple):
+    """Inside of a kernel: a block of queries.
+
+    Args:
+        q: [BM, DP]; zeros where there is no query.
+        i: [BM] the number of each query in its sequence.
+        position: [BM], of which `start` is the first.
+        segments: [BM]; None = there are none.
+        sequence: which of the batch.
+    """
+
+    q: object
+    i: object
+    position: object
+    start: object
+    segments: object
+    sequence: object
+
+
+class Band(NamedTuple):
+    """Inside of a kernel: an interval of tiles, and those in it that are seen in full: `low` to before `high`, which lie to the
+    left of the queries, and `after` to before `until`, to their right. For keys, the same of blocks of queries.
+    """
+
+    first: object
+    last: object
+    low: object
+    high: object
+    after: object
+    until: object
