@@ -74,7 +74,7 @@ def operator(name: str, forward: Forward, backward: Backward, empty_saved: Calla
         causal: bool, window: int | None, tolerance: float, return_lse: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         masks = key_mask, query_segments, key_segments, key_bias, query_bias
-        spec = _spec(query, key, slopes, right_slopes, first, masks, causal, window, float(scale), tolerance)
+        spec = spec_of(query, key, slopes, right_slopes, first, masks, causal, window, float(scale), tolerance)
         q, k, v, poison = clean(spec, query, key, value)
         output, lse, saved = forward(spec, q, k, v)
         if poison is not None:
@@ -92,7 +92,7 @@ def operator(name: str, forward: Forward, backward: Backward, empty_saved: Calla
         visited: Tensor, rows: Tensor, causal: bool, window: int | None, slopes_wanted: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         masks = key_mask, query_segments, key_segments, key_bias, query_bias
-        spec = _spec(query, key, slopes, right_slopes, first, masks, causal, window, float(scale), 0.0)
+        spec = spec_of(query, key, slopes, right_slopes, first, masks, causal, window, float(scale), 0.0)
         q, k, v, _ = clean(spec, query, key, value)
         out, grad = output.to(q.dtype), _rows(grad_output.to(q.dtype))
         blind = lse == -math.inf
@@ -101,19 +101,13 @@ def operator(name: str, forward: Forward, backward: Backward, empty_saved: Calla
             lse, grad = lse.masked_fill(blind, 0.0), grad.masked_fill(blind[..., None], 0.0)
             grad_lse = None if grad_lse is None else grad_lse.masked_fill(blind, 0.0)
         found = backward(spec, Saved(visited, rows), grad, grad_lse, (q, k, v), out, lse, slopes_wanted)
-        dslope = found.slopes
-        if right_slopes is None:  # one slope for both sides
-            dslope = torch.stack([dslope.sum(0), torch.zeros_like(dslope[0])])
-        dslopes = [
-            dslope[side].clone() if s is not None and s.ndim == 2 else dslope[side].sum(0)
-            for side, s in enumerate((slopes, right_slopes))
-        ]
+        dslopes = slope_gradients(found.slopes, slopes, right_slopes)
         dq, dk, dv = (gradient.to(query.dtype) for gradient in found[:3])
         biases = [
             query.new_empty((spec.batch, 0)) if b is None or of_b is None else of_b.to(b.dtype)
             for b, of_b in ((key_bias, found.key_bias), (query_bias, found.query_bias))
         ]
-        return dq, dk, dv, dslopes[0].to(slopes.dtype), dslopes[1].to(slopes.dtype), biases[0], biases[1]
+        return dq, dk, dv, *dslopes, biases[0], biases[1]
 
     gradients = transformable(backward_op)
 
@@ -215,7 +209,39 @@ def described(spec: Spec, query: Tensor, key: Tensor) -> Spec:
     masks = spec.key_mask, spec.query_segments, spec.key_segments, spec.key_bias, spec.query_bias
     first = first_positions(spec, query.device)
     numbers = spec.causal, spec.window, spec.scale, spec.tolerance
-    return _spec(query, key, spec.slopes, spec.right_slopes, first, masks, *numbers)
+    return spec_of(query, key, spec.slopes, spec.right_slopes, first, masks, *numbers)
+
+
+def spec_of(
+    query: Tensor, key: Tensor, slopes: Tensor, right_slopes: Tensor | None, first: Tensor,
+    masks: tuple[Tensor | None, ...], causal: bool, window: int | None, scale: float, tolerance: float, *,
+    dropout_p: float = 0.0, on_host: bool = True,
+) -> Spec:  # fmt: skip
+    """The description, back from what an operator can carry.
+
+    Args:
+        masks: key_mask, query_segments, key_segments, key_bias, query_bias.
+        on_host: an offset that is one number is read, and becomes an int.
+    """
+    b, h, t, d = query.shape
+    key_mask, query_segments, key_segments, key_bias, query_bias = masks
+    return AttentionSpec(
+        batch=b, num_heads=h, num_kv_heads=key.shape[1], query_len=t, key_len=key.shape[2], head_dim=d,
+        slopes=slopes, right_slopes=right_slopes, causal=causal, window=window, scale=scale,
+        query_offset=int(first) if on_host and first.numel() == 1 else first, key_mask=key_mask, query_segments=query_segments,
+        key_segments=key_segments, key_bias=key_bias, query_bias=query_bias, dropout_p=dropout_p, tolerance=tolerance,
+    )  # fmt: skip
+
+
+def slope_gradients(sides: Tensor, slopes: Tensor, right_slopes: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Gradients of slopes and of right slopes, [H] or [B, H] as these are, from those of both sides, [2, B, H]; zeros of none."""
+    if right_slopes is None:  # one slope for both sides
+        sides = torch.stack([sides.sum(0), torch.zeros_like(sides[0])])
+    left, right = (
+        (side.clone() if s is not None and s.ndim == 2 else side.sum(0)).to(slopes.dtype)
+        for side, s in zip(sides, (slopes, right_slopes), strict=True)
+    )
+    return left, right
 
 
 def clean(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -243,22 +269,6 @@ def clean(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor
 
 def _rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _spec(
-    query: Tensor, key: Tensor, slopes: Tensor, right_slopes: Tensor | None, first: Tensor,
-    masks: tuple[Tensor | None, ...], causal: bool, window: int | None, scale: float,
-    tolerance: float,
-) -> Spec:  # fmt: skip
-    """The description, back from what an operator can carry."""
-    b, h, t, d = query.shape
-    key_mask, query_segments, key_segments, key_bias, query_bias = masks
-    return AttentionSpec(
-        batch=b, num_heads=h, num_kv_heads=key.shape[1], query_len=t, key_len=key.shape[2], head_dim=d,
-        slopes=slopes, right_slopes=right_slopes, causal=causal, window=window, scale=scale,
-        query_offset=int(first) if first.numel() == 1 else first, key_mask=key_mask, query_segments=query_segments,
-        key_segments=key_segments, key_bias=key_bias, query_bias=query_bias, tolerance=tolerance,
-    )  # fmt: skip
 
 
 def _fake_backward(grad_output, grad_lse, query, key, value, output, lse, slopes, right_slopes, *rest):  # type: ignore[no-untyped-def]

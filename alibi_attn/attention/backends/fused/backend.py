@@ -22,7 +22,7 @@ from alibi_attn.attention.backends.protocol import TooSmall
 from alibi_attn.attention.certificate.constants import OUTLIER_TILES, TILE
 from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.certificate.tiles import Tiles, reach_and_scores
-from alibi_attn.attention.custom_op import register_maps
+from alibi_attn.attention.custom_op import register_maps, slope_gradients, spec_of
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.transforms import transformable, why_not_compiled
 from alibi_attn.attention.visibility import first_positions, may_see_nothing
@@ -208,10 +208,9 @@ def _forward_op(
     key_mask: Tensor | None, query_segments: Tensor | None, key_segments: Tensor | None, seed: Tensor,
     causal: bool, window: int | None, scale: float, dropout_p: float, tolerance: float, may_see_nothing: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    spec = _spec(
-        query, key, slopes, right_slopes, first, key_mask, query_segments, key_segments, causal, window, scale, dropout_p,
-        tolerance,
-    )  # fmt: skip
+    masks = key_mask, query_segments, key_segments, None, None
+    numbers = causal, window, scale, tolerance
+    spec = spec_of(query, key, slopes, right_slopes, first, masks, *numbers, dropout_p=dropout_p, on_host=False)
     query, key, value = in_rows(query, key, value)
     full_tiles = _full_tiles(spec, query)
     tiles = plan(spec, query, key, value, full_tiles=full_tiles)
@@ -226,36 +225,21 @@ def _backward_op(
     key_segments: Tensor | None, seed: Tensor, bands: Tensor, outlier_tiles: Tensor, beside: Tensor, weight: Tensor,
     causal: bool, window: int | None, scale: float, dropout_p: float, may_see_nothing: bool, slopes_wanted: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    spec = _spec(
-        query,
-        key,
-        slopes,
-        right_slopes,
-        first,
-        key_mask,
-        query_segments,
-        key_segments,
-        causal,
-        window,
-        scale,
-        dropout_p,
-    )
+    masks = key_mask, query_segments, key_segments, None, None
+    numbers = causal, window, scale, 0.0
+    spec = spec_of(query, key, slopes, right_slopes, first, masks, *numbers, dropout_p=dropout_p, on_host=False)
     query, key, value = in_rows(query, key, value)
     if may_see_nothing:
         # 0·NaN: what is in a query that sees nothing must not reach the keys.
         nothing = (lse == -torch.inf)[..., None]
         query, grad_output = query.masked_fill(nothing, 0.0), grad_output.masked_fill(nothing, 0.0)
-    tiles = Tiles(bands, outlier_tiles, beside, weight, plan_rows(spec.query_len))
+    tiles = Tiles(
+        bands.contiguous(), outlier_tiles.contiguous(), beside.contiguous(), weight, plan_rows(spec.query_len)
+    )
     dq, dk, dv, sides = backward(
         spec, query, key, value, output, lse, grad_output, grad_lse, tiles, seed, slopes_wanted=slopes_wanted
     )
-    if right_slopes is None:
-        sides = torch.stack([sides.sum(0), torch.zeros_like(sides[0])])
-    shapes = (slopes, slopes if right_slopes is None else right_slopes)
-    dslopes, dright = (
-        (side if s.ndim == 2 else side.sum(0)).to(s.dtype) for side, s in zip(sides, shapes, strict=True)
-    )
-    return dq, dk, dv, dslopes, dright
+    return dq, dk, dv, *slope_gradients(sides, slopes, right_slopes)
 
 
 @_forward_op.register_fake
@@ -275,12 +259,8 @@ def _(query, key, value, slopes, *_rest):  # type: ignore[no-untyped-def]
 
 @_backward_op.register_fake
 def _(grad_output, grad_lse, query, key, value, output, lse, slopes, right_slopes, *_rest):  # type: ignore[no-untyped-def]
-    right = slopes if right_slopes is None else right_slopes
-    return (
-        *map(torch.empty_like, in_rows(query, key, value)),
-        slopes.new_empty(slopes.shape),
-        right.new_empty(right.shape),
-    )
+    right = slopes.shape[-1:] if right_slopes is None else right_slopes.shape
+    return *map(torch.empty_like, in_rows(query, key, value)), slopes.new_empty(slopes.shape), slopes.new_empty(right)
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
@@ -343,17 +323,3 @@ def _missing(device: int | None) -> str | None:
         if capability < (8, 0):
             return f"it needs compute capability 8.0 but the device has {capability[0]}.{capability[1]}"
     return None
-
-
-def _spec(
-    query: Tensor, key: Tensor, slopes: Tensor, right_slopes: Tensor | None, first: Tensor, key_mask: Tensor | None,
-    query_segments: Tensor | None, key_segments: Tensor | None, causal: bool, window: int | None, scale: float,
-    dropout_p: float = 0.0, tolerance: float = 0.0,
-) -> Spec:  # fmt: skip
-    """The description, back from what an operator can carry."""
-    b, h, t, d = query.shape
-    return AttentionSpec(
-        batch=b, num_heads=h, num_kv_heads=key.shape[1], query_len=t, key_len=key.shape[2], head_dim=d,
-        slopes=slopes, right_slopes=right_slopes, causal=causal, window=window, scale=scale, query_offset=first,
-        key_mask=key_mask, query_segments=query_segments, key_segments=key_segments, dropout_p=dropout_p, tolerance=tolerance,
-    )  # fmt: skip

@@ -1,6 +1,8 @@
 """What kernels are told, as named tuples: on the host of tensors and numbers, inside of a kernel of pointers and numbers.
 
-An element that is None is known when a kernel is compiled, and all that would read it is left out.
+An element that is None is known when a kernel is compiled, and all that would read it is left out. Triton 3.6 lets no function
+return a tuple with None in it, so each kernel makes its own Head and Queries; and no field is called `values` or `type`, which
+Triton's tuples have already.
 """
 
 from typing import NamedTuple
