@@ -5,10 +5,11 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from attention_cases import CASES, Case
+from attention_cases import CASES, KEY_BIASES, Case
 from attention_oracle import positions
 from attention_oracle import truth as looped
 from differential_arrays import Arrays, arrays
+from differential_calls import KEY_BIASES as KINDS
 from differential_calls import Call, draw
 from differential_checks import Answer, answer, assert_agrees, assert_right
 from differential_fuzz import features, fuzz, shrunk
@@ -77,17 +78,19 @@ def of_case(case: Case) -> tuple[Call, Arrays]:
     call = Call(
         dtype="float64", batch=case.batch, heads=case.heads, kv_heads=case.kv_heads or case.heads, query_len=case.query_len,
         key_len=case.key_len, head_dim=case.head_dim, causal=case.causal, right=case.right, window=case.window,
-        scale=case.scale, tolerance=0.0,
+        scale=case.scale, tolerance=0.0, key_bias=case.key_bias, key_bias_as="float64",
+        key_bias_shape="BHS" if drawn["key_bias"] is None else {1: "S", 2: "HS", 3: "BHS"}[drawn["key_bias"].ndim],
     )  # fmt: skip
     of_query = drawn["query_segments"]
     if drawn["key_segments"] is not None and of_query is None:
         of_query = np.take_along_axis(drawn["key_segments"], positions(case, drawn), 1)
     names = ("query", "key", "value", "slopes", "right_slopes", "key_mask", "key_segments", "grad_output", "grad_lse")
+    names += ("key_bias",)
     given = {name: drawn[name] for name in names}
     return call, Arrays(**given, query_segments=of_query, first=positions(case, drawn)[:, 0])
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *KEY_BIASES], ids=str)
 def test_the_truth_is_that_of_a_loop_over_queries_and_keys(case: Case) -> None:
     call, numbers = of_case(case)
     true, loop = truth(call, numbers), looped(case)
@@ -104,7 +107,7 @@ def _largest(x: np.ndarray) -> float:
 
 CHECKED = Call(
     seed=5, batch=2, heads=4, kv_heads=2, query_len=19, key_len=23, head_dim=8, causal=False, right="random", window=7,
-    offset=3, mask="random", segments="sorted", segments_as="pair",
+    offset=3, mask="random", segments="sorted", segments_as="pair", key_bias="noise",
 )  # fmt: skip
 
 
@@ -117,6 +120,7 @@ def test_the_checker_fails_on_answers_to_other_calls() -> None:
         "first": numbers.first + 1, "key_mask": np.roll(numbers.key_mask, 1, 1),
         "key_segments": np.roll(numbers.key_segments, 1, 1), "query_segments": np.roll(numbers.query_segments, 1, 1),
         "key": numbers.key[:, ::-1].copy(), "grad_lse": -numbers.grad_lse,
+        "key_bias": numbers.key_bias[:, [1, 2, 3, 0]],
     }  # fmt: skip
     for name, wrong in others.items():
         changed = dataclasses.replace(numbers, **{name: wrong})
@@ -142,7 +146,7 @@ def test_the_checker_fails_on_a_causal_mask_that_is_shifted() -> None:
         assert_right(call, numbers, answer(call, numbers, shifted))
 
 
-@pytest.mark.parametrize("name", ["output", "lse", "query", "key", "value", "slopes", "right_slopes"])
+@pytest.mark.parametrize("name", ["output", "lse", "query", "key", "value", "slopes", "right_slopes", "key_bias"])
 def test_the_checker_fails_on_each_wrong_part(name: str) -> None:
     numbers = arrays(CHECKED)
     right = answer(CHECKED, numbers, backend="reference").results
@@ -154,7 +158,7 @@ def test_the_checker_fails_on_each_wrong_part(name: str) -> None:
         lambda x: x[:1],
     ):
         wrong = change(right[name].clone())
-        if name in ("slopes", "right_slopes") and wrong.dtype == torch.float64:
+        if "slopes" in name and wrong.dtype == torch.float64:
             continue
         with pytest.raises(AssertionError, match=name):
             assert_right(CHECKED, numbers, Answer(right | {name: wrong}))
@@ -174,6 +178,42 @@ def test_the_checker_fails_where_native_skips_more_than_the_tolerance() -> None:
         assert_right(call, numbers, answer(dataclasses.replace(call, tolerance=0.3), numbers, backend="native"))
 
 
+@pytest.mark.parametrize("shape", ["BHS", "HS", "B1S", "S"])
+@pytest.mark.parametrize("backend", ["dense", "native"])
+def test_the_checker_fails_on_biases_that_lose_their_digits(backend: str, shape: str) -> None:
+    """Rounded to integers, as they would be in fp32 once something had made them 2²³: far from 0, and near one another."""
+    call = Call(
+        seed=4,
+        batch=2,
+        heads=4,
+        kv_heads=2,
+        query_len=150,
+        key_len=150,
+        head_dim=16,
+        key_bias="wide",
+        key_bias_shape=shape,
+    )
+    numbers = arrays(call)
+    bias = 1e6 + np.round(16 * np.random.default_rng(0).standard_normal(numbers.key_bias.shape)) / 16
+    numbers = dataclasses.replace(numbers, key_bias=bias)
+    assert_right(call, numbers, answer(call, numbers, backend=backend))
+    rounded = dataclasses.replace(numbers, key_bias=np.round(bias))
+    with pytest.raises(AssertionError):
+        assert_right(call, numbers, answer(call, rounded, backend=backend))
+
+
+def test_a_key_that_a_bias_hides_is_unseen() -> None:
+    call = Call(
+        seed=6, batch=2, heads=4, kv_heads=2, query_len=30, key_len=30, head_dim=8, key_bias="hidden", bad="unseen"
+    )
+    numbers = arrays(call)
+    hidden = (numbers.key_bias == -np.inf).reshape(2, 2, 2, 30).all(2)
+    bad = ~np.isfinite(numbers.key).all(-1)
+    assert bad.any()
+    assert not (bad & ~hidden).any()
+    assert not (~np.isfinite(numbers.value).all(-1) & ~hidden).any()
+
+
 def test_a_call_is_reproduced_from_its_seed_and_from_its_words() -> None:
     for seed in range(50):
         call = draw(seed)
@@ -191,10 +231,21 @@ def test_every_feature_is_drawn() -> None:
         "huge", "enormous", "vanishing", "mixed"), "right": ("batch", "inf", "zero", "negative", "steep"),
         "mask": ("random", "left", "right"), "segments": ("sorted", "unsorted"), "segment_ids": ("negative", "large"),
         "offset_as": ("0-d", "batch"), "bad": ("unseen", "seen"), "through": ("output", "lse"), "wanted": ("inputs", "none"),
+        "key_bias": KINDS, "key_bias_as": ("float64",), "key_bias_shape": ("HS", "B1S", "S"),
     }  # fmt: skip
     expected = {f"{name} {option}" for name, of in options.items() for option in of}
     expected |= {"window", "scale", "outlier_key", "outlier_value", "peaked", "tolerance", "causal", "layout_query"}
-    expected |= {"grouped queries", "T = 1", "T > S", "long", "odd head", "offset far", "size_key", "wild_blind"}
+    expected |= {
+        "grouped queries",
+        "T = 1",
+        "T > S",
+        "long",
+        "odd head",
+        "offset far",
+        "size_key",
+        "wild_blind",
+        "layout_key_bias",
+    }
     assert not expected - found
 
 

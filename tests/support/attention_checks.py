@@ -84,7 +84,7 @@ def plain_attention(
     scale = d**-0.5 if scale is None else scale
     scores = query @ key.mT * scale - m * distance.abs()
     if key_bias is not None:
-        bias = key_bias.expand(b, h, s)[:, :, None]
+        bias = key_bias if key_bias.ndim == 4 else key_bias.expand(b, h, s)[:, :, None]
         hide, scores = hide | (bias == -math.inf), scores + bias
     scores = scores.masked_fill(hide, -math.inf)
     blind = hide.all(-1, keepdim=True).expand(b, h, t, 1)

@@ -6,7 +6,7 @@ import zlib
 
 import numpy as np
 import torch
-from differential_calls import Call, slopes_dtype
+from differential_calls import Call, lse_dtype, slopes_dtype
 from torch import Tensor
 
 LARGEST = (
@@ -29,6 +29,11 @@ class Arrays:
     key_segments: np.ndarray | None  # [B, S]
     grad_output: np.ndarray  # [B, H, T, D]
     grad_lse: np.ndarray  # [B, H, T]
+    key_bias: np.ndarray | None = None  # [B, H, S], or as it is given: [H, S], [B, 1, S], [S]
+
+    def bias_of_keys(self, call: Call) -> np.ndarray:
+        """[B, H, S], zeros without one."""
+        return np.broadcast_to(0.0 if self.key_bias is None else self.key_bias, (call.batch, call.heads, call.key_len))
 
     def distance(self) -> np.ndarray:
         """[B, T, S] i − j."""
@@ -51,7 +56,7 @@ class Arrays:
         if self.right_slopes is not None:
             never = np.isinf(np.broadcast_to(self.right_slopes, (call.batch, call.heads)))
             seen &= ~(never[:, :, None, None] & (distance < 0)[:, None])
-        return seen
+        return seen & (self.bias_of_keys(call) > -np.inf)[:, :, None]
 
 
 def arrays(call: Call) -> Arrays:
@@ -83,7 +88,8 @@ def arrays(call: Call) -> Arrays:
         first=first,
         key_mask=_of_one(call, _mask(call, stream("mask"))), query_segments=_of_one(call, of_query),
         key_segments=_of_one(call, of_key), grad_output=_alike(call, "grad", _rounded(grad_output, call.dtype)),
-        grad_lse=_of_one(call, _rounded(grad_lse, "float64" if call.dtype == "float64" else "float32")),
+        grad_lse=_of_one(call, _rounded(grad_lse, lse_dtype(call))),
+        key_bias=_key_bias(call, stream("key bias")),
     )  # fmt: skip
     _spoil(call, found, stream("bad"))
     return dataclasses.replace(found, value=found.key) if call.value_is_key else found
@@ -147,6 +153,32 @@ def _right(call: Call, rng: np.random.Generator) -> np.ndarray | None:
     }[call.right]
     finite = np.isfinite(drawn)
     return np.where(finite, _rounded(np.where(finite, drawn, 0.0), "float32"), drawn)
+
+
+def _key_bias(call: Call, rng: np.random.Generator) -> np.ndarray | None:
+    """A bias of every key, in the shape in which it is given."""
+    if call.key_bias is None:
+        return None
+    b, h, s = call.batch, call.heads, call.key_len
+    shape = {"BHS": (b, h, s), "HS": (h, s), "B1S": (b, 1, s), "S": (s,)}[call.key_bias_shape]
+    noise, some = rng.standard_normal(shape) * 10.0 ** rng.uniform(-1, 1.5), rng.random(shape)
+    closed = np.log1p(np.exp(-rng.normal(rng.uniform(-2, 6), 1, shape)))  # −ln of a sigmoid
+    hidden = some < rng.uniform(0.05, 0.95)
+    if rng.random() < 0.3:  # all keys of some heads
+        hidden |= rng.random((*shape[:-1], 1)) < 0.4
+    drawn = {
+        "noise": noise,
+        "gates": np.cumsum(closed, -1),
+        "steep gates": np.cumsum(closed * 60 * rng.random(), -1),
+        "rising": -np.cumsum(np.abs(noise), -1),
+        "spikes": noise + 80.0 * (some < 4 / max(1, s)),
+        "hidden": np.where(hidden, -np.inf, noise),
+        "wide": noise + 1e6 * rng.choice([-1.0, 1.0]) + rng.choice([0.0, 1e6]) * (some < 0.02),
+        "constant": np.full(shape, rng.normal() * 1e6),
+    }[call.key_bias]
+    if call.layout_key_bias == "same batch" and call.key_bias_shape in ("BHS", "B1S"):
+        drawn = np.repeat(drawn[:1], b, 0)
+    return drawn.astype(call.key_bias_as).astype(np.float64)
 
 
 def _mask(call: Call, rng: np.random.Generator) -> np.ndarray | None:
@@ -232,6 +264,22 @@ def beside(x: np.ndarray, layout: str, dtype: torch.dtype) -> Tensor:
         return tensor[:1].clone().expand(x.shape)
     if layout == "apart":
         wide = tensor.new_ones(*x.shape[:-1], 2 * x.shape[-1] + 1)
+        wide[..., 1::2] = tensor
+        return wide[..., 1::2]
+    return tensor
+
+
+def key_bias_of(call: Call, numbers: Arrays) -> Tensor | None:
+    """The bias of keys with the strides of its layout; whatever lies between its numbers is NaN."""
+    if numbers.key_bias is None:
+        return None
+    tensor = torch.from_numpy(numbers.key_bias.copy()).to(getattr(torch, call.key_bias_as))
+    if call.layout_key_bias == "same batch" and call.key_bias_shape in ("BHS", "B1S"):
+        return tensor[:1].clone().expand(tensor.shape)
+    if call.layout_key_bias == "transposed":
+        return tensor.movedim(-1, 0).contiguous().movedim(0, -1)
+    if call.layout_key_bias == "apart":
+        wide = tensor.new_full((*tensor.shape[:-1], 2 * tensor.shape[-1] + 1), math.nan)
         wide[..., 1::2] = tensor
         return wide[..., 1::2]
     return tensor

@@ -58,6 +58,10 @@ class Call:
     value_is_key: bool = False  # one tensor is both
     is_repeated: bool = False  # and must have the same bits again
     asks_reach: bool = False  # `head_reach` and `explain` are asked of it too
+    key_bias: str | None = None  # one of KEY_BIASES
+    key_bias_as: str = "float32"  # float32, float64
+    key_bias_shape: str = "BHS"  # BHS, HS, B1S, S: [B, H, S] or what broadcasts to it
+    layout_key_bias: str = "contiguous"  # apart, transposed, same batch
 
     def __repr__(self) -> str:
         said = [
@@ -84,6 +88,16 @@ class Call:
     def share(self) -> float:
         """The largest share of softmax mass that may be skipped."""
         return 2.0 ** -BITS[self.dtype] / 32 if self.tolerance is None else self.tolerance
+
+
+KEY_BIASES = ("noise", "gates", "steep gates", "rising", "spikes", "hidden", "wide", "constant")
+KEY_BIAS_SHARE = 0.3  # of the draws
+
+
+def lse_dtype(call: Call) -> str:
+    """fp64 where query or the bias of keys is."""
+    wide = call.dtype == "float64" or (call.key_bias is not None and call.key_bias_as == "float64")
+    return "float64" if wide else "float32"
 
 
 def slopes_dtype(call: Call) -> str:
@@ -137,7 +151,16 @@ def draw(seed: int) -> Call:
         **{f"size_{x}": _size(rng, pick) if huge and chance(0.5) else 1.0 for x in ("query", "key", "value")},
         **_layouts(rng, pick, chance),
     )  # fmt: skip
-    return settled(_placed(call, rng, pick, chance))
+    return settled(_biased(_placed(call, rng, pick, chance), pick, chance))
+
+
+def _biased(call: Call, pick, chance) -> Call:
+    """With a number per key, drawn after all else: the other fields are what they were before there were such numbers."""
+    return dataclasses.replace(
+        call, key_bias=pick(*KEY_BIASES, of=(3, 3, 2, 2, 2, 4, 3, 2)) if chance(KEY_BIAS_SHARE) else None,
+        key_bias_as="float32" if chance(0.7) else "float64", key_bias_shape=pick("BHS", "HS", "B1S", "S", of=(5, 2, 2, 1)),
+        layout_key_bias="contiguous" if chance(0.6) else pick("apart", "transposed", "same batch"),
+    )  # fmt: skip
 
 
 def _size(rng: np.random.Generator, pick) -> float:
@@ -228,4 +251,6 @@ def settled(call: Call) -> Call:
         changes["layout_value"] = call.layout_key
     if call.is_huge:
         changes |= {"bad": None, "wild_blind": False, "asks_reach": False}
+    if call.key_bias is None:
+        changes |= {"key_bias_as": "float32", "key_bias_shape": "BHS", "layout_key_bias": "contiguous"}
     return dataclasses.replace(call, **changes)

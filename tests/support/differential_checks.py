@@ -8,16 +8,17 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from attention_checks import plain_attention
-from differential_arrays import Arrays, arrays, beside, laid_out
-from differential_calls import Call, slopes_dtype
-from differential_truth import Truth, truth
+from differential_arrays import Arrays, arrays, beside, key_bias_of, laid_out
+from differential_calls import Call, lse_dtype, settled, slopes_dtype
+from differential_truth import Truth, largest_bias, truth
 from torch import Tensor
 
 from alibi_attn.attention.api import alibi_attention, explain, head_reach
 
-INPUTS = ("query", "key", "value", "slopes", "right_slopes")
+INPUTS = ("query", "key", "value", "slopes", "right_slopes", "key_bias")
 WANTED = {"all": INPUTS, "inputs": INPUTS[:3], "slopes": INPUTS[3:], "query": ("query",), "key": ("key",),
           "none": (), "inference": ()}  # fmt: skip
+WITHOUT_KEY_BIAS = ("banded", "fused", "jax-dense", "jax-loop")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,8 +48,13 @@ def arguments(call: Call, numbers: Arrays) -> dict[str, object]:
         "right_slopes": None if numbers.right_slopes is None else _slopes(call, numbers.right_slopes),
         "causal": call.causal, "window": call.window, "scale": call.scale, "query_offset": offset,
         "key_mask": None if mask is None else beside(mask, call.layout_masks, torch.bool), "segment_ids": segments,
-        "tolerance": call.tolerance, "return_lse": call.return_lse,
+        "tolerance": call.tolerance, "return_lse": call.return_lse, "key_bias": key_bias_of(call, numbers),
     }  # fmt: skip
+
+
+def answerable(call: Call, backend: str) -> Call:
+    """The call without what a backend does not have."""
+    return settled(dataclasses.replace(call, key_bias=None)) if backend in WITHOUT_KEY_BIAS else call
 
 
 def answer(call: Call, numbers: Arrays, attention=alibi_attention, **extra: object) -> Answer:
@@ -93,6 +99,7 @@ def _answered(call: Call, numbers: Arrays, given: dict, attention) -> dict[str, 
 
 def assert_agrees(call: Call, backend: str) -> dict[str, float]:
     """The call is answered as the truth has it. Returns the largest error of every result as a share of what is allowed."""
+    call = answerable(call, backend)
     numbers = arrays(call)
     got = answer(call, numbers, backend=backend)
     if call.is_repeated:
@@ -136,9 +143,8 @@ def assert_right(call: Call, numbers: Arrays, got: Answer, *, bits: int | None =
     blind = ~true.seen.any(-1)
     names = ["output", *(["lse"] if call.return_lse else [])]
     names += [x for x in _wanted(call) if x in got.results or x in INPUTS[:3]]
-    expected_dtype = dict.fromkeys(("output", *INPUTS[:3]), call.dtype) | {
-        "lse": "float64" if call.dtype == "float64" else "float32"
-    }
+    expected_dtype = dict.fromkeys(("output", *INPUTS[:3]), call.dtype)
+    expected_dtype |= {"lse": lse_dtype(call), "key_bias": call.key_bias_as}
     shares = {}
     for name in names:
         result, exact, error = got.results[name], true.exact[name], true.error[name]
@@ -155,6 +161,8 @@ def assert_right(call: Call, numbers: Arrays, got: Answer, *, bits: int | None =
             assert not silent.any(), "a query that sees NaN is answered as if it did not"
         if name in ("output", "query"):
             assert (ours[blind] == 0).all(), f"{name} of a query that sees nothing is not zero"
+        if name == "key_bias" and not call.is_huge and call.bad != "seen":
+            assert (ours[numbers.key_bias == -np.inf] == 0).all(), "the gradient of a bias of −inf is not zero"
         if name in ("key", "value") and not call.is_huge and call.bad != "seen":
             unseen = ~true.seen.any(2).reshape(call.batch, call.kv_heads, call.group, call.key_len).any(2)
             assert (ours[unseen] == 0).all(), f"the gradient of a {name} that nobody may see is not zero"
@@ -219,13 +227,19 @@ def plainly(call: Call, numbers: Arrays) -> Answer:
         **{f"layout_{x}": "contiguous" for x in INPUTS[:3]},
     )  # fmt: skip
 
-    def attention(*, tolerance, return_lse, slopes, right_slopes, **rest):
+    def attention(*, tolerance, return_lse, slopes, right_slopes, key_bias, **rest):
         wide = torch.float64 if call.dtype == "float64" else torch.float32
         slopes = torch.as_tensor(slopes, dtype=wide)
         right = None if right_slopes is None else torch.as_tensor(right_slopes, dtype=wide)
         if right is not None:  # inf·0 is NaN
-            rest["slopes"], rest["right_slopes"] = slopes, right
-        return plain_attention(**rest) if right is not None else plain_attention(slopes=slopes, **rest)
+            rest["right_slopes"] = right
+        if key_bias is None:
+            return plain_attention(slopes=slopes, **rest)
+        # Relative to the largest that a query sees: whoever writes it with care.
+        of_keys = key_bias.expand(call.batch, call.heads, call.key_len)[:, :, None]
+        most = torch.from_numpy(largest_bias(numbers.seen(call), numbers.bias_of_keys(call))).to(key_bias.dtype)
+        output, lse = plain_attention(slopes=slopes, key_bias=of_keys - most[..., None], **rest)
+        return output, lse + most
 
     return answer(call, given, attention)
 

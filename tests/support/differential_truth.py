@@ -4,6 +4,7 @@ The error is a forward error analysis of attention as it is computed (docs/maths
 rounding their sums costs, so a weight p is off by the factor exp(±that); what is skipped is a change of weights too. From the
 weights it is carried through every sum, with the magnitudes of the terms, not of the results: where a sum cancels, its digits go.
 A sum of n numbers is taken to lose 4 + √n units of the sum of their magnitudes (Higham & Mary 2019, doi:10.1137/18M1226312).
+A bias b_j of a key counts from that of some finite key near the query, b_ref, and costs a few units of |b_j − b_ref|.
 """
 
 import dataclasses
@@ -11,17 +12,20 @@ import math
 
 import numpy as np
 from differential_arrays import Arrays
-from differential_calls import BITS, Call, slopes_dtype
+from differential_calls import BITS, Call, lse_dtype, slopes_dtype
 
 SMALLEST = {"float16": 2.0**-24, "bfloat16": 2.0**-126, "float32": 2.0**-126, "float64": 2.0**-1022}
 # Relative error of an exponential, four units; see `differential_checks` for those that are worse.
 EXPONENTIAL = {"float32": 2.0**-22, "float64": 2.0**-51}
 TILE = 64
+BIAS_UNITS = (
+    4  # the difference is rounded, then its sums with the linear bias and with the product, and one is to spare
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Truth:
-    """By name (output, lse, and the gradients query, key, value, slopes, right_slopes): the result, and its largest error."""
+    """By name (output, lse, and gradients: query, key, value, slopes, right_slopes, key_bias): the result, its largest error."""
 
     exact: dict[str, np.ndarray]
     error: dict[str, np.ndarray]
@@ -65,7 +69,11 @@ class _Sums:
         d, s = call.head_dim, call.key_len
         away = np.abs(self.distance)
         products = call.factor * (self.q @ self.k.swapaxes(-1, -2))
-        scores = np.where(self.seen, products - self.slope * away, -np.inf)
+        # Relative to the largest that a query sees, or float64 would round what is large.
+        of_keys = self.numbers.bias_of_keys(call)
+        shift = largest_bias(self.seen, of_keys)
+        own = np.where(self.seen, of_keys[:, :, None] - shift[..., None], 0.0)
+        scores = np.where(self.seen, products - self.slope * away + own, -np.inf)
         top = np.where(self.blind, 0.0, scores.max(-1, initial=-np.inf))[..., None]
         weights = np.exp(scores - top)
         total = weights.sum(-1)
@@ -79,6 +87,8 @@ class _Sums:
             np.where(self.seen, np.abs(scores), 0.0), np.maximum(np.abs(top), np.abs(finite_lse)[..., None])
         )
         of_score = self.lost(d) * sizes + 2 * self.unit * (np.abs(self.slope) * away + far)
+        of_bias, shifted = self._rounded_biases(of_keys, shift)
+        of_score += of_bias
         raised = np.where(self.seen, scores + of_score, -np.inf)
         high = np.where(self.blind, 0.0, raised.max(-1, initial=-np.inf))[..., None]
         of_lse = high[..., 0] + np.log(np.where(self.blind, 1.0, np.exp(raised - high).sum(-1))) - finite_lse
@@ -101,14 +111,23 @@ class _Sums:
         cut = np.minimum(skipped @ np.abs(self.v), 2 * share * most)
         of_output = of_p @ np.abs(self.v) + cut + self.lost(s) * (p @ np.abs(self.v))
         of_output += 2 * self.stored * np.abs(output) + self.smallest + s * self.vanished
-        rounded_lse = of_lse + 4 * self.unit * (1 + np.abs(finite_lse)) + gone[..., 0] / (1 - gone[..., 0])
+        rounded_lse = of_lse + 4 * self.unit * (1 + np.abs(finite_lse) + shifted) + gone[..., 0] / (1 - gone[..., 0])
+        rounded_lse += 2.0 ** -BITS[lse_dtype(call)] * np.abs(finite_lse + shift)
         exact, error = self._gradients(output, of_output, finite_lse)
-        exact |= {"output": np.where(self.blind[..., None], 0.0, output), "lse": lse}
+        exact |= {"output": np.where(self.blind[..., None], 0.0, output), "lse": lse + shift}
         error |= {
             "output": np.where(self.blind[..., None], 0.0, of_output),
             "lse": np.where(self.blind, 0.0, rounded_lse),
         }
         return Truth(exact, error, self.seen, p)
+
+    def _rounded_biases(self, of_keys: np.ndarray, shift: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(what biases do to scores [B, H, T, S], how far a query's largest bias may be from where they count [B, H, T])."""
+        references = _references(of_keys, self.numbers, self.seen)
+        shifted = np.max([np.abs(shift - x) for x in references], 0)
+        used = np.where(self.seen, of_keys[:, :, None], shift[..., None])
+        apart = np.max([np.abs(used - x[..., None]) for x in references], 0)
+        return self.unit * (BIAS_UNITS * apart + 2 * shifted[..., None]), shifted
 
     def _gradients(
         self, output: np.ndarray, of_output: np.ndarray, lse: np.ndarray
@@ -130,7 +149,10 @@ class _Sums:
         exact, error = {}, {}
 
         def put(name: str, result: np.ndarray, off: np.ndarray, magnitude: np.ndarray, terms: int) -> None:
-            stored = max(self.unit, 2.0 ** -(BITS[slopes_dtype(call)] + 1)) if "slopes" in name else self.stored
+            stored = self.stored
+            if "slopes" in name or name == "key_bias":
+                kept = call.key_bias_as if name == "key_bias" else slopes_dtype(call)
+                stored = max(self.unit, 2.0 ** -(BITS[kept] + 1))
             exact[name] = result
             error[name] = off + self.lost(terms) * magnitude + 2 * stored * np.abs(result)
             error[name] += self.smallest + terms * self.vanished
@@ -144,6 +166,13 @@ class _Sums:
         pt, of_pt = p.swapaxes(-1, -2), (changed + self.of_p).swapaxes(-1, -2)
         put("value", *(self._of_group(x) for x in (pt @ go, of_pt @ np.abs(go), pt @ np.abs(go))), terms)
         self._slopes(ds, of_ds, p * sizes, gl, put)
+        if numbers.key_bias is not None:
+            sums = (self._as_given(x.sum(-2)) for x in (ds, of_ds, np.abs(ds)))
+            put(
+                "key_bias",
+                *sums,
+                call.query_len * (call.batch * call.heads * call.key_len // max(1, numbers.key_bias.size)),
+            )
         if call.value_is_key:
             for of in (exact, error):
                 of["key"] = of["key"] + of.pop("value")
@@ -182,6 +211,13 @@ class _Sums:
             found = (np.where(infinite, 0.0, x) for x in (result, off, magnitude))
             put(name, *found, call.query_len * call.key_len)
 
+    def _as_given(self, x: np.ndarray) -> np.ndarray:
+        """[B, H, S] -> the shape of the bias of keys: the sum over what it was repeated for."""
+        shape = self.numbers.key_bias.shape
+        x = x.sum(tuple(range(x.ndim - len(shape))))
+        axes = tuple(axis for axis, length in enumerate(shape) if length == 1)
+        return x.sum(axes, keepdims=True)
+
     def _of_group(self, x: np.ndarray) -> np.ndarray:
         """[B, H, S, D] -> [B, K, S, D]: the sum over the query heads of a key head."""
         b, _, s, d = x.shape
@@ -191,3 +227,46 @@ class _Sums:
 def _finite(x: np.ndarray) -> np.ndarray:
     """Rows with NaN or inf are zeros."""
     return np.where(np.isfinite(x).all(-1, keepdims=True), x, 0.0)
+
+
+def largest_bias(seen: np.ndarray, of_keys: np.ndarray) -> np.ndarray:
+    """[B, H, T]: the largest bias [B, H, S] of a key that a query sees, 0 where it sees none."""
+    most = np.where(seen, of_keys[:, :, None], -np.inf).max(-1, initial=-np.inf)
+    return np.where(most > -np.inf, most, 0.0)
+
+
+def _references(of_keys: np.ndarray, numbers: Arrays, seen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """([B, H, T], [B, H, T]): the smallest and the largest of the biases from which those of a query may count.
+
+    They are those of the finite keys within TILE positions of the query, and of the nearest finite one to its left, else to its
+    right; and the same around the nearest position that any query of its block may see.
+    """
+    b, h, s = of_keys.shape
+    t = seen.shape[2]
+    if s == 0 or t == 0 or not of_keys.any():
+        return np.zeros((b, h, t)), np.zeros((b, h, t))
+    at, finite = np.arange(s), of_keys > -np.inf
+    before = np.maximum.accumulate(np.where(finite, at, -1), -1)
+    after = np.minimum.accumulate(np.where(finite, at, s)[..., ::-1], -1)[..., ::-1]
+    nearest = np.where(before >= 0, before, after % s)
+
+    position = numbers.first[:, None] + np.arange(t)
+    in_sight = seen.any(1)
+    low = _around(np.where(in_sight.any(-1), in_sight.argmax(-1), s), TILE, s).min(-1)
+    high = _around(np.where(in_sight.any(-1), s - 1 - in_sight[..., ::-1].argmax(-1), -1), TILE, -1).max(-1)
+    smallest = _around(np.where(finite, of_keys, np.inf), TILE, np.inf).min(-1)
+    largest = _around(np.where(finite, of_keys, -np.inf), TILE, -np.inf).max(-1)
+    found: list[np.ndarray] = []
+    for anchor in (position, np.clip(position, low, np.maximum(low, high))):
+        index = np.broadcast_to(np.clip(anchor, 0, s - 1)[:, None], (b, h, t))
+        alone = np.take_along_axis(of_keys, np.take_along_axis(nearest, index, -1), -1)
+        alone = np.where(alone > -np.inf, alone, 0.0)  # no key is finite
+        least, most = (np.take_along_axis(x, index, -1) for x in (smallest, largest))
+        found += [alone, np.where(least < np.inf, least, alone), np.where(most > -np.inf, most, alone)]
+    return np.min(found, 0), np.max(found, 0)
+
+
+def _around(x: np.ndarray, width: int, fill: float) -> np.ndarray:
+    """[..., n] -> [..., n, 2·width + 1]: every number and its neighbors, `fill` beyond the ends."""
+    padded = np.pad(x, [*[(0, 0)] * (x.ndim - 1), (width, width)], constant_values=fill)
+    return np.lib.stride_tricks.sliding_window_view(padded, 2 * width + 1, -1)
