@@ -49,7 +49,7 @@ class Gradients(NamedTuple):
 
 Forward = Callable[[Spec, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Saved]]
 Backward = Callable[
-    [Spec, Saved, Tensor, Tensor | None, tuple[Tensor, Tensor, Tensor], Tensor, Tensor, bool],
+    [Spec, Saved, Tensor, Tensor | None, tuple[Tensor, Tensor, Tensor], Tensor, Tensor, bool, bool],
     Gradients,
 ]
 Run = Callable[[Spec, Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
@@ -61,8 +61,8 @@ def operator(name: str, forward: Forward, backward: Backward, empty_saved: Calla
     Args:
         forward: (spec, query, key, value) -> (output, lse, saved), all tensors finite and with a last stride of 1; lse without
             the query's bias, −inf where a query sees nothing. output and lse in fp32 or better.
-        backward: (spec, saved, grad_output, grad_lse or None, (query, key, value), output, lse, slopes_wanted) -> gradients;
-            lse is 0 for a query that sees nothing.
+        backward: (spec, saved, grad_output, grad_lse or None, (query, key, value), output, lse, slopes_wanted, biases_wanted) ->
+            gradients; lse is 0 for a query that sees nothing.
         empty_saved: (query, key) -> tensors of the shapes and dtypes of `Saved`, of which only those are read.
     """
 
@@ -89,7 +89,7 @@ def operator(name: str, forward: Forward, backward: Backward, empty_saved: Calla
         grad_output: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, output: Tensor,
         lse: Tensor, slopes: Tensor, right_slopes: Tensor | None, first: Tensor, scale: Tensor, key_mask: Tensor | None,
         query_segments: Tensor | None, key_segments: Tensor | None, key_bias: Tensor | None, query_bias: Tensor | None,
-        visited: Tensor, rows: Tensor, causal: bool, window: int | None, slopes_wanted: bool,
+        visited: Tensor, rows: Tensor, causal: bool, window: int | None, slopes_wanted: bool, biases_wanted: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         masks = key_mask, query_segments, key_segments, key_bias, query_bias
         spec = spec_of(query, key, slopes, right_slopes, first, masks, causal, window, float(scale), 0.0)
@@ -100,11 +100,11 @@ def operator(name: str, forward: Forward, backward: Backward, empty_saved: Calla
             # What comes for a query that sees nothing reaches no gradient, whatever it is; lse 0 makes its weights exp(−inf) = 0.
             lse, grad = lse.masked_fill(blind, 0.0), grad.masked_fill(blind[..., None], 0.0)
             grad_lse = None if grad_lse is None else grad_lse.masked_fill(blind, 0.0)
-        found = backward(spec, Saved(visited, rows), grad, grad_lse, (q, k, v), out, lse, slopes_wanted)
+        found = backward(spec, Saved(visited, rows), grad, grad_lse, (q, k, v), out, lse, slopes_wanted, biases_wanted)
         dslopes = slope_gradients(found.slopes, slopes, right_slopes)
         dq, dk, dv = (gradient.to(query.dtype) for gradient in found[:3])
         biases = [
-            query.new_empty((spec.batch, 0)) if b is None or of_b is None else of_b.to(b.dtype)
+            query.new_empty((spec.batch, 0)) if b is None else torch.zeros_like(b) if of_b is None else of_b.to(b.dtype)
             for b, of_b in ((key_bias, found.key_bias), (query_bias, found.query_bias))
         ]
         return dq, dk, dv, *dslopes, biases[0], biases[1]
@@ -124,7 +124,7 @@ def operator(name: str, forward: Forward, backward: Backward, empty_saved: Calla
         if grad_output is None:
             grad_output = torch.zeros_like(saved[3])
         grad_lse = grad_lse if ctx.return_lse else None
-        numbers = ctx.causal, ctx.window, slopes_wanted
+        numbers = ctx.causal, ctx.window, slopes_wanted, ctx.needs_input_grad[10] or ctx.needs_input_grad[11]
         dq, dk, dv, dslopes, dright, of_key_bias, of_query_bias = gradients(grad_output, grad_lse, *saved, *numbers)
         if not slopes_wanted:
             dslopes = dright = None

@@ -200,4 +200,6 @@ def test_both_operators_pass_torchs_own_checks(backend: str, kind: str) -> None:
     output, lse, *saved = (x.detach() for x in forward(q, k, v, *described, *numbers, 1e-9, True))
     kept = [x if x is None else x.detach() for x in (q, k, v, output, lse, *described, *saved)]
     grad_lse = None if kind == "plain" else torch.ones_like(lse)
-    torch.library.opcheck(backward, (torch.randn_like(output), grad_lse, *kept, *numbers, kind == "everything"))
+    torch.library.opcheck(
+        backward, (torch.randn_like(output), grad_lse, *kept, *numbers, kind == "everything", kind == "everything")
+    )

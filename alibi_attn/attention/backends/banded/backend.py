@@ -102,7 +102,7 @@ def _forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
 
 def _backward(
     spec: Spec, saved: Saved, grad: Tensor, grad_lse: Tensor | None, inputs: tuple[Tensor, Tensor, Tensor],
-    out: Tensor, lse: Tensor, slopes_wanted: bool,
+    out: Tensor, lse: Tensor, slopes_wanted: bool, biases_wanted: bool,
 ) -> Gradients:  # fmt: skip
     q, k, v = inputs
     spec, q, sign = _with_positive_scale(spec, q)

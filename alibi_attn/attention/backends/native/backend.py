@@ -81,7 +81,7 @@ def _attended(spec: Spec, q: Tensor, k: Tensor, v: Tensor, *, has_values: bool =
 
 def _backward(
     spec: Spec, saved: Saved, grad: Tensor, grad_lse: Tensor | None, inputs: tuple[Tensor, Tensor, Tensor], out: Tensor,
-    lse: Tensor, slopes_wanted: bool,
+    lse: Tensor, slopes_wanted: bool, biases_wanted: bool,
 ) -> Gradients:  # fmt: skip
     names = ("query", "key", "value", "output", "grad")
     rows = {name: _wide(x) for name, x in zip(names, (*inputs, out, grad), strict=True)}
@@ -92,7 +92,7 @@ def _backward(
     if slopes_wanted:
         arrays["slope_grads"] = dslope
     biases: tuple[Tensor | None, ...] = None, None
-    if spec.key_bias is not None:
+    if spec.key_bias is not None and biases_wanted:
         heads = spec.batch, spec.num_heads
         biases = tuple(dslope.new_empty((*heads, length)) for length in (spec.key_len, spec.query_len))
     arrays |= dict(zip(("key_bias_grad", "query_bias_grad"), biases, strict=True))

@@ -76,9 +76,15 @@ struct BiasGradient {
 
     // of_keys[j * stride] += the sum over the queries of moments[j][i].
     void visit(int count, const Real *moments, double *of_keys, int64_t stride) {
+        constexpr int L = VL<double>;
         for (int j = 0; j < count; j++, moments += BLOCK) {
-            double sum = 0;
-            for (int i = 0; i < BLOCK; i++) of_queries[i] += double(moments[i]), sum += double(moments[i]);
+            double parts[L] = {}, sum = 0;  // apart, so that they are one vector
+            for (int v = 0; v < BLOCK; v += L)
+                for (int i = 0; i < L; i++) {
+                    const double moment = moments[v + i];
+                    of_queries[v + i] += moment, parts[i] += moment;
+                }
+            for (int i = 0; i < L; i++) sum += parts[i];
             of_keys[j * stride] += sum;
         }
     }
