@@ -12,8 +12,9 @@ import jax.numpy as jnp
 
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.jax import dense, loop, tiles
-from alibi_attn.jax.loop import Inputs, Visited
-from alibi_attn.jax.tiles import NO_LIMIT, Array, Plan
+from alibi_attn.jax.blocks import Inputs
+from alibi_attn.jax.loop import Visited
+from alibi_attn.jax.tiles import NO_LIMIT, Array, KeyBias, Plan
 from alibi_attn.jax.validation import SegmentIds, Slopes, checked_dropout_key, make_spec
 
 Backend = Literal["auto", "dense", "loop"]
@@ -34,6 +35,7 @@ def alibi_attention(
     query_offset: int | Array | None = None,
     key_mask: Array | None = None,
     segment_ids: SegmentIds | None = None,
+    key_bias: Array | None = None,
     dropout_p: float = 0.0,
     dropout_key: Array | None = None,
     tolerance: float | None = None,
@@ -43,8 +45,8 @@ def alibi_attention(
     """Attention with linear biases, softmax(scale·q·kᵀ − m·|i − j|)·v, [B, T, H, D] in query's dtype.
 
     Exact to rounding, in memory linear in T and S. Pure: works under `jit`, `grad`, `vmap`, `checkpoint` and `shard_map`
-    (over sequences and heads; slopes and masks sharded alike). Differentiable once, in reverse, in query, key, value and
-    slopes, and through lse. Under `jit` everything but arrays is static.
+    (over sequences and heads; slopes, biases and masks sharded alike). Differentiable once, in reverse, in query, key, value,
+    slopes and key_bias, and through lse. Under `jit` everything but arrays is static.
 
     Args:
         query: [B, T, H, D], JAX's layout; float16, bfloat16, float32, or float64 where x64 is enabled.
@@ -59,12 +61,15 @@ def alibi_attention(
             integer array, 0-d or [B], which may be traced. It may lie before or after all the keys.
         key_mask: [B, S] bool, True = may be seen.
         segment_ids: [B, S] integers, attention within a segment only; or a pair ([B, T], [B, S]) for queries and keys.
+        key_bias: b, fp32 or fp64, [B, H, S] or what broadcasts to it: a number for every key, added to its scaled scores; −inf =
+            may not be seen. Scores count from a number near those that matter: large ones cost the rounding of their
+            differences, and no fp64 is needed.
         dropout_p: share of the attention weights that are dropped, in [0, 1).
         dropout_key: from `jax.random.key`, needed where dropout_p > 0.
         tolerance: the largest share of a query's softmax mass that may be skipped, in [0, 1); default eps / 32 of the dtype,
             far below its rounding; 0 skips only what is forbidden.
-        return_lse: also return the natural log-sum-exp of the scores, [B, H, T] fp32 (fp64 for fp64), −inf where nothing is
-            seen.
+        return_lse: also return the natural log-sum-exp of the scores, [B, H, T] fp32 (fp64 where query or key_bias is), −inf
+            where nothing is seen.
         backend: "loop" visits tiles of keys outward from the diagonal, "dense" computes all scores, "auto" picks by shapes.
 
     Returns:
@@ -81,12 +86,34 @@ def alibi_attention(
     """
     spec = make_spec(
         query, key, value, slopes, causal=causal, right_slopes=right_slopes, window=window, scale=scale,
-        query_offset=query_offset, key_mask=key_mask, segment_ids=segment_ids, dropout_p=dropout_p,
-        tolerance=tolerance, return_lse=return_lse,
+        query_offset=query_offset, key_mask=key_mask, segment_ids=segment_ids, key_bias=key_bias,
+        dropout_p=dropout_p, tolerance=tolerance, return_lse=return_lse,
     )  # fmt: skip
-    plan = make_plan(spec, backend)
-    output, lse = _attend(plan, *_call(spec, query, key, value, checked_dropout_key(dropout_p, dropout_key)))
+    output, lse = attend(spec, query, key, value, checked_dropout_key(dropout_p, dropout_key), backend)
     return (output, lse) if return_lse else output
+
+
+def attend(
+    spec: AttentionSpec[Array],
+    query: Array,
+    key: Array,
+    value: Array,
+    dropout_key: Array | None,
+    backend: Backend,
+    *,
+    key_bias_low: Array | None = None,
+    query_bias_low: Array | None = None,
+) -> tuple[Array, Array]:
+    """(output, lse) of a call that was checked.
+
+    Args:
+        key_bias_low, query_bias_low: [B, H, S] and [B, H, T] what is left of the spec's biases, b = key_bias + key_bias_low;
+            without gradients.
+    """
+    arrays, rest = _call(spec, query, key, value, dropout_key)
+    return _attend(
+        make_plan(spec, backend), arrays, rest._replace(key_bias_low=key_bias_low, query_bias_low=query_bias_low)
+    )
 
 
 def make_plan(spec: AttentionSpec[Array], backend: Backend) -> Plan:
@@ -106,6 +133,8 @@ def make_plan(spec: AttentionSpec[Array], backend: Backend) -> Plan:
         dense=backend == "dense" or empty or (backend == "auto" and short),
         query_block=min(QUERY_BLOCK, spec.query_len),
         key_tile=KEY_TILE,
+        key_bias=spec.key_bias is not None,
+        query_bias=spec.query_bias is not None,
     )
 
 
@@ -117,6 +146,8 @@ class _Arrays(NamedTuple):
     value: Array  # [B, S, K, D]
     left: Array  # [B, H]
     right: Array  # [B, H]
+    key_bias: Array | None  # [B, H, S]
+    query_bias: Array | None  # [B, H, T]
 
 
 class _Rest(NamedTuple):
@@ -130,6 +161,8 @@ class _Rest(NamedTuple):
     query_segments: Array | None  # [B, T] int32
     key_segments: Array | None  # [B, S] int32
     dropout_key: Array | None
+    key_bias_low: Array | None = None  # [B, H, S]
+    query_bias_low: Array | None = None  # [B, H, T]
 
 
 class _Kept(NamedTuple):
@@ -138,7 +171,8 @@ class _Kept(NamedTuple):
     arrays: _Arrays
     rest: _Rest
     output: Array  # [B, T, H, D]
-    lse: Array  # [B, H, T]
+    lse: Array  # [B, H, T], counted from `reference`
+    reference: Array | None  # [B, H, T] where keys have biases
     visited: Visited | None
 
 
@@ -148,7 +182,9 @@ def _call(
     heads = (spec.batch, spec.num_heads)
     left = jnp.broadcast_to(spec.slopes, heads)
     right = left if spec.right_slopes is None else jnp.broadcast_to(spec.right_slopes, heads)
-    arrays = _Arrays(jnp.asarray(query), jnp.asarray(key), jnp.asarray(value), left, right)
+    arrays = _Arrays(
+        jnp.asarray(query), jnp.asarray(key), jnp.asarray(value), left, right, spec.key_bias, spec.query_bias
+    )
     mask = spec.key_mask
     rest = _Rest(
         scale=jnp.asarray(spec.scale, left.dtype),
@@ -165,13 +201,13 @@ def _call(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(plan: Plan, arrays: _Arrays, rest: _Rest) -> tuple[Array, Array]:
-    output, lse, _ = _forward(plan, arrays, rest)
-    return output, lse
+    kept = _forward(plan, arrays, rest)
+    return kept.output, _unshifted(kept)
 
 
 def _attend_forward(plan: Plan, arrays: _Arrays, rest: _Rest) -> tuple[tuple[Array, Array], _Kept]:
-    output, lse, visited = _forward(plan, arrays, rest)
-    return (output, lse), _Kept(arrays, rest, output, lse, visited)
+    kept = _forward(plan, arrays, rest)
+    return (kept.output, _unshifted(kept)), kept
 
 
 def _attend_backward(plan: Plan, kept: _Kept, grads: tuple[Array, Array]) -> tuple[_Arrays, None]:
@@ -181,18 +217,34 @@ def _attend_backward(plan: Plan, kept: _Kept, grads: tuple[Array, Array]) -> tup
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
+def _forward(plan: Plan, arrays: _Arrays, rest: _Rest) -> _Kept:
+    return _Kept(arrays, rest, *_forward_arrays(plan, arrays, rest))
+
+
 @partial(jax.jit, static_argnums=0)
-def _forward(plan: Plan, arrays: _Arrays, rest: _Rest) -> tuple[Array, Array, Visited | None]:
-    """(output [B, T, H, D], lse [B, H, T], the tiles that were visited)."""
+def _forward_arrays(plan: Plan, arrays: _Arrays, rest: _Rest) -> tuple[Array, Array, Array | None, Visited | None]:
+    """output, lse, reference and visited of `_Kept`."""
     inputs, spoiled = _inputs(arrays, rest)
     visited = None
     if plan.dense:
-        output, lse = dense.forward(plan, inputs)
+        output, lse, reference = dense.forward(plan, inputs)
     else:
-        output, lse, visited = loop.forward(plan, inputs)
+        output, lse, reference, visited = loop.forward(plan, inputs)
     spoiled &= lse > -jnp.inf
     output = jnp.where(spoiled[..., None], jnp.nan, output)
-    return output.swapaxes(1, 2), jnp.where(spoiled, jnp.nan, lse), visited
+    return output.swapaxes(1, 2), jnp.where(spoiled, jnp.nan, lse), reference, visited
+
+
+def _unshifted(kept: _Kept) -> Array:
+    """lse with what its scores left out, b's reference and the query's bias; small differences of large numbers first."""
+    if kept.reference is None:
+        return kept.lse
+    shift, of_query, low = kept.reference, kept.arrays.query_bias, kept.rest.query_bias_low
+    if of_query is not None:
+        shift = shift + of_query.astype(shift.dtype)
+    if low is not None:
+        shift = shift + low.astype(shift.dtype)
+    return kept.lse.astype(shift.dtype) + shift
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -216,15 +268,16 @@ def _backward_once(plan: Plan, kept: _Kept, grad_output: Array, grad_lse: Array)
     # What comes for a query that saw nothing must reach no gradient, whatever it is.
     grad_output = jnp.where(blind[..., None], 0, grad_output)
     lse = jnp.where(blind, jnp.inf, kept.lse)
-    grad_lse = jnp.where(blind, 0.0, grad_lse)
+    grad_lse = jnp.where(blind, 0.0, grad_lse).astype(lse.dtype)
     shift = (grad_output.astype(lse.dtype) * output.astype(lse.dtype)).sum(-1) - grad_lse
     inputs, _ = _inputs(kept.arrays, kept.rest)
     if kept.visited is None:
-        query, key, value, left, right = dense.backward(plan, inputs, lse, grad_output, shift, grad_lse)
+        found = dense.backward(plan, inputs, lse, kept.reference, grad_output, shift, grad_lse)
     else:
-        query, key, value, left, right = loop.backward(plan, inputs, lse, kept.visited, grad_output, shift, grad_lse)
-    query, key, value = (x.swapaxes(1, 2).astype(output.dtype) for x in (query, key, value))
-    return _Arrays(query, key, value, left, right)
+        found = loop.backward(plan, inputs, lse, kept.reference, kept.visited, grad_output, shift, grad_lse)
+    query, key, value = (x.swapaxes(1, 2).astype(output.dtype) for x in found[:3])
+    biases = jax.tree.map(lambda x, like: x.astype(like.dtype), found[5:], tuple(kept.arrays[5:]))
+    return _Arrays(query, key, value, found.left, found.right, *biases)
 
 
 def _inputs(arrays: _Arrays, rest: _Rest) -> tuple[Inputs, Array]:
@@ -232,10 +285,17 @@ def _inputs(arrays: _Arrays, rest: _Rest) -> tuple[Inputs, Array]:
     query, key, value = (x.swapaxes(1, 2) for x in arrays[:3])
     spoiled = ~jnp.isfinite(query).all(-1)
     query = jnp.where(spoiled[..., None], 0, query)
-    key, value, veil = tiles.clean_keys(key, value, rest.hidden[:, None])
+    hidden, bias = rest.hidden[:, None], None
+    if arrays.key_bias is not None:
+        work = jnp.promote_types(arrays.key_bias.dtype, arrays.left.dtype)
+        high = jnp.where(hidden, -jnp.inf, arrays.key_bias.astype(work))
+        low = None if rest.key_bias_low is None else rest.key_bias_low.astype(work)
+        bias = KeyBias(high, low)
+        hidden = (high == -jnp.inf).reshape(len(high), key.shape[1], -1, key.shape[2]).all(2)
+    key, value, veil = tiles.clean_keys(key, value, hidden)
     inputs = Inputs(
-        query, key, value, veil, rest.hidden, arrays.left, arrays.right, rest.scale, rest.tolerance, rest.window,
-        rest.offset, rest.query_segments, rest.key_segments, rest.dropout_key,
+        query, key, value, veil, hidden, arrays.left, arrays.right, rest.scale, rest.tolerance, rest.window,
+        rest.offset, rest.query_segments, rest.key_segments, rest.dropout_key, bias,
     )  # fmt: skip
     return inputs, spoiled
 

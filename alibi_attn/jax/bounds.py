@@ -4,6 +4,9 @@ A block visits its own tiles first and knows, after each, a lower bound λ of ev
 has seen. The tiles it has not seen weigh at most exp(U − λ − m·r)/(1 − e^(−m)), with U = |scale|·‖q‖·κ, κ the largest key
 norm among them and r the distance to the nearest. When that is at most the tolerance, the loop ends.
 
+With a number b_j for every key there is no geometric series: the tiles that are left are added up, one number each, which is
+relative to the block (`BiasedTiles`), for tiles are few. That holds for biases and slopes of any sign.
+
 In floating point: without x64 JAX has no fp64, so norms are taken of scaled rows (squares neither overflow nor vanish) and
 rounded up by more than their error; λ and U get the error of what they were computed from; anything that is
 not finite certifies nothing, because a comparison with NaN is False.
@@ -16,8 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from alibi_attn.attention.certificate.constants import LOOP_OUTLIER_SHARE, LOOP_OUTLIER_TILES, LSE_NATS, VALUE_RATIO
-from alibi_attn.jax.tiles import Plan, Queries, Rule, Softmax
+from alibi_attn.attention.certificate.constants import (
+    LOOP_OUTLIER_SHARE,
+    LOOP_OUTLIER_TILES,
+    LSE_NATS,
+    VALUE_RATIO,
+    WORTH_LEAVING_OUT,
+)
+from alibi_attn.jax.tiles import KeyBias, Plan, Queries, Rule, Softmax
 
 Array = jax.Array
 
@@ -43,6 +52,12 @@ def norm_bound(x: Array) -> Array:
     tiny = x.shape[-1] ** 0.5 * float(np.finfo(x.dtype).tiny)
     bound = _norm(x) * (1.0 + _error(x.shape[-1], x.dtype)) + tiny
     return jnp.where(jnp.isfinite(bound), bound, jnp.inf)
+
+
+def norm_below(x: Array) -> Array:
+    """[...] a lower bound of ‖x‖ along the last axis [..., D], where x is finite."""
+    error, tiny = _error(x.shape[-1], jnp.promote_types(x.dtype, jnp.float32)), x.shape[-1] ** 0.5 * 2.0**-120
+    return jnp.maximum(norm_bound(x) * (1.0 - 3.0 * error) - tiny, 0.0)
 
 
 def key_norms(of_keys: Array, of_values: Array) -> KeyNorms:
@@ -118,12 +133,199 @@ def certificate(
     plan: Plan, rule: Rule, queries: Queries, norms: KeyNorms, tolerance: Array, last_tile: Array
 ) -> Certificate:
     """The certificate of one block, which visits no tile to the right of `last_tile`."""
-    query_norm = norm_bound(queries.query)
-    limits = np.finfo(query_norm.dtype)
-    scale = jnp.maximum(jnp.abs(rule.scale), float(limits.tiny))
-    of_scores = query_norm * scale * (1.0 + 4.0 * float(limits.eps)) + float(limits.tiny)
+    of_scores = score_bounds(queries.query, rule.scale)
     largest = norms.so_far[last_tile] if plan.causal else norms.overall
     return Certificate(of_scores, of_scores * largest, tolerance, norms)
+
+
+def score_bounds(query: Array, scale: Array) -> Array:
+    """[...] |scale|·‖q‖ of queries [..., D], rounded up: times a key norm it bounds the score."""
+    query_norm = norm_bound(query)
+    limits = np.finfo(query_norm.dtype)
+    scale = jnp.maximum(jnp.abs(scale), float(limits.tiny))
+    return query_norm * scale * (1.0 + 4.0 * float(limits.eps)) + float(limits.tiny)
+
+
+class BiasedTiles(NamedTuple):
+    """What the keys of each tile may weigh, for one query head, where keys have biases."""
+
+    norm: Array  # [n] the largest ‖k‖
+    shortest: Array  # scalar: no key that is not hidden is shorter
+    bias: Array  # [n] the largest b; −inf where all keys are hidden
+    left: Array  # [n] ln Σ exp(b_j − bias − m·(j_last − j)), rounded up: seen from the right
+    right: Array  # [n] ln Σ exp(b_j − bias − m·(j − j_first)), rounded up: seen from the left
+    outlier: Array  # [LOOP_OUTLIER_TILES] numbers of the tiles that stay the largest the longest, −1 for none
+    value_before: Array  # [n] ‖v‖ over all tiles to the left, without the outliers
+    value_after: Array  # [n]
+    value_of_outlier: Array  # [LOOP_OUTLIER_TILES]
+
+
+def biased_tiles(
+    plan: Plan, rule: Rule, bias: KeyBias, largest_rate: Array, norm: Array, shortest: Array, value: Array
+) -> BiasedTiles:
+    """`BiasedTiles` of all heads, [B, H, ...]; those before and after a tile are not left out of what is passed.
+
+    Args:
+        bias: [B, H, n, s].
+        largest_rate: [B, H] the largest |scale|·‖q‖ of the head's queries.
+        norm, value: [B, H, n] the largest ‖k‖ and ‖v‖ by tile, without hidden keys.
+        shortest: [B, H].
+    """
+    work, count, size = norm.dtype, *bias.high.shape[2:]
+    step = jnp.arange(size, dtype=work)
+    largest = bias.high.max(-1)
+    relative = bias.beyond(jnp.where(largest > -jnp.inf, largest, 0.0)[..., None]).astype(work)
+
+    def within(slope: Array, away: Array) -> Array:
+        rounded = 4 * size * float(np.finfo(work).eps) * jnp.abs(slope[..., None]) + LSE_NATS["jax"]
+        return jax.nn.logsumexp(relative - slope[..., None, None] * away, axis=-1) + rounded
+
+    # Which tile is left out is only a choice: what is left out is judged on its own.
+    nats = largest_rate[..., None] * norm + largest.astype(work)
+    position = plan.key_tile * jnp.arange(count, dtype=work)
+    sides = [nats + rule.left[..., None] * position]
+    sides += [] if plan.causal else [nats - rule.right[..., None] * position]
+    outlier = _longest_the_largest(sides)
+    is_outlier = (jnp.arange(count) == outlier[..., None]).any(-2)
+    values = jnp.where(is_outlier, 0.0, value)
+    axis = values.ndim - 1
+    return BiasedTiles(
+        norm=norm,
+        shortest=shortest,
+        bias=largest,
+        left=within(rule.left, step[::-1]),
+        right=within(rule.right, step),
+        outlier=outlier,
+        value_before=_shifted(lax.cummax(values, axis=axis), 1),
+        value_after=_shifted(lax.cummax(values, axis=axis, reverse=True), -1),
+        value_of_outlier=jnp.take_along_axis(value, jnp.maximum(outlier, 0), -1),
+    )
+
+
+def _longest_the_largest(sides: list[Array]) -> Array:
+    """[..., LOOP_OUTLIER_TILES] the tiles that stay the running maximum of their nats [..., n] the longest, −1 for none.
+
+    The first of the sides runs to the right, as queries do for which it is the left, the second to the left. Where biases only
+    rise towards the queries no tile stays the largest, and none would be worth it.
+    """
+    chosen, number = [], jnp.arange(sides[0].shape[-1], dtype=jnp.int32)
+    axis, count = sides[0].ndim - 1, sides[0].shape[-1]
+    for _ in range(LOOP_OUTLIER_TILES):
+        lengths = jnp.zeros_like(sides[0], dtype=jnp.int32)
+        for nats, flipped in zip(sides, (False, True), strict=False):
+            ordered = jnp.flip(nats, -1) if flipped else nats
+            so_far = lax.cummax(ordered, axis=axis)
+            before = jnp.concatenate([jnp.full_like(so_far[..., :1], -jnp.inf), so_far[..., :-1]], -1)
+            is_record = ordered > before
+            next_record = lax.cummin(jnp.where(is_record, number, count), axis=axis, reverse=True)
+            next_record = jnp.concatenate([next_record[..., 1:], jnp.full_like(next_record[..., :1], count)], -1)
+            length = jnp.where(is_record, next_record - number, 0)
+            lengths = jnp.maximum(lengths, jnp.flip(length, -1) if flipped else length)
+        best = jnp.argmax(lengths, -1).astype(jnp.int32)
+        chosen.append(jnp.where(lengths.max(-1) >= WORTH_LEAVING_OUT, best, -1))
+        sides = [jnp.where(number == best[..., None], -jnp.inf, nats) for nats in sides]
+    return jnp.stack(chosen, -1)
+
+
+class BiasedCertificate(NamedTuple):
+    """What is known of a block of queries before its first tile, where keys have biases."""
+
+    rate: Array  # [t] |scale|·‖q‖, rounded up
+    largest_score: Array  # [t] U over every key that the loop may visit
+    tolerance: Array  # scalar
+    left: Array  # [n] nats of each tile for the largest rate and the nearest query, inf where it is not to the left of all
+    right: Array  # [n]
+    size: Array  # [n] what the biases and distances of a tile are at most, of those that round
+    norms: BiasedTiles
+
+
+def biased_certificate(
+    plan: Plan, rule: Rule, queries: Queries, known: BiasedTiles, tolerance: Array, useful: Array, reference: Array
+) -> BiasedCertificate:
+    """The certificate of one block, which may see keys of the `useful` tiles [n] only; biases count from `reference`."""
+    rate = score_bounds(queries.query, rule.scale)
+    eps = float(np.finfo(rate.dtype).eps)
+    begin = jnp.arange(len(useful), dtype=jnp.int32) * plan.key_tile
+    end = begin + plan.key_tile - 1
+    first, last = queries.position, queries.position + len(queries.query) - 1
+    is_empty = (known.bias == -jnp.inf) | ~useful
+    beyond = jnp.where(is_empty, 0.0, known.bias - reference).astype(rate.dtype)
+    scores = rate.max() * known.norm
+
+    def nats(within: Array, slope: Array, distance: Array) -> Array:
+        away = slope * distance.astype(rate.dtype)
+        sum_of_parts = scores + jnp.abs(beyond) + jnp.abs(within) + jnp.abs(away)
+        total = scores + beyond + within - away + 4 * eps * sum_of_parts
+        return jnp.where(is_empty, -jnp.inf, jnp.where(distance >= 1, total, jnp.inf))
+
+    farthest = jnp.maximum(jnp.abs(last - begin), jnp.abs(end - first)).astype(rate.dtype)
+    slope = jnp.maximum(jnp.abs(rule.left), jnp.abs(rule.right))
+    return BiasedCertificate(
+        rate=rate,
+        largest_score=rate * jnp.where(is_empty, 0.0, known.norm).max(),
+        tolerance=tolerance,
+        left=nats(known.left, rule.left, first - end),
+        right=nats(known.right, rule.right, begin - last),
+        size=jnp.maximum(beyond, 0.0) + slope * farthest,
+        norms=known,
+    )
+
+
+def still_needed_biased(
+    plan: Plan,
+    rule: Rule,
+    known: BiasedCertificate,
+    queries: Queries,
+    so_far: Softmax,
+    band: tuple[Array, Array],
+    outliers: tuple[Array, ...],
+) -> tuple[Array, Array, list[Array]]:
+    """As `still_needed`, after the tiles of the band (first, last) and these outliers, −1 for none, have been visited.
+
+    exp(ρ_i·‖k‖ + b − m·|i − j|) ≤ exp(P·‖k‖ + b − m·d)·exp(−(P − ρ_i)·min‖k‖ − m·δ_i), P the largest ρ of the block, d the
+    distance from its nearest query, and δ_i what query i is farther: one sum over tiles serves all queries.
+    """
+    norms, count = known.norms, len(queries.query)
+    number = jnp.arange(len(known.left), dtype=jnp.int32)
+    is_visited = (number >= band[0]) & (number <= band[1])
+    for outlier in outliers:
+        is_visited |= number == outlier
+    is_outlier = (number == norms.outlier[:, None]).any(0)
+    lse = so_far.top + jnp.log(so_far.total)
+    eps = float(np.finfo(lse.dtype).eps)
+    error = _error(queries.query.shape[-1], lse.dtype) * (known.largest_score + jnp.abs(lse)) + 2 * LSE_NATS["jax"]
+    # Of the keys that have weight, a negative bias is no larger than what else is in the score.
+    error += 8 * eps * jnp.where(is_visited, known.size, 0.0).max()
+    kept = VALUE_RATIO * _norm(so_far.mixed) / so_far.total
+    share = (1.0 - LOOP_OUTLIER_TILES * LOOP_OUTLIER_SHARE) / (1 if plan.causal else 2)
+    lane = jnp.arange(count, dtype=lse.dtype)
+    certain = lse - error + (known.rate.max() - known.rate) * norms.shortest
+
+    def room(slope: Array, farther: Array, value_norm: Array, share: float) -> Array:
+        """Nats, for the largest rate and the nearest query, that may be left out."""
+        longer = jnp.where(value_norm <= kept, 0.0, jnp.log(value_norm) - jnp.log(kept))
+        least = (certain - longer + slope * farther).min() + jnp.log(known.tolerance * share)
+        return least - 4 * eps * (jnp.abs(least) + jnp.abs(slope) * count)
+
+    def is_needed(nats: Array, left_out: Array, room: Array) -> Array:
+        weights = jnp.where(left_out & (nats != -jnp.inf), jnp.exp(nats - room), 0.0)
+        return ~(weights.sum() <= 0.98)  # NaN certifies nothing
+
+    from_left, from_right = (rule.left, lane), (rule.right, lane[::-1])
+    of_left = room(*from_left, norms.value_before[band[0]], share)
+    left = is_needed(known.left, (number < band[0]) & ~is_outlier, of_left)
+    right = left & False
+    if not plan.causal:
+        of_right = room(*from_right, norms.value_after[band[1]], share)
+        right = is_needed(known.right, (number > band[1]) & ~is_outlier, of_right)
+    needed = []
+    for tile, value_norm in zip(norms.outlier, norms.value_of_outlier, strict=True):
+        excess = known.left[tile] - room(*from_left, value_norm, LOOP_OUTLIER_SHARE)
+        if not plan.causal:
+            beside = known.right[tile] - room(*from_right, value_norm, LOOP_OUTLIER_SHARE)
+            excess = jnp.where(known.right[tile] < jnp.inf, beside, excess)
+        needed.append(~(excess <= 0))
+    return left, right, needed
 
 
 def _norm(x: Array) -> Array:

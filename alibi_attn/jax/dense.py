@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from alibi_attn.jax import tiles
-from alibi_attn.jax.loop import Inputs
-from alibi_attn.jax.tiles import Array, Gradients, Keys, Plan, Queries, Rule, Softmax
+from alibi_attn.jax.blocks import Inputs
+from alibi_attn.jax.tiles import Array, Gradients, KeyBias, Keys, Plan, Queries, Rule, Softmax
 
 Result = TypeVar("Result")
 
@@ -18,6 +18,7 @@ class _Head(NamedTuple):
 
     rule: Rule
     number: Array  # b·H + h
+    bias: KeyBias | None  # [S]
 
 
 class _OfQuery(NamedTuple):
@@ -27,35 +28,57 @@ class _OfQuery(NamedTuple):
     grad_output: Array  # [T, D]
     shift: Array  # [T]
     grad_lse: Array  # [T]
+    reference: Array | None  # [T]
 
 
-def forward(plan: Plan, inputs: Inputs) -> tuple[Array, Array]:
-    """(output [B, H, T, D], lse [B, H, T])."""
+def forward(plan: Plan, inputs: Inputs) -> tuple[Array, Array, Array | None]:
+    """(output [B, H, T, D], lse [B, H, T], the references [B, H, T] that it counts from where keys have biases)."""
 
-    def one(queries: Queries, keys: Keys, head: _Head, _: None) -> tuple[Array, Array]:
-        dropout_key = _dropout_key(inputs, head)
+    def one(queries: Queries, keys: Keys, head: _Head, _: None) -> tuple[Array, Array, Array | None]:
+        dropout_key, reference = _dropout_key(inputs, head), None
+        if head.bias is not None:
+            keys = _with_bias(keys, head.bias)
+            reference = tiles.references(plan, head.rule, queries, keys, head.bias)
+            queries = queries._replace(reference=reference)
         softmax: Softmax = tiles.add(plan, head.rule, tiles.start(queries), queries, keys, dropout_key)
-        return tiles.finish(softmax, queries)
+        return *tiles.finish(softmax, queries), reference
 
-    output, lse = _over_heads(one, plan, inputs, None)
-    return _joined(output, inputs), _joined(lse, inputs)
+    found = _over_heads(one, plan, inputs, None)
+    output, lse, reference = jax.tree.map(lambda x: _joined(x, inputs), found)
+    return output, lse, reference
 
 
 def backward(
-    plan: Plan, inputs: Inputs, lse: Array, grad_output: Array, shift: Array, grad_lse: Array
-) -> tuple[Array, Array, Array, Array, Array]:
+    plan: Plan,
+    inputs: Inputs,
+    lse: Array,
+    reference: Array | None,
+    grad_output: Array,
+    shift: Array,
+    grad_lse: Array,
+) -> Gradients:
     """As `loop.backward`."""
 
     def one(queries: Queries, keys: Keys, head: _Head, known: _OfQuery) -> Gradients:
+        if head.bias is not None:
+            keys, queries = _with_bias(keys, head.bias), queries._replace(reference=known.reference)
         least = tiles.least_distance(queries, len(keys.key))
-        found = tiles.gradients(plan, head.rule, queries, keys, *known[:-1], least, _dropout_key(inputs, head))
+        dropout_key = _dropout_key(inputs, head)
+        found = tiles.gradients(
+            plan, head.rule, queries, keys, known.lse, known.grad_output, known.shift, least, dropout_key
+        )
         left, right = tiles.slope_gradients(found.left, found.right, least, known.grad_lse)
         return found._replace(left=left, right=right)
 
-    known = _OfQuery(*(_grouped(x, inputs) for x in (lse, grad_output, shift, grad_lse)))
-    found = _over_heads(one, plan, inputs, known)
+    known = _OfQuery(lse, grad_output, shift, grad_lse, reference)
+    found = _over_heads(one, plan, inputs, jax.tree.map(lambda x: _grouped(x, inputs), known))
     of_key, of_value = found.key.sum(2), found.value.sum(2)
-    return _joined(found.query, inputs), of_key, of_value, _joined(found.left, inputs), _joined(found.right, inputs)
+    of_heads: Gradients = jax.tree.map(lambda x: _joined(x, inputs), found)
+    return of_heads._replace(key=of_key, value=of_value)
+
+
+def _with_bias(keys: Keys, bias: KeyBias) -> Keys:
+    return keys._replace(bias=bias, veil=jnp.where(bias.high == -jnp.inf, -jnp.inf, keys.veil))
 
 
 def _over_heads(one: Callable[..., Result], plan: Plan, inputs: Inputs, known: _OfQuery | None) -> Result:
@@ -65,12 +88,13 @@ def _over_heads(one: Callable[..., Result], plan: Plan, inputs: Inputs, known: _
     keys = Keys(inputs.key, inputs.value, inputs.veil, jnp.zeros_like(inputs.offset), inputs.key_segments)
     number = _grouped(jnp.arange(batch * heads, dtype=jnp.int32).reshape(batch, heads), inputs)
     slopes = (_grouped(inputs.left, inputs), _grouped(inputs.right, inputs))
-    head = _Head(tiles.head_rule(plan, *slopes, inputs.scale, inputs.window), number)
+    bias = jax.tree.map(lambda x: _grouped(x, inputs), inputs.bias)
+    head = _Head(tiles.head_rule(plan, *slopes, inputs.scale, inputs.window), number, bias)
 
     # The axis of each array, in the order of the fields: for sequences, key heads, and query heads of a key head.
-    by_head = _Head._make((Rule._make((0, 0, 0, 0, None)), 0))
-    one_query, all_queries = Queries._make((0, None, None)), Queries._make((0, 0, 0))
-    one_key, all_keys = Keys._make((0, 0, 0, None, None)), Keys._make((0, 0, 0, 0, 0))
+    by_head = _Head._make((Rule._make((0, 0, 0, 0, None)), 0, 0))
+    one_query, all_queries = Queries(0, None, None), Queries(0, 0, 0)  # type: ignore[arg-type]
+    one_key, all_keys = Keys(0, 0, 0, None, None), Keys(0, 0, 0, 0, 0)  # type: ignore[arg-type]
     a_query_head = jax.vmap(one, (one_query, None, by_head, 0))
     a_key_head = jax.vmap(a_query_head, (one_query, one_key, by_head, 0))
     a_sequence = jax.vmap(a_key_head, (all_queries, all_keys, by_head, 0))

@@ -4,6 +4,7 @@ Heads and blocks are looped, not mapped side by side: a batched `while_loop` run
 linear in the length; each block keeps which tiles it visited, and the backward pass visits exactly those.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -11,28 +12,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from alibi_attn.attention.certificate.constants import LOOP_OUTLIER_TILES
-from alibi_attn.jax import bounds, tiles
-from alibi_attn.jax.bounds import Certificate, KeyNorms
-from alibi_attn.jax.tiles import Array, Keys, Plan, Queries, Rule, Softmax
-
-
-class Inputs(NamedTuple):
-    """The arrays of one call, batch first; all that is not None is an array."""
-
-    query: Array  # [B, H, T, D]
-    key: Array  # [B, K, S, D], clean
-    value: Array  # [B, K, S, D], clean
-    veil: Array  # [B, K, S]
-    hidden: Array  # [B, S] bool
-    left: Array  # [B, H]
-    right: Array  # [B, H]
-    scale: Array  # scalar
-    tolerance: Array  # scalar
-    window: Array | None  # int32 scalar
-    offset: Array  # [B] int32
-    query_segments: Array | None  # [B, T] int32
-    key_segments: Array | None  # [B, S] int32
-    dropout_key: Array | None
+from alibi_attn.jax import blocks, bounds, tiles
+from alibi_attn.jax.blocks import At, Inputs, Parts
+from alibi_attn.jax.bounds import BiasedCertificate, BiasedTiles, Certificate, KeyNorms
+from alibi_attn.jax.tiles import Array, Gradients, Plan, Queries, Rule, Softmax
 
 
 class Visited(NamedTuple):
@@ -58,25 +41,42 @@ class _Turn(NamedTuple):
     query: Array  # [t, D]
     left: Array  # scalar
     right: Array  # scalar
-    keys: Array  # [B, K, tiles, s, D], of all blocks so far
-    values: Array
+    query_bias: Array | None  # [t]
+    sums: "_Sums"
 
 
-def forward(plan: Plan, inputs: Inputs) -> tuple[Array, Array, Visited]:
-    """(output [B, H, T, D], lse [B, H, T], which tiles were visited)."""
-    parts = _parts(plan, inputs)
-    norms = _norms(plan, inputs)
+class _Sums(NamedTuple):
+    """Gradients of keys, from all blocks so far."""
 
-    def one(number: Array) -> tuple[Array, Array, Visited]:
-        at = _at(number, plan, inputs)
-        queries, rule = _queries(plan, parts, at), _rule(parts, at)
-        mine = jax.tree.map(lambda x: x[at.sequence, at.key_head], norms)
-        lowest, highest, nearest = _limits(plan, parts, queries, rule, at)
-        known = bounds.certificate(plan, rule, queries, mine, inputs.tolerance, highest)
+    key: Array  # [B, K, tiles, s, D]
+    value: Array
+    key_bias: Array | None  # [B, H, tiles, s]
+
+
+def forward(plan: Plan, inputs: Inputs) -> tuple[Array, Array, Array | None, Visited]:
+    """(output [B, H, T, D], lse [B, H, T], the references [B, H, T] that it counts from where keys have biases, visited)."""
+    parts = blocks.cut(plan, inputs)
+    norms = _norms(plan, inputs, parts)
+
+    def one(number: Array) -> tuple[Array, Array, Array | None, Visited]:
+        at = blocks.locate(number, plan, inputs)
+        queries, rule = blocks.queries_of(plan, parts, at), blocks.rule_of(parts, at)
+        known: Certificate | BiasedCertificate
+        if isinstance(norms, BiasedTiles):
+            mine = jax.tree.map(lambda x: x[at.sequence, at.head], norms)
+            lowest, highest, nearest, useful = _limits(plan, parts, queries, rule, at, mine.bias == -jnp.inf)
+            reference = _reference(plan, mine, queries, rule, useful)
+            known = bounds.biased_certificate(plan, rule, queries, mine, inputs.tolerance, useful, reference)
+        else:
+            mine, reference = jax.tree.map(lambda x: x[at.sequence, at.key_head], norms), None
+            hidden = parts.hidden[at.sequence, 0].all(-1)
+            lowest, highest, nearest, _ = _limits(plan, parts, queries, rule, at, hidden)
+            known = bounds.certificate(plan, rule, queries, mine, inputs.tolerance, highest)
         begin = Visited(nearest, nearest, (jnp.full_like(nearest, -1),) * LOOP_OUTLIER_TILES)
 
         def body(step: _Step) -> _Step:
-            keys, dropout_key = _keys(plan, parts, at, step.tile), _dropout_key(parts, at, step.tile)
+            keys = blocks.keys_of(plan, parts, at, step.tile, reference)
+            dropout_key = _dropout_key(parts, at, step.tile)
             softmax = tiles.add(plan, rule, step.softmax, queries, keys, dropout_key)
             tile, visited = _next(plan, rule, known, queries, softmax, step.visited, lowest, highest)
             return _Step(tile, visited, softmax)
@@ -86,199 +86,145 @@ def forward(plan: Plan, inputs: Inputs) -> tuple[Array, Array, Visited]:
         done = lax.while_loop(lambda step: step.tile >= 0, body, _Step(first, begin, tiles.start(queries)))
         output, lse = tiles.finish(done.softmax, queries)
         last = jnp.where(any_tile, done.visited.last, done.visited.first - 1)
-        return output, lse, done.visited._replace(last=last)
+        references = None if reference is None else jnp.broadcast_to(reference, lse.shape)
+        return output, lse, references, done.visited._replace(last=last)
 
-    output, lse, visited = lax.map(one, jnp.arange(_count(plan, inputs), dtype=jnp.int32))
-    return _joined(output, plan, inputs), _joined(lse, plan, inputs), visited
+    *found, visited = lax.map(one, jnp.arange(blocks.count(plan, inputs), dtype=jnp.int32))
+    output, lse, reference = jax.tree.map(lambda x: blocks.joined(x, plan, inputs), found)
+    return output, lse, reference, visited
 
 
 def backward(
-    plan: Plan, inputs: Inputs, lse: Array, visited: Visited, grad_output: Array, shift: Array, grad_lse: Array
-) -> tuple[Array, Array, Array, Array, Array]:
-    """Gradients of query, key, value [B, H or K, T or S, D] and of the slopes to the left and right [B, H].
+    plan: Plan,
+    inputs: Inputs,
+    lse: Array,
+    reference: Array | None,
+    visited: Visited,
+    grad_output: Array,
+    shift: Array,
+    grad_lse: Array,
+) -> Gradients:
+    """Gradients of query, key, value [B, H or K, T or S, D], slopes [B, H], and biases [B, H, S or T] where there are any.
 
     Args:
         lse: [B, H, T], inf where a query saw nothing.
+        reference: [B, H, T] of forward.
         grad_output: [B, H, T, D].
         shift: [B, H, T], Σ do·o − dlse.
         grad_lse: [B, H, T], dlse; 0 where a query saw nothing.
     """
-    parts = _parts(plan, inputs)
+    parts = blocks.cut(plan, inputs)
 
-    def one(sums: tuple[Array, Array], number: Array) -> tuple[tuple[Array, Array], tuple[Array, Array, Array]]:
-        at = _at(number, plan, inputs)
-        queries, rule = _queries(plan, parts, at), _rule(parts, at)
+    def one(sums: _Sums, number: Array) -> tuple[_Sums, tuple[Array, Array, Array, Array | None]]:
+        at = blocks.locate(number, plan, inputs)
+        queries, rule = blocks.queries_of(plan, parts, at), blocks.rule_of(parts, at)
         mine = jax.tree.map(lambda x: x[number], visited)
         lse_here, grad_here, shift_here, of_lse = (
-            _rows(plan, x, at.sequence, at.head, at.row) for x in (lse, grad_output, shift, grad_lse)
+            blocks.rows(plan, x, at.sequence, at.head, at.row) for x in (lse, grad_output, shift, grad_lse)
         )
         # The last block begins early, so as to be full; what it shares with the one before is counted there.
         row = jnp.arange(plan.query_block)
         is_shared = row < at.block * plan.query_block - at.row
         lse_here, of_lse = jnp.where(is_shared, jnp.inf, lse_here), jnp.where(is_shared, 0.0, of_lse)
+        # That of the last row is always of this block.
+        mine_of = None if reference is None else blocks.rows(plan, reference, at.sequence, at.head, at.row)[-1]
         least = tiles.least_distance(queries, inputs.key.shape[2])
         total = mine.last - mine.first + 1 + sum((tile >= 0).astype(jnp.int32) for tile in mine.outliers)
 
         def body(so_far: _Turn) -> _Turn:
             tile = _tile_of_turn(mine, so_far.number)
-            keys, dropout_key = _keys(plan, parts, at, tile), _dropout_key(parts, at, tile)
+            keys, dropout_key = blocks.keys_of(plan, parts, at, tile, mine_of), _dropout_key(parts, at, tile)
             found = tiles.gradients(plan, rule, queries, keys, lse_here, grad_here, shift_here, least, dropout_key)
-            where = (at.sequence, at.key_head, tile)
+            where, sums = (at.sequence, at.key_head, tile), so_far.sums
             return _Turn(
                 so_far.number + 1,
                 so_far.query + found.query,
                 so_far.left + found.left,
                 so_far.right + found.right,
-                _added(so_far.keys, where, found.key),
-                _added(so_far.values, where, found.value),
+                jax.tree.map(jnp.add, so_far.query_bias, found.query_bias),
+                _Sums(
+                    _added(sums.key, found.key, where),
+                    _added(sums.value, found.value, where),
+                    jax.tree.map(partial(_added, where=(at.sequence, at.head, tile)), sums.key_bias, found.key_bias),
+                ),
             )
 
         nothing = jnp.zeros_like(queries.query, dtype=lse.dtype)
         zero = jnp.zeros_like(rule.left)
-        begin = _Turn(jnp.zeros_like(total), nothing, zero, zero, *sums)
+        no_row = jnp.zeros_like(lse_here) if plan.query_bias else None
+        begin = _Turn(jnp.zeros_like(total), nothing, zero, zero, no_row, sums)
         done = lax.while_loop(lambda so_far: so_far.number < total, body, begin)
         slopes = tiles.slope_gradients(done.left, done.right, least, of_lse)
-        return (done.keys, done.values), (done.query, *slopes)
+        return done.sums, (done.query, *slopes, done.query_bias)
 
     nothing = jnp.zeros_like(parts.key, dtype=lse.dtype)
-    sums, (of_query, of_left, of_right) = lax.scan(
-        one, (nothing, nothing), jnp.arange(_count(plan, inputs), dtype=jnp.int32)
+    biases = None if parts.bias is None else jnp.zeros_like(parts.bias.high, dtype=lse.dtype)
+    sums, (of_query, of_left, of_right, of_row) = lax.scan(
+        one, _Sums(nothing, nothing, biases), jnp.arange(blocks.count(plan, inputs), dtype=jnp.int32)
     )
-    of_key, of_value = (x.reshape(*x.shape[:2], -1, x.shape[-1])[:, :, : inputs.key.shape[2]] for x in sums)
+    key_len = inputs.key.shape[2]
+    of_key, of_value = (x.reshape(*x.shape[:2], -1, x.shape[-1])[:, :, :key_len] for x in sums[:2])
     of_left, of_right = (x.reshape(*inputs.left.shape, -1).sum(-1) for x in (of_left, of_right))
-    return _joined(of_query, plan, inputs), of_key, of_value, of_left, of_right
-
-
-class _At(NamedTuple):
-    """Which block of which head of which sequence."""
-
-    number: Array
-    sequence: Array
-    head: Array
-    key_head: Array
-    block: Array
-    row: Array  # the first query
-
-
-def _at(number: Array, plan: Plan, inputs: Inputs) -> _At:
-    heads, query_len = inputs.query.shape[1:3]
-    count = -(-query_len // plan.query_block)
-    sequence, head, block = number // (heads * count), number // count % heads, number % count
-    row = jnp.minimum(block * plan.query_block, query_len - plan.query_block)
-    return _At(number, sequence, head, head // (heads // inputs.key.shape[1]), block, row)
-
-
-def _count(plan: Plan, inputs: Inputs) -> int:
-    batch, heads, query_len = inputs.query.shape[:3]
-    return batch * heads * -(-query_len // plan.query_block)
-
-
-class _Parts(NamedTuple):
-    """The inputs, the keys cut into tiles (hidden ones fill the last)."""
-
-    query: Array  # [B, H, T, D]
-    query_segments: Array | None  # [B, T]
-    offset: Array  # [B]
-    key: Array  # [B, K, tiles, s, D]
-    value: Array
-    veil: Array  # [B, K, tiles, s]
-    hidden: Array  # [B, tiles, s]
-    key_segments: Array | None  # [B, tiles, s]
-    dropout_key: Array | None
-    rule: Rule  # [B, H], and one scale
-
-
-def _parts(plan: Plan, inputs: Inputs) -> _Parts:
-    size, segments = plan.key_tile, inputs.key_segments
-    return _Parts(
-        query=inputs.query,
-        query_segments=inputs.query_segments,
-        offset=inputs.offset,
-        key=_split(inputs.key, size, 2, 0),
-        value=_split(inputs.value, size, 2, 0),
-        veil=_split(inputs.veil, size, 2, -jnp.inf),
-        hidden=_split(inputs.hidden, size, 1, True),
-        key_segments=None if segments is None else _split(segments, size, 1, 0),
-        dropout_key=inputs.dropout_key,
-        rule=tiles.head_rule(plan, inputs.left, inputs.right, inputs.scale, inputs.window),
+    return Gradients(
+        query=blocks.joined(of_query, plan, inputs),
+        key=of_key,
+        value=of_value,
+        left=of_left,
+        right=of_right,
+        key_bias=jax.tree.map(lambda x: x.reshape(*x.shape[:2], -1)[:, :, :key_len], sums.key_bias),
+        query_bias=jax.tree.map(lambda x: blocks.joined(x, plan, inputs), of_row),
     )
 
 
-def _split(x: Array, size: int, axis: int, fill: float) -> Array:
-    """The axis cut into tiles of `size`, [..., tiles, size, ...], with `fill` behind the end."""
-    padding = [(0, 0)] * x.ndim
-    padding[axis] = (0, -x.shape[axis] % size)
-    padded = jnp.pad(x, padding, constant_values=fill)
-    return padded.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
-
-
-def _joined(blocks: Array, plan: Plan, inputs: Inputs) -> Array:
-    """[B·H·blocks, t, ...] -> [B, H, T, ...]; of rows that two blocks share, the first counts."""
-    batch, heads, query_len = inputs.query.shape[:3]
-    blocks = blocks.reshape(batch, heads, -1, *blocks.shape[1:])
-    before, last = blocks[:, :, :-1], blocks[:, :, -1]
-    before = before.reshape(batch, heads, -1, *blocks.shape[4:])
-    return jnp.concatenate([before, last[:, :, before.shape[2] - query_len :]], axis=2)
-
-
-def _rows(plan: Plan, x: Array, *place: Array) -> Array:
-    """The block's rows of [B, H, T, ...] or [B, T], at (sequence, head, first row) or (sequence, first row).
-
-    One slice, and not one of a whole head first: that would be copied for every block.
-    """
-    rest = x.shape[len(place) :]
-    begin = (*place, *(jnp.zeros_like(place[0]),) * len(rest))
-    block = lax.dynamic_slice(x, begin, (*(1,) * (len(place) - 1), plan.query_block, *rest))
-    return block.reshape(plan.query_block, *rest)
-
-
-def _queries(plan: Plan, parts: _Parts, at: _At) -> Queries:
-    segments = parts.query_segments
-    return Queries(
-        query=_rows(plan, parts.query, at.sequence, at.head, at.row),
-        position=parts.offset[at.sequence] + at.row,
-        segment=None if segments is None else _rows(plan, segments, at.sequence, at.row),
-    )
-
-
-def _keys(plan: Plan, parts: _Parts, at: _At, tile: Array) -> Keys:
-    segments = parts.key_segments
-    return Keys(
-        key=parts.key[at.sequence, at.key_head, tile],
-        value=parts.value[at.sequence, at.key_head, tile],
-        veil=parts.veil[at.sequence, at.key_head, tile],
-        position=tile * plan.key_tile,
-        segment=None if segments is None else segments[at.sequence, tile],
-    )
-
-
-def _rule(parts: _Parts, at: _At) -> Rule:
-    left, right, look_left, look_right = (x[at.sequence, at.head] for x in parts.rule[:4])
-    return Rule(left, right, look_left, look_right, parts.rule.scale)
-
-
-def _norms(plan: Plan, inputs: Inputs) -> KeyNorms:
-    """Of every key head, [B, K, ...]; hidden keys weigh nothing, those that spoil a query can never be skipped."""
+def _norms(plan: Plan, inputs: Inputs, parts: Parts) -> KeyNorms | BiasedTiles:
+    """Of every key head, or query head where keys have biases; hidden keys weigh nothing, those that spoil a query are needed."""
     of_keys = jnp.where(jnp.isnan(inputs.veil), jnp.inf, bounds.norm_bound(inputs.key))
-    of_keys, of_values = (jnp.where(inputs.hidden[:, None], 0.0, x) for x in (of_keys, bounds.norm_bound(inputs.value)))
-    return bounds.key_norms(*(_split(x, plan.key_tile, 2, 0.0).max(-1) for x in (of_keys, of_values)))
+    of_keys, of_values = (jnp.where(inputs.hidden, 0.0, x) for x in (of_keys, bounds.norm_bound(inputs.value)))
+    of_tiles = [blocks.split(x, plan.key_tile, 2, 0.0).max(-1) for x in (of_keys, of_values)]
+    if parts.bias is None:
+        return bounds.key_norms(*of_tiles)
+    shortest = jnp.where(inputs.hidden, jnp.inf, bounds.norm_below(inputs.key)).min(-1)
+    shortest = jnp.where(jnp.isfinite(shortest), shortest, 0.0)
+    group = inputs.query.shape[1] // inputs.key.shape[1]
+    norm, value, shortest = (jnp.repeat(x, group, axis=1) for x in (*of_tiles, shortest))
+    largest_rate = bounds.score_bounds(inputs.query, inputs.scale).max(-1)
+    return bounds.biased_tiles(plan, parts.rule, parts.bias, largest_rate, norm, shortest, value)
 
 
-def _limits(plan: Plan, parts: _Parts, queries: Queries, rule: Rule, at: _At) -> tuple[Array, Array, Array]:
-    """(lowest, highest, nearest): the range of tiles that masks allow the block, and where it begins; lowest > highest = none."""
-    hidden = parts.hidden[at.sequence]
-    begin = jnp.arange(hidden.shape[0], dtype=jnp.int32) * plan.key_tile
+def _limits(
+    plan: Plan, parts: Parts, queries: Queries, rule: Rule, at: At, hidden: Array
+) -> tuple[Array, Array, Array, Array]:
+    """(lowest, highest, nearest, useful): the range of tiles that masks allow the block, and where it begins; [tiles] which are.
+
+    lowest > highest where none is; `hidden` [tiles] says where all keys are.
+    """
+    begin = jnp.arange(len(hidden), dtype=jnp.int32) * plan.key_tile
     end = begin + plan.key_tile - 1
     first, last = queries.position, queries.position + plan.query_block - 1
-    useful = ~hidden.all(-1) & (end > first - rule.look_left) & (begin < last + rule.look_right)
+    useful = ~hidden & (end > first - rule.look_left) & (begin < last + rule.look_right)
     if queries.segment is not None and parts.key_segments is not None:
-        useful &= _segments_meet(queries.segment, parts.key_segments[at.sequence], hidden)
+        useful &= _segments_meet(queries.segment, parts.key_segments[at.sequence], _hidden(parts, at))
     found = useful.any()
     lowest = jnp.where(found, jnp.argmax(useful).astype(jnp.int32), 0)
     highest = jnp.where(found, (len(useful) - 1 - jnp.argmax(useful[::-1])).astype(jnp.int32), -1)
     middle = last if plan.causal else first + plan.query_block // 2
     nearest = jnp.clip(middle // plan.key_tile, lowest, jnp.maximum(highest, lowest))
-    return lowest, highest, nearest
+    return lowest, highest, nearest, useful
+
+
+def _reference(plan: Plan, mine: BiasedTiles, queries: Queries, rule: Rule, useful: Array) -> Array:
+    """The number from which biases count in this block: the largest b − m·|i − j|, tile by tile (see `tiles.references`)."""
+    begin = jnp.arange(len(useful), dtype=jnp.int32) * plan.key_tile
+    to_left = jnp.maximum(queries.position - (begin + plan.key_tile - 1), 0)
+    to_right = jnp.maximum(begin - (queries.position + plan.query_block - 1), 0)
+    away = rule.left * to_left.astype(rule.left.dtype) + rule.right * to_right.astype(rule.left.dtype)
+    largest = jnp.where(useful, mine.bias - away.astype(mine.bias.dtype), -jnp.inf).max()
+    return jnp.where(jnp.isfinite(largest), largest, 0.0)
+
+
+def _hidden(parts: Parts, at: At) -> Array:
+    """[tiles, s]"""
+    return parts.hidden[at.sequence, 0] if parts.bias is None else parts.bias.high[at.sequence, at.head] == -jnp.inf
 
 
 def _segments_meet(of_queries: Array, of_keys: Array, hidden: Array) -> Array:
@@ -291,7 +237,7 @@ def _segments_meet(of_queries: Array, of_keys: Array, hidden: Array) -> Array:
 def _next(
     plan: Plan,
     rule: Rule,
-    known: Certificate,
+    known: Certificate | BiasedCertificate,
     queries: Queries,
     softmax: Softmax,
     visited: Visited,
@@ -301,9 +247,14 @@ def _next(
     """The tile to visit next (−1 = enough), and what has been visited when that is done."""
     first, last, outliers = visited
     size = plan.key_tile
-    need_left, need_right, need_outlier = bounds.still_needed(
-        plan, rule, known, queries, softmax, first * size, last * size + size - 1
-    )
+    if isinstance(known, BiasedCertificate):
+        need_left, need_right, need_outlier = bounds.still_needed_biased(
+            plan, rule, known, queries, softmax, (first, last), outliers
+        )
+    else:
+        need_left, need_right, need_outlier = bounds.still_needed(
+            plan, rule, known, queries, softmax, first * size, last * size + size - 1
+        )
     in_band = outliers[0] + outliers[1] == -2  # the band is not taken up again: it would read an outlier twice
     go_left = in_band & (first > lowest) & need_left
     go_right = in_band & ~go_left & (last < highest) & need_right
@@ -327,14 +278,14 @@ def _tile_of_turn(visited: Visited, turn: Array) -> Array:
     return jnp.where(beyond < 0, first + turn, jnp.where((beyond == 0) & (one >= 0), one, other))
 
 
-def _added(sums: Array, where: tuple[Array, ...], x: Array) -> Array:
+def _added(sums: Array, x: Array, where: tuple[Array, ...]) -> Array:
     """`sums` with x added at `where`, in place inside a loop (a scatter would be slow)."""
     begin = (*where, *(jnp.zeros_like(where[0]),) * x.ndim)
     old = lax.dynamic_slice(sums, begin, (1,) * len(where) + x.shape)
     return lax.dynamic_update_slice(sums, old + x, begin)
 
 
-def _dropout_key(parts: _Parts, at: _At, tile: Array) -> Array | None:
+def _dropout_key(parts: Parts, at: At, tile: Array) -> Array | None:
     """A key of its own for every tile, the same forward and backward."""
     if parts.dropout_key is None:
         return None

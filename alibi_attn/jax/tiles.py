@@ -26,6 +26,20 @@ class Plan:
     dense: bool
     query_block: int  # queries in a block
     key_tile: int  # keys in a tile
+    key_bias: bool = False
+    query_bias: bool = False
+
+
+class KeyBias(NamedTuple):
+    """A number for every key, b = high + low, in fp32 or better: two parts keep the digits of long sums of gates."""
+
+    high: Array  # [..., S], −inf where a key may not be seen
+    low: Array | None  # [..., S] finite
+
+    def beyond(self, reference: Array) -> Array:
+        """b − reference: off by a rounding of that difference, however large b is."""
+        difference = self.high - reference
+        return difference if self.low is None else difference + self.low
 
 
 class Queries(NamedTuple):
@@ -34,6 +48,7 @@ class Queries(NamedTuple):
     query: Array  # [t, D]
     position: Array  # int32 scalar, of the first
     segment: Array | None  # [t] int32
+    reference: Array | None = None  # [t] the number from which the biases of keys count, where `Keys.bias` has them
 
 
 class Keys(NamedTuple):
@@ -41,9 +56,10 @@ class Keys(NamedTuple):
 
     key: Array  # [s, D]
     value: Array  # [s, D]
-    veil: Array  # [s] added to the scores: 0, −inf where a key is hidden, NaN where seeing it spoils a query
+    veil: Array  # [s] added to the scores: 0 or b − reference, −inf where a key is hidden, NaN where seeing it spoils a query
     position: Array  # int32 scalar, of the first
     segment: Array | None  # [s] int32
+    bias: KeyBias | None = None  # [s] where the reference is not one number for all queries
 
 
 class Rule(NamedTuple):
@@ -72,6 +88,8 @@ class Gradients(NamedTuple):
     value: Array  # [s, D]
     left: Array  # scalar
     right: Array  # scalar
+    key_bias: Array | None  # [s] Σ ds over the queries
+    query_bias: Array | None  # [t] Σ ds over the keys
 
 
 def clean_keys(key: Array, value: Array, hidden: Array) -> tuple[Array, Array, Array]:
@@ -99,16 +117,37 @@ def scores(plan: Plan, rule: Rule, queries: Queries, keys: Keys) -> tuple[Array,
     Positions are counted here, not read from arrays: XLA's CPU code for this line is vectorised only while it reads few
     arrays, and takes as long as both matrix products otherwise.
     """
+    seen, distance, slope = _sight(plan, rule, queries, keys)
+    dots = _matmul(queries.query, keys.key.T)
+    score = dots * rule.scale - slope * distance.astype(dots.dtype) + keys.veil[None, :]
+    if keys.bias is not None and queries.reference is not None:
+        score += keys.bias.beyond(queries.reference[:, None]).astype(score.dtype)
+    return jnp.where(seen, score, -jnp.inf), distance
+
+
+def references(plan: Plan, rule: Rule, queries: Queries, keys: Keys, bias: KeyBias) -> Array:
+    """[t] the largest b_j − m·|i − j| that each query sees, 0 where it sees nothing.
+
+    Biases that count from there are at most as large as m·|i − j| for keys that matter, and round no more than that does.
+    """
+    seen, distance, slope = _sight(plan, rule, queries, keys)
+    nearby = bias.high - (slope * distance.astype(rule.left.dtype)).astype(bias.high.dtype)
+    largest = jnp.where(seen, nearby, -jnp.inf).max(-1, initial=-jnp.inf)
+    return jnp.where(jnp.isfinite(largest), largest, 0.0)
+
+
+def _sight(plan: Plan, rule: Rule, queries: Queries, keys: Keys) -> tuple[Array, Array, Array]:
+    """(whether the query may look, i − j, the slope by which that counts), [t, s] or a scalar."""
     shape = (len(queries.query), len(keys.key))
     apart = lax.broadcasted_iota(jnp.int32, shape, 0) - lax.broadcasted_iota(jnp.int32, shape, 1)
     distance = queries.position - keys.position + apart
     seen = (distance < rule.look_left) & (distance > -rule.look_right)
     if queries.segment is not None and keys.segment is not None:
         seen &= queries.segment[:, None] == keys.segment[None, :]
-    dots = _matmul(queries.query, keys.key.T)
+    if plan.key_bias:  # only some heads may hide a key, and products with its numbers may overflow
+        seen &= (keys.veil != -jnp.inf)[None, :]
     slope = rule.left if plan.causal else jnp.where(distance < 0, -rule.right, rule.left)
-    score = dots * rule.scale - slope * distance.astype(dots.dtype) + keys.veil[None, :]
-    return jnp.where(seen, score, -jnp.inf), distance
+    return seen, distance, slope
 
 
 def start(queries: Queries) -> Softmax:
@@ -152,7 +191,7 @@ def gradients(
     """Gradients of one tile, given the finished lse.
 
     With p = exp(score − lse):  dv = pᵀ·do,  ds = p·(do·vᵀ − shift),  shift = Σ do·o − dlse,
-    dq = scale·ds·k,  dk = scale·dsᵀ·q,  dm = −Σ ds·|i − j|.
+    dq = scale·ds·k,  dk = scale·dsᵀ·q,  dm = −Σ ds·|i − j|,  db_j = Σ_i ds.
 
     Args:
         lse: [t], inf for a query that shall add nothing; its query and grad_output are finite.
@@ -177,6 +216,8 @@ def gradients(
         value=_matmul(kept.astype(operand).T, grad_output),
         left=-(pull if plan.causal else jnp.where(distance > 0, pull, 0.0)).sum(),
         right=jnp.zeros_like(rule.right) if plan.causal else jnp.where(distance < 0, pull, 0.0).sum(),
+        key_bias=grad_score.sum(0) if plan.key_bias else None,
+        query_bias=grad_score.sum(1) if plan.query_bias else None,
     )
 
 

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from alibi_attn.attention.spec import (
     AttentionSpec,
+    check_key_bias,
     check_key_mask,
     check_numbers,
     check_query_offset,
@@ -37,6 +38,7 @@ def make_spec(
     query_offset: int | Array | None,
     key_mask: Array | None,
     segment_ids: SegmentIds | None,
+    key_bias: Array | None,
     dropout_p: float,
     tolerance: float | None,
     return_lse: bool,
@@ -62,6 +64,7 @@ def make_spec(
         right_slopes=None if right_slopes is None else _slopes("right_slopes", right_slopes, work, batch=b, num_heads=h),
         causal=causal, window=window, scale=scale, query_offset=offset, key_mask=key_mask,
         query_segments=query_segments, key_segments=key_segments,
+        key_bias=None if key_bias is None else _key_bias(key_bias, batch=b, num_heads=h, key_len=s),
         dropout_p=dropout_p, tolerance=tolerance, return_lse=return_lse,
     )  # fmt: skip
 
@@ -142,6 +145,16 @@ def _segments(
     of_query = jnp.take_along_axis(of_key, position, axis=1, mode="clip")
     # Where values cannot be read a query outside gets a number that no key has, and sees nothing.
     return jnp.where(outside, of_key.max(1, keepdims=True) + 1, of_query), of_key
+
+
+def _key_bias(key_bias: Array, *, batch: int, num_heads: int, key_len: int) -> Array:
+    """[B, H, S]."""
+    _check_array("key_bias", key_bias)
+    check_key_bias(key_bias, batch=batch, num_heads=num_heads, key_len=key_len)
+    values = _values(key_bias)
+    if values is not None and not (values < np.inf).all():
+        raise ValueError("key_bias has NaN or +inf in it but must be finite, or −inf for a key that may not be seen")
+    return jnp.broadcast_to(jnp.asarray(key_bias), (batch, num_heads, key_len))
 
 
 def _small_numbers(*segment_ids: object) -> list[Array]:

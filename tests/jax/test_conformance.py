@@ -7,9 +7,9 @@ import jax
 import numpy as np
 import pytest
 import torch
-from attention_cases import CASES, ONE_FAR_KEY, Case
+from attention_cases import CASES, KEY_BIASES, ONE_FAR_KEY, Case
 from attention_checks import assert_exact, assert_one_far_key
-from jax_checks import LONG, SMALL, TORCH, Room, answer, embedded_answer
+from jax_checks import BIASED, LONG, SMALL, TORCH, Room, answer, embedded_answer
 
 from alibi_attn.jax import attention
 
@@ -30,7 +30,8 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def room_of(case: Case) -> Room | None:
-    return next((room for room in (SMALL, LONG) if room.holds(case)), None)
+    rooms = (SMALL, BIASED) if case.key_bias else (SMALL, LONG)
+    return next((room for room in rooms if room.holds(case)), None)
 
 
 def assert_same(case: Case, dtype: str, **how: object) -> None:
@@ -44,6 +45,20 @@ def assert_same(case: Case, dtype: str, **how: object) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_case_equals_the_definition(backend: str, case: Case) -> None:
     assert_same(case, "float32", backend=backend)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("case", [case for case in KEY_BIASES if SMALL.holds(case)], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_bias_per_key_equals_the_definition(backend: str, case: Case) -> None:
+    assert_same(case, "float32", backend=backend)
+
+
+@pytest.mark.parametrize("case", [case for case in KEY_BIASES if not SMALL.holds(case)], ids=str)
+def test_a_bias_per_key_of_long_input_equals_the_definition(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "QUERY_BLOCK", 33)
+    monkeypatch.setattr(attention, "KEY_TILE", 24)
+    assert_same(case, "float32", backend="loop")
 
 
 @pytest.mark.parametrize("case", ONE_FAR_KEY[-1:], ids=str)

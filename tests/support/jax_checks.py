@@ -39,6 +39,7 @@ class Room:
 
 SMALL = Room(batch=3, kv_heads=6, group=4, query_len=24, key_len=32, head_dim=8)
 LONG = Room(batch=2, kv_heads=4, group=2, query_len=304, key_len=304, head_dim=16)
+BIASED = Room(batch=2, kv_heads=2, group=2, query_len=500, key_len=500, head_dim=8)
 
 
 def answer(case: Case, dtype: str = "float32", **extra: object) -> Answer:
@@ -58,6 +59,8 @@ def answer(case: Case, dtype: str = "float32", **extra: object) -> Answer:
     arrays["slopes"] = jnp.asarray(drawn["slopes"], wide)
     if case.right:
         arrays["right_slopes"] = jnp.asarray(drawn["right_slopes"], wide)
+    if case.key_bias:
+        arrays["key_bias"] = jnp.asarray(drawn["key_bias"], wide)
     grads = (_jax_layout(drawn["grad_output"], dtype), jnp.asarray(drawn["grad_lse"], wide))
     return _answer(arrays, kwargs, grads)
 
@@ -107,6 +110,10 @@ def embedded_answer(case: Case, room: Room, dtype: str = "float32", **extra: obj
     if case.right:
         right = np.broadcast_to(drawn["right_slopes"], (b, case.heads))
         arrays["right_slopes"] = jnp.asarray(of_heads(right, np.full(many, 0.3)), wide)
+    if case.key_bias:
+        padded = np.pad(drawn["key_bias"], [(0, 0)] * (drawn["key_bias"].ndim - 1) + [(0, room.key_len - s)])
+        bias = np.broadcast_to(padded, (b, case.heads, room.key_len))
+        arrays["key_bias"] = jnp.asarray(of_heads(bias, rng.standard_normal((*many, room.key_len))), wide)
     kwargs: dict[str, object] = {
         "causal": case.causal,
         "window": case.window or 10_000,
@@ -131,6 +138,9 @@ def embedded_answer(case: Case, room: Room, dtype: str = "float32", **extra: obj
     }
     if case.right:
         gradients["right_slopes"] = of_slopes(big.gradients["right_slopes"], "right_slopes")
+    if case.key_bias:
+        of_bias = big.gradients["key_bias"][:b, heads, :s]
+        gradients["key_bias"] = of_bias.sum_to_size(drawn["key_bias"].shape)
     return Answer(big.output[:b, heads, :t, :d], big.lse[:b, heads, :t], gradients)
 
 
