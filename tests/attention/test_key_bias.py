@@ -155,6 +155,21 @@ def test_a_certificate_that_forgets_the_bias_is_found_out() -> None:
     assert sum(dropped(attack, without)[0] > attack.tolerance for attack in attacks) > 5
 
 
+def test_values_of_hidden_keys_count_for_nothing() -> None:
+    """A far value that is 10⁷ times longer than the near ones may not be skipped, whatever stands in hidden keys beside them."""
+    q = torch.zeros(1, 1, 600, 8)
+    v = torch.randn(1, 1, 600, 8, generator=torch.Generator().manual_seed(0))
+    bias = torch.zeros(600)
+    bias[1::2] = -math.inf
+    v[:, :, 0], v[:, :, 1::2] = 1e7, 1e8
+    found, exact = (
+        alibi_attention(q, q, v, [0.02], key_bias=bias, tolerance=tolerance, backend=backend)
+        for tolerance, backend in ((1e-2, "native"), (0.0, "reference"))
+    )
+    kept = float(v[:, :, 100::2].norm(dim=-1).max())
+    assert float((found - exact)[:, :, 500:].norm(dim=-1).max()) <= 8 * 1e-2 * kept
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_rows_and_columns_of_one_gradient(causal: bool) -> None:
     """Sums of ds over queries and over keys agree: what all keys get is what all queries got, here the gradient of lse."""

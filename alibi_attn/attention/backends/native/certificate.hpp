@@ -269,7 +269,7 @@ struct Certificate {
             Real nearest = norms.shortest_value();
             const bool is_sure = own >= 0 && own < call.S && !call.key_segments && (!call.window || call.window >= KEPT);
             for (int64_t j = std::max<int64_t>(0, own - KEPT + 1); is_sure && j <= own; j++)
-                nearest = std::max(nearest, norms.values[j]);
+                if (!block.key_bias || block.bias_of(j) > -INFINITY) nearest = std::max(nearest, norms.values[j]);
             kept = std::min(kept, nearest);
         }
         return std::max(Real(0), std::log(most / (Real(VALUE_RATIO) * kept)));
