@@ -6,14 +6,14 @@ Time a token and memory must not grow once every head has its reach, and the out
 import contextlib
 import datetime
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from alibi_attn import records
-from alibi_attn.nn import ALiBiTransformerBlock, ReachCache
+from alibi_attn.nn import ALiBiTransformerBlock, GatedReachCache, ReachCache
 
 
 def streaming(
@@ -23,6 +23,7 @@ def streaming(
     chunk: int = 16,
     windows: int = 20,
     tolerance: float = 2.0**-28,
+    gates: bool = False,
     say: Callable[[str], None] = print,
 ) -> Path:
     """Stream, compare with the full pass, and keep one record; returns its path.
@@ -37,10 +38,11 @@ def streaming(
         chunk: tokens that come at a time.
         windows: points of the curves.
         tolerance: ε of each layer's caches.
+        gates: the layers have forget gates and no slopes, and forget by content; half of their tokens keep 0.98 and more.
     """
     started = datetime.datetime.now(datetime.UTC)
     torch.manual_seed(0)
-    blocks = [ALiBiTransformerBlock(64, 4, qk_norm=True) for _ in range(2)]
+    blocks = [_gated_block() if gates else ALiBiTransformerBlock(64, 4, qk_norm=True) for _ in range(2)]
     x = torch.randn(1, tokens, 64)
     with torch.inference_mode(), _one_thread():
         caches = [block.attention.reach_cache(tolerance=tolerance) for block in blocks]
@@ -63,17 +65,29 @@ def streaming(
     )
     record = records.make(
         "benchmark",
-        "streaming/reach-cache",
+        "streaming/gated-reach-cache" if gates else "streaming/reach-cache",
         config={
             "tokens": tokens, "chunk": chunk, "windows": windows, "tolerance": tolerance, "layers": 2, "width": 64,
             "heads": 4, "dtype": "float32", "threads": 1,
-            "reach": [block.attention.static_reach(tolerance=tolerance).tolist() for block in blocks],
+            "reach": None if gates else [block.attention.static_reach(tolerance=tolerance).tolist() for block in blocks],
         },
-        metrics={"error_of_longest_output": error, "full_cache_bytes": float(full_bytes)},
+        metrics={
+            "error_of_longest_output": error, "full_cache_bytes": float(full_bytes),
+            "share_forgotten": sum(sum(cache.forgotten) for cache in caches) / (tokens * sum(len(c.kept) for c in caches)),
+        },
         curves={"ours": columns},
         started=started,
     )  # fmt: skip
     return records.save(record, out)
+
+
+def _gated_block() -> ALiBiTransformerBlock:
+    """Gates alone, sigmoid(N(4, 1)) or so: random weights would forget half of all at every token."""
+    block = ALiBiTransformerBlock(64, 4, qk_norm=True, forget_gate=True, slopes=[0.0] * 4)
+    assert block.attention.gate_proj is not None
+    torch.nn.init.normal_(block.attention.gate_proj.weight, std=64**-0.5)
+    torch.nn.init.constant_(block.attention.gate_proj.bias, 4.0)
+    return block
 
 
 @contextlib.contextmanager
@@ -86,7 +100,9 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _through(blocks: list[ALiBiTransformerBlock], x: Tensor, caches: list[ReachCache] | None) -> Tensor:
+def _through(
+    blocks: list[ALiBiTransformerBlock], x: Tensor, caches: Sequence[ReachCache | GatedReachCache] | None
+) -> Tensor:
     for at, block in enumerate(blocks):
         x = block(x, cache=None if caches is None else caches[at])
     return x

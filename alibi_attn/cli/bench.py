@@ -94,6 +94,7 @@ def generating(
 def streaming(
     out: Out = Path("results"),
     tokens: Annotated[int, typer.Option(min=1000, help="How many tokens stream by.")] = 100_000,
+    gates: Annotated[bool, typer.Option(help="Layers with forget gates instead of slopes.")] = False,
 ) -> None:
     """A long stream through caches that forget with a certificate: flat time and memory, equal to the full pass.
 
@@ -102,7 +103,7 @@ def streaming(
     with needs("torch"):
         from alibi_attn.bench.streaming import streaming
 
-    _tell([streaming(out, tokens=tokens, say=typer.echo)])
+    _tell([streaming(out, tokens=tokens, gates=gates, say=typer.echo)])
 
 
 @app.command()

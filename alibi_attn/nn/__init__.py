@@ -7,6 +7,7 @@ try:
     from alibi_attn.nn.attention import ALiBiAttention
     from alibi_attn.nn.block import ALiBiTransformerBlock
     from alibi_attn.nn.cache import KVCache
+    from alibi_attn.nn.gated_cache import GatedReachCache
     from alibi_attn.nn.positional import ALiBiPositionalBias
     from alibi_attn.nn.reach_cache import ReachCache
 except ModuleNotFoundError as error:
@@ -14,4 +15,4 @@ except ModuleNotFoundError as error:
         raise
     raise ImportError('alibi_attn.nn needs PyTorch; install it with: pip install "alibi-attn[torch]"') from error
 
-__all__ = ["ALiBiAttention", "ALiBiPositionalBias", "ALiBiTransformerBlock", "KVCache", "ReachCache"]
+__all__ = ["ALiBiAttention", "ALiBiPositionalBias", "ALiBiTransformerBlock", "GatedReachCache", "KVCache", "ReachCache"]

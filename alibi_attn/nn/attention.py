@@ -15,6 +15,7 @@ from alibi_attn.attention.decoding import attend_near, reads_near
 from alibi_attn.attention.forgetting import forgetting_attention
 from alibi_attn.attention.spec import check_key_mask, check_segments
 from alibi_attn.nn.cache import KVCache
+from alibi_attn.nn.gated_cache import GatedReachCache
 from alibi_attn.nn.gates import ForgetGates
 from alibi_attn.nn.positional import HeadSlopes
 from alibi_attn.nn.reach_cache import ReachCache
@@ -97,7 +98,7 @@ class ALiBiAttention(nn.Module):
         self,
         x: Tensor,
         *,
-        cache: KVCache | ReachCache | None = None,
+        cache: KVCache | ReachCache | GatedReachCache | None = None,
         key_mask: Tensor | None = None,
         segment_ids: Tensor | None = None,
     ) -> Tensor:
@@ -122,7 +123,10 @@ class ALiBiAttention(nn.Module):
         value = self._heads(self.v_proj(x))
         if self.q_norm is not None and self.k_norm is not None:
             query, key = _normed(self.q_norm, query), _normed(self.k_norm, key)
-        if isinstance(cache, ReachCache):
+        if isinstance(cache, GatedReachCache):
+            assert gates is not None
+            mixed = self._remembered(query, key, value, gates, cache)
+        elif isinstance(cache, ReachCache):
             mixed = self._within_reach(query, key, value, cache)
         else:
             if cache is not None:
@@ -177,6 +181,16 @@ class ALiBiAttention(nn.Module):
             dropout_p=self.dropout_p if self.training else 0.0,
         )  # fmt: skip
 
+    def _remembered(self, query: Tensor, key: Tensor, value: Tensor, gates: Tensor, cache: GatedReachCache) -> Tensor:
+        """[B, H, T, D], one call a key head: each remembers as much as its gates ask for."""
+        cache.check_bound(query, key, self.head_dim**-0.5)
+        parts = cache.append(key, value, gates, layer=self)
+        mixed = [
+            forgetting_attention(query[:, heads], *part, self.slopes.values[heads], window=self.window)
+            for heads, part in zip(cache.query_heads, parts, strict=True)
+        ]
+        return torch.cat(mixed, dim=1)
+
     def _within_reach(self, query: Tensor, key: Tensor, value: Tensor, cache: ReachCache) -> Tensor:
         """[B, H, T, D], one call for the heads that keep about as much."""
         cache.check_bound(query, key, self.head_dim**-0.5)
@@ -206,8 +220,12 @@ class ALiBiAttention(nn.Module):
         rounding = _NORM_ROUNDING + (self.head_dim + 16) * 2.0**-24
         return score_bound_of_norms(self.head_dim**-0.5, self.head_dim, of_query, of_key, rounding=rounding)
 
-    def reach_cache(self, *, tolerance: float | None = None, score_bound: float | None = None) -> ReachCache:
+    def reach_cache(
+        self, *, tolerance: float | None = None, score_bound: float | None = None
+    ) -> ReachCache | GatedReachCache:
         """A cache that keeps only what this layer's heads can still need; arguments and errors of `static_reach`.
+
+        By the slopes, which say it before any text is there; with forget gates by the text itself (`GatedReachCache`).
 
         >>> layer = ALiBiAttention(64, 8, qk_norm=True)
         >>> with torch.no_grad():
@@ -218,12 +236,12 @@ class ALiBiAttention(nn.Module):
         """
         if not self.causal:
             raise ValueError("reach_cache needs causal=True: a cache is for tokens that come one after another")
-        if self.gate_proj is not None:
-            raise ValueError(
-                "reach_cache is for slopes alone, and this layer has forget gates; use KVCache(), which keeps all"
-            )
         tolerance = self._default_tolerance() if tolerance is None else tolerance
         bound = self.score_bound() if score_bound is None else score_bound
+        if self.gate_proj is not None:
+            bound += (self.head_dim + 16) * 2.0**-24 * bound  # scores and λ are computed in fp32
+            slopes = self.slopes.values.tolist()
+            return GatedReachCache(slopes, score_bound=bound, tolerance=tolerance, num_kv_heads=self.num_kv_heads)
         reach = self.static_reach(tolerance=tolerance, score_bound=bound)
         return ReachCache(reach, num_kv_heads=self.num_kv_heads, score_bound=bound, tolerance=tolerance)
 
@@ -282,7 +300,11 @@ class ALiBiAttention(nn.Module):
         return projected.view(batch, length, -1, self.head_dim).transpose(1, 2)
 
     def _check(
-        self, x: Tensor, cache: KVCache | ReachCache | None, key_mask: Tensor | None, segment_ids: Tensor | None
+        self,
+        x: Tensor,
+        cache: KVCache | ReachCache | GatedReachCache | None,
+        key_mask: Tensor | None,
+        segment_ids: Tensor | None,
     ) -> None:
         if not isinstance(x, Tensor):
             raise TypeError(f"x is a {type(x).__name__} but must be a tensor [B, T, {self.embed_dim}]")
@@ -290,15 +312,19 @@ class ALiBiAttention(nn.Module):
             raise ValueError(f"x has shape {list(x.shape)} but must be [B, T, {self.embed_dim}] with T ≥ 1")
         if not x.is_floating_point():
             raise TypeError(f"x is {x.dtype} but must be floating point: pass embeddings, not token numbers")
-        if cache is not None and not isinstance(cache, KVCache | ReachCache):
+        if cache is not None and not isinstance(cache, KVCache | ReachCache | GatedReachCache):
             raise TypeError(f"cache is a {type(cache).__name__} but must be a KVCache() of this layer, or None")
         if cache is not None and not self.causal:
             raise ValueError("cache needs causal=True: without it the keys to come would change outputs already given")
-        forgets = isinstance(cache, ReachCache) or (cache is not None and cache.max_tokens is not None)
-        if forgets and self.gate_proj is not None:
+        gated, by_content = self.gate_proj is not None, isinstance(cache, GatedReachCache)
+        if (isinstance(cache, KVCache) and cache.max_tokens is not None and gated) or (
+            isinstance(cache, ReachCache | GatedReachCache) and gated != by_content
+        ):
             raise ValueError(
-                "a cache that forgets tokens would lose the gates between those that stay; use KVCache(), which keeps all"
+                f"the layer has {'forget' if gated else 'no'} gates and the cache is a {type(cache).__name__} that forgets "
+                f"{'by gates' if by_content else 'without them'}; make it with the layer's reach_cache(), or use KVCache()"
             )
+        forgets = cache is not None and (not isinstance(cache, KVCache) or cache.max_tokens is not None)
         if forgets and not (key_mask is None and segment_ids is None):
             raise ValueError(
                 "a cache that forgets takes no key_mask and no segment_ids; use KVCache(), which keeps all"

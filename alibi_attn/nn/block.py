@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from alibi_attn.attention.bias import Slopes
 from alibi_attn.nn.attention import ALiBiAttention
 from alibi_attn.nn.cache import KVCache
+from alibi_attn.nn.gated_cache import GatedReachCache
 from alibi_attn.nn.reach_cache import ReachCache
 
 
@@ -20,6 +21,7 @@ class AttentionOptions(TypedDict, total=False):
     slopes: Slopes | None
     learn_slopes: bool
     qk_norm: bool
+    forget_gate: bool
 
 
 class ALiBiTransformerBlock(nn.Module):
@@ -71,7 +73,7 @@ class ALiBiTransformerBlock(nn.Module):
         self,
         x: Tensor,
         *,
-        cache: KVCache | ReachCache | None = None,
+        cache: KVCache | ReachCache | GatedReachCache | None = None,
         key_mask: Tensor | None = None,
         segment_ids: Tensor | None = None,
     ) -> Tensor:

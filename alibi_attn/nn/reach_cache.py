@@ -8,10 +8,10 @@ constant memory and time for ever, with the outputs of full attention within the
 import operator
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 
 from alibi_attn.nn.cache import KVCache
+from alibi_attn.nn.gated_cache import checked_longest_key
 from alibi_attn.nn.pickles import check_format
 
 FORMAT = 1  # of a pickle; the caches inside have their own
@@ -104,18 +104,7 @@ class ReachCache:
 
     def check_bound(self, query: Tensor, key: Tensor, scale: float) -> None:
         """Raises ValueError where a query [B, H, T, D] and a key so far may score more than was promised."""
-        if torch.compiler.is_compiling() or query.device.type != "cpu" or not query.numel():
-            return
-        longest_query, longest_key = (
-            float(torch.linalg.vector_norm(x.detach().float(), dim=-1).max()) for x in (query, key)
-        )
-        self._longest_key = max(self._longest_key, longest_key)
-        largest = abs(scale) * longest_query * self._longest_key
-        if not largest <= self.score_bound:
-            raise ValueError(
-                f"scores may reach {largest:.6g} but this cache forgot keys for scores up to {self.score_bound:.6g}; "
-                "make it with a larger score_bound, or anew after the weights have changed"
-            )
+        self._longest_key = checked_longest_key(query, key, scale, self._longest_key, self.score_bound)
 
     def crop(self, length: int) -> None:
         """Keep the first `length` tokens: takes back a draft, as far as nothing was forgotten that they need.

@@ -85,10 +85,6 @@ def test_gates_learn() -> None:
 def test_what_it_refuses() -> None:
     with pytest.raises(ValueError, match="forget_gate needs causal=True"):
         ALiBiAttention(32, 4, forget_gate=True, causal=False)
-    with pytest.raises(ValueError, match="this layer has forget gates"):
-        layer(qk_norm=True).reach_cache()
-    with pytest.raises(ValueError, match="lose the gates"):
-        layer()(torch.randn(1, 3, 32), cache=KVCache(max_tokens=8))
     cache = KVCache()
     cache.append(torch.zeros(1, 4, 2, 8), torch.zeros(1, 4, 2, 8))
     with pytest.raises(ValueError, match="with every token, or with none"):

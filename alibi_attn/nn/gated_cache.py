@@ -1,0 +1,189 @@
+"""GatedReachCache: forgets keys for good once the gates of the text have proved that no later query can need them.
+
+A static reach (`reach_cache.py`) is settled by slopes before any text exists; gates forget by content. See `docs/maths.md`,
+step 11. Shapes as in `attention/spec.py`.
+"""
+
+import math
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from alibi_attn.nn.cache import KVCache
+from alibi_attn.nn.pickles import check_format
+
+FORMAT = 1  # of a pickle; the caches inside have their own
+TOGETHER = 64  # tokens that come before what may be forgotten is computed again
+
+
+class GatedReachCache:
+    """The keys, values and gates that later queries can still need; `len(cache)` is the number of tokens seen.
+
+    At time t a key at l that was dropped weighs, for any query of head h from now on, at most e^(2U + c_t − c_l − m·(t − l)) of
+    what the query's own key weighs, with c the sum of ln f: both sums only fall. Keys go, the oldest first, as long as all that
+    ever went weigh ε at most, for every query head that reads them and in every sequence of the batch.
+
+    Args:
+        slopes: [H], none of them negative.
+        num_kv_heads: K, which divides H.
+        score_bound: U; `ALiBiAttention` refuses queries and keys that exceed it (where it can read them).
+        tolerance: ε, the largest share of a later query's softmax mass that is forgotten.
+
+    Raises:
+        ValueError: a negative slope, whose keys weigh more the farther away they are; heads that do not divide.
+    """
+
+    def __init__(
+        self, slopes: Sequence[float] | Tensor, *, score_bound: float, tolerance: float, num_kv_heads: int
+    ) -> None:
+        self.slopes = [float(m) for m in slopes]
+        if min(self.slopes) < 0:
+            raise ValueError(
+                f"slopes are {self.slopes} but no key may weigh more with time; use KVCache(), which keeps all"
+            )
+        if num_kv_heads < 1 or len(self.slopes) % num_kv_heads:
+            raise ValueError(f"num_kv_heads is {num_kv_heads} but must divide the {len(self.slopes)} heads of slopes")
+        self.score_bound, self.tolerance = score_bound, tolerance
+        group = len(self.slopes) // num_kv_heads
+        self.key_heads = [[k] for k in range(num_kv_heads)]
+        self.query_heads = [[k * group + g for g in range(group)] for k in range(num_kv_heads)]
+        self._caches = [KVCache() for _ in range(num_kv_heads)]
+        self._gone: list[Tensor | None] = [None] * num_kv_heads  # [B, group] ln of what all that went weighs by now
+        self._seen, self._since, self._longest_key = 0, 0, 0.0
+
+    def __len__(self) -> int:
+        return self._seen
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"format": FORMAT, **vars(self)}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        check_format("GatedReachCache", state, reads=FORMAT)
+        vars(self).update({name: value for name, value in state.items() if name != "format"})
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """Tokens that each key head holds for later queries, [K]."""
+        return tuple(len(cache) for cache in self._caches)
+
+    @property
+    def forgotten(self) -> tuple[int, ...]:
+        """Tokens that each key head has no more, [K]."""
+        return tuple(self._seen - kept for kept in self.kept)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the keys, values and gates, with the spare room."""
+        return sum(cache.nbytes for cache in self._caches)
+
+    def append(
+        self, key: Tensor, value: Tensor, log_fgate: Tensor, *, layer: nn.Module | None = None
+    ) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Add key and value, [B, K, T, D], and ln f, [B, H, T]; returns what these T queries need of each key head:
+        keys and values [B, 1, S', D] and gates [B, H / K, S'], their last T positions the new ones.
+
+        Raises:
+            ValueError: another layer, or shapes, dtype or device that do not fit what the cache holds.
+        """
+        heads = len(self._caches)
+        if key.ndim != 4 or key.shape[1] != heads:
+            raise ValueError(f"key has shape {list(key.shape)} but must be [B, K, T, D] with K = {heads}")
+        if log_fgate.shape != (key.shape[0], len(self.slopes), key.shape[2]):
+            raise ValueError(
+                f"log_fgate has shape {list(log_fgate.shape)} but must be [B, H, T] = "
+                f"{[key.shape[0], len(self.slopes), key.shape[2]]}"
+            )
+        if self._since >= TOGETHER:
+            self._forget()
+        parts = []
+        for k, cache in enumerate(self._caches):
+            gates = log_fgate[:, self.query_heads[k]]
+            of_head = cache.append(key[:, k : k + 1], value[:, k : k + 1], layer=layer, log_fgate=gates)
+            assert cache.log_fgate is not None
+            parts.append((*of_head, cache.log_fgate))
+        self._seen += key.shape[2]
+        self._since += key.shape[2]
+        return parts
+
+    def check_bound(self, query: Tensor, key: Tensor, scale: float) -> None:
+        """Raises ValueError where a query [B, H, T, D] and a key so far may score more than was promised."""
+        self._longest_key = checked_longest_key(query, key, scale, self._longest_key, self.score_bound)
+
+    def crop(self, length: int) -> None:
+        """Keep the first `length` tokens; where something was forgotten, 0 (empty) or all of them.
+
+        Raises:
+            ValueError: more than was seen, or tokens whose forgetting the later ones have proved.
+        """
+        length = operator.index(length)
+        if not 0 <= length <= self._seen:
+            raise ValueError(f"length is {length} but the cache has seen {self._seen} tokens: crop to 0 … {self._seen}")
+        if 0 < length < self._seen and any(self.forgotten):
+            raise ValueError(
+                f"the cache has forgotten {list(self.forgotten)} tokens, as the gates of later ones allowed; crop(0) empties it"
+            )
+        for cache in self._caches:
+            cache.crop(min(length, len(cache)))
+        if length == 0:
+            self._gone, self._longest_key = [None] * len(self._caches), 0.0
+        self._seen, self._since = length, min(self._since, length)
+
+    def reorder(self, indices: Tensor | Sequence[int]) -> None:
+        """As `KVCache.reorder`."""
+        for k, cache in enumerate(self._caches):
+            cache.reorder(indices)
+            gone = self._gone[k]
+            if gone is not None:
+                self._gone[k] = gone[torch.as_tensor(indices, device=gone.device)]
+
+    @torch.no_grad()
+    def _forget(self) -> None:
+        """Drop the oldest keys of every key head that can go; what has gone before weighs less by the tokens since."""
+        room = math.log(self.tolerance) - 2 * self.score_bound if self.tolerance > 0 else -math.inf
+        for k, cache in enumerate(self._caches):
+            gates = cache.log_fgate
+            assert gates is not None
+            slopes = torch.tensor(
+                [self.slopes[h] for h in self.query_heads[k]], dtype=torch.float64, device=gates.device
+            )
+            # ln of the product of the gates behind each key, and m·(t − l): [B, group, S'].
+            steps = gates.double() - slopes[:, None]
+            behind = steps.flip(-1).cumsum(-1).flip(-1) - steps
+            gone = self._gone[k]
+            if gone is None:
+                gone = torch.full_like(behind[..., 0], -math.inf)
+            gone = gone + steps[..., steps.shape[-1] - self._since :].sum(-1)
+            total = torch.logaddexp(behind.logcumsumexp(-1), gone[..., None])
+            # Sums over 10⁶ keys in fp64 are off by 10⁻⁹ at most.
+            count = int((total <= room - 1e-6).all(0).all(0).cumprod(-1).sum())
+            count = min(count, len(cache) - 1)  # the newest token is somebody's neighbor
+            self._gone[k] = total[..., count - 1] if count else gone
+            cache.forget(len(cache) - count)
+        self._since = 0
+
+    def __repr__(self) -> str:
+        return (
+            f"GatedReachCache(seen {self._seen} tokens; key heads keep {list(self.kept)}, forgot {list(self.forgotten)}; "
+            f"tolerance {self.tolerance:.2g}, score_bound {self.score_bound:.6g})"
+        )
+
+
+def checked_longest_key(query: Tensor, key: Tensor, scale: float, longest_key: float, score_bound: float) -> float:
+    """The norm of the longest key so far, where reading is free.
+
+    Raises:
+        ValueError: a query [B, H, T, D] and a key so far may score more than was promised.
+    """
+    if torch.compiler.is_compiling() or query.device.type != "cpu" or not query.numel():
+        return longest_key
+    longest_query, longest = (float(torch.linalg.vector_norm(x.detach().float(), dim=-1).max()) for x in (query, key))
+    longest_key = max(longest_key, longest)
+    largest = abs(scale) * longest_query * longest_key
+    if not largest <= score_bound:
+        raise ValueError(
+            f"scores may reach {largest:.6g} but this cache forgot keys for scores up to {score_bound:.6g}; "
+            "make it with a larger score_bound, or anew after the weights have changed"
+        )
+    return longest_key

@@ -1,0 +1,115 @@
+"""A cache that forgets by content: the outputs of the full pass, whatever the gates, and never more than was promised."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+
+from alibi_attn import ALiBiAttention, KVCache
+from alibi_attn.nn import GatedReachCache
+
+
+def layer(gate_bias: float = 3.0, **options: object) -> ALiBiAttention:
+    torch.manual_seed(5)
+    made = ALiBiAttention(32, 4, qk_norm=True, forget_gate=True, **{"slopes": [0.0] * 4} | options)
+    torch.nn.init.normal_(made.gate_proj.weight, std=0.3)
+    torch.nn.init.constant_(made.gate_proj.bias, gate_bias)
+    return made
+
+
+@pytest.mark.parametrize("options", [{}, {"num_kv_heads": 2}, {"slopes": None}, {"gate_bias": 0.0}])
+@pytest.mark.parametrize("chunk", [1, 7, 100])
+@torch.no_grad()
+def test_it_streams_as_one_pass(options: dict, chunk: int) -> None:
+    attention, x = layer(**options), torch.randn(2, 700, 32)
+    cache = attention.reach_cache(tolerance=1e-6)
+    assert isinstance(cache, GatedReachCache)
+    parts = [attention(part, cache=cache) for part in x.split(chunk, dim=1)]
+    torch.testing.assert_close(torch.cat(parts, 1), attention(x), rtol=0, atol=2e-5)
+    assert len(cache) == 700
+    assert all(kept + gone == 700 for kept, gone in zip(cache.kept, cache.forgotten, strict=True))
+    assert max(cache.kept) < 650
+    assert cache.nbytes < 4 * 2 * 2 * 700 * 32 * 4
+
+
+@torch.no_grad()
+def test_what_went_weighs_less_than_was_promised() -> None:
+    """In fp64, for every later query: the mass of the keys that are gone, with gates that shut and open."""
+    heads, dim, bound, tolerance = 2, 4, 1.0, 1e-2
+    rng = torch.Generator().manual_seed(0)
+    cache = GatedReachCache([0.0, 0.01], score_bound=bound, tolerance=tolerance, num_kv_heads=1)
+    keys = torch.nn.functional.normalize(torch.randn(1, 1, 3000, dim, generator=rng), dim=-1)
+    queries = torch.nn.functional.normalize(torch.randn(1, heads, 3000, dim, generator=rng), dim=-1)
+    gates = -torch.rand(1, heads, 3000, generator=rng).pow(8) * 0.6
+    gates[..., 1000:1400] = 0.0  # nothing is forgotten here
+    kept = gates.double().cumsum(-1)
+    worst, most = 0.0, 0
+    for t in range(3000):
+        cache.append(keys[:, :, t : t + 1], keys[:, :, t : t + 1], gates[..., t : t + 1])
+        held = cache.kept[0]
+        lost = t + 1 - held
+        most = max(most, held)
+        if not lost:
+            continue
+        for h, m in enumerate((0.0, 0.01)):
+            scores = keys[0, 0, : t + 1].double() @ queries[0, h, t].double()
+            scores += kept[0, h, t] - kept[0, h, : t + 1] - m * torch.arange(t, -1, -1)
+            worst = max(worst, float(scores.softmax(0)[:lost].sum()))
+    assert 0 < worst <= tolerance
+    assert most < 2000
+
+
+@torch.no_grad()
+def test_open_gates_forget_nothing() -> None:
+    cache = GatedReachCache([0.0], score_bound=1.0, tolerance=0.5, num_kv_heads=1)
+    for _ in range(5):
+        cache.append(torch.zeros(1, 1, 64, 4), torch.zeros(1, 1, 64, 4), torch.zeros(1, 1, 64))
+    assert (cache.kept, cache.forgotten) == ((320,), (0,))
+    never = GatedReachCache([5.0], score_bound=1.0, tolerance=0.0, num_kv_heads=1)
+    for _ in range(5):
+        never.append(torch.zeros(1, 1, 64, 4), torch.zeros(1, 1, 64, 4), torch.full((1, 1, 64), -9.0))
+    assert never.kept == (320,)
+
+
+@torch.no_grad()
+def test_copies_pickles_and_beams_go_on_alike() -> None:
+    attention, x, more = layer(), torch.randn(2, 600, 32), torch.randn(2, 90, 32)
+    cache = attention.reach_cache()
+    attention(x, cache=cache)
+    swapped = copy.deepcopy(cache)
+    swapped.reorder([1, 0])
+    back = attention(more[[1, 0]], cache=swapped)[[1, 0]]
+    for other in (pickle.loads(pickle.dumps(cache)), copy.deepcopy(cache), cache):
+        torch.testing.assert_close(attention(more, cache=other), back, rtol=0, atol=1e-5)
+    attention(more, cache=cache)
+    with pytest.raises(ValueError, match="the gates of later ones"):
+        cache.crop(len(cache) - 3)
+    cache.crop(0)
+    assert len(cache) == sum(cache.kept) == 0
+    torch.testing.assert_close(attention(x, cache=cache), attention(x), rtol=0, atol=1e-5)
+
+
+def test_what_it_refuses() -> None:
+    with pytest.raises(ValueError, match="no key may weigh more with time"):
+        GatedReachCache([0.1, -0.1], score_bound=1.0, tolerance=1e-6, num_kv_heads=2)
+    with pytest.raises(ValueError, match="must divide"):
+        GatedReachCache([0.1, 0.1], score_bound=1.0, tolerance=1e-6, num_kv_heads=3)
+    cache = GatedReachCache([0.1, 0.1], score_bound=1.0, tolerance=1e-6, num_kv_heads=2)
+    with pytest.raises(ValueError, match=r"log_fgate has shape \[1, 1, 3\] but must be \[B, H, T\] = \[1, 2, 3\]"):
+        cache.append(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), torch.zeros(1, 1, 3))
+    plain = ALiBiAttention(32, 4, qk_norm=True)
+    with pytest.raises(ValueError, match="no gates and the cache is a GatedReachCache"):
+        plain(torch.randn(1, 3, 32), cache=layer().reach_cache())
+    with pytest.raises(ValueError, match="forget gates and the cache is a ReachCache"):
+        layer()(torch.randn(1, 3, 32), cache=plain.reach_cache())
+    with pytest.raises(ValueError, match="forget gates and the cache is a KVCache"):
+        layer()(torch.randn(1, 3, 32), cache=KVCache(max_tokens=8))
+    with pytest.raises(ValueError, match="without qk_norm=True"):
+        ALiBiAttention(32, 4, forget_gate=True).reach_cache()
+    attention = layer()
+    cache = attention.reach_cache(score_bound=1e-3)
+    with pytest.raises(ValueError, match="scores may reach"):
+        attention(torch.randn(1, 3, 32), cache=cache)
+    assert math.isfinite(attention.reach_cache().score_bound)
