@@ -23,7 +23,7 @@ class LayerCache:
     """What one layer keeps of the tokens seen so far: keys, values and gates, and the keys' numbers of a `ContentBias`.
 
     Args:
-        key_bias: [B, H, S], fp32; None before the first token, and where the method has no such numbers.
+        key_bias: [B, H, S]; None before the first token, and where the method has no such numbers.
     """
 
     keys: KVCache = dataclasses.field(default_factory=KVCache)
@@ -39,8 +39,8 @@ class LayerCache:
         if isinstance(bias, ForgetGates) and self.keys.log_fgate is not None:
             bias = dataclasses.replace(bias, log_fgate=self.keys.log_fgate)
         if isinstance(bias, ContentBias):
-            new = bias.key_bias.float()
-            self.key_bias = new if self.key_bias is None else torch.cat([self.key_bias, new], dim=-1)
+            new, old = bias.key_bias, self.key_bias
+            self.key_bias = new if old is None else torch.cat([old, new], dim=-1)
             bias = dataclasses.replace(bias, key_bias=self.key_bias)
         return k, v, bias
 

@@ -30,8 +30,8 @@ class ContentBias:
     Softmax does not see what is added to all keys alike, so that only differences between keys count.
 
     Args:
-        key_bias: [B, H, T], finite, of the T tokens of this pass. Those of earlier tokens stay with the cached keys, and come
-            back as `LayerInput.earlier`.
+        key_bias: [B, H, T], fp32 or fp64, of the T tokens of this pass; −inf hides a key. Those of earlier tokens stay with the
+            cached keys, and come back as `LayerInput.earlier`.
         slopes: [H], of a bias that is linear in the distance and is added as well.
     """
 

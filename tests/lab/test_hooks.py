@@ -131,6 +131,22 @@ def test_numbers_of_earlier_tokens_are_kept_with_the_keys(forgetting, architectu
     assert not torch.allclose(lost, model(torch.cat([tokens, tokens[:, -1:]], 1), window=window)[:, -1:], atol=1e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("cached", [False, True])
+def test_numbers_keep_their_digits_and_half_precision_is_refused(forgetting, monkeypatch, dtype, cached):
+    model, tokens, hook = forgetting(), some_tokens(8), Forgetting.bias
+    changed = lambda self, at: dataclasses.replace(b := hook(self, at), key_bias=b.key_bias.to(dtype))  # noqa: E731
+    monkeypatch.setattr(Forgetting, "bias", changed)
+    caches = [LayerCache() for _ in model.blocks] if cached else None
+    with torch.no_grad():
+        if dtype == torch.bfloat16:
+            with pytest.raises(TypeError, match="key_bias is bfloat16 but must be float32 or float64"):
+                model(tokens, caches=caches)
+            return
+        model(tokens, caches=caches)
+    assert not cached or all(cache.key_bias.dtype == dtype for cache in caches)
+
+
 def test_generation_with_cached_numbers_is_the_full_pass(forgetting):
     model, text = forgetting(), [1, 2, 3]
     for token in generate(model, text, max_new_tokens=20, temperature=0):
