@@ -4,12 +4,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from alibi_attn.lab.config import ModelConfig, Stretch
-from alibi_attn.lab.hooks import ForgetGates, Pass, adds_nothing, rotates_nothing, stays_as_it_is
+from alibi_attn.lab.config import ModelConfig
+from alibi_attn.lab.hooks import ForgetGates, Pass, PositionMethod
 from alibi_attn.slopes import alibi_slopes
 
 
-class Fox(nn.Module):
+class Fox(PositionMethod):
     """A forget gate for every layer, head and token, sigmoid(w·x + b), that multiplies along the way (Lin et al. 2025).
 
     The score of key j gets Σ ln f_l over l = j + 1 … i. Gates are fp32. b starts at 0, as in the authors' code, so about half
@@ -17,16 +17,10 @@ class Fox(nn.Module):
     of it. Source: arXiv:2503.02130, eq. 9 to 12.
     """
 
-    max_positions: int | None = None
-    relative = True
     per_layer = True
-    stretches: tuple[Stretch, ...] = ()
-    add = adds_nothing
-    rotate = rotates_nothing
-    stretched = stays_as_it_is
 
     def __init__(self, config: ModelConfig, trained_length: int) -> None:
-        super().__init__()
+        super().__init__(config, trained_length)
         self.gate_weight = nn.Parameter(torch.empty(config.num_layers, config.num_heads, config.embed_dim))
         self.gate_bias = nn.Parameter(torch.zeros(config.num_layers * config.num_heads))
 

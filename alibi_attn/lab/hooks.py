@@ -12,7 +12,7 @@ the width of the model. Read next: `positions.py`.
 """
 
 import dataclasses
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from torch import Tensor, nn
 
@@ -98,8 +98,8 @@ class Pass:
         return self.input
 
 
-class PositionMethod(Protocol):
-    """The four hooks, and what the method can do.
+class PositionMethod(nn.Module):
+    """The four hooks of a method that does nothing, and what a method can do; others overwrite what they need.
 
     A parameter [E, H] of its own for every layer is one parameter [layers, E, H]: `bias` is told the layer's index. Vectors
     stay as the method has made them; all other parameters are drawn from the seed and their name (`lab/model.py`).
@@ -111,38 +111,32 @@ class PositionMethod(Protocol):
         stretches: which stretches it has, besides "none".
     """
 
-    max_positions: int | None
-    relative: bool
-    per_layer: bool
-    stretches: tuple[Stretch, ...]
+    max_positions: int | None = None
+    relative: bool = True
+    per_layer: bool = False
+    stretches: tuple[Stretch, ...] = ()
 
-    def __init__(self, config: ModelConfig, trained_length: int) -> None: ...
-    def add(self, x: Tensor, positions: Tensor) -> Tensor: ...
-    def rotate(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]: ...
-    def bias(self, at: Pass) -> Bias: ...
-    def stretched(self, stretch: Stretch, length: int) -> "PositionMethod": ...
+    def __init__(self, config: ModelConfig, trained_length: int) -> None:
+        super().__init__()
 
+    def add(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x [B, T, E] with the embedding of its positions [T]."""
+        return x
 
-# The hooks of a method that has no use for them.
+    def rotate(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """q and k [B, H, T, D], turned."""
+        return q, k
 
+    def bias(self, at: Pass) -> Bias:
+        """What is added to the scaled scores."""
+        return None
 
-def adds_nothing(self: nn.Module, x: Tensor, positions: Tensor) -> Tensor:
-    """As `add`."""
-    return x
+    def stretched(self, stretch: Stretch, length: int) -> "PositionMethod":
+        """The method for texts of `length` tokens.
 
-
-def rotates_nothing(self: nn.Module, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """As `rotate`."""
-    return q, k
-
-
-def has_no_bias(self: nn.Module, at: Pass) -> Tensor | None:
-    """As `bias`."""
-    return None
-
-
-def stays_as_it_is(self: nn.Module, stretch: Stretch, length: int) -> PositionMethod:
-    """As `stretched`: refuses."""
-    raise ConfigError(
-        f"eval.stretch is {stretch!r} but {type(self).__name__} positions have none; pass eval.stretch=none"
-    )
+        Raises:
+            ConfigError: it has no such stretch.
+        """
+        raise ConfigError(
+            f"eval.stretch is {stretch!r} but {type(self).__name__} positions have none; pass eval.stretch=none"
+        )

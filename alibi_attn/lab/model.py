@@ -131,7 +131,6 @@ class LanguageModel(nn.Module):
         if stretch == "none" or length <= self.trained_length:
             return self
         position = self.position.stretched(stretch, length)
-        assert isinstance(position, nn.Module)
         twin = copy.copy(self)
         twin._modules = {**self._modules, "position": position}
         return twin

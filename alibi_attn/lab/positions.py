@@ -13,15 +13,7 @@ from torch import Tensor, nn
 
 from alibi_attn.lab.config import ConfigError, Method, ModelConfig, Stretch
 from alibi_attn.lab.forgetting import ALiBiFox, Fox
-from alibi_attn.lab.hooks import (
-    Pass,
-    PositionError,
-    PositionMethod,
-    adds_nothing,
-    has_no_bias,
-    rotates_nothing,
-    stays_as_it_is,
-)
+from alibi_attn.lab.hooks import Pass, PositionError, PositionMethod
 from alibi_attn.slopes import alibi_slopes, interpolate_slopes
 
 ROTARY_BASE = 10_000.0  # RoFormer, sec. 3.2.2; the sinusoids of Vaswani et al. have the same
@@ -65,35 +57,17 @@ def check_segments(method: Method) -> None:
         )
 
 
-class NoPositions(nn.Module):
+class NoPositions(PositionMethod):
     """Nothing at all: a causal decoder can still count its keys (Haviv et al. 2022, arXiv:2203.16634)."""
 
-    max_positions: int | None = None
-    relative = True
-    per_layer = False
-    stretches: tuple[Stretch, ...] = ()
-    add = adds_nothing
-    rotate = rotates_nothing
-    bias = has_no_bias
-    stretched = stays_as_it_is
 
-    def __init__(self, config: ModelConfig, trained_length: int) -> None:
-        super().__init__()
-
-
-class Sinusoidal(nn.Module):
+class Sinusoidal(PositionMethod):
     """Fixed waves: P[p, 2c] = sin(p / 10000^(2c/E)), P[p, 2c + 1] = cos(the same) (Vaswani et al. 2017, sec. 3.5)."""
 
-    max_positions: int | None = None
     relative = False
-    per_layer = False
-    stretches: tuple[Stretch, ...] = ()
-    rotate = rotates_nothing
-    bias = has_no_bias
-    stretched = stays_as_it_is
 
     def __init__(self, config: ModelConfig, trained_length: int) -> None:
-        super().__init__()
+        super().__init__(config, trained_length)
         self.embed_dim = config.embed_dim
 
     def add(self, x: Tensor, positions: Tensor) -> Tensor:
@@ -101,18 +75,13 @@ class Sinusoidal(nn.Module):
         return x + torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-2).to(x.dtype)
 
 
-class Learned(nn.Module):
+class Learned(PositionMethod):
     """One learned vector per position of the trained length; there is none beyond (Vaswani et al. 2017, sec. 3.5)."""
 
     relative = False
-    per_layer = False
-    stretches: tuple[Stretch, ...] = ()
-    rotate = rotates_nothing
-    bias = has_no_bias
-    stretched = stays_as_it_is
 
     def __init__(self, config: ModelConfig, trained_length: int) -> None:
-        super().__init__()
+        super().__init__(config, trained_length)
         self.max_positions: int | None = trained_length
         self.table = nn.Parameter(torch.empty(trained_length, config.embed_dim))
 
@@ -125,7 +94,7 @@ class Learned(nn.Module):
         return x + self.table[positions].to(x.dtype)
 
 
-class Rotary(nn.Module):
+class Rotary(PositionMethod):
     """Channel pairs of q and k are turned by p·θ_c, θ_c = 10000^(−2c/D) (Su et al. 2021, RoFormer, sec. 3.2.2, arXiv:2104.09864).
 
     All D channels are turned, and channel c is paired with c + D/2, as in GPT-NeoX; RoFormer and GPT-J pair neighbors,
@@ -134,15 +103,10 @@ class Rotary(nn.Module):
     Stretched by s = length / trained length (`rotary_frequencies`); "yarn" also multiplies q and k by 0.1·ln s + 1.
     """
 
-    max_positions: int | None = None
-    relative = True
-    per_layer = False
-    stretches: tuple[Stretch, ...] = ("linear", "ntk", "yarn")
-    add = adds_nothing
-    bias = has_no_bias
+    stretches = ("linear", "ntk", "yarn")
 
     def __init__(self, config: ModelConfig, trained_length: int) -> None:
-        super().__init__()
+        super().__init__(config, trained_length)
         self.trained_length, self.length = trained_length, trained_length
         self.stretch: Stretch = "none"
 
@@ -159,29 +123,21 @@ class Rotary(nn.Module):
         return twin
 
 
-class T5Bias(nn.Module):
+class T5Bias(PositionMethod):
     """A learned number per head and distance bucket, shared by all layers (Raffel et al. 2020, sec. 2.1, arXiv:1910.10683).
 
     Causal: 16 buckets for the distances 0 … 15, then 16 that grow geometrically up to 128, the last for all beyond.
     """
 
-    max_positions: int | None = None
-    relative = True
-    per_layer = False
-    stretches: tuple[Stretch, ...] = ()
-    add = adds_nothing
-    rotate = rotates_nothing
-    stretched = stays_as_it_is
-
     def __init__(self, config: ModelConfig, trained_length: int) -> None:
-        super().__init__()
+        super().__init__(config, trained_length)
         self.weight = nn.Parameter(torch.empty(config.num_heads, T5_BUCKETS))
 
     def bias(self, at: Pass) -> Tensor | None:
         return _toeplitz(self.weight[:, t5_bucket(torch.arange(at.key_len, device=self.weight.device))], at.query_len)
 
 
-class Kerple(nn.Module):
+class Kerple(PositionMethod):
     """−r₁·ln(1 + r₂·d), r₁ and r₂ above 0 and learned for each head, shared by all layers: KERPLE-log (Chi et al. 2022,
     arXiv:2205.09921).
 
@@ -189,16 +145,8 @@ class Kerple(nn.Module):
     the ranges that the authors draw them from, 0 … 2 and 0 … 1, alike for every seed.
     """
 
-    max_positions: int | None = None
-    relative = True
-    per_layer = False
-    stretches: tuple[Stretch, ...] = ()
-    add = adds_nothing
-    rotate = rotates_nothing
-    stretched = stays_as_it_is
-
     def __init__(self, config: ModelConfig, trained_length: int) -> None:
-        super().__init__()
+        super().__init__(config, trained_length)
         middle = torch.arange(config.num_heads) + 0.5
         self.log_r1 = nn.Parameter((2 * middle / config.num_heads).log())
         self.log_r2 = nn.Parameter(
@@ -211,21 +159,16 @@ class Kerple(nn.Module):
         return _toeplitz(-r1 * torch.log1p(r2 * distance), at.query_len)
 
 
-class ALiBi(nn.Module):
+class ALiBi(PositionMethod):
     """−m·|i − j|, one fixed slope m per head, no parameters (Press et al. 2022, sec. 3, arXiv:2108.12409).
 
     Stretched by flatter slopes (`slopes.interpolate_slopes`).
     """
 
-    max_positions: int | None = None
-    relative = True
-    per_layer = False
-    stretches: tuple[Stretch, ...] = ("linear", "ntk")
-    add = adds_nothing
-    rotate = rotates_nothing
+    stretches = ("linear", "ntk")
 
     def __init__(self, config: ModelConfig, trained_length: int) -> None:
-        super().__init__()
+        super().__init__(config, trained_length)
         self.trained_length = trained_length
         self.slopes: Tensor
         slopes = torch.tensor(alibi_slopes(config.num_heads), dtype=torch.float32)
@@ -238,21 +181,16 @@ class ALiBi(nn.Module):
         return _with_flatter_slopes(self, self.slopes, stretch, length)
 
 
-class ALiBiLearned(nn.Module):
+class ALiBiLearned(PositionMethod):
     """ALiBi whose slopes are trained from the published ones on; their logarithms are the parameters, so that they stay above 0.
 
     Press et al. 2022, sec. 3, tried trainable slopes and found no strong extrapolation. Stretched as ALiBi is.
     """
 
-    max_positions: int | None = None
-    relative = True
-    per_layer = False
-    stretches: tuple[Stretch, ...] = ("linear", "ntk")
-    add = adds_nothing
-    rotate = rotates_nothing
+    stretches = ("linear", "ntk")
 
     def __init__(self, config: ModelConfig, trained_length: int) -> None:
-        super().__init__()
+        super().__init__(config, trained_length)
         self.fixed = ALiBi(config, trained_length)
         self.log_slopes = nn.Parameter(self.fixed.slopes.log())
 
@@ -263,21 +201,16 @@ class ALiBiLearned(nn.Module):
         return _with_flatter_slopes(self.fixed, self.log_slopes.detach().exp(), stretch, length)
 
 
-class ALiBiHalf(nn.Module):
+class ALiBiHalf(PositionMethod):
     """The published slopes of H/2 heads, and H/2 heads without any position: NAPE (Vasylenko et al. 2025, arXiv:2506.16640).
 
     Of an odd number of heads the larger half has slopes. Stretched as ALiBi is; slopes of 0 stay 0.
     """
 
-    max_positions: int | None = None
-    relative = True
-    per_layer = False
-    stretches: tuple[Stretch, ...] = ("linear", "ntk")
-    add = adds_nothing
-    rotate = rotates_nothing
+    stretches = ("linear", "ntk")
 
     def __init__(self, config: ModelConfig, trained_length: int) -> None:
-        super().__init__()
+        super().__init__(config, trained_length)
         self.fixed = ALiBi(config, trained_length)
         sloped = (config.num_heads + 1) // 2
         slopes = torch.tensor(alibi_slopes(sloped), dtype=torch.float32)

@@ -11,14 +11,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from alibi_attn.nn.cache import KVCache
-from alibi_attn.nn.pickles import check_format
+from alibi_attn.nn.reach_cache import CachesOfHeads
 
-FORMAT = 1  # of a pickle; the caches inside have their own
 TOGETHER = 64  # tokens that come before what may be forgotten is computed again
 
 
-class GatedReachCache:
+class GatedReachCache(CachesOfHeads):
     """The keys, values and gates that later queries can still need; `len(cache)` is the number of tokens seen.
 
     At time t a key at l that was dropped weighs, for any query of head h from now on, at most e^(2U + c_t − c_l − m·(t − l)) of
@@ -45,38 +43,16 @@ class GatedReachCache:
             )
         if num_kv_heads < 1 or len(self.slopes) % num_kv_heads:
             raise ValueError(f"num_kv_heads is {num_kv_heads} but must divide the {len(self.slopes)} heads of slopes")
-        self.score_bound, self.tolerance = score_bound, tolerance
         group = len(self.slopes) // num_kv_heads
-        self.key_heads = [[k] for k in range(num_kv_heads)]
-        self.query_heads = [[k * group + g for g in range(group)] for k in range(num_kv_heads)]
-        self._caches = [KVCache() for _ in range(num_kv_heads)]
+        query_heads = [[k * group + g for g in range(group)] for k in range(num_kv_heads)]
+        super().__init__([[k] for k in range(num_kv_heads)], query_heads, score_bound=score_bound, tolerance=tolerance)
         self._gone: list[Tensor | None] = [None] * num_kv_heads  # [B, group] ln of what all that went weighs by now
-        self._seen, self._since, self._longest_key = 0, 0, 0.0
-
-    def __len__(self) -> int:
-        return self._seen
-
-    def __getstate__(self) -> dict[str, object]:
-        return {"format": FORMAT, **vars(self)}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        check_format("GatedReachCache", state, reads=FORMAT)
-        vars(self).update({name: value for name, value in state.items() if name != "format"})
+        self._since = 0  # tokens that came after the last time that some were dropped
 
     @property
     def kept(self) -> tuple[int, ...]:
         """Tokens that each key head holds for later queries, [K]."""
         return tuple(len(cache) for cache in self._caches)
-
-    @property
-    def forgotten(self) -> tuple[int, ...]:
-        """Tokens that each key head has no more, [K]."""
-        return tuple(self._seen - kept for kept in self.kept)
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of the keys, values and gates, with the spare room."""
-        return sum(cache.nbytes for cache in self._caches)
 
     def append(
         self, key: Tensor, value: Tensor, log_fgate: Tensor, *, layer: nn.Module | None = None
@@ -107,10 +83,6 @@ class GatedReachCache:
         self._since += key.shape[2]
         return parts
 
-    def check_bound(self, query: Tensor, key: Tensor, scale: float) -> None:
-        """Raises ValueError where a query [B, H, T, D] and a key so far may score more than was promised."""
-        self._longest_key = checked_longest_key(query, key, scale, self._longest_key, self.score_bound)
-
     def crop(self, length: int) -> None:
         """Keep the first `length` tokens; where something was forgotten, 0 (empty) or all of them.
 
@@ -132,11 +104,8 @@ class GatedReachCache:
 
     def reorder(self, indices: Tensor | Sequence[int]) -> None:
         """As `KVCache.reorder`."""
-        for k, cache in enumerate(self._caches):
-            cache.reorder(indices)
-            gone = self._gone[k]
-            if gone is not None:
-                self._gone[k] = gone[torch.as_tensor(indices, device=gone.device)]
+        super().reorder(indices)
+        self._gone = [x if x is None else x[torch.as_tensor(indices, device=x.device)] for x in self._gone]
 
     @torch.no_grad()
     def _forget(self) -> None:
@@ -162,28 +131,3 @@ class GatedReachCache:
             self._gone[k] = total[..., count - 1] if count else gone
             cache.forget(len(cache) - count)
         self._since = 0
-
-    def __repr__(self) -> str:
-        return (
-            f"GatedReachCache(seen {self._seen} tokens; key heads keep {list(self.kept)}, forgot {list(self.forgotten)}; "
-            f"tolerance {self.tolerance:.2g}, score_bound {self.score_bound:.6g})"
-        )
-
-
-def checked_longest_key(query: Tensor, key: Tensor, scale: float, longest_key: float, score_bound: float) -> float:
-    """The norm of the longest key so far, where reading is free.
-
-    Raises:
-        ValueError: a query [B, H, T, D] and a key so far may score more than was promised.
-    """
-    if torch.compiler.is_compiling() or query.device.type != "cpu" or not query.numel():
-        return longest_key
-    longest_query, longest = (float(torch.linalg.vector_norm(x.detach().float(), dim=-1).max()) for x in (query, key))
-    longest_key = max(longest_key, longest)
-    largest = abs(scale) * longest_query * longest_key
-    if not largest <= score_bound:
-        raise ValueError(
-            f"scores may reach {largest:.6g} but this cache forgot keys for scores up to {score_bound:.6g}; "
-            "make it with a larger score_bound, or anew after the weights have changed"
-        )
-    return longest_key

@@ -8,16 +8,84 @@ constant memory and time for ever, with the outputs of full attention within the
 import operator
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
 from alibi_attn.nn.cache import KVCache
-from alibi_attn.nn.gated_cache import checked_longest_key
 from alibi_attn.nn.pickles import check_format
 
-FORMAT = 1  # of a pickle; the caches inside have their own
+
+class CachesOfHeads:
+    """Caches of key heads that forget by themselves: what a `ReachCache` and a `GatedReachCache` have in common.
+
+    Args:
+        key_heads, query_heads: the heads of every cache.
+        score_bound, tolerance: U and ε, for which keys may go.
+    """
+
+    FORMAT = 1  # of a pickle; the caches inside have their own
+
+    def __init__(
+        self, key_heads: list[list[int]], query_heads: list[list[int]], *, score_bound: float, tolerance: float
+    ) -> None:
+        self.key_heads, self.query_heads = key_heads, query_heads
+        self.score_bound, self.tolerance = score_bound, tolerance
+        self._caches = [KVCache() for _ in key_heads]
+        self._seen, self._longest_key = 0, 0.0
+
+    def __len__(self) -> int:
+        return self._seen
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"format": self.FORMAT, **vars(self)}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        check_format(type(self).__name__, state, reads=self.FORMAT)
+        vars(self).update({name: value for name, value in state.items() if name != "format"})
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """Tokens that each key head holds for later queries, [K]."""
+        raise NotImplementedError
+
+    @property
+    def forgotten(self) -> tuple[int, ...]:
+        """Tokens that each key head has no more, [K]."""
+        return tuple(self._seen - kept for kept in self.kept)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of what is held, with the spare room."""
+        return sum(cache.nbytes for cache in self._caches)
+
+    def check_bound(self, query: Tensor, key: Tensor, scale: float) -> None:
+        """Raises ValueError where a query [B, H, T, D] and a key so far may score more than was promised."""
+        if torch.compiler.is_compiling() or query.device.type != "cpu" or not query.numel():
+            return
+        longest_query, longest_key = (
+            float(torch.linalg.vector_norm(x.detach().float(), dim=-1).max()) for x in (query, key)
+        )
+        self._longest_key = max(self._longest_key, longest_key)
+        largest = abs(scale) * longest_query * self._longest_key
+        if not largest <= self.score_bound:
+            raise ValueError(
+                f"scores may reach {largest:.6g} but this cache forgot keys for scores up to {self.score_bound:.6g}; "
+                "make it with a larger score_bound, or anew after the weights have changed"
+            )
+
+    def reorder(self, indices: Tensor | Sequence[int]) -> None:
+        """As `KVCache.reorder`."""
+        for cache in self._caches:
+            cache.reorder(indices)
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(seen {self._seen} tokens; key heads keep {list(self.kept)}, forgot {list(self.forgotten)}; "
+            f"at most {self.tolerance:.1e} of any query's softmax mass is forgotten)"
+        )
 
 
-class ReachCache:
+class ReachCache(CachesOfHeads):
     """The keys and values that later queries can still need; `len(cache)` is the number of tokens seen.
 
     Key heads that keep about as much (to the next power of two) are kept together, so that decoding makes one call for
@@ -50,40 +118,19 @@ class ReachCache:
             raise ValueError(f"reach is {per_head} but each head's counts the query itself: at least 1")
         if heads < 1 or len(per_head) % heads:
             raise ValueError(f"num_kv_heads is {heads} but must divide the {len(per_head)} heads of reach")
-        self.score_bound, self.tolerance = score_bound, tolerance
         group = len(per_head) // heads
         widest = [max(per_head[h * group : (h + 1) * group]) for h in range(heads)]
         rows = sorted(set(map(_rounded_up, widest)))
-        self.key_heads = [[h for h in range(heads) if _rounded_up(widest[h]) == row] for row in rows]
-        self.query_heads = [[h * group + g for h in members for g in range(group)] for members in self.key_heads]
-        self._limits = [max(widest[h] for h in members) for members in self.key_heads]
-        self._caches = [KVCache() for _ in rows]
-        self._num_kv_heads, self._seen, self._longest_key = heads, 0, 0.0
-
-    def __len__(self) -> int:
-        return self._seen
-
-    def __getstate__(self) -> dict[str, object]:
-        return {"format": FORMAT, **vars(self)}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        check_format("ReachCache", state, reads=FORMAT)
-        vars(self).update({name: value for name, value in state.items() if name != "format"})
+        key_heads = [[h for h in range(heads) if _rounded_up(widest[h]) == row] for row in rows]
+        query_heads = [[h * group + g for h in members for g in range(group)] for members in key_heads]
+        super().__init__(key_heads, query_heads, score_bound=score_bound, tolerance=tolerance)
+        self._limits = [max(widest[h] for h in members) for members in key_heads]
+        self._num_kv_heads = heads
 
     @property
     def kept(self) -> tuple[int, ...]:
         """Tokens that each key head holds for later queries, [K]."""
         return self._per_key_head([min(len(c), limit - 1) for c, limit in zip(self._caches, self._limits, strict=True)])
-
-    @property
-    def forgotten(self) -> tuple[int, ...]:
-        """Tokens that each key head has no more, [K]."""
-        return tuple(self._seen - kept for kept in self.kept)
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of the keys and values, with the spare room."""
-        return sum(cache.nbytes for cache in self._caches)
 
     def append(self, key: Tensor, value: Tensor, *, layer: nn.Module | None = None) -> list[tuple[Tensor, Tensor]]:
         """Add key and value, [B, K, T, D]; returns the keys and values that these T queries need, one pair for each group of
@@ -101,10 +148,6 @@ class ReachCache:
             parts.append(cache.append(*(x if one else x[:, members] for x in (key, value)), layer=layer))
         self._seen += key.shape[2]
         return parts
-
-    def check_bound(self, query: Tensor, key: Tensor, scale: float) -> None:
-        """Raises ValueError where a query [B, H, T, D] and a key so far may score more than was promised."""
-        self._longest_key = checked_longest_key(query, key, scale, self._longest_key, self.score_bound)
 
     def crop(self, length: int) -> None:
         """Keep the first `length` tokens: takes back a draft, as far as nothing was forgotten that they need.
@@ -128,17 +171,6 @@ class ReachCache:
             cache.take_back(len(cache) if length == 0 else back)
         self._seen = length
         self._longest_key = self._longest_key if length else 0.0
-
-    def reorder(self, indices: Tensor | Sequence[int]) -> None:
-        """As `KVCache.reorder`."""
-        for cache in self._caches:
-            cache.reorder(indices)
-
-    def __repr__(self) -> str:
-        return (
-            f"ReachCache(seen {self._seen} tokens; key heads keep {list(self.kept)}, forgot {list(self.forgotten)}; "
-            f"{self.nbytes} bytes; at most {self.tolerance:.1e} of any query's softmax mass is forgotten)"
-        )
 
     def _per_key_head(self, per_group: list[int]) -> tuple[int, ...]:
         found = {h: n for members, n in zip(self.key_heads, per_group, strict=True) for h in members}

@@ -6,26 +6,35 @@ import pytest
 import torch
 
 from alibi_attn.nn.cache import FORMAT, KVCache
+from alibi_attn.nn.gated_cache import GatedReachCache
 from alibi_attn.nn.pickles import check_format
-from alibi_attn.nn.reach_cache import FORMAT as REACH_FORMAT
-from alibi_attn.nn.reach_cache import ReachCache
+from alibi_attn.nn.reach_cache import CachesOfHeads, ReachCache
 
 # What a pickle of each format holds: whoever changes it raises the number and adds a line, or reads the older one too.
 HOLDS = {
     (KVCache, 1): ["format", "max_tokens", "sinks", "forgotten", "key", "value", "gates"],
     (ReachCache, 1): [
-        "format", "score_bound", "tolerance", "key_heads", "query_heads", "_limits", "_caches", "_num_kv_heads", "_seen",
-        "_longest_key",
+        "format", "key_heads", "query_heads", "score_bound", "tolerance", "_caches", "_seen", "_longest_key", "_limits",
+        "_num_kv_heads",
+    ],
+    (GatedReachCache, 1): [
+        "format", "slopes", "key_heads", "query_heads", "score_bound", "tolerance", "_caches", "_seen", "_longest_key", "_gone",
+        "_since",
     ],
 }  # fmt: skip
-MAKE = {KVCache: KVCache, ReachCache: lambda: ReachCache([2, 9], score_bound=3.0, tolerance=1e-6)}
+MAKE = {
+    KVCache: KVCache,
+    ReachCache: lambda: ReachCache([2, 9], score_bound=3.0, tolerance=1e-6),
+    GatedReachCache: lambda: GatedReachCache([0.5, 0.0], score_bound=3.0, tolerance=1e-6, num_kv_heads=2),
+}
 
 
 def filled(kind: type) -> KVCache | ReachCache:
     cache = MAKE[kind]()
     with torch.no_grad():
         for token in torch.randn(5, 1, 2, 1, 4, generator=torch.Generator().manual_seed(0)):
-            cache.append(token, token)
+            gates = (-token.abs()[..., 0],) if kind is GatedReachCache else ()
+            cache.append(token, token, *gates)
     return cache
 
 
@@ -33,7 +42,7 @@ def filled(kind: type) -> KVCache | ReachCache:
 @pytest.mark.parametrize("make", [filled, lambda kind: MAKE[kind]()], ids=["filled", "empty"])
 def test_a_pickle_holds_what_its_format_says(kind, number, make):
     state = make(kind).__getstate__()
-    assert state["format"] == number == {KVCache: FORMAT, ReachCache: REACH_FORMAT}[kind]
+    assert state["format"] == number == (FORMAT if kind is KVCache else CachesOfHeads.FORMAT)
     assert list(state) == HOLDS[kind, number]
 
 
