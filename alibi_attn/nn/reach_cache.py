@@ -81,7 +81,7 @@ class CachesOfHeads:
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}(seen {self._seen} tokens; key heads keep {list(self.kept)}, forgot {list(self.forgotten)}; "
-            f"at most {self.tolerance:.1e} of any query's softmax mass is forgotten)"
+            f"{self.nbytes} bytes; at most {self.tolerance:.1e} of any query's softmax mass is forgotten)"
         )
 
 
