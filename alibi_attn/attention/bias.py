@@ -102,7 +102,7 @@ def unshifted_lse(spec: AttentionSpec[Tensor], lse: Tensor) -> Tensor:
     """The lse [B, H, T] of scores with the bias of `score_bias`, with what that left out; fp64 where one of them is."""
     if spec.key_bias is None:
         return lse
-    shift = _nearest_key_bias(spec, spec.key_bias)
+    shift = nearest_key_bias(spec, spec.key_bias)
     if spec.query_bias is not None:
         shift = shift + spec.query_bias.detach()
     return lse.to(torch.promote_types(lse.dtype, shift.dtype)) + shift
@@ -114,14 +114,14 @@ def _relative_key_bias(spec: AttentionSpec[Tensor], key_bias: Tensor) -> Tensor:
     The gradients of b and of the query's bias are sums of the very same numbers then, over queries and over keys.
     """
     wide = key_bias if key_bias.device.type == "mps" else key_bias.double()
-    relative = wide[:, :, None] - _nearest_key_bias(spec, key_bias)[..., None].to(wide.dtype)
+    relative = wide[:, :, None] - nearest_key_bias(spec, key_bias)[..., None].to(wide.dtype)
     if spec.query_bias is None:
         return relative
     own = spec.query_bias.to(wide.dtype)
     return relative + (own - own.detach())[..., None]
 
 
-def _nearest_key_bias(spec: AttentionSpec[Tensor], key_bias: Tensor) -> Tensor:
+def nearest_key_bias(spec: AttentionSpec[Tensor], key_bias: Tensor) -> Tensor:
     """r [B, H, T]: the b of the last key up to the query's position that has a finite one, else of the first after it; else 0."""
     b = key_bias.detach()
     at = torch.arange(spec.key_len, device=b.device)

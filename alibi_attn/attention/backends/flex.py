@@ -1,23 +1,28 @@
 """torch's FlexAttention with a certified BlockMask for every head: for devices without our kernels, and as their peer.
 
-The bias is a `score_mod`; the BlockMask lists, for every head and block of 128 queries, the blocks of 128 keys in the certified
+Biases are a `score_mod`; the BlockMask lists, for every head and block of 128 queries, the blocks of 128 keys in the certified
 reach. That list has (T / 128)·(S / 128) entries a head whatever the reach is: that is FlexAttention's format.
 Source: Dong et al. 2024, FlexAttention (arXiv:2412.05496).
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from alibi_attn.attention.backends.protocol import TooSmall
+from alibi_attn.attention.bias import nearest_key_bias, unshifted_lse
+from alibi_attn.attention.certificate.biased import biased_bounds
 from alibi_attn.attention.certificate.bounds import bounds
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.tiles import Tiles, key_tiles, reach_and_scores
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.visibility import first_positions
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 Spec = AttentionSpec[Tensor]
 
@@ -29,7 +34,7 @@ BLOCK = 2 * TILE  # queries and keys of a block: FlexAttention's own default
 
 
 def why_not(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> str | None:
-    """Needs a CPU (forward only) or CUDA, fp16, bf16 or fp32; has no dropout, and no deterministic gradient of the slopes."""
+    """Needs a CPU (forward only) or CUDA, fp16, bf16 or fp32; has no dropout, and no deterministic gradient of biases."""
     device = query.device.type
     if device not in ("cpu", "cuda"):
         return f"it runs on CPU and CUDA but query is on {query.device}"
@@ -37,17 +42,17 @@ def why_not(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> str | None
         return "it computes in float16, bfloat16 and float32 but query is float64"
     if spec.dropout_p > 0:
         return f"it has no dropout but dropout_p is {spec.dropout_p}"
-    if spec.key_bias is not None:
-        return "it has no key_bias"
     if spec.head_dim < 16 and device == "cuda":
         return f"FlexAttention needs heads of at least 16 but D is {spec.head_dim}"
     if device == "cpu" and spec.return_lse:
         return "FlexAttention has no lse on the CPU"
     if not torch.is_grad_enabled():
         return None
-    slopes = (spec.slopes, *([] if spec.right_slopes is None else [spec.right_slopes]))
-    if any(x.requires_grad for x in slopes):
-        return "FlexAttention adds up gradients of slopes in no fixed order"
+    for name, x in (("slopes", spec.slopes), ("slopes", spec.right_slopes), ("key_bias", spec.key_bias)):
+        if x is not None and x.requires_grad:
+            return f"FlexAttention adds up gradients of {name} in no fixed order"
+    if spec.query_bias is not None and spec.query_bias.requires_grad:
+        return "FlexAttention has no gradient of a bias that only lse has"
     if device == "cpu" and any(x.requires_grad for x in (query, key, value)):
         return "FlexAttention has no backward on the CPU; call it under torch.no_grad()"
     return None
@@ -55,23 +60,19 @@ def why_not(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> str | None
 
 def run(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
     """(output, lse); outside torch.compile it compiles FlexAttention itself, which takes a while the first time."""
-    from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     with torch.no_grad():
-        count, indices = key_blocks(spec, plan(spec, query.detach(), key.detach(), value.detach()))
         flags = _key_flags(spec, key, value)
-    unfit = (flags != _FINE)[..., None]
-    seen, biased = _visible(spec, flags), _biased(spec, flags)
-    mask = BlockMask.from_kv_blocks(
-        count, indices, BLOCK_SIZE=BLOCK, mask_mod=seen, seq_lengths=(spec.query_len, spec.key_len)
-    )
+        mask = block_mask(spec, query.detach(), key.detach(), value.detach(), flags=flags)
+    unfit, biased = (flags != _FINE)[..., None], _biased(spec, flags)
     attention: Any = flex_attention if torch.compiler.is_compiling() else _compiled
     key, value = key.masked_fill(unfit, 0.0), value.masked_fill(unfit, 0.0)
     options = {"score_mod": biased, "block_mask": mask, "scale": spec.scale, "enable_gqa": spec.group > 1}
     if not spec.return_lse:
         return attention(query, key, value, **options), None
     output, aux = attention(query, key, value, **options, return_aux=AuxRequest(lse=True))
-    return output, aux.lse
+    return output, unshifted_lse(spec, aux.lse)
 
 
 def too_small(spec: Spec) -> TooSmall | None:
@@ -84,18 +85,52 @@ def visits(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> tupl
     return reach_and_scores(spec, Tiles.of(*_rounded(plan(spec, query, key, value)), BLOCK))
 
 
-def plan(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> Tiles:
+def plan(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None, *, rows: int = BLOCK) -> Tiles:
     """The certified tiles of every block of queries."""
-    return key_tiles(spec, bounds(spec, query, key, value), rows=BLOCK)
+    certified = bounds(spec, query, key, value) if spec.key_bias is None else biased_bounds(spec, query, key, value)
+    return key_tiles(spec, certified, rows=rows)
+
+
+def block_mask(
+    spec: Spec,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    *,
+    flags: Tensor | None = None,
+    block_size: int = BLOCK,
+) -> "BlockMask":
+    """The blocks of keys that matter to each block of queries, and whom a query may see at all.
+
+    Args:
+        flags: of the keys, see `_key_flags`; None = those of the key mask.
+        block_size: queries and keys of a block, a multiple of TILE.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    with torch.no_grad():
+        flags = _mask_flags(spec, query.device) if flags is None else flags
+        count, indices = key_blocks(spec, plan(spec, query, key, value, rows=block_size))
+    return BlockMask.from_kv_blocks(
+        count,
+        indices,
+        BLOCK_SIZE=block_size,
+        mask_mod=_visible(spec, flags),
+        seq_lengths=(spec.query_len, spec.key_len),
+    )
 
 
 def key_blocks(spec: Spec, tiles: Tiles) -> tuple[Tensor, Tensor]:
-    """(count [B, H, N], indices [B, H, N, ⌈S / BLOCK⌉]) int32: the blocks of keys that a block of queries visits come first."""
-    rounded, pins = _rounded(tiles)
+    """(count [B, H, N], indices [B, H, N, blocks of keys]) int32: those that a block of queries visits come first.
+
+    A block of keys is as wide as a block of queries, `tiles.rows`.
+    """
+    rounded, beside = _rounded(tiles)
     first, last, low, high = (x[..., None] for x in rounded.unbind(-1))
-    at = torch.arange(0, -(-spec.key_len // BLOCK) * 2, 2, device=first.device, dtype=torch.int32)
+    width = tiles.rows // TILE
+    at = torch.arange(-(-spec.key_len // tiles.rows), device=first.device, dtype=torch.int32) * width
     inside = (at >= first) & (at < last)
-    for pin in pins.unbind(-1):
+    for pin in beside.unbind(-1):
         inside = inside | ((at == pin[..., None, None]) & (at >= low) & (at < high))
     order = torch.argsort((~inside).to(torch.int8), dim=-1, stable=True)
     return inside.sum(-1, dtype=torch.int32), order.to(torch.int32)
@@ -108,13 +143,21 @@ def _key_flags(spec: Spec, key: Tensor, value: Tensor) -> Tensor:
     return flags if spec.key_mask is None else flags.masked_fill(~spec.key_mask[:, None], _HIDDEN)
 
 
+def _mask_flags(spec: Spec, device: torch.device) -> Tensor:
+    """[B, K, S] int8: _FINE, or _HIDDEN by the key mask."""
+    flags = torch.zeros((spec.batch, spec.num_kv_heads, spec.key_len), dtype=torch.int8, device=device)
+    return flags if spec.key_mask is None else flags.masked_fill(~spec.key_mask[:, None], _HIDDEN)
+
+
 def _rounded(tiles: Tiles) -> tuple[Tensor, Tensor]:
-    """(plan, pins) of the same tiles, rounded outwards to blocks of two."""
+    """(bands, outlier tiles) of the same tiles, rounded outwards to blocks as wide as those of queries."""
+    width = tiles.rows // TILE
     first, last, low, high = tiles.bands.unbind(-1)
-    parts = [first // 2 * 2, (last + 1) // 2 * 2, low // 2 * 2, (high + 1) // 2 * 2]
-    even = torch.where(tiles.outlier_tiles >= 0, tiles.outlier_tiles // 2 * 2, -1)
-    odd = torch.where(tiles.outlier_tiles >= 0, even + 1, -1)
-    return torch.stack(parts, -1), torch.cat([even, odd], -1)
+    parts = [x // width * width for x in (first, last + width - 1, low, high + width - 1)]
+    beside = [
+        torch.where(tiles.outlier_tiles >= 0, tiles.outlier_tiles // width * width + at, -1) for at in range(width)
+    ]
+    return torch.stack(parts, -1), torch.cat(beside, -1)
 
 
 def _visible(spec: Spec, flags: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
@@ -123,6 +166,7 @@ def _visible(spec: Spec, flags: Tensor) -> Callable[[Tensor, Tensor, Tensor, Ten
     right = None if spec.right_slopes is None else spec.right_slopes.detach().expand(spec.batch, -1).contiguous()
     group, causal, window = spec.group, spec.causal, spec.window
     of_query, of_key = spec.query_segments, spec.key_segments
+    shown = None if spec.key_bias is None else (spec.key_bias.detach() > -torch.inf).contiguous()
 
     def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         distance = i + first[b] - j
@@ -135,26 +179,55 @@ def _visible(spec: Spec, flags: Tensor) -> Callable[[Tensor, Tensor, Tensor, Ten
             visible = visible & (distance < window) & (distance > -window)
         if of_query is not None and of_key is not None:
             visible = visible & (of_query[b, i] == of_key[b, j])
+        if shown is not None:
+            visible = visible & shown[b, h, j]
         return visible
 
     return seen
 
 
 def _biased(spec: Spec, flags: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """FlexAttention's score_mod: −m·|i − j|, with a positive distance to the right too; NaN for a bad key that is seen."""
+    """FlexAttention's score_mod: −m·|i − j| + b_j, with a positive distance to the right too; NaN for a bad key that is seen.
+
+    Biases of keys are relative to one near the query, as those of `score_bias` are.
+    """
     first = first_positions(spec, flags.device).expand(spec.batch).contiguous()
     slopes = spec.slopes.expand(spec.batch, -1).contiguous()
     right = slopes if spec.right_slopes is None else spec.right_slopes.expand(spec.batch, -1).contiguous()
     right = right.masked_fill(right.isinf(), 0.0)
-    group, causal = spec.group, spec.causal
+    group, causal, relative = spec.group, spec.causal, _relative_key_bias(spec)
 
     def biased(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         distance = i + first[b] - j
         slope = slopes[b, h] if causal else torch.where(distance < 0, right[b, h], slopes[b, h])
         shifted = score - slope * distance.abs().to(torch.float32)
+        if relative is not None:
+            shifted = shifted + relative(b, h, i, j)
         return torch.where(flags[b, h // group, j] == _BAD, torch.nan, shifted)
 
     return biased
+
+
+def _relative_key_bias(spec: Spec) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None:
+    """b_j − r_i in fp32, off by a rounding of the difference: both are sums of two numbers, whose parts are subtracted first."""
+    if spec.key_bias is None:
+        return None
+    near = nearest_key_bias(spec, spec.key_bias)
+    of_key, of_query = (
+        _in_two(x.detach()) for x in (spec.key_bias.masked_fill(spec.key_bias == -torch.inf, 0.0), near)
+    )
+
+    def relative(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        high, low = (x[b, h, j] - y[b, h, i] for x, y in zip(of_key, of_query, strict=True))
+        return high + low
+
+    return relative
+
+
+def _in_two(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x as the sum of two fp32 numbers, the second less than a rounding of the first."""
+    high = x.to(torch.float32).contiguous()
+    return high, (x - high).to(torch.float32).contiguous()
 
 
 def _compiled(*args: Any, **options: Any) -> Any:

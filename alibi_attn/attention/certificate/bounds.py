@@ -78,7 +78,7 @@ def bounds(
         key_norms = norm_bound(key)
         if spec.key_mask is not None:
             key_norms = key_norms.masked_fill(~spec.key_mask[:, None], 0.0)
-        tiles, longer = tile_maxima(key_norms), None if value is None else _longer_values(spec, value, first)
+        tiles, longer = tile_maxima(key_norms), None if value is None else longer_values(spec, value, first)
     else:
         tiles, longer = tile_norms[0], None if value is None else _longer_far_values(spec, value, tile_norms[1])
     rate, constant = _numerator_parts(spec, query, key, longer, tiles.amax(-1), first, refine)
@@ -127,14 +127,18 @@ def _blind(key_mask: Tensor, first: Tensor, query_len: int) -> Tensor:
     return (known == 0) | (at < 0)
 
 
-def _longer_values(spec: Spec, value: Tensor, first: Tensor) -> Tensor:
+def longer_values(spec: Spec, value: Tensor, first: Tensor) -> Tensor:
     """[B, H, T] nats ≥ 0: ln f, where some value is f times longer than 4 times the longest that the query surely keeps.
 
     Surely kept are the query's own key and the `KEPT` − 1 before it where they are seen, and in any case some key that is seen.
     """
     length = norm_bound(value)
-    seen = length if spec.key_mask is None else length.masked_fill(~spec.key_mask[:, None], 0.0)
-    least = length if spec.key_mask is None else length.masked_fill(~spec.key_mask[:, None], math.inf)
+    hidden = None if spec.key_mask is None else ~spec.key_mask[:, None]
+    if spec.key_bias is not None:
+        length, unseen = length.repeat_interleave(spec.group, 1), spec.key_bias.detach() == -math.inf
+        hidden = unseen if hidden is None else unseen | hidden
+    seen = length if hidden is None else length.masked_fill(hidden, 0.0)
+    least = length if hidden is None else length.masked_fill(hidden, math.inf)
     kept = least.amin(-1, keepdim=True)
     if spec.query_segments is None and (spec.window is None or spec.window >= KEPT):
         nearest = seen
@@ -142,14 +146,14 @@ def _longer_values(spec: Spec, value: Tensor, first: Tensor) -> Tensor:
             nearest = torch.maximum(nearest, torch.nn.functional.pad(seen, (back, 0))[..., : spec.key_len])
         at = first[:, None] + torch.arange(spec.query_len, device=value.device)
         inside = ((at >= 0) & (at < spec.key_len)).expand(spec.batch, -1)[:, None]
-        index = at.clamp(0, spec.key_len - 1).expand(spec.batch, -1)[:, None].expand(-1, spec.num_kv_heads, -1)
+        index = at.clamp(0, spec.key_len - 1).expand(spec.batch, -1)[:, None].expand(-1, length.shape[1], -1)
         kept = torch.maximum(kept, nearest.gather(2, index).masked_fill(~inside, 0.0))
     nats = _nats_of_longer(seen.amax(-1, keepdim=True), kept)
-    return nats.expand(-1, -1, spec.query_len).repeat_interleave(spec.group, 1)
+    return nats.expand(-1, -1, spec.query_len).repeat_interleave(spec.num_heads // length.shape[1], 1)
 
 
 def _longer_far_values(spec: Spec, value: Tensor, tiles: Tensor) -> Tensor:
-    """What `_longer_values` returns, from the largest norms of every tile of values and the last few values themselves."""
+    """What `longer_values` returns, from the largest norms of every tile of values and the last few values themselves."""
     assert isinstance(spec.query_offset, int)
     before = min(spec.query_offset, KEPT - 1 if spec.window is None or spec.window >= KEPT else 0)
     near = norm_bound(value[:, :, spec.query_offset - before : spec.query_offset + spec.query_len])

@@ -39,6 +39,12 @@ def lower_bound(spec: Spec, query: Tensor, key: Tensor, first: Tensor, *, stretc
     return mass
 
 
+def biased_lower_bound(spec: Spec, query: Tensor, key: Tensor, first: Tensor) -> Tensor:
+    """λ [B, H, T] where keys have biases: sums of fp64, true up to the rounding of the products, however large a bias is."""
+    rows = _grouped_rows(spec, query)
+    return _near_mass(spec, rows, key, first).flatten(2)[..., : spec.query_len]
+
+
 def _unmasked(spec: Spec) -> bool:
     return spec.key_mask is None and spec.key_segments is None
 
@@ -75,10 +81,7 @@ def _of_heads(slopes: Tensor, b: int, heads: slice) -> Tensor:
 def _mass(spec: Spec, query: Tensor, key: Tensor, first: Tensor, stretches: bool) -> Tensor:
     """[B, H, T] fp64"""
     work = torch.float64 if query.dtype == torch.float64 else torch.float32
-    groups = -(-spec.query_len // NEAR)
-    short = groups * NEAR - spec.query_len
-    rows = torch.nn.functional.pad(query, (0, 0, 0, short)) if short else query
-    rows = rows.to(work).reshape(spec.batch, spec.num_kv_heads, spec.group, groups, NEAR, spec.head_dim)
+    rows, short = _grouped_rows(spec, query), -spec.query_len % NEAR
     offset = _inner_offset(spec)
     one_key_head = spec.batch == spec.num_kv_heads == 1
     if one_key_head and not short and offset is not None and offset >= NEAR and _unmasked(spec):
@@ -89,6 +92,14 @@ def _mass(spec: Spec, query: Tensor, key: Tensor, first: Tensor, stretches: bool
         more = _stretch_mass(spec, rows, key, offset)
         mass = torch.logaddexp(mass, more.flatten(2)[..., : spec.query_len])
     return mass.double()
+
+
+def _grouped_rows(spec: Spec, query: Tensor) -> Tensor:
+    """[B, K, H / K, G, NEAR, D] in fp32 or better, zeros beyond the last."""
+    groups, short = -(-spec.query_len // NEAR), -spec.query_len % NEAR
+    rows = torch.nn.functional.pad(query, (0, 0, 0, short)) if short else query
+    rows = rows.to(torch.promote_types(query.dtype, torch.float32))
+    return rows.reshape(spec.batch, spec.num_kv_heads, spec.group, groups, NEAR, spec.head_dim)
 
 
 def _near_mass_of_views(spec: Spec, query: Tensor, key: Tensor, offset: int) -> Tensor:
@@ -140,13 +151,17 @@ def _near_mass(spec: Spec, rows: Tensor, key: Tensor, first: Tensor) -> Tensor:
     # Where all are inside, every group is as far from its keys as the first.
     pairs = slice(None) if _inner_offset(spec) is None else slice(0, 1)
     distance = i[:, pairs] - at[:, pairs, None, :]
-    penalty = _penalty(spec, distance[:, None], rows.dtype)
+    penalty = _penalty(spec, distance[:, None], rows.dtype if spec.key_bias is None else torch.float64)
     if spec.key_mask is not None:
         hidden = hidden | ~_per_sequence(spec.key_mask, at)
     if spec.query_segments is not None and spec.key_segments is not None:
         short = groups * NEAR - spec.query_len
         own = torch.nn.functional.pad(spec.query_segments, (0, short)).reshape(-1, groups, NEAR, 1)
         hidden = hidden | (own != _per_sequence(spec.key_segments, at))
+    if spec.key_bias is not None:
+        own = _bias_of_keys(spec, spec.key_bias, at)
+        hidden, scores = hidden[:, None] | (own == -math.inf), scores + own.masked_fill(own == -math.inf, 0.0)
+        return scores.sub_(penalty).masked_fill_(hidden, -math.inf).logsumexp(-1)
     return scores.sub_(penalty).masked_fill_(hidden[:, None], -math.inf).logsumexp(-1)
 
 
@@ -173,6 +188,12 @@ def _per_sequence(row: Tensor, at: Tensor) -> Tensor:
     """[B, G, 1, W] of a mask or of segment ids [B, S]."""
     index = at.clamp(0, row.shape[1] - 1).flatten(1).expand(row.shape[0], -1)
     return row.gather(1, index).reshape(row.shape[0], at.shape[1], 1, at.shape[2])
+
+
+def _bias_of_keys(spec: Spec, key_bias: Tensor, at: Tensor) -> Tensor:
+    """[B, H, G, 1, W] fp64: the biases of the keys at [B|1, G, W]."""
+    index = at.clamp(0, spec.key_len - 1).flatten(1).expand(spec.batch, -1)[:, None].expand(-1, spec.num_heads, -1)
+    return key_bias.detach().double().gather(2, index).unflatten(2, (at.shape[1], 1, at.shape[2]))
 
 
 def _stretch_mass(spec: Spec, rows: Tensor, key: Tensor, offset: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from attention_cases import CASES, Case
+from attention_cases import CASES, KEY_BIASES, Case
 from attention_checks import arguments
 from attention_oracle import visible_keys
 from torch import Tensor
@@ -22,7 +22,7 @@ def described(
     case: Case, dtype: torch.dtype = torch.float32, **extra: object
 ) -> tuple[AttentionSpec[Tensor], list[Tensor]]:
     args, kwargs = arguments(case, dtype)
-    names = ("right_slopes", "query_offset", "key_mask", "segment_ids")
+    names = ("right_slopes", "query_offset", "key_mask", "segment_ids", "key_bias")
     kwargs = {**dict.fromkeys(names), **kwargs, "dropout_p": 0.0, "tolerance": None, "return_lse": False, **extra}
     return make_spec(*args, **kwargs), args[:3]
 
@@ -30,8 +30,8 @@ def described(
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning", "error:.*without torch.compile.*")
 def test_compiled_it_equals_the_definition() -> None:
     """Also beyond torch's own limit of compiled shapes, past which FlexAttention would write out all T·S scores."""
-    for name in ("everything", "steep, long"):
-        case = next(case for case in CASES if case.name == name)
+    for name in ("everything", "steep, long", "key bias, hidden keys"):
+        case = next(case for case in (*CASES, *KEY_BIASES) if case.name == name)
         args, kwargs = arguments(case, torch.float32)
         spec, tensors = described(case)
         with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=1):
@@ -41,7 +41,7 @@ def test_compiled_it_equals_the_definition() -> None:
         assert float((output - true).abs().max()) < 4e-6
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *KEY_BIASES], ids=str)
 def test_its_functions_are_the_definition(case: Case) -> None:
     spec, (_query, key, value) = described(case)
     flags = flex._key_flags(spec, key, value)
@@ -57,7 +57,8 @@ def test_its_functions_are_the_definition(case: Case) -> None:
     distance = distances(spec.query_len, spec.key_len, spec.query_offset, None)
     bias = score_bias(spec, distance, visible(spec, distance))
     ours = flex._biased(spec, flags)(torch.zeros(()), b, h, i, j)
-    assert torch.equal(ours.expand(seen.shape)[seen], bias.expand(seen.shape)[seen])
+    ours, bias = (x.expand(seen.shape)[seen] for x in (ours, bias))
+    torch.testing.assert_close(ours, bias, rtol=0.0 if spec.key_bias is None else 2.0**-22, atol=0.0)
 
 
 @pytest.mark.parametrize("case", [*(c for c in CASES if c.name.startswith("steep")), STEEP], ids=str)

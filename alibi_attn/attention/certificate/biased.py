@@ -1,0 +1,145 @@
+"""The certificate where every key has a bias of its own (docs/maths.md, step 10): certified bands from torch operations.
+
+No geometric series tells what keys farther than a distance weigh then, but the keys that are there can be summed: with R a head's
+largest |scale|·‖q‖, one running log-sum-exp a head says for every block of queries what all keys before a tile weigh together,
+
+    F(p) = ln Σ_{j < p} exp(R·‖k_j‖ + b_j + m·j) ,    Σ_{j < p} exp(R·‖k_j‖ + b_j − m·(i − j)) = exp(F(p) − m·i) ,
+
+and one from the other end with −m·j for keys to the right. b need not fall or rise with the distance, and m may be 0 or negative.
+Everything is fp64 and nothing is read on the host; only differences are exponentiated, for m·j and b may be 10⁶.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from alibi_attn.attention.certificate.bounds import Bounds, longer_values
+from alibi_attn.attention.certificate.constants import (
+    KEPT,
+    OUTLIER_TILES,
+    REDUCED_PRODUCTS,
+    SCORE_UNITS,
+    TILE,
+    UNIT,
+    WORTH_LEAVING_OUT,
+)
+from alibi_attn.attention.certificate.lse_bound import biased_lower_bound
+from alibi_attn.attention.certificate.norms import norm_bound
+from alibi_attn.attention.spec import AttentionSpec
+from alibi_attn.attention.visibility import first_positions
+from alibi_attn.reach import UNLIMITED
+
+Spec = AttentionSpec[Tensor]
+
+ROUNDING = (
+    2.0**-50
+)  # of the largest exponent, for each tile that is summed in fp64, and 64 of it for the exponents themselves
+
+
+def biased_bounds(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> Bounds:
+    """What every block of queries must visit of keys with a bias; without `value` the values are taken to be of like length.
+
+    `left` counts from a block's first query, `right` from its last: what lies farther from these may be skipped by all of them.
+    A number that is not finite skips nothing.
+    """
+    b, h, n = spec.batch, spec.num_heads, -(-spec.query_len // TILE)
+    device = query.device
+    assert spec.key_bias is not None
+    if spec.tolerance == 0.0 or spec.query_len == 0 or spec.key_len == 0:
+        unlimited = torch.full((b, h, n), UNLIMITED, device=device)
+        return Bounds(unlimited, unlimited, torch.full((b, h, OUTLIER_TILES), -1, device=device))
+    first = first_positions(spec, device)
+    bias = spec.key_bias.detach().double()
+    hidden = bias == -math.inf
+    if spec.key_mask is not None:
+        hidden = hidden | ~spec.key_mask[:, None]
+    norms = norm_bound(key).repeat_interleave(spec.group, 1)
+    rate, constant = _queries(spec, query, key, value, norms, hidden, first)
+    own = rate.amax(-1, keepdim=True) * norms + bias
+    at = torch.arange(spec.key_len, device=device)
+    sides = [(1, spec.slopes)] if spec.causal else [(1, spec.slopes), (-1, spec.right_slopes)]
+    values = []
+    for side, slopes in sides:
+        m = (spec.slopes if slopes is None else slopes).detach().double().reshape(-1, h, 1)
+        # A head that never looks right has nothing there to skip.
+        nats = own + side * m.masked_fill(m.isinf(), 0.0) * at
+        nats = nats.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf).masked_fill(hidden, -math.inf)
+        nats = torch.nn.functional.pad(nats, (0, -spec.key_len % TILE), value=-math.inf).unflatten(-1, (-1, TILE))
+        values.append((side, m, nats))
+    pins = _outlier_tiles([nats.amax(-1) for _, _, nats in values], [side for side, _, _ in values])
+    reaches = [_reach(spec, nats, m, constant, pins, first, side) for side, m, nats in values]
+    return Bounds(reaches[0], reaches[-1], pins)
+
+
+def _queries(
+    spec: Spec, query: Tensor, key: Tensor, value: Tensor | None, norms: Tensor, hidden: Tensor, first: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(|scale|·‖q‖, what is to be added to the largest exponents of the keys), each [B, H, T] fp64.
+
+    The latter has −λ, its rounding, the nats that longer values cost, and what a query shorter than the head's longest gains; inf
+    where nothing may be skipped.
+    """
+    wide = query.dtype == torch.float64
+    error = (spec.head_dim + SCORE_UNITS) * UNIT["float64" if wide else "float32"]
+    rate = abs(spec.scale) * (1.0 + error) * norm_bound(query)
+    lower = biased_lower_bound(spec, query, key, first)
+    seen = norms.masked_fill(hidden, 0.0)
+    products = error if wide else error + REDUCED_PRODUCTS
+    constant = products * rate * seen.amax(-1, keepdim=True) + 2.0**-48 * lower.abs() - lower
+    if value is not None:
+        constant = constant + longer_values(spec, value, first)
+    bad = ~(constant.isfinite() & rate.isfinite())
+    rate = rate.masked_fill(bad, 0.0)
+    shortest = norms.masked_fill(hidden, math.inf).amin(-1, keepdim=True).nan_to_num(nan=0.0, posinf=0.0)
+    constant = constant - (rate.amax(-1, keepdim=True) - rate) * shortest
+    return rate, constant.masked_fill(bad, math.inf)
+
+
+def _outlier_tiles(largest: list[Tensor], sides: list[int]) -> Tensor:
+    """[B, H, P]: the tiles that stay the largest the longest, seen from the end that they are summed from; −1 = none.
+
+    One spike would keep every later block from skipping what lies before it; gates, which only rise, have none.
+    """
+    chosen = []
+    for _ in range(OUTLIER_TILES):
+        lengths = torch.zeros_like(largest[0])
+        for values, side in zip(largest, sides, strict=True):
+            leader = (values if side > 0 else values.flip(-1)).cummax(-1)
+            ones = (leader.values > -math.inf).to(lengths.dtype)
+            length = torch.zeros_like(lengths).scatter_add(-1, leader.indices, ones)
+            lengths = torch.maximum(lengths, length if side > 0 else length.flip(-1))
+        most = lengths.max(-1, keepdim=True)
+        tile = torch.where(most.values >= WORTH_LEAVING_OUT, most.indices, -1)
+        chosen.append(tile)
+        at = torch.arange(lengths.shape[-1], device=lengths.device)
+        largest = [values.masked_fill(at == tile, -math.inf) for values in largest]
+    return torch.cat(chosen, -1)
+
+
+def _reach(spec: Spec, nats: Tensor, m: Tensor, constant: Tensor, pins: Tensor, first: Tensor, side: int) -> Tensor:
+    """[B, H, N] int64: how far a block looks to one side, from the exponents [B, H, tiles, TILE] of all keys."""
+    tiles = nats.shape[2]
+    pinned = (torch.arange(tiles, device=nats.device)[:, None] == pins[:, :, None]).any(-1)
+    weights = nats.logsumexp(-1).masked_fill(pinned, -math.inf)
+    weights = weights if side > 0 else weights.flip(-1)
+    # What everything up to and with a tile weighs, from the far end; no term is larger than the largest exponent.
+    sums = weights.logcumsumexp(-1).nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
+    sums = sums.cummax(-1).values
+    size = nats.masked_fill(nats.isinf(), 0.0).abs().amax((-1, -2), keepdim=True)[..., 0] + 64.0
+    queries = first[:, None] + torch.arange(spec.query_len, device=nats.device)
+    away = side * m.masked_fill(m.isinf(), 0.0) * queries[:, None]
+    worst = constant - away + ROUNDING * (tiles + 64) * (size + away.abs())
+    n = -(-spec.query_len // TILE)
+    worst = torch.nn.functional.pad(worst, (0, n * TILE - spec.query_len), value=-math.inf).unflatten(-1, (n, TILE))
+    share = spec.tolerance if spec.causal else spec.tolerance / 2
+    room = math.log(share) - worst.amax(-1)
+    count = torch.searchsorted(sums.contiguous(), room.contiguous(), right=True)  # tiles from the far end that may go
+    count = count.masked_fill(~room.isfinite(), 0)
+    start = first[:, None, None] + torch.arange(n, device=nats.device) * TILE
+    if side > 0:
+        reach = start + 1 - count * TILE
+    else:
+        reach = (tiles - count) * TILE - torch.minimum(start + TILE, first[:, None, None] + spec.query_len) + 1
+    reach = torch.where(count > 0, reach, UNLIMITED).clamp(KEPT, UNLIMITED)
+    return reach if side > 0 else reach.masked_fill(m.isinf(), 1)

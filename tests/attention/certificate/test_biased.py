@@ -1,0 +1,115 @@
+"""The certificate of biased keys, from torch operations, under attack, and what it costs."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from certificate_attack import dropped, random_attack
+
+from alibi_attn import alibi_slopes
+from alibi_attn.attention.certificate import biased
+from alibi_attn.attention.certificate.constants import TILE
+from alibi_attn.attention.certificate.tiles import key_tiles
+from alibi_attn.attention.validation import make_spec
+
+
+def keys_of_tiles(spec, query, key, value) -> torch.Tensor:
+    """[B, H, T, S] bool: the keys in the tiles that each query's block visits."""
+    tiles = key_tiles(spec, biased.biased_bounds(spec, query, key, value), rows=TILE)
+    at = torch.arange(-(-spec.key_len // TILE))
+    first, last, _, _ = (x[..., None] for x in tiles.bands.unbind(-1))
+    kept = ((at >= first) & (at < last)) | (at == tiles.besides[..., None]).any(-2)
+    of_keys = kept.repeat_interleave(TILE, -1)[..., : spec.key_len]
+    return of_keys.repeat_interleave(TILE, 2)[:, :, : spec.query_len]
+
+
+def share_visited(key_bias: torch.Tensor, slopes: list[float], **options: object) -> float:
+    """Of the tiles of 1,024 random queries and keys."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 1, 2, 1024, 32, generator=generator).unbind(0)
+    spec = make_spec(q, k, k, slopes, key_bias=key_bias, **options)
+    tiles = key_tiles(spec, biased.biased_bounds(spec, q, k, k), rows=TILE)
+    return float(tiles.weight.sum()) / (2 * (1024 // TILE) ** 2)
+
+
+def test_the_certificate_holds_for_biases_that_are_made_to_break_it() -> None:
+    skipping = 0
+    for seed in range(250):
+        attack = random_attack(seed, biased=True)
+        if seed % 10 == 0:
+            attack = dataclasses.replace(attack, length=attack.length * 5)
+        lost, share = dropped(attack, keys_of_tiles)
+        assert lost <= attack.tolerance, f"{attack} lost {lost:.3g}"
+        skipping += share > 0
+    assert skipping > 60
+
+
+@pytest.mark.parametrize("wrong", ["lower bound", "weights", "bias", "outlier tiles"])
+def test_a_certificate_that_claims_too_much_is_found_out(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    certify = keys_of_tiles
+    if wrong == "lower bound":
+        honest = biased.biased_lower_bound
+        monkeypatch.setattr(biased, "biased_lower_bound", lambda *a: honest(*a) + 4.0)
+    elif wrong == "weights":
+        norm_bound = biased.norm_bound
+        monkeypatch.setattr(biased, "norm_bound", lambda x: norm_bound(x) * 0.7)
+    elif wrong == "bias":
+        certify = lambda spec, *x: keys_of_tiles(dataclasses.replace(spec, key_bias=spec.key_bias * 0.0), *x)  # noqa: E731
+    else:
+        _forget_pins(monkeypatch)
+    attacks = [random_attack(seed, biased=True) for seed in range(200)]
+    finite = [a for a in attacks if wrong != "bias" or a.bias != "hidden"]
+    assert sum(dropped(attack, certify)[0] > attack.tolerance for attack in finite) > 0
+
+
+def _forget_pins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Left out of the sums, and not visited."""
+    honest = biased.Bounds
+    monkeypatch.setattr(biased, "Bounds", lambda left, right, pins: honest(left, right, torch.full_like(pins, -1)))
+
+
+def test_a_constant_gate_is_a_slope() -> None:
+    q, k, v = torch.randn(3, 1, 4, 1000, 16, generator=torch.Generator().manual_seed(1)).double().unbind(0)
+    slopes = torch.tensor(alibi_slopes(4))
+    gates = slopes[:, None] * torch.arange(1000)
+    sloped = make_spec(q, k, v, slopes, key_bias=torch.zeros(1000).double())
+    gated = make_spec(q, k, v, torch.zeros(4), key_bias=gates)
+    ours, theirs = (biased.biased_bounds(spec, q, k, v) for spec in (gated, sloped))
+    assert torch.equal(ours.left, theirs.left)
+    assert int(ours.left[0, 0].min()) < 500
+
+
+@pytest.mark.parametrize("shift", [0.0, 1e6, -1e6])
+def test_gates_shorten_the_reach_whatever_the_slope_and_however_large_they_are(shift: float) -> None:
+    gates = torch.full((2, 1024), 0.5, dtype=torch.float64).cumsum(-1) + shift
+    assert share_visited(gates, [0.0, 0.0]) < 0.2
+    assert share_visited(gates, [-0.25, 0.1]) < 0.2
+    assert share_visited(-gates, [1.0, 1.0], causal=False) < 0.3
+
+
+def test_spikes_cost_a_few_tiles() -> None:
+    gates = torch.full((2, 1024), 0.5).cumsum(-1)
+    spiked = gates.clone()
+    spiked[:, [40, 300]] += 900.0
+    assert share_visited(spiked, [0.0, 0.0]) < share_visited(gates, [0.0, 0.0]) + 0.1
+
+
+def test_what_cannot_be_bounded_skips_nothing() -> None:
+    """NaN in a query or in a key that may be seen, a query whose near keys are all hidden; but a hidden NaN costs nothing."""
+    q, k, v = torch.randn(3, 1, 2, 1024, 16, generator=torch.Generator().manual_seed(2)).unbind(0)
+    gates = torch.full((2, 1024), 0.5).cumsum(-1)
+    bad_key, bad_query, hidden = k.clone(), q.clone(), gates.clone()
+    bad_key[0, 0, 500], bad_query[0, 0, 600] = math.nan, math.nan
+    plain = biased.biased_bounds(make_spec(q, k, v, [0.0] * 2, key_bias=gates), q, k, v).left
+    found = biased.biased_bounds(make_spec(bad_query, k, v, [0.0] * 2, key_bias=gates), bad_query, k, v).left
+    assert bool((found[0, 0, 600 // TILE] > 1024).all())
+    assert torch.equal(found[0, 1], plain[0, 1])
+    found = biased.biased_bounds(make_spec(q, bad_key, v, [0.0] * 2, key_bias=gates), q, bad_key, v).left
+    assert bool((found[0, 0] > 1024).all())
+    hidden[:, 500] = -math.inf
+    found = biased.biased_bounds(make_spec(q, bad_key, v, [0.0] * 2, key_bias=hidden), q, bad_key, v).left
+    assert int(found[0, 0, 1:].min()) < 512
+    hidden[:, 512 : 512 + 128] = -math.inf
+    found = biased.biased_bounds(make_spec(q, k, v, [0.0] * 2, key_bias=hidden), q, k, v).left
+    assert bool((found[0, :, 9] > 1024).all())
