@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from alibi_attn.slopes import alibi_slopes, interpolate_slopes
 
 if TYPE_CHECKING:
-    from alibi_attn.attention.api import alibi_attention, explain, head_reach
+    from alibi_attn.attention.api import alibi_attention, certified_block_mask, explain, head_reach
     from alibi_attn.attention.bias import alibi_bias
     from alibi_attn.attention.forgetting import forgetting_attention
     from alibi_attn.nn import ALiBiAttention, ALiBiPositionalBias, ALiBiTransformerBlock, KVCache
@@ -24,6 +24,7 @@ __all__ = [
     "alibi_attention",
     "alibi_bias",
     "alibi_slopes",
+    "certified_block_mask",
     "explain",
     "forgetting_attention",
     "head_reach",
@@ -37,6 +38,7 @@ _HOMES = {
     "KVCache": "alibi_attn.nn",
     "alibi_attention": "alibi_attn.attention.api",
     "alibi_bias": "alibi_attn.attention.bias",
+    "certified_block_mask": "alibi_attn.attention.api",
     "explain": "alibi_attn.attention.api",
     "forgetting_attention": "alibi_attn.attention.forgetting",
     "head_reach": "alibi_attn.attention.api",

@@ -3,6 +3,8 @@
 import doctest
 import importlib
 import re
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -26,9 +28,13 @@ def python_blocks(text: str) -> list[tuple[int, str]]:
 
 def assert_blocks_run(text: str, name: str) -> None:
     """The blocks of one document run in order and share their names."""
-    names: dict[str, object] = {"__name__": "__document__"}
-    for line, source in python_blocks(text):
-        exec(compile("\n" * (line - 1) + source, name, "exec"), names)
+    document = types.ModuleType("__document__")
+    sys.modules[document.__name__] = document  # where torch.compile looks up what a function of the document sees
+    try:
+        for line, source in python_blocks(text):
+            exec(compile("\n" * (line - 1) + source, name, "exec"), vars(document))
+    finally:
+        del sys.modules[document.__name__]
 
 
 def assert_links_lead_somewhere(document: Path) -> None:
@@ -46,6 +52,7 @@ def assert_links_lead_somewhere(document: Path) -> None:
             assert heading in anchors, f"{document.name} leads to #{heading}, which {there.name} has not"
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_python_in_documents_runs(document, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -1,15 +1,20 @@
 """`alibi_attention`: the one function. It checks its arguments, describes the call as an `AttentionSpec`, and has it computed."""
 
-from typing import Literal, Unpack, overload
+from typing import TYPE_CHECKING, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from alibi_attn.attention import dispatch, explanation
+from alibi_attn.attention.backends import flex
 from alibi_attn.attention.bias import Slopes
+from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.execution import attend, autocast
 from alibi_attn.attention.validation import AttentionOptions, SegmentIds, make_spec
 from alibi_attn.attention.visibility import largest_distance
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 
 @overload
@@ -195,3 +200,48 @@ def explain(
     spec = make_spec(query, key, value, slopes, **options)
     name = dispatch.choose(backend, spec, query, key, value)
     return explanation.describe(spec, name, backend, query, key, value)
+
+
+def certified_block_mask(
+    query: Tensor,
+    key: Tensor,
+    slopes: Slopes | None = None,
+    *,
+    block_size: int = flex.BLOCK,
+    **options: Unpack[AttentionOptions],
+) -> "BlockMask":
+    """The BlockMask of the tiles that matter, for a FlexAttention of your own: a fraction of the scores, the same result.
+
+    Blocks of keys that are left out weigh at most `tolerance` of any query's softmax mass, if the `score_mod` is ALiBi's
+    −m·|i − j| (+ b_j with a key_bias) and the `scale` is this one. Its `mask_mod` says who may see whom: causality, window, key
+    mask, segments, heads that never look right, biases of −inf; the score_mod needs to know nothing of these. Values are taken to
+    be of like length. FlexAttention multiplies keys and values that nobody may see, so NaN and inf in them are yours to clear.
+
+    Args:
+        block_size: queries and keys of a block, a multiple of 64. FlexAttention's kernels want it to be a multiple of theirs.
+        options: those of `alibi_attention`; dropout_p and return_lse change nothing.
+
+    Returns:
+        A BlockMask of [B, H, T, S]; it holds (T / block_size)·(S / block_size) numbers a head.
+
+    Raises:
+        ValueError, TypeError: as `alibi_attention`, a block_size that is no multiple of 64, no query or no key.
+
+    >>> q = k = torch.randn(1, 8, 1024, 64)
+    >>> mask = certified_block_mask(q, k)
+    >>> mask.shape, mask.kv_num_blocks[0, 0].tolist()  # the steepest head
+    ((1, 8, 1024, 1024), [1, 2, 2, 2, 2, 2, 2, 2])
+
+    Source: Dong et al. 2024, FlexAttention (arXiv:2412.05496).
+    """
+    if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < TILE or block_size % TILE:
+        raise ValueError(
+            f"block_size is {block_size!r} but must be a multiple of {TILE}; FlexAttention's default is 128"
+        )
+    query, key = autocast(query, key)
+    spec = make_spec(query, key, key, slopes, **options)
+    if spec.query_len == 0 or spec.key_len == 0:
+        raise ValueError(
+            f"there are {spec.query_len} queries and {spec.key_len} keys but a BlockMask needs one of each"
+        )
+    return flex.block_mask(spec, query.detach(), key.detach(), None, block_size=block_size)

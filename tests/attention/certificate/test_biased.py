@@ -19,7 +19,7 @@ def keys_of_tiles(spec, query, key, value) -> torch.Tensor:
     tiles = key_tiles(spec, biased.biased_bounds(spec, query, key, value), rows=TILE)
     at = torch.arange(-(-spec.key_len // TILE))
     first, last, _, _ = (x[..., None] for x in tiles.bands.unbind(-1))
-    kept = ((at >= first) & (at < last)) | (at == tiles.besides[..., None]).any(-2)
+    kept = ((at >= first) & (at < last)) | (at == tiles.beside[..., None]).any(-2)
     of_keys = kept.repeat_interleave(TILE, -1)[..., : spec.key_len]
     return of_keys.repeat_interleave(TILE, 2)[:, :, : spec.query_len]
 

@@ -1,0 +1,106 @@
+"""A BlockMask for other people's FlexAttention: its blocks and its mask_mod give the attention that `alibi_attention` gives."""
+
+import math
+
+import pytest
+import torch
+from attention_cases import CASES, KEY_BIASES, Case
+from attention_checks import arguments
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from alibi_attn import alibi_attention, certified_block_mask
+from alibi_attn.attention.bias import score_bias
+from alibi_attn.attention.validation import make_spec
+from alibi_attn.attention.visibility import distances
+
+LONG = (
+    Case("many tiles", batch=1, heads=2, query_len=700, key_len=700, slopes="steep", sink=200.0),
+    Case("many tiles, both sides", batch=1, heads=2, query_len=640, key_len=700, slopes="steep", causal=False, right="random"),
+    Case("many tiles, gates", batch=1, heads=2, query_len=700, key_len=700, slopes="zero", key_bias="gates", kv_heads=1),
+)  # fmt: skip
+
+
+def kept(mask: BlockMask, block_size: int) -> Tensor:
+    """[B, H, T, S] bool: what stands in the listed blocks, and is not hidden by the mask_mod."""
+    b, h, t, s = mask.shape
+    count, indices = mask.kv_num_blocks, mask.kv_indices
+    listed = torch.zeros(*count.shape, indices.shape[-1] + 1, dtype=torch.bool)
+    at = torch.arange(indices.shape[-1])
+    listed.scatter_(-1, torch.where(at < count[..., None], indices, indices.shape[-1]).long(), True)
+    listed = listed[..., :-1].repeat_interleave(block_size, 2).repeat_interleave(block_size, 3)[..., :t, :s]
+    axes = [x.reshape([-1 if at == n else 1 for at in range(4)]) for n, x in enumerate(map(torch.arange, (b, h, t, s)))]
+    return listed & mask.mask_mod(*axes)
+
+
+def assert_keeps_what_matters(case: Case, block_size: int, *, steeper: float = 0.0) -> BlockMask:
+    """Attention over what is kept is attention; the mask may be that of slopes that are `steeper`."""
+    (query, key, value, slopes), kwargs = arguments(case, torch.float64)
+    mask = certified_block_mask(query, key, slopes + steeper, block_size=block_size, **kwargs)
+    assert (block_size, block_size) == mask.BLOCK_SIZE
+    assert mask.shape == (case.batch, case.heads, case.query_len, case.key_len)
+    spec = make_spec(query, key, value, slopes, **kwargs)
+    seen = kept(mask, block_size)
+    finite = [x.nan_to_num(0.0, 0.0, 0.0).repeat_interleave(spec.group, 1) for x in (key, value)]
+    bias = score_bias(spec, distances(spec.query_len, spec.key_len, spec.query_offset, None), torch.ones_like(seen))
+    scores = (spec.scale * query @ finite[0].mT + bias.nan_to_num(neginf=0.0)).masked_fill(~seen, -math.inf)
+    blind = ~seen.any(-1, keepdim=True)
+    found = (scores.masked_fill(blind, 0.0).softmax(-1) @ finite[1]).masked_fill(blind, 0.0)
+    true = alibi_attention(query, key, value, slopes, tolerance=0.0, backend="reference", **kwargs)
+    torch.testing.assert_close(found, true, rtol=0, atol=1e-12 * float(finite[1].abs().max().clamp(min=1.0)))
+    return mask
+
+
+@pytest.mark.parametrize("case", [*CASES, *KEY_BIASES, *LONG], ids=str)
+@pytest.mark.parametrize("block_size", [64, 128, 192])
+def test_what_it_keeps_is_all_that_matters(case: Case, block_size: int) -> None:
+    mask = assert_keeps_what_matters(case, block_size)
+    if case in LONG:
+        assert int(mask.kv_num_blocks.sum()) < 0.75 * mask.kv_indices.numel()
+
+
+def test_a_mask_for_other_slopes_is_found_out() -> None:
+    case = Case("no slopes", batch=1, heads=2, query_len=500, key_len=500, slopes="zero")
+    assert_keeps_what_matters(case, 64)
+    with pytest.raises(AssertionError):
+        assert_keeps_what_matters(case, 64, steeper=0.5)
+
+
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning", "error:.*without torch.compile.*")
+def test_flex_attention_with_it_is_alibi_attention() -> None:
+    """Compiled, with a score_mod of the user's own: both directions, grouped heads, a window, a key mask, segments, biases."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 4, 520, 32, generator=generator)
+    k, v = torch.randn(2, 2, 2, 520, 32, generator=generator).unbind(0)
+    slopes, right = torch.tensor([1.0, 0.5, 0.25, 0.125]), torch.tensor([0.5, math.inf, 0.5, 2.0])
+    bias, shown = torch.randn(4, 520, generator=generator), torch.rand(3, 520, generator=generator) < 0.8
+    options = {
+        "causal": False, "right_slopes": right, "window": 300, "scale": 0.3, "key_mask": shown[:2],
+        "segment_ids": (torch.arange(520) // 400).expand(2, -1), "key_bias": bias.masked_fill(~shown[2], -math.inf),
+    }  # fmt: skip
+    mask = certified_block_mask(q, k, slopes, **options)
+    steep = right.masked_fill(right == math.inf, 0.0)
+
+    def alibi(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score - torch.where(j > i, steep[h], slopes[h]) * (i - j).abs() + bias[h, j]
+
+    assert int(mask.kv_num_blocks.sum()) < 0.7 * mask.kv_indices.numel()
+    with torch.no_grad():
+        attend = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+        found = attend(q, k, v, score_mod=alibi, block_mask=mask, scale=0.3, enable_gqa=True)
+    torch.testing.assert_close(found, alibi_attention(q, k, v, slopes, **options), rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("block_size", [0, 100, 32, -64, 128.0, True])
+def test_blocks_are_whole_tiles(block_size: object) -> None:
+    q = torch.randn(1, 2, 70, 16)
+    with pytest.raises(ValueError, match="must be a multiple of 64"):
+        certified_block_mask(q, q, block_size=block_size)
+
+
+def test_what_alibi_attention_refuses_it_refuses() -> None:
+    q = torch.randn(1, 2, 70, 16)
+    with pytest.raises(ValueError, match="pass alibi_slopes"):
+        certified_block_mask(q, q, [0.5])
+    with pytest.raises(ValueError, match="0 queries and 70 keys"):
+        certified_block_mask(q[:, :, :0], q)
