@@ -250,8 +250,8 @@ def check_log_fgate(
 
 
 GATES_RULE = (
-    "log_fgate must be finite and at most 0, the natural logarithm of a gate in (0, 1] (torch.nn.functional.logsigmoid of a "
-    "number): NaN, inf or a positive number came; where a sequence begins anew pass segment_ids"
+    "log_fgate must be finite and at most 0, the natural logarithm of a gate in (0, 1] (the logsigmoid of a number): "
+    "NaN, inf or a positive number came; where a sequence begins anew pass segment_ids"
 )
 
 

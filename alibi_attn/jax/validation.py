@@ -45,14 +45,14 @@ def make_spec(
 ) -> AttentionSpec[Array]:
     """What to compute: everything is checked here, once, and completed with its defaults."""
     for name, array in (("query", query), ("key", key), ("value", value)):
-        _check_array(name, array)
+        check_array(name, array)
     b, h, k, t, s, d = check_shapes(query, key, value, layout="BTHD")
     scale, tolerance = check_numbers(
         causal=causal, has_right_slopes=right_slopes is not None, window=window, scale=scale, dropout_p=dropout_p,
         tolerance=tolerance, head_dim=d, dtype=dtype_name(query.dtype),
     )  # fmt: skip
     if key_mask is not None:
-        _check_array("key_mask", key_mask)
+        check_array("key_mask", key_mask)
         check_key_mask(key_mask, batch=b, key_len=s)
     offset = _offset(query_offset, batch=b, query_len=t, key_len=s)
     query_segments, key_segments = _segments(segment_ids, offset, batch=b, query_len=t, key_len=s)
@@ -74,7 +74,7 @@ def checked_dropout_key(dropout_p: float, dropout_key: Array | None) -> Array | 
         return None
     if dropout_key is None:
         raise ValueError(f"dropout_p is {dropout_p} but there is no dropout_key; pass dropout_key=jax.random.key(seed)")
-    _check_array("dropout_key", dropout_key)
+    check_array("dropout_key", dropout_key)
     if jnp.issubdtype(dropout_key.dtype, jax.dtypes.prng_key):
         alone = dropout_key.shape == ()
     else:
@@ -91,7 +91,7 @@ def _slopes(name: str, slopes: Slopes, work: jnp.dtype, *, batch: int, num_heads
     if not (jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(array.dtype, jnp.integer)):
         raise TypeError(f"{name} is {dtype_name(array.dtype)} but must hold real numbers")
     check_slopes(name, array.shape, batch=batch, num_heads=num_heads)
-    values = _values(array)
+    values = readable_values(array)
     if values is not None:
         allowed = np.isfinite(values) | ((values == np.inf) & (name == "right_slopes"))
         if not allowed.all():
@@ -126,14 +126,14 @@ def _segments(
             )
         for number, length, axis in ((0, query_len, "T"), (1, key_len, "S")):
             name = f"segment_ids[{number}]"
-            _check_array(name, segment_ids[number])
+            check_array(name, segment_ids[number])
             check_segments(name, segment_ids[number], batch=batch, length=length, axis=axis)
         of_query, of_key = _small_numbers(*segment_ids)
         return of_query, of_key
-    _check_array("segment_ids", segment_ids)
+    check_array("segment_ids", segment_ids)
     check_segments("segment_ids", segment_ids, batch=batch, length=key_len, axis="S")
     (of_key,) = _small_numbers(segment_ids)
-    first = _values(offset) if isinstance(offset, jax.Array) else np.asarray(offset)
+    first = readable_values(offset) if isinstance(offset, jax.Array) else np.asarray(offset)
     if first is not None and first.size and (first.min() < 0 or first.max() + query_len > key_len):
         raise ValueError(
             f"the queries stand at positions {first.min()} to {first.max() + query_len - 1} but segment_ids covers the keys' "
@@ -149,9 +149,9 @@ def _segments(
 
 def _key_bias(key_bias: Array, *, batch: int, num_heads: int, key_len: int) -> Array:
     """[B, H, S]."""
-    _check_array("key_bias", key_bias)
+    check_array("key_bias", key_bias)
     check_key_bias(key_bias, batch=batch, num_heads=num_heads, key_len=key_len)
-    values = _values(key_bias)
+    values = readable_values(key_bias)
     if values is not None and not (values < np.inf).all():
         raise ValueError("key_bias has NaN or +inf in it but must be finite, or −inf for a key that may not be seen")
     return jnp.broadcast_to(jnp.asarray(key_bias), (batch, num_heads, key_len))
@@ -172,12 +172,12 @@ def _small_numbers(*segment_ids: object) -> list[Array]:
     return [jnp.asarray(part.reshape(x.shape)) for part, x in zip(parts, of_numpy, strict=True)]
 
 
-def _check_array(name: str, array: object) -> None:
+def check_array(name: str, array: object) -> None:
     if not isinstance(array, jax.Array | np.ndarray):
         raise TypeError(f"{name} must be a jax.Array or numpy array but is {type(array).__name__}")
 
 
-def _values(array: Array | NDArray[np.floating]) -> NDArray[np.floating] | None:
+def readable_values(array: Array | NDArray[np.floating]) -> NDArray[np.floating] | None:
     """The values where reading them costs nothing: numpy, or an array on the CPU that is not being traced."""
     if isinstance(array, jax.Array) and (
         isinstance(array, jax.core.Tracer) or {d.platform for d in array.devices()} != {"cpu"}

@@ -1,0 +1,189 @@
+"""`forgetting_attention` for JAX arrays: every token says how much of what came before it is kept.
+
+Sums of gates reach 10⁵ where a text is long, and JAX has no fp64 by default: they are kept as two numbers each, and so are
+the sums that are a gate's gradient.
+"""
+
+import dataclasses
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from alibi_attn.attention.spec import GATES_RULE, check_log_fgate
+from alibi_attn.jax.attention import Backend, attend
+from alibi_attn.jax.tiles import Array, KeyBias
+from alibi_attn.jax.validation import (
+    SegmentIds,
+    Slopes,
+    check_array,
+    checked_dropout_key,
+    make_spec,
+    readable_values,
+)
+
+Pair = tuple[Array, Array]  # x = high + low, low no larger than half a unit of high
+
+
+def forgetting_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    log_fgate: Array,
+    slopes: Slopes | None = None,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    query_offset: int | None = None,
+    key_mask: Array | None = None,
+    segment_ids: SegmentIds | None = None,
+    key_bias: Array | None = None,
+    dropout_p: float = 0.0,
+    dropout_key: Array | None = None,
+    tolerance: float | None = None,
+    return_lse: bool = False,
+    backend: Backend = "auto",
+) -> Array | tuple[Array, Array]:
+    """Causal attention with forget gates, softmax(scale·q·kᵀ + Σ_{l=j+1..i} ln f_l − m·|i − j| + b_j)·v, [B, T, H, D].
+
+    The gate of position l lies between the keys before l and the queries from l on, so the first is never used, and a gate f
+    that never changes is ALiBi with the slope −ln f. Exact to rounding without fp64: sums of gates are two numbers each. Pure, as
+    `alibi_attention` is, and differentiable once in all arrays, and through lse. The gates themselves prove that far keys cannot
+    matter: what is computed is what weighs more than the tolerance.
+
+    Args:
+        log_fgate: ln f, natural, finite and at most 0, fp32 or fp64, [B, H, S] (or [B, K, S], for all heads of a group). Hidden
+            keys and those of other segments have gates too: a sum within a segment has only that segment's. Values are
+            checked where that is free: numpy, and arrays on the CPU that are not traced.
+        slopes: m, for ALiBi times gates; None = none.
+        query_offset: position of query 0, an int; S − T by default. All queries are among the S positions.
+        query, key, value, window, scale, key_mask, segment_ids, key_bias, dropout_p, dropout_key, tolerance, return_lse,
+            backend: as for `alibi_attention`. lse is that of the scores above.
+
+    Raises:
+        ValueError, TypeError: wrong shapes, dtypes or numbers, when the function is traced.
+
+    >>> q = k = v = jnp.ones((1, 128, 8, 64))
+    >>> gates = jax.nn.log_sigmoid(jnp.ones((1, 8, 128)))
+    >>> forgetting_attention(q, k, v, gates).shape
+    (1, 128, 8, 64)
+
+    Source: Lin et al. 2025, Forgetting Transformer (arXiv:2503.02130), eq. 9 to 12.
+    """
+    heads = query.shape[2] if getattr(query, "ndim", 0) == 4 else 0
+    spec = make_spec(
+        query, key, value, [0.0] * heads if slopes is None else slopes, causal=True, right_slopes=None, window=window,
+        scale=scale, query_offset=query_offset, key_mask=key_mask,
+        segment_ids=segment_ids, key_bias=key_bias, dropout_p=dropout_p, tolerance=tolerance, return_lse=return_lse,
+    )  # fmt: skip
+    check_array("log_fgate", log_fgate)
+    first = check_log_fgate(
+        log_fgate, batch=spec.batch, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, key_len=spec.key_len,
+        query_len=spec.query_len, query_offset=query_offset,
+    )  # fmt: skip
+    values = readable_values(log_fgate)
+    if values is not None and not (np.isfinite(values) & (values <= 0)).all():
+        raise ValueError(GATES_RULE)
+    gates = jnp.asarray(log_fgate)
+    if gates.shape[1] != spec.num_heads:
+        gates = jnp.repeat(gates, spec.group, axis=1)
+    of_key, of_query = _biases(first, spec.query_len, gates, spec.key_bias)
+    output, lse = attend(
+        dataclasses.replace(spec, key_bias=of_key.high, query_bias=of_query.high), query, key, value,
+        checked_dropout_key(dropout_p, dropout_key), backend, key_bias_low=of_key.low, query_bias_low=of_query.low,
+    )  # fmt: skip
+    if not return_lse:
+        return output
+    wide = jnp.float64 in (output.dtype, None if spec.key_bias is None else spec.key_bias.dtype)
+    return output, lse.astype(jnp.float64 if wide else jnp.float32)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _biases(first: int, query_len: int, gates: Array, key_bias: Array | None) -> tuple[KeyBias, KeyBias]:
+    """(b_j − c_j [B, H, S], c_i [B, H, T]) with c the running sums of gates [B, H, S]; queries stand from `first` on.
+
+    The gradient of gate l is Σ_{i ≥ l} (row sum i − column sum i) of the gradient of the scores, and what arrives for the two
+    biases are these sums: of the very same numbers, so that what one row's rounding leaves does not collect.
+    """
+    work = gates.dtype if key_bias is None else jnp.promote_types(gates.dtype, key_bias.dtype)
+    high, low = _running_sums((gates.astype(work), jnp.zeros_like(gates, dtype=work)))
+    own = slice(first, first + query_len)
+    of_query = KeyBias(high[:, :, own], low[:, :, own])
+    if key_bias is None:
+        return KeyBias(-high, -low), of_query
+    hidden = key_bias == -jnp.inf
+    total, rest = _sum_of_two(jnp.where(hidden, 0.0, key_bias.astype(work)), -high)
+    return KeyBias(jnp.where(hidden, -jnp.inf, total), rest - low), of_query
+
+
+def _biases_forward(
+    first: int, query_len: int, gates: Array, key_bias: Array | None
+) -> tuple[tuple[KeyBias, KeyBias], tuple[Array, Array | None]]:
+    nothing = gates[:0], None if key_bias is None else key_bias[:0]  # their dtypes
+    return _biases(first, query_len, gates, key_bias), nothing
+
+
+def _biases_backward(
+    first: int, query_len: int, kept: tuple[Array, Array | None], grads: tuple[KeyBias, KeyBias]
+) -> tuple[Array, Array | None]:
+    of_key, of_query = (x.high for x in grads)
+    gates, key_bias = kept
+    behind = of_key.shape[2] - first - query_len
+    rows = jnp.pad(of_query, [(0, 0), (0, 0), (first, behind)])
+    high, low = _running_sums(_sum_of_two(rows, -of_key), reverse=True)
+    of_gates = (high + low).at[:, :, :1].set(0.0)  # no key lies before the first
+    return of_gates.astype(gates.dtype), None if key_bias is None else of_key.astype(key_bias.dtype)
+
+
+_biases.defvjp(_biases_forward, _biases_backward)
+
+
+def _running_sums(x: Pair, *, reverse: bool = False) -> Pair:
+    """Σ over all positions up to each along the last axis [..., S], or from each on; off by 2⁻⁴⁰ of the largest sum in fp32.
+
+    Rows of √S positions are added up side by side, and then the rows: two short loops, quick to compile at any length.
+    """
+    *lead, length = x[0].shape
+    if length == 0:
+        return x
+    row = math.isqrt(length)
+    padding = [(0, 0)] * len(lead) + [(0, -length % row)]
+
+    def cut(part: Array) -> Array:
+        return jnp.moveaxis(jnp.pad(part, padding).reshape(*lead, -1, row), -1, 0)  # [row, ..., rows]
+
+    def joined(part: Array) -> Array:
+        return jnp.moveaxis(part, 0, -1).reshape(*lead, -1)[..., :length]
+
+    def step(so_far: Pair, one: Pair) -> tuple[Pair, tuple[Pair, Pair]]:
+        total = _added(so_far, one)
+        return total, (total, so_far)
+
+    def sums(parts: Pair) -> tuple[Pair, Pair]:
+        """(with each, before each) along the first axis."""
+        nothing = jnp.zeros_like(parts[0][0]), jnp.zeros_like(parts[1][0])
+        found: tuple[Pair, Pair] = lax.scan(step, nothing, parts, reverse=reverse)[1]
+        return found
+
+    within, _ = sums((cut(x[0]), cut(x[1])))
+    end = 0 if reverse else -1
+    _, before = sums((jnp.moveaxis(within[0][end], -1, 0), jnp.moveaxis(within[1][end], -1, 0)))
+    high, low = _added(within, (jnp.moveaxis(before[0], 0, -1), jnp.moveaxis(before[1], 0, -1)))
+    return joined(high), joined(low)
+
+
+def _added(a: Pair, b: Pair) -> Pair:
+    total, rest = _sum_of_two(a[0], b[0])
+    rest = rest + (a[1] + b[1])
+    high = total + rest
+    return high, rest - (high - total)
+
+
+def _sum_of_two(a: Array, b: Array) -> Pair:
+    """a + b exactly, as its rounded sum and what that lacks (Knuth; Møller 1965)."""
+    total = a + b
+    of_b = total - a
+    return total, (a - (total - of_b)) + (b - of_b)

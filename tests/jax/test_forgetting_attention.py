@@ -1,0 +1,186 @@
+"""forgetting_attention in JAX: the formula, what equals what, its digits at great length without fp64, and what it refuses."""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from alibi_attn import forgetting_attention as of_pytorch
+from alibi_attn.jax import alibi_attention, attention, forgetting_attention
+from alibi_attn.jax.forgetting import _running_sums
+from alibi_attn.slopes import alibi_slopes
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "QUERY_BLOCK", 16)
+    monkeypatch.setattr(attention, "KEY_TILE", 8)
+
+
+def log_gates(logits: np.ndarray) -> np.ndarray:
+    return -np.logaddexp(0.0, -logits).astype(np.float32)
+
+
+def draw(t: int = 40, s: int | None = None, h: int = 4, k: int = 2, gates_of: int | None = None) -> list[np.ndarray]:
+    rng, s = np.random.default_rng(t), t if s is None else s
+    shapes = (2, t, h, 16), (2, s, k, 16), (2, s, k, 16)
+    inputs = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+    return [*inputs, log_gates(1.0 + rng.standard_normal((2, gates_of or h, s)))]
+
+
+def by_hand(query, key, value, gates, *, slopes=None, window=None, key_mask=None, segment_ids=None, key_bias=None):
+    """The paper's formula in PyTorch, fp64: (output [B, T, H, D], lse)."""
+    (b, t, h, d), s = query.shape, key.shape[1]
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    key, value = (x.repeat_interleave(h // x.shape[1], 1) for x in (key, value))
+    gates = gates.repeat_interleave(h // gates.shape[1], 1)
+    i, j, at = torch.arange(s - t, s)[:, None, None], torch.arange(s)[:, None], torch.arange(s)
+    lies_between = ((at > j) & (at <= i)).double()  # [T, S, l]
+    scores = query @ key.mT * d**-0.5 + torch.einsum("ijl,bhl->bhij", lies_between, gates)
+    distance = (i - j)[..., 0]
+    if slopes is not None:
+        scores = scores - torch.tensor(slopes, dtype=torch.float64)[:, None, None] * distance
+    if key_bias is not None:
+        scores = scores + torch.tensor(key_bias, dtype=torch.float64)[:, :, None]
+    seen = (distance >= 0) & (distance < (window or s))
+    seen = seen.expand(b, 1, t, s)
+    if key_mask is not None:
+        seen = seen & torch.tensor(key_mask)[:, None, None]
+    if segment_ids is not None:
+        ids = torch.tensor(segment_ids)
+        seen = seen & (ids[:, s - t :, None] == ids[:, None])[:, None]
+    scores = scores.masked_fill(~seen, -math.inf)
+    blind = ~seen.any(-1, keepdim=True)
+    weights = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
+    return (weights @ value).transpose(1, 2), scores.logsumexp(-1)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize(
+    ("backend", "shape", "options"),
+    [
+        ("dense", {}, ("slopes", "key_mask")),
+        ("dense", {"t": 20, "s": 45, "gates_of": 2}, ("key_bias", "segment_ids", "window")),
+        ("loop", {"t": 30, "s": 45, "gates_of": 2}, ("key_bias", "key_mask", "segment_ids", "slopes")),
+    ],
+)
+def test_it_is_the_papers_formula(backend: str, shape: dict, options: tuple[str, ...]) -> None:
+    inputs = draw(**shape)
+    s, rng = inputs[1].shape[1], np.random.default_rng(5)
+    made = {
+        "slopes": alibi_slopes(4), "window": 19, "key_bias": rng.standard_normal((2, 4, s)).astype(np.float32),
+        "key_mask": rng.random((2, s)) < 0.6, "segment_ids": np.sort(rng.integers(0, 3, (2, s)), -1),
+    }  # fmt: skip
+    given = {name: made[name] for name in options}
+    grad = np.random.default_rng(6).standard_normal(inputs[0].shape)
+
+    def ours(*arrays: jax.Array) -> tuple[jax.Array, tuple]:
+        output, lse = forgetting_attention(*arrays, **given, return_lse=True, backend=backend)
+        return (output * grad).sum() + jnp.where(jnp.isinf(lse), 0.0, jnp.square(lse)).sum(), (output, lse)
+
+    (_, found), gradients = jax.value_and_grad(ours, argnums=(0, 1, 2, 3), has_aux=True)(*inputs)
+    leaves = [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in inputs]
+    output, lse = by_hand(*leaves, **given)
+    total = (output * torch.tensor(grad)).sum() + lse.masked_fill(lse.isinf(), 0.0).square().sum()
+    right = [output, lse, *torch.autograd.grad(total, leaves)]
+    for one, other in zip((*found, *gradients), right, strict=True):
+        np.testing.assert_allclose(one, other.detach().numpy(), rtol=5e-5, atol=5e-5)
+
+
+def test_four_tokens_say_which_gate_lies_where() -> None:
+    f = np.float32([0.1, 0.5, 0.25, 0.2])
+    nothing, value = np.zeros((1, 4, 1, 4), np.float32), np.eye(4, dtype=np.float32)[None, :, None]
+    weights = forgetting_attention(nothing, nothing, value, np.log(f)[None, None])[0, 3, 0]
+    through = np.array([f[1] * f[2] * f[3], f[2] * f[3], f[3], 1.0])
+    np.testing.assert_allclose(weights, through / through.sum(), rtol=1e-6)
+
+
+def test_a_constant_gate_is_alibi() -> None:
+    *inputs, _ = draw(40)
+    slopes = np.float32(alibi_slopes(4))
+    gates = np.broadcast_to(-slopes[:, None], (2, 4, 40))
+    for x, y in zip(
+        forgetting_attention(*inputs, gates, return_lse=True),
+        alibi_attention(*inputs, slopes, return_lse=True),
+        strict=True,
+    ):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("length", [1, 2, 3, 1000, 131_072])
+def test_sums_of_gates_keep_the_digits_that_fp32_does_not_have(length: int, reverse: bool) -> None:
+    gates = log_gates(2 * np.random.default_rng(0).standard_normal((2, length)))
+    high, low = jax.jit(partial(_running_sums, reverse=reverse))((gates, np.zeros_like(gates)))
+    wide = gates.astype(np.float64)
+    exact = wide[:, ::-1].cumsum(-1)[:, ::-1] if reverse else wide.cumsum(-1)
+    assert np.abs(np.float64(high) + np.float64(low) - exact).max() < 1e-7
+    assert length < 131_072 or np.abs(np.float64(high) - exact).max() > 1e-3
+
+
+def test_great_length_costs_no_digits() -> None:
+    """The last queries of 131,072 tokens: sums of gates are 10⁵ there, of which fp32 keeps two digits behind the point."""
+    t, s, near = 64, 131_072, 512
+    query, key, value, gates = (x[:1] for x in draw(t, s, h=1, k=1))
+    output, lse = jax.jit(partial(forgetting_attention, return_lse=True, backend="loop"))(query, key, value, gates)
+    last = [torch.tensor(x, dtype=torch.float64) for x in (query, key[:, -near:], value[:, -near:], gates[..., -near:])]
+    exact, exact_lse = by_hand(*last)
+    np.testing.assert_allclose(output, exact.numpy(), rtol=0, atol=4e-6)
+    np.testing.assert_allclose(lse, exact_lse.numpy(), rtol=0, atol=8e-6)
+
+
+def test_a_gates_gradient_is_right_at_length() -> None:
+    """It is a sum over all later rows: what one row's rounding leaves must not collect."""
+    inputs = [x[:1] for x in draw(6144, h=1, k=1)]
+    inputs[3] = log_gates(2.0 + np.random.default_rng(1).standard_normal(inputs[3].shape))
+    narrow = [jnp.asarray(x, jnp.bfloat16) for x in inputs[:3]]
+
+    def loss(gates: jax.Array) -> jax.Array:
+        output = forgetting_attention(*narrow, gates, backend="loop")
+        return (output.astype(jnp.float32) * inputs[0]).sum()
+
+    ours = np.asarray(jax.grad(loss)(jnp.asarray(inputs[3])))
+    wide = [torch.tensor(np.asarray(x, np.float64)).transpose(1, 2) for x in narrow]
+    gates = torch.tensor(inputs[3], dtype=torch.float64, requires_grad=True)
+    output = of_pytorch(*wide, gates).transpose(1, 2)
+    exact = torch.autograd.grad((output * torch.tensor(inputs[0])).sum(), gates)[0].numpy()
+    assert np.abs(ours - exact).max() < 0.03 * exact.std()
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_vmap_and_jit_carry_gates() -> None:
+    inputs = draw(40)
+    one = lambda *x: forgetting_attention(*(y[None] for y in x), backend="dense")[0]  # noqa: E731
+    mapped = jax.jit(jax.vmap(jax.grad(lambda *x: jnp.square(one(*x)).sum(), argnums=3)))(*inputs)
+    whole = jax.grad(lambda *x: jnp.square(forgetting_attention(*x, backend="dense")).sum(), argnums=3)(*inputs)
+    np.testing.assert_allclose(mapped, whole, rtol=1e-5, atol=1e-5)
+    assert (np.asarray(whole)[:, :, 0] == 0).all()  # no key lies before the first gate
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "said"),
+    [
+        ({"log_fgate": 0.1}, ValueError, "at most 0, the natural logarithm"),
+        ({"log_fgate": math.nan}, ValueError, "NaN, inf or a positive number"),
+        ({"log_fgate": -math.inf}, ValueError, "pass segment_ids"),
+        ({"log_fgate": np.zeros((2, 3, 40), np.float32)}, ValueError, r"must be \[B, H, S\] = \[2, 4, 40\]"),
+        ({"log_fgate": np.zeros((2, 4, 39), np.float32)}, ValueError, "log_fgate has shape"),
+        ({"log_fgate": jnp.zeros((2, 4, 40), jnp.bfloat16)}, TypeError, "must be float32 or float64"),
+        ({"log_fgate": [0.0]}, TypeError, "log_fgate must be a jax.Array or numpy array but is list"),
+        ({"query_offset": np.int32(0)}, TypeError, "must be an int or None"),
+        ({"query_offset": 3}, ValueError, "every query must be among the keys"),
+        ({"query_offset": -1}, ValueError, "every query must be among the keys"),
+        ({"query": [1.0]}, TypeError, "query must be a jax.Array"),
+    ],
+)  # fmt: skip
+def test_what_it_refuses(changes: dict, error: type[Exception], said: str) -> None:
+    given = dict(zip(("query", "key", "value", "log_fgate"), draw(), strict=True))
+    if isinstance(changes.get("log_fgate"), float):
+        given["log_fgate"][1, 2, 3] = changes["log_fgate"]
+        changes = {}
+    with pytest.raises(error, match=said):
+        forgetting_attention(**given | changes)
