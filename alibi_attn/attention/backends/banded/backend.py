@@ -279,8 +279,9 @@ def _plain_backward(
         moment = weight * (moment - (weight * moment).sum(-1, keepdim=True))
         if grad_lse is not None:
             moment = moment + weight * grad_lse[some, None]
-        dq[some] += (moment @ k) * head.spec.scale
-        dk += (moment.T @ q[some]) * head.spec.scale
+        scaled = moment * head.spec.scale  # before the products, which may overflow where the gradient does not
+        dq[some] += scaled @ k
+        dk += scaled.T @ q[some]
         dv += weight.T @ grad[some]
         total[0] -= (moment.double() * distance.clamp(min=0)).sum()
         total[1] += (moment.double() * distance.clamp(max=0)).sum()
