@@ -2,7 +2,7 @@
 
 `alibi_attention` reads every key once to know how long it is. Where that is remembered (`norms.py`) a new query's reach is
 known before any far key is touched. On a GPU the kernels get their plan from there, also for the parts of a long prompt. On a CPU
-each head attends to a slice: its last keys, and the pinned tiles before them.
+each head attends to a slice: its last keys, and the outlier tiles before them.
 """
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from alibi_attn.attention.api import alibi_attention
 from alibi_attn.attention.backends.fused import backend as fused
-from alibi_attn.attention.certificate.bounds import bounds, worth_pinning
+from alibi_attn.attention.certificate.bounds import bounds, worth_leaving_out
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.validation import make_spec
@@ -47,18 +47,18 @@ def attend_near(
         if not _on_cpu(query):
             return fused.decode(spec, query, key, value, known_norms)
         norms = known_norms.tile_norms(key, value)
-        found = bounds(spec, query, key, value, tile_norms=norms, pin_choices=worth_pinning(norms[0], times=2))
+        found = bounds(spec, query, key, value, tile_norms=norms, outlier_choices=worth_leaving_out(norms[0], times=2))
     far = spec.key_len if window is None else min(spec.key_len, window)
     # Keys that the first query needs, and those between it and the last.
     reach = found.left.amax(-1).clamp(max=far) + spec.query_len - 1
     needed = reach.unflatten(1, (spec.num_kv_heads, spec.group)).amax(-1).clamp(max=spec.key_len).tolist()
-    pins = found.pins.unflatten(1, (spec.num_kv_heads, spec.group)).flatten(2).tolist()
+    outlier_tiles = found.outlier_tiles.unflatten(1, (spec.num_kv_heads, spec.group)).flatten(2).tolist()
     output = torch.empty_like(query)
     for b in range(spec.batch):
         for keys, members in _buckets(needed[b]).items():
             heads = _span([k * spec.group + g for k in members for g in range(spec.group)])
             start = spec.key_len - min(keys, spec.key_len)
-            tiles = sorted({pin for k in members for pin in pins[b][k] if 0 <= pin * TILE < start})
+            tiles = sorted({tile for k in members for tile in outlier_tiles[b][k] if 0 <= tile * TILE < start})
             spans = [(start, spec.key_len), *((tile * TILE, min((tile + 1) * TILE, start)) for tile in tiles)]
             of_heads = slopes[heads] if slopes.ndim == 1 else slopes[b : b + 1, heads]
             one = slice(b, b + 1)
@@ -100,14 +100,14 @@ def _attend(
         return alibi_attention(
             query, keys, values, slopes, window=window, scale=scale, query_offset=offset, tolerance=0.0
         )
-    outputs, masses = [], []
+    outputs, lses = [], []
     for span in spans:
         keys, values, offset = part(*span)
         output, lse = alibi_attention(
             query, keys, values, slopes, window=window, scale=scale, query_offset=offset, tolerance=0.0, return_lse=True
         )
         outputs.append(output)
-        masses.append(lse)
-    mass = torch.stack(masses)
-    share = (mass - mass.logsumexp(0)).exp()[..., None]
+        lses.append(lse)
+    lse = torch.stack(lses)
+    share = (lse - lse.logsumexp(0)).exp()[..., None]
     return (torch.stack(outputs) * share).sum(0).to(query.dtype)

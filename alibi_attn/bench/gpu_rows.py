@@ -143,7 +143,7 @@ def _what_is_read(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> 
     spec, known_norms = make_spec(query, key, value, slopes), Norms.of(key, value)
     with torch.no_grad():
         tiles, found = planned(spec, query, key, value, rows=TILE, shared=True, known_norms=known_norms)
-    least = int(found.left.clamp(max=key.shape[2]).sum()) + int((found.pins >= 0).sum()) * TILE
+    least = int(found.left.clamp(max=key.shape[2]).sum()) + int((found.outlier_tiles >= 0).sum()) * TILE
     row_bytes = 2 * key.shape[-1] * key.element_size()
     return {
         "bytes_read": int(tiles.weight.sum()) * TILE * row_bytes, "bytes_least": least * row_bytes,

@@ -163,7 +163,7 @@ def compare(query: Tensor, key: Tensor, value: Tensor) -> dict[str, Sequence[rec
         "certified_mean": certified.double().mean(-1).tolist(),
         "true": true.amax(-1).tolist(),
         "true_mean": blocks.double().mean(-1).tolist(),
-        "pinned_tiles": (found.pins[0] >= 0).sum(-1).tolist(),
+        "pinned_tiles": (found.outlier_tiles[0] >= 0).sum(-1).tolist(),
         "longest_key": key[0].norm(dim=-1).amax(-1).tolist(),
         "median_key": key[0].norm(dim=-1).median(-1).values.tolist(),
     }

@@ -59,7 +59,7 @@ def test_it_gives_what_full_attention_gives(case: str, queries: int, keys: int, 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_every_dtype(dtype: torch.dtype) -> None:
     query, key, value = draw(2, 1000, dtype=dtype)
-    key[:, :, 3] *= 30  # a pinned tile, merged
+    key[:, :, 3] *= 30  # an outlier tile, merged
     exact = alibi_attention(*(x.double() for x in (query, key, value)), SLOPES, tolerance=0.0, backend="reference")
     got = decoding.attend_near(query, key, value, SLOPES, Norms.of(key, value))
     assert got.dtype == dtype

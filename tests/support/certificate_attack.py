@@ -216,13 +216,13 @@ def dropped(attack: Attack, certify: Callable[..., Bounds | torch.Tensor] | None
 
 
 def certified_keys(spec, found: Bounds, distance: torch.Tensor) -> torch.Tensor:
-    """[1, H, T, S]: within the reach of the query's block, or pinned: the keys that must be read."""
+    """[1, H, T, S]: within the reach of the query's block, or in an outlier tile: the keys that must be read."""
     block = torch.arange(spec.query_len) // TILE
     left, right = found.left[:, :, block, None], found.right[:, :, block, None]
     right = 1 if spec.causal else right
     tile = torch.arange(spec.key_len) // TILE
-    pinned = (found.pins[..., None] == tile).any(2)
-    return ((distance[:, None] < left) & (-distance[:, None] < right)) | pinned[:, :, None]
+    outlier = (found.outlier_tiles[..., None] == tile).any(2)
+    return ((distance[:, None] < left) & (-distance[:, None] < right)) | outlier[:, :, None]
 
 
 def native_keys(spec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -70,7 +70,7 @@ def certificate(spec: AttentionSpec[Tensor], *tensors: Tensor, device: str = "cp
         if isinstance(value := getattr(spec, field.name), Tensor)
     }
     _, found = planned(dataclasses.replace(spec, **moved), *(x.to(device) for x in tensors), rows=PLAN_ROWS)
-    return Bounds(found.left.cpu(), found.right.cpu(), found.pins.cpu())
+    return Bounds(found.left.cpu(), found.right.cpu(), found.outlier_tiles.cpu())
 
 
 def main(out: Path, draws: int) -> int:

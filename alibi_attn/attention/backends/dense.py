@@ -114,7 +114,7 @@ def _written_out(
     wide = query.dtype == work
     step, keys = (spec.num_kv_heads, spec.key_len) if wide else (1, FEW_KEYS)
     parts = [slice(start, start + keys) for start in range(0, spec.key_len, keys)]
-    outputs, masses = [], []
+    outputs, lses = [], []
     for start in range(0, spec.num_kv_heads, step):
         heads = slice(start, start + step)
         products = [rows[:, heads].flatten(2, 3) @ key[:, heads, part].to(work).mT for part in parts]
@@ -125,11 +125,11 @@ def _written_out(
         weights = scores.softmax(-1)
         outputs.append(torch.stack([weights[..., part] @ value[:, heads, part].to(work) for part in parts]).sum(0))
         if spec.return_lse:
-            masses.append(scores.logsumexp(-1))
+            lses.append(scores.logsumexp(-1))
     output = torch.cat(outputs, 1).unflatten(2, (spec.group, -1)).flatten(1, 2)
     if not bool(output.sum().isfinite()):
         return None
     if not spec.return_lse:
         return output.to(query.dtype), None
-    lse = torch.cat(masses, 1).unflatten(2, (spec.group, -1)).flatten(1, 2)
+    lse = torch.cat(lses, 1).unflatten(2, (spec.group, -1)).flatten(1, 2)
     return output.to(query.dtype), unshifted_lse(spec, lse)

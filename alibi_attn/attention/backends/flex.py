@@ -130,8 +130,8 @@ def key_blocks(spec: Spec, tiles: Tiles) -> tuple[Tensor, Tensor]:
     width = tiles.rows // TILE
     at = torch.arange(-(-spec.key_len // tiles.rows), device=first.device, dtype=torch.int32) * width
     inside = (at >= first) & (at < last)
-    for pin in beside.unbind(-1):
-        inside = inside | ((at == pin[..., None, None]) & (at >= low) & (at < high))
+    for tile in beside.unbind(-1):
+        inside = inside | ((at == tile[..., None, None]) & (at >= low) & (at < high))
     order = torch.argsort((~inside).to(torch.int8), dim=-1, stable=True)
     return inside.sum(-1, dtype=torch.int32), order.to(torch.int32)
 

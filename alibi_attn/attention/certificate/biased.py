@@ -67,9 +67,9 @@ def biased_bounds(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) 
         nats = nats.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf).masked_fill(hidden, -math.inf)
         nats = torch.nn.functional.pad(nats, (0, -spec.key_len % TILE), value=-math.inf).unflatten(-1, (-1, TILE))
         values.append((side, m, nats))
-    pins = _outlier_tiles([nats.amax(-1) for _, _, nats in values], [side for side, _, _ in values])
-    reaches = [_reach(spec, nats, m, constant, pins, first, side) for side, m, nats in values]
-    return Bounds(reaches[0], reaches[-1], pins)
+    outlier_tiles = _outlier_tiles([nats.amax(-1) for _, _, nats in values], [side for side, _, _ in values])
+    reaches = [_reach(spec, nats, m, constant, outlier_tiles, first, side) for side, m, nats in values]
+    return Bounds(reaches[0], reaches[-1], outlier_tiles)
 
 
 def _queries(
@@ -117,11 +117,13 @@ def _outlier_tiles(largest: list[Tensor], sides: list[int]) -> Tensor:
     return torch.cat(chosen, -1)
 
 
-def _reach(spec: Spec, nats: Tensor, m: Tensor, constant: Tensor, pins: Tensor, first: Tensor, side: int) -> Tensor:
+def _reach(
+    spec: Spec, nats: Tensor, m: Tensor, constant: Tensor, outlier_tiles: Tensor, first: Tensor, side: int
+) -> Tensor:
     """[B, H, N] int64: how far a block looks to one side, from the exponents [B, H, tiles, TILE] of all keys."""
     tiles = nats.shape[2]
-    pinned = (torch.arange(tiles, device=nats.device)[:, None] == pins[:, :, None]).any(-1)
-    weights = nats.logsumexp(-1).masked_fill(pinned, -math.inf)
+    left_out = (torch.arange(tiles, device=nats.device)[:, None] == outlier_tiles[:, :, None]).any(-1)
+    weights = nats.logsumexp(-1).masked_fill(left_out, -math.inf)
     weights = weights if side > 0 else weights.flip(-1)
     # What everything up to and with a tile weighs, from the far end; no term is larger than the largest exponent.
     sums = weights.logcumsumexp(-1).nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)

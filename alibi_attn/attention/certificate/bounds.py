@@ -3,7 +3,7 @@
 For a query, U = |scale|·‖q‖·κ bounds all its scores (Cauchy–Schwarz), κ = the largest norm among the keys that may be skipped: to
 the left a prefix maximum, to the right a suffix maximum. Few keys are that long: Σ exp(|scale|·‖q‖·‖k_j‖ − m·d), summed key by
 key, bounds the same tail and is smaller over many keys; the better of the two is taken. λ comes from `lse_bound.py`. Tiles of
-keys with the largest norms may be *pinned*: they are always visited and left out of both, so one giant key costs one tile and
+keys with the largest norms may be *outlier tiles*: always visited and left out of both, so one giant key costs one tile and
 not the whole band.
 
 Floating point is part of the certificate: `norm_bound` never falls short of a norm, and the numerator grows by what the near
@@ -43,26 +43,27 @@ class Bounds:
     """What must be visited, N = ⌈T / TILE⌉ blocks of queries.
 
     Args:
-        left: [B, H, N] int64: a key that is not pinned, at i − j ≥ left, may be skipped by every query of the block.
+        left: [B, H, N] int64: a key in no outlier tile, at i − j ≥ left, may be skipped by every query of the block.
         right: [B, H, N] int64: the same at j − i ≥ right.
-        pins: [B, H, P] int64: tiles of keys that are always visited, ascending; −1 = none.
+        outlier_tiles: [B, H, P] int64: tiles of keys that are always visited, ascending; −1 = none.
     """
 
     left: Tensor
     right: Tensor
-    pins: Tensor
+    outlier_tiles: Tensor
 
 
 def bounds(
     spec: Spec, query: Tensor, key: Tensor, value: Tensor | None, *,
-    pin_choices: tuple[int, ...] = OUTLIER_CHOICES, refine: bool | None = None, tile_norms: tuple[Tensor, Tensor] | None = None,
+    outlier_choices: tuple[int, ...] = OUTLIER_CHOICES, refine: bool | None = None,
+    tile_norms: tuple[Tensor, Tensor] | None = None,
 ) -> Bounds:  # fmt: skip
     """The certified reach of every block of queries. Without `value` the values are taken to be of like length.
 
     Keys and values must be finite (a NaN in them skips nothing, which is safe and slow).
 
     Args:
-        pin_choices: how many tiles may be pinned.
+        outlier_choices: how many tiles may be outlier tiles.
         refine: sum tails key by key, and take λ from farther keys too; None = where there are `LONG` keys.
         tile_norms: of the keys and of the values, [B, K, ⌈S / TILE⌉] fp64 each: no norm in a tile is larger. Then only those
             near the queries are read; for causal queries among the keys, without key mask and segments.
@@ -83,17 +84,17 @@ def bounds(
         tiles, longer = tile_norms[0], None if value is None else _longer_far_values(spec, value, tile_norms[1])
     rate, constant = _numerator_parts(spec, query, key, longer, tiles.amax(-1), first, refine)
     tails = _Tails.of(spec, rate, key_norms) if refine else None
-    found = [_with_pins(spec, rate, constant, tiles, tails, count, first) for count in pin_choices]
-    left, right, pins, cost = found[0]
-    for wider_left, wider_right, more_pins, asked in found[1:]:
+    found = [_with_outliers(spec, rate, constant, tiles, tails, count, first) for count in outlier_choices]
+    left, right, outlier_tiles, cost = found[0]
+    for wider_left, wider_right, more_tiles, asked in found[1:]:
         better = (asked < cost)[..., None]
         left, right = torch.where(better, wider_left, left), torch.where(better, wider_right, right)
-        pins, cost = torch.where(better, more_pins, pins), torch.minimum(asked, cost)
-    return Bounds(left, right, pins)
+        outlier_tiles, cost = torch.where(better, more_tiles, outlier_tiles), torch.minimum(asked, cost)
+    return Bounds(left, right, outlier_tiles)
 
 
-def worth_pinning(norms: Tensor, *, times: float) -> tuple[int, ...]:
-    """The `pin_choices` for keys of these norms, [B, K, n]: none where no norm is `times` the mean. Reads them on the host."""
+def worth_leaving_out(norms: Tensor, *, times: float) -> tuple[int, ...]:
+    """The `outlier_choices` for keys of these norms, [B, K, n]: none where no norm is `times` the mean. Read on the host."""
     return OUTLIER_CHOICES if bool((norms.amax(-1) > times * norms.mean(-1)).any()) else (0,)
 
 
@@ -198,17 +199,19 @@ class _Tails:
         return self.mass.masked_fill(hidden.repeat_interleave(spec.group, 1)[:, :, None], -math.inf)
 
 
-def _with_pins(
+def _with_outliers(
     spec: Spec, rate: Tensor, constant: Tensor, tiles: Tensor, tails: _Tails | None, count: int, first: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(left, right, pins, cost) if the `count` tiles with the largest norms are pinned; pins [B, H, P]."""
+    """(left, right, outlier_tiles, cost) if the `count` tiles with the largest norms are left out; outlier_tiles [B, H, P]."""
     count = min(count, tiles.shape[-1])
     chosen = tiles.topk(count, dim=-1).indices.sort(-1).values
     if tails is not None and count:
         tails = dataclasses.replace(tails, mass=tails.without(spec, chosen))
     left, right = _sides(spec, rate, constant, tiles.scatter(-1, chosen, 0.0), tails, first)
-    pins = torch.nn.functional.pad(chosen.repeat_interleave(spec.group, 1), (0, OUTLIER_TILES - count), value=-1)
-    return left, right, pins, _cost(spec, left, right, pinned=count, first=first)
+    outlier_tiles = torch.nn.functional.pad(
+        chosen.repeat_interleave(spec.group, 1), (0, OUTLIER_TILES - count), value=-1
+    )
+    return left, right, outlier_tiles, _cost(spec, left, right, outliers=count, first=first)
 
 
 def _sides(
@@ -278,11 +281,11 @@ def _worst(numerator: Tensor) -> Tensor:
     return numerator.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf).amax(-1)
 
 
-def _cost(spec: Spec, left: Tensor, right: Tensor, *, pinned: int, first: Tensor) -> Tensor:
-    """[B, H]: keys that a query of every block visits, summed over the blocks, pins included."""
+def _cost(spec: Spec, left: Tensor, right: Tensor, *, outliers: int, first: Tensor) -> Tensor:
+    """[B, H]: keys that a query of every block visits, summed over the blocks, outlier tiles included."""
     start = (first[:, None] + torch.arange(left.shape[-1], device=first.device) * TILE)[:, None]
     asked = torch.minimum(left, (start + TILE).clamp(0, spec.key_len))
     if not spec.causal:
         asked = asked + torch.minimum(right, (spec.key_len - start).clamp(0, spec.key_len))
     # A tile on its own costs about twice its width: it is one more call, and one more merge.
-    return asked.sum(-1) + pinned * (2 * TILE) * left.shape[-1]
+    return asked.sum(-1) + outliers * (2 * TILE) * left.shape[-1]

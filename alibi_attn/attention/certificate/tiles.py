@@ -74,7 +74,7 @@ def key_tiles(spec: Spec, found: Bounds, *, rows: int) -> Tiles:
     for at, (fill, reduce) in enumerate([(NEVER, torch.amin), (0, torch.amax)] * 2):
         wide = torch.nn.functional.pad(parts[at], (0, short), value=fill)
         parts[at] = reduce(wide.unflatten(-1, (-1, rows // TILE)), -1)
-    return Tiles.of(torch.stack(parts, -1).to(torch.int32), found.pins.to(torch.int32), rows)
+    return Tiles.of(torch.stack(parts, -1).to(torch.int32), found.outlier_tiles.to(torch.int32), rows)
 
 
 def reach_and_scores(spec: Spec, tiles: Tiles) -> tuple[Tensor, Tensor]:

@@ -69,9 +69,9 @@ def test_the_block_mask_holds_the_certified_tiles_and_little_else(case: Case) ->
     for b, h, n in torch.cartesian_prod(*map(torch.arange, count.shape)).tolist():
         listed = set(indices[b, h, n, : count[b, h, n]].tolist())
         first, last, low, high = tiles.bands[b, h, n].tolist()
-        pins = [pin for pin in tiles.outlier_tiles[b, h].tolist() if low <= pin < high]
-        wanted = {tile // 2 for tile in (*range(first, last), *pins)}
-        assert wanted <= listed <= wanted | {pin // 2 for pin in tiles.outlier_tiles[b, h].tolist()}
+        outlier_tiles = [tile for tile in tiles.outlier_tiles[b, h].tolist() if low <= tile < high]
+        wanted = {tile // 2 for tile in (*range(first, last), *outlier_tiles)}
+        assert wanted <= listed <= wanted | {tile // 2 for tile in tiles.outlier_tiles[b, h].tolist()}
         assert sorted(indices[b, h, n].tolist()) == list(range(-(-case.key_len // flex.BLOCK)))
     if case is STEEP:
         assert int(count.sum()) < 0.6 * count.shape[2] * count.shape[1] * indices.shape[-1]

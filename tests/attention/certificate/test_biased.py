@@ -66,7 +66,7 @@ def test_a_certificate_that_claims_too_much_is_found_out(wrong: str, monkeypatch
 def _forget_pins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Left out of the sums, and not visited."""
     honest = biased.Bounds
-    monkeypatch.setattr(biased, "Bounds", lambda left, right, pins: honest(left, right, torch.full_like(pins, -1)))
+    monkeypatch.setattr(biased, "Bounds", lambda left, right, tiles: honest(left, right, torch.full_like(tiles, -1)))
 
 
 def test_a_constant_gate_is_a_slope() -> None:

@@ -99,7 +99,7 @@ def test_a_plan_of_squares_reads_every_certified_key_once(
     torch.manual_seed(query_len)
     query, key = torch.randn(1, 6, query_len, 8), torch.randn(1, 6, key_len, 8)
     query[:, 1, 700:1400] *= 3  # a reach that changes within the head
-    key[:, 2, 40] *= 6  # a pinned key
+    key[:, 2, 40] *= 6  # an outlier
     spec = _spec(query, key, key, [0.15, 0.04, 0.04, 0.02, 0.01, 0.0])
     found = bounds.bounds(spec, query, key, key)
     plan = banded_pieces.plan(spec, found, threads=threads)
@@ -214,9 +214,9 @@ def test_one_giant_key_costs_a_few_tiles_and_not_the_band() -> None:
     steep = slice(0, 5)
     extra = (with_sink - calm)[0, steep]
     assert bool((extra <= 4096 * 2 * bounds.TILE).all()), extra
-    unpinned = bounds.bounds(spec, query, key, value, pin_choices=(0,)).left
-    pinned = bounds.bounds(spec, query, key, value).left
-    assert bool((pinned[0, steep].amax(-1) * 4 < unpinned[0, steep].amax(-1)).all())
+    without = bounds.bounds(spec, query, key, value, outlier_choices=(0,)).left
+    with_outliers = bounds.bounds(spec, query, key, value).left
+    assert bool((with_outliers[0, steep].amax(-1) * 4 < without[0, steep].amax(-1)).all())
 
 
 def test_masked_giants_and_other_batch_rows_change_nothing() -> None:
@@ -227,7 +227,7 @@ def test_masked_giants_and_other_batch_rows_change_nothing() -> None:
     giant = torch.where(mask[:, None, :, None], key, key * 1e6)
     hidden = bounds.bounds(_spec(query, giant, value, key_mask=mask), query, giant, value)
     alone = bounds.bounds(_spec(query[:1], key[:1], value[:1], key_mask=mask[:1]), query[:1], key[:1], value[:1])
-    for name in ("left", "right", "pins"):
+    for name in ("left", "right", "outlier_tiles"):
         assert torch.equal(getattr(plain, name), getattr(hidden, name))
         assert torch.equal(getattr(plain, name)[:1], getattr(alone, name))
 

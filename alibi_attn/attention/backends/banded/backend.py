@@ -20,7 +20,7 @@ from alibi_attn.attention.backends.banded import pieces as banded_pieces
 from alibi_attn.attention.backends.banded.masks import HeadMasks, Masks, key_view, query_view
 from alibi_attn.attention.backends.banded.pieces import Piece
 from alibi_attn.attention.backends.protocol import FEW_QUERIES, TooSmall
-from alibi_attn.attention.certificate.bounds import Bounds, bounds, worth_pinning
+from alibi_attn.attention.certificate.bounds import Bounds, bounds, worth_leaving_out
 from alibi_attn.attention.certificate.constants import OUTLIER_TILES, TILE
 from alibi_attn.attention.certificate.norms import has_huge_scores
 from alibi_attn.attention.custom_op import Gradients, Saved, clean, described, operator
@@ -64,7 +64,7 @@ def too_small(spec: Spec) -> TooSmall | None:
 
 def plan(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> tuple[Bounds, list[list[list[Piece]]]]:
     """What will be visited, before it is: the bounds, and the pieces of every sequence and head."""
-    found = bounds(spec, query, key, value, pin_choices=_pin_choices(spec, key))
+    found = bounds(spec, query, key, value, outlier_choices=_outlier_choices(spec, key))
     return found, banded_pieces.plan(spec, found, threads=torch.get_num_threads())
 
 
@@ -96,7 +96,7 @@ def _forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
                 continue
             for piece in plans[b][h]:
                 _forward_piece(head, piece, *ours, output[b, h], lse[b, h])
-    visited = torch.cat([found.left, found.right, found.pins], -1).flatten(1)
+    visited = torch.cat([found.left, found.right, found.outlier_tiles], -1).flatten(1)
     return output, lse, Saved(visited, output.new_empty(spec.batch, 0))
 
 
@@ -315,8 +315,8 @@ def _add_overlapping(total: Tensor, part: Tensor, piece: Piece) -> None:
         key_view(total, slices).add_(part[:, start : start + size])
 
 
-def _pin_choices(spec: Spec, key: Tensor) -> tuple[int, ...]:
-    """Whether tiles may be pinned at all: only where some key is much longer than most."""
+def _outlier_choices(spec: Spec, key: Tensor) -> tuple[int, ...]:
+    """Whether there may be outlier tiles at all: only where some key is much longer than most."""
     if spec.query_len <= TILE:
         return (0,)
-    return worth_pinning(torch.linalg.vector_norm(key.float(), dim=-1), times=3)
+    return worth_leaving_out(torch.linalg.vector_norm(key.float(), dim=-1), times=3)

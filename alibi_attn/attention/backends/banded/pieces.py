@@ -113,7 +113,7 @@ def plan(spec: Spec, bounds: Bounds, *, threads: int) -> list[list[list[Piece]]]
             )
             for h, is_flat in enumerate(flat.tolist())
         ]  # fmt: skip
-        found.append([_pieces(head, bounds.pins[b, h].tolist()) for h, head in enumerate(heads)])
+        found.append([_pieces(head, bounds.outlier_tiles[b, h].tolist()) for h, head in enumerate(heads)])
     return found
 
 
@@ -159,7 +159,7 @@ def _tile_range(segments: Tensor) -> tuple[Tensor, Tensor]:
     return padded.amin(-1), padded.amax(-1)
 
 
-def _pieces(head: _Head, pins: list[int]) -> list[Piece]:
+def _pieces(head: _Head, outlier_tiles: list[int]) -> list[Piece]:
     spec = head.spec
     widest = min(int(head.left.max()), spec.window or spec.key_len, spec.key_len)
     edge = 0
@@ -168,8 +168,8 @@ def _pieces(head: _Head, pins: list[int]) -> list[Piece]:
         edge = ROWS * next((n for n, block in enumerate(blocks) if block.low > 0), len(blocks))
     met: list[_Block] = []
     pieces = [*_triangle(head.first, edge), *_sliding(head, edge, spec.query_len, widest, met)]
-    for pin in pins:
-        pieces += _pinned(spec, met, pin) if pin >= 0 else ()
+    for tile in outlier_tiles:
+        pieces += _outlier_pieces(spec, met, tile) if tile >= 0 else ()
     return [part for piece in pieces for cut in _cut(piece) for part in _spread(spec, cut, head.threads)]
 
 
@@ -304,9 +304,9 @@ def _widened(head: _Head, run: list[_Block]) -> list[_Block]:
     return [b._replace(low=first + b.query - back, high=first + b.query + ahead) for b in run]
 
 
-def _pinned(spec: Spec, blocks: list[_Block], pin: int) -> Iterator[Piece]:
-    """The pinned tile, or what a band leaves of it, for every block that does not hold it already."""
-    start, stop = pin * TILE, min((pin + 1) * TILE, spec.key_len)
+def _outlier_pieces(spec: Spec, blocks: list[_Block], tile: int) -> Iterator[Piece]:
+    """The outlier tile, or what a band leaves of it, for every block that does not hold it already."""
+    start, stop = tile * TILE, min((tile + 1) * TILE, spec.key_len)
     pending: Piece | None = None
     for block in blocks:
         parts = [(start, min(stop, block.low))]
