@@ -21,12 +21,13 @@ NO_WINDOW = 10**7
 
 def of_shape(call: Call, backend: str) -> Call:
     """The call in the shape of a backend, in fp32; strides are PyTorch's."""
-    layouts = {f"layout_{name}": "contiguous" for name in ("query", "key", "value", "masks")}
+    layouts = {f"layout_{name}": "contiguous" for name in ("query", "key", "value", "masks", "key_bias")}
     alike = call.layout_grad if call.layout_grad in ("zero", "one number") else "contiguous"
     changes = layouts | {
         "layout_grad": alike,
         "dtype": "float32",
         "slopes_as": "float32",
+        "key_bias_as": "float32",
         "integers": "int64",
         "value_is_key": False,
     }
@@ -42,6 +43,8 @@ def jax_answer(call: Call, numbers: Arrays, backend: str) -> Answer:
     given["slopes"] = jnp.asarray(numbers.slopes, jnp.float32)
     if numbers.right_slopes is not None:
         given["right_slopes"] = jnp.asarray(numbers.right_slopes, jnp.float32)
+    if numbers.key_bias is not None:
+        given["key_bias"] = jnp.asarray(numbers.key_bias, jnp.float32)
     pair = numbers.query_segments, numbers.key_segments
     if pair[1] is None:
         pair = np.zeros((b, t), np.int64), np.zeros((b, s), np.int64)
