@@ -14,6 +14,8 @@ from alibi_attn.attention.visibility import distances, visible
 
 Slopes = Sequence[float] | NDArray[np.floating] | Tensor
 
+FAR_MORE = 1000.0  # nats: a weight of e^−1000 is none
+
 
 def alibi_bias(
     slopes: Slopes,
@@ -102,10 +104,49 @@ def unshifted_lse(spec: AttentionSpec[Tensor], lse: Tensor) -> Tensor:
     """The lse [B, H, T] of scores with the bias of `score_bias`, with what that left out; fp64 where one of them is."""
     if spec.key_bias is None:
         return lse
-    shift = nearest_key_bias(spec, spec.key_bias)
+    shift = bias_that_matters(spec, spec.key_bias)
     if spec.query_bias is not None:
         shift = shift + spec.query_bias.detach()
     return lse.to(torch.promote_types(lse.dtype, shift.dtype)) + shift
+
+
+def bias_that_matters(spec: AttentionSpec[Tensor], key_bias: Tensor) -> Tensor:
+    """r [B, H, T], from which biases count: the b of the last key up to the query that may be seen, else of the first after it.
+
+    That of a key farther away where it counts so much more that the near one has no weight, which may be padding, with −10⁹
+    (looked for where neither a window nor segments may hide it). 0 where none is finite.
+    """
+    b = key_bias.detach()
+    if spec.key_mask is not None:
+        b = b.masked_fill(~spec.key_mask[:, None], -math.inf)
+    at = torch.arange(spec.key_len, device=b.device)
+    finite = b > -math.inf
+    before = torch.where(finite, at, -1).cummax(-1).values
+    after = torch.where(finite, at, spec.key_len).flip(-1).cummin(-1).values.flip(-1)
+    nearest = torch.where(before >= 0, before, after % spec.key_len)
+    first = spec.query_offset.reshape(-1, 1) if isinstance(spec.query_offset, Tensor) else spec.query_offset
+    position = (torch.arange(spec.query_len, device=b.device) + first).reshape(-1, 1, spec.query_len)
+    key = position.clamp(0, spec.key_len - 1).expand(*b.shape[:2], -1)
+    found = b.gather(-1, nearest.gather(-1, key))
+    if spec.window is None and spec.key_segments is None:
+        slopes = spec.slopes.detach().reshape(-1, spec.num_heads, 1).to(b.dtype)
+        right = (
+            slopes
+            if spec.right_slopes is None
+            else spec.right_slopes.detach().reshape(-1, spec.num_heads, 1).to(b.dtype)
+        )
+        enough = found + FAR_MORE
+        for flip, m in (
+            ((False, slopes),) if spec.causal else ((False, slopes), (True, right.masked_fill(right.isinf(), 0.0)))
+        ):
+            nats = b + (-m if flip else m) * at
+            most, where = (nats.flip(-1) if flip else nats).cummax(-1)
+            if flip:
+                most, where = most.flip(-1), spec.key_len - 1 - where.flip(-1)
+            counts = most.gather(-1, key) - (-m if flip else m) * position
+            found = torch.where(counts > enough, b.gather(-1, where.gather(-1, key)), found)
+            enough = torch.maximum(enough, counts)
+    return found.masked_fill(found == -math.inf, 0.0)
 
 
 def _relative_key_bias(spec: AttentionSpec[Tensor], key_bias: Tensor) -> Tensor:
@@ -114,23 +155,8 @@ def _relative_key_bias(spec: AttentionSpec[Tensor], key_bias: Tensor) -> Tensor:
     The gradients of b and of the query's bias are sums of the very same numbers then, over queries and over keys.
     """
     wide = key_bias if key_bias.device.type == "mps" else key_bias.double()
-    relative = wide[:, :, None] - nearest_key_bias(spec, key_bias)[..., None].to(wide.dtype)
+    relative = wide[:, :, None] - bias_that_matters(spec, key_bias)[..., None].to(wide.dtype)
     if spec.query_bias is None:
         return relative
     own = spec.query_bias.to(wide.dtype)
     return relative + (own - own.detach())[..., None]
-
-
-def nearest_key_bias(spec: AttentionSpec[Tensor], key_bias: Tensor) -> Tensor:
-    """r [B, H, T]: the b of the last key up to the query's position that has a finite one, else of the first after it; else 0."""
-    b = key_bias.detach()
-    at = torch.arange(spec.key_len, device=b.device)
-    finite = b > -math.inf
-    before = torch.where(finite, at, -1).cummax(-1).values
-    after = torch.where(finite, at, spec.key_len).flip(-1).cummin(-1).values.flip(-1)
-    nearest = torch.where(before >= 0, before, after % spec.key_len)
-    first = spec.query_offset.reshape(-1, 1) if isinstance(spec.query_offset, Tensor) else spec.query_offset
-    position = (torch.arange(spec.query_len, device=b.device) + first).clamp(0, spec.key_len - 1)
-    nearest = nearest.gather(-1, position.reshape(-1, 1, spec.query_len).expand(*b.shape[:2], -1))
-    found = b.gather(-1, nearest)
-    return found.masked_fill(found == -math.inf, 0.0)

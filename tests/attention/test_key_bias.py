@@ -178,3 +178,17 @@ def test_rows_and_columns_of_one_gradient(causal: bool) -> None:
     out, lse = alibi_attention(q, k, v, key_bias=bias, causal=causal, return_lse=True, backend="native")
     (found,) = torch.autograd.grad(out.sum() + (3 * lse).sum(), bias)
     np.testing.assert_allclose(found.sum(-1).numpy(), 3 * 400, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ABLE)
+@pytest.mark.parametrize("low", [-1e4, -1e9, torch.finfo(torch.float32).min])
+def test_padding_by_a_large_negative_number_costs_no_digits(backend: str, low: float) -> None:
+    """A soft mask: queries among padded keys too, for all the weight is on keys far from them."""
+    q, k, v = draw(300)
+    for causal, real in ((True, slice(0, 150)), (False, slice(0, 150)), (False, slice(150, 300))):
+        bias = torch.full((300,), low)
+        bias[real] = 0.0
+        found = alibi_attention(q, k, v, key_bias=bias, causal=causal, backend=backend)
+        hidden = (bias == 0).expand(2, 300)
+        exact = alibi_attention(*(x.double() for x in (q, k, v)), key_mask=hidden, causal=causal, backend="reference")
+        torch.testing.assert_close(found, exact.float(), rtol=0, atol=5e-6)

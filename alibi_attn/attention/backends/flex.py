@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from alibi_attn.attention.backends.protocol import TooSmall
-from alibi_attn.attention.bias import nearest_key_bias, unshifted_lse
+from alibi_attn.attention.bias import bias_that_matters, unshifted_lse
 from alibi_attn.attention.certificate.biased import biased_bounds
 from alibi_attn.attention.certificate.bounds import bounds
 from alibi_attn.attention.certificate.constants import TILE
@@ -212,7 +212,7 @@ def _relative_key_bias(spec: Spec) -> Callable[[Tensor, Tensor, Tensor, Tensor],
     """b_j − r_i in fp32, off by a rounding of the difference: both are sums of two numbers, whose parts are subtracted first."""
     if spec.key_bias is None:
         return None
-    near = nearest_key_bias(spec, spec.key_bias)
+    near = bias_that_matters(spec, spec.key_bias)
     of_key, of_query = (
         _in_two(x.detach()) for x in (spec.key_bias.masked_fill(spec.key_bias == -torch.inf, 0.0), near)
     )

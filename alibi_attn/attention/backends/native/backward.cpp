@@ -254,6 +254,7 @@ void add_slope_grads(const Call<Real> &call, const BackwardPlan &plan, const std
 template <typename Real>
 void run(const Call<Real> &call) {
     const BackwardPlan plan = backward_plan(call);
+    const std::vector<TileBias> biases = tile_biases(call);
     const int64_t D = call.D, group = call.H / call.K, width = 512, parts = (call.S + width - 1) / width;
     std::vector<double> slope_grads(call.slope_grads ? plan.tasks.size() * group * 2 : 0, 0.0);
     Real *kept = static_cast<Real *>(std::malloc(2 * plan.kept * D * sizeof(Real)));
@@ -263,7 +264,8 @@ void run(const Call<Real> &call) {
     {
         Real *memory = static_cast<Real *>(std::aligned_alloc(64, (2 * BLOCK + 3 * D) * BLOCK * sizeof(Real)));
         Real *panels = memory + 2 * BLOCK * BLOCK;
-        Backward<Real> backward = {{call, panels}, memory, memory + BLOCK * BLOCK, panels + D * BLOCK, panels + 2 * D * BLOCK,
+        const Block<Real> block = {call, panels, biases.data()};
+        Backward<Real> backward = {block, memory, memory + BLOCK * BLOCK, panels + D * BLOCK, panels + 2 * D * BLOCK,
                                    plan, kept, {}, {}, {}, {}, kept_biases, {}};
 #pragma omp for schedule(dynamic, 1)
         for (size_t i = 0; i < plan.heaviest.size(); i++) {

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdlib>
+#include <vector>
 
 #include "allowed.hpp"
 #include "vectors.hpp"
@@ -14,11 +15,41 @@
 extern int64_t alibi_counted;
 #endif
 
+constexpr double FAR_MORE = 1000;  // nats: a weight of e^-1000 is none
+
+// The key of every tile whose bias counts most for queries on one side of it: its bias, and what it comes to with the distance to
+// position 0. Hidden keys are no keys.
+struct TileBias {
+    double bias = -INFINITY, nats = -INFINITY;
+};
+
+// [B, H, 2, tiles], of queries to the right and to the left of the tiles; empty without biases.
+template <typename Real>
+std::vector<TileBias> tile_biases(const Call<Real> &call) {
+    const int64_t tiles = (call.S + BLOCK - 1) / BLOCK;
+    std::vector<TileBias> found(call.key_bias ? 2 * call.B * call.H * tiles : 0);
+#pragma omp parallel for num_threads(call.threads)
+    for (int64_t at = 0; at < (call.key_bias ? call.B * call.H : 0); at++) {
+        const double slope = call.slopes[at], right_slope = call.right_slopes[at];
+        const double *bias = call.key_bias + at * call.S;
+        const uint8_t *mask = call.key_mask ? call.key_mask + at / call.H * call.S : nullptr;
+        for (int64_t j = 0; j < call.S; j++) {
+            if (mask && !mask[j]) continue;
+            TileBias &left = found[2 * at * tiles + j / BLOCK], &right = found[(2 * at + 1) * tiles + j / BLOCK];
+            const double nats = bias[j] + slope * double(j), right_nats = bias[j] - right_slope * double(j);
+            if (nats > left.nats) left = {bias[j], nats};
+            if (right_nats > right.nats) right = {bias[j], right_nats};
+        }
+    }
+    return found;
+}
+
 // One block of queries of one head.
 template <typename Real>
 struct Block {
     const Call<Real> &call;
-    Real *queries;  // [D][BLOCK], times `scale_before`; zeros beyond the last
+    Real *queries;                // [D][BLOCK], times `scale_before`; zeros beyond the last
+    const TileBias *tile_biases;  // of all heads
     int64_t b = 0, h = 0, k = 0, n = 0;
     int64_t position = 0;  // of the first query
     int rows = 0;
@@ -30,8 +61,8 @@ struct Block {
     // Distances count from here on: where all keys are far, to one side, the distance of the nearest pair (negative to the
     // right), else 0. Scores are off by their own rounding then, and not by that of slope times 10^6; lse gets the constant back.
     int64_t bias_origin = 0;
-    // The biases of the head's keys, or null, and the one from which they count, of a key near the block: scores are off by the
-    // rounding of the difference, however large both are.
+    // The biases of the head's keys, or null, and the one from which they count, of a key that matters to the block: scores are
+    // off by the rounding of the difference, however large both are.
     const double *key_bias = nullptr;
     double key_bias_origin = 0;
     KeyRange *range = nullptr;
@@ -50,7 +81,7 @@ struct Block {
         outlier_tiles = visited.outlier_tiles(b, k);
         bias_origin = std::max<int64_t>(0, position - (range->high - 1)) + std::min<int64_t>(0, position + rows - 1 - range->low);
         key_bias = call.key_bias ? call.key_bias + at * call.S : nullptr;
-        key_bias_origin = key_bias ? nearest_key_bias() : 0;
+        key_bias_origin = key_bias ? bias_that_matters() : 0;
         int exponent = 0;
         std::frexp(call.scale, &exponent);
         scale_before = (Real)std::ldexp(1.0, std::max(-100, std::min(0, exponent)));
@@ -66,14 +97,33 @@ struct Block {
     // What was left out of the scores, in nats.
     double left_out_of_scores() const { return bias_of_origin() + key_bias_origin; }
 
-    // That of the last key up to the block's queries that has a finite one, else of the first after them, else 0.
-    double nearest_key_bias() const {
-        const int64_t own = std::min(position + rows, (int64_t)range->high) - 1;
-        for (int64_t j = own; j >= range->low; j--)
-            if (key_bias[j] > -INFINITY) return key_bias[j];
-        for (int64_t j = std::max<int64_t>(own + 1, range->low); j < range->high; j++)
-            if (key_bias[j] > -INFINITY) return key_bias[j];
-        return 0;
+    // The largest of the keys where the block stands, of those that may be seen; that of a key farther away where it counts so
+    // much more that none of those has any weight (they may be padding, with -10^9); 0 where none is finite.
+    double bias_that_matters() const {
+        const int64_t tiles = (call.S + BLOCK - 1) / BLOCK, at = 2 * (b * call.H + h) * tiles;
+        const auto largest = [&](int64_t low, int64_t high) {
+            TileBias found;
+            for (int64_t j = std::max<int64_t>(range->low, low); j < std::min<int64_t>(range->high, high); j++) {
+                if (call.key_mask && !call.key_mask[b * call.S + j]) continue;
+                if (key_bias[j] > found.bias) found = {key_bias[j], key_bias[j]};
+            }
+            return found;
+        };
+        TileBias best = largest(position, position + rows);
+        double enough = best.nats == -INFINITY ? -INFINITY : best.nats + FAR_MORE;
+        const auto look = [&](const TileBias &tile, double nats) {
+            if (nats > enough) best = {tile.bias, nats}, enough = nats;
+        };
+        // Whole tiles only: of one that is partly hidden nobody knows which key it was.
+        const int64_t first = (range->low + BLOCK - 1) / BLOCK, whole = range->high == call.S ? tiles : range->high / BLOCK;
+        const int64_t end = position + rows - 1, behind = (std::max<int64_t>(range->low, end + 1) + BLOCK - 1) / BLOCK;
+        for (int64_t t = std::min(whole, (position + BLOCK - 1) / BLOCK) - 1; t >= first; t--)
+            if ((t + 1) * BLOCK <= position || position >= call.S)
+                look(tile_biases[at + t], tile_biases[at + t].nats - double(slope) * position);
+        for (int64_t t = behind; looks_right && t < whole; t++)
+            look(tile_biases[at + tiles + t], tile_biases[at + tiles + t].nats + double(right_slope) * end);
+        if (best.bias == -INFINITY) best = largest(range->low, range->high);
+        return best.bias == -INFINITY ? 0 : best.bias;
     }
 
     // In nats, relative to `key_bias_origin`; -inf for a key that may not be seen.

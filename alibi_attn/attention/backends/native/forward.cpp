@@ -120,6 +120,7 @@ template <typename Real>
 void run(const Call<Real> &call) {
     allow(call);
     const std::vector<ForwardTask> tasks = forward_tasks(call);
+    const std::vector<TileBias> biases = tile_biases(call);
     const int64_t D = call.D, heads = call.B * call.K, width = 512, parts = (padded(call) + width - 1) / width;
     for (int64_t b = 0; b < call.B; b++) std::fill_n(Visited<Real>{call}.outlier_tiles(b, 0), call.K * OUTLIER_TILES, -1);
     Real *norms = allocate<Real>(call.tolerance > 0 ? heads * norms_size(call) : 0);
@@ -140,7 +141,7 @@ void run(const Call<Real> &call) {
         }
         Real *memory = allocate<Real>((BLOCK + 2 * D) * BLOCK + padded(call));
         Real *acc = memory + BLOCK * BLOCK, *queries = acc + BLOCK * D, *sums = queries + BLOCK * D;
-        Forward<Real> forward = {{call, queries}, memory, acc, {forward.block, norms, tails.data(), sums}};
+        Forward<Real> forward = {{call, queries, biases.data()}, memory, acc, {forward.block, norms, tails.data(), sums}};
 #pragma omp for schedule(dynamic, 1)
         for (size_t t = 0; t < tasks.size(); t++)
             for (int64_t n = tasks[t].block; n < tasks[t].last_block; n++) forward.run(tasks[t].b, tasks[t].h, n);
