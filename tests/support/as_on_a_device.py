@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from attention_cases import CASES, INSIDE, Case
+from attention_cases import CASES, INSIDE, KEY_BIASES, Case
 from attention_checks import arguments
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
@@ -78,6 +78,6 @@ def _call(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor
 
 if __name__ == "__main__":
     assert "TRITON_INTERPRET" not in os.environ, "a process that interprets cannot compile"
-    every = {case.name: case for case in (*CASES, *INSIDE)}
+    every = {case.name: case for case in (*CASES, *INSIDE, *KEY_BIASES)}
     names = sys.argv[3:] or list(every)
     print(json.dumps(compiled(sys.argv[1], getattr(torch, sys.argv[2]), [every[name] for name in names])))

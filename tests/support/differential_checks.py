@@ -18,7 +18,7 @@ from alibi_attn.attention.api import alibi_attention, explain, head_reach
 INPUTS = ("query", "key", "value", "slopes", "right_slopes", "key_bias")
 WANTED = {"all": INPUTS, "inputs": INPUTS[:3], "slopes": INPUTS[3:], "query": ("query",), "key": ("key",),
           "none": (), "inference": ()}  # fmt: skip
-WITHOUT_KEY_BIAS = ("banded", "fused")
+WITHOUT_KEY_BIAS = ("banded",)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

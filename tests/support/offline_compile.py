@@ -26,6 +26,7 @@ from alibi_attn.attention.backends.fused.configs import PLAN_ROWS, Shape, tile_s
 from alibi_attn.attention.backends.fused.kernels.arguments import (
     Call,
     Certificate,
+    KeyBias,
     Labels,
     Masks,
     Norms,
@@ -62,7 +63,7 @@ ROWS, LABELS = Rows("*bf16", "i32", "i32", "i32"), Labels("*i64", "*i64", "*i32"
 TYPES = dict.fromkeys(("Q", "K", "V", "OUT", "DOUT", "DQ", "DK", "DV"), ROWS)
 TYPES |= dict.fromkeys(("LSE", "DLSE", "DELTA", "DSLOPES", "NORMS", "OUTS", "LSES"), "*fp32")
 TYPES |= dict.fromkeys(("BANDS", "OUTLIER_TILES", "ASKED", "REACH", "RUNS", "FULL"), "*i32")
-TYPES |= dict.fromkeys(("COUNT", "KNOWN_KEYS", "KNOWN_VALUES", "KEY_MASK", "SEGMENTS", "FIRST_SEEN"), None)
+TYPES |= dict.fromkeys(("COUNT", "SUMS", "KNOWN_KEYS", "KNOWN_VALUES", "KEY_MASK", "SEGMENTS", "FIRST_SEEN"), None)
 TYPES |= dict.fromkeys(("labels", "of_labels", "queries", "keys"), LABELS)
 TYPES |= {
     "ORDER": "*i64", "ALLOWED": None, "nats_of_tolerance": "fp32", "masks": Masks(None, None, None),
@@ -71,18 +72,29 @@ TYPES |= {
     "norms": Norms("*fp32", "*fp32", "*fp32", "*fp32", None), "certificate": Certificate("*i32", "*i32"),
 }  # fmt: skip
 TYPES["call"] = Call(
-    Slopes("*fp32", "i32"), None, TYPES["query_offset"], TYPES["masks"], "fp32", None, None, "i32", "i32", "i32", "i32"
+    Slopes("*fp32", "i32"),
+    None,
+    TYPES["query_offset"],
+    TYPES["masks"],
+    "fp32",
+    None,
+    None,
+    None,
+    "i32",
+    "i32",
+    "i32",
+    "i32",
 )
 CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
 
 
-def figures(kernel: str, target: str, head_dim: int) -> dict[str, int]:
-    """What became of one kernel in bf16, causal, without masks, with gradients of slopes and lse."""
+def figures(kernel: str, target: str, head_dim: int, *, biased: bool = False) -> dict[str, int]:
+    """What became of one kernel in bf16, causal, without masks, with gradients of slopes and lse; `biased`: and of a key bias."""
     shape = ITS_SHAPE._replace(warps=1) if kernel in ALONE else ITS_SHAPE
     if kernel in KERNELS:
         shape = tile_shape(kernel, torch.bfloat16, head_dim, large=target in ("sm_90", "sm_100"))
     compiled = triton.compile(
-        _source(kernel, target, head_dim, shape),
+        _source(kernel, target, head_dim, shape, biased),
         target=TARGETS[target],
         options={"num_warps": shape.warps, "num_stages": shape.stages},
     )
@@ -112,7 +124,9 @@ def figures(kernel: str, target: str, head_dim: int) -> dict[str, int]:
 
 
 def every_figure(targets: list[str]) -> dict[str, dict[str, int]]:
-    """By name, "sm_90/forward/D=64"."""
+    """By name, "sm_90/forward/D=64"; with the target "sm_90-biased" those of attention, with a key bias."""
+    if targets == ["sm_90-biased"]:
+        return {f"sm_90/{kernel}, biased/D=64": figures(kernel, "sm_90", 64, biased=True) for kernel in KERNELS}
     return {
         f"{target}/{kernel}/D={head_dim}": figures(kernel, target, head_dim)
         for target in targets
@@ -133,14 +147,18 @@ def record(folder: Path) -> Path:
     return records.save(made, folder)
 
 
-def _source(kernel: str, target: str, head_dim: int, shape: Shape) -> ASTSource:
+def _source(kernel: str, target: str, head_dim: int, shape: Shape, biased: bool) -> ASTSource:
     function = (KERNELS | BEFORE)[kernel]
     constants = {
         "D": head_dim, "BM": shape.queries, "BN": shape.keys, "ROWS": PLAN_ROWS, "CAUSAL": True,
         "PRECISION": "tf32x3" if TARGETS[target].backend == "cuda" else "ieee", "WIDTH": 64, "BLOCKS": 64, "OF_WIDTH": 64,
-        "SLOTS": 64, "PARTS": 1, "OF_PARTS": 2, "KEYS": True, "HAS_SEGMENTS": False, "BOTH_SIDES": False,
+        "SLOTS": 64, "PARTS": 1, "OF_PARTS": 2, "KEYS": True, "HAS_SEGMENTS": False, "BOTH_SIDES": False, "NATURAL": True,
     }  # fmt: skip
     types = TYPES | {"ALLOWED": "*i32" if kernel == "allowed" else None}
+    if biased:
+        types["call"] = TYPES["call"]._replace(key_bias=KeyBias("*fp32", "*fp32", "*fp32"))
+        types["visited"], types["visitors"] = Visited("*i32", "*i32", "*i32"), Visitors("*i32", "*i32", "*i32")
+        types |= {"SUMS": "*fp32", "NORMS": None}
     signature: dict[str, Any] = {}
     places: dict[tuple[int, ...], Any] = {}
     aligned: dict[tuple[int, ...], Any] = {}

@@ -18,6 +18,7 @@ SMALL = {"norms", "outliers", "reach", "plan", "shared_plan", "asked", "merge", 
 MOST_INSTRUCTIONS = {
     "forward/D=64": 13, "forward/D=128": 15, "query/D=64": 15, "query/D=128": 17, "key/D=64": 18, "key/D=128": 30,
     "decode/D=64": 80, "decode/D=128": 120,
+    "forward, biased/D=64": 15, "query, biased/D=64": 18, "key, biased/D=64": 19.5, "decode, biased/D=64": 115,
 }  # fmt: skip
 PROGRAM = ROOT / "tests" / "support" / "offline_compile.py"
 AS_ON_A_DEVICE = ROOT / "tests" / "support" / "as_on_a_device.py"
@@ -77,6 +78,14 @@ def test_sm_90_is_pipelined_and_as_recorded() -> None:
             assert_pipelined(name, row)
         if kept:
             assert_as_recorded(name, row, kept[name])
+
+
+def test_a_bias_for_every_key_costs_no_pipeline() -> None:
+    """Some two instructions a score more than without."""
+    found = compiled("sm_90-biased")
+    assert len(found) == 4
+    for name, row in found.items():
+        assert_pipelined(name, row)
 
 
 def test_other_devices_compile() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from alibi_attn.attention.backends.fused.configs import MAX_HEAD_DIM, PLAN_ROWS, Shape, is_large, tile_shape
 from alibi_attn.attention.backends.fused.full_tiles import FullTiles
 from alibi_attn.attention.backends.fused.kernels.arguments import Visited, Visitors
+from alibi_attn.attention.backends.fused.key_bias import unshifted
 from alibi_attn.attention.backends.fused.launch import call_of, in_rows, on, precision, rows_of
 from alibi_attn.attention.backends.fused.plan import asked_blocks, planned
 from alibi_attn.attention.backends.protocol import TooSmall
@@ -25,7 +26,7 @@ from alibi_attn.attention.certificate.tiles import Tiles, reach_and_scores
 from alibi_attn.attention.custom_op import register_maps, slope_gradients, spec_of
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.transforms import transformable, why_not_compiled
-from alibi_attn.attention.visibility import first_positions, may_see_nothing
+from alibi_attn.attention.visibility import first_positions, lse_dtype, may_see_nothing
 
 Spec = AttentionSpec[Tensor]
 
@@ -41,8 +42,6 @@ def why_not(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> str | None
         return "it computes in float16, bfloat16 and float32 but query is float64"
     if spec.head_dim > MAX_HEAD_DIM:
         return f"its tiles hold heads of at most {MAX_HEAD_DIM} but D is {spec.head_dim}"
-    if spec.key_bias is not None:
-        return "it has no key_bias"
     if query.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
         if query.dtype == torch.bfloat16:
             return "Triton's interpreter multiplies bfloat16 wrongly; it does float16 and float32"
@@ -62,8 +61,8 @@ def run(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, 
     first = first_positions(spec, query.device)
     seed = torch.randint(2**62, (1,), device=query.device) if spec.dropout_p > 0 else first  # not used without
     output, lse, *_ = _attention(
-        query, key, value, spec.slopes, spec.right_slopes, first, spec.key_mask,
-        spec.query_segments, spec.key_segments, seed, spec.causal, spec.window, spec.scale, spec.dropout_p, spec.tolerance,
+        query, key, value, spec.slopes, spec.right_slopes, first, spec.key_mask, spec.query_segments, spec.key_segments,
+        spec.key_bias, spec.query_bias, seed, spec.causal, spec.window, spec.scale, spec.dropout_p, spec.tolerance,
         may_see_nothing(spec),
     )  # fmt: skip
     return output, lse if spec.return_lse else None
@@ -110,7 +109,8 @@ def forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(output, lse) over the tiles of a plan; `counts` [B, H, ⌈T / tile⌉] int32 receives how many each tile of queries visited.
 
-    Where keys are split, `counts` is [B, K, parts] with the parts of `decode_parts`.
+    Where keys are split, `counts` is [B, K, parts] with the parts of `decode_parts`. With a key bias lse is in
+    units of log2 and counts from the references of `key_bias.split`.
     """
     from alibi_attn.attention.backends.fused.kernels import decode as decode_kernels
     from alibi_attn.attention.backends.fused.kernels import forward as forward_kernels
@@ -119,7 +119,9 @@ def forward(
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     split = is_split(spec, query)
     shape = tile_shape("decode" if split else "forward", query.dtype, spec.head_dim, large=is_large(query.device))
-    call = call_of(spec, query.device, seed)
+    if full_tiles is None:
+        full_tiles = _full_tiles(spec, query)
+    call = call_of(spec, query.device, seed, None if full_tiles is None else full_tiles.call.key_bias)
     inputs = (rows_of(query), rows_of(key), rows_of(value))
     constants = _constants(spec, shape)
     if split:
@@ -133,15 +135,13 @@ def forward(
             )
             decode_kernels.merge_kernel[(lse.numel(),)](
                 outputs, lses, rows_of(output), lse, parts, lse.numel(), spec.num_heads, spec.query_len,
-                SLOTS=1 << (parts - 1).bit_length(), D=spec.head_dim, num_warps=1,
+                SLOTS=1 << (parts - 1).bit_length(), D=spec.head_dim, NATURAL=spec.key_bias is None, num_warps=1,
             )  # fmt: skip
         return output, lse
-    if full_tiles is None:
-        full_tiles = _full_tiles(spec, query)
     visited = Visited(tiles.bands, tiles.beside, None if full_tiles is None else full_tiles.of_blocks(tiles.rows))
     with on(query):
         forward_kernels.forward_kernel[(spec.batch * spec.num_heads * -(-spec.query_len // shape.queries),)](
-            *inputs, rows_of(output), lse, call, visited, tiles.norms if spec.causal and not spec.hides_keys else None,
+            *inputs, rows_of(output), lse, call, visited, tiles.norms if spec.causal and full_tiles is None else None,
             _heaviest_first(tiles.weight), counts, ROWS=tiles.rows, **constants,
         )  # fmt: skip
     return output, lse
@@ -166,9 +166,12 @@ def decode_parts(spec: Spec, query: Tensor) -> int:
 
 def backward(
     spec: Spec, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor,
-    grad_lse: Tensor | None, tiles: Tiles, seed: Tensor | None = None, *, slopes_wanted: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dq, dk, dv, dslopes): the exact gradient over the plan's tiles; dslopes is [2, B, H] fp64, left and right."""
+    grad_lse: Tensor | None, tiles: Tiles, seed: Tensor | None = None, *, slopes_wanted: bool, biases_wanted: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """(dq, dk, dv, dslopes, dkey_bias, dquery_bias): the exact gradient over the plan's tiles; lse as `forward` gives it.
+
+    In fp64 dslopes [2, B, H], left and right, and where they are wanted those of biases, [B, H, S] and [B, H, T].
+    """
     from alibi_attn.attention.backends.fused.kernels import backward as kernels
 
     if grad_output.stride(-1) != 1:
@@ -178,7 +181,11 @@ def backward(
     dslopes = None
     if slopes_wanted:
         dslopes = torch.empty((2, *lse.shape), dtype=torch.float32, device=query.device)
-    call, full_tiles = call_of(spec, query.device, seed), _full_tiles(spec, query)
+    of_keys, of_queries = None, None
+    if biases_wanted:
+        of_keys, of_queries = (lse.new_empty((2, *lse.shape[:2], n)) for n in (spec.key_len, spec.query_len))
+    full_tiles = _full_tiles(spec, query)
+    call = call_of(spec, query.device, seed, None if full_tiles is None else full_tiles.call.key_bias)
     inputs = (rows_of(query), rows_of(key), rows_of(value))
     visited = Visited(tiles.bands, tiles.beside, None if full_tiles is None else full_tiles.of_blocks(tiles.rows))
     asked = asked_blocks(tiles, count=-(-spec.key_len // TILE))
@@ -190,42 +197,55 @@ def backward(
         shape = tile_shape("query", query.dtype, spec.head_dim, large=large)
         kernels.query_kernel[(spec.batch * spec.num_heads * -(-spec.query_len // shape.queries),)](
             *inputs, rows_of(output), rows_of(grad_output), rows_of(dq), lse, None if grad_lse is None else grad_lse.contiguous(),
-            delta, dslopes, call, visited, order, ROWS=tiles.rows, **_constants(spec, shape),
+            delta, dslopes, of_queries, call, visited, order, ROWS=tiles.rows, **_constants(spec, shape),
         )  # fmt: skip
         shape = tile_shape("key", query.dtype, spec.head_dim, large=large)
         kernels.key_kernel[(spec.batch * spec.num_kv_heads * -(-spec.key_len // shape.keys),)](
-            *inputs, rows_of(grad_output), rows_of(dk), rows_of(dv), lse, delta, call, visitors, key_order,
+            *inputs, rows_of(grad_output), rows_of(dk), rows_of(dv), lse, delta, of_keys, call, visitors, key_order,
             ROWS=tiles.rows, **_constants(spec, shape),
         )  # fmt: skip
+    of_keys, of_queries = (None if x is None else x.sum(0, dtype=torch.float64) for x in (of_keys, of_queries))
     if dslopes is None:
-        return dq, dk, dv, torch.zeros(2, spec.batch, spec.num_heads, dtype=torch.float64, device=query.device)
-    return dq, dk, dv, dslopes.sum(-1, dtype=torch.float64)
+        return dq, dk, dv, torch.zeros(2, *lse.shape[:2], dtype=torch.float64, device=query.device), of_keys, of_queries
+    return dq, dk, dv, dslopes.sum(-1, dtype=torch.float64), of_keys, of_queries
 
 
 @torch.library.custom_op("alibi_attn::fused_forward", mutates_args=())
 def _forward_op(
     query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, right_slopes: Tensor | None, first: Tensor,
-    key_mask: Tensor | None, query_segments: Tensor | None, key_segments: Tensor | None, seed: Tensor,
-    causal: bool, window: int | None, scale: float, dropout_p: float, tolerance: float, may_see_nothing: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    masks = key_mask, query_segments, key_segments, None, None
+    key_mask: Tensor | None, query_segments: Tensor | None, key_segments: Tensor | None, key_bias: Tensor | None,
+    query_bias: Tensor | None, seed: Tensor, causal: bool, window: int | None, scale: float, dropout_p: float,
+    tolerance: float, may_see_nothing: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    masks = key_mask, query_segments, key_segments, key_bias, query_bias
     numbers = causal, window, scale, tolerance
     spec = spec_of(query, key, slopes, right_slopes, first, masks, *numbers, dropout_p=dropout_p, on_host=False)
     query, key, value = in_rows(query, key, value)
     full_tiles = _full_tiles(spec, query)
     tiles = plan(spec, query, key, value, full_tiles=full_tiles)
     output, lse = forward(spec, query, key, value, tiles, seed, full_tiles=full_tiles)
-    return output, lse, tiles.bands, tiles.outlier_tiles, tiles.beside, tiles.weight
+    of_tiles = tiles.bands, tiles.outlier_tiles, tiles.beside, tiles.weight
+    if full_tiles is None or full_tiles.call.key_bias is None:
+        return output, lse, *of_tiles, lse.new_empty((spec.batch, 0))
+    whole = unshifted(lse, full_tiles.call.key_bias)
+    if query_bias is not None:
+        whole = whole + query_bias
+    return output, whole.to(lse_dtype(spec, query)), *of_tiles, lse
 
 
 @torch.library.custom_op("alibi_attn::fused_backward", mutates_args=())
 def _backward_op(
     grad_output: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor,
     slopes: Tensor, right_slopes: Tensor | None, first: Tensor, key_mask: Tensor | None, query_segments: Tensor | None,
-    key_segments: Tensor | None, seed: Tensor, bands: Tensor, outlier_tiles: Tensor, beside: Tensor, weight: Tensor,
+    key_segments: Tensor | None, key_bias: Tensor | None, query_bias: Tensor | None, seed: Tensor, bands: Tensor,
+    outlier_tiles: Tensor, beside: Tensor, weight: Tensor, relative_lse: Tensor,
     causal: bool, window: int | None, scale: float, dropout_p: float, may_see_nothing: bool, slopes_wanted: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    masks = key_mask, query_segments, key_segments, None, None
+    biases_wanted: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    masks = key_mask, query_segments, key_segments, key_bias, query_bias
+    if key_bias is not None:
+        lse = relative_lse.contiguous()  # of the unshifted one all digits of a small number may be gone
+        grad_lse = None if grad_lse is None else grad_lse.float()
     numbers = causal, window, scale, 0.0
     spec = spec_of(query, key, slopes, right_slopes, first, masks, *numbers, dropout_p=dropout_p, on_host=False)
     query, key, value = in_rows(query, key, value)
@@ -236,31 +256,41 @@ def _backward_op(
     tiles = Tiles(
         bands.contiguous(), outlier_tiles.contiguous(), beside.contiguous(), weight, plan_rows(spec.query_len)
     )
-    dq, dk, dv, sides = backward(
-        spec, query, key, value, output, lse, grad_output, grad_lse, tiles, seed, slopes_wanted=slopes_wanted
-    )
-    return dq, dk, dv, *slope_gradients(sides, slopes, right_slopes)
+    dq, dk, dv, sides, of_key_bias, of_query_bias = backward(
+        spec, query, key, value, output, lse, grad_output, grad_lse, tiles, seed, slopes_wanted=slopes_wanted,
+        biases_wanted=biases_wanted,
+    )  # fmt: skip
+    biases = [
+        query.new_empty((spec.batch, 0)) if b is None else torch.zeros_like(b) if of_b is None else of_b.to(b.dtype)
+        for b, of_b in ((key_bias, of_key_bias), (query_bias, of_query_bias))
+    ]
+    return dq, dk, dv, *slope_gradients(sides, slopes, right_slopes), biases[0], biases[1]
 
 
 @_forward_op.register_fake
-def _(query, key, value, slopes, *_rest):  # type: ignore[no-untyped-def]
+def _(query, key, value, slopes, *rest):  # type: ignore[no-untyped-def]
     b, h, t, _ = query.shape
+    biased = rest[5]
     blocks = (t + PLAN_ROWS - 1) // PLAN_ROWS  # one, too, where `plan_rows` is fewer
     output = torch.empty_like(next(in_rows(query)))
     return (
         output,
-        query.new_empty((b, h, t), dtype=torch.float32),
+        query.new_empty((b, h, t), dtype=torch.float32 if biased is None else biased.dtype),
         query.new_empty((b, h, blocks, 4), dtype=torch.int32),
         query.new_empty((b, h, OUTLIER_TILES), dtype=torch.int32),
         query.new_empty((b, h, blocks, OUTLIER_TILES), dtype=torch.int32),
         query.new_empty((b, h), dtype=torch.int32),
+        query.new_empty((b, 0) if biased is None else (b, h, t), dtype=torch.float32),
     )
 
 
 @_backward_op.register_fake
-def _(grad_output, grad_lse, query, key, value, output, lse, slopes, right_slopes, *_rest):  # type: ignore[no-untyped-def]
+def _(grad_output, grad_lse, query, key, value, output, lse, slopes, right_slopes, *rest):  # type: ignore[no-untyped-def]
     right = slopes.shape[-1:] if right_slopes is None else right_slopes.shape
-    return *map(torch.empty_like, in_rows(query, key, value)), slopes.new_empty(slopes.shape), slopes.new_empty(right)
+    return (
+        *map(torch.empty_like, in_rows(query, key, value)), slopes.new_empty(slopes.shape), slopes.new_empty(right),
+        *(query.new_empty((query.shape[0], 0)) if b is None else torch.empty_like(b) for b in rest[4:6]),
+    )  # fmt: skip
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
@@ -277,14 +307,16 @@ def _backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None, *_i
     saved = ctx.saved_tensors
     if grad_output is None:
         grad_output = torch.zeros_like(saved[3])
-    dq, dk, dv, dslopes, dright = _gradients(grad_output, grad_lse, *saved, *ctx.numbers, slopes_wanted)
+    wanted = slopes_wanted, ctx.needs_input_grad[9] or ctx.needs_input_grad[10]
+    dq, dk, dv, dslopes, dright, *biases = _gradients(grad_output, grad_lse, *saved, *ctx.numbers, *wanted)
     if not slopes_wanted:
-        return dq, dk, dv, *[None] * 13
-    return dq, dk, dv, dslopes, dright if saved[6] is not None else None, *[None] * 11
+        dslopes = dright = None
+    biases = [None if b is None else of_b for b, of_b in zip(saved[11:13], biases, strict=True)]
+    return dq, dk, dv, dslopes, dright if saved[6] is not None else None, *[None] * 4, *biases, *[None] * 7
 
 
 _forward_op.register_autograd(_backward, setup_context=_save)
-register_maps(_forward_op, _backward_op, dropout_at=13)
+register_maps(_forward_op, _backward_op, dropout_at=15)
 _attention, _gradients = transformable(_forward_op, _save, _backward), transformable(_backward_op)
 
 
@@ -305,7 +337,9 @@ def _processors(device: torch.device) -> int:
 
 
 def _full_tiles(spec: Spec, query: Tensor) -> FullTiles | None:
-    return FullTiles.of(spec, call_of(spec, query.device), query.device) if spec.hides_keys else None
+    if not spec.hides_keys and spec.key_bias is None:
+        return None
+    return FullTiles.of(spec, call_of(spec, query.device), query.device)
 
 
 def _heaviest_first(weight: Tensor) -> Tensor:

@@ -7,7 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alibi_attn.attention.backends.fused.kernels.arguments import Call, Dropout, Masks, QueryOffset, Rows, Slopes
+from alibi_attn.attention.backends.fused.kernels.arguments import (
+    Call,
+    Dropout,
+    KeyBias,
+    Masks,
+    QueryOffset,
+    Rows,
+    Slopes,
+)
+from alibi_attn.attention.backends.fused.key_bias import split
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.visibility import first_positions
 
@@ -30,11 +39,14 @@ def rows_of(tensor: Tensor) -> Rows:
     return Rows(tensor, batch, head, row)
 
 
-def call_of(spec: Spec, device: torch.device, seed: Tensor | None = None) -> Call:
+def call_of(spec: Spec, device: torch.device, seed: Tensor | None = None, key_bias: KeyBias | None = None) -> Call:
     """
     Args:
         seed: [1] int64, for dropout; not read without.
+        key_bias: that of `spec`, where it was split before.
     """
+    if spec.key_bias is not None and key_bias is None:
+        key_bias = split(spec, spec.key_bias)
     offset, masks = first_positions(spec, device).contiguous(), (spec.query_segments, spec.key_segments)
     return Call(
         slopes=_slopes(spec, spec.slopes),
@@ -47,6 +59,7 @@ def call_of(spec: Spec, device: torch.device, seed: Tensor | None = None) -> Cal
         scale=spec.scale,
         window=None if spec.window is None else min(spec.window, 2**30),
         dropout=None if spec.dropout_p == 0 else Dropout(spec.dropout_p, seed),
+        key_bias=key_bias,
         H=spec.num_heads, G=spec.group, T=spec.query_len, S=spec.key_len,
     )  # fmt: skip
 

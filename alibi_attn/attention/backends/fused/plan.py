@@ -35,7 +35,7 @@ def planned(
         shared: all query heads of a key head visit the same tiles, those of the widest; for at most TILE queries.
         known_norms: what is known of keys and values; of those that it knows only the nearest are read.
         full_tiles: what the masks say; made here where it is not given and some key may be hidden.
-        certified: False = all that the masks allow is visited.
+        certified: False = all that the masks allow is visited; so it is with a key bias.
     """
     from alibi_attn.attention.backends.fused.kernels.plan import plan_kernel, shared_plan_kernel
 
@@ -46,11 +46,11 @@ def planned(
     outliers = torch.empty((b, h, OUTLIER_TILES), dtype=torch.int32, device=device)
     weight = torch.empty((b, h), dtype=torch.int32, device=device)
     reach = torch.empty((2, b, h, blocks), dtype=torch.int32, device=device)
-    call = call_of(spec, device)
-    if spec.hides_keys and full_tiles is None:
+    call = call_of(spec, device, key_bias=None if full_tiles is None else full_tiles.call.key_bias)
+    if full_tiles is None and (spec.hides_keys or spec.key_bias is not None):
         full_tiles = FullTiles.of(spec, call, device)
     certificate, norms = None, None
-    if certified and spec.tolerance > 0 and spec.key_len > 0:
+    if certified and spec.tolerance > 0 and spec.key_len > 0 and spec.key_bias is None:
         certificate, norms = _certificate(spec, query, key, value, known_norms, full_tiles, call)
     plan = Plan(bands, outliers, beside, weight, reach)
     told = (certificate, None if full_tiles is None else full_tiles.allowed(), plan, call)

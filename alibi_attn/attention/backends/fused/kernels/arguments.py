@@ -46,6 +46,34 @@ class Dropout(NamedTuple):
     seed: object
 
 
+class KeyBias(NamedTuple):
+    """The biases of keys, fp32 in log2 units: base of the tile + rest. A pair is a number and what its rounding left out of it.
+
+    Args:
+        rest: [B, H, S]; −inf = may not be seen.
+        bases: [B, H, ⌈S / TILE⌉, 2]: pairs, of the middle b in a tile; 0 where it has none that is finite.
+        references: [B, H, N, 2]: pairs, from which the scores and the lse of a plan's block count: the base of a tile near it.
+    """
+
+    rest: object
+    bases: object
+    references: object
+
+
+class BlockBias(NamedTuple):
+    """Inside of a kernel: the biases of a head's keys as a block of queries counts them; in decoding there are BM, one a row.
+
+    Args:
+        rest, bases: as in `KeyBias`, of the head; [BM, 1] and [BM] in decoding.
+        high, low: the pair of the block's reference.
+    """
+
+    rest: object
+    bases: object
+    high: object
+    low: object
+
+
 class Call(NamedTuple):
     """What a call asks for: AttentionSpec as kernels take it.
 
@@ -54,6 +82,7 @@ class Call(NamedTuple):
         scale: of q·k, before the bias.
         window: how many keys a query sees at most, itself included; None = all.
         dropout: None = every weight is kept.
+        key_bias: None = there is none.
         H, G, T, S: query heads, query heads a key head, queries, keys.
     """
 
@@ -64,6 +93,7 @@ class Call(NamedTuple):
     scale: object
     window: object
     dropout: Dropout | None
+    key_bias: KeyBias | None
     H: object
     G: object
     T: object
@@ -75,7 +105,8 @@ class Visited(NamedTuple):
 
     Args:
         bands, beside: of `tiles.Tiles`, [B, H, N, 4] and [B, H, N, OUTLIERS].
-        full: [B, N, 2]: tiles in which the masks hide nothing from a block; None = nowhere, for there are none.
+        full: [B, N, 2]: tiles in which the masks hide nothing from a block; None = nowhere, for there are none. With a key bias,
+            which may hide keys too, [B, H, N, 2].
     """
 
     bands: object
@@ -89,7 +120,8 @@ class Visitors(NamedTuple):
     Args:
         bands: as in `Visited`.
         asked: [B, H, tiles, 3]: the first block that may, the block behind the last, and 1 where it is an outlier tile.
-        full: [B, tiles, 2]: blocks from which the masks hide nothing of a tile; None = there are no masks.
+        full: [B, tiles, 2]: blocks from which the masks hide nothing of a tile; None = there are no masks. With a key bias
+            [B, H, tiles, 2].
     """
 
     bands: object
@@ -159,6 +191,7 @@ class Head(NamedTuple):
         number: b·H + h.
         right: the slope of keys to the right; None = the same.
         window, dropout: as in `Call`.
+        bias: of its keys, for one block of queries; None = there is none.
     """
 
     number: object
@@ -167,6 +200,7 @@ class Head(NamedTuple):
     scale: object
     window: object
     dropout: Dropout | None
+    bias: BlockBias | None = None
 
 
 class Queries(NamedTuple):

@@ -6,7 +6,8 @@ With p = exp(score − lse), δ_i = Σ out·dout − dlse and ds = p·(dp − δ
 
 `query_kernel` walks the keys of a block of queries as forward does, and leaves δ and the slope's gradient of every query;
 `key_kernel` walks the queries that may have visited a tile of keys, and asks each block's band whether it did. Both have a loop
-for full tiles, where the bias is a number a key and a number a query, and one for partial tiles.
+for full tiles, where the bias is a number a key and a number a query, and one for partial tiles. The gradients of key_bias and
+query_bias are sums of ds over queries and over keys, added tile by tile without loss: a gate's is a sum of their differences.
 """
 
 # mypy: ignore-errors
@@ -21,11 +22,14 @@ from alibi_attn.attention.backends.fused.kernels.tiles import (
     LOG2E,
     OUTLIERS,
     TILE,
+    add_exactly,
     all_finite,
     band_of,
+    bias_for,
     biased_scores,
     full_count,
     full_tile,
+    in_log2,
     linear_bias,
     load_offset,
     load_rows,
@@ -37,6 +41,7 @@ from alibi_attn.attention.backends.fused.kernels.tiles import (
     padded,
     partial_scores,
     partial_tile,
+    relative_base,
     shown_keys,
     store_rows,
 )
@@ -46,15 +51,19 @@ NEVER = tl.constexpr(2**20)  # a block of queries behind the last
 
 @triton.jit
 def query_full(
-    tile, queries, head, do, lse, delta, dq, to_left, to_right, K, V, least, BN: tl.constexpr, D: tl.constexpr,
-    CAUSAL: tl.constexpr, SLOPES_WANTED: tl.constexpr, PRECISION: tl.constexpr,
+    tile, queries, head, do, lse, delta, dq, to_left, to_right, sums, K, V, least, BN: tl.constexpr, D: tl.constexpr,
+    CAUSAL: tl.constexpr, SLOPES_WANTED: tl.constexpr, SUMS_WANTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What `query_partial` returns, after a tile of keys that every query sees in full."""
     slope, near = linear_bias(tile, queries.start, head, BN, CAUSAL)
     j = tile * BN + tl.arange(0, BN)
     k, v = load_tile(K, tile, BN, D), load_tile(V, tile, BN, D)  # [BN, DP]
     products = tl.dot(queries.q, k.T, input_precision=PRECISION)  # [BM, BN]
-    scores = products * head.scale + (slope * (j - near).to(tl.float32))[None, :]
+    column = slope * (j - near).to(tl.float32)
+    if head.bias is not None:
+        column += tl.load(head.bias.rest + j)
+        lse -= relative_base(head.bias, tile, BN)
+    scores = products * head.scale + column[None, :]
     row = (queries.position - queries.start).to(tl.float32)  # [BM]
     p = tl.exp2(scores - (lse + slope * (row + (queries.start - near).to(tl.float32)))[:, None])
     dp = tl.dot(do, v.T, input_precision=PRECISION)
@@ -74,19 +83,25 @@ def query_full(
                 to_right += tl.where(is_left, 0.0, moment)
             else:
                 to_left -= tl.where(is_left, moment, -moment)
+    if SUMS_WANTED:
+        sums = add_exactly(sums[0], sums[1], tl.sum(ds, 1))
     dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
-    return dq, to_left, to_right
+    return dq, to_left, to_right, sums
 
 
 @triton.jit
 def query_partial(
-    tile, queries, head, do, lse, delta, dq, to_left, to_right, K, V, masks, least, S, BN: tl.constexpr, D: tl.constexpr,
-    CAUSAL: tl.constexpr, SLOPES_WANTED: tl.constexpr, PRECISION: tl.constexpr,
+    tile, queries, head, do, lse, delta, dq, to_left, to_right, sums, K, V, masks, least, S, BN: tl.constexpr,
+    D: tl.constexpr, CAUSAL: tl.constexpr, SLOPES_WANTED: tl.constexpr, SUMS_WANTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """(dq / scale, −Σ ds·|i − j − least| to the left, to the right) after a tile of which some queries may not see some keys."""
+    """(dq / scale, −Σ ds·|i − j − least| to the left, to the right, Σ ds and what rounding left out of it) after a tile of which
+    some queries may not see some keys.
+    """
     scores, seen, k, here = partial_scores(tile, queries, head, K, masks, S, BN, D, CAUSAL, PRECISION)
     v = load_rows(V, tile * BN, here, BN, D)  # [BN, DP]
     j = tile * BN + tl.arange(0, BN)
+    if head.bias is not None:
+        lse -= relative_base(head.bias, tile, BN)
     p = tl.exp2(scores - lse[:, None])  # [BM, BN]
     dp = tl.dot(do, v.T, input_precision=PRECISION)
     if head.dropout is not None:
@@ -102,15 +117,17 @@ def query_partial(
             to_left -= tl.sum(moment, 1)
         else:
             to_left -= tl.sum(tl.where(distance > 0, moment, -moment), 1)
+    if SUMS_WANTED:
+        sums = add_exactly(sums[0], sums[1], tl.sum(ds, 1))
     # 0·NaN: a bad key is told only to the queries that see it, whose ds is NaN already.
     k = tl.where(all_finite(k)[:, None], k, 0.0).to(k.dtype)
     dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
-    return dq, to_left, to_right
+    return dq, to_left, to_right, sums
 
 
 @triton.jit
 def query_kernel(
-    Q, K, V, OUT, DOUT, DQ, LSE, DLSE, DELTA, DSLOPES, call, visited, ORDER,
+    Q, K, V, OUT, DOUT, DQ, LSE, DLSE, DELTA, DSLOPES, SUMS, call, visited, ORDER,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program: one block of BM queries of one head, as in forward; a block of the plan has ROWS.
@@ -118,6 +135,7 @@ def query_kernel(
     Args:
         LSE, DLSE, DELTA: [B, H, T] fp32; no DLSE is None.
         DSLOPES: [2, B, H, T] fp32, from the keys to the left and to the right; None = nobody asks for it.
+        SUMS: [2, B, H, T] fp32: Σ ds over keys, and what rounding left out of it; None = nobody asks for it.
     """
     H, G, T, S = call.H, call.G, call.T, call.S
     programs = tl.cdiv(T, BM)
@@ -131,12 +149,15 @@ def query_kernel(
         right = load_slope(right, b, h)
     if dropout is not None:
         dropout = Dropout(dropout.share, tl.load(dropout.seed))
-    head = Head(bh, load_slope(call.slopes, b, h), right, call.scale * LOG2E, call.window, dropout)
+    bias = call.key_bias
+    if bias is not None:
+        bias = bias_for(bias, bh, bh * tl.cdiv(T, ROWS) + n * BM // ROWS, tl.cdiv(S, TILE), S)
+    head = Head(bh, load_slope(call.slopes, b, h), right, call.scale * LOG2E, call.window, dropout, bias)
 
     rows = tl.arange(0, BM)
     i = n * BM + rows
     # A query that saw nothing is never used, whatever is in it: an infinite lse makes its weights 0.
-    lse = tl.load(LSE + bh * T + i, mask=i < T, other=float("-inf")) * LOG2E
+    lse = in_log2(tl.load(LSE + bh * T + i, mask=i < T, other=float("-inf")), call.key_bias)
     lse = tl.where(lse == float("-inf"), float("inf"), lse)  # [BM]
     used = (i < T) & (lse != float("inf"))
     q = load_rows(of_head(Q, b, h), n * BM, used, BM, D)  # [BM, DP]
@@ -156,14 +177,18 @@ def query_kernel(
     dq = tl.zeros([BM, padded(D)], tl.float32)
     to_left = tl.zeros([BM], tl.float32)
     to_right = tl.zeros([BM], tl.float32)
+    sums = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
 
     blocks = tl.cdiv(T, ROWS)
     block = bh * blocks + n * BM // ROWS
-    band = band_of(visited, block, b * blocks + n * BM // ROWS, start, head, S, BM, BN, CAUSAL)
+    of_sequence = b * blocks + n * BM // ROWS
+    if head.bias is not None:
+        of_sequence = block  # what may be seen is another matter for each head
+    band = band_of(visited, block, of_sequence, start, head, S, BM, BN, CAUSAL)
     for x in tl.range(0, full_count(band)):
-        dq, to_left, to_right = query_full(
-            full_tile(x, band, CAUSAL), queries, head, do, lse, delta, dq, to_left, to_right, K, V, least, BN, D, CAUSAL,
-            DSLOPES is not None, PRECISION,
+        dq, to_left, to_right, sums = query_full(
+            full_tile(x, band, CAUSAL), queries, head, do, lse, delta, dq, to_left, to_right, sums, K, V, least, BN, D,
+            CAUSAL, DSLOPES is not None, SUMS is not None, PRECISION,
         )  # fmt: skip
     outliers = visited.beside + block * OUTLIERS
     partial = tl.maximum(band.last - band.first, 0) - full_count(band)
@@ -171,9 +196,9 @@ def query_kernel(
         tile = tl.where(
             x < partial, partial_tile(x, band, CAUSAL), outlier_tile(tl.maximum(x - partial, 0), outliers, BN)
         )
-        dq, to_left, to_right = query_partial(
-            tile, queries, head, do, lse, delta, dq, to_left, to_right, K, V, call.masks, least, S, BN, D, CAUSAL,
-            DSLOPES is not None, PRECISION,
+        dq, to_left, to_right, sums = query_partial(
+            tile, queries, head, do, lse, delta, dq, to_left, to_right, sums, K, V, call.masks, least, S, BN, D, CAUSAL,
+            DSLOPES is not None, SUMS is not None, PRECISION,
         )  # fmt: skip
 
     # Read once more, so that no register holds the addresses of results through the loop.
@@ -190,6 +215,9 @@ def query_kernel(
         every = tl.num_programs(0).to(tl.int64) // programs * T
         tl.store(DSLOPES + bh * T + i, to_left, mask=i < T)
         tl.store(DSLOPES + every + bh * T + i, to_right, mask=i < T)
+    if SUMS is not None:
+        tl.store(SUMS + bh * T + i, sums[0], mask=i < T)
+        tl.store(SUMS + tl.num_programs(0).to(tl.int64) // programs * T + bh * T + i, sums[1], mask=i < T)
 
 
 @triton.jit
@@ -239,11 +267,12 @@ def of_values(p, v, do, dv, i, j, head, PRECISION: tl.constexpr):
 
 @triton.jit
 def key_kernel(
-    Q, K, V, DOUT, DK, DV, LSE, DELTA, call, visitors, ORDER,
+    Q, K, V, DOUT, DK, DV, LSE, DELTA, SUMS, call, visitors, ORDER,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program: BN keys of one key head, and all its query heads one after another; ORDER [B·K] int64.
 
+    SUMS [2, B, H, S] fp32: Σ ds over queries, and what rounding left out of it; None = nobody asks for it.
     Queries and output gradients that saw nothing hold zeros here (masking their loads would spill registers).
     """
     H, G, T, S = call.H, call.G, call.T, call.S
@@ -284,10 +313,22 @@ def key_kernel(
         last = tl.maximum(tl.minimum(last, tl.cdiv(T, BM)), first)
         is_outlier = tl.load(asked + 2, mask=there, other=0) == 1
         bands = visitors.bands + bh * blocks * 4
+        shown_here, of_sequence = here, b
+        if call.key_bias is not None:
+            of_sequence = bh
+            rest = tl.load(call.key_bias.rest + bh * S + j, mask=here, other=float("-inf"))  # [BN]
+            shown_here = here & (rest > float("-inf"))
+            # From the base of the first of them.
+            base = call.key_bias.bases + (bh * tiles + key_tile) * 2
+            bases = call.key_bias.bases + (bh * tiles + t * BN // TILE) * 2
+            high, low = tl.load(bases), tl.load(bases + 1)
+            rest += (tl.load(base, mask=there, other=0.0) - high) + (tl.load(base + 1, mask=there, other=0.0) - low)
+            references = call.key_bias.references + bh * blocks * 2
+        sums = tl.zeros([BN], tl.float32), tl.zeros([BN], tl.float32)
         Q_h, DO_h = of_head(Q, b, h), of_head(DOUT, b, h)
         full_first, full_last = first, last
         if visitors.full is not None:
-            full = visitors.full + (b * tiles + key_tile) * 2
+            full = visitors.full + (of_sequence * tiles + key_tile) * 2
             full_first = tl.max(tl.load(full, mask=there, other=0), 0) * (ROWS // BM)
             full_last = tl.min(tl.load(full + 1, mask=there, other=NEVER), 0) * (ROWS // BM)
         band = blocks_of(first, last, full_first, full_last, t * BN, offset, head, T, BM, BN, CAUSAL)
@@ -295,7 +336,7 @@ def key_kernel(
             n = full_tile(x, band, False)
             i = n * BM + rows
             visited = is_visited(bands + n * BM // ROWS * 4, key_tile, is_outlier)
-            lse = tl.load(LSE + bh * T + i) * LOG2E  # [BM]
+            lse = in_log2(tl.load(LSE + bh * T + i), call.key_bias)  # [BM]
             delta = tl.load(DELTA + bh * T + i)
             q, do = load_tile(Q_h, n, BM, D), load_tile(DO_h, n, BM, D)  # [BM, DP]
             slope, near = head.slope, t * BN + BN - 1
@@ -305,33 +346,51 @@ def key_kernel(
                     away = head.right
                 slope = tl.where(n >= band.after, head.slope, -away)
                 near = tl.where(n >= band.after, near, t * BN)
+            if call.key_bias is not None:
+                reference = references + n * BM // ROWS * 2
+                lse -= (high - tl.load(reference)) + (low - tl.load(reference + 1))
             row = lse + slope * (i + (offset - near)).to(tl.float32)
             row = tl.where(lse != float("-inf"), row, float("inf"))
-            column = tl.where(visited, slope * (j - near).to(tl.float32), float("-inf"))  # [BN]
+            column = slope * (j - near).to(tl.float32)  # [BN]
+            if call.key_bias is not None:
+                column += rest
+            column = tl.where(visited, column, float("-inf"))
             products = tl.dot(k, q.T, input_precision=PRECISION)  # [BN, BM]
             p = tl.exp2(products * head.scale + column[:, None] - row[None, :])
             dp, dv = of_values(p, v, do, dv, i, j, head, PRECISION)
             ds = p * (dp - delta[None, :])
+            if SUMS is not None:
+                sums = add_exactly(sums[0], sums[1], tl.sum(ds, 1))
             dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
         for x in tl.range(0, last - first - full_count(band), num_stages=1):
             n = partial_tile(x, band, False)
             i = n * BM + rows
             visited = is_visited(bands + n * BM // ROWS * 4, key_tile, is_outlier)
-            lse = tl.load(LSE + bh * T + i, mask=i < T, other=float("-inf")) * LOG2E
+            lse = in_log2(tl.load(LSE + bh * T + i, mask=i < T, other=float("-inf")), call.key_bias)
             lse = tl.where(lse != float("-inf"), lse, float("inf"))
             delta = tl.load(DELTA + bh * T + i, mask=i < T, other=0.0)
             q, do = load_rows(Q_h, n * BM, i < T, BM, D), load_rows(DO_h, n * BM, i < T, BM, D)
-            shown = (here & visited)[:, None]
+            shown, own = (shown_here & visited)[:, None], None
+            if call.key_bias is not None:
+                reference = references + n * BM // ROWS * 2
+                lse -= (high - tl.load(reference)) + (low - tl.load(reference + 1))
+                own = rest[:, None]
             if segments is not None:
                 theirs = tl.load(call.masks.query_segments + b * T + i, mask=i < T, other=0)
                 shown = shown & (segments[:, None] == theirs[None, :])
             products = tl.dot(k, q.T, input_precision=PRECISION)
-            scores, seen = biased_scores(products, i[None, :] - (j - offset)[:, None], shown, head, CAUSAL)
+            scores, seen = biased_scores(products, i[None, :] - (j - offset)[:, None], shown, head, CAUSAL, own)
             seen = seen & (lse < float("inf"))[None, :]
             p = tl.where(seen, tl.exp2(scores - lse[None, :]), 0.0)
             dp, dv = of_values(p, v, do, dv, i, j, head, PRECISION)
             ds = tl.where(seen, p * (dp - delta[None, :]), 0.0)
+            if SUMS is not None:
+                sums = add_exactly(sums[0], sums[1], tl.sum(ds, 1))
             dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+        if SUMS is not None:
+            every = tl.num_programs(0).to(tl.int64) // programs * G * S
+            tl.store(SUMS + bh * S + j, sums[0], mask=j < S)
+            tl.store(SUMS + every + bh * S + j, sums[1], mask=j < S)
 
     # Read once more, so that no register holds the addresses of results through the loop.
     bk = tl.load(ORDER + tl.program_id(0) // programs, volatile=True).to(tl.int64)

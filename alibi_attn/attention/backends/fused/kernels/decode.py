@@ -10,16 +10,17 @@ Bad keys are found on the way, since looking for them before would read all.
 import triton
 import triton.language as tl
 
-from alibi_attn.attention.backends.fused.kernels.arguments import Dropout, Head, Queries
+from alibi_attn.attention.backends.fused.kernels.arguments import BlockBias, Dropout, Head, Queries
 from alibi_attn.attention.backends.fused.kernels.forward import attend_partial
 from alibi_attn.attention.backends.fused.kernels.tiles import (
     LOG2E,
     OUTLIERS,
     TILE,
+    bias_for,
     inside,
+    kept_lse,
     load_offset,
     load_slope,
-    natural_lse,
     normalized,
     of_head,
     outlier_count,
@@ -54,7 +55,12 @@ def decode_kernel(
     if dropout is not None:
         dropout = Dropout(dropout.share, tl.load(dropout.seed))
     slope = load_slope(call.slopes, b, h, real)[:, None]
-    head = Head((b * H + h)[:, None], slope, right, call.scale * LOG2E, call.window, dropout)
+    bias = call.key_bias
+    if bias is not None:
+        bh = tl.where(real, b * H + h, b * H + kv * G)
+        bias = bias_for(bias, bh, bh, tl.cdiv(S, TILE), S)
+        bias = BlockBias(bias.rest[:, None], bias.bases, bias.high, bias.low)
+    head = Head((b * H + h)[:, None], slope, right, call.scale * LOG2E, call.window, dropout, bias)
     if segments is not None:
         segments = tl.load(segments + b * T + i, mask=real, other=0)
     at = Q.pointer + b * Q.batch + h.to(tl.int64)[:, None] * Q.head + i[:, None] * Q.row
@@ -88,22 +94,26 @@ def decode_kernel(
 
     row = ((part.to(tl.int64) * tl.num_programs(0) // kv_heads + b) * H + h) * T + i
     tl.store(OUTS + row[:, None] * D + d[None, :], normalized(acc, l_i), mask=inside(real, D))
-    tl.store(LSES + row, natural_lse(m_i, l_i), mask=real)
+    tl.store(LSES + row, kept_lse(m_i, l_i, call.key_bias), mask=real)
 
 
 @triton.jit
-def merge_kernel(OUTS, LSES, OUT, LSE, parts, rows, H, T, SLOTS: tl.constexpr, D: tl.constexpr):
-    """Program: one row, of one query and head. OUTS [parts, rows, D], LSES [parts, rows] become OUT, LSE; SLOTS ≥ parts."""
+def merge_kernel(OUTS, LSES, OUT, LSE, parts, rows, H, T, SLOTS: tl.constexpr, D: tl.constexpr, NATURAL: tl.constexpr):
+    """Program: one row, of one query and head. OUTS [parts, rows, D], LSES [parts, rows] become OUT, LSE; SLOTS ≥ parts.
+
+    The lse are NATURAL, or in log2 units (see `kept_lse`).
+    """
+    unit = LOG2E if NATURAL else 1.0
     row = tl.program_id(0).to(tl.int64)
     part, d = tl.arange(0, SLOTS), tl.arange(0, padded(D))
     lse = tl.load(LSES + part.to(tl.int64) * rows + row, mask=part < parts, other=float("-inf"))
     m_i = tl.max(lse, 0)
     known = tl.where(m_i == float("-inf"), 0.0, m_i)
-    share = tl.exp2((lse - known) * LOG2E)  # [SLOTS]
+    share = tl.exp2((lse - known) * unit)  # [SLOTS]
     l_i = tl.sum(share, 0)
     there = (part < parts)[:, None] & (d < D)[None, :]
     outs = tl.load(OUTS + (part.to(tl.int64)[:, None] * rows + row) * D + d[None, :], mask=there, other=0.0)
     out = tl.sum(outs * share[:, None], 0) / tl.where(l_i == 0.0, 1.0, l_i)  # [DP]
     at = OUT.pointer + row // T // H * OUT.batch + row // T % H * OUT.head + row % T * OUT.row
     tl.store(at + d, out.to(OUT.pointer.dtype.element_ty), mask=d < D)
-    tl.store(LSE + row, known + tl.log2(l_i) / LOG2E)
+    tl.store(LSE + row, known + tl.log2(l_i) / unit)

@@ -19,14 +19,15 @@ from alibi_attn.attention.backends.fused.kernels.tiles import (
     TILE,
     all_finite,
     band_of,
+    bias_for,
     full_count,
     full_tile,
+    kept_lse,
     linear_bias,
     load_offset,
     load_rows,
     load_slope,
     load_tile,
-    natural_lse,
     normalized,
     of_head,
     outlier_count,
@@ -35,6 +36,7 @@ from alibi_attn.attention.backends.fused.kernels.tiles import (
     partial_scores,
     partial_tile,
     raised_maximum,
+    relative_base,
     store_rows,
 )
 
@@ -46,8 +48,8 @@ def attend_full(
 ):  # fmt: skip
     """(m_i, l_i, acc) after a tile that every query sees in full, where the bias is a number a key and a number a query.
 
-    A score costs one instruction more than in attention without any bias. On the DIAGONAL of causal attention, where the nearest
-    keys are, the distance is formed first, exactly.
+    A score costs one instruction more than in attention without any bias, and some two more where keys have biases. On
+    the DIAGONAL of causal attention, where the nearest keys are, the distance is formed first, exactly.
     """
     slope, near = linear_bias(tile, queries.start, head, BN, CAUSAL)
     j = tile * BN + tl.arange(0, BN)
@@ -65,8 +67,13 @@ def attend_full(
         scores = tl.where(seen, products - slope * distance, float("-inf"))
         row = tl.zeros_like(row)
     else:
-        scores = products + (slope * column)[None, :]
+        column = slope * column
+        if head.bias is not None:
+            column += tl.load(head.bias.rest + j)
+        scores = products + column[None, :]
         row = slope * row
+        if head.bias is not None:
+            row -= relative_base(head.bias, tile, BN)
     m_i, known, shrink = raised_maximum(m_i, tl.max(scores, 1) - row)
     p = tl.exp2(scores - (known + row)[:, None])  # [BM, BN]
     l_i = l_i * shrink + tl.sum(p, 1)
@@ -90,7 +97,12 @@ def attend_partial(
     """
     scores, seen, _k, here = partial_scores(tile, queries, head, K, masks, S, BN, D, CAUSAL, PRECISION)
     scores = tl.where(seen, scores, float("-inf"))  # [BM, BN]
-    m_i, known, shrink = raised_maximum(m_i, tl.max(scores, 1))
+    if head.bias is not None:
+        base = relative_base(head.bias, tile, BN)
+        m_i, known, shrink = raised_maximum(m_i, tl.max(scores, 1) + base)
+        known -= base
+    else:
+        m_i, known, shrink = raised_maximum(m_i, tl.max(scores, 1))
     p = tl.exp2(scores - known[:, None])
     v = load_rows(V, tile * BN, here, BN, D)  # [BN, DP]
     sound = all_finite(v)
@@ -123,7 +135,7 @@ def forward_kernel(
 
     Args:
         Q, K, V, OUT: Rows. LSE: [B, H, T] fp32. ORDER: [B·H] int64. A block of the plan has ROWS queries.
-        NORMS: [2, B, K, tiles] fp32, the largest norms of keys and of values; None where nobody has looked.
+        NORMS: [2, B, K, tiles] fp32, the largest norms of keys and of values; None where nobody has looked, and with a key bias.
         COUNT: [B, H, ⌈T / BM⌉] int32, which receives how many tiles were visited; None = nobody counts.
     """
     H, G, T, S = call.H, call.G, call.T, call.S
@@ -138,7 +150,10 @@ def forward_kernel(
         right = load_slope(right, b, h)
     if dropout is not None:
         dropout = Dropout(dropout.share, tl.load(dropout.seed))
-    head = Head(bh, load_slope(call.slopes, b, h), right, call.scale * LOG2E, call.window, dropout)
+    bias = call.key_bias
+    if bias is not None:
+        bias = bias_for(bias, bh, bh * tl.cdiv(T, ROWS) + n * BM // ROWS, tl.cdiv(S, TILE), S)
+    head = Head(bh, load_slope(call.slopes, b, h), right, call.scale * LOG2E, call.window, dropout, bias)
 
     rows = tl.arange(0, BM)
     i = n * BM + rows
@@ -153,7 +168,10 @@ def forward_kernel(
 
     blocks, visits = tl.cdiv(T, ROWS), 0
     block = bh * blocks + n * BM // ROWS
-    band = band_of(visited, block, b * blocks + n * BM // ROWS, start, head, S, BM, BN, CAUSAL)
+    of_sequence = b * blocks + n * BM // ROWS
+    if head.bias is not None:
+        of_sequence = block  # what may be seen is another matter for each head
+    band = band_of(visited, block, of_sequence, start, head, S, BM, BN, CAUSAL)
     for x in tl.range(0, full_count(band)):
         m_i, l_i, acc = attend_full(
             full_tile(x, band, CAUSAL), queries, head, m_i, l_i, acc, K, V, S, BN, D, CAUSAL, False, PRECISION
@@ -183,4 +201,4 @@ def forward_kernel(
         tl.store(COUNT + bh * programs + n, visits)
 
     store_rows(OUT, n * BM, normalized(acc, l_i), i < T, BM, D)
-    tl.store(LSE + bh * T + i, natural_lse(m_i, l_i), mask=i < T)
+    tl.store(LSE + bh * T + i, kept_lse(m_i, l_i, call.key_bias), mask=i < T)

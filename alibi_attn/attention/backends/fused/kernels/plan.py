@@ -64,7 +64,7 @@ def plan_kernel(
 ):  # fmt: skip
     """Program: one head, in blocks of ROWS queries. Writes `plan` from `certificate`; None = all that the masks allow is visited.
 
-    ALLOWED [B, ⌈T / TILE⌉, 2] int32: the keys that masks allow; None = there are none.
+    ALLOWED [B, ⌈T / TILE⌉, 2] int32: the keys that masks allow; None = there are none. With a key bias [B, H, ⌈T / TILE⌉, 2].
     """
     H, G, T, S = call.H, call.G, call.T, call.S
     bh = tl.program_id(0).to(tl.int64)
@@ -96,7 +96,10 @@ def plan_kernel(
                     right = tl.load(at + CHOICES * heads, mask=there, other=0)
             tl.store(plan.reach + bh * blocks + block, left, mask=there)
             tl.store(plan.reach + heads + bh * blocks + block, right, mask=there)
-            lowest, highest = seen_keys(ALLOWED, b * blocks + block, start, end, there, S, call.window, CAUSAL)
+            row = b * blocks + block
+            if call.key_bias is not None:
+                row = bh * blocks + block
+            lowest, highest = seen_keys(ALLOWED, row, start, end, there, S, call.window, CAUSAL)
             near, far = tl.maximum(lowest, start - left + 1), highest
             if not CAUSAL:
                 far = tl.minimum(far, end - 1 + right)
@@ -135,7 +138,13 @@ def shared_plan_kernel(certificate, ALLOWED, plan, call, CAUSAL: tl.constexpr):
     row = tl.zeros([1], tl.int32)
     start, there = row + offset, row == 0
     end = start + T
-    low, high = seen_keys(ALLOWED, b + row, start, end, there, S, call.window, CAUSAL)
+    if call.key_bias is not None:
+        low, high = row + S, row
+        for g in range(G):
+            lowest, highest = seen_keys(ALLOWED, leader + g + row, start, end, there, S, call.window, CAUSAL)
+            low, high = tl.minimum(low, lowest), tl.maximum(high, highest)
+    else:
+        low, high = seen_keys(ALLOWED, b + row, start, end, there, S, call.window, CAUSAL)
     near, far, outliers = low, high, tl.full([OUTLIERS], -1, tl.int32)
     if certificate is not None:
         near, far, count = high, low, 0

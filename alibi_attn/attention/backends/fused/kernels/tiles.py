@@ -10,7 +10,7 @@ distances, relative to the tile.
 import triton
 import triton.language as tl
 
-from alibi_attn.attention.backends.fused.kernels.arguments import Band, Rows
+from alibi_attn.attention.backends.fused.kernels.arguments import Band, BlockBias, Rows
 from alibi_attn.attention.certificate import constants
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -99,10 +99,35 @@ def shown_keys(masks, sequence, j, here, S):
 
 
 @triton.jit
-def biased_scores(products, distance, shown, head, CAUSAL: tl.constexpr):
-    """(scores, seen) of one tile: products·scale − slope·|distance|; everything broadcasts, and `head` is in log2 units.
+def bias_for(key_bias, bh, block, tiles, S):
+    """The BlockBias of a head for a block of the plan, whose number is among those of all heads; everything broadcasts."""
+    at = key_bias.references + block * 2
+    return BlockBias(key_bias.rest + bh * S, key_bias.bases + bh * tiles * 2, tl.load(at), tl.load(at + 1))
 
-    `shown` says what the masks leave. A score that is not seen may be anything.
+
+@triton.jit
+def relative_base(bias, tile, BN: tl.constexpr):
+    """The base of the keys of tile number `tile`, relative to a block's reference, of which only the difference is rounded.
+
+    It is added to maxima and taken from lse, not added to scores: where keys weigh much it cancels. BN divides TILE.
+    """
+    at = bias.bases + tile // (TILE // BN) * 2
+    return (tl.load(at) - bias.high) + (tl.load(at + 1) - bias.low)
+
+
+@triton.jit
+def add_exactly(total, left, x):
+    """(total, left) after x was added, where `left` is what rounding left out of the total (Knuth's sum of two)."""
+    new = total + x
+    part = new - total
+    return new, left + ((total - (new - part)) + (x - part))
+
+
+@triton.jit
+def biased_scores(products, distance, shown, head, CAUSAL: tl.constexpr, own=None):
+    """(scores, seen) of one tile: products·scale − slope·|distance| + own; everything broadcasts, and `head` is in log2 units.
+
+    `shown` says what the masks leave, and `own` are the biases of the keys. A score that is not seen may be anything.
     """
     slope, away = head.slope, distance
     if not CAUSAL:
@@ -118,6 +143,8 @@ def biased_scores(products, distance, shown, head, CAUSAL: tl.constexpr):
         slope = tl.where(slope < float("inf"), slope, 0.0)
     if head.window is not None:
         seen = seen & (away < head.window)
+    if own is not None:
+        return products * head.scale + (own - slope * away.to(tl.float32)), seen & (own > float("-inf"))
     return products * head.scale - slope * away.to(tl.float32), seen
 
 
@@ -125,17 +152,24 @@ def biased_scores(products, distance, shown, head, CAUSAL: tl.constexpr):
 def partial_scores(
     tile, queries, head, K, masks, S, BN: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """(scores, seen, k, here) of a tile of keys, of which some queries may not see some; `here` are the keys that are read."""
+    """(scores, seen, k, here) of a tile of keys, of which some queries may not see some; `here` are the keys that are read.
+
+    Biases of keys count from the base of the tile.
+    """
     jj = tl.arange(0, BN)
     j = tile * BN + jj
     here = shown_keys(masks, queries.sequence, j, j < S, S)
+    own = None
+    if head.bias is not None:
+        own = tl.load(head.bias.rest + j[None, :], mask=here[None, :], other=float("-inf"))  # [1 or BM, BN]
+        here = here & (tl.max(own, 0) > float("-inf"))
     k = load_rows(K, tile * BN, here, BN, D)  # [BN, DP]
     shown = here[None, :]
     if masks.key_segments is not None:
         segments = tl.load(masks.key_segments + queries.sequence * S + j, mask=here, other=0)
         shown = shown & (queries.segments[:, None] == segments[None, :])
     products = tl.dot(queries.q, k.T, input_precision=PRECISION)  # [BM, BN]
-    scores, seen = biased_scores(products, queries.position[:, None] - j[None, :], shown, head, CAUSAL)
+    scores, seen = biased_scores(products, queries.position[:, None] - j[None, :], shown, head, CAUSAL, own)
     return scores, seen, k, here
 
 
@@ -155,6 +189,24 @@ def normalized(acc, l_i):
 @triton.jit
 def natural_lse(m_i, l_i):
     return (m_i + tl.log2(l_i)) / LOG2E  # [BM]
+
+
+@triton.jit
+def kept_lse(m_i, l_i, key_bias):
+    """The lse that is kept: natural; where keys have biases in log2 units, for then it may be large and its rounding is felt."""
+    if key_bias is not None:
+        lse = m_i + tl.log2(l_i)
+    else:
+        lse = natural_lse(m_i, l_i)
+    return lse  # [BM]
+
+
+@triton.jit
+def in_log2(kept, key_bias):
+    """What `kept_lse` kept, in log2 units."""
+    if key_bias is None:
+        kept = kept * LOG2E
+    return kept
 
 
 @triton.jit

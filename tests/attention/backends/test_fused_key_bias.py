@@ -1,0 +1,65 @@
+"""A bias of every key in the Triton kernels, interpreted: the definition, what is never used, and how many digits are kept."""
+
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+
+import fused_in_interpreter as inside
+import key_bias_in_interpreter as biased
+import pytest
+import torch
+from attention_cases import KEY_BIASES, Case
+from attention_checks import assert_exact
+from attention_oracle import Answer
+
+LONG = tuple(
+    pytest.param(
+        case, id=str(case), marks=pytest.mark.long if "long" in case.name and "rising" not in case.name else ()
+    )
+    for case in KEY_BIASES
+)
+HALF = tuple(
+    case for case in KEY_BIASES if case.name in {"key bias, gates", "key bias, hidden keys", "key bias, offset"}
+)
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[ProcessPoolExecutor]:
+    with inside.interpreter() as executor:
+        yield executor
+
+
+@pytest.mark.parametrize("case", LONG)
+def test_fp32_equals_the_definition(interpreter: ProcessPoolExecutor, case: Case) -> None:
+    assert_exact(case, torch.float32, _answer(interpreter, case, "float32"), tolerance=2.0**-28)
+
+
+@pytest.mark.parametrize("case", HALF, ids=str)
+def test_fp16_equals_the_definition(interpreter: ProcessPoolExecutor, case: Case) -> None:
+    assert_exact(case, torch.float16, _answer(interpreter, case, "float16"), tolerance=2.0**-15)
+
+
+@pytest.mark.parametrize(("query_len", "bad"), [(100, float("nan")), (100, 3e38), (3, float("inf"))])
+def test_hidden_keys_are_never_used(interpreter: ProcessPoolExecutor, query_len: int, bad: float) -> None:
+    interpreter.submit(biased.hidden_keys_change_nothing, query_len, bad).result()
+
+
+@pytest.mark.parametrize("query_len", [150, 3])
+def test_large_numbers_cost_the_rounding_of_their_differences(interpreter: ProcessPoolExecutor, query_len: int) -> None:
+    of_output, of_lse = interpreter.submit(biased.cost_of_large_numbers, query_len).result()
+    assert of_output < 1e-5
+    assert of_lse < 2e-5
+
+
+@pytest.mark.parametrize(("dtype", "share"), [("float32", 2e-6), ("float16", 2e-3)])
+def test_a_gate_has_its_gradient(interpreter: ProcessPoolExecutor, dtype: str, share: float) -> None:
+    error, largest = interpreter.submit(biased.gradient_of_gates, dtype).result()
+    assert error < share * largest
+
+
+def test_transforms_and_graphs_carry_it(interpreter: ProcessPoolExecutor) -> None:
+    interpreter.submit(biased.transformed_and_checked).result()
+
+
+def _answer(interpreter: ProcessPoolExecutor, case: Case, dtype: str) -> Answer:
+    got = {n: torch.from_numpy(x) for n, x in interpreter.submit(inside.case_answer, case, dtype).result().items()}
+    return Answer(got.pop("output"), got.pop("lse"), got)

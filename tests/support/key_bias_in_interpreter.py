@@ -1,0 +1,92 @@
+"""`key_bias` in our Triton kernels: what runs in the one child process where Triton interprets; see `fused_in_interpreter`."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from alibi_attn.attention.api import alibi_attention
+from alibi_attn.attention.backends.fused import backend as fused
+from alibi_attn.attention.forgetting import forgetting_attention
+
+
+def drawn(query_len: int, key_len: int, *, heads: int = 2, kv_heads: int = 1) -> list[Tensor]:
+    torch.manual_seed(query_len)
+    return [torch.randn(2, h, n, 16) for h, n in ((heads, query_len), (kv_heads, key_len), (kv_heads, key_len))]
+
+
+def hidden_keys_change_nothing(query_len: int, bad: float) -> None:
+    """The same bits, outputs and gradients, whatever stands in keys that every head of a group hides; one head sees nothing."""
+    query, key, value = drawn(query_len, 220)
+    bias = torch.where(torch.rand(2, 2, 220) < 0.1, -math.inf, torch.randn(2, 2, 220))
+    bias[0, :, 40:150] = -math.inf
+    bias[1, 1] = -math.inf
+    spoiled = [query, key.clone(), value.clone()]
+    spoiled[1][0, :, 40:150], spoiled[2][0, :, 40:150] = bad, -bad
+    found = []
+    for tensors in ([query, key, value], spoiled):
+        leaves = [x.clone().requires_grad_() for x in (*tensors, bias)]
+        output, lse = alibi_attention(*leaves[:3], key_bias=leaves[3], return_lse=True, backend="fused")
+        assert bool((output[1, 1] == 0).all())
+        assert bool((lse[1, 1] == -math.inf).all())
+        loss = output.square().sum() + lse.masked_fill(lse == -math.inf, 0.0).sin().sum()
+        found.append((output, lse, *torch.autograd.grad(loss, leaves)))
+    for name, clean, other in zip(("output", "lse", "dq", "dk", "dv", "db"), *found, strict=True):
+        assert torch.equal(clean, other), f"{bad} in a hidden key changes {name}"
+        assert bool(clean.isfinite().all()) or name == "lse", name
+
+
+def cost_of_large_numbers(query_len: int) -> tuple[float, float]:
+    """How far output and lse are from fp64 where 2^20 is added to every bias, in fp64."""
+    query, key, value = drawn(query_len, 220)
+    bias = torch.rand(2, 2, 220, dtype=torch.float64).cumsum(-1)
+    exact = [x.double() for x in (query, key, value)]
+    output, lse = alibi_attention(*exact, key_bias=bias, return_lse=True, tolerance=0.0, backend="reference")
+    far, far_lse = alibi_attention(query, key, value, key_bias=bias + 2.0**20, return_lse=True, backend="fused")
+    assert far_lse.dtype == torch.float64
+    assert (
+        alibi_attention(query, key, value, key_bias=bias.float(), return_lse=True, backend="fused")[1].dtype
+        == torch.float32
+    )
+    return float((far - output).abs().max()), float((far_lse - 2.0**20 - lse).abs().max())
+
+
+def gradient_of_gates(dtype: str) -> tuple[float, float]:
+    """Of a gate's gradient: its largest error against fp64, and its largest value. It is a sum of differences of sums of ds."""
+    query, key, value = (x.to(getattr(torch, dtype)) for x in drawn(200, 200))
+    gates = torch.nn.functional.logsigmoid(torch.randn(2, 2, 200) + 2)
+    found = []
+    for wide, backend in ((False, "fused"), (True, "reference")):
+        tensors = [x.double() if wide else x for x in (query, key, value)]
+        leaf = gates.clone().to(torch.float64 if wide else torch.float32).requires_grad_()
+        output, lse = forgetting_attention(*tensors, leaf, return_lse=True, backend=backend, tolerance=0.0)
+        found.append(torch.autograd.grad(output.double().square().sum() + lse.double().sin().sum(), leaf)[0].double())
+    ours, exact = found
+    return float((ours - exact).abs().max()), float(exact.abs().max())
+
+
+def transformed_and_checked() -> None:
+    """What torch.library checks, vmap, torch.compile and a bias that broadcasts."""
+    query, key, value = drawn(20, 20)
+    bias = torch.randn(2, 2, 20).requires_grad_()
+    first = torch.zeros(1, dtype=torch.int64)
+    arguments = (query, key, value, torch.rand(2), None, first, None, None, None, bias, None, first)
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(fused._forward_op, (*arguments, True, None, 0.3, 0.0, 1e-7, True), test_utils=tests)
+
+    def attended(*x: Tensor) -> Tensor:
+        return alibi_attention(*x[:3], key_bias=x[3], backend="fused")
+
+    plain = attended(query, key, value, bias)
+    one = torch.func.vmap(lambda *x: attended(*(y[None] for y in x))[0])(query, key, value, bias)
+    torch.testing.assert_close(one, plain, rtol=1e-5, atol=1e-5)
+    (wanted,) = torch.autograd.grad(plain.square().sum(), bias)
+    of_bias = torch.func.grad(lambda b: attended(query, key, value, b).square().sum())(bias.detach())
+    torch.testing.assert_close(of_bias, wanted)
+    compiled = torch.compile(attended, fullgraph=True, backend="aot_eager")
+    (again,) = torch.autograd.grad(compiled(query, key, value, bias).square().sum(), bias)
+    torch.testing.assert_close(again, wanted)
+    shared = torch.randn(20).requires_grad_()
+    wide = shared.detach().expand(2, 2, 20).clone().requires_grad_()
+    of_all, of_each = (torch.autograd.grad(attended(query, key, value, b).square().sum(), b)[0] for b in (shared, wide))
+    torch.testing.assert_close(of_all, of_each.sum((0, 1)), rtol=1e-4, atol=1e-5)
