@@ -19,7 +19,7 @@ from pathlib import Path
 
 import device_arithmetic
 import torch
-from attention_cases import CASES, INSIDE, Case
+from attention_cases import CASES, INSIDE, KEY_BIASES, Case
 from attention_checks import answer, assert_exact
 from certificate_attack import Attack, dropped, random_attack
 from torch import Tensor
@@ -82,7 +82,7 @@ def main(out: Path, draws: int) -> int:
         asked = {
             executor.submit(conform, case, dtype, device): (dtype, case)
             for dtype in DTYPES
-            for case in (*CASES, *INSIDE)
+            for case in (*CASES, *INSIDE, *KEY_BIASES)
         }
         attacks = [
             executor.submit(attacked, range(start, min(start + TOGETHER, draws)), device)

@@ -1,13 +1,22 @@
 """`key_bias` in our Triton kernels: what runs in the one child process where Triton interprets; see `fused_in_interpreter`."""
 
+import dataclasses
 import math
+from collections.abc import Sequence
 
+import device_arithmetic
 import torch
+from certificate_attack import dropped, native_keys, random_attack
+from fused_in_interpreter import _inside
 from torch import Tensor
 
 from alibi_attn.attention.api import alibi_attention
 from alibi_attn.attention.backends.fused import backend as fused
+from alibi_attn.attention.backends.fused.plan import planned
+from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.forgetting import forgetting_attention
+from alibi_attn.attention.spec import AttentionSpec
+from alibi_attn.attention.validation import make_spec
 
 
 def drawn(query_len: int, key_len: int, *, heads: int = 2, kv_heads: int = 1) -> list[Tensor]:
@@ -90,3 +99,37 @@ def transformed_and_checked() -> None:
     wide = shared.detach().expand(2, 2, 20).clone().requires_grad_()
     of_all, of_each = (torch.autograd.grad(attended(query, key, value, b).square().sum(), b)[0] for b in (shared, wide))
     torch.testing.assert_close(of_all, of_each.sum((0, 1)), rtol=1e-4, atol=1e-5)
+
+
+def attacked(seeds: Sequence[int], *, forgetful: bool = False) -> list[tuple[float, float, float]]:
+    """For every draw: (dropped mass / tolerance, share of the keys that are skipped, the same by the C++ kernels).
+
+    Every approximate function is as far off as it may be, to where the reach gets shorter. A `forgetful` certificate does not
+    know the biases.
+    """
+
+    def visited(spec: AttentionSpec[Tensor], *tensors: Tensor) -> Tensor:
+        """[B, H, T, S]: the keys in the tiles that the certificate leaves to every TILE queries."""
+        bias = spec.key_bias.masked_fill(spec.key_bias > -math.inf, 0.0) if forgetful else spec.key_bias
+        return _inside(spec, planned(dataclasses.replace(spec, key_bias=bias), *tensors, rows=TILE)[0])
+
+    found = []
+    for seed in seeds:
+        attack = random_attack(seed, biased=True)
+        low = "float16" if attack.dtype == "float64" else attack.dtype
+        attack = dataclasses.replace(attack, dtype=low, head_dim=attack.head_dim * (16 if seed % 4 == 0 else 1))
+        theirs = 0.0 if forgetful else dropped(attack, native_keys)[1]
+        with device_arithmetic.of_a_device("against us"):
+            lost, share = dropped(attack, visited)
+        found.append((lost / attack.tolerance, share, theirs))
+    return found
+
+
+def tiles_of_gates(length: int) -> tuple[int, int]:
+    """(the most tiles that 128 queries visit, all of them), with steady gates and 10⁶ added to every bias."""
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 1, 1, length, 16).unbind(0)
+    bias = torch.full((1, 1, length), 0.5, dtype=torch.float64).cumsum(-1) + 1e6
+    spec = make_spec(query, key, value, [0.0], key_bias=bias, tolerance=1e-6)
+    bands = fused.plan(spec, query, key, value).bands
+    return int((bands[..., 1] - bands[..., 0]).max()), -(-length // TILE)

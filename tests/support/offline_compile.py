@@ -38,7 +38,12 @@ from alibi_attn.attention.backends.fused.kernels.arguments import (
     Visitors,
 )
 from alibi_attn.attention.backends.fused.kernels.backward import key_kernel, query_kernel
-from alibi_attn.attention.backends.fused.kernels.certificate import norms_kernel, outliers_kernel, reach_kernel
+from alibi_attn.attention.backends.fused.kernels.certificate import (
+    norms_kernel,
+    outliers_kernel,
+    reach_kernel,
+    tile_sums_kernel,
+)
 from alibi_attn.attention.backends.fused.kernels.decode import decode_kernel, merge_kernel
 from alibi_attn.attention.backends.fused.kernels.forward import forward_kernel
 from alibi_attn.attention.backends.fused.kernels.masks import allowed_kernel, full_kernel, labels_kernel, runs_kernel
@@ -48,8 +53,9 @@ KERNELS = {"forward": forward_kernel, "query": query_kernel, "key": key_kernel, 
 BEFORE = {"norms": norms_kernel, "outliers": outliers_kernel, "reach": reach_kernel, "plan": plan_kernel}
 BEFORE |= {"shared_plan": shared_plan_kernel, "asked": asked_kernel, "merge": merge_kernel}
 BEFORE |= {"labels": labels_kernel, "runs": runs_kernel, "full": full_kernel, "allowed": allowed_kernel}
+ONLY_BIASED = {"tile_sums": tile_sums_kernel}
 WITH_TILES = ("norms", "reach")  # the others hold small integers, of which no device has too few
-ALONE = ("shared_plan", "merge", "labels")  # launched with one warp
+ALONE = ("shared_plan", "merge", "labels", "tile_sums")  # launched with one warp
 ITS_SHAPE = Shape(queries=64, keys=64, warps=4, stages=3)
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
@@ -126,7 +132,8 @@ def figures(kernel: str, target: str, head_dim: int, *, biased: bool = False) ->
 def every_figure(targets: list[str]) -> dict[str, dict[str, int]]:
     """By name, "sm_90/forward/D=64"; with the target "sm_90-biased" those of attention, with a key bias."""
     if targets == ["sm_90-biased"]:
-        return {f"sm_90/{kernel}, biased/D=64": figures(kernel, "sm_90", 64, biased=True) for kernel in KERNELS}
+        kernels = (*KERNELS, "reach", "tile_sums")
+        return {f"sm_90/{kernel}, biased/D=64": figures(kernel, "sm_90", 64, biased=True) for kernel in kernels}
     return {
         f"{target}/{kernel}/D={head_dim}": figures(kernel, target, head_dim)
         for target in targets
@@ -148,17 +155,19 @@ def record(folder: Path) -> Path:
 
 
 def _source(kernel: str, target: str, head_dim: int, shape: Shape, biased: bool) -> ASTSource:
-    function = (KERNELS | BEFORE)[kernel]
+    function = (KERNELS | BEFORE | ONLY_BIASED)[kernel]
     constants = {
         "D": head_dim, "BM": shape.queries, "BN": shape.keys, "ROWS": PLAN_ROWS, "CAUSAL": True,
         "PRECISION": "tf32x3" if TARGETS[target].backend == "cuda" else "ieee", "WIDTH": 64, "BLOCKS": 64, "OF_WIDTH": 64,
         "SLOTS": 64, "PARTS": 1, "OF_PARTS": 2, "KEYS": True, "HAS_SEGMENTS": False, "BOTH_SIDES": False, "NATURAL": True,
+        "OF_HEADS": False,
     }  # fmt: skip
     types = TYPES | {"ALLOWED": "*i32" if kernel == "allowed" else None}
     if biased:
         types["call"] = TYPES["call"]._replace(key_bias=KeyBias("*fp32", "*fp32", "*fp32"))
         types["visited"], types["visitors"] = Visited("*i32", "*i32", "*i32"), Visitors("*i32", "*i32", "*i32")
-        types |= {"SUMS": "*fp32", "NORMS": None}
+        types |= {"SUMS": "*fp32", "NORMS": None, "ALLOWED": "*i32", "FIRST_SEEN": "*i32"}
+        types["norms"] = TYPES["norms"]._replace(latest="*i32", sums="*fp32")
     signature: dict[str, Any] = {}
     places: dict[tuple[int, ...], Any] = {}
     aligned: dict[tuple[int, ...], Any] = {}

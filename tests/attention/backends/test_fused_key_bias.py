@@ -17,9 +17,7 @@ LONG = tuple(
     )
     for case in KEY_BIASES
 )
-HALF = tuple(
-    case for case in KEY_BIASES if case.name in {"key bias, gates", "key bias, hidden keys", "key bias, offset"}
-)
+HALF = tuple(case for case in KEY_BIASES if case.name in {"key bias, gates", "key bias, hidden keys"})
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +36,7 @@ def test_fp16_equals_the_definition(interpreter: ProcessPoolExecutor, case: Case
     assert_exact(case, torch.float16, _answer(interpreter, case, "float16"), tolerance=2.0**-15)
 
 
-@pytest.mark.parametrize(("query_len", "bad"), [(100, float("nan")), (100, 3e38), (3, float("inf"))])
+@pytest.mark.parametrize(("query_len", "bad"), [(100, float("nan")), (3, 3e38)])
 def test_hidden_keys_are_never_used(interpreter: ProcessPoolExecutor, query_len: int, bad: float) -> None:
     interpreter.submit(biased.hidden_keys_change_nothing, query_len, bad).result()
 
@@ -46,14 +44,35 @@ def test_hidden_keys_are_never_used(interpreter: ProcessPoolExecutor, query_len:
 @pytest.mark.parametrize("query_len", [150, 3])
 def test_large_numbers_cost_the_rounding_of_their_differences(interpreter: ProcessPoolExecutor, query_len: int) -> None:
     of_output, of_lse = interpreter.submit(biased.cost_of_large_numbers, query_len).result()
-    assert of_output < 1e-5
-    assert of_lse < 2e-5
+    assert of_output < 2e-6
+    assert of_lse < 5e-6
 
 
-@pytest.mark.parametrize(("dtype", "share"), [("float32", 2e-6), ("float16", 2e-3)])
+@pytest.mark.parametrize(("dtype", "share"), [("float32", 2e-6), pytest.param("float16", 2e-3, marks=pytest.mark.long)])
 def test_a_gate_has_its_gradient(interpreter: ProcessPoolExecutor, dtype: str, share: float) -> None:
     error, largest = interpreter.submit(biased.gradient_of_gates, dtype).result()
     assert error < share * largest
+
+
+def test_no_attack_breaks_the_certificate(interpreter: ProcessPoolExecutor) -> None:
+    found = interpreter.submit(biased.attacked, range(16)).result()
+    worst = max(lost for lost, _, _ in found)
+    assert worst <= 1, f"{worst} of the tolerance is dropped"
+    assert sum(share > 0 for _, share, _ in found) >= 5, "an attack on nothing: too few draws skip a key"
+    ours, theirs = (sum(draw[at] for draw in found) for at in (1, 2))
+    assert ours > theirs / 2, (
+        f"the kernels skip {ours / len(found):.3f} of the keys, those of a CPU {theirs / len(found):.3f}"
+    )
+
+
+def test_a_certificate_that_forgets_the_bias_is_found_out(interpreter: ProcessPoolExecutor) -> None:
+    found = interpreter.submit(biased.attacked, (42, 45, 67, 68), forgetful=True).result()
+    assert min(lost for lost, _, _ in found) > 1
+
+
+def test_gates_shorten_the_reach(interpreter: ProcessPoolExecutor) -> None:
+    most, every = interpreter.submit(biased.tiles_of_gates, 1500).result()
+    assert most <= 5 < every
 
 
 def test_transforms_and_graphs_carry_it(interpreter: ProcessPoolExecutor) -> None:

@@ -83,9 +83,13 @@ def test_sm_90_is_pipelined_and_as_recorded() -> None:
 def test_a_bias_for_every_key_costs_no_pipeline() -> None:
     """Some two instructions a score more than without."""
     found = compiled("sm_90-biased")
-    assert len(found) == 4
+    assert len(found) == 6
     for name, row in found.items():
-        assert_pipelined(name, row)
+        if name in ("sm_90/reach, biased/D=64", "sm_90/tile_sums, biased/D=64"):
+            assert row["spilled"] == 0, f"{name} spills {row['spilled']} bytes: {row}"
+            assert row["instructions"] < 3500, f"{name}: the certificate costs as much as attention: {row}"
+        else:
+            assert_pipelined(name, row)
 
 
 def test_other_devices_compile() -> None:

@@ -8,6 +8,7 @@ import math
 import torch
 from torch import Tensor
 
+from alibi_attn.attention.backends.fused.configs import PLAN_ROWS
 from alibi_attn.attention.backends.fused.full_tiles import FullTiles
 from alibi_attn.attention.backends.fused.kernels import arguments
 from alibi_attn.attention.backends.fused.kernels.arguments import Call, Certificate, Plan
@@ -35,7 +36,7 @@ def planned(
         shared: all query heads of a key head visit the same tiles, those of the widest; for at most TILE queries.
         known_norms: what is known of keys and values; of those that it knows only the nearest are read.
         full_tiles: what the masks say; made here where it is not given and some key may be hidden.
-        certified: False = all that the masks allow is visited; so it is with a key bias.
+        certified: False = all that the masks allow is visited.
     """
     from alibi_attn.attention.backends.fused.kernels.plan import plan_kernel, shared_plan_kernel
 
@@ -50,10 +51,11 @@ def planned(
     if full_tiles is None and (spec.hides_keys or spec.key_bias is not None):
         full_tiles = FullTiles.of(spec, call, device)
     certificate, norms = None, None
-    if certified and spec.tolerance > 0 and spec.key_len > 0 and spec.key_bias is None:
-        certificate, norms = _certificate(spec, query, key, value, known_norms, full_tiles, call)
+    allowed = None if full_tiles is None else full_tiles.allowed()
+    if certified and spec.tolerance > 0 and spec.key_len > 0:
+        certificate, norms = _certificate(spec, query, key, value, known_norms, full_tiles, allowed, call)
     plan = Plan(bands, outliers, beside, weight, reach)
-    told = (certificate, None if full_tiles is None else full_tiles.allowed(), plan, call)
+    told = (certificate, allowed, plan, call)
     if spec.query_len > 0:
         with on(query):
             if shared:
@@ -82,10 +84,15 @@ def asked_blocks(tiles: Tiles, *, count: int) -> Tensor:
 
 def _certificate(
     spec: Spec, query: Tensor, key: Tensor, value: Tensor | None, known_norms: Norms | None, full_tiles: FullTiles | None,
-    call: Call,
+    allowed: Tensor | None, call: Call,
 ) -> tuple[Certificate, Tensor]:  # fmt: skip
     """(reach and outlier tiles, norms of the tiles [3, B, K, tiles]); with `known_norms` those near the queries only."""
-    from alibi_attn.attention.backends.fused.kernels.certificate import norms_kernel, outliers_kernel, reach_kernel
+    from alibi_attn.attention.backends.fused.kernels.certificate import (
+        norms_kernel,
+        outliers_kernel,
+        reach_kernel,
+        tile_sums_kernel,
+    )
 
     b, kv, device = spec.batch, spec.num_kv_heads, query.device
     unknown = value is None
@@ -93,13 +100,20 @@ def _certificate(
     tiles, blocks, sides = -(-spec.key_len // TILE), -(-spec.query_len // TILE), 1 if spec.causal else 2
     of_tiles = torch.empty((3, b, kv, tiles), dtype=torch.float32, device=device)
     extremes = torch.empty((2, b, kv), dtype=torch.float32, device=device)
+    hidden = spec.key_mask is not None or spec.key_bias is not None
     norms = arguments.Norms(
         tiles=of_tiles,
         each_value=torch.empty((b, kv, spec.key_len), dtype=torch.float32, device=device),
         prefix=torch.empty((sides, _CHOICES, b, kv, tiles), dtype=torch.float32, device=device),
         extremes=extremes,
-        latest=None if spec.key_mask is None else torch.empty((b, kv, tiles), dtype=torch.int32, device=device),
+        latest=None if not hidden else torch.empty((b, kv, tiles), dtype=torch.int32, device=device),
+        sums=None if spec.key_bias is None else extremes.new_empty((sides, b, spec.num_heads, tiles)),
     )
+    masks = call.masks
+    if spec.key_bias is not None:  # of a key that no head of a group may see nothing is measured
+        shown = (spec.key_bias.detach() > -torch.inf).unflatten(1, (kv, spec.group)).any(2)
+        shown = shown if spec.key_mask is None else shown & spec.key_mask[:, None]
+        masks = masks._replace(keys=shown.view(torch.int8))
     outliers = torch.empty((b, kv, OUTLIER_TILES), dtype=torch.int32, device=device)
     reach = torch.empty((sides, _CHOICES, b, spec.num_heads, blocks), dtype=torch.int32, device=device)
     known = 0 if known_norms is None else known_norms.keys.shape[-1]
@@ -109,21 +123,24 @@ def _certificate(
     # The nearest values are measured one by one, also where their tile's norm is known.
     at_the_end = isinstance(spec.query_offset, int) and spec.key_mask is None
     begin = min(known, max(0, min(spec.query_offset, spec.key_len - TILE) - TILE) // TILE) if at_the_end else 0
-    first_seen = None if full_tiles is None or spec.key_mask is None else full_tiles.edges[0].amin(-1)
+    first_seen = None if full_tiles is None or not hidden else full_tiles.edges[0].amin(-1)
     tolerance = spec.tolerance if spec.causal else spec.tolerance / 2
     with on(query):
         if begin < tiles:
             norms_kernel[(b * kv * (tiles - begin),)](
-                rows_of(key), rows_of(value), call.masks, norms, begin, tiles - begin, kv, spec.key_len, D=spec.head_dim,
-                num_warps=_WARPS,
+                rows_of(key), rows_of(value), masks, norms, begin, tiles - begin, kv, spec.key_len, D=spec.head_dim,
+                OF_HEADS=spec.key_bias is not None, num_warps=_WARPS,
             )  # fmt: skip
         outliers_kernel[(b * kv,)](
             norms, *told, outliers, b * kv, tiles, known, WIDTH=width_for(tiles), BOTH_SIDES=not spec.causal
         )
         if unknown:
             extremes.zero_()
+        if spec.key_bias is not None:
+            tile_sums_kernel[(b * spec.num_heads * tiles,)](call, norms, CAUSAL=spec.causal, num_warps=1)
         reach_kernel[(b * spec.num_heads * blocks,)](
-            rows_of(query), rows_of(key), call, norms, first_seen, reach, b, -math.log(tolerance), D=spec.head_dim,
-            CAUSAL=spec.causal, num_warps=_WARPS,
+            rows_of(query), rows_of(key), call, norms, first_seen, allowed if spec.key_bias is not None else None, reach, b,
+            -math.log(tolerance), D=spec.head_dim, ROWS=PLAN_ROWS, WIDTH=width_for(tiles), CAUSAL=spec.causal,
+            num_warps=_WARPS,
         )  # fmt: skip
     return Certificate(reach, outliers), of_tiles

@@ -174,7 +174,8 @@ class Norms(NamedTuple):
         each_value: [B, K, S]: of every value.
         prefix: [sides, CHOICES, B, K, tiles]: the largest of the keys that are no outliers, up to each tile, and from it on.
         extremes: [2, B, K]: of all values the largest and the smallest.
-        latest: [B, K, tiles] int32: up to each tile the last one that has a key to be seen, else −1. None without a key mask.
+        latest: [B, K, tiles] int32: up to each tile the last one that has a key to be seen, else −1. None where no key is hidden.
+        sums: [sides, B, H, tiles], with a key bias: log2 Σ 2^(rest ± slope·(j − first of the tile)) over the keys to be seen.
     """
 
     tiles: object
@@ -182,6 +183,7 @@ class Norms(NamedTuple):
     prefix: object
     extremes: object
     latest: object
+    sums: object = None
 
 
 class Head(NamedTuple):

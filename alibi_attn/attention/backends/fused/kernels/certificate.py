@@ -4,6 +4,9 @@
 every choice of how many of them are outlier tiles, the largest norm before and after each tile. `reach_kernel` bounds the
 log-sum-exp of a block's queries from below by the keys around it, and divides. All in fp32: whatever fp32, and the device's
 approximate roots, exponentials and logarithms, may be off is added (`_ROUNDING`, `_NATS`), so that the reach is never too short.
+
+Where keys have biases no geometric series holds: `tile_sums_kernel` sums those of each tile, and `reach_kernel` adds up, from the
+far end on, what the tiles weigh for a block at most, by the longest key of each; there are no outlier tiles.
 """
 
 # mypy: ignore-errors
@@ -17,6 +20,7 @@ from alibi_attn.attention.backends.fused.kernels.tiles import (
     LOG2E,
     OUTLIERS,
     TILE,
+    bias_for,
     biased_scores,
     load_offset,
     load_rows,
@@ -34,6 +38,7 @@ _NATS = tl.constexpr(constants.LSE_NATS["fused"])
 _PRODUCTS = tl.constexpr(constants.DEVICE_PRODUCTS)
 _TINY = tl.constexpr(16.0 * constants.VANISHING["float32"])  # √256 entries whose squares vanish
 _KEPT = tl.constexpr(constants.KEPT)
+_CERTAIN = tl.constexpr(1.0 - 2.0**-8)  # of a sum in fp32 over up to 2¹⁶ tiles
 _VALUE_RATIO = tl.constexpr(constants.VALUE_RATIO)
 FARTHEST = tl.constexpr(2**29)  # the reach of a head that skips nothing
 CHOICES = tl.constexpr(len(constants.OUTLIER_CHOICES))
@@ -54,13 +59,19 @@ def norm_bound(rows, D: tl.constexpr):
 
 
 @triton.jit
-def norms_kernel(K, V, masks, norms, begin, count, kv_heads, S, D: tl.constexpr):
-    """Program: one tile of keys of `count`, from tile `begin` on; writes `tiles` and `each_value` of Norms."""
+def norms_kernel(K, V, masks, norms, begin, count, kv_heads, S, D: tl.constexpr, OF_HEADS: tl.constexpr):
+    """Program: one tile of keys of `count`, from tile `begin` on; writes `tiles` and `each_value` of Norms.
+
+    OF_HEADS: the mask is [B, K, S], of the keys that some query head may see.
+    """
     bk, tile = (tl.program_id(0) // count).to(tl.int64), begin + tl.program_id(0) % count
     b, kv = bk // kv_heads, bk % kv_heads
     tiles = tl.cdiv(S, TILE)
     j = tile * TILE + tl.arange(0, TILE)
-    here = shown_keys(masks, b, j, j < S, S)
+    sequence = b
+    if OF_HEADS:
+        sequence = bk
+    here = shown_keys(masks, sequence, j, j < S, S)
     k = load_rows(of_head(K, b, kv), tile * TILE, here, TILE, D)  # [TILE, DP]
     v = load_rows(of_head(V, b, kv), tile * TILE, here, TILE, D)
     every = tl.num_programs(0).to(tl.int64) // count * tiles
@@ -157,12 +168,74 @@ def outliers_kernel(
 
 
 @triton.jit
+def tile_sums_kernel(call, norms, CAUSAL: tl.constexpr):
+    """Program: one tile of keys of one head; writes `sums` of Norms."""
+    H, S = call.H, call.S
+    tiles = tl.cdiv(S, TILE)
+    bh, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
+    b, h, x = bh // H, (bh % H).to(tl.int32), tl.arange(0, TILE)
+    here = shown_keys(call.masks, b, tile * TILE + x, tile * TILE + x < S, S)
+    rest = tl.load(call.key_bias.rest + bh * S + tile * TILE + x, mask=here, other=float("-inf"))
+    for side in tl.static_range(1 if CAUSAL else 2):
+        slope = load_slope(call.slopes, b, h)
+        if side == 1:
+            if call.right_slopes is not None:
+                slope = load_slope(call.right_slopes, b, h)
+            slope = -slope
+        weights = tl.where(rest == float("-inf"), rest, rest + slope * x.to(tl.float32))
+        most = tl.max(weights, 0)
+        known = tl.where(most == float("-inf"), 0.0, most)
+        at = norms.sums + side * tl.num_programs(0).to(tl.int64) + bh * tiles + tile
+        tl.store(at, known + tl.log2(tl.sum(tl.exp2(weights - known), 0)))
+
+
+@triton.jit
+def tiles_of_little(
+    norms, sums, bias, bk, tiles, from_tile, count, step, origin, slope, rate, worst, WIDTH: tl.constexpr
+):  # fmt: skip
+    """How many of `count` tiles, in the order `from_tile`, `from_tile` + `step` …, weigh together at most 2^(−worst).
+
+    Everything in log2 units; `rate` times a norm bounds a score, and a tile's sum counts from `origin`, a position: what is
+    lost to it is slope·step·(origin − the first key). `bias` is the BlockBias.
+    """
+    found, total = count, 0.0
+    for start in range(0, count, WIDTH):
+        place = start + tl.arange(0, WIDTH)
+        there = place < count
+        tile = from_tile + place * step
+        norm = tl.load(norms + bk * tiles + tile, mask=there, other=0.0)
+        inner = tl.load(sums + tile, mask=there, other=float("-inf"))
+        high = tl.load(bias.bases + tile * 2, mask=there, other=0.0) - bias.high
+        low = tl.load(bias.bases + tile * 2 + 1, mask=there, other=0.0) - bias.low
+        some, base = inner > float("-inf"), high + low
+        away = slope * ((origin - tile * TILE) * step).to(tl.float32)
+        inner = tl.where(some, inner, 0.0)
+        bound = rate * norm
+        # Each of these numbers is rounded, and their sum.
+        rounded = (
+            tl.abs(inner) + tl.abs(high) + tl.abs(base) + tl.abs(away) + bound + tl.abs(worst) + tl.abs(slope) * TILE
+        )
+        weight = ((inner + base) - away) + bound + worst + rounded * (_ROUNDING - 1.0)
+        weight = tl.where(weight < 64.0, weight, 64.0)  # also where it is not a number
+        weight = tl.where(some, tl.exp2(weight), 0.0)
+        sum_here = total + tl.cumsum(weight, 0)
+        found = tl.minimum(found, tl.min(tl.where(there & (sum_here > _CERTAIN), place, count), 0))
+        total += tl.sum(weight, 0)
+    return found
+
+
+@triton.jit
 def reach_kernel(
-    Q, K, call, norms, FIRST_SEEN, REACH, B, nats_of_tolerance, D: tl.constexpr, CAUSAL: tl.constexpr
+    Q, K, call, norms, FIRST_SEEN, ALLOWED, REACH, B, nats_of_tolerance, D: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Program: one block of TILE queries of one head; REACH [sides, CHOICES, B, H, blocks] int32, to the left and to the right.
 
-    FIRST_SEEN [B] int32: the first key that the key mask lets be seen; None without one.
+    With a key bias a reach counts from the block's nearest query, and is the same for all choices.
+
+    Args:
+        FIRST_SEEN: [B] int32: the first key that the masks let be seen; None where none is hidden. With a key bias [B, H].
+        ALLOWED: [B, H, blocks, 2] int32, with a key bias: see `plan_kernel`. ROWS: queries of a block of the plan.
     """
     H, G, T, S, masks = call.H, call.G, call.T, call.S, call.masks
     blocks, tiles, kv_heads = tl.cdiv(T, TILE), tl.cdiv(S, TILE), H // G
@@ -187,6 +260,9 @@ def reach_kernel(
     m_i = tl.full([TILE], float("-inf"), tl.float32)
     l_i = tl.zeros([TILE], tl.float32)
     # The keys that end where the block does and as many before; and behind, if they may be seen. Queries may stand outside.
+    bias = call.key_bias
+    if bias is not None:
+        bias = bias_for(bias, bh, bh * tl.cdiv(T, ROWS) + n * TILE // ROWS, tiles, S)
     last = tl.maximum(tl.minimum(start, S - TILE), 0)
     if norms.latest is not None:
         # Behind a padding, the keys before it.
@@ -197,6 +273,9 @@ def reach_kernel(
         from_key = last - TILE * step + (0 if CAUSAL else TILE)
         j = from_key + x
         here = shown_keys(masks, b, j, (j >= 0) & (j < S), S)
+        if bias is not None:
+            rest = tl.load(bias.rest + j, mask=here, other=float("-inf"))
+            here = here & (rest > float("-inf"))
         k = load_rows(K, from_key, here, TILE, D)  # [TILE, DP]
         shown = here[None, :]
         if segments is not None:
@@ -206,6 +285,13 @@ def reach_kernel(
         scores, seen = biased_scores(products, position[:, None] - j[None, :], shown, head, CAUSAL)
         if CAUSAL:  # and less, by the place of the query
             scores = products * head.scale + (head.slope * (j - start).to(tl.float32))[None, :]
+        if bias is not None:
+            bases = bias.bases + j // TILE * 2
+            high, low = tl.load(bases, mask=here, other=0.0), tl.load(bases + 1, mask=here, other=0.0)
+            base = (high - bias.high) + (low - bias.low)
+            # Less what rounding may do: leaving a key out would be no mistake.
+            own = (base + rest) - (tl.abs(base) + tl.abs(rest)) * (_ROUNDING - 1.0)
+            scores += tl.where(here, own, 0.0)[None, :]
         scores = tl.where(seen, scores, float("-inf"))
         m_i, known, shrink = raised_maximum(m_i, tl.max(scores, 1))
         l_i = l_i * shrink + tl.sum(tl.exp2(scores - known[:, None]), 1)
@@ -222,6 +308,8 @@ def reach_kernel(
             here = here & (position - j < call.window)
         if segments is not None:
             here = here & (segments == tl.load(masks.key_segments + b * S + j, mask=here, other=0))
+        if bias is not None:
+            here = here & (tl.load(bias.rest + j, mask=here, other=float("-inf")) > float("-inf"))
         kept = tl.maximum(kept, tl.load(norms.each_value + bk * S + j, mask=here, other=0.0))
     most = tl.load(norms.extremes + bk)
     longer = tl.where(most == 0.0, 0.0, tl.maximum(tl.log2(most / (_VALUE_RATIO * kept)) / LOG2E, 0.0))
@@ -230,7 +318,10 @@ def reach_kernel(
     if not CAUSAL:
         real = i < T
     elif FIRST_SEEN is not None:
-        real = real & (position >= tl.load(FIRST_SEEN + b))  # the others see no key at all
+        of_sequence = b
+        if bias is not None:
+            of_sequence = bh
+        real = real & (position >= tl.load(FIRST_SEEN + of_sequence))  # the others see no key at all
     every, heads, choice = (bh * 0 + B) * kv_heads * tiles, (bh * 0 + B) * H * blocks, tl.arange(0, CHOICES)
     for side in tl.static_range(1 if CAUSAL else 2):
         slope, at = m, tl.minimum(tl.maximum(start + TILE - 1, 0), S - 1) // TILE
@@ -243,13 +334,57 @@ def reach_kernel(
         off = (4 * D + 64) * UNIT * (1.0 + upper + tl.abs(lse_bound)) + _NATS + 512 * UNIT * tl.abs(m)
         if Q.pointer.dtype.element_ty == tl.float32:
             off += upper * _PRODUCTS
-        nats = (rate * _ROUNDING)[:, None] * tl.load(prefix + choice * every)[None, :]  # [TILE, CHOICES]
-        nats += (off - lse_bound + tl.abs(lse_bound) * (_ROUNDING - 1.0) + longer)[:, None]
-        nats = tl.where(nats < float("inf"), nats, float("inf"))
-        worst = tl.max(tl.where(real[:, None], nats, float("-inf")), 0)
-        # −ln(1 − e^(−m)) ≤ m/2 − ln m.
-        tail = slope * 0.5 - tl.log2(slope) / LOG2E + nats_of_tolerance
-        reach = tl.maximum((worst + tail) / slope * _ROUNDING + 1.0, _KEPT)
-        reach = tl.where(slope > 0.0, tl.where(reach < FARTHEST, reach, FARTHEST), FARTHEST)
-        reach = tl.where(slope == float("inf"), 1.0, reach)
+        if bias is not None:
+            tail = tl.minimum(n * TILE + TILE, T) + (start - n * TILE) - 1  # the position of the last query
+            need = off - lse_bound + tl.abs(lse_bound) * (_ROUNDING - 1.0) + longer + nats_of_tolerance
+            behind = x if side == 0 else tail - position
+            need -= tl.where(slope < float("inf"), slope, 0.0) * behind.to(tl.float32)
+            need += tl.abs(need) * (_ROUNDING - 1.0) + 512 * UNIT * tl.abs(slope)
+            need = tl.where(need < float("inf"), need, float("inf"))
+            worst = tl.max(tl.where(real, need, float("-inf")), 0) * LOG2E
+            most_rate = (
+                tl.max(tl.where(real, tl.where(rate < float("inf"), rate, float("inf")), 0.0), 0) * _ROUNDING * LOG2E
+            )
+            low = tl.load(ALLOWED + (bh * blocks + n) * 2)
+            high = tl.load(ALLOWED + (bh * blocks + n) * 2 + 1)
+            if call.window is not None:
+                low, high = tl.maximum(low, start - call.window + 1), tl.minimum(high, tail + call.window)
+            sums = norms.sums + (side * (bh * 0 + B) * H + bh) * tiles
+            if side == 0:
+                from_tile, origin, step = low // TILE, start, 1
+                count = tl.maximum(tl.minimum(tl.maximum(start - _KEPT + 1, 0), S) // TILE - from_tile, 0)
+            else:
+                from_tile, origin, step = tl.cdiv(high, TILE) - 1, tail, -1
+                count = tl.maximum(from_tile + 1 - tl.cdiv(tl.maximum(tail + _KEPT, 0), TILE), 0)
+            found = tiles_of_little(
+                norms.tiles,
+                sums,
+                bias,
+                bk,
+                tiles,
+                from_tile,
+                count,
+                step,
+                origin,
+                slope * LOG2E,
+                most_rate,
+                worst,
+                WIDTH,
+            )
+            farthest = (from_tile + found * step) * TILE
+            reach = start - farthest + 1
+            if side == 1:
+                reach = farthest + TILE - tail
+            reach = tl.minimum(tl.maximum(reach, _KEPT), FARTHEST)
+            reach = choice * 0 + tl.where(slope == float("inf"), 1, reach)
+        else:
+            nats = (rate * _ROUNDING)[:, None] * tl.load(prefix + choice * every)[None, :]  # [TILE, CHOICES]
+            nats += (off - lse_bound + tl.abs(lse_bound) * (_ROUNDING - 1.0) + longer)[:, None]
+            nats = tl.where(nats < float("inf"), nats, float("inf"))
+            worst = tl.max(tl.where(real[:, None], nats, float("-inf")), 0)
+            # −ln(1 − e^(−m)) ≤ m/2 − ln m.
+            tail = slope * 0.5 - tl.log2(slope) / LOG2E + nats_of_tolerance
+            reach = tl.maximum((worst + tail) / slope * _ROUNDING + 1.0, _KEPT)
+            reach = tl.where(slope > 0.0, tl.where(reach < FARTHEST, reach, FARTHEST), FARTHEST)
+            reach = tl.where(slope == float("inf"), 1.0, reach)
         tl.store(REACH + (side * CHOICES + choice) * heads + bh * blocks + n, reach.to(tl.int32))
