@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-BENCHMARKS = ("cpu", "trained", "serving", "generating", "streaming", "decoding", "gpu", "jax")
+BENCHMARKS = ("cpu", "trained", "serving", "generating", "streaming", "decoding", "gates", "gpu", "jax")
 MISSING = """
 import importlib, json, sys
 MISSING = sys.argv[1]
@@ -62,7 +62,9 @@ def _told(program: str, *arguments: str) -> dict[str, object]:
         (
             "torch",
             {
-                **dict.fromkeys(("bench cpu", "bench streaming", "bench decoding", "bench gpu", "explain"), "torch"),
+                **dict.fromkeys(
+                    ("bench cpu", "bench streaming", "bench decoding", "bench gates", "bench gpu", "explain"), "torch"
+                ),
                 **dict.fromkeys(("bench serving", "bench generating"), "hf"),
                 "bench trained": "lab",
                 "bench jax": "torch,jax",
