@@ -105,12 +105,21 @@ def _offset(query_offset: int | Array | None, *, batch: int, query_len: int, key
         return key_len - query_len
     if isinstance(query_offset, jax.Array | np.ndarray | np.integer):
         check_query_offset(query_offset, batch=batch)
+        values = readable_values(query_offset) if isinstance(query_offset, jax.Array) else np.asarray(query_offset)
+        if values is not None:
+            for value in values.reshape(-1).tolist():
+                _check_position(int(value), query_len + key_len)
         return jnp.asarray(query_offset, jnp.int32)
     if isinstance(query_offset, bool) or not isinstance(query_offset, int):
         raise TypeError(f"query_offset must be an int or an integer array but is {query_offset!r}")
-    if abs(query_offset) + query_len + key_len >= FARTHEST:
-        raise ValueError(f"query_offset is {query_offset} but positions must lie between −2^28 and 2^28")
+    _check_position(query_offset, query_len + key_len)
     return query_offset
+
+
+def _check_position(query_offset: int, length: int) -> None:
+    """Positions are int32 in JAX, and an offset beyond would come around from the other end."""
+    if abs(query_offset) + length >= FARTHEST:
+        raise ValueError(f"query_offset is {query_offset} but positions must lie between −2^28 and 2^28")
 
 
 def _segments(

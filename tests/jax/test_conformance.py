@@ -110,3 +110,10 @@ def test_segment_ids_that_int32_cannot_hold_stay_apart(factor: int) -> None:
         assert np.array_equal(attention.alibi_attention(query, key, value, segment_ids=large), small)
     with pytest.raises(ValueError, match="do not fit int32"):
         attention.alibi_attention(query, key, value, segment_ids=(jax.numpy.asarray(ids), ids * factor))
+
+
+@pytest.mark.parametrize("offset", [np.array([2**40]), np.int64(-(2**40)), jax.numpy.array([2**30])])
+def test_positions_that_int32_cannot_hold_are_refused(offset: object) -> None:
+    query = np.ones((1, 3, 2, 4), np.float32)
+    with pytest.raises(ValueError, match="positions must lie between"):
+        attention.alibi_attention(query, query, query, query_offset=offset)

@@ -16,7 +16,7 @@ SHAPES = {
     "jax-dense": {"batch": 2, "heads": 4, "kv_heads": 2, "query_len": 23, "key_len": 37, "head_dim": 7},
     "jax-loop": {"batch": 1, "heads": 2, "kv_heads": 1, "query_len": 190, "key_len": 260, "head_dim": 16},
 }
-NO_WINDOW = 10**7
+NO_WINDOW, FARTHEST = 10**7, 2**27
 
 
 def of_shape(call: Call, backend: str) -> Call:
@@ -31,6 +31,8 @@ def of_shape(call: Call, backend: str) -> Call:
         "integers": "int64",
         "value_is_key": False,
     }
+    if call.offset is not None and abs(call.offset) > FARTHEST:  # which JAX refuses: its positions are int32
+        changes["offset"] = call.offset % FARTHEST
     return settled(dataclasses.replace(call, **SHAPES[backend], **changes))
 
 
