@@ -205,7 +205,9 @@ def name_lines(axes: Axes, ends: Sequence[tuple[str, str, float, float]], furthe
     for name, color, x, y in ends:
         if x < furthest:
             lowest = all(y <= other for _, _, _, other in ends)
-            place, side = ((4, -10), "left") if lowest else ((-2, 6), "right")
+            # In the left half a name before the point would run out of the figure.
+            early = axes.transAxes.inverted().transform(axes.transData.transform((x, y)))[0] < 0.4
+            place, side = ((4, -10), "left") if lowest else ((5, 4), "left") if early else ((-2, 6), "right")
             axes.annotate(name, (x, y), place, textcoords="offset points", ha=side, color=color, fontsize=8)
         else:
             height = axes.transAxes.inverted().transform(axes.transData.transform((x, y)))[1]

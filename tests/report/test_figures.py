@@ -87,6 +87,17 @@ def test_labels_at_the_ends_do_not_touch(made_up) -> None:
         assert not any(box.overlaps(other) for other in boxes[number + 1 :])
 
 
+def test_the_name_of_a_peer_that_stops_at_once_stays_in_the_picture() -> None:
+    figure, axes = figures.plain_axes("milliseconds, log scale")
+    axes.set_xscale("log")
+    axes.plot([2048, 16384], [20.0, 100.0])
+    axes.plot([2048], [200.0])
+    figures.name_lines(axes, [("ours", "black", 16384, 100.0), ("SDPA + dense bias", "black", 2048, 200.0)], 16384)
+    figure.canvas.draw()
+    for text in axes.texts:
+        assert text.get_window_extent().x0 >= axes.get_window_extent().x0, text.get_text()
+
+
 def test_svg_is_inline_and_takes_its_colors_from_the_page(made_up) -> None:
     (study,) = studies(made_up())
     text = figures.svg(figures.perplexity_by_length(study, "nonoverlapping"), "p", "A <picture> & more")
