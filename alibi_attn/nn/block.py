@@ -33,7 +33,7 @@ class ALiBiTransformerBlock(nn.Module):
     Args:
         ffn_dim: width of the feed-forward network; default 4·embed_dim.
         dropout_p: of attention weights, activations and both branches, in training only.
-        attention: what `ALiBiAttention` takes (num_kv_heads, bias, causal, window, slopes, learn_slopes, qk_norm);
+        attention: what `ALiBiAttention` takes (num_kv_heads, bias, causal, window, slopes, learn_slopes, qk_norm, forget_gate);
             `bias` is that of all linear maps and norms.
 
     >>> import torch

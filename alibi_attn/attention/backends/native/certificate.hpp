@@ -214,7 +214,7 @@ struct Certificate {
             const double longest = norms.longest_without(left_out[side > 0]);
             return (largest_rate * longest - room - std::log(-std::expm1(-slope)) + 10) / slope;
         }
-        const Tails<Real> of = tails_of(block.call, tails, block.b, block.h);
+        const Tails of = tails_of(block.call, tails, block.b, block.h);
         if (!(largest_rate <= of.rate) || !std::isfinite(of.rate)) return INFINITY;
         // Tails rise towards the queries, from both ends.
         const double most = room - 10 + block.key_bias_origin + slope * double(side * nearest);

@@ -12,6 +12,16 @@ Real norm_bound(Real squares, int64_t D) {
     return std::sqrt(squares) * (1 + (D + NORM_UNITS) * UNIT<Real>) + std::sqrt(Real(D)) * VANISHING<Real>;
 }
 
+// The same of a row as it lies in memory.
+template <typename Real>
+Real norm_of_row(const Real *row, int64_t D) {
+    Reals<Real> sum = {};
+    for (int64_t d = 0; d < D; d += VL<Real>) sum += load(row + d) * load(row + d);
+    Real squares = 0;
+    for (int i = 0; i < VL<Real>; i++) squares += sum[i];
+    return norm_bound(squares, D);
+}
+
 // What all blocks of a key head need to know of its keys and values. Hidden keys are no keys.
 template <typename Real>
 struct Norms {
@@ -49,17 +59,10 @@ template <typename Real>
 void measure(const Call<Real> &call, Real *memory, int64_t head, int64_t from, int64_t to) {
     const int64_t b = head / call.K, k = head % call.K;
     Real *keys = memory + head * norms_size(call), *values = keys + padded(call);
-    const auto norm = [&](const Real *row) {
-        Reals<Real> sum = {};
-        for (int64_t d = 0; d < call.D; d += VL<Real>) sum += load(row + d) * load(row + d);
-        Real squares = 0;
-        for (int i = 0; i < VL<Real>; i++) squares += sum[i];
-        return norm_bound(squares, call.D);
-    };
     for (int64_t j = from; j < to; j++) {
         const bool hidden = j >= call.S || (call.key_mask && !call.key_mask[b * call.S + j]);
-        keys[j] = hidden ? Real(-1e30) : norm(call.key.of(b, k, j));
-        values[j] = hidden || !call.has_values ? Real(0) : norm(call.value.of(b, k, j));
+        keys[j] = hidden ? Real(-1e30) : norm_of_row(call.key.of(b, k, j), call.D);
+        values[j] = hidden || !call.has_values ? Real(0) : norm_of_row(call.value.of(b, k, j), call.D);
     }
 }
 

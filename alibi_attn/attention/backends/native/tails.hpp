@@ -11,7 +11,6 @@
 #include "norms.hpp"
 
 // Of one query head: [groups + 1] to the left, of the keys before each group; as many to the right, of those from it on; R_h.
-template <typename Real>
 struct Tails {
     const double *left, *right;
     double rate;
@@ -23,7 +22,7 @@ int64_t tails_size(const Call<Real> &call) {
 }
 
 template <typename Real>
-Tails<Real> tails_of(const Call<Real> &call, const double *memory, int64_t b, int64_t h) {
+Tails tails_of(const Call<Real> &call, const double *memory, int64_t b, int64_t h) {
     const double *left = memory + (b * call.H + h) * tails_size(call), *right = left + padded(call) / TAIL_GROUP + 1;
     return {left, right, left[tails_size(call) - 1]};
 }
@@ -85,12 +84,7 @@ template <typename Real>
 double largest_rate_of(const Call<Real> &call, int64_t b, int64_t h) {
     double most = 0;
     for (int64_t i = 0; i < call.T; i++) {
-        const Real *row = call.query.of(b, h, i);
-        Reals<Real> sum = {};
-        for (int64_t d = 0; d < call.D; d += VL<Real>) sum += load(row + d) * load(row + d);
-        Real squares = 0;
-        for (int v = 0; v < VL<Real>; v++) squares += sum[v];
-        const double norm = norm_bound(squares, call.D);
+        const double norm = norm_of_row(call.query.of(b, h, i), call.D);
         most = norm > most || norm != norm ? norm : most;
     }
     return std::abs(call.scale) * most * (1 + 4 * (call.D + SCORE_UNITS) * double(UNIT<Real>));
