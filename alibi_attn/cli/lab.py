@@ -26,7 +26,9 @@ Texts = Annotated[list[Path] | None, typer.Option("--text", help="A text file or
 
 def run(
     recipe: Annotated[str, typer.Argument(help="Which question to ask.")] = "quick",
-    scale: Annotated[Scale, typer.Option(help="smoke: seconds. small: one machine. paper: as published.")] = "small",
+    scale: Annotated[
+        Scale, typer.Option(help="smoke: seconds. small: minutes. medium: hours. paper: as published, a cluster.")
+    ] = "small",
     out: Annotated[
         Path | None,
         typer.Option(help="Folder of this run.", show_default="runs/RECIPE, for items of the paper runs/paper"),

@@ -13,6 +13,7 @@ import contextlib
 import datetime
 import importlib.util
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -36,6 +37,7 @@ from alibi_attn.lab.positions import check_segments, check_stretch
 from alibi_attn.lab.train import train
 from alibi_attn.records import Json
 
+SECONDS_BETWEEN_LINES = 30  # of progress, where there is no terminal that could show a bar
 PATIENCE = datetime.timedelta(hours=12)  # of the other processes, which wait while the first one reads and evaluates
 
 
@@ -80,6 +82,7 @@ def run(
         corpora: dict[DataConfig, Corpus] = {}
         for config in configs:  # all that can be wrong with the text is said before anything is trained
             if config.data not in corpora:
+                console.print(f"[dim]reading {escape(_named(config.data))}, tokens: {config.data.tokenizer}[/]")
                 with state.main_process_first():
                     corpora[config.data] = load_corpus(config.data, out / "tokens")
             _check(config, corpora[config.data])
@@ -113,6 +116,10 @@ def _configs(recipe: Recipe, scale: Scale, overrides: Mapping[str, str], seeds: 
         if config.data.segments:
             check_segments(config.model.method)
     return list(dict.fromkeys(configs))
+
+
+def _named(data: DataConfig) -> str:
+    return ", ".join(data.text) if data.text else data.corpus
 
 
 def _check(config: RunConfig, corpus: Corpus) -> None:
@@ -196,10 +203,19 @@ def _train(
     )
     with Progress(*columns, console=console) as bar:
         task = bar.add_task(escape(name), total=config.train.steps, loss=float("nan"), speed=0.0)
+        said = time.monotonic()
 
         def show(progress: checkpoint.Progress) -> None:
+            nonlocal said
             speed = progress.step * config.train.batch_tokens / progress.seconds
             bar.update(task, completed=progress.step, loss=progress.loss_nats, speed=speed)
+            if not console.is_terminal and time.monotonic() - said >= SECONDS_BETWEEN_LINES:
+                said = time.monotonic()
+                left = (config.train.steps - progress.step) * config.train.batch_tokens / speed
+                console.print(
+                    f"{escape(name)}: step {progress.step:,} of {config.train.steps:,}, {progress.loss_nats:.3f} nats, "
+                    f"{speed:,.0f} tokens/s, {left / 60:.0f} min left"
+                )
 
         def show_and_tell(progress: checkpoint.Progress) -> None:
             show(progress)

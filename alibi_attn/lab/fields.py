@@ -16,13 +16,20 @@ _Config = TypeVar("_Config")
 def override(config: RunConfig, changes: Mapping[str, str]) -> RunConfig:
     """The config with some fields changed by name; values are given as text and read by the field's type.
 
+    Another `data.tokenizer` of a known size brings its vocabulary along ("bytes": 256, "bpe:2048": 2,048), unless
+    `model.vocab_size` is changed as well. How many "words" a text has is known when it has been read.
+
     Raises:
         ConfigError: an unknown name (answered with the nearest one) or a value of another type.
 
     >>> override(RunConfig(), {"train.steps": "50", "eval.lengths": "128,256"}).eval.lengths
     (128, 256)
+    >>> override(RunConfig(), {"data.tokenizer": "bpe:2048"}).model.vocab_size
+    2048
     """
     names = field_names()
+    if "data.tokenizer" in changes and "model.vocab_size" not in changes:
+        changes = {**changes, **_vocabulary(changes["data.tokenizer"])}
     sections: dict[str, dict[str, object]] = {}
     for name, text in changes.items():
         if name not in names:
@@ -32,6 +39,13 @@ def override(config: RunConfig, changes: Mapping[str, str]) -> RunConfig:
         sections.setdefault(section, {})[field] = _parse(name, text, kind)
     changed = {section: _replace(getattr(config, section), values) for section, values in sections.items()}
     return _replace(config, changed)
+
+
+def _vocabulary(tokenizer: str) -> dict[str, str]:
+    kind, _, size = tokenizer.partition(":")
+    if kind == "bpe" and size.isdecimal():
+        return {"model.vocab_size": size}
+    return {"model.vocab_size": "256"} if tokenizer == "bytes" else {}
 
 
 def field_names() -> tuple[str, ...]:

@@ -7,7 +7,7 @@ with sinusoidal positions there; ALiBi needs no new positions when the length ch
 import dataclasses
 
 from alibi_attn.lab.config import EvalConfig, Method, ModelConfig, Recipe, RunConfig, Scale, TrainConfig
-from alibi_attn.recipes import large
+from alibi_attn.recipes import large, medium
 
 METHODS: tuple[Method, ...] = ("sinusoidal", "alibi")
 FIRST_SHARES = (0.5, 0.75)  # of the steps, at a quarter of the length
@@ -38,6 +38,13 @@ def _run(method: Method, scale: Scale) -> RunConfig:
             model=ModelConfig(method=method),
             train=TrainConfig(length=256, steps=240, batch_tokens=2048, learning_rate=3e-3, warmup_steps=24),
             eval=EvalConfig(lengths=(256, 512, 1024), tokens=8192),
+        )
+    if scale == "medium":
+        return RunConfig(
+            model=dataclasses.replace(medium.MODEL, method=method),
+            data=medium.DATA,
+            train=dataclasses.replace(medium.TRAIN, length=256),
+            eval=EvalConfig(lengths=(256, 512, 1024, 2048), tokens=32_768),
         )
     return RunConfig(
         model=dataclasses.replace(large.MODEL, method=method),

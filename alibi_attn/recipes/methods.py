@@ -8,7 +8,7 @@ model is also tested with its context cut at the trained length, which is what a
 import dataclasses
 
 from alibi_attn.lab.config import EvalConfig, Method, ModelConfig, Recipe, RunConfig, Scale, Stretch, TrainConfig
-from alibi_attn.recipes import large
+from alibi_attn.recipes import large, medium
 
 METHODS: tuple[Method, ...] = (
     "none",
@@ -49,6 +49,13 @@ def _run(method: Method, scale: Scale) -> RunConfig:
             model=ModelConfig(method=method),
             train=TrainConfig(length=128, steps=140, batch_tokens=2048, learning_rate=3e-3, warmup_steps=14),
             eval=EvalConfig(lengths=(128, 256, 512, 1024), tokens=8192, windowed=True),
+        )
+    if scale == "medium":
+        return RunConfig(
+            model=dataclasses.replace(medium.MODEL, method=method),
+            data=medium.DATA,
+            train=dataclasses.replace(medium.TRAIN, length=128),
+            eval=EvalConfig(lengths=(128, 256, 512, 1024, 2048), tokens=32_768, windowed=True),
         )
     return RunConfig(
         model=dataclasses.replace(large.MODEL, method=method),

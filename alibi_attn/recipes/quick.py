@@ -7,7 +7,7 @@ source instead of WikiText-103, 0.8 million parameters instead of 247, a twentie
 import dataclasses
 
 from alibi_attn.lab.config import EvalConfig, Method, ModelConfig, Recipe, RunConfig, Scale, TrainConfig
-from alibi_attn.recipes import large
+from alibi_attn.recipes import large, medium
 
 METHODS: tuple[Method, ...] = ("sinusoidal", "rotary", "t5", "alibi")
 
@@ -29,6 +29,13 @@ def _run(method: Method, scale: Scale) -> RunConfig:
             model=ModelConfig(method=method, num_layers=4, num_heads=4, embed_dim=128, ffn_dim=344),
             train=TrainConfig(length=128, steps=280, batch_tokens=2048, learning_rate=3e-3, warmup_steps=28),
             eval=EvalConfig(lengths=(128, 256, 512, 1024, 2048), tokens=16_384),
+        )
+    if scale == "medium":
+        return RunConfig(
+            model=dataclasses.replace(medium.MODEL, method=method),
+            data=medium.DATA,
+            train=dataclasses.replace(medium.TRAIN, length=128),
+            eval=EvalConfig(lengths=(128, 256, 512, 1024, 2048, 4096), tokens=32_768),
         )
     return RunConfig(
         model=dataclasses.replace(large.MODEL, method=method),

@@ -8,7 +8,7 @@ the same at every distance in longer texts. A method may survive length and stil
 import dataclasses
 
 from alibi_attn.lab.config import DataConfig, EvalConfig, Method, ModelConfig, Recipe, RunConfig, Scale, TrainConfig
-from alibi_attn.recipes import large
+from alibi_attn.recipes import large, medium
 
 METHODS: tuple[Method, ...] = (
     "none",
@@ -42,6 +42,13 @@ def _run(method: Method, scale: Scale) -> RunConfig:
             data=DataConfig(corpus="task:recall:64"),
             train=TrainConfig(length=64, steps=300, batch_tokens=2048, learning_rate=5e-3, warmup_steps=40),
             eval=EvalConfig(lengths=(64, 128, 256, 512, 1024), tokens=4096, tasks=("recall",)),
+        )
+    if scale == "medium":
+        return RunConfig(
+            model=dataclasses.replace(medium.MODEL, method=method, vocab_size=256),
+            data=DataConfig(corpus="task:recall:64"),
+            train=dataclasses.replace(medium.TRAIN, length=64),
+            eval=EvalConfig(lengths=(64, 128, 256, 512, 1024, 2048), tokens=8192, tasks=("recall",)),
         )
     return RunConfig(
         model=dataclasses.replace(large.MODEL, method=method),

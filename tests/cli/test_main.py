@@ -176,7 +176,7 @@ def test_recipes_lists_every_recipe_with_its_trainings() -> None:
 def test_generate_and_eval_use_the_tokenizer_beside_the_weights(tmp_path: Path) -> None:
     text = tmp_path / "a.txt"
     text.write_text("to be or not to be, that is the question of this café. " * 300)
-    arguments = ["--set", "data.tokenizer=bpe:280", "--set", "model.vocab_size=280", "--set", "model.method=alibi"]
+    arguments = ["--set", "data.tokenizer=bpe:280", "--set", "model.method=alibi"]
     out = tmp_path / "out"
     options = ["--scale", "smoke", "--no-report", "--text", str(text), "--out", str(out)]
     result = RUNNER.invoke(app, ["run", *options, *arguments])

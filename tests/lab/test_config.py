@@ -102,3 +102,12 @@ def test_a_value_of_another_type_is_refused():
 def test_every_field_has_a_name():
     assert {"model.method", "data.corpus", "train.length", "eval.lengths"} <= set(field_names())
     assert len(field_names()) == len(set(field_names()))
+
+
+def test_the_vocabulary_follows_a_tokenizer_of_known_size_unless_it_is_set():
+    asked = {"data.tokenizer": "bpe:2048"}
+    assert override(RunConfig(), asked).model.vocab_size == 2048
+    assert override(RunConfig(), {**asked, "model.vocab_size": "4096"}).model.vocab_size == 4096
+    pairs = override(RunConfig(), asked)
+    assert override(pairs, {"data.tokenizer": "bytes"}).model.vocab_size == 256
+    assert override(pairs, {"data.tokenizer": "words"}).model.vocab_size == 2048  # nobody knows before the text is read

@@ -368,3 +368,13 @@ def test_a_full_disk_leaves_no_half_record(recipe, tmp_path, monkeypatch):
             run(recipe, out=tmp_path)
     assert list((tmp_path / "records").iterdir()) == []
     assert len(run(recipe, out=tmp_path)) == 4
+
+
+def test_without_a_terminal_a_line_now_and_then_says_how_far_it_is(recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(experiment, "SECONDS_BETWEEN_LINES", 0)
+    with (tmp_path / "log").open("w") as file:
+        run(recipe, out=tmp_path / "out", console=Console(file=file, width=200))
+    said = (tmp_path / "log").read_text()
+    assert "verses.txt, tokens: bytes" in said
+    assert "tiny/alibi-16/seed-0: step 1 of 8, " in said
+    assert " tokens/s, 0 min left" in said

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Way: TypeAlias = Literal["nonoverlapping", "sliding"]
 Curves: TypeAlias = dict[str, dict[str, list[Json]]]
 
-SHRUNK: dict[Scale, int] = {"paper": 1, "small": 8, "smoke": 64}
+SHRUNK: dict[Scale, int] = {"paper": 1, "medium": 4, "small": 8, "smoke": 64}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,8 @@ class Asked:
 
 
 def scaled(paper_length: int, scale: Scale) -> int:
-    """A length of the paper at a scale: an eighth at small, a 64th at smoke, rounded up so that L + 1 stays longer than L.
+    """A length of the paper at a scale, a quarter at medium, an eighth at small, a 64th at smoke, rounded up so that L + 1 stays
+    longer than L.
 
     >>> [scaled(length, "small") for length in (512, 513, 3072)]
     [64, 65, 384]

@@ -46,6 +46,9 @@ def _extrapolation(scale: Scale, *, trained: tuple[int, ...]) -> Cells:
 
 def _varying(scale: Scale, *, lengths: tuple[int, ...], baselines: dict[str, tuple[int, ...]]) -> Cells:
     """Figure 4 and table 5: ALiBi at its own length and all longer ones, the others at their own."""
+    there = wikitext.trained_lengths(scale)
+    lengths = tuple(length for length in lengths if length in there)
+    baselines = {name: tuple(length for length in owns if length in there) for name, owns in baselines.items()}
     found = [
         _varied("alibi", length, tested, f"ALiBi, L = {length}", scale)
         for length in lengths
@@ -58,7 +61,7 @@ def _varying(scale: Scale, *, lengths: tuple[int, ...], baselines: dict[str, tup
 
 
 def _varied(method: Method, length: int, tested: int, label: str, scale: Scale) -> Cell:
-    longer = tuple(one for one in wikitext.TRAINED if one >= length) if method == "alibi" else (length,)
+    longer = tuple(one for one in wikitext.trained_lengths(scale) if one >= length) if method == "alibi" else (length,)
     config = wikitext.tested_to_longest(wikitext.training(method, length, scale), scale, *longer)
     return Cell(label=label, config=config, paper_length=tested, length=scaled(tested, scale))
 
@@ -66,7 +69,9 @@ def _varied(method: Method, length: int, tested: int, label: str, scale: Scale) 
 def _frontier(scale: Scale) -> Cells:
     """Figure 8, a cross-section of table 5."""
     longest = wikitext.LONGEST
-    found = [_varied("alibi", length, longest, f"ALiBi, L = {length}", scale) for length in wikitext.TRAINED]
+    found = [
+        _varied("alibi", length, longest, f"ALiBi, L = {length}", scale) for length in wikitext.trained_lengths(scale)
+    ]
     return (*found, _varied("sinusoidal", longest, longest, f"Sinusoidal, L = {longest}", scale))
 
 

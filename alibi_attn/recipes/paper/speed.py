@@ -12,12 +12,14 @@ WARM_STEPS = 2  # not counted
 
 
 def run(method: Method, paper_length: int, scale: Scale) -> RunConfig:
-    """What is measured: the WikiText-103 model, about 9,216 tokens a step (small: 2,304), a few steps."""
+    """What is measured: the WikiText-103 model, about 9,216 tokens a step (small: 2,304; medium: 4,608), a few steps."""
     whole = wikitext.training(method, paper_length, scale)
     accumulate = 3 if paper_length == wikitext.LONGEST else 1
     unit = whole.train.length * accumulate
-    batch_tokens = {"smoke": 288, "small": 2304, "paper": 9216}[scale] // unit * unit
-    steps = {"smoke": WARM_STEPS + 1, "small": WARM_STEPS + 6, "paper": WARM_STEPS + 20}[scale]
+    batch_tokens = {"smoke": 288, "small": 2304, "medium": 4608, "paper": 9216}[scale] // unit * unit
+    steps = {"smoke": WARM_STEPS + 1, "small": WARM_STEPS + 6, "medium": WARM_STEPS + 6, "paper": WARM_STEPS + 20}[
+        scale
+    ]
     train = dataclasses.replace(
         whole.train,
         steps=steps,

@@ -3,7 +3,7 @@
 Published: 25 layers, width 2048, 16 heads, ffn 8192, 50,000 updates, 128 V100. Derived: 2 million tokens an update, from
 461 GB in 50,000 updates. Not published, and chosen here: AdamW with a rate of 2e-4 and byte pairs of 50,000. The corpus
 is not one data set of the hub: OpenWebText, a part of it, stands in; --text takes any other.
-small: 16 heads as published, a wider model than the other studies', half as many tokens, bigger byte pairs.
+small and medium: 16 heads as published, a larger model than the other studies', half as many tokens, bigger byte pairs.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ def training(method: Method, paper_length: int, scale: Scale) -> RunConfig:
             train,
             validate_every=max(1, train.steps // 20),
             validate_length=scaled(_FIGURE_5[method, paper_length], scale),
-            validate_tokens={"smoke": 96, "small": 8192, "paper": 649_000}[scale],
+            validate_tokens=_TOKENS[scale],
         )
     model = dataclasses.replace(_MODEL[scale], method=method)
     return RunConfig(model=model, data=_DATA[scale], train=train, eval=_evaluation(scale, TRAINED, paper_length))
@@ -48,15 +48,13 @@ def validated_at(method: Method, paper_length: int) -> int:
 
 def _evaluation(scale: Scale, paper_lengths: tuple[int, ...], trained: int) -> EvalConfig:
     lengths = tuple(scaled(length, scale) for length in paper_lengths if length >= trained)
-    tokens = {"smoke": 96, "small": 8192, "paper": 649_000}[scale]
-    return EvalConfig(
-        lengths=lengths, tokens=tokens, batch_tokens={"smoke": 4096, "small": 8192, "paper": 65_536}[scale]
-    )
+    return EvalConfig(lengths=lengths, tokens=_TOKENS[scale], batch_tokens=_BATCH[scale])
 
 
 _MODEL: dict[Scale, ModelConfig] = {
     "smoke": ModelConfig(num_layers=1, num_heads=4, embed_dim=32, ffn_dim=64),
     "small": ModelConfig(num_layers=4, num_heads=16, embed_dim=192, ffn_dim=512, vocab_size=4096),
+    "medium": ModelConfig(num_layers=6, num_heads=16, embed_dim=256, ffn_dim=688, vocab_size=4096),
     "paper": ModelConfig(
         architecture="baevski-auli", num_layers=25, num_heads=16, embed_dim=2048, ffn_dim=8192, vocab_size=50_000
     ),
@@ -64,12 +62,16 @@ _MODEL: dict[Scale, ModelConfig] = {
 _DATA: dict[Scale, DataConfig] = {
     "smoke": DataConfig(test_share=0.05, valid_share=0.15),
     "small": DataConfig(tokenizer="bpe:4096", test_share=0.05),
+    "medium": DataConfig(tokenizer="bpe:4096", test_share=0.05),
     "paper": DataConfig(corpus="hub:Skylion007/openwebtext", tokenizer="bpe:50000"),
 }
 _TRAIN: dict[Scale, TrainConfig] = {
     "smoke": TrainConfig(length=1, steps=4, batch_tokens=96, warmup_steps=1, log_every=2, checkpoint_every=4),
     "small": TrainConfig(
         length=64, steps=200, batch_tokens=1536, learning_rate=2e-3, warmup_steps=20, checkpoint_every=100
+    ),
+    "medium": TrainConfig(
+        length=128, steps=1300, batch_tokens=4608, learning_rate=2e-3, warmup_steps=130, precision="bf16"
     ),
     "paper": TrainConfig(
         length=512,
@@ -85,3 +87,5 @@ _TRAIN: dict[Scale, TrainConfig] = {
         checkpoint_every=1000,
     ),
 }
+_TOKENS: dict[Scale, int] = {"smoke": 96, "small": 8192, "medium": 32_768, "paper": 649_000}
+_BATCH: dict[Scale, int] = {"smoke": 4096, "small": 8192, "medium": 8192, "paper": 65_536}

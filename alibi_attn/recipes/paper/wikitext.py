@@ -3,22 +3,26 @@
 paper: Baevski & Auli's model with the training command that the authors published, 8 GPUs of 9,216 tokens each.
 small: an eighth of every length, byte pairs of the text that one has, a modern decoder of 1 million weights with the
 paper's 8 heads, AdamW; the same text in the same order for every method at every length.
+medium: a quarter of every length, 3.7 million weights, 10 million tokens a training, matrix products in bf16.
 """
 
 import dataclasses
 
 from alibi_attn.lab.config import DataConfig, EvalConfig, Method, ModelConfig, RunConfig, Scale, Split, TrainConfig
+from alibi_attn.recipes import medium
 from alibi_attn.recipes.paper.cells import scaled
 
 METHODS: dict[str, Method] = {"Sinusoidal": "sinusoidal", "Rotary": "rotary", "T5 Bias": "t5", "ALiBi": "alibi"}
 TRAINED = (64, 128, 256, 512, 1024, 1536, 2048, 3072)  # L, table 5
 LONGEST = 3072
+_FEW = (512, 1024, LONGEST)  # L, tables 2 to 4
 STRIDE = 512  # S of tables 7 and 10
 # How far beyond L tables 2–4 go: all of their steps, and those that are taken at the smaller scales.
 _PAPER_STEPS = (0, 1, *range(10, 101, 10), *range(200, 1001, 100), *range(2000, 15_001, 1000))
 _STEPS: dict[Scale, tuple[int, ...]] = {
     "smoke": (0, 100, 1000, 2000),
     "small": (0, 20, 100, 500, 2000, 5000, 10_000, 15_000),
+    "medium": (0, 100, 500, 1000, 2000, 3000, 5000, 7000, 10_000, 13_000, 15_000),
     "paper": _PAPER_STEPS,
 }
 _LAST_STEP = {512: 15_000, 1024: 15_000, 3072: 13_000}
@@ -37,6 +41,11 @@ def training(method: Method, paper_length: int, scale: Scale, *, staged: bool = 
         train = dataclasses.replace(train, first_length=scaled(_FIRST_LENGTH, scale), first_steps=first)
     model = dataclasses.replace(_MODEL[scale], method=method)
     return RunConfig(model=model, data=_DATA[scale], train=train)
+
+
+def trained_lengths(scale: Scale) -> tuple[int, ...]:
+    """L of table 5: all of them; at medium, where a training takes half an hour, those of tables 2 to 4."""
+    return _FEW if scale == "medium" else TRAINED
 
 
 def extrapolation_lengths(paper_length: int, scale: Scale) -> tuple[int, ...]:
@@ -73,7 +82,7 @@ def tested_with_stride(run: RunConfig, scale: Scale, split: Split) -> RunConfig:
 def tested_with_stride_1(run: RunConfig, scale: Scale, *paper_lengths: int) -> RunConfig:
     """Tables 13–15 and figure 11: S = 1, which reads a whole window for every token; few tokens below paper scale."""
     lengths = sorted({scaled(length, scale) for length in (*paper_lengths, LONGEST)})
-    tokens = {"paper": _TOKENS["paper"], "small": 768, "smoke": 48}[scale]
+    tokens = {"paper": _TOKENS["paper"], "medium": 512, "small": 768, "smoke": 48}[scale]
     return _tested(run, EvalConfig(lengths=tuple(lengths), tokens=tokens, stride=1, batch_tokens=_BATCH[scale]))
 
 
@@ -84,6 +93,7 @@ def _tested(run: RunConfig, evaluation: EvalConfig) -> RunConfig:
 _MODEL: dict[Scale, ModelConfig] = {
     "smoke": ModelConfig(num_layers=1, num_heads=2, embed_dim=32, ffn_dim=64),
     "small": ModelConfig(num_layers=4, num_heads=8, embed_dim=128, ffn_dim=344, vocab_size=2048),
+    "medium": medium.MODEL,
     "paper": ModelConfig(
         architecture="baevski-auli",
         num_layers=16,
@@ -101,6 +111,7 @@ _MODEL: dict[Scale, ModelConfig] = {
 _DATA: dict[Scale, DataConfig] = {
     "smoke": DataConfig(test_share=0.05),
     "small": DataConfig(tokenizer="bpe:2048", test_share=0.05),
+    "medium": medium.DATA,
     "paper": DataConfig(corpus="hub:Salesforce/wikitext:wikitext-103-v1", tokenizer="words"),
 }
 _TRAIN: dict[Scale, TrainConfig] = {
@@ -108,6 +119,7 @@ _TRAIN: dict[Scale, TrainConfig] = {
     "small": TrainConfig(
         length=64, steps=340, batch_tokens=1536, learning_rate=3e-3, warmup_steps=34, checkpoint_every=170
     ),
+    "medium": medium.TRAIN,
     "paper": TrainConfig(
         length=512,
         steps=286_000,
@@ -124,5 +136,10 @@ _TRAIN: dict[Scale, TrainConfig] = {
         checkpoint_every=2000,
     ),
 }
-_TOKENS: dict[Scale, int] = {"smoke": 96, "small": 8192, "paper": 217_646}  # paper: the whole validation set
-_BATCH: dict[Scale, int] = {"smoke": 4096, "small": 8192, "paper": 65_536}
+_TOKENS: dict[Scale, int] = {
+    "smoke": 96,
+    "small": 8192,
+    "medium": 32_768,
+    "paper": 217_646,
+}  # paper: the whole validation set
+_BATCH: dict[Scale, int] = {"smoke": 4096, "small": 8192, "medium": 8192, "paper": 65_536}
