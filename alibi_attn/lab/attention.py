@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from alibi_attn.attention.api import alibi_attention
 from alibi_attn.attention.forgetting import forgetting_attention
-from alibi_attn.lab.hooks import Bias, ContentBias, ForgetGates
+from alibi_attn.lab.hooks import Bias, ContentBias, ForgetGates, Windowed
 from alibi_attn.nn import KVCache
 
 
@@ -64,6 +64,8 @@ def attend(
         dropout_p: share of the attention weights that are dropped.
     """
     query_len, key_len = q.shape[-2], k.shape[-2]
+    if isinstance(bias, Windowed):
+        window, bias = min(bias.window, window or bias.window), None
     if window is not None and window >= key_len:
         window = None
     masked = window is not None or segment_ids is not None

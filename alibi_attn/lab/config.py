@@ -21,6 +21,13 @@ Method: TypeAlias = Literal[
     "alibi-learned",
     "alibi-half",
     "kerple",
+    "alibi-log",
+    "alibi-clamp",
+    "sandwich",
+    "tisa",
+    "fire",
+    "nope-window",
+    "drope",
     "fox",
     "alibi-fox",
 ]

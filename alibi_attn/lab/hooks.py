@@ -1,10 +1,11 @@
 """The four hooks of a position method, and what is handed to them.
 
     add(x, positions)             x [B, T, E] gets the embedding of its positions, once, before the first layer
-    rotate(q, k, positions)       q, k [B, H, T, D] are turned, in every layer, before the keys are cached
+    rotate(q, k, positions, at)   q, k [B, H, T, D] are turned, in every layer, before the keys are cached
     bias(at)                      what is added to the scaled scores: a full bias [H, T, S], −inf where the query may not look;
                                   where it is linear in the distance, only its slopes [H]; where every key has a number of its
-                                  own, computed from the text, a `ContentBias`; forget gates, `ForgetGates`; or None
+                                  own, computed from the text, a `ContentBias`; forget gates, `ForgetGates`; a layer that sees
+                                  only the last tokens, `Windowed`; or None
     stretched(stretch, length)    the method for texts of `length` tokens, more than it was trained at, without training
 
 `positions` [T] are absolute and start at 0; the queries are the last T of the S keys. Shapes as in `attention/spec.py`; E is
@@ -52,7 +53,14 @@ class ForgetGates:
     slopes: Tensor | None = None
 
 
-Bias: TypeAlias = Tensor | ContentBias | ForgetGates | None
+@dataclasses.dataclass(frozen=True)
+class Windowed:
+    """A layer in which every token sees the last `window` tokens, itself included, and nothing is added to the scores."""
+
+    window: int
+
+
+Bias: TypeAlias = Tensor | ContentBias | ForgetGates | Windowed | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,11 +80,11 @@ class LayerInput:
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
-    """What `bias` is asked for: `query_len` T and `key_len` S.
+    """What `bias` and `rotate` are asked for: `query_len` T and `key_len` S.
 
     Args:
         progress: the share of the training's steps that are done, 0 … 1; 1 after the training.
-        input: of the layer that asks; see `layer`.
+        input: of the layer that asks; see `layer`. `rotate` always has one.
     """
 
     query_len: int
@@ -123,7 +131,7 @@ class PositionMethod(nn.Module):
         """x [B, T, E] with the embedding of its positions [T]."""
         return x
 
-    def rotate(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def rotate(self, q: Tensor, k: Tensor, positions: Tensor, at: Pass) -> tuple[Tensor, Tensor]:
         """q and k [B, H, T, D], turned."""
         return q, k
 

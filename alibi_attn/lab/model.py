@@ -165,16 +165,20 @@ class Places:
     window: int | None
     segment_ids: Tensor | None
 
-    def bias(self, x: Tensor, index: int, cache: LayerCache | None) -> Bias:
-        """Of the layer `index`, whose attention has the normalized input x [B, T, E].
+    def seen_by(self, x: Tensor, index: int, cache: LayerCache | None) -> Pass:
+        """What the layer `index` asks with, whose attention has the normalized input x [B, T, E]."""
+        seen = LayerInput(x, index, None if cache is None else cache.key_bias)
+        return dataclasses.replace(self.asked, input=seen)
+
+    def bias(self, at: Pass) -> Bias:
+        """Of the layer that asks.
 
         Raises:
             PositionError: a number for every key, or gates, that are not one for every head and token.
         """
         if not self.method.per_layer:
             return self.shared
-        seen = LayerInput(x, index, None if cache is None else cache.key_bias)
-        found = self.method.bias(dataclasses.replace(self.asked, input=seen))
+        x, found = at.layer.x, self.method.bias(at)
         if isinstance(found, ContentBias | ForgetGates):
             name = "key_bias" if isinstance(found, ContentBias) else "log_fgate"
             shape = getattr(found, name).shape
@@ -209,8 +213,9 @@ class Block(nn.Module):
     def forward(self, x: Tensor, places: Places, cache: LayerCache | None) -> Tensor:
         y = self.attention_norm(x)
         q, k, v = (part(y).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
-        q, k = places.method.rotate(q, k, places.positions)
-        bias = places.bias(y, self.index, cache)
+        at = places.seen_by(y, self.index, cache)
+        q, k = places.method.rotate(q, k, places.positions, at)
+        bias = places.bias(at)
         if cache is not None:
             k, v, bias = cache.append(k, v, bias, layer=self)
         dropout_p = self.attention_dropout if self.training else 0.0

@@ -1,26 +1,23 @@
 """Every way of telling a decoder where its tokens are, side by side; what their four hooks are, says `hooks.py`.
 
 To add a method, write a class here, name it in `METHODS` and in `config.Method`: nothing else in the lab knows what methods
-there are. Shapes as in `attention/spec.py`; E is the width of the model. Read next: `attention.py`.
+there are. Shapes as in `attention/spec.py`; E is the width of the model. Read next: `distances.py`.
 """
 
 import copy
-import math
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from alibi_attn.lab.config import ConfigError, Method, ModelConfig, Stretch
+from alibi_attn.lab.distances import ALiBiClamp, ALiBiLog, Fire, Kerple, Sandwich, T5Bias, Tisa
 from alibi_attn.lab.forgetting import ALiBiFox, Fox
 from alibi_attn.lab.hooks import Pass, PositionError, PositionMethod
+from alibi_attn.lab.rotary import DroPE, NopeWindow, Rotary
 from alibi_attn.slopes import alibi_slopes, interpolate_slopes
 
-ROTARY_BASE = 10_000.0  # RoFormer, sec. 3.2.2; the sinusoids of Vaswani et al. have the same
-T5_BUCKETS = 32
-T5_MAX_DISTANCE = 128  # both numbers: Raffel et al. 2020, sec. 2.1
-GOLDEN_RATIO = (math.sqrt(5) - 1) / 2  # its multiples are spread over 0 … 1 as evenly as a sequence can be
-YARN_FEW_TURNS, YARN_MANY_TURNS = 1, 32  # α and β of Peng et al. 2023, sec. 3.2, as for LLaMA
+WAVE_BASE = 10_000.0  # Vaswani et al. 2017, sec. 3.5
 
 
 def position_method(config: ModelConfig, trained_length: int) -> PositionMethod:
@@ -92,71 +89,6 @@ class Learned(PositionMethod):
                 "use a shorter text, or another method"
             )
         return x + self.table[positions].to(x.dtype)
-
-
-class Rotary(PositionMethod):
-    """Channel pairs of q and k are turned by p·θ_c, θ_c = 10000^(−2c/D) (Su et al. 2021, RoFormer, sec. 3.2.2, arXiv:2104.09864).
-
-    All D channels are turned, and channel c is paired with c + D/2, as in GPT-NeoX; RoFormer and GPT-J pair neighbors,
-    which is the same up to one fixed permutation of the channels.
-
-    Stretched by s = length / trained length (`rotary_frequencies`); "yarn" also multiplies q and k by 0.1·ln s + 1.
-    """
-
-    stretches = ("linear", "ntk", "yarn")
-
-    def __init__(self, config: ModelConfig, trained_length: int) -> None:
-        super().__init__(config, trained_length)
-        self.trained_length, self.length = trained_length, trained_length
-        self.stretch: Stretch = "none"
-
-    def rotate(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        frequencies = rotary_frequencies(q.shape[-1], self.trained_length, self.length, self.stretch, q.device)
-        angles = positions.float()[:, None] * frequencies
-        size = 0.1 * math.log(self.length / self.trained_length) + 1 if self.stretch == "yarn" else 1.0
-        cos, sin = (angles.cos() * size).to(q.dtype), (angles.sin() * size).to(q.dtype)
-        return _turn(q, cos, sin), _turn(k, cos, sin)
-
-    def stretched(self, stretch: Stretch, length: int) -> PositionMethod:
-        twin = copy.copy(self)
-        twin.stretch, twin.length = stretch, length
-        return twin
-
-
-class T5Bias(PositionMethod):
-    """A learned number per head and distance bucket, shared by all layers (Raffel et al. 2020, sec. 2.1, arXiv:1910.10683).
-
-    Causal: 16 buckets for the distances 0 … 15, then 16 that grow geometrically up to 128, the last for all beyond.
-    """
-
-    def __init__(self, config: ModelConfig, trained_length: int) -> None:
-        super().__init__(config, trained_length)
-        self.weight = nn.Parameter(torch.empty(config.num_heads, T5_BUCKETS))
-
-    def bias(self, at: Pass) -> Tensor | None:
-        return _toeplitz(self.weight[:, t5_bucket(torch.arange(at.key_len, device=self.weight.device))], at.query_len)
-
-
-class Kerple(PositionMethod):
-    """−r₁·ln(1 + r₂·d), r₁ and r₂ above 0 and learned for each head, shared by all layers: KERPLE-log (Chi et al. 2022,
-    arXiv:2205.09921).
-
-    Their logarithms are the parameters, so that they stay above 0 (the authors clamp at 0.01). They start spread evenly over
-    the ranges that the authors draw them from, 0 … 2 and 0 … 1, alike for every seed.
-    """
-
-    def __init__(self, config: ModelConfig, trained_length: int) -> None:
-        super().__init__(config, trained_length)
-        middle = torch.arange(config.num_heads) + 0.5
-        self.log_r1 = nn.Parameter((2 * middle / config.num_heads).log())
-        self.log_r2 = nn.Parameter(
-            (middle * GOLDEN_RATIO % 1).log()
-        )  # in another order, so that the pairs are spread too
-
-    def bias(self, at: Pass) -> Tensor | None:
-        distance = torch.arange(at.key_len, device=self.log_r1.device)
-        r1, r2 = self.log_r1.exp()[:, None], self.log_r2.exp()[:, None]
-        return _toeplitz(-r1 * torch.log1p(r2 * distance), at.query_len)
 
 
 class ALiBi(PositionMethod):
@@ -233,43 +165,16 @@ METHODS: dict[Method, type[PositionMethod]] = {
     "alibi-learned": ALiBiLearned,
     "alibi-half": ALiBiHalf,
     "kerple": Kerple,
+    "alibi-log": ALiBiLog,
+    "alibi-clamp": ALiBiClamp,
+    "sandwich": Sandwich,
+    "tisa": Tisa,
+    "fire": Fire,
+    "nope-window": NopeWindow,
+    "drope": DroPE,
     "fox": Fox,
     "alibi-fox": ALiBiFox,
 }
-
-
-def rotary_frequencies(
-    head_dim: int, trained_length: int, length: int, stretch: Stretch, device: torch.device | None = None
-) -> Tensor:
-    """θ_c, the angle per token of each channel pair, [D/2] fp32; with s = length / trained_length and θ_c = 10000^(−2c/D):
-
-        "linear":  θ_c / s                       position interpolation (Chen et al. 2023, arXiv:2306.15595)
-        "ntk":     θ_c with the base 10000·s^(D/(D−2)): the fastest pair unchanged, the slowest divided by s
-        "yarn":    (1 − γ)·θ_c/s + γ·θ_c         γ rises from 0 to 1 between 1 and 32 turns in the trained length, r = L·θ_c/2π
-                                                 (Peng et al. 2023, sec. 3.2, arXiv:2309.00071)
-
-    The released code of YaRN lets γ rise linearly in the channel instead of r; this is the paper's formula.
-    """
-    pairs = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32)
-    frequencies = ROTARY_BASE ** (-pairs / head_dim)
-    s = length / trained_length
-    if stretch == "linear":
-        return frequencies / s
-    if stretch == "ntk":
-        return frequencies * s ** (-pairs / max(head_dim - 2, 1))
-    if stretch == "yarn":
-        turns = trained_length * frequencies / (2 * math.pi)
-        kept = ((turns - YARN_FEW_TURNS) / (YARN_MANY_TURNS - YARN_FEW_TURNS)).clamp(0, 1)
-        return (1 - kept) * frequencies / s + kept * frequencies
-    return frequencies
-
-
-def t5_bucket(distance: Tensor) -> Tensor:
-    """The bucket, 0 … 31, of each distance i − j ≥ 0."""
-    exact = T5_BUCKETS // 2
-    growth = torch.log(distance.clamp(min=exact).float() / exact) / math.log(T5_MAX_DISTANCE / exact)
-    beyond = exact + (growth * (T5_BUCKETS - exact)).long()
-    return torch.where(distance < exact, distance, beyond.clamp(max=T5_BUCKETS - 1))
 
 
 def _with_flatter_slopes(method: ALiBi, slopes: Tensor, stretch: Stretch, length: int) -> ALiBi:
@@ -280,19 +185,7 @@ def _with_flatter_slopes(method: ALiBi, slopes: Tensor, stretch: Stretch, length
     return twin
 
 
-def _toeplitz(by_distance: Tensor, query_len: int) -> Tensor:
-    """A bias per distance [H, S] as a causal bias [H, T, S]: row i holds by_distance[i − j], and −inf to the right of i."""
-    future = by_distance.new_full((len(by_distance), query_len - 1), -math.inf)
-    last_row_first = torch.cat([by_distance.flip(1), future], dim=1).unfold(1, by_distance.shape[1], 1)
-    return last_row_first.flip(1)
-
-
 def _angles(positions: Tensor, channels: int) -> Tensor:
     """p·10000^(−2c/channels), [T, channels/2] fp32."""
     pairs = torch.arange(0, channels, 2, device=positions.device, dtype=torch.float32)
-    return positions.float()[:, None] * ROTARY_BASE ** (-pairs / channels)
-
-
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    left, right = x.chunk(2, dim=-1)
-    return torch.cat([left * cos - right * sin, left * sin + right * cos], dim=-1)
+    return positions.float()[:, None] * WAVE_BASE ** (-pairs / channels)

@@ -1,4 +1,4 @@
-"""Eleven ways to tell a model where a token stands, and five ways to stretch them afterwards: same text, order and weights.
+"""Eighteen ways to tell a model where a token stands, and five ways to stretch them afterwards: same text, order and weights.
 
 Paper: none; sections 2 and 3 compare four. The stretches change positions at test time only: rotary's by position
 interpolation, NTK and YaRN, ALiBi's slopes by L / L' and by NTK, so that one training is tested several times. Each
@@ -20,6 +20,13 @@ METHODS: tuple[Method, ...] = (
     "alibi-learned",
     "alibi-half",
     "kerple",
+    "alibi-log",
+    "alibi-clamp",
+    "sandwich",
+    "tisa",
+    "fire",
+    "nope-window",
+    "drope",
     "fox",
     "alibi-fox",
 )
@@ -66,10 +73,10 @@ def _run(method: Method, scale: Scale) -> RunConfig:
 
 RECIPE = Recipe(
     name="methods",
-    question="Which of eleven position methods goes beyond its trained length, and does stretching it at test time help?",
+    question="Which of eighteen position methods goes beyond its trained length, and does stretching it at test time help?",
     paper="none: section 2.2's question for later methods",
     command="alibi run methods",
-    cost="small: about six minutes on two cores; smoke: seconds; paper: hours on one GPU (not measured)",
+    cost="small: about ten minutes on two cores; smoke: seconds; paper: hours on one GPU (not measured)",
     expected=(
         "the ALiBi family and KERPLE do not rise; learned positions end at the trained length; stretched rotary rises less "
         "than plain rotary; no method gains much on its own windowed test"

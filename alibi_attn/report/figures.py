@@ -20,39 +20,15 @@ from matplotlib.typing import RcKeyType
 from numpy.typing import NDArray
 
 from alibi_attn.records import LARGEST
+from alibi_attn.report.methods import METHODS
 from alibi_attn.report.series import MODES, Mode, Series, Study
 
 Measure = Literal["tokens_per_second", "peak_memory_bytes"]
 Points = NDArray[np.float64]
 
 INK, MUTED, RULE = "#1d2430", "#667080", "#d5dae1"
-# Blue, orange, green, purple, ochre and grey stay apart for every common color blindness; markers tell them apart as well.
-COLORS = {
-    "alibi": "#d1420f",
-    "sinusoidal": "#0b6fb8",
-    "rotary": "#8b3fa8",
-    "t5": "#0a8060",
-    "learned": "#96690a",
-    "none": "#5a6272",
-    "alibi-learned": "#b3156a",
-    "alibi-half": "#7d4a21",
-    "kerple": "#0c7485",
-    "fox": "#3d4fd6",
-    "alibi-fox": "#5b8c1a",
-}
-MARKERS = {
-    "alibi": "o",
-    "sinusoidal": "s",
-    "rotary": "D",
-    "t5": "^",
-    "learned": "v",
-    "none": "X",
-    "alibi-learned": "P",
-    "alibi-half": "p",
-    "kerple": "h",
-    "fox": "<",
-    "alibi-fox": ">",
-}
+COLORS = {name: look.light for name, look in METHODS.items()}
+MARKERS = {name: look.marker for name, look in METHODS.items()}
 STYLE: dict[RcKeyType, str | float | bool] = {
     "font.family": "sans-serif",
     "font.size": 9,

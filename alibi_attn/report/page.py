@@ -17,6 +17,7 @@ try:
         contents,
         costs,
         evidence,
+        methods,
         paper,
         sections,
         sentences,
@@ -101,6 +102,8 @@ def report_html(records: Sequence[Record], *, title: str = TITLE, question: str 
     )
     return environment.get_template("page.html").render(
         title=title,
+        colors_light=methods.css("light"),
+        colors_dark=methods.css("dark"),
         question=question or (sentences.question(every) if every else ""),
         contents=contents.groups(entries) if len(entries) > 1 else [],
         unanswered=contents.unanswered([record.name for record in items]),

@@ -18,24 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alibi_attn.records import LARGEST, MOST, Json, Record, identity
+from alibi_attn.report.methods import METHODS
 
 Mode = Literal["nonoverlapping", "sliding", "windowed"]
 
 MODES: tuple[Mode, ...] = ("nonoverlapping", "sliding", "windowed")
 
-METHODS = {
-    "none": "no positions",
-    "sinusoidal": "sinusoidal",
-    "learned": "learned",
-    "rotary": "rotary",
-    "t5": "T5 bias",
-    "alibi": "ALiBi",
-    "alibi-learned": "ALiBi, learned slopes",
-    "alibi-half": "half ALiBi, half none",
-    "kerple": "KERPLE-log",
-    "fox": "forget gates",
-    "alibi-fox": "ALiBi and gates",
-}
 STRETCHES = {
     "linear": "PI",  # position interpolation; for ALiBi of the slopes, which is the same
     "ntk": "NTK",
@@ -204,7 +192,7 @@ def _study(recipe: str, runs: Mapping[tuple[str, str], Sequence[Record]]) -> Stu
     series = []
     for key, config, members in zip(short, configs, runs.values(), strict=True):
         method, trained, stretch = key
-        label = METHODS.get(method, method)
+        label = METHODS[method].label if method in METHODS else method
         if len({length for _, length, _ in short}) > 1:
             label += f" {trained:,}"
         if stretch != "none":

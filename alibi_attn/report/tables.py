@@ -8,7 +8,8 @@ from functools import partial
 
 from alibi_attn.records import MOST, Json, Record, identity
 from alibi_attn.report import sentences
-from alibi_attn.report.series import METHODS, Mode, Series, Study, flat
+from alibi_attn.report.methods import METHODS
+from alibi_attn.report.series import Mode, Series, Study, flat
 from alibi_attn.slopes import alibi_slopes
 from alibi_attn.units import bits_per_byte, perplexity, word_perplexity
 

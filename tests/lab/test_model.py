@@ -18,7 +18,7 @@ ARCHITECTURES = {
     "adaptive": {"architecture": "baevski-auli", "cutoffs": (8, 24)},
 }
 BEYOND = [method for method in METHODS if method != "learned"]
-RELATIVE = [method for method in METHODS if method not in ("sinusoidal", "learned")]
+RELATIVE = [method for method in METHODS if METHODS[method].relative]
 every_method = pytest.mark.parametrize("method", METHODS)
 beyond_methods = pytest.mark.parametrize("method", BEYOND)
 relative_methods = pytest.mark.parametrize("method", RELATIVE)
@@ -177,7 +177,7 @@ def test_documents_in_one_row_are_as_if_alone(tiny_model, method, fields):
         assert not torch.allclose(together[:, -1], model(tokens)[:, -1], atol=1e-3)
 
 
-@pytest.mark.parametrize("method", ["sinusoidal", "learned"])
+@pytest.mark.parametrize("method", sorted(set(METHODS) - set(RELATIVE)))
 def test_methods_that_count_from_the_start_of_a_row_refuse_documents(tiny_model, method):
     with pytest.raises(ConfigError, match=f"{method}.*start of a row.*pass one of none, rotary, t5, alibi"):
         tiny_model(method)(some_tokens(4), segment_ids=torch.zeros(2, 4, dtype=torch.long))

@@ -9,6 +9,7 @@ import torch
 from alibi_attn.attention.bias import alibi_bias
 from alibi_attn.lab.attention import attend
 from alibi_attn.lab.config import ConfigError, ModelConfig
+from alibi_attn.lab.distances import t5_bucket
 from alibi_attn.lab.hooks import LayerInput, Pass, PositionError
 from alibi_attn.lab.positions import (
     METHODS,
@@ -23,12 +24,12 @@ from alibi_attn.lab.positions import (
     T5Bias,
     check_segments,
     check_stretch,
-    rotary_frequencies,
-    t5_bucket,
 )
+from alibi_attn.lab.rotary import rotary_frequencies
 from alibi_attn.slopes import alibi_slopes
 
 CONFIG = ModelConfig(num_layers=1, num_heads=2, embed_dim=16)
+AT = Pass(3, 3)
 
 
 def assert_attention_is(out, q, k, v, bias_at, sees=lambda i, j: True):
@@ -64,7 +65,7 @@ def test_sinusoidal_is_the_formula_of_the_paper():
 def test_rotary_multiplies_complex_numbers_by_the_angle_of_their_position():
     positions = torch.tensor([0, 3, 100])
     q = torch.randn(1, 1, 3, 8, generator=torch.Generator().manual_seed(0))
-    turned, _ = Rotary(CONFIG, 8).rotate(q, q, positions)
+    turned, _ = Rotary(CONFIG, 8).rotate(q, q, positions, AT)
     for row, p in enumerate(positions.tolist()):
         for c in range(4):
             number = complex(q[0, 0, row, c], q[0, 0, row, c + 4]) * complex(
@@ -76,7 +77,7 @@ def test_rotary_multiplies_complex_numbers_by_the_angle_of_their_position():
 def test_rotary_scores_depend_on_the_distance_only(qkv):
     q, k, _ = qkv(6, 6)
     rotary = Rotary(CONFIG, 8)
-    near, far = (rotary.rotate(q, k, torch.arange(6) + shift) for shift in (0, 500))
+    near, far = (rotary.rotate(q, k, torch.arange(6) + shift, AT) for shift in (0, 500))
     torch.testing.assert_close(near[0] @ near[1].mT, far[0] @ far[1].mT, rtol=0, atol=2e-3)
     assert not torch.allclose(near[0] @ near[1].mT, q @ k.mT, atol=0.1)
 
@@ -200,12 +201,12 @@ def test_rotary_frequencies_are_those_of_the_papers():
 def test_stretched_rotary_turns_by_its_frequencies_and_yarn_sharpens(qkv):
     q, k, _ = qkv(5, 5)
     method, positions = Rotary(CONFIG, 8), torch.arange(5)
-    near, _ = method.rotate(q, k, positions)
-    between, _ = method.stretched("linear", 32).rotate(q, k, positions * 4)  # position 4p as if it were p
+    near, _ = method.rotate(q, k, positions, AT)
+    between, _ = method.stretched("linear", 32).rotate(q, k, positions * 4, AT)  # position 4p as if it were p
     torch.testing.assert_close(between, near)
-    sharp, _ = method.stretched("yarn", 32).rotate(q, k, positions)
+    sharp, _ = method.stretched("yarn", 32).rotate(q, k, positions, AT)
     torch.testing.assert_close(sharp.norm(dim=-1), q.norm(dim=-1) * (0.1 * math.log(4) + 1))
-    again, _ = method.rotate(q, k, positions)
+    again, _ = method.rotate(q, k, positions, AT)
     assert torch.equal(again, near)  # stretching changes nothing of the method itself
 
 
@@ -245,7 +246,7 @@ def test_every_pair_of_method_and_stretch_is_decided():
         for stretch in kind.stretches:
             check_stretch(method, stretch)
     relative = {method for method, kind in METHODS.items() if kind.relative}
-    assert relative == set(METHODS) - {"sinusoidal", "learned"}
+    assert relative == set(METHODS) - {"sinusoidal", "learned", "fire"}
     for method in relative:
         check_segments(method)
 
@@ -284,6 +285,13 @@ def test_learned_positions_end_at_the_trained_length():
         ("alibi-learned", 2),
         ("alibi-half", 0),
         ("kerple", 4),
+        ("alibi-log", 0),
+        ("alibi-clamp", 0),
+        ("sandwich", 0),
+        ("tisa", 3 * 2 * 5),
+        ("fire", 1 + 1 + 32 + 32 + 2 * 32 + 2),
+        ("nope-window", 0),
+        ("drope", 0),
         ("fox", None),
         ("alibi-fox", None),
     ],
@@ -292,6 +300,29 @@ def test_what_each_method_learns(method, count):
     if count is None:  # a gate a layer and head
         count = CONFIG.num_layers * CONFIG.num_heads * (CONFIG.embed_dim + 1)
     assert sum(parameter.numel() for parameter in METHODS[method](CONFIG, 24).parameters()) == count
+
+
+def test_every_other_layer_turns_and_sees_a_window_and_the_others_see_all_without_positions(qkv):
+    q, k, v = qkv(12, 12)
+    made, positions = METHODS["nope-window"](CONFIG, 16), torch.arange(12)
+    near, between = (Pass(12, 12, input=LayerInput(torch.zeros(1, 12, 16), index)) for index in range(2))
+    turned = made.rotate(q, k, positions, near)
+    assert all(torch.equal(x, y) for x, y in zip(turned, Rotary(CONFIG, 16).rotate(q, k, positions, near), strict=True))
+    assert made.rotate(q, k, positions, between) == (q, k)
+    out = attend(q, k, v, made.bias(near))
+    assert_attention_is(out, q, k, v, lambda head, d: 0.0, sees=lambda i, j: i - j < 4)  # a quarter of 16
+    out = attend(q, k, v, made.bias(near), window=2)  # a test with a smaller window of its own
+    assert_attention_is(out, q, k, v, lambda head, d: 0.0, sees=lambda i, j: i - j < 2)
+    assert_attention_is(attend(q, k, v, made.bias(between)), q, k, v, lambda head, d: 0.0)
+
+
+def test_drope_turns_until_the_last_eighth_of_the_training(qkv):
+    q, k, _ = qkv(6, 6)
+    made = METHODS["drope"](CONFIG, 8)
+    turned, _ = made.rotate(q, k, torch.arange(6), Pass(6, 6, progress=0.87))
+    assert torch.equal(turned, Rotary(CONFIG, 8).rotate(q, k, torch.arange(6), AT)[0])
+    assert made.rotate(q, k, torch.arange(6), Pass(6, 6, progress=0.88)) == (q, k)
+    assert made.rotate(q, k, torch.arange(6), AT) == (q, k)  # after the training
 
 
 @pytest.mark.parametrize("method", ["fox", "alibi-fox"])

@@ -47,7 +47,7 @@ def test_methods_stretches_without_training_again():
     runs = RECIPES["methods"].runs("small")
     trainings = {(run.model, run.data, run.train) for run in runs}
     assert {run.model.method for run in runs} == set(typing.get_args(Method))
-    assert (len(trainings), len(runs)) == (11, 11 + 3 + 2)
+    assert (len(trainings), len(runs)) == (18, 18 + 3 + 2)
 
 
 def test_curriculum_trains_on_equally_many_tokens():

@@ -1,0 +1,44 @@
+"""How each position method looks in the report: its name, its colors on a light and on a dark page, its marker.
+
+The page's style sheet and every figure take them from here. Blue, orange, green, purple, ochre and grey stay apart for every
+common color blindness; of the others, lines are told apart by their markers and by the names at their ends.
+"""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Look:
+    """One method: `marker` is matplotlib's."""
+
+    label: str
+    light: str
+    dark: str
+    marker: str
+
+
+METHODS = {
+    "none": Look("no positions", "#5a6272", "#a9b2be", "X"),
+    "sinusoidal": Look("sinusoidal", "#0b6fb8", "#5fb3f2", "s"),
+    "learned": Look("learned", "#96690a", "#dfb04c", "v"),
+    "rotary": Look("rotary", "#8b3fa8", "#d291ea", "D"),
+    "t5": Look("T5 bias", "#0a8060", "#45cfa3", "^"),
+    "alibi": Look("ALiBi", "#d1420f", "#ff8552", "o"),
+    "alibi-learned": Look("ALiBi, learned slopes", "#b3156a", "#ff86bd", "P"),
+    "alibi-half": Look("half ALiBi, half none", "#7d4a21", "#d3a57c", "p"),
+    "kerple": Look("KERPLE-log", "#0c7485", "#5ccbdc", "h"),
+    "alibi-log": Look("ALiBi of ln(1 + d)", "#b8860b", "#e8c15a", "d"),
+    "alibi-clamp": Look("ALiBi, clamped", "#8f2d1f", "#f09a8c", "H"),
+    "sandwich": Look("Sandwich", "#4a7c59", "#9fd3ae", "8"),
+    "tisa": Look("TISA", "#6b5b95", "#b9a8e6", "*"),
+    "fire": Look("FIRE", "#c2185b", "#ff8fb8", "1"),
+    "nope-window": Look("windows and none in turn", "#2f6f8f", "#8cc4e0", "+"),
+    "drope": Look("rotary, then dropped", "#a05fb8", "#dcaaf0", "x"),
+    "fox": Look("forget gates", "#3d4fd6", "#93a0ff", "<"),
+    "alibi-fox": Look("ALiBi and gates", "#5b8c1a", "#a5d063", ">"),
+}
+
+
+def css(theme: str) -> str:
+    """Custom properties of a style sheet, one a method: `--alibi: #d1420f;`. `theme` is "light" or "dark"."""
+    return " ".join(f"--{name}: {getattr(look, theme)};" for name, look in METHODS.items())
