@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from alibi_attn.attention.api import alibi_attention, certified_block_mask, explain, head_reach
     from alibi_attn.attention.bias import alibi_bias
     from alibi_attn.attention.forgetting import forgetting_attention
+    from alibi_attn.attention.varlen import alibi_attention_varlen
     from alibi_attn.nn import ALiBiAttention, ALiBiPositionalBias, ALiBiTransformerBlock, KVCache
 
 __version__ = "0.1.0"
@@ -22,6 +23,7 @@ __all__ = [
     "ALiBiTransformerBlock",
     "KVCache",
     "alibi_attention",
+    "alibi_attention_varlen",
     "alibi_bias",
     "alibi_slopes",
     "certified_block_mask",
@@ -37,6 +39,7 @@ _HOMES = {
     "ALiBiTransformerBlock": "alibi_attn.nn",
     "KVCache": "alibi_attn.nn",
     "alibi_attention": "alibi_attn.attention.api",
+    "alibi_attention_varlen": "alibi_attn.attention.varlen",
     "alibi_bias": "alibi_attn.attention.bias",
     "certified_block_mask": "alibi_attn.attention.api",
     "explain": "alibi_attn.attention.api",

@@ -40,7 +40,7 @@ ATTENTION_ROWS = (
     ("backends",),
     ("dispatch", "validation"),
     ("explanation", "execution"),
-    ("api", "forgetting"),
+    ("api", "forgetting", "varlen"),
     ("decoding",),
 )
 ATTENTION = {name: row for row, names in enumerate(ATTENTION_ROWS) for name in names}

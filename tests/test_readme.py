@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 from typer.main import get_command
 
-from alibi_attn import ALiBiPositionalBias, __version__, alibi_attention, alibi_slopes
+from alibi_attn import ALiBiPositionalBias, __version__, alibi_attention, alibi_attention_varlen, alibi_slopes
 from alibi_attn.cli.main import app
 
 ROOT = Path(__file__).parent.parent
@@ -128,6 +128,23 @@ def test_newcomers_table_flash_attn(window_size):
     flash = F.scaled_dot_product_attention(q.transpose(1, 2), *many, attn_mask=bias).transpose(1, 2)
     window = None if left < 0 else left + 1
     ours = alibi_attention(*(x.transpose(1, 2) for x in (q, k, v)), slopes, window=window).transpose(1, 2)
+    torch.testing.assert_close(ours, flash, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_newcomers_table_flash_attn_varlen(causal):
+    """Its documented meaning: sequence b is cu[b] to cu[b + 1] of packed [N, H, D], each with the bias of its own."""
+    q, k, v = torch.randn(12, 8, 16), torch.randn(12, 2, 16), torch.randn(12, 2, 16)
+    slopes, cu = torch.rand(8), torch.tensor([0, 5, 5, 12], dtype=torch.int32)
+    flash = torch.empty_like(q)
+    for low, high in zip(cu.tolist(), cu[1:].tolist(), strict=False):
+        distance = torch.arange(high - low)[:, None] - torch.arange(high - low)
+        bias = -slopes[:, None, None] * distance.abs()
+        bias = bias.masked_fill(distance < 0, float("-inf")) if causal else bias
+        many = [x[low:high].repeat_interleave(4, dim=1).transpose(0, 1) for x in (k, v)]
+        of_query = q[low:high].transpose(0, 1)
+        flash[low:high] = F.scaled_dot_product_attention(of_query, *many, attn_mask=bias).transpose(0, 1)
+    ours = alibi_attention_varlen(q, k, v, cu, slopes, causal=causal)
     torch.testing.assert_close(ours, flash, rtol=1e-5, atol=1e-6)
 
 

@@ -1,0 +1,217 @@
+"""`alibi_attention_varlen`: sequences of different lengths, packed one after the other into one row, without padding.
+
+It is `alibi_attention` of one row whose segments are the sequences. The backends that skip stop at a segment's border, so a
+packed row costs what its sequences cost one by one, and one call.
+"""
+
+import dataclasses
+import itertools
+from typing import Literal, overload
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from alibi_attn.attention import dispatch
+from alibi_attn.attention.bias import Slopes
+from alibi_attn.attention.execution import attend, autocast
+from alibi_attn.attention.spec import AttentionSpec, dtype_name
+from alibi_attn.attention.transforms import may_read
+from alibi_attn.attention.validation import check_tensor, make_spec
+
+DENSE = ("reference", "dense")  # backends that compute every score of a row
+FEW_SCORES = (
+    2**19
+)  # of all heads, of a packed row: so many are computed sooner than its sequences are called one by one
+
+
+@overload
+def alibi_attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    slopes: Slopes | None = ...,
+    *,
+    causal: bool = ...,
+    right_slopes: Slopes | None = ...,
+    window: int | None = ...,
+    scale: float | None = ...,
+    key_bias: Tensor | None = ...,
+    dropout_p: float = ...,
+    tolerance: float | None = ...,
+    return_lse: Literal[False] = ...,
+    backend: str = ...,
+) -> Tensor: ...
+
+
+@overload
+def alibi_attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    slopes: Slopes | None = ...,
+    *,
+    causal: bool = ...,
+    right_slopes: Slopes | None = ...,
+    window: int | None = ...,
+    scale: float | None = ...,
+    key_bias: Tensor | None = ...,
+    dropout_p: float = ...,
+    tolerance: float | None = ...,
+    return_lse: bool = ...,
+    backend: str = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
+def alibi_attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    slopes: Slopes | None = None,
+    *,
+    causal: bool = True,
+    right_slopes: Slopes | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+    key_bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    tolerance: float | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Self-attention of each of the packed sequences, softmax(scale·q·kᵀ − m·|i − j| + b_j)·v, [N, H, D] in query's dtype.
+
+    Exact to rounding. Differentiable once in query, key, value, slopes and key_bias, and through lse. Nothing is copied: the
+    packed row is read where it is, with the head size as its last stride.
+
+    Args:
+        query: [N, H, D], N tokens of all sequences, one sequence after the other.
+        key, value: [N, K, D], K divides H.
+        cu_seqlens: int32 or int64 [B + 1], where the sequences begin, and N: flash-attn's. A sequence may be empty. The numbers
+            are checked on a CPU, and never read on the host elsewhere: there wrong ones give wrong segments.
+        slopes, right_slopes: [H]; all sequences have the same.
+        key_bias: [H, N] or what broadcasts to it, fp32 or fp64.
+        causal, window, scale, dropout_p, tolerance, backend: as for `alibi_attention`. "dense" and "reference" compute one
+            sequence at a time where cu_seqlens can be read for nothing, and a row of N × N scores elsewhere.
+        return_lse: also return the log-sum-exp of the scores, [H, N].
+
+    Returns:
+        The output, or (output, lse).
+
+    Raises:
+        ValueError, TypeError: wrong shapes, dtypes, numbers or cu_seqlens, or a named backend that cannot run this call.
+
+    >>> q = k = v = torch.randn(10, 8, 64)
+    >>> alibi_attention_varlen(q, k, v, torch.tensor([0, 3, 10], dtype=torch.int32)).shape
+    torch.Size([10, 8, 64])
+
+    Source: Press et al. 2022, sec. 3 (arXiv:2108.12409).
+    """
+    _check_packed(query, key, value)
+    bounds = _checked_bounds(cu_seqlens, query)
+    for name, given in (("slopes", slopes), ("right_slopes", right_slopes)):
+        _check_one_axis(name, given)
+    if key_bias is not None:
+        _check_key_bias(key_bias, num_heads=query.shape[1], length=query.shape[0])
+    query, key, value = (x.transpose(0, 1)[None] for x in autocast(query, key, value))
+    spec = make_spec(
+        query, key, value, slopes, causal=causal, right_slopes=right_slopes, window=window, scale=scale,
+        segment_ids=_segments(cu_seqlens, query.shape[2]), key_bias=key_bias, dropout_p=dropout_p, tolerance=tolerance,
+        return_lse=return_lse,
+    )  # fmt: skip
+    name = dispatch.choose(backend, spec, query, key, value)
+    scores = spec.num_heads * spec.query_len**2
+    if bounds is not None and name in DENSE and scores > FEW_SCORES:
+        found = _one_by_one(spec, query, key, value, bounds, name)
+    else:
+        found = attend(spec, query, key, value, name)
+    if isinstance(found, tuple):
+        return found[0][0].transpose(0, 1), found[1][0]
+    return found[0].transpose(0, 1)
+
+
+def _segments(cu_seqlens: Tensor, length: int) -> Tensor:
+    """[1, N]: how many sequences have ended before each token."""
+    at = torch.arange(length, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    return torch.bucketize(at, cu_seqlens[1:].contiguous(), right=True)[None]
+
+
+def _one_by_one(
+    spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor, bounds: list[int], name: str
+) -> Tensor | tuple[Tensor, Tensor]:
+    """(output, lse) of the row [1, H, N, D], each sequence by a call of its own, whose scores are all that exist at a time."""
+    outputs, lses = [], []
+    for low, high in itertools.pairwise(bounds):
+        if low == high:
+            continue
+        part = dataclasses.replace(
+            spec, query_len=high - low, key_len=high - low, query_segments=None, key_segments=None, query_offset=0,
+            key_bias=None if spec.key_bias is None else spec.key_bias[:, :, low:high],
+        )  # fmt: skip
+        found = attend(part, query[:, :, low:high], key[:, :, low:high], value[:, :, low:high], name)
+        outputs.append(found[0] if isinstance(found, tuple) else found)
+        if isinstance(found, tuple):
+            lses.append(found[1])
+    output = torch.cat(outputs, dim=2)
+    return (output, torch.cat(lses, dim=2)) if lses else output
+
+
+def _check_packed(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Three axes each, and of one row; the rest is what `alibi_attention` checks."""
+    for name, tensor, shape in (
+        ("query", query, "[N, H, D]"),
+        ("key", key, "[N, K, D]"),
+        ("value", value, "[N, K, D]"),
+    ):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor but is {type(tensor).__name__}")
+        if tensor.ndim != 3:
+            raise ValueError(
+                f"{name} has shape {list(tensor.shape)} but must have three axes {shape}: the tokens of all sequences, packed; "
+                "alibi_attention takes batches"
+            )
+    if key.shape[0] != query.shape[0] or key.shape[2] != query.shape[2] or value.shape != key.shape:
+        raise ValueError(
+            f"query has shape {list(query.shape)}, key {list(key.shape)} and value {list(value.shape)} but must be [N, H, D], "
+            "[N, K, D] and [N, K, D]: every token has a query, a key and a value"
+        )
+
+
+def _checked_bounds(cu_seqlens: Tensor, query: Tensor) -> list[int] | None:
+    """The numbers of cu_seqlens, checked; None where they cannot be read, or not for nothing."""
+    check_tensor("cu_seqlens", cu_seqlens, query.device)
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cu_seqlens is {dtype_name(cu_seqlens.dtype)} but must be int32 or int64")
+    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1:
+        raise ValueError(
+            f"cu_seqlens has shape {list(cu_seqlens.shape)} but must be [B + 1]: where each of B sequences begins, and N"
+        )
+    if not may_read(cu_seqlens):
+        return None
+    bounds: list[int] = cu_seqlens.tolist()
+    length = query.shape[0]
+    if bounds[0] != 0 or bounds[-1] != length or any(x > y for x, y in itertools.pairwise(bounds)):
+        shown = f"{bounds}" if len(bounds) <= 16 else f"[{', '.join(map(str, bounds[:8]))}, …, {bounds[-1]}]"
+        raise ValueError(f"cu_seqlens is {shown} but must begin with 0, never fall, and end with N = {length}")
+    return bounds
+
+
+def _check_one_axis(name: str, slopes: Slopes | None) -> None:
+    axes = slopes.ndim if isinstance(slopes, Tensor | np.ndarray) else 1
+    if isinstance(slopes, list | tuple) and any(isinstance(slope, list | tuple) for slope in slopes):
+        axes = 2
+    if axes != 1:
+        raise ValueError(
+            f"{name} has {axes} axes but must be [H]: all packed sequences have the same; alibi_attention takes [B, H]"
+        )
+
+
+def _check_key_bias(key_bias: Tensor, *, num_heads: int, length: int) -> None:
+    if isinstance(key_bias, Tensor) and key_bias.ndim > 2:
+        raise ValueError(
+            f"key_bias has shape {list(key_bias.shape)} but must be [H, N] = [{num_heads}, {length}], or broadcast to it: "
+            "[N] or [1, N]"
+        )

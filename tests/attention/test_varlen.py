@@ -1,0 +1,272 @@
+"""Packed sequences: each is the attention of itself alone, forward and backward, whatever stands before and behind it."""
+
+import dataclasses
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from attention_cases import Case
+from attention_checks import assert_exact
+from attention_oracle import Answer, truth
+from torch import Tensor
+
+from alibi_attn import alibi_attention, alibi_attention_varlen, alibi_slopes
+from alibi_attn.attention import dispatch
+from alibi_attn.attention.validation import make_spec
+
+BACKENDS = ("reference", "dense", "banded", "native")
+LENGTHS = (70, 0, 1, 67, 0, 5)  # borders at 70, 71 and 138
+
+
+class Alone(Case):
+    """One of the packed sequences; all of them have the same slopes."""
+
+    def _slopes(self, rng: np.random.Generator) -> np.ndarray:
+        return super()._slopes(np.random.default_rng(1))
+
+    def _right(self, rng: np.random.Generator) -> np.ndarray | None:
+        return super()._right(np.random.default_rng(2))
+
+
+CALLS = (
+    Alone("causal", heads=4, kv_heads=2, slopes="steep"),
+    Alone("symmetric", heads=2, slopes="random", causal=False, scale=0.4),
+    Alone("right slopes", heads=4, kv_heads=1, slopes="random", causal=False, right="inf"),
+    Alone("window", heads=2, window=40),
+    Alone("symmetric window", heads=2, window=3, causal=False),
+    Alone("key bias", heads=4, kv_heads=2, slopes="zero", key_bias="of heads"),
+)
+
+
+def alone(call: Case) -> list[Case]:
+    """The sequences that are not empty, one by one."""
+    lengths = [n for n in LENGTHS if n]
+    return [dataclasses.replace(call, batch=1, query_len=n, key_len=n, seed=n) for n in lengths]
+
+
+def bounds() -> Tensor:
+    return torch.tensor([0, *np.cumsum(LENGTHS)], dtype=torch.int32)
+
+
+def packed(call: Case, dtype: torch.dtype, *, transposed: bool = False) -> dict[str, Tensor]:
+    """The arguments of all sequences together, and the gradients of what comes out; as they are, or as views of [H, N, D]."""
+    drawn = [case.draw() for case in alone(call)]
+    found = {}
+    for name in ("query", "key", "value", "grad_output"):
+        heads_first = torch.cat([torch.tensor(one[name][0], dtype=dtype) for one in drawn], dim=1)
+        found[name] = heads_first.transpose(0, 1) if transposed else heads_first.transpose(0, 1).contiguous()
+    for name in ("slopes", "right_slopes"):
+        if drawn[0][name] is not None:
+            found[name] = torch.tensor(drawn[0][name], dtype=dtype)
+    if call.key_bias:
+        found["key_bias"] = torch.cat([torch.tensor(one["key_bias"], dtype=dtype) for one in drawn], dim=1)
+    found["grad_lse"] = torch.cat([torch.tensor(one["grad_lse"][0], dtype=dtype) for one in drawn], dim=1)
+    return found
+
+
+def assert_each_alone(call: Case, dtype: torch.dtype, backend: str, *, transposed: bool = False) -> None:
+    """Output, lse and gradients of every sequence against the loop over i and j in float64; none gives another a gradient."""
+    given = packed(call, dtype, transposed=transposed)
+    leaves = {name: x.requires_grad_() for name, x in given.items() if not name.startswith("grad")}
+    options = {"causal": call.causal, "window": call.window, "scale": call.scale, "backend": backend}
+    out, lse = alibi_attention_varlen(**leaves, cu_seqlens=bounds(), return_lse=True, **options)
+    assert out.shape == given["query"].shape
+    at = 0
+    for case in alone(call):
+        own = slice(at, at := at + case.query_len)
+        of_output, of_lse = torch.zeros_like(out), torch.zeros_like(lse)
+        of_output[own], of_lse[:, own] = given["grad_output"][own], given["grad_lse"][:, own]
+        found = torch.autograd.grad([out, lse], list(leaves.values()), [of_output, of_lse], retain_graph=True)
+        gradients = dict(zip(leaves, found, strict=True))
+        for name in ("query", "key", "value"):
+            whole, gradients[name] = gradients[name], gradients[name][own].transpose(0, 1)[None]
+            assert whole.count_nonzero() == gradients[name].count_nonzero(), (
+                f"{name} of another sequence has a gradient"
+            )
+        if call.key_bias:
+            gradients["key_bias"] = gradients["key_bias"][:, own]
+        assert gradients.keys() == truth(case).gradients.keys()
+        assert_exact(
+            case, dtype, Answer(out[own].transpose(0, 1)[None].detach(), lse[None, :, own].detach(), gradients)
+        )
+
+
+@pytest.mark.parametrize(
+    ("call", "backend"),
+    [(call, backend) for call in CALLS for backend in BACKENDS if not (call.key_bias and backend == "banded")],
+    ids=str,
+)
+def test_each_sequence_is_as_alone(call: Case, backend: str) -> None:
+    assert_each_alone(call, torch.float32, backend)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_other_dtypes_and_transposed_views(dtype: torch.dtype) -> None:
+    assert_each_alone(CALLS[0], dtype, "native", transposed=True)
+
+
+def test_a_border_off_by_one_is_noticed(monkeypatch) -> None:
+    wrong = bounds() - (bounds() == 71).int()
+    monkeypatch.setattr(f"{__name__}.bounds", lambda: wrong)
+    with pytest.raises(AssertionError):
+        assert_each_alone(CALLS[0], torch.float32, "native")
+
+
+def draw(length: int = 40, heads: int = 4) -> tuple[Tensor, ...]:
+    return torch.randn(3, length, heads, 16, generator=torch.Generator().manual_seed(length)).unbind(0)
+
+
+@pytest.mark.parametrize("backend", ["dense", "reference"])
+def test_sequences_are_computed_one_by_one_where_all_scores_of_the_row_would_be_many(backend: str, monkeypatch) -> None:
+    q, k, v = draw(400)
+    lengths = []
+    run = dispatch.BACKENDS[backend].run
+    monkeypatch.setattr(
+        dispatch.BACKENDS[backend], "run", lambda spec, *x: (lengths.append(spec.key_len), run(spec, *x))[1]
+    )
+    starts = torch.tensor([0, 150, 150, 400])
+    bias = torch.randn(4, 400)
+    found = alibi_attention_varlen(q, k, v, starts, key_bias=bias, return_lse=True, backend=backend)
+    assert lengths == [150, 250]
+    expected = alibi_attention_varlen(q, k, v, starts, key_bias=bias, return_lse=True, backend="native")
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_packed_row_computes_the_scores_of_its_sequences() -> None:
+    """What `native` visits of a row is what it visits of the sequences alone, but for blocks of 64 that hold a border."""
+    lengths = torch.randint(300, 900, (12,), generator=torch.Generator().manual_seed(0)).tolist()
+    q, k, v = (x.transpose(0, 1)[None] for x in draw(sum(lengths)))
+    of_tokens = torch.repeat_interleave(torch.arange(12), torch.tensor(lengths))[None]
+    for causal in (True, False):
+        row = dispatch.visits("native", make_spec(q, k, v, segment_ids=of_tokens, causal=causal), q, k, v)
+        one_by_one, at = 0, 0
+        for n in lengths:
+            own = [x[:, :, at : at + n] for x in (q, k, v)]
+            one_by_one += int(dispatch.visits("native", make_spec(*own, causal=causal), *own)[1].sum())
+            at += n
+        at_borders = 4 * 64 * sum(a + b for a, b in itertools.pairwise(lengths))
+        assert one_by_one <= int(row[1].sum()) <= one_by_one + at_borders
+        assert one_by_one + at_borders < 0.1 * 4 * sum(lengths) ** 2
+
+
+@pytest.mark.parametrize("lengths", [(), (0,), (0, 0)])
+def test_no_tokens_give_no_rows(lengths: tuple[int, ...]) -> None:
+    leaves = [torch.randn(0, heads, 16, requires_grad=True) for heads in (4, 2, 2)]
+    starts = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+    out, lse = alibi_attention_varlen(*leaves, starts, return_lse=True)
+    assert (out.shape, lse.shape) == ((0, 4, 16), (4, 0))
+    out.sum().backward()
+    assert leaves[1].grad is not None
+
+
+def test_what_is_not_a_number_stays_in_its_sequence() -> None:
+    q, k, v = draw()
+    starts = torch.tensor([0, 13, 40])
+    clean = alibi_attention_varlen(q, k, v, starts)
+    k[5], v[2] = math.nan, math.inf
+    assert torch.equal(alibi_attention_varlen(q, k, v, starts)[13:], clean[13:])
+
+
+@pytest.mark.parametrize(
+    ("starts", "error", "said"),
+    [
+        ([0, 13, 39], ValueError, r"cu_seqlens is \[0, 13, 39\] but must begin with 0, never fall, and end with N = 40"),
+        ([1, 40], ValueError, "must begin with 0"),
+        ([0, 20, 13, 40], ValueError, "never fall"),
+        ([0, *range(1, 30), 41], ValueError, r"cu_seqlens is \[0, 1, 2, 3, 4, 5, 6, 7, …, 41\]"),
+        ([], ValueError, r"cu_seqlens has shape \[0\] but must be \[B \+ 1\]"),
+        ([[0, 40]], ValueError, r"cu_seqlens has shape \[1, 2\]"),
+        ([0.0, 40.0], TypeError, "cu_seqlens is float32 but must be int32 or int64"),
+    ],
+)  # fmt: skip
+def test_wrong_borders_are_refused(starts: list, error: type[Exception], said: str) -> None:
+    dtype = None if starts and isinstance(np.ravel(starts)[0], np.floating) else torch.int64
+    with pytest.raises(error, match=said):
+        alibi_attention_varlen(*draw(), torch.tensor(starts, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "said"),
+    [
+        ({"cu_seqlens": [0, 40]}, TypeError, "cu_seqlens must be a torch.Tensor but is list"),
+        ({"query": torch.randn(1, 4, 40, 16)}, ValueError, "query has shape .* but must have three axes"),
+        ({"query": None}, TypeError, "query must be a torch.Tensor but is NoneType"),
+        ({"key": torch.randn(39, 4, 16)}, ValueError, "every token has a query, a key and a value"),
+        ({"value": torch.randn(40, 2, 16)}, ValueError, "every token has a query, a key and a value"),
+        ({"slopes": torch.rand(1, 4)}, ValueError, r"slopes has 2 axes but must be \[H\]: all packed sequences have the same"),
+        ({"slopes": [[0.5] * 4]}, ValueError, "slopes has 2 axes"),
+        ({"slopes": [0.5] * 3}, ValueError, "slopes has 3 entries but query has 4 heads"),
+        ({"right_slopes": torch.rand(2, 4), "causal": False}, ValueError, "right_slopes has 2 axes"),
+        ({"key_bias": torch.randn(1, 4, 40)}, ValueError, r"key_bias has shape \[1, 4, 40\] but must be \[H, N\] = \[4, 40\]"),
+        ({"key_bias": torch.randn(4, 39)}, ValueError, "key_bias has shape"),
+        ({"backend": "fused"}, ValueError, "backend 'fused' cannot run this"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_are_refused(changed: dict, error: type[Exception], said: str) -> None:
+    q, k, v = draw()
+    given = {"query": q, "key": k, "value": v, "cu_seqlens": torch.tensor([0, 13, 40])} | changed
+    with pytest.raises(error, match=said):
+        alibi_attention_varlen(**given)
+
+
+def test_one_graph_serves_all_lengths() -> None:
+    """The values of cu_seqlens are part of no graph, nor how many there are."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def count(graph, _inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(alibi_attention_varlen, fullgraph=True, dynamic=True, backend=count)
+    for starts in ([0, 13, 500], [0, 250, 250, 500], [0, 1, 2, 3, 600]):
+        inputs = [x.clone().requires_grad_() for x in draw(starts[-1])]
+        bounds = torch.tensor(starts, dtype=torch.int32)
+        found, expected = (f(*inputs, bounds, alibi_slopes(4).tolist()) for f in (compiled, alibi_attention_varlen))
+        torch.testing.assert_close(found, expected)
+        weights = torch.linspace(-1, 1, 16)
+        ours, theirs = (torch.autograd.grad((x * weights).sum(), inputs) for x in (found, expected))
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b)
+    assert len(graphs) == 1
+    torch._dynamo.reset()
+
+
+def test_vmap_maps_rows_that_are_packed_alike() -> None:
+    many = [torch.stack([x, x.flip(0)]) for x in draw(500)]
+    starts = torch.tensor([0, 13, 500])
+    found = torch.func.vmap(lambda q, k, v: alibi_attention_varlen(q, k, v, starts))(*many)
+    expected = torch.stack([alibi_attention_varlen(q, k, v, starts) for q, k, v in zip(*many, strict=True)])
+    torch.testing.assert_close(found, expected)
+
+
+def test_autocast_computes_in_its_dtype() -> None:
+    q, k, v = draw(500)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = alibi_attention_varlen(q, k, v, torch.tensor([0, 13, 500]))
+    assert out.dtype == torch.bfloat16
+
+
+def test_dropout_drops_that_share_of_the_weights() -> None:
+    n = 900
+    q = k = torch.zeros(n, 4, 16)
+    v = torch.ones(n, 4, 16)
+    torch.manual_seed(0)
+    out = alibi_attention_varlen(q, k, v, torch.tensor([0, 300, n]), [0.0] * 4, causal=False, dropout_p=0.25)
+    # Of 300 and 600 weights each dropped on its own, so a row's sum has a deviation of √(p / (1 − p) / n).
+    assert (out - 1).abs().max() < 6 * math.sqrt(0.25 / 0.75 / 300)
+    assert abs(float(out.mean()) - 1) < 6 * math.sqrt(0.25 / 0.75 / 300) / math.sqrt(n * 4)
+    assert float(out.std()) > 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_it_is_attention_of_one_row_with_segments(dtype: torch.dtype) -> None:
+    q, k, v = (x.to(dtype) for x in draw(700))
+    starts = torch.tensor([0, 300, 700], dtype=torch.int32)
+    segments = torch.repeat_interleave(torch.arange(2), torch.tensor([300, 400]))[None]
+    row = (x.transpose(0, 1)[None] for x in (q, k, v))
+    expected = alibi_attention(*row, segment_ids=segments)[0].transpose(0, 1)
+    assert torch.equal(alibi_attention_varlen(q, k, v, starts), expected)
