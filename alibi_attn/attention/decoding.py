@@ -2,8 +2,12 @@
 
 `alibi_attention` reads every key once to know how long it is. Where that is remembered (`norms.py`) a new query's reach is
 known before any far key is touched. On a GPU the kernels get their plan from there, also for the parts of a long prompt. On a CPU
-each head attends to a slice: its last keys, and the outlier tiles before them.
+each head of each row attends to a slice: its last keys, and the outlier tiles before them. Rows may be padded: each then
+counts from the last key that it may see.
 """
+
+import dataclasses
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,60 +16,195 @@ from alibi_attn.attention.api import alibi_attention
 from alibi_attn.attention.backends.fused import backend as fused
 from alibi_attn.attention.certificate.bounds import bounds, worth_leaving_out
 from alibi_attn.attention.certificate.constants import TILE
-from alibi_attn.attention.certificate.norms import Norms
+from alibi_attn.attention.certificate.norms import Norms, norm_bound
+from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.validation import make_spec
 
 MAX_QUERIES = 16  # on a CPU
 LONG = 2**23  # elements of the cached keys of a sequence, on a CPU: with fewer, reading them all is as fast
 FEW = 1024  # keys that cost less than a call of their own: heads that need no more are answered together
 
+Runs = Sequence[tuple[int, int]]  # of every row: the first key that may be seen, and the first after the last
 
-def reads_near(query: Tensor, key: Tensor, slopes: Tensor) -> bool:
+
+def reads_near(query: Tensor, key: Tensor, slopes: Tensor, *, masked: bool = False) -> bool:
     """Whether `attend_near` takes such queries and keys, and is worth it; told without reading a tensor.
 
     It has no gradient, and torch.compile does not trace it.
+
+    Args:
+        masked: there is a key mask. On a GPU all keys are scored then; on a CPU `visible_runs` says the rest.
     """
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
     if _on_cpu(query):
         return query.shape[2] <= MAX_QUERIES and key.shape[1:].numel() >= LONG
-    return fused.why_not(make_spec(query, key, key, slopes), query, key, key) is None
+    return not masked and fused.why_not(make_spec(query, key, key, slopes), query, key, key) is None
+
+
+def visible_runs(key_mask: Tensor) -> Runs | None:
+    """[start, stop) of the keys that each row of a key mask [B, S] shows, (0, 0) for none; None where a row has a hole.
+
+    Reads the mask on the host.
+    """
+    shown = key_mask.view(torch.uint8)
+    first, behind = shown.argmax(1), key_mask.shape[1] - shown.flip(1).argmax(1)
+    rows = torch.stack([first, behind, key_mask.sum(1)], dim=1).tolist()
+    if any(count not in (0, stop - start) for start, stop, count in rows):
+        return None
+    return [(start, stop) if count else (0, 0) for start, stop, count in rows]
 
 
 def attend_near(
-    query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, known_norms: Norms, *, window: int | None = None,
-    scale: float | None = None, tolerance: float | None = None,
+    query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, known_norms: Norms, *, visible: Runs | None = None,
+    window: int | None = None, scale: float | None = None, tolerance: float | None = None,
 ) -> Tensor:  # fmt: skip
     """Causal attention of the last T positions, [B, H, T, D], where `reads_near` says so; on a CPU reads the reach on the host.
 
     Args:
         query, key, value, slopes, window, scale, tolerance: as for `alibi_attention`.
         known_norms: what is known of the keys and values, of all but the last few.
+        visible: the keys that each row may see, on a CPU; None = all.
     """
     spec = make_spec(query, key, value, slopes, window=window, scale=scale, tolerance=tolerance)
     with torch.no_grad():
         if not _on_cpu(query):
+            assert visible is None, "reads_near refuses key masks here"
             return fused.decode(spec, query, key, value, known_norms)
-        norms = known_norms.tile_norms(key, value)
-        found = bounds(spec, query, key, value, tile_norms=norms, outlier_choices=worth_leaving_out(norms[0], times=2))
-    far = spec.key_len if window is None else min(spec.key_len, window)
-    # Keys that the first query needs, and those between it and the last.
-    reach = found.left.amax(-1).clamp(max=far) + spec.query_len - 1
-    needed = reach.unflatten(1, (spec.num_kv_heads, spec.group)).amax(-1).clamp(max=spec.key_len).tolist()
-    outlier_tiles = found.outlier_tiles.unflatten(1, (spec.num_kv_heads, spec.group)).flatten(2).tolist()
+        runs = [(0, spec.key_len)] * spec.batch if visible is None else visible
+        rows = needed_keys(spec, query, key, value, known_norms, runs)
     output = torch.empty_like(query)
-    for b in range(spec.batch):
-        for keys, members in _buckets(needed[b]).items():
+    for b, row in enumerate(rows):
+        if row.start == row.stop:
+            output[b] = 0.0
+            continue
+        for keys, members in _buckets(row.needed).items():
             heads = _span([k * spec.group + g for k in members for g in range(spec.group)])
-            start = spec.key_len - min(keys, spec.key_len)
-            tiles = sorted({tile for k in members for tile in outlier_tiles[b][k] if 0 <= tile * TILE < start})
-            spans = [(start, spec.key_len), *((tile * TILE, min((tile + 1) * TILE, start)) for tile in tiles)]
             of_heads = slopes[heads] if slopes.ndim == 1 else slopes[b : b + 1, heads]
             one = slice(b, b + 1)
             output[one, heads] = _attend(
-                query[one, heads], key[one], value[one], _span(members), of_heads, spans, window, spec.scale
+                query[one, heads],
+                key[one],
+                value[one],
+                _span(members),
+                of_heads,
+                row.spans(keys, members),
+                window,
+                spec.scale,
             )
     return output
+
+
+@dataclasses.dataclass
+class Row:
+    """The keys that one row reads.
+
+    Args:
+        start, stop: those that it may see.
+        needed: of every key head, how many of the last of these.
+        outlier_tiles: of every key head, the tiles that are read besides; −1 = none.
+    """
+
+    start: int
+    stop: int
+    needed: list[int]
+    outlier_tiles: list[list[int]]
+
+    def spans(self, keys: int, members: Sequence[int]) -> list[tuple[int, int]]:
+        """What key heads read of which none needs more than the last `keys`."""
+        low = max(self.start, self.stop - keys)
+        tiles = sorted({tile for k in members for tile in self.outlier_tiles[k] if tile >= 0})
+        spans = [(max(tile * TILE, self.start), min((tile + 1) * TILE, low)) for tile in tiles]
+        return [(low, self.stop), *(span for span in spans if span[0] < span[1])]
+
+
+def needed_keys(
+    spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor, known_norms: Norms, visible: Runs
+) -> list[Row]:
+    """What every row must read: all that it may see where that is little, else what its queries' certified reach holds.
+
+    The log-sum-exp is bounded from the last keys of a row alone, which are seen, and hidden keys are in no norm.
+    """
+    rows = [Row(start, stop, [stop - start] * spec.num_kv_heads, [[]] * spec.num_kv_heads) for start, stop in visible]
+    many = [b for b, row in enumerate(rows) if row.stop - row.start > FEW]
+    if not many:
+        return rows
+    norms, in_sight = _norms_in_sight(spec, key, value, known_norms, visible)
+    far = spec.key_len if spec.window is None else min(spec.key_len, spec.window)
+    if any(rows[b].stop == spec.key_len for b in many):
+        choices = worth_leaving_out(norms[0], times=2, count=in_sight)
+        found = bounds(spec, query, key, value, tile_norms=norms, outlier_choices=choices)
+        # Keys that the first query needs, and those between it and the last.
+        needed = _of_key_heads(spec, found.left.amax(-1).clamp(max=far) + spec.query_len - 1).amax(-1).tolist()
+        outlier_tiles = _of_key_heads(spec, found.outlier_tiles).flatten(2).tolist()
+    for b in many:
+        row = rows[b]
+        if row.stop == spec.key_len:
+            row.needed = [min(keys, row.stop - row.start) for keys in needed[b]]
+            row.outlier_tiles = outlier_tiles[b]
+        elif spec.window is None:
+            of_row = (norms[0][b : b + 1], norms[1][b : b + 1])
+            one = query[b : b + 1], key[b : b + 1], value[b : b + 1]
+            rows[b] = _behind_the_last_key(spec, *one, of_row, row, b)
+        else:
+            within = max(row.stop - max(row.start, spec.key_len - spec.query_len - far + 1), 0)
+            row.needed = [within] * spec.num_kv_heads
+    return rows
+
+
+def _behind_the_last_key(
+    spec: AttentionSpec[Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    norms: tuple[Tensor, Tensor],
+    row: Row,
+    b: int,
+) -> Row:
+    """What a row needs whose last positions are hidden, as those of a finished sequence are.
+
+    All keys are equally much nearer to its last visible position than to a query behind it, so softmax is the same there: the
+    reach is that of a query which stands on the last key it may see, without a window.
+    """
+    slopes = spec.slopes if spec.slopes.ndim == 1 else spec.slopes[b : b + 1]
+    needed, outlier_tiles = torch.ones(spec.num_kv_heads, dtype=torch.int64), []
+    for t in range(spec.query_len):
+        stop = min(spec.key_len - spec.query_len + t, row.stop - 1) + 1
+        known = norms[0][..., : -(-stop // TILE)], norms[1][..., : -(-stop // TILE)]
+        one = query[:, :, t : t + 1], key[:, :, :stop], value[:, :, :stop]
+        at = make_spec(*one, slopes, scale=spec.scale, tolerance=spec.tolerance)
+        found = bounds(at, *one, tile_norms=known)
+        reach = _of_key_heads(spec, found.left.amax(-1)).amax(-1)[0]
+        needed = torch.maximum(needed, reach.clamp(max=stop) + row.stop - stop)
+        outlier_tiles.append(_of_key_heads(spec, found.outlier_tiles).flatten(2)[0])
+    most = row.stop - row.start
+    return dataclasses.replace(
+        row, needed=needed.clamp(max=most).tolist(), outlier_tiles=torch.cat(outlier_tiles, 1).tolist()
+    )
+
+
+def _norms_in_sight(
+    spec: AttentionSpec[Tensor], key: Tensor, value: Tensor, known_norms: Norms, visible: Runs
+) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
+    """(norms of the keys and values of tiles, of those that are seen; how many tiles hold some, [B, 1], None for all)."""
+    norms = known_norms.tile_norms(key, value)
+    if all(run == (0, spec.key_len) for run in visible):
+        return norms, None
+    tile = torch.arange(norms[0].shape[-1])
+    start, stop = torch.tensor(visible).T[..., None]
+    hidden = ((tile + 1) * TILE <= start) | (tile * TILE >= stop)
+    keys, values = (of_tiles.masked_fill(hidden[:, None], 0.0) for of_tiles in norms)
+    for b, (first, behind) in enumerate(visible):
+        edges = {edge // TILE for edge in (first, behind) if first < behind and edge % TILE and edge < spec.key_len}
+        for at in edges:  # a part of the tile is seen
+            seen = slice(max(first, at * TILE), min(behind, (at + 1) * TILE))
+            keys[b, :, at], values[b, :, at] = (norm_bound(x[b, :, seen]).amax(-1) for x in (key, value))
+    return (keys, values), (~hidden).sum(-1, keepdim=True)
+
+
+def _of_key_heads(spec: AttentionSpec[Tensor], of_heads: Tensor) -> Tensor:
+    """[B, H, ...] -> [B, K, H / K, ...]"""
+    return of_heads.unflatten(1, (spec.num_kv_heads, spec.group))
 
 
 def _on_cpu(query: Tensor) -> bool:

@@ -1,4 +1,5 @@
-"""`alibi bench generating`: one new token of a whole BLOOM with a long cache, as it comes, patched, and with `ALiBiCache`."""
+"""`alibi bench generating`: one new token of a whole BLOOM with a long cache, as it comes, patched, and with `ALiBiCache`; also
+of two rows at once, without and behind padding."""
 
 import datetime
 from collections.abc import Callable, Sequence
@@ -15,6 +16,10 @@ from alibi_attn.bench.timing import medians_ms
 
 LENGTHS = (2048, 8192, 32768, 65536)
 PATCHED, THEIRS, THEIRS_STATIC = "patched, DynamicCache", "transformers", "transformers, StaticCache"
+ROWS, PADDED, UNEVEN = "ours, two rows", "ours, two rows behind padding", "ours, one row a quarter as long"
+PADDING = 1 / 8  # positions of padding for each cached token
+MOST_PADDED = 32768  # cached tokens of two rows, three times over in memory
+Filling = Sequence[tuple[Tensor, ...]]
 SPARE = 2  # steps that are not timed: one compared, one to warm up
 
 
@@ -34,14 +39,17 @@ def generating(
 
     "ours" is a patched model with an `ALiBiCache`; "transformers" has the cache that `generate` makes, which copies all keys for
     each token, and "transformers, StaticCache" the one of cache_implementation="static", which does not. Random weights, random
-    cached keys and values, fp32, one sequence; logits are compared before anything is timed.
+    cached keys and values, fp32, one sequence; logits are compared before anything is timed. Up to 32,768 tokens a batch of two
+    sequences is measured besides: without padding, the same tokens behind an eighth of padding, and these where the mask shows
+    only the last quarter of one. The metrics say how much longer padding takes.
 
     Args:
         patch, alibi_cache: those of `alibi_attn.hf`, which this layer does not import.
     """
     asked: dict[str, records.Json] = {
         "lengths": list(lengths), "layers": layers, "heads": num_heads, "head_dim": head_dim, "dtype": "float32",
-        "threads": torch.get_num_threads(), "ways": ["ours", PATCHED, THEIRS, THEIRS_STATIC],
+        "threads": torch.get_num_threads(), "ways": ["ours", PATCHED, THEIRS, THEIRS_STATIC, ROWS, PADDED, UNEVEN],
+        "padding": PADDING,
     }  # fmt: skip
     records.expect_new(out, "benchmark", "generating/bloom", asked)
     started = datetime.datetime.now(datetime.UTC)
@@ -53,38 +61,78 @@ def generating(
     patched.load_state_dict(plain.state_dict())
     patch(patched)
     columns: Columns = {}
+    metrics: dict[str, float | None] = {}
     for length in sorted(lengths):
         torch.manual_seed(1)
         filling = [tuple(torch.randn(1, num_heads, length, head_dim) for _ in range(2)) for _ in range(layers)]
-        room = StaticCache(config=config, max_cache_len=length + repeats + SPARE)
-        caches = {"ours": alibi_cache(), PATCHED: DynamicCache(), THEIRS: DynamicCache(), THEIRS_STATIC: room}
-        calls: dict[str, Callable[[], object]] = {}
         with torch.no_grad():
-            for name, cache in caches.items():
-                for layer, (key, value) in enumerate(filling):
-                    cache.update(key, value, layer)
-                calls[name] = _step(plain if name in (THEIRS, THEIRS_STATIC) else patched, cache, torch.tensor([[7]]))
-            logits = {name: call() for name, call in calls.items()}
-            true = logits[THEIRS]
-            for name, found in logits.items():
-                error = float((found - true).abs().max() / true.abs().max())  # type: ignore[operator, attr-defined]
-                if not error < 1e-4:
-                    raise RuntimeError(f"{name} is off by {error:.1e} of the largest logit at {length} tokens")
-            taken = medians_ms(calls, repeats=repeats, budget_s=60.0)
+            taken = _one_row(plain, patched, alibi_cache, filling, repeats=repeats)
+            if length <= MOST_PADDED:
+                taken |= _two_rows(patched, alibi_cache, filling, repeats=repeats)
+                metrics[f"padding_costs_{length}"] = taken[PADDED] / taken[ROWS]
         for name, milliseconds in taken.items():
             append(columns, name, {"length": length, "forward_ms": milliseconds})
         ours = taken["ours"]
         said = ", ".join(f"{name} {ms:.1f} ms ({ms / ours:.1f}×)" for name, ms in taken.items())
         say(f"{length:>7} cached tokens: {said}")
-    made = records.make("benchmark", "generating/bloom", config=asked, metrics={}, curves=columns, started=started)
+    made = records.make("benchmark", "generating/bloom", config=asked, metrics=metrics, curves=columns, started=started)
     return records.save(made, out)
 
 
-def _step(model: nn.Module, cache: Cache, token: Tensor) -> Callable[[], Tensor]:
-    """One token, which the cache then forgets again; a StaticCache, which cannot, has room for all of them."""
+def _one_row(
+    plain: BloomForCausalLM, patched: nn.Module, alibi_cache: Callable[[], Cache], filling: Filling, *, repeats: int
+) -> dict[str, float]:
+    """The milliseconds of a token in every way; `filling` is what is cached, keys and values [1, H, S, D] of every layer."""
+    length = filling[0][0].shape[2]
+    room = StaticCache(config=plain.config, max_cache_len=length + repeats + SPARE)
+    caches = {"ours": alibi_cache(), PATCHED: DynamicCache(), THEIRS: DynamicCache(), THEIRS_STATIC: room}
+    calls: dict[str, Callable[[], Tensor]] = {}
+    for name, cache in caches.items():
+        for layer, (key, value) in enumerate(filling):
+            cache.update(key, value, layer)
+        calls[name] = _step(plain if name in (THEIRS, THEIRS_STATIC) else patched, cache, torch.tensor([[7]]))
+    logits = {name: call() for name, call in calls.items()}
+    for name, found in logits.items():
+        _expect(name, found, logits[THEIRS], length)
+    return medians_ms(calls, repeats=repeats, budget_s=60.0)
+
+
+def _two_rows(
+    model: nn.Module, alibi_cache: Callable[[], Cache], filling: Filling, *, repeats: int
+) -> dict[str, float]:
+    """The milliseconds of a token in each of two rows, the second with the heads of the first in another order."""
+    length = filling[0][0].shape[2]
+    padding = max(int(length * PADDING), 1)
+    plain, padded, token = alibi_cache(), alibi_cache(), torch.tensor([[7], [8]])
+    for layer, parts in enumerate(filling):
+        rows = [torch.cat([x, x.flip(1)]) for x in parts]
+        plain.update(rows[0], rows[1], layer)
+        behind = [nn.functional.pad(x, (0, 0, padding, 0), value=9.0) for x in rows]
+        padded.update(behind[0], behind[1], layer)
+    at = torch.arange(padding + length + 1)
+    starts = padding, padding + length - length // 4
+    calls = {
+        ROWS: _step(model, plain, token),
+        PADDED: _step(model, padded, token, torch.stack([at >= padding] * 2).long()),
+        UNEVEN: _step(model, padded, token, torch.stack([at >= start for start in starts]).long()),
+    }
+    true = calls[ROWS]()
+    _expect(PADDED, calls[PADDED](), true, length)
+    _expect(UNEVEN, calls[UNEVEN]()[:1], true[:1], length)
+    return medians_ms(calls, repeats=repeats, budget_s=60.0)
+
+
+def _expect(name: str, found: Tensor, true: Tensor, length: int) -> None:
+    error = float((found - true).abs().max() / true.abs().max())
+    if not error < 1e-4:
+        raise RuntimeError(f"{name} is off by {error:.1e} of the largest logit at {length} tokens")
+
+
+def _step(model: nn.Module, cache: Cache, token: Tensor, mask: Tensor | None = None) -> Callable[[], Tensor]:
+    """One token a row, which the cache then forgets again; a StaticCache, which cannot, has room for all of them."""
 
     def call() -> Tensor:
-        logits: Tensor = model(token, past_key_values=cache).logits
+        logits: Tensor = model(token, attention_mask=mask, past_key_values=cache).logits
         if not isinstance(cache, StaticCache):
             cache.crop(-1)
         return logits

@@ -79,7 +79,7 @@ def generating(
     out: Out = Path("results"),
     lengths: Annotated[str, typer.Option(help="Cached tokens, as in 8192,65536.")] = "",
 ) -> None:
-    """One new token of a whole BLOOM with a long cache, as it comes, patched, and patched with ALiBiCache.
+    """One new token of a whole BLOOM with a long cache, as it comes, patched, and patched with ALiBiCache; also under padding.
 
     Example: alibi bench generating --lengths 8192,65536
     """

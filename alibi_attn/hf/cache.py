@@ -22,8 +22,9 @@ class ALiBiCache(Cache):
 
     It does what a `DynamicCache` does (beams, assisted generation, chunks, cropping) with any model, and gives the same outputs.
     With it a model under `patch` spends on attention what its reach costs, however long the text: on a CPU from 2²³ cached
-    elements a layer and sequence on, say 8,192 tokens of 16 heads × 64. Before that, and with padding, gradients, other
-    numerics than "exact", a `backend` of your choice or `torch.compile`, all keys are scored.
+    elements a layer and sequence on, say 8,192 tokens of 16 heads × 64, and with padding every row what its own tokens cost.
+    Before that, and with holes in a mask, gradients, other numerics than "exact", a `backend` of your choice or `torch.compile`,
+    all keys are scored; on a GPU with any padding, too.
 
     It may be copied and pickled; a pickle names its format and holds nothing of transformers' own, whose version may change.
 

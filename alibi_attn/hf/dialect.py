@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from alibi_attn.attention.api import alibi_attention
-from alibi_attn.attention.decoding import attend_near, reads_near
+from alibi_attn.attention.decoding import attend_near, reads_near, visible_runs
 from alibi_attn.attention.validation import slopes_beside
 from alibi_attn.hf.cache import ALiBiCache
 
@@ -71,10 +71,13 @@ def attended(
     dialect = of(layer)
     slopes = slopes_beside(dialect.slopes, torch.float32, query)
     seen = key_mask(mask)
-    plain = seen is None and dropout_p == 0 and dialect.backend == "auto"
-    if plain and isinstance(cache, ALiBiCache) and reads_near(query, key, slopes):
-        known_norms = cache.norms(layer.layer_idx)  # type: ignore[arg-type]
-        return merged(attend_near(query, key, value, slopes, known_norms, scale=dialect.scale))
+    plain = dropout_p == 0 and dialect.backend == "auto"
+    if plain and isinstance(cache, ALiBiCache) and reads_near(query, key, slopes, masked=seen is not None):
+        visible = None if seen is None else visible_runs(seen)
+        if seen is None or visible is not None:
+            known_norms = cache.norms(layer.layer_idx)  # type: ignore[arg-type]
+            near = attend_near(query, key, value, slopes, known_norms, visible=visible, scale=dialect.scale)
+            return merged(near)
     mixed = alibi_attention(
         query, key, value, slopes, scale=dialect.scale, query_offset=first, key_mask=seen, dropout_p=dropout_p,
         backend=dialect.backend,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from alibi_attn.attention.api import alibi_attention
 from alibi_attn.attention.bias import Slopes
-from alibi_attn.attention.decoding import attend_near, reads_near
+from alibi_attn.attention.decoding import attend_near, reads_near, visible_runs
 from alibi_attn.attention.forgetting import forgetting_attention
 from alibi_attn.attention.spec import check_key_mask, check_segments
 from alibi_attn.nn.cache import KVCache
@@ -108,7 +108,8 @@ class ALiBiAttention(nn.Module):
             x: [B, T, embed_dim]: the positions after those in the cache.
             cache: this layer's own `KVCache()`, or what `reach_cache()` made. However a sequence is cut into chunks, the
                 outputs are those of one full pass.
-            key_mask: [B, S] bool, True = may be seen; S counts the cached keys and then the T new ones.
+            key_mask: [B, S] bool, True = may be seen; S counts the cached keys and then the T new ones. A few tokens after a
+                long cache read only what is within reach where no row of it has a hole.
             segment_ids: [B, S] integers, the same S: attend within a segment only.
         """
         self._check(x, cache, key_mask, segment_ids)
@@ -132,19 +133,30 @@ class ALiBiAttention(nn.Module):
             if cache is not None:
                 key, value = cache.append(key, value, layer=self, log_fgate=gates)
                 gates = cache.log_fgate
-            if gates is not None:
+            near = None
+            if cache is not None and gates is None and segment_ids is None:
+                near = self._near(query, key, value, cache, key_mask)
+            if near is not None:
+                mixed = near
+            elif gates is not None:
                 mixed = self._gated(query, key, value, gates, key_mask, segment_ids)
-            elif cache is not None and key_mask is None and segment_ids is None and self._reads_near(query, key, cache):
-                mixed = attend_near(query, key, value, self.slopes.values, cache.norms, window=self.window)
             else:
                 mixed = self._attended(query, key, value, self.slopes.values, key_mask, segment_ids)
         output: Tensor = self.out_proj(mixed.transpose(1, 2).flatten(2))
         return output
 
-    def _reads_near(self, query: Tensor, key: Tensor, cache: KVCache) -> bool:
-        """Whether few queries meet so many cached keys that finding out how many of them matter is worth it."""
+    def _near(
+        self, query: Tensor, key: Tensor, value: Tensor, cache: KVCache, key_mask: Tensor | None
+    ) -> Tensor | None:
+        """From the keys within reach, where few queries meet so many cached ones that finding out is worth it; else None."""
+        slopes, masked = self.slopes.values, key_mask is not None
         whole = cache.max_tokens is None and not (self.training and self.dropout_p)
-        return whole and reads_near(query, key, self.slopes.values)
+        if not (whole and reads_near(query, key, slopes, masked=masked)):
+            return None
+        visible = None if key_mask is None else visible_runs(key_mask)
+        if masked and visible is None:
+            return None
+        return attend_near(query, key, value, slopes, cache.norms, visible=visible, window=self.window)
 
     def _attended(
         self,

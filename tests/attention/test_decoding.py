@@ -1,6 +1,7 @@
 """Decoding with remembered norms: the outputs of full attention, from the keys within reach alone."""
 
 import math
+import random
 
 import pytest
 import torch
@@ -140,6 +141,35 @@ def test_dropped_mass_never_exceeds_the_tolerance(start: int) -> None:
     assert skipping >= 20, "an attack on nothing: too few draws skip a key"
 
 
+@pytest.mark.parametrize("start", range(0, 600, 200))
+def test_dropped_mass_never_exceeds_the_tolerance_under_padding(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "FEW", 32)
+    skipping = 0
+    for seed in range(start, start + 200):
+        attack = random_attack(seed)
+        (query, key, value, slopes), kwargs = attack.inputs()
+        length, count = key.shape[2], min(1 + seed % 16, query.shape[2], key.shape[2])
+        query, window = query[:, :, -count:], kwargs.get("window")
+        rng = random.Random(seed)
+        low = rng.randrange(length // 2 + 1)
+        run = (low, length if seed % 3 else rng.randrange(low, length) + 1)
+        spec = make_spec(query, key, value, slopes, window=window, tolerance=attack.tolerance)
+        (row,) = decoding.needed_keys(spec, query, key, value, Norms.of(key, value), [run])
+        read = torch.zeros(1, spec.num_heads, 1, length, dtype=torch.bool)
+        for h in range(spec.num_heads):
+            for first, behind in row.spans(row.needed[h // spec.group], [h // spec.group]):
+                assert run[0] <= first <= behind <= run[1]
+                read[:, h, :, first:behind] = True
+        distance = distances(count, length, spec.query_offset, None)
+        seen = visible(spec, distance).expand(1, spec.num_heads, -1, -1) & masked([run], length)
+        scores = spec.scale * query.double() @ key.double().repeat_interleave(spec.group, 1).mT
+        scores = scores - spec.slopes.double().reshape(-1, 1, 1) * distance.abs()
+        weight = scores.masked_fill(~seen, -math.inf).softmax(-1).nan_to_num(0.0)
+        assert float((weight * (seen & ~read)).sum(-1).max()) <= attack.tolerance, (attack, run)
+        skipping += int((seen & ~read).any())
+    assert skipping >= 20, "an attack on nothing: too few draws skip a key"
+
+
 def test_lengths_grow_shrink_and_move_with_the_cache() -> None:
     _, key, value = draw(1, 400)
     whole = Norms.of(key, value)
@@ -157,3 +187,65 @@ def test_lengths_grow_shrink_and_move_with_the_cache() -> None:
     norms = torch.nn.functional.pad(key.double().norm(dim=-1), (0, 48)).unflatten(2, (7, 64)).amax(-1)
     assert bool((keys >= norms).all())
     assert bool((keys <= norms * 1.001).all())
+
+
+# Of 2,600 positions: padding on the left, on the right (finished, or its newest masked), on both sides, all of it, and little
+# that is seen; and a row without any.
+RUNS = [(0, 2600), (37, 2600), (1500, 2600), (0, 2599), (5, 2590), (64, 1900), (700, 760), (2597, 2600), (0, 0)]
+
+
+def masked(runs: list[tuple[int, int]], keys: int) -> torch.Tensor:
+    at = torch.arange(keys)
+    return torch.stack([(at >= start) & (at < stop) for start, stop in runs])
+
+
+def test_runs_are_read_from_a_mask_without_holes() -> None:
+    assert decoding.visible_runs(masked(RUNS, 2600)) == RUNS
+    for holes in ([False, True, False, True], [True, False, False, True]):
+        assert decoding.visible_runs(torch.tensor([[True] * 4, holes])) is None
+    assert decoding.visible_runs(masked(RUNS, 2600)[:, None, None].expand(-1, 1, 3, -1)[:, 0, 2]) == RUNS
+
+
+@pytest.mark.parametrize("case", ["noise", "sinks", "giant far value", "hidden"])
+@pytest.mark.parametrize(("queries", "window"), [(1, None), (7, None), (16, 300)])
+def test_padded_rows_get_what_full_attention_gives_under_a_mask(case: str, queries: int, window: int | None) -> None:
+    query, key, value = draw(queries, 2600, batch=len(RUNS))
+    mask = masked(RUNS, 2600)
+    if case == "hidden":  # may be anything
+        for x in (key, value):
+            x.masked_fill_(~mask[:, None, :, None], math.nan)
+    elif case == "sinks":
+        key[:, :, ::700] *= 30
+    else:
+        spoiled(case, key, value)
+    options = {"window": window, "key_mask": mask}
+    exact = alibi_attention(
+        *(x.double() for x in (query, key, value)), SLOPES, **options, tolerance=0.0, backend="reference"
+    )
+    dense = alibi_attention(query, key, value, SLOPES, **options, backend="dense")
+    got = decoding.attend_near(query, key, value, SLOPES, Norms.of(key, value), visible=RUNS, window=window)
+    scale = exact.abs().amax(-1, keepdim=True).clamp(min=1e-30)
+    off, theirs = (float(((x.double() - exact).abs() / scale).max()) for x in (got, dense))
+    assert off <= 2 * theirs + 16 * EPS[torch.float32]
+    assert bool((got[-1] == 0).all())
+
+
+def test_a_padded_row_reads_as_much_as_without_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every row its own reach, however the rows differ; also a finished one, from the last key that it may see."""
+    query, key, value = draw(1, 16384, batch=1, kv_heads=8)
+    norms = Norms.of(key, value)
+    spec = make_spec(query, key, value, SLOPES)
+    (alone,) = decoding.needed_keys(spec, query, key, value, norms, [(0, 16384)])
+    # The same tokens behind, before and between padding, which holds far larger keys and values.
+    runs, shifts = [(3000, 19384), (0, 16384), (70, 16454)], [3000, 0, 70]
+    padded = [torch.full((3, 8, 19384, 16), 1e3) for _ in range(2)]
+    for b, shift in enumerate(shifts):
+        for x, own in zip(padded, (key, value), strict=True):
+            x[b, :, shift : shift + 16384] = own[0]
+    many = query.expand(3, -1, -1, -1)
+    spec = make_spec(many, *padded, SLOPES)
+    rows = decoding.needed_keys(spec, many, *padded, Norms.of(*padded), runs)
+    assert sum(alone.needed) < 0.25 * 8 * 16384
+    for row in rows:  # but for the tiles, which hold other keys together
+        assert sum(row.needed) <= 1.02 * sum(alone.needed)
+        assert {tile for tiles in row.outlier_tiles for tile in tiles} == {-1}

@@ -3,6 +3,7 @@
 import pytest
 
 from alibi_attn import records
+from alibi_attn.attention.decoding import attend_near
 from alibi_attn.bench import serving as module
 from alibi_attn.bench.decoding import decoding
 from alibi_attn.bench.generating import generating
@@ -54,8 +55,10 @@ def test_a_token_with_a_long_cache_is_compared_and_timed(tmp_path, monkeypatch):
     path = generating(tmp_path, patch=patch, alibi_cache=ALiBiCache, lengths=(40, 90), say=said.append, **sizes)
     record = records.load(path)
     assert is_drawn(record)
-    assert set(record.curves) == {"ours", "patched, DynamicCache", "transformers", "transformers, StaticCache"}
+    rows = {"ours, two rows", "ours, two rows behind padding", "ours, one row a quarter as long"}
+    assert set(record.curves) == {"ours", "patched, DynamicCache", "transformers", "transformers, StaticCache", *rows}
     assert all(curve["length"] == [40, 90] and min(curve["forward_ms"]) > 0 for curve in record.curves.values())
+    assert record.metrics.keys() == {"padding_costs_40", "padding_costs_90"}
     assert len(said) == 2
 
     class Forgetful(ALiBiCache):
@@ -64,6 +67,13 @@ def test_a_token_with_a_long_cache_is_compared_and_timed(tmp_path, monkeypatch):
 
     with pytest.raises(RuntimeError, match="ours is off"):
         generating(tmp_path / "wrong", patch=patch, alibi_cache=Forgetful, lengths=(40,), **sizes)
+
+    def blind(*args, visible=None, **options):  # as if the mask were not there
+        return attend_near(*args, **options)
+
+    monkeypatch.setattr("alibi_attn.hf.dialect.attend_near", blind)
+    with pytest.raises(RuntimeError, match="behind padding is off"):
+        generating(tmp_path / "blind", patch=patch, alibi_cache=ALiBiCache, lengths=(40,), **sizes)
 
 
 def test_what_may_not_fit_is_skipped_and_said(tmp_path, monkeypatch):

@@ -68,10 +68,65 @@ def test_far_keys_are_not_read(near, build, tokens):
         assert bool(model(ids[:, :1], past_key_values=cache).logits.isnan().all())
 
 
-def test_left_padding_and_a_gradient_score_all_keys(near, build, tokens):
-    model, ids = build("bloom"), tokens(2, 12)
+def left_padded(ids, lengths):
+    """(tokens, mask): of row b only the last lengths[b] are seen."""
+    at = ids.shape[1] - torch.tensor(lengths)[:, None]
+    mask = (torch.arange(ids.shape[1]) >= at).long()
+    return ids * mask, mask
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_left_padded_batch_generates_the_same_from_near_keys(family, near, build, tokens):
+    model, (ids, mask) = build(family), left_padded(tokens(4, 60), [60, 48, 9, 1])
+    asked = {"max_new_tokens": 9, "min_new_tokens": 9, "do_sample": False, "use_cache": True, "attention_mask": mask}
+    expected = model.generate(ids, past_key_values=DynamicCache(), **asked)
+    with patch(model):
+        assert torch.equal(model.generate(ids, past_key_values=ALiBiCache(), **asked), expected)
+    assert near == [length for length in range(61, 69) for _ in range(2)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_of_a_padded_batch_are_those_of_its_rows_alone(family, near, build, tokens, monkeypatch):
+    """With certified reaches (rows of a few keys are read whole), a few tokens at a time, and a row that ends before the rest."""
+    monkeypatch.setattr(decoding, "FEW", 32)
+    lengths, last, model = [400, 300, 77, 20], 7, build(family)
+    ids, mask = left_padded(tokens(4, 400), lengths)
+    mask[1, -last:] = 0  # finished: what it is fed no longer counts
+    cuts = [380, 4, 1, 1, 6, 1, 7]
+    with patch(model), torch.no_grad():
+        cache, together = ALiBiCache(), []
+        for part in ids.split(cuts, dim=1):
+            seen = cache.get_seq_length() + part.shape[1]
+            together.append(model(part, attention_mask=mask[:, :seen], past_key_values=cache).logits)
+        assert len(near) == 2 * (len(cuts) - 1)
+        together = torch.cat(together, dim=1)
+        for b, length in enumerate(lengths):
+            stop = 400 - last if b == 1 else 400
+            alone = model(ids[b : b + 1, 400 - length : stop], use_cache=False).logits[0]
+            torch.testing.assert_close(together[b, 400 - length : stop], alone, rtol=1e-4, atol=1e-4)
+        everything = model(ids, attention_mask=mask, use_cache=False).logits[1, -last:]
+        torch.testing.assert_close(together[1, -last:], everything, rtol=1e-4, atol=1e-4)
+
+
+def test_far_and_hidden_keys_are_not_read_under_padding(near, build, tokens):
+    model = build("mpt", attention={"alibi_bias_max": 2})  # slopes from 0.79 to 0.25
+    ids, mask = left_padded(tokens(2, 2600), [2600, 1300])
+    more = torch.cat([mask, torch.ones(2, 1, dtype=mask.dtype)], dim=1)
+    with patch(model), torch.no_grad():
+        cache = ALiBiCache()
+        model(ids, attention_mask=mask, past_key_values=cache)
+        logits = model(ids[:, -1:], attention_mask=more, past_key_values=cache).logits
+        cache.crop(-1)
+        for layer in cache.layers:
+            for x in (layer.keys, layer.values):  # the first tile of a row is measured anew, what of it is not hidden
+                x[0, :, :1024], x[1, :, :1300], x[1, :, 1344:1500] = torch.nan, torch.nan, torch.nan
+        assert torch.equal(model(ids[:, -1:], attention_mask=more, past_key_values=cache).logits, logits)
+
+
+def test_holes_and_a_gradient_score_all_keys(near, build, tokens):
+    model, ids = build("mpt"), tokens(2, 12)
     mask = torch.ones_like(ids)
-    mask[0, :5] = 0
+    mask[0, 3:5] = 0
     asked = {"attention_mask": mask, "max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "use_cache": True}
     expected = model.generate(ids, **asked)
     with patch(model):

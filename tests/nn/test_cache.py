@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from alibi_attn import ALiBiAttention, ALiBiTransformerBlock, KVCache
+from alibi_attn.attention.decoding import attend_near
 
 WAYS = {
     "plain": {},
@@ -85,6 +86,30 @@ def test_decoding_near_equals_decoding_everything(way, steps):
                         cache.crop(min(number, len(cache)))
                     else:
                         cache.reorder([1, 0])
+
+
+@pytest.mark.parametrize("way", ["plain", "grouped", "window", "qk_norm"])
+def test_a_padded_batch_decodes_from_the_keys_within_reach(way, monkeypatch):
+    """Rows of very different lengths, one of which ends before the rest; a few tokens at a time, or one."""
+    monkeypatch.setattr("alibi_attn.attention.decoding.LONG", 0)
+    monkeypatch.setattr("alibi_attn.attention.decoding.FEW", 32)
+    near = []
+    monkeypatch.setattr("alibi_attn.nn.attention.attend_near", lambda *x, **y: near.append(y) or attend_near(*x, **y))
+    runs = [(0, 400), (37, 400), (300, 400), (395, 400), (10, 391)]
+    layer, x = attention_layer(way), torch.randn(5, 400, 24)
+    mask = torch.stack([(torch.arange(400) >= start) & (torch.arange(400) < stop) for start, stop in runs])
+    cuts = [370, 1, 16, 5, 1, 7]
+    with torch.no_grad():
+        cached = in_chunks(layer, x, cuts, {"key_mask": mask})
+        torch.testing.assert_close(cached, layer(x, key_mask=mask), rtol=1e-5, atol=1e-6)
+        for b, (start, stop) in enumerate(runs):
+            alone = layer(x[b : b + 1, start:stop])[0]
+            torch.testing.assert_close(cached[b, start:stop], alone, rtol=1e-5, atol=1e-6)
+    assert len(near) == len(cuts) - 1
+    assert near[-1]["visible"] == runs
+    with torch.no_grad():
+        in_chunks(layer, x, cuts, {"key_mask": mask & (torch.arange(400) != 350)})
+    assert len(near) == len(cuts) - 1, "under a mask with holes all keys are scored"
 
 
 def test_a_pass_with_a_stale_cache_is_noticed():

@@ -93,9 +93,14 @@ def bounds(
     return Bounds(left, right, outlier_tiles)
 
 
-def worth_leaving_out(norms: Tensor, *, times: float) -> tuple[int, ...]:
-    """The `outlier_choices` for keys of these norms, [B, K, n]: none where no norm is `times` the mean. Read on the host."""
-    return OUTLIER_CHOICES if bool((norms.amax(-1) > times * norms.mean(-1)).any()) else (0,)
+def worth_leaving_out(norms: Tensor, *, times: float, count: Tensor | None = None) -> tuple[int, ...]:
+    """The `outlier_choices` for keys of these norms, [B, K, n]: none where no norm is `times` the mean. Read on the host.
+
+    Args:
+        count: [B, 1], how many of the norms are of keys that are seen, where the others are 0; None = n.
+    """
+    mean = norms.mean(-1) if count is None else norms.sum(-1) / count.clamp(min=1)
+    return OUTLIER_CHOICES if bool((norms.amax(-1) > times * mean).any()) else (0,)
 
 
 def _numerator_parts(
