@@ -4,6 +4,7 @@ Parameters have the names of PyTorch's: `converted_weights` turns a state dict i
 Press et al. 2022, sec. 3 (arXiv:2108.12409).
 """
 
+from functools import partial
 from typing import TypedDict, Unpack
 
 import jax
@@ -17,15 +18,18 @@ except ModuleNotFoundError as error:
         raise
     raise ImportError('alibi_attn.jax.flax needs Flax; install it with: pip install "alibi-attn[jax]"') from error
 
-from alibi_attn.jax.attention import alibi_attention
 from alibi_attn.jax.layers import (
+    GATE_INITIALIZER,
     LAYER_NORM_EPS,
     QK_NORM_EPS,
     appended,
+    at_least_fp32,
+    attended,
     check_input,
     check_sizes,
     checked_slopes,
     converted_weights,
+    log_gates,
 )
 from alibi_attn.jax.tiles import Array
 from alibi_attn.jax.validation import Slopes
@@ -43,6 +47,7 @@ class AttentionOptions(TypedDict, total=False):
     slopes: Slopes | None
     learn_slopes: bool
     qk_norm: bool
+    forget_gate: bool
     dtype: Dtype | None
 
 
@@ -50,23 +55,41 @@ class KVCache(nnx.Module):
     """Keys and values of one attention layer while decoding, [B, capacity, K, D]; `length` of them are filled.
 
     The room is fixed, so that a step of decoding is compiled once. It is the only thing that a forward pass changes.
+
+    Args:
+        num_gates: H, of a layer with forget gates: then `log_fgate` holds theirs, [B, H, capacity], in fp32 or better; else 0.
     """
 
     def __init__(
-        self, batch: int, capacity: int, num_kv_heads: int, head_dim: int, *, dtype: Dtype = jnp.float32
+        self,
+        batch: int,
+        capacity: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        num_gates: int = 0,
+        dtype: Dtype = jnp.float32,
     ) -> None:
         shape = (batch, capacity, num_kv_heads, head_dim)
         self.key = nnx.Cache(jnp.zeros(shape, dtype))
         self.value = nnx.Cache(jnp.zeros(shape, dtype))
+        gates = jnp.zeros((batch, num_gates, capacity), jnp.promote_types(dtype, jnp.float32))
+        self.log_fgate = nnx.Cache(gates) if num_gates else None
         self.length = nnx.Cache(jnp.zeros((), jnp.int32))
 
-    def append(self, key: Array, value: Array) -> tuple[Array, Array, Array]:
-        """(all keys, all values, position of the first new one) after [B, T, K, D] new ones were added.
+    def append(self, key: Array, value: Array, *, log_fgate: Array | None = None) -> tuple[Array, Array, Array]:
+        """(all keys, all values, position of the first new one) after [B, T, K, D] new ones were added, and gates [B, H, T].
 
         Raises:
-            ValueError: no room (under `jit`, where nothing can be raised, what follows is NaN).
+            ValueError: gates for a cache that was made without, or none for one that was made with them; no room (under `jit`,
+                where nothing can be raised, what follows is NaN).
         """
+        if (log_fgate is None) != (self.log_fgate is None):
+            came, has = ("no gates", "has") if log_fgate is None else ("gates", "has no")
+            raise ValueError(f"{came} came but the cache {has} room for gates; make it with the layer's new_cache()")
         first = self.length[...]
+        if log_fgate is not None and self.log_fgate is not None:
+            self.log_fgate[...] = appended(self.log_fgate[...], log_fgate, first, axis=2)
         self.key[...] = appended(self.key[...], key, first)
         self.value[...] = appended(self.value[...], value, first)
         self.length[...] = first + key.shape[1]
@@ -88,6 +111,9 @@ class ALiBiAttention(nnx.Module):
         slopes: [H]; default `alibi_slopes(num_heads)`.
         learn_slopes: make them a parameter.
         qk_norm: RMS-normalise queries and keys per head, with a weight and without offset.
+        forget_gate: gates of the Forgetting Transformer besides the slopes (`slopes=[0.0] * H` are gates alone), causal only:
+            `gate_proj` says for every head and token how much of what came before it is kept, the sigmoid of a linear map of x.
+            It starts as PyTorch's does, U(±1/√embed_dim) with a bias of 0, and is computed in fp32 or better whatever `dtype` is.
         dtype: of the computation; default that of x and the parameters.
 
     Raises:
@@ -97,7 +123,7 @@ class ALiBiAttention(nnx.Module):
     >>> attention(jnp.ones((2, 10, 64))).shape
     (2, 10, 64)
 
-    Source: Press et al. 2022, sec. 3 (arXiv:2108.12409).
+    Source: Press et al. 2022, sec. 3 (arXiv:2108.12409); gates: Lin et al. 2025 (arXiv:2503.02130).
     """
 
     def __init__(
@@ -113,10 +139,13 @@ class ALiBiAttention(nnx.Module):
         slopes: Slopes | None = None,
         learn_slopes: bool = False,
         qk_norm: bool = False,
+        forget_gate: bool = False,
         dtype: Dtype | None = None,
         rngs: nnx.Rngs,
     ) -> None:
-        num_kv_heads = check_sizes(embed_dim, num_heads, num_kv_heads, dropout_p, causal=causal, cached=False)
+        num_kv_heads = check_sizes(
+            embed_dim, num_heads, num_kv_heads, dropout_p, causal=causal, cached=False, forget_gate=forget_gate
+        )
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
         self.head_dim = embed_dim // num_heads
         self.causal, self.window, self.dropout_p, self.deterministic = causal, window, dropout_p, False
@@ -129,6 +158,8 @@ class ALiBiAttention(nnx.Module):
         self.out_proj = nnx.Linear(embed_dim, embed_dim, use_bias=bias, dtype=dtype, rngs=rngs)
         self.q_norm = nnx.RMSNorm(self.head_dim, epsilon=QK_NORM_EPS, dtype=dtype, rngs=rngs) if qk_norm else None
         self.k_norm = nnx.RMSNorm(self.head_dim, epsilon=QK_NORM_EPS, dtype=dtype, rngs=rngs) if qk_norm else None
+        gate_proj = partial(nnx.Linear, kernel_init=GATE_INITIALIZER, precision=jax.lax.Precision.HIGHEST, rngs=rngs)
+        self.gate_proj = gate_proj(embed_dim, num_heads) if forget_gate else None
         self.rngs = rngs.dropout.fork() if dropout_p > 0.0 else None
 
     def __call__(
@@ -156,16 +187,19 @@ class ALiBiAttention(nnx.Module):
         query, key, value = (self._heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
+        gates = None if self.gate_proj is None else log_gates(self.gate_proj(at_least_fp32(x)))
         first = None
         if cache is not None:
-            key, value, first = cache.append(key, value)
+            key, value, first = cache.append(key, value, log_fgate=gates)
             key, value = key.astype(query.dtype), value.astype(query.dtype)
+            gates = None if cache.log_fgate is None else cache.log_fgate[...]
         drops = self.rngs is not None and not self.deterministic
-        mixed = alibi_attention(
+        mixed = attended(
             query,
             key,
             value,
             self.slopes[...] if isinstance(self.slopes, nnx.Param) else self.slopes,
+            gates,
             causal=self.causal,
             window=self.window,
             query_offset=first,
@@ -174,13 +208,13 @@ class ALiBiAttention(nnx.Module):
             dropout_p=self.dropout_p if drops else 0.0,
             dropout_key=self.rngs() if drops and self.rngs is not None else None,
         )
-        assert isinstance(mixed, jax.Array)  # no lse was asked for
-        output: Array = self.out_proj(mixed.reshape(x.shape))
+        output: Array = self.out_proj(mixed)
         return output
 
     def new_cache(self, batch: int, capacity: int, *, dtype: Dtype = jnp.float32) -> KVCache:
         """An empty cache for this layer: room for `capacity` positions of `batch` sequences."""
-        return KVCache(batch, capacity, self.num_kv_heads, self.head_dim, dtype=dtype)
+        gates = 0 if self.gate_proj is None else self.num_heads
+        return KVCache(batch, capacity, self.num_kv_heads, self.head_dim, num_gates=gates, dtype=dtype)
 
     def _heads(self, projected: Array) -> Array:
         """[B, T, heads·D] -> [B, T, heads, D]."""

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from alibi_attn.attention.spec import GATES_RULE, check_log_fgate
+from alibi_attn.attention.spec import GATES_RULE, AttentionSpec, check_log_fgate
 from alibi_attn.jax.attention import Backend, attend
 from alibi_attn.jax.tiles import Array, KeyBias
 from alibi_attn.jax.validation import (
@@ -87,22 +87,44 @@ def forgetting_attention(
     values = readable_values(log_fgate)
     if values is not None and not (np.isfinite(values) & (values <= 0)).all():
         raise ValueError(GATES_RULE)
-    gates = jnp.asarray(log_fgate)
-    if gates.shape[1] != spec.num_heads:
-        gates = jnp.repeat(gates, spec.group, axis=1)
-    of_key, of_query = _biases(first, spec.query_len, gates, spec.key_bias)
-    output, lse = attend(
-        dataclasses.replace(spec, key_bias=of_key.high, query_bias=of_query.high), query, key, value,
-        checked_dropout_key(dropout_p, dropout_key), backend, key_bias_low=of_key.low, query_bias_low=of_query.low,
-    )  # fmt: skip
+    output, lse = attend_gated(
+        spec, query, key, value, log_fgate, first, checked_dropout_key(dropout_p, dropout_key), backend
+    )
     if not return_lse:
         return output
     wide = jnp.float64 in (output.dtype, None if spec.key_bias is None else spec.key_bias.dtype)
     return output, lse.astype(jnp.float64 if wide else jnp.float32)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _biases(first: int, query_len: int, gates: Array, key_bias: Array | None) -> tuple[KeyBias, KeyBias]:
+def attend_gated(
+    spec: AttentionSpec[Array],
+    query: Array,
+    key: Array,
+    value: Array,
+    log_fgate: Array,
+    first: int | Array,
+    dropout_key: Array | None,
+    backend: Backend = "auto",
+) -> tuple[Array, Array]:
+    """(output, lse) of a call that was checked.
+
+    Args:
+        spec: without the gates; its `query_offset` is `first`.
+        log_fgate: [B, H, S] or [B, K, S].
+        first: position of query 0, which may be traced: a step of decoding is compiled once. All queries are among the keys.
+    """
+    gates = jnp.asarray(log_fgate)
+    if gates.shape[1] != spec.num_heads:
+        gates = jnp.repeat(gates, spec.group, axis=1)
+    of_key, of_query = _biases(spec.query_len, jnp.asarray(first, jnp.int32), gates, spec.key_bias)
+    return attend(
+        dataclasses.replace(spec, key_bias=of_key.high, query_bias=of_query.high), query, key, value, dropout_key,
+        backend, key_bias_low=of_key.low, query_bias_low=of_query.low,
+    )  # fmt: skip
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _biases(query_len: int, first: Array, gates: Array, key_bias: Array | None) -> tuple[KeyBias, KeyBias]:
     """(b_j − c_j [B, H, S], c_i [B, H, T]) with c the running sums of gates [B, H, S]; queries stand from `first` on.
 
     The gradient of gate l is Σ_{i ≥ l} (row sum i − column sum i) of the gradient of the scores, and what arrives for the two
@@ -110,8 +132,7 @@ def _biases(first: int, query_len: int, gates: Array, key_bias: Array | None) ->
     """
     work = gates.dtype if key_bias is None else jnp.promote_types(gates.dtype, key_bias.dtype)
     high, low = _running_sums((gates.astype(work), jnp.zeros_like(gates, dtype=work)))
-    own = slice(first, first + query_len)
-    of_query = KeyBias(high[:, :, own], low[:, :, own])
+    of_query = KeyBias(*(lax.dynamic_slice_in_dim(part, first, query_len, axis=2) for part in (high, low)))
     if key_bias is None:
         return KeyBias(-high, -low), of_query
     hidden = key_bias == -jnp.inf
@@ -119,23 +140,23 @@ def _biases(first: int, query_len: int, gates: Array, key_bias: Array | None) ->
     return KeyBias(jnp.where(hidden, -jnp.inf, total), rest - low), of_query
 
 
+_Kept = tuple[Array, Array, Array | None]  # first; gates and key_bias without values, for their dtypes
+
+
 def _biases_forward(
-    first: int, query_len: int, gates: Array, key_bias: Array | None
-) -> tuple[tuple[KeyBias, KeyBias], tuple[Array, Array | None]]:
-    nothing = gates[:0], None if key_bias is None else key_bias[:0]  # their dtypes
-    return _biases(first, query_len, gates, key_bias), nothing
+    query_len: int, first: Array, gates: Array, key_bias: Array | None
+) -> tuple[tuple[KeyBias, KeyBias], _Kept]:
+    kept = first, gates[:0], None if key_bias is None else key_bias[:0]
+    return _biases(query_len, first, gates, key_bias), kept
 
 
-def _biases_backward(
-    first: int, query_len: int, kept: tuple[Array, Array | None], grads: tuple[KeyBias, KeyBias]
-) -> tuple[Array, Array | None]:
+def _biases_backward(query_len: int, kept: _Kept, grads: tuple[KeyBias, KeyBias]) -> tuple[None, Array, Array | None]:
     of_key, of_query = (x.high for x in grads)
-    gates, key_bias = kept
-    behind = of_key.shape[2] - first - query_len
-    rows = jnp.pad(of_query, [(0, 0), (0, 0), (first, behind)])
+    first, gates, key_bias = kept
+    rows = lax.dynamic_update_slice_in_dim(jnp.zeros_like(of_key), of_query, first, axis=2)
     high, low = _running_sums(_sum_of_two(rows, -of_key), reverse=True)
     of_gates = (high + low).at[:, :, :1].set(0.0)  # no key lies before the first
-    return of_gates.astype(gates.dtype), None if key_bias is None else of_key.astype(key_bias.dtype)
+    return None, of_gates.astype(gates.dtype), None if key_bias is None else of_key.astype(key_bias.dtype)
 
 
 _biases.defvjp(_biases_forward, _biases_backward)

@@ -15,15 +15,18 @@ except ModuleNotFoundError as error:
         raise
     raise ImportError('alibi_attn.jax.linen needs Flax; install it with: pip install "alibi-attn[jax]"') from error
 
-from alibi_attn.jax.attention import alibi_attention
 from alibi_attn.jax.layers import (
+    GATE_INITIALIZER,
     LAYER_NORM_EPS,
     QK_NORM_EPS,
     appended,
+    at_least_fp32,
+    attended,
     check_input,
     check_sizes,
     checked_slopes,
     converted_weights,
+    log_gates,
 )
 from alibi_attn.jax.tiles import Array
 
@@ -38,7 +41,8 @@ class ALiBiAttention(linen.Module):
     Args:
         decode: keep keys and values in the collection "cache". `init` makes room for as many positions as its x is long;
             every later call appends x (any length) to what is there, and needs `mutable=["cache"]`.
-        num_kv_heads, bias, causal, window, dropout_p, slopes, learn_slopes, qk_norm, dtype: as `flax.ALiBiAttention`.
+        num_kv_heads, bias, causal, window, dropout_p, slopes, learn_slopes, qk_norm, forget_gate, dtype: as
+            `flax.ALiBiAttention`.
 
     >>> attention = ALiBiAttention(embed_dim=64, num_heads=8)
     >>> attention.init_with_output(jax.random.key(0), jnp.ones((2, 10, 64)))[0].shape
@@ -57,6 +61,7 @@ class ALiBiAttention(linen.Module):
     slopes: tuple[float, ...] | None = None
     learn_slopes: bool = False
     qk_norm: bool = False
+    forget_gate: bool = False
     decode: bool = False
     dtype: Dtype | None = None
 
@@ -79,8 +84,9 @@ class ALiBiAttention(linen.Module):
         """
         check_input(x, self.embed_dim)
         num_kv_heads = check_sizes(
-            self.embed_dim, self.num_heads, self.num_kv_heads, self.dropout_p, causal=self.causal, cached=self.decode
-        )
+            self.embed_dim, self.num_heads, self.num_kv_heads, self.dropout_p, causal=self.causal, cached=self.decode,
+            forget_gate=self.forget_gate,
+        )  # fmt: skip
         head_dim = self.embed_dim // self.num_heads
 
         def heads(name: str, count: int) -> Array:
@@ -93,16 +99,18 @@ class ALiBiAttention(linen.Module):
         if self.qk_norm:
             query = linen.RMSNorm(epsilon=QK_NORM_EPS, dtype=self.dtype, name="q_norm")(query)
             key = linen.RMSNorm(epsilon=QK_NORM_EPS, dtype=self.dtype, name="k_norm")(key)
+        gates = self._gates(x) if self.forget_gate else None
         first = None
         if self.decode:
-            key, value, first = self._append(key, value)
+            key, value, gates, first = self._append(key, value, gates)
         values = checked_slopes(self.slopes, self.num_heads)
         drops = self.dropout_p > 0.0 and not deterministic
-        mixed = alibi_attention(
+        mixed = attended(
             query,
             key,
             value,
             self.param("slopes", lambda _: jnp.asarray(values, jnp.float32)) if self.learn_slopes else values,
+            gates,
             causal=self.causal,
             window=self.window,
             query_offset=first,
@@ -111,25 +119,34 @@ class ALiBiAttention(linen.Module):
             dropout_p=self.dropout_p if drops else 0.0,
             dropout_key=self.make_rng("dropout") if drops else None,
         )
-        assert isinstance(mixed, jax.Array)  # no lse was asked for
-        output: Array = self._linear(self.embed_dim, "out_proj")(mixed.reshape(x.shape))
+        output: Array = self._linear(self.embed_dim, "out_proj")(mixed)
         return output
 
     def _linear(self, features: int, name: str) -> linen.Dense:
         return linen.Dense(features, use_bias=self.bias, dtype=self.dtype, name=name)
 
-    def _append(self, key: Array, value: Array) -> tuple[Array, Array, Array | None]:
-        """(all keys, all values, position of the first new one); while the room is made, only what came."""
+    def _gates(self, x: Array) -> Array:
+        """ln of the forget gates [B, H, T], in fp32 or better."""
+        gate_proj = linen.Dense(
+            self.num_heads, kernel_init=GATE_INITIALIZER, precision=jax.lax.Precision.HIGHEST, name="gate_proj"
+        )
+        return log_gates(gate_proj(at_least_fp32(x)))
+
+    def _append(self, key: Array, value: Array, gates: Array | None) -> tuple[Array, Array, Array | None, Array | None]:
+        """(all keys, values and gates, position of the first new one); while the room is made, only what came."""
         is_there = self.has_variable("cache", "key")
         keys = self.variable("cache", "key", jnp.zeros, key.shape, key.dtype)
         values = self.variable("cache", "value", jnp.zeros, value.shape, value.dtype)
         length = self.variable("cache", "length", lambda: jnp.zeros((), jnp.int32))
+        kept = None if gates is None else self.variable("cache", "log_fgate", jnp.zeros, gates.shape, gates.dtype)
         if not is_there:
-            return key, value, None
+            return key, value, gates, None
         first = length.value
         keys.value, values.value = appended(keys.value, key, first), appended(values.value, value, first)
+        if kept is not None and gates is not None:
+            kept.value = gates = appended(kept.value, gates, first, axis=2)
         length.value = first + key.shape[1]
-        return keys.value, values.value, first
+        return keys.value, values.value, gates, first
 
 
 class ALiBiTransformerBlock(linen.Module):
@@ -161,6 +178,7 @@ class ALiBiTransformerBlock(linen.Module):
     slopes: tuple[float, ...] | None = None
     learn_slopes: bool = False
     qk_norm: bool = False
+    forget_gate: bool = False
     decode: bool = False
     dtype: Dtype | None = None
 
@@ -178,7 +196,7 @@ class ALiBiTransformerBlock(linen.Module):
         attention = ALiBiAttention(
             self.embed_dim, self.num_heads, num_kv_heads=self.num_kv_heads, bias=self.bias, causal=self.causal,
             window=self.window, dropout_p=self.dropout_p, slopes=self.slopes, learn_slopes=self.learn_slopes,
-            qk_norm=self.qk_norm, decode=self.decode, dtype=self.dtype, name="attention",
+            qk_norm=self.qk_norm, forget_gate=self.forget_gate, decode=self.decode, dtype=self.dtype, name="attention",
         )  # fmt: skip
         attended = attention(
             self._norm("attention_norm")(x),

@@ -17,6 +17,7 @@ B, T, E, H = 2, 11, 24, 4
 OPTIONS = {
     "all": {"num_kv_heads": 2, "bias": True, "qk_norm": True, "learn_slopes": True, "window": 6, "ffn_dim": 40},
     "encoder": {"causal": False, "slopes": (0.7, 0.1, 0.3, 0.2), "bias": True},
+    "gates": {"num_kv_heads": 2, "forget_gate": True, "slopes": (0.0, 0.1, 0.0, 0.2), "window": 9},
 }
 
 
@@ -63,8 +64,9 @@ def test_a_block_trained_in_torch_gives_the_same_in_flax_and_back(options: dict)
         assert_close(back(torch.tensor(x), key_mask=torch.tensor(mask)).numpy(), expected)
 
 
-def test_linen_has_the_parameters_that_are_converted() -> None:
-    options = OPTIONS["all"]
+@pytest.mark.parametrize("name", ["all", "gates"])
+def test_linen_has_the_parameters_that_are_converted(name: str) -> None:
+    options = OPTIONS[name]
     shapes = jax.eval_shape(linen.ALiBiTransformerBlock(E, H, **options).init, jax.random.key(0), jnp.ones((B, T, E)))
     converted = converted_weights(arrays(torch_block(options)))
     assert jax.tree.map(jnp.shape, converted) == jax.tree.map(jnp.shape, shapes["params"])
@@ -80,8 +82,9 @@ def test_what_has_no_counterpart_is_refused() -> None:
 CHUNKS = (5, 1, 5)
 
 
-def test_cached_decoding_equals_the_full_pass_in_nnx() -> None:
-    block, x = nnx_block(OPTIONS["all"]), draw(B, T, E)
+@pytest.mark.parametrize("name", ["all", "gates"])
+def test_cached_decoding_equals_the_full_pass_in_nnx(name: str) -> None:
+    block, x = nnx_block(OPTIONS[name]), draw(B, T, E)
     full = nnx.jit(lambda m, x: m(x))(block, x)
     cache = block.attention.new_cache(B, T + 3)
     step = nnx.jit(lambda m, x, cache: m(x, cache=cache))
@@ -96,9 +99,10 @@ def test_cached_decoding_equals_the_full_pass_in_nnx() -> None:
     assert jnp.isnan(step(block, x[:, :5], cache)).any()
 
 
-def test_cached_decoding_equals_the_full_pass_in_linen() -> None:
+@pytest.mark.parametrize("name", ["all", "gates"])
+def test_cached_decoding_equals_the_full_pass_in_linen(name: str) -> None:
     x = draw(B, T, E)
-    make = partial(linen.ALiBiTransformerBlock, E, H, **OPTIONS["all"])
+    make = partial(linen.ALiBiTransformerBlock, E, H, **OPTIONS[name])
     variables = jax.jit(make(decode=True).init)(jax.random.key(0), x)
     full = jax.jit(make().apply)({"params": variables["params"]}, x)
     step = jax.jit(partial(make(decode=True).apply, mutable=["cache"]))
@@ -110,6 +114,71 @@ def test_cached_decoding_equals_the_full_pass_in_linen() -> None:
         outputs.append(output)
         first += size
     assert_close(jnp.concatenate(outputs, axis=1), full)
+
+
+def test_gates_have_the_gradients_of_pytorchs() -> None:
+    torch.manual_seed(0)
+    layer, x = nn.ALiBiAttention(E, H, forget_gate=True), draw(B, T, E)
+    with torch.no_grad():
+        layer.gate_proj.bias.normal_()
+    layer(torch.tensor(x)).square().sum().backward()
+    expected = converted_weights({name: p.grad.numpy() for name, p in layer.named_parameters()})
+    parameters = converted_weights(arrays(layer))
+    module = linen.ALiBiAttention(E, H, forget_gate=True)
+    loss = lambda p: jnp.square(module.apply({"params": p}, x)).sum()  # noqa: E731
+    twin = flax.ALiBiAttention(E, H, forget_gate=True, rngs=nnx.Rngs(0))
+    state = nnx.state(twin, nnx.Param)
+    nnx.replace_by_pure_dict(state, parameters)
+    nnx.update(twin, state)
+    of_nnx = nnx.jit(nnx.grad(lambda m: jnp.square(m(x)).sum()))(twin)
+    assert set(expected) == {"q_proj", "k_proj", "v_proj", "out_proj", "gate_proj"}
+    for found in (jax.jit(jax.grad(loss))(parameters), nnx.to_pure_dict(of_nnx)):
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), found, expected)
+
+
+def test_gates_stay_in_fp32_where_all_else_is_bf16() -> None:
+    x = jnp.asarray(draw(B, T, E), jnp.bfloat16)
+    module = linen.ALiBiAttention(E, H, forget_gate=True, decode=True, dtype=jnp.bfloat16)
+    variables = jax.jit(module.init)(jax.random.key(0), x)
+    narrow = jax.tree.map(lambda w: w.astype(jnp.bfloat16), variables["params"])
+    output, changed = module.apply({"params": narrow, "cache": variables["cache"]}, x, mutable=["cache"])
+    layer = flax.ALiBiAttention(E, H, forget_gate=True, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    state = nnx.state(layer, nnx.Param)
+    nnx.replace_by_pure_dict(state, narrow)
+    nnx.update(layer, state)
+    cache = layer.new_cache(B, T, dtype=jnp.bfloat16)
+    of_nnx = layer(x, cache=cache)
+    kernel = np.asarray(narrow["gate_proj"]["kernel"], np.float64)
+    exact = -np.logaddexp(0.0, -(np.asarray(x, np.float64) @ kernel)).swapaxes(1, 2)
+    assert output.dtype == of_nnx.dtype == cache.key[...].dtype == changed["cache"]["key"].dtype == jnp.bfloat16
+    for gates in (cache.log_fgate[...], changed["cache"]["log_fgate"]):
+        assert gates.dtype == jnp.float32
+        np.testing.assert_allclose(gates, exact, rtol=0, atol=2e-6)
+    np.testing.assert_allclose(np.float32(output), np.float32(of_nnx), rtol=0, atol=2e-2)
+
+
+def test_a_gate_starts_as_in_pytorch() -> None:
+    gate = flax.ALiBiAttention(256, 8, forget_gate=True, rngs=nnx.Rngs(0)).gate_proj
+    init = jax.jit(linen.ALiBiAttention(256, 8, forget_gate=True).init)
+    in_linen = init(jax.random.key(0), jnp.ones((1, 1, 256)))["params"]["gate_proj"]
+    in_torch = nn.ALiBiAttention(256, 8, forget_gate=True).gate_proj
+    for kernel, bias in (
+        (gate.kernel[...], gate.bias[...]),
+        (in_linen["kernel"], in_linen["bias"]),
+        (in_torch.weight.detach().numpy(), in_torch.bias.detach().numpy()),
+    ):
+        assert not np.any(bias)
+        assert 0.99 / 16 < np.abs(kernel).max() <= 1 / 16  # √256
+        assert abs(np.std(kernel) * 16 - 3**-0.5) < 0.03
+
+
+def test_a_cache_has_gates_where_the_layer_has() -> None:
+    gated, plain = (flax.ALiBiAttention(E, H, forget_gate=gates, rngs=nnx.Rngs(0)) for gates in (True, False))
+    x = jnp.ones((1, 2, E))
+    with pytest.raises(ValueError, match="gates came but the cache has no room for gates"):
+        gated(x, cache=plain.new_cache(1, 4))
+    with pytest.raises(ValueError, match="no gates came but the cache has room for gates"):
+        plain(x, cache=gated.new_cache(1, 4))
 
 
 def test_dropout_only_in_training() -> None:
@@ -140,6 +209,7 @@ def test_learned_slopes_get_a_gradient_and_fixed_ones_are_no_parameter() -> None
         ({"embed_dim": 24, "num_heads": 4, "num_kv_heads": 3}, "must be a multiple of num_kv_heads"),
         ({"embed_dim": 24, "num_heads": 4, "slopes": (0.5,)}, "must be [H] = [4]"),
         ({"embed_dim": 24, "num_heads": 4, "dropout_p": 1.0}, "must be a probability"),
+        ({"embed_dim": 24, "num_heads": 4, "forget_gate": True, "causal": False}, "forget_gate needs causal=True"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(options: dict, message: str) -> None:
