@@ -7,7 +7,9 @@ import sys
 
 import pytest
 
-BENCHMARKS = ("cpu", "trained", "serving", "generating", "streaming", "decoding", "gates", "gpu", "jax")
+BENCHMARKS = (
+    "cpu", "trained", "trained_gates", "serving", "generating", "streaming", "decoding", "gates", "gpu", "jax",
+)  # fmt: skip
 MISSING = """
 import importlib, json, sys
 MISSING = sys.argv[1]
@@ -66,7 +68,7 @@ def _told(program: str, *arguments: str) -> dict[str, object]:
                     ("bench cpu", "bench streaming", "bench decoding", "bench gates", "bench gpu", "explain"), "torch"
                 ),
                 **dict.fromkeys(("bench serving", "bench generating"), "hf"),
-                "bench trained": "lab",
+                **dict.fromkeys(("bench trained", "bench trained-gates"), "lab"),
                 "bench jax": "torch,jax",
                 "run quick --scale smoke": "lab",
                 "eval x --text y": "lab",

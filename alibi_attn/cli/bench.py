@@ -56,6 +56,28 @@ def trained(
     _tell(trained_reach(out, scale=scale, run_folder=run, say=typer.echo))
 
 
+@app.command("trained-gates")
+def trained_gates(
+    out: Out = Path("results"),
+    scale: Annotated[str, typer.Option(help="smoke or small.")] = "small",
+    text: Annotated[list[Path] | None, typer.Option(help="A text file or folder; may be given several times.")] = None,
+    run: Annotated[Path, typer.Option(help="Folder of the trainings.")] = Path("runs/trained-gates"),
+    repeats: Annotated[int, typer.Option(min=1, help="Turns at most.")] = 5,
+    seconds: Annotated[float, typer.Option(help="Seconds at most for the turns of a length and direction.")] = 10.0,
+) -> None:
+    """Train small models with forget gates, and measure attention on what they have learned as `bench gates` does on noise.
+
+    Example: alibi bench trained-gates --scale smoke --out /tmp/records
+    """
+    with needs("lab"):
+        from alibi_attn.recipes.trained_gates import trained_gates
+
+    paths = trained_gates(
+        out, scale=scale, text=text or (), run_folder=run, repeats=repeats, budget_s=seconds, say=typer.echo
+    )
+    _tell(paths)
+
+
 @app.command()
 def serving(
     out: Out = Path("results"),

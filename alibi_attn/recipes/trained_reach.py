@@ -79,11 +79,7 @@ def trained_reach(
     say("training")
     experiment.run(RECIPE, out=run_folder, scale=cast(Scale, scale))
     (config,) = runs(cast(Scale, scale))
-    (weights,) = (run_folder / "checkpoints" / experiment.run_name(RECIPE.name, config)).parent.glob(
-        "seed-*/step-*/model.safetensors"
-    )
-    newest = weights.parent
-    model, _ = checkpoint.load_checkpoint(newest)
+    model = trained_model(run_folder, RECIPE, config)
     length = config.eval.lengths[-1]
     tokens = load_corpus(config.data).valid[None, :length]
     layers = captured(model, tokens.long())
@@ -109,14 +105,30 @@ def trained_reach(
     return paths
 
 
+def trained_model(run_folder: Path, recipe: Recipe, config: RunConfig) -> LanguageModel:
+    """The model of a run that `experiment.run` has made in this folder."""
+    named = run_folder / "checkpoints" / experiment.run_name(recipe.name, config)
+    (weights,) = named.parent.glob(f"{named.name}-*/step-*/model.safetensors")
+    return checkpoint.load_checkpoint(weights.parent)[0]
+
+
 def captured(model: LanguageModel, tokens: Tensor) -> Captured:
     """(query, key, value), each [1, H, n, D], of every layer of the model on one text [1, n]."""
+    heads = model.config.num_heads
     found: Captured = {}
-    hooks = []
+    for layer, part in outputs_of(model, tokens, ("q", "k", "v")).items():
+        query, key, value = (part[name].unflatten(-1, (heads, -1)).transpose(1, 2) for name in ("q", "k", "v"))
+        found[layer] = query, key, value
+    return found
+
+
+def outputs_of(model: LanguageModel, tokens: Tensor, names: Sequence[str]) -> dict[str, dict[str, Tensor]]:
+    """What the named parts of every block, "layer-0" and on, give for one text [1, n]: [1, n, E] each."""
     parts: dict[str, dict[str, Tensor]] = {}
+    hooks = []
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     for index, block in enumerate(blocks):
-        for name in ("q", "k", "v"):
+        for name in names:
 
             def keep(
                 module: torch.nn.Module,
@@ -135,11 +147,7 @@ def captured(model: LanguageModel, tokens: Tensor) -> Captured:
     finally:
         for hook in hooks:
             hook.remove()
-    for layer, part in parts.items():
-        heads = blocks[0].num_heads
-        query, key, value = (part[name].unflatten(-1, (heads, -1)).transpose(1, 2) for name in ("q", "k", "v"))
-        found[layer] = query, key, value
-    return found
+    return parts
 
 
 def compare(query: Tensor, key: Tensor, value: Tensor) -> dict[str, Sequence[records.Json]]:

@@ -13,14 +13,15 @@ KIND = bench.Gated(logit=2.0, bound=8.0)
 
 
 def test_scores_are_bounded_as_the_name_says() -> None:
-    query, key, _, log_fgate, _ = KIND.draw(300)
-    scores = query @ key.mT / math.sqrt(bench.HEAD_DIM)
+    inputs = KIND.draw(300)
+    scores = inputs.query @ inputs.key.mT / math.sqrt(bench.HEAD_DIM)
     assert 4 < float(scores.max()) <= 8.001
-    assert bool((log_fgate < 0).all())
+    assert bool((inputs.log_fgate < 0).all())
 
 
 def test_acps_boundary_is_its_rule_tile_by_tile() -> None:
-    query, key, _, log_fgate, _ = KIND.draw(700)
+    inputs = KIND.draw(700)
+    query, key, log_fgate = inputs.query, inputs.key, inputs.log_fgate
     kept, count = log_fgate[0].double().cumsum(-1), 0
     for h in range(bench.HEADS):
         largest = float(query[0, h].double().norm(dim=-1).max() * key[0, h].double().norm(dim=-1).max()) / 8
@@ -35,9 +36,9 @@ def test_acps_boundary_is_its_rule_tile_by_tile() -> None:
 
 
 def test_ours_computes_fewer_than_the_boundary_at_equal_tolerance() -> None:
-    query, key, value, log_fgate, _ = KIND.draw(2048)
-    ours = bench.computed_scores(log_fgate, query, key, value, 1e-3)
-    assert ours < 0.9 * bench.pruned_scores(log_fgate, query, key, 1e-3)
+    inputs = KIND.draw(2048)
+    ours = bench.computed_scores(inputs, 1e-3)
+    assert ours < 0.9 * bench.pruned_scores(inputs.log_fgate, inputs.query, inputs.key, 1e-3)
 
 
 def test_a_record_for_every_kind(tmp_path: Path) -> None:
@@ -61,4 +62,4 @@ def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(bench, "forgetting_attention", wrong)
     with pytest.raises(RuntimeError, match="ours is wrong at 128 tokens"):
-        bench._measure(KIND, 128, repeats=1, budget_s=1.0, say=print)
+        bench.measured("noise", KIND.draw(128), repeats=1, budget_s=1.0, say=print)
