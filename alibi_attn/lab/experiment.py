@@ -105,6 +105,16 @@ def run_name(study: str, config: RunConfig) -> str:
     return f"{study}/{config.model.method}-{config.train.length}/seed-{config.train.seed}"
 
 
+def checkpoint_folder(out: Path, study: str, config: RunConfig, corpus: Corpus) -> Path:
+    """Where `run` keeps the checkpoints of a training, by its name and all that was asked of it but the test."""
+    name = run_name(study, config)
+    return out / "checkpoints" / f"{name}-{records.identity('training', name, _trained(config, corpus))}"
+
+
+def _trained(config: RunConfig, corpus: Corpus) -> dict[str, Json]:
+    return {key: value for key, value in {**to_json(config), "corpus": corpus.facts}.items() if key != "eval"}
+
+
 def _configs(recipe: Recipe, scale: Scale, overrides: Mapping[str, str], seeds: Sequence[int]) -> list[RunConfig]:
     configs = [override(config, overrides) for config in recipe.runs(scale)]
     if seeds:
@@ -151,13 +161,13 @@ def _test_text(config: RunConfig, corpus: Corpus) -> Tensor:
 def _run_one(study: str, config: RunConfig, corpus: Corpus, out: Path, console: Console, track: bool) -> list[Path]:
     name, folder = run_name(study, config), out / "records"
     asked = {**to_json(config), "corpus": corpus.facts}
-    trained = {key: value for key, value in asked.items() if key != "eval"}
+    trained = _trained(config, corpus)
     training = records.recorded(folder, "training", name, trained)
     evaluation = records.recorded(folder, "evaluation", name, asked)
     if training and evaluation:
         console.print(f"[bold]{escape(name)}[/] is recorded already")
         return [training, evaluation]
-    checkpoints = out / "checkpoints" / f"{name}-{records.identity('training', name, trained)}"
+    checkpoints = checkpoint_folder(out, study, config, corpus)
     started = datetime.datetime.now(datetime.UTC)
     with _tracked(name, config, out) if track else contextlib.nullcontext(_tell_nobody) as tell:
         progress = _train(name, config, corpus, checkpoints, console, tell)

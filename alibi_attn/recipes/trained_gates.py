@@ -92,7 +92,7 @@ def trained_gates(
     configs: dict[str, dict[str, records.Json]] = {}
     for config in (override(config, changes) for config in runs(cast(Scale, scale))):
         corpus = load_corpus(config.data, run_folder / "tokens")
-        model = trained_model(run_folder, RECIPE, config)
+        model = trained_model(run_folder, RECIPE, config, corpus)
         name = f"trained-{config.model.method}"
         inputs[name] = captured_gates(model, corpus.valid[None, : lengths[-1]].long())
         _, heads, _, head_dim = inputs[name].query.shape

@@ -28,7 +28,7 @@ from alibi_attn.bench.peers import cpu_peers
 from alibi_attn.bench.timing import medians_ms
 from alibi_attn.lab import checkpoint, experiment
 from alibi_attn.lab.config import EvalConfig, ModelConfig, Recipe, RunConfig, Scale, TrainConfig
-from alibi_attn.lab.data import load_corpus
+from alibi_attn.lab.data import Corpus, load_corpus
 from alibi_attn.lab.model import Block, LanguageModel
 from alibi_attn.slopes import alibi_slopes
 
@@ -79,9 +79,10 @@ def trained_reach(
     say("training")
     experiment.run(RECIPE, out=run_folder, scale=cast(Scale, scale))
     (config,) = runs(cast(Scale, scale))
-    model = trained_model(run_folder, RECIPE, config)
+    corpus = load_corpus(config.data, run_folder / "tokens")
+    model = trained_model(run_folder, RECIPE, config, corpus)
     length = config.eval.lengths[-1]
-    tokens = load_corpus(config.data).valid[None, :length]
+    tokens = corpus.valid[None, :length]
     layers = captured(model, tokens.long())
     tensors = {
         f"{layer}.{name}": x
@@ -105,11 +106,10 @@ def trained_reach(
     return paths
 
 
-def trained_model(run_folder: Path, recipe: Recipe, config: RunConfig) -> LanguageModel:
+def trained_model(run_folder: Path, recipe: Recipe, config: RunConfig, corpus: Corpus) -> LanguageModel:
     """The model of a run that `experiment.run` has made in this folder."""
-    named = run_folder / "checkpoints" / experiment.run_name(recipe.name, config)
-    (weights,) = named.parent.glob(f"{named.name}-*/step-*/model.safetensors")
-    return checkpoint.load_checkpoint(weights.parent)[0]
+    folder = experiment.checkpoint_folder(run_folder, recipe.study or recipe.name, config, corpus)
+    return checkpoint.load_checkpoint(folder)[0]
 
 
 def captured(model: LanguageModel, tokens: Tensor) -> Captured:
