@@ -113,7 +113,7 @@ def gates(
     Raises:
         RuntimeError: a peer is wrong.
     """
-    kinds = {kind.name: kind for logit in logits for bound in bounds for kind in [Gated(logit, bound)]}
+    kinds = {kind.name: kind for logit in logits for bound in bounds for kind in [Gated(float(logit), float(bound))]}
     configs = {
         name: {"gate_logit": kind.logit, "score_bound": kind.bound, **asked(HEADS, HEAD_DIM, lengths)}
         for name, kind in kinds.items()

@@ -148,6 +148,8 @@ def decoding(
 def gates(
     out: Out = Path("results"),
     lengths: Annotated[str, typer.Option(help="Tokens, as in 2048,8192; default 2048 … 32768.")] = "",
+    logits: Annotated[str, typer.Option(help="Of the gates, whole numbers; 12 forgets nothing. Default 2,4,6.")] = "",
+    bounds: Annotated[str, typer.Option(help="Of the scores, whole numbers; default 8,16.")] = "",
     repeats: Annotated[int, typer.Option(min=1, help="Turns at most.")] = 5,
     seconds: Annotated[float, typer.Option(help="Seconds at most for the turns of a length and direction.")] = 10.0,
 ) -> None:
@@ -156,9 +158,18 @@ def gates(
     Example: alibi bench gates --lengths 2048,8192
     """
     with needs("torch"):
-        from alibi_attn.bench.gates import LENGTHS, gates
+        from alibi_attn.bench.gates import BOUNDS, LENGTHS, LOGITS, gates
 
-    _tell(gates(out, lengths=_numbers(lengths) or LENGTHS, repeats=repeats, budget_s=seconds, say=typer.echo))
+    paths = gates(
+        out,
+        lengths=_numbers(lengths) or LENGTHS,
+        logits=_numbers(logits, "logits", "2,4") or LOGITS,
+        bounds=_numbers(bounds, "bounds", "8,16") or BOUNDS,
+        repeats=repeats,
+        budget_s=seconds,
+        say=typer.echo,
+    )
+    _tell(paths)
 
 
 @app.command()
@@ -202,10 +213,10 @@ def jax(
     _tell(jax_attention(out, lengths=asked, repeats=repeats, budget_s=seconds, memory=memory, say=typer.echo))
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def _numbers(text: str, name: str = "lengths", example: str = "1024,8192") -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")] if text else []
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise ValueError(f"lengths is {text!r} but must be numbers of tokens with commas between them, as in 1024,8192")
+        raise ValueError(f"{name} is {text!r} but must be whole numbers with commas between them, as in {example}")
     return tuple(map(int, parts))
 
 

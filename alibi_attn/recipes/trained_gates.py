@@ -80,18 +80,24 @@ def trained_gates(
         text: files and folders to train and to test on; by default what Python ships with.
 
     Raises:
+        ValueError: another scale, or a text that is too short.
         RuntimeError: a peer is wrong.
     """
     if scale not in LENGTHS:
         raise ValueError(f"scale is {scale!r} but must be 'smoke' or 'small'")
     lengths = LENGTHS[scale]
     changes = {"data.corpus": "text", "data.text": ",".join(map(str, text))} if text else {}
+    wanted = [override(config, changes) for config in runs(cast(Scale, scale))]
+    corpus = load_corpus(wanted[0].data, run_folder / "tokens")
+    if len(corpus.valid) < lengths[-1]:
+        raise ValueError(
+            f"the text keeps {len(corpus.valid)} tokens for the test but {lengths[-1]} are measured; pass a longer text"
+        )
     say("training")
     experiment.run(RECIPE, out=run_folder, scale=cast(Scale, scale), overrides=changes)
     inputs: dict[str, Inputs] = {}
     configs: dict[str, dict[str, records.Json]] = {}
-    for config in (override(config, changes) for config in runs(cast(Scale, scale))):
-        corpus = load_corpus(config.data, run_folder / "tokens")
+    for config in wanted:
         model = trained_model(run_folder, RECIPE, config, corpus)
         name = f"trained-{config.model.method}"
         inputs[name] = captured_gates(model, corpus.valid[None, : lengths[-1]].long())

@@ -44,6 +44,14 @@ def test_a_model_without_gates_is_refused() -> None:
         captured_gates(model_of("alibi"), TOKENS)
 
 
+def test_a_text_too_short_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("Nobody forgets.\n" * 200)
+    with pytest.raises(ValueError, match="the text keeps 160 tokens for the test but 256 are measured"):
+        trained_gates(tmp_path, scale="smoke", text=[text], run_folder=tmp_path / "run")
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
 def test_it_trains_measures_and_keeps_a_record_of_each_model(tmp_path: Path) -> None:
     said: list[str] = []
     paths = trained_gates(
