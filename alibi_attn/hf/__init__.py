@@ -4,6 +4,12 @@ Read `patching.py` first, then one family: `bloom.py`, `mpt.py`, `falcon.py`. `d
 """
 
 try:
+    from alibi_attn.hf.bert import (
+        ALiBiBertConfig,
+        ALiBiBertForMaskedLM,
+        ALiBiBertForSequenceClassification,
+        ALiBiBertModel,
+    )
     from alibi_attn.hf.cache import ALiBiCache
     from alibi_attn.hf.patching import Patch, patch
 except ModuleNotFoundError as error:
@@ -11,4 +17,12 @@ except ModuleNotFoundError as error:
         raise
     raise ImportError('alibi_attn.hf needs transformers; install it with: pip install "alibi-attn[hf]"') from error
 
-__all__ = ["ALiBiCache", "Patch", "patch"]
+__all__ = [
+    "ALiBiBertConfig",
+    "ALiBiBertForMaskedLM",
+    "ALiBiBertForSequenceClassification",
+    "ALiBiBertModel",
+    "ALiBiCache",
+    "Patch",
+    "patch",
+]

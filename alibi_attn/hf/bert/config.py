@@ -1,0 +1,116 @@
+"""`ALiBiBertConfig`: the sizes of an encoder with ALiBi, and in what its families differ."""
+
+from typing import Any, ClassVar, Literal
+
+from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
+
+Layout = Literal["mosaic", "jina", "jina-code"]
+LAYOUTS: tuple[Layout, ...] = ("mosaic", "jina", "jina-code")
+
+
+class ALiBiBertConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
+    """Config of `ALiBiBertModel` and its heads. Defaults are the shape of MosaicBERT, DNABERT-2 and Jina v2, at base size.
+
+    Args:
+        vocab_size, hidden_size, num_hidden_layers, num_attention_heads, intermediate_size, type_vocab_size: V, E, layers, H, I
+            and the number of token types.
+        hidden_act: of the masked language model's head.
+        gate_act: activation of the gated feed-forward, "gelu" (exact, with erf) or "relu".
+        gate: which half of the gated layer's outputs is activated, "first" or "second" (Jina v2 code).
+        qk_norm: a LayerNorm of queries and one of keys, over the whole width E, before heads are split (Jina v2 code).
+        extra_norm: another residual and LayerNorm behind the attention's own (Jina v2 code).
+        qkv_bias: whether queries, keys and values have biases.
+        pooler: whether the bare model has the dense layer and tanh over the first token.
+        hidden_dropout_prob, attention_probs_dropout_prob, classifier_dropout: in training only; the last is None = the first.
+        max_position_embeddings: the length it was trained for. Nothing depends on it: longer texts work.
+        emb_pooler: how sentence embeddings are made of hidden states, "mean" or None; for who makes them.
+        original_layout: whose key names `save_pretrained(folder, layout="original")` writes.
+
+    Raises:
+        ValueError: sizes or choices that make no model.
+
+    >>> ALiBiBertConfig(num_attention_heads=12).head_dim
+    64
+    """
+
+    model_type: ClassVar[str] = "alibi-bert"
+
+    vocab_size: int = 30528
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    intermediate_size: int = 3072
+    type_vocab_size: int = 2
+    hidden_act: str = "gelu"
+    gate_act: str = "gelu"
+    gate: str = "first"
+    qk_norm: bool = False
+    extra_norm: bool = False
+    qkv_bias: bool = True
+    pooler: bool = True
+    hidden_dropout_prob: float = 0.1
+    attention_probs_dropout_prob: float = 0.0
+    classifier_dropout: float | None = None
+    layer_norm_eps: float = 1e-12
+    initializer_range: float = 0.02
+    max_position_embeddings: int = 512
+    emb_pooler: str | None = None
+    original_layout: str = "mosaic"
+    tie_word_embeddings: bool = True
+    pad_token_id: int | None = 0
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]
+        for name in _SIZES:
+            size = getattr(self, name)
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name} is {size!r} but must be a positive integer")
+        for name in _SHARES:
+            share = getattr(self, name)
+            if not (name == "classifier_dropout" and share is None) and not (_is_number(share) and 0 <= share < 1):
+                raise ValueError(f"{name} is {share!r} but must be a probability in [0, 1)")
+        for name in ("layer_norm_eps", "initializer_range"):
+            if not (_is_number(getattr(self, name)) and getattr(self, name) >= 0):
+                raise ValueError(f"{name} is {getattr(self, name)!r} but must be a number ≥ 0")
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r} but must be one of {', '.join(map(repr, allowed))}"
+                )
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(
+                f"hidden_act is {self.hidden_act!r} but must be an activation that transformers knows, as 'gelu'"
+            )
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size is {self.hidden_size} but must be a multiple of num_attention_heads, {self.num_attention_heads}"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """D, the size of a head."""
+        return self.hidden_size // self.num_attention_heads
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+_SIZES = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "type_vocab_size",
+    "max_position_embeddings",
+)  # fmt: skip
+_SHARES = ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout")
+_CHOICES: dict[str, tuple[object, ...]] = {
+    "gate_act": ("gelu", "relu"),
+    "gate": ("first", "second"),
+    "qk_norm": (False, True),
+    "extra_norm": (False, True),
+    "qkv_bias": (False, True),
+    "pooler": (False, True),
+    "emb_pooler": ("mean", None),
+    "original_layout": LAYOUTS,
+}
