@@ -123,17 +123,23 @@ def read_state(folder: Path) -> dict[str, Tensor]:
     )
 
 
+def read_names(folder: Path) -> set[str]:
+    """The names of the tensors that `read_state` would give, without reading the tensors.
+
+    Raises:
+        FileNotFoundError, ValueError: as `read_state`.
+    """
+    for name in (SAFE, PICKLED):
+        if (folder / name).exists():
+            return set(_tensors(folder / name, device="cpu" if name == SAFE else "meta"))
+        index = folder / f"{name}.index.json"
+        if index.exists():
+            return set(_places(index, Path(name).suffix))
+    raise FileNotFoundError(f"{folder} holds no weights")
+
+
 def _shards(index: Path, suffix: str) -> dict[str, Tensor]:
-    places = _object(index, "an index", lacking=_AGAIN).get("weight_map")
-    if not isinstance(places, dict) or not places:
-        raise ValueError(f"{index} is damaged: it has no weight_map from names to files; {_AGAIN}")
-    for name, file in places.items():
-        # A file beside the index, by its bare name: nothing else, so that no index leads out of the folder.
-        if not isinstance(file, str) or not re.fullmatch(r"[\w-][\w.-]*", file, re.ASCII) or not file.endswith(suffix):
-            raise ValueError(
-                f"{index} is damaged: it says that {name} is in {file!r}, which is not the name of a {suffix} file beside it; "
-                f"{_AGAIN}"
-            )
+    places = _places(index, suffix)
     found: dict[str, Tensor] = {}
     for file in sorted(set(places.values())):
         shard = index.parent / file
@@ -147,13 +153,28 @@ def _shards(index: Path, suffix: str) -> dict[str, Tensor]:
     return found
 
 
-def _tensors(path: Path) -> dict[str, Tensor]:
-    """One file of weights."""
+def _places(index: Path, suffix: str) -> dict[str, str]:
+    """Names to files, as an index says."""
+    places = _object(index, "an index", lacking=_AGAIN).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise ValueError(f"{index} is damaged: it has no weight_map from names to files; {_AGAIN}")
+    for name, file in places.items():
+        # A file beside the index, by its bare name: nothing else, so that no index leads out of the folder.
+        if not isinstance(file, str) or not re.fullmatch(r"[\w-][\w.-]*", file, re.ASCII) or not file.endswith(suffix):
+            raise ValueError(
+                f"{index} is damaged: it says that {name} is in {file!r}, which is not the name of a {suffix} file beside it; "
+                f"{_AGAIN}"
+            )
+    return places
+
+
+def _tensors(path: Path, device: str = "cpu") -> dict[str, Tensor]:
+    """One file of weights; a pickle on "meta" without their numbers, which safetensors maps and does not read."""
     try:
         if path.suffix == ".safetensors":
             found = load_file(path)
         else:
-            found = torch.load(path, map_location="cpu", weights_only=True)
+            found = torch.load(path, map_location=device, weights_only=True)
     except _READ_ERRORS as error:
         if isinstance(error, pickle.UnpicklingError) and "GLOBAL" in str(error):
             reason = "it holds more than tensors, which could execute code and is never read"
@@ -167,7 +188,7 @@ def _tensors(path: Path) -> dict[str, Tensor]:
             raise ValueError(
                 f"{path} holds a {type(tensor).__name__} at {name!r} but a checkpoint maps names to tensors; {_AGAIN}"
             )
-        if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != device:
             raise ValueError(
                 f"{path} holds a quantized, sparse or empty tensor at {name} but a checkpoint holds plain ones; {_AGAIN}"
             )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 
 from alibi_attn.attention.dispatch import BACKENDS
-from alibi_attn.hf import bloom, falcon, masks, mpt
+from alibi_attn.hf import bloom, falcon, guards, masks, mpt
 from alibi_attn.hf.dialect import Numerics
 
 FAMILIES: dict[str, ModuleType] = {"BLOOM": bloom, "MPT": mpt, "Falcon with alibi=True": falcon}
@@ -80,7 +80,8 @@ def patch(model: nn.Module, backend: str = "auto", *, numerics: Numerics = "exac
         A handle with `.layers` and `.undo()`, which is also a context manager.
 
     Raises:
-        ValueError: no supported layers inside, a config that transformers does not build rightly, or patched already.
+        ValueError: no supported layers inside, a config that transformers does not build rightly, patched already, or a model
+            that was loaded without its ALiBi or with code of its own, with what to load instead.
 
     >>> from transformers import BloomConfig, BloomForCausalLM
     >>> model = BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=1, n_head=4, vocab_size=50))
@@ -96,10 +97,13 @@ def patch(model: nn.Module, backend: str = "auto", *, numerics: Numerics = "exac
         raise ValueError(f"backend is {backend!r} but must be 'auto' or one of {', '.join(map(repr, BACKENDS))}")
     if numerics not in ("exact", "checkpoint"):
         raise ValueError(f'numerics is {numerics!r} but must be "exact" or "checkpoint"')
+    if (reason := guards.why_not(model)) is not None:
+        raise ValueError(reason)
     found = list(_bodies(model))
     if not found:
         raise ValueError(
-            f"{type(model).__name__} has nothing to patch; supported are the whole models of {', '.join(FAMILIES)}. "
+            guards.needs_none(model)
+            or f"{type(model).__name__} has nothing to patch; supported are the whole models of {', '.join(FAMILIES)}. "
             "For other models with ALiBi see docs/hf.md"
         )
     for prefix, body, family in found:

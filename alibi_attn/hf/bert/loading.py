@@ -7,7 +7,6 @@ concerns training come from there. Read before: `layouts.py`.
 import dataclasses
 import os
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -224,9 +223,3 @@ def _may_be_left(name: str, prefix: str) -> bool:
 def _listed(names: Iterable[str], most: int = 8) -> str:
     names = sorted(names)
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
-def folder_of(config: object) -> Path | None:
-    """The local folder that a loaded model came from, where there is one."""
-    name = getattr(config, "_name_or_path", "") or ""
-    return Path(name) if name and Path(name).is_dir() else None
