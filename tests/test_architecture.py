@@ -26,6 +26,7 @@ LAYERS = {
     **dict.fromkeys(("slopes", "reach", "records", "units"), 0),
     "attention": 1,
     "nn": 2,
+    "distributed": 2.5,
     **dict.fromkeys(("hf", "lab", "bench", "report"), 3),
     "recipes": 4,
     "cli": 5,

@@ -55,7 +55,11 @@ def biased_bounds(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) 
     if spec.key_mask is not None:
         hidden = hidden | ~spec.key_mask[:, None]
     norms = norm_bound(key).repeat_interleave(spec.group, 1)
-    rate, constant = _queries(spec, query, key, value, norms, hidden, first)
+    longest = norms.masked_fill(hidden, 0.0).amax(-1, keepdim=True)
+    shortest = norms.masked_fill(hidden, math.inf).amin(-1, keepdim=True)
+    longer = None if value is None else longer_values(spec, value, first)
+    lower = biased_lower_bound(spec, query, key, first)
+    rate, constant = biased_numerator_parts(spec, query, lower, longer, longest, shortest)
     own = rate.amax(-1, keepdim=True) * norms + bias
     at = torch.arange(spec.key_len, device=device)
     sides = [(1, spec.slopes)] if spec.causal else [(1, spec.slopes), (-1, spec.right_slopes)]
@@ -72,27 +76,25 @@ def biased_bounds(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) 
     return Bounds(reaches[0], reaches[-1], outlier_tiles)
 
 
-def _queries(
-    spec: Spec, query: Tensor, key: Tensor, value: Tensor | None, norms: Tensor, hidden: Tensor, first: Tensor
+def biased_numerator_parts(
+    spec: Spec, query: Tensor, lower: Tensor, longer: Tensor | None, longest: Tensor, shortest: Tensor
 ) -> tuple[Tensor, Tensor]:
     """(|scale|·‖q‖, what is to be added to the largest exponents of the keys), each [B, H, T] fp64.
 
-    The latter has −λ, its rounding, the nats that longer values cost, and what a query shorter than the head's longest gains; inf
-    where nothing may be skipped.
+    The latter has −λ (λ is `lower`, [B, H, T]), its rounding, the nats that `longer` values cost, and what a query shorter than
+    the head's longest gains; inf where nothing may be skipped. `longest` and `shortest` bound the norms of all visible keys,
+    [B, H, 1].
     """
     wide = query.dtype == torch.float64
     error = (spec.head_dim + SCORE_UNITS) * UNIT["float64" if wide else "float32"]
     rate = abs(spec.scale) * (1.0 + error) * norm_bound(query)
-    lower = biased_lower_bound(spec, query, key, first)
-    seen = norms.masked_fill(hidden, 0.0)
     products = error if wide else error + REDUCED_PRODUCTS
-    constant = products * rate * seen.amax(-1, keepdim=True) + 2.0**-48 * lower.abs() - lower
-    if value is not None:
-        constant = constant + longer_values(spec, value, first)
+    constant = products * rate * longest + 2.0**-48 * lower.abs() - lower
+    if longer is not None:
+        constant = constant + longer
     bad = ~(constant.isfinite() & rate.isfinite())
     rate = rate.masked_fill(bad, 0.0)
-    shortest = norms.masked_fill(hidden, math.inf).amin(-1, keepdim=True).nan_to_num(nan=0.0, posinf=0.0)
-    constant = constant - (rate.amax(-1, keepdim=True) - rate) * shortest
+    constant = constant - (rate.amax(-1, keepdim=True) - rate) * shortest.nan_to_num(nan=0.0, posinf=0.0)
     return rate, constant.masked_fill(bad, math.inf)
 
 

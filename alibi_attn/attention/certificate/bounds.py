@@ -82,7 +82,10 @@ def bounds(
         tiles, longer = tile_maxima(key_norms), None if value is None else longer_values(spec, value, first)
     else:
         tiles, longer = tile_norms[0], None if value is None else _longer_far_values(spec, value, tile_norms[1])
-    rate, constant = _numerator_parts(spec, query, key, longer, tiles.amax(-1), first, refine)
+    lower = lower_bound(spec, query, key, first, stretches=refine)
+    rate, constant = numerator_parts(spec, query, lower, longer, tiles.amax(-1))
+    if spec.key_mask is not None and spec.causal and spec.query_segments is None:
+        constant = constant.masked_fill(_blind(spec.key_mask, first, spec.query_len)[:, None], -math.inf)
     tails = _Tails.of(spec, rate, key_norms) if refine else None
     found = [_with_outliers(spec, rate, constant, tiles, tails, count, first) for count in outlier_choices]
     left, right, outlier_tiles, cost = found[0]
@@ -103,16 +106,15 @@ def worth_leaving_out(norms: Tensor, *, times: float, count: Tensor | None = Non
     return OUTLIER_CHOICES if bool((norms.amax(-1) > times * mean).any()) else (0,)
 
 
-def _numerator_parts(
-    spec: Spec, query: Tensor, key: Tensor, longer: Tensor | None, largest: Tensor, first: Tensor, refine: bool
+def numerator_parts(
+    spec: Spec, query: Tensor, lower: Tensor, longer: Tensor | None, largest: Tensor
 ) -> tuple[Tensor, Tensor]:
     """(rate, constant), each [B, H, T] fp64: the reach's numerator is rate·κ + constant.
 
-    `constant` has −λ, what rounding may have done to it (by the `largest` norm of a key, [B, K]), and the nats that `longer`
-    values cost [B, H, T]; inf where nothing may be skipped.
+    `constant` has −λ (λ is `lower`, [B, H, T]), what rounding may have done to it (by the `largest` norm of a key, [B, K]), and
+    the nats that `longer` values cost [B, H, T]; inf where nothing may be skipped.
     """
     unit = UNIT["float64" if query.dtype == torch.float64 else "float32"]
-    lower = lower_bound(spec, query, key, first, stretches=refine)
     error = (spec.head_dim + SCORE_UNITS) * unit
     rate = abs(spec.scale) * (1.0 + error) * norm_bound(query)
     largest = largest.repeat_interleave(spec.group, 1)[..., None]
@@ -121,8 +123,6 @@ def _numerator_parts(
     if longer is not None:
         constant = constant + longer
     constant = constant.masked_fill(~(constant.isfinite() & rate.isfinite()), math.inf)
-    if spec.key_mask is not None and spec.causal and spec.query_segments is None:
-        constant = constant.masked_fill(_blind(spec.key_mask, first, spec.query_len)[:, None], -math.inf)
     return rate.masked_fill(~rate.isfinite(), 0.0), constant
 
 
@@ -133,10 +133,13 @@ def _blind(key_mask: Tensor, first: Tensor, query_len: int) -> Tensor:
     return (known == 0) | (at < 0)
 
 
-def longer_values(spec: Spec, value: Tensor, first: Tensor) -> Tensor:
+def longer_values(spec: Spec, value: Tensor, first: Tensor, elsewhere: tuple[Tensor, Tensor] | None = None) -> Tensor:
     """[B, H, T] nats ≥ 0: ln f, where some value is f times longer than 4 times the longest that the query surely keeps.
 
     Surely kept are the query's own key and the `KEPT` − 1 before it where they are seen, and in any case some key that is seen.
+
+    Args:
+        elsewhere: the largest and the smallest norm, each [K], of values that are seen and are not in `value`.
     """
     length = norm_bound(value)
     hidden = None if spec.key_mask is None else ~spec.key_mask[:, None]
@@ -145,7 +148,10 @@ def longer_values(spec: Spec, value: Tensor, first: Tensor) -> Tensor:
         hidden = unseen if hidden is None else unseen | hidden
     seen = length if hidden is None else length.masked_fill(hidden, 0.0)
     least = length if hidden is None else length.masked_fill(hidden, math.inf)
-    kept = least.amin(-1, keepdim=True)
+    kept, longest = least.amin(-1, keepdim=True), seen.amax(-1, keepdim=True)
+    if elsewhere is not None:
+        more, less = (x.repeat_interleave(length.shape[1] // spec.num_kv_heads)[:, None] for x in elsewhere)
+        kept, longest = torch.minimum(kept, less), torch.maximum(longest, more)
     if spec.query_segments is None and (spec.window is None or spec.window >= KEPT):
         nearest = seen
         for back in range(1, KEPT):
@@ -154,7 +160,7 @@ def longer_values(spec: Spec, value: Tensor, first: Tensor) -> Tensor:
         inside = ((at >= 0) & (at < spec.key_len)).expand(spec.batch, -1)[:, None]
         index = at.clamp(0, spec.key_len - 1).expand(spec.batch, -1)[:, None].expand(-1, length.shape[1], -1)
         kept = torch.maximum(kept, nearest.gather(2, index).masked_fill(~inside, 0.0))
-    nats = _nats_of_longer(seen.amax(-1, keepdim=True), kept)
+    nats = _nats_of_longer(longest, kept)
     return nats.expand(-1, -1, spec.query_len).repeat_interleave(spec.num_heads // length.shape[1], 1)
 
 
@@ -269,11 +275,15 @@ def _reach(
     constant = pad(constant, (0, short), value=-math.inf).unflatten(2, (n, TILE))
     numerator = pad(rate, (0, short)).unflatten(2, (n, TILE)) * kappa + constant
     m = slopes.detach().double().reshape(-1, spec.num_heads, 1)
-    tolerance = spec.tolerance if spec.causal else spec.tolerance / 2
     nats = _worst(numerator) - torch.log(-torch.expm1(-m))
     if tail is not None:
         summed = tail + _worst(constant)
         nats = torch.minimum(nats, summed.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf))
+    return reach_of_nats(nats, m, spec.tolerance if spec.causal else spec.tolerance / 2)
+
+
+def reach_of_nats(nats: Tensor, m: Tensor, tolerance: float) -> Tensor:
+    """int64: the reach where all keys from a distance r on weigh at most e^(nats − m·r), m fp64; one side's tolerance."""
     quotient = ((nats - math.log(tolerance)) / m).clamp(min=0.0)
     reach = (quotient + 1e-12 * quotient.abs()).ceil().nan_to_num(nan=UNLIMITED, posinf=UNLIMITED)
     reach = reach.clamp(KEPT, UNLIMITED).to(torch.int64)

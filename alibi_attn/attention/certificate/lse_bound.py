@@ -20,13 +20,19 @@ STRETCHES = (32, 128, 512)  # keys before the near ones; a head of slope m gets 
 FLAT = 1 / 12  # a steeper head gets nothing from keys so far back
 
 
-def lower_bound(spec: Spec, query: Tensor, key: Tensor, first: Tensor, *, stretches: bool) -> Tensor:
-    """λ [B, H, T] fp64, true up to the rounding of fp32 products; −inf where no near key is seen, or none was looked for."""
+def lower_bound(
+    spec: Spec, query: Tensor, key: Tensor, first: Tensor, *, stretches: bool, text_len: int | None = None
+) -> Tensor:
+    """λ [B, H, T] fp64, true up to the rounding of fp32 products; −inf where no near key is seen, or none was looked for.
+
+    None is looked for by a head so flat that a text of `text_len` keys (default: these) ends before its reach.
+    """
     if query.device.type != "cpu" or spec.query_len <= NEAR:
         return _mass(spec, query, key, first, stretches)
+    text_len = spec.key_len if text_len is None else text_len
     offset = _inner_offset(spec)
     if offset is None or not _unmasked(spec):
-        return _one_key_head_at_a_time(spec, query, key, first, stretches)
+        return _one_key_head_at_a_time(spec, query, key, first, stretches, text_len)
     # Whole groups of queries with a group of keys before them need no copies; the few others go together.
     lead = NEAR if offset < NEAR else 0
     end = lead + (spec.query_len - lead) // NEAR * NEAR
@@ -34,8 +40,9 @@ def lower_bound(spec: Spec, query: Tensor, key: Tensor, first: Tensor, *, stretc
     for start, stop in ((0, lead), (lead, end), (end, spec.query_len)):
         if start < stop:
             part = dataclasses.replace(spec, query_len=stop - start, query_offset=offset + start)
-            bound = _one_key_head_at_a_time if start == lead else _mass
-            mass[:, :, start:stop] = bound(part, query[:, :, start:stop], key, first + start, stretches)
+            few = start != lead
+            of_part = part, query[:, :, start:stop], key, first + start, stretches
+            mass[:, :, start:stop] = _mass(*of_part) if few else _one_key_head_at_a_time(*of_part, text_len)
     return mass
 
 
@@ -49,7 +56,9 @@ def _unmasked(spec: Spec) -> bool:
     return spec.key_mask is None and spec.key_segments is None
 
 
-def _one_key_head_at_a_time(spec: Spec, query: Tensor, key: Tensor, first: Tensor, stretches: bool) -> Tensor:
+def _one_key_head_at_a_time(
+    spec: Spec, query: Tensor, key: Tensor, first: Tensor, stretches: bool, text_len: int
+) -> Tensor:
     """On a CPU large temporaries cost more than all the arithmetic."""
     mass = torch.full(query.shape[:3], -math.inf, dtype=torch.float64)
     first = first.expand(spec.batch)
@@ -66,7 +75,7 @@ def _one_key_head_at_a_time(spec: Spec, query: Tensor, key: Tensor, first: Tenso
                 key_segments=None if spec.key_segments is None else spec.key_segments[b : b + 1],
             )  # fmt: skip
             steepest = max(float(m.max()) for m in (one.slopes, one.right_slopes) if m is not None)
-            if steepest * spec.key_len <= -math.log(spec.tolerance):
+            if steepest * text_len <= -math.log(spec.tolerance):
                 continue  # so flat that the text ends before the reach, whatever λ is
             q, k_head = query[b : b + 1, heads], key[b : b + 1, k : k + 1]
             flat = stretches and float(one.slopes.min()) < FLAT
