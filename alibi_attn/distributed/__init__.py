@@ -3,7 +3,16 @@
 `context_parallel_attention` is the function; `halo` and `static_halo` say what it sends, without any process.
 """
 
+from alibi_attn.distributed.attention import context_parallel_attention, context_parallel_forgetting_attention
+from alibi_attn.distributed.exchange import Traffic
 from alibi_attn.distributed.halos import Halo, static_halo
 from alibi_attn.distributed.simulation import halo
 
-__all__ = ["Halo", "halo", "static_halo"]
+__all__ = [
+    "Halo",
+    "Traffic",
+    "context_parallel_attention",
+    "context_parallel_forgetting_attention",
+    "halo",
+    "static_halo",
+]

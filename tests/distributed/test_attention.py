@@ -1,0 +1,197 @@
+"""Context parallelism over 1 to 4 gloo processes is what one process computes: outputs, lse and all gradients."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from context_cases import CASES, joined, truth
+
+from alibi_attn.attention.validation import make_spec
+from alibi_attn.distributed import Traffic, context_parallel_attention, halo
+from alibi_attn.distributed.local import merged
+
+SUPPORT = Path(__file__).parent.parent / "support"
+EPS = {torch.float64: 2.0**-52, torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """What each of four processes found, in one start of them."""
+    folder = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, "-W", "error", str(SUPPORT / "context_ranks.py"), str(folder)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    assert result.returncode == 0, result.stderr
+    assert "Warning" not in result.stderr, result.stderr
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(4)]
+
+
+def assert_like_one_process(name, found, expected):
+    """Off by rounding, and by what a share of twice the tolerance can do."""
+    case = CASES[name]
+    unit = EPS[case.dtype]
+    tolerance = 2 * case.options.get("tolerance", unit / 32)
+    drawn = case.drawn()
+    largest = {n: float(drawn[n].double().norm(dim=-1).max()) for n in ("value", "grad", "query", "key")}
+    rounding = 32 * unit
+    assert found.keys() == expected.keys()
+    for part, x in expected.items():
+        ours, mask = found[part], x.isinf()
+        assert ours.shape == x.shape
+        assert torch.equal(ours.isinf(), mask), f"{part} sees nothing elsewhere"
+        error = float((ours - x).masked_fill(mask, 0.0).abs().max())
+        size = float(x.masked_fill(mask, 0.0).abs().max())
+        # The share R dropped moves an output by 2R·max‖v‖ and the lse by R; a gradient is a sum over at most all rows of
+        # terms R·‖do‖·2·max‖v‖ times a query, a key or a distance.
+        dropped = {"output": 2 * largest["value"], "lse": 2.0}.get(part)
+        if dropped is None:
+            factor = {"dquery": largest["key"], "dkey": largest["query"], "dslopes": case.total}.get(part, 1.0)
+            dropped = case.total * (1 + 2 * largest["grad"] * max(largest["value"], 1.0)) * factor
+        allowed = rounding * max(size, 1.0) * (8 if part.startswith("d") else 1) + tolerance * dropped
+        assert error <= allowed, f"{part} is off by {error:.3g}, which is more than {allowed:.3g}"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_compute_what_one_process_computes(ranks, name):
+    parts = [found["cases"][name] for found in ranks if name in found["cases"]]
+    assert_like_one_process(name, joined(CASES[name], parts), truth(CASES[name]))
+
+
+def test_a_wrong_answer_is_noticed(ranks):
+    name = "three, uneven"
+    expected = truth(CASES[name])
+    parts = [dict(found["cases"][name]) for found in ranks[:3]]
+    parts[1]["dkey"] = parts[1]["dkey"] * (1 + 1e-9)
+    with pytest.raises(AssertionError, match="dkey is off by"):
+        assert_like_one_process(name, joined(CASES[name], parts), expected)
+    parts = [found["cases"][name] for found in ranks[:3]]
+    with pytest.raises(AssertionError, match="is off by"):
+        assert_like_one_process(
+            name, joined(CASES[name], parts[:1] + parts[:0:-1]), expected | {"dslopes": expected["dslopes"] * 2}
+        )
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n for n, case in CASES.items() if not case.gates and "score_bound" not in case.options and len(case.lengths) > 1],
+)
+def test_what_is_sent_is_what_halo_says(ranks, name):
+    """Rows are counted by the code that sends them."""
+    case = CASES[name]
+    drawn = case.drawn()
+    options = {n: drawn[n] for n in ("key_mask", "segment_ids", "key_bias") if n in drawn} | case.options
+    said = halo(drawn["query"], drawn["key"], drawn["value"], drawn["slopes"], lengths=case.lengths, **options)
+    traffic = [Traffic(**found["traffic"][name]) for found in ranks if name in found["traffic"]]
+    assert [t.rows_received for t in traffic] == said.rows.sum((1, 2)).tolist()
+    assert [t.rows_sent for t in traffic] == said.rows.sum((0, 2)).tolist()
+    if not (case.mask or case.segments or case.bias):
+        # The same rows come as rows and go back as gradients.
+        back_and_forth = said.rows.sum((1, 2)) + said.rows.sum((0, 2))
+        assert [t.bytes_received for t in traffic] == (back_and_forth * said.row_bytes).tolist()
+
+
+def test_most_rows_stay_where_they_are(ranks):
+    traffic = [Traffic(**found["traffic"]["outlier keys on rank 0"]) for found in ranks]
+    case = CASES["outlier keys on rank 0"]
+    assert 0 < sum(t.rows_received for t in traffic) < sum(np.cumsum(case.lengths[:-1])) * case.kv_heads / 2
+    assert 0 < ranks[2]["traffic"]["score bound"]["rows_received"] < 150 * 2
+
+
+def test_the_same_call_gives_the_same_bits(ranks):
+    again = [found["again"] for found in ranks]
+    assert {name for one in again for name in one} == {"three, uneven", "outlier keys on rank 0", "gates", "bfloat16"}
+    assert all(all(one.values()) for one in again)
+
+
+def test_rows_that_are_not_sent_change_nothing(ranks):
+    assert [found["garbage"] for found in ranks[:3]] == [True, True, True]
+
+
+def test_half_precision_stays_in_its_dtype(ranks):
+    found = ranks[1]["cases"]["bfloat16"]
+    assert found["output"].dtype == found["dkey"].dtype == torch.bfloat16
+    assert found["lse"].dtype == found["dslopes"].dtype == torch.float32
+
+
+ARGUMENTS = {
+    "dtype": "dtype = float64 but rank 0 with dtype = float32", "batch": "batch = 2 but rank 0 with batch = 1",
+    "num_heads": "num_heads = 2", "num_kv_heads": "num_kv_heads = 2", "head_dim": "head_dim = 4",
+    "causal": "causal = False but rank 0 with causal = True", "window": "window = 5 but rank 0 with window = None",
+    "scale": "scale = 0.5", "tolerance": "tolerance = 0.1", "slopes": "slopes = other numbers",
+    "segment_ids": "segment_ids = given but rank 0 with segment_ids = None", "key_bias": "the dtype of key_bias = float32",
+    "score_bound": "score_bound = 3.0 but rank 0 with score_bound = None",
+    "gradient": "whether key or value needs a gradient = True",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("argument", ARGUMENTS)
+def test_ranks_that_differ_are_told_who_and_in_what(ranks, argument):
+    told = [found["disagreements"][argument] for found in ranks[:3]]
+    assert told[0].startswith("rank 1 of 3 was called with")
+    assert ARGUMENTS[argument] in told[0]
+    assert told[1] == told[2] == told[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [("refused", "key_mask has shape"), ("rows", "5 rows and key 10"), ("backend", "'fastest' but must be")],
+)
+def test_a_rank_that_is_refused_tells_the_others(ranks, change, message):
+    told = [found["disagreements"][change] for found in ranks[:3]]
+    assert message in told[1]
+    assert told[0] == told[2]
+    assert "rank 1 of 3 refused its arguments" in told[0]
+
+
+def test_a_score_bound_and_a_mask_elsewhere_are_refused_everywhere(ranks):
+    told = [found["disagreements"]["masked"] for found in ranks[:3]]
+    assert "score_bound = None" in told[0]
+    assert told[0] == told[1] == told[2]
+
+
+def test_a_rank_that_does_not_come_is_waited_for_as_long_as_was_said(ranks):
+    assert ranks[0]["left alone"].startswith(
+        "True rank 0 of 2 could not exchange what they were called with within 0.5 s"
+    )
+
+
+def test_without_a_process_group_it_says_how_to_start_one():
+    q = torch.zeros(1, 4, 10, 8)
+    with pytest.raises(ValueError, match="torchrun"):
+        context_parallel_attention(q, q, q)
+
+
+def test_merging_where_nothing_is_seen_has_zero_gradients():
+    generator = torch.Generator().manual_seed(0)
+    outputs = [torch.randn(2, 3, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    lses = [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in ([1.0, -torch.inf], [3.0, -torch.inf])]
+    output, lse = merged(outputs[0], lses[0], outputs[1], lses[1])
+    (output.sum() + lse[0]).backward()
+    output, lse = output.detach(), lse.detach()
+    assert float(lse[0]) == pytest.approx(np.logaddexp(1.0, 3.0))
+    assert lse[1] == -torch.inf
+    assert (output[1] == 0).all()
+    assert all(bool(x.grad.isfinite().all()) for x in (*outputs, *lses))
+    share = 1 / (1 + np.exp(2.0))
+    assert float(output[0, 0]) == pytest.approx(share * outputs[0][0, 0].item() + (1 - share) * outputs[1][0, 0].item())
+
+
+def test_the_cases_reach_over_more_than_one_rank():
+    """Halos of several hops, masks for single heads and outlier tiles do occur among the cases."""
+    case = CASES["four, one short, one empty"]
+    drawn = case.drawn()
+    said = halo(drawn["query"], drawn["key"], drawn["value"], drawn["slopes"], lengths=case.lengths)
+    assert said.rows[3, 1].max() == 20
+    assert said.rows[3, 0].max() > 0
+    case = CASES["outlier keys on rank 0"]
+    drawn = case.drawn()
+    said = halo(drawn["query"], drawn["key"], drawn["value"], drawn["slopes"], lengths=case.lengths)
+    assert any(spans for heads in said.outliers for spans in heads)
+    case = dataclasses.replace(CASES["three, uneven"])
+    drawn = case.drawn()
+    said = halo(drawn["query"], drawn["key"], drawn["value"], drawn["slopes"], lengths=case.lengths)
+    assert len({(n - 1).bit_length() for n in said.left[1]}) < len(set(said.left[1]))
+    assert make_spec(drawn["query"], drawn["key"], drawn["value"]).group == 1
