@@ -143,7 +143,7 @@ class _Call:
         self, group: dist.ProcessGroup | None, timeout: float, described: Callable[[], Spec]
     ) -> Tensor | tuple[Tensor, Tensor]:
         """What the call returns, with the ranks of a group; `described` checks the arguments."""
-        ranks = _ranks(group, timeout)
+        ranks = ranks_of(group, timeout)
         try:
             spec = self._checked(described())
         except (ValueError, TypeError):
@@ -207,7 +207,8 @@ def _check_segments(segment_ids: Tensor | None) -> None:
         )
 
 
-def _ranks(group: dist.ProcessGroup | None, timeout: float) -> Ranks:
+def ranks_of(group: dist.ProcessGroup | None, timeout: float) -> Ranks:
+    """This rank within the group, which must be there."""
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError(
             "there is no process group: start the processes with torchrun and call torch.distributed.init_process_group first"

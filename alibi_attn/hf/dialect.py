@@ -71,14 +71,16 @@ def attended(
     dialect = of(layer)
     slopes = slopes_beside(dialect.slopes, torch.float32, query)
     seen = key_mask(mask)
-    plain = dropout_p == 0 and dialect.backend == "auto"
+    # An instance may have another function in this one's place, as `distributed.context_parallel` gives to it.
+    attend = vars(layer).get("attend", alibi_attention)
+    plain = dropout_p == 0 and dialect.backend == "auto" and attend is alibi_attention
     if plain and isinstance(cache, ALiBiCache) and reads_near(query, key, slopes, masked=seen is not None):
         visible = None if seen is None else visible_runs(seen)
         if seen is None or visible is not None:
             known_norms = cache.norms(layer.layer_idx)  # type: ignore[arg-type]
             near = attend_near(query, key, value, slopes, known_norms, visible=visible, scale=dialect.scale)
             return merged(near)
-    mixed = alibi_attention(
+    mixed = attend(
         query, key, value, slopes, scale=dialect.scale, query_offset=first, key_mask=seen, dropout_p=dropout_p,
         backend=dialect.backend,
     )  # fmt: skip

@@ -62,6 +62,10 @@ class ALiBiAttention(nn.Module):
     2025 (arXiv:2503.02130), whose code starts their bias at 0 too.
     """
 
+    # What computes: an instance may have others in their place, as `distributed.context_parallel` gives to it.
+    attend = staticmethod(alibi_attention)
+    attend_gated = staticmethod(forgetting_attention)
+
     def __init__(
         self,
         embed_dim: int,
@@ -167,7 +171,7 @@ class ALiBiAttention(nn.Module):
         key_mask: Tensor | None = None,
         segment_ids: Tensor | None = None,
     ) -> Tensor:
-        return alibi_attention(
+        return self.attend(
             query,
             key,
             value,
@@ -188,7 +192,7 @@ class ALiBiAttention(nn.Module):
         key_mask: Tensor | None,
         segment_ids: Tensor | None,
     ) -> Tensor:
-        return forgetting_attention(
+        return self.attend_gated(
             query, key, value, gates, self.slopes.values, window=self.window, key_mask=key_mask, segment_ids=segment_ids,
             dropout_p=self.dropout_p if self.training else 0.0,
         )  # fmt: skip
@@ -326,6 +330,10 @@ class ALiBiAttention(nn.Module):
             raise TypeError(f"x is {x.dtype} but must be floating point: pass embeddings, not token numbers")
         if cache is not None and not isinstance(cache, KVCache | ReachCache | GatedReachCache):
             raise TypeError(f"cache is a {type(cache).__name__} but must be a KVCache() of this layer, or None")
+        if cache is not None and "attend" in vars(self):
+            raise ValueError(
+                "the layer's attention is context parallel, which has no cache; undo() that, or pass no cache"
+            )
         if cache is not None and not self.causal:
             raise ValueError("cache needs causal=True: without it the keys to come would change outputs already given")
         gated, by_content = self.gate_proj is not None, isinstance(cache, GatedReachCache)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from context_cases import CASES, joined, truth
+from context_models import MODELS, run
 
 from alibi_attn.attention.validation import make_spec
 from alibi_attn.distributed import Traffic, context_parallel_attention, halo
@@ -98,6 +99,23 @@ def test_most_rows_stay_where_they_are(ranks):
     case = CASES["outlier keys on rank 0"]
     assert 0 < sum(t.rows_received for t in traffic) < sum(np.cumsum(case.lengths[:-1])) * case.kv_heads / 2
     assert 0 < ranks[2]["traffic"]["score bound"]["rows_received"] < 150 * 2
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_over_three_ranks_are_the_model_over_all_rows(ranks, name):
+    """Outputs side by side; gradients of parameters added over the ranks."""
+    parts = [found["models"][name] for found in ranks[:3]]
+    model, whole = MODELS[name]()
+    expected = run(model, whole)
+    output = torch.cat([part["output"] for part in parts], 1)
+    size = float(expected["output"].abs().max())
+    assert float((output - expected["output"]).abs().max()) <= 1e-11 * size
+    assert parts[0]["gradients"].keys() == expected["gradients"].keys()
+    for parameter, gradient in expected["gradients"].items():
+        total = sum(part["gradients"][parameter] for part in parts)
+        assert float((total - gradient).abs().max()) <= 1e-10 * float(gradient.abs().max()), parameter
+    assert all(part["undone"] and len(part["layers"]) == 2 for part in parts)
+    assert all(part["rows"] > 0 for part in parts[1:])
 
 
 def test_the_same_call_gives_the_same_bits(ranks):

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import torch
 from context_cases import CASES, Case, answer, shard
+from context_models import MODELS, run, shard_of_input
 from torch import distributed as dist
 
 from alibi_attn.distributed import (
     Traffic,
+    context_parallel,
     context_parallel_attention,
     context_parallel_forgetting_attention,
     halo,
@@ -51,6 +53,21 @@ def with_garbage(rank: int, group) -> bool:
     after, _ = of_rank(GARBAGE, rank, group, drawn)
     names = ("output", "lse", "dquery")
     return rank != last or all(torch.equal(before[name], after[name]) for name in names)
+
+
+def of_models(rank: int, group) -> dict[str, dict]:
+    """Outputs of a shard, and gradients of all parameters, of models over three ranks; and that undoing gives them back."""
+    found = {}
+    for name, build in MODELS.items():
+        model, whole = build()
+        ours = shard_of_input(whole, rank)
+        alone = run(model, ours)["output"]
+        traffic = Traffic()
+        with context_parallel(model, group, timeout=60.0, traffic=traffic) as handle:
+            found[name] = run(model, ours)
+        found[name]["layers"], found[name]["rows"] = handle.layers, traffic.rows_received
+        found[name]["undone"] = torch.equal(run(model, ours)["output"], alone)
+    return found
 
 
 def disagreements(rank: int, group) -> dict[str, str]:
@@ -118,6 +135,7 @@ def work(rank: int, folder: Path) -> None:
             again, _ = of_rank(case, rank, groups[count])
             found["again"][name] = all(torch.equal(x, again[n]) for n, x in found["cases"][name].items())
     if rank < 3:
+        found["models"] = of_models(rank, groups[3])
         found["garbage"] = with_garbage(rank, groups[3])
         found["disagreements"] = disagreements(rank, groups[3])
     if rank < 2:

@@ -1,0 +1,59 @@
+"""`context_parallel` on models, without processes; with them see test_attention.py."""
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
+
+from alibi_attn.distributed import context_parallel
+from alibi_attn.nn import ALiBiAttention, KVCache
+
+
+@pytest.fixture
+def group(tmp_path):
+    """A process group of this process alone."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_one_rank_computes_what_the_model_computes(group):
+    layer, x = ALiBiAttention(32, 4), torch.randn(1, 20, 32)
+    before = layer(x)
+    with context_parallel(nn.Sequential(layer), group) as handle:
+        assert handle.layers == ("0",)
+        assert torch.equal(layer(x), before)
+        assert "active=True" in repr(handle)
+    assert "attend" not in vars(layer)
+    with pytest.raises(ValueError, match="undone already"):
+        handle.undo()
+
+
+def test_the_state_dict_stays_as_it_is(group):
+    layer = ALiBiAttention(32, 4, qk_norm=True)
+    names = list(layer.state_dict())
+    with context_parallel(layer, group):
+        assert list(layer.state_dict()) == names
+
+
+def test_what_it_cannot_do_is_refused(group):
+    layer = ALiBiAttention(32, 4, dropout_p=0.1)
+    x = torch.randn(1, 20, 32)
+    with pytest.raises(ValueError, match="no attention of ours"):
+        context_parallel(nn.Linear(3, 3), group)
+    with pytest.raises(TypeError, match="must be an nn"):
+        context_parallel("model", group)
+    with context_parallel(layer, group):
+        with pytest.raises(ValueError, match="no dropout"):
+            layer(x)
+        layer.eval()(x)
+        with pytest.raises(ValueError, match="no cache"):
+            layer(x, cache=KVCache())
+        with pytest.raises(ValueError, match="already"):
+            context_parallel(layer, group)
+
+
+def test_without_a_process_group_it_says_how_to_start_one():
+    with pytest.raises(ValueError, match="torchrun"):
+        context_parallel(ALiBiAttention(32, 4))
