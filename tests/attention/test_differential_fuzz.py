@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import differential_checks
 import numpy as np
 import pytest
 import torch
@@ -11,9 +12,9 @@ from attention_oracle import truth as looped
 from differential_arrays import Arrays, arrays
 from differential_calls import KEY_BIASES as KINDS
 from differential_calls import Call, draw
-from differential_checks import Answer, answer, assert_agrees, assert_right
-from differential_fuzz import features, fuzz, shrunk
-from differential_truth import truth
+from differential_checks import Answer, Question, answer, assert_agrees, assert_right
+from differential_fuzz import Tally, features, fuzz, shrunk
+from differential_truth import Truth, truth
 
 from alibi_attn.attention.api import alibi_attention
 
@@ -58,20 +59,35 @@ def test_what_was_once_wrong_is_right(backend: str, call: Call) -> None:
     assert_agrees(call, backend)
 
 
-@pytest.mark.parametrize("part", range(5))
-@pytest.mark.parametrize("backend", DRAWS)
-def test_random_calls_are_answered_as_the_truth_has_it(backend: str, part: int) -> None:
-    size = DRAWS[backend] // 5
-    tally = fuzz(backend, range(part * size, (part + 1) * size))
-    assert not tally.failures, "\n".join(f"seed {seed}: {words}" for seed, words in tally.failures)
+@pytest.mark.parametrize("part", range(10))
+def test_random_calls_are_answered_as_the_truth_has_it(part: int) -> None:
+    for seeds in (range(part * 10, part * 10 + 10), range(100 + part * 10, 110 + part * 10)):
+        assert_no_failures(fuzz([backend for backend, draws in DRAWS.items() if seeds.stop <= draws], seeds))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("part", range(10))
-@pytest.mark.parametrize("backend", DRAWS)
-def test_many_random_calls_are_answered_as_the_truth_has_it(backend: str, part: int) -> None:
-    tally = fuzz(backend, range(1000 + part * 200, 1200 + part * 200))
-    assert not tally.failures, "\n".join(f"seed {seed}: {words}" for seed, words in tally.failures)
+@pytest.mark.parametrize("part", range(20))
+def test_many_random_calls_are_answered_as_the_truth_has_it(part: int) -> None:
+    assert_no_failures(fuzz([*DRAWS], range(1000 + part * 100, 1100 + part * 100)))
+
+
+def assert_no_failures(tallies: dict[str, Tally]) -> None:
+    failures = [f"{backend} seed {seed}: {words}" for backend, of in tallies.items() for seed, words in of.failures]
+    assert not failures, "\n".join(failures)
+
+
+def test_backends_that_answer_the_same_call_are_held_against_one_truth(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Call] = []
+
+    def counted(call: Call, numbers: Arrays, *, bits: int | None = None) -> Truth:
+        asked.append(call)
+        return truth(call, numbers, bits=bits)
+
+    monkeypatch.setattr(differential_checks, "truth", counted)
+    seeds = [seed for seed in range(30) if draw(seed).key_bias is None and draw(seed).dtype == "float32"][:5]
+    for seed in seeds:
+        assert_no_failures(fuzz(["reference", "native"], range(seed, seed + 1)))
+    assert asked == [draw(seed) for seed in seeds]
 
 
 def of_case(case: Case) -> tuple[Call, Arrays]:
@@ -116,7 +132,7 @@ CHECKED = Call(
 def test_the_checker_fails_on_answers_to_other_calls() -> None:
     """Slopes of another head, a window or a position off by one, another mask: everything but the question is the same."""
     numbers = arrays(CHECKED)
-    assert_right(CHECKED, numbers, answer(CHECKED, numbers, backend="reference"))
+    assert_right(Question(CHECKED, numbers), answer(CHECKED, numbers, backend="reference"))
     others = {
         "slopes": numbers.slopes[[1, 2, 3, 0]], "right_slopes": numbers.right_slopes[[1, 2, 3, 0]],
         "first": numbers.first + 1, "key_mask": np.roll(numbers.key_mask, 1, 1),
@@ -129,12 +145,13 @@ def test_the_checker_fails_on_answers_to_other_calls() -> None:
         changes = {"offset": CHECKED.offset + 1} if name == "first" else {}
         with pytest.raises(AssertionError):
             assert_right(
-                CHECKED, numbers, answer(dataclasses.replace(CHECKED, **changes), changed, backend="reference")
+                Question(CHECKED, numbers),
+                answer(dataclasses.replace(CHECKED, **changes), changed, backend="reference"),
             )
     for name, wrong in {"window": 8, "scale": 0.36}.items():
         got = answer(dataclasses.replace(CHECKED, **{name: wrong}), numbers, backend="reference")
         with pytest.raises(AssertionError):
-            assert_right(CHECKED, numbers, got)
+            assert_right(Question(CHECKED, numbers), got)
 
 
 def test_the_checker_fails_on_a_causal_mask_that_is_shifted() -> None:
@@ -145,7 +162,7 @@ def test_the_checker_fails_on_a_causal_mask_that_is_shifted() -> None:
         return alibi_attention(query, key, value, slopes, **rest | {"query_offset": 1}, backend="reference")
 
     with pytest.raises(AssertionError):
-        assert_right(call, numbers, answer(call, numbers, shifted))
+        assert_right(Question(call, numbers), answer(call, numbers, shifted))
 
 
 @pytest.mark.parametrize("name", ["output", "lse", "query", "key", "value", "slopes", "right_slopes", "key_bias"])
@@ -163,7 +180,7 @@ def test_the_checker_fails_on_each_wrong_part(name: str) -> None:
         if "slopes" in name and wrong.dtype == torch.float64:
             continue
         with pytest.raises(AssertionError, match=name):
-            assert_right(CHECKED, numbers, Answer(right | {name: wrong}))
+            assert_right(Question(CHECKED, numbers), Answer(right | {name: wrong}))
 
 
 def _of_one_head(x: torch.Tensor, change) -> torch.Tensor:
@@ -175,9 +192,11 @@ def _of_one_head(x: torch.Tensor, change) -> torch.Tensor:
 def test_the_checker_fails_where_native_skips_more_than_the_tolerance() -> None:
     call = Call(seed=3, query_len=200, key_len=200, head_dim=8, heads=2, kv_heads=2, slopes="published", tolerance=1e-6)
     numbers = arrays(call)
-    assert_right(call, numbers, answer(call, numbers, backend="native"))
+    assert_right(Question(call, numbers), answer(call, numbers, backend="native"))
     with pytest.raises(AssertionError):
-        assert_right(call, numbers, answer(dataclasses.replace(call, tolerance=0.3), numbers, backend="native"))
+        assert_right(
+            Question(call, numbers), answer(dataclasses.replace(call, tolerance=0.3), numbers, backend="native")
+        )
 
 
 @pytest.mark.parametrize("shape", ["BHS", "HS", "B1S", "S"])
@@ -198,10 +217,10 @@ def test_the_checker_fails_on_biases_that_lose_their_digits(backend: str, shape:
     numbers = arrays(call)
     bias = 1e6 + np.round(16 * np.random.default_rng(0).standard_normal(numbers.key_bias.shape)) / 16
     numbers = dataclasses.replace(numbers, key_bias=bias)
-    assert_right(call, numbers, answer(call, numbers, backend=backend))
+    assert_right(Question(call, numbers), answer(call, numbers, backend=backend))
     rounded = dataclasses.replace(numbers, key_bias=np.round(bias))
     with pytest.raises(AssertionError):
-        assert_right(call, numbers, answer(call, rounded, backend=backend))
+        assert_right(Question(call, numbers), answer(call, rounded, backend=backend))
 
 
 def test_a_key_that_a_bias_hides_is_unseen() -> None:

@@ -42,21 +42,24 @@ class Arrays:
 
     def seen(self, call: Call) -> np.ndarray:
         """[B, H, T, S]: who may see whom."""
-        distance = self.distance()
-        seen = np.ones(distance.shape, bool)
-        if call.causal:
-            seen &= distance >= 0
+        t, s = self.query.shape[2], self.key.shape[2]
+        position, at = (self.first[:, None] + np.arange(t))[:, None, :, None], np.arange(s)
+        seen = at <= position if call.causal else np.ones((call.batch, 1, t, s), bool)
         if call.window is not None:
-            seen &= np.abs(distance) < call.window
+            seen &= at > position - call.window
+            if not call.causal:
+                seen &= at < position + call.window
         if self.key_mask is not None:
-            seen &= self.key_mask[:, None]
+            seen &= self.key_mask[:, None, None]
         if self.key_segments is not None and self.query_segments is not None:
-            seen &= self.query_segments[:, :, None] == self.key_segments[:, None]
-        seen = np.repeat(seen[:, None], call.heads, 1)
+            seen &= self.query_segments[:, None, :, None] == self.key_segments[:, None, None]
         if self.right_slopes is not None:
             never = np.isinf(np.broadcast_to(self.right_slopes, (call.batch, call.heads)))
-            seen &= ~(never[:, :, None, None] & (distance < 0)[:, None])
-        return seen & (self.bias_of_keys(call) > -np.inf)[:, :, None]
+            if never.any():
+                seen = seen & ~(never[:, :, None, None] & (at > position))
+        if self.key_bias is not None:
+            seen = seen & (self.bias_of_keys(call) > -np.inf)[:, :, None]
+        return np.broadcast_to(seen, (call.batch, call.heads, t, s))
 
 
 def arrays(call: Call) -> Arrays:

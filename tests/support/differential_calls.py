@@ -94,6 +94,11 @@ KEY_BIASES = ("noise", "gates", "steep gates", "rising", "spikes", "hidden", "wi
 KEY_BIAS_SHARE = 0.3  # of the draws
 
 
+INPUTS = ("query", "key", "value", "slopes", "right_slopes", "key_bias")
+WANTED = {"all": INPUTS, "inputs": INPUTS[:3], "slopes": INPUTS[3:], "query": ("query",), "key": ("key",),
+          "none": (), "inference": ()}  # fmt: skip
+
+
 def lse_dtype(call: Call) -> str:
     """fp64 where query or the bias of keys is."""
     wide = call.dtype == "float64" or (call.key_bias is not None and call.key_bias_as == "float64")
@@ -105,6 +110,13 @@ def slopes_dtype(call: Call) -> str:
     if call.slopes_as == "low":
         return "bfloat16" if call.dtype == "float16" else call.dtype
     return "float32" if call.slopes_as == "float32" else "float64"
+
+
+def wanted(call: Call) -> tuple[str, ...]:
+    """The inputs that receive gradients: tensors that are there."""
+    given = {"slopes": call.slopes_as not in ("list", "none"), "key_bias": call.key_bias is not None,
+             "right_slopes": call.right is not None and call.slopes_as != "list", "value": not call.value_is_key}  # fmt: skip
+    return tuple(x for x in WANTED[call.wanted] if given.get(x, True))
 
 
 def draw(seed: int) -> Call:

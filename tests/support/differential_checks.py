@@ -9,15 +9,13 @@ import numpy as np
 import torch
 from attention_checks import plain_attention
 from differential_arrays import Arrays, arrays, beside, key_bias_of, laid_out
-from differential_calls import Call, lse_dtype, settled, slopes_dtype
-from differential_truth import Truth, largest_bias, truth
+from differential_biases import largest_bias
+from differential_calls import INPUTS, Call, lse_dtype, settled, slopes_dtype, wanted
+from differential_truth import Truth, truth
 from torch import Tensor
 
 from alibi_attn.attention.api import alibi_attention, explain, head_reach
 
-INPUTS = ("query", "key", "value", "slopes", "right_slopes", "key_bias")
-WANTED = {"all": INPUTS, "inputs": INPUTS[:3], "slopes": INPUTS[3:], "query": ("query",), "key": ("key",),
-          "none": (), "inference": ()}  # fmt: skip
 WITHOUT_KEY_BIAS = ("banded",)
 
 
@@ -75,7 +73,7 @@ def answer(call: Call, numbers: Arrays, attention=alibi_attention, **extra: obje
 
 
 def _answered(call: Call, numbers: Arrays, given: dict, attention) -> dict[str, Tensor]:
-    leaves = {x: given[x] for x in _wanted(call) if isinstance(given[x], Tensor)}
+    leaves = {x: given[x] for x in wanted(call)}
     for leaf in leaves.values():
         leaf.requires_grad_()
     with torch.inference_mode(call.wanted == "inference"), torch.set_grad_enabled(bool(leaves)):
@@ -97,10 +95,24 @@ def _answered(call: Call, numbers: Arrays, given: dict, attention) -> dict[str, 
     }
 
 
-def assert_agrees(call: Call, backend: str) -> dict[str, float]:
+class Question:
+    """A call, its numbers and the truth about them, which are the same whoever answers."""
+
+    def __init__(self, call: Call, numbers: Arrays | None = None) -> None:
+        self.call, self.numbers = call, arrays(call) if numbers is None else numbers
+        self._truths: dict[int | None, Truth] = {}
+
+    def truth(self, bits: int | None = None) -> Truth:
+        if bits not in self._truths:
+            self._truths[bits] = truth(self.call, self.numbers, bits=bits)
+        return self._truths[bits]
+
+
+def assert_agrees(question: Question | Call, backend: str) -> dict[str, float]:
     """The call is answered as the truth has it. Returns the largest error of every result as a share of what is allowed."""
-    call = answerable(call, backend)
-    numbers = arrays(call)
+    if isinstance(question, Call):
+        question = Question(answerable(question, backend))
+    call, numbers = question.call, question.numbers
     got = answer(call, numbers, backend=backend)
     if call.is_repeated:
         again = answer(call, numbers, backend=backend).results
@@ -108,12 +120,13 @@ def assert_agrees(call: Call, backend: str) -> dict[str, float]:
             same = torch.equal(result.nan_to_num(), again[name].nan_to_num())
             assert same, f"{name} has other bits when the call is repeated"
     if call.asks_reach:
-        assert_reach(call, numbers, backend)
-    return assert_right(call, numbers, got, bits=_bits(call, backend))
+        assert_reach(question, backend)
+    return assert_right(question, got, bits=_bits(call, backend))
 
 
-def assert_reach(call: Call, numbers: Arrays, backend: str) -> None:
+def assert_reach(question: Question, backend: str) -> None:
     """What stands at `head_reach` and farther weighs no more than the tolerance, in any query; and `explain` has words for it."""
+    call, numbers = question.call, question.numbers
     given = arguments(call, numbers)
     assert explain(**given, backend=backend).startswith("B=")
     del given["value"]
@@ -123,7 +136,7 @@ def assert_reach(call: Call, numbers: Arrays, backend: str) -> None:
     if call.query_len == 0 or call.key_len == 0:
         return
     far = np.abs(numbers.distance())[:, None] >= reach.numpy()[:, :, None, None]
-    shares = (truth(call, numbers).weights * far).sum(-1)
+    shares = (question.truth().weights * far).sum(-1)
     if call.bad == "seen":  # the largest numbers have no weights, in fp64 either
         shares = shares[np.isfinite(shares)]
     beyond = float(shares.max(initial=0.0))
@@ -131,67 +144,87 @@ def assert_reach(call: Call, numbers: Arrays, backend: str) -> None:
 
 
 @np.errstate(over="ignore", invalid="ignore", divide="ignore")
-def assert_right(call: Call, numbers: Arrays, got: Answer, *, bits: int | None = None) -> dict[str, float]:
+def assert_right(question: Question, got: Answer, *, bits: int | None = None) -> dict[str, float]:
     """Every number of an answer is as close to the truth as rounding and skipping allow, or twice as far as plain PyTorch.
 
     Of inputs so huge that their products leave fp32, what plain PyTorch answers with a number must be one too; so in fp16, whose
     numbers end at 65,504, and where some queries see bad numbers. `bits` is how good an exponential is, where it is worse than
-    usual.
+    usual; a result that a good one would explain is held against that.
     """
-    true = truth(call, numbers, bits=bits)
+    call, numbers, true = question.call, question.numbers, question.truth()
     plain: dict[str, Tensor] = {}
-    blind = ~true.seen.any(-1)
-    names = ["output", *(["lse"] if call.return_lse else [])]
-    names += [x for x in _wanted(call) if x in got.results or x in INPUTS[:3]]
+    names = ["output", *(["lse"] if call.return_lse else []), *wanted(call)]
     expected_dtype = dict.fromkeys(("output", *INPUTS[:3]), call.dtype)
     expected_dtype |= {"lse": lse_dtype(call), "key_bias": call.key_bias_as}
-    shares = {}
+    shares: dict[str, float] = {}
     for name in names:
-        result, exact, error = got.results[name], true.exact[name], true.error[name]
+        result, exact = got.results[name], true.exact[name]
         assert tuple(result.shape) == exact.shape, f"{name} has shape {list(result.shape)}, not {list(exact.shape)}"
         if name in expected_dtype:
             assert result.dtype == getattr(torch, expected_dtype[name]), f"{name} is {result.dtype}"
         ours = result.double().numpy()
         checked = _checked(call, numbers, true, name)
         if name == "lse":
+            blind = ~true.seen.any(-1)
             assert (ours[blind & checked] == -math.inf).all(), "lse of a query that sees nothing is not −inf"
             checked = checked & ~blind
-        if name == "output" and call.bad == "seen":
-            silent = _poisoned(call, numbers, true, np.isnan) & np.isfinite(ours).all(-1)
-            assert not silent.any(), "a query that sees NaN is answered as if it did not"
-        if name in ("output", "query"):
-            assert (ours[blind] == 0).all(), f"{name} of a query that sees nothing is not zero"
-        if name == "key_bias" and not call.is_huge and call.bad != "seen":
-            assert (ours[numbers.key_bias == -np.inf] == 0).all(), "the gradient of a bias of −inf is not zero"
-        if name in ("key", "value") and not call.is_huge and call.bad != "seen":
-            unseen = ~true.seen.any(2).reshape(call.batch, call.kv_heads, call.group, call.key_len).any(2)
-            assert (ours[unseen] == 0).all(), f"the gradient of a {name} that nobody may see is not zero"
-        shares[name] = _share(call, numbers, name, (ours, exact, error), checked, plain, result.dtype)
+        _assert_silence(question, name, ours)
+        most = torch.finfo(result.dtype).max
+        for exponential in dict.fromkeys((None, bits)):
+            found = ours, exact, question.truth(exponential).error[name]
+            shares[name], wrong = _share(*found, checked, most)
+            if not wrong.any():
+                break
+        else:
+            beside = _beside_plain(question, name, found, (checked, wrong), plain, most)
+            shares[name] = max(shares[name], beside)
     return shares
 
 
-def _share(call: Call, numbers: Arrays, name: str, triple: tuple, checked: np.ndarray, plain: dict, dtype) -> float:
-    """The largest error as a share of what is allowed; raises where it is more."""
-    ours, exact, error = triple
-    most = torch.finfo(dtype).max
+def _assert_silence(question: Question, name: str, ours: np.ndarray) -> None:
+    """Who sees nothing, and what nobody sees, has zeros; who sees NaN has no number."""
+    call, numbers, true = question.call, question.numbers, question.truth()
+    if name == "output" and call.bad == "seen":
+        silent = _poisoned(call, numbers, true, np.isnan) & np.isfinite(ours).all(-1)
+        assert not silent.any(), "a query that sees NaN is answered as if it did not"
+    if name in ("output", "query"):
+        assert (ours[~true.seen.any(-1)] == 0).all(), f"{name} of a query that sees nothing is not zero"
+    if call.is_huge or call.bad == "seen":
+        return
+    if name == "key_bias":
+        assert (ours[numbers.key_bias == -np.inf] == 0).all(), "the gradient of a bias of −inf is not zero"
+    if name in ("key", "value"):
+        unseen = ~true.seen.any(2).reshape(call.batch, call.kv_heads, call.group, call.key_len).any(2)
+        assert (ours[unseen] == 0).all(), f"the gradient of a {name} that nobody may see is not zero"
+
+
+def _share(
+    ours: np.ndarray, exact: np.ndarray, error: np.ndarray, checked: np.ndarray, most: float
+) -> tuple[float, np.ndarray]:
+    """(the largest error that is allowed, as a share of what is; where errors are larger)."""
     off = np.abs(np.subtract(ours, exact, out=np.zeros_like(exact), where=checked))
-    beyond = ~(np.abs(exact) + error < most)  # where the dtype may end
-    wrong = checked & ~beyond & ~(off <= error)
-    fits = checked & ~beyond & (error > 0) & ~wrong
-    share = float((off[fits] / error[fits]).max(initial=0.0))
-    if not wrong.any():
-        return share
+    inside = checked & (np.abs(exact) + error < most)  # beyond, the dtype may end
+    wrong = inside & ~(off <= error)
+    fits = inside & (error > 0) & ~wrong
+    return float((off[fits] / error[fits]).max(initial=0.0)), wrong
+
+
+def _beside_plain(question: Question, name: str, found: tuple, where: tuple, plain: dict, most: float) -> float:
+    """The largest error as a share of what is allowed once plain PyTorch has answered too; raises where it is more."""
+    call, (ours, exact, error), (checked, wrong) = question.call, found, where
     if not plain:
-        plain.update(plainly(call, numbers).results)
+        plain.update(plainly(call, question.numbers).results)
     theirs = plain[name].double().numpy()
     fine = np.isfinite(theirs)
     if call.is_huge or call.dtype == "float16" or call.bad == "seen":
         wrong &= fine
     if call.is_huge and name in INPUTS and not bool(plain["output"].isfinite().all()):
-        return share  # scores left fp32, and what comes of them is nobody's to say
-    apart = np.abs(np.subtract(theirs, exact, out=np.zeros_like(exact), where=fine & checked & ~beyond))
+        return 0.0  # scores left fp32, and what comes of them is nobody's to say
+    inside = fine & checked & (np.abs(exact) + error < most)
+    apart = np.abs(np.subtract(theirs, exact, out=np.zeros_like(exact), where=inside))
     axes = tuple(range(2, apart.ndim))
     allowed = error + 2 * (apart.max(axes, keepdims=True) if axes else apart.max(initial=0.0))
+    off = np.abs(np.subtract(ours, exact, out=np.zeros_like(exact), where=wrong))
     still = wrong & ~(off <= allowed)
     if still.any():
         excess = np.where(still, np.where(np.isfinite(ours), off / allowed, np.inf), 0.0)
@@ -201,11 +234,7 @@ def _share(call: Call, numbers: Arrays, name: str, triple: tuple, checked: np.nd
             f"{name} is {ours[worst]:.8g} at {at} but should be {exact[worst]:.8g} ± {allowed[worst]:.2g} "
             f"(rounding {error[worst]:.2g}; plain PyTorch {theirs[worst]:.8g}); {int(still.sum())} of {still.size} wrong"
         )
-    return max(share, float((off[wrong] / allowed[wrong]).max(initial=0.0)))
-
-
-def _wanted(call: Call) -> tuple[str, ...]:
-    return tuple(x for x in WANTED[call.wanted] if not (call.value_is_key and x == "value"))
+    return float((off[wrong] / allowed[wrong]).max(initial=0.0))
 
 
 def _bits(call: Call, backend: str) -> int | None:

@@ -17,13 +17,12 @@ import datetime
 import multiprocessing
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
-from differential_arrays import arrays
 from differential_calls import Call, draw, settled
-from differential_checks import answerable, assert_agrees, assert_right
+from differential_checks import Question, answerable, assert_agrees, assert_right
 
 from alibi_attn import records
 
@@ -50,8 +49,13 @@ class Tally:
 
 
 def drawn(seed: int, backend: str) -> Call:
-    """The call of a seed, as far as a backend can answer it: JAX compiles for every shape, and Triton's interpreter is slow."""
-    call = answerable(draw(seed), backend)
+    """The call of a seed, as far as a backend can answer it."""
+    return as_answered(draw(seed), backend)
+
+
+def as_answered(call: Call, backend: str) -> Call:
+    """The call as far as a backend can answer it: JAX compiles for every shape, and Triton's interpreter is slow."""
+    call = answerable(call, backend)
     if backend in JAX:
         from differential_jax import of_shape
 
@@ -67,28 +71,31 @@ def drawn(seed: int, backend: str) -> Call:
     return call
 
 
-def check(call: Call, backend: str) -> dict[str, float]:
+def check(question: Question, backend: str) -> dict[str, float]:
     """`assert_agrees` for every backend, JAX's among them."""
     if backend not in JAX:
-        return assert_agrees(call, backend)
+        return assert_agrees(question, backend)
     from differential_jax import jax_answer
 
-    numbers = arrays(call)
-    return assert_right(call, numbers, jax_answer(call, numbers, backend))
+    return assert_right(question, jax_answer(question.call, question.numbers, backend))
 
 
-def fuzz(backend: str, seeds: range) -> Tally:
-    """Answer the calls of these seeds."""
-    tally = Tally()
+def fuzz(backends: Sequence[str], seeds: range) -> dict[str, Tally]:
+    """What comes of the calls of these seeds, by backend. Those that answer the same call share its numbers and its truth."""
+    tallies = {backend: Tally() for backend in backends}
     for seed in seeds:
-        call = drawn(seed, backend)
-        tally.draws += 1
-        tally.features.update(features(call))
-        try:
-            tally.shares |= collections.Counter(check(call, backend))
-        except WRONG as error:
-            tally.failures.append((seed, f"{call}\n    {type(error).__name__}: {error}"))
-    return tally
+        call, questions = draw(seed), {}
+        for backend, tally in tallies.items():
+            asked = as_answered(call, backend)
+            tally.draws += 1
+            tally.features.update(features(asked))
+            try:
+                if asked not in questions:
+                    questions[asked] = Question(asked)
+                tally.shares |= collections.Counter(check(questions[asked], backend))
+            except WRONG as error:
+                tally.failures.append((seed, f"{asked}\n    {type(error).__name__}: {error}"))
+    return tallies
 
 
 def features(call: Call) -> Iterator[str]:
@@ -113,7 +120,7 @@ def plainest(call: Call, backend: str) -> Call:
 
     def kind(call: Call) -> type[Exception] | None:
         try:
-            check(call, backend)
+            check(Question(call), backend)
         except WRONG as error:
             return type(error)
         return None
@@ -162,39 +169,42 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--out", type=Path, help="folder of the records; none is kept without it")
     parser.add_argument("--shrink", action="store_true", help="make every failing call as plain as it still fails")
     asked = parser.parse_args(arguments)
-    failed = False
-    for backend in asked.backends:
-        started = datetime.datetime.now(datetime.UTC)
-        tally, stopped = _over_processes(backend, asked)
+    started = datetime.datetime.now(datetime.UTC)
+    tallies, stopped = _over_processes(asked)
+    for backend, tally in tallies.items():
         print(_report(backend, tally), flush=True)
-        failed |= bool(tally.failures)
         if asked.out is not None and tally.draws:
             print(records.save(_record(backend, asked.first_seed, tally, started), asked.out))
-        if stopped:
-            print(f"stopped; go on with --first-seed {asked.first_seed + tally.draws}")
-            return 130
-    return int(failed)
+    if stopped:
+        done = min(tally.draws for tally in tallies.values())
+        print(f"stopped; go on with --first-seed {asked.first_seed + done}")
+        return 130
+    return int(any(tally.failures for tally in tallies.values()))
 
 
-def _over_processes(backend: str, asked: argparse.Namespace) -> tuple[Tally, bool]:
-    """(what came of the draws, in the order of their seeds, whether it was stopped before the last)."""
-    tally, end = Tally(), asked.first_seed + asked.draws
+def _over_processes(asked: argparse.Namespace) -> tuple[dict[str, Tally], bool]:
+    """(what came of the draws, by backend and in the order of their seeds; whether it was stopped before the last)."""
+    tallies, end = {backend: Tally() for backend in asked.backends}, asked.first_seed + asked.draws
     parts = [range(start, min(start + TOGETHER, end)) for start in range(asked.first_seed, end, TOGETHER)]
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(asked.processes, mp_context=context, initializer=_prepare) as executor:
         try:
-            for number, part in enumerate(executor.map(fuzz, [backend] * len(parts), parts)):
-                tally.add(part)
-                for seed, words in part.failures:
-                    print(f"WRONG {backend} seed {seed}: {words}", flush=True)
-                    if asked.shrink:
-                        print(f"    as plain as it still fails: {plainest(drawn(seed, backend), backend)}", flush=True)
+            for number, part in enumerate(executor.map(fuzz, [asked.backends] * len(parts), parts)):
+                for backend, tally in part.items():
+                    tallies[backend].add(tally)
+                    for seed, words in tally.failures:
+                        print(f"WRONG {backend} seed {seed}: {words}", flush=True)
+                        if asked.shrink:
+                            print(
+                                f"    as plain as it still fails: {plainest(drawn(seed, backend), backend)}", flush=True
+                            )
                 if number % 20 == 19:
-                    print(f"{backend}: {tally.draws} draws, {len(tally.failures)} failures", flush=True)
+                    wrong = ", ".join(f"{backend} {len(tally.failures)} failures" for backend, tally in tallies.items())
+                    print(f"{(number + 1) * TOGETHER} draws: {wrong}", flush=True)
         except KeyboardInterrupt:
             executor.shutdown(wait=False, cancel_futures=True)
-            return tally, True
-    return tally, False
+            return tallies, True
+    return tallies, False
 
 
 def _report(backend: str, tally: Tally) -> str:

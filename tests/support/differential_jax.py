@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from differential_arrays import Arrays
-from differential_calls import Call, settled
-from differential_checks import WANTED, Answer
+from differential_calls import Call, settled, wanted
+from differential_checks import Answer
 
 from alibi_attn.jax.attention import alibi_attention
 
@@ -58,12 +58,12 @@ def jax_answer(call: Call, numbers: Arrays, backend: str) -> Answer:
     }  # fmt: skip
     (output, lse), pull = jax.vjp(lambda arrays: alibi_attention(**arrays, **rest, return_lse=True), given)
     results = {"output": _torch(output)} | ({"lse": _torch(lse)} if call.return_lse else {})
-    if WANTED[call.wanted]:
+    if wanted(call):
         blind = ~numbers.seen(call).any(-1) if call.wild_blind else np.zeros(lse.shape, bool)
         grad = np.where(blind[..., None], np.nan, numbers.grad_output * (call.through != "lse"))
         grad_lse = np.where(blind, np.nan, numbers.grad_lse * (call.through != "output"))
         (found,) = pull((jnp.asarray(np.swapaxes(grad, 1, 2), jnp.float32), jnp.asarray(grad_lse, jnp.float32)))
-        results |= {name: _torch(found[name]) for name in WANTED[call.wanted] if name in found}
+        results |= {name: _torch(found[name]) for name in wanted(call)}
     return Answer(results)
 
 

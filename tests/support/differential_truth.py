@@ -4,20 +4,27 @@ The error is a forward error analysis of attention as it is computed (docs/maths
 rounding their sums costs, so a weight p is off by the factor exp(±that); what is skipped is a change of weights too. From the
 weights it is carried through every sum, with the magnitudes of the terms, not of the results: where a sum cancels, its digits go.
 A sum of n numbers is taken to lose 4 + √n units of the sum of their magnitudes (Higham & Mary 2019, doi:10.1137/18M1226312).
-A bias b_j of a key counts from that of some finite key near the query, b_ref, and costs a few units of |b_j − b_ref|.
+A bias b_j of a key counts from that of some finite key near the query, b_ref, and costs a few units of |b_j − b_ref|
+(`differential_biases.py`).
+
+Arrays of queries and keys are made for a block of queries at a time, with the keys that any of them sees, and most of what is
+done to them is done in place: a processor's caches hold them, and the truth costs less than the answers that are held against it.
 """
 
 import dataclasses
 import math
+from collections.abc import Iterator
 
 import numpy as np
 from differential_arrays import Arrays
-from differential_calls import BITS, Call, lse_dtype, slopes_dtype
+from differential_biases import largest_bias, references
+from differential_calls import BITS, Call, lse_dtype, slopes_dtype, wanted
 
 SMALLEST = {"float16": 2.0**-24, "bfloat16": 2.0**-126, "float32": 2.0**-126, "float64": 2.0**-1022}
 # Relative error of an exponential, four units; see `differential_checks` for those that are worse.
 EXPONENTIAL = {"float32": 2.0**-22, "float64": 2.0**-51}
 TILE = 64
+BLOCK, LEAST_ROWS = 2**16, 32  # scores of a block, queries of one that has long rows
 BIAS_UNITS = (
     4  # the difference is rounded, then its sums with the linear bias and with the product, and one is to spare
 )
@@ -25,12 +32,14 @@ BIAS_UNITS = (
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Truth:
-    """By name (output, lse, and gradients: query, key, value, slopes, right_slopes, key_bias): the result, its largest error."""
+    """By name (output, lse, and the gradients that the call wants: query, key, value, slopes, right_slopes, key_bias): the
+    result, its largest error.
+    """
 
     exact: dict[str, np.ndarray]
     error: dict[str, np.ndarray]
     seen: np.ndarray  # [B, H, T, S]
-    weights: np.ndarray  # [B, H, T, S]
+    weights: np.ndarray | None  # [B, H, T, S], of a call that asks for its reach
 
 
 def truth(call: Call, numbers: Arrays, *, bits: int | None = None) -> Truth:
@@ -40,176 +49,117 @@ def truth(call: Call, numbers: Arrays, *, bits: int | None = None) -> Truth:
 
 
 class _Sums:
-    """All [B, H, T, S] arrays of one call."""
+    """The sums of one call over its blocks of queries. Names that begin with `of_` are of errors."""
 
     def __init__(self, call: Call, numbers: Arrays, bits: int | None) -> None:
-        self.call, self.numbers = call, numbers
+        self.call, self.numbers, self.wanted = call, numbers, wanted(call)
+        if call.value_is_key and "key" in self.wanted:
+            self.wanted += ("value",)
         work = "float64" if call.dtype == "float64" else "float32"
         self.unit, self.stored = 2.0 ** -(BITS[work] + 1), 2.0 ** -(BITS[call.dtype] + 1)
         self.exponential = EXPONENTIAL[work] if bits is None else 2.0**-bits
         self.smallest, self.vanished = SMALLEST[call.dtype], SMALLEST[work]  # a product may be flushed to zero
+        self.tiny = 2.0**-24 if call.dtype == "float16" else 2.0**-120 if call.dtype != "float64" else 2.0**-1000
         self.seen = numbers.seen(call)
         self.blind = ~self.seen.any(-1)
-        self.q = np.where(self.blind[..., None], 0.0, np.nan_to_num(numbers.query, nan=0.0, posinf=0.0, neginf=0.0))
-        self.k, self.v = (np.repeat(_finite(x), call.group, 1) for x in (numbers.key, numbers.value))
-        self.distance = numbers.distance()[:, None].astype(np.float64)
+        self._inputs()
+        self._results()
+
+    def _inputs(self) -> None:
+        call, numbers, blind = self.call, self.numbers, self.blind
+        self.q = np.where(blind[..., None], 0.0, np.nan_to_num(numbers.query, nan=0.0, posinf=0.0, neginf=0.0))
+        unseen = ~self.seen.any(2)[..., None]
+        self.k, self.v = (
+            np.where(unseen, 0.0, np.repeat(_finite(x), call.group, 1)) for x in (numbers.key, numbers.value)
+        )
+        self.go = np.where(blind[..., None] | (call.through == "lse"), 0.0, numbers.grad_output)
+        self.gl = np.where(blind | (call.through == "output"), 0.0, numbers.grad_lse)
+        self.of_q, self.of_k, self.of_v, self.of_go = (np.abs(x) for x in (self.q, self.k, self.v, self.go))
         heads = (call.batch, call.heads)
-        left = np.broadcast_to(numbers.slopes, heads)[:, :, None, None]
-        self.slope = left
+        self.left, self.right = np.broadcast_to(numbers.slopes, heads)[:, :, None, None], None
         if numbers.right_slopes is not None:
             right = np.broadcast_to(numbers.right_slopes, heads)[:, :, None, None]
-            self.slope = np.where(self.distance < 0, np.where(np.isinf(right), 0.0, right), left)
+            self.right = np.where(np.isinf(right), 0.0, right)
+        # Relative to the largest that a query sees, or float64 would round what is large.
+        self.of_keys = numbers.bias_of_keys(call)
+        self.shift, self.shifted = np.zeros(blind.shape), np.zeros(blind.shape)
+        if numbers.key_bias is not None:
+            self.shift = largest_bias(self.seen, self.of_keys)
+            self.references = references(self.of_keys, numbers, self.seen)
+            self.shifted = np.max([np.abs(self.shift - x) for x in self.references], 0)
+
+    def _results(self) -> None:
+        call = self.call
+        queries, keys = (call.batch, call.heads, call.query_len), (call.batch, call.heads, call.key_len)
+        d = call.head_dim
+        self.weights = np.zeros(self.seen.shape) if call.asks_reach else None
+        self.output, self.of_output, self.dq, self.of_dq = (np.zeros((*queries, d)) for _ in range(4))
+        self.dk, self.of_dk, self.dv, self.of_dv = (np.zeros((*keys, d)) for _ in range(4))
+        self.lse, self.of_lse = np.full(queries, -np.inf), np.zeros(queries)
+        self.dbias, self.of_dbias = np.zeros(keys), np.zeros(keys)
+        sides = ("slopes", "right_slopes") if call.right is not None else ("slopes",)
+        self.dslopes = {side: np.zeros((3, call.batch, call.heads)) for side in sides if side in self.wanted}
 
     def lost(self, terms: int) -> float:
         """What a sum of so many terms loses, as a share of the sum of their magnitudes."""
         return (4 + math.sqrt(terms)) * self.unit
 
+    def blocks(self) -> Iterator["_Block"]:
+        """Queries of some sequences and heads, with the keys from the first to the last that any of them sees."""
+        b, h, t, s = self.seen.shape
+        rows = max(LEAST_ROWS, BLOCK // max(1, s))
+        heads = max(1, rows // max(1, t))
+        batch = max(1, heads // h)
+        for first in range(0, b, batch):
+            for head in range(0, h, heads):
+                for query in range(0, t, rows):
+                    at = np.s_[first : first + batch, head : head + heads, query : query + rows]
+                    keys = np.flatnonzero(self.seen[at].any((0, 1, 2)))
+                    if keys.size:
+                        yield _Block(self, at, slice(int(keys[0]), int(keys[-1]) + 1))
+
     def truth(self) -> Truth:
         call = self.call
-        d, s = call.head_dim, call.key_len
-        away = np.abs(self.distance)
-        products = call.factor * (self.q @ self.k.swapaxes(-1, -2))
-        # Relative to the largest that a query sees, or float64 would round what is large.
-        of_keys = self.numbers.bias_of_keys(call)
-        shift = largest_bias(self.seen, of_keys)
-        own = np.where(self.seen, of_keys[:, :, None] - shift[..., None], 0.0)
-        scores = np.where(self.seen, products - self.slope * away + own, -np.inf)
-        top = np.where(self.blind, 0.0, scores.max(-1, initial=-np.inf))[..., None]
-        weights = np.exp(scores - top)
-        total = weights.sum(-1)
-        p = weights / np.where(self.blind, 1.0, total)[..., None]
-        lse = np.where(self.blind, -np.inf, top[..., 0] + np.log(np.where(self.blind, 1.0, total)))
-        finite_lse = np.where(self.blind, 0.0, lse)
-
-        # Scores, their log-sum-exp, and weights.
-        sizes = abs(call.factor) * (np.abs(self.q) @ np.abs(self.k).swapaxes(-1, -2) + d * self.vanished)
-        far = np.maximum(
-            np.where(self.seen, np.abs(scores), 0.0), np.maximum(np.abs(top), np.abs(finite_lse)[..., None])
-        )
-        of_score = self.lost(d) * sizes + 2 * self.unit * (np.abs(self.slope) * away + far)
-        of_bias, shifted = self._rounded_biases(of_keys, shift)
-        of_score += of_bias
-        raised = np.where(self.seen, scores + of_score, -np.inf)
-        high = np.where(self.blind, 0.0, raised.max(-1, initial=-np.inf))[..., None]
-        of_lse = high[..., 0] + np.log(np.where(self.blind, 1.0, np.exp(raised - high).sum(-1))) - finite_lse
-        of_lse = np.where(self.blind, 0.0, of_lse) + self.exponential + self.lost(s)
-        relative = of_score + of_lse[..., None] + self.exponential + (self.stored if self.stored > self.unit else 0.0)
-        tiny = 2.0**-24 if call.dtype == "float16" else 2.0**-120 if call.dtype != "float64" else 2.0**-1000
-        nats = np.where(self.seen, scores - finite_lse[..., None], -np.inf)
-        wide = np.exp(np.minimum(0.0, nats + relative))  # also where p itself has vanished
-        of_p = np.where(relative < 1, p * np.expm1(np.minimum(relative, 1.0)), wide)
-        of_p = np.where(self.seen, np.minimum(1.0, of_p) + tiny, 0.0)
-        # Skipped are only weights of at most the tolerance, and the others grow by what is lost.
-        share = call.share
-        may_go = np.where(p <= share, p, 0.0)
-        gone = np.minimum(share, may_go.sum(-1))[..., None]
-        skipped = may_go + p * (gone / (1 - gone))
-        self.p, self.of_p, self.skipped = p, of_p, skipped
-
-        output = p @ self.v
-        most = np.where(self.seen, np.abs(self.v).max(-1)[:, :, None], 0.0).max(-1, initial=0.0)[..., None]
-        cut = np.minimum(skipped @ np.abs(self.v), 2 * share * most)
-        of_output = of_p @ np.abs(self.v) + cut + self.lost(s) * (p @ np.abs(self.v))
-        of_output += 2 * self.stored * np.abs(output) + self.smallest + s * self.vanished
-        rounded_lse = of_lse + 4 * self.unit * (1 + np.abs(finite_lse) + shifted) + gone[..., 0] / (1 - gone[..., 0])
-        rounded_lse += 2.0 ** -BITS[lse_dtype(call)] * np.abs(finite_lse + shift)
-        exact, error = self._gradients(output, of_output, finite_lse)
-        exact |= {"output": np.where(self.blind[..., None], 0.0, output), "lse": lse + shift}
-        error |= {
-            "output": np.where(self.blind[..., None], 0.0, of_output),
-            "lse": np.where(self.blind, 0.0, rounded_lse),
-        }
-        return Truth(exact, error, self.seen, p)
-
-    def _rounded_biases(self, of_keys: np.ndarray, shift: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(what biases do to scores [B, H, T, S], how far a query's largest bias may be from where they count [B, H, T])."""
-        references = _references(of_keys, self.numbers, self.seen)
-        shifted = np.max([np.abs(shift - x) for x in references], 0)
-        used = np.where(self.seen, of_keys[:, :, None], shift[..., None])
-        apart = np.max([np.abs(used - x[..., None]) for x in references], 0)
-        return self.unit * (BIAS_UNITS * apart + 2 * shifted[..., None]), shifted
-
-    def _gradients(
-        self, output: np.ndarray, of_output: np.ndarray, lse: np.ndarray
-    ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-        call, numbers, p = self.call, self.numbers, self.p
-        zero = call.layout_grad == "zero" and call.through == "output"
-        go = np.where(self.blind[..., None] | (call.through == "lse"), 0.0, numbers.grad_output)
-        gl = np.where(self.blind | (call.through == "output"), 0.0, numbers.grad_lse)
-        dp, sizes = go @ self.v.swapaxes(-1, -2), np.abs(go) @ np.abs(self.v).swapaxes(-1, -2) + self.vanished
-        inner = (go * output).sum(-1) - gl
-        of_inner = (np.abs(go) * (of_output + self.lost(call.head_dim) * np.abs(output))).sum(-1)
-        of_inner = (of_inner + 4 * self.unit * np.abs(gl))[..., None]
-        apart = dp - inner[..., None]
-        ds = p * apart
-        changed = self.of_p + self.skipped
-        of_ds = changed * np.abs(apart) + (p + self.of_p) * (self.lost(call.head_dim) * sizes + of_inner)
-        of_ds += 2 * max(self.stored, 4 * self.unit) * np.abs(ds)
-        factor = abs(call.factor)
-        exact, error = {}, {}
-
-        def put(name: str, result: np.ndarray, off: np.ndarray, magnitude: np.ndarray, terms: int) -> None:
-            stored = self.stored
-            if "slopes" in name or name == "key_bias":
-                kept = call.key_bias_as if name == "key_bias" else slopes_dtype(call)
-                stored = max(self.unit, 2.0 ** -(BITS[kept] + 1))
+        for block in self.blocks():
+            block.weigh()
+            block.put_output()
+            if self.wanted:
+                block.put_gradients()
+        self.of_output += 2 * self.stored * np.abs(self.output) + self.smallest + call.key_len * self.vanished
+        exact = {"output": self.output, "lse": self.lse + self.shift}
+        error = {"output": np.where(self.blind[..., None], 0.0, self.of_output), "lse": self.of_lse}
+        for name, (result, off, terms, stored) in self._gradients().items():
             exact[name] = result
-            error[name] = off + self.lost(terms) * magnitude + 2 * stored * np.abs(result)
-            error[name] += self.smallest + terms * self.vanished
-
-        k, q = np.abs(self.k), np.abs(self.q)
-        put("query", call.factor * (ds @ self.k), factor * (of_ds @ k), factor * (np.abs(ds) @ k), call.key_len)
-        terms = call.query_len * call.group
-        turned, of_turned, size = ds.swapaxes(-1, -2), of_ds.swapaxes(-1, -2), np.abs(ds).swapaxes(-1, -2)
-        put("key", *(self._of_group(x) for x in (call.factor * (turned @ self.q), factor * (of_turned @ q),
-                                                 factor * (size @ q))), terms)  # fmt: skip
-        pt, of_pt = p.swapaxes(-1, -2), (changed + self.of_p).swapaxes(-1, -2)
-        put("value", *(self._of_group(x) for x in (pt @ go, of_pt @ np.abs(go), pt @ np.abs(go))), terms)
-        self._slopes(ds, of_ds, p * sizes, gl, put)
-        if numbers.key_bias is not None:
-            sums = (self._as_given(x.sum(-2)) for x in (ds, of_ds, np.abs(ds)))
-            put(
-                "key_bias",
-                *sums,
-                call.query_len * (call.batch * call.heads * call.key_len // max(1, numbers.key_bias.size)),
-            )
-        if call.value_is_key:
+            error[name] = off + 2 * stored * np.abs(result) + self.smallest + terms * self.vanished
+        if call.value_is_key and "key" in exact:
             for of in (exact, error):
                 of["key"] = of["key"] + of.pop("value")
-        if zero:  # nothing comes, so nothing leaves
-            error = {name: np.zeros_like(x) for name, x in error.items()}
-        return exact, error
+        if call.layout_grad == "zero" and call.through == "output":  # nothing comes, so nothing leaves
+            error |= {name: np.zeros_like(x) for name, x in error.items() if name not in ("output", "lse")}
+        return Truth(exact, error, self.seen, self.weights)
 
-    def _slopes(self, ds: np.ndarray, of_ds: np.ndarray, terms: np.ndarray, gl: np.ndarray, put) -> None:
-        """−Σ ds·|i − j| to the left and to the right, with distances from the nearest key: Σ_j ds is the lse's gradient."""
-        call, away = self.call, np.abs(self.distance)
-        to_right = np.broadcast_to(self.distance < 0, self.seen.shape)
-        nearest = np.where(self.seen, away, np.inf).min(-1, initial=np.inf)
-        one_side = ~((self.seen & to_right).any(-1) & (self.seen & ~to_right).any(-1))
-        nearest = np.where(one_side & ~self.blind, nearest, 0.0)
-        # Whoever counts distances from the end of the keys, give or take a tile, loses what that count costs.
-        position = self.numbers.first[:, None] + np.arange(call.query_len)
-        outside = np.maximum(np.maximum(-position, position - call.key_len + 1) - TILE, 0)
-        counted = away - outside[:, None, :, None]
-        # Plain PyTorch counts all of it: what it loses in Σ_j ds is multiplied by that, a query at a time, now up and now down.
-        adrift = ((terms.sum(-1) + np.abs(gl)) * (self.p * away).sum(-1)) ** 2
-        sides = {"slopes": ~to_right, "right_slopes": to_right} if call.right is not None else {"slopes": None}
-        for name, side in sides.items():
-            inside = self.seen if side is None else self.seen & side
-            # A double counts what is left of a distance once the nearest is gone, and the gradient of lse takes the rest.
-            beyond = np.where(inside, away - nearest[..., None], 0.0)
-            rows = np.where(inside.any(-1), gl * nearest, 0.0)
-            result = -((ds * beyond).sum(-1) + rows).sum(-1)
-            off = (of_ds * inside * counted).sum((-1, -2)) + 4 * self.unit * np.abs(rows).sum(-1)
-            magnitude = (np.abs(ds) * inside * counted).sum((-1, -2))
-            squares = ((ds * away * inside) ** 2).sum((-1, -2)) + np.where(inside.any(-1), adrift, 0.0).sum(-1)
-            given = self.numbers.slopes if name == "slopes" else self.numbers.right_slopes
+    def _gradients(self) -> dict[str, tuple[np.ndarray, np.ndarray, int, float]]:
+        """By name: (gradient, its error but for what storing it costs, terms of its sums, unit of the dtype that it has)."""
+        call, numbers, found = self.call, self.numbers, {}
+        terms = call.query_len * call.group
+        if "query" in self.wanted:
+            found["query"] = self.dq, self.of_dq, call.key_len, self.stored
+        if "key" in self.wanted:
+            found["key"] = self._of_group(self.dk), self._of_group(self.of_dk), terms, self.stored
+        if "value" in self.wanted:
+            found["value"] = self._of_group(self.dv), self._of_group(self.of_dv), terms, self.stored
+        for name, (result, off, squares) in self.dslopes.items():
+            given = numbers.slopes if name == "slopes" else numbers.right_slopes
             if given.ndim == 1:
-                result, off, magnitude, squares = (x.sum(0) for x in (result, off, magnitude, squares))
-            off = off + 4 * self.unit * np.sqrt(squares)
-            infinite = np.isinf(given)
-            found = (np.where(infinite, 0.0, x) for x in (result, off, magnitude))
-            put(name, *found, call.query_len * call.key_len)
+                result, off, squares = (x.sum(0) for x in (result, off, squares))
+            result, off = (np.where(np.isinf(given), 0.0, x) for x in (result, off + 4 * self.unit * np.sqrt(squares)))
+            stored = max(self.unit, 2.0 ** -(BITS[slopes_dtype(call)] + 1))
+            found[name] = result, off, call.query_len * call.key_len, stored
+        if "key_bias" in self.wanted:
+            terms = call.query_len * (call.batch * call.heads * call.key_len // max(1, numbers.key_bias.size))
+            stored = max(self.unit, 2.0 ** -(BITS[call.key_bias_as] + 1))
+            found["key_bias"] = self._as_given(self.dbias), self._as_given(self.of_dbias), terms, stored
+        return found
 
     def _as_given(self, x: np.ndarray) -> np.ndarray:
         """[B, H, S] -> the shape of the bias of keys: the sum over what it was repeated for."""
@@ -224,49 +174,185 @@ class _Sums:
         return x.reshape(b, self.call.kv_heads, self.call.group, s, d).sum(2)
 
 
+class _Block:
+    """Queries [b, h, t] and the keys that they see; scores, weights and all that comes of them are [b, h, t, s]."""
+
+    def __init__(self, sums: _Sums, at: tuple[slice, slice, slice], keys: slice) -> None:
+        b, h, t = at
+        self.sums, self.at, self.keys = sums, at, (b, h, keys)
+        self.seen, self.blind = sums.seen[b, h, t, keys], sums.blind[at]
+        self.hidden = ~self.seen
+        self.position = (sums.numbers.first[b, None] + np.arange(sums.call.query_len)[t])[:, None]
+        distance = (self.position[..., None] - np.arange(sums.call.key_len)[keys]).astype(np.float64)  # [b, 1, t, s]
+        self.away, self.to_right = np.abs(distance), distance < 0
+
+    def weigh(self) -> None:
+        """p, and how far it may be off: by the errors of scores and of their log-sum-exp, and by what is skipped."""
+        sums, call = self.sums, self.sums.call
+        scores, far, of_score = self._scores()
+        top = np.where(self.blind, 0.0, scores.max(-1))[..., None]
+        self.p = np.exp(scores - top)
+        total = np.where(self.blind, 1.0, self.p.sum(-1))
+        self.p /= total[..., None]
+        lse = np.where(self.blind, 0.0, top[..., 0] + np.log(total))
+        np.maximum(far, np.maximum(np.abs(top), np.abs(lse)[..., None]), out=far)
+        far *= 2 * sums.unit
+        of_score += far
+        if call.bad == "seen":  # what others do not see may be the largest of numbers
+            np.copyto(of_score, 0.0, where=self.hidden)
+        raised = np.add(scores, of_score, out=far)
+        high = np.where(self.blind, 0.0, raised.max(-1))[..., None]
+        raised -= high
+        total = np.where(self.blind, 1.0, np.exp(raised, out=raised).sum(-1))
+        of_lse = np.where(self.blind, 0.0, high[..., 0] + np.log(total) - lse)
+        of_lse += sums.exponential + sums.lost(call.key_len)
+
+        of_score += (of_lse + sums.exponential + (sums.stored if sums.stored > sums.unit else 0.0))[..., None]
+        beyond = ~(of_score < 1)
+        self.of_p = np.minimum(of_score, 1.0, out=raised)
+        np.expm1(self.of_p, out=self.of_p)
+        self.of_p *= self.p
+        if beyond.any():  # also where p itself has vanished
+            scores -= lse[..., None]
+            self.of_p[beyond] = np.exp(np.minimum(0.0, scores[beyond] + of_score[beyond]))
+        np.minimum(self.of_p, 1.0, out=self.of_p)
+        self.of_p += sums.tiny * self.seen
+        self._skip()
+        shift, shifted = sums.shift[self.at], sums.shifted[self.at]
+        of_lse += 4 * sums.unit * (1 + np.abs(lse) + shifted) + self.grown
+        of_lse += 2.0 ** -BITS[lse_dtype(call)] * np.abs(lse + shift)
+        sums.lse[self.at] = np.where(self.blind, -np.inf, lse)
+        sums.of_lse[self.at] = np.where(self.blind, 0.0, of_lse)
+        if sums.weights is not None:
+            sums.weights[(*self.at, self.keys[2])] = self.p
+
+    def _scores(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(scores, −inf where a query may not look; their sizes; how far they are off, but for what their size and lse cost)."""
+        sums, call = self.sums, self.sums.call
+        b, h, _ = self.at
+        linear = sums.left[b, h] if sums.right is None else np.where(self.to_right, sums.right[b, h], sums.left[b, h])
+        linear = linear * self.away
+        scores = sums.q[self.at] @ sums.k[self.keys].swapaxes(-1, -2)
+        scores *= call.factor
+        scores -= linear
+        of_score = sums.of_q[self.at] @ sums.of_k[self.keys].swapaxes(-1, -2)
+        of_score += call.head_dim * sums.vanished
+        of_score *= sums.lost(call.head_dim) * abs(call.factor)
+        np.abs(linear, out=linear)
+        linear *= 2 * sums.unit
+        of_score += linear
+        if sums.numbers.key_bias is not None:
+            shift = sums.shift[self.at][..., None]
+            used = np.where(self.seen, sums.of_keys[self.keys][:, :, None], shift)
+            scores += used - shift
+            apart = np.maximum(*(np.abs(used - x[self.at][..., None]) for x in sums.references))
+            of_score += sums.unit * (BIAS_UNITS * apart + 2 * sums.shifted[self.at][..., None])
+        sizes = np.abs(scores, out=linear)
+        np.copyto(scores, -np.inf, where=self.hidden)
+        return scores, sizes, of_score
+
+    def _skip(self) -> None:
+        """Skipped are only weights of at most the tolerance, and the others grow by what is lost."""
+        share = self.sums.call.share
+        self.skipped = self.p * (self.p <= share)
+        gone = np.minimum(share, self.skipped.sum(-1))
+        self.grown = gone / (1 - gone)
+        self.skipped += self.p * self.grown[..., None]
+
+    def put_output(self) -> None:
+        sums = self.sums
+        v, of_v, share = sums.v[self.keys], sums.of_v[self.keys], sums.call.share
+        self.output = self.p @ v
+        most = (self.seen * of_v.max(-1)[:, :, None]).max(-1)[..., None]
+        self.of_output = np.minimum(self.skipped @ of_v, 2 * share * most)
+        self.of_output += (self.of_p + sums.lost(sums.call.key_len) * self.p) @ of_v
+        sums.output[self.at], sums.of_output[self.at] = self.output, self.of_output
+
+    def put_gradients(self) -> None:
+        sums, call = self.sums, self.sums.call
+        ds, of_ds, adrift = self._of_scores()
+        size, factor = np.abs(ds), abs(call.factor)
+
+        def with_lost(off: np.ndarray, magnitude: np.ndarray, terms: int) -> np.ndarray:
+            found = magnitude * sums.lost(terms)
+            found += off
+            return found
+
+        if "query" in sums.wanted:
+            sums.dq[self.at] = call.factor * (ds @ sums.k[self.keys])
+            sums.of_dq[self.at] = factor * (with_lost(of_ds, size, call.key_len) @ sums.of_k[self.keys])
+        terms = call.query_len * call.group
+        if "key" in sums.wanted:
+            sums.dk[self.keys] += call.factor * (ds.swapaxes(-1, -2) @ sums.q[self.at])
+            sums.of_dk[self.keys] += factor * (with_lost(of_ds, size, terms).swapaxes(-1, -2) @ sums.of_q[self.at])
+        if "value" in sums.wanted:
+            sums.dv[self.keys] += self.p.swapaxes(-1, -2) @ sums.go[self.at]
+            changed = with_lost(self.skipped, self.p, terms)
+            changed += 2 * self.of_p
+            sums.of_dv[self.keys] += changed.swapaxes(-1, -2) @ sums.of_go[self.at]
+        if sums.dslopes:
+            self._put_slopes(ds, with_lost(of_ds, size, call.query_len * call.key_len), adrift)
+        if "key_bias" in sums.wanted:
+            terms = call.query_len * (call.batch * call.heads * call.key_len // max(1, sums.numbers.key_bias.size))
+            sums.dbias[self.keys] += ds.sum(-2)
+            sums.of_dbias[self.keys] += with_lost(of_ds, size, terms).sum(-2)
+
+    def _of_scores(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(gradients of scores; how far they are off; [b, h, t] what plain PyTorch may lose in their sum, in units)."""
+        sums, call = self.sums, self.sums.call
+        go, gl, lost = sums.go[self.at], sums.gl[self.at], sums.lost(call.head_dim)
+        of_go = sums.of_go[self.at]
+        ds = go @ sums.v[self.keys].swapaxes(-1, -2)
+        sizes = of_go @ sums.of_v[self.keys].swapaxes(-1, -2)
+        sizes += sums.vanished
+        ds -= ((go * self.output).sum(-1) - gl)[..., None]
+        of_inner = (of_go * (self.of_output + self._stored() + lost * np.abs(self.output))).sum(-1)
+        of_inner += 4 * sums.unit * np.abs(gl)
+        if call.bad == "seen":
+            for x in (ds, sizes):
+                np.copyto(x, 0.0, where=self.hidden)
+        of_ds = self.of_p + self.skipped
+        of_ds += 2 * max(sums.stored, 4 * sums.unit) * self.p
+        of_ds *= np.abs(ds)
+        ds *= self.p
+        terms = np.einsum("bhts,bhts->bht", self.p, sizes) + np.abs(gl)
+        sizes *= lost
+        sizes += of_inner[..., None]
+        sizes *= self.p + self.of_p
+        of_ds += sizes
+        return ds, of_ds, (terms * np.einsum("bhts,bxts->bht", self.p, self.away)) ** 2
+
+    def _stored(self) -> np.ndarray:
+        sums = self.sums
+        return 2 * sums.stored * np.abs(self.output) + sums.smallest + sums.call.key_len * sums.vanished
+
+    def _put_slopes(self, ds: np.ndarray, of_ds: np.ndarray, adrift: np.ndarray) -> None:
+        """−Σ ds·|i − j| to the left and to the right, with distances from the nearest key: Σ_j ds is the lse's gradient."""
+        sums, call, away = self.sums, self.sums.call, self.away
+        gl = sums.gl[self.at]
+        nearest = np.where(self.seen, away, np.inf).min(-1)
+        of_right = (self.seen & self.to_right).any(-1)
+        of_left = (self.seen & ~self.to_right).any(-1)
+        nearest = np.where(~(of_right & of_left) & ~self.blind, nearest, 0.0)
+        # Whoever counts distances from the end of the keys, give or take a tile, loses what that count costs.
+        outside = np.maximum(np.maximum(-self.position, self.position - call.key_len + 1) - TILE, 0)
+        counted = away - outside[..., None]
+        # A double counts what is left of a distance once the nearest is gone, and the gradient of lse takes the rest.
+        beyond = away - nearest[..., None]
+        for name, found in sums.dslopes.items():
+            of_side, inside = (ds, of_ds, counted), of_left | of_right
+            if call.right is not None:
+                side, inside = (~self.to_right, of_left) if name == "slopes" else (self.to_right, of_right)
+                of_side = tuple(x * side for x in of_side)
+            rows = np.where(inside, gl * nearest, 0.0)
+            result = -np.einsum("bhts,bhts->bh", of_side[0], beyond) - rows.sum(-1)
+            off = np.einsum("bhts,bxts->bh", of_side[1], of_side[2]) + 4 * sums.unit * np.abs(rows).sum(-1)
+            # Plain PyTorch counts all of it: what it loses in Σ_j ds is multiplied by that, now up and now down.
+            terms = of_side[0] * away
+            squares = np.einsum("bhts,bhts->bh", terms, terms) + np.where(inside, adrift, 0.0).sum(-1)
+            found[(slice(None), *self.at[:2])] += result, off, squares
+
+
 def _finite(x: np.ndarray) -> np.ndarray:
     """Rows with NaN or inf are zeros."""
     return np.where(np.isfinite(x).all(-1, keepdims=True), x, 0.0)
-
-
-def largest_bias(seen: np.ndarray, of_keys: np.ndarray) -> np.ndarray:
-    """[B, H, T]: the largest bias [B, H, S] of a key that a query sees, 0 where it sees none."""
-    most = np.where(seen, of_keys[:, :, None], -np.inf).max(-1, initial=-np.inf)
-    return np.where(most > -np.inf, most, 0.0)
-
-
-def _references(of_keys: np.ndarray, numbers: Arrays, seen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """([B, H, T], [B, H, T]): the smallest and the largest of the biases from which those of a query may count.
-
-    They are those of the finite keys within TILE positions of the query, and of the nearest finite one to its left, else to its
-    right; and the same around the nearest position that any query of its block may see.
-    """
-    b, h, s = of_keys.shape
-    t = seen.shape[2]
-    if s == 0 or t == 0 or not of_keys.any():
-        return np.zeros((b, h, t)), np.zeros((b, h, t))
-    at, finite = np.arange(s), of_keys > -np.inf
-    before = np.maximum.accumulate(np.where(finite, at, -1), -1)
-    after = np.minimum.accumulate(np.where(finite, at, s)[..., ::-1], -1)[..., ::-1]
-    nearest = np.where(before >= 0, before, after % s)
-
-    position = numbers.first[:, None] + np.arange(t)
-    in_sight = seen.any(1)
-    low = _around(np.where(in_sight.any(-1), in_sight.argmax(-1), s), TILE, s).min(-1)
-    high = _around(np.where(in_sight.any(-1), s - 1 - in_sight[..., ::-1].argmax(-1), -1), TILE, -1).max(-1)
-    smallest = _around(np.where(finite, of_keys, np.inf), TILE, np.inf).min(-1)
-    largest = _around(np.where(finite, of_keys, -np.inf), TILE, -np.inf).max(-1)
-    found: list[np.ndarray] = []
-    for anchor in (position, np.clip(position, low, np.maximum(low, high))):
-        index = np.broadcast_to(np.clip(anchor, 0, s - 1)[:, None], (b, h, t))
-        alone = np.take_along_axis(of_keys, np.take_along_axis(nearest, index, -1), -1)
-        alone = np.where(alone > -np.inf, alone, 0.0)  # no key is finite
-        least, most = (np.take_along_axis(x, index, -1) for x in (smallest, largest))
-        found += [alone, np.where(least < np.inf, least, alone), np.where(most > -np.inf, most, alone)]
-    return np.min(found, 0), np.max(found, 0)
-
-
-def _around(x: np.ndarray, width: int, fill: float) -> np.ndarray:
-    """[..., n] -> [..., n, 2·width + 1]: every number and its neighbors, `fill` beyond the ends."""
-    padded = np.pad(x, [*[(0, 0)] * (x.ndim - 1), (width, width)], constant_values=fill)
-    return np.lib.stride_tricks.sliding_window_view(padded, 2 * width + 1, -1)

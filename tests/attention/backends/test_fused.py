@@ -65,7 +65,7 @@ def test_fp16_equals_the_definition(interpreter: ProcessPoolExecutor, case: Case
 
 def test_random_calls_equal_the_definition(interpreter: ProcessPoolExecutor) -> None:
     """As `test_differential_fuzz` has them."""
-    assert not interpreter.submit(differential_fuzz.fuzz, "fused", range(8)).result().failures
+    assert not interpreter.submit(differential_fuzz.fuzz, ["fused"], range(8)).result()["fused"].failures
 
 
 @pytest.mark.parametrize("case", SOME, ids=str)
