@@ -17,10 +17,11 @@ extern int64_t alibi_counted;
 
 constexpr double FAR_MORE = 1000;  // nats: a weight of e^-1000 is none
 
-// The key of every tile whose bias counts most for queries on one side of it: its bias, and what it comes to with the distance to
-// position 0. Hidden keys are no keys.
+// The key of every tile whose bias counts most for queries on one side of it: its bias, what it comes to with the distance to
+// position 0, and which key it is. Hidden keys are no keys.
 struct TileBias {
     double bias = -INFINITY, nats = -INFINITY;
+    int64_t key = -1;
 };
 
 // [B, H, 2, tiles], of queries to the right and to the left of the tiles; empty without biases.
@@ -37,8 +38,8 @@ std::vector<TileBias> tile_biases(const Call<Real> &call) {
             if (mask && !mask[j]) continue;
             TileBias &left = found[2 * at * tiles + j / BLOCK], &right = found[(2 * at + 1) * tiles + j / BLOCK];
             const double nats = bias[j] + slope * double(j), right_nats = bias[j] - right_slope * double(j);
-            if (nats > left.nats) left = {bias[j], nats};
-            if (right_nats > right.nats) right = {bias[j], right_nats};
+            if (nats > left.nats) left = {bias[j], nats, j};
+            if (right_nats > right.nats) right = {bias[j], right_nats, j};
         }
     }
     return found;
@@ -65,6 +66,10 @@ struct Block {
     // off by the rounding of the difference, however large both are.
     const double *key_bias = nullptr;
     double key_bias_origin = 0;
+    // Where some queries do not see that key, far from the block: the bias from which the scores of each of them count, less
+    // `key_bias_origin`. Nothing is skipped then, since certificates know one origin only.
+    bool origins_differ = false;
+    double origin_of_row[BLOCK] = {};
     KeyRange *range = nullptr;
     int32_t *outlier_bits = nullptr;
     const int32_t *outlier_tiles = nullptr;
@@ -81,7 +86,9 @@ struct Block {
         outlier_tiles = visited.outlier_tiles(b, k);
         bias_origin = std::max<int64_t>(0, position - (range->high - 1)) + std::min<int64_t>(0, position + rows - 1 - range->low);
         key_bias = call.key_bias ? call.key_bias + at * call.S : nullptr;
-        key_bias_origin = key_bias ? bias_that_matters() : 0;
+        const TileBias origin = key_bias ? bias_that_matters() : TileBias{0, 0};
+        key_bias_origin = origin.bias == -INFINITY ? 0 : origin.bias;
+        find_origins_of_rows(origin.key);
         int exponent = 0;
         std::frexp(call.scale, &exponent);
         scale_before = (Real)std::ldexp(1.0, std::max(-100, std::min(0, exponent)));
@@ -94,12 +101,15 @@ struct Block {
         return bias_origin > 0 ? -double(slope) * bias_origin : looks_right ? double(right_slope) * bias_origin : 0.0;
     }
 
-    // What was left out of the scores, in nats.
-    double left_out_of_scores() const { return bias_of_origin() + key_bias_origin; }
+    // What was left out of the scores of a query, in nats.
+    double left_out_of_scores(int i) const {
+        return bias_of_origin() + key_bias_origin + (origins_differ ? origin_of_row[i] : 0);
+    }
 
     // The largest of the keys where the block stands, of those that may be seen; that of a key farther away where it counts so
-    // much more that none of those has any weight (they may be padding, with -10^9); 0 where none is finite.
-    double bias_that_matters() const {
+    // much more that none of those has any weight (they may be padding, with -10^9), and which key that is; -inf where none is
+    // finite.
+    TileBias bias_that_matters() const {
         const int64_t tiles = (call.S + BLOCK - 1) / BLOCK, at = 2 * (b * call.H + h) * tiles;
         const auto largest = [&](int64_t low, int64_t high) {
             TileBias found;
@@ -112,7 +122,7 @@ struct Block {
         TileBias best = largest(position, position + rows);
         double enough = best.nats == -INFINITY ? -INFINITY : best.nats + FAR_MORE;
         const auto look = [&](const TileBias &tile, double nats) {
-            if (nats > enough) best = {tile.bias, nats}, enough = nats;
+            if (nats > enough) best = {tile.bias, nats, tile.key}, enough = nats;
         };
         // Whole tiles only: of one that is partly hidden nobody knows which key it was.
         const int64_t first = (range->low + BLOCK - 1) / BLOCK, whole = range->high == call.S ? tiles : range->high / BLOCK;
@@ -122,13 +132,37 @@ struct Block {
                 look(tile_biases[at + t], tile_biases[at + t].nats - double(slope) * position);
         for (int64_t t = behind; looks_right && t < whole; t++)
             look(tile_biases[at + tiles + t], tile_biases[at + tiles + t].nats + double(right_slope) * end);
-        if (best.bias == -INFINITY) best = largest(range->low, range->high);
-        return best.bias == -INFINITY ? 0 : best.bias;
+        return best.bias == -INFINITY ? largest(range->low, range->high) : best;
     }
 
-    // In nats, relative to `key_bias_origin`; -inf for a key that may not be seen.
-    double bias_of(int64_t key) const {
-        const double nats = key_bias[key] - key_bias_origin;
+    bool sees(int i, int64_t key) const {
+        const int64_t distance = position + i - key;
+        if ((distance < 0 && !looks_right) || (call.window && std::abs(distance) >= call.window)) return false;
+        if (call.key_mask && !call.key_mask[b * call.S + key]) return false;
+        const int32_t *segments = call.query_segments;
+        return !segments || segments[b * call.T + n * BLOCK + i] == call.key_segments[b * call.S + key];
+    }
+
+    // For queries that do not see the far key from which the block counts: that of the key that counts most of what they see.
+    void find_origins_of_rows(int64_t far_key) {
+        origins_differ = false;
+        std::fill_n(origin_of_row, +BLOCK, 0.0);
+        for (int i = 0; far_key >= 0 && i < rows; i++) {
+            if (sees(i, far_key)) continue;
+            TileBias best;
+            for (int64_t j = range->low; j < range->high; j++) {
+                const int64_t distance = position + i - j;
+                const double nats = key_bias[j] + (distance < 0 ? double(right_slope) : -double(slope)) * double(distance);
+                if (nats > best.nats && sees(i, j)) best = {key_bias[j], nats, j};
+            }
+            if (best.key >= 0) origin_of_row[i] = best.bias - key_bias_origin;
+            origins_differ |= std::abs(origin_of_row[i]) > FAR_MORE;
+        }
+    }
+
+    // In nats, relative to `key_bias_origin` and what is given; -inf for a key that may not be seen.
+    double bias_of(int64_t key, double beside = 0) const {
+        const double nats = key_bias[key] - key_bias_origin - beside;
         return nats == -INFINITY ? nats : std::max(-1e30, std::min(nats, 1e30));
     }
 
@@ -191,7 +225,7 @@ struct Block {
 
     // Every pair in [key, key + count) is seen, and to the left.
     bool is_full(int64_t key, int count) const {
-        if (call.key_mask || call.key_segments || key + count - 1 > position) return false;
+        if (call.key_mask || call.key_segments || origins_differ || key + count - 1 > position) return false;
         return !call.window || position + rows - 1 - key < call.window;
     }
 
@@ -241,7 +275,9 @@ struct Block {
         for (int v = 0; v < BLOCK; v += VL<Real>) {
             const Ints<Real> apart = lanes() + (held + v), to_right = apart < 0;
             const Reals<Real> apart_by = away(v, distance - bias_origin), bias = to_right ? apart_by * right : apart_by * -slope;
-            const Reals<Real> score = load(scores + v) * scale_after + (bias + own);
+            Reals<Real> owns = every(own);
+            for (int i = 0; origins_differ && i < VL<Real>; i++) owns[i] = (Real)bias_of(key, origin_of_row[v + i]);
+            const Reals<Real> score = load(scores + v) * scale_after + (bias + owns);
             Ints<Real> unseen = (apart >= window) | (apart <= -window);
             if (!looks_right) unseen |= to_right;
             if (hidden) unseen |= -1;

@@ -33,7 +33,7 @@ struct Certificate {
 
     void begin() {
         const Call<Real> &call = block.call;
-        possible = call.tolerance > 0, largest_bias = 0;
+        possible = call.tolerance > 0 && !block.origins_differ, largest_bias = 0;
         if (!possible) return;
         norms = norms_of(call, memory, block.b * call.K + block.k);
         const Real error = (call.D + SCORE_UNITS) * UNIT<Real>, scale = std::abs(block.scale_after);

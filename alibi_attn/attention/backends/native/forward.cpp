@@ -99,7 +99,7 @@ struct Forward {
         visit_outlier_tiles();
         for (int i = 0; i < block.rows; i++) {
             const bool blind = l_i[i] == 0;
-            const double lse = double(m_i[i]) + std::log(double(l_i[i])) + block.left_out_of_scores();
+            const double lse = double(m_i[i]) + std::log(double(l_i[i])) + block.left_out_of_scores(i);
             call.lse[block.row() + i] = blind ? -INFINITY : lse;
             // A query that sees nothing has scores of -inf only, and any finite maximum gives them no weight.
             call.row_max(b, h)[n * BLOCK + i] = blind ? 0 : m_i[i];
