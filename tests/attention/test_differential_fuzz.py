@@ -22,7 +22,7 @@ from alibi_attn.attention.api import alibi_attention
 DRAWS = {"reference": 100, "dense": 100, "banded": 150, "native": 200}
 # What draws like these have found, made plain: negative slopes, a negative scale, scores that are recomputed with other roundings
 # than they had, keys out of sight, inputs at the end of fp32, huge numbers where nobody looks, gradients that come as NaN for
-# nothing, nothing at all, and biases of keys that only some queries of a block see.
+# nothing, nothing at all, log-sum-exps merged one after another, and biases of keys that only some queries of a block see.
 FOUND = (
     Call(seed=0, heads=3, kv_heads=3, query_len=129, key_len=129, head_dim=4, slopes="steep negative"),
     Call(seed=2, query_len=200, key_len=200, head_dim=4, slopes="steep negative"),
@@ -50,6 +50,7 @@ FOUND = (
     Call(seed=348, heads=2, query_len=70, key_len=9, slopes="huge", wanted="slopes", wild_blind=True),
     Call(seed=74, query_len=9, key_len=0, through="lse"),
     Call(seed=5286, query_len=0, key_len=9, wanted="key"),
+    Call(seed=908, dtype="float64", query_len=304, key_len=551, head_dim=6, slopes="mixed", scale=8.0, through="output"),
     Call(seed=3887, query_len=152, key_len=154, window=67, key_bias="wide"),
     Call(seed=3887, batch=2, heads=2, kv_heads=2, query_len=154, key_len=154, head_dim=16, causal=False, slopes="batch",
          right="negative", window=76, key_bias="wide", key_bias_shape="S"),

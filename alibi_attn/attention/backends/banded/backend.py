@@ -85,6 +85,7 @@ def _forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
     work = torch.promote_types(q.dtype, torch.float32)
     output = torch.zeros(q.shape, dtype=work)
     lse = torch.full(q.shape[:3], -math.inf, dtype=work)
+    largest = torch.full(q.shape[2:3], torch.finfo(work).min, dtype=work)  # of the pieces' log-sum-exps, of one head
     moderate = are_moderate(q, k, v)
     for h in range(spec.num_heads):
         masks: Masks = {}
@@ -94,8 +95,10 @@ def _forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
             if not moderate and not are_moderate(*ours):
                 _plain_forward(head, *ours, output[b, h], lse[b, h])
                 continue
+            rows = output[b, h], lse[b, h], largest.clone()
             for piece in plans[b][h]:
-                _forward_piece(head, piece, *ours, output[b, h], lse[b, h])
+                _forward_piece(head, piece, ours, rows)
+            lse[b, h] += rows[2]
     visited = torch.cat([found.left, found.right, found.outlier_tiles], -1).flatten(1)
     return output, lse, Saved(visited, output.new_empty(spec.batch, 0))
 
@@ -157,8 +160,15 @@ def _empty_saved(query: Tensor, key: Tensor) -> Saved:
 run = operator("banded", _forward, _backward, _empty_saved)
 
 
-def _forward_piece(head: HeadMasks, piece: Piece, q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor) -> None:
+def _forward_piece(
+    head: HeadMasks, piece: Piece, ours: tuple[Tensor, Tensor, Tensor], rows: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    """One piece merged into (output, lse less the largest of the pieces so far, that largest) of its head.
+
+    Numbers that are merged are near 0 so, and exp rounds them by no more than that, however large the log-sum-exps are.
+    """
     mask, shift, blind = _mask_and_shift(head, piece)
+    q, k, v = ours
     views = query_view(q, piece)[:, None], key_view(k, piece)[:, None], key_view(v, piece)[:, None]
     part, mass = _fused(*views, 0.0, piece.kind == "diagonal", attn_mask=mask, scale=head.spec.scale)
     part, mass = part[:, 0], mass[:, 0]
@@ -168,12 +178,15 @@ def _forward_piece(head: HeadMasks, piece: Piece, q: Tensor, k: Tensor, v: Tenso
         nothing = (mask[:, 0].amax(-1) == -math.inf).expand(mass.shape)
         mass = mass.masked_fill(nothing, -math.inf)
         part = part.masked_fill(nothing[..., None], 0.0)
-    to_output, to_lse = query_view(output, piece), query_view(lse, piece)
+    to_output, to_lse, to_largest = (query_view(row, piece) for row in rows)
+    largest = torch.maximum(to_largest, mass)
+    before, mass = to_lse + (to_largest - largest), mass - largest
+    to_largest.copy_(largest)
     if not piece.merge:
         to_output.copy_(part)
         to_lse.copy_(mass)
         return
-    total = torch.logaddexp(to_lse, mass)
+    total = torch.logaddexp(before, mass)
     share = (mass - total.masked_fill(total == -math.inf, 0.0)).exp_()
     to_output.lerp_(part.to(to_output.dtype), share[..., None])
     to_lse.copy_(total)
