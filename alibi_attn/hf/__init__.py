@@ -1,6 +1,9 @@
 """ALiBi models of `transformers` (BLOOM, MPT, Falcon with alibi=True) on our attention, and checkpoints to and fro.
 
-Read `patching.py` first, then one family: `bloom.py`, `mpt.py`, `falcon.py`. `docs/hf.md` shows how it is used.
+Encoders of our own read Jina v2, MosaicBERT and DNABERT-2.
+
+Read `patching.py` first, then one family: `bloom.py`, `mpt.py`, `falcon.py`; `bert/` has the encoders. `docs/hf.md` and
+`docs/encoders.md` show how they are used.
 """
 
 try:

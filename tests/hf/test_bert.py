@@ -178,12 +178,18 @@ def test_gradients_equal_those_of_the_formulas(layout, mask, checkpointing, load
 
 def test_dropout_acts_in_training_only(load):
     model, _ = load("mosaic", attention_probs_dropout_prob=0.2)
-    ids = tokens(5, 12)
+    ids, seen = tokens(5, 12), []
+    model.encoder.layer[0].register_forward_hook(lambda _module, inputs, _output: seen.append(tuple(inputs[0].shape)))
     with torch.no_grad():
         still = model(ids, MASK).last_hidden_state
         assert torch.equal(still, model(ids, MASK).last_hidden_state)
         model.train()
         first = model(ids, MASK).last_hidden_state
+    assert seen[-1] == (
+        5,
+        12,
+        WIDTH,
+    )  # attention with dropout builds all scores of a row: a packed row would be too long
     assert first.isfinite().all()
     assert not torch.equal(first, still)
     assert not first[~MASK.bool()].any()

@@ -111,6 +111,19 @@ def test_a_heads_weights_are_not_needed_by_a_bare_model_and_the_other_way_round_
         ALiBiBertForSequenceClassification.from_pretrained(tmp_path / "without pooler")
 
 
+def test_the_encoder_of_a_masked_language_model_loads_alone(tmp_path):
+    model = small(ALiBiBertForMaskedLM)
+    model.save_pretrained(tmp_path)
+    for alone in (
+        ALiBiBertModel.from_pretrained(tmp_path),
+        AutoModel.from_pretrained(tmp_path, dtype="auto", device_map="cpu"),
+    ):
+        assert torch.equal(alone(IDS).last_hidden_state, model.bert(IDS).last_hidden_state)
+        assert alone(IDS).pooler_output is None
+    classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path, new_head=True, num_labels=4)
+    assert classifier(IDS).logits.shape == (2, 4)
+
+
 def _without(name):
     return lambda state, said: state.pop(name)
 

@@ -4,6 +4,7 @@ Sizes are taken from the tensors and compared with what config.json says; only t
 concerns training come from there. Read before: `layouts.py`.
 """
 
+import copy
 import dataclasses
 import os
 from collections.abc import Iterable, Mapping
@@ -71,7 +72,8 @@ def read(
         own = raw.get("model_type") == ALiBiBertConfig.model_type
         layout: Layout = "mosaic" if own else layouts.layout_of(bare)
         if own:
-            config = given if isinstance(given, ALiBiBertConfig) else _built({**raw, **changes})
+            config = copy.deepcopy(given) if isinstance(given, ALiBiBertConfig) else _built({**raw, **changes})
+            config.pooler = any(name.startswith(layouts.POOLER) for name in bare)  # a masked language model has none
             _check_sizes(vars(config), _sizes(bare, layout))
         else:
             if given is not None:
