@@ -7,6 +7,7 @@ counts from the last key that it may see.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from alibi_attn.attention.api import alibi_attention
 from alibi_attn.attention.backends.fused import backend as fused
+from alibi_attn.attention.certificate.biased import gated_bounds, sums_behind
 from alibi_attn.attention.certificate.bounds import bounds, worth_leaving_out
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Norms, norm_bound
@@ -27,19 +29,20 @@ FEW = 1024  # keys that cost less than a call of their own: heads that need no m
 Runs = Sequence[tuple[int, int]]  # of every row: the first key that may be seen, and the first after the last
 
 
-def reads_near(query: Tensor, key: Tensor, slopes: Tensor, *, masked: bool = False) -> bool:
+def reads_near(query: Tensor, key: Tensor, slopes: Tensor, *, masked: bool = False, gated: bool = False) -> bool:
     """Whether `attend_near` takes such queries and keys, and is worth it; told without reading a tensor.
 
     It has no gradient, and torch.compile does not trace it.
 
     Args:
-        masked: there is a key mask. On a GPU all keys are scored then; on a CPU `visible_runs` says the rest.
+        masked: there is a key mask. `visible_runs` says whether it has no holes.
+        gated: there are forget gates. On a GPU all keys are scored with either, and on a CPU with both.
     """
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
     if _on_cpu(query):
-        return query.shape[2] <= MAX_QUERIES and key.shape[1:].numel() >= LONG
-    return not masked and fused.why_not(make_spec(query, key, key, slopes), query, key, key) is None
+        return not (masked and gated) and query.shape[2] <= MAX_QUERIES and key.shape[1:].numel() >= LONG
+    return not masked and not gated and fused.why_not(make_spec(query, key, key, slopes), query, key, key) is None
 
 
 def visible_runs(key_mask: Tensor) -> Runs | None:
@@ -57,7 +60,7 @@ def visible_runs(key_mask: Tensor) -> Runs | None:
 
 def attend_near(
     query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, known_norms: Norms, *, visible: Runs | None = None,
-    window: int | None = None, scale: float | None = None, tolerance: float | None = None,
+    log_fgate: Tensor | None = None, window: int | None = None, scale: float | None = None, tolerance: float | None = None,
 ) -> Tensor:  # fmt: skip
     """Causal attention of the last T positions, [B, H, T, D], where `reads_near` says so; on a CPU reads the reach on the host.
 
@@ -65,33 +68,28 @@ def attend_near(
         query, key, value, slopes, window, scale, tolerance: as for `alibi_attention`.
         known_norms: what is known of the keys and values, of all but the last few.
         visible: the keys that each row may see, on a CPU; None = all.
+        log_fgate: [B, H, S] gates as for `forgetting_attention`, on a CPU and with all keys visible.
     """
     spec = make_spec(query, key, value, slopes, window=window, scale=scale, tolerance=tolerance)
     with torch.no_grad():
         if not _on_cpu(query):
-            assert visible is None, "reads_near refuses key masks here"
+            assert visible is None and log_fgate is None, "reads_near refuses key masks and gates here"  # noqa: PT018
             return fused.decode(spec, query, key, value, known_norms)
         runs = [(0, spec.key_len)] * spec.batch if visible is None else visible
-        rows = needed_keys(spec, query, key, value, known_norms, runs)
+        rows = needed_keys(spec, query, key, value, known_norms, runs, log_fgate)
     output = torch.empty_like(query)
     for b, row in enumerate(rows):
         if row.start == row.stop:
             output[b] = 0.0
             continue
-        for keys, members in _buckets(row.needed).items():
+        for keys, members in _buckets(row.needed):
             heads = _span([k * spec.group + g for k in members for g in range(spec.group)])
             of_heads = slopes[heads] if slopes.ndim == 1 else slopes[b : b + 1, heads]
             one = slice(b, b + 1)
             output[one, heads] = _attend(
-                query[one, heads],
-                key[one],
-                value[one],
-                _span(members),
-                of_heads,
-                row.spans(keys, members),
-                window,
-                spec.scale,
-            )
+                query[one, heads], key[one], value[one], _span(members), of_heads, row.spans(keys, members), window, spec.scale,
+                None if log_fgate is None else log_fgate[one, heads],
+            )  # fmt: skip
     return output
 
 
@@ -119,8 +117,9 @@ class Row:
 
 
 def needed_keys(
-    spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor, known_norms: Norms, visible: Runs
-) -> list[Row]:
+    spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor, known_norms: Norms, visible: Runs,
+    log_fgate: Tensor | None = None,
+) -> list[Row]:  # fmt: skip
     """What every row must read: all that it may see where that is little, else what its queries' certified reach holds.
 
     The log-sum-exp is bounded from the last keys of a row alone, which are seen, and hidden keys are in no norm.
@@ -132,8 +131,11 @@ def needed_keys(
     norms, in_sight = _norms_in_sight(spec, key, value, known_norms, visible)
     far = spec.key_len if spec.window is None else min(spec.key_len, spec.window)
     if any(rows[b].stop == spec.key_len for b in many):
-        choices = worth_leaving_out(norms[0], times=2, count=in_sight)
-        found = bounds(spec, query, key, value, tile_norms=norms, outlier_choices=choices)
+        if log_fgate is None:
+            choices = worth_leaving_out(norms[0], times=2, count=in_sight)
+            found = bounds(spec, query, key, value, tile_norms=norms, outlier_choices=choices)
+        else:
+            found = gated_bounds(spec, query, key, value, log_fgate, tile_norms=norms)
         # Keys that the first query needs, and those between it and the last.
         needed = _of_key_heads(spec, found.left.amax(-1).clamp(max=far) + spec.query_len - 1).amax(-1).tolist()
         outlier_tiles = _of_key_heads(spec, found.outlier_tiles).flatten(2).tolist()
@@ -211,12 +213,20 @@ def _on_cpu(query: Tensor) -> bool:
     return query.device.type == "cpu"
 
 
-def _buckets(needed: list[int]) -> dict[int, list[int]]:
-    """Key heads that need about as many keys, to the next power of two from FEW on, by the most that any of them needs."""
+def _buckets(needed: list[int]) -> list[tuple[int, list[int]]]:
+    """(the most that any of them needs, key heads that need about as many keys): to the next power of two from FEW on.
+
+    Of those that need more than FEW only neighbors go together, whose keys are read without a copy.
+    """
     by_power: dict[int, list[int]] = {}
     for head, keys in enumerate(needed):
         by_power.setdefault((max(keys, FEW) - 1).bit_length(), []).append(head)
-    return {max(needed[h] for h in heads): heads for heads in by_power.values()}
+    few = (FEW - 1).bit_length()
+    together = [by_power.pop(few)] if few in by_power else []
+    for heads in by_power.values():
+        starts = [at for at, head in enumerate(heads) if at == 0 or heads[at - 1] != head - 1]
+        together += [heads[start:stop] for start, stop in itertools.pairwise([*starts, len(heads)])]
+    return [(max(needed[h] for h in heads), heads) for heads in together]
 
 
 def _span(indices: list[int]) -> list[int] | slice:
@@ -227,26 +237,27 @@ def _span(indices: list[int]) -> list[int] | slice:
 
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, members: list[int] | slice, slopes: Tensor, spans: list[tuple[int, int]],
-    window: int | None, scale: float,
+    window: int | None, scale: float, log_fgate: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Some key heads over some spans of keys; nothing in them is skipped."""
 
-    def part(low: int, high: int) -> tuple[Tensor, Tensor, int]:
-        return key[:, :, low:high][:, members], value[:, :, low:high][:, members], key.shape[2] - query.shape[2] - low
+    def attended(low: int, high: int, *, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
+        keys, values = key[:, :, low:high][:, members], value[:, :, low:high][:, members]
+        # Counted from the last position: what gates take from a query besides is the same for all keys.
+        bias = None
+        if log_fgate is not None:
+            behind = log_fgate[..., high:].sum(-1, keepdim=True, dtype=torch.float64)
+            bias = sums_behind(log_fgate[..., low:high]) + behind
+        return alibi_attention(
+            query, keys, values, slopes, window=window, scale=scale, query_offset=key.shape[2] - query.shape[2] - low,
+            key_bias=bias, tolerance=0.0, return_lse=return_lse,
+        )  # fmt: skip
 
     if len(spans) == 1:
-        keys, values, offset = part(*spans[0])
-        return alibi_attention(
-            query, keys, values, slopes, window=window, scale=scale, query_offset=offset, tolerance=0.0
-        )
-    outputs, lses = [], []
-    for span in spans:
-        keys, values, offset = part(*span)
-        output, lse = alibi_attention(
-            query, keys, values, slopes, window=window, scale=scale, query_offset=offset, tolerance=0.0, return_lse=True
-        )
-        outputs.append(output)
-        lses.append(lse)
+        output = attended(*spans[0], return_lse=False)
+        assert isinstance(output, Tensor)
+        return output
+    outputs, lses = zip(*(attended(*span, return_lse=True) for span in spans), strict=True)
     lse = torch.stack(lses)
     share = (lse - lse.logsumexp(0)).exp()[..., None]
     return (torch.stack(outputs) * share).sum(0).to(query.dtype)

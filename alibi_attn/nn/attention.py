@@ -138,7 +138,7 @@ class ALiBiAttention(nn.Module):
                 key, value = cache.append(key, value, layer=self, log_fgate=gates)
                 gates = cache.log_fgate
             near = None
-            if cache is not None and gates is None and segment_ids is None:
+            if cache is not None and segment_ids is None:
                 near = self._near(query, key, value, cache, key_mask)
             if near is not None:
                 mixed = near
@@ -153,14 +153,14 @@ class ALiBiAttention(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, cache: KVCache, key_mask: Tensor | None
     ) -> Tensor | None:
         """From the keys within reach, where few queries meet so many cached ones that finding out is worth it; else None."""
-        slopes, masked = self.slopes.values, key_mask is not None
+        slopes, gates, masked = self.slopes.values, cache.log_fgate, key_mask is not None
         whole = cache.max_tokens is None and not (self.training and self.dropout_p)
-        if not (whole and reads_near(query, key, slopes, masked=masked)):
+        if not (whole and reads_near(query, key, slopes, masked=masked, gated=gates is not None)):
             return None
         visible = None if key_mask is None else visible_runs(key_mask)
         if masked and visible is None:
             return None
-        return attend_near(query, key, value, slopes, cache.norms, visible=visible, window=self.window)
+        return attend_near(query, key, value, slopes, cache.norms, visible=visible, log_fgate=gates, window=self.window)
 
     def _attended(
         self,

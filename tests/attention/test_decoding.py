@@ -8,7 +8,7 @@ import torch
 from attention_checks import EPS
 from certificate_attack import certified_keys, random_attack
 
-from alibi_attn import alibi_attention, alibi_slopes
+from alibi_attn import alibi_attention, alibi_slopes, forgetting_attention
 from alibi_attn.attention import decoding
 from alibi_attn.attention.certificate import bounds
 from alibi_attn.attention.certificate.norms import Norms
@@ -168,6 +168,82 @@ def test_dropped_mass_never_exceeds_the_tolerance_under_padding(start: int, monk
         assert float((weight * (seen & ~read)).sum(-1).max()) <= attack.tolerance, (attack, run)
         skipping += int((seen & ~read).any())
     assert skipping >= 20, "an attack on nothing: too few draws skip a key"
+
+
+def gates_of(seed: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """Gates that let far keys fade, slowly or soon; some never change anything, some are all but shut."""
+    generator = torch.Generator().manual_seed(seed)
+    gates = torch.nn.functional.logsigmoid(torch.randn(shape, generator=generator) + 6 * (seed % 7) / 6)
+    kind = torch.rand(shape, generator=generator)
+    return gates.masked_fill(kind < 0.1, 0.0).masked_fill(kind > 0.999, -60.0)
+
+
+@pytest.mark.parametrize("start", range(0, 600, 200))
+def test_dropped_mass_never_exceeds_the_tolerance_with_gates(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "FEW", 32)
+    skipping = outliers = 0
+    for seed in range(start, start + 200):
+        attack = random_attack(seed)
+        (query, key, value, slopes), kwargs = attack.inputs()
+        length, count = key.shape[2], min(1 + seed % 16, query.shape[2], key.shape[2])
+        query, window = query[:, :, -count:], kwargs.get("window")
+        slopes = torch.as_tensor(slopes, dtype=torch.float32) * (0.0, 0.01, -0.01)[seed % 3]
+        gates = gates_of(seed, (1, query.shape[1], length))
+        spec = make_spec(query, key, value, slopes, window=window, tolerance=attack.tolerance)
+        (row,) = decoding.needed_keys(spec, query, key, value, Norms.of(key, value), [(0, length)], gates)
+        read = torch.zeros(1, spec.num_heads, 1, length, dtype=torch.bool)
+        for h in range(spec.num_heads):
+            spans = row.spans(row.needed[h // spec.group], [h // spec.group])
+            outliers += len(spans) > 1
+            for first, behind in spans:
+                read[:, h, :, first:behind] = True
+        distance = distances(count, length, spec.query_offset, None)
+        seen = visible(spec, distance).expand(1, spec.num_heads, -1, -1)
+        scores = spec.scale * query.double() @ key.double().repeat_interleave(spec.group, 1).mT
+        kept = gates.double().cumsum(-1)
+        scores = scores - spec.slopes.double().reshape(-1, 1, 1) * distance.abs() - kept[:, :, None]
+        weight = scores.masked_fill(~seen, -math.inf).softmax(-1)
+        assert float((weight * (seen & ~read)).sum(-1).max()) <= attack.tolerance, attack
+        skipping += int((seen & ~read).any())
+    assert skipping >= 20, "an attack on nothing: too few draws skip a key"
+    assert outliers >= 1, "no draw has an outlier tile"
+
+
+@pytest.mark.parametrize("queries", [1, 7, 16])
+@pytest.mark.parametrize("case", ["noise", "sink", "giant far value"])
+def test_gates_give_what_full_attention_gives(case: str, queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "FEW", 32)
+    query, key, value = draw(queries, 1500)
+    spoiled(case, key, value)
+    for m in (SLOPES, SLOPES * 0, -0.01 * SLOPES):
+        gates = torch.cat([gates_of(seed, (2, 2, 1500)) for seed in (1, 2, 4, 6)], dim=1)
+        wide = [x.double() for x in (query, key, value, gates)]
+        exact = forgetting_attention(*wide, m.double(), tolerance=0.0, backend="reference")
+        dense = forgetting_attention(query, key, value, gates, m, backend="dense")
+        got = decoding.attend_near(query, key, value, m, Norms.of(key, value), log_fgate=gates)
+        scale = exact.abs().amax(-1, keepdim=True).clamp(min=1e-30)
+        off, theirs = (float(((x.double() - exact).abs() / scale).max()) for x in (got, dense))
+        assert off <= 2 * theirs + 16 * EPS[torch.float32]
+
+
+def test_keys_that_gates_let_fade_are_not_read() -> None:
+    query, key, value = draw(1, 6000)
+    gates = torch.full((2, 8, 6000), -0.05)
+    known_norms = Norms.of(key, value)
+    before = decoding.attend_near(query, key, value, SLOPES * 0, known_norms, log_fgate=gates)
+    key[:, :, :4000], value[:, :, :4000] = math.nan, math.nan
+    assert torch.equal(decoding.attend_near(query, key, value, SLOPES * 0, known_norms, log_fgate=gates), before)
+    open_gates = gates * 0
+    assert bool(decoding.attend_near(query, key, value, SLOPES * 0, known_norms, log_fgate=open_gates).isnan().all())
+
+
+def test_heads_that_read_much_are_called_with_their_neighbors_only() -> None:
+    assert decoding._buckets([2000, 5000, 1, 3, 6000, 7000, 5000]) == [
+        (3, [2, 3]),
+        (2000, [0]),
+        (5000, [1]),
+        (7000, [4, 5, 6]),
+    ]
 
 
 def test_lengths_grow_shrink_and_move_with_the_cache() -> None:

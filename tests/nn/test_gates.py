@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from alibi_attn import ALiBiAttention, ALiBiTransformerBlock, KVCache, forgetting_attention
+from alibi_attn.attention.decoding import attend_near
 
 
 def layer(**options: object) -> ALiBiAttention:
@@ -40,6 +41,32 @@ def test_chunks_are_one_pass(options: dict, grad: bool) -> None:
     assert cache.log_fgate is not None
     assert cache.log_fgate.shape == (2, 4, 40)
     assert cache.nbytes >= 4 * (cache.key.numel() + cache.value.numel() + cache.log_fgate.numel())
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 50}, {"num_kv_heads": 2, "slopes": [0.0] * 4}])
+def test_a_token_reads_the_keys_that_gates_have_left(options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("alibi_attn.attention.decoding.LONG", 0)
+    monkeypatch.setattr("alibi_attn.attention.decoding.FEW", 32)
+    near = []
+    monkeypatch.setattr("alibi_attn.nn.attention.attend_near", lambda *x, **y: near.append(y) or attend_near(*x, **y))
+    attention, x = layer(**options), torch.randn(2, 400, 32)
+    cuts = [350, 1, 16, 1, 32]
+    with torch.no_grad():
+        whole, cache = attention(x), KVCache()
+        parts = [attention(chunk, cache=cache) for chunk in x.split(cuts, dim=1)]
+        torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-5, atol=1e-5)
+        assert len(near) == 3
+        cache.crop(320)
+        cache.key[:, :, :64], cache.value[:, :, :64] = torch.nan, torch.nan  # of which the norms are known
+        cache.reorder([1, 0])
+        torch.testing.assert_close(
+            attention(x[[1, 0], 320:321], cache=cache), whole[[1, 0], 320:321], rtol=1e-5, atol=1e-5
+        )
+        assert len(near) == 4
+        seen = torch.ones(2, 322, dtype=torch.bool)
+        seen[0, :70] = False
+        attention(x[:, :1], cache=cache, key_mask=seen)
+        assert len(near) == 4, "with a mask and gates all keys are scored"
 
 
 def test_a_cache_is_cropped_reordered_copied_and_pickled_with_its_gates() -> None:

@@ -9,12 +9,13 @@ and one from the other end with −m·j for keys to the right. b need not fall o
 Everything is fp64 and nothing is read on the host; only differences are exponentiated, for m·j and b may be 10⁶.
 """
 
+import dataclasses
 import math
 
 import torch
 from torch import Tensor
 
-from alibi_attn.attention.certificate.bounds import Bounds, longer_values
+from alibi_attn.attention.certificate.bounds import Bounds, longer_far_values, longer_values
 from alibi_attn.attention.certificate.constants import (
     KEPT,
     OUTLIER_TILES,
@@ -24,7 +25,7 @@ from alibi_attn.attention.certificate.constants import (
     UNIT,
     WORTH_LEAVING_OUT,
 )
-from alibi_attn.attention.certificate.lse_bound import biased_lower_bound
+from alibi_attn.attention.certificate.lse_bound import NEAR, biased_lower_bound
 from alibi_attn.attention.certificate.norms import norm_bound
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.visibility import first_positions
@@ -74,6 +75,66 @@ def biased_bounds(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) 
     outlier_tiles = _outlier_tiles([nats.amax(-1) for _, _, nats in values], [side for side, _, _ in values])
     reaches = [_reach(spec, nats, m, constant, outlier_tiles, first, side) for side, m, nats in values]
     return Bounds(reaches[0], reaches[-1], outlier_tiles)
+
+
+def gated_bounds(
+    spec: Spec, query: Tensor, key: Tensor, value: Tensor, log_fgate: Tensor, *, tile_norms: tuple[Tensor, Tensor]
+) -> Bounds:
+    """What the last few queries must visit of keys that gates let fade, b_j = Σ_{l > j} ln f_l to the very end.
+
+    Only the last keys are read: of the others, tiles' norms and sums of gates. As b never falls along the text, no key of a tile
+    has a larger one than the tile's last.
+
+    Args:
+        spec: causal, of at most TILE queries at the end of the keys, without masks and biases.
+        log_fgate: [B, H, S], finite and at most 0.
+        tile_norms: of the keys and of the values, [B, K, ⌈S / TILE⌉] fp64 each: no norm in a tile is larger.
+    """
+    n = tile_norms[0].shape[-1]
+    assert spec.causal
+    assert spec.query_len <= TILE
+    if spec.tolerance == 0.0:
+        unlimited = torch.full((spec.batch, spec.num_heads, 1), UNLIMITED)
+        return Bounds(unlimited, unlimited, torch.full((spec.batch, spec.num_heads, OUTLIER_TILES), -1))
+    first = first_positions(spec, query.device)
+    near = min(spec.key_len, spec.query_len + NEAR)  # those of which the log-sum-exp is bounded
+    bias = sums_behind(log_fgate[..., spec.key_len - near :])
+    last = dataclasses.replace(spec, key_len=near, query_offset=near - spec.query_len, key_bias=bias)
+    lower = biased_lower_bound(last, query, key[:, :, spec.key_len - near :], first_positions(last, query.device))
+    wide = query.dtype == torch.float64
+    error = (spec.head_dim + SCORE_UNITS) * UNIT["float64" if wide else "float32"]
+    rate = abs(spec.scale) * (1.0 + error) * norm_bound(query)
+    norms = tile_norms[0].repeat_interleave(spec.group, 1)
+    products = error if wide else error + REDUCED_PRODUCTS
+    constant = products * rate * norms.amax(-1, keepdim=True) + 2.0**-48 * lower.abs() - lower
+    constant = constant + longer_far_values(spec, value, tile_norms[1])
+    bad = ~(constant.isfinite() & rate.isfinite())
+    rate, constant = rate.masked_fill(bad, 0.0), constant.masked_fill(bad, math.inf)
+
+    # Sums behind each tile, and what the bias of its nearest or farthest key is worth.
+    of_tiles = torch.nn.functional.pad(log_fgate.detach(), (0, -spec.key_len % TILE)).unflatten(-1, (n, TILE))
+    behind = sums_behind(of_tiles.double().sum(-1))
+    m = spec.slopes.detach().double().reshape(-1, spec.num_heads, 1)
+    start = torch.arange(n, device=query.device) * TILE
+    nats = (
+        rate.amax(-1, keepdim=True) * norms + behind + torch.maximum(m * start, m * (start + TILE - 1)) + math.log(TILE)
+    )
+    nats = nats.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
+    outlier_tiles = _outlier_tiles([nats], [1])
+    with_all, left = (
+        _reach(spec, nats[..., None], m, constant, tiles, first, 1)
+        for tiles in (torch.full_like(outlier_tiles, -1), outlier_tiles)
+    )
+    # Each is a call of its own: worth it where the reach is cut to less than half.
+    worth = 2 * left < with_all.clamp(max=spec.key_len)
+    left = torch.where(worth, left, with_all)
+    return Bounds(left, left, outlier_tiles.masked_fill(~worth, -1))
+
+
+def sums_behind(numbers: Tensor) -> Tensor:
+    """[..., n] fp64: of every number, the sum of those after it."""
+    after = torch.nn.functional.pad(numbers.detach().double()[..., 1:], (0, 1))
+    return after.flip(-1).cumsum(-1).flip(-1)
 
 
 def biased_numerator_parts(

@@ -81,7 +81,7 @@ def bounds(
             key_norms = key_norms.masked_fill(~spec.key_mask[:, None], 0.0)
         tiles, longer = tile_maxima(key_norms), None if value is None else longer_values(spec, value, first)
     else:
-        tiles, longer = tile_norms[0], None if value is None else _longer_far_values(spec, value, tile_norms[1])
+        tiles, longer = tile_norms[0], None if value is None else longer_far_values(spec, value, tile_norms[1])
     lower = lower_bound(spec, query, key, first, stretches=refine)
     rate, constant = numerator_parts(spec, query, lower, longer, tiles.amax(-1))
     if spec.key_mask is not None and spec.causal and spec.query_segments is None:
@@ -164,7 +164,7 @@ def longer_values(spec: Spec, value: Tensor, first: Tensor, elsewhere: tuple[Ten
     return nats.expand(-1, -1, spec.query_len).repeat_interleave(spec.num_heads // length.shape[1], 1)
 
 
-def _longer_far_values(spec: Spec, value: Tensor, tiles: Tensor) -> Tensor:
+def longer_far_values(spec: Spec, value: Tensor, tiles: Tensor) -> Tensor:
     """What `longer_values` returns, from the largest norms of every tile of values and the last few values themselves."""
     assert isinstance(spec.query_offset, int)
     before = min(spec.query_offset, KEPT - 1 if spec.window is None or spec.window >= KEPT else 0)
