@@ -8,7 +8,7 @@ import sys
 import pytest
 
 BENCHMARKS = (
-    "cpu", "trained", "trained_gates", "serving", "generating", "streaming", "decoding", "gates", "gpu", "jax",
+    "cpu", "trained", "trained-gates", "serving", "generating", "streaming", "decoding", "gates", "context-parallel", "gpu", "jax",
 )  # fmt: skip
 MISSING = """
 import importlib, json, sys
@@ -65,7 +65,16 @@ def _told(program: str, *arguments: str) -> dict[str, object]:
             "torch",
             {
                 **dict.fromkeys(
-                    ("bench cpu", "bench streaming", "bench decoding", "bench gates", "bench gpu", "explain"), "torch"
+                    (
+                        "bench cpu",
+                        "bench streaming",
+                        "bench decoding",
+                        "bench gates",
+                        "bench context-parallel",
+                        "bench gpu",
+                        "explain",
+                    ),
+                    "torch",
                 ),
                 **dict.fromkeys(("bench serving", "bench generating"), "hf"),
                 **dict.fromkeys(("bench trained", "bench trained-gates"), "lab"),
@@ -97,7 +106,7 @@ def test_every_command_names_the_extra_that_it_needs(missing, extras, tmp_path, 
 def test_every_benchmark_is_asked_above():
     from alibi_attn.cli.bench import app
 
-    assert {command.callback.__name__ for command in app.registered_commands} == set(BENCHMARKS)
+    assert {command.name or command.callback.__name__ for command in app.registered_commands} == set(BENCHMARKS)
 
 
 @pytest.mark.parametrize(

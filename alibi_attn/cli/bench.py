@@ -172,6 +172,25 @@ def gates(
     _tell(paths)
 
 
+@app.command("context-parallel")
+def context_parallel(
+    out: Out = Path("results"),
+    lengths: Annotated[str, typer.Option(help="Tokens, as in 16384,65536; default 16384 … 131072.")] = "",
+    ranks: Annotated[str, typer.Option(help="Numbers of processes.")] = "2,4",
+    repeats: Annotated[int, typer.Option(min=1, help="Turns at most.")] = 5,
+    seconds: Annotated[float, typer.Option(help="Seconds at most for the turns of a length.")] = 20.0,
+) -> None:
+    """One sequence on several local processes: halos against an all-gather of keys and values, rows and time.
+
+    Example: alibi bench context-parallel --lengths 16384 --ranks 2
+    """
+    with needs("torch"):
+        from alibi_attn.bench.context_parallel import LENGTHS, context_parallel
+
+    asked, counts = _numbers(lengths) or LENGTHS, _numbers(ranks, "ranks", "2,4")
+    _tell(context_parallel(out, lengths=asked, ranks=counts, repeats=repeats, budget_s=seconds, say=typer.echo))
+
+
 @app.command()
 def gpu(
     out: Out = Path("results"),

@@ -19,6 +19,7 @@ from alibi_attn.cli import bench, export, lab
 from alibi_attn.cli.console import check_writable, console, fail, interrupted, is_ours, needs, sentence
 from alibi_attn.recipes.index import RECIPES
 from alibi_attn.report import tables
+from alibi_attn.slopes import alibi_slopes
 
 app = typer.Typer(
     name="alibi",
@@ -123,15 +124,33 @@ def explain(
     ] = None,
     backend: Annotated[str, typer.Option(help='A backend\'s name, or "auto".')] = "auto",
     seed: Annotated[int, typer.Option(help="Of the random q, k and v.")] = 0,
+    ranks: Annotated[
+        int | None, typer.Option(help="Say what so many ranks of context parallelism would send instead.", min=1)
+    ] = None,
+    score_bound: Annotated[
+        float, typer.Option(help="With --ranks: no scaled score is larger, as QK-norm knows it.", min=0)
+    ] = 5.0,
 ) -> None:
     """Say which backends would run an attention of this shape, and what they would skip, on random q, k and v.
 
     [dim]alibi explain --heads 16 --kv-heads 4 --head-dim 128 --length 8192 --dtype bfloat16[/]
+
+    [dim]alibi explain --length 131072 --ranks 8[/]    which rows ranks would send one another, for a bound on the scores
     """
     with needs("torch"):
         import torch
 
         from alibi_attn.attention import api
+        from alibi_attn.distributed import halos
+    if ranks is not None:
+        halo = halos.static_halo(
+            halos.even_lengths(length, ranks), alibi_slopes(num_heads), score_bound=score_bound, causal=causal, window=window,
+            tolerance=tolerance, num_kv_heads=num_kv_heads, head_dim=head_dim, batch=batch, dtype=dtype,
+        )  # fmt: skip
+        print(
+            f"{halo}\nfor scores of at most ±{score_bound:g} and the published slopes; without such a bound norms decide"
+        )
+        return
     generator = torch.Generator().manual_seed(seed)
     shapes = [
         (batch, count, length, head_dim) for count in (num_heads, num_kv_heads or num_heads, num_kv_heads or num_heads)

@@ -161,7 +161,7 @@ def static_halo(
 
     >>> halo = static_halo([16384] * 8, alibi_slopes(8), score_bound=5.0)
     >>> halo.left[1]
-    (60, 123, 252, 515, 1053, 2148, 4385, 8949)
+    (60, 123, 252, 515, 1052, 2148, 4385, 8948)
     >>> halo.rows[3, 2].tolist() == list(halo.left[3])
     True
 

@@ -351,6 +351,14 @@ def test_an_interrupted_run_ends_with_130_and_goes_on(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("checkpoints/*/*/*/step-*"))) == 1
 
 
+def test_explain_says_what_ranks_would_send() -> None:
+    result = RUNNER.invoke(app, ["explain", "--length", "131072", "--ranks", "8"])
+    assert result.exit_code == 0, result.output
+    assert "17483" in result.output
+    assert "1/60 of it" in result.output
+    assert "±5" in result.output
+
+
 def test_explain_says_which_backends_run() -> None:
     arguments = ["explain", "--heads", "4", "--kv-heads", "2", "--head-dim", "8", "--length", "64"]
     result = RUNNER.invoke(app, arguments)
