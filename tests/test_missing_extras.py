@@ -8,7 +8,8 @@ import sys
 import pytest
 
 BENCHMARKS = (
-    "cpu", "trained", "trained-gates", "serving", "generating", "streaming", "decoding", "gates", "context-parallel", "gpu", "jax",
+    "cpu", "trained", "trained-gates", "serving", "generating", "streaming", "decoding", "gates", "context-parallel", "gpu",
+    "jax",
 )  # fmt: skip
 MISSING = """
 import importlib, json, sys
