@@ -5,6 +5,7 @@ python tests/support/certificate_attack.py 100000 results native     # the same 
 python tests/support/certificate_attack.py 100000 results native biased   # and with a bias for every key
 """
 
+import collections
 import dataclasses
 import datetime
 import functools
@@ -166,7 +167,7 @@ class Attack:
         if self.bias == "wide":
             return noise + 1e6 * rng.choice([-1.0, 1.0]) + rng.choice([0.0, 1e6]) * (rng.random(shape) < 0.02)
         if self.bias == "of segments" and segment_ids is not None:
-            return noise + 300.0 * (segment_ids.numpy()[:, None] == 1)
+            return noise + rng.choice([300.0, 1e6]) * (segment_ids.numpy()[:, None] == 1)
         return np.full(shape, rng.normal() * 1e6)
 
 
@@ -200,19 +201,33 @@ def dropped(attack: Attack, certify: Callable[..., Bounds | torch.Tensor] | None
     distance = distances(spec.query_len, spec.key_len, spec.query_offset, None)
     seen = visible(spec, distance).expand(1, spec.num_heads, -1, -1)
     skipped = seen & ~(certified_keys(spec, found, distance) if isinstance(found, Bounds) else found)
-    m = spec.slopes.double()[:, None, None]
+    heads = [h for h in range(spec.num_heads) if skipped[0, h].any()]
+    lost = [
+        _lost(spec, h, (query[0, h], key[0, h // spec.group]), distance[0], (seen[0, h], skipped[0, h])) for h in heads
+    ]
+    return max(lost, default=0.0), float(skipped.sum() / seen.sum().clamp(min=1))
+
+
+def _lost(
+    spec,
+    h: int,
+    pair: tuple[torch.Tensor, torch.Tensor],
+    distance: torch.Tensor,
+    keys: tuple[torch.Tensor, torch.Tensor],
+) -> float:
+    """The largest share of softmax mass that any query of this head loses; `keys` are (seen, skipped), [T, S] each."""
+    some = keys[1].any(-1)  # the others lose nothing
+    query, key, distance, seen, skipped = pair[0][some], pair[1], distance[some], keys[0][some], keys[1][some]
+    scores = spec.scale * (query.double() @ key.double().mT)
+    slopes = spec.slopes[h].double()
     if spec.right_slopes is not None:
-        m = torch.where(distance < 0, spec.right_slopes.double()[:, None, None], m)
-    bias = -(m * distance.abs())
+        slopes = torch.where(distance < 0, spec.right_slopes[h].double(), slopes)
+    scores -= slopes * distance.abs()
     if spec.key_bias is not None:
-        bias = bias + (spec.key_bias - spec.key_bias.amax(-1, keepdim=True).clamp(min=-1e300)).unsqueeze(2)
-    scores = spec.scale * (query.double() @ key.double().mT) + bias
-    scores = scores.masked_fill(~seen, -math.inf)
-    top = scores.amax(-1, keepdim=True)
-    weight = (scores - top.masked_fill(top == -math.inf, 0.0)).exp()
-    total = weight.sum(-1)
-    lost = (weight * skipped).sum(-1) / total.masked_fill(total == 0, 1.0)
-    return float(lost.max()), float(skipped.sum() / seen.sum().clamp(min=1))
+        scores += spec.key_bias[0, h] - spec.key_bias[0, h].amax().clamp(min=-1e300)
+    scores.masked_fill_(~seen, -math.inf)
+    weight = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
+    return float(((weight * skipped).sum(-1) / weight.sum(-1)).max())
 
 
 def certified_keys(spec, found: Bounds, distance: torch.Tensor) -> torch.Tensor:
@@ -229,9 +244,10 @@ def native_keys(spec, query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
     """[B, H, T, S]: the keys that the kernels for CPUs visited with each query."""
     with torch.no_grad():
         visited = native.visited(spec, query, key, value)
-    low, high = (torch.from_numpy(x)[:, :, torch.arange(spec.query_len) // TILE, None] for x in visited.intervals)
-    at = torch.arange(spec.key_len)[:, None]
-    return ((at >= low) & (at < high)).any(-1)
+    low, high = (torch.from_numpy(x)[..., None] for x in visited.intervals)
+    at = torch.arange(spec.key_len)
+    of_blocks = ((at >= low) & (at < high)).any(-2)  # [B, H, N, S]
+    return of_blocks.repeat_interleave(TILE, 2)[:, :, : spec.query_len]
 
 
 def read_keys(spec, pieces: list[list[list[banded_pieces.Piece]]]) -> torch.Tensor:
@@ -253,7 +269,7 @@ def random_attack(seed: int, *, biased: bool = False) -> Attack:
     pick = lambda options: options[int(rng.integers(len(options)))]  # noqa: E731
     wild = rng.random() < 0.3
     spread = (-25, 25) if wild else (-1.5, 1.0)
-    return Attack(
+    drawn = Attack(
         seed=seed,
         length=int(rng.integers(1, 400)),
         head_dim=int(rng.integers(1, 9)),
@@ -270,37 +286,44 @@ def random_attack(seed: int, *, biased: bool = False) -> Attack:
         refine=seed % 2 == 1,
         bias=pick(BIASES) if biased else None,
     )
+    if drawn.bias == "of segments" and "segments" not in drawn.mask:
+        drawn = dataclasses.replace(drawn, mask="segments")
+    return drawn
 
 
 def main(draws: int, out: Path, backend: str = "", biased: str = "") -> None:
-    """Attack `draws` times and keep what came out as a record."""
+    """Attack `draws` times and keep what came out as a record, with how many draws of every kind there were and skipped."""
     torch.set_num_threads(1)
     started = datetime.datetime.now(datetime.UTC)
-    worst, broken, skipping, shares = 0.0, 0, 0, 0.0
+    worst, shares = 0.0, 0.0
+    counts: dict[str, collections.Counter[str]] = {x: collections.Counter() for x in ("draws", "skipping", "broken")}
     for seed in range(draws):
         attack = random_attack(seed, biased=bool(biased))
         if backend and seed % 20 == 0:  # blocks of queries that differ, and keys far beyond the reach
             attack = dataclasses.replace(attack, length=attack.length * 6)
         lost, share = dropped(attack, native_keys if backend else None)
-        worst = max(worst, lost / attack.tolerance)
-        broken += not lost <= attack.tolerance
-        skipping += share > 0
-        shares += share
+        worst, shares = max(worst, lost / attack.tolerance), shares + share
+        kinds = "all", f"keys: {attack.where}", f"mask: {attack.mask}", f"bias: {attack.bias}"
+        for count, of in (("draws", True), ("skipping", share > 0), ("broken", not lost <= attack.tolerance)):
+            counts[count].update(kinds if of else ())
         if seed % 5000 == 4999:
+            skipping, broken = counts["skipping"]["all"], counts["broken"]["all"]
             print(
                 f"{seed + 1} draws, {skipping} that skip, worst {worst:.3g} of the tolerance, {broken} broken",
                 flush=True,
             )
+    kinds = sorted(counts["draws"])
     record = records.make(
         "certificate",
         "/".join(filter(None, ("attack", backend, biased))),
         config={"draws": draws, "first_seed": 0},
         metrics={
-            "broken": broken,
-            "draws_that_skip": skipping,
+            "broken": counts["broken"]["all"],
+            "draws_that_skip": counts["skipping"]["all"],
             "worst_share_of_tolerance": worst,
             "mean_skipped_share": shares / draws,
         },
+        curves={"kinds": {"kind": kinds} | {name: [of[kind] for kind in kinds] for name, of in counts.items()}},
         started=started,
     )
     print(records.save(record, out))
