@@ -153,6 +153,10 @@ BROKEN = [
     (_with("encoder.layer.3.mlp.wo.bias", WIDTH), "it has 3 layers but none with the number 2"),
     (_with("bert.embeddings.word_embeddings.weight", WORDS, WIDTH), "more than one of the prefixes"),
     (_with(QUERY, WIDTH, 7), rf"{QUERY} has shape \[48, 7\] but must have \[48, 48\]"),
+    (
+        lambda state, said: state.update({QUERY: state[QUERY].long()}),
+        rf"{QUERY} is torch.int64 but weights are floating",
+    ),
     (_with("embeddings.position_embeddings.weight", 16, WIDTH), "position embeddings, so it has no ALiBi"),
     (_plain_bert, "position embeddings, so it has no ALiBi"),
     (_says(hidden_size=96), "config.json says hidden_size 96 but the tensors have 48"),
@@ -166,6 +170,7 @@ BROKEN = [
     (_says(is_decoder=True), "these are encoders"),
     (_says(hidden_act=[1]), "makes no model|hidden_act is"),
     (_says(id2label=7), "makes no model"),
+    (_says(num_labels=10**9), "num_labels is 1000000000 but must be an integer from 1 to 1000000"),
 ]
 
 
@@ -222,6 +227,21 @@ def test_damaged_folders_are_one_sentence(own, tmp_path):
     (folder / "config.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"config\.json is not there"):
         ALiBiBertModel.from_pretrained(folder)
+
+
+def test_a_config_does_not_make_transformers_load_what_it_likes(tmp_path):
+    small().save_pretrained(tmp_path)
+    said = json.loads((tmp_path / "config.json").read_text())
+    said |= {
+        "attn_implementation": "owner/kernel",
+        "transformers_weights": "../x.safetensors",
+        "dtype": 7,
+        "auto_map": {"A": "b"},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    model = ALiBiBertModel.from_pretrained(tmp_path)
+    assert model.dtype == torch.float32
+    assert not hasattr(model.config, "auto_map")
 
 
 def test_a_folder_that_is_not_there_says_what_to_pass(tmp_path):

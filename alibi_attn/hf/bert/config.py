@@ -113,4 +113,5 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "pooler": (False, True),
     "emb_pooler": ("mean", None),
     "original_layout": LAYOUTS,
+    "problem_type": (None, "regression", "single_label_classification", "multi_label_classification"),
 }

@@ -32,6 +32,10 @@ _KEPT = (
     *_OVERRIDES, "num_attention_heads", "hidden_act", "layer_norm_eps", "max_position_embeddings", "tie_word_embeddings",
     "pad_token_id", "bos_token_id", "eos_token_id", "emb_pooler",
 )  # fmt: skip
+# Fields of ours. Others are passed over: with some transformers loads code or files of another's choosing (attn_implementation,
+# auto_map, transformers_weights).
+_OWN = (*_OVERRIDES, *(name for name in ALiBiBertConfig.__annotations__ if name != "model_type"))
+_MOST_LABELS = 1_000_000
 _MOST_VOCABULARY_PADDING = 64  # MosaicBERT rounds its vocabulary up to a multiple of 64, for the matrix units of GPUs
 
 
@@ -72,7 +76,10 @@ def read(
         own = raw.get("model_type") == ALiBiBertConfig.model_type
         layout: Layout = "mosaic" if own else layouts.layout_of(bare)
         if own:
-            config = copy.deepcopy(given) if isinstance(given, ALiBiBertConfig) else _built({**raw, **changes})
+            if isinstance(given, ALiBiBertConfig):
+                config = copy.deepcopy(given)
+            else:
+                config = _built({**{name: raw[name] for name in _OWN if name in raw}, **changes})
             config.pooler = any(name.startswith(layouts.POOLER) for name in bare)  # a masked language model has none
             _check_sizes(vars(config), _sizes(bare, layout))
         else:
@@ -102,7 +109,7 @@ def _translated(raw: Raw, bare: State, state: State, layout: Layout, changes: Ma
     _check_sizes(raw, sizes)
     fields |= sizes
     if "classifier.weight" in state and "num_labels" not in changes and "id2label" not in changes:
-        rows = state["classifier.weight"].shape[0]
+        rows = len(state["classifier.weight"]) if state["classifier.weight"].ndim else 0
         names = raw.get("id2label")
         if isinstance(names, dict) and len(names) != rows:
             raise ValueError(f"classifier.weight has {rows} rows but config.json names {len(names)} labels in id2label")
@@ -162,6 +169,11 @@ def _check_sizes(said: Raw, sizes: Mapping[str, int]) -> None:
 
 
 def _built(fields: Mapping[str, object]) -> ALiBiBertConfig:
+    labels = fields.get("num_labels")
+    if labels is not None and not (
+        type(labels) is int and 0 < labels <= _MOST_LABELS
+    ):  # transformers names each of them
+        raise ValueError(f"num_labels is {labels!r} but must be an integer from 1 to {_MOST_LABELS}")
     try:
         return ALiBiBertConfig.from_dict(dict(fields))
     except (StrictDataclassError, ValueError, TypeError, AttributeError, KeyError) as error:
@@ -195,6 +207,8 @@ def _renamed(
             if ours not in tied and not (new_head and is_head):
                 lacking += [name for name in theirs if name not in state]
             continue
+        if integers := [name for name, part in zip(theirs, parts, strict=True) if not part.is_floating_point()]:
+            raise ValueError(f"{integers[0]} is {state[integers[0]].dtype} but weights are floating-point numbers")
         part_shape = (shape[0] // len(theirs), *shape[1:])
         wrong = [name for name, part in zip(theirs, parts, strict=True) if tuple(part.shape) != part_shape]
         if wrong and new_head and ours.startswith("classifier."):
