@@ -122,6 +122,9 @@ def test_the_encoder_of_a_masked_language_model_loads_alone(tmp_path):
         assert alone(IDS).pooler_output is None
     classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path, new_head=True, num_labels=4)
     assert classifier(IDS).logits.shape == (2, 4)
+    options = {"config": model.config, "new_head": True, "num_labels": 3}
+    assert ALiBiBertForSequenceClassification.from_pretrained(tmp_path, **options)(IDS).logits.shape == (2, 3)
+    assert model.config.num_labels == 2
 
 
 def _without(name):

@@ -78,6 +78,8 @@ def read(
         if own:
             if isinstance(given, ALiBiBertConfig):
                 config = copy.deepcopy(given)
+                for name, value in changes.items():
+                    setattr(config, name, value)
             else:
                 config = _built({**{name: raw[name] for name in _OWN if name in raw}, **changes})
             config.pooler = any(name.startswith(layouts.POOLER) for name in bare)  # a masked language model has none
