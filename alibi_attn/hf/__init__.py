@@ -1,9 +1,10 @@
-"""ALiBi models of `transformers` (BLOOM, MPT, Falcon with alibi=True) on our attention, and checkpoints to and fro.
+"""ALiBi models of `transformers` (BLOOM, MPT, Falcon with alibi=True) on our attention, a decoder of our own that reads the
+checkpoints of others (Baichuan-13B, BTLM, Jais, MPT, Refact), and checkpoints to and fro.
 
 Encoders of our own read Jina v2, MosaicBERT and DNABERT-2.
 
-Read `patching.py` first, then one family: `bloom.py`, `mpt.py`, `falcon.py`; `bert/` has the encoders. `docs/hf.md` and
-`docs/encoders.md` show how they are used.
+Read `patching.py` first, then one family: `bloom.py`, `mpt.py`, `falcon.py`; `bert/` has the encoders, `causal_lm/` the decoder.
+`docs/hf.md`, `docs/encoders.md` and `docs/decoders.md` show how they are used.
 """
 
 try:
@@ -14,6 +15,8 @@ try:
         ALiBiBertModel,
     )
     from alibi_attn.hf.cache import ALiBiCache
+    from alibi_attn.hf.causal_lm.config import ALiBiCausalLMConfig
+    from alibi_attn.hf.causal_lm.model import ALiBiForCausalLM
     from alibi_attn.hf.patching import Patch, patch
 except ModuleNotFoundError as error:
     if error.name not in ("torch", "transformers"):
@@ -26,6 +29,8 @@ __all__ = [
     "ALiBiBertForSequenceClassification",
     "ALiBiBertModel",
     "ALiBiCache",
+    "ALiBiCausalLMConfig",
+    "ALiBiForCausalLM",
     "Patch",
     "patch",
 ]
