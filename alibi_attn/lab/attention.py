@@ -11,11 +11,29 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch import distributed as dist
 
 from alibi_attn.attention.api import alibi_attention
 from alibi_attn.attention.forgetting import forgetting_attention
+from alibi_attn.distributed import context_parallel_attention, context_parallel_forgetting_attention
+from alibi_attn.lab.config import ConfigError
 from alibi_attn.lab.hooks import Bias, ContentBias, ForgetGates, Windowed
 from alibi_attn.nn import KVCache
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """The place of this process's tokens in sequences that several processes share.
+
+    Args:
+        group: those processes, in the order of their tokens.
+        start: tokens of the processes before this one.
+        timeout: seconds, of an exchange.
+    """
+
+    group: dist.ProcessGroup
+    start: int
+    timeout: float
 
 
 @dataclasses.dataclass
@@ -54,6 +72,7 @@ def attend(
     window: int | None = None,
     segment_ids: Tensor | None = None,
     dropout_p: float = 0.0,
+    context: Context | None = None,
 ) -> Tensor:
     """Causal attention [B, H, T, D] with what the `bias` of a position method returned; the queries are the last T of the S keys.
 
@@ -62,10 +81,13 @@ def attend(
         window: how many keys a query may see, itself included.
         segment_ids: [B, S], the document of every key; a query sees the keys of its own.
         dropout_p: share of the attention weights that are dropped.
+        context: other processes have more tokens of these sequences.
     """
-    query_len, key_len = q.shape[-2], k.shape[-2]
     if isinstance(bias, Windowed):
         window, bias = min(bias.window, window or bias.window), None
+    if context is not None:
+        return _attend_over_processes(q, k, v, bias, context, window=window, segment_ids=segment_ids)
+    query_len, key_len = q.shape[-2], k.shape[-2]
     if window is not None and window >= key_len:
         window = None
     masked = window is not None or segment_ids is not None
@@ -89,6 +111,30 @@ def attend(
     keys = torch.arange(key_len, device=q.device)
     past = keys <= keys[key_len - query_len :, None]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=past, dropout_p=dropout_p)
+
+
+def _attend_over_processes(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | ContentBias | ForgetGates | None,
+    context: Context,
+    *,
+    window: int | None,
+    segment_ids: Tensor | None,
+) -> Tensor:
+    given: Any = {"group": context.group, "timeout": context.timeout, "window": window, "segment_ids": segment_ids}
+    slopes = bias.slopes if isinstance(bias, ContentBias | ForgetGates) else bias
+    if slopes is not None and slopes.ndim != 1:
+        raise ConfigError(
+            "the model's position method has a bias for every pair of tokens, which train.context_parallel cannot share: pass a "
+            "method whose bias is linear in the distance, or train.context_parallel=1"
+        )
+    slopes = q.new_zeros(q.shape[1], dtype=torch.float32) if slopes is None else slopes
+    if isinstance(bias, ForgetGates):
+        return context_parallel_forgetting_attention(q, k, v, bias.log_fgate, slopes, **given)
+    key_bias = bias.key_bias if isinstance(bias, ContentBias) else None
+    return context_parallel_attention(q, k, v, slopes, key_bias=key_bias, **given)
 
 
 def _hidden(

@@ -149,6 +149,8 @@ class TrainConfig:
     precision: Precision = "no"
     accumulate: int = 1  # a batch is computed in this many parts
     parallel: Parallel = "ddp"  # with several processes
+    context_parallel: int = 1  # processes that share every sequence, of which each has consecutive tokens
+    exchange_timeout_s: float = 600.0  # of an exchange among them
     activation_checkpointing: bool = False
     log_every: int = 10  # steps between two points of the training curve
     checkpoint_every: int = 100  # steps; Ctrl-C writes one as well
@@ -161,7 +163,16 @@ class TrainConfig:
         for name, choices in (("optimizer", Optimizer), ("parallel", Parallel), ("precision", Precision)):
             check_choice(f"train.{name}", getattr(self, name), typing.get_args(choices))
         check_at_least(
-            "train", self, 1, "length", "steps", "batch_tokens", "accumulate", "log_every", "checkpoint_every"
+            "train",
+            self,
+            1,
+            "length",
+            "steps",
+            "batch_tokens",
+            "accumulate",
+            "log_every",
+            "checkpoint_every",
+            "context_parallel",
         )
         check_at_least("train", self, 0, "warmup_steps", "weight_decay", "seed", "first_steps", "validate_every")
         check_at_least("train", self, 1, "validate_tokens")
@@ -172,6 +183,10 @@ class TrainConfig:
             raise ConfigError(
                 f"train.first_length is {self.first_length} and train.first_steps {self.first_steps} of {self.steps}; pass both, "
                 "fewer first steps than steps, or neither"
+            )
+        if not 0 < self.exchange_timeout_s < 1e9:
+            raise ConfigError(
+                f"train.exchange_timeout_s is {self.exchange_timeout_s}; pass seconds, above 0 and below 10⁹"
             )
         if not 0 <= self.final_share <= 1:
             raise ConfigError(

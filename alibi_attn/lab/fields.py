@@ -12,6 +12,9 @@ from alibi_attn.records import Json
 
 _Config = TypeVar("_Config")
 
+# Fields that came when records had been kept already: written where they are not the default, so that those stay what they are.
+LATER = {"train": {"context_parallel", "exchange_timeout_s"}}
+
 
 def override(config: RunConfig, changes: Mapping[str, str]) -> RunConfig:
     """The config with some fields changed by name; values are given as text and read by the field's type.
@@ -60,8 +63,13 @@ def field_names() -> tuple[str, ...]:
 
 def to_json(config: RunConfig) -> dict[str, Json]:
     """The config as nested dictionaries of plain values, as records and checkpoints hold it."""
+    plain = dataclasses.asdict(type(config)())
     return {
-        section: {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
+        section: {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in fields.items()
+            if name not in LATER.get(section, ()) or value != plain[section][name]
+        }
         for section, fields in dataclasses.asdict(config).items()
     }
 
@@ -80,7 +88,7 @@ def from_json(data: object) -> RunConfig:
 
 def _section(name: str, kind: Callable[..., _Config], data: object) -> _Config:
     hints = typing.get_type_hints(kind)
-    if not isinstance(data, Mapping) or data.keys() != hints.keys():
+    if not isinstance(data, Mapping) or data.keys() | LATER.get(name, set()) != hints.keys():
         raise ConfigError(f"section {name!r} of a config has the fields {', '.join(hints)}; this one has others")
     values = {field: tuple(value) if isinstance(value, list) else value for field, value in data.items()}
     for field, value in values.items():

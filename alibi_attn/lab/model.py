@@ -22,6 +22,7 @@ import dataclasses
 import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from alibi_attn.lab.adaptive import AdaptiveInput, AdaptiveSoftmax
-from alibi_attn.lab.attention import LayerCache, attend
+from alibi_attn.lab.attention import Context, LayerCache, attend
 from alibi_attn.lab.config import Architecture, ConfigError, ModelConfig, Stretch
 from alibi_attn.lab.hooks import Bias, ContentBias, ForgetGates, LayerInput, Pass, PositionError, PositionMethod
 from alibi_attn.lab.positions import check_segments, check_stretch, position_method
@@ -81,6 +82,7 @@ class LanguageModel(nn.Module):
         caches: Sequence[LayerCache] | None = None,
         window: int | None = None,
         segment_ids: Tensor | None = None,
+        context: Context | None = None,
     ) -> Tensor:
         """Logits [B, T, V], or the losses [B, N] of the targets.
 
@@ -91,6 +93,7 @@ class LanguageModel(nn.Module):
             window: how many tokens each one may see in every layer, itself included. Positions stay as they are.
             segment_ids: [B, S], integers: the documents of all tokens, cached ones first. Attention stays inside a document, and
                 distances are as in the row, which is all that relative methods look at; others are refused.
+            context: the tokens are some of the sequences', and other processes have the others; no caches then.
 
         Raises:
             ConfigError: segment_ids and a method whose positions count from the start of the row.
@@ -100,14 +103,15 @@ class LanguageModel(nn.Module):
             check_segments(self.config.method)
         past = len(caches[0]) if caches else 0
         total = past + tokens.shape[1]
-        positions = torch.arange(past, total, device=tokens.device)
+        start = 0 if context is None else context.start
+        positions = torch.arange(past + start, total + start, device=tokens.device)
         x = self.embedding(tokens)
         if self.config.architecture != "mpt":
             x = x * math.sqrt(self.config.embed_dim)
         x = self.dropout(self.position.add(x, positions))
         asked = Pass(tokens.shape[1], total, self.progress)
         shared = None if self.position.per_layer else self.position.bias(asked)
-        places = Places(self.position, positions, asked, shared, window, segment_ids)
+        places = Places(self.position, positions, asked, shared, window, segment_ids, context)
         for layer, block in enumerate(self.blocks):
             if self.activation_checkpointing and self.training and torch.is_grad_enabled() and not caches:
                 x = checkpoint(block, x, places, None, use_reentrant=False)
@@ -164,6 +168,7 @@ class Places:
     shared: Bias
     window: int | None
     segment_ids: Tensor | None
+    context: Context | None
 
     def seen_by(self, x: Tensor, index: int, cache: LayerCache | None) -> Pass:
         """What the layer `index` asks with, whose attention has the normalized input x [B, T, E]."""
@@ -219,7 +224,8 @@ class Block(nn.Module):
         if cache is not None:
             k, v, bias = cache.append(k, v, bias, layer=self)
         dropout_p = self.attention_dropout if self.training else 0.0
-        y = attend(q, k, v, bias, window=places.window, segment_ids=places.segment_ids, dropout_p=dropout_p)
+        seen: Any = {"window": places.window, "segment_ids": places.segment_ids, "context": places.context}
+        y = attend(q, k, v, bias, dropout_p=dropout_p, **seen)
         x = x + self.dropout(self.attention_out(y.transpose(1, 2).flatten(-2)))
         y = self.ffn_norm(x)
         if self.ffn_gate is None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from alibi_attn.lab.attention import Context
 from alibi_attn.lab.checkpoint import Progress, load_progress, newest, resume, save_checkpoint
 from alibi_attn.lab.config import EvalConfig, RunConfig, TrainConfig
 from alibi_attn.lab.data import Corpus, batches, packed_batches
@@ -23,7 +24,7 @@ from alibi_attn.lab.interruption import deferred_interruption
 from alibi_attn.lab.memory import peak_memory_bytes, reset_peak_memory
 from alibi_attn.lab.model import LanguageModel
 from alibi_attn.lab.optimizer import learning_rate
-from alibi_attn.lab.parallel import Training, prepare, share_of_batch
+from alibi_attn.lab.parallel import ContextGroup, Training, prepare, share_of_batch
 
 
 class TrainingError(ValueError):
@@ -77,7 +78,8 @@ def _loop(
     for batch in _stream(corpus, config, progress.step):
         started = time.perf_counter()
         rate = learning_rate(progress.step, asked)
-        loss, stop = _step(training, batch.share(share, device), rate, asked, progress.step, interrupted)
+        ours = batch.share(share, device).shard(training.context)
+        loss, stop = _step(training, ours, rate, asked, progress.step, interrupted)
         progress = _advanced(progress, loss, rate, time.perf_counter() - started, asked)
         training.model.progress = progress.step / asked.steps
         if asked.validate_every and progress.step % asked.validate_every == 0:
@@ -104,20 +106,30 @@ class Batch:
         tokens: [B, T + 1], inputs and the tokens that follow them.
         documents: of those tokens, the same shape; None where attention does not stop at a document's end.
         counted: how many losses the mean over the whole batch is made of, whatever share of its rows this is.
+        context: where these tokens stand, if other processes have more of the same rows.
     """
 
     tokens: Tensor
     documents: Tensor | None
     counted: int
+    context: Context | None = None
 
     def share(self, rows: slice, device: torch.device) -> "Batch":
         documents = None if self.documents is None else self.documents[rows].to(device)
         return Batch(self.tokens[rows].to(device), documents, self.counted)
 
+    def shard(self, sharing: ContextGroup | None) -> "Batch":
+        """Of every row, the tokens that are this process's, and the one that follows them."""
+        if sharing is None:
+            return self
+        start, stop = sharing.tokens(self.tokens.shape[1] - 1)
+        documents = None if self.documents is None else self.documents[:, start : stop + 1]
+        return Batch(self.tokens[:, start : stop + 1], documents, self.counted, sharing.context(start))
+
     def parts(self, number: int) -> "list[Batch]":
         documents = [None] * number if self.documents is None else self.documents.chunk(number)
         parts = zip(self.tokens.chunk(number), documents, strict=True)
-        return [Batch(tokens, belonging, self.counted) for tokens, belonging in parts]
+        return [Batch(tokens, belonging, self.counted, self.context) for tokens, belonging in parts]
 
 
 def _stream(corpus: Corpus, config: RunConfig, start: int) -> Iterator[Batch]:
@@ -184,7 +196,7 @@ def _share_of_loss(training: Training, part: Batch) -> Tensor:
     tokens, documents = part.tokens, part.documents
     segments = None if documents is None else documents[:, :-1]
     with training.accelerator.autocast():
-        nats = training.replica(tokens[:, :-1], targets=tokens[:, 1:], segment_ids=segments)
+        nats = training.replica(tokens[:, :-1], targets=tokens[:, 1:], segment_ids=segments, context=part.context)
     if documents is not None:
         nats = nats * _same_document(documents)
     return nats.sum() * (training.accelerator.num_processes / part.counted)
