@@ -126,10 +126,12 @@ def test_an_assistant_changes_nothing(load):
 
 
 @torch.no_grad()
-def test_a_token_of_a_long_text_reads_what_is_near(load, monkeypatch):
-    model, ids, calls = load("mpt-grouped"), draw(1, 40), []
-    cache = model(ids[:, :39], use_cache=True).past_key_values
-    expected = model(ids[:, 39:], past_key_values=copy.deepcopy(cache)).logits
+@pytest.mark.parametrize("lengths", [[40], [40, 7, 25]], ids=["alone", "padded"])
+def test_a_token_of_a_long_text_reads_what_is_near(lengths, load, monkeypatch):
+    model, calls = load("mpt-grouped"), []
+    ids, mask, _ = left_padded(lengths)
+    cache = model(ids[:, :39], attention_mask=mask[:, :39]).past_key_values
+    expected = model(ids[:, 39:], attention_mask=mask, past_key_values=copy.deepcopy(cache)).logits
 
     def counted(*args: object, **kwargs: object) -> Tensor:
         calls.append(args)
@@ -137,7 +139,7 @@ def test_a_token_of_a_long_text_reads_what_is_near(load, monkeypatch):
 
     monkeypatch.setattr(decoding, "LONG", 1)
     monkeypatch.setattr(dialect, "attend_near", counted)
-    close(model(ids[:, 39:], past_key_values=cache).logits, expected)
+    close(model(ids[:, 39:], attention_mask=mask, past_key_values=cache).logits, expected)
     assert len(calls) == 2  # one a layer
 
 

@@ -11,7 +11,7 @@ arXiv:2308.16149; alibi_scaling: arXiv:2310.13017.
 import torch
 
 from alibi_attn.hf.causal_lm.config import ALiBiCausalLMConfig
-from alibi_attn.hf.causal_lm.family import Checkpoint, Family, Options, Source
+from alibi_attn.hf.causal_lm.family import Checkpoint, Family, Source
 
 SLOPES = "transformer.relative_pe.slopes"
 
@@ -24,7 +24,13 @@ def config(checkpoint: Checkpoint) -> ALiBiCausalLMConfig:
     about.must_be("add_cross_attention", False)
     width, heads = about.integer("n_embd"), about.integer("n_head")
     swiglu = about.text("activation_function", "gelu_new") == "swiglu"
-    mup = about.flag("mup_scale_qk_dot_by_d", False) or about.flag("scale_qk_dot_by_d", False)
+    # Early Jais has other names for muP's factors, and one for the logits where the later ones have two.
+    early = not any(name.startswith("mup_") for name in about.values)
+    mup = about.flag("scale_qk_dot_by_d" if early else "mup_scale_qk_dot_by_d", False)
+    if early:
+        logit_scale = about.number("width_scale", 1.0)
+    else:
+        logit_scale = about.number("mup_output_alpha", 1.0) * about.number("mup_width_scale", 1.0)
     return ALiBiCausalLMConfig(
         vocab_size=about.integer("vocab_size"),
         hidden_size=width,
@@ -43,8 +49,8 @@ def config(checkpoint: Checkpoint) -> ALiBiCausalLMConfig:
         scale_by_inverse_layer=about.flag("scale_attn_by_inverse_layer_idx", False),
         slopes=_slopes(checkpoint, heads),
         alibi_scaling=dict(about.section("alibi_scaling").values) or None,
-        embedding_scale=about.number("mup_embeddings_scale", about.number("embeddings_scale", 1.0)),
-        logit_scale=_logit_scale(about),
+        embedding_scale=about.number("embeddings_scale" if early else "mup_embeddings_scale", 1.0),
+        logit_scale=logit_scale,
         embedding_dropout=about.number("embd_pdrop", 0.1),
         residual_dropout=about.number("resid_pdrop", 0.1),
         attention_dropout=about.number("attn_pdrop", 0.1),
@@ -53,13 +59,6 @@ def config(checkpoint: Checkpoint) -> ALiBiCausalLMConfig:
         trained_length=about.integer("n_positions", 1024),
         source="BTLM or Jais",
     )
-
-
-def _logit_scale(about: Options) -> float:
-    """Early Jais has one factor, the later ones and BTLM the product of two."""
-    if about.has("width_scale"):
-        return about.number("width_scale")
-    return about.number("mup_output_alpha", 1.0) * about.number("mup_width_scale", 1.0)
 
 
 def _slopes(checkpoint: Checkpoint, heads: int) -> list[float]:
