@@ -202,23 +202,15 @@ def dropped(attack: Attack, certify: Callable[..., Bounds | torch.Tensor] | None
     seen = visible(spec, distance).expand(1, spec.num_heads, -1, -1)
     skipped = seen & ~(certified_keys(spec, found, distance) if isinstance(found, Bounds) else found)
     heads = [h for h in range(spec.num_heads) if skipped[0, h].any()]
-    lost = [
-        _lost(spec, h, (query[0, h], key[0, h // spec.group]), distance[0], (seen[0, h], skipped[0, h])) for h in heads
-    ]
-    return max(lost, default=0.0), float(skipped.sum() / seen.sum().clamp(min=1))
+    rows = ((h, (query[0, h], key[0, h // spec.group]), (distance[0], seen[0, h], skipped[0, h])) for h in heads)
+    return max((_lost(spec, *row) for row in rows), default=0.0), float(skipped.sum() / seen.sum().clamp(min=1))
 
 
-def _lost(
-    spec,
-    h: int,
-    pair: tuple[torch.Tensor, torch.Tensor],
-    distance: torch.Tensor,
-    keys: tuple[torch.Tensor, torch.Tensor],
-) -> float:
-    """The largest share of softmax mass that any query of this head loses; `keys` are (seen, skipped), [T, S] each."""
-    some = keys[1].any(-1)  # the others lose nothing
-    query, key, distance, seen, skipped = pair[0][some], pair[1], distance[some], keys[0][some], keys[1][some]
-    scores = spec.scale * (query.double() @ key.double().mT)
+def _lost(spec, h: int, pair: tuple[torch.Tensor, ...], keys: tuple[torch.Tensor, ...]) -> float:
+    """The largest share of softmax mass that a query of this head loses; `pair`: query, key; `keys`: i − j, seen, skipped."""
+    some = keys[2].any(-1)  # the others lose nothing
+    distance, seen, skipped = (x[some] for x in keys)
+    scores = spec.scale * (pair[0][some].double() @ pair[1].double().mT)
     slopes = spec.slopes[h].double()
     if spec.right_slopes is not None:
         slopes = torch.where(distance < 0, spec.right_slopes[h].double(), slopes)
