@@ -129,7 +129,8 @@ def _backward(
                 ours = _with_lse_column(ours, grad_lse[b, h])
             for piece in pieces:
                 _backward_piece(head, piece, ours, lse[b, h], *to)
-    return Gradients(dq * sign, dk, dv, dslope)
+    # A scale of 0 has been taken for 1, and what overflows then is 0 all the same.
+    return Gradients(dq * sign if sign else torch.zeros_like(dq), dk, dv, dslope)
 
 
 def _with_positive_scale(spec: Spec, q: Tensor) -> tuple[Spec, Tensor, int]:
