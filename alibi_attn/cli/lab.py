@@ -37,6 +37,9 @@ def run(
     text: Texts = None,
     corpus: Annotated[str | None, typer.Option(help='"python-source" or "hub:NAME".')] = None,
     seeds: Annotated[str, typer.Option(help="Repeat every run with these seeds, as in 0,1,2.")] = "",
+    shard: Annotated[
+        str, typer.Option(help="Train only this part of the runs, as in 0/8 … 7/8, on one of several machines.")
+    ] = "0/1",
     report: Annotated[bool, typer.Option(help="Write OUT/report.html.")] = True,
     track: Annotated[bool, typer.Option("--track", help="Also show the losses in TensorBoard.")] = False,
 ) -> None:
@@ -60,7 +63,7 @@ def run(
     overrides = _overrides(changes or [], text or [], corpus)
     if not all(seed.strip().isdecimal() for seed in seeds.split(",") if seeds):
         raise typer.BadParameter(f"--seeds is {seeds!r}; pass whole numbers with commas between, as in 0,1,2")
-    chosen = [int(seed) for seed in seeds.split(",") if seeds]
+    chosen, part = [int(seed) for seed in seeds.split(",") if seeds], _shard(shard)
     try:
         for item in items:
             ask(item, scale, overrides, chosen)
@@ -71,14 +74,16 @@ def run(
     folder = out or (PAPER_FOLDER if items else Path("runs") / recipe)
     page = folder / (f"{recipe}.html" if recipe in ITEMS else "report.html")
     check_writable(page)
-    paths = _run(recipe, items, folder, scale, overrides, chosen, track)
+    paths = _run(recipe, items, folder, scale, overrides, chosen, part, track)
     if paths:
         found = [records.load(path) for path in paths]
         if not items:
             print_perplexities(found)
         console.print(f"\nmodels  {escape(str(folder / 'checkpoints'))}", soft_wrap=True)
-        if report:
-            write_report(found, page)
+        if items and part[1] > 1:
+            console.print("answers and the page: the same command without --shard, once all shards have run")
+        elif report:
+            write_report(found, page, **_missing(recipe, scale, overrides, chosen, len(paths) // 2))
 
 
 def _run(
@@ -88,6 +93,7 @@ def _run(
     scale: Scale,
     overrides: Mapping[str, str],
     seeds: Sequence[int],
+    shard: tuple[int, int],
     track: bool,
 ) -> list[Path]:
     """The records' paths; none in a process that only helps another one."""
@@ -97,7 +103,14 @@ def _run(
     try:
         if items:
             paths = run_items(
-                items, out=folder, scale=scale, overrides=overrides, seeds=seeds, console=console, track=track
+                items,
+                out=folder,
+                scale=scale,
+                overrides=overrides,
+                seeds=seeds,
+                shard=shard,
+                console=console,
+                track=track,
             )
         else:
             paths = experiment.run(
@@ -106,12 +119,32 @@ def _run(
                 out=folder,
                 overrides=overrides,
                 seeds=seeds,
+                shard=shard,
                 console=console,
                 track=track,
             )
     except KeyboardInterrupt:
         interrupted(f"the same command goes on where it stopped: {records.command()}")
     return paths if experiment.processes().is_main_process else []
+
+
+def _shard(text: str) -> tuple[int, int]:
+    index, slash, count = text.partition("/")
+    if not (slash and index.isdecimal() and count.isdecimal() and int(index) < int(count)):
+        raise typer.BadParameter(f"--shard is {text!r}; pass i/n, with i from 0 to n − 1, as in 0/8")
+    return int(index), int(count)
+
+
+def _missing(
+    recipe: str, scale: Scale, overrides: Mapping[str, str], seeds: Sequence[int], recorded: int
+) -> dict[str, str]:
+    """What the page's title says of runs that other shards have not recorded yet."""
+    from alibi_attn.lab import experiment
+
+    if recipe in ITEMS or recipe == "paper":
+        return {}
+    runs = experiment.num_runs(RECIPES[recipe], scale, overrides, seeds)
+    return {} if recorded == runs else {"title": f"{recipe}: {runs - recorded} of {runs} runs are still missing"}
 
 
 def list_recipes(

@@ -52,6 +52,7 @@ def run(
     scale: Scale = "small",
     overrides: Mapping[str, str] | None = None,
     seeds: Sequence[int] = (),
+    shard: tuple[int, int] = (0, 1),
     console: Console | None = None,
     track: bool = False,
 ) -> list[Path]:
@@ -61,6 +62,8 @@ def run(
         out: folder for records and checkpoints; a second experiment in it is refused while the first one runs.
         overrides: fields to change in every run, by name: {"train.steps": "50"}.
         seeds: repeat every run with these seeds, instead of the one that the recipe says.
+        shard: (i, n): only the runs of every n-th training, from training i on; other shards may run in the same folder at the
+            same time. The paths are then those of all runs that are recorded, by whomever.
         console: where progress is shown; None shows nothing.
         track: also show losses in TensorBoard, below `out`/tensorboard.
 
@@ -70,6 +73,7 @@ def run(
     """
     console = console or Console(quiet=True)
     configs = _configs(recipe, scale, overrides or {}, seeds)
+    mine, study = runs_of_shard(configs, shard), recipe.study or recipe.name
     if track and importlib.util.find_spec("tensorboard") is None:
         raise ExperimentError(
             'tracking needs the tensorboard package; install it with: pip install "alibi-attn[track]"'
@@ -78,17 +82,42 @@ def run(
     if not state.is_main_process:
         console = Console(quiet=True)
     paths: list[Path] = []
-    with _alone_in(out) if state.is_main_process else contextlib.nullcontext():
+    with _alone_in(out, shard) if state.is_main_process else contextlib.nullcontext():
         corpora: dict[DataConfig, Corpus] = {}
         for config in configs:  # all that can be wrong with the text is said before anything is trained
             if config.data not in corpora:
                 console.print(f"[dim]reading {escape(_named(config.data))}, tokens: {config.data.tokenizer}[/]")
-                with state.main_process_first():
+                with state.main_process_first(), _one_shard_at_a_time(out, shard):
                     corpora[config.data] = load_corpus(config.data, out / "tokens")
             _check(config, corpora[config.data])
-        for config in configs:
-            paths += _run_one(recipe.study or recipe.name, config, corpora[config.data], out, console, track)
+        for config in mine:
+            paths += _run_one(study, config, corpora[config.data], out, console, track)
+        if state.is_main_process:
+            for config in (config for config in configs if config not in mine):
+                found = _recorded(study, config, corpora[config.data], out)
+                if not all(found):
+                    console.print(f"[bold]{escape(run_name(study, config))}[/] is still missing: it is another shard's")
+                paths += [path for path in found if path is not None] if all(found) else []
     return paths
+
+
+def runs_of_shard(configs: Sequence[RunConfig], shard: tuple[int, int]) -> list[RunConfig]:
+    """The runs of every n-th training, from training i on; runs that share a training stay together.
+
+    Raises:
+        ConfigError: a shard that there is not.
+    """
+    index, count = shard
+    if not 0 <= index < count:
+        raise ConfigError(f"shard {index}/{count} is none of {count}: they are 0/{count} to {count - 1}/{count}")
+    trainings = list(dict.fromkeys((config.model, config.data, config.train) for config in configs))
+    mine = set(trainings[index::count])
+    return [config for config in configs if (config.model, config.data, config.train) in mine]
+
+
+def num_runs(recipe: Recipe, scale: Scale, overrides: Mapping[str, str], seeds: Sequence[int]) -> int:
+    """How many runs of the recipe `run` would record, two records each, without a shard."""
+    return len(_configs(recipe, scale, overrides, seeds))
 
 
 def processes() -> PartialState:
@@ -108,11 +137,8 @@ def run_name(study: str, config: RunConfig) -> str:
 def checkpoint_folder(out: Path, study: str, config: RunConfig, corpus: Corpus) -> Path:
     """Where `run` keeps the checkpoints of a training, by its name and all that was asked of it but the test."""
     name = run_name(study, config)
-    return out / "checkpoints" / f"{name}-{records.identity('training', name, _trained(config, corpus))}"
-
-
-def _trained(config: RunConfig, corpus: Corpus) -> dict[str, Json]:
-    return {key: value for key, value in {**to_json(config), "corpus": corpus.facts}.items() if key != "eval"}
+    _, trained = _identities(config, corpus)
+    return out / "checkpoints" / f"{name}-{records.identity('training', name, trained)}"
 
 
 def _configs(recipe: Recipe, scale: Scale, overrides: Mapping[str, str], seeds: Sequence[int]) -> list[RunConfig]:
@@ -160,10 +186,8 @@ def _test_text(config: RunConfig, corpus: Corpus) -> Tensor:
 
 def _run_one(study: str, config: RunConfig, corpus: Corpus, out: Path, console: Console, track: bool) -> list[Path]:
     name, folder = run_name(study, config), out / "records"
-    asked = {**to_json(config), "corpus": corpus.facts}
-    trained = _trained(config, corpus)
-    training = records.recorded(folder, "training", name, trained)
-    evaluation = records.recorded(folder, "evaluation", name, asked)
+    asked, trained = _identities(config, corpus)
+    training, evaluation = _recorded(study, config, corpus, out)
     if training and evaluation:
         console.print(f"[bold]{escape(name)}[/] is recorded already")
         return [training, evaluation]
@@ -190,6 +214,19 @@ def _run_one(study: str, config: RunConfig, corpus: Corpus, out: Path, console: 
     if not evaluation:
         evaluation = _evaluate(name, config, corpus, model.to(PartialState().device), asked, folder, console)
     return [training, evaluation]
+
+
+def _identities(config: RunConfig, corpus: Corpus) -> tuple[dict[str, Json], dict[str, Json]]:
+    """What an evaluation is the answer to, and what its training is."""
+    asked = {**to_json(config), "corpus": corpus.facts}
+    return asked, {key: value for key, value in asked.items() if key != "eval"}
+
+
+def _recorded(study: str, config: RunConfig, corpus: Corpus, out: Path) -> tuple[Path | None, Path | None]:
+    """The records of a run, of its training and of its evaluation, where they are there."""
+    name, folder = run_name(study, config), out / "records"
+    asked, trained = _identities(config, corpus)
+    return records.recorded(folder, "training", name, trained), records.recorded(folder, "evaluation", name, asked)
 
 
 def _curves(progress: checkpoint.Progress) -> dict[str, Mapping[str, Sequence[float]]]:
@@ -299,9 +336,15 @@ def _summary(by_length: Mapping[str, Column]) -> str:
     return "  ".join(f"{length}: " + ("–" if nats is None else f"{nats:.3f}") for length, nats in pairs)
 
 
+def _one_shard_at_a_time(out: Path, shard: tuple[int, int]) -> contextlib.AbstractContextManager[object]:
+    """Whoever comes first makes the tokens, and the others wait for them."""
+    return FileLock(out / ".lock-tokens") if shard[1] > 1 and processes().is_main_process else contextlib.nullcontext()
+
+
 @contextlib.contextmanager
-def _alone_in(out: Path) -> Iterator[None]:
-    lock = FileLock(out / ".lock", timeout=0)
+def _alone_in(out: Path, shard: tuple[int, int]) -> Iterator[None]:
+    sharded = shard[1] > 1
+    lock = FileLock(out / (f".lock-{shard[0]}-of-{shard[1]}" if sharded else ".lock"), timeout=0)
     made = next((folder for folder in (*reversed(out.parents), out) if not folder.exists()), None)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -313,7 +356,7 @@ def _alone_in(out: Path) -> Iterator[None]:
     try:
         yield
     except (CorpusError, ConfigError):
-        if made and not (out / "records").exists() and not (out / "checkpoints").exists():
+        if made and not sharded and not (out / "records").exists() and not (out / "checkpoints").exists():
             shutil.rmtree(made, ignore_errors=True)  # refused before any work: no folder stays that was not there
         raise
     finally:

@@ -28,12 +28,14 @@ def run_items(
     scale: Scale = "small",
     overrides: Mapping[str, str] | None = None,
     seeds: Sequence[int] = (),
+    shard: tuple[int, int] = (0, 1),
     console: Console | None = None,
     track: bool = False,
 ) -> list[Path]:
     """Every item's answer, with all that it needs trained, tested and recorded; the paths of all those records.
 
-    Of several processes the first one evaluates and answers; the others only train, and return nothing.
+    Of several processes the first one evaluates and answers; the others only train, and return nothing. A shard (see
+    `experiment.run`) answers nothing and measures no speed: that is for the same call without one, once all shards have run.
 
     Raises:
         ConfigError: a change of what the items themselves vary.
@@ -52,12 +54,18 @@ def run_items(
     paths: list[Path] = []
     for study, runs in by_study.items():
         wanted = tuple(dict.fromkeys(runs))
+        if study == "speed" and shard[1] > 1:
+            continue
         if study == "speed":
             paths += _measured(wanted, out / "records", scale, console)
         elif wanted:
-            paths += experiment.run(_study(study, wanted), out=out, scale=scale, console=console, track=track)
+            paths += experiment.run(
+                _study(study, wanted), out=out, scale=scale, shard=shard, console=console, track=track
+            )
     if not processes.is_main_process:
         return []
+    if shard[1] > 1:
+        return list(dict.fromkeys(paths))
     found = {path.name: records.load(path) for path in dict.fromkeys(paths)}
     answers = [_answered(one, found, out / "records", scale) for one in asked]
     return [*dict.fromkeys(paths), *answers]

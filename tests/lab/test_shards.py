@@ -1,0 +1,73 @@
+"""Shards of a recipe: disjoint parts of its trainings, together all of them, with records that merge by lying in one folder."""
+
+import dataclasses
+
+import pytest
+from filelock import FileLock
+from rich.console import Console
+from typer.testing import CliRunner
+
+from alibi_attn import records
+from alibi_attn.cli.main import app
+from alibi_attn.lab.config import ConfigError, Recipe
+from alibi_attn.lab.experiment import ExperimentError, num_runs, run, runs_of_shard
+
+
+@pytest.fixture
+def recipe(text_file, run_on):
+    """Five runs, of which two share a training."""
+    runs = [run_on(text_file, method, steps=2) for method in ("alibi", "rotary", "none", "sinusoidal")]
+    runs.insert(1, dataclasses.replace(runs[0], eval=dataclasses.replace(runs[0].eval, lengths=(16, 64))))
+    texts = dict.fromkeys(("question", "paper", "command", "cost", "expected"), "")
+    return Recipe(name="five", runs=lambda scale: tuple(runs), **texts)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_shards_are_disjoint_and_together_all_runs(recipe, count):
+    configs = list(recipe.runs("small"))
+    parts = [runs_of_shard(configs, (index, count)) for index in range(count)]
+    assert sorted(configs.index(config) for part in parts for config in part) == list(range(5))
+    assert any(part[:2] == configs[:2] for part in parts)  # those of one training stay together
+    assert max(map(len, parts)) - min(map(len, parts)) <= 2
+
+
+def test_records_of_all_shards_merge_in_one_folder(recipe, tmp_path):
+    console = Console(record=True, width=120)
+    first = run(recipe, out=tmp_path / "runs", shard=(0, 2), console=console)
+    assert len(first) == 2 * 3
+    said = console.export_text()
+    assert said.count("is still missing") == 2
+    assert "five/rotary-16/seed-0 is still missing" in said
+    console = Console(record=True, width=120)
+    both = run(recipe, out=tmp_path / "runs", shard=(1, 2), console=console)
+    assert "missing" not in console.export_text()
+    assert len(both) == 2 * num_runs(recipe, "small", {}, ()) == 10
+    assert set(both) == set(run(recipe, out=tmp_path / "runs"))  # nothing is trained again
+    one = run(recipe, out=tmp_path / "one")
+    assert {path.name for path in one} == {path.name for path in both}
+    losses = [{path.name: records.load(path).metrics.get("loss_nats") for path in paths} for paths in (one, both)]
+    assert losses[0] == losses[1]
+
+
+def test_shards_may_run_at_the_same_time_but_none_twice(recipe, tmp_path):
+    with FileLock(tmp_path / ".lock-0-of-2"):
+        with pytest.raises(ExperimentError, match="another experiment is running"):
+            run(recipe, out=tmp_path, shard=(0, 2))
+        assert len(run(recipe, out=tmp_path, shard=(1, 2))) == 4
+
+
+def test_a_shard_that_is_none_is_refused(recipe, tmp_path):
+    with pytest.raises(ConfigError, match="shard 2/2 is none of 2"):
+        run(recipe, out=tmp_path / "runs", shard=(2, 2))
+    for text in ("3", "2/2", "a/3", "-1/2"):
+        result = CliRunner().invoke(app, ["run", "quick", "--shard", text, "--out", str(tmp_path / "runs")])
+        assert result.exit_code == 2
+        assert "pass i/n" in " ".join(result.output.split()).replace("│ ", "")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_page_of_a_shard_says_what_is_missing(tmp_path):
+    asked = ["run", "quick", "--scale", "smoke", "--set", "train.steps=1", "--out", str(tmp_path), "--shard", "0/4"]
+    result = CliRunner().invoke(app, asked)
+    assert result.exit_code == 0, result.output
+    assert "quick: 3 of 4 runs are still missing" in (tmp_path / "report.html").read_text(encoding="utf-8")
