@@ -15,6 +15,7 @@ import concurrent.futures
 import dataclasses
 import datetime
 import multiprocessing
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,9 @@ from alibi_attn import records
 
 JAX = ("jax-dense", "jax-loop")
 TOGETHER = 25  # draws that a process takes at a time
+# What OpenMP and glibc read when a process starts: threads that wait sleep (calls have up to 16 of them, and cores are taken),
+# and memory is kept for the next draw, whose pages need not be found again.
+FOR_WORKERS = {"OMP_WAIT_POLICY": "passive", "MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**32)}
 # A refusal or a crash is as wrong as a number.
 WRONG = (AssertionError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
@@ -186,6 +190,7 @@ def _over_processes(asked: argparse.Namespace) -> tuple[dict[str, Tally], bool]:
     """(what came of the draws, by backend and in the order of their seeds; whether it was stopped before the last)."""
     tallies, end = {backend: Tally() for backend in asked.backends}, asked.first_seed + asked.draws
     parts = [range(start, min(start + TOGETHER, end)) for start in range(asked.first_seed, end, TOGETHER)]
+    os.environ |= FOR_WORKERS | os.environ
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(asked.processes, mp_context=context, initializer=_prepare) as executor:
         try:
