@@ -6,6 +6,7 @@ same way turned around, where they are added in the order of the ranks: the same
 
 import dataclasses
 import datetime
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from alibi_attn.distributed.halos import Halo
+from alibi_attn.distributed.halos import Halo, Span
 
 Pieces = list[list[Tensor]]  # of every key head, a tensor for each of its spans
 
@@ -100,32 +101,41 @@ class Transport:
     traffic: Traffic | None = None
     counts_rows: bool = False
 
+    @functools.cached_property
+    def outgoing(self) -> list[list[tuple[int, int, Span]]]:
+        """The pieces that this rank sends to each."""
+        return [self.halo.pieces(other, self.ranks.rank) for other in range(self.ranks.count)]
+
+    @functools.cached_property
+    def incoming(self) -> list[list[tuple[int, int, Span]]]:
+        """The pieces that come from each."""
+        return [self.halo.pieces(self.ranks.rank, owner) for owner in range(self.ranks.count)]
+
     def carried(self, tensors: Sequence[Tensor], what: str) -> tuple[tuple[Tensor, ...], list[Pieces]]:
         """(the same tensors, to be used on), and of each what came: [B, heads of a group, rows, …] for every key head and span.
 
         Differentiable in all of them; every rank must then run backward, in the same order of calls.
         """
         *own, flat = _Carry.apply(self, what, *tensors)  # type: ignore[no-untyped-call]
-        sizes = [size for owner in range(self.ranks.count) for size in self._sizes(self.ranks.rank, owner, tensors)]
+        sizes = [size for pieces in self.incoming for size in self._sizes(pieces, tensors)]
         parts = iter(flat.split(sizes))
         spans = [len(self.halo.spans(self.ranks.rank, head)) for head in range(self.halo.num_kv_heads)]
         came: list[list[list[list[Tensor]]]] = [[[[] for _ in range(count)] for count in spans] for _ in own]
-        for owner in range(self.ranks.count):
-            for head, at, (low, high) in self.halo.pieces(self.ranks.rank, owner):
+        for pieces in self.incoming:
+            for head, at, (low, high) in pieces:
                 for tensor, of_heads in zip(own, came, strict=True):
                     of_heads[head][at].append(next(parts).view(_piece_shape(tensor, self.halo, high - low)))
         return tuple(own), [
-            [[_joined(pieces, tensor, self.halo) for pieces in of_spans] for of_spans in of_heads]
+            [[_joined(parts_of, tensor, self.halo) for parts_of in of_spans] for of_spans in of_heads]
             for tensor, of_heads in zip(own, came, strict=True)
         ]
 
     def send(self, tensors: Sequence[Tensor], what: str) -> Tensor:
         """[n]: what came of all ranks, flat, in the order of `Halo.pieces`, and of the tensors for each piece."""
-        rank, count = self.ranks.rank, self.ranks.count
         parts, sent_to = [], []
-        for other in range(count):
+        for pieces in self.outgoing:
             size = 0
-            for head, _, (low, high) in self.halo.pieces(other, rank):
+            for head, _, (low, high) in pieces:
                 for tensor in tensors:
                     part = _rows_of(tensor, self.halo, head, low, high).reshape(-1)
                     parts.append(part)
@@ -133,39 +143,38 @@ class Transport:
                 if self.counts_rows and self.traffic is not None:
                     self.traffic.rows_sent += high - low
             sent_to.append(size)
-        received_from = [sum(self._sizes(rank, owner, tensors)) for owner in range(count)]
+        received_from = [sum(self._sizes(pieces, tensors)) for pieces in self.incoming]
         if self.counts_rows and self.traffic is not None:
-            self.traffic.rows_received += int(self.halo.rows[rank].sum())
+            self.traffic.rows_received += sum(high - low for pieces in self.incoming for _, _, (low, high) in pieces)
         flat = torch.cat(parts) if parts else tensors[0].new_empty(0)
         return self._exchanged(flat, sent_to, received_from, what)
 
     def send_back(self, gradient: Tensor, tensors: Sequence[Tensor], what: str) -> list[Tensor]:
         """Gradients of the tensors: their own [B, heads, rows, …] with what all ranks send home of theirs, [n], added."""
-        rank, count = self.ranks.rank, self.ranks.count
-        to = [sum(self._sizes(rank, owner, tensors)) for owner in range(count)]
-        from_ = [sum(self._sizes(other, rank, tensors)) for other in range(count)]
+        to = [sum(self._sizes(pieces, tensors)) for pieces in self.incoming]
+        from_ = [sum(self._sizes(pieces, tensors)) for pieces in self.outgoing]
         home = self._exchanged(gradient.contiguous(), to, from_, what)
         # Sums of half precision are rounded once.
         sums = [x.to(torch.promote_types(x.dtype, torch.float32), copy=True) for x in tensors]
         at = 0
-        for other in range(count):
-            for head, _, (low, high) in self.halo.pieces(other, rank):
+        for pieces in self.outgoing:
+            for head, _, (low, high) in pieces:
                 for total in sums:
                     rows = _rows_of(total, self.halo, head, low, high)
                     rows += home[at : at + rows.numel()].view(rows.shape)
                     at += rows.numel()
         return [total.to(x.dtype) for total, x in zip(sums, tensors, strict=True)]
 
-    def _sizes(self, rank: int, owner: int, tensors: Sequence[Tensor]) -> list[int]:
-        """Numbers of each tensor in each piece that `owner` sends to `rank`."""
+    def _sizes(self, pieces: list[tuple[int, int, Span]], tensors: Sequence[Tensor]) -> list[int]:
+        """Numbers of each tensor in each piece."""
         row = [math.prod(_piece_shape(tensor, self.halo, 1)) for tensor in tensors]
-        return [(high - low) * size for _, _, (low, high) in self.halo.pieces(rank, owner) for size in row]
+        return [(high - low) * size for _, _, (low, high) in pieces for size in row]
 
     def _exchanged(self, flat: Tensor, sent_to: list[int], received_from: list[int], what: str) -> Tensor:
         if self.traffic is not None:
             self.traffic.bytes_sent += sum(sent_to) * flat.element_size()
             self.traffic.bytes_received += sum(received_from) * flat.element_size()
-        if not self.halo.rows.any():
+        if self.halo.is_empty:
             return flat.new_empty(0)  # nobody needs anything, as every rank knows
         return self.ranks.all_to_all(flat, sent_to, received_from, what)
 

@@ -58,6 +58,11 @@ class Halo:
         """K"""
         return len(self.left[0])
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no rank needs anything."""
+        return not any(any(heads) for side in (self.left, self.right, self.outliers) for heads in side)
+
     def spans(self, rank: int, head: int) -> list[Span]:
         """What a rank needs for a key head, beside its own rows: the halo before it, the one behind it, outlier tiles."""
         start, stop = self.offsets[rank], self.offsets[rank] + self.lengths[rank]

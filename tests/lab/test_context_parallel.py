@@ -41,7 +41,7 @@ def told(tmp_path_factory, verses, run_on):
     return json.loads(result.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("method", ["alibi", "alibi-fox", "rotary"])
+@pytest.mark.parametrize("method", ["alibi", "alibi-fox", "rotary", "fsdp"])
 def test_two_processes_of_context_train_like_one(told, method):
     """Gates too, whose sums cross from one to the other; and rotary, whose every token needs all before it."""
     assert told[f"{method} codes"] == [0, 0]

@@ -51,6 +51,8 @@ class Case:
             seen[0, n - n // 3 :] = False
             seen[1, n // 4 : n // 3] = False
             found["key_mask"] = seen
+            found["key"][0, :, -1] = math.nan  # nobody uses what may not be seen
+            found["value"][1, :, n // 4] = math.inf
         if self.segments:
             found["segment_ids"] = torch.stack([torch.arange(n) // 70, torch.arange(n) // 111])
         if self.bias:

@@ -69,6 +69,7 @@ def main() -> None:
     configs = {
         name: dataclasses.replace(config, model=dataclasses.replace(config.model, method=name)) for name in METHODS
     }
+    configs["fsdp"] = dataclasses.replace(config, train=dataclasses.replace(config.train, parallel="fsdp"))
     for name, shared in configs.items():
         told[f"{name} codes"], _ = together(shared, folder / name)
         told[name] = curves(load_progress(newest(folder / name), shared))
@@ -80,7 +81,7 @@ def main() -> None:
     told["cut"] = curves(load_progress(newest(folder / "cut"), config))
     # Last, because forks would inherit that this process is alone.
     for name, shared in configs.items():
-        alone = dataclasses.replace(shared, train=dataclasses.replace(config.train, context_parallel=1))
+        alone = dataclasses.replace(shared, train=dataclasses.replace(shared.train, context_parallel=1))
         told[f"{name} alone"] = curves(train(alone, load_corpus(config.data), folder / f"{name}-alone"))
     print(json.dumps(told))
 
