@@ -18,6 +18,7 @@ try:
     from alibi_attn.hf.causal_lm.config import ALiBiCausalLMConfig
     from alibi_attn.hf.causal_lm.model import ALiBiForCausalLM
     from alibi_attn.hf.patching import Patch, patch
+    from alibi_attn.hf.sentences import sentence_transformer
 except ModuleNotFoundError as error:
     if error.name not in ("torch", "transformers"):
         raise
@@ -33,4 +34,5 @@ __all__ = [
     "ALiBiForCausalLM",
     "Patch",
     "patch",
+    "sentence_transformer",
 ]

@@ -1,6 +1,6 @@
 """An encoder with ALiBi from its formulas alone, in fp64: loops over texts, layers and heads, and the originals' key names.
 
-Also random checkpoints of each family, as folders on disk.
+Also random checkpoints of each family, as folders on disk, and a tokenizer of letters.
 """
 
 import json
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor
 
 LAYOUTS = ("mosaic", "jina", "jina-code")
@@ -172,3 +173,33 @@ def write_folder(folder: Path, state: dict[str, Tensor], said: dict[str, object]
         )
     (folder / "config.json").write_text(json.dumps(said), encoding="utf-8")
     return folder
+
+
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+
+
+def write_tokenizer(folder: Path, **said: object) -> Path:
+    """A tokenizer of words of one letter, a = 5 and so on, with [CLS] and [SEP] around a text."""
+    vocabulary = {word: at for at, word in enumerate([*SPECIAL, *"abcdefghijklmnopqrstuvwxyz"])}
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    names = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", **dict(zip(names, SPECIAL, strict=True)), **said}
+    (folder / "tokenizer_config.json").write_text(json.dumps(about), encoding="utf-8")
+    return folder
+
+
+def letter_ids(text: str) -> Tensor:
+    """What that tokenizer makes of a text of single letters, [1, T]."""
+    return torch.tensor([[2, *(ord(letter) - ord("a") + 5 for letter in text.split()), 3]])
+
+
+def pooled(state: dict[str, Tensor], layout: str, text: str, pooling: str = "mean") -> Tensor:
+    """The vector of a text from the formulas, in fp64."""
+    ids = letter_ids(text)
+    states = encode(state, layout, ids, torch.ones_like(ids))[0]
+    return states.mean(0) if pooling == "mean" else states[0]

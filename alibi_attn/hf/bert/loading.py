@@ -69,7 +69,8 @@ def read(
     given = options.pop("config", None)
     changes = {name: options.pop(name) for name in _OVERRIDES if name in options}
     raw = checkpoints.read_config(folder)
-    state = checkpoints.read_state(folder)
+    held = options.pop("state_dict", None)
+    state = checkpoints.read_state(folder) if held is None else held
     try:
         prefix = layouts.prefix_of(state)
         bare = {name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)}

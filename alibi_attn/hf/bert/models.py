@@ -55,8 +55,9 @@ class ALiBiBertPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call
                 those of a classifier of another `num_labels`.
             dtype: as transformers has it: "auto" is the checkpoint's. Default: that, but float32 where an original was saved in
                 float16, which is how Jina's are published and what CPUs are slow at.
-            options: revision, cache_dir, token, local_files_only; fields of the config, such as num_labels or dropouts; the rest
-                is that of `PreTrainedModel.from_pretrained`, as device_map.
+            options: revision, cache_dir, token, local_files_only; fields of the config, such as num_labels or dropouts;
+                state_dict, weights in the place of the folder's; the rest is that of `PreTrainedModel.from_pretrained`, as
+                device_map.
 
         Raises:
             OSError: neither a folder nor a repository of the hub, or files that are not there.
