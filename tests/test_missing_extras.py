@@ -77,7 +77,7 @@ def _told(program: str, *arguments: str) -> dict[str, object]:
                     ),
                     "torch",
                 ),
-                **dict.fromkeys(("bench serving", "bench generating"), "hf"),
+                **dict.fromkeys(("bench serving", "bench generating", "embed x FILE --out y"), "hf"),
                 **dict.fromkeys(("bench trained", "bench trained-gates"), "lab"),
                 "bench jax": "torch,jax",
                 "run quick --scale smoke": "lab",
@@ -86,7 +86,12 @@ def _told(program: str, *arguments: str) -> dict[str, object]:
                 "export x y": "hf",
             },
         ),
-        ("transformers", {"bench serving": "hf", "bench generating": "hf", "export x y": "hf"}),
+        (
+            "transformers",
+            dict.fromkeys(
+                ("bench serving", "bench generating", "export x y", "embed x FILE --out y"), "hf"
+            ),
+        ),
         ("jax", {"bench jax": "torch,jax"}),
         ("matplotlib", {"heads --png heads.png": "lab", "report RESULTS": "lab"}),
         ("jinja2", {"report RESULTS": "lab"}),
@@ -95,7 +100,8 @@ def _told(program: str, *arguments: str) -> dict[str, object]:
 def test_every_command_names_the_extra_that_it_needs(missing, extras, tmp_path, monkeypatch):
     results = os.path.abspath("results")
     monkeypatch.chdir(tmp_path)
-    asked = {command.replace("RESULTS", results): extra for command, extra in extras.items()}
+    here = os.path.abspath(__file__)
+    asked = {command.replace("RESULTS", results).replace("FILE", here): extra for command, extra in extras.items()}
     for command, (code, words) in _told(COMMANDS, missing, *asked).items():
         assert code == 1, command
         assert words.startswith("error: "), command

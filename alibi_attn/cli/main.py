@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table as RichTable
 
 from alibi_attn import records
-from alibi_attn.cli import bench, export, lab
+from alibi_attn.cli import bench, embed, export, lab
 from alibi_attn.cli.console import check_writable, console, fail, interrupted, is_ours, needs, sentence
 from alibi_attn.recipes.index import RECIPES
 from alibi_attn.report import tables
@@ -36,6 +36,7 @@ app.command("recipes")(lab.list_recipes)
 app.command("eval")(lab.evaluation)
 app.command()(lab.generate)
 app.command()(export.export)
+app.command()(embed.embed)
 
 
 def main() -> None:

@@ -1,0 +1,105 @@
+"""Vectors of many texts: tokens once, then batches of about equal length, the longest first.
+
+A batch is a padded array, of which the model computes the tokens alone (`bert/packing.py`). Sorted, it is hardly padded at all.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn import functional as F
+from transformers import PreTrainedTokenizerBase
+
+from alibi_attn.hf.bert import ALiBiBertModel
+from alibi_attn.hf.sentence_folder import Pooling
+
+Tokens = NDArray[np.int32]
+_AT_ONCE = 256  # texts that the tokenizer gets in one call
+
+
+def tokenize(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_length: int
+) -> tuple[list[Tokens], list[int]]:
+    """The tokens of each text, special ones included, at most `max_length`; and which texts were cut."""
+    rows: list[Tokens] = []
+    cut: list[int] = []
+    for start in range(0, len(texts), _AT_ONCE):
+        some = list(texts[start : start + _AT_ONCE])
+        found = tokenizer(some, add_special_tokens=True, truncation=False, verbose=False)["input_ids"]
+        for at, ids in enumerate(found):
+            if len(ids) > max_length:
+                cut.append(start + at)
+                ids = tokenizer(some[at], add_special_tokens=True, truncation=True, max_length=max_length)["input_ids"]
+            rows.append(np.asarray(ids, dtype=np.int32))
+    return rows, cut
+
+
+def longest_first(rows: Sequence[Tokens]) -> list[int]:
+    """The order in which texts are computed: by length, the longest first, equal ones as they came."""
+    return sorted(range(len(rows)), key=lambda at: -len(rows[at]))
+
+
+def batches(rows: Sequence[Tokens], order: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
+    """Texts, in the order given, whose padded array has at most `batch_tokens` places; a text at least.
+
+    >>> rows = [np.zeros(n, np.int32) for n in (2, 7, 3, 2)]
+    >>> list(batches(rows, longest_first(rows), 7))
+    [[1], [2, 0], [3]]
+    """
+    start = 0
+    while start < len(order):
+        count = max(1, batch_tokens // max(1, len(rows[order[start]])))
+        yield list(order[start : start + count])
+        start += count
+
+
+@torch.inference_mode()
+def embed(model: ALiBiBertModel, rows: Sequence[Tokens], *, pooling: Pooling, normalize: bool) -> NDArray[np.float32]:
+    """The vectors [B, E] of a batch of texts, each with one token at least.
+
+    Raises:
+        ValueError: the batch does not fit into memory, or a vector is not finite.
+    """
+    longest = max(map(len, rows))
+    ids = torch.zeros(len(rows), longest, dtype=torch.int64)
+    mask = torch.zeros(len(rows), longest, dtype=torch.int64)
+    for at, row in enumerate(rows):
+        ids[at, : len(row)] = torch.from_numpy(row)
+        mask[at, : len(row)] = 1
+    mask = mask.to(model.device)
+    try:
+        states = model(ids.to(model.device), mask).last_hidden_state
+        # 0 at padding, so that the sum is that of the tokens.
+        vectors = states.sum(1, dtype=torch.float32) / mask.sum(1, keepdim=True) if pooling == "mean" else states[:, 0]
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "allocate" not in str(error):
+            raise
+        raise ValueError(
+            f"a batch of {len(rows)} × {longest:,} tokens does not fit into memory; pass fewer tokens a batch, or cut long texts"
+        ) from error
+    vectors = vectors.float()
+    if normalize:
+        vectors = F.normalize(vectors, dim=1)
+    if not bool(torch.isfinite(vectors).all()):
+        raise ValueError(
+            f"the model gave numbers that are not finite in {model.dtype}; pass float32, or check its weights"
+        )
+    return vectors.cpu().numpy()
+
+
+def fingerprint(model: ALiBiBertModel, rows: Sequence[Tokens], settings: Sequence[object]) -> str:
+    """Equal exactly where model, tokens and settings are: 32 hexadecimal digits."""
+    config = model.config
+    digest = hashlib.sha256(repr([*settings, *(getattr(config, name) for name in _FIELDS)]).encode())
+    for name, tensor in model.state_dict().items():
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy())
+    for row in rows:
+        digest.update(len(row).to_bytes(8, "little"))
+        digest.update(row.tobytes())
+    return digest.hexdigest()[:32]
+
+
+_FIELDS = ("num_attention_heads", "gate_act", "gate", "qk_norm", "extra_norm", "layer_norm_eps")  # the rest are shapes

@@ -1,0 +1,150 @@
+"""Long work: batches are sorted and bounded, vectors are those of the texts alone, and what was interrupted goes on."""
+
+import numpy as np
+import pytest
+import torch
+from encoder_oracle import config, pooled, random_state, write_folder, write_tokenizer
+
+from alibi_attn.hf import partial_vectors
+from alibi_attn.hf.embedding import batches, embed, fingerprint, longest_first, tokenize
+from alibi_attn.hf.partial_vectors import PartialVectors
+from alibi_attn.hf.sentences import load
+
+TEXTS = ["a b c", "d e f g h i j k a a b", "z", "a b c d e f g h i j k l m n o p", "b b"]
+
+
+@pytest.fixture
+def found(tmp_path):
+    return load(write_tokenizer(write_folder(tmp_path / "jina", random_state("jina"), config("jina"))))
+
+
+def test_batches_have_every_text_once_and_no_more_places_than_allowed():
+    rows = [np.zeros(length, np.int32) for length in (3, 50, 1, 1, 7, 50, 2, 9, 1)]
+    for most in (1, 7, 50, 101, 10_000):
+        parts = list(batches(rows, longest_first(rows), most))
+        assert sorted(at for part in parts for at in part) == list(range(len(rows)))
+        assert all(len(part) * max(len(rows[at]) for at in part) <= most or len(part) == 1 for part in parts)
+        lengths = [len(rows[at]) for part in parts for at in part]
+        assert lengths == sorted(lengths, reverse=True)
+    assert list(batches(rows, longest_first(rows), 10_000)) == [[1, 5, 7, 4, 0, 6, 2, 3, 8]]
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+def test_vectors_of_a_batch_are_those_of_the_formulas(pooling, found):
+    rows, cut = tokenize(found.tokenizer, TEXTS, 100)
+    assert cut == []
+    vectors = embed(found.model, rows, pooling=pooling, normalize=False)
+    assert vectors.dtype == np.float32
+    wanted = torch.stack([pooled(random_state("jina"), "jina", text, pooling) for text in TEXTS]).numpy()
+    assert np.abs(vectors - wanted).max() <= 3e-6 * np.abs(wanted).max()
+    unit = embed(found.model, rows, pooling=pooling, normalize=True)
+    assert np.allclose(unit, wanted / np.linalg.norm(wanted, axis=1, keepdims=True), atol=3e-6)
+
+
+def test_long_texts_are_cut_and_counted(found):
+    rows, cut = tokenize(found.tokenizer, TEXTS, 6)
+    assert cut == [1, 3]
+    assert [row.tolist() for row in rows][:3] == [[2, 5, 6, 7, 3], [2, 8, 9, 10, 11, 3], [2, 30, 3]]
+
+
+def test_numbers_that_are_not_finite_are_an_error(found):
+    with torch.no_grad():
+        found.model.embeddings.word_embeddings.weight[7] = torch.nan
+    rows, _ = tokenize(found.tokenizer, TEXTS, 100)
+    assert np.isfinite(embed(found.model, rows[2:3], pooling="mean", normalize=False)).all()
+    with pytest.raises(ValueError, match=r"not finite in torch\.float32"):
+        embed(found.model, rows[:1], pooling="mean", normalize=False)
+
+
+def test_a_batch_beyond_memory_is_one_sentence(found, monkeypatch):
+    def full(*_, **__):
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(type(found.model), "forward", full)
+    with pytest.raises(ValueError, match="a batch of 1 × 9 tokens does not fit into memory"):
+        embed(found.model, [np.zeros(9, np.int32)], pooling="mean", normalize=False)
+
+
+def test_the_fingerprint_differs_with_weights_tokens_config_and_settings(found):
+    rows, _ = tokenize(found.tokenizer, TEXTS, 100)
+    first = fingerprint(found.model, rows, ["mean"])
+    assert first == fingerprint(found.model, rows, ["mean"])
+    others = {fingerprint(found.model, rows, ["cls"]), fingerprint(found.model, rows[::-1], ["mean"])}
+    others.add(fingerprint(found.model, [np.concatenate(rows)], ["mean"]))
+    found.model.config.gate_act = "relu"
+    others.add(fingerprint(found.model, rows, ["mean"]))
+    found.model.config.gate_act = "gelu"
+    others.add(fingerprint(found.model.double(), rows, ["mean"]))
+    found.model.float().embeddings.LayerNorm.bias.data[0] += 1
+    others.add(fingerprint(found.model, rows, ["mean"]))
+    assert len(others - {first}) == 6
+
+
+ROWS = np.arange(12, dtype=np.float32).reshape(4, 3)
+
+
+def test_rows_that_are_kept_are_there_after_an_interruption(tmp_path, monkeypatch):
+    out = tmp_path / "vectors.npy"
+    begun = PartialVectors.open(out, "question", (4, 3))
+    begun.put([2, 0], ROWS[[2, 0]])
+    begun.keep()
+    monkeypatch.setattr(partial_vectors, "KEEP_SECONDS", 1e9)
+    begun.put([1], ROWS[[1]])  # not kept: as if the process was killed
+    assert not out.exists()
+    resumed = PartialVectors.open(out, "question", (4, 3))
+    assert resumed.done == 2
+    resumed.put([1, 3], ROWS[[1, 3]])
+    assert resumed.finish() == out
+    assert np.array_equal(np.load(out), ROWS)
+    assert [path.name for path in tmp_path.iterdir()] == ["vectors.npy"]
+    with pytest.raises(FileExistsError, match="never overwritten"):
+        PartialVectors.open(out, "question", (4, 3))
+
+
+def test_what_was_begun_for_another_question_is_refused_and_stays(tmp_path):
+    out = tmp_path / "vectors.npy"
+    begun = PartialVectors.open(out, "question", (4, 3))
+    PartialVectors.open(out, "another", (4, 3))  # of which nothing was done
+    begun.put([0], ROWS[:1])
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(FileExistsError, match="was begun with another model, other texts or other settings"):
+        PartialVectors.open(out, "another", (4, 3))
+    assert before == {path: path.read_bytes() for path in tmp_path.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("v.partial.json", b"{"),
+        ("v.partial.json", b"[]"),
+        ("v.partial.json", b'{"identity": "q", "rows_done": 5}'),
+        ("v.partial.json", b'{"identity": "q", "rows_done": -1}'),
+        ("v.partial", b""),
+        ("v.partial", b"\x93NUMPY"),
+        ("v.partial", None),
+    ],
+)
+def test_damaged_partial_results_are_one_sentence_and_never_filled_up(name, content, tmp_path):
+    begun = PartialVectors.open(tmp_path / "v", "q", (4, 3))
+    begun.put([0], ROWS[:1])
+    whole = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(whole[:-4] if content is None else content)
+    with pytest.raises(ValueError, match=r"damaged; delete v\.partial and its \.json"):
+        PartialVectors.open(tmp_path / "v", "q", (4, 3))
+
+
+def test_a_file_of_others_beside_the_output_stays(tmp_path):
+    (tmp_path / "v.partial").write_text("mine")
+    with pytest.raises(FileExistsError, match=r"no v\.partial\.json beside it"):
+        PartialVectors.open(tmp_path / "v", "q", (4, 3))
+    assert (tmp_path / "v.partial").read_text() == "mine"
+    assert [path.name for path in tmp_path.iterdir()] == ["v.partial"]
+
+
+def test_an_output_that_came_meanwhile_is_not_overwritten(tmp_path):
+    begun = PartialVectors.open(tmp_path / "v", "q", (4, 3))
+    begun.put([0, 1, 2, 3], ROWS)
+    (tmp_path / "v").write_text("theirs")
+    with pytest.raises(FileExistsError, match="never overwritten"):
+        begun.finish()
+    assert (tmp_path / "v").read_text() == "theirs"
