@@ -8,8 +8,8 @@ import sys
 import pytest
 
 BENCHMARKS = (
-    "cpu", "trained", "trained-gates", "serving", "generating", "streaming", "decoding", "gates", "context-parallel", "gpu",
-    "jax",
+    "cpu", "trained", "trained-gates", "serving", "embedding", "generating", "streaming", "decoding", "gates", "context-parallel",
+    "gpu", "jax",
 )  # fmt: skip
 MISSING = """
 import importlib, json, sys
@@ -77,7 +77,7 @@ def _told(program: str, *arguments: str) -> dict[str, object]:
                     ),
                     "torch",
                 ),
-                **dict.fromkeys(("bench serving", "bench generating", "embed x FILE --out y"), "hf"),
+                **dict.fromkeys(("bench serving", "bench embedding", "bench generating", "embed x FILE --out y"), "hf"),
                 **dict.fromkeys(("bench trained", "bench trained-gates"), "lab"),
                 "bench jax": "torch,jax",
                 "run quick --scale smoke": "lab",
@@ -89,7 +89,7 @@ def _told(program: str, *arguments: str) -> dict[str, object]:
         (
             "transformers",
             dict.fromkeys(
-                ("bench serving", "bench generating", "export x y", "embed x FILE --out y"), "hf"
+                ("bench serving", "bench embedding", "bench generating", "export x y", "embed x FILE --out y"), "hf"
             ),
         ),
         ("jax", {"bench jax": "torch,jax"}),

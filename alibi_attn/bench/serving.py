@@ -4,19 +4,16 @@ Two layers of width 1024, fp32, one sequence, one forward pass. Each measurement
 memory is its own. The patch comes in as an argument: it lives beside this folder, in `alibi_attn.hf`.
 """
 
-import concurrent.futures.process
 import dataclasses
 import datetime
 import math
-import multiprocessing
-import resource
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
@@ -28,14 +25,15 @@ from transformers import (
 )
 
 from alibi_attn import records
+from alibi_attn.bench.timing import available_bytes, in_fresh_process, peak_rss_bytes, time_attention
 
-Result = TypeVar("Result")
 Patcher: TypeAlias = Callable[..., object]
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
 UNPATCHED_LENGTHS = (1024, 2048, 4096, 8192)  # 18 GB at 8,192, less is skipped; four times that at 16,384
 OURS, THEIRS = "ours", "transformers"  # the curves of a record: patched and as they come
 FAMILIES = ("bloom", "mpt", "falcon")
+ATTENTION_LAYERS = ("BloomAttention", "MptAttention", "FalconAttention")
 HEADS, LAYERS, VOCABULARY = 16, 2, 1000
 CHECKED_LENGTH = 512
 SPARE_BYTES = 2 << 30  # for the model, Python and everybody else
@@ -72,7 +70,7 @@ def serving(
     paths = []
     for family in families:
         started = datetime.datetime.now(datetime.UTC)
-        errors = _in_fresh_process(_logits_errors, family, patch, width, threads)
+        errors = in_fresh_process(_logits_errors, family, patch, width, threads)
         say(
             f"{family}: patched logits at {CHECKED_LENGTH} tokens differ by {errors['logits_error']:.1e} of the largest, "
             f"with the checkpoint's rounding by {errors['logits_error_checkpoint']:.1e}"
@@ -87,7 +85,7 @@ def serving(
                     skipped.append(f"{way} {length}")
                     say(f"{family:>6} {way:>12} {length:>6}: skipped, {reason}")
                     continue
-                found[way, length] = measured = _in_fresh_process(_measure, family, length, patcher, width, threads)
+                found[way, length] = measured = in_fresh_process(_measure, family, length, patcher, width, threads)
                 say(
                     f"{family:>6} {way:>12} {length:>6}: {measured.forward_ms / 1e3:8.2f} s, attention "
                     f"{measured.attention_seconds:8.2f} s, {measured.peak_memory_bytes / 2**30:6.2f} GiB"
@@ -113,10 +111,10 @@ def _measure(family: str, length: int, patch: Patcher | None, width: int, thread
     model, seconds = _model(family, max(length, WARM_UP_LENGTH), width, threads), [0.0]
     if patch is not None:
         patch(model)
-    _time_attention(model, seconds)
+    time_attention(model, ATTENTION_LAYERS, seconds)
     with torch.inference_mode():
         model(_tokens(WARM_UP_LENGTH), use_cache=False, logits_to_keep=1)
-        before, fastest = _peak_bytes(), Measured(math.inf, 0.0, 0)
+        before, fastest = peak_rss_bytes(), Measured(math.inf, 0.0, 0)
         for _ in range(TURNS):
             seconds[0], start = 0.0, time.perf_counter()
             model(_tokens(length), use_cache=False, logits_to_keep=1)
@@ -125,7 +123,7 @@ def _measure(family: str, length: int, patch: Patcher | None, width: int, thread
                 fastest = Measured(total * 1e3, seconds[0], 0)
             if total > LONG_SECONDS:
                 break
-    return dataclasses.replace(fastest, peak_memory_bytes=_peak_bytes() - before)
+    return dataclasses.replace(fastest, peak_memory_bytes=peak_rss_bytes() - before)
 
 
 def _logits_errors(family: str, patch: Patcher, width: int, threads: int | None) -> dict[str, float]:
@@ -164,29 +162,6 @@ def _model(family: str, length: int, width: int, threads: int | None) -> PreTrai
     return model.train(False)
 
 
-def _time_attention(model: nn.Module, seconds: list[float]) -> None:
-    """Add the time that the attention layers take to `seconds[0]`, and take away that of their linear maps."""
-
-    def time_into(module: nn.Module, sign: float) -> None:
-        started = [0.0]
-
-        def start(*_: object) -> None:
-            started[0] = time.perf_counter()
-
-        def stop(*_: object) -> None:
-            seconds[0] += sign * (time.perf_counter() - started[0])
-
-        module.register_forward_pre_hook(start)
-        module.register_forward_hook(stop)
-
-    for layer in model.modules():
-        if type(layer).__name__ in ("BloomAttention", "MptAttention", "FalconAttention"):
-            time_into(layer, 1.0)
-            for part in layer.modules():
-                if isinstance(part, nn.Linear):
-                    time_into(part, -1.0)
-
-
 def _tokens(length: int) -> Tensor:
     return torch.randint(VOCABULARY, (1, length), generator=torch.Generator().manual_seed(length))
 
@@ -205,7 +180,7 @@ def _speedups(found: dict[tuple[str, int], Measured]) -> dict[str, float | None]
 def _too_large(found: dict[tuple[str, int], Measured], way: str, length: int) -> str | None:
     """Why this would end with a killed process: memory grows with the square of the length at most."""
     shorter = max((known for name, known in found if name == way), default=None)
-    available = _available_bytes()
+    available = available_bytes()
     if shorter is None or available is None:
         return None
     needed = found[way, shorter].peak_memory_bytes * (length / shorter) ** 2
@@ -219,30 +194,3 @@ def _columns(found: dict[tuple[str, int], Measured], way: str) -> dict[str, list
     fields = [field.name for field in dataclasses.fields(Measured)]
     columns = {name: [getattr(found[way, length], name) for length in lengths] for name in fields}
     return {"length": list(lengths), **columns}
-
-
-def _in_fresh_process(function: Callable[..., Result], *arguments: object) -> Result:
-    with concurrent.futures.ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        try:
-            return pool.submit(function, *arguments).result()
-        except concurrent.futures.process.BrokenProcessPool:
-            raise RuntimeError(
-                f"{function.__name__}{arguments} died, most likely for lack of memory; pass shorter lengths"
-            ) from None
-
-
-def _available_bytes() -> int | None:
-    """What can still be used, on Linux."""
-    try:
-        about = Path("/proc/meminfo").read_text(encoding="utf-8")
-    except OSError:
-        return None
-    return int(about.split("MemAvailable:")[1].split()[0]) * 1024
-
-
-def _peak_bytes() -> int:
-    try:
-        status = Path("/proc/self/status").read_text(encoding="utf-8")
-    except OSError:  # not Linux: getrusage, in bytes on a Mac
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return int(status.split("VmHWM:")[1].split()[0]) * 1024

@@ -1,14 +1,19 @@
 """Timing that can be trusted a little on a busy machine: peers take turns, medians are kept, and memory is a fresh process's."""
 
+import concurrent.futures.process
 import multiprocessing
 import multiprocessing.connection
 import resource
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import torch
+from torch import nn
+
+Result = TypeVar("Result")
 
 
 def medians_ms(calls: Mapping[str, Callable[[], object]], *, repeats: int, budget_s: float) -> dict[str, float]:
@@ -98,14 +103,62 @@ def peak_memory_bytes(function: Callable[..., object], *arguments: object) -> in
 def _measured(
     send: multiprocessing.connection.Connection, function: Callable[..., object], arguments: tuple[object, ...]
 ) -> None:
-    before = _peak_rss_bytes()
+    before = peak_rss_bytes()
     function(*arguments)
-    send.send(_peak_rss_bytes() - before)
+    send.send(peak_rss_bytes() - before)
 
 
-def _peak_rss_bytes() -> int:
+def peak_rss_bytes() -> int:
+    """The most memory that this process has had so far."""
     try:
         status = Path("/proc/self/status").read_text(encoding="utf-8")
-    except OSError:  # not Linux: getrusage, which a child inherits from its parent
+    except OSError:  # not Linux: getrusage, in bytes on a Mac, which a child inherits from its parent
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return int(status.split("VmHWM:")[1].split()[0]) * 1024
+
+
+def available_bytes() -> int | None:
+    """What can still be used, on Linux."""
+    try:
+        about = Path("/proc/meminfo").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    return int(about.split("MemAvailable:")[1].split()[0]) * 1024
+
+
+def in_fresh_process(function: Callable[..., Result], *arguments: object) -> Result:
+    """What the call returns, in a process of its own.
+
+    Raises:
+        RuntimeError: the process died.
+    """
+    with concurrent.futures.process.ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        try:
+            return pool.submit(function, *arguments).result()
+        except concurrent.futures.process.BrokenProcessPool:
+            raise RuntimeError(
+                f"{function.__name__}{arguments} died, most likely for lack of memory; pass shorter lengths"
+            ) from None
+
+
+def time_attention(model: nn.Module, layers: Collection[str], seconds: list[float]) -> None:
+    """From now on add the time that modules of these classes take to `seconds[0]`, without that of their linear maps."""
+
+    def time_into(module: nn.Module, sign: float) -> None:
+        started = [0.0]
+
+        def start(*_: object) -> None:
+            started[0] = time.perf_counter()
+
+        def stop(*_: object) -> None:
+            seconds[0] += sign * (time.perf_counter() - started[0])
+
+        module.register_forward_pre_hook(start)
+        module.register_forward_hook(stop)
+
+    for layer in model.modules():
+        if type(layer).__name__ in layers:
+            time_into(layer, 1.0)
+            for part in layer.modules():
+                if isinstance(part, nn.Linear):
+                    time_into(part, -1.0)

@@ -97,6 +97,33 @@ def serving(
 
 
 @app.command()
+def embedding(
+    out: Out = Path("results"),
+    lengths: Annotated[str, typer.Option(help="Tokens of single texts; default 512,2048,8192.")] = "",
+    mixed: Annotated[str, typer.Option(help="Tokens of the texts of one batch; default 1024 … 32.")] = "",
+    layers: Annotated[int, typer.Option(min=1, help="Of the encoder.")] = 12,
+    repeats: Annotated[int, typer.Option(min=1, help="Passes at most.")] = 5,
+    seconds: Annotated[
+        float, typer.Option(help="Seconds after which no further pass of a peer and length begins.")
+    ] = 15.0,
+) -> None:
+    """An encoder of base size: ours, the original's arithmetic with a dense bias, that by SDPA, and a BERT without any bias.
+
+    Example: alibi bench embedding --lengths 512,2048 --layers 2
+    """
+    with needs("hf"):
+        from alibi_attn.bench.embedding import LENGTHS, MIXED, embedding
+        from alibi_attn.bench.encoder_peers import Sizes
+        from alibi_attn.hf import ALiBiBertConfig, ALiBiBertModel
+
+    paths = embedding(
+        out, config_class=ALiBiBertConfig, model_class=ALiBiBertModel, lengths=_numbers(lengths) or LENGTHS,
+        mixed=_numbers(mixed) or MIXED, sizes=Sizes(layers=layers), repeats=repeats, budget_s=seconds, say=typer.echo,
+    )  # fmt: skip
+    _tell(paths)
+
+
+@app.command()
 def generating(
     out: Out = Path("results"),
     lengths: Annotated[str, typer.Option(help="Cached tokens, as in 8192,65536.")] = "",

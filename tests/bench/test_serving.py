@@ -14,7 +14,7 @@ from alibi_attn.report.benchmarks import is_drawn
 
 
 def test_a_record_a_family_with_both_ways(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_in_fresh_process", lambda function, *arguments: function(*arguments))
+    monkeypatch.setattr(module, "in_fresh_process", lambda function, *arguments: function(*arguments))
     for name, value in (("TURNS", 1), ("WARM_UP_LENGTH", 64), ("CHECKED_LENGTH", 64)):
         monkeypatch.setattr(module, name, value)
     said = []
@@ -77,10 +77,10 @@ def test_a_token_with_a_long_cache_is_compared_and_timed(tmp_path, monkeypatch):
 
 
 def test_what_may_not_fit_is_skipped_and_said(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_in_fresh_process", lambda function, *arguments: function(*arguments))
+    monkeypatch.setattr(module, "in_fresh_process", lambda function, *arguments: function(*arguments))
     for name, value in (("TURNS", 1), ("WARM_UP_LENGTH", 64), ("CHECKED_LENGTH", 64)):
         monkeypatch.setattr(module, name, value)
-    monkeypatch.setattr(module, "_available_bytes", lambda: module.SPARE_BYTES)
+    monkeypatch.setattr(module, "available_bytes", lambda: module.SPARE_BYTES)
     said = []
     options = {"lengths": (100,), "unpatched_lengths": (100, 300), "families": ["mpt"], "width": 64}
     (path,) = serving(tmp_path, patch=patch, say=said.append, **options)
