@@ -36,7 +36,7 @@ LAYERS = {
 ATTENTION_ROWS = (
     ("spec", "transforms"),
     ("visibility",),
-    ("bias", "certificate"),
+    ("bias", "certificate", "dropout"),
     ("custom_op",),
     ("backends",),
     ("dispatch", "validation"),

@@ -70,11 +70,12 @@ def operator(name: str, forward: Forward, backward: Backward, empty_saved: Calla
     def forward_op(
         query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, right_slopes: Tensor | None, first: Tensor, scale: Tensor,
         key_mask: Tensor | None, query_segments: Tensor | None, key_segments: Tensor | None,
-        key_bias: Tensor | None, query_bias: Tensor | None,
-        causal: bool, window: int | None, tolerance: float, return_lse: bool,
+        key_bias: Tensor | None, query_bias: Tensor | None, dropout_seed: Tensor | None,
+        causal: bool, window: int | None, tolerance: float, dropout_p: float, return_lse: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         masks = key_mask, query_segments, key_segments, key_bias, query_bias
-        spec = spec_of(query, key, slopes, right_slopes, first, masks, causal, window, float(scale), tolerance)
+        numbers = causal, window, float(scale), tolerance, dropout_p
+        spec = spec_of(query, key, slopes, right_slopes, first, masks, dropout_seed, *numbers)
         q, k, v, poison = clean(spec, query, key, value)
         output, lse, saved = forward(spec, q, k, v)
         if poison is not None:
@@ -89,10 +90,12 @@ def operator(name: str, forward: Forward, backward: Backward, empty_saved: Calla
         grad_output: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, output: Tensor,
         lse: Tensor, slopes: Tensor, right_slopes: Tensor | None, first: Tensor, scale: Tensor, key_mask: Tensor | None,
         query_segments: Tensor | None, key_segments: Tensor | None, key_bias: Tensor | None, query_bias: Tensor | None,
-        visited: Tensor, rows: Tensor, causal: bool, window: int | None, slopes_wanted: bool, biases_wanted: bool,
+        dropout_seed: Tensor | None, visited: Tensor, rows: Tensor, causal: bool, window: int | None, dropout_p: float,
+        slopes_wanted: bool, biases_wanted: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         masks = key_mask, query_segments, key_segments, key_bias, query_bias
-        spec = spec_of(query, key, slopes, right_slopes, first, masks, causal, window, float(scale), 0.0)
+        numbers = causal, window, float(scale), 0.0, dropout_p
+        spec = spec_of(query, key, slopes, right_slopes, first, masks, dropout_seed, *numbers)
         q, k, v, _ = clean(spec, query, key, value)
         out, grad = output.to(q.dtype), _rows(grad_output.to(q.dtype))
         blind = lse == -math.inf
@@ -112,7 +115,7 @@ def operator(name: str, forward: Forward, backward: Backward, empty_saved: Calla
     gradients = transformable(backward_op)
 
     def save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-        *tensors, ctx.causal, ctx.window, _tolerance, ctx.return_lse = inputs
+        *tensors, ctx.causal, ctx.window, _tolerance, ctx.dropout_p, ctx.return_lse = inputs
         query, key, value, *description = tensors
         out, lse, *saved = output
         ctx.save_for_backward(query, key, value, out, lse, *description, *saved)
@@ -124,13 +127,14 @@ def operator(name: str, forward: Forward, backward: Backward, empty_saved: Calla
         if grad_output is None:
             grad_output = torch.zeros_like(saved[3])
         grad_lse = grad_lse if ctx.return_lse else None
-        numbers = ctx.causal, ctx.window, slopes_wanted, ctx.needs_input_grad[10] or ctx.needs_input_grad[11]
+        wanted = slopes_wanted, ctx.needs_input_grad[10] or ctx.needs_input_grad[11]
+        numbers = ctx.causal, ctx.window, ctx.dropout_p, *wanted
         dq, dk, dv, dslopes, dright, of_key_bias, of_query_bias = gradients(grad_output, grad_lse, *saved, *numbers)
         if not slopes_wanted:
             dslopes = dright = None
         key_bias, query_bias = saved[12:14]
         biases = None if key_bias is None else of_key_bias, None if query_bias is None else of_query_bias
-        return dq, dk, dv, dslopes, dright if saved[6] is not None else None, *[None] * 5, *biases, *[None] * 4
+        return dq, dk, dv, dslopes, dright if saved[6] is not None else None, *[None] * 5, *biases, *[None] * 6
 
     @forward_op.register_fake
     def fake_forward(query, key, *rest):  # type: ignore[no-untyped-def]
@@ -151,28 +155,25 @@ def operator(name: str, forward: Forward, backward: Backward, empty_saved: Calla
         scale = torch.ones((), dtype=torch.float64) * spec.scale
         output, lse, *_ = attention(
             query, key, value, spec.slopes, spec.right_slopes, first_positions(spec, query.device), scale, spec.key_mask,
-            spec.query_segments, spec.key_segments, spec.key_bias, spec.query_bias, spec.causal, spec.window, spec.tolerance,
-            spec.return_lse,
+            spec.query_segments, spec.key_segments, spec.key_bias, spec.query_bias, spec.dropout_seed, spec.causal, spec.window,
+            spec.tolerance, spec.dropout_p, spec.return_lse,
         )  # fmt: skip
         return output, lse if spec.return_lse else None
 
     return run
 
 
-def register_maps(forward_op: Any, backward_op: Any, *, dropout_at: int | None = None) -> None:
-    """torch.func.vmap of an operator and of its backward: the mapped axis goes into the batch.
+def register_maps(forward_op: Any, backward_op: Any) -> None:
+    """torch.func.vmap of an operator and of its backward: the mapped axis goes into the batch, and its seeds for dropout with it.
 
     Args:
         forward_op: (query, key, value, slopes, right_slopes, first, masks …, numbers …) -> tensors [B, …]
         backward_op: (grad_output, grad_lse, query, key, value, output, lse, slopes, right_slopes, first, masks and plan …,
             numbers …) -> gradients of query, key, value, slopes and right slopes, and more [B, …]
-        dropout_at: where forward_op takes the share that is dropped, differently in every sequence.
     """
 
     @forward_op.register_vmap  # type: ignore[untyped-decorator]
     def map_forward(info: Any, axes: tuple[Any, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        if dropout_at is not None and inputs[dropout_at] > 0 and info.randomness != "different":
-            raise RuntimeError(f"vmap has randomness={info.randomness!r} but dropout_p > 0 needs 'different'")
         mapped = Mapped.of(info.batch_size, inputs[0], axes[0])
         outputs = mapped.out_of_batch(forward_op(*_mapped_inputs(mapped, inputs, axes, slopes=3)))
         return outputs, (0,) * len(outputs)
@@ -208,14 +209,14 @@ def described(spec: Spec, query: Tensor, key: Tensor) -> Spec:
     """The description as it arrives inside of an operator: an offset that is one number is an int."""
     masks = spec.key_mask, spec.query_segments, spec.key_segments, spec.key_bias, spec.query_bias
     first = first_positions(spec, query.device)
-    numbers = spec.causal, spec.window, spec.scale, spec.tolerance
-    return spec_of(query, key, spec.slopes, spec.right_slopes, first, masks, *numbers)
+    numbers = spec.causal, spec.window, spec.scale, spec.tolerance, spec.dropout_p
+    return spec_of(query, key, spec.slopes, spec.right_slopes, first, masks, spec.dropout_seed, *numbers)
 
 
 def spec_of(
     query: Tensor, key: Tensor, slopes: Tensor, right_slopes: Tensor | None, first: Tensor,
-    masks: tuple[Tensor | None, ...], causal: bool, window: int | None, scale: float, tolerance: float, *,
-    dropout_p: float = 0.0, on_host: bool = True,
+    masks: tuple[Tensor | None, ...], dropout_seed: Tensor | None, causal: bool, window: int | None, scale: float,
+    tolerance: float, dropout_p: float, *, on_host: bool = True,
 ) -> Spec:  # fmt: skip
     """The description, back from what an operator can carry.
 
@@ -229,7 +230,8 @@ def spec_of(
         batch=b, num_heads=h, num_kv_heads=key.shape[1], query_len=t, key_len=key.shape[2], head_dim=d,
         slopes=slopes, right_slopes=right_slopes, causal=causal, window=window, scale=scale,
         query_offset=int(first) if on_host and first.numel() == 1 else first, key_mask=key_mask, query_segments=query_segments,
-        key_segments=key_segments, key_bias=key_bias, query_bias=query_bias, dropout_p=dropout_p, tolerance=tolerance,
+        key_segments=key_segments, key_bias=key_bias, query_bias=query_bias, dropout_p=dropout_p, dropout_seed=dropout_seed,
+        tolerance=tolerance,
     )  # fmt: skip
 
 

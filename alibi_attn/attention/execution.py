@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from alibi_attn.attention import dispatch, transforms
+from alibi_attn.attention.dropout import drawn_seed
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.visibility import lse_dtype
 
@@ -23,6 +24,8 @@ def attend(
     if spec.query_len == 0 or spec.key_len == 0:
         output, lse = _nothing(spec, query, key, value)
     else:
+        if spec.dropout_p > 0 and spec.dropout_seed is None:
+            spec = dataclasses.replace(spec, dropout_seed=drawn_seed(query.device))
         with _without_autocast(query.device.type):
             output, lse = dispatch.BACKENDS[name].run(spec, query, key, value)
     if not spec.return_lse:

@@ -27,7 +27,7 @@ def describe(spec: Spec, name: str, asked: str, query: Tensor, key: Tensor, valu
     )
     lines.append(
         f"certified: what is skipped weighs at most {spec.tolerance:.2g} of any query's softmax mass, "
-        f"so an output is off by at most {2 * spec.tolerance:.2g}·max‖v‖ before rounding"
+        f"so an output is off by at most {2 * spec.tolerance / (1 - spec.dropout_p):.2g}·max‖v‖ before rounding"
     )
     return "\n".join(lines)
 

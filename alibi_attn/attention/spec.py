@@ -48,6 +48,10 @@ class AttentionSpec(Generic[Array]):
         key_bias: [B, H, S], fp32 or fp64, added to the scores of each key; −inf = may not be seen.
         query_bias: [B, H, T] in key_bias's dtype, only with one: added to all scores of a query, so that lse has it, and that its
             gradients are the sums of ds over keys as they were computed (`forgetting_attention` needs both).
+        dropout_p: the share of the weights that are dropped; which ones `dropout.py` defines.
+        dropout_seed: [R, 4] int64, R divides B: a seed, and which number the first sequence, head and key of the call have in the
+            whole that it is a part of. With R rows the batch is R runs of B / R sequences that are numbered alike. None = it is
+            yet to be drawn; JAX has a key instead.
         tolerance: the largest share of a query's softmax mass that skipping may drop; 0 = skip what the mask forbids only.
     """
 
@@ -69,6 +73,7 @@ class AttentionSpec(Generic[Array]):
     key_bias: Array | None = None
     query_bias: Array | None = None
     dropout_p: float = 0.0
+    dropout_seed: Array | None = None
     tolerance: float
     return_lse: bool = False
 
@@ -81,6 +86,18 @@ class AttentionSpec(Generic[Array]):
     def hides_keys(self) -> bool:
         """Whether a key mask or segments may hide keys."""
         return self.key_mask is not None or self.key_segments is not None
+
+
+def dropout_numbers(dropout_p: float) -> tuple[int, float]:
+    """(threshold, factor): of all uint32 those below the threshold drop a weight, and the factor makes up for it in the others.
+
+    The share that is dropped is threshold / 2³², within 2⁻³³ of dropout_p, and exactly that is made up for.
+
+    >>> dropout_numbers(0.25)
+    (1073741824, 1.3333333333333333)
+    """
+    threshold = min(round(dropout_p * 2**32), 2**32 - 1)
+    return threshold, 2**32 / (2**32 - threshold)
 
 
 def dtype_name(dtype: object) -> str:

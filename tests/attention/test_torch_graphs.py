@@ -186,20 +186,23 @@ def test_backward_compiles_by_itself() -> None:
 @pytest.mark.parametrize("kind", ["plain", "everything"])
 def test_both_operators_pass_torchs_own_checks(backend: str, kind: str) -> None:
     q, k, v, m = draw(t=66, dtype=torch.float64)
-    right = mask = segments = key_bias = query_bias = None
+    right = mask = segments = key_bias = query_bias = seed = None
     if kind == "everything":
         m, right = (torch.rand(2, 4, dtype=torch.float64).requires_grad_() for _ in range(2))
         mask, segments = torch.rand(2, 66) < 0.8, torch.randint(0, 2, (2, 66))
     if kind == "everything" and backend == "native":
         key_bias, query_bias = (torch.randn(2, 4, 66, dtype=torch.float64).requires_grad_() for _ in range(2))
+        seed = torch.tensor([[7, 0, 0, 0]])
+    dropout_p = 0.0 if seed is None else 0.2
     first, scale = torch.tensor([0]), torch.tensor(0.5, dtype=torch.float64)
     biases = key_bias, query_bias
-    described, numbers = (m, right, first, scale, mask, segments, segments, *biases), (right is None, None)
+    described, numbers = (m, right, first, scale, mask, segments, segments, *biases, seed), (right is None, None)
     forward, backward = (getattr(torch.ops.alibi_attn, f"{backend}_{way}").default for way in ("forward", "backward"))
-    torch.library.opcheck(forward, (q, k, v, *described, *numbers, 1e-9, True))
-    output, lse, *saved = (x.detach() for x in forward(q, k, v, *described, *numbers, 1e-9, True))
+    torch.library.opcheck(forward, (q, k, v, *described, *numbers, 1e-9, dropout_p, True))
+    output, lse, *saved = (x.detach() for x in forward(q, k, v, *described, *numbers, 1e-9, dropout_p, True))
     kept = [x if x is None else x.detach() for x in (q, k, v, output, lse, *described, *saved)]
     grad_lse = None if kind == "plain" else torch.ones_like(lse)
     torch.library.opcheck(
-        backward, (torch.randn_like(output), grad_lse, *kept, *numbers, kind == "everything", kind == "everything")
+        backward,
+        (torch.randn_like(output), grad_lse, *kept, *numbers, dropout_p, kind == "everything", kind == "everything"),
     )

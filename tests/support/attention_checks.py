@@ -54,9 +54,12 @@ def answer(case: Case, dtype: torch.dtype, attention=alibi_attention, *, device:
 
 def plain_attention(
     query, key, value, slopes, *, causal, window, scale, right_slopes=None, query_offset=None, key_mask=None,
-    segment_ids=None, key_bias=None, return_lse=True,
+    segment_ids=None, key_bias=None, return_lse=True, kept=None,
 ):  # fmt: skip
-    """What one writes by hand in PyTorch, in the input's dtype: the yardstick of rounding, not of meaning."""
+    """What one writes by hand in PyTorch, in the input's dtype: the yardstick of rounding, not of meaning.
+
+    With dropout `kept` [B, H, T, S] are the factors of the weights.
+    """
     b, h, t, d = query.shape
     s, group = key.shape[2], h // key.shape[1]
     first = s - t if query_offset is None else query_offset
@@ -89,7 +92,8 @@ def plain_attention(
     scores = scores.masked_fill(hide, -math.inf)
     blind = hide.all(-1, keepdim=True).expand(b, h, t, 1)
     scores = scores.masked_fill(blind, 0.0)
-    output = (scores.softmax(-1).to(value.dtype) @ value).masked_fill(blind, 0.0)
+    weights = scores.softmax(-1) if kept is None else scores.softmax(-1) * kept
+    output = (weights.to(value.dtype) @ value).masked_fill(blind, 0.0)
     return output, scores.logsumexp(-1).masked_fill(blind.squeeze(-1), -math.inf)
 
 

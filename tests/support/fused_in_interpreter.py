@@ -248,54 +248,10 @@ def transformed_is_a_loop() -> None:
     with pytest.raises(RuntimeError, match="forward mode was asked for"):
         torch.func.jvp(of_entry, tuple(x[0] for x in inputs), tuple(x[0] for x in inputs))
     dropped = functools.partial(of_entry, dropout_p=0.5)
-    with pytest.raises(RuntimeError, match="needs 'different'"):
-        torch.vmap(dropped, randomness="same")(*inputs)
+    torch.manual_seed(3)
     assert len(torch.vmap(dropped, randomness="different")(*inputs).unique()) == 3
-
-
-def dropout_is_the_same_in_backward() -> dict[str, float]:
-    """The mask is read off with values that are 1 for one key each; then everything must equal plain attention with that mask."""
-    torch.manual_seed(1)
-    p, t, d = 0.3, 150, 64
-    q, k, v = (torch.randn(1, 2, t, d, requires_grad=True) for _ in range(3))
-    slopes = torch.rand(2, requires_grad=True)
-
-    def ours(value: Tensor) -> Tensor:
-        torch.manual_seed(7)
-        return alibi_attention(q, k, value, slopes, dropout_p=p, backend="fused")
-
-    output = ours(v)
-    assert torch.equal(output, ours(v)), "same seed, same mask"
-    assert not torch.equal(output, alibi_attention(q, k, v, slopes, dropout_p=p, backend="fused")), (
-        "next seed, next mask"
-    )
-    each = torch.eye(t).expand(1, 2, t, t).split(d, -1)
-    with torch.no_grad():
-        kept = torch.cat(
-            [ours(torch.nn.functional.pad(some, (0, d - some.shape[-1])))[..., : some.shape[-1]] for some in each], -1
-        )
-    kept = (kept != 0).float()
-    i = torch.arange(t)
-    distance = i[:, None] - i
-    scores = q @ k.mT / d**0.5 - slopes[:, None, None] * distance.abs()
-    weights = scores.masked_fill(distance < 0, -torch.inf).softmax(-1)
-    true = (weights * kept / (1 - p)) @ v
-    assert float((true - output).abs().max()) < 1e-5
-    grad = torch.randn_like(output)
-    leaf = (q, k, v, slopes)
-    pairs = zip("qkvm", torch.autograd.grad(output, leaf, grad), torch.autograd.grad(true, leaf, grad), strict=True)
-    errors = {name: float((a - b).abs().max() / b.abs().max()) for name, a, b in pairs}
-    near = (distance >= 0) & (distance < 8)  # far weights vanish whether kept or not
-    near_kept = kept[0][:, near]
-    return errors | {"kept": float(near_kept.mean()), "alike": float((near_kept[0] == near_kept[1]).float().mean())}
-
-
-def known_random_numbers() -> list[int]:
-    """What Random123 publishes of Philox 2x32 with seven rounds: all bits 0, all 1, and digits of π."""
-    from random_numbers import drawn
-
-    ones = 0xFFFFFFFF
-    return drawn([0, ones, 0x13198A2E, 0], [0, ones, 0x243F6A88, 0], [0, ones, 0x85A308D3, 0])
+    same = torch.vmap(dropped, randomness="same")(*(x[:1].expand_as(x) for x in inputs))
+    assert len(same.unique()) == 1, "with the same seed entries drop alike"
 
 
 def decoding_equals_forward(case: Case) -> tuple[float, int]:

@@ -1,4 +1,4 @@
-"""torch's own scaled_dot_product_attention with the bias as its mask: short sequences, dropout, every device torch has.
+"""torch's own scaled_dot_product_attention with the bias as its mask: short sequences, every device torch has.
 
 Memory and time grow with T·S, as for everybody who writes ALiBi by hand; for short input nothing is faster.
 """
@@ -10,6 +10,7 @@ from torch.nn import functional
 from alibi_attn.attention.backends.protocol import FEW_QUERIES, TooSmall
 from alibi_attn.attention.bias import score_bias, unshifted_lse
 from alibi_attn.attention.certificate.norms import has_huge_scores
+from alibi_attn.attention.dropout import dropped
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.transforms import is_traced, may_read, transforms
 from alibi_attn.attention.visibility import distances, may_see_nothing, per_query_head, visible, without_bad_keys
@@ -34,7 +35,10 @@ def visits(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tenso
 
 
 def run(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
-    """(output, lse). With lse the scores are written out: torch's function keeps its own to itself, and has no rule for vmap."""
+    """(output, lse). With lse or dropout the scores are written out: torch's function keeps its own lse and mask to itself.
+
+    It has no rule for vmap either.
+    """
     distance = distances(spec.query_len, spec.key_len, spec.query_offset, query.device)
     seen = visible(spec, distance)
     bias = score_bias(spec, distance, seen)
@@ -54,14 +58,13 @@ def run(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) 
         q, k, v = q.float(), k.float(), v.float()
 
     lse = None
-    if spec.return_lse or "Vmap" in transforms() or not moderate or _has_huge_scores(spec, q, k):
+    if spec.return_lse or spec.dropout_p > 0 or "Vmap" in transforms() or not moderate or _has_huge_scores(spec, q, k):
         work = torch.promote_types(q.dtype, torch.float32)
         k, v = per_query_head(spec, k), per_query_head(spec, v)
         scores = spec.scale * (q.to(work) @ k.to(work).mT)
         scores = (scores if moderate else scores.masked_fill(~seen, 0.0)) + bias
         weights = scores.softmax(-1)
-        weights = functional.dropout(weights if moderate else weights.masked_fill(~seen, 0.0), spec.dropout_p)
-        output = weights @ v.to(work)
+        output = dropped(spec, weights if moderate else weights.masked_fill(~seen, 0.0)) @ v.to(work)
         lse = scores.logsumexp(-1) if spec.return_lse else None
     else:
         # Query heads of one key head side by side, as rows: nothing is copied for them. Lengths that are left open do not fold.
@@ -72,7 +75,6 @@ def run(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) 
             k if side == spec.group else per_query_head(spec, k),
             v if side == spec.group else per_query_head(spec, v),
             attn_mask=rows,
-            dropout_p=spec.dropout_p,
             scale=spec.scale,
         )
         output = output.unflatten(2, (side, -1)).flatten(1, 2)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from alibi_attn.attention.backends.protocol import TooSmall
 from alibi_attn.attention.bias import score_bias, unshifted_lse
+from alibi_attn.attention.dropout import dropped
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.visibility import distances, per_query_head, visible, without_bad_keys
 
@@ -44,7 +45,7 @@ def run(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) 
     scores = (spec.scale * (q @ k.mT)).masked_fill(~seen, 0.0) + score_bias(spec, distance, seen)
     # A row that sees nothing is all −inf: give softmax zeros instead, and take the result away again.
     scores = scores.masked_fill(~sees_any[..., None], 0.0)
-    weights = torch.nn.functional.dropout(scores.softmax(-1).masked_fill(~seen, 0.0), spec.dropout_p)
+    weights = dropped(spec, scores.softmax(-1).masked_fill(~seen, 0.0))
     output = (weights @ v).masked_fill(~sees_any[..., None], 0.0)
     lse = None
     if spec.return_lse:

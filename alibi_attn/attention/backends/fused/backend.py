@@ -59,10 +59,9 @@ def too_small(spec: Spec) -> TooSmall | None:
 def run(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
     """(output, lse), as one operator that autograd and torch.compile take as it is."""
     first = first_positions(spec, query.device)
-    seed = torch.randint(2**62, (1,), device=query.device) if spec.dropout_p > 0 else first  # not used without
     output, lse, *_ = _attention(
         query, key, value, spec.slopes, spec.right_slopes, first, spec.key_mask, spec.query_segments, spec.key_segments,
-        spec.key_bias, spec.query_bias, seed, spec.causal, spec.window, spec.scale, spec.dropout_p, spec.tolerance,
+        spec.key_bias, spec.query_bias, spec.dropout_seed, spec.causal, spec.window, spec.scale, spec.dropout_p, spec.tolerance,
         may_see_nothing(spec),
     )  # fmt: skip
     return output, lse if spec.return_lse else None
@@ -104,8 +103,8 @@ def is_split(spec: Spec, query: Tensor) -> bool:
 
 
 def forward(
-    spec: Spec, query: Tensor, key: Tensor, value: Tensor, tiles: Tiles, seed: Tensor | None = None, *,
-    counts: Tensor | None = None, full_tiles: FullTiles | None = None,
+    spec: Spec, query: Tensor, key: Tensor, value: Tensor, tiles: Tiles, *, counts: Tensor | None = None,
+    full_tiles: FullTiles | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(output, lse) over the tiles of a plan; `counts` [B, H, ⌈T / tile⌉] int32 receives how many each tile of queries visited.
 
@@ -121,7 +120,7 @@ def forward(
     shape = tile_shape("decode" if split else "forward", query.dtype, spec.head_dim, large=is_large(query.device))
     if full_tiles is None:
         full_tiles = _full_tiles(spec, query)
-    call = call_of(spec, query.device, seed, None if full_tiles is None else full_tiles.call.key_bias)
+    call = call_of(spec, query.device, None if full_tiles is None else full_tiles.call.key_bias)
     inputs = (rows_of(query), rows_of(key), rows_of(value))
     constants = _constants(spec, shape)
     if split:
@@ -166,7 +165,7 @@ def decode_parts(spec: Spec, query: Tensor) -> int:
 
 def backward(
     spec: Spec, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor,
-    grad_lse: Tensor | None, tiles: Tiles, seed: Tensor | None = None, *, slopes_wanted: bool, biases_wanted: bool = False,
+    grad_lse: Tensor | None, tiles: Tiles, *, slopes_wanted: bool, biases_wanted: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """(dq, dk, dv, dslopes, dkey_bias, dquery_bias): the exact gradient over the plan's tiles; lse as `forward` gives it.
 
@@ -185,7 +184,7 @@ def backward(
     if biases_wanted:
         of_keys, of_queries = (lse.new_empty((2, *lse.shape[:2], n)) for n in (spec.key_len, spec.query_len))
     full_tiles = _full_tiles(spec, query)
-    call = call_of(spec, query.device, seed, None if full_tiles is None else full_tiles.call.key_bias)
+    call = call_of(spec, query.device, None if full_tiles is None else full_tiles.call.key_bias)
     inputs = (rows_of(query), rows_of(key), rows_of(value))
     visited = Visited(tiles.bands, tiles.beside, None if full_tiles is None else full_tiles.of_blocks(tiles.rows))
     asked = asked_blocks(tiles, count=-(-spec.key_len // TILE))
@@ -214,16 +213,16 @@ def backward(
 def _forward_op(
     query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, right_slopes: Tensor | None, first: Tensor,
     key_mask: Tensor | None, query_segments: Tensor | None, key_segments: Tensor | None, key_bias: Tensor | None,
-    query_bias: Tensor | None, seed: Tensor, causal: bool, window: int | None, scale: float, dropout_p: float,
+    query_bias: Tensor | None, dropout_seed: Tensor | None, causal: bool, window: int | None, scale: float, dropout_p: float,
     tolerance: float, may_see_nothing: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     masks = key_mask, query_segments, key_segments, key_bias, query_bias
-    numbers = causal, window, scale, tolerance
-    spec = spec_of(query, key, slopes, right_slopes, first, masks, *numbers, dropout_p=dropout_p, on_host=False)
+    numbers = causal, window, scale, tolerance, dropout_p
+    spec = spec_of(query, key, slopes, right_slopes, first, masks, dropout_seed, *numbers, on_host=False)
     query, key, value = in_rows(query, key, value)
     full_tiles = _full_tiles(spec, query)
     tiles = plan(spec, query, key, value, full_tiles=full_tiles)
-    output, lse = forward(spec, query, key, value, tiles, seed, full_tiles=full_tiles)
+    output, lse = forward(spec, query, key, value, tiles, full_tiles=full_tiles)
     of_tiles = tiles.bands, tiles.outlier_tiles, tiles.beside, tiles.weight
     if full_tiles is None or full_tiles.call.key_bias is None:
         return output, lse, *of_tiles, lse.new_empty((spec.batch, 0))
@@ -237,7 +236,7 @@ def _forward_op(
 def _backward_op(
     grad_output: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor,
     slopes: Tensor, right_slopes: Tensor | None, first: Tensor, key_mask: Tensor | None, query_segments: Tensor | None,
-    key_segments: Tensor | None, key_bias: Tensor | None, query_bias: Tensor | None, seed: Tensor, bands: Tensor,
+    key_segments: Tensor | None, key_bias: Tensor | None, query_bias: Tensor | None, dropout_seed: Tensor | None, bands: Tensor,
     outlier_tiles: Tensor, beside: Tensor, weight: Tensor, relative_lse: Tensor,
     causal: bool, window: int | None, scale: float, dropout_p: float, may_see_nothing: bool, slopes_wanted: bool,
     biases_wanted: bool,
@@ -246,8 +245,8 @@ def _backward_op(
     if key_bias is not None:
         lse = relative_lse.contiguous()  # of the unshifted one all digits of a small number may be gone
         grad_lse = None if grad_lse is None else grad_lse.float()
-    numbers = causal, window, scale, 0.0
-    spec = spec_of(query, key, slopes, right_slopes, first, masks, *numbers, dropout_p=dropout_p, on_host=False)
+    numbers = causal, window, scale, 0.0, dropout_p
+    spec = spec_of(query, key, slopes, right_slopes, first, masks, dropout_seed, *numbers, on_host=False)
     query, key, value = in_rows(query, key, value)
     if may_see_nothing:
         # 0·NaN: what is in a query that sees nothing must not reach the keys.
@@ -257,7 +256,7 @@ def _backward_op(
         bands.contiguous(), outlier_tiles.contiguous(), beside.contiguous(), weight, plan_rows(spec.query_len)
     )
     dq, dk, dv, sides, of_key_bias, of_query_bias = backward(
-        spec, query, key, value, output, lse, grad_output, grad_lse, tiles, seed, slopes_wanted=slopes_wanted,
+        spec, query, key, value, output, lse, grad_output, grad_lse, tiles, slopes_wanted=slopes_wanted,
         biases_wanted=biases_wanted,
     )  # fmt: skip
     biases = [
@@ -316,7 +315,7 @@ def _backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None, *_i
 
 
 _forward_op.register_autograd(_backward, setup_context=_save)
-register_maps(_forward_op, _backward_op, dropout_at=15)
+register_maps(_forward_op, _backward_op)
 _attention, _gradients = transformable(_forward_op, _save, _backward), transformable(_backward_op)
 
 

@@ -17,7 +17,7 @@ from alibi_attn.attention.backends.fused.kernels.arguments import (
     Slopes,
 )
 from alibi_attn.attention.backends.fused.key_bias import split
-from alibi_attn.attention.spec import AttentionSpec
+from alibi_attn.attention.spec import AttentionSpec, dropout_numbers
 from alibi_attn.attention.visibility import first_positions
 
 Spec = AttentionSpec[Tensor]
@@ -39,10 +39,9 @@ def rows_of(tensor: Tensor) -> Rows:
     return Rows(tensor, batch, head, row)
 
 
-def call_of(spec: Spec, device: torch.device, seed: Tensor | None = None, key_bias: KeyBias | None = None) -> Call:
+def call_of(spec: Spec, device: torch.device, key_bias: KeyBias | None = None) -> Call:
     """
     Args:
-        seed: [1] int64, for dropout; not read without.
         key_bias: that of `spec`, where it was split before.
     """
     if spec.key_bias is not None and key_bias is None:
@@ -58,7 +57,7 @@ def call_of(spec: Spec, device: torch.device, seed: Tensor | None = None, key_bi
         ),
         scale=spec.scale,
         window=None if spec.window is None else min(spec.window, 2**30),
-        dropout=None if spec.dropout_p == 0 else Dropout(spec.dropout_p, seed),
+        dropout=None if spec.dropout_seed is None else _dropout(spec, spec.dropout_seed),
         key_bias=key_bias,
         H=spec.num_heads, G=spec.group, T=spec.query_len, S=spec.key_len,
     )  # fmt: skip
@@ -72,6 +71,10 @@ def precision() -> str:
 def width_for(count: int) -> int:
     """How many of `count` tiles, or blocks, a small program takes at a time."""
     return min(256, max(16, 1 << (count - 1).bit_length()))
+
+
+def _dropout(spec: Spec, seed: Tensor) -> Dropout:
+    return Dropout(*dropout_numbers(spec.dropout_p), seed.contiguous(), spec.batch // len(seed))
 
 
 def _slopes(spec: Spec, slopes: Tensor) -> Slopes:

@@ -14,7 +14,7 @@ from alibi_attn.attention.backends.native import build
 from alibi_attn.attention.backends.native.visited import Visited, numbers_of_visited
 from alibi_attn.attention.backends.protocol import FEW_QUERIES, TooSmall
 from alibi_attn.attention.custom_op import Gradients, Saved, clean, described, operator
-from alibi_attn.attention.spec import AttentionSpec, dtype_name
+from alibi_attn.attention.spec import AttentionSpec, dropout_numbers, dtype_name
 from alibi_attn.attention.transforms import surely, why_not_compiled
 from alibi_attn.attention.visibility import first_positions
 
@@ -31,16 +31,16 @@ _is_built = torch.compiler.assume_constant_result(build.why_not)
 
 
 def why_not(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> str | None:
-    """Needs a CPU and a C++ compiler, and has no dropout."""
+    """Needs a CPU and a C++ compiler."""
     if query.device.type != "cpu":
         return f"it runs on the CPU but query is on {query.device}"
-    if spec.dropout_p > 0:
-        return f"it has no dropout but dropout_p is {spec.dropout_p}"
     return why_not_compiled() or _is_built()
 
 
 def too_small(spec: Spec) -> TooSmall | None:
-    """A few queries, and short input."""
+    """A few queries, and short input; with dropout neither, as a mask that is written out takes longer than a call."""
+    if spec.dropout_p > 0:
+        return None
     if surely(spec.query_len <= FEW_QUERIES):
         return TooSmall(f"T ≤ {FEW_QUERIES}: dense has scored all keys before the certificate has read them")
     scores = spec.batch * spec.num_heads * spec.query_len * spec.key_len
@@ -140,12 +140,16 @@ def call_of(
     given = arrays | {
         "slopes": slopes, "right_slopes": right, "first": first, "key_mask": spec.key_mask, "query_segments": query_segments,
         "key_segments": key_segments, "key_bias": None if spec.key_bias is None else spec.key_bias.detach().double(),
+        "dropout_seed": spec.dropout_seed,
     }  # fmt: skip
     alive = {name: x.contiguous() for name, x in given.items() if x is not None}
+    threshold, factor = dropout_numbers(spec.dropout_p)
     call = build.Call(
         B=spec.batch, H=spec.num_heads, K=spec.num_kv_heads, T=spec.query_len, S=spec.key_len, D=rows["query"].shape[-1],
         window=NO_WINDOW if spec.window is None else min(spec.window, WIDEST_WINDOW), causal=spec.causal,
         has_values=has_values, scale=spec.scale, tolerance=spec.tolerance, threads=torch.get_num_threads(),
+        dropout_runs=0 if spec.dropout_seed is None else len(spec.dropout_seed), dropout_threshold=threshold,
+        dropout_factor=factor,
         **{name: build.Rows(x.data_ptr(), *x.stride()[:3]) for name, x in rows.items()},
         **{name: x.data_ptr() for name, x in alive.items()},
     )  # fmt: skip

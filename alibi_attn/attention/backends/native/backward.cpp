@@ -3,6 +3,7 @@
 // What a task keeps apart (see `BackwardTask`) is added at the end, in the order of the tasks.
 
 #include "block.hpp"
+#include "dropout.hpp"
 #include "tasks.hpp"
 
 namespace {
@@ -100,6 +101,7 @@ struct Backward {
     SlopeGradient<Real> slope_grad;
     double *kept_biases;  // of those keys, the query heads of a group side by side
     BiasGradient<Real> bias_grad;
+    Dropout<Real> dropout;
 
     // Where the gradients of the keys from `key` on, of their values and biases, are added up.
     struct Place {
@@ -123,9 +125,16 @@ struct Backward {
     }
 
     void visit(const BackwardTask &task, int64_t key, int count, int64_t outlier) {
+        const bool dropping = block.call.dropout_seed;
+        return dropping ? visit<true>(task, key, count, outlier) : visit<false>(task, key, count, outlier);
+    }
+
+    template <bool dropping>
+    void visit(const BackwardTask &task, int64_t key, int count, int64_t outlier) {
         const Call<Real> &call = block.call;
         block.scores_with(key, count, weights);
         block.inner_products(call.value, key, count, grads, moments);
+        if (dropping) drop(key, count);
         for (int j = 0; j < count; j++) {
             for (int v = 0; v < BLOCK; v += VL<Real>) {
                 const int at = j * BLOCK + v;
@@ -143,10 +152,22 @@ struct Backward {
         const Place to = place(task, key, outlier);
         if (to.biases) bias_grad.visit(count, moments, to.biases, to.bias_row);
         const Real scale = (Real)call.scale;
-        for (int at = 0; at < count * BLOCK; at += VL<Real>) store(moments + at, load(moments + at) * scale);
+        for (int at = 0; at < count * BLOCK; at += VL<Real>) {
+            store(moments + at, load(moments + at) * scale);
+            if (dropping) store(weights + at, load(weights + at) * load(dropout.factors + at));
+        }
         block.sum_over_queries(call.grad, key, count, weights, to.values, to.value_row);
         block.sum_over_queries(call.query, key, count, moments, to.keys, to.key_row);
         block.template sum_over_keys<ADD>(call.key, key, count, moments, query_grad, nullptr);
+    }
+
+    // do.v of a weight that forward dropped is 0, whatever it was; of the others it is as much larger as they were.
+    void drop(int64_t key, int count) {
+        dropout.draw(key, count);
+        for (int at = 0; at < count * BLOCK; at += VL<Real>) {
+            const Reals<Real> factor = load(dropout.factors + at);
+            store(moments + at, factor == 0 ? factor : load(moments + at) * factor);
+        }
     }
 
     // Of the queries: their gradients of the output, and what goes with each row.
@@ -169,6 +190,7 @@ struct Backward {
         const Call<Real> &call = block.call;
         block.begin(task.b, h, n);
         begin_rows(h, n);
+        if (call.dropout_seed) dropout.begin(task.b, h, block.position);
         std::fill(query_grad, query_grad + BLOCK * call.D, Real(0));
         if (slope_grads) slope_grad.begin();
         bias_grad.begin();
@@ -262,11 +284,11 @@ void run(const Call<Real> &call) {
     if (call.key_bias_grad) kept_biases = static_cast<double *>(std::malloc(plan.kept * group * sizeof(double)));
 #pragma omp parallel num_threads(call.threads)
     {
-        Real *memory = static_cast<Real *>(std::aligned_alloc(64, (2 * BLOCK + 3 * D) * BLOCK * sizeof(Real)));
+        Real *memory = static_cast<Real *>(std::aligned_alloc(64, (3 * BLOCK + 3 * D) * BLOCK * sizeof(Real)));
         Real *panels = memory + 2 * BLOCK * BLOCK;
         const Block<Real> block = {call, panels, biases.data()};
         Backward<Real> backward = {block, memory, memory + BLOCK * BLOCK, panels + D * BLOCK, panels + 2 * D * BLOCK,
-                                   plan, kept, {}, {}, {}, {}, kept_biases, {}};
+                                   plan, kept, {}, {}, {}, {}, kept_biases, {}, {call, panels + 3 * D * BLOCK}};
 #pragma omp for schedule(dynamic, 1)
         for (size_t i = 0; i < plan.heaviest.size(); i++) {
             const int64_t t = plan.heaviest[i];

@@ -25,6 +25,7 @@ HEADERS = (
     "call.hpp",
     "allowed.hpp",
     "block.hpp",
+    "dropout.hpp",
     "norms.hpp",
     "tails.hpp",
     "certificate.hpp",
@@ -50,8 +51,8 @@ class Call(ctypes.Structure):
 
     ROWS = ("query", "key", "value", "grad", "output", "query_grad", "key_grad", "value_grad")
     ARRAYS = (
-        "slopes", "right_slopes", "first", "key_mask", "query_segments", "key_segments", "key_bias", "lse", "rows",
-        "grad_lse", "slope_grads", "key_bias_grad", "query_bias_grad", "visited",
+        "slopes", "right_slopes", "first", "key_mask", "query_segments", "key_segments", "key_bias", "dropout_seed", "lse",
+        "rows", "grad_lse", "slope_grads", "key_bias_grad", "query_bias_grad", "visited",
     )  # fmt: skip
     _fields_ = [
         *((name, ctypes.c_int64) for name in "BHKTSD"),
@@ -59,7 +60,8 @@ class Call(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ARRAYS),
         *((name, ctypes.c_int64) for name in ("window", "causal", "has_values")),
         *((name, ctypes.c_double) for name in ("scale", "tolerance")),
-        ("threads", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("threads", "dropout_runs", "dropout_threshold")),
+        ("dropout_factor", ctypes.c_double),
     ]
 
 

@@ -26,6 +26,7 @@ struct Call {
     const uint8_t *key_mask;                       // [B, S], or null
     const int32_t *query_segments, *key_segments;  // [B, T], [B, S], or null
     const double *key_bias;                        // [B, H, S], or null; -inf = may not be seen
+    const int64_t *dropout_seed;                   // [R, 4] as in `spec.py`, or null: nothing is dropped
     double *lse;                                   // [B, H, T]: what the user gets
     Real *rows;                                    // [B, 2, H, T]: m_i and ln l_i, which forward leaves; see `bias_origin`
     const Real *grad_lse;                          // [B, H, T], or null
@@ -34,7 +35,8 @@ struct Call {
     int32_t *visited;                              // what forward visited, see `Visited`
     int64_t window, causal, has_values;            // window 0 = none; without values they count as of like length
     double scale, tolerance;
-    int64_t threads;
+    int64_t threads, dropout_runs, dropout_threshold;  // R, and which uint32 drop a weight: those below
+    double dropout_factor;                             // of the others
 
     int64_t blocks() const { return (T + BLOCK - 1) / BLOCK; }
     Real *row_max(int64_t b, int64_t h) const { return rows + (2 * b * H + h) * T; }

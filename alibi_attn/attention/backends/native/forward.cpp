@@ -1,6 +1,7 @@
 // Forward: each block of queries goes outward from where it stands, by online softmax, until what is left cannot matter.
 
 #include "certificate.hpp"
+#include "dropout.hpp"
 #include "tasks.hpp"
 
 #ifdef ALIBI_COUNT
@@ -15,12 +16,19 @@ struct Forward {
     Block<Real> block;
     Real *scores, *acc;  // [BLOCK][BLOCK], [BLOCK][D]
     Certificate<Real> certificate;
+    Dropout<Real> dropout;
     Real m_i[BLOCK] = {}, l_i[BLOCK] = {};  // the largest score so far, and the sum of exp(score - m_i)
 
+    void visit(int64_t key, int count) {
+        return block.call.dropout_seed ? visit<true>(key, count) : visit<false>(key, count);
+    }
+
+    template <bool dropping>
     void visit(int64_t key, int count) {
         Real factor[BLOCK];
         block.scores_with(key, count, scores);
         certificate.visits(key, count);
+        if (dropping) dropout.draw(key, count);
         for (int v = 0; v < BLOCK; v += VL<Real>) {
             const Reals<Real> before = load(m_i + v);
             Reals<Real> top = before, sum = {};
@@ -32,7 +40,7 @@ struct Forward {
             for (int j = 0; j < count; j++) {
                 const Reals<Real> weight = exponential(load(scores + j * BLOCK + v) - reference);
                 sum += weight;
-                store(scores + j * BLOCK + v, weight);
+                store(scores + j * BLOCK + v, dropping ? weight * load(dropout.factors + j * BLOCK + v) : weight);
             }
             const Reals<Real> kept = exponential(before - reference);
             store(factor + v, kept);
@@ -95,6 +103,7 @@ struct Forward {
         std::fill(l_i, l_i + BLOCK, Real(0));
         std::fill(m_i, m_i + BLOCK, Real(-INFINITY));
         certificate.begin();
+        if (call.dropout_seed) dropout.begin(b, h, block.position);
         go_outward();
         visit_outlier_tiles();
         for (int i = 0; i < block.rows; i++) {
@@ -139,9 +148,10 @@ void run(const Call<Real> &call) {
                 if (call.key_bias) summarize_biased(call, norms, tails.data(), head);
             }
         }
-        Real *memory = allocate<Real>((BLOCK + 2 * D) * BLOCK + padded(call));
-        Real *acc = memory + BLOCK * BLOCK, *queries = acc + BLOCK * D, *sums = queries + BLOCK * D;
-        Forward<Real> forward = {{call, queries, biases.data()}, memory, acc, {forward.block, norms, tails.data(), sums}};
+        Real *memory = allocate<Real>((2 * BLOCK + 2 * D) * BLOCK + padded(call));
+        Real *acc = memory + BLOCK * BLOCK, *queries = acc + BLOCK * D, *factors = queries + BLOCK * D;
+        Forward<Real> forward = {{call, queries, biases.data()}, memory, acc,
+                                 {forward.block, norms, tails.data(), factors + BLOCK * BLOCK}, {call, factors}};
 #pragma omp for schedule(dynamic, 1)
         for (size_t t = 0; t < tasks.size(); t++)
             for (int64_t n = tasks[t].block; n < tasks[t].last_block; n++) forward.run(tasks[t].b, tasks[t].h, n);

@@ -40,10 +40,34 @@ class Masks(NamedTuple):
 
 
 class Dropout(NamedTuple):
-    """The share of the weights that are dropped, and the seed: a pointer to one int64, in a `Head` its value."""
+    """Which weights are dropped, as `attention/dropout.py` defines it.
 
-    share: object
+    Args:
+        threshold, factor: of `spec.dropout_numbers`.
+        seed: a pointer to [R, 4] int64, `AttentionSpec.dropout_seed`.
+        alike: how many sequences share a row of it, B / R.
+    """
+
+    threshold: object
+    factor: object
     seed: object
+    alike: object
+
+
+class HeadDropout(NamedTuple):
+    """Inside of a kernel: the same for one head, or for heads of any shape; uint32.
+
+    Args:
+        key: of the generator.
+        shift: what is added to the positions of queries.
+        first_key: the number of key 0.
+    """
+
+    threshold: object
+    factor: object
+    key: object
+    shift: object
+    first_key: object
 
 
 class KeyBias(NamedTuple):
@@ -192,7 +216,8 @@ class Head(NamedTuple):
     Args:
         number: b·H + h.
         right: the slope of keys to the right; None = the same.
-        window, dropout: as in `Call`.
+        window: as in `Call`.
+        dropout: None = every weight is kept.
         bias: of its keys, for one block of queries; None = there is none.
     """
 
@@ -201,7 +226,7 @@ class Head(NamedTuple):
     right: object
     scale: object
     window: object
-    dropout: Dropout | None
+    dropout: HeadDropout | None
     bias: BlockBias | None = None
 
 

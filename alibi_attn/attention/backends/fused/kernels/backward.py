@@ -16,8 +16,8 @@ query_bias are sums of ds over queries and over keys, added tile by tile without
 import triton
 import triton.language as tl
 
-from alibi_attn.attention.backends.fused.kernels.arguments import Band, Dropout, Head, Queries
-from alibi_attn.attention.backends.fused.kernels.dropout import kept_weights
+from alibi_attn.attention.backends.fused.kernels.arguments import Band, Head, Queries
+from alibi_attn.attention.backends.fused.kernels.dropout import head_dropout, kept_by_keys, kept_weights
 from alibi_attn.attention.backends.fused.kernels.tiles import (
     LOG2E,
     OUTLIERS,
@@ -68,7 +68,7 @@ def query_full(
     p = tl.exp2(scores - (lse + slope * (row + (queries.start - near).to(tl.float32)))[:, None])
     dp = tl.dot(do, v.T, input_precision=PRECISION)
     if head.dropout is not None:
-        dp = dp * kept_weights(head.dropout, head.number, queries.i[:, None], j[None, :])
+        dp = dp * kept_weights(head.dropout, queries.position, tile * BN, BN)
     ds = p * (dp - delta[:, None])
     if SLOPES_WANTED:
         # Σ ds·(position − least − j), from the key nearest to the queries on.
@@ -105,7 +105,7 @@ def query_partial(
     p = tl.exp2(scores - lse[:, None])  # [BM, BN]
     dp = tl.dot(do, v.T, input_precision=PRECISION)
     if head.dropout is not None:
-        dp = dp * kept_weights(head.dropout, head.number, queries.i[:, None], j[None, :])
+        dp = dp * kept_weights(head.dropout, queries.position, tile * BN, BN)
     ds = tl.where(seen, p * (dp - delta[:, None]), 0.0)
     if SLOPES_WANTED:
         distance = queries.position[:, None] - j[None, :]
@@ -148,7 +148,7 @@ def query_kernel(
     if right is not None:
         right = load_slope(right, b, h)
     if dropout is not None:
-        dropout = Dropout(dropout.share, tl.load(dropout.seed))
+        dropout = head_dropout(dropout, b, h)
     bias = call.key_bias
     if bias is not None:
         bias = bias_for(bias, bh, bh * tl.cdiv(T, ROWS) + n * BM // ROWS, tl.cdiv(S, TILE), S)
@@ -260,7 +260,7 @@ def of_values(p, v, do, dv, i, j, head, PRECISION: tl.constexpr):
     """(dp, dv) after a tile of weights p, keys by queries; with dropout the weights are those that forward kept."""
     dp = tl.dot(v, do.T, input_precision=PRECISION)  # [BN, BM]
     if head.dropout is not None:
-        kept = kept_weights(head.dropout, head.number, i[None, :], j[:, None])
+        kept = kept_by_keys(head.dropout, i, j)
         dp, p = dp * kept, p * kept
     return dp, tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
 
@@ -282,9 +282,6 @@ def key_kernel(
     kv_heads = H // G
     b, kv = bk // kv_heads, bk % kv_heads
     offset = load_offset(call.query_offset, b)
-    dropout = call.dropout
-    if dropout is not None:
-        dropout = Dropout(dropout.share, tl.load(dropout.seed))
     tiles, blocks = tl.cdiv(S, TILE), tl.cdiv(T, ROWS)
 
     rows = tl.arange(0, BM)
@@ -303,9 +300,11 @@ def key_kernel(
     for g in range(G):
         h = kv.to(tl.int32) * G + g
         bh = b * H + h
-        right = call.right_slopes
+        right, dropout = call.right_slopes, call.dropout
         if right is not None:
             right = load_slope(right, b, h)
+        if dropout is not None:
+            dropout = head_dropout(dropout, b, h)
         head = Head(bh, load_slope(call.slopes, b, h), right, call.scale * LOG2E, call.window, dropout)
         asked = visitors.asked + (bh * tiles + key_tile) * 3
         first = tl.min(tl.load(asked, mask=there, other=NEVER), 0) * (ROWS // BM)
@@ -357,7 +356,7 @@ def key_kernel(
             column = tl.where(visited, column, float("-inf"))
             products = tl.dot(k, q.T, input_precision=PRECISION)  # [BN, BM]
             p = tl.exp2(products * head.scale + column[:, None] - row[None, :])
-            dp, dv = of_values(p, v, do, dv, i, j, head, PRECISION)
+            dp, dv = of_values(p, v, do, dv, i + offset, j, head, PRECISION)
             ds = p * (dp - delta[None, :])
             if SUMS is not None:
                 sums = add_exactly(sums[0], sums[1], tl.sum(ds, 1))
@@ -382,7 +381,7 @@ def key_kernel(
             scores, seen = biased_scores(products, i[None, :] - (j - offset)[:, None], shown, head, CAUSAL, own)
             seen = seen & (lse < float("inf"))[None, :]
             p = tl.where(seen, tl.exp2(scores - lse[None, :]), 0.0)
-            dp, dv = of_values(p, v, do, dv, i, j, head, PRECISION)
+            dp, dv = of_values(p, v, do, dv, i + offset, j, head, PRECISION)
             ds = tl.where(seen, p * (dp - delta[None, :]), 0.0)
             if SUMS is not None:
                 sums = add_exactly(sums[0], sums[1], tl.sum(ds, 1))

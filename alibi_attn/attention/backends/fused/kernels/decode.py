@@ -10,7 +10,8 @@ Bad keys are found on the way, since looking for them before would read all.
 import triton
 import triton.language as tl
 
-from alibi_attn.attention.backends.fused.kernels.arguments import BlockBias, Dropout, Head, Queries
+from alibi_attn.attention.backends.fused.kernels.arguments import BlockBias, Head, Queries
+from alibi_attn.attention.backends.fused.kernels.dropout import head_dropout
 from alibi_attn.attention.backends.fused.kernels.forward import attend_partial
 from alibi_attn.attention.backends.fused.kernels.tiles import (
     LOG2E,
@@ -53,7 +54,7 @@ def decode_kernel(
     if right is not None:
         right = load_slope(right, b, h, real)[:, None]
     if dropout is not None:
-        dropout = Dropout(dropout.share, tl.load(dropout.seed))
+        dropout = head_dropout(dropout, b, h[:, None])
     slope = load_slope(call.slopes, b, h, real)[:, None]
     bias = call.key_bias
     if bias is not None:

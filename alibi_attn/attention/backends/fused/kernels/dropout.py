@@ -1,8 +1,8 @@
 """Attention dropout: which weights are kept is counted, not remembered, so that backward draws what forward drew in other tiles.
 
-Philox 2x32 with seven rounds, the fewest that pass BigCrush (Salmon, Moraes, Dror, Shaw 2011, "Parallel random numbers: as easy
-as 1, 2, 3"), counts query and key, and its key is drawn for the call and the head. Triton's own draws four numbers at a time, of
-which one would be used, at more than twice the cost.
+`attention/dropout.py` has the definition: Philox 2x32 with seven rounds (Salmon, Moraes, Dror, Shaw 2011, "Parallel random
+numbers: as easy as 1, 2, 3"). The two words of a draw are those of neighboring keys; here each key draws for itself, since
+results that are shared would have to change places between threads.
 """
 
 # mypy: ignore-errors
@@ -11,27 +11,69 @@ which one would be used, at more than twice the cost.
 import triton
 import triton.language as tl
 
+from alibi_attn.attention.backends.fused.kernels.arguments import HeadDropout
+
 _MULTIPLIER = tl.constexpr(0xD256D193)
 _WEYL = tl.constexpr(0x9E3779B9)
 _ROUNDS = tl.constexpr(7)
 
 
 @triton.jit
-def kept_weights(dropout, head, i, j):
-    """1 / (1 − p) where the weight of query i and key j is kept, else 0."""
-    head = head.to(tl.uint32)
-    key, _, _, _ = tl.philox(dropout.seed, head, head * 0, head * 0, head * 0)
-    j, i = tl.broadcast(j.to(tl.uint32), i.to(tl.uint32))
-    bits = drawn_bits(key, i, j)
-    return tl.where(bits >= tl.cast(dropout.share * 4294967296.0, tl.uint32), 1.0 / (1.0 - dropout.share), 0.0)
+def head_dropout(dropout, b, h):
+    """The `HeadDropout` of sequence b and head h, or of heads of any shape."""
+    seed = dropout.seed + b // dropout.alike * 4
+    high = tl.load(seed)
+    b, h = (b % dropout.alike + tl.load(seed + 1)).to(tl.uint32), (h + tl.load(seed + 2)).to(tl.uint32)
+    x, y = drawn_words(high.to(tl.uint32), b, h)
+    key, shift = drawn_words((high >> 32).to(tl.uint32), x, y)
+    return HeadDropout(dropout.threshold, dropout.factor, key, shift, tl.load(seed + 3).to(tl.uint32))
 
 
 @triton.jit
-def drawn_bits(key, counter, other):
-    """The first of the two numbers that Philox 2x32 draws, uint32."""
+def kept_weights(dropout, i, first, BN: tl.constexpr):
+    """[BM, BN]: 1 / (1 − p) where the weight of the query at position i [BM] and a key from `first` on is kept, else 0."""
+    i = tl.add(i.to(tl.uint32), dropout.first_key, sanitize_overflow=False)[:, None]
+    first = tl.add(tl.cast(first, tl.uint32), dropout.first_key, sanitize_overflow=False)
+    if (first & 1) == 0:
+        bits = bits_of_pairs(dropout, i, first >> 1, BN)
+    else:  # a part of a whole that begins in the middle of a pair
+        bits = bits_of_keys(dropout, i, tl.add(first, tl.arange(0, BN).to(tl.uint32), sanitize_overflow=False)[None, :])
+    return tl.where(bits >= tl.cast(dropout.threshold, tl.uint32), dropout.factor, 0.0)
+
+
+@triton.jit
+def kept_by_keys(dropout, i, j):
+    """The same [BN, BM], of queries at positions i [BM] and keys j [BN], which draw each for itself: those of a pair are in
+    different threads here."""
+    i = tl.add(i.to(tl.uint32), dropout.first_key, sanitize_overflow=False)[None, :]
+    j = tl.add(j.to(tl.uint32), dropout.first_key, sanitize_overflow=False)[:, None]
+    bits = bits_of_keys(dropout, i, j)
+    return tl.where(bits >= tl.cast(dropout.threshold, tl.uint32), dropout.factor, 0.0)
+
+
+@triton.jit
+def bits_of_pairs(dropout, i, pair, BN: tl.constexpr):
+    """[BM, BN] of i [BM, 1] and the keys of BN / 2 pairs."""
+    pairs = (pair + tl.arange(0, BN // 2).to(tl.uint32))[None, :]
+    i, pairs = tl.broadcast(tl.add(i, dropout.shift, sanitize_overflow=False), pairs)
+    of_even, of_odd = drawn_words(dropout.key, i, pairs)
+    return tl.interleave(of_even, of_odd)
+
+
+@triton.jit
+def bits_of_keys(dropout, i, j):
+    """Of i and j, in the shape that they have together."""
+    i, j = tl.broadcast(tl.add(i, dropout.shift, sanitize_overflow=False), j)
+    of_even, of_odd = drawn_words(dropout.key, i, j >> 1)
+    return tl.where((j & 1) == 0, of_even, of_odd)
+
+
+@triton.jit
+def drawn_words(key, x, y):
+    """The two words that Philox 2x32-7 draws, uint32 like all that goes in."""
     for _ in tl.static_range(_ROUNDS):
-        low = tl.mul(counter, _MULTIPLIER, sanitize_overflow=False)
-        counter = tl.umulhi(counter, _MULTIPLIER) ^ key ^ other
-        other = low
+        low = tl.mul(x, _MULTIPLIER, sanitize_overflow=False)
+        x = tl.umulhi(x, _MULTIPLIER) ^ key ^ y
+        y = low
         key = tl.add(key, _WEYL, sanitize_overflow=False)
-    return counter
+    return x, y

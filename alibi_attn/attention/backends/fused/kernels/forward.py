@@ -11,8 +11,8 @@ tiles, and the outlier tiles (with the largest norms, see `certificate/bounds.py
 import triton
 import triton.language as tl
 
-from alibi_attn.attention.backends.fused.kernels.arguments import Band, Dropout, Head, Queries
-from alibi_attn.attention.backends.fused.kernels.dropout import kept_weights
+from alibi_attn.attention.backends.fused.kernels.arguments import Band, Head, Queries
+from alibi_attn.attention.backends.fused.kernels.dropout import head_dropout, kept_weights
 from alibi_attn.attention.backends.fused.kernels.tiles import (
     LOG2E,
     OUTLIERS,
@@ -78,7 +78,7 @@ def attend_full(
     p = tl.exp2(scores - (known + row)[:, None])  # [BM, BN]
     l_i = l_i * shrink + tl.sum(p, 1)
     if head.dropout is not None:
-        p = p * kept_weights(head.dropout, head.number, queries.i[:, None], j[None, :])
+        p = p * kept_weights(head.dropout, queries.position, tile * BN, BN)
     if DIAGONAL:
         v = load_rows(V, tile * BN, j < S, BN, D)
     else:
@@ -110,8 +110,7 @@ def attend_partial(
     hurt = tl.max(tl.where(scores == float("-inf"), 0.0, tl.where(sound, 0.0, 1.0)[None, :]), 1)
     l_i = l_i * shrink + tl.sum(p, 1) + tl.where(hurt > 0.0, float("nan"), 0.0)
     if head.dropout is not None:
-        j = tile * BN + tl.arange(0, BN)
-        p = p * kept_weights(head.dropout, head.number, queries.i[:, None], j[None, :])
+        p = p * kept_weights(head.dropout, queries.position, tile * BN, BN)
     return m_i, l_i, tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
 
 
@@ -149,7 +148,7 @@ def forward_kernel(
     if right is not None:
         right = load_slope(right, b, h)
     if dropout is not None:
-        dropout = Dropout(dropout.share, tl.load(dropout.seed))
+        dropout = head_dropout(dropout, b, h)
     bias = call.key_bias
     if bias is not None:
         bias = bias_for(bias, bh, bh * tl.cdiv(T, ROWS) + n * BM // ROWS, tl.cdiv(S, TILE), S)

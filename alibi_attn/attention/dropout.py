@@ -1,0 +1,87 @@
+"""Which attention weights dropout keeps: counted, not remembered, so that every backend, chunk, rank and backward pass knows.
+
+A weight belongs to a sequence b, a head h, a query position i and a key position j, all of them global: they count from the
+beginning of the whole, of which a call may be a part. With φ(key; x, y) the two words of Philox 2x32 with seven rounds, with
+s₀ and s₁ the low and the high word of the seed, and everything modulo 2³²,
+
+    (x, y) = φ(s₀; b, h)        (k, o) = φ(s₁; x, y)        (w₀, w₁) = φ(k; i + o, ⌊(j mod 2³²) / 2⌋)
+
+keep the weight if w_{j mod 2} ≥ threshold of `spec.dropout_numbers`, times its factor 1 / (1 − p). One call of φ serves two
+neighboring keys. No two heads share (k, o). Positions 2³² apart draw alike. `jax/dropout.py` and the kernels say the same.
+Source: Salmon, Moraes, Dror, Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3"; seven rounds are the fewest that
+pass BigCrush.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from alibi_attn.attention.spec import AttentionSpec, dropout_numbers
+from alibi_attn.attention.transforms import is_traced, transforms
+from alibi_attn.attention.visibility import first_positions
+
+MULTIPLIER = 0xD256D193
+WEYL = 0x9E3779B9
+ROUNDS = 7
+WORD = 2**32 - 1
+
+_AT_A_TIME = 2**16  # calls of φ whose numbers stay in a core's cache
+
+
+def drawn_seed(device: torch.device) -> Tensor:
+    """[1, 4] int64: a seed from torch's generator of the device, for a call that is the whole; see `AttentionSpec`."""
+    return functional.pad(torch.randint(2**62, (1, 1), device=device), (0, 3))
+
+
+def dropped(spec: AttentionSpec[Tensor], weights: Tensor) -> Tensor:
+    """Weights [B, H, T, S] with those zero that dropout drops, and the others times 1 / (1 − p)."""
+    if spec.dropout_p == 0:
+        return weights
+    return torch.where(kept(spec, weights.device), weights * dropout_numbers(spec.dropout_p)[1], 0.0)
+
+
+def kept(spec: AttentionSpec[Tensor], device: torch.device) -> Tensor:
+    """[B, H, T, S] bool: whether dropout keeps a weight."""
+    assert spec.dropout_seed is not None, "dropout needs a seed"
+    key, shift, first_key = head_keys(spec, spec.dropout_seed)  # [B, H], [B, H], [B]
+    threshold = dropout_numbers(spec.dropout_p)[0]
+    i = first_positions(spec, device)[:, None] + torch.arange(spec.query_len, device=device)  # [B or 1, T]
+    i = (i + first_key[:, None])[:, None] + shift[..., None]  # [B, H, T]
+    # As if all began at an even key: the pairs of keys, and whether the first of them is the second of its pair.
+    pair = (first_key[:, None] >> 1) + torch.arange(spec.key_len // 2 + 1, device=device)  # [B, P]
+
+    def rows(key: Tensor, i: Tensor, pair: Tensor) -> Tensor:
+        """[..., 2·P] of key [...], i [...] and pair [..., P]."""
+        words = philox(key[..., None] & WORD, i[..., None] & WORD, pair & WORD >> 1)
+        return torch.stack([word >= threshold for word in words], -1).flatten(-2)
+
+    key, pair = key[..., None].expand_as(i), pair[:, None, None].expand(*i.shape, -1)
+    if is_traced() or transforms():
+        found = rows(key, i, pair)
+    else:
+        step = max(1, _AT_A_TIME // pair.shape[-1])
+        parts = zip(key.flatten().split(step), i.flatten().split(step), pair.flatten(0, -2).split(step), strict=True)
+        found = torch.cat([rows(*part) for part in parts]).view(*i.shape, -1)
+    odd = (first_key & 1).bool()[:, None, None, None]
+    return torch.where(odd, found[..., 1 : spec.key_len + 1], found[..., : spec.key_len])
+
+
+def head_keys(spec: AttentionSpec[Tensor], seed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(k [B, H], o [B, H], the number of key 0 [B]) int64 from a `dropout_seed` [R, 4]."""
+    alike = spec.batch // seed.shape[0]
+    b = torch.arange(spec.batch, device=seed.device) % alike
+    seed = seed[:, None].expand(-1, alike, -1).flatten(0, 1)[:, :, None]  # [B, 4, 1]
+    b = b[:, None] + seed[:, 1]  # [B, 1]
+    h = torch.arange(spec.num_heads, device=seed.device) + seed[:, 2]  # [B, H]
+    x, y = philox(seed[:, 0] & WORD, b & WORD, h & WORD)
+    k, o = philox(seed[:, 0] >> 32 & WORD, x, y)
+    return k, o, seed[:, 3, 0]
+
+
+def philox(key: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """φ(key; x, y): both words of Philox 2x32-7, int64 in [0, 2³²) as everything that comes in; shapes broadcast."""
+    for _ in range(ROUNDS):
+        product = x * MULTIPLIER  # wraps around as an unsigned product does, bit for bit
+        x, y = (product >> 32 & WORD) ^ key ^ y, product & WORD
+        key = key + WEYL & WORD
+    return x, y

@@ -1,0 +1,50 @@
+"""Dropout in the Triton kernels, interpreted: the mask of the definition, forward, backward and decoding."""
+
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+
+import dropout_in_interpreter as dropout
+import pytest
+import torch
+from attention_cases import CASES, KEY_BIASES, SHORT_INSIDE
+from dropout_oracle import PUBLISHED
+from fused_in_interpreter import interpreter as interpreting
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[ProcessPoolExecutor]:
+    with interpreting() as executor:
+        yield executor
+
+
+def test_dropout_is_the_same_in_backward(interpreter: ProcessPoolExecutor) -> None:
+    errors = interpreter.submit(dropout.dropout_is_the_same_in_backward).result()
+    kept, alike = errors.pop("kept"), errors.pop("alike")
+    assert max(errors.values()) < 1e-5, errors
+    assert abs(kept - 0.7) < 0.04  # four standard deviations of 2,344 draws
+    assert abs(alike - 0.58) < 0.06, "two heads must draw independently"  # 0.7² + 0.3², four of 1,172
+
+
+def test_random_numbers_are_the_published_ones(interpreter: ProcessPoolExecutor) -> None:
+    drawn = interpreter.submit(dropout.known_random_numbers).result()
+    assert [tuple(words) for words in drawn[:3]] == [words for _, _, words in PUBLISHED]
+
+
+DROPPED = ("grouped-query", "one query", "queries at the end of longer keys", "more queries than keys", "offset partly before",
+           "everything", "key bias, hidden keys", "key bias, gates", "short inside, right slopes")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DROPPED)
+def test_dropout_is_that_of_the_definition(interpreter: ProcessPoolExecutor, name: str) -> None:
+    case = next(case for case in (*CASES, *KEY_BIASES, *SHORT_INSIDE) if case.name == name)
+    ours, true = interpreter.submit(dropout.answer_with_dropout, case).result()
+    assert torch.equal(ours.lse.isinf(), true.lse.isinf())
+    assert_near(ours.output, true.output)
+    assert_near(ours.lse.nan_to_num(neginf=0.0), true.lse.nan_to_num(neginf=0.0))
+    for leaf, gradient in true.gradients.items():
+        assert_near(ours.gradients[leaf], gradient)
+
+
+def assert_near(ours: torch.Tensor, true: torch.Tensor) -> None:
+    """Within 3·10⁻⁵ of the largest: any weight that is kept or dropped wrongly is seen at a hundred times that."""
+    assert float((ours.double() - true).abs().max()) <= 3e-5 * max(1.0, float(true.abs().max()))
