@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.jax import dense, loop, tiles
 from alibi_attn.jax.blocks import Inputs
+from alibi_attn.jax.dropout import seed_words
 from alibi_attn.jax.loop import Visited
 from alibi_attn.jax.tiles import NO_LIMIT, Array, KeyBias, Plan
 from alibi_attn.jax.validation import SegmentIds, Slopes, checked_dropout_key, make_spec
@@ -65,7 +66,8 @@ def alibi_attention(
             may not be seen. Scores count from a number near those that matter: large ones cost the rounding of their
             differences, and no fp64 is needed.
         dropout_p: share of the attention weights that are dropped, in [0, 1).
-        dropout_key: from `jax.random.key`, needed where dropout_p > 0.
+        dropout_key: from `jax.random.key`, needed where dropout_p > 0. What a key drops depends on sequence, head and positions
+            only: it is the same in every backend and chunk of queries, and in PyTorch.
         tolerance: the largest share of a query's softmax mass that may be skipped, in [0, 1); default eps / 32 of the dtype,
             far below its rounding; 0 skips only what is forbidden.
         return_lse: also return the natural log-sum-exp of the scores, [B, H, T] fp32 (fp64 where query or key_bias is), −inf
@@ -160,7 +162,7 @@ class _Rest(NamedTuple):
     hidden: Array  # [B, S] bool
     query_segments: Array | None  # [B, T] int32
     key_segments: Array | None  # [B, S] int32
-    dropout_key: Array | None
+    dropout_seed: Array | None  # [2] uint32
     key_bias_low: Array | None = None  # [B, H, S]
     query_bias_low: Array | None = None  # [B, H, T]
 
@@ -194,7 +196,7 @@ def _call(
         hidden=jnp.zeros((spec.batch, spec.key_len), bool) if mask is None else ~jnp.asarray(mask),
         query_segments=spec.query_segments,
         key_segments=spec.key_segments,
-        dropout_key=dropout_key,
+        dropout_seed=None if dropout_key is None else seed_words(dropout_key),
     )
     return _varying_alike(arrays, rest)
 
@@ -295,7 +297,7 @@ def _inputs(arrays: _Arrays, rest: _Rest) -> tuple[Inputs, Array]:
     key, value, veil = tiles.clean_keys(key, value, hidden)
     inputs = Inputs(
         query, key, value, veil, hidden, arrays.left, arrays.right, rest.scale, rest.tolerance, rest.window,
-        rest.offset, rest.query_segments, rest.key_segments, rest.dropout_key, bias,
+        rest.offset, rest.query_segments, rest.key_segments, rest.dropout_seed, bias,
     )  # fmt: skip
     return inputs, spoiled
 
@@ -305,7 +307,7 @@ def _varying_alike(arrays: _Arrays, rest: _Rest) -> tuple[_Arrays, _Rest]:
 
     A zero that is made like an array varies as it does, and what it is added to does too (and sums its gradient).
     """
-    both = (arrays, rest._replace(dropout_key=None))
+    both = (arrays, rest._replace(dropout_seed=None))
     leaves = jax.tree.leaves(both)
     if not any(isinstance(x, jax.core.Tracer) for x in leaves):
         return arrays, rest
@@ -314,4 +316,4 @@ def _varying_alike(arrays: _Arrays, rest: _Rest) -> tuple[_Arrays, _Rest]:
     arrays, varying = jax.tree.map(
         lambda x: x ^ zero.astype(bool) if x.dtype == bool else x + zero.astype(x.dtype), both
     )
-    return arrays, varying._replace(dropout_key=rest.dropout_key)
+    return arrays, varying._replace(dropout_seed=rest.dropout_seed)

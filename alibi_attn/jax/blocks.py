@@ -26,7 +26,7 @@ class Inputs(NamedTuple):
     offset: Array  # [B] int32
     query_segments: Array | None  # [B, T] int32
     key_segments: Array | None  # [B, S] int32
-    dropout_key: Array | None
+    dropout_seed: Array | None  # [2] uint32
     bias: KeyBias | None = None  # [B, H, S], −inf where a key is hidden
 
 
@@ -65,7 +65,6 @@ class Parts(NamedTuple):
     veil: Array  # [B, K, tiles, s]
     hidden: Array  # [B, 1 or K, tiles, s]
     key_segments: Array | None  # [B, tiles, s]
-    dropout_key: Array | None
     rule: Rule  # [B, H], and one scale
     bias: KeyBias | None  # [B, H, tiles, s]
 
@@ -84,7 +83,6 @@ def cut(plan: Plan, inputs: Inputs) -> Parts:
         veil=split(inputs.veil, size, 2, -jnp.inf),
         hidden=split(inputs.hidden, size, 2, True),
         key_segments=None if segments is None else split(segments, size, 1, 0),
-        dropout_key=inputs.dropout_key,
         rule=tiles.head_rule(plan, inputs.left, inputs.right, inputs.scale, inputs.window),
         bias=bias,
     )

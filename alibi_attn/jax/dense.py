@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from alibi_attn.jax import tiles
 from alibi_attn.jax.blocks import Inputs
+from alibi_attn.jax.dropout import HeadDropout, head_dropout
 from alibi_attn.jax.tiles import Array, Gradients, KeyBias, Keys, Plan, Queries, Rule, Softmax
 
 Result = TypeVar("Result")
@@ -35,12 +36,12 @@ def forward(plan: Plan, inputs: Inputs) -> tuple[Array, Array, Array | None]:
     """(output [B, H, T, D], lse [B, H, T], the references [B, H, T] that it counts from where keys have biases)."""
 
     def one(queries: Queries, keys: Keys, head: _Head, _: None) -> tuple[Array, Array, Array | None]:
-        dropout_key, reference = _dropout_key(inputs, head), None
+        dropout, reference = _dropout(inputs, head), None
         if head.bias is not None:
             keys = _with_bias(keys, head.bias)
             reference = tiles.references(plan, head.rule, queries, keys, head.bias)
             queries = queries._replace(reference=reference)
-        softmax: Softmax = tiles.add(plan, head.rule, tiles.start(queries), queries, keys, dropout_key)
+        softmax: Softmax = tiles.add(plan, head.rule, tiles.start(queries), queries, keys, dropout)
         return *tiles.finish(softmax, queries), reference
 
     found = _over_heads(one, plan, inputs, None)
@@ -63,9 +64,8 @@ def backward(
         if head.bias is not None:
             keys, queries = _with_bias(keys, head.bias), queries._replace(reference=known.reference)
         least = tiles.least_distance(queries, len(keys.key))
-        dropout_key = _dropout_key(inputs, head)
         found = tiles.gradients(
-            plan, head.rule, queries, keys, known.lse, known.grad_output, known.shift, least, dropout_key
+            plan, head.rule, queries, keys, known.lse, known.grad_output, known.shift, least, _dropout(inputs, head)
         )
         left, right = tiles.slope_gradients(found.left, found.right, least, known.grad_lse)
         return found._replace(left=left, right=right)
@@ -112,5 +112,6 @@ def _joined(x: Array, inputs: Inputs) -> Array:
     return x.reshape(x.shape[0], inputs.query.shape[1], *x.shape[3:])
 
 
-def _dropout_key(inputs: Inputs, head: _Head) -> Array | None:
-    return None if inputs.dropout_key is None else jax.random.fold_in(inputs.dropout_key, head.number)
+def _dropout(inputs: Inputs, head: _Head) -> HeadDropout | None:
+    heads = inputs.query.shape[1]
+    return head_dropout(inputs.dropout_seed, head.number // heads, head.number % heads)

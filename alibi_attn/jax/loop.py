@@ -15,6 +15,7 @@ from alibi_attn.attention.certificate.constants import LOOP_OUTLIER_TILES
 from alibi_attn.jax import blocks, bounds, tiles
 from alibi_attn.jax.blocks import At, Inputs, Parts
 from alibi_attn.jax.bounds import BiasedCertificate, BiasedTiles, Certificate, KeyNorms
+from alibi_attn.jax.dropout import head_dropout
 from alibi_attn.jax.tiles import Array, Gradients, Plan, Queries, Rule, Softmax
 
 
@@ -61,6 +62,7 @@ def forward(plan: Plan, inputs: Inputs) -> tuple[Array, Array, Array | None, Vis
     def one(number: Array) -> tuple[Array, Array, Array | None, Visited]:
         at = blocks.locate(number, plan, inputs)
         queries, rule = blocks.queries_of(plan, parts, at), blocks.rule_of(parts, at)
+        dropout = head_dropout(inputs.dropout_seed, at.sequence, at.head)
         known: Certificate | BiasedCertificate
         if isinstance(norms, BiasedTiles):
             mine = jax.tree.map(lambda x: x[at.sequence, at.head], norms)
@@ -76,8 +78,7 @@ def forward(plan: Plan, inputs: Inputs) -> tuple[Array, Array, Array | None, Vis
 
         def body(step: _Step) -> _Step:
             keys = blocks.keys_of(plan, parts, at, step.tile, reference)
-            dropout_key = _dropout_key(parts, at, step.tile)
-            softmax = tiles.add(plan, rule, step.softmax, queries, keys, dropout_key)
+            softmax = tiles.add(plan, rule, step.softmax, queries, keys, dropout)
             tile, visited = _next(plan, rule, known, queries, softmax, step.visited, lowest, highest)
             return _Step(tile, visited, softmax)
 
@@ -118,6 +119,7 @@ def backward(
     def one(sums: _Sums, number: Array) -> tuple[_Sums, tuple[Array, Array, Array, Array | None]]:
         at = blocks.locate(number, plan, inputs)
         queries, rule = blocks.queries_of(plan, parts, at), blocks.rule_of(parts, at)
+        dropout = head_dropout(inputs.dropout_seed, at.sequence, at.head)
         mine = jax.tree.map(lambda x: x[number], visited)
         lse_here, grad_here, shift_here, of_lse = (
             blocks.rows(plan, x, at.sequence, at.head, at.row) for x in (lse, grad_output, shift, grad_lse)
@@ -133,8 +135,8 @@ def backward(
 
         def body(so_far: _Turn) -> _Turn:
             tile = _tile_of_turn(mine, so_far.number)
-            keys, dropout_key = blocks.keys_of(plan, parts, at, tile, mine_of), _dropout_key(parts, at, tile)
-            found = tiles.gradients(plan, rule, queries, keys, lse_here, grad_here, shift_here, least, dropout_key)
+            keys = blocks.keys_of(plan, parts, at, tile, mine_of)
+            found = tiles.gradients(plan, rule, queries, keys, lse_here, grad_here, shift_here, least, dropout)
             where, sums = (at.sequence, at.key_head, tile), so_far.sums
             return _Turn(
                 so_far.number + 1,
@@ -283,10 +285,3 @@ def _added(sums: Array, x: Array, where: tuple[Array, ...]) -> Array:
     begin = (*where, *(jnp.zeros_like(where[0]),) * x.ndim)
     old = lax.dynamic_slice(sums, begin, (1,) * len(where) + x.shape)
     return lax.dynamic_update_slice(sums, old + x, begin)
-
-
-def _dropout_key(parts: Parts, at: At, tile: Array) -> Array | None:
-    """A key of its own for every tile, the same forward and backward."""
-    if parts.dropout_key is None:
-        return None
-    return jax.random.fold_in(jax.random.fold_in(parts.dropout_key, at.number), tile)

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from alibi_attn.jax.dropout import HeadDropout, factors
+
 Array = jax.Array
 
 FARTHEST = 2**28  # positions lie within ± this, so that int32 holds every sum and difference of two limits
@@ -156,7 +158,7 @@ def start(queries: Queries) -> Softmax:
     return Softmax(jnp.full_like(mixed[:, 0], -jnp.inf), mixed[:, 0], mixed)
 
 
-def add(plan: Plan, rule: Rule, so_far: Softmax, queries: Queries, keys: Keys, dropout_key: Array | None) -> Softmax:
+def add(plan: Plan, rule: Rule, so_far: Softmax, queries: Queries, keys: Keys, dropout: HeadDropout | None) -> Softmax:
     """The softmax over one tile more."""
     score, _ = scores(plan, rule, queries, keys)
     top = jnp.maximum(so_far.top, score.max(-1, initial=-jnp.inf))
@@ -164,7 +166,7 @@ def add(plan: Plan, rule: Rule, so_far: Softmax, queries: Queries, keys: Keys, d
     weight = jnp.exp(score - reference[:, None])
     shrink = jnp.exp(so_far.top - reference)
     total = so_far.total * shrink + weight.sum(-1)
-    kept = weight if dropout_key is None else weight * _kept(plan, dropout_key, weight)
+    kept = weight if dropout is None else weight * _kept(plan, dropout, queries, keys, weight)
     mixed = so_far.mixed * shrink[:, None] + _matmul(kept.astype(_operand(keys.value.dtype)), keys.value)
     return Softmax(top, total, mixed)
 
@@ -186,7 +188,7 @@ def gradients(
     grad_output: Array,
     shift: Array,
     least: Array,
-    dropout_key: Array | None,
+    dropout: HeadDropout | None,
 ) -> Gradients:
     """Gradients of one tile, given the finished lse.
 
@@ -202,8 +204,8 @@ def gradients(
     weight = jnp.exp(score - lse[:, None])
     grad_weight = _matmul(grad_output, keys.value.T)
     kept = weight
-    if dropout_key is not None:
-        keep = _kept(plan, dropout_key, weight)
+    if dropout is not None:
+        keep = _kept(plan, dropout, queries, keys, weight)
         kept, grad_weight = weight * keep, grad_weight * keep
     # 0·inf is NaN: the product of a gradient with a value that may not be seen can be inf.
     grad_score = jnp.where(weight == 0, 0.0, weight * (grad_weight - shift[:, None]))
@@ -250,7 +252,7 @@ def _matmul(a: Array, b: Array) -> Array:
     return jnp.matmul(a, b, precision=precision, preferred_element_type=wide)
 
 
-def _kept(plan: Plan, dropout_key: Array, weight: Array) -> Array:
-    """[t, s] 1/(1 − p) where a weight is kept, 0 where it is dropped."""
-    keep = jax.random.bernoulli(dropout_key, 1.0 - plan.dropout_p, weight.shape)
-    return keep.astype(weight.dtype) / (1.0 - plan.dropout_p)
+def _kept(plan: Plan, dropout: HeadDropout, queries: Queries, keys: Keys, weight: Array) -> Array:
+    """[t, s] 1/(1 − p) where a weight is kept, 0 where it is dropped; tiles begin at even keys."""
+    shape = (weight.shape[0], weight.shape[1])
+    return factors(dropout, plan.dropout_p, queries.position, keys.position, shape, weight.dtype)

@@ -1,0 +1,83 @@
+"""Dropout in JAX: the mask of the definition for the key's two words, on either backend, in chunks, and as PyTorch has it."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from dropout_oracle import PUBLISHED, factors
+
+from alibi_attn.attention.execution import attend
+from alibi_attn.attention.validation import make_spec
+from alibi_attn.jax import alibi_attention, attention
+from alibi_attn.jax.dropout import philox, seed_words
+
+SEED = 2**33 + 12345
+P = 0.3
+
+
+@pytest.fixture(autouse=True)
+def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "QUERY_BLOCK", 16)
+    monkeypatch.setattr(attention, "KEY_TILE", 32)
+
+
+def key_of(seed: int) -> jax.Array:
+    """What jax.random.key(seed) is with x64, which not every session has."""
+    return jax.random.wrap_key_data(jnp.asarray([seed // 2**32, seed % 2**32], jnp.uint32))
+
+
+def test_the_words_are_the_published_ones() -> None:
+    for key, counter, published in PUBLISHED:
+        assert tuple(int(word) for word in philox(*map(jnp.uint32, (key, *counter)))) == published
+
+
+def test_a_key_is_the_seed_of_its_number() -> None:
+    assert seed_words(jax.random.key(7)).tolist() == [0, 7]
+    assert seed_words(jax.random.PRNGKey(7)).tolist() == [0, 7], "a key of the old kind"
+    assert seed_words(jax.random.key(7, impl="rbg")).shape == (2,)
+
+
+@pytest.mark.parametrize("backend", ["dense", "loop"])
+def test_either_backend_has_the_mask_of_the_definition(backend: str) -> None:
+    b, t, h, s = 2, 37, 2, 75
+    zeros, ones = jnp.zeros((b, t, h, s)), jnp.broadcast_to(jnp.eye(s)[:, None], (b, s, 1, s))
+    for offset in (38, -20, 2**27 + 1):
+        output = alibi_attention(
+            zeros, jnp.zeros((b, s, 1, s)), ones, np.zeros(h), causal=False, query_offset=offset, dropout_p=P,
+            dropout_key=key_of(SEED), backend=backend,
+        )  # fmt: skip
+        at = np.full((b, 1), offset) + np.arange(t)
+        defined = factors(SEED, P, batch=b, heads=h, positions=at, key_len=s) / s
+        np.testing.assert_allclose(output.swapaxes(1, 2), defined, rtol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["dense", "loop"])
+def test_outputs_and_gradients_are_those_of_pytorch(backend: str) -> None:
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal((2, 90, heads, 8)).astype(np.float32) for heads in (4, 2, 2)]
+
+    def loss(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        output = alibi_attention(query, key, value, dropout_p=P, dropout_key=key_of(SEED), backend=backend)
+        assert isinstance(output, jax.Array)
+        return jnp.sin(output).sum()
+
+    value, gradients = jax.value_and_grad(loss, argnums=(0, 1, 2))(*arrays)
+    leaves = [torch.tensor(x).transpose(1, 2).requires_grad_() for x in arrays]
+    spec = dataclasses.replace(make_spec(*leaves, dropout_p=P), dropout_seed=torch.tensor([[SEED, 0, 0, 0]]))
+    true = torch.sin(attend(spec, *leaves, "dense")).sum()
+    assert float(value) == pytest.approx(true.item(), rel=1e-5)
+    for ours, theirs in zip(gradients, torch.autograd.grad(true, leaves), strict=True):
+        np.testing.assert_allclose(ours, theirs.transpose(1, 2), atol=3e-6)
+
+
+def test_chunks_have_the_mask_of_the_whole() -> None:
+    rng = np.random.default_rng(1)
+    q, k, v = (rng.standard_normal((1, 70, 2, 8)).astype(np.float32) for _ in range(3))
+
+    def run(queries: np.ndarray, offset: int) -> jax.Array:
+        return alibi_attention(queries, k, v, query_offset=offset, dropout_p=P, dropout_key=key_of(3), backend="loop")
+
+    np.testing.assert_allclose(jnp.concatenate([run(q[:, :31], 0), run(q[:, 31:], 31)], 1), run(q, 0), atol=2e-6)
