@@ -18,7 +18,7 @@ from alibi_attn.bench.by_kind import records_by_kind
 from alibi_attn.bench.cases import Case, draw
 from alibi_attn.bench.columns import Columns
 from alibi_attn.bench.exactness import Reference, computed
-from alibi_attn.bench.peers import Attention, Peer, cpu_peers, reason
+from alibi_attn.bench.peers import Attention, Peer, cpu_peers, ours_dropping, reason
 from alibi_attn.bench.timing import matrix_product, matrix_rate_gflops, medians_ms
 from alibi_attn.slopes import alibi_slopes
 
@@ -34,6 +34,7 @@ def cpu(
     repeats: int = 5,
     budget_s: float = 20.0,
     memory: bool = True,
+    dropout_p: float = 0.0,
     say: Callable[[str], None] = print,
 ) -> list[Path]:
     """Measure and keep one record for every kind of input; returns their paths.
@@ -43,22 +44,26 @@ def cpu(
         kinds: of input, see `cases.draw`.
         repeats, budget_s: turns at most, and seconds at most that the turns of one length and direction may take.
         memory: also measure peak memory, each in a process of its own.
+        dropout_p: measure ours with so much dropout, too; 0 = it is left out.
     """
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p is {dropout_p} but must be a probability in [0, 1); 0 measures none")
+    peers = [*cpu_peers(), *([ours_dropping(dropout_p)] if dropout_p > 0 else [])]
     configs: dict[str, dict[str, records.Json]] = {
         kind: {
             "kind": kind, "heads": 8, "head_dim": 64, "dtype": "float32", "lengths": list(lengths),
-            "threads": torch.get_num_threads(), "peers": {peer.name: peer.note for peer in cpu_peers()},
+            "threads": torch.get_num_threads(), "peers": {peer.name: peer.note for peer in peers},
         }
         for kind in kinds
     }  # fmt: skip
     return records_by_kind(
         out, "cpu", configs, lengths=lengths, summary=_summary, train_step=_train_step if memory else None, say=say,
-        measure=lambda kind, n: _measure(Case(kind, n), repeats=repeats, budget_s=budget_s, say=say),
+        measure=lambda kind, n: _measure(Case(kind, n), peers=peers, repeats=repeats, budget_s=budget_s, say=say),
     )  # fmt: skip
 
 
 def _measure(
-    case: Case, *, repeats: int, budget_s: float, say: Callable[[str], None]
+    case: Case, *, peers: Sequence[Peer], repeats: int, budget_s: float, say: Callable[[str], None]
 ) -> dict[str, dict[str, records.Json]]:
     """Rows by peer, and the row "reach" with what the certificate asks for.
 
@@ -66,13 +71,15 @@ def _measure(
     """
     query, key, value, grad = draw(case)
     slopes = torch.tensor(alibi_slopes(case.num_heads), dtype=torch.float32)
-    reference = Reference.of(query, key, value, grad, slopes)
+    references = {
+        p: Reference.of(query, key, value, grad, slopes, dropout_p=p) for p in {peer.dropout_p for peer in peers}
+    }
     rows: dict[str, dict[str, records.Json]] = {}
     calls: dict[str, Callable[[], object]] = {}
     steps: dict[str, Callable[[], object]] = {}
-    for peer in cpu_peers():
+    for peer in peers:
         wanted = grad if case.length <= peer.longest_backward else None
-        attention, rows[peer.name] = _checked(peer, reference, query, key, value, wanted, slopes)
+        attention, rows[peer.name] = _checked(peer, references[peer.dropout_p], query, key, value, wanted, slopes)
         if attention is None:
             say(f"{peer.name} is left out at {case.length}: {rows[peer.name]['why_not']}")
             continue

@@ -38,6 +38,7 @@ class Peer:
         note: how it is written, and what a reader must know.
         biased: it computes ALiBi; if not, it is held against attention without a bias.
         longest, longest_backward: the longest input that is timed; beyond it memory or patience ends. 0 = never.
+        dropout_p: the share of the weights that it drops, by the mask of a seed: it is one of ours.
         score_error: by how much of the largest bias its scores may be off, beyond the rounding of its inputs' dtype.
     """
 
@@ -48,6 +49,7 @@ class Peer:
     longest: int = 2**62
     longest_backward: int = 2**62
     score_error: float = 0.0
+    dropout_p: float = 0.0
 
     @property
     def is_ours(self) -> bool:
@@ -68,6 +70,15 @@ def cpu_peers() -> list[Peer]:
         Peer("eager", eager, "softmax(q·kᵀ + bias)·v written out; the bias built once", longest=2048),
         Peer("FlexAttention", flex, "score_mod and BlockMask, compiled; no backward on a CPU", longest=4096, longest_backward=0),
     ]  # fmt: skip
+
+
+def ours_dropping(dropout_p: float) -> Peer:
+    """Ours, as a model with attention dropout trains."""
+
+    def prepare(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> Attention:
+        return lambda q, k, v: alibi_attention(q, k, v, slopes, dropout_p=dropout_p)
+
+    return Peer("ours, dropout", prepare, f"backend='auto', dropout_p={dropout_p}", dropout_p=dropout_p)
 
 
 def gpu_peers(*, compiled: bool = True) -> list[Peer]:

@@ -23,6 +23,7 @@ def cpu(
     repeats: Annotated[int, typer.Option(min=1, help="Turns at most.")] = 5,
     seconds: Annotated[float, typer.Option(help="Seconds at most for the turns of a length and direction.")] = 20.0,
     memory: Annotated[bool, typer.Option(help="Measure peak memory too.")] = True,
+    dropout: Annotated[float, typer.Option(min=0.0, max=0.99, help="Measure ours with so much dropout, too.")] = 0.0,
 ) -> None:
     """Causal ALiBi attention, ours against what users would pick instead, forward and backward.
 
@@ -33,8 +34,9 @@ def cpu(
 
     asked = _numbers(lengths) or LENGTHS
     paths = cpu(
-        out, lengths=asked, kinds=kinds.split(","), repeats=repeats, budget_s=seconds, memory=memory, say=typer.echo
-    )
+        out, lengths=asked, kinds=kinds.split(","), repeats=repeats, budget_s=seconds, memory=memory, dropout_p=dropout,
+        say=typer.echo,
+    )  # fmt: skip
     _tell(paths)
 
 

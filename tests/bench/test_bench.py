@@ -12,7 +12,7 @@ from alibi_attn import records
 from alibi_attn.bench import cpu as bench
 from alibi_attn.bench.cases import Case, captured, draw
 from alibi_attn.bench.exactness import Reference
-from alibi_attn.bench.peers import cpu_peers
+from alibi_attn.bench.peers import cpu_peers, ours_dropping
 from alibi_attn.bench.timing import medians_ms, peak_memory_bytes
 from alibi_attn.cli.main import app
 from alibi_attn.report import benchmarks
@@ -68,6 +68,21 @@ def test_a_peer_that_is_wrong_is_not_timed() -> None:
         wrong = dataclasses.replace(peer, prepare=lambda q, k, v, m, right=peer: right.prepare(q, k, v, m.roll(1)))
         with pytest.raises(RuntimeError, match="is wrong"):
             bench._checked(wrong, reference, query, key, value, grad, SLOPES)
+
+
+def test_dropout_is_checked_by_its_mask_and_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "cpu_peers", lambda: [peer for peer in QUIET if peer.name == "ours"])
+    (path,) = bench.cpu(tmp_path, lengths=(150,), repeats=1, memory=False, dropout_p=0.1, say=lambda _: None)
+    columns = records.load(path).curves["ours, dropout"]
+    assert columns["forward_ms"][0] > 0
+    assert columns["backward_ms"][0] > 0
+    assert max(columns["relative_error"][0], columns["gradient_error"][0]) < 1e-5
+    query, key, value, grad = draw(Case("noise", 150))
+    reference = Reference.of(query, key, value, grad, SLOPES, dropout_p=0.1)
+    with pytest.raises(RuntimeError, match="is wrong"):
+        bench._checked(ours_dropping(0.11), reference, query, key, value, grad, SLOPES)
+    with pytest.raises(ValueError, match="must be a probability"):
+        bench.cpu(tmp_path, dropout_p=1.0)
 
 
 def test_a_peer_that_cannot_run_says_why_and_ours_raises() -> None:
