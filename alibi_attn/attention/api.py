@@ -121,7 +121,8 @@ def alibi_attention(
         segment_ids: [B, S] integers, attention within a segment only; or a pair ([B, T], [B, S]) for queries and keys.
         key_bias: b, fp32 or fp64, [B, H, S] or what broadcasts to it, added to the score of each key; −inf = may not be seen.
             However large the numbers are, a score is off by a rounding of their difference to the b of a key near the query.
-        dropout_p: share of the attention weights that are dropped, in [0, 1).
+        dropout_p: share of the attention weights that are dropped, in [0, 1); which ones is a function of a seed from torch's
+            generator and of sequence, head and positions: every backend drops the same.
         tolerance: the largest share of a query's softmax mass that may be skipped, in [0, 1); default eps / 32 of the dtype, far
             below its rounding; 0 skips only what is forbidden.
         return_lse: also return the natural log-sum-exp of the scores, [B, H, T] fp32 (fp64 where query or key_bias is), −inf

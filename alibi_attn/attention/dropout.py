@@ -25,7 +25,7 @@ WEYL = 0x9E3779B9
 ROUNDS = 7
 WORD = 2**32 - 1
 
-_AT_A_TIME = 2**16  # calls of φ whose numbers stay in a core's cache
+_AT_A_TIME = 2**16  # weights, whose numbers stay in a core's cache
 
 
 def drawn_seed(device: torch.device) -> Tensor:
@@ -47,23 +47,20 @@ def kept(spec: AttentionSpec[Tensor], device: torch.device) -> Tensor:
     threshold = dropout_numbers(spec.dropout_p)[0]
     i = first_positions(spec, device)[:, None] + torch.arange(spec.query_len, device=device)  # [B or 1, T]
     i = (i + first_key[:, None])[:, None] + shift[..., None]  # [B, H, T]
-    # As if all began at an even key: the pairs of keys, and whether the first of them is the second of its pair.
-    pair = (first_key[:, None] >> 1) + torch.arange(spec.key_len // 2 + 1, device=device)  # [B, P]
+    keys = torch.arange(spec.key_len, device=device)
+    key, first_key = key[..., None].expand_as(i), first_key[:, None, None].expand_as(i)
 
-    def rows(key: Tensor, i: Tensor, pair: Tensor) -> Tensor:
-        """[..., 2·P] of key [...], i [...] and pair [..., P]."""
-        words = philox(key[..., None] & WORD, i[..., None] & WORD, pair & WORD >> 1)
-        return torch.stack([word >= threshold for word in words], -1).flatten(-2)
+    def rows(key: Tensor, i: Tensor, first_key: Tensor) -> Tensor:
+        """[..., S] of key, i and first_key [...]."""
+        j = first_key[..., None] + keys
+        even, odd = philox(key[..., None] & WORD, i[..., None] & WORD, (j & WORD) >> 1)
+        return torch.where(j & 1 == 0, even, odd) >= threshold
 
-    key, pair = key[..., None].expand_as(i), pair[:, None, None].expand(*i.shape, -1)
     if is_traced() or transforms():
-        found = rows(key, i, pair)
-    else:
-        step = max(1, _AT_A_TIME // pair.shape[-1])
-        parts = zip(key.flatten().split(step), i.flatten().split(step), pair.flatten(0, -2).split(step), strict=True)
-        found = torch.cat([rows(*part) for part in parts]).view(*i.shape, -1)
-    odd = (first_key & 1).bool()[:, None, None, None]
-    return torch.where(odd, found[..., 1 : spec.key_len + 1], found[..., : spec.key_len])
+        return rows(key, i, first_key)  # lengths may be open, and a compiler makes one loop of it
+    step = max(1, _AT_A_TIME // max(1, spec.key_len))
+    parts = zip(*(x.flatten().split(step) for x in (key, i, first_key)), strict=True)
+    return torch.cat([rows(*part) for part in parts]).view(*i.shape, -1)
 
 
 def head_keys(spec: AttentionSpec[Tensor], seed: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -69,6 +69,19 @@ def test_an_exported_program_is_right_for_all_sizes(backend: str, t: int, strict
         assert_close([program.module()(*inputs)], [truth])
 
 
+def test_an_exported_program_drops_at_every_length() -> None:
+    example = tuple(draw(b=2, t=31, requires_grad=False)[:3])
+    length = Dim("length", min=2, max=4096)
+    program = export(Attention(backend="dense", dropout_p=0.3), example, dynamic_shapes=({2: length},) * 3)
+    for t in (2, 50, 333):
+        inputs = draw(t=t, requires_grad=False)[:3]
+        found = []
+        for function in (program.module(), Attention(backend="native", dropout_p=0.3)):
+            torch.manual_seed(4)
+            found.append(function(*inputs))
+        assert_close(found[:1], found[1:])
+
+
 def runs_native(program: ExportedProgram) -> bool:
     return "alibi_attn.native_forward" in program.graph_module.print_readable(print_output=False)
 
