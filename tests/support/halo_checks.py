@@ -1,0 +1,43 @@
+"""Is a halo wide enough? The softmax mass that stays behind, counted in fp64 over all pairs of rows."""
+
+import math
+
+import torch
+
+from alibi_attn.attention.validation import make_spec
+from alibi_attn.attention.visibility import distances, visible
+from alibi_attn.distributed import Halo
+
+
+def scores(query, key, slopes, *, spec):
+    """[B, H, S, S] fp64, −inf where a query may not look."""
+    q, k = query.double(), key.double().repeat_interleave(spec.group, 1)
+    apart = distances(spec.query_len, spec.key_len, 0, None)
+    m = torch.as_tensor(slopes, dtype=torch.float64).reshape(-1, spec.num_heads, 1, 1)
+    right = m if spec.right_slopes is None else spec.right_slopes.double().reshape(-1, spec.num_heads, 1, 1)
+    off = torch.where(apart[:, None] >= 0, m, right).nan_to_num(posinf=0.0) * apart[:, None].abs()
+    found = spec.scale * (q @ k.mT) - off
+    if spec.key_bias is not None:
+        found = found + spec.key_bias.double()[:, :, None]
+    return found.masked_fill(~visible(spec, apart), -math.inf)
+
+
+def largest_share_left_out(found: Halo, score, group):
+    """Of the softmax mass of any query, what lies on rows that are neither its rank's own nor sent to it."""
+    share = score.softmax(-1).nan_to_num(nan=0.0)
+    worst = 0.0
+    for rank, (start, length) in enumerate(zip(found.offsets, found.lengths, strict=True)):
+        for head in range(found.num_kv_heads):
+            there = torch.zeros(score.shape[-1], dtype=torch.bool)
+            there[start : start + length] = True
+            for low, high in found.spans(rank, head):
+                there[low:high] = True
+            rows = share[:, head * group : (head + 1) * group, start : start + length]
+            worst = max(worst, float(rows[..., ~there].sum(-1).amax()) if rows.numel() else 0.0)
+    return worst
+
+
+def assert_certified(found, query, key, value, slopes, *, tolerance=2.0**-28, **options):
+    spec = make_spec(query, key, value, slopes, tolerance=tolerance, **options)
+    left_out = largest_share_left_out(found, scores(query, key, slopes, spec=spec), spec.group)
+    assert left_out <= tolerance * (1 + 1e-9), f"{left_out:.3g} of a query's softmax mass is left out"
