@@ -52,6 +52,7 @@ FOUND = (
     Call(seed=5286, query_len=0, key_len=9, wanted="key"),
     Call(seed=908, dtype="float64", query_len=304, key_len=551, head_dim=6, slopes="mixed", scale=8.0, through="output"),
     Call(seed=12724, key_len=2, scale=0.0, size_key=7.553870861377767e+19, size_value=9.633475567635286e+27),
+    Call(seed=27995, heads=15, kv_heads=5, query_len=14, key_len=14, scale=8.0, peaked=0.0, bad="seen"),
     Call(seed=3887, query_len=152, key_len=154, window=67, key_bias="wide"),
     Call(seed=3887, batch=2, heads=2, kv_heads=2, query_len=154, key_len=154, head_dim=16, causal=False, slopes="batch",
          right="negative", window=76, key_bias="wide", key_bias_shape="S"),

@@ -119,7 +119,8 @@ def _backward(
             shared = b, h // spec.group
             ours = [grad[b, h], q[b, h], k[shared], v[shared], out[b, h]]
             to = dq[b, h], dk[shared], dv[shared]
-            if has_huge_scores(spec.scale, q[b, h], k[shared]) or not are_moderate(v[shared], grad[b, h]):
+            moderate = are_moderate(q[b, h], k[shared], v[shared], grad[b, h])
+            if not moderate or has_huge_scores(spec.scale, q[b, h], k[shared]):
                 dslope[:, b, h] = _plain_backward(head, ours, None if grad_lse is None else grad_lse[b, h], *to)
                 continue
             if slopes_wanted:
