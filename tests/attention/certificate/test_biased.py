@@ -45,6 +45,31 @@ def test_the_certificate_holds_for_biases_that_are_made_to_break_it() -> None:
     assert skipping > 60
 
 
+def test_attacks_have_every_kind_of_bias() -> None:
+    found = set()
+    for seed in range(200):
+        kwargs = random_attack(seed, biased=True).inputs()[1]
+        bias, segments = kwargs["key_bias"], kwargs["segment_ids"]
+        finite = bias[bias > -math.inf]
+        steps = bias.diff(dim=-1)
+        some = finite.numel() > 0
+        kinds = {
+            "key of -inf": some and finite.numel() < bias.numel(),
+            "not monotone": bool((steps > 0).any() and (steps < 0).any()),
+            "gate of exactly 1, gate of -60": bool((steps == 0).any() and (steps == 60).any()),
+            "spike of 80": some and 60 < float(finite.max() - finite.median()) < 500,
+            "10^6": some and float(finite.abs().max()) >= 1e6,
+            "large in another segment": segments is not None and some and _apart(bias[0, 0], segments[0] == 1) > 200,
+        }
+        found |= {kind for kind, is_there in kinds.items() if is_there}
+    assert found == set(kinds)
+
+
+def _apart(bias: torch.Tensor, inside: torch.Tensor) -> float:
+    """How far the smallest bias inside lies above the largest outside."""
+    return float(bias[inside].min() - bias[~inside].max()) if inside.any() and not inside.all() else 0.0
+
+
 @pytest.mark.parametrize("wrong", ["lower bound", "weights", "bias", "outlier tiles"])
 def test_a_certificate_that_claims_too_much_is_found_out(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     certify = keys_of_tiles
