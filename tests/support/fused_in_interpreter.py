@@ -131,10 +131,9 @@ def gradient_of_the_truncated_function(case: Case, tolerance: float) -> dict[str
     drawn = case.draw()
     grads = [torch.tensor(drawn["grad_output"]), torch.tensor(drawn["grad_lse"])]
     true = (output, lse, *torch.autograd.grad([output, lse], leaf, grads))
-    seed = torch.zeros(1, dtype=torch.int64)
-    ours, ours_lse = fused.forward(spec, query, key, value, tiles, seed)
+    ours, ours_lse = fused.forward(spec, query, key, value, tiles)
     dq, dk, dv, dm, *_ = fused.backward(
-        spec, query, key, value, ours, ours_lse, grads[0].float(), grads[1].float(), tiles, seed, slopes_wanted=True
+        spec, query, key, value, ours, ours_lse, grads[0].float(), grads[1].float(), tiles, slopes_wanted=True
     )
     names = ("output", "lse", "query", "key", "value", "slopes")
     pairs = zip(names, true, (ours, ours_lse, dq, dk, dv, dm.sum((0, 1))), strict=True)
@@ -145,10 +144,10 @@ def unseen_numbers_change_nothing() -> None:
     """Huge numbers outside the tiles, NaN in future keys, NaN in a query that sees nothing: all without effect."""
     case = Case("far", batch=1, heads=2, query_len=200, key_len=200, slopes="steep")
     spec, query, key, value = _call(case, tolerance=1e-6)
-    tiles, seed = fused.plan(spec, query, key, value), torch.zeros(1, dtype=torch.int64)
-    before, _ = fused.forward(spec, query, key, value, tiles, seed)
+    tiles = fused.plan(spec, query, key, value)
+    before, _ = fused.forward(spec, query, key, value, tiles)
     key[:, :, :64], value[:, :, :64] = 1e20, 1e20
-    after, _ = fused.forward(spec, query, key, value, tiles, seed)
+    after, _ = fused.forward(spec, query, key, value, tiles)
     assert bool((before[:, :, 128:] == after[:, :, 128:]).all()), "a block read keys outside its tiles"
     assert not bool((before[:, :, :128] == after[:, :, :128]).all()), "those numbers should matter to the first blocks"
 
@@ -258,12 +257,11 @@ def decoding_equals_forward(case: Case) -> tuple[float, int]:
     """(largest difference from the last rows of a whole pass, parts): the packed, split kernel against the other one."""
     spec, query, key, value = _call(case, tolerance=2.0**-28)
     assert fused.is_split(spec, query)
-    seed = torch.zeros(1, dtype=torch.int64)
-    decoded, lse = fused.forward(spec, query, key, value, fused.plan(spec, query, key, value), seed)
+    decoded, lse = fused.forward(spec, query, key, value, fused.plan(spec, query, key, value))
     more = TILE + 1
     padded = torch.cat([torch.zeros(spec.batch, spec.num_heads, more, spec.head_dim), query], 2)
     longer = dataclasses.replace(spec, query_len=more + spec.query_len, query_offset=case.first_position - more)
-    whole, whole_lse = fused.forward(longer, padded, key, value, fused.plan(longer, padded, key, value), seed)
+    whole, whole_lse = fused.forward(longer, padded, key, value, fused.plan(longer, padded, key, value))
     gap = (decoded - whole[:, :, more:]).abs().max(), (lse - whole_lse[:, :, more:]).abs().max()
     return max(map(float, gap)), fused.decode_parts(spec, query)
 
