@@ -66,6 +66,7 @@ def test_a_mask_for_other_slopes_is_found_out() -> None:
         assert_keeps_what_matters(case, 64, steeper=0.5)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning", "error:.*without torch.compile.*")
 def test_flex_attention_with_it_is_alibi_attention() -> None:
     """Compiled, with a score_mod of the user's own: both directions, grouped heads, a window, a key mask, segments, biases."""

@@ -8,6 +8,7 @@ from alibi_attn import records
 from alibi_attn.bench.context_parallel import context_parallel
 
 
+@pytest.mark.long
 def test_a_record_has_times_and_rows_of_both(tmp_path: Path) -> None:
     said: list[str] = []
     (path,) = context_parallel(tmp_path, lengths=(4096,), ranks=(2,), repeats=1, say=said.append)

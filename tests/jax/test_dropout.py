@@ -73,6 +73,7 @@ def test_outputs_and_gradients_are_those_of_pytorch(backend: str) -> None:
         np.testing.assert_allclose(ours, theirs.transpose(1, 2), atol=3e-6)
 
 
+@pytest.mark.long
 def test_chunks_have_the_mask_of_the_whole() -> None:
     rng = np.random.default_rng(1)
     q, k, v = (rng.standard_normal((1, 70, 2, 8)).astype(np.float32) for _ in range(3))

@@ -133,6 +133,7 @@ def test_great_length_costs_no_digits() -> None:
     np.testing.assert_allclose(lse, exact_lse.numpy(), rtol=0, atol=8e-6)
 
 
+@pytest.mark.long
 def test_a_gates_gradient_is_right_at_length() -> None:
     """It is a sum over all later rows: what one row's rounding leaves must not collect."""
     inputs = [x[:1] for x in draw(6144, h=1, k=1)]

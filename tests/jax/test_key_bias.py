@@ -148,6 +148,7 @@ def test_a_constant_gate_is_a_slope() -> None:
     np.testing.assert_allclose(gated, alibi_attention(*QKV, slopes), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.long
 def test_vmap_equals_a_loop() -> None:
     many = tuple(jnp.stack([x, 2 * x]) for x in (*QKV, BIAS))
     mapped = jax.vmap(ANSWER["loop"])(*many)
@@ -155,6 +156,7 @@ def test_vmap_equals_a_loop() -> None:
         assert_close(jax.tree.map(lambda x, n=n: x[n], mapped), ANSWER["loop"](*(x[n] for x in many)))
 
 
+@pytest.mark.long
 def test_dropout_has_its_own_gradient() -> None:
     with jax.enable_x64(True):
         args = tuple(jnp.asarray(x, jnp.float64) for x in (*QKV, BIAS))

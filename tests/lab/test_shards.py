@@ -31,6 +31,7 @@ def test_shards_are_disjoint_and_together_all_runs(recipe, count):
     assert max(map(len, parts)) - min(map(len, parts)) <= 2
 
 
+@pytest.mark.long
 def test_records_of_all_shards_merge_in_one_folder(recipe, tmp_path):
     console = Console(record=True, width=120)
     first = run(recipe, out=tmp_path / "runs", shard=(0, 2), console=console)

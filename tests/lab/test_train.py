@@ -201,6 +201,7 @@ def test_a_batch_that_cannot_be_shared_is_refused(tiny_run):
         share_of_batch(TrainConfig(length=16, batch_tokens=64, accumulate=2), Three())
 
 
+@pytest.mark.long
 def test_a_full_disk_is_said_so_and_the_training_goes_on_afterwards(tiny_run, tmp_path):
     """A limit on the size of files makes real writes fail, as a full disk does, wherever they happen."""
     config = tiny_run(checkpoint_every=5)

@@ -52,6 +52,7 @@ def test_a_text_too_short_is_refused_before_anything_is_trained(tmp_path: Path) 
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+@pytest.mark.long
 def test_it_trains_measures_and_keeps_a_record_of_each_model(tmp_path: Path) -> None:
     said: list[str] = []
     paths = trained_gates(

@@ -71,7 +71,7 @@ def visits_and_certificate(case: Case, tolerance: float) -> tuple[np.ndarray, np
     if decoding:
         counts = torch.empty((spec.batch, spec.num_kv_heads, fused.decode_parts(spec, query)), dtype=torch.int32)
         asked, every = asked[:, :: spec.group, 0], every // spec.group
-    fused.forward(spec, query, key, value, tiles, torch.zeros(1, dtype=torch.int64), counts=counts)
+    fused.forward(spec, query, key, value, tiles, counts=counts)
     return (counts.sum(-1) if decoding else counts).numpy(), asked.numpy(), every
 
 

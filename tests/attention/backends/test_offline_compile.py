@@ -92,6 +92,7 @@ def test_a_bias_for_every_key_costs_no_pipeline() -> None:
             assert_pipelined(name, row)
 
 
+@pytest.mark.long
 def test_other_devices_compile() -> None:
     found = compiled("sm_80", "sm_100", "gfx942")
     assert len(found) == 18
