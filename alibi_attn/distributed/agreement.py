@@ -7,6 +7,7 @@ import math
 import struct
 import zlib
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,6 +65,7 @@ FIELDS: dict[str, Callable[[int], str]] = {
     "scale": _number,
     "the sign of scale": lambda value: "-" if value else "+",
     "tolerance": _number,
+    "dropout_p": _number,
     "slopes": _print,
     "right_slopes": _print,
     "segment_ids": _flag,
@@ -74,25 +76,40 @@ FIELDS: dict[str, Callable[[int], str]] = {
     "whether key_bias needs a gradient": _truth,
     "whether log_fgate needs a gradient": _truth,
 }
-OWN = ("status", "length", "key_mask")  # a rank's own
+OWN = ("status", "length", "key_mask", "dropout_seed")  # a rank's own
+
+
+class Agreed(NamedTuple):
+    """What a rank learns of the others.
+
+    Args:
+        lengths: rows of every rank's shard.
+        masked: whether some rank has a key mask.
+        seed: the first rank's seed of dropout, which is everybody's; 0 without dropout.
+    """
+
+    lengths: tuple[int, ...]
+    masked: bool
+    seed: int
 
 
 def agreed(
     ranks: Ranks, spec: Spec | None, device: torch.device, *, key: Tensor | None = None, value: Tensor | None = None,
     key_bias: Tensor | None = None, log_fgate: Tensor | None = None, score_bound: float | None = None,
-) -> tuple[tuple[int, ...], bool]:  # fmt: skip
-    """(rows of every rank's shard, whether some rank has a key mask); without a spec, for arguments that were refused, nothing.
+) -> Agreed:  # fmt: skip
+    """What the ranks were called with; without a spec, for arguments that were refused, nothing.
 
     Raises:
         ValueError: ranks that differ, the same sentence on all of them; and another rank's arguments were refused.
     """
-    numbers = [REFUSED, 0, 0] + [0] * len(FIELDS)
+    numbers = [REFUSED] + [0] * (len(OWN) - 1 + len(FIELDS))
     if spec is not None and key is not None and value is not None:
-        own = [READY, spec.query_len, spec.key_mask is not None]
+        seed = 0 if spec.dropout_seed is None else int(spec.dropout_seed[0, 0])
+        own = [READY, spec.query_len, spec.key_mask is not None, seed]
         numbers = own + _told(spec, key, value, key_bias, log_fgate, score_bound)
     told = ranks.gathered(torch.tensor(numbers, device=device), "what they were called with").tolist()
     if spec is None:
-        return (), False
+        return Agreed((), masked=False, seed=0)
     refused = [rank for rank, (status, *_) in enumerate(told) if status == REFUSED]
     if refused:
         raise ValueError(
@@ -105,7 +122,7 @@ def agreed(
                     f"rank {rank} of {ranks.count} was called with {name} = {shown(told[rank][at])} but rank 0 with {name} = "
                     f"{shown(told[0][at])}: all ranks of a group pass the same, but for their shards"
                 )
-    return tuple(row[1] for row in told), any(row[2] for row in told)
+    return Agreed(tuple(row[1] for row in told), any(row[2] for row in told), told[0][3])
 
 
 def _told(
@@ -120,9 +137,9 @@ def _told(
     return [
         log_fgate is not None, _DTYPES.index(dtype_name(key.dtype)), spec.batch, spec.num_heads, spec.num_kv_heads, spec.head_dim,
         spec.causal, _NONE if spec.window is None else spec.window, _bits(spec.scale), spec.scale < 0, _bits(spec.tolerance),
-        _checksum(spec.slopes), _checksum(spec.right_slopes), _NONE if spec.key_segments is None else 1, _dtype_of(key_bias),
-        _dtype_of(log_fgate), _NONE if score_bound is None else _bits(score_bound), wants(key, value), wants(key_bias),
-        wants(log_fgate),
+        _bits(spec.dropout_p), _checksum(spec.slopes), _checksum(spec.right_slopes), _NONE if spec.key_segments is None else 1,
+        _dtype_of(key_bias), _dtype_of(log_fgate), _NONE if score_bound is None else _bits(score_bound), wants(key, value),
+        wants(key_bias), wants(log_fgate),
     ]  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from torch import distributed as dist
 from alibi_attn.attention.bias import Slopes
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.dispatch import BACKENDS
+from alibi_attn.attention.dropout import drawn_seed
 from alibi_attn.attention.execution import attend, autocast
 from alibi_attn.attention.spec import GATES_RULE, AttentionSpec, check_log_fgate, dtype_name
 from alibi_attn.attention.transforms import may_read
@@ -37,8 +38,8 @@ def context_parallel_attention(
     query: Tensor, key: Tensor, value: Tensor, slopes: Slopes | None = None, *, group: dist.ProcessGroup | None = None,
     causal: bool = True, right_slopes: Slopes | None = None, window: int | None = None, scale: float | None = None,
     key_mask: Tensor | None = None, segment_ids: Tensor | None = None, key_bias: Tensor | None = None,
-    score_bound: float | None = None, tolerance: float | None = None, return_lse: bool = False, backend: str = "auto",
-    timeout: float = TIMEOUT, traffic: Traffic | None = None,
+    score_bound: float | None = None, dropout_p: float = 0.0, tolerance: float | None = None, return_lse: bool = False,
+    backend: str = "auto", timeout: float = TIMEOUT, traffic: Traffic | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """`alibi_attention` over the rows of all ranks, for this rank's queries, [B, H, L, D] in query's dtype.
 
@@ -56,6 +57,8 @@ def context_parallel_attention(
         key_mask: [B, L] bool, of the shard's keys; ranks without one may pass None.
         segment_ids: [B, L] integers, of the shard's rows; a segment may cross shards.
         key_bias: [B, H, L] or what broadcasts to it, of the shard's keys.
+        dropout_p: as for `alibi_attention`, the same on all ranks. Which weights are dropped follows from a seed that the first
+            rank draws from torch's generator: what one process with that generator drops, however the rows are cut.
         score_bound: U, which no |scale·q·k| exceeds, `ALiBiAttention.score_bound()` with QK-norm: then who needs which rows
             follows from the slopes. Without masks and biases only. It is trusted.
         timeout: seconds that each exchange may take.
@@ -77,7 +80,8 @@ def context_parallel_attention(
         check_score_bound(score_bound, hides=key_mask is not None or key_bias is not None)
         return make_spec(
             query, key, value, slopes, causal=causal, right_slopes=right_slopes, window=window, scale=scale,
-            key_mask=key_mask, segment_ids=segment_ids, key_bias=key_bias, tolerance=tolerance, return_lse=return_lse,
+            key_mask=key_mask, segment_ids=segment_ids, key_bias=key_bias, dropout_p=dropout_p, tolerance=tolerance,
+            return_lse=return_lse,
         )  # fmt: skip
 
     return _Call(query, key, value, key_bias, None, score_bound, backend, traffic).over(group, timeout, described)
@@ -88,8 +92,8 @@ def context_parallel_forgetting_attention(
     query: Tensor, key: Tensor, value: Tensor, log_fgate: Tensor, slopes: Slopes | None = None, *,
     group: dist.ProcessGroup | None = None, window: int | None = None, scale: float | None = None,
     key_mask: Tensor | None = None, segment_ids: Tensor | None = None, key_bias: Tensor | None = None,
-    tolerance: float | None = None, return_lse: bool = False, backend: str = "auto", timeout: float = TIMEOUT,
-    traffic: Traffic | None = None,
+    dropout_p: float = 0.0, tolerance: float | None = None, return_lse: bool = False, backend: str = "auto",
+    timeout: float = TIMEOUT, traffic: Traffic | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """`forgetting_attention` over the rows of all ranks, for this rank's queries, [B, H, L, D].
 
@@ -97,7 +101,8 @@ def context_parallel_forgetting_attention(
 
     Args:
         log_fgate: ln f of the shard's rows, [B, H, L] or [B, K, L], as for `forgetting_attention`; its gradient is whole.
-        query, key, value, group, key_mask, segment_ids, key_bias, timeout, traffic: as for `context_parallel_attention`.
+        query, key, value, group, key_mask, segment_ids, key_bias, dropout_p, timeout, traffic: as for
+            `context_parallel_attention`.
         slopes, window, scale, tolerance, return_lse, backend: as for `forgetting_attention`.
 
     Raises:
@@ -112,7 +117,7 @@ def context_parallel_forgetting_attention(
         _check_segments(segment_ids)
         spec = make_spec(
             query, key, value, [0.0] * heads if slopes is None else slopes, window=window, scale=scale, key_mask=key_mask,
-            segment_ids=segment_ids, key_bias=key_bias, tolerance=tolerance, return_lse=return_lse,
+            segment_ids=segment_ids, key_bias=key_bias, dropout_p=dropout_p, tolerance=tolerance, return_lse=return_lse,
         )  # fmt: skip
         check_tensor("log_fgate", log_fgate, query.device)
         check_log_fgate(
@@ -151,12 +156,16 @@ class _Call:
                 device = self.query.device if isinstance(self.query, Tensor) else torch.device("cpu")
                 agreed(ranks, None, device)
             raise
+        if spec.dropout_p > 0:
+            spec = dataclasses.replace(spec, dropout_seed=drawn_seed(self.query.device))
         if ranks.count > 1:
-            lengths, masked = agreed(
+            lengths, masked, seed = agreed(
                 ranks, spec, self.query.device, key=self.key, value=self.value, key_bias=self.key_bias,
                 log_fgate=self.log_fgate, score_bound=self.score_bound,
             )  # fmt: skip
             check_score_bound(self.score_bound, hides=masked)
+            if spec.dropout_seed is not None:
+                spec = dataclasses.replace(spec, dropout_seed=spec.dropout_seed.new_tensor([[seed, 0, 0, 0]]))
             if masked and spec.key_mask is None:
                 seen = torch.ones(spec.batch, spec.key_len, dtype=torch.bool, device=self.query.device)
                 spec = dataclasses.replace(spec, key_mask=seen)

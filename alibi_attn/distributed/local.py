@@ -2,7 +2,8 @@
 
 Halo and shard are one stretch of positions, so they are one call of `alibi_attention` with a query offset. Heads with halos of
 about one width go together, as a batch where they differ: then every head has a mask of its own, which hides what it did not ask
-for. Outlier tiles are calls of their own, merged by their log-sum-exps.
+for. Outlier tiles are calls of their own, merged by their log-sum-exps. Dropout is told which sequences, heads and rows of the
+whole these are.
 """
 
 import dataclasses
@@ -187,11 +188,15 @@ def _call(mine: Mine, stretch: Stretch, wants_lse: bool) -> tuple[Tensor, Tensor
     if stretch.marks is not None:
         seen = stretch.marks[..., 0].bool() if spec.key_mask is not None else None
         segments = stretch.marks[..., 1] if spec.key_segments is not None else None
-    count = 1 if stretch.asked is None else len(stretch.heads)
+    # A mask belongs to a sequence: heads with masks of their own become sequences of a batch. So do heads that are not neighbors,
+    # where dropout counts them.
+    scattered = spec.dropout_p > 0 and not isinstance(_span(heads), slice)
+    count = len(stretch.heads) if stretch.asked is not None or scattered else 1
     if stretch.asked is not None:
-        # A mask belongs to a sequence: heads with masks of their own become sequences of a batch.
         seen = stretch.asked.expand(spec.batch, -1, -1) if seen is None else stretch.asked & seen[:, None]
         seen = seen.flatten(0, 1)
+    elif seen is not None:
+        seen = seen.repeat_interleave(count, 0)
 
     def apart(x: Tensor | None) -> Tensor | None:
         """[B, n·m, …] -> [B·n, m, …]"""
@@ -212,15 +217,27 @@ def _call(mine: Mine, stretch: Stretch, wants_lse: bool) -> tuple[Tensor, Tensor
         query, key, value, apart_slopes(ours(spec.slopes, -1)), causal=spec.causal, window=spec.window, scale=spec.scale,
         right_slopes=apart_slopes(ours(spec.right_slopes, -1)), query_offset=stretch.offset, key_mask=seen,
         segment_ids=None if of_query is None or of_key is None else (of_query, of_key), key_bias=apart(stretch.bias),
-        tolerance=spec.tolerance, return_lse=wants_lse,
+        dropout_p=spec.dropout_p, tolerance=spec.tolerance, return_lse=wants_lse,
     )  # fmt: skip
-    part = dataclasses.replace(part, query_bias=apart(ours(spec.query_bias, 1)))
+    seed = _dropout_seed(mine, stretch, count)
+    part = dataclasses.replace(part, query_bias=apart(ours(spec.query_bias, 1)), dropout_seed=seed)
     found = attend(part, query, key, value, mine.backend)
     output, lse = found if isinstance(found, tuple) else (found, None)
     if count == 1:
         return output, lse
     together = output.unflatten(0, (-1, count)).flatten(1, 2)
     return together, None if lse is None else lse.unflatten(0, (-1, count)).flatten(1, 2)
+
+
+def _dropout_seed(mine: Mine, stretch: Stretch, count: int) -> Tensor | None:
+    """With the numbers that a stretch's sequences, heads and rows have in the whole; a row a sequence where heads are apart."""
+    spec = mine.spec
+    if spec.dropout_seed is None:
+        return None
+    seed, row = int(spec.dropout_seed[0, 0]), mine.halo.offsets[mine.rank] - stretch.offset
+    heads = [head * spec.group for head in stretch.heads]
+    firsts = [(0, heads[0])] if count == 1 else [(b, head) for b in range(spec.batch) for head in heads]
+    return spec.dropout_seed.new_tensor([[seed, b, head, row] for b, head in firsts])
 
 
 def _query_heads(spec: Spec, heads: list[int]) -> list[int]:

@@ -6,6 +6,7 @@ from typing import Any, Self
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from alibi_attn.attention.api import alibi_attention
 from alibi_attn.distributed.attention import (
     TIMEOUT,
     context_parallel_attention,
@@ -66,11 +67,14 @@ def context_parallel(
 
     Every rank then calls its copy of the model with its shard of the sequence, in the order of the ranks, and gets the outputs
     of its shard. Gradients of parameters are those of the shard's outputs: their sum over the ranks is the whole, which is what
-    DDP and FSDP average over. Layers with QK-norm, without masks and gates, know their halo from their weights. No caches, no
-    dropout of attention weights. Whoever copies or pickles the whole model undoes it first; its state dict stays as it is.
+    DDP and FSDP average over. Layers with QK-norm, without masks and gates, know their halo from their weights. No caches.
+    Dropout of attention weights follows from the first rank's generator. An encoder takes padding as a mask, and its pooled first
+    token is the whole's on the first rank only. Whoever copies or pickles the whole model undoes it first; its state dict stays
+    as it is.
 
     Args:
-        model: it has `ALiBiAttention` layers, or was patched by `alibi_attn.hf.patch` (with numerics="exact"); changed in place.
+        model: it has `ALiBiAttention` layers, is an encoder of `alibi_attn.hf.bert`, or was patched by `alibi_attn.hf.patch`
+            (with numerics="exact"); changed in place.
         group, timeout, traffic: as for `context_parallel_attention`.
 
     Returns:
@@ -95,6 +99,10 @@ def context_parallel(
             raise ValueError(f"{name or 'the model'} is context parallel already; undo() that first")
         if getattr(vars(layer).get(PATCHED), "numerics", "exact") != "exact":
             raise ValueError(f'{name} reproduces a checkpoint\'s rounding; patch the model with numerics="exact"')
+        if getattr(getattr(layer, "config", None), "scales_with_length", False):
+            raise ValueError(
+                f"{name} has slopes that depend on the length of the text, of which a rank has a shard only"
+            )
     given: dict[str, Any] = {"group": group, "timeout": timeout, "traffic": traffic}
     for layer in layers.values():
         vars(layer)["attend"] = functools.partial(_attend, layer, given)
@@ -104,34 +112,29 @@ def context_parallel(
 
 
 def _is_ours(module: nn.Module) -> bool:
-    return isinstance(module, ALiBiAttention) or PATCHED in vars(module)
+    return getattr(type(module), "attend", None) is alibi_attention or PATCHED in vars(module)
 
 
 def _attend(
-    layer: nn.Module, given: dict[str, Any], query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, *,
-    dropout_p: float = 0.0, query_offset: int | Tensor | None = None, key_mask: Tensor | None = None, **options: Any,
+    layer: nn.Module, given: dict[str, Any], query: Tensor, key: Tensor, value: Tensor, slopes: Tensor | None = None, *,
+    query_offset: int | Tensor | None = None, key_mask: Tensor | None = None, **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """In the place of `alibi_attention`."""
-    _check(query, key, query_offset, dropout_p)
+    _check(query, key, query_offset)
     if isinstance(layer, ALiBiAttention) and layer.q_norm is not None and key_mask is None:
         options["score_bound"] = layer.score_bound()
     return context_parallel_attention(query, key, value, slopes, key_mask=key_mask, **options, **given)
 
 
 def _attend_gated(
-    given: dict[str, Any], query: Tensor, key: Tensor, value: Tensor, gates: Tensor, slopes: Tensor, *,
-    dropout_p: float = 0.0, **options: Any,
+    given: dict[str, Any], query: Tensor, key: Tensor, value: Tensor, gates: Tensor, slopes: Tensor, **options: Any
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """In the place of `forgetting_attention`."""
-    _check(query, key, None, dropout_p)
+    _check(query, key, None)
     return context_parallel_forgetting_attention(query, key, value, gates, slopes, **options, **given)
 
 
-def _check(query: Tensor, key: Tensor, query_offset: int | Tensor | None, dropout_p: float) -> None:
+def _check(query: Tensor, key: Tensor, query_offset: int | Tensor | None) -> None:
     cached = query_offset not in (None, 0) if not isinstance(query_offset, Tensor) else True
     if cached or key.shape[2] != query.shape[2]:
         raise ValueError("context parallelism has no cache: pass whole shards, and use_cache=False")
-    if dropout_p:
-        raise ValueError(
-            f"context parallelism has no dropout of attention weights but dropout_p is {dropout_p}; set it to 0, or call eval()"
-        )

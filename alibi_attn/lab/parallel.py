@@ -144,10 +144,6 @@ def _context_group(config: RunConfig, accelerator: Accelerator) -> ContextGroup 
         )
     if asked == 1:
         return None
-    if config.model.attention_dropout:
-        raise ConfigError(
-            f"model.attention_dropout is {config.model.attention_dropout}, which train.context_parallel has not; pass 0"
-        )
     groups = [dist.new_group(list(range(first, first + asked))) for first in range(0, processes, asked)]
     return ContextGroup(groups[accelerator.process_index // asked], config.train.exchange_timeout_s)
 

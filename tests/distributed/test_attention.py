@@ -86,6 +86,7 @@ def test_what_is_sent_is_what_halo_says(ranks, name):
     case = CASES[name]
     drawn = case.drawn()
     options = {n: drawn[n] for n in ("key_mask", "segment_ids", "key_bias") if n in drawn} | case.options
+    options.pop("dropout_p", None)  # decides nothing of it
     said = halo(drawn["query"], drawn["key"], drawn["value"], drawn["slopes"], lengths=case.lengths, **options)
     traffic = [Traffic(**found["traffic"][name]) for found in ranks if name in found["traffic"]]
     assert [t.rows_received for t in traffic] == said.rows.sum((1, 2)).tolist()
@@ -141,6 +142,7 @@ ARGUMENTS = {
     "num_heads": "num_heads = 2", "num_kv_heads": "num_kv_heads = 2", "head_dim": "head_dim = 4",
     "causal": "causal = False but rank 0 with causal = True", "window": "window = 5 but rank 0 with window = None",
     "scale": "scale = 0.5", "tolerance": "tolerance = 0.1", "slopes": "slopes = other numbers",
+    "dropout_p": "dropout_p = 0.5 but rank 0 with dropout_p = 0.0",
     "segment_ids": "segment_ids = given but rank 0 with segment_ids = None", "key_bias": "the dtype of key_bias = float32",
     "score_bound": "score_bound = 3.0 but rank 0 with score_bound = None",
     "gradient": "whether key or value needs a gradient = True",

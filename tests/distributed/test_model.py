@@ -6,6 +6,8 @@ from torch import distributed as dist
 from torch import nn
 
 from alibi_attn.distributed import context_parallel
+from alibi_attn.hf.causal_lm.config import ALiBiCausalLMConfig
+from alibi_attn.hf.causal_lm.model import ALiBiForCausalLM
 from alibi_attn.nn import ALiBiAttention, KVCache
 
 
@@ -30,6 +32,15 @@ def test_one_rank_computes_what_the_model_computes(group):
         handle.undo()
 
 
+def test_dropout_is_that_of_the_first_ranks_generator(group):
+    layer, x = ALiBiAttention(32, 4, dropout_p=0.5), torch.randn(1, 20, 32)
+    torch.manual_seed(3)
+    expected = layer(x)
+    with context_parallel(layer, group):
+        torch.manual_seed(3)
+        assert torch.equal(layer(x), expected)
+
+
 def test_the_state_dict_stays_as_it_is(group):
     layer = ALiBiAttention(32, 4, qk_norm=True)
     names = list(layer.state_dict())
@@ -38,16 +49,13 @@ def test_the_state_dict_stays_as_it_is(group):
 
 
 def test_what_it_cannot_do_is_refused(group):
-    layer = ALiBiAttention(32, 4, dropout_p=0.1)
+    layer = ALiBiAttention(32, 4)
     x = torch.randn(1, 20, 32)
     with pytest.raises(ValueError, match="no attention of ours"):
         context_parallel(nn.Linear(3, 3), group)
     with pytest.raises(TypeError, match="must be an nn"):
         context_parallel("model", group)
     with context_parallel(layer, group):
-        with pytest.raises(ValueError, match="no dropout"):
-            layer(x)
-        layer.eval()(x)
         with pytest.raises(ValueError, match="no cache"):
             layer(x, cache=KVCache())
         with pytest.raises(ValueError, match="already"):
@@ -57,3 +65,12 @@ def test_what_it_cannot_do_is_refused(group):
 def test_without_a_process_group_it_says_how_to_start_one():
     with pytest.raises(ValueError, match="torchrun"):
         context_parallel(ALiBiAttention(32, 4))
+
+
+def test_slopes_that_depend_on_the_length_are_refused(group):
+    config = ALiBiCausalLMConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48, vocab_size=40,
+        alibi_scaling={"type": "linear", "train_seq_len": 8},
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="depend on the length"):
+        context_parallel(ALiBiForCausalLM(config), group)

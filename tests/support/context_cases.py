@@ -96,6 +96,12 @@ CASES = {
     "flat and rising slopes": Case((60, 50, 40), slopes=(0.0, -0.01, 1.0, 2.0)),
     "no tolerance": Case((60, 50, 40), options={"tolerance": 0.0}),
     "a wide tolerance": Case((150, 130, 120), slopes=(1.0, 0.5, 0.25, 0.2), options={"tolerance": 1e-3}),
+    "dropout": Case((150, 130, 57), kv_heads=2, options={"dropout_p": 0.3}),
+    "dropout, padding, outliers, empty": Case((150, 90, 0, 160), mask=True, outlier=True, options={"dropout_p": 0.5}),
+    "dropout, heads apart": Case((100, 90, 110), slopes=(2.0, 0.3, 1.5, 0.2), options={"dropout_p": 0.2}),
+    "dropout, gates, symmetric segments": Case(
+        (100, 80, 20, 90), gates=True, segments=True, options={"dropout_p": 0.3}
+    ),
     "float32": Case((300, 320), dtype=torch.float32, dim=16),
     "bfloat16": Case((120, 60, 90), dtype=torch.bfloat16, kv_heads=2),
 }
@@ -113,8 +119,9 @@ def shard(case: Case, rank: int, drawn: dict[str, torch.Tensor]) -> dict[str, to
     }
 
 
-def answer(attention, gated, tensors: dict[str, torch.Tensor], **options) -> dict[str, torch.Tensor]:
-    """Output, lse and the gradients of all tensors that have some."""
+def answer(attention, gated, tensors: dict[str, torch.Tensor], seed=0, **options) -> dict[str, torch.Tensor]:
+    """Output, lse and the gradients of all tensors that have some. `seed` is that of torch's generator."""
+    torch.manual_seed(seed)
     given = {name: x.clone() for name, x in tensors.items() if name not in ("grad", "grad_lse")}
     leaves = {name: x.requires_grad_() for name, x in given.items() if x.is_floating_point()}
     masks = {name: given[name] for name in ("key_mask", "segment_ids", "key_bias") if name in given}

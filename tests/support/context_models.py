@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from transformers import BloomConfig, BloomForCausalLM
 
 from alibi_attn import hf
+from alibi_attn.hf.bert import ALiBiBertConfig, ALiBiBertModel
 from alibi_attn.nn import ALiBiTransformerBlock
 
 LENGTHS = (50, 31, 44)
@@ -28,11 +29,41 @@ def bloom() -> tuple[nn.Module, Tensor]:
     return model, torch.randint(40, (2, sum(LENGTHS)), generator=generator)
 
 
+class Encoder(nn.Module):
+    """Of a batch whose second text is shorter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = ALiBiBertConfig(
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=48,
+            vocab_size=40,
+            pooler=False,
+        )
+        self.bert = ALiBiBertModel(config).double().eval()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.bert(ids.abs(), attention_mask=(ids >= 0).long()).last_hidden_state
+
+
+def encoder() -> tuple[nn.Module, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    model = Encoder()
+    for parameter in model.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.3
+    ids = torch.randint(1, 40, (2, sum(LENGTHS)), generator=generator)
+    ids[1, -60:] = -1
+    return model, ids
+
+
 MODELS = {
     "causal": lambda: blocks(num_kv_heads=2, learn_slopes=True),
     "symmetric with QK-norm": lambda: blocks(causal=False, qk_norm=True),
     "forget gates": lambda: blocks(forget_gate=True),
     "patched BLOOM": bloom,
+    "encoder": encoder,
 }
 
 

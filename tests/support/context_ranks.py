@@ -33,7 +33,9 @@ def of_rank(case: Case, rank: int, group, drawn=None) -> tuple[dict, Traffic]:
         del tensors["key_mask"]  # ranks without padding may leave it out
     traffic = Traffic()
     options = {"group": group, "timeout": 60.0, "traffic": traffic, **case.options}
-    return answer(context_parallel_attention, context_parallel_forgetting_attention, tensors, **options), traffic
+    # Only the first rank's generator decides what is dropped.
+    attend = context_parallel_attention, context_parallel_forgetting_attention
+    return answer(*attend, tensors, seed=rank, **options), traffic
 
 
 def with_garbage(rank: int, group) -> bool:
@@ -85,6 +87,7 @@ def disagreements(rank: int, group) -> dict[str, str]:
         "scale": {"scale": 0.5},
         "tolerance": {"tolerance": 0.1},
         "slopes": {"slopes": [0.5, 0.25, 0.2, 0.1]},
+        "dropout_p": {"dropout_p": 0.5},
         "segment_ids": {"segment_ids": torch.zeros(1, 10, dtype=torch.int64)},
         "key_bias": {"key_bias": torch.zeros(10)},
         "score_bound": {"score_bound": 3.0},

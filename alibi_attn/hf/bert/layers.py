@@ -41,6 +41,9 @@ class ALiBiBertEmbeddings(nn.Module):
 class ALiBiBertSelfAttention(nn.Module):
     """Queries, keys and values by one matrix, and attention with the published slopes, on both sides alike."""
 
+    # An instance may have another function in this one's place, as `distributed.context_parallel` gives to it.
+    attend = staticmethod(alibi_attention)
+
     def __init__(self, config: ALiBiBertConfig) -> None:
         super().__init__()
         self.num_heads = config.num_attention_heads
@@ -58,7 +61,7 @@ class ALiBiBertSelfAttention(nn.Module):
         if self.layer_norm_q is not None and self.layer_norm_k is not None:
             query, key = self.layer_norm_q(query), self.layer_norm_k(key)
         heads = (y.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for y in (query, key, value))
-        attended = alibi_attention(
+        attended: Tensor = self.attend(
             *heads,
             causal=False,
             key_mask=packing.mask if packing.places is None else None,
@@ -139,6 +142,10 @@ class ALiBiBertEncoder(nn.Module):
     def __init__(self, config: ALiBiBertConfig) -> None:
         super().__init__()
         self.layer = nn.ModuleList(ALiBiBertLayer(config) for _ in range(config.num_hidden_layers))
+
+    def is_sharded(self) -> bool:
+        """Whether `distributed.context_parallel` has changed it."""
+        return any("attend" in vars(module) for module in self.modules())
 
 
 class ALiBiBertPooler(nn.Module):

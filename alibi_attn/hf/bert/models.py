@@ -159,7 +159,8 @@ class ALiBiBertModel(ALiBiBertPreTrainedModel):  # type: ignore[no-untyped-call]
             )
         given = _checked(input_ids, inputs_embeds, token_type_ids, self.config)
         dropping = self.training and self.config.attention_probs_dropout_prob > 0  # then all scores of a row are built
-        how = packing(attention_mask, given.shape[0], given.shape[1], may_pack=not dropping)
+        sharded = self.encoder.is_sharded()  # then a packed row would hold pieces of texts out of their places
+        how = packing(attention_mask, given.shape[0], given.shape[1], may_pack=not (dropping or sharded))
         types = None if token_type_ids is None else how.pack(token_type_ids)
         words = how.pack(given) if input_ids is None else self.embeddings.word_embeddings(how.pack(given))
         x = self.embeddings(words, types)
