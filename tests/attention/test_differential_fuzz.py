@@ -57,6 +57,9 @@ FOUND = (
     Call(seed=3887, batch=2, heads=2, kv_heads=2, query_len=154, key_len=154, head_dim=16, causal=False, slopes="batch",
          right="negative", window=76, key_bias="wide", key_bias_shape="S"),
     Call(seed=5600, key_len=417, segments="sorted", key_bias="wide"),
+    Call(seed=40315, batch=3, heads=4, query_len=3837, head_dim=32, slopes="mixed", slopes_as="float64", window=2**33, offset=0,
+         offset_as="batch", layout_query="heads apart", peaked=30.0, outlier_key=100.0, outlier_value=10.0, through="lse",
+         wanted="inputs"),
     Call(seed=6940, heads=4, kv_heads=2, query_len=151, key_len=151, segments="unsorted", segments_as="pair", key_bias="wide"),
 )  # fmt: skip
 

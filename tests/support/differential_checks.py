@@ -280,17 +280,27 @@ def _poisoned(call: Call, numbers: Arrays, true: Truth, is_bad: Callable[[np.nda
     return sees | (is_bad(numbers.query).any(-1) & true.seen.any(-1))
 
 
+def _may_overflow(call: Call, numbers: Arrays, true: Truth) -> np.ndarray:
+    """[B, H, T]: the queries of which the terms of some score add up to more than fp32 holds, whatever their signs."""
+    query, key = (np.nan_to_num(np.abs(x.astype(np.float64)), nan=0.0) for x in (numbers.query, numbers.key))
+    sums = abs(call.factor) * np.einsum("bhtd,bhsd->bhts", query, np.repeat(key, call.group, 1))
+    return ((sums > 0.99 * float(np.finfo(np.float32).max)) & true.seen).any(-1)
+
+
 def _checked(call: Call, numbers: Arrays, true: Truth, name: str) -> np.ndarray:
-    """Which numbers of a result are asked for: not those of queries that see NaN, inf or the largest number, nor what comes to
-    keys from them.
+    """Which numbers of a result are asked for: not those of queries that see NaN, inf or the largest number, or whose scores some
+    order of summation makes inf; nor what comes to keys from them.
     """
     exact = true.exact[name]
-    if call.bad != "seen":
+    if call.bad == "seen":
+        most = torch.finfo(getattr(torch, call.dtype)).max
+        fine = ~_poisoned(call, numbers, true, lambda x: ~(np.abs(x) < most))
+    elif call.is_huge:
+        fine = ~_may_overflow(call, numbers, true)
+    else:
         return np.ones(exact.shape, bool)
     if name not in ("output", "lse", "query"):
-        return np.zeros(exact.shape, bool)
-    most = torch.finfo(getattr(torch, call.dtype)).max
-    fine = ~_poisoned(call, numbers, true, lambda x: ~(np.abs(x) < most))
+        return np.full(exact.shape, call.bad != "seen" and bool(fine.all()))
     return np.broadcast_to(fine[..., None] if exact.ndim == 4 else fine, exact.shape)
 
 

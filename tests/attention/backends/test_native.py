@@ -389,3 +389,10 @@ def test_a_call_of_another_size_is_refused(elsewhere: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(build, "Call", Longer)
     assert f"call_bytes={ctypes.sizeof(Longer)}" in str(build.why_not())
+
+
+def test_products_that_only_the_scale_brings_back_into_fp32_do_not_overflow():
+    q, k = torch.full((1, 1, 1, 1), 1e20), torch.tensor([[[[9e18], [1.0]]]])
+    out, lse = alibi_attention(q, k, k.new_ones(1, 1, 2, 1), [0.0], scale=0.26, return_lse=True, backend="native")
+    assert out.item() == 1.0
+    assert lse.item() == pytest.approx(2.34e38)

@@ -22,7 +22,7 @@ from alibi_attn.attention.backends.banded.pieces import Piece
 from alibi_attn.attention.backends.protocol import FEW_QUERIES, TooSmall
 from alibi_attn.attention.certificate.bounds import Bounds, bounds, worth_leaving_out
 from alibi_attn.attention.certificate.constants import OUTLIER_TILES, TILE
-from alibi_attn.attention.certificate.norms import has_huge_scores
+from alibi_attn.attention.certificate.norms import HUGE, has_huge_scores
 from alibi_attn.attention.custom_op import Gradients, Saved, clean, described, operator
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.transforms import surely, why_not_compiled
@@ -120,7 +120,7 @@ def _backward(
             ours = [grad[b, h], q[b, h], k[shared], v[shared], out[b, h]]
             to = dq[b, h], dk[shared], dv[shared]
             moderate = are_moderate(q[b, h], k[shared], v[shared], grad[b, h])
-            if not moderate or has_huge_scores(spec.scale, q[b, h], k[shared]):
+            if not moderate or has_huge_scores(spec.scale, q[b, h], k[shared]) or _is_huge(lse[b, h]):
                 dslope[:, b, h] = _plain_backward(head, ours, None if grad_lse is None else grad_lse[b, h], *to)
                 continue
             if slopes_wanted:
@@ -192,6 +192,11 @@ def _forward_piece(
     share = (mass - total.masked_fill(total == -math.inf, 0.0)).exp_()
     to_output.lerp_(part.to(to_output.dtype), share[..., None])
     to_lse.copy_(total)
+
+
+def _is_huge(lse: Tensor) -> bool:
+    """Whether slopes made some so large, where all keys are far, that exp(score − lse) is off by more than a hundredth."""
+    return bool((lse.abs() > HUGE).masked_fill_(lse == -math.inf, False).any())
 
 
 def _backward_piece(

@@ -56,8 +56,8 @@ struct Block {
     int rows = 0;
     Real slope = 0, right_slope = 0;
     bool looks_right = false;
-    // The scale in two: a power of two of at most 1, which rounds nothing and keeps products from overflowing before scores do,
-    // and what is left for the scores.
+    // The scale in two: a power of two of at most 1 and at most |scale|, which rounds nothing and keeps products from overflowing
+    // before scores do, and what is left for the scores.
     Real scale_before = 1, scale_after = 1;
     // Distances count from here on: where all keys are far, to one side, the distance of the nearest pair (negative to the
     // right), else 0. Scores are off by their own rounding then, and not by that of slope times 10^6; lse gets the constant back.
@@ -91,7 +91,7 @@ struct Block {
         find_origins_of_rows(origin.key);
         int exponent = 0;
         std::frexp(call.scale, &exponent);
-        scale_before = (Real)std::ldexp(1.0, std::max(-100, std::min(0, exponent)));
+        scale_before = (Real)std::ldexp(1.0, std::max(-100, std::min(0, exponent - 1)));  // then |scale_after| is in [1, 2)
         scale_after = (Real)(call.scale / scale_before);
         transpose(call.query, scale_before, queries);
     }
