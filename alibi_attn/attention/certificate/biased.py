@@ -101,15 +101,11 @@ def gated_bounds(
     bias = sums_behind(log_fgate[..., spec.key_len - near :])
     last = dataclasses.replace(spec, key_len=near, query_offset=near - spec.query_len, key_bias=bias)
     lower = biased_lower_bound(last, query, key[:, :, spec.key_len - near :], first_positions(last, query.device))
-    wide = query.dtype == torch.float64
-    error = (spec.head_dim + SCORE_UNITS) * UNIT["float64" if wide else "float32"]
-    rate = abs(spec.scale) * (1.0 + error) * norm_bound(query)
     norms = tile_norms[0].repeat_interleave(spec.group, 1)
-    products = error if wide else error + REDUCED_PRODUCTS
-    constant = products * rate * norms.amax(-1, keepdim=True) + 2.0**-48 * lower.abs() - lower
-    constant = constant + longer_far_values(spec, value, tile_norms[1])
-    bad = ~(constant.isfinite() & rate.isfinite())
-    rate, constant = rate.masked_fill(bad, 0.0), constant.masked_fill(bad, math.inf)
+    longest = norms.amax(-1, keepdim=True)
+    longer = longer_far_values(spec, value, tile_norms[1])
+    # Tiles bound their longest key only, so that nothing is known of the shortest.
+    rate, constant = biased_numerator_parts(spec, query, lower, longer, longest, torch.zeros_like(longest))
 
     # Sums behind each tile, and what the bias of its nearest or farthest key is worth.
     of_tiles = torch.nn.functional.pad(log_fgate.detach(), (0, -spec.key_len % TILE)).unflatten(-1, (n, TILE))
