@@ -2,7 +2,8 @@
 
 import codecs
 import difflib
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -101,28 +102,12 @@ def _run(
         from alibi_attn.lab import experiment
         from alibi_attn.recipes.paper.run_items import run_items
     try:
-        if items:
-            paths = run_items(
-                items,
-                out=folder,
-                scale=scale,
-                overrides=overrides,
-                seeds=seeds,
-                shard=shard,
-                console=console,
-                track=track,
-            )
-        else:
-            paths = experiment.run(
-                RECIPES[recipe],
-                scale=scale,
-                out=folder,
-                overrides=overrides,
-                seeds=seeds,
-                shard=shard,
-                console=console,
-                track=track,
-            )
+        run: Callable[..., list[Path]] = (
+            functools.partial(run_items, items) if items else functools.partial(experiment.run, RECIPES[recipe])
+        )
+        paths = run(
+            scale=scale, out=folder, overrides=overrides, seeds=seeds, shard=shard, console=console, track=track
+        )
     except KeyboardInterrupt:
         interrupted(f"the same command goes on where it stopped: {records.command()}")
     return paths if experiment.processes().is_main_process else []

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from alibi_attn.lab.config import ModelConfig
-from alibi_attn.lab.hooks import Pass, PositionMethod
-from alibi_attn.slopes import alibi_slopes
+from alibi_attn.lab.hooks import Pass, PositionMethod, published_slopes
 
 T5_BUCKETS = 32
 T5_MAX_DISTANCE = 128  # both numbers: Raffel et al. 2020, sec. 2.1
@@ -64,9 +63,7 @@ class ALiBiLog(PositionMethod):
 
     def __init__(self, config: ModelConfig, trained_length: int) -> None:
         super().__init__(config, trained_length)
-        self.slopes: Tensor
-        slopes = torch.tensor(alibi_slopes(config.num_heads), dtype=torch.float32)
-        self.register_buffer("slopes", slopes, persistent=False)
+        self.slopes = published_slopes(config)
 
     def bias(self, at: Pass) -> Tensor | None:
         return _toeplitz(-self.slopes[:, None] * torch.log1p(_distances(at, self.slopes)), at)
@@ -77,9 +74,7 @@ class ALiBiClamp(PositionMethod):
 
     def __init__(self, config: ModelConfig, trained_length: int) -> None:
         super().__init__(config, trained_length)
-        self.slopes: Tensor
-        slopes = torch.tensor(alibi_slopes(config.num_heads), dtype=torch.float32)
-        self.register_buffer("slopes", slopes, persistent=False)
+        self.slopes = published_slopes(config)
 
     def bias(self, at: Pass) -> Tensor | None:
         linear = -self.slopes[:, None] * _distances(at, self.slopes)

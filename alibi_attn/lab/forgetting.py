@@ -5,8 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from alibi_attn.lab.config import ModelConfig
-from alibi_attn.lab.hooks import ForgetGates, Pass, PositionMethod
-from alibi_attn.slopes import alibi_slopes
+from alibi_attn.lab.hooks import ForgetGates, Pass, PositionMethod, published_slopes
 
 
 class Fox(PositionMethod):
@@ -41,9 +40,7 @@ class ALiBiFox(Fox):
 
     def __init__(self, config: ModelConfig, trained_length: int) -> None:
         super().__init__(config, trained_length)
-        self.slopes: Tensor
-        slopes = torch.tensor(alibi_slopes(config.num_heads), dtype=torch.float32)
-        self.register_buffer("slopes", slopes, persistent=False)
+        self.slopes = published_slopes(config)
 
     def bias(self, at: Pass) -> ForgetGates:
         return ForgetGates(self.log_fgate(at), self.slopes)

@@ -15,9 +15,11 @@ the width of the model. Read next: `positions.py`.
 import dataclasses
 from typing import TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from alibi_attn.lab.config import ConfigError, ModelConfig, Stretch
+from alibi_attn.slopes import alibi_slopes
 
 
 class PositionError(ValueError):
@@ -148,3 +150,8 @@ class PositionMethod(nn.Module):
         raise ConfigError(
             f"eval.stretch is {stretch!r} but {type(self).__name__} positions have none; pass eval.stretch=none"
         )
+
+
+def published_slopes(config: ModelConfig) -> Tensor:
+    """[H] fp32, of Press et al. 2022, sec. 3: a module keeps them, and they are not saved."""
+    return nn.Buffer(torch.tensor(alibi_slopes(config.num_heads), dtype=torch.float32), persistent=False)

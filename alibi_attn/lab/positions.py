@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from alibi_attn.lab.config import ConfigError, Method, ModelConfig, Stretch
 from alibi_attn.lab.distances import ALiBiClamp, ALiBiLog, Fire, Kerple, Sandwich, T5Bias, Tisa
 from alibi_attn.lab.forgetting import ALiBiFox, Fox
-from alibi_attn.lab.hooks import Pass, PositionError, PositionMethod
+from alibi_attn.lab.hooks import Pass, PositionError, PositionMethod, published_slopes
 from alibi_attn.lab.rotary import DroPE, NopeWindow, Rotary
 from alibi_attn.slopes import alibi_slopes, interpolate_slopes
 
@@ -102,9 +102,7 @@ class ALiBi(PositionMethod):
     def __init__(self, config: ModelConfig, trained_length: int) -> None:
         super().__init__(config, trained_length)
         self.trained_length = trained_length
-        self.slopes: Tensor
-        slopes = torch.tensor(alibi_slopes(config.num_heads), dtype=torch.float32)
-        self.register_buffer("slopes", slopes, persistent=False)
+        self.slopes = published_slopes(config)
 
     def bias(self, at: Pass) -> Tensor | None:
         return self.slopes

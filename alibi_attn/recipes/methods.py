@@ -6,30 +6,12 @@ model is also tested with its context cut at the trained length, which is what a
 """
 
 import dataclasses
+from typing import get_args
 
 from alibi_attn.lab.config import EvalConfig, Method, ModelConfig, Recipe, RunConfig, Scale, Stretch, TrainConfig
 from alibi_attn.recipes import large, medium
 
-METHODS: tuple[Method, ...] = (
-    "none",
-    "sinusoidal",
-    "learned",
-    "rotary",
-    "t5",
-    "alibi",
-    "alibi-learned",
-    "alibi-half",
-    "kerple",
-    "alibi-log",
-    "alibi-clamp",
-    "sandwich",
-    "tisa",
-    "fire",
-    "nope-window",
-    "drope",
-    "fox",
-    "alibi-fox",
-)
+METHODS: tuple[Method, ...] = get_args(Method)
 STRETCHES: dict[Method, tuple[Stretch, ...]] = {"rotary": ("linear", "ntk", "yarn"), "alibi": ("linear", "ntk")}
 
 
