@@ -112,15 +112,8 @@ def read_state(folder: Path) -> dict[str, Tensor]:
         FileNotFoundError: none of the four is there.
         ValueError: a file, or a shard, is damaged, is missing, holds no tensors, or does not hold what its index says.
     """
-    for name in (SAFE, PICKLED):
-        if (folder / name).exists():
-            return _tensors(folder / name)
-        index = folder / f"{name}.index.json"
-        if index.exists():
-            return _shards(index, Path(name).suffix)
-    raise FileNotFoundError(
-        f"{folder} holds no weights: neither {SAFE} nor {PICKLED}, nor the index of either; download the checkpoint again"
-    )
+    path, suffix = _weights(folder)
+    return _tensors(path) if path.suffix == suffix else _shards(path, suffix)
 
 
 def read_names(folder: Path) -> set[str]:
@@ -129,13 +122,21 @@ def read_names(folder: Path) -> set[str]:
     Raises:
         FileNotFoundError, ValueError: as `read_state`.
     """
+    path, suffix = _weights(folder)
+    if path.suffix != suffix:
+        return set(_places(path, suffix))
+    return set(_tensors(path, device="cpu" if path.name == SAFE else "meta"))
+
+
+def _weights(folder: Path) -> tuple[Path, str]:
+    """The file of the weights or its index, whichever is there first, and the suffix of files that hold tensors."""
     for name in (SAFE, PICKLED):
-        if (folder / name).exists():
-            return set(_tensors(folder / name, device="cpu" if name == SAFE else "meta"))
-        index = folder / f"{name}.index.json"
-        if index.exists():
-            return set(_places(index, Path(name).suffix))
-    raise FileNotFoundError(f"{folder} holds no weights")
+        for path in (folder / name, folder / f"{name}.index.json"):
+            if path.exists():
+                return path, Path(name).suffix
+    raise FileNotFoundError(
+        f"{folder} holds no weights: neither {SAFE} nor {PICKLED}, nor the index of either; download the checkpoint again"
+    )
 
 
 def _shards(index: Path, suffix: str) -> dict[str, Tensor]:

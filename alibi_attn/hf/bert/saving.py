@@ -2,8 +2,6 @@
 
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -47,17 +45,10 @@ def save_original(model: PreTrainedModel, folder: str | os.PathLike[str], layout
         named = layouts.split(name.removeprefix(inner), tensor, chosen) if is_bare else {name: tensor}
         before = inner if is_bare else ""
         tensors |= {before + theirs: x.detach().cpu().contiguous() for theirs, x in named.items()}
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
-    try:
+    with folders.written_whole(target) as temporary:
         save_file(tensors, temporary / checkpoints.SAFE, metadata={"format": "pt"})
         said = _config(model, config, chosen)
         (temporary / checkpoints.CONFIG).write_text(json.dumps(said, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        temporary.chmod(0o755)  # mkdtemp makes it private
-        os.replace(temporary, target)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
 
 
 def _layout(name: str, config: ALiBiBertConfig) -> Layout:
