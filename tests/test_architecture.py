@@ -34,7 +34,7 @@ LAYERS = {
 }
 # The rooms of attention/, lowest first; those in one row do not import one another, and inside a room all is free.
 ATTENTION_ROWS = (
-    ("spec", "transforms"),
+    ("spec", "transforms", "heads"),
     ("visibility",),
     ("bias", "certificate", "dropout"),
     ("custom_op",),

@@ -19,6 +19,7 @@ from alibi_attn.attention.certificate.biased import gated_bounds, sums_behind
 from alibi_attn.attention.certificate.bounds import bounds, worth_leaving_out
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Norms, norm_bound
+from alibi_attn.attention.heads import index_of, query_heads
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.validation import make_spec
 
@@ -83,12 +84,12 @@ def attend_near(
             output[b] = 0.0
             continue
         for keys, members in _buckets(row.needed):
-            heads = _span([k * spec.group + g for k in members for g in range(spec.group)])
+            heads = index_of(query_heads(members, spec.group))
             of_heads = slopes[heads] if slopes.ndim == 1 else slopes[b : b + 1, heads]
             one = slice(b, b + 1)
             output[one, heads] = _attend(
-                query[one, heads], key[one], value[one], _span(members), of_heads, row.spans(keys, members), window, spec.scale,
-                None if log_fgate is None else log_fgate[one, heads],
+                query[one, heads], key[one], value[one], index_of(members), of_heads, row.spans(keys, members), window,
+                spec.scale, None if log_fgate is None else log_fgate[one, heads],
             )  # fmt: skip
     return output
 
@@ -227,12 +228,6 @@ def _buckets(needed: list[int]) -> list[tuple[int, list[int]]]:
         starts = [at for at, head in enumerate(heads) if at == 0 or heads[at - 1] != head - 1]
         together += [heads[start:stop] for start, stop in itertools.pairwise([*starts, len(heads)])]
     return [(max(needed[h] for h in heads), heads) for heads in together]
-
-
-def _span(indices: list[int]) -> list[int] | slice:
-    """The indices as a slice where they are one, which reads without a copy."""
-    low, high = indices[0], indices[-1] + 1
-    return slice(low, high) if indices == list(range(low, high)) else indices
 
 
 def _attend(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from alibi_attn.attention.bias import Slopes
 from alibi_attn.attention.execution import attend, autocast
-from alibi_attn.attention.spec import GATES_RULE, check_log_fgate
+from alibi_attn.attention.spec import GATES_RULE, AttentionSpec, check_log_fgate
 from alibi_attn.attention.transforms import may_read
 from alibi_attn.attention.validation import SegmentIds, check_tensor, make_spec
 
@@ -108,6 +108,21 @@ def forgetting_attention(
         key_mask=key_mask, segment_ids=segment_ids, key_bias=key_bias, dropout_p=dropout_p, tolerance=tolerance,
         return_lse=return_lse,
     )  # fmt: skip
+    first = check_gates(spec, log_fgate, query, query_offset)
+    gates = log_fgate if query.device.type == "mps" else log_fgate.double()
+    found = attend(with_gates(spec, gates.cumsum(-1), first), query, key, value, backend)
+    if not isinstance(found, tuple):
+        return found
+    wide = torch.float64 in (query.dtype, None if key_bias is None else key_bias.dtype)
+    return found[0], found[1].to(torch.float64 if wide else torch.float32)
+
+
+def check_gates(spec: AttentionSpec[Tensor], log_fgate: Tensor, query: Tensor, query_offset: int | None) -> int:
+    """The position of query 0.
+
+    Raises:
+        ValueError, TypeError: gates of another shape, dtype or device, or that are no logarithms of gates.
+    """
     check_tensor("log_fgate", log_fgate, query.device)
     first = check_log_fgate(
         log_fgate, batch=spec.batch, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, key_len=spec.key_len,
@@ -115,14 +130,17 @@ def forgetting_attention(
     )  # fmt: skip
     if may_read(log_fgate) and not bool(((log_fgate <= 0) & log_fgate.isfinite()).all()):
         raise ValueError(GATES_RULE)
-    gates = log_fgate if query.device.type == "mps" else log_fgate.double()
-    kept = gates.cumsum(-1)  # c_i, of which every bias is a difference
-    if log_fgate.shape[1] != spec.num_heads:
+    return first
+
+
+def with_gates(spec: AttentionSpec[Tensor], kept: Tensor, first: int) -> AttentionSpec[Tensor]:
+    """The call with gates as biases of its keys and queries.
+
+    Args:
+        kept: c_j, [B, H or K, S], the sums of gates up to and with each position, of which every bias is a difference.
+        first: the position of query 0.
+    """
+    if kept.shape[1] != spec.num_heads:
         kept = kept.repeat_interleave(spec.group, dim=1)
     bias = -kept if spec.key_bias is None else spec.key_bias.to(kept.dtype) - kept
-    own = kept[:, :, first : first + spec.query_len]
-    found = attend(dataclasses.replace(spec, key_bias=bias, query_bias=own), query, key, value, backend)
-    if not isinstance(found, tuple):
-        return found
-    wide = torch.float64 in (query.dtype, None if key_bias is None else key_bias.dtype)
-    return found[0], found[1].to(torch.float64 if wide else torch.float32)
+    return dataclasses.replace(spec, key_bias=bias, query_bias=kept[:, :, first : first + spec.query_len])

@@ -17,9 +17,9 @@ from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.dispatch import BACKENDS
 from alibi_attn.attention.dropout import drawn_seed
 from alibi_attn.attention.execution import attend, autocast
-from alibi_attn.attention.spec import GATES_RULE, AttentionSpec, check_log_fgate, dtype_name
-from alibi_attn.attention.transforms import may_read
-from alibi_attn.attention.validation import check_tensor, make_spec
+from alibi_attn.attention.forgetting import check_gates, with_gates
+from alibi_attn.attention.spec import AttentionSpec, dtype_name
+from alibi_attn.attention.validation import make_spec
 from alibi_attn.distributed.agreement import agreed, check_score_bound
 from alibi_attn.distributed.biased_need import TilesTold, asked_with_biases, tell_tiles
 from alibi_attn.distributed.exchange import Pieces, Ranks, ScannedSums, Traffic, Transport
@@ -119,13 +119,7 @@ def context_parallel_forgetting_attention(
             query, key, value, [0.0] * heads if slopes is None else slopes, window=window, scale=scale, key_mask=key_mask,
             segment_ids=segment_ids, key_bias=key_bias, dropout_p=dropout_p, tolerance=tolerance, return_lse=return_lse,
         )  # fmt: skip
-        check_tensor("log_fgate", log_fgate, query.device)
-        check_log_fgate(
-            log_fgate, batch=spec.batch, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, key_len=spec.key_len,
-            query_len=spec.query_len, query_offset=None,
-        )  # fmt: skip
-        if may_read(log_fgate) and not bool(((log_fgate <= 0) & log_fgate.isfinite()).all()):
-            raise ValueError(GATES_RULE)
+        check_gates(spec, log_fgate, query, None)
         return spec
 
     return _Call(query, key, value, key_bias, log_fgate, None, backend, traffic).over(group, timeout, described)
@@ -240,10 +234,7 @@ def _gated(spec: Spec, ranks: Ranks, log_fgate: Tensor) -> Spec:
         total = gates.sum(-1)
         before: Tensor = ScannedSums.apply(ranks, total.flatten())  # type: ignore[no-untyped-call]
         kept = kept + before.view_as(total)[..., None]
-    if log_fgate.shape[1] != spec.num_heads:
-        kept = kept.repeat_interleave(spec.group, dim=1)
-    bias = -kept if spec.key_bias is None else spec.key_bias.to(kept.dtype) - kept
-    return dataclasses.replace(spec, key_bias=bias, query_bias=kept)
+    return with_gates(spec, kept, 0)
 
 
 def _planned(

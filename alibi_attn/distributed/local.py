@@ -13,6 +13,7 @@ from torch import Tensor
 
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.execution import attend
+from alibi_attn.attention.heads import index_of, query_heads
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.validation import make_spec
 from alibi_attn.distributed.exchange import Pieces
@@ -77,14 +78,14 @@ def attended(mine: Mine) -> tuple[Tensor, Tensor | None]:
     found, order = [], []
     for heads in _buckets(mine):
         found.append(_call(mine, _near(mine, heads), wants_lse))
-        order += _query_heads(mine.spec, heads)
+        order += query_heads(heads, mine.spec.group)
     output = _in_order([output for output, _ in found], order)
     lse = _in_order([lse for _, lse in found if lse is not None], order) if wants_lse else None
     if lse is None or not far:
         return output, lse
     output = output.to(lse.dtype)
     for span, heads in far.items():
-        index = torch.tensor(_query_heads(mine.spec, heads), device=output.device)
+        index = torch.tensor(query_heads(heads, mine.spec.group), device=output.device)
         more, more_lse = _call(mine, _outlier(mine, span, heads), True)
         assert more_lse is not None
         both, both_lse = merged(output[:, index], lse[:, index], more.to(output.dtype), more_lse)
@@ -127,7 +128,7 @@ def _near(mine: Mine, heads: list[int]) -> Stretch:
     left, right = ([side[mine.rank][head] for head in heads] for side in (mine.halo.left, mine.halo.right))
     widths = max(left), max(right)
     key, value = (_around(own, pieces, heads, heads, widths) for own, pieces in (mine.key, mine.value))
-    bias = None if mine.bias is None else _around(*mine.bias, _query_heads(mine.spec, heads), heads, widths)
+    bias = None if mine.bias is None else _around(*mine.bias, query_heads(heads, mine.spec.group), heads, widths)
     marks, asked = None, None
     if mine.marks is not None:
         own, ((before, behind, *_),) = mine.marks
@@ -145,7 +146,7 @@ def _around(own: Tensor, pieces: Pieces, heads: list[int], key_heads: list[int],
     before = [_widened(pieces[head][BEFORE], widths[0], in_front=True) for head in key_heads]
     behind = [_widened(pieces[head][BEHIND], widths[1], in_front=False) for head in key_heads]
     whole = len(heads) == own.shape[1]
-    parts = [torch.cat(before, 1), own if whole else own[:, _span(heads)], torch.cat(behind, 1)]
+    parts = [torch.cat(before, 1), own if whole else own[:, index_of(heads)], torch.cat(behind, 1)]
     parts = [part for part in parts if part.shape[2]] or parts[1:2]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
@@ -176,13 +177,13 @@ def _outlier(mine: Mine, span: Span, heads: list[int]) -> Stretch:
 
 def _call(mine: Mine, stretch: Stretch, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
     """One call: (output [B, n·H / K, L, D], lse)."""
-    spec, heads = mine.spec, _query_heads(mine.spec, stretch.heads)
+    spec, heads = mine.spec, query_heads(stretch.heads, mine.spec.group)
 
     def ours(x: Tensor | None, axis: int) -> Tensor | None:
         """Of all query heads, those of the stretch."""
         if x is None or len(heads) == spec.num_heads:
             return x
-        return x[:, _span(heads)] if axis == 1 else x[..., _span(heads)]
+        return x[:, index_of(heads)] if axis == 1 else x[..., index_of(heads)]
 
     seen = segments = None
     if stretch.marks is not None:
@@ -190,7 +191,7 @@ def _call(mine: Mine, stretch: Stretch, wants_lse: bool) -> tuple[Tensor, Tensor
         segments = stretch.marks[..., 1] if spec.key_segments is not None else None
     # A mask belongs to a sequence: heads with masks of their own become sequences of a batch. So do heads that are not neighbors,
     # where dropout counts them.
-    scattered = spec.dropout_p > 0 and not isinstance(_span(heads), slice)
+    scattered = spec.dropout_p > 0 and not isinstance(index_of(heads), slice)
     count = len(stretch.heads) if stretch.asked is not None or scattered else 1
     if stretch.asked is not None:
         seen = stretch.asked.expand(spec.batch, -1, -1) if seen is None else stretch.asked & seen[:, None]
@@ -235,19 +236,9 @@ def _dropout_seed(mine: Mine, stretch: Stretch, count: int) -> Tensor | None:
     if spec.dropout_seed is None:
         return None
     seed, row = int(spec.dropout_seed[0, 0]), mine.halo.offsets[mine.rank] - stretch.offset
-    heads = [head * spec.group for head in stretch.heads]
+    heads = query_heads(stretch.heads, spec.group)[:: spec.group]
     firsts = [(0, heads[0])] if count == 1 else [(b, head) for b in range(spec.batch) for head in heads]
     return spec.dropout_seed.new_tensor([[seed, b, head, row] for b, head in firsts])
-
-
-def _query_heads(spec: Spec, heads: list[int]) -> list[int]:
-    return [head * spec.group + at for head in heads for at in range(spec.group)]
-
-
-def _span(heads: list[int]) -> list[int] | slice:
-    """The heads as a slice where they are one, which reads without a copy."""
-    low, high = heads[0], heads[-1] + 1
-    return slice(low, high) if heads == list(range(low, high)) else heads
 
 
 def _in_order(parts: list[Tensor], order: list[int]) -> Tensor:
