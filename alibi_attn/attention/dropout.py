@@ -34,10 +34,10 @@ def drawn_seed(device: torch.device) -> Tensor:
 
 
 def dropped(spec: AttentionSpec[Tensor], weights: Tensor) -> Tensor:
-    """Weights [B, H, T, S] with those zero that dropout drops, and the others times 1 / (1 − p)."""
+    """Weights [B, H, T, S] with those zero that dropout drops, and the others times 1 / (1 − p). NaN stays NaN, as in torch."""
     if spec.dropout_p == 0:
         return weights
-    return torch.where(kept(spec, weights.device), weights * dropout_numbers(spec.dropout_p)[1], 0.0)
+    return weights * kept(spec, weights.device) * dropout_numbers(spec.dropout_p)[1]
 
 
 def kept(spec: AttentionSpec[Tensor], device: torch.device) -> Tensor:

@@ -12,17 +12,21 @@ from attention_oracle import truth as looped
 from differential_arrays import Arrays, arrays
 from differential_calls import KEY_BIASES as KINDS
 from differential_calls import Call, draw
-from differential_checks import Answer, Question, answer, assert_agrees, assert_right
+from differential_checks import Answer, Question, answer, assert_agrees, assert_right, plainly
 from differential_fuzz import Tally, features, fuzz, shrunk
 from differential_truth import Truth, truth
+from dropout_oracle import drawn_seed
 
 from alibi_attn.attention.api import alibi_attention
+from alibi_attn.attention.execution import attend
+from alibi_attn.attention.validation import make_spec
 
 # Seeds of each backend; all backends meet the first ones.
 DRAWS = {"reference": 100, "dense": 100, "banded": 150, "native": 200}
 # What draws like these have found, made plain: negative slopes, a negative scale, scores that are recomputed with other roundings
 # than they had, keys out of sight, inputs at the end of fp32, huge numbers where nobody looks, gradients that come as NaN for
-# nothing, nothing at all, log-sum-exps merged one after another, and biases of keys that only some queries of a block see.
+# nothing, nothing at all, log-sum-exps merged one after another, biases of keys that only some queries of a block see, NaN
+# whose weights are all dropped, and (no fault of ours) outputs that dropout makes larger than fp16 holds.
 FOUND = (
     Call(seed=0, heads=3, kv_heads=3, query_len=129, key_len=129, head_dim=4, slopes="steep negative"),
     Call(seed=2, query_len=200, key_len=200, head_dim=4, slopes="steep negative"),
@@ -61,6 +65,9 @@ FOUND = (
          offset_as="batch", layout_query="heads apart", peaked=30.0, outlier_key=100.0, outlier_value=10.0, through="lse",
          wanted="inputs"),
     Call(seed=6940, heads=4, kv_heads=2, query_len=151, key_len=151, segments="unsorted", segments_as="pair", key_bias="wide"),
+    Call(seed=5999, heads=32, kv_heads=2, query_len=16, key_len=17, head_dim=20, window=2, scale=8.0, bad="seen",
+         through="output", dropout_p=0.5, torch_seed=720833116),
+    Call(seed=14893, dtype="float16", head_dim=3, outlier_value=1e8, dropout_p=0.1, torch_seed=1508454),
 )  # fmt: skip
 
 
@@ -130,6 +137,18 @@ def test_the_truth_is_that_of_a_loop_over_queries_and_keys(case: Case) -> None:
         )
 
 
+def test_the_truth_with_dropout_is_that_of_autograd() -> None:
+    """Of a softmax whose weights are multiplied by the factors of the definition."""
+    wide = {"dtype": "float64", "key_bias_as": "float64", "slopes_as": "float64", "tolerance": 0.0}
+    call = dataclasses.replace(CHECKED, **wide, dropout_p=0.5, torch_seed=9)
+    numbers = arrays(call)
+    true, plain = truth(call, numbers), plainly(call, numbers).results
+    undropped = truth(dataclasses.replace(call, dropout_p=0.0), numbers)
+    for name, exact in true.exact.items():
+        np.testing.assert_allclose(plain[name].numpy(), exact, rtol=0, atol=1e-12 * _largest(exact), err_msg=name)
+        assert (name == "lse") == np.array_equal(exact, undropped.exact[name])
+
+
 def _largest(x: np.ndarray) -> float:
     return float(np.abs(x[np.isfinite(x)]).max(initial=0.0))
 
@@ -163,6 +182,25 @@ def test_the_checker_fails_on_answers_to_other_calls() -> None:
         got = answer(dataclasses.replace(CHECKED, **{name: wrong}), numbers, backend="reference")
         with pytest.raises(AssertionError):
             assert_right(Question(CHECKED, numbers), got)
+
+
+def test_the_checker_fails_on_another_dropout() -> None:
+    """Another share, another seed, none, and a mask that is shifted by one."""
+    call = dataclasses.replace(CHECKED, dropout_p=0.3, torch_seed=4)
+    numbers = arrays(call)
+    question = Question(call, numbers)
+    assert_right(question, answer(call, numbers, backend="reference"))
+    for changes in ({"dropout_p": 0.31}, {"torch_seed": 5}, {"dropout_p": 0.0}):
+        with pytest.raises(AssertionError):
+            assert_right(question, answer(dataclasses.replace(call, **changes), numbers, backend="reference"))
+
+    def shifted(query, key, value, slopes, *, dropout_p, **rest):
+        made = make_spec(query, key, value, slopes, **rest, dropout_p=dropout_p)
+        seed = torch.tensor([[drawn_seed(call.torch_seed), 0, 0, 1]])
+        return attend(dataclasses.replace(made, dropout_seed=seed), query, key, value, "reference")
+
+    with pytest.raises(AssertionError):
+        assert_right(question, answer(call, numbers, shifted))
 
 
 def test_the_checker_fails_on_a_causal_mask_that_is_shifted() -> None:
@@ -277,6 +315,7 @@ def test_every_feature_is_drawn() -> None:
         "size_key",
         "wild_blind",
         "layout_key_bias",
+        "dropout_p",
     }
     assert not expected - found
 

@@ -62,6 +62,8 @@ class Call:
     key_bias_as: str = "float32"  # float32, float64
     key_bias_shape: str = "BHS"  # BHS, HS, B1S, S: [B, H, S] or what broadcasts to it
     layout_key_bias: str = "contiguous"  # apart, transposed, same batch
+    dropout_p: float = 0.0
+    torch_seed: int = 0  # of torch's generator, from which a call with dropout takes its seed
 
     def __repr__(self) -> str:
         said = [
@@ -92,6 +94,7 @@ class Call:
 
 KEY_BIASES = ("noise", "gates", "steep gates", "rising", "spikes", "hidden", "wide", "constant")
 KEY_BIAS_SHARE = 0.3  # of the draws
+DROPOUT_SHARE = 0.1
 
 
 INPUTS = ("query", "key", "value", "slopes", "right_slopes", "key_bias")
@@ -163,7 +166,8 @@ def draw(seed: int) -> Call:
         **{f"size_{x}": _size(rng, pick) if huge and chance(0.5) else 1.0 for x in ("query", "key", "value")},
         **_layouts(rng, pick, chance),
     )  # fmt: skip
-    return settled(_biased(_placed(call, rng, pick, chance), pick, chance))
+    call = _biased(_placed(call, rng, pick, chance), pick, chance)
+    return settled(_dropping(call, rng, pick, chance))
 
 
 def _biased(call: Call, pick, chance) -> Call:
@@ -173,6 +177,14 @@ def _biased(call: Call, pick, chance) -> Call:
         key_bias_as="float32" if chance(0.7) else "float64", key_bias_shape=pick("BHS", "HS", "B1S", "S", of=(5, 2, 2, 1)),
         layout_key_bias="contiguous" if chance(0.6) else pick("apart", "transposed", "same batch"),
     )  # fmt: skip
+
+
+def _dropping(call: Call, rng: np.random.Generator, pick, chance) -> Call:
+    """With dropout, drawn after all else again."""
+    if not chance(DROPOUT_SHARE):
+        return call
+    p = pick(0.1, 0.5, 0.9, float(10 ** -rng.uniform(2, 12)))  # so few that one weight or none is dropped
+    return dataclasses.replace(call, dropout_p=p, torch_seed=int(rng.integers(2**31)))
 
 
 def _size(rng: np.random.Generator, pick) -> float:
@@ -265,4 +277,6 @@ def settled(call: Call) -> Call:
         changes |= {"bad": None, "wild_blind": False, "asks_reach": False}
     if call.key_bias is None:
         changes |= {"key_bias_as": "float32", "key_bias_shape": "BHS", "layout_key_bias": "contiguous"}
+    if call.dropout_p == 0:
+        changes["torch_seed"] = 0
     return dataclasses.replace(call, **changes)

@@ -11,12 +11,12 @@ from attention_checks import plain_attention
 from differential_arrays import Arrays, arrays, beside, key_bias_of, laid_out
 from differential_biases import largest_bias
 from differential_calls import INPUTS, Call, lse_dtype, settled, slopes_dtype, wanted
-from differential_truth import Truth, truth
+from differential_truth import Truth, dropout_factors, truth
 from torch import Tensor
 
 from alibi_attn.attention.api import alibi_attention, explain, head_reach
 
-WITHOUT_KEY_BIAS = ("banded",)
+WITHOUT_KEY_BIAS = WITHOUT_DROPOUT = ("banded",)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,12 +47,17 @@ def arguments(call: Call, numbers: Arrays) -> dict[str, object]:
         "causal": call.causal, "window": call.window, "scale": call.scale, "query_offset": offset,
         "key_mask": None if mask is None else beside(mask, call.layout_masks, torch.bool), "segment_ids": segments,
         "tolerance": call.tolerance, "return_lse": call.return_lse, "key_bias": key_bias_of(call, numbers),
+        "dropout_p": call.dropout_p,
     }  # fmt: skip
 
 
 def answerable(call: Call, backend: str) -> Call:
     """The call without what a backend does not have."""
-    return settled(dataclasses.replace(call, key_bias=None)) if backend in WITHOUT_KEY_BIAS else call
+    if backend in WITHOUT_KEY_BIAS:
+        call = dataclasses.replace(call, key_bias=None)
+    if backend in WITHOUT_DROPOUT:
+        call = dataclasses.replace(call, dropout_p=0.0)
+    return settled(call)
 
 
 def answer(call: Call, numbers: Arrays, attention=alibi_attention, **extra: object) -> Answer:
@@ -76,7 +81,9 @@ def _answered(call: Call, numbers: Arrays, given: dict, attention) -> dict[str, 
     leaves = {x: given[x] for x in wanted(call)}
     for leaf in leaves.values():
         leaf.requires_grad_()
-    with torch.inference_mode(call.wanted == "inference"), torch.set_grad_enabled(bool(leaves)):
+    inference, kept_generator = torch.inference_mode(call.wanted == "inference"), torch.random.fork_rng(devices=[])
+    with inference, torch.set_grad_enabled(bool(leaves)), kept_generator:
+        torch.manual_seed(call.torch_seed)
         found = attention(**given)
     output, lse = found if call.return_lse else (found, None)
     results = {"output": output.detach()} | ({} if lse is None else {"lse": lse.detach()})
@@ -218,8 +225,9 @@ def _beside_plain(question: Question, name: str, found: tuple, where: tuple, pla
     fine = np.isfinite(theirs)
     if call.is_huge or call.dtype == "float16" or call.bad == "seen":
         wrong &= fine
-    if call.is_huge and name in INPUTS and not bool(plain["output"].isfinite().all()):
-        return 0.0  # scores left fp32, and what comes of them is nobody's to say
+    may_leave = call.is_huge or (call.dtype == "float16" and call.dropout_p > 0)
+    if may_leave and name in INPUTS and not bool(plain["output"].isfinite().all()):
+        return 0.0  # scores left fp32, or a value times 1 / (1 − p) fp16, and what comes of them is nobody's to say
     inside = fine & checked & (np.abs(exact) + error < most)
     apart = np.abs(np.subtract(theirs, exact, out=np.zeros_like(exact), where=inside))
     axes = tuple(range(2, apart.ndim))
@@ -256,8 +264,12 @@ def plainly(call: Call, numbers: Arrays) -> Answer:
         **{f"layout_{x}": "contiguous" for x in INPUTS[:3]},
     )  # fmt: skip
 
-    def attention(*, tolerance, return_lse, slopes, right_slopes, key_bias, **rest):
+    kept = dropout_factors(call, numbers)
+
+    def attention(*, tolerance, return_lse, slopes, right_slopes, key_bias, dropout_p, **rest):
         wide = torch.float64 if call.dtype == "float64" else torch.float32
+        if kept is not None:
+            rest["kept"] = torch.from_numpy(kept).to(wide)
         slopes = torch.as_tensor(slopes, dtype=wide)
         right = None if right_slopes is None else torch.as_tensor(right_slopes, dtype=wide)
         if right is not None:  # inf·0 is NaN

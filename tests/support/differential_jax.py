@@ -9,6 +9,7 @@ import torch
 from differential_arrays import Arrays
 from differential_calls import Call, settled, wanted
 from differential_checks import Answer
+from dropout_oracle import drawn_seed
 
 from alibi_attn.jax.attention import alibi_attention
 
@@ -30,6 +31,7 @@ def of_shape(call: Call, backend: str) -> Call:
         "key_bias_as": "float32",
         "integers": "int64",
         "value_is_key": False,
+        "dropout_p": 0.5 if call.dropout_p else 0.0,  # one of them, since each is compiled
     }
     if call.offset is not None and abs(call.offset) > FARTHEST:  # which JAX refuses: its positions are int32
         changes["offset"] = call.offset % FARTHEST
@@ -54,8 +56,11 @@ def jax_answer(call: Call, numbers: Arrays, backend: str) -> Answer:
         "causal": call.causal, "window": call.window or NO_WINDOW, "scale": call.factor,
         "query_offset": numbers.first, "segment_ids": pair,
         "key_mask": np.ones((b, s), bool) if numbers.key_mask is None else numbers.key_mask,
-        "tolerance": call.share, "backend": backend.removeprefix("jax-"),
+        "tolerance": call.share, "backend": backend.removeprefix("jax-"), "dropout_p": call.dropout_p,
     }  # fmt: skip
+    if call.dropout_p:
+        seed = drawn_seed(call.torch_seed)
+        rest["dropout_key"] = jnp.array([seed >> 32, seed % 2**32], jnp.uint32)
     (output, lse), pull = jax.vjp(lambda arrays: alibi_attention(**arrays, **rest, return_lse=True), given)
     results = {"output": _torch(output)} | ({"lse": _torch(lse)} if call.return_lse else {})
     if wanted(call):

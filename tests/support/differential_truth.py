@@ -5,7 +5,8 @@ rounding their sums costs, so a weight p is off by the factor exp(±that); what 
 weights it is carried through every sum, with the magnitudes of the terms, not of the results: where a sum cancels, its digits go.
 A sum of n numbers is taken to lose 4 + √n units of the sum of their magnitudes (Higham & Mary 2019, doi:10.1137/18M1226312).
 A bias b_j of a key counts from that of some finite key near the query, b_ref, and costs a few units of |b_j − b_ref|
-(`differential_biases.py`).
+(`differential_biases.py`). Dropout multiplies weights, but not in the log-sum-exp, by factors that cost two units each, their own
+rounding and a product's.
 
 Arrays of queries and keys are made for a block of queries at a time, with the keys that any of them sees, and most of what is
 done to them is done in place: a processor's caches hold them, and the truth costs less than the answers that are held against it.
@@ -19,6 +20,7 @@ import numpy as np
 from differential_arrays import Arrays
 from differential_biases import largest_bias, references
 from differential_calls import BITS, Call, lse_dtype, slopes_dtype, wanted
+from dropout_oracle import drawn_seed, factors
 
 SMALLEST = {"float16": 2.0**-24, "bfloat16": 2.0**-126, "float32": 2.0**-126, "float64": 2.0**-1022}
 # Relative error of an exponential, four units; see `differential_checks` for those that are worse.
@@ -48,6 +50,16 @@ def truth(call: Call, numbers: Arrays, *, bits: int | None = None) -> Truth:
         return _Sums(call, numbers, bits).truth()
 
 
+def dropout_factors(call: Call, numbers: Arrays) -> np.ndarray | None:
+    """[B, H, T, S], of the weights; None without dropout."""
+    if call.dropout_p == 0:
+        return None
+    return factors(
+        drawn_seed(call.torch_seed), call.dropout_p, batch=call.batch, heads=call.heads,
+        positions=numbers.first[:, None] + np.arange(call.query_len), key_len=call.key_len,
+    ).numpy()  # fmt: skip
+
+
 class _Sums:
     """The sums of one call over its blocks of queries. Names that begin with `of_` are of errors."""
 
@@ -62,6 +74,8 @@ class _Sums:
         self.tiny = 2.0**-24 if call.dtype == "float16" else 2.0**-120 if call.dtype != "float64" else 2.0**-1000
         self.seen = numbers.seen(call)
         self.blind = ~self.seen.any(-1)
+        self.factors = dropout_factors(call, numbers)
+        self.of_factor = 0.0 if self.factors is None else 2 * self.unit
         self._inputs()
         self._results()
 
@@ -185,6 +199,11 @@ class _Block:
         self.position = (sums.numbers.first[b, None] + np.arange(sums.call.query_len)[t])[:, None]
         distance = (self.position[..., None] - np.arange(sums.call.key_len)[keys]).astype(np.float64)  # [b, 1, t, s]
         self.away, self.to_right = np.abs(distance), distance < 0
+        self.factors = None if sums.factors is None else sums.factors[b, h, t, keys]
+
+    def dropped(self, x: np.ndarray) -> np.ndarray:
+        """Of weights, or of what is multiplied by them: times the factors of dropout."""
+        return x if self.factors is None else x * self.factors
 
     def weigh(self) -> None:
         """p, and how far it may be off: by the errors of scores and of their log-sum-exp, and by what is skipped."""
@@ -262,10 +281,11 @@ class _Block:
     def put_output(self) -> None:
         sums = self.sums
         v, of_v, share = sums.v[self.keys], sums.of_v[self.keys], sums.call.share
-        self.output = self.p @ v
+        self.output = self.dropped(self.p) @ v
         most = (self.seen * of_v.max(-1)[:, :, None]).max(-1)[..., None]
-        self.of_output = np.minimum(self.skipped @ of_v, 2 * share * most)
-        self.of_output += (self.of_p + sums.lost(sums.call.key_len) * self.p) @ of_v
+        self.of_output = np.minimum(self.dropped(self.skipped) @ of_v, 2 * share / (1 - sums.call.dropout_p) * most)
+        lost = sums.lost(sums.call.key_len) + sums.of_factor
+        self.of_output += self.dropped(self.of_p + lost * self.p) @ of_v
         sums.output[self.at], sums.of_output[self.at] = self.output, self.of_output
 
     def put_gradients(self) -> None:
@@ -286,10 +306,10 @@ class _Block:
             sums.dk[self.keys] += call.factor * (ds.swapaxes(-1, -2) @ sums.q[self.at])
             sums.of_dk[self.keys] += factor * (with_lost(of_ds, size, terms).swapaxes(-1, -2) @ sums.of_q[self.at])
         if "value" in sums.wanted:
-            sums.dv[self.keys] += self.p.swapaxes(-1, -2) @ sums.go[self.at]
+            sums.dv[self.keys] += self.dropped(self.p).swapaxes(-1, -2) @ sums.go[self.at]
             changed = with_lost(self.skipped, self.p, terms)
-            changed += 2 * self.of_p
-            sums.of_dv[self.keys] += changed.swapaxes(-1, -2) @ sums.of_go[self.at]
+            changed += 2 * self.of_p + sums.of_factor * self.p
+            sums.of_dv[self.keys] += self.dropped(changed).swapaxes(-1, -2) @ sums.of_go[self.at]
         if sums.dslopes:
             self._put_slopes(ds, with_lost(of_ds, size, call.query_len * call.key_len), adrift)
         if "key_bias" in sums.wanted:
@@ -302,9 +322,11 @@ class _Block:
         sums, call = self.sums, self.sums.call
         go, gl, lost = sums.go[self.at], sums.gl[self.at], sums.lost(call.head_dim)
         of_go = sums.of_go[self.at]
-        ds = go @ sums.v[self.keys].swapaxes(-1, -2)
+        lost += sums.of_factor
+        ds = self.dropped(go @ sums.v[self.keys].swapaxes(-1, -2))
         sizes = of_go @ sums.of_v[self.keys].swapaxes(-1, -2)
         sizes += sums.vanished
+        sizes = self.dropped(sizes)
         ds -= ((go * self.output).sum(-1) - gl)[..., None]
         of_inner = (of_go * (self.of_output + self._stored() + lost * np.abs(self.output))).sum(-1)
         of_inner += 4 * sums.unit * np.abs(gl)

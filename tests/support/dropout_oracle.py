@@ -26,6 +26,11 @@ def keeps(seed: int, b: int, h: int, i: int, j: int, p: float) -> bool:
     return words(key, (i + shift) % 2**32, j % 2**32 // 2)[j % 2] >= round(p * 2**32)
 
 
+def drawn_seed(torch_seed: int) -> int:
+    """What a call takes from torch's generator where that has been given this seed: one number of 62 bits."""
+    return int(torch.randint(2**62, (), generator=torch.Generator().manual_seed(torch_seed)))
+
+
 def factors(
     seed: int,
     p: float,
