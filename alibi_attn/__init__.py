@@ -6,14 +6,13 @@ Names are loaded when they are first used: importing the package loads no framew
 import importlib
 from typing import TYPE_CHECKING
 
-from alibi_attn.slopes import alibi_slopes, interpolate_slopes
-
 if TYPE_CHECKING:
     from alibi_attn.attention.api import alibi_attention, certified_block_mask, explain, head_reach
     from alibi_attn.attention.bias import alibi_bias
     from alibi_attn.attention.forgetting import forgetting_attention
     from alibi_attn.attention.varlen import alibi_attention_varlen
     from alibi_attn.nn import ALiBiAttention, ALiBiPositionalBias, ALiBiTransformerBlock, KVCache
+    from alibi_attn.slopes import alibi_slopes, interpolate_slopes
 
 __version__ = "0.1.0"
 
@@ -41,10 +40,12 @@ _HOMES = {
     "alibi_attention": "alibi_attn.attention.api",
     "alibi_attention_varlen": "alibi_attn.attention.varlen",
     "alibi_bias": "alibi_attn.attention.bias",
+    "alibi_slopes": "alibi_attn.slopes",
     "certified_block_mask": "alibi_attn.attention.api",
     "explain": "alibi_attn.attention.api",
     "forgetting_attention": "alibi_attn.attention.forgetting",
     "head_reach": "alibi_attn.attention.api",
+    "interpolate_slopes": "alibi_attn.slopes",
 }
 
 

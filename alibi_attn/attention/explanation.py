@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 
 from alibi_attn.attention import dispatch
+from alibi_attn.attention.backends.native import backend as native
+from alibi_attn.attention.backends.native import build
 from alibi_attn.attention.spec import AttentionSpec, dtype_name
 from alibi_attn.attention.visibility import largest_distance, visible_count
 
@@ -54,6 +56,8 @@ def _backends(spec: Spec, name: str, asked: str, query: Tensor, key: Tensor, val
         reason = backend.why_not(spec, query, key, value)
         if other == name:
             verdict = "runs" + (" (picked by auto)" if asked == "auto" else " (asked for)")
+            if other == native.name:
+                verdict += f": {build.instructions()}"
         elif reason is not None:
             verdict = f"cannot: {reason}"
         else:

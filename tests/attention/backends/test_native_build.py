@@ -23,8 +23,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., bytes]:
     """small(*names) -> a shared library with functions of these names that do nothing, and what is asked of every library."""
     folder = tmp_path_factory.mktemp("small")
     constants = "".join(f"ALIBI_{name}={value!r} " for name, value in build.FOR_CPP.items())
-    answers = f'"{constants}"', str(ctypes.sizeof(build.Call)), "0"
-    asked = zip(("const char *", "long ", "long "), build.QUESTIONS, answers, strict=True)
+    answers = f'"{constants}"', '"few"', str(ctypes.sizeof(build.Call)), "0"
+    asked = zip(("const char *", "const char *", "long ", "long "), build.QUESTIONS, answers, strict=True)
     questions = "".join(f'extern "C" {kind}{name}() {{ return {answer}; }}\n' for kind, name, answer in asked)
 
     def compiled(*names: str) -> bytes:
@@ -132,7 +132,7 @@ def test_a_compiler_that_makes_something_else_is_told(
     assert "alibi_forward_float32" in str(asked_anew())
     empty = Compiler(tmp_path / "empty", b"")
     monkeypatch.setenv("CXX", shlex.quote(str(empty.path)))
-    assert "what the compiler made cannot be loaded: " in str(asked_anew())
+    assert "the compiled kernels cannot be loaded: " in str(asked_anew())
 
 
 CODE = "from alibi_attn.attention.backends.native import build; print(build.why_not(), build.library()._name)"

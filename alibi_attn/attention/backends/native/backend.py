@@ -1,4 +1,4 @@
-"""CPU: our own kernels in C++, compiled for the processor they run on; each block of queries reads only its certified band.
+"""CPU: our own kernels in C++, compiled for the processor or its level; each block of queries reads only its certified band.
 
 The kernels decide how far a block must look while they look (`certificate.hpp`) and divide the work (`tasks.hpp`);
 `visited.py` is what they visited. This module lays out a call and makes an operator of it. Half precision is computed in fp32.
@@ -31,7 +31,7 @@ _is_built = torch.compiler.assume_constant_result(build.why_not)
 
 
 def why_not(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> str | None:
-    """Needs a CPU and a C++ compiler."""
+    """Needs a CPU, and the kernels of a wheel or a C++ compiler."""
     if query.device.type != "cpu":
         return f"it runs on the CPU but query is on {query.device}"
     return why_not_compiled() or _is_built()

@@ -1,8 +1,10 @@
-"""The compiled kernels: built once for this processor by the compiler that is there, kept in the user's cache, then only loaded.
+"""The compiled kernels: those of the wheel, for the best level that this processor has (`levels.py`); where there is none (the
+source tree, an editable install, a wheel made without a compiler) they are built once by the compiler that is there, for this
+processor, kept in the user's cache, then only loaded.
 
-Nothing is compiled before the first call that wants it (four seconds). A file in the cache is named by what it was made from
-(sources, flags, compiler and processor, so a change of any of them makes another) and by what it holds: one that is damaged
-is not loaded but made anew. Where nothing can be kept it is compiled for the process alone, and nothing is left behind.
+Nothing is compiled before the first call that wants it (four seconds). A file in the cache is named by its level, by what it was
+made from (sources, flags, compiler and processor, so a change of any of them makes another) and by what it holds: one that is
+damaged is not loaded but made anew. Where nothing can be kept it is compiled for the process alone, and nothing is left behind.
 """
 
 import ctypes
@@ -15,6 +17,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from alibi_attn.attention.backends.native.levels import LEVELS, NATIVE, Level
 from alibi_attn.attention.certificate.constants import FOR_CPP
 
 FOLDER = Path(__file__).parent
@@ -31,12 +34,12 @@ HEADERS = (
     "certificate.hpp",
     "tasks.hpp",
 )
-FLAGS = (
-    "-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-fno-exceptions", "-fno-rtti",
+FLAGS = (  # and those of a level
+    "-std=c++17", "-O3", "-fopenmp", "-fPIC", "-fno-exceptions", "-fno-rtti",
     *(f"-DALIBI_{name}={value!r}" for name, value in FOR_CPP.items()),
 )  # fmt: skip
 FUNCTIONS = ("alibi_forward_float32", "alibi_forward_float64", "alibi_backward_float32", "alibi_backward_float64")
-QUESTIONS = ("alibi_built_with", "alibi_call_bytes", "alibi_backward_tasks")
+QUESTIONS = ("alibi_built_with", "alibi_instructions", "alibi_call_bytes", "alibi_backward_tasks")
 TIMEOUT_S = 120
 
 
@@ -78,31 +81,70 @@ def why_not() -> str | None:
     return None
 
 
-def library() -> ctypes.CDLL:
-    """The loaded library.
+def library(level: Level | None = None) -> ctypes.CDLL:
+    """The loaded library: the wheel's or one compiled here, of `level` or of the best that this processor has.
 
     Raises:
-        BuildError: no compiler, or one that cannot compile or link this; says what to do.
+        BuildError: no compiler, one that cannot compile or link this, or no such processor; says what to do.
     """
-    found = _found(*map(os.environ.get, ("CXX", "XDG_CACHE_HOME", "HOME")))
+    found = _found(level, *map(os.environ.get, ("CXX", "XDG_CACHE_HOME", "HOME")))
     if isinstance(found, str):
         raise BuildError(found)
     return found
 
 
+def instructions() -> str:
+    """Which instructions the kernels use, and where they come from: "AVX2, from the wheel"."""
+    loaded = library()
+    origin = "from the wheel" if Path(loaded._name).parent == FOLDER else "compiled here"
+    return f"{loaded.alibi_instructions().decode()}, {origin}"
+
+
+def shipped(level: Level) -> Path:
+    """Where a wheel has the kernels of a level."""
+    return FOLDER / f"kernels-{level.name}.so"
+
+
+def compile_for_wheel(level: Level, target: Path) -> None:
+    """The library of a level, without an OpenMP of its own: it takes the process's, so no wheel brings torch's a second time.
+
+    Raises:
+        BuildError: no compiler, one that fails, or clang, whose code calls another OpenMP than torch's.
+    """
+    command = _command(os.environ.get("CXX"))
+    if b"__clang__" in _defined(command, level):
+        told = f"{shlex.join(command)} is clang, whose code calls libomp, but torch brings GCC's libgomp"
+        raise BuildError(f"the kernels of a wheel must be compiled by GCC: {told}; unset CXX, or name g++ in it")
+    with tempfile.TemporaryDirectory(prefix="alibi-attn-") as inside:
+        objects = [str(Path(inside) / f"{source}.o") for source in SOURCES]
+        for source, compiled in zip(SOURCES, objects, strict=True):
+            _run(command, *FLAGS, *level.flags, "-c", str(FOLDER / source), "-o", compiled)
+        _run(command, "-shared", *objects, "-o", str(target))  # -fopenmp here would name libgomp
+
+
 @functools.cache
-def _found(compiler: str | None, cache: str | None, home: str | None) -> ctypes.CDLL | str:
+def _found(level: Level | None, compiler: str | None, cache: str | None, home: str | None) -> ctypes.CDLL | str:
     """The library, or why there is none; asked once a process and environment."""
     try:
+        if level is not None and level.lacks:
+            raise BuildError(f"{level.words} kernels cannot run here: this processor lacks {', '.join(level.lacks)}")
+        for candidate in LEVELS if level is None else (level,):
+            if not candidate.lacks and shipped(candidate).exists():
+                return _load(shipped(candidate))
+        level = level or NATIVE
         command = _command(compiler)
-        # Everything the compiler defines for this processor: its version, and the instructions that it may use.
-        defined = _run(command, *FLAGS, "-dM", "-E", "-x", "c++", os.devnull)
+        flags = (*FLAGS, *level.flags)
         sources = b"".join((FOLDER / name).read_bytes() for name in (*HEADERS, *SOURCES))
-        name = "kernels-" + _digest(sources + defined + shlex.join([*command, *FLAGS]).encode())
-        folder = _cache_folder(cache)
-        return _kept(folder, name) or _compiled(command, folder, name)
+        digest = _digest(sources + _defined(command, level) + shlex.join([*command, *flags]).encode())
+        folder, name = _cache_folder(cache), f"kernels-{level.name}-{digest}"
+        return _kept(folder, name) or _compiled(command, flags, folder, name)
     except BuildError as error:
         return str(error)
+
+
+def _defined(command: list[str], level: Level) -> bytes:
+    """Everything the compiler defines for a level: its version, and the instructions that it may use."""
+    return _run(command, *FLAGS, *level.flags, "-dM", "-E", "-x", "c++", os.devnull)
 
 
 def _command(compiler: str | None) -> list[str]:
@@ -141,11 +183,11 @@ def _kept(folder: Path | None, name: str) -> ctypes.CDLL | None:
     return None
 
 
-def _compiled(command: list[str], folder: Path | None, name: str) -> ctypes.CDLL:
+def _compiled(command: list[str], flags: tuple[str, ...], folder: Path | None, name: str) -> ctypes.CDLL:
     try:
         with tempfile.TemporaryDirectory(prefix="alibi-attn-", ignore_cleanup_errors=True) as inside:
             built = Path(inside) / "kernels.so"
-            _run(command, *FLAGS, "-shared", *(str(FOLDER / source) for source in SOURCES), "-o", str(built))
+            _run(command, *flags, "-shared", *(str(FOLDER / source) for source in SOURCES), "-o", str(built))
             kept = None if folder is None else _keep(built, folder, name)
             return _load(kept or built)  # what is loaded stays, though its file goes
     except OSError as error:
@@ -193,16 +235,16 @@ def _run(command: list[str], *arguments: str) -> bytes:
 
 
 def _load(path: Path) -> ctypes.CDLL:
-    """torch has loaded its OpenMP for everybody before: the kernels share its threads."""
     try:
-        loaded = ctypes.CDLL(str(path))
+        loaded = _opened(path)
         functions = [getattr(loaded, name) for name in FUNCTIONS]
-        built_with, call_bytes, tasks = (getattr(loaded, name) for name in QUESTIONS)
+        built_with, words, call_bytes, tasks = (getattr(loaded, name) for name in QUESTIONS)
     except (OSError, AttributeError) as error:
-        raise BuildError(f"what the compiler made cannot be loaded: {error}") from None
+        raise BuildError(f"the compiled kernels cannot be loaded: {error}") from None
     for function in functions:
         function.argtypes, function.restype = [ctypes.c_void_p], None
-    built_with.restype, call_bytes.restype, tasks.restype = ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64
+    built_with.restype = words.restype = ctypes.c_char_p
+    call_bytes.restype = tasks.restype = ctypes.c_int64
     tasks.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
     found = f"{built_with().decode()}call_bytes={call_bytes()}"
     wanted = "".join(f"ALIBI_{name}={value!r} " for name, value in FOR_CPP.items())
@@ -210,3 +252,17 @@ def _load(path: Path) -> ctypes.CDLL:
     if found != wanted:
         raise BuildError(f"the kernels were built with other constants than these: {found}, not {wanted}")
     return loaded
+
+
+def _opened(path: Path) -> ctypes.CDLL:
+    """torch has loaded its OpenMP for everybody before: the kernels share its threads; without torch they get the system's."""
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError:
+        if path.parent != FOLDER:
+            raise
+    try:
+        ctypes.CDLL("libgomp.so.1", mode=ctypes.RTLD_GLOBAL)
+    except OSError as error:
+        raise OSError(f"{error}; import torch before, which brings it, or install GCC's OpenMP (libgomp1)") from None
+    return ctypes.CDLL(str(path))

@@ -166,3 +166,20 @@ extern "C" void alibi_forward_float32(const Call<float> *call) { run(*call); }
 extern "C" void alibi_forward_float64(const Call<double> *call) { run(*call); }
 extern "C" const char *alibi_built_with() { return ALIBI_BUILT_WITH; }
 extern "C" int64_t alibi_call_bytes() { return sizeof(Call<float>); }
+
+// The words of a level of `levels.py`, or what there is beside them.
+extern "C" const char *alibi_instructions() {
+#if defined(__AVX512BF16__)
+    return "AVX512-BF16";
+#elif defined(__AVX512F__)
+    return "AVX-512";
+#elif defined(__AVX2__)
+    return "AVX2";
+#elif defined(__SSE2__)
+    return "SSE2";
+#elif defined(__ARM_NEON)
+    return "NEON";
+#else
+    return "no vector instructions";
+#endif
+}

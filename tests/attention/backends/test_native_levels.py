@@ -1,0 +1,189 @@
+"""The kernels at every level of instructions: what they compute, who compiles them in silence, which of a wheel's are picked."""
+
+import ctypes
+import functools
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from attention_cases import CASES
+from attention_checks import answer, assert_exact
+
+from alibi_attn import explain
+from alibi_attn.attention.backends.native import build, levels
+from alibi_attn.attention.backends.native.levels import LEVELS, NATIVE, V2, V3, V4, Level
+
+TOLERANCE = {torch.float32: 2.0**-23 / 32, torch.float64: 2.0**-52 / 32}
+SSE2 = Level("sse2", "SSE2", ("-march=x86-64",), frozenset())  # below those that a wheel has, for vectors of 16 bytes
+SHORT_LIST = (SSE2, LEVELS[-1], NATIVE) if platform.machine() == "x86_64" else (NATIVE,)
+LONG_LIST = LEVELS[:-1] if platform.machine() == "x86_64" else ()
+ANSWERS = 'const char *alibi_instructions() {{ return "{}"; }} const char *alibi_built_with() {{ return "{}"; }}'
+
+
+@pytest.fixture(
+    params=[*SHORT_LIST, *(pytest.param(x, marks=pytest.mark.long) for x in LONG_LIST)], ids=lambda level: level.name
+)
+def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Level:
+    """One after another; every call in this test runs at this level."""
+    if request.param.lacks:
+        pytest.skip(f"this processor lacks {', '.join(request.param.lacks)}")
+    monkeypatch.setattr(build, "library", functools.partial(build.library, request.param))
+    return request.param
+
+
+def test_every_level_gives_the_definition(level: Level) -> None:
+    """To rounding, so all give the same."""
+    assert level is NATIVE or build.instructions() == f"{level.words}, compiled here"
+    for dtype in (torch.float32, torch.float64):
+        for case in CASES:
+            assert_exact(case, dtype, answer(case, dtype, backend="native"), tolerance=TOLERANCE[dtype])
+
+
+def test_explain_says_which_instructions_run(level: Level) -> None:
+    tensors = torch.randn(3, 1, 8, 1500, 64)
+    assert f"native     runs (picked by auto): {build.instructions()}\n" in explain(*tensors)
+    assert f"native     runs (asked for): {build.instructions()}\n" in explain(*tensors, backend="native")
+    assert "dense      runs (asked for)\n" in explain(*tensors, backend="dense")
+
+
+COMPILERS = [
+    pytest.param(compiler, level, id=f"{compiler}-{level.name}", marks=() if level is NATIVE else pytest.mark.long)
+    for compiler in ("g++", "clang++")
+    for level in (*SHORT_LIST, *LONG_LIST)
+]
+
+
+@pytest.mark.parametrize(("compiler", "level"), COMPILERS)
+def test_compilers_have_nothing_to_say_about_the_sources(compiler: str, level: Level, tmp_path: Path) -> None:
+    """Optimized only in the long list, where the optimizer can speak too."""
+    if shutil.which(compiler) is None:
+        pytest.skip(f"there is no {compiler}; Debian's is in the package {compiler.rstrip('+')}")
+    warnings = "-O0" if level is NATIVE else "-O3", "-Wall", "-Wextra", "-Wpedantic", "-Werror"
+    for source in build.SOURCES:
+        command = [compiler, *build.FLAGS, *level.flags, *warnings, "-c", str(build.FOLDER / source), "-o", os.devnull]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+NAMED_OTHERWISE = {
+    "abm": "LZCNT", "avx512_bf16": "AVX512BF16", "bmi1": "BMI", "cx16": "GCC_HAVE_SYNC_COMPARE_AND_SWAP_16",
+    "lahf_lm": "LAHF_SAHF", "pni": "SSE3",
+}  # fmt: skip
+
+
+def macros(*flags: str) -> set[str]:
+    """What the compiler may use, by its own names."""
+    command = ["g++", *flags, "-dM", "-E", "-x", "c++", os.devnull]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return {line.split()[1].strip("_") for line in done.stdout.splitlines()}
+
+
+@pytest.mark.skipif(not LONG_LIST, reason="x86-64 has these levels")
+def test_a_level_needs_what_its_flags_allow_the_compiler() -> None:
+    here, own = levels.features(), macros("-march=native")
+    for level in LEVELS:
+        needs, allowed = {NAMED_OTHERWISE.get(name, name.upper()) for name in level.needs}, macros(*level.flags)
+        assert needs <= allowed
+        assert {name for name in allowed if name.startswith(("AVX", "SSE4", "SSSE", "FMA", "BMI", "LZCNT"))} <= needs
+        for name in level.needs & here:  # by Linux's own names
+            assert NAMED_OTHERWISE.get(name, name.upper()) in own
+        assert bool(level.lacks) == (not needs <= own), "a name that Linux does not write leaves a level out"
+
+
+class Wheel:
+    """A folder in the place of the package's, with libraries that say which they are."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def add(self, level: Level, *flags: str, tile: int = build.FOR_CPP["TILE"], more: str = "") -> None:
+        constants = "".join(f"ALIBI_{name}={value!r} " for name, value in (build.FOR_CPP | {"TILE": tile}).items())
+        functions = "".join(f"void {name}(void *) {{}}\n" for name in (*build.FUNCTIONS, "alibi_backward_tasks"))
+        bytes_of_call = f"long alibi_call_bytes() {{ return {ctypes.sizeof(build.Call)}; }}"
+        source = self.folder / "small.cpp"
+        source.write_text(
+            f'extern "C" {{\n{functions}{bytes_of_call}{ANSWERS.format(level.words, constants)}{more}\n}}\n'
+        )
+        objects = self.folder / "small.o"
+        subprocess.run(["g++", *flags, "-fPIC", "-c", str(source), "-o", str(objects)], check=True)
+        subprocess.run(["g++", "-shared", str(objects), "-o", str(build.shipped(level))], check=True)
+
+    def runs_on(self, *has: str) -> str:
+        build._found.cache_clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(levels, "features", lambda: frozenset(has))
+            return build.why_not() or build.instructions()
+
+
+@pytest.fixture
+def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wheel]:
+    """Without a compiler."""
+    monkeypatch.setattr(build, "FOLDER", tmp_path)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    build._found.cache_clear()
+    yield Wheel(tmp_path)
+    build._found.cache_clear()
+
+
+def test_a_wheel_s_kernels_are_picked_by_what_the_processor_has(wheel: Wheel) -> None:
+    for level in LEVELS:
+        wheel.add(level)
+    assert wheel.runs_on(*V4, "avx512_bf16", "amx_bf16") == "AVX512-BF16, from the wheel"
+    assert wheel.runs_on(*V4) == "AVX-512, from the wheel"
+    assert wheel.runs_on(*V4 - {"avx512vl"}, "avx512_bf16") == "AVX2, from the wheel"
+    assert wheel.runs_on(*V3) == "AVX2, from the wheel"
+    for older in (V3 - {"avx2"}, V2, ()):
+        assert "there is no C++ compiler 'no-such-compiler'" in wheel.runs_on(*older)
+    build.shipped(LEVELS[0]).unlink()
+    assert wheel.runs_on(*LEVELS[0].needs) == "AVX-512, from the wheel"
+
+
+def test_a_level_that_is_asked_for_is_not_replaced_by_another(wheel: Wheel, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheel.add(LEVELS[2])
+    monkeypatch.setattr(levels, "features", lambda: V3)
+    assert build.library(LEVELS[2]).alibi_instructions() == b"AVX2"
+    with pytest.raises(
+        build.BuildError, match=r"AVX-512 kernels cannot run here: this processor lacks avx512bw, .*avx512vl$"
+    ):
+        build.library(LEVELS[1])
+
+
+def test_a_wheel_s_kernels_that_are_of_another_version_or_damaged_are_refused(wheel: Wheel) -> None:
+    wheel.add(LEVELS[2], tile=32)
+    assert "the kernels were built with other constants than these: ALIBI_TILE=32 " in wheel.runs_on(*V3)
+    build.shipped(LEVELS[1]).write_bytes(b"nothing")
+    assert "the compiled kernels cannot be loaded: " in wheel.runs_on(*V4)
+
+
+WITHOUT_TORCH = """
+import sys
+from pathlib import Path
+from alibi_attn.attention.backends.native import build
+build.FOLDER = Path(sys.argv[1])
+print(build.why_not() or build.instructions(), {"torch", "numpy"} & set(sys.modules))
+"""
+
+
+def test_a_wheel_s_kernels_find_openmp_without_torch(wheel: Wheel) -> None:
+    """They name none, so that torch's is not there twice; in JAX alone nobody has loaded one."""
+    wheel.add(LEVELS[2], "-fopenmp", more="int omp_get_num_threads(); int threads() { return omp_get_num_threads(); }")
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, str(wheel.folder)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "AVX2, from the wheel set()\n"
+
+
+def test_kernels_of_a_wheel_are_not_compiled_by_clang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clang = tmp_path / "clang"
+    clang.write_text("#!/bin/sh\necho '#define __clang__ 1'\n")
+    clang.chmod(0o755)
+    monkeypatch.setenv("CXX", str(clang))
+    with pytest.raises(build.BuildError, match=r"must be compiled by GCC: .* is clang, whose code calls libomp"):
+        build.compile_for_wheel(LEVELS[0], tmp_path / "kernels.so")
+    assert not (tmp_path / "kernels.so").exists()
