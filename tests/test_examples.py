@@ -1,0 +1,114 @@
+"""Every example runs in small, says what it promises, and is short enough to be read at once."""
+
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from encoder_oracle import config, random_state, write_folder, write_tokenizer
+
+EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
+MAX_LINES = 60
+Run = Callable[..., str]
+
+
+@pytest.fixture
+def run(capsys, monkeypatch, tmp_path) -> Run:
+    """run("train", "--steps", 2) -> what the example prints."""
+
+    def example(name: str, *arguments: object) -> str:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, arguments)])
+        runpy.run_path(str(EXAMPLES[0].parent / f"{name}.py"), run_name="__main__")
+        return capsys.readouterr().out
+
+    return example
+
+
+def numbers(pattern: str, printed: str) -> list[float]:
+    return [float(found.replace(",", "")) for found in re.findall(pattern, printed)]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_is_short_asks_one_question_and_is_tested(path):
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= MAX_LINES
+    assert f"python examples/{path.name}" in "\n".join(lines[:6])
+    assert f"def test_{path.stem}" in Path(__file__).read_text(encoding="utf-8")
+
+
+def test_train(run):
+    printed = run("train", "--steps", 12)
+    losses = numbers(r"at once: ([\d.]+) nats", printed)
+    assert len(losses) == 4
+    assert max(losses) < 4.5  # of ln 256 = 5.5 without training, 64 times the trained length included
+    assert max(losses) - min(losses) < 0.3
+
+
+def test_patch_bloom(run):
+    printed = run("patch_bloom", "--length", 300)
+    assert "2 layers patched" in printed
+    assert numbers(r"differ by (\S+) of", printed)[0] < 1e-4
+    assert len(re.search(r"generated: \[(.*)\]", printed).group(1).split(",")) == 5
+
+
+def test_forgetting_cache(run):
+    printed = run("forgetting_cache", "--tokens", 4000)
+    kept = re.findall(r"heads keep (.*);", printed)
+    assert len(kept) == 4
+    assert kept[1] == kept[2] == kept[3]
+    assert numbers(r"differ by (\S+) at", printed)[-1] < 1e-4
+
+
+def test_embed_documents_of_random_weights_and_of_a_checkpoint(run, tmp_path):
+    printed = run("embed_documents")
+    assert "5,230 tokens in a batch of 16,000" in printed
+    assert numbers(r"alone differs by (\S+)", printed)[0] < 1e-4
+    folder = write_tokenizer(write_folder(tmp_path / "jina", random_state("jina"), config("jina")))
+    for name, text in (("a.txt", "a b c"), ("b.txt", "d e f g")):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    rows = run("embed_documents", folder, "a.txt", "b.txt").splitlines()
+    assert [row.split()[0] for row in rows[-2:]] == ["a.txt", "b.txt"]
+    assert rows[-2].split()[1] == rows[-1].split()[2] == "1.00"
+
+
+def test_forget_gates(run):
+    printed = run("forget_gates", "--length", 1024)
+    assert max(numbers(r"differ\w* .*by (\S+)", printed)) < 1e-4
+    reaches = numbers(r"at most ([\d,]+) tokens", printed)
+    assert reaches == sorted(reaches)
+    assert len(reaches) == 3
+
+
+def test_flax_training(run):
+    pytest.importorskip("flax", reason="Flax is not installed")
+    losses = numbers(r": ([\d.]+) nats", run("flax_training", 40))
+    assert len(losses) == 2
+    assert max(losses) < 2.5  # of ln 16 = 2.8
+
+
+def test_context_parallel():
+    """In a process of its own: it starts two more, which look for it by its file."""
+    script = str(EXAMPLES[0].parent / "context_parallel.py")
+    command = [sys.executable, "-W", "error", script, "--length", "512"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr
+    sent, everything = numbers(r"([\d,]+) rows", done.stdout)[:2]
+    assert 0 < sent < everything / 2
+    assert len(numbers(r"differ by (\S+) from", done.stdout)) == 2
+    assert max(numbers(r"differ by (\S+) from", done.stdout)) < 1e-4
+
+
+def test_five_demonstrations(run, tmp_path):
+    printed = run("five_demonstrations", "--png", tmp_path / "heads.png")
+    assert re.findall(r"^(\d)\.", printed, flags=re.MULTILINE) == ["1", "2", "2", "2", "3", "4", "5"]
+    assert "[2, 10, 64] in, [2, 10, 64] out" in printed
+    shares = numbers(r": ([\d.]+)% \(", printed)
+    assert len(shares) == 3
+    assert min(shares) > 50  # of 6 % by chance, eight times the trained length included
+    assert numbers(r"by ([\d.e+-]+) at most", printed)[0] < 1e-4
+    assert "16,384; of its four linear maps: 16,384" in printed
+    assert (tmp_path / "heads.png").read_bytes().startswith(b"\x89PNG")
