@@ -12,6 +12,9 @@ stretches of the largest length L_max, spread evenly over the text, each with L_
   Where this is as good, attention gained nothing by looking further than in training; where it is better, it lost by it. With n
   layers what a token knows may still come from n·(L₀ − 1) tokens back. At lengths up to L₀ it is the nonoverlapping pass.
 * by position: the nonoverlapping losses at the largest length that the method can do, averaged by place in the piece.
+* by part: the scored tokens in order of the text, cut into at most 32 equal parts of at least 128 tokens, and the mean loss of
+  each at every length. The parts are the same at all lengths and for all models, so that differences can be paired: what a number
+  would be on other text of this kind can be estimated from how it varies over them.
 
 Losses are in nats per token. Read next: `experiment.py`.
 """
@@ -39,12 +42,16 @@ _BY_LENGTH = (
     "peak_memory_bytes",
 )
 _WINDOWED = ("windowed_nats", "windowed_tokens")
+_MOST_PARTS, _LEAST_PART_TOKENS = (
+    32,
+    128,
+)  # many enough for a variance; long enough that neighbors hardly depend on each other
 
 
 def evaluate(
     model: LanguageModel, tokens: Tensor, config: EvalConfig, *, encode: Encode = encode_bytes, say: Say | None = None
 ) -> dict[str, dict[str, Column]]:
-    """The curves "by_length" and "by_position" of the model on the text, and those of `config.tasks`, as records hold them.
+    """The curves "by_length", "by_position" and "by_part" of the model on the text, and those of `config.tasks`, for a record.
 
     Lengths that the method has no positions for are None in every column. Speed and memory are those of the
     nonoverlapping pass; memory is the peak of the process (CPU) or of the allocator (GPU).
@@ -63,17 +70,23 @@ def evaluate(
     names = _BY_LENGTH + (_WINDOWED if config.windowed else ())
     by_length: dict[str, Column] = {"length": list(config.lengths), **{name: [] for name in names}}
     by_position: dict[str, Column] = {"position": [], "loss_nats": [], "tokens": []}
+    by_part: dict[str, Column] = {
+        name: [] for name in ("length", "part", "tokens", "nonoverlapping_nats", "sliding_nats")
+    }
     possible = [length for length in config.lengths if has_positions(model, length)]
     for length in possible[:1]:  # the first pass of a process is slow, and its speed is not the model's
         nonoverlapping(model, tokens, stretches[:1], length=length, batch_tokens=config.batch_tokens, say=say)
     for length in config.lengths:
         found: dict[str, float | None] = {}
         if length in possible:
-            found, straight = _at_length(model, tokens, stretches, config, length, say)
+            found, straight, slid = _at_length(model, tokens, stretches, config, length, say)
             by_position = loss_by_position(straight)
+            for name, column in loss_by_part(straight, slid).items():
+                by_part[name] += column
+            by_part["length"] += [length] * (len(by_part["part"]) - len(by_part["length"]))
         for name in names:
             by_length[name].append(found.get(name))
-    curves = {"by_length": by_length, "by_position": by_position}
+    curves = {"by_length": by_length, "by_position": by_position, "by_part": by_part}
     if "passkey" in config.tasks:
         curves["passkey"] = passkey(model, encode, config, say=say)
     if "recall" in config.tasks:
@@ -186,10 +199,22 @@ def loss_by_position(losses: TokenLosses) -> dict[str, Column]:
     }
 
 
+def loss_by_part(straight: TokenLosses, slid: TokenLosses) -> dict[str, Column]:
+    """Mean losses of consecutive parts of the scored tokens, nonoverlapping and sliding; both scored the same tokens."""
+    count = max(1, min(_MOST_PARTS, len(straight.target) // _LEAST_PART_TOKENS))
+    ways = [losses.loss_nats.double().tensor_split(count) for losses in (straight, slid)]
+    return {
+        "part": list(range(count)),
+        "tokens": [len(part) for part in ways[0]],
+        "nonoverlapping_nats": [round(float(part.mean()), 6) for part in ways[0]],
+        "sliding_nats": [round(float(part.mean()), 6) for part in ways[1]],
+    }
+
+
 def _at_length(
     model: LanguageModel, tokens: Tensor, stretches: Sequence[range], config: EvalConfig, length: int, say: Say | None
-) -> tuple[dict[str, float | None], TokenLosses]:
-    """The row of "by_length", and the losses of the nonoverlapping pass."""
+) -> tuple[dict[str, float | None], TokenLosses, TokenLosses]:
+    """The row of "by_length", and the losses of the nonoverlapping and of the sliding pass."""
     stretched = model.stretched(config.stretch, length)
     measurable = reset_peak_memory(model.device)
     started = time.perf_counter()
@@ -226,4 +251,4 @@ def _at_length(
                 say=say,
             )
         row |= {"windowed_nats": mean_nats(cut), "windowed_tokens": len(cut.target)}
-    return row, straight
+    return row, straight, slid

@@ -9,6 +9,7 @@ from alibi_attn.lab.config import ConfigError, EvalConfig, ModelConfig
 from alibi_attn.lab.data import CorpusError
 from alibi_attn.lab.evaluate import (
     evaluate,
+    loss_by_part,
     loss_by_position,
     mean_nats,
     nonoverlapping,
@@ -124,6 +125,8 @@ def test_learned_positions_have_no_result_beyond_the_trained_length(tiny_model):
     assert curves["by_position"]["position"][-1] == 16
     lost = evaluate(tiny_model("learned"), TEXT, EvalConfig(lengths=(32,), tokens=32, batch_tokens=64))
     assert lost["by_position"] == {"position": [], "loss_nats": [], "tokens": []}
+    assert curves["by_part"]["length"] == [8, 16]
+    assert all(column == [] for column in lost["by_part"].values())
 
 
 def test_curves_are_the_means_of_the_token_losses(tiny_model):
@@ -149,6 +152,31 @@ def test_position_buckets_grow_by_the_root_of_two_and_lose_no_token():
     }
     weighted = sum(nats * tokens for nats, tokens in zip(buckets["loss_nats"], buckets["tokens"], strict=True))
     assert weighted / 12 == pytest.approx(mean_nats(losses))
+
+
+def _losses(count, add=0.0):
+    return TokenLosses(target=torch.arange(count), position=torch.ones(count), loss_nats=torch.arange(count) + add)
+
+
+def test_parts_hold_every_scored_token_once_in_order_of_the_text():
+    parts = loss_by_part(_losses(1000), _losses(1000, add=0.5))
+    assert parts["tokens"] == [143] * 6 + [142]  # seven parts of at least 128
+    assert parts["nonoverlapping_nats"][:2] == [71, 143 + 71]
+    assert [
+        slid - straight for slid, straight in zip(parts["sliding_nats"], parts["nonoverlapping_nats"], strict=True)
+    ] == [0.5] * 7
+    weighted = sum(nats * tokens for nats, tokens in zip(parts["nonoverlapping_nats"], parts["tokens"], strict=True))
+    assert weighted / 1000 == pytest.approx(999 / 2)
+    assert loss_by_part(_losses(127), _losses(127))["tokens"] == [127]
+    assert loss_by_part(_losses(10_000), _losses(10_000))["tokens"] == [313] * 16 + [312] * 16
+
+
+def test_parts_are_the_same_tokens_at_every_length(tiny_model):
+    text = TEXT.repeat(8)
+    curve = evaluate(tiny_model("alibi"), text, EvalConfig(lengths=(8, 32), tokens=512, batch_tokens=2048))["by_part"]
+    assert curve["length"] == [8] * 4 + [32] * 4
+    assert curve["part"] == [0, 1, 2, 3] * 2
+    assert curve["tokens"] == [128] * 8
 
 
 def test_scored_stretches_lie_evenly_and_have_a_full_window_before_them():
