@@ -148,6 +148,11 @@ def color_of(method: str) -> str:
     return COLORS.get(method, INK)
 
 
+def marker_of(method: str) -> str:
+    """The marker of a method, or a circle."""
+    return MARKERS.get(method, "o")
+
+
 def variable_of(method: str) -> str:
     """The CSS variable of a method's color, or of ink."""
     return method if method in COLORS else "ink"

@@ -12,13 +12,13 @@ try:
     import jinja2
 
     from alibi_attn.report import (
+        answers,
         benchmarks,
         certificates,
         contents,
         costs,
         evidence,
         methods,
-        paper,
         sections,
         sentences,
         tables,
@@ -50,9 +50,10 @@ def write_report(records: Sequence[Record], path: Path, *, title: str = TITLE, q
 
 def report_html(records: Sequence[Record], *, title: str = TITLE, question: str | None = None) -> str:
     """The page that `write_report` writes, as text; equal records give equal text, and one that comes twice is drawn once."""
-    records = list({identity(record.kind, record.name, record.config): record for record in records}.values())
+    by_identity = {identity(record.kind, record.name, record.config): record for record in records}
+    records = list(by_identity.values())
     every = studies(records)
-    items = sections.sorted_items([record for record in records if paper.is_drawn(record)])
+    items = sections.sorted_items([record for record in records if answers.is_drawn(record)])
     asked = {record.config.get("study") for record in items}
     found = [study for study in every if study.recipe not in asked]
     behind = [study for study in every if study.recipe in asked]
@@ -61,15 +62,15 @@ def report_html(records: Sequence[Record], *, title: str = TITLE, question: str 
     others = [
         record
         for record in other_records(records)
-        if not (benchmarks.is_drawn(record) or paper.is_drawn(record) or certificates.is_drawn(record))
+        if not (benchmarks.is_drawn(record) or answers.is_drawn(record) or certificates.is_drawn(record))
     ]
-    paper_sections = [sections.paper_section(record, f"p{number}") for number, record in enumerate(items)]
+    paper_sections = [sections.paper_section(record, f"p{number}", by_identity) for number, record in enumerate(items)]
     study_sections = [sections.study_section(study, f"s{number}") for number, study in enumerate(found)]
     model_sections = [sections.model_section(model, f"h{number}") for number, model in enumerate(models)]
     bench_sections = [sections.benchmark_section(record, f"b{number}") for number, record in enumerate(timed)]
     entries = [
         *(
-            Entry(f"p{number}", "The paper, item by item", f"{part['name']}", f"{part['title']}", (record,))
+            Entry(f"p{number}", "The paper, item by item", part.name, part.title, (record,))
             for number, (record, part) in enumerate(zip(items, paper_sections, strict=True))
         ),
         *(
@@ -109,6 +110,7 @@ def report_html(records: Sequence[Record], *, title: str = TITLE, question: str 
         unanswered=contents.unanswered([record.name for record in items]),
         record_rows=contents.record_rows(records, entries),
         papers=paper_sections,
+        claims=sections.claim_blocks(paper_sections),
         studies=study_sections,
         evidence=evidence.evidence_table(behind),
         heads=sections.head_sections(every),

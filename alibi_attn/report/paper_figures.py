@@ -1,8 +1,7 @@
-"""Figures of the paper, ours and the paper's: two panels of one shape, each in its own unit.
+"""Figures of the paper's items: lines by length, points by speed, windows over a text.
 
-Ours is drawn in the colors of the methods, with solid lines and a band from the lowest to the highest seed; the paper's numbers
-are grey and dashed, with the same markers. Both panels of a pair span the same ratio on both axes, so that slopes compare.
-Next: `paper.py`, which fills the panels.
+A method has its color everywhere. Ours is solid with filled markers and a band from the lowest to the highest seed; the paper's
+is dashed with hollow markers. Next: `paper.py` and `changes.py`, which fill the panels.
 """
 
 import dataclasses
@@ -16,44 +15,107 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from alibi_attn.report import figures
+from alibi_attn.report.claims import Number
 from alibi_attn.report.figures import Points
 
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "h")
 _DASHES = (0, (4, 2))
-_ROOM = 1.12  # what a logarithmic axis shows beyond its points, as a factor
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Line:
-    """One series of a panel; `low` and `high` are its lowest and highest seed, NaN where they are not known."""
+    """One series of a panel.
+
+    Args:
+        name, label: as it is named in the picture, and as the paper labels it.
+        low, high: its lowest and highest seed, NaN where they are not known.
+        paper_length: the lengths of the paper that its points stand for, NaN where they stand for none.
+        base: what its numbers were divided by, if they are ratios of such a kind.
+    """
 
     name: str
+    label: str
     method: str
+    ours: bool
     x: Points
     y: Points
     low: Points
     high: Points
+    paper_length: Points
+    base: Number | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Panel:
-    """One picture; `unit` is the length that one L is in it, where all its lines have one trained length."""
+    """One picture; `unit` is the length that one L is in it, where all its lines have one; a `ratio` has a line at 1."""
 
     heading: str
     caption: str
-    ours: bool
     x_label: str
     y_label: str
     lines: tuple[Line, ...]
     log_x: bool = True
     unit: float | None = None
+    ratio: bool = False
 
 
-def line_figures(panels: Sequence[Panel]) -> list[Figure]:
-    """A figure a panel; logarithmic axes span the same ratio in all of them."""
-    x_span = max((_span(panel, "x") for panel in panels), default=_ROOM)
-    y_span = max((_span(panel, "y") for panel in panels), default=_ROOM)
-    return [_lines(panel, x_span, y_span) for panel in panels]
+def joined(one: Line, other: Line) -> Line:
+    """Two lines as one, the points of the first before those of the second."""
+    return dataclasses.replace(
+        one, x=np.append(one.x, other.x), y=np.append(one.y, other.y), low=np.append(one.low, other.low),
+        high=np.append(one.high, other.high), paper_length=np.append(one.paper_length, other.paper_length),
+    )  # fmt: skip
+
+
+def lines(panel: Panel) -> Figure:
+    """The lines of a panel, perplexity (or what it has) up on a logarithmic axis, each named at its end."""
+    figure, axes = figures.plain_axes(panel.y_label)
+    ends = []
+    number_of = {label: number for number, label in enumerate(dict.fromkeys(line.label for line in panel.lines))}
+    for line in panel.lines:
+        some = np.isfinite(line.y) & np.isfinite(line.x)
+        if not some.any():
+            continue
+        x, y = line.x[some], line.y[some]
+        color, marker = figures.color_of(line.method), _MARKERS[number_of[line.label] % len(_MARKERS)]
+        axes.plot(
+            x, y, color=color, linestyle="-" if line.ours else _DASHES, linewidth=1.8 if line.ours else 1.2, marker=marker,
+            markevery=max(1, len(x) // 8), fillstyle="full" if line.ours else "none", clip_on=False,
+            zorder=4 if line.method == "alibi" else 3, label=reading(line),
+        )  # fmt: skip
+        if np.isfinite(line.low[some]).all():
+            axes.fill_between(x, line.low[some], line.high[some], color=color, alpha=0.2, linewidth=0, zorder=2)
+        ends.append((_end_name(line, panel), color, float(x[-1]), float(y[-1])))
+    axes.set_xlabel(panel.x_label)
+    if not ends:
+        return figure
+    if panel.ratio:
+        axes.axhline(1, color=figures.MUTED, linewidth=0.9, linestyle=(0, (2, 3)), zorder=1)
+    x_low, x_high = _bounds(panel, "x")
+    figures.log_axis(axes, np.array(_bounds(panel, "y")))
+    if panel.log_x:
+        axes.set_xscale("log", base=2)
+        axes.set_xlim(x_low / 1.05, x_high * 1.05)
+        _length_ticks(axes, x_low, x_high, panel)
+    else:
+        axes.set_xlim(0, x_high * 1.02)
+        axes.xaxis.set_major_locator(MaxNLocator(4, integer=all((line.x % 1 == 0).all() for line in panel.lines)))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.4g}"))
+    figures.name_lines(axes, ends, max(end[2] for end in ends))
+    return figure
+
+
+def reading(line: Line) -> str:
+    """What a line is called where one points at it."""
+    return line.name if line.ours else f"{line.name}, the paper"
+
+
+def _end_name(line: Line, panel: Panel) -> str:
+    """A line's name at its end; among ours, the paper's are called so, and have the color of ours."""
+    if line.ours or not any(other.ours for other in panel.lines):
+        return line.name
+    digits = "".join(filter(str.isdigit, line.name.rpartition(" ")[2]))
+    return f"paper {digits}" if digits else "paper"
 
 
 def frontier(panel: Panel) -> Figure:
@@ -69,28 +131,31 @@ def frontier(panel: Panel) -> Figure:
     axes.set_xscale("log")
     _round_x(axes, float(xs.min()) / 1.25, float(xs.max()) * 1.25)
     figures.log_axis(axes, np.array([min(*ys, *spread) / 1.02, max(*ys, *spread) * 1.02]))
-    for method in {line.method: None for line in points}:
-        of_method = sorted((line for line in points if line.method == method), key=lambda line: float(line.x[0]))
-        color = figures.color_of(method) if panel.ours else figures.MUTED
+    for method, ours in dict.fromkeys((line.method, line.ours) for line in points):
+        same = sorted(
+            (line for line in points if (line.method, line.ours) == (method, ours)), key=lambda line: float(line.x[0])
+        )
+        color = figures.color_of(method)
         axes.plot(
-            [line.x[0] for line in of_method], [line.y[0] for line in of_method], marker=figures.MARKERS.get(method, "o"),
-            color=color, fillstyle="full" if panel.ours else "none", linestyle="-" if panel.ours else _DASHES,
-            linewidth=1, markersize=6,
+            [line.x[0] for line in same], [line.y[0] for line in same], marker=figures.marker_of(method), color=color,
+            fillstyle="full" if ours else "none", linestyle="-" if ours else _DASHES, linewidth=1, markersize=6,
         )  # fmt: skip
-        for line in of_method:
+        for line in same:
+            axes.plot(line.x[:1], line.y[:1], linestyle="none", label=reading(line))
             if math.isfinite(line.low[0]):
                 axes.plot([line.x[0]] * 2, [line.low[0], line.high[0]], color=color, linewidth=1.2)
-    _name_points(axes, points, ours=panel.ours)
+    _name_points(axes, points, panel)
     return figure
 
 
-def _name_points(axes: Axes, points: Sequence[Line], *, ours: bool) -> None:
+def _name_points(axes: Axes, points: Sequence[Line], panel: Panel) -> None:
     """Each point's name on the first side where it touches neither a point nor another name (estimated from its letters)."""
     places = [axes.transData.transform((line.x[0], line.y[0])) for line in points]
     taken = [(x - 6, y - 6, x + 6, y + 6) for x, y in places]
     pixel = axes.get_figure(root=True).dpi / 72  # type: ignore[union-attr]
     for line, (x, y) in zip(points, places, strict=True):
-        wide, high = 4.6 * len(line.name) * pixel, 9 * pixel
+        name = _end_name(line, panel)
+        wide, high = 4.6 * len(name) * pixel, 9 * pixel
         sides = {
             ((0, 8), "center"): (x - wide / 2, y + 6),
             ((0, -15), "center"): (x - wide / 2, y - 6 - high),
@@ -110,8 +175,8 @@ def _name_points(axes: Axes, points: Sequence[Line], *, ours: bool) -> None:
         (offset, align), box = next(iter(free.items()), (((0, 8), "center"), (x, y, x, y)))
         taken.append(box)
         axes.annotate(
-            line.name, (line.x[0], line.y[0]), offset, textcoords="offset points", ha=align,
-            color=figures.color_of(line.method) if ours else figures.MUTED, fontsize=8,
+            name, (line.x[0], line.y[0]), offset, textcoords="offset points", ha=align,
+            color=figures.color_of(line.method), fontsize=8,
         )  # fmt: skip
 
 
@@ -128,7 +193,7 @@ def windows(token: Points, context: Points, passes: Points) -> Figure:
             filled = place in scored
             axes.add_patch(
                 Rectangle(
-                    (place - 0.46, number - 0.4), 0.92, 0.8, facecolor=figures.COLORS["sinusoidal"], linewidth=0,
+                    (place - 0.46, number - 0.4), 0.92, 0.8, facecolor=figures.color_of("sinusoidal"), linewidth=0,
                     alpha=0.95 if filled else 0.28,
                 )
             )  # fmt: skip
@@ -140,40 +205,6 @@ def windows(token: Points, context: Points, passes: Points) -> Figure:
     axes.spines["left"].set_visible(False)
     axes.tick_params(length=0)
     axes.set_xlabel("token of the text")
-    return figure
-
-
-def _lines(panel: Panel, x_span: float, y_span: float) -> Figure:
-    figure, axes = figures.plain_axes(panel.y_label)
-    ends = []
-    for number, line in enumerate(panel.lines):
-        some = np.isfinite(line.y)
-        if not some.any():
-            continue
-        x, y = line.x[some], line.y[some]
-        color = figures.color_of(line.method) if panel.ours else figures.MUTED
-        marker = _MARKERS[number % len(_MARKERS)]
-        axes.plot(
-            x, y, color=color, linestyle="-" if panel.ours else _DASHES, marker=marker, markevery=max(1, len(x) // 8),
-            fillstyle="full" if panel.ours else "none", zorder=4 if line.method == "alibi" else 3, clip_on=False,
-        )  # fmt: skip
-        if panel.ours and np.isfinite(line.low[some]).all():
-            axes.fill_between(x, line.low[some], line.high[some], color=color, alpha=0.2, linewidth=0, zorder=2)
-        ends.append((line.name, color, float(x[-1]), float(y[-1])))
-    axes.set_xlabel(panel.x_label)
-    if not ends:
-        return figure
-    (x_low, x_high), (y_low, y_high) = _bounds(panel, "x"), _bounds(panel, "y")
-    figures.log_axis(axes, np.array([y_low, max(y_high, y_low * y_span)]))
-    if panel.log_x:
-        axes.set_xscale("log", base=2)
-        axes.set_xlim(x_low / 1.05, max(x_high, x_low * x_span) * 1.05)
-        _length_ticks(axes, x_low, max(x_high, x_low * x_span), panel)
-    else:
-        axes.set_xlim(0, x_high * 1.02)
-        axes.xaxis.set_major_locator(MaxNLocator(4, integer=all((line.x % 1 == 0).all() for line in panel.lines)))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.4g}"))
-    figures.name_lines(axes, ends, max(end[2] for end in ends))
     return figure
 
 
@@ -212,8 +243,3 @@ def _bounds(panel: Panel, axis: str) -> tuple[float, float]:
         arrays = [line.x[some]] if axis == "x" else [line.y[some], line.low[some], line.high[some]]
         found += [value for values in arrays for value in values.tolist() if math.isfinite(value) and value > 0]
     return (min(found), max(found)) if found else (1.0, 1.0)
-
-
-def _span(panel: Panel, axis: str) -> float:
-    low, high = _bounds(panel, axis)
-    return high / low if low < high else _ROOM

@@ -1,13 +1,15 @@
 """Tables of the paper: our rows and the paper's under common columns, each with its own best, and how both change with length."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
+
+import numpy as np
 
 from alibi_attn.records import Record
 from alibi_attn.report import sentences
-from alibi_attn.report.paper import item_of, scale_factor, unit_of
+from alibi_attn.report.answers import Column, item_of, published, recorded, scale_factor, unit_of, way_of
 from alibi_attn.report.published import PublishedItem, method_of
-from alibi_attn.report.series import numbers
 from alibi_attn.report.tables import Block, Cell, Table, number
 
 CITED = "cited, not run"
@@ -25,6 +27,8 @@ _NAMES = {
 }
 _OURS_TOO = {"sliding_perplexity": "sliding", "nonoverlapping_perplexity": "nonoverlapping"}
 
+_SPREAD = {"perplexity": "", **{column: column.removesuffix("perplexity") for column in _OURS_TOO}}
+
 Rows = dict[str, dict[float, tuple[float, float, float]]]  # label -> the paper's length -> value, lowest, highest seed
 
 
@@ -41,19 +45,19 @@ def change_table(record: Record) -> Table | None:
     item, blocks = item_of(record), []
     if not {"length", "perplexity"} <= set(item.columns):
         return None
-    theirs = _published(item, "perplexity")
-    ours = {column: _recorded(record, item, column) for column in ("perplexity", *_OURS_TOO)}
+    theirs = _rows(published(item), item.series, "perplexity")
+    ours = {column: _rows(recorded(record), item.series, column) for column in ("perplexity", *_OURS_TOO)}
     rows = []
-    for label, published in theirs.items():
+    for label, in_paper in theirs.items():
         if "L_valid" in label.replace("L_valid = ", ""):
             continue  # another model at every length
         here = ours["perplexity"].get(label, {})  # T5's bias has lengths that did not fit into memory
-        both = [x for x in sorted(set(published) & set(here)) if math.isfinite(published[x][0] + here[x][0])]
+        both = [x for x in sorted(set(in_paper) & set(here)) if math.isfinite(in_paper[x][0] + here[x][0])]
         if len(both) < 2:
             continue
         first, last = both[0], both[-1]
         cells = [_change(found.get(label, {}), first, last) for found in ours.values() if found]
-        rows.append((f"{label}, to {last:,.0f}", _variable(label), (*cells, _change(published, first, last))))
+        rows.append((f"{label}, to {last:,.0f}", _variable(label), (*cells, _change(in_paper, first, last))))
     if not rows:
         return None
     ways = ["ours", *(f"ours, {way}" for column, way in _OURS_TOO.items() if ours[column])]
@@ -63,21 +67,22 @@ def change_table(record: Record) -> Table | None:
 
 def _by_length(record: Record, item: PublishedItem) -> Table:
     factor, measures = scale_factor(record), [name for name in item.columns if name != "length"]
-    way = "sliding window" if "sliding" in item.evaluation else "nonoverlapping windows"
+    ours, theirs = recorded(record), published(item)
+    way = "sliding window" if way_of(item) == "sliding" else "nonoverlapping windows"
     found: list[tuple[str, str, Rows]] = []
     for measure in measures:
         per = f"{_NAMES.get(measure, 'test, tokens/s')}"
         how = f", {way}" if measure == "perplexity" else ""
         unit = f" per {unit_of(record)}" if measure == "perplexity" else ""
-        found.append((f"Ours: {per}{unit}{how}", measure, _recorded(record, item, measure)))
+        found.append((f"Ours: {per}{unit}{how}", measure, _rows(ours, item.series, measure)))
         if measure == "perplexity":
             found += [
-                (f"Ours: perplexity{unit}, {other} windows", column, _recorded(record, item, column))
+                (f"Ours: perplexity{unit}, {other} windows", column, _rows(ours, item.series, column))
                 for column, other in _OURS_TOO.items()
             ]
-            found.append(("Ours: perplexity per word", "word_perplexity", _recorded(record, item, "word_perplexity")))
+            found.append(("Ours: perplexity per word", "word_perplexity", _rows(ours, item.series, "word_perplexity")))
         words = f" per token of {item.corpus}" if measure == "perplexity" else ""
-        found.append((f"The paper: {per}{words}{how}", measure, _published(item, measure)))
+        found.append((f"The paper: {per}{words}{how}", measure, _rows(theirs, item.series, measure)))
     lengths = _shown(
         {x for title, _, rows in found if title.startswith("Ours") for at in rows.values() for x in at}, found
     )
@@ -104,15 +109,17 @@ def _by_column(record: Record, item: PublishedItem) -> Table:
     blocks = []
     measured = any("perplexity" in measure for measure in measures)
     first = f"Ours, perplexity per {unit_of(record)}" if measured else "Ours"
-    for title, ours in ((first, True), (f"The paper, {item.corpus}", False)):
+    for title, column, ours in (
+        (first, recorded(record), True),
+        (f"The paper, {item.corpus}", published(item), False),
+    ):
         columns = []
         for measure in measures:
             rows: Rows = {}
-            for label, published in item.series.items():
-                # A curve through training ends with the number that the paper has.
-                values = (
-                    numbers(record, label, measure)[-1:] if ours else [_float(value) for value in published[measure]]
-                )
+            for label in item.series:
+                values = column(label, measure).tolist()
+                if ours:  # a curve through training ends with the number that the paper has
+                    values = values[-1:]
                 rows[label] = {place: (value, math.nan, math.nan) for place, value in enumerate(values)}
             columns.append((measure, rows))
         labels = [
@@ -123,8 +130,8 @@ def _by_column(record: Record, item: PublishedItem) -> Table:
         cells = {
             measure: [_cell(measure, rows[label].get(place)) for label, place in labels] for measure, rows in columns
         }
-        for measure, column in cells.items():
-            cells[measure] = _marked(measure, column)
+        for measure, unmarked in cells.items():
+            cells[measure] = _marked(measure, unmarked)
         lines = []
         for row, (label, _) in enumerate(labels):
             shown = tuple(cells[measure][row] for measure in measures)
@@ -176,40 +183,20 @@ def _change(values: dict[float, tuple[float, float, float]], first: float, last:
     return Cell(sentences.signed(percent), percent)
 
 
-def _recorded(record: Record, item: PublishedItem, measure: str) -> Rows:
-    """By the paper's length, which stands in `paper_length` or follows from ours."""
-    factor = scale_factor(record)
+def _rows(column: Column, labels: Iterable[str], measure: str) -> Rows:
+    """What a column has of a measure, by the paper's length, with the lowest and the highest seed where there are several."""
     rows: Rows = {}
-    prefix = {"perplexity": "", "sliding_perplexity": "sliding_", "nonoverlapping_perplexity": "nonoverlapping_"}
-    for label in item.series:
-        values = numbers(record, label, measure)
-        if not any(map(math.isfinite, values)):
+    for label in labels:
+        values = column(label, measure)
+        if not np.isfinite(values).any():
             continue
-        nothing = [math.nan] * len(values)
+        nothing = np.full(len(values), math.nan)
         low, high = (
-            numbers(record, label, f"{prefix[measure]}{end}") if measure in prefix else nothing
-            for end in ("low", "high")
+            column(label, f"{_SPREAD[measure]}{end}") if measure in _SPREAD else nothing for end in ("low", "high")
         )
-        places = [
-            theirs if math.isfinite(theirs) else round(ours * factor)
-            for ours, theirs in zip(
-                numbers(record, label, "length"), numbers(record, label, "paper_length"), strict=True
-            )
-        ]
-        rows[label] = {
-            place: (value, least, most) for place, value, least, most in zip(places, values, low, high, strict=True)
-        }
+        points = zip(column(label, "paper_length"), values, low, high, strict=True)
+        rows[label] = {float(at): (float(value), float(least), float(most)) for at, value, least, most in points}
     return rows
-
-
-def _published(item: PublishedItem, measure: str) -> Rows:
-    return {
-        label: {
-            _float(length): (_float(value), math.nan, math.nan)
-            for length, value in zip(columns["length"], columns[measure], strict=True)
-        }
-        for label, columns in item.series.items()
-    }
 
 
 def _title(measure: str, factor: float) -> str:
@@ -223,7 +210,3 @@ def _title(measure: str, factor: float) -> str:
 
 def _variable(label: str) -> str:
     return method_of(label) or "ink"
-
-
-def _float(value: float | None) -> float:
-    return math.nan if value is None else value

@@ -1,13 +1,16 @@
 """Sections: what the template shows of a study, of an item of the paper, of a benchmark, of the heads of a trained model."""
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from typing import get_args
 
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from alibi_attn.records import Record
 from alibi_attn.report import (
+    answers,
     benchmarks,
     certificates,
     figures,
@@ -17,10 +20,12 @@ from alibi_attn.report import (
     retrieval,
     sentences,
     tables,
+    verdicts,
 )
 from alibi_attn.report.certificates import TrainedHeads
 from alibi_attn.report.published import PUBLISHED
 from alibi_attn.report.series import Mode, Study
+from alibi_attn.report.tables import Table
 
 MOST_LINES = 9  # in one picture; a study with more is drawn one trained length at a time
 _MODES: tuple[tuple[Mode, str, str], ...] = (
@@ -36,6 +41,67 @@ _MODES: tuple[tuple[Mode, str, str], ...] = (
         "The control: the same weights and tokens, but no token sees further back than it did in training.",
     ),
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Shown:
+    """A picture of the page."""
+
+    heading: str
+    caption: str
+    picture: Markup
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PaperSection:
+    """An item of the paper; `weights` and `tokens` say how large the models behind it are and how long they were trained."""
+
+    name: str
+    anchor: str
+    title: str
+    scale: str
+    sentences: Sequence[str]
+    verdicts: Sequence[verdicts.Verdict]
+    weights: str
+    tokens: str
+    pictures: Sequence[Sequence[Shown]]
+    folded: bool
+    change: Table | None
+    table: Table | None
+    notes: str
+    command: str
+
+    @property
+    def judged(self) -> str:
+        """How many of its claims were decided, and how: "2 confirmed, 1 not decided"."""
+        counts = {word: sum(one.word == word for one in self.verdicts) for word in get_args(verdicts.Word)}
+        return ", ".join(f"{count} {word}" for word, count in counts.items() if count)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClaimRow:
+    """A claim of the paper as the page shows it; ratios are texts, `asked` says on which side of what the claim wants them."""
+
+    item: str
+    anchor: str
+    says: str
+    paper: str
+    ours: str
+    interval: str
+    asked: str
+    word: verdicts.Word
+    why: str
+    weights: str
+    tokens: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClaimBlock:
+    """All claims that were asked at one scale, and how many got which verdict."""
+
+    scale: str
+    counts: Sequence[tuple[verdicts.Word, int]]
+    rows: Sequence[ClaimRow]
 
 
 def study_section(study: Study, name: str) -> dict[str, object]:
@@ -137,45 +203,91 @@ def model_section(model: TrainedHeads, name: str) -> dict[str, object]:
 def sorted_items(records: Sequence[Record]) -> list[Record]:
     """Answers in the paper's order, figures first; several answers to one item by their scale."""
     order = list(PUBLISHED)
-    return sorted(records, key=lambda r: (order.index(r.name.split("/")[0]), str(r.config.get("scale")), r.name))
+    return sorted(records, key=lambda r: (order.index(answers.item_name(r)), answers.scale_of(r), r.name))
 
 
-def paper_section(record: Record, name: str) -> dict[str, object]:
-    """What the template shows of one item of the paper."""
-    item = paper.item_of(record)
-    scale = record.config.get("scale")
-    return {
-        "name": record.name.split("/")[0].replace("-", " ").capitalize(),
-        "anchor": name,
-        "title": item.title,
-        "scale": scale if isinstance(scale, str) else "",
-        "sentences": [text for text in (paper.scale_sentence(record), paper.spread_sentence(record)) if text],
-        "pictures": [
+def paper_section(record: Record, name: str, by_identity: Mapping[str, Record]) -> PaperSection:
+    """What the template shows of one item of the paper; `by_identity` holds the records that the answer was read from."""
+    item = answers.item_of(record)
+    title = answers.item_name(record).replace("-", " ")
+    weights, tokens = verdicts.size(verdicts.Evidence(record, by_identity).records)
+    return PaperSection(
+        name=title.capitalize(),
+        anchor=name,
+        title=item.title,
+        scale=answers.scale_of(record),
+        sentences=[text for text in (answers.scale_sentence(record), answers.spread_sentence(record)) if text],
+        verdicts=verdicts.verdicts(record, by_identity),
+        weights=weights,
+        tokens=tokens,
+        pictures=[
             [
-                (part.heading, part.caption, _picture(part.figure, f"{name}-{at}-{place}", part.description))
+                Shown(part.heading, part.caption, _drawn(part.figure, f"{name}-{at}-{place}", part.description))
                 for place, part in enumerate(row)
             ]
-            for at, row in enumerate(paper.pictures(record))
+            for at, row in enumerate(paper.pictures(record, by_identity))
         ],
-        "folded": item.source != record.name.split("/")[0].replace("-", " "),
-        "change": paper_tables.change_table(record),
-        "table": paper_tables.pair_table(record),
-        "notes": item.notes,
-        "command": record.command,
-    }
+        folded=item.source != title,
+        change=paper_tables.change_table(record),
+        table=paper_tables.pair_table(record),
+        notes=item.notes,
+        command=record.command,
+    )
 
 
-def _perplexity(study: Study, name: str, parts: Sequence[Study]) -> list[tuple[str, str, Markup]]:
+def claim_blocks(parts: Sequence[PaperSection]) -> list[ClaimBlock]:
+    """The verdicts of all items, a block a scale."""
+    by_scale: dict[str, list[PaperSection]] = {}
+    for part in parts:
+        if part.verdicts:
+            by_scale.setdefault(part.scale, []).append(part)
+    return [
+        ClaimBlock(
+            scale=scale or "of unknown size",
+            counts=[
+                (word, sum(one.word == word for part in found for one in part.verdicts))
+                for word in get_args(verdicts.Word)
+            ],
+            rows=[_claim_row(part, one) for part in found for one in part.verdicts],
+        )
+        for scale, found in by_scale.items()
+    ]
+
+
+def _claim_row(part: PaperSection, found: verdicts.Verdict) -> ClaimRow:
+    bounds, claim = found.interval, found.claim
+    return ClaimRow(
+        item=part.name,
+        anchor=part.anchor,
+        says=claim.says,
+        paper=_ratio(found.paper),
+        ours=_ratio(found.ours),
+        interval=f"{_ratio(bounds.low)} to {_ratio(bounds.high)}" if bounds else "",
+        asked=f"{'below' if claim.relation == 'below' else 'above'} {claim.threshold:g}",
+        word=found.word,
+        why=found.why,
+        weights=part.weights,
+        tokens=part.tokens,
+    )
+
+
+def _ratio(value: float) -> str:
+    if not math.isfinite(value):
+        return "—"
+    return f"{value:.3f}" if value < 2 else f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
+
+
+def _perplexity(study: Study, name: str, parts: Sequence[Study]) -> list[Shown]:
     panels = []
     for mode, heading, caption in _MODES:
         description = f"Perplexity by length, {heading.lower()}. {_ends(study, mode)}"
         picture = _picture(figures.perplexity_by_length(study, mode), f"{name}-{mode}", description)
         if picture is not None:
-            panels.append((heading + _which(study, parts), caption, picture))
+            panels.append(Shown(heading + _which(study, parts), caption, picture))
     return panels
 
 
-def _losses(study: Study, name: str, parts: Sequence[Study]) -> list[tuple[str, str, Markup]]:
+def _losses(study: Study, name: str, parts: Sequence[Study]) -> list[Shown]:
     position = (
         f"At the longest length: how well the token at each position is predicted. {sentences.position_sentence(study)}"
     )
@@ -203,7 +315,7 @@ def _losses(study: Study, name: str, parts: Sequence[Study]) -> list[tuple[str, 
     return _panels(drawn, study, name, "loss", parts)
 
 
-def _costs(study: Study, name: str, parts: Sequence[Study]) -> list[tuple[str, str, Markup]]:
+def _costs(study: Study, name: str, parts: Sequence[Study]) -> list[Shown]:
     below = "by length, for every method; the table below has the numbers."
     drawn = (
         (
@@ -222,7 +334,7 @@ def _costs(study: Study, name: str, parts: Sequence[Study]) -> list[tuple[str, s
     return _panels(drawn, study, name, "cost", parts)
 
 
-def _tasks(study: Study, name: str) -> list[tuple[str, str, Markup]]:
+def _tasks(study: Study, name: str) -> list[Shown]:
     drawn = (
         (
             "Passkey",
@@ -243,12 +355,12 @@ def _tasks(study: Study, name: str) -> list[tuple[str, str, Markup]]:
 
 def _panels(
     drawn: Sequence[tuple[str, str, Figure | None, str]], study: Study, name: str, kind: str, parts: Sequence[Study]
-) -> list[tuple[str, str, Markup]]:
+) -> list[Shown]:
     found = []
     for place, (heading, caption, figure, description) in enumerate(drawn):
         picture = _picture(figure, f"{name}-{kind}{place}", description)
         if picture is not None:
-            found.append((heading + _which(study, parts), caption, picture))
+            found.append(Shown(heading + _which(study, parts), caption, picture))
     return found
 
 
@@ -257,7 +369,11 @@ def _which(study: Study, parts: Sequence[Study]) -> str:
 
 
 def _picture(figure: Figure | None, name: str, description: str) -> Markup | None:
-    return None if figure is None else Markup(figures.svg(figure, name, description))
+    return None if figure is None else _drawn(figure, name, description)
+
+
+def _drawn(figure: Figure, name: str, description: str) -> Markup:
+    return Markup(figures.svg(figure, name, description))
 
 
 def _ends(study: Study, mode: Mode = "nonoverlapping") -> str:

@@ -19,7 +19,11 @@ from alibi_attn.recipes.paper.cells import ask, scaled
 from alibi_attn.recipes.paper.evidence import Evidence, MissingEvidenceError
 from alibi_attn.recipes.paper.items import ITEMS, PAPER
 from alibi_attn.recipes.paper.run_items import run_items
+from alibi_attn.report.answers import way_of
+from alibi_attn.report.claims import CLAIMS
 from alibi_attn.report.published import PUBLISHED, method_of, trained_length
+from alibi_attn.report.verdicts import Evidence as Evaluations
+from alibi_attn.report.verdicts import paired
 
 NAMES = [f"figure-{number}" for number in range(1, 12)] + [f"table-{number}" for number in range(1, 16)]
 STAGED = "Staged Training (Press et al., 2021)"  # cited by the paper, run here
@@ -165,6 +169,40 @@ def test_a_perplexity_is_the_one_of_its_labels_model_at_its_length(name, answers
             assert columns[f"{other}_perplexity"][columns["length"].index(length)] == pytest.approx(
                 math.exp(curve[f"{other}_nats"][curve["length"].index(length)])
             )
+
+
+def test_claims_are_held_against_the_evaluations_that_the_answer_was_read_from(answers, found):
+    """The ratio of a claim comes out twice: from the answer's cells, and from the losses of the evaluations behind it."""
+    by_identity = {records.identity(record.kind, record.name, record.config): record for record in found.values()}
+    checked = 0
+    for claim in CLAIMS:
+        evidence = Evaluations(answers[claim.item], by_identity)
+        sides = claim.over, claim.under
+        if any(number.length is None or evidence.our_length(number) is None for side in sides for number in side):
+            continue  # a speed, a validation in the training, or a length that smoke leaves out
+        pair = paired(evidence, *sides, way=way_of(PUBLISHED[claim.item]))
+        cells = [
+            math.prod(
+                answers[claim.item].curves[number.label][number.column][
+                    answers[claim.item].curves[number.label]["length"].index(evidence.our_length(number))
+                ]
+                for number in side
+            )
+            for side in sides
+        ]
+        assert math.exp(pair.logs.mean()) == pytest.approx(cells[0] / cells[1])
+        assert pair.why_not == "the evaluations keep fewer than four parts of the text"  # smoke scores 96 tokens
+        checked += 1
+    assert checked >= 28
+
+
+@pytest.mark.parametrize("scale", ["small", "medium", "paper"])
+def test_every_claim_is_about_cells_that_its_item_has(scale):
+    for claim in CLAIMS:
+        cells = {(cell.label, cell.paper_length) for cell in ITEMS[claim.item].cells(scale)}
+        for number in (*claim.over, *claim.under):
+            left_out = scale == "medium" and claim.item == "table-5" and number.length in (64, 128)
+            assert left_out or any(number.label == label and number.length in (None, at) for label, at in cells), number
 
 
 @pytest.mark.parametrize("name", ["table-6", "table-7", "table-9", "table-10"])

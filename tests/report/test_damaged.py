@@ -146,7 +146,7 @@ def test_windows_that_cannot_be_are_not_drawn(column, value) -> None:
     curves = {label: {"token": [1, 2, 3, 4], "context": [1, 2, 1, 2], "pass": [1, 1, 2, 2]} for label in labels}
     whole = Record(kind="paper-item", name="figure-10", config={}, metrics={}, curves=curves)
     damaged = changed(whole, ("curves", labels[0], column, 3), value)
-    drawn = [sum(len(row) for row in paper.pictures(record)) for record in (whole, damaged)]
+    drawn = [sum(len(row) for row in paper.pictures(record, {})) for record in (whole, damaged)]
     assert drawn[1] == drawn[0] - 1
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from alibi_attn import records
 from alibi_attn.records import Record
-from alibi_attn.report import contents, figures, paper, paper_tables
+from alibi_attn.report import answers, contents, paper, paper_tables
 from alibi_attn.report.contents import Entry
 from alibi_attn.report.published import PUBLISHED
 
@@ -50,51 +50,97 @@ def _cells(table, block: str, label: str) -> list[str]:
     return [cell.text for cell in cells]
 
 
-def test_ours_is_solid_and_the_papers_dashed_on_axes_of_its_own() -> None:
-    rows = paper.pictures(answer("figure-1"))
-    headings = [f"{who}, {way} windows" for who in ("Ours", "The paper") for way in ("nonoverlapping", "sliding")]
-    assert [[picture.heading for picture in row] for row in rows] == [headings] * 2
-    for picture in rows[0]:
-        (axes,) = picture.figure.axes
-        drawn = [line for line in axes.lines if len(line.get_xdata()) > 2]
-        assert drawn
-        ours = picture.heading.startswith("Ours")
-        assert all((line.get_linestyle() == "-") == ours for line in drawn)
-        assert {line.get_color() == figures.MUTED for line in drawn} == {not ours}
+def _drawn(picture, label: str = ""):
+    """The lines of a picture that have names, or the one of this name."""
+    (axes,) = picture.figure.axes
+    found = [line for line in axes.lines if not line.get_label().startswith("_")]
+    return next(line for line in found if line.get_label() == label) if label else found
+
+
+def test_both_stand_on_one_axis_and_each_on_its_own() -> None:
+    rows = paper.pictures(answer("figure-1"), {})
+    ways = ("nonoverlapping", "sliding")
+    together = [f"Both on one axis, {way} windows" for way in ways]
+    apart = [f"{who}, {way} windows" for who in ("Ours", "The paper") for way in ways]
+    assert [[picture.heading for picture in row] for row in rows] == [together, apart] * 2
+    for row in rows:
+        for picture in row:
+            drawn = _drawn(picture)
+            solid = {line.get_linestyle() == "-" for line in drawn}
+            assert solid == ({True, False} if "Both" in picture.heading else {picture.heading.startswith("Ours")})
+            for line in drawn:
+                assert line.get_label().endswith(", the paper") == (line.get_linestyle() != "-")
+                assert line.get_fillstyle() == ("full" if line.get_linestyle() == "-" else "none")
+
+
+def test_a_change_is_over_the_trained_length_against_its_multiples() -> None:
+    together = paper.pictures(answer("figure-1"), {})[0][
+        0
+    ]  # ours is the paper's over five, at an eighth of its lengths
+    published = PUBLISHED["figure-1"].series["ALiBi, L = 512"]
+    for name in ("ALiBi", "ALiBi, the paper"):
+        line = _drawn(together, name)
+        np.testing.assert_allclose(line.get_ydata(), np.array(published["perplexity"]) / 19.73)
+        np.testing.assert_allclose(line.get_xdata(), np.array(published["length"]) / 512)
+    sliding = _drawn(paper.pictures(answer("figure-1"), {})[0][1], "ALiBi, the paper")
+    np.testing.assert_allclose(sliding.get_ydata(), np.array([17.98, 17.92, 18.2, 18.28, 18.3]) / 17.98)
+
+
+def test_models_of_many_lengths_are_over_the_shortest_sinusoidal_one() -> None:
+    together = paper.pictures(answer("figure-4", growth=3), {})[0][0]
+    for name in ("ALiBi 128", "ALiBi 1,024, the paper"):
+        line = _drawn(together, name)
+        np.testing.assert_allclose(line.get_xdata(), [2, 3, 4, 6])
+        np.testing.assert_allclose(line.get_ydata(), np.array([18.66, 18.2, 18.05, 17.96]) / 20.05)
+    assert "sinusoidal's at L = 512" in together.figure.axes[0].get_title("left")
+
+
+def test_speeds_are_over_sinusoidal_or_over_the_shortest_length() -> None:
+    speed = _drawn(paper.pictures(answer("figure-2"), {})[0][0], "T5 Bias, the paper")
+    np.testing.assert_allclose(speed.get_ydata(), [14400 / 28500, 13000 / 26000, 4300 / 15300])
+    assert speed.get_xdata().tolist() == [512, 1024, 3072]
+    by_length = _drawn(paper.pictures(answer("figure-7"), {})[0][0], "ALiBi")
+    np.testing.assert_allclose(by_length.get_ydata(), [1, 25800 / 28300, 15500 / 28300])
 
 
 def test_what_is_drawn_are_the_papers_numbers_and_ours() -> None:
-    ours, _, theirs, sliding = paper.pictures(answer("figure-1"))[0]
-    alibi = ours.figure.axes[0].lines[3]
+    ours, _, theirs, sliding = paper.pictures(answer("figure-1"), {})[1]
+    alibi = _drawn(ours, "ALiBi")
     np.testing.assert_allclose(
         alibi.get_ydata(), np.array(PUBLISHED["figure-1"].series["ALiBi, L = 512"]["perplexity"]) / 5
     )
     assert alibi.get_xdata()[0] == 64
-    assert theirs.figure.axes[0].lines[3].get_ydata()[-1] == 18.31
-    assert sliding.figure.axes[0].lines[-1].get_ydata().tolist() == [17.98, 17.92, 18.2, 18.28, 18.3]
+    assert _drawn(theirs, "ALiBi, the paper").get_ydata()[-1] == 18.31
+    assert _drawn(sliding, "ALiBi, the paper").get_ydata().tolist() == [17.98, 17.92, 18.2, 18.28, 18.3]
 
 
-def test_panels_beside_each_other_span_the_same_ratio() -> None:
-    ours, _, theirs, _ = (picture.figure.axes[0] for picture in paper.pictures(answer("figure-1", growth=3))[0])
-    for limits in ("get_xlim", "get_ylim"):
-        low, high = getattr(ours, limits)()
-        other_low, other_high = getattr(theirs, limits)()
-        assert math.log(high / low) == pytest.approx(math.log(other_high / other_low), rel=0.02)
+def test_what_is_drawn_alone_fills_its_axes() -> None:
+    record = answer("figure-1")
+    flat = {**record.curves["ALiBi, L = 512"], "perplexity": [5.0] * 34 + [5.2]}
+    record = dataclasses.replace(
+        record, curves={"ALiBi, L = 512": {**flat, "low": flat["perplexity"], "high": flat["perplexity"]}}
+    )
+    together, ours = (paper.pictures(record, {})[row][0].figure.axes[0] for row in (0, 1))
+    assert (
+        math.log(ours.get_ylim()[1] / ours.get_ylim()[0])
+        < 0.1
+        < math.log(together.get_ylim()[1] / together.get_ylim()[0])
+    )
     assert [tick.get_text() for tick in ours.get_xticklabels()][:3] == ["L", "2 L", "4 L"]
 
 
 def test_a_page_says_tokens_seeds_units_and_scale() -> None:
     record = answer("figure-4")
-    assert paper.spread_sentence(record) == (
+    assert answers.spread_sentence(record) == (
         "4,096 tokens are scored for every number of ours. Bands and small numbers go from the lowest to the highest of 2 seeds."
     )
-    text = paper.scale_sentence(record)
+    text = answers.scale_sentence(record)
     assert "divided by 8: L = 64 stands for L = 512" in text
     assert "per byte of novels, the paper's per token of WikiText-103, word level" in text
     one = {label: {**columns, "seeds": [1] * len(columns["seeds"])} for label, columns in record.curves.items()}
     split = {"valid_perplexity": [5.0], "valid_tokens": [4096], "test_tokens": [8192]}
-    assert paper.spread_sentence(dataclasses.replace(record, curves={"a": split})).startswith("4,096 to 8,192 tokens")
-    assert "one seed" in paper.spread_sentence(dataclasses.replace(record, curves=one))
+    assert answers.spread_sentence(dataclasses.replace(record, curves={"a": split})).startswith("4,096 to 8,192 tokens")
+    assert "one seed" in answers.spread_sentence(dataclasses.replace(record, curves=one))
 
 
 def test_rows_that_the_paper_cites_are_never_ours() -> None:
@@ -138,7 +184,7 @@ def test_curves_through_training_are_minutes_and_end_in_the_table() -> None:
     record = answer("figure-5")
     through = {"hours": [0.1, 0.2], "updates": [10, 20], "perplexity": [9.0, 5.0]}
     record = dataclasses.replace(record, curves=dict.fromkeys(record.curves, through))
-    ours, theirs = paper.pictures(record)[0]
+    ours, theirs = paper.pictures(record, {})[1]
     assert ours.figure.axes[0].get_xlabel() == "minutes of training"
     assert ours.figure.axes[0].lines[0].get_xdata().tolist() == pytest.approx([6, 12])
     assert theirs.figure.axes[0].get_xlabel() == "hours of training (GPU)"
@@ -146,7 +192,10 @@ def test_curves_through_training_are_minutes_and_end_in_the_table() -> None:
 
 
 def test_the_frontier_names_every_point_once() -> None:
-    ours, _, theirs = paper.pictures(answer("figure-8"))[0]
+    ((together,), (ours, _, theirs)) = paper.pictures(answer("figure-8"), {})
+    assert _drawn(together, "ALiBi 512, the paper").get_xydata()[0].tolist() == pytest.approx(
+        [28300 / 15300, 18.4 / 18.67]
+    )
     named = {text.get_text() for text in theirs.figure.axes[0].texts}
     assert named == {
         "ALiBi 512",
@@ -160,15 +209,15 @@ def test_the_frontier_names_every_point_once() -> None:
 
 
 def test_slopes_that_differ_are_counted() -> None:
-    assert "24 of the paper's 24 slopes" in paper.scale_sentence(answer("figure-3"))
+    assert "24 of the paper's 24 slopes" in answers.scale_sentence(answer("figure-3"))
     wrong = answer("figure-3")
     eight = {**wrong.curves["ALiBi, 8 heads"], "slope": [0.4] + [2.0**-n for n in range(2, 9)]}
     wrong = dataclasses.replace(wrong, curves={**wrong.curves, "ALiBi, 8 heads": eight})
-    assert "23 of the paper's 24 slopes" in paper.scale_sentence(wrong)
+    assert "23 of the paper's 24 slopes" in answers.scale_sentence(wrong)
 
 
 def test_windows_are_drawn_pass_by_pass() -> None:
-    rows = paper.pictures(answer("figure-10"))
+    rows = paper.pictures(answer("figure-10"), {})
     assert [len(row) for row in rows] == [2, 2]
     nonoverlapping, sliding = (row[0].figure.axes[0] for row in rows)
     assert len(nonoverlapping.patches) == 8
@@ -177,8 +226,8 @@ def test_windows_are_drawn_pass_by_pass() -> None:
 
 def test_a_label_that_the_paper_does_not_have_is_left_out() -> None:
     odd = Record(kind="paper-item", name="figure-99", config={}, metrics={})
-    assert not paper.is_drawn(odd)
-    assert paper.is_drawn(answer("figure-2"))
+    assert not answers.is_drawn(odd)
+    assert answers.is_drawn(answer("figure-2"))
 
 
 def test_the_contents_list_every_record_once_with_its_section() -> None:

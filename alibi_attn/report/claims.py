@@ -1,0 +1,147 @@
+"""Claims: what Press et al. 2022 (arXiv:2108.12409v2) conclude from each figure and table, as ratios to hold against records.
+
+A claim says that a product of numbers over a product of others is below or above a threshold. Most are one perplexity over
+another: a method beyond its trained length over the same at it, or two methods at one length. Where the paper says "level" or "as
+good", the threshold is a margin of ours, and the claim names it. The paper's own ratio is not typed here: it is computed from
+`published.py`.
+Next: `verdicts.py`, which decides them.
+"""
+
+import dataclasses
+from typing import Literal
+
+from alibi_attn.report.published import trained_length
+
+Relation = Literal["below", "above"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Number:
+    """A cell of an item: a label, the paper's length it was tested at (None where the column says it), and the column."""
+
+    label: str
+    length: int | None = None
+    column: str = "perplexity"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Claim:
+    """One conclusion of the paper.
+
+    Args:
+        item: the figure or table that has the numbers.
+        says: the conclusion in our words; it holds if the ratio is on that side of the threshold.
+        over, under: the ratio is the product of `over` divided by the product of `under`.
+        relation, threshold: which side; 1 where the paper says better, worse, rises or falls.
+    """
+
+    item: str
+    says: str
+    over: tuple[Number, ...]
+    under: tuple[Number, ...]
+    relation: Relation
+    threshold: float = 1.0
+
+
+def _changes(
+    item: str, label: str, to: int, relation: Relation, says: str, *, threshold: float = 1.0, column: str = "perplexity"
+) -> Claim:
+    """A model's perplexity at a length, over that at the length it was trained at."""
+    return Claim(
+        item=item, says=says, over=(Number(label, to, column),), under=(Number(label, trained_length(label), column),),
+        relation=relation, threshold=threshold,
+    )  # fmt: skip
+
+
+def _compared(
+    item: str, one: tuple[str, int | None], other: tuple[str, int | None], relation: Relation, says: str, *,
+    threshold: float = 1.0, column: str = "perplexity",
+) -> Claim:  # fmt: skip
+    """One cell over another."""
+    return Claim(
+        item=item, says=says, over=(Number(*one, column),), under=(Number(*other, column),), relation=relation,
+        threshold=threshold,
+    )  # fmt: skip
+
+
+def _keeps_longer(item: str, one: str, other: str, to: int, says: str) -> Claim:
+    """One model's change with length, over another's."""
+    return Claim(
+        item=item, says=says, over=(Number(one, to), Number(other, trained_length(other))),
+        under=(Number(one, trained_length(one)), Number(other, to)), relation="below",
+    )  # fmt: skip
+
+
+_SIN, _ROT, _T5, _OURS = "Sinusoidal, L = 512", "Rotary, L = 512", "T5 Bias, L = 512", "ALiBi, L = 512"
+_OWN = "Sinusoidal, L = L_valid"
+
+CLAIMS: tuple[Claim, ...] = (
+    _changes("figure-1", _SIN, 1012, "above", "sinusoidal, L = 512, is worse at about 2 L than at L"),
+    _changes("figure-1", _SIN, 15_512, "above", "sinusoidal, L = 512, is worse at 30 L than at L"),
+    _changes("figure-1", _ROT, 15_512, "above", "rotary, L = 512, is worse at 30 L than at L"),
+    _changes("figure-1", _T5, 1012, "below", "T5 bias, L = 512, gains from reading about 2 L"),
+    _changes("figure-1", _T5, 10_512, "above", "T5 bias, L = 512, is worse at 20 L than at L"),
+    _changes("figure-1", _OURS, 1012, "below", "ALiBi, L = 512, gains from reading about 2 L"),
+    _changes("figure-1", _OURS, 15_512, "below", "ALiBi, L = 512, is better at 30 L than at L"),
+    _keeps_longer("figure-1", _ROT, _SIN, 15_512, "up to 30 L rotary loses less than sinusoidal, L = 512"),
+    _keeps_longer("figure-1", _T5, _ROT, 10_512, "up to 20 L T5 bias loses less than rotary, L = 512"),
+    _keeps_longer("figure-1", _OURS, _T5, 10_512, "up to 20 L ALiBi loses less than T5 bias, L = 512"),
+    _compared("figure-1", (_OURS, 15_512), (_ROT, 15_512), "below", "at 30 L ALiBi is better than rotary, L = 512"),
+    _compared("figure-1", (_OURS, 10_512), (_T5, 10_512), "below", "at 20 L ALiBi is better than T5 bias, L = 512"),
+    _changes("figure-1", "Sinusoidal, L = 1024", 16_024, "above", "sinusoidal, L = 1024, is worse at 16 L than at L"),
+    _changes("figure-1", "ALiBi, L = 1024", 16_024, "below", "ALiBi, L = 1024, is better at 16 L than at L"),
+    _compared("figure-2", ("ALiBi, L = 1024", None), ("Sinusoidal, L = 1024", None), "above",
+              "ALiBi trains as fast as sinusoidal, to 5 %", threshold=0.95, column="train_tokens_per_second"),
+    _changes("figure-4", _OURS, 3072, "below", "ALiBi, L = 512, is better at 3,072 than at 512"),
+    _compared("figure-4", (_OURS, 512), (_OWN, 512), "below", "at 512 ALiBi is better than sinusoidal, both trained there"),
+    _compared("figure-4", ("ALiBi, L = 3072", 3072), (_OWN, 3072), "below",
+              "at 3,072 ALiBi is better than sinusoidal, both trained there"),
+    _compared("figure-4", (_OURS, 3072), (_OWN, 3072), "below",
+              "ALiBi trained at 512 is better at 3,072 than sinusoidal trained at 3,072"),
+    _compared("figure-4", ("ALiBi, L = 1024", 3072), (_OWN, 3072), "below",
+              "ALiBi trained at 1,024 is better at 3,072 than sinusoidal trained at 3,072"),
+    _compared("figure-4", ("ALiBi, L = 3072", 3072), (_OURS, 3072), "below",
+              "at 3,072 ALiBi trained at 3,072 is better than ALiBi trained at 512"),
+    _changes("figure-6", "Sinusoidal, L = 512", 1024, "above", "the large sinusoidal model, L = 512, is worse at 2 L"),
+    _changes("figure-6", _OURS, 1024, "below", "the large ALiBi model, L = 512, is better at 2 L"),
+    _changes("figure-6", "ALiBi, L = 1024", 2048, "below", "the large ALiBi model, L = 1024, is better at 2 L"),
+    _compared("figure-6", (_OURS, 512), (_SIN, 512), "below",
+              "at L = 512 the large ALiBi model is as good as the sinusoidal one, to 2 %", threshold=1.02),
+    _compared("figure-9", (_OURS, 512), (_OWN, 512), "below",
+              "books: at 512 ALiBi is better than sinusoidal, both trained there"),
+    _compared("figure-9", (_OURS, 3072), (_OWN, 3072), "below",
+              "books: ALiBi trained at 512 is better at 3,072 than sinusoidal trained at 3,072"),
+    _changes("figure-11", _SIN, 1024, "above", "sliding by 1: sinusoidal, L = 512, is worse at 2 L"),
+    _changes("figure-11", _OURS, 3072, "above",
+              "sliding by 1: ALiBi, L = 512, gains less than 1 % from reading 6 L", threshold=0.99),
+    _changes("figure-11", _OURS, 3072, "below",
+              "sliding by 1: ALiBi, L = 512, loses less than 5 % from reading 6 L", threshold=1.05),
+    _compared("figure-11", (_OURS, 512), (_SIN, 512), "below", "sliding by 1: at L = 512 ALiBi is better than sinusoidal"),
+    _changes("table-4", "Sinusoidal, L = 3072", 13_072, "above", "sinusoidal, L = 3072, is worse at 4 L than at L"),
+    _changes("table-4", "ALiBi, L = 3072", 13_072, "below", "ALiBi, L = 3072, is better at 4 L than at L"),
+    _compared("table-5", ("ALiBi, L = 64", 64), (_OWN, 64), "above", "at L = 64 sinusoidal is better than ALiBi"),
+    _compared("table-5", ("ALiBi, L = 128", 128), (_OWN, 128), "above", "at L = 128 sinusoidal is better than ALiBi"),
+    _compared("table-5", ("ALiBi, L = 3072", 3072), ("T5 Bias, L = L_valid", 3072), "below",
+              "at L = 3072 ALiBi is better than T5 bias"),
+    _compared("table-6", ("ALiBi, L = 3072, L_valid = 3072", 3072), ("Sinusoidal, L = 3072", 3072), "below",
+              "test text: at L = 3072 ALiBi is better than sinusoidal", column="test_perplexity"),
+    _compared("table-6", ("ALiBi, L = 512, L_valid = 3072", 3072), ("Sinusoidal, L = 3072", 3072), "below",
+              "test text: ALiBi trained at 512 is better at 3,072 than sinusoidal trained there", column="test_perplexity"),
+    _compared("table-7", ("ALiBi, L = 3072, L_valid = 3072", 3072), ("Sinusoidal, L = 3072", 3072), "below",
+              "test text, sliding by 512: at L = 3072 ALiBi is better than sinusoidal", column="test_perplexity"),
+    _compared("table-7", ("ALiBi, L = 512, L_valid = 3072", 3072), ("Sinusoidal, L = 3072", 3072), "above",
+              "test text, sliding by 512: ALiBi trained at 512 is worse at 3,072 than sinusoidal trained there",
+              column="test_perplexity"),
+    _compared("table-9", ("ALiBi, L = 512, L_valid = 3072", 3072), ("Sinusoidal, L = 3072", 3072), "below",
+              "test text of books: ALiBi trained at 512 is better at 3,072 than sinusoidal trained there",
+              column="test_perplexity"),
+    _compared("table-10", ("ALiBi, L = 3072, L_valid = 3072", 3072), ("Sinusoidal, L = 3072", 3072), "below",
+              "test text of books, sliding by 512: at L = 3072 ALiBi is better than sinusoidal", column="test_perplexity"),
+    _compared("table-11", ("ALiBi, L = 1024", None), ("Sinusoidal, L = 2048", None), "below",
+              "after equal time a large ALiBi model, L = 1024, is better at 2,048 than sinusoidal, L = 2048",
+              column="perplexity_2048"),
+    _changes("table-13", "Sinusoidal, L = 1024", 3072, "above", "sliding by 1: sinusoidal, L = 1024, is worse at 3 L"),
+    _changes("table-14", _T5, 3072, "above", "sliding by 1: T5 bias, L = 512, is worse at 6 L"),
+    _changes("table-15", "ALiBi, L = 1024", 3072, "below", "sliding by 1: ALiBi, L = 1024, loses less than 5 % from reading 3 L",
+             threshold=1.05),
+)  # fmt: skip

@@ -1,0 +1,186 @@
+"""A claim of the paper is decided by an interval, and by nothing else."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from alibi_attn import records
+from alibi_attn.records import Record
+from alibi_attn.report import verdicts
+from alibi_attn.report.answers import published
+from alibi_attn.report.claims import CLAIMS, Claim, Number
+from alibi_attn.report.page import report_html
+from alibi_attn.report.published import PUBLISHED
+from alibi_attn.report.verdicts import Evidence, Paired, interval, paired
+
+CORPUS = {"name": "made-up", "sha256": "ab" * 32, "test_sha256": None}
+PARTS = 16
+
+
+def evaluation(
+    method: str, trained: int, nats: dict[int, float], *, seed: int = 0, noise: float | None = 0.0, **test: object
+) -> Record:
+    """Losses at two lengths; with `noise` also by part, alternately so much above and below the mean at the longer length."""
+    lengths = sorted(nats)
+    curves = {"by_length": {"length": lengths, "nonoverlapping_nats": [nats[at] for at in lengths]}}
+    if noise is not None:
+        places = [(at, part) for at in lengths for part in range(PARTS)]
+        curves["by_part"] = {
+            "length": [at for at, _ in places],
+            "tokens": [128] * len(places),
+            "nonoverlapping_nats": [nats[at] + (noise if part % 2 else -noise) * (at > trained) for at, part in places],
+        }
+    config = {
+        "model": {"method": method},
+        "train": {"length": trained, "seed": seed, "first_length": None},
+        "eval": {"lengths": lengths, "tokens": 2048, "split": "valid", **test},
+        "corpus": CORPUS,
+    }
+    return records.make(
+        "evaluation", f"wikitext/{method}/{seed}", config=config, metrics={"parameters": 1.1e6}, curves=curves
+    )
+
+
+def answer(found: list[Record], **perplexities: tuple[float, float]) -> tuple[Record, dict[str, Record]]:
+    """Figure 1 at an eighth of the paper's lengths, L = 512 and about 2 L, and its evidence by identity."""
+    by_identity = {records.identity(one.kind, one.name, one.config): one for one in found}
+    labels = {"sinusoidal": "Sinusoidal, L = 512", "alibi": "ALiBi, L = 512"}
+    curves = {
+        labels[method]: {"length": [64, 127], "paper_length": [512, 1012], "perplexity": list(values)}
+        for method, values in perplexities.items()
+    }
+    config = {"scale": "small", "evidence": [f"evaluation-any-{key}.json" for key in by_identity]}
+    return records.make("paper-item", "figure-1", config=config, metrics={}, curves=curves), by_identity
+
+
+def _judged(record: Record, by_identity: dict[str, Record], says: str) -> verdicts.Verdict:
+    return next(one for one in verdicts.verdicts(record, by_identity) if says in one.claim.says)
+
+
+SINUSOIDAL, ALIBI = "sinusoidal, L = 512, is worse at about 2 L", "ALiBi, L = 512, gains from reading about 2 L"
+
+
+@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.says)
+def test_the_papers_own_numbers_uphold_every_claim(claim: Claim) -> None:
+    ratio = verdicts._ratio(claim, published(PUBLISHED[claim.item]))
+    assert math.isfinite(ratio)
+    assert (ratio < claim.threshold) == (claim.relation == "below")
+
+
+def test_a_ratio_is_made_of_the_papers_numbers() -> None:
+    (claim,) = (one for one in CLAIMS if one.says.startswith("up to 20 L ALiBi loses less than T5"))
+    paper = verdicts._ratio(claim, published(PUBLISHED["figure-1"]))
+    assert paper == pytest.approx((18.32 / 19.73) / (52.95 / 19.65))
+
+
+def test_an_interval_over_seeds_is_students() -> None:
+    empty = np.empty(0)
+    found = interval(Paired(logs=np.array([0.1, 0.3]), parts=empty, weights=empty))
+    assert (found.low, found.high) == (pytest.approx(math.exp(0.2 - 1.2706)), pytest.approx(math.exp(0.2 + 1.2706)))
+    three = interval(Paired(logs=np.array([1.0, 2.0, 3.0]), parts=empty, weights=empty))
+    assert math.log(three.high) - 2 == pytest.approx(4.303 / math.sqrt(3))
+    assert interval(Paired(logs=np.array([0.1]), parts=empty, weights=empty)) is None
+
+
+def test_an_interval_over_text_grows_where_neighbors_are_alike() -> None:
+    same = np.full(16, 1 / 16)
+    alternating, in_runs = np.tile([1.0, -1.0], 8), np.repeat([1.0, -1.0, 1.0, -1.0], 4)
+    narrow, wide = (interval(Paired(logs=np.zeros(1), parts=parts, weights=same)) for parts in (alternating, in_runs))
+    assert math.log(narrow.high) == pytest.approx(2.131 / math.sqrt(15))  # t of 15 degrees times s / √16, s² = 16 / 15
+    assert math.log(wide.high) == pytest.approx(3.182 / math.sqrt(3))  # four parts of four: t of 3 degrees, s² = 4 / 3
+    assert narrow.over == "16 parts of the text"
+
+
+def test_what_either_interval_holds_is_possible() -> None:
+    parts = np.full(16, 0.2)
+    found = interval(Paired(logs=np.array([0.1, 0.3]), parts=parts, weights=np.full(16, 1 / 16)))
+    assert found.over == "2 seeds and 16 parts of the text"
+    assert math.log(found.low) == pytest.approx(0.2 - 1.2706)
+
+
+def test_coverage_is_what_it_says() -> None:
+    """Of 400 made-up texts whose parts are independent, about 95 % have the true ratio inside; chance is a seed."""
+    draw = np.random.default_rng(0).normal(0.05, 0.3, (400, 32))
+    same = np.full(32, 1 / 32)
+    inside = 0
+    for parts in draw:
+        found = interval(Paired(logs=np.zeros(1), parts=parts, weights=same))
+        inside += found.low <= math.exp(0.05) <= found.high
+    assert 0.93 <= inside / 400 <= 1
+
+
+@pytest.mark.parametrize(
+    ("further", "noise", "word"),
+    [(1.2, 0.05, "confirmed"), (0.9, 0.05, "contradicted"), (1.02, 0.2, "not decided")],
+)
+def test_one_seed_is_decided_by_its_text(further: float, noise: float, word: str) -> None:
+    found = [evaluation("sinusoidal", 64, {64: 4.0, 127: 4.0 + math.log(further)}, noise=noise)]
+    verdict = _judged(*answer(found, sinusoidal=(50.0, 50.0 * further)), SINUSOIDAL)
+    assert (verdict.word, verdict.ours) == (word, pytest.approx(further))
+    assert verdict.interval.low < further < verdict.interval.high
+    assert verdict.why == "over 16 parts of the text, one training each"
+
+
+def test_without_parts_one_seed_decides_nothing_however_far_apart() -> None:
+    found = [evaluation("sinusoidal", 64, {64: 4.0, 127: 9.0}, noise=None)]
+    verdict = _judged(*answer(found, sinusoidal=(54.6, 8103.0)), SINUSOIDAL)
+    assert (verdict.word, verdict.interval) == ("not decided", None)
+    assert verdict.why == "no interval: one seed, and the evaluations keep no losses by part of the text"
+
+
+def test_seeds_are_paired() -> None:
+    """Each seed rises by nearly as much, from levels that are far apart: the levels do not matter."""
+    found = [
+        evaluation("sinusoidal", 64, {64: level, 127: level + rise}, seed=seed, noise=None)
+        for seed, (level, rise) in enumerate([(3.0, 0.100), (5.0, 0.102)])
+    ]
+    record, by_identity = answer(found, sinusoidal=(54.6, 60.4))
+    over, under = [Number("Sinusoidal, L = 512", 1012)], [Number("Sinusoidal, L = 512", 512)]
+    np.testing.assert_allclose(
+        paired(Evidence(record, by_identity), over, under, way="nonoverlapping").logs, [0.100, 0.102]
+    )
+    assert _judged(record, by_identity, SINUSOIDAL).word == "confirmed"
+    wide = dataclasses.replace(found[1], curves={"by_length": {"length": [64, 127], "nonoverlapping_nats": [5.0, 5.3]}})
+    record, by_identity = answer([found[0], wide], sinusoidal=(54.6, 60.4))
+    assert _judged(record, by_identity, SINUSOIDAL).word == "not decided"
+
+
+def test_what_is_missing_is_said() -> None:
+    record, _ = answer([evaluation("alibi", 64, {64: 4.0, 127: 3.9})], alibi=(54.6, 49.4))
+    assert "not among these records" in _judged(record, {}, ALIBI).why
+    assert _judged(record, {}, SINUSOIDAL).why == "not measured at this size"
+    nowhere = dataclasses.replace(record, config={"scale": "small"})
+    assert "not named by the answer" in _judged(nowhere, {}, ALIBI).why
+    speed = records.make(
+        "paper-item", "figure-2", config={}, metrics={},
+        curves={f"{name}, L = 1024": {"train_tokens_per_second": [100.0]} for name in ("ALiBi", "Sinusoidal")},
+    )  # fmt: skip
+    (verdict,) = verdicts.verdicts(speed, {})
+    assert (verdict.ours, verdict.word) == (1.0, "not decided")
+
+
+def test_models_that_were_tested_on_other_tokens_are_not_compared_by_part() -> None:
+    one = evaluation("alibi", 64, {64: 4.0, 127: 3.0})
+    other = evaluation("sinusoidal", 64, {64: 4.0, 127: 4.0}, tokens=4096)
+    record, by_identity = answer([one, other], alibi=(54.6, 20.1), sinusoidal=(54.6, 54.6))
+    numbers = [Number("ALiBi, L = 512", 1012)], [Number("Sinusoidal, L = 512", 1012)]
+    found = paired(Evidence(record, by_identity), *numbers, way="nonoverlapping")
+    assert found.why_not == "the models were not tested on the same tokens"
+    assert interval(found) is None
+
+
+def test_the_page_says_verdicts_sizes_and_where_they_are_from() -> None:
+    found = [
+        evaluation("sinusoidal", 64, {64: 4.0, 127: 4.5}, noise=0.05),
+        evaluation("alibi", 64, {64: 4.0, 127: 3.9}, noise=0.01),
+    ]
+    record, _ = answer(found, sinusoidal=(54.6, 90.0), alibi=(54.6, 49.4))
+    page = report_html([record, *found])
+    assert "At scale small" in page
+    assert 'verdict confirmed">confirmed</td><td>1.648</td><td>1.' in page  # 90 / 54.6
+    assert "2 confirmed, 12 not decided" in page
+    assert "<td>1.1 M</td>" in page
+    assert "Bands: 95 % over 16 parts of the text, one training each." in page
+    assert "The paper's claims" not in report_html(found)
