@@ -11,26 +11,9 @@ import typing
 from collections.abc import Callable
 from typing import Literal, TypeAlias, TypeVar
 
-Method: TypeAlias = Literal[
-    "none",
-    "sinusoidal",
-    "learned",
-    "rotary",
-    "t5",
-    "alibi",
-    "alibi-learned",
-    "alibi-half",
-    "kerple",
-    "alibi-log",
-    "alibi-clamp",
-    "sandwich",
-    "tisa",
-    "fire",
-    "nope-window",
-    "drope",
-    "fox",
-    "alibi-fox",
-]
+from alibi_attn.position_methods import METHODS
+
+Method: TypeAlias = str  # a name in `alibi_attn/position_methods.py`
 Architecture: TypeAlias = Literal["modern", "mpt", "baevski-auli"]
 Optimizer: TypeAlias = Literal["adamw", "nag"]
 Parallel: TypeAlias = Literal["ddp", "fsdp"]
@@ -69,7 +52,7 @@ class ModelConfig:
     softmax_dropout: float = 0.0  # of what enters an adaptive softmax, and inside its further bands
 
     def __post_init__(self) -> None:
-        check_choice("model.method", self.method, typing.get_args(Method))
+        check_choice("model.method", self.method, tuple(METHODS))
         check_choice("model.architecture", self.architecture, typing.get_args(Architecture))
         check_at_least("model", self, 1, "vocab_size", "num_layers", "num_heads", "embed_dim", "ffn_dim")
         for name in ("dropout", "attention_dropout", "activation_dropout", "softmax_dropout"):

@@ -1,7 +1,7 @@
 """Every way of telling a decoder where its tokens are, side by side; what their four hooks are, says `hooks.py`.
 
-To add a method, write a class here, name it in `METHODS` and in `config.Method`: nothing else in the lab knows what methods
-there are. Shapes as in `attention/spec.py`; E is the width of the model. Read next: `distances.py`.
+To add a method, write a class here, name it in `METHODS`, and give it a row in `alibi_attn/position_methods.py`: nothing else
+knows what methods there are. Shapes as in `attention/spec.py`; E is the width of the model. Read next: `distances.py`.
 """
 
 import copy

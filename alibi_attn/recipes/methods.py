@@ -1,4 +1,4 @@
-"""Eighteen ways to tell a model where a token stands, and five ways to stretch them afterwards: same text, order and weights.
+"""All ways here to tell a model where a token stands, and five ways to stretch them afterwards: same text, order and weights.
 
 Paper: none; sections 2 and 3 compare four. The stretches change positions at test time only: rotary's by position
 interpolation, NTK and YaRN, ALiBi's slopes by L / L' and by NTK, so that one training is tested several times. Each
@@ -6,12 +6,11 @@ model is also tested with its context cut at the trained length, which is what a
 """
 
 import dataclasses
-from typing import get_args
 
 from alibi_attn.lab.config import EvalConfig, Method, ModelConfig, Recipe, RunConfig, Scale, Stretch, TrainConfig
+from alibi_attn.position_methods import METHODS
 from alibi_attn.recipes import large, medium
 
-METHODS: tuple[Method, ...] = get_args(Method)
 STRETCHES: dict[Method, tuple[Stretch, ...]] = {"rotary": ("linear", "ntk", "yarn"), "alibi": ("linear", "ntk")}
 
 

@@ -12,7 +12,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from alibi_attn.records import Record
-from alibi_attn.report import figures
+from alibi_attn.report import drawing
+from alibi_attn.report.drawing import End
 from alibi_attn.report.series import numbers
 
 OURS = "ours"
@@ -79,7 +80,7 @@ def memory_by_length(record: Record) -> Figure | None:
 
 def _by_length(title: str, lines: Mapping[str, Mapping[int, float]]) -> Figure:
     """One line a name; ours is thicker and has ALiBi's color."""
-    figure, axes = figures.plain_axes(title)
+    figure, axes = drawing.plain_axes(title)
     lengths = sorted({length for points in lines.values() for length in points})
     others = [name for name in lines if name != OURS]
     drawn = []
@@ -88,12 +89,14 @@ def _by_length(title: str, lines: Mapping[str, Mapping[int, float]]) -> Figure:
             continue
         x, y = np.array(sorted(points.items())).T
         ours = name == OURS
-        color = figures.color_of("alibi" if ours else _COLORS[others.index(name) % len(_COLORS)])
-        axes.plot(x, y, color=color, marker="o" if ours else ".", linewidth=2.4 if ours else 1.5, clip_on=False)
-        drawn.append((name, color, float(x[-1]), float(y[-1])))
-    figures.log_axis(axes, np.array([y for points in lines.values() for y in points.values()]))
-    figures.length_ticks(axes, lengths, "tokens")
-    figures.name_lines(axes, drawn, lengths[-1])
+        color = drawing.color_of("alibi" if ours else _COLORS[others.index(name) % len(_COLORS)])
+        axes.plot(
+            x, y, color=color, marker="o" if ours else ".", linewidth=2.4 if ours else 1.5, clip_on=False, label=name
+        )
+        drawn.append(End(name, color, float(x[-1]), float(y[-1])))
+    drawing.log_axis(axes, np.array([y for points in lines.values() for y in points.values()]))
+    drawing.length_ticks(axes, lengths, "tokens")
+    drawing.name_lines(axes, drawn)
     return figure
 
 

@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
 from alibi_attn.records import MOST, Json, Record, identity
-from alibi_attn.report import figures
-from alibi_attn.report.figures import COLORS, INK, MUTED
+from alibi_attn.report import drawing
+from alibi_attn.report.drawing import INK, MUTED, color_of
 from alibi_attn.report.series import numbers
 from alibi_attn.report.tables import fraction
 
@@ -75,8 +75,8 @@ def reach_figure(model: TrainedHeads) -> Figure:
         )
         places = range(len(heads))
         for at, (_, certified, true) in enumerate(heads):
-            axes.plot([at, at], [certified, true], color=COLORS["alibi"], linewidth=1, alpha=0.5)
-        axes.plot(places, [certified for _, certified, _ in heads], "o", color=COLORS["alibi"], markersize=4)
+            axes.plot([at, at], [certified, true], color=color_of("alibi"), linewidth=1, alpha=0.5)
+        axes.plot(places, [certified for _, certified, _ in heads], "o", color=color_of("alibi"), markersize=4)
         axes.plot(places, [true for _, _, true in heads], "o", color=INK, markersize=4, fillstyle="none")
         for length in (model.length, model.trained):
             if length:
@@ -108,7 +108,8 @@ def mass_figure(model: TrainedHeads) -> Figure | None:
                 continue
             x, y = zip(*sorted(points[head]), strict=True)
             fade = 1 - 0.65 * rank / max(len(ranked) - 1, 1)
-            axes.plot(x, y, color=COLORS["alibi"], linewidth=1.2, alpha=fade)
+            name = f"head {head}, m = {fraction(slopes[head])}"
+            axes.plot(x, y, color=color_of("alibi"), linewidth=1.2, alpha=fade, label=name)
         axes.set_xscale("log", base=2)
         axes.set_xlim(1, model.length)
         _distances(axes.xaxis, model.length)
@@ -143,11 +144,11 @@ def _number(config: Mapping[str, Json], name: str) -> int:
 def _grid(model: TrainedHeads) -> tuple[Figure, list[tuple[Axes, Record]]]:
     """A figure with axes for every layer, two beside each other."""
     rows = math.ceil(len(model.layers) / _COLUMNS)
-    figure, first = figures.plain_axes("")
+    figure, first = drawing.plain_axes("")
     first.remove()
     figure.set_size_inches(4.1, rows * _HEIGHT)
     grid = []
-    with rc_context(figures.STYLE):
+    with rc_context(drawing.STYLE):
         for place, (layer, record) in enumerate(model.layers):
             row, column = divmod(place, _COLUMNS)
             bottom = 1 - (row + 1) / rows + 0.44 / (rows * _HEIGHT)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from alibi_attn.report import sentences
 from alibi_attn.report.costs import duration
-from alibi_attn.report.figures import variable_of
+from alibi_attn.report.drawing import variable_of
 from alibi_attn.report.series import Series, Study
 from alibi_attn.report.tables import Block, Cell, Table, mean, number
 

@@ -14,7 +14,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from alibi_attn.report.figures import COLORS, STYLE
+from alibi_attn.report.drawing import STYLE, color_of
 from alibi_attn.report.tables import NEGLIGIBLE, fraction, half_life
 from alibi_attn.slopes import alibi_slopes
 
@@ -105,7 +105,7 @@ def _draw_bias(axes: Axes, slope: float, seq_len: int, *, small: bool) -> None:
     distance = places[:, None] - places[None, :]
     strength = np.where(distance >= 0, 1 + slope * distance / math.log(NEGLIGIBLE), 0.0)
     picture = np.empty((*distance.shape, 4))
-    picture[..., :3] = to_rgb(COLORS["alibi"])
+    picture[..., :3] = to_rgb(color_of("alibi"))
     picture[..., 3] = np.clip(strength, 0, 1)
     axes.imshow(picture, extent=(0, 1, 0, 1))
     axes.set_xticks([])
@@ -125,9 +125,9 @@ def _draw_factors(axes: Axes, slopes: Sequence[float], seq_len: int) -> None:
     labeled = [slope for slope in ranked if len(ranked) <= 8 or "/" in fraction(slope)]
     for rank, slope in enumerate(ranked):
         fade = 1 - 0.6 * rank / max(len(ranked) - 1, 1)
-        axes.plot(distance, np.exp(-slope * distance), color=COLORS["alibi"], alpha=fade, linewidth=1.4)
+        axes.plot(distance, np.exp(-slope * distance), color=color_of("alibi"), alpha=fade, linewidth=1.4)
         if slope in labeled and 1 <= half_life(slope) <= furthest:
-            axes.plot([half_life(slope)], [0.5], "o", color=COLORS["alibi"], markersize=3)
+            axes.plot([half_life(slope)], [0.5], "o", color=color_of("alibi"), markersize=3)
             axes.annotate(fraction(slope), (half_life(slope), 0.5), (3, 3), textcoords="offset points", fontsize=7.5)
     axes.set_title("factor of a key, e^(−m·distance)", pad=8, x=-0.11)
     axes.set_xscale("log", base=2)

@@ -17,10 +17,11 @@ try:
         certificates,
         contents,
         costs,
+        drawing,
         evidence,
-        methods,
         sections,
         sentences,
+        study_sections,
         tables,
     )
 except ModuleNotFoundError as error:
@@ -65,7 +66,7 @@ def report_html(records: Sequence[Record], *, title: str = TITLE, question: str 
         if not (benchmarks.is_drawn(record) or answers.is_drawn(record) or certificates.is_drawn(record))
     ]
     paper_sections = [sections.paper_section(record, f"p{number}", by_identity) for number, record in enumerate(items)]
-    study_sections = [sections.study_section(study, f"s{number}") for number, study in enumerate(found)]
+    shown_studies = [study_sections.study_section(study, f"s{number}") for number, study in enumerate(found)]
     model_sections = [sections.model_section(model, f"h{number}") for number, model in enumerate(models)]
     bench_sections = [sections.benchmark_section(record, f"b{number}") for number, record in enumerate(timed)]
     entries = [
@@ -103,15 +104,15 @@ def report_html(records: Sequence[Record], *, title: str = TITLE, question: str 
     )
     return environment.get_template("page.html").render(
         title=title,
-        colors_light=methods.css("light"),
-        colors_dark=methods.css("dark"),
+        colors_light=drawing.css("light"),
+        colors_dark=drawing.css("dark"),
         question=question or (sentences.question(every) if every else ""),
         contents=contents.groups(entries) if len(entries) > 1 else [],
         unanswered=contents.unanswered([record.name for record in items]),
         record_rows=contents.record_rows(records, entries),
         papers=paper_sections,
         claims=sections.claim_blocks(paper_sections),
-        studies=study_sections,
+        studies=shown_studies,
         evidence=evidence.evidence_table(behind),
         heads=sections.head_sections(every),
         models=model_sections,

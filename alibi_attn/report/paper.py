@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from alibi_attn.records import Record
 from alibi_attn.report import changes, heads, paper_figures
 from alibi_attn.report.answers import Column, item_name, item_of, published, recorded, scale_factor, unit_of, way_of
-from alibi_attn.report.figures import Points
+from alibi_attn.report.drawing import Points
 from alibi_attn.report.paper_figures import Line, Panel
 from alibi_attn.report.published import PUBLISHED, PublishedItem, method_of, trained_length
 

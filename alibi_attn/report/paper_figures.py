@@ -6,7 +6,6 @@ is dashed with hollow markers. Next: `paper.py` and `changes.py`, which fill the
 
 import dataclasses
 import math
-from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -14,9 +13,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from alibi_attn.report import figures
+from alibi_attn.report import drawing
 from alibi_attn.report.claims import Number
-from alibi_attn.report.figures import Points
+from alibi_attn.report.drawing import End, Points
 
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "h")
 _DASHES = (0, (4, 2))
@@ -69,7 +68,7 @@ def joined(one: Line, other: Line) -> Line:
 
 def lines(panel: Panel) -> Figure:
     """The lines of a panel, perplexity (or what it has) up on a logarithmic axis, each named at its end."""
-    figure, axes = figures.plain_axes(panel.y_label)
+    figure, axes = drawing.plain_axes(panel.y_label)
     ends = []
     number_of = {label: number for number, label in enumerate(dict.fromkeys(line.label for line in panel.lines))}
     for line in panel.lines:
@@ -77,7 +76,7 @@ def lines(panel: Panel) -> Figure:
         if not some.any():
             continue
         x, y = line.x[some], line.y[some]
-        color, marker = figures.color_of(line.method), _MARKERS[number_of[line.label] % len(_MARKERS)]
+        color, marker = drawing.color_of(line.method), _MARKERS[number_of[line.label] % len(_MARKERS)]
         axes.plot(
             x, y, color=color, linestyle="-" if line.ours else _DASHES, linewidth=1.8 if line.ours else 1.2, marker=marker,
             markevery=max(1, len(x) // 8), fillstyle="full" if line.ours else "none", clip_on=False,
@@ -85,14 +84,15 @@ def lines(panel: Panel) -> Figure:
         )  # fmt: skip
         if np.isfinite(line.low[some]).all():
             axes.fill_between(x, line.low[some], line.high[some], color=color, alpha=0.2, linewidth=0, zorder=2)
-        ends.append((_end_name(line, panel), color, float(x[-1]), float(y[-1])))
+        if len(x) > 1 or not panel.ratio:  # a ratio to itself needs no name
+            ends.append(End(_end_name(line, panel), color, float(x[-1]), float(y[-1])))
     axes.set_xlabel(panel.x_label)
     if not ends:
         return figure
     if panel.ratio:
-        axes.axhline(1, color=figures.MUTED, linewidth=0.9, linestyle=(0, (2, 3)), zorder=1)
+        axes.axhline(1, color=drawing.MUTED, linewidth=0.9, linestyle=(0, (2, 3)), zorder=1)
     x_low, x_high = _bounds(panel, "x")
-    figures.log_axis(axes, np.array(_bounds(panel, "y")))
+    drawing.log_axis(axes, np.array(_bounds(panel, "y")))
     if panel.log_x:
         axes.set_xscale("log", base=2)
         axes.set_xlim(x_low / 1.05, x_high * 1.05)
@@ -101,7 +101,7 @@ def lines(panel: Panel) -> Figure:
         axes.set_xlim(0, x_high * 1.02)
         axes.xaxis.set_major_locator(MaxNLocator(4, integer=all((line.x % 1 == 0).all() for line in panel.lines)))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.4g}"))
-    figures.name_lines(axes, ends, max(end[2] for end in ends))
+    drawing.name_lines(axes, ends)
     return figure
 
 
@@ -120,7 +120,7 @@ def _end_name(line: Line, panel: Panel) -> str:
 
 def frontier(panel: Panel) -> Figure:
     """Points with names: speed to the right on a logarithmic axis, perplexity up; each method's points are joined."""
-    figure, axes = figures.plain_axes(panel.y_label)
+    figure, axes = drawing.plain_axes(panel.y_label)
     axes.set_position((0.1, 0.155, 0.86, 0.745))
     points = [line for line in panel.lines if np.isfinite([line.x[0], line.y[0]]).all()]
     axes.set_xlabel(panel.x_label)
@@ -130,60 +130,30 @@ def frontier(panel: Panel) -> Figure:
     spread = [value for line in points for value in (line.low[0], line.high[0]) if math.isfinite(value)]
     axes.set_xscale("log")
     _round_x(axes, float(xs.min()) / 1.25, float(xs.max()) * 1.25)
-    figures.log_axis(axes, np.array([min(*ys, *spread) / 1.02, max(*ys, *spread) * 1.02]))
+    drawing.log_axis(axes, np.array([min(*ys, *spread) / 1.02, max(*ys, *spread) * 1.02]))
     for method, ours in dict.fromkeys((line.method, line.ours) for line in points):
         same = sorted(
             (line for line in points if (line.method, line.ours) == (method, ours)), key=lambda line: float(line.x[0])
         )
-        color = figures.color_of(method)
+        color = drawing.color_of(method)
         axes.plot(
-            [line.x[0] for line in same], [line.y[0] for line in same], marker=figures.marker_of(method), color=color,
+            [line.x[0] for line in same], [line.y[0] for line in same], marker=drawing.marker_of(method), color=color,
             fillstyle="full" if ours else "none", linestyle="-" if ours else _DASHES, linewidth=1, markersize=6,
         )  # fmt: skip
         for line in same:
             axes.plot(line.x[:1], line.y[:1], linestyle="none", label=reading(line))
             if math.isfinite(line.low[0]):
                 axes.plot([line.x[0]] * 2, [line.low[0], line.high[0]], color=color, linewidth=1.2)
-    _name_points(axes, points, panel)
+    drawing.place_names(
+        axes, [(_end_name(line, panel), drawing.color_of(line.method), line.x[0], line.y[0]) for line in points]
+    )
     return figure
-
-
-def _name_points(axes: Axes, points: Sequence[Line], panel: Panel) -> None:
-    """Each point's name on the first side where it touches neither a point nor another name (estimated from its letters)."""
-    places = [axes.transData.transform((line.x[0], line.y[0])) for line in points]
-    taken = [(x - 6, y - 6, x + 6, y + 6) for x, y in places]
-    pixel = axes.get_figure(root=True).dpi / 72  # type: ignore[union-attr]
-    for line, (x, y) in zip(points, places, strict=True):
-        name = _end_name(line, panel)
-        wide, high = 4.6 * len(name) * pixel, 9 * pixel
-        sides = {
-            ((0, 8), "center"): (x - wide / 2, y + 6),
-            ((0, -15), "center"): (x - wide / 2, y - 6 - high),
-            ((8, -3), "left"): (x + 8, y - high / 2),
-            ((-8, -3), "right"): (x - 8 - wide, y - high / 2),
-            ((0, 18), "center"): (x - wide / 2, y + 6 + high),
-            ((0, -25), "center"): (x - wide / 2, y - 6 - 2 * high),
-        }
-        free = {
-            side: (left, bottom, left + wide, bottom + high)
-            for side, (left, bottom) in sides.items()
-            if not any(
-                left < other[2] and other[0] < left + wide and bottom < other[3] and other[1] < bottom + high
-                for other in taken
-            )
-        }
-        (offset, align), box = next(iter(free.items()), (((0, 8), "center"), (x, y, x, y)))
-        taken.append(box)
-        axes.annotate(
-            name, (line.x[0], line.y[0]), offset, textcoords="offset points", ha=align,
-            color=figures.color_of(line.method), fontsize=8,
-        )  # fmt: skip
 
 
 def windows(token: Points, context: Points, passes: Points) -> Figure:
     """Which tokens each forward pass reads (outlined) and scores (filled): a row a pass, a column a token."""
     rows = int(np.max(passes))
-    figure, axes = figures.plain_axes("")
+    figure, axes = drawing.plain_axes("")
     figure.set_size_inches(4.1, 0.55 + 0.3 * rows)
     axes.set_position((0.13, 0.4 / (0.55 + 0.3 * rows), 0.85, 0.3 * rows / (0.55 + 0.3 * rows)))
     for number in range(1, rows + 1):
@@ -193,7 +163,7 @@ def windows(token: Points, context: Points, passes: Points) -> Figure:
             filled = place in scored
             axes.add_patch(
                 Rectangle(
-                    (place - 0.46, number - 0.4), 0.92, 0.8, facecolor=figures.color_of("sinusoidal"), linewidth=0,
+                    (place - 0.46, number - 0.4), 0.92, 0.8, facecolor=drawing.color_of("sinusoidal"), linewidth=0,
                     alpha=0.95 if filled else 0.28,
                 )
             )  # fmt: skip
@@ -231,7 +201,7 @@ def _round_x(axes: Axes, low: float, high: float) -> None:
     ticks = [digit * 10.0**decade for decade in range(-3, 10) for digit in (1, 1.5, 2, 3, 5, 7)]
     places = [tick for tick in ticks if low <= tick <= high]
     axes.xaxis.set_major_locator(FixedLocator(places))
-    axes.xaxis.set_major_formatter(FixedFormatter([figures.short_number(place) for place in places]))
+    axes.xaxis.set_major_formatter(FixedFormatter([drawing.short_number(place) for place in places]))
     axes.xaxis.set_minor_locator(NullLocator())
 
 

@@ -11,7 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 
-from alibi_attn.report import figures
+from alibi_attn.report import drawing
+from alibi_attn.report.drawing import End
 from alibi_attn.report.series import Series, Study, numbers
 from alibi_attn.report.tables import Block, Cell, Table
 
@@ -45,7 +46,7 @@ def passkey_grid(study: Study) -> Figure | None:
     depths = sorted({depth for _, grid in tested for _, depth in grid})
     rows = math.ceil(len(tested) / _COLUMNS)
     each = 0.55 + 0.21 * len(depths)
-    figure, first = figures.plain_axes("")
+    figure, first = drawing.plain_axes("")
     first.remove()
     figure.set_size_inches(4.1, rows * each)
     for number, (series, grid) in enumerate(tested):
@@ -53,16 +54,16 @@ def passkey_grid(study: Study) -> Figure | None:
         high = 0.21 * len(depths)
         corner = 0.075 + column * 0.485, 1 - (row * each + 0.24 + high) / (rows * each)
         axes = figure.add_axes((*corner, 0.42, high / (rows * each)))
-        color = figures.color_of(series.method)
+        color = drawing.color_of(series.method)
         axes.set_title(series.short, fontsize=8.5, pad=3, color=color)
         for (length, depth), share in grid.items():
             x, y = lengths.index(length), depths.index(depth)
             place = (x - 0.47, y - 0.45)
-            axes.add_patch(Rectangle(place, 0.94, 0.9, facecolor=figures.RULE, alpha=0.45, linewidth=0))
+            axes.add_patch(Rectangle(place, 0.94, 0.9, facecolor=drawing.RULE, alpha=0.45, linewidth=0))
             axes.add_patch(Rectangle(place, 0.94, 0.9, facecolor=color, alpha=0.8 * share, linewidth=0))
             if len(lengths) <= 6:
                 axes.add_artist(
-                    Text(x, y, f"{100 * share:.0f}", ha="center", va="center", fontsize=7, color=figures.INK)
+                    Text(x, y, f"{100 * share:.0f}", ha="center", va="center", fontsize=7, color=drawing.INK)
                 )
         axes.set_xlim(-0.5, len(lengths) - 0.5)
         axes.set_ylim(len(depths) - 0.5, -0.5)
@@ -86,17 +87,17 @@ def recall_by_distance(study: Study) -> Figure | None:
             lines.append((series, np.array(points).T))
     if not lines:
         return None
-    figure, axes = figures.plain_axes("share of the repeated tokens that are right")
+    figure, axes = drawing.plain_axes("share of the repeated tokens that are right")
     ends = []
     for series, (x, y) in lines:
-        color = figures.color_of(series.method)
-        axes.plot(x, y, color=color, marker=figures.MARKERS.get(series.method, "*"), clip_on=False)
-        ends.append((series.short, color, float(x[-1]), float(y[-1])))
+        color = drawing.color_of(series.method)
+        axes.plot(x, y, color=color, marker=drawing.marker_of(series.method), clip_on=False, label=series.short)
+        ends.append(End(series.short, color, float(x[-1]), float(y[-1])))
     axes.set_ylim(0, 1.03)
-    figures.length_ticks(
+    drawing.length_ticks(
         axes, sorted({int(place) for _, (x, _) in lines for place in x}), f"distance in {study.unit}s, log scale"
     )
-    figures.name_lines(axes, ends, max(end[2] for end in ends))
+    drawing.name_lines(axes, ends)
     return figure
 
 
@@ -110,7 +111,7 @@ def task_table(study: Study) -> Table | None:
             grid = shares(series, task)
             worst = [min((v for (at, _), v in grid.items() if at == length), default=math.nan) for length in lengths]
             if grid:
-                rows.append((series.label, figures.variable_of(series.method), tuple(map(_percent, worst))))
+                rows.append((series.label, drawing.variable_of(series.method), tuple(map(_percent, worst))))
         if rows:
             blocks.append(Block(title, tuple(rows)))
     return Table(tuple(f"{length:,.0f}" for length in lengths), tuple(blocks)) if blocks else None

@@ -17,8 +17,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from alibi_attn.position_methods import METHODS
 from alibi_attn.records import LARGEST, MOST, Json, Record, identity
-from alibi_attn.report.methods import METHODS
 
 Mode = Literal["nonoverlapping", "sliding", "windowed"]
 

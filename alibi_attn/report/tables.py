@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from alibi_attn.position_methods import METHODS
 from alibi_attn.records import MOST, Json, Record, identity
 from alibi_attn.report import sentences
-from alibi_attn.report.methods import METHODS
 from alibi_attn.report.series import Mode, Series, Study, flat
 from alibi_attn.slopes import alibi_slopes
 from alibi_attn.units import bits_per_byte, perplexity, word_perplexity
@@ -43,6 +43,18 @@ class Table:
     blocks: tuple[Block, ...]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """A series in a nutshell: its perplexity `to` at the longest length, and the `change` since `before`, at the trained one."""
+
+    method: str
+    label: str
+    before: str
+    to: str
+    at: str
+    change: str
+
+
 def by_length(study: Study) -> Table | None:
     """Perplexity, and bits per byte where it is known, at every length in both modes; None if nothing was evaluated."""
     lengths = study.lengths
@@ -66,7 +78,7 @@ def by_length(study: Study) -> Table | None:
     return Table(columns, found) if found else None
 
 
-def cards(study: Study) -> list[dict[str, str]]:
+def cards(study: Study) -> list[Card]:
     """For every series, its perplexity at the trained and at the longest length, and the change."""
     found = []
     for series in study.series:
@@ -75,14 +87,14 @@ def cards(study: Study) -> list[dict[str, str]]:
             continue
         first, last = (mean(sentences.perplexity(series, length)) for length in between)
         found.append(
-            {
-                "method": _variable(series),
-                "label": series.label,
-                "from": f"{sentences.rounded(first)} at {between[0]:,}",
-                "to": sentences.rounded(last),
-                "at": f"at {between[1]:,}",
-                "change": "" if change is None else sentences.signed(change),
-            }
+            Card(
+                method=_variable(series),
+                label=series.label,
+                before=f"{sentences.rounded(first)} at {between[0]:,}",
+                to=sentences.rounded(last),
+                at=f"at {between[1]:,}",
+                change="" if change is None else sentences.signed(change),
+            )
         )
     return found
 

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_hex
 
-from alibi_attn.report import figures, heads, plot_alibi_bias
+from alibi_attn.position_methods import METHODS
+from alibi_attn.report import drawing, figures, heads, plot_alibi_bias
+from alibi_attn.report.drawing import End
 from alibi_attn.report.series import studies
 from alibi_attn.report.tables import fraction, half_life
 from alibi_attn.slopes import alibi_slopes
@@ -23,7 +25,7 @@ def _line(figure, color):
 def test_perplexity_is_exp_of_the_recorded_loss(made_up) -> None:
     (study,) = studies(made_up())
     for mode, less in (("nonoverlapping", 0.0), ("sliding", 0.05)):
-        line = _line(figures.perplexity_by_length(study, mode), figures.COLORS["alibi"])
+        line = _line(figures.perplexity_by_length(study, mode), drawing.color_of("alibi"))
         expected = [math.exp(2.0 - 0.012 * doublings - less) for doublings in range(5)]
         np.testing.assert_array_equal(line.get_xdata(), [128, 256, 512, 1024, 2048])
         np.testing.assert_allclose(line.get_ydata(), expected)
@@ -40,7 +42,7 @@ def test_several_seeds_are_drawn_as_mean_and_full_band(made_up) -> None:
     (study,) = studies(made_up(methods=("alibi",), seeds=3))
     figure = figures.perplexity_by_length(study, "nonoverlapping")
     seeds = np.exp([2.0, 2.01, 2.02])
-    assert _line(figure, figures.COLORS["alibi"]).get_ydata()[0] == pytest.approx(seeds.mean())
+    assert _line(figure, drawing.color_of("alibi")).get_ydata()[0] == pytest.approx(seeds.mean())
     (band,) = figure.axes[0].collections
     at_first = [y for path in band.get_paths() for x, y in path.vertices if x == 128]
     assert min(at_first) == pytest.approx(seeds[0])
@@ -50,10 +52,10 @@ def test_several_seeds_are_drawn_as_mean_and_full_band(made_up) -> None:
 def test_nothing_is_smoothed_or_left_out(made_up) -> None:
     (study,) = studies(made_up(methods=("t5",)))
     np.testing.assert_allclose(
-        _line(figures.training_curves(study), figures.COLORS["t5"]).get_ydata() * math.log(2),
+        _line(figures.training_curves(study), drawing.color_of("t5")).get_ydata() * math.log(2),
         [1.93 + 60 / step for step in (10, 20, 30, 40)],
     )
-    line = _line(figures.loss_by_position(study), figures.COLORS["t5"])
+    line = _line(figures.loss_by_position(study), drawing.color_of("t5"))
     assert line.get_xdata().tolist() == [2**power for power in range(12)]
 
 
@@ -61,12 +63,12 @@ def test_losses_are_nats_where_a_token_is_no_byte(made_up) -> None:
     (study,) = studies(made_up(methods=("t5",), bytes_per_token=4.2))
     figure = figures.training_curves(study)
     assert figure.axes[0].get_title("left") == "nats per token"
-    assert _line(figure, figures.COLORS["t5"]).get_ydata()[0] == pytest.approx(1.93 + 6)
+    assert _line(figure, drawing.color_of("t5")).get_ydata()[0] == pytest.approx(1.93 + 6)
 
 
 def test_the_trained_length_is_marked(made_up) -> None:
     (study,) = studies(made_up())
-    assert "trained length" in figures.svg(figures.perplexity_by_length(study, "sliding"), "a", "")
+    assert "trained length" in drawing.svg(figures.perplexity_by_length(study, "sliding"), "a", "")
 
 
 def test_a_figure_without_data_is_none(made_up) -> None:
@@ -88,11 +90,11 @@ def test_labels_at_the_ends_do_not_touch(made_up) -> None:
 
 
 def test_the_name_of_a_peer_that_stops_at_once_stays_in_the_picture() -> None:
-    figure, axes = figures.plain_axes("milliseconds, log scale")
+    figure, axes = drawing.plain_axes("milliseconds, log scale")
     axes.set_xscale("log")
     axes.plot([2048, 16384], [20.0, 100.0])
     axes.plot([2048], [200.0])
-    figures.name_lines(axes, [("ours", "black", 16384, 100.0), ("SDPA + dense bias", "black", 2048, 200.0)], 16384)
+    drawing.name_lines(axes, [End("ours", "black", 16384, 100.0), End("SDPA + dense bias", "black", 2048, 200.0)])
     figure.canvas.draw()
     for text in axes.texts:
         assert text.get_window_extent().x0 >= axes.get_window_extent().x0, text.get_text()
@@ -100,7 +102,7 @@ def test_the_name_of_a_peer_that_stops_at_once_stays_in_the_picture() -> None:
 
 def test_svg_is_inline_and_takes_its_colors_from_the_page(made_up) -> None:
     (study,) = studies(made_up())
-    text = figures.svg(figures.perplexity_by_length(study, "nonoverlapping"), "p", "A <picture> & more")
+    text = drawing.svg(figures.perplexity_by_length(study, "nonoverlapping"), "p", "A <picture> & more")
     assert text.startswith("<svg")
     assert "&lt;picture&gt; &amp; more</title>" in text
     assert "var(--alibi)" in text
@@ -117,15 +119,32 @@ def test_svg_is_inline_and_takes_its_colors_from_the_page(made_up) -> None:
 
 def test_svg_is_a_function_of_its_figure(made_up) -> None:
     (study,) = studies(made_up())
-    one, two = (figures.svg(figures.loss_by_position(study), "p", "") for _ in range(2))
+    one, two = (drawing.svg(figures.loss_by_position(study), "p", "") for _ in range(2))
     assert one == two
 
 
 def test_methods_have_colors_and_markers_of_their_own() -> None:
-    assert len(set(figures.COLORS.values())) == len(figures.COLORS)
-    assert set(figures.MARKERS) == set(figures.COLORS)
-    assert len(set(figures.MARKERS.values())) == len(figures.MARKERS)
-    assert len({*figures.COLORS.values(), figures.INK, figures.MUTED, figures.RULE}) == len(figures.COLORS) + 3
+    assert len({look.marker for look in METHODS.values()}) == len(METHODS)
+    assert len({look.dark for look in METHODS.values()}) == len(METHODS)
+    used = {*(look.light for look in METHODS.values()), drawing.INK, drawing.MUTED, drawing.RULE}
+    assert len(used) == len(METHODS) + 3
+
+
+def test_values_can_be_read_at_every_point_of_a_line(made_up) -> None:
+    (study,) = studies(made_up(methods=("alibi",)))
+    figure = figures.perplexity_by_length(study, "nonoverlapping")
+    text = drawing.svg(figure, "p", "")
+    circles = re.findall(r'<circle cx="([^"]*)" cy="([^"]*)" r="6"><title>([^<]*)</title></circle>', text)
+    assert [title for _, _, title in circles] == [
+        f"ALiBi: {math.exp(2.0 - 0.012 * doublings):.4g} at {128 * 2**doublings:,}" for doublings in range(5)
+    ]
+    markers = re.findall(r'<use xlink:href="#p-[^"]*" x="([^"]*)" y="([^"]*)" style="fill: var\(--alibi\)', text)
+    assert len(markers) == 5  # the circles lie on the markers that matplotlib drew
+    for (x, y, _), (marker_x, marker_y) in zip(circles, markers, strict=True):
+        assert (float(x), float(y)) == (
+            pytest.approx(float(marker_x), abs=0.1),
+            pytest.approx(float(marker_y), abs=0.1),
+        )
 
 
 def test_the_heads_picture_fades_with_the_bias() -> None:
@@ -134,7 +153,7 @@ def test_the_heads_picture_fades_with_the_bias() -> None:
     for axes, slope in zip(figure.axes, alibi_slopes(8), strict=False):
         assert axes.get_title("center") == f"m = {fraction(slope)}"
         picture = np.asarray(axes.images[0].get_array())
-        assert to_hex(picture[0, 0, :3]) == figures.COLORS["alibi"]
+        assert to_hex(picture[0, 0, :3]) == drawing.color_of("alibi")
         expected = 1 + slope * 10 / math.log(1e-6)
         assert picture[40, 30, 3] == pytest.approx(max(expected, 0))
         assert picture[40, 40, 3] == 1

@@ -12,11 +12,11 @@ import pytest
 
 from alibi_attn import records
 from alibi_attn.records import Record
-from alibi_attn.report import certificates, costs, figures, retrieval, tables
+from alibi_attn.report import certificates, costs, drawing, figures, retrieval, tables
 from alibi_attn.report.page import report_html
 from alibi_attn.report.published import PUBLISHED
-from alibi_attn.report.sections import MOST_LINES, drawable
 from alibi_attn.report.series import studies
+from alibi_attn.report.study_sections import MOST_LINES, drawable
 
 
 def _evaluation(record: Record, **fields: object) -> Record:
@@ -40,7 +40,7 @@ def test_stretched_positions_are_series_of_the_same_study(made_up) -> None:
     ]  # fmt: skip
     assert [s.seeds for s in study.series] == [1] * 6
     assert all(len(s.trainings) == 1 for s in study.series)  # the weights are the same
-    picture = figures.svg(figures.perplexity_by_length(study, "sliding"), "p", "")
+    picture = drawing.svg(figures.perplexity_by_length(study, "sliding"), "p", "")
     drawn = re.findall(r'style="fill: none; (?:stroke-dasharray: ([^;]*);[^"]*)?stroke: var\(--alibi\)', picture)
     assert len(set(drawn)) == 3  # solid, and two kinds of dashes
 
@@ -185,8 +185,8 @@ def test_hundreds_of_records_make_a_small_page_at_the_cost_of_its_pictures(made_
             found.append(dataclasses.replace(record, name=recipe + record.name[5:]))
     assert len(found) >= 290
     drawn, identified = [], []
-    save, digest = figures.Figure.savefig, hashlib.sha256
-    monkeypatch.setattr(figures.Figure, "savefig", lambda *given, **options: (drawn.append(1), save(*given, **options)))
+    save, digest = drawing.Figure.savefig, hashlib.sha256
+    monkeypatch.setattr(drawing.Figure, "savefig", lambda *given, **options: (drawn.append(1), save(*given, **options)))
     # An identity is the hash of a whole config; matplotlib's ids are hashes that begin empty.
     monkeypatch.setattr(hashlib, "sha256", lambda *given: (identified.extend(given), digest(*given))[1])
     page = report_html(found)

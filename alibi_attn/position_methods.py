@@ -1,7 +1,9 @@
-"""How each position method looks in the report: its name, its colors on a light and on a dark page, its marker.
+"""The position methods of the laboratory: what each is called, and how it looks in a report.
 
-The page's style sheet and every figure take them from here. Blue, orange, green, purple, ochre and grey stay apart for every
-common color blindness; of the others, lines are told apart by their markers and by the names at their ends.
+The one table of them: a config's `model.method` is one of its names, `lab/positions.py` has a class for each, and every figure,
+table and style sheet takes label, colors and marker from here. A method is added here and there, and nowhere else.
+Blue, orange, green, purple, ochre and grey stay apart for every common color blindness; of the others, lines are told apart by
+their markers and by the names at their ends.
 """
 
 import dataclasses
@@ -9,7 +11,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Look:
-    """One method: `marker` is matplotlib's."""
+    """One method: its name in figures and tables, its color on a light and on a dark page, and matplotlib's marker."""
 
     label: str
     light: str
@@ -37,8 +39,3 @@ METHODS = {
     "fox": Look("forget gates", "#3d4fd6", "#93a0ff", "<"),
     "alibi-fox": Look("ALiBi and gates", "#5b8c1a", "#a5d063", ">"),
 }
-
-
-def css(theme: str) -> str:
-    """Custom properties of a style sheet, one a method: `--alibi: #d1420f;`. `theme` is "light" or "dark"."""
-    return " ".join(f"--{name}: {getattr(look, theme)};" for name, look in METHODS.items())
