@@ -200,8 +200,10 @@ def _segments(
             f"query_offset places queries outside the keys' positions 0 to {key_len - 1}, which segment_ids covers; "
             "pass a pair ([B, T], [B, S]) of segment ids for queries and keys"
         )
+    if key_len == 0:  # nothing to gather from, and nothing to see
+        return of_key.new_zeros(batch, query_len), of_key
     # Where values cannot be read a query outside gets a number that no key has, and sees nothing.
-    of_query = of_key.gather(1, position.clamp(0, max(key_len - 1, 0)).expand(batch, query_len))
+    of_query = of_key.gather(1, position.clamp(0, key_len - 1).expand(batch, query_len))
     return torch.where(outside, of_key.amax(1, keepdim=True) + 1, of_query), of_key
 
 

@@ -64,6 +64,7 @@ FOUND = (
     Call(seed=40315, batch=3, heads=4, query_len=3837, head_dim=32, slopes="mixed", slopes_as="float64", window=2**33, offset=0,
          offset_as="batch", layout_query="heads apart", peaked=30.0, outlier_key=100.0, outlier_value=10.0, through="lse",
          wanted="inputs"),
+    Call(seed=56924, query_len=0, key_len=0, offset=0, offset_as="0-d", segments="sorted", wanted="inputs"),
     Call(seed=6940, heads=4, kv_heads=2, query_len=151, key_len=151, segments="unsorted", segments_as="pair", key_bias="wide"),
     Call(seed=5999, heads=32, kv_heads=2, query_len=16, key_len=17, head_dim=20, window=2, scale=8.0, bad="seen",
          through="output", dropout_p=0.5, torch_seed=720833116),

@@ -292,6 +292,9 @@ def _poisoned(call: Call, numbers: Arrays, true: Truth, is_bad: Callable[[np.nda
     return sees | (is_bad(numbers.query).any(-1) & true.seen.any(-1))
 
 
+LEAST_LOSS = 2.0**-22  # of the magnitudes of a sum's terms, in the error that is allowed: four units of fp32
+
+
 def _may_overflow(call: Call, numbers: Arrays, true: Truth) -> np.ndarray:
     """[B, H, T]: the queries of which the terms of some score add up to more than fp32 holds, whatever their signs."""
     query, key = (np.nan_to_num(np.abs(x.astype(np.float64)), nan=0.0) for x in (numbers.query, numbers.key))
@@ -301,19 +304,22 @@ def _may_overflow(call: Call, numbers: Arrays, true: Truth) -> np.ndarray:
 
 def _checked(call: Call, numbers: Arrays, true: Truth, name: str) -> np.ndarray:
     """Which numbers of a result are asked for: not those of queries that see NaN, inf or the largest number, or whose scores some
-    order of summation makes inf; nor what comes to keys from them.
+    order of summation makes inf; nor what comes to keys from them; nor gradients that some order makes inf.
     """
     exact = true.exact[name]
+    of_queries = name in ("output", "lse", "query")
     if call.bad == "seen":
         most = torch.finfo(getattr(torch, call.dtype)).max
-        fine = ~_poisoned(call, numbers, true, lambda x: ~(np.abs(x) < most))
+        fine = of_queries & ~_poisoned(call, numbers, true, lambda x: ~(np.abs(x) < most))
+        terms = np.ones(exact.shape, bool)
     elif call.is_huge:
         fine = ~_may_overflow(call, numbers, true)
+        terms = np.abs(exact) + true.error[name] / LEAST_LOSS < torch.finfo(torch.float32).max
     else:
         return np.ones(exact.shape, bool)
-    if name not in ("output", "lse", "query"):
-        return np.full(exact.shape, call.bad != "seen" and bool(fine.all()))
-    return np.broadcast_to(fine[..., None] if exact.ndim == 4 else fine, exact.shape)
+    if not of_queries:
+        return terms & bool(fine.all())
+    return terms & (fine[..., None] if exact.ndim == 4 else fine)
 
 
 def _clean(x: np.ndarray) -> np.ndarray:
