@@ -21,7 +21,9 @@ Precision: TypeAlias = Literal["no", "bf16", "fp16"]
 Scale: TypeAlias = Literal["smoke", "small", "medium", "paper"]
 Split: TypeAlias = Literal["valid", "test"]
 Stretch: TypeAlias = Literal["none", "linear", "ntk", "yarn"]
-Task: TypeAlias = Literal["passkey", "recall"]
+SymbolTask: TypeAlias = Literal["mqar", "needles", "copy", "flip-flop"]
+Task: TypeAlias = Literal["passkey", "recall", SymbolTask]
+TASK_CORPUS = re.compile(rf"task:({'|'.join(typing.get_args(Task))})(?::([1-9]\d*))?")
 
 _Config = TypeVar("_Config")
 
@@ -73,7 +75,7 @@ class ModelConfig:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """The text: "python-source" (what Python ships with), "hub:NAME[:CONFIG]", or local files and folders in `text`; or
-    "task:passkey[:LENGTH]" and "task:recall[:LENGTH]", documents of so many tokens that are made (see `tasks.py`).
+    "task:NAME[:LENGTH]", documents of so many tokens that are made, with the name of a `Task` (see `tasks.py`).
 
     A folder with files named *train*, *valid* and *test* brings its own split.
     """
@@ -88,11 +90,12 @@ class DataConfig:
     def __post_init__(self) -> None:
         if self.text and self.corpus == "python-source":
             object.__setattr__(self, "corpus", "text")  # so that a record never names a corpus that was not read
-        is_task = re.fullmatch(r"task:(passkey|recall)(:[1-9]\d*)?", self.corpus) is not None
+        is_task = TASK_CORPUS.fullmatch(self.corpus) is not None
         if self.corpus not in ("python-source", "text") and not self.corpus.startswith("hub:") and not is_task:
-            guess = nearest(self.corpus, ("python-source", "hub:NAME", "task:passkey", "task:recall"))
+            made = tuple(f"task:{task}" for task in typing.get_args(Task))
+            guess = nearest(self.corpus, ("python-source", "hub:NAME", *made))
             raise ConfigError(
-                f'data.corpus is {self.corpus!r}{guess}; pass "python-source", "hub:NAME", "task:passkey", "task:recall" (or '
+                f'data.corpus is {self.corpus!r}{guess}; pass "python-source", "hub:NAME", {", ".join(map(_quoted, made))} (or '
                 '"task:recall:LENGTH"), or files in data.text'
             )
         if is_task and self.tokenizer != "bytes":
@@ -251,6 +254,10 @@ class Recipe:
     expected: str
     runs: Callable[[Scale], tuple[RunConfig, ...]]
     study: str = ""
+
+
+def _quoted(name: str) -> str:
+    return f'"{name}"'
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

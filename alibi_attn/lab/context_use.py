@@ -6,9 +6,10 @@ Perplexity cannot say: most tokens are predicted well enough from a few neighbor
 import torch
 from torch import Tensor
 
-from alibi_attn.lab.config import EvalConfig
+from alibi_attn.lab.config import EvalConfig, SymbolTask
 from alibi_attn.lab.losses import Column, Say, answers
 from alibi_attn.lab.model import LanguageModel
+from alibi_attn.lab.symbol_tasks import SYMBOLS, TaskError, shortest, symbol_documents
 from alibi_attn.lab.tasks import SEGMENT, Encode, passkey_rows, recall_distances, recall_rows, shortest_passkey
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -66,6 +67,45 @@ def recall(
                 values = [float(hits.double().mean()), float(nats.double().mean()), hits.numel()]
             for name, value in zip(curve, (length, distance, *values), strict=True):
                 curve[name].append(value)
+    return curve
+
+
+def symbols(
+    model: LanguageModel, task: SymbolTask, alphabet: Tensor, config: EvalConfig, *, trials: int = TRIALS,
+    say: Say | None = None,
+) -> dict[str, Column]:  # fmt: skip
+    """The share of the answers, and that of the documents with all answers, that greedy decoding would write; the answers' loss.
+
+    One row per length: documents of one more token, at the task's largest distances. None where the method has no positions or
+    the task no room.
+
+    Args:
+        alphabet: the tokens of the text; the tasks' own corpora have theirs, which no other text stands for.
+
+    Raises:
+        TaskError: the text has other tokens than such a corpus.
+        EvaluationError: one document does not fit in memory.
+    """
+    if len(alphabet) and int(alphabet[-1]) >= SYMBOLS:
+        raise TaskError(
+            f"{task} has {SYMBOLS} tokens of its own; test it on data.corpus=task:{task}, or leave it out of eval.tasks"
+        )
+    curve: dict[str, Column] = {name: [] for name in ("length", "accuracy", "whole", "nats", "answers")}
+    for length in config.lengths:
+        values: list[float | None] = [None] * 4
+        if length + 1 >= shortest(task) and has_positions(model, length):
+            generator = torch.Generator().manual_seed(length)
+            rows, asked = symbol_documents(task, trials, length + 1, generator, varied=False)
+            scored = int(asked.any(0).flip(0).nonzero().max()) + 1
+            stretched, asked = model.stretched(config.stretch, length), asked[:, -scored:]
+            nats, hits = answers(stretched, rows, scored=scored, batch_tokens=config.batch_tokens, say=say)
+            whole = (hits | ~asked).all(-1)
+            values = [
+                float(hits[asked].double().mean()), float(whole.double().mean()), float(nats[asked].double().mean()),
+                int(asked.sum()),
+            ]  # fmt: skip
+        for name, value in zip(curve, (length, *values), strict=True):
+            curve[name].append(value)
     return curve
 
 

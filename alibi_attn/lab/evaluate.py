@@ -20,13 +20,14 @@ Losses are in nats per token. Read next: `experiment.py`.
 """
 
 import time
+import typing
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from alibi_attn.lab.config import EvalConfig
-from alibi_attn.lab.context_use import has_positions, passkey, recall
+from alibi_attn.lab.config import EvalConfig, SymbolTask
+from alibi_attn.lab.context_use import has_positions, passkey, recall, symbols
 from alibi_attn.lab.data import CorpusError
 from alibi_attn.lab.losses import Column, Say, TokenLosses, Window, token_losses
 from alibi_attn.lab.memory import peak_memory_bytes, reset_peak_memory
@@ -91,6 +92,9 @@ def evaluate(
         curves["passkey"] = passkey(model, encode, config, say=say)
     if "recall" in config.tasks:
         curves["recall"] = recall(model, tokens.unique(), config, say=say)
+    for task in typing.get_args(SymbolTask):
+        if task in config.tasks:
+            curves[task] = symbols(model, task, tokens.unique(), config, say=say)
     return curves
 
 

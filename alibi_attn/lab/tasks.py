@@ -1,6 +1,7 @@
 """Tasks that cannot be done without the context: find a number (passkey), repeat what came before (recall).
 
-Both are made of seeds alone, so that every model, length and position method meets the same ones.
+They, and the four of `symbol_tasks.py`, are made of seeds alone, so that every model, length and position method meets the
+same ones.
 
 * passkey (Mohtashami and Jaggi 2023, sec. 4.2, arXiv:2305.16300, in fewer words): filler sentences, in which one hides:
   "The pass key is 7 1 4 3 2 ."; at the end the sentence begins again, and the number must follow. Depth 0 hides it at the
@@ -12,29 +13,25 @@ Both are made of seeds alone, so that every model, length and position method me
 Rows are [N, T + 1]: T inputs, and behind them the last token to predict. Read next: `context_use.py`.
 """
 
-import re
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from alibi_attn.lab.config import Task
+from alibi_attn.lab.config import TASK_CORPUS, Task
 from alibi_attn.lab.sources import Part
+from alibi_attn.lab.symbol_tasks import SYMBOLS, TaskError, symbol_documents
 
 Encode: TypeAlias = Callable[[str], Sequence[int]]
 
 SEGMENT = 8  # tokens that recall repeats; the first is the cue, the others are scored
-SYMBOLS = 64  # different tokens of a corpus made for recall
 DOCUMENT_TOKENS = 128  # of a corpus made of a task, where its name does not say
 CORPUS_TOKENS: Mapping[Part, int] = {"train": 1 << 22, "valid": 1 << 17, "test": 1 << 17}
 KEY_DIGITS = 5
 NEEDLE = " The pass key is"
 FILLER = " The grass is green . The sky is blue . The sun is yellow . Here we go . There and back again ."
-
-
-class TaskError(ValueError):
-    """A task that the tokens, or the length, have no room for."""
 
 
 def passkey_rows(encode: Encode, length: int, *, depth: float, trials: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -112,7 +109,7 @@ def task_tokens(task: Task, tokens: int, seed: int, *, document_tokens: int = DO
     """A text [tokens] uint8 to train on: documents of one task, each of `document_tokens` tokens, one behind the other.
 
     With `train.length` equal to `document_tokens` every training example is one document. "passkey": bytes, the number
-    at any depth. "recall": 64 different tokens; the segment stands in its document as often as there is room.
+    at any depth. The others have 64 different tokens; the segment of "recall" stands in its document as often as there is room.
 
     Raises:
         TaskError: documents too short for the task.
@@ -121,6 +118,10 @@ def task_tokens(task: Task, tokens: int, seed: int, *, document_tokens: int = DO
     generator = torch.Generator().manual_seed(seed)
     if task == "recall":
         return _recall_documents(count, document_tokens, generator).flatten()[:tokens]
+    if task != "passkey":
+        return (
+            symbol_documents(task, count, document_tokens, generator, varied=True)[0].flatten()[:tokens].to(torch.uint8)
+        )
     depths = torch.rand(count, generator=generator).tolist()
     seeds = torch.randint(2**31, (count,), generator=generator).tolist()
     documents = [
@@ -136,11 +137,8 @@ def parse_corpus(name: str) -> tuple[Task, int] | None:
     >>> parse_corpus("task:recall:64")
     ('recall', 64)
     """
-    found = re.fullmatch(r"task:(passkey|recall)(?::([1-9]\d*))?", name)
-    if found is None:
-        return None
-    task: Task = "passkey" if found[1] == "passkey" else "recall"
-    return task, int(found[2] or DOCUMENT_TOKENS)
+    found = TASK_CORPUS.fullmatch(name)
+    return None if found is None else (typing.cast("Task", found[1]), int(found[2] or DOCUMENT_TOKENS))
 
 
 def encode_bytes(text: str) -> Sequence[int]:

@@ -1,10 +1,10 @@
-"""Retrieval: does a model find what stands far back? Passkey by length and depth, recall by distance, from evaluations.
+"""Retrieval: does a model find what stands far back? Passkey by length and depth, recall by distance, symbols by length.
 
 A share is the mean over the seeds; where a method has no positions its cell stays empty. Perplexity cannot show any of this.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -17,21 +17,27 @@ from alibi_attn.report.series import Series, Study, numbers
 from alibi_attn.report.tables import Block, Cell, Table
 
 _COLUMNS = 2
-_PASSKEY_TITLE, _RECALL_TITLE = (
-    "Passkey: numbers found, at the worst depth",
-    "Recall: tokens repeated, at the worst distance",
-)
+_TITLES = {  # of the table
+    "passkey": "Passkey: numbers found, at the worst depth",
+    "recall": "Recall: tokens repeated, at the worst distance",
+    "mqar": "Associative recall: values of 8 keys; chance is 6 %",
+    "needles": "Needles: values of 4 keys in noise; chance is 6 %",
+    "copy": "Copy: symbols of a string; chance is 2 %",
+    "flip-flop": "Flip-flop: bits that were last written; chance is 50 %",
+}
+_PLACES = {"passkey": "depth", "recall": "distance"}  # what such a task has several of at each length
+_SYMBOLS = tuple(task for task in _TITLES if task not in _PLACES)
 
-Shares = Mapping[tuple[float, float], float]  # (length, depth or distance) -> share
+Shares = Mapping[tuple[float, float], float]  # (length, depth or distance or 0) -> share
 
 
 def shares(series: Series, task: str) -> Shares:
     """(length, depth or distance) -> the share that was right, the mean over the seeds; empty where it was not tested."""
-    second = "depth" if task == "passkey" else "distance"
     found: dict[tuple[float, float], list[float]] = {}
     for record in series.evaluations:
-        rows = zip(*(numbers(record, task, name) for name in ("length", second, "accuracy")), strict=True)
-        for length, place, accuracy in rows:
+        lengths, accuracies = (numbers(record, task, name) for name in ("length", "accuracy"))
+        places = numbers(record, task, _PLACES[task]) if task in _PLACES else [0.0] * len(lengths)
+        for length, place, accuracy in zip(lengths, places, accuracies, strict=True):
             if math.isfinite(accuracy):
                 found.setdefault((length, place), []).append(accuracy)
     return {key: sum(values) / len(values) for key, values in found.items()}
@@ -82,30 +88,48 @@ def recall_by_distance(study: Study) -> Figure | None:
     for series in study.series:
         grid = shares(series, "recall")
         longest = max((length for length, _ in grid), default=0.0)
-        points = sorted((distance, share) for (length, distance), share in grid.items() if length == longest)
-        if points:
-            lines.append((series, np.array(points).T))
-    if not lines:
+        lines.append((series, [(distance, share) for (length, distance), share in grid.items() if length == longest]))
+    return _lines(lines, "share of the repeated tokens that are right", f"distance in {study.unit}s, log scale")
+
+
+def symbols_by_length(study: Study) -> list[tuple[str, Figure]]:
+    """(task, the share of its answers that are right against the length) of every task of symbols that was tested."""
+    drawn = []
+    for task in _SYMBOLS:
+        lines = [(s, [(length, share) for (length, _), share in shares(s, task).items()]) for s in study.series]
+        figure = _lines(lines, "share of the answers that are right", "length in tokens, log scale")
+        if figure is not None:
+            drawn.append((task, figure))
+    return drawn
+
+
+def _lines(lines: Sequence[tuple[Series, list[tuple[float, float]]]], title: str, places: str) -> Figure | None:
+    """Shares against places, a line a series; None where no series has any."""
+    given = [(series, np.array(sorted(points)).T) for series, points in lines if points]
+    if not given:
         return None
-    figure, axes = drawing.plain_axes("share of the repeated tokens that are right")
+    figure, axes = drawing.plain_axes(title)
     ends = []
-    for series, (x, y) in lines:
+    for series, (x, y) in given:
         color = drawing.color_of(series.method)
-        axes.plot(x, y, color=color, marker=drawing.marker_of(series.method), clip_on=False, label=series.short)
+        axes.plot(x, y, color=color, marker=drawing.marker_of(series.method), clip_on=False, label=series.label)
         ends.append(End(series.short, color, float(x[-1]), float(y[-1])))
     axes.set_ylim(0, 1.03)
-    drawing.length_ticks(
-        axes, sorted({int(place) for _, (x, _) in lines for place in x}), f"distance in {study.unit}s, log scale"
-    )
+    drawing.length_ticks(axes, sorted({int(place) for _, (x, _) in given for place in x}), places)
     drawing.name_lines(axes, ends)
     return figure
 
 
+def title_of(task: str) -> str:
+    """What is counted, as the table says it."""
+    return _TITLES[task]
+
+
 def task_table(study: Study) -> Table | None:
     """By length, each task where it is hardest: the worst depth, the worst distance."""
-    lengths = sorted({length for s in study.series for task in ("passkey", "recall") for length, _ in shares(s, task)})
+    lengths = sorted({length for s in study.series for task in _TITLES for length, _ in shares(s, task)})
     blocks = []
-    for task, title in (("passkey", _PASSKEY_TITLE), ("recall", _RECALL_TITLE)):
+    for task, title in _TITLES.items():
         rows = []
         for series in study.series:
             grid = shares(series, task)

@@ -180,6 +180,15 @@ def _tasks(study: Study, name: str) -> list[Shown]:
             retrieval.recall_by_distance(study),
             f"Recall by distance. {retrieval.describe(study, 'recall')}",
         ),
+        *(
+            (
+                "Associative recall" if task == "mqar" else task.capitalize(),
+                f"{retrieval.title_of(task)}. What is asked for stands as far back as the length allows.",
+                figure,
+                f"{retrieval.title_of(task)}. {retrieval.describe(study, task)}",
+            )
+            for task, figure in retrieval.symbols_by_length(study)
+        ),
     )
     return _panels(asked, study, name, "task", [study])
 

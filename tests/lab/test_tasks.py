@@ -1,10 +1,9 @@
 """The tasks against an oracle that copies, and against models that cannot know; every row against its description."""
 
-import itertools
-
 import pytest
 import torch
 import torch.nn.functional as F
+from copier import SURE, Copier
 
 from alibi_attn.lab.config import ConfigError, DataConfig, EvalConfig
 from alibi_attn.lab.context_use import DEPTHS, passkey, recall
@@ -24,41 +23,6 @@ from alibi_attn.lab.tasks import (
 
 ALPHABET = torch.arange(0, 192, 3)
 SENTENCE = b" The pass key is"
-SURE = 20.0  # a logit
-
-
-class Copier:
-    """Says what came after the last time that its last `cue` tokens were seen, at most `sight` tokens back; else token 0."""
-
-    class position:
-        max_positions = None
-
-    training, device, trained_length = False, torch.device("cpu"), 64
-
-    def __init__(self, cue, sight=10**9):
-        self.cue, self.sight = cue, sight
-
-    def __call__(self, tokens):
-        logits = torch.zeros(*tokens.shape, 256)
-        for row, here in itertools.product(range(len(tokens)), range(tokens.shape[1])):
-            logits[row, here, self._next(tokens[row, : here + 1].tolist())] = SURE
-        return logits
-
-    def _next(self, seen):
-        cue = seen[-self.cue :]
-        for back in range(1, min(len(seen) - self.cue, self.sight) + 1):
-            if seen[len(seen) - back - self.cue : len(seen) - back] == cue:
-                return seen[len(seen) - back]
-        return 0
-
-    def stretched(self, stretch, length):
-        return self
-
-    def eval(self):
-        return self
-
-    def train(self, mode):
-        return self
 
 
 def test_a_passkey_is_one_sentence_at_its_depth_and_again_at_the_end():
@@ -207,7 +171,7 @@ def test_a_tasks_corpus_is_named_by_the_task_and_the_length_of_its_documents():
     assert corpus.facts["valid_tokens"] == 1 << 17
     assert corpus.starts["train"][:3].tolist() == [0, 64, 128]
     assert DOCUMENT_TOKENS == 128
-    for wrong in ("task:copy", "task:recall:0", "task:recall:"):
+    for wrong in ("task:sort", "task:recall:0", "task:recall:"):
         with pytest.raises(ConfigError, match='pass "python-source"'):
             DataConfig(corpus=wrong)
     with pytest.raises(ConfigError, match=r"made of bytes; leave data\.tokenizer"):

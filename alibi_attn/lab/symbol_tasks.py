@@ -1,0 +1,163 @@
+"""Tasks of symbols: associative recall, needles, copying, a memory of one bit. Every answer follows from what came before it.
+
+    mqar        8 keys with a value each; later every key comes again, and its value must follow (Arora et al. 2023, Zoology,
+                arXiv:2312.04927)
+    needles     4 keys with a value each, anywhere in noise; at the end all are asked for (the multi-key needles of Hsieh et al.
+                2024, RULER, arXiv:2404.06654, where the other needles distract from each)
+    copy        a string of 63 symbols, drawn at random; behind a separator it comes again, and again (Jelassi et al. 2024,
+                arXiv:2402.01032)
+    flip-flop   pairs of an instruction and a bit: after "read" stands the bit that was last written, after "ignore" any (Liu
+                et al. 2023, arXiv:2306.00946)
+
+Documents are [N, n] tokens below 64, made of a generator alone, and with them [N, n] bool: which tokens are answers. Where a
+task is tested its answers are as far from what they follow from as n allows: the keys of mqar stand at the start and are asked at
+the end, a string is half of the document, bits are written as often in a long document as in a short one. Where it is trained
+on, distances are drawn up to that. `CHANCE` is the share that is right by knowing the form and nothing else.
+Read next: `context_use.py`.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from alibi_attn.lab.config import SymbolTask
+
+Documents: TypeAlias = tuple[Tensor, Tensor]
+
+SYMBOLS = 64
+CHANCE: Mapping[SymbolTask, float] = {"mqar": 1 / 16, "needles": 1 / 16, "copy": 1 / 63, "flip-flop": 1 / 2}
+
+_KEYS, _VALUES, _KINDS = 32, 48, 16  # the first key, the first value, and how many of each; below 30 is noise
+_MARK, _ASK = 30, 31
+_PAIRS, _NEEDLES = 8, 4
+_SEPARATOR = 63
+_SHORTEST_STRING = 4
+_WRITE, _READ, _IGNORE = 2, 3, 4
+_WRITES = 3.2  # of a document, in the mean, and as many reads
+_MOST_WRITTEN = 0.1  # the share of the pairs: the authors' 0.8 of the others are ignored
+_SHORTEST: Mapping[SymbolTask, int] = {
+    "mqar": 4 * _PAIRS,
+    "needles": 6 * _NEEDLES,
+    "copy": 2 * _SHORTEST_STRING + 2,
+    "flip-flop": 4,
+}
+
+
+class TaskError(ValueError):
+    """A task that the tokens, or the length, have no room for."""
+
+
+def symbol_documents(
+    task: SymbolTask, count: int, length: int, generator: torch.Generator, *, varied: bool
+) -> Documents:
+    """Documents [count, length] int64 and which of their tokens are answers.
+
+    Args:
+        varied: with distances up to the largest, to be trained on; else the largest.
+
+    Raises:
+        TaskError: the task has no room in `length` tokens.
+    """
+    if length < _SHORTEST[task]:
+        raise TaskError(f"{task} has no room in {length} tokens; pass {_SHORTEST[task]} or more")
+    return _MADE[task](count, length, generator, varied)
+
+
+def shortest(task: SymbolTask) -> int:
+    """The fewest tokens of a document."""
+    return _SHORTEST[task]
+
+
+def _mqar(count: int, length: int, generator: torch.Generator, varied: bool) -> Documents:
+    """Pairs, noise, and questions up to the end: every key once, or again and again where the noise is shorter."""
+    keys, values = _pairs(count, _PAIRS, generator)
+    widest = length - 4 * _PAIRS
+    gap = _up_to(widest, count, generator) if varied else torch.full((count,), widest)
+    gap += (widest - gap) % 2  # questions are whole
+    asked = (length - 2 * _PAIRS) // (2 * _PAIRS) + 1
+    order = torch.cat([_shuffled(count, _PAIRS, generator) for _ in range(asked)], 1)
+    place = torch.arange(length) - 2 * _PAIRS - gap[:, None]  # of a question's token, counted from the first
+    which = order.gather(1, place.clamp(min=0).div(2, rounding_mode="floor"))
+    tokens = _noise(count, length, generator)
+    tokens[:, : 2 * _PAIRS] = torch.stack([keys, values], -1).flatten(1)
+    answers = (place >= 0) & (place % 2 == 1)
+    tokens = torch.where(place >= 0, torch.where(answers, values.gather(1, which), keys.gather(1, which)), tokens)
+    return tokens, answers
+
+
+def _needles(count: int, length: int, generator: torch.Generator, varied: bool) -> Documents:
+    """Needles are three tokens, the mark, a key and its value; questions too."""
+    keys, values = _pairs(count, _NEEDLES, generator)
+    tokens, answers = _noise(count, length, generator), torch.zeros(count, length, dtype=torch.bool)
+    room = length - 6 * _NEEDLES
+    free = (torch.rand(count, _NEEDLES, generator=generator) * (room + 1)).long().sort(-1).values
+    places = free + 3 * torch.arange(_NEEDLES)
+    order = _shuffled(count, _NEEDLES, generator)
+    for first, mark, of in ((places, _MARK, None), (length - 3 * torch.arange(_NEEDLES, 0, -1), _ASK, order)):
+        at = first.expand(count, -1)
+        told = (torch.full_like(keys, mark), *(x if of is None else x.gather(1, of) for x in (keys, values)))
+        for step, symbols in enumerate(told):
+            tokens.scatter_(1, at + step, symbols)
+    answers[:, length - 3 * _NEEDLES + 2 :: 3] = True
+    return tokens, answers
+
+
+def _copy(count: int, length: int, generator: torch.Generator, varied: bool) -> Documents:
+    """A separator and the string, as often as there is room, the first one cut at its front."""
+    longest = (length - 2) // 2
+    size = (
+        _SHORTEST_STRING + _up_to(longest - _SHORTEST_STRING, count, generator)
+        if varied
+        else torch.full((count,), longest)
+    )
+    string = torch.randint(_SEPARATOR, (count, longest), generator=generator)
+    string = torch.cat([torch.full((count, 1), _SEPARATOR), string], 1)
+    period = size[:, None] + 1
+    back = torch.arange(length - 1, -1, -1)  # to the last token, which ends a string
+    tokens = string.gather(1, (period - 1 - back % period))
+    whole = length % period + period  # where the second separator stands, behind the first whole string
+    return tokens, (torch.arange(length) > whole) & (tokens != _SEPARATOR)
+
+
+def _flip_flop(count: int, length: int, generator: torch.Generator, varied: bool) -> Documents:
+    """The first pair writes and the last one reads; one token before them where the length is odd."""
+    pairs = length // 2
+    share = min(_MOST_WRITTEN, _WRITES / pairs)
+    drawn = torch.rand(count, pairs, generator=generator)
+    instruction = torch.where(drawn < share, _WRITE, torch.where(drawn < 2 * share, _READ, _IGNORE))
+    instruction[:, 0], instruction[:, -1] = _WRITE, _READ
+    bits = torch.randint(2, (count, pairs), generator=generator)
+    written = torch.where(instruction == _WRITE, torch.arange(pairs), 0).cummax(1).values
+    bits = torch.where(instruction == _READ, bits.gather(1, written), bits)
+    tokens = torch.stack([instruction, bits], -1).flatten(1)
+    answers = torch.stack([torch.zeros_like(instruction, dtype=torch.bool), instruction == _READ], -1).flatten(1)
+    front = length % 2
+    pad = torch.nn.functional.pad
+    return pad(tokens, (front, 0), value=_IGNORE), pad(answers, (front, 0))
+
+
+_MADE: Mapping[SymbolTask, Callable[[int, int, torch.Generator, bool], Documents]] = {
+    "mqar": _mqar, "needles": _needles, "copy": _copy, "flip-flop": _flip_flop,
+}  # fmt: skip
+
+
+def _pairs(count: int, pairs: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Different keys and any values, [count, pairs] each."""
+    keys = _KEYS + _shuffled(count, _KINDS, generator)[:, :pairs]
+    return keys, _VALUES + torch.randint(_KINDS, (count, pairs), generator=generator)
+
+
+def _shuffled(count: int, things: int, generator: torch.Generator) -> Tensor:
+    """[count, things]: 0 … things − 1, each row in an order of its own."""
+    return torch.rand(count, things, generator=generator).argsort(1)
+
+
+def _up_to(most: int, count: int, generator: torch.Generator) -> Tensor:
+    """[count] of 0 … most."""
+    return torch.randint(most + 1, (count,), generator=generator)
+
+
+def _noise(count: int, length: int, generator: torch.Generator) -> Tensor:
+    return torch.randint(_MARK, (count, length), generator=generator)
