@@ -1,10 +1,11 @@
-"""What is given away, a wheel and an sdist: all of the package and nothing else, and it runs where it is installed.
+"""What is given away, wheels and an sdist: all of the package and nothing else, and it runs where it is installed.
 
-The sdist is built from the tree, the wheel from the sdist, and both without a network; the wheel is installed into fresh
-environments, one that sees the torch that is here, one with the declared dependencies only.
+The sdist is built from the tree, the wheels from the sdist, one with a compiler and one without, and all without a network. They
+are installed into fresh environments, some that see the torch that is here, one with the declared dependencies only.
 """
 
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -15,11 +16,13 @@ import venv
 import zipfile
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from alibi_attn import __version__
 from alibi_attn.attention.backends.native.build import HEADERS, SOURCES
+from alibi_attn.attention.backends.native.levels import LEVELS
 
 ROOT = Path(__file__).parent.parent
 NAME = f"alibi_attn-{__version__}"
@@ -31,20 +34,66 @@ BESIDE = {
     "MANIFEST.in",
     "pyproject.toml",
     "setup.cfg",
+    "setup.py",
     "PKG-INFO",
 }
 MOST_BYTES = 1_000_000  # of a package of text; twice what it is
-NATIVE = """
-import alibi_attn, torch
-q, k, v = torch.randn(3, 1, 2, 300, 16, generator=torch.Generator().manual_seed(0))
-answers = [alibi_attn.alibi_attention(q, k, v, [0.5, 0.1], backend=backend) for backend in ("native", "reference")]
-torch.testing.assert_close(*answers)
+MOST_KERNEL_BYTES = 800_000  # of one library in a wheel, of which there is one a level; twice what it is
+COMPILES = (platform.system(), platform.machine()) == ("Linux", "x86_64") and shutil.which("g++") is not None
+KERNELS = {f"alibi_attn/attention/backends/native/kernels-{level.name}.so" for level in LEVELS} if COMPILES else set()
+PLATFORM = "linux_x86_64" if COMPILES else "any"
+OF_THE_SYSTEM = {
+    "libc.so.6",
+    "libm.so.6",
+    "libstdc++.so.6",
+    "libgcc_s.so.1",
+    "ld-linux-x86-64.so.2",
+}  # what torch needs too
+HERE = Path(sysconfig.get_path("purelib"))
+NO_COMPILER = {"PATH": "/nowhere", "CXX": ""}
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+OFFLINE = ["--no-deps", "--no-index", "--no-build-isolation"]
+WHERE = """
+import alibi_attn
+from alibi_attn.attention.backends.native import build
 print(alibi_attn.__file__)
+print(build.why_not())
 """
+CALLS = """
+import functools, alibi_attn, torch
+q, k, v = torch.randn(3, 1, 8, 800, 16, generator=torch.Generator().manual_seed(0))
+truth = alibi_attn.alibi_attention(q.double(), k.double(), v.double(), backend="reference").float()
+torch.testing.assert_close(alibi_attn.alibi_attention(q, k, v), truth)
+print(alibi_attn.__file__)
+print(*(line for line in alibi_attn.explain(q, k, v).splitlines() if line.startswith(("  native", "  banded"))), sep="\\n")
+"""
+EVERY_LEVEL = (
+    CALLS
+    + """
+from alibi_attn.attention.backends.native import build
+from alibi_attn.attention.backends.native.levels import LEVELS
+library = build.library
+for level in LEVELS:
+    if level.lacks:
+        continue
+    build.library = functools.partial(library, level)
+    given = [x.clone().requires_grad_() for x in (q, k, v)]
+    output = alibi_attn.alibi_attention(*given, backend="native")
+    torch.testing.assert_close(output, truth)
+    wide = [x.double().detach().requires_grad_() for x in given]
+    gradients = torch.autograd.grad(alibi_attn.alibi_attention(*wide, backend="reference").sum(), wide)
+    for ours, theirs in zip(torch.autograd.grad(output.sum(), given), gradients, strict=True):
+        torch.testing.assert_close(ours, theirs.float(), atol=1e-4, rtol=1e-4)
+    print(build.instructions())
+print(*{line.split()[-1] for line in open("/proc/self/maps") if "omp" in line.split("/")[-1]})
+"""
+)
 PLAIN = """
 import sys, alibi_attn
 assert alibi_attn.alibi_slopes(8)[0] == 0.5
 print(alibi_attn.__file__)
+from alibi_attn.attention.backends.native import build
+print(build.why_not() or build.instructions())
 try:
     alibi_attn.alibi_attention
 except ImportError as error:
@@ -52,55 +101,56 @@ except ImportError as error:
 """
 
 
+class Built(NamedTuple):
+    """What was made, from a copy of what git knows or would add."""
+
+    tree: Path
+    sdist: Path
+    wheel: Path
+    pure: Path  # made without a compiler
+
+
 @pytest.fixture(scope="module")
-def built(tmp_path_factory) -> tuple[Path, Path]:
-    """(sdist, wheel), made from a copy of what git knows or would add."""
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     folder = tmp_path_factory.mktemp("built")
     listed = run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], ROOT)
     for name in filter(None, listed.split("\0")):
         if (ROOT / name).is_file():
             (folder / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / "tree" / name)
-    hook = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
-    run([sys.executable, "-c", hook, "build_sdist", str(folder)], folder / "tree")
+    hook = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+    run([sys.executable, "-c", hook, str(folder)], folder / "tree")
     sdist = folder / f"{NAME}.tar.gz"
-    with tarfile.open(sdist) as archive:
-        archive.extractall(folder, filter="data")
-    run([sys.executable, "-c", hook, "build_wheel", str(folder)], folder / NAME)
-    return sdist, folder / f"{NAME}-py3-none-any.whl"
+    run([*PIP, "wheel", *OFFLINE, str(sdist)], folder)
+    run([*PIP, "wheel", *OFFLINE, str(sdist)], folder, **NO_COMPILER)
+    return Built(
+        folder / "tree", sdist, folder / f"{NAME}-py3-none-{PLATFORM}.whl", folder / f"{NAME}-py3-none-any.whl"
+    )
+
+
+def ended(command: list[str], folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The command in `folder`, without this project on its path."""
+    kept = {name: os.environ[name] for name in ("PATH", "TMPDIR", "CXX") if name in os.environ}
+    kept |= {"HOME": str(folder), "NO_COLOR": "1", "COLUMNS": "200", "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run(command, cwd=folder, env=kept, capture_output=True, text=True, check=False, timeout=900)
 
 
 def run(command: list[str], folder: Path, **environment: str) -> str:
-    """What the command prints, without this project on its path."""
-    kept = {name: os.environ[name] for name in ("PATH", "TMPDIR", "CXX") if name in os.environ}
-    kept |= {"HOME": str(folder), "NO_COLOR": "1", "COLUMNS": "200", "OMP_NUM_THREADS": "1", **environment}
-    done = subprocess.run(command, cwd=folder, env=kept, capture_output=True, text=True, check=False, timeout=300)
+    """What the command prints."""
+    done = ended(command, folder, **environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def installed(wheel: Path, folder: Path, *visible: Path) -> Path:
-    """The folder of programs of a new environment that has the wheel, and sees the packages in the folders `visible`."""
+def installed(package: Path, folder: Path, *visible: Path, editable: bool = False, **environment: str) -> Path:
+    """The folder of programs of a new environment that has the package, and sees the packages in the folders `visible`."""
     venv.create(folder, with_pip=False, symlinks=os.name != "nt")
     programs = folder / ("Scripts" if os.name == "nt" else "bin")
     python = str(programs / "python")
     packages = Path(run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], folder).strip())
     (packages / "visible.pth").write_text("".join(f"{path}\n" for path in visible), encoding="utf-8")
-    run(
-        [
-            sys.executable,
-            "-m",
-            "pip",
-            "--python",
-            python,
-            "install",
-            "--no-deps",
-            "--no-index",
-            "--no-compile",
-            str(wheel),
-        ],
-        folder,
-    )
+    what = ["--editable", str(package)] if editable else [str(package)]
+    run([*PIP, "--python", python, "install", *OFFLINE, "--no-compile", *what], folder, **environment)
     return programs
 
 
@@ -127,57 +177,131 @@ def package_files() -> set[str]:
     return {name for name in listed.splitlines() if (ROOT / name).is_file()}
 
 
-@pytest.mark.long
-def test_a_wheel_holds_the_package_and_its_license(built):
-    wheel = built[1]
+pytestmark = pytest.mark.long
+
+
+@pytest.mark.parametrize("kind", ["wheel", "pure"])
+def test_a_wheel_holds_the_package_its_license_and_kernels_for_every_level(kind: str, built: Built) -> None:
+    wheel: Path = getattr(built, kind)
+    kernels = KERNELS if kind == "wheel" else set()
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         assert archive.read(f"{NAME}.dist-info/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
+        told = archive.read(f"{NAME}.dist-info/WHEEL").decode().splitlines()
     about = {name for name in names if name.startswith(f"{NAME}.dist-info/")}
-    assert names - about == package_files()
+    assert names - about == package_files() | kernels
     needed = {f"alibi_attn/attention/backends/native/{name}" for name in (*SOURCES, *HEADERS)}
     needed |= {
         f"alibi_attn/{name}" for name in ("py.typed", "report/page.css", "report/page.html", "report/published.json")
     }
     assert needed <= names
-    assert wheel.stat().st_size < MOST_BYTES
+    assert wheel.stat().st_size < MOST_BYTES + len(kernels) * MOST_KERNEL_BYTES
+    assert f"Root-Is-Purelib: {str(not kernels).lower()}" in told
+    assert [line for line in told if line.startswith("Tag:")] == [f"Tag: py3-none-{PLATFORM if kernels else 'any'}"]
 
 
-@pytest.mark.long
-def test_an_sdist_holds_what_a_wheel_is_built_from(built):
-    with tarfile.open(built[0]) as archive:
+@pytest.mark.skipif(not KERNELS, reason="a wheel that is made here has no kernels")
+def test_the_kernels_of_a_wheel_need_nothing_that_torch_does_not_need(built: Built, tmp_path: Path) -> None:
+    """No OpenMP, which would be there a second time; what is listed is on every manylinux system."""
+    with zipfile.ZipFile(built.wheel) as archive:
+        for name in KERNELS:
+            told = run(["readelf", "--dynamic", archive.extract(name, tmp_path)], tmp_path)
+            needed = set(re.findall(r"\(NEEDED\).*\[(.*)\]", told))
+            assert needed <= OF_THE_SYSTEM, name
+            assert not re.search(r"\((RPATH|RUNPATH)\)", told)
+
+
+def test_an_sdist_holds_what_a_wheel_is_built_from(built: Built) -> None:
+    with tarfile.open(built.sdist) as archive:
         names = {name.removeprefix(f"{NAME}/") for name in archive.getnames() if archive.getmember(name).isfile()}
     about = {name for name in names if name.startswith("alibi_attn.egg-info/")}
     assert names - about == package_files() | BESIDE
-    assert built[0].stat().st_size < MOST_BYTES
+    assert built.sdist.stat().st_size < MOST_BYTES
 
 
-@pytest.mark.long
-@pytest.mark.skipif(not (os.environ.get("CXX") or shutil.which("g++")), reason="no C++ compiler for the kernels")
-def test_an_installed_wheel_compiles_its_kernels_and_reports(built, tmp_path):
-    programs = installed(built[1], tmp_path / "environment", Path(sysconfig.get_path("purelib")))
+@pytest.mark.skipif(not KERNELS, reason="a wheel that is made here has no kernels")
+def test_an_installed_wheel_runs_every_level_without_a_compiler(built: Built, tmp_path: Path) -> None:
+    programs = installed(built.wheel, tmp_path / "environment", HERE, **NO_COMPILER)
     work = tmp_path / "elsewhere"
     work.mkdir()
-    home = run([str(programs / "python"), "-W", "error", "-c", NATIVE], work, XDG_CACHE_HOME=str(tmp_path / "cache"))
-    assert Path(home.strip()).is_relative_to(tmp_path / "environment")
-    assert len(list((tmp_path / "cache" / "alibi-attn").glob("*.so"))) == 1
+    told = run([str(programs / "python"), "-W", "error", "-c", EVERY_LEVEL], work, **NO_COMPILER).splitlines()
+    home, banded, native, *of_levels, openmp = told
+    assert Path(home).is_relative_to(tmp_path / "environment")
+    assert banded == "  banded     could", "native comes first"
+    runs = [f"{level.words}, from the wheel" for level in LEVELS if not level.lacks]
+    assert of_levels == runs
+    assert native == f"  native     runs (picked by auto): {runs[0]}"
+    assert len(openmp.split()) == 1, "a second OpenMP would have a second pool of threads"
+    assert list(work.iterdir()) == [], "nothing is compiled, and nothing kept"
     run([str(programs / "alibi"), "report", str(ROOT / "results"), "--out", str(work / "report.html")], work)
     assert "</html>" in (work / "report.html").read_text(encoding="utf-8")
 
 
-@pytest.mark.long
-def test_an_installed_wheel_needs_no_more_than_it_declares(built, tmp_path):
+@pytest.mark.skipif(not (os.environ.get("CXX") or shutil.which("g++")), reason="no C++ compiler for the kernels")
+def test_a_wheel_that_was_made_without_a_compiler_compiles_on_the_first_call(built: Built, tmp_path: Path) -> None:
+    programs = installed(built.pure, tmp_path / "environment", HERE)
+    home, _, native = run([str(programs / "python"), "-W", "error", "-c", CALLS], tmp_path).splitlines()
+    assert Path(home).is_relative_to(tmp_path / "environment")
+    assert re.fullmatch(r"  native     runs \(picked by auto\): .*, compiled here", native)
+    assert len(list((tmp_path / ".cache" / "alibi-attn").glob("kernels-native-*.so"))) == 1
+
+
+def test_an_sdist_is_installed_without_a_compiler_and_says_what_runs(built: Built, tmp_path: Path) -> None:
+    programs = installed(built.sdist, tmp_path / "environment", HERE, **NO_COMPILER)
+    told = run([str(programs / "python"), "-W", "error", "-c", CALLS], tmp_path, **NO_COMPILER)
+    home, banded, native = told.splitlines()
+    assert Path(home).is_relative_to(tmp_path / "environment")
+    assert banded == "  banded     runs (picked by auto)"
+    assert native == (
+        "  native     cannot: there is no C++ compiler 'g++' to build it with; install g++, or name yours in CXX"
+    )
+
+
+def test_an_editable_install_is_the_tree_and_compiles_nothing(built: Built, tmp_path: Path) -> None:
+    before = files_of(built.tree)
+    programs = installed(built.tree, tmp_path / "environment", HERE, editable=True)
+    home, why = run([str(programs / "python"), "-c", WHERE], tmp_path, **NO_COMPILER).splitlines()
+    assert Path(home).is_relative_to(built.tree)
+    assert "there is no C++ compiler 'g++'" in why
+    assert files_of(built.tree) == before
+
+
+def files_of(tree: Path) -> set[Path]:
+    """Without what Python and pip note for themselves."""
+    return {path for path in tree.rglob("*") if not re.search(r"egg-info|__pycache__", str(path))}
+
+
+@pytest.mark.skipif(not KERNELS, reason="a wheel that is made here has no kernels")
+@pytest.mark.parametrize(
+    ("compiler", "said"),
+    [
+        ("no-such-compiler", "there is no C++ compiler 'no-such-compiler' to build it with"),
+        ("false", "false could not compile it: exit status 1"),
+    ],
+)
+def test_a_compiler_that_is_named_and_fails_ends_the_build(
+    compiler: str, said: str, built: Built, tmp_path: Path
+) -> None:
+    done = ended([*PIP, "wheel", *OFFLINE, str(built.sdist)], tmp_path, CXX=compiler)
+    assert done.returncode != 0
+    assert said in done.stdout + done.stderr
+    assert not list(tmp_path.glob("*.whl"))
+
+
+def test_an_installed_wheel_needs_no_more_than_it_declares(built: Built, tmp_path: Path) -> None:
+    """Nor do its kernels need torch, when JAX calls them."""
     visible = tmp_path / "declared"
     visible.mkdir()
-    for name in declared(built[1]):
+    for name in declared(built.wheel):
         package = metadata.distribution(name)
         for top in {path.parts[0] for path in package.files or ()} - {"..", "__pycache__"}:
             (visible / top).symlink_to(str(package.locate_file(top)))
-    programs = installed(built[1], tmp_path / "environment", visible)
+    programs = installed(built.wheel, tmp_path / "environment", visible)
     work = tmp_path / "elsewhere"
     work.mkdir()
-    home, lacks = run([str(programs / "python"), "-W", "error", "-c", PLAIN], work).splitlines()
+    home, kernels, lacks = run([str(programs / "python"), "-W", "error", "-c", PLAIN], work, **NO_COMPILER).splitlines()
     assert Path(home).is_relative_to(tmp_path / "environment")
+    assert ("from the wheel" in kernels) == bool(KERNELS)
     assert 'pip install "alibi-attn[torch]"' in lacks
     assert run([str(programs / "alibi"), "--version"], work) == f"alibi-attn {__version__}\n"
     told = run([str(programs / "alibi"), "--help"], work)

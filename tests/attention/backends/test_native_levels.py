@@ -185,5 +185,5 @@ def test_kernels_of_a_wheel_are_not_compiled_by_clang(tmp_path: Path, monkeypatc
     clang.chmod(0o755)
     monkeypatch.setenv("CXX", str(clang))
     with pytest.raises(build.BuildError, match=r"must be compiled by GCC: .* is clang, whose code calls libomp"):
-        build.compile_for_wheel(LEVELS[0], tmp_path / "kernels.so")
+        build.compile_for_wheel(build.SOURCES, build.FLAGS, tmp_path / "kernels.so")
     assert not (tmp_path / "kernels.so").exists()

@@ -15,6 +15,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from alibi_attn.attention.backends.native.levels import LEVELS, NATIVE, Level
@@ -105,21 +106,21 @@ def shipped(level: Level) -> Path:
     return FOLDER / f"kernels-{level.name}.so"
 
 
-def compile_for_wheel(level: Level, target: Path) -> None:
-    """The library of a level, without an OpenMP of its own: it takes the process's, so no wheel brings torch's a second time.
+def compile_for_wheel(sources: Sequence[str], flags: Sequence[str], target: Path) -> None:
+    """A library without an OpenMP of its own: it takes the process's, so no wheel brings torch's a second time.
 
     Raises:
         BuildError: no compiler, one that fails, or clang, whose code calls another OpenMP than torch's.
     """
     command = _command(os.environ.get("CXX"))
-    if b"__clang__" in _defined(command, level):
+    if b"__clang__" in _defined(command, flags):
         told = f"{shlex.join(command)} is clang, whose code calls libomp, but torch brings GCC's libgomp"
         raise BuildError(f"the kernels of a wheel must be compiled by GCC: {told}; unset CXX, or name g++ in it")
     with tempfile.TemporaryDirectory(prefix="alibi-attn-") as inside:
-        objects = [str(Path(inside) / f"{source}.o") for source in SOURCES]
-        for source, compiled in zip(SOURCES, objects, strict=True):
-            _run(command, *FLAGS, *level.flags, "-c", str(FOLDER / source), "-o", compiled)
-        _run(command, "-shared", *objects, "-o", str(target))  # -fopenmp here would name libgomp
+        objects = [f"{inside}/{at}.o" for at in range(len(sources))]
+        for source, compiled in zip(sources, objects, strict=True):
+            _run(command, *flags, "-c", source, "-o", compiled)
+        _run(command, "-shared", *objects, "-o", str(target))  # with -fopenmp here it would name libgomp
 
 
 @functools.cache
@@ -135,16 +136,16 @@ def _found(level: Level | None, compiler: str | None, cache: str | None, home: s
         command = _command(compiler)
         flags = (*FLAGS, *level.flags)
         sources = b"".join((FOLDER / name).read_bytes() for name in (*HEADERS, *SOURCES))
-        digest = _digest(sources + _defined(command, level) + shlex.join([*command, *flags]).encode())
+        digest = _digest(sources + _defined(command, flags) + shlex.join([*command, *flags]).encode())
         folder, name = _cache_folder(cache), f"kernels-{level.name}-{digest}"
         return _kept(folder, name) or _compiled(command, flags, folder, name)
     except BuildError as error:
         return str(error)
 
 
-def _defined(command: list[str], level: Level) -> bytes:
-    """Everything the compiler defines for a level: its version, and the instructions that it may use."""
-    return _run(command, *FLAGS, *level.flags, "-dM", "-E", "-x", "c++", os.devnull)
+def _defined(command: list[str], flags: Sequence[str]) -> bytes:
+    """Everything the compiler defines: its version, and the instructions that it may use."""
+    return _run(command, *flags, "-dM", "-E", "-x", "c++", os.devnull)
 
 
 def _command(compiler: str | None) -> list[str]:
