@@ -1,4 +1,4 @@
-"""What we tell people runs: every Python block of README.md and docs/, the newcomers' table, every example in a docstring."""
+"""What we tell people runs: every Python block of README.md and docs/, the table of other code, every example in a docstring."""
 
 import doctest
 import importlib
@@ -9,15 +9,24 @@ from pathlib import Path
 
 import pytest
 import torch
+from encoder_oracle import config, random_state, write_folder, write_tokenizer
 from torch.nn import functional as F
+from transformers import BloomConfig, BloomForCausalLM
 from typer.main import get_command
 
 from alibi_attn import ALiBiPositionalBias, __version__, alibi_attention, alibi_attention_varlen, alibi_slopes
 from alibi_attn.cli.main import app
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+WITH_BLOCKS = [path for path in DOCUMENTS if "```python\n" in path.read_text("utf-8")]
+BESIDE = [ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "results/README.md")]
+MAX_COLUMNS = 120  # of the README, which is read in terminals too
 WITH_EXAMPLES = [path for path in sorted((ROOT / "alibi_attn").rglob("*.py")) if ">>> " in path.read_text("utf-8")]
+
+
+def named(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
 
 
 def python_blocks(text: str) -> list[tuple[int, str]]:
@@ -52,15 +61,29 @@ def assert_links_lead_somewhere(document: Path) -> None:
             assert heading in anchors, f"{document.name} leads to #{heading}, which {there.name} has not"
 
 
+def write_published(folder: Path) -> None:
+    """What the README loads by the names of the hub, as folders of these names: tiny, with random weights; and texts."""
+    bloom = folder / "bigscience" / "bloom-560m"
+    BloomForCausalLM(BloomConfig(hidden_size=48, n_layer=2, n_head=6, vocab_size=60)).save_pretrained(bloom)
+    write_tokenizer(bloom)
+    jina = folder / "jinaai" / "jina-embeddings-v2-base-en"
+    write_tokenizer(write_folder(jina, random_state("jina"), config("jina")))
+    for name, text in (("1.txt", "a b c d"), ("2.txt", "e f g " * 300)):
+        (folder / "chapters").mkdir(exist_ok=True)
+        (folder / "chapters" / name).write_text(text, encoding="utf-8")
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", WITH_BLOCKS, ids=named)
 def test_python_in_documents_runs(document, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    if document.name == "README.md":
+        write_published(tmp_path)
     torch.manual_seed(0)
     assert_blocks_run(document.read_text(encoding="utf-8"), str(document))
 
 
-@pytest.mark.parametrize("path", WITH_EXAMPLES, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", WITH_EXAMPLES, ids=named)
 def test_examples_in_docstrings_are_true(path):
     module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
     torch.manual_seed(0)
@@ -69,15 +92,20 @@ def test_examples_in_docstrings_are_true(path):
     assert outcome.failed == 0
 
 
-@pytest.mark.parametrize(
-    "document", [*DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"], ids=lambda path: path.name
-)
+@pytest.mark.parametrize("document", [*DOCUMENTS, *BESIDE], ids=named)
 def test_links_lead_somewhere(document):
     assert_links_lead_somewhere(document)
 
 
-def test_commands_in_the_readme_exist_with_their_options():
-    lines = re.findall(r"^alibi (\w+)(.*)$", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+def test_the_readme_is_not_wide():
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert not [line for line in lines if len(line) > MAX_COLUMNS]
+
+
+def test_the_page_of_commands_has_all_with_their_options():
+    lines = re.findall(
+        r"^alibi (\w+)(.*)$", (ROOT / "docs" / "commands.md").read_text(encoding="utf-8"), flags=re.MULTILINE
+    )
     assert {command for command, _ in lines} == set(get_command(app).commands)
     for command, rest in lines:
         found = get_command(app).commands[command]
@@ -106,6 +134,20 @@ def test_a_broken_link_is_noticed(wrong, tmp_path):
     document.write_text(f"## On disk\n{wrong}\n", encoding="utf-8")
     with pytest.raises(AssertionError, match="leads to"):
         assert_links_lead_somewhere(document)
+
+
+CITED = re.compile(r"`((?:[\w.]+/)+[\w.]+\.(?:py|hpp|cpp|css|json))`|`(\w+\.(?:hpp|cpp))`")
+
+
+@pytest.mark.parametrize("name", ["design", "glossary", "backends", "maths", "lab"])
+def test_files_that_a_page_cites_are_there(name):
+    cited = {
+        path for found in CITED.findall((ROOT / "docs" / f"{name}.md").read_text("utf-8")) for path in found if path
+    }
+    known = [path.as_posix() for path in ROOT.rglob("*.[pchj]*") if ".venv" not in path.parts]
+    gone = sorted(path for path in cited if not any(there.endswith(f"/{path}") for there in known))
+    assert not gone
+    assert cited or name == "maths"
 
 
 def test_newcomers_table_a_buffer_of_biases():

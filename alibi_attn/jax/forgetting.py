@@ -60,8 +60,9 @@ def forgetting_attention(
             checked where that is free: numpy, and arrays on the CPU that are not traced.
         slopes: m, for ALiBi times gates; None = none.
         query_offset: position of query 0, an int; S − T by default. All queries are among the S positions.
-        query, key, value, window, scale, key_mask, segment_ids, key_bias, dropout_p, dropout_key, tolerance, return_lse,
-            backend: as for `alibi_attention`. lse is that of the scores above.
+        query, key, value, window, scale, key_mask, segment_ids, key_bias, dropout_p, dropout_key, tolerance: as for
+            `alibi_attention`.
+        return_lse, backend: as there. lse is that of the scores above.
 
     Raises:
         ValueError, TypeError: wrong shapes, dtypes or numbers, when the function is traced.

@@ -57,7 +57,7 @@ def runs(scale: Scale) -> tuple[RunConfig, ...]:
 RECIPE = Recipe(
     name="trained-reach",
     question="How far do the heads of a trained ALiBi model look, and how far are they certified to?",
-    paper="none: DESIGN's certificate, on trained weights",
+    paper="none: the certificate of docs/maths.md, on trained weights",
     command="alibi bench trained",
     cost="small: about four minutes on two cores; smoke: seconds",
     expected="the certified reach is within a factor of two of the true one in steep heads",

@@ -124,7 +124,7 @@ def fused_error(case: Case, dtype: torch.dtype, device: str = "cpu") -> dict[str
 
 
 def assert_exact(case: Case, dtype: torch.dtype, got: Answer, *, tolerance: float = 0.0, device: str = "cpu") -> float:
-    """DESIGN section 6: the error against float64 is at most twice that of plain PyTorch in the same dtype, plus the bounds.
+    """The error against float64 is at most twice that of plain PyTorch in the same dtype, plus the bounds (docs/design.md).
 
     Plain PyTorch is the worse of eager attention written by hand and torch's own fused function, where it has the result, on the
     same device. Returns the largest share of what is allowed.

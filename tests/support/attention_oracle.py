@@ -1,4 +1,4 @@
-"""The truth: the definition of DESIGN as a loop over sequences, heads, queries and keys, in float64, with its gradients.
+"""The truth: the definition of docs/maths.md as a loop over sequences, heads, queries and keys, in float64, with its gradients.
 
 It shares no line with the package: who may see whom is decided key by key in plain Python.
 """

@@ -92,7 +92,7 @@ def test_a_giant_far_value_widens_the_reach(backend: str) -> None:
 
 @both
 def test_left_out_gradients_stay_within_their_bounds(backend: str) -> None:
-    """DESIGN section 5, measured in fp64 against the full definition, with a tolerance large enough to be seen."""
+    """docs/maths.md, step 6, measured in fp64 against the full definition, with a tolerance large enough to be seen."""
     tolerance = 1e-3
     q, k, v = draw(h=2, t=700, dtype=torch.float64, requires_grad=True)
     slopes = torch.tensor([0.5, 0.1], dtype=torch.float64, requires_grad=True)

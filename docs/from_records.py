@@ -1,0 +1,244 @@
+"""The pictures and the tables of speed in README.md and docs/, all of them from the records in results/.
+
+    python docs/from_records.py            # after a record was renewed; a test fails until it was done
+
+A picture is drawn by the report's code. A table or a sentence stands between `<!-- from records: NAME -->` and
+`<!-- end -->` in a document, where NAME is one of `TEXTS`, and is not to be edited there.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from alibi_attn.records import Record, load
+from alibi_attn.report import figures
+from alibi_attn.report.benchmarks import OURS, peer_times, times_by_length
+from alibi_attn.report.methods import METHODS, css
+from alibi_attn.report.series import Mode, Study, numbers, studies
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = ("README.md", "docs/performance.md", "docs/paper.md")
+MARKED = re.compile(r"(<!-- from records: ([\w-]+) -->)\n.*?\n?(<!-- end -->)", re.DOTALL)
+FP32 = {"dtype": "float32"}  # of two records of one name, those that are meant
+CPU, ENCODER, SERVING = "benchmark-cpu-noise-*.json", "benchmark-embedding-texts-*.json", "benchmark-serving-{}-*.json"
+JAX = "benchmark-jax-cpu-noise-*.json"
+NO_BIAS, DENSE_BIAS = "SDPA, causal, no bias", "SDPA, dense bias"
+# The peers of a picture and of a table, by their names in the record, and how they are called here.
+SHOWN = {OURS: OURS, "causal, no bias": NO_BIAS, "SDPA + dense bias": DENSE_BIAS}
+TABLED = SHOWN | {"rank-2 trick": "bias as two more dimensions", "ours, no compiler": "ours without a compiler"}
+FIGURE_1 = "paper-item-figure-1-*.json"
+TRAINED = 64  # tokens, which stand for the paper's 512
+LIGHT = "--paper: #ffffff; --ink: #1d2430; --muted: #5d6675; --rule: #dcd9d2;"
+DARK = "--paper: #15181d; --ink: #e7e9ed; --muted: #a2abb8; --rule: #343a43;"
+
+
+def record(pattern: str, **config: object) -> Record:
+    """The newest record in results/ whose name is like this, and whose config has these entries."""
+    found = [load(path) for path in sorted((ROOT / "results").glob(pattern))]
+    fitting = [one for one in found if config.items() <= one.config.items()]
+    if not fitting:
+        raise SystemExit(f"none of {len(found)} records results/{pattern} has {config}; say here which one is meant")
+    return max(fitting, key=lambda one: one.started)
+
+
+def of_peers(pattern: str, peers: Mapping[str, str]) -> Record:
+    """A record with these peers alone, renamed."""
+    whole = record(pattern, **FP32)
+    return dataclasses.replace(whole, curves={new: whole.curves[old] for old, new in peers.items()})
+
+
+@functools.cache
+def figure_1() -> Study:
+    """What `alibi run figure-1` trained at the shortest length, from the records that its answer names."""
+    evidence = record(f"paper/{FIGURE_1}").config["evidence"]
+    assert isinstance(evidence, list)
+    found = studies(load(ROOT / "results" / "paper" / str(name)) for name in evidence)
+    return next(study for study in found if study.trained == [TRAINED])
+
+
+def figure_1_picture(mode: Mode) -> Figure:
+    """Perplexity against length, drawn once or with a sliding window."""
+    figure = figures.perplexity_by_length(figure_1(), mode)
+    assert figure is not None
+    return figure
+
+
+@dataclasses.dataclass(frozen=True)
+class Picture:
+    """One SVG file: what a reader who does not see it should know, the figure, and points to add for names at its right."""
+
+    description: str
+    figure: Callable[[], Figure]
+    room: int = 0
+
+
+PICTURES = {
+    "train-short-test-long": Picture(
+        "Perplexity against the length a model is tested at: ALiBi stays level; sinusoidal, rotary and T5 bias rise.",
+        lambda: figure_1_picture("nonoverlapping"),
+    ),
+    "figure-1-sliding": Picture(
+        "The same with a sliding window: ALiBi rises a little, the others more.", lambda: figure_1_picture("sliding")
+    ),
+    "speed": Picture(
+        "Milliseconds of attention against tokens: ours grows linearly, the others with the square.",
+        lambda: times_by_length(of_peers(CPU, SHOWN)),
+    ),
+    "encoders": Picture(
+        "Milliseconds of a whole encoder against the length of its text.",
+        lambda: times_by_length(record(ENCODER)),
+        room=52,
+    ),
+    "jax": Picture(
+        "Milliseconds of attention in JAX, forward and backward, against tokens.",
+        lambda: times_by_length(of_peers(JAX, {OURS: OURS, "dense bias": "jax.nn, dense bias"})),
+    ),
+    "serving-bloom": Picture(
+        "Milliseconds of a BLOOM of two layers against tokens, patched and as transformers has it.",
+        lambda: times_by_length(record(SERVING.format("bloom"))),
+    ),
+}
+
+
+def drawn(name: str) -> str:
+    """A picture as a whole SVG file, light or dark as the reader's system is."""
+    picture = PICTURES[name]
+    text = figures.svg(picture.figure(), name, picture.description)
+    found = re.search(r' viewBox="0 0 (\S+) (\S+)"', text)
+    assert found is not None
+    width, height = float(found[1]) + picture.room, float(found[2])
+    size = f' width="{width:g}pt" height="{height:g}pt" viewBox="0 0 {width:g} {height:g}"'
+    style = (
+        f"<style>svg {{ {LIGHT} {css('light')} background: var(--paper); font-family: system-ui, sans-serif }}"
+        f" @media (prefers-color-scheme: dark) {{ svg {{ {DARK} {css('dark')} }} }}"
+        " * { stroke-linejoin: round; stroke-linecap: butt }</style>"
+    )
+    head, _, rest = text.replace(found[0], size, 1).partition(">")
+    return f"{head}>{style}{rest}\n"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def ratios(found: Record) -> dict[str, dict[int, float]]:
+    """By peer and length, how many times longer than ours it takes; ours itself in milliseconds."""
+    times = {peer.name: peer.times for peer in peer_times(found)}
+    return {
+        name: {length: time if name == OURS else time / times[OURS][length] for length, time in of_peer.items()}
+        for name, of_peer in times.items()
+    }
+
+
+def front() -> str:
+    """What stands below the two pictures of the README."""
+    ends = {series.method: np.mean(series.perplexities("by_length", "length", "nonoverlapping_nats")[1], axis=0)
+            for series in figure_1().series}  # fmt: skip
+    said = ", ".join(f"{METHODS[method].label} {ends[method][0]:.0f} → {ends[method][-1]:.0f}" for method in ends)
+    lengths = figure_1().lengths
+    speed = ratios(of_peers(CPU, SHOWN))
+    return (
+        f"*Left*: perplexity, trained at {lengths[0]} tokens, tested up to {lengths[-1]:,}:\n{said}\n"
+        f"(small models on two CPU cores; [how, and what it does not show](docs/paper.md#the-paper-at-an-eighth)).\n"
+        f"*Right*: attention on the same two cores, forward and backward. At 8,192 tokens PyTorch's\n"
+        f"`scaled_dot_product_attention` takes {speed[NO_BIAS][8192]:.1f} times as long *without any bias*, and "
+        f"{speed[DENSE_BIAS][8192]:.0f} times with a dense one;\nat 32,768, {speed[NO_BIAS][32768]:.0f} times "
+        "without ([how, and every other length](docs/performance.md))."
+    )
+
+
+def cpu() -> str:
+    """Attention on a CPU, every length."""
+    found = ratios(of_peers(CPU, TABLED))
+    rows = [
+        [f"{length:,}", _time(ours), *(_ratio(found[name].get(length)) for name in TABLED.values() if name != OURS)]
+        for length, ours in sorted(found[OURS].items())
+    ]
+    return table(["tokens", *TABLED.values()], rows)
+
+
+def whole_models() -> str:
+    """Encoders and decoders, a text of 8,192 tokens."""
+    encoder, rows = record(ENCODER), []
+    for name in encoder.curves:
+        if name != OURS:
+            rows.append(["encoder", name, *_against(encoder, name)])
+    for family, called in (("bloom", "BLOOM"), ("mpt", "MPT"), ("falcon", "Falcon-RW")):
+        rows.append([called, "as `transformers` has it", *_against(record(SERVING.format(family)), "transformers")])
+    return table(["model", "against", "it takes", "ours takes", "times"], rows)
+
+
+def decoding() -> str:
+    """One new token with a cache."""
+    found = record("benchmark-decoding-cpu-*.json")
+    dense, ours = (dict(zip(numbers(found, name, "length"), numbers(found, name, "forward_ms"), strict=True))
+                   for name in ("dense", OURS))  # fmt: skip
+    rows = [[f"{length:,.0f}", f"{ours[length]:.1f} ms", f"{dense[length]:.1f} ms"] for length in ours]
+    return table(["cached tokens", "the keys within reach", "all keys"], rows)
+
+
+def extrapolation() -> str:
+    """Perplexity at the trained and at the longest length, both ways."""
+    rows = []
+    for series in figure_1().series:
+        (near, *_, far), (near_sliding, *_, far_sliding) = (
+            series.perplexities("by_length", "length", f"{mode}_nats")[1].T for mode in ("nonoverlapping", "sliding")
+        )
+        cells = [f"{one.mean():.1f} ({one.min():.1f}–{one.max():.1f})" for one in (near, far)]
+        rows.append(
+            [METHODS[series.method].label, *cells, *(f"{one.mean():.1f}" for one in (near_sliding, far_sliding))]
+        )
+    first, last = figure_1().lengths[0], figure_1().lengths[-1]
+    head = [f"trained at {TRAINED}", f"at {first}", f"at {last:,}", f"sliding, {first}", f"sliding, {last:,}"]
+    return table(head, rows)
+
+
+TEXTS = {
+    "front": front,
+    "cpu": cpu,
+    "whole-models": whole_models,
+    "decoding": decoding,
+    "extrapolation": extrapolation,
+}
+
+
+def renewed(document: str) -> str:
+    """The text of a document with everything between its markers written anew."""
+    return MARKED.sub(lambda found: f"{found[1]}\n{TEXTS[found[2]]()}\n{found[3]}", document)
+
+
+def _against(found: Record, peer: str) -> list[str]:
+    """What the peer takes for 8,192 tokens, what ours takes, and the ratio; memory beside."""
+    seconds, memory = ([numbers(found, name, column)[numbers(found, name, "length").index(8192)] for name in (peer, OURS)]
+                       for column in ("forward_ms", "peak_memory_bytes"))  # fmt: skip
+    cells = [f"{ms / 1000:.1f} s, {size / 2**30:.1f} GiB" for ms, size in zip(seconds, memory, strict=True)]
+    return [*cells, f"{seconds[0] / seconds[1]:.1f}×"]
+
+
+def _time(ms: float) -> str:
+    return f"{ms:.0f} ms" if ms < 1000 else f"{ms / 1000:.1f} s"
+
+
+def _ratio(times: float | None) -> str:
+    return "–" if times is None or not math.isfinite(times) else f"{times:.1f}×"
+
+
+def main() -> None:
+    """Write every picture and every document anew."""
+    for name in PICTURES:
+        (ROOT / "docs" / f"{name}.svg").write_text(drawn(name), encoding="utf-8")
+    for name in DOCUMENTS:
+        path = ROOT / name
+        path.write_text(renewed(path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
