@@ -3,7 +3,7 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: help setup demo test test-all check format clean
+.PHONY: help setup demo test test-all check docs format clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -13,7 +13,7 @@ setup: $(VENV)/installed ## Create .venv and install the package, editable, with
 $(VENV)/installed: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[torch,jax,hf,embed,lab,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[torch,jax,hf,embed,lab,docs,dev]'
 	@touch $@
 
 demo: setup ## Train four position methods short, test them long, write a report (about five minutes on two cores)
@@ -30,6 +30,9 @@ check: setup ## Formatting, lint, types, architecture
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_architecture.py
+
+docs: setup ## The pages of docs/ and the API as a site, build/site/index.html; a broken link or a warning fails
+	$(BIN)/python -m sphinx -W --keep-going -n -q -b html docs build/site
 
 format: setup ## Format and fix what can be fixed
 	$(BIN)/ruff format .

@@ -1,0 +1,98 @@
+"""How `make docs` builds the site: Sphinx with MyST for the pages, autodoc for the docstrings, furo to look at.
+
+Nothing is fetched while it is built or read: no inventories of other projects, no web fonts, and formulas are text.
+A warning is an error there, and so is a name that leads nowhere (`-W -n`).
+"""
+
+import re
+
+from sphinx.application import Sphinx
+from sphinx.pycode import ModuleAnalyzer
+
+from alibi_attn import __version__
+
+project = "alibi-attn"
+author = "the alibi-attn authors"
+copyright = "the alibi-attn authors, Apache-2.0"
+release = version = __version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+source_suffix = {".md": "markdown"}
+exclude_patterns = ["conf.py"]
+myst_heading_anchors = 4  # [text](page.md#a-heading), as GitHub has it
+
+default_role = "code"  # docstrings write `name` for what is code
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 100
+add_module_names = False
+toc_object_entries_show_parents = "hide"
+# Types of others stand in signatures, and their inventories are on the web. Names of this package must be found.
+nitpick_ignore_regex = [("py:.*", r"(?!alibi_attn\b).*")]
+
+html_theme = "furo"
+html_title = "alibi-attn"
+html_static_path = ["site.css"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_show_sphinx = False
+html_theme_options = {"navigation_with_keys": True}
+pygments_style = "friendly"
+pygments_dark_style = "github-dark"
+
+# What `Slopes` and `SegmentIds` stand for is long, and stands in most signatures.
+_ALIASES = {
+    "~collections.abc.Sequence[float] | ~numpy.ndarray[tuple[~typing.Any, ...], ~numpy.dtype[~numpy.floating]]"
+    " | ~torch.Tensor": "Slopes",
+    "~torch.Tensor | tuple[~torch.Tensor, ~torch.Tensor] | None =": "SegmentIds | None =",
+}
+# In a docstring: code, which stays as it is, or a letter that reStructuredText would take for markup.
+_MARKUP = re.compile(r"(?P<before>\w?)(?P<code>`[^`\n]*`)(?P<after>\w?)|[*|]|(?<=\w)_(?!\w)")
+_SECTION = re.compile(r"\w+:$")
+_analyze = ModuleAnalyzer.analyze
+
+
+def _plain_docstring(_app: object, _what: str, _name: str, _object: object, _options: object, lines: list[str]) -> None:
+    """Docstrings are plain text with `code` in it: |i − j| is a distance, *rest an argument, and what is indented a formula."""
+    found: list[str] = []
+    is_formula, header = False, ""
+    for line in lines:
+        is_indented = line.startswith("    ")
+        if line and not is_indented:
+            is_formula, header = False, line
+        if is_indented and not is_formula and found and not found[-1] and not _SECTION.match(header):
+            is_formula = True
+            found += ["::", ""]
+        found.append(line if is_formula or line.lstrip().startswith(">>>") else _MARKUP.sub(_escaped, line))
+    lines[:] = found
+
+
+def _escaped(found: re.Match[str]) -> str:
+    code = found["code"]
+    if code is None:
+        return "\\" + found[0]
+    before, after = found["before"], found["after"]
+    return (f"{before}\\ " if before else "") + code + (f"\\ {after}" if after else "")
+
+
+def _short_signature(
+    _app: object, _what: str, _name: str, _object: object, _options: object, signature: str | None, returns: str | None
+) -> tuple[str | None, str | None]:
+    for long, short in _ALIASES.items():
+        signature = signature and signature.replace(long, short)
+    return signature, returns
+
+
+def _analyze_without_overloads(analyzer: ModuleAnalyzer) -> None:
+    """Overloads differ in one argument of eighteen, `return_lse`, and are shown in full: the docstring says it."""
+    _analyze(analyzer)
+    analyzer.overloads = {}
+
+
+def setup(app: Sphinx) -> None:
+    ModuleAnalyzer.analyze = _analyze_without_overloads  # type: ignore[method-assign]
+    app.connect("autodoc-process-docstring", _plain_docstring, priority=400)  # before napoleon
+    app.connect("autodoc-process-signature", _short_signature)
