@@ -11,14 +11,11 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from rich.markup import escape
-from rich.table import Table as RichTable
 
 from alibi_attn import records
-from alibi_attn.cli import bench, embed, export, lab
-from alibi_attn.cli.console import check_writable, console, fail, interrupted, is_ours, needs, sentence
+from alibi_attn.cli import bench, embed, export, heads, lab
+from alibi_attn.cli.console import check_writable, fail, interrupted, is_ours, needs, sentence
 from alibi_attn.recipes.index import RECIPES
-from alibi_attn.report import tables
 from alibi_attn.slopes import alibi_slopes
 
 app = typer.Typer(
@@ -37,6 +34,7 @@ app.command("eval")(lab.evaluation)
 app.command()(lab.generate)
 app.command()(export.export)
 app.command()(embed.embed)
+app.command()(heads.heads)
 
 
 def main() -> None:
@@ -77,34 +75,6 @@ def report(
             f"{', '.join(map(str, paths))}: no records (.json) inside; alibi run and alibi bench write them"
         )
     lab.write_report(found, out, title=title)
-
-
-@app.command()
-def heads(
-    num_heads: Annotated[int, typer.Option(help="How many heads the model has.", min=1)] = 8,
-    png: Annotated[Path | None, typer.Option(help="Also draw the biases into this file.")] = None,
-    seq_len: Annotated[int, typer.Option(help="Tokens in the picture.", min=1)] = 1024,
-) -> None:
-    """Show the heads: slope, half-life, and the distance from which a key's factor is under 1e-6.
-
-    A head multiplies the weight of a key by e^(−m·distance). A large slope m sees only what is near.
-
-    [dim]alibi heads --num-heads 12 --png heads.png[/]
-    """
-    table = RichTable("head", "slope m", "half-life", "under 1e-6 from", caption="distances in tokens", box=None)
-    for column in table.columns:
-        column.justify = "right"
-    for row in tables.head_rows(num_heads):
-        table.add_row(*row)
-    if png is not None:
-        check_writable(png)
-    console.print(table)
-    if png is not None:
-        with needs("lab"):
-            from alibi_attn.report.heads import bias_png
-        console.print(
-            f"picture  {escape(str(records.replace_file(png, bias_png(num_heads, seq_len))))}", soft_wrap=True
-        )
 
 
 @app.command()

@@ -19,6 +19,7 @@ try:
         costs,
         drawing,
         evidence,
+        head_maps,
         sections,
         sentences,
         study_sections,
@@ -60,14 +61,21 @@ def report_html(records: Sequence[Record], *, title: str = TITLE, question: str 
     behind = [study for study in every if study.recipe in asked]
     timed = [record for record in records if benchmarks.is_drawn(record)]
     models = certificates.trained_heads(records)
+    looked = [record for record in records if head_maps.is_drawn(record)]
     others = [
         record
         for record in other_records(records)
-        if not (benchmarks.is_drawn(record) or answers.is_drawn(record) or certificates.is_drawn(record))
+        if not (
+            benchmarks.is_drawn(record)
+            or answers.is_drawn(record)
+            or certificates.is_drawn(record)
+            or head_maps.is_drawn(record)
+        )
     ]
     paper_sections = [sections.paper_section(record, f"p{number}", by_identity) for number, record in enumerate(items)]
     shown_studies = [study_sections.study_section(study, f"s{number}") for number, study in enumerate(found)]
     model_sections = [sections.model_section(model, f"h{number}") for number, model in enumerate(models)]
+    map_sections = [sections.map_section(record, f"m{number}") for number, record in enumerate(looked)]
     bench_sections = [sections.benchmark_section(record, f"b{number}") for number, record in enumerate(timed)]
     entries = [
         *(
@@ -87,6 +95,10 @@ def report_html(records: Sequence[Record], *, title: str = TITLE, question: str 
         *(
             Entry(f"h{number}", "Heads of trained models", model.title, _about(model.records), tuple(model.records))
             for number, model in enumerate(models)
+        ),
+        *(
+            Entry(f"m{number}", "Heads of trained models", part.title, "", (record,))
+            for number, (record, part) in enumerate(zip(looked, map_sections, strict=True))
         ),
         *(Entry(f"b{number}", "Benchmarks", record.name, "", (record,)) for number, record in enumerate(timed)),
     ]
@@ -116,6 +128,7 @@ def report_html(records: Sequence[Record], *, title: str = TITLE, question: str 
         evidence=evidence.evidence_table(behind),
         heads=sections.head_sections(every),
         models=model_sections,
+        maps=map_sections,
         benchmarks=bench_sections,
         others=tables.other_rows(others),
         cost=costs.cost_table(every),

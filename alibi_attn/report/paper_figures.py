@@ -84,7 +84,7 @@ def lines(panel: Panel) -> Figure:
         )  # fmt: skip
         if np.isfinite(line.low[some]).all():
             axes.fill_between(x, line.low[some], line.high[some], color=color, alpha=0.2, linewidth=0, zorder=2)
-        if len(x) > 1 or not panel.ratio:  # a ratio to itself needs no name
+        if len(x) > 1 or line.base is None or line.base.label != line.label:  # a ratio to itself needs no name
             ends.append(End(_end_name(line, panel), color, float(x[-1]), float(y[-1])))
     axes.set_xlabel(panel.x_label)
     if not ends:

@@ -12,6 +12,7 @@ from alibi_attn.report import (
     answers,
     benchmarks,
     certificates,
+    head_maps,
     heads,
     paper,
     paper_tables,
@@ -62,6 +63,18 @@ class ModelSection:
     reach: Markup
     mass: Markup | None
     rows: Sequence[tuple[str, str, str, str, str]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MapSection:
+    """The heads of a model that was looked into, as maps and as rows."""
+
+    name: str
+    title: str
+    sentence: str
+    picture: Markup
+    rows: Sequence[tuple[str, ...]]
+    command: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -170,6 +183,19 @@ def model_section(model: TrainedHeads, name: str) -> ModelSection:
         reach=drawn(certificates.reach_figure(model), f"{name}-reach", said),
         mass=picture(certificates.mass_figure(model), f"{name}-mass", mass),
         rows=certificates.head_table(model),
+    )
+
+
+def map_section(record: Record, name: str) -> MapSection:
+    """What the template shows of the heads of a model that was looked into."""
+    said = f"{head_maps.sentence(record)} The table below has the numbers of every head."
+    return MapSection(
+        name=name,
+        title=record.name.partition("/")[2] or record.name,
+        sentence=head_maps.sentence(record),
+        picture=drawn(head_maps.heads_figure(record), f"{name}-maps", said),
+        rows=head_maps.rows(record),
+        command=record.command,
     )
 
 
