@@ -3,6 +3,7 @@
 python tests/support/certificate_attack.py 100000 results            # many draws once, kept as a record
 python tests/support/certificate_attack.py 100000 results native     # the same of the kernels for CPUs, some of them longer
 python tests/support/certificate_attack.py 100000 results native biased   # and with a bias for every key
+python tests/support/certificate_attack.py 100000 results native bf16     # and in bf16, which some processors multiply as it is
 """
 
 import collections
@@ -256,7 +257,7 @@ def read_keys(spec, pieces: list[list[list[banded_pieces.Piece]]]) -> torch.Tens
     return count
 
 
-def random_attack(seed: int, *, biased: bool = False) -> Attack:
+def random_attack(seed: int, *, biased: bool = False, bf16: bool = False) -> Attack:
     rng = np.random.default_rng(seed)
     pick = lambda options: options[int(rng.integers(len(options)))]  # noqa: E731
     wild = rng.random() < 0.3
@@ -280,34 +281,41 @@ def random_attack(seed: int, *, biased: bool = False) -> Attack:
     )
     if drawn.bias == "of segments" and "segments" not in drawn.mask:
         drawn = dataclasses.replace(drawn, mask="segments")
+    if bf16:  # half of them with longer sums in their products
+        drawn = dataclasses.replace(drawn, dtype="bfloat16", head_dim=drawn.head_dim * (1 if seed % 2 else 16))
     return drawn
 
 
-def main(draws: int, out: Path, backend: str = "", biased: str = "") -> None:
+KINDS = "biased", "bf16"
+
+
+def main(draws: int, out: Path, backend: str = "", *kinds: str) -> None:
     """Attack `draws` times and keep what came out as a record, with how many draws of every kind there were and skipped."""
+    if not set(kinds) <= set(KINDS):
+        raise SystemExit(f"the kinds are {' '.join(kinds)} but must be of {', '.join(KINDS)}")
     torch.set_num_threads(1)
     started = datetime.datetime.now(datetime.UTC)
     worst, shares = 0.0, 0.0
     counts: dict[str, collections.Counter[str]] = {x: collections.Counter() for x in ("draws", "skipping", "broken")}
     for seed in range(draws):
-        attack = random_attack(seed, biased=bool(biased))
+        attack = random_attack(seed, **dict.fromkeys(kinds, True))
         if backend and seed % 20 == 0:  # blocks of queries that differ, and keys far beyond the reach
             attack = dataclasses.replace(attack, length=attack.length * 6)
         lost, share = dropped(attack, native_keys if backend else None)
         worst, shares = max(worst, lost / attack.tolerance), shares + share
-        kinds = "all", f"keys: {attack.where}", f"mask: {attack.mask}", f"bias: {attack.bias}"
-        for count, of in (("draws", True), ("skipping", share > 0), ("broken", not lost <= attack.tolerance)):
-            counts[count].update(kinds if of else ())
+        of = "all", f"keys: {attack.where}", f"mask: {attack.mask}", f"bias: {attack.bias}"
+        for count, holds in (("draws", True), ("skipping", share > 0), ("broken", not lost <= attack.tolerance)):
+            counts[count].update(of if holds else ())
         if seed % 5000 == 4999:
             skipping, broken = counts["skipping"]["all"], counts["broken"]["all"]
             print(
                 f"{seed + 1} draws, {skipping} that skip, worst {worst:.3g} of the tolerance, {broken} broken",
                 flush=True,
             )
-    kinds = sorted(counts["draws"])
+    drawn = sorted(counts["draws"])
     record = records.make(
         "certificate",
-        "/".join(filter(None, ("attack", backend, biased))),
+        "/".join(filter(None, ("attack", backend, *kinds))),
         config={"draws": draws, "first_seed": 0},
         metrics={
             "broken": counts["broken"]["all"],
@@ -315,7 +323,7 @@ def main(draws: int, out: Path, backend: str = "", biased: str = "") -> None:
             "worst_share_of_tolerance": worst,
             "mean_skipped_share": shares / draws,
         },
-        curves={"kinds": {"kind": kinds} | {name: [of[kind] for kind in kinds] for name, of in counts.items()}},
+        curves={"kinds": {"kind": drawn} | {name: [of[kind] for kind in drawn] for name, of in counts.items()}},
         started=started,
     )
     print(records.save(record, out))

@@ -3,6 +3,7 @@
     python tests/support/differential_fuzz.py --draws 100000 --backends native banded --processes 2 --out results
     python tests/support/differential_fuzz.py --first-seed 25 --draws 1 --backends native       # one call again
     python tests/support/differential_fuzz.py --first-seed 25 --draws 1 --backends native --shrink   # as plain as it still fails
+    python tests/support/differential_fuzz.py --draws 20000 --backends native --dtype bfloat16   # every call in one dtype
 
 `differential_calls.py` draws, `differential_truth.py` has the truth and how far rounding may lead from it,
 `differential_checks.py` compares. A failure is printed when it is found, as a call that reproduces it; Ctrl-C stops, and what was
@@ -14,6 +15,7 @@ import collections
 import concurrent.futures
 import dataclasses
 import datetime
+import functools
 import multiprocessing
 import os
 import sys
@@ -52,9 +54,13 @@ class Tally:
         self.shares |= other.shares  # the larger of each
 
 
-def drawn(seed: int, backend: str) -> Call:
-    """The call of a seed, as far as a backend can answer it."""
-    return as_answered(draw(seed), backend)
+def drawn(seed: int, backend: str, dtype: str | None = None) -> Call:
+    """The call of a seed, in this dtype if one is given, as far as a backend can answer it."""
+    return as_answered(_in(draw(seed), dtype), backend)
+
+
+def _in(call: Call, dtype: str | None) -> Call:
+    return call if dtype is None else settled(dataclasses.replace(call, dtype=dtype))
 
 
 def as_answered(call: Call, backend: str) -> Call:
@@ -84,11 +90,11 @@ def check(question: Question, backend: str) -> dict[str, float]:
     return assert_right(question, jax_answer(question.call, question.numbers, backend))
 
 
-def fuzz(backends: Sequence[str], seeds: range) -> dict[str, Tally]:
+def fuzz(backends: Sequence[str], seeds: range, dtype: str | None = None) -> dict[str, Tally]:
     """What comes of the calls of these seeds, by backend. Those that answer the same call share its numbers and its truth."""
     tallies = {backend: Tally() for backend in backends}
     for seed in seeds:
-        call, questions = draw(seed), {}
+        call, questions = _in(draw(seed), dtype), {}
         for backend, tally in tallies.items():
             asked = as_answered(call, backend)
             tally.draws += 1
@@ -171,6 +177,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--backends", nargs="+", default=["reference", "dense", "banded", "native"])
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--out", type=Path, help="folder of the records; none is kept without it")
+    parser.add_argument(
+        "--dtype", choices=("float32", "float64", "bfloat16", "float16"), help="of every call; else drawn"
+    )
     parser.add_argument("--shrink", action="store_true", help="make every failing call as plain as it still fails")
     asked = parser.parse_args(arguments)
     started = datetime.datetime.now(datetime.UTC)
@@ -178,7 +187,7 @@ def main(arguments: list[str]) -> int:
     for backend, tally in tallies.items():
         print(_report(backend, tally), flush=True)
         if asked.out is not None and tally.draws:
-            print(records.save(_record(backend, asked.first_seed, tally, started), asked.out))
+            print(records.save(_record(backend, asked, tally, started), asked.out))
     if stopped:
         done = min(tally.draws for tally in tallies.values())
         print(f"stopped; go on with --first-seed {asked.first_seed + done}")
@@ -194,15 +203,16 @@ def _over_processes(asked: argparse.Namespace) -> tuple[dict[str, Tally], bool]:
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(asked.processes, mp_context=context, initializer=_prepare) as executor:
         try:
-            for number, part in enumerate(executor.map(fuzz, [asked.backends] * len(parts), parts)):
+            for number, part in enumerate(
+                executor.map(functools.partial(fuzz, asked.backends, dtype=asked.dtype), parts)
+            ):
                 for backend, tally in part.items():
                     tallies[backend].add(tally)
                     for seed, words in tally.failures:
                         print(f"WRONG {backend} seed {seed}: {words}", flush=True)
                         if asked.shrink:
-                            print(
-                                f"    as plain as it still fails: {plainest(drawn(seed, backend), backend)}", flush=True
-                            )
+                            plain = plainest(drawn(seed, backend, asked.dtype), backend)
+                            print(f"    as plain as it still fails: {plain}", flush=True)
                 if number % 20 == 19:
                     wrong = ", ".join(f"{backend} {len(tally.failures)} failures" for backend, tally in tallies.items())
                     print(f"{(number + 1) * TOGETHER} draws: {wrong}", flush=True)
@@ -217,13 +227,14 @@ def _report(backend: str, tally: Tally) -> str:
     return f"{backend}: {tally.draws} draws, {len(tally.failures)} failures; worst share of the allowed error: {worst}"
 
 
-def _record(backend: str, first_seed: int, tally: Tally, started: datetime.datetime) -> records.Record:
+def _record(backend: str, asked: argparse.Namespace, tally: Tally, started: datetime.datetime) -> records.Record:
+    config = {"draws": tally.draws, "first_seed": asked.first_seed} | ({"dtype": asked.dtype} if asked.dtype else {})
     names = sorted(tally.features)
     metrics: dict[str, float | None] = {"draws": tally.draws, "failures": len(tally.failures)}
     metrics |= {f"worst_share_{name}": tally.shares[name] for name in sorted(tally.shares)}
     return records.make(
-        "conformance", f"differential/{backend}", config={"draws": tally.draws, "first_seed": first_seed},
-        metrics=metrics, started=started,
+        "conformance", "/".join(filter(None, ("differential", backend, asked.dtype))), config=config, metrics=metrics,
+        started=started,
         curves={
             "failures": {"seed": [seed for seed, _ in tally.failures], "call": [words for _, words in tally.failures]},
             "features": {"feature": names, "calls": [tally.features[name] for name in names]},

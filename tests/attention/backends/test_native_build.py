@@ -23,8 +23,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., bytes]:
     """small(*names) -> a shared library with functions of these names that do nothing, and what is asked of every library."""
     folder = tmp_path_factory.mktemp("small")
     constants = "".join(f"ALIBI_{name}={value!r} " for name, value in build.FOR_CPP.items())
-    answers = f'"{constants}"', '"few"', str(ctypes.sizeof(build.Call)), "0"
-    asked = zip(("const char *", "const char *", "long ", "long "), build.QUESTIONS, answers, strict=True)
+    answers = f'"{constants}"', '"few"', str(ctypes.sizeof(build.Call)), "0", "0"
+    asked = zip(("const char *", "const char *", "long ", "long ", "long "), build.QUESTIONS, answers, strict=True)
     questions = "".join(f'extern "C" {kind}{name}() {{ return {answer}; }}\n' for kind, name, answer in asked)
 
     def compiled(*names: str) -> bytes:

@@ -1,7 +1,8 @@
 """CPU: our own kernels in C++, compiled for the processor or its level; each block of queries reads only its certified band.
 
 The kernels decide how far a block must look while they look (`certificate.hpp`) and divide the work (`tasks.hpp`);
-`visited.py` is what they visited. This module lays out a call and makes an operator of it. Half precision is computed in fp32.
+`visited.py` is what they visited. This module lays out a call and makes an operator of it. bf16 is multiplied as it is where the
+processor can (`products_bf16.hpp`); elsewhere, and fp16 always, half precision is computed in fp32.
 """
 
 import ctypes
@@ -85,9 +86,12 @@ def _backward(
 ) -> Gradients:  # fmt: skip
     names = ("query", "key", "value", "output", "grad")
     rows = {name: _wide(x) for name, x in zip(names, (*inputs, out, grad), strict=True)}
-    gradients = {f"{x}_grad": torch.empty_like(rows[x], memory_format=torch.contiguous_format) for x in names[:3]}
+    work = _work(rows)
+    gradients = {
+        f"{x}_grad": torch.empty_like(rows[x], dtype=work, memory_format=torch.contiguous_format) for x in names[:3]
+    }
     arrays: Arrays = {"visited": saved.visited, "rows": saved.rows, "slope_grads": None}
-    arrays["grad_lse"] = None if grad_lse is None else grad_lse.to(rows["query"].dtype)
+    arrays["grad_lse"] = None if grad_lse is None else grad_lse.to(work)
     dslope = torch.zeros(2, spec.batch, spec.num_heads, dtype=torch.float64)
     if slopes_wanted:
         arrays["slope_grads"] = dslope
@@ -113,9 +117,15 @@ run = operator("native", _forward, _backward, _empty_saved)
 
 
 def _wide(x: Tensor) -> Tensor:
-    """[..., D] in fp32 or better with D a multiple of WIDTH; the same tensor where it is that already."""
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    """[..., D] in what the kernels read, with D a multiple of WIDTH; the same tensor where it is that already."""
+    if x.dtype != torch.bfloat16 or not build.multiplies_bf16():
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
     return functional.pad(x, (0, -x.shape[-1] % WIDTH)) if x.shape[-1] % WIDTH else x
+
+
+def _work(rows: dict[str, Tensor]) -> torch.dtype:
+    """What sums are made in: fp32 of bf16."""
+    return torch.promote_types(rows["query"].dtype, torch.float32)
 
 
 def _narrow(x: Tensor, spec: Spec) -> Tensor:
@@ -125,7 +135,7 @@ def _narrow(x: Tensor, spec: Spec) -> Tensor:
 def _call(function: str, spec: Spec, rows: dict[str, Tensor], arrays: Arrays, *, has_values: bool = True) -> None:
     """Fill a `build.Call` and run it; `rows` and `arrays` go by the names of its fields."""
     call, _alive = call_of(spec, rows, arrays, has_values=has_values)
-    getattr(build.library(), f"alibi_{function}_{dtype_name(rows['query'].dtype)}")(ctypes.byref(call))
+    getattr(build.library(), f"alibi_{function}_{dtype_name(_work(rows))}")(ctypes.byref(call))
 
 
 def call_of(
@@ -133,7 +143,7 @@ def call_of(
 ) -> tuple[build.Call, list[Tensor]]:
     """(the call, tensors that must live as long as it)."""
     right = spec.slopes if spec.right_slopes is None else spec.right_slopes
-    work = rows["query"].dtype
+    work = _work(rows)
     slopes, right = (x.detach().to(work).expand(spec.batch, spec.num_heads) for x in (spec.slopes, right))
     query_segments, key_segments = _small_numbers(spec)
     first = first_positions(spec, slopes.device).to(torch.int64).expand(spec.batch)
@@ -149,7 +159,7 @@ def call_of(
         window=NO_WINDOW if spec.window is None else min(spec.window, WIDEST_WINDOW), causal=spec.causal,
         has_values=has_values, scale=spec.scale, tolerance=spec.tolerance, threads=torch.get_num_threads(),
         dropout_runs=0 if spec.dropout_seed is None else len(spec.dropout_seed), dropout_threshold=threshold,
-        dropout_factor=factor,
+        dropout_factor=factor, bf16=rows["query"].dtype == torch.bfloat16,
         **{name: build.Rows(x.data_ptr(), *x.stride()[:3]) for name, x in rows.items()},
         **{name: x.data_ptr() for name, x in alive.items()},
     )  # fmt: skip

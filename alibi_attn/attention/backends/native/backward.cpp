@@ -95,6 +95,7 @@ template <typename Real>
 struct Backward {
     Block<Real> block;
     Real *weights, *moments, *grads, *query_grad;  // [BLOCK][BLOCK] twice, [D][BLOCK], [BLOCK][D]
+    Pair *woven_queries, *woven_grads;             // of a call in bf16: [BLOCK / 2][D] pairs of queries
     const BackwardPlan &plan;
     Real *kept;  // what all tasks keep apart
     Real delta[BLOCK], row_max[BLOCK], row_log_sum[BLOCK];  // do.o - dlse, m_i and ln l_i of every query
@@ -126,10 +127,13 @@ struct Backward {
 
     void visit(const BackwardTask &task, int64_t key, int count, int64_t outlier) {
         const bool dropping = block.call.dropout_seed;
-        return dropping ? visit<true>(task, key, count, outlier) : visit<false>(task, key, count, outlier);
+        if constexpr (InPairs<Real>::EXIST)
+            if (block.call.bf16)
+                return dropping ? visit<true, true>(task, key, count, outlier) : visit<false, true>(task, key, count, outlier);
+        return dropping ? visit<true, false>(task, key, count, outlier) : visit<false, false>(task, key, count, outlier);
     }
 
-    template <bool dropping>
+    template <bool dropping, bool bf16>
     void visit(const BackwardTask &task, int64_t key, int count, int64_t outlier) {
         const Call<Real> &call = block.call;
         block.scores_with(key, count, weights);
@@ -141,7 +145,7 @@ struct Backward {
                 // Forward may have rounded this score in another way, and of 1e20 that is more than exp can hold.
                 Reals<Real> nats = load(weights + at) - load(row_max + v);
                 nats = (nats > 0 ? Reals<Real>{} : nats) - load(row_log_sum + v);
-                const Reals<Real> weight = exponential(nats);
+                const Reals<Real> weight = weight_of<bf16>(nats);
                 store(weights + at, weight);
                 // 0 inf is NaN: the product of a gradient with a value that may not be seen can be inf.
                 const Reals<Real> moment = weight * (load(moments + at) - load(delta + v));
@@ -156,9 +160,35 @@ struct Backward {
             store(moments + at, load(moments + at) * scale);
             if (dropping) store(weights + at, load(weights + at) * load(dropout.factors + at));
         }
-        block.sum_over_queries(call.grad, key, count, weights, to.values, to.value_row);
-        block.sum_over_queries(call.query, key, count, moments, to.keys, to.key_row);
+        const Real *of_queries = moments;
+        if constexpr (bf16) of_queries = round_to_bf16(count);
+        block.sum_over_queries(call.grad, woven_grads, key, count, weights, to.values, to.value_row);
+        block.sum_over_queries(call.query, woven_queries, key, count, of_queries, to.keys, to.key_row);
         block.template sum_over_keys<ADD>(call.key, key, count, moments, query_grad, nullptr);
+    }
+
+    template <bool bf16>
+    static INLINE Reals<Real> weight_of(Reals<Real> nats) {
+        if constexpr (bf16) return InPairs<Real>::exponential(nats);
+        return exponential(nats);
+    }
+
+    // Weights and moments as products of bf16 take them. Weights become [count][BLOCK] bf16 in their place, moments pairs of
+    // keys in theirs; returned are moments in the form of the weights, which lie behind these.
+    const Real *round_to_bf16(int count) {
+        typedef InPairs<Real> In;
+        Bf16 *narrow = reinterpret_cast<Bf16 *>(weights), *behind = narrow + BLOCK * BLOCK;
+        constexpr int L = VL<Real>;
+        // Row j of what is narrow ends before row j of what is wide begins.
+        for (int at = 0; at < count * BLOCK; at += 2 * L) In::round(narrow + at, load(weights + at), load(weights + at + L));
+        for (int at = 0; at < count * BLOCK; at += 2 * L) In::round(behind + at, load(moments + at), load(moments + at + L));
+        Pair *pairs = reinterpret_cast<Pair *>(moments);
+        for (int j = 0; j < count; j += 2)
+            for (int v = 0; v < BLOCK; v += L) {
+                const Real *at = moments + j * BLOCK + v;
+                In::round_to_pairs(pairs + j / 2 * BLOCK + v, load(at), j + 1 < count ? load(at + BLOCK) : Reals<Real>{});
+            }
+        return reinterpret_cast<const Real *>(behind);
     }
 
     // do.v of a weight that forward dropped is 0, whatever it was; of the others it is as much larger as they were.
@@ -174,16 +204,42 @@ struct Backward {
     void begin_rows(int64_t h, int64_t n) {
         const Call<Real> &call = block.call;
         block.transpose(call.grad, 1, grads);
+        if constexpr (InPairs<Real>::EXIST)
+            if (call.bf16) {
+                const auto weave = [&](const Rows<const Real> &rows, Pair *to) {
+                    InPairs<Real>::weave(in_bf16(rows).of(block.b, h, n * BLOCK), rows.row, block.rows, call.D, to);
+                };
+                weave(call.query, woven_queries), weave(call.grad, woven_grads);
+            }
         for (int i = 0; i < BLOCK; i++) {
             // A lane without a query: whatever its scores are, its weights are 0.
             delta[i] = row_log_sum[i] = 0, row_max[i] = INFINITY;
             if (i >= block.rows) continue;
-            const Real *out = call.output.of(block.b, h, n * BLOCK + i);
-            for (int64_t d = 0; d < call.D; d++) delta[i] += grads[d * BLOCK + i] * out[d];
+            delta[i] = grad_times_output(i);
             if (call.grad_lse) delta[i] -= call.grad_lse[block.row() + i];
             row_max[i] = call.row_max(block.b, h)[n * BLOCK + i];
             row_log_sum[i] = call.row_log_sum(block.b, h)[n * BLOCK + i];
         }
+    }
+
+    // do_i . o_i
+    Real grad_times_output(int i) const {
+        const Call<Real> &call = block.call;
+        const int64_t row = block.n * BLOCK + i;
+        const Rows<const Real> output = {call.output.at, call.output.sequence, call.output.head, call.output.row};
+        Real sum = 0;
+        if constexpr (InPairs<Real>::EXIST)
+            if (call.bf16) {
+                const Bf16 *x = in_bf16(call.grad).of(block.b, block.h, row), *y = in_bf16(output).of(block.b, block.h, row);
+                typedef InPairs<Real> In;
+                Reals<Real> sums = {};
+                for (int64_t d = 0; d < call.D; d += VL<Real>) sums += In::widened(x + d) * In::widened(y + d);
+                for (int v = 0; v < VL<Real>; v++) sum += sums[v];
+                return sum;
+            }
+        const Real *out = output.of(block.b, block.h, row);
+        for (int64_t d = 0; d < call.D; d++) sum += grads[d * BLOCK + i] * out[d];
+        return sum;
     }
 
     void run(const BackwardTask &task, int64_t h, int64_t n, double *slope_grads) {
@@ -284,11 +340,13 @@ void run(const Call<Real> &call) {
     if (call.key_bias_grad) kept_biases = static_cast<double *>(std::malloc(plan.kept * group * sizeof(double)));
 #pragma omp parallel num_threads(call.threads)
     {
-        Real *memory = static_cast<Real *>(std::aligned_alloc(64, (3 * BLOCK + 3 * D) * BLOCK * sizeof(Real)));
+        Real *memory = static_cast<Real *>(std::aligned_alloc(64, (3 * BLOCK + 6 * D) * BLOCK * sizeof(Real)));
         Real *panels = memory + 2 * BLOCK * BLOCK;
-        const Block<Real> block = {call, panels, biases.data()};
-        Backward<Real> backward = {block, memory, memory + BLOCK * BLOCK, panels + D * BLOCK, panels + 2 * D * BLOCK,
-                                   plan, kept, {}, {}, {}, {}, kept_biases, {}, {call, panels + 3 * D * BLOCK}};
+        const auto panel = [&](int64_t i) { return panels + i * D * BLOCK; };
+        const auto woven = [&](int64_t i) { return reinterpret_cast<Pair *>(panel(i)); };
+        const Block<Real> block = {call, panels, woven(3), biases.data()};
+        Backward<Real> backward = {block, memory, memory + BLOCK * BLOCK, panel(1), panel(2), woven(4), woven(5),
+                                   plan, kept, {}, {}, {}, {}, kept_biases, {}, {call, panel(6)}};
 #pragma omp for schedule(dynamic, 1)
         for (size_t i = 0; i < plan.heaviest.size(); i++) {
             const int64_t t = plan.heaviest[i];

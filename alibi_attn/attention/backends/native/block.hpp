@@ -6,10 +6,10 @@
 #pragma once
 
 #include <cstdlib>
-#include <vector>
 
 #include "allowed.hpp"
-#include "vectors.hpp"
+#include "products_bf16.hpp"
+#include "tile_biases.hpp"
 
 #ifdef ALIBI_COUNT  // a build of the tests: how many scores were computed
 extern int64_t alibi_counted;
@@ -17,39 +17,18 @@ extern int64_t alibi_counted;
 
 constexpr double FAR_MORE = 1000;  // nats: a weight of e^-1000 is none
 
-// The key of every tile whose bias counts most for queries on one side of it: its bias, what it comes to with the distance to
-// position 0, and which key it is. Hidden keys are no keys.
-struct TileBias {
-    double bias = -INFINITY, nats = -INFINITY;
-    int64_t key = -1;
-};
-
-// [B, H, 2, tiles], of queries to the right and to the left of the tiles; empty without biases.
+// The rows of a call in bf16 as what they are.
 template <typename Real>
-std::vector<TileBias> tile_biases(const Call<Real> &call) {
-    const int64_t tiles = (call.S + BLOCK - 1) / BLOCK;
-    std::vector<TileBias> found(call.key_bias ? 2 * call.B * call.H * tiles : 0);
-#pragma omp parallel for num_threads(call.threads)
-    for (int64_t at = 0; at < (call.key_bias ? call.B * call.H : 0); at++) {
-        const double slope = call.slopes[at], right_slope = call.right_slopes[at];
-        const double *bias = call.key_bias + at * call.S;
-        const uint8_t *mask = call.key_mask ? call.key_mask + at / call.H * call.S : nullptr;
-        for (int64_t j = 0; j < call.S; j++) {
-            if (mask && !mask[j]) continue;
-            TileBias &left = found[2 * at * tiles + j / BLOCK], &right = found[(2 * at + 1) * tiles + j / BLOCK];
-            const double nats = bias[j] + slope * double(j), right_nats = bias[j] - right_slope * double(j);
-            if (nats > left.nats) left = {bias[j], nats, j};
-            if (right_nats > right.nats) right = {bias[j], right_nats, j};
-        }
-    }
-    return found;
+Rows<const Bf16> in_bf16(const Rows<const Real> &rows) {
+    return {reinterpret_cast<const Bf16 *>(rows.at), rows.sequence, rows.head, rows.row};
 }
 
 // One block of queries of one head.
 template <typename Real>
 struct Block {
     const Call<Real> &call;
-    Real *queries;                // [D][BLOCK], times `scale_before`; zeros beyond the last
+    Real *queries;                // [D][BLOCK], times `scale_before`; zeros beyond the last; of bf16 [D / 2][BLOCK] pairs
+    Pair *woven;                  // [BLOCK / 2][D] pairs: keys or values of a call in bf16
     const TileBias *tile_biases;  // of all heads
     int64_t b = 0, h = 0, k = 0, n = 0;
     int64_t position = 0;  // of the first query
@@ -168,8 +147,10 @@ struct Block {
 
     int64_t row() const { return (b * call.H + h) * call.T + n * BLOCK; }
 
-    // The block's rows times `factor`, as [D][BLOCK].
+    // The block's rows times `factor`, as [D][BLOCK]; of bf16 as [D / 2][BLOCK] pairs, and then `factor` is a power of two.
     void transpose(const Rows<const Real> &from, Real factor, Real *to) const {
+        if constexpr (InPairs<Real>::EXIST)
+            if (call.bf16) return transpose_pairs(in_bf16(from), factor, reinterpret_cast<Pair *>(to));
         const Real *at = from.of(b, h, n * BLOCK);
         for (int64_t d = 0; d < call.D; d++) {
             for (int i = 0; i < rows; i++) to[d * BLOCK + i] = at[i * from.row + d] * factor;
@@ -191,35 +172,116 @@ struct Block {
 #endif
     }
 
-    // products[j][i] = x_j . y_i for `count` keys (or values) x from `key` on, and y [D][BLOCK]; zeros in what is not computed.
+    void transpose_pairs(const Rows<const Bf16> &from, Real factor, Pair *to) const {
+        for (int i = 0; i < BLOCK; i++) {
+            const Pair *row = reinterpret_cast<const Pair *>(from.of(b, h, n * BLOCK + i));
+            for (int64_t p = 0; p < call.D / 2; p += VL<Real>) {
+                const int count = (int)std::min<int64_t>(VL<Real>, call.D / 2 - p);
+                typename InPairs<Real>::Pairs pairs = {};
+                if (i < rows) pairs = InPairs<Real>::scaled(row + p, count, factor);
+                for (int l = 0; l < count; l++) to[(p + l) * BLOCK + i] = pairs[l];
+            }
+        }
+    }
+
+    // Of VL queries, as they were transposed.
+    Reals<Real> squared_norms(int lane) const {
+        Reals<Real> squares = {};
+        if constexpr (InPairs<Real>::EXIST)
+            if (call.bf16) {
+                const Pair *at = reinterpret_cast<const Pair *>(queries) + lane;
+                for (int64_t p = 0; p < call.D / 2; p++, at += BLOCK) {
+                    const auto pairs = *(const typename InPairs<Real>::Pairs *)at;
+                    const Reals<Real> x = InPairs<Real>::first_of(pairs), y = InPairs<Real>::second_of(pairs);
+                    squares += x * x + y * y;
+                }
+                return squares;
+            }
+        for (int64_t d = 0; d < call.D; d++) {
+            const Reals<Real> x = load(queries + d * BLOCK + lane);
+            squares += x * x;
+        }
+        return squares;
+    }
+
+    // A query's output, `share` times a row of [D] sums.
+    void write_output(int i, const Real *sums, Real share) const {
+        if constexpr (InPairs<Real>::EXIST)
+            if (call.bf16) {
+                const auto &out = call.output;
+                Bf16 *to = Rows<Bf16>{reinterpret_cast<Bf16 *>(out.at), out.sequence, out.head, out.row}.of(b, h, n * BLOCK + i);
+                for (int64_t d = 0; d < call.D; d += VL<Real>) InPairs<Real>::round(to + d, load(sums + d) * share);
+                return;
+            }
+        Real *to = call.output.of(b, h, n * BLOCK + i);
+        for (int64_t d = 0; d < call.D; d++) to[d] = sums[d] * share;
+    }
+
+    // products[j][i] = x_j . y_i for `count` keys (or values) x from `key` on, and y as `transpose` leaves it; zeros in what is
+    // not computed.
     void inner_products(const Rows<const Real> &from, int64_t key, int count, const Real *y, Real *products) const {
-        Product<Real> p = {from.of(b, k, key), from.row, 1, y, BLOCK, products, BLOCK, nullptr};
+        if constexpr (InPairs<Real>::EXIST)
+            if (call.bf16) {
+                const Bf16 *x = in_bf16(from).of(b, k, key);
+                const Pair *pairs = reinterpret_cast<const Pair *>(y);
+                return each_key_with_each_query(
+                    key, count, typename InPairs<Real>::Product{x, from.row, 2, pairs, BLOCK, products, BLOCK, nullptr});
+            }
+        each_key_with_each_query(
+            key, count, Product<Real>{from.of(b, k, key), from.row, 1, y, BLOCK, products, BLOCK, nullptr});
+    }
+
+    template <typename P>
+    OUTLINE void each_key_with_each_query(int64_t key, int count, P p) const {
         if (!is_triangle(key) || count <= HALF) return product<REPLACE>(count, BLOCK, (int)call.D, p);
         product<REPLACE>(HALF, BLOCK, (int)call.D, p);
-        for (int j = HALF; j < count; j++) std::fill_n(products + j * BLOCK, +HALF, Real(0));
+        for (int j = HALF; j < count; j++) std::fill_n(p.c + j * BLOCK, +HALF, Real(0));
         p.a += HALF * p.a_row, p.b += HALF, p.c += HALF * BLOCK + HALF;
         product<REPLACE>(count - HALF, HALF, (int)call.D, p);
     }
 
-    // to[i] = (factor[i]) to[i] + sum over the keys j of weights[j][i] x_j, for x from `key` on.
+    // to[i] = (factor[i]) to[i] + sum over the keys j of weights[j][i] x_j, for x from `key` on. Of bf16 the weights are
+    // [(count + 1) / 2][BLOCK] pairs of keys.
     template <Start start>
     void sum_over_keys(
         const Rows<const Real> &from, int64_t key, int count, const Real *weights, Real *to, const Real *factor) const {
-        Product<Real> p = {weights, 1, BLOCK, from.of(b, k, key), from.row, to, call.D, factor};
+        if constexpr (InPairs<Real>::EXIST)
+            if (call.bf16) {
+                InPairs<Real>::weave(in_bf16(from).of(b, k, key), from.row, count, call.D, woven);
+                const Bf16 *pairs = reinterpret_cast<const Bf16 *>(weights);
+                return over_keys<start>(
+                    key, count, typename InPairs<Real>::Product{pairs, 2, 2 * BLOCK, woven, call.D, to, call.D, factor});
+            }
+        over_keys<start>(key, count, Product<Real>{weights, 1, BLOCK, from.of(b, k, key), from.row, to, call.D, factor});
+    }
+
+    template <Start start, typename P>
+    void over_keys(int64_t key, int count, P p) const {
         if (!is_triangle(key) || count <= HALF || rows <= HALF) return product<start>(rows, (int)call.D, count, p);
         product<start>(HALF, (int)call.D, HALF, p);
-        p.a += HALF, p.c += HALF * call.D;
+        p.a += HALF * p.a_row, p.c += HALF * call.D;
         if (start == SCALE_AND_ADD) p.factor += HALF;
         product<start>(rows - HALF, (int)call.D, count, p);
     }
 
-    // to[j] += sum over the queries i of weights[j][i] y_i; the rows of `to` are `row` numbers apart.
-    void sum_over_queries(
-        const Rows<const Real> &from, int64_t key, int count, const Real *weights, Real *to, int64_t row) const {
-        Product<Real> p = {weights, BLOCK, 1, from.of(b, h, n * BLOCK), from.row, to, row, nullptr};
+    // to[j] += sum over the queries i of weights[j][i] y_i; the rows of `to` are `row` numbers apart. Of bf16 the weights are
+    // [count][BLOCK] bf16, and y is given as `pairs` of queries, [BLOCK / 2][D].
+    void sum_over_queries(const Rows<const Real> &from, const Pair *pairs, int64_t key, int count, const Real *weights, Real *to,
+                          int64_t row) const {
+        if constexpr (InPairs<Real>::EXIST)
+            if (call.bf16) {
+                const Bf16 *narrow = reinterpret_cast<const Bf16 *>(weights);
+                return over_queries(
+                    key, count, typename InPairs<Real>::Product{narrow, BLOCK, 2, pairs, call.D, to, row, nullptr});
+            }
+        over_queries(key, count, Product<Real>{weights, BLOCK, 1, from.of(b, h, n * BLOCK), from.row, to, row, nullptr});
+    }
+
+    template <typename P>
+    void over_queries(int64_t key, int count, P p) const {
         if (!is_triangle(key) || count <= HALF || rows <= HALF) return product<ADD>(count, (int)call.D, rows, p);
         product<ADD>(HALF, (int)call.D, rows, p);
-        p.a += HALF * BLOCK + HALF, p.b += HALF * p.b_depth, p.c += HALF * row;
+        p.a += HALF * p.a_row + HALF / P::STEP * p.a_depth, p.b += HALF / P::STEP * p.b_depth, p.c += HALF * p.c_row;
         product<ADD>(count - HALF, (int)call.D, rows - HALF, p);
     }
 

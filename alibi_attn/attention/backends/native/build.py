@@ -26,8 +26,10 @@ SOURCES = ("forward.cpp", "backward.cpp")
 HEADERS = (
     "constants.hpp",
     "vectors.hpp",
+    "products_bf16.hpp",
     "call.hpp",
     "allowed.hpp",
+    "tile_biases.hpp",
     "block.hpp",
     "dropout.hpp",
     "norms.hpp",
@@ -40,7 +42,13 @@ FLAGS = (  # and those of a level
     *(f"-DALIBI_{name}={value!r}" for name, value in FOR_CPP.items()),
 )  # fmt: skip
 FUNCTIONS = ("alibi_forward_float32", "alibi_forward_float64", "alibi_backward_float32", "alibi_backward_float64")
-QUESTIONS = ("alibi_built_with", "alibi_instructions", "alibi_call_bytes", "alibi_backward_tasks")
+QUESTIONS = (
+    "alibi_built_with",
+    "alibi_instructions",
+    "alibi_call_bytes",
+    "alibi_backward_tasks",
+    "alibi_multiplies_bf16",
+)
 TIMEOUT_S = 120
 
 
@@ -66,6 +74,7 @@ class Call(ctypes.Structure):
         *((name, ctypes.c_double) for name in ("scale", "tolerance")),
         *((name, ctypes.c_int64) for name in ("threads", "dropout_runs", "dropout_threshold")),
         ("dropout_factor", ctypes.c_double),
+        ("bf16", ctypes.c_int64),
     ]
 
 
@@ -121,6 +130,11 @@ def compile_for_wheel(sources: Sequence[str], flags: Sequence[str], target: Path
         for source, compiled in zip(sources, objects, strict=True):
             _run(command, *flags, "-c", source, "-o", compiled)
         _run(command, "-shared", *objects, "-o", str(target))  # with -fopenmp here it would name libgomp
+
+
+def multiplies_bf16() -> bool:
+    """Whether the kernels take bf16 as it is; else it must come as fp32."""
+    return bool(library().alibi_multiplies_bf16())
 
 
 @functools.cache
@@ -239,13 +253,13 @@ def _load(path: Path) -> ctypes.CDLL:
     try:
         loaded = _opened(path)
         functions = [getattr(loaded, name) for name in FUNCTIONS]
-        built_with, words, call_bytes, tasks = (getattr(loaded, name) for name in QUESTIONS)
+        built_with, words, call_bytes, tasks, multiplies_bf16 = (getattr(loaded, name) for name in QUESTIONS)
     except (OSError, AttributeError) as error:
         raise BuildError(f"the compiled kernels cannot be loaded: {error}") from None
     for function in functions:
         function.argtypes, function.restype = [ctypes.c_void_p], None
     built_with.restype = words.restype = ctypes.c_char_p
-    call_bytes.restype = tasks.restype = ctypes.c_int64
+    call_bytes.restype = tasks.restype = multiplies_bf16.restype = ctypes.c_int64
     tasks.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
     found = f"{built_with().decode()}call_bytes={call_bytes()}"
     wanted = "".join(f"ALIBI_{name}={value!r} " for name, value in FOR_CPP.items())

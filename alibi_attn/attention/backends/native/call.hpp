@@ -37,6 +37,7 @@ struct Call {
     double scale, tolerance;
     int64_t threads, dropout_runs, dropout_threshold;  // R, and which uint32 drop a weight: those below
     double dropout_factor;                             // of the others
+    int64_t bf16;  // query, key, value, grad and output are bf16 in a Call<float>, and their strides count those
 
     int64_t blocks() const { return (T + BLOCK - 1) / BLOCK; }
     Real *row_max(int64_t b, int64_t h) const { return rows + (2 * b * H + h) * T; }

@@ -11,6 +11,8 @@
 
 #pragma once
 
+#include <limits>
+
 #include "tails.hpp"
 
 template <typename Real>
@@ -39,15 +41,13 @@ struct Certificate {
         const Real error = (call.D + SCORE_UNITS) * UNIT<Real>, scale = std::abs(block.scale_after);
         largest_rate = 0;
         for (int v = 0; v < BLOCK; v += VL<Real>) {
-            Reals<Real> squares = {};
-            for (int64_t d = 0; d < call.D; d++) {
-                const Reals<Real> x = load(block.queries + d * BLOCK + v);
-                squares += x * x;
-            }
+            const Reals<Real> squares = block.squared_norms(v);
             for (int i = 0; i < VL<Real>; i++) rate[v + i] = scale * (1 + error) * norm_bound(squares[i], call.D);
         }
         for (int i = 0; i < block.rows; i++) largest_rate = rate[i] > largest_rate || rate[i] != rate[i] ? rate[i] : largest_rate;
-        const Real longer = nats_of_longer_values(), rounded = Real(LSE_NATS) + Real(call.S / 32) * UNIT<Real>;
+        Real longer = nats_of_longer_values(), rounded = Real(LSE_NATS) + Real(call.S / 32) * UNIT<Real>;
+        // Every sum in a product of bf16 may lose a number below the smallest normal one.
+        if (call.bf16) rounded += 2 * call.D * scale * std::numeric_limits<Real>::min();
         for (int i = 0; i < BLOCK; i++) {
             const Real less = (largest_rate - rate[i]) * norms.shortest_key();
             fixed[i] = error * (1 + rate[i] * norms.longest_without(0)) + longer + rounded - less;

@@ -31,23 +31,49 @@ struct Forward {
         if (dropping) dropout.draw(key, count);
         for (int v = 0; v < BLOCK; v += VL<Real>) {
             const Reals<Real> before = load(m_i + v);
-            Reals<Real> top = before, sum = {};
+            Reals<Real> top = before;
             for (int j = 0; j < count; j++) {
                 const Reals<Real> score = load(scores + j * BLOCK + v);
                 top = score > top ? score : top;
             }
-            const Reals<Real> reference = top == -INFINITY ? every(Real(0)) : top;
-            for (int j = 0; j < count; j++) {
-                const Reals<Real> weight = exponential(load(scores + j * BLOCK + v) - reference);
-                sum += weight;
-                store(scores + j * BLOCK + v, dropping ? weight * load(dropout.factors + j * BLOCK + v) : weight);
-            }
+            const Reals<Real> reference = top == -INFINITY ? every(Real(0)) : top, sum = weigh<dropping>(v, count, reference);
             const Reals<Real> kept = exponential(before - reference);
             store(factor + v, kept);
             store(m_i + v, top);
             store(l_i + v, load(l_i + v) * kept + sum);
         }
         block.template sum_over_keys<SCALE_AND_ADD>(block.call.value, key, count, scores, acc, factor);
+    }
+
+    // Make weights of the scores of VL queries, in place; returns their sums.
+    template <bool dropping>
+    Reals<Real> weigh(int v, int count, Reals<Real> reference) {
+        if constexpr (InPairs<Real>::EXIST)
+            if (block.call.bf16) return weigh_in_pairs<dropping>(v, count, reference);
+        Reals<Real> sum = {};
+        for (int j = 0; j < count; j++) {
+            const Reals<Real> weight = exponential(load(scores + j * BLOCK + v) - reference);
+            sum += weight;
+            store(scores + j * BLOCK + v, dropping ? weight * load(dropout.factors + j * BLOCK + v) : weight);
+        }
+        return sum;
+    }
+
+    // The same, rounded to bf16 in pairs of keys, [(count + 1) / 2][BLOCK]; the sums are of what was not rounded.
+    template <bool dropping>
+    OUTLINE Reals<Real> weigh_in_pairs(int v, int count, Reals<Real> reference) {
+        typedef InPairs<Real> In;
+        Reals<Real> sums[2] = {};
+        for (int j = 0; j < count; j += 2) {
+            Reals<Real> weights[2] = {};
+            for (int at = 0; at < 2 && j + at < count; at++) {
+                weights[at] = In::exponential(load(scores + (j + at) * BLOCK + v) - reference);
+                sums[at] += weights[at];
+                if (dropping) weights[at] *= load(dropout.factors + (j + at) * BLOCK + v);
+            }
+            In::round_to_pairs(reinterpret_cast<Pair *>(scores) + j / 2 * BLOCK + v, weights[0], weights[1]);
+        }
+        return sums[0] + sums[1];
     }
 
     void go_outward() {
@@ -113,9 +139,7 @@ struct Forward {
             // A query that sees nothing has scores of -inf only, and any finite maximum gives them no weight.
             call.row_max(b, h)[n * BLOCK + i] = blind ? 0 : m_i[i];
             call.row_log_sum(b, h)[n * BLOCK + i] = blind ? 0 : std::log(l_i[i]);
-            const Real share = blind ? 0 : 1 / l_i[i];
-            Real *to = call.output.of(b, h, n * BLOCK + i);
-            for (int64_t d = 0; d < call.D; d++) to[d] = acc[i * call.D + d] * share;
+            block.write_output(i, acc + i * call.D, blind ? 0 : 1 / l_i[i]);
         }
     }
 };
@@ -148,9 +172,10 @@ void run(const Call<Real> &call) {
                 if (call.key_bias) summarize_biased(call, norms, tails.data(), head);
             }
         }
-        Real *memory = allocate<Real>((2 * BLOCK + 2 * D) * BLOCK + padded(call));
-        Real *acc = memory + BLOCK * BLOCK, *queries = acc + BLOCK * D, *factors = queries + BLOCK * D;
-        Forward<Real> forward = {{call, queries, biases.data()}, memory, acc,
+        Real *memory = allocate<Real>((2 * BLOCK + 3 * D) * BLOCK + padded(call));
+        Real *acc = memory + BLOCK * BLOCK, *queries = acc + BLOCK * D, *factors = queries + 2 * BLOCK * D;
+        Pair *woven = reinterpret_cast<Pair *>(queries + BLOCK * D);
+        Forward<Real> forward = {{call, queries, woven, biases.data()}, memory, acc,
                                  {forward.block, norms, tails.data(), factors + BLOCK * BLOCK}, {call, factors}};
 #pragma omp for schedule(dynamic, 1)
         for (size_t t = 0; t < tasks.size(); t++)
@@ -166,6 +191,8 @@ extern "C" void alibi_forward_float32(const Call<float> *call) { run(*call); }
 extern "C" void alibi_forward_float64(const Call<double> *call) { run(*call); }
 extern "C" const char *alibi_built_with() { return ALIBI_BUILT_WITH; }
 extern "C" int64_t alibi_call_bytes() { return sizeof(Call<float>); }
+// Whether a Call<float> may be in bf16.
+extern "C" int64_t alibi_multiplies_bf16() { return InPairs<float>::EXIST; }
 
 // The words of a level of `levels.py`, or what there is beside them.
 extern "C" const char *alibi_instructions() {

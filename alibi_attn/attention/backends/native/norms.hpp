@@ -12,14 +12,25 @@ Real norm_bound(Real squares, int64_t D) {
     return std::sqrt(squares) * (1 + (D + NORM_UNITS) * UNIT<Real>) + std::sqrt(Real(D)) * VANISHING<Real>;
 }
 
-// The same of a row as it lies in memory.
-template <typename Real>
-Real norm_of_row(const Real *row, int64_t D) {
+// The same of a row as it lies in memory: x(d) are its numbers from d on.
+template <typename Real, typename Numbers>
+Real norm_of_numbers(int64_t D, const Numbers &x) {
     Reals<Real> sum = {};
-    for (int64_t d = 0; d < D; d += VL<Real>) sum += load(row + d) * load(row + d);
+    for (int64_t d = 0; d < D; d += VL<Real>) sum += x(d) * x(d);
     Real squares = 0;
     for (int i = 0; i < VL<Real>; i++) squares += sum[i];
     return norm_bound(squares, D);
+}
+
+template <typename Real>
+Real norm_of_row(const Call<Real> &call, const Rows<const Real> &rows, int64_t b, int64_t h, int64_t i) {
+    if constexpr (InPairs<Real>::EXIST)
+        if (call.bf16) {
+            const Bf16 *row = in_bf16(rows).of(b, h, i);
+            return norm_of_numbers<Real>(call.D, [&](int64_t d) { return InPairs<Real>::widened(row + d); });
+        }
+    const Real *row = rows.of(b, h, i);
+    return norm_of_numbers<Real>(call.D, [&](int64_t d) { return load(row + d); });
 }
 
 // What all blocks of a key head need to know of its keys and values. Hidden keys are no keys.
@@ -61,8 +72,8 @@ void measure(const Call<Real> &call, Real *memory, int64_t head, int64_t from, i
     Real *keys = memory + head * norms_size(call), *values = keys + padded(call);
     for (int64_t j = from; j < to; j++) {
         const bool hidden = j >= call.S || (call.key_mask && !call.key_mask[b * call.S + j]);
-        keys[j] = hidden ? Real(-1e30) : norm_of_row(call.key.of(b, k, j), call.D);
-        values[j] = hidden || !call.has_values ? Real(0) : norm_of_row(call.value.of(b, k, j), call.D);
+        keys[j] = hidden ? Real(-1e30) : norm_of_row(call, call.key, b, k, j);
+        values[j] = hidden || !call.has_values ? Real(0) : norm_of_row(call, call.value, b, k, j);
     }
 }
 

@@ -84,7 +84,7 @@ template <typename Real>
 double largest_rate_of(const Call<Real> &call, int64_t b, int64_t h) {
     double most = 0;
     for (int64_t i = 0; i < call.T; i++) {
-        const double norm = norm_of_row(call.query.of(b, h, i), call.D);
+        const double norm = norm_of_row(call, call.query, b, h, i);
         most = norm > most || norm != norm ? norm : most;
     }
     return std::abs(call.scale) * most * (1 + 4 * (call.D + SCORE_UNITS) * double(UNIT<Real>));

@@ -17,6 +17,7 @@ enum { BYTES = 16, MR = 6, NV = 2 };
 #endif
 
 #define INLINE inline __attribute__((always_inline))
+#define OUTLINE __attribute__((noinline))  // keeps the code around it what the compiler makes of it without
 #define UNROLL _Pragma("GCC unroll 16")
 
 template <typename Real>
@@ -99,19 +100,28 @@ struct Product {
     Real *c;
     int64_t c_row;
     const Real *factor;
+
+    typedef Real Sum;
+    static constexpr int STEP = 1;  // along the depth
+
+    INLINE Real number(int i, int k) const { return a[i * a_row + k * a_depth]; }
+    INLINE Reals<Real> row(int k, int v) const { return load(b + k * b_depth + v * VL<Real>); }
+    static INLINE Reals<Real> add(Reals<Real> sum, Real x, Reals<Real> row) { return sum + x * row; }
 };
 
-// C[i, :] from sum over k of A[i, k] B[k, :], for `rows` rows and `vectors` vectors, with the sums in registers.
-template <Start start, int rows, int vectors, typename Real>
-INLINE void register_tile(int depth, const Product<Real> &p) {
+// C[i, :] from sum over k of A[i, k] B[k, :], for `rows` rows and `vectors` vectors, with the sums in registers. P is a Product,
+// or of its form.
+template <Start start, int rows, int vectors, typename P>
+INLINE void register_tile(int steps, const P &p) {
+    typedef typename P::Sum Real;
     Reals<Real> sum[rows][vectors];
     UNROLL for (int i = 0; i < rows; i++) UNROLL for (int v = 0; v < vectors; v++) sum[i][v] = Reals<Real>{};
-    for (int k = 0; k < depth; k++) {
-        Reals<Real> row[vectors];
-        UNROLL for (int v = 0; v < vectors; v++) row[v] = load(p.b + k * p.b_depth + v * VL<Real>);
+    for (int k = 0; k < steps; k++) {
+        decltype(p.row(0, 0)) row[vectors];
+        UNROLL for (int v = 0; v < vectors; v++) row[v] = p.row(k, v);
         UNROLL for (int i = 0; i < rows; i++) {
-            const Real x = p.a[i * p.a_row + k * p.a_depth];
-            UNROLL for (int v = 0; v < vectors; v++) sum[i][v] += x * row[v];
+            const auto x = p.number(i, k);
+            UNROLL for (int v = 0; v < vectors; v++) sum[i][v] = P::add(sum[i][v], x, row[v]);
         }
     }
     UNROLL for (int i = 0; i < rows; i++) UNROLL for (int v = 0; v < vectors; v++) {
@@ -124,28 +134,29 @@ INLINE void register_tile(int depth, const Product<Real> &p) {
 }
 
 // The last rows, fewer than MR.
-template <Start start, int rows, int vectors, typename Real>
-INLINE void last_rows(int count, int depth, const Product<Real> &p) {
+template <Start start, int rows, int vectors, typename P>
+INLINE void last_rows(int count, int steps, const P &p) {
     if constexpr (rows > 0) {
-        if (count == rows) return register_tile<start, rows, vectors>(depth, p);
-        last_rows<start, rows - 1, vectors>(count, depth, p);
+        if (count == rows) return register_tile<start, rows, vectors>(steps, p);
+        last_rows<start, rows - 1, vectors>(count, steps, p);
     }
 }
 
-template <Start start, int vectors, typename Real>
-INLINE void columns(int rows, int depth, Product<Real> p) {
+template <Start start, int vectors, typename P>
+INLINE void columns(int rows, int steps, P p) {
     for (; rows >= MR; rows -= MR) {
-        register_tile<start, MR, vectors>(depth, p);
+        register_tile<start, MR, vectors>(steps, p);
         p.a += MR * p.a_row, p.c += MR * p.c_row;
         if (start == SCALE_AND_ADD) p.factor += MR;
     }
-    last_rows<start, MR - 1, vectors>(rows, depth, p);
+    last_rows<start, MR - 1, vectors>(rows, steps, p);
 }
 
-// The same for any number of rows, and columns that are a multiple of VL.
-template <Start start, typename Real>
-void product(int rows, int width, int depth, Product<Real> p) {
-    constexpr int wide = NV * VL<Real>, narrow = VL<Real>;
-    for (; width >= wide; width -= wide, p.b += wide, p.c += wide) columns<start, NV>(rows, depth, p);
-    for (; width >= narrow; width -= narrow, p.b += narrow, p.c += narrow) columns<start, 1>(rows, depth, p);
+// The same for any number of rows, columns that are a multiple of VL, and any depth (in numbers, whatever a step is).
+template <Start start, typename P>
+void product(int rows, int width, int depth, P p) {
+    constexpr int wide = NV * VL<typename P::Sum>, narrow = VL<typename P::Sum>;
+    const int steps = (depth + P::STEP - 1) / P::STEP;
+    for (; width >= wide; width -= wide, p.b += wide, p.c += wide) columns<start, NV>(rows, steps, p);
+    for (; width >= narrow; width -= narrow, p.b += narrow, p.c += narrow) columns<start, 1>(rows, steps, p);
 }

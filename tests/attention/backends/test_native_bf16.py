@@ -1,0 +1,193 @@
+"""bf16 in the kernels in C++: with products of bf16, on processors that have them, and with its numbers as fp32, as elsewhere."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from attention_cases import CASES, KEY_BIASES, Case
+from attention_checks import answer, assert_exact
+from certificate_attack import dropped, native_keys, random_attack
+from torch.nn import functional
+
+from alibi_attn import alibi_attention, alibi_slopes
+from alibi_attn.attention.backends.native import build
+from alibi_attn.attention.bias import alibi_bias
+
+BF16 = torch.bfloat16
+TOLERANCE = torch.finfo(BF16).eps / 32
+WITHOUT = "-mno-avx512bf16"
+SOME = {
+    "plain", "grouped-query", "one query", "queries at the end of longer keys", "symmetric window", "an offset a sequence",
+    "NaN in masked keys, inf in their values", "everything", "steep, long, sink, peaked", "right slopes a batch", "key bias",
+}  # fmt: skip
+UNIT = 2.0**-8  # half the distance from 1 to the next number
+
+
+@pytest.fixture(params=["as bf16", "as fp32"])
+def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The kernels compiled with all instructions of this processor, and without products of bf16."""
+    if request.param == "as fp32":
+        monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, WITHOUT) if _is_x86() else build.FLAGS)
+    build._found.cache_clear()
+    yield request.param
+    build._found.cache_clear()
+
+
+@pytest.fixture
+def in_bf16() -> None:
+    if not build.multiplies_bf16():
+        pytest.skip("this processor has no AVX512-BF16")
+
+
+def _is_x86() -> bool:
+    return "__x86_64__" in build._run(build._command(None), "-dM", "-E", "-x", "c++", "/dev/null").decode()
+
+
+def draw(h: int = 4, k: int = 4, t: int = 300, d: int = 64, b: int = 1) -> list[torch.Tensor]:
+    shapes = [(b, heads, t, d) for heads in (h, k, k, h)]
+    return [torch.randn(shape).to(BF16) for shape in shapes]
+
+
+def results(tensors: list[torch.Tensor], dtype: torch.dtype, slopes: list[float], **call: object) -> list[torch.Tensor]:
+    """Output, lse and the gradients of query, key, value and slopes."""
+    *inputs, grad = (x.to(dtype) for x in tensors)
+    wide = torch.promote_types(dtype, torch.float32)
+    leaves = [*(x.requires_grad_() for x in inputs), torch.tensor(slopes, dtype=wide, requires_grad=True)]
+    output, lse = alibi_attention(*leaves, return_lse=True, **{"backend": "native", **call})
+    return [
+        output.detach(),
+        lse.detach(),
+        *torch.autograd.grad([output, lse.sin()], leaves, [grad, torch.ones_like(lse)]),
+    ]
+
+
+def share_of_largest(found: list[torch.Tensor], true: list[torch.Tensor]) -> list[float]:
+    return [float((x.double() - y.double()).abs().max() / y.abs().max()) for x, y in zip(found, true, strict=True)]
+
+
+def test_both_ways_give_the_definition(products: str) -> None:
+    if products == "as fp32":
+        assert not build.multiplies_bf16()
+    for case in (*CASES, *KEY_BIASES):
+        if case.name in SOME:
+            assert_exact(case, BF16, answer(case, BF16, backend="native"), tolerance=TOLERANCE)
+
+
+def test_a_processor_that_has_the_instruction_uses_it() -> None:
+    flags = Path("/proc/cpuinfo")
+    if not flags.exists():
+        pytest.skip("only Linux lists what a processor can")
+    assert build.multiplies_bf16() == ("avx512_bf16" in flags.read_text().split())
+
+
+@pytest.mark.parametrize("length", [1, 2, 31, 33, 63, 64, 65, 127, 129, 200])
+@pytest.mark.parametrize("head_dim", [1, 16, 40, 128])
+def test_odd_lengths_and_heads_equal_fp32_of_the_same_numbers(in_bf16: None, length: int, head_dim: int) -> None:
+    """Keys go by two, and queries too in backward: the last of an odd number has no partner, nor has the first of a chunk."""
+    tensors = draw(h=2, k=1, t=length, d=head_dim)
+    for call in ({}, {"causal": False, "window": 50}, {"query_offset": 7}, {"query_offset": -5, "causal": False}):
+        ours, wide = (results(tensors, dtype, [0.3, 0.07], **call) for dtype in (BF16, torch.float32))
+        off = share_of_largest(ours, wide)
+        # Numbers of either kind are rounded once as results and once as weights or ds; lse and slopes are not rounded.
+        assert max(off[:1] + off[2:5]) <= 6 * UNIT, (call, off)
+        assert off[1] <= 1e-5
+
+
+def test_errors_are_those_of_the_fused_function_of_torch(in_bf16: None) -> None:
+    """With a dense bias in bf16, as one writes it; the largest and the root of the mean square, against float64."""
+    tensors, slopes = draw(t=500), alibi_slopes(4)
+    bias = alibi_bias(slopes, 500, 500)[None]
+
+    def found(attention: Callable[..., torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+        *leaves, grad = (x.to(dtype).requires_grad_() for x in tensors)
+        output = attention(*leaves)
+        return [output.detach(), *torch.autograd.grad(output, leaves, grad.detach())]
+
+    theirs = found(lambda *x: functional.scaled_dot_product_attention(*x, attn_mask=bias.to(BF16)), BF16)
+    ours = found(lambda *x: alibi_attention(*x, slopes, backend="native"), BF16)
+    true = found(lambda *x: alibi_attention(*x, slopes, backend="reference"), torch.float64)
+    for x, y, exact in zip(ours, theirs, true, strict=True):
+        off, other = ((z.double() - exact).abs() for z in (x, y))
+        assert off.square().mean() <= 1.5**2 * other.square().mean()
+        assert off.max() <= 1.5 * other.max()
+
+
+def test_weights_are_rounded_and_their_sum_is_not(in_bf16: None) -> None:
+    """One key of weight 1 and many of 2^-9 each: rounded, these lose nothing; lse is that of fp32."""
+    k = torch.zeros(1, 1, 513, 16)
+    k[..., 1:, 0] = -9 * 0.69314718
+    k = k.to(BF16)
+    q, v = torch.ones_like(k[:, :, :1]), torch.ones_like(k)
+    output, lse = alibi_attention(q, k, v, [0.0], scale=1.0, return_lse=True, backend="native", causal=False)
+    true = torch.logsumexp((q.double() @ k.double().mT), -1)
+    assert float((lse - true).abs().max()) < 1e-6
+    assert float((output - 1).abs().max()) <= 2 * UNIT
+
+
+def test_a_mask_of_dropout_does_not_depend_on_how_bf16_is_multiplied(in_bf16: None) -> None:
+    tensors, found = draw(t=200), []
+    for dtype in (BF16, torch.float32):
+        torch.manual_seed(3)
+        found.append(results(tensors, dtype, [0.5, 0.1, 0.02, 0.0], dropout_p=0.4))
+    assert max(share_of_largest(*found)[:5]) <= 8 * UNIT
+
+
+def test_the_same_bits_twice_by_any_number_of_threads(in_bf16: None) -> None:
+    tensors, before, found = draw(h=6, k=2, t=700), torch.get_num_threads(), []
+    try:
+        for threads in (1, 1, 3):
+            torch.set_num_threads(threads)
+            found.append(results(tensors, BF16, [1.0, 0.5, 0.1, 0.05, 0.02, 0.0]))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(x, y) for x, y in zip(found[0], found[1], strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(found[0][:3], found[2][:3], strict=True))
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize("size", [2.0**-133, 2.0**-126, 1e-30, 1e15, 1e38])
+def test_the_smallest_and_the_largest_numbers_do_what_they_do_in_fp32(in_bf16: None, size: float, which: int) -> None:
+    """Values below 2^-126 count for 0, in products and as results; nothing else is lost, and nothing is NaN."""
+    tensors = draw(h=2, k=2, t=150, d=32)[:3]
+    tensors[which] = (tensors[which].float() / 4 * size).to(BF16)
+    ours, wide = (
+        alibi_attention(*(x.to(dtype) for x in tensors), [0.3, 0.01], backend="native").double()
+        for dtype in (BF16, torch.float32)
+    )
+    assert bool(ours.isfinite().all())
+    assert float((ours - wide).abs().max()) <= 4 * UNIT * float(tensors[2].double().abs().max()) + 2.0**-125
+
+
+def test_nothing_of_a_hidden_key_is_read(in_bf16: None) -> None:
+    q, k, v, grad = draw(t=200)
+    mask = torch.arange(200)[None] >= 70
+    given, spoiled = [q, k, v, grad], [q, k.clone(), v.clone(), grad]
+    spoiled[1][:, :, :70], spoiled[2][:, :, :70] = float("nan"), 3e38
+    found = [results(x, BF16, [0.5, 0.1, 0.02, 0.0], key_mask=mask) for x in (given, spoiled)]
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+
+
+def test_gradients_of_slopes_are_of_what_was_not_rounded(in_bf16: None) -> None:
+    """At 3,000 tokens, of numbers that bf16 holds: as near to float64 as the kernels in fp32 are, but for the rounded output."""
+    tensors = draw(h=2, k=2, t=3000, d=32)
+    ours, true = results(tensors, BF16, [0.1, 0.01]), results(tensors, torch.float64, [0.1, 0.01])
+    assert share_of_largest(ours[5:], true[5:])[0] < 1e-2
+
+
+def test_dropped_mass_stays_within_the_tolerance_of_random_attacks(in_bf16: None) -> None:
+    skipping = 0
+    for seed in range(120):
+        attack = random_attack(seed, bf16=True)
+        lost, share = dropped(attack, native_keys)
+        assert lost <= attack.tolerance, attack
+        skipping += share > 0
+    assert skipping >= 40, "an attack on nothing: too few draws skip a key"
+
+
+def test_the_checker_of_both_ways_fails_on_another_question(in_bf16: None) -> None:
+    case = Case("checked", window=5, offset=6, query_len=7, key_len=13)
+    wrong = answer(dataclasses.replace(case, window=4), BF16, backend="native")
+    with pytest.raises(AssertionError):
+        assert_exact(case, BF16, wrong, tolerance=TOLERANCE)
