@@ -25,11 +25,13 @@ class Plan:
 
     causal: bool
     dropout_p: float
-    dense: bool
+    dense: bool  # all scores at once, where it is not the kernels
     query_block: int  # queries in a block
     key_tile: int  # keys in a tile
     key_bias: bool = False
     query_bias: bool = False
+    native: bool = False  # the kernels, on a CPU
+    elsewhere: bool = False  # the device may turn out to be another, which is known when it is compiled
 
 
 class KeyBias(NamedTuple):

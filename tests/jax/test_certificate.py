@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from alibi_attn.attention.certificate.constants import LOOP_OUTLIER_TILES
 from alibi_attn.jax import attention, bounds
 from alibi_attn.jax.bounds import norm_bound
+from alibi_attn.jax.operands import operands
 from alibi_attn.jax.tiles import Plan
 from alibi_attn.reach import reach
 
@@ -30,7 +31,7 @@ def visited_tiles(query, key, value, slopes, *, block: int, tile: int, **kwargs)
     spec = attention.make_spec(query, key, value, slopes, **KEYWORDS | kwargs)
     plan = Plan(causal=spec.causal, dropout_p=0.0, dense=False, query_block=block, key_tile=tile,
                 key_bias=spec.key_bias is not None)  # fmt: skip
-    visited = attention._forward(plan, *attention._call(spec, query, key, value, None)).visited
+    visited = attention._forward(plan, *operands(spec, query, key, value, None))[2].visited
     number = np.arange(-(-spec.key_len // tile))
     read = (number >= np.asarray(visited.first)[:, None]) & (number <= np.asarray(visited.last)[:, None])
     for outlier in visited.outliers:

@@ -1,4 +1,4 @@
-"""Dropout in JAX: the mask of the definition for the key's two words, on either backend, in chunks, and as PyTorch has it."""
+"""Dropout in JAX: the mask of the definition for the key's two words, on every backend, in chunks, and as PyTorch has it."""
 
 import dataclasses
 
@@ -40,8 +40,8 @@ def test_a_key_is_the_seed_of_its_number() -> None:
     assert seed_words(jax.random.key(7, impl="rbg")).shape == (2,)
 
 
-@pytest.mark.parametrize("backend", ["dense", "loop"])
-def test_either_backend_has_the_mask_of_the_definition(backend: str) -> None:
+@pytest.mark.parametrize("backend", ["native", "dense", "loop"])
+def test_every_backend_has_the_mask_of_the_definition(backend: str) -> None:
     b, t, h, s = 2, 37, 2, 75
     zeros, ones = jnp.zeros((b, t, h, s)), jnp.broadcast_to(jnp.eye(s)[:, None], (b, s, 1, s))
     for offset in (38, -20, 2**27 + 1):
@@ -54,7 +54,7 @@ def test_either_backend_has_the_mask_of_the_definition(backend: str) -> None:
         np.testing.assert_allclose(output.swapaxes(1, 2), defined, rtol=1e-6)
 
 
-@pytest.mark.parametrize("backend", ["dense", "loop"])
+@pytest.mark.parametrize("backend", ["native", "dense", "loop"])
 def test_outputs_and_gradients_are_those_of_pytorch(backend: str) -> None:
     rng = np.random.default_rng(0)
     arrays = [rng.standard_normal((2, 90, heads, 8)).astype(np.float32) for heads in (4, 2, 2)]

@@ -11,7 +11,7 @@ from alibi_attn.jax import alibi_attention, attention
 from alibi_attn.slopes import alibi_slopes
 
 B, N, H, K, D = 2, 40, 4, 2, 8
-BACKENDS = ("dense", "loop")
+BACKENDS = ("native", "dense", "loop")
 
 
 @pytest.fixture(autouse=True)

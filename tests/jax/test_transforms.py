@@ -36,20 +36,23 @@ def loss(query, key, value, slopes, **kwargs) -> jax.Array:
 
 
 ALL = (0, 1, 2, 3)
-GRADS = jax.jit(jax.grad(partial(loss, backend="loop"), argnums=ALL))
+GRADS = {name: jax.jit(jax.grad(partial(loss, backend=name), argnums=ALL)) for name in ("native", "loop")}
 
 
-def test_checkpoint_changes_nothing() -> None:
-    again = jax.jit(jax.grad(jax.checkpoint(partial(loss, backend="loop")), argnums=ALL))(*QKV, SLOPES)
-    assert_close(again, GRADS(*QKV, SLOPES))
+@pytest.mark.parametrize("backend", GRADS)
+def test_checkpoint_changes_nothing(backend: str) -> None:
+    again = jax.jit(jax.grad(jax.checkpoint(partial(loss, backend=backend)), argnums=ALL))(*QKV, SLOPES)
+    assert_close(again, GRADS[backend](*QKV, SLOPES))
 
 
-def test_vmap_equals_a_loop() -> None:
+@pytest.mark.parametrize("backend", GRADS)
+def test_vmap_equals_a_loop(backend: str) -> None:
     many = tuple(jnp.stack([x, 2 * x]) for x in QKV)
     of_slopes = jnp.stack([SLOPES, 2 * SLOPES])
-    mapped = jax.jit(jax.vmap(GRADS))(*many, of_slopes)
+    one = GRADS[backend]
+    mapped = jax.jit(jax.vmap(one))(*many, of_slopes)
     for n in range(2):
-        assert_close(jax.tree.map(lambda x, n=n: x[n], mapped), GRADS(*(x[n] for x in many), of_slopes[n]))
+        assert_close(jax.tree.map(lambda x, n=n: x[n], mapped), one(*(x[n] for x in many), of_slopes[n]))
 
 
 def on_devices(backend: str, *specs: P):
@@ -63,35 +66,39 @@ def on_devices(backend: str, *specs: P):
     return jax.jit(jax.grad(jax.shard_map(total, mesh=mesh, in_specs=specs, out_specs=P()), argnums=ALL))
 
 
-def test_shard_map_over_sequences_and_heads_equals_one_device() -> None:
+@pytest.mark.parametrize("backend", ["native", "loop", "auto"])
+def test_shard_map_over_sequences_and_heads_equals_one_device(backend: str) -> None:
     spec = P("sequences", None, "heads")
-    sharded = on_devices("loop", spec, spec, spec, P("heads"))
-    assert_close(sharded(*QKV, SLOPES), GRADS(*QKV, SLOPES))
+    sharded = on_devices(backend, spec, spec, spec, P("heads"))
+    assert_close(sharded(*QKV, SLOPES), GRADS["native"](*QKV, SLOPES))
 
 
-def test_keys_that_devices_share_sum_their_gradients() -> None:
+@pytest.mark.parametrize("backend", ["native", "dense"])
+def test_keys_that_devices_share_sum_their_gradients(backend: str) -> None:
     args = (QKV[0], QKV[1][:, :, :1], QKV[2][:, :, :1], SLOPES)
-    sharded = on_devices("dense", P("sequences", None, "heads"), P("sequences"), P("sequences"), P("heads"))
+    sharded = on_devices(backend, P("sequences", None, "heads"), P("sequences"), P("sequences"), P("heads"))
     assert_close(sharded(*args), jax.jit(jax.grad(partial(loss, backend="dense"), argnums=ALL))(*args))
 
 
-def test_a_traced_offset_is_not_compiled_anew() -> None:
-    traced = jax.jit(partial(alibi_attention, backend="dense"))
+@pytest.mark.parametrize("backend", ["native", "dense"])
+def test_a_traced_offset_is_not_compiled_anew(backend: str) -> None:
+    traced = jax.jit(partial(alibi_attention, backend=backend))
     query, key, value = QKV
     outputs = [traced(query[:, offset : offset + 4], key, value, query_offset=offset) for offset in (3, 20)]
     assert traced._cache_size() == 1
     for offset, output in zip((3, 20), outputs, strict=True):
-        assert_close(output, alibi_attention(*QKV, backend="dense")[:, offset : offset + 4])
+        assert_close(output, alibi_attention(*QKV, backend=backend)[:, offset : offset + 4])
 
 
-def test_parts_merge_exactly_by_lse() -> None:
+@pytest.mark.parametrize("backend", ["native", "dense"])
+def test_parts_merge_exactly_by_lse(backend: str) -> None:
     query, key, value = QKV
 
     def whole(query, key, value, slopes) -> jax.Array:
-        return jnp.sin(alibi_attention(query, key, value, slopes, backend="dense")).sum()
+        return jnp.sin(alibi_attention(query, key, value, slopes, backend=backend)).sum()
 
     def merged(query, key, value, slopes) -> jax.Array:
-        attend = partial(alibi_attention, query, slopes=slopes, return_lse=True, backend="dense")
+        attend = partial(alibi_attention, query, slopes=slopes, return_lse=True, backend=backend)
         near, of_near = attend(key=key[:, 8:], value=value[:, 8:], query_offset=-8)
         far, of_far = attend(key=key[:, :8], value=value[:, :8], query_offset=0)
         share = jax.nn.sigmoid(of_near - of_far).swapaxes(1, 2)[..., None]
@@ -101,7 +108,7 @@ def test_parts_merge_exactly_by_lse() -> None:
     assert_close(*(jax.jit(jax.grad(f, argnums=ALL))(*args) for f in (merged, whole)))
 
 
-@pytest.mark.parametrize("backend", ["dense", "loop"])
+@pytest.mark.parametrize("backend", ["native", "dense", "loop"])
 def test_dropout_has_its_own_gradient(backend: str) -> None:
     with jax.enable_x64(True):
         args = (*(jnp.asarray(x, jnp.float64) for x in QKV), jnp.asarray(SLOPES, jnp.float64))
@@ -126,8 +133,9 @@ def test_dropout_keeps_the_mean() -> None:
     np.testing.assert_allclose(mean[:, 8:], 1.0, atol=0.2)
 
 
-def test_second_derivatives_are_refused() -> None:
-    f = partial(loss, backend="dense")
+@pytest.mark.parametrize("backend", ["native", "auto", "dense"])
+def test_second_derivatives_are_refused(backend: str) -> None:
+    f = partial(loss, backend=backend)
     with pytest.raises(NotImplementedError, match="can be differentiated once"):
         jax.grad(lambda q: jax.grad(f)(q, *QKV[1:], SLOPES).sum())(QKV[0])
 
@@ -143,7 +151,7 @@ def test_second_derivatives_are_refused() -> None:
         ({"key_mask": np.ones((B, T))}, TypeError, "must be bool"),
         ({"segment_ids": np.ones((B, T), int), "query_offset": 3}, ValueError, "pass a pair"),
         ({"dropout_p": 0.1}, ValueError, "pass dropout_key"),
-        ({"backend": "flex"}, ValueError, "'auto', 'dense', 'loop'"),
+        ({"backend": "flex"}, ValueError, "'auto', 'native', 'loop', 'dense'"),
         ({"query_offset": 1.5}, TypeError, "must be an int or an integer array"),
         ({"query_offset": 2**30}, ValueError, "must lie between"),
         ({"query": [1.0]}, TypeError, "must be a jax.Array"),
@@ -165,14 +173,15 @@ def test_no_queries_and_no_keys() -> None:
     output, lse = alibi_attention(query, key[:, :0], value[:, :0], return_lse=True)
     assert (output == 0).all()
     assert (lse == -jnp.inf).all()
-    with pytest.raises(ValueError, match="'loop' cannot run this"):
-        alibi_attention(query[:, :0], key, value, backend="loop")
+    for backend in ("native", "loop"):
+        with pytest.raises(ValueError, match=f"'{backend}' cannot run this: there is no query or no key"):
+            alibi_attention(query[:, :0], key, value, backend=backend)
 
 
 def test_memory_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "QUERY_BLOCK", 128)
     monkeypatch.setattr(attention, "KEY_TILE", 128)
-    grad = jax.jit(jax.grad(lambda q, k, v: alibi_attention(q, k, v).sum(), argnums=(0, 1, 2)))
+    grad = jax.jit(jax.grad(lambda q, k, v: alibi_attention(q, k, v, backend="loop").sum(), argnums=(0, 1, 2)))
     sizes = []
     for n in (8192, 65536):
         shape = jax.ShapeDtypeStruct((1, n, 8, 64), jnp.float32)

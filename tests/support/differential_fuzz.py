@@ -29,7 +29,7 @@ from differential_checks import Question, answerable, assert_agrees, assert_righ
 
 from alibi_attn import records
 
-JAX = ("jax-dense", "jax-loop")
+JAX = ("jax-native", "jax-dense", "jax-loop")
 TOGETHER = 25  # draws that a process takes at a time
 # What OpenMP and glibc read when a process starts: threads that wait sleep (calls have up to 16 of them, and cores are taken),
 # and memory is kept for the next draw, whose pages need not be found again.

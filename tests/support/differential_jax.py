@@ -14,6 +14,7 @@ from dropout_oracle import drawn_seed
 from alibi_attn.jax.attention import alibi_attention
 
 SHAPES = {
+    "jax-native": {"batch": 2, "heads": 4, "kv_heads": 2, "query_len": 150, "key_len": 210, "head_dim": 20},
     "jax-dense": {"batch": 2, "heads": 4, "kv_heads": 2, "query_len": 23, "key_len": 37, "head_dim": 7},
     "jax-loop": {"batch": 1, "heads": 2, "kv_heads": 1, "query_len": 190, "key_len": 260, "head_dim": 16},
 }

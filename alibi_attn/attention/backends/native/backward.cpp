@@ -3,6 +3,7 @@
 // What a task keeps apart (see `BackwardTask`) is added at the end, in the order of the tasks.
 
 #include "block.hpp"
+#include "denormals.hpp"
 #include "dropout.hpp"
 #include "tasks.hpp"
 
@@ -340,6 +341,7 @@ void run(const Call<Real> &call) {
     if (call.key_bias_grad) kept_biases = static_cast<double *>(std::malloc(plan.kept * group * sizeof(double)));
 #pragma omp parallel num_threads(call.threads)
     {
+        const DenormalNumbers are_kept;
         Real *memory = static_cast<Real *>(std::aligned_alloc(64, (3 * BLOCK + 6 * D) * BLOCK * sizeof(Real)));
         Real *panels = memory + 2 * BLOCK * BLOCK;
         const auto panel = [&](int64_t i) { return panels + i * D * BLOCK; };

@@ -15,7 +15,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from alibi_attn.attention.backends.native.levels import LEVELS, NATIVE, Level
@@ -28,6 +28,7 @@ HEADERS = (
     "vectors.hpp",
     "products_bf16.hpp",
     "call.hpp",
+    "denormals.hpp",
     "allowed.hpp",
     "tile_biases.hpp",
     "block.hpp",
@@ -147,14 +148,30 @@ def _found(level: Level | None, compiler: str | None, cache: str | None, home: s
             if not candidate.lacks and shipped(candidate).exists():
                 return _load(shipped(candidate))
         level = level or NATIVE
-        command = _command(compiler)
-        flags = (*FLAGS, *level.flags)
-        sources = b"".join((FOLDER / name).read_bytes() for name in (*HEADERS, *SOURCES))
-        digest = _digest(sources + _defined(command, flags) + shlex.join([*command, *flags]).encode())
-        folder, name = _cache_folder(cache), f"kernels-{level.name}-{digest}"
-        return _kept(folder, name) or _compiled(command, flags, folder, name)
+        sources, headers = ([FOLDER / name for name in names] for names in (SOURCES, HEADERS))
+        return made(f"kernels-{level.name}", sources, headers, (*FLAGS, *level.flags), _load)
     except BuildError as error:
         return str(error)
+
+
+def made(
+    stem: str, sources: Sequence[Path], headers: Sequence[Path], flags: Sequence[str], load: Callable[[Path], ctypes.CDLL]
+) -> ctypes.CDLL:  # fmt: skip
+    """A library of these sources, from the cache or compiled now; JAX's binding to the kernels is another one.
+
+    Args:
+        stem: what its files in the cache begin with.
+        headers: what the sources include, of ours.
+        load: raises BuildError where a file does not hold what it should.
+
+    Raises:
+        BuildError: no compiler, or one that cannot compile or link this; says what to do.
+    """
+    command = _command(os.environ.get("CXX"))
+    text = b"".join(path.read_bytes() for path in (*headers, *sources))
+    name = f"{stem}-{_digest(text + _defined(command, flags) + shlex.join([*command, *flags]).encode())}"
+    folder = _cache_folder(os.environ.get("XDG_CACHE_HOME"))
+    return _kept(folder, name, load) or _compiled(command, [*flags, "-shared", *map(str, sources)], folder, name, load)
 
 
 def _defined(command: list[str], flags: Sequence[str]) -> bytes:
@@ -185,26 +202,28 @@ def _cache_folder(cache: str | None) -> Path | None:
         return None
 
 
-def _kept(folder: Path | None, name: str) -> ctypes.CDLL | None:
+def _kept(folder: Path | None, name: str, load: Callable[[Path], ctypes.CDLL]) -> ctypes.CDLL | None:
     """What an earlier process compiled. A file cut short would not be refused but kill the process: what it holds is compared."""
     if folder is None or not _is_safe(folder):
         return None
     for path in sorted(folder.glob(f"{name}-*.so")):
         try:
             if path.stem == f"{name}-{_digest(path.read_bytes())}":
-                return _load(path)
+                return load(path)
         except (OSError, BuildError):
             continue  # it is compiled anew
     return None
 
 
-def _compiled(command: list[str], flags: tuple[str, ...], folder: Path | None, name: str) -> ctypes.CDLL:
+def _compiled(
+    command: list[str], arguments: list[str], folder: Path | None, name: str, load: Callable[[Path], ctypes.CDLL]
+) -> ctypes.CDLL:
     try:
         with tempfile.TemporaryDirectory(prefix="alibi-attn-", ignore_cleanup_errors=True) as inside:
             built = Path(inside) / "kernels.so"
-            _run(command, *flags, "-shared", *(str(FOLDER / source) for source in SOURCES), "-o", str(built))
+            _run(command, *arguments, "-o", str(built))
             kept = None if folder is None else _keep(built, folder, name)
-            return _load(kept or built)  # what is loaded stays, though its file goes
+            return load(kept or built)  # what is loaded stays, though its file goes
     except OSError as error:
         raise BuildError(f"there is no room to compile it in: {error}; name a folder in TMPDIR that has some") from None
 

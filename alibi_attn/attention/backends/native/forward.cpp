@@ -1,6 +1,7 @@
 // Forward: each block of queries goes outward from where it stands, by online softmax, until what is left cannot matter.
 
 #include "certificate.hpp"
+#include "denormals.hpp"
 #include "dropout.hpp"
 #include "tasks.hpp"
 
@@ -160,6 +161,7 @@ void run(const Call<Real> &call) {
     std::vector<double> tails(call.tolerance > 0 && call.key_bias ? call.B * call.H * tails_size(call) : 0);
 #pragma omp parallel num_threads(call.threads)
     {
+        const DenormalNumbers are_kept;
         if (call.tolerance > 0) {
 #pragma omp for schedule(static)
             for (int64_t part = 0; part < heads * parts; part++) {

@@ -1,0 +1,80 @@
+// What the kernels are given instead of NaN, inf and numbers whose products overflow: `clean` of `attention/custom_op.py` in C++.
+
+#pragma once
+
+#include <vector>
+
+#include "packed.hpp"
+
+// Whether query i of a head may see key j.
+template <typename Real>
+bool sees(const Call<Real> &call, int64_t b, int64_t h, int64_t i, int64_t j) {
+    const int64_t distance = call.first[b] + i - j;
+    if (distance < 0 && (call.causal || std::isinf(call.right_slopes[b * call.H + h]))) return false;
+    if (call.window && std::abs(distance) >= call.window) return false;
+    if (call.key_mask && !call.key_mask[b * call.S + j]) return false;
+    if (call.key_bias && call.key_bias[(b * call.H + h) * call.S + j] == -INFINITY) return false;
+    return !call.query_segments || call.query_segments[b * call.T + i] == call.key_segments[b * call.S + j];
+}
+
+// Zeros for keys that no query sees, as far as positions, biases, mask and segments tell.
+template <typename Real>
+void zero_what_nobody_sees(const Call<Real> &call, Packed<Real> &keys, Packed<Real> &values) {
+    const int64_t window = call.window ? call.window : INT64_MAX / 4, group = call.H / call.K;
+    for (int64_t b = 0; b < call.B; b++) {
+        const int64_t first = call.first[b], end = first + call.T;
+        std::vector<int32_t> segments;  // of the queries
+        if (call.query_segments) segments.assign(call.query_segments + b * call.T, call.query_segments + (b + 1) * call.T);
+        std::sort(segments.begin(), segments.end());
+        for (int64_t j = 0; j < call.S; j++) {
+            bool seen = (!call.causal || j < end) && j > first - window && j < end - 1 + window;
+            seen = seen && (!call.key_mask || call.key_mask[b * call.S + j]);
+            if (seen && call.query_segments)
+                seen = std::binary_search(segments.begin(), segments.end(), call.key_segments[b * call.S + j]);
+            for (int64_t k = 0; k < call.K; k++) {
+                bool by_head = !call.key_bias;
+                for (int64_t h = k * group; call.key_bias && h < (k + 1) * group; h++)
+                    by_head |= call.key_bias[(b * call.H + h) * call.S + j] != -INFINITY;
+                if (!seen || !by_head) keys.zero(b * call.S + j, k), values.zero(b * call.S + j, k);
+            }
+        }
+    }
+}
+
+// [B, H, T]: queries that see NaN or inf, which are zeros from now on, and biases -inf; empty where there are none.
+template <typename Real>
+std::vector<uint8_t> clean(const Call<Real> &call, Packed<Real> &queries, Packed<Real> &keys, Packed<Real> &values,
+                           std::vector<double> &key_bias) {
+    const bool has_bad_bias = !std::all_of(key_bias.begin(), key_bias.end(), [](double b) { return b < INFINITY; });
+    if (queries.is_moderate && keys.is_moderate && values.is_moderate && !has_bad_bias) return {};
+    queries.detach(), keys.detach(), values.detach();
+    zero_what_nobody_sees(call, keys, values);
+    const int64_t group = call.H / call.K;
+    std::vector<uint8_t> poisoned(call.B * call.H * call.T, 0);
+#pragma omp parallel for num_threads(call.threads)
+    for (int64_t head = 0; head < call.B * call.K; head++) {
+        const int64_t b = head / call.K, k = head % call.K;
+        std::vector<int64_t> bad_keys;
+        for (int64_t j = 0; j < call.S; j++) {
+            if (keys.is_finite(b * call.S + j, k) && values.is_finite(b * call.S + j, k)) continue;
+            keys.zero(b * call.S + j, k), values.zero(b * call.S + j, k);
+            bad_keys.push_back(j);
+        }
+        for (int64_t h = k * group; h < (k + 1) * group; h++) {
+            std::vector<int64_t> bad = bad_keys;
+            double *biases = key_bias.data() + (has_bad_bias ? (b * call.H + h) * call.S : 0);
+            for (int64_t j = 0; has_bad_bias && j < call.S; j++)
+                if (!(biases[j] < INFINITY)) bad.push_back(j);
+            for (int64_t i = 0; i < call.T; i++) {
+                const bool spoiled = !queries.is_finite(b * call.T + i, h);
+                bool found = false;
+                for (size_t n = 0; !found && n < bad.size(); n++) found = sees(call, b, h, i, bad[n]);
+                for (int64_t j = 0; spoiled && !found && j < call.S; j++) found = sees(call, b, h, i, j);
+                if (spoiled) queries.zero(b * call.T + i, h);
+                poisoned[(b * call.H + h) * call.T + i] = found;
+            }
+            for (size_t n = bad_keys.size(); n < bad.size(); n++) biases[bad[n]] = -INFINITY;
+        }
+    }
+    return poisoned;
+}

@@ -1,0 +1,236 @@
+// The kernels of `attention/backends/native` as targets of XLA's foreign function interface: `native.py` calls them.
+//
+// Arrays come as XLA has them, [B, T, H, D] and row by row; axes that `vmap` put before them are runs of the batch. An array that
+// the call has not comes with no elements. What a kernel wants in fp64 or int64, which JAX may not have, is widened here, and
+// what it finds in fp64 is narrowed.
+
+#include <omp.h>
+
+#include <cstring>
+
+#include "clean.hpp"
+#include "denormals.hpp"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace {
+
+// In the order of `native.py`.
+enum Operand {
+    QUERY, KEY, VALUE, SLOPES, RIGHT_SLOPES, FIRST, KEY_MASK, QUERY_SEGMENTS, KEY_SEGMENTS, KEY_BIAS, KEY_BIAS_LOW, QUERY_BIAS,
+    QUERY_BIAS_LOW, DROPOUT_SEED, NUMBERS, FORWARD_OPERANDS,
+    OUTPUT = FORWARD_OPERANDS, GRAD, GRAD_LSE, ROWS, VISITED, BACKWARD_OPERANDS,
+};
+enum ForwardResult { OF_OUTPUT, OF_LSE, OF_ROWS, OF_VISITED, FORWARD_RESULTS };
+enum BackwardResult { OF_QUERY, OF_KEY, OF_VALUE, OF_SLOPES, OF_RIGHT_SLOPES, OF_KEY_BIAS, OF_QUERY_BIAS, BACKWARD_RESULTS };
+
+enum { FEW_BLOCKS = 2 };  // read their keys but once or twice
+
+// The kernels: forward and backward in float, and in double.
+void (*kernels[4])(const void *) = {};
+
+struct Settings {
+    int64_t causal, dropout_threshold;
+    double dropout_factor;
+    int threads;
+};
+
+using Buffers = std::vector<ffi::AnyBuffer>;
+
+// The numbers of an array, or null where the call has none.
+template <typename Number>
+Number *numbers_of(const ffi::AnyBuffer &array) {
+    return array.element_count() ? static_cast<Number *>(array.untyped_data()) : nullptr;
+}
+
+bool is_narrow(const ffi::AnyBuffer &array) { return array.element_type() == ffi::DataType::S32; }
+
+double number_of(const ffi::AnyBuffer &array, int64_t at) {
+    const bool wide = array.element_type() == ffi::DataType::F64;
+    return wide ? static_cast<const double *>(array.untyped_data())[at] : static_cast<const float *>(array.untyped_data())[at];
+}
+
+// x = high + low, each an array or none, in fp64.
+std::vector<double> sum_of_two(const ffi::AnyBuffer &high, const ffi::AnyBuffer &low) {
+    std::vector<double> sum(high.element_count());
+    const bool has_low = low.element_count();
+    for (size_t at = 0; at < sum.size(); at++) {
+        sum[at] = number_of(high, at);
+        if (has_low && sum[at] > -INFINITY) sum[at] += number_of(low, at);
+    }
+    return sum;
+}
+
+void narrow(const std::vector<double> &from, const ffi::AnyBuffer &to) {
+    if (to.element_type() == ffi::DataType::F64) std::copy(from.begin(), from.end(), static_cast<double *>(to.untyped_data()));
+    else std::copy(from.begin(), from.end(), static_cast<float *>(to.untyped_data()));
+}
+
+// A call in the words of `call.hpp`, and what lives as long as it.
+template <typename Real>
+struct Laid {
+    Call<Real> call = {};
+    std::vector<int64_t> first, seeds;
+    std::vector<double> key_bias;
+    std::vector<int32_t> segments;  // of queries, then of keys, where they came as int64
+
+    Laid(const Buffers &in, const Settings &settings) {
+        const auto query = in[QUERY].dimensions().last(4), key = in[KEY].dimensions().last(4);
+        const int64_t runs = query[0] ? in[FIRST].element_count() / query[0] : 0;  // in the axes of `vmap`
+        call.B = runs * query[0], call.T = query[1], call.H = query[2], call.D = query[3], call.S = key[1], call.K = key[2];
+        call.slopes = numbers_of<const Real>(in[SLOPES]), call.right_slopes = numbers_of<const Real>(in[RIGHT_SLOPES]);
+        const int32_t *positions = numbers_of<const int32_t>(in[FIRST]);
+        first.assign(positions, positions + call.B), call.first = first.data();
+        call.key_mask = numbers_of<const uint8_t>(in[KEY_MASK]);
+        take_segments(in[QUERY_SEGMENTS], in[KEY_SEGMENTS]);
+        key_bias = sum_of_two(in[KEY_BIAS], in[KEY_BIAS_LOW]);
+        call.key_bias = key_bias.empty() ? nullptr : key_bias.data();
+        const uint32_t *words = numbers_of<const uint32_t>(in[DROPOUT_SEED]);
+        for (int64_t run = 0; words && run < runs; run++) {
+            const uint64_t seed = uint64_t(words[2 * run]) << 32 | words[2 * run + 1];
+            seeds.insert(seeds.end(), {int64_t(seed), 0, 0, 0});
+        }
+        call.dropout_seed = seeds.empty() ? nullptr : seeds.data(), call.dropout_runs = words ? runs : 0;
+        call.dropout_threshold = settings.dropout_threshold, call.dropout_factor = settings.dropout_factor;
+        const uint32_t *numbers = numbers_of<const uint32_t>(in[NUMBERS]);
+        std::memcpy(&call.scale, numbers, 8), std::memcpy(&call.tolerance, numbers + 2, 8);
+        call.window = numbers[4], call.causal = settings.causal, call.has_values = 1, call.threads = settings.threads;
+    }
+
+    Packed<Real> like_queries(const ffi::AnyBuffer &array) const {
+        return {call.B, call.T, call.H, call.D, int(call.threads), numbers_of<Real>(array)};
+    }
+
+    Packed<Real> like_keys(const ffi::AnyBuffer &array) const {
+        return {call.B, call.S, call.K, call.D, int(call.threads), numbers_of<Real>(array)};
+    }
+
+    // Returns [B, H, T], which queries see NaN or inf, or nothing.
+    std::vector<uint8_t> read(Packed<Real> &queries, Packed<Real> &keys, Packed<Real> &values) {
+        queries.read(), keys.read(), values.read();
+        const std::vector<uint8_t> poisoned = clean(call, queries, keys, values, key_bias);
+        call.query = queries.template rows<const Real>();
+        call.key = keys.template rows<const Real>(), call.value = values.template rows<const Real>();
+        call.D = queries.width();
+        return poisoned;
+    }
+
+    // Only whether two are equal counts: those of int64 go by their rank.
+    void take_segments(const ffi::AnyBuffer &of_queries, const ffi::AnyBuffer &of_keys) {
+        call.query_segments = numbers_of<const int32_t>(of_queries), call.key_segments = numbers_of<const int32_t>(of_keys);
+        if (!call.query_segments || (is_narrow(of_queries) && is_narrow(of_keys))) return;
+        std::vector<int64_t> all;
+        for (const ffi::AnyBuffer &array : {of_queries, of_keys}) {
+            for (size_t at = 0; at < array.element_count(); at++)
+                all.push_back(is_narrow(array) ? numbers_of<int32_t>(array)[at] : numbers_of<int64_t>(array)[at]);
+        }
+        std::vector<int64_t> sorted = all;
+        std::sort(sorted.begin(), sorted.end());
+        for (const int64_t id : all)
+            segments.push_back(int32_t(std::lower_bound(sorted.begin(), sorted.end(), id) - sorted.begin()));
+        call.query_segments = segments.data(), call.key_segments = segments.data() + of_queries.element_count();
+    }
+};
+
+template <typename Real>
+void forward(const Buffers &in, const Buffers &out, const Settings &settings) {
+    Laid<Real> laid(in, settings);
+    Call<Real> &call = laid.call;
+    Packed<Real> queries = laid.like_queries(in[QUERY]).may_stay(), output = laid.like_queries(out[OF_OUTPUT]).may_stay();
+    Packed<Real> keys = laid.like_keys(in[KEY]), values = laid.like_keys(in[VALUE]);
+    if (call.blocks() <= FEW_BLOCKS) keys = keys.may_stay(), values = values.may_stay();
+    const Memory memory({&queries, &keys, &values, &output});
+    const std::vector<uint8_t> poisoned = laid.read(queries, keys, values);
+    std::vector<double> lse(call.B * call.H * call.T);
+    call.output = output.rows(), call.lse = lse.data();
+    call.rows = numbers_of<Real>(out[OF_ROWS]), call.visited = numbers_of<int32_t>(out[OF_VISITED]);
+    kernels[sizeof(Real) == 8 ? 2 : 0](&call);
+    const std::vector<double> of_queries = sum_of_two(in[QUERY_BIAS], in[QUERY_BIAS_LOW]);
+    for (int64_t row = 0; row < int64_t(lse.size()); row++) {
+        const int64_t head = row / call.T, b = head / call.H, h = head % call.H, i = row % call.T;
+        // A query that sees nothing: whatever its scores are, its weights are 0 in backward.
+        if (lse[row] == -INFINITY) call.row_max(b, h)[i] = INFINITY;
+        if (!of_queries.empty()) lse[row] += of_queries[row];
+        if (poisoned.empty() || !poisoned[row]) continue;
+        lse[row] = NAN;
+        std::fill_n(call.output.of(b, h, i), call.D, Real(NAN));
+    }
+    narrow(lse, out[OF_LSE]);
+    output.write();
+}
+
+template <typename Real>
+void backward(const Buffers &in, const Buffers &out, const Settings &settings) {
+    Laid<Real> laid(in, settings);
+    Call<Real> &call = laid.call;
+    Packed<Real> queries = laid.like_queries(in[QUERY]), keys = laid.like_keys(in[KEY]), values = laid.like_keys(in[VALUE]);
+    Packed<Real> output = laid.like_queries(in[OUTPUT]).may_stay(), grads = laid.like_queries(in[GRAD]);
+    Packed<Real> query_grad = laid.like_queries(out[OF_QUERY]).may_stay();
+    Packed<Real> key_grad = laid.like_keys(out[OF_KEY]), value_grad = laid.like_keys(out[OF_VALUE]);
+    const Memory memory({&queries, &keys, &values, &output, &grads, &query_grad, &key_grad, &value_grad});
+    laid.read(queries, keys, values);
+    output.read(), grads.read();
+    call.grad = grads.template rows<const Real>(), call.grad_lse = numbers_of<const Real>(in[GRAD_LSE]);
+    call.output = output.rows();
+    call.rows = numbers_of<Real>(in[ROWS]), call.visited = numbers_of<int32_t>(in[VISITED]);
+    // What comes for a query that saw nothing reaches no gradient, whatever it is.
+    for (int64_t b = 0; b < call.B; b++)
+        for (int64_t at = 0; at < call.H * call.T; at++)
+            if (call.row_max(b, 0)[at] == INFINITY) grads.zero(b * call.T + at % call.T, at / call.T);
+    call.query_grad = query_grad.rows(), call.key_grad = key_grad.rows(), call.value_grad = value_grad.rows();
+    const int64_t heads = call.B * call.H;
+    std::vector<double> slopes(out[OF_SLOPES].element_count() ? 2 * heads : 0);
+    std::vector<double> of_keys(out[OF_KEY_BIAS].element_count()), of_queries(of_keys.empty() ? 0 : heads * call.T);
+    if (!slopes.empty()) call.slope_grads = slopes.data();
+    if (!of_keys.empty()) call.key_bias_grad = of_keys.data(), call.query_bias_grad = of_queries.data();
+    kernels[sizeof(Real) == 8 ? 3 : 1](&call);
+    query_grad.write(), key_grad.write(), value_grad.write();
+    if (!of_keys.empty()) narrow(of_keys, out[OF_KEY_BIAS]);
+    if (out[OF_QUERY_BIAS].element_count()) narrow(of_queries, out[OF_QUERY_BIAS]);
+    if (slopes.empty()) return;
+    narrow({slopes.begin(), slopes.begin() + heads}, out[OF_SLOPES]);
+    narrow({slopes.begin() + heads, slopes.end()}, out[OF_RIGHT_SLOPES]);
+}
+
+ffi::Error call_of(
+    bool is_forward, ffi::ThreadPool &pool, ffi::RemainingArgs &args, ffi::RemainingRets &rets, Settings settings) {
+    const size_t operands = is_forward ? +FORWARD_OPERANDS : +BACKWARD_OPERANDS;
+    const size_t results = is_forward ? +FORWARD_RESULTS : +BACKWARD_RESULTS;
+    if (args.size() != operands || rets.size() != results)
+        return ffi::Error::InvalidArgument("the kernels were called with " + std::to_string(args.size()) + " arrays for "
+                                           + std::to_string(rets.size()) + " results, not " + std::to_string(operands) + " for "
+                                           + std::to_string(results) + ": native.py and native.cpp are of different versions");
+    Buffers in, out;
+    for (size_t n = 0; n < operands; n++) in.push_back(*args.get<ffi::AnyBuffer>(n));
+    for (size_t n = 0; n < results; n++) out.push_back(**rets.get<ffi::AnyBuffer>(n));
+    // As many threads as XLA's own, or fewer where OpenMP is told so.
+    settings.threads = int(std::max<int64_t>(1, std::min<int64_t>(pool.num_threads(), omp_get_max_threads())));
+    const DenormalNumbers are_kept;
+    const bool wide = in[QUERY].element_type() == ffi::DataType::F64;
+    if (is_forward) wide ? forward<double>(in, out, settings) : forward<float>(in, out, settings);
+    else wide ? backward<double>(in, out, settings) : backward<float>(in, out, settings);
+    return ffi::Error::Success();
+}
+
+template <bool is_forward>
+ffi::Error handle(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t causal, int64_t threshold,
+                  double factor) {
+    return call_of(is_forward, pool, args, rets, {causal, threshold, factor, 1});
+}
+
+auto binding() {
+    return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attr<int64_t>("causal")
+        .Attr<int64_t>("dropout_threshold").Attr<double>("dropout_factor");
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(alibi_xla_forward, handle<true>, binding());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(alibi_xla_backward, handle<false>, binding());
+
+// Tell where the kernels are: those of float, then those of double, forward and backward; returns the size of a `Call`.
+extern "C" int64_t alibi_xla_bind(void *const *found) {
+    std::memcpy(kernels, found, sizeof kernels);
+    return sizeof(Call<float>);
+}

@@ -1,0 +1,175 @@
+"""JAX on the CPU calls the C++ kernels that PyTorch calls, as two targets of XLA's foreign function interface.
+
+`native.cpp` is the binding: it is compiled on the first call that wants it, against the headers that come with jaxlib, and kept
+beside the kernels. Arrays come as XLA has them, [B, T, H, D]; the binding puts the rows of a head one behind the other
+(`packed.hpp`) and looks for bad numbers (`clean.hpp`); half precision is widened before. `vmap` puts its axis into the batch.
+Next: `attention/backends/native`.
+"""
+
+import ctypes
+import dataclasses
+import functools
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from alibi_attn.attention.backends.native import build
+from alibi_attn.attention.backends.native.build import BuildError
+from alibi_attn.attention.backends.native.levels import NATIVE
+from alibi_attn.attention.certificate.constants import OUTLIER_TILES, TILE
+from alibi_attn.attention.spec import dropout_numbers
+from alibi_attn.jax.operands import Arrays, Rest
+from alibi_attn.jax.tiles import Array, Plan
+
+FOLDER = Path(__file__).parent
+SOURCES, HEADERS = ("native.cpp",), ("packed.hpp", "clean.hpp")
+TARGETS = ("alibi_xla_forward", "alibi_xla_backward")
+
+
+class Saved(NamedTuple):
+    """What forward leaves for backward."""
+
+    rows: Array  # [B, 2, H, T] m_i and ln l_i
+    visited: Array  # [B, …] int32, see `Visited` of `call.hpp`
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """Which gradients somebody asks for, beside those of query, key and value."""
+
+    slopes: bool
+    biases: bool
+
+
+def why_not(platforms: set[str]) -> str | None:
+    """Why the kernels cannot run where the arrays are; compiles them for a CPU."""
+    if platforms != {"cpu"}:
+        return f"it runs on the CPU but query is on {', '.join(sorted(platforms))}"
+    return _registered()
+
+
+@functools.cache
+def _registered() -> str | None:
+    """Registers the targets with XLA, once a process; or why that cannot be."""
+    try:
+        kernels, binding = build.library(), _binding()
+    except BuildError as error:
+        return str(error)
+    addresses = (ctypes.c_void_p * len(build.FUNCTIONS))(*(_address(kernels, name) for name in _IN_ORDER))
+    size = binding.alibi_xla_bind(addresses)
+    if size != ctypes.sizeof(build.Call):
+        return f"the binding to XLA was built for calls of {size} bytes, not {ctypes.sizeof(build.Call)}"
+    for target in TARGETS:
+        capsule = jax.ffi.pycapsule(getattr(binding, target))  # type: ignore[no-untyped-call]
+        jax.ffi.register_ffi_target(target, capsule, platform="cpu")
+    return None
+
+
+_IN_ORDER = ("alibi_forward_float32", "alibi_backward_float32", "alibi_forward_float64", "alibi_backward_float64")
+
+
+def _address(library: ctypes.CDLL, function: str) -> int | None:
+    return ctypes.cast(getattr(library, function), ctypes.c_void_p).value
+
+
+def _binding() -> ctypes.CDLL:
+    of_jax = Path(jax.ffi.include_dir())
+    flags = (*build.FLAGS, *NATIVE.flags, f"-I{build.FOLDER}", "-isystem", str(of_jax))
+    headers = [FOLDER / name for name in HEADERS] + [build.FOLDER / name for name in build.HEADERS]
+    headers += sorted((of_jax / "xla" / "ffi" / "api").glob("*.h"))
+    return build.made("for-jax", [FOLDER / name for name in SOURCES], headers, flags, _load)
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    try:
+        loaded = ctypes.CDLL(str(path))
+        for target in TARGETS:
+            getattr(loaded, target)
+        bind = loaded.alibi_xla_bind
+    except (OSError, AttributeError) as error:
+        raise BuildError(f"what the compiler made cannot be loaded: {error}") from None
+    bind.argtypes, bind.restype = [ctypes.c_void_p], ctypes.c_int64
+    return loaded
+
+
+def forward(plan: Plan, arrays: Arrays, rest: Rest) -> tuple[Array, Array, Saved]:
+    """(output [B, T, H, D] in query's dtype, lse [B, H, T] with the biases of queries, what backward wants to know)."""
+    work = arrays.left.dtype
+    batch, query_len, heads, _ = arrays.query.shape
+    of_lse = work if arrays.key_bias is None else jnp.promote_types(work, arrays.key_bias.dtype)
+    operands = _operands(arrays, rest)
+    numbers = numbers_of_visited(query_len, heads, arrays.key.shape[2])
+    results = (
+        (arrays.query.shape, work), ((batch, heads, query_len), of_lse), ((batch, 2, heads, query_len), work),
+        ((batch, numbers), jnp.int32),
+    )  # fmt: skip
+    output, lse, rows, visited = _call("alibi_xla_forward", plan, operands, results)
+    return output.astype(arrays.query.dtype), lse, Saved(rows, visited)
+
+
+def backward(
+    plan: Plan, wanted: Wanted, arrays: Arrays, rest: Rest, saved: Saved, output: Array, grad: Array, grad_lse: Array
+) -> Arrays:
+    """Gradients in the shapes and dtypes of what they are gradients of; zeros of what nobody asks for.
+
+    Args:
+        output: [B, T, H, D] of forward; grad [B, T, H, D] and grad_lse [B, H, T] are those of the loss.
+    """
+    work = arrays.left.dtype
+    operands = _operands(arrays, rest)
+    beside = (output.astype(work), grad.astype(work), grad_lse.astype(work), *saved)
+    query, key, value = (x.shape for x in arrays[:3])
+    slopes = arrays.left.shape if wanted.slopes else (0,)
+    biases = [(0,) if x is None or not wanted.biases else x.shape for x in (arrays.key_bias, arrays.query_bias)]
+    of_bias = work if arrays.key_bias is None else arrays.key_bias.dtype
+    results = (*((shape, work) for shape in (query, key, value, slopes, slopes)), *((x, of_bias) for x in biases))
+    found = _call("alibi_xla_backward", plan, (*operands, *beside), results)
+    of_rows = (x.astype(arrays.query.dtype) for x in found[:3])
+    of_rest = [
+        None if x is None else of_x if of_x.size else jnp.zeros_like(x)
+        for x, of_x in zip(arrays[3:], found[3:], strict=True)
+    ]
+    return Arrays(*of_rows, *of_rest)
+
+
+def nothing_saved(arrays: Arrays) -> Saved:
+    """Zeros in the shapes of what `forward` saves, for where something else ran; they vary over devices as the arrays do."""
+    batch, query_len, heads, _ = arrays.query.shape
+    numbers = numbers_of_visited(query_len, heads, arrays.key.shape[2])
+    return Saved(
+        jnp.zeros_like(arrays.left, shape=(batch, 2, heads, query_len)),
+        jnp.zeros_like(arrays.left, jnp.int32, shape=(batch, numbers)),
+    )
+
+
+def numbers_of_visited(query_len: int, heads: int, key_heads: int) -> int:
+    """How many int32 forward needs to say what one sequence visited."""
+    return heads * -(-query_len // TILE) * 5 + key_heads * OUTLIER_TILES
+
+
+def _call(
+    target: str, plan: Plan, operands: tuple[Array, ...], results: tuple[tuple[tuple[int, ...], jnp.dtype], ...]
+) -> list[Array]:
+    # Made like an operand they vary over the same axes of a mesh, inside of `shard_map`.
+    like = jax.eval_shape(lambda x: [jnp.zeros_like(x, dtype, shape=shape) for shape, dtype in results], operands[0])
+    threshold, factor = dropout_numbers(plan.dropout_p)
+    call = jax.ffi.ffi_call(target, like, vmap_method="broadcast_all")
+    found: list[Array] = call(*operands, causal=int(plan.causal), dropout_threshold=threshold, dropout_factor=factor)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _operands(arrays: Arrays, rest: Rest) -> tuple[Array, ...]:
+    """In the order of `native.cpp`; what the call has not is an array without elements."""
+    work = arrays.left.dtype
+    optional = (
+        rest.key_mask, rest.query_segments, rest.key_segments, arrays.key_bias, rest.key_bias_low, arrays.query_bias,
+        rest.query_bias_low, rest.dropout_seed,
+    )  # fmt: skip
+    return (
+        *(x.astype(work) for x in arrays[:3]), arrays.left, arrays.right, rest.offset,
+        *(jnp.zeros_like(arrays.left, shape=(0,)) if x is None else x for x in optional),
+        rest.numbers,
+    )  # fmt: skip

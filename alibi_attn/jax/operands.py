@@ -1,0 +1,81 @@
+"""A checked call as arrays: what has gradients and what has none, for the loop and for the kernels alike."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from alibi_attn.attention.spec import AttentionSpec
+from alibi_attn.jax.dropout import seed_words
+from alibi_attn.jax.tiles import NO_LIMIT, Array
+
+
+class Arrays(NamedTuple):
+    """What has a gradient."""
+
+    query: Array  # [B, T, H, D]
+    key: Array  # [B, S, K, D]
+    value: Array  # [B, S, K, D]
+    left: Array  # [B, H]
+    right: Array  # [B, H]
+    key_bias: Array | None  # [B, H, S]
+    query_bias: Array | None  # [B, H, T]
+
+
+class Rest(NamedTuple):
+    """What has none."""
+
+    scale: Array  # scalar
+    tolerance: Array  # scalar
+    window: Array | None  # int32 scalar
+    numbers: Array  # [5] uint32: scale and tolerance in fp64, two words each, and window, 0 = none
+    offset: Array  # [B] int32
+    key_mask: Array | None  # [B, S] bool
+    query_segments: Array | None  # [B, T] int32
+    key_segments: Array | None  # [B, S] int32
+    dropout_seed: Array | None  # [2] uint32
+    key_bias_low: Array | None = None  # [B, H, S]
+    query_bias_low: Array | None = None  # [B, H, T]
+
+
+def operands(
+    spec: AttentionSpec[Array], query: Array, key: Array, value: Array, dropout_key: Array | None
+) -> tuple[Arrays, Rest]:
+    """The call, where everything that may change without being compiled anew is an array."""
+    heads = (spec.batch, spec.num_heads)
+    left = jnp.broadcast_to(spec.slopes, heads)
+    right = left if spec.right_slopes is None else jnp.broadcast_to(spec.right_slopes, heads)
+    arrays = Arrays(
+        jnp.asarray(query), jnp.asarray(key), jnp.asarray(value), left, right, spec.key_bias, spec.query_bias
+    )
+    window = 0 if spec.window is None else min(spec.window, NO_LIMIT)
+    rest = Rest(
+        scale=jnp.asarray(spec.scale, left.dtype),
+        tolerance=jnp.asarray(spec.tolerance, left.dtype),
+        window=None if spec.window is None else jnp.asarray(window, jnp.int32),
+        numbers=jnp.asarray(np.append(np.array([spec.scale, spec.tolerance]).view(np.uint32), np.uint32(window))),
+        offset=jnp.broadcast_to(jnp.asarray(spec.query_offset, jnp.int32), spec.batch),
+        key_mask=None if spec.key_mask is None else jnp.asarray(spec.key_mask),
+        query_segments=spec.query_segments,
+        key_segments=spec.key_segments,
+        dropout_seed=None if dropout_key is None else seed_words(dropout_key),
+    )
+    return _varying_alike(arrays, rest)
+
+
+def _varying_alike(arrays: Arrays, rest: Rest) -> tuple[Arrays, Rest]:
+    """Inside `shard_map` all arrays vary over the mesh axes that any of them varies over: loops need equal types.
+
+    A zero that is made like an array varies as it does, and what it is added to does too (and sums its gradient).
+    """
+    both = (arrays, rest._replace(dropout_seed=None))
+    leaves = jax.tree.leaves(both)
+    if not any(isinstance(x, jax.core.Tracer) for x in leaves):
+        return arrays, rest
+    zeros = [jnp.zeros_like(x, dtype=jnp.int32, shape=()) for x in leaves]
+    zero = sum(zeros[1:], zeros[0])
+    arrays, varying = jax.tree.map(
+        lambda x: x ^ zero.astype(bool) if x.dtype == bool else x + zero.astype(x.dtype), both
+    )
+    return arrays, varying._replace(dropout_seed=rest.dropout_seed)

@@ -1,0 +1,108 @@
+"""What XLA compiles for any device: the loop over tiles, or all scores at once. Next: `loop.py`, `dense.py`."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from alibi_attn.attention.certificate.constants import LOOP_OUTLIER_TILES
+from alibi_attn.jax import dense, loop, tiles
+from alibi_attn.jax.blocks import Inputs
+from alibi_attn.jax.loop import Visited
+from alibi_attn.jax.operands import Arrays, Rest
+from alibi_attn.jax.tiles import Array, KeyBias, Plan
+
+
+class Saved(NamedTuple):
+    """What forward leaves for backward."""
+
+    lse: Array  # [B, H, T], counted from `reference`
+    reference: Array | None  # [B, H, T] where keys have biases
+    visited: Visited | None  # None: all keys
+
+
+def forward(plan: Plan, arrays: Arrays, rest: Rest) -> tuple[Array, Array, Saved]:
+    """(output [B, T, H, D] in query's dtype, lse [B, H, T] with the biases of queries, what backward wants to know)."""
+    inputs, spoiled = _inputs(arrays, rest)
+    visited = None
+    if plan.dense:
+        output, lse, reference = dense.forward(plan, inputs)
+    else:
+        output, lse, reference, visited = loop.forward(plan, inputs)
+    spoiled &= lse > -jnp.inf
+    output = jnp.where(spoiled[..., None], jnp.nan, output)
+    saved = Saved(jnp.where(spoiled, jnp.nan, lse), reference, visited)
+    return output.swapaxes(1, 2), _unshifted(saved, arrays, rest), saved
+
+
+def _unshifted(saved: Saved, arrays: Arrays, rest: Rest) -> Array:
+    """lse with what its scores left out, b's reference and the query's bias; small differences of large numbers first."""
+    if saved.reference is None:
+        return saved.lse
+    shift, of_query, low = saved.reference, arrays.query_bias, rest.query_bias_low
+    if of_query is not None:
+        shift = shift + of_query.astype(shift.dtype)
+    if low is not None:
+        shift = shift + low.astype(shift.dtype)
+    return saved.lse.astype(shift.dtype) + shift
+
+
+def backward(
+    plan: Plan, arrays: Arrays, rest: Rest, saved: Saved, output: Array, grad_output: Array, grad_lse: Array
+) -> Arrays:
+    """Gradients in the shapes and dtypes of what they are gradients of.
+
+    Args:
+        output: [B, T, H, D] of forward; grad_output [B, T, H, D] and grad_lse [B, H, T] are those of the loss.
+    """
+    blind = saved.lse == -jnp.inf
+    grad_output, output = grad_output.swapaxes(1, 2), output.swapaxes(1, 2)
+    # What comes for a query that saw nothing must reach no gradient, whatever it is.
+    grad_output = jnp.where(blind[..., None], 0, grad_output)
+    lse = jnp.where(blind, jnp.inf, saved.lse)
+    grad_lse = jnp.where(blind, 0.0, grad_lse).astype(lse.dtype)
+    shift = (grad_output.astype(lse.dtype) * output.astype(lse.dtype)).sum(-1) - grad_lse
+    inputs, _ = _inputs(arrays, rest)
+    if saved.visited is None:
+        found = dense.backward(plan, inputs, lse, saved.reference, grad_output, shift, grad_lse)
+    else:
+        found = loop.backward(plan, inputs, lse, saved.reference, saved.visited, grad_output, shift, grad_lse)
+    query, key, value = (x.swapaxes(1, 2).astype(output.dtype) for x in found[:3])
+    biases = jax.tree.map(lambda x, like: x.astype(like.dtype), found[5:], tuple(arrays[5:]))
+    return Arrays(query, key, value, found.left, found.right, *biases)
+
+
+def nothing_saved(plan: Plan, arrays: Arrays) -> Saved:
+    """Zeros in the shapes of what `forward` saves, for where something else ran; they vary over devices as the arrays do."""
+    batch, query_len, heads, _ = arrays.query.shape
+    of_query, blocks = (batch, heads, query_len), batch * heads * -(-query_len // plan.query_block)
+    visited = reference = None
+    if not plan.dense:
+        tile = jnp.zeros_like(arrays.left, jnp.int32, shape=(blocks,))
+        visited = Visited(tile, tile, (tile,) * LOOP_OUTLIER_TILES)
+    if arrays.key_bias is not None:
+        of_bias = jnp.promote_types(arrays.key_bias.dtype, arrays.left.dtype)
+        reference = jnp.zeros_like(arrays.left, of_bias, shape=of_query)
+    return Saved(jnp.zeros_like(arrays.left, shape=of_query), reference, visited)
+
+
+def _inputs(arrays: Arrays, rest: Rest) -> tuple[Inputs, Array]:
+    """(the arrays by heads, keys that must not be used and queries with NaN or inf as zeros; [B, H, T] where those are)."""
+    query, key, value = (x.swapaxes(1, 2) for x in arrays[:3])
+    spoiled = ~jnp.isfinite(query).all(-1)
+    query = jnp.where(spoiled[..., None], 0, query)
+    shape = key.shape[0], key.shape[2]
+    hidden = jnp.zeros_like(arrays.left, bool, shape=shape) if rest.key_mask is None else ~rest.key_mask
+    hidden, bias = hidden[:, None], None
+    if arrays.key_bias is not None:
+        work = jnp.promote_types(arrays.key_bias.dtype, arrays.left.dtype)
+        high = jnp.where(hidden, -jnp.inf, arrays.key_bias.astype(work))
+        low = None if rest.key_bias_low is None else rest.key_bias_low.astype(work)
+        bias = KeyBias(high, low)
+        hidden = (high == -jnp.inf).reshape(len(high), key.shape[1], -1, key.shape[2]).all(2)
+    key, value, veil = tiles.clean_keys(key, value, hidden)
+    inputs = Inputs(
+        query, key, value, veil, hidden, arrays.left, arrays.right, rest.scale, rest.tolerance, rest.window,
+        rest.offset, rest.query_segments, rest.key_segments, rest.dropout_seed, bias,
+    )  # fmt: skip
+    return inputs, spoiled
