@@ -16,10 +16,11 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
+from alibi_attn.position_methods import METHODS
 from alibi_attn.records import Record, load
-from alibi_attn.report import figures
+from alibi_attn.report import drawing, figures
 from alibi_attn.report.benchmarks import OURS, peer_times, times_by_length
-from alibi_attn.report.methods import METHODS, css
+from alibi_attn.report.drawing import css
 from alibi_attn.report.series import Mode, Study, numbers, studies
 
 ROOT = Path(__file__).parent.parent
@@ -109,7 +110,7 @@ PICTURES = {
 def drawn(name: str) -> str:
     """A picture as a whole SVG file, light or dark as the reader's system is."""
     picture = PICTURES[name]
-    text = figures.svg(picture.figure(), name, picture.description)
+    text = drawing.svg(picture.figure(), name, picture.description)
     found = re.search(r' viewBox="0 0 (\S+) (\S+)"', text)
     assert found is not None
     width, height = float(found[1]) + picture.room, float(found[2])

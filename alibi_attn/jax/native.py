@@ -17,7 +17,6 @@ import jax.numpy as jnp
 
 from alibi_attn.attention.backends.native import build
 from alibi_attn.attention.backends.native.build import BuildError
-from alibi_attn.attention.backends.native.levels import NATIVE
 from alibi_attn.attention.certificate.constants import OUTLIER_TILES, TILE
 from alibi_attn.attention.spec import dropout_numbers
 from alibi_attn.jax.operands import Arrays, Rest
@@ -77,7 +76,7 @@ def _address(library: ctypes.CDLL, function: str) -> int | None:
 
 def _binding() -> ctypes.CDLL:
     of_jax = Path(jax.ffi.include_dir())
-    flags = (*build.FLAGS, *NATIVE.flags, f"-I{build.FOLDER}", "-isystem", str(of_jax))
+    flags = (*build.FLAGS_HERE, f"-I{build.FOLDER}", "-isystem", str(of_jax))
     headers = [FOLDER / name for name in HEADERS] + [build.FOLDER / name for name in build.HEADERS]
     headers += sorted((of_jax / "xla" / "ffi" / "api").glob("*.h"))
     return build.made("for-jax", [FOLDER / name for name in SOURCES], headers, flags, _load)

@@ -42,6 +42,7 @@ FLAGS = (  # and those of a level
     "-std=c++17", "-O3", "-fopenmp", "-fPIC", "-fno-exceptions", "-fno-rtti",
     *(f"-DALIBI_{name}={value!r}" for name, value in FOR_CPP.items()),
 )  # fmt: skip
+FLAGS_HERE = (*FLAGS, *NATIVE.flags)
 FUNCTIONS = ("alibi_forward_float32", "alibi_forward_float64", "alibi_backward_float32", "alibi_backward_float64")
 QUESTIONS = (
     "alibi_built_with",
