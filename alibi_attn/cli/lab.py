@@ -5,7 +5,7 @@ import difflib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 from rich.markup import escape
@@ -19,6 +19,7 @@ from alibi_attn.recipes.index import ITEMS, RECIPES
 from alibi_attn.recipes.paper.cells import Item, ask
 from alibi_attn.report import tables
 from alibi_attn.report.series import studies
+from alibi_attn.units import perplexity
 
 PAPER_FOLDER = Path("runs/paper")  # items share trainings, and so a folder
 
@@ -158,16 +159,28 @@ def evaluation(
     lengths: Annotated[str, typer.Option(help="Tokens read at once, rising.")] = "128,256,512,1024,2048",
     tokens: Annotated[int, typer.Option(help="Tokens to score.")] = EvalConfig.tokens,
     stride: Annotated[int | None, typer.Option(help="Of the sliding window.", show_default="a quarter")] = None,
+    memory: Annotated[
+        int | None,
+        typer.Option(help="Also in segments of each length with the keys of so many tokens before it.", min=0),
+    ] = None,
+    sinks: Annotated[
+        int | None, typer.Option(help="Also with so many first tokens beside a window, each length in all.", min=0)
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the record; alibi report draws it.")] = None,
 ) -> None:
     """Test a trained model on a text at several lengths: perplexity, nonoverlapping and with a sliding window.
 
     [dim]alibi eval runs/quick/checkpoints/quick/alibi-128/seed-0-… --text novel.txt --lengths 128,1024[/]
+
+    Two more ways to read on and on: cached segments, as Transformer-XL reads, and attention sinks with a window (StreamingLLM).
+
+    [dim]alibi eval CHECKPOINT --text novel.txt --lengths 128,256 --memory 128 --sinks 4[/]
     """
     with needs("lab"):
         from alibi_attn.lab.checkpoint import load_checkpoint, load_checkpoint_tokenizer
         from alibi_attn.lab.data import whole_text
         from alibi_attn.lab.evaluate import evaluate
+        from alibi_attn.lab.streams import streams
     if out is not None:
         check_writable(out / "record")
     model, config = load_checkpoint(checkpoint)
@@ -191,14 +204,18 @@ def evaluation(
             encode=lambda text: corpus.tokenizer.encode(text).tolist(),
             say=errors.print,
         )
+        read_on = streams(model, corpus.valid, config.eval, memory=memory, sinks=sinks)
+    asked_too = {"streams": {"memory": memory, "sinks": sinks}} if read_on["way"] else {}
     record = records.make(
         "evaluation",
         f"eval/{config.model.method}-{config.train.length}/seed-{config.train.seed}",
-        config={**to_json(config), "corpus": corpus.facts},
+        config={**to_json(config), "corpus": corpus.facts, **asked_too},
         metrics={"parameters": model.num_parameters()},
-        curves=curves,
+        curves={**curves, "streams": read_on} if asked_too else curves,
     )
     print_perplexities([record])
+    for way, length, kept, nats in zip(*(read_on[name] for name in ("way", "length", "kept", "nats")), strict=True):
+        console.print(f"{way} at {length:,}, {kept:,} kept: perplexity {perplexity(cast('float', nats)):,.4g}")
     if out is not None:
         console.print(f"record  {escape(str(records.save(record, out)))}", soft_wrap=True)
 

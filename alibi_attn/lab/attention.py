@@ -50,6 +50,17 @@ class LayerCache:
     def __len__(self) -> int:
         return len(self.keys)
 
+    def last(self, count: int) -> "LayerCache":
+        """A cache of the last `count` tokens that are here, for the same layer."""
+        if not count or not len(self):
+            return LayerCache()
+        keys, gates = KVCache(), self.keys.log_fgate
+        keys.append(
+            self.keys.key[:, :, -count:], self.keys.value[:, :, -count:],
+            log_fgate=None if gates is None else gates[..., -count:],
+        )  # fmt: skip
+        return LayerCache(keys, None if self.key_bias is None else self.key_bias[..., -count:])
+
     def append(self, k: Tensor, v: Tensor, bias: Bias, *, layer: nn.Module) -> tuple[Tensor, Tensor, Bias]:
         """Add keys, values and biases of new tokens [B, H, T, D]; returns those of all S, and the bias for `attend`."""
         gates = bias.log_fgate if isinstance(bias, ForgetGates) else None

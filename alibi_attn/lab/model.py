@@ -83,6 +83,7 @@ class LanguageModel(nn.Module):
         window: int | None = None,
         segment_ids: Tensor | None = None,
         context: Context | None = None,
+        dropped: int = 0,
     ) -> Tensor:
         """Logits [B, T, V], or the losses [B, N] of the targets.
 
@@ -94,6 +95,7 @@ class LanguageModel(nn.Module):
             segment_ids: [B, S], integers: the documents of all tokens, cached ones first. Attention stays inside a document, and
                 distances are as in the row, which is all that relative methods look at; others are refused.
             context: the tokens are some of the sequences', and other processes have the others; no caches then.
+            dropped: tokens before the cached ones that the caches no longer hold; positions count them.
 
         Raises:
             ConfigError: segment_ids and a method whose positions count from the start of the row.
@@ -103,13 +105,14 @@ class LanguageModel(nn.Module):
             check_segments(self.config.method)
         past = len(caches[0]) if caches else 0
         total = past + tokens.shape[1]
-        start = 0 if context is None else context.start
+        room = caches[0].keys.max_tokens if caches else None  # a full stream forgets as many as it is given
+        start = dropped if context is None else context.start
         positions = torch.arange(past + start, total + start, device=tokens.device)
         x = self.embedding(tokens)
         if self.config.architecture != "mpt":
             x = x * math.sqrt(self.config.embed_dim)
         x = self.dropout(self.position.add(x, positions))
-        asked = Pass(tokens.shape[1], total, self.progress)
+        asked = Pass(tokens.shape[1], total if room is None else min(total, room), self.progress)
         shared = None if self.position.per_layer else self.position.bias(asked)
         places = Places(self.position, positions, asked, shared, window, segment_ids, context)
         for layer, block in enumerate(self.blocks):

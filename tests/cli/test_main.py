@@ -123,6 +123,19 @@ def test_eval_agrees_with_the_run(smoke: Path, checkpoint: Path, tmp_path: Path)
     assert f"{2.718281828459045 ** record.curves['by_length']['sliding_nats'][0]:.1f}" in result.output
 
 
+def test_eval_reads_in_segments_with_a_memory(checkpoint: Path, tmp_path: Path) -> None:
+    text = tmp_path / "a.txt"
+    text.write_text("def f(x):\n    return x + 1\n" * 30)
+    arguments = ["eval", str(checkpoint), "--text", str(text), "--lengths", "16,64", "--tokens", "64", "--memory", "16"]
+    result = RUNNER.invoke(app, [*arguments, "--out", str(tmp_path / "records")])
+    assert result.exit_code == 0, result.output
+    (record,) = records.find(tmp_path / "records")
+    curve = record.curves["streams"]
+    assert (curve["way"], curve["length"], curve["kept"]) == (["cached segments"] * 2, [16, 64], [16, 16])
+    assert f"cached segments at 16, 16 kept: perplexity {2.718281828459045 ** curve['nats'][0]:,.4g}" in result.output
+    assert record.config["streams"] == {"memory": 16, "sinks": None}
+
+
 def test_a_text_takes_the_place_of_any_corpus(tmp_path: Path) -> None:
     text = tmp_path / "a.txt"
     text.write_text("def f(x):\n    return x + 1\n" * 200)
