@@ -273,4 +273,4 @@ def _claim_row(part: PaperSection, found: verdicts.Verdict) -> ClaimRow:
 def _ratio(value: float) -> str:
     if not math.isfinite(value):
         return "—"
-    return f"{value:.3f}" if value < 2 else f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
+    return f"{value:.4f}" if value < 2 else f"{value:.3g}" if value < 1000 else f"{value:,.0f}"

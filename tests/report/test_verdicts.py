@@ -179,7 +179,7 @@ def test_the_page_says_verdicts_sizes_and_where_they_are_from() -> None:
     record, _ = answer(found, sinusoidal=(54.6, 90.0), alibi=(54.6, 49.4))
     page = report_html([record, *found])
     assert "At scale small" in page
-    assert 'verdict confirmed">confirmed</td><td>1.648</td><td>1.' in page  # 90 / 54.6
+    assert 'verdict confirmed">confirmed</td><td>1.6484</td><td>1.' in page  # 90 / 54.6
     assert "2 confirmed, 12 not decided" in page
     assert "<td>1.1 M</td>" in page
     assert "Bands: 95 % over 16 parts of the text, one training each." in page
