@@ -48,7 +48,8 @@ ATTENTION = {name: row for row, names in enumerate(ATTENTION_ROWS) for name in n
 KERNELS = ["attention", "backends", "fused", "kernels"]
 CONSTANTS = ["attention", "certificate", "constants"]
 BUILD = ["attention", "backends", "native", "build"]
-PLAIN_MODULES = (["attention"], ["attention", "spec"], ["attention", "certificate"], CONSTANTS, BUILD)
+LEVELS_OF_CPUS = ["attention", "backends", "native", "levels"]
+PLAIN_MODULES = (["attention"], ["attention", "spec"], ["attention", "certificate"], CONSTANTS, BUILD, LEVELS_OF_CPUS)
 
 
 def modules(root: Path) -> Iterator[tuple[str, ast.Module]]:
@@ -230,6 +231,11 @@ def test_the_house_follows_its_plan(rule):
 def test_importing_the_package_loads_no_framework():
     assert_loads_no_framework("import alibi_attn", "torch", "jax", "transformers", "matplotlib")
     assert_loads_no_framework("import alibi_attn; alibi_attn.alibi_slopes(8); dir(alibi_attn)", "torch", "jax")
+
+
+def test_what_compiles_the_kernels_of_a_wheel_loads_no_package():
+    """It runs where there is nothing but setuptools."""
+    assert_loads_no_framework("import alibi_attn.attention.backends.native.build", "numpy", "torch", "jax")
 
 
 def test_a_report_loads_no_framework():
