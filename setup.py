@@ -28,7 +28,8 @@ class BuildKernels(build_ext):
     """Plain libraries, by the commands of `build.py`."""
 
     def run(self) -> None:
-        if not self.editable_mode:
+        """Nothing in the source tree, editable installs among that: there they would hide every change of the sources."""
+        if not self.inplace:
             super().run()
 
     def build_extension(self, ext: Extension) -> None:
