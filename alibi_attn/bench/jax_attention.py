@@ -1,16 +1,19 @@
-"""`alibi bench jax`: causal ALiBi attention in JAX on this machine, ours against what users would pick instead."""
+"""`alibi bench jax`: causal ALiBi attention in JAX on this machine, against what users would pick instead and PyTorch's call."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from alibi_attn import records
+from alibi_attn.attention import api
 from alibi_attn.bench.by_kind import records_by_kind
 from alibi_attn.bench.columns import Columns
 from alibi_attn.bench.timing import medians_ms
@@ -24,7 +27,7 @@ LARGEST_ERROR = (
 )
 NUM_HEADS, HEAD_DIM = 8, 64
 
-Attention = Callable[..., jax.Array]
+Attention = Callable[..., Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +40,7 @@ class Peer:
         note: how it is written.
         make: length -> what its users make once, outside of what is timed.
         biased: it computes ALiBi; if not, it is held against attention without a bias.
+        of_torch: it runs in PyTorch, with `run` over tensors [B, H, T, D].
     """
 
     name: str
@@ -45,12 +49,15 @@ class Peer:
     note: str
     make: Callable[[int], tuple[jax.Array, ...]] = lambda length: ()
     biased: bool = True
+    of_torch: bool = False
 
 
 def peers() -> list[Peer]:
-    """Ours, ours without the certificate, and JAX's own attention with a dense bias and without any."""
+    """Ours, the same in PyTorch, ours in other ways, and JAX's own attention with a dense bias and without any."""
     return [
         Peer("ours", _ours, 65536, "alibi_attention"),
+        Peer("PyTorch", _of_torch, 65536, "alibi_attn.alibi_attention of tensors [B, H, T, D]", of_torch=True),
+        Peer("ours, the loop", _our_loop, 8192, 'alibi_attention(backend="loop")'),
         Peer("ours, tolerance 0", _ours_everything, 16384, "alibi_attention without a certificate"),
         Peer("dense bias", _dense, 8192, "dot_product_attention with a bias that is built once", make=_bias),
         Peer("causal, no bias", _causal, 8192, "dot_product_attention is_causal=True; no ALiBi at all", biased=False),
@@ -114,15 +121,15 @@ def _measure(
         if length > peer.longest:
             rows[peer.name]["why_not"] = f"not tried beyond {peer.longest} tokens"
             continue
-        forward, step, made = jax.jit(peer.run), jax.jit(_step(peer.run)), peer.make(length)
-        error = _relative_error(forward(*arrays, *made), arrays[2], true[peer.biased])
+        forward, step = (_torch_calls if peer.of_torch else _jax_calls)(peer, arrays, grad)
+        error = _relative_error(forward(), arrays[2], true[peer.biased])
         if not error < LARGEST_ERROR:
             raise RuntimeError(f"{peer.name} is wrong at {length}: error {error:.1e} of max‖v‖")
         rows[peer.name]["relative_error"] = error
-        forward_calls[peer.name] = partial(_finished, forward, *arrays, *made)
-        step_calls[peer.name] = partial(_finished, step, grad, *arrays, *made)
-    forward_ms = medians_ms(forward_calls, repeats=repeats, budget_s=budget_s)
-    step_ms = medians_ms(step_calls, repeats=repeats, budget_s=budget_s)
+        forward_calls[peer.name], step_calls[peer.name] = forward, step
+    forward_ms, step_ms = (
+        _in_two_rounds(calls, repeats=repeats, budget_s=budget_s) for calls in (forward_calls, step_calls)
+    )
     for name in forward_ms:
         rows[name]["forward_ms"] = forward_ms[name]
         rows[name]["backward_ms"] = max(step_ms[name] - forward_ms[name], 0.0)
@@ -131,10 +138,58 @@ def _measure(
     return rows
 
 
-def _finished(function: Callable[..., object], *arrays: jax.Array) -> None:
+def _in_two_rounds(calls: dict[str, Callable[[], object]], *, repeats: int, budget_s: float) -> dict[str, float]:
+    """Ours and PyTorch take turns by themselves, then the others: one that writes out n² numbers makes the next one slower."""
+    close = {name: call for name, call in calls.items() if name in ("ours", "PyTorch")}
+    others = {name: call for name, call in calls.items() if name not in close}
+    return {
+        name: ms
+        for part in (close, others)
+        if part
+        for name, ms in medians_ms(part, repeats=repeats, budget_s=budget_s / 2).items()
+    }
+
+
+def _jax_calls(
+    peer: Peer, arrays: tuple[jax.Array, ...], grad: jax.Array
+) -> tuple[Callable[[], Any], Callable[[], object]]:
+    """(the forward pass, forward and backward as one), jitted; calls that return when all is there."""
+    forward, step, made = jax.jit(peer.run), jax.jit(_step(peer.run)), peer.make(arrays[0].shape[1])
+    return partial(_finished, forward, *arrays, *made), partial(_finished, step, grad, *arrays, *made)
+
+
+def _torch_calls(
+    peer: Peer, arrays: tuple[jax.Array, ...], grad: jax.Array
+) -> tuple[Callable[[], Any], Callable[[], object]]:
+    """The same of PyTorch, in its own layout."""
+    leaves = [torch.from_numpy(np.array(x)).transpose(1, 2).contiguous().requires_grad_() for x in arrays]
+    of_output = torch.from_numpy(np.array(grad)).transpose(1, 2).contiguous()
+
+    @torch.no_grad()
+    def forward() -> Any:
+        return peer.run(*leaves).transpose(1, 2).numpy()
+
+    def step() -> object:
+        return torch.autograd.grad(peer.run(*leaves), leaves, of_output)
+
+    return forward, step
+
+
+def _finished(function: Callable[..., object], *arrays: jax.Array) -> object:
     """JAX computes behind one's back: a call has ended when all its results are there."""
-    for leaf in jax.tree.leaves(function(*arrays)):
-        leaf.block_until_ready()
+    return jax.block_until_ready(function(*arrays))  # type: ignore[no-untyped-call]
+
+
+def _of_torch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    output = api.alibi_attention(query, key, value)
+    assert isinstance(output, torch.Tensor)
+    return output
+
+
+def _our_loop(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    output = alibi_attention(query, key, value, backend="loop")
+    assert isinstance(output, jax.Array)
+    return output
 
 
 def _ours(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
@@ -201,7 +256,7 @@ def _truth(
     return true
 
 
-def _relative_error(output: jax.Array, value: jax.Array, true: NDArray[np.float64]) -> float:
+def _relative_error(output: NDArray[np.float32], value: jax.Array, true: NDArray[np.float64]) -> float:
     got = np.asarray(output)[0, -CHECKED_QUERIES:].astype(np.float64)
     return float(np.linalg.norm(got - true, axis=-1).max() / np.linalg.norm(np.asarray(value), axis=-1).max())
 

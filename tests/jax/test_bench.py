@@ -23,6 +23,7 @@ def test_a_record_is_written(tmp_path: Path) -> None:
     assert record.curves["ours"]["length"] == [24]
     assert record.curves["dense bias"]["relative_error"][0] < 1e-6
     assert record.curves["causal, no bias"]["relative_error"][0] < 1e-6
+    assert record.curves["PyTorch"]["relative_error"][0] < 1e-6
     assert record.metrics["dense bias over ours at 24"] > 0
 
 

@@ -1,0 +1,240 @@
+"""The C++ kernels called by XLA: PyTorch's bits, one call under vmap, the right way on every device, and errors that say why."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from alibi_attn.attention import api
+from alibi_attn.attention.spec import dtype_name
+from alibi_attn.jax import alibi_attention, native
+
+B, T, S, H, K, D = 2, 150, 170, 4, 2, 20
+RNG = np.random.default_rng(0)
+ROWS = {name: RNG.standard_normal((B, n, h, D)).astype(np.float32) for name, n, h in
+        (("query", T, H), ("key", S, K), ("value", S, K))}  # fmt: skip
+SLOPES = np.float32([[1.0, 0.3, 0.05, 0.01], [0.5, 0.2, 0.0, -0.01]])  # [B, H], whose gradients nobody adds up
+SEGMENTS = np.sort(RNG.integers(0, 4, (B, S)), axis=1)
+
+CALLS = {
+    "plain": {},
+    "no tolerance, a scale that no float is": {"tolerance": 0.0, "scale": 0.1},
+    "both directions": {"causal": False, "right_slopes": np.float32([0.5, np.inf, 0.1, 2.0]), "tolerance": 1e-3},
+    "window and mask": {"window": 40, "key_mask": RNG.random((B, S)) < 0.7},
+    "segments": {"segment_ids": SEGMENTS},
+    "offsets": {"query_offset": np.array([-30, 2000]), "segment_ids": (SEGMENTS[:, :T], SEGMENTS)},
+    "biases": {"key_bias": np.where(RNG.random((B, H, S)) < 0.1, -np.inf, 50 * RNG.standard_normal((B, H, S)))},
+}
+
+
+def torch_answer(dtype: torch.dtype, call: dict) -> list[np.ndarray]:
+    """Output, lse and the gradients of query, key, value, slopes and, where it has one, key_bias, in JAX's layout."""
+    leaves = {n: torch.tensor(x).to(dtype).transpose(1, 2).contiguous().requires_grad_() for n, x in ROWS.items()}
+    wide = torch.promote_types(dtype, torch.float32)
+    leaves["slopes"] = torch.tensor(SLOPES).to(wide).requires_grad_()
+    rest = {n: torch.tensor(x) if isinstance(x, np.ndarray) else x for n, x in call.items()}
+    if "segment_ids" in rest and isinstance(rest["segment_ids"], tuple):
+        rest["segment_ids"] = tuple(torch.tensor(x) for x in rest["segment_ids"])
+    if "key_bias" in rest:
+        leaves["key_bias"] = rest.pop("key_bias").to(wide).requires_grad_()
+    output, lse = api.alibi_attention(**leaves, **rest, return_lse=True, backend="native")
+    grads = torch.autograd.grad((output, lse), list(leaves.values()), (output.detach(), torch.ones_like(lse)))
+    return [_numpy(x.transpose(1, 2) if x.ndim == 4 else x) for x in (output, lse, *grads)]
+
+
+def jax_answer(dtype: str, call: dict) -> list[np.ndarray]:
+    leaves = {name: jnp.asarray(x, dtype) for name, x in ROWS.items()}
+    wide = jnp.promote_types(dtype, jnp.float32)
+    leaves["slopes"] = jnp.asarray(SLOPES, wide)
+    rest = dict(call)
+    if "key_bias" in rest:
+        leaves["key_bias"] = jnp.asarray(rest.pop("key_bias"), wide)
+
+    @jax.jit
+    def run(leaves: dict[str, jax.Array]) -> tuple[object, ...]:
+        attend = partial(alibi_attention, **rest, return_lse=True, backend="native")
+        (output, lse), pull = jax.vjp(lambda x: attend(**x), leaves)
+        return output, lse, *pull((output, jnp.ones_like(lse)))[0].values()
+
+    found = dict(zip(("output", "lse", *sorted(leaves)), run(leaves), strict=True))
+    return [np.asarray(found[name], np.float64) for name in ("output", "lse", *leaves)]
+
+
+def _numpy(x: torch.Tensor) -> np.ndarray:
+    return x.detach().double().numpy()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_bits_are_those_of_pytorch(name: str) -> None:
+    ours, theirs = jax_answer("float32", CALLS[name]), torch_answer(torch.float32, CALLS[name])
+    for one, other in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_bits_are_those_of_pytorch_in_other_dtypes(dtype: torch.dtype) -> None:
+    with jax.enable_x64(dtype == torch.float64):
+        call = {"window": 90, "scale": 0.1}
+        for one, other in zip(jax_answer(dtype_name(dtype), call), torch_answer(dtype, call), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_bad_numbers_spoil_the_queries_that_see_them_as_in_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    key, query = ROWS["key"].copy(), ROWS["query"].copy()
+    key[0, 50, 1, 3], key[1, 60, 0, 0], query[1, 7, 2, 0] = np.nan, 1e30, np.inf
+    key[:, 169, :, 0] = np.nan  # of a key that is masked
+    monkeypatch.setitem(ROWS, "key", key)
+    monkeypatch.setitem(ROWS, "query", query)
+    call = {"window": 30, "key_mask": np.broadcast_to(np.arange(S) < 169, (B, S))}
+    ours, theirs = jax_answer("float32", call), torch_answer(torch.float32, call)
+    assert np.isnan(ours[0]).any()
+    assert np.isfinite(ours[0]).any()
+    for one, other in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_bias_that_nobody_could_check_spoils_the_queries_that_see_it(bad: float) -> None:
+    bias = np.zeros((H, S), np.float32)
+    bias[1, 100] = bad
+    run = jax.jit(partial(alibi_attention, backend="native", window=20))
+    output = np.asarray(run(*ROWS.values(), key_bias=jnp.asarray(bias)))
+    spoiled = np.isnan(output).any(-1)
+    at = np.arange(T) + S - T
+    assert (spoiled[:, :, 1] == ((at >= 100) & (at < 120))).all()
+    assert not spoiled[:, :, [0, 2, 3]].any()
+
+
+def loss(*args: jax.Array, **kwargs: object) -> jax.Array:
+    output, lse = alibi_attention(*args, return_lse=True, **kwargs)
+    return (jnp.sin(output) * output).sum() + jnp.cos(lse).sum()
+
+
+def of_two(x: np.ndarray) -> np.ndarray:
+    return np.stack([x, 0.5 * x])
+
+
+def test_vmap_is_one_call_that_drops_as_every_single_one() -> None:
+    query, key, value = ROWS.values()
+    dropout = {"dropout_p": 0.3, "dropout_key": jax.random.key(5), "backend": "native"}
+    one = jax.value_and_grad(partial(loss, **dropout), argnums=(0, 1, 2, 3))
+    mapped = jax.vmap(jax.vmap(one, (0, None, None, None)), (None, 0, None, 0))
+    args = of_two(query), of_two(key), value, of_two(SLOPES)
+    assert str(jax.make_jaxpr(mapped)(*args)).count("ffi_call[") == 2
+    found = jax.jit(mapped)(*args)
+    for m in range(2):
+        for n in range(2):
+            single = one(args[0][n], args[1][m], value, args[3][m])
+            for got, expected in zip(jax.tree.leaves(found), jax.tree.leaves(single), strict=True):
+                np.testing.assert_allclose(got[m, n], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_compiled_for_another_device_has_the_loop_in_it() -> None:
+    shapes = [jax.ShapeDtypeStruct((1, 300, 2, 16), jnp.float32)] * 3
+    traced = jax.jit(jax.grad(lambda *x: alibi_attention(*x).sum())).trace(*shapes)
+    here, there = (traced.lower(lowering_platforms=(platform,)).as_text() for platform in ("cpu", "cuda"))
+    assert here.count("@alibi_xla_") == 2
+    assert "stablehlo.while" not in here
+    assert "@alibi_xla_" not in there
+    assert "stablehlo.while" in there
+    named = jax.jit(partial(alibi_attention, backend="native")).trace(*shapes)
+    assert "@alibi_xla_" in named.lower(lowering_platforms=("cuda",)).as_text(), "XLA refuses it there"
+
+
+def test_gradients_of_slopes_are_computed_where_they_are_asked_for() -> None:
+    shape, heads = jax.ShapeDtypeStruct((1, 300, 2, 16), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.float32)
+    for argnums, results in ((0, 0), ((0, 1), 2)):
+        call = jax.grad(lambda q, m: alibi_attention(q, q, q, m, backend="native").sum(), argnums=argnums)
+        (line,) = [x for x in jax.jit(call).lower(shape, heads).as_text().splitlines() if "@alibi_xla_backward" in x]
+        assert line.split("->")[-1].count("tensor<1x2xf32>") == results
+
+
+def test_sharded_arrays_are_gathered_and_give_the_same() -> None:
+    mesh = jax.make_mesh((2,), ("sequences",), axis_types=(jax.sharding.AxisType.Auto,))
+    here = [jax.device_put(x, NamedSharding(mesh, P("sequences"))) for x in ROWS.values()]
+    run = jax.jit(jax.grad(partial(loss, backend="native"), argnums=(0, 1, 2)))
+    assert "all-gather" in run.lower(*here).compile().as_text()
+    for one, other in zip(run(*here), run(*ROWS.values()), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_denormal_numbers_are_kept() -> None:
+    query, key, value = (np.ones((1, 64, 2, 16), np.float32) for _ in range(3))
+    value *= np.float32(1e-40)
+    output = alibi_attention(query, key, value, backend="native")
+    np.testing.assert_allclose(np.asarray(output).view(np.int32), value.view(np.int32), atol=2)
+    assert float(jnp.float32(1e-20) * jnp.float32(1e-20)) == 0, "XLA flushes others as before"
+
+
+def test_named_it_raises_with_its_reason_where_there_is_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_registered", lambda: "there is no C++ compiler 'g++'")
+    with pytest.raises(
+        ValueError, match="'native' cannot run this: there is no C\\+\\+ compiler 'g\\+\\+'; backend='auto'"
+    ):
+        alibi_attention(*ROWS.values(), backend="native")
+    assert "ffi_call" not in str(jax.make_jaxpr(alibi_attention)(*ROWS.values()))
+
+
+def test_elsewhere_it_says_where_the_arrays_are() -> None:
+    assert native.why_not({"gpu"}) == "it runs on the CPU but query is on gpu"
+
+
+def test_a_binding_of_another_version_is_an_error_of_jax() -> None:
+    assert native.why_not({"cpu"}) is None
+    call = jax.ffi.ffi_call("alibi_xla_forward", [jax.ShapeDtypeStruct((1,), jnp.float32)])
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"called with 1 arrays for 1 results.*of different versions"):
+        call(jnp.ones(3), causal=1, dropout_threshold=0, dropout_factor=1.0)
+
+
+def test_export_names_what_nobody_promises_and_takes_the_loop() -> None:
+    from jax import export
+
+    shape = jax.ShapeDtypeStruct((1, 300, 2, 16), jnp.float32)
+    with pytest.raises(ValueError, match="alibi_xla_forward"):
+        export.export(jax.jit(alibi_attention))(shape, shape, shape)
+    assert export.export(jax.jit(partial(alibi_attention, backend="loop")))(shape, shape, shape)
+
+
+def test_threads_of_both_frameworks_in_one_process_change_no_bit() -> None:
+    """JAX first, then torch beside it, both with two threads, and at the same time."""
+    program = """
+        import concurrent.futures, sys
+        import jax, numpy as np
+        from alibi_attn.jax import alibi_attention
+        rng = np.random.default_rng(0)
+        rows = [rng.standard_normal((2, 300, 2, 16)).astype(np.float32) for _ in range(3)]
+        def step(*x):
+            output, pull = jax.vjp(lambda *x: alibi_attention(*x, backend="native"), *x)
+            return output, *pull(output)
+        step = jax.jit(step)
+        alone = [np.asarray(x) for x in step(*rows)]
+        assert "torch" not in sys.modules
+        import torch
+        from alibi_attn.attention.api import alibi_attention as of_torch
+        torch.set_num_threads(2)
+        def torch_step():
+            leaves = [torch.tensor(x).transpose(1, 2).contiguous().requires_grad_() for x in rows]
+            output = of_torch(*leaves, backend="native")
+            grads = torch.autograd.grad(output, leaves, output.detach())
+            return [x.detach().transpose(1, 2).numpy() for x in (output, *grads)]
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            found = [pool.submit(lambda: [np.asarray(x) for x in step(*rows)]) for _ in range(8)]
+            found += [pool.submit(torch_step) for _ in range(8)]
+            for one in found:
+                for x, y in zip(one.result(), alone, strict=True):
+                    np.testing.assert_array_equal(x, y)
+        """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "2"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
