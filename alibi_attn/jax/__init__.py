@@ -2,6 +2,7 @@
 
     from alibi_attn.jax import alibi_attention                  # [B, T, H, D], pure, jit, grad, vmap, shard_map
     from alibi_attn.jax import forgetting_attention             # the same with forget gates
+    from alibi_attn.jax import explain                          # who would run a call, and how far each head looks
     from alibi_attn.jax import alibi_dot_product_attention      # attention_fn of Flax's own modules
     from alibi_attn.jax.flax import ALiBiAttention              # modules: nnx, and linen under `linen`
 
@@ -20,14 +21,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from alibi_attn.jax.attention import alibi_attention
+    from alibi_attn.jax.explanation import explain
     from alibi_attn.jax.forgetting import forgetting_attention
     from alibi_attn.jax.multihead import alibi_dot_product_attention, mha_alibi
 
-__all__ = ["alibi_attention", "alibi_dot_product_attention", "forgetting_attention", "mha_alibi"]
+__all__ = ["alibi_attention", "alibi_dot_product_attention", "explain", "forgetting_attention", "mha_alibi"]
 
 _HOMES = {
     "alibi_attention": "alibi_attn.jax.attention",
     "alibi_dot_product_attention": "alibi_attn.jax.multihead",
+    "explain": "alibi_attn.jax.explanation",
     "forgetting_attention": "alibi_attn.jax.forgetting",
     "mha_alibi": "alibi_attn.jax.multihead",
 }

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from alibi_attn.attention.backends.native import build
 from alibi_attn.attention.backends.native.build import BuildError
-from alibi_attn.attention.certificate.constants import OUTLIER_TILES, TILE
+from alibi_attn.attention.backends.native.visited import numbers_of_visited
 from alibi_attn.attention.spec import dropout_numbers
 from alibi_attn.jax.operands import Arrays, Rest
 from alibi_attn.jax.tiles import Array, Plan
@@ -100,10 +100,9 @@ def forward(plan: Plan, arrays: Arrays, rest: Rest) -> tuple[Array, Array, Saved
     batch, query_len, heads, _ = arrays.query.shape
     of_lse = work if arrays.key_bias is None else jnp.promote_types(work, arrays.key_bias.dtype)
     operands = _operands(arrays, rest)
-    numbers = numbers_of_visited(query_len, heads, arrays.key.shape[2])
     results = (
         (arrays.query.shape, work), ((batch, heads, query_len), of_lse), ((batch, 2, heads, query_len), work),
-        ((batch, numbers), jnp.int32),
+        ((batch, _numbers_of_visited(arrays)), jnp.int32),
     )  # fmt: skip
     output, lse, rows, visited = _call("alibi_xla_forward", plan, operands, results)
     return output.astype(arrays.query.dtype), lse, Saved(rows, visited)
@@ -137,16 +136,15 @@ def backward(
 def nothing_saved(arrays: Arrays) -> Saved:
     """Zeros in the shapes of what `forward` saves, for where something else ran; they vary over devices as the arrays do."""
     batch, query_len, heads, _ = arrays.query.shape
-    numbers = numbers_of_visited(query_len, heads, arrays.key.shape[2])
     return Saved(
         jnp.zeros_like(arrays.left, shape=(batch, 2, heads, query_len)),
-        jnp.zeros_like(arrays.left, jnp.int32, shape=(batch, numbers)),
+        jnp.zeros_like(arrays.left, jnp.int32, shape=(batch, _numbers_of_visited(arrays))),
     )
 
 
-def numbers_of_visited(query_len: int, heads: int, key_heads: int) -> int:
-    """How many int32 forward needs to say what one sequence visited."""
-    return heads * -(-query_len // TILE) * 5 + key_heads * OUTLIER_TILES
+def _numbers_of_visited(arrays: Arrays) -> int:
+    _, query_len, heads, _ = arrays.query.shape
+    return numbers_of_visited(num_heads=heads, num_kv_heads=arrays.key.shape[2], query_len=query_len)
 
 
 def _call(
@@ -162,10 +160,10 @@ def _call(
 
 def _operands(arrays: Arrays, rest: Rest) -> tuple[Array, ...]:
     """In the order of `native.cpp`; what the call has not is an array without elements."""
-    work = arrays.left.dtype
+    work, seed = arrays.left.dtype, rest.dropout_seed
     optional = (
         rest.key_mask, rest.query_segments, rest.key_segments, arrays.key_bias, rest.key_bias_low, arrays.query_bias,
-        rest.query_bias_low, rest.dropout_seed,
+        rest.query_bias_low, None if seed is None else seed + jnp.zeros_like(arrays.left, seed.dtype, shape=()),
     )  # fmt: skip
     return (
         *(x.astype(work) for x in arrays[:3]), arrays.left, arrays.right, rest.offset,

@@ -67,12 +67,13 @@ def operands(
 def _varying_alike(arrays: Arrays, rest: Rest) -> tuple[Arrays, Rest]:
     """Inside `shard_map` all arrays vary over the mesh axes that any of them varies over: loops need equal types.
 
-    A zero that is made like an array varies as it does, and what it is added to does too (and sums its gradient).
+    A zero that is made like an array varies as it does, and what it is added to does too (and sums its gradient). Elsewhere
+    nothing is added: XLA would make zeros of denormal numbers.
     """
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return arrays, rest
     both = (arrays, rest._replace(dropout_seed=None))
     leaves = jax.tree.leaves(both)
-    if not any(isinstance(x, jax.core.Tracer) for x in leaves):
-        return arrays, rest
     zeros = [jnp.zeros_like(x, dtype=jnp.int32, shape=()) for x in leaves]
     zero = sum(zeros[1:], zeros[0])
     arrays, varying = jax.tree.map(

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from alibi_attn.attention import api
 from alibi_attn.attention.spec import dtype_name
-from alibi_attn.jax import alibi_attention, native
+from alibi_attn.jax import alibi_attention, explain, native
 
 B, T, S, H, K, D = 2, 150, 170, 4, 2, 20
 RNG = np.random.default_rng(0)
@@ -167,11 +167,48 @@ def test_sharded_arrays_are_gathered_and_give_the_same() -> None:
         np.testing.assert_array_equal(one, other)
 
 
+def test_the_parts_of_a_shard_map_drop_as_if_each_were_alone() -> None:
+    mesh = jax.make_mesh((2,), ("sequences",), axis_types=(jax.sharding.AxisType.Auto,))
+    run = partial(alibi_attention, dropout_p=0.3, dropout_key=jax.random.key(5), backend="native")
+    sharded = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=P("sequences"), out_specs=P("sequences")))(*ROWS.values())
+    for n in range(B):
+        np.testing.assert_array_equal(sharded[n : n + 1], run(*(x[n : n + 1] for x in ROWS.values())))
+
+
+def test_explain_says_what_explain_says_of_tensors() -> None:
+    rows = {name: RNG.standard_normal((1, 900, 4, 16)).astype(np.float32) for name in ROWS}
+    said = explain(**rows, slopes=SLOPES[:1], window=500).splitlines()
+    tensors = [torch.tensor(x).transpose(1, 2) for x in rows.values()]
+    of_torch = api.explain(*tensors, torch.tensor(SLOPES[:1]), window=500, backend="native").splitlines()
+    assert said[0] == of_torch[0]
+    assert said[1:4] == [
+        "  native     runs (picked by auto)",
+        "  loop       could; auto does not pick it here",
+        "  dense      could; auto does not pick it here",
+    ]
+    assert said[4:] == of_torch[-7:]
+    assert said[4].startswith("head")
+
+
+def test_explain_of_the_loop_counts_its_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_registered", lambda: "there is no C++ compiler 'g++'")
+    rows = [RNG.standard_normal((1, 900, 4, 16)).astype(np.float32) for _ in range(3)]
+    said = explain(*rows, np.float32([4.0, 4.0, 0.0, 0.0])).splitlines()
+    assert said[1:3] == ["  native     cannot: there is no C++ compiler 'g++'", "  loop       runs (picked by auto)"]
+    steep, flat = said[5].split(), said[8].split()
+    assert int(steep[2]) <= 260, "its own tile and the one before; the last block of queries begins early, to be full"
+    assert flat[2:] == ["900", f"{128 * (128 * 28 + 900) / 900**2:.1%}"]
+    with pytest.raises(TypeError, match="outside of jit"):
+        jax.jit(lambda *x: explain(*x) and x)(*rows)
+
+
 def test_denormal_numbers_are_kept() -> None:
     query, key, value = (np.ones((1, 64, 2, 16), np.float32) for _ in range(3))
     value *= np.float32(1e-40)
-    output = alibi_attention(query, key, value, backend="native")
+    output, pull = jax.vjp(lambda *x: alibi_attention(*x, backend="native"), query, key, value)
     np.testing.assert_allclose(np.asarray(output).view(np.int32), value.view(np.int32), atol=2)
+    of_value = np.asarray(pull(jnp.full_like(output, 1e-40))[2])
+    assert 0 < of_value.min() < of_value.max() < 1e-38
     assert float(jnp.float32(1e-20) * jnp.float32(1e-20)) == 0, "XLA flushes others as before"
 
 

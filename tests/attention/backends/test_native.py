@@ -190,7 +190,13 @@ def test_many_cores_get_work_and_long_texts_keep_linear_memory(
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
     tensors = [torch.zeros(1, 1, 1, 64).expand(1, 8, length, 64) for _ in range(3)]
     spec = make_spec(*tensors, torch.zeros(8))
-    visited = torch.zeros(1, numbers_of_visited(*tensors[:2]), dtype=torch.int32)
+    visited = torch.zeros(
+        1,
+        numbers_of_visited(
+            num_heads=tensors[0].shape[1], num_kv_heads=tensors[1].shape[1], query_len=tensors[0].shape[2]
+        ),
+        dtype=torch.int32,
+    )
     ranges = visited[0, : 8 * (length // TILE) * 4].view(8, -1, 4)
     ranges[..., 1] = ranges[..., 3] = torch.arange(TILE, length + 1, TILE)  # all that causal queries see
     call, _alive = native.call_of(

@@ -55,7 +55,8 @@ def visits(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> tupl
 
     The kernels know how far to look when they have looked, so this computes the attention.
     """
-    return visited(spec, query, key, value).reach_and_scores(spec)
+    reach, scores = visited(spec, query, key, value).reach_and_scores(spec)
+    return torch.from_numpy(reach), torch.from_numpy(scores)
 
 
 def visited(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> Visited:
@@ -63,7 +64,7 @@ def visited(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> Vis
     spec = described(spec, query, key)
     q, k, v, _ = clean(spec, query, key, key if value is None else value)
     found = _attended(spec, q, k, v, has_values=value is not None)[2]
-    return Visited.of(spec, found.visited)
+    return Visited.of(spec, first_positions(spec, q.device).numpy(), found.visited.numpy())
 
 
 def _forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Saved]:
@@ -109,7 +110,8 @@ def _empty_saved(query: Tensor, key: Tensor) -> Saved:
     """Which keys each block visits, and the maximum and the logarithm of the sum of every row, [B, 2, H, T]."""
     batch, heads, query_len = query.shape[:3]
     work = torch.promote_types(query.dtype, torch.float32)
-    visited = query.new_empty((batch, numbers_of_visited(query, key)), dtype=torch.int32)
+    numbers = numbers_of_visited(num_heads=heads, num_kv_heads=key.shape[1], query_len=query_len)
+    visited = query.new_empty((batch, numbers), dtype=torch.int32)
     return Saved(visited, query.new_empty((batch, 2, heads, query_len), dtype=work))
 
 

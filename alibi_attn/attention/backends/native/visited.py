@@ -2,21 +2,17 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from alibi_attn.attention.certificate.constants import OUTLIER_TILES, TILE
 from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.visibility import first_positions
-
-Spec = AttentionSpec[Tensor]
 
 
-def numbers_of_visited(query: Tensor, key: Tensor) -> int:
+def numbers_of_visited(*, num_heads: int, num_kv_heads: int, query_len: int) -> int:
     """How many int32 forward needs to say what one sequence visited."""
-    return query.shape[1] * ((query.shape[2] + TILE - 1) // TILE) * 5 + key.shape[1] * OUTLIER_TILES
+    return num_heads * ((query_len + TILE - 1) // TILE) * 5 + num_kv_heads * OUTLIER_TILES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,14 +34,13 @@ class Visited:
     query_len: int
 
     @classmethod
-    def of(cls, spec: Spec, visited: Tensor) -> "Visited":
-        """From the numbers that the kernels wrote."""
+    def of(cls, spec: AttentionSpec[Any], first: np.ndarray, visited: np.ndarray) -> "Visited":
+        """From the numbers that the kernels wrote, [B, …]; `first` [B] or [1] is the position of query 0."""
         b, h, n = spec.batch, spec.num_heads, -(-spec.query_len // TILE)
-        parts = np.split(visited.numpy(), np.cumsum([4 * h * n, h * n]), axis=1)
+        parts = np.split(visited, np.cumsum([4 * h * n, h * n]), axis=1)
         shapes = (b, h, n, 4), (b, h, n), (b, spec.num_kv_heads, OUTLIER_TILES)
         keys, bits, tiles = (part.reshape(shape) for part, shape in zip(parts, shapes, strict=True))
-        first = first_positions(spec, spec.slopes.device).expand(b).numpy()
-        return cls(keys, bits, tiles, first, spec.query_len)
+        return cls(keys, bits, tiles, np.broadcast_to(first, b), spec.query_len)
 
     @functools.cached_property
     def intervals(self) -> tuple[np.ndarray, np.ndarray]:
@@ -61,7 +56,7 @@ class Visited:
         lows = np.concatenate([near, start, np.maximum(start, far)], -1)
         return lows, np.maximum(lows, np.concatenate([far, np.minimum(stop, near), stop], -1))
 
-    def reach_and_scores(self, spec: Spec) -> tuple[Tensor, Tensor]:
+    def reach_and_scores(self, spec: AttentionSpec[Any]) -> tuple[np.ndarray, np.ndarray]:
         """(reach, scores), each [B, H] int64: 1 + the largest |i − j| that is visited, and the query-key pairs."""
         low, high = (x.astype(np.int64) for x in self.intervals)
         start = np.arange(self.keys.shape[2]) * TILE
@@ -73,4 +68,4 @@ class Visited:
         reach = np.where(low < high, reach, 0).max((-1, -2))
         if spec.window is not None:
             reach = np.minimum(reach, spec.window)
-        return torch.from_numpy(reach), torch.from_numpy(((high - low).sum(-1) * rows).sum(-1))
+        return reach, ((high - low).sum(-1) * rows).sum(-1)

@@ -1,0 +1,126 @@
+"""`explain` for JAX arrays: who runs a call and why, how far each head looks, and what is certified about the rest."""
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from alibi_attn.attention import lines
+from alibi_attn.attention.backends.native.visited import Visited
+from alibi_attn.attention.spec import AttentionSpec
+from alibi_attn.jax import attention, loop, native
+from alibi_attn.jax.attention import Backend
+from alibi_attn.jax.operands import operands
+from alibi_attn.jax.tiles import Array, Plan
+from alibi_attn.jax.validation import SegmentIds, Slopes, make_spec
+
+Spec = AttentionSpec[Array]
+ROWS = 256  # of queries whose pairs are counted at a time
+
+
+def explain(
+    query: Array,
+    key: Array,
+    value: Array,
+    slopes: Slopes | None = None,
+    *,
+    causal: bool = True,
+    right_slopes: Slopes | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+    query_offset: int | Array | None = None,
+    key_mask: Array | None = None,
+    segment_ids: SegmentIds | None = None,
+    key_bias: Array | None = None,
+    dropout_p: float = 0.0,
+    tolerance: float | None = None,
+    backend: Backend = "auto",
+) -> str:
+    """What `alibi_attention` would do with these arguments, in words: who runs it and why, and how far each head looks.
+
+    Arguments and errors are those of `alibi_attention`. It computes the attention to find out, so it is not for traced arrays.
+
+    Raises:
+        TypeError: an array is traced; call it outside of `jit`, `grad` and `vmap`.
+
+    >>> import jax.numpy as jnp
+    >>> q = k = v = jnp.ones((1, 128, 8, 64))
+    >>> print(explain(q, k, v).splitlines()[0])
+    B=1 H=8 K=8 T=128 S=128 D=64, float32 on cpu, causal
+    """
+    spec = make_spec(
+        query, key, value, slopes, causal=causal, right_slopes=right_slopes, window=window, scale=scale,
+        query_offset=query_offset, key_mask=key_mask, segment_ids=segment_ids, key_bias=key_bias, dropout_p=dropout_p,
+        tolerance=tolerance, return_lse=False,
+    )  # fmt: skip
+    arrays = operands(spec, query, key, value, None)
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(arrays)):
+        raise TypeError("explain reads values, but an array is traced; call it outside of jit, grad and vmap")
+    plan = attention.make_plan(spec, query, backend)
+    name = "native" if plan.native else "dense" if plan.dense else "loop"
+    (platform,) = attention.platforms(query) if len(attention.platforms(query)) == 1 else ("several devices",)
+    said = [lines.of_call(spec, query.dtype, platform), *_backends(spec, name, query, backend)]
+    if name == "dense":
+        return "\n".join([*said, lines.of_everything(spec, name)])
+    _, _, of_xla, of_native = attention._forward(plan, *arrays)
+    first = np.asarray(arrays[1].offset, np.int64)
+    if of_native is not None:
+        reach, scores = Visited.of(spec, first, np.asarray(of_native.visited)).reach_and_scores(spec)
+    else:
+        assert of_xla is not None
+        assert of_xla.visited is not None
+        reach, scores = _of_loop(spec, plan, first, of_xla.visited)
+    farthest = first + spec.query_len if causal else np.maximum(first + spec.query_len, spec.key_len - first)
+    reach = np.minimum(reach, np.clip(farthest, 0, window)[:, None])
+    return "\n".join([*said, *lines.of_heads(spec, np.asarray(spec.slopes), reach, scores, _visible(spec, first))])
+
+
+def _backends(spec: Spec, name: str, query: Array, asked: Backend) -> list[str]:
+    empty = "there is no query or no key" if 0 in (spec.batch, spec.query_len, spec.key_len) else None
+    reasons = {"native": empty or native.why_not(attention.platforms(query)), "loop": empty, "dense": None}
+    said = []
+    for other, reason in reasons.items():
+        if other == name:
+            verdict = "runs" + (" (picked by auto)" if asked == "auto" else " (asked for)")
+        else:
+            verdict = "could; auto does not pick it here" if reason is None else f"cannot: {reason}"
+        said.append(f"  {other:<10} {verdict}")
+    return said
+
+
+def _of_loop(
+    spec: Spec, plan: Plan, first: NDArray[np.int64], visited: loop.Visited
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(reach, scores), each [B, H], of the tiles that blocks of queries visited."""
+    of_blocks = spec.batch, spec.num_heads, -1
+    low, high = (np.asarray(x, np.int64).reshape(of_blocks) for x in visited[:2])
+    intervals = [(low, high + 1)]
+    intervals += [(x, x + 1) for x in (np.asarray(x, np.int64).reshape(of_blocks) for x in visited.outliers)]
+    row = np.minimum(np.arange(low.shape[-1]) * plan.query_block, spec.query_len - plan.query_block)
+    position = first[:, None, None] + row
+    reach = scores = np.zeros(low.shape, np.int64)
+    for begin, end in intervals:
+        read = (begin >= 0) & (begin < end)
+        key, last = begin * plan.key_tile, np.minimum(end * plan.key_tile, spec.key_len) - 1
+        away = position + plan.query_block - key
+        away = away if spec.causal else np.maximum(away, last - position + 1)
+        reach = np.maximum(reach, np.where(read, away, 0))
+        scores = scores + np.where(read, (last - key + 1) * plan.query_block, 0)
+    return reach.max(-1), scores.sum(-1)
+
+
+def _visible(spec: Spec, first: NDArray[np.int64]) -> int:
+    """Pairs of a query and a key that the masks let meet, of all heads together (what one head hides left aside)."""
+    of_query, of_key = (None if x is None else np.asarray(x) for x in (spec.query_segments, spec.key_segments))
+    count = 0
+    for row in range(0, spec.query_len, ROWS):
+        i = first[:, None] + np.arange(row, min(row + ROWS, spec.query_len))
+        distance = i[:, :, None] - np.arange(spec.key_len)
+        seen = distance >= 0 if spec.causal else np.ones(distance.shape, bool)
+        if spec.window is not None:
+            seen &= np.abs(distance) < spec.window
+        if spec.key_mask is not None:
+            seen &= np.asarray(spec.key_mask)[:, None]
+        if of_query is not None and of_key is not None:
+            seen &= of_query[:, row : row + ROWS, None] == of_key[:, None]
+        count += int(seen.sum())
+    return count * spec.num_heads
