@@ -137,7 +137,12 @@ def _slopes(call: Call, rng: np.random.Generator) -> np.ndarray:
         "vanishing": np.where(some, 1e-30, random),
         "mixed": rng.choice([0.0, -0.5, -0.01, 1e-3, 0.1, 1.0, 8.0, 1e4], (call.batch, h)),
     }[call.slopes]
-    return _rounded(drawn, slopes_dtype(call) if call.dtype == "float64" or call.slopes_as == "low" else "float32")
+    return _rounded(drawn, _rounds_to(call))
+
+
+def _rounds_to(call: Call) -> str:
+    """The dtype whose numbers slopes are."""
+    return slopes_dtype(call) if call.dtype == "float64" or call.slopes_as == "low" else "float32"
 
 
 def _right(call: Call, rng: np.random.Generator) -> np.ndarray | None:
@@ -155,7 +160,7 @@ def _right(call: Call, rng: np.random.Generator) -> np.ndarray | None:
         "steep": np.where(some, 1e4, random),
     }[call.right]
     finite = np.isfinite(drawn)
-    return np.where(finite, _rounded(np.where(finite, drawn, 0.0), "float32"), drawn)
+    return np.where(finite, _rounded(np.where(finite, drawn, 0.0), _rounds_to(call)), drawn)
 
 
 def _key_bias(call: Call, rng: np.random.Generator) -> np.ndarray | None:
