@@ -18,12 +18,13 @@ from alibi_attn.bench.by_kind import records_by_kind
 from alibi_attn.bench.cases import Case, draw
 from alibi_attn.bench.columns import Columns
 from alibi_attn.bench.exactness import Reference, computed
-from alibi_attn.bench.peers import Attention, Peer, cpu_peers, ours_dropping, reason
+from alibi_attn.bench.peers import Attention, Peer, bf16_peers, cpu_peers, ours_dropping, reason
 from alibi_attn.bench.timing import matrix_product, matrix_rate_gflops, medians_ms
 from alibi_attn.slopes import alibi_slopes
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
-_PRODUCT = "matrix product"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_PRODUCT = "matrix product"  # of fp32
 
 
 def cpu(
@@ -35,41 +36,49 @@ def cpu(
     budget_s: float = 20.0,
     memory: bool = True,
     dropout_p: float = 0.0,
+    dtype: str = "float32",
     say: Callable[[str], None] = print,
 ) -> list[Path]:
     """Measure and keep one record for every kind of input; returns their paths.
 
     Args:
-        lengths: in tokens, n = T = S; 8 heads × 64, fp32, batch 1.
+        lengths: in tokens, n = T = S; 8 heads × 64, batch 1.
         kinds: of input, see `cases.draw`.
         repeats, budget_s: turns at most, and seconds at most that the turns of one length and direction may take.
         memory: also measure peak memory, each in a process of its own.
         dropout_p: measure ours with so much dropout, too; 0 = it is left out.
+        dtype: "float32", or "bfloat16", which is measured beside ours in fp32 of the same numbers.
     """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r} but must be one of {', '.join(DTYPES)}")
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p is {dropout_p} but must be a probability in [0, 1); 0 measures none")
-    peers = [*cpu_peers(), *([ours_dropping(dropout_p)] if dropout_p > 0 else [])]
+    half = dtype == "bfloat16"
+    peers = [*(bf16_peers() if half else cpu_peers()), *([ours_dropping(dropout_p)] if dropout_p > 0 else [])]
     configs: dict[str, dict[str, records.Json]] = {
         kind: {
-            "kind": kind, "heads": 8, "head_dim": 64, "dtype": "float32", "lengths": list(lengths),
+            "kind": kind, "heads": 8, "head_dim": 64, "dtype": dtype, "lengths": list(lengths),
             "threads": torch.get_num_threads(), "peers": {peer.name: peer.note for peer in peers},
         }
         for kind in kinds
     }  # fmt: skip
     return records_by_kind(
-        out, "cpu", configs, lengths=lengths, summary=_summary, train_step=_train_step if memory else None, say=say,
-        measure=lambda kind, n: _measure(Case(kind, n), peers=peers, repeats=repeats, budget_s=budget_s, say=say),
+        out, "cpu-bf16" if half else "cpu", configs, lengths=lengths, summary=_summary, say=say,
+        train_step=(_train_step_in_bf16 if half else _train_step) if memory else None,
+        measure=lambda kind, n: _measure(
+            Case(kind, n), DTYPES[dtype], peers=peers, repeats=repeats, budget_s=budget_s, say=say
+        ),
     )  # fmt: skip
 
 
 def _measure(
-    case: Case, *, peers: Sequence[Peer], repeats: int, budget_s: float, say: Callable[[str], None]
+    case: Case, dtype: torch.dtype, *, peers: Sequence[Peer], repeats: int, budget_s: float, say: Callable[[str], None]
 ) -> dict[str, dict[str, records.Json]]:
     """Rows by peer, and the row "reach" with what the certificate asks for.
 
     A matrix product takes turns with the peers, so that it says how fast the machine was while they ran.
     """
-    query, key, value, grad = draw(case)
+    query, key, value, grad = (x.to(dtype) for x in draw(case))
     slopes = torch.tensor(alibi_slopes(case.num_heads), dtype=torch.float32)
     references = {
         p: Reference.of(query, key, value, grad, slopes, dropout_p=p) for p in {peer.dropout_p for peer in peers}
@@ -78,14 +87,15 @@ def _measure(
     calls: dict[str, Callable[[], object]] = {}
     steps: dict[str, Callable[[], object]] = {}
     for peer in peers:
-        wanted = grad if case.length <= peer.longest_backward else None
-        attention, rows[peer.name] = _checked(peer, references[peer.dropout_p], query, key, value, wanted, slopes)
+        q, k, v, do = (x if peer.dtype is None else x.to(peer.dtype) for x in (query, key, value, grad))
+        wanted = do if case.length <= peer.longest_backward else None
+        attention, rows[peer.name] = _checked(peer, references[peer.dropout_p], q, k, v, wanted, slopes)
         if attention is None:
             say(f"{peer.name} is left out at {case.length}: {rows[peer.name]['why_not']}")
             continue
-        calls[peer.name] = _forward(attention, query, key, value)
+        calls[peer.name] = _forward(attention, q, k, v)
         if wanted is not None:
-            steps[peer.name] = _backward(attention, query, key, value, grad)
+            steps[peer.name] = _backward(attention, q, k, v, wanted)
     product = matrix_product()
     forward = medians_ms({_PRODUCT: product, **calls}, repeats=repeats, budget_s=budget_s)
     backward = medians_ms({_PRODUCT: product, **steps}, repeats=repeats, budget_s=budget_s)
@@ -189,8 +199,12 @@ def _certified_reach(
     return bounds(spec, query, key, value).left[0], computed
 
 
-def _train_step(kind: str, length: int) -> None:
-    query, key, value, grad = draw(Case(kind, length))
+def _train_step_in_bf16(kind: str, length: int) -> None:
+    _train_step(kind, length, torch.bfloat16)
+
+
+def _train_step(kind: str, length: int, dtype: torch.dtype = torch.float32) -> None:
+    query, key, value, grad = (x.to(dtype) for x in draw(Case(kind, length)))
     leaves = [x.requires_grad_() for x in (query, key, value)]
     alibi_attention(*leaves).backward(grad)
 

@@ -39,6 +39,7 @@ class Peer:
         biased: it computes ALiBi; if not, it is held against attention without a bias.
         longest, longest_backward: the longest input that is timed; beyond it memory or patience ends. 0 = never.
         dropout_p: the share of the weights that it drops, by the mask of a seed: it is one of ours.
+        dtype: of its inputs, if not that of everybody's; they are converted before it is timed.
         score_error: by how much of the largest bias its scores may be off, beyond the rounding of its inputs' dtype.
     """
 
@@ -50,6 +51,7 @@ class Peer:
     longest_backward: int = 2**62
     score_error: float = 0.0
     dropout_p: float = 0.0
+    dtype: torch.dtype | None = None
 
     @property
     def is_ours(self) -> bool:
@@ -69,6 +71,17 @@ def cpu_peers() -> list[Peer]:
         ),
         Peer("eager", eager, "softmax(q·kᵀ + bias)·v written out; the bias built once", longest=2048),
         Peer("FlexAttention", flex, "score_mod and BlockMask, compiled; no backward on a CPU", longest=4096, longest_backward=0),
+    ]  # fmt: skip
+
+
+def bf16_peers() -> list[Peer]:
+    """Ours in bf16 beside ours in fp32, of the same numbers, and what computes ALiBi in bf16 on a CPU."""
+    return [
+        Peer("ours", ours("auto"), "backend='auto'", longest=65536),
+        Peer("ours, fp32", ours("auto"), "backend='auto', the same numbers in fp32", longest=65536, dtype=torch.float32),
+        Peer("causal, no bias", causal, "SDPA is_causal=True; no ALiBi at all", biased=False, longest=32768),
+        Peer("SDPA + dense bias", dense, "attn_mask, built once in the inputs' dtype", longest=8192),
+        Peer("eager", eager, "softmax(q·kᵀ + bias)·v written out; the bias built once", longest=2048),
     ]  # fmt: skip
 
 

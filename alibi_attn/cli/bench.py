@@ -24,6 +24,7 @@ def cpu(
     seconds: Annotated[float, typer.Option(help="Seconds at most for the turns of a length and direction.")] = 20.0,
     memory: Annotated[bool, typer.Option(help="Measure peak memory too.")] = True,
     dropout: Annotated[float, typer.Option(min=0.0, max=0.99, help="Measure ours with so much dropout, too.")] = 0.0,
+    dtype: Annotated[str, typer.Option(help="float32, or bfloat16, beside ours in fp32.")] = "float32",
 ) -> None:
     """Causal ALiBi attention, ours against what users would pick instead, forward and backward.
 
@@ -35,7 +36,7 @@ def cpu(
     asked = _numbers(lengths) or LENGTHS
     paths = cpu(
         out, lengths=asked, kinds=kinds.split(","), repeats=repeats, budget_s=seconds, memory=memory, dropout_p=dropout,
-        say=typer.echo,
+        dtype=dtype, say=typer.echo,
     )  # fmt: skip
     _tell(paths)
 

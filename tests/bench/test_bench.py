@@ -85,6 +85,17 @@ def test_dropout_is_checked_by_its_mask_and_timed(tmp_path: Path, monkeypatch: p
         bench.cpu(tmp_path, dropout_p=1.0)
 
 
+def test_bf16_is_measured_beside_fp32_of_the_same_numbers(tmp_path: Path) -> None:
+    (path,) = bench.cpu(tmp_path, lengths=(64, 150), repeats=1, memory=False, dtype="bfloat16", say=lambda _: None)
+    record = records.load(path)
+    assert record.config["dtype"] == "bfloat16"
+    ours, wide, dense = (record.curves[name] for name in ("ours", "ours, fp32", "SDPA + dense bias"))
+    assert max(wide["relative_error"]) < 1e-6 < max(ours["relative_error"]) < 2 * max(dense["relative_error"])
+    assert min(*ours["backward_ms"], *wide["forward_ms"], *dense["backward_ms"]) > 0
+    with pytest.raises(ValueError, match="dtype is 'float16' but must be one of float32, bfloat16"):
+        bench.cpu(tmp_path, dtype="float16")
+
+
 def test_a_peer_that_cannot_run_says_why_and_ours_raises() -> None:
     def refused(*_: object) -> None:
         raise RuntimeError("no kernel\nfor this")
