@@ -1,7 +1,7 @@
 """The JAX function computes the definition: the cases, the truth and the checker are those of PyTorch's backends."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
@@ -16,6 +16,17 @@ from alibi_attn.jax import attention
 CASE = {case.name: case for case in CASES}
 BACKENDS = ("native", "dense", "loop")
 EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
+
+
+def once_or_more(cases: Sequence[Case]) -> list[object]:
+    """(backend, case): the kernels with all cases, what XLA compiles with every third, and with the others in the long tests."""
+    beside = [pytest.mark.long, ()]
+    return [
+        pytest.param(backend, case, marks=() if backend == "native" else beside[n % 3 == 0], id=f"{backend}-{case}")
+        for backend in BACKENDS
+        for n, case in enumerate(cases)
+    ]
+
 
 # Run in their own shapes too, with tiles of the usual size: one of each kind of argument. The last is for the tiles alone.
 OWN_SHAPES = ("one query", "packed segments, symmetric, mask", "steep, long")
@@ -41,24 +52,25 @@ def assert_same(case: Case, dtype: str, **how: object) -> None:
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "case"), once_or_more(CASES))
 def test_every_case_equals_the_definition(backend: str, case: Case) -> None:
     assert_same(case, "float32", backend=backend)
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("case", [case for case in KEY_BIASES if SMALL.holds(case)], ids=str)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "case"), once_or_more([case for case in KEY_BIASES if SMALL.holds(case)]))
 def test_a_bias_per_key_equals_the_definition(backend: str, case: Case) -> None:
     assert_same(case, "float32", backend=backend)
 
 
 @pytest.mark.parametrize("case", [case for case in KEY_BIASES if not SMALL.holds(case)], ids=str)
-def test_a_bias_per_key_of_long_input_equals_the_definition(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("backend", ["native", pytest.param("loop", marks=pytest.mark.long)])
+def test_a_bias_per_key_of_long_input_equals_the_definition(
+    backend: str, case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(attention, "QUERY_BLOCK", 33)
     monkeypatch.setattr(attention, "KEY_TILE", 24)
-    assert_same(case, "float32", backend="loop")
+    assert_same(case, "float32", backend=backend)
 
 
 @pytest.mark.parametrize("case", ONE_FAR_KEY[-1:], ids=str)
@@ -78,6 +90,7 @@ def test_cases_in_their_own_shapes_equal_the_definition(backend: str, name: str)
 @pytest.mark.parametrize(
     ("dtype", "backend", "names"),
     [
+        *((dtype, "native", ("everything", "symmetric", "steep, long, sink, peaked")) for dtype in EPS),
         ("bfloat16", "dense", ("everything", "symmetric", "heads that never look right")),
         ("bfloat16", "loop", ("everything", "symmetric", "heads that never look right")),
         ("bfloat16", "loop", ("steep, long", "steep, long, sink, peaked")),

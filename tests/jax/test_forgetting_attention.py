@@ -66,6 +66,8 @@ def by_hand(query, key, value, gates, *, slopes=None, window=None, key_mask=None
         ("dense", {}, ("slopes", "key_mask")),
         ("dense", {"t": 20, "s": 45, "gates_of": 2}, ("key_bias", "segment_ids", "window")),
         ("loop", {"t": 30, "s": 45, "gates_of": 2}, ("key_bias", "key_mask", "segment_ids", "slopes")),
+        ("native", {"t": 20, "s": 45, "gates_of": 2}, ("key_bias", "segment_ids", "window")),
+        ("native", {"t": 30, "s": 45, "gates_of": 2}, ("key_bias", "key_mask", "segment_ids", "slopes")),
     ],
 )
 def test_it_is_the_papers_formula(backend: str, shape: dict, options: tuple[str, ...]) -> None:
@@ -122,26 +124,27 @@ def test_sums_of_gates_keep_the_digits_that_fp32_does_not_have(length: int, reve
     assert length < 131_072 or np.abs(np.float64(high) - exact).max() > 1e-3
 
 
-def test_great_length_costs_no_digits() -> None:
+@pytest.mark.parametrize("backend", ["native", "loop"])
+def test_great_length_costs_no_digits(backend: str) -> None:
     """The last queries of 131,072 tokens: sums of gates are 10⁵ there, of which fp32 keeps two digits behind the point."""
     t, s, near = 64, 131_072, 512
     query, key, value, gates = (x[:1] for x in draw(t, s, h=1, k=1))
-    output, lse = jax.jit(partial(forgetting_attention, return_lse=True, backend="loop"))(query, key, value, gates)
+    output, lse = jax.jit(partial(forgetting_attention, return_lse=True, backend=backend))(query, key, value, gates)
     last = [torch.tensor(x, dtype=torch.float64) for x in (query, key[:, -near:], value[:, -near:], gates[..., -near:])]
     exact, exact_lse = by_hand(*last)
     np.testing.assert_allclose(output, exact.numpy(), rtol=0, atol=4e-6)
     np.testing.assert_allclose(lse, exact_lse.numpy(), rtol=0, atol=8e-6)
 
 
-@pytest.mark.long
-def test_a_gates_gradient_is_right_at_length() -> None:
+@pytest.mark.parametrize("backend", ["native", pytest.param("loop", marks=pytest.mark.long)])
+def test_a_gates_gradient_is_right_at_length(backend: str) -> None:
     """It is a sum over all later rows: what one row's rounding leaves must not collect."""
     inputs = [x[:1] for x in draw(6144, h=1, k=1)]
     inputs[3] = log_gates(2.0 + np.random.default_rng(1).standard_normal(inputs[3].shape))
     narrow = [jnp.asarray(x, jnp.bfloat16) for x in inputs[:3]]
 
     def loss(gates: jax.Array) -> jax.Array:
-        output = forgetting_attention(*narrow, gates, backend="loop")
+        output = forgetting_attention(*narrow, gates, backend=backend)
         return (output.astype(jnp.float32) * inputs[0]).sum()
 
     ours = np.asarray(jax.grad(loss)(jnp.asarray(inputs[3])))
@@ -153,11 +156,12 @@ def test_a_gates_gradient_is_right_at_length() -> None:
 
 
 @pytest.mark.usefixtures("small_tiles")
-def test_vmap_and_jit_carry_gates() -> None:
+@pytest.mark.parametrize("backend", ["native", "dense"])
+def test_vmap_and_jit_carry_gates(backend: str) -> None:
     inputs = draw(40)
-    one = lambda *x: forgetting_attention(*(y[None] for y in x), backend="dense")[0]  # noqa: E731
+    one = lambda *x: forgetting_attention(*(y[None] for y in x), backend=backend)[0]  # noqa: E731
     mapped = jax.jit(jax.vmap(jax.grad(lambda *x: jnp.square(one(*x)).sum(), argnums=3)))(*inputs)
-    whole = jax.grad(lambda *x: jnp.square(forgetting_attention(*x, backend="dense")).sum(), argnums=3)(*inputs)
+    whole = jax.grad(lambda *x: jnp.square(forgetting_attention(*x, backend=backend)).sum(), argnums=3)(*inputs)
     np.testing.assert_allclose(mapped, whole, rtol=1e-5, atol=1e-5)
     assert (np.asarray(whole)[:, :, 0] == 0).all()  # no key lies before the first gate
 

@@ -212,6 +212,18 @@ def test_denormal_numbers_are_kept() -> None:
     assert float(jnp.float32(1e-20) * jnp.float32(1e-20)) == 0, "XLA flushes others as before"
 
 
+def test_torch_gets_them_too_whatever_its_thread_does() -> None:
+    query, key, value = (torch.ones(1, 2, 600, 16) * size for size in (1.0, 1e-39, 1e-39))
+    plain = api.alibi_attention(query, key, value, backend="native")
+    assert torch.set_flush_denormal(True)
+    try:
+        flushed = api.alibi_attention(query, key, value, backend="native")
+    finally:
+        torch.set_flush_denormal(False)
+    assert (plain > 0).all()
+    assert torch.equal(plain.view(torch.int32), flushed.view(torch.int32))
+
+
 def test_named_it_raises_with_its_reason_where_there_is_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "_registered", lambda: "there is no C++ compiler 'g++'")
     with pytest.raises(
