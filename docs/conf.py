@@ -52,6 +52,7 @@ _ALIASES = {
 # In a docstring: code, which stays as it is, or a letter that reStructuredText would take for markup.
 _MARKUP = re.compile(r"(?P<before>\w?)(?P<code>`[^`\n]*`)(?P<after>\w?)|[*|]|(?<=\w)_(?!\w)")
 _SECTION = re.compile(r"\w+:$")
+_LIST = re.compile(r"(?<=: )(\w)\.$")  # "num_heads: H." is no list
 _analyze = ModuleAnalyzer.analyze
 
 
@@ -66,7 +67,9 @@ def _plain_docstring(_app: object, _what: str, _name: str, _object: object, _opt
         if is_indented and not is_formula and found and not found[-1] and not _SECTION.match(header):
             is_formula = True
             found += ["::", ""]
-        found.append(line if is_formula or line.lstrip().startswith(">>>") else _MARKUP.sub(_escaped, line))
+        found.append(
+            line if is_formula or line.lstrip().startswith(">>>") else _LIST.sub(r"\1\\.", _MARKUP.sub(_escaped, line))
+        )
     lines[:] = found
 
 

@@ -225,7 +225,7 @@ def _against(found: Record, peer: str) -> list[str]:
 
 
 def _time(ms: float) -> str:
-    return f"{ms:.0f} ms" if ms < 1000 else f"{ms / 1000:.1f} s"
+    return f"{ms:.0f}\u00a0ms" if ms < 1000 else f"{ms / 1000:.1f}\u00a0s"
 
 
 def _ratio(times: float | None) -> str:
