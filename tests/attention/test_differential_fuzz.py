@@ -67,6 +67,8 @@ FOUND = (
     Call(seed=56924, query_len=0, key_len=0, offset=0, offset_as="0-d", segments="sorted", wanted="inputs"),
     Call(seed=71419, heads=2, kv_heads=2, query_len=7, key_len=3073, head_dim=17, slopes="mixed", layout_value="same row",
          peaked=0.0, wanted="inputs"),
+    Call(seed=91679, batch=2, heads=4, query_len=134, key_len=134, causal=False, slopes="batch", right="random", scale=1.0,
+         offset=-135, mask="sparse", outlier_key=1000.0, return_lse=False, through="output"),
     Call(seed=6940, heads=4, kv_heads=2, query_len=151, key_len=151, segments="unsorted", segments_as="pair", key_bias="wide"),
     Call(seed=5999, heads=32, kv_heads=2, query_len=16, key_len=17, head_dim=20, window=2, scale=8.0, bad="seen",
          through="output", dropout_p=0.5, torch_seed=720833116),

@@ -168,9 +168,19 @@ def _pieces(head: _Head, outlier_tiles: list[int]) -> list[Piece]:
         edge = ROWS * next((n for n, block in enumerate(blocks) if block.low > 0), len(blocks))
     met: list[_Block] = []
     pieces = [*_triangle(head.first, edge), *_sliding(head, edge, spec.query_len, widest, met)]
+    if max(outlier_tiles, default=-1) >= 0:
+        met = sorted([*met, *_without_band(spec, edge, met)])
     for tile in outlier_tiles:
         pieces += _outlier_pieces(spec, met, tile) if tile >= 0 else ()
     return [part for piece in pieces for cut in _cut(piece) for part in _spread(spec, cut, head.threads)]
+
+
+def _without_band(spec: Spec, query: int, met: list[_Block]) -> Iterator[_Block]:
+    """The queries from `query` on in whose band there is no key: outlier tiles are all that they may see."""
+    for block in [*sorted(met), _Block(spec.query_len, 0, 0, 0)]:
+        for start in range(query, block.query, ROWS):
+            yield _Block(start, min(ROWS, block.query - start), spec.key_len, spec.key_len)
+        query = max(query, block.query + block.rows)
 
 
 def _sliding(head: _Head, query: int, stop: int, widest: int, met: list[_Block]) -> Iterator[Piece]:
