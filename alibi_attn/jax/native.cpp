@@ -106,9 +106,10 @@ struct Laid {
         return {call.B, call.S, call.K, call.D, int(call.threads), numbers_of<Real>(array)};
     }
 
-    // Returns [B, H, T], which queries see NaN or inf, or nothing.
-    std::vector<uint8_t> read(Packed<Real> &queries, Packed<Real> &keys, Packed<Real> &values) {
-        queries.read(), keys.read(), values.read();
+    // Queries, keys, values, and others. Returns [B, H, T], which queries see NaN or inf, or nothing.
+    std::vector<uint8_t> read(std::initializer_list<Packed<Real> *> arrays) {
+        for_all(&Packed<Real>::read, arrays);
+        Packed<Real> &queries = *arrays.begin()[0], &keys = *arrays.begin()[1], &values = *arrays.begin()[2];
         const std::vector<uint8_t> poisoned = clean(call, queries, keys, values, key_bias);
         call.query = queries.template rows<const Real>();
         call.key = keys.template rows<const Real>(), call.value = values.template rows<const Real>();
@@ -141,7 +142,7 @@ void forward(const Buffers &in, const Buffers &out, const Settings &settings) {
     Packed<Real> keys = laid.like_keys(in[KEY]), values = laid.like_keys(in[VALUE]);
     if (call.blocks() <= FEW_BLOCKS) keys = keys.may_stay(), values = values.may_stay();
     const Memory memory({&queries, &keys, &values, &output});
-    const std::vector<uint8_t> poisoned = laid.read(queries, keys, values);
+    const std::vector<uint8_t> poisoned = laid.read({&queries, &keys, &values});
     std::vector<double> lse(call.B * call.H * call.T);
     call.output = output.rows(), call.lse = lse.data();
     call.rows = numbers_of<Real>(out[OF_ROWS]), call.visited = numbers_of<int32_t>(out[OF_VISITED]);
@@ -157,7 +158,7 @@ void forward(const Buffers &in, const Buffers &out, const Settings &settings) {
         std::fill_n(call.output.of(b, h, i), call.D, Real(NAN));
     }
     narrow(lse, out[OF_LSE]);
-    output.write();
+    if (!output.stays) for_all(&Packed<Real>::write, {&output});
 }
 
 template <typename Real>
@@ -169,8 +170,7 @@ void backward(const Buffers &in, const Buffers &out, const Settings &settings) {
     Packed<Real> query_grad = laid.like_queries(out[OF_QUERY]).may_stay();
     Packed<Real> key_grad = laid.like_keys(out[OF_KEY]), value_grad = laid.like_keys(out[OF_VALUE]);
     const Memory memory({&queries, &keys, &values, &output, &grads, &query_grad, &key_grad, &value_grad});
-    laid.read(queries, keys, values);
-    output.read(), grads.read();
+    laid.read({&queries, &keys, &values, &output, &grads});
     call.grad = grads.template rows<const Real>(), call.grad_lse = numbers_of<const Real>(in[GRAD_LSE]);
     call.output = output.rows();
     call.rows = numbers_of<Real>(in[ROWS]), call.visited = numbers_of<int32_t>(in[VISITED]);
@@ -185,7 +185,7 @@ void backward(const Buffers &in, const Buffers &out, const Settings &settings) {
     if (!slopes.empty()) call.slope_grads = slopes.data();
     if (!of_keys.empty()) call.key_bias_grad = of_keys.data(), call.query_bias_grad = of_queries.data();
     kernels[sizeof(Real) == 8 ? 3 : 1](&call);
-    query_grad.write(), key_grad.write(), value_grad.write();
+    for_all(&Packed<Real>::write, {&query_grad, &key_grad, &value_grad});
     if (!of_keys.empty()) narrow(of_keys, out[OF_KEY_BIAS]);
     if (out[OF_QUERY_BIAS].element_count()) narrow(of_queries, out[OF_QUERY_BIAS]);
     if (slopes.empty()) return;

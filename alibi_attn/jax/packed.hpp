@@ -20,6 +20,7 @@ enum {
     LINE = 64,   // bytes
     PAGE = 4096,
     MOST_KEPT = 1 << 28,
+    FEW_TO_COPY = 1 << 17,
 };
 
 // [B, T, H, D] of XLA, and what the kernels get for it.
@@ -48,11 +49,11 @@ struct Packed {
         return {numbers, H * T * width(), T * width(), width()};
     }
 
-    // Copy them, and look whether they are moderate.
+    // Copy them, and look whether they are moderate; the rows are divided among the threads that call.
     void read() {
         const Real most = std::sqrt(sizeof(Real) == 4 ? Real(3.4e38) : Real(1.7e308)) / (16 * std::sqrt(Real(D)));
         int wrong = 0;
-#pragma omp parallel for schedule(static) reduction(| : wrong) num_threads(threads)
+#pragma omp for schedule(static) nowait
         for (int64_t row = 0; row < B * T; row++) {
             for (int64_t h = 0; h < H; h++) {
                 const Real *from = of_xla + (row * H + h) * D;
@@ -64,13 +65,16 @@ struct Packed {
                 std::fill_n(of(row, h) + D, width() - D, Real(0));
             }
         }
-        is_moderate = !wrong;
+        if (wrong) {
+#pragma omp atomic write
+            is_moderate = false;
+        }
     }
 
-    // Copy them back.
-    void write() const {
+    // Copy them back; as above.
+    void write() {
         if (stays) return;
-#pragma omp parallel for schedule(static) num_threads(threads)
+#pragma omp for schedule(static) nowait
         for (int64_t row = 0; row < B * T; row++)
             for (int64_t h = 0; h < H; h++) std::copy_n(of(row, h), D, of_xla + (row * H + h) * D);
     }
@@ -91,6 +95,15 @@ struct Packed {
 
     void zero(int64_t row, int64_t h) { std::fill_n(of(row, h), stays ? D : width(), Real(0)); }
 };
+
+// Read or write several arrays, on as many threads as a call may use: a team has to meet but once. Few rows are quicker alone.
+template <typename Real>
+void for_all(void (Packed<Real>::*copy)(), std::initializer_list<Packed<Real> *> arrays) {
+    int64_t numbers = 0;
+    for (const Packed<Real> *array : arrays) numbers += array->B * array->T * array->H * array->D;
+#pragma omp parallel num_threads((*arrays.begin())->threads) if (numbers > FEW_TO_COPY)
+    for (Packed<Real> *array : arrays) (array->*copy)();
+}
 
 struct Piece {
     char *begin = nullptr;
