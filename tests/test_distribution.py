@@ -60,7 +60,7 @@ print(alibi_attn.__file__)
 print(build.why_not())
 """
 CALLS = """
-import functools, alibi_attn, torch
+import functools, pathlib, alibi_attn, torch
 q, k, v = torch.randn(3, 1, 8, 800, 16, generator=torch.Generator().manual_seed(0))
 truth = alibi_attn.alibi_attention(q.double(), k.double(), v.double(), backend="reference").float()
 torch.testing.assert_close(alibi_attn.alibi_attention(q, k, v), truth)
@@ -85,7 +85,7 @@ for level in LEVELS:
     for ours, theirs in zip(torch.autograd.grad(output.sum(), given), gradients, strict=True):
         torch.testing.assert_close(ours, theirs.float(), atol=1e-4, rtol=1e-4)
     print(build.instructions())
-print(*{line.split()[-1] for line in open("/proc/self/maps") if "omp" in line.split("/")[-1]})
+print(*{line.split()[-1] for line in pathlib.Path("/proc/self/maps").read_text().splitlines() if "omp" in line.split("/")[-1]})
 """
 )
 PLAIN = """
