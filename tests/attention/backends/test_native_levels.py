@@ -105,6 +105,7 @@ class Wheel:
     def add(self, level: Level, *flags: str, tile: int = build.FOR_CPP["TILE"], more: str = "") -> None:
         constants = "".join(f"ALIBI_{name}={value!r} " for name, value in (build.FOR_CPP | {"TILE": tile}).items())
         functions = "".join(f"void {name}(void *) {{}}\n" for name in (*build.FUNCTIONS, "alibi_backward_tasks"))
+        functions += "long alibi_multiplies_bf16() { return 0; }\n"
         bytes_of_call = f"long alibi_call_bytes() {{ return {ctypes.sizeof(build.Call)}; }}"
         source = self.folder / "small.cpp"
         source.write_text(
