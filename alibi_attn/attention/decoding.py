@@ -2,8 +2,9 @@
 
 `alibi_attention` reads every key once to know how long it is. Where that is remembered (`norms.py`) a new query's reach is
 known before any far key is touched. On a GPU the kernels get their plan from there, also for the parts of a long prompt. On a CPU
-each head of each row attends to a slice: its last keys, and the outlier tiles before them. Rows may be padded: each then
-counts from the last key that it may see.
+a kernel goes from each query outward, and says tile by tile what need not be read. Where there is no compiler, or gates, or
+numbers that are not finite, each head of each row attends to a slice: its last keys, and the outlier tiles before them. Rows may
+be padded: each then counts from the last key that it may see.
 """
 
 import dataclasses
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from alibi_attn.attention.api import alibi_attention
 from alibi_attn.attention.backends.fused import backend as fused
+from alibi_attn.attention.backends.native import decoding as native
 from alibi_attn.attention.certificate.biased import gated_bounds, sums_behind
 from alibi_attn.attention.certificate.bounds import bounds, worth_leaving_out
 from alibi_attn.attention.certificate.constants import TILE
@@ -24,13 +26,17 @@ from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.validation import make_spec
 
 MAX_QUERIES = 16  # on a CPU
-LONG = 2**23  # elements of the cached keys of a sequence, on a CPU: with fewer, reading them all is as fast
+LONG = (
+    2**23
+)  # elements of the cached keys of a sequence, on a CPU without the kernel: with fewer, reading all is as fast
 FEW = 1024  # keys that cost less than a call of their own: heads that need no more are answered together
 
 Runs = Sequence[tuple[int, int]]  # of every row: the first key that may be seen, and the first after the last
 
 
-def reads_near(query: Tensor, key: Tensor, slopes: Tensor, *, masked: bool = False, gated: bool = False) -> bool:
+def reads_near(
+    query: Tensor, key: Tensor, slopes: Tensor, *, masked: bool = False, gated: bool = False, remembered: bool = True
+) -> bool:
     """Whether `attend_near` takes such queries and keys, and is worth it; told without reading a tensor.
 
     It has no gradient, and torch.compile does not trace it.
@@ -38,12 +44,32 @@ def reads_near(query: Tensor, key: Tensor, slopes: Tensor, *, masked: bool = Fal
     Args:
         masked: there is a key mask. `visible_runs` says whether it has no holes.
         gated: there are forget gates. On a GPU all keys are scored with either, and on a CPU with both.
+        remembered: the norms of the keys and values are known; if not, the kernel for the CPU reads all keys.
     """
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
     if _on_cpu(query):
-        return not (masked and gated) and query.shape[2] <= MAX_QUERIES and key.shape[1:].numel() >= LONG
-    return not masked and not gated and fused.why_not(make_spec(query, key, key, slopes), query, key, key) is None
+        if (masked and gated) or query.shape[2] > MAX_QUERIES:
+            return False
+        return (remembered and key.shape[1:].numel() >= LONG) or (not gated and has_kernel(query, key))
+    return (
+        remembered
+        and not masked
+        and not gated
+        and fused.why_not(make_spec(query, key, key, slopes), query, key, key) is None
+    )
+
+
+def has_kernel(query: Tensor, key: Tensor) -> bool:
+    """Whether the kernel for decoding on a CPU takes such queries and keys."""
+    return query.shape[3] % native.WIDTH == 0 and native.takes(query, key)
+
+
+def measured_norms(key: Tensor, value: Tensor) -> Norms:
+    """`Norms.of`, by the kernel that reads everything once where there is one."""
+    if key.shape[3] % native.WIDTH == 0 and key.shape[3] == value.shape[3] and native.takes(key, value):
+        return Norms(native.tile_norms(key.detach()), native.tile_norms(value.detach()))
+    return Norms.of(key, value)
 
 
 def visible_runs(key_mask: Tensor) -> Runs | None:
@@ -60,19 +86,28 @@ def visible_runs(key_mask: Tensor) -> Runs | None:
 
 
 def attend_near(
-    query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, known_norms: Norms, *, visible: Runs | None = None,
+    query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, known_norms: Norms | None, *, visible: Runs | None = None,
     log_fgate: Tensor | None = None, window: int | None = None, scale: float | None = None, tolerance: float | None = None,
 ) -> Tensor:  # fmt: skip
     """Causal attention of the last T positions, [B, H, T, D], where `reads_near` says so; on a CPU reads the reach on the host.
 
     Args:
         query, key, value, slopes, window, scale, tolerance: as for `alibi_attention`.
-        known_norms: what is known of the keys and values, of all but the last few.
+        known_norms: what is known of the keys and values, of all but the last few; None = nothing.
         visible: the keys that each row may see, on a CPU; None = all.
         log_fgate: [B, H, S] gates as for `forgetting_attention`, on a CPU and with all keys visible.
     """
+    if _on_cpu(query) and log_fgate is None and has_kernel(query, key):
+        output = native.decode(
+            query, key, value, slopes, norms=known_norms, visible=visible, window=window,
+            scale=query.shape[3] ** -0.5 if scale is None else scale,
+            tolerance=torch.finfo(query.dtype).eps / 32 if tolerance is None else tolerance,
+        )  # fmt: skip
+        if output is not None:
+            return output
     spec = make_spec(query, key, value, slopes, window=window, scale=scale, tolerance=tolerance)
     with torch.no_grad():
+        known_norms = Norms.of(key, value) if known_norms is None else known_norms
         if not _on_cpu(query):
             assert visible is None and log_fgate is None, "reads_near refuses key masks and gates here"  # noqa: PT018
             return fused.decode(spec, query, key, value, known_norms)

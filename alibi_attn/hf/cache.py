@@ -21,10 +21,10 @@ class ALiBiCache(Cache):
     """Pass a new one as `past_key_values`: `model.generate(tokens, past_key_values=ALiBiCache())`.
 
     It does what a `DynamicCache` does (beams, assisted generation, chunks, cropping) with any model, and gives the same outputs.
-    With it a model under `patch` spends on attention what its reach costs, however long the text: on a CPU from 2²³ cached
-    elements a layer and sequence on, say 8,192 tokens of 16 heads × 64, and with padding every row what its own tokens cost.
-    Before that, and with holes in a mask, gradients, other numerics than "exact", a `backend` of your choice or `torch.compile`,
-    all keys are scored; on a GPU with any padding, too.
+    With it a model under `patch` spends on attention what its reach costs, however long the text, and with padding every row
+    what its own tokens cost. All keys are scored with holes in a mask, gradients, other numerics than "exact", a `backend` of
+    your choice or `torch.compile`; on a GPU with any padding, too; and on a CPU below 2²³ cached elements a layer and sequence
+    (8,192 tokens of 16 heads × 64) where there is no compiler, the dtype is fp16 or fp64, or a head's size is no multiple of 16.
 
     It may be copied and pickled; a pickle names its format and holds nothing of transformers' own, whose version may change.
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from alibi_attn.attention.api import alibi_attention
-from alibi_attn.attention.decoding import attend_near, reads_near, visible_runs
+from alibi_attn.attention.decoding import attend_near, has_kernel, reads_near, visible_runs
 from alibi_attn.attention.validation import slopes_beside
 from alibi_attn.hf.cache import ALiBiCache
 
@@ -74,12 +74,17 @@ def attended(
     # An instance may have another function in this one's place, as `distributed.context_parallel` gives to it.
     attend = vars(layer).get("attend", alibi_attention)
     plain = dropout_p == 0 and dialect.backend == "auto" and attend is alibi_attention
-    if plain and isinstance(cache, ALiBiCache) and reads_near(query, key, slopes, masked=seen is not None):
+    remembers = isinstance(cache, ALiBiCache)
+    last = (
+        not isinstance(first, Tensor) and first + query.shape[2] == key.shape[2]
+    )  # a static cache has room behind them
+    if plain and last and reads_near(query, key, slopes, masked=seen is not None, remembered=remembers):
         visible = None if seen is None else visible_runs(seen)
         if seen is None or visible is not None:
-            known_norms = cache.norms(layer.layer_idx)  # type: ignore[arg-type]
-            near = attend_near(query, key, value, slopes, known_norms, visible=visible, scale=dialect.scale)
-            return merged(near)
+            norms = cache.norms(layer.layer_idx) if isinstance(cache, ALiBiCache) else None  # type: ignore[arg-type]
+            return merged(attend_near(query, key, value, slopes, norms, visible=visible, scale=dialect.scale))
+    elif plain and last and isinstance(cache, ALiBiCache) and not torch.is_grad_enabled() and has_kernel(query, key):
+        cache.norms(layer.layer_idx)  # type: ignore[arg-type]  # with the prompt, and not with the first token after it
     mixed = attend(
         query, key, value, slopes, scale=dialect.scale, query_offset=first, key_mask=seen, dropout_p=dropout_p,
         backend=dialect.backend,

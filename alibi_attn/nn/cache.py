@@ -12,7 +12,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Norms
+from alibi_attn.attention.decoding import measured_norms
 from alibi_attn.nn.pickles import check_format
 
 FORMAT = 1  # of a pickle
@@ -96,8 +98,9 @@ class KVCache:
     def norms(self) -> Norms:
         """How long the keys and values are at most, tile by tile: read once each, so that decoding need not read them again."""
         if self._norms is None:
-            self._norms = Norms.of(self.key, self.value)
-        self._norms = self._norms.extended(self.key, self.value)
+            self._norms = measured_norms(self.key, self.value)
+        elif self._length - self._norms.covered >= TILE:
+            self._norms = self._norms.extended(self.key, self.value, measured_norms)
         return self._norms
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
@@ -142,10 +145,18 @@ class KVCache:
         new_length = self._length + key.shape[2]
         if self.max_tokens is not None and new_length > self.max_tokens:
             return self._stream(key, value)
-        if self._key is None or self._value is None:
-            self._replace(key, value)
-        elif torch.is_grad_enabled():
-            self._replace(torch.cat([self.key, key], dim=2), torch.cat([self.value, value], dim=2))
+        if torch.is_grad_enabled() or (
+            self._key is None and (self.max_tokens is not None or torch.compiler.is_compiling())
+        ):
+            if self._key is None or self._value is None:
+                self._replace(key, value)
+            else:
+                self._replace(torch.cat([self.key, key], dim=2), torch.cat([self.value, value], dim=2))
+        elif self._key is None or self._value is None:
+            # With room from the beginning: the first token after a prompt would copy all of it, and what comes may be a view
+            # that keeps more than itself alive.
+            self._replace(_with_room(key, 2 * new_length), _with_room(value, 2 * new_length))
+            self._has_room = True
         else:
             if not self._can_hold(self._key, self._start + new_length):
                 self._replace(_with_room(self.key, 2 * new_length), _with_room(self.value, 2 * new_length))

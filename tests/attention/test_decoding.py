@@ -20,6 +20,14 @@ CASES = ["noise", "sink", "giant far key of one head", "giant far value", "tiny 
 SIZES = [(1, 1500, None), (5, 1503, None), (1, 1472, 300), (16, 90, None), (3, 3, 2)]  # queries, keys, window
 
 
+@pytest.fixture(params=["kernel", "slices"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways on a CPU: the kernel, and what stands in for it without a compiler."""
+    if request.param == "slices":
+        monkeypatch.setattr(decoding, "has_kernel", lambda *tensors: False)
+    return request.param
+
+
 def draw(queries: int, keys: int, *, batch: int = 2, kv_heads: int = 4, dtype: torch.dtype = torch.float32):
     query = torch.randn(batch, 8, queries, 16, dtype=dtype)
     key, value = (torch.randn(batch, kv_heads, keys, 16, dtype=dtype) for _ in range(2))
@@ -39,6 +47,7 @@ def spoiled(case: str, key: torch.Tensor, value: torch.Tensor) -> None:
         value.zero_()
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("queries", "keys", "window"), SIZES)
 def test_it_gives_what_full_attention_gives(case: str, queries: int, keys: int, window: int | None) -> None:
@@ -57,6 +66,7 @@ def test_it_gives_what_full_attention_gives(case: str, queries: int, keys: int, 
     assert off <= 2 * theirs + 16 * EPS[torch.float32]
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_every_dtype(dtype: torch.dtype) -> None:
     query, key, value = draw(2, 1000, dtype=dtype)
@@ -67,6 +77,7 @@ def test_every_dtype(dtype: torch.dtype) -> None:
     assert float((got.double() - exact).abs().max()) <= 8 * EPS[dtype] * float(value.norm(dim=-1).max())
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("slopes", [[0.5, 0.0] * 4, [-0.1, 0.3] * 4])
 def test_heads_without_reach_read_everything(slopes: list[float]) -> None:
     query, key, value = draw(1, 500)
@@ -77,6 +88,7 @@ def test_heads_without_reach_read_everything(slopes: list[float]) -> None:
     )
 
 
+@pytest.mark.usefixtures("way")
 def test_slopes_of_each_sequence_and_what_else_is_in_the_batch() -> None:
     query, key, value = draw(1, 900, batch=3)
     m = SLOPES * torch.tensor([[1.0], [4.0], [0.5]])
@@ -87,6 +99,7 @@ def test_slopes_of_each_sequence_and_what_else_is_in_the_batch() -> None:
         assert torch.equal(together[b : b + 1], alone)
 
 
+@pytest.mark.usefixtures("way")
 def test_far_keys_are_not_read() -> None:
     """They may be anything, NaN even, once their norms are remembered."""
     query, key, value = draw(1, 6000, batch=1)
@@ -108,6 +121,7 @@ def test_keys_read_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         return alibi_attention(q, k, v, *args, **kwargs)
 
     monkeypatch.setattr(decoding, "alibi_attention", counting)
+    monkeypatch.setattr(decoding, "has_kernel", lambda *tensors: False)
     known_norms = Norms.of(key, value)
     decoding.attend_near(query, key, value, SLOPES, known_norms)
     spec = make_spec(query, key, value, SLOPES)
@@ -282,6 +296,7 @@ def test_runs_are_read_from_a_mask_without_holes() -> None:
     assert decoding.visible_runs(masked(RUNS, 2600)[:, None, None].expand(-1, 1, 3, -1)[:, 0, 2]) == RUNS
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("case", ["noise", "sinks", "giant far value", "hidden"])
 @pytest.mark.parametrize(("queries", "window"), [(1, None), (7, None), (16, 300)])
 def test_padded_rows_get_what_full_attention_gives_under_a_mask(case: str, queries: int, window: int | None) -> None:

@@ -318,3 +318,15 @@ def test_wrong_use_is_told_what_is_allowed():
     with pytest.raises(ValueError, match="rows 0 … 1"):
         cache.reorder([0, 2])
     assert len(cache) == 4
+
+
+def test_a_prompt_is_copied_once_and_the_next_token_not_at_all():
+    """It may be a view of more, which the cache must not keep alive, and the first token after it must not copy it."""
+    both = torch.randn(2, 1, 3, 40, 8)
+    cache = KVCache()
+    with torch.no_grad():
+        key, _ = cache.append(*both)
+        assert key.untyped_storage().data_ptr() != both.untyped_storage().data_ptr()
+        longer, _ = cache.append(*torch.randn(2, 1, 3, 1, 8))
+    assert longer.data_ptr() == key.data_ptr()
+    assert torch.equal(longer[:, :, :40], both[0])

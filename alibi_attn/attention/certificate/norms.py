@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -69,11 +70,17 @@ class Norms:
         """Positions, from the first on, of which something is known."""
         return self.keys.shape[2] * TILE
 
-    def extended(self, key: Tensor, value: Tensor) -> "Norms":
-        """With the tiles that are whole by now; key and value are all of them, [B, K, S, D], S ≥ covered."""
+    def extended(
+        self, key: Tensor, value: Tensor, measure: "Callable[[Tensor, Tensor], Norms] | None" = None
+    ) -> "Norms":
+        """With the tiles that are whole by now; key and value are all of them, [B, K, S, D], S ≥ covered.
+
+        Args:
+            measure: what reads the new ones, `Norms.of` by default.
+        """
         if key.shape[2] - self.covered < TILE:
             return self
-        more = Norms.of(key[:, :, self.covered :], value[:, :, self.covered :])
+        more = (measure or Norms.of)(key[:, :, self.covered :], value[:, :, self.covered :])
         return Norms(torch.cat([self.keys, more.keys], 2), torch.cat([self.values, more.values], 2))
 
     def cropped(self, length: int) -> "Norms":

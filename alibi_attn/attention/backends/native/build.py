@@ -22,7 +22,7 @@ from alibi_attn.attention.backends.native.levels import LEVELS, NATIVE, Level
 from alibi_attn.attention.certificate.constants import FOR_CPP
 
 FOLDER = Path(__file__).parent
-SOURCES = ("forward.cpp", "backward.cpp")
+SOURCES = ("forward.cpp", "backward.cpp", "decoding.cpp", "linear.cpp")
 HEADERS = (
     "constants.hpp",
     "vectors.hpp",
@@ -37,13 +37,18 @@ HEADERS = (
     "tails.hpp",
     "certificate.hpp",
     "tasks.hpp",
+    "decoding.hpp",
 )
 FLAGS = (  # and those of a level
     "-std=c++17", "-O3", "-fopenmp", "-fPIC", "-fno-exceptions", "-fno-rtti",
     *(f"-DALIBI_{name}={value!r}" for name, value in FOR_CPP.items()),
 )  # fmt: skip
 FLAGS_HERE = (*FLAGS, *NATIVE.flags)
-FUNCTIONS = ("alibi_forward_float32", "alibi_forward_float64", "alibi_backward_float32", "alibi_backward_float64")
+FUNCTIONS = (
+    "alibi_forward_float32", "alibi_forward_float64", "alibi_backward_float32", "alibi_backward_float64",
+    "alibi_decode_float32", "alibi_decode_bfloat16", "alibi_norms_float32", "alibi_norms_bfloat16",
+    "alibi_linear_float32", "alibi_linear_bfloat16", "alibi_decoding_bytes",
+)  # fmt: skip
 QUESTIONS = (
     "alibi_built_with",
     "alibi_instructions",

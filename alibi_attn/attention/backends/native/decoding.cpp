@@ -1,0 +1,285 @@
+// Decoding: a few queries at the end of a long text, over keys whose lengths a cache remembers, tile by tile.
+//
+// A row is one query of one head. It goes from its own tile outward by online softmax. What the tiles that it has not read may
+// weigh at most is known before they are read, and is held against what it has found so far: a tile is skipped while all that are
+// skipped weigh less than the tolerance together. So one tile of long keys is read on its own, and no far key else.
+// The allowances are those of `certificate.hpp`; what a skipped value may cost besides is counted tile by tile.
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <vector>
+
+#include "decoding.hpp"
+
+namespace {
+
+template <typename Stored>
+struct Row {
+    const DecodingCall<Stored> &call;
+    int64_t b, h, k, position, low, high;  // keys [low, high) may be seen
+    float slope, scale;
+    std::vector<float> query, acc;
+    float m_i = -INFINITY, l_i = 0;
+    float wrong = 0;  // NaN where a score or an output is not finite
+    double rate = 0, longest_kept = 0;
+    int64_t visited = 0, next_decision = 1;
+    int64_t next;            // the nearest tile that is to be visited, or one before the first
+    std::vector<double> weight;  // of a tile that is skipped, relative to exp(reference); 0 = it is to be visited
+    double skipped = 0, reference = 0;
+
+    Row(const DecodingCall<Stored> &of, int64_t sequence, int64_t head, int64_t t)
+        : call(of), b(sequence), h(head), k(head / (of.H / of.K)), position(of.S - of.T + t), query(of.D), acc(of.D) {
+        low = call.start[b], high = std::min(call.stop[b], position + 1);
+        if (call.window) low = std::max(low, position - call.window + 1);
+        slope = call.slopes[b * call.H + h], scale = float(call.scale);
+        double squares = 0;
+        for (int64_t d = 0; d < call.D; d++) {
+            query[d] = as_float(call.query.of(b, h, t)[d]);
+            squares += double(query[d]) * double(query[d]);
+        }
+        const double error = (call.D + SCORE_UNITS) * double(UNIT<float>);
+        rate = std::abs(call.scale) * (1 + error) * std::sqrt(squares);
+        next = high > low ? (high - 1) / BLOCK : -1;
+    }
+
+    int64_t first_tile() const { return low / BLOCK; }
+
+    // Scores and weighted values of the keys of a tile that may be seen.
+    template <int vectors>
+    void visit(int64_t tile) {
+        const int64_t from = std::max(tile * BLOCK, low), count = std::min((tile + 1) * BLOCK, high) - from;
+        float scores[BLOCK];
+        std::fill(scores, scores + BLOCK, -INFINITY);
+        scores_of<vectors>(from, count, scores);
+        Reals<float> top = load(scores);
+        for (int v = VL<float>; v < BLOCK; v += VL<float>) top = load(scores + v) > top ? load(scores + v) : top;
+        float most = m_i;
+        for (int i = 0; i < VL<float>; i++) most = top[i] > most ? top[i] : most;
+        const float kept = m_i == most ? 1.0f : exponential(every(m_i - most))[0];
+        Reals<float> sum = {};
+        for (int v = 0; v < BLOCK; v += VL<float>) {
+            const Reals<float> weights = exponential(load(scores + v) - most);
+            store(scores + v, weights);
+            sum += weights;
+        }
+        float total = 0;
+        for (int i = 0; i < VL<float>; i++) total += sum[i];
+        m_i = most, l_i = l_i * kept + total;
+        add_values<vectors>(from, count, scores, kept);
+        visited++;
+    }
+
+    template <int vectors>
+    void scores_of(int64_t from, int64_t count, float *scores) {
+        const int64_t size = vectors ? vectors * VL<float> : call.D;
+        Reals<float> own[vectors ? vectors : 1];
+        for (int v = 0; v < vectors; v++) own[v] = load(query.data() + v * VL<float>);
+        for (int64_t j = 0; j < count; j++) {
+            const Stored *key = call.key.of(b, k, from + j);
+            Reals<float> sum = {};
+            if (vectors)
+                UNROLL for (int v = 0; v < vectors; v++) sum += own[v] * load_floats(key + v * VL<float>);
+            else
+                for (int64_t d = 0; d < size; d += VL<float>) sum += load(query.data() + d) * load_floats(key + d);
+            scores[j] = sum_of(sum) * scale - slope * float(position - from - j);
+            wrong += scores[j] - scores[j];
+        }
+    }
+
+    template <int vectors>
+    void add_values(int64_t from, int64_t count, const float *weights, float kept) {
+        if constexpr (vectors > 0) {
+            Reals<float> sum[vectors];
+            UNROLL for (int v = 0; v < vectors; v++) sum[v] = Reals<float>{};
+            for (int64_t j = 0; j < count; j++) {
+                const Stored *value = call.value.of(b, k, from + j);
+                UNROLL for (int v = 0; v < vectors; v++) sum[v] += weights[j] * load_floats(value + v * VL<float>);
+            }
+            for (int v = 0; v < vectors; v++) {
+                float *to = acc.data() + v * VL<float>;
+                store(to, load(to) * kept + sum[v]);
+            }
+        } else {
+            for (int64_t d = 0; d < call.D; d += VL<float>) {
+                Reals<float> sum = {};
+                for (int64_t j = 0; j < count; j++) sum += weights[j] * load_floats(call.value.of(b, k, from + j) + d);
+                store(acc.data() + d, load(acc.data() + d) * kept + sum);
+            }
+        }
+    }
+
+    // Which tiles before `tile` need not be read, now that what has been read weighs so much; where to go on.
+    void decide(int64_t tile, double longest_key) {
+        next_decision = 2 * visited;
+        const int64_t known = std::min(call.N, tile), first = first_tile();
+        const double lambda = double(m_i) + std::log(double(l_i));
+        const double error = (call.D + SCORE_UNITS) * double(UNIT<float>);
+        const double fixed = error * (1 + rate * longest_key + std::abs(lambda)) + LSE_NATS + double(call.S / 32) * UNIT<float>;
+        const double base = std::log(-std::expm1(-BLOCK * double(slope)) / -std::expm1(-double(slope))) + fixed - lambda;
+        if (!(call.tolerance > 0 && slope > 0 && std::isfinite(base) && std::isfinite(rate))) {
+            weight.clear();
+            return go_on(tile);
+        }
+        skipped *= visited == 1 ? 0 : std::exp(reference - lambda), reference = lambda;
+        double allowed = call.tolerance * (1 - 1e-6) - skipped;
+        weight.assign(std::max<int64_t>(0, tile - first), 0.0);
+        const int64_t stop = std::min(known, (high - KEPT) / BLOCK);  // the nearest keys are read in any case
+        if (first < stop) weigh(first, stop, base);
+        for (int64_t at = 0; at < (int64_t)weight.size(); at++) {
+            double &most = weight[at];
+            if (first + at < stop && most <= allowed)
+                allowed -= most, most = std::max(most, 1e-300);
+            else
+                most = 0;
+        }
+        go_on(tile);
+    }
+
+    // The most that each of these tiles may weigh, relative to exp(-base), times what longer values cost.
+    void weigh(int64_t first, int64_t stop, double base) {
+        const double *keys = call.norms(call.key_norms, b, k), *values = call.norms(call.value_norms, b, k);
+        for (int64_t at = first; at < stop; at += VL<double>) {
+            const int64_t count = std::min<int64_t>(VL<double>, stop - at);
+            double nats[VL<double>] = {};
+            for (int64_t i = 0; i < count; i++) {
+                const double away = double(position - (at + i + 1) * BLOCK + 1), own = rate * keys[at + i] + base;
+                nats[i] = std::min(own - double(slope) * away, 600.0);
+                if (!(own < INFINITY)) nats[i] = 600;  // also where it is not a number
+            }
+            store(nats, exponential(load(nats)));
+            for (int64_t i = 0; i < count; i++) {
+                const double longer = values[at + i] / (VALUE_RATIO * longest_kept);
+                weight[at - first + i] = values[at + i] == 0 || longer <= 1 ? nats[i] : nats[i] * longer;
+            }
+        }
+    }
+
+    // Behind the tiles that are skipped, which are counted.
+    void go_on(int64_t tile) {
+        const int64_t first = first_tile();
+        int64_t at = tile - 1;
+        for (; at >= first && at - first < (int64_t)weight.size() && weight[at - first] > 0; at--) skipped += weight[at - first];
+        next = at >= first ? at : -1;
+    }
+
+    bool write(int64_t t) {
+        Stored *to = call.output.of(b, h, t);
+        const bool blind = high <= low;
+        const float share = blind ? 0 : 1 / l_i;
+        for (int64_t d = 0; d < call.D; d++) {
+            const float x = blind ? 0 : acc[d] * share;
+            wrong += x - x;
+            to[d] = from_float<Stored>(x);
+        }
+        return wrong == 0;
+    }
+};
+
+// The longest of the keys that a sequence may see, from the known tiles; where these end, or hold hidden keys too, from the keys.
+template <typename Stored>
+double longest_key_of(const DecodingCall<Stored> &call, int64_t b, int64_t k) {
+    const int64_t start = call.start[b], stop = call.stop[b];
+    const double *norms = call.norms(call.key_norms, b, k);
+    double most = 0;
+    const auto take = [&](double norm) { most = norm <= most ? most : norm; };  // also what is not a number
+    for (int64_t tile = start / BLOCK; tile * BLOCK < stop; tile++) {
+        const int64_t from = tile * BLOCK, end = from + BLOCK;
+        if (tile < call.N && from >= start && end <= stop) {
+            take(norms[tile]);
+            continue;
+        }
+        for (int64_t j = std::max(from, start); j < std::min(end, stop); j++) take(norm_of_stored(call.key.of(b, k, j), call.D));
+    }
+    return most;
+}
+
+// Some rows of a key head together: a tile stays in the processor's cache from one to the next.
+template <int vectors, typename Stored>
+bool run_rows(std::vector<Row<Stored>> &rows) {
+    const DecodingCall<Stored> &call = rows[0].call;
+    const double longest_key = longest_key_of(call, rows[0].b, rows[0].k);
+    int64_t tile = -1;
+    for (Row<Stored> &row : rows) {
+        for (int64_t j = std::max(row.low, row.high - KEPT); j < row.high; j++)
+            row.longest_kept = std::max(row.longest_kept, norm_of_stored(call.value.of(row.b, row.k, j), call.D));
+        tile = std::max(tile, row.next);
+    }
+    while (tile >= 0) {
+        int64_t farther = -1;
+        for (Row<Stored> &row : rows) {
+            if (row.next == tile) {
+                row.template visit<vectors>(tile);
+                if (row.visited == row.next_decision)
+                    row.decide(tile, longest_key);
+                else
+                    row.go_on(tile);
+            }
+            farther = std::max(farther, row.next);
+        }
+        tile = farther;
+    }
+    bool fine = true;
+    for (Row<Stored> &row : rows) fine = row.write(row.position - (call.S - call.T)) && fine;
+    return fine;
+}
+
+template <typename Stored>
+bool run_rows_of(std::vector<Row<Stored>> &rows, int64_t D) {
+    switch (D / VL<float> * (D % VL<float> == 0)) {
+        case 4: return run_rows<4>(rows);
+        case 5: return run_rows<5>(rows);
+        case 8: return run_rows<8>(rows);
+        case 16: return run_rows<16>(rows);
+        default: return run_rows<0>(rows);
+    }
+}
+
+template <typename Stored>
+void run(const DecodingCall<Stored> &call) {
+    const int64_t group = call.H / call.K, of_head = group * call.T, heads = call.B * call.K;
+    const int64_t parts = std::min(of_head, std::max<int64_t>(1, 4 * call.threads / heads));
+    // The flattest heads read the most, and begin.
+    std::vector<int64_t> tasks(heads * parts);
+    for (size_t i = 0; i < tasks.size(); i++) tasks[i] = i;
+    const auto slope_of = [&](int64_t task) {
+        const int64_t head = task / parts;
+        return call.slopes[head / call.K * call.H + head % call.K * group];
+    };
+    std::stable_sort(tasks.begin(), tasks.end(), [&](int64_t x, int64_t y) { return slope_of(x) < slope_of(y); });
+    std::atomic<bool> fine{true};
+#pragma omp parallel for num_threads(call.threads) schedule(dynamic, 1)
+    for (size_t i = 0; i < tasks.size(); i++) {
+        const int64_t head = tasks[i] / parts, part = tasks[i] % parts, b = head / call.K, k = head % call.K;
+        std::vector<Row<Stored>> rows;
+        for (int64_t row = of_head * part / parts; row < of_head * (part + 1) / parts; row++)
+            rows.emplace_back(call, b, k * group + row / call.T, row % call.T);
+        if (!run_rows_of(rows, call.D)) fine = false;
+    }
+    *call.fine = fine;
+}
+
+// The longest key, or value, of every whole tile from `tile` on.
+template <typename Stored>
+void measure(const NormsCall<Stored> &call) {
+#pragma omp parallel for num_threads(call.threads) schedule(static)
+    for (int64_t i = 0; i < call.B * call.K * call.N; i++) {
+        const int64_t head = i / call.N, tile = i % call.N;
+        double most = 0;
+        for (int64_t j = tile * BLOCK; j < (tile + 1) * BLOCK; j++) {
+            const double norm = norm_of_stored(call.rows.of(head / call.K, head % call.K, j), call.D);
+            most = norm > most || norm != norm ? norm : most;
+        }
+        call.norms[i] = most;
+    }
+}
+
+}  // namespace
+
+extern "C" void alibi_decode_float32(const DecodingCall<float> *call) { run(*call); }
+extern "C" void alibi_decode_bfloat16(const DecodingCall<BFloat16> *call) { run(*call); }
+extern "C" void alibi_norms_float32(const NormsCall<float> *call) { measure(*call); }
+extern "C" void alibi_norms_bfloat16(const NormsCall<BFloat16> *call) { measure(*call); }
+extern "C" void alibi_decoding_bytes(int64_t *sizes) {
+    sizes[0] = sizeof(DecodingCall<float>), sizes[1] = sizeof(NormsCall<float>), sizes[2] = sizeof(LinearCall<float>);
+}

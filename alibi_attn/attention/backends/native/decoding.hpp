@@ -1,0 +1,99 @@
+// Calls of `decoding.cpp` as `decoding.py` lays them out, and numbers as they are stored: fp32, or bf16 that is computed in fp32.
+
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "call.hpp"
+#include "vectors.hpp"
+
+struct BFloat16 {
+    uint16_t bits;
+};
+
+INLINE float as_float(float x) { return x; }
+
+INLINE float as_float(BFloat16 x) {
+    const uint32_t wide = uint32_t(x.bits) << 16;
+    float y;
+    std::memcpy(&y, &wide, sizeof y);
+    return y;
+}
+
+template <typename Stored>
+Stored from_float(float x);
+
+template <>
+INLINE float from_float<float>(float x) {
+    return x;
+}
+
+// To the nearest, to even where two are; NaN stays one.
+template <>
+INLINE BFloat16 from_float<BFloat16>(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    if (x != x) return {uint16_t(bits >> 16 | 0x40)};
+    return {uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
+}
+
+INLINE Reals<float> load_floats(const float *at) { return load(at); }
+
+INLINE Reals<float> load_floats(const BFloat16 *at) {
+    typedef uint16_t Halves __attribute__((vector_size(BYTES / 2), aligned(2), may_alias));
+    typedef uint32_t Words __attribute__((vector_size(BYTES)));
+    return (Reals<float>)(__builtin_convertvector(*(const Halves *)at, Words) << 16);
+}
+
+// By halves, which the compiler makes shuffles of.
+INLINE float sum_of(Reals<float> x) {
+    float lanes[VL<float>];
+    store(lanes, x);
+    for (int width = VL<float> / 2; width; width /= 2)
+        UNROLL for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
+    return lanes[0];
+}
+
+// An upper bound of the norm of a row; see `norms.norm_bound`. Not finite where a number is not.
+template <typename Stored>
+double norm_of_stored(const Stored *row, int64_t D) {
+    Reals<float> sum = {};
+    for (int64_t d = 0; d < D; d += VL<float>) sum += load_floats(row + d) * load_floats(row + d);
+    const double squares = sum_of(sum);
+    return std::sqrt(squares) * (1 + (D + NORM_UNITS) * double(UNIT<float>)) + std::sqrt(double(D)) * VANISHING<float>;
+}
+
+// Shapes by the letters of `spec.py`. The queries are the last T of the S positions.
+template <typename Stored>
+struct DecodingCall {
+    int64_t B, H, K, T, S, D;
+    Rows<const Stored> query, key, value;
+    Rows<Stored> output;
+    const float *slopes;                          // [B, H]
+    const int64_t *start, *stop;                  // [B]: the keys that may be seen
+    int64_t N, norms_of_head, norms_of_sequence;  // whole tiles whose norms are known, and the strides of these
+    const double *key_norms, *value_norms;        // [B, K, N]
+    int64_t window;                               // 0 = none
+    double scale, tolerance;
+    int64_t threads;
+    int64_t *fine;  // whether all that came out is finite; if not, somebody else must say what it is
+
+    const double *norms(const double *of, int64_t b, int64_t k) const { return of + b * norms_of_sequence + k * norms_of_head; }
+};
+
+template <typename Stored>
+struct NormsCall {
+    int64_t B, K, N, D;
+    Rows<const Stored> rows;
+    double *norms;  // [B, K, N]
+    int64_t threads;
+};
+
+template <typename Stored>
+struct LinearCall {
+    int64_t rows, inputs, outputs, threads;
+    const Stored *x, *weight, *bias;  // [rows, inputs], [outputs, inputs], [outputs] or null
+    Stored *y;                        // [rows, outputs]
+};
