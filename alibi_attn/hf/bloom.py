@@ -9,7 +9,13 @@ import torch
 from torch import Tensor, nn
 from transformers import BloomConfig
 from transformers.cache_utils import Cache
-from transformers.models.bloom.modeling_bloom import BloomAttention, BloomModel, build_alibi_tensor, dropout_add
+from transformers.models.bloom.modeling_bloom import (
+    BloomAttention,
+    BloomGelu,
+    BloomModel,
+    build_alibi_tensor,
+    dropout_add,
+)
 
 from alibi_attn.hf import dialect, masks
 from alibi_attn.hf.dialect import Dialect, Numerics
@@ -25,6 +31,19 @@ def no_bias(mask: Tensor, *_: object, **__: object) -> Tensor:
 
 # What a patched model no longer computes before its layers.
 UNUSED: dict[str, object] = {"build_alibi_tensor": no_bias}
+
+
+def fused_gelu(self: BloomGelu, x: Tensor) -> Tensor:
+    """In the place of `BloomGelu.forward`, whose five passes over memory are a fifth of a whole pass: the same tanh form in one.
+
+    It is off by 3e-7 of the largest in fp32, and in bf16 by one rounding instead of five. Its gradient is that of the same form.
+    """
+    return nn.functional.gelu(x, approximate="tanh")
+
+
+# Modules whose forward has a quicker one, which rounds otherwise.
+ACTIVATIONS = {BloomGelu: fused_gelu}
+LINEARS: tuple[type[nn.Linear], ...] = (nn.Linear,)
 
 
 def why_not(config: BloomConfig) -> str | None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import FalconConfig
 from transformers.cache_utils import Cache
-from transformers.models.falcon.modeling_falcon import FalconAttention, FalconModel, build_alibi_tensor
+from transformers.models.falcon.modeling_falcon import FalconAttention, FalconLinear, FalconModel, build_alibi_tensor
 
 from alibi_attn.hf import dialect, masks
 from alibi_attn.hf.dialect import Dialect, Numerics
@@ -21,6 +21,8 @@ LAYER, MODEL = FalconAttention, FalconModel
 
 # What a patched model no longer computes before its layers.
 UNUSED: dict[str, object] = {"use_alibi": False}
+ACTIVATIONS: dict[type[nn.Module], object] = {}
+LINEARS: tuple[type[nn.Linear], ...] = (nn.Linear, FalconLinear)
 
 
 def why_not(config: FalconConfig) -> str | None:

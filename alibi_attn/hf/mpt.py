@@ -5,7 +5,7 @@ from the config; a patched model runs at any length and honors the first. `numer
 is no rounding of m·j to reproduce. Source: modeling_mpt.py of transformers; llm-foundry's attention.py.
 """
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import MptConfig
 from transformers.cache_utils import Cache
 from transformers.models.mpt.configuration_mpt import MptAttentionConfig
@@ -16,6 +16,8 @@ from alibi_attn.hf.dialect import Dialect, Numerics
 from alibi_attn.slopes import alibi_slopes
 
 LAYER, MODEL = MptAttention, MptModel
+ACTIVATIONS: dict[type[nn.Module], object] = {}
+LINEARS: tuple[type[nn.Linear], ...] = (nn.Linear,)
 UNUSED: dict[str, object] = {}  # the bias that a patched model builds and does not use is small: it has no queries
 
 

@@ -17,6 +17,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from alibi_attn.attention.dispatch import BACKENDS
 from alibi_attn.hf import bloom, falcon, guards, masks, mpt
 from alibi_attn.hf.dialect import Numerics
+from alibi_attn.nn import linear
 
 FAMILIES: dict[str, ModuleType] = {"BLOOM": bloom, "MPT": mpt, "Falcon with alibi=True": falcon}
 
@@ -31,12 +32,23 @@ class Patch:
 
     Attributes:
         layers: the names of the attention layers that are patched.
+        linears: of the linear maps that are computed by `nn/linear.py`; none with numerics="checkpoint".
+        activations: of the activations that are computed in one pass instead of several; none with numerics="checkpoint".
     """
 
     layers: tuple[str, ...]
+    linears: tuple[str, ...]
+    activations: tuple[str, ...]
 
-    def __init__(self, layers: tuple[str, ...], changes: list[Callable[[], None]]) -> None:
-        self.layers = layers
+    def __init__(
+        self,
+        layers: tuple[str, ...],
+        changes: list[Callable[[], None]],
+        *,
+        linears: tuple[str, ...] = (),
+        activations: tuple[str, ...] = (),
+    ) -> None:
+        self.layers, self.linears, self.activations = layers, linears, activations
         self._changes = changes
 
     def undo(self) -> None:
@@ -58,26 +70,31 @@ class Patch:
             self.undo()
 
     def __repr__(self) -> str:
-        return f"Patch(layers={len(self.layers)}, active={bool(self._changes)})"
+        return (
+            f"Patch(layers={len(self.layers)}, linears={len(self.linears)}, activations={len(self.activations)}, "
+            f"active={bool(self._changes)})"
+        )
 
 
 def patch(model: nn.Module, backend: str = "auto", *, numerics: Numerics = "exact") -> Patch:
     """Let an ALiBi model of transformers compute its attention with `alibi_attention`, from now on.
 
-    Nothing n×n is built any more, neither scores nor masks. Works with padding on either side, `generate` in all its
-    ways, dynamic and static caches, gradients and `torch.compile`. Weights, config, caches and saved files stay as they are,
-    and `type(model)(model.config)` is an unpatched model. Logits at padding positions, and of rows that are all padding, mean
-    nothing, as before (no query sees a key there: its attention is 0).
+    Nothing n×n is built any more, neither scores nor masks. Without gradients on a CPU the linear maps are computed by oneDNN or,
+    for a few rows, by a kernel of ours, where torch would take MKL; BLOOM's GELU is one pass over memory instead of five.
+
+    Works with padding on either side, `generate` in all its ways, dynamic and static caches, gradients and `torch.compile`.
+    Weights, config, caches and saved files stay as they are, and `type(model)(model.config)` is an unpatched model. Logits at
+    padding positions, and of rows that are all padding, mean nothing, as before (no query sees a key there: its attention is 0).
 
     Args:
         model: a loaded BLOOM, MPT, or Falcon with alibi=True, or a module around one; it is changed in place.
         backend: of `alibi_attention`.
-        numerics: "exact" has distances in fp32 whatever the model's dtype. "checkpoint" rounds the biases as the model was
-            trained with (BLOOM's m·j in its dtype, Falcon's bf16 product), a few rows of scores at a time: linear memory,
-            quadratic time.
+        numerics: "exact" has distances in fp32 whatever the model's dtype. "checkpoint" leaves all but the attention alone, and
+            rounds the biases as the model was trained with (BLOOM's m·j in its dtype, Falcon's bf16 product), a few rows of
+            scores at a time: linear memory, quadratic time.
 
     Returns:
-        A handle with `.layers` and `.undo()`, which is also a context manager.
+        A handle with `.layers`, `.linears` and `.activations`, which say what is replaced, and `.undo()`; also a context manager.
 
     Raises:
         ValueError: no supported layers inside, a config that transformers does not build rightly, patched already, or a model
@@ -110,6 +127,7 @@ def patch(model: nn.Module, backend: str = "auto", *, numerics: Numerics = "exac
         _check(prefix, body, family)
     changes: list[Callable[[], None]] = []
     layers: list[str] = []
+    around: dict[str, list[str]] = {"linears": [], "activations": []}
     for prefix, body, family in found:
         dialect = family.described(body.config, backend=backend, numerics=numerics)
         for name, layer in _layers(body, family):
@@ -123,7 +141,30 @@ def patch(model: nn.Module, backend: str = "auto", *, numerics: Numerics = "exac
             for head in model.modules()
             if isinstance(head, GenerationMixin) and body in head.modules()
         )
-    return Patch(tuple(layers), changes)
+        if numerics == "exact":
+            for kind, name, module, forward in _around(model, body, family):
+                changes.append(_replaced(module, _forward_of(module), functools.partial(forward, module)))
+                around[kind].append(name)
+    return Patch(tuple(layers), changes, **{kind: tuple(names) for kind, names in around.items()})
+
+
+def _around(
+    model: nn.Module, body: nn.Module, family: ModuleType
+) -> Iterator[tuple[str, str, nn.Module, Callable[..., Tensor]]]:
+    """(kind, name, module, its quicker forward) of what stands around attention, the head of the model included.
+
+    What has another class or a forward of its own, quantized or with adapters, is left alone.
+    """
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    heads = [module.get_output_embeddings() for module in models]  # type: ignore[no-untyped-call]
+    inside = {id(module) for module in (*body.modules(), *heads)}
+    for name, module in model.named_modules():
+        if id(module) not in inside or ("forward" in vars(module) and not _is_hooked(module)):
+            continue
+        if type(module) in family.LINEARS:
+            yield "linears", name, module, linear.forward
+        elif type(module) in family.ACTIVATIONS:
+            yield "activations", name, module, family.ACTIVATIONS[type(module)]
 
 
 def _bodies(model: nn.Module) -> Iterator[tuple[str, PreTrainedModel, ModuleType]]:
