@@ -1,7 +1,10 @@
 """`alibi bench generating`: one new token of a whole BLOOM with a long cache, as it comes, patched, and with `ALiBiCache`; also
-of two rows at once, without and behind padding."""
+of two rows at once, without and behind padding, and after a prompt beside llama.cpp and CTranslate2, where they are installed."""
 
+import contextlib
 import datetime
+import statistics
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -11,13 +14,16 @@ from transformers import BloomConfig, BloomForCausalLM
 from transformers.cache_utils import Cache, DynamicCache, StaticCache
 
 from alibi_attn import records
+from alibi_attn.bench import model_peers
 from alibi_attn.bench.columns import Columns, append
 from alibi_attn.bench.timing import medians_ms
 
-LENGTHS = (2048, 8192, 32768, 65536)
+LENGTHS = (512, 2048, 8192, 32768, 65536)
 PATCHED, THEIRS, THEIRS_STATIC = "patched, DynamicCache", "transformers", "transformers, StaticCache"
 ROWS, PADDED, UNEVEN = "ours, two rows", "ours, two rows behind padding", "ours, one row a quarter as long"
 PADDING = 1 / 8  # positions of padding for each cached token
+PROMPTED = "ours, after a prompt"
+MOST_PROMPT = 8192  # tokens that every peer reads before its tokens are timed
 MOST_PADDED = 32768  # cached tokens of two rows, three times over in memory
 Filling = Sequence[tuple[Tensor, ...]]
 SPARE = 2  # steps that are not timed: one compared, one to warm up
@@ -43,13 +49,17 @@ def generating(
     sequences is measured besides: without padding, the same tokens behind an eighth of padding, and these where the mask shows
     only the last quarter of one. The metrics say how much longer padding takes.
 
+    Up to 8,192 tokens ours also reads a prompt and is measured beside the peers that are installed (`model_peers.py`), which
+    read the same; the metrics have the first token behind the prompt, and ours over each of them.
+
     Args:
         patch, alibi_cache: those of `alibi_attn.hf`, which this layer does not import.
     """
+    peers = model_peers.installed(say)
+    ways = ["ours", PATCHED, THEIRS, THEIRS_STATIC, ROWS, PADDED, UNEVEN, PROMPTED, *peers]
     asked: dict[str, records.Json] = {
         "lengths": list(lengths), "layers": layers, "heads": num_heads, "head_dim": head_dim, "dtype": "float32",
-        "threads": torch.get_num_threads(), "ways": ["ours", PATCHED, THEIRS, THEIRS_STATIC, ROWS, PADDED, UNEVEN],
-        "padding": PADDING,
+        "threads": torch.get_num_threads(), "ways": list(ways), "padding": PADDING,
     }  # fmt: skip
     records.expect_new(out, "benchmark", "generating/bloom", asked)
     started = datetime.datetime.now(datetime.UTC)
@@ -57,7 +67,7 @@ def generating(
     config = BloomConfig(hidden_size=num_heads * head_dim, n_layer=layers, n_head=num_heads, vocab_size=1000)
     plain, patched = BloomForCausalLM(config), BloomForCausalLM(config)
     for model in (plain, patched):
-        model.train(False)
+        model.train(False).requires_grad_(False)
     patched.load_state_dict(plain.state_dict())
     patch(patched)
     columns: Columns = {}
@@ -70,6 +80,12 @@ def generating(
             if length <= MOST_PADDED:
                 taken |= _two_rows(patched, alibi_cache, filling, repeats=repeats)
                 metrics[f"padding_costs_{length}"] = taken[PADDED] / taken[ROWS]
+            if length <= MOST_PROMPT:
+                prompted, metrics[f"first_token_ms_{length}"] = _after_a_prompt(
+                    patched, alibi_cache, peers, length, repeats=repeats
+                )
+                metrics |= {f"token_over_{name}_{length}": prompted[PROMPTED] / prompted[name] for name in peers}
+                taken |= prompted
         for name, milliseconds in taken.items():
             append(columns, name, {"length": length, "forward_ms": milliseconds})
         ours = taken["ours"]
@@ -120,6 +136,41 @@ def _two_rows(
     _expect(PADDED, calls[PADDED](), true, length)
     _expect(UNEVEN, calls[UNEVEN]()[:1], true[:1], length)
     return medians_ms(calls, repeats=repeats, budget_s=60.0)
+
+
+def _after_a_prompt(
+    model: BloomForCausalLM, alibi_cache: Callable[[], Cache], peers: Sequence[str], length: int, *, repeats: int
+) -> tuple[dict[str, float], float]:
+    """(milliseconds of a token behind a prompt of so many, of ours and of every peer; of the first one of ours)."""
+    tokens = torch.randint(model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(length))
+    last, cache, listed = tokens[:, -1:], alibi_cache(), tokens[0].tolist()
+    model(tokens, past_key_values=cache, logits_to_keep=1)
+
+    def ours() -> float:
+        start = time.perf_counter()
+        model(last, past_key_values=cache)
+        taken = time.perf_counter() - start
+        cache.crop(-1)
+        return taken
+
+    first = ours()
+    true = model(last, past_key_values=cache).logits[0, -1]
+    cache.crop(-1)
+    calls: dict[str, Callable[[], float]] = {PROMPTED: ours}
+    with contextlib.ExitStack() as open_peers:
+        for name in peers:
+            peer = open_peers.enter_context(
+                model_peers.opened(name, model, room=length + SPARE * repeats, threads=torch.get_num_threads())
+            )
+            _expect(name, torch.from_numpy(peer.logits([*listed, listed[-1]])), true, length)
+            calls[name] = peer.token(listed)
+        spent: dict[str, list[float]] = {name: [] for name in calls}
+        for turn in range(repeats + 1):  # the first is to warm up
+            for name, call in calls.items():
+                seconds = call()
+                if turn:
+                    spent[name].append(seconds)
+    return {name: statistics.median(seconds) * 1e3 for name, seconds in spent.items()}, first * 1e3
 
 
 def _expect(name: str, found: Tensor, true: Tensor, length: int) -> None:

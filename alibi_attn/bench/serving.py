@@ -1,7 +1,8 @@
-"""`alibi bench serving`: BLOOM, MPT and Falcon-RW of transformers at long length, as they come and patched.
+"""`alibi bench serving`: BLOOM, MPT and Falcon-RW of transformers at long length, as they come and patched; BLOOM also by others.
 
-Two layers of width 1024, fp32, one sequence, one forward pass. Each measurement is a process of its own, so that its peak
-memory is its own. The patch comes in as an argument: it lives beside this folder, in `alibi_attn.hf`.
+Two layers of width 1024, fp32 and patched in bf16 too, one sequence, one forward pass. Each measurement is a process of its own,
+so that its peak memory is its own. The patch comes in as an argument: it lives beside this folder, in `alibi_attn.hf`.
+llama.cpp and CTranslate2 are measured where they are installed (`model_peers.py`).
 """
 
 import dataclasses
@@ -25,17 +26,21 @@ from transformers import (
 )
 
 from alibi_attn import records
+from alibi_attn.bench import model_peers
 from alibi_attn.bench.timing import available_bytes, in_fresh_process, peak_rss_bytes, time_attention
 
 Patcher: TypeAlias = Callable[..., object]
 
-LENGTHS = (1024, 2048, 4096, 8192, 16384)
-UNPATCHED_LENGTHS = (1024, 2048, 4096, 8192)  # 18 GB at 8,192, less is skipped; four times that at 16,384
-OURS, THEIRS = "ours", "transformers"  # the curves of a record: patched and as they come
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+UNPATCHED_LENGTHS = (512, 1024, 2048, 4096, 8192)  # 18 GB at 8,192, less is skipped; four times that at 16,384
+OURS, BF16, THEIRS = "ours", "ours, bf16", "transformers"  # the curves of a record: patched and as they come
 FAMILIES = ("bloom", "mpt", "falcon")
 ATTENTION_LAYERS = ("BloomAttention", "MptAttention", "FalconAttention")
 HEADS, LAYERS, VOCABULARY = 16, 2, 1000
 CHECKED_LENGTH = 512
+MOST_ERROR = (
+    1e-3  # of the largest logit, of somebody else's model with the same weights; llama.cpp's GELU is off by 1e-5
+)
 SPARE_BYTES = 2 << 30  # for the model, Python and everybody else
 WARM_UP_LENGTH = 768  # long enough to take the same path
 TURNS, LONG_SECONDS = 3, 2.0  # the fastest pass counts; a long one is not repeated
@@ -46,7 +51,7 @@ class Measured:
     """One forward pass: time in all, and in attention without its linear maps; how much it raised the peak memory."""
 
     forward_ms: float
-    attention_seconds: float
+    attention_seconds: float | None  # of a model of transformers
     peak_memory_bytes: int
 
 
@@ -72,27 +77,37 @@ def serving(
         started = datetime.datetime.now(datetime.UTC)
         errors = in_fresh_process(_logits_errors, family, patch, width, threads)
         say(
-            f"{family}: patched logits at {CHECKED_LENGTH} tokens differ by {errors['logits_error']:.1e} of the largest, "
-            f"with the checkpoint's rounding by {errors['logits_error_checkpoint']:.1e}"
+            f"{family}: patched logits at {CHECKED_LENGTH} tokens differ by {errors['logits_error']:.1e} of the largest, with "
+            f"the checkpoint's rounding by {errors['logits_error_checkpoint']:.1e}, in bf16 by {errors['logits_error_bf16']:.1e}"
         )
+        peers = model_peers.installed(say) if family == "bloom" else []
+        for peer in peers:
+            errors[f"logits_error_{peer}"] = error = in_fresh_process(_error_of_peer, peer, width, threads)
+            say(f"{peer}: its logits differ by {error:.1e}")
+        wanted = {OURS: lengths, BF16: lengths, THEIRS: unpatched_lengths, **dict.fromkeys(peers, unpatched_lengths)}
         found: dict[tuple[str, int], Measured] = {}
         skipped: list[records.Json] = []
         for length in sorted({*lengths, *unpatched_lengths}):
-            for way, patcher, wanted in ((OURS, patch, lengths), (THEIRS, None, unpatched_lengths)):
-                if length not in wanted:
-                    continue
+            for way in [way for way, at in wanted.items() if length in at]:
                 if reason := _too_large(found, way, length):
                     skipped.append(f"{way} {length}")
                     say(f"{family:>6} {way:>12} {length:>6}: skipped, {reason}")
                     continue
-                found[way, length] = measured = in_fresh_process(_measure, family, length, patcher, width, threads)
+                if way in peers:
+                    measured = in_fresh_process(_measure_peer, way, length, width, threads)
+                else:
+                    patcher = None if way == THEIRS else patch
+                    measured = in_fresh_process(_measure, family, length, patcher, width, threads, way == BF16)
+                found[way, length] = measured
+                of_attention = measured.attention_seconds
+                said = "" if of_attention is None else f"attention {of_attention:8.2f} s, "
                 say(
-                    f"{family:>6} {way:>12} {length:>6}: {measured.forward_ms / 1e3:8.2f} s, attention "
-                    f"{measured.attention_seconds:8.2f} s, {measured.peak_memory_bytes / 2**30:6.2f} GiB"
+                    f"{family:>6} {way:>12} {length:>6}: {measured.forward_ms / 1e3:8.2f} s, {said}"
+                    f"{measured.peak_memory_bytes / 2**30:6.2f} GiB"
                 )
         config: dict[str, records.Json] = {
             "family": family, "layers": LAYERS, "width": width, "heads": HEADS, "vocabulary": VOCABULARY, "batch": 1,
-            "dtype": "float32", "lengths": sorted(lengths), "unpatched_lengths": sorted(unpatched_lengths),
+            "dtype": "float32", "peers": list(peers), "lengths": sorted(lengths), "unpatched_lengths": sorted(unpatched_lengths),
             "threads": threads, "skipped_for_lack_of_memory": skipped,
         }  # fmt: skip
         record = records.make(
@@ -100,15 +115,19 @@ def serving(
             f"serving/{family}",
             config=config,
             metrics={**errors, **_speedups(found)},
-            curves={way: _columns(found, way) for way in (OURS, THEIRS)},
+            curves={way: _columns(found, way) for way in wanted},
             started=started,
         )
         paths.append(records.save(record, out))
     return paths
 
 
-def _measure(family: str, length: int, patch: Patcher | None, width: int, threads: int | None) -> Measured:
+def _measure(
+    family: str, length: int, patch: Patcher | None, width: int, threads: int | None, in_bf16: bool
+) -> Measured:
     model, seconds = _model(family, max(length, WARM_UP_LENGTH), width, threads), [0.0]
+    if in_bf16:
+        model.bfloat16()
     if patch is not None:
         patch(model)
     time_attention(model, ATTENTION_LAYERS, seconds)
@@ -126,8 +145,47 @@ def _measure(family: str, length: int, patch: Patcher | None, width: int, thread
     return dataclasses.replace(fastest, peak_memory_bytes=peak_rss_bytes() - before)
 
 
+def _measure_peer(name: str, length: int, width: int, threads: int | None) -> Measured:
+    model = _bloom(WARM_UP_LENGTH, width, threads)
+    room = max(length, WARM_UP_LENGTH)
+    with model_peers.opened(name, model, room=room, threads=torch.get_num_threads()) as peer:
+        peer.logits(_tokens(WARM_UP_LENGTH)[0].tolist())
+        tokens, before, fastest = _tokens(length)[0].tolist(), peak_rss_bytes(), math.inf
+        for _ in range(TURNS):
+            start = time.perf_counter()
+            peer.logits(tokens)
+            total = time.perf_counter() - start
+            fastest = min(fastest, total)
+            if total > LONG_SECONDS:
+                break
+    return Measured(fastest * 1e3, None, peak_rss_bytes() - before)
+
+
+def _error_of_peer(name: str, width: int, threads: int | None) -> float:
+    """Of the last logits, over the largest.
+
+    Raises:
+        RuntimeError: it computes something else.
+    """
+    model, tokens = _bloom(CHECKED_LENGTH, width, threads), _tokens(CHECKED_LENGTH)
+    with torch.inference_mode():
+        expected = model(tokens, use_cache=False).logits[0, -1]
+    with model_peers.opened(name, model, room=CHECKED_LENGTH, threads=torch.get_num_threads()) as peer:
+        actual = torch.from_numpy(peer.logits(tokens[0].tolist()))
+    error = float((actual - expected).abs().max() / expected.abs().max())
+    if not error < MOST_ERROR:
+        raise RuntimeError(f"{name} is off by {error:.1e} of the largest logit at {CHECKED_LENGTH} tokens")
+    return error
+
+
+def _bloom(length: int, width: int, threads: int | None) -> BloomForCausalLM:
+    model = _model("bloom", length, width, threads)
+    assert isinstance(model, BloomForCausalLM)
+    return model
+
+
 def _logits_errors(family: str, patch: Patcher, width: int, threads: int | None) -> dict[str, float]:
-    """Largest difference over largest logit: patched as it is measured, and with the checkpoint's rounding."""
+    """Largest difference over largest logit: patched as it is measured, with the checkpoint's rounding, and in bf16."""
     tokens, errors = _tokens(CHECKED_LENGTH), {}
     for name, options in (("logits_error", {}), ("logits_error_checkpoint", {"numerics": "checkpoint"})):
         model = _model(family, CHECKED_LENGTH, width, threads)
@@ -136,6 +194,12 @@ def _logits_errors(family: str, patch: Patcher, width: int, threads: int | None)
             patch(model, **options)
             actual = model(tokens, use_cache=False).logits
         errors[name] = float((actual - expected).abs().max() / expected.abs().max())
+    model = _model(family, CHECKED_LENGTH, width, threads)
+    patch(model)
+    with torch.inference_mode():
+        expected = model(tokens, use_cache=False).logits
+        actual = model.bfloat16()(tokens, use_cache=False).logits.float()
+    errors["logits_error_bf16"] = float((actual - expected).abs().max() / expected.abs().max())
     return errors
 
 
@@ -167,12 +231,15 @@ def _tokens(length: int) -> Tensor:
 
 
 def _speedups(found: dict[tuple[str, int], Measured]) -> dict[str, float | None]:
-    """Theirs over ours, at every length that has both."""
+    """Theirs over ours in fp32, at every length that has both."""
     ratios: dict[str, float | None] = {}
     for way, length in found:
-        if way == OURS and (THEIRS, length) in found:
-            ours, theirs = found[OURS, length], found[THEIRS, length]
-            ratios[f"speedup_{length}"] = theirs.forward_ms / ours.forward_ms
+        if way in (OURS, BF16) or (OURS, length) not in found:
+            continue
+        ours, theirs = found[OURS, length], found[way, length]
+        name = "speedup" if way == THEIRS else f"speedup_{way}"
+        ratios[f"{name}_{length}"] = theirs.forward_ms / ours.forward_ms
+        if ours.attention_seconds is not None and theirs.attention_seconds is not None:
             ratios[f"attention_speedup_{length}"] = theirs.attention_seconds / ours.attention_seconds
     return ratios
 
