@@ -57,7 +57,7 @@ def _registered() -> str | None:
         kernels, binding = build.library(), _binding()
     except BuildError as error:
         return str(error)
-    addresses = (ctypes.c_void_p * len(build.FUNCTIONS))(*(_address(kernels, name) for name in _IN_ORDER))
+    addresses = (ctypes.c_void_p * len(_IN_ORDER))(*(_address(kernels, name) for name in _IN_ORDER))
     size = binding.alibi_xla_bind(addresses)
     if size != ctypes.sizeof(build.Call):
         return f"the binding to XLA was built for calls of {size} bytes, not {ctypes.sizeof(build.Call)}"
