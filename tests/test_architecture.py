@@ -37,6 +37,7 @@ ATTENTION_ROWS = (
     ("spec", "transforms", "heads"),
     ("visibility", "lines"),
     ("bias", "certificate", "dropout"),
+    ("eager",),
     ("custom_op",),
     ("backends",),
     ("dispatch", "validation"),

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from alibi_attn.attention.eager import Kernels, attend, is_eager
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.transforms import Mapped, transformable
 from alibi_attn.attention.visibility import are_moderate, first_positions, keys_within_sight, lse_dtype, rows_that_see
@@ -66,6 +67,47 @@ def operator(name: str, forward: Forward, backward: Backward, empty_saved: Calla
         empty_saved: (query, key) -> tensors of the shapes and dtypes of `Saved`, of which only those are read.
     """
 
+    def attended(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Saved, bool]:
+        """(output, lse, saved, whether all numbers were moderate)."""
+        q, k, v = in_rows(query, key, value)
+        moderate, poison = are_moderate(q, k, v), None
+        if not moderate:
+            q, k, v, poison = without_bad_numbers(spec, q, k, v)
+        output, lse, saved = forward(spec, q, k, v)
+        if poison is not None:
+            output += poison[..., None]
+            lse += poison
+        if spec.query_bias is not None:
+            lse = lse + spec.query_bias
+        return output.to(query.dtype), lse.to(lse_dtype(spec, query)), saved, moderate
+
+    def derived(
+        spec: Spec, saved: tuple[Tensor, Tensor], grad_output: Tensor | None, grad_lse: Tensor | None,
+        inputs: tuple[Tensor, Tensor, Tensor], output: Tensor, lse: Tensor, slopes_wanted: bool, biases_wanted: bool,
+        moderate: bool,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """Gradients of query, key, value, slopes, right slopes, key bias, query bias; of the latter those that are wanted."""
+        query, (q, k, v) = inputs[0], in_rows(*inputs)
+        if not moderate:
+            q, k, v, _ = clean(spec, q, k, v)
+        grad = torch.zeros_like(output) if grad_output is None else grad_output
+        out, grad = output.to(q.dtype), _rows(grad.to(q.dtype))
+        blind = lse == -math.inf
+        if bool(blind.any()):
+            # What comes for a query that sees nothing reaches no gradient, whatever it is; lse 0 makes its weights exp(−inf) = 0.
+            lse, grad = lse.masked_fill(blind, 0.0), grad.masked_fill(blind[..., None], 0.0)
+            grad_lse = None if grad_lse is None else grad_lse.masked_fill(blind, 0.0)
+        found = backward(spec, Saved(*saved), grad, grad_lse, (q, k, v), out, lse, slopes_wanted, biases_wanted)
+        left, right = None, None
+        if slopes_wanted:
+            left, right = slope_gradients(found.slopes, spec.slopes, spec.right_slopes)
+        biases = [
+            None if b is None or of_b is None else of_b.to(b.dtype)
+            for b, of_b in ((spec.key_bias, found.key_bias), (spec.query_bias, found.query_bias))
+        ]
+        right = None if spec.right_slopes is None else right
+        return *(x.to(query.dtype) for x in found[:3]), left, right, *biases
+
     @torch.library.custom_op(f"alibi_attn::{name}_forward", mutates_args=())
     def forward_op(
         query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, right_slopes: Tensor | None, first: Tensor, scale: Tensor,
@@ -76,14 +118,8 @@ def operator(name: str, forward: Forward, backward: Backward, empty_saved: Calla
         masks = key_mask, query_segments, key_segments, key_bias, query_bias
         numbers = causal, window, float(scale), tolerance, dropout_p
         spec = spec_of(query, key, slopes, right_slopes, first, masks, dropout_seed, *numbers)
-        q, k, v, poison = clean(spec, query, key, value)
-        output, lse, saved = forward(spec, q, k, v)
-        if poison is not None:
-            output += poison[..., None]
-            lse += poison
-        if query_bias is not None:
-            lse = lse + query_bias
-        return output.to(query.dtype), lse.to(lse_dtype(spec, query)), *saved
+        output, lse, saved, _ = attended(spec, query, key, value)
+        return output, lse, *saved
 
     @torch.library.custom_op(f"alibi_attn::{name}_backward", mutates_args=())
     def backward_op(
@@ -96,21 +132,17 @@ def operator(name: str, forward: Forward, backward: Backward, empty_saved: Calla
         masks = key_mask, query_segments, key_segments, key_bias, query_bias
         numbers = causal, window, float(scale), 0.0, dropout_p
         spec = spec_of(query, key, slopes, right_slopes, first, masks, dropout_seed, *numbers)
-        q, k, v, _ = clean(spec, query, key, value)
-        out, grad = output.to(q.dtype), _rows(grad_output.to(q.dtype))
-        blind = lse == -math.inf
-        if bool(blind.any()):
-            # What comes for a query that sees nothing reaches no gradient, whatever it is; lse 0 makes its weights exp(−inf) = 0.
-            lse, grad = lse.masked_fill(blind, 0.0), grad.masked_fill(blind[..., None], 0.0)
-            grad_lse = None if grad_lse is None else grad_lse.masked_fill(blind, 0.0)
-        found = backward(spec, Saved(visited, rows), grad, grad_lse, (q, k, v), out, lse, slopes_wanted, biases_wanted)
-        dslopes = slope_gradients(found.slopes, slopes, right_slopes)
-        dq, dk, dv = (gradient.to(query.dtype) for gradient in found[:3])
-        biases = [
-            query.new_empty((spec.batch, 0)) if b is None else torch.zeros_like(b) if of_b is None else of_b.to(b.dtype)
-            for b, of_b in ((key_bias, found.key_bias), (query_bias, found.query_bias))
-        ]
-        return dq, dk, dv, *dslopes, biases[0], biases[1]
+        dq, dk, dv, *rest = derived(
+            spec, (visited, rows), grad_output, grad_lse, (query, key, value), output, lse, slopes_wanted, biases_wanted, False
+        )  # fmt: skip
+        # An operator returns tensors only: what is not wanted is zeros, and what is not there is empty.
+        given = slopes, right_slopes, key_bias, query_bias
+        nothing = slopes.shape[-1:], slopes.shape[-1:], (spec.batch, 0), (spec.batch, 0)
+        left, right, of_key_bias, of_query_bias = (
+            of_x if of_x is not None else query.new_zeros(shape) if x is None else torch.zeros_like(x)
+            for x, of_x, shape in zip(given, rest, nothing, strict=True)
+        )
+        return dq, dk, dv, left, right.to(slopes.dtype), of_key_bias, of_query_bias
 
     gradients = transformable(backward_op)
 
@@ -149,14 +181,28 @@ def operator(name: str, forward: Forward, backward: Backward, empty_saved: Calla
     register_maps(forward_op, backward_op)
     attention = transformable(forward_op, save, differentiate)
 
+    def derived_by_operator(
+        spec: Spec, saved: tuple[Tensor, Tensor], grad_output: Tensor | None, grad_lse: Tensor | None,
+        inputs: tuple[Tensor, Tensor, Tensor], output: Tensor, lse: Tensor, slopes_wanted: bool, biases_wanted: bool,
+        moderate: bool,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        grad_output = torch.zeros_like(output) if grad_output is None else grad_output
+        found = gradients(
+            grad_output, grad_lse, *inputs, output, lse, *carried(spec, output.device), *saved, spec.causal, spec.window,
+            spec.dropout_p, slopes_wanted, biases_wanted,
+        )  # fmt: skip
+        given = spec.slopes, spec.right_slopes, spec.key_bias, spec.query_bias
+        return *found[:3], *(None if x is None else of_x for x, of_x in zip(given, found[3:], strict=True))
+
+    kernels = Kernels(attended, derived, derived_by_operator)
+
     def run(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
         """(output, lse)"""
-        # As a product of tensors it may change without a new graph of torch.compile, which has no other way for a float.
-        scale = torch.ones((), dtype=torch.float64) * spec.scale
+        if is_eager(spec, query, key, value):
+            return attend(kernels, spec, query, key, value)
         output, lse, *_ = attention(
-            query, key, value, spec.slopes, spec.right_slopes, first_positions(spec, query.device), scale, spec.key_mask,
-            spec.query_segments, spec.key_segments, spec.key_bias, spec.query_bias, spec.dropout_seed, spec.causal, spec.window,
-            spec.tolerance, spec.dropout_p, spec.return_lse,
+            query, key, value, *carried(spec, query.device), spec.causal, spec.window, spec.tolerance, spec.dropout_p,
+            spec.return_lse,
         )  # fmt: skip
         return output, lse if spec.return_lse else None
 
@@ -205,6 +251,16 @@ def _mapped_inputs(mapped: Mapped, inputs: tuple[Any, ...], axes: tuple[Any, ...
             yield mapped.into_batch(value, axis) if isinstance(value, Tensor) and value.ndim > 0 else value
 
 
+def carried(spec: Spec, device: torch.device) -> tuple[Tensor | None, ...]:
+    """The description's tensors, in the order in which an operator takes them."""
+    # As a product of tensors it may change without a new graph of torch.compile, which has no other way for a float.
+    scale = torch.ones((), dtype=torch.float64) * spec.scale
+    return (
+        spec.slopes, spec.right_slopes, first_positions(spec, device), scale, spec.key_mask, spec.query_segments,
+        spec.key_segments, spec.key_bias, spec.query_bias, spec.dropout_seed,
+    )  # fmt: skip
+
+
 def described(spec: Spec, query: Tensor, key: Tensor) -> Spec:
     """The description as it arrives inside of an operator: an offset that is one number is an int."""
     masks = spec.key_mask, spec.query_segments, spec.key_segments, spec.key_bias, spec.query_bias
@@ -251,11 +307,23 @@ def clean(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor
 
     Of keys that only some may see, and of queries, numbers may be as large as they come.
     """
-    if query.dtype == torch.float16:  # torch's fp16 backward is ten times slower than fp32
-        query, key, value = query.float(), key.float(), value.float()
-    query, key, value = (_rows(x) for x in (query, key, value))
+    query, key, value = in_rows(query, key, value)
     if are_moderate(query, key, value):
         return query, key, value, None
+    return without_bad_numbers(spec, query, key, value)
+
+
+def in_rows(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """With a last stride of 1, and fp16 as fp32, since torch's fp16 backward is ten times slower."""
+    if query.dtype == torch.float16:
+        query, key, value = query.float(), key.float(), value.float()
+    return _rows(query), _rows(key), _rows(value)
+
+
+def without_bad_numbers(
+    spec: Spec, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """What `clean` does where numbers are not moderate."""
     unused = ~keys_within_sight(spec, key.device)[..., None]
     key, value = key.masked_fill(unused, 0.0), value.masked_fill(unused, 0.0)
     if all(bool(x.isfinite().all()) for x in (query, key, value)):

@@ -44,7 +44,7 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
-    if torch.amp.is_autocast_available(device):
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
     return contextlib.nullcontext()
 

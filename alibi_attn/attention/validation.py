@@ -117,6 +117,11 @@ def _default_slopes(num_heads: int, dtype: torch.dtype, query: Tensor) -> Tensor
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _published(num_heads: int) -> tuple[float, ...]:
+    return _published_once(num_heads)
+
+
+@functools.lru_cache(maxsize=256)
+def _published_once(num_heads: int) -> tuple[float, ...]:
     return tuple(alibi_slopes(num_heads).tolist())
 
 

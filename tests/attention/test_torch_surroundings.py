@@ -8,10 +8,14 @@ import threading
 import pytest
 import torch
 from attention_calls import assert_close, assert_equal, draw, gradients, loss, total
+from differential_arrays import arrays
+from differential_calls import draw as draw_call
+from differential_checks import answer, answerable
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, stack_module_state, vjp, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from alibi_attn import alibi_attention
@@ -20,6 +24,33 @@ from alibi_attn.nn import ALiBiAttention, ALiBiTransformerBlock
 
 every_backend = pytest.mark.parametrize("backend", [name for name in BACKENDS if name not in ("fused", "flex")])  # CPU
 quiet = pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
+
+
+class Watched(TorchDispatchMode):
+    """Lets every operator through, and notes the names of ours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "alibi_attn":
+            self.seen.add(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("backend", ["banded", "native"])
+def test_who_looks_at_operators_sees_ours_and_the_numbers_are_those_without(backend: str) -> None:
+    """Eager calls pass through none; of random calls of the whole contract every bit is the same."""
+    for seed in range(400, 412):
+        call = answerable(draw_call(seed), backend)
+        numbers = arrays(call)
+        without = answer(call, numbers, backend=backend).results
+        with Watched() as watched:
+            through = answer(call, numbers, backend=backend).results
+        assert_equal((x.nan_to_num() for x in through.values()), (without[name].nan_to_num() for name in through))
+        if call.query_len and call.key_len:
+            assert f"alibi_attn::{backend}_forward" in watched.seen
 
 
 @every_backend

@@ -293,10 +293,10 @@ def test_without_a_compiler_auto_takes_the_next_and_says_why(elsewhere: Path, mo
 
 
 def test_few_scores_are_left_to_dense_and_not_to_the_next() -> None:
-    q, k, v = (torch.randn(1, 1, t, 8) for t in (64, 8000, 8000))
+    q, k, v = (torch.randn(1, 1, t, 8) for t in (64, 2000, 2000))
     words = explain(q, k, v, [0.5])
     assert "dense      runs (picked by auto)" in words
-    assert "native     could; auto leaves it to dense: short input: B·H·T·S = 512000 < 524288" in words
+    assert "native     could; auto leaves it to dense: short input: B·H·T·S = 128000 < 131072" in words
     assert "native     runs (picked by auto)" in explain(q, k.repeat(1, 1, 2, 1), v.repeat(1, 1, 2, 1), [0.5])
 
 

@@ -24,7 +24,7 @@ Arrays = dict[str, Tensor | None]  # by the names of `build.Call`
 
 name = "native"
 
-FEWEST_SCORES = 2**19  # of all heads together: with fewer a call costs more than it saves (see docs/backends.md)
+FEWEST_SCORES = 2**17  # of all heads together: with fewer a call costs more than it saves (see docs/backends.md)
 WIDTH = 16  # numbers of the widest vector; head sizes are padded with zeros to a multiple of it
 NO_WINDOW, WIDEST_WINDOW = 0, 2**40
 
@@ -131,7 +131,7 @@ def _work(rows: dict[str, Tensor]) -> torch.dtype:
 
 
 def _narrow(x: Tensor, spec: Spec) -> Tensor:
-    return x[..., : spec.head_dim].contiguous()
+    return x if x.shape[-1] == spec.head_dim else x[..., : spec.head_dim].contiguous()
 
 
 def _call(function: str, spec: Spec, rows: dict[str, Tensor], arrays: Arrays, *, has_values: bool = True) -> None:
@@ -144,9 +144,9 @@ def call_of(
     spec: Spec, rows: dict[str, Tensor], arrays: Arrays, *, has_values: bool = True
 ) -> tuple[build.Call, list[Tensor]]:
     """(the call, tensors that must live as long as it)."""
-    right = spec.slopes if spec.right_slopes is None else spec.right_slopes
-    work = _work(rows)
-    slopes, right = (x.detach().to(work).expand(spec.batch, spec.num_heads) for x in (spec.slopes, right))
+    work, heads = _work(rows), (spec.batch, spec.num_heads)
+    slopes = spec.slopes.detach().to(work).expand(heads).contiguous()
+    right = slopes if spec.right_slopes is None else spec.right_slopes.detach().to(work).expand(heads)
     query_segments, key_segments = _small_numbers(spec)
     first = first_positions(spec, slopes.device).to(torch.int64).expand(spec.batch)
     given = arrays | {
