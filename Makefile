@@ -3,7 +3,7 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: help setup demo test test-all check docs format clean
+.PHONY: help setup demo test test-all test-levels sanitize check docs format clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -24,6 +24,12 @@ test: setup check ## Formatting, lint, types, architecture, and every test
 
 test-all: setup check ## The same with full case lists in every dtype, long fuzzes, the built wheel and sdist (half an hour on two cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile -m "long or not long" --timeout 1800
+
+test-levels: setup ## The C++ kernels compiled for every level of instructions that this processor has: cases and random calls (minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto tests/attention/backends/test_native_levels.py -m "long or not long" --timeout 1800
+
+sanitize: setup ## The C++ kernels under the address and undefined-behavior sanitizers: cases and random calls (minutes)
+	PYTHONPATH=tests/support $(BIN)/python tests/support/sanitized.py
 
 check: setup ## Formatting, lint, types, architecture
 	$(BIN)/ruff format --check .

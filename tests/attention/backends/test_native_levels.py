@@ -14,6 +14,8 @@ import pytest
 import torch
 from attention_cases import CASES
 from attention_checks import answer, assert_exact
+from differential_calls import draw
+from differential_fuzz import fuzz
 
 from alibi_attn import explain
 from alibi_attn.attention.backends.native import build, levels
@@ -43,6 +45,14 @@ def test_every_level_gives_the_definition(level: Level) -> None:
     for dtype in (torch.float32, torch.float64):
         for case in CASES:
             assert_exact(case, dtype, answer(case, dtype, backend="native"), tolerance=TOLERANCE[dtype])
+
+
+@pytest.mark.long
+def test_every_level_answers_random_calls(level: Level) -> None:
+    # Products that leave fp32 and come back in a sum are numbers with FMA only, which the yardstick of such calls, torch, has.
+    seeds = [seed for seed in range(500, 600) if level is not SSE2 or not draw(seed).is_huge]
+    failures = [words for seed in seeds for _, words in fuzz(["native"], range(seed, seed + 1))["native"].failures]
+    assert not failures, "\n".join(failures)
 
 
 def test_explain_says_which_instructions_run(level: Level) -> None:
