@@ -183,7 +183,7 @@ def test_a_question_that_was_answered_is_refused_before_it_is_measured(
 def test_a_benchmark_that_is_cut_short_has_kept_what_it_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def measured(case: Case, **_: object) -> dict[str, dict[str, records.Json]]:
+    def measured(case: Case, *_: object, **__: object) -> dict[str, dict[str, records.Json]]:
         if case.length > 64:
             raise KeyboardInterrupt
         return {"ours": {"length": case.length, "forward_ms": 1.0, "backward_ms": 2.0}}

@@ -343,7 +343,9 @@ def test_the_kernels_share_the_threads_of_torch() -> None:
     if not maps.exists():
         pytest.skip("only Linux lists what a process has loaded")
     runtimes = {line.split()[-1] for line in maps.read_text().splitlines() if "omp" in line.split("/")[-1]}
-    assert len([name for name in runtimes if "gomp" in name or "iomp" in name]) == 1
+    # Another package may have brought one in a folder of its own, as scikit-learn does; that is not ours to share.
+    ours = [name for name in runtimes if ("gomp" in name or "iomp" in name) and ".libs/" not in name]
+    assert len(ours) == 1
 
 
 def test_the_name_in_the_cache_knows_every_source() -> None:
