@@ -2,7 +2,7 @@
 source tree, an editable install, a wheel made without a compiler) they are built once by the compiler that is there, for this
 processor, kept in the user's cache, then only loaded.
 
-Nothing is compiled before the first call that wants it (six seconds). A file in the cache is named by its level, by what it was
+Nothing is compiled before the first call that wants it (some seconds). A file in the cache is named by its level, by what it was
 made from (sources, flags, compiler and processor, so a change of any of them makes another) and by what it holds: one that is
 damaged is not loaded but made anew. Where nothing can be kept it is compiled for the process alone, and nothing is left behind.
 """
