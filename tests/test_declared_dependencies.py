@@ -15,14 +15,16 @@ EXTRAS = {
     "jax": ("jax",),
     "hf": ("hf", "embed"),
     "lab": ("lab", "track", "hub"),
-    "recipes": ("lab",),
+    "recipes": ("lab", "hf"),
     "report": ("lab",),
     "bench": ("torch", "jax", "hf", "lab"),
     "cli": ("torch", "jax", "hf", "lab"),
 }
 UNDECLARED = {
     "triton": "comes with torch's builds for GPUs, the only ones that need it",
-    "flash_attn": "a peer that a benchmark measures where a user has it",
+    **dict.fromkeys(
+        ("flash_attn", "llama_cpp", "ctranslate2", "gguf"), "of a peer that a benchmark measures where a user has it"
+    ),
 }
 OF_TOOLS = {"dev", "docs"}
 NOT_IMPORTED = {"tensorboard": "torch writes its files, accelerate asks for it"}

@@ -39,7 +39,8 @@ def assert_like_one_process(name, found, expected):
     largest = {
         n: float(drawn[n].double().nan_to_num(0.0, 0.0).norm(dim=-1).max()) for n in ("value", "grad", "query", "key")
     }
-    rounding = 32 * unit
+    # A weight is off by what rounds its score, and the scores of keys that are ten times as long are ten times as large.
+    rounding = 32 * unit * max(1.0, largest["query"] * largest["key"] / case.dim**0.5 / 16)
     assert found.keys() == expected.keys()
     for part, x in expected.items():
         ours, mask = found[part], x.isinf()
