@@ -24,6 +24,7 @@ ROWS, PADDED, UNEVEN = "ours, two rows", "ours, two rows behind padding", "ours,
 PADDING = 1 / 8  # positions of padding for each cached token
 PROMPTED = "ours, after a prompt"
 MOST_PROMPT = 8192  # tokens that every peer reads before its tokens are timed
+MOST_ERROR = 1e-4  # of the largest logit; llama.cpp's GELU is off by 1e-5
 MOST_PADDED = 32768  # cached tokens of two rows, three times over in memory
 Filling = Sequence[tuple[Tensor, ...]]
 SPARE = 2  # steps that are not timed: one compared, one to warm up
@@ -82,9 +83,13 @@ def generating(
                 metrics[f"padding_costs_{length}"] = taken[PADDED] / taken[ROWS]
             if length <= MOST_PROMPT:
                 prompted, metrics[f"first_token_ms_{length}"] = _after_a_prompt(
-                    patched, alibi_cache, peers, length, repeats=repeats
+                    patched, alibi_cache, peers, length, repeats=repeats, say=say
                 )
-                metrics |= {f"token_over_{name}_{length}": prompted[PROMPTED] / prompted[name] for name in peers}
+                metrics |= {
+                    f"token_over_{name}_{length}": prompted[PROMPTED] / prompted[name]
+                    for name in peers
+                    if name in prompted
+                }
                 taken |= prompted
         for name, milliseconds in taken.items():
             append(columns, name, {"length": length, "forward_ms": milliseconds})
@@ -139,7 +144,13 @@ def _two_rows(
 
 
 def _after_a_prompt(
-    model: BloomForCausalLM, alibi_cache: Callable[[], Cache], peers: Sequence[str], length: int, *, repeats: int
+    model: BloomForCausalLM,
+    alibi_cache: Callable[[], Cache],
+    peers: Sequence[str],
+    length: int,
+    *,
+    repeats: int,
+    say: Callable[[str], None],
 ) -> tuple[dict[str, float], float]:
     """(milliseconds of a token behind a prompt of so many, of ours and of every peer; of the first one of ours)."""
     tokens = torch.randint(model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(length))
@@ -162,8 +173,11 @@ def _after_a_prompt(
             peer = open_peers.enter_context(
                 model_peers.opened(name, model, room=length + SPARE * repeats, threads=torch.get_num_threads())
             )
-            _expect(name, torch.from_numpy(peer.logits([*listed, listed[-1]])), true, length)
-            calls[name] = peer.token(listed)
+            error = _error(torch.from_numpy(peer.logits([*listed, listed[-1]])), true)
+            if error < MOST_ERROR:
+                calls[name] = peer.token(listed)
+            else:
+                say(f"{name} is off by {error:.1e} of the largest logit at {length} tokens, so its time says nothing")
         spent: dict[str, list[float]] = {name: [] for name in calls}
         for turn in range(repeats + 1):  # the first is to warm up
             for name, call in calls.items():
@@ -174,9 +188,13 @@ def _after_a_prompt(
 
 
 def _expect(name: str, found: Tensor, true: Tensor, length: int) -> None:
-    error = float((found - true).abs().max() / true.abs().max())
-    if not error < 1e-4:
+    error = _error(found, true)
+    if not error < MOST_ERROR:
         raise RuntimeError(f"{name} is off by {error:.1e} of the largest logit at {length} tokens")
+
+
+def _error(found: Tensor, true: Tensor) -> float:
+    return float((found - true).abs().max() / true.abs().max())
 
 
 def _step(model: nn.Module, cache: Cache, token: Tensor, mask: Tensor | None = None) -> Callable[[], Tensor]:

@@ -76,7 +76,8 @@ struct Row {
         Reals<float> own[vectors ? vectors : 1];
         for (int v = 0; v < vectors; v++) own[v] = load(query.data() + v * VL<float>);
         for (int64_t j = 0; j < count; j++) {
-            const Stored *key = call.key.of(b, k, from + j);
+            const Stored *key = call.key.of(b, k, from + j), *value = call.value.of(b, k, from + j);
+            for (int64_t d = 0; d < size; d += 64 / sizeof(Stored)) __builtin_prefetch(value + d);  // read next, elsewhere
             Reals<float> sum = {};
             if (vectors)
                 UNROLL for (int v = 0; v < vectors; v++) sum += own[v] * load_floats(key + v * VL<float>);
