@@ -14,7 +14,14 @@ from torch import Tensor
 from alibi_attn.attention.eager import Kernels, attend, is_eager
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.transforms import Mapped, transformable
-from alibi_attn.attention.visibility import are_moderate, first_positions, keys_within_sight, lse_dtype, rows_that_see
+from alibi_attn.attention.visibility import (
+    are_moderate,
+    first_positions,
+    keys_within_sight,
+    lse_dtype,
+    plain_offset,
+    rows_that_see,
+)
 
 Spec = AttentionSpec[Tensor]
 
@@ -87,9 +94,7 @@ def operator(name: str, forward: Forward, backward: Backward, empty_saved: Calla
         moderate: bool,
     ) -> tuple[Any, ...]:  # fmt: skip
         """Gradients of query, key, value, slopes, right slopes, key bias, query bias; of the latter those that are wanted."""
-        query, (q, k, v) = inputs[0], in_rows(*inputs)
-        if not moderate:
-            q, k, v, _ = clean(spec, q, k, v)
+        query, (q, k, v) = inputs[0], in_rows(*inputs) if moderate else clean(spec, *inputs)[:3]
         grad = torch.zeros_like(output) if grad_output is None else grad_output
         out, grad = output.to(q.dtype), _rows(grad.to(q.dtype))
         blind = lse == -math.inf
@@ -285,7 +290,7 @@ def spec_of(
     return AttentionSpec(
         batch=b, num_heads=h, num_kv_heads=key.shape[1], query_len=t, key_len=key.shape[2], head_dim=d,
         slopes=slopes, right_slopes=right_slopes, causal=causal, window=window, scale=scale,
-        query_offset=int(first) if on_host and first.numel() == 1 else first, key_mask=key_mask, query_segments=query_segments,
+        query_offset=plain_offset(first) if on_host else first, key_mask=key_mask, query_segments=query_segments,
         key_segments=key_segments, key_bias=key_bias, query_bias=query_bias, dropout_p=dropout_p, dropout_seed=dropout_seed,
         tolerance=tolerance,
     )  # fmt: skip

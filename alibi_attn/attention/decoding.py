@@ -17,12 +17,13 @@ from torch import Tensor
 from alibi_attn.attention.api import alibi_attention
 from alibi_attn.attention.backends.fused import backend as fused
 from alibi_attn.attention.backends.native import decoding as native
+from alibi_attn.attention.backends.native.backend import WIDTH
 from alibi_attn.attention.certificate.biased import gated_bounds, sums_behind
 from alibi_attn.attention.certificate.bounds import bounds, worth_leaving_out
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Norms, norm_bound
 from alibi_attn.attention.heads import index_of, query_heads
-from alibi_attn.attention.spec import AttentionSpec
+from alibi_attn.attention.spec import AttentionSpec, default_tolerance
 from alibi_attn.attention.validation import make_spec
 
 MAX_QUERIES = 16  # on a CPU
@@ -62,12 +63,12 @@ def reads_near(
 
 def has_kernel(query: Tensor, key: Tensor) -> bool:
     """Whether the kernel for decoding on a CPU takes such queries and keys."""
-    return query.shape[3] % native.WIDTH == 0 and native.takes(query, key)
+    return query.shape[3] % WIDTH == 0 and native.takes(query, key)
 
 
 def measured_norms(key: Tensor, value: Tensor) -> Norms:
     """`Norms.of`, by the kernel that reads everything once where there is one."""
-    if key.shape[3] % native.WIDTH == 0 and key.shape[3] == value.shape[3] and native.takes(key, value):
+    if key.shape[3] == value.shape[3] and has_kernel(key, value):
         return Norms(native.tile_norms(key.detach()), native.tile_norms(value.detach()))
     return Norms.of(key, value)
 
@@ -101,7 +102,7 @@ def attend_near(
         output = native.decode(
             query, key, value, slopes, norms=known_norms, visible=visible, window=window,
             scale=query.shape[3] ** -0.5 if scale is None else scale,
-            tolerance=torch.finfo(query.dtype).eps / 32 if tolerance is None else tolerance,
+            tolerance=default_tolerance(query.dtype) if tolerance is None else tolerance,
         )  # fmt: skip
         if output is not None:
             return output

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from alibi_attn.attention.spec import AttentionSpec
+from alibi_attn.attention.spec import DIFFERENTIABLE, AttentionSpec
 from alibi_attn.attention.transforms import may_read
+from alibi_attn.attention.visibility import plain_offset
 
 Spec = AttentionSpec[Tensor]
 
-# The fields of a description that may be tensors; the first ones receive gradients.
-DIFFERENTIABLE = ("slopes", "right_slopes", "key_bias", "query_bias")
+# The fields of a description that may be tensors.
 TENSORS = (*DIFFERENTIABLE, "query_offset", "key_mask", "query_segments", "key_segments", "dropout_seed")
 
 
@@ -46,9 +46,8 @@ def is_eager(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 def attend(kernels: Kernels, spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
     """(output, lse, or None where it is not asked for)."""
-    if isinstance(spec.query_offset, Tensor):  # [B], or one number, as it comes out of an operator
-        offset = spec.query_offset.reshape(-1)
-        spec = dataclasses.replace(spec, query_offset=int(offset) if offset.numel() == 1 else offset)
+    if isinstance(spec.query_offset, Tensor):
+        spec = dataclasses.replace(spec, query_offset=plain_offset(spec.query_offset.reshape(-1)))
     inputs = query, key, value, *(getattr(spec, name) for name in DIFFERENTIABLE)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
         output, lse = _Attention.apply(kernels, spec, *inputs)  # type: ignore[no-untyped-call]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from alibi_attn.attention import dispatch, transforms
 from alibi_attn.attention.dropout import drawn_seed
-from alibi_attn.attention.spec import AttentionSpec
+from alibi_attn.attention.spec import DIFFERENTIABLE, AttentionSpec
 from alibi_attn.attention.visibility import lse_dtype
 
 
@@ -53,7 +53,7 @@ def _differentiable_once(
     query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, AttentionSpec[Tensor]]:
     """The inputs, such that second derivatives and forward mode raise on every backend alike, instead of being wrong on some."""
-    names = [name for name in ("slopes", "right_slopes", "key_bias", "query_bias") if getattr(spec, name) is not None]
+    names = [name for name in DIFFERENTIABLE if getattr(spec, name) is not None]
     before: list[Tensor] = [getattr(spec, name) for name in names]
     query, key, value, *after = transforms.once(query, key, value, *before)
     if any(x is not y for x, y in zip(before, after, strict=True)):

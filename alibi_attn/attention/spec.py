@@ -22,6 +22,8 @@ from typing import Generic, Protocol, TypeVar
 Array = TypeVar("Array")
 
 EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
+# The fields of a description that receive gradients, in the order in which operators return them.
+DIFFERENTIABLE = ("slopes", "right_slopes", "key_bias", "query_bias")
 
 
 class ArrayLike(Protocol):
@@ -100,6 +102,11 @@ def dropout_numbers(dropout_p: float) -> tuple[int, float]:
     return threshold, 2**32 / (2**32 - threshold)
 
 
+def default_tolerance(dtype: object) -> float:
+    """What may be skipped where nobody says how much: eps / 32 of the dtype, far below its rounding."""
+    return EPS[dtype_name(dtype)] / 32
+
+
 def dtype_name(dtype: object) -> str:
     """ "float32" for torch.float32, jnp.float32, numpy's dtype("float32") and the string itself."""
     name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)
@@ -172,13 +179,13 @@ def check_numbers(
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p is {dropout_p} but must be a probability in [0, 1)")
     if tolerance is None:
-        tolerance = EPS[dtype] / 32
+        tolerance = default_tolerance(dtype)
     elif not _is_number(tolerance):
         raise TypeError(f"tolerance must be a Python number or None but is {tolerance!r}")
     if not 0.0 <= tolerance < 1.0:
         raise ValueError(
             f"tolerance is {tolerance} but is a share of softmax mass in [0, 1): "
-            f"None = {EPS[dtype] / 32:.1e} for {dtype}, 0 = skip only what the mask forbids"
+            f"None = {default_tolerance(dtype):.1e} for {dtype}, 0 = skip only what the mask forbids"
         )
     return scale, tolerance
 

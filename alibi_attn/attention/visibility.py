@@ -28,6 +28,11 @@ def first_positions(spec: Spec, device: torch.device) -> Tensor:
     return torch.full((1,), spec.query_offset, device=device)
 
 
+def plain_offset(first: Tensor) -> int | Tensor:
+    """First positions as a description has them: one number, whatever it came in, is an int."""
+    return int(first) if first.numel() == 1 else first
+
+
 def largest_distance(spec: Spec, device: torch.device) -> Tensor:
     """[B] int64: 1 + the largest |i − j| of a query and a key that causality and the window let meet; 0 where none do."""
     first = first_positions(spec, device).expand(spec.batch)

@@ -236,7 +236,7 @@ def _dropout_seed(mine: Mine, stretch: Stretch, count: int) -> Tensor | None:
     if spec.dropout_seed is None:
         return None
     seed, row = int(spec.dropout_seed[0, 0]), mine.halo.offsets[mine.rank] - stretch.offset
-    heads = query_heads(stretch.heads, spec.group)[:: spec.group]
+    heads = [head * spec.group for head in stretch.heads]
     firsts = [(0, heads[0])] if count == 1 else [(b, head) for b in range(spec.batch) for head in heads]
     return spec.dropout_seed.new_tensor([[seed, b, head, row] for b, head in firsts])
 

@@ -57,8 +57,9 @@ def explain(
         raise TypeError("explain reads values, but an array is traced; call it outside of jit, grad and vmap")
     plan = attention.make_plan(spec, query, backend)
     name = "native" if plan.native else "dense" if plan.dense else "loop"
-    (platform,) = attention.platforms(query) if len(attention.platforms(query)) == 1 else ("several devices",)
-    said = [lines.of_call(spec, query.dtype, platform), *_backends(spec, name, query, backend)]
+    platforms = attention.platforms(query)
+    (platform,) = platforms if len(platforms) == 1 else ("several devices",)
+    said = [lines.of_call(spec, query.dtype, platform), *_backends(spec, name, platforms, backend)]
     if name == "dense":
         return "\n".join([*said, lines.of_everything(spec, name)])
     _, _, of_xla, of_native = attention._forward(plan, *arrays)
@@ -74,9 +75,9 @@ def explain(
     return "\n".join([*said, *lines.of_heads(spec, np.asarray(spec.slopes), reach, scores, _visible(spec, first))])
 
 
-def _backends(spec: Spec, name: str, query: Array, asked: Backend) -> list[str]:
+def _backends(spec: Spec, name: str, platforms: set[str], asked: Backend) -> list[str]:
     empty = "there is no query or no key" if 0 in (spec.batch, spec.query_len, spec.key_len) else None
-    reasons = {"native": empty or native.why_not(attention.platforms(query)), "loop": empty, "dense": None}
+    reasons = {"native": empty or native.why_not(platforms), "loop": empty, "dense": None}
     said = []
     for other, reason in reasons.items():
         if other == name:

@@ -13,7 +13,7 @@ from alibi_attn.attention.api import alibi_attention
 from alibi_attn.attention.bias import Slopes
 from alibi_attn.attention.decoding import attend_near, reads_near, visible_runs
 from alibi_attn.attention.forgetting import forgetting_attention
-from alibi_attn.attention.spec import check_key_mask, check_segments
+from alibi_attn.attention.spec import check_key_mask, check_segments, default_tolerance
 from alibi_attn.nn.cache import KVCache
 from alibi_attn.nn.gated_cache import GatedReachCache
 from alibi_attn.nn.gates import ForgetGates
@@ -302,7 +302,7 @@ class ALiBiAttention(nn.Module):
         return reach if self.window is None else reach.clamp(max=self.window)
 
     def _default_tolerance(self) -> float:
-        return torch.finfo(self.q_proj.weight.dtype).eps / 32
+        return default_tolerance(self.q_proj.weight.dtype)
 
     def extra_repr(self) -> str:
         return (

@@ -10,6 +10,7 @@ from certificate_attack import random_attack
 from alibi_attn import alibi_attention, alibi_slopes
 from alibi_attn.attention.backends.native import build
 from alibi_attn.attention.backends.native import decoding as native
+from alibi_attn.attention.backends.native.backend import WIDTH
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.decoding import attend_near, measured_norms
@@ -109,7 +110,7 @@ def test_dropped_mass_never_exceeds_the_tolerance(start):
     for seed in range(start, start + 40):
         attack = random_attack(seed)
         (query, key, value, slopes), kwargs = attack.inputs()
-        wide = -query.shape[3] % native.WIDTH  # zeros change no score; the scale is that of the size as it was
+        wide = -query.shape[3] % WIDTH  # zeros change no score; the scale is that of the size as it was
         scale, window = kwargs.get("scale") or query.shape[3] ** -0.5, kwargs.get("window")
         query, key, value = (torch.nn.functional.pad(x.float(), (0, wide)) for x in (query[:, :, -1:], key, value))
         options = {"window": window, "scale": scale, "tolerance": attack.tolerance}

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from alibi_attn.attention.backends.native import build
+from alibi_attn.attention.backends.native.backend import NO_WINDOW, WIDEST_WINDOW
 from alibi_attn.attention.backends.native.build import Rows
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.transforms import may_read
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-WIDTH = 16  # numbers of the widest vector, of which a head's size must be a multiple
 MAX_ROWS = 4  # of a linear map; with more a matrix product has something to reuse
 
 
@@ -60,7 +60,7 @@ def decode(
         query=_rows(query), key=_rows(key), value=_rows(value), output=_rows(output), slopes=of_heads.data_ptr(),
         start=(ctypes.c_int64 * batch)(*(start for start, _ in runs)),
         stop=(ctypes.c_int64 * batch)(*(stop for _, stop in runs)),
-        window=0 if window is None else min(window, 2**40), scale=scale, tolerance=tolerance,
+        window=NO_WINDOW if window is None else min(window, WIDEST_WINDOW), scale=scale, tolerance=tolerance,
         threads=torch.get_num_threads(), fine=ctypes.pointer(fine),
     )  # fmt: skip
     if norms is not None and norms.keys.shape[2]:
