@@ -26,7 +26,6 @@ from alibi_attn.report.series import Mode, Study, numbers, studies
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = ("README.md", "docs/performance.md", "docs/paper.md")
 MARKED = re.compile(r"(<!-- from records: ([\w-]+) -->)\n.*?\n?(<!-- end -->)", re.DOTALL)
-FP32 = {"dtype": "float32"}  # of two records of one name, those that are meant
 CPU, ENCODER, SERVING = "benchmark-cpu-noise-*.json", "benchmark-embedding-texts-*.json", "benchmark-serving-{}-*.json"
 JAX = "benchmark-jax-cpu-noise-*.json"
 NO_BIAS, DENSE_BIAS = "SDPA, causal, no bias", "SDPA, dense bias"
@@ -50,7 +49,7 @@ def record(pattern: str, **config: object) -> Record:
 
 def of_peers(pattern: str, peers: Mapping[str, str]) -> Record:
     """A record with these peers alone, renamed."""
-    whole = record(pattern, **FP32)
+    whole = record(pattern)
     return dataclasses.replace(whole, curves={new: whole.curves[old] for old, new in peers.items()})
 
 

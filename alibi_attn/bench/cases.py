@@ -12,25 +12,27 @@ Kind = Literal["noise", "peaked", "sink"]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One input: B = 1, causal, published slopes."""
+    """One input: causal, published slopes."""
 
     kind: str
     length: int
+    batch: int = 1
     num_heads: int = 8
     head_dim: int = 64
 
     @property
     def name(self) -> str:
-        return f"{self.kind}-{self.num_heads}x{self.head_dim}-{self.length}"
+        rows = "" if self.batch == 1 else f"{self.batch}x"
+        return f"{self.kind}-{self.num_heads}x{self.head_dim}-{rows}{self.length}"
 
 
 def draw(case: Case, *, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(query, key, value, gradient of the output), each [1, H, n, D] fp32.
+    """(query, key, value, gradient of the output), each [B, H, n, D] fp32.
 
     "noise" is standard normal; "peaked" has queries three times as long; "sink" has a first key ten times as long.
     """
     generator = torch.Generator().manual_seed(seed)
-    shape = (1, case.num_heads, case.length, case.head_dim)
+    shape = (case.batch, case.num_heads, case.length, case.head_dim)
     query, key, value, grad = (torch.randn(shape, generator=generator) for _ in range(4))
     if case.kind == "peaked":
         query *= 3

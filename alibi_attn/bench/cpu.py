@@ -1,5 +1,6 @@
 """`alibi bench cpu`: causal ALiBi attention on this machine's processor, ours against what users would pick instead."""
 
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -31,6 +32,7 @@ def cpu(
     out: Path,
     *,
     lengths: Sequence[int] = LENGTHS,
+    batch: int = 1,
     kinds: Sequence[str] = ("noise",),
     repeats: int = 5,
     budget_s: float = 20.0,
@@ -42,7 +44,8 @@ def cpu(
     """Measure and keep one record for every kind of input; returns their paths.
 
     Args:
-        lengths: in tokens, n = T = S; 8 heads × 64, batch 1.
+        lengths: in tokens, n = T = S; 8 heads × 64.
+        batch: so many rows at once.
         kinds: of input, see `cases.draw`.
         repeats, budget_s: turns at most, and seconds at most that the turns of one length and direction may take.
         memory: also measure peak memory, each in a process of its own.
@@ -57,16 +60,18 @@ def cpu(
     peers = [*(bf16_peers() if half else cpu_peers()), *([ours_dropping(dropout_p)] if dropout_p > 0 else [])]
     configs: dict[str, dict[str, records.Json]] = {
         kind: {
-            "kind": kind, "heads": 8, "head_dim": 64, "dtype": dtype, "lengths": list(lengths),
+            "kind": kind, "heads": 8, "head_dim": 64, "dtype": dtype, "lengths": list(lengths), "batch": batch,
             "threads": torch.get_num_threads(), "peers": {peer.name: peer.note for peer in peers},
         }
         for kind in kinds
     }  # fmt: skip
+    asked = {"bf16": half, "dropout": dropout_p > 0, f"batch-{batch}": batch > 1}
     return records_by_kind(
-        out, "cpu-bf16" if half else "cpu", configs, lengths=lengths, summary=_summary, say=say,
-        train_step=(_train_step_in_bf16 if half else _train_step) if memory else None,
+        out, "-".join(["cpu", *(part for part, is_asked in asked.items() if is_asked)]), configs, lengths=lengths,
+        summary=_summary, say=say,
+        train_step=functools.partial(_train_step, dtype=DTYPES[dtype], batch=batch) if memory else None,
         measure=lambda kind, n: _measure(
-            Case(kind, n), DTYPES[dtype], peers=peers, repeats=repeats, budget_s=budget_s, say=say
+            Case(kind, n, batch), DTYPES[dtype], peers=peers, repeats=repeats, budget_s=budget_s, say=say
         ),
     )  # fmt: skip
 
@@ -167,8 +172,8 @@ def _reach_row(
     with torch.no_grad():
         left, computed = _certified_reach(name, spec, query, key, value)
     row = torch.arange(case.length)
-    asked = torch.minimum(left[:, row // TILE], row + 1).sum()
-    causal = case.num_heads * case.length * (case.length + 1) // 2
+    asked = torch.minimum(left[..., row // TILE], row + 1).sum()
+    causal = case.batch * case.num_heads * case.length * (case.length + 1) // 2
     bounded = left[left < case.length]  # blocks that leave keys out
     flops = 4 * case.head_dim * int(asked)
     return {
@@ -187,24 +192,20 @@ def _reach_row(
 def _certified_reach(
     name: str, spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, int]:
-    """(how far each block of TILE queries must look, [H, N], scores that the backend computes)."""
+    """(how far each block of TILE queries must look, [B, H, N], scores that the backend computes)."""
     if name == "native":  # its certificate is part of its loop
         visited = native.visited(spec, query, key, value)
         start = torch.arange(visited.keys.shape[2]) * TILE
-        near = torch.from_numpy(visited.keys[0, :, :, 0]).long()
+        near = torch.from_numpy(visited.keys[..., 0]).long()
         left = torch.where(near > 0, start - near + 1, key.shape[2])  # where all is met, nothing bounds a query's reach
         return left, int(visited.reach_and_scores(spec)[1].sum())
     visits = dispatch.BACKENDS[name].visits(spec, query, key, value)
-    computed = query.shape[1] * query.shape[2] * key.shape[2] if visits is None else int(visits[1].sum())
-    return bounds(spec, query, key, value).left[0], computed
+    computed = query.shape[:3].numel() * key.shape[2] if visits is None else int(visits[1].sum())
+    return bounds(spec, query, key, value).left, computed
 
 
-def _train_step_in_bf16(kind: str, length: int) -> None:
-    _train_step(kind, length, torch.bfloat16)
-
-
-def _train_step(kind: str, length: int, dtype: torch.dtype = torch.float32) -> None:
-    query, key, value, grad = (x.to(dtype) for x in draw(Case(kind, length)))
+def _train_step(kind: str, length: int, *, dtype: torch.dtype, batch: int) -> None:
+    query, key, value, grad = (x.to(dtype) for x in draw(Case(kind, length, batch)))
     leaves = [x.requires_grad_() for x in (query, key, value)]
     alibi_attention(*leaves).backward(grad)
 

@@ -93,7 +93,7 @@ def peak_memory_bytes(function: Callable[..., object], *arguments: object) -> in
         peak: int = receive.recv()
     except EOFError:
         raise RuntimeError(
-            f"{function.__name__} died while its memory was measured, most likely for lack of it"
+            f"the process of {arguments} died while its memory was measured, most likely for lack of it"
         ) from None
     finally:
         process.join()

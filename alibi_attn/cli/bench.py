@@ -23,6 +23,7 @@ def cpu(
     repeats: Annotated[int, typer.Option(min=1, help="Turns at most.")] = 5,
     seconds: Annotated[float, typer.Option(help="Seconds at most for the turns of a length and direction.")] = 20.0,
     memory: Annotated[bool, typer.Option(help="Measure peak memory too.")] = True,
+    batch: Annotated[int, typer.Option(min=1, help="Rows at once, as in training on short texts.")] = 1,
     dropout: Annotated[float, typer.Option(min=0.0, max=0.99, help="Measure ours with so much dropout, too.")] = 0.0,
     dtype: Annotated[str, typer.Option(help="float32, or bfloat16, beside ours in fp32.")] = "float32",
 ) -> None:
@@ -35,8 +36,8 @@ def cpu(
 
     asked = _numbers(lengths) or LENGTHS
     paths = cpu(
-        out, lengths=asked, kinds=kinds.split(","), repeats=repeats, budget_s=seconds, memory=memory, dropout_p=dropout,
-        dtype=dtype, say=typer.echo,
+        out, lengths=asked, batch=batch, kinds=kinds.split(","), repeats=repeats, budget_s=seconds, memory=memory,
+        dropout_p=dropout, dtype=dtype, say=typer.echo,
     )  # fmt: skip
     _tell(paths)
 

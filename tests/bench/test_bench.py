@@ -85,6 +85,19 @@ def test_dropout_is_checked_by_its_mask_and_timed(tmp_path: Path, monkeypatch: p
         bench.cpu(tmp_path, dropout_p=1.0)
 
 
+def test_rows_at_once_have_a_record_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "cpu_peers", lambda: [peer for peer in QUIET if peer.name == "ours"])
+    one, three = (
+        records.load(bench.cpu(tmp_path, lengths=(150,), repeats=1, memory=False, batch=batch, say=lambda _: None)[0])
+        for batch in (1, 3)
+    )
+    assert [one.name, three.name] == ["cpu/noise", "cpu-batch-3/noise"]
+    assert three.config["batch"] == 3
+    reaches = [record.curves["reach"] for record in (one, three)]
+    assert reaches[0]["scores_computed_share"] == pytest.approx(reaches[1]["scores_computed_share"], rel=0.1)
+    assert reaches[1]["scores_asked_share"][0] <= reaches[1]["scores_computed_share"][0]
+
+
 def test_bf16_is_measured_beside_fp32_of_the_same_numbers(tmp_path: Path) -> None:
     (path,) = bench.cpu(tmp_path, lengths=(64, 150), repeats=1, memory=False, dtype="bfloat16", say=lambda _: None)
     record = records.load(path)
