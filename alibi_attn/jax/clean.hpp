@@ -18,8 +18,8 @@ bool sees(const Call<Real> &call, int64_t b, int64_t h, int64_t i, int64_t j) {
 }
 
 // Zeros for keys that no query sees, as far as positions, biases, mask and segments tell.
-template <typename Real>
-void zero_what_nobody_sees(const Call<Real> &call, Packed<Real> &keys, Packed<Real> &values) {
+template <typename Real, typename Number>
+void zero_what_nobody_sees(const Call<Real> &call, Packed<Number> &keys, Packed<Number> &values) {
     const int64_t window = call.window ? call.window : INT64_MAX / 4, group = call.H / call.K;
     for (int64_t b = 0; b < call.B; b++) {
         const int64_t first = call.first[b], end = first + call.T;
@@ -42,8 +42,8 @@ void zero_what_nobody_sees(const Call<Real> &call, Packed<Real> &keys, Packed<Re
 }
 
 // [B, H, T]: queries that see NaN or inf, which are zeros from now on, and biases -inf; empty where there are none.
-template <typename Real>
-std::vector<uint8_t> clean(const Call<Real> &call, Packed<Real> &queries, Packed<Real> &keys, Packed<Real> &values,
+template <typename Real, typename Number>
+std::vector<uint8_t> clean(const Call<Real> &call, Packed<Number> &queries, Packed<Number> &keys, Packed<Number> &values,
                            std::vector<double> &key_bias) {
     const bool has_bad_bias = !std::all_of(key_bias.begin(), key_bias.end(), [](double b) { return b < INFINITY; });
     if (queries.is_moderate && keys.is_moderate && values.is_moderate && !has_bad_bias) return {};

@@ -7,6 +7,7 @@
 #include <omp.h>
 
 #include <cstring>
+#include <type_traits>
 
 #include "clean.hpp"
 #include "denormals.hpp"
@@ -98,18 +99,22 @@ struct Laid {
         call.window = numbers[4], call.causal = settings.causal, call.has_values = 1, call.threads = settings.threads;
     }
 
-    Packed<Real> like_queries(const ffi::AnyBuffer &array) const {
-        return {call.B, call.T, call.H, call.D, int(call.threads), numbers_of<Real>(array)};
+    template <typename Number>
+    Packed<Number> like_queries(const ffi::AnyBuffer &array) const {
+        return {call.B, call.T, call.H, call.D, int(call.threads), numbers_of<Number>(array)};
     }
 
-    Packed<Real> like_keys(const ffi::AnyBuffer &array) const {
-        return {call.B, call.S, call.K, call.D, int(call.threads), numbers_of<Real>(array)};
+    template <typename Number>
+    Packed<Number> like_keys(const ffi::AnyBuffer &array) const {
+        return {call.B, call.S, call.K, call.D, int(call.threads), numbers_of<Number>(array)};
     }
 
     // Queries, keys, values, and others. Returns [B, H, T], which queries see NaN or inf, or nothing.
-    std::vector<uint8_t> read(std::initializer_list<Packed<Real> *> arrays) {
-        for_all(&Packed<Real>::read, arrays);
-        Packed<Real> &queries = *arrays.begin()[0], &keys = *arrays.begin()[1], &values = *arrays.begin()[2];
+    template <typename Number>
+    std::vector<uint8_t> read(std::initializer_list<Packed<Number> *> arrays) {
+        for_all(&Packed<Number>::read, arrays);
+        Packed<Number> &queries = *arrays.begin()[0], &keys = *arrays.begin()[1], &values = *arrays.begin()[2];
+        call.bf16 = std::is_same<Number, Bf16>::value;
         const std::vector<uint8_t> poisoned = clean(call, queries, keys, values, key_bias);
         call.query = queries.template rows<const Real>();
         call.key = keys.template rows<const Real>(), call.value = values.template rows<const Real>();
@@ -134,17 +139,19 @@ struct Laid {
     }
 };
 
-template <typename Real>
+// In `Real`, of rows that are stored in `Number`.
+template <typename Real, typename Number = Real>
 void forward(const Buffers &in, const Buffers &out, const Settings &settings) {
     Laid<Real> laid(in, settings);
     Call<Real> &call = laid.call;
-    Packed<Real> queries = laid.like_queries(in[QUERY]).may_stay(), output = laid.like_queries(out[OF_OUTPUT]).may_stay();
-    Packed<Real> keys = laid.like_keys(in[KEY]), values = laid.like_keys(in[VALUE]);
+    Packed<Number> queries = laid.template like_queries<Number>(in[QUERY]).may_stay();
+    Packed<Number> output = laid.template like_queries<Number>(out[OF_OUTPUT]).may_stay();
+    Packed<Number> keys = laid.template like_keys<Number>(in[KEY]), values = laid.template like_keys<Number>(in[VALUE]);
     if (call.blocks() <= FEW_BLOCKS) keys = keys.may_stay(), values = values.may_stay();
     const Memory memory({&queries, &keys, &values, &output});
     const std::vector<uint8_t> poisoned = laid.read({&queries, &keys, &values});
     std::vector<double> lse(call.B * call.H * call.T);
-    call.output = output.rows(), call.lse = lse.data();
+    call.output = output.template rows<Real>(), call.lse = lse.data();
     call.rows = numbers_of<Real>(out[OF_ROWS]), call.visited = numbers_of<int32_t>(out[OF_VISITED]);
     kernels[sizeof(Real) == 8 ? 2 : 0](&call);
     const std::vector<double> of_queries = sum_of_two(in[QUERY_BIAS], in[QUERY_BIAS_LOW]);
@@ -155,24 +162,26 @@ void forward(const Buffers &in, const Buffers &out, const Settings &settings) {
         if (!of_queries.empty()) lse[row] += of_queries[row];
         if (poisoned.empty() || !poisoned[row]) continue;
         lse[row] = NAN;
-        std::fill_n(call.output.of(b, h, i), call.D, Real(NAN));
+        output.fill(b * call.T + i, h, NOT_A_NUMBER<Number>);
     }
     narrow(lse, out[OF_LSE]);
-    if (!output.stays) for_all(&Packed<Real>::write, {&output});
+    if (!output.stays) for_all(&Packed<Number>::write, {&output});
 }
 
-template <typename Real>
+template <typename Real, typename Number = Real>
 void backward(const Buffers &in, const Buffers &out, const Settings &settings) {
     Laid<Real> laid(in, settings);
     Call<Real> &call = laid.call;
-    Packed<Real> queries = laid.like_queries(in[QUERY]), keys = laid.like_keys(in[KEY]), values = laid.like_keys(in[VALUE]);
-    Packed<Real> output = laid.like_queries(in[OUTPUT]).may_stay(), grads = laid.like_queries(in[GRAD]);
-    Packed<Real> query_grad = laid.like_queries(out[OF_QUERY]).may_stay();
-    Packed<Real> key_grad = laid.like_keys(out[OF_KEY]), value_grad = laid.like_keys(out[OF_VALUE]);
-    const Memory memory({&queries, &keys, &values, &output, &grads, &query_grad, &key_grad, &value_grad});
+    Packed<Number> queries = laid.template like_queries<Number>(in[QUERY]);
+    Packed<Number> keys = laid.template like_keys<Number>(in[KEY]), values = laid.template like_keys<Number>(in[VALUE]);
+    Packed<Number> output = laid.template like_queries<Number>(in[OUTPUT]).may_stay();
+    Packed<Number> grads = laid.template like_queries<Number>(in[GRAD]);
+    Packed<Real> query_grad = laid.template like_queries<Real>(out[OF_QUERY]).may_stay();
+    Packed<Real> key_grad = laid.template like_keys<Real>(out[OF_KEY]), value_grad = laid.template like_keys<Real>(out[OF_VALUE]);
+    const Memory memory({&queries, &keys, &values, &output, &grads}, {&query_grad, &key_grad, &value_grad});
     laid.read({&queries, &keys, &values, &output, &grads});
     call.grad = grads.template rows<const Real>(), call.grad_lse = numbers_of<const Real>(in[GRAD_LSE]);
-    call.output = output.rows();
+    call.output = output.template rows<Real>();
     call.rows = numbers_of<Real>(in[ROWS]), call.visited = numbers_of<int32_t>(in[VISITED]);
     // What comes for a query that saw nothing reaches no gradient, whatever it is.
     for (int64_t b = 0; b < call.B; b++)
@@ -207,9 +216,10 @@ ffi::Error call_of(
     // As many threads as XLA's own, or fewer where OpenMP is told so.
     settings.threads = int(std::max<int64_t>(1, std::min<int64_t>(pool.num_threads(), omp_get_max_threads())));
     const DenormalNumbers are_kept;
-    const bool wide = in[QUERY].element_type() == ffi::DataType::F64;
-    if (is_forward) wide ? forward<double>(in, out, settings) : forward<float>(in, out, settings);
-    else wide ? backward<double>(in, out, settings) : backward<float>(in, out, settings);
+    const ffi::DataType dtype = in[QUERY].element_type();
+    if (dtype == ffi::DataType::F64) is_forward ? forward<double>(in, out, settings) : backward<double>(in, out, settings);
+    else if (dtype == ffi::DataType::F32) is_forward ? forward<float>(in, out, settings) : backward<float>(in, out, settings);
+    else is_forward ? forward<float, Bf16>(in, out, settings) : backward<float, Bf16>(in, out, settings);
     return ffi::Error::Success();
 }
 

@@ -2,7 +2,8 @@
 
 `native.cpp` is the binding: it is compiled on the first call that wants it, against the headers that come with jaxlib, and kept
 beside the kernels. Arrays come as XLA has them, [B, T, H, D]; the binding puts the rows of a head one behind the other
-(`packed.hpp`) and looks for bad numbers (`clean.hpp`); half precision is widened before. `vmap` puts its axis into the batch.
+(`packed.hpp`) and looks for bad numbers (`clean.hpp`). bf16 is multiplied as it is where the processor can; elsewhere, and fp16
+always, half precision is widened before. `vmap` puts its axis into the batch.
 Next: `attention/backends/native`.
 """
 
@@ -101,7 +102,7 @@ def forward(plan: Plan, arrays: Arrays, rest: Rest) -> tuple[Array, Array, Saved
     of_lse = work if arrays.key_bias is None else jnp.promote_types(work, arrays.key_bias.dtype)
     operands = _operands(arrays, rest)
     results = (
-        (arrays.query.shape, work), ((batch, heads, query_len), of_lse), ((batch, 2, heads, query_len), work),
+        (arrays.query.shape, _stored(arrays)), ((batch, heads, query_len), of_lse), ((batch, 2, heads, query_len), work),
         ((batch, _numbers_of_visited(arrays)), jnp.int32),
     )  # fmt: skip
     output, lse, rows, visited = _call("alibi_xla_forward", plan, operands, results)
@@ -118,7 +119,7 @@ def backward(
     """
     work = arrays.left.dtype
     operands = _operands(arrays, rest)
-    beside = (output.astype(work), grad.astype(work), grad_lse.astype(work), *saved)
+    beside = (output.astype(_stored(arrays)), grad.astype(_stored(arrays)), grad_lse.astype(work), *saved)
     query, key, value = (x.shape for x in arrays[:3])
     slopes = arrays.left.shape if wanted.slopes else (0,)
     biases = [(0,) if x is None or not wanted.biases else x.shape for x in (arrays.key_bias, arrays.query_bias)]
@@ -142,6 +143,12 @@ def nothing_saved(arrays: Arrays) -> Saved:
     )
 
 
+def _stored(arrays: Arrays) -> jnp.dtype:
+    """What the kernels read queries, keys and values in."""
+    dtype: jnp.dtype = arrays.query.dtype
+    return dtype if dtype == jnp.bfloat16 and build.multiplies_bf16() else arrays.left.dtype
+
+
 def _numbers_of_visited(arrays: Arrays) -> int:
     _, query_len, heads, _ = arrays.query.shape
     return numbers_of_visited(num_heads=heads, num_kv_heads=arrays.key.shape[2], query_len=query_len)
@@ -160,13 +167,13 @@ def _call(
 
 def _operands(arrays: Arrays, rest: Rest) -> tuple[Array, ...]:
     """In the order of `native.cpp`; what the call has not is an array without elements."""
-    work, seed = arrays.left.dtype, rest.dropout_seed
+    seed = rest.dropout_seed
     optional = (
         rest.key_mask, rest.query_segments, rest.key_segments, arrays.key_bias, rest.key_bias_low, arrays.query_bias,
         rest.query_bias_low, None if seed is None else seed + jnp.zeros_like(arrays.left, seed.dtype, shape=()),
     )  # fmt: skip
     return (
-        *(x.astype(work) for x in arrays[:3]), arrays.left, arrays.right, rest.offset,
+        *(x.astype(_stored(arrays)) for x in arrays[:3]), arrays.left, arrays.right, rest.offset,
         *(jnp.zeros_like(arrays.left, shape=(0,)) if x is None else x for x in optional),
         rest.numbers,
     )  # fmt: skip

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
+#include <cstring>
 #include <initializer_list>
 #include <mutex>
 #include <utility>
@@ -23,19 +24,36 @@ enum {
     FEW_TO_COPY = 1 << 17,
 };
 
-// [B, T, H, D] of XLA, and what the kernels get for it.
+// What a number is: bf16 has the upper half of a float.
 template <typename Real>
+Real value_of(Real x) {
+    return x;
+}
+inline float value_of(Bf16 x) {
+    const uint32_t bits = uint32_t(x) << 16;
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+template <typename Number>
+constexpr Number NOT_A_NUMBER = Number(NAN);
+template <>
+inline constexpr Bf16 NOT_A_NUMBER<Bf16> = 0x7fc0;
+
+// [B, T, H, D] of XLA, and what the kernels get for it.
+template <typename Number>
 struct Packed {
     int64_t B, T, H, D;
     int threads;
-    Real *of_xla;
+    Number *of_xla;
     bool stays = false;       // what is read or written once a row may stay where it is, if D is a multiple of WIDTH
     bool is_moderate = true;  // all are finite, and so small that no inner product of two rows overflows
-    Real *numbers = nullptr;  // [B, H, T, width()]; [B, T, H, D] if it stays
-    std::vector<Real> copy = {};
+    Number *numbers = nullptr;  // [B, H, T, width()]; [B, T, H, D] if it stays
+    std::vector<Number> copy = {};
 
     int64_t width() const { return (D + WIDTH - 1) / WIDTH * WIDTH; }
-    int64_t bytes() const { return stays ? 0 : (B * H * T * width() * int64_t(sizeof(Real)) + LINE - 1) / LINE * LINE; }
+    int64_t bytes() const { return stays ? 0 : (B * H * T * width() * int64_t(sizeof(Number)) + LINE - 1) / LINE * LINE; }
 
     Packed may_stay() const {
         Packed same = *this;
@@ -43,26 +61,29 @@ struct Packed {
         return same;
     }
 
-    template <typename Number = Real>
-    Rows<Number> rows() const {
-        if (stays) return {numbers, T * H * D, D, H * D};
-        return {numbers, H * T * width(), T * width(), width()};
+    // As a call has them, whose pointers to bf16 say float; strides are in numbers.
+    template <typename Said = Number>
+    Rows<Said> rows() const {
+        Said *at = reinterpret_cast<Said *>(numbers);
+        if (stays) return {at, T * H * D, D, H * D};
+        return {at, H * T * width(), T * width(), width()};
     }
 
     // Copy them, and look whether they are moderate; the rows are divided among the threads that call.
     void read() {
+        using Real = decltype(value_of(Number()));
         const Real most = std::sqrt(sizeof(Real) == 4 ? Real(3.4e38) : Real(1.7e308)) / (16 * std::sqrt(Real(D)));
         int wrong = 0;
 #pragma omp for schedule(static) nowait
         for (int64_t row = 0; row < B * T; row++) {
             for (int64_t h = 0; h < H; h++) {
-                const Real *from = of_xla + (row * H + h) * D;
+                const Number *from = of_xla + (row * H + h) * D;
                 int here = 0;
-                for (int64_t d = 0; d < D; d++) here |= !(std::abs(from[d]) <= most);
+                for (int64_t d = 0; d < D; d++) here |= !(std::abs(value_of(from[d])) <= most);
                 wrong |= here;
                 if (stays) continue;
                 std::copy_n(from, D, of(row, h));
-                std::fill_n(of(row, h) + D, width() - D, Real(0));
+                std::fill_n(of(row, h) + D, width() - D, Number(0));
             }
         }
         if (wrong) {
@@ -87,22 +108,23 @@ struct Packed {
     }
 
     // Of row b T + i of a head.
-    Real *of(int64_t row, int64_t h) const { return rows().of(row / T, h, row % T); }
+    Number *of(int64_t row, int64_t h) const { return rows().of(row / T, h, row % T); }
 
     bool is_finite(int64_t row, int64_t h) const {
-        return std::all_of(of(row, h), of(row, h) + D, [](Real x) { return std::isfinite(x); });
+        return std::all_of(of(row, h), of(row, h) + D, [](Number x) { return std::isfinite(value_of(x)); });
     }
 
-    void zero(int64_t row, int64_t h) { std::fill_n(of(row, h), stays ? D : width(), Real(0)); }
+    void fill(int64_t row, int64_t h, Number with) { std::fill_n(of(row, h), stays ? D : width(), with); }
+    void zero(int64_t row, int64_t h) { fill(row, h, Number(0)); }
 };
 
 // Read or write several arrays, on as many threads as a call may use: a team has to meet but once. Few rows are quicker alone.
-template <typename Real>
-void for_all(void (Packed<Real>::*copy)(), std::initializer_list<Packed<Real> *> arrays) {
+template <typename Number>
+void for_all(void (Packed<Number>::*copy)(), std::initializer_list<Packed<Number> *> arrays) {
     int64_t numbers = 0;
-    for (const Packed<Real> *array : arrays) numbers += array->B * array->T * array->H * array->D;
+    for (const Packed<Number> *array : arrays) numbers += array->B * array->T * array->H * array->D;
 #pragma omp parallel num_threads((*arrays.begin())->threads) if (numbers > FEW_TO_COPY)
-    for (Packed<Real> *array : arrays) (array->*copy)();
+    for (Packed<Number> *array : arrays) (array->*copy)();
 }
 
 struct Piece {
@@ -114,17 +136,10 @@ struct Piece {
 // page, zeroed, which took from a tenth to a quarter of a backward pass.
 class Memory {
    public:
-    template <typename Real>
-    explicit Memory(std::initializer_list<Packed<Real> *> arrays) {
-        int64_t bytes = 0;
-        for (const Packed<Real> *array : arrays) bytes += array->bytes();
-        piece = take(bytes);
-        char *next = piece.begin;
-        for (Packed<Real> *array : arrays) {
-            if (array->stays) continue;
-            array->numbers = reinterpret_cast<Real *>(next);
-            next += array->bytes();
-        }
+    template <typename Number, typename Other = Number>
+    explicit Memory(std::initializer_list<Packed<Number> *> arrays, std::initializer_list<Packed<Other> *> others = {}) {
+        piece = take(bytes_of(arrays) + bytes_of(others));
+        hand_out(others, hand_out(arrays, piece.begin));
     }
     Memory(const Memory &) = delete;
     Memory &operator=(const Memory &) = delete;
@@ -140,6 +155,24 @@ class Memory {
     Piece piece;
     inline static Piece kept;
     inline static std::mutex guard;
+
+    template <typename Number>
+    static int64_t bytes_of(std::initializer_list<Packed<Number> *> arrays) {
+        int64_t bytes = 0;
+        for (const Packed<Number> *array : arrays) bytes += array->bytes();
+        return bytes;
+    }
+
+    // Returns where they end.
+    template <typename Number>
+    static char *hand_out(std::initializer_list<Packed<Number> *> arrays, char *next) {
+        for (Packed<Number> *array : arrays) {
+            if (array->stays) continue;
+            array->numbers = reinterpret_cast<Number *>(next);
+            next += array->bytes();
+        }
+        return next;
+    }
 
     static Piece take(int64_t bytes) {
         {

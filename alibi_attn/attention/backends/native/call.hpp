@@ -6,6 +6,8 @@
 
 #include "constants.hpp"
 
+typedef uint16_t Bf16;
+
 // [sequences, heads, rows, D]; strides in numbers, of every axis but the last, whose stride is 1.
 template <typename Number>
 struct Rows {

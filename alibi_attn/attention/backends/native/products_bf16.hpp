@@ -8,9 +8,9 @@
 
 #pragma once
 
+#include "call.hpp"
 #include "vectors.hpp"
 
-typedef uint16_t Bf16;
 typedef uint32_t Pair __attribute__((aligned(2), may_alias));  // of Bf16, the first in the low half
 
 // Of numbers and processors without such products.
