@@ -3,6 +3,7 @@
 import concurrent.futures.process
 import multiprocessing
 import multiprocessing.connection
+import random
 import resource
 import statistics
 import time
@@ -17,20 +18,21 @@ Result = TypeVar("Result")
 
 
 def medians_ms(calls: Mapping[str, Callable[[], object]], *, repeats: int, budget_s: float) -> dict[str, float]:
-    """The median milliseconds of every call; they take turns, so that a slow moment of the machine hits all of them.
+    """The median milliseconds of every call; they take turns, so that a slow moment of the machine hits all of them, each turn in
+    another order (the same in every run), so that nobody always meets the caches that one neighbor has left.
 
     Every call is warmed up once, and then runs `repeats` times or until `budget_s` seconds are spent, at least once.
     """
     spent: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         call()
-    end = time.perf_counter() + budget_s
+    end, shuffle = time.perf_counter() + budget_s, random.Random(0)
     for turn in range(repeats):
         if turn > 0 and time.perf_counter() > end:
             break
-        for name, call in calls.items():
+        for name in shuffle.sample(sorted(calls), len(calls)):
             start = time.perf_counter()
-            call()
+            calls[name]()
             spent[name].append((time.perf_counter() - start) * 1e3)
     return {name: statistics.median(times) for name, times in spent.items()}
 
