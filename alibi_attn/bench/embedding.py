@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from alibi_attn import records
 from alibi_attn.bench.columns import Columns, GrowingRecord, append
 from alibi_attn.bench.encoder_peers import DenseEncoder, Sizes, plain_bert
-from alibi_attn.bench.timing import available_bytes, in_fresh_process, peak_rss_bytes, time_attention
+from alibi_attn.bench.timing import available_bytes, in_fresh_process, peak_raised_by, peak_rss_bytes, time_attention
 
 LENGTHS = (512, 2048, 8192)
 MIXED = (1024, 512, 384, 256, 256, 128, 64, 32)  # 2,656 tokens, 8,192 with padding
@@ -142,7 +142,7 @@ def _measure(way: str, batch: Sequence[int], build: Build, sizes: Sizes, repeats
             model(ids, mask)
             passes.append((time.perf_counter() - start, seconds[0]))
     whole, attention = (statistics.median(part) for part in zip(*passes, strict=True))
-    return Measured(whole * 1e3, attention / whole, peak_rss_bytes() - before)
+    return Measured(whole * 1e3, attention / whole, peak_raised_by(before))
 
 
 def _errors(build: Build, sizes: Sizes, checked: Sequence[Sequence[int]]) -> dict[str, float]:

@@ -27,7 +27,7 @@ from transformers import (
 
 from alibi_attn import records
 from alibi_attn.bench import model_peers
-from alibi_attn.bench.timing import available_bytes, in_fresh_process, peak_rss_bytes, time_attention
+from alibi_attn.bench.timing import available_bytes, in_fresh_process, peak_raised_by, peak_rss_bytes, time_attention
 
 Patcher: TypeAlias = Callable[..., object]
 
@@ -70,6 +70,7 @@ def serving(
 
     Args:
         patch: `alibi_attn.hf.patch`, also with arguments as a functools.partial.
+        families: of `FAMILIES`.
         threads: of torch; default what torch takes.
     """
     paths = []
@@ -146,7 +147,7 @@ def _measure(
                 fastest = Measured(total * 1e3, seconds[0], 0)
             if total > LONG_SECONDS:
                 break
-    return dataclasses.replace(fastest, peak_memory_bytes=peak_rss_bytes() - before)
+    return dataclasses.replace(fastest, peak_memory_bytes=peak_raised_by(before))
 
 
 def _measure_peer(name: str, length: int, patch: Patcher, width: int, threads: int | None) -> tuple[Measured, float]:
@@ -163,7 +164,7 @@ def _measure_peer(name: str, length: int, patch: Patcher, width: int, threads: i
             fastest = min(fastest, total)
             if total > LONG_SECONDS:
                 break
-    measured = Measured(fastest * 1e3, None, peak_rss_bytes() - before)
+    measured = Measured(fastest * 1e3, None, peak_raised_by(before))
     patch(model)
     with torch.inference_mode():
         expected = model(tokens, use_cache=False, logits_to_keep=1).logits[0, -1]

@@ -107,7 +107,12 @@ def _measured(
 ) -> None:
     before = peak_rss_bytes()
     function(*arguments)
-    send.send(peak_rss_bytes() - before)
+    send.send(peak_raised_by(before))
+
+
+def peak_raised_by(before: int) -> int:
+    """Bytes that the peak memory rose by since it was `before`; Linux counts so roughly that one that did not rise may fall."""
+    return max(peak_rss_bytes() - before, 0)
 
 
 def peak_rss_bytes() -> int:

@@ -85,7 +85,8 @@ def trained_gates(
 @app.command()
 def serving(
     out: Out = Path("results"),
-    lengths: Annotated[str, typer.Option(help="Tokens, as in 1024,8192; default 1024 … 16384.")] = "",
+    lengths: Annotated[str, typer.Option(help="Tokens, as in 1024,8192; default 512 … 16384.")] = "",
+    families: Annotated[str, typer.Option(help="Of bloom, mpt and falcon.")] = "bloom,mpt,falcon",
 ) -> None:
     """BLOOM, MPT and Falcon-RW of transformers at long length, as they come and patched: time and peak memory.
 
@@ -97,7 +98,11 @@ def serving(
 
     asked = _numbers(lengths) or LENGTHS
     unpatched = tuple(length for length in asked if length <= max(UNPATCHED_LENGTHS))
-    _tell(serving(out, patch=patch, lengths=asked, unpatched_lengths=unpatched, say=typer.echo))
+    _tell(
+        serving(
+            out, patch=patch, lengths=asked, unpatched_lengths=unpatched, families=families.split(","), say=typer.echo
+        )
+    )  # fmt: skip
 
 
 @app.command()
