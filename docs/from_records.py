@@ -24,14 +24,18 @@ from alibi_attn.report.drawing import css
 from alibi_attn.report.series import Mode, Study, numbers, studies
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = ("README.md", "docs/performance.md", "docs/paper.md")
+DOCUMENTS = ("README.md", *(f"docs/{name}.md" for name in ("performance", "paper", "hf", "jax")))
 MARKED = re.compile(r"(<!-- from records: ([\w-]+) -->)\n.*?\n?(<!-- end -->)", re.DOTALL)
 CPU, ENCODER, SERVING = "benchmark-cpu-noise-*.json", "benchmark-embedding-texts-*.json", "benchmark-serving-{}-*.json"
 JAX = "benchmark-jax-cpu-noise-*.json"
+BF16, BATCHES = "benchmark-cpu-bf16-noise-*.json", (16, 8)
+GENERATING = "benchmark-generating-bloom-*.json"
+FAMILIES = {"bloom": "BLOOM", "mpt": "MPT", "falcon": "Falcon-RW"}
 NO_BIAS, DENSE_BIAS = "SDPA, causal, no bias", "SDPA, dense bias"
 # The peers of a picture and of a table, by their names in the record, and how they are called here.
 SHOWN = {OURS: OURS, "causal, no bias": NO_BIAS, "SDPA + dense bias": DENSE_BIAS}
 TABLED = SHOWN | {"rank-2 trick": "bias as two more dimensions", "ours, no compiler": "ours without a compiler"}
+MODEL_PEERS = ("llama.cpp", "llama.cpp, flash attention", "CTranslate2")
 FIGURE_1 = "paper-item-figure-1-*.json"
 TRAINED = 64  # tokens, which stand for the paper's 512
 LIGHT = "--paper: #ffffff; --ink: #1d2430; --muted: #5d6675; --rule: #dcd9d2;"
@@ -165,13 +169,36 @@ def cpu() -> str:
     return table(["tokens", *TABLED.values()], rows)
 
 
+def bf16() -> str:
+    """Attention in bf16, beside the same numbers in fp32."""
+    return _beside(record(BF16), OURS, "tokens", ["ours, fp32", "causal, no bias", "SDPA + dense bias"])
+
+
+def short() -> str:
+    """Many short rows, as in training."""
+    peers = ["causal, no bias", "SDPA + dense bias", "rank-2 trick", "eager"]
+    tables = [
+        _beside(record(f"benchmark-cpu-batch-{batch}-noise-*.json"), OURS, "rows × tokens", peers) for batch in BATCHES
+    ]
+    head, rule, *_ = tables[0].splitlines()
+    rows = [f"| {batch} × {row.removeprefix('| ')}" for batch, of_batch in zip(BATCHES, tables, strict=True)
+            for row in of_batch.splitlines()[2:]]  # fmt: skip
+    return "\n".join([head, rule, *rows])
+
+
+def dropout() -> str:
+    """How much longer attention with dropout takes."""
+    found = record("benchmark-cpu-dropout-noise-*.json")
+    return _beside(found, OURS, "tokens", ["ours, dropout", "causal, no bias"])
+
+
 def whole_models() -> str:
     """Encoders and decoders, a text of 8,192 tokens."""
     encoder, rows = record(ENCODER), []
     for name in encoder.curves:
         if name != OURS:
             rows.append(["encoder", name, *_against(encoder, name)])
-    for family, called in (("bloom", "BLOOM"), ("mpt", "MPT"), ("falcon", "Falcon-RW")):
+    for family, called in FAMILIES.items():
         rows.append([called, "as `transformers` has it", *_against(record(SERVING.format(family)), "transformers")])
     return table(["model", "against", "it takes", "ours takes", "times"], rows)
 
@@ -179,10 +206,49 @@ def whole_models() -> str:
 def decoding() -> str:
     """One new token with a cache."""
     found = record("benchmark-decoding-cpu-*.json")
-    dense, ours = (dict(zip(numbers(found, name, "length"), numbers(found, name, "forward_ms"), strict=True))
-                   for name in ("dense", OURS))  # fmt: skip
-    rows = [[f"{length:,.0f}", f"{ours[length]:.1f} ms", f"{dense[length]:.1f} ms"] for length in ours]
-    return table(["cached tokens", "the keys within reach", "all keys"], rows)
+    return _beside(found, OURS, "cached tokens", ["ours, all keys", "SDPA + dense bias", "causal, no bias", "eager"])
+
+
+def serving() -> str:
+    """One pass of a decoder, patched and as it comes."""
+    rows = []
+    for family, called in FAMILIES.items():
+        found = record(SERVING.format(family))
+        ours, half, theirs = (_by_length(found, name, "forward_ms") for name in (OURS, "ours, bf16", "transformers"))
+        for length in ours:
+            speedups = [found.metrics.get(f"{of}speedup_{length:.0f}") for of in ("", "attention_")]
+            cells = [_pass(found, OURS, length), _time(half[length]), _pass(found, "transformers", length)]
+            if length not in theirs:
+                cells[2] = "–"
+            rows.append([called, f"{length:,.0f}", *cells, *map(_ratio, speedups)])
+    return table(["model", "tokens", "patched", "in bf16", "as it comes", "whole model", "attention alone"], rows)
+
+
+def serving_peers() -> str:
+    """One pass of a patched BLOOM, and how much longer others take for it."""
+    return _beside(record(SERVING.format("bloom")), OURS, "tokens")
+
+
+def generating() -> str:
+    """One more token of a BLOOM with a cache."""
+    ways = {
+        "transformers": "as `transformers` has it", "transformers, StaticCache": "with its `StaticCache`",
+        "patched, DynamicCache": "patched", OURS: "patched, with `ALiBiCache`",
+    }  # fmt: skip
+    found = record(GENERATING)
+    times = [_by_length(found, name, "forward_ms") for name in ways]
+    rows = [[f"{length:,.0f}", *(_time(of_way[length]) for of_way in times)] for length in times[-1]]
+    return table(["cached tokens", *ways.values()], rows)
+
+
+def generating_peers() -> str:
+    """One more token of a patched BLOOM behind a prompt, and how much longer others take for it."""
+    return _beside(record(GENERATING), "ours, after a prompt", "tokens before")
+
+
+def jax() -> str:
+    """Attention in JAX, and how much longer others take."""
+    return _beside(record(JAX), OURS, "tokens", ["PyTorch", "causal, no bias", "dense bias", "ours, the loop"])
 
 
 def extrapolation() -> str:
@@ -205,7 +271,15 @@ TEXTS = {
     "front": front,
     "cpu": cpu,
     "whole-models": whole_models,
+    "bf16": bf16,
+    "short": short,
+    "dropout": dropout,
     "decoding": decoding,
+    "serving": serving,
+    "serving-peers": serving_peers,
+    "generating": generating,
+    "generating-peers": generating_peers,
+    "jax": jax,
     "extrapolation": extrapolation,
 }
 
@@ -213,6 +287,33 @@ TEXTS = {
 def renewed(document: str) -> str:
     """The text of a document with everything between its markers written anew."""
     return MARKED.sub(lambda found: f"{found[1]}\n{TEXTS[found[2]]()}\n{found[3]}", document)
+
+
+def _by_length(found: Record, name: str, column: str) -> dict[float, float]:
+    return dict(zip(numbers(found, name, "length"), numbers(found, name, column), strict=True))
+
+
+def _pass(found: Record, name: str, length: float) -> str:
+    """Time and memory of one pass."""
+    ms, size = (_by_length(found, name, column).get(length, 0.0) for column in ("forward_ms", "peak_memory_bytes"))
+    return f"{_time(ms)}, {size / 2**30:.1f} GiB"
+
+
+def _beside(found: Record, ours: str, axis: str, peers: Sequence[str] = MODEL_PEERS) -> str:
+    """Ours in time, and how many times longer (with a backward pass, if there is one) every peer takes."""
+
+    def times(name: str) -> dict[float, float]:
+        columns = ("forward_ms", "backward_ms") if "backward_ms" in found.curves[name] else ("forward_ms",)
+        of_columns = [_by_length(found, name, column) for column in columns]
+        return {length: sum(column[length] for column in of_columns) for length in of_columns[0]}
+
+    of_ours, of_peers = times(ours), {name: times(name) for name in peers if name in found.curves}
+    rows = [
+        [f"{length:,.0f}", _time(ms), *(_ratio(of_peer.get(length, math.nan) / ms) for of_peer in of_peers.values())]
+        for length, ms in of_ours.items()
+        if any(length in of_peer for of_peer in of_peers.values())
+    ]
+    return table([axis, "ours", *of_peers], rows)
 
 
 def _against(found: Record, peer: str) -> list[str]:
@@ -224,6 +325,8 @@ def _against(found: Record, peer: str) -> list[str]:
 
 
 def _time(ms: float) -> str:
+    if ms < 20:
+        return f"{ms:.1f}\u00a0ms"
     return f"{ms:.0f}\u00a0ms" if ms < 1000 else f"{ms / 1000:.1f}\u00a0s"
 
 
