@@ -206,11 +206,12 @@ class EvalConfig:
     )
     windowed: bool = False  # also with the same weights and each token's context cut at the trained length
     tasks: tuple[Task, ...] = ()  # that need the context: see `tasks.py`
+    trials: int = 16  # documents of a task, for each length, and each depth or distance where the task has them
 
     def __post_init__(self) -> None:
         if not self.lengths or min(self.lengths) < 1 or list(self.lengths) != sorted(set(self.lengths)):
             raise ConfigError(f"eval.lengths is {self.lengths}; pass lengths of 1 or more, in rising order, each once")
-        check_at_least("eval", self, 1, "tokens", "batch_tokens")
+        check_at_least("eval", self, 1, "tokens", "batch_tokens", "trials")
         check_choice("eval.split", self.split, typing.get_args(Split))
         check_choice("eval.stretch", self.stretch, typing.get_args(Stretch))
         for task in self.tasks:

@@ -7,18 +7,15 @@ import torch
 from torch import Tensor
 
 from alibi_attn.lab.config import EvalConfig, SymbolTask
-from alibi_attn.lab.losses import Column, Say, answers
+from alibi_attn.lab.losses import MOST_PARTS, Column, Say, answers
 from alibi_attn.lab.model import LanguageModel
 from alibi_attn.lab.symbol_tasks import SYMBOLS, TaskError, shortest, symbol_documents
 from alibi_attn.lab.tasks import SEGMENT, Encode, passkey_rows, recall_distances, recall_rows, shortest_passkey
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-TRIALS = 16  # of every length and depth, or distance
 
 
-def passkey(
-    model: LanguageModel, encode: Encode, config: EvalConfig, *, trials: int = TRIALS, say: Say | None = None
-) -> dict[str, Column]:
+def passkey(model: LanguageModel, encode: Encode, config: EvalConfig, *, say: Say | None = None) -> dict[str, Column]:
     """The share of the trials whose whole number is what greedy decoding would write, and the loss of the number's tokens.
 
     One row per length and depth; None where the method has no positions or the sentences no room.
@@ -34,20 +31,18 @@ def passkey(
         for depth in DEPTHS:
             values: list[float | None] = [None, None, None]
             if shortest <= length and has_positions(model, length):
-                rows, counts = passkey_rows(encode, length, depth=depth, trials=trials)
+                rows, counts = passkey_rows(encode, length, depth=depth, trials=config.trials)
                 scored = int(counts.max())
                 nats, hits = answers(stretched, rows, scored=scored, batch_tokens=config.batch_tokens, say=say)
                 asked = torch.arange(scored) >= scored - counts[:, None]
                 right = (hits | ~asked).all(-1)
-                values = [float(right.double().mean()), float(nats[asked].double().mean()), trials]
+                values = [float(right.double().mean()), float(nats[asked].double().mean()), config.trials]
             for name, value in zip(curve, (length, depth, *values), strict=True):
                 curve[name].append(value)
     return curve
 
 
-def recall(
-    model: LanguageModel, alphabet: Tensor, config: EvalConfig, *, trials: int = TRIALS, say: Say | None = None
-) -> dict[str, Column]:
+def recall(model: LanguageModel, alphabet: Tensor, config: EvalConfig, *, say: Say | None = None) -> dict[str, Column]:
     """The share of the second segment's tokens, without the first, that are the likeliest where they stand, and their loss.
 
     One row per length and distance between the segments; None where the method has no positions.
@@ -62,7 +57,9 @@ def recall(
         for distance in recall_distances(length):
             values: list[float | None] = [None, None, None]
             if has_positions(model, length):
-                rows = recall_rows(alphabet, length, distance=distance, trials=trials, longest=config.lengths[-1])
+                rows = recall_rows(
+                    alphabet, length, distance=distance, trials=config.trials, longest=config.lengths[-1]
+                )
                 nats, hits = answers(stretched, rows, scored=SEGMENT - 1, batch_tokens=config.batch_tokens, say=say)
                 values = [float(hits.double().mean()), float(nats.double().mean()), hits.numel()]
             for name, value in zip(curve, (length, distance, *values), strict=True):
@@ -71,13 +68,14 @@ def recall(
 
 
 def symbols(
-    model: LanguageModel, task: SymbolTask, alphabet: Tensor, config: EvalConfig, *, trials: int = TRIALS,
-    say: Say | None = None,
-) -> dict[str, Column]:  # fmt: skip
-    """The share of the answers, and that of the documents with all answers, that greedy decoding would write; the answers' loss.
+    model: LanguageModel, task: SymbolTask, alphabet: Tensor, config: EvalConfig, *, say: Say | None = None
+) -> dict[str, dict[str, Column]]:
+    """Two curves, named after the task and with "_by_part" behind it: what greedy decoding would write, and the answers' loss.
 
-    One row per length: documents of one more token, at the task's largest distances. None where the method has no positions or
-    the task no room.
+    The first has a row per length: documents of one more token, at the task's largest distances; the share of the answers that
+    are right, and that of the documents with all answers right. None where the method has no positions or the task no room. The
+    second has the share of the answers in consecutive parts of the documents, which all models meet: at most 32, a document or
+    more each.
 
     Args:
         alphabet: the tokens of the text; the tasks' own corpora have theirs, which no other text stands for.
@@ -91,22 +89,37 @@ def symbols(
             f"{task} has {SYMBOLS} tokens of its own; test it on data.corpus=task:{task}, or leave it out of eval.tasks"
         )
     curve: dict[str, Column] = {name: [] for name in ("length", "accuracy", "whole", "nats", "answers")}
+    by_part: dict[str, Column] = {name: [] for name in ("length", "part", "answers", "accuracy")}
     for length in config.lengths:
         values: list[float | None] = [None] * 4
         if length + 1 >= shortest(task) and has_positions(model, length):
-            generator = torch.Generator().manual_seed(length)
-            rows, asked = symbol_documents(task, trials, length + 1, generator, varied=False)
-            scored = int(asked.any(0).flip(0).nonzero().max()) + 1
-            stretched, asked = model.stretched(config.stretch, length), asked[:, -scored:]
-            nats, hits = answers(stretched, rows, scored=scored, batch_tokens=config.batch_tokens, say=say)
-            whole = (hits | ~asked).all(-1)
+            hits, asked, nats = _answered(model, task, length, config, say)
+            right, count = (hits & asked).sum(-1).double(), asked.sum(-1)
             values = [
-                float(hits[asked].double().mean()), float(whole.double().mean()), float(nats[asked].double().mean()),
-                int(asked.sum()),
+                float(right.sum() / count.sum()), float((right == count).double().mean()), float(nats[asked].double().mean()),
+                int(count.sum()),
             ]  # fmt: skip
+            parts = range(min(MOST_PARTS, config.trials))
+            shared = list(zip(*(column.tensor_split(len(parts)) for column in (right, count)), strict=True))
+            by_part["length"] += [length] * len(parts)
+            by_part["part"] += parts
+            by_part["answers"] += [int(answered.sum()) for _, answered in shared]
+            by_part["accuracy"] += [round(float(found.sum() / answered.sum()), 6) for found, answered in shared]
         for name, value in zip(curve, (length, *values), strict=True):
             curve[name].append(value)
-    return curve
+    return {task: curve, f"{task}_by_part": by_part}
+
+
+def _answered(
+    model: LanguageModel, task: SymbolTask, length: int, config: EvalConfig, say: Say | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Which of the last tokens of each document are right, which are asked for, and their losses; all [documents, tokens]."""
+    generator = torch.Generator().manual_seed(length)
+    rows, asked = symbol_documents(task, config.trials, length + 1, generator, varied=False)
+    scored = int(asked.any(0).flip(0).nonzero().max()) + 1
+    stretched = model.stretched(config.stretch, length)
+    nats, hits = answers(stretched, rows, scored=scored, batch_tokens=config.batch_tokens, say=say)
+    return hits, asked[:, -scored:], nats
 
 
 def has_positions(model: LanguageModel, length: int) -> bool:

@@ -29,7 +29,7 @@ from torch import Tensor
 from alibi_attn.lab.config import EvalConfig, SymbolTask
 from alibi_attn.lab.context_use import has_positions, passkey, recall, symbols
 from alibi_attn.lab.data import CorpusError
-from alibi_attn.lab.losses import Column, Say, TokenLosses, Window, token_losses
+from alibi_attn.lab.losses import MOST_PARTS, Column, Say, TokenLosses, Window, token_losses
 from alibi_attn.lab.memory import peak_memory_bytes, reset_peak_memory
 from alibi_attn.lab.model import LanguageModel
 from alibi_attn.lab.tasks import Encode, encode_bytes
@@ -43,10 +43,7 @@ _BY_LENGTH = (
     "peak_memory_bytes",
 )
 _WINDOWED = ("windowed_nats", "windowed_tokens")
-_MOST_PARTS, _LEAST_PART_TOKENS = (
-    32,
-    128,
-)  # many enough for a variance; long enough that neighbors hardly depend on each other
+_LEAST_PART_TOKENS = 128  # long enough that neighboring parts hardly depend on each other
 
 
 def evaluate(
@@ -94,7 +91,7 @@ def evaluate(
         curves["recall"] = recall(model, tokens.unique(), config, say=say)
     for task in typing.get_args(SymbolTask):
         if task in config.tasks:
-            curves[task] = symbols(model, task, tokens.unique(), config, say=say)
+            curves |= symbols(model, task, tokens.unique(), config, say=say)
     return curves
 
 
@@ -205,7 +202,7 @@ def loss_by_position(losses: TokenLosses) -> dict[str, Column]:
 
 def loss_by_part(straight: TokenLosses, slid: TokenLosses) -> dict[str, Column]:
     """Mean losses of consecutive parts of the scored tokens, nonoverlapping and sliding; both scored the same tokens."""
-    count = max(1, min(_MOST_PARTS, len(straight.target) // _LEAST_PART_TOKENS))
+    count = max(1, min(MOST_PARTS, len(straight.target) // _LEAST_PART_TOKENS))
     ways = [losses.loss_nats.double().tensor_split(count) for losses in (straight, slid)]
     return {
         "part": list(range(count)),

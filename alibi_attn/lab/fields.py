@@ -7,20 +7,23 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Literal, TypeVar
 
-from alibi_attn.lab.config import ConfigError, RunConfig, check_choice, nearest
+from alibi_attn.lab.config import TASK_CORPUS, ConfigError, RunConfig, SymbolTask, check_choice, nearest
 from alibi_attn.records import Json
 
 _Config = TypeVar("_Config")
 
 # Fields that came when records had been kept already: written where they are not the default, so that those stay what they are.
-LATER = {"train": {"context_parallel", "exchange_timeout_s"}}
+LATER = {"train": {"context_parallel", "exchange_timeout_s"}, "eval": {"trials"}}
+_OF_TEXT = ("data.corpus", "data.text", "data.tokenizer")
 
 
 def override(config: RunConfig, changes: Mapping[str, str]) -> RunConfig:
     """The config with some fields changed by name; values are given as text and read by the field's type.
 
     Another `data.tokenizer` of a known size brings its vocabulary along ("bytes": 256, "bpe:2048": 2,048), unless
-    `model.vocab_size` is changed as well. How many "words" a text has is known when it has been read.
+    `model.vocab_size` is changed as well. How many "words" a text has is known when it has been read. A run that is tested on the
+    task of symbols that its corpus is made of keeps that corpus, since no text can stand for it: in a recipe of both, another
+    text is for the other runs. Other `eval.tasks` set it free.
 
     Raises:
         ConfigError: an unknown name (answered with the nearest one) or a value of another type.
@@ -31,6 +34,8 @@ def override(config: RunConfig, changes: Mapping[str, str]) -> RunConfig:
     2048
     """
     names = field_names()
+    if _keeps_corpus(config) and "eval.tasks" not in changes:
+        changes = {name: text for name, text in changes.items() if name not in _OF_TEXT}
     if "data.tokenizer" in changes and "model.vocab_size" not in changes:
         changes = {**changes, **_vocabulary(changes["data.tokenizer"])}
     sections: dict[str, dict[str, object]] = {}
@@ -49,6 +54,11 @@ def _vocabulary(tokenizer: str) -> dict[str, str]:
     if kind == "bpe" and size.isdecimal():
         return {"model.vocab_size": size}
     return {"model.vocab_size": "256"} if tokenizer == "bytes" else {}
+
+
+def _keeps_corpus(config: RunConfig) -> bool:
+    found = TASK_CORPUS.fullmatch(config.data.corpus)
+    return found is not None and found[1] in config.eval.tasks and found[1] in typing.get_args(SymbolTask)
 
 
 def field_names() -> tuple[str, ...]:

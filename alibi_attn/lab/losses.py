@@ -17,6 +17,7 @@ from alibi_attn.lab.model import LanguageModel
 Say: TypeAlias = Callable[[str], None]
 Column: TypeAlias = list[float | None]
 
+MOST_PARTS = 32  # of a test, whose means a record keeps apart: many enough for a variance
 _Result = TypeVar("_Result")
 _NO_ROOM = ("can't allocate memory", "not enough memory", "out of memory")  # torch's words, of CPUs and of accelerators
 

@@ -12,7 +12,8 @@
 Documents are [N, n] tokens below 64, made of a generator alone, and with them [N, n] bool: which tokens are answers. Where a
 task is tested its answers are as far from what they follow from as n allows: the keys of mqar stand at the start and are asked at
 the end, a string is half of the document, bits are written as often in a long document as in a short one. Where it is trained
-on, distances are drawn up to that. `CHANCE` is the share that is right by knowing the form and nothing else.
+on, distances are drawn up to that, and keys are asked for again and again up to the end. `CHANCE` is the share that is right by
+knowing the form and nothing else.
 Read next: `context_use.py`.
 """
 
@@ -88,20 +89,24 @@ def _mqar(count: int, length: int, generator: torch.Generator, varied: bool) -> 
 
 
 def _needles(count: int, length: int, generator: torch.Generator, varied: bool) -> Documents:
-    """Needles are three tokens, the mark, a key and its value; questions too."""
+    """Needles are three tokens, the mark, a key and its value; questions up to the end too, every key once or again and again."""
     keys, values = _pairs(count, _NEEDLES, generator)
-    tokens, answers = _noise(count, length, generator), torch.zeros(count, length, dtype=torch.bool)
-    room = length - 6 * _NEEDLES
-    free = (torch.rand(count, _NEEDLES, generator=generator) * (room + 1)).long().sort(-1).values
+    most = length // 3 - _NEEDLES
+    asked = torch.full((count,), _NEEDLES)
+    if varied:
+        asked += _up_to(most - _NEEDLES, count, generator)
+    room = length - 3 * (asked + _NEEDLES)
+    free = (torch.rand(count, _NEEDLES, generator=generator) * (room[:, None] + 1)).long().sort(-1).values
     places = free + 3 * torch.arange(_NEEDLES)
-    order = _shuffled(count, _NEEDLES, generator)
-    for first, mark, of in ((places, _MARK, None), (length - 3 * torch.arange(_NEEDLES, 0, -1), _ASK, order)):
-        at = first.expand(count, -1)
-        told = (torch.full_like(keys, mark), *(x if of is None else x.gather(1, of) for x in (keys, values)))
-        for step, symbols in enumerate(told):
-            tokens.scatter_(1, at + step, symbols)
-    answers[:, length - 3 * _NEEDLES + 2 :: 3] = True
-    return tokens, answers
+    tokens = _noise(count, length, generator)
+    for step, symbols in enumerate((torch.full_like(keys, _MARK), keys, values)):
+        tokens.scatter_(1, places + step, symbols)
+    order = torch.cat([_shuffled(count, _NEEDLES, generator) for _ in range(-(-most // _NEEDLES))], 1)
+    place = torch.arange(length) - (length - 3 * asked)[:, None]  # of a question's token, counted from the first
+    which = order.gather(1, place.clamp(min=0).div(3, rounding_mode="floor"))
+    for step, symbols in enumerate((torch.full_like(which, _ASK), keys.gather(1, which), values.gather(1, which))):
+        tokens = torch.where((place >= 0) & (place % 3 == step), symbols, tokens)
+    return tokens, (place >= 0) & (place % 3 == 2)
 
 
 def _copy(count: int, length: int, generator: torch.Generator, varied: bool) -> Documents:

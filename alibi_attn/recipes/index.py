@@ -4,7 +4,7 @@
 """
 
 from alibi_attn.lab.config import Recipe
-from alibi_attn.recipes import curriculum, methods, quick, recall
+from alibi_attn.recipes import curriculum, methods, quick, recall, referee
 from alibi_attn.recipes.paper.items import ITEMS, PAPER
 
 RECIPES: dict[str, Recipe] = {
@@ -12,6 +12,7 @@ RECIPES: dict[str, Recipe] = {
     "methods": methods.RECIPE,
     "curriculum": curriculum.RECIPE,
     "recall": recall.RECIPE,
+    "referee": referee.RECIPE,
     "paper": PAPER,
     **{name: item.recipe for name, item in ITEMS.items()},
 }

@@ -23,6 +23,7 @@ from alibi_attn.lab.fields import field_names, from_json, override, to_json
         ("eval.lengths", "128, 256", (128, 256)),
         ("eval.stride", "1", 1),
         ("eval.stride", "none", None),
+        ("eval.trials", "64", 64),
         ("data.text", "a.txt,folder", ("a.txt", "folder")),
         ("data.corpus", "hub:some/name", "hub:some/name"),
     ],
@@ -79,9 +80,14 @@ def test_json_and_back_is_the_same_config():
         model=ModelConfig(method="learned"),
         data=DataConfig(text=("a", "b")),
         train=TrainConfig(seed=3),
-        eval=EvalConfig(stride=1),
+        eval=EvalConfig(stride=1, trials=64),
     )
     assert from_json(to_json(config)) == config
+
+
+def test_a_record_from_before_trials_could_be_chosen_is_still_the_same_question():
+    assert "trials" not in to_json(RunConfig())["eval"]
+    assert from_json(to_json(RunConfig())).eval.trials == 16
 
 
 @pytest.mark.parametrize("section", ["model", "data", "train", "eval"])

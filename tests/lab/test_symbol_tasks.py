@@ -78,6 +78,9 @@ def test_trained_documents_ask_from_near_and_far():
     firsts = answers.int().argmax(1)
     assert int(firsts.min()) <= 19
     assert int(firsts.max()) >= 47
+    _, answers = made("needles", 64, varied=True, count=200)
+    assert set(answers.sum(1).tolist()) == set(range(4, 18))  # from one question a needle to questions only
+    assert bool((made("needles", 64)[1].sum(1) == 4).all())
     tokens, _ = made("copy", 64, varied=True, count=200)
     gaps = {len(document) - 1 - document[::-1].index(SEPARATOR) for document in tokens.tolist()}
     assert min(gaps) <= 34
@@ -92,16 +95,20 @@ def test_a_document_without_room_is_refused(task):
 
 
 def test_who_knows_the_rules_is_always_right_and_who_sees_little_is_not():
-    config = EvalConfig(lengths=(16, 40, 80), batch_tokens=500)
+    config = EvalConfig(lengths=(16, 40, 80), batch_tokens=500, trials=3)
     alphabet = torch.arange(64)
-    curve = symbols(Copier(cue=1), "mqar", alphabet, config, trials=3)
+    curve = symbols(Copier(cue=1), "mqar", alphabet, config)["mqar"]
     assert curve["length"] == [16, 40, 80]
     assert curve["accuracy"] == curve["whole"] == [None, 1.0, 1.0]
     assert curve["answers"] == [None, 24, 24]
-    near = symbols(Copier(cue=1, sight=40), "mqar", alphabet, config, trials=3)
+    near, parts = symbols(Copier(cue=1, sight=40), "mqar", alphabet, config).values()
     assert near["accuracy"][1] == 1.0
     assert near["accuracy"][2] == near["whole"][2] == 0.0
-    copied = symbols(Copier(cue=6), "copy", alphabet, EvalConfig(lengths=(40,)), trials=3)
+    assert parts["length"] == [40, 40, 40, 80, 80, 80]
+    assert parts["part"] == [0, 1, 2, 0, 1, 2]
+    assert parts["answers"] == [8] * 6
+    assert parts["accuracy"] == [1.0] * 3 + [0.0] * 3
+    copied = symbols(Copier(cue=6), "copy", alphabet, EvalConfig(lengths=(40,), trials=3))["copy"]
     assert 0.5 < copied["accuracy"][0] < 1.0
     assert copied["whole"] == [0.0]  # a cue of six is not there yet at the beginning
 

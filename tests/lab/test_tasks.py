@@ -77,7 +77,7 @@ def test_digits_may_have_different_numbers_of_tokens():
     for row, count in zip(rows, counts, strict=True):
         odd = int((row[-count:] == 200).sum())
         assert count == KEY_DIGITS + odd
-    curve = passkey(Copier(cue=12), encode, EvalConfig(lengths=(90,)), trials=4)
+    curve = passkey(Copier(cue=12), encode, EvalConfig(lengths=(90,), trials=4))
     assert curve["accuracy"] == [1.0] * len(DEPTHS)
 
 
@@ -106,13 +106,13 @@ def test_recall_asks_at_doubling_distances_and_at_the_farthest():
 
 
 def test_who_copies_finds_every_number_and_every_segment():
-    config = EvalConfig(lengths=(60, 100), batch_tokens=300)
-    keys = passkey(Copier(cue=10), encode_bytes, config, trials=3)
+    config = EvalConfig(lengths=(60, 100), batch_tokens=300, trials=3)
+    keys = passkey(Copier(cue=10), encode_bytes, config)
     assert keys["length"] == [60] * 5 + [100] * 5
     assert keys["depth"] == [0, 0.25, 0.5, 0.75, 1] * 2
     assert keys["accuracy"] == [1.0] * 10
     assert keys["trials"] == [3] * 10
-    repeats = recall(Copier(cue=1), ALPHABET, config, trials=3)
+    repeats = recall(Copier(cue=1), ALPHABET, config)
     assert repeats["distance"] == [8, 16, 32, 53, 8, 16, 32, 64, 93]
     assert repeats["accuracy"] == [1.0] * 9
     assert repeats["tokens"] == [21] * 9
@@ -121,9 +121,9 @@ def test_who_copies_finds_every_number_and_every_segment():
 
 
 def test_who_sees_only_so_far_finds_what_is_near():
-    config = EvalConfig(lengths=(100,), batch_tokens=300)
-    assert recall(Copier(cue=1, sight=32), ALPHABET, config, trials=3)["accuracy"] == [1, 1, 1, 0, 0]
-    keys = passkey(Copier(cue=10, sight=60), encode_bytes, config, trials=3)
+    config = EvalConfig(lengths=(100,), batch_tokens=300, trials=3)
+    assert recall(Copier(cue=1, sight=32), ALPHABET, config)["accuracy"] == [1, 1, 1, 0, 0]
+    keys = passkey(Copier(cue=10, sight=60), encode_bytes, config)
     assert keys["accuracy"] == [0, 0, 1, 1, 1]
 
 
@@ -133,15 +133,15 @@ def test_one_wrong_digit_is_a_wrong_number_but_only_one_wrong_token():
             told = super()._next(seen)
             return told + 1 if bytes(seen[-len(SENTENCE) - 1 :]).startswith(SENTENCE + b" ") else told
 
-    config = EvalConfig(lengths=(60,), batch_tokens=300)
-    assert passkey(Misreads(cue=10), encode_bytes, config, trials=3)["accuracy"] == [0.0] * 5
+    config = EvalConfig(lengths=(60,), batch_tokens=300, trials=3)
+    assert passkey(Misreads(cue=10), encode_bytes, config)["accuracy"] == [0.0] * 5
 
 
 def test_an_untrained_model_finds_nothing_and_learned_positions_end(tiny_model):
-    config = EvalConfig(lengths=(16, 64), batch_tokens=1000)
-    curve = recall(tiny_model("alibi"), torch.arange(64), config, trials=2)
+    config = EvalConfig(lengths=(16, 64), batch_tokens=1000, trials=2)
+    curve = recall(tiny_model("alibi"), torch.arange(64), config)
     assert all(share < 0.5 for share in curve["accuracy"])
-    lost = recall(tiny_model("learned"), torch.arange(64), config, trials=2)
+    lost = recall(tiny_model("learned"), torch.arange(64), config)
     assert [value is None for value in lost["accuracy"]] == [length > 16 for length in lost["length"]]
 
 
