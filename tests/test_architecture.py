@@ -42,7 +42,7 @@ ATTENTION_ROWS = (
     ("backends",),
     ("dispatch", "validation"),
     ("explanation", "execution"),
-    ("api", "forgetting", "varlen"),
+    ("api", "forgetting", "toeplitz", "varlen"),
     ("decoding",),
 )
 ATTENTION = {name: row for row, names in enumerate(ATTENTION_ROWS) for name in names}

@@ -82,11 +82,14 @@ def alibi_bias(
 def score_bias(spec: AttentionSpec[Tensor], distance: Tensor, seen: Tensor) -> Tensor:
     """[B|1, H, T, S] in the slopes' dtype: −m·|i − j|, and −inf where not `seen`; differentiable in the slopes.
 
-    With a key bias also b_j − r_i, differentiable in b; `unshifted_lse` puts back what the lse of such scores lacks.
+    With a table its numbers instead, differentiable in them. With a key bias also b_j − r_i, differentiable in b; `unshifted_lse`
+    puts back what the lse of such scores lacks.
     """
     left = spec.slopes.reshape(-1, spec.num_heads, 1, 1)
     away = distance.abs().to(left.dtype)[:, None]
     bias = -left * away
+    if spec.table is not None:
+        bias = _of_distances(spec, spec.table)
     if spec.right_slopes is not None:
         right = spec.right_slopes.reshape(-1, spec.num_heads, 1, 1)
         # An infinite slope forbids (see `visible`); as a factor it would make 0·inf, and a NaN gradient.
@@ -147,6 +150,20 @@ def bias_that_matters(spec: AttentionSpec[Tensor], key_bias: Tensor) -> Tensor:
             found = torch.where(counts > enough, b.gather(-1, where.gather(-1, key)), found)
             enough = torch.maximum(enough, counts)
     return found.masked_fill(found == -math.inf, 0.0)
+
+
+def columns_of(spec: AttentionSpec[Tensor], table: Tensor, first: int, count: int) -> Tensor:
+    """[count] int64: the table's columns for the distances `first`, `first` + 1, …, and the nearest one for those it has not."""
+    at = torch.arange(first - spec.table_first, first - spec.table_first + count, device=table.device)
+    return at.clamp(0, table.shape[1] - 1)
+
+
+def _of_distances(spec: AttentionSpec[Tensor], table: Tensor) -> Tensor:
+    """[1, H, T, S], a tensor of its own: the table's number for every query and key."""
+    assert not isinstance(spec.query_offset, Tensor)
+    first, lengths = spec.query_offset - spec.key_len + 1, spec.query_len + spec.key_len - 1
+    by_distance = table.index_select(1, columns_of(spec, table, first, lengths))
+    return by_distance.flip(1).unfold(1, spec.key_len, 1).flip(1)[None]
 
 
 def _relative_key_bias(spec: AttentionSpec[Tensor], key_bias: Tensor) -> Tensor:

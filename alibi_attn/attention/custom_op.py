@@ -45,6 +45,7 @@ class Gradients(NamedTuple):
         query, key, value: as they came, in fp32 or better.
         slopes: [2, B, H] fp64, of the slopes to the left and to the right; zeros where they are not wanted.
         key_bias, query_bias: [B, H, S] and [B, H, T] fp64, sums of the same ds over queries and over keys; or None.
+        table: [H, N] fp64, sums of ds over pairs of one distance; or None.
     """
 
     query: Tensor
@@ -53,6 +54,7 @@ class Gradients(NamedTuple):
     slopes: Tensor
     key_bias: Tensor | None = None
     query_bias: Tensor | None = None
+    table: Tensor | None = None
 
 
 Forward = Callable[[Spec, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Saved]]
@@ -93,7 +95,7 @@ def operator(name: str, forward: Forward, backward: Backward, empty_saved: Calla
         inputs: tuple[Tensor, Tensor, Tensor], output: Tensor, lse: Tensor, slopes_wanted: bool, biases_wanted: bool,
         moderate: bool,
     ) -> tuple[Any, ...]:  # fmt: skip
-        """Gradients of query, key, value, slopes, right slopes, key bias, query bias; of the latter those that are wanted."""
+        """Gradients of query, key, value, slopes, right slopes, key bias, query bias, table; of biases what is wanted."""
         query, (q, k, v) = inputs[0], in_rows(*inputs) if moderate else clean(spec, *inputs)[:3]
         grad = torch.zeros_like(output) if grad_output is None else grad_output
         out, grad = output.to(q.dtype), _rows(grad.to(q.dtype))
@@ -108,7 +110,7 @@ def operator(name: str, forward: Forward, backward: Backward, empty_saved: Calla
             left, right = slope_gradients(found.slopes, spec.slopes, spec.right_slopes)
         biases = [
             None if b is None or of_b is None else of_b.to(b.dtype)
-            for b, of_b in ((spec.key_bias, found.key_bias), (spec.query_bias, found.query_bias))
+            for b, of_b in zip((spec.key_bias, spec.query_bias, spec.table), found[4:], strict=True)
         ]
         right = None if spec.right_slopes is None else right
         return *(x.to(query.dtype) for x in found[:3]), left, right, *biases
@@ -137,7 +139,7 @@ def operator(name: str, forward: Forward, backward: Backward, empty_saved: Calla
         masks = key_mask, query_segments, key_segments, key_bias, query_bias
         numbers = causal, window, float(scale), 0.0, dropout_p
         spec = spec_of(query, key, slopes, right_slopes, first, masks, dropout_seed, *numbers)
-        dq, dk, dv, *rest = derived(
+        dq, dk, dv, *rest, _ = derived(
             spec, (visited, rows), grad_output, grad_lse, (query, key, value), output, lse, slopes_wanted, biases_wanted, False
         )  # fmt: skip
         # An operator returns tensors only: what is not wanted is zeros, and what is not there is empty.
@@ -191,13 +193,18 @@ def operator(name: str, forward: Forward, backward: Backward, empty_saved: Calla
         inputs: tuple[Tensor, Tensor, Tensor], output: Tensor, lse: Tensor, slopes_wanted: bool, biases_wanted: bool,
         moderate: bool,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        if spec.table is not None:
+            raise RuntimeError(
+                "the gradient of a table of distances cannot be traced by compiled autograd; compile forward too, or pass "
+                "backend='dense'"
+            )
         grad_output = torch.zeros_like(output) if grad_output is None else grad_output
         found = gradients(
             grad_output, grad_lse, *inputs, output, lse, *carried(spec, output.device), *saved, spec.causal, spec.window,
             spec.dropout_p, slopes_wanted, biases_wanted,
         )  # fmt: skip
         given = spec.slopes, spec.right_slopes, spec.key_bias, spec.query_bias
-        return *found[:3], *(None if x is None else of_x for x, of_x in zip(given, found[3:], strict=True))
+        return *found[:3], *(None if x is None else of_x for x, of_x in zip(given, found[3:], strict=True)), None
 
     kernels = Kernels(attended, derived, derived_by_operator)
 

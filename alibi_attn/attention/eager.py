@@ -28,7 +28,7 @@ class Kernels(NamedTuple):
     Args:
         attended: (spec, query, key, value) -> (output, lse, saved, moderate), the first two as a user gets them.
         derived: (spec, saved, grad_output or None, grad_lse or None, (query, key, value), output, lse, slopes wanted, biases
-            wanted, moderate) -> gradients of query, key, value, slopes, right slopes, key bias and query bias.
+            wanted, moderate) -> gradients of query, key, value, slopes, right slopes, key bias, query bias and table.
         derived_by_operator: the same, for tensors without values: compiled autograd traces the backward of what ran eagerly.
     """
 
@@ -80,10 +80,10 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         query, key, value, output, lse, visited, rows, *tensors = ctx.saved_tensors  # once: hooks may make them anew
         spec = dataclasses.replace(ctx.spec, **dict(zip(ctx.names, tensors, strict=True)))
-        *_, slopes, right_slopes, key_bias, query_bias = ctx.needs_input_grad
+        *_, slopes, right_slopes, key_bias, query_bias, table = ctx.needs_input_grad
         derived = ctx.kernels.derived if may_read(output, visited) else ctx.kernels.derived_by_operator
         gradients = derived(
             spec, (visited, rows), grad_output, grad_lse, (query, key, value), output, lse, slopes or right_slopes,
-            key_bias or query_bias, ctx.moderate,
+            key_bias or query_bias or table, ctx.moderate,
         )  # fmt: skip
         return None, None, *gradients

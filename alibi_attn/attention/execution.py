@@ -65,7 +65,7 @@ def _differentiable_once(
 def _nothing(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """No queries, or no keys to be seen: zeros, and lse −inf."""
     everywhere = torch.ones((), dtype=torch.bool, device=query.device)
-    given = key, value, spec.slopes, spec.right_slopes, spec.key_bias, spec.query_bias
+    given = key, value, spec.slopes, spec.right_slopes, spec.key_bias, spec.query_bias, spec.table
     inputs = [x for x in given if x is not None]
     # Everything hangs on all inputs, so that gradients, zeros, pass through.
     zero = torch.stack([x.masked_fill(everywhere, 0.0).sum().to(query.dtype) for x in inputs]).sum()

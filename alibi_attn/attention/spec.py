@@ -22,8 +22,8 @@ from typing import Generic, Protocol, TypeVar
 Array = TypeVar("Array")
 
 EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
-# The fields of a description that receive gradients, in the order in which operators return them.
-DIFFERENTIABLE = ("slopes", "right_slopes", "key_bias", "query_bias")
+# The fields of a description that receive gradients, in the order in which these come back.
+DIFFERENTIABLE = ("slopes", "right_slopes", "key_bias", "query_bias", "table")
 
 
 class ArrayLike(Protocol):
@@ -50,6 +50,9 @@ class AttentionSpec(Generic[Array]):
         key_bias: [B, H, S], fp32 or fp64, added to the scores of each key; −inf = may not be seen.
         query_bias: [B, H, T] in key_bias's dtype, only with one: added to all scores of a query, so that lse has it, and that its
             gradients are the sums of ds over keys as they were computed (`forgetting_attention` needs both).
+        table: [H, N], in the slopes' dtype, added to the scores by head and distance i − j: column c has that of
+            table_first + c, and every distance that occurs has one. Only with slopes of 0, and a tolerance of 0.
+        table_first: the distance of the first column.
         dropout_p: the share of the weights that are dropped; which ones `dropout.py` defines.
         dropout_seed: [R, 4] int64, R divides B: a seed, and which number the first sequence, head and key of the call have in the
             whole that it is a part of. With R rows the batch is R runs of B / R sequences that are numbered alike. None = it is
@@ -74,6 +77,8 @@ class AttentionSpec(Generic[Array]):
     key_segments: Array | None = None
     key_bias: Array | None = None
     query_bias: Array | None = None
+    table: Array | None = None
+    table_first: int = 0
     dropout_p: float = 0.0
     dropout_seed: Array | None = None
     tolerance: float

@@ -22,6 +22,8 @@ from differential_arrays import arrays
 from differential_calls import draw
 from differential_checks import answer as answer_call
 from differential_fuzz import fuzz
+from toeplitz_calls import check
+from toeplitz_calls import draw as draw_with_a_table
 
 from alibi_attn.attention.backends.native import backend, build
 from alibi_attn.attention.backends.native.levels import NATIVE
@@ -84,6 +86,9 @@ def _inside(what: str, draws: str = "0") -> int:
             for case in (*CASES, *KEY_BIASES):
                 conform(case, dtype)
         print(f"{len(CASES) + len(KEY_BIASES)} cases in {len(DTYPES)} dtypes with {threads} threads: right", flush=True)
+    for seed in range(int(draws) // 3):
+        check(draw_with_a_table(seed), "native")
+    print(f"{int(draws) // 3} random calls with a table of distances: right", flush=True)
     failures: list[tuple[int, str]] = []
     for seed in range(int(draws)):
         call = draw(seed)

@@ -35,6 +35,8 @@ BLOCK = 2 * TILE  # queries and keys of a block: FlexAttention's own default
 
 def why_not(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> str | None:
     """Needs a CPU (forward only) or CUDA, fp16, bf16 or fp32; has no dropout, and no deterministic gradient of biases."""
+    if spec.table is not None:
+        return "it has no table of distances"
     device = query.device.type
     if device not in ("cpu", "cuda"):
         return f"it runs on CPU and CUDA but query is on {query.device}"

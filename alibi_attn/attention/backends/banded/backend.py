@@ -43,6 +43,8 @@ _fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 def why_not(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> str | None:
     """Needs a CPU, and has no dropout."""
+    if spec.table is not None:
+        return "it has no table of distances"
     if query.device.type != "cpu":
         return f"it runs on the CPU but query is on {query.device}"
     if spec.dropout_p > 0:

@@ -38,6 +38,8 @@ _INTERPRETER_PROCESSORS = 2
 
 def why_not(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> str | None:
     """Needs Triton and a CUDA device of compute capability 8.0, fp16, bf16 or fp32, and heads of at most 256."""
+    if spec.table is not None:
+        return "it has no table of distances"
     if query.dtype == torch.float64:
         return "it computes in float16, bfloat16 and float32 but query is float64"
     if spec.head_dim > MAX_HEAD_DIM:

@@ -14,7 +14,10 @@ from torch.nn import functional
 from alibi_attn.attention.backends.native import build
 from alibi_attn.attention.backends.native.visited import Visited, numbers_of_visited
 from alibi_attn.attention.backends.protocol import FEW_QUERIES, TooSmall
+from alibi_attn.attention.bias import columns_of
+from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.custom_op import Gradients, Saved, clean, described, operator
+from alibi_attn.attention.eager import is_eager
 from alibi_attn.attention.spec import AttentionSpec, dropout_numbers, dtype_name
 from alibi_attn.attention.transforms import surely, why_not_compiled
 from alibi_attn.attention.visibility import first_positions
@@ -35,6 +38,10 @@ def why_not(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> str | None
     """Needs a CPU, and the kernels of a wheel or a C++ compiler."""
     if query.device.type != "cpu":
         return f"it runs on the CPU but query is on {query.device}"
+    if spec.table is not None and not is_eager(spec, query, key, value):
+        return (
+            "a table of distances does not pass through its operator, which torch.func and whatever traces a call meet"
+        )
     return why_not_compiled() or _is_built()
 
 
@@ -101,9 +108,17 @@ def _backward(
         heads = spec.batch, spec.num_heads
         biases = tuple(dslope.new_empty((*heads, length)) for length in (spec.key_len, spec.query_len))
     arrays |= dict(zip(("key_bias_grad", "query_bias_grad"), biases, strict=True))
+    by_distance = None
+    if spec.table is not None and biases_wanted:
+        by_distance = dslope.new_empty((spec.num_heads, _distances(spec)[1]))
+    arrays["table_grads"] = by_distance
     _call("backward", spec, rows | gradients, arrays)
     dq, dk, dv = (_narrow(x, spec) for x in gradients.values())
-    return Gradients(dq, dk, dv, dslope, *biases)
+    found = Gradients(dq, dk, dv, dslope, *biases)
+    if spec.table is None or by_distance is None:
+        return found
+    of_table = by_distance.new_zeros(spec.table.shape)
+    return found._replace(table=of_table.index_add_(1, columns_of(spec, spec.table, *_distances(spec)), by_distance))
 
 
 def _empty_saved(query: Tensor, key: Tensor) -> Saved:
@@ -149,10 +164,14 @@ def call_of(
     right = slopes if spec.right_slopes is None else spec.right_slopes.detach().to(work).expand(heads)
     query_segments, key_segments = _small_numbers(spec)
     first = first_positions(spec, slopes.device).to(torch.int64).expand(spec.batch)
+    table_first, distances, table = 0, 0, None
+    if spec.table is not None:
+        table_first, distances = _distances(spec)
+        table = spec.table.detach().index_select(1, columns_of(spec, spec.table, table_first, distances))
     given = arrays | {
         "slopes": slopes, "right_slopes": right, "first": first, "key_mask": spec.key_mask, "query_segments": query_segments,
         "key_segments": key_segments, "key_bias": None if spec.key_bias is None else spec.key_bias.detach().double(),
-        "dropout_seed": spec.dropout_seed,
+        "dropout_seed": spec.dropout_seed, "table": table,
     }  # fmt: skip
     alive = {name: x.contiguous() for name, x in given.items() if x is not None}
     threshold, factor = dropout_numbers(spec.dropout_p)
@@ -161,11 +180,20 @@ def call_of(
         window=NO_WINDOW if spec.window is None else min(spec.window, WIDEST_WINDOW), causal=spec.causal,
         has_values=has_values, scale=spec.scale, tolerance=spec.tolerance, threads=torch.get_num_threads(),
         dropout_runs=0 if spec.dropout_seed is None else len(spec.dropout_seed), dropout_threshold=threshold,
-        dropout_factor=factor, bf16=rows["query"].dtype == torch.bfloat16,
+        dropout_factor=factor, bf16=rows["query"].dtype == torch.bfloat16, distances=distances, table_first=table_first,
         **{name: build.Rows(x.data_ptr(), *x.stride()[:3]) for name, x in rows.items()},
         **{name: x.data_ptr() for name, x in alive.items()},
     )  # fmt: skip
     return call, [*rows.values(), *alive.values()]
+
+
+def _distances(spec: Spec) -> tuple[int, int]:
+    """(the first distance, how many there are) that whole vectors of queries have: some more than a table."""
+    first = int(spec.query_offset)
+    blocks, low = -(-spec.query_len // TILE), first - spec.key_len + 1
+    if spec.causal:
+        low = max(low, 1 - TILE)
+    return low, max(1, first + blocks * TILE + WIDTH - low)
 
 
 def _small_numbers(spec: Spec) -> tuple[Tensor | None, Tensor | None]:

@@ -2,8 +2,8 @@
 //
 // What a task keeps apart (see `BackwardTask`) is added at the end, in the order of the tasks.
 
-#include "block.hpp"
 #include "denormals.hpp"
+#include "diagonals.hpp"
 #include "dropout.hpp"
 #include "tasks.hpp"
 
@@ -104,6 +104,7 @@ struct Backward {
     double *kept_biases;  // of those keys, the query heads of a group side by side
     BiasGradient<Real> bias_grad;
     Dropout<Real> dropout;
+    double *table_grads = nullptr;  // of the task and head
 
     // Where the gradients of the keys from `key` on, of their values and biases, are added up.
     struct Place {
@@ -154,6 +155,7 @@ struct Backward {
             }
         }
         if (call.slope_grads) slope_grad.visit(block, key, count, weights, moments);
+        if (table_grads) add_diagonals(block, key, count, moments, table_grads);
         const Place to = place(task, key, outlier);
         if (to.biases) bias_grad.visit(count, moments, to.biases, to.bias_row);
         const Real scale = (Real)call.scale;
@@ -265,7 +267,7 @@ struct Backward {
             std::copy_n(query_grad + i * call.D, call.D, call.query_grad.of(task.b, h, n * BLOCK + i));
     }
 
-    void run(const BackwardTask &task, double *slope_grads) {
+    void run(const BackwardTask &task, double *slope_grads, double *of_distances) {
         const Call<Real> &call = block.call;
         const int64_t D = call.D, group = call.H / call.K;
         for (int64_t key = task.own; key < task.own_end; key++) {
@@ -280,6 +282,7 @@ struct Backward {
         if (call.key_bias_grad) std::fill_n(kept_biases + task.at * group, rows * group, 0.0);
         for (int64_t g = 0; g < group; g++) {
             double *of_head = slope_grads ? slope_grads + 2 * g : nullptr;
+            table_grads = of_distances ? of_distances + g * call.distances : nullptr;
             for (int64_t n = task.block; n < task.last_block; n++) run(task, task.k * group + g, n, of_head);
         }
     }
@@ -336,6 +339,7 @@ void run(const Call<Real> &call) {
     const std::vector<TileBias> biases = tile_biases(call);
     const int64_t D = call.D, group = call.H / call.K, width = 512, parts = (call.S + width - 1) / width;
     std::vector<double> slope_grads(call.slope_grads ? plan.tasks.size() * group * 2 : 0, 0.0);
+    std::vector<double> table_grads(call.table_grads ? plan.tasks.size() * group * call.distances : 0, 0.0);
     Real *kept = static_cast<Real *>(std::malloc(2 * plan.kept * D * sizeof(Real)));
     double *kept_biases = nullptr;
     if (call.key_bias_grad) kept_biases = static_cast<double *>(std::malloc(plan.kept * group * sizeof(double)));
@@ -352,7 +356,8 @@ void run(const Call<Real> &call) {
 #pragma omp for schedule(dynamic, 1)
         for (size_t i = 0; i < plan.heaviest.size(); i++) {
             const int64_t t = plan.heaviest[i];
-            backward.run(plan.tasks[t], call.slope_grads ? slope_grads.data() + t * group * 2 : nullptr);
+            backward.run(plan.tasks[t], call.slope_grads ? slope_grads.data() + t * group * 2 : nullptr,
+                         call.table_grads ? table_grads.data() + t * group * call.distances : nullptr);
         }
 #pragma omp for schedule(static)
         for (int64_t part = 0; part < call.B * call.K * parts; part++) {
@@ -364,6 +369,7 @@ void run(const Call<Real> &call) {
     std::free(kept);
     std::free(kept_biases);
     if (call.slope_grads) add_slope_grads(call, plan, slope_grads);
+    if (call.table_grads) add_table_grads(call, plan, table_grads);
 }
 
 }  // namespace

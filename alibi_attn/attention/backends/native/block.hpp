@@ -166,6 +166,7 @@ struct Block {
     void scores_with(int64_t key, int count, Real *scores) const {
         inner_products(call.key, key, count, queries, scores);
         add_bias(key, count, scores);
+        if (call.table) add_table(key, count, scores);
 #ifdef ALIBI_COUNT
 #pragma omp atomic
         alibi_counted += int64_t(count) * rows;
@@ -305,6 +306,13 @@ struct Block {
             else
                 add_bias_to_left(position - bias_origin - key - j, scores);
         }
+    }
+
+    // Of a key the table's numbers for its distances to the queries lie side by side.
+    OUTLINE void add_table(int64_t key, int count, Real *scores) const {
+        const Real *of_distance = call.table + h * call.distances + position - key - call.table_first;
+        for (int j = 0; j < count; j++, scores += BLOCK)
+            for (int v = 0; v < BLOCK; v += VL<Real>) store(scores + v, load(scores + v) + load(of_distance + v - j));
     }
 
     // i - j for VL queries, with the distance of query 0; in floats it is rounded beyond 2^24, as any number is.

@@ -32,6 +32,7 @@ HEADERS = (
     "allowed.hpp",
     "tile_biases.hpp",
     "block.hpp",
+    "diagonals.hpp",
     "dropout.hpp",
     "norms.hpp",
     "tails.hpp",
@@ -71,7 +72,7 @@ class Call(ctypes.Structure):
     ROWS = ("query", "key", "value", "grad", "output", "query_grad", "key_grad", "value_grad")
     ARRAYS = (
         "slopes", "right_slopes", "first", "key_mask", "query_segments", "key_segments", "key_bias", "dropout_seed", "lse",
-        "rows", "grad_lse", "slope_grads", "key_bias_grad", "query_bias_grad", "visited",
+        "rows", "grad_lse", "slope_grads", "key_bias_grad", "query_bias_grad", "visited", "table", "table_grads",
     )  # fmt: skip
     _fields_ = [
         *((name, ctypes.c_int64) for name in "BHKTSD"),
@@ -81,7 +82,7 @@ class Call(ctypes.Structure):
         *((name, ctypes.c_double) for name in ("scale", "tolerance")),
         *((name, ctypes.c_int64) for name in ("threads", "dropout_runs", "dropout_threshold")),
         ("dropout_factor", ctypes.c_double),
-        ("bf16", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("distances", "table_first", "bf16")),
     ]
 
 

@@ -35,10 +35,13 @@ struct Call {
     double *slope_grads;                           // [2, B, H], or null: of the slopes, and of the right slopes
     double *key_bias_grad, *query_bias_grad;       // [B, H, S], [B, H, T]: sums of ds over queries, over keys; or null
     int32_t *visited;                              // what forward visited, see `Visited`
+    const Real *table;                             // [H, distances]: by i - j from `table_first` on, or null; then slopes are 0
+    double *table_grads;                           // [H, distances], or null
     int64_t window, causal, has_values;            // window 0 = none; without values they count as of like length
     double scale, tolerance;
     int64_t threads, dropout_runs, dropout_threshold;  // R, and which uint32 drop a weight: those below
     double dropout_factor;                             // of the others
+    int64_t distances, table_first;
     int64_t bf16;  // query, key, value, grad and output are bf16 in a Call<float>, and their strides count those
 
     int64_t blocks() const { return (T + BLOCK - 1) / BLOCK; }

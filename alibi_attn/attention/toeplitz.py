@@ -1,0 +1,140 @@
+"""`toeplitz_attention`: a bias that is any function of head and distance, given as a table of numbers."""
+
+import dataclasses
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from alibi_attn.attention.execution import attend, autocast
+from alibi_attn.attention.spec import AttentionSpec, dtype_name
+from alibi_attn.attention.transforms import may_read
+from alibi_attn.attention.validation import SegmentIds, check_tensor, make_spec
+
+
+@overload
+def toeplitz_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    table: Tensor,
+    *,
+    causal: bool = ...,
+    window: int | None = ...,
+    scale: float | None = ...,
+    query_offset: int | None = ...,
+    key_mask: Tensor | None = ...,
+    segment_ids: SegmentIds | None = ...,
+    dropout_p: float = ...,
+    return_lse: Literal[False] = ...,
+    backend: str = ...,
+) -> Tensor: ...
+
+
+@overload
+def toeplitz_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    table: Tensor,
+    *,
+    causal: bool = ...,
+    window: int | None = ...,
+    scale: float | None = ...,
+    query_offset: int | None = ...,
+    key_mask: Tensor | None = ...,
+    segment_ids: SegmentIds | None = ...,
+    dropout_p: float = ...,
+    return_lse: bool = ...,
+    backend: str = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
+def toeplitz_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    table: Tensor,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    scale: float | None = None,
+    query_offset: int | None = None,
+    key_mask: Tensor | None = None,
+    segment_ids: SegmentIds | None = None,
+    dropout_p: float = 0.0,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention with a bias of head and distance, softmax(scale·q·kᵀ + t[h, i − j])·v, [B, H, T, D] in query's dtype.
+
+    T5's buckets, KERPLE, Sandwich and TISA are such tables. `native` computes it in memory that is linear in the length, forward
+    and backward, with all pairs that the masks allow: nothing is known of far keys, so no key is skipped. Where it cannot run,
+    and inside of torch.func and torch.compile, `dense` writes the T × S bias out. Differentiable once in all tensors, and through
+    lse.
+
+    Args:
+        table: t, floating and finite, used in fp32 (fp64 for fp64 input). Causal [H, N]: column d has the distance
+            d = i − j, 0 … N − 1. Not causal [H, 2·N − 1]: column N − 1 + d has d, −(N − 1) … N − 1, keys to the right first.
+            It must reach as far as a query and a key that causality and the window let meet; columns beyond are not used.
+        query_offset: position of query 0, an int; S − T by default.
+        query, key, value, causal, window, scale, key_mask, segment_ids, dropout_p, return_lse: as for `alibi_attention`.
+        backend: "auto", "native", "dense" or "reference"; others have no tables.
+
+    Raises:
+        ValueError, TypeError: wrong shapes, dtypes or numbers, a table that ends too early, or a named backend that cannot run
+            this call.
+
+    >>> q = k = v = torch.randn(1, 8, 128, 64)
+    >>> kerple = -torch.log1p(torch.arange(128.0)).expand(8, 128)
+    >>> toeplitz_attention(q, k, v, kerple).shape
+    torch.Size([1, 8, 128, 64])
+
+    Source: Raffel et al. 2020, sec. 2.1 (arXiv:1910.10683), for a table of learned numbers.
+    """
+    query, key, value = autocast(query, key, value)
+    if isinstance(query_offset, Tensor):
+        raise TypeError(
+            "query_offset is a tensor but with a table must be an int or None: it says how far the table must reach"
+        )
+    heads = query.shape[1] if isinstance(query, Tensor) and query.ndim == 4 else 0
+    spec = make_spec(
+        query, key, value, [0.0] * heads, causal=causal, window=window, scale=scale, query_offset=query_offset,
+        key_mask=key_mask, segment_ids=segment_ids, dropout_p=dropout_p, tolerance=0.0, return_lse=return_lse,
+    )  # fmt: skip
+    check_tensor("table", table, query.device)
+    _check_table(spec, table)
+    first = 0 if causal else -(table.shape[1] // 2)
+    spec = dataclasses.replace(spec, table=table.to(spec.slopes.dtype), table_first=first)
+    return attend(spec, query, key, value, backend)
+
+
+def _check_table(spec: AttentionSpec[Tensor], table: Tensor) -> None:
+    if not torch.is_floating_point(table):
+        raise TypeError(f"table is {dtype_name(table.dtype)} but must be floating: it is added to scores")
+    words = "[H, N]" if spec.causal else "[H, 2·N − 1]"
+    fits = table.ndim == 2 and table.shape[0] == spec.num_heads and (spec.causal or table.shape[1] % 2 == 1)
+    if not fits:
+        raise ValueError(
+            f"table has shape {list(table.shape)} but must be {words} for the N distances from 0 on"
+            f"{'' if spec.causal else ', to both sides'}, with H = {spec.num_heads}"
+        )
+    needed = _distances_that_occur(spec)
+    if (found := (table.shape[1] if spec.causal else table.shape[1] // 2 + 1)) < needed:
+        raise ValueError(
+            f"table has the distances 0 to {found - 1} but a query and a key are {needed - 1} apart; pass one with "
+            f"{needed if spec.causal else 2 * needed - 1} columns"
+        )
+    if may_read(table) and not bool(table.detach().isfinite().all()):
+        raise ValueError(
+            "table has NaN or inf in it but must be finite; what may not be seen is hidden by window, key_mask or segment_ids"
+        )
+
+
+def _distances_that_occur(spec: AttentionSpec[Tensor]) -> int:
+    """One more than the largest, and at least one, so that a table has a column."""
+    assert not isinstance(spec.query_offset, Tensor)
+    most = spec.query_offset + spec.query_len
+    if not spec.causal:
+        most = max(most, spec.key_len - spec.query_offset)
+    return max(1, most if spec.window is None else min(most, spec.window))

@@ -1,0 +1,173 @@
+"""toeplitz_attention: a table of distances against a loop over pairs, what equals what, what is kept, and what it refuses."""
+
+import math
+
+import pytest
+import toeplitz_calls
+import torch
+import torch._dynamo.compiled_autograd
+from toeplitz_calls import INPUTS, check, draw
+
+from alibi_attn import alibi_attention, alibi_slopes
+from alibi_attn.attention.toeplitz import toeplitz_attention
+
+ABLE = ("reference", "dense", "native")
+
+
+def inputs(t: int = 300, h: int = 4, k: int = 2, *, causal: bool = True) -> list[torch.Tensor]:
+    shapes = (1, h, t, 16), (1, k, t, 16), (1, k, t, 16), (h, t if causal else 2 * t - 1)
+    return [torch.randn(shape) for shape in shapes]
+
+
+@pytest.mark.parametrize("backend", ABLE)
+def test_random_calls_are_the_loop_over_pairs(backend: str) -> None:
+    for seed in range(30):
+        check(draw(seed), backend)
+
+
+def test_the_checker_finds_a_table_that_is_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def shifted(*, table: torch.Tensor, **given: object) -> object:
+        return toeplitz_attention(**given, table=table.roll(1, dims=1))
+
+    monkeypatch.setattr(toeplitz_calls, "toeplitz_attention", shifted)
+    with pytest.raises(AssertionError, match="is allowed"):
+        check(draw(0), "dense")
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_slopes_times_distances_are_alibi_in_native(causal: bool) -> None:
+    query, key, value, _ = inputs()
+    distance = torch.arange(300.0) if causal else torch.arange(-299.0, 300.0).abs()
+    slopes = torch.tensor(alibi_slopes(4), dtype=torch.float32)
+    found = toeplitz_attention(query, key, value, -slopes[:, None] * distance, causal=causal, backend="native")
+    alibi = alibi_attention(query, key, value, slopes, causal=causal, tolerance=0.0, backend="native")
+    torch.testing.assert_close(found, alibi, rtol=1e-5, atol=1e-6)
+
+
+def test_auto_takes_native_and_the_same_bits_come_again() -> None:
+    leaves = [x.requires_grad_() for x in inputs()]
+    found = []
+    for backend in ("auto", "native", "native"):
+        output = toeplitz_attention(*leaves, backend=backend)
+        found.append([output, *torch.autograd.grad(output.square().sum(), leaves)])
+    assert all(torch.equal(x, y) for other in found[1:] for x, y in zip(found[0], other, strict=True))
+
+
+def test_memory_of_native_is_linear() -> None:
+    leaves, kept = [x.requires_grad_() for x in inputs(2048)], []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+        toeplitz_attention(*leaves, backend="native").sum().backward()
+    assert sum(kept) < 10 * sum(x.numel() for x in leaves) < 2048 * 2048
+
+
+def test_distances_of_a_long_table_that_do_not_occur_have_no_gradient() -> None:
+    *leaves, table = inputs()
+    table = torch.randn(4, 5000, requires_grad=True)
+    for backend in ABLE:
+        (found,) = torch.autograd.grad(toeplitz_attention(*leaves, table, backend=backend).square().sum(), table)
+        assert bool((found[:, :300] != 0).all())
+        assert bool((found[:, 300:] == 0).all())
+
+
+def test_the_gradient_of_a_table_keeps_its_digits_over_many_pairs() -> None:
+    """Distance 0 has as many pairs as there are queries; in fp64 with half precision inputs, the sum itself must not round."""
+    query, key, value, table = (x.to(torch.bfloat16) for x in inputs(4096, 1, 1))
+    found = []
+    for dtype, backend in ((torch.float32, "native"), (torch.float64, "native")):
+        leaf = table.to(dtype).requires_grad_()
+        output = toeplitz_attention(query.to(dtype), key.to(dtype), value.to(dtype), leaf, backend=backend)
+        found.append(torch.autograd.grad(output.square().sum(), leaf)[0].double())
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6 * float(found[1].abs().max()))
+
+
+@pytest.mark.parametrize("backend", ABLE)
+def test_hidden_keys_are_never_used(backend: str) -> None:
+    query, key, value, table = inputs(100)
+    mask = torch.rand(1, 100) < 0.7
+    clean = toeplitz_attention(query, key, value, table, key_mask=mask, backend=backend)
+    key, value = (x.masked_fill(~mask[:, None, :, None], math.nan) for x in (key, value))
+    spoiled = toeplitz_attention(query, key, value, table, key_mask=mask, backend=backend)
+    torch.testing.assert_close(spoiled, clean)
+
+
+def test_dropout_is_the_same_mask_in_native_and_in_the_specification() -> None:
+    leaves, found = [x.requires_grad_() for x in inputs(200)], []
+    for backend in ABLE:
+        torch.manual_seed(7)
+        output = toeplitz_attention(*leaves, dropout_p=0.3, backend=backend)
+        found.append([output, *torch.autograd.grad(output.square().sum(), leaves)])
+    assert not torch.allclose(found[0][0], toeplitz_attention(*leaves))
+    for other in found[1:]:
+        for x, y in zip(found[0], other, strict=True):
+            torch.testing.assert_close(x, y, rtol=2e-5, atol=2e-5)
+
+
+def test_transforms_and_compiled_code_get_the_written_out_bias() -> None:
+    query, key, value, table = inputs()
+    total = lambda table: toeplitz_attention(query, key, value, table).square().sum()  # noqa: E731
+    expected = torch.autograd.grad(total(table.requires_grad_()), table)[0]
+    torch.testing.assert_close(torch.func.grad(total)(table.detach()), expected, rtol=1e-4, atol=1e-5)
+    compiled = torch.compile(total, backend="eager", fullgraph=True)
+    torch.testing.assert_close(torch.autograd.grad(compiled(table), table)[0], expected, rtol=1e-4, atol=1e-5)
+    tables = torch.stack([table.detach(), 2 * table.detach()])
+    torch.testing.assert_close(torch.vmap(total)(tables), torch.stack([total(x) for x in tables]), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+def test_compiled_autograd_of_an_eager_native_forward_is_refused() -> None:
+    leaves = [x.requires_grad_() for x in inputs()]
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager", fullgraph=True)):
+        output = toeplitz_attention(*leaves, backend="native").sum()
+        with pytest.raises(Exception, match="cannot be traced by compiled autograd"):
+            output.backward()
+
+
+def test_second_derivatives_are_refused() -> None:
+    leaves = [x.requires_grad_() for x in inputs(64)]
+    (grad,) = torch.autograd.grad(toeplitz_attention(*leaves).square().sum(), leaves[3], create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        grad.sum().backward()
+
+
+def test_autocast_casts_all_but_the_table() -> None:
+    query, key, value, table = inputs()
+    table[:, 1:] += torch.arange(299) * 1e-3 + 1000.0  # which bf16 would round to 1000
+    with torch.autocast("cpu", torch.bfloat16):
+        found = toeplitz_attention(query, key, value, table)
+    exact = toeplitz_attention(*(x.bfloat16().float() for x in (query, key, value)), table)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), exact, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize(("query_len", "key_len"), [(0, 5), (5, 0)])
+def test_nothing_gives_nothing(query_len: int, key_len: int) -> None:
+    query, key, table = torch.randn(1, 2, query_len, 8), torch.randn(1, 2, key_len, 8), torch.randn(2, 5)
+    output, lse = toeplitz_attention(query, key, key, table.requires_grad_(), query_offset=0, return_lse=True)
+    assert bool((output == 0).all())
+    assert bool((lse == -math.inf).all())
+    (grad,) = torch.autograd.grad(output.sum(), table)
+    assert bool((grad == 0).all())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"table": torch.zeros(4, 9)}, r"distances 0 to 8 but a query and a key are 9 apart; pass one with 10 columns"),
+        ({"table": torch.zeros(3, 10)}, r"shape \[3, 10\] but must be \[H, N\] .* with H = 4"),
+        ({"table": torch.zeros(10)}, r"shape \[10\] but must be \[H, N\]"),
+        ({"table": torch.zeros(4, 20), "causal": False}, r"must be \[H, 2·N − 1\] .* to both sides"),
+        ({"table": torch.zeros(4, 17), "causal": False}, r"9 apart; pass one with 19 columns"),
+        ({"query_offset": 5}, r"14 apart; pass one with 15 columns"),
+        ({"table": torch.zeros(4, 10, dtype=torch.int64)}, "table is int64 but must be floating"),
+        ({"table": torch.full((4, 10), -math.inf)}, "NaN or inf in it but must be finite"),
+        ({"table": [[0.0] * 10] * 4}, "table must be a torch.Tensor"),
+        ({"query_offset": torch.tensor(0)}, "with a table must be an int"),
+        ({"backend": "banded"}, "it has no table of distances"),
+        ({"backend": "flex"}, "it has no table of distances"),
+        ({"backend": "fused"}, "it has no table of distances"),
+    ],
+)
+def test_what_it_cannot_do_is_refused_at_the_door(changes: dict, words: str) -> None:
+    given = dict(zip(INPUTS, inputs(10), strict=True)) | changes
+    with pytest.raises((ValueError, TypeError), match=words):
+        toeplitz_attention(**given)

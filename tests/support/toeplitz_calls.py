@@ -1,0 +1,137 @@
+"""Random calls with a table of distances, and their truth: who sees whom and how far apart they are, pair by pair, in fp64."""
+
+import dataclasses
+import functools
+import math
+import random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alibi_attn.attention.toeplitz import toeplitz_attention
+
+INPUTS = ("query", "key", "value", "table")
+DTYPES = (torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call, and what comes back for its output and lse.
+
+    Args:
+        inputs: query, key, value and table.
+        options: keywords of `toeplitz_attention`; `segment_ids` as a pair.
+        grads: of output and lse.
+        threads: that compute it.
+    """
+
+    inputs: dict[str, Tensor]
+    options: dict[str, Any]
+    grads: tuple[Tensor, Tensor]
+    threads: int
+
+    @functools.cached_property
+    def truth(self) -> dict[str, Tensor]:
+        return _truth(self)
+
+
+@functools.cache
+def draw(seed: int) -> Call:
+    rng, numbers = random.Random(seed), torch.Generator().manual_seed(seed)
+    b, k, group = rng.choice([1, 2, 3]), rng.choice([1, 2]), rng.choice([1, 1, 2, 3])
+    t, s = (rng.choice([1, 2, 17, 63, 64, 65, 90, 128, 150]) for _ in range(2))
+    s = t if rng.random() < 0.4 else s
+    d, causal = rng.choice([1, 8, 16, 20, 64]), rng.random() < 0.6
+    dtype = rng.choice(DTYPES)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=numbers, dtype=torch.float64)
+
+    options: dict[str, Any] = {"causal": causal}
+    offset = s - t
+    if rng.random() < 0.3:
+        offset = options["query_offset"] = rng.choice([offset, 0, 5, s, s + 40, -30, -t - 2])
+    if rng.random() < 0.3:
+        options["window"] = rng.choice([1, 7, 64, 100, 1000])
+    if rng.random() < 0.2:
+        options["scale"] = rng.choice([0.0, -0.3, 1.0, 3.0])
+    if rng.random() < 0.3:
+        options["key_mask"] = torch.rand(b, s, generator=numbers) < 0.7
+    if rng.random() < 0.3:
+        ids = [torch.randint(0, 3, (b, n), generator=numbers) for n in (t, s)]
+        options["segment_ids"] = tuple(x.sort(-1)[0] for x in ids) if rng.random() < 0.7 else tuple(ids)
+    farthest = max(offset + t, 1) if causal else max(offset + t, s - offset, 1)
+    n = min(farthest, options.get("window", farthest)) + rng.choice([0, 0, 1, 50])
+    table = normal(k * group, n if causal else 2 * n - 1) * rng.choice([0.5, 3.0])
+    shapes = {"query": (b, k * group, t, d), "key": (b, k, s, d), "value": (b, k, s, d)}
+    inputs = {name: normal(*shape).to(dtype) for name, shape in shapes.items()}
+    inputs["table"] = table.to(torch.float64 if dtype == torch.float64 else torch.float32)
+    work = torch.promote_types(dtype, torch.float32)
+    grads = normal(b, k * group, t, d).to(dtype), normal(b, k * group, t).to(work)
+    return Call(inputs, options, grads, rng.choice([1, 2]))
+
+
+def answer(call: Call, backend: str) -> dict[str, Tensor]:
+    """Output, lse and gradients of the inputs, in fp64."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(call.threads)
+    try:
+        leaves = {name: x.detach().requires_grad_() for name, x in call.inputs.items()}
+        output, lse = toeplitz_attention(**leaves, **call.options, return_lse=True, backend=backend)
+        found = torch.autograd.grad((output, lse), list(leaves.values()), call.grads)
+    finally:
+        torch.set_num_threads(before)
+    results = dict(zip(INPUTS, found, strict=True)) | {"output": output.detach(), "lse": lse.detach()}
+    return {name: x.double() for name, x in results.items()}
+
+
+def _truth(call: Call) -> dict[str, Tensor]:
+    leaves = {name: x.detach().double().requires_grad_() for name, x in call.inputs.items()}
+    b, t, s, n = leaves["query"].shape[0], leaves["query"].shape[2], leaves["key"].shape[2], leaves["table"].shape[1]
+    options, causal = call.options, call.options["causal"]
+    columns, seen = [[0] * s for _ in range(t)], [[[False] * s for _ in range(t)] for _ in range(b)]
+    offset, window = options.get("query_offset", s - t), options.get("window", math.inf)
+    mask = options["key_mask"].tolist() if "key_mask" in options else [[True] * s] * b
+    of_query, of_key = (x.tolist() for x in options.get("segment_ids", (torch.zeros(b, t), torch.zeros(b, s))))
+    for row in range(t):
+        for j in range(s):
+            away = offset + row - j
+            if (causal and away < 0) or abs(away) >= window:
+                continue
+            columns[row][j] = away if causal else away + n // 2
+            for sequence in range(b):
+                seen[sequence][row][j] = mask[sequence][j] and of_query[sequence][row] == of_key[sequence][j]
+    return _attended(call, leaves, torch.tensor(columns), torch.tensor(seen)[:, None])
+
+
+def _attended(call: Call, leaves: dict[str, Tensor], columns: Tensor, seen: Tensor) -> dict[str, Tensor]:
+    query, key, value, table = leaves.values()
+    group, scale = query.shape[1] // key.shape[1], call.options.get("scale", query.shape[-1] ** -0.5)
+    scores = scale * query @ key.repeat_interleave(group, 1).mT + table[:, columns]
+    scores = scores.masked_fill(~seen, -math.inf)
+    blind = ~seen.any(-1, keepdim=True)
+    weights = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(~seen, 0.0)
+    output = weights @ value.repeat_interleave(group, 1)
+    lse = scores.masked_fill(blind, 0.0).logsumexp(-1).masked_fill(blind[..., 0], -math.inf)
+    total = (output * call.grads[0]).sum() + (lse * call.grads[1]).masked_fill(blind[..., 0], 0.0).sum()
+    found = torch.autograd.grad(total, list(leaves.values()))
+    return dict(zip(INPUTS, found, strict=True)) | {"output": output.detach(), "lse": lse.detach()}
+
+
+def check(call: Call, backend: str) -> None:
+    """Output, lse and gradients are right; in half precision up to twice the error of `dense`.
+
+    Raises:
+        AssertionError: says which number is off, and by how much.
+    """
+    dtype, exact, ours = call.inputs["query"].dtype, call.truth, answer(call, backend)
+    low = dtype in (torch.float16, torch.bfloat16)
+    theirs = answer(call, "dense") if low and backend != "dense" else exact
+    eps = torch.finfo(dtype).eps
+    for name, right in exact.items():
+        blind = right == -math.inf
+        assert bool((ours[name][blind] == -math.inf).all()), f"{name}: a query that sees nothing must have lse −inf"
+        error, yardstick = (float((x[name] - right).masked_fill(blind, 0.0).abs().max()) for x in (ours, theirs))
+        allowed = 2 * yardstick + (8 if low else 60) * eps * max(1.0, float(right.masked_fill(blind, 0.0).abs().max()))
+        assert error <= allowed, f"{backend} {dtype} {name}: error {error:.2e} but {allowed:.2e} is allowed"
