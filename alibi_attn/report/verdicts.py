@@ -36,7 +36,8 @@ _LEAST_PARTS = 4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Paired:
-    """The logarithm of a ratio, [S] by seed, and of one part of the text after the other, the mean over seeds, [P].
+    """The logarithm of a ratio (or a difference of shares), [S] by seed, and of one part of the text (or of the documents) after
+    the other, the mean over seeds, [P].
 
     `weights` [P] are the parts' shares of the tokens; where no interval over text can be made, both are empty and `why_not`
     says why.
@@ -50,7 +51,7 @@ class Paired:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Interval:
-    """What the ratio may be, 95 %; `over` is what it was estimated from: "2 seeds and 32 parts of the text"."""
+    """What the ratio (or difference) may be, 95 %; `over` is what it was estimated from: "2 seeds and 32 parts of the text"."""
 
     low: float
     high: float
@@ -142,6 +143,12 @@ def paired(evidence: Evidence, over: Sequence[Number], under: Sequence[Number], 
 
 def interval(found: Paired) -> Interval | None:
     """95 % of the ratio over seeds and over text, what lies in either; None where there is neither."""
+    bounds = mean_interval(found)
+    return bounds and dataclasses.replace(bounds, low=_exp(bounds.low), high=_exp(bounds.high))
+
+
+def mean_interval(found: Paired, *, parts: str = "parts of the text") -> Interval | None:
+    """The same of the mean itself, which is not taken for a logarithm."""
     bounds, over = [], []
     if len(found.logs) > 1:
         bounds.append(_mean_bounds(found.logs, np.full(len(found.logs), 1 / len(found.logs))))
@@ -149,11 +156,11 @@ def interval(found: Paired) -> Interval | None:
     if found.parts.size:
         sizes = [1, 4] if found.parts.size >= 4 * _LEAST_PARTS else [1]
         bounds += [_mean_bounds(*_merged(found, size)) for size in sizes]
-        over.append(f"{found.parts.size} parts of the text")
+        over.append(f"{found.parts.size} {parts}")
     if not bounds or not np.isfinite(bounds).all():
         return None
     low, high = min(bound[0] for bound in bounds), max(bound[1] for bound in bounds)
-    return Interval(low=_exp(low), high=_exp(high), over=" and ".join(over))
+    return Interval(low=low, high=high, over=" and ".join(over))
 
 
 def student_t(degrees: int) -> float:

@@ -1,6 +1,7 @@
 """The recipe that asks what each method is good for: one model, a text and four tasks, two paired seeds."""
 
 import dataclasses
+import html
 import typing
 
 import pytest
@@ -12,6 +13,7 @@ from alibi_attn.lab.fields import override
 from alibi_attn.lab.tasks import parse_corpus
 from alibi_attn.position_methods import METHODS as LOOKS
 from alibi_attn.recipes.referee import METHODS, RECIPE, TASKS
+from alibi_attn.report.page import report_html
 
 
 @pytest.mark.parametrize("scale", typing.get_args(Scale))
@@ -55,8 +57,19 @@ def test_another_text_is_for_the_language_models_alone():
     assert freed.data.text == ("novel.txt",)
 
 
-def test_referee_runs_at_smoke_scale_and_records_the_answers_of_every_document(tmp_path):
-    found = [records.load(path) for path in run(RECIPE, out=tmp_path, scale="smoke")]
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return [records.load(path) for path in run(RECIPE, out=tmp_path_factory.mktemp("referee"), scale="smoke")]
+
+
+def test_the_page_of_models_that_learned_nothing_leaves_out_what_they_did_not_learn(found):
+    page = html.unescape(report_html(found))
+    assert "What each is good for: 3 position methods at 32 and at 64 tokens" in page
+    assert page.count("Left out: ") >= 3  # of four tasks; a bit may be right by chance
+    assert "Good at both lengths: associative recall" not in page
+
+
+def test_referee_runs_at_smoke_scale_and_records_the_answers_of_every_document(found):
     evaluations = [record for record in found if record.kind == "evaluation"]
     assert len(evaluations) == len(RECIPE.runs("smoke")) == 3 * len(TASKS)
     for record in evaluations:

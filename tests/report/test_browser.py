@@ -1,12 +1,15 @@
 """The report in a real browser: nothing fails, every picture is drawn, a phone need not scroll sideways."""
 
+import importlib.util
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from alibi_attn.position_methods import METHODS
 from alibi_attn.records import Record
 from alibi_attn.report.page import write_report
 
@@ -121,6 +124,48 @@ def test_items_of_the_paper_fit_a_phone(browser, made_up, tmp_path: Path, dark: 
 def test_paper_is_wide_enough(browser, page: Path) -> None:
     _open(browser, page, width=680, media="print")  # A4 less its margins, in CSS pixels
     assert browser.execute_script("return document.documentElement.scrollWidth") == 680
+
+
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A referee of every method and five tasks, as wide as it gets."""
+    spec = importlib.util.spec_from_file_location("referee_records", Path(__file__).with_name("test_referee.py"))
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    shares = {"": (1.7, 2.6), "mqar": (1.0, 0.07), "needles": (0.97, 0.6), "copy": (0.95, 0.0), "flip-flop": (1.0, 1.0)}
+    found = [made.evaluated(method, task, shares[task]) for method in METHODS for task in shares]
+    return write_report(found, tmp_path_factory.mktemp("judged") / "report.html")
+
+
+@pytest.mark.parametrize(("width", "media"), [(390, ""), (680, "print")])
+def test_a_referee_fits_a_phone_and_paper(browser, judged: Path, width: int, media: str) -> None:
+    _open(browser, judged, width=width, media=media)
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    assert browser.execute_script(OVERFLOWING) == []
+    cells = "return [...document.querySelectorAll('.heat td[style]')].map((cell) => cell.getBoundingClientRect().width)"
+    widths = browser.execute_script(cells)
+    assert len(widths) == len(METHODS) * 10
+    assert min(widths) > 20
+    if media:
+        right = browser.execute_script("return document.querySelector('.heat').getBoundingClientRect().right")
+        assert right <= browser.execute_script("return document.documentElement.clientWidth")
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_numbers_on_the_strongest_color_are_readable(browser, judged: Path, dark: bool) -> None:
+    _open(browser, judged, width=1100, dark=dark)
+    ink, paper, back = browser.execute_script(
+        "const cell = [...document.querySelectorAll('.heat td[style]')].find((one) => one.style.getPropertyValue('--heat') == 1);"
+        "const style = getComputedStyle(cell.querySelector('small'));"
+        "return [style.color, getComputedStyle(document.body).backgroundColor, getComputedStyle(cell).backgroundColor];"
+    )
+    red, green, blue, alpha = (float(part) for part in re.findall(r"[\d.]+", back.removeprefix("color(srgb")))
+    under = [int(part) for part in re.findall(r"\d+", paper)]
+    mixed = [
+        round(255 * one * alpha + (1 - alpha) * below) for one, below in zip((red, green, blue), under, strict=True)
+    ]
+    assert alpha == pytest.approx(0.45, abs=0.01)
+    assert _contrast(ink, f"rgb({mixed[0]}, {mixed[1]}, {mixed[2]})") >= 4.5
 
 
 def test_light_and_dark_are_readable(browser, page: Path) -> None:
