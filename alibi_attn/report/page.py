@@ -59,8 +59,8 @@ def report_html(records: Sequence[Record], *, title: str = TITLE, question: str 
     every = studies(records)
     items = sections.sorted_items([record for record in records if answers.is_drawn(record)])
     asked = {record.config.get("study") for record in items}
-    contests = referee.contests(study for study in every if study.recipe not in asked)
-    found = [study for study in every if study.recipe not in asked and not referee.is_judged(study)]
+    comparisons = referee.comparisons(study for study in every if study.recipe not in asked)
+    found = [study for study in every if study.recipe not in asked and not referee.is_of_referee(study)]
     behind = [study for study in every if study.recipe in asked]
     timed = [record for record in records if benchmarks.is_drawn(record)]
     models = certificates.trained_heads(records)
@@ -76,7 +76,9 @@ def report_html(records: Sequence[Record], *, title: str = TITLE, question: str 
         )
     ]
     paper_sections = [sections.paper_section(record, f"p{number}", by_identity) for number, record in enumerate(items)]
-    contest_sections = [referee_section.referee_section(tasks, f"r{number}") for number, tasks in enumerate(contests)]
+    comparison_sections = [
+        referee_section.referee_section(tasks, f"r{number}") for number, tasks in enumerate(comparisons)
+    ]
     shown_studies = [study_sections.study_section(study, f"s{number}") for number, study in enumerate(found)]
     model_sections = [sections.model_section(model, f"h{number}") for number, model in enumerate(models)]
     map_sections = [sections.map_section(record, f"m{number}") for number, record in enumerate(looked)]
@@ -88,7 +90,7 @@ def report_html(records: Sequence[Record], *, title: str = TITLE, question: str 
         ),
         *(
             Entry(f"r{number}", "Position methods", part.title, _about(used), tuple(used))
-            for number, (tasks, part) in enumerate(zip(contests, contest_sections, strict=True))
+            for number, (tasks, part) in enumerate(zip(comparisons, comparison_sections, strict=True))
             for used in [referee.records(tasks)]
         ),
         *(
@@ -133,7 +135,7 @@ def report_html(records: Sequence[Record], *, title: str = TITLE, question: str 
         record_rows=contents.record_rows(records, entries),
         papers=paper_sections,
         claims=sections.claim_blocks(paper_sections),
-        contests=contest_sections,
+        comparisons=comparison_sections,
         studies=shown_studies,
         evidence=evidence.evidence_table(behind),
         heads=sections.head_sections(every),

@@ -80,12 +80,12 @@ class Measured:
     interval: Interval | None
 
 
-def contests(studies: Iterable[Study]) -> list[list[Task]]:
-    """The tasks of each contest: studies of the recipe whose models, trainings and lengths are the same; texts first."""
+def comparisons(studies: Iterable[Study]) -> list[list[Task]]:
+    """The tasks of each comparison: studies of the recipe whose models, trainings and lengths are the same; texts first."""
     found: dict[str, list[Task]] = {}
     for study in studies:
         by_shape: dict[str, list[Series]] = {}
-        for series in study.series if is_judged(study) else ():
+        for series in study.series if is_of_referee(study) else ():
             by_shape.setdefault(_shape(series), []).append(series)
         for shape, own in by_shape.items():
             task = _task(dataclasses.replace(study, series=tuple(own)))
@@ -95,8 +95,8 @@ def contests(studies: Iterable[Study]) -> list[list[Task]]:
     return list(found.values())
 
 
-def is_judged(study: Study) -> bool:
-    """Whether a study is one of a contest's."""
+def is_of_referee(study: Study) -> bool:
+    """Whether a study is one of a comparison's."""
     return study.recipe == RECIPE and bool(study.lengths)
 
 
@@ -218,7 +218,7 @@ def _scores(series: Series, task: str, length: int, least: float) -> Scores:
 
 
 def _shape(series: Series) -> str:
-    """What the series of one contest share: model and training, whatever is read."""
+    """What the series of one comparison share: model and training, whatever is read."""
     config = flat(series.records[0].config)
     apart = ("model.method", "model.vocab_size", "train.seed")
     same = {

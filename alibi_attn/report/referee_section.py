@@ -40,7 +40,7 @@ class RefereeSection:
 
 
 def referee_section(tasks: Sequence[Task], anchor: str) -> RefereeSection:
-    """What the template shows of the tasks that one contest is made of."""
+    """What the template shows of the tasks that one comparison is made of."""
     learned = [task for task in tasks if referee.is_learned(task)]
     every = referee.methods(tasks)
     names = [series.method for series in every]

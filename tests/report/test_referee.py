@@ -12,7 +12,7 @@ from alibi_attn.lab import symbol_tasks
 from alibi_attn.records import Record
 from alibi_attn.report import referee, referee_words
 from alibi_attn.report.page import report_html
-from alibi_attn.report.referee import Measured, Task, contests
+from alibi_attn.report.referee import Measured, Task, comparisons
 from alibi_attn.report.series import studies
 
 LENGTHS = (64, 1024)
@@ -57,8 +57,8 @@ def evaluated(
     )
 
 
-def one_contest(found: list[Record]) -> list[Task]:
-    (tasks,) = contests(studies(found))
+def one_comparison(found: list[Record]) -> list[Task]:
+    (tasks,) = comparisons(studies(found))
     return tasks
 
 
@@ -92,25 +92,25 @@ def test_chance_is_what_the_laboratory_says() -> None:
     assert referee.TITLES.keys() == referee.CHANCE.keys()
 
 
-def test_texts_come_first_and_tasks_of_one_size_are_one_contest(four) -> None:
-    tasks = one_contest(four)
+def test_texts_come_first_and_tasks_of_one_size_are_one_comparison(four) -> None:
+    tasks = one_comparison(four)
     assert [task.name for task in tasks] == ["", "mqar", "copy", "flip-flop"]
     assert {series.method for series in referee.methods(tasks)} == {"none", "rotary", "alibi"}
     other = evaluated("alibi", "mqar", (0.9, 0.9))
     longer = {**other.config, "train": {"length": 64, "seed": 0, "steps": 99}}
     assert (
         len(
-            contests(
+            comparisons(
                 studies([*four, records.make("evaluation", other.name, config=longer, metrics={}, curves=other.curves)])
             )
         )
         == 2
     )
-    assert contests(studies([])) == []
+    assert comparisons(studies([])) == []
 
 
 def test_a_task_that_nobody_learned_is_left_out_and_said(four) -> None:
-    tasks = {task.name: task for task in one_contest(four)}
+    tasks = {task.name: task for task in one_comparison(four)}
     assert [referee.is_learned(task) for task in tasks.values()] == [True, True, False, True]
     assert referee.best_at_trained(tasks["copy"]) == ("rotary", pytest.approx(0.699))
     page = html.unescape(report_html(four))
@@ -124,24 +124,24 @@ def test_a_task_that_nobody_learned_is_left_out_and_said(four) -> None:
 
 
 def test_an_interval_reaches_what_so_many_documents_leave_open() -> None:
-    (task,) = one_contest([evaluated("alibi", "mqar", (1.0, 1.0))])
+    (task,) = one_comparison([evaluated("alibi", "mqar", (1.0, 1.0))])
     found = referee.measured(task, "alibi", 64)
     assert found.value == 1.0
     assert found.interval.low == pytest.approx(1 - 3 / DOCUMENTS)
     assert found.interval.high == 1.0
     assert referee.level(found) == "solved"
-    (task,) = one_contest([evaluated("alibi", "mqar", (1.0, 1.0), trials=16)])
+    (task,) = one_comparison([evaluated("alibi", "mqar", (1.0, 1.0), trials=16)])
     assert referee.level(referee.measured(task, "alibi", 64)) == "open"  # sixteen documents leave up to 19 % open
 
 
 def test_seeds_apart_leave_a_level_open() -> None:
     far = [evaluated("alibi", "mqar", (share, share), seed=seed) for seed, share in enumerate((1.0, 0.95))]
-    (task,) = one_contest(far)
+    (task,) = one_comparison(far)
     found = referee.measured(task, "alibi", 64)
     assert found.interval.low == pytest.approx(0.975 - 12.706 * 0.025)  # Student's t with one degree of freedom
     assert referee.level(found) == "open"
     near = [evaluated("alibi", "mqar", (share, share), seed=seed) for seed, share in enumerate((1.0, 0.99))]
-    assert referee.level(referee.measured(one_contest(near)[0], "alibi", 64)) == "solved"
+    assert referee.level(referee.measured(one_comparison(near)[0], "alibi", 64)) == "solved"
 
 
 def test_levels_need_an_interval() -> None:
@@ -149,7 +149,7 @@ def test_levels_need_an_interval() -> None:
     record = evaluated("alibi", "mqar", (1.0, 1.0))
     curves = {name: record.curves[name] for name in ("mqar", "by_length")}
     bare = records.make("evaluation", record.name, config=record.config, metrics={}, curves=curves)
-    (task,) = one_contest([bare])
+    (task,) = one_comparison([bare])
     assert referee.measured(task, "alibi", 64) == Measured(1.0, None)
     assert "no interval" in referee_words.paragraph([task], "alibi")
 
@@ -161,7 +161,7 @@ def test_ranks_are_as_wide_as_the_intervals_of_differences() -> None:
         for method, share in shares.items()
         for record in paired_seeds(method, "mqar", (share, share), apart=0.001)
     ]
-    (task,) = one_contest(found)
+    (task,) = one_comparison(found)
     places = {method: referee.rank(task, method, 1024, list(shares)) for method in shares}
     assert places == {
         "alibi": (1, 2),
@@ -172,7 +172,7 @@ def test_ranks_are_as_wide_as_the_intervals_of_differences() -> None:
 
 
 def test_of_a_text_everything_is_over_the_lowest_at_the_trained_length(four) -> None:
-    text = one_contest(four)[0]
+    text = one_comparison(four)[0]
     assert referee.measured(text, "alibi", 64).value == pytest.approx(1.0)
     assert referee.measured(text, "rotary", 1024).value == pytest.approx(math.exp(3.0 - 2.0))
     change = referee.change(text, "rotary")
@@ -181,7 +181,7 @@ def test_of_a_text_everything_is_over_the_lowest_at_the_trained_length(four) -> 
 
 
 def test_a_paragraph_says_what_its_intervals_carry(four) -> None:
-    tasks = [task for task in one_contest(four) if referee.is_learned(task)]
+    tasks = [task for task in one_comparison(four) if referee.is_learned(task)]
     alibi, rotary, none = (referee_words.paragraph(tasks, method) for method in ("alibi", "rotary", "none"))
     assert "is 0.990 of that at 64 (0.990 to 0.990): it gains from length." in alibi
     assert alibi.startswith("Good at both lengths: one bit (flip-flop): 100\N{NO-BREAK SPACE}% (")
@@ -198,14 +198,14 @@ def test_a_paragraph_says_what_its_intervals_carry(four) -> None:
 def test_what_may_be_either_is_called_open() -> None:
     found = [evaluated("alibi", "mqar", (share, 0.99), seed=seed) for seed, share in enumerate((0.99, 0.87))]
     text = [evaluated("alibi", "", (2.0, share), seed=seed) for seed, share in enumerate((1.95, 2.1))]
-    said = referee_words.paragraph(one_contest([*found, *text]), "alibi")
+    said = referee_words.paragraph(one_comparison([*found, *text]), "alibi")
     assert "whether it bears length is open." in said
     assert "Open: associative recall" in said
     assert said.startswith("Nothing here shows what it is good for.")
 
 
 def test_shares_below_chance_are_said_to_be() -> None:
-    (task,) = one_contest(paired_seeds("alibi", "needles", (1.0, 0.01)))
+    (task,) = one_comparison(paired_seeds("alibi", "needles", (1.0, 0.01)))
     assert referee_words.paragraph([task], "alibi").endswith("1\N{NO-BREAK SPACE}% (0 to 3) at 1,024, below chance.")
 
 
