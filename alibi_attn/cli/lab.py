@@ -5,7 +5,7 @@ import difflib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated
 
 import typer
 from rich.markup import escape
@@ -19,7 +19,6 @@ from alibi_attn.recipes.index import ITEMS, RECIPES
 from alibi_attn.recipes.paper.cells import Item, ask
 from alibi_attn.report import tables
 from alibi_attn.report.series import studies
-from alibi_attn.units import perplexity
 
 PAPER_FOLDER = Path("runs/paper")  # items share trainings, and so a folder
 
@@ -179,8 +178,7 @@ def evaluation(
     with needs("lab"):
         from alibi_attn.lab.checkpoint import load_checkpoint, load_checkpoint_tokenizer
         from alibi_attn.lab.data import whole_text
-        from alibi_attn.lab.evaluate import evaluate
-        from alibi_attn.lab.streams import streams
+        from alibi_attn.lab.streams import all_curves, why_no_memory, why_no_sinks
     if out is not None:
         check_writable(out / "record")
     model, config = load_checkpoint(checkpoint)
@@ -190,32 +188,33 @@ def evaluation(
         "eval.lengths": lengths,
         "eval.tokens": str(tokens),
         "eval.stride": str(stride),
+        "eval.memory": "" if memory is None else str(memory),
+        "eval.sinks": "" if sinks is None else str(sinks),
     }
+    for given, why in ((memory, why_no_memory(model)), (sinks, why_no_sinks(model))):
+        if given is not None and why:
+            raise typer.BadParameter(why)
     try:
         config = override(config, asked)
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from None
     corpus = whole_text(text, load_checkpoint_tokenizer(checkpoint))
     with errors.status("testing"):
-        curves = evaluate(
+        curves = all_curves(
             model,
             corpus.valid,
             config.eval,
             encode=lambda text: corpus.tokenizer.encode(text).tolist(),
             say=errors.print,
         )
-        read_on = streams(model, corpus.valid, config.eval, memory=memory, sinks=sinks)
-    asked_too = {"streams": {"memory": memory, "sinks": sinks}} if read_on["way"] else {}
     record = records.make(
         "evaluation",
         f"eval/{config.model.method}-{config.train.length}/seed-{config.train.seed}",
-        config={**to_json(config), "corpus": corpus.facts, **asked_too},
+        config={**to_json(config), "corpus": corpus.facts},
         metrics={"parameters": model.num_parameters()},
-        curves={**curves, "streams": read_on} if asked_too else curves,
+        curves=curves,
     )
     print_perplexities([record])
-    for way, length, kept, nats in zip(*(read_on[name] for name in ("way", "length", "kept", "nats")), strict=True):
-        console.print(f"{way} at {length:,}, {kept:,} kept: perplexity {perplexity(cast('float', nats)):,.4g}")
     if out is not None:
         console.print(f"record  {escape(str(records.save(record, out)))}", soft_wrap=True)
 

@@ -207,6 +207,10 @@ class EvalConfig:
     windowed: bool = False  # also with the same weights and each token's context cut at the trained length
     tasks: tuple[Task, ...] = ()  # that need the context: see `tasks.py`
     trials: int = 16  # documents of a task, for each length, and each depth or distance where the task has them
+    memory: tuple[
+        int, ...
+    ] = ()  # also in segments of each length, with the keys of so many tokens before: see `streams.py`
+    sinks: tuple[int, ...] = ()  # also with so many first tokens beside a window, each length in all
 
     def __post_init__(self) -> None:
         if not self.lengths or min(self.lengths) < 1 or list(self.lengths) != sorted(set(self.lengths)):
@@ -218,6 +222,13 @@ class EvalConfig:
             check_choice("eval.tasks", task, typing.get_args(Task))
         if self.stride is not None:
             check_at_least("eval", self, 1, "stride")
+        for name, most, room in (("memory", self.lengths[-1], "longest"), ("sinks", self.lengths[0], "shortest")):
+            kept = getattr(self, name)
+            if not all(0 <= one < most for one in kept) or list(kept) != sorted(set(kept)):
+                raise ConfigError(
+                    f"eval.{name} is {kept}; pass numbers of tokens from 0 to {most - 1}, below the {room} of eval.lengths, in "
+                    "rising order"
+                )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

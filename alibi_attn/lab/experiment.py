@@ -29,11 +29,11 @@ from alibi_attn import records
 from alibi_attn.lab import checkpoint
 from alibi_attn.lab.config import ConfigError, DataConfig, EvalConfig, Recipe, RunConfig, Scale
 from alibi_attn.lab.data import Corpus, CorpusError, load_corpus, num_pieces
-from alibi_attn.lab.evaluate import evaluate, scored_stretches
+from alibi_attn.lab.evaluate import scored_stretches
 from alibi_attn.lab.fields import override, to_json
-from alibi_attn.lab.losses import Column
 from alibi_attn.lab.model import LanguageModel
 from alibi_attn.lab.positions import check_segments, check_stretch
+from alibi_attn.lab.streams import all_curves
 from alibi_attn.lab.train import train
 from alibi_attn.records import Json
 
@@ -284,7 +284,7 @@ def _evaluate(
 ) -> Path:
     started = datetime.datetime.now(datetime.UTC)
     with console.status(f"{escape(name)}: testing at {', '.join(map(str, config.eval.lengths))}"):
-        curves = evaluate(
+        curves = all_curves(
             model,
             _test_text(config, corpus),
             config.eval,
@@ -331,9 +331,9 @@ def _tell_nobody(progress: checkpoint.Progress) -> None:
     pass
 
 
-def _summary(by_length: Mapping[str, Column]) -> str:
+def _summary(by_length: Mapping[str, Sequence[Json]]) -> str:
     pairs = zip(by_length["length"], by_length["nonoverlapping_nats"], strict=True)
-    return "  ".join(f"{length}: " + ("–" if nats is None else f"{nats:.3f}") for length, nats in pairs)
+    return "  ".join(f"{length}: " + (f"{nats:.3f}" if isinstance(nats, float) else "–") for length, nats in pairs)
 
 
 def _one_shard_at_a_time(out: Path, shard: tuple[int, int]) -> contextlib.AbstractContextManager[object]:

@@ -13,7 +13,7 @@ from alibi_attn.records import Json
 _Config = TypeVar("_Config")
 
 # Fields that came when records had been kept already: written where they are not the default, so that those stay what they are.
-LATER = {"train": {"context_parallel", "exchange_timeout_s"}, "eval": {"trials"}}
+LATER = {"train": {"context_parallel", "exchange_timeout_s"}, "eval": {"trials", "memory", "sinks"}}
 _OF_TEXT = ("data.corpus", "data.text", "data.tokenizer")
 
 

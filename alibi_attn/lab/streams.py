@@ -13,51 +13,83 @@ that leans on its first tokens from falling apart, and do not make it remember w
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from alibi_attn.lab.attention import LayerCache
 from alibi_attn.lab.config import ConfigError, EvalConfig
-from alibi_attn.lab.evaluate import mean_nats, scored_stretches
+from alibi_attn.lab.evaluate import evaluate, mean_nats, scored_stretches
 from alibi_attn.lab.hooks import PositionMethod
-from alibi_attn.lab.losses import TokenLosses
+from alibi_attn.lab.losses import Say, TokenLosses
 from alibi_attn.lab.model import LanguageModel
+from alibi_attn.lab.tasks import Encode, encode_bytes
 from alibi_attn.nn import KVCache
 from alibi_attn.records import Json
 
+SEGMENTS, SINKS = "cached segments", "attention sinks"
 
-def streams(
-    model: LanguageModel, tokens: Tensor, config: EvalConfig, *, memory: int | None, sinks: int | None
-) -> dict[str, list[Json]]:
-    """The curve "streams" of a record: both ways at every length of the config, as far as they are asked for.
 
-    `kept` is the memory beside a segment of `length` tokens, or the sinks in a cache of `length` tokens.
-
-    Args:
-        memory, sinks: None = not this way.
+def all_curves(
+    model: LanguageModel, tokens: Tensor, config: EvalConfig, *, encode: Encode = encode_bytes, say: Say | None = None
+) -> dict[str, Mapping[str, Sequence[Json]]]:
+    """Every curve that the config asks for: those of `evaluate`, and "streams".
 
     Raises:
-        ConfigError: see below.
+        CorpusError, ConfigError, EvaluationError, TaskError: see `evaluate` and `streams`.
+    """
+    found: dict[str, Mapping[str, Sequence[Json]]] = {**evaluate(model, tokens, config, encode=encode, say=say)}
+    return found | {"streams": streams(model, tokens, config)} if config.memory or config.sinks else found
+
+
+def streams(model: LanguageModel, tokens: Tensor, config: EvalConfig) -> dict[str, list[Json]]:
+    """The curve "streams" of a record: both ways at every length of the config, as far as it asks for them.
+
+    `kept` is the memory beside a segment of `length` tokens, or the sinks in a cache of `length` tokens. A way that the model's
+    method cannot be read in is None in every column.
+
+    Raises:
+        ConfigError: there is not so much text before a stretch.
         CorpusError: the text is shorter than one evaluation window.
     """
     stretches = scored_stretches(len(tokens), config)
-    rows: list[tuple[str, int, int, TokenLosses]] = []
+    asked = [*((SEGMENTS, kept) for kept in config.memory), *((SINKS, kept) for kept in config.sinks)]
+    possible = {SEGMENTS: why_no_memory(model) is None, SINKS: why_no_sinks(model) is None}
+    rows: list[tuple[Json, ...]] = []
     for length in config.lengths:
-        if memory is not None:
-            losses = cached_segments(model, tokens, stretches, length=length, memory=memory)
-            rows.append(("cached segments", length, memory, losses))
-        if sinks is not None:
-            losses = attention_sinks(model, tokens, stretches, window=length, sinks=sinks)
-            rows.append(("attention sinks", length, sinks, losses))
-    return {
-        "way": [way for way, _, _, _ in rows],
-        "length": [length for _, length, _, _ in rows],
-        "kept": [kept for _, _, kept, _ in rows],
-        "nats": [mean_nats(losses) for _, _, _, losses in rows],
-        "tokens": [len(losses.target) for _, _, _, losses in rows],
-    }
+        for way, kept in asked:
+            found: tuple[Json, ...] = None, None
+            if possible[way]:
+                losses = (
+                    cached_segments(model, tokens, stretches, length=length, memory=kept)
+                    if way == SEGMENTS
+                    else attention_sinks(model, tokens, stretches, window=length, sinks=kept)
+                )
+                found = mean_nats(losses), len(losses.target)
+            rows.append((way, length, kept, *found))
+    return {name: [row[at] for row in rows] for at, name in enumerate(("way", "length", "kept", "nats", "tokens"))}
+
+
+def why_no_memory(model: LanguageModel) -> str | None:
+    """Why the model cannot be read in cached segments; None where it can."""
+    method = type(model.position)
+    if method.bias is not PositionMethod.bias and not method.relative:
+        return f"model.method is {model.config.method!r}, whose bias counts from the start of a row; cached segments have none"
+    if model.position.max_positions is not None:
+        return f"model.method is {model.config.method!r}, whose positions end, and in cached segments they go on"
+    return None
+
+
+def why_no_sinks(model: LanguageModel) -> str | None:
+    """Why the model cannot be read with attention sinks; None where it can."""
+    method = type(model.position)
+    if method.rotate is not PositionMethod.rotate or not method.relative or method.per_layer:
+        return (
+            f"model.method is {model.config.method!r}; attention sinks count distances anew inside of the cache, which needs a "
+            "bias of distances alone: none, alibi and its kin, t5, kerple, sandwich"
+        )
+    return None
 
 
 def cached_segments(
@@ -72,11 +104,8 @@ def cached_segments(
         raise ConfigError(
             f"length is {length} and memory {memory}; pass a length of 1 or more and a memory of 0 or more"
         )
-    method = type(model.position)
-    if method.bias is not PositionMethod.bias and not method.relative:
-        raise ConfigError(
-            f"model.method is {model.config.method!r}, whose bias counts from the start of a row, which cached segments have not"
-        )
+    if why := why_no_memory(model):
+        raise ConfigError(why)
     rows = _rows(model, tokens, stretches, memory)
     begins = range(memory % length or length, rows.shape[1] - 1, length)  # a segment begins where the stretch does
     caches = [LayerCache() for _ in model.blocks]
@@ -100,12 +129,8 @@ def attention_sinks(
     """
     if not 0 <= sinks < window:
         raise ConfigError(f"window is {window} and sinks {sinks}; pass sinks from 0 to window − 1")
-    method = type(model.position)
-    if method.rotate is not PositionMethod.rotate or not method.relative or method.per_layer:
-        raise ConfigError(
-            f"model.method is {model.config.method!r}; attention sinks count distances anew inside of the cache, which needs a "
-            "bias of distances alone: none, alibi and its kin, t5, kerple, sandwich"
-        )
+    if why := why_no_sinks(model):
+        raise ConfigError(why)
     rows = _rows(model, tokens, stretches, window - 1)
     caches = [LayerCache(KVCache(max_tokens=window, sinks=sinks)) for _ in model.blocks]
     losses = []

@@ -4,7 +4,7 @@
 """
 
 from alibi_attn.lab.config import Recipe
-from alibi_attn.recipes import curriculum, methods, quick, recall, referee
+from alibi_attn.recipes import curriculum, methods, quick, recall, referee, streams
 from alibi_attn.recipes.paper.items import ITEMS, PAPER
 
 RECIPES: dict[str, Recipe] = {
@@ -13,6 +13,7 @@ RECIPES: dict[str, Recipe] = {
     "curriculum": curriculum.RECIPE,
     "recall": recall.RECIPE,
     "referee": referee.RECIPE,
+    "streams": streams.RECIPE,
     "paper": PAPER,
     **{name: item.recipe for name, item in ITEMS.items()},
 }

@@ -9,7 +9,7 @@ from functools import partial
 from alibi_attn.position_methods import METHODS
 from alibi_attn.records import MOST, Json, Record, identity
 from alibi_attn.report import sentences
-from alibi_attn.report.series import Mode, Series, Study, flat
+from alibi_attn.report.series import Mode, Series, Study, flat, numbers
 from alibi_attn.slopes import alibi_slopes
 from alibi_attn.units import bits_per_byte, perplexity, word_perplexity
 
@@ -56,7 +56,7 @@ class Card:
 
 
 def by_length(study: Study) -> Table | None:
-    """Perplexity, and bits per byte where it is known, at every length in both modes; None if nothing was evaluated."""
+    """Perplexity, and bits per byte where it is known, at every length in every way; None if nothing was evaluated."""
     lengths = study.lengths
     modes: tuple[tuple[Mode, str], ...] = (
         ("nonoverlapping", "nonoverlapping windows"),
@@ -73,7 +73,7 @@ def by_length(study: Study) -> Table | None:
     if study.bytes_per_token is not None:
         bits = partial(bits_per_byte, bytes_per_token=study.bytes_per_token)
         blocks += [_block(study, f"Bits per byte, {words}", f"{mode}_nats", bits) for mode, words in modes]
-    found = tuple(block for block in blocks if block is not None)
+    found = tuple(block for block in [*blocks, *_streams(study)] if block is not None)
     columns = tuple(f"{length:,}" for length in lengths)
     return Table(columns, found) if found else None
 
@@ -229,13 +229,53 @@ def _block(
         values = dict(zip(x.tolist(), y.T.tolist(), strict=True))
         seeds = [[convert(v) for v in values.get(length, []) if math.isfinite(v)] for length in study.lengths]
         cells.append([_cell(some, show or number) for some in seeds])
+    if show is None:
+        return _marked(study, title, cells)
     if all(cell.value is None for row in cells for cell in row):
         return None
-    if show is None and len(cells) > 1:
-        for place in range(len(study.lengths)):
-            lowest = min((value for row in cells if (value := row[place].value) is not None), default=math.nan)
-            for row in cells:
-                row[place] = replace(row[place], best=row[place].value == lowest)
+    return Block(title, tuple((s.label, _variable(s), tuple(row)) for s, row in zip(study.series, cells, strict=True)))
+
+
+def _streams(study: Study) -> list[Block | None]:
+    """Perplexities of what was read on and on: a block for every way, and for every number of tokens that it keeps."""
+    words = {"cached segments": "tokens of memory", "attention sinks": "first tokens"}
+    asked = dict.fromkeys((way, kept) for record in study.records for way, _, kept, _ in _read_on(record))
+    found = []
+    for way, kept in sorted(asked):
+        rows = []
+        for series in study.series:
+            by_length = _streamed(series, way, kept)
+            rows.append([_cell(by_length.get(length, []), number) for length in study.lengths])
+        title = f"Perplexity per {study.unit}, {way}, {kept:,.0f} {words.get(way, 'kept')}"
+        found.append(_marked(study, title, rows))
+    return found
+
+
+def _streamed(series: Series, way: str, kept: float) -> dict[float, list[float]]:
+    """The perplexities of every seed by length, read in one way."""
+    found: dict[float, list[float]] = {}
+    for record in series.evaluations:
+        for own_way, length, own_kept, nats in _read_on(record):
+            if (own_way, own_kept) == (way, kept) and math.isfinite(nats):
+                found.setdefault(length, []).append(perplexity(nats))
+    return found
+
+
+def _read_on(record: Record) -> list[tuple[str, float, float, float]]:
+    """Way, length, kept and nats of every row of the curve "streams"."""
+    columns = [numbers(record, "streams", name) for name in ("length", "kept", "nats")]
+    ways = record.curves.get("streams", {}).get("way") or [None] * len(columns[0])
+    return [(str(way), *row) for way, *row in zip(ways, *columns, strict=True) if math.isfinite(row[0] + row[1])]
+
+
+def _marked(study: Study, title: str, cells: list[list[Cell]]) -> Block | None:
+    """A block of losses, the lowest of each column marked; None where all are empty."""
+    if all(cell.value is None for row in cells for cell in row):
+        return None
+    for place in range(len(study.lengths) if len(cells) > 1 else 0):
+        lowest = min((value for row in cells if (value := row[place].value) is not None), default=math.nan)
+        for row in cells:
+            row[place] = replace(row[place], best=row[place].value == lowest)
     return Block(title, tuple((s.label, _variable(s), tuple(row)) for s, row in zip(study.series, cells, strict=True)))
 
 

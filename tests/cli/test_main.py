@@ -132,8 +132,9 @@ def test_eval_reads_in_segments_with_a_memory(checkpoint: Path, tmp_path: Path) 
     (record,) = records.find(tmp_path / "records")
     curve = record.curves["streams"]
     assert (curve["way"], curve["length"], curve["kept"]) == (["cached segments"] * 2, [16, 64], [16, 16])
-    assert f"cached segments at 16, 16 kept: perplexity {2.718281828459045 ** curve['nats'][0]:,.4g}" in result.output
-    assert record.config["streams"] == {"memory": 16, "sinks": None}
+    assert "Perplexity per byte, cached segments, 16 tokens of memory" in result.output
+    assert f"{2.718281828459045 ** curve['nats'][0]:.1f}" in result.output
+    assert (record.config["eval"]["memory"], "sinks" in record.config["eval"]) == ([16], False)
 
 
 def test_a_text_takes_the_place_of_any_corpus(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import torch
 from alibi_attn.lab.config import ConfigError, EvalConfig, ModelConfig
 from alibi_attn.lab.evaluate import nonoverlapping
 from alibi_attn.lab.model import LanguageModel
-from alibi_attn.lab.streams import attention_sinks, cached_segments, streams
+from alibi_attn.lab.streams import all_curves, attention_sinks, cached_segments, streams
 
 TEXT = torch.randint(64, (150,), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
 STRETCHES = [range(40, 60), range(120, 140)]
@@ -123,10 +123,25 @@ def test_what_cannot_be_read_is_said() -> None:
 
 @pytest.mark.parametrize("method", ["alibi", "t5"])
 def test_both_ways_are_read_at_every_length_on_the_tokens_that_the_others_score(method: str) -> None:
-    config = EvalConfig(lengths=(8, 32), tokens=64)
-    curve = streams(made(method), TEXT, config, memory=31, sinks=4)
+    config = EvalConfig(lengths=(8, 32), tokens=64, memory=(31,), sinks=(4,))
+    curve = streams(made(method), TEXT, config)
     assert curve["way"] == ["cached segments", "attention sinks"] * 2
     assert (curve["length"], curve["kept"]) == ([8, 8, 32, 32], [31, 4] * 2)
     assert curve["tokens"] == [64] * 4
     assert all(nats > 0 for nats in curve["nats"])
-    assert streams(made(method), TEXT, config, memory=None, sinks=None)["way"] == []
+    assert all_curves(made(method), TEXT, config)["streams"] == curve
+    assert "streams" not in all_curves(made(method), TEXT, EvalConfig(lengths=(8,), tokens=16))
+
+
+def test_a_way_that_a_method_cannot_be_read_in_is_empty() -> None:
+    config = EvalConfig(lengths=(8,), tokens=16, memory=(7,), sinks=(0, 4))
+    curve = streams(made("rotary"), TEXT, config)
+    assert curve["way"] == ["cached segments", "attention sinks", "attention sinks"]
+    assert [nats is None for nats in curve["nats"]] == [False, True, True]
+    assert [nats is None for nats in streams(made("fire"), TEXT, config)["nats"]] == [True] * 3
+    assert [nats is None for nats in streams(made("learned"), TEXT, config)["nats"]] == [True] * 3
+
+
+def test_positions_that_end_are_refused_in_segments() -> None:
+    with pytest.raises(ConfigError, match="whose positions end"):
+        cached_segments(made("learned"), TEXT, STRETCHES, length=10, memory=10)
