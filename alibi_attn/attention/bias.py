@@ -85,16 +85,7 @@ def score_bias(spec: AttentionSpec[Tensor], distance: Tensor, seen: Tensor) -> T
     With a table its numbers instead, differentiable in them. With a key bias also b_j − r_i, differentiable in b; `unshifted_lse`
     puts back what the lse of such scores lacks.
     """
-    left = spec.slopes.reshape(-1, spec.num_heads, 1, 1)
-    away = distance.abs().to(left.dtype)[:, None]
-    bias = -left * away
-    if spec.table is not None:
-        bias = _of_distances(spec, spec.table)
-    if spec.right_slopes is not None:
-        right = spec.right_slopes.reshape(-1, spec.num_heads, 1, 1)
-        # An infinite slope forbids (see `visible`); as a factor it would make 0·inf, and a NaN gradient.
-        right = right.masked_fill(right.isinf(), 0.0)
-        bias = torch.where((distance < 0)[:, None], -right * away, bias)
+    bias = _of_slopes(spec, distance) if spec.table is None else _of_distances(spec, spec.table)
     if spec.key_bias is not None:
         bias = bias + _relative_key_bias(spec, spec.key_bias).to(bias.dtype)
     # In place where it fits: the bias is the largest tensor of a short call, and every copy of it is felt. Shapes do not show an
@@ -150,6 +141,19 @@ def bias_that_matters(spec: AttentionSpec[Tensor], key_bias: Tensor) -> Tensor:
             found = torch.where(counts > enough, b.gather(-1, where.gather(-1, key)), found)
             enough = torch.maximum(enough, counts)
     return found.masked_fill(found == -math.inf, 0.0)
+
+
+def _of_slopes(spec: AttentionSpec[Tensor], distance: Tensor) -> Tensor:
+    """[B|1, H, T, S], a tensor of its own: −m·|i − j|."""
+    left = spec.slopes.reshape(-1, spec.num_heads, 1, 1)
+    away = distance.abs().to(left.dtype)[:, None]
+    bias = -left * away
+    if spec.right_slopes is None:
+        return bias
+    right = spec.right_slopes.reshape(-1, spec.num_heads, 1, 1)
+    # An infinite slope forbids (see `visible`); as a factor it would make 0·inf, and a NaN gradient.
+    right = right.masked_fill(right.isinf(), 0.0)
+    return torch.where((distance < 0)[:, None], -right * away, bias)
 
 
 def columns_of(spec: AttentionSpec[Tensor], table: Tensor, first: int, count: int) -> Tensor:
