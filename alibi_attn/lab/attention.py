@@ -1,6 +1,7 @@
 """How the lab's models attend: one function for every position method, whatever its bias looks like.
 
-Where the bias is linear in the distance, or only a window or documents limit what is seen, `alibi_attention` does it.
+Where the bias is linear in the distance, or only a window or documents limit what is seen, `alibi_attention` does it; where it is
+any other function of the distance, `toeplitz_attention`.
 Shapes as in `attention/spec.py`. Read next: `model.py`.
 """
 
@@ -15,9 +16,10 @@ from torch import distributed as dist
 
 from alibi_attn.attention.api import alibi_attention
 from alibi_attn.attention.forgetting import forgetting_attention
+from alibi_attn.attention.toeplitz import toeplitz_attention
 from alibi_attn.distributed import context_parallel_attention, context_parallel_forgetting_attention
 from alibi_attn.lab.config import ConfigError
-from alibi_attn.lab.hooks import Bias, ContentBias, ForgetGates, Windowed
+from alibi_attn.lab.hooks import Bias, ByDistance, ContentBias, ForgetGates, Windowed
 from alibi_attn.nn import KVCache
 
 
@@ -102,6 +104,10 @@ def attend(
     if window is not None and window >= key_len:
         window = None
     masked = window is not None or segment_ids is not None
+    if isinstance(bias, ByDistance):
+        if query_len > 1 or masked:
+            return toeplitz_attention(q, k, v, bias.table, window=window, segment_ids=segment_ids, dropout_p=dropout_p)
+        bias = bias.table.flip(1)[:, None]  # of one new token, which sees all keys
     if isinstance(bias, ContentBias | ForgetGates):
         slopes = [0.0] * q.shape[1] if bias.slopes is None else bias.slopes
         given: Any = {"window": window, "segment_ids": segment_ids, "dropout_p": dropout_p}
@@ -128,7 +134,7 @@ def _attend_over_processes(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    bias: Tensor | ContentBias | ForgetGates | None,
+    bias: Tensor | ByDistance | ContentBias | ForgetGates | None,
     context: Context,
     *,
     window: int | None,
@@ -136,7 +142,7 @@ def _attend_over_processes(
 ) -> Tensor:
     given: Any = {"group": context.group, "timeout": context.timeout, "window": window, "segment_ids": segment_ids}
     slopes = bias.slopes if isinstance(bias, ContentBias | ForgetGates) else bias
-    if slopes is not None and slopes.ndim != 1:
+    if isinstance(slopes, ByDistance) or (slopes is not None and slopes.ndim != 1):
         raise ConfigError(
             "the model's position method has a bias for every pair of tokens, which train.context_parallel cannot share: pass a "
             "method whose bias is linear in the distance, or train.context_parallel=1"

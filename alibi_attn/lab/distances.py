@@ -1,7 +1,7 @@
 """Positions as a number for every distance, added to the scores: the same for every text, nothing else is told.
 
-d = i − j ≥ 0 is the distance of a key from its query, L the trained length, H the number of heads. All of them answer the hook
-`bias` with [H, T, S]. Read next: `rotary.py`.
+d = i − j ≥ 0 is the distance of a key from its query, L the trained length, H the number of heads. They answer the hook `bias`
+with a table [H, S] by distance, but for FIRE, which looks at i too, with [H, T, S]. Read next: `rotary.py`.
 """
 
 import math
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from alibi_attn.lab.config import ModelConfig
-from alibi_attn.lab.hooks import Pass, PositionMethod, published_slopes
+from alibi_attn.lab.hooks import ByDistance, Pass, PositionMethod, published_slopes
 
 T5_BUCKETS = 32
 T5_MAX_DISTANCE = 128  # both numbers: Raffel et al. 2020, sec. 2.1
@@ -32,8 +32,8 @@ class T5Bias(PositionMethod):
         super().__init__(config, trained_length)
         self.weight = nn.Parameter(torch.empty(config.num_heads, T5_BUCKETS))
 
-    def bias(self, at: Pass) -> Tensor | None:
-        return _toeplitz(self.weight[:, t5_bucket(torch.arange(at.key_len, device=self.weight.device))], at)
+    def bias(self, at: Pass) -> ByDistance:
+        return ByDistance(self.weight[:, t5_bucket(torch.arange(at.key_len, device=self.weight.device))])
 
 
 class Kerple(PositionMethod):
@@ -52,9 +52,9 @@ class Kerple(PositionMethod):
             (middle * GOLDEN_RATIO % 1).log()
         )  # in another order, so that the pairs are spread too
 
-    def bias(self, at: Pass) -> Tensor | None:
+    def bias(self, at: Pass) -> ByDistance:
         r1, r2 = self.log_r1.exp()[:, None], self.log_r2.exp()[:, None]
-        return _toeplitz(-r1 * torch.log1p(r2 * _distances(at, r1)), at)
+        return ByDistance(-r1 * torch.log1p(r2 * _distances(at, r1)))
 
 
 class ALiBiLog(PositionMethod):
@@ -65,8 +65,8 @@ class ALiBiLog(PositionMethod):
         super().__init__(config, trained_length)
         self.slopes = published_slopes(config)
 
-    def bias(self, at: Pass) -> Tensor | None:
-        return _toeplitz(-self.slopes[:, None] * torch.log1p(_distances(at, self.slopes)), at)
+    def bias(self, at: Pass) -> ByDistance:
+        return ByDistance(-self.slopes[:, None] * torch.log1p(_distances(at, self.slopes)))
 
 
 class ALiBiClamp(PositionMethod):
@@ -76,9 +76,9 @@ class ALiBiClamp(PositionMethod):
         super().__init__(config, trained_length)
         self.slopes = published_slopes(config)
 
-    def bias(self, at: Pass) -> Tensor | None:
+    def bias(self, at: Pass) -> ByDistance:
         linear = -self.slopes[:, None] * _distances(at, self.slopes)
-        return _toeplitz(linear.clamp(min=-BF16_BLIND), at)
+        return ByDistance(linear.clamp(min=-BF16_BLIND))
 
 
 class Sandwich(PositionMethod):
@@ -91,11 +91,11 @@ class Sandwich(PositionMethod):
         compression = 8 * torch.arange(1, config.num_heads + 1, dtype=torch.float32) / config.num_heads
         self.register_buffer("compression", compression, persistent=False)
 
-    def bias(self, at: Pass) -> Tensor | None:
+    def bias(self, at: Pass) -> ByDistance:
         distance = _distances(at, self.compression)
         channel = torch.arange(1, SANDWICH_CHANNELS // 2 + 1, device=distance.device, dtype=torch.float32)
         waves = (distance[:, None] / 10_000 ** (2 * channel / SANDWICH_CHANNELS)).cos() - 1
-        return _toeplitz(waves.sum(-1) / self.compression[:, None], at)
+        return ByDistance(waves.sum(-1) / self.compression[:, None])
 
 
 class Tisa(PositionMethod):
@@ -115,10 +115,10 @@ class Tisa(PositionMethod):
         self.sharpness = nn.Parameter(1 / (2 * centers.clamp(min=1.0) ** 2))
         self.center = nn.Parameter(centers.clone())
 
-    def bias(self, at: Pass) -> Tensor | None:
+    def bias(self, at: Pass) -> ByDistance:
         parts = (self.amplitude, self.sharpness, self.center)
         a, b, c = (part.view(self.shape)[at.layer.index][..., None] for part in parts)
-        return _toeplitz((a * torch.exp(-b.abs() * (_distances(at, a) - c) ** 2)).sum(1), at)
+        return ByDistance((a * torch.exp(-b.abs() * (_distances(at, a) - c) ** 2)).sum(1))
 
 
 class Fire(PositionMethod):
@@ -169,10 +169,3 @@ def t5_bucket(distance: Tensor) -> Tensor:
 def _distances(at: Pass, like: Tensor) -> Tensor:
     """0 … S − 1 in fp32, where `like` is."""
     return torch.arange(at.key_len, dtype=torch.float32, device=like.device)
-
-
-def _toeplitz(by_distance: Tensor, at: Pass) -> Tensor:
-    """A bias per distance [H, S] as a causal bias [H, T, S]: row i holds by_distance[i − j], and −inf to the right of i."""
-    future = by_distance.new_full((len(by_distance), at.query_len - 1), -math.inf)
-    last_row_first = torch.cat([by_distance.flip(1), future], dim=1).unfold(1, by_distance.shape[1], 1)
-    return last_row_first.flip(1)

@@ -3,9 +3,9 @@
     add(x, positions)             x [B, T, E] gets the embedding of its positions, once, before the first layer
     rotate(q, k, positions, at)   q, k [B, H, T, D] are turned, in every layer, before the keys are cached
     bias(at)                      what is added to the scaled scores: a full bias [H, T, S], −inf where the query may not look;
-                                  where it is linear in the distance, only its slopes [H]; where every key has a number of its
-                                  own, computed from the text, a `ContentBias`; forget gates, `ForgetGates`; a layer that sees
-                                  only the last tokens, `Windowed`; or None
+                                  where only the distance counts, a `ByDistance`; where it is linear in that, only its slopes
+                                  [H]; where every key has a number of its own, computed from the text, a `ContentBias`; forget
+                                  gates, `ForgetGates`; a layer that sees only the last tokens, `Windowed`; or None
     stretched(stretch, length)    the method for texts of `length` tokens, more than it was trained at, without training
 
 `positions` [T] are absolute and start at 0; the queries are the last T of the S keys. Shapes as in `attention/spec.py`; E is
@@ -56,13 +56,24 @@ class ForgetGates:
 
 
 @dataclasses.dataclass(frozen=True)
+class ByDistance:
+    """A number for every head and distance, added to the scores: the same for every text (`toeplitz_attention`).
+
+    Args:
+        table: [H, S], floating: those of the distances 0 … S − 1.
+    """
+
+    table: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
 class Windowed:
     """A layer in which every token sees the last `window` tokens, itself included, and nothing is added to the scores."""
 
     window: int
 
 
-Bias: TypeAlias = Tensor | ContentBias | ForgetGates | Windowed | None
+Bias: TypeAlias = Tensor | ByDistance | ContentBias | ForgetGates | Windowed | None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,6 +14,7 @@ from alibi_attn.lab.attention import Context, attend
 from alibi_attn.lab.config import ConfigError, ModelConfig, RunConfig
 from alibi_attn.lab.data import load_corpus
 from alibi_attn.lab.fields import from_json, override, to_json
+from alibi_attn.lab.hooks import ByDistance
 from alibi_attn.lab.train import train
 
 SUPPORT = Path(__file__).parent.parent / "support"
@@ -73,10 +74,11 @@ def test_processes_that_cannot_share_a_sequence_are_told_so(text_file, run_on, t
         override(config, {"train.exchange_timeout_s": "0"})
 
 
-def test_a_bias_for_every_pair_of_tokens_is_refused():
+@pytest.mark.parametrize("bias", [torch.zeros(2, 5, 5), ByDistance(torch.zeros(2, 5))])
+def test_a_bias_for_every_pair_of_tokens_is_refused(bias):
     q = torch.zeros(1, 2, 5, 8)
     with pytest.raises(ConfigError, match="a bias for every pair"):
-        attend(q, q, q, torch.zeros(2, 5, 5), context=Context(None, 0, 1.0))
+        attend(q, q, q, bias, context=Context(None, 0, 1.0))
 
 
 def test_records_from_before_there_was_context_stay_what_they_are():

@@ -10,7 +10,7 @@ from alibi_attn.attention.bias import alibi_bias
 from alibi_attn.lab.attention import attend
 from alibi_attn.lab.config import ConfigError, ModelConfig
 from alibi_attn.lab.distances import t5_bucket
-from alibi_attn.lab.hooks import LayerInput, Pass, PositionError
+from alibi_attn.lab.hooks import ByDistance, LayerInput, Pass, PositionError
 from alibi_attn.lab.positions import (
     METHODS,
     ALiBi,
@@ -167,10 +167,10 @@ def test_windows_and_documents_hide_what_they_say(qkv, method, query_len, key_le
     bias = made.bias(Pass(query_len, key_len))
     if bias is None:
         bias_at = lambda head, d: 0.0  # noqa: E731
-    elif bias.ndim == 1:
-        bias_at = lambda head, d: -bias[head] * d  # noqa: E731
+    elif isinstance(bias, ByDistance):
+        bias_at = lambda head, d: bias.table[head, d]  # noqa: E731
     else:
-        bias_at = lambda head, d: bias[head, -1, key_len - 1 - d]  # noqa: E731
+        bias_at = lambda head, d: -bias[head] * d  # noqa: E731
     documents = [(j * 3) // key_len for j in range(key_len)]
     with torch.no_grad():
         out = attend(q, k, v, bias, window=4)
