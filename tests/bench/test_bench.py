@@ -1,6 +1,7 @@
 """Benchmarks check their peers, keep records, and are drawn; nothing is timed for its speed here."""
 
 import dataclasses
+import functools
 import math
 from pathlib import Path
 
@@ -148,11 +149,19 @@ def test_a_peer_without_a_backward_is_compared_forward() -> None:
     assert not math.isnan(benchmarks.peer_times(made)[1].times[8])
 
 
-def test_medians_take_turns() -> None:
-    order: list[str] = []
-    medians = medians_ms({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, repeats=3, budget_s=10)
-    assert order == ["a", "b"] * 4
-    assert medians.keys() == {"a", "b"}
+def test_medians_take_turns_in_an_order_that_changes_and_is_always_the_same() -> None:
+    def order() -> list[str]:
+        taken: list[str] = []
+        medians = medians_ms({x: functools.partial(taken.append, x) for x in "abc"}, repeats=9, budget_s=10)
+        assert medians.keys() == {"a", "b", "c"}
+        return taken
+
+    calls = order()
+    turns = [tuple(calls[at : at + 3]) for at in range(0, len(calls), 3)]
+    assert all(sorted(turn) == ["a", "b", "c"] for turn in turns)
+    assert len(turns) == 1 + 9
+    assert len(set(turns)) > 2
+    assert order() == order()
 
 
 def _fill(mebibytes: int) -> None:
