@@ -5,6 +5,7 @@ made-up tree and expects to be caught.
 """
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -55,19 +56,24 @@ PLAIN_MODULES = (
 )  # fmt: skip
 
 
-def modules(root: Path) -> Iterator[tuple[str, ast.Module]]:
-    """(dotted name, syntax tree) of every module of the package; a folder goes by the name of its __init__."""
+def modules(root: Path) -> Iterator[tuple[str, str]]:
+    """(dotted name, source) of every module of the package; a folder goes by the name of its __init__."""
     for path in sorted((root / "alibi_attn").rglob("*.py")):
-        dotted = ".".join(path.relative_to(root).with_suffix("").parts)
-        yield dotted, ast.parse(path.read_text(encoding="utf-8"))
+        yield ".".join(path.relative_to(root).with_suffix("").parts), path.read_text(encoding="utf-8")
 
 
-def imports(root: Path, tree: ast.Module) -> Iterator[str]:
-    """What a module imports, anywhere in it, as dotted names; `from a import b` is a.b where that is a module."""
-    for node in ast.walk(tree):
+@functools.cache
+def import_statements(source: str) -> list[ast.Import | ast.ImportFrom]:
+    """All of them, anywhere in it; found once for all rules, since parsing is most of their time."""
+    return [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
+def imports(root: Path, source: str) -> Iterator[str]:
+    """What a module imports, as dotted names; `from a import b` is a.b where that is a module."""
+    for node in import_statements(source):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
+        else:
             assert node.level == 0, f"line {node.lineno}: a relative import; write the whole name"
             for alias in node.names:
                 inner = root.joinpath(*node.module.split("."), alias.name)
@@ -82,9 +88,9 @@ def parts(dotted: str) -> list[str]:
 
 def edges(root: Path) -> Iterator[tuple[str, str]]:
     """Every import of the package: (the module, what it imports). The root only names what it loads lazily."""
-    for module, tree in modules(root):
+    for module, source in modules(root):
         if module != "alibi_attn.__init__":
-            yield from ((module, imported) for imported in imports(root, tree))
+            yield from ((module, imported) for imported in imports(root, source))
 
 
 def assert_layers(root: Path) -> None:
@@ -180,11 +186,11 @@ def assert_no_drawers(root: Path) -> None:
 
 def assert_no_module_hides_a_name(root: Path) -> None:
     """Importing a.b sets the attribute b of a, over any function b that a's __init__ offers."""
-    for module, tree in modules(root):
+    for module, source in modules(root):
         if module.endswith(".__init__"):
             folder = root.joinpath(*module.split(".")[:-1])
             beside = {p.stem for p in folder.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()}
-            hidden = beside & set(_offered(tree))
+            hidden = beside & set(_offered(ast.parse(source)))
             assert not hidden, f"{module} offers {sorted(hidden)}, and modules of that name stand beside it"
 
 
