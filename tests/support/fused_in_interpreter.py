@@ -4,18 +4,20 @@ Triton decides when it is imported, and a process that interprets can no longer 
 own. Uninitialised memory is NaN there: whatever a kernel leaves out is seen.
 """
 
+import atexit
 import contextlib
 import dataclasses
 import functools
+import gc
 import os
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+import quick_interpreter
 import torch
 from attention_calls import assert_close, draw, loss
 from attention_cases import Case
@@ -52,9 +54,9 @@ def case_answer(case: Case, dtype: str) -> dict[str, np.ndarray]:
     """Output, lse and gradients of one case, by name."""
     from attention_checks import answer
 
-    _check_overflow(on=dtype == "float32")
+    quick_interpreter.check_overflow(on=dtype == "float32")
     got = answer(case, getattr(torch, dtype), backend="fused")
-    _check_overflow(on=False)
+    quick_interpreter.check_overflow(on=False)
     return {name: x.numpy() for name, x in ({"output": got.output, "lse": got.lse} | got.gradients).items()}
 
 
@@ -278,30 +280,21 @@ def refusal(dtype: str, head_dim: int) -> str | None:
     return fused.why_not(spec, x, x, x)
 
 
+def product(a: int, b: int) -> int:
+    """a·b, both in 32 bits, as a kernel computes it."""
+    from overflowing_kernel import product
+
+    return product(a, b)
+
+
 def _prepare() -> None:
-    from triton.runtime import interpreter as its
-
-    # A function that a kernel calls prepares triton.language once more, each time: a third of the time of a test.
-    prepared = functools.cache(its._patch_lang)
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        prepared(self.fn)
-        return self.rewrite()(*args, **kwargs)
-
-    its.InterpretedFunction.__call__ = call
-    _check_overflow(on=False)
+    quick_interpreter.prepare()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     torch.use_deterministic_algorithms(True)  # fills torch.empty with NaN, and with the largest integer
     assert bool(torch.empty(3).isnan().all())
-
-
-def _check_overflow(*, on: bool) -> None:
-    """Whether every operation on 32-bit integers is checked, which takes a third of the time: one list of cases does."""
-    from triton.runtime import interpreter as its
-
-    builder = its.interpreter_builder
-    builder.options = dataclasses.replace(builder.options, sanitize_overflow=on)
+    gc.freeze()  # the frameworks stay
+    atexit.register(gc.unfreeze)
 
 
 def _call(case: Case, *, tolerance: float) -> tuple[AttentionSpec[Tensor], Tensor, Tensor, Tensor]:

@@ -52,6 +52,13 @@ def test_fp32_equals_the_definition(interpreter: ProcessPoolExecutor, case: Case
     assert_exact(case, torch.float32, _answer(interpreter, case, "float32"), tolerance=2.0**-28)
 
 
+def test_an_integer_that_overflows_is_found_out(interpreter: ProcessPoolExecutor) -> None:
+    """Wherever kernels are held against the definition in fp32."""
+    assert interpreter.submit(inside.product, 2**15, -(2**16)).result() == -(2**31)
+    with pytest.raises(Exception, match="mul of int32 gives 2147483648 to 2147483648"):
+        interpreter.submit(inside.product, 2**15, 2**16).result()
+
+
 FP16 = [
     pytest.param(case, id=str(case), marks=() if case in (*SOME, *INSIDE) else pytest.mark.long)
     for case in (*CASES, *INSIDE)

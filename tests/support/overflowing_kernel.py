@@ -1,0 +1,24 @@
+"""A kernel whose 32-bit integers may overflow; imported where Triton interprets."""
+
+# mypy: ignore-errors
+
+import quick_interpreter
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _kernel(OUT, A, B):
+    tl.store(OUT, A * B)
+
+
+def product(a: int, b: int) -> int:
+    """a·b in 32 bits, with the check of overflows on."""
+    out = torch.zeros(1, dtype=torch.int32)
+    quick_interpreter.check_overflow(on=True)
+    try:
+        _kernel[(1,)](out, a, b)
+    finally:
+        quick_interpreter.check_overflow(on=False)
+    return int(out)
