@@ -86,6 +86,17 @@ def kept(folder: Path) -> list[Path]:
     return sorted((folder / "cache" / "alibi-attn").iterdir())
 
 
+def test_what_was_compiled_is_found_again(compiler: Compiler, tmp_path: Path) -> None:
+    assert asked_anew() is None
+    (path,) = kept(tmp_path)
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    before = path.stat().st_mtime_ns
+    assert asked_anew() is None
+    assert path.stat().st_mtime_ns == before
+    assert kept(tmp_path) == [path]
+    assert len(compiler.calls) == 1
+
+
 @pytest.mark.parametrize("length", [0, 1, 100, 5000, -1])
 def test_a_library_that_was_cut_short_is_made_anew_once(length: int, compiler: Compiler, tmp_path: Path) -> None:
     assert asked_anew() is None
@@ -138,13 +149,27 @@ def test_a_compiler_that_makes_something_else_is_told(
 CODE = "from alibi_attn.attention.backends.native import build; print(build.why_not(), build.library()._name)"
 
 
+def found_by_processes(count: int) -> set[str]:
+    """What as many processes say that ask for the library at once."""
+    running = [subprocess.Popen([sys.executable, "-c", CODE], stdout=subprocess.PIPE, text=True) for _ in range(count)]
+    return {process.communicate()[0].strip() for process in running}
+
+
+def test_processes_that_compile_at_once_do_not_disturb_one_another(compiler: Compiler, tmp_path: Path) -> None:
+    begun = f'[ "$(wc -l < {shlex.quote(str(compiler.path.parent / "log"))})" -ge 3 ]'
+    each = compiler.path.read_text().replace("cp ", f"until {begun}; do sleep 0.05; done; cp ")
+    compiler.path.write_text(each)  # so that none finds what another has made
+    (found,) = found_by_processes(3)
+    assert len(compiler.calls) == 3
+    assert [f"None {path}" for path in kept(tmp_path)] == [found]
+
+
 def test_processes_that_meet_a_damaged_library_do_not_disturb_one_another(compiler: Compiler, tmp_path: Path) -> None:
     assert asked_anew() is None
     (path,) = kept(tmp_path)
     whole = path.read_bytes()
     replace(path, whole[:3000])
-    running = [subprocess.Popen([sys.executable, "-c", CODE], stdout=subprocess.PIPE, text=True) for _ in range(4)]
-    assert {process.communicate()[0].strip() for process in running} == {f"None {path}"}
+    assert found_by_processes(4) == {f"None {path}"}
     assert path.read_bytes() == whole
     assert kept(tmp_path) == [path]
 
