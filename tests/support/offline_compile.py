@@ -63,7 +63,6 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-HEAD_DIMS = {"sm_90": (64, 128)}
 # What the arguments of a plain causal call are, in Triton's words; None is what such a call has not.
 ROWS, LABELS = Rows("*bf16", "i32", "i32", "i32"), Labels("*i64", "*i64", "*i32", "*i32")
 TYPES = dict.fromkeys(("Q", "K", "V", "OUT", "DOUT", "DQ", "DK", "DV"), ROWS)
@@ -130,20 +129,23 @@ def figures(kernel: str, target: str, head_dim: int, *, biased: bool = False) ->
 
 
 def every_figure(targets: list[str]) -> dict[str, dict[str, int]]:
-    """By name, "sm_90/forward/D=64"; with the target "sm_90-biased" those of attention, with a key bias."""
-    if targets == ["sm_90-biased"]:
-        kernels = (*KERNELS, "reach", "tile_sums")
-        return {f"sm_90/{kernel}, biased/D=64": figures(kernel, "sm_90", 64, biased=True) for kernel in kernels}
-    return {
-        f"{target}/{kernel}/D={head_dim}": figures(kernel, target, head_dim)
-        for target in targets
-        for kernel in [*KERNELS, *(BEFORE if target == "sm_90" else WITH_TILES)]
-        for head_dim in (HEAD_DIMS.get(target, (64,)) if kernel in (*KERNELS, "reach") else (64,))
-    }
+    """By name, "sm_90/forward/D=64"; "sm_90-wide" and "sm_90-biased" are its attention with D = 128, and with a key bias."""
+    found = {}
+    for target in targets:
+        if target == "sm_90-biased":
+            for kernel in (*KERNELS, "reach", "tile_sums"):
+                found[f"sm_90/{kernel}, biased/D=64"] = figures(kernel, "sm_90", 64, biased=True)
+        elif target == "sm_90-wide":
+            for kernel in (*KERNELS, "reach"):
+                found[f"sm_90/{kernel}/D=128"] = figures(kernel, "sm_90", 128)
+        else:
+            for kernel in (*KERNELS, *(BEFORE if target == "sm_90" else WITH_TILES)):
+                found[f"{target}/{kernel}/D=64"] = figures(kernel, target, 64)
+    return found
 
 
 def record(folder: Path) -> Path:
-    found = every_figure(list(TARGETS))
+    found = every_figure([*TARGETS, "sm_90-wide"])
     columns = sorted({name for row in found.values() for name in row})
     curve = {"kernel": list(found)} | {name: [row.get(name) for row in found.values()] for name in columns}
     made = records.make(

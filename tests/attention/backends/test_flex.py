@@ -28,9 +28,17 @@ def described(
 
 
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning", "error:.*without torch.compile.*")
-def test_compiled_it_equals_the_definition() -> None:
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("everything", "key bias, hidden keys"),
+        pytest.param(("steep, long", "everything", "key bias, long, gates and slopes"), marks=pytest.mark.long),
+    ],
+    ids=len,
+)
+def test_compiled_it_equals_the_definition(names: tuple[str, ...]) -> None:
     """Also beyond torch's own limit of compiled shapes, past which FlexAttention would write out all T·S scores."""
-    for name in ("everything", "steep, long", "key bias, hidden keys"):
+    for name in names:
         case = next(case for case in (*CASES, *KEY_BIASES) if case.name == name)
         args, kwargs = arguments(case, torch.float32)
         spec, tensors = described(case)
