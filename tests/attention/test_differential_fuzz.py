@@ -294,8 +294,9 @@ def test_a_call_is_reproduced_from_its_seed_and_from_its_words() -> None:
         call = draw(seed)
         assert call == draw(seed)
         assert eval(repr(call), {"Call": Call}) == call
+        first, second = arrays(call), arrays(draw(seed))
         for field in dataclasses.fields(Arrays):
-            np.testing.assert_array_equal(getattr(arrays(call), field.name), getattr(arrays(draw(seed)), field.name))
+            np.testing.assert_array_equal(getattr(first, field.name), getattr(second, field.name))
 
 
 def test_every_feature_is_drawn() -> None:

@@ -19,10 +19,15 @@ def layer(gate_bias: float = 3.0, **options: object) -> ALiBiAttention:
     return made
 
 
-@pytest.mark.parametrize("options", [{}, {"num_kv_heads": 2}, {"slopes": None}, {"gate_bias": 0.0}])
-@pytest.mark.parametrize("chunk", [1, 7, 100])
+@pytest.mark.parametrize(
+    ("chunk", "options"),
+    [
+        (1, {"num_kv_heads": 2}),
+        *((chunk, x) for chunk in (7, 100) for x in ({}, {"num_kv_heads": 2}, {"slopes": None}, {"gate_bias": 0.0})),
+    ],
+)
 @torch.no_grad()
-def test_it_streams_as_one_pass(options: dict, chunk: int) -> None:
+def test_it_streams_as_one_pass(chunk: int, options: dict) -> None:
     attention, x = layer(**options), torch.randn(2, 700, 32)
     cache = attention.reach_cache(tolerance=1e-6)
     assert isinstance(cache, GatedReachCache)
