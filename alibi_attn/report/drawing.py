@@ -263,14 +263,18 @@ def _round_numbers(low: float, high: float) -> list[float]:
 
 
 def _apart(places: Sequence[float], gap: float) -> list[float]:
-    """Ascending places moved as little as possible so that neighbors are a gap apart (pools of equal violators)."""
+    """Ascending places moved as little as possible so that neighbors are a gap apart (pools of equal violators), from 0 to 1.
+
+    Where they do not fit, they go on above 1.
+    """
     pools: list[tuple[float, int]] = []  # mean of (place − index·gap), members
     for index, place in enumerate(places):
         pools.append((place - index * gap, 1))
         while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
             (a, n), (b, m) = pools[-2:]
             pools[-2:] = [((a * n + b * m) / (n + m), n + m)]
-    flat = [mean for mean, members in pools for _ in range(members)]
+    highest = max(0.0, 1.0 - (len(places) - 1) * gap)
+    flat = [min(max(mean, 0.0), highest) for mean, members in pools for _ in range(members)]
     return [mean + index * gap for index, mean in enumerate(flat)]
 
 

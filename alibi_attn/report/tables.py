@@ -15,6 +15,7 @@ from alibi_attn.units import bits_per_byte, perplexity, word_perplexity
 
 NEGLIGIBLE = 1e-6  # the factor at which a head is said to see nothing and its picture has faded out
 _SECTIONS = ("model", "data", "train", "eval")
+_SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 @dataclass(frozen=True)
@@ -207,9 +208,14 @@ def mean(values: Sequence[float]) -> float:
 
 
 def number(value: float) -> str:
-    """Four digits, all of them shown: 7.020, 17.23; whole numbers from a thousand on; small ones as they are."""
+    """Four digits, all of them shown: 7.020, 17.23; whole numbers from a thousand on, and 1.36·10⁷; small ones as they are."""
+    if math.isinf(value):
+        return "∞" if value > 0 else "−∞"
+    if abs(value) >= 1e6:
+        digits, _, power = f"{value:.2e}".partition("e+")
+        return f"{digits}·10{str(int(power)).translate(_SUPERSCRIPTS)}"
     if abs(value) >= 1000:
-        return f"{value:,.0f}" if abs(value) < 1e7 else f"{value:.3g}"
+        return f"{value:,.0f}"
     digits = 3 - max(math.floor(math.log10(abs(value))), 0) if value else 0
     return f"{value:.{digits}f}" if abs(value) >= 0.1 else f"{value:.4g}"
 

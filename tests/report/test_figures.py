@@ -13,7 +13,7 @@ from alibi_attn.position_methods import METHODS
 from alibi_attn.report import drawing, figures, heads, plot_alibi_bias
 from alibi_attn.report.drawing import End
 from alibi_attn.report.series import studies
-from alibi_attn.report.tables import fraction, half_life
+from alibi_attn.report.tables import fraction, half_life, number
 from alibi_attn.slopes import alibi_slopes
 
 
@@ -100,6 +100,18 @@ def test_the_name_of_a_peer_that_stops_at_once_stays_in_the_picture() -> None:
         assert text.get_window_extent().x0 >= axes.get_window_extent().x0, text.get_text()
 
 
+@pytest.mark.parametrize("heights", [(2.0, 2.1, 2.2, 2.3, 12.0), (2.0, 11.7, 11.8, 11.9, 12.0)])
+def test_names_of_lines_that_end_together_stay_beside_the_picture(heights: tuple[float, ...]) -> None:
+    """Also at its lower and upper edge, in the order of the lines and apart."""
+    _, axes = drawing.plain_axes("of no unit")
+    axes.set_ylim(2.0, 12.0)
+    drawing.name_lines(axes, [End(f"{height}", "black", 1.0, height) for height in heights])
+    places = [text.xy[1] for text in axes.texts]
+    assert [text.get_text() for text in axes.texts] == [f"{height}" for height in heights]
+    assert 0 <= places[0] < places[-1] <= 1
+    assert np.diff(places).min() > 0.06
+
+
 def test_svg_is_inline_and_takes_its_colors_from_the_page(made_up) -> None:
     (study,) = studies(made_up())
     text = drawing.svg(figures.perplexity_by_length(study, "nonoverlapping"), "p", "A <picture> & more")
@@ -180,6 +192,15 @@ def test_bad_head_counts_and_lengths_are_refused() -> None:
 @pytest.mark.parametrize(("slope", "text"), [(0.5, "1/2"), (1.0, "1"), (2**-8, "1/256"), (2**-0.5, "0.707"), (0, "0")])
 def test_slopes_are_written_as_people_write_them(slope: float, text: str) -> None:
     assert fraction(slope) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(7.02, "7.020"), (17.23, "17.23"), (0.004, "0.004"), (2345.6, "2,346"), (999_999.0, "999,999"), (2_725_764.0, "2.73·10⁶"),
+     (1.1e7, "1.10·10⁷"), (9.999e9, "1.00·10¹⁰"), (math.inf, "∞")],
+)  # fmt: skip
+def test_numbers_of_any_size_are_short(value: float, text: str) -> None:
+    assert number(value) == text
 
 
 def test_half_life_halves_the_factor() -> None:
