@@ -85,8 +85,8 @@ def test_labels_at_the_ends_do_not_touch(made_up) -> None:
     labels = {"no positions", "sinusoidal", "rotary", "T5 bias", "ALiBi"}
     boxes = [text.get_window_extent() for text in figure.axes[0].texts if text.get_text() in labels]
     assert len(boxes) == 5
-    for number, box in enumerate(boxes):
-        assert not any(box.overlaps(other) for other in boxes[number + 1 :])
+    for at, box in enumerate(boxes):
+        assert not any(box.overlaps(other) for other in boxes[at + 1 :])
 
 
 def test_the_name_of_a_peer_that_stops_at_once_stays_in_the_picture() -> None:
