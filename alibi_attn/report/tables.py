@@ -212,8 +212,8 @@ def number(value: float) -> str:
     if math.isinf(value):
         return "∞" if value > 0 else "−∞"
     if abs(value) >= 1e6:
-        digits, _, power = f"{value:.2e}".partition("e+")
-        return f"{digits}·10{str(int(power)).translate(_SUPERSCRIPTS)}"
+        mantissa, _, power = f"{value:.2e}".partition("e+")
+        return f"{mantissa}·10{str(int(power)).translate(_SUPERSCRIPTS)}"
     if abs(value) >= 1000:
         return f"{value:,.0f}"
     digits = 3 - max(math.floor(math.log10(abs(value))), 0) if value else 0
