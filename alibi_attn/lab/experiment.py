@@ -27,7 +27,7 @@ from torch import Tensor
 
 from alibi_attn import records
 from alibi_attn.lab import checkpoint
-from alibi_attn.lab.config import ConfigError, DataConfig, EvalConfig, Recipe, RunConfig, Scale
+from alibi_attn.lab.config import TASK_CORPUS, ConfigError, DataConfig, EvalConfig, Recipe, RunConfig, Scale
 from alibi_attn.lab.data import Corpus, CorpusError, load_corpus, num_pieces
 from alibi_attn.lab.evaluate import scored_stretches
 from alibi_attn.lab.fields import override, to_json
@@ -96,7 +96,7 @@ def run(
             for config in (config for config in configs if config not in mine):
                 found = _recorded(study, config, corpora[config.data], out)
                 if not all(found):
-                    console.print(f"[bold]{escape(run_name(study, config))}[/] is still missing: it is another shard's")
+                    console.print(f"[bold]{_said(study, config)}[/] is still missing: it is another shard's")
                 paths += [path for path in found if path is not None] if all(found) else []
     return paths
 
@@ -154,6 +154,12 @@ def _configs(recipe: Recipe, scale: Scale, overrides: Mapping[str, str], seeds: 
     return list(dict.fromkeys(configs))
 
 
+def _said(study: str, config: RunConfig) -> str:
+    """What a run is called to its user: the name of its records, and the task where it has one."""
+    name = escape(run_name(study, config))
+    return f"{name} on {config.data.corpus}" if TASK_CORPUS.fullmatch(config.data.corpus) else name
+
+
 def _named(data: DataConfig) -> str:
     return ", ".join(data.text) if data.text else data.corpus
 
@@ -189,12 +195,12 @@ def _run_one(study: str, config: RunConfig, corpus: Corpus, out: Path, console: 
     asked, trained = _identities(config, corpus)
     training, evaluation = _recorded(study, config, corpus, out)
     if training and evaluation:
-        console.print(f"[bold]{escape(name)}[/] is recorded already")
+        console.print(f"[bold]{_said(study, config)}[/] is recorded already")
         return [training, evaluation]
     checkpoints = checkpoint_folder(out, study, config, corpus)
     started = datetime.datetime.now(datetime.UTC)
     with _tracked(name, config, out) if track else contextlib.nullcontext(_tell_nobody) as tell:
-        progress = _train(name, config, corpus, checkpoints, console, tell)
+        progress = _train(_said(study, config), config, corpus, checkpoints, console, tell)
     if not PartialState().is_main_process:
         return []
     model, _ = checkpoint.load_checkpoint(checkpoints)
@@ -212,7 +218,8 @@ def _run_one(study: str, config: RunConfig, corpus: Corpus, out: Path, console: 
             folder,
         )
     if not evaluation:
-        evaluation = _evaluate(name, config, corpus, model.to(PartialState().device), asked, folder, console)
+        with console.status(f"{_said(study, config)}: testing at {', '.join(map(str, config.eval.lengths))}"):
+            evaluation = _evaluate(name, config, corpus, model.to(PartialState().device), asked, folder, console)
     return [training, evaluation]
 
 
@@ -234,7 +241,7 @@ def _curves(progress: checkpoint.Progress) -> dict[str, Mapping[str, Sequence[fl
 
 
 def _train(
-    name: str,
+    said: str,
     config: RunConfig,
     corpus: Corpus,
     folder: Path,
@@ -249,18 +256,26 @@ def _train(
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console) as bar:
-        task = bar.add_task(escape(name), total=config.train.steps, loss=float("nan"), speed=0.0)
-        said = time.monotonic()
+        task = bar.add_task(said, total=config.train.steps, loss=float("nan"), speed=0.0)
+        last = time.monotonic()
+        first: checkpoint.Progress | None = None
 
         def show(progress: checkpoint.Progress) -> None:
-            nonlocal said
-            speed = progress.step * config.train.batch_tokens / progress.seconds
+            nonlocal last, first
+            first = first or progress
+            steps, seconds = (
+                progress.step - first.step,
+                progress.seconds - first.seconds,
+            )  # of this start, not of those before
+            if not steps:
+                steps, seconds = progress.step, progress.seconds
+            speed = steps * config.train.batch_tokens / seconds
             bar.update(task, completed=progress.step, loss=progress.loss_nats, speed=speed)
-            if not console.is_terminal and time.monotonic() - said >= SECONDS_BETWEEN_LINES:
-                said = time.monotonic()
+            if not console.is_terminal and time.monotonic() - last >= SECONDS_BETWEEN_LINES:
+                last = time.monotonic()
                 left = (config.train.steps - progress.step) * config.train.batch_tokens / speed
                 console.print(
-                    f"{escape(name)}: step {progress.step:,} of {config.train.steps:,}, {progress.loss_nats:.3f} nats, "
+                    f"{said}: step {progress.step:,} of {config.train.steps:,}, {progress.loss_nats:.3f} nats, "
                     f"{speed:,.0f} tokens/s, {left / 60:.0f} min left"
                 )
 
@@ -283,14 +298,13 @@ def _evaluate(
     console: Console,
 ) -> Path:
     started = datetime.datetime.now(datetime.UTC)
-    with console.status(f"{escape(name)}: testing at {', '.join(map(str, config.eval.lengths))}"):
-        curves = all_curves(
-            model,
-            _test_text(config, corpus),
-            config.eval,
-            encode=lambda text: corpus.tokenizer.encode(text).tolist(),
-            say=lambda sentence: console.print(f"  {escape(sentence)}"),
-        )
+    curves = all_curves(
+        model,
+        _test_text(config, corpus),
+        config.eval,
+        encode=lambda text: corpus.tokenizer.encode(text).tolist(),
+        say=lambda sentence: console.print(f"  {escape(sentence)}"),
+    )
     record = records.make(
         "evaluation",
         name,
