@@ -57,7 +57,6 @@ def train(
         training = prepare(config)
         if checkpoint:
             resume(checkpoint, training)
-        training.model.progress = progress.step / asked.steps
         progress = _loop(training, config, corpus, folder, progress, interrupted, on_step)
     training.accelerator.free_memory()
     return progress
@@ -73,29 +72,75 @@ def _loop(
     on_step: Callable[[Progress], None] | None,
 ) -> Progress:
     asked, device = config.train, training.accelerator.device
-    share = share_of_batch(asked, training.accelerator)
     reset = reset_peak_memory(device)
-    for batch in _stream(corpus, config, progress.step):
-        started = time.perf_counter()
-        rate = learning_rate(progress.step, asked)
-        ours = batch.share(share, device).shard(training.context)
-        loss, stop = _step(training, ours, rate, asked, progress.step, interrupted)
-        progress = _advanced(progress, loss, rate, time.perf_counter() - started, asked)
-        training.model.progress = progress.step / asked.steps
+    for step in steps(training, config, corpus, start=progress.step, interrupted=interrupted):
+        progress = _advanced(progress, step, asked)
         if asked.validate_every and progress.step % asked.validate_every == 0:
             progress = _validated(progress, training.model, corpus.valid, asked)
         finished = progress.step == asked.steps
         if on_step:
             on_step(progress)
-        if finished or stop or progress.step % asked.checkpoint_every == 0:
+        if finished or step.interrupted or progress.step % asked.checkpoint_every == 0:
             peak = peak_memory_bytes(device) if reset else None
             progress = dataclasses.replace(progress, peak_memory_bytes=peak)
             save_checkpoint(folder, training, config, progress, corpus.tokenizer, finished=finished)
         if finished:
             break
-        if stop:
+        if step.interrupted:
             raise KeyboardInterrupt
     return progress
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What one step has done.
+
+    Args:
+        number: of the step, from 1 on.
+        loss_nats: the mean over the whole batch, before the weights changed.
+        gradient_norm: of all gradients together, before they were clipped.
+        learning_rate: of this step.
+        seconds: from the batch in memory to the changed weights.
+        interrupted: whether any process was, meanwhile.
+    """
+
+    number: int
+    loss_nats: float
+    gradient_norm: float
+    learning_rate: float
+    seconds: float
+    interrupted: bool
+
+
+def steps(
+    training: Training,
+    config: RunConfig,
+    corpus: Corpus,
+    *,
+    start: int = 0,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> Iterator[Step]:
+    """The training's steps from `start` on, each taken when it is asked for; it does not end by itself.
+
+    `train` is made of this, and adds what is not part of a step: validation, checkpoints, and torch's random numbers, which
+    every step seeds, put back afterwards.
+
+    Raises:
+        TrainingError: the loss or its gradient is no number.
+        CorpusError: the text is shorter than one example.
+        ConfigError: the batch cannot be shared by the processes.
+    """
+    asked, device = config.train, training.accelerator.device
+    share = share_of_batch(asked, training.accelerator)
+    training.model.progress = start / asked.steps
+    for number, batch in enumerate(_stream(corpus, config, start), start=start + 1):
+        started = time.perf_counter()
+        rate = learning_rate(number - 1, asked)
+        ours = batch.share(share, device).shard(training.context)
+        loss, norm, stop = _step(training, ours, rate, asked, number - 1, interrupted)
+        seconds = time.perf_counter() - started
+        training.model.progress = number / asked.steps
+        yield Step(number, loss, norm, rate, seconds, stop)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,8 +209,8 @@ def _step(
     config: TrainConfig,
     step: int,
     interrupted: Callable[[], bool],
-) -> tuple[float, bool]:
-    """One step; the loss of the whole batch, and whether any process was interrupted."""
+) -> tuple[float, float, bool]:
+    """One step, counted from 0; the loss of the whole batch, its gradient's norm, and whether any process was interrupted."""
     accelerator, optimizer = training.accelerator, training.optimizer
     for group in optimizer.param_groups:
         group["lr"] = rate
@@ -188,7 +233,7 @@ def _step(
         )
     optimizer.step()
     optimizer.zero_grad()
-    return mean_loss, share_interrupted > 0
+    return mean_loss, norm_found, share_interrupted > 0
 
 
 def _share_of_loss(training: Training, part: Batch) -> Tensor:
@@ -212,12 +257,13 @@ def _dropout_seed(seed: int, step: int, process: int) -> int:
     return ((seed * 1_000_003 + step) * 65_537 + process) % 2**63
 
 
-def _advanced(progress: Progress, loss: float, rate: float, seconds: float, config: TrainConfig) -> Progress:
-    step, curve = progress.step + 1, progress.curve
-    if step % config.log_every == 0 or step in (1, config.steps):
-        point = {"step": step, "loss_nats": loss, "learning_rate": rate}
+def _advanced(progress: Progress, step: Step, config: TrainConfig) -> Progress:
+    curve = progress.curve
+    if step.number % config.log_every == 0 or step.number in (1, config.steps):
+        point = {"step": step.number, "loss_nats": step.loss_nats, "learning_rate": step.learning_rate}
         curve = {name: [*column, point[name]] for name, column in curve.items()}
-    return dataclasses.replace(progress, step=step, seconds=progress.seconds + seconds, loss_nats=loss, curve=curve)
+    seconds = progress.seconds + step.seconds
+    return dataclasses.replace(progress, step=step.number, seconds=seconds, loss_nats=step.loss_nats, curve=curve)
 
 
 def _validated(progress: Progress, model: LanguageModel, tokens: Tensor, config: TrainConfig) -> Progress:

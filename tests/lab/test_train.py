@@ -23,8 +23,8 @@ from alibi_attn.lab.evaluate import mean_nats, nonoverlapping, scored_stretches
 from alibi_attn.lab.fields import to_json
 from alibi_attn.lab.interruption import SIGNALS, deferred_interruption
 from alibi_attn.lab.optimizer import learning_rate
-from alibi_attn.lab.parallel import share_of_batch
-from alibi_attn.lab.train import TrainingError, train
+from alibi_attn.lab.parallel import prepare, share_of_batch
+from alibi_attn.lab.train import TrainingError, steps, train
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -72,6 +72,18 @@ def test_a_resumed_training_is_the_uncut_one_bit_for_bit(tiny_run, tmp_path, met
     assert resumed.curve["step"] == list(range(1, 21))
     expected, found = weights(tmp_path / "uncut"), weights(tmp_path / "cut")
     assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_steps_are_those_of_the_training_and_go_on_as_long_as_they_are_asked_for(tiny_run, tmp_path):
+    config = tiny_run(steps=4)
+    corpus = load_corpus(config.data)
+    training = prepare(config)
+    taken = list(itertools.islice(steps(training, config, corpus), 5))
+    assert [step.number for step in taken] == [1, 2, 3, 4, 5]
+    assert [step.loss_nats for step in taken[:4]] == train(config, corpus, tmp_path).curve["loss_nats"]
+    assert all(step.gradient_norm > 0 for step in taken)
+    next(steps(training, config, corpus, start=2))
+    assert training.model.progress == 3 / 4
 
 
 def test_a_finished_training_is_not_trained_again(tiny_run, tmp_path):
