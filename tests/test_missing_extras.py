@@ -9,7 +9,7 @@ import pytest
 
 BENCHMARKS = (
     "cpu", "trained", "trained-gates", "serving", "embedding", "generating", "streaming", "decoding", "gates", "context-parallel",
-    "gpu", "jax",
+    "gpu", "jax", "training",
 )  # fmt: skip
 MISSING = """
 import importlib, json, sys
@@ -78,7 +78,7 @@ def _told(program: str, *arguments: str) -> dict[str, object]:
                     "torch",
                 ),
                 **dict.fromkeys(("bench serving", "bench embedding", "bench generating", "embed x FILE --out y"), "hf"),
-                **dict.fromkeys(("bench trained", "bench trained-gates"), "lab"),
+                **dict.fromkeys(("bench trained", "bench trained-gates", "bench training"), "lab"),
                 "bench jax": "torch,jax",
                 "run quick --scale smoke": "lab",
                 "eval x --text y": "lab",

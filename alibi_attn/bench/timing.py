@@ -1,6 +1,7 @@
 """Timing that can be trusted a little on a busy machine: peers take turns, medians are kept, and memory is a fresh process's."""
 
 import concurrent.futures.process
+import functools
 import multiprocessing
 import multiprocessing.connection
 import random
@@ -23,6 +24,19 @@ def medians_ms(calls: Mapping[str, Callable[[], object]], *, repeats: int, budge
 
     Every call is warmed up once, and then runs `repeats` times or until `budget_s` seconds are spent, at least once.
     """
+    timed = {name: functools.partial(elapsed_ms, call) for name, call in calls.items()}
+    return medians_told(timed, repeats=repeats, budget_s=budget_s)
+
+
+def elapsed_ms(call: Callable[[], object]) -> float:
+    """The milliseconds that the call takes."""
+    start = time.perf_counter()
+    call()
+    return (time.perf_counter() - start) * 1e3
+
+
+def medians_told(calls: Mapping[str, Callable[[], float]], *, repeats: int, budget_s: float) -> dict[str, float]:
+    """`medians_ms` of calls that say themselves how many milliseconds they took: in another process, say."""
     spent: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         call()
@@ -31,9 +45,7 @@ def medians_ms(calls: Mapping[str, Callable[[], object]], *, repeats: int, budge
         if turn > 0 and time.perf_counter() > end:
             break
         for name in shuffle.sample(sorted(calls), len(calls)):
-            start = time.perf_counter()
-            calls[name]()
-            spent[name].append((time.perf_counter() - start) * 1e3)
+            spent[name].append(calls[name]())
     return {name: statistics.median(times) for name, times in spent.items()}
 
 
@@ -48,9 +60,7 @@ def device_ms(call: Callable[[], object], device: torch.device, *, repeats: int 
     It runs `repeats` times or until `budget_s` seconds are spent, at least once; on a CPU once.
     """
     if device.type != "cuda":
-        start = time.perf_counter()
-        call()
-        return (time.perf_counter() - start) * 1e3
+        return elapsed_ms(call)
     first = _between_events(call, 1)
     calls = max(1, min(50, int(FILL_MS / first)))
     taken = [first] if calls == 1 else []
@@ -73,9 +83,9 @@ def _between_events(call: Callable[[], object], calls: int) -> float:
 MATRIX_SIZE = 2048
 
 
-def matrix_product() -> Callable[[], object]:
-    """A call that multiplies two fp32 matrices of MATRIX_SIZE²; timed in turn with others it says what the machine can do now."""
-    a, b = torch.randn(MATRIX_SIZE, MATRIX_SIZE), torch.randn(MATRIX_SIZE, MATRIX_SIZE)
+def matrix_product(dtype: torch.dtype = torch.float32) -> Callable[[], object]:
+    """A call that multiplies two matrices of MATRIX_SIZE²; timed in turn with others it says what the machine can do now."""
+    a, b = torch.randn(2, MATRIX_SIZE, MATRIX_SIZE).to(dtype)
     return lambda: a @ b
 
 

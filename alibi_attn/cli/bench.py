@@ -83,6 +83,32 @@ def trained_gates(
 
 
 @app.command()
+def training(
+    out: Out = Path("results"),
+    scale: Annotated[str, typer.Option(help="smoke, small or medium: model and batch of the recipes.")] = "medium",
+    methods: Annotated[str, typer.Option(help="Position methods.")] = "alibi,sinusoidal,rotary,t5",
+    lengths: Annotated[
+        str, typer.Option(help="Tokens of an example, as in 128,768; default as the scale trains.")
+    ] = "",
+    threads: Annotated[int, typer.Option(min=1, help="Of steps and products; costs of recipes are for one.")] = 1,
+    repeats: Annotated[int, typer.Option(min=1, help="Turns at most.")] = 9,
+    seconds: Annotated[float, typer.Option(help="Seconds at most for the turns.")] = 300.0,
+) -> None:
+    """What share of the processor's matrix rate a training reaches (MFU), in fp32 and in bf16, and where its time goes.
+
+    Example: alibi bench training --scale small --methods alibi
+    """
+    with needs("lab"):
+        from alibi_attn.recipes.utilization import training_utilization
+
+    path = training_utilization(
+        out, scale=scale, methods=methods.split(","), lengths=_numbers(lengths, "lengths", "128,768"), threads=threads,
+        repeats=repeats, budget_s=seconds, say=typer.echo,
+    )  # fmt: skip
+    _tell([path])
+
+
+@app.command()
 def serving(
     out: Out = Path("results"),
     lengths: Annotated[str, typer.Option(help="Tokens, as in 1024,8192; default 512 … 16384.")] = "",
