@@ -131,6 +131,9 @@ def facts(record: Record) -> Sequence[tuple[str, str]]:
         errors = [error for error in numbers(record, name, "relative_error") if math.isfinite(error)]
         if errors:
             said.append((f"error of {name}", f"{max(errors):.1e} of max‖v‖"))
+        shares = zip(numbers(record, name, "length"), numbers(record, name, "utilization"), strict=False)
+        said += [(f"{name}, {length:,.0f} tokens", f"{share:.0%} of the matrix rate") for length, share in shares
+                 if math.isfinite(share)]  # fmt: skip
     said += [
         (f"{name}, not at {', '.join(f'{length:,}' for length in lengths)}", why)
         for name in record.curves
