@@ -82,7 +82,7 @@ def interpolate_slopes(
     """
     m = np.asarray(slopes, dtype=np.float64)
     if m.ndim != 1 or m.size == 0:
-        raise ValueError(f"slopes has shape {list(m.shape)} but must be [H], one slope per head")
+        raise ValueError(f"slopes has shape {list(m.shape)} but must be [H], one slope a head, as alibi_slopes(H) is")
     if not np.all(np.isfinite(m)) or np.any(m < 0):
         raise ValueError(f"slopes must be finite and not negative to be interpolated but are {m.tolist()}")
     for name, length in (("trained", trained), ("target", target)):

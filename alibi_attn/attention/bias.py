@@ -55,6 +55,8 @@ def alibi_bias(
     """
     key_len = query_len if key_len is None else key_len
     for name, length in (("query_len", query_len), ("key_len", key_len)):
+        if isinstance(length, bool) or not isinstance(length, int | np.integer | torch.SymInt):
+            raise TypeError(f"{name} must be an integer, a number of positions, but is {type(length).__name__}")
         if length < 1:
             raise ValueError(f"{name} is {length} but must be at least 1")
     if right_slopes is not None and causal:
@@ -63,7 +65,9 @@ def alibi_bias(
     work = torch.float64 if dtype == torch.float64 else torch.float32
     left = torch.as_tensor(slopes, device=device).to(work)
     if left.ndim != 1 or left.numel() == 0:
-        raise ValueError(f"slopes has shape {list(left.shape)} but must be [H], one slope a head")
+        raise ValueError(
+            f"slopes has shape {list(left.shape)} but must be [H], one slope a head, as alibi_slopes(H) is"
+        )
     right = None if right_slopes is None else torch.as_tensor(right_slopes, device=left.device).to(work)
     if right is not None:
         check_slopes("right_slopes", right.shape, batch=-1, num_heads=left.numel())

@@ -195,15 +195,19 @@ def check_numbers(
     return scale, tolerance
 
 
-def check_slopes(name: str, shape: Sequence[int], *, batch: int, num_heads: int) -> None:
-    """Slopes are [H] or [B, H]."""
+def check_slopes(name: str, shape: Sequence[int], *, batch: int, num_heads: int, query_len: int | None = None) -> None:
+    """Slopes are [H] or [B, H]; with T known the error says where heads and positions may have changed places."""
     # Number by number: the lengths that torch.compile and torch.export leave open have no hash, and are found in no list.
     of_heads = len(shape) in (1, 2) and shape[-1] == num_heads
     if not of_heads or (len(shape) == 2 and shape[0] != batch):
         if len(shape) == 1:
-            raise ValueError(
-                f"{name} has {shape[0]} entries but query has {num_heads} heads; pass alibi_slopes({num_heads})"
-            )
+            remedy = f"; pass alibi_slopes({num_heads})"
+            if shape[0] == query_len:
+                remedy = (
+                    f" and {query_len} positions: if that is the wrong way round pass query.swapaxes(1, 2), key and value "
+                    f"alike, else alibi_slopes({num_heads})"
+                )
+            raise ValueError(f"{name} has {shape[0]} entries but query has {num_heads} heads{remedy}")
         raise ValueError(
             f"{name} has shape {list(shape)} but must be [H] = [{num_heads}] or [B, H] = [{batch}, {num_heads}]"
         )
@@ -217,7 +221,10 @@ def check_key_mask(key_mask: ArrayLike, *, batch: int, key_len: int) -> None:
             "if 1 means seen (a float mask of −inf is a bias, not a mask)"
         )
     if tuple(key_mask.shape) != (batch, key_len):
-        raise ValueError(f"key_mask has shape {list(key_mask.shape)} but must be [B, S] = [{batch}, {key_len}]")
+        raise ValueError(
+            f"key_mask has shape {list(key_mask.shape)} but must be [B, S] = [{batch}, {key_len}], a flag a key "
+            "for all its queries; what differs between queries say causal, window and segment_ids"
+        )
 
 
 def check_segments(name: str, segments: ArrayLike, *, batch: int, length: int, axis: str) -> None:

@@ -62,7 +62,10 @@ def make_spec(
     """What to compute, checked; the arguments and their defaults are those of `alibi_attention`."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor but is {type(tensor).__name__}")
+            raise TypeError(
+                f"{name} must be a torch.Tensor but is {type(tensor).__name__}; torch.as_tensor makes one of an array, and "
+                "alibi_attn.jax takes JAX's"
+            )
         _check_device(name, tensor, query.device)
     b, h, k, t, s, d = check_shapes(query, key, value)
     scale, tolerance = check_numbers(
@@ -96,7 +99,7 @@ def _slopes(name: str, slopes: Slopes | None, query: Tensor, *, batch: int, num_
         tensor = slopes.to(work)
     else:
         tensor = slopes_beside(slopes, work, query)
-    check_slopes(name, tensor.shape, batch=batch, num_heads=num_heads)
+    check_slopes(name, tensor.shape, batch=batch, num_heads=num_heads, query_len=query.shape[2])
     if may_read(tensor):
         values = tensor.detach()
         allowed = values.isfinite() | values.isposinf() if name == "right_slopes" else values.isfinite()

@@ -109,7 +109,10 @@ def patch(model: nn.Module, backend: str = "auto", *, numerics: Numerics = "exac
     Source: `docs/hf.md`; Press et al. 2022, sec. 3 (arXiv:2108.12409).
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__} but must be a loaded model, an nn.Module")
+        raise TypeError(
+            f"model is a {type(model).__name__} but must be a loaded model, an nn.Module: "
+            "what AutoModelForCausalLM.from_pretrained(...) returns"
+        )
     if backend != "auto" and backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r} but must be 'auto' or one of {', '.join(map(repr, BACKENDS))}")
     if numerics not in ("exact", "checkpoint"):
@@ -121,7 +124,8 @@ def patch(model: nn.Module, backend: str = "auto", *, numerics: Numerics = "exac
         raise ValueError(
             guards.needs_none(model)
             or f"{type(model).__name__} has nothing to patch; supported are the whole models of {', '.join(FAMILIES)}. "
-            "For other models with ALiBi see docs/hf.md"
+            "Baichuan, BTLM, Jais and Refact load as alibi_attn.hf.ALiBiForCausalLM, and encoders (Jina v2, MosaicBERT, "
+            "DNABERT-2) as ALiBiBertModel; what has other positions has no such biases"
         )
     for prefix, body, family in found:
         _check(prefix, body, family)

@@ -76,7 +76,9 @@ def load(
     longest = max_seq_length or said.max_seq_length or known
     least = tokenizer.num_special_tokens_to_add() + 1
     if longest < least:
-        raise ValueError(f"texts are to be cut to {longest} tokens, but one and the special ones are {least} already")
+        raise ValueError(
+            f"max_seq_length is {longest} but must be at least {least}: one token of a text, and {least - 1} special ones"
+        )
     return Sentences(model, tokenizer, said, longest)
 
 

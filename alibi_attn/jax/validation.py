@@ -60,8 +60,8 @@ def make_spec(
     slopes = alibi_slopes(h) if slopes is None else slopes
     return AttentionSpec(
         batch=b, num_heads=h, num_kv_heads=k, query_len=t, key_len=s, head_dim=d,
-        slopes=_slopes("slopes", slopes, work, batch=b, num_heads=h),
-        right_slopes=None if right_slopes is None else _slopes("right_slopes", right_slopes, work, batch=b, num_heads=h),
+        slopes=_slopes("slopes", slopes, work, sizes=(b, h, t)),
+        right_slopes=None if right_slopes is None else _slopes("right_slopes", right_slopes, work, sizes=(b, h, t)),
         causal=causal, window=window, scale=scale, query_offset=offset, key_mask=key_mask,
         query_segments=query_segments, key_segments=key_segments,
         key_bias=None if key_bias is None else _key_bias(key_bias, batch=b, num_heads=h, key_len=s),
@@ -86,11 +86,13 @@ def checked_dropout_key(dropout_p: float, dropout_key: Array | None) -> Array | 
     return dropout_key
 
 
-def _slopes(name: str, slopes: Slopes, work: jnp.dtype, *, batch: int, num_heads: int) -> Array:
+def _slopes(name: str, slopes: Slopes, work: jnp.dtype, *, sizes: tuple[int, int, int]) -> Array:
+    """Checked, in the dtype to work in; sizes: B, H, T."""
+    batch, num_heads, query_len = sizes
     array = slopes if isinstance(slopes, jax.Array) else np.asarray(slopes)
     if not (jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(array.dtype, jnp.integer)):
         raise TypeError(f"{name} is {dtype_name(array.dtype)} but must hold real numbers")
-    check_slopes(name, array.shape, batch=batch, num_heads=num_heads)
+    check_slopes(name, array.shape, batch=batch, num_heads=num_heads, query_len=query_len)
     values = readable_values(array)
     if values is not None:
         allowed = np.isfinite(values) | ((values == np.inf) & (name == "right_slopes"))

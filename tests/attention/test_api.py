@@ -51,6 +51,12 @@ def test_the_bias_refuses_what_it_cannot_mean(arguments: dict) -> None:
         alibi_bias(**arguments)
 
 
+def test_the_bias_is_told_lengths_and_no_tensors() -> None:
+    with pytest.raises(TypeError, match="query_len must be an integer, a number of positions, but is Tensor"):
+        alibi_bias([0.5], torch.ones(1, 3))
+    assert alibi_bias([0.5], np.int64(3)).shape == (1, 3, 3)
+
+
 @every_backend
 def test_the_future_changes_nothing(backend: str) -> None:
     q, k, v = draw()
@@ -336,6 +342,11 @@ WRONG_ARGUMENTS = {
         "share one dtype",
     ),
     "too few slopes": ({"slopes": [0.5, 0.25]}, ValueError, r"2 entries but query has 4 heads; pass alibi_slopes\(4\)"),
+    "slopes of the other layout": (
+        {"slopes": [0.5] * 9},
+        ValueError,
+        r"4 heads and 9 positions: .* query.swapaxes\(1, 2\)",
+    ),
     "slopes of another shape": ({"slopes": torch.ones(3, 4)}, ValueError, "must be .H."),
     "slopes not finite": ({"slopes": [0.5, math.nan, 1, 1]}, ValueError, "finite"),
     "slopes infinite": ({"slopes": [0.5, math.inf, 1, 1]}, ValueError, "finite"),
@@ -350,7 +361,7 @@ WRONG_ARGUMENTS = {
     "tolerance negative": ({"tolerance": -0.1}, ValueError, "softmax mass"),
     "causal a number": ({"causal": 1}, TypeError, "True or False"),
     "float mask": ({"key_mask": torch.zeros(2, 9)}, TypeError, "must be bool"),
-    "short mask": ({"key_mask": torch.ones(2, 8, dtype=torch.bool)}, ValueError, "key_mask has shape"),
+    "short mask": ({"key_mask": torch.ones(2, 8, dtype=torch.bool)}, ValueError, "key_mask has shape .* a flag a key"),
     "float segments": ({"segment_ids": torch.zeros(2, 9)}, TypeError, "integers"),
     "short segments": ({"segment_ids": torch.zeros(2, 8, dtype=torch.int64)}, ValueError, "segment_ids has shape"),
     "three segments": ({"segment_ids": (torch.zeros(2, 9).long(),) * 3}, ValueError, "3 parts"),

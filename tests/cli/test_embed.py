@@ -94,7 +94,7 @@ REFUSED = [
     ("latin", b"caf\xe9", [], "is not UTF-8: byte 3"),
     ("gap", b"a\n\nb\n", ["--lines"], "has no text in line 2"),
     ("long", b"a " * 30, ["--batch-tokens", "20"], "has 32 tokens and a batch may have 20"),
-    ("short", b"a", ["--max-length", "2"], "cut to 2 tokens, but one and the special ones are 3"),
+    ("short", b"a", ["--max-length", "2"], "max_seq_length is 2 but must be at least 3"),
     ("device", b"a", ["--device", "nowhere"], "device is 'nowhere' but it cannot be used here"),
 ]
 

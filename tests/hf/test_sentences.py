@@ -107,7 +107,7 @@ REFUSED = [
     ({POOLING: {"word_embedding_dimension": True}}, "must be a positive whole number"),
     ({POOLING: "7"}, "holds a JSON int"),
     ({"sentence_bert_config.json": {"do_lower_case": True}}, "says do_lower_case True, which is not done here"),
-    ({"sentence_bert_config.json": {"max_seq_length": 2}}, "cut to 2 tokens, but one and the special ones are 3"),
+    ({"sentence_bert_config.json": {"max_seq_length": 2}}, "max_seq_length is 2 but must be at least 3"),
     ({"config_sentence_transformers.json": {"prompts": ["a"]}}, "prompts is"),
     ({"tokenizer.json": "{"}, r"tokenizer\.json is damaged"),
 ]  # fmt: skip

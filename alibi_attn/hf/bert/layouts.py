@@ -52,7 +52,10 @@ def prefix_of(names: Iterable[str]) -> str:
     if len(found) != 1:
         known = ", ".join(repr(prefix) for prefix in PREFIXES)
         what = "more than one" if found else "none"
-        raise ValueError(f"it has {what} of the prefixes {known} before {WORDS}")
+        raise ValueError(
+            f"it has {what} of the prefixes {known} before {WORDS}, and is no encoder of the known families (Jina v2, "
+            "MosaicBERT, DNABERT-2); for decoders there are ALiBiForCausalLM, and patch"
+        )
     return found[0]
 
 
