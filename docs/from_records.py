@@ -35,6 +35,7 @@ NO_BIAS, DENSE_BIAS = "SDPA, causal, no bias", "SDPA, dense bias"
 # The peers of a picture and of a table, by their names in the record, and how they are called here.
 SHOWN = {OURS: OURS, "causal, no bias": NO_BIAS, "SDPA + dense bias": DENSE_BIAS}
 TABLED = SHOWN | {"rank-2 trick": "bias as two more dimensions", "ours, no compiler": "ours without a compiler"}
+CALLED = TABLED | {"eager": "dense bias, eager"}
 MODEL_PEERS = ("llama.cpp", "llama.cpp, flash attention", "CTranslate2")
 FIGURE_1 = "paper-item-figure-1-*.json"
 TRAINED = 64  # tokens, which stand for the paper's 512
@@ -150,10 +151,10 @@ def front() -> str:
     lengths = figure_1().lengths
     speed = ratios(of_peers(CPU, SHOWN))
     return (
-        f"*Left*: perplexity, trained at {lengths[0]} tokens, tested up to {lengths[-1]:,}:\n{said}\n"
+        f"*Left*: perplexity of a token, trained at {lengths[0]} tokens, tested at {lengths[0]} → at {lengths[-1]:,}:\n{said}\n"
         f"(small models on two CPU cores; [how, and what it does not show](docs/paper.md#the-paper-at-an-eighth)).\n"
         f"*Right*: attention on the same two cores, forward and backward. At 8,192 tokens PyTorch's\n"
-        f"`scaled_dot_product_attention` takes {speed[NO_BIAS][8192]:.1f} times as long *without any bias*, and "
+        f"`scaled_dot_product_attention` takes {speed[NO_BIAS][8192]:.1f} times as long as ours *without any bias*, "
         f"{speed[DENSE_BIAS][8192]:.0f} times with a dense one;\nat 32,768, {speed[NO_BIAS][32768]:.0f} times "
         "without ([how, and every other length](docs/performance.md))."
     )
@@ -171,14 +172,15 @@ def cpu() -> str:
 
 def bf16() -> str:
     """Attention in bf16, beside the same numbers in fp32."""
-    return _beside(record(BF16), OURS, "tokens", ["ours, fp32", "causal, no bias", "SDPA + dense bias"])
+    return _beside(record(BF16), OURS, "tokens", ["ours, fp32", "causal, no bias", "SDPA + dense bias"], CALLED)
 
 
 def short() -> str:
     """Many short rows, as in training."""
     peers = ["causal, no bias", "SDPA + dense bias", "rank-2 trick", "eager"]
     tables = [
-        _beside(record(f"benchmark-cpu-batch-{batch}-noise-*.json"), OURS, "rows × tokens", peers) for batch in BATCHES
+        _beside(record(f"benchmark-cpu-batch-{batch}-noise-*.json"), OURS, "rows × tokens", peers, CALLED)
+        for batch in BATCHES
     ]
     head, rule, *_ = tables[0].splitlines()
     rows = [f"| {batch} × {row.removeprefix('| ')}" for batch, of_batch in zip(BATCHES, tables, strict=True)
@@ -189,7 +191,7 @@ def short() -> str:
 def dropout() -> str:
     """How much longer attention with dropout takes."""
     found = record("benchmark-cpu-dropout-noise-*.json")
-    return _beside(found, OURS, "tokens", ["ours, dropout", "causal, no bias"])
+    return _beside(found, OURS, "tokens", ["ours, dropout", "causal, no bias"], CALLED)
 
 
 def whole_models() -> str:
@@ -206,7 +208,9 @@ def whole_models() -> str:
 def decoding() -> str:
     """One new token with a cache."""
     found = record("benchmark-decoding-cpu-*.json")
-    return _beside(found, OURS, "cached tokens", ["ours, all keys", "SDPA + dense bias", "causal, no bias", "eager"])
+    return _beside(
+        found, OURS, "cached tokens", ["ours, all keys", "SDPA + dense bias", "causal, no bias", "eager"], CALLED
+    )
 
 
 def serving() -> str:
@@ -221,7 +225,7 @@ def serving() -> str:
             if length not in theirs:
                 cells[2] = "–"
             rows.append([called, f"{length:,.0f}", *cells, *map(_ratio, speedups)])
-    return table(["model", "tokens", "patched", "in bf16", "as it comes", "whole model", "attention alone"], rows)
+    return table(["model", "tokens", "patched", "in bf16", "as it comes", "times", "times, attention alone"], rows)
 
 
 def serving_peers() -> str:
@@ -299,8 +303,10 @@ def _pass(found: Record, name: str, length: float) -> str:
     return f"{_time(ms)}, {size / 2**30:.1f} GiB"
 
 
-def _beside(found: Record, ours: str, axis: str, peers: Sequence[str] = MODEL_PEERS) -> str:
-    """Ours in time, and how many times longer (with a backward pass, if there is one) every peer takes."""
+def _beside(
+    found: Record, ours: str, axis: str, peers: Sequence[str] = MODEL_PEERS, called: Mapping[str, str] | None = None
+) -> str:
+    """Ours in time, and how many times longer (with a backward pass, if there is one) every peer takes; other names for peers."""
 
     def times(name: str) -> dict[float, float]:
         columns = ("forward_ms", "backward_ms") if "backward_ms" in found.curves[name] else ("forward_ms",)
@@ -313,7 +319,7 @@ def _beside(found: Record, ours: str, axis: str, peers: Sequence[str] = MODEL_PE
         for length, ms in of_ours.items()
         if any(length in of_peer for of_peer in of_peers.values())
     ]
-    return table([axis, "ours", *of_peers], rows)
+    return table([axis, "ours", *((called or {}).get(name, name) for name in of_peers)], rows)
 
 
 def _against(found: Record, peer: str) -> list[str]:
