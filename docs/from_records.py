@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -17,11 +18,12 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from alibi_attn.position_methods import METHODS
-from alibi_attn.records import Record, load
+from alibi_attn.records import Record, identity, load
 from alibi_attn.report import drawing, figures
 from alibi_attn.report.benchmarks import OURS, peer_times, times_by_length
 from alibi_attn.report.drawing import css
 from alibi_attn.report.series import Mode, Study, numbers, studies
+from alibi_attn.report.verdicts import verdicts
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = ("README.md", *(f"docs/{name}.md" for name in ("performance", "paper", "hf", "jax")))
@@ -271,6 +273,16 @@ def extrapolation() -> str:
     return table(head, rows)
 
 
+def judged() -> str:
+    """How the paper's claims come out."""
+    found = [load(path) for path in sorted((ROOT / "results" / "paper").glob("*.json"))]
+    by_identity = {identity(one.kind, one.name, one.config): one for one in found}
+    items = [one for one in found if one.kind == "paper-item"]
+    counts = Counter(verdict.word for item in items for verdict in verdicts(item, by_identity))
+    said = ", ".join(f"{counts[word]} {word}" for word in ("confirmed", "contradicted", "not decided"))
+    return f"Of {counts.total()} claims of the paper ([how they are judged](#verdicts)): {said}."
+
+
 TEXTS = {
     "front": front,
     "cpu": cpu,
@@ -285,6 +297,7 @@ TEXTS = {
     "generating-peers": generating_peers,
     "jax": jax,
     "extrapolation": extrapolation,
+    "judged": judged,
 }
 
 

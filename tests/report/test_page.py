@@ -129,6 +129,11 @@ def test_the_page_says_what_was_run(made_up) -> None:
     assert f"Python {records[0].machine['python']}" in text
 
 
+def test_a_page_that_asks_explains_its_words_and_an_empty_one_does_not(made_up) -> None:
+    assert "What the words mean" in _text(report_html(made_up()))
+    assert "What the words mean" not in report_html([])
+
+
 def test_the_page_is_self_contained(made_up) -> None:
     page = report_html(made_up())
     assert "<script" not in page
