@@ -14,7 +14,14 @@ from torch.nn import functional as F
 from transformers import BloomConfig, BloomForCausalLM
 from typer.main import get_command
 
-from alibi_attn import ALiBiPositionalBias, __version__, alibi_attention, alibi_attention_varlen, alibi_slopes
+from alibi_attn import (
+    ALiBiAttention,
+    ALiBiPositionalBias,
+    __version__,
+    alibi_attention,
+    alibi_attention_varlen,
+    alibi_slopes,
+)
 from alibi_attn.cli.main import app
 
 ROOT = Path(__file__).parent.parent
@@ -188,6 +195,30 @@ def test_newcomers_table_flash_attn_varlen(causal):
         flash[low:high] = F.scaled_dot_product_attention(of_query, *many, attn_mask=bias).transpose(0, 1)
     ours = alibi_attention_varlen(q, k, v, cu, slopes, causal=causal)
     torch.testing.assert_close(ours, flash, rtol=1e-5, atol=1e-6)
+
+
+def test_newcomers_table_masks():
+    """A mask of keys [B, 1, 1, S], boolean or of 0 and −inf, where nothing is causal, as SDPA is unless it is told."""
+    q, k, v = torch.randn(3, 2, 4, 9, 8)
+    seen = torch.arange(9) < torch.tensor([9, 5])[:, None, None, None]
+    added = torch.zeros(2, 1, 1, 9).masked_fill(~seen, float("-inf"))
+    for mask, key_mask in ((seen, seen[:, 0, 0]), (added, added[:, 0, 0] == 0)):
+        theirs = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        ours = alibi_attention(q, k, v, [0.0] * 4, causal=False, key_mask=key_mask)
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_newcomers_table_multihead_attention():
+    theirs = torch.nn.MultiheadAttention(32, 4, bias=False, batch_first=True)
+    ours = ALiBiAttention(32, 4, causal=False, slopes=[0.0] * 4)
+    weights = theirs.in_proj_weight.chunk(3)
+    ours.load_state_dict(
+        {f"{name}_proj.weight": weight for name, weight in zip("qkv", weights, strict=True)}
+        | {"out_proj.weight": theirs.out_proj.weight}
+    )
+    x, padding = torch.randn(2, 9, 32), torch.arange(9) >= torch.tensor([9, 5])[:, None]
+    expected = theirs(x, x, x, key_padding_mask=padding)[0]
+    torch.testing.assert_close(ours(x, key_mask=~padding), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_the_citation_names_this_version():
