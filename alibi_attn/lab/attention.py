@@ -1,7 +1,8 @@
 """How the lab's models attend: one function for every position method, whatever its bias looks like.
 
 Where the bias is linear in the distance, or only a window or documents limit what is seen, `alibi_attention` does it; where it is
-any other function of the distance, `toeplitz_attention`.
+any other function of the distance, `toeplitz_attention`. Without a bias it is torch's, but for a CPU with our kernels, which are
+faster with slopes of 0 too.
 Shapes as in `attention/spec.py`. Read next: `model.py`.
 """
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from alibi_attn.attention.api import alibi_attention
+from alibi_attn.attention.backends.native import build as native
 from alibi_attn.attention.forgetting import forgetting_attention
 from alibi_attn.attention.toeplitz import toeplitz_attention
 from alibi_attn.distributed import context_parallel_attention, context_parallel_forgetting_attention
@@ -114,7 +116,7 @@ def attend(
         if isinstance(bias, ForgetGates):
             return forgetting_attention(q, k, v, bias.log_fgate, slopes, **given)
         return alibi_attention(q, k, v, slopes, key_bias=bias.key_bias, **given)
-    if bias is None and masked:
+    if bias is None and (masked or _has_kernels(q)):
         bias = q.new_zeros(q.shape[1], dtype=torch.float32)  # slopes of 0: no bias
     if bias is not None and bias.ndim == 1:
         return alibi_attention(q, k, v, bias, window=window, segment_ids=segment_ids, dropout_p=dropout_p)
@@ -128,6 +130,11 @@ def attend(
     keys = torch.arange(key_len, device=q.device)
     past = keys <= keys[key_len - query_len :, None]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=past, dropout_p=dropout_p)
+
+
+def _has_kernels(q: Tensor) -> bool:
+    """Whether the C++ kernels take these queries; of a single one there is nothing to gain."""
+    return q.device.type == "cpu" and q.shape[-2] > 1 and native.why_not() is None
 
 
 def _attend_over_processes(

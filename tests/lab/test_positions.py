@@ -101,11 +101,24 @@ def test_t5_attention_is_the_loop_over_pairs(qkv, query_len, key_len):
         assert_attention_is(out, q, k, v, lambda head, d: method.weight[head, t5_bucket(torch.tensor([d]))[0]])
 
 
+@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "torch"])
 @pytest.mark.parametrize(("query_len", "key_len"), [(5, 5), (1, 40), (3, 40)])
-def test_attention_without_a_bias_is_the_loop_over_pairs(qkv, query_len, key_len):
+def test_attention_without_a_bias_is_the_loop_over_pairs(qkv, query_len, key_len, kernels, monkeypatch):
+    monkeypatch.setattr("alibi_attn.lab.attention._has_kernels", lambda q: kernels)
     q, k, v = qkv(query_len, key_len)
     out = attend(q, k, v, NoPositions(CONFIG, 8).bias(Pass(query_len, key_len)))
     assert_attention_is(out, q, k, v, lambda head, d: 0.0)
+
+
+def test_without_a_bias_the_kernels_run_on_a_cpu_that_has_them(qkv, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        "alibi_attn.lab.attention.alibi_attention", lambda *args, **given: asked.append(args[3].tolist())
+    )
+    for missing, query_len in ((None, 40), (None, 1), ("there is no compiler", 40)):
+        monkeypatch.setattr("alibi_attn.attention.backends.native.build.why_not", lambda missing=missing: missing)
+        attend(*qkv(query_len, 40), None)
+    assert asked == [[0.0, 0.0]]
 
 
 @pytest.mark.parametrize(("query_len", "key_len"), [(5, 5), (1, 40), (3, 40)])
