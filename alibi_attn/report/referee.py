@@ -1,7 +1,8 @@
 """Referee: what each position method is good for, read from the tests of `alibi run referee`, each with its interval.
 
     task      what models were trained and tested on: a text, or a task of symbols, whose share of right answers has a chance
-    share     of the answers that are right; of a text the perplexity of a sliding window, over the lowest at the trained length
+    share     of the answers that are right; of a text the perplexity of a sliding window, over the lowest at the trained length,
+              token by token
     solved    a share whose whole interval is at or above 90 %; not solved: all of it is below; open: neither
 
 Intervals are those of `verdicts.py`, 95 % over seeds and over parts of the documents, what lies in either; of a share they also
@@ -50,14 +51,14 @@ class Task:
     Args:
         name: of the task, "" for a text.
         scores: by method, and by the trained and the longest length.
-        base: the loss in nats that perplexities are over.
+        best: the method with the lowest perplexity at the trained length, which perplexities are over; "" for a task.
     """
 
     name: str
     title: str
     study: Study
     scores: Mapping[tuple[str, int], Scores]
-    base: float = math.nan
+    best: str = ""
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -143,15 +144,15 @@ def compared(one: Scores, other: Scores | None = None) -> Measured:
 
 
 def measured(task: Task, method: str, length: int) -> Measured:
-    """A share of right answers, or a perplexity over the lowest at the trained length."""
-    found = compared(scores(task, method, length))
-    return _share(found) if task.name else _ratio(found, task.base)
+    """A share of right answers, or a perplexity over the lowest at the trained length: a ratio of the same tokens."""
+    own = scores(task, method, length)
+    return _share(compared(own)) if task.name else _ratio(compared(own, scores(task, task.best, task.lengths[0])))
 
 
 def change(task: Task, method: str) -> Measured:
     """Of a text: the perplexity at the longest length over that at the trained one, the same tokens at both."""
     trained, longest = task.lengths
-    return _ratio(compared(scores(task, method, longest), scores(task, method, trained)), 0.0)
+    return _ratio(compared(scores(task, method, longest), scores(task, method, trained)))
 
 
 def level(found: Measured) -> Level:
@@ -192,9 +193,9 @@ def _task(study: Study) -> Task:
         for series in plain
         for length in ends
     }
-    means = [-found[series.method, ends[0]].mean for series in plain]
-    base = min((mean for mean in means if math.isfinite(mean)), default=math.nan)
-    return Task(name, title, study, found, math.nan if name else base)
+    means = {series.method: found[series.method, ends[0]].mean for series in plain}
+    known = [method for method, mean in means.items() if math.isfinite(mean)]
+    return Task(name, title, study, found, "" if name else max(known, key=lambda method: means[method], default=""))
 
 
 def _scores(series: Series, task: str, length: int, least: float) -> Scores:
@@ -234,12 +235,12 @@ def _share(found: Measured) -> Measured:
     )  # fmt: skip
 
 
-def _ratio(found: Measured, base: float) -> Measured:
-    """e to the power of losses (scores with their sign changed) less a base."""
+def _ratio(found: Measured) -> Measured:
+    """e to the power of a difference of losses (scores with their sign changed)."""
     bounds = found.interval
     if bounds is not None:
-        bounds = dataclasses.replace(bounds, low=_exp(-bounds.high - base), high=_exp(-bounds.low - base))
-    return Measured(_exp(-found.value - base), bounds)
+        bounds = dataclasses.replace(bounds, low=_exp(-bounds.high), high=_exp(-bounds.low))
+    return Measured(_exp(-found.value), bounds)
 
 
 def _integer(value: Json) -> int:

@@ -259,3 +259,13 @@ def test_a_damaged_record_leaves_the_page_whole(place, value) -> None:
     inner[place[-1]] = value
     broken = Record(kind=record.kind, name=record.name, metrics={}, **data)
     assert "</html>" in report_html([broken, evaluated("rotary", "mqar", (1.0, 0.5))])
+
+
+def test_perplexities_are_compared_part_by_part_of_the_text() -> None:
+    """Parts differ by e, which is the same for both methods: their ratio is known all the same."""
+    (task,) = one_comparison(
+        [evaluated("alibi", "", (2.0, 2.0), noise=0.5), evaluated("rotary", "", (2.1, 3.0), noise=0.5)]
+    )
+    for method, length, ratio in (("alibi", 64, 1.0), ("rotary", 64, math.exp(0.1)), ("rotary", 1024, math.e)):
+        found = referee.measured(task, method, length)
+        assert (found.value, found.interval.low, found.interval.high) == pytest.approx((ratio,) * 3)
