@@ -26,11 +26,12 @@ from alibi_attn.report.series import Mode, Study, numbers, studies
 from alibi_attn.report.verdicts import verdicts
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = ("README.md", *(f"docs/{name}.md" for name in ("performance", "paper", "hf", "jax")))
+DOCUMENTS = ("README.md", *(f"docs/{name}.md" for name in ("performance", "paper", "hf", "jax", "lab")))
 MARKED = re.compile(r"(<!-- from records: ([\w-]+) -->)\n.*?\n?(<!-- end -->)", re.DOTALL)
 CPU, ENCODER, SERVING = "benchmark-cpu-noise-*.json", "benchmark-embedding-texts-*.json", "benchmark-serving-{}-*.json"
 JAX = "benchmark-jax-cpu-noise-*.json"
 BF16, BATCHES = "benchmark-cpu-bf16-noise-*.json", (16, 8)
+TRAINING = "benchmark-training-medium-*.json"
 GENERATING = "benchmark-generating-bloom-*.json"
 FAMILIES = {"bloom": "BLOOM", "mpt": "MPT", "falcon": "Falcon-RW"}
 NO_BIAS, DENSE_BIAS = "SDPA, causal, no bias", "SDPA, dense bias"
@@ -39,8 +40,9 @@ SHOWN = {OURS: OURS, "causal, no bias": NO_BIAS, "SDPA + dense bias": DENSE_BIAS
 TABLED = SHOWN | {"rank-2 trick": "bias as two more dimensions", "ours, no compiler": "ours without a compiler"}
 CALLED = TABLED | {"eager": "dense bias, eager"}
 MODEL_PEERS = ("llama.cpp", "llama.cpp, flash attention", "CTranslate2")
-FIGURE_1 = "paper-item-figure-1-*.json"
-TRAINED = 64  # tokens, which stand for the paper's 512
+# Figure 1: the folder of its evaluations, and the trained length that stands for the paper's 512.
+QUARTER, EIGHTH = ("medium", 128), ("paper", 64)
+FOUR = ("sinusoidal", "rotary", "t5", "alibi")
 LIGHT = "--paper: #ffffff; --ink: #1d2430; --muted: #5d6675; --rule: #dcd9d2;"
 DARK = "--paper: #15181d; --ink: #e7e9ed; --muted: #a2abb8; --rule: #343a43;"
 
@@ -61,17 +63,16 @@ def of_peers(pattern: str, peers: Mapping[str, str]) -> Record:
 
 
 @functools.cache
-def figure_1() -> Study:
-    """What `alibi run figure-1` trained at the shortest length, from the records that its answer names."""
-    evidence = record(f"paper/{FIGURE_1}").config["evidence"]
-    assert isinstance(evidence, list)
-    found = studies(load(ROOT / "results" / "paper" / str(name)) for name in evidence)
-    return next(study for study in found if study.trained == [TRAINED])
+def figure_1(folder: str, trained: int) -> Study:
+    """What `alibi run figure-1` trained at this length; of the items that share its models, the one tested at most lengths."""
+    found = studies(map(load, sorted((ROOT / "results" / folder).glob(f"evaluation-wikitext-*-{trained}-*.json"))))
+    whole = [study for study in found if [series.method for series in study.series] == list(FOUR)]
+    return max(whole, key=lambda study: len(study.lengths))
 
 
 def figure_1_picture(mode: Mode) -> Figure:
     """Perplexity against length, drawn once or with a sliding window."""
-    figure = figures.perplexity_by_length(figure_1(), mode)
+    figure = figures.perplexity_by_length(figure_1(*QUARTER), mode)
     assert figure is not None
     return figure
 
@@ -91,7 +92,8 @@ PICTURES = {
         lambda: figure_1_picture("nonoverlapping"),
     ),
     "figure-1-sliding": Picture(
-        "The same with a sliding window: ALiBi rises a little, the others more.", lambda: figure_1_picture("sliding")
+        "The same with a sliding window: ALiBi stays level, the others rise, and sooner.",
+        lambda: figure_1_picture("sliding"),
     ),
     "speed": Picture(
         "Milliseconds of attention against tokens: ours grows linearly, the others with the square.",
@@ -147,14 +149,15 @@ def ratios(found: Record) -> dict[str, dict[int, float]]:
 
 def front() -> str:
     """What stands below the two pictures of the README."""
+    study = figure_1(*QUARTER)
     ends = {series.method: np.mean(series.perplexities("by_length", "length", "nonoverlapping_nats")[1], axis=0)
-            for series in figure_1().series}  # fmt: skip
+            for series in study.series}  # fmt: skip
     said = ", ".join(f"{METHODS[method].label} {ends[method][0]:.0f} → {ends[method][-1]:.0f}" for method in ends)
-    lengths = figure_1().lengths
+    lengths = study.lengths
     speed = ratios(of_peers(CPU, SHOWN))
     return (
         f"*Left*: perplexity of a token, trained at {lengths[0]} tokens, tested at {lengths[0]} → at {lengths[-1]:,}:\n{said}\n"
-        f"(small models on two CPU cores; [how, and what it does not show](docs/paper.md#the-paper-at-an-eighth)).\n"
+        "(half an hour of a core each; [how, and what it does not show](docs/paper.md#figure-1-at-a-quarter)).\n"
         f"*Right*: attention on the same two cores, forward and backward. At 8,192 tokens PyTorch's\n"
         f"`scaled_dot_product_attention` takes {speed[NO_BIAS][8192]:.1f} times as long as ours *without any bias*, "
         f"{speed[DENSE_BIAS][8192]:.0f} times with a dense one;\nat 32,768, {speed[NO_BIAS][32768]:.0f} times "
@@ -252,24 +255,39 @@ def generating_peers() -> str:
     return _beside(record(GENERATING), "ours, after a prompt", "tokens before")
 
 
+def training() -> str:
+    """Steps of the laboratory's training in both precisions, and what share of the matrix rate they reach."""
+    found, rows = record(TRAINING), []
+    methods = dict.fromkeys(name.partition(", ")[0] for name in found.curves)
+    columns = ("step_ms", "tokens_per_second", "achieved_gflops", "matrix_gflops", "utilization")
+    for method in methods:
+        of = {half: [_by_length(found, f"{method}, {half}", column) for column in columns] for half in ("fp32", "bf16")}
+        for length in of["fp32"][0]:
+            cells = []
+            for of_columns in of.values():
+                ms, speed, achieved, rate, share = (column[length] for column in of_columns)
+                cells += [f"{ms:.0f}\u00a0ms", f"{speed:,.0f}", f"{achieved:.0f} of {rate:.0f}", f"{share:.0%}"]
+            rows.append([METHODS[method].label, f"{length:,.0f}", *cells])
+    head = [f"{words}, {half}" for half in ("fp32", "bf16") for words in ("a step", "tokens/s", "GFLOP/s", "share")]
+    return table(["method", "tokens", *head], rows)
+
+
 def jax() -> str:
     """Attention in JAX, and how much longer others take."""
     return _beside(record(JAX), OURS, "tokens", ["PyTorch", "causal, no bias", "dense bias", "ours, the loop"])
 
 
-def extrapolation() -> str:
-    """Perplexity at the trained and at the longest length, both ways."""
-    rows = []
-    for series in figure_1().series:
-        (near, *_, far), (near_sliding, *_, far_sliding) = (
-            series.perplexities("by_length", "length", f"{mode}_nats")[1].T for mode in ("nonoverlapping", "sliding")
-        )
-        cells = [f"{one.mean():.1f} ({one.min():.1f}–{one.max():.1f})" for one in (near, far)]
-        rows.append(
-            [METHODS[series.method].label, *cells, *(f"{one.mean():.1f}" for one in (near_sliding, far_sliding))]
-        )
-    first, last = figure_1().lengths[0], figure_1().lengths[-1]
-    head = [f"trained at {TRAINED}", f"at {first}", f"at {last:,}", f"sliding, {first}", f"sliding, {last:,}"]
+def extrapolation(folder: str, trained: int) -> str:
+    """Perplexity at the trained and at the longest length, both ways; with its range where there are several seeds."""
+    study, rows = figure_1(folder, trained), []
+    for series in study.series:
+        ends = [series.perplexities("by_length", "length", f"{mode}_nats")[1].T[end]
+                for mode in ("nonoverlapping", "sliding") for end in (0, -1)]  # fmt: skip
+        ranges = [f" ({one.min():.1f}–{one.max():.1f})" if len(one) > 1 else "" for one in ends[:2]] + ["", ""]
+        cells = [f"{one.mean():.1f}{spread}" for one, spread in zip(ends, ranges, strict=True)]
+        rows.append([METHODS[series.method].label, *cells])
+    first, last = study.lengths[0], study.lengths[-1]
+    head = [f"trained at {trained}", f"at {first}", f"at {last:,}", f"sliding, {first}", f"sliding, {last:,}"]
     return table(head, rows)
 
 
@@ -295,8 +313,10 @@ TEXTS = {
     "serving-peers": serving_peers,
     "generating": generating,
     "generating-peers": generating_peers,
+    "training": training,
     "jax": jax,
-    "extrapolation": extrapolation,
+    "quarter": functools.partial(extrapolation, *QUARTER),
+    "eighth": functools.partial(extrapolation, *EIGHTH),
     "judged": judged,
 }
 

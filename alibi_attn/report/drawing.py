@@ -50,6 +50,7 @@ STYLE: dict[RcKeyType, str | float | bool] = {
 }
 _SIZE = (4.1, 3.1)  # inches: as wide as a phone, so that the text keeps its size there
 _TEXT_GAP = 0.068  # of the height of the axes, between two labels at the end of lines
+_TICK_GAP = 0.15  # of an axis of lengths, between two that are named: a little more than "16,384" is wide
 _READING_RADIUS = 6  # points around a point of a line that belong to it
 
 
@@ -122,10 +123,13 @@ def log_axis(axes: Axes, values: Points) -> None:
 
 
 def length_ticks(axes: Axes, lengths: Sequence[int], label: str) -> None:
-    """A logarithmic x axis of lengths."""
+    """A logarithmic x axis, which names the longest and the shortest length, and those between that leave the names room."""
     axes.set_xscale("log", base=2)
-    thin = math.ceil(len(lengths) / 6)
-    ticks(axes, list(lengths)[(len(lengths) - 1) % thin :: thin])
+    named: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        if not named or math.log(named[-1] / length) > _TICK_GAP * math.log(max(lengths) / min(lengths)):
+            named.append(length)
+    ticks(axes, [min(lengths), *named[-2::-1]])
     axes.set_xlabel(label)
 
 

@@ -136,11 +136,7 @@ def _lines(
 
 
 def _length_axis(axes: Axes, study: Study, label: str) -> None:
-    axes.set_xscale("log", base=2)
-    lengths = study.lengths
-    thin = math.ceil(len(lengths) / 6)
-    drawing.ticks(axes, lengths[(len(lengths) - 1) % thin :: thin])
-    axes.set_xlabel(label)
+    drawing.length_ticks(axes, study.lengths, label)
     _mark_trained(axes, study)
 
 
