@@ -22,6 +22,8 @@ from alibi_attn.records import Record, identity, load
 from alibi_attn.report import drawing, figures
 from alibi_attn.report.benchmarks import OURS, peer_times, times_by_length
 from alibi_attn.report.drawing import css
+from alibi_attn.report.referee import comparisons, measured, methods
+from alibi_attn.report.referee_words import number
 from alibi_attn.report.series import Mode, Study, numbers, studies
 from alibi_attn.report.verdicts import verdicts
 
@@ -272,6 +274,15 @@ def training() -> str:
     return table(["method", "tokens", *head], rows)
 
 
+def referee() -> str:
+    """What each method is good for at the trained and at the longest length; of a text, perplexities over the lowest."""
+    (tasks,) = comparisons(studies(map(load, sorted((ROOT / "results" / "referee").glob("*.json")))))
+    names = {one.method: one.label for one in methods(tasks)}
+    rows = [[label, *(number(task, measured(task, method, at)) for task in tasks for at in task.lengths)]
+            for method, label in names.items()]  # fmt: skip
+    return table(["", *(f"{task.title}, {at:,}" for task in tasks for at in task.lengths)], rows)
+
+
 def jax() -> str:
     """Attention in JAX, and how much longer others take."""
     return _beside(record(JAX), OURS, "tokens", ["PyTorch", "causal, no bias", "dense bias", "ours, the loop"])
@@ -314,6 +325,7 @@ TEXTS = {
     "generating": generating,
     "generating-peers": generating_peers,
     "training": training,
+    "referee": referee,
     "jax": jax,
     "quarter": functools.partial(extrapolation, *QUARTER),
     "eighth": functools.partial(extrapolation, *EIGHTH),
