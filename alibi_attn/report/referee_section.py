@@ -30,6 +30,7 @@ class RefereeSection:
     trained: str
     longest: str
     size: str
+    intervals: str
     columns: Sequence[tuple[str, str]]
     rows: Sequence[tuple[str, str, Sequence[HeatCell]]]
     ranks: Table
@@ -51,6 +52,7 @@ def referee_section(tasks: Sequence[Task], anchor: str) -> RefereeSection:
         trained=f"{trained:,}",
         longest=f"{longest:,}",
         size=_size(tasks),
+        intervals=_intervals(tasks),
         columns=[(task.title, _legend(task)) for task in learned],
         rows=[
             (
@@ -115,6 +117,15 @@ def _why_not(task: Task) -> str:
 
 def _by_length(task: Task) -> Table | None:
     return retrieval.task_table(task.study) if task.name else tables.by_length(task.study)
+
+
+def _intervals(tasks: Sequence[Task]) -> str:
+    """What the intervals are over: a single seed says nothing about another."""
+    several = [series.seeds > 1 for task in tasks for series in task.study.series]
+    if all(several):
+        return "over seeds and over parts of what was scored, what lies in either"
+    start = "where there are several seeds over these and over" if any(several) else "over"
+    return f"{start} parts of what was scored; one seed says nothing about another training"
 
 
 def _size(tasks: Sequence[Task]) -> str:

@@ -269,3 +269,12 @@ def test_perplexities_are_compared_part_by_part_of_the_text() -> None:
     for method, length, ratio in (("alibi", 64, 1.0), ("rotary", 64, math.exp(0.1)), ("rotary", 1024, math.e)):
         found = referee.measured(task, method, length)
         assert (found.value, found.interval.low, found.interval.high) == pytest.approx((ratio,) * 3)
+
+
+def test_one_seed_is_said_to_decide_nothing_about_another_training(four) -> None:
+    said = "parts of what was scored; one seed says nothing about another training."
+    one = [record for record in four if record.config["train"]["seed"] == 0]
+    assert f"small: 95 %, over {said}" in html.unescape(report_html(one))
+    assert said not in html.unescape(report_html(four))
+    mixed = html.unescape(report_html([*four, evaluated("t5", "mqar", (0.99, 0.07))]))
+    assert f"where there are several seeds over these and over {said}" in mixed
