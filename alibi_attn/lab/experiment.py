@@ -276,7 +276,8 @@ def _train(
                 left = (config.train.steps - progress.step) * config.train.batch_tokens / speed
                 console.print(
                     f"{said}: step {progress.step:,} of {config.train.steps:,}, {progress.loss_nats:.3f} nats, "
-                    f"{speed:,.0f} tokens/s, {left / 60:.0f} min left"
+                    f"{speed:,.0f} tokens/s, {left / 60:.0f} min left",
+                    soft_wrap=True,
                 )
 
         def show_and_tell(progress: checkpoint.Progress) -> None:

@@ -393,6 +393,6 @@ def test_a_resumed_training_tells_its_task_and_the_speed_of_the_steps_since_then
     monkeypatch.setattr(experiment, "SECONDS_BETWEEN_LINES", 0)
     monkeypatch.setattr(experiment, "train", resumed)
     with (tmp_path / "log").open("w") as file, pytest.raises(KeyboardInterrupt):
-        run(recipe, out=tmp_path / "out", console=Console(file=file, width=200))
+        run(recipe, out=tmp_path / "out", console=Console(file=file, width=80))
     said = f"tiny/alibi-16/seed-0 on task:copy:16: step 7 of 8, 1.000 nats, {of_a_task.train.batch_tokens:,.0f} tokens/s, 0 min"
     assert said in (tmp_path / "log").read_text()
