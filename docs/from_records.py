@@ -18,6 +18,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from alibi_attn.position_methods import METHODS
+from alibi_attn.recipes import quick
 from alibi_attn.records import Record, identity, load
 from alibi_attn.report import drawing, figures
 from alibi_attn.report.benchmarks import OURS, peer_times, times_by_length
@@ -44,7 +45,6 @@ CALLED = TABLED | {"eager": "dense bias, eager"}
 MODEL_PEERS = ("llama.cpp", "llama.cpp, flash attention", "CTranslate2")
 # Figure 1: the folder of its evaluations, and the trained length that stands for the paper's 512.
 QUARTER, EIGHTH = ("medium", 128), ("paper", 64)
-FOUR = ("sinusoidal", "rotary", "t5", "alibi")
 LIGHT = "--paper: #ffffff; --ink: #1d2430; --muted: #5d6675; --rule: #dcd9d2;"
 DARK = "--paper: #15181d; --ink: #e7e9ed; --muted: #a2abb8; --rule: #343a43;"
 
@@ -68,7 +68,7 @@ def of_peers(pattern: str, peers: Mapping[str, str]) -> Record:
 def figure_1(folder: str, trained: int) -> Study:
     """What `alibi run figure-1` trained at this length; of the items that share its models, the one tested at most lengths."""
     found = studies(map(load, sorted((ROOT / "results" / folder).glob(f"evaluation-wikitext-*-{trained}-*.json"))))
-    whole = [study for study in found if [series.method for series in study.series] == list(FOUR)]
+    whole = [study for study in found if [series.method for series in study.series] == list(quick.METHODS)]
     return max(whole, key=lambda study: len(study.lengths))
 
 

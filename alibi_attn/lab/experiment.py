@@ -191,16 +191,16 @@ def _test_text(config: RunConfig, corpus: Corpus) -> Tensor:
 
 
 def _run_one(study: str, config: RunConfig, corpus: Corpus, out: Path, console: Console, track: bool) -> list[Path]:
-    name, folder = run_name(study, config), out / "records"
+    name, said, folder = run_name(study, config), _said(study, config), out / "records"
     asked, trained = _identities(config, corpus)
     training, evaluation = _recorded(study, config, corpus, out)
     if training and evaluation:
-        console.print(f"[bold]{_said(study, config)}[/] is recorded already")
+        console.print(f"[bold]{said}[/] is recorded already")
         return [training, evaluation]
     checkpoints = checkpoint_folder(out, study, config, corpus)
     started = datetime.datetime.now(datetime.UTC)
     with _tracked(name, config, out) if track else contextlib.nullcontext(_tell_nobody) as tell:
-        progress = _train(_said(study, config), config, corpus, checkpoints, console, tell)
+        progress = _train(said, config, corpus, checkpoints, console, tell)
     if not PartialState().is_main_process:
         return []
     model, _ = checkpoint.load_checkpoint(checkpoints)
@@ -208,7 +208,7 @@ def _run_one(study: str, config: RunConfig, corpus: Corpus, out: Path, console: 
         metrics: dict[str, float | None] = {
             "loss_nats": progress.loss_nats,
             "tokens": progress.step * config.train.batch_tokens,
-            "tokens_per_second": progress.step * config.train.batch_tokens / progress.seconds,
+            "tokens_per_second": _tokens_per_second(config, progress),
             "seconds": progress.seconds,
             "peak_memory_bytes": progress.peak_memory_bytes,
             "parameters": model.num_parameters(),
@@ -218,7 +218,7 @@ def _run_one(study: str, config: RunConfig, corpus: Corpus, out: Path, console: 
             folder,
         )
     if not evaluation:
-        with console.status(f"{_said(study, config)}: testing at {', '.join(map(str, config.eval.lengths))}"):
+        with console.status(f"{said}: testing at {', '.join(map(str, config.eval.lengths))}"):
             evaluation = _evaluate(name, config, corpus, model.to(PartialState().device), asked, folder, console)
     return [training, evaluation]
 
@@ -263,13 +263,7 @@ def _train(
         def show(progress: checkpoint.Progress) -> None:
             nonlocal last, first
             first = first or progress
-            steps, seconds = (
-                progress.step - first.step,
-                progress.seconds - first.seconds,
-            )  # of this start, not of those before
-            if not steps:
-                steps, seconds = progress.step, progress.seconds
-            speed = steps * config.train.batch_tokens / seconds
+            speed = _tokens_per_second(config, progress, since=first)
             bar.update(task, completed=progress.step, loss=progress.loss_nats, speed=speed)
             if not console.is_terminal and time.monotonic() - last >= SECONDS_BETWEEN_LINES:
                 last = time.monotonic()
@@ -287,6 +281,14 @@ def _train(
         progress = train(config, corpus, folder, on_step=show_and_tell)
         show(progress)
     return progress
+
+
+def _tokens_per_second(
+    config: RunConfig, progress: checkpoint.Progress, *, since: checkpoint.Progress | None = None
+) -> float:
+    """Of the steps `since` then, as after a training was resumed; of all where there are none since."""
+    start = since if since and since.step < progress.step else checkpoint.Progress()
+    return (progress.step - start.step) * config.train.batch_tokens / (progress.seconds - start.seconds)
 
 
 def _evaluate(

@@ -125,12 +125,22 @@ def log_axis(axes: Axes, values: Points) -> None:
 def length_ticks(axes: Axes, lengths: Sequence[int], label: str) -> None:
     """A logarithmic x axis, which names the longest and the shortest length, and those between that leave the names room."""
     axes.set_xscale("log", base=2)
-    named: list[int] = []
-    for length in sorted(lengths, reverse=True):
-        if not named or math.log(named[-1] / length) > _TICK_GAP * math.log(max(lengths) / min(lengths)):
-            named.append(length)
+    named = with_room(sorted(lengths, reverse=True), max(lengths) / min(lengths))
     ticks(axes, [min(lengths), *named[-2::-1]])
     axes.set_xlabel(label)
+
+
+def with_room(places: Sequence[float], ratio: float) -> list[float]:
+    """The first of the ascending or descending places, and those that leave each other's names room on a logarithmic axis.
+
+    Args:
+        ratio: of the ends of the axis.
+    """
+    kept: list[float] = []
+    for place in places:
+        if not kept or abs(math.log(place / kept[-1])) > _TICK_GAP * math.log(ratio):
+            kept.append(place)
+    return kept
 
 
 def ticks(axes: Axes, places: Sequence[float]) -> None:

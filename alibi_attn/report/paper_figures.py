@@ -182,16 +182,12 @@ def _length_ticks(axes: Axes, low: float, high: float, panel: Panel) -> None:
     """Ticks at L, 2 L, 4 L ... where the panel has one L, else at the lengths themselves."""
     if panel.unit:
         doublings = range(max(0, math.ceil(math.log2(low / panel.unit))), math.floor(math.log2(high / panel.unit)) + 1)
-        places = [panel.unit * 2.0**power for power in doublings]
-        names = ["L" if power == 0 else f"{2**power} L" for power in doublings]
+        names = {panel.unit * 2.0**power: "L" if power == 0 else f"{2**power} L" for power in doublings}
     else:
         places = sorted({float(place) for line in panel.lines for place in line.x})
-        names = [f"{place:,.0f}" for place in places]
-    kept: list[int] = []
-    for place in range(len(places)):  # ticks closer than a tenth of the axis would touch
-        if not kept or math.log(places[place] / places[kept[-1]]) > 0.15 * math.log(high / low):
-            kept.append(place)
-    axes.xaxis.set_major_locator(FixedLocator([places[place] for place in kept]))
+        names = {place: f"{place:,.0f}" for place in places}
+    kept = drawing.with_room(list(names), high / low)
+    axes.xaxis.set_major_locator(FixedLocator(kept))
     axes.xaxis.set_major_formatter(FixedFormatter([names[place] for place in kept]))
     axes.xaxis.set_minor_locator(NullLocator())
 
