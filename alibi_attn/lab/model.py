@@ -36,6 +36,7 @@ from alibi_attn.lab.hooks import Bias, ContentBias, ForgetGates, LayerInput, Pas
 from alibi_attn.lab.positions import check_segments, check_stretch, position_method
 
 PREFILL_TOKENS = 2048  # of a prompt that are read at one time, so that only the caches grow with its length
+_LOGITS_AT_ONCE = 1 << 20  # 4 MiB of fp32: within the caches of a core, and of a size that malloc uses again
 
 
 class LanguageModel(nn.Module):
@@ -153,8 +154,12 @@ class LanguageModel(nn.Module):
     def _losses(self, x: Tensor, targets: Tensor) -> Tensor:
         if isinstance(self.embedding, AdaptiveInput):
             return self.softmax.loss(x, targets, self.embedding)
-        logits = F.linear(x, self.embedding.weight).float()
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
+        logits = F.linear(x, self.embedding.weight).flatten(0, 1)
+        # On a CPU some rows at a time, which stay in the cache from the product to the loss; the numbers are the same.
+        rows = max(1, _LOGITS_AT_ONCE // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
+        parts = zip(logits.split(rows), targets.flatten().split(rows), strict=True)
+        losses = [F.cross_entropy(some.float(), after, reduction="none") for some, after in parts]
+        return torch.cat(losses).view(targets.shape)
 
 
 @dataclasses.dataclass(frozen=True)

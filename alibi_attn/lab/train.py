@@ -21,7 +21,7 @@ from alibi_attn.lab.config import EvalConfig, RunConfig, TrainConfig
 from alibi_attn.lab.data import Corpus, batches, packed_batches
 from alibi_attn.lab.evaluate import validation_nats
 from alibi_attn.lab.interruption import deferred_interruption
-from alibi_attn.lab.memory import peak_memory_bytes, reset_peak_memory
+from alibi_attn.lab.memory import kept_memory, peak_memory_bytes, reset_peak_memory
 from alibi_attn.lab.model import LanguageModel
 from alibi_attn.lab.optimizer import learning_rate
 from alibi_attn.lab.parallel import ContextGroup, Training, prepare, share_of_batch
@@ -123,7 +123,7 @@ def steps(
     """The training's steps from `start` on, each taken when it is asked for; it does not end by itself.
 
     `train` is made of this, and adds what is not part of a step: validation, checkpoints, and torch's random numbers, which
-    every step seeds, put back afterwards.
+    every step seeds, put back afterwards. Until it is closed the process keeps its freed memory (`memory.kept_memory`).
 
     Raises:
         TrainingError: the loss or its gradient is no number.
@@ -133,14 +133,15 @@ def steps(
     asked, device = config.train, training.accelerator.device
     share = share_of_batch(asked, training.accelerator)
     training.model.progress = start / asked.steps
-    for number, batch in enumerate(_stream(corpus, config, start), start=start + 1):
-        started = time.perf_counter()
-        rate = learning_rate(number - 1, asked)
-        ours = batch.share(share, device).shard(training.context)
-        loss, norm, stop = _step(training, ours, rate, asked, number - 1, interrupted)
-        seconds = time.perf_counter() - started
-        training.model.progress = number / asked.steps
-        yield Step(number, loss, norm, rate, seconds, stop)
+    with kept_memory():
+        for number, batch in enumerate(_stream(corpus, config, start), start=start + 1):
+            started = time.perf_counter()
+            rate = learning_rate(number - 1, asked)
+            ours = batch.share(share, device).shard(training.context)
+            loss, norm, stop = _step(training, ours, rate, asked, number - 1, interrupted)
+            seconds = time.perf_counter() - started
+            training.model.progress = number / asked.steps
+            yield Step(number, loss, norm, rate, seconds, stop)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -145,6 +145,18 @@ def test_losses_are_those_of_the_logits(tiny_model, fields):
     torch.testing.assert_close(model(tokens[:, :-1], targets=tokens[:, -3:]), expected[:, -3:])
 
 
+def test_losses_of_some_rows_at_a_time_are_those_of_all_at_once(tiny_model, monkeypatch):
+    found = []
+    for rows in (5, 1000):
+        model, tokens = tiny_model("alibi"), some_tokens(13)
+        monkeypatch.setattr("alibi_attn.lab.model._LOGITS_AT_ONCE", rows * model.config.vocab_size)
+        losses = model(tokens[:, :-1], targets=tokens[:, 1:])
+        losses.mean().backward()
+        found.append([losses.detach(), *(parameter.grad for parameter in model.parameters())])
+    for some, whole in zip(*found, strict=True):
+        assert torch.equal(some, whole)
+
+
 @relative_methods
 @every_architecture
 def test_a_window_is_a_text_cut_short_for_one_layer(tiny_model, method, fields):
