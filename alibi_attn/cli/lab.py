@@ -41,6 +41,9 @@ def run(
     shard: Annotated[
         str, typer.Option(help="Train only this part of the runs, as in 0/8 … 7/8, on one of several machines.")
     ] = "0/1",
+    jobs: Annotated[
+        int, typer.Option(help="Trainings at the same time, a process each, which share the processor.", min=1)
+    ] = 1,
     report: Annotated[bool, typer.Option(help="Write OUT/report.html.")] = True,
     track: Annotated[bool, typer.Option("--track", help="Also show the losses in TensorBoard.")] = False,
 ) -> None:
@@ -53,6 +56,8 @@ def run(
     [dim]alibi run quick --text novel.txt --out runs/novel[/]    on your own text
 
     [dim]alibi run quick --set train.steps=50 --seeds 0,1,2[/]   shorter, with three seeds
+
+    [dim]alibi run quick --jobs 4[/]                             all four trainings at the same time
 
     [dim]alibi run figure-4[/]                                   a figure or table of the paper; all of them: paper
     """
@@ -75,7 +80,7 @@ def run(
     folder = out or (PAPER_FOLDER if items else Path("runs") / recipe)
     page = folder / (f"{recipe}.html" if recipe in ITEMS else "report.html")
     check_writable(page)
-    paths = _run(recipe, items, folder, scale, overrides, chosen, part, track)
+    paths = _run(recipe, items, folder, scale, overrides, chosen, part, jobs, track)
     if paths:
         found = [records.load(path) for path in paths]
         if not items:
@@ -95,6 +100,7 @@ def _run(
     overrides: Mapping[str, str],
     seeds: Sequence[int],
     shard: tuple[int, int],
+    jobs: int,
     track: bool,
 ) -> list[Path]:
     """The records' paths; none in a process that only helps another one."""
@@ -106,7 +112,14 @@ def _run(
             functools.partial(run_items, items) if items else functools.partial(experiment.run, RECIPES[recipe])
         )
         paths = run(
-            scale=scale, out=folder, overrides=overrides, seeds=seeds, shard=shard, console=console, track=track
+            scale=scale,
+            out=folder,
+            overrides=overrides,
+            seeds=seeds,
+            shard=shard,
+            jobs=jobs,
+            console=console,
+            track=track,
         )
     except KeyboardInterrupt:
         interrupted(f"the same command goes on where it stopped: {records.command()}")

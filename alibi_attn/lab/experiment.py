@@ -13,31 +13,23 @@ import contextlib
 import datetime
 import importlib.util
 import shutil
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator, PartialState
+from accelerate import PartialState
 from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from torch import Tensor
 
-from alibi_attn import records
-from alibi_attn.lab import checkpoint
-from alibi_attn.lab.config import TASK_CORPUS, ConfigError, DataConfig, EvalConfig, Recipe, RunConfig, Scale
+from alibi_attn.lab.config import ConfigError, DataConfig, EvalConfig, Recipe, RunConfig, Scale
 from alibi_attn.lab.data import Corpus, CorpusError, load_corpus, num_pieces
 from alibi_attn.lab.evaluate import scored_stretches
-from alibi_attn.lab.fields import override, to_json
-from alibi_attn.lab.model import LanguageModel
+from alibi_attn.lab.fields import override
+from alibi_attn.lab.jobs import run_at_once
+from alibi_attn.lab.one_run import recorded, run_once, run_title, test_text
 from alibi_attn.lab.positions import check_segments, check_stretch
-from alibi_attn.lab.streams import all_curves
-from alibi_attn.lab.train import train
-from alibi_attn.records import Json
 
-SECONDS_BETWEEN_LINES = 30  # of progress, where there is no terminal that could show a bar
 PATIENCE = datetime.timedelta(hours=12)  # of the other processes, which wait while the first one reads and evaluates
 
 
@@ -53,6 +45,7 @@ def run(
     overrides: Mapping[str, str] | None = None,
     seeds: Sequence[int] = (),
     shard: tuple[int, int] = (0, 1),
+    jobs: int = 1,
     console: Console | None = None,
     track: bool = False,
 ) -> list[Path]:
@@ -64,11 +57,13 @@ def run(
         seeds: repeat every run with these seeds, instead of the one that the recipe says.
         shard: (i, n): only the runs of every n-th training, from training i on; other shards may run in the same folder at the
             same time. The paths are then those of all runs that are recorded, by whomever.
+        jobs: trainings at the same time, each in a process of its own that shares the threads (`jobs.py`); on a processor.
         console: where progress is shown; None shows nothing.
         track: also show losses in TensorBoard, below `out`/tensorboard.
 
     Raises:
-        ExperimentError: `out` cannot be written, another experiment runs in it, or TensorBoard is not installed.
+        ExperimentError: `out` cannot be written, another experiment runs in it, or TensorBoard is not installed; or jobs that
+            this machine or this launcher cannot have.
         ConfigError, CorpusError, CheckpointError, TrainingError, EvaluationError: see there.
     """
     console = console or Console(quiet=True)
@@ -79,6 +74,7 @@ def run(
             'tracking needs the tensorboard package; install it with: pip install "alibi-attn[track]"'
         )
     state = processes()
+    _check_jobs(jobs, state)
     if not state.is_main_process:
         console = Console(quiet=True)
     paths: list[Path] = []
@@ -90,15 +86,26 @@ def run(
                 with state.main_process_first(), _one_shard_at_a_time(out, shard):
                     corpora[config.data] = load_corpus(config.data, out / "tokens")
             _check(config, corpora[config.data])
+        at_once = [] if jobs == 1 else [one for one in mine if not all(recorded(study, one, corpora[one.data], out))]
+        if at_once:
+            run_at_once(study, _by_training(at_once), jobs, out=out, console=console, track=track)
         for config in mine:
-            paths += _run_one(study, config, corpora[config.data], out, console, track)
+            if config in at_once:
+                paths += [path for path in recorded(study, config, corpora[config.data], out) if path is not None]
+            else:
+                paths += run_once(study, config, corpora[config.data], out, console, track)
         if state.is_main_process:
             for config in (config for config in configs if config not in mine):
-                found = _recorded(study, config, corpora[config.data], out)
+                found = recorded(study, config, corpora[config.data], out)
                 if not all(found):
-                    console.print(f"[bold]{_said(study, config)}[/] is still missing: it is another shard's")
+                    console.print(f"[bold]{run_title(study, config)}[/] is still missing: it is another shard's")
                 paths += [path for path in found if path is not None] if all(found) else []
     return paths
+
+
+def processes() -> PartialState:
+    """This process among those that the launcher started; accelerate sees torchrun on CPUs only if told that they are CPUs."""
+    return PartialState(cpu=not torch.accelerator.is_available(), timeout=PATIENCE)
 
 
 def runs_of_shard(configs: Sequence[RunConfig], shard: tuple[int, int]) -> list[RunConfig]:
@@ -110,9 +117,8 @@ def runs_of_shard(configs: Sequence[RunConfig], shard: tuple[int, int]) -> list[
     index, count = shard
     if not 0 <= index < count:
         raise ConfigError(f"shard {index}/{count} is none of {count}: they are 0/{count} to {count - 1}/{count}")
-    trainings = list(dict.fromkeys((config.model, config.data, config.train) for config in configs))
-    mine = set(trainings[index::count])
-    return [config for config in configs if (config.model, config.data, config.train) in mine]
+    mine = {run for runs in _by_training(configs)[index::count] for run in runs}
+    return [config for config in configs if config in mine]
 
 
 def num_runs(recipe: Recipe, scale: Scale, overrides: Mapping[str, str], seeds: Sequence[int]) -> int:
@@ -120,25 +126,24 @@ def num_runs(recipe: Recipe, scale: Scale, overrides: Mapping[str, str], seeds: 
     return len(_configs(recipe, scale, overrides, seeds))
 
 
-def processes() -> PartialState:
-    """This process among those that the launcher started; accelerate sees torchrun on CPUs only if told that they are CPUs."""
-    return PartialState(cpu=not torch.accelerator.is_available(), timeout=PATIENCE)
+def _by_training(configs: Sequence[RunConfig]) -> list[list[RunConfig]]:
+    found: dict[object, list[RunConfig]] = {}
+    for config in configs:
+        found.setdefault((config.model, config.data, config.train), []).append(config)
+    return list(found.values())
 
 
-def run_name(study: str, config: RunConfig) -> str:
-    """The name of a run's records: `study` is the recipe's, or the recipe's own name where it has none.
-
-    >>> run_name("quick", RunConfig())
-    'quick/alibi-128/seed-0'
-    """
-    return f"{study}/{config.model.method}-{config.train.length}/seed-{config.train.seed}"
-
-
-def checkpoint_folder(out: Path, study: str, config: RunConfig, corpus: Corpus) -> Path:
-    """Where `run` keeps the checkpoints of a training, by its name and all that was asked of it but the test."""
-    name = run_name(study, config)
-    _, trained = _identities(config, corpus)
-    return out / "checkpoints" / f"{name}-{records.identity('training', name, trained)}"
+def _check_jobs(jobs: int, state: PartialState) -> None:
+    if jobs < 1:
+        raise ExperimentError(f"jobs is {jobs} but must be 1 or more")
+    if jobs > 1 and state.num_processes > 1:
+        raise ExperimentError(
+            f"a launcher started {state.num_processes} processes, which share each training; pass jobs=1"
+        )
+    if jobs > 1 and torch.accelerator.is_available():
+        raise ExperimentError(
+            "this machine trains on an accelerator, and jobs share a processor; pass jobs=1, or one shard for each device"
+        )
 
 
 def _configs(recipe: Recipe, scale: Scale, overrides: Mapping[str, str], seeds: Sequence[int]) -> list[RunConfig]:
@@ -154,12 +159,6 @@ def _configs(recipe: Recipe, scale: Scale, overrides: Mapping[str, str], seeds: 
     return list(dict.fromkeys(configs))
 
 
-def _said(study: str, config: RunConfig) -> str:
-    """What a run is called to its user: the name of its records, and the task where it has one."""
-    name = escape(run_name(study, config))
-    return f"{name} on {config.data.corpus}" if TASK_CORPUS.fullmatch(config.data.corpus) else name
-
-
 def _named(data: DataConfig) -> str:
     return ", ".join(data.text) if data.text else data.corpus
 
@@ -168,7 +167,7 @@ def _check(config: RunConfig, corpus: Corpus) -> None:
     """Raises ConfigError or CorpusError where the run cannot be made of this corpus."""
     for length in (config.train.first_length or config.train.length, config.train.length):
         num_pieces(corpus.train, length)
-    scored_stretches(len(_test_text(config, corpus)), config.eval)
+    scored_stretches(len(test_text(config, corpus)), config.eval)
     if config.train.validate_every:
         length = config.train.validate_length or config.train.length
         scored_stretches(len(corpus.valid), EvalConfig(lengths=(length,)))
@@ -178,179 +177,6 @@ def _check(config: RunConfig, corpus: Corpus) -> None:
             f"model.vocab_size is {config.model.vocab_size} but {config.data.tokenizer!r} made {needed} tokens of this text; "
             f"pass model.vocab_size={needed}"
         )
-
-
-def _test_text(config: RunConfig, corpus: Corpus) -> Tensor:
-    if config.eval.split == "valid":
-        return corpus.valid
-    if corpus.test is None:
-        raise CorpusError(
-            'eval.split is "test" but the corpus has no test text; pass data.test_share, or eval.split=valid'
-        )
-    return corpus.test
-
-
-def _run_one(study: str, config: RunConfig, corpus: Corpus, out: Path, console: Console, track: bool) -> list[Path]:
-    name, said, folder = run_name(study, config), _said(study, config), out / "records"
-    asked, trained = _identities(config, corpus)
-    training, evaluation = _recorded(study, config, corpus, out)
-    if training and evaluation:
-        console.print(f"[bold]{said}[/] is recorded already")
-        return [training, evaluation]
-    checkpoints = checkpoint_folder(out, study, config, corpus)
-    started = datetime.datetime.now(datetime.UTC)
-    with _tracked(name, config, out) if track else contextlib.nullcontext(_tell_nobody) as tell:
-        progress = _train(said, config, corpus, checkpoints, console, tell)
-    if not PartialState().is_main_process:
-        return []
-    model, _ = checkpoint.load_checkpoint(checkpoints)
-    if not training:
-        metrics: dict[str, float | None] = {
-            "loss_nats": progress.loss_nats,
-            "tokens": progress.step * config.train.batch_tokens,
-            "tokens_per_second": _tokens_per_second(config, progress),
-            "seconds": progress.seconds,
-            "peak_memory_bytes": progress.peak_memory_bytes,
-            "parameters": model.num_parameters(),
-        }
-        training = records.save(
-            records.make("training", name, config=trained, metrics=metrics, curves=_curves(progress), started=started),
-            folder,
-        )
-    if not evaluation:
-        with console.status(f"{said}: testing at {', '.join(map(str, config.eval.lengths))}"):
-            evaluation = _evaluate(name, config, corpus, model.to(PartialState().device), asked, folder, console)
-    return [training, evaluation]
-
-
-def _identities(config: RunConfig, corpus: Corpus) -> tuple[dict[str, Json], dict[str, Json]]:
-    """What an evaluation is the answer to, and what its training is."""
-    asked = {**to_json(config), "corpus": corpus.facts}
-    return asked, {key: value for key, value in asked.items() if key != "eval"}
-
-
-def _recorded(study: str, config: RunConfig, corpus: Corpus, out: Path) -> tuple[Path | None, Path | None]:
-    """The records of a run, of its training and of its evaluation, where they are there."""
-    name, folder = run_name(study, config), out / "records"
-    asked, trained = _identities(config, corpus)
-    return records.recorded(folder, "training", name, trained), records.recorded(folder, "evaluation", name, asked)
-
-
-def _curves(progress: checkpoint.Progress) -> dict[str, Mapping[str, Sequence[float]]]:
-    return {"training": progress.curve} | ({"validation": progress.validation} if progress.validation["step"] else {})
-
-
-def _train(
-    said: str,
-    config: RunConfig,
-    corpus: Corpus,
-    folder: Path,
-    console: Console,
-    tell: Callable[[checkpoint.Progress], None],
-) -> checkpoint.Progress:
-    columns = (
-        TextColumn("[bold]{task.description}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[loss]:.3f} nats  {task.fields[speed]:,.0f} tokens/s"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task(said, total=config.train.steps, loss=float("nan"), speed=0.0)
-        last = time.monotonic()
-        first: checkpoint.Progress | None = None
-
-        def show(progress: checkpoint.Progress) -> None:
-            nonlocal last, first
-            first = first or progress
-            speed = _tokens_per_second(config, progress, since=first)
-            bar.update(task, completed=progress.step, loss=progress.loss_nats, speed=speed)
-            if not console.is_terminal and time.monotonic() - last >= SECONDS_BETWEEN_LINES:
-                last = time.monotonic()
-                left = (config.train.steps - progress.step) * config.train.batch_tokens / speed
-                console.print(
-                    f"{said}: step {progress.step:,} of {config.train.steps:,}, {progress.loss_nats:.3f} nats, "
-                    f"{speed:,.0f} tokens/s, {left / 60:.0f} min left",
-                    soft_wrap=True,
-                )
-
-        def show_and_tell(progress: checkpoint.Progress) -> None:
-            show(progress)
-            tell(progress)
-
-        progress = train(config, corpus, folder, on_step=show_and_tell)
-        show(progress)
-    return progress
-
-
-def _tokens_per_second(
-    config: RunConfig, progress: checkpoint.Progress, *, since: checkpoint.Progress | None = None
-) -> float:
-    """Of the steps `since` then, as after a training was resumed; of all where there are none since."""
-    start = since if since and since.step < progress.step else checkpoint.Progress()
-    return (progress.step - start.step) * config.train.batch_tokens / (progress.seconds - start.seconds)
-
-
-def _evaluate(
-    name: str,
-    config: RunConfig,
-    corpus: Corpus,
-    model: LanguageModel,
-    asked: Mapping[str, Json],
-    folder: Path,
-    console: Console,
-) -> Path:
-    started = datetime.datetime.now(datetime.UTC)
-    curves = all_curves(
-        model,
-        _test_text(config, corpus),
-        config.eval,
-        encode=lambda text: corpus.tokenizer.encode(text).tolist(),
-        say=lambda sentence: console.print(f"  {escape(sentence)}"),
-    )
-    record = records.make(
-        "evaluation",
-        name,
-        config=asked,
-        metrics={"parameters": model.num_parameters()},
-        curves=curves,
-        started=started,
-    )
-    path = records.save(record, folder)
-    console.print(f"  nats per token {_summary(curves['by_length'])}  ({record.seconds:.0f} s)")
-    return path
-
-
-@contextlib.contextmanager
-def _tracked(name: str, config: RunConfig, out: Path) -> Iterator[Callable[[checkpoint.Progress], None]]:
-    """Gives TensorBoard, through accelerate, each point of the curves as it is made."""
-    cpu = not torch.accelerator.is_available()
-    folder = str(out / "tensorboard")
-    accelerator = Accelerator(
-        mixed_precision=config.train.precision, cpu=cpu, log_with="tensorboard", project_dir=folder
-    )
-    accelerator.init_trackers(name)
-
-    def tell(progress: checkpoint.Progress) -> None:
-        for curve, columns in _curves(progress).items():
-            if columns["step"][-1:] == [progress.step]:
-                points = {f"{curve}/{column}": values[-1] for column, values in columns.items() if column != "step"}
-                accelerator.log(points, step=progress.step)
-
-    try:
-        yield tell
-    finally:
-        for tracker in accelerator.trackers:
-            tracker.finish()
-
-
-def _tell_nobody(progress: checkpoint.Progress) -> None:
-    pass
-
-
-def _summary(by_length: Mapping[str, Sequence[Json]]) -> str:
-    pairs = zip(by_length["length"], by_length["nonoverlapping_nats"], strict=True)
-    return "  ".join(f"{length}: " + (f"{nats:.3f}" if isinstance(nats, float) else "–") for length, nats in pairs)
 
 
 def _one_shard_at_a_time(out: Path, shard: tuple[int, int]) -> contextlib.AbstractContextManager[object]:

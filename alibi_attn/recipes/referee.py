@@ -101,7 +101,7 @@ RECIPE = Recipe(
     command="alibi run referee",
     cost=(
         "small: 150 trainings, two to two and a half minutes of one core each, tests included, so five to six hours of a core in "
-        "all (steps of all methods timed); in parts by --shard; smoke: seconds; medium and paper: not run"
+        "all (steps of all methods timed); --jobs 2: two at a time, --shard: parts; smoke: seconds; medium and paper: not run"
     ),
     expected=(
         "every task is learned at 64 tokens by some method; at 1,024 ALiBi keeps text and the bit and loses what stands far "

@@ -26,7 +26,7 @@ from alibi_attn.attention.validation import make_spec
 from alibi_attn.bench.exactness import Reference, computed
 from alibi_attn.bench.peers import cpu_peers
 from alibi_attn.bench.timing import medians_ms
-from alibi_attn.lab import checkpoint, experiment
+from alibi_attn.lab import checkpoint, experiment, one_run
 from alibi_attn.lab.config import EvalConfig, ModelConfig, Recipe, RunConfig, Scale, TrainConfig
 from alibi_attn.lab.data import Corpus, load_corpus
 from alibi_attn.lab.model import Block, LanguageModel
@@ -108,7 +108,7 @@ def trained_reach(
 
 def trained_model(run_folder: Path, recipe: Recipe, config: RunConfig, corpus: Corpus) -> LanguageModel:
     """The model of a run that `experiment.run` has made in this folder."""
-    folder = experiment.checkpoint_folder(run_folder, recipe.study or recipe.name, config, corpus)
+    folder = one_run.checkpoint_folder(run_folder, recipe.study or recipe.name, config, corpus)
     return checkpoint.load_checkpoint(folder)[0]
 
 

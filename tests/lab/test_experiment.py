@@ -16,7 +16,7 @@ from filelock import FileLock
 from rich.console import Console
 
 from alibi_attn import records
-from alibi_attn.lab import checkpoint, experiment
+from alibi_attn.lab import checkpoint, experiment, one_run
 from alibi_attn.lab import train as loop
 from alibi_attn.lab.checkpoint import (
     CheckpointError,
@@ -47,13 +47,13 @@ def recipe(tiny_run):
 def trainings(monkeypatch):
     """The names of what is trained from here on."""
     seen = []
-    real = experiment.train
+    real = one_run.train
 
     def counted(config, *arguments, **named):
         seen.append((config.model.method, config.train.seed))
         return real(config, *arguments, **named)
 
-    monkeypatch.setattr(experiment, "train", counted)
+    monkeypatch.setattr(one_run, "train", counted)
     return seen
 
 
@@ -106,7 +106,7 @@ def test_a_lost_evaluation_without_its_checkpoint_trains_again_and_keeps_the_rec
 
 def test_an_interrupted_experiment_goes_on_where_it_stopped(recipe, tmp_path, monkeypatch):
     uncut = [records.load(path) for path in run(recipe, out=tmp_path / "uncut")]
-    real = experiment.train
+    real = one_run.train
 
     def interrupted(config, corpus, folder, *, on_step):
         def press(progress):
@@ -117,7 +117,7 @@ def test_an_interrupted_experiment_goes_on_where_it_stopped(recipe, tmp_path, mo
         return real(config, corpus, folder, on_step=press)
 
     with monkeypatch.context() as patched:
-        patched.setattr(experiment, "train", interrupted)
+        patched.setattr(one_run, "train", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run(recipe, out=tmp_path / "cut")
     assert len(list((tmp_path / "cut" / "records").iterdir())) == 2
@@ -371,7 +371,7 @@ def test_a_full_disk_leaves_no_half_record(recipe, tmp_path, monkeypatch):
 
 
 def test_without_a_terminal_a_line_now_and_then_says_how_far_it_is(recipe, tmp_path, monkeypatch):
-    monkeypatch.setattr(experiment, "SECONDS_BETWEEN_LINES", 0)
+    monkeypatch.setattr(one_run, "SECONDS_BETWEEN_LINES", 0)
     with (tmp_path / "log").open("w") as file:
         run(recipe, out=tmp_path / "out", console=Console(file=file, width=200))
     said = (tmp_path / "log").read_text()
@@ -390,8 +390,8 @@ def test_a_resumed_training_tells_its_task_and_the_speed_of_the_steps_since_then
             on_step(checkpoint.Progress(step=step, seconds=5000.0 + step - 5, loss_nats=1.0))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(experiment, "SECONDS_BETWEEN_LINES", 0)
-    monkeypatch.setattr(experiment, "train", resumed)
+    monkeypatch.setattr(one_run, "SECONDS_BETWEEN_LINES", 0)
+    monkeypatch.setattr(one_run, "train", resumed)
     with (tmp_path / "log").open("w") as file, pytest.raises(KeyboardInterrupt):
         run(recipe, out=tmp_path / "out", console=Console(file=file, width=80))
     said = f"tiny/alibi-16/seed-0 on task:copy:16: step 7 of 8, 1.000 nats, {of_a_task.train.batch_tokens:,.0f} tokens/s, 0 min"

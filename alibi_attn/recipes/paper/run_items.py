@@ -29,6 +29,7 @@ def run_items(
     overrides: Mapping[str, str] | None = None,
     seeds: Sequence[int] = (),
     shard: tuple[int, int] = (0, 1),
+    jobs: int = 1,
     console: Console | None = None,
     track: bool = False,
 ) -> list[Path]:
@@ -36,6 +37,7 @@ def run_items(
 
     Of several processes the first one evaluates and answers; the others only train, and return nothing. A shard (see
     `experiment.run`) answers nothing and measures no speed: that is for the same call without one, once all shards have run.
+    With `jobs` some trainings run at the same time; speeds are measured one by one.
 
     Raises:
         ConfigError: a change of what the items themselves vary.
@@ -60,7 +62,7 @@ def run_items(
             paths += _measured(wanted, out / "records", scale, console)
         elif wanted:
             paths += experiment.run(
-                _study(study, wanted), out=out, scale=scale, shard=shard, console=console, track=track
+                _study(study, wanted), out=out, scale=scale, shard=shard, jobs=jobs, console=console, track=track
             )
     if not processes.is_main_process:
         return []

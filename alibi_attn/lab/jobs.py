@@ -1,0 +1,111 @@
+"""Several trainings of an experiment at the same time on one machine, a process each.
+
+Small models leave most of a processor idle: two trainings with one thread each are done before one after the other with two.
+Each process takes the next training that nobody has begun, with its share of the threads. They are stopped as one training is:
+each finishes its step and leaves a checkpoint.
+"""
+
+import concurrent.futures
+import concurrent.futures.process
+import functools
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+from rich.console import Console
+
+from alibi_attn.lab.config import DataConfig, RunConfig
+from alibi_attn.lab.data import Corpus, load_corpus
+from alibi_attn.lab.interruption import deferred_interruption
+from alibi_attn.lab.one_run import run_once
+
+SECONDS_BETWEEN_LOOKS = 0.2  # for a signal
+DIED = "a training's process died, most likely for lack of memory; pass fewer jobs, and the same command goes on"
+_Work: TypeAlias = "concurrent.futures.Future[None]"
+_interrupted = False
+
+
+def run_at_once(
+    study: str, trainings: Sequence[Sequence[RunConfig]], jobs: int, *, out: Path, console: Console, track: bool
+) -> None:
+    """Make the records of all runs, `jobs` trainings at a time.
+
+    Args:
+        trainings: the runs of each, which share it and differ in their test.
+        out, console, track: as in `experiment.run`; the text's tokens are in `out` already.
+
+    Raises:
+        KeyboardInterrupt: a process was interrupted; all have stopped, with checkpoints.
+        ChildProcessError: a process died; the others have stopped.
+        CheckpointError, TrainingError, EvaluationError, OSError: of the first training that failed; the others have stopped.
+    """
+    workers = min(jobs, len(trainings))
+    threads = max(1, torch.get_num_threads() // workers)
+    context = multiprocessing.get_context("spawn")
+    with (
+        deferred_interruption() as interrupted,
+        concurrent.futures.ProcessPoolExecutor(
+            workers, mp_context=context, initializer=_begin, initargs=(threads,)
+        ) as pool,
+    ):
+        work = functools.partial(_run_training, study, out=out, quiet=console.quiet, track=track)
+        asked = [pool.submit(work, runs) for runs in trainings]
+        try:
+            _wait(asked, interrupted)
+        except BaseException as error:
+            for child in multiprocessing.active_children():
+                child.terminate()
+            pool.shutdown(cancel_futures=True)
+            if isinstance(error, concurrent.futures.process.BrokenProcessPool):
+                raise ChildProcessError(DIED) from None
+            if isinstance(error, OSError) or type(error).__module__.startswith("alibi_attn."):
+                raise error.with_traceback(None) from error.__cause__  # raised here, and as there in its cause
+            raise
+
+
+def _wait(asked: Sequence[_Work], interrupted: Callable[[], bool]) -> None:
+    left: set[_Work] = set(asked)
+    while left:
+        done, left = concurrent.futures.wait(left, SECONDS_BETWEEN_LOOKS, concurrent.futures.FIRST_COMPLETED)
+        for future in done:
+            future.result()
+        if interrupted():
+            raise KeyboardInterrupt
+
+
+# What follows runs in the process of a worker.
+
+
+def _begin(threads: int) -> None:
+    torch.set_num_threads(threads)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def end_with_parent() -> None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGTERM)  # a checkpoint, as ever
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+def _run_training(study: str, runs: Sequence[RunConfig], *, out: Path, quiet: bool, track: bool) -> None:
+    global _interrupted
+    if _interrupted:  # what the pool has handed out ahead
+        raise KeyboardInterrupt
+    console = Console(quiet=quiet, force_terminal=False, highlight=False, soft_wrap=True)
+    try:
+        for run in runs:
+            run_once(study, run, _corpus(run.data, out), out, console, track)
+    except KeyboardInterrupt:
+        _interrupted = True
+        raise
+
+
+@functools.cache
+def _corpus(data: DataConfig, out: Path) -> Corpus:
+    return load_corpus(data, out / "tokens")
