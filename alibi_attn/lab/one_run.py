@@ -6,6 +6,7 @@ A training whose checkpoint is cut goes on, one that is finished is only tested.
 
 import contextlib
 import datetime
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -91,7 +92,8 @@ def run_once(study: str, config: RunConfig, corpus: Corpus, out: Path, console: 
         )
     if not evaluation:
         with console.status(f"{title}: testing at {', '.join(map(str, config.eval.lengths))}"):
-            evaluation = _evaluate(name, config, corpus, model.to(PartialState().device), asked, folder, console)
+            say = functools.partial(_say, console, title)
+            evaluation = _evaluate(name, config, corpus, model.to(PartialState().device), asked, folder, say)
     return [training, evaluation]
 
 
@@ -127,7 +129,7 @@ def _train(
         TextColumn("{task.fields[loss]:.3f} nats  {task.fields[speed]:,.0f} tokens/s"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console) as bar:
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task(title, total=config.train.steps, loss=float("nan"), speed=0.0)
         last = time.monotonic()
         first: checkpoint.Progress | None = None
@@ -137,7 +139,8 @@ def _train(
             first = first or progress
             speed = _tokens_per_second(config, progress, since=first)
             bar.update(task, completed=progress.step, loss=progress.loss_nats, speed=speed)
-            if not console.is_terminal and time.monotonic() - last >= SECONDS_BETWEEN_LINES:
+            late = time.monotonic() - last >= SECONDS_BETWEEN_LINES
+            if not console.is_terminal and (late or progress.step == config.train.steps):
                 last = time.monotonic()
                 left = (config.train.steps - progress.step) * config.train.batch_tokens / speed
                 console.print(
@@ -151,7 +154,8 @@ def _train(
             tell(progress)
 
         progress = train(config, corpus, folder, on_step=show_and_tell)
-        show(progress)
+        if console.is_terminal:  # one that was finished already has told nothing
+            show(progress)
     return progress
 
 
@@ -170,7 +174,7 @@ def _evaluate(
     model: LanguageModel,
     asked: Mapping[str, Json],
     folder: Path,
-    console: Console,
+    say: Callable[[str], None],
 ) -> Path:
     started = datetime.datetime.now(datetime.UTC)
     curves = all_curves(
@@ -178,7 +182,7 @@ def _evaluate(
         test_text(config, corpus),
         config.eval,
         encode=lambda text: corpus.tokenizer.encode(text).tolist(),
-        say=lambda sentence: console.print(f"  {escape(sentence)}"),
+        say=say,
     )
     record = records.make(
         "evaluation",
@@ -189,8 +193,13 @@ def _evaluate(
         started=started,
     )
     path = records.save(record, folder)
-    console.print(f"  nats per token {_summary(curves['by_length'])}  ({record.seconds:.0f} s)")
+    say(f"nats per token {_summary(curves['by_length'])}  ({record.seconds:.0f} s)")
     return path
+
+
+def _say(console: Console, title: str, sentence: str) -> None:
+    """Below the bar of a run, or, where several may write into one log, with its name."""
+    console.print(f"{'' if console.is_terminal else title + ':'}  {escape(sentence)}", soft_wrap=True)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -177,13 +178,14 @@ def test_what_is_wrong_is_said_before_anything_is_written(recipe, tmp_path):
     assert not any((out / name).exists() for name in ("records", "checkpoints"))
 
 
-def test_progress_is_shown_on_the_console_that_is_passed(recipe, tmp_path, capsys):
-    console = Console(record=True, width=120)
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_is_shown_on_the_console_that_is_passed(recipe, tmp_path, capsys, terminal):
+    console = Console(record=True, width=120, force_terminal=terminal)
     run(recipe, out=tmp_path, console=console)
     shown = console.export_text()
-    assert "tiny/alibi-16/seed-0" in shown
-    assert "tokens/s" in shown
-    assert "32: –" in shown  # learned positions have none there
+    assert re.search(r"tiny/alibi-16/seed-0.*tokens/s", shown)
+    named = "" if terminal else "\ntiny/learned-16/seed-0:"
+    assert re.search(rf"{named}  nats per token 16: \d\.\d+  32: –  \(\d+ s\)\n", shown)  # learned positions end there
     capsys.readouterr()
     run(recipe, out=tmp_path)
     assert capsys.readouterr().out == ""
