@@ -18,17 +18,17 @@ def deferred_interruption() -> Iterator[Callable[[], bool]]:
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False  # Python delivers signals to the main thread only
         return
-    seen = threading.Event()
+    seen: set[int] = set()  # no lock, as an Event has: a signal may come while another one's handler has it
     before = {number: signal.getsignal(number) for number in SIGNALS}
 
     def remember(number: int, frame: types.FrameType | None) -> None:
-        seen.set()
+        seen.add(number)
         signal.signal(number, before[signal.Signals(number)])
 
     for number in SIGNALS:
         signal.signal(number, remember)
     try:
-        yield seen.is_set
+        yield lambda: bool(seen)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
