@@ -11,6 +11,7 @@ import functools
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,7 +28,6 @@ from alibi_attn.lab.one_run import run_once
 SECONDS_BETWEEN_LOOKS = 0.2  # for a signal
 DIED = "a training's process died, most likely for lack of memory; pass fewer jobs, and the same command goes on"
 _Work: TypeAlias = "concurrent.futures.Future[None]"
-_interrupted = False
 
 
 def run_at_once(
@@ -40,8 +40,8 @@ def run_at_once(
         out, console, track: as in `experiment.run`; the text's tokens are in `out` already.
 
     Raises:
-        KeyboardInterrupt: a process was interrupted; all have stopped, with checkpoints.
-        ChildProcessError: a process died; the others have stopped.
+        KeyboardInterrupt: this process was interrupted; all have stopped, with checkpoints.
+        ChildProcessError: one of the others died or was stopped; all have stopped.
         CheckpointError, TrainingError, EvaluationError, OSError: of the first training that failed; the others have stopped.
     """
     workers = min(jobs, len(trainings))
@@ -55,6 +55,7 @@ def run_at_once(
     ):
         work = functools.partial(_run_training, study, out=out, quiet=console.quiet, track=track)
         asked = [pool.submit(work, runs) for runs in trainings]
+        pool.submit(int)  # wakes the pool's manager, which else does not watch a process that began while it slept
         try:
             _wait(asked, interrupted)
         except BaseException as error:
@@ -72,10 +73,10 @@ def _wait(asked: Sequence[_Work], interrupted: Callable[[], bool]) -> None:
     left: set[_Work] = set(asked)
     while left:
         done, left = concurrent.futures.wait(left, SECONDS_BETWEEN_LOOKS, concurrent.futures.FIRST_COMPLETED)
-        for future in done:
-            future.result()
         if interrupted():
             raise KeyboardInterrupt
+        for future in done:
+            future.result()
 
 
 # What follows runs in the process of a worker.
@@ -83,6 +84,7 @@ def _wait(asked: Sequence[_Work], interrupted: Callable[[], bool]) -> None:
 
 def _begin(threads: int) -> None:
     torch.set_num_threads(threads)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of them: the first process stops the others
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -94,16 +96,13 @@ def _begin(threads: int) -> None:
 
 
 def _run_training(study: str, runs: Sequence[RunConfig], *, out: Path, quiet: bool, track: bool) -> None:
-    global _interrupted
-    if _interrupted:  # what the pool has handed out ahead
-        raise KeyboardInterrupt
     console = Console(quiet=quiet, force_terminal=False, highlight=False, soft_wrap=True)
     try:
         for run in runs:
             run_once(study, run, _corpus(run.data, out), out, console, track)
     except KeyboardInterrupt:
-        _interrupted = True
-        raise
+        sys.stdout.flush()
+        os._exit(130)  # as an error it would be sent back, and the process would ask for more work
 
 
 @functools.cache
