@@ -149,6 +149,13 @@ def measured(task: Task, method: str, length: int) -> Measured:
     return _share(compared(own)) if task.name else _ratio(compared(own, scores(task, task.best, task.lengths[0])))
 
 
+def by_seed(task: Task, method: str, length: int) -> list[float]:
+    """What `measured` is the mean of, seed by seed."""
+    own, best = scores(task, method, length).seeds, scores(task, task.best, task.lengths[0]).seeds
+    seeds = sorted(own if task.name else own.keys() & best.keys())
+    return [own[seed] if task.name else _exp(best[seed] - own[seed]) for seed in seeds]
+
+
 def change(task: Task, method: str) -> Measured:
     """Of a text: the perplexity at the longest length over that at the trained one, the same tokens at both."""
     trained, longest = task.lengths
