@@ -302,9 +302,22 @@ def extrapolation(folder: str, trained: int) -> str:
     return table(head, rows)
 
 
-def judged() -> str:
+def longer_examples() -> str:
+    """Figure 4 at a quarter: perplexity of models trained at several lengths."""
+    found, rows = record("medium/paper-item-figure-4-*.json"), []
+    measured = {label: _by_length(found, label, "perplexity") for label in found.curves}
+    lengths = sorted({length for at in measured.values() for length in at})
+    for label, at in sorted(measured.items(), key=lambda one: (one[0].split(",")[0], min(one[1]))):
+        method, _, paper_length = label.partition(", L = ")
+        trained = f"{min(at):.0f}" if paper_length.isdecimal() else "each"
+        cells = [f"{at[length]:.1f}" if length in at else "" for length in lengths]
+        rows.append([f"{method}, trained at {trained}", *cells])
+    return table(["", *(f"at {length:.0f}" for length in lengths)], rows)
+
+
+def judged(folder: str) -> str:
     """How the paper's claims come out."""
-    found = [load(path) for path in sorted((ROOT / "results" / "paper").glob("*.json"))]
+    found = [load(path) for path in sorted((ROOT / "results" / folder).glob("*.json"))]
     by_identity = {identity(one.kind, one.name, one.config): one for one in found}
     items = [one for one in found if one.kind == "paper-item"]
     counts = Counter(verdict.word for item in items for verdict in verdicts(item, by_identity))
@@ -312,24 +325,13 @@ def judged() -> str:
     return f"Of {counts.total()} claims of the paper ([how they are judged](#verdicts)): {said}."
 
 
-TEXTS = {
-    "front": front,
-    "cpu": cpu,
-    "whole-models": whole_models,
-    "bf16": bf16,
-    "short": short,
-    "dropout": dropout,
-    "decoding": decoding,
-    "serving": serving,
-    "serving-peers": serving_peers,
-    "generating": generating,
-    "generating-peers": generating_peers,
-    "training": training,
-    "referee": referee,
-    "jax": jax,
+_OWN_NAMES = (front, cpu, whole_models, bf16, short, dropout, decoding, serving, serving_peers, generating, generating_peers,
+              training, referee, jax, longer_examples)  # fmt: skip
+TEXTS = {function.__name__.replace("_", "-"): function for function in _OWN_NAMES} | {
     "quarter": functools.partial(extrapolation, *QUARTER),
     "eighth": functools.partial(extrapolation, *EIGHTH),
-    "judged": judged,
+    "judged-quarter": functools.partial(judged, "medium"),
+    "judged": functools.partial(judged, "paper"),
 }
 
 
