@@ -1,6 +1,6 @@
 """Several trainings of an experiment at the same time on one machine, a process each.
 
-Small models leave most of a processor idle: two trainings with one thread each are done before one after the other with two.
+For processors with many cores, which one small model does not fill; on two cores it gains nothing (`docs/log.md`).
 Each process takes the next training that nobody has begun, with its share of the threads. They are stopped as one training is:
 each finishes its step and leaves a checkpoint.
 """
