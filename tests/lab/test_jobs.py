@@ -66,7 +66,7 @@ def test_jobs_leave_the_records_of_trainings_one_by_one(recipe, tmp_path, capfd)
 
 @pytest.mark.long
 def test_an_interruption_stops_all_and_each_goes_on_where_it_was(text_file, run_on, tmp_path):
-    recipe = recipe_of(*(run_on(text_file, method, steps=120) for method in ("alibi", "rotary")))
+    recipe = recipe_of(*(run_on(text_file, method, steps=400) for method in ("alibi", "rotary")))
     folder = tmp_path / "cut"
 
     when_training(folder, 2, lambda: os.kill(os.getpid(), signal.SIGTERM))
