@@ -23,7 +23,7 @@ from alibi_attn.records import Record, identity, load
 from alibi_attn.report import drawing, figures
 from alibi_attn.report.benchmarks import OURS, peer_times, times_by_length
 from alibi_attn.report.drawing import css
-from alibi_attn.report.referee import Measured, by_seed, comparisons, methods
+from alibi_attn.report.referee import by_seed, comparisons, methods
 from alibi_attn.report.referee_words import number
 from alibi_attn.report.series import Mode, Study, numbers, studies
 from alibi_attn.report.verdicts import verdicts
@@ -278,7 +278,7 @@ def referee() -> str:
     """What each method is good for at the trained and the longest length, by seed; of a text, perplexities over the lowest."""
     (tasks,) = comparisons(studies(map(load, sorted((ROOT / "results" / "referee").glob("*.json")))))
     names = {one.method: one.label for one in methods(tasks)}
-    rows = [[label, *(" / ".join(number(task, Measured(one, None)) for one in by_seed(task, method, at))
+    rows = [[label, *(" / ".join(number(task, one) for one in by_seed(task, method, at))
                       for task in tasks for at in task.lengths)] for method, label in names.items()]  # fmt: skip
     return table(["", *(f"{task.title}, {at:,}" for task in tasks for at in task.lengths)], rows)
 

@@ -126,8 +126,8 @@ def scores(task: Task, method: str, length: int) -> Scores:
 
 def compared(one: Scores, other: Scores | None = None) -> Measured:
     """The mean of some scores, or that of their differences from others, of equal seeds and equal parts."""
-    seeds = sorted(one.seeds if other is None else one.seeds.keys() & other.seeds.keys())
-    by_seed = np.array([one.seeds[seed] - (other.seeds[seed] if other else 0.0) for seed in seeds])
+    by_seed = _differences(one, other)
+    seeds, logs = list(by_seed), np.array(list(by_seed.values()))
     rows = [(one.parts[seed], other.parts[seed] if other else np.zeros(1)) for seed in seeds]
     if not seeds:
         return Measured(math.nan, None)
@@ -135,12 +135,18 @@ def compared(one: Scores, other: Scores | None = None) -> Measured:
     known = len(sizes) == 1 and min(sizes) > 3 and one.weights.size in sizes and one.weights.sum() > 0
     parts = np.mean([mine - theirs for mine, theirs in rows], axis=0) if known else np.empty(0)
     weights = one.weights / one.weights.sum() if known else np.empty(0)
-    bounds = mean_interval(Paired(logs=by_seed, parts=parts, weights=weights), parts="parts of what was scored")
-    value = float(by_seed.mean())
+    bounds = mean_interval(Paired(logs=logs, parts=parts, weights=weights), parts="parts of what was scored")
+    value = float(logs.mean())
     if bounds is not None:
         low, high = min(bounds.low, value - one.least), max(bounds.high, value + one.least)
         bounds = dataclasses.replace(bounds, low=low, high=high)
     return Measured(value, bounds)
+
+
+def _differences(one: Scores, other: Scores | None) -> dict[int, float]:
+    """The scores themselves, or how much they are above the others of equal seeds; by seed."""
+    seeds = sorted(one.seeds if other is None else one.seeds.keys() & other.seeds.keys())
+    return {seed: one.seeds[seed] - (other.seeds[seed] if other else 0.0) for seed in seeds}
 
 
 def measured(task: Task, method: str, length: int) -> Measured:
@@ -149,11 +155,11 @@ def measured(task: Task, method: str, length: int) -> Measured:
     return _share(compared(own)) if task.name else _ratio(compared(own, scores(task, task.best, task.lengths[0])))
 
 
-def by_seed(task: Task, method: str, length: int) -> list[float]:
-    """What `measured` is the mean of, seed by seed."""
-    own, best = scores(task, method, length).seeds, scores(task, task.best, task.lengths[0]).seeds
-    seeds = sorted(own if task.name else own.keys() & best.keys())
-    return [own[seed] if task.name else _exp(best[seed] - own[seed]) for seed in seeds]
+def by_seed(task: Task, method: str, length: int) -> list[Measured]:
+    """What `measured` is the mean of, seed by seed, without intervals."""
+    own, best = scores(task, method, length), scores(task, task.best, task.lengths[0])
+    found = [Measured(value, None) for value in _differences(own, None if task.name else best).values()]
+    return found if task.name else [_ratio(one) for one in found]
 
 
 def change(task: Task, method: str) -> Measured:
