@@ -22,6 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TypeAlias
 
+from alibi_attn import processor
 from alibi_attn.strict_json import JsonError, parse
 
 SCHEMA = 1
@@ -103,7 +104,8 @@ def machine() -> dict[str, Json]:
     if torch is not None and torch.cuda.is_available():
         gpu = torch.cuda.get_device_name()
     return {
-        "processor": _processor(),
+        "processor": processor.name(),
+        "instructions": processor.instructions(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_bytes": _memory_bytes(),
         "gpu": gpu,
@@ -345,16 +347,6 @@ def _dumps(value: object) -> str:
 
 def _git(folder: Path, *arguments: str) -> str:
     return subprocess.run(["git", *arguments], cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
-
-
-def _processor() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def _memory_bytes() -> int | None:

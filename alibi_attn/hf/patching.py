@@ -79,8 +79,8 @@ class Patch:
 def patch(model: nn.Module, backend: str = "auto", *, numerics: Numerics = "exact") -> Patch:
     """Let an ALiBi model of transformers compute its attention with `alibi_attention`, from now on.
 
-    Nothing n×n is built any more, neither scores nor masks. Without gradients on a CPU the linear maps are computed by oneDNN or,
-    for a few rows, by a kernel of ours, where torch would take MKL; BLOOM's GELU is one pass over memory instead of five.
+    Nothing n×n is built any more, neither scores nor masks. On a CPU the linear maps are computed by what is quickest there
+    (`alibi_attn/nn/linear.py`), which is not always what torch would take; BLOOM's GELU is one pass over memory instead of five.
 
     Works with padding on either side, `generate` in all its ways, dynamic and static caches, gradients and `torch.compile`.
     Weights, config, caches and saved files stay as they are, and `type(model)(model.config)` is an unpatched model. Logits at

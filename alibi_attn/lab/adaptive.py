@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from alibi_attn.lab.config import ConfigError
+from alibi_attn.nn.linear import Linear, linear
 
 FACTOR = 4  # by which each band is narrower than the one before; Baevski and Auli 2019, sec. 4.2
 
@@ -40,7 +41,7 @@ class AdaptiveInput(nn.Module):
         sizes = [stop - start for start, stop in itertools.pairwise(self.edges)]
         widths = [embed_dim // FACTOR**n for n in range(len(sizes))]
         self.tables = nn.ModuleList(nn.Embedding(size, width) for size, width in zip(sizes, widths, strict=True))
-        self.widen = nn.ModuleList(nn.Linear(width, embed_dim, bias=False) for width in widths)
+        self.widen = nn.ModuleList(Linear(width, embed_dim, bias=False) for width in widths)
 
     def forward(self, tokens: Tensor) -> Tensor:
         flat = tokens.flatten()
@@ -64,7 +65,7 @@ class AdaptiveSoftmax(nn.Module):
 
     def __init__(self, embed_dim: int, cutoffs: Sequence[int], *, dropout: float = 0.0) -> None:
         super().__init__()
-        self.classes = nn.Linear(embed_dim, len(cutoffs), bias=False)
+        self.classes = Linear(embed_dim, len(cutoffs), bias=False)
         self.dropout = nn.Dropout(dropout)
 
     def log_prob(self, x: Tensor, bands: AdaptiveInput) -> Tensor:
@@ -92,12 +93,12 @@ class AdaptiveSoftmax(nn.Module):
 
     def _head(self, x: Tensor, bands: AdaptiveInput) -> Tensor:
         """ln p of the first band's tokens and of the further bands' classes, [..., edges[1] + bands − 1]."""
-        return F.linear(x, torch.cat([_weight(bands.tables[0]), self.classes.weight])).float().log_softmax(-1)
+        return linear(x, torch.cat([_weight(bands.tables[0]), self.classes.weight])).float().log_softmax(-1)
 
     def _band(self, x: Tensor, bands: AdaptiveInput, n: int) -> Tensor:
         """The scores inside a further band, [..., tokens of the band] fp32."""
-        narrow = self.dropout(F.linear(x, _weight(bands.widen[n]).T))
-        return F.linear(narrow, _weight(bands.tables[n])).float()
+        narrow = self.dropout(linear(x, _weight(bands.widen[n]).T))
+        return linear(narrow, _weight(bands.tables[n])).float()
 
 
 def _weight(module: nn.Module) -> Tensor:

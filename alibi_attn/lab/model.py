@@ -34,6 +34,7 @@ from alibi_attn.lab.attention import Context, LayerCache, attend
 from alibi_attn.lab.config import Architecture, ConfigError, ModelConfig, Stretch
 from alibi_attn.lab.hooks import Bias, ContentBias, ForgetGates, LayerInput, Pass, PositionError, PositionMethod
 from alibi_attn.lab.positions import check_segments, check_stretch, position_method
+from alibi_attn.nn.linear import Linear, linear
 
 PREFILL_TOKENS = 2048  # of a prompt that are read at one time, so that only the caches grow with its length
 _LOGITS_AT_ONCE = 1 << 20  # 4 MiB of fp32: within the caches of a core, and of a size that malloc uses again
@@ -149,12 +150,12 @@ class LanguageModel(nn.Module):
     def _logits(self, x: Tensor) -> Tensor:
         if isinstance(self.embedding, AdaptiveInput):
             return self.softmax.log_prob(x, self.embedding)
-        return F.linear(x, self.embedding.weight)
+        return linear(x, self.embedding.weight)
 
     def _losses(self, x: Tensor, targets: Tensor) -> Tensor:
         if isinstance(self.embedding, AdaptiveInput):
             return self.softmax.loss(x, targets, self.embedding)
-        logits = F.linear(x, self.embedding.weight).flatten(0, 1)
+        logits = linear(x, self.embedding.weight).flatten(0, 1)
         # On a CPU some rows at a time, which stay in the cache from the product to the loss; the numbers are the same.
         rows = max(1, _LOGITS_AT_ONCE // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
         parts = zip(logits.split(rows), targets.flatten().split(rows), strict=True)
@@ -213,14 +214,14 @@ class Block(nn.Module):
         self.num_heads, self.attention_dropout = config.num_heads, config.attention_dropout
         self.activation = _ACTIVATIONS[config.architecture]
         self.attention_norm = _norm(config)
-        self.q = nn.Linear(width, width, bias=bias)
-        self.k = nn.Linear(width, width, bias=bias)
-        self.v = nn.Linear(width, width, bias=bias)
-        self.attention_out = nn.Linear(width, width, bias=bias)
+        self.q = Linear(width, width, bias=bias)
+        self.k = Linear(width, width, bias=bias)
+        self.v = Linear(width, width, bias=bias)
+        self.attention_out = Linear(width, width, bias=bias)
         self.ffn_norm = _norm(config)
-        self.ffn_gate = nn.Linear(width, hidden, bias=False) if config.architecture == "modern" else None
-        self.ffn_in = nn.Linear(width, hidden, bias=bias)
-        self.ffn_out = nn.Linear(hidden, width, bias=bias)
+        self.ffn_gate = Linear(width, hidden, bias=False) if config.architecture == "modern" else None
+        self.ffn_in = Linear(width, hidden, bias=bias)
+        self.ffn_out = Linear(hidden, width, bias=bias)
         self.dropout, self.activation_dropout = _dropout(config.dropout), _dropout(config.activation_dropout)
 
     def forward(self, x: Tensor, places: Places, cache: LayerCache | None) -> Tensor:

@@ -37,6 +37,7 @@ from alibi_attn.lab.config import ModelConfig, RunConfig, check_choice
 from alibi_attn.lab.data import Corpus
 from alibi_attn.lab.parallel import prepare
 from alibi_attn.lab.train import Step, steps
+from alibi_attn.nn.linear import is_slow
 from alibi_attn.recipes import quick
 
 Size: TypeAlias = Literal["smoke", "small", "medium"]  # the scales that one processor trains at
@@ -251,7 +252,9 @@ def _shares(config: RunConfig) -> dict[str, records.Json]:
 
 @functools.cache
 def _operands(precision: Precision) -> Callable[[], object]:
-    return matrix_product(PRECISIONS[precision][1])
+    """Of the dtype in which the training multiplies: of bf16 that is fp32 where the processor has no products in bf16."""
+    dtype = PRECISIONS[precision][1]
+    return matrix_product(torch.float32 if is_slow(dtype) else dtype)
 
 
 def _product_ms(precision: Precision) -> float:

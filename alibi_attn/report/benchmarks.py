@@ -15,6 +15,7 @@ from alibi_attn.records import Record
 from alibi_attn.report import drawing
 from alibi_attn.report.drawing import End
 from alibi_attn.report.series import numbers
+from alibi_attn.report.tables import processor_text
 
 OURS = "ours"
 _MEMORY = ("peak_memory_bytes", "cache_bytes")
@@ -139,7 +140,7 @@ def facts(record: Record) -> Sequence[tuple[str, str]]:
         for name in record.curves
         for why, lengths in _reasons(record, name).items()
     ]
-    return [("machine", str(record.machine.get("gpu") or record.machine.get("processor", ""))), *said]
+    return [("machine", str(record.machine.get("gpu") or processor_text(record.machine))), *said]
 
 
 def _reasons(record: Record, name: str) -> dict[str, list[int]]:

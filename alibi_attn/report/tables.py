@@ -301,11 +301,17 @@ def _mebibytes(value: float) -> str:
     return f"{value / 2**20:,.0f} MiB"
 
 
+def processor_text(machine: Mapping[str, Json]) -> str:
+    """A processor, and the best instructions it has where that was recorded; empty where nothing was."""
+    name, has = machine.get("processor"), machine.get("instructions")
+    return f"{name} ({has})" if name and has else str(name or "")
+
+
 def machine_text(machine: Mapping[str, Json]) -> str:
     """A machine in a few words."""
     memory = machine.get("memory_bytes")
     parts = [
-        machine.get("processor"),
+        processor_text(machine),
         f"{machine['cores']} cores" if machine.get("cores") else None,
         f"{memory / 2**30:.0f} GiB" if isinstance(memory, int | float) else None,
         machine.get("gpu"),

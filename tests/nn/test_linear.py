@@ -1,71 +1,189 @@
-"""Linear maps without gradients: the product to rounding, of any number of rows, and torch's own where these are not for."""
+"""Linear maps on a CPU: the product to rounding, of any number of rows, its gradients; torch's own where ours are not for it."""
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from alibi_attn.nn import linear
+from alibi_attn import processor
+from alibi_attn.nn import ALiBiTransformerBlock, linear
+
+HALF = [torch.bfloat16, torch.float16]
 
 
-@pytest.fixture(autouse=True)
-def _no_gradients():
-    with torch.no_grad():
-        yield
+@pytest.fixture(params=[False, True], ids=["as this processor is", "without half precision, MKL slow"])
+def poor(request, monkeypatch) -> bool:
+    """Whether the processor is said to have no products in half precision, and slow ones by MKL."""
+    if request.param:
+        monkeypatch.setattr(linear, "is_slow", lambda dtype: dtype in HALF)
+        monkeypatch.setattr(linear, "mkl_is_slow", lambda: True)
+    return request.param
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 70])
+@pytest.fixture
+def slow_half(monkeypatch) -> None:
+    monkeypatch.setattr(linear, "is_slow", lambda dtype: dtype in HALF)
+
+
+def expect_the_product(got: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """To one rounding into its dtype and to those of sums in fp32."""
+    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    terms = F.linear(x.double().abs(), weight.double().abs()) + (0.0 if bias is None else bias.double().abs())
+    rounded = exact.abs() * torch.finfo(got.dtype).eps / 2
+    # Sixteen sums and more run beside one another: what an error may be grows with their length.
+    allowed = rounded + terms * (x.shape[-1] / 16 + 16) * 2.0**-24 + torch.finfo(got.dtype).smallest_normal
+    assert got.shape == exact.shape
+    assert bool(((got.double() - exact).abs() <= allowed).all())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+@pytest.mark.parametrize("rows", [1, 4, 5, 70])
 @pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (31, 5), (64, 33), (300, 257)])
-def test_it_is_the_product_to_rounding(dtype, rows, inputs, outputs):
+def test_it_is_the_product_to_rounding(dtype, rows, inputs, outputs, poor):
     x, weight, bias = (torch.randn(shape).to(dtype) for shape in ((1, rows, inputs), (outputs, inputs), (outputs,)))
     for b in (bias, None):
-        got = linear.linear(x, weight, b)
+        got = linear.quicker(x, weight, b)
         if got is None:
-            assert dtype == torch.bfloat16, "torch's own product of many rows is by oneDNN already"
-            assert rows > 4
+            assert rows <= 4 or not poor, "this is what it is for"
             continue
-        exact = nn.functional.linear(x.double(), weight.double(), None if b is None else b.double())
-        terms = nn.functional.linear(x.double().abs(), weight.double().abs()) + bias.double().abs()
-        rounded = exact.abs() * torch.finfo(dtype).eps / 2
-        # Sixteen sums and more run beside one another: what an error may be grows with their length.
-        allowed = rounded + terms * (inputs / 16 + 16) * 2.0**-24
-        assert got.shape == exact.shape
         assert got.dtype == dtype
-        assert bool(((got.double() - exact).abs() <= allowed).all())
+        expect_the_product(got, x, weight, b)
 
 
-def test_rows_of_any_shape_and_stride():
+@torch.no_grad()
+def test_rows_of_any_shape_and_stride(poor):
     weight, bias = torch.randn(6, 8), torch.randn(6)
     for x in (torch.randn(8), torch.randn(2, 1, 2, 8), torch.randn(8, 3).mT, torch.randn(3, 5, 16)[..., ::2]):
-        torch.testing.assert_close(linear.linear(x, weight, bias), nn.functional.linear(x, weight, bias))
+        for dtype in (torch.float32, torch.bfloat16):
+            narrow = (x.to(dtype), weight.to(dtype), bias.to(dtype))
+            expect_the_product(linear.linear(*narrow), *narrow)
+            turned = (x.to(dtype), weight.to(dtype).T.contiguous().T, bias.to(dtype))
+            expect_the_product(linear.linear(*turned), *turned)
 
 
+@torch.no_grad()
+def test_weights_are_widened_some_at_a_time(slow_half, monkeypatch):
+    x, weight, bias = (torch.randn(shape).bfloat16() for shape in ((2, 9, 12), (50, 12), (50,)))
+    for at_once in (1, 12 * 7, 12 * 50):
+        monkeypatch.setattr(linear, "_WIDENED_AT_ONCE", at_once)
+        expect_the_product(linear.linear(x, weight, bias), x, weight, bias)
+        expect_the_product(linear.linear(x, weight), x, weight, None)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_gradients_of_widened_products(dtype, slow_half):
+    tensors = [torch.randn(shape).to(dtype).requires_grad_() for shape in ((3, 20, 16), (24, 16), (24,))]
+    upstream = torch.randn(3, 20, 24).to(dtype)
+    got = torch.autograd.grad(linear.linear(*tensors), tensors, upstream)
+    x, weight, _ = (tensor.detach() for tensor in tensors)
+    rows = upstream.flatten(0, 1)
+    expect_the_product(got[0], upstream, weight.T, None)
+    expect_the_product(got[1], rows.T, x.flatten(0, 1).T, None)
+    expect_the_product(got[2][None], torch.ones(1, 60).to(dtype), rows.T, None)
+    assert [gradient.dtype for gradient in got] == [dtype] * 3
+    only = torch.autograd.grad(linear.linear(*tensors), tensors[1:2], upstream)  # one of three
+    torch.testing.assert_close(only[0], got[1])
+
+
+def test_autocast_narrows_both_and_keeps_the_gradient_wide(slow_half):
+    layer, x = linear.Linear(16, 24), torch.randn(2, 9, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = layer(x)
+    expected = layer.bfloat16()(x.bfloat16())
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got, expected)
+    layer.float()
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        torch.testing.assert_close(layer(x), expected)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer.double()(x.double()).dtype == torch.float64  # which autocast leaves alone
+        layer.float()(x).float().square().sum().backward()
+    assert layer.weight.grad.dtype == torch.float32
+
+
+def test_a_training_in_bf16_is_the_same_with_widened_products(slow_half, monkeypatch):
+    torch.manual_seed(0)
+    block, x = ALiBiTransformerBlock(32, 4), torch.randn(2, 24, 32)
+
+    def gradients(recompute: bool) -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
+        return list(torch.autograd.grad(y.float().square().mean(), list(block.parameters())))
+
+    ours, again = gradients(False), gradients(True)
+    monkeypatch.setattr(linear, "is_slow", lambda dtype: False)
+    for found, other, of_torch in zip(ours, again, gradients(False), strict=True):
+        assert torch.equal(found, other)
+        scale = float(of_torch.abs().max())
+        torch.testing.assert_close(found, of_torch, rtol=0, atol=scale * 2.0**-5)
+        assert found.dtype == torch.float32
+
+
+@torch.no_grad()
 def test_torch_computes_what_is_not_for_it(monkeypatch):
-    x, weight, bias = torch.randn(1, 8), torch.randn(6, 8), torch.randn(6)
-    assert linear.linear(x, weight, bias) is not None
-    assert linear.linear(x.double(), weight.double(), bias.double()) is None
-    assert linear.linear(x.bfloat16(), weight, bias) is None
-    assert linear.linear(x, weight, bias.double()) is None
-    assert linear.linear(x, torch.randn(8, 6).mT, bias) is None
-    assert linear.linear(x[:0], weight, bias) is None
-    assert linear.linear(x.to("meta"), weight.to("meta"), bias.to("meta")) is None
+    monkeypatch.setattr(linear, "mkl_is_slow", lambda: True)
+    x, weight, bias = torch.randn(9, 8), torch.randn(6, 8), torch.randn(6)
+    assert linear.quicker(x, weight, bias) is not None
+    assert linear.quicker(x.double(), weight.double(), bias.double()) is None
+    assert linear.quicker(x.bfloat16(), weight, bias) is None
+    assert linear.quicker(x, weight, bias.double()) is None
+    assert linear.quicker(x, torch.randn(8, 6).mT, bias) is None
+    assert linear.quicker(x[:0], weight, bias) is None
+    assert linear.quicker(x.to("meta"), weight.to("meta"), bias.to("meta")) is None
     with torch.enable_grad():
-        assert linear.linear(x, weight, bias) is None
-    with torch.autocast("cpu"):
-        assert linear.linear(x, weight, bias) is None
-    monkeypatch.setattr(torch._C, "_get_mkldnn_enabled", lambda: False)  # as torch.backends.mkldnn.flags sets it
-    assert linear.linear(x.expand(9, 8), weight, bias) is None
+        assert linear.quicker(x, weight, bias) is None
+    with torch.autocast("cpu"), monkeypatch.context() as quick:
+        quick.setattr(linear, "is_slow", lambda dtype: False)
+        assert linear.quicker(x, weight, bias) is None
     with FlopCounterMode(display=False):
-        assert linear.linear(x, weight, bias) is None
+        assert linear.quicker(x, weight, bias) is None
+    monkeypatch.setattr(torch._C, "_get_mkldnn_enabled", lambda: False)  # as torch.backends.mkldnn.flags sets it
+    assert linear.quicker(x, weight, bias) is None
 
 
-def test_in_the_place_of_a_forward():
+def test_what_is_slow_is_asked_of_the_processor():
+    assert not linear.is_slow(torch.float32)
+    for dtype in HALF:
+        assert linear.is_slow(dtype) != getattr(torch.ops.mkldnn, linear._SUPPORTED[dtype])()
+    if processor.is_intel():
+        assert not linear.mkl_is_slow()
+
+
+def test_rounded_maps_are_torchs_but_for_what_the_processor_cannot(monkeypatch):
+    layer = linear.RoundedLinear(8, 6)
+    of_torch = nn.Linear(8, 6)
+    of_torch.load_state_dict(layer.state_dict())
+    for supported in (True, False):
+        monkeypatch.setattr(linear, "is_slow", lambda dtype, supported=supported: not supported and dtype in HALF)
+        for rows in (1, 9):
+            x = torch.randn(rows, 8)
+            assert torch.equal(layer.float()(x), of_torch.float()(x))
+            narrow = x.bfloat16()
+            got = layer.bfloat16()(narrow)
+            expect_the_product(got, narrow, layer.weight, layer.bias)
+            if supported:
+                assert torch.equal(got, of_torch.bfloat16()(narrow))
+        left, right = torch.randn(2, 3, 5, 7).half(), torch.randn(2, 3, 7, 4).half()
+        expected = torch.matmul(left.double(), right.double())
+        torch.testing.assert_close(
+            linear.matmul(left, right).double(), expected, rtol=2**-11, atol=1e-5 if supported else 1e-6
+        )
+        assert torch.equal(linear.matmul(left.float(), right.float()), left.float() @ right.float())
+
+
+@torch.no_grad()
+def test_in_the_place_of_a_forward(poor):
     layer, x = nn.Linear(8, 6), torch.randn(2, 3, 8)
-    torch.testing.assert_close(linear.forward(layer, x), layer(x))
-    with torch.enable_grad():
-        assert linear.forward(layer, x).requires_grad
-    mapped = torch.vmap(lambda row: linear.forward(layer, row))(x)
-    torch.testing.assert_close(mapped, layer(x))
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        linear.forward(layer, torch.randn(3, 7))
+    ours = linear.Linear(8, 6)
+    ours.load_state_dict(layer.state_dict())
+    for forward in (ours, lambda x: linear.forward(layer, x)):
+        torch.testing.assert_close(forward(x), layer(x))
+        with torch.enable_grad():
+            assert forward(x).requires_grad
+        torch.testing.assert_close(torch.vmap(forward)(x), layer(x))
+        torch.testing.assert_close(torch.func.jacrev(forward)(x[0, 0]), layer.weight)
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            forward(torch.randn(3, 7))

@@ -17,6 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from alibi_attn.attention.api import alibi_attention
 from alibi_attn.hf.bert.config import ALiBiBertConfig
 from alibi_attn.hf.bert.packing import Packing
+from alibi_attn.nn.linear import Linear
 
 
 class ALiBiBertEmbeddings(nn.Module):
@@ -48,7 +49,7 @@ class ALiBiBertSelfAttention(nn.Module):
         super().__init__()
         self.num_heads = config.num_attention_heads
         self.dropout_p = config.attention_probs_dropout_prob
-        self.Wqkv = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=config.qkv_bias)
+        self.Wqkv = Linear(config.hidden_size, 3 * config.hidden_size, bias=config.qkv_bias)
         self.layer_norm_q: nn.LayerNorm | None = None
         self.layer_norm_k: nn.LayerNorm | None = None
         if config.qk_norm:
@@ -76,7 +77,7 @@ class ALiBiBertSelfOutput(nn.Module):
 
     def __init__(self, config: ALiBiBertConfig) -> None:
         super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.dense = Linear(config.hidden_size, config.hidden_size)
         self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
@@ -103,8 +104,8 @@ class ALiBiBertMLP(nn.Module):
         super().__init__()
         self.activates_second = config.gate == "second"
         self.act = F.gelu if config.gate_act == "gelu" else F.relu
-        self.gated_layers = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
-        self.wo = nn.Linear(config.intermediate_size, config.hidden_size)
+        self.gated_layers = Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
+        self.wo = Linear(config.intermediate_size, config.hidden_size)
         self.layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
@@ -153,7 +154,7 @@ class ALiBiBertPooler(nn.Module):
 
     def __init__(self, config: ALiBiBertConfig) -> None:
         super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.dense = Linear(config.hidden_size, config.hidden_size)
 
     def forward(self, first: Tensor) -> Tensor:
         """[B, E] -> [B, E]"""
@@ -165,7 +166,7 @@ class ALiBiBertTransform(nn.Module):
 
     def __init__(self, config: ALiBiBertConfig) -> None:
         super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.dense = Linear(config.hidden_size, config.hidden_size)
         self.act = ACT2FN[config.hidden_act]
         self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
@@ -179,7 +180,7 @@ class ALiBiBertPredictions(nn.Module):
     def __init__(self, config: ALiBiBertConfig) -> None:
         super().__init__()
         self.transform = ALiBiBertTransform(config)
-        self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
+        self.decoder: nn.Linear = Linear(config.hidden_size, config.vocab_size)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.decoder(self.transform(x))

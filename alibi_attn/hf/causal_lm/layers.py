@@ -14,6 +14,7 @@ from alibi_attn.hf import dialect
 from alibi_attn.hf.causal_lm import rounding
 from alibi_attn.hf.causal_lm.config import ALiBiCausalLMConfig
 from alibi_attn.hf.dialect import Dialect, Numerics
+from alibi_attn.nn.linear import Linear, RoundedLinear
 
 
 class Block(GradientCheckpointingLayer):  # type: ignore[no-untyped-call]
@@ -43,10 +44,10 @@ class Attention(nn.Module):
         self.alibi_dialect = Dialect(
             config.slopes_at(0), config.scale(layer), config.backend, cast("Numerics", config.numerics)
         )
-        self.qkv_proj = nn.Linear(config.hidden_size, sum(self.sizes), bias=config.attention_bias)
+        self.qkv_proj = linear_class(config)(config.hidden_size, sum(self.sizes), bias=config.attention_bias)
         self.q_norm = norm(config, self.sizes[0]) if config.qk_norm else nn.Identity()
         self.k_norm = norm(config, self.sizes[1]) if config.qk_norm else nn.Identity()
-        self.out_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.output_bias)
+        self.out_proj = linear_class(config)(config.hidden_size, config.hidden_size, bias=config.output_bias)
 
     def forward(self, x: Tensor, mask: Tensor, cache: Cache | None) -> Tensor:
         qkv: Tensor = self.qkv_proj(x)
@@ -85,9 +86,10 @@ class FeedForward(nn.Module):
     def __init__(self, config: ALiBiCausalLMConfig) -> None:
         super().__init__()
         width, hidden, bias = config.hidden_size, config.intermediate_size, config.ffn_bias
-        self.gate_proj = nn.Linear(width, hidden, bias=bias) if config.gated else None
-        self.up_proj = nn.Linear(width, hidden, bias=bias)
-        self.down_proj = nn.Linear(hidden, width, bias=bias)
+        maps = linear_class(config)
+        self.gate_proj = maps(width, hidden, bias=bias) if config.gated else None
+        self.up_proj = maps(width, hidden, bias=bias)
+        self.down_proj = maps(hidden, width, bias=bias)
         self.act = ACT2FN[config.hidden_act]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -113,3 +115,8 @@ def norm(config: ALiBiCausalLMConfig, size: int) -> nn.Module:
     if config.norm == "rms":
         return (RoundedRMSNorm if config.rounds else nn.RMSNorm)(size, eps=config.norm_eps)
     return nn.LayerNorm(size, eps=config.norm_eps, bias=config.norm_bias)
+
+
+def linear_class(config: ALiBiCausalLMConfig) -> type[nn.Linear]:
+    """Of the model's linear maps: by what is quickest on a CPU, or rounded as the original's where its numbers are asked for."""
+    return Linear if config.numerics == "exact" else RoundedLinear

@@ -20,8 +20,9 @@ from alibi_attn.hf import checkpoints, masks
 from alibi_attn.hf.cache import ALiBiCache
 from alibi_attn.hf.causal_lm import loading
 from alibi_attn.hf.causal_lm.config import ALiBiCausalLMConfig
-from alibi_attn.hf.causal_lm.layers import Block, norm
+from alibi_attn.hf.causal_lm.layers import Block, linear_class, norm
 from alibi_attn.hf.dialect import Numerics
+from alibi_attn.nn.linear import linear
 
 ROWS = 8192  # of a head whose lengths are computed at one time
 IGNORED = {"trust_remote_code", "use_safetensors", "weights_only"}  # nothing is trusted, and both are always so
@@ -59,7 +60,7 @@ class ALiBiForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
         self.embedding_dropout = nn.Dropout(config.embedding_dropout)
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = norm(config, config.hidden_size)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = linear_class(config)(config.hidden_size, config.vocab_size, bias=False)
         self.gradient_checkpointing = False
         self.post_init()  # type: ignore[no-untyped-call]
 
@@ -186,7 +187,7 @@ class ALiBiForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
         wide = torch.promote_types(weight.dtype, torch.float32)
         lengths = [torch.linalg.vector_norm(rows, dim=1, dtype=wide) for rows in weight.split(ROWS)]
         factors = self.config.logit_scale / torch.cat(lengths).clamp(min=1e-12)
-        return (nn.functional.linear(x, weight) * factors).to(x.dtype)
+        return (linear(x, weight) * factors).to(x.dtype)
 
     def _times(self, x: Tensor, factor: float) -> Tensor:
         """x·factor; the originals round the factor first."""

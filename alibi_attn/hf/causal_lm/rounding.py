@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from alibi_attn.hf import dialect
 from alibi_attn.hf.causal_lm.config import ALiBiCausalLMConfig
+from alibi_attn.nn.linear import matmul
 
 
 def attended(
@@ -32,7 +33,7 @@ def attended(
         bias = _bias(config, at, key.shape[2], config.stretch(key_len), query.dtype)
         scores = _scaled(config, layer, query[:, :, rows], keys) + bias
         weights = nn.functional.softmax(scores.masked_fill(hidden, lowest), dim=-1)
-        outputs.append(nn.functional.dropout(weights, dropout_p) @ values)
+        outputs.append(matmul(nn.functional.dropout(weights, dropout_p), values))
     return dialect.merged(torch.cat(outputs, dim=2))
 
 
@@ -40,8 +41,8 @@ def _scaled(config: ALiBiCausalLMConfig, layer: int, query: Tensor, key: Tensor)
     """[B, H, rows, S], by the operations of the originals in their order."""
     scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
     if config.checkpoint_rounding == "counts":
-        return (query * scale) @ key.mT
-    scores = query @ key.mT
+        return matmul(query * scale, key.mT)
+    scores = matmul(query, key.mT)
     if config.checkpoint_rounding == "positions":
         return scores / (1 / scale)
     scores = scores / torch.tensor(1 / scale, dtype=scores.dtype, device=scores.device)

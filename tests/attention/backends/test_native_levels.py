@@ -20,6 +20,7 @@ from differential_fuzz import fuzz
 from alibi_attn import explain
 from alibi_attn.attention.backends.native import build, levels
 from alibi_attn.attention.backends.native.levels import LEVELS, NATIVE, V2, V3, V4, Level
+from alibi_attn.processor import features
 
 TOLERANCE = {torch.float32: 2.0**-23 / 32, torch.float64: 2.0**-52 / 32}
 SSE2 = Level("sse2", "SSE2", ("-march=x86-64",), frozenset())  # below those that a wheel has, for vectors of 16 bytes
@@ -97,7 +98,7 @@ def macros(*flags: str) -> set[str]:
 
 @pytest.mark.skipif(not LONG_LIST, reason="x86-64 has these levels")
 def test_a_level_needs_what_its_flags_allow_the_compiler() -> None:
-    here, own = levels.features(), macros("-march=native")
+    here, own = features(), macros("-march=native")
     for level in LEVELS:
         needs, allowed = {NAMED_OTHERWISE.get(name, name.upper()) for name in level.needs}, macros(*level.flags)
         assert needs <= allowed

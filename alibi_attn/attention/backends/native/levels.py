@@ -5,9 +5,9 @@ is in the names of its files, its words are those of `alibi_instructions` in `fo
 the x86-64 psABI; what belongs to them goes here by the names of /proc/cpuinfo, where Linux lists what it has switched on.
 """
 
-import functools
-from pathlib import Path
 from typing import NamedTuple
+
+from alibi_attn.processor import features
 
 V2 = frozenset({"cx16", "lahf_lm", "pni", "popcnt", "sse4_1", "sse4_2", "ssse3"})
 V3 = V2 | {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "xsave"}
@@ -34,13 +34,3 @@ LEVELS = (
     Level("avx2", "AVX2", ("-march=x86-64-v3",), V3),
 )
 NATIVE = Level("native", "this processor's", ("-march=native",), frozenset())  # in no wheel
-
-
-@functools.cache
-def features() -> frozenset[str]:
-    """The flags that /proc/cpuinfo lists; none where there is no such file or no such line."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return frozenset()
-    return frozenset(next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), ()))
