@@ -32,10 +32,9 @@ ROOT = Path(__file__).parent.parent
 DOCUMENTS = ("README.md", *(f"docs/{name}.md" for name in ("performance", "paper", "hf", "jax", "lab")))
 MARKED = re.compile(r"(<!-- from records: ([\w-]+) -->)\n.*?\n?(<!-- end -->)", re.DOTALL)
 CPU, ENCODER, SERVING = "benchmark-cpu-noise-*.json", "benchmark-embedding-texts-*.json", "benchmark-serving-{}-*.json"
-JAX = "benchmark-jax-cpu-noise-*.json"
-BF16, BATCHES = "benchmark-cpu-bf16-noise-*.json", (16, 8)
-TRAINING = "benchmark-training-medium-*.json"
-GENERATING = "benchmark-generating-bloom-*.json"
+BF16, JAX, BATCHES = "benchmark-cpu-bf16-noise-*.json", "benchmark-jax-cpu-noise-*.json", (16, 8)
+TRAINING, GENERATING = "benchmark-training-medium-*.json", "benchmark-generating-bloom-*.json"
+AVX2 = "avx2/"  # what was measured without AVX-512
 FAMILIES = {"bloom": "BLOOM", "mpt": "MPT", "falcon": "Falcon-RW"}
 NO_BIAS, DENSE_BIAS = "SDPA, causal, no bias", "SDPA, dense bias"
 # The peers of a picture and of a table, by their names in the record, and how they are called here.
@@ -136,8 +135,7 @@ def drawn(name: str) -> str:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *rows])
 
 
 def ratios(found: Record) -> dict[str, dict[int, float]]:
@@ -167,9 +165,9 @@ def front() -> str:
     )
 
 
-def cpu() -> str:
+def cpu(folder: str = "") -> str:
     """Attention on a CPU, every length."""
-    found = ratios(of_peers(CPU, TABLED))
+    found = ratios(of_peers(folder + CPU, TABLED))
     rows = [
         [f"{length:,}", _time(ours), *(_ratio(found[name].get(length)) for name in TABLED.values() if name != OURS)]
         for length, ours in sorted(found[OURS].items())
@@ -177,9 +175,11 @@ def cpu() -> str:
     return table(["tokens", *TABLED.values()], rows)
 
 
-def bf16() -> str:
+def bf16(folder: str = "") -> str:
     """Attention in bf16, beside the same numbers in fp32."""
-    return _beside(record(BF16), OURS, "tokens", ["ours, fp32", "causal, no bias", "SDPA + dense bias"], CALLED)
+    return _beside(
+        record(folder + BF16), OURS, "tokens", ["ours, fp32", "causal, no bias", "SDPA + dense bias"], CALLED
+    )
 
 
 def short() -> str:
@@ -332,6 +332,8 @@ TEXTS = {function.__name__.replace("_", "-"): function for function in _OWN_NAME
     "eighth": functools.partial(extrapolation, *EIGHTH),
     "judged-quarter": functools.partial(judged, "medium"),
     "judged": functools.partial(judged, "paper"),
+    "cpu-avx2": functools.partial(cpu, AVX2),
+    "bf16-avx2": functools.partial(bf16, AVX2),
 }
 
 
