@@ -7,7 +7,7 @@ See pytorch.org/docs/stable/notes/extending.func.html.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,8 +15,16 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch.autograd.forward_ad import unpack_dual
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+
+def constant_when_compiled(function: Function) -> Function:
+    """As `torch.compiler.assume_constant_result`, which also imports torch's compiler: that takes as long as torch itself."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@constant_when_compiled
 def transforms() -> tuple[str, ...]:
     """The transforms of torch.func that the call is inside of, the outermost first: Grad, Vmap, Jvp."""
     return tuple(level.key().name for level in retrieve_all_functorch_interpreters())

@@ -19,7 +19,7 @@ from alibi_attn.attention.spec import (
     check_slopes,
     dtype_name,
 )
-from alibi_attn.attention.transforms import is_traced, may_read, transforms
+from alibi_attn.attention.transforms import constant_when_compiled, is_traced, may_read, transforms
 from alibi_attn.slopes import alibi_slopes
 
 SegmentIds = Tensor | tuple[Tensor, Tensor]
@@ -118,7 +118,7 @@ def _default_slopes(num_heads: int, dtype: torch.dtype, query: Tensor) -> Tensor
     return slopes_beside(published, dtype, query)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_when_compiled
 def _published(num_heads: int) -> tuple[float, ...]:
     return _published_once(num_heads)
 

@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from alibi_attn import distributed
 from alibi_attn.attention.api import alibi_attention
 from alibi_attn.attention.backends.native import build as native
 from alibi_attn.attention.forgetting import forgetting_attention
 from alibi_attn.attention.toeplitz import toeplitz_attention
-from alibi_attn.distributed import context_parallel_attention, context_parallel_forgetting_attention
 from alibi_attn.lab.config import ConfigError
 from alibi_attn.lab.hooks import Bias, ByDistance, ContentBias, ForgetGates, Windowed
 from alibi_attn.nn import KVCache
@@ -156,9 +156,9 @@ def _attend_over_processes(
         )
     slopes = q.new_zeros(q.shape[1], dtype=torch.float32) if slopes is None else slopes
     if isinstance(bias, ForgetGates):
-        return context_parallel_forgetting_attention(q, k, v, bias.log_fgate, slopes, **given)
+        return distributed.context_parallel_forgetting_attention(q, k, v, bias.log_fgate, slopes, **given)
     key_bias = bias.key_bias if isinstance(bias, ContentBias) else None
-    return context_parallel_attention(q, k, v, slopes, key_bias=key_bias, **given)
+    return distributed.context_parallel_attention(q, k, v, slopes, key_bias=key_bias, **given)
 
 
 def _hidden(

@@ -3,6 +3,8 @@
 import copy
 import io
 import math
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -20,6 +22,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from alibi_attn import alibi_attention
 from alibi_attn.attention.dispatch import BACKENDS
+from alibi_attn.attention.transforms import constant_when_compiled
 from alibi_attn.nn import ALiBiAttention, ALiBiTransformerBlock
 
 every_backend = pytest.mark.parametrize("backend", [name for name in BACKENDS if name not in ("fused", "flex")])  # CPU
@@ -335,3 +338,24 @@ def test_the_checkers_notice_a_bit_and_a_number() -> None:
         assert_equal([x], [x.nextafter(torch.tensor(9.0))])
     with pytest.raises(AssertionError, match="not close"):
         assert_close([x], [x + 1e-3])
+
+
+def test_torchs_compiler_is_loaded_by_who_compiles_alone() -> None:
+    """It takes as long to load as torch itself."""
+    program = """
+import sys, torch
+import alibi_attn.distributed, alibi_attn.lab.experiment
+from alibi_attn import ALiBiAttention, alibi_attention
+x = torch.randn(1, 4, 300, 16, requires_grad=True)
+alibi_attention(x, x, x).sum().backward()
+ALiBiAttention(16, 4)(torch.randn(2, 5, 16))
+assert "torch._dynamo" not in sys.modules
+from alibi_attn.distributed import context_parallel_attention
+assert "torch._dynamo" in sys.modules, "it is disabled there"
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_what_is_constant_is_marked_as_torch_marks_it() -> None:
+    ours, of_torch = constant_when_compiled(lambda: 0), torch.compiler.assume_constant_result(lambda: 0)
+    assert vars(ours) == vars(of_torch) != {}

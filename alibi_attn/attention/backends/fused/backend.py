@@ -25,7 +25,7 @@ from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.certificate.tiles import Tiles, reach_and_scores
 from alibi_attn.attention.custom_op import register_maps, slope_gradients, spec_of
 from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.transforms import transformable, why_not_compiled
+from alibi_attn.attention.transforms import constant_when_compiled, transformable, why_not_compiled
 from alibi_attn.attention.visibility import first_positions, lse_dtype, may_see_nothing
 
 Spec = AttentionSpec[Tensor]
@@ -348,7 +348,7 @@ def _heaviest_first(weight: Tensor) -> Tensor:
     return weight.flatten().argsort(descending=True, stable=True)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_when_compiled
 def _missing(device: int | None) -> str | None:
     """What this machine lacks."""
     if importlib.util.find_spec("triton") is None:

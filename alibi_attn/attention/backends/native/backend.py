@@ -19,7 +19,7 @@ from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.custom_op import Gradients, Saved, clean, described, operator
 from alibi_attn.attention.eager import is_eager
 from alibi_attn.attention.spec import AttentionSpec, dropout_numbers, dtype_name
-from alibi_attn.attention.transforms import surely, why_not_compiled
+from alibi_attn.attention.transforms import constant_when_compiled, surely, why_not_compiled
 from alibi_attn.attention.visibility import first_positions
 
 Spec = AttentionSpec[Tensor]
@@ -31,7 +31,7 @@ FEWEST_SCORES = 2**17  # of all heads together: with fewer a call costs more tha
 WIDTH = 16  # numbers of the widest vector; head sizes are padded with zeros to a multiple of it
 NO_WINDOW, WIDEST_WINDOW = 0, 2**40
 
-_is_built = torch.compiler.assume_constant_result(build.why_not)
+_is_built = constant_when_compiled(build.why_not)
 
 
 def why_not(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> str | None:
