@@ -116,6 +116,11 @@ def machine() -> dict[str, Json]:
 
 def versions() -> dict[str, str]:
     """Installed versions of the packages that decide a result."""
+    return dict(_versions())
+
+
+@functools.cache
+def _versions() -> Mapping[str, str]:
     found = {}
     for package in _PACKAGES:
         try:

@@ -33,6 +33,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _what_modules_before_left_stays() -> None:
+    """As well: what torch.compile and JAX keep for good makes each later collection a second long, and every training has one."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_unconfigure() -> None:
     """What extensions hold is given back at the end, or they say that it leaked."""
     gc.unfreeze()

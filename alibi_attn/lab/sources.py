@@ -6,6 +6,7 @@ Read next: `tokenizing.py`.
 
 import hashlib
 import itertools
+import os
 import re
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -204,7 +205,10 @@ def check_part(name: str, part: Part, num_bytes: int) -> None:
 
 def _python_source() -> list[TextFile]:
     root = Path(sysconfig.get_path("stdlib"))
-    paths = [path for path in root.rglob("*.py") if not _NOT_LIBRARY & set(path.relative_to(root).parts)]
+    paths: list[Path] = []
+    for folder, inside, names in os.walk(root):
+        inside[:] = [name for name in inside if name not in _NOT_LIBRARY]
+        paths += [Path(folder, name) for name in names if name.endswith(".py")]
     files = [TextFile(path.relative_to(root).as_posix(), path, path.stat().st_size) for path in paths]
     files = [file for file in files if file.num_bytes]
     if not files:

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch._dynamo  # which every optimizer loads
 
 from alibi_attn.lab.checkpoint import Progress, load_progress, newest
 from alibi_attn.lab.config import RunConfig

@@ -11,6 +11,8 @@ import sys
 import time
 from pathlib import Path
 
+import torch._dynamo  # noqa: F401 - which every optimizer loads
+
 from alibi_attn.lab import checkpoint, state
 from alibi_attn.lab.checkpoint import load_checkpoint, newest
 from alibi_attn.lab.data import load_corpus

@@ -59,8 +59,9 @@ def test_an_integer_that_overflows_is_found_out(interpreter: ProcessPoolExecutor
         interpreter.submit(inside.product, 2**15, 2**16).result()
 
 
+FP16_INSIDE = {"inside", "inside, right slopes", "inside, segments on both sides", "inside, chunk", "inside, offsets"}
 FP16 = [
-    pytest.param(case, id=str(case), marks=() if case in (*SOME, *INSIDE) else pytest.mark.long)
+    pytest.param(case, id=str(case), marks=() if case in SOME or case.name in FP16_INSIDE else pytest.mark.long)
     for case in (*CASES, *INSIDE)
 ]
 

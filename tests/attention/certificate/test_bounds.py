@@ -87,7 +87,7 @@ def test_the_plan_reads_every_certified_key_once_and_no_pair_twice(seed: int) ->
 
 
 @pytest.mark.parametrize(
-    ("query_len", "key_len", "threads"), [(2048, 2048, 1), (2100, 2100, 2), (3000, 4000, 3), (1999, 5001, 2)]
+    ("query_len", "key_len", "threads"), [(2048, 2048, 1), (1025, 2100, 2), (1500, 2600, 3), (1999, 3001, 2)]
 )
 def test_a_plan_of_squares_reads_every_certified_key_once(
     monkeypatch: pytest.MonkeyPatch, query_len: int, key_len: int, threads: int
