@@ -24,7 +24,7 @@ class ALiBiCache(Cache):
     With it a model under `patch` spends on attention what its reach costs, however long the text, and with padding every row
     what its own tokens cost. All keys are scored with holes in a mask, gradients, other numerics than "exact", a `backend` of
     your choice or `torch.compile`; on a GPU with any padding, too; and on a CPU below 2²³ cached elements a layer and sequence
-    (8,192 tokens of 16 heads × 64) where there is no compiler, the dtype is fp16 or fp64, or a head's size is no multiple of 16.
+    (8,192 tokens of 16 heads × 64) where there is no compiler, the dtype is fp64, or a head's size is no multiple of 16.
 
     It may be copied and pickled; a pickle names its format and holds nothing of transformers' own, whose version may change.
 

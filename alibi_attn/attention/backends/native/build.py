@@ -39,6 +39,7 @@ HEADERS = (
     "certificate.hpp",
     "tasks.hpp",
     "decoding.hpp",
+    "stored.hpp",
 )
 FLAGS = (  # and those of a level
     "-std=c++17", "-O3", "-fopenmp", "-fPIC", "-fno-exceptions", "-fno-rtti",
@@ -47,8 +48,8 @@ FLAGS = (  # and those of a level
 FLAGS_HERE = (*FLAGS, *NATIVE.flags)
 FUNCTIONS = (
     "alibi_forward_float32", "alibi_forward_float64", "alibi_backward_float32", "alibi_backward_float64",
-    "alibi_decode_float32", "alibi_decode_bfloat16", "alibi_norms_float32", "alibi_norms_bfloat16",
-    "alibi_linear_float32", "alibi_linear_bfloat16", "alibi_decoding_bytes",
+    "alibi_decode_float32", "alibi_decode_bfloat16", "alibi_decode_float16", "alibi_norms_float32", "alibi_norms_bfloat16",
+    "alibi_norms_float16", "alibi_linear_float32", "alibi_linear_bfloat16", "alibi_linear_float16", "alibi_decoding_bytes",
 )  # fmt: skip
 QUESTIONS = (
     "alibi_built_with",

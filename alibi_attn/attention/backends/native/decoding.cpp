@@ -279,8 +279,10 @@ void measure(const NormsCall<Stored> &call) {
 
 extern "C" void alibi_decode_float32(const DecodingCall<float> *call) { run(*call); }
 extern "C" void alibi_decode_bfloat16(const DecodingCall<BFloat16> *call) { run(*call); }
+extern "C" void alibi_decode_float16(const DecodingCall<Float16> *call) { run(*call); }
 extern "C" void alibi_norms_float32(const NormsCall<float> *call) { measure(*call); }
 extern "C" void alibi_norms_bfloat16(const NormsCall<BFloat16> *call) { measure(*call); }
+extern "C" void alibi_norms_float16(const NormsCall<Float16> *call) { measure(*call); }
 extern "C" void alibi_decoding_bytes(int64_t *sizes) {
     sizes[0] = sizeof(DecodingCall<float>), sizes[1] = sizeof(NormsCall<float>), sizes[2] = sizeof(LinearCall<float>);
 }

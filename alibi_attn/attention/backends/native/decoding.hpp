@@ -1,51 +1,13 @@
-// Calls of `decoding.cpp` as `decoding.py` lays them out, and numbers as they are stored: fp32, or bf16 that is computed in fp32.
+// Calls of `decoding.cpp` and `linear.cpp` as `decoding.py` lays them out, and what both do with a vector.
 
 #pragma once
 
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 
 #include "call.hpp"
+#include "stored.hpp"
 #include "vectors.hpp"
-
-struct BFloat16 {
-    uint16_t bits;
-};
-
-INLINE float as_float(float x) { return x; }
-
-INLINE float as_float(BFloat16 x) {
-    const uint32_t wide = uint32_t(x.bits) << 16;
-    float y;
-    std::memcpy(&y, &wide, sizeof y);
-    return y;
-}
-
-template <typename Stored>
-Stored from_float(float x);
-
-template <>
-INLINE float from_float<float>(float x) {
-    return x;
-}
-
-// To the nearest, to even where two are; NaN stays one.
-template <>
-INLINE BFloat16 from_float<BFloat16>(float x) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, sizeof bits);
-    if (x != x) return {uint16_t(bits >> 16 | 0x40)};
-    return {uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
-}
-
-INLINE Reals<float> load_floats(const float *at) { return load(at); }
-
-INLINE Reals<float> load_floats(const BFloat16 *at) {
-    typedef uint16_t Halves __attribute__((vector_size(BYTES / 2), aligned(2), may_alias));
-    typedef uint32_t Words __attribute__((vector_size(BYTES)));
-    return (Reals<float>)(__builtin_convertvector(*(const Halves *)at, Words) << 16);
-}
 
 // By halves, each a vector of its own: lane by lane it takes longer than the products of a short row.
 INLINE float sum_of(Reals<float> x) {

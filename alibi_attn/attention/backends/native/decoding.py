@@ -1,6 +1,7 @@
 """A few queries at the end of a long text, and linear maps of a few rows, in C++: `decoding.cpp` and `linear.cpp`.
 
-What a decoding step needs, and no operator of torch: without gradients, fp32 or bf16 (which is computed in fp32), on the CPU.
+What a decoding step needs, and no operator of torch: without gradients, on the CPU, fp32, bf16 or fp16 (computed in
+fp32).
 """
 
 import ctypes
@@ -17,7 +18,7 @@ from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.transforms import may_read
 
-DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 MAX_ROWS = 4  # of a linear map; with more a matrix product has something to reuse
 
 

@@ -55,3 +55,4 @@ void run(const LinearCall<Stored> &call) {
 
 extern "C" void alibi_linear_float32(const LinearCall<float> *call) { run(*call); }
 extern "C" void alibi_linear_bfloat16(const LinearCall<BFloat16> *call) { run(*call); }
+extern "C" void alibi_linear_float16(const LinearCall<Float16> *call) { run(*call); }

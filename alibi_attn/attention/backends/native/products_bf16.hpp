@@ -1,5 +1,5 @@
-// Products of bf16 numbers with sums in fp32, for processors with AVX512-BF16: what vector extensions cannot say, and the only
-// intrinsics of these kernels.
+// Products of bf16 numbers with sums in fp32, for processors with AVX512-BF16: what vector extensions cannot say, and but for
+// the conversion of fp16 (`stored.hpp`) the only intrinsics of these kernels.
 //
 // vdpbf16ps adds to each lane x0 y0 + x1 y1 for two pairs of bf16 numbers. So both factors lie in pairs along the depth: two
 // neighbors of a row do so as they are stored, and two rows must be woven into one. The instruction rounds each of its two
