@@ -17,7 +17,6 @@ from alibi_attn.attention.spec import check_key_mask, check_segments, default_to
 from alibi_attn.nn.cache import KVCache
 from alibi_attn.nn.gated_cache import GatedReachCache
 from alibi_attn.nn.gates import ForgetGates
-from alibi_attn.nn.linear import Linear
 from alibi_attn.nn.positional import HeadSlopes
 from alibi_attn.nn.reach_cache import ReachCache
 from alibi_attn.reach import score_bound_of_norms, static_reach
@@ -89,10 +88,10 @@ class ALiBiAttention(nn.Module):
         self.head_dim = embed_dim // num_heads
         self.causal, self.window, self.dropout_p = causal, window, dropout_p
         self.slopes = HeadSlopes(num_heads, slopes, learned=learn_slopes)
-        self.q_proj = Linear(embed_dim, num_heads * self.head_dim, bias=bias)
-        self.k_proj = Linear(embed_dim, num_kv_heads * self.head_dim, bias=bias)
-        self.v_proj = Linear(embed_dim, num_kv_heads * self.head_dim, bias=bias)
-        self.out_proj = Linear(num_heads * self.head_dim, embed_dim, bias=bias)
+        self.q_proj = nn.Linear(embed_dim, num_heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(embed_dim, num_kv_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(embed_dim, num_kv_heads * self.head_dim, bias=bias)
+        self.out_proj = nn.Linear(num_heads * self.head_dim, embed_dim, bias=bias)
         self.q_norm = nn.RMSNorm(self.head_dim, eps=_QK_NORM_EPS) if qk_norm else None
         self.k_norm = nn.RMSNorm(self.head_dim, eps=_QK_NORM_EPS) if qk_norm else None
         if forget_gate and not causal:

@@ -8,7 +8,6 @@ from alibi_attn.attention.bias import Slopes
 from alibi_attn.nn.attention import ALiBiAttention
 from alibi_attn.nn.cache import KVCache
 from alibi_attn.nn.gated_cache import GatedReachCache
-from alibi_attn.nn.linear import Linear
 from alibi_attn.nn.reach_cache import ReachCache
 
 
@@ -63,10 +62,10 @@ class ALiBiTransformerBlock(nn.Module):
         self.attention = ALiBiAttention(embed_dim, num_heads, dropout_p=dropout_p, **attention)
         self.ffn_norm = nn.LayerNorm(embed_dim, bias=bias)
         self.ffn = nn.Sequential(
-            Linear(embed_dim, ffn_dim, bias=bias),
+            nn.Linear(embed_dim, ffn_dim, bias=bias),
             nn.GELU(),
             nn.Dropout(dropout_p),
-            Linear(ffn_dim, embed_dim, bias=bias),
+            nn.Linear(ffn_dim, embed_dim, bias=bias),
         )
         self.dropout = nn.Dropout(dropout_p)
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from alibi_attn import processor
 from alibi_attn.attention.backends.native import decoding as native
-from alibi_attn.attention.transforms import may_read
+from alibi_attn.attention.transforms import is_traced, may_read
 
 _SUPPORTED = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
 _WIDENED_AT_ONCE = 1 << 20  # weights: in fp32 they stay in the cache, and in memory that is used again
@@ -42,6 +42,18 @@ def forward(self: nn.Linear, input: Tensor) -> Tensor:
     """In the place of an `nn.Linear`'s own forward."""
     product = quicker(input, self.weight, self.bias)
     return type(self).forward(self, input) if product is None else product
+
+
+def mapped(module: nn.Module, x: Tensor) -> Tensor:
+    """What `module(x)` gives; of a plain `nn.Linear` on a CPU by what is quickest there.
+
+    So models have the linear layers that torch has, by whose class others quantize them, adapt them or watch them. What has
+    another class, a forward of its own or hooks is called.
+    """
+    if is_traced() or type(module) is not nn.Linear or "forward" in vars(module) or _is_hooked(module):
+        product: Tensor = module(x)
+        return product
+    return linear(x, module.weight, module.bias)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, rounded: bool = False) -> Tensor:
@@ -108,6 +120,11 @@ def mkl_is_slow() -> bool:
     """Whether torch multiplies fp32 by MKL's code for AVX2 on a processor with AVX-512, and has oneDNN to take instead."""
     ours = torch.backends.cpu.get_cpu_capability() == "AVX512" and not processor.is_intel()
     return ours and torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks) or torch.nn.modules.module._has_any_global_hook()
 
 
 def _dtype(*tensors: Tensor) -> torch.dtype | None:

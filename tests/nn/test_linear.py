@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from alibi_attn import processor
-from alibi_attn.nn import ALiBiTransformerBlock, linear
+from alibi_attn.nn import linear
 
 HALF = [torch.bfloat16, torch.float16]
 
@@ -106,7 +106,7 @@ def test_autocast_narrows_both_and_keeps_the_gradient_wide(slow_half):
 
 def test_a_training_in_bf16_is_the_same_with_widened_products(slow_half, monkeypatch):
     torch.manual_seed(0)
-    block, x = ALiBiTransformerBlock(32, 4), torch.randn(2, 24, 32)
+    block, x = nn.Sequential(linear.Linear(32, 80), nn.GELU(), linear.Linear(80, 32)), torch.randn(2, 24, 32)
 
     def gradients(recompute: bool) -> list[Tensor]:
         with torch.autocast("cpu", torch.bfloat16):
@@ -172,6 +172,36 @@ def test_rounded_maps_are_torchs_but_for_what_the_processor_cannot(monkeypatch):
             linear.matmul(left, right).double(), expected, rtol=2**-11, atol=1e-5 if supported else 1e-6
         )
         assert torch.equal(linear.matmul(left.float(), right.float()), left.float() @ right.float())
+
+
+@torch.no_grad()
+def test_a_models_layers_stay_torchs_for_who_quantizes_adapts_or_watches_them(slow_half, monkeypatch):
+    class Adapted(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input) + 1
+
+    calls, real = [], linear.linear
+    monkeypatch.setattr(linear, "linear", lambda *given, **named: calls.append(1) or real(*given, **named))
+    layer, x = nn.Linear(8, 6), torch.randn(9, 8)
+    expected = layer(x)
+
+    def ours(module: nn.Module) -> bool:
+        before = len(calls)
+        torch.testing.assert_close(linear.mapped(module, x), module(x))
+        return len(calls) > before
+
+    assert ours(layer)
+    assert not ours(Adapted(8, 6))
+    assert not ours(torch.nn.utils.parametrizations.weight_norm(nn.Linear(8, 6)))
+    hook = layer.register_forward_hook(lambda module, given, output: output + 1)
+    torch.testing.assert_close(linear.mapped(layer, x), expected + 1)
+    hook.remove()
+    every = torch.nn.modules.module.register_module_forward_pre_hook(lambda module, given: (given[0] * 0,))
+    torch.testing.assert_close(linear.mapped(layer, x), layer.bias.expand(9, 6))
+    every.remove()
+    assert ours(layer)
+    layer.forward = lambda input: input[:, :6]
+    assert torch.equal(linear.mapped(layer, x), x[:, :6])
 
 
 @torch.no_grad()

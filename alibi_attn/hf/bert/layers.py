@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from alibi_attn.attention.api import alibi_attention
 from alibi_attn.hf.bert.config import ALiBiBertConfig
 from alibi_attn.hf.bert.packing import Packing
-from alibi_attn.nn.linear import Linear
+from alibi_attn.nn.linear import mapped
 
 
 class ALiBiBertEmbeddings(nn.Module):
@@ -49,7 +49,7 @@ class ALiBiBertSelfAttention(nn.Module):
         super().__init__()
         self.num_heads = config.num_attention_heads
         self.dropout_p = config.attention_probs_dropout_prob
-        self.Wqkv = Linear(config.hidden_size, 3 * config.hidden_size, bias=config.qkv_bias)
+        self.Wqkv = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=config.qkv_bias)
         self.layer_norm_q: nn.LayerNorm | None = None
         self.layer_norm_k: nn.LayerNorm | None = None
         if config.qk_norm:
@@ -58,7 +58,7 @@ class ALiBiBertSelfAttention(nn.Module):
 
     def forward(self, x: Tensor, packing: Packing) -> Tensor:
         """[B, T, E] -> [B, T, E], or [1, N, E] where packed."""
-        query, key, value = self.Wqkv(x).chunk(3, dim=-1)
+        query, key, value = mapped(self.Wqkv, x).chunk(3, dim=-1)
         if self.layer_norm_q is not None and self.layer_norm_k is not None:
             query, key = self.layer_norm_q(query), self.layer_norm_k(key)
         heads = (y.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for y in (query, key, value))
@@ -77,12 +77,12 @@ class ALiBiBertSelfOutput(nn.Module):
 
     def __init__(self, config: ALiBiBertConfig) -> None:
         super().__init__()
-        self.dense = Linear(config.hidden_size, config.hidden_size)
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
         self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, attended: Tensor, x: Tensor) -> Tensor:
-        return self.LayerNorm(self.dropout(self.dense(attended)) + x)
+        return self.LayerNorm(self.dropout(mapped(self.dense, attended)) + x)
 
 
 class ALiBiBertAttention(nn.Module):
@@ -104,8 +104,8 @@ class ALiBiBertMLP(nn.Module):
         super().__init__()
         self.activates_second = config.gate == "second"
         self.act = F.gelu if config.gate_act == "gelu" else F.relu
-        self.gated_layers = Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
-        self.wo = Linear(config.intermediate_size, config.hidden_size)
+        self.gated_layers = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
+        self.wo = nn.Linear(config.intermediate_size, config.hidden_size)
         self.layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
@@ -113,10 +113,10 @@ class ALiBiBertMLP(nn.Module):
         return self.layernorm(self._inner(x) + x)
 
     def _inner(self, x: Tensor) -> Tensor:
-        gated, other = self.gated_layers(x).chunk(2, dim=-1)
+        gated, other = mapped(self.gated_layers, x).chunk(2, dim=-1)
         if self.activates_second:
             gated, other = other, gated
-        return self.wo(self.dropout(self.act(gated) * other))
+        return mapped(self.wo, self.dropout(self.act(gated) * other))
 
 
 class ALiBiBertLayer(GradientCheckpointingLayer):  # type: ignore[no-untyped-call]
@@ -154,11 +154,11 @@ class ALiBiBertPooler(nn.Module):
 
     def __init__(self, config: ALiBiBertConfig) -> None:
         super().__init__()
-        self.dense = Linear(config.hidden_size, config.hidden_size)
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
 
     def forward(self, first: Tensor) -> Tensor:
         """[B, E] -> [B, E]"""
-        return torch.tanh(self.dense(first))
+        return torch.tanh(mapped(self.dense, first))
 
 
 class ALiBiBertTransform(nn.Module):
@@ -166,12 +166,12 @@ class ALiBiBertTransform(nn.Module):
 
     def __init__(self, config: ALiBiBertConfig) -> None:
         super().__init__()
-        self.dense = Linear(config.hidden_size, config.hidden_size)
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
         self.act = ACT2FN[config.hidden_act]
         self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.LayerNorm(self.act(self.dense(x)))
+        return self.LayerNorm(self.act(mapped(self.dense, x)))
 
 
 class ALiBiBertPredictions(nn.Module):
@@ -180,10 +180,10 @@ class ALiBiBertPredictions(nn.Module):
     def __init__(self, config: ALiBiBertConfig) -> None:
         super().__init__()
         self.transform = ALiBiBertTransform(config)
-        self.decoder: nn.Linear = Linear(config.hidden_size, config.vocab_size)
+        self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.decoder(self.transform(x))
+        return mapped(self.decoder, self.transform(x))
 
 
 class ALiBiBertMLMHead(nn.Module):

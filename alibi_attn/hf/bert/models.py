@@ -19,7 +19,6 @@ from alibi_attn.hf.bert import loading, saving
 from alibi_attn.hf.bert.config import ALiBiBertConfig
 from alibi_attn.hf.bert.layers import ALiBiBertEmbeddings, ALiBiBertEncoder, ALiBiBertMLMHead, ALiBiBertPooler
 from alibi_attn.hf.bert.packing import packing
-from alibi_attn.nn.linear import Linear
 
 
 class ALiBiBertPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
@@ -237,7 +236,7 @@ class ALiBiBertForSequenceClassification(ALiBiBertPreTrainedModel):  # type: ign
         self.bert = ALiBiBertModel(config, add_pooling_layer=True)
         dropout = config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
         self.dropout = nn.Dropout(dropout)
-        self.classifier = Linear(config.hidden_size, len(config.id2label or ()))
+        self.classifier = nn.Linear(config.hidden_size, len(config.id2label or ()))
         self.post_init()  # type: ignore[no-untyped-call]
 
     def forward(

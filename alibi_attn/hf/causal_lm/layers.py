@@ -14,7 +14,7 @@ from alibi_attn.hf import dialect
 from alibi_attn.hf.causal_lm import rounding
 from alibi_attn.hf.causal_lm.config import ALiBiCausalLMConfig
 from alibi_attn.hf.dialect import Dialect, Numerics
-from alibi_attn.nn.linear import Linear, RoundedLinear
+from alibi_attn.nn.linear import RoundedLinear, mapped
 
 
 class Block(GradientCheckpointingLayer):  # type: ignore[no-untyped-call]
@@ -50,7 +50,7 @@ class Attention(nn.Module):
         self.out_proj = linear_class(config)(config.hidden_size, config.hidden_size, bias=config.output_bias)
 
     def forward(self, x: Tensor, mask: Tensor, cache: Cache | None) -> Tensor:
-        qkv: Tensor = self.qkv_proj(x)
+        qkv: Tensor = mapped(self.qkv_proj, x)
         if (limit := self.config.clip_qkv) is not None:
             qkv = qkv.clamp(-limit, limit)
         query, key, value = qkv.split(self.sizes, dim=-1)
@@ -66,7 +66,7 @@ class Attention(nn.Module):
         else:
             layer = self if not self.config.scales_with_length else self._stretched(first, query.shape[2])
             mixed = dialect.attended(layer, query, key, value, cache=cache, first=first, mask=mask, dropout_p=dropout_p)
-        output: Tensor = self.out_proj(mixed)
+        output: Tensor = mapped(self.out_proj, mixed)
         return output
 
     def _stretched(self, first: int | Tensor, query_len: int) -> nn.Module:
@@ -94,10 +94,10 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate_proj is None:
-            x = self.act(self.up_proj(x))
+            x = self.act(mapped(self.up_proj, x))
         else:
-            x = self.act(self.gate_proj(x)) * self.up_proj(x)
-        output: Tensor = self.down_proj(x)
+            x = self.act(mapped(self.gate_proj, x)) * mapped(self.up_proj, x)
+        output: Tensor = mapped(self.down_proj, x)
         return output
 
 
@@ -118,5 +118,5 @@ def norm(config: ALiBiCausalLMConfig, size: int) -> nn.Module:
 
 
 def linear_class(config: ALiBiCausalLMConfig) -> type[nn.Linear]:
-    """Of the model's linear maps: by what is quickest on a CPU, or rounded as the original's where its numbers are asked for."""
-    return Linear if config.numerics == "exact" else RoundedLinear
+    """Of the model's linear maps: torch's own, or rounded as the original's on every CPU where its numbers are asked for."""
+    return nn.Linear if config.numerics == "exact" else RoundedLinear

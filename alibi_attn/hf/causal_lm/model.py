@@ -22,7 +22,7 @@ from alibi_attn.hf.causal_lm import loading
 from alibi_attn.hf.causal_lm.config import ALiBiCausalLMConfig
 from alibi_attn.hf.causal_lm.layers import Block, linear_class, norm
 from alibi_attn.hf.dialect import Numerics
-from alibi_attn.nn.linear import linear
+from alibi_attn.nn.linear import linear, mapped
 
 ROWS = 8192  # of a head whose lengths are computed at one time
 IGNORED = {"trust_remote_code", "use_safetensors", "weights_only"}  # nothing is trusted, and both are always so
@@ -181,7 +181,7 @@ class ALiBiForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
     def _logits(self, x: Tensor) -> Tensor:
         weight = self.lm_head.weight
         if not self.config.normalized_head:
-            return self._times(self.lm_head(x), self.config.logit_scale)
+            return self._times(mapped(self.lm_head, x), self.config.logit_scale)
         if self.config.rounds:
             return self._times(nn.functional.linear(x, nn.functional.normalize(weight)), self.config.logit_scale)
         wide = torch.promote_types(weight.dtype, torch.float32)
