@@ -28,7 +28,7 @@ def decoded(query, key, value, slopes, *, norms=None, visible=None, window=None,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_dim", [16, 48, 64, 80, 128, 256])
 @pytest.mark.parametrize(("heads", "kv_heads", "queries"), [(4, 4, 1), (6, 2, 3), (7, 1, 16)])
 def test_every_size_of_head_and_group(dtype, head_dim, heads, kv_heads, queries):
@@ -126,7 +126,7 @@ def test_dropped_mass_never_exceeds_the_tolerance(start):
     assert skipping >= 4, "an attack on nothing: too few draws skip a key"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_norms_of_tiles_are_those_of_the_certificate(dtype):
     key, value = (torch.randn(2, 3, 300, 32).to(dtype) for _ in range(2))
     value[0, 1, 70, 5] = math.nan
@@ -140,7 +140,9 @@ def test_others_are_not_taken():
     x = torch.randn(1, 2, 8, 16)
     assert native.takes(x)
     assert native.takes(x.transpose(1, 2), x.bfloat16().float())
-    for other in (x.double(), x.half(), x.mT, x.to("meta")):
+    assert native.takes(x.bfloat16())
+    assert native.takes(x.half())
+    for other in (x.double(), x.mT, x.to("meta")):
         assert not native.takes(other)
     assert not native.takes(x, x.bfloat16())
     assert not torch.vmap(lambda y: torch.tensor(native.takes(y)))(x).any()
