@@ -12,8 +12,8 @@ setup: $(VENV)/installed ## Create .venv and install the package, editable, with
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[torch,jax,hf,embed,lab,docs,dev]'
+	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[torch,jax,hf,embed,lab,docs,dev]'
 	@touch $@
 
 demo: setup ## Train four position methods short, test them long, write a report (about five minutes on two cores)
