@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from alibi_attn.attention.api import alibi_attention, certified_block_mask, explain, head_reach
     from alibi_attn.attention.bias import alibi_bias
     from alibi_attn.attention.forgetting import forgetting_attention
+    from alibi_attn.attention.toeplitz import toeplitz_attention
     from alibi_attn.attention.varlen import alibi_attention_varlen
     from alibi_attn.nn import ALiBiAttention, ALiBiPositionalBias, ALiBiTransformerBlock, KVCache
     from alibi_attn.slopes import alibi_slopes, interpolate_slopes
@@ -30,6 +31,7 @@ __all__ = [
     "forgetting_attention",
     "head_reach",
     "interpolate_slopes",
+    "toeplitz_attention",
 ]
 
 _HOMES = {
@@ -46,6 +48,7 @@ _HOMES = {
     "forgetting_attention": "alibi_attn.attention.forgetting",
     "head_reach": "alibi_attn.attention.api",
     "interpolate_slopes": "alibi_attn.slopes",
+    "toeplitz_attention": "alibi_attn.attention.toeplitz",
 }
 
 

@@ -1,7 +1,7 @@
 """The position methods of the laboratory: what each is called, and how it looks in a report.
 
-The one table of them: a config's `model.method` is one of its names, `lab/positions.py` has a class for each, and every figure,
-table and style sheet takes label, colors and marker from here. A method is added here and there, and nowhere else.
+The only table of them: a config's `model.method` is one of its names, `lab/model/positions.py` has a class for each, and every
+figure, table and style sheet takes label, colors and marker from here. Adding a method touches these two files and no other.
 Blue, orange, green, purple, ochre and grey stay apart for every common color blindness; of the others, lines are told apart by
 their markers and by the names at their ends.
 """

@@ -30,12 +30,14 @@ LARGEST = 1e100  # nothing is measured beyond; sums, squares and axes of such nu
 MOST = 2**53  # nothing is counted beyond, and a float holds every count
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
 
-# What figures draw and compute with, by its name: from 0 to 1, to MOST, or to LARGEST.
+# The range of the columns that figures draw and compute with, by name.
 _DRAWN = (
-    (re.compile(r"accuracy|share"), 1),
-    (re.compile(r"(paper_)?length|position|distance|step|head|(.*_)?tokens?|parameters|peak_memory_bytes"), MOST),
+    (re.compile(r"accuracy|share"), 0, 1),
+    (re.compile(r"(paper_)?length"), 1, MOST),
+    (re.compile(r"position|distance|step|head|(.*_)?tokens?|parameters|peak_memory_bytes"), 0, MOST),
     (
         re.compile(r"(.*_)?(perplexity|ms|per_second)|seconds|hours|(loss_|nonoverlapping_|sliding_|windowed_)?nats"),
+        0,
         LARGEST,
     ),
 )
@@ -325,25 +327,27 @@ def _answered(path: Path) -> FileExistsError:
 
 
 def _check_numbers(record: Record) -> None:
-    """What figures and tables compute with: numbers that can have been measured, and single values in every column."""
+    """Raises RecordError for a column that holds more than single values, or a number outside the range of its name."""
     single = [("metrics", name, [value]) for name, value in record.metrics.items()]
     columns = [
         (f"curves.{curve}", name, column) for curve, found in record.curves.items() for name, column in found.items()
     ]
     for place, name, column in [*single, *columns]:
-        most = next((most for names, most in _DRAWN if names.fullmatch(name)), None)
+        bounds = next(((least, most) for names, least, most in _DRAWN if names.fullmatch(name)), None)
         for value in column:
             if value is not None and not isinstance(value, int | float | str):
                 raise RecordError(f"{place}.{name} has {value!r} but a column holds numbers, texts and null")
-            if most is not None and value is not None and (isinstance(value, str) or not _within(value, most)):
-                raise RecordError(f"{place}.{name} has {value!r} but must be null or a number from 0 to {most:g}")
+            if bounds and value is not None and (isinstance(value, str) or not _within(value, *bounds)):
+                raise RecordError(
+                    f"{place}.{name} has {value!r} but must be null or a number from {bounds[0]} to {bounds[1]:g}"
+                )
             if isinstance(value, int | float) and abs(value) > LARGEST:
                 raise RecordError(f"{place}.{name} has {value!r}, more than can be measured")
 
 
-def _within(value: float, most: float) -> bool:
-    """From 0 to `most`, but for the rounding of sums: shares of 1.0000001, and losses of −1e-7."""
-    return -1e-3 <= value <= most * (1 + 1e-3)
+def _within(value: float, least: float, most: float) -> bool:
+    """Within the bounds up to the rounding of sums: a share of 1.0000001 and a loss of −1e-7 are allowed."""
+    return least - 1e-3 <= value <= most * (1 + 1e-3)
 
 
 def _dumps(value: object) -> str:

@@ -86,6 +86,8 @@ def interpolate_slopes(
     if not np.all(np.isfinite(m)) or np.any(m < 0):
         raise ValueError(f"slopes must be finite and not negative to be interpolated but are {m.tolist()}")
     for name, length in (("trained", trained), ("target", target)):
+        if length > 2**60:
+            raise ValueError(f"{name} is a length in tokens but is above 2⁶⁰; pass a smaller one")
         if not length >= 1:
             raise ValueError(f"{name} is {length} but a length is at least 1 token")
     if method not in get_args(Method):

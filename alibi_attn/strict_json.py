@@ -1,8 +1,8 @@
 """Strict JSON: every JSON file from outside the package is read here, or refused with what is wrong in it.
 
-Python's own reader takes more than JSON (NaN, Infinity, a name twice, 1e999 as infinity), and leaves by three more ways than
-its own error: a file of brackets is a RecursionError, a number of thousands of digits another ValueError, bytes that are no
-text a UnicodeDecodeError. Here it is one error; whoever reads says which file, and what to do.
+Python's reader accepts more than JSON (NaN, Infinity, a name twice, 1e999 as infinity, half of a surrogate pair) and can raise
+three other exceptions: RecursionError for a file of brackets, ValueError for a number of thousands of digits, and
+UnicodeDecodeError for bytes that are not text. Here every case is one error; the caller adds which file, and what to do.
 """
 
 import json
@@ -39,6 +39,8 @@ def parse(content: bytes) -> object:
     except RecursionError:
         raise JsonError(_TOO_DEEP) from None
     _check_depth(value)
+    if "\\u" in text:
+        _check_texts(value)
     return value
 
 
@@ -76,6 +78,20 @@ def _check_depth(value: object) -> None:
         if depth > DEEPEST:
             raise JsonError(_TOO_DEEP)
         level = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)]
+
+
+def _check_texts(value: object) -> None:
+    """Raises JsonError for half of a surrogate pair, which JSON can escape but no file can hold. `value` is not deep."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise JsonError(
+                f"a text has \\u{ord(value[error.start]):04x}, half of a surrogate pair and no character"
+            ) from None
+    elif isinstance(value, dict | list):
+        for inner in [*value, *value.values()] if isinstance(value, dict) else value:
+            _check_texts(inner)
 
 
 _TOO_DEEP = f"it nests more than {DEEPEST} lists and objects"

@@ -5,6 +5,7 @@ A warning is an error there, and so is a name that leads nowhere (`-W -n`).
 """
 
 import re
+from pathlib import Path
 
 from sphinx.application import Sphinx
 from sphinx.pycode import ModuleAnalyzer
@@ -16,7 +17,7 @@ author = "the alibi-attn authors"
 copyright = "the alibi-attn authors, Apache-2.0"
 release = version = __version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon", "sphinx_copybutton"]
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["conf.py"]
 myst_heading_anchors = 4  # [text](page.md#a-heading), as GitHub has it
@@ -33,10 +34,15 @@ toc_object_entries_show_parents = "hide"
 # Types of others stand in signatures, and their inventories are on the web. Names of this package must be found.
 nitpick_ignore_regex = [("py:.*", r"(?!alibi_attn\b).*")]
 
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+copybutton_only_copy_prompt_lines = False
+
 html_theme = "furo"
 html_title = "alibi-attn"
 html_static_path = ["site.css"]
 html_css_files = ["site.css"]
+html_search_scorer = str(Path(__file__).parent / "search.js")
 html_copy_source = False
 html_show_sphinx = False
 html_theme_options = {"navigation_with_keys": True}

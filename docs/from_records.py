@@ -20,16 +20,17 @@ from matplotlib.figure import Figure
 from alibi_attn.position_methods import METHODS
 from alibi_attn.recipes import quick
 from alibi_attn.records import Record, identity, load
-from alibi_attn.report import drawing, figures
-from alibi_attn.report.benchmarks import OURS, peer_times, times_by_length
-from alibi_attn.report.drawing import css
-from alibi_attn.report.referee import by_seed, comparisons, methods
-from alibi_attn.report.referee_words import number
+from alibi_attn.report.method_comparison import by_seed, comparisons, methods
+from alibi_attn.report.method_paragraphs import number
+from alibi_attn.report.plots import drawing
+from alibi_attn.report.plots import study as figures
+from alibi_attn.report.plots.benchmark import OURS, peer_times, times_by_length
+from alibi_attn.report.plots.drawing import css
 from alibi_attn.report.series import Mode, Study, numbers, studies
 from alibi_attn.report.verdicts import verdicts
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = ("README.md", *(f"docs/{name}.md" for name in ("performance", "paper", "hf", "jax", "lab")))
+DOCUMENTS = ("README.md", *(f"docs/{name}.md" for name in ("performance", "paper", "lab-results")))
 MARKED = re.compile(r"(<!-- from records: ([\w-]+) -->)\n.*?\n?(<!-- end -->)", re.DOTALL)
 CPU, ENCODER, SERVING = "benchmark-cpu-noise-*.json", "benchmark-embedding-texts-*.json", "benchmark-serving-{}-*.json"
 BF16, JAX, BATCHES = "benchmark-cpu-bf16-noise-*.json", "benchmark-jax-cpu-noise-*.json", (16, 8)
@@ -135,7 +136,7 @@ def drawn(name: str) -> str:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table."""
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *rows])
+    return "\n".join("|" + "|".join(cells) + "|" for cells in [head, ["---"] * len(head), *rows])
 
 
 def ratios(found: Record) -> dict[str, dict[int, float]]:
@@ -156,12 +157,13 @@ def front() -> str:
     lengths = study.lengths
     speed = ratios(of_peers(CPU, SHOWN))
     return (
-        f"*Left*: perplexity of a token, trained at {lengths[0]} tokens, tested at {lengths[0]} → at {lengths[-1]:,}:\n{said}\n"
-        "(half an hour of a core each; [how, and what it does not show](docs/paper.md#figure-1-at-a-quarter)).\n"
-        f"*Right*: attention on the same two cores, forward and backward. At 8,192 tokens PyTorch's\n"
-        f"`scaled_dot_product_attention` takes {speed[NO_BIAS][8192]:.1f} times as long as ours *without any bias*, "
-        f"{speed[DENSE_BIAS][8192]:.0f} times with a dense one;\nat 32,768, {speed[NO_BIAS][32768]:.0f} times "
-        "without ([how, and every other length](docs/performance.md))."
+        f"*Left*: per-token perplexity of models trained at {lengths[0]} tokens, tested at {lengths[0]} → "
+        f"{lengths[-1]:,}:\n{said}\n"
+        "(half an hour of one core each; [details and limits](docs/paper.md#figure-1-at-a-quarter)).\n"
+        "*Right*: attention on the same two cores, forward and backward. At 8,192 tokens PyTorch's\n"
+        f"`scaled_dot_product_attention` takes {speed[NO_BIAS][8192]:.1f} times as long as ours *without any bias* and "
+        f"{speed[DENSE_BIAS][8192]:.0f} times with a dense one;\nat 32,768 tokens {speed[NO_BIAS][32768]:.0f} times "
+        "without ([every length](docs/performance.md))."
     )
 
 
@@ -190,7 +192,7 @@ def short() -> str:
         for batch in BATCHES
     ]
     head, rule, *_ = tables[0].splitlines()
-    rows = [f"| {batch} × {row.removeprefix('| ')}" for batch, of_batch in zip(BATCHES, tables, strict=True)
+    rows = [f"|{batch} × {row.removeprefix('|')}" for batch, of_batch in zip(BATCHES, tables, strict=True)
             for row in of_batch.splitlines()[2:]]  # fmt: skip
     return "\n".join([head, rule, *rows])
 
@@ -275,12 +277,12 @@ def training() -> str:
 
 
 def referee() -> str:
-    """What each method is good for at the trained and the longest length, by seed; of a text, perplexities over the lowest."""
+    """Each method at the longest length, by seed: perplexities over the lowest on a text, right answers in per cent on tasks."""
     (tasks,) = comparisons(studies(map(load, sorted((ROOT / "results" / "referee").glob("*.json")))))
     names = {one.method: one.label for one in methods(tasks)}
     rows = [[label, *(" / ".join(number(task, one) for one in by_seed(task, method, at))
-                      for task in tasks for at in task.lengths)] for method, label in names.items()]  # fmt: skip
-    return table(["", *(f"{task.title}, {at:,}" for task in tasks for at in task.lengths)], rows)
+                      for task in tasks for at in task.lengths[-1:])] for method, label in names.items()]  # fmt: skip
+    return table(["", *(f"{task.title}, {at:,}" for task in tasks for at in task.lengths[-1:])], rows)
 
 
 def jax() -> str:
@@ -321,7 +323,7 @@ def judged(folder: str) -> str:
     by_identity = {identity(one.kind, one.name, one.config): one for one in found}
     items = [one for one in found if one.kind == "paper-item"]
     counts = Counter(verdict.word for item in items for verdict in verdicts(item, by_identity))
-    said = ", ".join(f"{counts[word]} {word}" for word in ("confirmed", "contradicted", "not decided"))
+    said = ", ".join(f"{counts[word]} {word}" for word in ("contradicted", "confirmed", "open"))
     return f"Of {counts.total()} claims of the paper ([how they are judged](#verdicts)): {said}."
 
 

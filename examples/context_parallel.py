@@ -11,7 +11,7 @@ import torch
 from torch import distributed, multiprocessing
 
 from alibi_attn import alibi_attention
-from alibi_attn.distributed import context_parallel_attention, halo
+from alibi_attn.distributed import context_parallel_attention, plan_halo
 
 RANKS, HEADS, SIZE = 2, 8, 64
 
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
 
     q, k, v = whole(RANKS * options.length)
-    sent = halo(q, k, v, lengths=[options.length] * RANKS).rows.sum().item()
+    sent = plan_halo(q, k, v, lengths=[options.length] * RANKS).rows.sum().item()
     everything = HEADS * options.length * RANKS
     print(f"sent: {sent:,} rows of keys and as many of values; an all-gather sends {everything:,} rows of each")
     with tempfile.TemporaryDirectory() as folder:

@@ -14,6 +14,32 @@ from hypothesis import settings
 
 QUICK_XLA = "--xla_backend_optimization_level=0"
 QUICKER_XLA = "--xla_cpu_use_fusion_emitters=false"
+# More than about eight seconds of a processor each, slowest first.
+SLOWEST_FILES = (
+    "test_differential_fuzz.py",
+    "test_fused.py",
+    "test_native_levels.py",
+    "test_fused_key_bias.py",
+    "test_offline_compile.py",
+    "test_torch_graphs.py",
+    "test_main.py",
+    "test_context_parallel.py",
+    "test_forgetting_attention.py",
+    "test_native_bf16.py",
+    "test_fused_dropout.py",
+    "test_conformance.py",
+    "test_certificate.py",
+    "test_native.py",
+    "test_transforms.py",
+    "test_attention.py",
+    "test_page.py",
+    "test_modules.py",
+    "test_train.py",
+    "test_flex.py",
+    "test_readme.py",
+    "test_examples.py",
+    "test_missing_extras.py",
+)
 
 settings.register_profile("alibi-attn", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("alibi-attn")
@@ -25,6 +51,13 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr == "not long":
         flags.append(QUICKER_XLA)
     os.environ["XLA_FLAGS"] = " ".join(filter(None, flags))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the slowest files first, so that no worker starts one when the others have nothing left to do."""
+    items.sort(
+        key=lambda item: SLOWEST_FILES.index(item.path.name) if item.path.name in SLOWEST_FILES else len(SLOWEST_FILES)
+    )
 
 
 def pytest_collection_finish() -> None:

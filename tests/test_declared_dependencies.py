@@ -17,7 +17,7 @@ EXTRAS = {
     "lab": ("lab", "track", "hub"),
     "recipes": ("lab", "hf"),
     "report": ("lab",),
-    "bench": ("torch", "jax", "hf", "lab"),
+    "measure": ("torch", "jax", "hf", "lab"),
     "cli": ("torch", "jax", "hf", "lab"),
 }
 UNDECLARED = {

@@ -90,6 +90,11 @@ def test_flax_training(run):
     assert max(losses) < 2.5  # of ln 16 = 2.8
 
 
+def test_flax_linen(run):
+    pytest.importorskip("flax", reason="Flax is not installed")
+    assert numbers(r"differ from one full pass by (\S+)", run("flax_linen"))[0] < 1e-5
+
+
 def test_context_parallel():
     """In a process of its own: it starts two more, which look for it by its file."""
     script = str(EXAMPLES[0].parent / "context_parallel.py")

@@ -93,7 +93,7 @@ def _told(program: str, *arguments: str) -> dict[str, object]:
             ),
         ),
         ("jax", {"bench jax": "torch,jax"}),
-        ("matplotlib", {"heads --png heads.png": "lab", "report RESULTS": "lab"}),
+        ("matplotlib", {"heads --picture heads.png": "lab", "report RESULTS": "lab"}),
         ("jinja2", {"report RESULTS": "lab"}),
     ],
 )
@@ -125,7 +125,9 @@ def test_every_benchmark_is_asked_above():
                 **dict.fromkeys(("alibi_attn.nn", "alibi_attn.nn.cache", "alibi_attn:KVCache"), "torch"),
                 **dict.fromkeys(("alibi_attn:alibi_attention", "alibi_attn:alibi_bias"), "torch"),
                 **dict.fromkeys(("alibi_attn.hf", "alibi_attn.hf.export"), "hf"),
-                **dict.fromkeys(("alibi_attn", "alibi_attn.lab", "alibi_attn.bench", "alibi_attn.recipes.index"), None),
+                **dict.fromkeys(
+                    ("alibi_attn", "alibi_attn.lab", "alibi_attn.measure", "alibi_attn.recipes.index"), None
+                ),
                 **dict.fromkeys(("alibi_attn.report.page", "alibi_attn.attention"), None),
             },
         ),
@@ -133,7 +135,7 @@ def test_every_benchmark_is_asked_above():
         (
             "flax",
             {
-                **dict.fromkeys(("alibi_attn.jax.flax", "alibi_attn.jax.linen"), "jax"),
+                "alibi_attn.jax.flax": "jax",
                 "alibi_attn.jax:mha_alibi": "jax",
                 "alibi_attn.jax": None,
             },

@@ -109,6 +109,13 @@ def test_the_readme_is_not_wide():
     assert not [line for line in lines if len(line) > MAX_COLUMNS]
 
 
+def test_the_documents_are_short():
+    """A page that is added makes room for itself. The log of experiments does not count."""
+    words = {path: len(path.read_text(encoding="utf-8").split()) for path in DOCUMENTS if path.name != "log.md"}
+    assert words.pop(ROOT / "README.md") <= 750
+    assert sum(words.values()) <= 30_000
+
+
 def test_the_page_of_commands_has_all_with_their_options():
     lines = re.findall(
         r"^alibi (\w+)(.*)$", (ROOT / "docs" / "commands.md").read_text(encoding="utf-8"), flags=re.MULTILINE

@@ -156,8 +156,9 @@ BY_LENGTH = {
         (
             ("curves", "by_length", "length", 0),
             -1,
-            "curves.by_length.length has -1 but must be null or a number from 0",
+            "curves.by_length.length has -1 but must be null or a number from 1",
         ),
+        (("curves", "by_length", "length", 0), 0, "curves.by_length.length has 0 but must be null or a number from 1"),
         (("curves", "by_length", "length", 0), 2**60, "curves.by_length.length has 1152921504606846976"),
         (("curves", "by_length", "length", 0), "128", "curves.by_length.length has '128' but must be null or a number"),
         (("curves", "by_length", "nonoverlapping_nats", 1), 1e308, r"nonoverlapping_nats has 1e\+308"),

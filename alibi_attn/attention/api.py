@@ -5,13 +5,14 @@ from typing import TYPE_CHECKING, Literal, Unpack, overload
 import torch
 from torch import Tensor
 
-from alibi_attn.attention import dispatch, explanation
+from alibi_attn.attention import dispatch
 from alibi_attn.attention.backends import flex
 from alibi_attn.attention.bias import Slopes
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.execution import attend, autocast
-from alibi_attn.attention.validation import AttentionOptions, SegmentIds, make_spec
-from alibi_attn.attention.visibility import largest_distance
+from alibi_attn.attention.explain import call_line, dense_line, head_lines
+from alibi_attn.attention.validation import AttentionOptions, SegmentIds, SpecOptions, make_spec
+from alibi_attn.attention.visibility import largest_distance, visible_count
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -19,68 +20,23 @@ if TYPE_CHECKING:
 
 @overload
 def alibi_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    slopes: Slopes | None = ...,
-    *,
-    causal: bool = ...,
-    right_slopes: Slopes | None = ...,
-    window: int | None = ...,
-    scale: float | None = ...,
-    query_offset: int | Tensor | None = ...,
-    key_mask: Tensor | None = ...,
-    segment_ids: SegmentIds | None = ...,
-    key_bias: Tensor | None = ...,
-    dropout_p: float = ...,
-    tolerance: float | None = ...,
-    return_lse: Literal[False] = ...,
-    backend: str = ...,
-) -> Tensor: ...
+    query: Tensor, key: Tensor, value: Tensor, slopes: Slopes | None = ..., *, return_lse: Literal[False] = ...,
+    backend: str = ..., **options: Unpack[AttentionOptions],
+) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def alibi_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    slopes: Slopes | None = ...,
-    *,
-    causal: bool = ...,
-    right_slopes: Slopes | None = ...,
-    window: int | None = ...,
-    scale: float | None = ...,
-    query_offset: int | Tensor | None = ...,
-    key_mask: Tensor | None = ...,
-    segment_ids: SegmentIds | None = ...,
-    key_bias: Tensor | None = ...,
-    dropout_p: float = ...,
-    tolerance: float | None = ...,
-    return_lse: Literal[True],
-    backend: str = ...,
-) -> tuple[Tensor, Tensor]: ...
+    query: Tensor, key: Tensor, value: Tensor, slopes: Slopes | None = ..., *, return_lse: Literal[True],
+    backend: str = ..., **options: Unpack[AttentionOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 @overload
 def alibi_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    slopes: Slopes | None = ...,
-    *,
-    causal: bool = ...,
-    right_slopes: Slopes | None = ...,
-    window: int | None = ...,
-    scale: float | None = ...,
-    query_offset: int | Tensor | None = ...,
-    key_mask: Tensor | None = ...,
-    segment_ids: SegmentIds | None = ...,
-    key_bias: Tensor | None = ...,
-    dropout_p: float = ...,
-    tolerance: float | None = ...,
-    return_lse: bool = ...,
-    backend: str = ...,
-) -> Tensor | tuple[Tensor, Tensor]: ...
+    query: Tensor, key: Tensor, value: Tensor, slopes: Slopes | None = ..., *, return_lse: bool = ...,
+    backend: str = ..., **options: Unpack[AttentionOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 def alibi_attention(
@@ -156,7 +112,7 @@ def head_reach(
     slopes: Slopes | None = None,
     *,
     backend: str = "auto",
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[SpecOptions],
 ) -> Tensor:
     """How far every head really looks, [B, H] int64: no query of the head reads a key with |i − j| ≥ reach.
 
@@ -187,7 +143,7 @@ def explain(
     slopes: Slopes | None = None,
     *,
     backend: str = "auto",
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[SpecOptions],
 ) -> str:
     """What `alibi_attention` would do with these arguments, in words: who runs it and why, and how far each head looks.
 
@@ -200,7 +156,18 @@ def explain(
     query, key, value = autocast(query, key, value)
     spec = make_spec(query, key, value, slopes, **options)
     name = dispatch.choose(backend, spec, query, key, value)
-    return explanation.describe(spec, name, backend, query, key, value)
+    with torch.no_grad():
+        visited = dispatch.visits(name, spec, query, key, value)
+    lines = [
+        call_line(spec, query.dtype, query.device),
+        *dispatch.backend_lines(spec, name, backend, query, key, value),
+    ]
+    if visited is None:
+        return "\n".join([*lines, dense_line(spec, name)])
+    reach = torch.minimum(visited[0], largest_distance(spec, query.device)[:, None])
+    slopes, reaches, scores = (x.detach().cpu().resolve_neg().numpy() for x in (spec.slopes, reach, visited[1]))
+    seen = int(visible_count(spec).sum()) * spec.num_heads
+    return "\n".join([*lines, *head_lines(spec, slopes, reaches, scores, seen)])
 
 
 def certified_block_mask(
@@ -209,7 +176,7 @@ def certified_block_mask(
     slopes: Slopes | None = None,
     *,
     block_size: int = flex.BLOCK,
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[SpecOptions],
 ) -> "BlockMask":
     """The BlockMask of the tiles that matter, for a FlexAttention of your own: a fraction of the scores, the same result.
 

@@ -1,5 +1,6 @@
 """The definition, densely: −m·|i − j|, and −inf where a query may not look (Press et al. 2022, sec. 3, arXiv:2108.12409)."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -8,13 +9,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from alibi_attn.attention.spec import AttentionSpec, check_query_offset, check_slopes
-from alibi_attn.attention.transforms import transforms
+from alibi_attn.attention.spec import AttentionSpec, check_position, check_query_offset, check_slopes
+from alibi_attn.attention.transforms import is_traced, may_read, transforms
 from alibi_attn.attention.visibility import distances, visible
 
 Slopes = Sequence[float] | NDArray[np.floating] | Tensor
 
-FAR_MORE = 1000.0  # nats: a weight of e^−1000 is none
+EXTREME_SLOPE = 64.0  # nats per token: beyond it a hidden key beside the query would cost scores their digits
+CHUNK = 128  # queries whose visible keys are written out at a time
 
 
 def alibi_bias(
@@ -59,6 +61,8 @@ def alibi_bias(
             raise TypeError(f"{name} must be an integer, a number of positions, but is {type(length).__name__}")
         if length < 1:
             raise ValueError(f"{name} is {length} but must be at least 1")
+        if not is_traced():
+            check_position(name, int(length))
     if right_slopes is not None and causal:
         raise ValueError("right_slopes is for keys to the right, which causal attention never sees; pass causal=False")
     dtype = torch.float32 if dtype is None else dtype
@@ -73,6 +77,8 @@ def alibi_bias(
         check_slopes("right_slopes", right.shape, batch=-1, num_heads=left.numel())
     if isinstance(query_offset, Tensor):
         check_query_offset(query_offset, batch=-1)
+    elif query_offset is not None and not is_traced():
+        check_position("query_offset", query_offset)
     spec = AttentionSpec(
         batch=1, num_heads=left.numel(), num_kv_heads=1, query_len=query_len, key_len=key_len, head_dim=1,
         slopes=left, right_slopes=right, causal=causal, scale=1.0, tolerance=0.0,
@@ -80,81 +86,148 @@ def alibi_bias(
     )  # fmt: skip
     distance = distances(query_len, key_len, spec.query_offset, left.device)
     # Adding 0 turns −0 into 0, for whoever prints it.
-    return (score_bias(spec, distance, visible(spec, distance))[0] + 0.0).to(dtype)
+    bias = _of_slopes(spec, distance, work).masked_fill(~visible(spec, distance), -math.inf)
+    return (bias[0] + 0.0).to(dtype)
 
 
-def score_bias(spec: AttentionSpec[Tensor], distance: Tensor, seen: Tensor) -> Tensor:
-    """[B|1, H, T, S] in the slopes' dtype: −m·|i − j|, and −inf where not `seen`; differentiable in the slopes.
+def score_bias(spec: AttentionSpec[Tensor], distance: Tensor, seen: Tensor) -> tuple[Tensor, Tensor | None]:
+    """(bias, origin): what is added to the scores, [B|1, H, T, S] in the slopes' dtype, and what `unshifted_lse` puts back.
 
-    With a table its numbers instead, differentiable in them. With a key bias also b_j − r_i, differentiable in b; `unshifted_lse`
-    puts back what the lse of such scores lacks.
+    The bias is −m·|i − j| (or the table's number) + b_j, and −inf where not `seen`; differentiable in all of them. With a key
+    bias or an extreme slope every query counts from its own best visible key, and origin [B, H, T] is that key's bias: only the
+    difference is rounded, however large both are. Otherwise origin is None.
     """
-    bias = _of_slopes(spec, distance) if spec.table is None else _of_distances(spec, spec.table)
-    if spec.key_bias is not None:
-        bias = bias + _relative_key_bias(spec, spec.key_bias).to(bias.dtype)
+    origin = None
+    if spec.key_bias is not None or _has_extreme_slopes(spec):
+        bias, origin = _from_best_key(spec, distance, seen)
+    else:
+        bias = _bias_of_distance(spec, distance, spec.slopes.dtype)
     # In place where it fits: the bias is the largest tensor of a short call, and every copy of it is felt. Shapes do not show an
     # axis of vmap.
     fits = "Vmap" not in transforms() and all(seen.shape[axis] in (1, size) for axis, size in enumerate(bias.shape))
-    return bias.masked_fill_(~seen, float("-inf")) if fits else bias.masked_fill(~seen, float("-inf"))
+    bias = bias.masked_fill_(~seen, float("-inf")) if fits else bias.masked_fill(~seen, float("-inf"))
+    return bias, origin
 
 
-def unshifted_lse(spec: AttentionSpec[Tensor], lse: Tensor) -> Tensor:
-    """The lse [B, H, T] of scores with the bias of `score_bias`, with what that left out; fp64 where one of them is."""
-    if spec.key_bias is None:
+def unshifted_lse(spec: AttentionSpec[Tensor], lse: Tensor, origin: Tensor | None) -> Tensor:
+    """The lse [B, H, T] of the scores themselves, given that of scores with the bias of `score_bias`, in its dtype."""
+    if origin is None:
         return lse
-    shift = bias_that_matters(spec, spec.key_bias)
     if spec.query_bias is not None:
-        shift = shift + spec.query_bias.detach()
-    return lse.to(torch.promote_types(lse.dtype, shift.dtype)) + shift
+        origin = origin + spec.query_bias.detach()
+    dtype = lse.dtype if spec.key_bias is None else torch.promote_types(lse.dtype, spec.key_bias.dtype)
+    largest = torch.finfo(dtype).max
+    whole = lse.to(origin.dtype) + origin
+    # Not infinite where the dtype cannot hold it: −inf means that a query sees nothing.
+    return whole.clamp(-largest, largest).to(dtype).masked_fill(whole == -math.inf, -math.inf)
 
 
 def bias_that_matters(spec: AttentionSpec[Tensor], key_bias: Tensor) -> Tensor:
-    """r [B, H, T], from which biases count: the b of the last key up to the query that may be seen, else of the first after it.
+    """[B, H, T]: the bias of each query's visible key with the largest b_j − m·|i − j|; 0 where a query sees nothing.
 
-    That of a key farther away where it counts so much more that the near one has no weight, which may be padding, with −10⁹
-    (looked for where neither a window nor segments may hide it). 0 where none is finite.
+    Without a window and segments it comes from running maxima; with them the keys are written out for a few queries at a time.
     """
-    b = key_bias.detach()
+    b = key_bias.detach().to(_wide(key_bias))
     if spec.key_mask is not None:
         b = b.masked_fill(~spec.key_mask[:, None], -math.inf)
+    if spec.key_len == 0 or spec.query_len == 0:
+        return b.new_zeros((*b.shape[:2], spec.query_len))
+    if spec.window is not None or spec.key_segments is not None:
+        parts = []
+        for start in range(0, spec.query_len, CHUNK):
+            some = _queries(spec, start, min(CHUNK, spec.query_len - start))
+            distance = distances(some.query_len, some.key_len, some.query_offset, b.device)
+            nats = b[:, :, None] + _of_slopes(some, distance, b.dtype).detach()
+            parts.append(nats.masked_fill(~visible(some, distance), -math.inf).argmax(-1))
+        best = torch.cat(parts, -1)
+    else:
+        best = _best_of_all_keys(spec, b)
+    reference = b.gather(-1, best)
+    return reference.masked_fill(reference == -math.inf, 0.0)
+
+
+def _best_of_all_keys(spec: AttentionSpec[Tensor], b: Tensor) -> Tensor:
+    """[B, H, T]: the keys of `bias_that_matters` where only causality and −inf in b [B, H, S] hide keys."""
     at = torch.arange(spec.key_len, device=b.device)
-    finite = b > -math.inf
-    before = torch.where(finite, at, -1).cummax(-1).values
-    after = torch.where(finite, at, spec.key_len).flip(-1).cummin(-1).values.flip(-1)
-    nearest = torch.where(before >= 0, before, after % spec.key_len)
     first = spec.query_offset.reshape(-1, 1) if isinstance(spec.query_offset, Tensor) else spec.query_offset
     position = (torch.arange(spec.query_len, device=b.device) + first).reshape(-1, 1, spec.query_len)
-    key = position.clamp(0, spec.key_len - 1).expand(*b.shape[:2], -1)
-    found = b.gather(-1, nearest.gather(-1, key))
-    if spec.window is None and spec.key_segments is None:
-        slopes = spec.slopes.detach().reshape(-1, spec.num_heads, 1).to(b.dtype)
-        right = (
-            slopes
-            if spec.right_slopes is None
-            else spec.right_slopes.detach().reshape(-1, spec.num_heads, 1).to(b.dtype)
-        )
-        enough = found + FAR_MORE
-        for flip, m in (
-            ((False, slopes),) if spec.causal else ((False, slopes), (True, right.masked_fill(right.isinf(), 0.0)))
-        ):
-            nats = b + (-m if flip else m) * at
-            most, where = (nats.flip(-1) if flip else nats).cummax(-1)
-            if flip:
-                most, where = most.flip(-1), spec.key_len - 1 - where.flip(-1)
-            counts = most.gather(-1, key) - (-m if flip else m) * position
-            found = torch.where(counts > enough, b.gather(-1, where.gather(-1, key)), found)
-            enough = torch.maximum(enough, counts)
-    return found.masked_fill(found == -math.inf, 0.0)
+    near = position.clamp(0, spec.key_len - 1).expand(*b.shape[:2], -1)
+    left, right = (x.detach().reshape(-1, spec.num_heads, 1).to(b.dtype) for x in _two_slopes(spec))
+    sees_right = (position < spec.key_len) & (right < math.inf)
+    right = right.masked_fill(right.isinf(), 0.0)
+    most, where = (b + left * at).cummax(-1)
+    nats, best = most.gather(-1, near) - left * position, where.gather(-1, near)
+    nats = nats.masked_fill(position < 0, -math.inf)
+    if spec.causal:
+        return best
+    most, where = (b - right * at).flip(-1).cummax(-1)
+    to_right = most.flip(-1).gather(-1, near) + right * position
+    is_better = sees_right & (to_right > nats)
+    return torch.where(is_better, spec.key_len - 1 - where.flip(-1).gather(-1, near), best)
 
 
-def _of_slopes(spec: AttentionSpec[Tensor], distance: Tensor) -> Tensor:
-    """[B|1, H, T, S], a tensor of its own: −m·|i − j|."""
-    left = spec.slopes.reshape(-1, spec.num_heads, 1, 1)
-    away = distance.abs().to(left.dtype)[:, None]
+def _queries(spec: AttentionSpec[Tensor], start: int, count: int) -> AttentionSpec[Tensor]:
+    """The call with these queries only."""
+    segments = None if spec.query_segments is None else spec.query_segments[:, start : start + count]
+    return dataclasses.replace(
+        spec, query_len=count, query_offset=spec.query_offset + start, query_segments=segments, query_bias=None
+    )
+
+
+def _two_slopes(spec: AttentionSpec[Tensor]) -> tuple[Tensor, Tensor]:
+    return spec.slopes, spec.slopes if spec.right_slopes is None else spec.right_slopes
+
+
+def _has_extreme_slopes(spec: AttentionSpec[Tensor]) -> bool:
+    """Whether one token costs more than scores can lose; false where slopes cannot be read for free."""
+    if spec.table is not None or not may_read(*_two_slopes(spec)):
+        return False
+    return any(bool((x.abs().masked_fill(x.isinf(), 0.0) > EXTREME_SLOPE).any()) for x in {*_two_slopes(spec)})
+
+
+def _from_best_key(spec: AttentionSpec[Tensor], distance: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+    """(bias [B, H, T, S], origin [B, H, T]) of `score_bias`, unmasked; formed in fp64 where the device has it.
+
+    The gradients of b and of the query's bias are sums of the very same numbers then, over queries and over keys.
+    """
+    wide = _wide(spec.slopes)
+    taken = -_bias_of_distance(spec, distance, wide)
+    if spec.key_bias is None:
+        own = torch.zeros((), dtype=wide, device=taken.device)
+    else:
+        own = spec.key_bias.to(wide).masked_fill(spec.key_bias == -math.inf, 0.0)[:, :, None]
+    own, taken = (x.expand(spec.batch, spec.num_heads, spec.query_len, spec.key_len) for x in (own, taken))
+    best = (own - taken).detach().masked_fill(~seen, -math.inf).argmax(-1, keepdim=True)
+    of_best, taken_from_best = (x.detach().gather(-1, best) for x in (own, taken))
+    relative = (own - of_best) - (taken - taken_from_best)
+    # A large bias may have hidden how far its key is, so another key may be better after all.
+    better = relative.detach().masked_fill(~seen, -math.inf).amax(-1, keepdim=True)
+    better = better.masked_fill(better == -math.inf, 0.0)
+    relative = relative - better
+    if spec.query_bias is not None:
+        query_bias = spec.query_bias.to(wide)
+        relative = relative + (query_bias - query_bias.detach())[..., None]
+    return relative.to(spec.slopes.dtype), ((of_best - taken_from_best) + better).squeeze(-1)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    """fp64 where the device has it."""
+    return x.dtype if x.device.type == "mps" else torch.float64
+
+
+def _bias_of_distance(spec: AttentionSpec[Tensor], distance: Tensor, dtype: torch.dtype) -> Tensor:
+    """[B|1, H, T, S], a new tensor: −m·|i − j|, or the table's numbers."""
+    return _of_slopes(spec, distance, dtype) if spec.table is None else _of_distances(spec, spec.table).to(dtype)
+
+
+def _of_slopes(spec: AttentionSpec[Tensor], distance: Tensor, dtype: torch.dtype) -> Tensor:
+    """[B|1, H, T, S], a new tensor: −m·|i − j|."""
+    left = spec.slopes.to(dtype).reshape(-1, spec.num_heads, 1, 1)
+    away = distance.abs().to(dtype)[:, None]
     bias = -left * away
     if spec.right_slopes is None:
         return bias
-    right = spec.right_slopes.reshape(-1, spec.num_heads, 1, 1)
+    right = spec.right_slopes.to(dtype).reshape(-1, spec.num_heads, 1, 1)
     # An infinite slope forbids (see `visible`); as a factor it would make 0·inf, and a NaN gradient.
     right = right.masked_fill(right.isinf(), 0.0)
     return torch.where((distance < 0)[:, None], -right * away, bias)
@@ -172,16 +245,3 @@ def _of_distances(spec: AttentionSpec[Tensor], table: Tensor) -> Tensor:
     first, lengths = spec.query_offset - spec.key_len + 1, spec.query_len + spec.key_len - 1
     by_distance = table.index_select(1, columns_of(spec, table, first, lengths))
     return by_distance.flip(1).unfold(1, spec.key_len, 1).flip(1)[None]
-
-
-def _relative_key_bias(spec: AttentionSpec[Tensor], key_bias: Tensor) -> Tensor:
-    """[B, H, T, S] in fp64 where the device has it: b_j − r_i, so that no digit is lost however large b is.
-
-    The gradients of b and of the query's bias are sums of the very same numbers then, over queries and over keys.
-    """
-    wide = key_bias if key_bias.device.type == "mps" else key_bias.double()
-    relative = wide[:, :, None] - bias_that_matters(spec, key_bias)[..., None].to(wide.dtype)
-    if spec.query_bias is None:
-        return relative
-    own = spec.query_bias.to(wide.dtype)
-    return relative + (own - own.detach())[..., None]

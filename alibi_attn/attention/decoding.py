@@ -22,8 +22,8 @@ from alibi_attn.attention.certificate.biased import gated_bounds, sums_behind
 from alibi_attn.attention.certificate.bounds import bounds, worth_leaving_out
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Norms, norm_bound
-from alibi_attn.attention.heads import index_of, query_heads
-from alibi_attn.attention.spec import AttentionSpec, default_tolerance
+from alibi_attn.attention.forgetting import forgetting_attention
+from alibi_attn.attention.spec import GATE_FLOOR, AttentionSpec, check_numbers, dtype_name, index_of, query_heads
 from alibi_attn.attention.validation import make_spec
 
 MAX_QUERIES = 16  # on a CPU
@@ -61,9 +61,9 @@ def reads_near(
     )
 
 
-def has_kernel(query: Tensor, key: Tensor) -> bool:
-    """Whether the kernel for decoding on a CPU takes such queries and keys."""
-    return query.shape[3] % WIDTH == 0 and native.takes(query, key)
+def has_kernel(*tensors: Tensor) -> bool:
+    """Whether the kernel for decoding on a CPU supports such queries, keys and values."""
+    return tensors[0].shape[3] % WIDTH == 0 and native.takes(*tensors)
 
 
 def measured_norms(key: Tensor, value: Tensor) -> Norms:
@@ -78,8 +78,8 @@ def visible_runs(key_mask: Tensor) -> Runs | None:
 
     Reads the mask on the host.
     """
-    shown = key_mask.view(torch.uint8)
-    first, behind = shown.argmax(1), key_mask.shape[1] - shown.flip(1).argmax(1)
+    flags = key_mask.view(torch.uint8)
+    first, behind = flags.argmax(1), key_mask.shape[1] - flags.flip(1).argmax(1)
     rows = torch.stack([first, behind, key_mask.sum(1)], dim=1).tolist()
     if any(count not in (0, stop - start) for start, stop, count in rows):
         return None
@@ -98,15 +98,24 @@ def attend_near(
         visible: the keys that each row may see, on a CPU; None = all.
         log_fgate: [B, H, S] gates as for `forgetting_attention`, on a CPU and with all keys visible.
     """
-    if _on_cpu(query) and log_fgate is None and has_kernel(query, key):
+    scale, tolerance = check_numbers(
+        causal=True, has_right_slopes=False, window=window, scale=scale, dropout_p=0.0, tolerance=tolerance,
+        head_dim=query.shape[3], dtype=dtype_name(query.dtype),
+    )  # fmt: skip
+    if _on_cpu(query) and log_fgate is None and has_kernel(query, key, value):
         output = native.decode(
-            query, key, value, slopes, norms=known_norms, visible=visible, window=window,
-            scale=query.shape[3] ** -0.5 if scale is None else scale,
-            tolerance=default_tolerance(query.dtype) if tolerance is None else tolerance,
+            query, key, value, slopes, norms=known_norms, visible=visible, window=window, scale=scale, tolerance=tolerance
         )  # fmt: skip
         if output is not None:
             return output
     spec = make_spec(query, key, value, slopes, window=window, scale=scale, tolerance=tolerance)
+    if log_fgate is not None and bool((log_fgate[..., key.shape[2] - query.shape[2] + 1 :] < GATE_FLOOR).any()):
+        # A cut between the queries: biases of keys alone cannot say who is before it.
+        output = forgetting_attention(
+            query, key, value, log_fgate, slopes, window=window, scale=scale, tolerance=tolerance
+        )
+        assert isinstance(output, Tensor)
+        return output
     with torch.no_grad():
         known_norms = Norms.of(key, value) if known_norms is None else known_norms
         if not _on_cpu(query):
@@ -170,12 +179,12 @@ def needed_keys(
     if any(rows[b].stop == spec.key_len for b in many):
         if log_fgate is None:
             choices = worth_leaving_out(norms[0], times=2, count=in_sight)
-            found = bounds(spec, query, key, value, tile_norms=norms, outlier_choices=choices)
+            certified = bounds(spec, query, key, value, tile_norms=norms, outlier_choices=choices)
         else:
-            found = gated_bounds(spec, query, key, value, log_fgate, tile_norms=norms)
+            certified = gated_bounds(spec, query, key, value, log_fgate, tile_norms=norms)
         # Keys that the first query needs, and those between it and the last.
-        needed = _of_key_heads(spec, found.left.amax(-1).clamp(max=far) + spec.query_len - 1).amax(-1).tolist()
-        outlier_tiles = _of_key_heads(spec, found.outlier_tiles).flatten(2).tolist()
+        needed = _of_key_heads(spec, certified.left.amax(-1).clamp(max=far) + spec.query_len - 1).amax(-1).tolist()
+        outlier_tiles = _of_key_heads(spec, certified.outlier_tiles).flatten(2).tolist()
     for b in many:
         row = rows[b]
         if row.stop == spec.key_len:
@@ -212,10 +221,10 @@ def _behind_the_last_key(
         known = norms[0][..., : -(-stop // TILE)], norms[1][..., : -(-stop // TILE)]
         one = query[:, :, t : t + 1], key[:, :, :stop], value[:, :, :stop]
         at = make_spec(*one, slopes, scale=spec.scale, tolerance=spec.tolerance)
-        found = bounds(at, *one, tile_norms=known)
-        reach = _of_key_heads(spec, found.left.amax(-1)).amax(-1)[0]
+        certified = bounds(at, *one, tile_norms=known)
+        reach = _of_key_heads(spec, certified.left.amax(-1)).amax(-1)[0]
         needed = torch.maximum(needed, reach.clamp(max=stop) + row.stop - stop)
-        outlier_tiles.append(_of_key_heads(spec, found.outlier_tiles).flatten(2)[0])
+        outlier_tiles.append(_of_key_heads(spec, certified.outlier_tiles).flatten(2)[0])
     most = row.stop - row.start
     return dataclasses.replace(
         row, needed=needed.clamp(max=most).tolist(), outlier_tiles=torch.cat(outlier_tiles, 1).tolist()

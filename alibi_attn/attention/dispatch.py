@@ -1,6 +1,6 @@
-"""Who computes it: a literal table of backends per device, and who cannot run a given call, and why.
+"""Which backend runs a call: a literal table of backends per device, and why each of the others does not run it.
 
-"auto" decides from shapes, dtypes and the device only, never from values: so it compiles and never synchronises.
+"auto" decides from shapes, dtypes and the device only, never from tensor values, so it compiles and never synchronizes.
 """
 
 from torch import Tensor
@@ -9,7 +9,9 @@ from alibi_attn.attention.backends import dense, flex, reference
 from alibi_attn.attention.backends.banded import backend as banded
 from alibi_attn.attention.backends.fused import backend as fused
 from alibi_attn.attention.backends.native import backend as native
+from alibi_attn.attention.backends.native import build
 from alibi_attn.attention.backends.protocol import Backend
+from alibi_attn.attention.explain import backend_line, chosen_verdict
 from alibi_attn.attention.spec import AttentionSpec
 
 _ALL: tuple[Backend, ...] = (reference, dense, banded, native, fused, flex)
@@ -23,7 +25,7 @@ def visits(
     name: str, spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor | None
 ) -> tuple[Tensor, Tensor] | None:
     """(reach, scores), each [B, H] int64: 1 + the largest |i − j| that is read, and the scores computed; None = all of them."""
-    if spec.query_len == 0 or spec.key_len == 0:
+    if 0 in (spec.batch, spec.query_len, spec.key_len):
         return None
     return BACKENDS[name].visits(spec, query, key, value)
 
@@ -45,3 +47,24 @@ def choose(backend: str, spec: AttentionSpec[Tensor], query: Tensor, key: Tensor
     if reason is not None:
         raise ValueError(f"backend {backend!r} cannot run this: {reason}; backend='auto' picks one that can")
     return backend
+
+
+def backend_lines(
+    spec: AttentionSpec[Tensor], chosen: str, backend: str, query: Tensor, key: Tensor, value: Tensor
+) -> list[str]:
+    """The verdict on each backend, as `explain` prints it; `chosen` runs, and `backend` is the argument of that name."""
+    preferred = PREFERRED.get(query.device.type, (dense,))
+    lines = []
+    for name, candidate in BACKENDS.items():
+        reason = candidate.why_not(spec, query, key, value)
+        too_small = candidate.too_small(spec)
+        if name == chosen:
+            verdict = chosen_verdict(backend) + (f": {build.instructions()}" if name == native.name else "")
+        elif reason is not None:
+            verdict = f"cannot: {reason}"
+        elif candidate not in preferred:
+            verdict = "could; auto never picks it here"
+        else:
+            verdict = "could" + ("" if too_small is None else f"; auto leaves it to dense: {too_small}")
+        lines.append(backend_line(name, verdict))
+    return lines

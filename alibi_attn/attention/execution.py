@@ -21,7 +21,7 @@ def attend(
     query, key, value, spec = _differentiable_once(query, key, value, spec)
     name = dispatch.choose(backend, spec, query, key, value)
     lse: Tensor | None
-    if spec.query_len == 0 or spec.key_len == 0:
+    if spec.query_len == 0 or spec.key_len == 0 or transforms.surely(spec.batch == 0):
         output, lse = _nothing(spec, query, key, value)
     else:
         if spec.dropout_p > 0 and spec.dropout_seed is None:

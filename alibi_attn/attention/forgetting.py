@@ -1,58 +1,38 @@
 """`forgetting_attention`: every token says how much of what came before it is kept, and gates multiply along the way."""
 
 import dataclasses
-from typing import Literal, overload
+import math
+from typing import Literal, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from alibi_attn.attention.bias import Slopes
 from alibi_attn.attention.execution import attend, autocast
-from alibi_attn.attention.spec import GATES_RULE, AttentionSpec, check_log_fgate
+from alibi_attn.attention.spec import GATE_FLOOR, GATE_STEP, GATES_RULE, AttentionSpec, check_log_fgate
 from alibi_attn.attention.transforms import may_read
-from alibi_attn.attention.validation import SegmentIds, check_tensor, make_spec
+from alibi_attn.attention.validation import ForgettingOptions, SegmentIds, check_tensor, make_spec
 
 
 @overload
 def forgetting_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    log_fgate: Tensor,
-    slopes: Slopes | None = ...,
-    *,
-    window: int | None = ...,
-    scale: float | None = ...,
-    query_offset: int | None = ...,
-    key_mask: Tensor | None = ...,
-    segment_ids: SegmentIds | None = ...,
-    key_bias: Tensor | None = ...,
-    dropout_p: float = ...,
-    tolerance: float | None = ...,
-    return_lse: Literal[False] = ...,
-    backend: str = ...,
-) -> Tensor: ...
+    query: Tensor, key: Tensor, value: Tensor, log_fgate: Tensor, slopes: Slopes | None = ..., *,
+    return_lse: Literal[False] = ..., backend: str = ..., **options: Unpack[ForgettingOptions],
+) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def forgetting_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    log_fgate: Tensor,
-    slopes: Slopes | None = ...,
-    *,
-    window: int | None = ...,
-    scale: float | None = ...,
-    query_offset: int | None = ...,
-    key_mask: Tensor | None = ...,
-    segment_ids: SegmentIds | None = ...,
-    key_bias: Tensor | None = ...,
-    dropout_p: float = ...,
-    tolerance: float | None = ...,
-    return_lse: bool = ...,
-    backend: str = ...,
-) -> Tensor | tuple[Tensor, Tensor]: ...
+    query: Tensor, key: Tensor, value: Tensor, log_fgate: Tensor, slopes: Slopes | None = ..., *,
+    return_lse: Literal[True], backend: str = ..., **options: Unpack[ForgettingOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def forgetting_attention(
+    query: Tensor, key: Tensor, value: Tensor, log_fgate: Tensor, slopes: Slopes | None = ..., *,
+    return_lse: bool = ..., backend: str = ..., **options: Unpack[ForgettingOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 def forgetting_attention(
@@ -84,8 +64,9 @@ def forgetting_attention(
     gates themselves prove that far keys cannot matter: what is computed is what weighs more than the tolerance.
 
     Args:
-        log_fgate: ln f, natural, finite and at most 0, fp32 or fp64, [B, H, S] (or [B, K, S], for all heads of a group). Hidden
-            keys and those of other segments have gates too: a sum within a segment has only that segment's.
+        log_fgate: ln f, natural, at most 0, fp32 or fp64, [B, H, S] (or [B, K, S], for all heads of a group). −inf is a cut:
+            from its position on no key before it is seen, and its gradient is 0. A gate below −2²⁰ counts as −2²⁰. Hidden keys
+            and those of other segments have gates too: a sum within a segment has only that segment's.
         slopes: m, for ALiBi times gates; None = none.
         query_offset: position of query 0, an int; S − T by default. All queries are among the S positions.
         query, key, value, window, scale, key_mask, segment_ids, key_bias, dropout_p, tolerance, return_lse, backend: as for
@@ -109,12 +90,12 @@ def forgetting_attention(
         return_lse=return_lse,
     )  # fmt: skip
     first = check_gates(spec, log_fgate, query, query_offset)
-    gates = log_fgate if query.device.type == "mps" else log_fgate.double()
-    found = attend(with_gates(spec, gates.cumsum(-1), first), query, key, value, backend)
-    if not isinstance(found, tuple):
-        return found
+    spec = with_gates(spec, gate_sums(log_fgate), first, log_fgate)
+    result = attend(spec, query, key, value, backend)
+    if not isinstance(result, tuple):
+        return result
     wide = torch.float64 in (query.dtype, None if key_bias is None else key_bias.dtype)
-    return found[0], found[1].to(torch.float64 if wide else torch.float32)
+    return result[0], result[1].to(torch.float64 if wide else torch.float32)
 
 
 def check_gates(spec: AttentionSpec[Tensor], log_fgate: Tensor, query: Tensor, query_offset: int | None) -> int:
@@ -128,19 +109,46 @@ def check_gates(spec: AttentionSpec[Tensor], log_fgate: Tensor, query: Tensor, q
         log_fgate, batch=spec.batch, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, key_len=spec.key_len,
         query_len=spec.query_len, query_offset=query_offset,
     )  # fmt: skip
-    if may_read(log_fgate) and not bool(((log_fgate <= 0) & log_fgate.isfinite()).all()):
+    if may_read(log_fgate) and not bool((log_fgate <= 0).all()):
         raise ValueError(GATES_RULE)
     return first
 
 
-def with_gates(spec: AttentionSpec[Tensor], kept: Tensor, first: int) -> AttentionSpec[Tensor]:
+def gate_sums(log_fgate: Tensor) -> Tensor:
+    """c_j = Σ_{l ≤ j} max(ln f_l, GATE_FLOOR), of the shape of log_fgate, in fp64 where the device has it.
+
+    Differences of these sums are right to the rounding of the larger one, however many gates are closed in between. A gate below
+    the floor has no gradient.
+    """
+    gates = (log_fgate if log_fgate.device.type == "mps" else log_fgate.double()).clamp(min=GATE_FLOOR)
+    coarse = (gates.detach() / GATE_STEP).trunc() * GATE_STEP
+    return coarse.cumsum(-1) + (gates - coarse).cumsum(-1)
+
+
+def with_gates(
+    spec: AttentionSpec[Tensor], sums: Tensor, first: int, log_fgate: Tensor | None = None
+) -> AttentionSpec[Tensor]:
     """The call with gates as biases of its keys and queries.
 
     Args:
-        kept: c_j, [B, H or K, S], the sums of gates up to and with each position, of which every bias is a difference.
+        sums: c_j, [B, H or K, S], of `gate_sums`; every bias is a difference of two.
         first: the position of query 0.
+        log_fgate: the gates, for the cuts among them; None = there are none.
     """
-    if kept.shape[1] != spec.num_heads:
-        kept = kept.repeat_interleave(spec.group, dim=1)
-    bias = -kept if spec.key_bias is None else spec.key_bias.to(kept.dtype) - kept
-    return dataclasses.replace(spec, key_bias=bias, query_bias=kept[:, :, first : first + spec.query_len])
+    start = None if log_fgate is None else _query_start(spec, log_fgate, first)
+    if sums.shape[1] != spec.num_heads:
+        sums = sums.repeat_interleave(spec.group, dim=1)
+    bias = -sums if spec.key_bias is None else spec.key_bias.to(sums.dtype) - sums
+    return dataclasses.replace(
+        spec, key_bias=bias, query_bias=sums[:, :, first : first + spec.query_len], query_start=start
+    )
+
+
+def _query_start(spec: AttentionSpec[Tensor], log_fgate: Tensor, first: int) -> Tensor | None:
+    """[B, H, T]: the position of the last cut up to each query, 0 without one; None where it is known that there is none."""
+    is_cut = log_fgate == -math.inf
+    if may_read(log_fgate) and not bool(is_cut.any()):
+        return None
+    position = torch.arange(spec.key_len, device=log_fgate.device)
+    start = torch.where(is_cut, position, 0).cummax(-1).values[:, :, first : first + spec.query_len]
+    return start if start.shape[1] == spec.num_heads else start.repeat_interleave(spec.group, dim=1)

@@ -15,13 +15,14 @@ Source: Press et al. 2022, sec. 3 (arXiv:2108.12409).
 """
 
 import dataclasses
-import math
+import sys
 from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
 Array = TypeVar("Array")
 
 EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
+FARTHEST = 2**60  # positions lie this close to 0, and a larger window hides nothing more; sums of two stay within int64
 # The fields of a description that receive gradients, in the order in which these come back.
 DIFFERENTIABLE = ("slopes", "right_slopes", "key_bias", "query_bias", "table")
 
@@ -50,6 +51,8 @@ class AttentionSpec(Generic[Array]):
         key_bias: [B, H, S], fp32 or fp64, added to the scores of each key; −inf = may not be seen.
         query_bias: [B, H, T] in key_bias's dtype, only with one: added to all scores of a query, so that lse has it, and that its
             gradients are the sums of ds over keys as they were computed (`forgetting_attention` needs both).
+        query_start: [B, H, T] int64, only with a query_bias: the first key that each query may see, besides what the masks allow.
+            Kernels need not know it: biases lie lower by 2²⁰ before it, so no weight is left there.
         table: [H, N], in the slopes' dtype, added to the scores by head and distance i − j: column c has that of
             table_first + c, and every distance that occurs has one. Only with slopes of 0, and a tolerance of 0.
         table_first: the distance of the first column.
@@ -77,6 +80,7 @@ class AttentionSpec(Generic[Array]):
     key_segments: Array | None = None
     key_bias: Array | None = None
     query_bias: Array | None = None
+    query_start: Array | None = None
     table: Array | None = None
     table_first: int = 0
     dropout_p: float = 0.0
@@ -107,6 +111,25 @@ def dropout_numbers(dropout_p: float) -> tuple[int, float]:
     return threshold, 2**32 / (2**32 - threshold)
 
 
+def query_heads(key_heads: Sequence[int], group: int) -> list[int]:
+    """The query heads that read these key heads, in order; `group` of them each.
+
+    >>> query_heads([1, 3], group=2)
+    [2, 3, 6, 7]
+    """
+    return [head * group + at for head in key_heads for at in range(group)]
+
+
+def index_of(heads: list[int]) -> list[int] | slice:
+    """The heads as a slice where they are neighbors, which reads without a copy.
+
+    >>> index_of([2, 3, 4]), index_of([2, 4])
+    (slice(2, 5, None), [2, 4])
+    """
+    low, high = heads[0], heads[-1] + 1
+    return slice(low, high) if heads == list(range(low, high)) else heads
+
+
 def default_tolerance(dtype: object) -> float:
     """What may be skipped where nobody says how much: eps / 32 of the dtype, far below its rounding."""
     return EPS[dtype_name(dtype)] / 32
@@ -126,9 +149,9 @@ def check_shapes(
     Args:
         layout: order of query's axes, by letter; key and value have K for H and S for T.
     """
-    shown = "[" + ", ".join(layout) + "]"
-    shown_key = shown.replace("H", "K").replace("T", "S")
-    for name, array, expected in (("query", query, shown), ("key", key, shown_key), ("value", value, shown_key)):
+    query_axes = "[" + ", ".join(layout) + "]"
+    key_axes = query_axes.replace("H", "K").replace("T", "S")
+    for name, array, expected in (("query", query, query_axes), ("key", key, key_axes), ("value", value, key_axes)):
         if len(array.shape) != 4:
             raise ValueError(f"{name} has shape {list(array.shape)} but must have four axes {expected}")
     at = {letter: layout.index(letter) for letter in "BHTD"}
@@ -137,7 +160,7 @@ def check_shapes(
     if key.shape[at["B"]] != b or key.shape[at["D"]] != d:
         raise ValueError(
             f"key has shape {list(key.shape)} but query {list(query.shape)}: batch and head size must be equal "
-            f"(query {shown}, key {shown_key})"
+            f"(query {query_axes}, key {key_axes})"
         )
     if tuple(value.shape) != tuple(key.shape):
         raise ValueError(f"value has shape {list(value.shape)} but must have key's, {list(key.shape)}")
@@ -177,7 +200,7 @@ def check_numbers(
         scale = head_dim**-0.5
     elif not _is_number(scale):
         raise TypeError(f"scale must be a Python number or None but is {scale!r}")
-    elif not -math.inf < scale < math.inf:
+    elif not -sys.float_info.max <= scale <= sys.float_info.max:  # a Python int may be larger than any float
         raise ValueError(f"scale is {scale} but must be finite (None = 1/√D)")
     if not _is_number(dropout_p):
         raise TypeError(f"dropout_p must be a Python number but is {dropout_p!r}")
@@ -192,7 +215,7 @@ def check_numbers(
             f"tolerance is {tolerance} but is a share of softmax mass in [0, 1): "
             f"None = {default_tolerance(dtype):.1e} for {dtype}, 0 = skip only what the mask forbids"
         )
-    return scale, tolerance
+    return float(scale), tolerance
 
 
 def check_slopes(name: str, shape: Sequence[int], *, batch: int, num_heads: int, query_len: int | None = None) -> None:
@@ -286,9 +309,12 @@ def check_log_fgate(
 
 
 GATES_RULE = (
-    "log_fgate must be finite and at most 0, the natural logarithm of a gate in (0, 1] (the logsigmoid of a number): "
-    "NaN, inf or a positive number came; where a sequence begins anew pass segment_ids"
+    "log_fgate must be at most 0, the natural logarithm of a gate in [0, 1] (the logsigmoid of a number, or −inf for a cut) "
+    "but has NaN, +inf or a positive number in it"
 )
+# A gate below e^(−2²⁰) counts as that: no weight passes it in any dtype, and sums keep the digits of the gates after it.
+# Whole multiples of GATE_STEP are added up separately, without rounding.
+GATE_FLOOR, GATE_STEP = -(2.0**20), 2.0**10
 
 
 def check_query_offset(query_offset: ArrayLike, *, batch: int) -> None:
@@ -300,6 +326,12 @@ def check_query_offset(query_offset: ArrayLike, *, batch: int) -> None:
         raise ValueError(
             f"query_offset has shape {list(query_offset.shape)} but must be an int, 0-d, or one a sequence [B] = [{batch}]"
         )
+
+
+def check_position(name: str, position: int) -> None:
+    """A position, or a number of them, leaves room for sums in int64."""
+    if not -FARTHEST <= position <= FARTHEST:
+        raise ValueError(f"{name} is {position} but positions lie between −2⁶⁰ and 2⁶⁰")
 
 
 def _is_number(value: object) -> bool:

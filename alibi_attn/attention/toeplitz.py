@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Literal, overload
+from typing import Literal, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -10,45 +10,28 @@ from torch import Tensor
 from alibi_attn.attention.execution import attend, autocast
 from alibi_attn.attention.spec import AttentionSpec, dtype_name
 from alibi_attn.attention.transforms import may_read
-from alibi_attn.attention.validation import SegmentIds, check_tensor, make_spec
+from alibi_attn.attention.validation import SegmentIds, ToeplitzOptions, check_tensor, make_spec
 
 
 @overload
 def toeplitz_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    table: Tensor,
-    *,
-    causal: bool = ...,
-    window: int | None = ...,
-    scale: float | None = ...,
-    query_offset: int | None = ...,
-    key_mask: Tensor | None = ...,
-    segment_ids: SegmentIds | None = ...,
-    dropout_p: float = ...,
-    return_lse: Literal[False] = ...,
-    backend: str = ...,
-) -> Tensor: ...
+    query: Tensor, key: Tensor, value: Tensor, table: Tensor, *, return_lse: Literal[False] = ...,
+    backend: str = ..., **options: Unpack[ToeplitzOptions],
+) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def toeplitz_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    table: Tensor,
-    *,
-    causal: bool = ...,
-    window: int | None = ...,
-    scale: float | None = ...,
-    query_offset: int | None = ...,
-    key_mask: Tensor | None = ...,
-    segment_ids: SegmentIds | None = ...,
-    dropout_p: float = ...,
-    return_lse: bool = ...,
-    backend: str = ...,
-) -> Tensor | tuple[Tensor, Tensor]: ...
+    query: Tensor, key: Tensor, value: Tensor, table: Tensor, *, return_lse: Literal[True],
+    backend: str = ..., **options: Unpack[ToeplitzOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def toeplitz_attention(
+    query: Tensor, key: Tensor, value: Tensor, table: Tensor, *, return_lse: bool = ...,
+    backend: str = ..., **options: Unpack[ToeplitzOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 def toeplitz_attention(
@@ -121,9 +104,9 @@ def _check_table(spec: AttentionSpec[Tensor], table: Tensor) -> None:
             f"{'' if spec.causal else ', to both sides'}, with H = {spec.num_heads}"
         )
     needed = _distances_that_occur(spec)
-    if (found := (table.shape[1] if spec.causal else table.shape[1] // 2 + 1)) < needed:
+    if (available := (table.shape[1] if spec.causal else table.shape[1] // 2 + 1)) < needed:
         raise ValueError(
-            f"table has the distances 0 to {found - 1} but a query and a key are {needed - 1} apart; pass one with "
+            f"table has the distances 0 to {available - 1} but a query and a key are {needed - 1} apart; pass one with "
             f"{needed if spec.causal else 2 * needed - 1} columns"
         )
     if may_read(table) and not all(math.isfinite(extreme) for extreme in torch.aminmax(table.detach())):

@@ -47,6 +47,13 @@ def may_read(*tensors: Tensor) -> bool:
     )
 
 
+def in_memory(x: Tensor) -> Tensor:
+    """The same numbers where a data pointer finds them: torch keeps some signs and zeros as a bit of the tensor."""
+    if x.is_neg() or x._is_zerotensor():
+        return x.clone()
+    return x
+
+
 def is_traced() -> bool:
     """Whether operations are being written down, for other values than these: by torch.compile, make_fx or torch.jit.trace."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
@@ -77,10 +84,10 @@ def once(*tensors: Tensor) -> tuple[Tensor, ...]:
         return tensors
     mark = _ONCE_TRANSFORMED if transforms() else _Once
     outputs = mark.apply(*(tensors[at] for at in marked))
-    found = list(tensors)
+    result = list(tensors)
     for at, output in zip(marked, outputs[:-1], strict=True):
-        found[at] = output
-    return tuple(found)
+        result[at] = output
+    return tuple(result)
 
 
 def transformable(

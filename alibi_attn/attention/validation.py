@@ -9,10 +9,12 @@ from torch import Tensor
 
 from alibi_attn.attention.bias import Slopes
 from alibi_attn.attention.spec import (
+    FARTHEST,
     AttentionSpec,
     check_key_bias,
     check_key_mask,
     check_numbers,
+    check_position,
     check_query_offset,
     check_segments,
     check_shapes,
@@ -25,20 +27,54 @@ from alibi_attn.slopes import alibi_slopes
 SegmentIds = Tensor | tuple[Tensor, Tensor]
 
 
-class AttentionOptions(TypedDict, total=False):
-    """The keywords of `alibi_attention` but for the backend, with its meanings and defaults."""
+class SharedOptions(TypedDict, total=False):
+    """The keywords that all functions have, besides return_lse and backend."""
+
+    window: int | None
+    scale: float | None
+    dropout_p: float
+
+
+class VarlenOptions(SharedOptions, total=False):
+    """The keywords of `alibi_attention_varlen`."""
 
     causal: bool
     right_slopes: Slopes | None
-    window: int | None
-    scale: float | None
+    key_bias: Tensor | None
+    tolerance: float | None
+
+
+class AttentionOptions(VarlenOptions, total=False):
+    """The keywords of `alibi_attention`, with their meanings there."""
+
     query_offset: int | Tensor | None
     key_mask: Tensor | None
     segment_ids: SegmentIds | None
-    key_bias: Tensor | None
-    dropout_p: float
-    tolerance: float | None
+
+
+class SpecOptions(AttentionOptions, total=False):
+    """The keywords of `make_spec`, and of functions that describe a call instead of computing it."""
+
     return_lse: bool
+
+
+class ForgettingOptions(SharedOptions, total=False):
+    """The keywords of `forgetting_attention`."""
+
+    query_offset: int | None
+    key_mask: Tensor | None
+    segment_ids: SegmentIds | None
+    key_bias: Tensor | None
+    tolerance: float | None
+
+
+class ToeplitzOptions(SharedOptions, total=False):
+    """The keywords of `toeplitz_attention`."""
+
+    causal: bool
+    query_offset: int | None
+    key_mask: Tensor | None
+    segment_ids: SegmentIds | None
 
 
 def make_spec(
@@ -81,8 +117,8 @@ def make_spec(
         batch=b, num_heads=h, num_kv_heads=k, query_len=t, key_len=s, head_dim=d,
         slopes=_slopes("slopes", slopes, query, batch=b, num_heads=h),
         right_slopes=None if right_slopes is None else _slopes("right_slopes", right_slopes, query, batch=b, num_heads=h),
-        causal=causal, window=window, scale=scale, query_offset=offset, key_mask=key_mask,
-        query_segments=query_segments, key_segments=key_segments,
+        causal=causal, window=None if window is None else min(window, FARTHEST), scale=scale, query_offset=offset,
+        key_mask=key_mask,        query_segments=query_segments, key_segments=key_segments,
         key_bias=None if key_bias is None else _key_bias(key_bias, query.device, b, h, s),
         dropout_p=dropout_p, tolerance=tolerance, return_lse=return_lse,
     )  # fmt: skip
@@ -134,7 +170,10 @@ def slopes_beside(slopes: Slopes, dtype: torch.dtype, query: Tensor) -> Tensor:
     # mode makes of numbers is theirs alone.
     traced = is_traced() or transforms()
     if type(query) in (Tensor, torch.nn.Parameter) and not traced and _are_numbers(slopes):
-        array = np.asarray(slopes, dtype=np.float64)
+        try:
+            array = np.asarray(slopes, dtype=np.float64)
+        except OverflowError:
+            raise ValueError("slopes must be finite but hold an integer that no float64 holds") from None
         constant = _constant(array.tobytes(), array.shape, dtype, query.device)
         if type(constant) is Tensor:
             return constant
@@ -162,9 +201,15 @@ def _offset(
     if isinstance(query_offset, Tensor):
         _check_device("query_offset", query_offset, device)
         check_query_offset(query_offset, batch=batch)
-        return query_offset.to(torch.int64)
+        position = query_offset.to(torch.int64)
+        if may_read(position):
+            for extreme in torch.aminmax(position) if batch else ():
+                check_position("query_offset", int(extreme))
+        return position
     if isinstance(query_offset, bool) or not isinstance(query_offset, int | torch.SymInt):
         raise TypeError(f"query_offset must be an int or an integer tensor but is {query_offset!r}")
+    if not is_traced():
+        check_position("query_offset", query_offset)
     return query_offset
 
 

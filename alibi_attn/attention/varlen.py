@@ -6,7 +6,7 @@ packed row costs what its sequences cost one by one, and one call.
 
 import dataclasses
 import itertools
-from typing import Literal, overload
+from typing import Literal, Unpack, overload
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from alibi_attn.attention.bias import Slopes
 from alibi_attn.attention.execution import attend, autocast
 from alibi_attn.attention.spec import AttentionSpec, dtype_name
 from alibi_attn.attention.transforms import may_read
-from alibi_attn.attention.validation import check_tensor, make_spec
+from alibi_attn.attention.validation import VarlenOptions, check_tensor, make_spec
 
 DENSE = ("reference", "dense")  # backends that compute every score of a row
 FEW_SCORES = (
@@ -27,42 +27,23 @@ FEW_SCORES = (
 
 @overload
 def alibi_attention_varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens: Tensor,
-    slopes: Slopes | None = ...,
-    *,
-    causal: bool = ...,
-    right_slopes: Slopes | None = ...,
-    window: int | None = ...,
-    scale: float | None = ...,
-    key_bias: Tensor | None = ...,
-    dropout_p: float = ...,
-    tolerance: float | None = ...,
-    return_lse: Literal[False] = ...,
-    backend: str = ...,
-) -> Tensor: ...
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, slopes: Slopes | None = ..., *,
+    return_lse: Literal[False] = ..., backend: str = ..., **options: Unpack[VarlenOptions],
+) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def alibi_attention_varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens: Tensor,
-    slopes: Slopes | None = ...,
-    *,
-    causal: bool = ...,
-    right_slopes: Slopes | None = ...,
-    window: int | None = ...,
-    scale: float | None = ...,
-    key_bias: Tensor | None = ...,
-    dropout_p: float = ...,
-    tolerance: float | None = ...,
-    return_lse: bool = ...,
-    backend: str = ...,
-) -> Tensor | tuple[Tensor, Tensor]: ...
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, slopes: Slopes | None = ..., *,
+    return_lse: Literal[True], backend: str = ..., **options: Unpack[VarlenOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def alibi_attention_varlen(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, slopes: Slopes | None = ..., *,
+    return_lse: bool = ..., backend: str = ..., **options: Unpack[VarlenOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 def alibi_attention_varlen(
@@ -125,12 +106,12 @@ def alibi_attention_varlen(
     name = dispatch.choose(backend, spec, query, key, value)
     scores = spec.num_heads * spec.query_len**2
     if bounds is not None and name in DENSE and scores > FEW_SCORES:
-        found = _one_by_one(spec, query, key, value, bounds, name)
+        result = _one_by_one(spec, query, key, value, bounds, name)
     else:
-        found = attend(spec, query, key, value, name)
-    if isinstance(found, tuple):
-        return found[0][0].transpose(0, 1), found[1][0]
-    return found[0].transpose(0, 1)
+        result = attend(spec, query, key, value, name)
+    if isinstance(result, tuple):
+        return result[0][0].transpose(0, 1), result[1][0]
+    return result[0].transpose(0, 1)
 
 
 def _segments(cu_seqlens: Tensor, length: int) -> Tensor:
@@ -151,10 +132,10 @@ def _one_by_one(
             spec, query_len=high - low, key_len=high - low, query_segments=None, key_segments=None, query_offset=0,
             key_bias=None if spec.key_bias is None else spec.key_bias[:, :, low:high],
         )  # fmt: skip
-        found = attend(part, query[:, :, low:high], key[:, :, low:high], value[:, :, low:high], name)
-        outputs.append(found[0] if isinstance(found, tuple) else found)
-        if isinstance(found, tuple):
-            lses.append(found[1])
+        result = attend(part, query[:, :, low:high], key[:, :, low:high], value[:, :, low:high], name)
+        outputs.append(result[0] if isinstance(result, tuple) else result)
+        if isinstance(result, tuple):
+            lses.append(result[1])
     output = torch.cat(outputs, dim=2)
     return (output, torch.cat(lses, dim=2)) if lses else output
 
@@ -194,8 +175,8 @@ def _checked_bounds(cu_seqlens: Tensor, query: Tensor) -> list[int] | None:
     bounds: list[int] = cu_seqlens.tolist()
     length = query.shape[0]
     if bounds[0] != 0 or bounds[-1] != length or any(x > y for x, y in itertools.pairwise(bounds)):
-        shown = f"{bounds}" if len(bounds) <= 16 else f"[{', '.join(map(str, bounds[:8]))}, …, {bounds[-1]}]"
-        raise ValueError(f"cu_seqlens is {shown} but must begin with 0, never fall, and end with N = {length}")
+        text = f"{bounds}" if len(bounds) <= 16 else f"[{', '.join(map(str, bounds[:8]))}, …, {bounds[-1]}]"
+        raise ValueError(f"cu_seqlens is {text} but must begin with 0, never fall, and end with N = {length}")
     return bounds
 
 

@@ -4,6 +4,7 @@ Dense means [T, S]: for the backends `reference` and `dense`, and for `alibi_bia
 """
 
 import dataclasses
+import math
 
 import torch
 from torch import Tensor
@@ -31,6 +32,13 @@ def first_positions(spec: Spec, device: torch.device) -> Tensor:
 def plain_offset(first: Tensor) -> int | Tensor:
     """First positions as a description has them: one number, whatever it came in, is an int."""
     return int(first) if first.numel() == 1 else first
+
+
+def with_plain_offset(spec: Spec) -> Spec:
+    """The spec with an offset tensor that holds one number as an int; reads it on the host."""
+    if not isinstance(spec.query_offset, Tensor):
+        return spec
+    return dataclasses.replace(spec, query_offset=plain_offset(spec.query_offset.reshape(-1)))
 
 
 def largest_distance(spec: Spec, device: torch.device) -> Tensor:
@@ -61,6 +69,8 @@ def visible(spec: Spec, distance: Tensor) -> Tensor:
         seen = seen & ~(never_right & (distance < 0)[:, None])
     if spec.key_bias is not None:
         seen = seen & (spec.key_bias.detach() > -torch.inf)[:, :, None]
+    if spec.query_start is not None:
+        seen = seen & (torch.arange(spec.key_len, device=seen.device) >= spec.query_start[..., None])
     return seen
 
 
@@ -68,6 +78,16 @@ def lse_dtype(spec: Spec, query: Tensor) -> torch.dtype:
     """fp64 where query or the key bias is, else fp32."""
     work = torch.promote_types(query.dtype, torch.float32)
     return work if spec.key_bias is None else torch.promote_types(work, spec.key_bias.dtype)
+
+
+def rounded_lse(spec: Spec, query: Tensor, lse: Tensor) -> Tensor:
+    """lse in its dtype. Numbers beyond the dtype become its largest ones: −inf means that a query sees nothing."""
+    dtype = lse_dtype(spec, query)
+    rounded = lse.to(dtype)
+    if dtype == lse.dtype or (may_read(rounded) and not bool(rounded.isinf().any())):
+        return rounded
+    largest = torch.finfo(dtype).max
+    return lse.clamp(-largest, largest).to(dtype).masked_fill(lse == -math.inf, -math.inf)
 
 
 def without_bad_keys(
@@ -98,6 +118,43 @@ def without_bad_keys(
     unused = (bad | ~used)[..., None]
     key, value = key.masked_fill(unused, 0.0), value.masked_fill(unused, 0.0)
     return key, value, poison, not readable or are_moderate(key, value)
+
+
+def without_bad_numbers(
+    spec: Spec, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool]:
+    """`without_bad_keys` in memory linear in the length, for CPU kernels: (query, key, value, poison, moderate), see `in_rows`.
+
+    Bad numbers in queries become zeros too. Large finite numbers stay, except in keys that no query sees.
+    """
+    query, key, value = in_rows(query, key, value)
+    if are_moderate(query, key, value):
+        return query, key, value, None, True
+    unused = ~keys_within_sight(spec, key.device)[..., None]
+    key, value = key.masked_fill(unused, 0.0), value.masked_fill(unused, 0.0)
+    if all(bool(x.isfinite().all()) for x in (query, key, value)):
+        return query, key, value, None, False
+    sees_any = rows_that_see(spec, torch.ones(spec.batch, spec.num_heads, spec.key_len, dtype=torch.bool))
+    spoiled = ~query.isfinite().all(-1)
+    query = query.masked_fill(spoiled[..., None], 0.0)
+    bad = ~(key.isfinite().all(-1) & value.isfinite().all(-1))
+    spoiled = (spoiled & sees_any) | rows_that_see(spec, bad.repeat_interleave(spec.group, 1))
+    poison = torch.zeros(spoiled.shape).masked_fill(spoiled, torch.nan)
+    return query, key.masked_fill(bad[..., None], 0.0), value.masked_fill(bad[..., None], 0.0), poison, False
+
+
+def in_rows(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """With a last stride of 1, and fp16 as fp32, since torch's fp16 backward is ten times slower."""
+    if query.dtype == torch.float16:
+        query, key, value = query.float(), key.float(), value.float()
+    return row_major(query), row_major(key), row_major(value)
+
+
+def row_major(x: Tensor) -> Tensor:
+    """With a last stride of 1. Rows that are one row, of stride 0, are written out: torch's product of such a matrix adds up in
+    one chain, and of thousands of equal numbers loses four digits.
+    """
+    return x if x.stride(-1) == 1 and x.stride(-2) != 0 else x.contiguous()
 
 
 def are_moderate(*tensors: Tensor) -> bool:
@@ -151,10 +208,22 @@ def per_query_head(spec: Spec, tensor: Tensor) -> Tensor:
 
 def rows_that_see(spec: Spec, keys: Tensor, *, rows: int = 256) -> Tensor:
     """[B, H, T] bool: the queries that may see one of these keys [B, H, S]; `rows` queries at a time, so memory is linear."""
-    found = []
+    rows_seen = []
     for start in range(0, spec.query_len, rows):
-        found.append((visible(*_rows(spec, start, rows, keys.device)) & keys[:, :, None]).any(-1))
-    return torch.cat(found, dim=-1)
+        rows_seen.append((visible(*_rows(spec, start, rows, keys.device)) & keys[:, :, None]).any(-1))
+    return torch.cat(rows_seen, dim=-1)
+
+
+def rows_that_only_cuts_blind(spec: Spec) -> Tensor | None:
+    """[B, H, T] bool: queries that see nothing since their `query_start`; None where every query sees its own key."""
+    assert spec.query_start is not None
+    assert spec.key_bias is not None
+    hidden = spec.key_bias == -torch.inf
+    if spec.key_mask is not None:
+        hidden = hidden | ~spec.key_mask[:, None]
+    if not bool(spec.query_start.any()) or not (bool(hidden.any()) or spec.key_segments is not None):
+        return None
+    return ~rows_that_see(spec, ~hidden)
 
 
 def visible_count(spec: Spec, *, rows: int = 256) -> Tensor:
@@ -170,5 +239,8 @@ def _rows(spec: Spec, start: int, rows: int, device: torch.device) -> tuple[Spec
     """The call for a few of its queries, and their distances."""
     count = min(rows, spec.query_len - start)
     segments = None if spec.query_segments is None else spec.query_segments[:, start : start + count]
-    part = dataclasses.replace(spec, query_len=count, query_offset=spec.query_offset + start, query_segments=segments)
+    first = None if spec.query_start is None else spec.query_start[..., start : start + count]
+    part = dataclasses.replace(
+        spec, query_len=count, query_offset=spec.query_offset + start, query_segments=segments, query_start=first
+    )
     return part, distances(count, spec.key_len, part.query_offset, device)

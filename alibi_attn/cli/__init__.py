@@ -1,1 +1,1 @@
-"""The command `alibi`: `main.py` and one module a family of commands; `console.py` is how all of them speak."""
+"""The command `alibi`: `main.py` lists the commands, which are in the other files; `console.py` has their output and errors."""

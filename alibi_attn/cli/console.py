@@ -1,37 +1,44 @@
-"""What the commands say, and how they fail: the console, one sentence for an error, an extra that is missing."""
+"""Output and errors of the commands: consoles, one-sentence errors, missing extras, renamed options."""
 
 import contextlib
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from rich.console import Console
 from rich.markup import escape
+
+Value = TypeVar("Value")
 
 console = Console(highlight=False)
 errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def check_writable(path: Path) -> None:
-    """Before any work: can this file be written? Leaves nothing behind."""
+    """Raises an OSError if this file cannot be written, so that a command fails before it does any work."""
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder; pass the name of a file")
-    folder = path.parent
+    folder = path
     while not folder.exists():
+        if folder.is_symlink():
+            raise FileNotFoundError(
+                f"{folder} is a symbolic link to {folder.readlink()}, which does not exist; pass another path"
+            )
         folder = folder.parent
+    folder = folder if folder != path else path.parent
     try:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         reason = "it is a file" if folder.is_file() else error.strerror
-        raise OSError(f"{folder} cannot be written ({reason}); pass a folder that you may write, with --out") from None
+        raise OSError(f"{folder} cannot be written ({reason}); pass a path in a writable folder") from None
 
 
 @contextlib.contextmanager
 def needs(extra: str) -> Iterator[None]:
-    """Names the extra to install where an import inside finds a package missing."""
+    """Ends the command with the extra to install if an import inside the block finds a package missing."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -41,24 +48,35 @@ def needs(extra: str) -> Iterator[None]:
 
 
 def sentence(error: Exception) -> str:
+    """The error in one sentence, without the number that Python puts in front of an OSError."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return str(error)
 
 
 def is_ours(error: Exception) -> bool:
-    """Was it raised by a line of this package, on purpose, and not somewhere below?"""
+    """Whether code of this package raised the error, rather than a library that it calls."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     return trace is not None and str(trace.tb_frame.f_globals.get("__name__")).partition(".")[0] == "alibi_attn"
 
 
-def fail(words: str) -> NoReturn:
-    errors.print(f"[bold red]error:[/] {escape(words)}")
+def fail(message: str) -> NoReturn:
+    errors.print(f"[bold red]error:[/] {escape(message)}")
     sys.exit(1)
 
 
-def interrupted(advice: str = "nothing half-written is left behind") -> NoReturn:
+def interrupted(advice: str = "no partial files are left") -> NoReturn:
     errors.print(f"\n[bold]interrupted[/]; {escape(advice)}")
     sys.exit(130)
+
+
+def renamed(old: str, new: str, given: Value | None, value: Value) -> Value:
+    """The value of an option. Its old spelling still works for one release, wins if it is given, and prints a warning."""
+    if given is None:
+        return value
+    errors.print(
+        f"[bold yellow]warning:[/] {escape(old)} is now {escape(new)}; the next release removes the old spelling"
+    )
+    return given

@@ -1,4 +1,4 @@
-"""`alibi embed`: files or lines of text in, one vector each out, as an array of numpy."""
+"""`alibi embed`: embeds files or lines of text into a NumPy array with one row per text."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -12,116 +12,121 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from alibi_attn.cli.console import check_writable, console, errors, interrupted, needs
 
 if TYPE_CHECKING:
-    from alibi_attn.hf.partial_vectors import PartialVectors
+    from alibi_attn.hf.resumable_output import PartialVectors
 
 BATCH_TOKENS = 16384
 
 
 def embed(
-    model: Annotated[str, typer.Argument(help="A folder, or a repository of the hub.", show_default=False)],
-    files: Annotated[list[Path], typer.Argument(help="Texts in UTF-8.", show_default=False)],
-    out: Annotated[Path, typer.Option(help="The new file: .npy, float32, a row a text.")],
-    lines: Annotated[bool, typer.Option("--lines", help="Every line is a text, instead of every file.")] = False,
-    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens that are computed at once.")] = BATCH_TOKENS,
+    model: Annotated[
+        str, typer.Argument(help="A checkpoint folder, or a repository on the Hugging Face Hub.", show_default=False)
+    ],
+    files: Annotated[list[Path], typer.Argument(help="Text files in UTF-8.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="New .npy file: float32, one row per text.")],
+    lines: Annotated[bool, typer.Option("--lines", help="One text per line instead of one per file.")] = False,
+    batch_tokens: Annotated[int, typer.Option(min=1, help="Most tokens per batch.")] = BATCH_TOKENS,
     max_length: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens of a text that are read.", show_default="what the model says, else 8192"),
+        typer.Option(min=1, help="Cut texts to this many tokens.", show_default="from the model, else 8192"),
     ] = None,
-    normalize: Annotated[bool, typer.Option("--normalize", help="Vectors of length 1.")] = False,
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Of the computation.")] = "float32",
-    device: Annotated[str, typer.Option(help='As in torch: "cpu", "cuda", "cuda:1".')] = "cpu",
+    normalize: Annotated[bool, typer.Option("--normalize", help="Scale vectors to length 1.")] = False,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"], typer.Option(help="Dtype of the computation.")
+    ] = "float32",
+    device: Annotated[str, typer.Option(help='A torch device: "cpu", "cuda" or "cuda:1".')] = "cpu",
 ) -> None:
-    """Embed texts with an encoder with ALiBi: Jina v2, MosaicBERT, DNABERT-2, or a folder that was saved here.
+    """Embed texts with an ALiBi encoder: Jina v2, MosaicBERT, DNABERT-2, or an encoder saved by this package.
 
-    Row i is the i-th file, or the i-th line of all files. Texts are computed by length, and nothing is computed on padding.
-    What is interrupted goes on with the same command.
+    Row i is the i-th file, or with --lines the i-th line of all files. Texts are batched by length without computing padding.
+    To resume after an interruption, run the same command again.
 
     [dim]alibi embed jinaai/jina-embeddings-v2-base-en chapter-*.txt --out chapters.npy[/]
 
     [dim]alibi embed MODEL sentences.txt --lines --normalize --out sentences.npy[/]
     """
-    if out.exists() and not out.is_dir():
-        raise FileExistsError(f"{out} exists; vectors are never overwritten: delete it, or pass another --out")
     check_writable(out)
     names, texts = read_texts(files, lines=lines)
     with needs("hf"):
         import torch
 
-        from alibi_attn.hf import embedding, sentences
-        from alibi_attn.hf.partial_vectors import PartialVectors
-    found = sentences.load(model, max_seq_length=max_length, dtype=getattr(torch, dtype))
-    said = found.folder
-    if said.default_prompt_name or said.truncate_dim:
-        raise ValueError(
-            f"{model} asks for a prompt or shorter vectors, which this command does not make; use "
-            "alibi_attn.hf.sentence_transformer"
-        )
-    rows, cut = embedding.tokenize(found.tokenizer, texts, found.max_seq_length)
-    _check_rows(names, [len(row) for row in rows], batch_tokens)
-    try:
-        encoder = found.model.to(torch.device(device))  # type: ignore[arg-type]
-    except (RuntimeError, AssertionError) as error:  # torch's words for a device that is not there
-        raise ValueError(f"device is {device!r} but it cannot be used here ({str(error).splitlines()[0]})") from None
-    normalize = normalize or said.normalize
-    identity = embedding.fingerprint(encoder, rows, [said.pooling, normalize])
-    order, total = embedding.longest_first(rows), sum(map(len, rows))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = PartialVectors.open(out, identity, (len(rows), encoder.config.hidden_size))
-    if partial.done:
-        console.print(f"going on with {len(rows) - partial.done:,} of {len(rows):,} texts")
-    with _progress() as bar, _kept(partial):
-        task = bar.add_task("texts", total=len(rows), completed=partial.done)
-        for some in embedding.batches(rows, order[partial.done :], batch_tokens):
-            batch = [rows[at] for at in some]
-            partial.put(some, embedding.embed(encoder, batch, pooling=said.pooling, normalize=normalize))
-            bar.update(task, completed=partial.done)
+        from alibi_attn.hf import embedding, sentence_encoder
+        from alibi_attn.hf.resumable_output import PartialVectors, claimed
+    with claimed(out):
+        sentences = sentence_encoder.load(model, max_seq_length=max_length, dtype=getattr(torch, dtype))
+        settings = sentences.folder
+        if settings.default_prompt_name or settings.truncate_dim:
+            raise ValueError(
+                f"{model} needs a prompt or truncated vectors, which this command does not support; use "
+                "alibi_attn.hf.sentence_transformer"
+            )
+        rows, cut = embedding.tokenize(sentences.tokenizer, texts, sentences.max_seq_length)
+        _check_rows(names, [len(row) for row in rows], batch_tokens)
+        try:
+            encoder = sentences.model.to(torch.device(device))  # type: ignore[arg-type]
+        except (RuntimeError, AssertionError) as error:  # what torch raises for a missing device
+            reason = str(error).splitlines()[0]
+            raise ValueError(f"device is {device!r} but it cannot be used here ({reason})") from None
+        normalize = normalize or settings.normalize
+        identity = embedding.fingerprint(encoder, rows, [settings.pooling, normalize])
+        order, total = embedding.longest_first(rows), sum(map(len, rows))
+        partial = PartialVectors.open(out, identity, (len(rows), encoder.config.hidden_size))
+        if partial.done:
+            console.print(f"resuming: {len(rows) - partial.done:,} of {len(rows):,} texts are left")
+        with _progress() as bar, _kept_on_error(partial):
+            task = bar.add_task("texts", total=len(rows), completed=partial.done)
+            for indices in embedding.batches(rows, order[partial.done :], batch_tokens):
+                batch = [rows[index] for index in indices]
+                partial.put(indices, embedding.embed(encoder, batch, pooling=settings.pooling, normalize=normalize))
+                bar.update(task, completed=partial.done)
+        path = partial.finish()
     shape = partial.vectors.shape
-    path = partial.finish()
-    shortened = f", {len(cut):,} cut to {found.max_seq_length:,}" if cut else ""
+    shortened = f", {len(cut):,} cut to {sentences.max_seq_length:,}" if cut else ""
     console.print(
         f"vectors  {escape(str(path))}  {shape[0]:,} × {shape[1]:,}  ({total:,} tokens{shortened})", soft_wrap=True
     )
 
 
 def read_texts(files: Sequence[Path], *, lines: bool) -> tuple[list[str], list[str]]:
-    """Names and texts, one a file or one a line.
+    """(names, texts) of the files, one per file or one per line.
 
     Raises:
-        OSError: a file that is not there, or cannot be read.
-        ValueError: a file that is empty or no text, or an empty line among `lines`.
+        OSError: a file does not exist or cannot be read.
+        ValueError: a file is empty or is not UTF-8 text, or, with `lines`, a line is empty.
     """
     names: list[str] = []
     texts: list[str] = []
     for path in files:
         if path.is_dir():
-            raise IsADirectoryError(f"{path} is a folder; pass files of text")
+            raise IsADirectoryError(f"{path} is a folder; pass text files")
         content = path.read_bytes()
         if b"\0" in content:
-            raise ValueError(f"{path} is a binary file, since there are zero bytes in it; pass files of text")
+            raise ValueError(f"{path} is a binary file (it has zero bytes); pass text files")
         try:
             text = content.decode("utf-8-sig")
         except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is not UTF-8: byte {error.start} is none; save it as UTF-8") from None
+            raise ValueError(f"{path} is not UTF-8: byte {error.start} is invalid; save it as UTF-8") from None
         if not text.strip():
             raise ValueError(f"{path} is empty; pass files with text")
-        found = text.removesuffix("\n").split("\n") if lines else [text]
-        for number, line in enumerate(found, start=1):
+        parts = text.removesuffix("\n").split("\n") if lines else [text]
+        for number, line in enumerate(parts, start=1):
             if not line.strip():
-                raise ValueError(f"{path} has no text in line {number}; delete it, so that rows are lines")
+                raise ValueError(
+                    f"{path} has no text in line {number}; delete the line, because every line becomes a row"
+                )
             names.append(f"line {number} of {path}" if lines else str(path))
             texts.append(line.removesuffix("\r") if lines else line)
     return names, texts
 
 
 def _check_rows(names: Sequence[str], lengths: Sequence[int], batch_tokens: int) -> None:
-    """Before any work: every text has tokens, and fits into a batch."""
+    """Raises a ValueError if a text has no tokens or does not fit into a batch."""
     for name, length in zip(names, lengths, strict=True):
         if length == 0:
-            raise ValueError(f"{name} has no tokens for this tokenizer; leave it out")
+            raise ValueError(f"{name} has no tokens with this tokenizer; leave it out")
         if length > batch_tokens:
             raise ValueError(
-                f"{name} has {length:,} tokens and a batch may have {batch_tokens:,}; raise --batch-tokens if memory is "
-                "there, or cut texts with --max-length"
+                f"{name} has {length:,} tokens but a batch holds {batch_tokens:,}; raise --batch-tokens if there is enough "
+                "memory, or cut texts with --max-length"
             )
 
 
@@ -131,13 +136,13 @@ def _progress() -> Progress:
 
 
 @contextlib.contextmanager
-def _kept(partial: "PartialVectors") -> Iterator[None]:
-    """What is done is kept, however the work ends."""
+def _kept_on_error(partial: "PartialVectors") -> Iterator[None]:
+    """Saves the finished vectors if the block is interrupted or fails."""
     try:
         yield
     except KeyboardInterrupt:
         partial.keep()
-        interrupted("the same command goes on where it stopped")
+        interrupted("run the same command again to resume")
     except BaseException:
         partial.keep()
         raise

@@ -1,4 +1,4 @@
-"""`alibi export`: what was trained here leaves as a standard checkpoint of transformers."""
+"""`alibi export`: writes a model trained by the lab as a transformers checkpoint."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -9,24 +9,26 @@ from alibi_attn.cli.console import needs
 
 
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="A folder below OUT/checkpoints.", show_default=False)],
-    out: Annotated[Path, typer.Argument(help="The new folder.", show_default=False)],
-    family: Annotated[Literal["mpt"], typer.Option(help="What it becomes.")] = "mpt",
+    checkpoint: Annotated[
+        Path, typer.Argument(help="Checkpoint of the lab, below OUT/checkpoints.", show_default=False)
+    ],
+    out: Annotated[Path, typer.Argument(help="New folder to write.", show_default=False)],
+    family: Annotated[Literal["mpt"], typer.Option(help="Model family to export to.")] = "mpt",
 ) -> None:
     """Write a trained model as a checkpoint that AutoModelForCausalLM loads with equal logits, tokenizer included.
 
-    A model of [bold]model.architecture=mpt[/] and ALiBi is an MPT; "modern" has a norm and feed-forward that no family has.
+    The model must be trained with [bold]model.architecture=mpt[/] and ALiBi. No transformers family has the norm and
+    feed-forward of the default architecture, "modern".
 
     [dim]alibi run quick --set model.architecture=mpt --out runs/mpt[/]
 
     [dim]alibi export runs/mpt/checkpoints/quick/alibi-128/seed-0-… my-mpt[/]
     """
     with needs("hf,lab"):
-        from alibi_attn.hf.decoder import DecoderConfig
-        from alibi_attn.hf.export import export_mpt
+        from alibi_attn.hf.export import DecoderConfig, export_mpt
         from alibi_attn.hf.tokenizing import saved_tokenizer
-        from alibi_attn.lab.checkpoint import load_checkpoint, load_checkpoint_tokenizer
-        from alibi_attn.lab.model import decoder_state
+        from alibi_attn.lab.model.language_model import decoder_state
+        from alibi_attn.lab.training.checkpoint import load_checkpoint, load_checkpoint_tokenizer
     model, config = load_checkpoint(checkpoint)
     about = DecoderConfig(num_heads=config.model.num_heads, trained_length=config.train.length)
     tokenizer = saved_tokenizer(load_checkpoint_tokenizer(checkpoint).dump())

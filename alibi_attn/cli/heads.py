@@ -1,4 +1,4 @@
-"""`alibi heads`: the slopes of so many heads, or where the heads of a trained model look."""
+"""`alibi heads`: the slopes for a number of heads, or where the heads of a trained model attend."""
 
 from pathlib import Path
 from typing import Annotated
@@ -8,77 +8,97 @@ from rich.markup import escape
 from rich.table import Table as RichTable
 
 from alibi_attn import records
-from alibi_attn.cli.console import check_writable, console, needs
-from alibi_attn.report import tables
+from alibi_attn.cli.console import check_writable, console, needs, renamed
 from alibi_attn.report.series import numbers
+from alibi_attn.report.tables.heads import head_rows
+
+MOST_HEADS, MOST_TOKENS = 4096, 2**20  # more would run for minutes
 
 
 def heads(
     model: Annotated[
-        Path | None, typer.Argument(help="A trained model: a checkpoint of the lab, or a folder of transformers.")
+        Path | None, typer.Argument(help="A trained model: a lab checkpoint, or a transformers folder.")
     ] = None,
-    text: Annotated[Path | None, typer.Option(help="A text in UTF-8 that the model reads.")] = None,
+    text: Annotated[Path | None, typer.Option(help="UTF-8 text file for the model to read.")] = None,
     length: Annotated[
-        int | None, typer.Option(help="Tokens of it.", show_default="twice the trained length, or 1024", min=2)
+        int | None,
+        typer.Option(
+            help="With a model: tokens of the text to read. Without one: tokens that the picture spans.",
+            min=1,
+            max=MOST_TOKENS,
+            show_default="twice the trained length, or 1024",
+        ),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for the record; alibi report draws it.")] = None,
-    num_heads: Annotated[int, typer.Option(help="Without a model: how many heads.", min=1)] = 8,
-    png: Annotated[Path | None, typer.Option(help="Also draw a picture into this file; a model's may be .svg.")] = None,
-    seq_len: Annotated[int, typer.Option(help="Without a model: tokens in the picture.", min=1)] = 1024,
+    out: Annotated[
+        Path | None, typer.Option(help="With a model: folder for the record, which alibi report can draw.")
+    ] = None,
+    num_heads: Annotated[
+        int, typer.Option("--heads", help="Without a model: number of heads.", min=1, max=MOST_HEADS)
+    ] = 8,
+    picture: Annotated[Path | None, typer.Option(help="Also write a picture, as .png or .svg.")] = None,
+    old_heads: Annotated[int | None, typer.Option("--num-heads", hidden=True, min=1, max=MOST_HEADS)] = None,
+    old_length: Annotated[int | None, typer.Option("--seq-len", hidden=True, min=1, max=MOST_TOKENS)] = None,
+    old_picture: Annotated[Path | None, typer.Option("--png", hidden=True)] = None,
 ) -> None:
-    """Show the heads: slope, half-life, and the distance from which a key's factor is under 1e-6.
+    """Show the slopes of ALiBi heads, or where the heads of a trained model attend.
 
-    A head multiplies the weight of a key by e^(−m·distance). A large slope m sees only what is near.
+    Without a model: slope, half-life, and the distance from which a key's factor is below 1e-6. A head multiplies the
+    weight of a key by the factor e^(−m·distance), so a head with a large slope m attends only to nearby keys.
 
-    [dim]alibi heads --num-heads 12 --png heads.png[/]
+    [dim]alibi heads --heads 12 --picture heads.png[/]
 
-    With a model: for every layer and head how far it is certified to look, how far its attention is on average, how much goes to
-    the first token, and how many of its weights are zero in bfloat16.
+    With a model: the certified reach of each head, the mean distance of its attention, the share that goes to the first
+    token, and the share of its weights that are zero in bfloat16. The table has one row per layer; the record has every head.
 
-    [dim]alibi heads MODEL --text novel.txt --png heads.svg --out runs/heads[/]
+    [dim]alibi heads MODEL --text novel.txt --picture heads.svg --out runs/heads[/]
     """
+    num_heads = renamed("--num-heads", "--heads", old_heads, num_heads)
+    length = renamed("--seq-len", "--length", old_length, length)
+    picture = renamed("--png", "--picture", old_picture, picture)
     if (model is None) != (text is None):
-        raise typer.BadParameter(
-            "a model is looked at while it reads a text: pass MODEL and --text, or neither of them"
-        )
-    if png is not None:
-        check_writable(png)
-        if model is not None and png.suffix not in (".png", ".svg"):
-            raise typer.BadParameter(f"--png is {png}; the picture of a model ends in .png or .svg")
+        raise typer.BadParameter("MODEL and --text go together; pass both, or neither")
+    if picture is not None:
+        check_writable(picture)
+        if picture.suffix not in (".png", ".svg"):
+            raise typer.BadParameter(f"--picture is {picture} but must end in .png or .svg")
     if model is None or text is None:
-        _of_a_number(num_heads, seq_len, png)
+        _show_slopes(num_heads, length or 1024, picture)
         return
+    if length == 1:
+        raise typer.BadParameter("--length is 1 but a model needs at least 2 tokens")
     if out is not None:
         check_writable(out / "record")
     with needs("lab"), needs("hf"):
-        from alibi_attn.recipes.model_heads import model_heads
-        from alibi_attn.report.head_maps import picture, sentence
+        from alibi_attn.measure.model_heads import model_heads
+        from alibi_attn.report.plots import head_maps
     record = model_heads(model, text.read_text(encoding="utf-8"), length=length)
     console.print(_by_layer(record))
-    console.print(sentence(record), soft_wrap=True)
-    if png is not None:
-        console.print(f"picture  {escape(str(records.replace_file(png, picture(record, png.suffix))))}", soft_wrap=True)
+    console.print(head_maps.sentence(record), soft_wrap=True)
+    if picture is not None:
+        _print_path("picture", records.replace_file(picture, head_maps.picture(record, picture.suffix)))
     if out is not None:
-        console.print(f"record   {escape(str(records.save(record, out)))}", soft_wrap=True)
+        _print_path("record ", records.save(record, out))
 
 
-def _of_a_number(num_heads: int, seq_len: int, png: Path | None) -> None:
-    table = RichTable("head", "slope m", "half-life", "under 1e-6 from", caption="distances in tokens", box=None)
+def _print_path(label: str, path: Path) -> None:
+    console.print(f"{label}  {escape(str(path))}", soft_wrap=True)
+
+
+def _show_slopes(num_heads: int, length: int, picture: Path | None) -> None:
+    table = RichTable("head", "slope m", "half-life", "below 1e-6 from", caption="distances in tokens", box=None)
     for column in table.columns:
         column.justify = "right"
-    for row in tables.head_rows(num_heads):
+    for row in head_rows(num_heads):
         table.add_row(*row)
     console.print(table)
-    if png is not None:
+    if picture is not None:
         with needs("lab"):
-            from alibi_attn.report.heads import bias_png
-        console.print(
-            f"picture  {escape(str(records.replace_file(png, bias_png(num_heads, seq_len))))}", soft_wrap=True
-        )
+            from alibi_attn.report.plots import bias
+        _print_path("picture", records.replace_file(picture, bias.picture(num_heads, length, picture.suffix)))
 
 
 def _by_layer(record: records.Record) -> RichTable:
-    """A row a layer: from the least to the most of its heads."""
+    """The table of a model's heads: one row per layer, with the range over its heads."""
     names = {
         "certified": "certified",
         "mean_distance": "mean distance",
@@ -86,7 +106,7 @@ def _by_layer(record: records.Record) -> RichTable:
         "zero_bfloat16": "zero in bf16",
     }
     table = RichTable(
-        "layer", *names.values(), caption="the least and the most of its heads; distances in tokens", box=None
+        "layer", *names.values(), caption="minimum and maximum over the heads; distances in tokens", box=None
     )
     for column in table.columns:
         column.justify = "right"

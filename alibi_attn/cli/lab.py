@@ -2,8 +2,7 @@
 
 import codecs
 import difflib
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -14,42 +13,52 @@ from rich.table import Table as RichTable
 from alibi_attn import records
 from alibi_attn.cli.console import check_writable, console, errors, interrupted, needs
 from alibi_attn.lab.config import ConfigError, EvalConfig, Scale
-from alibi_attn.lab.fields import override, to_json
-from alibi_attn.recipes.index import ITEMS, RECIPES
-from alibi_attn.recipes.paper.cells import Item, ask
-from alibi_attn.report import tables
+from alibi_attn.lab.config_io import override, to_json
+from alibi_attn.recipes import index
+from alibi_attn.recipes.index import RECIPES
+from alibi_attn.report import answers, verdicts
 from alibi_attn.report.series import studies
+from alibi_attn.report.tables import study as tables
 
-PAPER_FOLDER = Path("runs/paper")  # items share trainings, and so a folder
+PAPER_FOLDER = Path("runs/paper")  # the items of the paper share trainings, so they share a folder
 
-Texts = Annotated[list[Path] | None, typer.Option("--text", help="A text file or folder; may be given several times.")]
+Texts = Annotated[list[Path] | None, typer.Option("--text", help="A text file or folder; can be repeated.")]
 
 
 def run(
-    recipe: Annotated[str, typer.Argument(help="Which question to ask.")] = "quick",
+    recipe: Annotated[str, typer.Argument(help="The experiment to run, from the list below.")] = "quick",
     scale: Annotated[
-        Scale, typer.Option(help="smoke: seconds. small: minutes. medium: hours. paper: as published, a cluster.")
+        Scale,
+        typer.Option(help="smoke: seconds. small: minutes. medium: hours. paper: the published size, for a cluster."),
     ] = "small",
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder of this run.", show_default="runs/RECIPE, for items of the paper runs/paper"),
+        typer.Option(
+            help="Folder for records, checkpoints and the report.",
+            show_default="runs/RECIPE; runs/paper for items of the paper",
+        ),
     ] = None,
-    changes: Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change a field.")] = None,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="FIELD=VALUE", help="Change a field of the config; can be repeated."),
+    ] = None,
     text: Texts = None,
-    corpus: Annotated[str | None, typer.Option(help='"python-source" or "hub:NAME".')] = None,
-    seeds: Annotated[str, typer.Option(help="Repeat every run with these seeds, as in 0,1,2.")] = "",
+    corpus: Annotated[
+        str | None, typer.Option(help='Corpus to train on: "python-source", "hub:NAME" or "task:NAME".')
+    ] = None,
+    seeds: Annotated[str, typer.Option(help="Repeat every training with these seeds, as in 0,1,2.")] = "",
     shard: Annotated[
-        str, typer.Option(help="Train only this part of the runs, as in 0/8 … 7/8, on one of several machines.")
+        str, typer.Option(help="Split the trainings over machines: train only part i of n, as in 0/8 … 7/8.")
     ] = "0/1",
     jobs: Annotated[
-        int, typer.Option(help="Trainings at the same time, a process each, which share the processor.", min=1)
+        int, typer.Option(help="Trainings to run in parallel, one process each; they share the processor.", min=1)
     ] = 1,
-    report: Annotated[bool, typer.Option(help="Write OUT/report.html.")] = True,
-    track: Annotated[bool, typer.Option("--track", help="Also show the losses in TensorBoard.")] = False,
+    report: Annotated[bool, typer.Option(help="Write a report (OUT/report.html).")] = True,
+    track: Annotated[bool, typer.Option("--track", help="Also log the losses to TensorBoard.")] = False,
 ) -> None:
-    """Train models short, test them long, and write a report.
+    """Train models on short sequences, test them on long ones, and write a report.
 
-    What is recorded in the folder is skipped and what was interrupted is resumed: the same command again is always right.
+    Finished trainings in the folder are skipped and interrupted ones resume, so it is always safe to run a command again.
 
     [dim]alibi run[/]                                            four methods, five minutes on two cores
 
@@ -57,73 +66,47 @@ def run(
 
     [dim]alibi run quick --set train.steps=50 --seeds 0,1,2[/]   shorter, with three seeds
 
-    [dim]alibi run quick --jobs 4[/]                             all four trainings at the same time
+    [dim]alibi run quick --jobs 4[/]                             all four trainings in parallel
 
-    [dim]alibi run figure-4[/]                                   a figure or table of the paper; all of them: paper
+    [dim]alibi run figure-4[/]                                   one figure or table of the paper; "paper" runs all
     """
     if recipe not in RECIPES:
         raise typer.BadParameter(
             f"there is no recipe {recipe!r}{_nearest(recipe)}; the recipes are: {', '.join(RECIPES)}"
         )
-    items = list(ITEMS.values()) if recipe == "paper" else [ITEMS[recipe]] if recipe in ITEMS else []
     overrides = _overrides(changes or [], text or [], corpus)
     if not all(seed.strip().isdecimal() for seed in seeds.split(",") if seeds):
-        raise typer.BadParameter(f"--seeds is {seeds!r}; pass whole numbers with commas between, as in 0,1,2")
+        raise typer.BadParameter(f"--seeds is {seeds!r}; pass integers separated by commas, as in 0,1,2")
     chosen, part = [int(seed) for seed in seeds.split(",") if seeds], _shard(shard)
     try:
-        for item in items:
-            ask(item, scale, overrides, chosen)
-        for config in () if items else RECIPES[recipe].runs(scale):
-            override(config, overrides)
+        index.check(recipe, scale, overrides, chosen)
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from None
+    items = index.items_of(recipe)
     folder = out or (PAPER_FOLDER if items else Path("runs") / recipe)
-    page = folder / (f"{recipe}.html" if recipe in ITEMS else "report.html")
+    page = folder / (f"{recipe}.html" if items and recipe != "paper" else "report.html")
     check_writable(page)
-    paths = _run(recipe, items, folder, scale, overrides, chosen, part, jobs, track)
-    if paths:
-        found = [records.load(path) for path in paths]
-        if not items:
-            print_perplexities(found)
-        console.print(f"\nmodels  {escape(str(folder / 'checkpoints'))}", soft_wrap=True)
-        if items and part[1] > 1:
-            console.print("answers and the page: the same command without --shard, once all shards have run")
-        elif report:
-            write_report(found, page, **_missing(recipe, scale, overrides, chosen, len(paths) // 2))
-
-
-def _run(
-    recipe: str,
-    items: Sequence[Item],
-    folder: Path,
-    scale: Scale,
-    overrides: Mapping[str, str],
-    seeds: Sequence[int],
-    shard: tuple[int, int],
-    jobs: int,
-    track: bool,
-) -> list[Path]:
-    """The records' paths; none in a process that only helps another one."""
     with needs("lab"):
         from alibi_attn.lab import experiment
-        from alibi_attn.recipes.paper.run_items import run_items
     try:
-        run: Callable[..., list[Path]] = (
-            functools.partial(run_items, items) if items else functools.partial(experiment.run, RECIPES[recipe])
-        )
-        paths = run(
-            scale=scale,
-            out=folder,
-            overrides=overrides,
-            seeds=seeds,
-            shard=shard,
-            jobs=jobs,
+        paths = index.run(
+            recipe, out=folder, scale=scale, overrides=overrides, seeds=chosen, shard=part, jobs=jobs, track=track,
             console=console,
-            track=track,
-        )
+        )  # fmt: skip
     except KeyboardInterrupt:
-        interrupted(f"the same command goes on where it stopped: {records.command()}")
-    return paths if experiment.processes().is_main_process else []
+        interrupted(f"run the same command again to resume: {records.command()}")
+    if not paths or not experiment.processes().is_main_process:
+        return
+    loaded = [records.load(path) for path in paths]
+    if not items:
+        print_perplexities(loaded)
+    console.print(f"\nmodels  {escape(str(folder / 'checkpoints'))}", soft_wrap=True)
+    if items and part[1] > 1:
+        console.print("for the results and the report, run the same command without --shard once all shards are done")
+    elif report:
+        left = 0 if items else experiment.num_runs(RECIPES[recipe], scale, overrides, chosen) - len(paths) // 2
+        title = {"title": f"{recipe}: {left} of {left + len(paths) // 2} runs are still missing"} if left else {}
+        write_report(loaded, page, **title)
 
 
 def _shard(text: str) -> tuple[int, int]:
@@ -133,24 +116,12 @@ def _shard(text: str) -> tuple[int, int]:
     return int(index), int(count)
 
 
-def _missing(
-    recipe: str, scale: Scale, overrides: Mapping[str, str], seeds: Sequence[int], recorded: int
-) -> dict[str, str]:
-    """What the page's title says of runs that other shards have not recorded yet."""
-    from alibi_attn.lab import experiment
-
-    if recipe in ITEMS or recipe == "paper":
-        return {}
-    runs = experiment.num_runs(RECIPES[recipe], scale, overrides, seeds)
-    return {} if recorded == runs else {"title": f"{recipe}: {runs - recorded} of {runs} runs are still missing"}
-
-
 def list_recipes(
-    scale: Annotated[Scale, typer.Option(help="Whose trainings are counted.")] = "small",
+    scale: Annotated[Scale, typer.Option(help="Scale whose trainings are counted.")] = "small",
 ) -> None:
-    """List what `alibi run` can run: the question, where the paper asks it, how many trainings it takes.
+    """List the recipes of `alibi run`: the question, its place in the paper, and the number of trainings and tokens.
 
-    Items of the paper share trainings: together they take far fewer than the sum.
+    The items of the paper share trainings, so running all of them costs far less than the sum.
 
     [dim]alibi recipes[/]
 
@@ -167,35 +138,40 @@ def list_recipes(
 
 def evaluation(
     checkpoint: Annotated[Path, typer.Argument(help="A folder below OUT/checkpoints.", show_default=False)],
-    text: Annotated[list[Path], typer.Option("--text", help="A text file or folder; may be given several times.")],
-    lengths: Annotated[str, typer.Option(help="Tokens read at once, rising.")] = "128,256,512,1024,2048",
+    text: Annotated[list[Path], typer.Option("--text", help="A text file or folder; can be repeated.")],
+    lengths: Annotated[
+        str, typer.Option(help="Context lengths in tokens, in ascending order.")
+    ] = "128,256,512,1024,2048",
     tokens: Annotated[int, typer.Option(help="Tokens to score.")] = EvalConfig.tokens,
-    stride: Annotated[int | None, typer.Option(help="Of the sliding window.", show_default="a quarter")] = None,
+    stride: Annotated[
+        int | None, typer.Option(help="Stride of the sliding window.", show_default="a quarter of each length")
+    ] = None,
     memory: Annotated[
         int | None,
-        typer.Option(help="Also in segments of each length with the keys of so many tokens before it.", min=0),
+        typer.Option(help="Also read in segments, with this many cached tokens before each segment.", min=0),
     ] = None,
     sinks: Annotated[
-        int | None, typer.Option(help="Also with so many first tokens beside a window, each length in all.", min=0)
+        int | None,
+        typer.Option(help="Also read with this many attention sinks plus a window; each length counts both.", min=0),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for the record; alibi report draws it.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the record, which alibi report can draw.")] = None,
 ) -> None:
-    """Test a trained model on a text at several lengths: perplexity, nonoverlapping and with a sliding window.
+    """Test a trained model on a text at several lengths: perplexity on nonoverlapping segments and with a sliding window.
 
     [dim]alibi eval runs/quick/checkpoints/quick/alibi-128/seed-0-… --text novel.txt --lengths 128,1024[/]
 
-    Two more ways to read on and on: cached segments, as Transformer-XL reads, and attention sinks with a window (StreamingLLM).
+    Two more ways read a continuous stream: cached segments (Transformer-XL), and attention sinks with a window (StreamingLLM).
 
     [dim]alibi eval CHECKPOINT --text novel.txt --lengths 128,256 --memory 128 --sinks 4[/]
     """
     with needs("lab"):
-        from alibi_attn.lab.checkpoint import load_checkpoint, load_checkpoint_tokenizer
-        from alibi_attn.lab.data import whole_text
-        from alibi_attn.lab.streams import all_curves, why_no_memory, why_no_sinks
+        from alibi_attn.lab.data.corpus import whole_text
+        from alibi_attn.lab.evaluation.long_context_eval import all_curves, why_no_memory, why_no_sinks
+        from alibi_attn.lab.training.checkpoint import load_checkpoint, load_checkpoint_tokenizer
     if out is not None:
         check_writable(out / "record")
     model, config = load_checkpoint(checkpoint)
-    asked = {
+    changes = {
         "data.corpus": "text",
         "data.text": _joined(text),
         "eval.lengths": lengths,
@@ -204,11 +180,11 @@ def evaluation(
         "eval.memory": "" if memory is None else str(memory),
         "eval.sinks": "" if sinks is None else str(sinks),
     }
-    for given, why in ((memory, why_no_memory(model)), (sinks, why_no_sinks(model))):
-        if given is not None and why:
-            raise typer.BadParameter(why)
+    for value, reason in ((memory, why_no_memory(model)), (sinks, why_no_sinks(model))):
+        if value is not None and reason:
+            raise typer.BadParameter(reason)
     try:
-        config = override(config, asked)
+        config = override(config, changes)
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from None
     corpus = whole_text(text, load_checkpoint_tokenizer(checkpoint))
@@ -234,73 +210,95 @@ def evaluation(
 
 def generate(
     checkpoint: Annotated[Path, typer.Argument(help="A folder below OUT/checkpoints.", show_default=False)],
-    prompt: Annotated[str, typer.Option(help="How the text begins.")],
-    max_new_tokens: Annotated[
-        int, typer.Option(help="How many tokens to add; may go beyond the trained length.")
-    ] = 256,
+    prompt: Annotated[str, typer.Option(help="Text to continue.")],
+    max_new_tokens: Annotated[int, typer.Option(help="Number of tokens to add, even beyond the trained length.")] = 256,
     temperature: Annotated[
-        float, typer.Option(help="0 takes the likeliest token, 1 samples what the model says.")
+        float, typer.Option(help="0 always takes the most likely token; 1 samples from the model's distribution.")
     ] = 0.8,
-    top_k: Annotated[int | None, typer.Option(help="Sample among the likeliest only.", show_default="all")] = None,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
+    top_k: Annotated[
+        int | None, typer.Option(help="Sample only from this many most likely tokens.", show_default="all")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
 ) -> None:
-    """Let a trained model continue a text, one token at a time, with cached keys.
+    """Continue a text with a trained model, token by token with a KV cache.
 
     [dim]alibi generate runs/quick/checkpoints/quick/alibi-128/seed-0-… --prompt "def main" --max-new-tokens 500[/]
     """
     with needs("lab"):
-        from alibi_attn.lab import model as models
-        from alibi_attn.lab.checkpoint import load_checkpoint, load_checkpoint_tokenizer
+        from alibi_attn.lab.model import language_model as models
+        from alibi_attn.lab.training.checkpoint import load_checkpoint, load_checkpoint_tokenizer
     model, _ = load_checkpoint(checkpoint)
     tokenizer = load_checkpoint_tokenizer(checkpoint)
     ids = tokenizer.encode(prompt).tolist()
     stream = models.generate(model, ids, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, seed=seed)
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     print(prompt, end="", flush=True)
-    shown = len(tokenizer.decode(ids))
+    printed = len(tokenizer.decode(ids))
     for token in stream:
         ids.append(token)
         text = tokenizer.decode(ids)
-        print(decoder.decode(text[shown:]), end="", flush=True)
-        shown = len(text)
+        print(decoder.decode(text[printed:]), end="", flush=True)
+        printed = len(text)
     print(decoder.decode(b"", final=True))
 
 
-def write_report(found: Sequence[records.Record], path: Path, **words: str) -> None:
-    """Write the page and say where it is."""
+def write_report(loaded: Sequence[records.Record], path: Path, **title: str) -> None:
+    """Writes the page and prints its path."""
     with needs("lab"):
         from alibi_attn.report import page
-    console.print(f"report  {escape(str(page.write_report(found, path, **words)))}", soft_wrap=True)
+    console.print(f"report  {escape(str(page.write_report(loaded, path, **title)))}", soft_wrap=True)
+
+
+def print_verdicts(found: Sequence[records.Record]) -> None:
+    """One line per claim of the paper, contradictions first, and the counts at the end."""
+    by_identity = {records.identity(one.kind, one.name, one.config): one for one in found}
+    judged = verdicts.in_order(verdicts.all_verdicts(list(by_identity.values()), by_identity))
+    if not judged:
+        raise ValueError(
+            "no answer to a figure or table of the paper is among these records; alibi run paper makes them"
+        )
+    for record, one in judged:
+        scale = answers.scale_of(record)
+        place = f"{answers.item_name(record)}{f' ({scale})' if scale else ''}"
+        bounds = one.interval
+        ours = verdicts.ratio_text(one.ours)
+        between = f" [{verdicts.ratio_text(bounds.low)} to {verdicts.ratio_text(bounds.high)}]" if bounds else ""
+        wanted = f"holds if {one.claim.relation} {one.claim.threshold:g}"
+        line = f"{one.word:<12}  {place}: {one.claim.says}: {ours}{between}, {wanted}; {one.why}"
+        console.print(escape(line), soft_wrap=True, highlight=False)
+    console.print(escape(verdicts.counted([one for _, one in judged])))
 
 
 def _overrides(changes: Sequence[str], text: Sequence[Path], corpus: str | None) -> dict[str, str]:
-    found = {}
+    overrides = {}
     for change in changes:
         name, equals, value = change.partition("=")
         if not equals:
-            raise typer.BadParameter(f"--set {change} has no value; write it as in --set train.steps=50")
-        found[name.strip()] = value.strip()
+            raise typer.BadParameter(f"--set {change} has no value; pass FIELD=VALUE, as in --set train.steps=50")
+        overrides[name.strip()] = value.strip()
     if corpus is not None:
-        found["data.corpus"] = corpus
+        overrides["data.corpus"] = corpus
     if text:
-        found |= {"data.corpus": "text", "data.text": _joined(text)} if corpus is None else {"data.text": _joined(text)}
-    return found
+        overrides["data.text"] = _joined(text)
+        if corpus is None:
+            overrides["data.corpus"] = "text"
+    return overrides
 
 
 def _joined(text: Sequence[Path]) -> str:
     for path in text:
         if "," in str(path):
-            raise typer.BadParameter(f"--text {path} has a comma in its name, which separates files; rename it")
+            raise typer.BadParameter(f"--text {path} has a comma in its name, but commas separate files; rename it")
     return ",".join(map(str, text))
 
 
-def print_perplexities(found: Sequence[records.Record]) -> None:
-    """A table on the console for every study."""
-    for study in studies(found):
+def print_perplexities(loaded: Sequence[records.Record]) -> None:
+    """Prints one table per study."""
+    for study in studies(loaded):
         numbers = tables.by_length(study)
         for block in numbers.blocks if numbers else ():
             if not block.title.startswith(f"Perplexity per {study.unit}"):
-                continue  # the report has the other units
+                continue  # only the report shows the other units
             table = RichTable("", *numbers.columns if numbers else (), box=None)
             for column in table.columns[1:]:
                 column.justify = "right"
@@ -311,5 +309,5 @@ def print_perplexities(found: Sequence[records.Record]) -> None:
 
 
 def _nearest(name: str) -> str:
-    found = difflib.get_close_matches(name, RECIPES, n=1)
-    return f" (did you mean {found[0]!r}?)" if found else ""
+    matches = difflib.get_close_matches(name, RECIPES, n=1)
+    return f" (did you mean {matches[0]!r}?)" if matches else ""

@@ -1,11 +1,12 @@
-"""The command `alibi`: every command is a function, loads what it needs when it runs, and ends with a plain exit code.
+"""The command `alibi`. Each command is a function that imports what it needs when it runs and ends with an exit code:
 
-    0 done    1 failed, with one sentence that says why    2 wrong usage    130 interrupted
+    0 done    1 failed, with a one-sentence error    2 wrong usage    130 interrupted
 
-Only numpy, typer and rich are loaded before a command runs. Next: `lab.py`, the commands that train and test, and
-`recipes/index.py`, what can be run.
+Only numpy, typer and rich are imported before a command runs. Next: `lab.py`, the commands that train and test, and
+`recipes/index.py`, the recipes that they run.
 """
 
+import math
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Literal
@@ -20,8 +21,8 @@ from alibi_attn.slopes import alibi_slopes
 
 app = typer.Typer(
     name="alibi",
-    help="Attention with linear biases: see it, run it, and ask of your own text: train short, test long?\n\n"
-    "New here? [bold]alibi run[/] answers that question on this machine in a few minutes and writes a report.",
+    help="Attention with linear biases (ALiBi): inspect it, benchmark it, train short and test long, embed texts.\n\n"
+    "New here? [bold]alibi run[/] trains four position methods in a few minutes and writes a report.",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
@@ -38,7 +39,7 @@ app.command()(heads.heads)
 
 
 def main() -> None:
-    """Run the command line and exit."""
+    """Runs the command line and exits."""
     try:
         app()
     except (ValueError, TypeError, OSError, ImportError) as error:
@@ -58,55 +59,72 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 @app.command()
 def report(
-    paths: Annotated[list[Path], typer.Argument(help="Record files, or folders of runs.", show_default=False)],
-    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
-    title: Annotated[str, typer.Option(help="Its title.")] = "Train short, test long",
+    paths: Annotated[list[Path], typer.Argument(help="Record files (.json), or folders of runs.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="HTML page to write.")] = Path("report.html"),
+    title: Annotated[str, typer.Option(help="Title of the page.")] = "Train short, test long",
+    verdicts: Annotated[
+        bool,
+        typer.Option(
+            "--verdicts", help="Print the paper's claims, contradicted, confirmed or open, instead of a page."
+        ),
+    ] = False,
 ) -> None:
-    """Write one self-contained HTML page from records: pictures, tables, and what may be concluded.
+    """Write one self-contained HTML page with figures, tables and conclusions from records.
 
     [dim]alibi report runs/quick --out quick.html[/]
 
     [dim]alibi report runs/first runs/second[/]    several runs on one page
+
+    [dim]alibi report runs/paper --verdicts[/]    one line per claim of the paper, with the reason
     """
-    check_writable(out)
-    found = list(records.find(*(path / "records" if (path / "records").is_dir() else path for path in paths)))
-    if not found:
+    if not verdicts:
+        check_writable(out)
+    loaded = list(records.find(*(path / "records" if (path / "records").is_dir() else path for path in paths)))
+    if not loaded:
         raise ValueError(
-            f"{', '.join(map(str, paths))}: no records (.json) inside; alibi run and alibi bench write them"
+            f"there are no records (.json) in {', '.join(map(str, paths))}; write some with alibi run or alibi bench"
         )
-    lab.write_report(found, out, title=title)
+    if verdicts:
+        lab.print_verdicts(loaded)
+    else:
+        lab.write_report(loaded, out, title=title)
 
 
 @app.command()
 def explain(
-    num_heads: Annotated[int, typer.Option("--heads", help="Query heads.", min=1)] = 8,
+    num_heads: Annotated[int, typer.Option("--heads", help="Number of query heads.", min=1)] = 8,
     num_kv_heads: Annotated[
-        int | None, typer.Option("--kv-heads", help="Key/value heads.", show_default="as --heads")
+        int | None, typer.Option("--kv-heads", help="Number of key/value heads.", show_default="same as --heads")
     ] = None,
-    head_dim: Annotated[int, typer.Option(help="Size of a head.", min=1)] = 64,
-    length: Annotated[int, typer.Option(help="Queries and keys.", min=1)] = 4096,
-    batch: Annotated[int, typer.Option(help="Sequences.", min=1)] = 1,
-    dtype: Annotated[Literal["float64", "float32", "bfloat16", "float16"], typer.Option()] = "float32",
-    device: Annotated[str, typer.Option(help='As in torch: "cpu", "cuda", "cuda:1".')] = "cpu",
-    causal: Annotated[bool, typer.Option("--causal/--symmetric", help="May a query look right?")] = True,
-    window: Annotated[int | None, typer.Option(help="Keys a query may see, itself included.")] = None,
+    head_dim: Annotated[int, typer.Option(help="Size of each head.", min=1)] = 64,
+    length: Annotated[int, typer.Option(help="Number of queries and keys.", min=1)] = 4096,
+    batch: Annotated[int, typer.Option(help="Number of sequences.", min=1)] = 1,
+    dtype: Annotated[
+        Literal["float64", "float32", "bfloat16", "float16"], typer.Option(help="Dtype of q, k and v.")
+    ] = "float32",
+    device: Annotated[str, typer.Option(help='A torch device: "cpu", "cuda" or "cuda:1".')] = "cpu",
+    causal: Annotated[
+        bool, typer.Option("--causal/--symmetric", help="Whether queries see only earlier keys, or all.")
+    ] = True,
+    window: Annotated[int | None, typer.Option(help="Number of keys that a query sees, its own included.")] = None,
     tolerance: Annotated[
         float | None, typer.Option(help="Softmax mass that may be skipped.", show_default="by dtype")
     ] = None,
     backend: Annotated[str, typer.Option(help='A backend\'s name, or "auto".')] = "auto",
-    seed: Annotated[int, typer.Option(help="Of the random q, k and v.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the random q, k and v.")] = 0,
     ranks: Annotated[
-        int | None, typer.Option(help="Say what so many ranks of context parallelism would send instead.", min=1)
+        int | None, typer.Option(help="Show instead what this many context-parallel ranks would send.", min=1)
     ] = None,
     score_bound: Annotated[
-        float, typer.Option(help="With --ranks: no scaled score is larger, as QK-norm knows it.", min=0)
+        float,
+        typer.Option(help="With --ranks: largest absolute value of a scaled score, for example from QK-norm.", min=0),
     ] = 5.0,
 ) -> None:
-    """Say which backends would run an attention of this shape, and what they would skip, on random q, k and v.
+    """Show which backends can run attention of this shape, and what they would skip, on random q, k and v.
 
     [dim]alibi explain --heads 16 --kv-heads 4 --head-dim 128 --length 8192 --dtype bfloat16[/]
 
-    [dim]alibi explain --length 131072 --ranks 8[/]    which rows ranks would send one another, for a bound on the scores
+    [dim]alibi explain --length 131072 --ranks 8[/]    the rows of keys and values that 8 ranks would exchange
     """
     with needs("torch"):
         import torch
@@ -119,7 +137,8 @@ def explain(
             tolerance=tolerance, num_kv_heads=num_kv_heads, head_dim=head_dim, batch=batch, dtype=dtype,
         )  # fmt: skip
         print(
-            f"{halo}\nfor scores of at most ±{score_bound:g} and the published slopes; without such a bound norms decide"
+            f"{halo}\nassuming the published slopes and scores of at most ±{score_bound:g}; "
+            "without such a bound, the norms of q and k decide"
         )
         return
     generator = torch.Generator().manual_seed(seed)
@@ -127,10 +146,17 @@ def explain(
         (batch, count, length, head_dim) for count in (num_heads, num_kv_heads or num_heads, num_kv_heads or num_heads)
     ]
     try:
-        place = torch.device(device)
+        place = torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:  # what torch raises for a missing device
+        raise ValueError(f"device is {device!r} but it cannot be used here ({str(error).splitlines()[0]})") from None
+    try:
         query, key, value = (
             torch.randn(shape, generator=generator).to(device=place, dtype=getattr(torch, dtype)) for shape in shapes
         )
-    except (RuntimeError, AssertionError) as error:  # torch's words for a device that is not there
-        raise ValueError(f"device is {device!r} but it cannot be used here ({str(error).splitlines()[0]})") from None
+    except (RuntimeError, TypeError):  # out of memory, or sizes beyond int64
+        numbers = sum(map(math.prod, shapes))
+        raise ValueError(
+            f"q, k and v of --length {length} and --batch {batch} have {numbers:.3g} elements, which do not fit into "
+            "memory; pass a smaller --length, --batch, --heads or --head-dim"
+        ) from None
     print(api.explain(query, key, value, causal=causal, window=window, tolerance=tolerance, backend=backend))

@@ -1,8 +1,8 @@
-"""Context parallelism: a sequence over several processes, of which each sends only the keys that can matter elsewhere.
+"""Context parallelism: splits a sequence over several processes, each of which sends only the keys that can matter elsewhere.
 
-`context_parallel_attention` is the function, and `context_parallel` makes it a model's attention. `halo` and `static_halo` say
-what is sent, without any process. Names are loaded when they are first used: the functions load torch's compiler, to stay out
-of it, and that takes as long as torch itself.
+`context_parallel_attention` is the function; `context_parallel` switches a model to it. `plan_halo` and `static_halo` compute
+which rows would be sent, without starting any process. Names are loaded lazily, because these functions disable torch's compiler
+and importing the compiler costs as much as importing torch.
 """
 
 import importlib
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from alibi_attn.distributed.exchange import Traffic
     from alibi_attn.distributed.halos import Halo, static_halo
     from alibi_attn.distributed.model import ContextParallel, context_parallel
-    from alibi_attn.distributed.simulation import halo
+    from alibi_attn.distributed.simulation import plan_halo
 
 __all__ = [
     "ContextParallel",
@@ -22,7 +22,7 @@ __all__ = [
     "context_parallel",
     "context_parallel_attention",
     "context_parallel_forgetting_attention",
-    "halo",
+    "plan_halo",
     "static_halo",
 ]
 
@@ -33,7 +33,7 @@ _HOMES = {
     "context_parallel": "alibi_attn.distributed.model",
     "context_parallel_attention": "alibi_attn.distributed.attention",
     "context_parallel_forgetting_attention": "alibi_attn.distributed.attention",
-    "halo": "alibi_attn.distributed.simulation",
+    "plan_halo": "alibi_attn.distributed.simulation",
     "static_halo": "alibi_attn.distributed.halos",
 }
 

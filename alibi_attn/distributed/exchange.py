@@ -1,13 +1,14 @@
-"""Exchanges among the ranks of a process group, each with a time limit: the same few numbers of all, and the rows of a halo.
+"""Exchanges among the ranks of a process group, each with a time limit: all-gathers of a few numbers, and the rows of a halo.
 
-Rows travel in one uneven all-to-all, one message for each pair of ranks that has any. Backward sends their gradients home by the
-same way turned around, where they are added in the order of the ranks: the same bits every time.
+Rows are sent in one uneven all-to-all, with one message per pair of ranks that shares any. Backward sends the gradients back to
+the owners, which add them in rank order, so results are bitwise reproducible.
 """
 
 import dataclasses
 import datetime
 import functools
 import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,16 +18,16 @@ from torch import distributed as dist
 
 from alibi_attn.distributed.halos import Halo, Span
 
-Pieces = list[list[Tensor]]  # of every key head, a tensor for each of its spans
+Pieces = list[list[Tensor]]  # one tensor per key head and span
 
 
 @dataclasses.dataclass
 class Traffic:
-    """What this rank has sent and received, counted where it is sent; pass one to have your calls added.
+    """Counts what this rank sends and receives; a call adds its traffic to the counter that it is passed.
 
     Attributes:
-        rows_sent, rows_received: rows of keys with their values, of a key head each, over the batch.
-        bytes_sent, bytes_received: of the rows, their biases, masks and segments; in backward, of their gradients.
+        rows_sent, rows_received: rows of one key head; a row is a key and its value for the whole batch.
+        bytes_sent, bytes_received: bytes of rows, biases, masks and segments; in backward, of gradients.
     """
 
     rows_sent: int = 0
@@ -37,11 +38,11 @@ class Traffic:
 
 @dataclasses.dataclass(frozen=True)
 class Ranks:
-    """A process group, and how long this rank waits for the others.
+    """A process group with a time limit.
 
     Args:
         group: None = all processes.
-        timeout: seconds for each exchange.
+        timeout: time limit of each exchange, in seconds.
     """
 
     group: dist.ProcessGroup | None
@@ -49,7 +50,7 @@ class Ranks:
 
     @property
     def rank(self) -> int:
-        """This one, within the group."""
+        """This process's rank within the group."""
         return dist.get_rank(self.group)
 
     @property
@@ -58,42 +59,50 @@ class Ranks:
         return dist.get_world_size(self.group)
 
     def gathered(self, numbers: Tensor, what: str) -> Tensor:
-        """[R, n]: the numbers [n] of every rank; all have as many.
+        """The numbers [n] of every rank, [R, n]; n is the same on all ranks. `what` names them in errors.
 
         Raises:
-            RuntimeError: a rank has gone, or did not come within the time limit.
+            RuntimeError: a rank has exited, or the time limit has passed.
         """
-        found = list(torch.empty(self.count, numbers.numel(), dtype=numbers.dtype, device=numbers.device))
-        self._wait(lambda: dist.all_gather(found, numbers.contiguous(), group=self.group, async_op=True), what)
-        return torch.stack(found)
+        rows = list(torch.empty(self.count, numbers.numel(), dtype=numbers.dtype, device=numbers.device))
+        self._wait(lambda: dist.all_gather(rows, numbers.contiguous(), group=self.group, async_op=True), what)
+        return torch.stack(rows)
 
     def all_to_all(self, sent: Tensor, sent_to: list[int], received_from: list[int], what: str) -> Tensor:
-        """[Σ received_from]: the numbers from every rank, in order; `sent` has those for every rank, in order."""
-        found = sent.new_empty(sum(received_from))
+        """The numbers received from all ranks, [Σ received_from]; `sent` holds the numbers for all ranks, both in rank order."""
+        received = sent.new_empty(sum(received_from))
         self._wait(
-            lambda: dist.all_to_all_single(found, sent, received_from, sent_to, group=self.group, async_op=True), what
+            lambda: dist.all_to_all_single(received, sent, received_from, sent_to, group=self.group, async_op=True),
+            what,
         )
-        return found
+        return received
 
     def _wait(self, begin: Callable[[], Any], what: str) -> None:
+        started = time.monotonic()
         try:
             begin().wait(datetime.timedelta(seconds=self.timeout))
         except RuntimeError as error:
-            reason = str(error).splitlines()[0]
+            reason, waited = str(error).splitlines()[0], time.monotonic() - started
+            if waited < 0.9 * self.timeout:
+                happened = f"failed after {waited:.1f} s ({reason}): another rank has exited or lost its connection"
+            else:
+                happened = (
+                    f"did not finish within {self.timeout:g} s ({reason}): another rank hangs, runs other code, or needs a "
+                    "longer `timeout`"
+                )
             raise RuntimeError(
-                f"rank {self.rank} of {self.count} could not exchange {what} within {self.timeout:g} s ({reason}): another rank "
-                "has ended, does something else, or needs longer than `timeout`; this process group is of no more use"
+                f"rank {self.rank} of {self.count}: exchanging {what} {happened}; this process group can no longer be used"
             ) from error
 
 
 @dataclasses.dataclass(frozen=True)
 class Transport:
-    """Carries the rows that a halo names, of tensors whose axis 1 is heads and axis 2 the rows of this rank's shard.
+    """Exchanges the rows of a halo, for tensors [B, heads, rows of the shard, …].
 
     Args:
-        halo: a tensor may have a multiple of its key heads: all heads of a group go with their key head.
-        ranks: among whom.
-        traffic: to which bytes are added, and rows where `counts_rows` is set.
+        halo: the rows to send. A tensor may have a multiple of its key heads; all heads of a group go with their key head.
+        ranks: the process group.
+        traffic: a counter to which bytes are added, and also rows if `counts_rows` is set.
     """
 
     halo: Halo
@@ -103,35 +112,36 @@ class Transport:
 
     @functools.cached_property
     def outgoing(self) -> list[list[tuple[int, int, Span]]]:
-        """The pieces that this rank sends to each."""
+        """The pieces that this rank sends to each rank."""
         return [self.halo.pieces(other, self.ranks.rank) for other in range(self.ranks.count)]
 
     @functools.cached_property
     def incoming(self) -> list[list[tuple[int, int, Span]]]:
-        """The pieces that come from each."""
+        """The pieces that this rank receives from each rank."""
         return [self.halo.pieces(self.ranks.rank, owner) for owner in range(self.ranks.count)]
 
     def carried(self, tensors: Sequence[Tensor], what: str) -> tuple[tuple[Tensor, ...], list[Pieces]]:
-        """(the same tensors, to be used on), and of each what came: [B, heads of a group, rows, …] for every key head and span.
+        """(the tensors, the pieces received for each of them); a piece is [B, heads of a group, rows, …].
 
-        Differentiable in all of them; every rank must then run backward, in the same order of calls.
+        Use the returned tensors in place of the inputs: gradients from other ranks flow through them. Differentiable in all
+        tensors; every rank must then run backward, with its calls in the same order.
         """
         *own, flat = _Carry.apply(self, what, *tensors)  # type: ignore[no-untyped-call]
         sizes = [size for pieces in self.incoming for size in self._sizes(pieces, tensors)]
         parts = iter(flat.split(sizes))
         spans = [len(self.halo.spans(self.ranks.rank, head)) for head in range(self.halo.num_kv_heads)]
-        came: list[list[list[list[Tensor]]]] = [[[[] for _ in range(count)] for count in spans] for _ in own]
+        received: list[list[list[list[Tensor]]]] = [[[[] for _ in range(count)] for count in spans] for _ in own]
         for pieces in self.incoming:
             for head, at, (low, high) in pieces:
-                for tensor, of_heads in zip(own, came, strict=True):
+                for tensor, of_heads in zip(own, received, strict=True):
                     of_heads[head][at].append(next(parts).view(_piece_shape(tensor, self.halo, high - low)))
         return tuple(own), [
             [[_joined(parts_of, tensor, self.halo) for parts_of in of_spans] for of_spans in of_heads]
-            for tensor, of_heads in zip(own, came, strict=True)
+            for tensor, of_heads in zip(own, received, strict=True)
         ]
 
     def send(self, tensors: Sequence[Tensor], what: str) -> Tensor:
-        """[n]: what came of all ranks, flat, in the order of `Halo.pieces`, and of the tensors for each piece."""
+        """Sends this rank's pieces; the values received from all ranks, flattened, ordered by rank, piece and tensor."""
         parts, sent_to = [], []
         for pieces in self.outgoing:
             size = 0
@@ -150,23 +160,26 @@ class Transport:
         return self._exchanged(flat, sent_to, received_from, what)
 
     def send_back(self, gradient: Tensor, tensors: Sequence[Tensor], what: str) -> list[Tensor]:
-        """Gradients of the tensors: their own [B, heads, rows, …] with what all ranks send home of theirs, [n], added."""
+        """The gradients of the tensors, [B, heads, rows, …], plus the gradients that other ranks send back.
+
+        `gradient` [n] belongs to the received rows and is sent to their owners.
+        """
         to = [sum(self._sizes(pieces, tensors)) for pieces in self.incoming]
         from_ = [sum(self._sizes(pieces, tensors)) for pieces in self.outgoing]
-        home = self._exchanged(gradient.contiguous(), to, from_, what)
-        # Sums of half precision are rounded once.
+        received = self._exchanged(gradient.contiguous(), to, from_, what)
+        # Half precision is summed in fp32 and rounded once.
         sums = [x.to(torch.promote_types(x.dtype, torch.float32), copy=True) for x in tensors]
         at = 0
         for pieces in self.outgoing:
             for head, _, (low, high) in pieces:
                 for total in sums:
                     rows = _rows_of(total, self.halo, head, low, high)
-                    rows += home[at : at + rows.numel()].view(rows.shape)
+                    rows += received[at : at + rows.numel()].view(rows.shape)
                     at += rows.numel()
         return [total.to(x.dtype) for total, x in zip(sums, tensors, strict=True)]
 
     def _sizes(self, pieces: list[tuple[int, int, Span]], tensors: Sequence[Tensor]) -> list[int]:
-        """Numbers of each tensor in each piece."""
+        """The element count of each tensor in each piece."""
         row = [math.prod(_piece_shape(tensor, self.halo, 1)) for tensor in tensors]
         return [(high - low) * size for _, _, (low, high) in pieces for size in row]
 
@@ -175,12 +188,12 @@ class Transport:
             self.traffic.bytes_sent += sum(sent_to) * flat.element_size()
             self.traffic.bytes_received += sum(received_from) * flat.element_size()
         if self.halo.is_empty:
-            return flat.new_empty(0)  # nobody needs anything, as every rank knows
+            return flat.new_empty(0)  # every rank has the same halo, so all of them skip the exchange
         return self.ranks.all_to_all(flat, sent_to, received_from, what)
 
 
 class _Carry(torch.autograd.Function):
-    """The tensors, as they are, and what came of other ranks' tensors, flat."""
+    """(*tensors unmodified, the values received from other ranks, flattened)."""
 
     @staticmethod
     def forward(ctx: Any, transport: Transport, what: str, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -195,7 +208,7 @@ class _Carry(torch.autograd.Function):
 
 
 class ScannedSums(torch.autograd.Function):
-    """Of every rank's numbers [n], the sum over the ranks before this one; its gradient is the sum over those behind."""
+    """The sum of the numbers [n] over all ranks before this one. The gradient is the sum over all ranks after it."""
 
     @staticmethod
     def forward(ctx: Any, ranks: Ranks, numbers: Tensor) -> Tensor:
@@ -209,7 +222,7 @@ class ScannedSums(torch.autograd.Function):
 
 
 def _rows_of(tensor: Tensor, halo: Halo, head: int, low: int, high: int) -> Tensor:
-    """[B, heads of a group, rows, …], a view."""
+    """A view, [B, heads of a group, rows, …]."""
     group = tensor.shape[1] // halo.num_kv_heads
     return tensor[:, head * group : (head + 1) * group, low:high]
 
@@ -219,7 +232,7 @@ def _piece_shape(tensor: Tensor, halo: Halo, rows: int) -> list[int]:
 
 
 def _joined(pieces: list[Tensor], tensor: Tensor, halo: Halo) -> Tensor:
-    """The rows of one span, of which several ranks may have parts; they came in the order of the ranks."""
+    """Joins the parts of one span, which several ranks may hold; parts are in rank order."""
     if len(pieces) == 1:
         return pieces[0]
     return torch.cat(pieces, 2) if pieces else tensor.new_empty(_piece_shape(tensor, halo, 0))

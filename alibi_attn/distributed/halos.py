@@ -1,8 +1,9 @@
-"""Halo: which rows of keys and values every rank needs of the others; numbers only, without tensors and without processes.
+"""Halo: which rows of keys and values each rank needs from the others; numbers only, without tensors or processes.
 
-A rank holds a *shard* of the sequence, the rows from `offsets[r]` on. Its queries need, for every key head, some rows just before
-the shard, in symmetric attention some just behind it too, and perhaps a few outlier tiles farther off. All else weighs no more
-than the tolerance. `need.py` finds a halo from tensors; here it is found from slopes and a bound on the scores.
+Rank r holds a *shard* of the sequence, which starts at row `offsets[r]`. For every key head, its queries need some rows just
+before the shard, in symmetric attention also some just after it, and perhaps a few outlier tiles farther away. All other rows
+together weigh no more than the tolerance. `halo_bounds.py` computes a halo from tensors; `static_halo` computes one from slopes
+and a bound on the scores.
 """
 
 import bisect
@@ -19,22 +20,23 @@ from alibi_attn.attention.spec import EPS, check_numbers
 from alibi_attn.reach import static_reach
 from alibi_attn.slopes import alibi_slopes
 
-Span = tuple[int, int]  # positions from the first on and before the second
+Span = tuple[int, int]  # a half-open range of positions, (start, stop)
 Rows = npt.NDArray[np.int64]
 
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-SCORE_UNITS = 16  # and D of them: what fp32 may add to a score, to λ too, where U bounds the true ones
+SCORE_UNITS = 16  # fp32 may add D + this many units of rounding to a score, and to λ; U bounds the exact scores
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Halo:
-    """What R ranks receive of one another, for each of K key heads.
+    """The rows that each of R ranks receives from the others, for each of K key heads.
 
     Args:
-        lengths: rows of each rank's shard, [R], in the order of the ranks.
-        left, right: [R][K]: how many rows just before and just behind its shard a rank needs; they may belong to several ranks.
-        outliers: [R][K]: spans of rows farther off that a rank needs, none of them within its halo or shard.
-        row_bytes: one row of keys and one of values of one key head, over the batch.
+        lengths: rows of each rank's shard, [R], in rank order.
+        left, right: [R][K]: the number of rows just before and just after its shard that a rank needs, possibly from several
+            ranks.
+        outliers: [R][K]: spans of more distant rows that a rank needs, outside its halo and shard.
+        row_bytes: bytes of one row of keys and one of values, for one key head and the whole batch.
     """
 
     lengths: tuple[int, ...]
@@ -45,7 +47,7 @@ class Halo:
 
     @functools.cached_property
     def offsets(self) -> tuple[int, ...]:
-        """[R]: the position of the first row of each shard."""
+        """The position of the first row of each shard, [R]."""
         return tuple(int(n) for n in np.cumsum((0, *self.lengths[:-1])))
 
     @property
@@ -60,70 +62,70 @@ class Halo:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no rank needs anything."""
+        """Whether no rank needs any rows."""
         return not any(any(heads) for side in (self.left, self.right, self.outliers) for heads in side)
 
     def spans(self, rank: int, head: int) -> list[Span]:
-        """What a rank needs for a key head, beside its own rows: the halo before it, the one behind it, outlier tiles."""
+        """The rows that a rank needs for a key head: the halo before its shard, the halo after it, and outlier tiles."""
         start, stop = self.offsets[rank], self.offsets[rank] + self.lengths[rank]
         near = (start - self.left[rank][head], start), (stop, stop + self.right[rank][head])
         return [*near, *self.outliers[rank][head]]
 
     def pieces(self, rank: int, owner: int) -> list[tuple[int, int, Span]]:
-        """What `owner` sends to `rank`, in this order: (key head, which of its `spans`, rows counted from the owner's first)."""
+        """What `owner` sends to `rank`, in order: (key head, index into `spans`, rows counted from the owner's first row)."""
         if owner == rank:
             return []
         begin, end = self.offsets[owner], self.offsets[owner] + self.lengths[owner]
-        found = []
+        pieces = []
         for head in range(self.num_kv_heads):
             for at, (start, stop) in enumerate(self.spans(rank, head)):
                 low, high = max(start, begin) - begin, min(stop, end) - begin
                 if low < high:
-                    found.append((head, at, (low, high)))
-        return found
+                    pieces.append((head, at, (low, high)))
+        return pieces
 
     @functools.cached_property
     def rows(self) -> Rows:
-        """[R, R, K]: how many rows the first rank receives from the second for a key head."""
-        found = np.zeros((self.num_ranks, self.num_ranks, self.num_kv_heads), dtype=np.int64)
+        """The rows received, [R, R, K], indexed by receiving rank, owning rank and key head."""
+        counts = np.zeros((self.num_ranks, self.num_ranks, self.num_kv_heads), dtype=np.int64)
         for rank in range(self.num_ranks):
             for head in range(self.num_kv_heads):
                 for start, stop in self.spans(rank, head):
                     for owner in self._owners(start, stop):
                         begin = self.offsets[owner]
-                        found[rank, owner, head] += min(stop, begin + self.lengths[owner]) - max(start, begin)
-        return found
+                        counts[rank, owner, head] += min(stop, begin + self.lengths[owner]) - max(start, begin)
+        return counts
 
     def _owners(self, start: int, stop: int) -> range:
-        """The ranks, from the first that holds a row of the span to the last; some between may hold none."""
+        """The range of ranks that hold rows of the span; empty shards in between are included."""
         if start >= stop:
             return range(0)
         return range(bisect.bisect_right(self.offsets, start) - 1, bisect.bisect_left(self.offsets, stop))
 
     @property
     def all_gather_rows(self) -> Rows:
-        """[R]: the rows, of all key heads, that every rank would receive of all others; a ring passes on as many."""
+        """The rows of all key heads that each rank would receive in an all-gather or in a ring, [R]."""
         return (sum(self.lengths) - np.array(self.lengths, dtype=np.int64)) * self.num_kv_heads
 
     @property
     def received_bytes(self) -> int:
-        """Of all ranks together."""
+        """The bytes that all ranks together receive."""
         return int(self.rows.sum()) * self.row_bytes
 
     @property
     def all_gather_bytes(self) -> int:
-        """What all ranks together would receive in an all-gather of keys and values, or in a ring."""
+        """The bytes that all ranks together would receive in an all-gather of keys and values, or in a ring."""
         return int(self.all_gather_rows.sum()) * self.row_bytes
 
     def widest(self) -> "Halo":
-        """For what all heads share, masks and segments: one head, which needs whatever some head does."""
+        """The union over key heads, as a halo with one head, for masks and segments, which all heads share."""
         outliers = tuple((tuple(sorted({span for spans in heads for span in spans})),) for heads in self.outliers)
         left, right = (tuple((max(heads),) for heads in side) for side in (self.left, self.right))
         return dataclasses.replace(self, left=left, right=right, outliers=outliers)
 
     def __str__(self) -> str:
-        """A line a rank, and how it compares with an all-gather."""
-        lines = [f"{'rank':>5} {'rows':>9} {'from ranks':>12} {'received':>10} {'a head':>9} {'all-gather':>11}"]
+        """One line per rank, and a comparison with an all-gather."""
+        lines = [f"{'rank':>5} {'rows':>9} {'from ranks':>12} {'received':>10} {'per head':>9} {'all-gather':>11}"]
         for rank, received in enumerate(self.rows):
             owners = [str(owner) for owner in range(self.num_ranks) if received[owner].any()]
             source = "–" if not owners else owners[0] if len(owners) == 1 else f"{owners[0]} … {owners[-1]}"
@@ -133,12 +135,12 @@ class Halo:
                 f"{self.all_gather_rows[rank] // self.num_kv_heads:>11}"
             )
         per_head = ", ".join(str(int(n)) for n in self.rows.sum(1).max(0))
-        lines.append(f"rows a key head, of the rank that needs most: {per_head}")
+        lines.append(f"rows per key head, on the rank that needs the most: {per_head}")
         halo, gather = self.received_bytes, self.all_gather_bytes
         fewer = f", 1/{gather / halo:.0f} of it" if halo else ""
         lines.append(
-            f"all ranks receive {halo:,} bytes; an all-gather or a ring of keys and values {gather:,}{fewer} "
-            f"(a ring in {self.num_ranks - 1} rounds)"
+            f"all ranks together receive {halo:,} bytes; in an all-gather or a ring of keys and values {gather:,}{fewer} "
+            f"(the ring in {self.num_ranks - 1} rounds)"
         )
         return "\n".join(lines)
 
@@ -149,20 +151,20 @@ def static_halo(
     tolerance: float | None = None, num_kv_heads: int | None = None, head_dim: int = 64, batch: int = 1,
     dtype: str = "float32",
 ) -> Halo:  # fmt: skip
-    """The halo of scores that never exceed a bound: known before any query exists, and without communication.
+    """The halo for scores with a known bound, computed without queries and without communication.
 
     Every query sees its own key, so a head's reach is ⌈(2U + ln(1/ε) − ln(1 − e^(−m)))/m⌉, as in `ALiBiAttention.static_reach`.
 
     Args:
         lengths: rows of each rank's shard, [R].
         slopes: [H].
-        score_bound: U, which no |scale·q·k| exceeds; `ALiBiAttention.score_bound()` with QK-norm.
+        score_bound: U ≥ |scale·q·k|, such as `ALiBiAttention.score_bound()` with QK-norm.
         causal, right_slopes, window, tolerance: as for `alibi_attention`.
-        num_kv_heads, head_dim, batch, dtype: K (default H), D, B and the name of the dtype; they decide bytes, and the default
-            of the tolerance.
+        num_kv_heads, head_dim, batch, dtype: K (default H), D, B and the name of the dtype; they determine bytes, the rounding
+            slack and the default tolerance.
 
     Raises:
-        ValueError, TypeError: numbers that are not allowed.
+        ValueError, TypeError: an argument is out of range.
 
     >>> halo = static_halo([16384] * 8, alibi_slopes(8), score_bound=5.0)
     >>> halo.left[1]
@@ -183,15 +185,15 @@ def static_halo(
     if heads < 1 or not of_heads or len(of_heads) % heads:
         raise ValueError(f"num_kv_heads is {heads} but must divide the {len(of_heads)} heads of slopes")
     if not 0.0 <= score_bound < math.inf:
-        raise ValueError(f"score_bound is {score_bound} but bounds |scale·q·k|: finite and not negative")
+        raise ValueError(f"score_bound is {score_bound} but bounds |scale·q·k|: it must be finite and nonnegative")
     right = of_heads if right_slopes is None else [float(m) for m in right_slopes]
     if len(right) != len(of_heads):
-        raise ValueError(f"right_slopes has {len(right)} entries but slopes {len(of_heads)}: one a head each")
+        raise ValueError(f"right_slopes has {len(right)} entries but slopes {len(of_heads)}: one per head each")
     unit = UNIT["float64" if dtype == "float64" else "float32"]
     slack = 2 * (head_dim + SCORE_UNITS) * unit * score_bound + (0.0 if causal else math.log(2.0))
 
     def widths(of_side: list[float]) -> list[int]:
-        """[K]: the rows beside a shard that some query next to its border needs."""
+        """The rows next to a shard that a query at its border needs, [K]."""
         reaches = [1 if m == math.inf else static_reach(m, score_bound, tolerance, slack=slack) for m in of_side]
         reaches = [reach if window is None else min(reach, window) for reach in reaches]
         group = len(reaches) // heads
@@ -209,23 +211,25 @@ def static_halo(
 
 
 def even_lengths(length: int, ranks: int) -> tuple[int, ...]:
-    """[R]: `length` rows, as evenly as they go, the longer shards first.
+    """The lengths of R shards that split `length` rows evenly, longer shards first, [R].
 
     >>> even_lengths(10, 4)
     (3, 3, 2, 2)
     """
     if ranks < 1 or length < 0:
-        raise ValueError(f"{length} rows on {ranks} ranks: there is at least one rank, and no fewer than 0 rows")
+        raise ValueError(f"length is {length} and ranks is {ranks} but need length ≥ 0 and ranks ≥ 1")
     return tuple(length // ranks + (rank < length % ranks) for rank in range(ranks))
 
 
 def published_halo(length: int, ranks: int, *, num_heads: int = 8, score_bound: float = 5.0) -> Halo:
-    """The halo of the published slopes, fp32 and causal; a score bound of 5 is a spread of 10 nats between far and near keys."""
+    """The causal fp32 halo of the published slopes; a score bound of 5 lets a far key gain 10 nats on a near one."""
     return static_halo(even_lengths(length, ranks), alibi_slopes(num_heads), score_bound=score_bound)
 
 
 def _lengths(lengths: Sequence[int]) -> tuple[int, ...]:
     shards = tuple(int(n) for n in lengths)
     if not shards or min(shards) < 0:
-        raise ValueError(f"lengths is {list(shards)} but says how many rows each of one or more ranks has")
+        raise ValueError(
+            f"lengths is {list(shards)} but must have one or more entries, the number of rows of each rank"
+        )
     return shards

@@ -1,4 +1,4 @@
-"""`context_parallel`: a model's attention goes over the shards of all ranks, explicitly and until it is undone."""
+"""`context_parallel`: makes a model's attention layers context parallel until `undo()`."""
 
 import functools
 from typing import Any, Self
@@ -16,11 +16,11 @@ from alibi_attn.distributed.attention import (
 from alibi_attn.distributed.exchange import Traffic
 from alibi_attn.nn import ALiBiAttention
 
-PATCHED = "alibi_dialect"  # what a layer has that `alibi_attn.hf.patch` has patched
+PATCHED = "alibi_settings"  # the attribute that `alibi_attn.hf.patch` sets on a layer
 
 
 class ContextParallel:
-    """What `context_parallel` changed in one model. As a context manager it takes it back at the end of the block.
+    """The handle of a context-parallel model. As a context manager it calls `undo()` at the end of the block.
 
     Attributes:
         layers: the names of the attention layers.
@@ -33,13 +33,13 @@ class ContextParallel:
         self._changed = list(layers.values())
 
     def undo(self) -> None:
-        """Let every process attend to its own rows alone again.
+        """Restores the layers: every process attends to its own rows only.
 
         Raises:
             ValueError: it was undone before.
         """
         if not self._changed:
-            raise ValueError("this is undone already; context_parallel(model) again gives a new handle")
+            raise ValueError("context parallelism is already undone; call context_parallel(model) for a new handle")
         while self._changed:
             layer = self._changed.pop()
             for name in ("attend", "attend_gated"):
@@ -63,25 +63,27 @@ def context_parallel(
     timeout: float = TIMEOUT,
     traffic: Traffic | None = None,
 ) -> ContextParallel:
-    """Let a model's attention layers attend over the rows of all ranks of a group, from now on.
+    """Makes a model's attention layers attend over the rows of all ranks of a group, until `undo()`.
 
-    Every rank then calls its copy of the model with its shard of the sequence, in the order of the ranks, and gets the outputs
-    of its shard. Gradients of parameters are those of the shard's outputs: their sum over the ranks is the whole, which is what
-    DDP and FSDP average over. Layers with QK-norm, without masks and gates, know their halo from their weights. No caches.
-    Dropout of attention weights follows from the first rank's generator. An encoder takes padding as a mask, and its pooled first
-    token is the whole's on the first rank only. Whoever copies or pickles the whole model undoes it first; its state dict stays
-    as it is.
+    Every rank calls its copy of the model with its shard of the sequence, in rank order, and gets the outputs of its shard.
+    Each rank computes the parameter gradients of its own outputs; their sum over the ranks is the full gradient, and DDP and
+    FSDP average them. Layers with QK-norm, without masks or gates, derive their halo from their weights. Caches are not
+    supported. Attention dropout uses the first rank's generator. Pass an encoder's padding as a mask; its pooled first token is
+    that of the whole sequence on the first rank only. Undo before copying or pickling the whole model; its state dict is
+    unaffected.
 
     Args:
-        model: it has `ALiBiAttention` layers, is an encoder of `alibi_attn.hf.bert`, or was patched by `alibi_attn.hf.patch`
-            (with numerics="exact"); changed in place.
+        model: a model with `ALiBiAttention` layers, an encoder of `alibi_attn.hf.encoder`, or a model patched by
+            `alibi_attn.hf.patch` with numerics="exact"; changed in place.
         group, timeout, traffic: as for `context_parallel_attention`.
 
     Returns:
-        A handle with `.layers` and `.undo()`, which is also a context manager.
+        A handle with `.layers`, the layers' names, and `.undo()`; also a context manager.
 
     Raises:
-        ValueError: no such layers, one that is context parallel already, or no process group.
+        TypeError: model is not an nn.Module, or timeout is not a number.
+        ValueError: the model has no such layers, one of them is already context parallel, rounds as its checkpoint did or has
+            slopes that depend on the length; or there is no process group.
 
     Source: docs/context-parallel.md.
     """
@@ -91,17 +93,17 @@ def context_parallel(
     layers = {name: module for name, module in model.named_modules() if _is_ours(module)}
     if not layers:
         raise ValueError(
-            f"{type(model).__name__} has no attention of ours; make it of ALiBiAttention layers, or patch it first with "
-            "alibi_attn.hf.patch"
+            f"{type(model).__name__} has no attention layers from alibi_attn; build it from ALiBiAttention layers, or patch it "
+            "first with alibi_attn.hf.patch"
         )
     for name, layer in layers.items():
         if "attend" in vars(layer):
-            raise ValueError(f"{name or 'the model'} is context parallel already; undo() that first")
+            raise ValueError(f"{name or 'the model'} is already context parallel; call undo() first")
         if getattr(vars(layer).get(PATCHED), "numerics", "exact") != "exact":
             raise ValueError(f'{name} reproduces a checkpoint\'s rounding; patch the model with numerics="exact"')
         if getattr(getattr(layer, "config", None), "scales_with_length", False):
             raise ValueError(
-                f"{name} has slopes that depend on the length of the text, of which a rank has a shard only"
+                f"{name} has slopes that depend on the length of the text, but each rank sees only its shard"
             )
     given: dict[str, Any] = {"group": group, "timeout": timeout, "traffic": traffic}
     for layer in layers.values():
@@ -119,7 +121,7 @@ def _attend(
     layer: nn.Module, given: dict[str, Any], query: Tensor, key: Tensor, value: Tensor, slopes: Tensor | None = None, *,
     query_offset: int | Tensor | None = None, key_mask: Tensor | None = None, **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """In the place of `alibi_attention`."""
+    """Replaces `alibi_attention`."""
     _check(query, key, query_offset)
     if isinstance(layer, ALiBiAttention) and layer.q_norm is not None and key_mask is None:
         options["score_bound"] = layer.score_bound()
@@ -129,7 +131,7 @@ def _attend(
 def _attend_gated(
     given: dict[str, Any], query: Tensor, key: Tensor, value: Tensor, gates: Tensor, slopes: Tensor, **options: Any
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """In the place of `forgetting_attention`."""
+    """Replaces `forgetting_attention`."""
     _check(query, key, None)
     return context_parallel_forgetting_attention(query, key, value, gates, slopes, **options, **given)
 
@@ -137,4 +139,4 @@ def _attend_gated(
 def _check(query: Tensor, key: Tensor, query_offset: int | Tensor | None) -> None:
     cached = query_offset not in (None, 0) if not isinstance(query_offset, Tensor) else True
     if cached or key.shape[2] != query.shape[2]:
-        raise ValueError("context parallelism has no cache: pass whole shards, and use_cache=False")
+        raise ValueError("context parallelism has no cache; pass whole shards and use_cache=False")

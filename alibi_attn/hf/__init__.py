@@ -3,22 +3,18 @@ checkpoints of others (Baichuan-13B, BTLM, Jais, MPT, Refact), and checkpoints t
 
 Encoders of our own read Jina v2, MosaicBERT and DNABERT-2.
 
-Read `patching.py` first, then one family: `bloom.py`, `mpt.py`, `falcon.py`; `bert/` has the encoders, `causal_lm/` the decoder.
+Read `patching.py` first, then one file of `families/`; `encoder/` has the encoders, `decoder/` the decoder.
 `docs/hf.md`, `docs/encoders.md` and `docs/decoders.md` show how they are used.
 """
 
 try:
-    from alibi_attn.hf.bert import (
-        ALiBiBertConfig,
-        ALiBiBertForMaskedLM,
-        ALiBiBertForSequenceClassification,
-        ALiBiBertModel,
-    )
     from alibi_attn.hf.cache import ALiBiCache
-    from alibi_attn.hf.causal_lm.config import ALiBiCausalLMConfig
-    from alibi_attn.hf.causal_lm.model import ALiBiForCausalLM
+    from alibi_attn.hf.decoder.config import ALiBiCausalLMConfig
+    from alibi_attn.hf.decoder.model import ALiBiForCausalLM
+    from alibi_attn.hf.encoder.config import ALiBiBertConfig
+    from alibi_attn.hf.encoder.models import ALiBiBertForMaskedLM, ALiBiBertForSequenceClassification, ALiBiBertModel
     from alibi_attn.hf.patching import Patch, patch
-    from alibi_attn.hf.sentences import sentence_transformer
+    from alibi_attn.hf.sentence_encoder import sentence_transformer
 except ModuleNotFoundError as error:
     if error.name not in ("torch", "transformers"):
         raise

@@ -4,15 +4,15 @@ A `DynamicCache` of transformers copies all keys and values for every new token,
 appends in place, and remembers how long its keys and values are: see `attention/decoding.py`.
 """
 
+import weakref
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 
 from alibi_attn.attention.certificate.norms import Norms
-from alibi_attn.nn.cache import KVCache
-from alibi_attn.nn.pickles import check_format
+from alibi_attn.nn.cache import KVCache, check_format
 
 FORMAT = 1  # of a pickle; the caches inside have their own
 
@@ -67,6 +67,7 @@ class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
     def __init__(self, *, store: KVCache | None = None, **kwargs: object) -> None:
         super().__init__(**kwargs)  # type: ignore[no-untyped-call]
         self.store = KVCache() if store is None else store
+        self.owner: weakref.ref[nn.Module] | None = None
         if len(self.store):
             self.lazy_initialization(self.store.key, self.store.value)
         self._look()
@@ -76,8 +77,16 @@ class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
         self.is_initialized = True
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+        self, key_states: Tensor, value_states: Tensor, *args: object, layer: nn.Module | None = None, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
+        owner = None if self.owner is None else self.owner()
+        if layer is not None and owner is not layer:
+            if owner is not None and len(self.store):
+                raise ValueError(
+                    "this ALiBiCache holds the keys of another model, or of another layer; pass a new ALiBiCache(), or a copy "
+                    "(copy.deepcopy) to continue it with another model that has the same weights"
+                )
+            self.owner = weakref.ref(layer)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.keys, self.values = self.store.append(key_states, value_states)

@@ -1,6 +1,6 @@
-"""Vectors of many texts: tokens once, then batches of about equal length, the longest first.
+"""Embeds many texts: tokenize once, then batches of similar length, longest first.
 
-A batch is a padded array, of which the model computes the tokens alone (`bert/packing.py`). Sorted, it is hardly padded at all.
+A batch is a padded array, but the model computes only its tokens (`encoder/packing.py`); sorted by length, little is padded.
 """
 
 import hashlib
@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase
 
-from alibi_attn.hf.bert import ALiBiBertModel
-from alibi_attn.hf.sentence_folder import Pooling
+from alibi_attn.hf.encoder.models import ALiBiBertModel
+from alibi_attn.hf.pooling_config import Pooling
 
 Tokens = NDArray[np.int32]
 _AT_ONCE = 256  # texts that the tokenizer gets in one call

@@ -1,56 +1,124 @@
-"""Checkpoints to and fro: a decoder of ours (`decoder.py`) as a standard MPT or BLOOM checkpoint, and those as a decoder.
+"""Converts between our decoder's state dict and MPT / BLOOM checkpoints, with equal logits.
 
-The logits are equal, because the decoder *is* that model:
+The decoder as a state dict (E the width, V the vocabulary):
+
+    embedding.weight [V, E]                              token embeddings, also those of the output
+    embedding_norm.weight, .bias [E]                     BLOOM only: LayerNorm of the embeddings
+    blocks.N.attention_norm.weight [E]                   LayerNorm
+    blocks.N.attention.{q,k,v,out}_proj.weight           grouped-query attention allowed
+    blocks.N.ffn_norm.weight, ffn.0.weight, ffn.3.weight   LayerNorm, then W₂·GELU(W₁·x), up to 4·E wide
+    norm.weight [E]                                      final LayerNorm
+
+and for BLOOM a `.bias` for every weight but the embeddings'. The blocks are `ALiBiTransformerBlock`s.
 
 * MPT: LayerNorm without bias, no biases, GELU. What it cannot express (RMS norm, gated feed-forwards, QK-norm) is refused.
-* BLOOM: LayerNorms and linear maps with biases, a LayerNorm behind the embeddings, GELU approximated with tanh: in
+* BLOOM: LayerNorms and linear layers with biases, a LayerNorm after the embeddings, GELU approximated with tanh: in
   `ALiBiTransformerBlock(E, H, bias=True)` make ffn[1] an `nn.GELU(approximate="tanh")`. A state dict does not say which
-  GELU it was trained with; the exact one loses up to 5e-4 an activation.
+  GELU it was trained with; the exact one loses up to 5e-4 per activation.
 
 Source: modeling_mpt.py and modeling_bloom.py of transformers.
 """
 
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import BloomConfig, BloomForCausalLM, MptConfig, MptForCausalLM
+from transformers import BloomConfig, BloomForCausalLM, MptConfig, MptForCausalLM, PreTrainedModel
 from transformers.models.mpt.configuration_mpt import MptAttentionConfig
 
-from alibi_attn.hf import folder as folders
-from alibi_attn.hf.decoder import PARTS, DecoderConfig, Family, Kind, State, layers_and_width, widened
+from alibi_attn.hf.checkpoint_files import check_new, written_whole
+from alibi_attn.hf.tokenizing import byte_tokenizer
 from alibi_attn.strict_json import JsonError, parse
 
 _Model = TypeVar("_Model", MptForCausalLM, BloomForCausalLM)
+State: TypeAlias = Mapping[str, Tensor]
+Kind: TypeAlias = Literal["weight", "bias"]
 
-MPT = Family(
+PARTS = (
+    "attention_norm", "attention.q_proj", "attention.k_proj", "attention.v_proj", "attention.out_proj", "ffn_norm",
+    "ffn.0", "ffn.3",
+)  # fmt: skip
+
+_BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """What the state dict does not say.
+
+    Args:
+        num_heads: H.
+        trained_length: becomes MPT's `max_seq_len`, which ends an MPT in transformers, unless it is patched, and BLOOM's
+            `seq_length`, which only says so.
+        embedding_scale: what the embeddings are multiplied with before the first block, √E for many; not at the output.
+        bias_max: the last slope of a power of two of heads is 2^−bias_max.
+        norm_eps: of all norms.
+    """
+
+    num_heads: int
+    trained_length: int
+    embedding_scale: float = 1.0
+    bias_max: int = 8
+    norm_eps: float = 1e-5
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+    """How a family of transformers stores a decoder.
+
+    Args:
+        name: of the family.
+        kinds: the tensors of its linear layers and norms.
+        outside: our module -> theirs, outside of the blocks; an embedding has no bias.
+        blocks, parts: what precedes the number of a block, and its norms and linear layers in the order of `PARTS`, queries, keys
+            and values in one.
+        by_head: whether queries, keys and values alternate head by head.
+        advice: what an exported decoder must be, for errors.
+    """
+
+    name: str
+    kinds: tuple[Kind, ...]
+    outside: dict[str, str]
+    blocks: str
+    parts: tuple[str, ...]
+    by_head: bool
+    advice: str
+
+    def outside_names(self) -> dict[str, str]:
+        """Our weight -> theirs."""
+        kinds = {module: ("weight",) if module == "embedding" else self.kinds for module in self.outside}
+        return {f"{ours}.{kind}": f"{their}.{kind}" for ours, their in self.outside.items() for kind in kinds[ours]}
+
+
+MPT = _Layout(
     "MPT",
     ("weight",),
-    ("embedding.weight", "norm.weight"),
+    {"embedding": "wte", "norm": "norm_f"},
+    "blocks.",
+    ("norm_1", "attn.Wqkv", "attn.out_proj", "norm_2", "ffn.up_proj", "ffn.down_proj"),
+    False,
     "embedding, ALiBiTransformerBlocks without biases, QK-norm or learned slopes, and a norm (LayerNorm and GELU: a gated or "
     "RMS-normed model has no MPT)",
 )
-BLOOM = Family(
+BLOOM = _Layout(
     "BLOOM",
     ("weight", "bias"),
-    ("embedding.weight", "embedding_norm.weight", "embedding_norm.bias", "norm.weight", "norm.bias"),
+    {"embedding": "word_embeddings", "embedding_norm": "word_embeddings_layernorm", "norm": "ln_f"},
+    "h.",
+    ("input_layernorm", "self_attention.query_key_value", "self_attention.dense", "post_attention_layernorm",
+     "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
+    True,
     "embedding, embedding_norm, ALiBiTransformerBlocks with bias=True and without QK-norm or learned slopes, and a norm "
     "(LayerNorms, and GELU approximated with tanh)",
-)
-_MPT_PARTS = ("norm_1", "attn.Wqkv", "attn.out_proj", "norm_2", "ffn.up_proj", "ffn.down_proj")
-_BLOOM_PARTS = (
-    "input_layernorm", "self_attention.query_key_value", "self_attention.dense", "post_attention_layernorm",
-    "mlp.dense_h_to_4h", "mlp.dense_4h_to_h",
 )  # fmt: skip
-_BLOOM_OUTSIDE = {
-    "embedding.weight": "word_embeddings.weight",
-    **{f"embedding_norm.{kind}": f"word_embeddings_layernorm.{kind}" for kind in BLOOM.kinds},
-    **{f"norm.{kind}": f"ln_f.{kind}" for kind in BLOOM.kinds},
-}
 _BLOOM_LENGTH = 2048  # of the published checkpoints, where a config does not say it
 
 
@@ -67,8 +135,8 @@ def export_mpt(state: State, config: DecoderConfig, folder: Path, *, tokenizer: 
         ValueError: a state dict that is no such decoder, with the name that does not fit.
         FileExistsError: the folder exists.
     """
-    folders.check_new(folder)
-    num_layers, width = layers_and_width(state, config, MPT)
+    check_new(folder)
+    num_layers, width = _layers_and_width(state, config, MPT)
     model = MptForCausalLM(
         MptConfig(
             d_model=width,
@@ -81,21 +149,13 @@ def export_mpt(state: State, config: DecoderConfig, folder: Path, *, tokenizer: 
             attn_config={"alibi": True, "alibi_bias_max": config.bias_max},
         )
     )
-    embedding = state["embedding.weight"] * config.embedding_scale
-    found = {
-        "transformer.wte.weight": embedding,
-        "transformer.norm_f.weight": state["norm.weight"] / config.embedding_scale,
-        "lm_head.weight": embedding,
+    scale = config.embedding_scale
+    scaled = {
+        **state,
+        "embedding.weight": state["embedding.weight"] * scale,
+        "norm.weight": state["norm.weight"] / scale,
     }
-    for n in range(num_layers):
-        norm_1, query, key, value, *others = widened(
-            state, n, "weight", width=width, head_dim=width // config.num_heads
-        )
-        parts = (norm_1, torch.cat([query, key, value]), *others)
-        found |= {f"transformer.blocks.{n}.{part}.weight": x for part, x in zip(_MPT_PARTS, parts, strict=True)}
-    model.load_state_dict(found, assign=True)  # in the dtype that the state has
-    model.tie_weights()
-    return folders.write(model, folder, tokenizer)
+    return _exported(model, scaled, config, MPT, folder, tokenizer)
 
 
 def import_mpt(folder: Path) -> tuple[dict[str, Tensor], DecoderConfig]:
@@ -115,18 +175,13 @@ def import_mpt(folder: Path) -> tuple[dict[str, Tensor], DecoderConfig]:
             f"{folder} has attn_config {options.to_diff_dict()}: a decoder has ALiBi, scores over √D, and nothing clipped or "
             "normed; patch the model instead (alibi_attn.hf.patch)"
         )
-    theirs = model.transformer.state_dict()
-    found = {"embedding.weight": theirs["wte.weight"], "norm.weight": theirs["norm_f.weight"]}
-    for n in range(config.n_layers):
-        norm_1, qkv, *others = (theirs[f"blocks.{n}.{part}.weight"] for part in _MPT_PARTS)
-        found |= _block(n, "weight", norm_1, qkv.chunk(3), others)
     decoder = DecoderConfig(
         num_heads=config.n_heads,
         trained_length=config.max_seq_len,
         bias_max=options.alibi_bias_max,
         norm_eps=config.layer_norm_epsilon,
     )
-    return {name: tensor.detach().clone() for name, tensor in found.items()}, decoder
+    return _imported(model, MPT, config.n_layers, config.n_heads), decoder
 
 
 def export_bloom(state: State, config: DecoderConfig, folder: Path, *, tokenizer: Tokenizer | None = None) -> Path:
@@ -135,8 +190,8 @@ def export_bloom(state: State, config: DecoderConfig, folder: Path, *, tokenizer
     Arguments and errors are those of `export_mpt`; BLOOM has no `embedding_scale` (the norm behind the embeddings takes
     its place) and no other `bias_max` than 8.
     """
-    folders.check_new(folder)
-    num_layers, width = layers_and_width(state, config, BLOOM)
+    check_new(folder)
+    num_layers, width = _layers_and_width(state, config, BLOOM)
     if config.embedding_scale != 1.0 or config.bias_max != 8:
         raise ValueError(
             f"embedding_scale is {config.embedding_scale} and bias_max {config.bias_max} but a BLOOM has 1.0 and 8: a norm "
@@ -152,20 +207,7 @@ def export_bloom(state: State, config: DecoderConfig, folder: Path, *, tokenizer
         eos_token_id=None,
     )
     about.seq_length = config.trained_length  # as published checkpoints say it
-    model = BloomForCausalLM(about)
-    found = {f"transformer.{theirs}": state[ours] for ours, theirs in _BLOOM_OUTSIDE.items()}
-    found["lm_head.weight"] = state["embedding.weight"]
-    head_dim = width // config.num_heads
-    for n in range(num_layers):
-        for kind in BLOOM.kinds:
-            norm_1, query, key, value, *others = widened(state, n, kind, width=width, head_dim=head_dim)
-            # rows by head, and inside a head q, k, v
-            qkv = torch.stack([x.unflatten(0, (-1, head_dim)) for x in (query, key, value)], dim=1).flatten(0, 2)
-            parts = (norm_1, qkv, *others)
-            found |= {f"transformer.h.{n}.{part}.{kind}": x for part, x in zip(_BLOOM_PARTS, parts, strict=True)}
-    model.load_state_dict(found, assign=True)
-    model.tie_weights()
-    return folders.write(model, folder, tokenizer)
+    return _exported(BloomForCausalLM(about), state, config, BLOOM, folder, tokenizer)
 
 
 def import_bloom(folder: Path) -> tuple[dict[str, Tensor], DecoderConfig]:
@@ -177,19 +219,12 @@ def import_bloom(folder: Path) -> tuple[dict[str, Tensor], DecoderConfig]:
             f"{folder} has apply_residual_connection_post_layernorm, which takes the residual behind the norm; a decoder "
             "takes it before: patch the model instead (alibi_attn.hf.patch)"
         )
-    theirs = model.transformer.state_dict()
-    found = {name: theirs[their_name] for name, their_name in _BLOOM_OUTSIDE.items()}
-    for n in range(config.n_layer):
-        for kind in BLOOM.kinds:
-            norm_1, qkv, *others = (theirs[f"h.{n}.{part}.{kind}"] for part in _BLOOM_PARTS)
-            apart = qkv.unflatten(0, (config.n_head, 3, -1)).unbind(1)
-            found |= _block(n, kind, norm_1, [x.flatten(0, 1) for x in apart], others)
     decoder = DecoderConfig(
         num_heads=config.n_head,
         trained_length=getattr(config, "seq_length", _BLOOM_LENGTH),
         norm_eps=config.layer_norm_epsilon,
     )
-    return {name: tensor.detach().clone() for name, tensor in found.items()}, decoder
+    return _imported(model, BLOOM, config.n_layer, config.n_head), decoder
 
 
 def _loaded(folder: Path, family: type[_Model], wanted: str) -> _Model:
@@ -213,5 +248,91 @@ def _loaded(folder: Path, family: type[_Model], wanted: str) -> _Model:
     return cast("_Model", model)
 
 
-def _block(n: int, kind: Kind, norm: Tensor, qkv: tuple[Tensor, ...] | list[Tensor], others: list[Tensor]) -> State:
-    return {f"blocks.{n}.{part}.{kind}": x for part, x in zip(PARTS, (norm, *qkv, *others), strict=True)}
+def _exported(
+    model: _Model, state: State, config: DecoderConfig, layout: _Layout, folder: Path, tokenizer: Tokenizer | None
+) -> Path:
+    """Fills the model with the decoder's weights, in their dtype, and saves it."""
+    num_layers, width = _layers_and_width(state, config, layout)
+    head_dim, groups = width // config.num_heads, config.num_heads if layout.by_head else 1
+    found = {their: state[ours] for ours, their in layout.outside_names().items()}
+    for n in range(num_layers):
+        for kind in layout.kinds:
+            norm, *qkv, out, norm_2, up, down = _widened(state, n, kind, width=width, head_dim=head_dim)
+            mixed = torch.stack([x.unflatten(0, (groups, -1)) for x in qkv], dim=1).flatten(0, 2)
+            parts = zip(layout.parts, (norm, mixed, out, norm_2, up, down), strict=True)
+            found |= {f"{layout.blocks}{n}.{part}.{kind}": x for part, x in parts}
+    theirs = {f"transformer.{name}": tensor for name, tensor in found.items()}
+    model.load_state_dict({**theirs, "lm_head.weight": state["embedding.weight"]}, assign=True)
+    model.tie_weights()
+    return _written(model, folder, tokenizer)
+
+
+def _imported(model: PreTrainedModel, layout: _Layout, num_layers: int, num_heads: int) -> dict[str, Tensor]:
+    """The inverse of `_exported`."""
+    theirs = model.get_submodule("transformer").state_dict()
+    found = {ours: theirs[their] for ours, their in layout.outside_names().items()}
+    groups = num_heads if layout.by_head else 1
+    for n in range(num_layers):
+        for kind in layout.kinds:
+            norm, mixed, *others = (theirs[f"{layout.blocks}{n}.{part}.{kind}"] for part in layout.parts)
+            qkv = (x.flatten(0, 1) for x in mixed.unflatten(0, (groups, 3, -1)).unbind(1))
+            found |= {f"blocks.{n}.{part}.{kind}": x for part, x in zip(PARTS, (norm, *qkv, *others), strict=True)}
+    return {name: tensor.detach().clone() for name, tensor in found.items()}
+
+
+def _layers_and_width(state: State, config: DecoderConfig, family: _Layout) -> tuple[int, int]:
+    """(layers, E) of a decoder that this family can be.
+
+    Raises:
+        ValueError: one that it cannot be, with the name that does not fit.
+    """
+    numbers = {int(match[1]) for name in state if (match := _BLOCK.fullmatch(name))}
+    blocks = {f"blocks.{n}.{part}.{kind}" for n in range(len(numbers)) for part in PARTS for kind in family.kinds}
+    wanted = blocks | family.outside_names().keys()
+    missing, foreign = sorted(wanted - state.keys()), sorted(state.keys() - wanted)
+    if foreign or missing or not numbers:
+        raise ValueError(
+            f"this is no decoder that {family.name} can be: it has {', '.join(foreign[:3]) or 'nothing else'} and lacks "
+            f"{', '.join(missing[:3]) or 'nothing'}; {family.name} is {family.advice}"
+        )
+    width = state["embedding.weight"].shape[1]
+    if config.num_heads < 1 or width % config.num_heads:
+        raise ValueError(f"num_heads is {config.num_heads} but must divide the width, {width}")
+    for n in range(len(numbers)):
+        hidden = state[f"blocks.{n}.ffn.0.weight"].shape[0]
+        if hidden > 4 * width:
+            raise ValueError(
+                f"blocks.{n}.ffn is {hidden} wide but that of {family.name} is 4·{width} = {4 * width}; at most that"
+            )
+        rows = state[f"blocks.{n}.attention.k_proj.weight"].shape[0]
+        if width % rows or rows % (width // config.num_heads):
+            raise ValueError(
+                f"blocks.{n}.attention.k_proj has {rows} rows, which are not heads of {width // config.num_heads}"
+            )
+    return len(numbers), width
+
+
+def _widened(state: State, n: int, kind: Kind, *, width: int, head_dim: int) -> list[Tensor]:
+    """The tensors of block n in the order of `PARTS`, as wide as transformers has them: key and value heads that are shared
+    once for each query head, a narrower feed-forward padded with zeros.
+    """
+    norm_1, query, key, value, out, norm_2, up, down = (state[f"blocks.{n}.{part}.{kind}"] for part in PARTS)
+    shared = width // key.shape[0]
+    key, value = (x.unflatten(0, (-1, head_dim)).repeat_interleave(shared, 0).flatten(0, 1) for x in (key, value))
+    up = torch.cat([up, up.new_zeros(4 * width - up.shape[0], *up.shape[1:])])
+    if kind == "weight":
+        down = torch.nn.functional.pad(down, (0, 4 * width - down.shape[1]))
+    return [norm_1, query, key, value, out, norm_2, up, down]
+
+
+def _written(model: PreTrainedModel, folder: Path, tokenizer: Tokenizer | None) -> Path:
+    """Save the model, and the tokenizer beside it so that `AutoTokenizer` finds it. None with 256 tokens is that of bytes."""
+    if tokenizer is None and model.config.vocab_size == 256:
+        tokenizer = byte_tokenizer()
+    with written_whole(folder) as temporary:
+        model.save_pretrained(temporary)
+        if tokenizer is not None:
+            tokenizer.save(str(temporary / "tokenizer.json"))
+            about = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+            (temporary / "tokenizer_config.json").write_text(json.dumps(about) + "\n", encoding="utf-8")
+    return folder

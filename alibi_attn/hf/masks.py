@@ -5,12 +5,15 @@ columns, [B, 1, 1, 0], says that every key may be seen. Read next: `patching.py`
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AttentionMaskInterface, PreTrainedConfig
 from transformers.cache_utils import Cache
 from transformers.masking_utils import causal_mask_function, create_causal_mask
+
+from alibi_attn.attention.transforms import may_read
 
 # The names under which the two masks below stand in transformers' table.
 INDEXED = "alibi_attn"
@@ -34,15 +37,25 @@ def of_layers(
     """
     if not getattr(config, "is_causal", True):
         raise ValueError(_CAUSAL)
-    if attention_mask is not None and attention_mask.ndim != 2:
-        raise ValueError(
-            f"the attention mask has shape {list(attention_mask.shape)} but a patched model takes [B, S], "
-            "1 = may be seen; pass that, or undo() the patch"
-        )
+    if attention_mask is not None:
+        _check(attention_mask, tokens.shape[0])
     sizes = torch.empty(*tokens.shape[:2], 0, device=tokens.device)  # all that transformers reads of it
     mask = create_causal_mask(_CONFIGS[name], sizes, attention_mask, cache)
     assert isinstance(mask, Tensor)  # one of the two functions below made it
     return mask[:, None, None, :]
+
+
+def _check(mask: Tensor, batch: int) -> None:
+    if mask.ndim != 2:
+        raise ValueError(
+            f"the attention mask has shape {list(mask.shape)} but a patched model takes [B, S], 1 = may be seen; pass that, or "
+            "undo() the patch"
+        )
+    if mask.shape[0] != batch:
+        raise ValueError(f"attention_mask has {mask.shape[0]} rows but the batch has {batch}")
+    # Masks that are added to scores have floating dtypes; only those are read here.
+    if mask.is_floating_point() and may_read(mask) and bool((mask != mask.bool()).any()):
+        raise ValueError("attention_mask has other numbers than 0 and 1; pass 1 for a token and 0 for padding")
 
 
 def padded(*, attention_mask: Tensor | None, past_key_values: Cache, **_: object) -> Tensor | None:
@@ -86,28 +99,12 @@ def indexed_mask(
     return torch.nn.functional.pad(seen, (0, max(kv_length - length, 0)))
 
 
-def counted_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    *,
-    mask_function: Callable[..., object] = causal_mask_function,
-    attention_mask: Tensor | None = None,
-    device: torch.device | str = "cpu",
-    config: PreTrainedConfig | None = None,
-    **_: object,
-) -> Tensor:
-    """The family counts positions over the tokens that are seen: equal to indices up to a shift, unless there are holes."""
-    seen = indexed_mask(
-        batch_size,
-        q_length,
-        kv_length,
-        q_offset,
-        mask_function=mask_function,
-        attention_mask=attention_mask,
-        device=device,
-    )
+def counted_mask(*sizes: Any, **options: Any) -> Tensor:
+    """As `indexed_mask`, for families that count positions over the tokens that the mask shows.
+
+    These equal the indices up to a shift, unless there are holes: then it raises.
+    """
+    seen = indexed_mask(*sizes, **options)
     if seen.shape[1]:
         starts = (seen[:, 1:] & ~seen[:, :-1]).sum(1) + seen[:, 0]
         message = (

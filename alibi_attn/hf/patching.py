@@ -7,21 +7,20 @@ What is attached is module-level functions with their arguments, so that copies 
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
-from types import ModuleType
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 
 from alibi_attn.attention.dispatch import BACKENDS
-from alibi_attn.hf import bloom, falcon, guards, masks, mpt
-from alibi_attn.hf.dialect import Numerics
+from alibi_attn.hf import masks, unsupported
+from alibi_attn.hf.families import PATCHED
+from alibi_attn.hf.families.family import PatchedFamily
+from alibi_attn.hf.patched_attention import Numerics
 from alibi_attn.nn import linear
 
-FAMILIES: dict[str, ModuleType] = {"BLOOM": bloom, "MPT": mpt, "Falcon with alibi=True": falcon}
-
-_MARK = "alibi_dialect"  # what a patched layer has and no other
+_MARK = "alibi_settings"  # what a patched layer has and no other
 
 
 class Patch:
@@ -108,6 +107,11 @@ def patch(model: nn.Module, backend: str = "auto", *, numerics: Numerics = "exac
 
     Source: `docs/hf.md`; Press et al. 2022, sec. 3 (arXiv:2108.12409).
     """
+    return patched_as(model, PATCHED, backend=backend, numerics=numerics)
+
+
+def patched_as(model: nn.Module, families: Sequence[PatchedFamily], *, backend: str, numerics: Numerics) -> Patch:
+    """`patch` with another table of families."""
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"model is a {type(model).__name__} but must be a loaded model, an nn.Module: "
@@ -117,29 +121,35 @@ def patch(model: nn.Module, backend: str = "auto", *, numerics: Numerics = "exac
         raise ValueError(f"backend is {backend!r} but must be 'auto' or one of {', '.join(map(repr, BACKENDS))}")
     if numerics not in ("exact", "checkpoint"):
         raise ValueError(f'numerics is {numerics!r} but must be "exact" or "checkpoint"')
-    if (reason := guards.why_not(model)) is not None:
+    if (reason := unsupported.why_not(model)) is not None:
         raise ValueError(reason)
-    found = list(_bodies(model))
+    supported = ", ".join(family.name for family in families)
+    found = list(_bodies(model, families))
     if not found:
         raise ValueError(
-            guards.needs_none(model)
-            or f"{type(model).__name__} has nothing to patch; supported are the whole models of {', '.join(FAMILIES)}. "
+            unsupported.needs_none(model)
+            or f"{type(model).__name__} has nothing to patch; supported are the whole models of {supported}. "
             "Baichuan, BTLM, Jais and Refact load as alibi_attn.hf.ALiBiForCausalLM, and encoders (Jina v2, MosaicBERT, "
             "DNABERT-2) as ALiBiBertModel; what has other positions has no such biases"
         )
     for prefix, body, family in found:
-        _check(prefix, body, family)
+        name = f"{prefix or 'the model'} ({type(body).__name__})"
+        if reason := family.why_not(body.config):
+            raise ValueError(f"{name} cannot be patched: {reason}; supported are {supported}")
+        _check_layers(name, body, family)
     changes: list[Callable[[], None]] = []
     layers: list[str] = []
     around: dict[str, list[str]] = {"linears": [], "activations": []}
     for prefix, body, family in found:
-        dialect = family.described(body.config, backend=backend, numerics=numerics)
+        settings = family.settings(body.config, backend=backend, numerics=numerics)
         for name, layer in _layers(body, family):
-            changes.append(_replaced(layer, _MARK, dialect))
+            changes.append(_replaced(layer, _MARK, settings))
             changes.append(_replaced(layer, _forward_of(layer), functools.partial(family.forward, layer)))
             layers.append(f"{prefix}.{name}" if prefix else name)
-        changes.append(_replaced(body, _forward_of(body), _with_our_mask(body, family.mask_name(numerics))))
-        changes.extend(_replaced(body, name, value) for name, value in family.UNUSED.items())
+        # With the checkpoint's numbers the bias is the model's own, holes and all.
+        mask = masks.COUNTED if family.counts_positions and numerics == "exact" else masks.INDEXED
+        changes.append(_replaced(body, _forward_of(body), _with_our_mask(body, mask)))
+        changes.extend(_replaced(body, name, value) for name, value in family.unused.items())
         changes.extend(
             _replaced(head, "create_masks_for_generate", masks.padded)
             for head in model.modules()
@@ -153,7 +163,7 @@ def patch(model: nn.Module, backend: str = "auto", *, numerics: Numerics = "exac
 
 
 def _around(
-    model: nn.Module, body: nn.Module, family: ModuleType
+    model: nn.Module, body: nn.Module, family: PatchedFamily
 ) -> Iterator[tuple[str, str, nn.Module, Callable[..., Tensor]]]:
     """(kind, name, module, its quicker forward) of what stands around attention, the head of the model included.
 
@@ -165,33 +175,32 @@ def _around(
     for name, module in model.named_modules():
         if id(module) not in inside or ("forward" in vars(module) and not _is_hooked(module)):
             continue
-        if type(module) in family.LINEARS:
+        if type(module) in family.linears:
             yield "linears", name, module, linear.forward
-        elif type(module) in family.ACTIVATIONS:
-            yield "activations", name, module, family.ACTIVATIONS[type(module)]
+        elif type(module) in family.activations:
+            yield "activations", name, module, family.activations[type(module)]
 
 
-def _bodies(model: nn.Module) -> Iterator[tuple[str, PreTrainedModel, ModuleType]]:
+def _bodies(
+    model: nn.Module, families: Sequence[PatchedFamily]
+) -> Iterator[tuple[str, PreTrainedModel, PatchedFamily]]:
     """(name, model without head, family)"""
     for name, module in model.named_modules():
-        for family in FAMILIES.values():
-            if isinstance(module, PreTrainedModel) and isinstance(module, family.MODEL):
+        for family in families:
+            if isinstance(module, family.model):
                 yield name, module, family
 
 
-def _layers(body: nn.Module, family: ModuleType) -> Iterator[tuple[str, nn.Module]]:
-    yield from ((name, layer) for name, layer in body.named_modules() if isinstance(layer, family.LAYER))
+def _layers(body: nn.Module, family: PatchedFamily) -> Iterator[tuple[str, nn.Module]]:
+    yield from ((name, layer) for name, layer in body.named_modules() if isinstance(layer, family.layer))
 
 
-def _check(prefix: str, body: PreTrainedModel, family: ModuleType) -> None:
-    name = f"{prefix or 'the model'} ({type(body).__name__})"
-    if reason := family.why_not(body.config):
-        raise ValueError(f"{name} cannot be patched: {reason}; supported are {', '.join(FAMILIES)}")
+def _check_layers(name: str, body: PreTrainedModel, family: PatchedFamily) -> None:
     layers = dict(_layers(body, family))
     if any(_MARK in vars(layer) for layer in layers.values()):
         raise ValueError(f"{name} is patched already; undo() that patch first")
     for at, layer in layers.items():
-        if type(layer) is not family.LAYER or ("forward" in vars(layer) and not _is_hooked(layer)):
+        if type(layer) is not family.layer or ("forward" in vars(layer) and not _is_hooked(layer)):
             raise ValueError(
                 f"{name} has a {type(layer).__name__} with another forward at {at} already; patch the model as it was "
                 "loaded, without flash attention"

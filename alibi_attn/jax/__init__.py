@@ -2,9 +2,9 @@
 
     from alibi_attn.jax import alibi_attention                  # [B, T, H, D], pure, jit, grad, vmap, shard_map
     from alibi_attn.jax import forgetting_attention             # the same with forget gates
-    from alibi_attn.jax import explain                          # who would run a call, and how far each head looks
-    from alibi_attn.jax import alibi_dot_product_attention      # attention_fn of Flax's own modules
-    from alibi_attn.jax.flax import ALiBiAttention              # modules: nnx, and linen under `linen`
+    from alibi_attn.jax import explain                          # which backend runs a call, and how far each head looks
+    from alibi_attn.jax import alibi_dot_product_attention      # attention_fn for Flax's own modules, Linen and NNX
+    from alibi_attn.jax.flax import ALiBiAttention              # modules for NNX
 
 Read `attention.py` first.
 """

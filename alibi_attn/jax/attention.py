@@ -1,7 +1,7 @@
-"""`alibi_attention` for JAX arrays: the checks, and one function with a gradient of its own behind them.
+"""`alibi_attention` for JAX arrays: it checks the call, plans it, and runs one function with a custom gradient.
 
-Press et al. 2022, sec. 3 (arXiv:2108.12409). The checks are those of `attention/spec.py`. Next: `loop.py`, the loop,
-`bounds.py`, the certificate that ends it, and `tiles.py`, the arithmetic.
+Press et al. 2022, sec. 3 (arXiv:2108.12409). The checks are those of `attention/spec.py`. A call goes from here to `operands.py`
+(its arrays) and then to `native.py` (the C++ kernels) or `xla.py` (`loop.py` or `dense.py`).
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from jax.custom_derivatives import SymbolicZero
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.jax import native, xla
 from alibi_attn.jax.operands import Arrays, Rest, operands
-from alibi_attn.jax.tiles import Array, Plan
+from alibi_attn.jax.plan import Array, Plan
 from alibi_attn.jax.validation import SegmentIds, Slopes, checked_dropout_key, make_spec
 
 Backend = Literal["auto", "native", "loop", "dense"]
@@ -54,7 +54,7 @@ def alibi_attention(
     Args:
         query: [B, T, H, D], JAX's layout; float16, bfloat16, float32, or float64 where x64 is enabled.
         key, value: [B, S, K, D], K divides H (grouped-query attention).
-        slopes: m, one a head [H] or [B, H], used in fp32 (fp64 for fp64 input); 0 = no position, negative = far keys are
+        slopes: m, one per head, [H] or [B, H], used in fp32 (fp64 for fp64 input); 0 = no position, negative = far keys are
             preferred. Default `alibi_slopes(H)`, the published ones.
         causal: keys to the right are not seen. False is symmetric, −m·|i − j| on both sides.
         right_slopes: own slopes for keys to the right (causal=False only); inf = this head never looks right.
@@ -109,10 +109,10 @@ def attend(
     key_bias_low: Array | None = None,
     query_bias_low: Array | None = None,
 ) -> tuple[Array, Array]:
-    """(output, lse) of a call that was checked.
+    """(output, lse) of a validated call.
 
     Args:
-        key_bias_low, query_bias_low: [B, H, S] and [B, H, T] what is left of the spec's biases, b = key_bias + key_bias_low;
+        key_bias_low, query_bias_low: [B, H, S] and [B, H, T], the low parts of the spec's biases, b = key_bias + key_bias_low;
             without gradients.
     """
     arrays, rest = operands(spec, query, key, value, dropout_key)
@@ -122,7 +122,7 @@ def attend(
 
 
 def make_plan(spec: AttentionSpec[Array], query: Array, backend: Backend) -> Plan:
-    """How it is computed, decided from shapes, and from where query is or where JAX computes by default."""
+    """Decides how to compute the call, from shapes and from the device of query, or JAX's default device."""
     if backend not in get_args(Backend):
         raise ValueError(f"backend is {backend!r} but must be one of {', '.join(map(repr, get_args(Backend)))}")
     empty = 0 in (spec.batch, spec.query_len, spec.key_len)
@@ -138,7 +138,7 @@ def make_plan(spec: AttentionSpec[Array], query: Array, backend: Backend) -> Pla
         causal=spec.causal,
         dropout_p=spec.dropout_p,
         native=kernels,
-        # What is traced may yet be compiled for another device.
+        # A traced call may yet be compiled for another device.
         elsewhere=kernels and backend == "auto" and isinstance(query, jax.core.Tracer),
         dense=backend == "dense" or empty or (backend == "auto" and short),
         query_block=min(QUERY_BLOCK, spec.query_len),
@@ -149,7 +149,7 @@ def make_plan(spec: AttentionSpec[Array], query: Array, backend: Backend) -> Pla
 
 
 def platforms(query: Array) -> set[str]:
-    """Of the devices that hold an array, or that will: "cpu", "gpu", "tpu"."""
+    """The platforms of the devices that hold, or will hold, an array: "cpu", "gpu", "tpu"."""
     if isinstance(query, jax.Array) and not isinstance(query, jax.core.Tracer):
         return {device.platform for device in query.devices()}
     default = jax.config.jax_default_device  # type: ignore[attr-defined]
@@ -157,7 +157,7 @@ def platforms(query: Array) -> set[str]:
 
 
 class _Kept(NamedTuple):
-    """What forward leaves for backward."""
+    """What forward saves for backward."""
 
     arrays: Arrays
     rest: Rest
@@ -173,7 +173,7 @@ def _attend(plan: Plan, arrays: Arrays, rest: Rest) -> tuple[Array, Array]:
 
 
 def _attend_forward(plan: Plan, arrays: Arrays, rest: Rest) -> tuple[tuple[Array, Array], tuple[native.Wanted, _Kept]]:
-    """Every leaf is a `CustomVJPPrimal`, which knows whether somebody asks for its gradient."""
+    """Every leaf is a `CustomVJPPrimal`, which knows whether its gradient is requested."""
     slopes, biases = (any(x.perturbed for x in jax.tree.leaves(part)) for part in (arrays[3:5], arrays[5:]))
     arrays, rest = jax.tree.map(lambda x: x.value, (arrays, rest))
     output, lse, *saved = _forward(plan, arrays, rest)
@@ -194,7 +194,7 @@ _attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 @partial(jax.jit, static_argnums=0)
 def _forward(plan: Plan, arrays: Arrays, rest: Rest) -> tuple[Array, Array, xla.Saved | None, native.Saved | None]:
-    """output, lse, and what either way saved: zeros, where it may yet be the other."""
+    """output, lse, and what each path saves: zeros for the path that did not run, if the device is known only when compiled."""
 
     def on_cpu(arrays: Arrays, rest: Rest) -> tuple[Array, Array, xla.Saved | None, native.Saved | None]:
         output, lse, saved = native.forward(plan, arrays, rest)
@@ -207,7 +207,7 @@ def _forward(plan: Plan, arrays: Arrays, rest: Rest) -> tuple[Array, Array, xla.
 
 
 def _on_platform(plan: Plan, on_cpu: Callable[..., Result], anywhere: Callable[..., Result], *arrays: object) -> Result:
-    """One of two ways to the same result, settled when it is compiled, or now where it is known."""
+    """Picks one of two paths to the same result: now if the device is known, else when the call is compiled."""
     if plan.elsewhere:
         return lax.platform_dependent(*arrays, cpu=on_cpu, default=anywhere)
     return on_cpu(*arrays) if plan.native else anywhere(*arrays)

@@ -1,21 +1,10 @@
-// What the kernels are given instead of NaN, inf and numbers whose products overflow: `clean` of `attention/custom_op.py` in C++.
+// What kernels get in place of NaN, inf and overflowing products: `without_bad_numbers` of `attention/visibility.py` in C++.
 
 #pragma once
 
 #include <vector>
 
 #include "packed.hpp"
-
-// Whether query i of a head may see key j.
-template <typename Real>
-bool sees(const Call<Real> &call, int64_t b, int64_t h, int64_t i, int64_t j) {
-    const int64_t distance = call.first[b] + i - j;
-    if (distance < 0 && (call.causal || std::isinf(call.right_slopes[b * call.H + h]))) return false;
-    if (call.window && std::abs(distance) >= call.window) return false;
-    if (call.key_mask && !call.key_mask[b * call.S + j]) return false;
-    if (call.key_bias && call.key_bias[(b * call.H + h) * call.S + j] == -INFINITY) return false;
-    return !call.query_segments || call.query_segments[b * call.T + i] == call.key_segments[b * call.S + j];
-}
 
 // Zeros for keys that no query sees, as far as positions, biases, mask and segments tell.
 template <typename Real, typename Number>

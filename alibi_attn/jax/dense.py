@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from alibi_attn.jax import tiles
-from alibi_attn.jax.blocks import Inputs
 from alibi_attn.jax.dropout import HeadDropout, head_dropout
-from alibi_attn.jax.tiles import Array, Gradients, KeyBias, Keys, Plan, Queries, Rule, Softmax
+from alibi_attn.jax.plan import Array, Inputs, KeyBias, Keys, Plan, Queries, Rule, head_rule, with_bias
+from alibi_attn.jax.tiles import Finished, Gradients
 
 Result = TypeVar("Result")
 
@@ -22,66 +22,33 @@ class _Head(NamedTuple):
     bias: KeyBias | None  # [S]
 
 
-class _OfQuery(NamedTuple):
-    """What backward knows of the queries of one head."""
-
-    lse: Array  # [T]
-    grad_output: Array  # [T, D]
-    shift: Array  # [T]
-    grad_lse: Array  # [T]
-    reference: Array | None  # [T]
-
-
 def forward(plan: Plan, inputs: Inputs) -> tuple[Array, Array, Array | None]:
     """(output [B, H, T, D], lse [B, H, T], the references [B, H, T] that it counts from where keys have biases)."""
 
     def one(queries: Queries, keys: Keys, head: _Head, _: None) -> tuple[Array, Array, Array | None]:
-        dropout, reference = _dropout(inputs, head), None
-        if head.bias is not None:
-            keys = _with_bias(keys, head.bias)
-            reference = tiles.references(plan, head.rule, queries, keys, head.bias)
-            queries = queries._replace(reference=reference)
-        softmax: Softmax = tiles.add(plan, head.rule, tiles.start(queries), queries, keys, dropout)
-        return *tiles.finish(softmax, queries), reference
+        nothing = tiles.start(queries, None if head.bias is None else head.bias.high.dtype)
+        softmax = tiles.add(plan, head.rule, nothing, queries, with_bias(keys, head.bias), _dropout(inputs, head))
+        return tiles.finish(softmax, queries)
 
     found = _over_heads(one, plan, inputs, None)
     output, lse, reference = jax.tree.map(lambda x: _joined(x, inputs), found)
     return output, lse, reference
 
 
-def backward(
-    plan: Plan,
-    inputs: Inputs,
-    lse: Array,
-    reference: Array | None,
-    grad_output: Array,
-    shift: Array,
-    grad_lse: Array,
-) -> Gradients:
-    """As `loop.backward`."""
-
-    def one(queries: Queries, keys: Keys, head: _Head, known: _OfQuery) -> Gradients:
-        if head.bias is not None:
-            keys, queries = _with_bias(keys, head.bias), queries._replace(reference=known.reference)
-        least = tiles.least_distance(queries, len(keys.key))
-        found = tiles.gradients(
-            plan, head.rule, queries, keys, known.lse, known.grad_output, known.shift, least, _dropout(inputs, head)
-        )
+def backward(plan: Plan, inputs: Inputs, known: Finished) -> Gradients:
+    def one(queries: Queries, keys: Keys, head: _Head, known: Finished) -> Gradients:
+        least, keys = tiles.least_distance(queries, len(keys.key)), with_bias(keys, head.bias)
+        found = tiles.gradients(plan, head.rule, queries, keys, known, least, _dropout(inputs, head))
         left, right = tiles.slope_gradients(found.left, found.right, least, known.grad_lse)
         return found._replace(left=left, right=right)
 
-    known = _OfQuery(lse, grad_output, shift, grad_lse, reference)
     found = _over_heads(one, plan, inputs, jax.tree.map(lambda x: _grouped(x, inputs), known))
     of_key, of_value = found.key.sum(2), found.value.sum(2)
     of_heads: Gradients = jax.tree.map(lambda x: _joined(x, inputs), found)
     return of_heads._replace(key=of_key, value=of_value)
 
 
-def _with_bias(keys: Keys, bias: KeyBias) -> Keys:
-    return keys._replace(bias=bias, veil=jnp.where(bias.high == -jnp.inf, -jnp.inf, keys.veil))
-
-
-def _over_heads(one: Callable[..., Result], plan: Plan, inputs: Inputs, known: _OfQuery | None) -> Result:
+def _over_heads(one: Callable[..., Result], plan: Plan, inputs: Inputs, known: Finished | None) -> Result:
     """`one(queries, keys, head, known)` for all heads: results are [B, K, group, ...]."""
     batch, heads = inputs.query.shape[:2]
     queries = Queries(_grouped(inputs.query, inputs), inputs.offset, inputs.query_segments)
@@ -89,7 +56,7 @@ def _over_heads(one: Callable[..., Result], plan: Plan, inputs: Inputs, known: _
     number = _grouped(jnp.arange(batch * heads, dtype=jnp.int32).reshape(batch, heads), inputs)
     slopes = (_grouped(inputs.left, inputs), _grouped(inputs.right, inputs))
     bias = jax.tree.map(lambda x: _grouped(x, inputs), inputs.bias)
-    head = _Head(tiles.head_rule(plan, *slopes, inputs.scale, inputs.window), number, bias)
+    head = _Head(head_rule(plan, *slopes, inputs.scale, inputs.window), number, bias)
 
     # The axis of each array, in the order of the fields: for sequences, key heads, and query heads of a key head.
     by_head = _Head._make((Rule._make((0, 0, 0, 0, None)), 0, 0))

@@ -1,17 +1,20 @@
 """`explain` for JAX arrays: who runs a call and why, how far each head looks, and what is certified about the rest."""
 
+from typing import Unpack
+
 import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from alibi_attn.attention import lines
 from alibi_attn.attention.backends.native.visited import Visited
+from alibi_attn.attention.explain import backend_line, call_line, chosen_verdict, dense_line, head_lines
 from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.jax import attention, loop, native
+from alibi_attn.jax import attention, native
 from alibi_attn.jax.attention import Backend
 from alibi_attn.jax.operands import operands
-from alibi_attn.jax.tiles import Array, Plan
-from alibi_attn.jax.validation import SegmentIds, Slopes, make_spec
+from alibi_attn.jax.plan import Array, Plan
+from alibi_attn.jax.plan import Visited as VisitedTiles
+from alibi_attn.jax.validation import AttentionOptions, Slopes, make_spec
 
 Spec = AttentionSpec[Array]
 ROWS = 256  # of queries whose pairs are counted at a time
@@ -23,21 +26,12 @@ def explain(
     value: Array,
     slopes: Slopes | None = None,
     *,
-    causal: bool = True,
-    right_slopes: Slopes | None = None,
-    window: int | None = None,
-    scale: float | None = None,
-    query_offset: int | Array | None = None,
-    key_mask: Array | None = None,
-    segment_ids: SegmentIds | None = None,
-    key_bias: Array | None = None,
-    dropout_p: float = 0.0,
-    tolerance: float | None = None,
     backend: Backend = "auto",
+    **options: Unpack[AttentionOptions],
 ) -> str:
-    """What `alibi_attention` would do with these arguments, in words: who runs it and why, and how far each head looks.
+    """Says what `alibi_attention` would do with these arguments: which backend runs and why, and how far each head looks.
 
-    Arguments and errors are those of `alibi_attention`. It computes the attention to find out, so it is not for traced arrays.
+    Arguments and errors are those of `alibi_attention`. It computes the attention to find out, so arrays must not be traced.
 
     Raises:
         TypeError: an array is traced; call it outside of `jit`, `grad` and `vmap`.
@@ -47,11 +41,7 @@ def explain(
     >>> print(explain(q, k, v).splitlines()[0])
     B=1 H=8 K=8 T=128 S=128 D=64, float32 on cpu, causal
     """
-    spec = make_spec(
-        query, key, value, slopes, causal=causal, right_slopes=right_slopes, window=window, scale=scale,
-        query_offset=query_offset, key_mask=key_mask, segment_ids=segment_ids, key_bias=key_bias, dropout_p=dropout_p,
-        tolerance=tolerance, return_lse=False,
-    )  # fmt: skip
+    spec = make_spec(query, key, value, slopes, **options)
     arrays = operands(spec, query, key, value, None)
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(arrays)):
         raise TypeError("explain reads values, but an array is traced; call it outside of jit, grad and vmap")
@@ -59,9 +49,9 @@ def explain(
     name = "native" if plan.native else "dense" if plan.dense else "loop"
     platforms = attention.platforms(query)
     (platform,) = platforms if len(platforms) == 1 else ("several devices",)
-    said = [lines.of_call(spec, query.dtype, platform), *_backends(spec, name, platforms, backend)]
+    said = [call_line(spec, query.dtype, platform), *_backends(spec, name, platforms, backend)]
     if name == "dense":
-        return "\n".join([*said, lines.of_everything(spec, name)])
+        return "\n".join([*said, dense_line(spec, name)])
     _, _, of_xla, of_native = attention._forward(plan, *arrays)
     first = np.asarray(arrays[1].offset, np.int64)
     if of_native is not None:
@@ -70,9 +60,9 @@ def explain(
         assert of_xla is not None
         assert of_xla.visited is not None
         reach, scores = _of_loop(spec, plan, first, of_xla.visited)
-    farthest = first + spec.query_len if causal else np.maximum(first + spec.query_len, spec.key_len - first)
-    reach = np.minimum(reach, np.clip(farthest, 0, window)[:, None])
-    return "\n".join([*said, *lines.of_heads(spec, np.asarray(spec.slopes), reach, scores, _visible(spec, first))])
+    farthest = first + spec.query_len if spec.causal else np.maximum(first + spec.query_len, spec.key_len - first)
+    reach = np.minimum(reach, np.clip(farthest, 0, spec.window)[:, None])
+    return "\n".join([*said, *head_lines(spec, np.asarray(spec.slopes), reach, scores, _visible(spec, first))])
 
 
 def _backends(spec: Spec, name: str, platforms: set[str], asked: Backend) -> list[str]:
@@ -81,15 +71,15 @@ def _backends(spec: Spec, name: str, platforms: set[str], asked: Backend) -> lis
     said = []
     for other, reason in reasons.items():
         if other == name:
-            verdict = "runs" + (" (picked by auto)" if asked == "auto" else " (asked for)")
+            verdict = chosen_verdict(asked)
         else:
             verdict = "could; auto does not pick it here" if reason is None else f"cannot: {reason}"
-        said.append(f"  {other:<10} {verdict}")
+        said.append(backend_line(other, verdict))
     return said
 
 
 def _of_loop(
-    spec: Spec, plan: Plan, first: NDArray[np.int64], visited: loop.Visited
+    spec: Spec, plan: Plan, first: NDArray[np.int64], visited: VisitedTiles
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """(reach, scores), each [B, H], of the tiles that blocks of queries visited."""
     of_blocks = spec.batch, spec.num_heads, -1

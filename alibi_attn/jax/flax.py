@@ -1,4 +1,4 @@
-"""ALiBi modules for Flax NNX: an attention layer, a transformer block, a cache. Their twins are `alibi_attn.nn` and `linen.py`.
+"""ALiBi modules for Flax NNX: an attention layer, a transformer block, a cache. They follow `alibi_attn.nn`.
 
 Parameters have the names of PyTorch's: `converted_weights` turns a state dict into parameters, and back.
 Press et al. 2022, sec. 3 (arXiv:2108.12409).
@@ -9,6 +9,8 @@ from typing import TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 try:
     from flax import nnx
@@ -18,27 +20,23 @@ except ModuleNotFoundError as error:
         raise
     raise ImportError('alibi_attn.jax.flax needs Flax; install it with: pip install "alibi-attn[jax]"') from error
 
-from alibi_attn.jax.layers import (
-    GATE_INITIALIZER,
-    LAYER_NORM_EPS,
-    QK_NORM_EPS,
-    appended,
-    at_least_fp32,
-    attended,
-    check_input,
-    check_sizes,
-    checked_slopes,
-    converted_weights,
-    log_gates,
-)
-from alibi_attn.jax.tiles import Array
-from alibi_attn.jax.validation import Slopes
+from alibi_attn.jax.attention import alibi_attention
+from alibi_attn.jax.forgetting import attend_gated
+from alibi_attn.jax.plan import Array
+from alibi_attn.jax.validation import AttentionOptions, Slopes, checked_dropout_key, make_spec
+from alibi_attn.jax.weights import converted_weights
+from alibi_attn.slopes import alibi_slopes
 
 __all__ = ["ALiBiAttention", "ALiBiTransformerBlock", "KVCache", "converted_weights"]
 
+QK_NORM_EPS = 1e-6  # those of alibi_attn.nn and of torch.nn.LayerNorm
+LAYER_NORM_EPS = 1e-5
+# What torch.nn.Linear draws, U(−1/√E, 1/√E), as `alibi_attn.nn` begins a gate; Flax's own default is √3 times as wide.
+GATE_INITIALIZER = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 
-class AttentionOptions(TypedDict, total=False):
-    """What `ALiBiAttention` takes by name, other than its dropout."""
+
+class LayerOptions(TypedDict, total=False):
+    """The keyword arguments of `ALiBiAttention`, except its dropout."""
 
     num_kv_heads: int | None
     bias: bool
@@ -54,7 +52,7 @@ class AttentionOptions(TypedDict, total=False):
 class KVCache(nnx.Module):
     """Keys and values of one attention layer while decoding, [B, capacity, K, D]; `length` of them are filled.
 
-    The room is fixed, so that a step of decoding is compiled once. It is the only thing that a forward pass changes.
+    The room is fixed, so that a step of decoding is compiled once. It is the only object that a forward pass changes.
 
     Args:
         num_gates: H, of a layer with forget gates: then `log_fgate` holds theirs, [B, H, capacity], in fp32 or better; else 0.
@@ -89,9 +87,9 @@ class KVCache(nnx.Module):
             raise ValueError(f"{came} came but the cache {has} room for gates; make it with the layer's new_cache()")
         first = self.length[...]
         if log_fgate is not None and self.log_fgate is not None:
-            self.log_fgate[...] = appended(self.log_fgate[...], log_fgate, first, axis=2)
-        self.key[...] = appended(self.key[...], key, first)
-        self.value[...] = appended(self.value[...], value, first)
+            self.log_fgate[...] = _appended(self.log_fgate[...], log_fgate, first, axis=2)
+        self.key[...] = _appended(self.key[...], key, first)
+        self.value[...] = _appended(self.value[...], value, first)
         self.length[...] = first + key.shape[1]
         return self.key[...], self.value[...], first
 
@@ -143,13 +141,13 @@ class ALiBiAttention(nnx.Module):
         dtype: Dtype | None = None,
         rngs: nnx.Rngs,
     ) -> None:
-        num_kv_heads = check_sizes(
-            embed_dim, num_heads, num_kv_heads, dropout_p, causal=causal, cached=False, forget_gate=forget_gate
+        num_kv_heads = _check_sizes(
+            embed_dim, num_heads, num_kv_heads, dropout_p, causal=causal, forget_gate=forget_gate
         )
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
         self.head_dim = embed_dim // num_heads
         self.causal, self.window, self.dropout_p, self.deterministic = causal, window, dropout_p, False
-        values = checked_slopes(slopes, num_heads)
+        values = _checked_slopes(slopes, num_heads)
         self.slopes = nnx.Param(jnp.asarray(values, jnp.float32)) if learn_slopes else values
         key_dim = num_kv_heads * self.head_dim
         self.q_proj = nnx.Linear(embed_dim, embed_dim, use_bias=bias, dtype=dtype, rngs=rngs)
@@ -179,7 +177,8 @@ class ALiBiAttention(nnx.Module):
             key_mask: [B, S] bool, True = may be seen; with a cache S is its capacity.
             segment_ids: [B, S] integers, the same S: attend within a segment only.
         """
-        check_input(x, self.embed_dim)
+        if x.ndim != 3 or x.shape[-1] != self.embed_dim:
+            raise ValueError(f"x has shape {list(x.shape)} but must be [B, T, embed_dim] = [B, T, {self.embed_dim}]")
         if cache is not None and not self.causal:
             raise ValueError(
                 "a cache needs causal=True: without it the keys to come would change outputs already given"
@@ -187,34 +186,39 @@ class ALiBiAttention(nnx.Module):
         query, key, value = (self._heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
-        gates = None if self.gate_proj is None else log_gates(self.gate_proj(at_least_fp32(x)))
+        gates = None if self.gate_proj is None else self._log_gates(self.gate_proj, x)
         first = None
         if cache is not None:
             key, value, first = cache.append(key, value, log_fgate=gates)
             key, value = key.astype(query.dtype), value.astype(query.dtype)
             gates = None if cache.log_fgate is None else cache.log_fgate[...]
-        drops = self.rngs is not None and not self.deterministic
-        mixed = attended(
-            query,
-            key,
-            value,
-            self.slopes[...] if isinstance(self.slopes, nnx.Param) else self.slopes,
-            gates,
-            causal=self.causal,
-            window=self.window,
-            query_offset=first,
-            key_mask=key_mask,
-            segment_ids=segment_ids,
-            dropout_p=self.dropout_p if drops else 0.0,
-            dropout_key=self.rngs() if drops and self.rngs is not None else None,
-        )
-        output: Array = self.out_proj(mixed)
+        slopes = self.slopes[...] if isinstance(self.slopes, nnx.Param) else self.slopes
+        dropout_p, dropout_key = 0.0, None
+        if self.rngs is not None and not self.deterministic:
+            dropout_p, dropout_key = self.dropout_p, self.rngs()
+        options: AttentionOptions = {
+            "causal": self.causal, "window": self.window, "query_offset": first, "key_mask": key_mask,
+            "segment_ids": segment_ids, "dropout_p": dropout_p,
+        }  # fmt: skip
+        if gates is None:
+            mixed = alibi_attention(query, key, value, slopes, dropout_key=dropout_key, **options)
+            assert isinstance(mixed, jax.Array)  # no lse was requested
+        else:  # `forgetting_attention` with an offset that may be traced
+            spec = make_spec(query, key, value, slopes, **options)
+            dropout_key = checked_dropout_key(dropout_p, dropout_key)
+            mixed, _ = attend_gated(spec, query, key, value, gates, 0 if first is None else first, dropout_key)
+        output: Array = self.out_proj(mixed.reshape(*mixed.shape[:2], -1))
         return output
 
     def new_cache(self, batch: int, capacity: int, *, dtype: Dtype = jnp.float32) -> KVCache:
         """An empty cache for this layer: room for `capacity` positions of `batch` sequences."""
         gates = 0 if self.gate_proj is None else self.num_heads
         return KVCache(batch, capacity, self.num_kv_heads, self.head_dim, num_gates=gates, dtype=dtype)
+
+    def _log_gates(self, gate_proj: nnx.Linear, x: Array) -> Array:
+        """ln of the gates [B, H, T], ln sigmoid (Lin et al. 2025, arXiv:2503.02130, eq. 9), in fp32 or better."""
+        logits: Array = gate_proj(x.astype(jnp.promote_types(x.dtype, jnp.float32)))
+        return jax.nn.log_sigmoid(logits).swapaxes(1, 2)
 
     def _heads(self, projected: Array) -> Array:
         """[B, T, heads·D] -> [B, T, heads, D]."""
@@ -247,7 +251,7 @@ class ALiBiTransformerBlock(nnx.Module):
         *,
         dropout_p: float = 0.0,
         rngs: nnx.Rngs,
-        **attention: Unpack[AttentionOptions],
+        **attention: Unpack[LayerOptions],
     ) -> None:
         ffn_dim = 4 * embed_dim if ffn_dim is None else ffn_dim
         bias, dtype = attention.get("bias", False), attention.get("dtype")
@@ -278,3 +282,52 @@ def _layer_norm(embed_dim: int, bias: bool, dtype: Dtype | None, rngs: nnx.Rngs)
     return nnx.LayerNorm(
         embed_dim, epsilon=LAYER_NORM_EPS, use_bias=bias, use_fast_variance=False, dtype=dtype, rngs=rngs
     )
+
+
+def _appended(cached: Array, new: Array, length: Array, *, axis: int = 1) -> Array:
+    """[B, capacity, K, D]: the cache with new keys or values [B, T, K, D] from position `length` on; gates have them on axis 2.
+
+    Raises:
+        ValueError: more than the cache has room for. Where the length is traced nothing can be raised: what is appended is
+            NaN then, and so is every output that sees it.
+    """
+    capacity, end = cached.shape[axis], length + new.shape[axis]
+    if not isinstance(length, jax.core.Tracer) and int(end) > capacity:
+        raise ValueError(
+            f"the cache holds {int(length)} of {capacity} positions and {new.shape[axis]} more do not fit; make a larger one"
+        )
+    new = jnp.where(end > capacity, jnp.nan, new.astype(cached.dtype))
+    return lax.dynamic_update_slice_in_dim(cached, new, length, axis=axis)
+
+
+def _check_sizes(
+    embed_dim: int,
+    num_heads: int,
+    num_kv_heads: int | None,
+    dropout_p: float,
+    *,
+    causal: bool,
+    forget_gate: bool,
+) -> int:
+    """Checks the sizes and returns the number of key/value heads."""
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    for name, size in (("embed_dim", embed_dim), ("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
+        if size < 1:
+            raise ValueError(f"{name} is {size} but must be at least 1")
+    if embed_dim % num_heads:
+        raise ValueError(f"embed_dim is {embed_dim} but must be a multiple of num_heads, {num_heads}")
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_heads is {num_heads} but must be a multiple of num_kv_heads, {num_kv_heads}")
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p is {dropout_p} but must be a probability in [0, 1)")
+    if forget_gate and not causal:
+        raise ValueError("forget_gate needs causal=True: gates multiply from a key to the queries after it")
+    return num_kv_heads
+
+
+def _checked_slopes(slopes: Slopes | None, num_heads: int) -> tuple[float, ...]:
+    """The slopes as numbers, [H]."""
+    values = np.asarray(alibi_slopes(num_heads) if slopes is None else slopes, np.float64)
+    if values.shape != (num_heads,):
+        raise ValueError(f"slopes has shape {list(values.shape)} but must be [H] = [{num_heads}]")
+    return tuple(values.tolist())

@@ -7,17 +7,17 @@ the sums that are a gate's gradient.
 import dataclasses
 import math
 from functools import partial
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from alibi_attn.attention.spec import GATES_RULE, AttentionSpec, check_log_fgate
+from alibi_attn.attention.spec import GATE_FLOOR, GATE_STEP, GATES_RULE, AttentionSpec, check_log_fgate
 from alibi_attn.jax.attention import Backend, attend
-from alibi_attn.jax.tiles import Array, KeyBias
+from alibi_attn.jax.plan import Array, KeyBias
 from alibi_attn.jax.validation import (
-    SegmentIds,
+    GatedOptions,
     Slopes,
     check_array,
     checked_dropout_key,
@@ -35,17 +35,11 @@ def forgetting_attention(
     log_fgate: Array,
     slopes: Slopes | None = None,
     *,
-    window: int | None = None,
-    scale: float | None = None,
     query_offset: int | None = None,
-    key_mask: Array | None = None,
-    segment_ids: SegmentIds | None = None,
-    key_bias: Array | None = None,
-    dropout_p: float = 0.0,
     dropout_key: Array | None = None,
-    tolerance: float | None = None,
     return_lse: bool = False,
     backend: Backend = "auto",
+    **options: Unpack[GatedOptions],
 ) -> Array | tuple[Array, Array]:
     """Causal attention with forget gates, softmax(scale·q·kᵀ + Σ_{l=j+1..i} ln f_l − m·|i − j| + b_j)·v, [B, T, H, D].
 
@@ -55,14 +49,14 @@ def forgetting_attention(
     matter: what is computed is what weighs more than the tolerance.
 
     Args:
-        log_fgate: ln f, natural, finite and at most 0, fp32 or fp64, [B, H, S] (or [B, K, S], for all heads of a group). Hidden
-            keys and those of other segments have gates too: a sum within a segment has only that segment's. Values are
+        log_fgate: ln f, natural, at most 0, fp32 or fp64, [B, H, S] (or [B, K, S], for all heads of a group). −inf is a cut:
+            from its position on no key before it is seen, and its gradient is 0. A gate below −2²⁰ counts as −2²⁰. Hidden keys
+            and those of other segments have gates too: a sum within a segment has only that segment's. Values are
             checked where that is free: numpy, and arrays on the CPU that are not traced.
         slopes: m, for ALiBi times gates; None = none.
         query_offset: position of query 0, an int; S − T by default. All queries are among the S positions.
-        query, key, value, window, scale, key_mask, segment_ids, key_bias, dropout_p, dropout_key, tolerance: as for
-            `alibi_attention`.
-        return_lse, backend: as there. lse is that of the scores above.
+        query, key, value, dropout_key, return_lse, backend: as for `alibi_attention`. lse is that of the scores above.
+        options: window, scale, key_mask, segment_ids, key_bias, dropout_p and tolerance, as for `alibi_attention`.
 
     Raises:
         ValueError, TypeError: wrong shapes, dtypes or numbers, when the function is traced.
@@ -76,9 +70,8 @@ def forgetting_attention(
     """
     heads = query.shape[2] if getattr(query, "ndim", 0) == 4 else 0
     spec = make_spec(
-        query, key, value, [0.0] * heads if slopes is None else slopes, causal=True, right_slopes=None, window=window,
-        scale=scale, query_offset=query_offset, key_mask=key_mask,
-        segment_ids=segment_ids, key_bias=key_bias, dropout_p=dropout_p, tolerance=tolerance, return_lse=return_lse,
+        query, key, value, [0.0] * heads if slopes is None else slopes, causal=True, right_slopes=None,
+        query_offset=query_offset, return_lse=return_lse, **options,
     )  # fmt: skip
     check_array("log_fgate", log_fgate)
     first = check_log_fgate(
@@ -86,10 +79,10 @@ def forgetting_attention(
         query_len=spec.query_len, query_offset=query_offset,
     )  # fmt: skip
     values = readable_values(log_fgate)
-    if values is not None and not (np.isfinite(values) & (values <= 0)).all():
+    if values is not None and not (values <= 0).all():
         raise ValueError(GATES_RULE)
     output, lse = attend_gated(
-        spec, query, key, value, log_fgate, first, checked_dropout_key(dropout_p, dropout_key), backend
+        spec, query, key, value, log_fgate, first, checked_dropout_key(spec.dropout_p, dropout_key), backend
     )
     if not return_lse:
         return output
@@ -132,7 +125,7 @@ def _biases(query_len: int, first: Array, gates: Array, key_bias: Array | None) 
     biases are these sums: of the very same numbers, so that what one row's rounding leaves does not collect.
     """
     work = gates.dtype if key_bias is None else jnp.promote_types(gates.dtype, key_bias.dtype)
-    high, low = _running_sums((gates.astype(work), jnp.zeros_like(gates, dtype=work)))
+    high, low = _gate_sums(gates.astype(work))
     of_query = KeyBias(*(lax.dynamic_slice_in_dim(part, first, query_len, axis=2) for part in (high, low)))
     if key_bias is None:
         return KeyBias(-high, -low), of_query
@@ -141,26 +134,41 @@ def _biases(query_len: int, first: Array, gates: Array, key_bias: Array | None) 
     return KeyBias(jnp.where(hidden, -jnp.inf, total), rest - low), of_query
 
 
-_Kept = tuple[Array, Array, Array | None]  # first; gates and key_bias without values, for their dtypes
+_Kept = tuple[
+    Array, Array, Array, Array | None
+]  # first; which gates are open; gates and key_bias without values, for dtypes
 
 
 def _biases_forward(
     query_len: int, first: Array, gates: Array, key_bias: Array | None
 ) -> tuple[tuple[KeyBias, KeyBias], _Kept]:
-    kept = first, gates[:0], None if key_bias is None else key_bias[:0]
+    kept = first, gates >= GATE_FLOOR, gates[:0], None if key_bias is None else key_bias[:0]
     return _biases(query_len, first, gates, key_bias), kept
 
 
 def _biases_backward(query_len: int, kept: _Kept, grads: tuple[KeyBias, KeyBias]) -> tuple[None, Array, Array | None]:
     of_key, of_query = (x.high for x in grads)
-    first, gates, key_bias = kept
+    first, is_open, gates, key_bias = kept
     rows = lax.dynamic_update_slice_in_dim(jnp.zeros_like(of_key), of_query, first, axis=2)
     high, low = _running_sums(_sum_of_two(rows, -of_key), reverse=True)
-    of_gates = (high + low).at[:, :, :1].set(0.0)  # no key lies before the first
+    of_gates = jnp.where(is_open, high + low, 0.0).at[:, :, :1].set(0.0)  # no key lies before the first
     return None, of_gates.astype(gates.dtype), None if key_bias is None else of_key.astype(key_bias.dtype)
 
 
 _biases.defvjp(_biases_forward, _biases_backward)
+
+
+def _gate_sums(gates: Array) -> Pair:
+    """c_j = Σ_{l ≤ j} max(ln f_l, GATE_FLOOR) along the last axis: whole multiples of GATE_STEP are counted in integers, exactly,
+    so that sums keep the digits of all other gates.
+    """
+    gates = jnp.maximum(gates, GATE_FLOOR)
+    steps = jnp.trunc(gates / GATE_STEP)
+    fine = gates - steps * GATE_STEP
+    counts = jnp.cumsum(steps.astype(jnp.int32), axis=-1)
+    high = counts.astype(gates.dtype)
+    low = (counts - high.astype(jnp.int32)).astype(gates.dtype)
+    return _added((high * GATE_STEP, low * GATE_STEP), _running_sums((fine, jnp.zeros_like(fine))))
 
 
 def _running_sums(x: Pair, *, reverse: bool = False) -> Pair:

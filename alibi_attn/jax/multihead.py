@@ -1,4 +1,4 @@
-"""ALiBi for the attention layers that Flax already has: an `attention_fn`, and the well-known exercise that asks for one.
+"""ALiBi for the attention layers that Flax already has: an `attention_fn`, and a function that applies one.
 
     flax.linen.MultiHeadDotProductAttention(num_heads=8, attention_fn=alibi_dot_product_attention)
     flax.nnx.MultiHeadAttention(num_heads=8, in_features=64, attention_fn=alibi_dot_product_attention, rngs=rngs)
@@ -15,7 +15,7 @@ from flax import linen, nnx
 from flax.typing import Dtype, PrecisionLike
 
 from alibi_attn.jax.attention import alibi_attention
-from alibi_attn.jax.tiles import Array
+from alibi_attn.jax.plan import Array
 from alibi_attn.jax.validation import Slopes, checked_dropout_key
 from alibi_attn.slopes import alibi_slopes
 
@@ -52,7 +52,7 @@ def alibi_dot_product_attention(
         mask: [batch..., H or 1, T or 1, S], True = may be seen. A query that may see nothing gives zeros.
         broadcast_dropout: whether sequences and heads share what is dropped, where all weights are built.
         module: where Flax wants the weights sown (`sow_weights=True`).
-        slopes: m, one a head; default `alibi_slopes(H)`.
+        slopes: m, one per head; default `alibi_slopes(H)`.
         causal, is_causal: either hides the keys to the right.
         query_offset: position of query 0; by default the queries are the last T of the S positions (as everywhere here), and
             a single query stands at the last key that it may see, which makes Flax's `decode=True` right. Cross attention

@@ -7,6 +7,7 @@
 #include <omp.h>
 
 #include <cstring>
+#include <limits>
 #include <type_traits>
 
 #include "clean.hpp"
@@ -155,11 +156,15 @@ void forward(const Buffers &in, const Buffers &out, const Settings &settings) {
     call.rows = numbers_of<Real>(out[OF_ROWS]), call.visited = numbers_of<int32_t>(out[OF_VISITED]);
     kernels[sizeof(Real) == 8 ? 2 : 0](&call);
     const std::vector<double> of_queries = sum_of_two(in[QUERY_BIAS], in[QUERY_BIAS_LOW]);
+    const bool is_wide = out[OF_LSE].element_type() == ffi::DataType::F64;
+    const double largest = is_wide ? std::numeric_limits<double>::max() : std::numeric_limits<float>::max();
     for (int64_t row = 0; row < int64_t(lse.size()); row++) {
         const int64_t head = row / call.T, b = head / call.H, h = head % call.H, i = row % call.T;
         // A query that sees nothing: whatever its scores are, its weights are 0 in backward.
         if (lse[row] == -INFINITY) call.row_max(b, h)[i] = INFINITY;
         if (!of_queries.empty()) lse[row] += of_queries[row];
+        // Not infinite where its dtype cannot hold it: -inf is for queries that see nothing.
+        if (lse[row] > -INFINITY) lse[row] = std::max(-largest, std::min(lse[row], largest));
         if (poisoned.empty() || !poisoned[row]) continue;
         lse[row] = NAN;
         output.fill(b * call.T + i, h, NOT_A_NUMBER<Number>);

@@ -1,7 +1,7 @@
 """JAX on the CPU calls the C++ kernels that PyTorch calls, as two targets of XLA's foreign function interface.
 
 `native.cpp` is the binding: it is compiled on the first call that wants it, against the headers that come with jaxlib, and kept
-beside the kernels. Arrays come as XLA has them, [B, T, H, D]; the binding puts the rows of a head one behind the other
+next to the kernels. Arrays have the layout of XLA, [B, T, H, D]; the binding copies the rows of each head next to each other
 (`packed.hpp`) and looks for bad numbers (`clean.hpp`). bf16 is multiplied as it is where the processor can; elsewhere, and fp16
 always, half precision is widened before. `vmap` puts its axis into the batch.
 Next: `attention/backends/native`.
@@ -21,7 +21,7 @@ from alibi_attn.attention.backends.native.build import BuildError
 from alibi_attn.attention.backends.native.visited import numbers_of_visited
 from alibi_attn.attention.spec import dropout_numbers
 from alibi_attn.jax.operands import Arrays, Rest
-from alibi_attn.jax.tiles import Array, Plan
+from alibi_attn.jax.plan import Array, Plan
 
 FOLDER = Path(__file__).parent
 SOURCES, HEADERS = ("native.cpp",), ("packed.hpp", "clean.hpp")
@@ -29,7 +29,7 @@ TARGETS = ("alibi_xla_forward", "alibi_xla_backward")
 
 
 class Saved(NamedTuple):
-    """What forward leaves for backward."""
+    """What forward saves for backward."""
 
     rows: Array  # [B, 2, H, T] m_i and ln l_i
     visited: Array  # [B, …] int32, see `Visited` of `call.hpp`
@@ -38,7 +38,7 @@ class Saved(NamedTuple):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """Which gradients somebody asks for, beside those of query, key and value."""
+    """Which gradients are requested, in addition to those of query, key and value."""
 
     slopes: bool
     biases: bool
@@ -96,7 +96,7 @@ def _load(path: Path) -> ctypes.CDLL:
 
 
 def forward(plan: Plan, arrays: Arrays, rest: Rest) -> tuple[Array, Array, Saved]:
-    """(output [B, T, H, D] in query's dtype, lse [B, H, T] with the biases of queries, what backward wants to know)."""
+    """(output [B, T, H, D] in query's dtype, lse [B, H, T] with the biases of queries, what backward needs)."""
     work = arrays.left.dtype
     batch, query_len, heads, _ = arrays.query.shape
     of_lse = work if arrays.key_bias is None else jnp.promote_types(work, arrays.key_bias.dtype)
@@ -112,7 +112,7 @@ def forward(plan: Plan, arrays: Arrays, rest: Rest) -> tuple[Array, Array, Saved
 def backward(
     plan: Plan, wanted: Wanted, arrays: Arrays, rest: Rest, saved: Saved, output: Array, grad: Array, grad_lse: Array
 ) -> Arrays:
-    """Gradients in the shapes and dtypes of what they are gradients of; zeros of what nobody asks for.
+    """Gradients in the shapes and dtypes of what they are gradients of; zeros for gradients that are not requested.
 
     Args:
         output: [B, T, H, D] of forward; grad [B, T, H, D] and grad_lse [B, H, T] are those of the loss.
@@ -135,7 +135,7 @@ def backward(
 
 
 def nothing_saved(arrays: Arrays) -> Saved:
-    """Zeros in the shapes of what `forward` saves, for where something else ran; they vary over devices as the arrays do."""
+    """Zeros in the shapes of what `forward` saves, if another path ran; they vary over devices as the arrays do."""
     batch, query_len, heads, _ = arrays.query.shape
     return Saved(
         jnp.zeros_like(arrays.left, shape=(batch, 2, heads, query_len)),
@@ -144,7 +144,7 @@ def nothing_saved(arrays: Arrays) -> Saved:
 
 
 def _stored(arrays: Arrays) -> jnp.dtype:
-    """What the kernels read queries, keys and values in."""
+    """The dtype in which the kernels read queries, keys and values."""
     dtype: jnp.dtype = arrays.query.dtype
     return dtype if dtype == jnp.bfloat16 and build.multiplies_bf16() else arrays.left.dtype
 
@@ -166,7 +166,7 @@ def _call(
 
 
 def _operands(arrays: Arrays, rest: Rest) -> tuple[Array, ...]:
-    """In the order of `native.cpp`; what the call has not is an array without elements."""
+    """In the order of `native.cpp`; a missing argument is an array without elements."""
     seed = rest.dropout_seed
     optional = (
         rest.key_mask, rest.query_segments, rest.key_segments, arrays.key_bias, rest.key_bias_low, arrays.query_bias,

@@ -1,4 +1,4 @@
-"""A checked call as arrays: what has gradients and what has none, for the loop and for the kernels alike."""
+"""Separates differentiable from non-differentiable arguments of a validated call; shared by all JAX paths."""
 
 from typing import NamedTuple
 
@@ -8,11 +8,11 @@ import numpy as np
 
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.jax.dropout import seed_words
-from alibi_attn.jax.tiles import NO_LIMIT, Array
+from alibi_attn.jax.plan import NO_LIMIT, Array
 
 
 class Arrays(NamedTuple):
-    """What has a gradient."""
+    """The differentiable arrays."""
 
     query: Array  # [B, T, H, D]
     key: Array  # [B, S, K, D]
@@ -24,7 +24,7 @@ class Arrays(NamedTuple):
 
 
 class Rest(NamedTuple):
-    """What has none."""
+    """The arrays without gradients."""
 
     scale: Array  # scalar
     tolerance: Array  # scalar
@@ -42,7 +42,7 @@ class Rest(NamedTuple):
 def operands(
     spec: AttentionSpec[Array], query: Array, key: Array, value: Array, dropout_key: Array | None
 ) -> tuple[Arrays, Rest]:
-    """The call, where everything that may change without being compiled anew is an array."""
+    """The call as arrays: everything that may change without a new compilation."""
     heads = (spec.batch, spec.num_heads)
     left = jnp.broadcast_to(spec.slopes, heads)
     right = left if spec.right_slopes is None else jnp.broadcast_to(spec.right_slopes, heads)

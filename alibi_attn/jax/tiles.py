@@ -1,91 +1,39 @@
 """One block of queries against one tile of keys: the scores, the online softmax, and the gradients.
 
-Everything here is two-dimensional, one head of one sequence; `dense.py` maps it over all of them at once, `loop.py`
-loops. The formulas are Press et al. 2022, sec. 3 (arXiv:2108.12409), and Dao 2023 (arXiv:2307.08691) for the tiles.
+Everything here is two-dimensional, for one head of one sequence; `dense.py` maps it over all heads at once, `loop.py` loops.
+The formulas are Press et al. 2022, sec. 3 (arXiv:2108.12409), and Dao 2023 (arXiv:2307.08691) for the tiles.
 """
 
-import dataclasses
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from alibi_attn.jax.dropout import HeadDropout, factors
-
-Array = jax.Array
-
-FARTHEST = 2**28  # positions lie within ± this, so that int32 holds every sum and difference of two limits
-NO_LIMIT = 2**29
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What is settled when the call is traced; everything else is an array."""
-
-    causal: bool
-    dropout_p: float
-    dense: bool  # all scores at once, where it is not the kernels
-    query_block: int  # queries in a block
-    key_tile: int  # keys in a tile
-    key_bias: bool = False
-    query_bias: bool = False
-    native: bool = False  # the kernels, on a CPU
-    elsewhere: bool = False  # the device may turn out to be another, which is known when it is compiled
-
-
-class KeyBias(NamedTuple):
-    """A number for every key, b = high + low, in fp32 or better: two parts keep the digits of long sums of gates."""
-
-    high: Array  # [..., S], −inf where a key may not be seen
-    low: Array | None  # [..., S] finite
-
-    def beyond(self, reference: Array) -> Array:
-        """b − reference: off by a rounding of that difference, however large b is."""
-        difference = self.high - reference
-        return difference if self.low is None else difference + self.low
-
-
-class Queries(NamedTuple):
-    """A block of t queries of one head, side by side."""
-
-    query: Array  # [t, D]
-    position: Array  # int32 scalar, of the first
-    segment: Array | None  # [t] int32
-    reference: Array | None = None  # [t] the number from which the biases of keys count, where `Keys.bias` has them
-
-
-class Keys(NamedTuple):
-    """A tile of s keys and their values, side by side. What must not be used is zero here (see `clean_keys`)."""
-
-    key: Array  # [s, D]
-    value: Array  # [s, D]
-    veil: Array  # [s] added to the scores: 0 or b − reference, −inf where a key is hidden, NaN where seeing it spoils a query
-    position: Array  # int32 scalar, of the first
-    segment: Array | None  # [s] int32
-    bias: KeyBias | None = None  # [s] where the reference is not one number for all queries
-
-
-class Rule(NamedTuple):
-    """How one head scores, and how far it may look at all: −look_right < i − j < look_left."""
-
-    left: Array  # scalar: slope of keys to the left
-    right: Array  # scalar: slope of keys to the right, finite
-    look_left: Array  # int32 scalar
-    look_right: Array  # int32 scalar
-    scale: Array  # scalar
+from alibi_attn.jax.plan import Array, KeyBias, Keys, Plan, Queries, Rule
 
 
 class Softmax(NamedTuple):
     """A softmax in progress over the keys seen so far, for t queries."""
 
+    reference: Array | None  # [t] where key biases count from; None without them
     top: Array  # [t] the largest score
     total: Array  # [t] Σ exp(score − top)
     mixed: Array  # [t, D] Σ exp(score − top)·value
 
 
+class Finished(NamedTuple):
+    """What backward knows of queries, [B, H, ...] in a whole call; lse counts from the reference."""
+
+    lse: Array  # [t], inf for a query that adds nothing; its query and grad_output are finite
+    reference: Array | None  # [t]
+    grad_output: Array  # [t, D]
+    shift: Array  # [t] Σ do·o − dlse
+    grad_lse: Array  # [t] dlse; 0 where nothing is seen
+
+
 class Gradients(NamedTuple):
-    """What one tile adds to each gradient."""
+    """What one tile adds to each gradient, or the gradients of a whole call: [B, H or K, T or S, D], slopes [B, H]."""
 
     query: Array  # [t, D]
     key: Array  # [s, D]
@@ -94,25 +42,6 @@ class Gradients(NamedTuple):
     right: Array  # scalar
     key_bias: Array | None  # [s] Σ ds over the queries
     query_bias: Array | None  # [t] Σ ds over the keys
-
-
-def clean_keys(key: Array, value: Array, hidden: Array) -> tuple[Array, Array, Array]:
-    """(key, value, veil [...]): zeros in place of keys [..., D] that are hidden, or with NaN or inf in them or their value.
-
-    Matrix products touch every key, and 0·NaN is NaN: without this a key that nobody may see would spoil everybody.
-    """
-    bad = ~(jnp.isfinite(key).all(-1) & jnp.isfinite(value).all(-1))
-    veil = jnp.where(hidden, -jnp.inf, jnp.where(bad, jnp.nan, 0.0))
-    unused = (bad | hidden)[..., None]
-    veil = veil.astype(jnp.promote_types(key.dtype, jnp.float32))
-    return jnp.where(unused, 0, key), jnp.where(unused, 0, value), veil
-
-
-def head_rule(plan: Plan, left: Array, right: Array, scale: Array, window: Array | None) -> Rule:
-    """The `Rule` of slopes, which may be arrays of any shape, and of a window. A right slope of inf = never looks right."""
-    look = jnp.full_like(left, NO_LIMIT, jnp.int32) if window is None else jnp.broadcast_to(window, left.shape)
-    look_right = jnp.ones_like(look) if plan.causal else jnp.where(jnp.isinf(right), 1, look)
-    return Rule(left, jnp.where(jnp.isinf(right), 0.0, right), look, look_right, scale)
 
 
 def scores(plan: Plan, rule: Rule, queries: Queries, keys: Keys) -> tuple[Array, Array]:
@@ -125,19 +54,8 @@ def scores(plan: Plan, rule: Rule, queries: Queries, keys: Keys) -> tuple[Array,
     dots = _matmul(queries.query, keys.key.T)
     score = dots * rule.scale - slope * distance.astype(dots.dtype) + keys.veil[None, :]
     if keys.bias is not None and queries.reference is not None:
-        score += keys.bias.beyond(queries.reference[:, None]).astype(score.dtype)
+        score += keys.bias.relative_to(queries.reference[:, None]).astype(score.dtype)
     return jnp.where(seen, score, -jnp.inf), distance
-
-
-def references(plan: Plan, rule: Rule, queries: Queries, keys: Keys, bias: KeyBias) -> Array:
-    """[t] the largest b_j − m·|i − j| that each query sees, 0 where it sees nothing.
-
-    Biases that count from there are at most as large as m·|i − j| for keys that matter, and round no more than that does.
-    """
-    seen, distance, slope = _sight(plan, rule, queries, keys)
-    nearby = bias.high - (slope * distance.astype(rule.left.dtype)).astype(bias.high.dtype)
-    largest = jnp.where(seen, nearby, -jnp.inf).max(-1, initial=-jnp.inf)
-    return jnp.where(jnp.isfinite(largest), largest, 0.0)
 
 
 def _sight(plan: Plan, rule: Rule, queries: Queries, keys: Keys) -> tuple[Array, Array, Array]:
@@ -148,20 +66,26 @@ def _sight(plan: Plan, rule: Rule, queries: Queries, keys: Keys) -> tuple[Array,
     seen = (distance < rule.look_left) & (distance > -rule.look_right)
     if queries.segment is not None and keys.segment is not None:
         seen &= queries.segment[:, None] == keys.segment[None, :]
-    if plan.key_bias:  # only some heads may hide a key, and products with its numbers may overflow
+    if plan.key_bias:  # a key may be hidden from some heads only, and products with its numbers may overflow
         seen &= (keys.veil != -jnp.inf)[None, :]
     slope = rule.left if plan.causal else jnp.where(distance < 0, -rule.right, rule.left)
     return seen, distance, slope
 
 
-def start(queries: Queries) -> Softmax:
-    """The softmax over no key at all."""
+def start(queries: Queries, bias_dtype: jnp.dtype | None) -> Softmax:
+    """The softmax over no keys; `bias_dtype` is that of the key biases, None without them."""
     mixed = jnp.zeros_like(queries.query, dtype=jnp.promote_types(queries.query.dtype, jnp.float32))
-    return Softmax(jnp.full_like(mixed[:, 0], -jnp.inf), mixed[:, 0], mixed)
+    nothing = jnp.full_like(mixed[:, 0], -jnp.inf)
+    return Softmax(None if bias_dtype is None else nothing.astype(bias_dtype), nothing, mixed[:, 0], mixed)
 
 
 def add(plan: Plan, rule: Rule, so_far: Softmax, queries: Queries, keys: Keys, dropout: HeadDropout | None) -> Softmax:
-    """The softmax over one tile more."""
+    """The softmax over one more tile."""
+    if so_far.reference is not None and keys.bias is not None:
+        largest = jnp.maximum(so_far.reference, _largest_bias(plan, rule, queries, keys, keys.bias))
+        moved = jnp.where(so_far.reference == -jnp.inf, 0.0, so_far.reference - largest)
+        so_far = so_far._replace(reference=largest, top=so_far.top + moved.astype(so_far.top.dtype))
+        queries = queries._replace(reference=finite(largest))
     score, _ = scores(plan, rule, queries, keys)
     top = jnp.maximum(so_far.top, score.max(-1, initial=-jnp.inf))
     reference = jnp.where(top == -jnp.inf, 0.0, top)
@@ -170,15 +94,33 @@ def add(plan: Plan, rule: Rule, so_far: Softmax, queries: Queries, keys: Keys, d
     total = so_far.total * shrink + weight.sum(-1)
     kept = weight if dropout is None else weight * _kept(plan, dropout, queries, keys, weight)
     mixed = so_far.mixed * shrink[:, None] + _matmul(kept.astype(_operand(keys.value.dtype)), keys.value)
-    return Softmax(top, total, mixed)
+    return Softmax(so_far.reference, top, total, mixed)
 
 
-def finish(result: Softmax, queries: Queries) -> tuple[Array, Array]:
-    """(output [t, D] in query's dtype, lse [t]): zeros and −inf where nothing was seen."""
+def _largest_bias(plan: Plan, rule: Rule, queries: Queries, keys: Keys, bias: KeyBias) -> Array:
+    """[t] the largest b_j − m·|i − j| that each query sees in this tile, −inf where it sees nothing.
+
+    Biases that count from there are at most as large as m·|i − j| for keys that matter, and round no more than that does. Every
+    query has its own, so that a large bias costs no digits in queries that do not see it.
+    """
+    seen, distance, slope = _sight(plan, rule, queries, keys)
+    nearby = bias.high - (slope * distance.astype(rule.left.dtype)).astype(bias.high.dtype)
+    largest = jnp.where(seen, nearby, -jnp.inf).max(-1, initial=-jnp.inf)
+    return jnp.where(jnp.isfinite(largest), largest, -jnp.inf)
+
+
+def finite(reference: Array) -> Array:
+    """The reference to compute with: 0 for a query that has seen nothing."""
+    return jnp.where(reference == -jnp.inf, 0.0, reference)
+
+
+def finish(result: Softmax, queries: Queries) -> tuple[Array, Array, Array | None]:
+    """(output [t, D] in query's dtype, lse [t], the reference [t] of lse): zeros and −inf where nothing was seen."""
     blind = result.total == 0
     output = result.mixed / jnp.where(blind, 1.0, result.total)[:, None]
     lse = jnp.where(blind, -jnp.inf, result.top + jnp.log(jnp.where(blind, 1.0, result.total)))
-    return output.astype(queries.query.dtype), lse
+    reference = None if result.reference is None else finite(result.reference)
+    return output.astype(queries.query.dtype), lse, reference
 
 
 def gradients(
@@ -186,9 +128,7 @@ def gradients(
     rule: Rule,
     queries: Queries,
     keys: Keys,
-    lse: Array,
-    grad_output: Array,
-    shift: Array,
+    known: Finished,
     least: Array,
     dropout: HeadDropout | None,
 ) -> Gradients:
@@ -198,26 +138,24 @@ def gradients(
     dq = scale·ds·k,  dk = scale·dsᵀ·q,  dm = −Σ ds·|i − j|,  db_j = Σ_i ds.
 
     Args:
-        lse: [t], inf for a query that shall add nothing; its query and grad_output are finite.
-        shift: [t].
         least: scalar of `least_distance`, left out of i − j here; `slope_gradients` puts it back.
     """
-    score, distance = scores(plan, rule, queries, keys)
-    weight = jnp.exp(score - lse[:, None])
-    grad_weight = _matmul(grad_output, keys.value.T)
+    score, distance = scores(plan, rule, queries._replace(reference=known.reference), keys)
+    weight = jnp.exp(score - known.lse[:, None])
+    grad_weight = _matmul(known.grad_output, keys.value.T)
     kept = weight
     if dropout is not None:
         keep = _kept(plan, dropout, queries, keys, weight)
         kept, grad_weight = weight * keep, grad_weight * keep
     # 0·inf is NaN: the product of a gradient with a value that may not be seen can be inf.
-    grad_score = jnp.where(weight == 0, 0.0, weight * (grad_weight - shift[:, None]))
+    grad_score = jnp.where(weight == 0, 0.0, weight * (grad_weight - known.shift[:, None]))
     pull = grad_score * (distance - least).astype(weight.dtype)
     operand = _operand(keys.key.dtype)
     narrow = grad_score.astype(operand)
     return Gradients(
         query=_matmul(narrow, keys.key) * rule.scale,
         key=_matmul(narrow.T, queries.query) * rule.scale,
-        value=_matmul(kept.astype(operand).T, grad_output),
+        value=_matmul(kept.astype(operand).T, known.grad_output),
         left=-(pull if plan.causal else jnp.where(distance > 0, pull, 0.0)).sum(),
         right=jnp.zeros_like(rule.right) if plan.causal else jnp.where(distance < 0, pull, 0.0).sum(),
         key_bias=grad_score.sum(0) if plan.key_bias else None,

@@ -1,6 +1,7 @@
 """Validation: a call in JAX is checked once, when it is traced, by the checks of `attention/spec.py`."""
 
 from collections.abc import Sequence
+from typing import TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -18,30 +19,50 @@ from alibi_attn.attention.spec import (
     check_slopes,
     dtype_name,
 )
-from alibi_attn.jax.tiles import FARTHEST, Array
+from alibi_attn.jax.plan import FARTHEST, Array
 from alibi_attn.slopes import alibi_slopes
 
 Slopes = Sequence[float] | NDArray[np.floating] | Array
 SegmentIds = Array | tuple[Array, Array]
 
 
+class GatedOptions(TypedDict, total=False):
+    """Keyword arguments of `make_spec` that calls with forget gates have too; `alibi_attention` documents them."""
+
+    window: int | None
+    scale: float | None
+    key_mask: Array | None
+    segment_ids: SegmentIds | None
+    key_bias: Array | None
+    dropout_p: float
+    tolerance: float | None
+
+
+class AttentionOptions(GatedOptions, total=False):
+    """All keyword arguments that `make_spec` shares with `alibi_attention`."""
+
+    causal: bool
+    right_slopes: Slopes | None
+    query_offset: int | Array | None
+
+
 def make_spec(
     query: Array,
     key: Array,
     value: Array,
-    slopes: Slopes | None,
+    slopes: Slopes | None = None,
     *,
-    causal: bool,
-    right_slopes: Slopes | None,
-    window: int | None,
-    scale: float | None,
-    query_offset: int | Array | None,
-    key_mask: Array | None,
-    segment_ids: SegmentIds | None,
-    key_bias: Array | None,
-    dropout_p: float,
-    tolerance: float | None,
-    return_lse: bool,
+    causal: bool = True,
+    right_slopes: Slopes | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+    query_offset: int | Array | None = None,
+    key_mask: Array | None = None,
+    segment_ids: SegmentIds | None = None,
+    key_bias: Array | None = None,
+    dropout_p: float = 0.0,
+    tolerance: float | None = None,
+    return_lse: bool = False,
 ) -> AttentionSpec[Array]:
     """What to compute: everything is checked here, once, and completed with its defaults."""
     for name, array in (("query", query), ("key", key), ("value", value)):

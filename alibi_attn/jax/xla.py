@@ -1,4 +1,4 @@
-"""What XLA compiles for any device: the loop over tiles, or all scores at once. Next: `loop.py`, `dense.py`."""
+"""What XLA compiles for any device: the loop over tiles, or all scores at once. Next: `plan.py`, `loop.py`, `dense.py`."""
 
 from typing import NamedTuple
 
@@ -6,15 +6,14 @@ import jax
 import jax.numpy as jnp
 
 from alibi_attn.attention.certificate.constants import LOOP_OUTLIER_TILES
-from alibi_attn.jax import dense, loop, tiles
-from alibi_attn.jax.blocks import Inputs
-from alibi_attn.jax.loop import Visited
+from alibi_attn.jax import dense, loop
 from alibi_attn.jax.operands import Arrays, Rest
-from alibi_attn.jax.tiles import Array, KeyBias, Plan
+from alibi_attn.jax.plan import Array, Inputs, KeyBias, Plan, Visited
+from alibi_attn.jax.tiles import Finished
 
 
 class Saved(NamedTuple):
-    """What forward leaves for backward."""
+    """What forward saves for backward."""
 
     lse: Array  # [B, H, T], counted from `reference`
     reference: Array | None  # [B, H, T] where keys have biases
@@ -22,7 +21,7 @@ class Saved(NamedTuple):
 
 
 def forward(plan: Plan, arrays: Arrays, rest: Rest) -> tuple[Array, Array, Saved]:
-    """(output [B, T, H, D] in query's dtype, lse [B, H, T] with the biases of queries, what backward wants to know)."""
+    """(output [B, T, H, D] in query's dtype, lse [B, H, T] with the biases of queries, what backward needs)."""
     inputs, spoiled = _inputs(arrays, rest)
     visited = None
     if plan.dense:
@@ -36,7 +35,7 @@ def forward(plan: Plan, arrays: Arrays, rest: Rest) -> tuple[Array, Array, Saved
 
 
 def _unshifted(saved: Saved, arrays: Arrays, rest: Rest) -> Array:
-    """lse with what its scores left out, b's reference and the query's bias; small differences of large numbers first."""
+    """lse plus what its scores left out: the reference of biases and the query's bias. Large numbers are subtracted first."""
     if saved.reference is None:
         return saved.lse
     shift, of_query, low = saved.reference, arrays.query_bias, rest.query_bias_low
@@ -57,23 +56,24 @@ def backward(
     """
     blind = saved.lse == -jnp.inf
     grad_output, output = grad_output.swapaxes(1, 2), output.swapaxes(1, 2)
-    # What comes for a query that saw nothing must reach no gradient, whatever it is.
+    # The gradient of a query that saw nothing is ignored, whatever it is.
     grad_output = jnp.where(blind[..., None], 0, grad_output)
     lse = jnp.where(blind, jnp.inf, saved.lse)
     grad_lse = jnp.where(blind, 0.0, grad_lse).astype(lse.dtype)
     shift = (grad_output.astype(lse.dtype) * output.astype(lse.dtype)).sum(-1) - grad_lse
     inputs, _ = _inputs(arrays, rest)
+    known = Finished(lse, saved.reference, grad_output, shift, grad_lse)
     if saved.visited is None:
-        found = dense.backward(plan, inputs, lse, saved.reference, grad_output, shift, grad_lse)
+        found = dense.backward(plan, inputs, known)
     else:
-        found = loop.backward(plan, inputs, lse, saved.reference, saved.visited, grad_output, shift, grad_lse)
+        found = loop.backward(plan, inputs, known, saved.visited)
     query, key, value = (x.swapaxes(1, 2).astype(output.dtype) for x in found[:3])
     biases = jax.tree.map(lambda x, like: x.astype(like.dtype), found[5:], tuple(arrays[5:]))
     return Arrays(query, key, value, found.left, found.right, *biases)
 
 
 def nothing_saved(plan: Plan, arrays: Arrays) -> Saved:
-    """Zeros in the shapes of what `forward` saves, for where something else ran; they vary over devices as the arrays do."""
+    """Zeros in the shapes of what `forward` saves, if another path ran; they vary over devices as the arrays do."""
     batch, query_len, heads, _ = arrays.query.shape
     of_query, blocks = (batch, heads, query_len), batch * heads * -(-query_len // plan.query_block)
     visited = reference = None
@@ -100,9 +100,21 @@ def _inputs(arrays: Arrays, rest: Rest) -> tuple[Inputs, Array]:
         low = None if rest.key_bias_low is None else rest.key_bias_low.astype(work)
         bias = KeyBias(high, low)
         hidden = (high == -jnp.inf).reshape(len(high), key.shape[1], -1, key.shape[2]).all(2)
-    key, value, veil = tiles.clean_keys(key, value, hidden)
+    key, value, veil = clean_keys(key, value, hidden)
     inputs = Inputs(
         query, key, value, veil, hidden, arrays.left, arrays.right, rest.scale, rest.tolerance, rest.window,
         rest.offset, rest.query_segments, rest.key_segments, rest.dropout_seed, bias,
     )  # fmt: skip
     return inputs, spoiled
+
+
+def clean_keys(key: Array, value: Array, hidden: Array) -> tuple[Array, Array, Array]:
+    """(key, value, veil [...]): zeros in place of keys [..., D] that are hidden, or with NaN or inf in them or their value.
+
+    Matrix products touch every key, and 0·NaN is NaN: without this a hidden key would spoil all queries.
+    """
+    bad = ~(jnp.isfinite(key).all(-1) & jnp.isfinite(value).all(-1))
+    veil = jnp.where(hidden, -jnp.inf, jnp.where(bad, jnp.nan, 0.0))
+    unused = (bad | hidden)[..., None]
+    veil = veil.astype(jnp.promote_types(key.dtype, jnp.float32))
+    return jnp.where(unused, 0, key), jnp.where(unused, 0, value), veil

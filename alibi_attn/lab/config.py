@@ -1,14 +1,14 @@
 """What can be asked of the lab: every choice is a field of a frozen dataclass, changed by name ("train.steps=50").
 
 A `RunConfig` is one training and its evaluation; a `Recipe` is a question and the runs that answer it. A config is
-checked when it is made, so that all that takes it may trust it. Read next: `positions.py`.
+checked when it is made, so that all that takes it may trust it. Read next: `model/positions.py`.
 """
 
 import dataclasses
 import difflib
 import re
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, TypeAlias, TypeVar
 
 from alibi_attn.position_methods import METHODS
@@ -55,8 +55,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_choice("model.method", self.method, tuple(METHODS))
-        check_choice("model.architecture", self.architecture, typing.get_args(Architecture))
-        check_at_least("model", self, 1, "vocab_size", "num_layers", "num_heads", "embed_dim", "ffn_dim")
+        _check_fields("model", self)
         for name in ("dropout", "attention_dropout", "activation_dropout", "softmax_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"model.{name} is {getattr(self, name)}; it is a probability, 0 or more and below 1")
@@ -75,7 +74,7 @@ class ModelConfig:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """The text: "python-source" (what Python ships with), "hub:NAME[:CONFIG]", or local files and folders in `text`; or
-    "task:NAME[:LENGTH]", documents of so many tokens that are made, with the name of a `Task` (see `tasks.py`).
+    "task:NAME[:LENGTH]", documents of so many tokens that are made, with the name of a `Task` (see `data/tasks.py`).
 
     A folder with files named *train*, *valid* and *test* brings its own split.
     """
@@ -145,26 +144,7 @@ class TrainConfig:
     validate_tokens: int = 8192
 
     def __post_init__(self) -> None:
-        check_choice("train.precision", self.precision, typing.get_args(Precision))
-        for name, choices in (("optimizer", Optimizer), ("parallel", Parallel), ("precision", Precision)):
-            check_choice(f"train.{name}", getattr(self, name), typing.get_args(choices))
-        check_at_least(
-            "train",
-            self,
-            1,
-            "length",
-            "steps",
-            "batch_tokens",
-            "accumulate",
-            "log_every",
-            "checkpoint_every",
-            "context_parallel",
-        )
-        check_at_least("train", self, 0, "warmup_steps", "weight_decay", "seed", "first_steps", "validate_every")
-        check_at_least("train", self, 1, "validate_tokens")
-        for name in ("first_length", "validate_length"):
-            if getattr(self, name) is not None:
-                check_at_least("train", self, 1, name)
+        _check_fields("train", self, may_be_0=("warmup_steps", "weight_decay", "seed", "first_steps", "validate_every"))
         if (self.first_length is None) != (self.first_steps == 0) or self.first_steps >= self.steps:
             raise ConfigError(
                 f"train.first_length is {self.first_length} and train.first_steps {self.first_steps} of {self.steps}; pass both, "
@@ -194,7 +174,7 @@ class TrainConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    """The test: the same tokens are scored at every length (see `evaluate.py`)."""
+    """The test: the same tokens are scored at every length (see `evaluation/evaluate.py`)."""
 
     lengths: tuple[int, ...] = (128, 256, 512, 1024, 2048)
     tokens: int = 16384  # to score, rounded up to whole stretches of the largest length
@@ -205,23 +185,17 @@ class EvalConfig:
         "none"  # positions beyond the trained length: rotary (linear, ntk, yarn) or ALiBi's slopes (linear, ntk)
     )
     windowed: bool = False  # also with the same weights and each token's context cut at the trained length
-    tasks: tuple[Task, ...] = ()  # that need the context: see `tasks.py`
+    tasks: tuple[Task, ...] = ()  # that need the context: see `data/tasks.py`
     trials: int = 16  # documents of a task, for each length, and each depth or distance where the task has them
     memory: tuple[
         int, ...
-    ] = ()  # also in segments of each length, with the keys of so many tokens before: see `streams.py`
+    ] = ()  # also in segments of each length, with the keys of so many tokens before: see `evaluation/long_context_eval.py`
     sinks: tuple[int, ...] = ()  # also with so many first tokens beside a window, each length in all
 
     def __post_init__(self) -> None:
         if not self.lengths or min(self.lengths) < 1 or list(self.lengths) != sorted(set(self.lengths)):
             raise ConfigError(f"eval.lengths is {self.lengths}; pass lengths of 1 or more, in rising order, each once")
-        check_at_least("eval", self, 1, "tokens", "batch_tokens", "trials")
-        check_choice("eval.split", self.split, typing.get_args(Split))
-        check_choice("eval.stretch", self.stretch, typing.get_args(Stretch))
-        for task in self.tasks:
-            check_choice("eval.tasks", task, typing.get_args(Task))
-        if self.stride is not None:
-            check_at_least("eval", self, 1, "stride")
+        _check_fields("eval", self)
         for name, most, room in (("memory", self.lengths[-1], "longest"), ("sinks", self.lengths[0], "shortest")):
             kept = getattr(self, name)
             if not all(0 <= one < most for one in kept) or list(kept) != sorted(set(kept)):
@@ -277,10 +251,17 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise ConfigError(f"{name} is {value!r}{nearest(value, choices)}; pass one of {', '.join(choices)}")
 
 
-def check_at_least(section: str, config: object, least: int, *names: str) -> None:
-    for name in names:
-        if not getattr(config, name) >= least:
-            raise ConfigError(f"{section}.{name} is {getattr(config, name)} but must be {least} or more")
+def _check_fields(section: str, config: object, *, may_be_0: Sequence[str] = ()) -> None:
+    """Fields of a `Literal` have one of its values; whole numbers are 1 or more, and those that are named 0 or more."""
+    for name, kind in typing.get_type_hints(type(config)).items():
+        value, several = getattr(config, name), typing.get_origin(kind) is tuple
+        item = typing.get_args(kind)[0] if several else kind
+        if typing.get_origin(item) is Literal:
+            for one in value if several else (value,):
+                check_choice(f"{section}.{name}", one, typing.get_args(item))
+        least = 0 if name in may_be_0 else 1 if kind in (int, int | None) else None
+        if None not in (least, value) and not value >= least:
+            raise ConfigError(f"{section}.{name} is {value} but must be {least} or more")
 
 
 def nearest(name: str, names: tuple[str, ...]) -> str:

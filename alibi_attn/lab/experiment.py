@@ -1,7 +1,7 @@
 """Run a recipe: train what is not trained, evaluate what is not evaluated, and write a record of each.
 
     <out>/records/*.json                          one per training and one per evaluation
-    <out>/checkpoints/<name>-<identity>/step-…/   see `checkpoint.py`
+    <out>/checkpoints/<name>-<identity>/step-…/   see `training/checkpoint.py`
     <out>/tokens/<identity>/                      see `token_store.py`
     <out>/tensorboard/<name>/                     where it is asked for
 
@@ -12,6 +12,7 @@ differ only in their test share one training; recipes of one study share theirs 
 import contextlib
 import datetime
 import importlib.util
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,14 +24,17 @@ from rich.console import Console
 from rich.markup import escape
 
 from alibi_attn.lab.config import ConfigError, DataConfig, EvalConfig, Recipe, RunConfig, Scale
-from alibi_attn.lab.data import Corpus, CorpusError, load_corpus, num_pieces
-from alibi_attn.lab.evaluate import scored_stretches
-from alibi_attn.lab.fields import override
+from alibi_attn.lab.config_io import override
+from alibi_attn.lab.data.corpus import Corpus, CorpusError, load_corpus, num_pieces
+from alibi_attn.lab.evaluation.evaluate import scored_stretches
 from alibi_attn.lab.jobs import run_at_once
-from alibi_attn.lab.one_run import recorded, run_once, run_title, test_text
-from alibi_attn.lab.positions import check_segments, check_stretch
+from alibi_attn.lab.model.positions import check_segments, check_stretch
+from alibi_attn.lab.run import recorded, run_once, run_title, test_text
 
 PATIENCE = datetime.timedelta(hours=12)  # of the other processes, which wait while the first one reads and evaluates
+
+
+_LOCK = re.compile(r"\.lock(?:-(\d+)-of-(\d+))?")
 
 
 class ExperimentError(ValueError):
@@ -83,7 +87,7 @@ def run(
         for config in configs:  # all that can be wrong with the text is said before anything is trained
             if config.data not in corpora:
                 console.print(f"[dim]reading {escape(_named(config.data))}, tokens: {config.data.tokenizer}[/]")
-                with state.main_process_first(), _one_shard_at_a_time(out, shard):
+                with state.main_process_first():
                     corpora[config.data] = load_corpus(config.data, out / "tokens")
             _check(config, corpora[config.data])
         at_once = [] if jobs == 1 else [one for one in mine if not all(recorded(study, one, corpora[one.data], out))]
@@ -179,28 +183,51 @@ def _check(config: RunConfig, corpus: Corpus) -> None:
         )
 
 
-def _one_shard_at_a_time(out: Path, shard: tuple[int, int]) -> contextlib.AbstractContextManager[object]:
-    """Whoever comes first makes the tokens, and the others wait for them."""
-    return FileLock(out / ".lock-tokens") if shard[1] > 1 and processes().is_main_process else contextlib.nullcontext()
-
-
 @contextlib.contextmanager
 def _alone_in(out: Path, shard: tuple[int, int]) -> Iterator[None]:
-    sharded = shard[1] > 1
-    lock = FileLock(out / (f".lock-{shard[0]}-of-{shard[1]}" if sharded else ".lock"), timeout=0)
     made = next((folder for folder in (*reversed(out.parents), out) if not folder.exists()), None)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-    except Timeout:
-        raise ExperimentError(f"another experiment is running in {out}; wait for it, or pass another folder") from None
+        lock = _lock(out, shard)
     except OSError as error:
         raise ExperimentError(f"{out} cannot be written ({error.strerror}); pass a folder that you may write") from None
     try:
         yield
     except (CorpusError, ConfigError):
-        if made and not sharded and not (out / "records").exists() and not (out / "checkpoints").exists():
+        if made and shard[1] == 1 and not (out / "records").exists() and not (out / "checkpoints").exists():
             shutil.rmtree(made, ignore_errors=True)  # refused before any work: no folder stays that was not there
         raise
     finally:
         lock.release()
+
+
+def _lock(out: Path, shard: tuple[int, int]) -> FileLock:
+    """The lock of this shard, held; only other shards of the same count may hold theirs at the same time.
+
+    Raises:
+        ExperimentError: another experiment in this folder may write the same files; its shard is named.
+    """
+    mine = _lock_name(*shard)
+    with FileLock(out / ".lock-start"):  # so that of two that start at once, the second one sees the first one's lock
+        for path in sorted({out / mine, *out.glob(".lock*")}):
+            found = _LOCK.fullmatch(path.name)
+            if not found or (path.name != mine and found[2] == str(shard[1]) != "1"):
+                continue
+            lock = FileLock(path, timeout=0)
+            try:
+                lock.acquire()
+            except Timeout:
+                running = f"shard {found[1]}/{found[2]} of an experiment" if found[1] else "another experiment"
+                raise ExperimentError(
+                    f"{running} is running in {out}; wait for it, or pass another folder"
+                    + (f" (shards i/{found[2]} may run at the same time)" if found[1] else "")
+                ) from None
+            if path.name == mine:
+                kept = lock
+            else:
+                lock.release()
+    return kept
+
+
+def _lock_name(index: int, count: int) -> str:
+    return ".lock" if count == 1 else f".lock-{index}-of-{count}"

@@ -21,9 +21,9 @@ import torch
 from rich.console import Console
 
 from alibi_attn.lab.config import DataConfig, RunConfig
-from alibi_attn.lab.data import Corpus, load_corpus
-from alibi_attn.lab.interruption import deferred_interruption
-from alibi_attn.lab.one_run import run_once
+from alibi_attn.lab.data.corpus import Corpus, load_corpus
+from alibi_attn.lab.run import run_once
+from alibi_attn.lab.training.interruption import deferred_interruption
 
 SECONDS_BETWEEN_LOOKS = 0.2  # for a signal
 DIED = "a training's process died, most likely for lack of memory; pass fewer jobs, and the same command goes on"

@@ -1,10 +1,12 @@
-"""ALiBiAttention: one self-attention layer, four linear maps around `alibi_attention`.
+"""ALiBiAttention: a self-attention layer, four linear layers around `alibi_attention`.
 
 Press et al. 2022, sec. 3 (arXiv:2108.12409). Next: `block.py`, `cache.py`, `reach_cache.py`.
 """
 
 import math
 import operator
+import sys
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +21,9 @@ from alibi_attn.nn.gated_cache import GatedReachCache
 from alibi_attn.nn.gates import ForgetGates
 from alibi_attn.nn.positional import HeadSlopes
 from alibi_attn.nn.reach_cache import ReachCache
-from alibi_attn.reach import score_bound_of_norms, static_reach
+from alibi_attn.reach import UNLIMITED, score_bound_of_norms, static_reach
+
+Cache = KVCache | ReachCache | GatedReachCache
 
 _QK_NORM_EPS = 1e-6  # only keeps a zero vector zero; the bound ‖q‖ ≤ √D·max|weight| holds for any eps ≥ 0
 _NORM_ROUNDING = 2.0**-7  # of ‖q‖: two roundings to bfloat16 are 2⁻⁸, and the arithmetic of the norm stays far below
@@ -28,30 +32,30 @@ _NORM_ROUNDING = 2.0**-7  # of ‖q‖: two roundings to bfloat16 are 2⁻⁸, a
 class ALiBiAttention(nn.Module):
     """Self-attention with linear biases: x [B, T, embed_dim] → [B, T, embed_dim].
 
-        softmax(q·kᵀ/√D − m·|i − j|)·v,   q, k, v = linear maps of x, one fixed slope m per head
+        softmax(q·kᵀ/√D − m·|i − j|)·v,   q, k, v = linear layers of x, one fixed slope m per head
 
-    There are no positions to add anywhere, no longest sequence, and (with fixed slopes) no parameter beyond those of
-    the linear maps: `q_proj`, `k_proj`, `v_proj`, `out_proj`.
+    It adds no positions, has no maximum length and (with fixed slopes) no parameters other than those of
+    the linear layers: `q_proj`, `k_proj`, `v_proj`, `out_proj`.
 
     Args:
         embed_dim: a multiple of `num_heads`; the head size is D = embed_dim / num_heads.
         num_heads: H.
         num_kv_heads: K, which divides H: grouped-query attention (1 is multi-query). Default H.
-        bias: give the linear maps a bias.
+        bias: add a bias to the linear layers.
         causal: False for encoders: the bias is symmetric.
-        window: how many keys a query may see, itself included; None is no limit.
+        window: the number of keys a query may see, including itself; None is no limit.
         dropout_p: of attention weights, in training only.
         slopes: [H]; default `alibi_slopes(num_heads)`. Kept in fp32 whatever dtype the module is cast to, and, unless
             learned, out of the state dict.
         learn_slopes: make them a parameter (Press et al. saw no gain in extrapolation from it).
-        qk_norm: RMS-normalise queries and keys per head, with a weight (`q_norm`, `k_norm`) and without offset. It
-            bounds every score by the weights alone.
-        forget_gate: gates of the Forgetting Transformer besides the slopes: `gate_proj` says, in fp32, for every head and token
-            how much of what came before it is kept, sigmoid of a linear map of x that starts as torch starts any, with a bias of
-            0: half of it. `slopes=[0.0] * H` are gates alone. Causal only.
+        qk_norm: RMS-normalize queries and keys per head, with a weight (`q_norm`, `k_norm`) and no offset, so that
+            the weights alone bound every score.
+        forget_gate: add the gates of the Forgetting Transformer: `gate_proj` computes, in fp32, for every head and token, the
+            share of everything before it that is kept: a sigmoid of a linear layer with torch's default weights and a bias of
+            0, so about one half at first. `slopes=[0.0] * H` uses gates alone. Causal only.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit together, here; inputs that do not, in `forward`.
+        TypeError, ValueError: inconsistent arguments here; inputs that do not fit in `forward`.
 
     >>> import torch
     >>> attention = ALiBiAttention(embed_dim=64, num_heads=8)
@@ -59,10 +63,10 @@ class ALiBiAttention(nn.Module):
     torch.Size([2, 10, 64])
 
     Source: Press et al. 2022, sec. 3 (arXiv:2108.12409); QK-norm: Henry et al. 2020 (arXiv:2010.04245); gates: Lin et al.
-    2025 (arXiv:2503.02130), whose code starts their bias at 0 too.
+    2025 (arXiv:2503.02130), whose code also starts the bias at 0.
     """
 
-    # What computes: an instance may have others in their place, as `distributed.context_parallel` gives to it.
+    # The functions that compute attention; `distributed.context_parallel` replaces them on an instance.
     attend = staticmethod(alibi_attention)
     attend_gated = staticmethod(forgetting_attention)
 
@@ -102,24 +106,24 @@ class ALiBiAttention(nn.Module):
         self,
         x: Tensor,
         *,
-        cache: KVCache | ReachCache | GatedReachCache | None = None,
+        cache: Cache | None = None,
         key_mask: Tensor | None = None,
         segment_ids: Tensor | None = None,
     ) -> Tensor:
-        """Attend from x to x, and to what the cache holds; x is appended to the cache.
+        """Self-attention over x and the cached tokens; appends x to the cache.
 
         Args:
             x: [B, T, embed_dim]: the positions after those in the cache.
-            cache: this layer's own `KVCache()`, or what `reach_cache()` made. However a sequence is cut into chunks, the
-                outputs are those of one full pass.
-            key_mask: [B, S] bool, True = may be seen; S counts the cached keys and then the T new ones. A few tokens after a
-                long cache read only what is within reach where no row of it has a hole.
+            cache: this layer's `KVCache()`, or the result of `reach_cache()`. However a sequence is split into chunks, the
+                outputs equal those of one full pass.
+            key_mask: [B, S] bool, True = may be seen; S covers the cached keys, then the T new ones. A few new tokens with a
+                long cache read only the keys within reach, unless a row of the mask has a hole.
             segment_ids: [B, S] integers, the same S: attend within a segment only.
         """
         self._check(x, cache, key_mask, segment_ids)
         if isinstance(cache, KVCache) and cache.max_tokens is not None and x.shape[1] > 1:
             fits = max(cache.max_tokens - len(cache), 1)
-            if x.shape[1] > fits:  # then every token forgets one of its own
+            if x.shape[1] > fits:  # each further token replaces one in the cache
                 chunks = [x[:, :fits], *x[:, fits:].split(1, dim=1)]
                 return torch.cat([self.forward(chunk, cache=cache) for chunk in chunks], dim=1)
         gates = None if self.gate_proj is None else self.gate_proj(x)
@@ -140,19 +144,15 @@ class ALiBiAttention(nn.Module):
             near = None
             if cache is not None and segment_ids is None:
                 near = self._near(query, key, value, cache, key_mask)
-            if near is not None:
-                mixed = near
-            elif gates is not None:
-                mixed = self._gated(query, key, value, gates, key_mask, segment_ids)
-            else:
-                mixed = self._attended(query, key, value, self.slopes.values, key_mask, segment_ids)
+            masks = {"key_mask": key_mask, "segment_ids": segment_ids}
+            mixed = self._attended(query, key, value, gates, **masks) if near is None else near
         output: Tensor = self.out_proj(mixed.transpose(1, 2).flatten(2))
         return output
 
     def _near(
         self, query: Tensor, key: Tensor, value: Tensor, cache: KVCache, key_mask: Tensor | None
     ) -> Tensor | None:
-        """From the keys within reach, where few queries meet so many cached ones that finding out is worth it; else None."""
+        """Attention over the keys within reach, if few queries meet enough cached keys to make it worthwhile; else None."""
         slopes, gates, masked = self.slopes.values, cache.log_fgate, key_mask is not None
         whole = cache.max_tokens is None and not (self.training and self.dropout_p)
         if not (whole and reads_near(query, key, slopes, masked=masked, gated=gates is not None)):
@@ -163,42 +163,18 @@ class ALiBiAttention(nn.Module):
         return attend_near(query, key, value, slopes, cache.norms, visible=visible, log_fgate=gates, window=self.window)
 
     def _attended(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        slopes: Tensor,
-        key_mask: Tensor | None = None,
-        segment_ids: Tensor | None = None,
-    ) -> Tensor:
-        return self.attend(
-            query,
-            key,
-            value,
-            slopes,
-            causal=self.causal,
-            window=self.window,
-            key_mask=key_mask,
-            segment_ids=segment_ids,
-            dropout_p=self.dropout_p if self.training else 0.0,
-        )
-
-    def _gated(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        gates: Tensor,
-        key_mask: Tensor | None,
-        segment_ids: Tensor | None,
-    ) -> Tensor:
-        return self.attend_gated(
-            query, key, value, gates, self.slopes.values, window=self.window, key_mask=key_mask, segment_ids=segment_ids,
-            dropout_p=self.dropout_p if self.training else 0.0,
-        )  # fmt: skip
+        self, query: Tensor, key: Tensor, value: Tensor, gates: Tensor | None = None, *, slopes: Tensor | None = None,
+        key_mask: Tensor | None = None, segment_ids: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Attention, [B, H, T, D]; by default with the slopes of all heads."""
+        slopes, dropout_p = self.slopes.values if slopes is None else slopes, self.dropout_p if self.training else 0.0
+        options: Any = {"window": self.window, "key_mask": key_mask, "segment_ids": segment_ids, "dropout_p": dropout_p}
+        if gates is not None:
+            return self.attend_gated(query, key, value, gates, slopes, **options)
+        return self.attend(query, key, value, slopes, causal=self.causal, **options)
 
     def _remembered(self, query: Tensor, key: Tensor, value: Tensor, gates: Tensor, cache: GatedReachCache) -> Tensor:
-        """[B, H, T, D], one call a key head: each remembers as much as its gates ask for."""
+        """Attention, [B, H, T, D], one call per key head: each keeps a different number of keys."""
         cache.check_bound(query, key, self.head_dim**-0.5)
         parts = cache.append(key, value, gates, layer=self)
         mixed = [
@@ -208,29 +184,29 @@ class ALiBiAttention(nn.Module):
         return torch.cat(mixed, dim=1)
 
     def _within_reach(self, query: Tensor, key: Tensor, value: Tensor, cache: ReachCache) -> Tensor:
-        """[B, H, T, D], one call for the heads that keep about as much."""
+        """Attention, [B, H, T, D], one call per group of heads that keep a similar number of keys."""
         cache.check_bound(query, key, self.head_dim**-0.5)
         parts = cache.append(key, value, layer=self)
         if len(parts) == 1:
-            return self._attended(query, *parts[0], self.slopes.values)
+            return self._attended(query, *parts[0])
         mixed = [
-            self._attended(query[:, heads], *part, self.slopes.values[heads])
+            self._attended(query[:, heads], *part, slopes=self.slopes.values[heads])
             for heads, part in zip(cache.query_heads, parts, strict=True)
         ]
         back = sorted(range(self.num_heads), key=[h for heads in cache.query_heads for h in heads].__getitem__)
         return torch.cat(mixed, dim=1)[:, back]
 
     def score_bound(self) -> float:
-        """U: no scaled score |q·k|/√D of this layer is ever larger, whatever comes in; qk_norm=True only.
+        """U, an upper bound of every scaled score |q·k|/√D of this layer for any input; requires qk_norm=True.
 
-            U = D·max|g_q|·max|g_k|/√D, for the norms' weights g as they are now, widened by what rounding may add
+            U = D·max|g_q|·max|g_k|/√D, with the current weights g of the norms, plus an allowance for rounding
 
         Raises:
-            ValueError: a layer without qk_norm, whose scores have no bound that its weights know.
+            ValueError: the layer has no qk_norm, so its weights do not bound the scores.
         """
         if self.q_norm is None or self.k_norm is None:
             raise ValueError(
-                "without qk_norm=True the weights do not bound the scores; make the layer with qk_norm=True"
+                "without qk_norm=True the weights do not bound the scores; create the layer with qk_norm=True"
             )
         of_query, of_key = (float(norm.weight.detach().abs().max()) for norm in (self.q_norm, self.k_norm))
         rounding = _NORM_ROUNDING + (self.head_dim + 16) * 2.0**-24
@@ -239,9 +215,9 @@ class ALiBiAttention(nn.Module):
     def reach_cache(
         self, *, tolerance: float | None = None, score_bound: float | None = None
     ) -> ReachCache | GatedReachCache:
-        """A cache that keeps only what this layer's heads can still need; arguments and errors of `static_reach`.
+        """A cache that keeps only the keys this layer's heads can still need; arguments and errors as in `static_reach`.
 
-        By the slopes, which say it before any text is there; with forget gates by the text itself (`GatedReachCache`).
+        Slopes determine this before any text exists; with forget gates the text does (`GatedReachCache`).
 
         >>> layer = ALiBiAttention(64, 8, qk_norm=True)
         >>> with torch.no_grad():
@@ -251,9 +227,8 @@ class ALiBiAttention(nn.Module):
         (52, 106, 218, 447)
         """
         if not self.causal:
-            raise ValueError("reach_cache needs causal=True: a cache is for tokens that come one after another")
-        tolerance = self._default_tolerance() if tolerance is None else tolerance
-        bound = self.score_bound() if score_bound is None else score_bound
+            raise ValueError("reach_cache needs causal=True: a cache is for tokens that arrive in order")
+        bound, tolerance = self._bound_and_tolerance(score_bound, tolerance)
         if self.gate_proj is not None:
             bound += (self.head_dim + 16) * 2.0**-24 * bound  # scores and λ are computed in fp32
             slopes = self.slopes.values.tolist()
@@ -276,33 +251,35 @@ class ALiBiAttention(nn.Module):
         Args:
             tolerance: ε in [0, 1); default eps / 32 of the weights' dtype, what `alibi_attention` uses.
             score_bound: U, where you know one; default `score_bound()`, which needs qk_norm=True.
-            key_mask: the mask the layer will be called with. A query whose own key is hidden has no such promise.
+            key_mask: the mask the layer will be called with. A query whose own key is hidden has no such guarantee.
 
         Raises:
-            ValueError: no bound and no qk_norm, a tolerance outside [0, 1), or a key mask that hides a key.
+            ValueError: there is neither a bound nor qk_norm, the tolerance is outside [0, 1), or the key mask hides a key.
 
         >>> ALiBiAttention(64, 8, qk_norm=True).static_reach()[:3].tolist()
         [53, 107, 219]
 
         Source: `docs/maths.md`; QK-norm: Henry et al. 2020 (arXiv:2010.04245).
         """
-        bound = self.score_bound() if score_bound is None else score_bound
-        tolerance = self._default_tolerance() if tolerance is None else tolerance
-        if not 0.0 <= tolerance < 1.0:
-            raise ValueError(f"tolerance is {tolerance} but is a share of softmax mass in [0, 1)")
+        bound, tolerance = self._bound_and_tolerance(score_bound, tolerance)
         if key_mask is not None and not bool(key_mask.all()):
             raise ValueError(
-                "key_mask hides keys, and a query whose own key is hidden has no static reach; pass no key_mask and cut "
-                "the padding off, or let alibi_attention find the reach of each call"
+                "key_mask hides keys, and a query whose own key is hidden has no static reach; pass no key_mask and remove "
+                "the padding, or let alibi_attention compute the reach of each call"
             )
         # Scores and λ are computed in fp32, each within (D + 16) units of its bound; a symmetric head has two tails of ε/2.
         slack = 2 * (self.head_dim + 16) * 2.0**-24 * bound + (0.0 if self.causal else math.log(2.0))
         slopes = self.slopes.values.detach().double().tolist()
         reach = torch.tensor([static_reach(slope, bound, tolerance, slack=slack) for slope in slopes])
-        return reach if self.window is None else reach.clamp(max=self.window)
+        return reach if self.window is None else reach.clamp(max=min(self.window, UNLIMITED))
 
-    def _default_tolerance(self) -> float:
-        return default_tolerance(self.q_proj.weight.dtype)
+    def _bound_and_tolerance(self, score_bound: float | None, tolerance: float | None) -> tuple[float, float]:
+        """U and ε, with the defaults of this layer."""
+        bound = self.score_bound() if score_bound is None else min(score_bound, sys.float_info.max)
+        tolerance = default_tolerance(self.q_proj.weight.dtype) if tolerance is None else tolerance
+        if not 0.0 <= tolerance < 1.0:
+            raise ValueError(f"tolerance is {tolerance} but is a share of softmax mass in [0, 1)")
+        return bound, tolerance
 
     def extra_repr(self) -> str:
         return (
@@ -312,13 +289,12 @@ class ALiBiAttention(nn.Module):
 
     def _heads(self, projected: Tensor) -> Tensor:
         """[B, T, heads·D] → [B, heads, T, D], without a copy."""
-        batch, length, _ = projected.shape
-        return projected.view(batch, length, -1, self.head_dim).transpose(1, 2)
+        return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def _check(
         self,
         x: Tensor,
-        cache: KVCache | ReachCache | GatedReachCache | None,
+        cache: Cache | None,
         key_mask: Tensor | None,
         segment_ids: Tensor | None,
     ) -> None:
@@ -328,11 +304,17 @@ class ALiBiAttention(nn.Module):
             raise ValueError(f"x has shape {list(x.shape)} but must be [B, T, {self.embed_dim}] with T ≥ 1")
         if not x.is_floating_point():
             raise TypeError(f"x is {x.dtype} but must be floating point: pass embeddings, not token numbers")
-        if cache is not None and not isinstance(cache, KVCache | ReachCache | GatedReachCache):
+        dtype = self.q_proj.weight.dtype if type(self.q_proj) is nn.Linear else x.dtype
+        autocasts = torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type)
+        if dtype != x.dtype and dtype.is_floating_point and not autocasts:
+            raise TypeError(
+                f"x is {x.dtype} but the layer's weights are {dtype}; pass x.to({dtype}) or convert the layer"
+            )
+        if cache is not None and not isinstance(cache, Cache):
             raise TypeError(f"cache is a {type(cache).__name__} but must be a KVCache() of this layer, or None")
         if cache is not None and "attend" in vars(self):
             raise ValueError(
-                "the layer's attention is context parallel, which has no cache; undo() that, or pass no cache"
+                "the layer's attention is context parallel, which does not support a cache; call undo(), or pass no cache"
             )
         if cache is not None and not self.causal:
             raise ValueError("cache needs causal=True: without it the keys to come would change outputs already given")
@@ -356,7 +338,7 @@ class ALiBiAttention(nn.Module):
                     f"{name} has shape {list(mask.shape)} but must be [B, S] = [{batch}, {cached + length}]: "
                     f"it covers the {cached} cached keys and the {length} new ones"
                 )
-        # Here and not only inside `alibi_attention`: by then the cache has grown.
+        # Checked here too, because `alibi_attention` runs after the cache has grown.
         if key_mask is not None:
             check_key_mask(key_mask, batch=batch, key_len=cached + length)
         if segment_ids is not None:
@@ -364,7 +346,7 @@ class ALiBiAttention(nn.Module):
 
 
 def _normed(norm: nn.RMSNorm, heads: Tensor) -> Tensor:
-    """In the dtype of the weight: under autocast what comes is narrower, and should be what goes on."""
+    """Normalized in the dtype of the weight, then cast back: under autocast the input is narrower."""
     normed: Tensor = norm(heads.to(norm.weight.dtype))
     return normed.to(heads.dtype)
 

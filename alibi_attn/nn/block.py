@@ -1,18 +1,15 @@
-"""ALiBiTransformerBlock: attention and a feed-forward network, each behind a norm and beside a residual."""
+"""ALiBiTransformerBlock: attention and a feed-forward network, each with a norm before it and a residual connection."""
 
 from typing import TypedDict, Unpack
 
 from torch import Tensor, nn
 
 from alibi_attn.attention.bias import Slopes
-from alibi_attn.nn.attention import ALiBiAttention
-from alibi_attn.nn.cache import KVCache
-from alibi_attn.nn.gated_cache import GatedReachCache
-from alibi_attn.nn.reach_cache import ReachCache
+from alibi_attn.nn.attention import ALiBiAttention, Cache
 
 
 class AttentionOptions(TypedDict, total=False):
-    """What `ALiBiAttention` takes by name, other than its dropout."""
+    """The keyword arguments of `ALiBiAttention`, without its dropout."""
 
     num_kv_heads: int | None
     bias: bool
@@ -24,6 +21,14 @@ class AttentionOptions(TypedDict, total=False):
     forget_gate: bool
 
 
+class ForwardOptions(TypedDict, total=False):
+    """The keyword arguments of `ALiBiAttention.forward`."""
+
+    cache: Cache | None
+    key_mask: Tensor | None
+    segment_ids: Tensor | None
+
+
 class ALiBiTransformerBlock(nn.Module):
     """One pre-norm transformer block, x [B, T, embed_dim] → [B, T, embed_dim].
 
@@ -33,8 +38,8 @@ class ALiBiTransformerBlock(nn.Module):
     Args:
         ffn_dim: width of the feed-forward network; default 4·embed_dim.
         dropout_p: of attention weights, activations and both branches, in training only.
-        attention: what `ALiBiAttention` takes (num_kv_heads, bias, causal, window, slopes, learn_slopes, qk_norm, forget_gate);
-            `bias` is that of all linear maps and norms.
+        attention: keyword arguments of `ALiBiAttention` (num_kv_heads, bias, causal, window, slopes, learn_slopes, qk_norm,
+            forget_gate); `bias` applies to all linear layers and norms.
 
     >>> import torch
     >>> block = ALiBiTransformerBlock(embed_dim=64, num_heads=8, num_kv_heads=2)
@@ -69,16 +74,9 @@ class ALiBiTransformerBlock(nn.Module):
         )
         self.dropout = nn.Dropout(dropout_p)
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        cache: KVCache | ReachCache | GatedReachCache | None = None,
-        key_mask: Tensor | None = None,
-        segment_ids: Tensor | None = None,
-    ) -> Tensor:
-        """As `ALiBiAttention.forward`; the cache is that of this block's attention layer."""
-        attended = self.attention(self.attention_norm(x), cache=cache, key_mask=key_mask, segment_ids=segment_ids)
+    def forward(self, x: Tensor, **options: Unpack[ForwardOptions]) -> Tensor:
+        """Same arguments as `ALiBiAttention.forward`; the cache belongs to this block's attention layer."""
+        attended = self.attention(self.attention_norm(x), **options)
         x = x + self.dropout(attended)
         output: Tensor = x + self.dropout(self.ffn(self.ffn_norm(x)))
         return output

@@ -1,12 +1,12 @@
-"""KVCache: the keys and values that one attention layer keeps while decoding; all of them, or a stream of the last ones.
+"""KVCache: the keys and values that one attention layer keeps while decoding; all of them, or a stream of the latest.
 
-Read next: `reach_cache.py`, which forgets with a proof.
+Next: `reach_cache.py`, which forgets with a proof.
 """
 
 import copy
 import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -15,33 +15,30 @@ from torch import Tensor, nn
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.decoding import measured_norms
-from alibi_attn.nn.pickles import check_format
 
-FORMAT = 1  # of a pickle
+FORMAT = 1  # format number of a pickle
 
 
 class KVCache:
     """Keys and values of the positions seen so far, [B, K, S, D]; `len(cache)` is S.
 
-    One cache belongs to one attention layer, and is the only thing that a forward pass changes. Without gradients
-    (`torch.no_grad()`, `torch.inference_mode()`) appending writes into spare room that doubles when it is full, so
-    that S single steps copy O(S) keys in all. With gradients enabled every append makes new tensors: slower, and
-    right: the loss of a later chunk reaches the keys of an earlier one.
+    A cache belongs to one attention layer, and is the only thing that a forward pass mutates. Without gradients
+    (`torch.no_grad()`, `torch.inference_mode()`) appending writes into spare capacity that doubles when it is full, so
+    S single steps copy O(S) keys in total. With gradients enabled every append creates new tensors, which is slower, so that
+    the loss of a later chunk reaches the keys of an earlier one.
 
-    ALiBi adds nothing to the keys: cropping, reordering and other slopes never make a cache stale.
+    ALiBi adds nothing to the keys, so cropping, reordering and changing slopes never invalidate a cache.
 
-    `copy.deepcopy` forks a cache, gradients included; a pickle holds what later tokens need, without gradients or spare room,
-    and the number of its format: another version refuses what it cannot read. Either belongs to the attention layer that
-    appends to it next.
+    `copy.deepcopy` forks a cache, gradients included. A pickle holds what later tokens need, without gradients or spare
+    capacity, and a format number that other versions check. Either copy belongs to the layer that appends to it next.
 
-    With `max_tokens` the cache streams: once it is full, each new token takes the place of the oldest that is not one of the
-    first `sinks`, and those that stay count as neighbors: a token's distances are those inside the cache. That is another
-    computation than full attention (Xiao et al. 2023, sec. 3.2, StreamingLLM's rule for ALiBi), the same however the
-    sequence is cut into chunks.
+    With `max_tokens` the cache streams: once it is full, each new token replaces the oldest one that is not among the
+    first `sinks`, and distances are counted inside the cache. This differs from full attention (Xiao et al. 2023, sec. 3.2,
+    StreamingLLM's rule for ALiBi) but does not depend on how the sequence is split into chunks.
 
     Args:
-        max_tokens: how many tokens are held at most; None = all.
-        sinks: how many of the first are never forgotten (attention leans on them); only with `max_tokens`.
+        max_tokens: the largest number of tokens to keep; None = all.
+        sinks: the number of first tokens that are never forgotten (models attend to them); only with `max_tokens`.
 
     >>> cache = KVCache()
     >>> with torch.no_grad():
@@ -60,14 +57,14 @@ class KVCache:
                 "the newest token needs a place"
             )
         self.max_tokens, self.sinks = max_tokens, sinks
-        self.forgotten = 0  # tokens that were held once and are no longer
-        self._start = 0  # where the tensors below begin to count
+        self.forgotten = 0  # tokens that were dropped
+        self._start = 0  # index of the first valid position in the tensors below
         self._key: Tensor | None = None
         self._value: Tensor | None = None
         self._length = 0
-        self._has_room = False  # the tensors above are ours to write into
-        self._gates: KVCache | None = None  # of a layer with forget gates: ln f as keys [B, H, S, 1], without values
-        self._norms: Norms | None = None  # of the whole tiles so far; None where positions have moved
+        self._has_room = False  # the tensors above were allocated here and may be written
+        self._gates: KVCache | None = None  # layers with forget gates: ln f as keys [B, H, S, 1], without values
+        self._norms: Norms | None = None  # of the complete tiles so far; None if positions have moved
         self._layer: weakref.ref[nn.Module] | None = None
 
     def __len__(self) -> int:
@@ -90,13 +87,13 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Memory of the keys, the values and the gates, with the spare room."""
+        """Memory of the keys, values and gates, including spare capacity."""
         own = sum(tensor.untyped_storage().nbytes() for tensor in (self._key, self._value) if tensor is not None)
         return own + (0 if self._gates is None else self._gates.nbytes)
 
     @property
     def norms(self) -> Norms:
-        """How long the keys and values are at most, tile by tile: read once each, so that decoding need not read them again."""
+        """Upper bounds of the norms of keys and values, tile by tile, computed once so that decoding need not read them again."""
         if self._norms is None:
             self._norms = measured_norms(self.key, self.value)
         elif self._length - self._norms.covered >= TILE:
@@ -130,15 +127,15 @@ class KVCache:
     def append(
         self, key: Tensor, value: Tensor, *, layer: nn.Module | None = None, log_fgate: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Add key and value, [B, K, T, D], behind what is there; returns all keys and all values, [B, K, S + T, D].
+        """Append key and value, [B, K, T, D]; returns all keys and values, [B, K, S + T, D].
 
         Args:
-            layer: the attention layer that appends; a second one is refused.
-            log_fgate: [B, H, T], of a layer with forget gates: with every token, or with none.
+            layer: the attention layer that appends; another layer raises.
+            log_fgate: [B, H, T], for layers with forget gates: pass it for every token or for none.
 
         Raises:
-            ValueError: another layer; shapes, dtype or device that do not fit what the cache holds; or several tokens
-                at once that a full stream cannot hold (each would forget others; `ALiBiAttention` appends them singly).
+            ValueError: the layer differs; shapes, dtype or device do not match the cache; or several tokens
+                are appended to a full stream at once (`ALiBiAttention` appends them one at a time).
         """
         self._check(key, value, layer)
         self._append_gates(key, log_fgate)
@@ -153,8 +150,8 @@ class KVCache:
             else:
                 self._replace(torch.cat([self.key, key], dim=2), torch.cat([self.value, value], dim=2))
         elif self._key is None or self._value is None:
-            # With room from the beginning: the first token after a prompt would copy all of it, and what comes may be a view
-            # that keeps more than itself alive.
+            # Allocate spare capacity at once: otherwise the first token after a prompt would copy all of it, and the input may
+            # be a view that keeps a larger tensor alive.
             self._replace(_with_room(key, 2 * new_length), _with_room(value, 2 * new_length))
             self._has_room = True
         else:
@@ -168,7 +165,7 @@ class KVCache:
         return self.key, self.value
 
     def forget(self, length: int) -> None:
-        """Keep the last `length` positions only; fewer than that are kept as they are.
+        """Keep only the last `length` positions.
 
         Raises:
             ValueError: `length` is negative.
@@ -186,11 +183,11 @@ class KVCache:
             self._gates.forget(length)
 
     def crop(self, length: int) -> None:
-        """Keep the first `length` positions: takes back a speculative draft, or with 0 empties the cache.
+        """Keep the first `length` positions: undoes a speculative draft; 0 empties the cache.
 
         Raises:
-            ValueError: `length` is negative or more than the cache holds, or the tokens that would now be among the last
-                are forgotten.
+            ValueError: `length` is negative or larger than the cache, or tokens that would be needed
+                have been forgotten.
         """
         length = operator.index(length)
         if not 0 <= length <= self._length:
@@ -199,13 +196,13 @@ class KVCache:
             )
         if self.forgotten and 0 < length < self._length:
             raise ValueError(
-                f"the cache has forgotten {self.forgotten} tokens, and cropped to {length} it would lack some that a "
+                f"the cache has forgotten {self.forgotten} tokens, so cropping to {length} would leave out some that a "
                 "cache of that length holds; crop(0) empties it"
             )
         self.take_back(self._length - length)
 
     def take_back(self, tokens: int) -> None:
-        """Drop the newest `tokens` positions, whatever was forgotten of the oldest."""
+        """Drop the newest `tokens` positions, even if old ones were forgotten."""
         self._length -= tokens
         if self._gates is not None:
             self._gates.take_back(tokens)
@@ -216,7 +213,7 @@ class KVCache:
             self._start = self.forgotten = 0
 
     def reorder(self, indices: Tensor | Sequence[int]) -> None:
-        """Row b of the batch becomes what row `indices[b]` was: beam search keeps, drops and copies its beams.
+        """Row b of the batch becomes row `indices[b]`, for beam search.
 
         Raises:
             TypeError: `indices` are not integers.
@@ -226,7 +223,7 @@ class KVCache:
             raise ValueError("the cache is empty and has no batch to reorder; append first")
         rows = torch.as_tensor(indices, device=self._key.device)
         if rows.dtype.is_floating_point or rows.dtype.is_complex or rows.dtype == torch.bool:
-            raise TypeError(f"indices are {rows.dtype} but must be integers: row b takes what row indices[b] held")
+            raise TypeError(f"indices are {rows.dtype} but must be integers: row b becomes row indices[b]")
         batch = self._key.shape[0]
         if rows.ndim != 1 or rows.numel() == 0:
             raise ValueError(f"indices has shape {list(rows.shape)} but must be [B], one row number per new row")
@@ -242,16 +239,16 @@ class KVCache:
     def _append_gates(self, key: Tensor, log_fgate: Tensor | None) -> None:
         if (log_fgate is None) != (self._gates is None) and self._length:
             held = "no gates" if self._gates is None else "gates"
-            raise ValueError(f"the cache holds keys with {held}: log_fgate comes with every token, or with none")
+            raise ValueError(f"the cache holds keys with {held}: pass log_fgate for every token or for none")
         if log_fgate is None:
             return
         if self.max_tokens is not None:
             raise ValueError(
-                "a cache with max_tokens would lose the gates between those that stay; use KVCache(), which keeps all"
+                "a cache with max_tokens would lose the gates between the tokens it keeps; use KVCache(), which keeps all"
             )
         if log_fgate.ndim != 3 or log_fgate.shape[::2] != (key.shape[0], key.shape[2]):
             raise ValueError(
-                f"log_fgate has shape {list(log_fgate.shape)} but must be [B, H, T] beside key's {list(key.shape)}"
+                f"log_fgate has shape {list(log_fgate.shape)} but must be [B, H, T] to match key's {list(key.shape)}"
             )
         self._gates = KVCache() if self._gates is None else self._gates
         self._gates.append(log_fgate[..., None], log_fgate[..., None][..., :0])
@@ -260,11 +257,11 @@ class KVCache:
         self._key, self._value, self._start, self._has_room = key, value, 0, False
 
     def _stream(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """The cache is full: the oldest token behind the sinks goes."""
+        """Drop the oldest token after the sinks and append one: the cache is full."""
         assert self.max_tokens is not None
         if key.shape[2] > 1:
             raise ValueError(
-                f"{key.shape[2]} tokens do not fit behind {self._length} of at most {self.max_tokens}: "
+                f"{key.shape[2]} tokens do not fit after {self._length} of at most {self.max_tokens}: "
                 "append those that fit, then one at a time"
             )
         self._norms = None
@@ -278,12 +275,12 @@ class KVCache:
 
     def _filled(self, tensor: Tensor | None) -> Tensor:
         if tensor is None:
-            raise ValueError("the cache is empty: it has keys and values after the first forward pass")
+            raise ValueError("the cache is empty: it gets keys and values in the first forward pass")
         whole = self._start == 0 and tensor.shape[2] == self._length
         return tensor if whole else tensor[:, :, self._start : self._start + self._length]
 
     def _filled_only(self) -> dict[str, object]:
-        """The attributes of a copy: its own keys and values, the spare room and the layer left behind."""
+        """The attributes of a copy: copied keys and values, without spare capacity or layer."""
         state: dict[str, object] = {**vars(self), "_layer": None}
         if self._key is not None:
             state |= {"_key": self.key.clone(), "_value": self.value.clone(), "_start": 0, "_has_room": False}
@@ -294,7 +291,7 @@ class KVCache:
     def _can_hold(self, tensor: Tensor, length: int) -> bool:
         if not self._has_room or length > tensor.shape[2]:
             return False
-        if torch.compiler.is_compiling():  # which can trace no question about inference mode
+        if torch.compiler.is_compiling():  # inference mode cannot be queried while tracing
             return True
         return torch.is_inference_mode_enabled() or not tensor.is_inference()
 
@@ -328,3 +325,23 @@ def _with_room(tensor: Tensor, capacity: int) -> Tensor:
 
 def _described(tensor: Tensor) -> str:
     return f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}"
+
+
+def check_format(kind: str, state: Mapping[str, object], *, reads: int) -> None:
+    """Refuses a pickled cache that another version of the package wrote.
+
+    Args:
+        kind: the name of the class.
+        state: the unpickled state; its "format" is an int.
+        reads: the format that this version writes and reads.
+
+    Raises:
+        ValueError: another format, or none.
+    """
+    received = state.get("format")
+    if type(received) is not int or received != reads:
+        words = "no format" if received is None else f"format {received!r}"
+        raise ValueError(
+            f"the pickled {kind} has {words} but this version of alibi-attn reads format {reads}; unpickle it with the version "
+            f"that wrote it, or make a new {kind} and pass the text through the model again"
+        )

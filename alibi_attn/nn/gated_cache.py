@@ -1,6 +1,6 @@
-"""GatedReachCache: forgets keys for good once the gates of the text have proved that no later query can need them.
+"""GatedReachCache: permanently forgets keys once the gates prove that no later query can need them.
 
-A static reach (`reach_cache.py`) is settled by slopes before any text exists; gates forget by content. See `docs/maths.md`,
+Slopes determine a static reach (`reach_cache.py`) before any text exists; gates forget by content. See `docs/maths.md`,
 step 11. Shapes as in `attention/spec.py`.
 """
 
@@ -11,26 +11,27 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from alibi_attn.attention.certificate.biased import sums_behind
 from alibi_attn.nn.reach_cache import CachesOfHeads
 
-TOGETHER = 64  # tokens that come before what may be forgotten is computed again
+TOGETHER = 64  # tokens between two computations of what may be forgotten
 
 
 class GatedReachCache(CachesOfHeads):
     """The keys, values and gates that later queries can still need; `len(cache)` is the number of tokens seen.
 
-    At time t a key at l that was dropped weighs, for any query of head h from now on, at most e^(2U + c_t − c_l − m·(t − l)) of
-    what the query's own key weighs, with c the sum of ln f: both sums only fall. Keys go, the oldest first, as long as all that
-    ever went weigh ε at most, for every query head that reads them and in every sequence of the batch.
+    At time t a dropped key at l weighs, for any later query of head h, at most e^(2U + c_t − c_l − m·(t − l)) times
+    the query's own key, with c the sum of ln f; this only decreases. The oldest keys are dropped as long as all keys ever
+    dropped together weigh at most ε, for every query head that reads them and in every sequence of the batch.
 
     Args:
         slopes: [H], none of them negative.
         num_kv_heads: K, which divides H.
-        score_bound: U; `ALiBiAttention` refuses queries and keys that exceed it (where it can read them).
+        score_bound: U; `ALiBiAttention` raises if queries and keys exceed it (where it can read them).
         tolerance: ε, the largest share of a later query's softmax mass that is forgotten.
 
     Raises:
-        ValueError: a negative slope, whose keys weigh more the farther away they are; heads that do not divide.
+        ValueError: a slope is negative, so that far keys gain weight; or the heads do not divide.
     """
 
     def __init__(
@@ -39,15 +40,15 @@ class GatedReachCache(CachesOfHeads):
         self.slopes = [float(m) for m in slopes]
         if min(self.slopes) < 0:
             raise ValueError(
-                f"slopes are {self.slopes} but no key may weigh more with time; use KVCache(), which keeps all"
+                f"slopes are {self.slopes} but must not be negative, or keys would gain weight over time; use KVCache()"
             )
         if num_kv_heads < 1 or len(self.slopes) % num_kv_heads:
             raise ValueError(f"num_kv_heads is {num_kv_heads} but must divide the {len(self.slopes)} heads of slopes")
         group = len(self.slopes) // num_kv_heads
         query_heads = [[k * group + g for g in range(group)] for k in range(num_kv_heads)]
         super().__init__([[k] for k in range(num_kv_heads)], query_heads, score_bound=score_bound, tolerance=tolerance)
-        self._gone: list[Tensor | None] = [None] * num_kv_heads  # [B, group] ln of what all that went weighs by now
-        self._since = 0  # tokens that came after the last time that some were dropped
+        self._gone: list[Tensor | None] = [None] * num_kv_heads  # [B, group] ln of the weight of dropped keys
+        self._since = 0  # tokens since the last time some were dropped
 
     @property
     def kept(self) -> tuple[int, ...]:
@@ -57,11 +58,11 @@ class GatedReachCache(CachesOfHeads):
     def append(
         self, key: Tensor, value: Tensor, log_fgate: Tensor, *, layer: nn.Module | None = None
     ) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Add key and value, [B, K, T, D], and ln f, [B, H, T]; returns what these T queries need of each key head:
+        """Add key and value, [B, K, T, D], and ln f, [B, H, T]; returns what these T queries need from each key head:
         keys and values [B, 1, S', D] and gates [B, H / K, S'], their last T positions the new ones.
 
         Raises:
-            ValueError: another layer, or shapes, dtype or device that do not fit what the cache holds.
+            ValueError: the layer differs, or shapes, dtype or device do not match the cache.
         """
         heads = len(self._caches)
         if key.ndim != 4 or key.shape[1] != heads:
@@ -84,17 +85,17 @@ class GatedReachCache(CachesOfHeads):
         return parts
 
     def crop(self, length: int) -> None:
-        """Keep the first `length` tokens; where something was forgotten, 0 (empty) or all of them.
+        """Keep the first `length` tokens; after something was forgotten, only 0 (empty) or all.
 
         Raises:
-            ValueError: more than was seen, or tokens whose forgetting the later ones have proved.
+            ValueError: `length` exceeds the tokens seen, or later tokens have caused others to be forgotten.
         """
         length = operator.index(length)
         if not 0 <= length <= self._seen:
             raise ValueError(f"length is {length} but the cache has seen {self._seen} tokens: crop to 0 … {self._seen}")
         if 0 < length < self._seen and any(self.forgotten):
             raise ValueError(
-                f"the cache has forgotten {list(self.forgotten)} tokens, as the gates of later ones allowed; crop(0) empties it"
+                f"the cache has forgotten {list(self.forgotten)} tokens, as later gates allowed; crop(0) empties it"
             )
         for cache in self._caches:
             cache.crop(min(length, len(cache)))
@@ -109,7 +110,7 @@ class GatedReachCache(CachesOfHeads):
 
     @torch.no_grad()
     def _forget(self) -> None:
-        """Drop the oldest keys of every key head that can go; what has gone before weighs less by the tokens since."""
+        """Drop the oldest keys of every key head that may be dropped, and update the weight of those dropped before."""
         room = math.log(self.tolerance) - 2 * self.score_bound if self.tolerance > 0 else -math.inf
         for k, cache in enumerate(self._caches):
             gates = cache.log_fgate
@@ -117,9 +118,9 @@ class GatedReachCache(CachesOfHeads):
             slopes = torch.tensor(
                 [self.slopes[h] for h in self.query_heads[k]], dtype=torch.float64, device=gates.device
             )
-            # ln of the product of the gates behind each key, and m·(t − l): [B, group, S'].
+            # ln of the product of the gates after each key, and m·(t − l): [B, group, S'].
             steps = gates.double() - slopes[:, None]
-            behind = steps.flip(-1).cumsum(-1).flip(-1) - steps
+            behind = sums_behind(steps)
             gone = self._gone[k]
             if gone is None:
                 gone = torch.full_like(behind[..., 0], -math.inf)
@@ -127,7 +128,7 @@ class GatedReachCache(CachesOfHeads):
             total = torch.logaddexp(behind.logcumsumexp(-1), gone[..., None])
             # Sums over 10⁶ keys in fp64 are off by 10⁻⁹ at most.
             count = int((total <= room - 1e-6).all(0).all(0).cumprod(-1).sum())
-            count = min(count, len(cache) - 1)  # the newest token is somebody's neighbor
+            count = min(count, len(cache) - 1)  # the newest token is always kept
             self._gone[k] = total[..., count - 1] if count else gone
             cache.forget(len(cache) - count)
         self._since = 0

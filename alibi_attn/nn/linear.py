@@ -1,10 +1,10 @@
-"""Linear maps on a CPU, by what is quickest there: the same weights and sums, in another order.
+"""Linear layers on a CPU, with the fastest kernel available on this processor: the same weights and sums, in another order.
 
-* Without gradients, a few rows, as in decoding, take as long as it takes to read the weights once: a kernel of ours.
-* Without gradients, fp32: torch multiplies by MKL, which takes its code for AVX2, at half of the matrix rate, on processors
-  with AVX-512 that are not Intel's. oneDNN, which torch brings along, does not.
-* bf16 and fp16 where the processor has no products of them: torch's are 8 to 80 times slower than fp32's there, and slowest in
-  backward. A product of two such numbers is exact in fp32, so they are widened, multiplied in fp32 and rounded once, which is
+* Without gradients and with few rows, as in decoding, the cost is reading the weights once: our own kernel does that.
+* Without gradients, in fp32: torch uses MKL, which runs its AVX2 code, at half the matrix rate, on non-Intel processors
+  with AVX-512. oneDNN, which ships with torch, does not have this problem.
+* bf16 and fp16 on processors without such products: torch's are 8 to 80 times slower than fp32 there, and slowest in
+  backward. The product of two such numbers is exact in fp32, so they are widened, multiplied in fp32 and rounded once, which is
   what a processor with such products does.
 """
 
@@ -20,35 +20,35 @@ from alibi_attn.attention.backends.native import decoding as native
 from alibi_attn.attention.transforms import is_traced, may_read
 
 _SUPPORTED = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
-_WIDENED_AT_ONCE = 1 << 20  # weights: in fp32 they stay in the cache, and in memory that is used again
+_WIDENED_AT_ONCE = 1 << 20  # weights: in fp32 they fit the cache, and their memory is reused
 _MAX_ROWS = native.MAX_ROWS
 
 
 class Linear(nn.Linear):
-    """An `nn.Linear` that on a CPU computes by what is quickest there; elsewhere, and where torch is to be asked, as its own."""
+    """An `nn.Linear` that uses the fastest kernel on a CPU, and torch's own everywhere else."""
 
     def forward(self, input: Tensor) -> Tensor:
         return linear(input, self.weight, self.bias)
 
 
 class RoundedLinear(nn.Linear):
-    """An `nn.Linear` with torch's products, and in half precision with those of a processor that has them, on every CPU."""
+    """An `nn.Linear` that gives the bits of a processor with half-precision products on every CPU; otherwise torch's own."""
 
     def forward(self, input: Tensor) -> Tensor:
         return linear(input, self.weight, self.bias, rounded=True)
 
 
 def forward(self: nn.Linear, input: Tensor) -> Tensor:
-    """In the place of an `nn.Linear`'s own forward."""
+    """Replaces the forward of an `nn.Linear` instance."""
     product = quicker(input, self.weight, self.bias)
     return type(self).forward(self, input) if product is None else product
 
 
 def mapped(module: nn.Module, x: Tensor) -> Tensor:
-    """What `module(x)` gives; of a plain `nn.Linear` on a CPU by what is quickest there.
+    """`module(x)`, with the fastest kernel if `module` is a plain `nn.Linear` on a CPU.
 
-    So models have the linear layers that torch has, by whose class others quantize them, adapt them or watch them. What has
-    another class, a forward of its own or hooks is called.
+    Models keep torch's own linear layers this way, so that they can be quantized, adapted or hooked by class. A module of
+    another class, with its own forward or with hooks is called as it is.
     """
     if is_traced() or type(module) is not nn.Linear or "forward" in vars(module) or _is_hooked(module):
         product: Tensor = module(x)
@@ -57,35 +57,35 @@ def mapped(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, rounded: bool = False) -> Tensor:
-    """`torch.nn.functional.linear`: x·weightᵀ + bias, [..., outputs], on a CPU by what is quickest there.
+    """`torch.nn.functional.linear`: x·weightᵀ + bias, [..., outputs], with the fastest kernel on a CPU.
 
     Args:
         x: [..., inputs].
-        weight, bias: [outputs, inputs] and [outputs], of x's dtype, or as autocast takes them.
-        rounded: by torch, but for products in half precision that the processor does not have: these are widened.
+        weight, bias: [outputs, inputs] and [outputs], in x's dtype, or any dtype that autocast casts.
+        rounded: use torch, except for half-precision products that the processor does not have, which are widened.
     """
     product = quicker(x, weight, bias, rounded=rounded)
     return F.linear(x, weight, bias) if product is None else product
 
 
 def matmul(left: Tensor, right: Tensor) -> Tensor:
-    """`torch.matmul`; on a CPU without products of their half precision in fp32, rounded once."""
+    """`torch.matmul`; half precision on a CPU without such products is computed in fp32 and rounded once."""
     if left.device.type != "cpu" or left.dtype != right.dtype or not is_slow(left.dtype):
         return left @ right
     return (left.float() @ right.float()).to(left.dtype)
 
 
 def quicker(x: Tensor, weight: Tensor, bias: Tensor | None, *, rounded: bool = False) -> Tensor | None:
-    """As `linear`, or None where `torch.nn.functional.linear` is to be taken: where it is as quick, or has to answer or refuse.
+    """`linear`, or None if `torch.nn.functional.linear` should run because it is as fast or must raise the error.
 
-    That is under transforms and torch.compile, on other devices, for other dtypes than fp32, bf16 and fp16, and with gradients
-    or autocast for all but products in half precision that the processor does not have.
+    None under transforms and torch.compile, on other devices, for dtypes other than fp32, bf16 and fp16, and with gradients
+    or autocast, except for half-precision products that the processor does not have.
     """
     tensors = (x, weight) if bias is None else (x, weight, bias)
     if not may_read(*tensors) or torch._C._len_torch_dispatch_stack():
-        return None  # the latter counts or traces what torch computes
+        return None  # a dispatch mode counts or traces what torch computes
     if x.numel() == 0 or x.dim() == 0 or weight.dim() != 2 or x.shape[-1] != weight.shape[-1]:
-        return None  # which torch answers, or refuses
+        return None  # torch handles these, or raises
     work = _dtype(*tensors)
     if work is None:
         return None
@@ -98,7 +98,7 @@ def quicker(x: Tensor, weight: Tensor, bias: Tensor | None, *, rounded: bool = F
         return _widened(x, weight, bias)
     if not weight.is_contiguous() or not (bias is None or bias.is_contiguous()):
         return None
-    if rows <= _MAX_ROWS and native.takes(x, weight):
+    if rows <= _MAX_ROWS and native.takes(*tensors):
         return native.linear(x.contiguous(), weight, bias)
     if work == torch.float32 and mkl_is_slow() and torch._C._get_mkldnn_enabled():
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
@@ -117,7 +117,7 @@ def is_slow(dtype: torch.dtype) -> bool:
 
 @functools.cache
 def mkl_is_slow() -> bool:
-    """Whether torch multiplies fp32 by MKL's code for AVX2 on a processor with AVX-512, and has oneDNN to take instead."""
+    """Whether torch multiplies fp32 by MKL's code for AVX2 on a processor with AVX-512, and has oneDNN as an alternative."""
     ours = torch.backends.cpu.get_cpu_capability() == "AVX512" and not processor.is_intel()
     return ours and torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
 
@@ -128,17 +128,17 @@ def _is_hooked(module: nn.Module) -> bool:
 
 
 def _dtype(*tensors: Tensor) -> torch.dtype | None:
-    """What is multiplied: the one dtype that all have, or autocast's if that narrows them; None for torch to answer."""
-    found = {tensor.dtype for tensor in tensors}
-    if not found <= native.DTYPES.keys() | _SUPPORTED.keys():
+    """The dtype of the product: the common dtype, or autocast's; None if torch should handle the call."""
+    dtypes = {tensor.dtype for tensor in tensors}
+    if not dtypes <= native.DTYPES.keys() | _SUPPORTED.keys():
         return None
     if torch.is_autocast_enabled("cpu"):
         return torch.get_autocast_dtype("cpu")
-    return found.pop() if len(found) == 1 else None
+    return dtypes.pop() if len(dtypes) == 1 else None
 
 
 def _widened(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Rounded once, to the dtype of all three."""
+    """The product in fp32, rounded once to the common dtype."""
     wide, outputs = x.float(), len(weight)
     at_once = max(1, _WIDENED_AT_ONCE // weight.shape[1])
     if outputs <= at_once:
@@ -151,7 +151,7 @@ def _widened(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _differentiable(work: torch.dtype, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`_widened` with gradients in the same dtype, which autocast widens again where weights are wider."""
+    """`_widened` with gradients in the same dtype; autocast widens them again for wider weights."""
     with torch.autocast("cpu", enabled=False):
         narrow = (x.to(work), weight.to(work), None if bias is None else bias.to(work))
         product: Tensor = _Widened.apply(*narrow)  # type: ignore[no-untyped-call]

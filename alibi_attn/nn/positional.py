@@ -18,7 +18,7 @@ from alibi_attn.slopes import alibi_slopes
 class HeadSlopes(nn.Module):
     """One slope per head, `values` [H], fp32 whatever dtype the model is cast to.
 
-    Fixed slopes are a buffer that stays out of the state dict: they are settled by the arguments, like the number of
+    Fixed slopes are a buffer outside the state dict: the arguments determine them, like the number of
     heads, so that loading a checkpoint does not undo `slopes=interpolate_slopes(...)`. Learned slopes are a parameter.
     """
 
@@ -34,7 +34,7 @@ class HeadSlopes(nn.Module):
             self.register_buffer("values", values, persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Module.to, .half, .cuda and the like end here: the device may change, the dtype not."""
+        """Called by Module.to, .half, .cuda and so on: changes the device but not the dtype."""
 
         def keep_fp32(old: Tensor) -> Tensor:
             new = fn(old)
@@ -50,10 +50,10 @@ class HeadSlopes(nn.Module):
 
 
 class ALiBiPositionalBias(nn.Module):
-    """Calling it with `(query_len, key_len=None)` gives the bias −m·|i − j|, [H, T, S] fp32, to be added to scaled scores.
+    """Called as `(query_len, key_len=None)`, returns the bias −m·|i − j|, [H, T, S] fp32, to be added to scaled scores.
 
-    The queries are the last `query_len` of the keys; −inf stands where a query may not look. Any length will do, and
-    nothing quadratic is kept between calls. Attention that never builds it: `alibi_attn.alibi_attention`.
+    The queries are the last `query_len` of the keys; entries a query may not see are −inf. Any length works, and
+    nothing quadratic is stored between calls. `alibi_attn.alibi_attention` computes attention without this bias.
 
     Args:
         num_heads: H.
@@ -61,7 +61,7 @@ class ALiBiPositionalBias(nn.Module):
         causal: False gives the symmetric bias of encoders.
 
     Raises:
-        ValueError: not one finite slope per head, or a length below 1.
+        ValueError: there is not one finite slope per head, or a length is below 1.
 
     >>> ALiBiPositionalBias(num_heads=8)(query_len=2, key_len=4)[0]
     tensor([[-1.0000, -0.5000,  0.0000,    -inf],
@@ -85,7 +85,12 @@ class ALiBiPositionalBias(nn.Module):
 def _checked(num_heads: int, slopes: Slopes | None) -> NDArray[np.float64]:
     if slopes is None:
         return alibi_slopes(num_heads)
-    values = slopes.detach().cpu().double().numpy() if isinstance(slopes, Tensor) else np.asarray(slopes, np.float64)
+    try:
+        values = (
+            slopes.detach().cpu().double().numpy() if isinstance(slopes, Tensor) else np.asarray(slopes, np.float64)
+        )
+    except OverflowError:
+        raise ValueError("slopes must be finite but hold an integer too large for float64") from None
     if values.shape != (num_heads,):
         raise ValueError(
             f"slopes has shape {list(values.shape)} but there are {num_heads} heads: "

@@ -1,8 +1,8 @@
-"""ReachCache: keeps, per head, only the keys that the certified reach can still need, and says what it forgot.
+"""ReachCache: keeps, per head, only the keys within its certified reach, and counts what it forgot.
 
 A head of slope m whose scores never exceed U needs no key at |i − j| ≥ reach (`alibi_attn/reach.py`): steep heads decode in
-constant memory and time for ever, with the outputs of full attention within the tolerance. Shapes as in
-`attention/spec.py`. The bound on U comes from QK-normalisation, or is given; see `ALiBiAttention.reach_cache`.
+constant memory and time indefinitely, and outputs equal full attention within the tolerance. Shapes as in
+`attention/spec.py`. The bound U comes from QK-normalization or from the caller; see `ALiBiAttention.reach_cache`.
 """
 
 import operator
@@ -11,19 +11,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from alibi_attn.nn.cache import KVCache
-from alibi_attn.nn.pickles import check_format
+from alibi_attn.nn.cache import KVCache, check_format
 
 
 class CachesOfHeads:
-    """Caches of key heads that forget by themselves: what a `ReachCache` and a `GatedReachCache` have in common.
+    """Per-head caches that forget automatically: the part shared by `ReachCache` and `GatedReachCache`.
 
     Args:
         key_heads, query_heads: the heads of every cache.
-        score_bound, tolerance: U and ε, for which keys may go.
+        score_bound, tolerance: U and ε, which determine when keys may be dropped.
     """
 
-    FORMAT = 1  # of a pickle; the caches inside have their own
+    FORMAT = 1  # format number of a pickle; the inner caches have their own
 
     def __init__(
         self, key_heads: list[list[int]], query_heads: list[list[int]], *, score_bound: float, tolerance: float
@@ -50,16 +49,16 @@ class CachesOfHeads:
 
     @property
     def forgotten(self) -> tuple[int, ...]:
-        """Tokens that each key head has no more, [K]."""
+        """Tokens that each key head has dropped, [K]."""
         return tuple(self._seen - kept for kept in self.kept)
 
     @property
     def nbytes(self) -> int:
-        """Memory of what is held, with the spare room."""
+        """Memory of the cached tensors, including spare capacity."""
         return sum(cache.nbytes for cache in self._caches)
 
     def check_bound(self, query: Tensor, key: Tensor, scale: float) -> None:
-        """Raises ValueError where a query [B, H, T, D] and a key so far may score more than was promised."""
+        """Raises ValueError if a query [B, H, T, D] and a key seen so far could score above the bound."""
         if torch.compiler.is_compiling() or query.device.type != "cpu" or not query.numel():
             return
         longest_query, longest_key = (
@@ -70,7 +69,7 @@ class CachesOfHeads:
         if not largest <= self.score_bound:
             raise ValueError(
                 f"scores may reach {largest:.6g} but this cache forgot keys for scores up to {self.score_bound:.6g}; "
-                "make it with a larger score_bound, or anew after the weights have changed"
+                "create it with a larger score_bound, and a new one after the weights change"
             )
 
     def reorder(self, indices: Tensor | Sequence[int]) -> None:
@@ -88,18 +87,18 @@ class CachesOfHeads:
 class ReachCache(CachesOfHeads):
     """The keys and values that later queries can still need; `len(cache)` is the number of tokens seen.
 
-    Key heads that keep about as much (to the next power of two) are kept together, so that decoding makes one call for
-    each such group. A key head shared by several query heads keeps the widest of their reaches.
+    Key heads whose reach rounds up to the same power of two share one inner cache, so that decoding makes one call per
+    group. A key head shared by several query heads keeps the widest of their reaches.
 
     Args:
         reach: [H], one per query head, of `ALiBiAttention.static_reach`; it counts the query itself.
         num_kv_heads: K; default H.
-        score_bound: U, for which the reach was computed. `ALiBiAttention` refuses queries and keys that exceed it (where it can
+        score_bound: U, for which the reach was computed. `ALiBiAttention` raises if queries and keys exceed it (where it can
             read them: on the CPU, not compiled).
         tolerance: ε, for which the reach was computed.
 
     Raises:
-        ValueError: a reach below 1, or heads that do not divide.
+        ValueError: a reach is below 1, or the heads do not divide.
 
     >>> cache = ReachCache([2, 2, 100, 100], score_bound=3.0, tolerance=1e-6)
     >>> with torch.no_grad():
@@ -137,23 +136,23 @@ class ReachCache(CachesOfHeads):
         key heads in `key_heads`, [B, members, S', D]: their last T positions are the new ones.
 
         Raises:
-            ValueError: another layer, or shapes, dtype or device that do not fit what the cache holds.
+            ValueError: the layer differs, or shapes, dtype or device do not match the cache.
         """
         if key.ndim != 4 or key.shape[1] != self._num_kv_heads:
             raise ValueError(f"key has shape {list(key.shape)} but must be [B, K, T, D] with K = {self._num_kv_heads}")
         parts = []
         for members, limit, cache in zip(self.key_heads, self._limits, self._caches, strict=True):
-            cache.forget(limit - 1)  # the first new query is the nearest, and the next ones need no more
+            cache.forget(limit - 1)  # the first new query needs the most keys
             one = len(self.key_heads) == 1
             parts.append(cache.append(*(x if one else x[:, members] for x in (key, value)), layer=layer))
         self._seen += key.shape[2]
         return parts
 
     def crop(self, length: int) -> None:
-        """Keep the first `length` tokens: takes back a draft, as far as nothing was forgotten that they need.
+        """Keep the first `length` tokens: undoes a draft, unless keys it needs were forgotten.
 
         Raises:
-            ValueError: more than was seen, or keys that are needed again are gone.
+            ValueError: `length` exceeds the tokens seen, or needed keys were forgotten.
         """
         length = operator.index(length)
         if not 0 <= length <= self._seen:
@@ -164,8 +163,8 @@ class ReachCache(CachesOfHeads):
         ]
         if length and any(lacking):
             raise ValueError(
-                f"cropped to {length} of {self._seen} tokens the cache would lack keys that it has forgotten; "
-                "take back drafts before the next append, or crop(0) to empty it"
+                f"cropped to {length} of {self._seen} tokens the cache would need keys that it has forgotten; "
+                "undo drafts before the next append, or crop(0) to empty it"
             )
         for cache in self._caches:
             cache.take_back(len(cache) if length == 0 else back)
@@ -173,8 +172,8 @@ class ReachCache(CachesOfHeads):
         self._longest_key = self._longest_key if length else 0.0
 
     def _per_key_head(self, per_group: list[int]) -> tuple[int, ...]:
-        found = {h: n for members, n in zip(self.key_heads, per_group, strict=True) for h in members}
-        return tuple(found[h] for h in range(self._num_kv_heads))
+        by_head = {h: n for members, n in zip(self.key_heads, per_group, strict=True) for h in members}
+        return tuple(by_head[h] for h in range(self._num_kv_heads))
 
 
 def _rounded_up(reach: int) -> int:

@@ -1,1 +1,1 @@
-"""Recipes: one file per question, each with its own command, cost and expected result; `index.py` lists them."""
+"""Recipes: one file per question, with its command, cost and expected result; `index.py` lists them."""

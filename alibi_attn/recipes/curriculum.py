@@ -1,7 +1,7 @@
-"""Short examples first, long ones later: is that better than long ones all the way, at equally many tokens?
+"""Staged training: are short examples first and long ones later better than long ones throughout, with the same total tokens?
 
-Paper: staged training (Press et al. 2021, "Shortformer") is the strongest rival that tables 7 and 10 cite, and is trained
-with sinusoidal positions there; ALiBi needs no new positions when the length changes, so both are asked.
+Paper: staged training (Press et al. 2021, "Shortformer") is the strongest baseline that tables 7 and 10 cite. There it uses
+sinusoidal positions; ALiBi needs no new positions when the length changes, so this recipe trains both.
 """
 
 import dataclasses
@@ -14,16 +14,16 @@ FIRST_SHARES = (0.5, 0.75)  # of the steps, at a quarter of the length
 
 
 def runs(scale: Scale) -> tuple[RunConfig, ...]:
-    """Each method at full length all the way, and in two stages; equal tokens, equal batches."""
-    found = []
+    """Each method at full length throughout and in two stages, with the same number of tokens and the same batch size."""
+    configs = []
     for method in METHODS:
         whole = _run(method, scale)
-        found.append(whole)
+        configs.append(whole)
         for share in FIRST_SHARES:
             train = whole.train
             staged = dataclasses.replace(train, first_length=train.length // 4, first_steps=round(share * train.steps))
-            found.append(dataclasses.replace(whole, train=staged))
-    return tuple(found)
+            configs.append(dataclasses.replace(whole, train=staged))
+    return tuple(configs)
 
 
 def _run(method: Method, scale: Scale) -> RunConfig:
@@ -40,25 +40,16 @@ def _run(method: Method, scale: Scale) -> RunConfig:
             eval=EvalConfig(lengths=(256, 512, 1024), tokens=8192),
         )
     if scale == "medium":
-        return RunConfig(
-            model=dataclasses.replace(medium.MODEL, method=method),
-            data=medium.DATA,
-            train=dataclasses.replace(medium.TRAIN, length=256),
-            eval=EvalConfig(lengths=(256, 512, 1024, 2048), tokens=32_768),
-        )
-    return RunConfig(
-        model=dataclasses.replace(large.MODEL, method=method),
-        train=dataclasses.replace(large.TRAIN, length=1024),
-        eval=EvalConfig(lengths=(1024, 2048, 4096), tokens=262_144, batch_tokens=65_536),
-    )
+        return medium.run(method, 256, EvalConfig(lengths=(256, 512, 1024, 2048), tokens=32_768))
+    return large.run(method, 1024, EvalConfig(lengths=(1024, 2048, 4096), tokens=262_144, batch_tokens=65_536))
 
 
 RECIPE = Recipe(
     name="curriculum",
-    question="At equally many tokens, is a training that begins with short examples better than one that does not?",
+    question="With the same number of tokens, does starting with short examples train a better model?",
     paper="none: the staged training that tables 7 and 10 cite, with sinusoidal positions and with ALiBi",
     command="alibi run curriculum",
     cost="small: about five minutes on two cores; smoke: seconds; paper: hours on one GPU (not measured)",
-    expected="staged trainings are faster; whether they end lower at the full length is what the runs say",
+    expected="staged training is faster; the runs show whether its final loss at the full length is lower",
     runs=runs,
 )

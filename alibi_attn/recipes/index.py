@@ -1,10 +1,17 @@
-"""Which recipe answers what: by its own name, and by the figure or table of the paper that it regenerates.
+"""The table of recipes, by name; one per figure and table of the paper among them.
 
-`ITEMS` has the answers to figures and tables beside their recipes; "paper" is all of them.
+To add a recipe, write a file next to this one and add a row to `RECIPES`. `ITEMS` lists the paper's figures and tables and the
+functions that read their answers from records; "paper" runs all of them.
 """
 
-from alibi_attn.lab.config import Recipe
-from alibi_attn.recipes import curriculum, methods, quick, recall, referee, streams
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from alibi_attn.lab.config import Recipe, Scale
+from alibi_attn.lab.config_io import override
+from alibi_attn.recipes import curriculum, method_comparison, methods, quick, recall, streams
+from alibi_attn.recipes.paper.cells import Item, ask
 from alibi_attn.recipes.paper.items import ITEMS, PAPER
 
 RECIPES: dict[str, Recipe] = {
@@ -12,10 +19,49 @@ RECIPES: dict[str, Recipe] = {
     "methods": methods.RECIPE,
     "curriculum": curriculum.RECIPE,
     "recall": recall.RECIPE,
-    "referee": referee.RECIPE,
+    "referee": method_comparison.RECIPE,
     "streams": streams.RECIPE,
     "paper": PAPER,
     **{name: item.recipe for name, item in ITEMS.items()},
 }
 
-__all__ = ["ITEMS", "RECIPES"]
+
+def items_of(name: str) -> list[Item]:
+    """The paper's figures and tables that a recipe name covers; empty for all other recipes."""
+    return list(ITEMS.values()) if name == PAPER.name else [ITEMS[name]] if name in ITEMS else []
+
+
+def check(
+    name: str,
+    scale: Scale,
+    overrides: Mapping[str, str],
+    seeds: Sequence[int] = (),
+    *,
+    recipes: Mapping[str, Recipe] = RECIPES,
+) -> None:
+    """Check overrides of a recipe's fields before anything is loaded or written.
+
+    Raises:
+        ConfigError: an unknown field, an invalid value, or a field that a figure or table of the paper varies.
+    """
+    items = items_of(name)
+    for item in items:
+        ask(item, scale, overrides, seeds)
+    for config in () if items else recipes[name].runs(scale):
+        override(config, overrides)
+
+
+def run(name: str, *, recipes: Mapping[str, Recipe] = RECIPES, **options: Any) -> list[Path]:
+    """Run a recipe by name; the paths of its records.
+
+    Args:
+        options: as for `experiment.run`.
+
+    Raises:
+        ConfigError, ExperimentError, CorpusError, CheckpointError, TrainingError, EvaluationError: see `experiment.run`.
+    """
+    from alibi_attn.lab import experiment  # loads torch
+    from alibi_attn.recipes.paper.run_items import run_items
+
+    items = items_of(name)
+    return run_items(items, **options) if items else experiment.run(recipes[name], **options)

@@ -1,8 +1,8 @@
-"""All ways here to tell a model where a token stands, and five ways to stretch them afterwards: same text, order and weights.
+"""All position methods of the lab, and five ways to stretch them after training: the same text, order and weights.
 
-Paper: none; sections 2 and 3 compare four. The stretches change positions at test time only: rotary's by position
-interpolation, NTK and YaRN, ALiBi's slopes by L / L' and by NTK, so that one training is tested several times. Each
-model is also tested with its context cut at the trained length, which is what a stretch has to beat.
+Paper: none; sections 2 and 3 compare four. A stretch changes positions at test time only: position interpolation, NTK and
+YaRN for rotary, L / L' and NTK for ALiBi's slopes. One training is therefore tested several times. Each model is also tested
+with its context limited to the trained length, the baseline that a stretch has to beat.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ STRETCHES: dict[Method, tuple[Stretch, ...]] = {"rotary": ("linear", "ntk", "yar
 
 
 def runs(scale: Scale) -> tuple[RunConfig, ...]:
-    """Every method as it was trained, then the stretched ones with the same weights."""
+    """Every method as trained, then the stretched variants with the same weights."""
     plain = [_run(method, scale) for method in METHODS]
     stretched = [
         dataclasses.replace(run, eval=dataclasses.replace(run.eval, stretch=stretch, windowed=False))
@@ -39,28 +39,23 @@ def _run(method: Method, scale: Scale) -> RunConfig:
             eval=EvalConfig(lengths=(128, 256, 512, 1024), tokens=8192, windowed=True),
         )
     if scale == "medium":
-        return RunConfig(
-            model=dataclasses.replace(medium.MODEL, method=method),
-            data=medium.DATA,
-            train=dataclasses.replace(medium.TRAIN, length=128),
-            eval=EvalConfig(lengths=(128, 256, 512, 1024, 2048), tokens=32_768, windowed=True),
-        )
-    return RunConfig(
-        model=dataclasses.replace(large.MODEL, method=method),
-        train=dataclasses.replace(large.TRAIN, length=512),
-        eval=EvalConfig(lengths=(512, 1024, 2048, 4096, 8192), tokens=262_144, batch_tokens=65_536, windowed=True),
+        return medium.run(method, 128, EvalConfig(lengths=(128, 256, 512, 1024, 2048), tokens=32_768, windowed=True))
+    return large.run(
+        method,
+        512,
+        EvalConfig(lengths=(512, 1024, 2048, 4096, 8192), tokens=262_144, batch_tokens=65_536, windowed=True),
     )
 
 
 RECIPE = Recipe(
     name="methods",
-    question="Which of eighteen position methods goes beyond its trained length, and does stretching it at test time help?",
-    paper="none: section 2.2's question for later methods",
+    question="Which of eighteen position methods works beyond its trained length, and does stretching at test time help?",
+    paper="none: section 2.2's question, asked of later methods",
     command="alibi run methods",
     cost="small: about ten minutes on two cores; smoke: seconds; paper: hours on one GPU (not measured)",
     expected=(
-        "the ALiBi family and KERPLE do not rise; learned positions end at the trained length; stretched rotary rises less "
-        "than plain rotary; no method gains much on its own windowed test"
+        "perplexity does not rise with the ALiBi family and KERPLE; learned positions end at the trained length; stretched "
+        "rotary rises less than plain rotary; no method improves much on its own windowed test"
     ),
     runs=runs,
 )

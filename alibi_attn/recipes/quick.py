@@ -1,10 +1,8 @@
-"""Does a model that was trained at 128 tokens still work at 2,048? Four position methods, on any computer.
+"""Does a model trained at 128 tokens still work at 2,048? Four position methods, on any computer.
 
-Paper: the question of figure 1 and section 2.2 (Press et al. 2022), in small: bytes instead of words, Python's own
-source instead of WikiText-103, 0.8 million parameters instead of 247, a twentieth of an epoch instead of 205.
+Paper: figure 1 and section 2.2 (Press et al. 2022) at a small scale: bytes instead of words, the source of Python's standard
+library instead of WikiText-103, 0.8 million parameters instead of 247 million, a twentieth of an epoch instead of 205 epochs.
 """
-
-import dataclasses
 
 from alibi_attn.lab.config import EvalConfig, Method, ModelConfig, Recipe, RunConfig, Scale, TrainConfig
 from alibi_attn.recipes import large, medium
@@ -31,28 +29,19 @@ def _run(method: Method, scale: Scale) -> RunConfig:
             eval=EvalConfig(lengths=(128, 256, 512, 1024, 2048), tokens=16_384),
         )
     if scale == "medium":
-        return RunConfig(
-            model=dataclasses.replace(medium.MODEL, method=method),
-            data=medium.DATA,
-            train=dataclasses.replace(medium.TRAIN, length=128),
-            eval=EvalConfig(lengths=(128, 256, 512, 1024, 2048, 4096), tokens=32_768),
-        )
-    return RunConfig(
-        model=dataclasses.replace(large.MODEL, method=method),
-        train=dataclasses.replace(large.TRAIN, length=128),
-        eval=EvalConfig(lengths=(128, 256, 512, 1024, 2048), tokens=262_144, batch_tokens=65_536),
-    )
+        return medium.run(method, 128, EvalConfig(lengths=(128, 256, 512, 1024, 2048, 4096), tokens=32_768))
+    return large.run(method, 128, EvalConfig(lengths=(128, 256, 512, 1024, 2048), tokens=262_144, batch_tokens=65_536))
 
 
 RECIPE = Recipe(
     name="quick",
     question="Trained at 128 tokens, which position methods still predict well at 256, 512, 1,024 and 2,048?",
-    paper="figure 1 and section 2.2, in small",
+    paper="figure 1 and section 2.2, at a small scale",
     command="alibi run quick",
     cost="small: three to five minutes on two cores; smoke: seconds; paper: hours on one GPU (not measured)",
     expected=(
-        "ALiBi does not rise beyond 128 tokens; sinusoidal and rotary rise steeply; "
-        "T5 bias rises too, less: so short a training hardly shows it its far buckets"
+        "ALiBi's perplexity does not rise beyond 128 tokens; sinusoidal and rotary rise steeply; "
+        "T5 bias rises less: examples this short barely train its distant buckets"
     ),
     runs=runs,
 )

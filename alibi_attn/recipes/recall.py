@@ -1,8 +1,8 @@
-"""Who remembers? Nine position methods learn to repeat a segment within 64 tokens; then it stands up to 1,000 tokens back.
+"""Recall: nine position methods learn to repeat a segment within 64 tokens; the test moves it up to 1,000 tokens back.
 
-Paper: none; the question that its perplexities leave open (section 5: what looks like use of a longer context is mostly
-fewer early tokens). Every training example is one document of the recall task (`lab/tasks.py`), and the test asks for
-the same at every distance in longer texts. A method may survive length and still not use it: this tells the two apart.
+Paper: none; its perplexities leave this question open (section 5: what looks like use of a longer context is mostly fewer
+early tokens). Every training example is one document of the recall task (`lab/data/tasks.py`), and the test measures recall
+at every distance in longer texts. It distinguishes methods that use a longer context from those that only survive it.
 """
 
 import dataclasses
@@ -62,14 +62,14 @@ def _run(method: Method, scale: Scale) -> RunConfig:
 
 RECIPE = Recipe(
     name="recall",
-    question="Trained to repeat what stood within 64 tokens, which position methods still can when it stands 1,000 tokens back?",
-    paper="none: what section 5's perplexities cannot say",
+    question="Trained to repeat a segment within 64 tokens, which position methods can still do so 1,000 tokens back?",
+    paper="none: a question that section 5's perplexities leave open",
     command="alibi run recall",
-    cost="small: about a minute a method on two cores (three measured on a busy one); smoke: seconds; paper: not run",
+    cost="small: about a minute per method on two cores (three measured on a busy machine); smoke: seconds; paper: not run",
     expected=(
-        "near every token within the trained length (chance is a quarter); beyond it ALiBi finds what is near at any "
-        "length and less the farther it stands, no positions lose least, and rotary loses near ones too; forget gates, which "
-        "start at a half, are still at chance after 300 steps (docs/log.md)"
+        "nearly every token is recalled within the trained length (chance is a quarter); beyond it, ALiBi recalls nearby tokens "
+        "at any text length and fewer the farther back they are, no positions lose least, and rotary loses nearby ones too; "
+        "forget gates, which start at a half, are still at chance after 300 steps (docs/log.md)"
     ),
     runs=runs,
 )

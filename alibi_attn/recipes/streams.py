@@ -1,11 +1,9 @@
-"""Reading on and on: pieces, a sliding window, segments with a memory, a window with attention sinks; three position methods.
+"""Streaming evaluation: pieces, a sliding window, segments with a memory, a window with attention sinks; three position methods.
 
-Papers: Dai et al. 2019 (Transformer-XL, arXiv:1901.02860), sec. 3.1, whose memory is of the length of a segment; Xiao et al. 2023
-(StreamingLLM, arXiv:2309.17453), sec. 3.2, who keep 4 first tokens. Both ask models that were made for it or are large; here any
-trained model is asked, and the same tokens are scored in every way (`lab/streams.py`).
+Papers: Dai et al. 2019 (Transformer-XL, arXiv:1901.02860), sec. 3.1, whose memory is as long as a segment; Xiao et al. 2023
+(StreamingLLM, arXiv:2309.17453), sec. 3.2, who keep the first 4 tokens. Both test large models or models built for streaming.
+Here any trained model is tested, and each way of reading scores the same tokens (`lab/evaluation/long_context_eval.py`).
 """
-
-import dataclasses
 
 from alibi_attn.lab.config import EvalConfig, Method, ModelConfig, Recipe, RunConfig, Scale, TrainConfig
 from alibi_attn.recipes import large, medium
@@ -14,7 +12,7 @@ METHODS: tuple[Method, ...] = ("sinusoidal", "rotary", "alibi")
 
 
 def runs(scale: Scale) -> tuple[RunConfig, ...]:
-    """The same model, data, order and seed for every method; memories of L and 4 L, and no sinks or four."""
+    """The same model, data, order and seed for every method; memories of L and 4 L tokens, with 0 and 4 sinks."""
     return tuple(_run(method, scale) for method in METHODS)
 
 
@@ -32,31 +30,26 @@ def _run(method: Method, scale: Scale) -> RunConfig:
             eval=EvalConfig(lengths=(64, 128, 256, 512), tokens=8192, memory=(64, 256), sinks=(0, 4)),
         )
     if scale == "medium":
-        return RunConfig(
-            model=dataclasses.replace(medium.MODEL, method=method),
-            data=medium.DATA,
-            train=dataclasses.replace(medium.TRAIN, length=128),
-            eval=EvalConfig(lengths=(128, 256, 512, 1024), tokens=16_384, memory=(128, 512), sinks=(0, 4)),
+        return medium.run(
+            method, 128, EvalConfig(lengths=(128, 256, 512, 1024), tokens=16_384, memory=(128, 512), sinks=(0, 4))
         )
-    return RunConfig(
-        model=dataclasses.replace(large.MODEL, method=method),
-        train=dataclasses.replace(large.TRAIN, length=512),
-        eval=EvalConfig(
-            lengths=(512, 1024, 2048), tokens=262_144, batch_tokens=65_536, memory=(512, 1024), sinks=(0, 4)
-        ),
+    return large.run(
+        method,
+        512,
+        EvalConfig(lengths=(512, 1024, 2048), tokens=262_144, batch_tokens=65_536, memory=(512, 1024), sinks=(0, 4)),
     )
 
 
 RECIPE = Recipe(
     name="streams",
-    question="Read on and on in segments with a memory, or with a window and attention sinks: is it as good as a sliding window?",
+    question="Does reading in segments with a memory, or in a window with attention sinks, match a sliding window?",
     paper="none: Dai et al. 2019 and Xiao et al. 2023, for the methods of figure 1",
     command="alibi run streams",
     cost="small: seven minutes of one core, measured; smoke: seconds; medium and paper: not run",
     expected=(
-        "with ALiBi cached segments lie below pieces of their length (3.91 a byte against 4.17 at 64) and within 1 % of a "
-        "sliding window, at one pass over the text; rotary and sinusoidal rise with the distances that a memory brings; a "
-        "rolling window is within 1 % of the sliding one, with four sinks or none: so small a model leans on no first tokens"
+        "with ALiBi, cached segments beat pieces of the same length (3.91 per byte against 4.17 at 64) and come within 1 % of a "
+        "sliding window in one pass over the text; rotary and sinusoidal get worse at the distances that a memory adds; a "
+        "rolling window is within 1 % of the sliding one with four sinks or none: this small model does not rely on first tokens"
     ),
     runs=runs,
 )

@@ -7,7 +7,7 @@ Next: `page.py`, which writes the page, and `series.py`, which sorts the records
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from alibi_attn.report.heads import plot_alibi_bias
+    from alibi_attn.report.plots.bias import plot_alibi_bias
 
 __all__ = ["plot_alibi_bias"]
 
@@ -16,7 +16,7 @@ def __getattr__(name: str) -> object:
     if name != "plot_alibi_bias":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        from alibi_attn.report import heads
+        from alibi_attn.report.plots import bias as heads
     except ModuleNotFoundError as error:
         if error.name != "matplotlib":
             raise

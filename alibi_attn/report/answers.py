@@ -8,7 +8,7 @@ Next: `verdicts.py`, what follows from an answer, and `paper.py`, how it is draw
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,24 @@ Column = Callable[[str, str], NDArray[np.float64]]
 def is_drawn(record: Record) -> bool:
     """Answers to an item that the paper has."""
     return record.kind == KIND and item_name(record) in PUBLISHED
+
+
+def sorted_items(records: Iterable[Record]) -> list[Record]:
+    """The answers among the records in the paper's order, figures first; several answers to one item by their scale."""
+    order = list(PUBLISHED)
+    drawn = [record for record in records if is_drawn(record)]
+    return sorted(drawn, key=lambda record: (order.index(item_name(record)), scale_of(record), record.name))
+
+
+def unanswered(records: Iterable[Record]) -> list[str]:
+    """The figures and tables of the paper without an answer among the records; an empty list if none has one."""
+    answered = {item_name(record) for record in records if is_drawn(record)}
+    return [name.replace("-", " ") for name in PUBLISHED if name not in answered] if answered else []
+
+
+def named_studies(records: Iterable[Record]) -> set[object]:
+    """The recipes whose trainings and tests the answers were read from."""
+    return {record.config.get("study") for record in records if is_drawn(record)}
 
 
 def item_name(record: Record) -> str:

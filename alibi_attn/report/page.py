@@ -1,50 +1,62 @@
-"""The page: records in, one self-contained HTML file out, which opens offline, on a phone, in print, in light and dark.
+"""The page: records in, one self-contained HTML file out. It opens offline, on a phone, in print, in light and dark.
 
-`tables.py` and `paper_tables.py` have the numbers, `figures.py` and its neighbors the pictures, `sentences.py` the words,
-`sections.py` what stands in each section, `page.html` the place of each. A part whose records are missing is left out;
-records of kinds that this page does not draw are listed.
+`SECTIONS` lists what the page can show, in its order; `section.py` says how to add to it. A section without records is left
+out, and records that no section draws are listed under "Other records".
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, TypeAlias
 
 try:
     import jinja2
 
-    from alibi_attn.report import (
-        answers,
-        benchmarks,
-        certificates,
-        contents,
-        costs,
-        drawing,
+    from alibi_attn.report import answers, sentences
+    from alibi_attn.report.plots import drawing
+    from alibi_attn.report.section import Archive, Section
+    from alibi_attn.report.sections import (
+        alibi_heads,
+        benchmark,
+        claims,
+        closing,
         evidence,
         head_maps,
-        referee,
-        referee_section,
-        sections,
-        sentences,
-        study_sections,
-        tables,
+        method_comparison,
+        paper_item,
+        study,
+        trained_heads,
     )
 except ModuleNotFoundError as error:
     if error.name not in ("jinja2", "matplotlib"):
         raise
     raise ImportError(f'a report needs {error.name}; install it with: pip install "alibi-attn[lab]"') from error
 
-from alibi_attn.records import Record, identity, replace_file
-from alibi_attn.report.contents import Entry
-from alibi_attn.report.series import other_records, studies
+from alibi_attn.records import Record, replace_file
 
 TITLE = "Train short, test long"
+
+Find: TypeAlias = Callable[[Archive], Sequence[Any]]
+Draw: TypeAlias = Callable[[Any, int, Archive], Section]
+
+SECTIONS: tuple[tuple[Find, Draw], ...] = (
+    (claims.find, claims.draw),
+    (paper_item.find, paper_item.draw),
+    (evidence.find, evidence.draw),
+    (method_comparison.find, method_comparison.draw),
+    (study.find, study.draw),
+    (alibi_heads.find, alibi_heads.draw),
+    (trained_heads.find, trained_heads.draw),
+    (head_maps.find, head_maps.draw),
+    (benchmark.find, benchmark.draw),
+)
 
 
 def write_report(records: Sequence[Record], path: Path, *, title: str = TITLE, question: str | None = None) -> Path:
     """Write the report of the records to one HTML file, whole or not at all, and return its path.
 
     Args:
-        records: of any kinds, in any order; none at all gives a page that says how to make some.
-        question: the sentence under the title; by default what the records ask.
+        records: of any kinds, in any order; without records the page says how to make some.
+        question: the sentence under the title; by default derived from the records.
 
     Raises:
         OSError: the file cannot be written.
@@ -52,72 +64,24 @@ def write_report(records: Sequence[Record], path: Path, *, title: str = TITLE, q
     return replace_file(path, report_html(records, title=title, question=question).encode())
 
 
-def report_html(records: Sequence[Record], *, title: str = TITLE, question: str | None = None) -> str:
-    """The page that `write_report` writes, as text; equal records give equal text, and one that comes twice is drawn once."""
-    by_identity = {identity(record.kind, record.name, record.config): record for record in records}
-    records = list(by_identity.values())
-    every = studies(records)
-    items = sections.sorted_items([record for record in records if answers.is_drawn(record)])
-    asked = {record.config.get("study") for record in items}
-    comparisons = referee.comparisons(study for study in every if study.recipe not in asked)
-    found = [study for study in every if study.recipe not in asked and not referee.is_of_referee(study)]
-    behind = [study for study in every if study.recipe in asked]
-    timed = [record for record in records if benchmarks.is_drawn(record)]
-    models = certificates.trained_heads(records)
-    looked = [record for record in records if head_maps.is_drawn(record)]
-    others = [
-        record
-        for record in other_records(records)
-        if not (
-            benchmarks.is_drawn(record)
-            or answers.is_drawn(record)
-            or certificates.is_drawn(record)
-            or head_maps.is_drawn(record)
-        )
-    ]
-    paper_sections = [sections.paper_section(record, f"p{number}", by_identity) for number, record in enumerate(items)]
-    comparison_sections = [
-        referee_section.referee_section(tasks, f"r{number}") for number, tasks in enumerate(comparisons)
-    ]
-    shown_studies = [study_sections.study_section(study, f"s{number}") for number, study in enumerate(found)]
-    model_sections = [sections.model_section(model, f"h{number}") for number, model in enumerate(models)]
-    map_sections = [sections.map_section(record, f"m{number}") for number, record in enumerate(looked)]
-    bench_sections = [sections.benchmark_section(record, f"b{number}") for number, record in enumerate(timed)]
-    entries = [
-        *(
-            Entry(f"p{number}", "The paper, item by item", part.name, part.title, (record,))
-            for number, (record, part) in enumerate(zip(items, paper_sections, strict=True))
-        ),
-        *(
-            Entry(f"r{number}", "Position methods", part.title, _about(used), tuple(used))
-            for number, (tasks, part) in enumerate(zip(comparisons, comparison_sections, strict=True))
-            for used in [referee.records(tasks)]
-        ),
-        *(
-            Entry(
-                f"s{number}",
-                "Studies",
-                f"{study.recipe} on {study.corpus.get('name', '')}",
-                _about(study.records),
-                tuple(study.records),
-            )
-            for number, study in enumerate(found)
-        ),
-        *(
-            Entry(f"h{number}", "Heads of trained models", model.title, _about(model.records), tuple(model.records))
-            for number, model in enumerate(models)
-        ),
-        *(
-            Entry(f"m{number}", "Heads of trained models", part.title, "", (record,))
-            for number, (record, part) in enumerate(zip(looked, map_sections, strict=True))
-        ),
-        *(Entry(f"b{number}", "Benchmarks", record.name, "", (record,)) for number, record in enumerate(timed)),
-    ]
-    if behind:
-        used = tuple(record for study in behind for record in study.records)
-        entries.append(Entry("evidence", "Behind the paper's items", "Trainings and tests", _about(used), used))
-    if others:
-        entries.append(Entry("others", "Other", "Other records", _about(others), tuple(others)))
+def report_html(
+    records: Sequence[Record],
+    *,
+    title: str = TITLE,
+    question: str | None = None,
+    sections: Sequence[tuple[Find, Draw]] = SECTIONS,
+) -> str:
+    """The page that `write_report` writes, as text. Equal records give equal text; a record passed twice is drawn once."""
+    archive = Archive(records)
+    shown = [draw(entry, number, archive) for find, draw in sections for number, entry in enumerate(find(archive))]
+    shown += closing.other_records(archive, shown)
+    listed = [section for section in shown if section.group]
+    shown += [*closing.costs(archive), *closing.provenance(archive)]
+    contents: dict[str, list[Section]] = {}
+    if len(listed) > 1:
+        shown.append(closing.record_list(archive, shown))
+        for section in listed:
+            contents.setdefault(section.group, []).append(section)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -129,25 +93,9 @@ def report_html(records: Sequence[Record], *, title: str = TITLE, question: str 
         title=title,
         colors_light=drawing.css("light"),
         colors_dark=drawing.css("dark"),
-        question=question or (sentences.question(every) if every else ""),
-        contents=contents.groups(entries) if len(entries) > 1 else [],
-        unanswered=contents.unanswered([record.name for record in items]),
-        record_rows=contents.record_rows(records, entries),
-        papers=paper_sections,
-        claims=sections.claim_blocks(paper_sections),
-        comparisons=comparison_sections,
-        studies=shown_studies,
-        evidence=evidence.evidence_table(behind),
-        heads=sections.head_sections(every),
-        models=model_sections,
-        maps=map_sections,
-        benchmarks=bench_sections,
-        others=tables.other_rows(others),
-        cost=costs.cost_table(every),
-        provenance=tables.provenance(records),
-        count=len(records),
+        question=question or (sentences.question(archive.studies) if archive.studies else ""),
+        contents=list(contents.items()),
+        unanswered=answers.unanswered(archive.records),
+        sections=shown,
+        count=len(archive.records),
     )
-
-
-def _about(records: Sequence[Record]) -> str:
-    return f"{len(records)} record{'' if len(records) == 1 else 's'}"

@@ -3,8 +3,8 @@
     study    one recipe on one corpus, evaluated in one way: what may stand in one figure
     series   one configuration in it, over all its seeds: one line in the figure, one row in the table
 
-Records that are neither a training nor an evaluation of a language model stay apart (`other_records`).
-Next: `figures.py` draws studies, `page.py` writes them down.
+Records that are neither a training nor an evaluation of a language model belong to no study.
+Next: `plots/study.py` draws studies, `page.py` writes them down.
 """
 
 import dataclasses
@@ -158,11 +158,6 @@ def studies(records: Iterable[Record]) -> list[Study]:
             known = trainings.get((recipe, run), []) if record.kind == "evaluation" else []
             group.setdefault((run, _stretch(record)), [*known]).append(record)
     return [_study(recipe, runs) for (recipe, _, _), runs in sorted(groups.items())]
-
-
-def other_records(records: Iterable[Record]) -> list[Record]:
-    """The records that belong to no study."""
-    return [record for record in records if not _is_of_a_model(record)]
 
 
 def numbers(record: Record, curve: str, column: str) -> list[float]:

@@ -1,81 +1,94 @@
-"""Verdicts: each claim of the paper confirmed, contradicted or not decided at the size of an answer, with the interval behind it.
+"""Verdicts: each claim of the paper confirmed, contradicted or open at the size of an answer, with the interval behind it.
 
-The quantity of a claim is a ratio; its logarithm is a difference of losses in nats, d. Two intervals of 95 % are made of d:
+The quantity of a claim is a ratio; its logarithm is a difference, seed by seed and part of the text by part (`intervals.py`).
+Confirmed: the whole interval is on the claim's side of the threshold. Contradicted: all of it is on the other side. Everything
+else is open, with the reason.
 
-    over seeds   d of each seed, trained in pairs (equal data, equal order): mean ± t · s / √S, Student's t with S − 1 degrees
-    over text    d of each part of the scored text ("by_part" of the evaluations, the same tokens on both sides), in the same way;
-                 neighbors may depend on each other, so it is made of a quarter as many larger parts too, and the wider counts
-
-Where both are known, what lies in either counts as possible. Confirmed: all of it is on the claim's side. Contradicted: all of it
-on the other. With one seed the interval speaks of these trained models on other text, and not of other trainings; without any
-of the two there is no verdict, however far apart two numbers are.
+* A claim that compares two trainings (ALiBi against sinusoidal, L = 512 against L = 3072), or speeds, is about training: it
+  needs an interval over seeds, because one training of each says nothing about another, however long the text. Two measured
+  speeds without an interval decide nothing either.
+* A claim about how one model's perplexity changes with length is decided over text with a single seed, for that model.
+* A definition (slopes, forward passes) has no chance in it and is compared exactly.
 """
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
 from alibi_attn.records import Json, Record
-from alibi_attn.report.answers import Column, item_name, item_of, published, recorded, scale_factor, way_of
+from alibi_attn.report.answers import (
+    Column,
+    item_name,
+    item_of,
+    published,
+    recorded,
+    scale_factor,
+    sorted_items,
+    way_of,
+)
 from alibi_attn.report.claims import CLAIMS, Claim, Number
+from alibi_attn.report.intervals import (
+    LEAST_PARTS,
+    Array,
+    Interval,
+    Paired,
+    as_ratio,
+    joined,
+    seed_interval,
+    text_interval,
+    union,
+)
 from alibi_attn.report.published import method_of, trained_length
 from alibi_attn.report.series import numbers
 
-Word = Literal["confirmed", "contradicted", "not decided"]
-Array = NDArray[np.float64]
+Word = Literal["contradicted", "confirmed", "open"]
 
-# Student's t for two-sided 95 %, by degrees of freedom; between two of them the smaller number of degrees is taken.
-T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228, 15: 2.131,
-        20: 2.086, 30: 2.042, 60: 2.0}  # fmt: skip
-_LEAST_PARTS = 4
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Paired:
-    """The logarithm of a ratio (or a difference of shares), [S] by seed, and of one part of the text (or of the documents) after
-    the other, the mean over seeds, [P].
-
-    `weights` [P] are the parts' shares of the tokens; where no interval over text can be made, both are empty and `why_not`
-    says why.
-    """
-
-    logs: Array
-    parts: Array
-    weights: Array
-    why_not: str = ""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Interval:
-    """What the ratio (or difference) may be, 95 %; `over` is what it was estimated from: "2 seeds and 32 parts of the text"."""
-
-    low: float
-    high: float
-    over: str
+# The metric, by kind of record, that a column of speed or memory was read from.
+_METRICS = {
+    "train_tokens_per_second": {"speed": "train_tokens_per_second", "training": "tokens_per_second"},
+    "evaluation_tokens_per_second": {"speed": "evaluation_tokens_per_second"},
+    "memory_bytes": {"speed": "memory_bytes", "training": "peak_memory_bytes"},
+}
+_EQUAL_TIME = (
+    "figure-5",
+    "table-11",
+)  # perplexities when the ALiBi model's training ended, from validations during training
+_EXACT = ("slope", "pass")  # columns that are defined, not measured
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """A claim held against one answer; `ours` and `paper` are the ratio, NaN where it is not known."""
+    """A claim compared with one answer.
+
+    Args:
+        paper, ours: the ratio; NaN where it is not known.
+        seeds, text: the intervals over seeds and over text, as far as there are any.
+        word, why: the verdict and its reason.
+    """
 
     claim: Claim
     paper: float
     ours: float
-    interval: Interval | None
     word: Word
     why: str
+    seeds: Interval | None = None
+    text: Interval | None = None
+
+    @property
+    def interval(self) -> Interval | None:
+        """What the ratio may be over seeds and over text."""
+        return union(self.seeds, self.text)
 
 
 class Evidence:
-    """The evaluations that an answer names as what it was read from, as far as they are at hand.
+    """The records that an answer names as its sources, as far as they are among those given.
 
     Args:
         record: an answer.
-        by_identity: any records by their identity, among them perhaps those.
+        by_identity: any records by their identity.
     """
 
     def __init__(self, record: Record, by_identity: Mapping[str, Record]) -> None:
@@ -84,30 +97,76 @@ class Evidence:
         self.record = record
         self.records = [by_identity[key] for key in digits if key in by_identity]
         self.missing = len(digits) - len(self.records)
-        self._factor = scale_factor(record)
+        self._factor = self._scale_factor()
+
+    def by_seed(self, number: Number) -> dict[int, Record]:
+        """The records that hold a number, by seed: evaluations, trainings or measurements of speed."""
+        metrics = _METRICS.get(number.column)
+        if metrics is None and not self.equal_time:
+            return self.evaluations(number)
+        return {
+            _seed(one): one
+            for one in self._of_model(number)
+            if (metrics.get(one.kind) in one.metrics if metrics else "validation" in one.curves)
+        }
+
+    @property
+    def equal_time(self) -> bool:
+        """Whether the item compares models after equal time of training."""
+        return item_name(self.record) in _EQUAL_TIME
 
     def evaluations(self, number: Number) -> dict[int, Record]:
         """By seed, the evaluations of a number's model on its part of the text that have its length."""
         tested = self.our_length(number)
-        trained = trained_length(number.label) or number.length
-        if tested is None or trained is None:
-            return {}
-        wanted = method_of(number.label), round(trained / self._factor), None
         split = "test" if number.column.startswith("test") else "valid"
         return {
-            _integer(_section(one, "train").get("seed")): one
-            for one in self.records
+            _seed(one): one
+            for one in self._of_model(number)
             if one.kind == "evaluation"
             and _section(one, "eval").get("split") == split
-            and (_section(one, "model").get("method"), *_lengths(one)) == wanted
             and tested in numbers(one, "by_length", "length")
         }
 
     def our_length(self, number: Number) -> float | None:
-        """The length of ours that stands for the paper's; None where nothing was tested there."""
+        """Our length that stands for the paper's; None where nothing was tested there."""
         column = recorded(self.record)
-        ours = column(number.label, "length")[column(number.label, "paper_length") == number.length]
+        lengths = column(number.label, "length")
+        if number.tested is None:
+            return float(lengths[-1]) if lengths.size else None
+        ours = lengths[column(number.label, "paper_length") == number.tested]
+        if number.length is None and not ours.size:  # the length is in the column's name
+            return float(round(number.tested / self._factor))
         return float(ours[0]) if ours.size else None
+
+    def logs(self, terms: Sequence[tuple[Number, Record]], way: str) -> list[float]:
+        """The logarithms of numbers, each as its record has it; the records are of one seed."""
+        ends = [one.metrics.get("seconds") or math.inf for number, one in terms if method_of(number.label) == "alibi"]
+        return [self._log(number, record, way, min(ends, default=math.inf)) for number, record in terms]
+
+    def _log(self, number: Number, record: Record, way: str, end: float) -> float:
+        if number.column in _METRICS:
+            return _log(record.metrics.get(_METRICS[number.column][record.kind]))
+        if self.equal_time:
+            points = zip(numbers(record, "validation", "seconds"), numbers(record, "validation", "nats"), strict=True)
+            return next((nats for seconds, nats in reversed(list(points)) if seconds <= end), math.nan)
+        speed = number.column == "tokens_per_second"
+        columns = (numbers(record, "by_length", name) for name in ("length", number.column if speed else f"{way}_nats"))
+        value = dict(zip(*columns, strict=True)).get(self.our_length(number) or 0.0, math.nan)
+        return _log(value) if speed else value
+
+    def _of_model(self, number: Number) -> list[Record]:
+        trained = trained_length(number.label) or number.length
+        if trained is None:
+            return []
+        wanted = method_of(number.label), round(trained / self._factor), None
+        return [one for one in self.records if (_section(one, "model").get("method"), *_lengths(one)) == wanted]
+
+    def _scale_factor(self) -> float:
+        """How many times longer the paper's lengths are; from the trainings where the answer has no lengths."""
+        lengths = [length for one in self.records if isinstance(length := _lengths(one)[0], int) and length > 0]
+        theirs = [length for label in self.record.curves if (length := trained_length(label))]
+        factor = scale_factor(self.record)
+        return min(theirs) / min(lengths) if factor == 1 and lengths and theirs else factor
 
 
 def verdicts(record: Record, by_identity: Mapping[str, Record]) -> list[Verdict]:
@@ -116,88 +175,114 @@ def verdicts(record: Record, by_identity: Mapping[str, Record]) -> list[Verdict]
     return [_verdict(claim, evidence) for claim in CLAIMS if claim.item == item_name(record)]
 
 
+def counted(judged: Sequence[Verdict]) -> str:
+    """The number of claims by verdict: "1 contradicted, 2 confirmed, 3 open"."""
+    counts = {word: sum(verdict.word == word for verdict in judged) for word in get_args(Word)}
+    return ", ".join(f"{count} {word}" for word, count in counts.items() if count)
+
+
+def in_order(judged: Iterable[tuple[Record, Verdict]]) -> list[tuple[Record, Verdict]]:
+    """What contradicts the paper first, then what confirms it, then what is open; each in the paper's order."""
+    return sorted(judged, key=lambda one: get_args(Word).index(one[1].word))
+
+
+def all_verdicts(records: Sequence[Record], by_identity: Mapping[str, Record]) -> list[tuple[Record, Verdict]]:
+    """Every verdict on every answer among the records, with its answer, in the paper's order."""
+    return [(record, one) for record in sorted_items(records) for one in verdicts(record, by_identity)]
+
+
+def ratio_text(value: float) -> str:
+    """A ratio with four digits; "—" for NaN."""
+    if not math.isfinite(value):
+        return "—"
+    return f"{value:.4f}" if value < 2 else f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
+
+
 def paired(evidence: Evidence, over: Sequence[Number], under: Sequence[Number], *, way: str) -> Paired:
     """ln of (the product of `over` / the product of `under`), seed by seed and part by part; `way` as in `answers.way_of`."""
-    found = [evidence.evaluations(number) for number in (*over, *under)]
+    found = [evidence.by_seed(number) for number in (*over, *under)]
     seeds = sorted(set.intersection(*map(set, found)))
     if not seeds:
         where = "are not among these records" if evidence.missing else "are not named by the answer"
         return _nothing(f"the evaluations that it would be read from {where}")
     signs = [1.0] * len(over) + [-1.0] * len(under)
-    terms = [
-        (sign, by_seed, evidence.our_length(number))
-        for sign, by_seed, number in zip(signs, found, (*over, *under), strict=True)
-    ]
-    logs = np.array([sum(sign * _nats(by_seed[seed], at, way) for sign, by_seed, at in terms) for seed in seeds])
-    ran = [by_seed[seed] for _, by_seed, _ in terms for seed in seeds]
-    if len({_scored(one) for one in ran}) > 1:
-        return _nothing("the models were not tested on the same tokens", logs)
-    parts = [[sign * _parts(by_seed[seed], at, f"{way}_nats") for sign, by_seed, at in terms] for seed in seeds]
-    tokens = _parts(ran[0], terms[0][2], "tokens")
-    if len({part.size for of_seed in parts for part in of_seed} | {tokens.size}) > 1 or tokens.size < _LEAST_PARTS:
-        kept = "fewer than four parts" if tokens.size else "no losses by part"
-        return _nothing(f"the evaluations keep {kept} of the text", logs)
-    differences = np.mean([np.sum(of_seed, axis=0) for of_seed in parts], axis=0)
-    return Paired(logs=logs, parts=differences, weights=tokens / tokens.sum())
-
-
-def interval(found: Paired) -> Interval | None:
-    """95 % of the ratio over seeds and over text, what lies in either; None where there is neither."""
-    bounds = mean_interval(found)
-    return bounds and dataclasses.replace(bounds, low=_exp(bounds.low), high=_exp(bounds.high))
-
-
-def mean_interval(found: Paired, *, parts: str = "parts of the text") -> Interval | None:
-    """The same of the mean itself, which is not taken for a logarithm."""
-    bounds, over = [], []
-    if len(found.logs) > 1:
-        bounds.append(_mean_bounds(found.logs, np.full(len(found.logs), 1 / len(found.logs))))
-        over.append(f"{len(found.logs)} seeds")
-    if found.parts.size:
-        sizes = [1, 4] if found.parts.size >= 4 * _LEAST_PARTS else [1]
-        bounds += [_mean_bounds(*_merged(found, size)) for size in sizes]
-        over.append(f"{found.parts.size} {parts}")
-    if not bounds or not np.isfinite(bounds).all():
-        return None
-    low, high = min(bound[0] for bound in bounds), max(bound[1] for bound in bounds)
-    return Interval(low=low, high=high, over=" and ".join(over))
-
-
-def student_t(degrees: int) -> float:
-    """The half-width of a 95 % interval in standard errors, for the next smaller number of degrees that is tabled."""
-    return T_95[max(known for known in T_95 if known <= degrees)]
+    terms = list(zip(signs, (*over, *under), found, strict=True))
+    logs = np.array(
+        [float(np.dot(signs, evidence.logs([(number, of[seed]) for _, number, of in terms], way))) for seed in seeds]
+    )
+    if any("perplexity" not in number.column for number in (*over, *under)):
+        return _nothing("measured once, so nothing shows how much chance is in it", logs)
+    if evidence.equal_time:
+        return _nothing("validations during training keep no losses by part of the text", logs)
+    return _by_part(evidence, terms, seeds, logs, way)
 
 
 def size(records: Sequence[Record]) -> tuple[str, str]:
-    """How many weights the models behind an answer have, and how many tokens each was trained on; "" where nobody knows."""
+    """How many weights the models behind an answer have and how many tokens each was trained on; "" where not recorded."""
     weights = [value for one in records if (value := one.metrics.get("parameters"))]
     tokens = [value for one in records if one.kind == "training" and (value := one.metrics.get("tokens"))]
     return _millions(weights) if weights else "", _millions(tokens) if tokens else ""
+
+
+def _by_part(
+    evidence: Evidence,
+    terms: Sequence[tuple[float, Number, Mapping[int, Record]]],
+    seeds: Sequence[int],
+    logs: Array,
+    way: str,
+) -> Paired:
+    """The differences by part, neighbors joined until a part is as long as the longest context that is compared."""
+    ran = [of[seed] for _, _, of in terms for seed in seeds]
+    if len({_scored(one) for one in ran}) > 1:
+        return _nothing("the models were not tested on the same tokens", logs)
+    places = [evidence.our_length(number) for _, number, _ in terms]
+    parts = [
+        [sign * _parts(of[seed], at, f"{way}_nats") for (sign, _, of), at in zip(terms, places, strict=True)]
+        for seed in seeds
+    ]
+    tokens, longest = _parts(ran[0], places[0], "tokens"), max(at or 0.0 for at in places)
+    if len({part.size for of_seed in parts for part in of_seed} | {tokens.size}) > 1 or not tokens.sum() > 0:
+        return _nothing("the evaluations keep no losses by part of the text", logs)
+    differences = np.mean([np.sum(of_seed, axis=0) for of_seed in parts], axis=0)
+    values, weights = joined(differences, tokens, longest)
+    if values.size < LEAST_PARTS:
+        what = f"the {tokens.sum():,.0f} tokens scored hold fewer than three parts as long as the context of {longest:,.0f}"
+        return _nothing(what, logs)
+    return Paired(logs=logs, parts=values, weights=weights)
 
 
 def _verdict(claim: Claim, evidence: Evidence) -> Verdict:
     item = item_of(evidence.record)
     paper, ours = (_ratio(claim, column) for column in (published(item), recorded(evidence.record)))
     if not math.isfinite(ours):
+        return Verdict(claim=claim, paper=paper, ours=ours, word="open", why="not measured at this size")
+    if claim.over[0].column in _EXACT:
+        exact = Interval(low=ours, high=ours, over="its definition")
         return Verdict(
-            claim=claim, paper=paper, ours=ours, interval=None, word="not decided", why="not measured at this size"
+            claim=claim, paper=paper, ours=ours, word=_word(claim, exact), why="exact, by definition", text=exact
         )
-    if claim.over[0].length is None:
-        why = "measured once, with no losses by part of the text: nothing shows how much chance is in it"
-        return Verdict(claim=claim, paper=paper, ours=ours, interval=None, word="not decided", why=why)
     found = paired(evidence, claim.over, claim.under, way=way_of(item))
-    bounds = interval(found)
+    seeds, text = as_ratio(seed_interval(found)), as_ratio(text_interval(found))
+    bounds = union(seeds, text)
+    word: Word = "open"
     if bounds is None:
-        seeds = "one seed, and " if len(found.logs) == 1 else ""
-        why = f"no interval: {seeds}{found.why_not or 'a loss is no number'}"
-        return Verdict(claim=claim, paper=paper, ours=ours, interval=None, word="not decided", why=why)
+        why = f"no interval: {'one seed, and ' if len(found.logs) == 1 else ''}{found.why_not or 'a loss is no number'}"
+    elif claim.about_training and seeds is None:
+        why = f"one training of each; a claim about training needs two seeds (the interval is over {bounds.over} alone)"
+    else:
+        word = _word(claim, bounds)
+        why = f"over {bounds.over}" + (", one training" if len(found.logs) == 1 else "")
+        if word == "open":
+            why += ": the interval holds both sides"
+    return Verdict(claim=claim, paper=paper, ours=ours, word=word, why=why, seeds=seeds, text=text)
+
+
+def _word(claim: Claim, bounds: Interval) -> Word:
+    if claim.relation == "equal":
+        return "confirmed" if math.isclose(bounds.low, claim.threshold) else "contradicted"
     sides = bounds.high < claim.threshold, bounds.low > claim.threshold
     holds, fails = sides if claim.relation == "below" else sides[::-1]
-    word: Word = "confirmed" if holds else "contradicted" if fails else "not decided"
-    why = f"over {bounds.over}"
-    if len(found.logs) == 1:
-        why += ", one training each"
-    return Verdict(claim=claim, paper=paper, ours=ours, interval=bounds, word=word, why=why)
+    return "confirmed" if holds else "contradicted" if fails else "open"
 
 
 def _ratio(claim: Claim, column: Column) -> float:
@@ -212,11 +297,6 @@ def _value(column: Column, number: Number) -> float:
     return float(values[-1]) if values.size else math.nan
 
 
-def _nats(record: Record, length: float | None, way: str) -> float:
-    columns = (numbers(record, "by_length", name) for name in ("length", f"{way}_nats"))
-    return next((nats for at, nats in zip(*columns, strict=True) if at == length), math.nan)
-
-
 def _parts(record: Record, length: float | None, name: str) -> Array:
     columns = (numbers(record, "by_part", column) for column in ("length", name))
     return np.array([value for at, value in zip(*columns, strict=True) if at == length], dtype=np.float64)
@@ -228,21 +308,6 @@ def _scored(record: Record) -> tuple[str, ...]:
     lengths = _sequence(test.get("lengths"))
     return (*(str(test.get(name)) for name in ("split", "tokens")), str(lengths[-1:]), str(corpus.get("test_sha256")),
             str(corpus.get("sha256")))  # fmt: skip
-
-
-def _mean_bounds(values: Array, weights: Array) -> tuple[float, float]:
-    """Student's interval of the weighted mean of independent values."""
-    count, mean = len(values), float(weights @ values)
-    variance = count / (count - 1) * float(weights**2 @ (values - mean) ** 2)
-    half = student_t(count - 1) * math.sqrt(variance)
-    return mean - half, mean + half
-
-
-def _merged(found: Paired, size: int) -> tuple[Array, Array]:
-    """Parts and their shares, `size` neighbors as one."""
-    groups = np.arange(found.parts.size) * (found.parts.size // size) // found.parts.size
-    weights = np.bincount(groups, weights=found.weights).astype(np.float64)
-    return np.bincount(groups, weights=found.weights * found.parts) / weights, weights
 
 
 def _nothing(why_not: str, logs: Array | None = None) -> Paired:
@@ -265,12 +330,13 @@ def _sequence(value: Json) -> Sequence[Json]:
     return value if isinstance(value, list | tuple) else ()
 
 
-def _integer(value: Json) -> int:
+def _seed(record: Record) -> int:
+    value = _section(record, "train").get("seed")
     return value if isinstance(value, int) else 0
 
 
-def _exp(value: float) -> float:
-    return math.exp(value) if value < 700 else math.inf
+def _log(value: float | None) -> float:
+    return math.log(value) if value is not None and value > 0 else math.nan
 
 
 def _millions(values: Sequence[float]) -> str:

@@ -6,15 +6,15 @@ import math
 import numpy as np
 import pytest
 import torch
+from attention_checks import ON_CPU
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from alibi_attn import alibi_attention, alibi_bias, alibi_slopes, explain, head_reach
 from alibi_attn.attention.backends.native import backend as native
 from alibi_attn.attention.certificate import bounds
-from alibi_attn.attention.dispatch import BACKENDS
 from alibi_attn.attention.validation import make_spec
 
-every_backend = pytest.mark.parametrize("backend", [name for name in BACKENDS if name not in ("fused", "flex")])  # CPU
+every_backend = pytest.mark.parametrize("backend", ON_CPU)
 
 
 def draw(b=2, h=4, k=None, t=50, s=None, d=8, dtype=torch.float64, requires_grad=False):

@@ -42,7 +42,7 @@ def assert_keeps_what_matters(case: Case, block_size: int, *, steeper: float = 0
     spec = make_spec(query, key, value, slopes, **kwargs)
     seen = kept(mask, block_size)
     finite = [x.nan_to_num(0.0, 0.0, 0.0).repeat_interleave(spec.group, 1) for x in (key, value)]
-    bias = score_bias(spec, distances(spec.query_len, spec.key_len, spec.query_offset, None), torch.ones_like(seen))
+    bias = score_bias(spec, distances(spec.query_len, spec.key_len, spec.query_offset, None), torch.ones_like(seen))[0]
     scores = (spec.scale * query @ finite[0].mT + bias.nan_to_num(neginf=0.0)).masked_fill(~seen, -math.inf)
     blind = ~seen.any(-1, keepdim=True)
     found = (scores.masked_fill(blind, 0.0).softmax(-1) @ finite[1]).masked_fill(blind, 0.0)

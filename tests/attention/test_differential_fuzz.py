@@ -10,8 +10,8 @@ from attention_cases import CASES, KEY_BIASES, Case
 from attention_oracle import positions
 from attention_oracle import truth as looped
 from differential_arrays import Arrays, arrays
+from differential_calls import GATES, Call, draw
 from differential_calls import KEY_BIASES as KINDS
-from differential_calls import Call, draw
 from differential_checks import Answer, Question, answer, assert_agrees, assert_right, plainly
 from differential_fuzz import Tally, features, fuzz, shrunk
 from differential_truth import Truth, truth
@@ -26,7 +26,8 @@ DRAWS = {"reference": 100, "dense": 100, "banded": 150, "native": 200}
 # What draws like these have found, made plain: negative slopes, a negative scale, scores that are recomputed with other roundings
 # than they had, keys out of sight, inputs at the end of fp32, huge numbers where nobody looks, gradients that come as NaN for
 # nothing, nothing at all, log-sum-exps merged one after another, biases of keys that only some queries of a block see, NaN
-# whose weights are all dropped, and (no fault of ours) outputs that dropout makes larger than fp16 holds.
+# whose weights are all dropped, and (no fault of ours) outputs that dropout makes larger than fp16 holds. Then extreme
+# biases and gates that some queries of a block do not see, views with a negative bit, and empty batches.
 FOUND = (
     Call(seed=0, heads=3, kv_heads=3, query_len=129, key_len=129, head_dim=4, slopes="steep negative"),
     Call(seed=2, query_len=200, key_len=200, head_dim=4, slopes="steep negative"),
@@ -73,6 +74,16 @@ FOUND = (
     Call(seed=5999, heads=32, kv_heads=2, query_len=16, key_len=17, head_dim=20, window=2, scale=8.0, bad="seen",
          through="output", dropout_p=0.5, torch_seed=720833116),
     Call(seed=14893, dtype="float16", head_dim=3, outlier_value=1e8, dropout_p=0.1, torch_seed=1508454),
+    Call(seed=43, key_len=62, through="output", gates="isolated"),
+    Call(seed=43, key_len=62, gates="both"),
+    Call(seed=93, key_len=3, key_bias="isolated", key_bias_as="float64"),
+    Call(seed=113, query_len=2, key_len=8, key_bias="isolated"),
+    Call(seed=113, batch=3, query_len=192, key_len=8, head_dim=7, causal=False, window=64, key_bias="isolated"),
+    Call(seed=55, head_dim=16, layout_value="negative"),
+    Call(seed=186, heads=4, kv_heads=2, query_len=11, key_len=106, head_dim=16, layout_key="imaginary", layout_grad="negative"),
+    Call(seed=17, heads=2, query_len=29, key_len=12, slopes="batch", layout_masks="negative", asks_reach=True),
+    Call(seed=82, batch=0, heads=10, kv_heads=5, query_len=9, key_len=9, head_dim=31),
+    Call(seed=107, batch=0, query_len=104, key_len=17, causal=False, wanted="slopes", dropout_p=0.1),
 )  # fmt: skip
 
 
@@ -304,10 +315,11 @@ def test_every_feature_is_drawn() -> None:
     found = {feature for seed in range(DRAWS["native"]) for feature in features(draw(seed))}
     options = {
         "dtype": ("float64", "bfloat16", "float16"), "slopes": ("published", "batch", "zero", "negative", "steep negative",
-        "huge", "enormous", "vanishing", "mixed"), "right": ("batch", "inf", "zero", "negative", "steep"),
+        "huge", "enormous", "extreme", "vanishing", "mixed"), "right": ("batch", "inf", "zero", "negative", "steep"),
         "mask": ("random", "left", "right"), "segments": ("sorted", "unsorted"), "segment_ids": ("negative", "large"),
         "offset_as": ("0-d", "batch"), "bad": ("unseen", "seen"), "through": ("output", "lse"), "wanted": ("inputs", "none"),
         "key_bias": KINDS, "key_bias_as": ("float64",), "key_bias_shape": ("HS", "B1S", "S"),
+        "gates": GATES, "gates_as": ("float64",), "gates_shape": ("BKS",),
     }  # fmt: skip
     expected = {f"{name} {option}" for name, of in options.items() for option in of}
     expected |= {"window", "scale", "outlier_key", "outlier_value", "peaked", "tolerance", "causal", "layout_query"}
@@ -321,6 +333,10 @@ def test_every_feature_is_drawn() -> None:
         "size_key",
         "wild_blind",
         "layout_key_bias",
+        "layout_gates",
+        "layout_value",
+        "empty batch",
+        "negative view",
         "dropout_p",
     }
     assert not expected - found

@@ -10,7 +10,7 @@ import pytest
 import torch
 from attention_calls import assert_close, assert_equal, draw
 from attention_cases import CASES, KEY_BIASES, Case
-from attention_checks import answer, plain_attention
+from attention_checks import WITH_KEY_BIAS, answer, plain_attention
 from attention_oracle import Answer, positions
 from certificate_attack import native_keys, random_attack
 from dropout_attack import off
@@ -27,10 +27,9 @@ from alibi_attn.attention.spec import AttentionSpec, dropout_numbers
 from alibi_attn.attention.validation import make_spec
 from alibi_attn.nn import ALiBiAttention, ALiBiTransformerBlock
 
-BACKENDS = ("reference", "dense", "native")
 SEED = 2**61 + 2**33 + 12345
 P = 0.3
-every_backend = pytest.mark.parametrize("backend", BACKENDS)
+every_backend = pytest.mark.parametrize("backend", WITH_KEY_BIAS)
 quiet = pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
 
 
@@ -76,7 +75,7 @@ def test_every_backend_has_the_mask_of_the_definition(offset: int, origin: tuple
     for x in ((0, 0, 0, 0), (1, 3, t - 1, s - 1), (1, 2, 40, 64)):
         i, j = offset + x[2] + origin[2], x[3] + origin[2]
         assert bool(defined[x]) == keeps(SEED, (x[0] + origin[0]) % 2**32, x[1] + origin[1], i, j, P)
-    for backend in BACKENDS:
+    for backend in WITH_KEY_BIAS:
         for dtype in (torch.float32, torch.float64):
             assert torch.equal(read_mask(backend, spec, dtype), defined), (backend, dtype)
 
@@ -88,7 +87,7 @@ def test_a_batch_of_several_seeds_is_as_many_batches() -> None:
     each = [
         factors(seed, P, batch=2, heads=2, positions=at, key_len=20, origin=(4, 0, 0)) for seed in (5, 2**62 - 1, 5)
     ]
-    for backend in BACKENDS:
+    for backend in WITH_KEY_BIAS:
         assert torch.equal(read_mask(backend, spec), torch.cat(each) != 0)
 
 

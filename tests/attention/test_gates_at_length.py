@@ -1,4 +1,4 @@
-"""What `tests/support/gates_at_length.py` holds the gates' gradient against is the gradient, and it tells a wrong one apart."""
+"""The gate gradients that `tests/support/oracles/gates_at_length.py` compares with are right, and wrong ones are caught."""
 
 from pathlib import Path
 

@@ -6,18 +6,17 @@ import math
 import numpy as np
 import pytest
 import torch
+from attention_checks import WITH_KEY_BIAS
 from certificate_attack import dropped, native_keys, random_attack
 
 from alibi_attn import alibi_attention, alibi_slopes, explain, head_reach
-
-ABLE = ("reference", "dense", "native")
 
 
 def draw(length: int = 150, heads: int = 4, dim: int = 16) -> tuple[torch.Tensor, ...]:
     return torch.randn(3, 2, heads, length, dim, generator=torch.Generator().manual_seed(length)).unbind(0)
 
 
-@pytest.mark.parametrize("backend", ABLE)
+@pytest.mark.parametrize("backend", WITH_KEY_BIAS)
 def test_what_broadcasts_is_one_bias(backend: str) -> None:
     q, k, v = draw()
     bias = torch.randn(2, 4, 150)
@@ -49,7 +48,7 @@ def test_what_it_cannot_be(bias: object, error: type[Exception], said: str) -> N
         alibi_attention(q, k, v, key_bias=bias)
 
 
-@pytest.mark.parametrize("backend", ABLE)
+@pytest.mark.parametrize("backend", WITH_KEY_BIAS)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 3e38])
 def test_a_hidden_key_is_never_used(backend: str, bad: float) -> None:
     q, k, v = draw(200)
@@ -71,7 +70,7 @@ def test_a_hidden_key_is_never_used(backend: str, bad: float) -> None:
         torch.testing.assert_close(ours, right, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", ABLE)
+@pytest.mark.parametrize("backend", WITH_KEY_BIAS)
 def test_large_numbers_cost_the_rounding_of_their_differences(backend: str) -> None:
     q, k, v = draw(300)
     bias = torch.rand(2, 4, 300, dtype=torch.float64).cumsum(-1)
@@ -82,7 +81,7 @@ def test_large_numbers_cost_the_rounding_of_their_differences(backend: str) -> N
     torch.testing.assert_close(far_lse - 2.0**20, near_lse, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("backend", ABLE)
+@pytest.mark.parametrize("backend", WITH_KEY_BIAS)
 def test_a_constant_gate_is_a_slope(backend: str) -> None:
     q, k, v = (x.double().requires_grad_() for x in draw(260))
     slopes = torch.tensor(alibi_slopes(4), requires_grad=True)
@@ -180,7 +179,7 @@ def test_rows_and_columns_of_one_gradient(causal: bool) -> None:
     np.testing.assert_allclose(found.sum(-1).numpy(), 3 * 400, rtol=1e-5)
 
 
-@pytest.mark.parametrize("backend", ABLE)
+@pytest.mark.parametrize("backend", WITH_KEY_BIAS)
 @pytest.mark.parametrize("low", [-1e4, -1e9, torch.finfo(torch.float32).min])
 def test_padding_by_a_large_negative_number_costs_no_digits(backend: str, low: float) -> None:
     """A soft mask: queries among padded keys too, for all the weight is on keys far from them."""

@@ -6,12 +6,11 @@ import pytest
 import toeplitz_calls
 import torch
 import torch._dynamo.compiled_autograd
+from attention_checks import WITH_KEY_BIAS
 from toeplitz_calls import INPUTS, check, draw
 
 from alibi_attn import alibi_attention, alibi_slopes
 from alibi_attn.attention.toeplitz import toeplitz_attention
-
-ABLE = ("reference", "dense", "native")
 
 
 def inputs(t: int = 300, h: int = 4, k: int = 2, *, causal: bool = True) -> list[torch.Tensor]:
@@ -19,7 +18,7 @@ def inputs(t: int = 300, h: int = 4, k: int = 2, *, causal: bool = True) -> list
     return [torch.randn(shape) for shape in shapes]
 
 
-@pytest.mark.parametrize("backend", ABLE)
+@pytest.mark.parametrize("backend", WITH_KEY_BIAS)
 def test_random_calls_are_the_loop_over_pairs(backend: str) -> None:
     for seed in range(30):
         check(draw(seed), backend)
@@ -63,7 +62,7 @@ def test_memory_of_native_is_linear() -> None:
 def test_distances_of_a_long_table_that_do_not_occur_have_no_gradient() -> None:
     *leaves, table = inputs()
     table = torch.randn(4, 5000, requires_grad=True)
-    for backend in ABLE:
+    for backend in WITH_KEY_BIAS:
         (found,) = torch.autograd.grad(toeplitz_attention(*leaves, table, backend=backend).square().sum(), table)
         assert bool((found[:, :300] != 0).all())
         assert bool((found[:, 300:] == 0).all())
@@ -80,7 +79,7 @@ def test_the_gradient_of_a_table_keeps_its_digits_over_many_pairs() -> None:
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6 * float(found[1].abs().max()))
 
 
-@pytest.mark.parametrize("backend", ABLE)
+@pytest.mark.parametrize("backend", WITH_KEY_BIAS)
 def test_hidden_keys_are_never_used(backend: str) -> None:
     query, key, value, table = inputs(100)
     mask = torch.rand(1, 100) < 0.7
@@ -92,7 +91,7 @@ def test_hidden_keys_are_never_used(backend: str) -> None:
 
 def test_dropout_is_the_same_mask_in_native_and_in_the_specification() -> None:
     leaves, found = [x.requires_grad_() for x in inputs(200)], []
-    for backend in ABLE:
+    for backend in WITH_KEY_BIAS:
         torch.manual_seed(7)
         output = toeplitz_attention(*leaves, dropout_p=0.3, backend=backend)
         found.append([output, *torch.autograd.grad(output.square().sum(), leaves)])

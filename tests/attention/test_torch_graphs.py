@@ -1,5 +1,7 @@
 """Tensors without values, exported programs and compiled graphs: right for the sizes that they are for, and few."""
 
+import dataclasses
+
 import pytest
 import torch
 import torch._dynamo.compiled_autograd
@@ -12,6 +14,8 @@ from torch.func import grad, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from alibi_attn import alibi_attention
+from alibi_attn.attention.schema import Arguments, Incoming
+from alibi_attn.attention.validation import make_spec
 from alibi_attn.nn import ALiBiTransformerBlock
 
 quiet = pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
@@ -206,16 +210,23 @@ def test_both_operators_pass_torchs_own_checks(backend: str, kind: str) -> None:
     if kind == "everything" and backend == "native":
         key_bias, query_bias = (torch.randn(2, 4, 66, dtype=torch.float64).requires_grad_() for _ in range(2))
         seed = torch.tensor([[7, 0, 0, 0]])
-    dropout_p = 0.0 if seed is None else 0.2
-    first, scale = torch.tensor([0]), torch.tensor(0.5, dtype=torch.float64)
-    biases = key_bias, query_bias
-    described, numbers = (m, right, first, scale, mask, segments, segments, *biases, seed), (right is None, None)
-    forward, backward = (getattr(torch.ops.alibi_attn, f"{backend}_{way}").default for way in ("forward", "backward"))
-    torch.library.opcheck(forward, (q, k, v, *described, *numbers, 1e-9, dropout_p, True))
-    output, lse, *saved = (x.detach() for x in forward(q, k, v, *described, *numbers, 1e-9, dropout_p, True))
-    kept = [x if x is None else x.detach() for x in (q, k, v, output, lse, *described, *saved)]
-    grad_lse = None if kind == "plain" else torch.ones_like(lse)
-    torch.library.opcheck(
-        backward,
-        (torch.randn_like(output), grad_lse, *kept, *numbers, dropout_p, kind == "everything", kind == "everything"),
+    spec = make_spec(
+        q, k, v, m, causal=right is None, right_slopes=right, key_mask=mask, segment_ids=segments, key_bias=key_bias
     )
+    spec = dataclasses.replace(spec, query_bias=query_bias, dropout_p=0.0 if seed is None else 0.2, dropout_seed=seed)
+    leaves = (
+        x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in Arguments.of(spec, q, k, v)
+    )
+    arguments = Arguments(*leaves)
+    forward, backward = (getattr(torch.ops.alibi_attn, f"{backend}_{way}").default for way in ("forward", "backward"))
+    torch.library.opcheck(forward, tuple(arguments))
+    output, lse, *saved = (x.detach() for x in forward(*arguments))
+    incoming = Incoming(
+        torch.randn_like(output),
+        None if kind == "plain" else torch.ones_like(lse),
+        output,
+        lse,
+        *[kind == "everything"] * 2,
+    )
+    detached = (x.detach() if isinstance(x, Tensor) else x for x in arguments)
+    torch.library.opcheck(backward, (*incoming, *detached, *saved))

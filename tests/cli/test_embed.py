@@ -1,4 +1,4 @@
-"""`alibi embed`: rows are the texts in their order, an interruption loses nothing, and every refusal is a sentence."""
+"""`alibi embed`: row order, resuming after an interruption, and one-sentence errors."""
 
 from pathlib import Path
 
@@ -33,16 +33,16 @@ def run(*arguments: object, code: int = 0) -> str:
     return " ".join(result.stdout.split()) if code != 1 else str(result.exception)
 
 
-def wanted() -> np.ndarray:
+def expected() -> np.ndarray:
     return torch.stack([pooled(random_state("jina"), "jina", text) for text in TEXTS]).numpy()
 
 
-def test_every_file_or_every_line_is_a_row_in_its_order(model, files, tmp_path):
+def test_rows_are_the_files_or_lines_in_order(model, files, tmp_path):
     out = tmp_path / "new" / "vectors.npy"
     assert run(model, *files, "--out", out) == f"vectors {out} 4 × 48 (39 tokens)"
-    found = np.load(out)
-    assert found.dtype == np.float32
-    assert np.abs(found - wanted()).max() <= 3e-6 * np.abs(wanted()).max()
+    vectors = np.load(out)
+    assert vectors.dtype == np.float32
+    assert np.abs(vectors - expected()).max() <= 3e-6 * np.abs(expected()).max()
 
     (tmp_path / "lines.txt").write_bytes("\ufeff".encode() + "\r\n".join(TEXTS).encode())
     run(
@@ -57,16 +57,16 @@ def test_every_file_or_every_line_is_a_row_in_its_order(model, files, tmp_path):
         tmp_path / "lines",
     )
     again = np.load(tmp_path / "lines")
-    units = wanted() / np.linalg.norm(wanted(), axis=1, keepdims=True)
+    units = expected() / np.linalg.norm(expected(), axis=1, keepdims=True)
     assert np.allclose(again, units[[0, 1, 2, 3, 0]], atol=3e-6)
 
-    said = run(model, *files, "--max-length", 6, "--dtype", "bfloat16", "--out", tmp_path / "cut")
-    assert said.endswith("(20 tokens, 2 cut to 6)")
-    assert np.allclose(np.load(tmp_path / "cut")[[0, 2]], wanted()[[0, 2]], atol=0.1)
+    message = run(model, *files, "--max-length", 6, "--dtype", "bfloat16", "--out", tmp_path / "cut")
+    assert message.endswith("(20 tokens, 2 cut to 6)")
+    assert np.allclose(np.load(tmp_path / "cut")[[0, 2]], expected()[[0, 2]], atol=0.1)
     assert not [path for path in tmp_path.rglob("*") if "partial" in path.name]
 
 
-def test_an_interrupted_run_goes_on_with_what_is_left(model, files, tmp_path, monkeypatch):
+def test_an_interrupted_run_resumes_with_the_remaining_texts(model, files, tmp_path, monkeypatch):
     made, whole = embedding.embed, []
 
     def stops(encoder, rows, **options):
@@ -81,10 +81,10 @@ def test_an_interrupted_run_goes_on_with_what_is_left(model, files, tmp_path, mo
     assert sorted(path.name for path in tmp_path.glob("v*")) == ["v.npy.partial", "v.npy.partial.json"]
     monkeypatch.setattr(embedding, "embed", lambda *a, **k: whole.append(len(a[1])) or made(*a, **k))
     assert "was begun with another model" in run(*arguments, "--normalize", code=1)
-    arguments[-3] = 10_000  # other batches answer the same question
-    assert run(*arguments).startswith("going on with 2 of 4 texts vectors")
+    arguments[-3] = 10_000  # the batch size may change: it does not change the vectors
+    assert run(*arguments).startswith("resuming: 2 of 4 texts are left vectors")
     assert whole == [1, 1, 2]
-    assert np.abs(np.load(out) - wanted()).max() <= 3e-6 * np.abs(wanted()).max()
+    assert np.abs(np.load(out) - expected()).max() <= 3e-6 * np.abs(expected()).max()
 
 
 REFUSED = [
@@ -93,16 +93,14 @@ REFUSED = [
     ("binary", b"a\0b", [], "is a binary file"),
     ("latin", b"caf\xe9", [], "is not UTF-8: byte 3"),
     ("gap", b"a\n\nb\n", ["--lines"], "has no text in line 2"),
-    ("long", b"a " * 30, ["--batch-tokens", "20"], "has 32 tokens and a batch may have 20"),
+    ("long", b"a " * 30, ["--batch-tokens", "20"], "has 32 tokens but a batch holds 20"),
     ("short", b"a", ["--max-length", "2"], "max_seq_length is 2 but must be at least 3"),
     ("device", b"a", ["--device", "nowhere"], "device is 'nowhere' but it cannot be used here"),
 ]
 
 
 @pytest.mark.parametrize(("name", "content", "options", "message"), REFUSED)
-def test_what_is_no_text_or_does_not_fit_is_refused_and_nothing_written(
-    name, content, options, message, model, tmp_path
-):
+def test_bad_texts_and_options_are_refused_and_nothing_is_written(name, content, options, message, model, tmp_path):
     path = tmp_path / name
     path.write_bytes(content)
     before = sorted(tmp_path.rglob("*"))
@@ -110,10 +108,10 @@ def test_what_is_no_text_or_does_not_fit_is_refused_and_nothing_written(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_files_and_folders_that_are_not_there_are_refused(model, files, tmp_path):
+def test_missing_files_and_wrong_folders_are_refused(model, files, tmp_path):
     out = tmp_path / "v.npy"
     assert "pass the folder of a checkpoint" in run(tmp_path / "gone", files[0], "--out", out, code=1)
-    assert "is a folder; pass files of text" in run(model, model, "--out", out, code=1)
+    assert "is a folder; pass text files" in run(model, model, "--out", out, code=1)
     assert "No such file" in run(model, tmp_path / "gone", "--out", out, code=1)
     assert "config.json is not there" in run(tmp_path, files[0], "--out", out, code=1)
     assert "is a folder; pass the name of a file" in run(model, files[0], "--out", tmp_path, code=1)
@@ -122,6 +120,46 @@ def test_files_and_folders_that_are_not_there_are_refused(model, files, tmp_path
     assert files[1].read_text() == TEXTS[1] + "\n"
 
 
-def test_a_folder_that_asks_for_a_prompt_is_sent_elsewhere(model, files, tmp_path):
+def test_a_model_that_needs_a_prompt_is_refused_with_the_function_to_use(model, files, tmp_path):
     (model / "config_sentence_transformers.json").write_text('{"prompts": {"q": "a "}, "default_prompt_name": "q"}')
     assert "use alibi_attn.hf.sentence_transformer" in run(model, files[0], "--out", tmp_path / "v.npy", code=1)
+
+
+def test_a_second_run_with_the_same_output_is_refused_and_disturbs_nothing(model, files, tmp_path, monkeypatch):
+    made, refusals = embedding.embed, []
+
+    def embeds(*arguments, **options):
+        if not refusals:
+            refusals.append(run(model, *files[:2], "--out", tmp_path / "v.npy", code=1))
+        return made(*arguments, **options)
+
+    monkeypatch.setattr(embedding, "embed", embeds)
+    run(model, *files, "--out", tmp_path / "v.npy")
+    assert refusals == [
+        f"another process is writing {tmp_path / 'v.npy'} (v.npy.partial is locked); wait for it, or pass another --out"
+    ]
+    assert np.abs(np.load(tmp_path / "v.npy") - expected()).max() <= 3e-6 * np.abs(expected()).max()
+    assert [path.name for path in tmp_path.glob("v.npy*")] == ["v.npy"]
+
+
+@pytest.mark.parametrize("link", ["v.npy", "folder"])
+def test_a_dangling_link_is_refused_before_any_work(link, model, files, tmp_path, monkeypatch):
+    monkeypatch.setattr(embedding, "tokenize", None)
+    (tmp_path / link).symlink_to(tmp_path / "gone" / "nowhere")
+    out = tmp_path / link if link == "v.npy" else tmp_path / link / "v.npy"
+    assert "nowhere, which does not exist; pass another path" in run(model, files[0], "--out", out, code=1)
+
+
+def test_a_folder_that_cannot_be_written_or_locked_is_refused_before_any_work(model, files, tmp_path, monkeypatch):
+    monkeypatch.setattr(embedding, "tokenize", None)
+    long = tmp_path / ("v" * 250)
+    assert "File name too long" in run(model, files[0], "--out", long, code=1)
+    assert "cannot be written" in run(model, files[0], "--out", "/proc/self/v.npy", code=1)
+    (tmp_path / "v.npy.partial").mkdir()
+    assert "Is a directory" in run(model, files[0], "--out", tmp_path / "v.npy", code=1)
+
+
+def test_a_refused_run_leaves_no_new_folder(model, files, tmp_path):
+    out = tmp_path / "new" / "folder" / "v.npy"
+    assert "cannot be used here" in run(model, files[0], "--device", "nowhere", "--out", out, code=1)
+    assert not (tmp_path / "new").exists()

@@ -1,4 +1,4 @@
-"""A checkpoint of the lab leaves as an MPT folder: equal logits, its tokenizer beside it, and back bit for bit."""
+"""`alibi export`: an MPT folder with equal logits and the tokenizer, which imports back bit for bit."""
 
 from pathlib import Path
 
@@ -10,18 +10,18 @@ from typer.testing import CliRunner
 from alibi_attn.cli.main import app
 from alibi_attn.hf import patch
 from alibi_attn.hf.export import import_mpt
-from alibi_attn.lab.checkpoint import Progress, load_checkpoint, load_checkpoint_tokenizer, save_checkpoint
 from alibi_attn.lab.config import DataConfig, EvalConfig, ModelConfig, RunConfig, TrainConfig
-from alibi_attn.lab.model import decoder_state
-from alibi_attn.lab.parallel import prepare
-from alibi_attn.lab.tokenizing import make_tokenizer
+from alibi_attn.lab.data.tokenizing import make_tokenizer
+from alibi_attn.lab.model.language_model import decoder_state
+from alibi_attn.lab.training.checkpoint import Progress, load_checkpoint, load_checkpoint_tokenizer, save_checkpoint
+from alibi_attn.lab.training.parallel import prepare
 
 SIZES = {"num_layers": 2, "num_heads": 2, "embed_dim": 16, "ffn_dim": 40, "vocab_size": 300}
 VERSES = "ten bottles of beer on the wall, ten bottles of beer.\n" * 9
 
 
 def saved(folder: Path, *, tokenizer: str = "bytes", **model: object) -> Path:
-    """The checkpoint of a model with its first weights, as the lab writes it."""
+    """A checkpoint of an untrained model with slightly changed weights, as the lab writes it."""
     config = RunConfig(
         model=ModelConfig(**{**SIZES, **model}),
         data=DataConfig(tokenizer=tokenizer),
@@ -43,7 +43,7 @@ def export(*arguments: object, code: int = 0) -> str:
 
 
 @torch.no_grad()
-def test_a_checkpoint_leaves_as_an_mpt_and_comes_back(tmp_path):
+def test_an_exported_checkpoint_has_equal_logits_and_imports_back(tmp_path):
     step = saved(tmp_path / "run", architecture="mpt")
     assert export(step.parent, tmp_path / "mpt") == f"mpt  {tmp_path / 'mpt'}\n"
     model, _ = load_checkpoint(step)
@@ -67,7 +67,7 @@ def test_a_checkpoint_leaves_as_an_mpt_and_comes_back(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["bytes", "bpe:300"])
-def test_its_tokenizer_comes_along(tmp_path, name):
+def test_the_tokenizer_is_exported_too(tmp_path, name):
     step = saved(tmp_path / "run", architecture="mpt", tokenizer=name)
     export(step, tmp_path / "mpt")
     ours, theirs = load_checkpoint_tokenizer(step), AutoTokenizer.from_pretrained(tmp_path / "mpt")
@@ -77,7 +77,7 @@ def test_its_tokenizer_comes_along(tmp_path, name):
 
 
 @pytest.mark.parametrize("model", [{"architecture": "modern"}, {"architecture": "mpt", "method": "rotary"}])
-def test_what_is_no_mpt_is_told_what_to_train(tmp_path, model):
+def test_a_model_that_is_not_an_mpt_is_refused_with_the_settings_to_train(tmp_path, model):
     step = saved(tmp_path / "run", **model)
     assert "train one with --set model.architecture=mpt --set model.method=alibi" in export(
         step, tmp_path / "mpt", code=1

@@ -1,4 +1,4 @@
-"""The command line: what it prints, what it writes, how it fails."""
+"""The command line: its output, its files, its errors and exit codes."""
 
 import math
 import os
@@ -23,7 +23,7 @@ ENVIRONMENT = {**os.environ, "COLUMNS": "200", "OMP_NUM_THREADS": "1", "NO_COLOR
 
 
 def _alibi(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """The command in a process of its own: the exit code is the real one."""
+    """Runs the command in a separate process, for the real exit code."""
     return subprocess.run(
         [*ALIBI, *map(str, arguments)],
         capture_output=True,
@@ -38,9 +38,9 @@ def _alibi(*arguments: str | Path, cwd: Path | None = None) -> subprocess.Comple
 def _assert_one_sentence(result: subprocess.CompletedProcess[str], *words: str, code: int) -> None:
     assert result.returncode == code, result.stderr
     assert "Traceback" not in result.stderr
-    shown = re.sub(r"[│\s]+", " ", result.stderr)
+    message = re.sub(r"[│\s]+", " ", result.stderr)
     for word in words:
-        assert word in shown
+        assert word in message
 
 
 @pytest.fixture(scope="session")
@@ -58,25 +58,25 @@ def checkpoint(smoke: Path) -> Path:
 
 
 def test_running_quick_writes_records_and_a_report_of_the_same_numbers(smoke: Path) -> None:
-    found = list(records.find(smoke / "records"))
-    assert sorted({record.config["model"]["method"] for record in found}) == ["alibi", "rotary", "sinusoidal", "t5"]
-    assert sorted(record.kind for record in found) == ["evaluation"] * 4 + ["training"] * 4
+    loaded = list(records.find(smoke / "records"))
+    assert sorted({record.config["model"]["method"] for record in loaded}) == ["alibi", "rotary", "sinusoidal", "t5"]
+    assert sorted(record.kind for record in loaded) == ["evaluation"] * 4 + ["training"] * 4
     page = (smoke / "report.html").read_text()
-    shown = {round(float(value), 9) for value in re.findall(r'<td[^>]*><data value="([^"]+)">', page)}
+    in_page = {round(float(value), 9) for value in re.findall(r'<td[^>]*><data value="([^"]+)">', page)}
     perplexities = [
         math.exp(nats)
-        for record in found
+        for record in loaded
         if record.kind == "evaluation"
         for column in ("nonoverlapping_nats", "sliding_nats")
         for nats in record.curves["by_length"][column]
     ]
     assert len(perplexities) == 4 * 2 * 3
-    assert {round(perplexity, 9) for perplexity in perplexities} <= shown
-    assert found[0].config["corpus"]["sha256"] in page
+    assert {round(perplexity, 9) for perplexity in perplexities} <= in_page
+    assert loaded[0].config["corpus"]["sha256"] in page
     assert all(1 < perplexity < 300 for perplexity in perplexities)
 
 
-def test_a_second_run_finds_everything_recorded(smoke: Path) -> None:
+def test_a_second_run_skips_recorded_runs(smoke: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in (smoke / "records").iterdir()}
     result = RUNNER.invoke(app, ["run", "quick", "--scale", "smoke", "--out", str(smoke), "--no-report"])
     assert result.exit_code == 0, result.output
@@ -94,10 +94,10 @@ def test_set_and_text_reach_the_records(tmp_path: Path) -> None:
         app, ["run", "--scale", "smoke", "--out", str(out), "--text", str(text), "--no-report", *changes]
     )
     assert result.exit_code == 0, result.output
-    found = list(records.find(out / "records", kind="training"))
-    assert sorted(record.config["train"]["seed"] for record in found) == [3, 5]
-    assert all(record.config["train"]["steps"] == 2 for record in found)
-    assert all(record.config["data"]["text"] == [str(text)] for record in found)
+    loaded = list(records.find(out / "records", kind="training"))
+    assert sorted(record.config["train"]["seed"] for record in loaded) == [3, 5]
+    assert all(record.config["train"]["steps"] == 2 for record in loaded)
+    assert all(record.config["data"]["text"] == [str(text)] for record in loaded)
     assert not (out / "report.html").exists()
 
 
@@ -137,7 +137,7 @@ def test_eval_reads_in_segments_with_a_memory(checkpoint: Path, tmp_path: Path) 
     assert (record.config["eval"]["memory"], "sinks" in record.config["eval"]) == ([16], False)
 
 
-def test_a_text_takes_the_place_of_any_corpus(tmp_path: Path) -> None:
+def test_text_replaces_any_corpus(tmp_path: Path) -> None:
     text = tmp_path / "a.txt"
     text.write_text("def f(x):\n    return x + 1\n" * 200)
     smaller = [
@@ -145,19 +145,19 @@ def test_a_text_takes_the_place_of_any_corpus(tmp_path: Path) -> None:
         for change in ("train.steps=2", "eval.lengths=8,16", "eval.tokens=16", "eval.tasks=")
         for word in ("--set", change)
     ]
-    asked = ["run", "recall", "--scale", "smoke", "--set", "model.method=alibi", *smaller, "--no-report"]
-    trained = RUNNER.invoke(app, [*asked, "--out", str(tmp_path / "run")])
+    arguments = ["run", "recall", "--scale", "smoke", "--set", "model.method=alibi", *smaller, "--no-report"]
+    trained = RUNNER.invoke(app, [*arguments, "--out", str(tmp_path / "run")])
     assert trained.exit_code == 0, trained.output
     (folder,) = {path.parent for path in (tmp_path / "run" / "checkpoints").rglob("model.safetensors")}
     evaluated = ["eval", str(folder), "--text", str(text), "--lengths", "8,16", "--tokens", "16"]
     result = RUNNER.invoke(app, evaluated)
     assert result.exit_code == 0, result.output
-    again = RUNNER.invoke(app, [*asked, "--text", str(text), "--out", str(tmp_path / "text")])
+    again = RUNNER.invoke(app, [*arguments, "--text", str(text), "--out", str(tmp_path / "text")])
     assert again.exit_code == 0, again.output
     assert {record.config["corpus"]["name"] for record in records.find(tmp_path / "text" / "records")} == {"text"}
 
 
-def test_generate_continues_beyond_the_trained_length_and_repeats_itself(checkpoint: Path) -> None:
+def test_generate_continues_beyond_the_trained_length_and_is_reproducible(checkpoint: Path) -> None:
     arguments = ["generate", str(checkpoint), "--prompt", "def é", "--max-new-tokens", "40", "--seed", "1"]
     first, second = (RUNNER.invoke(app, arguments) for _ in range(2))
     assert first.exit_code == 0, first.output
@@ -167,7 +167,7 @@ def test_generate_continues_beyond_the_trained_length_and_repeats_itself(checkpo
     assert RUNNER.invoke(app, [*arguments[:-1], "2"]).output != first.output
 
 
-def test_an_item_of_the_paper_writes_its_own_page_and_says_what_it_may_not_be_asked(tmp_path: Path) -> None:
+def test_a_paper_item_writes_its_own_page_and_refuses_changes_to_what_it_compares(tmp_path: Path) -> None:
     arguments = ["run", "figure-10", "--scale", "smoke", "--out", str(tmp_path)]
     result = RUNNER.invoke(app, arguments, env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
@@ -176,7 +176,7 @@ def test_an_item_of_the_paper_writes_its_own_page_and_says_what_it_may_not_be_as
     assert "Nonoverlapping and sliding windows" in (tmp_path / "figure-10.html").read_text()
     refused = RUNNER.invoke(app, ["run", "figure-1", "--set", "model.method=alibi"], env={"COLUMNS": "200"})
     assert refused.exit_code == 2
-    assert "is about model.method" in refused.output
+    assert "compares several values of model.method" in refused.output
 
 
 def test_recipes_lists_every_recipe_with_its_trainings() -> None:
@@ -187,7 +187,7 @@ def test_recipes_lists_every_recipe_with_its_trainings() -> None:
     assert rows["quick"][-2:] == ["4", "2,293,760"]  # four trainings of 280 steps of 2,048 tokens
 
 
-def test_generate_and_eval_use_the_tokenizer_beside_the_weights(tmp_path: Path) -> None:
+def test_generate_and_eval_use_the_tokenizer_of_the_checkpoint(tmp_path: Path) -> None:
     text = tmp_path / "a.txt"
     text.write_text("to be or not to be, that is the question of this café. " * 300)
     arguments = ["--set", "data.tokenizer=bpe:280", "--set", "model.method=alibi"]
@@ -196,10 +196,10 @@ def test_generate_and_eval_use_the_tokenizer_beside_the_weights(tmp_path: Path) 
     result = RUNNER.invoke(app, ["run", *options, *arguments])
     assert result.exit_code == 0, result.output
     folder = next((out / "checkpoints" / "quick" / "alibi-16").iterdir())
-    said = RUNNER.invoke(app, ["generate", str(folder), "--prompt", "to be café", "--max-new-tokens", "30"])
-    assert said.exit_code == 0, said.output
-    assert said.output.startswith("to be café")
-    assert len(said.output) > len("to be café") + 10
+    generated = RUNNER.invoke(app, ["generate", str(folder), "--prompt", "to be café", "--max-new-tokens", "30"])
+    assert generated.exit_code == 0, generated.output
+    assert generated.output.startswith("to be café")
+    assert len(generated.output) > len("to be café") + 10
     tested = RUNNER.invoke(
         app,
         ["eval", str(folder), "--text", str(text), "--lengths", "16", "--tokens", "32", "--out", str(tmp_path / "r")],
@@ -211,18 +211,20 @@ def test_generate_and_eval_use_the_tokenizer_beside_the_weights(tmp_path: Path) 
 
 
 def test_heads_shows_slope_half_life_and_vanishing_distance() -> None:
-    result = RUNNER.invoke(app, ["heads", "--num-heads", "8"])
+    result = RUNNER.invoke(app, ["heads", "--heads", "8"])
     rows = [line.split() for line in result.output.splitlines() if line.strip()[:1].isdigit()]
     assert len(rows) == 8
     assert rows[0] == ["1", "1/2", "1.4", "28"]
     assert rows[7] == ["8", "1/256", "177.4", "3,537"]
 
 
-def test_heads_draws_a_picture_whole(tmp_path: Path) -> None:
-    png = tmp_path / "new" / "heads.png"
-    assert RUNNER.invoke(app, ["heads", "--num-heads", "3", "--png", str(png), "--seq-len", "32"]).exit_code == 0
-    assert png.read_bytes().startswith(b"\x89PNG")
-    assert os.listdir(png.parent) == ["heads.png"]
+@pytest.mark.parametrize(("name", "start"), [("heads.png", b"\x89PNG"), ("heads.svg", b"<?xml")])
+def test_heads_writes_a_picture_of_the_format_that_its_name_says(name: str, start: bytes, tmp_path: Path) -> None:
+    picture = tmp_path / "new" / name
+    result = RUNNER.invoke(app, ["heads", "--heads", "3", "--picture", str(picture), "--length", "32"])
+    assert result.exit_code == 0, result.output
+    assert picture.read_bytes().startswith(start)
+    assert os.listdir(picture.parent) == [name]
 
 
 def test_version_and_help_load_no_framework() -> None:
@@ -231,7 +233,8 @@ def test_version_and_help_load_no_framework() -> None:
         "import sys; from alibi_attn.cli.main import app; "
         "from typer.testing import CliRunner; result = CliRunner().invoke(app, ['run', '--help']); "
         "assert result.exit_code == 0 and 'train.steps=50' in result.output, result.output; "
-        "found = {'torch', 'jax', 'matplotlib', 'accelerate', 'jinja2'} & set(sys.modules); sys.exit(str(found) if found else 0)"
+        "loaded = {'torch', 'jax', 'matplotlib', 'accelerate', 'jinja2'} & set(sys.modules); "
+        "sys.exit(str(loaded) if loaded else 0)"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENVIRONMENT, check=False)
     assert result.returncode == 0, result.stderr
@@ -258,7 +261,11 @@ def test_every_help_has_an_example(command: str) -> None:
         (["run", "--seeds", "0,x"], ["--seeds is '0,x'"]),
         (["run", "--corpus", "pyton-source"], ["did you mean 'python-source'?"]),
         (["run", "--text", "a,b.txt"], ["has a comma in its name"]),
-        (["heads", "--num-heads", "0"], ["--num-heads"]),
+        (["heads", "--heads", "0"], ["--heads"]),
+        (["heads", "--heads", "100000000"], ["--heads", "less than or equal to 4096"]),
+        (["heads", "--picture", "heads.jpg"], ["--picture is heads.jpg but must end in .png or .svg"]),
+        (["heads", "--text", "a.txt"], ["MODEL and --text go together"]),
+        (["heads", "--length", "100000000"], ["--length", "less than or equal to"]),
         (["hedas"], ["hedas", "heads"]),
         (["report"], ["paths"]),
     ],
@@ -266,13 +273,13 @@ def test_every_help_has_an_example(command: str) -> None:
 def test_wrong_usage_ends_with_2(arguments: list[str], words: list[str], tmp_path: Path) -> None:
     result = RUNNER.invoke(app, arguments, env={"COLUMNS": "200"})
     assert result.exit_code == 2
-    shown = re.sub(r"[│\s]+", " ", result.output)
+    message = re.sub(r"[│\s]+", " ", result.output)
     for word in words:
-        assert word.lower() in shown.lower()
+        assert word.lower() in message.lower()
 
 
 def test_bad_input_ends_with_1_and_one_sentence(tmp_path: Path) -> None:
-    """One process for each would take long; two of different origin show that `main` says them all alike."""
+    """Two errors from different modules, in separate processes; the other errors are tested below in this process."""
     (tmp_path / "empty.txt").write_text("")
     out = tmp_path / "out"
     result = _alibi("run", "--text", "empty.txt", "--out", out, cwd=tmp_path)
@@ -290,13 +297,14 @@ def test_bad_input_ends_with_1_and_one_sentence(tmp_path: Path) -> None:
         (["run", "--text", "missing.txt"], ValueError, "missing.txt does not exist"),
         (["run", "--text", "binary"], ValueError, "binary file"),
         (["run", "--text", "short.txt"], ValueError, "short"),
-        (["heads", "--png", "folder"], OSError, "folder is a folder"),
+        (["heads", "--picture", "folder"], OSError, "folder is a folder"),
         (["report", "bad", "--out", "x.html"], ValueError, "not JSON"),
         (["generate", "folder", "--prompt", "a"], ValueError, "holds no checkpoint"),
         (["explain", "--length", "8", "--device", "nowhere"], ValueError, "device is 'nowhere' but"),
+        (["explain", "--length", "999999999999"], ValueError, "do not fit into memory; pass a smaller --length"),
     ],
 )
-def test_bad_input_is_said_before_any_work(
+def test_bad_input_is_reported_before_any_work(
     arguments: list[str], error: type[Exception], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -324,18 +332,19 @@ def test_a_missing_extra_is_named() -> None:
     )
 
 
-def test_an_error_that_is_not_ours_keeps_its_traceback() -> None:
+def test_an_unexpected_error_keeps_its_traceback() -> None:
     code = (
         "import sys; sys.argv = ['alibi', 'heads']; from alibi_attn.cli import main; "
-        "main.tables.head_rows = lambda heads: int('seven'); main.main()"
+        "main.heads.head_rows = lambda heads: int('seven'); main.main()"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENVIRONMENT, check=False)
     assert result.returncode == 1
     assert "Traceback" in result.stderr
+    assert "ValueError: invalid literal for int()" in result.stderr
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT for a child process")
-def test_an_interrupted_run_ends_with_130_and_goes_on(tmp_path: Path) -> None:
+def test_an_interrupted_run_exits_with_130_and_keeps_a_checkpoint(tmp_path: Path) -> None:
     arguments = [
         "run",
         "--scale",
@@ -358,14 +367,14 @@ def test_an_interrupted_run_ends_with_130_and_goes_on(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "interrupted; the same command goes on where it stopped" in stderr
+    assert "interrupted; run the same command again to resume" in stderr
     assert "train.steps=100000" in stderr
     assert "Traceback" not in stderr
     assert not list(tmp_path.rglob("*.tmp"))
     assert len(list(tmp_path.glob("checkpoints/*/*/*/step-*"))) == 1
 
 
-def test_explain_says_what_ranks_would_send() -> None:
+def test_explain_reports_what_ranks_would_exchange() -> None:
     result = RUNNER.invoke(app, ["explain", "--length", "131072", "--ranks", "8"])
     assert result.exit_code == 0, result.output
     assert "17483" in result.output
@@ -373,7 +382,7 @@ def test_explain_says_what_ranks_would_send() -> None:
     assert "±5" in result.output
 
 
-def test_explain_says_which_backends_run() -> None:
+def test_explain_reports_which_backends_can_run() -> None:
     arguments = ["explain", "--heads", "4", "--kv-heads", "2", "--head-dim", "8", "--length", "64"]
     result = RUNNER.invoke(app, arguments)
     assert result.exit_code == 0, result.output

@@ -1,4 +1,4 @@
-"""Context parallelism over 1 to 4 gloo processes is what one process computes: outputs, lse and all gradients."""
+"""Context parallelism over 1 to 4 gloo processes equals one process: outputs, lse and all gradients."""
 
 import dataclasses
 import subprocess
@@ -12,26 +12,26 @@ from context_cases import CASES, joined, truth
 from context_models import MODELS, run
 
 from alibi_attn.attention.validation import make_spec
-from alibi_attn.distributed import Traffic, context_parallel_attention, halo
-from alibi_attn.distributed.local import merged
+from alibi_attn.distributed import Traffic, context_parallel_attention, plan_halo
+from alibi_attn.distributed.rank_attention import merged
 
-SUPPORT = Path(__file__).parent.parent / "support"
+PROCESSES = Path(__file__).parent.parent / "support" / "processes"
 EPS = {torch.float64: 2.0**-52, torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7}
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """What each of four processes found, in one start of them."""
+    """The results of four processes, which are started once for all tests."""
     folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-W", "error", str(SUPPORT / "context_ranks.py"), str(folder)]
+    command = [sys.executable, "-W", "error", str(PROCESSES / "context_ranks.py"), str(folder)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=250)
     assert result.returncode == 0, result.stderr
     assert "Warning" not in result.stderr, result.stderr
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(4)]
 
 
-def assert_like_one_process(name, found, expected):
-    """Off by rounding, and by what a share of twice the tolerance can do."""
+def assert_like_one_process(name, results, expected):
+    """The error is at most rounding plus the effect of dropping twice the tolerance."""
     case = CASES[name]
     unit = EPS[case.dtype]
     tolerance = 2 * case.options.get("tolerance", unit / 32)
@@ -39,16 +39,16 @@ def assert_like_one_process(name, found, expected):
     largest = {
         n: float(drawn[n].double().nan_to_num(0.0, 0.0).norm(dim=-1).max()) for n in ("value", "grad", "query", "key")
     }
-    # A weight is off by what rounds its score, and the scores of keys that are ten times as long are ten times as large.
+    # A weight's relative error is its score's absolute error, which grows with the norms of queries and keys.
     rounding = 32 * unit * max(1.0, largest["query"] * largest["key"] / case.dim**0.5 / 16)
-    assert found.keys() == expected.keys()
+    assert results.keys() == expected.keys()
     for part, x in expected.items():
-        ours, mask = found[part], x.isinf()
+        ours, mask = results[part], x.isinf()
         assert ours.shape == x.shape
-        assert torch.equal(ours.isinf(), mask), f"{part} sees nothing elsewhere"
+        assert torch.equal(ours.isinf(), mask), f"{part} is infinite in other rows"
         error = float((ours - x).masked_fill(mask, 0.0).abs().max())
         size = float(x.masked_fill(mask, 0.0).abs().max())
-        # The share R dropped moves an output by 2R·max‖v‖ and the lse by R; a gradient is a sum over at most all rows of
+        # Dropping a share R moves an output by at most 2R·max‖v‖ and lse by R. A gradient is a sum over at most all rows of
         # terms R·‖do‖·2·max‖v‖ times a query, a key or a distance.
         dropped = {"output": 2 * largest["value"], "lse": 2.0}.get(part)
         if dropped is None:
@@ -60,18 +60,18 @@ def assert_like_one_process(name, found, expected):
 
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_compute_what_one_process_computes(ranks, name):
-    parts = [found["cases"][name] for found in ranks if name in found["cases"]]
+    parts = [results["cases"][name] for results in ranks if name in results["cases"]]
     assert_like_one_process(name, joined(CASES[name], parts), truth(CASES[name]))
 
 
 def test_a_wrong_answer_is_noticed(ranks):
     name = "three, uneven"
     expected = truth(CASES[name])
-    parts = [dict(found["cases"][name]) for found in ranks[:3]]
+    parts = [dict(results["cases"][name]) for results in ranks[:3]]
     parts[1]["dkey"] = parts[1]["dkey"] * (1 + 1e-9)
     with pytest.raises(AssertionError, match="dkey is off by"):
         assert_like_one_process(name, joined(CASES[name], parts), expected)
-    parts = [found["cases"][name] for found in ranks[:3]]
+    parts = [results["cases"][name] for results in ranks[:3]]
     with pytest.raises(AssertionError, match="is off by"):
         assert_like_one_process(
             name, joined(CASES[name], parts[:1] + parts[:0:-1]), expected | {"dslopes": expected["dslopes"] * 2}
@@ -82,24 +82,24 @@ def test_a_wrong_answer_is_noticed(ranks):
     "name",
     [n for n, case in CASES.items() if not case.gates and "score_bound" not in case.options and len(case.lengths) > 1],
 )
-def test_what_is_sent_is_what_halo_says(ranks, name):
-    """Rows are counted by the code that sends them."""
+def test_the_traffic_is_that_of_the_planned_halo(ranks, name):
+    """The code that sends the rows counts them."""
     case = CASES[name]
     drawn = case.drawn()
     options = {n: drawn[n] for n in ("key_mask", "segment_ids", "key_bias") if n in drawn} | case.options
-    options.pop("dropout_p", None)  # decides nothing of it
-    said = halo(drawn["query"], drawn["key"], drawn["value"], drawn["slopes"], lengths=case.lengths, **options)
-    traffic = [Traffic(**found["traffic"][name]) for found in ranks if name in found["traffic"]]
-    assert [t.rows_received for t in traffic] == said.rows.sum((1, 2)).tolist()
-    assert [t.rows_sent for t in traffic] == said.rows.sum((0, 2)).tolist()
+    options.pop("dropout_p", None)  # has no effect on the halo
+    halo = plan_halo(drawn["query"], drawn["key"], drawn["value"], drawn["slopes"], lengths=case.lengths, **options)
+    traffic = [Traffic(**results["traffic"][name]) for results in ranks if name in results["traffic"]]
+    assert [t.rows_received for t in traffic] == halo.rows.sum((1, 2)).tolist()
+    assert [t.rows_sent for t in traffic] == halo.rows.sum((0, 2)).tolist()
     if not (case.mask or case.segments or case.bias):
-        # The same rows come as rows and go back as gradients.
-        back_and_forth = said.rows.sum((1, 2)) + said.rows.sum((0, 2))
-        assert [t.bytes_received for t in traffic] == (back_and_forth * said.row_bytes).tolist()
+        # A rank receives rows in forward, and gradients of the rows that it sent in backward.
+        received = halo.rows.sum((1, 2)) + halo.rows.sum((0, 2))
+        assert [t.bytes_received for t in traffic] == (received * halo.row_bytes).tolist()
 
 
 def test_most_rows_stay_where_they_are(ranks):
-    traffic = [Traffic(**found["traffic"]["outlier keys on rank 0"]) for found in ranks]
+    traffic = [Traffic(**results["traffic"]["outlier keys on rank 0"]) for results in ranks]
     case = CASES["outlier keys on rank 0"]
     assert 0 < sum(t.rows_received for t in traffic) < sum(np.cumsum(case.lengths[:-1])) * case.kv_heads / 2
     assert 0 < ranks[2]["traffic"]["score bound"]["rows_received"] < 150 * 2
@@ -107,8 +107,8 @@ def test_most_rows_stay_where_they_are(ranks):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models_over_three_ranks_are_the_model_over_all_rows(ranks, name):
-    """Outputs side by side; gradients of parameters added over the ranks."""
-    parts = [found["models"][name] for found in ranks[:3]]
+    """Outputs are concatenated; parameter gradients are summed over the ranks."""
+    parts = [results["models"][name] for results in ranks[:3]]
     model, whole = MODELS[name]()
     expected = run(model, whole)
     output = torch.cat([part["output"] for part in parts], 1)
@@ -123,19 +123,19 @@ def test_models_over_three_ranks_are_the_model_over_all_rows(ranks, name):
 
 
 def test_the_same_call_gives_the_same_bits(ranks):
-    again = [found["again"] for found in ranks]
+    again = [results["again"] for results in ranks]
     assert {name for one in again for name in one} == {"three, uneven", "outlier keys on rank 0", "gates", "bfloat16"}
     assert all(all(one.values()) for one in again)
 
 
 def test_rows_that_are_not_sent_change_nothing(ranks):
-    assert [found["garbage"] for found in ranks[:3]] == [True, True, True]
+    assert [results["garbage"] for results in ranks[:3]] == [True, True, True]
 
 
 def test_half_precision_stays_in_its_dtype(ranks):
-    found = ranks[1]["cases"]["bfloat16"]
-    assert found["output"].dtype == found["dkey"].dtype == torch.bfloat16
-    assert found["lse"].dtype == found["dslopes"].dtype == torch.float32
+    results = ranks[1]["cases"]["bfloat16"]
+    assert results["output"].dtype == results["dkey"].dtype == torch.bfloat16
+    assert results["lse"].dtype == results["dslopes"].dtype == torch.float32
 
 
 ARGUMENTS = {
@@ -151,43 +151,41 @@ ARGUMENTS = {
 
 
 @pytest.mark.parametrize("argument", ARGUMENTS)
-def test_ranks_that_differ_are_told_who_and_in_what(ranks, argument):
-    told = [found["disagreements"][argument] for found in ranks[:3]]
-    assert told[0].startswith("rank 1 of 3 was called with")
-    assert ARGUMENTS[argument] in told[0]
-    assert told[1] == told[2] == told[0]
+def test_every_rank_reports_which_rank_and_argument_differ(ranks, argument):
+    errors = [results["disagreements"][argument] for results in ranks[:3]]
+    assert errors[0].startswith("rank 1 of 3 was called with")
+    assert ARGUMENTS[argument] in errors[0]
+    assert errors[1] == errors[2] == errors[0]
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [("refused", "key_mask has shape"), ("rows", "5 rows and key 10"), ("backend", "'fastest' but must be")],
 )
-def test_a_rank_that_is_refused_tells_the_others(ranks, change, message):
-    told = [found["disagreements"][change] for found in ranks[:3]]
-    assert message in told[1]
-    assert told[0] == told[2]
-    assert "rank 1 of 3 refused its arguments" in told[0]
+def test_invalid_arguments_of_one_rank_raise_on_all_ranks(ranks, change, message):
+    errors = [results["disagreements"][change] for results in ranks[:3]]
+    assert message in errors[1]
+    assert errors[0] == errors[2]
+    assert "rank 1 of 3 rejected its arguments" in errors[0]
 
 
-def test_a_score_bound_and_a_mask_elsewhere_are_refused_everywhere(ranks):
-    told = [found["disagreements"]["masked"] for found in ranks[:3]]
-    assert "score_bound = None" in told[0]
-    assert told[0] == told[1] == told[2]
+def test_a_score_bound_and_a_mask_on_another_rank_raise_on_all_ranks(ranks):
+    errors = [results["disagreements"]["masked"] for results in ranks[:3]]
+    assert "score_bound = None" in errors[0]
+    assert errors[0] == errors[1] == errors[2]
 
 
-def test_a_rank_that_does_not_come_is_waited_for_as_long_as_was_said(ranks):
-    assert ranks[0]["left alone"].startswith(
-        "True rank 0 of 2 could not exchange what they were called with within 0.5 s"
-    )
+def test_waiting_for_a_missing_rank_ends_at_the_timeout(ranks):
+    assert ranks[0]["left alone"].startswith("True rank 0 of 2: exchanging arguments did not finish within 0.5 s")
 
 
-def test_without_a_process_group_it_says_how_to_start_one():
+def test_without_a_process_group_the_error_explains_how_to_start_one():
     q = torch.zeros(1, 4, 10, 8)
     with pytest.raises(ValueError, match="torchrun"):
         context_parallel_attention(q, q, q)
 
 
-def test_merging_where_nothing_is_seen_has_zero_gradients():
+def test_merging_rows_that_see_no_keys_has_finite_gradients():
     generator = torch.Generator().manual_seed(0)
     outputs = [torch.randn(2, 3, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(2)]
     lses = [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in ([1.0, -torch.inf], [3.0, -torch.inf])]
@@ -203,18 +201,18 @@ def test_merging_where_nothing_is_seen_has_zero_gradients():
 
 
 def test_the_cases_reach_over_more_than_one_rank():
-    """Halos of several hops, masks for single heads and outlier tiles do occur among the cases."""
+    """The cases include halos that span several ranks, masks of single heads, and outlier tiles."""
     case = CASES["four, one short, one empty"]
     drawn = case.drawn()
-    said = halo(drawn["query"], drawn["key"], drawn["value"], drawn["slopes"], lengths=case.lengths)
-    assert said.rows[3, 1].max() == 20
-    assert said.rows[3, 0].max() > 0
+    halo = plan_halo(drawn["query"], drawn["key"], drawn["value"], drawn["slopes"], lengths=case.lengths)
+    assert halo.rows[3, 1].max() == 20
+    assert halo.rows[3, 0].max() > 0
     case = CASES["outlier keys on rank 0"]
     drawn = case.drawn()
-    said = halo(drawn["query"], drawn["key"], drawn["value"], drawn["slopes"], lengths=case.lengths)
-    assert any(spans for heads in said.outliers for spans in heads)
+    halo = plan_halo(drawn["query"], drawn["key"], drawn["value"], drawn["slopes"], lengths=case.lengths)
+    assert any(spans for heads in halo.outliers for spans in heads)
     case = dataclasses.replace(CASES["three, uneven"])
     drawn = case.drawn()
-    said = halo(drawn["query"], drawn["key"], drawn["value"], drawn["slopes"], lengths=case.lengths)
-    assert len({(n - 1).bit_length() for n in said.left[1]}) < len(set(said.left[1]))
+    halo = plan_halo(drawn["query"], drawn["key"], drawn["value"], drawn["slopes"], lengths=case.lengths)
+    assert len({(n - 1).bit_length() for n in halo.left[1]}) < len(set(halo.left[1]))
     assert make_spec(drawn["query"], drawn["key"], drawn["value"]).group == 1

@@ -1,4 +1,4 @@
-"""`context_parallel` on models, without processes; with them see test_attention.py."""
+"""`context_parallel` on models in one process; test_attention.py starts several."""
 
 import pytest
 import torch
@@ -6,14 +6,14 @@ from torch import distributed as dist
 from torch import nn
 
 from alibi_attn.distributed import context_parallel
-from alibi_attn.hf.causal_lm.config import ALiBiCausalLMConfig
-from alibi_attn.hf.causal_lm.model import ALiBiForCausalLM
+from alibi_attn.hf.decoder.config import ALiBiCausalLMConfig
+from alibi_attn.hf.decoder.model import ALiBiForCausalLM
 from alibi_attn.nn import ALiBiAttention, KVCache
 
 
 @pytest.fixture
 def group(tmp_path):
-    """A process group of this process alone."""
+    """A process group with this process only."""
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield dist.group.WORLD
@@ -28,7 +28,7 @@ def test_one_rank_computes_what_the_model_computes(group):
         assert torch.equal(layer(x), before)
         assert "active=True" in repr(handle)
     assert "attend" not in vars(layer)
-    with pytest.raises(ValueError, match="undone already"):
+    with pytest.raises(ValueError, match="already undone"):
         handle.undo()
 
 
@@ -41,17 +41,17 @@ def test_dropout_is_that_of_the_first_ranks_generator(group):
         assert torch.equal(layer(x), expected)
 
 
-def test_the_state_dict_stays_as_it_is(group):
+def test_the_state_dict_is_unaffected(group):
     layer = ALiBiAttention(32, 4, qk_norm=True)
     names = list(layer.state_dict())
     with context_parallel(layer, group):
         assert list(layer.state_dict()) == names
 
 
-def test_what_it_cannot_do_is_refused(group):
+def test_unsupported_uses_raise(group):
     layer = ALiBiAttention(32, 4)
     x = torch.randn(1, 20, 32)
-    with pytest.raises(ValueError, match="no attention of ours"):
+    with pytest.raises(ValueError, match="no attention layers from alibi_attn"):
         context_parallel(nn.Linear(3, 3), group)
     with pytest.raises(TypeError, match="must be an nn"):
         context_parallel("model", group)
@@ -62,12 +62,12 @@ def test_what_it_cannot_do_is_refused(group):
             context_parallel(layer, group)
 
 
-def test_without_a_process_group_it_says_how_to_start_one():
+def test_without_a_process_group_the_error_explains_how_to_start_one():
     with pytest.raises(ValueError, match="torchrun"):
         context_parallel(ALiBiAttention(32, 4))
 
 
-def test_slopes_that_depend_on_the_length_are_refused(group):
+def test_slopes_that_depend_on_the_length_raise(group):
     config = ALiBiCausalLMConfig(
         hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48, vocab_size=40,
         alibi_scaling={"type": "linear", "train_seq_len": 8},

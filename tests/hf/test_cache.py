@@ -8,7 +8,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from alibi_attn.attention import decoding
-from alibi_attn.hf import ALiBiCache, dialect, patch
+from alibi_attn.hf import ALiBiCache, patch, patched_attention
 
 FAMILIES = ["bloom", "mpt", "falcon", "falcon multi-query", "falcon new"]
 
@@ -23,7 +23,7 @@ def near(monkeypatch):
         return decoding.attend_near(*args, **kwargs)
 
     monkeypatch.setattr(decoding, "LONG", 0)
-    monkeypatch.setattr(dialect, "attend_near", counted)
+    monkeypatch.setattr(patched_attention, "attend_near", counted)
     return calls
 
 
@@ -201,3 +201,27 @@ def test_older_releases_crop_to_a_length_and_nobody_offloads(build, tokens):
         assert len(cache.layers[0].store) == left
     with pytest.raises(NotImplementedError, match="DynamicCache"):
         cache.layers[0].offload()
+
+
+@torch.no_grad()
+def test_a_cache_belongs_to_one_layer_of_one_model(build, tokens):
+    model, other = build("bloom"), build("bloom", seed=1)
+    ids, last = tokens(1, 10).split((9, 1), dim=1)
+    for one in (model, other):
+        patch(one)
+    cache = ALiBiCache()
+    want = model(tokens(1, 10), past_key_values=ALiBiCache()).logits[:, -1:]
+    model(ids, past_key_values=cache)
+    with pytest.raises(ValueError, match=r"holds the keys of another model.* pass a new ALiBiCache\(\), or a copy"):
+        other(ids, past_key_values=cache)
+    twin = copy.deepcopy(cache)
+    torch.testing.assert_close(model(last, past_key_values=cache).logits, want)
+    other.load_state_dict(model.state_dict())
+    torch.testing.assert_close(other(last, past_key_values=twin).logits, want)
+    cache.reset()
+    other(ids, past_key_values=cache)
+
+    first, second = (block.self_attention for block in model.transformer.h[:2])
+    second.layer_idx = first.layer_idx
+    with pytest.raises(ValueError, match="of another layer"):
+        model(ids, past_key_values=ALiBiCache())

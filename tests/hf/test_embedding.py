@@ -1,14 +1,16 @@
 """Long work: batches are sorted and bounded, vectors are those of the texts alone, and what was interrupted goes on."""
 
+import os
+
 import numpy as np
 import pytest
 import torch
 from encoder_oracle import config, pooled, random_state, write_folder, write_tokenizer
 
-from alibi_attn.hf import partial_vectors
+from alibi_attn.hf import resumable_output
 from alibi_attn.hf.embedding import batches, embed, fingerprint, longest_first, tokenize
-from alibi_attn.hf.partial_vectors import PartialVectors
-from alibi_attn.hf.sentences import load
+from alibi_attn.hf.resumable_output import PartialVectors, claimed
+from alibi_attn.hf.sentence_encoder import load
 
 TEXTS = ["a b c", "d e f g h i j k a a b", "z", "a b c d e f g h i j k l m n o p", "b b"]
 
@@ -88,7 +90,7 @@ def test_rows_that_are_kept_are_there_after_an_interruption(tmp_path, monkeypatc
     begun = PartialVectors.open(out, "question", (4, 3))
     begun.put([2, 0], ROWS[[2, 0]])
     begun.keep()
-    monkeypatch.setattr(partial_vectors, "KEEP_SECONDS", 1e9)
+    monkeypatch.setattr(resumable_output, "KEEP_SECONDS", 1e9)
     begun.put([1], ROWS[[1]])  # not kept: as if the process was killed
     assert not out.exists()
     resumed = PartialVectors.open(out, "question", (4, 3))
@@ -135,7 +137,7 @@ def test_damaged_partial_results_are_one_sentence_and_never_filled_up(name, cont
 
 def test_a_file_of_others_beside_the_output_stays(tmp_path):
     (tmp_path / "v.partial").write_text("mine")
-    with pytest.raises(FileExistsError, match=r"no v\.partial\.json beside it"):
+    with pytest.raises(FileExistsError, match=r"exists without v\.partial\.json"):
         PartialVectors.open(tmp_path / "v", "q", (4, 3))
     assert (tmp_path / "v.partial").read_text() == "mine"
     assert [path.name for path in tmp_path.iterdir()] == ["v.partial"]
@@ -148,3 +150,43 @@ def test_an_output_that_came_meanwhile_is_not_overwritten(tmp_path):
     with pytest.raises(FileExistsError, match="never overwritten"):
         begun.finish()
     assert (tmp_path / "v").read_text() == "theirs"
+
+
+def test_an_output_is_claimed_by_one_writer_at_a_time(tmp_path):
+    out = tmp_path / "v"
+    with claimed(out):
+        with (
+            pytest.raises(FileExistsError, match=r"another process is writing .*v \(v\.partial is locked\)"),
+            claimed(out),
+        ):
+            pass
+        begun = PartialVectors.open(out, "q", (4, 3))
+        begun.put([0], ROWS[:1])
+    with claimed(out):  # what was begun is continued
+        resumed = PartialVectors.open(out, "q", (4, 3))
+        resumed.put([1, 2, 3], ROWS[1:])
+        resumed.finish()
+    assert [path.name for path in tmp_path.iterdir()] == ["v"]
+    with pytest.raises(FileExistsError, match="never overwritten"), claimed(out):
+        pass
+
+
+@pytest.mark.parametrize("left", [("v.partial", "v.partial.json"), ("v.partial",)])
+def test_what_a_run_leaves_that_was_killed_at_its_end_is_removed(left, tmp_path):
+    out = tmp_path / "v"
+    begun = PartialVectors.open(out, "q", (4, 3))
+    begun.put([0, 1, 2, 3], ROWS)
+    begun.keep()
+    os.link(tmp_path / "v.partial", out)
+    for name in {"v.partial", "v.partial.json"} - set(left):
+        (tmp_path / name).unlink()
+    with pytest.raises(FileExistsError, match="never overwritten"), claimed(out):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["v"]
+    assert np.array_equal(np.load(out), ROWS)
+
+
+def test_an_empty_file_that_a_killed_run_left_is_no_obstacle(tmp_path):
+    (tmp_path / "v.partial").touch()
+    with claimed(tmp_path / "v"):
+        assert PartialVectors.open(tmp_path / "v", "q", (4, 3)).done == 0

@@ -12,10 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from alibi_attn import ALiBiTransformerBlock
 from alibi_attn.hf import patch
-from alibi_attn.hf.decoder import DecoderConfig
-from alibi_attn.hf.export import export_bloom, export_mpt, import_bloom, import_mpt
+from alibi_attn.hf.export import DecoderConfig, export_bloom, export_mpt, import_bloom, import_mpt
 from alibi_attn.hf.tokenizing import byte_tokenizer, saved_tokenizer
-from alibi_attn.lab.tokenizing import make_tokenizer
+from alibi_attn.lab.data.tokenizing import make_tokenizer
 
 
 class Decoder(nn.Module):

@@ -66,8 +66,8 @@ def test_the_comparison_notices_slopes_that_are_off(family, build, tokens):
     with patch(model) as handle:
         for name in handle.layers:
             layer = model.get_submodule(name)
-            slopes = [slope * 1.01 for slope in layer.alibi_dialect.slopes]
-            layer.alibi_dialect = dataclasses.replace(layer.alibi_dialect, slopes=tuple(slopes))
+            slopes = [slope * 1.01 for slope in layer.alibi_settings.slopes]
+            layer.alibi_settings = dataclasses.replace(layer.alibi_settings, slopes=tuple(slopes))
         with pytest.raises(AssertionError, match="of the largest"):
             assert_same(model(ids).logits, expected)
 
@@ -79,7 +79,7 @@ def test_undone_means_the_same_bits_and_nothing_left_behind(family, build, token
     config, implementation, expected = model.config, model.config._attn_implementation, model(ids).logits
     handle = patch(model)
     assert len(handle.layers) == 2
-    assert all(hasattr(model.get_submodule(name), "alibi_dialect") for name in handle.layers)
+    assert all(hasattr(model.get_submodule(name), "alibi_settings") for name in handle.layers)
     assert not torch.equal(model(ids).logits, torch.zeros(()))
     handle.undo()
     assert model.config is config

@@ -11,14 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alibi_attn.attention.certificate.constants import LOOP_OUTLIER_TILES
-from alibi_attn.jax import attention, bounds
-from alibi_attn.jax.bounds import norm_bound
+from alibi_attn.jax import attention, certificate
+from alibi_attn.jax.certificate import norm_bound
 from alibi_attn.jax.operands import operands
-from alibi_attn.jax.tiles import Plan
+from alibi_attn.jax.plan import Plan
 from alibi_attn.reach import reach
-
-KEYWORDS = {"causal": True, "right_slopes": None, "window": None, "scale": None, "query_offset": None, "key_mask": None,
-            "segment_ids": None, "key_bias": None, "dropout_p": 0.0, "tolerance": None, "return_lse": False}  # fmt: skip
 
 
 def visited_tiles(query, key, value, slopes, *, block: int, tile: int, **kwargs) -> np.ndarray:
@@ -28,7 +25,7 @@ def visited_tiles(query, key, value, slopes, *, block: int, tile: int, **kwargs)
     """
     zeros = (jnp.zeros(query.shape[:2], jnp.int32), jnp.zeros(key.shape[:2], jnp.int32))
     kwargs = {"window": 10_000, "segment_ids": zeros} | kwargs
-    spec = attention.make_spec(query, key, value, slopes, **KEYWORDS | kwargs)
+    spec = attention.make_spec(query, key, value, slopes, **kwargs)
     plan = Plan(causal=spec.causal, dropout_p=0.0, dense=False, query_block=block, key_tile=tile,
                 key_bias=spec.key_bias is not None)  # fmt: skip
     visited = attention._forward(plan, *operands(spec, query, key, value, None))[2].visited
@@ -109,13 +106,13 @@ def test_attacks_with_a_bias_for_every_key_drop_no_more_than_the_tolerance() -> 
 
 
 def test_the_attack_finds_a_bound_that_forgets_the_bias(monkeypatch: pytest.MonkeyPatch) -> None:
-    tiles_of = bounds.biased_tiles
+    tiles_of = certificate.biased_tiles
 
     def without(plan, rule, bias, *rest):
         found = tiles_of(plan, rule, bias, *rest)
         return found._replace(bias=jnp.where(found.bias > -jnp.inf, 0.0, -jnp.inf))
 
-    monkeypatch.setattr(bounds, "biased_tiles", without)
+    monkeypatch.setattr(certificate, "biased_tiles", without)
     attacks = [dataclasses.replace(biased_attack(seed), length=LENGTH - 1) for seed in range(60)]
     assert any(dropped_share(attack)[0] > attack.tolerance for attack in attacks)
 
@@ -137,7 +134,7 @@ def test_far_giants_tiny_and_huge_norms(where: str, log_giant: float, log_query:
 
 
 def test_the_attack_finds_a_bound_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("alibi_attn.jax.loop.bounds.norm_bound", lambda x: 0.3 * jnp.linalg.norm(x, axis=-1))
+    monkeypatch.setattr("alibi_attn.jax.certificate.norm_bound", lambda x: 0.3 * jnp.linalg.norm(x, axis=-1))
     attack = Attack(
         seed=1, length=LENGTH - 1, head_dim=4, slope=0.5, tolerance=1e-6, where="far key", mask="none", causal=True,
         group=2, log_query=0.5, log_key=0.5, log_giant=1.0,

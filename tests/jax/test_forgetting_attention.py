@@ -170,8 +170,8 @@ def test_vmap_and_jit_carry_gates(backend: str) -> None:
     ("changes", "error", "said"),
     [
         ({"log_fgate": 0.1}, ValueError, "at most 0, the natural logarithm"),
-        ({"log_fgate": math.nan}, ValueError, "NaN, inf or a positive number"),
-        ({"log_fgate": -math.inf}, ValueError, "pass segment_ids"),
+        ({"log_fgate": math.nan}, ValueError, r"NaN, \+inf or a positive number"),
+        ({"log_fgate": math.inf}, ValueError, "−inf for a cut"),
         ({"log_fgate": np.zeros((2, 3, 40), np.float32)}, ValueError, r"must be \[B, H, S\] = \[2, 4, 40\]"),
         ({"log_fgate": np.zeros((2, 4, 39), np.float32)}, ValueError, "log_fgate has shape"),
         ({"log_fgate": jnp.zeros((2, 4, 40), jnp.bfloat16)}, TypeError, "must be float32 or float64"),

@@ -120,6 +120,25 @@ def test_large_numbers_cost_the_rounding_of_their_differences(backend: str, much
     np.testing.assert_allclose(far_lse, near_lse + much, rtol=2.0**-23)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_large_bias_costs_no_digits_in_queries_that_do_not_see_it(backend: str) -> None:
+    """Queries before it get what they get where the key is hidden, wherever in a block of queries it stands."""
+
+    def before(bias: np.ndarray) -> tuple[jax.Array, ...]:
+        call = partial(alibi_attention, backend=backend, return_lse=True)
+        (output, lse), pull = jax.vjp(lambda *x: call(*x[:3], key_bias=x[3]), *QKV, jnp.asarray(bias))
+        early = np.arange(N) < 21
+        grads = pull((output * early[:, None, None], jnp.cos(lse) * early))
+        return output[:, :21], lse[..., :21], *grads
+
+    bias = BIAS.copy()
+    bias[..., 21] = -np.inf
+    hidden = before(bias)
+    for much in (1e3, 1e6, 1e9, 1e30, 3e38):
+        bias[..., 21] = much
+        assert_close(before(bias), hidden)
+
+
 def test_the_log_sum_exp_is_unshifted_and_as_wide_as_the_bias() -> None:
     with jax.enable_x64(True):
         bias = BIAS.astype(np.float64) + 2.0**30

@@ -10,8 +10,8 @@ import torch
 from flax import nnx
 
 from alibi_attn import nn
-from alibi_attn.jax import flax, linen
-from alibi_attn.jax.layers import converted_weights
+from alibi_attn.jax import flax
+from alibi_attn.jax.flax import converted_weights
 
 B, T, E, H = 2, 11, 24, 4
 OPTIONS = {
@@ -54,22 +54,12 @@ def test_a_block_trained_in_torch_gives_the_same_in_flax_and_back(options: dict)
     parameters = converted_weights(arrays(block))
     for_nnx = nnx_block(options, parameters)
     assert_close(nnx.jit(lambda m, x: m(x, key_mask=jnp.asarray(mask)))(for_nnx, x), expected)
-    for_linen = linen.ALiBiTransformerBlock(E, H, **options)
-    assert_close(jax.jit(for_linen.apply)({"params": parameters}, x, key_mask=mask), expected)
 
     back = torch_block(options)
     returned = converted_weights(nnx.to_pure_dict(nnx.state(for_nnx, nnx.Param)))
     back.load_state_dict({name: torch.tensor(np.asarray(value)) for name, value in returned.items()})
     with torch.no_grad():
         assert_close(back(torch.tensor(x), key_mask=torch.tensor(mask)).numpy(), expected)
-
-
-@pytest.mark.parametrize("name", ["all", "gates"])
-def test_linen_has_the_parameters_that_are_converted(name: str) -> None:
-    options = OPTIONS[name]
-    shapes = jax.eval_shape(linen.ALiBiTransformerBlock(E, H, **options).init, jax.random.key(0), jnp.ones((B, T, E)))
-    converted = converted_weights(arrays(torch_block(options)))
-    assert jax.tree.map(jnp.shape, converted) == jax.tree.map(jnp.shape, shapes["params"])
 
 
 def test_what_has_no_counterpart_is_refused() -> None:
@@ -99,23 +89,6 @@ def test_cached_decoding_equals_the_full_pass_in_nnx(name: str) -> None:
     assert jnp.isnan(step(block, x[:, :5], cache)).any()
 
 
-@pytest.mark.parametrize("name", ["all", "gates"])
-def test_cached_decoding_equals_the_full_pass_in_linen(name: str) -> None:
-    x = draw(B, T, E)
-    make = partial(linen.ALiBiTransformerBlock, E, H, **OPTIONS[name])
-    variables = jax.jit(make(decode=True).init)(jax.random.key(0), x)
-    full = jax.jit(make().apply)({"params": variables["params"]}, x)
-    step = jax.jit(partial(make(decode=True).apply, mutable=["cache"]))
-    cache, outputs, first = variables["cache"], [], 0
-    for size in CHUNKS:
-        chunk = x[:, first : first + size]
-        output, changed = step({"params": variables["params"], "cache": cache}, chunk)
-        cache = changed["cache"]
-        outputs.append(output)
-        first += size
-    assert_close(jnp.concatenate(outputs, axis=1), full)
-
-
 def test_gates_have_the_gradients_of_pytorchs() -> None:
     torch.manual_seed(0)
     layer, x = nn.ALiBiAttention(E, H, forget_gate=True), draw(B, T, E)
@@ -124,47 +97,36 @@ def test_gates_have_the_gradients_of_pytorchs() -> None:
     layer(torch.tensor(x)).square().sum().backward()
     expected = converted_weights({name: p.grad.numpy() for name, p in layer.named_parameters()})
     parameters = converted_weights(arrays(layer))
-    module = linen.ALiBiAttention(E, H, forget_gate=True)
-    loss = lambda p: jnp.square(module.apply({"params": p}, x)).sum()  # noqa: E731
     twin = flax.ALiBiAttention(E, H, forget_gate=True, rngs=nnx.Rngs(0))
     state = nnx.state(twin, nnx.Param)
     nnx.replace_by_pure_dict(state, parameters)
     nnx.update(twin, state)
     of_nnx = nnx.jit(nnx.grad(lambda m: jnp.square(m(x)).sum()))(twin)
     assert set(expected) == {"q_proj", "k_proj", "v_proj", "out_proj", "gate_proj"}
-    for found in (jax.jit(jax.grad(loss))(parameters), nnx.to_pure_dict(of_nnx)):
-        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), found, expected)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), nnx.to_pure_dict(of_nnx), expected)
 
 
 def test_gates_stay_in_fp32_where_all_else_is_bf16() -> None:
     x = jnp.asarray(draw(B, T, E), jnp.bfloat16)
-    module = linen.ALiBiAttention(E, H, forget_gate=True, decode=True, dtype=jnp.bfloat16)
-    variables = jax.jit(module.init)(jax.random.key(0), x)
-    narrow = jax.tree.map(lambda w: w.astype(jnp.bfloat16), variables["params"])
-    output, changed = module.apply({"params": narrow, "cache": variables["cache"]}, x, mutable=["cache"])
     layer = flax.ALiBiAttention(E, H, forget_gate=True, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     state = nnx.state(layer, nnx.Param)
+    narrow = jax.tree.map(lambda w: w.astype(jnp.bfloat16), nnx.to_pure_dict(state))
     nnx.replace_by_pure_dict(state, narrow)
     nnx.update(layer, state)
     cache = layer.new_cache(B, T, dtype=jnp.bfloat16)
-    of_nnx = layer(x, cache=cache)
+    output = layer(x, cache=cache)
     kernel = np.asarray(narrow["gate_proj"]["kernel"], np.float64)
     exact = -np.logaddexp(0.0, -(np.asarray(x, np.float64) @ kernel)).swapaxes(1, 2)
-    assert output.dtype == of_nnx.dtype == cache.key[...].dtype == changed["cache"]["key"].dtype == jnp.bfloat16
-    for gates in (cache.log_fgate[...], changed["cache"]["log_fgate"]):
-        assert gates.dtype == jnp.float32
-        np.testing.assert_allclose(gates, exact, rtol=0, atol=2e-6)
-    np.testing.assert_allclose(np.float32(output), np.float32(of_nnx), rtol=0, atol=2e-2)
+    assert output.dtype == cache.key[...].dtype == jnp.bfloat16
+    assert cache.log_fgate[...].dtype == jnp.float32
+    np.testing.assert_allclose(cache.log_fgate[...], exact, rtol=0, atol=2e-6)
 
 
 def test_a_gate_starts_as_in_pytorch() -> None:
     gate = flax.ALiBiAttention(256, 8, forget_gate=True, rngs=nnx.Rngs(0)).gate_proj
-    init = jax.jit(linen.ALiBiAttention(256, 8, forget_gate=True).init)
-    in_linen = init(jax.random.key(0), jnp.ones((1, 1, 256)))["params"]["gate_proj"]
     in_torch = nn.ALiBiAttention(256, 8, forget_gate=True).gate_proj
     for kernel, bias in (
         (gate.kernel[...], gate.bias[...]),
-        (in_linen["kernel"], in_linen["bias"]),
         (in_torch.weight.detach().numpy(), in_torch.bias.detach().numpy()),
     ):
         assert not np.any(bias)
@@ -188,11 +150,6 @@ def test_dropout_only_in_training() -> None:
     assert not jnp.array_equal(run(block, x), run(block, x))
     block.eval()
     assert jnp.array_equal(run(block, x), run(block, x))
-    module = linen.ALiBiTransformerBlock(E, H, dropout_p=0.5)
-    variables = jax.jit(module.init)(jax.random.key(0), x)
-    train = jax.jit(partial(module.apply, deterministic=False))
-    one, other = (train(variables, x, rngs={"dropout": jax.random.key(seed)}) for seed in (0, 1))
-    assert not jnp.array_equal(one, other)
 
 
 def test_learned_slopes_get_a_gradient_and_fixed_ones_are_no_parameter() -> None:
@@ -215,9 +172,6 @@ def test_learned_slopes_get_a_gradient_and_fixed_ones_are_no_parameter() -> None
 def test_sizes_that_do_not_fit_are_refused(options: dict, message: str) -> None:
     with pytest.raises(ValueError) as error:
         flax.ALiBiAttention(**options, rngs=nnx.Rngs(0))
-    assert message in str(error.value)
-    with pytest.raises(ValueError) as error:
-        jax.eval_shape(linen.ALiBiAttention(**options).init, jax.random.key(0), jnp.ones((1, 2, options["embed_dim"])))
     assert message in str(error.value)
 
 

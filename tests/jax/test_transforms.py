@@ -147,6 +147,7 @@ def test_second_derivatives_are_refused(backend: str) -> None:
         ({"slopes": np.ones(6)}, ValueError, r"slopes has 6 entries but query has 4 heads; pass alibi_slopes\(4\)"),
         ({"slopes": np.ones(T)}, ValueError, rf"4 heads and {T} positions: .* query.swapaxes\(1, 2\)"),
         ({"slopes": [1.0, np.nan, 1.0, 1.0]}, ValueError, "slopes must be finite"),
+        ({"scale": 10**400}, ValueError, "but must be finite"),
         ({"window": 0}, ValueError, "counts the query itself"),
         ({"right_slopes": SLOPES}, ValueError, "pass causal=False"),
         ({"key_mask": np.ones((B, T))}, TypeError, "must be bool"),

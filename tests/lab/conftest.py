@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from alibi_attn.lab.config import DataConfig, EvalConfig, Method, ModelConfig, RunConfig, TrainConfig
-from alibi_attn.lab.model import LanguageModel
+from alibi_attn.lab.model.language_model import LanguageModel
 
 TRAINED_LENGTH = 16
 

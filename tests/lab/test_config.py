@@ -10,7 +10,7 @@ from alibi_attn.lab.config import (
     RunConfig,
     TrainConfig,
 )
-from alibi_attn.lab.fields import field_names, from_json, override, to_json
+from alibi_attn.lab.config_io import field_names, from_json, override, to_json
 
 
 @pytest.mark.parametrize(

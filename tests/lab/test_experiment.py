@@ -17,23 +17,24 @@ from filelock import FileLock
 from rich.console import Console
 
 from alibi_attn import records
-from alibi_attn.lab import checkpoint, experiment, one_run
-from alibi_attn.lab import train as loop
-from alibi_attn.lab.checkpoint import (
+from alibi_attn.lab import run as one_run
+from alibi_attn.lab.config import ConfigError, DataConfig, EvalConfig, ModelConfig, Recipe, RunConfig, TrainConfig
+from alibi_attn.lab.config_io import to_json
+from alibi_attn.lab.data.corpus import CorpusError, load_corpus, packed_batches
+from alibi_attn.lab.experiment import ExperimentError, run
+from alibi_attn.lab.model.language_model import LanguageModel
+from alibi_attn.lab.training import train as loop
+from alibi_attn.lab.training.checkpoint import (
     CheckpointError,
+    Progress,
     load_checkpoint,
     load_checkpoint_tokenizer,
     load_progress,
     newest,
 )
-from alibi_attn.lab.config import ConfigError, DataConfig, EvalConfig, ModelConfig, Recipe, RunConfig, TrainConfig
-from alibi_attn.lab.data import CorpusError, load_corpus, packed_batches
-from alibi_attn.lab.experiment import ExperimentError, run
-from alibi_attn.lab.fields import to_json
-from alibi_attn.lab.model import LanguageModel
-from alibi_attn.lab.train import train
+from alibi_attn.lab.training.train import train
 
-SUPPORT = Path(__file__).parents[1] / "support"
+PROCESSES = Path(__file__).parents[1] / "support" / "processes"
 TEXTS = dict.fromkeys(("question", "paper", "command", "cost", "expected"), "")
 
 
@@ -47,8 +48,7 @@ def recipe(tiny_run):
 
 def trainings(monkeypatch):
     """The names of what is trained from here on."""
-    seen = []
-    real = one_run.train
+    seen, real = [], one_run.train
 
     def counted(config, *arguments, **named):
         seen.append((config.model.method, config.train.seed))
@@ -88,7 +88,7 @@ def test_what_is_recorded_is_skipped(recipe, tmp_path, monkeypatch):
 
 def test_another_evaluation_uses_the_trained_model(recipe, tmp_path, monkeypatch):
     first = run(recipe, out=tmp_path)
-    monkeypatch.setattr("alibi_attn.lab.train._step", None)  # a step would fail
+    monkeypatch.setattr("alibi_attn.lab.training.train._step", None)  # a step would fail
     again = run(recipe, out=tmp_path, overrides={"eval.stride": "1"})
     assert [again[0], again[2]] == [first[0], first[2]]
     assert set(again) & set(first) == {first[0], first[2]}
@@ -213,7 +213,7 @@ def two_processes(tmp_path_factory, verses):
     )
     (folder / "config.json").write_text(json.dumps(to_json(config)))
     launch = [sys.executable, "-W", "error", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    program = [str(SUPPORT / "two_processes.py"), str(folder), str(folder / "config.json")]
+    program = [str(PROCESSES / "two_processes.py"), str(folder), str(folder / "config.json")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     result = subprocess.run([*launch, *program], capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr
@@ -334,7 +334,7 @@ def test_attention_within_documents_counts_what_documents_foretell(tiny_run, tmp
 
 
 def test_tracking_without_tensorboard_says_what_to_install(recipe, tmp_path, monkeypatch):
-    monkeypatch.setattr(experiment.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ExperimentError, match=r'pip install "alibi-attn\[track\]"'):
         run(recipe, out=tmp_path, track=True)
 
@@ -389,7 +389,7 @@ def test_a_resumed_training_tells_its_task_and_the_speed_of_the_steps_since_then
 
     def resumed(config, corpus, folder, *, on_step):
         for step in (5, 6, 7):
-            on_step(checkpoint.Progress(step=step, seconds=5000.0 + step - 5, loss_nats=1.0))
+            on_step(Progress(step=step, seconds=5000.0 + step - 5, loss_nats=1.0))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(one_run, "SECONDS_BETWEEN_LINES", 0)

@@ -16,7 +16,7 @@ from alibi_attn import records
 from alibi_attn.lab import experiment
 from alibi_attn.lab.config import Recipe
 from alibi_attn.lab.experiment import ExperimentError, run
-from alibi_attn.lab.train import TrainingError
+from alibi_attn.lab.training.train import TrainingError
 
 TEXTS = dict.fromkeys(("question", "paper", "command", "cost", "expected"), "")
 

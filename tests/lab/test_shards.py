@@ -50,11 +50,24 @@ def test_records_of_all_shards_merge_in_one_folder(recipe, tmp_path):
     assert losses[0] == losses[1]
 
 
-def test_shards_may_run_at_the_same_time_but_none_twice(recipe, tmp_path):
-    with FileLock(tmp_path / ".lock-0-of-2"):
-        with pytest.raises(ExperimentError, match="another experiment is running"):
-            run(recipe, out=tmp_path, shard=(0, 2))
-        assert len(run(recipe, out=tmp_path, shard=(1, 2))) == 4
+@pytest.mark.parametrize("running", [(0, 1), (0, 2), (1, 2), (0, 3)])
+@pytest.mark.parametrize("shard", [(0, 1), (0, 2)])
+def test_only_other_shards_of_the_same_count_run_at_the_same_time(recipe, tmp_path, running, shard):
+    index, count = running
+    with FileLock(tmp_path / (".lock" if count == 1 else f".lock-{index}-of-{count}")):
+        if running == (1, 2) and shard == (0, 2):
+            assert len(run(recipe, out=tmp_path, shard=shard)) == 6
+            return
+        name = "another experiment" if count == 1 else f"shard {index}/{count} of an experiment"
+        with pytest.raises(ExperimentError, match=f"{name} is running in"):
+            run(recipe, out=tmp_path, shard=shard)
+        assert not (tmp_path / "records").exists()
+
+
+def test_a_finished_experiment_leaves_no_lock_behind(recipe, tmp_path):
+    run(recipe, out=tmp_path, shard=(0, 2), overrides={"train.steps": "1"})
+    for shard in ((0, 3), (0, 1)):
+        run(recipe, out=tmp_path, shard=shard, overrides={"train.steps": "1"})
 
 
 def test_a_shard_that_is_none_is_refused(recipe, tmp_path):

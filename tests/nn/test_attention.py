@@ -1,4 +1,4 @@
-"""The attention layer and the bias module: against plain linear algebra, in every dtype, and what wrong arguments are told."""
+"""The attention layer and the bias module: against plain linear algebra, in every dtype, and the errors for wrong arguments."""
 
 import copy
 import math
@@ -248,3 +248,12 @@ def test_wrong_inputs_are_told_what_is_allowed():
     with pytest.raises(TypeError, match="segment_ids is float32 but must hold integers"):
         layer(x, cache=cache, segment_ids=torch.ones(2, 8))
     assert len(cache) == 4  # a refused pass leaves the cache as it was
+
+
+def test_an_input_of_another_dtype_is_refused_outside_of_autocast():
+    layer = ALiBiAttention(16, 2)
+    with pytest.raises(TypeError, match=r"x is torch.bfloat16 but the layer's weights are torch.float32; pass x.to"):
+        layer(torch.zeros(1, 3, 16, dtype=torch.bfloat16))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(torch.zeros(1, 3, 16)).dtype == torch.bfloat16
+        layer(torch.zeros(1, 3, 16, dtype=torch.bfloat16))

@@ -1,4 +1,4 @@
-"""Caches that forget: a stream of the last tokens behind a few sinks, and per head what the certified reach still needs."""
+"""Caches that forget: a stream of the last tokens after a few sinks, and per head what the certified reach still needs."""
 
 import math
 
@@ -128,12 +128,12 @@ def test_a_given_bound_serves_a_layer_without_norms_and_is_enforced():
     torch.testing.assert_close(decoded(layer, x, cache, [1] * 200), layer(x), rtol=1e-4, atol=1e-6)
     with pytest.raises(ValueError, match=r"scores may reach .* but this cache forgot keys for scores up to"):
         decoded(layer, x, layer.reach_cache(score_bound=bound * 0.99), [1] * 200)
-    with pytest.raises(ValueError, match="make the layer with qk_norm=True"):
+    with pytest.raises(ValueError, match="create the layer with qk_norm=True"):
         layer.reach_cache()
     normed = layer_with()
     cache = normed.reach_cache()
     normed.q_norm.weight.mul_(3.0)
-    with pytest.raises(ValueError, match="anew after the weights have changed"):
+    with pytest.raises(ValueError, match="a new one after the weights change"):
         normed(x, cache=cache)
 
 
@@ -151,7 +151,7 @@ def test_drafts_are_taken_back_and_beams_reordered():
     layer(x[:, :280], cache=cache)
     layer(torch.randn(3, 5, 32), cache=cache)
     cache.crop(280)
-    with pytest.raises(ValueError, match="would lack keys that it has forgotten"):
+    with pytest.raises(ValueError, match="would need keys that it has forgotten"):
         cache.crop(20)
     beams = [2, 0, 0]
     cache.reorder(beams)
@@ -167,7 +167,7 @@ def test_wrong_use_is_told_what_is_allowed():
     stream = KVCache(max_tokens=3, sinks=1)
     two = torch.zeros(1, 1, 2, 4)
     stream.append(two, two)
-    with pytest.raises(ValueError, match="2 tokens do not fit behind 2 of at most 3"):
+    with pytest.raises(ValueError, match="2 tokens do not fit after 2 of at most 3"):
         stream.append(two, two)
     for _ in range(3):
         stream.append(two[:, :, :1], two[:, :, :1])

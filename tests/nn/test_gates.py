@@ -114,7 +114,7 @@ def test_what_it_refuses() -> None:
         ALiBiAttention(32, 4, forget_gate=True, causal=False)
     cache = KVCache()
     cache.append(torch.zeros(1, 4, 2, 8), torch.zeros(1, 4, 2, 8))
-    with pytest.raises(ValueError, match="with every token, or with none"):
+    with pytest.raises(ValueError, match="for every token or for none"):
         cache.append(torch.zeros(1, 4, 2, 8), torch.zeros(1, 4, 2, 8), log_fgate=torch.zeros(1, 4, 2))
     with pytest.raises(ValueError, match=r"must be \[B, H, T\]"):
         KVCache().append(torch.zeros(1, 4, 2, 8), torch.zeros(1, 4, 2, 8), log_fgate=torch.zeros(1, 4, 3))

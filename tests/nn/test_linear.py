@@ -1,4 +1,4 @@
-"""Linear maps on a CPU: the product to rounding, of any number of rows, its gradients; torch's own where ours are not for it."""
+"""Linear layers on a CPU: the product to rounding for any number of rows, its gradients, and where torch computes it instead."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def expect_the_product(got: Tensor, x: Tensor, weight: Tensor, bias: Tensor | No
     exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     terms = F.linear(x.double().abs(), weight.double().abs()) + (0.0 if bias is None else bias.double().abs())
     rounded = exact.abs() * torch.finfo(got.dtype).eps / 2
-    # Sixteen sums and more run beside one another: what an error may be grows with their length.
+    # The error bound grows with the length of the sums.
     allowed = rounded + terms * (x.shape[-1] / 16 + 16) * 2.0**-24 + torch.finfo(got.dtype).smallest_normal
     assert got.shape == exact.shape
     assert bool(((got.double() - exact).abs() <= allowed).all())

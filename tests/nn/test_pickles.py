@@ -1,16 +1,15 @@
-"""A pickled cache says which format it is in; another one is refused, by its name and with what to do."""
+"""A pickled cache says which format it is in; another one is refused, with its name and what to do."""
 
 import pickle
 
 import pytest
 import torch
 
-from alibi_attn.nn.cache import FORMAT, KVCache
+from alibi_attn.nn.cache import FORMAT, KVCache, check_format
 from alibi_attn.nn.gated_cache import GatedReachCache
-from alibi_attn.nn.pickles import check_format
 from alibi_attn.nn.reach_cache import CachesOfHeads, ReachCache
 
-# What a pickle of each format holds: whoever changes it raises the number and adds a line, or reads the older one too.
+# What a pickle of each format holds. To change it, raise the number and add a line, or keep reading the older one.
 HOLDS = {
     (KVCache, 1): ["format", "max_tokens", "sinks", "forgotten", "key", "value", "gates"],
     (ReachCache, 1): [

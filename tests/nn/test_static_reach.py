@@ -1,4 +1,4 @@
-"""The static reach of a QK-normalised layer: certified before any input exists, for the worst input there can be."""
+"""The static reach of a QK-normalized layer: certified before any input exists, for the worst possible input."""
 
 import math
 
@@ -80,7 +80,7 @@ def test_reach_follows_slopes_window_and_direction():
 
 
 def test_what_has_no_static_reach_is_told_why():
-    with pytest.raises(ValueError, match="make the layer with qk_norm=True"):
+    with pytest.raises(ValueError, match="create the layer with qk_norm=True"):
         ALiBiAttention(32, 4).static_reach()
     with pytest.raises(ValueError, match="own key is hidden has no static reach"):
         layer_with(1.0).static_reach(key_mask=torch.tensor([[True, False]]))

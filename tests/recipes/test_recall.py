@@ -1,4 +1,4 @@
-"""The recipe that asks who remembers: trained and tested on one task, by documents of the trained length."""
+"""The recall recipe: trained and tested on one task, with documents of the trained length."""
 
 import typing
 
@@ -6,8 +6,8 @@ import pytest
 
 from alibi_attn import records
 from alibi_attn.lab.config import Scale
+from alibi_attn.lab.data.tasks import parse_corpus, recall_distances
 from alibi_attn.lab.experiment import run
-from alibi_attn.lab.tasks import parse_corpus, recall_distances
 from alibi_attn.recipes.recall import METHODS, RECIPE
 
 
@@ -19,8 +19,8 @@ def test_every_training_example_is_one_document(scale):
 
 
 def test_recall_runs_at_smoke_scale_and_records_every_distance(tmp_path):
-    found = [records.load(path) for path in run(RECIPE, out=tmp_path, scale="smoke")]
-    evaluations = [record for record in found if record.kind == "evaluation"]
+    written = [records.load(path) for path in run(RECIPE, out=tmp_path, scale="smoke")]
+    evaluations = [record for record in written if record.kind == "evaluation"]
     assert [record.config["model"]["method"] for record in evaluations] == list(METHODS)
     for record in evaluations:
         curve = record.curves["recall"]

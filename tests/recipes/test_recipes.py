@@ -1,4 +1,4 @@
-"""Every recipe says what it asks, and its runs differ by what it asks about only."""
+"""Every recipe states its question, cost and expectation; its runs differ only in what the question is about."""
 
 import dataclasses
 import typing
@@ -15,10 +15,10 @@ every_recipe = pytest.mark.parametrize("name", RECIPES)
 
 
 @every_recipe
-def test_a_recipe_says_what_it_asks_costs_and_expects(name):
+def test_a_recipe_states_its_question_cost_and_expectation(name):
     recipe = RECIPES[name]
     for field in dataclasses.fields(recipe):
-        assert getattr(recipe, field.name) or field.name == "study"  # only recipes that share trainings have one
+        assert getattr(recipe, field.name) or field.name == "study"  # only recipes that share trainings set it
     assert recipe.question.endswith("?")
     assert recipe.command.startswith("alibi run ")
 
@@ -26,32 +26,32 @@ def test_a_recipe_says_what_it_asks_costs_and_expects(name):
 @every_recipe
 @pytest.mark.parametrize("scale", typing.get_args(Scale))
 def test_a_recipe_has_runs_at_every_scale(name, scale):
-    assert RECIPES[name].runs(scale) or name == "figure-3"  # which draws slopes, and trains nothing
+    assert RECIPES[name].runs(scale) or name == "figure-3"  # figure 3 draws slopes and trains nothing
 
 
 @pytest.mark.parametrize("scale", typing.get_args(Scale))
-def test_the_runs_of_quick_differ_by_the_method_only(scale):
+def test_the_runs_of_quick_differ_only_in_the_method(scale):
     runs = RECIPES["quick"].runs(scale)
     assert [config.model.method for config in runs] == ["sinusoidal", "rotary", "t5", "alibi"]
     same = {dataclasses.replace(config, model=dataclasses.replace(config.model, method="none")) for config in runs}
     assert len(same) == 1
 
 
-def test_quick_trains_at_128_and_tests_to_2048():
+def test_quick_trains_at_128_and_tests_up_to_2048():
     config = RECIPES["quick"].runs("small")[0]
     assert config.train.length == 128
     assert config.eval.lengths == (128, 256, 512, 1024, 2048)
     assert config.data.corpus == "python-source"
 
 
-def test_methods_stretches_without_training_again():
+def test_methods_stretches_without_new_trainings():
     runs = RECIPES["methods"].runs("small")
     trainings = {(run.model, run.data, run.train) for run in runs}
     assert {run.model.method for run in runs} == set(METHODS)
     assert (len(trainings), len(runs)) == (18, 18 + 3 + 2)
 
 
-def test_curriculum_trains_on_equally_many_tokens():
+def test_curriculum_trains_on_equal_numbers_of_tokens():
     runs = RECIPES["curriculum"].runs("small")
     assert len({run.train.steps * run.train.batch_tokens for run in runs}) == 1
     assert len({(run.train.length, run.eval) for run in runs}) == 1
@@ -59,26 +59,26 @@ def test_curriculum_trains_on_equally_many_tokens():
 
 
 @pytest.mark.parametrize("name", ["methods", "curriculum"])
-def test_what_goes_on_from_the_paper_runs_at_smoke_scale(name, tmp_path):
-    found = [records.load(path) for path in run(RECIPES[name], out=tmp_path, scale="smoke")]
-    evaluations = [record for record in found if record.kind == "evaluation"]
+def test_recipes_beyond_the_paper_run_at_smoke_scale(name, tmp_path):
+    written = [records.load(path) for path in run(RECIPES[name], out=tmp_path, scale="smoke")]
+    evaluations = [record for record in written if record.kind == "evaluation"]
     assert len(evaluations) == len(RECIPES[name].runs("smoke"))
-    assert len({record.name for record in found if record.kind == "training"}) == len({r.name for r in evaluations})
+    assert len({record.name for record in written if record.kind == "training"}) == len({r.name for r in evaluations})
     nats = {
         (record.config["model"]["method"], record.config["eval"]["stretch"]): record.curves["by_length"]["sliding_nats"]
         for record in evaluations
     }
     if name == "methods":
-        assert nats["rotary", "none"][0] == nats["rotary", "yarn"][0]  # nothing changes at the trained length
+        assert nats["rotary", "none"][0] == nats["rotary", "yarn"][0]  # a stretch changes nothing at the trained length
         assert nats["rotary", "none"][1] != nats["rotary", "yarn"][1]
         assert nats["learned", "none"][1] is None
 
 
 def test_quick_runs_at_smoke_scale_on_real_text(tmp_path):
-    found = [records.load(path) for path in run(RECIPES["quick"], out=tmp_path, scale="smoke")]
-    evaluations = [record for record in found if record.kind == "evaluation"]
+    written = [records.load(path) for path in run(RECIPES["quick"], out=tmp_path, scale="smoke")]
+    evaluations = [record for record in written if record.kind == "evaluation"]
     assert [record.config["model"]["method"] for record in evaluations] == ["sinusoidal", "rotary", "t5", "alibi"]
-    assert len({record.config["corpus"]["sha256"] for record in found}) == 1
+    assert len({record.config["corpus"]["sha256"] for record in written}) == 1
     for record in evaluations:
         assert all(3 < nats < 6 for nats in record.curves["by_length"]["nonoverlapping_nats"])
         assert all(3 < nats < 6 for nats in record.curves["by_length"]["sliding_nats"])

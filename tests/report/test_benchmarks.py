@@ -1,8 +1,8 @@
 """Benchmarks are drawn as their records say: one line a peer, times and memory."""
 
 from alibi_attn.records import Record
-from alibi_attn.report.benchmarks import facts, memory_by_length, ratio_table, times_by_length
 from alibi_attn.report.page import report_html
+from alibi_attn.report.plots.benchmark import facts, memory_by_length, ratio_table, times_by_length
 
 OURS = {"length": [1024, 2048], "forward_ms": [10.0, 20.0], "peak_memory_bytes": [2**20, 2**21]}
 THEIRS = {"length": [1024, 2048], "forward_ms": [30.0, None], "peak_memory_bytes": [2**22, None]}

@@ -129,7 +129,9 @@ def test_paper_is_wide_enough(browser, page: Path) -> None:
 @pytest.fixture(scope="module")
 def judged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A referee of every method and five tasks, as wide as it gets."""
-    spec = importlib.util.spec_from_file_location("referee_records", Path(__file__).with_name("test_referee.py"))
+    spec = importlib.util.spec_from_file_location(
+        "compared_records", Path(__file__).with_name("test_method_comparison.py")
+    )
     made = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(made)
     shares = {"": (1.7, 2.6), "mqar": (1.0, 0.07), "needles": (0.97, 0.6), "copy": (0.95, 0.0), "flip-flop": (1.0, 1.0)}

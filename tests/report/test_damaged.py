@@ -12,8 +12,12 @@ from typer.testing import CliRunner
 from alibi_attn import records
 from alibi_attn.cli.main import app
 from alibi_attn.records import Record, RecordError
-from alibi_attn.report import benchmarks, certificates, figures, paper, sentences
+from alibi_attn.report import sentences
 from alibi_attn.report.page import report_html
+from alibi_attn.report.plots import benchmark as benchmarks
+from alibi_attn.report.plots import paper_items as paper
+from alibi_attn.report.plots import study as figures
+from alibi_attn.report.plots import trained_heads as certificates
 from alibi_attn.report.published import PUBLISHED
 from alibi_attn.report.series import studies
 

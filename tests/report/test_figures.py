@@ -10,10 +10,14 @@ import pytest
 from matplotlib.colors import to_hex
 
 from alibi_attn.position_methods import METHODS
-from alibi_attn.report import drawing, figures, heads, plot_alibi_bias
-from alibi_attn.report.drawing import End
+from alibi_attn.report import plot_alibi_bias
+from alibi_attn.report.plots import bias as heads
+from alibi_attn.report.plots import drawing
+from alibi_attn.report.plots import study as figures
+from alibi_attn.report.plots.drawing import End
 from alibi_attn.report.series import studies
-from alibi_attn.report.tables import fraction, half_life, number
+from alibi_attn.report.tables.heads import fraction, half_life
+from alibi_attn.report.tables.table import number
 from alibi_attn.slopes import alibi_slopes
 
 
@@ -178,8 +182,12 @@ def test_any_number_of_heads_can_be_drawn(num_heads: int) -> None:
     assert len(plot_alibi_bias(num_heads, 300).axes) == num_heads + 1
 
 
-def test_the_heads_picture_can_be_a_file() -> None:
-    assert heads.bias_png(6, 300).startswith(b"\x89PNG")
+def test_the_picture_of_the_biases_is_a_png_or_an_svg_file() -> None:
+    assert heads.picture(6, 300, ".png").startswith(b"\x89PNG")
+    svg = heads.picture(6, 300, ".svg")
+    assert svg.startswith(b"<?xml")
+    assert b"m = 1/2" in svg
+    assert svg == heads.picture(6, 300, ".svg")
 
 
 def test_bad_head_counts_and_lengths_are_refused() -> None:
@@ -210,7 +218,7 @@ def test_half_life_halves_the_factor() -> None:
 
 def test_reports_load_no_framework() -> None:
     code = (
-        "import sys; import alibi_attn.report.page, alibi_attn.report.heads; "
+        "import sys; import alibi_attn.report.page, alibi_attn.report.plots.bias; "
         "sys.exit(bool({'torch', 'jax', 'matplotlib.pyplot'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -12,11 +12,15 @@ import pytest
 
 from alibi_attn import records
 from alibi_attn.records import Record
-from alibi_attn.report import certificates, costs, drawing, figures, retrieval, tables
 from alibi_attn.report.page import report_html
+from alibi_attn.report.plots import drawing, retrieval
+from alibi_attn.report.plots import study as figures
+from alibi_attn.report.plots import trained_heads as certificates
 from alibi_attn.report.published import PUBLISHED
+from alibi_attn.report.sections.study import MOST_LINES, drawable
 from alibi_attn.report.series import studies
-from alibi_attn.report.study_sections import MOST_LINES, drawable
+from alibi_attn.report.tables import cost as costs
+from alibi_attn.report.tables import study as tables
 
 
 def _evaluation(record: Record, **fields: object) -> Record:

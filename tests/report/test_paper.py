@@ -8,9 +8,12 @@ import pytest
 
 from alibi_attn import records
 from alibi_attn.records import Record
-from alibi_attn.report import answers, contents, paper, paper_tables
-from alibi_attn.report.contents import Entry
+from alibi_attn.report import answers
+from alibi_attn.report.plots import paper_items as paper
 from alibi_attn.report.published import PUBLISHED
+from alibi_attn.report.section import Archive, Section
+from alibi_attn.report.sections import closing
+from alibi_attn.report.tables import paper as paper_tables
 
 
 def answer(item: str, *, factor: int = 8, growth: float = 1.0, **columns: object) -> Record:
@@ -230,10 +233,12 @@ def test_a_label_that_the_paper_does_not_have_is_left_out() -> None:
     assert answers.is_drawn(answer("figure-2"))
 
 
-def test_the_contents_list_every_record_once_with_its_section() -> None:
+def test_the_list_of_records_has_each_once_with_its_section() -> None:
     one, two = answer("figure-1"), answer("table-2")
-    entries = [Entry("p0", "The paper", "Figure 1", "", (one,))]
-    rows = contents.record_rows([two, one, one], entries)
-    assert [(row[1], row[5]) for row in rows] == [("figure-1", "p0"), ("table-2", "")]
-    assert contents.unanswered(["figure-1", "table-2/again"])[:2] == ["figure 2", "figure 3"]
-    assert contents.unanswered([]) == []
+    archive = Archive([two, one, one])
+    section = closing.record_list(archive, [Section("p0", "The paper", "Figure 1", [], records=[archive.records[1]])])
+    (rows,) = (block.table.blocks[0].rows for block in section.blocks)
+    names = [cells[0].text for _, _, cells in rows]
+    assert names == ['<a href="#p0">figure-1</a>', "table-2"]
+    assert answers.unanswered([one, dataclasses.replace(two, name="table-2/again")])[:2] == ["figure 2", "figure 3"]
+    assert answers.unanswered([]) == []

@@ -41,9 +41,9 @@ def run(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) 
     """
     distance = distances(spec.query_len, spec.key_len, spec.query_offset, query.device)
     seen = visible(spec, distance)
-    bias = score_bias(spec, distance, seen)
+    bias, origin = score_bias(spec, distance, seen)
     if _is_decoding(spec, query, key, value, bias):
-        found = _written_out(spec, query, key, value, bias)
+        found = _written_out(spec, query, key, value, bias, origin)
         if found is not None:
             return found
     key, value, poison, moderate = without_bad_keys(spec, seen, key, value)
@@ -79,7 +79,7 @@ def run(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) 
         )
         output = output.unflatten(2, (side, -1)).flatten(1, 2)
     if lse is not None:
-        lse = unshifted_lse(spec, lse)
+        lse = unshifted_lse(spec, lse, origin)
     if blind is not None:
         output = output.masked_fill(blind, 0.0)
         lse = None if lse is None else lse.masked_fill(blind.squeeze(-1), float("-inf"))
@@ -103,7 +103,7 @@ def _is_decoding(spec: AttentionSpec[Tensor], *tensors: Tensor) -> bool:
 
 
 def _written_out(
-    spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor, bias: Tensor
+    spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor, bias: Tensor, origin: Tensor | None
 ) -> tuple[Tensor, Tensor | None] | None:
     """(output, lse) by two products; None where a number is not finite, and it takes a closer look to know what is right.
 
@@ -134,4 +134,4 @@ def _written_out(
     if not spec.return_lse:
         return output.to(query.dtype), None
     lse = torch.cat(lses, 1).unflatten(2, (spec.group, -1)).flatten(1, 2)
-    return output.to(query.dtype), unshifted_lse(spec, lse)
+    return output.to(query.dtype), unshifted_lse(spec, lse, origin)

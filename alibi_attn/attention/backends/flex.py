@@ -67,14 +67,16 @@ def run(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, 
     with torch.no_grad():
         flags = _key_flags(spec, key, value)
         mask = block_mask(spec, query.detach(), key.detach(), value.detach(), flags=flags)
-    unfit, biased = (flags != _FINE)[..., None], _biased(spec, flags)
+    origin = None if spec.key_bias is None else bias_that_matters(spec, spec.key_bias)
+    unfit, biased = (flags != _FINE)[..., None], _biased(spec, flags, origin)
     attention: Any = flex_attention if torch.compiler.is_compiling() else _compiled
-    key, value = key.masked_fill(unfit, 0.0), value.masked_fill(unfit, 0.0)
+    # FlexAttention has no kernel for tensors whose sign is a bit of the view.
+    query, key, value = query.resolve_neg(), key.masked_fill(unfit, 0.0), value.masked_fill(unfit, 0.0)
     options = {"score_mod": biased, "block_mask": mask, "scale": spec.scale, "enable_gqa": spec.group > 1}
     if not spec.return_lse:
         return attention(query, key, value, **options), None
     output, aux = attention(query, key, value, **options, return_aux=AuxRequest(lse=True))
-    return output, unshifted_lse(spec, aux.lse)
+    return output, unshifted_lse(spec, aux.lse, origin)
 
 
 def too_small(spec: Spec) -> TooSmall | None:
@@ -168,6 +170,7 @@ def _visible(spec: Spec, flags: Tensor) -> Callable[[Tensor, Tensor, Tensor, Ten
     right = None if spec.right_slopes is None else spec.right_slopes.detach().expand(spec.batch, -1).contiguous()
     group, causal, window = spec.group, spec.causal, spec.window
     of_query, of_key = spec.query_segments, spec.key_segments
+    start = None if spec.query_start is None else spec.query_start.contiguous()
     shown = None if spec.key_bias is None else (spec.key_bias.detach() > -torch.inf).contiguous()
 
     def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -183,21 +186,25 @@ def _visible(spec: Spec, flags: Tensor) -> Callable[[Tensor, Tensor, Tensor, Ten
             visible = visible & (of_query[b, i] == of_key[b, j])
         if shown is not None:
             visible = visible & shown[b, h, j]
+        if start is not None:
+            visible = visible & (j >= start[b, h, i])
         return visible
 
     return seen
 
 
-def _biased(spec: Spec, flags: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
+def _biased(
+    spec: Spec, flags: Tensor, origin: Tensor | None
+) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
     """FlexAttention's score_mod: −m·|i − j| + b_j, with a positive distance to the right too; NaN for a bad key that is seen.
 
-    Biases of keys are relative to one near the query, as those of `score_bias` are.
+    Biases of keys are relative to `origin` [B, H, T], that of the best key that the query sees.
     """
     first = first_positions(spec, flags.device).expand(spec.batch).contiguous()
-    slopes = spec.slopes.expand(spec.batch, -1).contiguous()
+    slopes = spec.slopes.resolve_neg().expand(spec.batch, -1).contiguous()
     right = slopes if spec.right_slopes is None else spec.right_slopes.expand(spec.batch, -1).contiguous()
     right = right.masked_fill(right.isinf(), 0.0)
-    group, causal, relative = spec.group, spec.causal, _relative_key_bias(spec)
+    group, causal, relative = spec.group, spec.causal, _relative_key_bias(spec, origin)
 
     def biased(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         distance = i + first[b] - j
@@ -210,13 +217,12 @@ def _biased(spec: Spec, flags: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tens
     return biased
 
 
-def _relative_key_bias(spec: Spec) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None:
+def _relative_key_bias(spec: Spec, origin: Tensor | None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None:
     """b_j − r_i in fp32, off by a rounding of the difference: both are sums of two numbers, whose parts are subtracted first."""
-    if spec.key_bias is None:
+    if spec.key_bias is None or origin is None:
         return None
-    near = bias_that_matters(spec, spec.key_bias)
     of_key, of_query = (
-        _in_two(x.detach()) for x in (spec.key_bias.masked_fill(spec.key_bias == -torch.inf, 0.0), near)
+        _in_two(x.detach()) for x in (spec.key_bias.masked_fill(spec.key_bias == -torch.inf, 0.0), origin)
     )
 
     def relative(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:

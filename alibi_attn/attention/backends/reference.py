@@ -42,14 +42,15 @@ def run(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) 
     k = per_query_head(spec, key.to(work))
     v = per_query_head(spec, value.to(work))
     # What may not be seen is not used, forward or backward: the largest numbers give inf − inf and 0·inf.
-    scores = (spec.scale * (q @ k.mT)).masked_fill(~seen, 0.0) + score_bias(spec, distance, seen)
+    bias, origin = score_bias(spec, distance, seen)
+    scores = (spec.scale * (q @ k.mT)).masked_fill(~seen, 0.0) + bias
     # A row that sees nothing is all −inf: give softmax zeros instead, and take the result away again.
     scores = scores.masked_fill(~sees_any[..., None], 0.0)
     weights = dropped(spec, scores.softmax(-1).masked_fill(~seen, 0.0))
     output = (weights @ v).masked_fill(~sees_any[..., None], 0.0)
     lse = None
     if spec.return_lse:
-        lse = unshifted_lse(spec, scores.logsumexp(-1)).masked_fill(~sees_any, float("-inf"))
+        lse = unshifted_lse(spec, scores.logsumexp(-1), origin).masked_fill(~sees_any, float("-inf"))
     if poison is not None:
         output = output + poison[..., None]
         lse = None if lse is None else lse + poison

@@ -1,6 +1,6 @@
-"""The paper's eleven figures and fifteen tables (Press et al. 2022, arXiv:2108.12409v2), each as a recipe and its answer.
+"""The paper's eleven figures and fifteen tables (Press et al. 2022, arXiv:2108.12409v2), each with a recipe and an answer.
 
-`cells.py` says what an item is made of; `wikitext.py`, `books.py`, `web.py` and `speed.py` have the trainings that items
-share; `items.py` lists the items; `answers.py` turns records into a figure's series or a table's rows; `run_items.py` does
-what is missing and records the answers. How to read ours against theirs: docs/paper.md.
+`cells.py` defines an item; `wikitext.py`, `books.py`, `web.py` and `speed.py` have the trainings that items share; `items.py`
+lists the items; `answers.py` turns records into the series of a figure or the rows of a table; `run_items.py` runs what is
+missing and records the answers. docs/paper.md compares our numbers with the published ones.
 """

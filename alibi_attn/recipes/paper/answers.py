@@ -1,8 +1,8 @@
-"""From records to what a figure draws or a table says: pure functions, one for each form that the paper has.
+"""Turn records into the data of figures and tables: pure functions, one per form that the paper uses.
 
-Perplexities are per token of our tokenizer, `exp` of the mean loss; where the text's words were counted, "word_…" is the
-same per word. Repeated seeds are averaged in nats; "low" and "high" are the least and the largest of them. What the
-paper tested in one way only stands beside the other way here: nonoverlapping beside a sliding window (appendix B).
+Perplexities are per token of our tokenizer, `exp` of the mean loss; if the text's words were counted, "word_…" is the
+perplexity per word. Repeated seeds are averaged in nats; "low" and "high" are their minimum and maximum. Where the paper
+evaluates one way only, nonoverlapping or with a sliding window (appendix B), the other way is given as well.
 """
 
 import math
@@ -18,7 +18,7 @@ _OTHER: dict[Way, Way] = {"nonoverlapping": "sliding", "sliding": "nonoverlappin
 
 
 def by_length(cells: Sequence[Cell], evidence: Evidence) -> Curves:
-    """Perplexity against L_valid: a curve of a figure, a row or a column of a table."""
+    """Perplexity by L_valid: a curve of a figure, or a row or column of a table."""
     curves: Curves = {}
     for cell in cells:
         row = _tested(cell, evidence.evaluation(cell.config))
@@ -27,43 +27,45 @@ def by_length(cells: Sequence[Cell], evidence: Evidence) -> Curves:
 
 
 def models(cells: Sequence[Cell], evidence: Evidence) -> Curves:
-    """One row a model: size, speed, and perplexity on either part of the text (tables 6, 7, 9, 10)."""
+    """One row per model: size, speed, and perplexity on the validation and test texts (tables 6, 7, 9, 10)."""
     curves: Curves = {}
     for cell in cells:
-        found = evidence.evaluation(cell.config)
+        evaluations = evidence.evaluation(cell.config)
         row = curves.setdefault(cell.label, {})
         row.update(
             paper_length=[cell.paper_length],
             length=[cell.length],
-            parameters=[metric(found[0], "parameters")],
+            parameters=[metric(evaluations[0], "parameters")],
             train_tokens_per_second=[_mean(_metrics(evidence.training(cell.config), "tokens_per_second"))],
-            seeds=[len(found)],
+            seeds=[len(evaluations)],
         )
         other = _OTHER[cell.way]
-        row[cell.column] = [_perplexity(_nats(found, cell.length, cell.way))]
-        row[f"{other}_{cell.column}"] = [_perplexity(_nats(found, cell.length, other))]
-        row[cell.column.replace("perplexity", "tokens")] = [at_length(found[0], cell.length, f"{cell.way}_tokens")]
+        row[cell.column] = [_perplexity(_nats(evaluations, cell.length, cell.way))]
+        row[f"{other}_{cell.column}"] = [_perplexity(_nats(evaluations, cell.length, other))]
+        row[cell.column.replace("perplexity", "tokens")] = [
+            at_length(evaluations[0], cell.length, f"{cell.way}_tokens")
+        ]
         if cell.column == "valid_perplexity":
-            speeds = [at_length(record, cell.length, "tokens_per_second") for record in found]
+            speeds = [at_length(record, cell.length, "tokens_per_second") for record in evaluations]
             row["evaluation_tokens_per_second"] = [_mean(speeds)]
-            row["word_valid_perplexity"] = [_word_perplexity(found, cell.length, cell.way)]
+            row["word_valid_perplexity"] = [_word_perplexity(evaluations, cell.length, cell.way)]
     return curves
 
 
 def frontier(cells: Sequence[Cell], evidence: Evidence) -> Curves:
-    """Speed of the training against perplexity (figure 8)."""
+    """Training speed and perplexity (figure 8)."""
     curves: Curves = {}
     for cell in cells:
         speed = _mean(_metrics(evidence.training(cell.config), "tokens_per_second"))
         row = _tested(cell, evidence.evaluation(cell.config))
         row["evaluation_tokens_per_second"] = row.pop("tokens_per_second")
-        shown = {"paper_length": cell.paper_length, "length": cell.length, "train_tokens_per_second": speed}
-        _append(curves, cell, {**shown, **row})
+        sizes = {"paper_length": cell.paper_length, "length": cell.length, "train_tokens_per_second": speed}
+        _append(curves, cell, {**sizes, **row})
     return curves
 
 
 def through_training(cells: Sequence[Cell], evidence: Evidence) -> Curves:
-    """Validation perplexity against time (figure 5): the sinusoidal models stop when ALiBi's has done its updates."""
+    """Validation perplexity over time; sinusoidal curves stop when the ALiBi model has finished its updates (figure 5)."""
     curves: Curves = {}
     for cell in cells:
         for point in _validations(cell, cells, evidence):
@@ -72,7 +74,7 @@ def through_training(cells: Sequence[Cell], evidence: Evidence) -> Curves:
 
 
 def equal_time(cells: Sequence[Cell], evidence: Evidence) -> Curves:
-    """The last points of figure 5, with memory (table 11)."""
+    """The last point of each curve of figure 5, and the peak memory (table 11)."""
     curves: Curves = {}
     for cell in cells:
         points = _validations(cell, cells, evidence)
@@ -92,18 +94,18 @@ def equal_updates(cells: Sequence[Cell], evidence: Evidence) -> Curves:
     for cell in cells:
         row = curves.setdefault(cell.label, {name: [None] for name in names})
         training = evidence.training(cell.config)[0]
-        found = evidence.evaluation(cell.config)
+        evaluations = evidence.evaluation(cell.config)
         row["memory_bytes"] = [metric(training, "peak_memory_bytes")]
         row["hours"] = [_hours(metric(training, "seconds"))]
         row["updates"] = [cell.config.train.steps]
-        row[cell.column] = [_perplexity(_nats(found, cell.length, "nonoverlapping"))]
-        row[f"sliding_{cell.column}"] = [_perplexity(_nats(found, cell.length, "sliding"))]
-        row["tokens"] = [at_length(found[0], cell.length, "nonoverlapping_tokens")]
+        row[cell.column] = [_perplexity(_nats(evaluations, cell.length, "nonoverlapping"))]
+        row[f"sliding_{cell.column}"] = [_perplexity(_nats(evaluations, cell.length, "sliding"))]
+        row["tokens"] = [at_length(evaluations[0], cell.length, "nonoverlapping_tokens")]
     return curves
 
 
 def speeds(cells: Sequence[Cell], evidence: Evidence) -> Curves:
-    """Tokens a second and memory of each method at each length (figures 2 and 7, table 1)."""
+    """Tokens per second and memory of each method at each length (figures 2 and 7, table 1)."""
     curves: Curves = {}
     for cell in cells:
         record = evidence.speed(cell.config)[0]
@@ -111,23 +113,23 @@ def speeds(cells: Sequence[Cell], evidence: Evidence) -> Curves:
     return curves
 
 
-def _tested(cell: Cell, found: Sequence[Record]) -> dict[str, Json]:
-    nats = _nats(found, cell.length, cell.way)
+def _tested(cell: Cell, evaluations: Sequence[Record]) -> dict[str, Json]:
+    nats = _nats(evaluations, cell.length, cell.way)
     other = _OTHER[cell.way]
     return {
         "perplexity": _perplexity(nats),
         "low": None if None in nats else _exp(min(cast("list[float]", nats))),
         "high": None if None in nats else _exp(max(cast("list[float]", nats))),
-        "word_perplexity": _word_perplexity(found, cell.length, cell.way),
-        f"{other}_perplexity": _perplexity(_nats(found, cell.length, other)),
-        "tokens": at_length(found[0], cell.length, f"{cell.way}_tokens"),
-        "seeds": len(found),
-        "tokens_per_second": _mean([at_length(record, cell.length, "tokens_per_second") for record in found]),
+        "word_perplexity": _word_perplexity(evaluations, cell.length, cell.way),
+        f"{other}_perplexity": _perplexity(_nats(evaluations, cell.length, other)),
+        "tokens": at_length(evaluations[0], cell.length, f"{cell.way}_tokens"),
+        "seeds": len(evaluations),
+        "tokens_per_second": _mean([at_length(record, cell.length, "tokens_per_second") for record in evaluations]),
     }
 
 
 def _validations(cell: Cell, cells: Sequence[Cell], evidence: Evidence) -> list[dict[str, Json]]:
-    """The points of a training's validation curve until the ALiBi model of the same L_valid has ended."""
+    """The points of a training's validation curve up to the time at which the ALiBi model of the same L_valid finished."""
     (rival,) = (one for one in cells if one.paper_length == cell.paper_length and one.config.model.method == "alibi")
     stop = metric(evidence.training(rival.config)[0], "seconds")
     curve = evidence.training(cell.config)[0].curves["validation"]
@@ -147,8 +149,8 @@ def _append(curves: Curves, cell: Cell, row: Mapping[str, Json]) -> None:
         columns.setdefault(name, []).append(value)
 
 
-def _nats(found: Sequence[Record], length: int, way: Way) -> list[float | None]:
-    return [at_length(record, length, f"{way}_nats") for record in found]
+def _nats(evaluations: Sequence[Record], length: int, way: Way) -> list[float | None]:
+    return [at_length(record, length, f"{way}_nats") for record in evaluations]
 
 
 def _perplexity(nats: Sequence[float | None]) -> float | None:
@@ -156,10 +158,10 @@ def _perplexity(nats: Sequence[float | None]) -> float | None:
     return None if mean is None else _exp(mean)
 
 
-def _word_perplexity(found: Sequence[Record], length: int, way: Way) -> float | None:
-    """exp(nats per token / words per token); None where the words were not counted or are not the tested text's."""
-    corpus = cast("Mapping[str, Json]", found[0].config["corpus"])
-    words, mean = cast("float | None", corpus.get("words_per_token")), _mean(_nats(found, length, way))
+def _word_perplexity(evaluations: Sequence[Record], length: int, way: Way) -> float | None:
+    """exp(nats per token / words per token); None if the words of the evaluated text were not counted."""
+    corpus = cast("Mapping[str, Json]", evaluations[0].config["corpus"])
+    words, mean = cast("float | None", corpus.get("words_per_token")), _mean(_nats(evaluations, length, way))
     return _finite(units.word_perplexity(mean, words_per_token=words)) if words and mean is not None else None
 
 
@@ -175,8 +177,8 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return None if None in values else sum(cast("Sequence[float]", values)) / len(values)
 
 
-def _metrics(found: Sequence[Record], name: str) -> list[float | None]:
-    return [metric(record, name) for record in found]
+def _metrics(records: Sequence[Record], name: str) -> list[float | None]:
+    return [metric(record, name) for record in records]
 
 
 def _hours(seconds: Json) -> float | None:

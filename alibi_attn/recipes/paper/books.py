@@ -1,8 +1,8 @@
 """The models of appendix A.3 (Toronto BookCorpus): another domain, the same slopes.
 
-paper: the WikiText-103 model with the adaptive embedding and softmax replaced by one tied matrix of 29,000 byte pairs.
-The corpus is not distributed any more: pass the books as files (--text). small, medium: as for WikiText-103, with half as many
-byte pairs, as the vocabulary is the smaller one in the paper too; --text gives it books.
+paper: the WikiText-103 model with one tied matrix of 29,000 byte pairs in place of the adaptive embedding and softmax.
+The corpus is no longer distributed: pass the books as files (--text). small, medium: as for WikiText-103, with half as many
+byte pairs, because the paper's vocabulary is smaller for books too; --text sets the books.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ TRAINED = (512, 1024, 3072)
 
 
 def training(method: Method, paper_length: int, scale: Scale, *, staged: bool = False) -> RunConfig:
-    """The model of a method, trained at a length of the paper; `staged`: short examples first."""
+    """The run of a method trained at a length of the paper; `staged` trains on short examples first."""
     run = wikitext.training(method, paper_length, scale, staged=staged)
     vocabulary = {"smoke": 256, "small": 1024, "medium": 1024, "paper": 29_000}[scale]
     model = dataclasses.replace(run.model, vocab_size=vocabulary, cutoffs=())
@@ -22,7 +22,9 @@ def training(method: Method, paper_length: int, scale: Scale, *, staged: bool = 
 
 
 _DATA: dict[Scale, DataConfig] = {
-    "smoke": DataConfig(test_share=0.05, valid_share=0.1),  # not WikiText's split: another corpus in name and in tokens
+    "smoke": DataConfig(
+        test_share=0.05, valid_share=0.1
+    ),  # not WikiText's split, so that name and tokens differ from it
     "small": DataConfig(tokenizer="bpe:1024", test_share=0.05),
     "medium": DataConfig(tokenizer="bpe:1024", test_share=0.05),
     "paper": DataConfig(corpus="hub:bookcorpus/bookcorpus", tokenizer="bpe:29000", test_share=0.05),

@@ -1,7 +1,7 @@
-"""What an item of the paper is made of: cells, each a number of a figure or table and the run that it is read from.
+"""The cells of an item of the paper: each is one number of a figure or table, with the run that produces it.
 
-An item's runs are the runs of its cells, and its answer is read from the records of exactly these configs: an item
-cannot be answered by another one's data. Read next: `wikitext.py`.
+An item's runs are the runs of its cells. Its answer is read from the records of exactly these configs, so that data of another
+item cannot answer it. Read next: `wikitext.py`.
 """
 
 import dataclasses
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from alibi_attn.lab.config import ConfigError, Recipe, RunConfig, Scale
-from alibi_attn.lab.fields import field_names, override
+from alibi_attn.lab.config_io import field_names, override
 from alibi_attn.records import Json
 
 if TYPE_CHECKING:
@@ -26,13 +26,13 @@ class Cell:
     """One number of an item.
 
     Args:
-        label: the series of the figure, or the row of the table, as the paper calls it.
-        config: the training and the evaluation that give the number.
-        paper_length: L_valid, or L where the number is of a training, as published.
-        length: the same at this scale.
-        column: which column of a row it stands in.
-        way: how the tokens were cut where it is a perplexity.
-        seeds: the number is the mean of so many runs, paired across methods: seed by seed the data's order is the same.
+        label: the series of the figure or the row of the table, as named in the paper.
+        config: the training and the evaluation that produce the number.
+        paper_length: the published L_valid, or L if the number describes a training.
+        length: `paper_length` at this scale.
+        column: its column in the row.
+        way: for a perplexity, how the text is divided.
+        seeds: how many runs the number is the mean of. For each seed, all methods read the data in the same order.
     """
 
     label: str
@@ -46,7 +46,7 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Item:
-    """A figure or table: its recipe, its cells at every scale, and how the records become an answer."""
+    """A figure or table: its recipe, its cells at each scale, and the function that computes its answer from records."""
 
     recipe: Recipe
     cells: Callable[[Scale], tuple[Cell, ...]]
@@ -55,7 +55,7 @@ class Item:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Asked:
-    """An item as it was asked for: its cells and their runs with the changes and seeds of the command."""
+    """An item with the overrides and seeds of a command applied to its cells and runs."""
 
     item: Item
     cells: tuple[Cell, ...]
@@ -63,8 +63,9 @@ class Asked:
 
 
 def scaled(paper_length: int, scale: Scale) -> int:
-    """A length of the paper at a scale, a quarter at medium, an eighth at small, a 64th at smoke, rounded up so that L + 1 stays
-    longer than L.
+    """A length of the paper at a scale: a quarter at medium, an eighth at small, a 64th at smoke.
+
+    Rounded up, so that L + 1 stays longer than L.
 
     >>> [scaled(length, "small") for length in (512, 513, 3072)]
     [64, 65, 384]
@@ -73,27 +74,27 @@ def scaled(paper_length: int, scale: Scale) -> int:
 
 
 def configs(cells: Sequence[Cell]) -> tuple[RunConfig, ...]:
-    """The runs that the cells are read from, each once: all with the first seed, then the repetitions."""
-    found = []
+    """The distinct runs of the cells: all with the first seed, then the repetitions."""
+    runs = []
     for repetition in range(max((cell.seeds for cell in cells), default=0)):
         for cell in cells:
             if repetition < cell.seeds:
                 train = dataclasses.replace(cell.config.train, seed=cell.config.train.seed + repetition)
-                found.append(dataclasses.replace(cell.config, train=train))
-    return tuple(dict.fromkeys(found))
+                runs.append(dataclasses.replace(cell.config, train=train))
+    return tuple(dict.fromkeys(runs))
 
 
 def ask(item: Item, scale: Scale, overrides: Mapping[str, str], seeds: Sequence[int]) -> Asked:
-    """The item with fields changed by name.
+    """The item with the overrides and seeds applied.
 
     Raises:
-        ConfigError: an unknown field or value, or a field that this item varies.
+        ConfigError: an unknown field, an invalid value, or a field that this item varies.
     """
     cells = item.cells(scale)
     for name in overrides:
         section, _, field = name.partition(".")
         if name in field_names() and len({getattr(getattr(cell.config, section), field) for cell in cells}) > 1:
-            raise ConfigError(f"{item.recipe.name} is about {name} and has several; it cannot be changed to one value")
+            raise ConfigError(f"{item.recipe.name} compares several values of {name}; it cannot be set to one value")
     changed = tuple(dataclasses.replace(cell, config=override(cell.config, overrides)) for cell in cells)
     runs = configs(changed)
     if seeds:

@@ -1,4 +1,4 @@
-"""The two figures that need no comparison of models: what ALiBi adds (figure 3), and how a text is cut (figure 10)."""
+"""The two figures that compare no models: the biases ALiBi adds (figure 3), and how a text is divided (figure 10)."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ AS_DRAWN = EvalConfig(lengths=(WINDOW,), stride=1, tokens=8192)  # figure 10 on 
 
 
 def slopes(cells: Sequence[Cell], evidence: Evidence) -> Curves:
-    """Each head's slope and the bias that it adds to keys 0, 1, 2, 3 and 4 tokens back, for 8 and for 16 heads."""
+    """Each head's slope, and the bias it adds to keys 0, 1, 2, 3 and 4 tokens back, for 8 and for 16 heads."""
     curves: Curves = {}
     for heads in (8, 16):
         values = alibi_slopes(heads).tolist()
@@ -24,7 +24,7 @@ def slopes(cells: Sequence[Cell], evidence: Evidence) -> Curves:
 
 
 def windows(cells: Sequence[Cell], evidence: Evidence) -> Curves:
-    """Which pass scores each of eight words and from how many, with what a trained model loses at so much context."""
+    """For each of eight words: the pass that scores it, its context length, and a trained model's loss at that length."""
     curves: Curves = {}
     for cell in cells:
         stride = WINDOW if cell.way == "nonoverlapping" else 1

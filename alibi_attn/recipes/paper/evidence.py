@@ -1,6 +1,6 @@
-"""The records that an item is read from, found by the config that was asked for: the same model, text, training and test.
+"""Finds the records of an item by config: the same model, data, training and evaluation.
 
-Seeds alone may differ: equal runs with other seeds are repetitions of one number.
+Only seeds may differ: runs that are equal except for the seed are repetitions of one number.
 """
 
 import json
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import cast
 
 from alibi_attn.lab.config import RunConfig
-from alibi_attn.lab.fields import to_json
+from alibi_attn.lab.config_io import to_json
 from alibi_attn.records import Json, Record, RecordError, identity
 
 _SECTIONS = {
@@ -19,39 +19,39 @@ _SECTIONS = {
 
 
 class MissingEvidenceError(ValueError):
-    """An answer asks for a run that is not recorded."""
+    """An answer needs a run that is not recorded."""
 
 
 class Evidence:
-    """The records of some runs, and of no others.
+    """The records of the given runs only.
 
     Args:
-        records: by the name of the file.
-        runs: whose records count, with their seeds.
+        records: all records, by file name.
+        runs: the runs whose records to use, with their seeds.
     """
 
     def __init__(self, records: Mapping[str, Record], runs: Iterable[RunConfig]) -> None:
-        wanted = {_key(kind, to_json(run)) for run in runs for kind in _SECTIONS}
+        keys = {_key(kind, to_json(run)) for run in runs for kind in _SECTIONS}
         self.files: list[str] = []
         self._found: dict[str, list[Record]] = {}
         for name, record in sorted(records.items()):
             sections = [record.config.get(section) for section in _SECTIONS.get(record.kind, ())]
             if not all(isinstance(section, Mapping) for section in sections):
-                raise RecordError(f"{name} is damaged: its config lacks a section; delete it and run again")
-            if record.kind in _SECTIONS and _key(record.kind, record.config) in wanted:
+                raise RecordError(f"{name} is damaged: a section is missing from its config; delete it and run again")
+            if record.kind in _SECTIONS and _key(record.kind, record.config) in keys:
                 self.files.append(name)
                 self._found.setdefault(_key(record.kind, record.config, seed=False), []).append(record)
 
     def training(self, config: RunConfig) -> list[Record]:
-        """The trainings of a config, by seed."""
+        """The training records of a config, sorted by seed."""
         return self._of("training", config)
 
     def evaluation(self, config: RunConfig) -> list[Record]:
-        """The evaluations of a config, by seed of the training."""
+        """The evaluation records of a config, sorted by the training's seed."""
         return self._of("evaluation", config)
 
     def speed(self, config: RunConfig) -> list[Record]:
-        """The measurements of a config (`speed.py`)."""
+        """The speed records of a config (`speed.py`)."""
         return self._of("speed", config)
 
     def _of(self, kind: str, config: RunConfig) -> list[Record]:
@@ -64,22 +64,22 @@ class Evidence:
 
 
 def metric(record: Record, name: str) -> float | None:
-    """A metric of a record; MissingEvidenceError where it has none of that name."""
+    """A metric of a record; raises MissingEvidenceError if the record does not have it."""
     if name not in record.metrics:
-        raise _lacking(record, f"metric {name}")
+        raise _missing(record, f"metric {name}")
     return record.metrics[name]
 
 
 def at_length(record: Record, length: int, column: str) -> float | None:
-    """A column of an evaluation at one length; MissingEvidenceError where there is no such place."""
+    """A column of an evaluation at one length; raises MissingEvidenceError if the record does not have it."""
     curve = record.curves.get("by_length", {})
     lengths = list(curve.get("length", ()))
     if length not in lengths or column not in curve:
-        raise _lacking(record, f"{column} at {length} tokens")
+        raise _missing(record, f"{column} at {length} tokens")
     return cast("float | None", curve[column][lengths.index(length)])
 
 
-def _lacking(record: Record, what: str) -> MissingEvidenceError:
+def _missing(record: Record, what: str) -> MissingEvidenceError:
     digits = identity(record.kind, record.name, record.config)
     return MissingEvidenceError(
         f"the record of {record.kind} {record.name} ({digits}) has no {what}; delete the file and run the item again"
@@ -87,10 +87,10 @@ def _lacking(record: Record, what: str) -> MissingEvidenceError:
 
 
 def _key(kind: str, config: Mapping[str, Json], *, seed: bool = True) -> str:
-    asked = {section: dict(cast("Mapping[str, Json]", config[section])) for section in _SECTIONS[kind]}
+    sections = {section: dict(cast("Mapping[str, Json]", config[section])) for section in _SECTIONS[kind]}
     if not seed:
-        del asked["train"]["seed"]
-    return json.dumps([kind, asked], sort_keys=True)
+        del sections["train"]["seed"]
+    return json.dumps([kind, sections], sort_keys=True)
 
 
 def _seed(record: Record) -> int:

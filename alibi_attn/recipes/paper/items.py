@@ -1,7 +1,8 @@
-"""Figures 1 to 11 and tables 1 to 15: what each asks, and the cells that it is made of.
+"""Figures 1 to 11 and tables 1 to 15: the question of each, and its cells.
 
-What the figures show was checked in a transcript of arXiv:2108.12409v2. Rows that the paper only cites (Transformer-XL,
-kNN-LM, ...) have no cells: nobody here ran them. Staged training (tables 7 and 10) is cited there and run here.
+The contents of the figures were checked against a transcript of arXiv:2108.12409v2. Rows that the paper only cites
+(Transformer-XL, kNN-LM, ...) have no cells, because we did not run them. Staged training (tables 7 and 10), which the paper
+cites, is run here.
 """
 
 import dataclasses
@@ -28,7 +29,7 @@ _AT_OWN = "L = L_valid"
 
 
 def _extrapolation(scale: Scale, *, trained: tuple[int, ...]) -> Cells:
-    """Figure 1 and tables 2–4; at small the models of figure 1 have two seeds."""
+    """Figure 1 and tables 2–4; at small scale, the models of figure 1 have two seeds."""
     return tuple(
         Cell(
             label=f"{name}, L = {length}",
@@ -45,18 +46,20 @@ def _extrapolation(scale: Scale, *, trained: tuple[int, ...]) -> Cells:
 
 
 def _varying(scale: Scale, *, lengths: tuple[int, ...], baselines: dict[str, tuple[int, ...]]) -> Cells:
-    """Figure 4 and table 5: ALiBi at its own length and all longer ones, the others at their own."""
-    there = wikitext.trained_lengths(scale)
-    lengths = tuple(length for length in lengths if length in there)
-    baselines = {name: tuple(length for length in owns if length in there) for name, owns in baselines.items()}
+    """Figure 4 and table 5: ALiBi at its trained length and all longer ones, the others at their trained length."""
+    trained = wikitext.trained_lengths(scale)
+    lengths = tuple(length for length in lengths if length in trained)
+    baselines = {
+        name: tuple(length for length in own_lengths if length in trained) for name, own_lengths in baselines.items()
+    }
     found = [
         _varied("alibi", length, tested, f"ALiBi, L = {length}", scale)
         for length in lengths
         for tested in lengths
         if tested >= length
     ]
-    for name, owns in baselines.items():
-        found += [_varied(wikitext.METHODS[name], own, own, f"{name}, {_AT_OWN}", scale) for own in owns]
+    for name, own_lengths in baselines.items():
+        found += [_varied(wikitext.METHODS[name], own, own, f"{name}, {_AT_OWN}", scale) for own in own_lengths]
     return tuple(found)
 
 
@@ -76,7 +79,7 @@ def _frontier(scale: Scale) -> Cells:
 
 
 def _models(scale: Scale, *, training: Training, way: Way, names: tuple[str, ...], staged: bool) -> Cells:
-    """Tables 6, 7, 9 and 10: L = 3072, and ALiBi from L = 512 as well, on both parts of the text."""
+    """Tables 6, 7, 9 and 10: L = 3072, and ALiBi with L = 512 as well, on the validation and test texts."""
     longest = wikitext.LONGEST
     rows = [(f"{name}, L = {longest}", training(wikitext.METHODS[name], longest, scale)) for name in names]
     rows += [(f"ALiBi, L = {one}, L_valid = {longest}", training("alibi", one, scale)) for one in (512, longest)]
@@ -127,7 +130,7 @@ def _stride_1(scale: Scale, *, names: tuple[str, ...]) -> Cells:
 
 
 def _through_training(scale: Scale, *, columns: bool) -> Cells:
-    """Figure 5 and table 11: pairs of the same L_valid, ALiBi trained at half of it."""
+    """Figure 5 and table 11: pairs with the same L_valid, where ALiBi is trained at half of it."""
     return tuple(
         Cell(
             label=f"{name}, L = {length}",
@@ -142,7 +145,7 @@ def _through_training(scale: Scale, *, columns: bool) -> Cells:
 
 
 def _web(scale: Scale, *, trained: tuple[int, ...], beyond: bool) -> Cells:
-    """Figure 6 (`beyond`: to 10,000 tokens) and table 12 (one column a length)."""
+    """Figure 6 (`beyond`: up to 10,000 tokens) and table 12 (one column per length)."""
     found = []
     for length in trained:
         tested = web.extrapolation_lengths(length, scale) if beyond else tuple(x for x in web.TRAINED if x >= length)
@@ -177,7 +180,7 @@ def _speed(scale: Scale, *, names: tuple[str, ...], lengths: tuple[int, ...], la
 
 
 def _drawn_windows(scale: Scale) -> Cells:
-    """Figure 10: the paper's eight words, with the losses of a trained model at so little context."""
+    """Figure 10: the paper's eight words, with a trained model's losses at these context lengths."""
     run = dataclasses.replace(wikitext.training("alibi", 512, scale), eval=drawings.AS_DRAWN)
     ways: dict[str, Way] = {"Nonoverlapping": "nonoverlapping", "Sliding window": "sliding"}
     return tuple(
@@ -212,10 +215,10 @@ def _item(
 
 
 _COST = {
-    "wikitext": "smoke: seconds; small: a minute a training on two cores, shared with the study's other items; paper: 8 GPUs",
-    "books": "smoke: seconds; small: a minute a training on two cores, shared with the study's other items; paper: 8 GPUs",
-    "web": "smoke: seconds; small: a minute a training on two cores, shared with the study's other items; paper: 128 GPUs",
-    "speed": "smoke: seconds; small: ten seconds a measurement on two cores; paper: minutes on one GPU",
+    "wikitext": "smoke: seconds; small: a minute per training on two cores, shared with the study's other items; paper: 8 GPUs",
+    "books": "smoke: seconds; small: a minute per training on two cores, shared with the study's other items; paper: 8 GPUs",
+    "web": "smoke: seconds; small: a minute per training on two cores, shared with the study's other items; paper: 128 GPUs",
+    "speed": "smoke: seconds; small: ten seconds per measurement on two cores; paper: minutes on one GPU",
     "method": "nothing is trained",
 }
 _FOUR = tuple(wikitext.METHODS)
@@ -226,12 +229,12 @@ ITEMS: dict[str, Item] = {
     for item in (
         _item(
             "figure-1", "wikitext", "Which of four position methods predict well beyond the length they were trained at?",
-            "ALiBi stays level or improves far beyond L; sinusoidal and rotary rise soon, T5 bias later",
+            "ALiBi stays level or improves far beyond L; sinusoidal and rotary get worse soon after L, T5 bias later",
             partial(_extrapolation, trained=(512, 1024)), answers.by_length,
         ),
         _item(
             "figure-2", "speed", "What do the four position methods cost in speed and memory?",
-            "ALiBi costs what sinusoidal costs; the paper's slow rotary and T5 bias were partly their implementations",
+            "ALiBi costs the same as sinusoidal; the paper's rotary and T5 bias were slow partly due to their implementations",
             partial(_speed, names=_FOUR, lengths=_ENDS, labels="{name}, L = {length}"), answers.speeds,
         ),
         _item(
@@ -240,62 +243,62 @@ ITEMS: dict[str, Item] = {
             lambda scale: (), drawings.slopes,
         ),
         _item(
-            "figure-4", "wikitext", "Does ALiBi trained on few tokens beat sinusoidal trained on many?",
-            "ALiBi falls as L_valid grows; trained at L = 512 it ends below sinusoidal at 3,072",
+            "figure-4", "wikitext", "Does ALiBi trained on short inputs beat sinusoidal trained on long ones?",
+            "ALiBi's perplexity falls as L_valid grows; trained at L = 512, it ends below sinusoidal at 3,072",
             partial(_varying, lengths=wikitext.TRAINED[3:], baselines={"Sinusoidal": wikitext.TRAINED[3:]}),
             answers.by_length,
         ),
         _item(
-            "figure-5", "web", "At equal time, does a large ALiBi model trained at half the length keep up?",
-            "the two curves of a panel stay close all the way",
+            "figure-5", "web", "In equal time, does a large ALiBi model trained at half the length keep up?",
+            "the two curves of each panel stay close throughout",
             partial(_through_training, columns=False), answers.through_training,
         ),
         _item(
-            "figure-6", "web", "How far do the large models go beyond their trained length?",
-            "ALiBi is best near 2 L and rises a little after; sinusoidal rises at once",
+            "figure-6", "web", "How far beyond their trained length do the large models work?",
+            "ALiBi is best near 2 L and rises slightly afterwards; sinusoidal rises immediately",
             partial(_web, trained=(512, 1024), beyond=True), answers.by_length,
         ),
         _item(
-            "figure-7", "speed", "How much faster is a training with shorter examples?",
-            "both methods slow down alike as L grows",
+            "figure-7", "speed", "How much faster is training with shorter examples?",
+            "both methods slow down equally as L grows",
             partial(_speed, names=("Sinusoidal", "ALiBi"), lengths=wikitext.TRAINED, labels="{name}"), answers.speeds,
         ),
         _item(
-            "figure-8", "wikitext", "What does a shorter and faster training of ALiBi cost in perplexity at 3,072 tokens?",
-            "every ALiBi model from L = 512 on is below the sinusoidal one, and all but L = 3072 train faster",
+            "figure-8", "wikitext", "What does faster training on shorter inputs cost ALiBi in perplexity at 3,072 tokens?",
+            "every ALiBi model with L = 512 or more is below the sinusoidal one, and all except L = 3072 train faster",
             _frontier, answers.frontier,
         ),
         _item(
-            "figure-9", "books", "Do slopes that were chosen on WikiText-103 serve books?",
+            "figure-9", "books", "Do the slopes chosen on WikiText-103 work for books?",
             "as figure 4: ALiBi is below sinusoidal at every L",
             _books, answers.by_length,
         ),
         _item(
-            "figure-10", "wikitext", "What does a prediction read, in nonoverlapping and in sliding windows?",
-            "two passes against five; nearly all sliding predictions read a full window, and so lose less",
+            "figure-10", "wikitext", "What context does each prediction see, with nonoverlapping and with sliding windows?",
+            "two passes versus five; nearly all sliding predictions see a full window, so their loss is lower",
             _drawn_windows, drawings.windows,
         ),
         _item(
-            "figure-11", "wikitext", "Does ALiBi gain from longer inputs when no token stands near a start?",
-            "no: with a sliding window of stride 1 it is level, and sinusoidal still explodes",
+            "figure-11", "wikitext", "Does ALiBi benefit from longer inputs when no token is near the start of its window?",
+            "no: with a sliding window of stride 1 it stays level, and sinusoidal still explodes",
             partial(_stride_1, names=("Sinusoidal", "ALiBi")), answers.by_length,
         ),
         _item(
-            "table-1", "speed", "What do the four position methods cost in speed and memory, in numbers?",
+            "table-1", "speed", "What are the exact speed and memory costs of the four position methods?",
             "as figure 2",
             partial(_speed, names=_FOUR, lengths=_ENDS, labels="{name}, L = {length}"), answers.speeds,
         ),
         *(
             _item(
-                f"table-{number}", "wikitext", f"How do models trained at L = {length} predict beyond it, in numbers?",
+                f"table-{number}", "wikitext", f"How well do models trained at L = {length} predict beyond it?",
                 "as figure 1",
                 partial(_extrapolation, trained=(length,)), answers.by_length,
             )
             for number, length in ((2, 512), (3, 1024), (4, 3072))
         ),
         _item(
-            "table-5", "wikitext", "How does every pair of trained and tested length do?",
-            "as figure 4; at L = 64 and 128 sinusoidal is the better one at its own length",
+            "table-5", "wikitext", "What is the perplexity of every pair of trained and tested length?",
+            "as figure 4; at L = 64 and 128, sinusoidal is better at its trained length",
             partial(
                 _varying,
                 lengths=wikitext.TRAINED,
@@ -305,18 +308,18 @@ ITEMS: dict[str, Item] = {
         ),
         _item(
             "table-6", "wikitext", "Do the results hold on the test text, nonoverlapping?",
-            "the order of the validation text: ALiBi at L = 3072 first",
+            "the same order as on the validation text: ALiBi at L = 3072 first",
             partial(_models, training=wikitext.training, way="nonoverlapping", names=_FOUR[:3], staged=False),
             answers.models,
         ),
         _item(
-            "table-7", "wikitext", "Do they hold on the test text with a sliding window?",
-            "ALiBi at L = 3072 first; ALiBi at L = 512 loses its lead, because no token stands near a start",
+            "table-7", "wikitext", "Do the results hold on the test text with a sliding window?",
+            "ALiBi at L = 3072 first; ALiBi at L = 512 loses its lead, because no token is near the start of its window",
             partial(_models, training=wikitext.training, way="sliding", names=_FOUR[:3], staged=True),
             answers.models,
         ),
         _item(
-            "table-8", "books", "How does every pair of trained and tested length do on books?",
+            "table-8", "books", "What is the perplexity of every pair of trained and tested length on books?",
             "as figure 9",
             _books, answers.by_length,
         ),
@@ -327,30 +330,30 @@ ITEMS: dict[str, Item] = {
             answers.models,
         ),
         _item(
-            "table-10", "books", "Do they hold on the test text of books with a sliding window?",
-            "ALiBi at L = 3072 first; at L = 512 worse than the same model nonoverlapping",
+            "table-10", "books", "Do the results on books hold on the test text with a sliding window?",
+            "ALiBi at L = 3072 first; at L = 512 it is worse than the same model nonoverlapping",
             partial(_models, training=books.training, way="sliding", names=_FOUR[:1], staged=True),
             answers.models,
         ),
         _item(
-            "table-11", "web", "At equal time, how do the large models end?",
-            "the last points of figure 5: as good, with less memory",
+            "table-11", "web", "After equal time, how good are the large models?",
+            "the last points of figure 5: ALiBi is as good with less memory",
             partial(_through_training, columns=True), answers.equal_time,
         ),
         _item(
-            "table-12", "web", "At equal updates, how do the large models end?",
-            "equal at their own length; only ALiBi survives beyond it",
+            "table-12", "web", "After equal updates, how good are the large models?",
+            "equal at their trained length; only ALiBi works beyond it",
             partial(_web, trained=web.TRAINED, beyond=False), answers.equal_updates,
         ),
         *(
             _item(
-                f"table-{number}", "wikitext", f"How does {name} do with a sliding window of stride 1?",
+                f"table-{number}", "wikitext", f"What is {name}'s perplexity with a sliding window of stride 1?",
                 expected,
                 partial(_stride_1, names=(name,)), answers.by_length,
             )
             for number, name, expected in (
                 (13, "Sinusoidal", "it explodes beyond L"),
-                (14, "T5 Bias", "it is level to 2 L, and rises slowly after"),
+                (14, "T5 Bias", "it is level up to 2 L and rises slowly afterwards"),
                 (15, "ALiBi", "it is level: longer inputs do not help"),
             )
         ),
@@ -359,10 +362,10 @@ ITEMS: dict[str, Item] = {
 
 PAPER = Recipe(
     name="paper",
-    question="Does all that the paper shows hold here?",
+    question="Do all of the paper's results hold here?",
     paper="figures 1 to 11 and tables 1 to 15",
     command="alibi run paper --scale small",
     cost="smoke: under a minute; small: under an hour on two cores; paper: a cluster",
-    expected="as each figure and table says",
+    expected="see each figure and table",
     runs=lambda scale: tuple(dict.fromkeys(run for item in ITEMS.values() for run in item.recipe.runs(scale))),
 )

@@ -1,6 +1,6 @@
-"""Speed and memory of a method: a few steps of training and one test (figures 2 and 7, table 1).
+"""Speed and memory of a method: a few training steps and one evaluation (figures 2 and 7, table 1).
 
-Each measurement is a process of its own, because the peak of a process remembers whatever ran in it before. Speed does
+Each measurement runs in a separate process, because a process's peak memory includes everything it ran before. Speed does
 not depend on the text, so the tokens are random.
 """
 
@@ -16,37 +16,39 @@ from pathlib import Path
 import torch
 
 from alibi_attn import records
-from alibi_attn.lab.checkpoint import load_checkpoint
 from alibi_attn.lab.config import RunConfig, Scale
-from alibi_attn.lab.data import Corpus
-from alibi_attn.lab.evaluate import evaluate
-from alibi_attn.lab.fields import from_json, to_json
-from alibi_attn.lab.memory import peak_memory_bytes, reset_peak_memory
-from alibi_attn.lab.train import train
+from alibi_attn.lab.config_io import from_json, to_json
+from alibi_attn.lab.data.corpus import Corpus
+from alibi_attn.lab.evaluation.evaluate import evaluate
+from alibi_attn.lab.training.allocator import peak_memory_bytes, reset_peak_memory
+from alibi_attn.lab.training.checkpoint import load_checkpoint
+from alibi_attn.lab.training.train import train
 from alibi_attn.recipes.paper.speed import WARM_STEPS
 from alibi_attn.records import Json
 
 
 def record_speed(config: RunConfig, folder: Path, *, scale: Scale) -> tuple[Path, bool]:
-    """The record of a measurement, and whether it was there already; at smoke scale measured in this process."""
+    """The record of a measurement, and whether it existed already; at smoke scale it is measured in this process."""
     name = f"speed/{config.model.method}-{config.train.length}/seed-{config.train.seed}"
     alone = scale != "smoke"
-    asked: dict[str, Json] = {**to_json(config), "process": "its own" if alone else "shared"}
-    found = records.recorded(folder, "speed", name, asked)
-    if found:
-        return found, True
+    config_json: dict[str, Json] = {**to_json(config), "process": "its own" if alone else "shared"}
+    existing = records.recorded(folder, "speed", name, config_json)
+    if existing:
+        return existing, True
     started = datetime.datetime.now(datetime.UTC)
     if alone:
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
             metrics = pool.submit(measure, to_json(config)).result()
     else:
         metrics = measure(to_json(config))
-    return records.save(records.make("speed", name, config=asked, metrics=metrics, started=started), folder), False
+    return records.save(
+        records.make("speed", name, config=config_json, metrics=metrics, started=started), folder
+    ), False
 
 
-def measure(asked: Mapping[str, Json]) -> dict[str, float | None]:
-    """Tokens a second in training and in testing (medians over steps), and the peak of the training's memory."""
-    config = from_json(asked)
+def measure(config_json: Mapping[str, Json]) -> dict[str, float | None]:
+    """Tokens per second in training (median over steps) and in evaluation, and the peak memory of the training."""
+    config = from_json(config_json)
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     corpus = _random_corpus(config)
     idle = peak_memory_bytes(device) if reset_peak_memory(device) else None

@@ -1,8 +1,8 @@
-"""Run items of the paper: train and test what is missing, measure what is missing, and record each item's answer.
+"""Run items of the paper: train, evaluate and measure what is missing, and record each item's answer.
 
-Items of one study share trainings, so that all their runs are one experiment; what is recorded already is skipped.
-An answer is a record of kind "paper-item": the series of the figure or the rows of the table, labeled as the paper labels
-them, with the names of the records that it was read from.
+Items of one study share trainings, so all their runs form one experiment; finished runs are skipped. An answer is a record of
+kind "paper-item": the series of the figure or the rows of the table, with the paper's labels and the names of its source
+records.
 """
 
 import datetime
@@ -15,7 +15,7 @@ from rich.markup import escape
 from alibi_attn import records
 from alibi_attn.lab import experiment
 from alibi_attn.lab.config import Recipe, RunConfig, Scale
-from alibi_attn.lab.fields import to_json
+from alibi_attn.lab.config_io import to_json
 from alibi_attn.recipes.paper import measure_speed
 from alibi_attn.recipes.paper.cells import Asked, Item, ask
 from alibi_attn.recipes.paper.evidence import Evidence, metric
@@ -33,14 +33,19 @@ def run_items(
     console: Console | None = None,
     track: bool = False,
 ) -> list[Path]:
-    """Every item's answer, with all that it needs trained, tested and recorded; the paths of all those records.
+    """Train, evaluate and record what the items need, then record their answers; the paths of all these records.
 
-    Of several processes the first one evaluates and answers; the others only train, and return nothing. A shard (see
-    `experiment.run`) answers nothing and measures no speed: that is for the same call without one, once all shards have run.
-    With `jobs` some trainings run at the same time; speeds are measured one by one.
+    Args:
+        items: the figures and tables to answer.
+        out, scale, overrides, seeds, console, track: as for `experiment.run`.
+        shard: as for `experiment.run`. A shard measures no speed and records no answers; once all shards have run, the same
+            call without a shard does both.
+        jobs: trainings at the same time, as for `experiment.run`; speed is always measured one run at a time.
+
+    With several processes, the first one evaluates and answers; the others only train and return an empty list.
 
     Raises:
-        ConfigError: a change of what the items themselves vary.
+        ConfigError: an override of a field that an item varies.
         ExperimentError, CorpusError, CheckpointError, TrainingError: see `experiment.run`.
     """
     console = console or Console(quiet=True)
@@ -48,35 +53,35 @@ def run_items(
     asked = [ask(item, scale, overrides or {}, seeds) for item in items]
     if processes.num_processes > 1 and any(one.item.recipe.study == "speed" and one.runs for one in asked):
         raise experiment.ExperimentError(
-            "figure-2, figure-7 and table-1 measure the speed of one process; run them, and paper, without the launcher"
+            "figure-2, figure-7 and table-1 measure the speed of one process; run them, or paper, without the launcher"
         )
     by_study: dict[str, list[RunConfig]] = {}
     for one in asked:
         by_study.setdefault(one.item.recipe.study, []).extend(one.runs)
     paths: list[Path] = []
     for study, runs in by_study.items():
-        wanted = tuple(dict.fromkeys(runs))
+        distinct = tuple(dict.fromkeys(runs))
         if study == "speed" and shard[1] > 1:
             continue
         if study == "speed":
-            paths += _measured(wanted, out / "records", scale, console)
-        elif wanted:
+            paths += _measured(distinct, out / "records", scale, console)
+        elif distinct:
             paths += experiment.run(
-                _study(study, wanted), out=out, scale=scale, shard=shard, jobs=jobs, console=console, track=track
+                _study(study, distinct), out=out, scale=scale, shard=shard, jobs=jobs, console=console, track=track
             )
     if not processes.is_main_process:
         return []
     if shard[1] > 1:
         return list(dict.fromkeys(paths))
-    found = {path.name: records.load(path) for path in dict.fromkeys(paths)}
-    answers = [_answered(one, found, out / "records", scale) for one in asked]
+    by_file = {path.name: records.load(path) for path in dict.fromkeys(paths)}
+    answers = [_answered(one, by_file, out / "records", scale) for one in asked]
     return [*dict.fromkeys(paths), *answers]
 
 
 def _study(study: str, runs: tuple[RunConfig, ...]) -> Recipe:
     return Recipe(
         name=study,
-        question="What do the paper's items of this study need?",
+        question="What do this study's figures and tables need?",
         paper=study,
         command="alibi run paper",
         cost="",
@@ -92,17 +97,17 @@ def _measured(runs: Sequence[RunConfig], folder: Path, scale: Scale, console: Co
         path, old = measure_speed.record_speed(config, folder, scale=scale)
         record = records.load(path)
         rate = metric(record, "train_tokens_per_second")
-        told = "is recorded already" if old else f"{rate:,.0f} tokens/s in training"
-        console.print(f"[bold]{escape(record.name)}[/] {told}")
+        status = "is recorded already" if old else f"{rate:,.0f} tokens/s in training"
+        console.print(f"[bold]{escape(record.name)}[/] {status}")
         paths.append(path)
     return paths
 
 
-def _answered(asked: Asked, found: Mapping[str, records.Record], folder: Path, scale: Scale) -> Path:
+def _answered(asked: Asked, by_file: Mapping[str, records.Record], folder: Path, scale: Scale) -> Path:
     started = datetime.datetime.now(datetime.UTC)
     recipe = asked.item.recipe
-    evidence = Evidence(found, asked.runs)
-    corpora = {str(found[name].config.get("corpus")): found[name].config.get("corpus") for name in evidence.files}
+    evidence = Evidence(by_file, asked.runs)
+    corpora = {str(by_file[name].config.get("corpus")): by_file[name].config.get("corpus") for name in evidence.files}
     config: dict[str, records.Json] = {
         "scale": scale,
         "study": recipe.study,

@@ -1,6 +1,6 @@
-"""What is measured for figures 2 and 7 and table 1: each method at each length, a few steps of training and one test.
+"""The speed runs of figures 2 and 7 and table 1: each method at each length, a few training steps and one evaluation.
 
-At 3,072 tokens batches are split in three, as in the paper. The measuring itself is in `measure_speed.py`.
+At 3,072 tokens, batches are split in three, as in the paper. `measure_speed.py` does the measuring.
 """
 
 import dataclasses
@@ -8,11 +8,11 @@ import dataclasses
 from alibi_attn.lab.config import EvalConfig, Method, RunConfig, Scale
 from alibi_attn.recipes.paper import wikitext
 
-WARM_STEPS = 2  # not counted
+WARM_STEPS = 2  # not timed
 
 
 def run(method: Method, paper_length: int, scale: Scale) -> RunConfig:
-    """What is measured: the WikiText-103 model, about 9,216 tokens a step (small: 2,304; medium: 4,608), a few steps."""
+    """A few steps of the WikiText-103 model with about 9,216 tokens per step (small: 2,304; medium: 4,608)."""
     whole = wikitext.training(method, paper_length, scale)
     accumulate = 3 if paper_length == wikitext.LONGEST else 1
     unit = whole.train.length * accumulate

@@ -1,9 +1,9 @@
 """The 1.3-billion-parameter models of section 4.2 (CC100 + RoBERTa's corpus, 461 GB), trained for one epoch.
 
-Published: 25 layers, width 2048, 16 heads, ffn 8192, 50,000 updates, 128 V100. Derived: 2 million tokens an update, from
-461 GB in 50,000 updates. Not published, and chosen here: AdamW with a rate of 2e-4 and byte pairs of 50,000. The corpus
-is not one data set of the hub: OpenWebText, a part of it, stands in; --text takes any other.
-small and medium: 16 heads as published, a larger model than the other studies', half as many tokens, bigger byte pairs.
+Published: 25 layers, width 2048, 16 heads, ffn 8192, 50,000 updates, 128 V100. Derived: 2 million tokens per update, from
+461 GB in 50,000 updates. Not published, chosen here: AdamW with a learning rate of 2e-4, and 50,000 byte pairs. The corpus is
+not available as one dataset on the hub: OpenWebText, a part of it, replaces it; --text sets another.
+small and medium: 16 heads as published, a larger model than in the other studies, half as many tokens, more byte pairs.
 """
 
 import dataclasses
@@ -12,12 +12,13 @@ from alibi_attn.lab.config import DataConfig, EvalConfig, Method, ModelConfig, R
 from alibi_attn.recipes.paper.cells import scaled
 
 TRAINED = (512, 1024, 2048)
-EXTRAPOLATED = (512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 10_000)  # figure 6 ends at 10,000; the rest is ours
+# figure 6 ends at 10,000; the lengths in between are our choice
+EXTRAPOLATED = (512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 10_000)
 _FIGURE_5 = {("alibi", 512): 1024, ("sinusoidal", 1024): 1024, ("alibi", 1024): 2048, ("sinusoidal", 2048): 2048}
 
 
 def training(method: Method, paper_length: int, scale: Scale) -> RunConfig:
-    """The model of a method, trained at a length of the paper; those of figure 5 are tested on the way."""
+    """The run of a method trained at a length of the paper; those of figure 5 are validated during training."""
     train = dataclasses.replace(_TRAIN[scale], length=scaled(paper_length, scale))
     if (method, paper_length) in _FIGURE_5:
         train = dataclasses.replace(
@@ -31,18 +32,18 @@ def training(method: Method, paper_length: int, scale: Scale) -> RunConfig:
 
 
 def tested_beyond(run: RunConfig, paper_length: int, scale: Scale) -> RunConfig:
-    """Figure 6: to 10,000 tokens."""
+    """The run evaluated at lengths up to 10,000 tokens (figure 6)."""
     return dataclasses.replace(run, eval=_evaluation(scale, extrapolation_lengths(paper_length, scale), paper_length))
 
 
 def extrapolation_lengths(paper_length: int, scale: Scale) -> tuple[int, ...]:
-    """L_valid of figure 6, from L on; three at smoke."""
+    """Each L_valid of figure 6 from L on; at smoke scale at most three."""
     lengths = tuple(length for length in EXTRAPOLATED if length >= paper_length)
     return lengths if scale != "smoke" else tuple(length for length in lengths if length in (512, 1024, 2048))
 
 
 def validated_at(method: Method, paper_length: int) -> int:
-    """L_valid of a curve of figure 5."""
+    """The L_valid of a curve of figure 5."""
     return _FIGURE_5[method, paper_length]
 
 

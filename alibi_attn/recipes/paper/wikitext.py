@@ -1,9 +1,9 @@
-"""The models of sections 2.2 and 4.1 (WikiText-103), and every way in which the paper tests them.
+"""The models of sections 2.2 and 4.1 (WikiText-103), and every way in which the paper evaluates them.
 
-paper: Baevski & Auli's model with the training command that the authors published, 8 GPUs of 9,216 tokens each.
-small: an eighth of every length, byte pairs of the text that one has, a modern decoder of 1 million weights with the
-paper's 8 heads, AdamW; the same text in the same order for every method at every length.
-medium: a quarter of every length, 3.7 million weights, 10 million tokens a training, matrix products in bf16.
+paper: Baevski & Auli's model with the authors' published training command, 8 GPUs with 9,216 tokens each.
+small: an eighth of every length, byte pairs of the local text, a modern decoder of 1 million weights with the paper's
+8 heads, AdamW; the same text in the same order for every method at every length.
+medium: a quarter of every length, 3.7 million weights, 10 million tokens per training, matrix products in bf16.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ TRAINED = (64, 128, 256, 512, 1024, 1536, 2048, 3072)  # L, table 5
 LONGEST = 3072
 _FEW = (512, 1024, LONGEST)  # L, tables 2 to 4
 STRIDE = 512  # S of tables 7 and 10
-# How far beyond L tables 2–4 go: all of their steps, and those that are taken at the smaller scales.
+# How far beyond L tables 2–4 go: all of their steps, and a selection for the smaller scales.
 _PAPER_STEPS = (0, 1, *range(10, 101, 10), *range(200, 1001, 100), *range(2000, 15_001, 1000))
 _STEPS: dict[Scale, tuple[int, ...]] = {
     "smoke": (0, 100, 1000, 2000),
@@ -31,7 +31,7 @@ _FIRST_LENGTH, _FIRST_SHARE = 128, 50 / 205
 
 
 def training(method: Method, paper_length: int, scale: Scale, *, staged: bool = False) -> RunConfig:
-    """The model of a method, trained at a length of the paper; `staged`: short examples first."""
+    """The run of a method trained at a length of the paper; `staged` trains on short examples first."""
     length = scaled(paper_length, scale)
     train = dataclasses.replace(_TRAIN[scale], length=length)
     if scale == "paper" and length == LONGEST:
@@ -44,29 +44,29 @@ def training(method: Method, paper_length: int, scale: Scale, *, staged: bool = 
 
 
 def trained_lengths(scale: Scale) -> tuple[int, ...]:
-    """L of table 5: all of them; at medium, where a training takes half an hour, those of tables 2 to 4."""
+    """Each L of table 5; at medium scale, where one training costs half an hour, only those of tables 2 to 4."""
     return _FEW if scale == "medium" else TRAINED
 
 
 def extrapolation_lengths(paper_length: int, scale: Scale) -> tuple[int, ...]:
-    """L_valid of tables 2–4, as published: all of them at paper scale, fewer below."""
+    """Each published L_valid of tables 2–4; a selection below paper scale."""
     return tuple(paper_length + step for step in _STEPS[scale] if step <= _LAST_STEP[paper_length])
 
 
 def tested_beyond(run: RunConfig, paper_length: int, scale: Scale) -> RunConfig:
-    """Tables 2–4 and figure 1: far beyond the trained length."""
+    """The run evaluated far beyond the trained length (tables 2–4, figure 1)."""
     lengths = tuple(scaled(length, scale) for length in extrapolation_lengths(paper_length, scale))
     return _tested(run, EvalConfig(lengths=lengths, tokens=_TOKENS[scale], batch_tokens=_BATCH[scale]))
 
 
 def tested_to_longest(run: RunConfig, scale: Scale, *paper_lengths: int) -> RunConfig:
-    """Table 5 and figures 4 and 8: at these lengths and at 3,072, so that every model is tested on the same tokens."""
+    """The run evaluated at these lengths and at 3,072, so that all models score the same tokens (table 5, figures 4 and 8)."""
     lengths = sorted({scaled(length, scale) for length in (*paper_lengths, LONGEST)})
     return _tested(run, EvalConfig(lengths=tuple(lengths), tokens=_TOKENS[scale], batch_tokens=_BATCH[scale]))
 
 
 def tested_with_stride(run: RunConfig, scale: Scale, split: Split) -> RunConfig:
-    """Tables 6, 7, 9 and 10: at 3,072 tokens, nonoverlapping and with S = 512, on either part of the text."""
+    """The run evaluated at 3,072 tokens, nonoverlapping and with S = 512, on one split (tables 6, 7, 9 and 10)."""
     return _tested(
         run,
         EvalConfig(
@@ -80,7 +80,7 @@ def tested_with_stride(run: RunConfig, scale: Scale, split: Split) -> RunConfig:
 
 
 def tested_with_stride_1(run: RunConfig, scale: Scale, *paper_lengths: int) -> RunConfig:
-    """Tables 13–15 and figure 11: S = 1, which reads a whole window for every token; few tokens below paper scale."""
+    """The run evaluated with S = 1, one full window per token; few tokens below paper scale (tables 13–15, figure 11)."""
     lengths = sorted({scaled(length, scale) for length in (*paper_lengths, LONGEST)})
     tokens = {"paper": _TOKENS["paper"], "medium": 512, "small": 768, "smoke": 48}[scale]
     return _tested(run, EvalConfig(lengths=tuple(lengths), tokens=tokens, stride=1, batch_tokens=_BATCH[scale]))

@@ -1,7 +1,6 @@
 """The Triton kernels, interpreted: the whole case list, exactly the certified tiles, and what autograd and compile ask."""
 
 import dataclasses
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -20,8 +19,8 @@ from attention_oracle import Answer
 from alibi_attn import records
 from alibi_attn.attention.backends.fused.configs import PLAN_ROWS, tile_shape
 from alibi_attn.attention.certificate.constants import TILE
-from alibi_attn.bench.gpu import gpu
-from alibi_attn.report.benchmarks import is_drawn
+from alibi_attn.measure.gpu import gpu
+from alibi_attn.report.plots.benchmark import is_drawn
 
 LONG = Case("long", batch=1, heads=2, query_len=333, key_len=333, slopes="steep")
 SINK = dataclasses.replace(LONG, name="sink", sink=200.0)
@@ -34,12 +33,6 @@ SOME = tuple(case for case in (*CASES, *INSIDE) if case.name in {
     "grouped-query", "one query", "right slopes a batch", "NaN in masked keys, inf in their values", "everything",
     "steep, long, sink, peaked", "inside, window", "inside, packed segments",
 })  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[ProcessPoolExecutor]:
-    with inside.interpreter() as executor:
-        yield executor
 
 
 @pytest.mark.parametrize("case", ONE_FAR_KEY, ids=str)

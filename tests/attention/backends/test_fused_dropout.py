@@ -1,6 +1,5 @@
 """Dropout in the Triton kernels, interpreted: the mask of the definition, forward, backward and decoding."""
 
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 
 import dropout_in_interpreter as dropout
@@ -8,13 +7,6 @@ import pytest
 import torch
 from attention_cases import CASES, KEY_BIASES, SHORT_INSIDE
 from dropout_oracle import PUBLISHED
-from fused_in_interpreter import interpreter as interpreting
-
-
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[ProcessPoolExecutor]:
-    with interpreting() as executor:
-        yield executor
 
 
 def test_dropout_is_the_same_in_backward(interpreter: ProcessPoolExecutor) -> None:

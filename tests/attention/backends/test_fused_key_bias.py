@@ -1,6 +1,5 @@
 """A bias of every key in the Triton kernels, interpreted: the definition, what is never used, and how many digits are kept."""
 
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 
 import fused_in_interpreter as inside
@@ -18,12 +17,6 @@ LONG = tuple(
     for case in KEY_BIASES
 )
 HALF = tuple(case for case in KEY_BIASES if case.name in {"key bias, gates", "key bias, hidden keys"})
-
-
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[ProcessPoolExecutor]:
-    with inside.interpreter() as executor:
-        yield executor
 
 
 @pytest.mark.parametrize("case", LONG)
@@ -46,6 +39,11 @@ def test_large_numbers_cost_the_rounding_of_their_differences(interpreter: Proce
     of_output, of_lse = interpreter.submit(biased.cost_of_large_numbers, query_len).result()
     assert of_output < 2e-6
     assert of_lse < 5e-6
+
+
+@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(8, 60))])
+def test_an_extreme_costs_no_query_its_digits(interpreter: ProcessPoolExecutor, seed: int) -> None:
+    interpreter.submit(biased.takes_extremes, seed).result()
 
 
 @pytest.mark.parametrize(("dtype", "share"), [("float32", 2e-6), pytest.param("float16", 2e-3, marks=pytest.mark.long)])

@@ -1,6 +1,7 @@
 """bf16 in the kernels in C++: with products of bf16, on processors that have them, and with its numbers as fp32, as elsewhere."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from torch.nn import functional
 
 from alibi_attn import alibi_attention, alibi_slopes
 from alibi_attn.attention.backends.native import build
+from alibi_attn.attention.backends.native.levels import LEVELS
 from alibi_attn.attention.bias import alibi_bias
 
 BF16 = torch.bfloat16
@@ -25,11 +27,13 @@ SOME = {
 UNIT = 2.0**-8  # half the distance from 1 to the next number
 
 
-@pytest.fixture(params=["as bf16", "as fp32"])
+@pytest.fixture(params=["as bf16", "as fp32", pytest.param("as fp32, all else", marks=pytest.mark.long)])
 def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The kernels compiled with all instructions of this processor, and without products of bf16."""
-    if request.param == "as fp32":
-        monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, WITHOUT) if _is_x86() else build.FLAGS)
+    """With all instructions of this processor; with AVX2, as `test_native_levels` compiles them; with all but those for bf16."""
+    if request.param == "as fp32" and _is_x86() and not LEVELS[-1].lacks:
+        monkeypatch.setattr(build, "library", functools.partial(build.library, LEVELS[-1]))
+    elif request.param != "as bf16" and _is_x86():
+        monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, WITHOUT))
     build._found.cache_clear()
     yield request.param
     build._found.cache_clear()
@@ -68,7 +72,7 @@ def share_of_largest(found: list[torch.Tensor], true: list[torch.Tensor]) -> lis
 
 
 def test_both_ways_give_the_definition(products: str) -> None:
-    if products == "as fp32":
+    if products != "as bf16":
         assert not build.multiplies_bf16()
     for case in (*CASES, *KEY_BIASES):
         if case.name in SOME:

@@ -23,10 +23,11 @@ from alibi_attn.attention.backends.protocol import FEW_QUERIES, TooSmall
 from alibi_attn.attention.certificate.bounds import Bounds, bounds, worth_leaving_out
 from alibi_attn.attention.certificate.constants import OUTLIER_TILES, TILE
 from alibi_attn.attention.certificate.norms import HUGE, has_huge_scores
-from alibi_attn.attention.custom_op import Gradients, Saved, clean, described, operator
+from alibi_attn.attention.operator import on_finite_numbers, operator
+from alibi_attn.attention.schema import Arguments, BackwardInputs, Gradients, Saved
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.transforms import surely, why_not_compiled
-from alibi_attn.attention.visibility import are_moderate, first_positions
+from alibi_attn.attention.visibility import are_moderate, first_positions, with_plain_offset, without_bad_numbers
 
 Spec = AttentionSpec[Tensor]
 
@@ -72,8 +73,8 @@ def plan(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> tuple[
 
 def visits(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor]:
     """(reach, scores), each [B, H] int64: 1 + the largest |i − j| that is read, and the scores that are computed."""
-    spec = described(spec, query, key)
-    q, k, v, _ = clean(spec, query, key, key if value is None else value)
+    spec = with_plain_offset(spec)
+    q, k, v, *_ = without_bad_numbers(spec, query, key, key if value is None else value)
     _, plans = plan(spec, q, k, None if value is None else v)
     first = first_positions(spec, query.device).expand(spec.batch).tolist()
     reach = [[banded_pieces.farthest(spec, pieces, first[b]) for pieces in heads] for b, heads in enumerate(plans)]
@@ -94,7 +95,7 @@ def _forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
         for b in range(spec.batch):
             head = HeadMasks(spec, b, h, masks)
             ours = q[b, h], k[b, h // spec.group], v[b, h // spec.group]
-            if not moderate and not are_moderate(*ours):
+            if head.is_extreme or (not moderate and not are_moderate(*ours)):
                 _plain_forward(head, *ours, output[b, h], lse[b, h])
                 continue
             rows = output[b, h], lse[b, h], largest.clone()
@@ -105,14 +106,11 @@ def _forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
     return output, lse, Saved(visited, output.new_empty(spec.batch, 0))
 
 
-def _backward(
-    spec: Spec, saved: Saved, grad: Tensor, grad_lse: Tensor | None, inputs: tuple[Tensor, Tensor, Tensor],
-    out: Tensor, lse: Tensor, slopes_wanted: bool, biases_wanted: bool,
-) -> Gradients:  # fmt: skip
-    q, k, v = inputs
+def _backward(spec: Spec, saved: Saved, inputs: BackwardInputs) -> Gradients:
+    q, k, v, out, lse, grad, grad_lse = inputs[:7]
     spec, q, sign = _with_positive_scale(spec, q)
     plans = banded_pieces.plan(spec, _bounds(spec, saved), threads=torch.get_num_threads())
-    dq, dk, dv = (torch.zeros(x.shape, dtype=lse.dtype) for x in inputs)
+    dq, dk, dv = (torch.zeros(x.shape, dtype=lse.dtype) for x in inputs[:3])
     dslope = torch.zeros(2, spec.batch, spec.num_heads, dtype=torch.float64)
     for h in range(spec.num_heads):
         masks: Masks = {}
@@ -122,10 +120,15 @@ def _backward(
             ours = [grad[b, h], q[b, h], k[shared], v[shared], out[b, h]]
             to = dq[b, h], dk[shared], dv[shared]
             moderate = are_moderate(q[b, h], k[shared], v[shared], grad[b, h])
-            if not moderate or has_huge_scores(spec.scale, q[b, h], k[shared]) or _is_huge(lse[b, h]):
+            if (
+                head.is_extreme
+                or not moderate
+                or has_huge_scores(spec.scale, q[b, h], k[shared])
+                or _is_huge(lse[b, h])
+            ):
                 dslope[:, b, h] = _plain_backward(head, ours, None if grad_lse is None else grad_lse[b, h], *to)
                 continue
-            if slopes_wanted:
+            if inputs.slopes_wanted:
                 of_lse = None if grad_lse is None else grad_lse[b, h]
                 dslope[:, b, h] = _slope_gradient(head, pieces, ours, lse[b, h], of_lse)
             if grad_lse is not None:
@@ -155,13 +158,14 @@ def _bounds(spec: Spec, saved: Saved) -> Bounds:
     return Bounds(*(part.contiguous() for part in parts))
 
 
-def _empty_saved(query: Tensor, key: Tensor) -> Saved:
+def _empty_saved(arguments: Arguments) -> Saved:
+    query = arguments.query
     blocks = (query.shape[2] + TILE - 1) // TILE
     visited = query.new_empty((query.shape[0], query.shape[1] * (2 * blocks + OUTLIER_TILES)), dtype=torch.int64)
     return Saved(visited, query.new_empty((query.shape[0], 0), dtype=torch.promote_types(query.dtype, torch.float32)))
 
 
-run = operator("banded", _forward, _backward, _empty_saved)
+run = operator(on_finite_numbers("banded", _forward, _backward, _empty_saved))
 
 
 def _forward_piece(
@@ -279,11 +283,15 @@ def _scores(head: HeadMasks, piece: Piece, block: int, q: Tensor, k: Tensor) -> 
 
 
 def _plain_forward(head: HeadMasks, q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor) -> None:
-    """One head whose numbers torch's operator cannot take: it adds −inf to what may not be seen, and that may be inf."""
+    """One head with numbers that torch's operator cannot take: it adds −inf to hidden scores, which may be inf, and rounds slopes
+    times distances, which may overflow.
+    """
     q, k, v = (x.to(output.dtype) for x in (q, k, v))
-    for some, score, _ in _plain_scores(head, q, k):
-        output[some] = score.softmax(-1).nan_to_num_(0.0) @ v
-        lse[some] = score.logsumexp(-1)
+    largest = torch.finfo(lse.dtype).max
+    for some, score, _, origin in _plain_scores(head, q, k):
+        output[some] = _plain_weights(score, origin) @ v
+        whole = score.logsumexp(-1).double() + origin
+        lse[some] = whole.clamp(-largest, largest).to(lse.dtype).masked_fill(origin == -math.inf, -math.inf)
 
 
 def _plain_backward(
@@ -291,12 +299,12 @@ def _plain_backward(
 ) -> Tensor:
     """The gradients of one head, added to dq, dk and dv, and [2] fp64 as `_slope_gradient`.
 
-    Weights come from the softmax of the very scores that are there, whose rounding is more than exp can hold.
+    Weights are recomputed by softmax: of a saved lse the rounding alone is more than exp can hold.
     """
     grad, q, k, v = (x.to(dq.dtype) for x in ours[:4])
     total = torch.zeros(2, dtype=torch.float64)
-    for some, score, distance in _plain_scores(head, q, k):
-        weight = score.softmax(-1).nan_to_num_(0.0)
+    for some, score, distance, origin in _plain_scores(head, q, k):
+        weight = _plain_weights(score, origin)
         moment = (grad[some] @ v.T).masked_fill_(weight == 0, 0.0)
         moment = weight * (moment - (weight * moment).sum(-1, keepdim=True))
         if grad_lse is not None:
@@ -310,12 +318,28 @@ def _plain_backward(
     return total
 
 
-def _plain_scores(head: HeadMasks, q: Tensor, k: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """(queries, their scores with all keys, i − j), a few whole rows at a time."""
+def _plain_weights(score: Tensor, origin: Tensor) -> Tensor:
+    """Softmax, and zeros for queries that see nothing; NaN where products overflow."""
+    return score.softmax(-1).masked_fill(origin[:, None] == -math.inf, 0.0)
+
+
+def _plain_scores(head: HeadMasks, q: Tensor, k: Tensor) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+    """(queries, their scores with all keys, i − j, origin), a few whole rows at a time.
+
+    Every query counts from the bias of its best visible key, its origin: fp64, −inf where it sees nothing.
+    """
+    right_slope = 0.0 if math.isinf(head.right_slope) else head.right_slope
     rows = max(1, PLAIN_SCORES // len(k))
     for start in range(0, len(q), rows):
         some = slice(start, start + rows)
-        yield some, *_scores(head, Piece(start, 1, len(q[some]), 0, 0, len(k), 0), 0, q, k)
+        piece = Piece(start, 1, len(q[some]), 0, 0, len(k), 0)
+        distance = head.distance(piece, 0)[0]
+        bias = distance.double() * torch.where(distance < 0, right_slope, -head.slope).double()
+        bias = bias.masked_fill_(head.hidden(piece, distance[None], 0)[0], -math.inf)
+        origin = bias.amax(-1)
+        relative = (bias - origin.masked_fill(origin == -math.inf, 0.0)[:, None]).to(head.dtype)
+        products = (q[some].to(head.dtype) @ k.to(head.dtype).T) * head.spec.scale
+        yield some, (products + relative).masked_fill_(bias == -math.inf, -math.inf), distance, origin
 
 
 def _with_lse_column(ours: list[Tensor], grad_lse: Tensor) -> list[Tensor]:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from alibi_attn.attention.backends.banded.pieces import Piece
+from alibi_attn.attention.bias import EXTREME_SLOPE
 from alibi_attn.attention.spec import AttentionSpec
 
 Spec = AttentionSpec[Tensor]
@@ -27,6 +28,12 @@ class HeadMasks:
         self.first = int(offset[b]) if isinstance(offset, Tensor) else offset
         self.dtype = spec.slopes.dtype
         self._masks = masks
+
+    @property
+    def is_extreme(self) -> bool:
+        """Whether one token costs more than scores can lose."""
+        slopes = self.slope, 0.0 if math.isinf(self.right_slope) else self.right_slope
+        return max(map(abs, slopes)) > EXTREME_SLOPE
 
     def distance(self, piece: Piece, block: int | None = None) -> Tensor:
         """i − j: [rows, keys] where all blocks agree or one is asked for, else [count, rows, keys]."""

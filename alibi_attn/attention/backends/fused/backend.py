@@ -8,7 +8,7 @@ TRITON_INTERPRET=1 before anything imports triton.
 
 import importlib.util
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,10 +23,11 @@ from alibi_attn.attention.backends.protocol import TooSmall
 from alibi_attn.attention.certificate.constants import OUTLIER_TILES, TILE
 from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.certificate.tiles import Tiles, reach_and_scores
-from alibi_attn.attention.custom_op import register_maps, slope_gradients, spec_of
+from alibi_attn.attention.operator import operator
+from alibi_attn.attention.schema import Arguments, BackwardInputs, Gradients, Kernels
 from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.transforms import constant_when_compiled, transformable, why_not_compiled
-from alibi_attn.attention.visibility import first_positions, lse_dtype, may_see_nothing
+from alibi_attn.attention.transforms import constant_when_compiled, why_not_compiled
+from alibi_attn.attention.visibility import rounded_lse
 
 Spec = AttentionSpec[Tensor]
 
@@ -56,17 +57,6 @@ def why_not(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> str | None
 def too_small(spec: Spec) -> TooSmall | None:
     """Not yet known: nothing has run on a device."""
     return None
-
-
-def run(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
-    """(output, lse), as one operator that autograd and torch.compile take as it is."""
-    first = first_positions(spec, query.device)
-    output, lse, *_ = _attention(
-        query, key, value, spec.slopes, spec.right_slopes, first, spec.key_mask, spec.query_segments, spec.key_segments,
-        spec.key_bias, spec.query_bias, spec.dropout_seed, spec.causal, spec.window, spec.scale, spec.dropout_p, spec.tolerance,
-        may_see_nothing(spec),
-    )  # fmt: skip
-    return output, lse if spec.return_lse else None
 
 
 def visits(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -110,14 +100,15 @@ def forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(output, lse) over the tiles of a plan; `counts` [B, H, ⌈T / tile⌉] int32 receives how many each tile of queries visited.
 
-    Where keys are split, `counts` is [B, K, parts] with the parts of `decode_parts`. With a key bias lse is in
-    units of log2 and counts from the references of `key_bias.split`.
+    Where keys are split, `counts` is [B, K, parts] with the parts of `decode_parts`. With a key bias lse is
+    [B, 3, H, T], in units of log2, and the pair from which each counts.
     """
     from alibi_attn.attention.backends.fused.kernels import decode as decode_kernels
     from alibi_attn.attention.backends.fused.kernels import forward as forward_kernels
 
     output = torch.empty_like(query)
-    lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+    heads = query.shape[:3] if spec.key_bias is None else (query.shape[0], 3, *query.shape[1:3])
+    lse = torch.empty(heads, dtype=torch.float32, device=query.device)
     split = is_split(spec, query)
     shape = tile_shape("decode" if split else "forward", query.dtype, spec.head_dim, large=is_large(query.device))
     if full_tiles is None:
@@ -129,13 +120,14 @@ def forward(
         parts = decode_parts(spec, query)
         chunks = -(-spec.group * spec.query_len // shape.queries)
         outputs = torch.empty((parts, *query.shape), dtype=torch.float32, device=query.device)
-        lses = torch.empty((parts, *query.shape[:3]), dtype=torch.float32, device=query.device)
+        lses = torch.empty((parts, *heads), dtype=torch.float32, device=query.device)
         with on(query):
             decode_kernels.decode_kernel[(spec.batch * spec.num_kv_heads, chunks, parts)](
                 *inputs, outputs, lses, call, Visited(tiles.bands, tiles.beside, None), counts, **constants
             )
-            decode_kernels.merge_kernel[(lse.numel(),)](
-                outputs, lses, rows_of(output), lse, parts, lse.numel(), spec.num_heads, spec.query_len,
+            rows = query.shape[:3].numel()
+            decode_kernels.merge_kernel[(rows,)](
+                outputs, lses, rows_of(output), lse, parts, rows, spec.num_heads, spec.query_len,
                 SLOTS=1 << (parts - 1).bit_length(), D=spec.head_dim, NATURAL=spec.key_bias is None, num_warps=1,
             )  # fmt: skip
         return output, lse
@@ -177,14 +169,14 @@ def backward(
 
     if grad_output.stride(-1) != 1:
         grad_output = grad_output.contiguous()
-    delta, large = torch.empty_like(lse), is_large(query.device)
+    delta, large = lse.new_empty(query.shape[:3]), is_large(query.device)
     dq, dk, dv = (torch.empty_like(x) for x in (query, key, value))
     dslopes = None
     if slopes_wanted:
-        dslopes = torch.empty((2, *lse.shape), dtype=torch.float32, device=query.device)
+        dslopes = torch.empty((2, *delta.shape), dtype=torch.float32, device=query.device)
     of_keys, of_queries = None, None
     if biases_wanted:
-        of_keys, of_queries = (lse.new_empty((2, *lse.shape[:2], n)) for n in (spec.key_len, spec.query_len))
+        of_keys, of_queries = (lse.new_empty((2, *delta.shape[:2], n)) for n in (spec.key_len, spec.query_len))
     full_tiles = _full_tiles(spec, query)
     call = call_of(spec, query.device, None if full_tiles is None else full_tiles.call.key_bias)
     inputs = (rows_of(query), rows_of(key), rows_of(value))
@@ -207,118 +199,83 @@ def backward(
         )  # fmt: skip
     of_keys, of_queries = (None if x is None else x.sum(0, dtype=torch.float64) for x in (of_keys, of_queries))
     if dslopes is None:
-        return dq, dk, dv, torch.zeros(2, *lse.shape[:2], dtype=torch.float64, device=query.device), of_keys, of_queries
+        return (
+            dq,
+            dk,
+            dv,
+            torch.zeros(2, *delta.shape[:2], dtype=torch.float64, device=query.device),
+            of_keys,
+            of_queries,
+        )
     return dq, dk, dv, dslopes.sum(-1, dtype=torch.float64), of_keys, of_queries
 
 
-@torch.library.custom_op("alibi_attn::fused_forward", mutates_args=())
-def _forward_op(
-    query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, right_slopes: Tensor | None, first: Tensor,
-    key_mask: Tensor | None, query_segments: Tensor | None, key_segments: Tensor | None, key_bias: Tensor | None,
-    query_bias: Tensor | None, dropout_seed: Tensor | None, causal: bool, window: int | None, scale: float, dropout_p: float,
-    tolerance: float, may_see_nothing: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    masks = key_mask, query_segments, key_segments, key_bias, query_bias
-    numbers = causal, window, scale, tolerance, dropout_p
-    spec = spec_of(query, key, slopes, right_slopes, first, masks, dropout_seed, *numbers, on_host=False)
+class _Saved(NamedTuple):
+    """What forward leaves for backward: its plan, and lse as the kernels count it where keys have biases."""
+
+    bands: Tensor
+    outlier_tiles: Tensor
+    beside: Tensor
+    weight: Tensor
+    relative_lse: Tensor
+
+
+def _attend(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, _Saved, bool]:
     query, key, value = in_rows(query, key, value)
     full_tiles = _full_tiles(spec, query)
     tiles = plan(spec, query, key, value, full_tiles=full_tiles)
     output, lse = forward(spec, query, key, value, tiles, full_tiles=full_tiles)
     of_tiles = tiles.bands, tiles.outlier_tiles, tiles.beside, tiles.weight
     if full_tiles is None or full_tiles.call.key_bias is None:
-        return output, lse, *of_tiles, lse.new_empty((spec.batch, 0))
-    whole = unshifted(lse, full_tiles.call.key_bias)
-    if query_bias is not None:
-        whole = whole + query_bias
-    return output, whole.to(lse_dtype(spec, query)), *of_tiles, lse
+        return output, lse, _Saved(*of_tiles, lse.new_empty((spec.batch, 0))), False
+    whole = unshifted(lse)
+    if spec.query_bias is not None:
+        whole = whole + spec.query_bias
+    return output, rounded_lse(spec, query, whole), _Saved(*of_tiles, lse), False
 
 
-@torch.library.custom_op("alibi_attn::fused_backward", mutates_args=())
-def _backward_op(
-    grad_output: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor,
-    slopes: Tensor, right_slopes: Tensor | None, first: Tensor, key_mask: Tensor | None, query_segments: Tensor | None,
-    key_segments: Tensor | None, key_bias: Tensor | None, query_bias: Tensor | None, dropout_seed: Tensor | None, bands: Tensor,
-    outlier_tiles: Tensor, beside: Tensor, weight: Tensor, relative_lse: Tensor,
-    causal: bool, window: int | None, scale: float, dropout_p: float, may_see_nothing: bool, slopes_wanted: bool,
-    biases_wanted: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    masks = key_mask, query_segments, key_segments, key_bias, query_bias
-    if key_bias is not None:
+def _differentiate(spec: Spec, saved: tuple[Tensor, ...], inputs: BackwardInputs) -> Gradients:
+    bands, outlier_tiles, beside, weight, relative_lse = saved
+    lse, grad_lse, grad_output = inputs.lse, inputs.grad_lse, inputs.grad_output
+    if spec.key_bias is not None:
         lse = relative_lse.contiguous()  # of the unshifted one all digits of a small number may be gone
         grad_lse = None if grad_lse is None else grad_lse.float()
-    numbers = causal, window, scale, 0.0, dropout_p
-    spec = spec_of(query, key, slopes, right_slopes, first, masks, dropout_seed, *numbers, on_host=False)
-    query, key, value = in_rows(query, key, value)
-    if may_see_nothing:
+    query, key, value = in_rows(inputs.query, inputs.key, inputs.value)
+    if inputs.may_see_nothing:
         # 0·NaN: what is in a query that sees nothing must not reach the keys.
-        nothing = (lse == -torch.inf)[..., None]
+        nothing = ((lse if spec.key_bias is None else lse[:, 0]) == -torch.inf)[..., None]
         query, grad_output = query.masked_fill(nothing, 0.0), grad_output.masked_fill(nothing, 0.0)
     tiles = Tiles(
         bands.contiguous(), outlier_tiles.contiguous(), beside.contiguous(), weight, plan_rows(spec.query_len)
     )
-    dq, dk, dv, sides, of_key_bias, of_query_bias = backward(
-        spec, query, key, value, output, lse, grad_output, grad_lse, tiles, slopes_wanted=slopes_wanted,
-        biases_wanted=biases_wanted,
+    return Gradients(
+        *backward(
+            spec, query, key, value, inputs.output, lse, grad_output, grad_lse, tiles, slopes_wanted=inputs.slopes_wanted,
+            biases_wanted=inputs.biases_wanted,
+        )
     )  # fmt: skip
-    biases = [
-        query.new_empty((spec.batch, 0)) if b is None else torch.zeros_like(b) if of_b is None else of_b.to(b.dtype)
-        for b, of_b in ((key_bias, of_key_bias), (query_bias, of_query_bias))
-    ]
-    return dq, dk, dv, *slope_gradients(sides, slopes, right_slopes), biases[0], biases[1]
 
 
-@_forward_op.register_fake
-def _(query, key, value, slopes, *rest):  # type: ignore[no-untyped-def]
+def _empty_like(x: Tensor) -> Tensor:
+    return torch.empty_like(next(in_rows(x)))
+
+
+def _empty_saved(arguments: Arguments) -> _Saved:
+    query, is_biased = arguments.query, arguments.key_bias is not None
     b, h, t, _ = query.shape
-    biased = rest[5]
     blocks = (t + PLAN_ROWS - 1) // PLAN_ROWS  # one, too, where `plan_rows` is fewer
-    output = torch.empty_like(next(in_rows(query)))
-    return (
-        output,
-        query.new_empty((b, h, t), dtype=torch.float32 if biased is None else biased.dtype),
+    return _Saved(
         query.new_empty((b, h, blocks, 4), dtype=torch.int32),
         query.new_empty((b, h, OUTLIER_TILES), dtype=torch.int32),
         query.new_empty((b, h, blocks, OUTLIER_TILES), dtype=torch.int32),
         query.new_empty((b, h), dtype=torch.int32),
-        query.new_empty((b, 0) if biased is None else (b, h, t), dtype=torch.float32),
+        query.new_empty((b, 3, h, t) if is_biased else (b, 0), dtype=torch.float32),
     )
 
 
-@_backward_op.register_fake
-def _(grad_output, grad_lse, query, key, value, output, lse, slopes, right_slopes, *rest):  # type: ignore[no-untyped-def]
-    right = slopes.shape[-1:] if right_slopes is None else right_slopes.shape
-    return (
-        *map(torch.empty_like, in_rows(query, key, value)), slopes.new_empty(slopes.shape), slopes.new_empty(right),
-        *(query.new_empty((query.shape[0], 0)) if b is None else torch.empty_like(b) for b in rest[4:6]),
-    )  # fmt: skip
-
-
-def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    *tensors, causal, window, scale, dropout_p, _tolerance, may_see_nothing = inputs
-    out, lse, *tiles = output
-    ctx.save_for_backward(*tensors[:3], out, lse, *tensors[3:], *tiles)
-    ctx.numbers = causal, window, scale, dropout_p, may_see_nothing
-    ctx.mark_non_differentiable(*tiles)
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None, *_integers: Any) -> tuple[Any, ...]:
-    slopes_wanted = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
-    saved = ctx.saved_tensors
-    if grad_output is None:
-        grad_output = torch.zeros_like(saved[3])
-    wanted = slopes_wanted, ctx.needs_input_grad[9] or ctx.needs_input_grad[10]
-    dq, dk, dv, dslopes, dright, *biases = _gradients(grad_output, grad_lse, *saved, *ctx.numbers, *wanted)
-    if not slopes_wanted:
-        dslopes = dright = None
-    biases = [None if b is None else of_b for b, of_b in zip(saved[11:13], biases, strict=True)]
-    return dq, dk, dv, dslopes, dright if saved[6] is not None else None, *[None] * 4, *biases, *[None] * 7
-
-
-_forward_op.register_autograd(_backward, setup_context=_save)
-register_maps(_forward_op, _backward_op)
-_attention, _gradients = transformable(_forward_op, _save, _backward), transformable(_backward_op)
+run = operator(
+    Kernels("fused", _attend, _differentiate, _empty_like, _empty_saved, saves=_Saved._fields, runs_eagerly=False)
+)
 
 
 def _constants(spec: Spec, shape: Shape) -> dict[str, Any]:

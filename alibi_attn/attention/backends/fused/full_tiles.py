@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from alibi_attn.attention.backends.fused.kernels.arguments import Call, Labels, QueryOffset
+from alibi_attn.attention.backends.fused.key_bias import is_narrow
 from alibi_attn.attention.backends.fused.launch import on, width_for
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.spec import AttentionSpec
@@ -51,7 +52,8 @@ class FullTiles:
             Labels(*(None if x is None else x.repeat_interleave(spec.num_heads, 0) for x in (*labels[:3], None)))  # type: ignore[attr-defined]
             for labels in (keys, queries)
         )
-        keys = Labels(keys.least, keys.most, keys.uniform * own.uniform, edges)  # type: ignore[operator]
+        uniform = keys.uniform * own.uniform * is_narrow(call.key_bias).flatten(0, 1)  # type: ignore[operator]
+        keys = Labels(keys.least, keys.most, uniform.to(torch.int32), edges)
         offset = first_positions(spec, device).expand(spec.batch).repeat_interleave(spec.num_heads)
         return cls(spec, call, rows, QueryOffset(offset, 1), edges, keys, queries)
 

@@ -1,7 +1,9 @@
 """How a bias of every key travels to the kernels of a GPU: in fp32, and yet no digit of a difference is lost.
 
-b = base of its tile + rest, the base as two numbers; what a block of queries counts from is the base of a tile near it. So a
-score is off by the rounding of b_j − b_ref, however large both are, and by no more. All in units of log2, as scores are.
+In a tile whose biases are close to one another, b = base of the tile + rest. A query counts from the base of a tile that weighs
+much for it, and moves to another one when that weighs much more, so a score is off by the rounding of b_j − b_ref, however large
+both are. In all other tiles each bias is two numbers, and each query counts from about its own largest score. All in units of
+log2, as scores are.
 """
 
 import math
@@ -17,7 +19,9 @@ from alibi_attn.attention.visibility import first_positions
 
 Spec = AttentionSpec[Tensor]
 
-_MOST = 1e30  # of what is finite; beyond it differences could overflow
+_MOST = 2e38  # of what is finite: in units of log2 it must be an fp32 number
+_NARROW = 128.0  # binary digits by which biases in a tile may differ from its base, and bases of neighbors
+_MOST_BASE = 2.0**30  # of narrow tiles; the kernels rely on it, see `partial_scores`
 
 
 def split(spec: Spec, key_bias: Tensor) -> KeyBias:
@@ -30,24 +34,38 @@ def split(spec: Spec, key_bias: Tensor) -> KeyBias:
     middle = (TILE + (b == -torch.inf).sum(-1)) // 2
     base = b.sort(-1).values.gather(-1, middle.clamp(max=TILE - 1)[..., None]).squeeze(-1)
     some = base > -torch.inf
-    base = base.masked_fill(~some, 0.0)
+    base = base.masked_fill(~some, 0.0).float()
     rest = (b - base[..., None]).float().flatten(-2)[..., : spec.key_len].contiguous()
-    bases = _in_two(base)
-    return KeyBias(rest, bases, _references(spec, bases, some))
+    b = b.flatten(-2)[..., : spec.key_len]
+    high = b.float()
+    pairs = torch.stack([high, (b - high).float().masked_fill(high == -torch.inf, 0.0)], 2)
+    return KeyBias(rest, pairs, base, _references(spec, base, some))
 
 
-def unshifted(lse: Tensor, key_bias: KeyBias) -> Tensor:
-    """[B, H, T] fp64: the lse of the scores as they are, from one in units of log2 that counts from the references."""
-    references = key_bias.references.sum(-1, dtype=torch.float64).repeat_interleave(PLAN_ROWS, -1)  # type: ignore[attr-defined]
-    return (lse + references[..., : lse.shape[-1]]) * math.log(2)
+def is_narrow(key_bias: KeyBias) -> Tensor:
+    """[B, H, ⌈S / TILE⌉]: tiles whose biases are close to their base, and that to the base of the other tile of a pair."""
+    rest: Tensor = key_bias.rest  # type: ignore[assignment]
+    bases: Tensor = key_bias.bases  # type: ignore[assignment]
+    size = rest.abs().masked_fill(rest == -torch.inf, 0.0)
+    widest = torch.nn.functional.pad(size, (0, -size.shape[-1] % TILE)).unflatten(-1, (-1, TILE)).amax(-1)
+    neighbors = torch.nn.functional.pad(bases, (0, bases.shape[-1] % 2), mode="constant").unflatten(-1, (-1, 2))
+    apart = (neighbors[..., :1] - neighbors[..., 1:]).abs().expand_as(neighbors).flatten(-2)[..., : bases.shape[-1]]
+    is_last = torch.arange(bases.shape[-1], device=bases.device) == bases.shape[-1] // 2 * 2  # it has no neighbor
+    return (widest <= _NARROW) & ((apart <= _NARROW) | is_last) & (bases.abs() < _MOST_BASE)
+
+
+def unshifted(lse: Tensor) -> Tensor:
+    """[B, H, T] fp64: the lse of the scores as they are, from one in units of log2 and the pair from which it counts."""
+    return lse.sum(1, dtype=torch.float64) * math.log(2)
 
 
 def _references(spec: Spec, bases: Tensor, some: Tensor) -> Tensor:
-    """[B, H, N, 2]: of the tile where a block's first TILE queries end, or the last before it that has a finite bias, or the
-    first after it."""
+    """[B, H, N]: the base of the tile where a block's first TILE queries end, or of the last one before with a finite bias,
+    or of the first one after it.
+    """
     tiles, blocks = some.shape[-1], -(-spec.query_len // PLAN_ROWS)
     if tiles == 0:
-        return bases.new_zeros((*bases.shape[:2], blocks, 2))
+        return bases.new_zeros((*bases.shape[:2], blocks))
     at = torch.arange(tiles, device=bases.device)
     before = torch.where(some, at, -1).cummax(-1).values
     after = torch.where(some, at, tiles).flip(-1).cummin(-1).values.flip(-1)
@@ -55,10 +73,4 @@ def _references(spec: Spec, bases: Tensor, some: Tensor) -> Tensor:
     end = first_positions(spec, bases.device)[:, None] + torch.arange(blocks, device=bases.device) * PLAN_ROWS
     tile = (end + min(TILE, spec.query_len) - 1).clamp(0, spec.key_len - 1) // TILE
     nearest = nearest.gather(-1, tile[:, None].expand(*bases.shape[:2], -1))
-    return bases.gather(2, nearest[..., None].expand(-1, -1, -1, 2)).contiguous()
-
-
-def _in_two(x: Tensor) -> Tensor:
-    """[…, 2] fp32: x, and what its rounding leaves."""
-    high = x.float()
-    return torch.stack([high, (x - high).float()], -1)
+    return bases.gather(-1, nearest)

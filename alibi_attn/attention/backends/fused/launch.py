@@ -18,6 +18,7 @@ from alibi_attn.attention.backends.fused.kernels.arguments import (
 )
 from alibi_attn.attention.backends.fused.key_bias import split
 from alibi_attn.attention.spec import AttentionSpec, dropout_numbers
+from alibi_attn.attention.transforms import in_memory
 from alibi_attn.attention.visibility import first_positions
 
 Spec = AttentionSpec[Tensor]
@@ -30,7 +31,7 @@ def on(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
 
 def in_rows(*tensors: Tensor) -> Iterator[Tensor]:
     """The tensors with a last stride of 1, which kernels count on."""
-    return (x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
+    return (x if x.stride(-1) == 1 else x.contiguous() for x in map(in_memory, tensors))
 
 
 def rows_of(tensor: Tensor) -> Rows:
@@ -53,7 +54,7 @@ def call_of(spec: Spec, device: torch.device, key_bias: KeyBias | None = None) -
         query_offset=QueryOffset(offset, 0 if offset.numel() == 1 else 1),
         masks=Masks(
             None if spec.key_mask is None else spec.key_mask.contiguous().view(torch.int8),
-            *(None if segments is None else segments.contiguous() for segments in masks),
+            *(None if segments is None else in_memory(segments).contiguous() for segments in masks),
         ),
         scale=spec.scale,
         window=None if spec.window is None else min(spec.window, 2**30),
@@ -78,5 +79,5 @@ def _dropout(spec: Spec, seed: Tensor) -> Dropout:
 
 
 def _slopes(spec: Spec, slopes: Tensor) -> Slopes:
-    slopes = slopes.detach().contiguous()
+    slopes = in_memory(slopes.detach()).contiguous()
     return Slopes(slopes, spec.num_heads if slopes.ndim == 2 else 0)

@@ -16,11 +16,11 @@ from alibi_attn.attention.backends.native.visited import Visited, numbers_of_vis
 from alibi_attn.attention.backends.protocol import FEW_QUERIES, TooSmall
 from alibi_attn.attention.bias import columns_of
 from alibi_attn.attention.certificate.constants import TILE
-from alibi_attn.attention.custom_op import Gradients, Saved, clean, described, operator
-from alibi_attn.attention.eager import is_eager
+from alibi_attn.attention.operator import is_eager, on_finite_numbers, operator
+from alibi_attn.attention.schema import Arguments, BackwardInputs, Gradients, Saved
 from alibi_attn.attention.spec import AttentionSpec, dropout_numbers, dtype_name
-from alibi_attn.attention.transforms import constant_when_compiled, surely, why_not_compiled
-from alibi_attn.attention.visibility import first_positions
+from alibi_attn.attention.transforms import constant_when_compiled, in_memory, surely, why_not_compiled
+from alibi_attn.attention.visibility import first_positions, with_plain_offset, without_bad_numbers
 
 Spec = AttentionSpec[Tensor]
 Arrays = dict[str, Tensor | None]  # by the names of `build.Call`
@@ -68,8 +68,8 @@ def visits(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> tupl
 
 def visited(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> Visited:
     """Which keys each block of queries visits; computes the attention to find out."""
-    spec = described(spec, query, key)
-    q, k, v, _ = clean(spec, query, key, key if value is None else value)
+    spec = with_plain_offset(spec)
+    q, k, v, *_ = without_bad_numbers(spec, query, key, key if value is None else value)
     found = _attended(spec, q, k, v, has_values=value is not None)[2]
     return Visited.of(spec, first_positions(spec, q.device).numpy(), found.visited.numpy())
 
@@ -82,35 +82,32 @@ def _attended(spec: Spec, q: Tensor, k: Tensor, v: Tensor, *, has_values: bool =
     """(output, lse, what backward wants to know); without values they count as of like length."""
     rows = {name: _wide(x) for name, x in (("query", q), ("key", k), ("value", v))}
     output = torch.empty_like(rows["query"], memory_format=torch.contiguous_format)
-    saved, lse = _empty_saved(q, k), output.new_empty(q.shape[:3], dtype=torch.float64)
+    saved, lse = _new_saved(q, spec.num_kv_heads), output.new_empty(q.shape[:3], dtype=torch.float64)
     arrays: Arrays = {"lse": lse, "rows": saved.rows, "visited": saved.visited}
     _call("forward", spec, rows | {"output": output}, arrays, has_values=has_values)
     return _narrow(output, spec), lse, saved
 
 
-def _backward(
-    spec: Spec, saved: Saved, grad: Tensor, grad_lse: Tensor | None, inputs: tuple[Tensor, Tensor, Tensor], out: Tensor,
-    lse: Tensor, slopes_wanted: bool, biases_wanted: bool,
-) -> Gradients:  # fmt: skip
-    names = ("query", "key", "value", "output", "grad")
-    rows = {name: _wide(x) for name, x in zip(names, (*inputs, out, grad), strict=True)}
+def _backward(spec: Spec, saved: Saved, inputs: BackwardInputs) -> Gradients:
+    names = ("query", "key", "value", "output")
+    rows = {name: _wide(getattr(inputs, name)) for name in names} | {"grad": _wide(inputs.grad_output)}
     work = _work(rows)
     gradients = {
         f"{x}_grad": torch.empty_like(rows[x], dtype=work, memory_format=torch.contiguous_format) for x in names[:3]
     }
     arrays: Arrays = {"visited": saved.visited, "rows": saved.rows, "slope_grads": None}
-    arrays["grad_lse"] = None if grad_lse is None else grad_lse.to(work)
+    arrays["grad_lse"] = None if inputs.grad_lse is None else inputs.grad_lse.to(work)
     dslope = torch.zeros(2, spec.batch, spec.num_heads, dtype=torch.float64)
-    if slopes_wanted:
+    if inputs.slopes_wanted:
         arrays["slope_grads"] = dslope
     biases: tuple[Tensor | None, ...] = None, None
-    if spec.key_bias is not None and biases_wanted:
+    if spec.key_bias is not None and inputs.biases_wanted:
         heads = spec.batch, spec.num_heads
         biases = tuple(dslope.new_empty((*heads, length)) for length in (spec.key_len, spec.query_len))
     arrays |= dict(zip(("key_bias_grad", "query_bias_grad"), biases, strict=True))
     by_distance = None
-    if spec.table is not None and biases_wanted:
-        by_distance = dslope.new_empty((spec.num_heads, _distances(spec)[1]))
+    if spec.table is not None and inputs.biases_wanted:
+        by_distance = dslope.new_zeros((spec.num_heads, _distances(spec)[1]))
     arrays["table_grads"] = by_distance
     _call("backward", spec, rows | gradients, arrays)
     dq, dk, dv = (_narrow(x, spec) for x in gradients.values())
@@ -121,20 +118,25 @@ def _backward(
     return found._replace(table=of_table.index_add_(1, columns_of(spec, spec.table, *_distances(spec)), by_distance))
 
 
-def _empty_saved(query: Tensor, key: Tensor) -> Saved:
+def _new_saved(query: Tensor, num_kv_heads: int) -> Saved:
     """Which keys each block visits, and the maximum and the logarithm of the sum of every row, [B, 2, H, T]."""
     batch, heads, query_len = query.shape[:3]
     work = torch.promote_types(query.dtype, torch.float32)
-    numbers = numbers_of_visited(num_heads=heads, num_kv_heads=key.shape[1], query_len=query_len)
+    numbers = numbers_of_visited(num_heads=heads, num_kv_heads=num_kv_heads, query_len=query_len)
     visited = query.new_empty((batch, numbers), dtype=torch.int32)
     return Saved(visited, query.new_empty((batch, 2, heads, query_len), dtype=work))
 
 
-run = operator("native", _forward, _backward, _empty_saved)
+def _empty_saved(arguments: Arguments) -> Saved:
+    return _new_saved(arguments.query, arguments.key.shape[1])
+
+
+run = operator(on_finite_numbers("native", _forward, _backward, _empty_saved))
 
 
 def _wide(x: Tensor) -> Tensor:
     """[..., D] in what the kernels read, with D a multiple of WIDTH; the same tensor where it is that already."""
+    x = in_memory(x)
     if x.dtype != torch.bfloat16 or not build.multiplies_bf16():
         x = x.to(torch.promote_types(x.dtype, torch.float32))
     return functional.pad(x, (0, -x.shape[-1] % WIDTH)) if x.shape[-1] % WIDTH else x
@@ -151,6 +153,8 @@ def _narrow(x: Tensor, spec: Spec) -> Tensor:
 
 def _call(function: str, spec: Spec, rows: dict[str, Tensor], arrays: Arrays, *, has_values: bool = True) -> None:
     """Fill a `build.Call` and run it; `rows` and `arrays` go by the names of its fields."""
+    if spec.batch == 0:
+        return  # the kernels divide their work by the number of sequences
     call, _alive = call_of(spec, rows, arrays, has_values=has_values)
     getattr(build.library(), f"alibi_{function}_{dtype_name(_work(rows))}")(ctypes.byref(call))
 
@@ -173,7 +177,7 @@ def call_of(
         "key_segments": key_segments, "key_bias": None if spec.key_bias is None else spec.key_bias.detach().double(),
         "dropout_seed": spec.dropout_seed, "table": table,
     }  # fmt: skip
-    alive = {name: x.contiguous() for name, x in given.items() if x is not None}
+    alive = {name: in_memory(x).contiguous() for name, x in given.items() if x is not None}
     threshold, factor = dropout_numbers(spec.dropout_p)
     call = build.Call(
         B=spec.batch, H=spec.num_heads, K=spec.num_kv_heads, T=spec.query_len, S=spec.key_len, D=rows["query"].shape[-1],

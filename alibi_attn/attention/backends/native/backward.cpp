@@ -1,4 +1,7 @@
-// Backward: the same keys as forward, from the maxima and sums that it left; no atomics, so the same bits every time.
+// Backward: the same keys as forward, from the maxima and sums that it left.
+//
+// No atomics: the same bits every time with the same number of threads. Another number makes other tasks, whose sums round
+// differently.
 //
 // What a task keeps apart (see `BackwardTask`) is added at the end, in the order of the tasks.
 
@@ -336,7 +339,7 @@ void add_slope_grads(const Call<Real> &call, const BackwardPlan &plan, const std
 template <typename Real>
 void run(const Call<Real> &call) {
     const BackwardPlan plan = backward_plan(call);
-    const std::vector<TileBias> biases = tile_biases(call);
+    const BestKeys<Real> best_keys(call);
     const int64_t D = call.D, group = call.H / call.K, width = 512, parts = (call.S + width - 1) / width;
     std::vector<double> slope_grads(call.slope_grads ? plan.tasks.size() * group * 2 : 0, 0.0);
     std::vector<double> table_grads(call.table_grads ? plan.tasks.size() * group * call.distances : 0, 0.0);
@@ -350,7 +353,7 @@ void run(const Call<Real> &call) {
         Real *panels = memory + 2 * BLOCK * BLOCK;
         const auto panel = [&](int64_t i) { return panels + i * D * BLOCK; };
         const auto woven = [&](int64_t i) { return reinterpret_cast<Pair *>(panel(i)); };
-        const Block<Real> block = {call, panels, woven(3), biases.data()};
+        const Block<Real> block = {call, panels, woven(3), best_keys};
         Backward<Real> backward = {block, memory, memory + BLOCK * BLOCK, panel(1), panel(2), woven(4), woven(5),
                                    plan, kept, {}, {}, {}, {}, kept_biases, {}, {call, panel(6)}};
 #pragma omp for schedule(dynamic, 1)

@@ -8,14 +8,12 @@
 #include <cstdlib>
 
 #include "allowed.hpp"
+#include "origins.hpp"
 #include "products_bf16.hpp"
-#include "tile_biases.hpp"
 
 #ifdef ALIBI_COUNT  // a build of the tests: how many scores were computed
 extern int64_t alibi_counted;
 #endif
-
-constexpr double FAR_MORE = 1000;  // nats: a weight of e^-1000 is none
 
 // The rows of a call in bf16 as what they are.
 template <typename Real>
@@ -29,7 +27,7 @@ struct Block {
     const Call<Real> &call;
     Real *queries;                // [D][BLOCK], times `scale_before`; zeros beyond the last; of bf16 [D / 2][BLOCK] pairs
     Pair *woven;                  // [BLOCK / 2][D] pairs: keys or values of a call in bf16
-    const TileBias *tile_biases;  // of all heads
+    const BestKeys<Real> &best_keys;  // of all heads
     int64_t b = 0, h = 0, k = 0, n = 0;
     int64_t position = 0;  // of the first query
     int rows = 0;
@@ -41,14 +39,14 @@ struct Block {
     // Distances count from here on: where all keys are far, to one side, the distance of the nearest pair (negative to the
     // right), else 0. Scores are off by their own rounding then, and not by that of slope times 10^6; lse gets the constant back.
     int64_t bias_origin = 0;
-    // The biases of the head's keys, or null, and the one from which they count, of a key that matters to the block: scores are
-    // off by the rounding of the difference, however large both are.
+    // The biases of the head's keys, or null, and the number from which they count: scores are off by the rounding of the
+    // difference, however large both are.
     const double *key_bias = nullptr;
     double key_bias_origin = 0;
-    // Where some queries do not see that key, far from the block: the bias from which the scores of each of them count, less
-    // `key_bias_origin`. Nothing is skipped then, since certificates know one origin only.
+    // Where one origin is not close to what every query needs, the bias and the slope times distance of each query's own best
+    // key, from which its scores count then. Lanes without a query count from infinity, so that they have no weights.
     bool origins_differ = false;
-    double origin_of_row[BLOCK] = {};
+    double bias_of_row[BLOCK] = {}, nats_of_row[BLOCK] = {};
     KeyRange *range = nullptr;
     int32_t *outlier_bits = nullptr;
     const int32_t *outlier_tiles = nullptr;
@@ -65,9 +63,8 @@ struct Block {
         outlier_tiles = visited.outlier_tiles(b, k);
         bias_origin = std::max<int64_t>(0, position - (range->high - 1)) + std::min<int64_t>(0, position + rows - 1 - range->low);
         key_bias = call.key_bias ? call.key_bias + at * call.S : nullptr;
-        const TileBias origin = key_bias ? bias_that_matters() : TileBias{0, 0};
-        key_bias_origin = origin.bias == -INFINITY ? 0 : origin.bias;
-        find_origins_of_rows(origin.key);
+        key_bias_origin = 0, origins_differ = false;
+        if (!best_keys.empty()) choose_origins();
         int exponent = 0;
         std::frexp(call.scale, &exponent);
         scale_before = (Real)std::ldexp(1.0, std::max(-100, std::min(0, exponent - 1)));  // then |scale_after| is in [1, 2)
@@ -82,67 +79,40 @@ struct Block {
 
     // What was left out of the scores of a query, in nats.
     double left_out_of_scores(int i) const {
-        return bias_of_origin() + key_bias_origin + (origins_differ ? origin_of_row[i] : 0);
+        return origins_differ ? bias_of_row[i] - nats_of_row[i] : bias_of_origin() + key_bias_origin;
     }
 
-    // The largest of the keys where the block stands, of those that may be seen; that of a key farther away where it counts so
-    // much more that none of those has any weight (they may be padding, with -10^9), and which key that is; -inf where none is
-    // finite.
-    TileBias bias_that_matters() const {
-        const int64_t tiles = (call.S + BLOCK - 1) / BLOCK, at = 2 * (b * call.H + h) * tiles;
-        const auto largest = [&](int64_t low, int64_t high) {
-            TileBias found;
-            for (int64_t j = std::max<int64_t>(range->low, low); j < std::min<int64_t>(range->high, high); j++) {
-                if (call.key_mask && !call.key_mask[b * call.S + j]) continue;
-                if (key_bias[j] > found.bias) found = {key_bias[j], key_bias[j]};
-            }
-            return found;
-        };
-        TileBias best = largest(position, position + rows);
-        double enough = best.nats == -INFINITY ? -INFINITY : best.nats + FAR_MORE;
-        const auto look = [&](const TileBias &tile, double nats) {
-            if (nats > enough) best = {tile.bias, nats, tile.key}, enough = nats;
-        };
-        // Whole tiles only: of one that is partly hidden nobody knows which key it was.
-        const int64_t first = (range->low + BLOCK - 1) / BLOCK, whole = range->high == call.S ? tiles : range->high / BLOCK;
-        const int64_t end = position + rows - 1, behind = (std::max<int64_t>(range->low, end + 1) + BLOCK - 1) / BLOCK;
-        for (int64_t t = std::min(whole, (position + BLOCK - 1) / BLOCK) - 1; t >= first; t--)
-            if ((t + 1) * BLOCK <= position || position >= call.S)
-                look(tile_biases[at + t], tile_biases[at + t].nats - double(slope) * position);
-        for (int64_t t = behind; looks_right && t < whole; t++)
-            look(tile_biases[at + tiles + t], tile_biases[at + tiles + t].nats + double(right_slope) * end);
-        return best.bias == -INFINITY ? largest(range->low, range->high) : best;
-    }
+    // By how much less was left out of a query's scores than of those of the block, where origins differ.
+    double origin_below_block(int i) const { return (key_bias_origin - bias_of_row[i]) + nats_of_row[i]; }
 
-    bool sees(int i, int64_t key) const {
-        const int64_t distance = position + i - key;
-        if ((distance < 0 && !looks_right) || (call.window && std::abs(distance) >= call.window)) return false;
-        if (call.key_mask && !call.key_mask[b * call.S + key]) return false;
-        const int32_t *segments = call.query_segments;
-        return !segments || segments[b * call.T + n * BLOCK + i] == call.key_segments[b * call.S + key];
-    }
-
-    // For queries that do not see the far key from which the block counts: that of the key that counts most of what they see.
-    void find_origins_of_rows(int64_t far_key) {
-        origins_differ = false;
-        std::fill_n(origin_of_row, +BLOCK, 0.0);
-        for (int i = 0; far_key >= 0 && i < rows; i++) {
-            if (sees(i, far_key)) continue;
-            TileBias best;
-            for (int64_t j = range->low; j < range->high; j++) {
-                const int64_t distance = position + i - j;
-                const double nats = key_bias[j] + (distance < 0 ? double(right_slope) : -double(slope)) * double(distance);
-                if (nats > best.nats && sees(i, j)) best = {key_bias[j], nats, j};
-            }
-            if (best.key >= 0) origin_of_row[i] = best.bias - key_bias_origin;
-            origins_differ |= std::abs(origin_of_row[i]) > FAR_MORE;
+    // One origin for all queries of the block where it is close to the best visible key of each, else one for each.
+    void choose_origins() {
+        BestKey best[BLOCK];
+        const double right = looks_right ? double(right_slope) : 0.0;
+        const BlockOrigins<Real> origins = {
+            call, best_keys, b, h, n * BLOCK, position, rows, range->low, range->high, slope, right, looks_right};
+        origins.find(best);
+        double least = INFINITY, most = -INFINITY;
+        for (int i = 0; i < BLOCK; i++) {
+            const bool blind = i >= rows || best[i].key < 0;
+            bias_of_row[i] = i >= rows ? INFINITY : blind ? 0.0 : best[i].bias;
+            nats_of_row[i] = blind ? 0.0 : origins.taken(i, best[i].key);
+            if (blind) continue;
+            least = std::min(least, best[i].bias), most = std::max(most, best[i].bias);
+            origins_differ |= !(std::abs(nats_of_row[i] + bias_of_origin()) <= NEAR_NATS);
         }
+        key_bias_origin = least <= most ? least / 2 + most / 2 : 0.0;
+        origins_differ |= most - key_bias_origin > NEAR_NATS;
+        if (origins_differ) bias_origin = 0;
     }
 
-    // In nats, relative to `key_bias_origin` and what is given; -inf for a key that may not be seen.
-    double bias_of(int64_t key, double beside = 0) const {
-        const double nats = key_bias[key] - key_bias_origin - beside;
-        return nats == -INFINITY ? nats : std::max(-1e30, std::min(nats, 1e30));
+    // In nats, relative to `key_bias_origin`; -inf for a key that may not be seen.
+    double relative_bias(int64_t key) const { return key_bias[key] - key_bias_origin; }
+
+    bool sees_any(int i) const {
+        int64_t key = range->low;
+        while (key < range->high && !sees(call, b, h, n * BLOCK + i, key)) key++;
+        return key < range->high;
     }
 
     int64_t row() const { return (b * call.H + h) * call.T + n * BLOCK; }
@@ -288,23 +258,40 @@ struct Block {
 
     // Every pair in [key, key + count) is seen, and to the left.
     bool is_full(int64_t key, int count) const {
-        if (call.key_mask || call.key_segments || origins_differ || key + count - 1 > position) return false;
+        if (call.key_mask || call.key_segments || key + count - 1 > position) return false;
         return !call.window || position + rows - 1 - key < call.window;
     }
 
     // scores = scale_after scores - m |i - j| + the bias of the key, or -inf where the query may not look.
     void add_bias(int64_t key, int count, Real *scores) const {
         const bool full = is_full(key, count);
+        const double largest = std::numeric_limits<Real>::max();  // only of a key that no query of the block sees
+        Real of_rows[BLOCK];
         for (int j = 0; j < count; j++, scores += BLOCK) {
-            const Real own = key_bias ? (Real)bias_of(key + j) : Real(0);
-            if (own == -INFINITY)
-                std::fill_n(scores, +BLOCK, own);
-            else if (!full)
-                add_bias_and_mask(key + j, own, scores);
-            else if (key_bias)
+            const Real own = key_bias ? (Real)std::min(relative_bias(key + j), largest) : Real(0);
+            if (key_bias && key_bias[key + j] == -INFINITY) {
+                std::fill_n(scores, +BLOCK, Real(-INFINITY));
+            } else if (origins_differ) {
+                find_biases_of_rows(key + j, of_rows);
+                full ? add_biases(of_rows, scores) : add_bias_and_mask(key + j, own, of_rows, scores);
+            } else if (!full) {
+                add_bias_and_mask(key + j, own, nullptr, scores);
+            } else if (key_bias) {
                 add_bias_to_left(position - bias_origin - key - j, own, scores);
-            else
+            } else {
                 add_bias_to_left(position - bias_origin - key - j, scores);
+            }
+        }
+    }
+
+    // Of a key, for every query: its bias and the slope's, less those of the query's best key, formed in double.
+    OUTLINE void find_biases_of_rows(int64_t key, Real *biases) const {
+        const double left = -double(slope), right = looks_right ? double(right_slope) : 0.0;
+        const double bias = key_bias ? key_bias[key] : 0.0;
+        const double distance = double(position - key);
+        for (int i = 0; i < BLOCK; i++) {
+            const double away = distance + i, nats = away * (away < 0 ? right : left);
+            biases[i] = (Real)((bias - bias_of_row[i]) + (nats_of_row[i] + nats));
         }
     }
 
@@ -335,7 +322,12 @@ struct Block {
             store(scores + v, load(scores + v) * scale_after + (away(v, distance) * -slope + own));
     }
 
-    void add_bias_and_mask(int64_t key, Real own, Real *scores) const {
+    void add_biases(const Real *biases, Real *scores) const {
+        for (int v = 0; v < BLOCK; v += VL<Real>) store(scores + v, load(scores + v) * scale_after + load(biases + v));
+    }
+
+    // `of_rows` are the biases of a block whose origins differ, else null.
+    void add_bias_and_mask(int64_t key, Real own, const Real *of_rows, Real *scores) const {
         const int64_t limit = 1 << 30, distance = position - key;  // a mask need not tell apart what is farther than that
         const int window = call.window ? (int)std::min(call.window, limit) : INT32_MAX;
         const int held = (int)std::max(-limit, std::min(distance, limit));
@@ -345,9 +337,7 @@ struct Block {
         for (int v = 0; v < BLOCK; v += VL<Real>) {
             const Ints<Real> apart = lanes() + (held + v), to_right = apart < 0;
             const Reals<Real> apart_by = away(v, distance - bias_origin), bias = to_right ? apart_by * right : apart_by * -slope;
-            Reals<Real> owns = every(own);
-            for (int i = 0; origins_differ && i < VL<Real>; i++) owns[i] = (Real)bias_of(key, origin_of_row[v + i]);
-            const Reals<Real> score = load(scores + v) * scale_after + (bias + owns);
+            const Reals<Real> score = load(scores + v) * scale_after + (of_rows ? load(of_rows + v) : bias + own);
             Ints<Real> unseen = (apart >= window) | (apart <= -window);
             if (!looks_right) unseen |= to_right;
             if (hidden) unseen |= -1;

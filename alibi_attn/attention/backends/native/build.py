@@ -30,7 +30,7 @@ HEADERS = (
     "call.hpp",
     "denormals.hpp",
     "allowed.hpp",
-    "tile_biases.hpp",
+    "origins.hpp",
     "block.hpp",
     "diagonals.hpp",
     "dropout.hpp",

@@ -2,7 +2,9 @@
 
 #pragma once
 
+#include <cmath>
 #include <cstdint>
+#include <cstdlib>
 
 #include "constants.hpp"
 
@@ -66,3 +68,14 @@ struct Visited {
     // The tiles with the largest norms of keys, -1 = none.
     int32_t *outlier_tiles(int64_t b, int64_t k) const { return of(b) + 5 * call.H * call.blocks() + k * OUTLIER_TILES; }
 };
+
+// Whether query i of a head may see key j.
+template <typename Real>
+bool sees(const Call<Real> &call, int64_t b, int64_t h, int64_t i, int64_t j) {
+    const int64_t distance = call.first[b] + i - j;
+    if (distance < 0 && (call.causal || std::isinf(call.right_slopes[b * call.H + h]))) return false;
+    if (call.window && std::abs(distance) >= call.window) return false;
+    if (call.key_mask && !call.key_mask[b * call.S + j]) return false;
+    if (call.key_bias && call.key_bias[(b * call.H + h) * call.S + j] == -INFINITY) return false;
+    return !call.query_segments || call.query_segments[b * call.T + i] == call.key_segments[b * call.S + j];
+}

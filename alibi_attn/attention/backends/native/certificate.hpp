@@ -31,11 +31,13 @@ struct Certificate {
     double span = 0;      // the largest distance of a key of the sums
     int64_t nearest = 0;  // position of the block's query that is nearest to the keys of this side, less `bias_origin`
     int side = 1;         // 1: keys to the left; -1: to the right
-    double largest_bias = 0;  // of the keys visited so far, relative to `key_bias_origin`; their scores are off by its rounding
+    int64_t farthest = 0;       // distance visited so far
+    double largest_lambda = 0;  // of the log-sum-exps so far, without a sign
 
     void begin() {
         const Call<Real> &call = block.call;
-        possible = call.tolerance > 0 && !block.origins_differ, largest_bias = 0;
+        // Extreme slopes alone need no certificate: their far keys weigh nothing, and are few if any keys are near.
+        possible = call.tolerance > 0 && (block.key_bias || !block.origins_differ), farthest = 0;
         if (!possible) return;
         norms = norms_of(call, memory, block.b * call.K + block.k);
         const Real error = (call.D + SCORE_UNITS) * UNIT<Real>, scale = std::abs(block.scale_after);
@@ -62,10 +64,7 @@ struct Certificate {
     }
 
     void visits(int64_t key, int count) {
-        for (int64_t j = key; block.key_bias && j < key + count; j++) {
-            const double nats = std::abs(block.bias_of(j));
-            if (nats < INFINITY) largest_bias = std::max(largest_bias, nats);
-        }
+        farthest = std::max({farthest, block.position + block.rows - key, key + count - block.position});
     }
 
     // How many tiles to leave out of the sums of this side, which has so many keys.
@@ -127,25 +126,30 @@ struct Certificate {
     bool may_skip() const { return possible && (slope > 0 || block.key_bias); }
 
     // ln of what the sum, by the largest rate, may be at most.
-    double nats_of_room(const Real *m_i, const Real *l_i) const {
+    double nats_of_room(const Real *m_i, const Real *l_i) {
         const Real error = (block.call.D + SCORE_UNITS) * UNIT<Real>, away = Real(slope);
-        Reals<Real> worst = every(Real(-INFINITY));
+        Reals<Real> worst = every(Real(-INFINITY)), largest = {};
         Ints<Real> wrong = {};
+        double most = -INFINITY;
         for (int v = 0; v < BLOCK; v += VL<Real>) {
-            const Reals<Real> lambda = load(m_i + v) + log_below(load(l_i + v));
+            const Reals<Real> lambda = load(m_i + v) + log_below(load(l_i + v)), size = lambda < 0 ? -lambda : lambda;
             const Ints<Real> lane = block.lanes() + v, behind = side > 0 ? lane : block.rows - 1 - lane;
-            Reals<Real> nats = load(fixed + v) + (lambda < 0 ? -lambda : lambda) * error - lambda;
+            Reals<Real> nats = load(fixed + v) + size * error - lambda;
             nats -= __builtin_convertvector(behind, Reals<Real>) * away;
             const Ints<Real> real = lane < block.rows;
             wrong |= real & ~(nats < CAP<Real> * Real(1e20));  // also where it is not a number, or nothing has been visited
             wrong |= real & ~(nats > CAP<Real> * Real(-1e20));
             nats = real ? nats : worst;
             worst = nats > worst ? nats : worst;
+            largest = real & (size > largest) ? size : largest;
+            for (int i = 0; block.origins_differ && i < VL<Real> && v + i < block.rows; i++)
+                most = std::max(most, double(nats[i]) + block.origin_below_block(v + i));
         }
-        double most = -INFINITY;
+        largest_lambda = 0;
         for (int i = 0; i < VL<Real>; i++) {
             if (wrong[i]) return -INFINITY;
-            most = std::max(most, double(worst[i]));
+            if (!block.origins_differ) most = std::max(most, double(worst[i]));
+            largest_lambda = std::max(largest_lambda, double(largest[i]));
         }
         const double share = block.call.causal ? block.call.tolerance : block.call.tolerance / 2;
         return std::log(share) - most;
@@ -185,7 +189,7 @@ struct Certificate {
             const bool hidden = j >= block.call.S || norms.keys[j] < 0;
             const double distance = double((nearest - j) * side);
             const double own = hidden ? -INFINITY
-                : double(norms.keys[j]) * double(largest_rate) + block.bias_of(j) - slope * distance - from;
+                : double(norms.keys[j]) * double(largest_rate) + block.relative_bias(j) - slope * distance - from;
             nats[i] = own < double(CAP<Real>) ? Real(own) : own != own ? Real(NAN) : CAP<Real>;
         }
     }
@@ -200,9 +204,13 @@ struct Certificate {
     // Nats that rounding may take from an exponent.
     double rounding(double room, double distance) const {
         if (block.key_bias) {
-            // Exponents are formed in double. What is computed of the keys that were visited is off by what their biases round.
-            const double wide = 8 * UNIT<double> * (double(largest_rate) * norms.longest_without(0) + std::abs(room));
-            return wide + 8 * double(UNIT<Real>) * (largest_bias + 2 * CAP<Real>);
+            // Exponents are formed in double. Of the scores that were computed, those within CAP of lambda matter: neither their
+            // biases nor slope times distance are larger than what follows, and they are off by a few roundings of it.
+            const double scores = 2 * double(largest_rate) * norms.longest_without(0) + largest_lambda + 2 * CAP<Real>;
+            const double right = block.looks_right ? std::abs(double(block.right_slope)) : 0.0;
+            const double slopes = (std::abs(double(block.slope)) + right) * double(farthest);
+            const double wide = double(largest_rate) * norms.longest_without(0) + slope * distance + std::abs(room);
+            return 8 * UNIT<double> * wide + 8 * double(UNIT<Real>) * (scores + slopes);
         }
         return 8 * double(UNIT<Real>) * (double(largest_rate) * norms.longest_without(0) + slope * distance + std::abs(room));
     }
@@ -217,8 +225,11 @@ struct Certificate {
         const Tails of = tails_of(block.call, tails, block.b, block.h);
         if (!(largest_rate <= of.rate) || !std::isfinite(of.rate)) return INFINITY;
         // Tails rise towards the queries, from both ends.
-        const double most = room - 10 + block.key_bias_origin + slope * double(side * nearest);
         const int64_t groups = padded(block.call) / TAIL_GROUP;
+        const double away = slope * double(side * nearest);
+        const double size = std::abs(room) + std::abs(block.key_bias_origin) + std::abs(away);
+        // What tails lose to rounding, in as many sums of two as there are groups.
+        const double most = room - 10 + block.key_bias_origin + away - 4 * UNIT<double> * double(groups + 64) * size;
         if (side > 0) {
             const int64_t little = std::upper_bound(of.left, of.left + groups + 1, most) - of.left - 1;
             return little <= 0 ? INFINITY : double(nearest - little * TAIL_GROUP + 1);
@@ -269,7 +280,7 @@ struct Certificate {
             Real nearest = norms.shortest_value();
             const bool is_sure = own >= 0 && own < call.S && !call.key_segments && (!call.window || call.window >= KEPT);
             for (int64_t j = std::max<int64_t>(0, own - KEPT + 1); is_sure && j <= own; j++)
-                if (!block.key_bias || block.bias_of(j) > -INFINITY) nearest = std::max(nearest, norms.values[j]);
+                if (!block.key_bias || block.key_bias[j] > -INFINITY) nearest = std::max(nearest, norms.values[j]);
             kept = std::min(kept, nearest);
         }
         return std::max(Real(0), std::log(most / (Real(VALUE_RATIO) * kept)));

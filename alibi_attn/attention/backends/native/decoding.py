@@ -16,21 +16,21 @@ from alibi_attn.attention.backends.native.backend import NO_WINDOW, WIDEST_WINDO
 from alibi_attn.attention.backends.native.build import Rows
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Norms
-from alibi_attn.attention.transforms import may_read
+from alibi_attn.attention.transforms import in_memory, may_read
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 MAX_ROWS = 4  # of a linear map; with more a matrix product has something to reuse
 
 
 def takes(*tensors: Tensor) -> bool:
-    """Whether the functions here take them: of one dtype that they know, on a CPU, with a last stride of 1, and traced by nobody.
+    """Whether these functions support the inputs: a single supported dtype, on a CPU, a last stride of 1, not being traced.
 
     The first call may compile the kernels.
     """
     dtype = tensors[0].dtype
     return (
         dtype in DTYPES
-        and all(x.dtype == dtype and x.stride(-1) == 1 for x in tensors)
+        and all(x.dtype == dtype and x.stride(-1) == 1 and in_memory(x) is x for x in tensors)
         and may_read(*tensors)
         and _library() is not None
     )
@@ -54,7 +54,7 @@ def decode(
     kv_heads, key_len = key.shape[1:3]
     runs = [(0, key_len)] * batch if visible is None else visible
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
-    of_heads = slopes.detach().to(torch.float32).expand(batch, heads).contiguous()
+    of_heads = in_memory(slopes.detach()).to(torch.float32).expand(batch, heads).contiguous()
     fine = ctypes.c_int64(0)
     call = _DecodingCall(
         B=batch, H=heads, K=kv_heads, T=query_len, S=key_len, D=head_dim,

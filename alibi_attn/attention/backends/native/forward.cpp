@@ -135,12 +135,14 @@ struct Forward {
         visit_outlier_tiles();
         for (int i = 0; i < block.rows; i++) {
             const bool blind = l_i[i] == 0;
+            // What a query sees only by scores below the smallest number of `Real` is not known.
+            const double nothing = blind && block.sees_any(i) ? NAN : -INFINITY;
             const double lse = double(m_i[i]) + std::log(double(l_i[i])) + block.left_out_of_scores(i);
-            call.lse[block.row() + i] = blind ? -INFINITY : lse;
+            call.lse[block.row() + i] = blind ? nothing : lse;
             // A query that sees nothing has scores of -inf only, and any finite maximum gives them no weight.
             call.row_max(b, h)[n * BLOCK + i] = blind ? 0 : m_i[i];
             call.row_log_sum(b, h)[n * BLOCK + i] = blind ? 0 : std::log(l_i[i]);
-            block.write_output(i, acc + i * call.D, blind ? 0 : 1 / l_i[i]);
+            block.write_output(i, acc + i * call.D, std::isnan(nothing) ? Real(NAN) : blind ? 0 : 1 / l_i[i]);
         }
     }
 };
@@ -154,7 +156,7 @@ template <typename Real>
 void run(const Call<Real> &call) {
     allow(call);
     const std::vector<ForwardTask> tasks = forward_tasks(call);
-    const std::vector<TileBias> biases = tile_biases(call);
+    const BestKeys<Real> best_keys(call);
     const int64_t D = call.D, heads = call.B * call.K, width = 512, parts = (padded(call) + width - 1) / width;
     for (int64_t b = 0; b < call.B; b++) std::fill_n(Visited<Real>{call}.outlier_tiles(b, 0), call.K * OUTLIER_TILES, -1);
     Real *norms = allocate<Real>(call.tolerance > 0 ? heads * norms_size(call) : 0);
@@ -177,7 +179,7 @@ void run(const Call<Real> &call) {
         Real *memory = allocate<Real>((2 * BLOCK + 3 * D) * BLOCK + padded(call));
         Real *acc = memory + BLOCK * BLOCK, *queries = acc + BLOCK * D, *factors = queries + 2 * BLOCK * D;
         Pair *woven = reinterpret_cast<Pair *>(queries + BLOCK * D);
-        Forward<Real> forward = {{call, queries, woven, biases.data()}, memory, acc,
+        Forward<Real> forward = {{call, queries, woven, best_keys}, memory, acc,
                                  {forward.block, norms, tails.data(), factors + BLOCK * BLOCK}, {call, factors}};
 #pragma omp for schedule(dynamic, 1)
         for (size_t t = 0; t < tasks.size(); t++)

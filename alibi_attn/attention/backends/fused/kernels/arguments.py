@@ -75,27 +75,30 @@ class KeyBias(NamedTuple):
 
     Args:
         rest: [B, H, S]; −inf = may not be seen.
-        bases: [B, H, ⌈S / TILE⌉, 2]: pairs, of the middle b in a tile; 0 where it has none that is finite.
-        references: [B, H, N, 2]: pairs, from which the scores and the lse of a plan's block count: the base of a tile near it.
+        pairs: [B, H, 2, S]: pairs, of each b itself, −inf and 0 where it may not be seen; for tiles whose biases differ so much
+            that `rest` lacks digits.
+        bases: [B, H, ⌈S / TILE⌉]: about the middle b in a tile; 0 where it has none that is finite.
+        references: [B, H, N]: from which the certificate of a plan's block counts: the base of a tile near it.
     """
 
     rest: object
+    pairs: object
     bases: object
     references: object
 
 
 class BlockBias(NamedTuple):
-    """Inside of a kernel: the biases of a head's keys as a block of queries counts them; in decoding there are BM, one a row.
+    """Inside of a kernel: the biases of a head's keys; in decoding there are BM heads, one per row.
 
     Args:
-        rest, bases: as in `KeyBias`, of the head; [BM, 1] and [BM] in decoding.
-        high, low: the pair of the block's reference.
+        rest, pairs, bases: as in `KeyBias`, of the head; [BM, 1], [BM, 1] and [BM] in decoding.
+        reference: that of a block of the plan, for its certificate.
     """
 
     rest: object
+    pairs: object
     bases: object
-    high: object
-    low: object
+    reference: object
 
 
 class Call(NamedTuple):

@@ -16,7 +16,7 @@ query_bias are sums of ds over queries and over keys, added tile by tile without
 import triton
 import triton.language as tl
 
-from alibi_attn.attention.backends.fused.kernels.arguments import Band, Head, Queries
+from alibi_attn.attention.backends.fused.kernels.arguments import Head, Queries
 from alibi_attn.attention.backends.fused.kernels.dropout import head_dropout, kept_by_keys, kept_weights
 from alibi_attn.attention.backends.fused.kernels.tiles import (
     LOG2E,
@@ -25,8 +25,10 @@ from alibi_attn.attention.backends.fused.kernels.tiles import (
     add_exactly,
     all_finite,
     band_of,
+    base_of,
     bias_for,
     biased_scores,
+    blocks_of,
     full_count,
     full_tile,
     in_log2,
@@ -35,13 +37,13 @@ from alibi_attn.attention.backends.fused.kernels.tiles import (
     load_rows,
     load_slope,
     load_tile,
+    lse_rows,
     of_head,
     outlier_count,
     outlier_tile,
     padded,
     partial_scores,
     partial_tile,
-    relative_base,
     shown_keys,
     store_rows,
 )
@@ -51,7 +53,7 @@ NEVER = tl.constexpr(2**20)  # a block of queries behind the last
 
 @triton.jit
 def query_full(
-    tile, queries, head, do, lse, delta, dq, to_left, to_right, sums, K, V, least, BN: tl.constexpr, D: tl.constexpr,
+    tile, queries, head, do, lse, origin, delta, dq, to_left, to_right, sums, K, V, least, BN: tl.constexpr, D: tl.constexpr,
     CAUSAL: tl.constexpr, SLOPES_WANTED: tl.constexpr, SUMS_WANTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What `query_partial` returns, after a tile of keys that every query sees in full."""
@@ -62,7 +64,7 @@ def query_full(
     column = slope * (j - near).to(tl.float32)
     if head.bias is not None:
         column += tl.load(head.bias.rest + j)
-        lse -= relative_base(head.bias, tile, BN)
+        lse -= base_of(head.bias, tile, BN) - origin[0]
     scores = products * head.scale + column[None, :]
     row = (queries.position - queries.start).to(tl.float32)  # [BM]
     p = tl.exp2(scores - (lse + slope * (row + (queries.start - near).to(tl.float32)))[:, None])
@@ -91,18 +93,16 @@ def query_full(
 
 @triton.jit
 def query_partial(
-    tile, queries, head, do, lse, delta, dq, to_left, to_right, sums, K, V, masks, least, S, BN: tl.constexpr,
+    tile, queries, head, do, lse, origin, delta, dq, to_left, to_right, sums, K, V, masks, least, S, BN: tl.constexpr,
     D: tl.constexpr, CAUSAL: tl.constexpr, SLOPES_WANTED: tl.constexpr, SUMS_WANTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """(dq / scale, −Σ ds·|i − j − least| to the left, to the right, Σ ds and what rounding left out of it) after a tile of which
     some queries may not see some keys.
     """
-    scores, seen, k, here = partial_scores(tile, queries, head, K, masks, S, BN, D, CAUSAL, PRECISION)
+    scores, seen, k, here, _ = partial_scores(tile, queries, head, K, masks, S, origin, BN, D, CAUSAL, PRECISION)
     v = load_rows(V, tile * BN, here, BN, D)  # [BN, DP]
     j = tile * BN + tl.arange(0, BN)
-    if head.bias is not None:
-        lse -= relative_base(head.bias, tile, BN)
-    p = tl.exp2(scores - lse[:, None])  # [BM, BN]
+    p = tl.where(seen, tl.exp2(scores - lse[:, None]), 0.0)  # [BM, BN]
     dp = tl.dot(do, v.T, input_precision=PRECISION)
     if head.dropout is not None:
         dp = dp * kept_weights(head.dropout, queries.position, tile * BN, BN)
@@ -133,7 +133,7 @@ def query_kernel(
     """Program: one block of BM queries of one head, as in forward; a block of the plan has ROWS.
 
     Args:
-        LSE, DLSE, DELTA: [B, H, T] fp32; no DLSE is None.
+        LSE, DLSE, DELTA: [B, H, T] fp32, LSE as `lse_rows` says; no DLSE is None.
         DSLOPES: [2, B, H, T] fp32, from the keys to the left and to the right; None = nobody asks for it.
         SUMS: [2, B, H, T] fp32: Σ ds over keys, and what rounding left out of it; None = nobody asks for it.
     """
@@ -157,8 +157,11 @@ def query_kernel(
     rows = tl.arange(0, BM)
     i = n * BM + rows
     # A query that saw nothing is never used, whatever is in it: an infinite lse makes its weights 0.
-    lse = in_log2(tl.load(LSE + bh * T + i, mask=i < T, other=float("-inf")), call.key_bias)
+    LSE, origin = lse_rows(LSE, bh, b, H, T, call.key_bias), None
+    lse = in_log2(tl.load(LSE + i, mask=i < T, other=float("-inf")), call.key_bias)
     lse = tl.where(lse == float("-inf"), float("inf"), lse)  # [BM]
+    if call.key_bias is not None:
+        origin = tl.load(LSE + H * T + i, mask=i < T, other=0.0), tl.load(LSE + 2 * H * T + i, mask=i < T, other=0.0)
     used = (i < T) & (lse != float("inf"))
     q = load_rows(of_head(Q, b, h), n * BM, used, BM, D)  # [BM, DP]
     do = load_rows(of_head(DOUT, b, h), n * BM, used, BM, D)
@@ -187,7 +190,7 @@ def query_kernel(
     band = band_of(visited, block, of_sequence, start, head, S, BM, BN, CAUSAL)
     for x in tl.range(0, full_count(band)):
         dq, to_left, to_right, sums = query_full(
-            full_tile(x, band, CAUSAL), queries, head, do, lse, delta, dq, to_left, to_right, sums, K, V, least, BN, D,
+            full_tile(x, band, CAUSAL), queries, head, do, lse, origin, delta, dq, to_left, to_right, sums, K, V, least, BN, D,
             CAUSAL, DSLOPES is not None, SUMS is not None, PRECISION,
         )  # fmt: skip
     outliers = visited.beside + block * OUTLIERS
@@ -197,7 +200,7 @@ def query_kernel(
             x < partial, partial_tile(x, band, CAUSAL), outlier_tile(tl.maximum(x - partial, 0), outliers, BN)
         )
         dq, to_left, to_right, sums = query_partial(
-            tile, queries, head, do, lse, delta, dq, to_left, to_right, sums, K, V, call.masks, least, S, BN, D, CAUSAL,
+            tile, queries, head, do, lse, origin, delta, dq, to_left, to_right, sums, K, V, call.masks, least, S, BN, D, CAUSAL,
             DSLOPES is not None, SUMS is not None, PRECISION,
         )  # fmt: skip
 
@@ -218,31 +221,6 @@ def query_kernel(
     if SUMS is not None:
         tl.store(SUMS + bh * T + i, sums[0], mask=i < T)
         tl.store(SUMS + tl.num_programs(0).to(tl.int64) // programs * T + bh * T + i, sums[1], mask=i < T)
-
-
-@triton.jit
-def blocks_of(
-    first, last, full_first, full_last, tile_start, query_offset, head, T, BM: tl.constexpr, BN: tl.constexpr,
-    CAUSAL: tl.constexpr,
-):  # fmt: skip
-    """The Band of BN keys from `tile_start` on: of the blocks of BM queries from `first` to before `last`, those that see them
-    in full, before the keys and behind them, within `full_first` and `full_last`.
-    """
-    tile_end = tile_start + BN - 1 - query_offset  # positions that count from the first query
-    tile_start = tile_start - query_offset
-    low = tl.maximum(first, full_first)
-    until = tl.minimum(tl.minimum(last, full_last), T // BM)
-    high = low
-    if not CAUSAL:
-        if head.window is not None:
-            low = tl.maximum(low, tl.maximum(tile_end - head.window + BM, 0) // BM)
-        high = tl.maximum(tl.minimum(tl.maximum(tile_start + 1, 0) // BM, until), low)
-        if head.right is not None:
-            high = tl.where(head.right < float("inf"), high, low)
-    after = tl.maximum(high, tl.cdiv(tl.maximum(tile_end, 0), BM))
-    if head.window is not None:
-        until = tl.minimum(until, tl.maximum(tile_start + head.window, 0) // BM)
-    return Band(first, last, low, high, after, tl.maximum(until, after))
 
 
 @triton.jit
@@ -318,11 +296,10 @@ def key_kernel(
             rest = tl.load(call.key_bias.rest + bh * S + j, mask=here, other=float("-inf"))  # [BN]
             shown_here = here & (rest > float("-inf"))
             # From the base of the first of them.
-            base = call.key_bias.bases + (bh * tiles + key_tile) * 2
-            bases = call.key_bias.bases + (bh * tiles + t * BN // TILE) * 2
-            high, low = tl.load(bases), tl.load(bases + 1)
-            rest += (tl.load(base, mask=there, other=0.0) - high) + (tl.load(base + 1, mask=there, other=0.0) - low)
-            references = call.key_bias.references + bh * blocks * 2
+            bases = call.key_bias.bases + bh * tiles
+            base = tl.load(bases + t * BN // TILE)
+            rest += tl.load(bases + key_tile, mask=there, other=0.0) - base
+        LSE_h = lse_rows(LSE, bh, b, H, T, call.key_bias)
         sums = tl.zeros([BN], tl.float32), tl.zeros([BN], tl.float32)
         Q_h, DO_h = of_head(Q, b, h), of_head(DOUT, b, h)
         full_first, full_last = first, last
@@ -335,7 +312,7 @@ def key_kernel(
             n = full_tile(x, band, False)
             i = n * BM + rows
             visited = is_visited(bands + n * BM // ROWS * 4, key_tile, is_outlier)
-            lse = in_log2(tl.load(LSE + bh * T + i), call.key_bias)  # [BM]
+            lse = in_log2(tl.load(LSE_h + i), call.key_bias)  # [BM]
             delta = tl.load(DELTA + bh * T + i)
             q, do = load_tile(Q_h, n, BM, D), load_tile(DO_h, n, BM, D)  # [BM, DP]
             slope, near = head.slope, t * BN + BN - 1
@@ -346,8 +323,7 @@ def key_kernel(
                 slope = tl.where(n >= band.after, head.slope, -away)
                 near = tl.where(n >= band.after, near, t * BN)
             if call.key_bias is not None:
-                reference = references + n * BM // ROWS * 2
-                lse -= (high - tl.load(reference)) + (low - tl.load(reference + 1))
+                lse -= base - tl.load(LSE_h + H * T + i)
             row = lse + slope * (i + (offset - near)).to(tl.float32)
             row = tl.where(lse != float("-inf"), row, float("inf"))
             column = slope * (j - near).to(tl.float32)  # [BN]
@@ -357,6 +333,8 @@ def key_kernel(
             products = tl.dot(k, q.T, input_precision=PRECISION)  # [BN, BM]
             p = tl.exp2(products * head.scale + column[:, None] - row[None, :])
             dp, dv = of_values(p, v, do, dv, i + offset, j, head, PRECISION)
+            if call.key_bias is not None:
+                delta = tl.load(DELTA + bh * T + i)  # only here, so that no register holds it beside what biases take
             ds = p * (dp - delta[None, :])
             if SUMS is not None:
                 sums = add_exactly(sums[0], sums[1], tl.sum(ds, 1))
@@ -365,23 +343,29 @@ def key_kernel(
             n = partial_tile(x, band, False)
             i = n * BM + rows
             visited = is_visited(bands + n * BM // ROWS * 4, key_tile, is_outlier)
-            lse = in_log2(tl.load(LSE + bh * T + i, mask=i < T, other=float("-inf")), call.key_bias)
+            lse = in_log2(tl.load(LSE_h + i, mask=i < T, other=float("-inf")), call.key_bias)
             lse = tl.where(lse != float("-inf"), lse, float("inf"))
             delta = tl.load(DELTA + bh * T + i, mask=i < T, other=0.0)
             q, do = load_rows(Q_h, n * BM, i < T, BM, D), load_rows(DO_h, n * BM, i < T, BM, D)
-            shown, own = (shown_here & visited)[:, None], None
-            if call.key_bias is not None:
-                reference = references + n * BM // ROWS * 2
-                lse -= (high - tl.load(reference)) + (low - tl.load(reference + 1))
-                own = rest[:, None]
+            shown = (shown_here & visited)[:, None]
             if segments is not None:
                 theirs = tl.load(call.masks.query_segments + b * T + i, mask=i < T, other=0)
                 shown = shown & (segments[:, None] == theirs[None, :])
             products = tl.dot(k, q.T, input_precision=PRECISION)
-            scores, seen = biased_scores(products, i[None, :] - (j - offset)[:, None], shown, head, CAUSAL, own)
+            scores, seen = biased_scores(products, i[None, :] - (j - offset)[:, None], shown, head, CAUSAL)
+            if call.key_bias is not None:
+                pairs = (
+                    call.key_bias.pairs + bh * 2 * S + j
+                )  # read each time, or they would take registers in both loops
+                own_high, own_low = tl.load(pairs, mask=here, other=0.0), tl.load(pairs + S, mask=here, other=0.0)
+                high = tl.load(LSE_h + H * T + i, mask=i < T, other=0.0)
+                low = tl.load(LSE_h + 2 * H * T + i, mask=i < T, other=0.0)
+                scores += (own_high[:, None] - high[None, :]) + (own_low[:, None] - low[None, :])
             seen = seen & (lse < float("inf"))[None, :]
             p = tl.where(seen, tl.exp2(scores - lse[None, :]), 0.0)
             dp, dv = of_values(p, v, do, dv, i + offset, j, head, PRECISION)
+            if call.key_bias is not None:
+                delta = tl.load(DELTA + bh * T + i, mask=i < T, other=0.0)
             ds = tl.where(seen, p * (dp - delta[None, :]), 0.0)
             if SUMS is not None:
                 sums = add_exactly(sums[0], sums[1], tl.sum(ds, 1))

@@ -205,16 +205,12 @@ def tiles_of_little(
         tile = from_tile + place * step
         norm = tl.load(norms + bk * tiles + tile, mask=there, other=0.0)
         inner = tl.load(sums + tile, mask=there, other=float("-inf"))
-        high = tl.load(bias.bases + tile * 2, mask=there, other=0.0) - bias.high
-        low = tl.load(bias.bases + tile * 2 + 1, mask=there, other=0.0) - bias.low
-        some, base = inner > float("-inf"), high + low
+        some, base = inner > float("-inf"), tl.load(bias.bases + tile, mask=there, other=0.0) - bias.reference
         away = slope * ((origin - tile * TILE) * step).to(tl.float32)
         inner = tl.where(some, inner, 0.0)
         bound = rate * norm
         # Each of these numbers is rounded, and their sum.
-        rounded = (
-            tl.abs(inner) + tl.abs(high) + tl.abs(base) + tl.abs(away) + bound + tl.abs(worst) + tl.abs(slope) * TILE
-        )
+        rounded = tl.abs(inner) + tl.abs(base) + tl.abs(away) + bound + tl.abs(worst) + tl.abs(slope) * TILE
         weight = ((inner + base) - away) + bound + worst + rounded * (_ROUNDING - 1.0)
         weight = tl.where(weight < 64.0, weight, 64.0)  # also where it is not a number
         weight = tl.where(some, tl.exp2(weight), 0.0)
@@ -286,9 +282,7 @@ def reach_kernel(
         if CAUSAL:  # and less, by the place of the query
             scores = products * head.scale + (head.slope * (j - start).to(tl.float32))[None, :]
         if bias is not None:
-            bases = bias.bases + j // TILE * 2
-            high, low = tl.load(bases, mask=here, other=0.0), tl.load(bases + 1, mask=here, other=0.0)
-            base = (high - bias.high) + (low - bias.low)
+            base = tl.load(bias.bases + j // TILE, mask=here, other=0.0) - bias.reference
             # Less what rounding may do: leaving a key out would be no mistake.
             own = (base + rest) - (tl.abs(base) + tl.abs(rest)) * (_ROUNDING - 1.0)
             scores += tl.where(here, own, 0.0)[None, :]

@@ -17,11 +17,14 @@ from alibi_attn.attention.backends.fused.kernels.tiles import (
     LOG2E,
     OUTLIERS,
     TILE,
+    ahead_of,
     bias_for,
     inside,
     kept_lse,
     load_offset,
     load_slope,
+    lse_rows,
+    no_maximum,
     normalized,
     of_head,
     outlier_count,
@@ -37,8 +40,8 @@ def decode_kernel(
 ):  # fmt: skip
     """Program: (key head, chunk of BM packed rows, part of the keys); row g·T + t is query t of the group's head g.
 
-    OUTS is [parts, B, H, T, D] and LSES [parts, B, H, T], both fp32; COUNT [B, K, parts] or None, as in forward. The heads of a
-    group share one plan.
+    OUTS is [parts, B, H, T, D] and LSES [parts, B, H, T] (see `lse_rows`), both fp32; COUNT [B, K, parts] or None, as in
+    forward. The heads of a group share one plan.
     """
     H, G, T, S = call.H, call.G, call.T, call.S
     bk, part = tl.program_id(0).to(tl.int64), tl.program_id(2)
@@ -60,7 +63,7 @@ def decode_kernel(
     if bias is not None:
         bh = tl.where(real, b * H + h, b * H + kv * G)
         bias = bias_for(bias, bh, bh, tl.cdiv(S, TILE), S)
-        bias = BlockBias(bias.rest[:, None], bias.bases, bias.high, bias.low)
+        bias = BlockBias(bias.rest[:, None], bias.pairs[:, None], bias.bases, bias.reference)
     head = Head((b * H + h)[:, None], slope, right, call.scale * LOG2E, call.window, dropout, bias)
     if segments is not None:
         segments = tl.load(segments + b * T + i, mask=real, other=0)
@@ -68,7 +71,7 @@ def decode_kernel(
     q = tl.load(at + d[None, :], mask=inside(real, D), other=0.0)  # [BM, DP]
     start = load_offset(call.query_offset, b)
     queries = Queries(q, i, i + start, start, segments, b)
-    m_i = tl.full([BM], float("-inf"), tl.float32)
+    m_i = no_maximum(BM)
     l_i = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, padded(D)], tl.float32)
 
@@ -93,21 +96,41 @@ def decode_kernel(
     if COUNT is not None:
         tl.store(COUNT + bk * tl.num_programs(2) + part, visits)
 
-    row = ((part.to(tl.int64) * tl.num_programs(0) // kv_heads + b) * H + h) * T + i
+    sequence = part.to(tl.int64) * tl.num_programs(0) // kv_heads + b
+    row = (sequence * H + h) * T + i
     tl.store(OUTS + row[:, None] * D + d[None, :], normalized(acc, l_i), mask=inside(real, D))
-    tl.store(LSES + row, kept_lse(m_i, l_i, call.key_bias), mask=real)
+    LSES = lse_rows(LSES, sequence * H + h, sequence, H, T, call.key_bias)
+    tl.store(LSES + i, kept_lse(m_i[0], l_i, call.key_bias), mask=real)
+    if call.key_bias is not None:
+        tl.store(LSES + H * T + i, m_i[1], mask=real)
+        tl.store(LSES + 2 * H * T + i, m_i[2], mask=real)
 
 
 @triton.jit
 def merge_kernel(OUTS, LSES, OUT, LSE, parts, rows, H, T, SLOTS: tl.constexpr, D: tl.constexpr, NATURAL: tl.constexpr):
     """Program: one row, of one query and head. OUTS [parts, rows, D], LSES [parts, rows] become OUT, LSE; SLOTS ≥ parts.
 
-    The lse are NATURAL, or in log2 units (see `kept_lse`).
+    The lse are NATURAL, or in log2 units (see `kept_lse`) and count from pairs (see `lse_rows`): then from that of the part with
+    the largest.
     """
     unit = LOG2E if NATURAL else 1.0
     row = tl.program_id(0).to(tl.int64)
     part, d = tl.arange(0, SLOTS), tl.arange(0, padded(D))
-    lse = tl.load(LSES + part.to(tl.int64) * rows + row, mask=part < parts, other=float("-inf"))
+    if NATURAL:
+        lse = tl.load(LSES + part.to(tl.int64) * rows + row, mask=part < parts, other=float("-inf"))
+    else:
+        LSE += row // (H * T) * 2 * H * T
+        at = LSES + part.to(tl.int64) * rows * 3 + row // (H * T) * 2 * H * T + row
+        lse = tl.load(at, mask=part < parts, other=float("-inf"))
+        high, low = (
+            tl.load(at + H * T, mask=part < parts, other=0.0),
+            tl.load(at + 2 * H * T, mask=part < parts, other=0.0),
+        )
+        largest = part == tl.argmax(high + lse, 0)
+        origin = tl.sum(tl.where(largest, high, 0.0), 0), tl.sum(tl.where(largest, low, 0.0), 0)
+        lse = tl.where(lse == float("-inf"), lse, lse + ahead_of((high, low), origin))
+        tl.store(LSE + H * T + row, origin[0])
+        tl.store(LSE + 2 * H * T + row, origin[1])
     m_i = tl.max(lse, 0)
     known = tl.where(m_i == float("-inf"), 0.0, m_i)
     share = tl.exp2((lse - known) * unit)  # [SLOTS]

@@ -19,6 +19,7 @@ from alibi_attn.attention.backends.fused.kernels.tiles import (
     TILE,
     all_finite,
     band_of,
+    base_of,
     bias_for,
     full_count,
     full_tile,
@@ -28,6 +29,8 @@ from alibi_attn.attention.backends.fused.kernels.tiles import (
     load_rows,
     load_slope,
     load_tile,
+    lse_rows,
+    no_maximum,
     normalized,
     of_head,
     outlier_count,
@@ -35,8 +38,7 @@ from alibi_attn.attention.backends.fused.kernels.tiles import (
     padded,
     partial_scores,
     partial_tile,
-    raised_maximum,
-    relative_base,
+    raised,
     store_rows,
 )
 
@@ -59,6 +61,7 @@ def attend_full(
         k = load_tile(K, tile, BN, D)
     products = tl.dot(queries.q, k.T, input_precision=PRECISION) * head.scale  # [BM, BN]
     column, row = (j - near).to(tl.float32), (queries.position - near).to(tl.float32)  # [BN], [BM]
+    base = None
     if DIAGONAL:
         distance = row[:, None] - tl.where(j < S, column, float("inf"))[None, :]
         seen = distance >= 0.0
@@ -73,8 +76,8 @@ def attend_full(
         scores = products + column[None, :]
         row = slope * row
         if head.bias is not None:
-            row -= relative_base(head.bias, tile, BN)
-    m_i, known, shrink = raised_maximum(m_i, tl.max(scores, 1) - row)
+            base = base_of(head.bias, tile, BN), 0.0
+    m_i, known, shrink = raised(m_i, tl.max(scores, 1) - row, base)
     p = tl.exp2(scores - (known + row)[:, None])  # [BM, BN]
     l_i = l_i * shrink + tl.sum(p, 1)
     if head.dropout is not None:
@@ -95,14 +98,9 @@ def attend_partial(
 
     A value with NaN or inf in it is held back (0·NaN is NaN) and told to those that see it.
     """
-    scores, seen, _k, here = partial_scores(tile, queries, head, K, masks, S, BN, D, CAUSAL, PRECISION)
+    scores, seen, _k, here, base = partial_scores(tile, queries, head, K, masks, S, None, BN, D, CAUSAL, PRECISION)
     scores = tl.where(seen, scores, float("-inf"))  # [BM, BN]
-    if head.bias is not None:
-        base = relative_base(head.bias, tile, BN)
-        m_i, known, shrink = raised_maximum(m_i, tl.max(scores, 1) + base)
-        known -= base
-    else:
-        m_i, known, shrink = raised_maximum(m_i, tl.max(scores, 1))
+    m_i, known, shrink = raised(m_i, tl.max(scores, 1), base)
     p = tl.exp2(scores - known[:, None])
     v = load_rows(V, tile * BN, here, BN, D)  # [BN, DP]
     sound = all_finite(v)
@@ -133,7 +131,7 @@ def forward_kernel(
     """Program: one block of BM queries of one head; the heaviest heads, and in them the last blocks, come first.
 
     Args:
-        Q, K, V, OUT: Rows. LSE: [B, H, T] fp32. ORDER: [B·H] int64. A block of the plan has ROWS queries.
+        Q, K, V, OUT: Rows. LSE: [B, H, T] fp32, see `lse_rows`. ORDER: [B·H] int64. A block of the plan has ROWS queries.
         NORMS: [2, B, K, tiles] fp32, the largest norms of keys and of values; None where nobody has looked, and with a key bias.
         COUNT: [B, H, ⌈T / BM⌉] int32, which receives how many tiles were visited; None = nobody counts.
     """
@@ -161,7 +159,7 @@ def forward_kernel(
     start = n * BM + load_offset(call.query_offset, b)
     q = load_rows(Q, n * BM, i < T, BM, D)
     queries = Queries(q, i, start + rows, start, segments, b)
-    m_i = tl.full([BM], float("-inf"), tl.float32)
+    m_i = no_maximum(BM)
     l_i = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, padded(D)], tl.float32)
 
@@ -200,4 +198,8 @@ def forward_kernel(
         tl.store(COUNT + bh * programs + n, visits)
 
     store_rows(OUT, n * BM, normalized(acc, l_i), i < T, BM, D)
-    tl.store(LSE + bh * T + i, kept_lse(m_i, l_i, call.key_bias), mask=i < T)
+    LSE = lse_rows(LSE, bh, b, H, T, call.key_bias)
+    tl.store(LSE + i, kept_lse(m_i[0], l_i, call.key_bias), mask=i < T)
+    if call.key_bias is not None:
+        tl.store(LSE + H * T + i, m_i[1], mask=i < T)
+        tl.store(LSE + 2 * H * T + i, m_i[2], mask=i < T)

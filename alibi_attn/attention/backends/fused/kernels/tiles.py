@@ -16,6 +16,7 @@ from alibi_attn.attention.certificate import constants
 LOG2E = tl.constexpr(1.4426950408889634)
 OUTLIERS = tl.constexpr(constants.OUTLIER_TILES)
 TILE = tl.constexpr(constants.TILE)
+NEAR = tl.constexpr(16.0)  # binary digits that a score may be ahead of what it counts from
 
 
 @triton.constexpr_function
@@ -101,18 +102,31 @@ def shown_keys(masks, sequence, j, here, S):
 @triton.jit
 def bias_for(key_bias, bh, block, tiles, S):
     """The BlockBias of a head for a block of the plan, whose number is among those of all heads; everything broadcasts."""
-    at = key_bias.references + block * 2
-    return BlockBias(key_bias.rest + bh * S, key_bias.bases + bh * tiles * 2, tl.load(at), tl.load(at + 1))
+    reference = tl.load(key_bias.references + block)
+    return BlockBias(key_bias.rest + bh * S, key_bias.pairs + bh * 2 * S, key_bias.bases + bh * tiles, reference)
 
 
 @triton.jit
-def relative_base(bias, tile, BN: tl.constexpr):
-    """The base of the keys of tile number `tile`, relative to a block's reference, of which only the difference is rounded.
+def base_of(bias, tile, BN: tl.constexpr):
+    """From which the biases of tile number `tile` count where it is seen in full. BN divides TILE."""
+    return tl.load(bias.bases + tile // (TILE // BN))
 
-    It is added to maxima and taken from lse, not added to scores: where keys weigh much it cancels. BN divides TILE.
+
+@triton.jit
+def ahead_of(base, origin):
+    """How far one pair is ahead of another, of which only the difference is rounded. It is added to maxima and taken from lse,
+    not added to scores: where keys weigh much it cancels.
     """
-    at = bias.bases + tile // (TILE // BN) * 2
-    return (tl.load(at) - bias.high) + (tl.load(at + 1) - bias.low)
+    return (base[0] - origin[0]) + (base[1] - origin[1])
+
+
+@triton.jit
+def lse_rows(LSE, bh, b, H, T, key_bias):
+    """Where the lse of a head begins: [B, H, T]; with a key bias [B, 3, H, T], and the pair from which it counts follows."""
+    at = LSE + bh * T
+    if key_bias is not None:
+        at += b * 2 * H * T
+    return at
 
 
 @triton.jit
@@ -124,10 +138,10 @@ def add_exactly(total, left, x):
 
 
 @triton.jit
-def biased_scores(products, distance, shown, head, CAUSAL: tl.constexpr, own=None):
-    """(scores, seen) of one tile: products·scale − slope·|distance| + own; everything broadcasts, and `head` is in log2 units.
+def biased_scores(products, distance, shown, head, CAUSAL: tl.constexpr):
+    """(scores, seen) of one tile: products·scale − slope·|distance|; everything broadcasts, and `head` is in log2 units.
 
-    `shown` says what the masks leave, and `own` are the biases of the keys. A score that is not seen may be anything.
+    `shown` says what the masks leave. A score that is not seen may be anything.
     """
     slope, away = head.slope, distance
     if not CAUSAL:
@@ -143,25 +157,25 @@ def biased_scores(products, distance, shown, head, CAUSAL: tl.constexpr, own=Non
         slope = tl.where(slope < float("inf"), slope, 0.0)
     if head.window is not None:
         seen = seen & (away < head.window)
-    if own is not None:
-        return products * head.scale + (own - slope * away.to(tl.float32)), seen & (own > float("-inf"))
     return products * head.scale - slope * away.to(tl.float32), seen
 
 
 @triton.jit
 def partial_scores(
-    tile, queries, head, K, masks, S, BN: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr
+    tile, queries, head, K, masks, S, origin, BN: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """(scores, seen, k, here) of a tile of keys, of which some queries may not see some; `here` are the keys that are read.
+    """(scores, seen, k, here, origin) of a tile of keys, of which some queries may not see some; `here` are the keys that are
+    read.
 
-    Biases of keys count from the base of the tile.
+    Scores with biases of keys count from `origin`, a pair of [BM]: the one that is given, or about the row's largest score. Its
+    second number is 0 below 2^31: tiles that are seen in full have smaller bases, and there it need not be read.
     """
     jj = tl.arange(0, BN)
     j = tile * BN + jj
     here = shown_keys(masks, queries.sequence, j, j < S, S)
     own = None
     if head.bias is not None:
-        own = tl.load(head.bias.rest + j[None, :], mask=here[None, :], other=float("-inf"))  # [1 or BM, BN]
+        own = tl.load(head.bias.pairs + j[None, :], mask=here[None, :], other=float("-inf"))  # [1 or BM, BN]
         here = here & (tl.max(own, 0) > float("-inf"))
     k = load_rows(K, tile * BN, here, BN, D)  # [BN, DP]
     shown = here[None, :]
@@ -169,8 +183,49 @@ def partial_scores(
         segments = tl.load(masks.key_segments + queries.sequence * S + j, mask=here, other=0)
         shown = shown & (queries.segments[:, None] == segments[None, :])
     products = tl.dot(queries.q, k.T, input_precision=PRECISION)  # [BM, BN]
-    scores, seen = biased_scores(products, queries.position[:, None] - j[None, :], shown, head, CAUSAL, own)
-    return scores, seen, k, here
+    scores, seen = biased_scores(products, queries.position[:, None] - j[None, :], shown, head, CAUSAL)
+    if own is not None:
+        seen = seen & (own > float("-inf"))
+        low = tl.load(head.bias.pairs + S + j[None, :], mask=here[None, :], other=0.0)
+        if origin is None:
+            total = tl.where(seen, own + scores, float("-inf"))
+            most = tl.max(total, 1)
+            rest = tl.max(tl.where(seen & (total >= most[:, None]), low, float("-inf")), 1)
+            is_huge = (tl.abs(most) >= 2147483648.0) & (most > float("-inf"))
+            origin = tl.where(most > float("-inf"), most, 0.0), tl.where(is_huge, rest, 0.0)
+        scores += (own - origin[0][:, None]) + (low - origin[1][:, None])
+    return scores, seen, k, here, origin
+
+
+@triton.jit
+def no_maximum(BM: tl.constexpr):
+    """The running maximum of no scores; see `raised`."""
+    nothing = tl.zeros([BM], tl.float32)
+    return nothing + float("-inf"), nothing, nothing
+
+
+@triton.jit
+def raised(m_i, largest, base):
+    """(m_i, what to subtract of this tile's scores, what to multiply earlier sums with) after a tile with these largest scores.
+
+    Args:
+        m_i: the largest score, and the pair from which it counts where keys have biases: (value, high, low), each [BM].
+        base: the pair from which the tile's scores count, which each row takes over where its own is far below; None without
+            biases.
+    """
+    value, high, low = m_i
+    if base is not None:
+        ahead = ahead_of(base, (high, low))
+        ahead = tl.where(largest == float("-inf"), 0.0, ahead)  # nothing is seen, and the difference may overflow
+        moves = largest + ahead > value + NEAR
+        value = tl.where(moves & (value > float("-inf")), value - ahead, value)
+        high, low = tl.where(moves, base[0], high), tl.where(moves, base[1], low)
+        ahead = tl.where(moves, 0.0, ahead)
+        largest += ahead
+    value, known, shrink = raised_maximum(value, largest)
+    if base is not None:
+        known -= ahead
+    return (value, high, low), known, shrink
 
 
 @triton.jit
@@ -251,6 +306,31 @@ def band_of(visited, block, of_sequence, start, head, S, BM: tl.constexpr, BN: t
         if head.right is not None:
             until = tl.where(head.right < float("inf"), until, after)  # an infinite slope forbids
     return Band(first, last, low, high, after, until)
+
+
+@triton.jit
+def blocks_of(
+    first, last, full_first, full_last, tile_start, query_offset, head, T, BM: tl.constexpr, BN: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """The Band of BN keys from `tile_start` on: of the blocks of BM queries from `first` to before `last`, those that see them
+    in full, before the keys and behind them, within `full_first` and `full_last`.
+    """
+    tile_end = tile_start + BN - 1 - query_offset  # positions that count from the first query
+    tile_start = tile_start - query_offset
+    low = tl.maximum(first, full_first)
+    until = tl.minimum(tl.minimum(last, full_last), T // BM)
+    high = low
+    if not CAUSAL:
+        if head.window is not None:
+            low = tl.maximum(low, tl.maximum(tile_end - head.window + BM, 0) // BM)
+        high = tl.maximum(tl.minimum(tl.maximum(tile_start + 1, 0) // BM, until), low)
+        if head.right is not None:
+            high = tl.where(head.right < float("inf"), high, low)
+    after = tl.maximum(high, tl.cdiv(tl.maximum(tile_end, 0), BM))
+    if head.window is not None:
+        until = tl.minimum(until, tl.maximum(tile_start + head.window, 0) // BM)
+    return Band(first, last, low, high, after, tl.maximum(until, after))
 
 
 @triton.jit

@@ -1,0 +1,179 @@
+"""The schema of operators: every argument, gradient and result of a backend's kernels has a name here.
+
+`operator.py` makes operators of torch out of `Kernels`; the backends `native`, `banded` and `fused` bring them.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from alibi_attn.attention.spec import AttentionSpec
+from alibi_attn.attention.visibility import first_positions, may_see_nothing, plain_offset
+
+Spec = AttentionSpec[Tensor]
+
+
+class Saved(NamedTuple):
+    """What the forward of a CPU backend leaves for its backward; both begin with the batch, for vmap, and may be of any width.
+
+    Args:
+        visited: [B, …] integers: which keys, for backward to visit the same.
+        rows: [B, …] in fp32 or better: what else backward needs of the rows of the softmax.
+    """
+
+    visited: Tensor
+    rows: Tensor
+
+
+Tensors = tuple[Tensor, ...]
+
+
+class Arguments(NamedTuple):
+    """What an operator takes: the schema, in order. Names are those of `AttentionSpec`.
+
+    Args:
+        first: [1] or [B] int64: the position of query 0.
+        cpu_scale: [] fp64, a factor of `scale`: torch.compile makes a new graph for every value of a float, and none for those of
+            a tensor. None off the CPU, where reading it would synchronize.
+        may_see_nothing: whether some query may see no key.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    slopes: Tensor
+    right_slopes: Tensor | None
+    first: Tensor
+    cpu_scale: Tensor | None
+    key_mask: Tensor | None
+    query_segments: Tensor | None
+    key_segments: Tensor | None
+    key_bias: Tensor | None
+    query_bias: Tensor | None
+    query_start: Tensor | None
+    dropout_seed: Tensor | None
+    causal: bool
+    window: int | None
+    scale: float
+    tolerance: float
+    dropout_p: float
+    may_see_nothing: bool
+    return_lse: bool
+
+    @classmethod
+    def of(cls, spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> "Arguments":
+        on_cpu = query.device.type == "cpu"
+        return cls(
+            query, key, value, spec.slopes, spec.right_slopes, first_positions(spec, query.device),
+            torch.ones((), dtype=torch.float64) * spec.scale if on_cpu else None, spec.key_mask, spec.query_segments,
+            spec.key_segments, spec.key_bias, spec.query_bias, spec.query_start, spec.dropout_seed, spec.causal, spec.window,
+            1.0 if on_cpu else spec.scale, spec.tolerance, spec.dropout_p, may_see_nothing(spec), spec.return_lse,
+        )  # fmt: skip
+
+    def spec(self) -> Spec:
+        """The description of the call; on a CPU an offset that is one number becomes an int."""
+        b, h, t, d = self.query.shape
+        return AttentionSpec(
+            batch=b, num_heads=h, num_kv_heads=self.key.shape[1], query_len=t, key_len=self.key.shape[2], head_dim=d,
+            scale=self.scale if self.cpu_scale is None else self.scale * float(self.cpu_scale),
+            query_offset=self.first if self.cpu_scale is None else plain_offset(self.first),
+            **{name: getattr(self, name) for name in _SHARED},
+        )  # fmt: skip
+
+
+# The fields that a spec and its operator's arguments both have.
+_SHARED = [
+    field.name
+    for field in dataclasses.fields(AttentionSpec)
+    if field.name in Arguments._fields and field.name != "scale"
+]
+
+
+class BackwardInputs(NamedTuple):
+    """What backward gets besides the spec and what forward saved.
+
+    Args:
+        grad_output, grad_lse: as autograd gives them; no gradient of lse is None.
+        may_see_nothing: whether some query may see no key.
+        moderate: whether forward knew all numbers to be finite, and so small that no product of them overflows.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    output: Tensor
+    lse: Tensor
+    grad_output: Tensor
+    grad_lse: Tensor | None
+    slopes_wanted: bool
+    biases_wanted: bool
+    may_see_nothing: bool = True
+    moderate: bool = False
+
+
+class Gradients(NamedTuple):
+    """What backward returns.
+
+    Args:
+        query, key, value: in the shapes of the inputs.
+        slopes: [2, B, H] fp64, of the slopes to the left and to the right; zeros where they are not wanted.
+        key_bias, query_bias: [B, H, S] and [B, H, T] fp64, sums of the same ds over queries and over keys; or None.
+        table: [H, N] fp64, sums of ds over the pairs of each distance; or None.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    slopes: Tensor
+    key_bias: Tensor | None = None
+    query_bias: Tensor | None = None
+    table: Tensor | None = None
+
+
+class Kernels(NamedTuple):
+    """What a backend computes, without regard to autograd.
+
+    Args:
+        name: the operators are `alibi_attn::{name}_forward` and `alibi_attn::{name}_backward`.
+        forward: (spec, query, key, value) -> (output, lse, saved, moderate), output and lse in the dtypes of the contract.
+        backward: (spec, saved, inputs) -> gradients.
+        empty_like: an output, or a gradient, for such an input, of which only shape, dtype and strides are read.
+        empty_saved: what forward saves for such arguments, of which only shapes and dtypes are read.
+        saves: names of these.
+        runs_eagerly: whether ordinary tensors in eager code skip the operator.
+    """
+
+    name: str
+    forward: Callable[[Spec, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensors, bool]]
+    backward: Callable[[Spec, Tensors, BackwardInputs], Gradients]
+    empty_like: Callable[[Tensor], Tensor]
+    empty_saved: Callable[[Arguments], Tensors]
+    saves: tuple[str, ...] = Saved._fields
+    runs_eagerly: bool = True
+
+
+class Incoming(NamedTuple):
+    """What the operator of backward takes before `Arguments`, and after these what forward saved."""
+
+    grad_output: Tensor
+    grad_lse: Tensor | None
+    output: Tensor
+    lse: Tensor
+    slopes_wanted: bool
+    biases_wanted: bool
+
+
+class InputGradients(NamedTuple):
+    """Gradients in the shapes and dtypes of the inputs, in the order of these; None where there are none."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    slopes: Tensor | None
+    right_slopes: Tensor | None
+    key_bias: Tensor | None
+    query_bias: Tensor | None
+    table: Tensor | None = None

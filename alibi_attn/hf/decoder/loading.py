@@ -1,0 +1,130 @@
+"""Loads the decoder: originals through `hf/checkpoint.py`, folders that `save_pretrained` wrote through transformers."""
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers import GenerationConfig, PreTrainedModel
+
+from alibi_attn.hf import checkpoint, checkpoint_files
+from alibi_attn.hf.checkpoint import State
+from alibi_attn.hf.decoder.config import ALiBiCausalLMConfig
+from alibi_attn.hf.families import DECODERS, baichuan
+from alibi_attn.hf.families.family import Family
+
+PATCHED = ("bloom", "falcon")  # model types that transformers builds
+GENERATION = "generation_config.json"
+
+
+def read(
+    folder: Path, about: Mapping[str, object], *, normalized_head: bool | None, families: Iterable[Family] = DECODERS
+) -> tuple[ALiBiCausalLMConfig, State]:
+    """Config and weights of an original.
+
+    Args:
+        about: its config.json.
+        normalized_head: as for `ALiBiForCausalLM.from_pretrained`.
+
+    Raises:
+        FileNotFoundError, ValueError: as `checkpoint.read`.
+    """
+    kind = about.get("model_type")
+    if kind in PATCHED:
+        raise ValueError(
+            f"{folder} holds a {kind} model, which transformers builds itself: load it with AutoModelForCausalLM, then call "
+            "alibi_attn.hf.patch(model)"
+        )
+    changes = {} if normalized_head is None else {"normalized_head": normalized_head}
+    config, state = checkpoint.read(folder, about, families, changes=changes)
+    assert isinstance(config, ALiBiCausalLMConfig)
+    if changes and state.family is not baichuan.FAMILY:
+        raise ValueError(f"normalized_head is for Baichuan but {folder} is {state.family.name}; leave it out")
+    try:
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            setattr(config, name, about.get(name))
+    except StrictDataclassError as error:
+        where = folder / checkpoint_files.CONFIG
+        raise ValueError(f"{where} cannot be right: {checkpoint.cause(error)}; download it again") from error
+    return config, state
+
+
+def fill(model: PreTrainedModel, state: State, dtype: torch.dtype | str | None) -> None:
+    """Put the weights into a model on the meta device.
+
+    Args:
+        dtype: None for that of the embeddings.
+
+    Raises:
+        ValueError: as `checkpoint.converted`.
+    """
+    target = state.dtype_of("embed_tokens.weight") if dtype is None else _dtype(dtype)
+    model.load_state_dict(checkpoint.converted(model, state, dtype=target), assign=True)
+    model.tie_weights()
+
+
+def take_generation_config(model: PreTrainedModel, folder: Path) -> None:
+    """What the folder says about `generate`, where it says anything."""
+    if (folder / GENERATION).exists():
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+        except (OSError, ValueError, TypeError) as error:
+            raise ValueError(
+                f"{folder / GENERATION} is damaged: {' '.join(str(error).split())}; download it again, or delete it"
+            ) from error
+    else:
+        model.generation_config = GenerationConfig.from_model_config(model.config)
+
+
+def choose(config: ALiBiCausalLMConfig, chosen: Mapping[str, str | None]) -> None:
+    """Set what is not None.
+
+    Raises:
+        ValueError: a value that is none of those allowed.
+    """
+    for name, value in chosen.items():
+        if value is not None:
+            setattr(config, name, value)
+    try:
+        config.validate_architecture()
+    except StrictDataclassError as error:
+        raise ValueError(checkpoint.cause(error)) from error
+
+
+def own(
+    load: Callable[..., Any],
+    folder: str | os.PathLike[str],
+    *args: Any,
+    chosen: Mapping[str, str | None],
+    **kwargs: Any,
+) -> Any:
+    """A folder that `save_pretrained` wrote, by transformers; weights that are missing are refused, not drawn at random.
+
+    Args:
+        load: transformers' `from_pretrained`.
+        chosen: numerics and backend, or None for those of the config.
+    """
+    wants_info = kwargs.pop("output_loading_info", False)
+    config = kwargs.pop("config", None)
+    try:
+        if not isinstance(config, ALiBiCausalLMConfig):
+            config = ALiBiCausalLMConfig.from_pretrained(folder)
+        choose(config, chosen)
+        model, info = load(folder, *args, config=config, output_loading_info=True, **kwargs)
+    except (SafetensorError, RuntimeError, StrictDataclassError) as error:
+        raise ValueError(f"{folder} is damaged: {checkpoint.cause(error)}; save or download it again") from error
+    for kind, wrong in (("lacks", info["missing_keys"]), ("has unknown", info["unexpected_keys"])):
+        if wrong:
+            raise ValueError(f"{folder} {kind} weights: {checkpoint.listed(wrong, 3)}; save or download it again")
+    return (model, info) if wants_info else model
+
+
+def _dtype(dtype: torch.dtype | str) -> torch.dtype:
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype, dtype)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f'dtype is {dtype!r} but must be a floating dtype of torch, or "auto"')
+    return dtype

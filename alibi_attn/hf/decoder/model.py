@@ -1,0 +1,210 @@
+"""The decoder: x ← x + attention(norm(x)), x ← x + feed-forward(norm(x)), a norm, a head. B, T, S, H, K, D as in
+`attention/spec.py`; E the width, V the vocabulary.
+
+State: embed_tokens.weight [V, E]; layers.N.attention_norm, .attention.qkv_proj [(H + 2K)·D, E] (q, then k, then v), .q_norm and
+.k_norm of .attention where queries and keys are normed, .attention.out_proj, .ffn_norm, .ffn.gate_proj where it is gated,
+.ffn.up_proj, .ffn.down_proj; norm; lm_head.weight [V, E]. Read next: `layers.py`, `loading.py`.
+"""
+
+import os
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_utils import slice_logits_to_keep
+from transformers.utils.generic import can_return_tuple
+
+from alibi_attn.hf import checkpoint_files, masks
+from alibi_attn.hf.cache import ALiBiCache
+from alibi_attn.hf.decoder import loading
+from alibi_attn.hf.decoder.config import ALiBiCausalLMConfig
+from alibi_attn.hf.decoder.layers import Block, linear_class, norm
+from alibi_attn.hf.inputs import checked_input
+from alibi_attn.hf.patched_attention import Numerics
+from alibi_attn.nn.linear import linear, mapped
+
+ROWS = 8192  # of a head whose lengths are computed at one time
+
+
+class ALiBiForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call]
+    """A language model with ALiBi that reads the checkpoints of Baichuan-13B, Baichuan2-13B, BTLM-3B-8K, Jais, Refact-1.6B and
+    MPT (with grouped heads and `qk_ln` too), without their code.
+
+    Exact attention in linear memory by `alibi_attention`; left or right padding, holes in the mask, `generate` in all its ways
+    (with an `ALiBiCache` unless another cache is given), chunks, gradients, activation checkpointing and `torch.compile`.
+    Distances are those of the indices in the padded row, as in all originals. Logits at padding mean nothing.
+
+    >>> from alibi_attn.hf import ALiBiCausalLMConfig, ALiBiForCausalLM
+    >>> sizes = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64, vocab_size=50)
+    >>> model = ALiBiForCausalLM(ALiBiCausalLMConfig(**sizes)).eval()
+    >>> model.generate(torch.ones(1, 9, dtype=torch.int64), max_new_tokens=3, pad_token_id=0).shape
+    torch.Size([1, 12])
+
+    Sources: `docs/decoders.md`; Press et al. 2022, sec. 3 (arXiv:2108.12409).
+    """
+
+    config_class = ALiBiCausalLMConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["Block"]  # noqa: RUF012 (transformers' own name and type)
+    _tied_weights_keys = {"lm_head.weight": "embed_tokens.weight"}  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _can_compile_fullgraph = True
+    create_masks_for_generate = staticmethod(masks.padded)
+
+    def __init__(self, config: ALiBiCausalLMConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embedding_dropout = nn.Dropout(config.embedding_dropout)
+        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
+        self.norm = norm(config, config.hidden_size)
+        self.lm_head = linear_class(config)(config.hidden_size, config.vocab_size, bias=False)
+        self.gradient_checkpointing = False
+        self.post_init()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls,
+        folder_or_id: str | os.PathLike[str],
+        *args: Any,
+        dtype: torch.dtype | str | None = None,
+        numerics: Numerics | None = None,
+        backend: str | None = None,
+        normalized_head: bool | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """The model of a folder, or of a repository of the hub: one of the families, or one that `save_pretrained` wrote.
+
+        The family is found by the names of the weights, and its config must agree with all of them. Weights stay in the dtype
+        they were saved in, and are not copied where their layout is ours.
+
+        Args:
+            dtype: of the weights; None or "auto" for that of the file.
+            numerics, backend: as for `alibi_attn.hf.patch`; None for what the config says, "exact" and "auto" unless it was saved
+                otherwise.
+            normalized_head: for Baichuan whose vocabulary has neither 64,000 tokens (Baichuan) nor 125,696 (Baichuan2): whether
+                the rows of its head are to be normalized, as Baichuan2's are.
+            kwargs: revision, cache_dir, token and local_files_only, for the hub; for folders of our own all of transformers'.
+
+        Raises:
+            OSError: nothing there.
+            ValueError: another family, damaged files, weights that are missing, unknown or of another size; by name.
+        """
+        chosen = {"numerics": numerics, "backend": backend}
+        hub = {name: kwargs[name] for name in checkpoint_files.HUB if name in kwargs}
+        folder = checkpoint_files.resolve(folder_or_id, **hub)
+        about = checkpoint_files.read_config(folder)
+        if about.get("model_type") == ALiBiCausalLMConfig.model_type:
+            kwargs |= {"dtype": "auto" if dtype is None else dtype}
+            return cast("Self", loading.own(super().from_pretrained, folder, *args, chosen=chosen, **kwargs))
+        if args or (more := kwargs.keys() - {*checkpoint_files.HUB, *checkpoint_files.IGNORED}):
+            raise TypeError(
+                f"from_pretrained takes {', '.join(sorted(more)) if not args else 'more positions'} for folders that "
+                "save_pretrained of this class wrote only; load, then use .to(...), or change the config and save"
+            )
+        config, state = loading.read(folder, about, normalized_head=normalized_head)
+        loading.choose(config, chosen)
+        with torch.device("meta"):
+            model = cls(config)
+        loading.fill(model, state, None if dtype == "auto" else dtype)
+        loading.take_generation_config(model, folder)
+        return model.eval()  # type: ignore[no-untyped-call]
+
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Logits [B, T, V], and the loss where labels are given.
+
+        Args:
+            input_ids: [B, T]; or inputs_embeds [B, T, E], which are scaled as embeddings are.
+            attention_mask: [B, S] over the cached tokens and the new ones, 1 = may be seen; None for all.
+            position_ids: not used: only distances matter.
+            past_key_values: any cache of transformers; None with use_cache makes an `ALiBiCache`.
+            use_cache: None for what the config says, and no in training.
+            labels: [B, T], shifted inside; −100 is ignored.
+            logits_to_keep: as transformers has it: how many of the last logits are wanted, 0 for all.
+
+        Raises:
+            ValueError: `output_attentions`, an empty input, a mask of another shape, or a static cache where slopes depend on the
+                length.
+        """
+        config = cast("ALiBiCausalLMConfig", self.config)
+        if config.output_attentions if output_attentions is None else output_attentions:
+            raise ValueError("output_attentions asks for the T×S weights, which this model never builds; leave it out")
+        given = checked_input(input_ids, inputs_embeds, width=config.hidden_size)
+        x = self.embed_tokens(given) if inputs_embeds is None else given
+        use_cache = config.use_cache and not self.training if use_cache is None else use_cache
+        if past_key_values is None and use_cache:
+            past_key_values = ALiBiCache()
+        if config.scales_with_length and past_key_values is not None and past_key_values.is_compileable:
+            raise ValueError(
+                "alibi_scaling with train_seq_len needs the length of the text, which a static cache does not tell; use an "
+                'ALiBiCache, a DynamicCache, or {"type": "linear", "factor": ...}'
+            )
+        mask = masks.of_layers(masks.INDEXED, config, x, attention_mask, past_key_values)
+        x = self.embedding_dropout(self._times(x, config.embedding_scale))
+        keep = config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        states = [x]
+        for layer in self.layers:
+            x = layer(x, mask, past_key_values=past_key_values)
+            states = [*states, x] if keep else [x]
+        x = states[-1] = self.norm(x)
+        logits = self._logits(slice_logits_to_keep(x, logits_to_keep))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=past_key_values if use_cache else None,
+            hidden_states=tuple(states) if keep else None,
+        )
+
+    def _logits(self, x: Tensor) -> Tensor:
+        weight = self.lm_head.weight
+        if not self.config.normalized_head:
+            return self._times(mapped(self.lm_head, x), self.config.logit_scale)
+        if self.config.rounds:
+            return self._times(nn.functional.linear(x, nn.functional.normalize(weight)), self.config.logit_scale)
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        lengths = [torch.linalg.vector_norm(rows, dim=1, dtype=wide) for rows in weight.split(ROWS)]
+        factors = self.config.logit_scale / torch.cat(lengths).clamp(min=1e-12)
+        return (linear(x, weight) * factors).to(x.dtype)
+
+    def _times(self, x: Tensor, factor: float) -> Tensor:
+        """x·factor; the originals round the factor first."""
+        if factor == 1.0:
+            return x
+        if self.config.rounds:
+            return x * torch.tensor(factor, dtype=x.dtype, device=x.device)
+        return x * factor
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """In the place of transformers' own: an `ALiBiCache` where nobody asked for another."""
+        wants = generation_config.use_cache is not False and generation_config.cache_implementation is None
+        if model_kwargs.get("past_key_values") is None and wants and not generation_config.is_assistant:
+            model_kwargs["past_key_values"] = ALiBiCache()
+            return None
+        return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
+
+
+AutoConfig.register(ALiBiCausalLMConfig.model_type, ALiBiCausalLMConfig)
+AutoModel.register(ALiBiCausalLMConfig, ALiBiForCausalLM)  # there is no model without the head
+AutoModelForCausalLM.register(ALiBiCausalLMConfig, ALiBiForCausalLM)

@@ -1,0 +1,58 @@
+"""Attention that rounds where the originals round: scores, biases and weights in the model's dtype, a few rows at a time.
+
+Linear memory, quadratic time. The biases of the families: m·j (Baichuan, at inference), m·(j + 1) (Refact) and m·|i − j| of
+slopes in the model's dtype (BTLM, Jais). Sources: the modelling code that `docs/decoders.md` names.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from alibi_attn.hf import patched_attention
+from alibi_attn.hf.decoder.config import ALiBiCausalLMConfig
+from alibi_attn.nn.linear import matmul
+
+
+def attended(
+    config: ALiBiCausalLMConfig, layer: int, query: Tensor, key: Tensor, value: Tensor, *, key_len: int, first: int | Tensor,
+    mask: Tensor, dropout_p: float,
+) -> Tensor:  # fmt: skip
+    """[B, T, H·D] of one layer.
+
+    Args:
+        query, key, value: [B, H, T, D] and [B, K, S, D].
+        key_len: how many of the S keys are there.
+        first: the position of query 0.
+        mask: that of `masks.of_layers`.
+    """
+    heads, query_len = query.shape[1:3]
+    lowest = torch.finfo(query.dtype).min
+    keys, values = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
+    outputs = []
+    for rows, hidden in patched_attention.row_blocks(query_len, key.shape[2], first, mask, query.device):
+        at = torch.arange(rows.start, rows.stop, device=query.device) + first
+        bias = _bias(config, at, key.shape[2], config.stretch(key_len), query.dtype)
+        scores = _scaled(config, layer, query[:, :, rows], keys) + bias
+        weights = nn.functional.softmax(scores.masked_fill(hidden, lowest), dim=-1)
+        outputs.append(matmul(nn.functional.dropout(weights, dropout_p), values))
+    return patched_attention.merged(torch.cat(outputs, dim=2))
+
+
+def _scaled(config: ALiBiCausalLMConfig, layer: int, query: Tensor, key: Tensor) -> Tensor:
+    """[B, H, rows, S], by the operations of the originals in their order."""
+    scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+    if config.checkpoint_rounding == "counts":
+        return matmul(query * scale, key.mT)
+    scores = matmul(query, key.mT)
+    if config.checkpoint_rounding == "positions":
+        return scores / (1 / scale)
+    scores = scores / torch.tensor(1 / scale, dtype=scores.dtype, device=scores.device)
+    return scores / float(layer + 1) if config.scale_by_inverse_layer else scores
+
+
+def _bias(config: ALiBiCausalLMConfig, at: Tensor, key_len: int, stretch: float, dtype: torch.dtype) -> Tensor:
+    """[H, rows | 1, S]; within softmax m·j and −m·(i − j) are one."""
+    slopes = torch.tensor(config.unstretched, dtype=torch.float32, device=at.device)[:, None, None]
+    keys = torch.arange(key_len, device=at.device)
+    if config.checkpoint_rounding == "distances":
+        return (slopes.to(dtype) / -stretch) * (keys - at[:, None]).abs()
+    return (slopes * (keys + (config.checkpoint_rounding == "counts"))).to(dtype)

@@ -1,0 +1,194 @@
+"""The layers of the encoder: embeddings, symmetric ALiBi attention, the gated feed-forward, and the heads' parts.
+
+    a   = attention(x):  softmax(q·kᵀ/√D − m·|i − j|)·v, dense, dropout
+    h   = LayerNorm(x + a);   with extra_norm  h = LayerNorm(x + LayerNorm(x + a))
+    out = LayerNorm(h + wo(dropout(act(g₁)·g₂))),   [g₁, g₂] = gated_layers(h);   gate="second": act(g₂)·g₁
+
+Names of modules are MosaicBERT's, so that its state dicts are ours. Sources: Portes et al. 2023, MosaicBERT (arXiv:2312.17482);
+Günther et al. 2023, Jina Embeddings 2 (arXiv:2310.19923); Shazeer 2020, gated units (arXiv:2002.05202).
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.activations import ACT2FN
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from alibi_attn.attention.api import alibi_attention
+from alibi_attn.hf.encoder.config import ALiBiBertConfig
+from alibi_attn.hf.encoder.packing import Packing
+from alibi_attn.nn.linear import mapped
+
+
+class ALiBiBertEmbeddings(nn.Module):
+    """Words and token types, a LayerNorm, dropout; no positions."""
+
+    def __init__(self, config: ALiBiBertConfig) -> None:
+        super().__init__()
+        self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.token_type_embeddings = nn.Embedding(config.type_vocab_size, config.hidden_size)
+        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(self, words: Tensor, token_type_ids: Tensor | None) -> Tensor:
+        """words [B, T, E], token_type_ids [B, T] or None for type 0 everywhere -> [B, T, E]."""
+        if token_type_ids is None:
+            types = self.token_type_embeddings.weight[0]
+        else:
+            types = self.token_type_embeddings(token_type_ids)
+        return self.dropout(self.LayerNorm(words + types))
+
+
+class ALiBiBertSelfAttention(nn.Module):
+    """Queries, keys and values by one matrix, and attention with the published slopes, on both sides alike."""
+
+    # An instance may have another function in this one's place, as `distributed.context_parallel` gives to it.
+    attend = staticmethod(alibi_attention)
+
+    def __init__(self, config: ALiBiBertConfig) -> None:
+        super().__init__()
+        self.num_heads = config.num_attention_heads
+        self.dropout_p = config.attention_probs_dropout_prob
+        self.Wqkv = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=config.qkv_bias)
+        self.layer_norm_q: nn.LayerNorm | None = None
+        self.layer_norm_k: nn.LayerNorm | None = None
+        if config.qk_norm:
+            self.layer_norm_q = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+            self.layer_norm_k = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+
+    def forward(self, x: Tensor, packing: Packing) -> Tensor:
+        """[B, T, E] -> [B, T, E], or [1, N, E] where packed."""
+        query, key, value = mapped(self.Wqkv, x).chunk(3, dim=-1)
+        if self.layer_norm_q is not None and self.layer_norm_k is not None:
+            query, key = self.layer_norm_q(query), self.layer_norm_k(key)
+        heads = (y.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for y in (query, key, value))
+        attended: Tensor = self.attend(
+            *heads,
+            causal=False,
+            key_mask=packing.mask if packing.places is None else None,
+            segment_ids=packing.segments,
+            dropout_p=self.dropout_p if self.training else 0.0,
+        )
+        return attended.transpose(1, 2).flatten(2)
+
+
+class ALiBiBertSelfOutput(nn.Module):
+    """Dense, dropout, residual, LayerNorm."""
+
+    def __init__(self, config: ALiBiBertConfig) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(self, attended: Tensor, x: Tensor) -> Tensor:
+        return self.LayerNorm(self.dropout(mapped(self.dense, attended)) + x)
+
+
+class ALiBiBertAttention(nn.Module):
+    """Self-attention and what follows it."""
+
+    def __init__(self, config: ALiBiBertConfig) -> None:
+        super().__init__()
+        self.self = ALiBiBertSelfAttention(config)
+        self.output = ALiBiBertSelfOutput(config)
+
+    def forward(self, x: Tensor, packing: Packing) -> Tensor:
+        return self.output(self.self(x, packing), x)
+
+
+class ALiBiBertMLP(nn.Module):
+    """The gated feed-forward with its residual and LayerNorm."""
+
+    def __init__(self, config: ALiBiBertConfig) -> None:
+        super().__init__()
+        self.activates_second = config.gate == "second"
+        self.act = F.gelu if config.gate_act == "gelu" else F.relu
+        self.gated_layers = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
+        self.wo = nn.Linear(config.intermediate_size, config.hidden_size)
+        self.layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layernorm(self._inner(x) + x)
+
+    def _inner(self, x: Tensor) -> Tensor:
+        gated, other = mapped(self.gated_layers, x).chunk(2, dim=-1)
+        if self.activates_second:
+            gated, other = other, gated
+        return mapped(self.wo, self.dropout(self.act(gated) * other))
+
+
+class ALiBiBertLayer(GradientCheckpointingLayer):  # type: ignore[no-untyped-call]
+    """One layer, as the formulas above."""
+
+    def __init__(self, config: ALiBiBertConfig) -> None:
+        super().__init__()
+        self.attention = ALiBiBertAttention(config)
+        self.layer_norm_1: nn.LayerNorm | None = None
+        if config.extra_norm:
+            self.layer_norm_1 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.mlp = ALiBiBertMLP(config)
+
+    def forward(self, x: Tensor, packing: Packing) -> Tensor:
+        attended = self.attention(x, packing)
+        if self.layer_norm_1 is not None:
+            attended = self.layer_norm_1(x + attended)
+        return self.mlp(attended)
+
+
+class ALiBiBertEncoder(nn.Module):
+    """The layers, one after another."""
+
+    def __init__(self, config: ALiBiBertConfig) -> None:
+        super().__init__()
+        self.layer = nn.ModuleList(ALiBiBertLayer(config) for _ in range(config.num_hidden_layers))
+
+    def is_sharded(self) -> bool:
+        """Whether `distributed.context_parallel` has changed it."""
+        return any("attend" in vars(module) for module in self.modules())
+
+
+class ALiBiBertPooler(nn.Module):
+    """tanh(dense(first token))"""
+
+    def __init__(self, config: ALiBiBertConfig) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, first: Tensor) -> Tensor:
+        """[B, E] -> [B, E]"""
+        return torch.tanh(mapped(self.dense, first))
+
+
+class ALiBiBertTransform(nn.Module):
+    """Dense, activation and LayerNorm before words are predicted."""
+
+    def __init__(self, config: ALiBiBertConfig) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.act = ACT2FN[config.hidden_act]
+        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.LayerNorm(self.act(mapped(self.dense, x)))
+
+
+class ALiBiBertPredictions(nn.Module):
+    """Logits of the vocabulary; the decoder's weight is that of the word embeddings, where the config ties them."""
+
+    def __init__(self, config: ALiBiBertConfig) -> None:
+        super().__init__()
+        self.transform = ALiBiBertTransform(config)
+        self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return mapped(self.decoder, self.transform(x))
+
+
+class ALiBiBertMLMHead(nn.Module):
+    """A name: checkpoints say cls.predictions."""
+
+    def __init__(self, config: ALiBiBertConfig) -> None:
+        super().__init__()
+        self.predictions = ALiBiBertPredictions(config)

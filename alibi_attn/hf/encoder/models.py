@@ -1,0 +1,321 @@
+"""`ALiBiBertModel` and its heads: an encoder with ALiBi as a model of transformers, without remote code.
+
+Padding costs nothing (`packing.py`), no bias and no mask of n×n is built, and no length is the longest. `from_pretrained` reads
+the folders that `save_pretrained` wrote and those of Jina v2, MosaicBERT and DNABERT-2 (`families/`).
+Read next: `docs/encoders.md`.
+"""
+
+import os
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
+from transformers.modeling_outputs import BaseModelOutputWithPooling, MaskedLMOutput, SequenceClassifierOutput
+from transformers.utils.generic import can_return_tuple
+
+from alibi_attn.attention.transforms import may_read
+from alibi_attn.hf import checkpoint, checkpoint_files
+from alibi_attn.hf.encoder.config import LAYOUTS, ALiBiBertConfig
+from alibi_attn.hf.encoder.layers import ALiBiBertEmbeddings, ALiBiBertEncoder, ALiBiBertMLMHead, ALiBiBertPooler
+from alibi_attn.hf.encoder.packing import packing
+from alibi_attn.hf.families import ENCODERS
+from alibi_attn.hf.families.bert_config import OVERRIDES, WORDS
+from alibi_attn.hf.families.mosaic import OWN
+from alibi_attn.hf.inputs import check_kind, checked_input
+
+
+class ALiBiBertPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
+    """What the three models share: loading and saving."""
+
+    config_class = ALiBiBertConfig
+    base_model_prefix = "bert"
+    supports_gradient_checkpointing = True
+    _no_split_modules: ClassVar[list[str]] = [  # type: ignore[misc]
+        "ALiBiBertEmbeddings",
+        "ALiBiBertLayer",
+    ]
+
+    config: ALiBiBertConfig
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls,
+        folder_or_id: str | os.PathLike[str] | None,
+        *,
+        new_head: bool = False,
+        dtype: torch.dtype | str | None = None,
+        output_loading_info: bool = False,
+        **options: Any,
+    ) -> Any:
+        """A model in evaluation mode, from a folder or from the hub; no code from there is run. (model, info) on request.
+
+        The family is found by the names of the weights: Jina v2, Jina v2 code, MosaicBERT and DNABERT-2 with their prefixes "",
+        "bert." or "model.", and what `save_pretrained` wrote. Every name must be known and none may lack, but for those of a head
+        that this class has not.
+
+        Args:
+            new_head: let weights of the head and the pooler that the checkpoint lacks be drawn at random, to be trained; also
+                those of a classifier of another `num_labels`.
+            dtype: as transformers has it: "auto" is the checkpoint's. Default: that, but float32 where an original was saved in
+                float16, which is how Jina's are published and what CPUs are slow at.
+            options: revision, cache_dir, token, local_files_only; fields of the config, such as num_labels or dropouts;
+                state_dict, weights in the place of the folder's; the rest is that of `PreTrainedModel.from_pretrained`, as
+                device_map.
+
+        Raises:
+            OSError: neither a folder nor a repository of the hub, or files that are not there.
+            ValueError: a damaged file, a checkpoint of another kind, or one that does not fit this class; by name.
+        """
+        if folder_or_id is None:
+            return super().from_pretrained(None, dtype=dtype, output_loading_info=output_loading_info, **options)
+        hub = {name: options.pop(name) for name in checkpoint_files.HUB if name in options}
+        folder = checkpoint_files.resolve(folder_or_id, **{name: x for name, x in hub.items() if x is not None})
+        for name in checkpoint_files.IGNORED:
+            options.pop(name, None)
+        changes = {name: options.pop(name) for name in (*OVERRIDES, "config") if name in options}
+        about = checkpoint_files.read_config(folder)
+        is_own = about.get("model_type") == ALiBiBertConfig.model_type
+        config, state = checkpoint.read(
+            folder,
+            about,
+            [OWN] if is_own else ENCODERS.values(),
+            changes=changes,
+            tensors=options.pop("state_dict", None),
+        )
+        if dtype is None and "torch_dtype" not in options and not is_own and state.dtype_of(WORDS) == torch.float16:
+            dtype = torch.float32
+        with torch.device("meta"):
+            empty = cls(cast("ALiBiBertConfig", config))
+        weights = checkpoint.converted(empty, state, new_head=new_head, copies=True)
+        loaded: Any = super().from_pretrained(
+            None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True, **options
+        )
+        model, info = loaded
+        model.config.name_or_path = str(folder_or_id)
+        return (model, info) if output_loading_info else model
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike[str], *args: Any, layout: str = "own", **options: Any
+    ) -> None:
+        """Write a folder that `from_pretrained` loads, and AutoModel after `import alibi_attn.hf`.
+
+        Args:
+            layout: "own" is transformers' way, with its arguments. "original" writes the key names and the config of the family
+                it was read from (`config.original_layout`), "mosaic", "jina" and "jina-code" those of one; `from_pretrained`
+                reads them, and so does the family's own code. Such a folder must be new; it is there whole or not at all.
+
+        Raises:
+            ValueError: an unknown layout, or one that has no names for this model.
+            FileExistsError: a layout of others, and the folder exists.
+        """
+        if layout == "own":
+            super().save_pretrained(save_directory, *args, **options)
+            return
+        if args or options:
+            raise TypeError(f"layout={layout!r} takes no further arguments but got {[*args, *options]}")
+        name = self.config.original_layout if layout == "original" else layout
+        if name not in ENCODERS:
+            raise ValueError(
+                f"layout is {name!r} but must be 'own', 'original' or one of {', '.join(map(repr, LAYOUTS))}"
+            )
+        checkpoint.write(self, Path(save_directory), ENCODERS[name])
+
+
+class ALiBiBertModel(ALiBiBertPreTrainedModel):  # type: ignore[no-untyped-call]
+    """The encoder: hidden states of every token, and the pooled first token where the config has a pooler.
+
+    Args:
+        config: sizes and family.
+        add_pooling_layer: with or without pooler; None = as the config says.
+
+    >>> model = ALiBiBertModel(ALiBiBertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, vocab_size=50))
+    >>> model(torch.ones(2, 9, dtype=torch.long)).last_hidden_state.shape
+    torch.Size([2, 9, 32])
+
+    Source: Press et al. 2022 (arXiv:2108.12409); the families' papers in `layers.py`.
+    """
+
+    def __init__(self, config: ALiBiBertConfig, *, add_pooling_layer: bool | None = None) -> None:
+        super().__init__(config)
+        self.embeddings = ALiBiBertEmbeddings(config)
+        self.encoder = ALiBiBertEncoder(config)
+        self.pooler = (
+            ALiBiBertPooler(config) if (config.pooler if add_pooling_layer is None else add_pooling_layer) else None
+        )
+        self.post_init()  # type: ignore[no-untyped-call]
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embeddings.word_embeddings
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        assert isinstance(value, nn.Embedding)
+        self.embeddings.word_embeddings = value
+
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        *,
+        inputs_embeds: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+    ) -> BaseModelOutputWithPooling:
+        """Hidden states [B, T, E], 0 at padding; pooler_output [B, E], of each text's first token, or None.
+
+        Args:
+            input_ids: [B, T] integers in [0, vocab_size).
+            attention_mask: [B, T], 1 = token, 0 = padding, which costs nothing where it stands on one side. A hole (0 between 1s)
+                is not seen, and its neighbors keep their distance.
+            token_type_ids: [B, T] integers in [0, type_vocab_size); None = 0.
+            inputs_embeds: [B, T, E], word embeddings in the place of input_ids.
+            output_hidden_states: also return the embeddings and every layer's output.
+
+        Raises:
+            ValueError: shapes that do not fit, other numbers in the mask, ids beyond the vocabulary (where values can be
+                read), or output_attentions.
+        """
+        if output_attentions or (output_attentions is None and self.config.output_attentions):
+            raise ValueError(
+                "output_attentions asks for the T×T weights, which are never built; alibi_attention(..., return_lse=True) and "
+                "alibi_attn.head_reach say how far a head looks"
+            )
+        given = _checked(input_ids, inputs_embeds, token_type_ids, self.config)
+        dropping = self.training and self.config.attention_probs_dropout_prob > 0  # then all scores of a row are built
+        sharded = self.encoder.is_sharded()  # then a packed row would hold pieces of texts out of their places
+        how = packing(attention_mask, given.shape[0], given.shape[1], may_pack=not (dropping or sharded))
+        types = None if token_type_ids is None else how.pack(token_type_ids)
+        words = how.pack(given) if input_ids is None else self.embeddings.word_embeddings(how.pack(given))
+        x = self.embeddings(words, types)
+        wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        states = [how.unpack(x)] if wanted else []
+        for layer in self.encoder.layer:
+            x = layer(x, how)
+            if wanted:
+                states.append(how.unpack(x))
+        last = states[-1] if wanted else how.unpack(x)
+        return BaseModelOutputWithPooling(
+            last_hidden_state=last,
+            pooler_output=None if self.pooler is None else self.pooler(how.first(last)),
+            hidden_states=tuple(states) if wanted else None,
+        )
+
+
+class ALiBiBertForMaskedLM(ALiBiBertPreTrainedModel):  # type: ignore[no-untyped-call]
+    """The encoder with logits of the vocabulary. Arguments are those of `ALiBiBertModel`, and labels [B, T], −100 = no loss."""
+
+    _tied_weights_keys: ClassVar[dict[str, str]] = {  # type: ignore[misc]
+        "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight"
+    }
+
+    def __init__(self, config: ALiBiBertConfig) -> None:
+        super().__init__(config)
+        self.bert = ALiBiBertModel(config, add_pooling_layer=False)
+        self.cls = ALiBiBertMLMHead(config)
+        self.post_init()  # type: ignore[no-untyped-call]
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.cls.predictions.decoder
+
+    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
+        self.cls.predictions.decoder = new_embeddings
+
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        *,
+        labels: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+    ) -> MaskedLMOutput:
+        """logits [B, T, V], and with labels the mean loss in nats a label. Logits at padding mean nothing."""
+        outputs = self.bert(
+            input_ids, attention_mask, token_type_ids, inputs_embeds=inputs_embeds, output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states, return_dict=True,
+        )  # fmt: skip
+        logits = self.cls.predictions(outputs.last_hidden_state)
+        loss = None
+        if labels is not None:
+            scores = logits if logits.dtype == torch.float64 else logits.float()
+            loss = F.cross_entropy(scores.flatten(0, 1), labels.flatten())
+        return MaskedLMOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
+
+
+class ALiBiBertForSequenceClassification(ALiBiBertPreTrainedModel):  # type: ignore[no-untyped-call]
+    """The encoder with `num_labels` logits of the pooled first token: classifiers, and Jina's rerankers (one label).
+
+    Arguments are those of `ALiBiBertModel`, and labels: [B] integers, or numbers [B] or [B, num_labels]; `config.problem_type`
+    says what they are, or else as transformers finds it out.
+    """
+
+    def __init__(self, config: ALiBiBertConfig) -> None:
+        super().__init__(config)
+        self.bert = ALiBiBertModel(config, add_pooling_layer=True)
+        dropout = config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
+        self.dropout = nn.Dropout(dropout)
+        self.classifier = nn.Linear(config.hidden_size, len(config.id2label or ()))
+        self.post_init()  # type: ignore[no-untyped-call]
+
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        *,
+        labels: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+    ) -> SequenceClassifierOutput:
+        """logits [B, num_labels], and with labels the loss."""
+        outputs = self.bert(
+            input_ids, attention_mask, token_type_ids, inputs_embeds=inputs_embeds, output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states, return_dict=True,
+        )  # fmt: skip
+        logits = self.classifier(self.dropout(outputs.pooler_output))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
+        return SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
+
+
+def _checked(
+    input_ids: Tensor | None, inputs_embeds: Tensor | None, token_type_ids: Tensor | None, config: ALiBiBertConfig
+) -> Tensor:
+    """The one of the first two that was given."""
+    given = checked_input(input_ids, inputs_embeds, width=config.hidden_size)
+    if token_type_ids is not None:
+        check_kind("token_type_ids", token_type_ids, is_index=True)
+    if token_type_ids is not None and token_type_ids.shape != given.shape[:2]:
+        raise ValueError(
+            f"token_type_ids has shape {list(token_type_ids.shape)} but must be [B, T] = {list(given.shape[:2])}"
+        )
+    for name, ids, end in (
+        ("input_ids", input_ids, config.vocab_size),
+        ("token_type_ids", token_type_ids, config.type_vocab_size),
+    ):
+        if ids is not None and may_read(ids) and not bool(((ids >= 0) & (ids < end)).all()):
+            raise ValueError(f"{name} has {int(ids.min())} to {int(ids.max())} in it but they must be in [0, {end})")
+    return given
+
+
+# Folders that save_pretrained wrote load through AutoModel. Originals say model_type "bert", which is BERT's.
+AutoConfig.register(ALiBiBertConfig.model_type, ALiBiBertConfig)
+AutoModel.register(ALiBiBertConfig, ALiBiBertModel)
+AutoModelForMaskedLM.register(ALiBiBertConfig, ALiBiBertForMaskedLM)
+AutoModelForSequenceClassification.register(ALiBiBertConfig, ALiBiBertForSequenceClassification)

@@ -1,0 +1,22 @@
+"""The tables of model families. To add one, write a file of this folder and add its row here (CONTRIBUTING.md).
+
+ENCODERS and DECODERS are checkpoints that `encoder/` and `decoder/` read, recognized by the names of their weights, in this
+order; PATCHED are models that transformers builds and `patch` changes.
+"""
+
+from alibi_attn.hf.families.baichuan import FAMILY as BAICHUAN
+from alibi_attn.hf.families.bloom import FAMILY as BLOOM
+from alibi_attn.hf.families.cerebras import FAMILY as CEREBRAS
+from alibi_attn.hf.families.falcon import FAMILY as FALCON
+from alibi_attn.hf.families.family import Family, PatchedFamily
+from alibi_attn.hf.families.jina import CODE_FAMILY as JINA_CODE
+from alibi_attn.hf.families.jina import FAMILY as JINA
+from alibi_attn.hf.families.llm_foundry import FAMILY as LLM_FOUNDRY
+from alibi_attn.hf.families.mosaic import FAMILY as MOSAIC
+from alibi_attn.hf.families.mpt import FAMILY as MPT
+from alibi_attn.hf.families.refact import FAMILY as REFACT
+
+# The keys are the values of `layout` for `save_pretrained`.
+ENCODERS: dict[str, Family] = {"mosaic": MOSAIC, "jina-code": JINA_CODE, "jina": JINA}
+DECODERS: tuple[Family, ...] = (BAICHUAN, CEREBRAS, LLM_FOUNDRY, REFACT)
+PATCHED: tuple[PatchedFamily, ...] = (BLOOM, MPT, FALCON)

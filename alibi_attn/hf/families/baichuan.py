@@ -1,0 +1,71 @@
+"""Baichuan-13B and Baichuan2-13B: RMS norms, SwiGLU, W_pack [3E, E] (q, k, v), no biases, published slopes, scores over √D.
+
+The two have one layout; the second divides the rows of its head by their lengths, and only its vocabulary tells. The 7B models
+have it too, but turn their queries and keys: they are refused. With numerics="checkpoint" biases are m·j in the model's dtype, as
+the originals have them at inference. Sources: modeling_baichuan.py of both; Baichuan 2: arXiv:2309.10305.
+"""
+
+from alibi_attn.hf.decoder.config import ALiBiCausalLMConfig
+from alibi_attn.hf.families.family import Checkpoint, Family, Source
+
+VOCABULARIES = {64000: False, 125696: True}  # of the published models: whether the head is normalized
+ROTARY_WIDTH = 4096  # of the 7B models
+
+
+def config(checkpoint: Checkpoint) -> ALiBiCausalLMConfig:
+    """Raises ValueError for one of the 7B models, and where nobody knows which of the two it is."""
+    about = checkpoint.about
+    if about.has("max_position_embeddings") or about.integer("hidden_size") == ROTARY_WIDTH:
+        raise ValueError(
+            f"{checkpoint.folder} is a Baichuan with rotary positions (a 7B model), which has no ALiBi; the 13B models do"
+        )
+    vocabulary = about.integer("vocab_size")
+    normalized = checkpoint.changes.get("normalized_head")
+    if normalized is None:
+        if vocabulary not in VOCABULARIES:
+            raise ValueError(
+                f"{checkpoint.folder} has {vocabulary} tokens, which neither Baichuan-13B (64,000) nor Baichuan2-13B (125,696) "
+                "has; pass normalized_head=False for the first, True for the second"
+            )
+        normalized = VOCABULARIES[vocabulary]
+    return ALiBiCausalLMConfig(
+        vocab_size=vocabulary,
+        hidden_size=about.integer("hidden_size"),
+        num_hidden_layers=about.integer("num_hidden_layers"),
+        num_attention_heads=about.integer("num_attention_heads"),
+        intermediate_size=about.integer("intermediate_size"),
+        hidden_act=about.text("hidden_act", "silu"),
+        norm_eps=about.number("rms_norm_eps", 1e-6),
+        normalized_head=normalized,
+        tie_word_embeddings=about.flag("tie_word_embeddings", False),
+        checkpoint_rounding="positions",
+        trained_length=about.integer("model_max_length", 4096),
+        source="Baichuan2" if normalized else "Baichuan",
+    )
+
+
+_PARTS = {
+    "attention_norm": Source(("input_layernorm",)),
+    "attention.qkv_proj": Source(("self_attn.W_pack",)),
+    "attention.out_proj": Source(("self_attn.o_proj",)),
+    "ffn_norm": Source(("post_attention_layernorm",)),
+    "ffn.gate_proj": Source(("mlp.gate_proj",)),
+    "ffn.up_proj": Source(("mlp.up_proj",)),
+    "ffn.down_proj": Source(("mlp.down_proj",)),
+}
+
+FAMILY = Family(
+    name="Baichuan-13B",
+    model_types=("baichuan",),
+    body="model.",
+    layers="model.layers.",
+    marks=("self_attn.W_pack.weight",),
+    outside={
+        "embed_tokens": Source(("model.embed_tokens",)),
+        "norm": Source(("model.norm",)),
+        "lm_head": Source(("lm_head",)),
+    },
+    parts=lambda _: _PARTS,
+    ignored=r"model\.future_mask",
+    config=config,
+)

@@ -1,0 +1,88 @@
+"""Falcon with alibi=True (Falcon-RW): softmax((q·k + m·p_j)/√D): the bias is scaled too, so the slope is m/√D.
+
+Positions p_j are counted over the tokens that the mask shows. The sdpa path of transformers 5.23 computes this; its eager
+path adds the bias twice. In every dtype the model rounds m, and then m·p_j, to bf16 (inexact beyond 256 positions even
+in fp32); `numerics="checkpoint"` does the same. Source: modeling_falcon.py of transformers.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from transformers import FalconConfig
+from transformers.cache_utils import Cache
+from transformers.models.falcon.modeling_falcon import FalconAttention, FalconLinear, FalconModel, build_alibi_tensor
+
+from alibi_attn.hf import patched_attention
+from alibi_attn.hf.families.family import PatchedFamily
+from alibi_attn.hf.patched_attention import AttentionSettings, Numerics
+from alibi_attn.slopes import alibi_slopes
+
+
+def why_not(config: FalconConfig) -> str | None:
+    """Most Falcons turn their queries and keys instead."""
+    return None if config.alibi else "its config has alibi=False: it has rotary positions, and no biases to compute"
+
+
+def settings(config: FalconConfig, *, backend: str, numerics: Numerics) -> AttentionSettings:
+    """The published slopes over √D, and scores over √D."""
+    scale = (config.hidden_size // config.num_attention_heads) ** -0.5
+    slopes = tuple((alibi_slopes(config.num_attention_heads) * scale).tolist())
+    return AttentionSettings(slopes, scale, backend, numerics)
+
+
+def forward(
+    self: FalconAttention,
+    hidden_states: Tensor,
+    alibi: Tensor | None,
+    attention_mask: Tensor,
+    position_ids: Tensor | None = None,
+    layer_past: Cache | None = None,
+    use_cache: bool = False,
+    output_attentions: bool = False,
+    position_embeddings: tuple[Tensor, Tensor] | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """In the place of `FalconAttention.forward`."""
+    split = self._split_heads(self.query_key_value(hidden_states))
+    query, key, value = (x.transpose(1, 2) for x in split)
+    key, value, first = patched_attention.extended(self, layer_past, key, value)
+    dropout_p = float(self.attention_dropout.p) if self.training else 0.0
+    if patched_attention.of(self).numerics == "checkpoint":
+        key, value = (x.expand(-1, self.num_heads, -1, -1) for x in (key, value))
+        bias = patched_attention.rounded_bias(build_alibi_tensor, attention_mask, key, hidden_states.dtype)
+        mixed = _rounded(query, key, value, bias, first, attention_mask, dropout_p)
+    else:
+        mixed = patched_attention.attended(
+            self, query, key, value, cache=layer_past, first=first, mask=attention_mask, dropout_p=dropout_p
+        )
+    output: Tensor = self.dense(mixed)
+    return output, None
+
+
+def _rounded(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, first: int | Tensor, mask: Tensor, dropout_p: float
+) -> Tensor:
+    """The sdpa path of transformers, rounding for rounding, a few rows at a time."""
+    query_len, head_dim = query.shape[2:]
+    key_len, lowest = key.shape[2], torch.finfo(query.dtype).min
+    bias = bias / math.sqrt(head_dim)
+    outputs = [
+        nn.functional.scaled_dot_product_attention(
+            query[:, :, rows], key, value, attn_mask=bias.masked_fill(hidden, lowest), dropout_p=dropout_p
+        )
+        for rows, hidden in patched_attention.row_blocks(query_len, key_len, first, mask, query.device)
+    ]
+    return patched_attention.merged(torch.cat(outputs, dim=2))
+
+
+FAMILY = PatchedFamily(
+    name="Falcon with alibi=True",
+    model=FalconModel,
+    layer=FalconAttention,
+    settings=settings,
+    forward=forward,
+    why_not=why_not,
+    unused={"use_alibi": False},
+    linears=(nn.Linear, FalconLinear),
+)

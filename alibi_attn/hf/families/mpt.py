@@ -1,0 +1,79 @@
+"""MPT: softmax(softmax_scale·q·k + m·(j − last)), positions are indices, the bias is fp32 in every dtype.
+
+transformers builds the bias for `max_seq_len` keys and fails beyond, and it takes neither `alibi_bias_max` nor `alibi`
+from the config; a patched model runs at any length and honors the first. `numerics="checkpoint"` changes nothing: there
+is no rounding of m·j to reproduce. Source: modeling_mpt.py of transformers; llm-foundry's attention.py.
+"""
+
+from torch import Tensor
+from transformers import MptConfig
+from transformers.cache_utils import Cache
+from transformers.models.mpt.configuration_mpt import MptAttentionConfig
+from transformers.models.mpt.modeling_mpt import MptAttention, MptModel
+
+from alibi_attn.hf import patched_attention
+from alibi_attn.hf.families.family import PatchedFamily
+from alibi_attn.hf.patched_attention import AttentionSettings, Numerics
+from alibi_attn.slopes import alibi_slopes
+
+
+def why_not(config: MptConfig) -> str | None:
+    """What the config asks for and transformers does not build."""
+    options = _options(config)
+    if not options.alibi:
+        return (
+            "attn_config.alibi is False: such a checkpoint has learned positions, which transformers does not build "
+            "(it adds ALiBi instead)"
+        )
+    for option in ("prefix_lm", "qk_ln", "attn_uses_sequence_id"):
+        if getattr(options, option):
+            return f"attn_config.{option} is True, which transformers does not build"
+    return None
+
+
+def settings(config: MptConfig, *, backend: str, numerics: Numerics) -> AttentionSettings:
+    """Slopes up to 2^−alibi_bias_max, and scores times softmax_scale (1/√D by default)."""
+    options = _options(config)
+    scale = (config.d_model / config.n_heads) ** -0.5 if options.softmax_scale is None else options.softmax_scale
+    slopes = alibi_slopes(config.n_heads, bias_max=float(options.alibi_bias_max))
+    return AttentionSettings(tuple(slopes.tolist()), scale, backend, numerics)
+
+
+def forward(
+    self: MptAttention,
+    hidden_states: Tensor,
+    position_bias: Tensor,
+    past_key_values: Cache | None = None,
+    attention_mask: Tensor | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """In the place of `MptAttention.forward`."""
+    qkv: Tensor = self.Wqkv(hidden_states)
+    if self.clip_qkv:
+        qkv = qkv.clamp(min=-self.clip_qkv, max=self.clip_qkv)
+    query, key, value = (x.unflatten(-1, (self.n_heads, self.head_dim)).transpose(1, 2) for x in qkv.chunk(3, dim=2))
+    key, value, first = patched_attention.extended(self, past_key_values, key, value)
+    assert attention_mask is not None  # MptModel always builds one
+    dropout_p = float(self.attn_dropout_p) if self.training else 0.0
+    mixed = patched_attention.attended(
+        self, query, key, value, cache=past_key_values, first=first, mask=attention_mask, dropout_p=dropout_p
+    )
+    output: Tensor = self.out_proj(mixed)
+    return output, None
+
+
+def _options(config: MptConfig) -> MptAttentionConfig:
+    assert isinstance(config.attn_config, MptAttentionConfig)  # MptConfig makes it one
+    return config.attn_config
+
+
+# Nothing is unused: the bias that the model still builds has no queries, and is small.
+FAMILY = PatchedFamily(
+    name="MPT",
+    model=MptModel,
+    layer=MptAttention,
+    settings=settings,
+    forward=forward,
+    counts_positions=False,
+    why_not=why_not,
+)

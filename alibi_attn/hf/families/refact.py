@@ -1,0 +1,70 @@
+"""Refact-1.6B: LayerNorms without biases, no biases at all, one key head, SwiGLU of width 256·⌈(2/3)·4E/256⌉, published slopes.
+
+The published file has keys and values in one map, and both halves of SwiGLU; earlier ones have them apart. With
+numerics="checkpoint" biases are m·(j + 1) in the model's dtype. In half precision the original multiplies scores with (layer + 1)
+where both softmax options of its config are true, against its own training code and every other implementation: not done here.
+Source: modeling_gpt_refact.py; the names of the published file as llama.cpp reads them.
+"""
+
+from collections.abc import Collection
+
+from alibi_attn.hf.decoder.config import ALiBiCausalLMConfig
+from alibi_attn.hf.families.family import Checkpoint, Family, Parts, Source
+
+MULTIPLE = 256  # of the feed-forward's width
+
+
+def config(checkpoint: Checkpoint) -> ALiBiCausalLMConfig:
+    """The width of the feed-forward follows from n_inner."""
+    about = checkpoint.about
+    width = about.integer("n_embd")
+    inner = int(2 * about.integer("n_inner", 4 * width) / 3)
+    about.must_be("scale_attn_weights", True)
+    about.must_be("add_cross_attention", False)
+    return ALiBiCausalLMConfig(
+        vocab_size=about.integer("vocab_size"),
+        hidden_size=width,
+        num_hidden_layers=about.integer("n_layer"),
+        num_attention_heads=about.integer("n_head"),
+        num_key_value_heads=1,
+        intermediate_size=MULTIPLE * -(-inner // MULTIPLE),
+        norm="layer",
+        norm_eps=about.number("layer_norm_epsilon", 1e-5),
+        checkpoint_rounding="counts",
+        trained_length=about.integer("n_positions", 1024),
+        source="Refact",
+    )
+
+
+def parts(names: Collection[str]) -> Parts:
+    """Keys and values apart or together; so the two maps of the feed-forward."""
+    together = any(name.endswith("attn.kv.weight") for name in names)
+    halves = any(name.endswith("mlp.gate_up_proj.weight") for name in names)
+    keys_and_values = ("attn.kv",) if together else ("attn.k", "attn.v")
+    gate, up = (Source(("mlp.gate_up_proj",), half=half) for half in (0, 1))
+    return {
+        "attention_norm": Source(("ln_1",)),
+        "attention.qkv_proj": Source(("attn.q", *keys_and_values)),
+        "attention.out_proj": Source(("attn.c_proj",)),
+        "ffn_norm": Source(("ln_2",)),
+        "ffn.gate_proj": gate if halves else Source(("mlp.linear_1",)),
+        "ffn.up_proj": up if halves else Source(("mlp.linear_3",)),
+        "ffn.down_proj": Source(("mlp.c_proj",)),
+    }
+
+
+FAMILY = Family(
+    name="Refact",
+    model_types=("gpt_refact",),
+    body="transformer.",
+    layers="transformer.h.",
+    marks=("attn.q.weight",),
+    outside={
+        "embed_tokens": Source(("transformer.wte",)),
+        "norm": Source(("ln_f",)),
+        "lm_head": Source(("lm_head",)),
+    },
+    parts=parts,
+    ignored=r"transformer\.bias",
+    config=config,
+)

@@ -1,0 +1,141 @@
+"""How a patched attention layer attends: its settings, and the one function that every family calls.
+
+A family is defined by its slopes, its scale, how it counts positions, and how it rounds. Shapes as in `attention/spec.py`.
+Read next: `families/bloom.py`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from alibi_attn.attention.api import alibi_attention
+from alibi_attn.attention.decoding import attend_near, has_kernel, reads_near, visible_runs
+from alibi_attn.attention.validation import slopes_beside
+from alibi_attn.hf.cache import ALiBiCache
+
+Numerics = Literal["exact", "checkpoint"]
+
+ROWS = 256  # queries whose scores exist at one time where a checkpoint's rounding is reproduced
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSettings:
+    """How one layer attends.
+
+    Args:
+        slopes: m, one per head, what is really added per token of distance.
+        scale: the factor of q·k.
+        backend, numerics: those of `patch`.
+    """
+
+    slopes: tuple[float, ...]
+    scale: float
+    backend: str
+    numerics: Numerics
+
+
+def of(layer: nn.Module) -> AttentionSettings:
+    """The settings that `patch` attached to the layer."""
+    settings: AttentionSettings = layer.alibi_settings  # type: ignore[assignment]
+    return settings
+
+
+def extended(layer: nn.Module, cache: Cache | None, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, int | Tensor]:
+    """(key, value, the position of query 0), with what the cache holds in front; the cache grows.
+
+    A static cache answers with all its room, and with a length that is a tensor which the update changes in place.
+    """
+    if cache is None:
+        return key, value, 0
+    past: int | Tensor = cache.get_seq_length(layer.layer_idx)  # type: ignore[arg-type]
+    if isinstance(past, Tensor):
+        past = past.clone()
+    owner = {"layer": layer} if isinstance(cache, ALiBiCache) and not torch.compiler.is_compiling() else {}
+    key, value = cache.update(key, value, layer.layer_idx, **owner)  # type: ignore[arg-type]
+    return key, value, past
+
+
+def attended(
+    layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, *, cache: Cache | None, first: int | Tensor, mask: Tensor,
+    dropout_p: float,
+) -> Tensor:  # fmt: skip
+    """[B, T, H·D]: exact attention, distances in fp32, heads side by side.
+
+    Args:
+        key, value, first: what `extended` returned.
+        mask: that of `masks.of_layers`.
+    """
+    settings = of(layer)
+    slopes = slopes_beside(settings.slopes, torch.float32, query)
+    seen = key_mask(mask)
+    # An instance may have another function in this one's place, as `distributed.context_parallel` gives to it.
+    attend = vars(layer).get("attend", alibi_attention)
+    plain = dropout_p == 0 and settings.backend == "auto" and attend is alibi_attention
+    remembers = isinstance(cache, ALiBiCache)
+    last = (
+        not isinstance(first, Tensor) and first + query.shape[2] == key.shape[2]
+    )  # a static cache has room behind them
+    if plain and last and reads_near(query, key, slopes, masked=seen is not None, remembered=remembers):
+        visible = None if seen is None else visible_runs(seen)
+        if seen is None or visible is not None:
+            norms = cache.norms(layer.layer_idx) if isinstance(cache, ALiBiCache) else None  # type: ignore[arg-type]
+            return merged(attend_near(query, key, value, slopes, norms, visible=visible, scale=settings.scale))
+    elif (
+        plain
+        and last
+        and isinstance(cache, ALiBiCache)
+        and not torch.is_grad_enabled()
+        and has_kernel(query, key, value)
+    ):
+        cache.norms(layer.layer_idx)  # type: ignore[arg-type]  # with the prompt, and not with the first token after it
+    mixed = attend(
+        query, key, value, slopes, scale=settings.scale, query_offset=first, key_mask=seen, dropout_p=dropout_p,
+        backend=settings.backend,
+    )  # fmt: skip
+    return merged(mixed)
+
+
+def merged(heads: Tensor) -> Tensor:
+    """[B, H, T, D] -> [B, T, H·D]"""
+    return heads.transpose(1, 2).flatten(2)
+
+
+def key_mask(mask: Tensor) -> Tensor | None:
+    """[B, S] bool of what `masks.of_layers` made, or None where every key may be seen."""
+    if mask.ndim != 4 or mask.shape[1:3] != (1, 1) or mask.dtype != torch.bool:
+        raise ValueError(
+            f"a patched layer was given a mask {list(mask.shape)} of {mask.dtype} instead of its own [B, 1, 1, S]: call "
+            "the whole model that was patched, not a part of it"
+        )
+    return mask[:, 0, 0] if mask.shape[3] else None
+
+
+def row_blocks(
+    query_len: int, key_len: int, first: int | Tensor, mask: Tensor, device: torch.device
+) -> Iterator[tuple[slice, Tensor]]:
+    """(queries, hidden [B|1, 1, rows, S]) for a few queries at a time, so that memory stays linear in the length."""
+    seen = key_mask(mask)
+    keys = torch.arange(key_len, device=device)
+    for start in range(0, query_len, ROWS):
+        rows = slice(start, min(start + ROWS, query_len))
+        at = torch.arange(rows.start, rows.stop, device=device) + first
+        hidden = (keys > at[:, None])[None, None]
+        yield rows, hidden if seen is None else hidden | ~seen[:, None, None, :]
+
+
+def rounded_bias(build: Callable[..., Tensor], mask: Tensor, key: Tensor, dtype: torch.dtype) -> Tensor:
+    """[B, H, 1, S]: the m·position that the model itself builds and rounds, over the tokens that the mask shows.
+
+    Args:
+        build: the family's `build_alibi_tensor`.
+        key: [B, H, S, D], with the room of a static cache.
+        dtype: of the hidden states.
+    """
+    batch, heads, key_len = key.shape[:3]
+    seen = key_mask(mask)
+    shown = torch.ones(batch, key_len, dtype=torch.long, device=key.device) if seen is None else seen.long()
+    return build(shown, heads, dtype=dtype).view(batch, heads, 1, key_len)

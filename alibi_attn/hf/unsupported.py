@@ -1,0 +1,106 @@
+"""Models that look like ALiBi to their users and are none, or bring code of their own: what `patch` says of them.
+
+Jina v2, MosaicBERT and DNABERT-2 say model_type "bert": without their remote code transformers loads them as its own BERT, with
+position embeddings drawn at random and feed-forwards missing, and goes on. Their remote code no longer runs on transformers 5.
+"""
+
+from pathlib import Path
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from alibi_attn.hf import checkpoint, checkpoint_files
+from alibi_attn.hf.families import ENCODERS
+
+_PLAIN_BERT = "transformers.models.bert.modeling_bert"
+_REMOTE = "transformers_modules"
+# How the repositories and files of these families are called in an auto_map or a path.
+_FAMILIES = (
+    "jina-bert",
+    "jina-embeddings-v2",
+    "jina-reranker-v1",
+    "bert_layers",
+    "mosaic-bert",
+    "mosaicbert",
+    "dnabert",
+)
+_ENCODER = "alibi_attn.hf.ALiBiBert"
+_DECODER = "alibi_attn.hf.ALiBiForCausalLM"
+# Beginnings of the names of remote classes, in lower case, and what to load instead.
+_INSTEAD = {
+    "jinabert": _ENCODER,
+    "bertunpad": _ENCODER,
+    "baichuan": _DECODER,
+    "btlm": _DECODER,
+    "jais": _DECODER,
+    "mptforcausallm": _DECODER,
+    "mptmodel": _DECODER,
+    "rwforcausallm": "transformers.FalconForCausalLM",
+    "rwmodel": "transformers.FalconForCausalLM",
+}
+
+
+def why_not(model: nn.Module) -> str | None:
+    """What is wrong with this model, and what to load instead; None where nothing is known."""
+    for module in model.modules():
+        kind = type(module)
+        if kind.__module__.split(".")[0] == _REMOTE:
+            for beginning, instead in _INSTEAD.items():
+                if kind.__name__.lower().startswith(beginning):
+                    return _remote(model, instead)
+        if isinstance(module, PreTrainedModel) and any(base.__module__ == _PLAIN_BERT for base in kind.__mro__):
+            sign = _sign(module.config)
+            if sign is not None:
+                head = kind.__name__.removeprefix("Bert")
+                known = head if head in ("ForMaskedLM", "ForSequenceClassification") else "Model"
+                path = getattr(module.config, "_name_or_path", "") or "folder_or_id"
+                return (
+                    f"this {kind.__name__} was loaded without ALiBi: {sign}, and transformers makes a plain BERT of that, with "
+                    f"weights drawn at random; use {_ENCODER}{known}.from_pretrained({path!r})"
+                )
+    return None
+
+
+def needs_none(model: nn.Module) -> str | None:
+    """That a model of ours is one."""
+    for module in model.modules():
+        if type(module).__module__.startswith("alibi_attn."):
+            return (
+                f"{type(model).__name__} computes its attention with alibi_attention already; there is nothing to patch"
+            )
+    return None
+
+
+def _remote(model: nn.Module, instead: str) -> str:
+    name = type(model).__name__
+    head = next((head for head in ("ForMaskedLM", "ForSequenceClassification") if name.endswith(head)), "Model")
+    use = f"{instead}{head}" if instead == _ENCODER else instead
+    what = ", and patch that" if instead.startswith("transformers") else ", which needs no remote code and no patch"
+    return f"{name} is remote code, which patch does not change; use {use}.from_pretrained(...){what}"
+
+
+def _sign(config: object) -> str | None:
+    """What in a config, or in the names of the weights beside it, says that the checkpoint has ALiBi."""
+    if getattr(config, "position_embedding_type", None) == "alibi":
+        return "its config says position_embedding_type 'alibi'"
+    if getattr(config, "alibi_starting_size", None) is not None:
+        return "its config says alibi_starting_size"
+    if getattr(config, "feed_forward_type", None) in ("geglu", "reglu"):
+        return f"its config says feed_forward_type {config.feed_forward_type!r}"  # type: ignore[attr-defined]
+    said = str(getattr(config, "auto_map", None) or "").lower()
+    if any(family in said for family in _FAMILIES):
+        return "its config's auto_map names a family with ALiBi"
+    path = str(getattr(config, "_name_or_path", None) or "")
+    if path and Path(path).is_dir():
+        return _sign_in_weights(Path(path))
+    return "its name is that of a family with ALiBi" if any(family in path.lower() for family in _FAMILIES) else None
+
+
+def _sign_in_weights(folder: Path) -> str | None:
+    try:
+        names = checkpoint_files.read_names(folder)
+    except (OSError, ValueError):  # no checkpoint: there is nothing to report
+        return None
+    if checkpoint.recognized(names, ENCODERS.values()) is None or any("position_embeddings" in name for name in names):
+        return None
+    return f"the weights in {folder} have the names of a family with ALiBi"

@@ -1,0 +1,260 @@
+"""The plan of a call in JAX: what is fixed while tracing, and how queries and keys are cut into blocks and tiles.
+
+`tiles.py` computes one block against one tile, `certificate.py` decides which tiles a block needs, and `loop.py` visits them;
+`dense.py` takes everything as one tile. Each of them imports only the ones before it.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from alibi_attn.jax.dropout import HeadDropout, head_dropout
+
+Array = jax.Array
+
+FARTHEST = 2**28  # positions lie within ± this, so that int32 holds every sum and difference of two limits
+NO_LIMIT = 2**29
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is fixed when the call is traced; everything else is an array."""
+
+    causal: bool
+    dropout_p: float
+    dense: bool  # compute all scores at once, unless the native kernels run
+    query_block: int  # queries per block
+    key_tile: int  # keys per tile
+    key_bias: bool = False
+    query_bias: bool = False
+    native: bool = False  # the C++ kernels, on a CPU
+    elsewhere: bool = False  # the call may yet be compiled for another device
+
+
+class KeyBias(NamedTuple):
+    """A number for every key, b = high + low, in fp32 or better: two parts keep the digits of long sums of gates."""
+
+    high: Array  # [..., S], −inf where a key may not be seen
+    low: Array | None  # [..., S] finite
+
+    def relative_to(self, reference: Array) -> Array:
+        """b − reference, rounded once however large b is. It is never +inf, so that gradients of hidden scores stay finite."""
+        difference = self.high - reference
+        difference = difference if self.low is None else difference + self.low
+        return jnp.minimum(difference, np.finfo(difference.dtype).max)
+
+
+class Inputs(NamedTuple):
+    """The arrays of one call, batch and heads first; everything that is not None is an array."""
+
+    query: Array  # [B, H, T, D]
+    key: Array  # [B, K, S, D], clean
+    value: Array  # [B, K, S, D], clean
+    veil: Array  # [B, K, S]
+    hidden: Array  # [B, 1 or K, S] bool
+    left: Array  # [B, H]
+    right: Array  # [B, H]
+    scale: Array  # scalar
+    tolerance: Array  # scalar
+    window: Array | None  # int32 scalar
+    offset: Array  # [B] int32
+    query_segments: Array | None  # [B, T] int32
+    key_segments: Array | None  # [B, S] int32
+    dropout_seed: Array | None  # [2] uint32
+    bias: KeyBias | None = None  # [B, H, S], −inf where a key is hidden
+
+
+class Queries(NamedTuple):
+    """A block of t consecutive queries of one head."""
+
+    query: Array  # [t, D]
+    position: Array  # int32 scalar, of the first
+    segment: Array | None  # [t] int32
+    reference: Array | None = None  # [t] where key biases count from; None without them
+
+
+class Keys(NamedTuple):
+    """A tile of s consecutive keys and their values. Entries that must not be used are zero (see `xla.clean_keys`)."""
+
+    key: Array  # [s, D]
+    value: Array  # [s, D]
+    veil: Array  # [s] added to the scores: 0, −inf for a hidden key, NaN for a key that spoils every query that sees it
+    position: Array  # int32 scalar, of the first
+    segment: Array | None  # [s] int32
+    bias: KeyBias | None = None  # [s]
+
+
+class Rule(NamedTuple):
+    """The slopes of one head, and how far its queries may look: −look_right < i − j < look_left."""
+
+    left: Array  # scalar: slope of keys to the left
+    right: Array  # scalar: slope of keys to the right, finite
+    look_left: Array  # int32 scalar
+    look_right: Array  # int32 scalar
+    scale: Array  # scalar
+
+
+class Parts(NamedTuple):
+    """The inputs with their keys cut into tiles; hidden keys fill the last tile."""
+
+    inputs: Inputs
+    rule: Rule  # [B, H], and one scale
+    key: Array  # [B, K, tiles, s, D]
+    value: Array
+    veil: Array  # [B, K, tiles, s]
+    hidden: Array  # [B, 1 or K, tiles, s]
+    segments: Array | None  # [B, tiles, s]
+    bias: KeyBias | None  # [B, H, tiles, s]
+
+
+class Block(NamedTuple):
+    """One block of queries of one head of one sequence."""
+
+    sequence: Array
+    head: Array
+    key_head: Array
+    row: Array  # its first query
+    is_repeated: Array  # [t] rows that the block before has too: the last block begins early, so as to be full
+    queries: Queries
+    rule: Rule
+    dropout: HeadDropout | None
+
+
+class Limits(NamedTuple):
+    """The tiles that masks allow a block of queries; lowest > highest if there are none."""
+
+    lowest: Array
+    highest: Array
+    nearest: Array  # where the block begins
+    useful: Array  # [tiles] bool
+
+
+class Visited(NamedTuple):
+    """The tiles that a block of queries has read: a band, and single tiles outside it. In results [B·H·blocks] each."""
+
+    first: Array  # the band's first tile
+    last: Array  # and its last; first − 1 if the block read nothing
+    outliers: tuple[Array, ...]  # LOOP_OUTLIER_TILES times one tile outside the band, or −1
+
+
+def cut(plan: Plan, inputs: Inputs) -> Parts:
+    size, segments, bias = plan.key_tile, inputs.key_segments, inputs.bias
+    if bias is not None:
+        low = None if bias.low is None else split(bias.low, size, 2, 0)
+        bias = KeyBias(split(bias.high, size, 2, -jnp.inf), low)
+    return Parts(
+        inputs=inputs,
+        rule=head_rule(plan, inputs.left, inputs.right, inputs.scale, inputs.window),
+        key=split(inputs.key, size, 2, 0),
+        value=split(inputs.value, size, 2, 0),
+        veil=split(inputs.veil, size, 2, -jnp.inf),
+        hidden=split(inputs.hidden, size, 2, True),
+        segments=None if segments is None else split(segments, size, 1, 0),
+        bias=bias,
+    )
+
+
+def head_rule(plan: Plan, left: Array, right: Array, scale: Array, window: Array | None) -> Rule:
+    """The `Rule` of slopes of any shape, and of a window. A right slope of inf = never looks right."""
+    look = jnp.full_like(left, NO_LIMIT, jnp.int32) if window is None else jnp.broadcast_to(window, left.shape)
+    look_right = jnp.ones_like(look) if plan.causal else jnp.where(jnp.isinf(right), 1, look)
+    return Rule(left, jnp.where(jnp.isinf(right), 0.0, right), look, look_right, scale)
+
+
+def block_numbers(plan: Plan, inputs: Inputs) -> Array:
+    """[B·H·blocks] int32, one number per block."""
+    batch, heads, query_len = inputs.query.shape[:3]
+    return jnp.arange(batch * heads * -(-query_len // plan.query_block), dtype=jnp.int32)
+
+
+def block_at(plan: Plan, parts: Parts, number: Array) -> Block:
+    inputs = parts.inputs
+    heads, query_len = inputs.query.shape[1:3]
+    count = -(-query_len // plan.query_block)
+    sequence, head, block = number // (heads * count), number // count % heads, number % count
+    row = jnp.minimum(block * plan.query_block, query_len - plan.query_block)
+    segments = inputs.query_segments
+    left, right, look_left, look_right = (x[sequence, head] for x in parts.rule[:4])
+    return Block(
+        sequence,
+        head,
+        key_head=head // (heads // inputs.key.shape[1]),
+        row=row,
+        is_repeated=jnp.arange(plan.query_block) < block * plan.query_block - row,
+        queries=Queries(
+            query=rows(plan, inputs.query, sequence, head, row),
+            position=inputs.offset[sequence] + row,
+            segment=None if segments is None else rows(plan, segments, sequence, row),
+        ),
+        rule=Rule(left, right, look_left, look_right, parts.rule.scale),
+        dropout=head_dropout(inputs.dropout_seed, sequence, head),
+    )
+
+
+def tile_at(plan: Plan, parts: Parts, block: Block, tile: Array) -> Keys:
+    """The keys of a tile, as the head of the block sees them."""
+    key, value, veil = (x[block.sequence, block.key_head, tile] for x in (parts.key, parts.value, parts.veil))
+    segment = None if parts.segments is None else parts.segments[block.sequence, tile]
+    bias = jax.tree.map(lambda x: x[block.sequence, block.head, tile], parts.bias)
+    return with_bias(Keys(key, value, veil, tile * plan.key_tile, segment), bias)
+
+
+def with_bias(keys: Keys, bias: KeyBias | None) -> Keys:
+    """The keys with a head's biases, if it has any; those of −inf are hidden."""
+    if bias is None:
+        return keys
+    return keys._replace(bias=bias, veil=jnp.where(bias.high == -jnp.inf, -jnp.inf, keys.veil))
+
+
+def limits(plan: Plan, parts: Parts, block: Block) -> Limits:
+    """The tiles with a key that some query of the block may see."""
+    queries, rule, bias = block.queries, block.rule, parts.bias
+    hidden = parts.hidden[block.sequence, 0] if bias is None else bias.high[block.sequence, block.head] == -jnp.inf
+    begin = jnp.arange(len(hidden), dtype=jnp.int32) * plan.key_tile
+    end = begin + plan.key_tile - 1
+    first, last = queries.position, queries.position + plan.query_block - 1
+    useful = ~hidden.all(-1) & (end > first - rule.look_left) & (begin < last + rule.look_right)
+    if queries.segment is not None and parts.segments is not None:
+        # Segments overlap as ranges.
+        segments = parts.segments[block.sequence]
+        smallest = jnp.where(hidden, 2**31 - 1, segments).min(-1)
+        largest = jnp.where(hidden, -(2**31), segments).max(-1)
+        useful &= (smallest <= queries.segment.max()) & (largest >= queries.segment.min())
+    found = useful.any()
+    lowest = jnp.where(found, jnp.argmax(useful).astype(jnp.int32), 0)
+    highest = jnp.where(found, (len(useful) - 1 - jnp.argmax(useful[::-1])).astype(jnp.int32), -1)
+    middle = last if plan.causal else first + plan.query_block // 2
+    nearest = jnp.clip(middle // plan.key_tile, lowest, jnp.maximum(highest, lowest))
+    return Limits(lowest, highest, nearest, useful)
+
+
+def split(x: Array, size: int, axis: int, fill: float) -> Array:
+    """The axis cut into tiles of `size`, [..., tiles, size, ...], padded with `fill`."""
+    padding = [(0, 0)] * x.ndim
+    padding[axis] = (0, -x.shape[axis] % size)
+    padded = jnp.pad(x, padding, constant_values=fill)
+    return padded.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
+
+
+def joined(blocks: Array, inputs: Inputs) -> Array:
+    """[B·H·blocks, t, ...] -> [B, H, T, ...]; of rows that two blocks share, the first counts."""
+    batch, heads, query_len = inputs.query.shape[:3]
+    blocks = blocks.reshape(batch, heads, -1, *blocks.shape[1:])
+    before, last = blocks[:, :, :-1], blocks[:, :, -1]
+    before = before.reshape(batch, heads, -1, *blocks.shape[4:])
+    return jnp.concatenate([before, last[:, :, before.shape[2] - query_len :]], axis=2)
+
+
+def rows(plan: Plan, x: Array, *place: Array) -> Array:
+    """A block's rows of [B, H, T, ...] or [B, T], at (sequence, head, first row) or (sequence, first row).
+
+    One slice, and not one of a whole head first: that would be copied for every block.
+    """
+    rest = x.shape[len(place) :]
+    begin = (*place, *(jnp.zeros_like(place[0]),) * len(rest))
+    block = lax.dynamic_slice(x, begin, (*(1,) * (len(place) - 1), plan.query_block, *rest))
+    return block.reshape(plan.query_block, *rest)

@@ -1,0 +1,234 @@
+"""One run of an experiment: a training and its test, each a record, made unless it is there.
+
+A training whose checkpoint is cut goes on, one that is finished is only tested. See `experiment.py`, which plans runs, and
+`jobs.py`, which takes several at the same time.
+"""
+
+import contextlib
+import datetime
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator, PartialState
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+
+from alibi_attn import records
+from alibi_attn.lab.config import TASK_CORPUS, RunConfig
+from alibi_attn.lab.config_io import to_json
+from alibi_attn.lab.data.corpus import Corpus, CorpusError
+from alibi_attn.lab.evaluation.long_context_eval import all_curves
+from alibi_attn.lab.model.language_model import LanguageModel
+from alibi_attn.lab.training import checkpoint
+from alibi_attn.lab.training.train import train
+from alibi_attn.records import Json
+
+SECONDS_BETWEEN_LINES = 30  # of progress, where there is no terminal that could show a bar
+
+
+def run_name(study: str, config: RunConfig) -> str:
+    """The name of a run's records: `study` is the recipe's, or the recipe's own name where it has none.
+
+    >>> run_name("quick", RunConfig())
+    'quick/alibi-128/seed-0'
+    """
+    return f"{study}/{config.model.method}-{config.train.length}/seed-{config.train.seed}"
+
+
+def checkpoint_folder(out: Path, study: str, config: RunConfig, corpus: Corpus) -> Path:
+    """Where `run` keeps the checkpoints of a training, by its name and all that was asked of it but the test."""
+    name = run_name(study, config)
+    _, trained = _identities(config, corpus)
+    return out / "checkpoints" / f"{name}-{records.identity('training', name, trained)}"
+
+
+def run_title(study: str, config: RunConfig) -> str:
+    """What a run is called to its user: the name of its records, and the task where it has one."""
+    name = escape(run_name(study, config))
+    return f"{name} on {config.data.corpus}" if TASK_CORPUS.fullmatch(config.data.corpus) else name
+
+
+def test_text(config: RunConfig, corpus: Corpus) -> Tensor:
+    if config.eval.split == "valid":
+        return corpus.valid
+    if corpus.test is None:
+        raise CorpusError(
+            'eval.split is "test" but the corpus has no test text; pass data.test_share, or eval.split=valid'
+        )
+    return corpus.test
+
+
+def run_once(study: str, config: RunConfig, corpus: Corpus, out: Path, console: Console, track: bool) -> list[Path]:
+    name, title, folder = run_name(study, config), run_title(study, config), out / "records"
+    asked, trained = _identities(config, corpus)
+    training, evaluation = recorded(study, config, corpus, out)
+    if training and evaluation:
+        console.print(f"[bold]{title}[/] is recorded already")
+        return [training, evaluation]
+    checkpoints = checkpoint_folder(out, study, config, corpus)
+    started = datetime.datetime.now(datetime.UTC)
+    with _tracked(name, config, out) if track else contextlib.nullcontext(_tell_nobody) as tell:
+        progress = _train(title, config, corpus, checkpoints, console, tell)
+    if not PartialState().is_main_process:
+        return []
+    model, _ = checkpoint.load_checkpoint(checkpoints)
+    if not training:
+        metrics: dict[str, float | None] = {
+            "loss_nats": progress.loss_nats,
+            "tokens": progress.step * config.train.batch_tokens,
+            "tokens_per_second": _tokens_per_second(config, progress),
+            "seconds": progress.seconds,
+            "peak_memory_bytes": progress.peak_memory_bytes,
+            "parameters": model.num_parameters(),
+        }
+        training = records.save(
+            records.make("training", name, config=trained, metrics=metrics, curves=_curves(progress), started=started),
+            folder,
+        )
+    if not evaluation:
+        with console.status(f"{title}: testing at {', '.join(map(str, config.eval.lengths))}"):
+            say = functools.partial(_say, console, title)
+            evaluation = _evaluate(name, config, corpus, model.to(PartialState().device), asked, folder, say)
+    return [training, evaluation]
+
+
+def _identities(config: RunConfig, corpus: Corpus) -> tuple[dict[str, Json], dict[str, Json]]:
+    """What an evaluation is the answer to, and what its training is."""
+    asked = {**to_json(config), "corpus": corpus.facts}
+    return asked, {key: value for key, value in asked.items() if key != "eval"}
+
+
+def recorded(study: str, config: RunConfig, corpus: Corpus, out: Path) -> tuple[Path | None, Path | None]:
+    """The records of a run, of its training and of its evaluation, where they are there."""
+    name, folder = run_name(study, config), out / "records"
+    asked, trained = _identities(config, corpus)
+    return records.recorded(folder, "training", name, trained), records.recorded(folder, "evaluation", name, asked)
+
+
+def _curves(progress: checkpoint.Progress) -> dict[str, Mapping[str, Sequence[float]]]:
+    return {"training": progress.curve} | ({"validation": progress.validation} if progress.validation["step"] else {})
+
+
+def _train(
+    title: str,
+    config: RunConfig,
+    corpus: Corpus,
+    folder: Path,
+    console: Console,
+    tell: Callable[[checkpoint.Progress], None],
+) -> checkpoint.Progress:
+    columns = (
+        TextColumn("[bold]{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[loss]:.3f} nats  {task.fields[speed]:,.0f} tokens/s"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task(title, total=config.train.steps, loss=float("nan"), speed=0.0)
+        last = time.monotonic()
+        first: checkpoint.Progress | None = None
+
+        def show(progress: checkpoint.Progress) -> None:
+            nonlocal last, first
+            first = first or progress
+            speed = _tokens_per_second(config, progress, since=first)
+            bar.update(task, completed=progress.step, loss=progress.loss_nats, speed=speed)
+            late = time.monotonic() - last >= SECONDS_BETWEEN_LINES
+            if not console.is_terminal and (late or progress.step == config.train.steps):
+                last = time.monotonic()
+                left = (config.train.steps - progress.step) * config.train.batch_tokens / speed
+                console.print(
+                    f"{title}: step {progress.step:,} of {config.train.steps:,}, {progress.loss_nats:.3f} nats, "
+                    f"{speed:,.0f} tokens/s, {left / 60:.0f} min left",
+                    soft_wrap=True,
+                )
+
+        def show_and_tell(progress: checkpoint.Progress) -> None:
+            show(progress)
+            tell(progress)
+
+        progress = train(config, corpus, folder, on_step=show_and_tell)
+        if console.is_terminal:  # one that was finished already has told nothing
+            show(progress)
+    return progress
+
+
+def _tokens_per_second(
+    config: RunConfig, progress: checkpoint.Progress, *, since: checkpoint.Progress | None = None
+) -> float:
+    """Of the steps `since` then, as after a training was resumed; of all where there are none since."""
+    start = since if since and since.step < progress.step else checkpoint.Progress()
+    return (progress.step - start.step) * config.train.batch_tokens / (progress.seconds - start.seconds)
+
+
+def _evaluate(
+    name: str,
+    config: RunConfig,
+    corpus: Corpus,
+    model: LanguageModel,
+    asked: Mapping[str, Json],
+    folder: Path,
+    say: Callable[[str], None],
+) -> Path:
+    started = datetime.datetime.now(datetime.UTC)
+    curves = all_curves(
+        model,
+        test_text(config, corpus),
+        config.eval,
+        encode=lambda text: corpus.tokenizer.encode(text).tolist(),
+        say=say,
+    )
+    record = records.make(
+        "evaluation",
+        name,
+        config=asked,
+        metrics={"parameters": model.num_parameters()},
+        curves=curves,
+        started=started,
+    )
+    path = records.save(record, folder)
+    say(f"nats per token {_summary(curves['by_length'])}  ({record.seconds:.0f} s)")
+    return path
+
+
+def _say(console: Console, title: str, sentence: str) -> None:
+    """Below the bar of a run, or, where several may write into one log, with its name."""
+    console.print(f"{'' if console.is_terminal else title + ':'}  {escape(sentence)}", soft_wrap=True)
+
+
+@contextlib.contextmanager
+def _tracked(name: str, config: RunConfig, out: Path) -> Iterator[Callable[[checkpoint.Progress], None]]:
+    """Gives TensorBoard, through accelerate, each point of the curves as it is made."""
+    cpu = not torch.accelerator.is_available()
+    folder = str(out / "tensorboard")
+    accelerator = Accelerator(
+        mixed_precision=config.train.precision, cpu=cpu, log_with="tensorboard", project_dir=folder
+    )
+    accelerator.init_trackers(name)
+
+    def tell(progress: checkpoint.Progress) -> None:
+        for curve, columns in _curves(progress).items():
+            if columns["step"][-1:] == [progress.step]:
+                points = {f"{curve}/{column}": values[-1] for column, values in columns.items() if column != "step"}
+                accelerator.log(points, step=progress.step)
+
+    try:
+        yield tell
+    finally:
+        for tracker in accelerator.trackers:
+            tracker.finish()
+
+
+def _tell_nobody(progress: checkpoint.Progress) -> None:
+    pass
+
+
+def _summary(by_length: Mapping[str, Sequence[Json]]) -> str:
+    pairs = zip(by_length["length"], by_length["nonoverlapping_nats"], strict=True)
+    return "  ".join(f"{length}: " + (f"{nats:.3f}" if isinstance(nats, float) else "–") for length, nats in pairs)

@@ -1,0 +1,136 @@
+"""Folders that are written whole or not at all, and whose files are all verified when they are read.
+
+A folder is filled under a temporary name. Its manifest comes last: the size and hash of every other file, and a hash of
+itself. Everything is flushed to disk, then the folder is renamed. Checkpoints (`training/checkpoint.py`) and tokenized texts
+(`data/token_store.py`) are such folders.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from alibi_attn.strict_json import JsonError, parse
+
+PARTIAL = ".partial"  # the ending of a folder that is being written
+
+
+class DamagedError(ValueError):
+    """A file that is missing or differs from what was written.
+
+    Args:
+        name: the file, relative to its folder.
+        reason: continues the sentence that begins with the name.
+    """
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name} {reason}")
+        self.name, self.reason = name, reason
+
+
+class SchemaError(ValueError):
+    """A manifest without a schema, or with one that this version does not read."""
+
+
+def partial_name(final: Path) -> Path:
+    """The temporary name of a folder, next to its place."""
+    return final.with_name(f".{final.name}{PARTIAL}")
+
+
+def publish(partial: Path, final: Path, manifest: str, about: Mapping[str, Any]) -> None:
+    """Write the manifest, flush everything to disk, and move the folder to its place, replacing what is there.
+
+    Raises:
+        OSError: it cannot be written; `partial` is still there.
+    """
+    paths = sorted(path for path in partial.rglob("*") if path.is_file())
+    files = {path.relative_to(partial).as_posix(): _entry(path) for path in paths}
+    (partial / manifest).write_bytes(sealed({**about, "files": files}, indent=1))
+    for path in (*partial.rglob("*"), partial):
+        _flush(path)
+    shutil.rmtree(final, ignore_errors=True)
+    os.replace(partial, final)
+    _flush(final.parent)
+
+
+def read_manifest(folder: Path, name: str, *, schema: int) -> dict[str, Any]:
+    """What `publish` wrote as `about`, with "files"; the previous schema, which has no hash of itself, is read too.
+
+    Raises:
+        DamagedError: missing, not JSON, or changed.
+        SchemaError: written by another version, or by another program.
+    """
+    try:
+        data = parse((folder / name).read_bytes())
+    except OSError as error:
+        raise DamagedError(name, f"cannot be read: {error.strerror}") from None
+    except JsonError as error:
+        raise DamagedError(name, f"is not JSON: {error}") from None
+    if not isinstance(data, dict) or "schema" not in data:
+        raise SchemaError(f"{folder / name} has no schema")
+    if data["schema"] not in (schema - 1, schema):
+        raise SchemaError(f"{folder / name} has schema {data['schema']}, but this version reads schema {schema}")
+    if data["schema"] == schema and not is_sealed(data):
+        raise DamagedError(name, "is not what was written")
+    return data
+
+
+def verify(folder: Path, name: str, written: Mapping[str, Any], *, hashed_bytes: int | None = None) -> None:
+    """Check the size and the hash of one file against its entry in the manifest.
+
+    Args:
+        hashed_bytes: a larger file is hashed only if its modification time differs; None hashes every file.
+
+    Raises:
+        DamagedError: it is missing or differs.
+    """
+    try:
+        found = (folder / name).stat()
+        if found.st_size != written.get("bytes", found.st_size):
+            raise DamagedError(name, f"has {found.st_size} bytes instead of {written['bytes']}")
+        large = hashed_bytes is not None and found.st_size > hashed_bytes
+        unchanged = large and found.st_mtime_ns == written["mtime_ns"]
+        if not unchanged and file_sha256(folder / name) != written["sha256"]:
+            raise DamagedError(name, "is not what was written")
+    except OSError as error:
+        raise DamagedError(name, f"cannot be read: {error.strerror}") from None
+
+
+def sealed(data: Mapping[str, Any], *, indent: int | None = None) -> bytes:
+    """The data as JSON with its own hash under "sha256"."""
+    return json.dumps({**data, "sha256": _digest(data)}, indent=indent, sort_keys=True).encode()
+
+
+def is_sealed(data: Mapping[str, Any]) -> bool:
+    """Whether the data is what `sealed` wrote.
+
+    >>> is_sealed(parse(sealed({"loss": 6.03}))), is_sealed({"loss": 99.0, "sha256": _digest({"loss": 6.03})})
+    (True, False)
+    """
+    return data.get("sha256") == _digest({name: value for name, value in data.items() if name != "sha256"})
+
+
+def file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _entry(path: Path) -> dict[str, Any]:
+    found = path.stat()
+    return {"bytes": found.st_size, "mtime_ns": found.st_mtime_ns, "sha256": file_sha256(path)}
+
+
+def _digest(data: Mapping[str, Any]) -> str:
+    text = json.dumps(data, ensure_ascii=False, sort_keys=True)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

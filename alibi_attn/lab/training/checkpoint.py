@@ -1,0 +1,249 @@
+"""Checkpoints: a folder per step, whole or not there at all.
+
+    <run>/step-00000200/model.safetensors    the weights
+    <run>/step-00000200/config.json          schema, the run's config, how far it came, its curves so far, all hashes
+    <run>/step-00000200/tokenizer.json       what turns text into its tokens
+    <run>/step-00000200/state/               what else resuming to the same losses needs (`state.py`); gone when finished
+
+A folder is written whole (`lab/sealed_folder.py`); only then are older ones removed. Every file is verified before it is
+used, config.json too.
+"""
+
+import dataclasses
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from alibi_attn.lab import sealed_folder
+from alibi_attn.lab.config import ConfigError, RunConfig
+from alibi_attn.lab.config_io import from_json, to_json
+from alibi_attn.lab.data.sources import CorpusError
+from alibi_attn.lab.data.tokenizing import Tokenizer, load_tokenizer, save_tokenizer
+from alibi_attn.lab.model.language_model import LanguageModel
+from alibi_attn.lab.sealed_folder import DamagedError, SchemaError
+from alibi_attn.lab.training.parallel import Training
+from alibi_attn.lab.training.state import READ_ERRORS, load_state, save_state
+from alibi_attn.records import finite
+
+SCHEMA = 3
+
+_STEP = re.compile(r"step-\d{8,}")
+_ANY_STEP = re.compile(r"step-\d{8,}|\.step-\d{8,}\.\w+")  # also what an interrupted process left
+_CURVE = ("step", "loss_nats", "learning_rate")
+_VALIDATION = ("step", "seconds", "nats", "tokens")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is not there, damaged, of another config or schema, or that cannot be written."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """How far a training came.
+
+    Args:
+        step: steps that are done.
+        seconds: time that they took, checkpoints left out.
+        loss_nats: of the last step.
+        curve: columns "step", "loss_nats", "learning_rate", every `log_every` steps.
+        peak_memory_bytes: of the process or GPU, since the training was last started.
+        validation: columns "step", "seconds", "nats", "tokens", every `validate_every` steps.
+    """
+
+    step: int = 0
+    seconds: float = 0.0
+    loss_nats: float | None = None
+    curve: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=lambda: {name: [] for name in _CURVE})
+    peak_memory_bytes: int | None = None
+    validation: Mapping[str, Sequence[float]] = dataclasses.field(
+        default_factory=lambda: {name: [] for name in _VALIDATION}
+    )
+
+
+def load_checkpoint(path: Path) -> tuple[LanguageModel, RunConfig]:
+    """The model, on the CPU and in evaluation mode, and the config it was trained with.
+
+    Args:
+        path: a step's folder, or the folder of a run, which means its newest step.
+
+    Raises:
+        CheckpointError: nothing there, damaged, or another schema.
+    """
+    folder = _step_folder(path)
+    config, _, files = _read(folder)
+    _verify(folder, files, "model.safetensors")
+    try:
+        model = LanguageModel(config.model, trained_length=config.train.length)
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{folder / 'config.json'} asks for a model that cannot be made here ({_first_line(error)})"
+        ) from None
+    try:
+        model.load_state_dict(load_file(folder / "model.safetensors"))
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise _damaged(folder, "model.safetensors", error) from None
+    return model.eval(), config
+
+
+def load_checkpoint_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of the text that the model was trained on.
+
+    Args:
+        path: as for `load_checkpoint`.
+
+    Raises:
+        CheckpointError: nothing there, or damaged.
+    """
+    folder = _step_folder(path)
+    _verify(folder, _read(folder)[2], "tokenizer.json")
+    try:
+        return load_tokenizer(folder / "tokenizer.json")
+    except (OSError, CorpusError) as error:
+        raise _damaged(folder, "tokenizer.json", error) from None
+
+
+def newest(run_folder: Path) -> Path | None:
+    """The folder of the newest step, or None."""
+    if not run_folder.is_dir():
+        return None
+    steps = [folder for folder in run_folder.iterdir() if _STEP.fullmatch(folder.name)]
+    return max(steps, key=lambda folder: int(folder.name.removeprefix("step-")), default=None)
+
+
+def save_checkpoint(
+    run_folder: Path,
+    training: Training,
+    config: RunConfig,
+    progress: Progress,
+    tokenizer: Tokenizer,
+    *,
+    finished: bool,
+) -> Path:
+    """Write the step's folder and remove older ones; every process calls this, the first one writes the shared files.
+
+    Raises:
+        CheckpointError: it cannot be written; nothing of it is left.
+    """
+    final = run_folder / f"step-{progress.step:08d}"
+    temporary = sealed_folder.partial_name(final)
+    first, wait = training.accelerator.is_main_process, training.accelerator.wait_for_everyone
+    try:
+        if first:
+            shutil.rmtree(temporary, ignore_errors=True)
+            (temporary / "state").mkdir(parents=True)
+        wait()
+        weights = training.weights()
+        if not finished:
+            save_state(temporary / "state", training)
+        if first:
+            save_file({name: tensor.contiguous() for name, tensor in weights.items()}, temporary / "model.safetensors")
+        wait()
+        if first:
+            if finished:
+                (temporary / "state").rmdir()
+            save_tokenizer(tokenizer, temporary / "tokenizer.json")
+            about = {"schema": SCHEMA, "config": to_json(config), "progress": finite(dataclasses.asdict(progress))}
+            sealed_folder.publish(temporary, final, "config.json", about)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(
+            f"{final} cannot be written ({_first_line(error)}); make room, or the folder writable, then run the same "
+            "command again: "
+            + ("it goes on from " + older.name if (older := newest(run_folder)) else "it begins again")
+        ) from error
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    if first:
+        for folder in run_folder.iterdir():
+            if folder != final and _ANY_STEP.fullmatch(folder.name):
+                shutil.rmtree(folder)
+    wait()
+    return final
+
+
+def load_progress(folder: Path, config: RunConfig) -> Progress:
+    """How far the training of this checkpoint came.
+
+    Raises:
+        CheckpointError: damaged, of another schema, or of a training that is not this config's (its test may differ).
+    """
+    found, progress, _ = _read(folder)
+    for section in ("model", "data", "train"):
+        mine, theirs = getattr(config, section), getattr(found, section)
+        if mine != theirs:
+            names = (field.name for field in dataclasses.fields(mine))
+            name = next(name for name in names if getattr(mine, name) != getattr(theirs, name))
+            raise CheckpointError(
+                f"{folder} was trained with {section}.{name} = {getattr(theirs, name)!r}, not {getattr(mine, name)!r}; "
+                "pass another folder, or the config that began it"
+            )
+    return progress
+
+
+def resume(folder: Path, training: Training) -> None:
+    """Put the weights and the optimizer that were saved into what was prepared.
+
+    Raises:
+        CheckpointError: damaged.
+    """
+    files = _read(folder)[2]
+    if not any(name.startswith("state/") for name in files):
+        raise _damaged(folder, "state", FileNotFoundError("it holds a finished model only"))
+    _verify(folder, files, *files)
+    try:
+        load_state(folder / "state", folder / "model.safetensors", training)
+    except READ_ERRORS as error:
+        raise _damaged(folder, "state", error) from None
+
+
+def _step_folder(path: Path) -> Path:
+    folder = path if (path / "config.json").exists() else newest(path)
+    if folder is None:
+        raise CheckpointError(
+            f"{path} holds no checkpoint; pass a folder below checkpoints/ that alibi run has written"
+        )
+    return folder
+
+
+def _read(folder: Path) -> tuple[RunConfig, Progress, dict[str, Mapping[str, Any]]]:
+    try:
+        about = sealed_folder.read_manifest(folder, "config.json", schema=SCHEMA)
+        files = about["files"] if about["schema"] == SCHEMA else {n: {"sha256": h} for n, h in about["sha256"].items()}
+        return from_json(about["config"]), Progress(**about["progress"]), files
+    except SchemaError as error:
+        raise CheckpointError(f"{error}; pass a folder that this version of alibi run has written") from None
+    except DamagedError as error:
+        raise _damaged(folder, error.name, error) from None
+    except (ConfigError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise _damaged(folder, "config.json", error) from None
+
+
+def _verify(folder: Path, files: Mapping[str, Mapping[str, Any]], *names: str) -> None:
+    for name in names:
+        try:
+            sealed_folder.verify(folder, name, files.get(name, {"sha256": ""}))
+        except DamagedError as error:
+            raise _damaged(folder, name, error) from None
+
+
+def _damaged(folder: Path, name: str, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{folder / name} is damaged or incomplete ({_first_line(error)}); delete {folder} and train again"
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    if isinstance(error, DamagedError):
+        return error.reason
+    cause: BaseException | None = error
+    while cause is not None:  # torch raises its own error on top of that of a full disk
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__context__
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,0 +1,278 @@
+"""The training loop: one process or many (`torchrun`, `accelerate launch`), cut and resumed without a trace.
+
+Learning rate, data and dropout are functions of the step, so that a checkpoint has only weights and optimizer to
+remember: on a CPU a resumed training has the losses of an uncut one, bit for bit. Read next: `evaluate.py`.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from alibi_attn.lab.config import EvalConfig, RunConfig, TrainConfig
+from alibi_attn.lab.data.corpus import Corpus, batches, packed_batches
+from alibi_attn.lab.evaluation.evaluate import validation_nats
+from alibi_attn.lab.model.attention import Context
+from alibi_attn.lab.model.language_model import LanguageModel
+from alibi_attn.lab.training.allocator import kept_memory, peak_memory_bytes, reset_peak_memory
+from alibi_attn.lab.training.checkpoint import Progress, load_progress, newest, resume, save_checkpoint
+from alibi_attn.lab.training.interruption import deferred_interruption
+from alibi_attn.lab.training.optimizer import learning_rate
+from alibi_attn.lab.training.parallel import ContextGroup, Training, prepare, share_of_batch
+
+
+class TrainingError(ValueError):
+    """The loss or its gradient is no number any more."""
+
+
+def train(
+    config: RunConfig, corpus: Corpus, folder: Path, *, on_step: Callable[[Progress], None] | None = None
+) -> Progress:
+    """Train to the last step, from the newest checkpoint in the folder if there is one, and leave a checkpoint there.
+
+    Ctrl-C and SIGTERM are answered between two steps: a checkpoint is written, then KeyboardInterrupt raised.
+
+    Args:
+        folder: of this run alone; its checkpoints must be of this config.
+        on_step: called after every step.
+
+    Raises:
+        TrainingError: the loss is no number; no checkpoint of such weights is written.
+        CheckpointError: the checkpoint to resume from is damaged or of another config, or none can be written.
+        CorpusError: the text is shorter than one example.
+        ConfigError: the batch cannot be shared by the processes.
+    """
+    asked = config.train
+    checkpoint = newest(folder)
+    progress = load_progress(checkpoint, config) if checkpoint else Progress()
+    if progress.step >= asked.steps:
+        return progress
+    with _own_random_numbers(), deferred_interruption() as interrupted:
+        training = prepare(config)
+        if checkpoint:
+            resume(checkpoint, training)
+        progress = _loop(training, config, corpus, folder, progress, interrupted, on_step)
+    training.accelerator.free_memory()
+    return progress
+
+
+def _loop(
+    training: Training,
+    config: RunConfig,
+    corpus: Corpus,
+    folder: Path,
+    progress: Progress,
+    interrupted: Callable[[], bool],
+    on_step: Callable[[Progress], None] | None,
+) -> Progress:
+    asked, device = config.train, training.accelerator.device
+    reset = reset_peak_memory(device)
+    for step in steps(training, config, corpus, start=progress.step, interrupted=interrupted):
+        progress = _advanced(progress, step, asked)
+        if asked.validate_every and progress.step % asked.validate_every == 0:
+            progress = _validated(progress, training.model, corpus.valid, asked)
+        finished = progress.step == asked.steps
+        if on_step:
+            on_step(progress)
+        if finished or step.interrupted or progress.step % asked.checkpoint_every == 0:
+            peak = peak_memory_bytes(device) if reset else None
+            progress = dataclasses.replace(progress, peak_memory_bytes=peak)
+            save_checkpoint(folder, training, config, progress, corpus.tokenizer, finished=finished)
+        if finished:
+            break
+        if step.interrupted:
+            raise KeyboardInterrupt
+    return progress
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What one step has done.
+
+    Args:
+        number: of the step, from 1 on.
+        loss_nats: the mean over the whole batch, before the weights changed.
+        gradient_norm: of all gradients together, before they were clipped.
+        learning_rate: of this step.
+        seconds: from the batch in memory to the changed weights.
+        interrupted: whether any process was, meanwhile.
+    """
+
+    number: int
+    loss_nats: float
+    gradient_norm: float
+    learning_rate: float
+    seconds: float
+    interrupted: bool
+
+
+def steps(
+    training: Training,
+    config: RunConfig,
+    corpus: Corpus,
+    *,
+    start: int = 0,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> Iterator[Step]:
+    """The training's steps from `start` on, each taken when it is asked for; it does not end by itself.
+
+    `train` is made of this, and adds what is not part of a step: validation, checkpoints, and torch's random numbers, which
+    every step seeds, put back afterwards. Until it is closed the process keeps its freed memory (`memory.kept_memory`).
+
+    Raises:
+        TrainingError: the loss or its gradient is no number.
+        CorpusError: the text is shorter than one example.
+        ConfigError: the batch cannot be shared by the processes.
+    """
+    asked, device = config.train, training.accelerator.device
+    share = share_of_batch(asked, training.accelerator)
+    training.model.progress = start / asked.steps
+    with kept_memory():
+        for number, batch in enumerate(_stream(corpus, config, start), start=start + 1):
+            started = time.perf_counter()
+            rate = learning_rate(number - 1, asked)
+            ours = batch.share(share, device).shard(training.context)
+            loss, norm, stop = _step(training, ours, rate, asked, number - 1, interrupted)
+            seconds = time.perf_counter() - started
+            training.model.progress = number / asked.steps
+            yield Step(number, loss, norm, rate, seconds, stop)
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Rows of a batch, or some of them.
+
+    Args:
+        tokens: [B, T + 1], inputs and the tokens that follow them.
+        documents: of those tokens, the same shape; None where attention does not stop at a document's end.
+        counted: how many losses the mean over the whole batch is made of, whatever share of its rows this is.
+        context: where these tokens stand, if other processes have more of the same rows.
+    """
+
+    tokens: Tensor
+    documents: Tensor | None
+    counted: int
+    context: Context | None = None
+
+    def share(self, rows: slice, device: torch.device) -> "Batch":
+        documents = None if self.documents is None else self.documents[rows].to(device)
+        return Batch(self.tokens[rows].to(device), documents, self.counted)
+
+    def shard(self, sharing: ContextGroup | None) -> "Batch":
+        """Of every row, the tokens that are this process's, and the one that follows them."""
+        if sharing is None:
+            return self
+        start, stop = sharing.tokens(self.tokens.shape[1] - 1)
+        documents = None if self.documents is None else self.documents[:, start : stop + 1]
+        return Batch(self.tokens[:, start : stop + 1], documents, self.counted, sharing.context(start))
+
+    def parts(self, number: int) -> "list[Batch]":
+        documents = [None] * number if self.documents is None else self.documents.chunk(number)
+        parts = zip(self.tokens.chunk(number), documents, strict=True)
+        return [Batch(tokens, belonging, self.counted, self.context) for tokens, belonging in parts]
+
+
+def _stream(corpus: Corpus, config: RunConfig, start: int) -> Iterator[Batch]:
+    """The batches from step `start` on: those of `first_length`, as far as there are any, then those of `length`."""
+    asked = config.train
+    if asked.first_length is None or start >= asked.first_steps:
+        return _batches(corpus, config, asked.length, start)
+    first = itertools.islice(_batches(corpus, config, asked.first_length, start), asked.first_steps - start)
+    return itertools.chain(first, _batches(corpus, config, asked.length, asked.first_steps))
+
+
+def _batches(corpus: Corpus, config: RunConfig, length: int, start: int) -> Iterator[Batch]:
+    rows, seed = config.train.batch_tokens // length, config.train.seed
+    if not config.data.segments:
+        plain = batches(corpus.train, length=length, batch_size=rows, seed=seed, start=start)
+        return (Batch(tokens, None, rows * length) for tokens in plain)
+    packed = packed_batches(
+        corpus.train, corpus.starts["train"], length=length, batch_size=rows, seed=seed, start=start
+    )
+    return (Batch(tokens, documents, int(_same_document(documents).sum())) for tokens, documents in packed)
+
+
+def _same_document(documents: Tensor) -> Tensor:
+    """[B, T]: whether each target belongs to its input's document; the first token of one has nothing before it."""
+    return documents[:, 1:] == documents[:, :-1]
+
+
+def _step(
+    training: Training,
+    batch: Batch,
+    rate: float,
+    config: TrainConfig,
+    step: int,
+    interrupted: Callable[[], bool],
+) -> tuple[float, float, bool]:
+    """One step, counted from 0; the loss of the whole batch, its gradient's norm, and whether any process was interrupted."""
+    accelerator, optimizer = training.accelerator, training.optimizer
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    torch.manual_seed(_dropout_seed(config.seed, step, accelerator.process_index))
+    loss = torch.zeros((), device=accelerator.device)
+    parts = batch.parts(config.accumulate)
+    for number, part in enumerate(parts, start=1):
+        with training.part(last=number == len(parts)):
+            share = _share_of_loss(training, part)
+            accelerator.backward(share)
+        loss += share.detach()
+    norm = training.clip(config.clip_norm)
+    told = accelerator.reduce(torch.stack([loss, loss.new_tensor(float(interrupted()))]), reduction="mean")
+    mean_loss, share_interrupted, norm_found = torch.cat([told, norm.to(told)[None]]).tolist()
+    # Half precision scales its gradients until they overflow now and then: such a step is skipped, not an error.
+    if not math.isfinite(mean_loss) or (config.precision != "fp16" and not math.isfinite(norm_found)):
+        raise TrainingError(
+            f"at step {step + 1} the loss is {mean_loss} and the gradient's norm {norm_found} (learning rate {rate:.3g}); "
+            "lower train.learning_rate, raise train.warmup_steps, or lower train.clip_norm"
+        )
+    optimizer.step()
+    optimizer.zero_grad()
+    return mean_loss, norm_found, share_interrupted > 0
+
+
+def _share_of_loss(training: Training, part: Batch) -> Tensor:
+    """What the part adds to the mean over the batch, times the processes, over which gradients and losses are averaged."""
+    tokens, documents = part.tokens, part.documents
+    segments = None if documents is None else documents[:, :-1]
+    with training.accelerator.autocast():
+        nats = training.replica(tokens[:, :-1], targets=tokens[:, 1:], segment_ids=segments, context=part.context)
+    if documents is not None:
+        nats = nats * _same_document(documents)
+    return nats.sum() * (training.accelerator.num_processes / part.counted)
+
+
+def _own_random_numbers() -> contextlib.AbstractContextManager[None]:
+    """The training seeds torch's random numbers, for dropout, at every step; the caller's are put back afterwards."""
+    return torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else [])
+
+
+def _dropout_seed(seed: int, step: int, process: int) -> int:
+    """Where the random numbers of a step begin: as reproducible as its data, and resumed without being stored."""
+    return ((seed * 1_000_003 + step) * 65_537 + process) % 2**63
+
+
+def _advanced(progress: Progress, step: Step, config: TrainConfig) -> Progress:
+    curve = progress.curve
+    if step.number % config.log_every == 0 or step.number in (1, config.steps):
+        point = {"step": step.number, "loss_nats": step.loss_nats, "learning_rate": step.learning_rate}
+        curve = {name: [*column, point[name]] for name, column in curve.items()}
+    seconds = progress.seconds + step.seconds
+    return dataclasses.replace(progress, step=step.number, seconds=seconds, loss_nats=step.loss_nats, curve=curve)
+
+
+def _validated(progress: Progress, model: LanguageModel, tokens: Tensor, config: TrainConfig) -> Progress:
+    """With one more point of the validation curve; every process computes all of it, because shards need all of them."""
+    length = config.validate_length or config.length
+    nats, scored = validation_nats(
+        model, tokens, length=length, tokens_to_score=config.validate_tokens, batch_tokens=EvalConfig.batch_tokens
+    )
+    point = {"step": progress.step, "seconds": progress.seconds, "nats": nats, "tokens": scored}
+    curve = {name: [*column, point[name]] for name, column in progress.validation.items()}
+    return dataclasses.replace(progress, validation=curve)

@@ -1,0 +1,62 @@
+"""Other programs that run a whole BLOOM: llama.cpp and CTranslate2, if their packages are installed.
+
+The weights are written to a temporary folder in each program's format, in fp32. Each program is called the way its users do.
+"""
+
+import contextlib
+import importlib.util
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from transformers import BloomForCausalLM
+
+from alibi_attn.measure.peers.ctranslate2 import CTranslate2
+from alibi_attn.measure.peers.llama_cpp import LlamaCpp
+
+# The packages that each program needs.
+PROGRAMS: Mapping[str, tuple[str, ...]] = {
+    "llama.cpp": ("llama_cpp", "gguf"),
+    "llama.cpp, flash attention": ("llama_cpp", "gguf"),
+    "CTranslate2": ("ctranslate2",),
+}
+
+
+class Program(Protocol):
+    """A model in another program, loaded with our weights."""
+
+    def logits(self, tokens: Sequence[int]) -> np.ndarray:
+        """The logits [V] of the last token, from one pass over all tokens."""
+
+    def token(self, tokens: Sequence[int]) -> Callable[[], float]:
+        """A function that decodes one more token after these and returns the seconds of that step alone."""
+
+
+def why_not() -> dict[str, str | None]:
+    """By program: the reason why it is left out, or None."""
+    missing = {
+        name: [package for package in packages if importlib.util.find_spec(package) is None]
+        for name, packages in PROGRAMS.items()
+    }
+    return {name: f"{' and '.join(gone)} cannot be imported" if gone else None for name, gone in missing.items()}
+
+
+def installed(say: Callable[[str], None]) -> list[str]:
+    """The programs that are installed; reports why the others are left out."""
+    reasons = why_not()
+    for name, reason in reasons.items():
+        if reason is not None:
+            say(f"{name} is left out: {reason}")
+    return [name for name, reason in reasons.items() if reason is None]
+
+
+@contextlib.contextmanager
+def opened(name: str, model: BloomForCausalLM, *, room: int, threads: int) -> Iterator[Program]:
+    """The named program, with the model's weights and room for the given number of tokens."""
+    with tempfile.TemporaryDirectory(prefix="alibi-attn-") as folder:
+        if name == "CTranslate2":
+            yield CTranslate2(model, Path(folder), threads=threads)
+        else:
+            yield LlamaCpp(model, Path(folder), room=room, threads=threads, flash="flash" in name)

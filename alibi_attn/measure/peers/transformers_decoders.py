@@ -1,0 +1,45 @@
+"""Decoders with ALiBi in `transformers`: BLOOM, MPT and Falcon-RW, with random weights."""
+
+import torch
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
+    MptConfig,
+    MptForCausalLM,
+    PreTrainedModel,
+)
+
+FAMILIES = ("bloom", "mpt", "falcon")
+ATTENTION_LAYERS = ("BloomAttention", "MptAttention", "FalconAttention")
+HEADS, LAYERS, VOCABULARY = 16, 2, 1000
+
+
+def bloom(width: int, *, layers: int = LAYERS, heads: int = HEADS) -> BloomForCausalLM:
+    """A BLOOM with random weights (seed 0), ready for inference."""
+    torch.manual_seed(0)
+    config = BloomConfig(hidden_size=width, n_layer=layers, n_head=heads, vocab_size=VOCABULARY)
+    model: BloomForCausalLM = BloomForCausalLM(config).requires_grad_(False).train(False)
+    return model
+
+
+def decoder(family: str, width: int, longest: int) -> PreTrainedModel:
+    """A model of the family with random weights (seed 0), ready for inference on up to `longest` tokens."""
+    torch.manual_seed(0)
+    model: PreTrainedModel
+    if family == "bloom":
+        return bloom(width)
+    if family == "mpt":
+        model = MptForCausalLM(
+            MptConfig(d_model=width, n_layers=LAYERS, n_heads=HEADS, vocab_size=VOCABULARY, max_seq_len=longest)
+        )
+    elif family == "falcon":
+        config = FalconConfig(
+            hidden_size=width, num_hidden_layers=LAYERS, num_attention_heads=HEADS, vocab_size=VOCABULARY, alibi=True,
+            multi_query=False, parallel_attn=False, new_decoder_architecture=False, bias=True,
+        )  # fmt: skip
+        model = FalconForCausalLM(config)
+    else:
+        raise ValueError(f"family is {family!r} but must be one of {', '.join(FAMILIES)}")
+    return model.requires_grad_(False).train(False)

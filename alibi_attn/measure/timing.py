@@ -1,0 +1,176 @@
+"""Timing that is robust to noise: calls take turns and medians count. Peak memory is measured in a fresh process."""
+
+import concurrent.futures.process
+import functools
+import multiprocessing
+import random
+import resource
+import statistics
+import time
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+Result = TypeVar("Result")
+
+SPARE_BYTES = 2 << 30  # left free for weights, Python and other processes
+
+
+def medians_ms(calls: Mapping[str, Callable[[], object]], *, repeats: int, seconds: float) -> dict[str, float]:
+    """The median milliseconds of every call.
+
+    The calls take turns, so that a slow moment of the machine affects all of them. The order changes from turn to turn (in the
+    same way in every run), so that no call always finds the caches as the same other call left them. Every call is warmed up
+    once and then runs `repeats` times or until `seconds` have passed, at least once.
+    """
+    timed = {name: functools.partial(elapsed_ms, call) for name, call in calls.items()}
+    return medians_of(timed, repeats=repeats, seconds=seconds)
+
+
+def elapsed_ms(call: Callable[[], object]) -> float:
+    """The wall-clock milliseconds of one call."""
+    start = time.perf_counter()
+    call()
+    return (time.perf_counter() - start) * 1e3
+
+
+def medians_of(calls: Mapping[str, Callable[[], float]], *, repeats: int, seconds: float) -> dict[str, float]:
+    """`medians_ms` for calls that return their own milliseconds, for example from another process."""
+    spent: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        call()
+    end, shuffle = time.perf_counter() + seconds, random.Random(0)
+    for turn in range(repeats):
+        if turn > 0 and time.perf_counter() > end:
+            break
+        for name in shuffle.sample(sorted(calls), len(calls)):
+            spent[name].append(calls[name]())
+    return {name: statistics.median(times) for name, times in spent.items()}
+
+
+FILL_MS = (
+    5.0  # GPU work per measurement: with this much queued, the host's overhead counts only if the GPU waits for it
+)
+
+
+def device_ms(call: Callable[[], object], device: torch.device, *, repeats: int = 7, seconds: float = 0.5) -> float:
+    """The median milliseconds of a call that is already warm. On CUDA it is measured between events, with calls back to back.
+
+    On CUDA there are `repeats` measurements, or as many as fit into `seconds`, at least one; on a CPU the call runs once.
+    """
+    if device.type != "cuda":
+        return elapsed_ms(call)
+    first = _between_events(call, 1)
+    calls = max(1, min(50, int(FILL_MS / first)))
+    taken = [first] if calls == 1 else []
+    end = time.perf_counter() + seconds
+    while not taken or (len(taken) < repeats and time.perf_counter() < end):
+        taken.append(_between_events(call, calls))
+    return statistics.median(taken)
+
+
+def _between_events(call: Callable[[], object], calls: int) -> float:
+    before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    before.record()
+    for _ in range(calls):
+        call()
+    after.record()
+    torch.cuda.synchronize()
+    return before.elapsed_time(after) / calls
+
+
+MATRIX_SIZE = 2048
+
+
+def matrix_product(dtype: torch.dtype = torch.float32) -> Callable[[], object]:
+    """A call that multiplies two matrices of MATRIX_SIZE². Timed in turn with others, it measures the machine's current speed."""
+    a, b = torch.randn(2, MATRIX_SIZE, MATRIX_SIZE).to(dtype)
+    return lambda: a @ b
+
+
+def matrix_rate_gflops(milliseconds: float) -> float:
+    """The rate of a `matrix_product` of this duration."""
+    return 2 * MATRIX_SIZE**3 / milliseconds / 1e6
+
+
+def peak_memory_bytes(function: Callable[..., object], *arguments: object) -> int:
+    """The bytes by which the call raises the peak memory of a fresh process, including inputs that the call creates."""
+    return in_fresh_process(_peak, function, arguments)
+
+
+def _peak(function: Callable[..., object], arguments: tuple[object, ...]) -> int:
+    before = peak_rss_bytes()
+    function(*arguments)
+    return peak_raised_by(before)
+
+
+def peak_raised_by(before: int) -> int:
+    """The bytes by which the peak memory rose since `before`; at least 0, because Linux's counter is approximate and can fall."""
+    return max(peak_rss_bytes() - before, 0)
+
+
+def peak_rss_bytes() -> int:
+    """The peak resident memory of this process so far, in bytes."""
+    try:
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
+    except OSError:  # not Linux: getrusage, which counts bytes on macOS and is inherited by child processes
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024
+
+
+def available_bytes() -> int | None:
+    """The available memory; None if it is unknown (not Linux)."""
+    try:
+        about = Path("/proc/meminfo").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    return int(about.split("MemAvailable:")[1].split()[0]) * 1024
+
+
+def too_large(needed: float) -> str | None:
+    """Why a measurement that may need this many bytes is skipped; None if it fits or the available memory is unknown."""
+    available = available_bytes()
+    if available is None or needed < available - SPARE_BYTES:
+        return None
+    return f"it may need {needed / 2**30:.0f} GiB but {available / 2**30:.0f} GiB are available"
+
+
+def in_fresh_process(function: Callable[..., Result], *arguments: object) -> Result:
+    """Runs the call in its own process and returns its result.
+
+    Raises:
+        RuntimeError: the process died.
+    """
+    with concurrent.futures.process.ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        try:
+            return pool.submit(function, *arguments).result()
+        except concurrent.futures.process.BrokenProcessPool:
+            raise RuntimeError(
+                f"{function.__name__}{arguments} died, most likely because it ran out of memory; pass shorter lengths"
+            ) from None
+
+
+def time_attention(model: nn.Module, layers: Collection[str], seconds: list[float]) -> None:
+    """Hooks the model so that `seconds[0]` sums the time of modules of these classes, excluding their linear layers."""
+
+    def time_into(module: nn.Module, sign: float) -> None:
+        started = [0.0]
+
+        def start(*_: object) -> None:
+            started[0] = time.perf_counter()
+
+        def stop(*_: object) -> None:
+            seconds[0] += sign * (time.perf_counter() - started[0])
+
+        module.register_forward_pre_hook(start)
+        module.register_forward_hook(stop)
+
+    for layer in model.modules():
+        if type(layer).__name__ in layers:
+            time_into(layer, 1.0)
+            for part in layer.modules():
+                if isinstance(part, nn.Linear):
+                    time_into(part, -1.0)

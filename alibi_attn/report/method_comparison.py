@@ -1,0 +1,264 @@
+"""Referee: what each position method is good for, read from the tests of `alibi run referee`, each with its interval.
+
+    task      what models were trained and tested on: a text, or a task of symbols, whose share of right answers has a chance
+    share     of the answers that are right; of a text the perplexity of a sliding window, over the lowest at the trained length,
+              token by token
+    solved    a share whose whole interval is at or above 90 %; not solved: all of it is below; open: neither
+
+Intervals are those of `verdicts.py`, 95 % over seeds and over parts of the documents, what lies in either; of a share they also
+reach 3/n to each side of the mean, what n documents leave open where none differs from the others (the rule of three). A method
+is better than another where the interval of their difference, seed by seed and part by part, is. Next: `referee_words.py`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+
+from alibi_attn.records import Json, Record
+from alibi_attn.report.intervals import Array, Interval, Paired, mean_interval
+from alibi_attn.report.series import Series, Study, flat, numbers
+
+RECIPE = "referee"
+SOLVED = 0.9
+CHANCE = {"mqar": 1 / 16, "needles": 1 / 16, "copy": 1 / 63, "flip-flop": 1 / 2}  # a guess by who knows the form
+TITLES = {"mqar": "associative recall", "needles": "needles", "copy": "copying", "flip-flop": "one bit (flip-flop)"}
+
+Level = Literal["solved", "not solved", "open"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Scores:
+    """Of one method at one length, by seed and by seed and part of the documents: shares, or losses in nats with their sign
+    changed, so that more is better; `weights` [P] are the parts' shares of what was scored."""
+
+    seeds: Mapping[int, float]
+    parts: Mapping[int, Array]
+    weights: Array
+    least: float  # no half-width below it
+
+    @property
+    def mean(self) -> float:
+        return float(np.mean(list(self.seeds.values()))) if self.seeds else math.nan
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Task:
+    """One task or text.
+
+    Args:
+        name: of the task, "" for a text.
+        scores: by method, and by the trained and the longest length.
+        best: the method with the lowest perplexity at the trained length, which perplexities are over; "" for a task.
+    """
+
+    name: str
+    title: str
+    study: Study
+    scores: Mapping[tuple[str, int], Scores]
+    best: str = ""
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """The trained length, and the longest that was tested."""
+        return self.study.trained[0], max(self.study.lengths)
+
+    @property
+    def chance(self) -> float:
+        return CHANCE.get(self.name, math.nan)
+
+    def series(self, method: str) -> Series | None:
+        return next((one for one in self.study.series if one.method == method and one.stretch == "none"), None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """A number and its interval, None where nothing bounds it."""
+
+    value: float
+    interval: Interval | None
+
+
+def comparisons(studies: Iterable[Study]) -> list[list[Task]]:
+    """The tasks of each comparison: studies of the recipe whose models, trainings and lengths are the same; texts first."""
+    found: dict[str, list[Task]] = {}
+    for study in studies:
+        by_shape: dict[str, list[Series]] = {}
+        for series in study.series if is_compared(study) else ():
+            by_shape.setdefault(_shape(series), []).append(series)
+        for shape, own in by_shape.items():
+            task = _task(dataclasses.replace(study, series=tuple(own)))
+            found.setdefault(f"{shape} {study.lengths}", []).append(task)
+    for tasks in found.values():
+        tasks.sort(key=lambda task: (list(TITLES).index(task.name) if task.name else -1, task.title))
+    return list(found.values())
+
+
+def is_compared(study: Study) -> bool:
+    """Whether a study is one of a comparison's."""
+    return study.recipe == RECIPE and bool(study.lengths)
+
+
+def methods(tasks: Sequence[Task]) -> list[Series]:
+    """One series of every method, in the order in which studies have them."""
+    return list(
+        {series.method: series for task in tasks for series in task.study.series if series.stretch == "none"}.values()
+    )
+
+
+def is_learned(task: Task) -> bool:
+    """Whether some method reaches 90 % of the answers at the trained length, in the mean over its seeds; a text always is."""
+    return not task.name or best_at_trained(task)[1] >= SOLVED
+
+
+def best_at_trained(task: Task) -> tuple[str, float]:
+    """The label of the method that has the largest share at the trained length, and that share."""
+    shares = [(series.label, scores(task, series.method, task.lengths[0]).mean) for series in task.study.series]
+    return max(shares, key=lambda one: one[1] if math.isfinite(one[1]) else -1.0)
+
+
+def scores(task: Task, method: str, length: int) -> Scores:
+    """What was measured of a method at the trained or at the longest length; empty where nothing was."""
+    return task.scores.get((method, length), Scores({}, {}, np.empty(0), 0.0))
+
+
+def compared(one: Scores, other: Scores | None = None) -> Measured:
+    """The mean of some scores, or that of their differences from others, of equal seeds and equal parts."""
+    by_seed = _differences(one, other)
+    seeds, logs = list(by_seed), np.array(list(by_seed.values()))
+    rows = [(one.parts[seed], other.parts[seed] if other else np.zeros(1)) for seed in seeds]
+    if not seeds:
+        return Measured(math.nan, None)
+    sizes = {array.size for row in rows for array in row if other is not None or array is row[0]}
+    known = len(sizes) == 1 and min(sizes) > 3 and one.weights.size in sizes and one.weights.sum() > 0
+    parts = np.mean([mine - theirs for mine, theirs in rows], axis=0) if known else np.empty(0)
+    weights = one.weights / one.weights.sum() if known else np.empty(0)
+    bounds = mean_interval(Paired(logs=logs, parts=parts, weights=weights), parts="parts of what was scored")
+    value = float(logs.mean())
+    if bounds is not None:
+        low, high = min(bounds.low, value - one.least), max(bounds.high, value + one.least)
+        bounds = dataclasses.replace(bounds, low=low, high=high)
+    return Measured(value, bounds)
+
+
+def _differences(one: Scores, other: Scores | None) -> dict[int, float]:
+    """The scores themselves, or how much they are above the others of equal seeds; by seed."""
+    seeds = sorted(one.seeds if other is None else one.seeds.keys() & other.seeds.keys())
+    return {seed: one.seeds[seed] - (other.seeds[seed] if other else 0.0) for seed in seeds}
+
+
+def measured(task: Task, method: str, length: int) -> Measured:
+    """A share of right answers, or a perplexity over the lowest at the trained length: a ratio of the same tokens."""
+    own = scores(task, method, length)
+    return _share(compared(own)) if task.name else _ratio(compared(own, scores(task, task.best, task.lengths[0])))
+
+
+def by_seed(task: Task, method: str, length: int) -> list[Measured]:
+    """What `measured` is the mean of, seed by seed, without intervals."""
+    own, best = scores(task, method, length), scores(task, task.best, task.lengths[0])
+    found = [Measured(value, None) for value in _differences(own, None if task.name else best).values()]
+    return found if task.name else [_ratio(one) for one in found]
+
+
+def change(task: Task, method: str) -> Measured:
+    """Of a text: the perplexity at the longest length over that at the trained one, the same tokens at both."""
+    trained, longest = task.lengths
+    return _ratio(compared(scores(task, method, longest), scores(task, method, trained)))
+
+
+def level(found: Measured) -> Level:
+    """Whether a share is solved, as far as its interval says."""
+    if found.interval is None:
+        return "open"
+    return "solved" if found.interval.low >= SOLVED else "not solved" if found.interval.high < SOLVED else "open"
+
+
+def rank(task: Task, method: str, length: int, others: Sequence[str]) -> tuple[int, int] | None:
+    """The best and the worst rank that the intervals leave: who is surely better stands before it, who is surely worse behind."""
+    own = scores(task, method, length)
+    if not own.seeds:
+        return None
+    against = [(other, scores(task, other, length)) for other in others if other != method]
+    found = [compared(own, theirs).interval for _, theirs in against if theirs.seeds]
+    better = sum(bounds is not None and bounds.high < 0 for bounds in found)
+    worse = sum(bounds is not None and bounds.low > 0 for bounds in found)
+    return 1 + better, 1 + len(found) - worse
+
+
+def records(tasks: Sequence[Task]) -> list[Record]:
+    """All records of the tasks."""
+    return [record for task in tasks for record in task.study.records]
+
+
+def _task(study: Study) -> Task:
+    asked = study.evaluation.get("tasks")
+    given = [str(task) for task in asked] if isinstance(asked, list | tuple) else []
+    name = next((task for task in given if task in CHANCE), "")
+    corpus = str(study.corpus.get("name", "text"))
+    title = TITLES[name] if name else "text" if corpus == "text" else f"text ({corpus})"
+    documents = _integer(study.evaluation.get("trials")) or 16  # the default, which records do not hold
+    ends = study.trained[0], max(study.lengths)
+    plain = [series for series in study.series if series.stretch == "none"]
+    found = {
+        (series.method, length): _scores(series, name, length, 3 / documents if name else 0.0)
+        for series in plain
+        for length in ends
+    }
+    means = {series.method: found[series.method, ends[0]].mean for series in plain}
+    known = [method for method, mean in means.items() if math.isfinite(mean)]
+    return Task(name, title, study, found, "" if name else max(known, key=lambda method: means[method], default=""))
+
+
+def _scores(series: Series, task: str, length: int, least: float) -> Scores:
+    by_length, by_part, column, count, sign = (
+        (task, f"{task}_by_part", "accuracy", "answers", 1.0)
+        if task
+        else ("by_length", "by_part", "sliding_nats", "tokens", -1.0)
+    )
+    seeds: dict[int, float] = {}
+    parts: dict[int, Array] = {}
+    weights: Array = np.empty(0)
+    for record in series.evaluations:
+        values = dict(zip(numbers(record, by_length, "length"), numbers(record, by_length, column), strict=True))
+        if not math.isfinite(values.get(length, math.nan)):
+            continue
+        seed = _integer(flat(record.config).get("train.seed"))
+        at, shares, counts = (np.array(numbers(record, by_part, name)) for name in ("length", column, count))
+        seeds[seed] = sign * values[length]
+        parts[seed], weights = sign * shares[at == length], counts[at == length]
+    return Scores(seeds, parts, weights, least)
+
+
+def _shape(series: Series) -> str:
+    """What the series of one comparison share: model and training, whatever is read."""
+    config = flat(series.records[0].config)
+    apart = ("model.method", "model.vocab_size", "train.seed")
+    same = {
+        name: value for name, value in config.items() if name.startswith(("model.", "train.")) and name not in apart
+    }
+    return repr(sorted(same.items()))
+
+
+def _share(found: Measured) -> Measured:
+    bounds = found.interval
+    return found if bounds is None else Measured(
+        found.value, dataclasses.replace(bounds, low=max(bounds.low, 0.0), high=min(bounds.high, 1.0))
+    )  # fmt: skip
+
+
+def _ratio(found: Measured) -> Measured:
+    """e to the power of a difference of losses (scores with their sign changed)."""
+    bounds = found.interval
+    if bounds is not None:
+        bounds = dataclasses.replace(bounds, low=_exp(-bounds.high), high=_exp(-bounds.low))
+    return Measured(_exp(-found.value), bounds)
+
+
+def _integer(value: Json) -> int:
+    return value if isinstance(value, int) and value > 0 else 0
+
+
+def _exp(value: float) -> float:
+    return math.exp(value) if value < 700 else math.inf

@@ -1,0 +1,157 @@
+"""Benchmarks drawn: the time of every peer against length, and a table of ratios; records of kind "benchmark" in.
+
+A peer is a curve with a column `length` and columns that end in `_ms`; its time is their sum. A peer that stops early says so by
+where its line ends. "ours" is drawn first and is what every other peer is divided by.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from alibi_attn.records import Record
+from alibi_attn.report.plots import drawing
+from alibi_attn.report.plots.drawing import End
+from alibi_attn.report.series import numbers
+from alibi_attn.report.tables.table import processor_text
+
+OURS = "ours"
+_MEMORY = ("peak_memory_bytes", "cache_bytes")
+_COLORS = ("sinusoidal", "rotary", "t5", "learned", "none", "ink", "alibi-learned", "alibi-half", "kerple")
+
+
+@dataclasses.dataclass(frozen=True)
+class PeerTimes:
+    """One peer of one record: milliseconds by length; NaN where it was not timed."""
+
+    name: str
+    times: dict[int, float]
+    forward_only: bool
+
+
+def is_drawn(record: Record) -> bool:
+    """Benchmarks that have peers with lengths and times."""
+    return record.kind == "benchmark" and any(
+        math.isfinite(time) for peer in peer_times(record) for time in peer.times.values()
+    )
+
+
+def peer_times(record: Record) -> list[PeerTimes]:
+    """The peers of a record, ours first, then in the record's order."""
+    peers = []
+    for name, columns in record.curves.items():
+        timed = [column for column in columns if column.endswith("_ms")]
+        if "length" not in columns or not timed:
+            continue
+        lengths = numbers(record, name, "length")
+        whole = np.sum([numbers(record, name, column) for column in timed], axis=0)
+        forward_only = "forward_ms" in timed and all(math.isnan(x) for x in whole)
+        if forward_only:
+            whole = np.asarray(numbers(record, name, "forward_ms"))
+        times = {int(length): float(time) for length, time in zip(lengths, whole, strict=True) if math.isfinite(length)}
+        if times:
+            peers.append(PeerTimes(name, times, forward_only))
+    return sorted(peers, key=lambda peer: peer.name != OURS)
+
+
+def times_by_length(record: Record) -> Figure:
+    """Milliseconds against length, both logarithmic."""
+    lines = {
+        _label(peer): {x: y for x, y in sorted(peer.times.items()) if math.isfinite(y)} for peer in peer_times(record)
+    }
+    return _by_length("milliseconds, log scale", lines)
+
+
+def memory_by_length(record: Record) -> Figure | None:
+    """MiB against length, both logarithmic; None where no curve has memory by length."""
+    lines = {}
+    for name, columns in record.curves.items():
+        column = next((column for column in _MEMORY if column in columns), None)
+        if column is not None and "length" in columns:
+            sizes = zip(numbers(record, name, "length"), numbers(record, name, column), strict=True)
+            lines[name] = {int(x): y / 2**20 for x, y in sizes if math.isfinite(x) and y > 0}
+    if not any(lines.values()):
+        return None
+    if len(lines) == 1:
+        lines = {OURS: next(iter(lines.values()))}
+    return _by_length("MiB, log scale", dict(sorted(lines.items(), key=lambda line: line[0] != OURS)))
+
+
+def _by_length(title: str, lines: Mapping[str, Mapping[int, float]]) -> Figure:
+    """One line a name; ours is thicker and has ALiBi's color."""
+    figure, axes = drawing.plain_axes(title)
+    lengths = sorted({length for points in lines.values() for length in points})
+    others = [name for name in lines if name != OURS]
+    drawn = []
+    for name, points in lines.items():
+        if not points:
+            continue
+        x, y = np.array(sorted(points.items())).T
+        ours = name == OURS
+        color = drawing.color_of("alibi" if ours else _COLORS[others.index(name) % len(_COLORS)])
+        axes.plot(
+            x, y, color=color, marker="o" if ours else ".", linewidth=2.4 if ours else 1.5, clip_on=False, label=name
+        )
+        drawn.append(End(name, color, float(x[-1]), float(y[-1])))
+    drawing.log_axis(axes, np.array([y for points in lines.values() for y in points.values()]))
+    drawing.length_ticks(axes, lengths, "tokens")
+    drawing.name_lines(axes, drawn)
+    return figure
+
+
+def ratio_table(record: Record) -> tuple[list[str], list[tuple[str, list[str]]]]:
+    """(lengths, rows): how many times longer than ours every peer takes; ours itself in milliseconds."""
+    peers = peer_times(record)
+    lengths = sorted({length for peer in peers for length in peer.times})
+    ours = next((peer for peer in peers if peer.name == OURS), None)
+    forward = dict(zip(numbers(record, OURS, "length"), numbers(record, OURS, "forward_ms"), strict=False))
+    rows = []
+    for peer in peers:
+        cells = []
+        for length in lengths:
+            time = peer.times.get(length, math.nan)
+            base = math.nan if ours is None else ours.times.get(length, math.nan)
+            if peer.forward_only:
+                base = forward.get(length, math.nan)
+            if math.isnan(time):
+                cells.append("–")
+            elif peer.name == OURS or not base > 0:
+                cells.append(f"{time:,.0f} ms")
+            else:
+                cells.append(f"{time / base:.2f}×")
+        rows.append((_label(peer), cells))
+    return [f"{length:,}" for length in lengths], rows
+
+
+def facts(record: Record) -> Sequence[tuple[str, str]]:
+    """What else the record says, as name and text: its metrics, the errors of the peers, and why some were not run."""
+    said = [(name, "–" if value is None else f"{value:,.3g}") for name, value in record.metrics.items()]
+    for name in record.curves:
+        errors = [error for error in numbers(record, name, "relative_error") if math.isfinite(error)]
+        if errors:
+            said.append((f"error of {name}", f"{max(errors):.1e} of max‖v‖"))
+        shares = zip(numbers(record, name, "length"), numbers(record, name, "utilization"), strict=False)
+        said += [(f"{name}, {length:,.0f} tokens", f"{share:.0%} of the matrix rate") for length, share in shares
+                 if math.isfinite(share)]  # fmt: skip
+    said += [
+        (f"{name}, not at {', '.join(f'{length:,}' for length in lengths)}", why)
+        for name in record.curves
+        for why, lengths in _reasons(record, name).items()
+    ]
+    return [("machine", str(record.machine.get("gpu") or processor_text(record.machine))), *said]
+
+
+def _reasons(record: Record, name: str) -> dict[str, list[int]]:
+    """The lengths at which a peer was not run, by the reason."""
+    found: dict[str, list[int]] = {}
+    columns = record.curves[name]
+    for length, why in zip(numbers(record, name, "length"), columns.get("why_not", ()), strict=False):
+        if isinstance(why, str) and math.isfinite(length):
+            found.setdefault(why, []).append(int(length))
+    return found
+
+
+def _label(peer: PeerTimes) -> str:
+    return f"{peer.name} (forward)" if peer.forward_only else peer.name

@@ -1,0 +1,320 @@
+"""Drawing: axes in the page's style, names at the ends of lines, and a figure as SVG that takes its colors from the page.
+
+Colors are those of a light page; `svg` replaces each by a CSS variable (`--ink`, `--alibi`, ...), so that the same picture is
+drawn in light, in dark and in print. A line that
+has a label can be read: pointing at one of its points shows the label and the numbers.
+"""
+
+import dataclasses
+import io
+import math
+import re
+from collections.abc import Sequence
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.typing import RcKeyType
+from numpy.typing import NDArray
+
+from alibi_attn.position_methods import METHODS
+from alibi_attn.records import LARGEST
+
+Points = NDArray[np.float64]
+
+INK, MUTED, RULE = "#1d2430", "#667080", "#d5dae1"
+STYLE: dict[RcKeyType, str | float | bool] = {
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "axes.edgecolor": MUTED,
+    "axes.labelcolor": MUTED,
+    "axes.linewidth": 0.8,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlecolor": MUTED,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 9,
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "grid.color": RULE,
+    "grid.linewidth": 0.7,
+    "lines.linewidth": 1.8,
+    "lines.markersize": 4.5,
+    "text.color": INK,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.major.size": 3,
+    "ytick.major.size": 0,
+}
+_SIZE = (4.1, 3.1)  # inches: as wide as a phone, so that the text keeps its size there
+_TEXT_GAP = 0.068  # of the height of the axes, between two labels at the end of lines
+_TICK_GAP = 0.15  # of an axis of lengths, between two that are named: a little more than "16,384" is wide
+_READING_RADIUS = 6  # points around a point of a line that belong to it
+
+
+@dataclasses.dataclass(frozen=True)
+class End:
+    """A line's name, its color, and its last point."""
+
+    name: str
+    color: str
+    x: float
+    y: float
+    bold: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Plot:
+    """A figure with its words.
+
+    Args:
+        heading, caption: shown above it.
+        description: its content for readers who cannot see it.
+    """
+
+    heading: str
+    caption: str
+    figure: Figure
+    description: str
+
+
+def plain_axes(title: str) -> tuple[Figure, Axes]:
+    """An empty figure in the page's style, its title above the y axis."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=_SIZE)
+        axes = figure.add_axes((0.1, 0.155, 0.665, 0.745))
+        axes.set_title(title, pad=8, x=-0.14)
+        axes.grid(axis="y")
+        axes.set_axisbelow(True)
+    return figure, axes
+
+
+def color_of(method: str) -> str:
+    """The color of a method on a light page, or ink."""
+    return METHODS[method].light if method in METHODS else INK
+
+
+def marker_of(method: str) -> str:
+    """The marker of a method, or a star."""
+    return METHODS[method].marker if method in METHODS else "*"
+
+
+def variable_of(method: str) -> str:
+    """The CSS variable of a method's color, or of ink."""
+    return method if method in METHODS else "ink"
+
+
+def css(theme: str) -> str:
+    """Custom properties of a style sheet, one a method: `--alibi: #d1420f;`. `theme` is "light" or "dark"."""
+    return " ".join(f"--{name}: {getattr(look, theme)};" for name, look in METHODS.items())
+
+
+def short_number(value: float) -> str:
+    """A tick: 2.5, 40, 30k, 2M."""
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.4g}{letter}"
+    return f"{value:.4g}"
+
+
+def log_axis(axes: Axes, values: Points) -> None:
+    """A logarithmic y axis with round numbers, wide enough for the values.
+
+    Points at 0 have no logarithm and are below the picture; where all are, the axis stays linear.
+    """
+    positive = values[(values >= 1 / LARGEST) & (values <= LARGEST)]
+    if not positive.size:
+        return
+    low, high = float(positive.min()), float(positive.max())
+    room = max(math.log(high / low) * 0.08, 0.02)
+    low, high = low * math.exp(-room), high * math.exp(2 * room)  # above: place for "trained length"
+    axes.set_yscale("log")
+    axes.set_ylim(low, high)
+    axes.yaxis.set_major_locator(FixedLocator(_round_numbers(low, high)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
+    axes.yaxis.set_minor_locator(NullLocator())
+
+
+def length_ticks(axes: Axes, lengths: Sequence[int], label: str) -> None:
+    """A logarithmic x axis, which names the longest and the shortest length, and those between that leave the names room."""
+    axes.set_xscale("log", base=2)
+    named = with_room(sorted(lengths, reverse=True), max(lengths) / min(lengths))
+    ticks(axes, [min(lengths), *named[-2::-1]])
+    axes.set_xlabel(label)
+
+
+def with_room(places: Sequence[float], ratio: float) -> list[float]:
+    """The first of the ascending or descending places, and those that leave each other's names room on a logarithmic axis.
+
+    Args:
+        ratio: of the ends of the axis.
+    """
+    kept: list[float] = []
+    for place in places:
+        if not kept or abs(math.log(place / kept[-1])) > _TICK_GAP * math.log(ratio):
+            kept.append(place)
+    return kept
+
+
+def ticks(axes: Axes, places: Sequence[float]) -> None:
+    """An x axis with whole numbers at these places and none between."""
+    axes.xaxis.set_major_locator(FixedLocator(list(places)))
+    axes.xaxis.set_major_formatter(FixedFormatter([f"{place:,.0f}" for place in places]))
+    axes.xaxis.set_minor_locator(NullLocator())
+
+
+def name_lines(axes: Axes, ends: Sequence[End], *, column: bool = False) -> None:
+    """Write every line's name at its end, so that no two touch.
+
+    Names of lines that reach the furthest point stand in a column on the right, in the order of their ends; those of lines that
+    stop before it stand beside their last point. `column`: all in the column, wherever they end.
+    """
+    axes.autoscale_view()  # so that transData knows the limits
+    furthest = max(end.x for end in ends)
+    inside = [end for end in ends if end.x < furthest and not column]
+    place_names(axes, [(end.name, end.color, end.x, end.y) for end in inside], others=[(end.x, end.y) for end in ends])
+    places = [
+        (float(axes.transAxes.inverted().transform(axes.transData.transform((end.x, end.y)))[1]), end)
+        for end in ends
+        if end not in inside
+    ]
+    places.sort(key=lambda place: place[0])
+    for height, (_, end) in zip(_apart([height for height, _ in places], _TEXT_GAP), places, strict=True):
+        axes.annotate(
+            end.name, (1, height), (7, 0), xycoords="axes fraction", textcoords="offset points", va="center_baseline",
+            color=end.color, fontweight="bold" if end.bold else "normal", fontsize=8.5 if len(end.name) <= 15 else 7.5,
+            annotation_clip=False,
+        )  # fmt: skip
+
+
+def place_names(
+    axes: Axes, names: Sequence[tuple[str, str, float, float]], *, others: Sequence[tuple[float, float]] = ()
+) -> None:
+    """Write names, (name, color, x, y), beside their points: on the first side where they touch no point and no other name.
+
+    Sizes are estimated from the number of letters. `others` are points that names keep clear of.
+    """
+    taken = []
+    for x, y in [*((x, y) for _, _, x, y in names), *others]:
+        left, bottom = axes.transData.transform((x, y))
+        taken.append((left - 6, bottom - 6, left + 6, bottom + 6))
+    pixel, edge = axes.get_figure(root=True).dpi / 72, axes.get_window_extent().x0  # type: ignore[union-attr]
+    for name, color, at, height in names:
+        x, y = axes.transData.transform((at, height))
+        wide, high = 4.6 * len(name) * pixel, 9 * pixel
+        sides = {((0, up), "center"): (x - wide / 2, y + up * pixel) for up in (7, -15, 17, -25, 27, -35, 37, -45)}
+        sides |= {((8, -3), "left"): (x + 8, y - high / 2), ((-8, -3), "right"): (x - 8 - wide, y - high / 2)}
+        free = {
+            side: (left, bottom, left + wide, bottom + high)
+            for side, (left, bottom) in sides.items()
+            if left >= edge
+            and not any(
+                left < other[2] and other[0] < left + wide and bottom < other[3] and other[1] < bottom + high
+                for other in taken
+            )
+        }
+        (offset, align), box = next(iter(free.items()), (((4, 8), "left"), (x, y, x, y)))
+        taken.append(box)
+        axes.annotate(name, (at, height), offset, textcoords="offset points", ha=align, color=color, fontsize=8)
+
+
+def svg(figure: Figure, name: str, description: str) -> str:
+    """The figure as an inline SVG element, with text as text (in the page's font) and colors as CSS variables.
+
+    Args:
+        name: prefix of every id in it, unique in the page.
+        description: what a reader who does not see the picture should know.
+    """
+    file = io.StringIO()
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        figure.savefig(file, format="svg", dpi=200, metadata=nothing, transparent=True)
+    text = file.getvalue()
+    text = re.sub(
+        r"<!--.*?-->\s*|<metadata>.*?</metadata>\s*|<style.*?</style>\s*",
+        "",
+        text[text.index("<svg") :],
+        flags=re.DOTALL,
+    )
+    text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
+    text = re.sub(r" font-family: [^;\"]*;?", "", text)
+    for variable, color in {
+        "ink": INK,
+        "muted": MUTED,
+        "rule": RULE,
+        **{name: look.light for name, look in METHODS.items()},
+    }.items():
+        text = text.replace(color, f"var(--{variable})")
+    label = f'role="img" aria-labelledby="{name}-title"'
+    head = re.sub(r'\s(width|height)="[^"]*"', "", text[: text.index(">")])
+    text = text.removesuffix("\n").removesuffix("</svg>") + f"{_readings(figure)}</svg>\n"
+    return f'{head} {label}><title id="{name}-title">{_escape(description)}</title>{text[text.index(">") + 1 :]}'
+
+
+def file_of(figure: Figure, suffix: str, name: str) -> bytes:
+    """The figure as a file of its own, ".png" or ".svg"; `name` seeds the ids inside an SVG, so that files are reproducible."""
+    file = io.BytesIO()
+    metadata = dict.fromkeys(("Creator", "Date", "Format", "Type")) if suffix == ".svg" else None
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        figure.savefig(file, format=suffix.removeprefix("."), dpi=200, metadata=metadata)
+    return file.getvalue()
+
+
+def _readings(figure: Figure) -> str:
+    """For every point of every line that has a label, a circle without color that says the numbers where one points at it."""
+    height, to_points = 72 * figure.get_size_inches()[1], 72 / figure.dpi
+    found = []
+    for axes in figure.axes:
+        box = axes.get_window_extent().padded(1)
+        for line in axes.get_lines():
+            label = str(line.get_label())
+            if label.startswith("_"):
+                continue
+            points = np.asarray(line.get_xydata(), dtype=np.float64)
+            places = axes.transData.transform(points)
+            for (x, y), (left, bottom) in zip(points.tolist(), places.tolist(), strict=True):
+                if math.isfinite(left + bottom) and box.contains(left, bottom):
+                    found.append(
+                        f'<circle cx="{left * to_points:.1f}" cy="{height - bottom * to_points:.1f}" r="{_READING_RADIUS}">'
+                        f"<title>{_escape(label)}: {_digits(y)} at {_digits(x)}</title></circle>"
+                    )
+    return f'<g class="readings" fill="none" pointer-events="all">{"".join(found)}</g>' if found else ""
+
+
+def _digits(value: float) -> str:
+    """Whole numbers as they are, others with four digits: 15,512, 0.9281."""
+    return f"{value:,.0f}" if value == round(value) or abs(value) >= 1e4 else f"{value:,.4g}"
+
+
+def _round_numbers(low: float, high: float) -> list[float]:
+    """Four to eight round numbers between two positive bounds, about evenly apart in the logarithm."""
+    if high / low < 3:
+        return [float(tick) for tick in MaxNLocator(6).tick_values(low, high) if low <= tick <= high]
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for digits in ((1, 1.5, 2, 3, 4, 5, 6, 8), (1, 2, 3, 5, 7), (1, 2, 5), (1, 3), (1,)):
+        ticks = [digit * 10.0**decade for decade in decades for digit in digits if low <= digit * 10.0**decade <= high]
+        if len(ticks) <= 8:
+            return ticks
+    return ticks[:: math.ceil(len(ticks) / 6)]
+
+
+def _apart(places: Sequence[float], gap: float) -> list[float]:
+    """Ascending places moved as little as possible so that neighbors are a gap apart (pools of equal violators), from 0 to 1.
+
+    Where they do not fit, they go on above 1.
+    """
+    pools: list[tuple[float, int]] = []  # mean of (place − index·gap), members
+    for index, place in enumerate(places):
+        pools.append((place - index * gap, 1))
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            (a, n), (b, m) = pools[-2:]
+            pools[-2:] = [((a * n + b * m) / (n + m), n + m)]
+    highest = max(0.0, 1.0 - (len(places) - 1) * gap)
+    flat = [min(max(mean, 0.0), highest) for mean, members in pools for _ in range(members)]
+    return [mean + index * gap for index, mean in enumerate(flat)]
+
+
+def _escape(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

@@ -1,0 +1,301 @@
+"""Pictures of the paper's items: how ours and the paper's change on one axis, and both as they are, each on its own.
+
+A change is a ratio: a perplexity over the same model's at its trained length, against multiples of that length, so that bytes of
+one text and words of another can share an axis. Heights cannot: they have panels of their own, at their own scales.
+`paper_changes.py` computes the ratios, `paper.py` draws.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from alibi_attn.records import Record
+from alibi_attn.report.answers import Column, item_name, item_of, published, recorded, scale_factor, unit_of, way_of
+from alibi_attn.report.plots import bias as heads
+from alibi_attn.report.plots import paper as paper_figures
+from alibi_attn.report.plots import paper_changes as changes
+from alibi_attn.report.plots.drawing import Plot, Points
+from alibi_attn.report.plots.paper import Line, Panel
+from alibi_attn.report.published import PUBLISHED, PublishedItem, method_of, trained_length
+
+_BY_LENGTH = ("figure-1", "figure-4", "figure-6", "figure-9", "figure-11")
+_MEASURES = {
+    "perplexity": "perplexity",
+    "train_tokens_per_second": "tokens per second in training",
+    "evaluation_tokens_per_second": "tokens per second in the test",
+    "memory_bytes": "memory of the training in GB",
+}
+_OTHER = {"sliding": "nonoverlapping", "nonoverlapping": "sliding"}
+_OTHER_TABLES = {  # where the paper has the same models, evaluated the other way
+    "figure-1": ("table-13", "table-14", "table-15"),
+    "figure-4": ("table-15",),
+    "figure-11": ("table-5", "table-2", "table-3", "table-4"),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Numbers:
+    """Where lines are read from: ours or the paper's, in one way of evaluation ("" where nothing was evaluated)."""
+
+    column: Column
+    ours: bool
+    way: str
+    y: str  # the name of the column
+    spread: str  # begins the names of its lowest and highest seed
+    source: PublishedItem
+
+    @property
+    def windows(self) -> str:
+        """A heading's end: ", sliding windows"."""
+        return f", {self.way} windows" if self.way else ""
+
+
+def pictures(record: Record, by_identity: Mapping[str, Record]) -> list[list[Plot]]:
+    """Rows of pictures as they stand beside each other; none for tables.
+
+    Args:
+        by_identity: records, among which those that the answer was read from give their changes a band.
+    """
+    name, item = item_name(record), item_of(record)
+    if name == "figure-3":
+        return [_head_pictures()]
+    if name == "figure-10":
+        return _window_pictures(record, item)
+    asked: list[tuple[str, str, Sequence[str]]] = []
+    if name in _BY_LENGTH:
+        asked = [("length", "perplexity", labels) for labels in item.panels]
+    elif name == "figure-5":
+        asked = [("hours", "perplexity", labels) for labels in item.panels]
+    elif name == "figure-7":
+        asked = [("length", "train_tokens_per_second", tuple(item.series))]
+    elif name == "figure-8":
+        asked = [("speed", "perplexity", tuple(item.series))]
+    elif name == "figure-2":
+        asked = [("trained", measure, tuple(item.series)) for measure in item.columns]
+    return [row for x, y, labels in asked for row in _rows(record, item, x, y, labels, by_identity) if row]
+
+
+def _rows(
+    record: Record, item: PublishedItem, x: str, y: str, labels: Sequence[str], by_identity: Mapping[str, Record]
+) -> list[list[Plot]]:
+    """The changes on one axis, a picture a way of evaluation, and below them the numbers as they are."""
+    labels = [label for label in labels if label not in item.cited]
+    found = _numbers(record, item, x, y)
+    lines = {
+        id(numbers): _lines(numbers, labels, x, scale_factor(record) if numbers.ours else 1.0) for numbers in found
+    }
+    draw = paper_figures.frontier if x == "speed" else paper_figures.lines
+    together = []
+    for way in dict.fromkeys(numbers.way for numbers in found):
+        of_way = [(numbers, line) for numbers in found if numbers.way == way for line in lines[id(numbers)]]
+        change = changes.change(record, x, y, way, [line for _, line in of_way], by_identity)
+        if change is not None:
+            together.append(_picture(change, draw(change)))
+    own = [
+        _panel(record, numbers, x, labels, lines[id(numbers)], 1.0 if not numbers.ours else scale_factor(record))
+        for numbers in found
+        if lines[id(numbers)]
+    ]
+    return [together, [_picture(panel, draw(panel)) for panel in own]]
+
+
+def _numbers(record: Record, item: PublishedItem, x: str, y: str) -> list[_Numbers]:
+    """Ours as the paper evaluates, ours the other way, the paper's, and what else it has of the same models."""
+    if y != "perplexity" or x == "hours":
+        both = [(recorded(record), True), (published(item), False)]
+        return [_Numbers(column=column, ours=ours, way="", y=y, spread="", source=item) for column, ours in both]
+    way = way_of(item)
+    found = [_Numbers(column=recorded(record), ours=True, way=way, y=y, spread="", source=item)]
+    other = f"{_OTHER[way]}_"
+    found.append(dataclasses.replace(found[0], way=_OTHER[way], y=f"{other}{y}", spread=other))
+    found.append(_Numbers(column=published(item), ours=False, way=way, y=y, spread="", source=item))
+    same_models = _other_published(item_name(record), item)
+    if same_models is not None:
+        column = published(same_models)
+        found.append(_Numbers(column=column, ours=False, way=_OTHER[way], y=y, spread="", source=same_models))
+    return found
+
+
+def _other_published(name: str, item: PublishedItem) -> PublishedItem | None:
+    """The paper's numbers of the same models, evaluated the other way, up to the item's own longest length."""
+    tables = [PUBLISHED[table] for table in _OTHER_TABLES.get(name, ())]
+    if not tables:
+        return None
+    series: dict[str, Mapping[str, tuple[float | None, ...]]] = {}
+    longest = max(length or 0 for columns in item.series.values() for length in columns["length"])
+    for label in item.series:
+        for table in tables:
+            columns = table.series.get(label)
+            if columns is not None and label not in series:
+                kept = [at for at, length in enumerate(columns["length"]) if length and length <= longest]
+                series[label] = {key: tuple(columns[key][at] for at in kept) for key in ("length", "perplexity")}
+    source = "tables " + ", ".join(table.source.removeprefix("table ") for table in tables)
+    return dataclasses.replace(
+        item, series=series, source=source if tables[1:] else tables[0].source, evaluation=tables[0].evaluation
+    )
+
+
+def _lines(numbers: _Numbers, labels: Sequence[str], x: str, factor: float) -> tuple[Line, ...]:
+    """A line a label that has such numbers, or a method where each trained length is a point of it."""
+    trained = {trained_length(label) for label in labels}
+    methods = {method_of(label) for label in labels}
+    lines: dict[str, Line] = {}
+    for label in labels:
+        y = numbers.column(label, numbers.y)
+        if not np.isfinite(y).any():
+            continue
+        length = trained_length(label)
+        name = label.split(",", 1)[0]
+        if x == "trained":
+            places = np.full(len(y), (length or math.nan) / factor)
+        else:
+            places = numbers.column(label, {"speed": "train_tokens_per_second"}.get(x, x))
+            if len(trained) > 1 and length:
+                name = f"{name} {length / factor:,.0f}" if len(methods) > 1 else f"L = {length / factor:,.0f}"
+        scale = 1e9 if numbers.y == "memory_bytes" else 1.0
+        spread = [numbers.column(label, f"{numbers.spread}{end}") for end in ("low", "high")]
+        lengths = numbers.column(label, "paper_length")
+        if x == "trained":
+            lengths = factor * places
+        line = Line(
+            name=name, label=label, method=method_of(label), ours=numbers.ours, x=places, y=y / scale,
+            low=spread[0], high=spread[1], paper_length=lengths if lengths.size == y.size else np.full(len(y), math.nan),
+        )  # fmt: skip
+        key = name if x == "trained" else label
+        lines[key] = paper_figures.joined(lines[key], line) if key in lines else line
+    return tuple(lines.values())
+
+
+def _panel(
+    record: Record, numbers: _Numbers, x: str, labels: Sequence[str], lines: tuple[Line, ...], factor: float
+) -> Panel:
+    """The numbers as they are, in their own unit at their own scale."""
+    ours, source = numbers.ours, numbers.source
+    trained = {trained_length(label) for label in labels}
+    (only,) = trained if len(trained) == 1 else (None,)
+    y = "perplexity" if "perplexity" in numbers.y else numbers.y
+    unit = only / factor if only and x == "length" and y == "perplexity" else None
+    per = unit_of(record) if ours else "token"
+    if x == "hours" and (time := _time_unit(lines)) == "minutes":
+        lines = tuple(dataclasses.replace(line, x=60 * line.x) for line in lines)
+    x_label = {
+        "length": f"{per}s read at once" + (f", L = {unit:,.0f}" if unit else ", log scale"),
+        "trained": f"L, {per}s of a training example",
+        "hours": f"{time if x == 'hours' else ''} of training" + ("" if ours else " (GPU)"),
+        "speed": f"{per}s per second in training, log scale",
+    }[x]
+    if y == "train_tokens_per_second" and x == "length":
+        x_label = f"L, {per}s of a training example"
+    return Panel(
+        heading=f"{'Ours' if ours else 'The paper'}{numbers.windows if x != 'hours' else ''}",
+        caption="" if ours else f"Numbers of {source.source}: {source.corpus}, {source.evaluation}.",
+        x_label=x_label,
+        y_label=f"{_MEASURES[y]}{f' per {per}' if y == 'perplexity' else ''}, log scale",
+        lines=lines, log_x=x != "hours", unit=unit,
+    )  # fmt: skip
+
+
+def _time_unit(lines: Sequence[Line]) -> str:
+    longest = max((value for line in lines for value in line.x.tolist() if math.isfinite(value)), default=0.0)
+    return "minutes" if longest < 2 else "hours"
+
+
+def _picture(panel: Panel, figure: Figure) -> Plot:
+    ends = []
+    for line in panel.lines:
+        some = np.isfinite(line.y)
+        if some.any():
+            ends.append(f"{line.name} from {line.y[some][0]:,.4g} to {line.y[some][-1]:,.4g}")
+    return Plot(
+        heading=panel.heading,
+        caption=panel.caption,
+        figure=figure,
+        description=f"{panel.heading}: {panel.y_label.removesuffix(', log scale')}. {'; '.join(ends)}.",
+    )
+
+
+def _head_pictures() -> list[Plot]:
+    return [
+        Plot(
+            heading="The bias of each of eight heads",
+            caption="Queries go down, keys to the right, 64 each; full color is no penalty.",
+            figure=heads.bias_grid(8, 64),
+            description="The causal biases of eight heads, from a thin diagonal to a full triangle.",
+        ),
+        Plot(
+            heading="How fast each head forgets",
+            caption="The factor that the bias gives a key; dots mark the half-life, with the slope.",
+            figure=heads.factor_curves(8, 512),
+            description="The factor that each of eight heads leaves a key, by distance.",
+        ),
+    ]
+
+
+def _window_pictures(record: Record, item: PublishedItem) -> list[list[Plot]]:
+    rows = []
+    for label in item.series:
+        row = []
+        for who, column in (("Ours", recorded(record)), ("The paper", published(item))):
+            token, context, passes = (column(label, name) for name in ("token", "context", "pass"))
+            if _are_windows(token, context, passes):
+                row.append(
+                    Plot(
+                        heading=f"{label}: {who.lower()}",
+                        caption="Filled: scored in this pass. Pale: read again, for context.",
+                        figure=paper_figures.windows(token, context, passes),
+                        description=f"{label} over {len(token)} tokens takes {passes.max():.0f} forward passes.",
+                    )
+                )
+        rows.append(row)
+    measured = _window_losses(record, item)
+    return [*rows, [measured]] if measured else rows
+
+
+def _are_windows(token: Points, context: Points, passes: Points) -> bool:
+    """Whether every pass scores a token, and reads no more than there are."""
+    whole = np.concatenate([token, context, passes])
+    if not token.size or not np.isfinite(whole).all() or whole.min() < 1 or (whole % 1).any():
+        return False
+    return bool(
+        (context <= token).all() and passes.max() <= token.size and set(passes) == set(range(1, int(passes.max()) + 1))
+    )
+
+
+def _window_losses(record: Record, item: PublishedItem) -> Plot | None:
+    """What a trained model loses on the eight places, where the record has it."""
+    column = recorded(record)
+    whole: list[str] = []
+    lines: list[Line] = []
+    for label in item.series:
+        token, loss, mean = (column(label, name) for name in ("token", "loss_nats", "whole_text_nats"))
+        if not np.isfinite(loss).any():
+            continue
+        nothing = np.full(len(token), math.nan)
+        method = "sinusoidal" if not lines else "alibi"  # two colors, told apart by everybody
+        lines.append(
+            Line(
+                name=label,
+                label=label,
+                method=method,
+                ours=True,
+                x=token,
+                y=loss,
+                low=nothing,
+                high=nothing,
+                paper_length=nothing,
+            )
+        )
+        if np.isfinite(mean).any():
+            whole.append(f"{mean[0]:.3f} nats ({label.lower()})")
+    if not lines:
+        return None
+    panel = Panel(
+        heading="What it is worth: ours",
+        caption="The loss of a trained model by how much it reads."
+        + (f" Over the whole text: {', '.join(whole)}." if whole else ""),
+        x_label="token of the text", y_label="nats per token, log scale", lines=tuple(lines), log_x=False,
+    )  # fmt: skip
+    return _picture(panel, paper_figures.lines(panel))

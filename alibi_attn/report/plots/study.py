@@ -1,0 +1,166 @@
+"""Figures of a study: perplexity by length, loss by position and through the training, and what the test costs.
+
+Nothing is smoothed and nothing is left out: with several seeds the line is their mean and the band goes from the lowest to
+the highest. A method keeps its color and its marker in every figure. `drawing.py` has the axes.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from alibi_attn.report.plots import drawing
+from alibi_attn.report.plots.drawing import MUTED, End, Points
+from alibi_attn.report.series import MODES, Mode, Series, Study
+
+Measure = Literal["tokens_per_second", "peak_memory_bytes"]
+
+_LINES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (5, 2, 1, 2)))  # by trained length
+
+
+def perplexity_by_length(study: Study, mode: Mode) -> Figure | None:
+    """Perplexity, exp(mean loss), against the length it was tested at; all modes of a study share their y axis."""
+    curves = {m: [(s, *s.perplexities("by_length", "length", f"{m}_nats")) for s in study.series] for m in MODES}
+    drawn = [(s, x, y) for s, x, y in curves[mode] if y.size]
+    every = [y.ravel() for panel in curves.values() for _, _, y in panel]
+    if not drawn:
+        return None
+    figure, axes = drawing.plain_axes(f"perplexity per {study.unit}, log scale")
+    _lines(axes, study, drawn)
+    drawing.log_axis(axes, np.concatenate(every))
+    _length_axis(axes, study, f"{study.unit}s the model reads at once")
+    _name_lines(axes, drawn)
+    return figure
+
+
+def loss_by_position(study: Study) -> Figure | None:
+    """Mean loss of the tokens at each position of the longest sequence: bits per byte where a token is a byte, else nats."""
+    scale = 1 / math.log(2) if study.unit == "byte" else 1.0
+    drawn = [
+        (s, x, y * scale) for s in study.series for x, y in [s.curve("by_position", "position", "loss_nats")] if y.size
+    ]
+    if not drawn:
+        return None
+    figure, axes = drawing.plain_axes("bits per byte" if study.unit == "byte" else "nats per token")
+    _lines(axes, study, drawn, markers=False)
+    axes.set_ylim(top=axes.get_ylim()[1] + 0.06 * np.ptp(axes.get_ylim()))  # place for "trained length"
+    axes.set_xscale("log", base=2)
+    last = max(x[-1] for _, x, _ in drawn)
+    ticks = [2.0**p for p in range(0, math.ceil(math.log2(last)) + 1, 2) if 2**p <= last]
+    drawing.ticks(axes, ticks if ticks[-1] >= last / 2 else [*ticks, last])
+    axes.set_xlabel("position in the sequence, log scale")
+    _mark_trained(axes, study)
+    _name_lines(axes, drawn)
+    return figure
+
+
+def training_curves(study: Study) -> Figure | None:
+    """Training loss against step, as logged: bits per byte where a token is a byte, else nats per token."""
+    scale = 1 / math.log(2) if study.unit == "byte" else 1.0
+    drawn = [(s, x, y * scale) for s in study.series for x, y in [s.curve("training", "step", "loss_nats")] if y.size]
+    if not drawn:
+        return None
+    figure, axes = drawing.plain_axes("bits per byte" if study.unit == "byte" else "nats per token")
+    _lines(axes, study, drawn, markers=False)
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.set_xlabel("training step")
+    _name_lines(axes, drawn)
+    return figure
+
+
+def validation_curves(study: Study, x: Literal["seconds", "step"]) -> Figure | None:
+    """Perplexity on text that is not trained on, through the training, against its seconds or its steps."""
+    drawn = [(s, at, y) for s in study.series for at, y in [s.perplexities("validation", x, "nats")] if y.size]
+    if not drawn:
+        return None
+    figure, axes = drawing.plain_axes(f"perplexity per {study.unit}, log scale")
+    _lines(axes, study, drawn, markers=False, alone=x == "seconds")
+    drawing.log_axis(axes, np.concatenate([y.ravel() for _, _, y in drawn]))
+    axes.xaxis.set_major_locator(MaxNLocator(5))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.set_xlabel("seconds of training" if x == "seconds" else "training step")
+    _name_lines(axes, drawn, column=True)
+    return figure
+
+
+def cost_by_length(study: Study, measure: Measure) -> Figure | None:
+    """Speed or memory of the evaluation against its length, both axes logarithmic."""
+    unit = 1.0 if measure == "tokens_per_second" else 2.0**20
+    drawn = [(s, x, y / unit) for s in study.series for x, y in [s.curve("by_length", "length", measure)] if y.size]
+    if not drawn:
+        return None
+    names = {"tokens_per_second": "tokens per second, log scale", "peak_memory_bytes": "peak memory in MiB, log scale"}
+    figure, axes = drawing.plain_axes(names[measure])
+    _lines(axes, study, drawn)
+    drawing.log_axis(axes, np.concatenate([y.ravel() for _, _, y in drawn]))
+    _length_axis(axes, study, f"{study.unit}s the model reads at once")
+    _name_lines(axes, drawn)
+    return figure
+
+
+def _lines(
+    axes: Axes,
+    study: Study,
+    drawn: Sequence[tuple[Series, Points, Points]],
+    *,
+    markers: bool = True,
+    alone: bool = False,
+) -> None:
+    """The mean of the seeds and the band around it; `alone`: every seed for itself, because no two share an x."""
+    stretches = ["none", *sorted({series.stretch for series, _, _ in drawn} - {"none"})]
+    for series, x, y in drawn:
+        color = drawing.color_of(series.method)
+        style = _LINES[(study.trained.index(series.trained) + stretches.index(series.stretch)) % len(_LINES)]
+        marker = drawing.marker_of(series.method) if markers else None
+        zorder = 4 if series.method == "alibi" else 3
+        if alone and len(y) > 1:
+            for row in y:
+                some = np.isfinite(row)
+                axes.plot(
+                    x[some], row[some], color=color, linestyle=style, zorder=zorder, alpha=0.75, label=series.short
+                )
+            continue
+        axes.plot(
+            x, np.nanmean(y, axis=0), color=color, linestyle=style, marker=marker, zorder=zorder, clip_on=False,
+            label=series.short,
+        )  # fmt: skip
+        if len(y) > 1:
+            axes.fill_between(
+                x, np.nanmin(y, axis=0), np.nanmax(y, axis=0), color=color, alpha=0.22, linewidth=0, zorder=2
+            )
+
+
+def _length_axis(axes: Axes, study: Study, label: str) -> None:
+    drawing.length_ticks(axes, study.lengths, label)
+    _mark_trained(axes, study)
+
+
+def _mark_trained(axes: Axes, study: Study) -> None:
+    for length in study.trained:
+        axes.axvline(length, color=MUTED, linewidth=0.9, linestyle=(0, (2, 3)), zorder=1)
+        text = "trained length" if len(study.trained) == 1 else f"{length:,}"
+        axes.annotate(
+            text,
+            (length, 1),
+            (3, -2),
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            va="top",
+            fontsize=8,
+            color=MUTED,
+        )
+
+
+def _name_lines(axes: Axes, drawn: Sequence[tuple[Series, Points, Points]], *, column: bool = False) -> None:
+    """Each line's name at the end of the mean of its seeds; `column`: where seeds end at different places, at their own ends."""
+    ends = []
+    for series, x, y in drawn:
+        last = y[np.isfinite(y[:, -1]), -1].mean() if column else np.nanmean(y, axis=0)[-1]
+        ours = series.method == "alibi" and series.stretch == "none"
+        ends.append(End(series.short, drawing.color_of(series.method), float(x[-1]), float(last), bold=ours))
+    drawing.name_lines(axes, ends, column=column)

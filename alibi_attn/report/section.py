@@ -1,0 +1,179 @@
+"""Section: one part of the page as values. `blocks.html` turns them into HTML; `page.py` lists the sections.
+
+To add a section, write a file in `sections/` with two functions and add the row `(find, draw)` to `SECTIONS` in `page.py`:
+
+    find(archive)                what the section draws, one entry per section of the page; an empty list if there is nothing
+    draw(entry, number, archive) the Section of one entry; `number` counts the entries and keeps anchors unique
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, TypeAlias
+
+from markupsafe import Markup
+
+from alibi_attn.records import Record, identity
+from alibi_attn.report import series
+from alibi_attn.report.plots.drawing import Plot, svg
+from alibi_attn.report.series import Study
+from alibi_attn.report.tables.study import Card
+from alibi_attn.report.tables.table import Table
+
+
+class Archive:
+    """The records of one page: each record once, grouped into studies."""
+
+    def __init__(self, records: Iterable[Record]) -> None:
+        self.by_identity: Mapping[str, Record] = {
+            identity(record.kind, record.name, record.config): record for record in records
+        }
+        self.records: Sequence[Record] = list(self.by_identity.values())
+
+    @functools.cached_property
+    def studies(self) -> list[Study]:
+        """All studies, those behind answers to the paper's items included."""
+        return series.studies(self.records)
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """A paragraph; `css` is its class."""
+
+    text: str
+    css: str = ""
+    kind: Literal["text"] = "text"
+
+
+@dataclasses.dataclass(frozen=True)
+class Picture:
+    """A figure as SVG with its heading and caption."""
+
+    heading: str
+    caption: str
+    image: Markup
+    kind: Literal["picture"] = "picture"
+
+
+@dataclasses.dataclass(frozen=True)
+class Numbers:
+    """A table in a box that scrolls.
+
+    Args:
+        caption: shown above the table; "" where the text around it is enough.
+        label: what screen readers announce; the caption by default.
+        css: classes of the table.
+        tall: whether the box also scrolls vertically.
+    """
+
+    table: Table
+    caption: str = ""
+    label: str = ""
+    css: str = ""
+    tall: bool = False
+    kind: Literal["numbers"] = "numbers"
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """Names with their values; `methods` gives each name the color of a position method."""
+
+    rows: Sequence[tuple[str, Sequence[str]]]
+    methods: Sequence[str] = ()
+    kind: Literal["facts"] = "facts"
+
+
+@dataclasses.dataclass(frozen=True)
+class Items:
+    """A bulleted list."""
+
+    items: Sequence[str]
+    kind: Literal["items"] = "items"
+
+
+@dataclasses.dataclass(frozen=True)
+class Cards:
+    """Each series with its perplexities in large type."""
+
+    cards: Sequence[Card]
+    kind: Literal["cards"] = "cards"
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Blocks in a `div` with a class."""
+
+    css: str
+    blocks: "Sequence[Block]"
+    kind: Literal["group"] = "group"
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Blocks under a heading, part of a section."""
+
+    title: str
+    blocks: "Sequence[Block]"
+    level: int = 2
+    kind: Literal["part"] = "part"
+
+
+@dataclasses.dataclass(frozen=True)
+class Folded:
+    """Blocks that a click unfolds."""
+
+    summary: str
+    blocks: "Sequence[Block]"
+    kind: Literal["folded"] = "folded"
+
+
+Block: TypeAlias = Text | Picture | Numbers | Facts | Items | Cards | Group | Part | Folded
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """One part of the page.
+
+    Args:
+        anchor: its id, unique in the page.
+        group: the heading under which the contents list it; "" leaves it out of the contents.
+        title: its name in the contents.
+        blocks: what it shows.
+        heading: its own heading; "" for none.
+        about: a few words after the title in the contents.
+        records: what it draws, so that the list of all records can link here.
+        css: its class.
+    """
+
+    anchor: str
+    group: str
+    title: str
+    blocks: Sequence[Block]
+    heading: str = ""
+    about: str = ""
+    records: Sequence[Record] = ()
+    css: str = ""
+
+
+def pictures(plots: Iterable[Plot], prefix: str) -> list[Picture]:
+    """The plots as pictures of the page; `prefix` begins the ids inside their SVG and must be unique."""
+    return [
+        Picture(plot.heading, plot.caption, Markup(svg(plot.figure, f"{prefix}-{number}", plot.description)))
+        for number, plot in enumerate(plots)
+    ]
+
+
+def panels(plots: Iterable[Plot], prefix: str, css: str = "panels") -> list[Group]:
+    """The plots next to each other where there is room; an empty list without plots."""
+    drawn = pictures(plots, prefix)
+    return [Group(css, drawn)] if drawn else []
+
+
+def code(text: str) -> Markup:
+    """The text in the page's typewriter face."""
+    return Markup("<code>{}</code>").format(text)
+
+
+def count_of(records: Sequence[Record]) -> str:
+    """The number of records, as the contents show it: "3 records"."""
+    return f"{len(records)} record{'' if len(records) == 1 else 's'}"

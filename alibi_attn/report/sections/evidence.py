@@ -1,0 +1,70 @@
+"""The trainings and tests that the answers to the paper's items were read from, one row per configuration and test."""
+
+import math
+from collections.abc import Sequence
+
+from alibi_attn.report import answers, sentences
+from alibi_attn.report.plots.drawing import variable_of
+from alibi_attn.report.section import Archive, Group, Numbers, Section, Text, count_of
+from alibi_attn.report.series import Series, Study
+from alibi_attn.report.tables.cost import duration
+from alibi_attn.report.tables.table import Block, Cell, Row, Table, mean, number
+
+_COLUMNS = ("tested at", "stride", "on", "perplexity, shortest", "perplexity, longest", "seeds", "trained in")
+
+
+def find(archive: Archive) -> list[list[Study]]:
+    """All studies that answers name, as one entry."""
+    named = answers.named_studies(archive.records)
+    studies = [study for study in archive.studies if study.recipe in named]
+    return [studies] if studies else []
+
+
+def draw(studies: Sequence[Study], index: int, archive: Archive) -> Section:
+    """Every series: where it was tested, with what perplexity, and the time of its training."""
+    blocks: dict[str, list[Row]] = {}
+    for study in studies:
+        rows = blocks.setdefault(f"{study.recipe} on {study.corpus.get('name', 'its text')}", [])
+        rows += [(_label(series), variable_of(series.method), _cells(study, series)) for series in study.series]
+    table = Table(_COLUMNS, tuple(Block(title, tuple(rows)) for title, rows in blocks.items()))
+    text = (
+        "The pictures above are made of these; nonoverlapping windows here, at the shortest and the longest length of each "
+        "test."
+    )
+    records = [record for study in studies for record in study.records]
+    return Section(
+        anchor="evidence",
+        group="Behind the paper's items",
+        title="Trainings and tests",
+        about=count_of(records),
+        heading="Trainings and tests behind the paper's items",
+        blocks=[Text(text), Group("evidence", [Numbers(table, "A row a configuration and a test.")])],
+        records=records,
+    )
+
+
+def _label(series: Series) -> str:
+    trained = f"{series.trained:,}"
+    return series.label if trained in series.label else f"{series.label} {trained}"
+
+
+def _cells(study: Study, series: Series) -> tuple[Cell, ...]:
+    lengths = [int(length) for length in series.curve("by_length", "length", "nonoverlapping_nats")[0]]
+    stride, split = study.evaluation.get("stride"), study.evaluation.get("split", "valid")
+    tested = f"{lengths[0]:,}" + (f" to {lengths[-1]:,}" if lengths[1:] else "") if lengths else "—"
+    seconds = sum(series.metric("seconds"))
+    return (
+        Cell(tested),
+        Cell("L/4" if stride is None else f"{stride}"),
+        Cell(str(split)),
+        _perplexity(series, lengths[0]) if lengths else Cell("—"),
+        _perplexity(series, lengths[-1]) if lengths else Cell("—"),
+        Cell(f"{series.seeds}"),
+        Cell(duration(seconds) if seconds else "—"),
+    )
+
+
+def _perplexity(series: Series, length: int) -> Cell:
+    values = sentences.perplexity(series, length)
+    middle = mean(values)
+    return Cell(number(middle), middle) if math.isfinite(middle) else Cell("—")

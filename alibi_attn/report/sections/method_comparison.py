@@ -1,0 +1,161 @@
+"""A comparison of position methods: a heat map with numbers, ranks, a paragraph per method, and every length below."""
+
+import math
+from collections.abc import Sequence
+
+from alibi_attn.report import answers, method_comparison, method_paragraphs
+from alibi_attn.report.method_comparison import Task
+from alibi_attn.report.plots import retrieval
+from alibi_attn.report.plots.drawing import variable_of
+from alibi_attn.report.section import Archive, Block, Facts, Folded, Numbers, Part, Section, Text, count_of
+from alibi_attn.report.sections.study import field_table
+from alibi_attn.report.tables import study as tables
+from alibi_attn.report.tables.table import Block as Rows
+from alibi_attn.report.tables.table import Cell, Table
+from alibi_attn.report.verdicts import size
+
+
+def find(archive: Archive) -> list[list[Task]]:
+    """The tasks of each comparison."""
+    named = answers.named_studies(archive.records)
+    return method_comparison.comparisons(study for study in archive.studies if study.recipe not in named)
+
+
+def draw(tasks: Sequence[Task], number: int, archive: Archive) -> Section:
+    """All methods on all tasks that some method has learned."""
+    learned = [task for task in tasks if method_comparison.is_learned(task)]
+    methods = method_comparison.methods(tasks)
+    trained, longest = tasks[0].lengths
+    title = f"{len(methods)} position methods at {trained:,} and at {longest:,} tokens"
+    records = method_comparison.records(tasks)
+    blocks: list[Block] = [
+        Text(
+            f"Every sentence and number is of models of this size: {_size(tasks)}. Nothing is said of larger ones. All have "
+            "the same model, data, order and seeds, and differ by the position method alone."
+        ),
+        Numbers(_heat_map(tasks, learned), _legend_of_heat(tasks), label="Methods by task", css="heat"),
+        *(Text(_why_not(task), "note") for task in tasks if task not in learned),
+        _method_by_method(tasks, learned),
+    ]
+    ranks = _ranks(tasks, learned)
+    if ranks.columns:
+        caption = (
+            "From one more than the methods that are surely better to all but those that are surely worse: by the interval "
+            "of each difference, seed by seed and part by part."
+        )
+        blocks.append(Part("Rank by task", [Numbers(ranks, caption)]))
+    lengths = [
+        Folded(task.title, [Numbers(table, f"{task.title}, by length in tokens; means over the seeds.")])
+        for task in tasks
+        for table in [_by_length(task)]
+        if table
+    ]
+    fields = Numbers(field_table(tasks[0].study), label="Configuration", css="text")
+    blocks.append(Part("Every length", [*lengths, Folded("What was run", [fields])]))
+    return Section(
+        anchor=f"r{number}", group="Position methods", title=title, heading=f"What each is good for: {title}",
+        about=count_of(records), blocks=blocks, records=records, css="recipe",
+    )  # fmt: skip
+
+
+def _heat_map(tasks: Sequence[Task], learned: Sequence[Task]) -> Table:
+    methods = method_comparison.methods(tasks)
+    names = [series.method for series in methods]
+    rows = tuple(
+        (
+            series.label,
+            variable_of(series.method),
+            tuple(_cell(task, series.method, at, names) for task in learned for at in task.lengths),
+        )
+        for series in methods
+    )
+    columns = tuple(f"{length:,}" for length in tasks[0].lengths) * len(learned)
+    return Table(columns, (Rows("", rows),), groups=tuple((task.title, _legend(task)) for task in learned))
+
+
+def _legend_of_heat(tasks: Sequence[Task]) -> str:
+    trained, longest = tasks[0].lengths
+    return (
+        f"{trained:,} tokens, the trained length L, and {longest:,}; small: 95 %, {_intervals(tasks)}. The stronger the color "
+        "the better, from chance to all right, and for text from twice the lowest perplexity down to it (sliding window). "
+        "Bold: no other method is surely better."
+    )
+
+
+def _method_by_method(tasks: Sequence[Task], learned: Sequence[Task]) -> Part:
+    methods = method_comparison.methods(tasks)
+    text = (
+        "Solved means that the whole interval is at 90 % or above. Where an interval is on both sides of it, the sentence "
+        "says open. Each interval is of one number alone: of twenty, one may be wrong by chance."
+    )
+    paragraphs = [(series.label, [method_paragraphs.paragraph(learned, series.method)]) for series in methods]
+    return Part("Method by method", [Text(text), Facts(paragraphs, [variable_of(one.method) for one in methods])])
+
+
+def _cell(task: Task, method: str, length: int, names: Sequence[str]) -> Cell:
+    found = method_comparison.measured(task, method, length)
+    place = method_comparison.rank(task, method, length, names)
+    share = (found.value - task.chance) / (1 - task.chance) if task.name else 2 - found.value
+    return Cell(
+        text=method_paragraphs.number(task, found),
+        spread=method_paragraphs.between(task, found),
+        heat=round(min(max(share, 0.0), 1.0), 3) if math.isfinite(share) else 0.0,
+        best=place is not None and place[0] == 1,
+    )
+
+
+def _ranks(tasks: Sequence[Task], learned: Sequence[Task]) -> Table:
+    methods = method_comparison.methods(tasks)
+    names = [series.method for series in methods]
+    rows = []
+    for series in methods:
+        places = [method_comparison.rank(task, series.method, task.lengths[1], names) for task in learned]
+        cells = [
+            Cell("—") if place is None else Cell(f"{place[0]}" if place[0] == place[1] else f"{place[0]} – {place[1]}")
+            for place in places
+        ]
+        rows.append((series.label, variable_of(series.method), tuple(cells)))
+    title = f"Rank at {tasks[0].lengths[1]:,} tokens"
+    return Table(tuple(task.title for task in learned), (Rows(title, tuple(rows)),))
+
+
+def _legend(task: Task) -> str:
+    return f"% right; chance {100 * task.chance:.0f}" if task.name else "perplexity, over the lowest at L"
+
+
+def _why_not(task: Task) -> str:
+    label, share = method_comparison.best_at_trained(task)
+    best = (
+        f"the best, {label}, is right for {100 * share:.0f} %" if math.isfinite(share) else "nothing was measured there"
+    )
+    return (
+        f"Left out: {task.title}. No method reaches {100 * method_comparison.SOLVED:.0f} % of the answers at the trained "
+        f"{task.lengths[0]:,} tokens ({best}), so what becomes of it at longer ones says nothing."
+    )
+
+
+def _by_length(task: Task) -> Table | None:
+    return retrieval.task_table(task.study) if task.name else tables.by_length(task.study)
+
+
+def _intervals(tasks: Sequence[Task]) -> str:
+    """What the intervals are over: a single seed says nothing about another."""
+    several = [series.seeds > 1 for task in tasks for series in task.study.series]
+    if all(several):
+        return "over seeds and over parts of what was scored, what lies in either"
+    start = "where there are several seeds over these and over" if any(several) else "over"
+    return f"{start} parts of what was scored; one seed says nothing about another training"
+
+
+def _size(tasks: Sequence[Task]) -> str:
+    """At which size the statements were made, in words."""
+    weights, tokens = size(method_comparison.records(tasks))
+    seeds = sorted({series.seeds for task in tasks for series in task.study.series})
+    counted = f"{seeds[0]}" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
+    parts = [
+        f"{weights} weights" if weights else "",
+        f"{tokens} training tokens each" if tokens else "",
+        f"{counted} seed{'' if seeds == [1] else 's'}",
+        f"trained at {tasks[0].lengths[0]:,} tokens",
+    ]
+    return ", ".join(part for part in parts if part)

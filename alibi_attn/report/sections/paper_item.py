@@ -1,0 +1,62 @@
+"""A figure or table of the paper: our answer next to the paper's own numbers, with the verdicts on its claims."""
+
+from markupsafe import Markup
+
+from alibi_attn.records import Record
+from alibi_attn.report import answers, verdicts
+from alibi_attn.report.plots import paper_items
+from alibi_attn.report.section import Archive, Block, Folded, Numbers, Section, Text, code, panels
+from alibi_attn.report.tables import paper as tables
+
+GROUP = "The paper, item by item"
+
+
+def find(archive: Archive) -> list[Record]:
+    """The answers, in the paper's order."""
+    return answers.sorted_items(archive.records)
+
+
+def anchor(number: int) -> str:
+    """The id of the section of an answer by its place."""
+    return f"p{number}"
+
+
+def item_title(record: Record) -> str:
+    """The item that a record answers: "Figure 1"."""
+    return answers.item_name(record).replace("-", " ").capitalize()
+
+
+def draw(record: Record, number: int, archive: Archive) -> Section:
+    """Pictures, how both change, the numbers and what the paper says about them."""
+    item, title, scale = answers.item_of(record), item_title(record), answers.scale_of(record)
+    blocks: list[Block] = [
+        Text(text) for text in (answers.scale_sentence(record), answers.spread_sentence(record)) if text
+    ]
+    judged = verdicts.verdicts(record, archive.by_identity)
+    if judged:
+        weights, tokens = verdicts.size(verdicts.Evidence(record, archive.by_identity).records)
+        trained = f", trained on {tokens} tokens each" if tokens else ""
+        size = f" ({weights} weights{trained})" if weights else ""
+        said = f"Of the paper's claims about it, at this size{size}: "
+        blocks.append(Text(Markup('{}<a href="#claims">{}</a>.').format(said, verdicts.counted(judged))))
+    for place, row in enumerate(paper_items.pictures(record, archive.by_identity)):
+        blocks += panels(row, f"{anchor(number)}-{place}")
+    change, table = tables.change_table(record), tables.pair_table(record)
+    if change:
+        caption = "How the same change comes out here and in the paper, at equal multiples of the trained length."
+        blocks.append(Numbers(change, caption))
+    if table:
+        caption = (
+            "Ours and the paper's; where two lengths stand together, ours comes first. The best of each column is bold, "
+            "ours and the paper's each for itself."
+        )
+        numbers = Numbers(table, caption)
+        blocks.append(numbers if item.source == title.lower() else Folded("The numbers", [numbers]))
+    if item.notes:
+        blocks.append(Text(f"The paper: {item.notes}", "note"))
+    if record.command:
+        blocks.append(Text(Markup("Made with {}").format(code(record.command)), "note"))
+    return Section(
+        anchor=anchor(number), group=GROUP, title=title, about=item.title, blocks=blocks, records=[record], css="item",
+        heading=Markup("{}: {}{}").format(title, item.title, Markup(" <small>{}</small>").format(scale) if scale else ""),
+    )  # fmt: skip

@@ -1,0 +1,255 @@
+"""A study: the result in words, its pictures and tables, and what may be concluded from it."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+from markupsafe import Markup
+from matplotlib.figure import Figure
+
+from alibi_attn.report import answers, method_comparison, sentences
+from alibi_attn.report.plots import retrieval
+from alibi_attn.report.plots import study as plots
+from alibi_attn.report.plots.drawing import Plot
+from alibi_attn.report.section import (
+    Archive,
+    Block,
+    Cards,
+    Facts,
+    Group,
+    Items,
+    Numbers,
+    Part,
+    Section,
+    Text,
+    code,
+    count_of,
+    panels,
+)
+from alibi_attn.report.series import Mode, Study
+from alibi_attn.report.tables import study as tables
+from alibi_attn.report.tables.table import Table, mean, text_table
+
+MOST_LINES = 9  # in one picture; a study with more is drawn one trained length at a time
+_MODES: tuple[tuple[Mode, str, str], ...] = (
+    ("nonoverlapping", "Nonoverlapping windows", "The text is cut into pieces; each is read from nothing."),
+    (
+        "sliding",
+        "Sliding window",
+        "Windows overlap; only their last tokens are scored, so that each has seen a long context.",
+    ),
+    (
+        "windowed",
+        "Context cut at the trained length",
+        "The control: the same weights and tokens, but no token sees further back than it did in training.",
+    ),
+)
+
+
+def find(archive: Archive) -> list[Study]:
+    """The studies that stand on their own: not behind the paper's items, and not part of a comparison of methods."""
+    named = answers.named_studies(archive.records)
+    return [
+        study for study in archive.studies if study.recipe not in named and not method_comparison.is_compared(study)
+    ]
+
+
+def draw(study: Study, number: int, archive: Archive) -> Section:
+    """Words first, then perplexity, losses, tasks and costs, then what may be concluded and what was run."""
+    name, title = f"s{number}", f"{study.recipe} on {study.corpus.get('name', '')}"
+    parts = drawable(study)
+    sliding = sentences.sliding_sentence(study)
+    cards = tables.cards(study) if len(parts) == 1 else []
+    blocks: list[Block] = [Text(sentences.headline(study), "headline")]
+    blocks += [Text(sliding, "note")] if sliding else []
+    blocks += [Cards(cards)] if cards else []
+    blocks += _perplexity(study, parts, name)
+    losses = panels(_plots(_losses, parts), f"{name}-losses")
+    blocks += [Part("Where the loss is, and how it got there", losses)] if losses else []
+    blocks += [*_tasks(study, name), *_costs(study, parts, name), _conclusions(study), _what_was_run(study)]
+    return Section(
+        anchor=name, group="Studies", title=title, heading=title if len(find(archive)) > 1 else "", css="recipe",
+        about=count_of(study.records), blocks=blocks, records=study.records,
+    )  # fmt: skip
+
+
+def drawable(study: Study) -> list[Study]:
+    """The study, or where it has too many lines for one picture, a study of each trained length."""
+    if len(study.series) <= MOST_LINES:
+        return [study]
+    return [
+        dataclasses.replace(study, series=tuple(series for series in study.series if series.trained == length))
+        for length in study.trained
+    ]
+
+
+def _perplexity(study: Study, parts: list[Study], name: str) -> list[Part]:
+    drawn = panels(_plots(_by_mode, parts), f"{name}-perplexity")
+    if not drawn:
+        return []
+    text = (
+        "The same tokens are scored at every length; lower is better. All panels of one trained length have one scale."
+    )
+    if study.seeds > 1:
+        text += " Lines are the mean of the seeds, bands go from the lowest to the highest seed."
+    blocks: list[Block] = [Text(text)]
+    if any(series.stretch != "none" for series in study.series):
+        stretched = (
+            "PI divides the positions of rotary, and the slopes of ALiBi, by the length over the trained length, beyond it; "
+            "NTK does so the more the slower a channel turns or the flatter a head is; YaRN leaves fast channels alone. The "
+            "weights are the same."
+        )
+        blocks.append(Text(stretched, "note"))
+    table = tables.by_length(study)
+    seeds = "; small: the lowest and the highest seed." if study.seeds > 1 else "."
+    caption = f"By length in tokens. The lowest of each column is bold{seeds}"
+    blocks += [*drawn, *([Numbers(table, caption)] if table else [])]
+    return [Part("Perplexity against length", blocks)]
+
+
+def _by_mode(study: Study) -> Iterator[tuple[str, str, Figure | None, str]]:
+    for mode, heading, caption in _MODES:
+        description = f"Perplexity by length, {heading.lower()}. {_ends(study, mode)}"
+        yield heading, caption, plots.perplexity_by_length(study, mode), description
+
+
+def _losses(study: Study) -> Iterator[tuple[str, str, Figure | None, str]]:
+    position = (
+        f"At the longest length: how well the token at each position is predicted. {sentences.position_sentence(study)}"
+    )
+    yield from (
+        ("Loss by position", position, plots.loss_by_position(study), f"Loss by position. {_ends(study)}"),
+        (
+            "Training",
+            "Loss on the training text, as logged, not smoothed.",
+            plots.training_curves(study),
+            "Training loss of every run by step.",
+        ),
+        (
+            "Validation by time",
+            "Perplexity on text that is not trained on; every seed is a line.",
+            plots.validation_curves(study, "seconds"),
+            "Perplexity through the training, by seconds.",
+        ),
+        (
+            "Validation by step",
+            "The same, step for step.",
+            plots.validation_curves(study, "step"),
+            "Perplexity through the training, by step.",
+        ),
+    )
+
+
+def _costs(study: Study, parts: list[Study], name: str) -> list[Part]:
+    found = [table for table in (tables.training_cost(study), tables.evaluation_cost(study)) if table]
+    if not found:
+        return []
+    blocks: list[Block] = [*panels(_plots(_cost_plots, parts), f"{name}-costs")]
+    captions = ("The cost on this machine.", "The cost on this machine, by length in tokens.")
+    blocks += [Numbers(table, caption) for table, caption in zip(found, captions, strict=False)]
+    if not any("peak_memory_bytes" in record.curves.get("by_length", {}) for record in study.records):
+        blocks.append(Text("The evaluation's memory was not measured on this machine.", "note"))
+    return [Part("Speed and memory", blocks)]
+
+
+def _cost_plots(study: Study) -> Iterator[tuple[str, str, Figure | None, str]]:
+    below = "by length, for every method; the table below has the numbers."
+    yield from (
+        (
+            "Speed of the evaluation",
+            "",
+            plots.cost_by_length(study, "tokens_per_second"),
+            f"Tokens evaluated per second, {below}",
+        ),
+        (
+            "Memory of the evaluation",
+            "",
+            plots.cost_by_length(study, "peak_memory_bytes"),
+            f"Peak memory of the evaluation, {below}",
+        ),
+    )
+
+
+def _tasks(study: Study, name: str) -> list[Part]:
+    drawn = panels(_plots(_task_plots, [study]), f"{name}-tasks", "panels top")
+    table = retrieval.task_table(study)
+    if not drawn or table is None:
+        return []
+    text = (
+        "Tasks that cannot be solved without the context. A level perplexity says that far text does no harm; these say "
+        "whether it is used."
+    )
+    numbers = Numbers(table, "By length in tokens, where the task is hardest.")
+    return [Part("Finding what stands far back", [Text(text), *drawn, numbers])]
+
+
+def _task_plots(study: Study) -> Iterator[tuple[str, str, Figure | None, str]]:
+    yield from (
+        (
+            "Passkey",
+            "A number hides in filler text, at a depth from 0 (the start) to 1 (the end). Per cent of the numbers found; "
+            "length to the right, depth down.",
+            retrieval.passkey_grid(study),
+            f"Passkey by length and depth. {retrieval.describe(study, 'passkey')}",
+        ),
+        (
+            "Recall",
+            "Random tokens come a second time; at the longest length of each method, by how far back they first came.",
+            retrieval.recall_by_distance(study),
+            f"Recall by distance. {retrieval.describe(study, 'recall')}",
+        ),
+        *(
+            (
+                "Associative recall" if task == "mqar" else task.capitalize(),
+                f"{retrieval.title_of(task)}. What is asked for stands as far back as the length allows.",
+                figure,
+                f"{retrieval.title_of(task)}. {retrieval.describe(study, task)}",
+            )
+            for task, figure in retrieval.symbols_by_length(study)
+        ),
+    )
+
+
+def _conclusions(study: Study) -> Part:
+    columns = [
+        Part("You may conclude", [Items(sentences.allowed(study))], level=3),
+        Part("You may not conclude", [Items(sentences.not_allowed(study))], level=3),
+    ]
+    return Part("What you may conclude, and what not", [Group("columns", columns)])
+
+
+def _what_was_run(study: Study) -> Part:
+    facts = [
+        (f"corpus {name}", [code(value) if name == "sha256" else value]) for name, value in tables.corpus_facts(study)
+    ]
+    caption = Markup("Every field, by the name that {} takes; where the runs differ, all values.").format(code("--set"))
+    fields = Numbers(field_table(study), caption, label="Configuration", css="text")
+    return Part("What was run, on which data", [Facts(facts), fields])
+
+
+def field_table(study: Study) -> Table:
+    """Every field of the configs with its values."""
+    return text_table((), [(code(name), value) for name, value in tables.fields(study)])
+
+
+def _plots(
+    describe: Callable[[Study], Iterator[tuple[str, str, Figure | None, str]]], parts: list[Study]
+) -> Iterator[Plot]:
+    """What `describe` yields for each part and has a figure; headings say the trained length where there are several."""
+    for part in parts:
+        which = f", trained at {part.trained[0]:,}" if len(parts) > 1 else ""
+        for heading, caption, figure, description in describe(part):
+            if figure is not None:
+                yield Plot(heading + which, caption, figure, description)
+
+
+def _ends(study: Study, mode: Mode = "nonoverlapping") -> str:
+    """Where each line starts and ends, for readers who do not see it."""
+    texts = []
+    for series in study.series:
+        between = sentences.ends(series, mode)
+        if between:
+            first, last = (mean(sentences.perplexity(series, length, mode)) for length in between)
+            texts.append(
+                f"{series.label}: perplexity {first:.3g} at {between[0]:,} tokens, {last:.3g} at {between[1]:,}."
+            )
+    return " ".join(texts)

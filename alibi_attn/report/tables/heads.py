@@ -1,0 +1,29 @@
+"""The heads of ALiBi in numbers: slope, half-life, and the distance beyond which a key hardly counts."""
+
+import math
+
+from alibi_attn.records import MOST
+from alibi_attn.slopes import alibi_slopes
+
+NEGLIGIBLE = 1e-6  # the factor below which a head counts as blind, and at which its picture has faded out
+
+
+def head_rows(num_heads: int) -> list[tuple[str, str, str, str]]:
+    """Head, slope, half-life and the distance at which the factor falls under 1e-6, for every head."""
+    rows = []
+    for head, slope in enumerate(alibi_slopes(num_heads).tolist(), start=1):
+        distance = math.floor(-math.log(NEGLIGIBLE) / slope) + 1
+        rows.append((f"{head}", fraction(slope), f"{half_life(slope):,.1f}", f"{distance:,}"))
+    return rows
+
+
+def half_life(slope: float) -> float:
+    """The distance in tokens at which a head's factor e^(−m·d) is one half, ln 2 / m; infinite for slope 0."""
+    return math.log(2) / slope if slope > 0 else math.inf
+
+
+def fraction(slope: float) -> str:
+    """A slope as text: "1/256" where it is one over a whole number, otherwise three digits."""
+    if slope > 1 / MOST and abs(1 / slope - round(1 / slope)) < 1e-9 / slope:
+        return f"1/{round(1 / slope)}" if slope != 1 else "1"
+    return f"{slope:.3g}"

@@ -1,0 +1,212 @@
+"""Tables of the paper: our rows and the paper's under common columns, each with its own best, and how both change with length."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+
+from alibi_attn.records import Record
+from alibi_attn.report import sentences
+from alibi_attn.report.answers import Column, item_of, published, recorded, scale_factor, unit_of, way_of
+from alibi_attn.report.published import PublishedItem, method_of
+from alibi_attn.report.tables.table import Block, Cell, Table, number
+
+CITED = "cited, not run"
+_MANY = 14  # columns that a table may have before it is thinned
+_NAMES = {
+    "train_tokens_per_second": "training, tokens/s",
+    "evaluation_tokens_per_second": "test, tokens/s",
+    "memory_bytes": "memory, GB",
+    "parameters": "parameters",
+    "valid_perplexity": "perplexity, valid",
+    "test_perplexity": "perplexity, test",
+    "updates": "updates",
+    "hours": "hours",
+    "perplexity": "perplexity",
+}
+_OURS_TOO = {"sliding_perplexity": "sliding", "nonoverlapping_perplexity": "nonoverlapping"}
+
+_SPREAD = {"perplexity": "", **{column: column.removesuffix("perplexity") for column in _OURS_TOO}}
+
+Rows = dict[str, dict[float, tuple[float, float, float]]]  # label -> the paper's length -> value, lowest, highest seed
+
+
+def pair_table(record: Record) -> Table | None:
+    """Ours above the paper's; columns are the paper's columns, or its lengths. None for drawings that measure nothing."""
+    item = item_of(record)
+    if "context" in item.columns or "slope" in item.columns:
+        return None
+    return _by_length(record, item) if "length" in item.columns else _by_column(record, item)
+
+
+def change_table(record: Record) -> Table | None:
+    """By how many per cent perplexity changes from the shortest to the longest length that both have, ours and the paper's."""
+    item, blocks = item_of(record), []
+    if not {"length", "perplexity"} <= set(item.columns):
+        return None
+    theirs = _rows(published(item), item.series, "perplexity")
+    ours = {column: _rows(recorded(record), item.series, column) for column in ("perplexity", *_OURS_TOO)}
+    rows = []
+    for label, in_paper in theirs.items():
+        if "L_valid" in label.replace("L_valid = ", ""):
+            continue  # another model at every length
+        here = ours["perplexity"].get(label, {})  # T5's bias has lengths that did not fit into memory
+        both = [x for x in sorted(set(in_paper) & set(here)) if math.isfinite(in_paper[x][0] + here[x][0])]
+        if len(both) < 2:
+            continue
+        first, last = both[0], both[-1]
+        cells = [_change(found.get(label, {}), first, last) for found in ours.values() if found]
+        rows.append((f"{label}, to {last:,.0f}", _variable(label), (*cells, _change(in_paper, first, last))))
+    if not rows:
+        return None
+    ways = ["ours", *(f"ours, {way}" for column, way in _OURS_TOO.items() if ours[column])]
+    blocks.append(Block("Change of perplexity from the trained length", tuple(rows)))
+    return Table((*ways, "the paper"), tuple(blocks))
+
+
+def _by_length(record: Record, item: PublishedItem) -> Table:
+    factor, measures = scale_factor(record), [name for name in item.columns if name != "length"]
+    ours, theirs = recorded(record), published(item)
+    way = "sliding window" if way_of(item) == "sliding" else "nonoverlapping windows"
+    found: list[tuple[str, str, Rows]] = []
+    for measure in measures:
+        per = f"{_NAMES.get(measure, 'test, tokens/s')}"
+        how = f", {way}" if measure == "perplexity" else ""
+        unit = f" per {unit_of(record)}" if measure == "perplexity" else ""
+        found.append((f"Ours: {per}{unit}{how}", measure, _rows(ours, item.series, measure)))
+        if measure == "perplexity":
+            found += [
+                (f"Ours: perplexity{unit}, {other} windows", column, _rows(ours, item.series, column))
+                for column, other in _OURS_TOO.items()
+            ]
+            found.append(("Ours: perplexity per word", "word_perplexity", _rows(ours, item.series, "word_perplexity")))
+        words = f" per token of {item.corpus}" if measure == "perplexity" else ""
+        found.append((f"The paper: {per}{words}{how}", measure, _rows(theirs, item.series, measure)))
+    lengths = _shown(
+        {x for title, _, rows in found if title.startswith("Ours") for at in rows.values() for x in at}, found
+    )
+    columns = tuple(f"{x:,.0f}" if factor == 1 else f"{x / factor:,.0f} ({x:,.0f})" for x in lengths)
+    blocks = [
+        _block(title, measure, {label: [rows.get(label, {}).get(x) for x in lengths] for label in rows})
+        for title, measure, rows in found
+        if rows
+    ]
+    return Table(columns, tuple(blocks))
+
+
+def _shown(ours: set[float], found: list[tuple[str, str, Rows]]) -> list[float]:
+    """All lengths; where they are many, ours and the paper's nearest to each of them (all are in `published.json`)."""
+    every = sorted({length for _, _, rows in found for values in rows.values() for length in values})
+    if len(every) <= _MANY or not ours:
+        return every
+    theirs = sorted({x for title, _, rows in found if title.startswith("The") for at in rows.values() for x in at})
+    return sorted(ours | {min(theirs, key=lambda length: abs(length - x)) for x in ours})
+
+
+def _by_column(record: Record, item: PublishedItem) -> Table:
+    measures = list(item.columns)
+    blocks = []
+    measured = any("perplexity" in measure for measure in measures)
+    first = f"Ours, perplexity per {unit_of(record)}" if measured else "Ours"
+    for title, column, ours in (
+        (first, recorded(record), True),
+        (f"The paper, {item.corpus}", published(item), False),
+    ):
+        columns = []
+        for measure in measures:
+            rows: Rows = {}
+            for label in item.series:
+                values = column(label, measure).tolist()
+                if ours:  # a curve through training ends with the number that the paper has
+                    values = values[-1:]
+                rows[label] = {place: (value, math.nan, math.nan) for place, value in enumerate(values)}
+            columns.append((measure, rows))
+        labels = [
+            (label, place)
+            for label in item.series
+            for place in range(max(len(rows[label]) for _, rows in columns) or (1 if label in item.cited else 0))
+        ]
+        cells = {
+            measure: [_cell(measure, rows[label].get(place)) for label, place in labels] for measure, rows in columns
+        }
+        for measure, unmarked in cells.items():
+            cells[measure] = _marked(measure, unmarked)
+        lines = []
+        for row, (label, _) in enumerate(labels):
+            shown = tuple(cells[measure][row] for measure in measures)
+            if ours and label in item.cited:
+                shown = (Cell(CITED), *(Cell("") for _ in measures[1:]))
+            lines.append((label + (", cited" if label in item.cited and not ours else ""), _variable(label), shown))
+        blocks.append(Block(title, tuple(lines)))
+    return Table(tuple(_title(measure, scale_factor(record)) for measure in measures), tuple(blocks))
+
+
+def _block(title: str, measure: str, rows: dict[str, list[tuple[float, float, float] | None]]) -> Block:
+    cells = {label: [_cell(measure, value) for value in values] for label, values in rows.items()}
+    width = max(map(len, cells.values()), default=0)
+    for place in range(width):
+        column = _marked(measure, [row[place] for row in cells.values()])
+        for row, cell in zip(cells.values(), column, strict=True):
+            row[place] = cell
+    return Block(title, tuple((label, _variable(label), tuple(row)) for label, row in cells.items()))
+
+
+def _marked(measure: str, column: list[Cell]) -> list[Cell]:
+    """The best of a column marked: the lowest perplexity or memory, the highest speed; nothing where there is one row."""
+    values = [cell.value for cell in column if cell.value is not None]
+    if len(set(values)) < 2 or not ("perplexity" in measure or measure.endswith("_per_second") or "memory" in measure):
+        return column
+    best = max(values) if measure.endswith("_per_second") else min(values)
+    return [replace(cell, best=cell.value == best) for cell in column]
+
+
+def _cell(measure: str, value: tuple[float, float, float] | None) -> Cell:
+    if value is None or not math.isfinite(value[0]):
+        return Cell("—")
+    middle, low, high = value
+    if measure == "memory_bytes":
+        return Cell(f"{middle / 1e9:.3g}", middle)
+    show = number if "perplexity" in measure else _whole
+    spread = f"{show(low)} – {show(high)}" if math.isfinite(low + high) and low != high else ""
+    return Cell(show(middle), middle, spread)
+
+
+def _whole(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def _change(values: dict[float, tuple[float, float, float]], first: float, last: float) -> Cell:
+    if first not in values or last not in values:
+        return Cell("—")
+    percent = 100 * (values[last][0] / values[first][0] - 1)
+    return Cell(sentences.signed(percent), percent)
+
+
+def _rows(column: Column, labels: Iterable[str], measure: str) -> Rows:
+    """What a column has of a measure, by the paper's length, with the lowest and the highest seed where there are several."""
+    rows: Rows = {}
+    for label in labels:
+        values = column(label, measure)
+        if not np.isfinite(values).any():
+            continue
+        nothing = np.full(len(values), math.nan)
+        low, high = (
+            column(label, f"{_SPREAD[measure]}{end}") if measure in _SPREAD else nothing for end in ("low", "high")
+        )
+        points = zip(column(label, "paper_length"), values, low, high, strict=True)
+        rows[label] = {float(at): (float(value), float(least), float(most)) for at, value, least, most in points}
+    return rows
+
+
+def _title(measure: str, factor: float) -> str:
+    """A column's heading; perplexities at one of the paper's lengths say ours before it."""
+    if measure.startswith("perplexity_"):
+        length = int(measure.removeprefix("perplexity_"))
+        shown = f"{length:,}" if factor == 1 else f"{length / factor:,.0f} ({length:,})"
+        return f"perplexity at {shown}"
+    return _NAMES.get(measure, measure.replace("_", " "))
+
+
+def _variable(label: str) -> str:
+    return method_of(label) or "ink"

@@ -1,0 +1,143 @@
+"""Gates that close entirely, −inf or a huge number: what follows is what it is without anything before, to the last digit."""
+
+import math
+
+import pytest
+import torch
+from attention_checks import WITH_KEY_BIAS
+from torch.nn.functional import logsigmoid
+
+from alibi_attn import ALiBiAttention, KVCache, forgetting_attention
+from alibi_attn.attention.decoding import attend_near
+
+LENGTH, CUTS = 320, (64, 128, 256)
+CLOSED = [-math.inf, -3e38, -1e16, -1e9]
+
+
+def draw(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    query, (key, value) = torch.randn(2, 4, LENGTH, 16, dtype=dtype), torch.randn(2, 2, 2, LENGTH, 16, dtype=dtype)
+    return [query, key, value, logsigmoid(torch.randn(2, 4, LENGTH) - 0.5)]
+
+
+def piece_by_piece(inputs: list[torch.Tensor], **options: torch.Tensor) -> list[torch.Tensor]:
+    """(output, lse) of every piece between cuts, computed alone in fp64."""
+    parts = []
+    for low, high in zip((0, *CUTS), (*CUTS, LENGTH), strict=True):
+        part = [x[:, :, low:high].double() for x in inputs]
+        part[3] = torch.cat([torch.zeros_like(part[3][..., :1]), part[3][..., 1:]], -1)
+        of_part = {name: x[:, low:high] for name, x in options.items()}
+        parts.append(forgetting_attention(*part, return_lse=True, backend="reference", **of_part))
+    return [torch.cat(x, 2) for x in zip(*parts, strict=True)]
+
+
+def with_cuts(inputs: list[torch.Tensor], closed: float) -> list[torch.Tensor]:
+    gates = inputs[3].clone()
+    gates[..., list(CUTS)] = closed
+    return [*inputs[:3], gates]
+
+
+@pytest.mark.parametrize("closed", CLOSED)
+@pytest.mark.parametrize("backend", WITH_KEY_BIAS)
+@pytest.mark.parametrize("options", [{}, {"segment_ids": (torch.arange(LENGTH) // 90).expand(2, -1)}], ids=str)
+def test_nothing_passes_a_cut_and_later_gates_keep_their_digits(backend: str, closed: float, options: dict) -> None:
+    inputs = [x.requires_grad_() for x in with_cuts(draw(), closed)]
+    exact = [x.detach().clone().requires_grad_() for x in inputs]
+    found = forgetting_attention(*inputs, return_lse=True, backend=backend, **options)
+    expected = piece_by_piece(exact, **options)
+    weights = [torch.randn_like(x) for x in found]
+    gradients = torch.autograd.grad(found, inputs, weights)
+    expected_gradients = torch.autograd.grad(expected, exact, [w.double() for w in weights])
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=2e-5)
+    for x, y in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(x.double(), y.double(), rtol=1e-4, atol=1e-4)
+    assert not gradients[3][..., list(CUTS)].any()
+
+
+@pytest.mark.parametrize("backend", WITH_KEY_BIAS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e4])
+def test_what_lies_before_a_cut_is_never_used(backend: str, bad: float) -> None:
+    inputs = with_cuts(draw(), -math.inf)
+    spoiled = [x.clone() for x in inputs]
+    spoiled[1][0, 0, 100] = spoiled[2][1, 1, 30] = bad
+    found, expected = ([x.requires_grad_() for x in some] for some in (spoiled, inputs))
+    results = [forgetting_attention(*some, return_lse=True, backend=backend) for some in (found, expected)]
+    for x, y in zip(*results, strict=True):
+        torch.testing.assert_close(x[:, :, CUTS[1] :], y[:, :, CUTS[1] :], rtol=1e-5, atol=1e-5)
+    grads = [
+        torch.autograd.grad(x[:, :, CUTS[1] :].sum(), some)
+        for (x, _), some in zip(results, (found, expected), strict=True)
+    ]
+    for x, y in zip(*grads, strict=True):
+        torch.testing.assert_close(x[:, :, CUTS[1] :], y[:, :, CUTS[1] :], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("backend", WITH_KEY_BIAS)
+@pytest.mark.parametrize("hidden", ["key_mask", "key_bias", "segment_ids"])
+def test_a_query_whose_keys_since_the_cut_are_hidden_sees_nothing(backend: str, hidden: str) -> None:
+    inputs = [x.requires_grad_() for x in with_cuts(draw(), -math.inf)]
+    seen = torch.ones(2, LENGTH, dtype=torch.bool)
+    seen[:, 64:80] = seen[1, 256:] = False
+    blind = ~seen
+    options: dict = {"key_mask": seen}
+    if hidden == "key_bias":
+        options = {"key_bias": torch.zeros(2, 1, LENGTH).masked_fill(~seen[:, None], -math.inf)}
+    if hidden == "segment_ids":
+        options = {"segment_ids": (torch.where(seen, 0, 1), torch.where(seen, 0, 2))}
+        options["segment_ids"][0][:] = 0
+    output, lse = forgetting_attention(*inputs, return_lse=True, backend=backend, **options)
+    assert not output.transpose(1, 2)[blind].any()
+    assert (lse.transpose(1, 2)[blind] == -math.inf).all()
+    assert lse.transpose(1, 2)[seen].isfinite().all()
+    gradients = torch.autograd.grad(output.transpose(1, 2)[blind].sum(), inputs)
+    assert not any(x.any() for x in gradients)
+
+
+@pytest.mark.parametrize("backend", ["dense", "native"])
+def test_cuts_compile(backend: str) -> None:
+    inputs = with_cuts(draw(), -math.inf)
+    inputs[1][0, 0, 30] = math.nan
+    seen = torch.ones(2, LENGTH, dtype=torch.bool)
+    seen[:, 64:80] = False
+
+    def attend(*x: torch.Tensor) -> torch.Tensor:
+        return forgetting_attention(*x, key_mask=seen, backend=backend)
+
+    found = torch.compile(attend, fullgraph=True, backend="eager")(*inputs)
+    torch.testing.assert_close(found, attend(*inputs), rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def test_a_sum_that_absorbs_later_gates_is_noticed() -> None:
+    inputs = with_cuts(draw(), -1e16)
+    sums = inputs[3].double().cumsum(-1)
+    scores = inputs[0].double() @ inputs[1].double().repeat_interleave(2, 1).mT / 4
+    scores = scores + (sums[..., None] - sums[:, :, None])
+    hidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    output = scores.masked_fill(hidden, -math.inf).softmax(-1) @ inputs[2].double().repeat_interleave(2, 1)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(output, piece_by_piece(inputs)[0], rtol=1e-5, atol=2e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("closed", CLOSED)
+@pytest.mark.parametrize("queries", [1, 5])
+def test_decoding_stops_at_a_cut(closed: float, queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("alibi_attn.attention.decoding.FEW", 32)
+    query, key, value, gates = draw()
+    gates[..., [100, LENGTH - 3]] = closed
+    expected = forgetting_attention(query, key, value, gates, backend="reference")[:, :, -queries:]
+    found = attend_near(query[:, :, -queries:], key, value, torch.zeros(4), None, log_fgate=gates)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_caches_of_a_layer_take_gates_that_close() -> None:
+    layer = ALiBiAttention(64, 4, qk_norm=True, forget_gate=True)
+    x = torch.randn(1, 200, 64)
+    assert layer.gate_proj is not None
+    layer.gate_proj.bias.fill_(2.0)
+    layer.gate_proj.register_forward_hook(lambda module, inputs, gates: gates.masked_fill(gates < -2.5, -math.inf))
+    full = layer(x)
+    for cache in (KVCache(), layer.reach_cache()):
+        found = torch.cat([layer(part, cache=cache) for part in x.split([70, 3, *[1] * 127], 1)], 1)
+        torch.testing.assert_close(found, full, rtol=1e-4, atol=1e-5)

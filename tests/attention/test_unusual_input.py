@@ -1,0 +1,181 @@
+"""Views whose sign is a bit, empty batches and numbers beyond int64 and float64: right, or refused in words."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from alibi_attn import (
+    ALiBiAttention,
+    KVCache,
+    alibi_attention,
+    alibi_attention_varlen,
+    alibi_bias,
+    alibi_slopes,
+    certified_block_mask,
+    explain,
+    forgetting_attention,
+    head_reach,
+    interpolate_slopes,
+)
+from alibi_attn.attention.backends.native import build
+from alibi_attn.attention.decoding import attend_near, measured_norms
+from alibi_attn.attention.dispatch import BACKENDS
+from alibi_attn.attention.toeplitz import toeplitz_attention
+from alibi_attn.nn.linear import linear
+
+BACKWARD = [name for name in BACKENDS if name not in ("fused", "flex") and (name != "native" or not build.why_not())]
+HUGE, HUGER = 2**70, 10**400
+SLOPES = torch.tensor(alibi_slopes(4), dtype=torch.float32)
+
+
+def negated(x: torch.Tensor) -> torch.Tensor:
+    """−x as a view that shares the memory of x."""
+    return torch._neg_view(x)
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKWARD)
+def test_negative_views_are_read_with_their_sign(backend: str) -> None:
+    inputs = torch.randn(3, 2, 4, 300, 16).unbind(0)
+    grad = torch.randn(2, 4, 300, 16)
+    expected = torch.autograd.functional.vjp(lambda *x: alibi_attention(*x, SLOPES, backend="reference"), inputs, grad)
+    for at in range(3):
+        views = [negated(-x) if i == at else x for i, x in enumerate(inputs)]
+        found = torch.autograd.functional.vjp(
+            lambda *x: alibi_attention(*x, negated(-SLOPES), backend=backend), tuple(views), negated(-grad)
+        )
+        assert_close(found[0], expected[0])
+        for gradient, expected_gradient in zip(found[1], expected[1], strict=True):
+            assert_close(gradient, expected_gradient)
+
+
+@pytest.mark.parametrize("backend", [name for name in BACKWARD if name != "banded"])
+def test_negative_views_of_biases_masks_and_tables(backend: str) -> None:
+    query, key, value = torch.randn(3, 2, 4, 100, 16)
+    gates, bias, table = functional.logsigmoid(torch.randn(2, 4, 100)), torch.randn(2, 4, 100), torch.randn(4, 100)
+    segments = torch.arange(100).expand(2, -1) // 30 + 1
+    found = forgetting_attention(
+        query, key, value, negated(-gates), key_bias=negated(-bias), segment_ids=negated(-segments), backend=backend
+    )
+    expected = forgetting_attention(query, key, value, gates, key_bias=bias, segment_ids=segments, backend="reference")
+    assert_close(found, expected)
+    found = toeplitz_attention(query, key, value, negated(-table), backend=backend)
+    assert_close(found, toeplitz_attention(query, key, value, table, backend="reference"))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("negative", range(3))
+def test_decoding_and_linear_maps_read_negative_views_with_their_sign(negative: int) -> None:
+    query, (key, value) = torch.randn(1, 4, 1, 16), torch.randn(2, 1, 4, 500, 16)
+    expected = alibi_attention(query, key, value, SLOPES, backend="reference")
+    views = [negated(-x) if at == negative else x for at, x in enumerate((query, key, value))]
+    assert_close(attend_near(*views, SLOPES, measured_norms(*views[1:])), expected)
+    assert_close(attend_near(*views, negated(-SLOPES), None), expected)
+    maps = torch.randn(2, 64), torch.randn(96, 64), torch.randn(96)
+    assert_close(linear(*(negated(-x) if at == negative else x for at, x in enumerate(maps))), functional.linear(*maps))
+
+
+@torch.no_grad()
+def test_decoding_reads_values_of_any_stride() -> None:
+    query, (key, value) = torch.randn(1, 4, 1, 16), torch.randn(2, 1, 4, 500, 16)
+    strided = value.mT.contiguous().mT
+    assert_close(attend_near(query, key, strided, SLOPES, None), alibi_attention(query, key, value, SLOPES))
+
+
+@pytest.mark.parametrize("backend", ["auto", *BACKWARD])
+def test_an_empty_batch_has_empty_gradients(backend: str) -> None:
+    inputs = [torch.randn(0, 8, 500, 64, requires_grad=True) for _ in range(3)]
+    dropout_p = 0.0 if backend == "banded" else 0.1
+    output, lse = alibi_attention(*inputs, dropout_p=dropout_p, return_lse=True, backend=backend)
+    (output.sum() + lse.sum()).backward()
+    assert all(x.grad is not None and x.grad.shape == x.shape for x in inputs)
+    assert head_reach(*inputs[:2], backend=backend).shape == (0, 8)
+    assert "B=0" in explain(*inputs, backend=backend)
+
+
+def test_the_kernels_themselves_take_an_empty_batch() -> None:
+    """As an exported program calls them, whose batch is open."""
+    if build.why_not() is not None:
+        pytest.skip(f"no kernels: {build.why_not()}")
+    from alibi_attn.attention.backends.native import backend
+    from alibi_attn.attention.validation import make_spec
+
+    inputs = [torch.randn(0, 8, 500, 64, requires_grad=True) for _ in range(3)]
+    output, _ = backend.run(make_spec(*inputs), *inputs)
+    output.sum().backward()
+    assert inputs[0].grad is not None
+
+
+@pytest.mark.parametrize("options", [{}, {"forget_gate": True}, {"qk_norm": True}, {"num_kv_heads": 2}])
+def test_a_layer_takes_an_empty_batch(options: dict) -> None:
+    layer = ALiBiAttention(64, 8, **options)
+    layer(torch.randn(0, 5, 64)).sum().backward()
+    with torch.no_grad():
+        for cache in (KVCache(), layer.reach_cache(score_bound=5.0)):
+            for length in (5, 1):
+                assert layer(torch.randn(0, length, 64), cache=cache).shape == (0, length, 64)
+
+
+QUERY, KEY, VALUE = torch.ones(3, 1, 4, 9, 16)
+ROWS = [x[0].transpose(0, 1) for x in (QUERY, KEY, VALUE)]
+FUNCTIONS = {
+    "alibi_attention": lambda **options: alibi_attention(QUERY, KEY, VALUE, **options),
+    "symmetric": lambda **options: alibi_attention(QUERY, KEY, VALUE, causal=False, **options),
+    "varlen": lambda **options: alibi_attention_varlen(*ROWS, torch.tensor([0, 4, 9]), **options),
+    "forgetting": lambda **options: forgetting_attention(QUERY, KEY, VALUE, -torch.ones(1, 4, 9), **options),
+    "toeplitz": lambda **options: toeplitz_attention(QUERY, KEY, VALUE, torch.ones(4, 9), **options),
+    "head_reach": lambda **options: head_reach(QUERY, KEY, **options),
+    "explain": lambda **options: explain(QUERY, KEY, VALUE, **options),
+    "certified_block_mask": lambda **options: certified_block_mask(QUERY, KEY, **options),
+    "decoding": lambda **options: attend_near(QUERY[:, :, -1:], KEY, VALUE, SLOPES, None, **options),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_window_beyond_int64_hides_nothing_and_a_scale_beyond_float64_is_refused(name: str) -> None:
+    function = FUNCTIONS[name]
+    widest, without = function(window=HUGE), function()
+    if isinstance(without, torch.Tensor):
+        torch.testing.assert_close(widest, without)
+    for scale in (HUGER, -HUGER):
+        with pytest.raises(ValueError, match="but must be finite"):
+            function(scale=scale)
+
+
+@pytest.mark.parametrize("backend", [*BACKWARD, "flex"])
+@pytest.mark.parametrize("causal", [True, False])
+@torch.no_grad()
+def test_every_backend_takes_a_window_beyond_int64(backend: str, causal: bool) -> None:
+    inputs = torch.randn(3, 1, 4, 200, 16).unbind(0)
+    if backend == "flex":
+        pytest.importorskip("torch.nn.attention.flex_attention")
+        assert head_reach(*inputs[:2], causal=causal, window=HUGE, backend=backend).shape == (1, 4)
+        return
+    found = alibi_attention(*inputs, causal=causal, window=HUGE, backend=backend)
+    assert_close(found, alibi_attention(*inputs, causal=causal, backend="reference"))
+
+
+@pytest.mark.parametrize("offset", [HUGE, -HUGE, torch.tensor(2**63 - 1), torch.tensor([-(2**62)])])
+def test_positions_beyond_int64_are_refused(offset: object) -> None:
+    with pytest.raises(ValueError, match=r"query_offset is .* but positions lie between"):
+        alibi_attention(QUERY, KEY, VALUE, query_offset=offset)
+
+
+def test_other_numbers_without_end_are_refused() -> None:
+    with pytest.raises(ValueError, match="query_len is"):
+        alibi_bias([0.5], HUGE)
+    with pytest.raises(ValueError, match="query_offset is"):
+        alibi_bias([0.5], 3, query_offset=HUGE)
+    for slopes in ([HUGER] * 4, [-HUGER] * 4):
+        with pytest.raises(ValueError, match="slopes must be finite"):
+            alibi_attention(QUERY, KEY, VALUE, slopes)
+        with pytest.raises(ValueError, match="slopes must be finite"):
+            ALiBiAttention(64, 4, slopes=slopes)
+    with pytest.raises(ValueError, match="target is a length"):
+        interpolate_slopes([0.5], 1, HUGER)
+    layer = ALiBiAttention(64, 4, window=HUGE, qk_norm=True)
+    assert layer.static_reach(score_bound=HUGER).tolist() == [2**60] * 4

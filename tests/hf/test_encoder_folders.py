@@ -1,0 +1,306 @@
+"""Folders of encoders: every family's is read by the names of its weights or refused by name; what we write comes back."""
+
+import json
+
+import pytest
+import torch
+from damaged_json import DAMAGED
+from encoder_oracle import LAYERS, LAYOUTS, WIDTH, WORDS, config, encode, random_state, write_folder
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification, BertModel
+
+from alibi_attn.hf import ALiBiBertConfig, ALiBiBertForMaskedLM, ALiBiBertForSequenceClassification, ALiBiBertModel
+
+IDS = torch.arange(24).reshape(2, 12) % WORDS
+QUERY = "encoder.layer.0.attention.self.query.weight"
+
+
+def small(kind: type = ALiBiBertModel, **fields: object) -> torch.nn.Module:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": WORDS, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 6}
+    return kind(ALiBiBertConfig(**{**sizes, "intermediate_size": 40, **fields})).eval()
+
+
+CODE = {"gate": "second", "qk_norm": True, "extra_norm": True, "original_layout": "jina-code"}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("prefix", ["", "bert.", "model."])
+@pytest.mark.parametrize("pickled", [False, True])
+@torch.no_grad()
+def test_every_family_is_read_with_every_prefix(layout, prefix, pickled, tmp_path):
+    state = random_state(layout, prefix=prefix, head="mlm", pooler=True)
+    state[f"{prefix}embeddings.position_ids"] = torch.arange(16)[None]  # buffers that some versions saved
+    folder = write_folder(tmp_path / "model", state, config(layout, model_type=None), pickled=pickled)
+    model = ALiBiBertModel.from_pretrained(folder, dtype=torch.float64)
+    bare = {name.removeprefix(prefix): x for name, x in state.items()}
+    truth = encode(bare, layout, IDS, torch.ones_like(IDS))
+    torch.testing.assert_close(model(IDS).last_hidden_state, truth, rtol=1e-12, atol=1e-12)
+    assert model.config.original_layout == layout
+    assert not model.training
+    torch.testing.assert_close(model.pooler.dense.weight, bare["pooler.dense.weight"].double())
+    words = ALiBiBertForMaskedLM.from_pretrained(folder)
+    torch.testing.assert_close(words.cls.predictions.decoder.weight, bare["embeddings.word_embeddings.weight"])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("kind", "auto"),
+    [
+        (ALiBiBertModel, AutoModel),
+        (ALiBiBertForMaskedLM, AutoModelForMaskedLM),
+        (ALiBiBertForSequenceClassification, AutoModelForSequenceClassification),
+    ],
+)
+@torch.no_grad()
+def test_what_is_saved_comes_back_in_both_layouts_and_through_auto_classes(layout, kind, auto, tmp_path):
+    kinds = {"jina-code": CODE, "jina": {"gate_act": "relu", "original_layout": "jina"}, "mosaic": {}}
+    model = small(kind, num_labels=3, emb_pooler="mean" if layout != "mosaic" else None, **kinds[layout])
+    for parameter in model.parameters():
+        parameter.normal_(0.1, 0.2)
+    truth = model(IDS)[0]
+    model.save_pretrained(tmp_path / "own")
+    model.save_pretrained(tmp_path / "theirs", layout="original")
+    loaded = [
+        kind.from_pretrained(tmp_path / "own"),
+        auto.from_pretrained(tmp_path / "own"),
+        kind.from_pretrained(tmp_path / "theirs"),
+    ]
+    for again in loaded:
+        assert type(again) is kind
+        assert torch.equal(again(IDS)[0], truth)
+        assert again.config.emb_pooler == model.config.emb_pooler
+    assert AutoConfig.from_pretrained(tmp_path / "own").gate == model.config.gate
+    names = set(load_file(tmp_path / "theirs" / "model.safetensors"))
+    assert any(QUERY in name for name in names) == (layout != "mosaic")
+    assert json.loads((tmp_path / "theirs" / "config.json").read_text())["model_type"] == "bert"
+    with pytest.raises(FileExistsError, match="never overwritten"):
+        model.save_pretrained(tmp_path / "theirs", layout="original")
+
+
+@torch.no_grad()
+def test_a_folder_in_a_family_s_names_holds_its_weights_unchanged(tmp_path):
+    for layout in LAYOUTS:
+        state = random_state(layout, pooler=True)
+        model = ALiBiBertModel.from_pretrained(write_folder(tmp_path / layout, state, config(layout)))
+        model.save_pretrained(tmp_path / f"{layout} again", layout="original")
+        again = load_file(tmp_path / f"{layout} again" / "model.safetensors")
+        assert again.keys() == state.keys()
+        assert all(torch.equal(again[name], tensor) for name, tensor in state.items())
+        said, first = (json.loads((tmp_path / f / "config.json").read_text()) for f in (f"{layout} again", layout))
+        if layout != "mosaic":
+            assert (said["feed_forward_type"], said["emb_pooler"]) == (first["feed_forward_type"], first["emb_pooler"])
+
+
+def test_a_bare_model_ignores_a_heads_weights_and_a_missing_head_is_drawn_on_request(tmp_path):
+    model = small()
+    model.save_pretrained(tmp_path / "bare")
+    with pytest.raises(ValueError, match=r"lacks the weights classifier\.bias, classifier\.weight; pass new_head=True"):
+        ALiBiBertForSequenceClassification.from_pretrained(tmp_path / "bare")
+    fresh = ALiBiBertForSequenceClassification.from_pretrained(tmp_path / "bare", new_head=True, num_labels=5)
+    assert fresh.classifier.weight.shape == (5, WIDTH)
+    assert torch.equal(fresh.bert.pooler.dense.weight, model.pooler.dense.weight)
+    fresh.save_pretrained(tmp_path / "classifier")
+    assert torch.equal(ALiBiBertModel.from_pretrained(tmp_path / "classifier")(IDS)[0], model(IDS)[0])
+    other = ALiBiBertForSequenceClassification.from_pretrained(tmp_path / "classifier", new_head=True, num_labels=2)
+    assert other.classifier.weight.shape == (2, WIDTH)
+    with pytest.raises(ValueError, match=r"has classifier\.weight \[5, 48\] where its config needs \[2, 48\]"):
+        ALiBiBertForSequenceClassification.from_pretrained(tmp_path / "classifier", num_labels=2)
+    small(pooler=False).save_pretrained(tmp_path / "without pooler")
+    with pytest.raises(ValueError, match=r"lacks the weights classifier\.bias, .*pooler\.dense"):
+        ALiBiBertForSequenceClassification.from_pretrained(tmp_path / "without pooler")
+
+
+def test_the_encoder_of_a_masked_language_model_loads_alone(tmp_path):
+    model = small(ALiBiBertForMaskedLM)
+    model.save_pretrained(tmp_path)
+    for alone in (
+        ALiBiBertModel.from_pretrained(tmp_path),
+        AutoModel.from_pretrained(tmp_path, dtype="auto", device_map="cpu"),
+    ):
+        assert torch.equal(alone(IDS).last_hidden_state, model.bert(IDS).last_hidden_state)
+        assert alone(IDS).pooler_output is None
+    classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path, new_head=True, num_labels=4)
+    assert classifier(IDS).logits.shape == (2, 4)
+    options = {"config": model.config, "new_head": True, "num_labels": 3}
+    assert ALiBiBertForSequenceClassification.from_pretrained(tmp_path, **options)(IDS).logits.shape == (2, 3)
+    assert model.config.num_labels == 2
+
+
+def _without(name):
+    return lambda state, said: state.pop(name)
+
+
+def _with(name, *shape):
+    return lambda state, said: state.update({name: torch.zeros(*shape)})
+
+
+def _says(**fields):
+    return lambda state, said: said.update(fields)
+
+
+def _plain_bert(state, said):
+    state.clear()
+    from transformers import BertConfig
+
+    sizes = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": 6, "intermediate_size": 40}
+    state.update(BertModel(BertConfig(vocab_size=WORDS, **sizes)).state_dict())
+
+
+BROKEN = [
+    (_without(QUERY), rf"it lacks the weights {QUERY}; download it again$"),
+    (_without("embeddings.word_embeddings.weight"), "lacks the weights embeddings.word_embeddings.weight"),
+    (_without("embeddings.token_type_embeddings.weight"), "lacks the weights embeddings.token_type_embeddings.weight"),
+    (_with("encoder.layer.1.mlp.more.weight", 3), "it has unknown weights encoder.layer.1.mlp.more.weight"),
+    (_with("adapter.weight", 3), "it has unknown weights adapter.weight"),
+    (_with("encoder.layer.3.mlp.wo.bias", WIDTH), "says num_hidden_layers 2 but the tensors have 3"),
+    (
+        _with("bert.embeddings.word_embeddings.weight", WORDS, WIDTH),
+        "it has unknown weights bert.embeddings.word_embeddings.weight",
+    ),
+    (_with(QUERY, WIDTH, 7), rf"has {QUERY} \[48, 7\], .* where its config needs \[144, 48\] in all"),
+    (
+        lambda state, said: state.update({QUERY: state[QUERY].long()}),
+        rf"holds {QUERY} as torch.int64: quantized weights cannot be read here",
+    ),
+    (_with("embeddings.position_embeddings.weight", 16, WIDTH), "position embeddings, so it has no ALiBi"),
+    (_plain_bert, "position embeddings, so it has no ALiBi"),
+    (_says(hidden_size=96), "config.json says hidden_size 96 but the tensors have 48"),
+    (_says(num_hidden_layers=12), "config.json says num_hidden_layers 12 but the tensors have 2"),
+    (_says(vocab_size=WORDS + 8), f"config.json says vocab_size {WORDS + 8} but the tensors have {WORDS}"),
+    (_says(num_attention_heads=None), "does not say num_attention_heads, which the tensors do not tell"),
+    (_says(num_attention_heads=5), "hidden_size is 48 but must be a multiple of num_attention_heads, 5"),
+    (_says(num_attention_heads="six"), "num_attention_heads is 'six' but must be a positive integer"),
+    (_says(feed_forward_type="original"), "says feed_forward_type 'original' but must say 'geglu' or 'reglu'"),
+    (_says(alibi_scaling=2), "alibi_scaling = 2 but only 1"),
+    (_says(is_decoder=True), "these are encoders"),
+    (_says(hidden_act=[1]), "makes no model|hidden_act is"),
+    (_says(id2label=7), "makes no model"),
+    (_says(num_labels=10**9), "num_labels is 1000000000 but must be an integer from 1 to 1000000"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BROKEN)
+def test_what_does_not_fit_is_refused_by_name(change, message, tmp_path):
+    state, said = random_state("jina"), config("jina")
+    change(state, said)
+    folder = write_folder(tmp_path / "model", state, said)
+    with pytest.raises(ValueError, match=message) as raised:
+        ALiBiBertModel.from_pretrained(folder)
+    assert str(folder) in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_padded_vocabulary_is_taken_from_the_tensors(tmp_path):
+    folder = write_folder(tmp_path / "padded", random_state("mosaic"), config("mosaic", vocab_size=WORDS - 3))
+    assert ALiBiBertModel.from_pretrained(folder).config.vocab_size == WORDS
+
+
+def test_tied_words_must_be_equal(tmp_path):
+    state = random_state("mosaic", prefix="bert.", head="mlm")
+    state["cls.predictions.decoder.weight"] = state["bert.embeddings.word_embeddings.weight"].clone()
+    folder = write_folder(tmp_path / "tied", state, config("mosaic"))
+    assert ALiBiBertForMaskedLM.from_pretrained(folder).cls.predictions.decoder.bias.any()
+    state["cls.predictions.decoder.weight"][0, 0] += 1
+    write_folder(tmp_path / "tied", state, config("mosaic"))
+    with pytest.raises(
+        ValueError,
+        match=r"cls\.predictions\.decoder\.weight is not embeddings\.word_embeddings\.weight; set tie_word_embeddings",
+    ):
+        ALiBiBertForMaskedLM.from_pretrained(folder)
+    write_folder(tmp_path / "tied", state, config("mosaic", tie_word_embeddings=False))
+    apart = ALiBiBertForMaskedLM.from_pretrained(folder)
+    assert torch.equal(apart.cls.predictions.decoder.weight, state["cls.predictions.decoder.weight"])
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_damaged_folders_are_one_sentence(own, tmp_path):
+    folder = tmp_path / "model"
+    small().save_pretrained(folder)
+    if not own:
+        write_folder(folder, random_state("jina"), config("jina"))
+    whole = (folder / "model.safetensors").read_bytes()
+    for length in (0, 100, len(whole) // 2, len(whole) - 1):
+        (folder / "model.safetensors").write_bytes(whole[:length])
+        with pytest.raises(ValueError, match=r"model\.safetensors is damaged"):
+            ALiBiBertModel.from_pretrained(folder)
+    (folder / "model.safetensors").write_bytes(whole)
+    for content, message in DAMAGED.values():
+        (folder / "config.json").write_bytes(content)
+        with pytest.raises(ValueError, match=rf"config\.json is damaged: .*{message}"):
+            ALiBiBertModel.from_pretrained(folder)
+    for said in ({"model_type": "alibi-bert", "gate": 3}, {"model_type": "alibi-bert", "hidden_size": "wide"}):
+        (folder / "config.json").write_text(json.dumps(said))
+        with pytest.raises(ValueError, match=r"makes no model|holds none of ALiBiBert|lacks"):
+            ALiBiBertModel.from_pretrained(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"config\.json is not there"):
+        ALiBiBertModel.from_pretrained(folder)
+
+
+def test_a_config_does_not_make_transformers_load_what_it_likes(tmp_path):
+    small().save_pretrained(tmp_path)
+    said = json.loads((tmp_path / "config.json").read_text())
+    said |= {
+        "attn_implementation": "owner/kernel",
+        "transformers_weights": "../x.safetensors",
+        "dtype": 7,
+        "auto_map": {"A": "b"},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    model = ALiBiBertModel.from_pretrained(tmp_path)
+    assert model.dtype == torch.float32
+    assert not hasattr(model.config, "auto_map")
+
+
+def test_a_folder_that_is_not_there_says_what_to_pass(tmp_path):
+    with pytest.raises(FileNotFoundError, match="pass the folder of a checkpoint"):
+        ALiBiBertModel.from_pretrained(tmp_path / "gone")
+
+
+def test_originals_in_half_precision_become_single_unless_asked(tmp_path):
+    state = {name: x.half() for name, x in random_state("jina").items()}
+    folder = write_folder(tmp_path / "half", state, config("jina", torch_dtype="float16"))
+    assert ALiBiBertModel.from_pretrained(folder).dtype == torch.float32
+    assert ALiBiBertModel.from_pretrained(folder, dtype="auto").dtype == torch.float16
+    assert ALiBiBertModel.from_pretrained(folder, dtype=torch.bfloat16).dtype == torch.bfloat16
+    small().bfloat16().save_pretrained(tmp_path / "own")
+    assert ALiBiBertModel.from_pretrained(tmp_path / "own").dtype == torch.bfloat16
+
+
+def test_loaded_weights_do_not_hang_on_the_file(tmp_path):
+    folder = write_folder(tmp_path / "model", random_state("mosaic"), config("mosaic"))
+    model = ALiBiBertModel.from_pretrained(folder)
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    (folder / "model.safetensors").write_bytes(b"\0" * 8)
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
+def test_a_model_goes_back_into_the_folder_that_it_came_from(tmp_path):
+    model = small()
+    model.save_pretrained(tmp_path)
+    again = ALiBiBertModel.from_pretrained(tmp_path)
+    again.save_pretrained(tmp_path)
+    assert torch.equal(ALiBiBertModel.from_pretrained(tmp_path)(IDS)[0], model(IDS)[0])
+
+
+@pytest.mark.parametrize(
+    ("fields", "layout", "message"),
+    [
+        ({}, "bert", "layout is 'bert' but must be 'own', 'original' or one of 'mosaic', 'jina', 'jina-code'"),
+        ({}, "jina-code", "layout 'jina-code' has no names for a model with gate='first'"),
+        (CODE, "jina", "layout 'jina' has no names for a model with gate='second'"),
+        ({"gate_act": "relu"}, "mosaic", "has GELU in its gates but gate_act is 'relu'"),
+        ({"qkv_bias": False}, "original", "qkv_bias=False"),
+    ],
+)
+def test_a_layout_that_cannot_hold_the_model_is_refused_and_nothing_written(fields, layout, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        small(**fields).save_pretrained(tmp_path / "new", layout=layout)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_original_is_a_plain_bert_for_auto_classes_as_the_documents_say(tmp_path):
+    folder = write_folder(tmp_path / "theirs", random_state("mosaic", prefix="bert."), config("mosaic", auto_map=None))
+    with torch.no_grad():
+        assert type(AutoModel.from_pretrained(folder)) is BertModel

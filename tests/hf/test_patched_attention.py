@@ -1,0 +1,301 @@
+"""Each family's own way: MPT's options and length, Falcon's scaled bias, BLOOM's and Falcon's rounding, wrong use."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel, StaticCache
+
+from alibi_attn import alibi_bias, alibi_slopes
+from alibi_attn.hf import patch
+
+FAMILIES = ["bloom", "mpt", "falcon"]
+
+
+@torch.no_grad()
+def attention_by_hand(layer: torch.nn.Module, x: Tensor, family: str, slopes: Tensor, scale: float) -> Tensor:
+    """softmax(scale·q·k − m·|i − j|)·v of one layer in fp64, from its own weights; x [1, T, E] -> before the output map."""
+    heads = 6
+    if family == "mpt":
+        fused = x.double() @ layer.Wqkv.weight.double().T
+        if layer.clip_qkv:
+            fused = fused.clamp(-layer.clip_qkv, layer.clip_qkv)
+        query, key, value = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in fused.chunk(3, dim=-1))
+    else:
+        linear = layer.query_key_value
+        fused = x.double() @ linear.weight.double().T + linear.bias.double()
+        query, key, value = fused.unflatten(-1, (heads, 3, -1)).permute(3, 0, 2, 1, 4)
+    bias = alibi_bias(slopes.double(), x.shape[1], dtype=torch.float64)
+    return ((scale * query @ key.mT + bias).softmax(-1) @ value).transpose(1, 2).flatten(2)
+
+
+def layer_output(model: torch.nn.Module, name: str, ids: Tensor, output_map: str) -> tuple[Tensor, Tensor]:
+    """(what comes into the layer, what goes into its output map)."""
+    seen = {}
+    layer = model.get_submodule(name)
+    hooks = [
+        layer.register_forward_pre_hook(lambda _, args: seen.update(x=args[0])),
+        layer.get_submodule(output_map).register_forward_pre_hook(lambda _, args: seen.update(mixed=args[0])),
+    ]
+    with torch.no_grad():
+        model(ids)
+    for hook in hooks:
+        hook.remove()
+    return seen["x"], seen["mixed"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_by_default_each_layer_is_its_formula_in_fp64(family, build, tokens):
+    model = build(family, **({"max_seq_len": 400} if family == "mpt" else {}))
+    name = {"bloom": "transformer.h.0.self_attention", "falcon": "transformer.h.0.self_attention"}.get(
+        family, "transformer.blocks.0.attn"
+    )
+    slopes = torch.as_tensor(alibi_slopes(6)) / (math.sqrt(8) if family == "falcon" else 1.0)
+    with patch(model):
+        x, mixed = layer_output(model, name, tokens(1, 400), "out_proj" if family == "mpt" else "dense")
+    expected = attention_by_hand(model.get_submodule(name), x, family, slopes, 8**-0.5)
+    torch.testing.assert_close(mixed.double(), expected, rtol=0, atol=2e-6 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("attention", [{"alibi_bias_max": 4}, {"softmax_scale": 0.7}, {"clip_qkv": 0.3}])
+def test_mpt_honors_its_config(attention, build, tokens):
+    model = build("mpt", attention=attention)
+    name, slopes = "transformer.blocks.0.attn", alibi_slopes(6, bias_max=attention.get("alibi_bias_max", 8.0))
+    with patch(model):
+        x, mixed = layer_output(model, name, tokens(1, 30), "out_proj")
+    scale = attention.get("softmax_scale", 8**-0.5)
+    expected = attention_by_hand(model.get_submodule(name), x, "mpt", torch.as_tensor(slopes), scale)
+    torch.testing.assert_close(mixed.double(), expected, rtol=0, atol=2e-6 * float(expected.abs().max()))
+
+
+@torch.no_grad()
+def test_mpt_runs_beyond_max_seq_len(build, tokens):
+    short, ids = build("mpt", max_seq_len=16), tokens(2, 40)
+    long = build("mpt", max_seq_len=64)
+    long.load_state_dict(short.state_dict())
+    with pytest.raises(RuntimeError, match="must match"):
+        short(ids)
+    with patch(short):
+        torch.testing.assert_close(short(ids).logits, long(ids).logits, rtol=1e-4, atol=1e-5)
+        assert torch.equal(
+            short.generate(ids, max_new_tokens=9, do_sample=False),
+            long.generate(ids, max_new_tokens=9, do_sample=False),
+        )
+
+
+@torch.no_grad()
+def test_falcon_is_its_sdpa_path_and_not_its_eager_one(build, tokens):
+    model, ids = build("falcon"), tokens(2, 30)
+    expected = model(ids).logits
+    model.config._attn_implementation = "eager"
+    eager = model(ids).logits
+    assert (eager - expected).abs().max() > 1e-3  # transformers adds the bias twice there
+    with patch(model, numerics="checkpoint"):
+        torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(model(ids).logits, eager)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["bloom", "falcon"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_checkpoints_rounding_is_that_of_the_unpatched_model(family, side, build, tokens):
+    """In bf16, where m·j loses units beyond 256 positions: more rows than are computed at a time, and padding."""
+    model, ids, mask = build(family).bfloat16(), tokens(2, 700), torch.ones(2, 700, dtype=torch.long)
+    mask[1, slice(0, 5) if side == "left" else slice(695, None)] = 0
+    expected = model(ids, attention_mask=mask).logits.float()
+    seen = mask.bool()
+    with patch(model, numerics="checkpoint"):
+        rounded = (model(ids, attention_mask=mask).logits.float() - expected)[seen].abs()
+    with patch(model):
+        exact = (model(ids, attention_mask=mask).logits.float() - expected)[seen].abs()
+    assert rounded.mean() < 0.05 * exact.mean()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_masks_with_holes_are_right_or_refused(family, build, tokens):
+    model, ids, mask = build(family), tokens(2, 12), torch.ones(2, 12, dtype=torch.long)
+    mask[0, 4:7] = 0
+    expected = model(ids, attention_mask=mask).logits[mask.bool()]
+    with patch(model, numerics="checkpoint"):
+        torch.testing.assert_close(model(ids, attention_mask=mask).logits[mask.bool()], expected, rtol=1e-4, atol=1e-5)
+    with patch(model):
+        if family == "mpt":
+            torch.testing.assert_close(
+                model(ids, attention_mask=mask).logits[mask.bool()], expected, rtol=1e-4, atol=1e-5
+            )
+        else:
+            with pytest.raises(ValueError, match=r"a hole \(0 between 1s\).*numerics=\"checkpoint\""):
+                model(ids, attention_mask=mask)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("training", "backend"),
+    [(False, "auto"), (True, "auto"), (True, "banded")],
+    ids=["plain", "checkpointed", "banded"],
+)
+def test_gradients_are_those_of_the_unpatched_model(family, training, backend, build, tokens):
+    model, ids = build(family), tokens(2, 25)
+    numerics = "checkpoint" if family == "falcon" else "exact"
+    if training:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+        model.train()
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+
+    def gradients() -> list[Tensor]:
+        loss = model(ids, labels=ids, use_cache=False).loss
+        return list(torch.autograd.grad(loss, list(model.parameters()), allow_unused=True))
+
+    expected = gradients()
+    with patch(model, backend=backend, numerics=numerics):
+        actual = gradients()
+    for mine, theirs in zip(actual, expected, strict=True):
+        if theirs is not None:
+            torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5 * float(theirs.abs().max() + 1e-3))
+
+
+# BLOOM's own activation makes torch instantiate an autograd function while it traces.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_compiles_without_a_break(family, build, tokens):
+    model, ids = build(family), tokens(2, 12)
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    model.config.use_cache = False
+    with patch(model), torch.no_grad():
+        expected = model(ids, attention_mask=mask).logits
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        actual = compiled(ids, attention_mask=mask).logits
+    torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-5)
+
+
+def test_what_cannot_be_patched_is_told_what_can(build):
+    with pytest.raises(ValueError, match="supported are the whole models of BLOOM, MPT, Falcon with alibi=True"):
+        patch(GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=9)))
+    with pytest.raises(ValueError, match="nothing to patch"):
+        patch(build("bloom").transformer.h[0])
+    with pytest.raises(ValueError, match="rotary positions"):
+        patch(build("falcon", alibi=False))
+    with pytest.raises(ValueError, match=r"attn_config\.alibi is False"):
+        patch(build("mpt", attention={"alibi": False}))
+    with pytest.raises(ValueError, match=r"attn_config\.prefix_lm is True"):
+        patch(build("mpt", attention={"prefix_lm": True}))
+    with pytest.raises(TypeError, match="model is a str"):
+        patch("bloom-560m")
+    with pytest.raises(ValueError, match="backend is 'fast' but must be 'auto' or one of"):
+        patch(build("bloom"), backend="fast")
+    with pytest.raises(ValueError, match='numerics is \'rounded\' but must be "exact" or "checkpoint"'):
+        patch(build("bloom"), numerics="rounded")
+
+
+def test_a_missing_extra_is_named():
+    program = "import sys; sys.modules['torch'] = None; import alibi_attn.hf"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert 'alibi_attn.hf needs transformers; install it with: pip install "alibi-attn[hf]"' in result.stderr
+
+
+def test_patched_twice_and_undone_twice(build):
+    model = build("mpt")
+    with patch(model) as handle:
+        with pytest.raises(ValueError, match="is patched already; undo"):
+            patch(model)
+        handle.undo()
+    with pytest.raises(ValueError, match="undone already"):
+        handle.undo()
+    patch(model).undo()
+    model.transformer.blocks[1].attn.forward = lambda *_: None
+    with pytest.raises(ValueError, match=r"another forward at blocks\.1\.attn already"):
+        patch(model)
+    assert not hasattr(model.transformer.blocks[0].attn, "alibi_settings")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_patched_model_cannot_answer_it_refuses(family, build, tokens):
+    model, ids = build(family), tokens(2, 10)
+    with patch(model):
+        with pytest.raises(ValueError, match=r"output_attentions asks for the T×S weights.*undo\(\) the patch"):
+            model(ids, output_attentions=True)
+        with pytest.raises(ValueError, match=r"the input has shape \[2, 0\] but must be \[B, T\] with T ≥ 1"):
+            model(ids[:, :0])
+        with pytest.raises(ValueError, match=r"mask has shape \[2, 1, 10, 10\] but a patched model takes \[B, S\]"):
+            model(ids, attention_mask=torch.ones(2, 1, 10, 10))
+        with pytest.raises(ValueError, match="attention_mask has 3 rows but the batch has 2"):
+            model(ids, attention_mask=torch.ones(3, 10))
+        with pytest.raises(ValueError, match="other numbers than 0 and 1"):
+            model(ids, attention_mask=torch.full((2, 10), -1e9))
+        with pytest.raises(ValueError, match=r"instead of its own \[B, 1, 1, S\]: call the whole model"):
+            type(model.transformer).forward(model.transformer, ids)
+        model.config.is_causal = False
+        with pytest.raises(ValueError, match="attends causally"):
+            model(ids)
+        model.config.is_causal = True
+        cache = model(ids, use_cache=True).past_key_values
+        with pytest.raises(ValueError, match="covers 1 positions but there are 11"):
+            model(ids[:, :1], attention_mask=torch.ones(2, 1), past_key_values=cache)
+        cache = build(family, **{"n_heads" if family == "mpt" else "num_attention_heads": 3})(ids, use_cache=True)
+        with pytest.raises((ValueError, RuntimeError), match=r"[Ss]izes|must"):
+            model(ids[:, :1], past_key_values=cache.past_key_values)
+        static = StaticCache(config=model.config, max_cache_len=20)
+        model(ids, attention_mask=torch.ones_like(ids), past_key_values=static)
+        with pytest.raises(ValueError, match="covers 10 positions but there are 11"):
+            model(ids[:, :1], attention_mask=torch.ones_like(ids), past_key_values=static)
+
+
+# As above; and dynamo warns where it cannot see into an operator's check.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@torch.no_grad()
+def test_compiled_code_still_refuses_a_mask_with_a_hole(build, tokens):
+    model, ids = build("falcon"), tokens(2, 12)
+    model.config.use_cache = False
+    mask = torch.ones_like(ids)
+    with patch(model):
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        compiled(ids, attention_mask=mask)
+        mask[0, 4:6] = 0
+        with pytest.raises(RuntimeError, match="a row with a hole"):
+            compiled(ids, attention_mask=mask)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hooks_of_accelerate_keep_working(family, build, tokens):
+    model, ids = build(family), tokens(2, 12)
+    expected, numerics = model(ids).logits, "checkpoint" if family == "falcon" else "exact"
+    for module in list(model.modules()):
+        if "Attention" in type(module).__name__ or module in (model, model.transformer):
+            add_hook_to_module(module, ModelHook())
+    with patch(model, numerics=numerics):
+        actual = model(ids).logits
+        assert not torch.equal(actual, torch.zeros_like(actual))
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(model(ids).logits, expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_read_in_chunks_generates_the_same(family, build, tokens):
+    model, ids, mask = build(family), tokens(2, 50), torch.ones(2, 50, dtype=torch.long)
+    mask[1, :20] = 0  # its first chunk is padding only
+    asked = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "use_cache": True}
+    with patch(model):
+        expected = model.generate(ids, **asked)
+        assert torch.equal(model.generate(ids, prefill_chunk_size=16, **asked), expected)
+
+
+def test_attention_dropout_drops_in_training_only(build, tokens):
+    for family, option in (("bloom", {"attention_dropout": 0.5}), ("falcon", {"attention_dropout": 0.5})):
+        model, ids = build(family, **option), tokens(2, 20)
+        for numerics in ("exact", "checkpoint"):
+            with patch(model, numerics=numerics), torch.no_grad():
+                assert torch.equal(model.eval()(ids).logits, model(ids).logits)
+                model.train()
+                assert not torch.equal(model(ids).logits, model(ids).logits)
+                model.eval()

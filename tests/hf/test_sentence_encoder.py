@@ -1,0 +1,162 @@
+"""An encoder as a SentenceTransformer equals the formulas, loads again as itself, and refuses what it cannot compute."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from encoder_oracle import WIDTH, config, pooled, random_state, write_folder, write_tokenizer
+
+from alibi_attn.hf import ALiBiBertModel, pooling_config, sentence_transformer
+from alibi_attn.hf.sentence_encoder import load
+
+TEXTS = ["a b c", "d e f g h i j k a a b", "z"]
+
+
+def original(folder: Path, layout: str = "jina", *, files: dict[str, object] | None = None, **tokenizer) -> Path:
+    """A checkpoint as its family publishes it, with more files."""
+    write_tokenizer(write_folder(folder, random_state(layout), config(layout)), **tokenizer)
+    for name, content in (files or {}).items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+    return folder
+
+
+def modules(*names: str) -> list[dict[str, object]]:
+    """modules.json as older versions wrote it."""
+    places = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
+    return [
+        {"idx": at, "name": str(at), "path": places.get(name, name), "type": f"sentence_transformers.models.{name}"}
+        for at, name in enumerate(names)
+    ]
+
+
+def truth(pooling: str = "mean", layout: str = "jina") -> np.ndarray:
+    return torch.stack([pooled(random_state(layout), layout, text, pooling) for text in TEXTS]).numpy()
+
+
+def assert_close(found: np.ndarray, wanted: np.ndarray) -> None:
+    assert np.abs(found - wanted).max() <= 3e-6 * np.abs(wanted).max()
+
+
+def test_vectors_are_the_mean_of_the_formulas_and_come_back_from_a_saved_folder(tmp_path):
+    from sentence_transformers import SentenceTransformer
+
+    made = sentence_transformer(original(tmp_path / "jina"), device="cpu")
+    found = made.encode(TEXTS)
+    assert_close(found, truth())
+    units = truth() / np.linalg.norm(truth(), axis=1, keepdims=True)
+    assert_close(made.similarity(found, found).numpy(), units @ units.T)
+    with pytest.raises(AssertionError):
+        assert_close(made.encode(TEXTS[::-1]), truth())
+
+    made.save(str(tmp_path / "saved"))
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["model_type"] == "alibi-bert"
+    assert "alibi_attn" not in (tmp_path / "saved" / "modules.json").read_text()
+    theirs = SentenceTransformer(str(tmp_path / "saved"), device="cpu")
+    again = sentence_transformer(tmp_path / "saved", normalize=True, device="cpu")
+    for other in (theirs, again):
+        assert type(other[0].model) is ALiBiBertModel
+        assert other.max_seq_length == 8192  # and not 16, which the original's config says of its training
+    assert np.array_equal(theirs.encode(TEXTS), found)
+    assert_close(again.encode(TEXTS), units)
+
+
+def test_what_the_folder_says_of_pooling_is_done(tmp_path):
+    files = {
+        "modules.json": modules("Transformer", "Pooling", "Normalize"),
+        "1_Pooling/config.json": {
+            "word_embedding_dimension": WIDTH,
+            "pooling_mode_cls_token": True,
+            "pooling_mode_mean_tokens": False,
+        },
+        "sentence_bert_config.json": {"max_seq_length": 6, "do_lower_case": False},
+        "config_sentence_transformers.json": {"prompts": {"query": "a a "}, "similarity_fn_name": "dot"},
+    }
+    made = sentence_transformer(original(tmp_path / "cls", "mosaic", files=files), device="cpu")
+    assert made.max_seq_length == 6
+    assert made.prompts["query"] == "a a "
+    assert made.similarity_fn_name == "dot"
+    wanted = truth("cls", "mosaic")[0]
+    assert_close(made.encode(TEXTS[0]), wanted / np.linalg.norm(wanted))
+    cut = made.encode(TEXTS[1])
+    assert np.array_equal(cut, made.encode("d e f g"))
+
+
+@pytest.mark.parametrize(
+    ("said", "asked", "longest"), [({}, None, 8192), ({"model_max_length": 77}, None, 77), ({}, 9000, 9000)]
+)
+def test_the_longest_text_is_asked_for_or_the_tokenizer_s_or_8192(said, asked, longest, tmp_path):
+    assert load(original(tmp_path, **said), max_seq_length=asked).max_seq_length == longest
+
+
+POOLING = "1_Pooling/config.json"
+REFUSED = [
+    ({"modules.json": modules("Transformer", "Pooling", "Dense")}, "sentence_transformers.models.Dense; what is done here"),
+    ({"modules.json": modules("Transformer")}, "asks for sentence_transformers.models.Transformer; what is done"),
+    ({"modules.json": [{"type": "their_code.Transformer"}, {}]}, "asks for their_code.Transformer, None"),
+    ({"modules.json": "[]"}, "asks for no module"),
+    ({"modules.json": "{"}, r"modules\.json is damaged"),
+    ({"modules.json": [{**modules("Transformer", "Pooling")[0], "path": "../.."}, modules("", "Pooling")[1]]}, "is not the name"),
+    ({POOLING: {"pooling_mode_max_tokens": True}}, "asks for the pooling max; what is done here is mean"),
+    ({POOLING: {"pooling_mode": ["cls", "mean"]}}, "asks for the pooling cls and mean"),
+    ({POOLING: {"pooling_mode": 3}}, "pooling_mode is 3"),
+    ({POOLING: {"word_embedding_dimension": 7}}, "pools vectors of width 7 but its model has 48"),
+    ({POOLING: {"word_embedding_dimension": True}}, "must be a positive whole number"),
+    ({POOLING: "7"}, "holds a JSON int"),
+    ({"sentence_bert_config.json": {"do_lower_case": True}}, "says do_lower_case True, which is not done here"),
+    ({"sentence_bert_config.json": {"max_seq_length": 2}}, "max_seq_length is 2 but must be at least 3"),
+    ({"config_sentence_transformers.json": {"prompts": ["a"]}}, "prompts is"),
+    ({"tokenizer.json": "{"}, r"tokenizer\.json is damaged"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("files", "message"), REFUSED)
+def test_what_cannot_be_computed_is_refused_by_name(files, message, tmp_path):
+    folder = original(tmp_path / "model", files=files)
+    with pytest.raises(ValueError, match=message) as raised:
+        load(folder)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_folder_without_a_tokenizer_or_with_another_model_is_refused(tmp_path):
+    folder = original(tmp_path / "model")
+    (folder / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ValueError, match="has no tokenizer that transformers can load"):
+        load(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    with pytest.raises(FileNotFoundError, match=r"has no tokenizer, neither tokenizer\.json nor a vocabulary"):
+        load(folder)
+    with pytest.raises(FileNotFoundError, match="pass the folder of a checkpoint"):
+        sentence_transformer(tmp_path / "gone")
+
+
+@pytest.mark.parametrize(
+    ("longest", "message"), [(0, "is 0 but must be at least 3"), (9.5, "9.5 but must be an integer")]
+)
+def test_a_length_that_holds_no_text_is_refused(longest, message, tmp_path):
+    with pytest.raises((ValueError, TypeError), match=message):
+        load(original(tmp_path / "model"), max_seq_length=longest)
+
+
+def test_empty_texts_and_texts_of_20_000_tokens_have_vectors(tmp_path):
+    model = sentence_transformer(original(tmp_path / "model"), max_seq_length=30_000, device="cpu")
+    long = " ".join(["a", "b", "c", "d"] * 5000)
+    vectors = model.encode(["", "a b c", " ", long])
+    assert np.isfinite(vectors).all()
+    for row, text in enumerate(["", "a b c", " ", long]):
+        assert np.abs(model.encode(text) - vectors[row]).max() <= 3e-6 * np.abs(vectors).max()
+    assert model.encode([]).size == 0
+
+
+def test_without_any_of_the_files_it_is_the_mean(tmp_path):
+    assert pooling_config.read(tmp_path) == pooling_config.PoolingConfig(encoder=tmp_path)
+
+
+def test_the_missing_extra_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
+    with pytest.raises(ImportError, match=r'install it with: pip install "alibi-attn\[embed\]"'):
+        sentence_transformer(tmp_path)

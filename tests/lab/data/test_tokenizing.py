@@ -1,0 +1,165 @@
+"""Bytes, WikiText's words and byte-level BPE: what they make of a text, and that they give it back."""
+
+import json
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+from damaged_json import DAMAGED
+
+from alibi_attn.lab.data import tokenizing
+from alibi_attn.lab.data.sources import CorpusError
+from alibi_attn.lab.data.tokenizing import (
+    BpeTokenizer,
+    ByteTokenizer,
+    WordTokenizer,
+    load_tokenizer,
+    make_tokenizer,
+    save_tokenizer,
+    token_dtype,
+)
+
+# As the validation text of WikiText-103 begins, but for the words that its authors left out.
+WIKITEXT = b" \n = Homarus gammarus = \n \n Homarus gammarus , known as the European lobster , is a <unk> . \n"
+ODD = "naïve · 日本語 \N{GRINNING FACE}\r\n\tdef f(x):\n\n\n    return x  # …\x85\u2028 end "
+
+
+def made(name: str, text: bytes = WIKITEXT) -> tokenizing.Tokenizer:
+    return make_tokenizer(name, lambda: iter([text[:40], text[40:]] if name == "words" else [text]), len(text))
+
+
+def test_a_word_is_what_stands_between_white_space_and_each_line_ends_in_one():
+    tokenizer = made("words")
+    words = [tokenizer.words[index] for index in tokenizer.encode(WIKITEXT)]
+    sentence = "Homarus gammarus , known as the European lobster , is a <unk> ."
+    assert " ".join(words) == f"<eos> = Homarus gammarus = <eos> <eos> {sentence} <eos>"
+    assert len(words) == len(WIKITEXT.split()) + WIKITEXT.count(b"\n")  # as WikiText's published counts count
+
+
+def test_words_are_ordered_by_frequency():
+    words = made("words", b"b b b a a c a d\n" + b"\n" * 5).words
+    assert words == ("<eos>", "a", "b", "c", "d", "<unk>")  # equal counts by name; nothing is unknown in this text
+
+
+def test_a_word_that_the_training_text_lacks_is_unknown():
+    tokenizer = made("words", b"to be or not\n")
+    assert tokenizer.decode(tokenizer.encode("to be seen\nor not")) == b"to be <unk>\nor not"
+
+
+def test_a_prompt_gets_no_end_of_line():
+    tokenizer = made("words")
+    assert len(tokenizer.encode("the European")) == 2
+    assert len(tokenizer.encode("")) == 0
+
+
+@pytest.mark.parametrize("name", ["bytes", "bpe:256", "bpe:300"])
+def test_any_text_comes_back_byte_for_byte(name):
+    tokenizer = made(name)
+    for text in (ODD, WIKITEXT.decode(), "", " ", "a", "\N{COMBINING ACUTE ACCENT}"):
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text.encode()
+        assert torch.equal(ids, tokenizer.encode(text.encode()))
+        assert torch.equal(ids, tokenizer.encode_all([text.encode()])[0])
+
+
+def test_bpe_finds_the_merges_that_the_text_asks_for():
+    tokenizer = made("bpe:258", b"abab abab abab abab")
+    assert tokenizer.vocab_size == 258
+    assert [tokenizer.decode([index]) for index in (256, 257)] == [b"ab", b"abab"]
+    assert [tokenizer.decode([index]) for index in tokenizer.encode("ababx")] == [b"abab", b"x"]
+
+
+def test_bpe_decodes_as_its_library_does():
+    tokenizer = made("bpe:400", ODD.encode() * 3)
+    library = tokenizers.Tokenizer.from_str(json.loads(tokenizer.dump())["model"])
+    library.decoder = tokenizers.decoders.ByteLevel()
+    ids = tokenizer.encode(ODD).tolist()
+    assert library.decode(ids) == tokenizer.decode(ids).decode() == ODD
+
+
+def test_bpe_is_the_same_each_time_and_a_short_text_gives_fewer_tokens():
+    text = ODD.encode() * 20
+    assert made("bpe:4096", text).dump() == made("bpe:4096", text).dump()
+    assert 256 < made("bpe:4096", text).vocab_size < 4096
+
+
+def test_bpe_sees_an_even_sample_of_a_long_text(monkeypatch):
+    monkeypatch.setattr(tokenizing, "SAMPLE_BYTES", 1000)
+    chunks = [bytes([65 + index]) * 100 for index in range(50)]
+    seen = list(tokenizing._sample(chunks, 5000))
+    assert len(seen) == 10
+    assert [chunk[0] - 65 for chunk in seen] == list(range(0, 50, 5))
+    assert list(tokenizing._sample(chunks, 900)) == chunks
+
+
+def test_a_vocabulary_smaller_than_the_bytes_is_refused():
+    with pytest.raises(CorpusError, match=r"'bpe:100' but byte-level BPE begins with 256 tokens.*pass bpe:256 or more"):
+        made("bpe:100")
+
+
+@pytest.mark.parametrize("name", ["bytes", "words", "bpe:300"])
+def test_a_tokenizer_travels_as_a_file(tmp_path, name):
+    tokenizer = made(name)
+    save_tokenizer(tokenizer, tmp_path / "tokenizer.json")
+    loaded = load_tokenizer(tmp_path / "tokenizer.json")
+    assert (loaded.name, loaded.vocab_size, loaded.dump()) == (name, tokenizer.vocab_size, tokenizer.dump())
+    assert torch.equal(loaded.encode(WIKITEXT), tokenizer.encode(WIKITEXT))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot be read .No such file"),
+        (b"{", "not a tokenizer, or damaged; delete the folder"),
+        (b"[]", "not a tokenizer, or damaged"),
+        (b'{"schema": 1, "tokenizer": "words", "words": ["a"]}', "not a tokenizer, or damaged"),
+        (b'{"schema": 1, "tokenizer": "bpe:300", "model": "{}", "sha256": "0"}', "not a tokenizer, or damaged"),
+        (b'{"schema": 7, "tokenizer": "bytes"}', "has schema 7 but this version reads 1"),
+    ],
+)
+def test_what_is_no_tokenizer_is_refused(tmp_path, content, message):
+    path = tmp_path / "tokenizer.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(CorpusError, match=message):
+        load_tokenizer(path)
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_what_is_no_json_is_refused_with_its_path_and_the_reason(tmp_path, name):
+    content, reason = DAMAGED[name]
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(content)
+    with pytest.raises(CorpusError, match=rf"{path} is not a tokenizer, or damaged; .*\({reason}"):
+        load_tokenizer(path)
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [ByteTokenizer(), WordTokenizer(["a", "<eos>", "<unk>"]), made("bpe:260")],
+    ids=["bytes", "words", "bpe"],
+)
+def test_an_id_that_only_the_model_has_is_shown_as_unknown(tokenizer):
+    assert tokenizer.decode([5000]).decode() == "\N{REPLACEMENT CHARACTER}"
+
+
+@pytest.mark.parametrize("name", ["words", "bpe:300"])
+def test_the_text_of_a_beginning_is_the_beginning_of_the_text(name):
+    tokenizer = made(name)
+    ids = tokenizer.encode(WIKITEXT).tolist()
+    whole = tokenizer.decode(ids)
+    assert all(whole.startswith(tokenizer.decode(ids[:count])) for count in range(len(ids)))
+
+
+def test_bytes_that_are_no_text_are_refused_where_text_is_needed():
+    assert ByteTokenizer().encode(b"caf\xe9").tolist() == [99, 97, 102, 0xE9]
+    for name in ("words", "bpe:300"):
+        with pytest.raises(CorpusError, match=r"not UTF-8 \(byte 3 is not\)"):
+            made(name).encode(b"caf\xe9")
+
+
+def test_tokens_are_as_small_as_the_vocabulary_allows():
+    for size, dtype in ((256, np.uint8), (257, np.uint16), (1 << 16, np.uint16), ((1 << 16) + 1, np.int32)):
+        assert torch.empty(0, dtype=token_dtype(size)).numpy().dtype == dtype
+    assert BpeTokenizer("bpe:300", json.loads(made("bpe:300").dump())["model"]).encode("a").dtype == torch.uint16

@@ -1,0 +1,123 @@
+"""The adaptive softmax against torch's own, and what tying means."""
+
+import pytest
+import torch
+from torch import nn
+
+from alibi_attn.lab.config import ConfigError
+from alibi_attn.lab.model.adaptive import AdaptiveInput, AdaptiveSoftmax
+
+WIDTH, VOCABULARY, CUTOFFS = 16, 60, [10, 30]
+
+
+@pytest.fixture
+def parts():
+    torch.manual_seed(0)
+    bands, softmax = AdaptiveInput(VOCABULARY, WIDTH, CUTOFFS), AdaptiveSoftmax(WIDTH, CUTOFFS)
+    return bands, softmax, torch.randn(4, 9, WIDTH), torch.randint(VOCABULARY, (4, 9))
+
+
+def torch_s_own(bands, softmax):
+    """AdaptiveLogSoftmaxWithLoss, which is untied, with the same numbers in it."""
+    theirs = nn.AdaptiveLogSoftmaxWithLoss(WIDTH, VOCABULARY, CUTOFFS, div_value=4.0)
+    with torch.no_grad():
+        theirs.head.weight.copy_(torch.cat([bands.tables[0].weight, softmax.classes.weight]))
+        for n, (narrow, out) in enumerate(theirs.tail, start=1):
+            narrow.weight.copy_(bands.widen[n].weight.T)
+            out.weight.copy_(bands.tables[n].weight)
+    return theirs
+
+
+def test_losses_and_gradients_are_torch_s(parts):
+    bands, softmax, x, targets = parts
+    theirs = torch_s_own(bands, softmax)
+    ours, x_theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    losses = softmax.loss(ours, targets, bands)
+    expected, _ = theirs(x_theirs.flatten(0, 1), targets.flatten())
+    torch.testing.assert_close(losses.flatten(), -expected)
+    losses.mean().backward()
+    (-expected.mean()).backward()
+    torch.testing.assert_close(ours.grad, x_theirs.grad)
+    head = torch.cat([bands.tables[0].weight.grad, softmax.classes.weight.grad])
+    torch.testing.assert_close(head, theirs.head.weight.grad)
+    for n, (narrow, out) in enumerate(theirs.tail, start=1):
+        torch.testing.assert_close(bands.widen[n].weight.grad.T, narrow.weight.grad)
+        torch.testing.assert_close(bands.tables[n].weight.grad, out.weight.grad)
+    assert bands.widen[0].weight.grad is None  # the first band's matrix serves the input only
+
+
+def test_log_probabilities_are_torch_s_and_sum_to_one(parts):
+    bands, softmax, x, targets = parts
+    found = softmax.log_prob(x, bands)
+    torch.testing.assert_close(found.flatten(0, 1), torch_s_own(bands, softmax).log_prob(x.flatten(0, 1)))
+    torch.testing.assert_close(found.exp().sum(-1), torch.ones(4, 9))
+    torch.testing.assert_close(softmax.loss(x, targets, bands), -found.gather(-1, targets[..., None])[..., 0])
+
+
+def test_inputs_are_rows_of_the_tables_widened(parts):
+    bands, _, _, _ = parts
+    tokens = torch.tensor([[59, 0, 9], [10, 29, 30]])
+    found = bands(tokens)
+    for row, column, band, index in (
+        (0, 0, 2, 29),
+        (0, 1, 0, 0),
+        (0, 2, 0, 9),
+        (1, 0, 1, 0),
+        (1, 1, 1, 19),
+        (1, 2, 2, 0),
+    ):
+        expected = bands.widen[band].weight @ bands.tables[band].weight[index]
+        torch.testing.assert_close(found[row, column], expected)
+    assert [table.weight.shape for table in bands.tables] == [(10, 16), (20, 4), (30, 1)]
+
+
+def test_tied_gradients_are_those_of_the_input_and_of_the_output_together(parts):
+    bands, softmax, _, targets = parts
+    twin = AdaptiveInput(VOCABULARY, WIDTH, CUTOFFS)
+    twin.load_state_dict(bands.state_dict())
+    softmax.loss(
+        bands(targets), targets.roll(1), twin
+    ).mean().backward()  # untied: bands at the input, twin at the output
+    apart = [
+        weight.grad + (0 if other.grad is None else other.grad)
+        for weight, other in zip(bands.parameters(), twin.parameters(), strict=True)
+    ]
+    bands.zero_grad()
+    softmax.loss(bands(targets), targets.roll(1), bands).mean().backward()
+    for weight, expected in zip(bands.parameters(), apart, strict=True):
+        torch.testing.assert_close(weight.grad, expected)
+
+
+def test_a_tied_model_holds_each_number_once(tiny_model):
+    model = tiny_model("alibi", architecture="baevski-auli", cutoffs=(8, 24))
+    names = [name for name in model.state_dict() if name.startswith(("embedding.", "softmax."))]
+    assert names == [
+        *(f"embedding.tables.{n}.weight" for n in range(3)),
+        *(f"embedding.widen.{n}.weight" for n in range(3)),
+        "softmax.classes.weight",
+    ]
+    assert len({weight.data_ptr() for weight in model.state_dict().values()}) == len(model.state_dict())
+
+
+def test_bands_without_a_token_have_gradients_of_zero(parts):
+    bands, softmax, _, _ = parts
+    tokens = torch.arange(10)
+    softmax.loss(bands(tokens), tokens, bands).mean().backward()
+    assert not bands.tables[2].weight.grad.any()
+    assert not bands.widen[1].weight.grad.any()
+    assert bands.tables[0].weight.grad.any()
+
+
+def test_dropout_hides_inputs_and_what_is_narrowed(parts):
+    bands, _, x, targets = parts
+    half = AdaptiveSoftmax(WIDTH, CUTOFFS, dropout=0.5)
+    torch.manual_seed(0)
+    assert not torch.equal(half.loss(x, targets, bands), half.loss(x, targets, bands))
+    half.eval()
+    assert torch.equal(half.loss(x, targets, bands), half.loss(x, targets, bands))
+
+
+@pytest.mark.parametrize("cutoffs", [(10, 60), (0, 10), (1, 2, 3)])
+def test_bands_that_cannot_be_are_refused(cutoffs):
+    with pytest.raises(ConfigError, match=r"model\.cutoffs is \(.*pass lower ones, or fewer"):
+        AdaptiveInput(VOCABULARY, WIDTH, cutoffs)

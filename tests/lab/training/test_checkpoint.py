@@ -1,0 +1,215 @@
+"""A checkpoint is whole or not there, and what is wrong with one is said in a sentence."""
+
+import contextlib
+import json
+import math
+import shutil
+import signal
+
+import pytest
+import torch
+from damaged_json import DAMAGED
+
+from alibi_attn.lab.data.corpus import load_corpus
+from alibi_attn.lab.model.positions import METHODS
+from alibi_attn.lab.sealed_folder import sealed
+from alibi_attn.lab.training import checkpoint
+from alibi_attn.lab.training.checkpoint import (
+    CheckpointError,
+    load_checkpoint,
+    load_checkpoint_tokenizer,
+    load_progress,
+    newest,
+)
+from alibi_attn.lab.training.train import train
+
+
+@pytest.fixture(scope="module")
+def trained_once(run_on, verses, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    config = run_on(verses(folder), steps=2)
+    train(config, load_corpus(config.data), folder / "run")
+    return folder / "run", config
+
+
+@pytest.fixture
+def trained(trained_once, tmp_path):
+    """A run's folder, to be damaged, and its config."""
+    return shutil.copytree(trained_once[0], tmp_path / "run"), trained_once[1]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_loaded_model_is_the_one_that_was_trained(tiny_run, tmp_path, method):
+    config = tiny_run(method, steps=2)
+    train(config, load_corpus(config.data), tmp_path / "run")
+    model, loaded = load_checkpoint(tmp_path / "run")
+    again, _ = load_checkpoint(tmp_path / "run" / "step-00000002")
+    assert loaded == config
+    assert not model.training
+    tokens = torch.arange(10)[None]
+    assert torch.equal(model(tokens), again(tokens))
+
+
+def test_only_the_newest_step_is_kept_and_no_resuming_state_once_finished(trained):
+    folder, _ = trained
+    names = ["config.json", "model.safetensors", "tokenizer.json"]
+    assert [path.name for path in folder.iterdir()] == ["step-00000002"]
+    assert sorted(path.name for path in (folder / "step-00000002").iterdir()) == names
+
+
+def test_no_checkpoint_is_said_so(tmp_path):
+    assert newest(tmp_path / "absent") is None
+    for path in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(CheckpointError, match="holds no checkpoint; pass a folder below checkpoints/"):
+            load_checkpoint(path)
+
+
+def test_another_schema_is_refused(trained):
+    path = newest(trained[0]) / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "schema": 99}))
+    with pytest.raises(CheckpointError, match="has schema 99, but this version reads schema 3"):
+        load_checkpoint(trained[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.json", b"{", "config.json is damaged or incomplete"),
+        ("config.json", b"\xff", "config.json is damaged or incomplete"),
+        ("config.json", b"[]", "has no schema"),
+        ("config.json", b'{"schema": 3, "config": {}, "progress": {}}', "config.json is damaged or incomplete"),
+        ("model.safetensors", b"", "model.safetensors is damaged or incomplete"),
+        ("model.safetensors", b"\x10" * 200, "model.safetensors is damaged or incomplete"),
+        ("model.safetensors", None, "model.safetensors is damaged or incomplete"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused(trained, name, content, message):
+    path = newest(trained[0]) / name
+    path.unlink() if content is None else path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(trained[0])
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_what_is_no_json_is_refused_with_its_path_and_the_reason(name, tmp_path):
+    content, reason = DAMAGED[name]
+    path = tmp_path / "config.json"
+    path.write_bytes(content)
+    for read in (load_checkpoint, load_checkpoint_tokenizer):
+        with pytest.raises(
+            CheckpointError,
+            match=rf"{path} is damaged or incomplete \(is not JSON: {reason}.*\); delete {tmp_path} and",
+        ):
+            read(tmp_path)
+
+
+def change(folder, section, **fields):
+    """Change a checkpoint's config.json as something else than the training would: without its hash of itself."""
+    path = newest(folder) / "config.json"
+    about = json.loads(path.read_text())
+    about[section] |= fields
+    path.write_text(json.dumps(about))
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_loss_changed_in_the_curve_is_refused(tiny_run, tmp_path, finished):
+    config = tiny_run(steps=4, log_every=1)
+    corpus = load_corpus(config.data)
+
+    def interrupt(progress):
+        if progress.step == 2 and not finished:
+            signal.raise_signal(signal.SIGTERM)
+
+    with contextlib.nullcontext() if finished else pytest.raises(KeyboardInterrupt):
+        train(config, corpus, tmp_path, on_step=interrupt)
+    curve = load_progress(newest(tmp_path), config).curve
+    change(tmp_path, "progress", curve={**curve, "loss_nats": [99.0, *curve["loss_nats"][1:]]})
+    with pytest.raises(CheckpointError, match=r"config.json is damaged or incomplete \(is not what was written\)"):
+        train(config, corpus, tmp_path)
+
+
+def test_a_checkpoint_of_the_schema_before_is_read(trained):
+    path = newest(trained[0]) / "config.json"
+    about = json.loads(path.read_text())
+    about |= {"schema": 2, "sha256": {name: file["sha256"] for name, file in about.pop("files").items()}}
+    path.write_text(json.dumps(about))
+    assert load_progress(path.parent, trained[1]).step == trained[1].train.steps
+    assert load_checkpoint(trained[0])[1] == trained[1]
+    load_checkpoint_tokenizer(trained[0])
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_folder_in_the_place_of_a_file_is_refused(name, trained):
+    path = newest(trained[0]) / name
+    path.unlink()
+    path.mkdir()
+    read = load_checkpoint_tokenizer if name == "tokenizer.json" else load_checkpoint
+    with pytest.raises(
+        CheckpointError, match=rf"{name} is damaged or incomplete \(.*(Is a directory|bytes instead of)"
+    ):
+        read(trained[0])
+
+
+def test_a_model_that_cannot_be_built_is_refused(trained):
+    path = newest(trained[0]) / "config.json"
+    about = json.loads(path.read_text())
+    about["config"]["model"]["vocab_size"] = 10**15
+    del about["sha256"]
+    path.write_bytes(sealed(about))
+    with pytest.raises(CheckpointError, match=r"config.json asks for a model that cannot be made here"):
+        load_checkpoint(trained[0])
+
+
+def test_a_validation_that_overflowed_is_kept_as_null(tiny_run, tmp_path, monkeypatch):
+    monkeypatch.setattr("alibi_attn.lab.training.train.validation_nats", lambda *_, **__: (math.nan, 5))
+    config = tiny_run(steps=2, validate_every=1)
+    train(config, load_corpus(config.data), tmp_path / "run")
+    assert load_progress(newest(tmp_path / "run"), config).validation["nats"] == [None, None]
+
+
+def test_a_cut_off_model_is_refused(trained):
+    path = newest(trained[0]) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"delete .* and train again"):
+        load_checkpoint(trained[0])
+
+
+def test_a_model_of_another_shape_is_refused(trained):
+    path = newest(trained[0]) / "config.json"
+    about = json.loads(path.read_text())
+    about["config"]["model"]["ffn_dim"] += 1
+    del about["sha256"]
+    path.write_bytes(sealed(about))
+    with pytest.raises(CheckpointError, match=r"model.safetensors is damaged"):
+        load_checkpoint(trained[0])
+
+
+def test_a_full_disk_is_named_where_torch_raises_an_error_of_its_own(tiny_run, tmp_path, monkeypatch):
+    def full_disk(folder, training):
+        try:
+            raise OSError(28, "No space left on device")
+        except OSError:
+            raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")  # noqa: B904
+
+    monkeypatch.setattr(checkpoint, "save_state", full_disk)
+    config = tiny_run(steps=20, checkpoint_every=5)
+    with pytest.raises(CheckpointError, match=r"\(No space left on device\); make room, .* it begins again"):
+        train(config, load_corpus(config.data), tmp_path / "run")
+
+
+def test_a_failed_write_leaves_the_older_checkpoint_and_nothing_else(tiny_run, tmp_path, monkeypatch):
+    config, folder = tiny_run(steps=20, checkpoint_every=5), tmp_path / "run"
+    real = checkpoint.save_file
+
+    def full_disk(tensors, path):
+        if "00000010" in str(path):
+            raise OSError(28, "No space left on device")
+        real(tensors, path)
+
+    monkeypatch.setattr(checkpoint, "save_file", full_disk)
+    with pytest.raises(
+        CheckpointError, match=r"\(No space left on device\); make room, .* it goes on from step-00000005"
+    ):
+        train(config, load_corpus(config.data), folder)
+    assert [path.name for path in folder.iterdir()] == ["step-00000005"]
+    assert load_progress(newest(folder), config).step == 5

@@ -1,0 +1,90 @@
+"""Two processes that share every sequence train like one, end when one of them dies, and go on."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from alibi_attn.lab.config import ConfigError, ModelConfig, RunConfig
+from alibi_attn.lab.config_io import from_json, override, to_json
+from alibi_attn.lab.data.corpus import load_corpus
+from alibi_attn.lab.model.attention import Context, attend
+from alibi_attn.lab.model.position_method import ByDistance
+from alibi_attn.lab.training.train import train
+
+PROCESSES = Path(__file__).parents[2] / "support" / "processes"
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory, verses, run_on):
+    folder = tmp_path_factory.mktemp("context")
+    config = run_on(
+        verses(folder), length=50, batch_tokens=200, steps=8, accumulate=2, activation_checkpointing=True, validate_every=4,
+        validate_tokens=100, checkpoint_every=3, context_parallel=2, exchange_timeout_s=30.0,
+    )  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(to_json(config)))
+    program = [
+        sys.executable,
+        "-W",
+        "error",
+        str(PROCESSES / "context_training.py"),
+        str(folder),
+        str(folder / "config.json"),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(program, capture_output=True, text=True, env=environment, timeout=280)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("method", ["alibi", "alibi-fox", "rotary", "fsdp"])
+def test_two_processes_of_context_train_like_one(told, method):
+    """Gates too, whose sums cross from one to the other; and rotary, whose every token needs all before it."""
+    assert told[f"{method} codes"] == [0, 0]
+    for ours, alone in zip(told[method], told[f"{method} alone"], strict=True):
+        assert len(ours) == len(alone) > 0
+        assert ours == pytest.approx(alone, abs=1e-5)
+    assert told[method][0][-1] < told[method][0][0]
+
+
+def test_a_process_that_is_killed_ends_the_other_within_the_time_limit(told):
+    assert told["killed"] == [3, -9]
+    assert told["killed_s"] < 60
+    assert any(word in told["told"] for word in ("could not exchange", "closed", "reset", "Timed out", "timed out"))
+
+
+def test_a_killed_training_goes_on_to_the_same_losses(told):
+    assert told["step"] == 3
+    assert told["resumed"] == [0, 0]
+    assert told["cut"][0] == told["alibi"][0]
+
+
+def test_processes_that_cannot_share_a_sequence_are_told_so(text_file, run_on, tmp_path):
+    config = run_on(text_file, context_parallel=2)
+    with pytest.raises(ConfigError, match="context_parallel is 2 but there are 1 processes"):
+        train(config, load_corpus(config.data), tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"train\.context_parallel is 0"):
+        override(config, {"train.context_parallel": "0"})
+    with pytest.raises(ConfigError, match=r"exchange_timeout_s is 0\.0"):
+        override(config, {"train.exchange_timeout_s": "0"})
+
+
+@pytest.mark.parametrize("bias", [torch.zeros(2, 5, 5), ByDistance(torch.zeros(2, 5))])
+def test_a_bias_for_every_pair_of_tokens_is_refused(bias):
+    q = torch.zeros(1, 2, 5, 8)
+    with pytest.raises(ConfigError, match="a bias per pair of tokens"):
+        attend(q, q, q, bias, context=Context(None, 0, 1.0))
+
+
+def test_records_from_before_there_was_context_stay_what_they_are():
+    config = RunConfig(model=ModelConfig())
+    assert "context_parallel" not in to_json(config)["train"]
+    assert from_json(to_json(config)) == config
+    shared = dataclasses.replace(config, train=dataclasses.replace(config.train, context_parallel=2))
+    assert to_json(shared)["train"]["context_parallel"] == 2
+    assert from_json(to_json(shared)) == shared

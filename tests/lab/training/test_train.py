@@ -1,0 +1,310 @@
+"""The loop learns, can be cut anywhere, and stops when there is nothing left to learn from."""
+
+import dataclasses
+import itertools
+import json
+import math
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from alibi_attn.lab.config import ConfigError, EvalConfig, TrainConfig
+from alibi_attn.lab.config_io import to_json
+from alibi_attn.lab.data.corpus import load_corpus
+from alibi_attn.lab.evaluation.evaluate import mean_nats, nonoverlapping, scored_stretches
+from alibi_attn.lab.training import train as loop
+from alibi_attn.lab.training.checkpoint import CheckpointError, load_checkpoint, load_progress, newest
+from alibi_attn.lab.training.interruption import SIGNALS, deferred_interruption
+from alibi_attn.lab.training.optimizer import learning_rate
+from alibi_attn.lab.training.parallel import prepare, share_of_batch
+from alibi_attn.lab.training.train import TrainingError, steps, train
+
+PROCESSES = Path(__file__).parents[2] / "support" / "processes"
+
+
+class PowerCut(Exception):
+    """Something that no code expects."""
+
+
+def cut_at(step, error=None, number=signal.SIGINT):
+    """After that step: the error, or Ctrl-C, which is answered when the step that it falls into is done."""
+
+    def on_step(progress):
+        if progress.step == step:
+            if error:
+                raise error
+            signal.raise_signal(number)
+
+    return on_step
+
+
+def dropped(config):
+    """With dropout everywhere, so that random numbers matter."""
+    shares = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.1)
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, **shares))
+
+
+def weights(folder):
+    return load_checkpoint(folder)[0].state_dict()
+
+
+@pytest.mark.parametrize("method", ["alibi", "t5"])
+@pytest.mark.parametrize(
+    ("cut", "error", "raised", "left"),
+    [(10, None, KeyboardInterrupt, "step-00000011"), (13, PowerCut(), PowerCut, "step-00000007")],
+)
+def test_a_resumed_training_is_the_uncut_one_bit_for_bit(tiny_run, tmp_path, method, cut, error, raised, left):
+    config = tiny_run(method)
+    corpus = load_corpus(config.data)
+    uncut = train(config, corpus, tmp_path / "uncut")
+    with pytest.raises(raised):
+        train(config, corpus, tmp_path / "cut", on_step=cut_at(cut, error))
+    assert newest(tmp_path / "cut").name == left
+    resumed = train(config, corpus, tmp_path / "cut")
+    assert resumed.curve == uncut.curve
+    assert resumed.curve["step"] == list(range(1, 21))
+    expected, found = weights(tmp_path / "uncut"), weights(tmp_path / "cut")
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_steps_are_those_of_the_training_and_go_on_as_long_as_they_are_asked_for(tiny_run, tmp_path):
+    config = tiny_run(steps=4)
+    corpus = load_corpus(config.data)
+    training = prepare(config)
+    taken = list(itertools.islice(steps(training, config, corpus), 5))
+    assert [step.number for step in taken] == [1, 2, 3, 4, 5]
+    assert [step.loss_nats for step in taken[:4]] == train(config, corpus, tmp_path).curve["loss_nats"]
+    assert all(step.gradient_norm > 0 for step in taken)
+    next(steps(training, config, corpus, start=2))
+    assert training.model.progress == 3 / 4
+
+
+def test_a_finished_training_is_not_trained_again(tiny_run, tmp_path):
+    config = tiny_run(steps=3)
+    corpus = load_corpus(config.data)
+    progress = train(config, corpus, tmp_path)
+    assert train(config, corpus, tmp_path, on_step=cut_at(1, PowerCut())) == progress
+
+
+def test_signals_mean_what_they_meant_before_once_training_is_over(tiny_run, tmp_path):
+    before = [signal.getsignal(number) for number in SIGNALS]
+    config = tiny_run(steps=2)
+    train(config, load_corpus(config.data), tmp_path)
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+def test_sigterm_leaves_a_checkpoint_to_go_on_from(tiny_run, tmp_path):
+    config = tiny_run()
+    corpus = load_corpus(config.data)
+    with pytest.raises(KeyboardInterrupt):
+        train(config, corpus, tmp_path / "cut", on_step=cut_at(4, number=signal.SIGTERM))
+    assert newest(tmp_path / "cut").name == "step-00000005"
+    assert train(config, corpus, tmp_path / "cut").curve == train(config, corpus, tmp_path / "uncut").curve
+
+
+def test_the_second_signal_of_a_kind_is_the_usual_one():
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores Ctrl-C
+    with deferred_interruption() as interrupted:
+        assert not interrupted()
+        signal.raise_signal(signal.SIGINT)
+        assert interrupted()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    signal.signal(signal.SIGINT, usual)
+
+
+def test_a_batch_in_parts_is_the_same_batch_up_to_rounding(tiny_run, tmp_path):
+    whole, parts = (tiny_run("kerple", steps=10, accumulate=accumulate) for accumulate in (1, 4))
+    corpus = load_corpus(whole.data)
+    train(whole, corpus, tmp_path / "whole")
+    train(parts, corpus, tmp_path / "parts")
+    expected, found = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    for name in expected:  # ten steps of AdamW, which divides by the gradient's size, spread roundings of 1e-7
+        assert torch.allclose(expected[name], found[name], rtol=1e-3, atol=1e-4), name
+    losses = [
+        load_progress(newest(tmp_path / name), config).curve["loss_nats"]
+        for name, config in (("whole", whole), ("parts", parts))
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("method", ["alibi", "t5"])
+def test_activation_checkpointing_changes_no_bit(tiny_run, tmp_path, method):
+    plain = dropped(tiny_run(method, steps=5))
+    spared = dataclasses.replace(plain, train=dataclasses.replace(plain.train, activation_checkpointing=True))
+    corpus = load_corpus(plain.data)
+    curves = [train(config, corpus, tmp_path / str(number)).curve for number, config in enumerate((plain, spared))]
+    assert curves[0] == curves[1]
+
+
+@pytest.mark.parametrize("cut", [3, 10])
+def test_dropout_and_staged_lengths_resume_bit_for_bit(tiny_run, tmp_path, cut):
+    config = dropped(tiny_run(first_length=8, first_steps=6, validate_every=4, validate_tokens=64))
+    corpus = load_corpus(config.data)
+    uncut = train(config, corpus, tmp_path / "uncut")
+    with pytest.raises(KeyboardInterrupt):
+        train(config, corpus, tmp_path / "cut", on_step=cut_at(cut))
+    torch.rand(1)  # random numbers that others draw in between change nothing
+    resumed = train(config, corpus, tmp_path / "cut")
+    assert resumed.curve == uncut.curve
+    assert resumed.validation["nats"] == uncut.validation["nats"]
+    assert uncut.validation["step"] == [4, 8, 12, 16, 20]
+    assert uncut.validation["tokens"] == [64] * 5
+    undropped = dataclasses.replace(config, model=dataclasses.replace(config.model, dropout=0.0))
+    assert train(undropped, corpus, tmp_path / "undropped").curve != uncut.curve
+
+
+def test_training_draws_none_of_the_caller_s_random_numbers(tiny_run, tmp_path):
+    config = dropped(tiny_run(steps=2))
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    train(config, load_corpus(config.data), tmp_path)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_stages_read_batches_of_their_own_length(tiny_run, tmp_path, monkeypatch):
+    shapes = []
+    real = loop._step
+
+    def seen(training, batch, *arguments):
+        shapes.append(tuple(batch.tokens.shape))
+        return real(training, batch, *arguments)
+
+    monkeypatch.setattr(loop, "_step", seen)
+    config = tiny_run(steps=5, first_length=8, first_steps=3)
+    train(config, load_corpus(config.data), tmp_path)
+    assert shapes == [(8, 9)] * 3 + [(4, 17)] * 2
+
+
+def test_a_validation_is_the_test_of_the_weights_as_they_are(tiny_run, tmp_path):
+    config = tiny_run(steps=6, validate_every=6, validate_length=32, validate_tokens=96)
+    corpus = load_corpus(config.data)
+    progress = train(config, corpus, tmp_path)
+    stretches = scored_stretches(len(corpus.valid), EvalConfig(lengths=(32,), tokens=96))
+    losses = nonoverlapping(load_checkpoint(tmp_path)[0], corpus.valid, stretches, length=32, batch_tokens=96)
+    assert progress.validation["nats"] == pytest.approx([mean_nats(losses)], rel=1e-6)
+
+
+def test_a_checkpoint_of_another_config_is_refused(tiny_run, tmp_path):
+    config = tiny_run(steps=2)
+    corpus = load_corpus(config.data)
+    train(config, corpus, tmp_path)
+    with pytest.raises(CheckpointError, match=r"was trained with train.seed = 0, not 1; pass another folder"):
+        train(tiny_run(steps=2, seed=1), corpus, tmp_path)
+    other_test = dataclasses.replace(config, eval=EvalConfig(lengths=(8,)))
+    assert train(other_test, corpus, tmp_path, on_step=cut_at(1, PowerCut())).step == 2
+
+
+def test_a_batch_that_cannot_be_shared_is_refused(tiny_run):
+    class Three:
+        num_processes, process_index = 3, 1
+
+    with pytest.raises(ConfigError, match=r"4 examples .* but 3 processes share it equally; .* that 48 divides"):
+        share_of_batch(tiny_run().train, Three())
+    with pytest.raises(ConfigError, match=r"4 examples .* 3 processes in 2 parts each .* that 96 divides"):
+        share_of_batch(TrainConfig(length=16, batch_tokens=64, accumulate=2), Three())
+
+
+@pytest.mark.long
+def test_a_full_disk_is_said_so_and_the_training_goes_on_afterwards(tiny_run, tmp_path):
+    """A limit on the size of files makes real writes fail, as a full disk does, wherever they happen."""
+    config = tiny_run(checkpoint_every=5)
+    corpus = load_corpus(config.data)
+    uncut = train(config, corpus, tmp_path / "uncut")
+    sizes = [path.stat().st_size for path in newest(tmp_path / "uncut").iterdir()]
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for number, room in enumerate((100, min(sizes) + 1000, max(sizes) + 1000)):  # config, weights, optimizer do not fit
+        folder = tmp_path / str(number)
+
+        def fill(progress, room=room):
+            if progress.step == 7:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+
+        try:
+            with pytest.raises(
+                CheckpointError, match=r"step-00000010 cannot be written .*; make room, .* from step-00000005"
+            ):
+                train(config, corpus, folder, on_step=fill)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert [path.name for path in folder.iterdir()] == ["step-00000005"]
+        assert train(config, corpus, folder).curve == uncut.curve
+
+
+def test_a_training_that_is_killed_again_and_again_ends_as_the_uncut_one(tiny_run, tmp_path):
+    config = dropped(tiny_run(steps=40, checkpoint_every=1, validate_every=5, validate_tokens=64))
+    (tmp_path / "config.json").write_text(json.dumps(to_json(config)))
+    program = [sys.executable, str(PROCESSES / "killed_training.py"), str(tmp_path), str(tmp_path / "config.json")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(program, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr
+    told = json.loads(result.stdout)
+    assert len(told["ends"]) > 16
+    assert told["ends"] == [-signal.SIGKILL] * (len(told["ends"]) - 1) + [0]
+    assert told["steps"] == sorted(told["steps"])
+    uncut, cut = (load_progress(newest(tmp_path / name), config) for name in ("uncut", "cut"))
+    assert cut.curve == uncut.curve
+    assert cut.validation["nats"] == uncut.validation["nats"]
+    expected, found = weights(tmp_path / "uncut"), weights(tmp_path / "cut")
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert [path.name for path in (tmp_path / "cut").iterdir()] == ["step-00000040"]
+
+
+def test_a_text_that_repeats_is_learned(tiny_run, tmp_path):
+    config = tiny_run(steps=150, batch_tokens=512, learning_rate=1e-2)
+    progress = train(config, load_corpus(config.data), tmp_path)
+    assert progress.curve["loss_nats"][0] > 4
+    assert progress.loss_nats < 1.5
+
+
+def test_the_same_seed_is_the_same_training(tiny_run, tmp_path):
+    config = tiny_run(steps=4)
+    corpus = load_corpus(config.data)
+    curves = [
+        train(tiny_run(steps=4, seed=seed), corpus, tmp_path / name).curve
+        for name, seed in (("a", 0), ("b", 0), ("c", 1))
+    ]
+    assert curves[0] == curves[1] != curves[2]
+
+
+@pytest.mark.filterwarnings("ignore:overflow")
+def test_a_loss_of_nan_stops_training_and_keeps_the_last_good_checkpoint(tiny_run, tmp_path):
+    config = tiny_run(steps=50, learning_rate=1e30, clip_norm=1e30, checkpoint_every=1)
+    with pytest.raises(TrainingError, match=r"at step \d+ the loss is .* lower train.learning_rate"):
+        train(config, load_corpus(config.data), tmp_path)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_damaged_state_is_refused(tiny_run, tmp_path):
+    config = tiny_run()
+    corpus = load_corpus(config.data)
+    with pytest.raises(KeyboardInterrupt):
+        train(config, corpus, tmp_path / "run", on_step=cut_at(10))
+    for name in ("state/optimizer.pt", "model.safetensors"):
+        copy = tmp_path / name.replace("/", "-")
+        shutil.copytree(tmp_path / "run", copy)
+        (newest(copy) / name).write_bytes(b"not a state")
+        with pytest.raises(CheckpointError, match=rf"{name} is damaged or incomplete .* delete .* and train again"):
+            train(config, corpus, copy)
+    shutil.rmtree(newest(tmp_path / "run") / "state")
+    with pytest.raises(CheckpointError, match=r"optimizer.pt is damaged or incomplete"):
+        train(config, corpus, tmp_path / "run")
+
+
+def test_the_learning_rate_rises_and_then_falls_to_a_tenth():
+    config = TrainConfig(steps=110, warmup_steps=10, learning_rate=1.0)
+    rates = [learning_rate(step, config) for step in range(111)]
+    assert rates[:10] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0])
+    assert rates[10] == 1.0
+    assert rates[60] == pytest.approx(0.1 + 0.9 / 2)
+    assert rates[110] == pytest.approx(0.1)
+    assert all(a > b for a, b in itertools.pairwise(rates[10:]))
+    assert math.isclose(learning_rate(0, TrainConfig(warmup_steps=0, learning_rate=1.0)), 1.0)

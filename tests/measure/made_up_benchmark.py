@@ -1,0 +1,51 @@
+"""A benchmark that a test adds to the table: one file with its own peer."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from alibi_attn.measure.correctness import Reference
+from alibi_attn.measure.cpu import OURS
+from alibi_attn.measure.harness import checked, keep_by_length, timed
+from alibi_attn.measure.inputs import Case, draw
+from alibi_attn.measure.peers import Attention, Peer
+from alibi_attn.slopes import alibi_slopes
+
+
+def by_query(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> Attention:
+    """A peer that computes one query at a time."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        rows = []
+        for i in range(q.shape[2]):
+            distance = i - torch.arange(i + 1)
+            scores = q[:, :, i : i + 1] @ k[:, :, : i + 1].mT * q.shape[-1] ** -0.5
+            rows.append((scores - slopes[:, None, None] * distance).softmax(-1) @ v[:, :, : i + 1])
+        return torch.cat(rows, 2)
+
+    return attention
+
+
+def shifted(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> Attention:
+    """A wrong peer: every head has the slope of another head."""
+    return by_query(query, key, value, slopes.roll(1))
+
+
+def made_up(
+    out: Path, *, lengths: Sequence[int] = (16,), peer: str = "by query", say: Callable[[str], None] = print
+) -> list[Path]:
+    """Measures ours and a loop over queries."""
+    peers = [OURS, Peer("by query", by_query if peer == "by query" else shifted, "a loop over the queries")]
+
+    def measure(kind: str, length: int) -> dict[str, dict[str, object]]:
+        query, key, value, grad = draw(Case(kind, length))
+        slopes = torch.tensor(alibi_slopes(8), dtype=torch.float32)
+        reference = Reference.of(query, key, value, grad, slopes)
+        candidates = {peer.name: checked(peer, reference, query, key, value, grad, slopes) for peer in peers}
+        say(f"measured {length}")
+        return timed(candidates, repeats=1, seconds=1.0)
+
+    configs = {"noise": {"lengths": list(lengths), "peers": {peer.name: peer.note for peer in peers}}}
+    return keep_by_length(out, "made-up", configs, lengths=lengths, measure=measure, say=say)

@@ -1,0 +1,210 @@
+"""`alibi bench training`: FLOPs equal torch's count, attention is recognized, and the record is complete."""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+from typer.testing import CliRunner
+
+from alibi_attn import records
+from alibi_attn.attention.api import alibi_attention
+from alibi_attn.cli.main import app
+from alibi_attn.lab.config import Architecture, ConfigError, ModelConfig, RunConfig, TrainConfig
+from alibi_attn.lab.model.language_model import LanguageModel
+from alibi_attn.measure import training
+from alibi_attn.measure.utilization import (
+    attention_flops,
+    expect_agreement,
+    linear_flops,
+    multiplying_parameters,
+    profiled_shares,
+    time_shares,
+    utilization_row,
+)
+from alibi_attn.recipes import quick
+
+LENGTH, ROWS = 16, 3
+
+
+def config_of(architecture: Architecture = "modern") -> RunConfig:
+    model = ModelConfig(
+        method="sinusoidal", architecture=architecture, num_layers=2, num_heads=2, embed_dim=32, ffn_dim=48, vocab_size=64
+    )  # fmt: skip
+    return RunConfig(model=model, train=TrainConfig(length=LENGTH, batch_tokens=ROWS * LENGTH))
+
+
+@pytest.mark.parametrize("architecture", ["modern", "mpt", "baevski-auli"])
+def test_flops_are_those_that_torch_counts(architecture: Architecture) -> None:
+    """SDPA's math kernel computes attention as bmm, including the hidden pairs; every linear layer is an mm or addmm."""
+    config = config_of(architecture)
+    model = LanguageModel(config.model, trained_length=LENGTH)
+    tokens = torch.arange(ROWS * (LENGTH + 1)).view(ROWS, -1) % 64
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(tokens[:, :-1], targets=tokens[:, 1:]).sum().backward()
+    counted = {str(operator): flops for operator, flops in counter.get_flop_counts()["Global"].items()}
+    assert counted.pop("aten.mm") + counted.pop("aten.addmm", 0) == linear_flops(config)
+    assert counted.pop("aten.bmm") * (LENGTH + 1) == attention_flops(config) * 2 * LENGTH
+    assert not counted
+    assert multiplying_parameters(config.model) == sum(
+        parameter.numel()
+        for name, parameter in model.named_parameters()
+        if parameter.ndim == 2 and not name.startswith("position.")
+    )
+
+
+def test_medium_has_the_parameters_of_its_recipe() -> None:
+    (config,) = training._configs("medium", ["alibi"], (), 1)
+    assert multiplying_parameters(config.model) == 4 * (4 * 256**2 + 3 * 256 * 688) + 2048 * 256
+    assert (config.train.length, config.train.batch_tokens) == (128, 4608)
+
+
+@pytest.mark.parametrize("scale", training.TRAININGS)
+def test_the_trainings_are_those_of_the_recipe_quick(scale: training.Size) -> None:
+    model, train = training.TRAININGS[scale]
+    run = next(run for run in quick.runs(scale) if run.model.method == "alibi")
+    assert (run.model, run.train) == (dataclasses.replace(model, method="alibi"), train)
+
+
+def test_lengths_rise_and_each_has_every_method_once() -> None:
+    configs = training._configs("smoke", ["t5", "alibi", "t5"], (16, 8, 16), 20)
+    assert [training._name(config) for config in configs] == ["t5-8", "alibi-8", "t5-16", "alibi-16"]
+    assert {(config.train.steps, config.train.batch_tokens) for config in configs} == {(20, 256)}
+
+
+def test_utilization_is_the_achieved_share_of_the_matrix_rate() -> None:
+    config = config_of()
+    flops = linear_flops(config) + attention_flops(config)
+    row = utilization_row(config, step_ms=2.0, product_ms=2 * 2048**3 / 1e9)  # a rate of 1,000 GFLOP/s
+    assert row["matrix_gflops"] == pytest.approx(1000)
+    assert row["achieved_gflops"] == pytest.approx(flops / 2e6)
+    assert row["utilization"] == pytest.approx(flops / 2e9)
+    assert row["tokens_per_second"] == ROWS * LENGTH * 500
+
+
+@dataclasses.dataclass
+class Timed:
+    name: str
+    self_cpu_time_total: float
+    cpu_parent: "Timed | None" = None
+
+
+def test_operators_called_by_attention_count_as_attention() -> None:
+    step = Timed("step", 1.0)
+    linear = Timed("aten::linear", 2.0, step)
+    ours, theirs = Timed("_AttentionBackward", 4.0, step), Timed("aten::scaled_dot_product_attention", 8.0, step)
+    inside = [Timed("aten::aminmax", 16.0, ours), Timed("aten::bmm", 32.0, Timed("aten::matmul", 0.0, theirs))]
+    shares = time_shares([step, linear, ours, theirs, *inside, Timed("aten::mm", 64.0, linear)])
+    assert {name: share * 127 for name, share in shares.items()} == pytest.approx(
+        {"matrix_time_share": 64, "attention_time_share": 60, "other_time_share": 3}
+    )
+
+
+def test_our_and_torchs_attention_are_recognized_by_their_operators() -> None:
+    """Forward and backward, at a size for which "auto" does not choose `dense`, which runs ordinary operators."""
+    q = torch.randn(2, 8, 128, 8, requires_grad=True)
+    attentions: list[Callable[..., torch.Tensor]] = [
+        alibi_attention,
+        lambda *qkv: torch.nn.functional.scaled_dot_product_attention(*qkv, is_causal=True),
+    ]
+    for attention in attentions:
+        forward = profiled_shares(lambda attention=attention: attention(q, q, q))
+        out = attention(q, q, q).sum()
+        backward = profiled_shares(out.backward)
+        assert forward["attention_time_share"] > 0
+        assert backward["attention_time_share"] > 0
+        assert forward["matrix_time_share"] == backward["matrix_time_share"] == 0
+
+
+@pytest.mark.parametrize("step", [(8.1, 1.0), (8.0, 1.1), (math.nan, 1.0), (8.0, math.inf)])
+def test_precisions_that_disagree_are_not_timed(step: tuple[float, float]) -> None:
+    expect_agreement("alibi-128", [(8.0, 1.0), (8.0, 1.0)], [(8.0, 1.0), (8.05, 1.05)])
+    with pytest.raises(RuntimeError, match="alibi-128 is wrong: at step 2 the"):
+        expect_agreement("alibi-128", [(8.0, 1.0), (8.0, 1.0)], [(8.0, 1.0), step])
+
+
+class HerePool:
+    """A pool whose `submit` runs in this process, where accelerate supports only one precision."""
+
+    def submit(self, function: Callable[..., object], *arguments: object) -> "concurrent.futures.Future[object]":
+        future: concurrent.futures.Future[object] = concurrent.futures.Future()
+        future.set_result(function(*arguments))
+        return future
+
+
+@pytest.fixture
+def in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both precisions become fp32, as two trainings that differ in a field that steps do not read."""
+
+    def at(config: RunConfig, precision: str) -> RunConfig:
+        every = 5 if precision == "no" else 6
+        return dataclasses.replace(config, train=dataclasses.replace(config.train, checkpoint_every=every))
+
+    monkeypatch.setattr(training, "_at", at)
+    monkeypatch.setattr(training, "_process", lambda threads: contextlib.nullcontext(HerePool()))
+    monkeypatch.setattr("alibi_attn.measure.timing.MATRIX_SIZE", 64)  # its cost does not matter here
+    for cached in (training._training, training._operands):
+        cached.cache_clear()
+
+
+@pytest.mark.usefixtures("in_fp32")
+def test_a_record_has_every_method_and_precision(tmp_path: Path) -> None:
+    messages: list[str] = []
+
+    def measure() -> list[Path]:
+        return training.training(
+            tmp_path, scale="smoke", methods=["sinusoidal", "alibi"], lengths=(8,), repeats=1, say=messages.append
+        )
+
+    record = records.load(*measure())
+    assert record.name == "training/smoke"
+    assert (record.config["methods"], record.config["lengths"]) == (["sinusoidal", "alibi"], [8])
+    assert record.config["threads"] == 1
+    assert set(record.curves) == {
+        f"{method}, {word}" for method in ("sinusoidal", "alibi") for word in ("fp32", "bf16")
+    }
+    for columns in record.curves.values():
+        assert columns["length"] == [8]
+        assert columns["linear_flops"] == [6 * record.config["parameters"] * 256]
+        assert columns["attention_flops"] == [12 * 2 * 32 * 256 * (8 + 1) // 2]
+        assert sum(columns[f"{name}_time_share"][0] for name in ("matrix", "attention", "other")) == pytest.approx(1)
+        assert all(x > 0 for name in ("step_ms", "utilization", "matrix_gflops", "loss_nats") for x in columns[name])
+    assert record.metrics.keys() == {f"{method}-8, fp32 / bf16" for method in ("sinusoidal", "alibi")}
+    assert len(messages) == 4
+    with pytest.raises(FileExistsError, match="never overwritten"):
+        measure()
+
+
+def refused(out: Path, *options: str) -> str:
+    result = CliRunner().invoke(app, ["bench", "training", "--scale", "smoke", "--out", str(out), *options])
+    assert result.exit_code != 0
+    assert not list(out.iterdir())
+    return result.output + str(result.exception)
+
+
+def test_bad_options_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    assert "did you mean 'rotary'?" in refused(tmp_path, "--methods", "alibi,rotery")
+    assert "train.batch_tokens is 256 but must be a multiple of train.length, 100" in refused(
+        tmp_path, "--lengths", "100"
+    )
+    assert "must be whole numbers" in refused(tmp_path, "--lengths", "x")
+    with pytest.raises(ConfigError, match="scale is 'paper'; pass one of smoke, small, medium"):
+        training.training(tmp_path, scale="paper")
+    with pytest.raises(ValueError, match="threads is 0 but must be 1 or more"):
+        training.training(tmp_path, threads=0)
+
+
+@pytest.mark.long
+def test_the_command_trains_in_both_precisions(tmp_path: Path) -> None:
+    options = ["--scale", "smoke", "--methods", "alibi,t5", "--repeats", "1", "--out", str(tmp_path)]
+    result = CliRunner().invoke(app, ["bench", "training", *options])
+    assert result.exit_code == 0, result.output
+    (record,) = records.find(tmp_path, kind="benchmark")
+    wide, half = (record.curves[f"t5, {word}"]["loss_nats"][0] for word in ("fp32", "bf16"))
+    assert 0 < abs(wide - half) < 2**-7 * wide

@@ -1,0 +1,49 @@
+"""A new recipe needs a file and a row in the table; it is then checked, trained, evaluated, recorded and drawn."""
+
+from pathlib import Path
+
+import pytest
+
+from alibi_attn import records
+from alibi_attn.lab.config import ConfigError, EvalConfig, ModelConfig, Recipe, RunConfig, Scale, TrainConfig
+from alibi_attn.recipes import index
+from alibi_attn.recipes.index import RECIPES
+from alibi_attn.report.page import report_html
+
+
+def runs(scale: Scale) -> tuple[RunConfig, ...]:
+    model = ModelConfig(num_layers=1, num_heads=2, embed_dim=16, ffn_dim=24)
+    train = TrainConfig(length=16, steps=2, batch_tokens=64, warmup_steps=1, log_every=1, checkpoint_every=2)
+    evaluation = EvalConfig(lengths=(16, 32), tokens=32)
+    return (RunConfig(model=model, train=train, eval=evaluation),)
+
+
+RECIPE = Recipe(
+    name="made-up",
+    question="Does a recipe need more than a file and a row?",
+    paper="none",
+    command="alibi run made-up",
+    cost="seconds",
+    expected="no",
+    runs=runs,
+)
+TABLE = {**RECIPES, "made-up": RECIPE}
+
+
+def test_a_recipe_of_one_file_and_one_row_is_run_and_drawn(tmp_path: Path) -> None:
+    paths = index.run("made-up", recipes=TABLE, out=tmp_path, scale="smoke", overrides={"train.steps": "1"})
+    written = [records.load(path) for path in paths]
+    assert [(record.kind, record.name) for record in written] == [
+        ("training", "made-up/alibi-16/seed-0"), ("evaluation", "made-up/alibi-16/seed-0"),
+    ]  # fmt: skip
+    assert "made-up" in report_html(written)
+
+
+def test_its_fields_are_checked_before_anything_is_written() -> None:
+    index.check("made-up", "smoke", {"train.steps": "1"}, recipes=TABLE)
+    with pytest.raises(ConfigError, match=r"there is no field 'train.stepz'"):
+        index.check("made-up", "smoke", {"train.stepz": "1"}, recipes=TABLE)
+
+
+def test_every_row_of_the_table_is_named_after_its_recipe() -> None:
+    assert {name: recipe.name for name, recipe in RECIPES.items()} == {name: name for name in RECIPES}

@@ -1,0 +1,84 @@
+"""The recipe that compares all methods: one model, a text and four tasks, two paired seeds."""
+
+import dataclasses
+import html
+import typing
+
+import pytest
+
+from alibi_attn import records
+from alibi_attn.lab.config import Scale
+from alibi_attn.lab.config_io import override
+from alibi_attn.lab.data.tasks import parse_corpus
+from alibi_attn.lab.experiment import run, runs_of_shard
+from alibi_attn.position_methods import METHODS as LOOKS
+from alibi_attn.recipes.method_comparison import METHODS, RECIPE, TASKS
+from alibi_attn.report.page import report_html
+
+
+@pytest.mark.parametrize("scale", typing.get_args(Scale))
+def test_every_training_of_a_task_is_on_documents_of_the_trained_length(scale):
+    for config in RECIPE.runs(scale):
+        task = parse_corpus(config.data.corpus)
+        assert config.eval.tasks == (() if task is None else (task[0],))
+        assert task is None or task[1] == config.train.length
+        assert config.eval.lengths[0] == config.train.length
+        assert scale == "smoke" or config.eval.lengths[-1] == 16 * config.train.length
+
+
+def test_runs_differ_in_method_task_and_seed_and_every_task_has_all_methods():
+    configs = RECIPE.runs("small")
+    assert len(configs) == len(set(configs)) == len(METHODS) * len(TASKS) * 2
+    assert len(METHODS) >= 12
+    assert set(METHODS) <= set(LOOKS)
+    same = {
+        dataclasses.replace(
+            config,
+            model=dataclasses.replace(config.model, method="none"),
+            train=dataclasses.replace(config.train, seed=0),
+        )
+        for config in configs
+    }
+    assert len(same) == len(TASKS)
+    assert len({(config.model, config.train) for config in same}) == 1
+
+
+def test_each_of_two_shards_has_one_seed_of_every_training():
+    configs = list(RECIPE.runs("small"))
+    for index in (0, 1):
+        assert {config.train.seed for config in runs_of_shard(configs, (index, 2))} == {index}
+
+
+def test_another_text_applies_to_the_language_models_only():
+    changed = [override(config, {"data.text": "novel.txt", "data.corpus": "text"}) for config in RECIPE.runs("small")]
+    assert {config.data.corpus for config in changed if not config.eval.tasks} == {"text"}
+    assert [config for config in changed if config.eval.tasks] == [c for c in RECIPE.runs("small") if c.eval.tasks]
+    freed = override(changed[-1], {"data.text": "novel.txt", "data.corpus": "text", "eval.tasks": ""})
+    assert freed.data.text == ("novel.txt",)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return [records.load(path) for path in run(RECIPE, out=tmp_path_factory.mktemp("referee"), scale="smoke")]
+
+
+def test_the_report_leaves_out_tasks_that_the_models_did_not_learn(found):
+    page = html.unescape(report_html(found))
+    assert "What each is good for: 3 position methods at 32 and at 64 tokens" in page
+    assert page.count("Left out: ") >= 3  # of four tasks; the bit may be right by chance
+    assert "Good at both lengths: associative recall" not in page
+
+
+def test_referee_runs_at_smoke_scale_and_records_the_answers_of_every_document(found):
+    evaluations = [record for record in found if record.kind == "evaluation"]
+    assert len(evaluations) == len(RECIPE.runs("smoke")) == 3 * len(TASKS)
+    for record in evaluations:
+        for task in record.config["eval"]["tasks"]:
+            assert record.config["corpus"]["name"] == f"task:{task}:32"
+            curve, parts = record.curves[task], record.curves[f"{task}_by_part"]
+            assert curve["length"] == [32, 64]
+            assert parts["part"] == [0, 1] * 2  # two documents
+            for at, length in enumerate(curve["length"]):
+                rows = [row for row, of in enumerate(parts["length"]) if of == length]
+                right = sum(parts["accuracy"][row] * parts["answers"][row] for row in rows)
+                assert right / curve["answers"][at] == pytest.approx(curve["accuracy"][at], abs=1e-5)

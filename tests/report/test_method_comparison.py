@@ -1,0 +1,281 @@
+"""A referee says what intervals carry: which tasks stand in its table, who is better, what a method is good for."""
+
+import html
+import json
+import math
+import re
+
+import pytest
+
+from alibi_attn import records
+from alibi_attn.lab.data import symbol_tasks
+from alibi_attn.records import Record
+from alibi_attn.report import method_comparison as referee
+from alibi_attn.report import method_paragraphs as referee_words
+from alibi_attn.report.method_comparison import Measured, Task, comparisons
+from alibi_attn.report.page import report_html
+from alibi_attn.report.series import studies
+
+LENGTHS = (64, 1024)
+DOCUMENTS = 128
+PARTS = 32
+
+
+def evaluated(
+    method: str,
+    task: str,
+    values: tuple[float | None, ...],
+    *,
+    seed: int = 0,
+    noise: float = 0.0,
+    trials: int = DOCUMENTS,
+) -> Record:
+    """Shares (or nats, of the text ""), every other part so much above and below."""
+    known = [(at, value) for at, value in zip(LENGTHS, values, strict=True) if value is not None]
+    rows = [(at, part, value + (noise if part % 2 else -noise)) for at, value in known for part in range(PARTS)]
+    parts = {"length": [at for at, _, _ in rows], "part": [part for _, part, _ in rows]}
+    if task:
+        curves = {
+            task: {"length": list(LENGTHS), "accuracy": list(values), "answers": [1024] * 2},
+            f"{task}_by_part": {**parts, "answers": [32] * len(rows), "accuracy": [value for _, _, value in rows]},
+            "by_length": {"length": list(LENGTHS), "nonoverlapping_nats": [2.0, 2.0], "sliding_nats": [2.0, 2.0]},
+        }
+    else:
+        nats = [value for _, _, value in rows]
+        curves = {
+            "by_length": {"length": list(LENGTHS), "nonoverlapping_nats": list(values), "sliding_nats": list(values)},
+            "by_part": {**parts, "tokens": [128] * len(rows), "nonoverlapping_nats": nats, "sliding_nats": nats},
+        }
+    config = {
+        "model": {"method": method, "num_heads": 4},
+        "data": {"corpus": f"task:{task}:64" if task else "python-source", "text": []},
+        "train": {"length": 64, "seed": seed, "steps": 10},
+        "eval": {"lengths": list(LENGTHS), "tasks": [task] if task else [], "trials": trials},
+        "corpus": {"name": f"task:{task}:64" if task else "python-source", "sha256": f"{task or 'text'}"},
+    }
+    return records.make(
+        "evaluation", f"referee/{method}-64/seed-{seed}", config=config, metrics={"parameters": 1.2e5}, curves=curves
+    )
+
+
+def one_comparison(found: list[Record]) -> list[Task]:
+    (tasks,) = comparisons(studies(found))
+    return tasks
+
+
+def paired_seeds(
+    method: str, task: str, values: tuple[float, float], *, apart: float = 0.002, **options: float
+) -> list[Record]:
+    return [
+        evaluated(method, task, tuple(value - seed * apart for value in values), seed=seed, **options) for seed in (0, 1)
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def four() -> list[Record]:
+    """ALiBi keeps a bit and loses recall; rotary loses both and its text; nobody copies; no positions learn nothing."""
+    return [
+        *paired_seeds("alibi", "mqar", (0.99, 0.07)),
+        *paired_seeds("rotary", "mqar", (0.98, 0.40)),
+        *paired_seeds("none", "mqar", (0.20, 0.06)),
+        *paired_seeds("alibi", "flip-flop", (1.0, 0.99)),
+        *paired_seeds("rotary", "flip-flop", (1.0, 0.55)),
+        *paired_seeds("none", "flip-flop", (0.6, 0.52)),
+        *paired_seeds("alibi", "copy", (0.5, 0.02)),
+        *paired_seeds("rotary", "copy", (0.7, 0.02)),
+        *paired_seeds("alibi", "", (2.0, 1.99), noise=0.01),
+        *paired_seeds("rotary", "", (2.1, 3.0), noise=0.01),
+    ]
+
+
+def test_chance_is_what_the_laboratory_says() -> None:
+    assert referee.CHANCE == symbol_tasks.CHANCE
+    assert referee.TITLES.keys() == referee.CHANCE.keys()
+
+
+def test_texts_come_first_and_tasks_of_one_size_are_one_comparison(four) -> None:
+    tasks = one_comparison(four)
+    assert [task.name for task in tasks] == ["", "mqar", "copy", "flip-flop"]
+    assert {series.method for series in referee.methods(tasks)} == {"none", "rotary", "alibi"}
+    other = evaluated("alibi", "mqar", (0.9, 0.9))
+    longer = {**other.config, "train": {"length": 64, "seed": 0, "steps": 99}}
+    assert (
+        len(
+            comparisons(
+                studies([*four, records.make("evaluation", other.name, config=longer, metrics={}, curves=other.curves)])
+            )
+        )
+        == 2
+    )
+    assert comparisons(studies([])) == []
+
+
+def test_a_task_that_nobody_learned_is_left_out_and_said(four) -> None:
+    tasks = {task.name: task for task in one_comparison(four)}
+    assert [referee.is_learned(task) for task in tasks.values()] == [True, True, False, True]
+    assert referee.best_at_trained(tasks["copy"]) == ("rotary", pytest.approx(0.699))
+    page = html.unescape(report_html(four))
+    assert (
+        "Left out: copying. No method reaches 90 % of the answers at the trained 64 tokens (the best, rotary, is right for 70 %)"
+        in page
+    )
+    heat = page[page.index('<table class="heat">') : page.index("Method by method")]
+    assert "associative recall" in heat
+    assert "copying" not in heat[: heat.index("</table>")]
+
+
+def test_an_interval_reaches_what_so_many_documents_leave_open() -> None:
+    (task,) = one_comparison([evaluated("alibi", "mqar", (1.0, 1.0))])
+    found = referee.measured(task, "alibi", 64)
+    assert found.value == 1.0
+    assert found.interval.low == pytest.approx(1 - 3 / DOCUMENTS)
+    assert found.interval.high == 1.0
+    assert referee.level(found) == "solved"
+    (task,) = one_comparison([evaluated("alibi", "mqar", (1.0, 1.0), trials=16)])
+    assert referee.level(referee.measured(task, "alibi", 64)) == "open"  # sixteen documents leave up to 19 % open
+
+
+def test_seeds_apart_leave_a_level_open() -> None:
+    far = [evaluated("alibi", "mqar", (share, share), seed=seed) for seed, share in enumerate((1.0, 0.95))]
+    (task,) = one_comparison(far)
+    found = referee.measured(task, "alibi", 64)
+    assert found.interval.low == pytest.approx(0.975 - 12.706 * 0.025)  # Student's t with one degree of freedom
+    assert referee.level(found) == "open"
+    near = [evaluated("alibi", "mqar", (share, share), seed=seed) for seed, share in enumerate((1.0, 0.99))]
+    assert referee.level(referee.measured(one_comparison(near)[0], "alibi", 64)) == "solved"
+
+
+def test_levels_need_an_interval() -> None:
+    assert referee.level(Measured(1.0, None)) == "open"
+    record = evaluated("alibi", "mqar", (1.0, 1.0))
+    curves = {name: record.curves[name] for name in ("mqar", "by_length")}
+    bare = records.make("evaluation", record.name, config=record.config, metrics={}, curves=curves)
+    (task,) = one_comparison([bare])
+    assert referee.measured(task, "alibi", 64) == Measured(1.0, None)
+    assert "no interval" in referee_words.paragraph([task], "alibi")
+
+
+def test_ranks_are_as_wide_as_the_intervals_of_differences() -> None:
+    shares = {"alibi": 0.95, "rotary": 0.94, "none": 0.3}
+    found = [
+        record
+        for method, share in shares.items()
+        for record in paired_seeds(method, "mqar", (share, share), apart=0.001)
+    ]
+    (task,) = one_comparison(found)
+    places = {method: referee.rank(task, method, 1024, list(shares)) for method in shares}
+    assert places == {
+        "alibi": (1, 2),
+        "rotary": (1, 2),
+        "none": (3, 3),
+    }  # one point is less than 128 documents can tell
+    assert referee.rank(task, "t5", 1024, list(shares)) is None
+
+
+def test_of_a_text_everything_is_over_the_lowest_at_the_trained_length(four) -> None:
+    text = one_comparison(four)[0]
+    assert referee.measured(text, "alibi", 64).value == pytest.approx(1.0)
+    assert referee.measured(text, "rotary", 1024).value == pytest.approx(math.exp(3.0 - 2.0))
+    change = referee.change(text, "rotary")
+    assert change.value == pytest.approx(math.exp(0.9))
+    assert change.interval.low <= change.value <= change.interval.high
+
+
+def test_a_paragraph_says_what_its_intervals_carry(four) -> None:
+    tasks = [task for task in one_comparison(four) if referee.is_learned(task)]
+    alibi, rotary, none = (referee_words.paragraph(tasks, method) for method in ("alibi", "rotary", "none"))
+    assert "is 0.990 of that at 64 (0.990 to 0.990): it gains from length." in alibi
+    assert alibi.startswith("Good at both lengths: one bit (flip-flop): 100\N{NO-BREAK SPACE}% (")
+    lost = r"Good at the trained length only: associative recall: 99.% \(.*\) at 64; 7.% \(.*\) at 1,024, not told from chance"
+    assert re.search(lost, alibi)
+    assert "in text (python-source) and one bit (flip-flop)." in alibi
+    assert "it loses by length" in rotary
+    assert re.search(r"associative recall: .*; 40\N{NO-BREAK SPACE}% \(\d+ to \d+\) at 1,024 ·", rotary)  # above chance
+    assert "Good at both" not in rotary
+    assert none.startswith("Nothing here shows what it is good for. Not learned at the trained length")
+    assert "at 1,024" not in none.partition("Not learned")[2]
+
+
+def test_what_may_be_either_is_called_open() -> None:
+    found = [evaluated("alibi", "mqar", (share, 0.99), seed=seed) for seed, share in enumerate((0.99, 0.87))]
+    text = [evaluated("alibi", "", (2.0, share), seed=seed) for seed, share in enumerate((1.95, 2.1))]
+    said = referee_words.paragraph(one_comparison([*found, *text]), "alibi")
+    assert "whether it bears length is open." in said
+    assert "Open: associative recall" in said
+    assert said.startswith("Nothing here shows what it is good for.")
+
+
+def test_shares_below_chance_are_said_to_be() -> None:
+    (task,) = one_comparison(paired_seeds("alibi", "needles", (1.0, 0.01)))
+    assert referee_words.paragraph([task], "alibi").endswith("1\N{NO-BREAK SPACE}% (0 to 3) at 1,024, below chance.")
+
+
+def test_the_page_has_a_heat_map_with_numbers_of_every_method_and_says_the_size(four) -> None:
+    page = report_html(four)
+    text = html.unescape(re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", page[page.index('<section id="r0"') :])))
+    assert "models of this size: 0.12 M weights, 2 seeds, trained at 64 tokens" in text
+    heat = page[page.index('<table class="heat">') :]
+    heat = heat[: heat.index("</table>")]
+    assert heat.count('<th class="series"') == 3
+    assert heat.count("--heat: ") == 3 * 3 * 2
+    assert re.search(r'class="best" style="--heat: 0.998">100<small>98 – 100</small>', heat)
+    assert "Which of two" not in text  # its studies are not drawn a second time
+    assert "Rank by task" in text
+
+
+def test_the_contents_name_it_beside_other_studies(four, made_up) -> None:
+    page = report_html([*four, *made_up(methods=("alibi",))])
+    assert '<a href="#r0">3 position methods at 64 and at 1,024 tokens</a>' in page
+    assert page.index('<section id="r0"') < page.index('<section id="s0"')
+    assert 'id="s1"' not in page
+
+
+def test_an_empty_cell_is_a_dash_and_one_record_makes_a_page() -> None:
+    page = report_html([evaluated("learned", "mqar", (0.95, None))])
+    heat = page[page.index('<table class="heat">') :]
+    assert heat[: heat.index("</table>")].count(">—</td>") == 1
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("config", "eval", "trials"), "many"),
+        (("config", "eval", "trials"), 0),
+        (("config", "eval", "tasks"), [["mqar"], 3]),
+        (("config", "eval", "tasks"), "mqar"),
+        (("config", "train", "seed"), "first"),
+        (("curves", "mqar", "accuracy"), [None, None]),
+        (("curves", "mqar_by_part", "accuracy", 3), None),
+        (("curves", "mqar_by_part", "answers"), [0] * 64),
+        (("curves", "mqar_by_part"), {}),
+        (("curves", "by_length", "length"), [None, None]),
+    ],
+)
+def test_a_damaged_record_leaves_the_page_whole(place, value) -> None:
+    record = evaluated("alibi", "mqar", (1.0, 0.5))
+    data = json.loads(json.dumps({"config": record.config, "curves": record.curves}))
+    inner = data
+    for name in place[:-1]:
+        inner = inner[name]
+    inner[place[-1]] = value
+    broken = Record(kind=record.kind, name=record.name, metrics={}, **data)
+    assert "</html>" in report_html([broken, evaluated("rotary", "mqar", (1.0, 0.5))])
+
+
+def test_perplexities_are_compared_part_by_part_of_the_text() -> None:
+    """Parts differ by e, which is the same for both methods: their ratio is known all the same."""
+    (task,) = one_comparison(
+        [evaluated("alibi", "", (2.0, 2.0), noise=0.5), evaluated("rotary", "", (2.1, 3.0), noise=0.5)]
+    )
+    for method, length, ratio in (("alibi", 64, 1.0), ("rotary", 64, math.exp(0.1)), ("rotary", 1024, math.e)):
+        found = referee.measured(task, method, length)
+        assert (found.value, found.interval.low, found.interval.high) == pytest.approx((ratio,) * 3)
+
+
+def test_one_seed_is_said_to_decide_nothing_about_another_training(four) -> None:
+    said = "parts of what was scored; one seed says nothing about another training."
+    one = [record for record in four if record.config["train"]["seed"] == 0]
+    assert f"small: 95 %, over {said}" in html.unescape(report_html(one))
+    assert said not in html.unescape(report_html(four))
+    mixed = html.unescape(report_html([*four, evaluated("t5", "mqar", (0.99, 0.07))]))
+    assert f"where there are several seeds over these and over {said}" in mixed

@@ -1,0 +1,333 @@
+"""Attack on the certificate: inputs made to break the bound, and the mass that skipping really drops, measured in float64.
+
+python tests/support/fuzz/certificate_attack.py 100000 results            # many draws once, kept as a record
+python tests/support/fuzz/certificate_attack.py 100000 results native     # the same of the kernels for CPUs, some of them longer
+python tests/support/fuzz/certificate_attack.py 100000 results native biased   # and with a bias for every key
+python tests/support/fuzz/certificate_attack.py 100000 results native bf16   # in bf16, which some processors multiply natively
+"""
+
+import collections
+import dataclasses
+import datetime
+import functools
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+
+from alibi_attn import records
+from alibi_attn.attention.backends.banded import pieces as banded_pieces
+from alibi_attn.attention.backends.native import backend as native
+from alibi_attn.attention.certificate.bounds import Bounds, bounds
+from alibi_attn.attention.certificate.constants import TILE
+from alibi_attn.attention.validation import make_spec
+from alibi_attn.attention.visibility import distances, visible
+
+WHERE = (
+    "nothing",
+    "far key",
+    "sink",
+    "near key",
+    "every 50th",
+    "equal keys",
+    "zero queries",
+    "aligned",
+    "opposed",
+    "far value",
+)
+BIASES = (
+    "noise",
+    "gates",
+    "steep gates",
+    "shut gates",
+    "rising",
+    "spikes",
+    "hidden",
+    "wide",
+    "constant",
+    "of segments",
+)
+MASKS = (
+    "none",
+    "window",
+    "random mask",
+    "left padding",
+    "segments",
+    "segments and mask",
+    "offset after",
+    "offset before",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Attack:
+    """One adversarial call; `log_*` are powers of ten."""
+
+    seed: int
+    length: int
+    head_dim: int
+    slope: float
+    tolerance: float
+    where: str
+    mask: str
+    causal: bool
+    group: int
+    log_query: float
+    log_key: float
+    log_giant: float
+    dtype: str = "float32"
+    refine: bool = False  # as for long inputs
+    bias: str | None = None  # one of BIASES
+
+    def inputs(self) -> tuple[list[torch.Tensor], dict]:
+        rng = np.random.default_rng(self.seed)
+        n, d = self.length, self.head_dim
+        queries = n if "offset" not in self.mask else max(1, n // 2)
+        q = rng.standard_normal((1, self.group, queries, d)) * 10.0**self.log_query
+        k = rng.standard_normal((1, 1, n, d)) * 10.0**self.log_key
+        v = rng.standard_normal((1, 1, n, d))
+        giant = 10.0**self.log_giant
+        place = int(rng.integers(0, n))
+        if self.where == "far key":
+            k[:, :, place] *= giant
+        elif self.where == "sink":
+            k[:, :, 0] *= giant
+        elif self.where == "near key":
+            k[:, :, -1 - place % 40] *= giant
+        elif self.where == "every 50th":
+            k[:, :, ::50] *= giant
+        elif self.where == "equal keys":
+            k[:] = k[:, :, :1]
+        elif self.where == "zero queries":
+            q[rng.random(q.shape) < 0.7] = 0.0
+        elif self.where in ("aligned", "opposed"):  # one-hot queries on a far key, the others orthogonal or opposite
+            q[:], k[:] = 0.0, 0.0
+            q[..., 0] = 10.0**self.log_query
+            k[..., 0] = -(10.0**self.log_key) if self.where == "opposed" else 0.0
+            k[:, :, place, 0] = 10.0**self.log_key * giant
+        elif self.where == "far value":
+            v[:, :, place] *= giant
+        slopes = [self.slope * 2.0**-h for h in range(self.group)]
+        kwargs = {
+            "causal": self.causal,
+            "right_slopes": None,
+            "window": None,
+            "scale": None,
+            "query_offset": None,
+            "key_mask": None,
+            "segment_ids": None,
+            "key_bias": None,
+            "dropout_p": 0.0,
+            "tolerance": self.tolerance,
+            "return_lse": False,
+        }
+        if not self.causal and rng.random() < 0.5:
+            kwargs["right_slopes"] = [self.slope * 2.0 ** rng.uniform(-3, 3) for _ in slopes]
+        if self.mask == "window":
+            kwargs["window"] = int(rng.integers(1, n + 1))
+        if "mask" in self.mask:
+            kwargs["key_mask"] = torch.tensor(rng.random((1, n)) < rng.uniform(0.05, 0.9))
+        if self.mask == "left padding":
+            kwargs["key_mask"] = torch.arange(n)[None] >= place
+        if "segments" in self.mask:
+            kwargs["segment_ids"] = torch.tensor(
+                rng.integers(0, 3, (1, n)) if place % 2 else np.sort(rng.integers(0, 4, (1, n)))
+            )
+        if "offset" in self.mask and "segments" not in self.mask:
+            kwargs["query_offset"] = n - queries // 2 + place if self.mask == "offset after" else -place
+        if self.bias is not None:
+            kwargs["key_bias"] = torch.tensor(
+                self._key_bias(np.random.default_rng([self.seed, 1]), kwargs["segment_ids"])
+            )
+        dtype = getattr(torch, self.dtype)
+        most = 6e4 if self.dtype == "float16" else 1e37
+        tensors = [torch.tensor(np.clip(x, -most, most)).to(dtype) for x in (q, k, v)]
+        return [*tensors, torch.tensor(slopes, dtype=torch.float32)], kwargs
+
+    def _key_bias(self, rng: np.random.Generator, segment_ids: torch.Tensor | None) -> np.ndarray:
+        """[1, H, S] float64: gates down to ln f = −60 and of exactly 1, spikes of +80, keys of −inf, |b| of 10⁶."""
+        shape = (1, self.group, self.length)
+        noise = rng.standard_normal(shape) * 10.0 ** rng.uniform(-1, 1.5)
+        if "gates" in self.bias:
+            gates = -np.log1p(np.exp(-rng.normal(rng.uniform(-2, 6), 1, shape)))
+            if self.bias == "steep gates":
+                gates *= 60 * rng.random()
+            if self.bias == "shut gates":
+                gates = np.where(rng.random(shape) < 0.05, -60.0, 0.0)
+            return -np.cumsum(gates, -1)
+        if self.bias == "rising":  # every key weighs less than the one before
+            return -np.cumsum(np.abs(noise), -1)
+        if self.bias == "spikes":
+            return noise + 80.0 * (rng.random(shape) < 4 / self.length)
+        if self.bias == "hidden":
+            return np.where(rng.random(shape) < rng.uniform(0.05, 0.95), -np.inf, noise)
+        if self.bias == "wide":
+            return noise + 1e6 * rng.choice([-1.0, 1.0]) + rng.choice([0.0, 1e6]) * (rng.random(shape) < 0.02)
+        if self.bias == "of segments" and segment_ids is not None:
+            return noise + rng.choice([300.0, 1e6]) * (segment_ids.numpy()[:, None] == 1)
+        return np.full(shape, rng.normal() * 1e6)
+
+
+attacks = st.builds(
+    Attack,
+    seed=st.integers(0, 2**20),
+    length=st.integers(1, 300),
+    head_dim=st.integers(1, 8),
+    slope=st.floats(-16, 2).map(lambda x: 2.0**x),
+    tolerance=st.floats(-12, -1).map(lambda x: 10.0**x),
+    where=st.sampled_from(WHERE),
+    mask=st.sampled_from(MASKS),
+    causal=st.booleans(),
+    group=st.integers(1, 3),
+    log_query=st.floats(-25, 25) | st.floats(-1, 1),
+    log_key=st.floats(-25, 25) | st.floats(-1, 1),
+    log_giant=st.floats(0, 25) | st.floats(0, 2),
+    dtype=st.sampled_from(("float32", "float64", "bfloat16", "float16")),
+    refine=st.booleans(),
+)
+
+
+def dropped(attack: Attack, certify: Callable[..., Bounds | torch.Tensor] | None = None) -> tuple[float, float]:
+    """(largest share of softmax mass that the certificate drops in any query, share of the visible keys that it skips).
+
+    `certify` gives bounds, or the keys that are kept, [1, H, T, S]; it is `bounds` where nothing else is given.
+    """
+    (query, key, value, slopes), kwargs = attack.inputs()
+    spec = make_spec(query, key, value, slopes, **kwargs)
+    found = (certify or functools.partial(bounds, refine=attack.refine))(spec, query, key, value)
+    distance = distances(spec.query_len, spec.key_len, spec.query_offset, None)
+    seen = visible(spec, distance).expand(1, spec.num_heads, -1, -1)
+    skipped = seen & ~(certified_keys(spec, found, distance) if isinstance(found, Bounds) else found)
+    heads = [h for h in range(spec.num_heads) if skipped[0, h].any()]
+    rows = ((h, (query[0, h], key[0, h // spec.group]), (distance[0], seen[0, h], skipped[0, h])) for h in heads)
+    return max((_lost(spec, *row) for row in rows), default=0.0), float(skipped.sum() / seen.sum().clamp(min=1))
+
+
+def _lost(spec, h: int, pair: tuple[torch.Tensor, ...], keys: tuple[torch.Tensor, ...]) -> float:
+    """The largest share of softmax mass that a query of this head loses; `pair`: query, key; `keys`: i − j, seen, skipped."""
+    some = keys[2].any(-1)  # the others lose nothing
+    distance, seen, skipped = (x[some] for x in keys)
+    scores = spec.scale * (pair[0][some].double() @ pair[1].double().mT)
+    slopes = spec.slopes[h].double()
+    if spec.right_slopes is not None:
+        slopes = torch.where(distance < 0, spec.right_slopes[h].double(), slopes)
+    scores -= slopes * distance.abs()
+    if spec.key_bias is not None:
+        scores += spec.key_bias[0, h] - spec.key_bias[0, h].amax().clamp(min=-1e300)
+    scores.masked_fill_(~seen, -math.inf)
+    weight = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
+    return float(((weight * skipped).sum(-1) / weight.sum(-1)).max())
+
+
+def certified_keys(spec, found: Bounds, distance: torch.Tensor) -> torch.Tensor:
+    """[1, H, T, S]: within the reach of the query's block, or in an outlier tile: the keys that must be read."""
+    block = torch.arange(spec.query_len) // TILE
+    left, right = found.left[:, :, block, None], found.right[:, :, block, None]
+    right = 1 if spec.causal else right
+    tile = torch.arange(spec.key_len) // TILE
+    outlier = (found.outlier_tiles[..., None] == tile).any(2)
+    return ((distance[:, None] < left) & (-distance[:, None] < right)) | outlier[:, :, None]
+
+
+def native_keys(spec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """[B, H, T, S]: the keys that the kernels for CPUs visited with each query."""
+    with torch.no_grad():
+        visited = native.visited(spec, query, key, value)
+    low, high = (torch.from_numpy(x)[..., None] for x in visited.intervals)
+    at = torch.arange(spec.key_len)
+    of_blocks = ((at >= low) & (at < high)).any(-2)  # [B, H, N, S]
+    return of_blocks.repeat_interleave(TILE, 2)[:, :, : spec.query_len]
+
+
+def read_keys(spec, pieces: list[list[list[banded_pieces.Piece]]]) -> torch.Tensor:
+    """[B, H, T, S] int: how many pieces read each pair (a "diagonal" reads up to the query)."""
+    count = torch.zeros(spec.batch, spec.num_heads, spec.query_len, spec.key_len, dtype=torch.int64)
+    for b, heads in enumerate(pieces):
+        for h, of_head in enumerate(heads):
+            for piece in of_head:
+                for block in range(piece.count):
+                    query, key = piece.query + block * piece.stride, piece.key + block * piece.step
+                    rows, keys = slice(query, query + piece.rows), slice(key, key + piece.keys)
+                    square = torch.ones(piece.rows, piece.keys, dtype=torch.int64)
+                    count[b, h, rows, keys] += square.tril() if piece.kind == "diagonal" else square
+    return count
+
+
+def random_attack(seed: int, *, biased: bool = False, bf16: bool = False) -> Attack:
+    rng = np.random.default_rng(seed)
+    pick = lambda options: options[int(rng.integers(len(options)))]  # noqa: E731
+    wild = rng.random() < 0.3
+    spread = (-25, 25) if wild else (-1.5, 1.0)
+    drawn = Attack(
+        seed=seed,
+        length=int(rng.integers(1, 400)),
+        head_dim=int(rng.integers(1, 9)),
+        slope=float(2.0 ** rng.uniform(-16 if wild else -4, 2)),
+        tolerance=float(10.0 ** rng.uniform(-12, -1)),
+        where=pick(WHERE),
+        mask=pick(MASKS),
+        causal=bool(rng.random() < 0.6),
+        group=int(rng.integers(1, 4)),
+        log_query=float(rng.uniform(*spread)),
+        log_key=float(rng.uniform(*spread)),
+        log_giant=float(rng.uniform(0, 25 if wild else 3)),
+        dtype=pick(("float32", "float32", "float64", "bfloat16")),
+        refine=seed % 2 == 1,
+        bias=pick(BIASES) if biased else None,
+    )
+    if drawn.bias == "of segments" and "segments" not in drawn.mask:
+        drawn = dataclasses.replace(drawn, mask="segments")
+    if bf16:  # half of them with longer sums in their products
+        drawn = dataclasses.replace(drawn, dtype="bfloat16", head_dim=drawn.head_dim * (1 if seed % 2 else 16))
+    return drawn
+
+
+KINDS = "biased", "bf16"
+
+
+def main(draws: int, out: Path, backend: str = "", *kinds: str) -> None:
+    """Attack `draws` times and keep what came out as a record, with how many draws of every kind there were and skipped."""
+    if not set(kinds) <= set(KINDS):
+        raise SystemExit(f"the kinds are {' '.join(kinds)} but must be of {', '.join(KINDS)}")
+    torch.set_num_threads(1)
+    started = datetime.datetime.now(datetime.UTC)
+    worst, shares = 0.0, 0.0
+    counts: dict[str, collections.Counter[str]] = {x: collections.Counter() for x in ("draws", "skipping", "broken")}
+    for seed in range(draws):
+        attack = random_attack(seed, **dict.fromkeys(kinds, True))
+        if backend and seed % 20 == 0:  # blocks of queries that differ, and keys far beyond the reach
+            attack = dataclasses.replace(attack, length=attack.length * 6)
+        lost, share = dropped(attack, native_keys if backend else None)
+        worst, shares = max(worst, lost / attack.tolerance), shares + share
+        of = "all", f"keys: {attack.where}", f"mask: {attack.mask}", f"bias: {attack.bias}"
+        for count, holds in (("draws", True), ("skipping", share > 0), ("broken", not lost <= attack.tolerance)):
+            counts[count].update(of if holds else ())
+        if seed % 5000 == 4999:
+            skipping, broken = counts["skipping"]["all"], counts["broken"]["all"]
+            print(
+                f"{seed + 1} draws, {skipping} that skip, worst {worst:.3g} of the tolerance, {broken} broken",
+                flush=True,
+            )
+    drawn = sorted(counts["draws"])
+    record = records.make(
+        "certificate",
+        "/".join(filter(None, ("attack", backend, *kinds))),
+        config={"draws": draws, "first_seed": 0},
+        metrics={
+            "broken": counts["broken"]["all"],
+            "draws_that_skip": counts["skipping"]["all"],
+            "worst_share_of_tolerance": worst,
+            "mean_skipped_share": shares / draws,
+        },
+        curves={"kinds": {"kind": drawn} | {name: [of[kind] for kind in drawn] for name, of in counts.items()}},
+        started=started,
+    )
+    print(records.save(record, out))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])

@@ -1,0 +1,130 @@
+"""Damages recorded results at random. Loading refuses the file by name, or the page is drawn; nothing else may happen.
+
+python tests/support/fuzz/damaged_records.py --draws 3000 --seed 0
+"""
+
+import argparse
+import json
+import random
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from alibi_attn import records
+from alibi_attn.records import RecordError
+from alibi_attn.report.page import report_html
+
+RESULTS = Path(__file__).resolve().parents[3] / "results"
+VALUES = [None, 0, -1, 1, 3, 0.5, 1e99, 1e16, 1e-320, -1e-9, 2**53, 10**30, "", "text", "figure-1", "\ud800", "\x00",
+          "x" * 3000, [], {}, True, [1], {"a": 1}, [[1]], [None]]  # fmt: skip
+NAMES = ["", "x", "length", "\ud800", "ours", "heads", "by_length"]
+# One result of each kind and layout is enough of the trainings and tests, of which there are hundreds.
+PATTERNS = {
+    "benchmark-*": 1, "c*-*": 1, "methods/*": 12, "recall/*": 12, "referee/e*": 60, "paper/e*": 60, "paper/t*": 60,
+    "paper/s*": 20, "paper/p*": 1,
+}  # fmt: skip
+
+
+def files() -> list[Path]:
+    """The results that are damaged."""
+    return [path for pattern, step in PATTERNS.items() for path in sorted(RESULTS.glob(pattern))[::step]]
+
+
+def damaged(data: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    """The record with one to four values set, deleted, renamed, cut or repeated, most of them in its curves."""
+    for _ in range(rng.choice([1, 1, 1, 2, 4])):
+        top = rng.choice(["config", "metrics", *["curves"] * 4, None])
+        places = [
+            place
+            for place in _places(data)
+            if place and (place[0] == top if top else place[0] not in ("config", "curves"))
+        ]
+        if places:
+            _damage(data, rng.choice(places), rng)
+    return data
+
+
+def assert_named_or_drawn(path: Path, others: list[records.Record]) -> bool:
+    """Whether the page was drawn; otherwise the file was refused with its name, in words that a terminal can print."""
+    record, refusal = _loaded(path)
+    if record is None:
+        assert str(path) in refusal
+        refusal.encode()
+        return False
+    page = report_html([record, *others])
+    assert page.encode().endswith(b"</html>")
+    return True
+
+
+def draw(seed: int, folder: Path) -> bool:
+    """One damaged record, with some of the evaluations that it was read from next to it; whether it was drawn."""
+    rng = random.Random(seed)
+    every = files()
+    data = json.loads(every[seed % len(every)].read_text())
+    evidence = [RESULTS / "paper" / name for name in data["config"].get("evidence", ())][:6]
+    others = [records.load(path) for path in evidence if path.exists()]
+    bad = folder / "damaged.json"
+    bad.write_text(json.dumps(damaged(data, rng)))
+    return assert_named_or_drawn(bad, others)
+
+
+def _loaded(path: Path) -> tuple[records.Record | None, str]:
+    try:
+        return records.load(path), ""
+    except RecordError as error:
+        return None, str(error)
+
+
+def _damage(data: dict[str, Any], place: tuple[str | int, ...], rng: random.Random) -> None:
+    inner: Any = data
+    for name in place[:-1]:
+        inner = inner[name]
+    last, value = place[-1], rng.choice(VALUES)
+    held = inner[last]
+    match rng.choice(["set", "set", "set", "delete", "fill", "rename", "cut", "repeat"]):
+        case "set":
+            inner[last] = value
+        case "delete":
+            del inner[last]
+        case "rename" if isinstance(inner, dict):
+            inner[rng.choice([*NAMES, f"{last}2"])] = inner.pop(last)
+        case "fill" if isinstance(held, list):
+            inner[last] = [value] * len(held)
+        case "cut" if isinstance(held, dict):
+            inner[last] = {name: column[:1] if isinstance(column, list) else column for name, column in held.items()}
+        case "repeat" if isinstance(held, dict):
+            inner[last] = {name: column * 2 if isinstance(column, list) else column for name, column in held.items()}
+        case "repeat" if isinstance(held, list):
+            inner[last] = held[:1] * len(held)
+
+
+def _places(value: Any, place: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    yield place
+    if isinstance(value, dict):
+        for name in value:
+            yield from _places(value[name], (*place, name))
+    elif isinstance(value, list):
+        for index in range(min(len(value), 6)):
+            yield from _places(value[index], (*place, index))
+
+
+def main() -> None:
+    """Draw and count; the first traceback ends it and names the seed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--draws", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    drawn = 0
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in range(options.seed, options.seed + options.draws):
+            try:
+                drawn += draw(seed, Path(folder))
+            except BaseException:
+                print(f"seed {seed}: {files()[seed % len(files())].name}")
+                raise
+    print(f"{options.draws} draws: {drawn} pages, {options.draws - drawn} files refused by name")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""The biases that keys have for a query, from `key_bias` and forget gates, relative to those of the query's best key.
+
+A score is exact relative to another one: of b_j and b_best only the difference is rounded. The truth therefore counts from the
+key that weighs most by its bias and its distance, of those that the query sees. What a query cannot see costs it nothing, however
+large: a bias of 1e38 or a gate of −1e38 one position away is no excuse for a wrong digit.
+"""
+
+import math
+
+import numpy as np
+from differential_arrays import GATE_FLOOR, Arrays
+from differential_calls import Call
+
+NEAR_NATS = 64.0  # an implementation may count from any bias this close to that of the best key
+EXTREME_GATE = -999.0  # sums of gates below it are kept separately, or fp64 would absorb the other gates
+
+
+class RelativeBiases:
+    """Of a call with `key_bias`, gates or both.
+
+    Attributes:
+        relative: [B, H, T, S] b_ij − b_i,best; 0 where query i does not see key j.
+        of_best: [B, H, T] b_i,best, which the log-sum-exp gets back; 0 where a query sees nothing.
+        slack: how far from b_i,best an implementation's origin may be: NEAR_NATS, or less where all biases are closer together.
+        lost: what a difference of two sums of gates may have lost in fp64, closed ones included.
+    """
+
+    def __init__(self, call: Call, numbers: Arrays, seen: np.ndarray) -> None:
+        b, h, t, s = seen.shape
+        own = np.broadcast_to(numbers.bias_of_keys(call), (b, h, s))
+        own = np.where(own > -np.inf, own, 0.0)
+        sums, extreme, run = _gates(numbers.gates_of(call))
+        position = np.clip(
+            numbers.first[:, None] + np.arange(t), 0, max(0, s - 1)
+        )  # only used with gates, where it is inside
+
+        def of_query(x: np.ndarray) -> np.ndarray:  # [B, H, S] -> [B, H, T]
+            return np.take_along_axis(x, np.broadcast_to(position[:, None], (b, h, t)), -1)
+
+        def jumps(i: np.ndarray, j: np.ndarray) -> np.ndarray:  # exact sums of the extreme gates from run j to run i
+            batch, head = np.ogrid[:b, :h]
+            rest = (1,) * (max(i.ndim, j.ndim) - 2)
+            return extreme[batch.reshape(b, 1, *rest), head.reshape(1, h, *rest), i, j]
+
+        if b * h * t * s == 0:
+            self.relative, self.of_best, self.slack, self.lost = np.zeros(seen.shape), np.zeros((b, h, t)), 0.0, 0.0
+            return
+        query_sums, query_run = of_query(sums), of_query(run)
+        cuts = np.isneginf(numbers.gates_of(call)).sum(-1).max()
+        self.lost = 2.0**-51 * float(np.abs(sums).max() + np.abs(extreme).max() - GATE_FLOOR * cuts)
+        fine = own[:, :, None] + (query_sums[..., None] - sums[:, :, None])
+        coarse = jumps(query_run[..., None], run[:, :, None])
+        distance = numbers.distance()[:, None].astype(np.float64)
+        slopes = np.broadcast_to(numbers.slopes, (b, h))[:, :, None, None]
+        right = (
+            slopes if numbers.right_slopes is None else np.broadcast_to(numbers.right_slopes, (b, h))[:, :, None, None]
+        )
+        linear = np.where(distance < 0, np.where(np.isinf(right), 0.0, right), slopes) * np.abs(distance)
+        nats = np.where(seen, fine + coarse - linear, -np.inf)
+        most = nats.max(-1, keepdims=True)
+        # Where an extreme gate absorbs the rest of the sum, the rest decides.
+        tied = seen & (nats >= most - 1e-12 * np.abs(np.where(most > -np.inf, most, 0.0)))
+        best = np.where(tied, fine - linear, -np.inf).argmax(-1)
+
+        def at_best(x: np.ndarray) -> np.ndarray:  # [B, H, S] -> [B, H, T]
+            return np.take_along_axis(x, best, -1)
+
+        best_own, best_sums, best_run = at_best(own), at_best(sums), at_best(run)
+        relative = (own[:, :, None] - best_own[..., None]) + (best_sums[..., None] - sums[:, :, None])
+        relative += jumps(best_run[..., None], run[:, :, None])
+        self.relative = np.where(seen, relative, 0.0)
+        of_best = best_own + (query_sums - best_sums) + jumps(query_run, best_run)
+        self.of_best = np.where(seen.any(-1), of_best, 0.0)
+        self.slack = min(NEAR_NATS, float(self.relative.max() - self.relative.min()))
+
+
+def _gates(gates: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """([B, H, S] sums without extreme gates; [B, H, R, R] exact sums of those between runs; [B, H, S] runs of keys)."""
+    b, h = gates.shape[:2]
+    gates = np.where(gates > -np.inf, gates, 0.0)  # nothing is seen across a cut
+    is_extreme = gates < EXTREME_GATE
+    run = is_extreme.cumsum(-1)
+    runs = int(run.max(initial=0)) + 1
+    extreme = np.zeros((b, h, runs, runs))
+    for at in np.ndindex(b, h):
+        found = gates[at][is_extreme[at]]
+        for i in range(len(found) + 1):
+            for j in range(i):
+                extreme[(*at, i, j)] = math.fsum(found[j:i])
+                extreme[(*at, j, i)] = -extreme[(*at, i, j)]
+    return np.where(is_extreme, 0.0, gates).cumsum(-1), extreme, run
+
+
+def relative_biases(call: Call, numbers: Arrays, seen: np.ndarray) -> RelativeBiases | None:
+    """None without biases of keys and gates."""
+    return RelativeBiases(call, numbers, seen) if call.key_bias is not None or call.gates is not None else None

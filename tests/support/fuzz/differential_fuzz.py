@@ -1,0 +1,295 @@
+"""A differential fuzz of the whole contract: random calls, answered by every backend, held against float64 number by number.
+
+    python tests/support/fuzz/differential_fuzz.py --draws 100000 --backends native banded --processes 2 --out results
+    python tests/support/fuzz/differential_fuzz.py --first-seed 25 --draws 1 --backends native       # one call again
+    python tests/support/fuzz/differential_fuzz.py --first-seed 25 --draws 1 --backends native --shrink   # reduced while it fails
+    python tests/support/fuzz/differential_fuzz.py --draws 20000 --backends native --dtype bfloat16   # every call in one dtype
+
+`differential_calls.py` draws, `differential_truth.py` has the truth and how far rounding may lead from it,
+`differential_checks.py` compares. A failure is printed when it is found, as a call that reproduces it; Ctrl-C stops, and what was
+done by then is reported, and kept as a record where `--out` says so. To go on, begin at the seed that it names.
+"""
+
+import argparse
+import collections
+import dataclasses
+import datetime
+import functools
+import multiprocessing
+import os
+import sys
+import warnings
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+
+sys.path.extend(map(str, Path(__file__).parents[1].iterdir()))  # the folders next to this one, as pytest's pythonpath
+
+import torch
+from differential_calls import Call, draw, settled
+from differential_checks import Question, answerable, assert_agrees, assert_right
+
+from alibi_attn import records
+
+JAX = ("jax-native", "jax-dense", "jax-loop")
+KILLED = "the process was killed"
+TOGETHER = 25  # draws that a process takes at a time
+# What OpenMP and glibc read when a process starts: threads that wait sleep (calls have up to 16 of them, and cores are taken),
+# and memory is kept for the next draw, whose pages need not be found again.
+FOR_WORKERS = {"OMP_WAIT_POLICY": "passive", "MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**32)}
+# A refusal or a crash is as wrong as a number.
+WRONG = (AssertionError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
+
+@dataclasses.dataclass
+class Tally:
+    """What came of some draws of one backend."""
+
+    draws: int = 0
+    failures: list[tuple[int, str]] = dataclasses.field(default_factory=list)  # (seed, call and reason)
+    shares: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)  # the worst, by result
+    features: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)  # calls that have it
+
+    def add(self, other: "Tally") -> None:
+        self.draws += other.draws
+        self.failures += other.failures
+        self.features += other.features
+        self.shares |= other.shares  # the larger of each
+
+
+def drawn(seed: int, backend: str, dtype: str | None = None) -> Call:
+    """The call of a seed, in this dtype if one is given, as far as a backend can answer it."""
+    return as_answered(_in(draw(seed), dtype), backend)
+
+
+def _in(call: Call, dtype: str | None) -> Call:
+    return call if dtype is None else settled(dataclasses.replace(call, dtype=dtype))
+
+
+def as_answered(call: Call, backend: str) -> Call:
+    """The call as far as a backend can answer it: some compile for every shape, and Triton's interpreter is slow."""
+    call = answerable(call, backend)
+    if backend in JAX:
+        from differential_jax import of_shape
+
+        return of_shape(call, backend)
+    if backend == "flex":  # torch.compile compiles for every shape and every layout
+        plain = {
+            f"layout_{x}": "contiguous" for x in ("query", "key", "value") if getattr(call, f"layout_{x}") != "negative"
+        }
+        one = {"batch": min(call.batch, 1), "heads": 4, "kv_heads": 2, "query_len": 150, "key_len": 210, "head_dim": 16}
+        return settled(dataclasses.replace(call, **plain, **one))
+    if backend == "fused":
+        low = call.dtype if call.dtype in ("float16", "float32") else "float32"
+        group = min(call.group, 2)
+        call = dataclasses.replace(
+            call, dtype=low, batch=min(call.batch, 2), kv_heads=1, heads=group, query_len=call.query_len % 200,
+            key_len=call.key_len % 270, threads=1, slopes_as="float32",
+        )  # fmt: skip
+        return settled(call)
+    return call
+
+
+def check(question: Question, backend: str) -> dict[str, float]:
+    """`assert_agrees` for every backend, JAX's among them."""
+    if backend not in JAX:
+        return assert_agrees(question, backend)
+    from differential_jax import jax_answer
+
+    return assert_right(question, jax_answer(question.call, question.numbers, backend))
+
+
+def fuzz(backends: Sequence[str], seeds: range, dtype: str | None = None) -> dict[str, Tally]:
+    """What comes of the calls of these seeds, by backend. Those that answer the same call share its numbers and its truth."""
+    tallies = {backend: Tally() for backend in backends}
+    for seed in seeds:
+        call, questions = _in(draw(seed), dtype), {}
+        for backend, tally in tallies.items():
+            asked = as_answered(call, backend)
+            tally.draws += 1
+            tally.features.update(features(asked))
+            try:
+                if asked not in questions:
+                    questions[asked] = Question(asked)
+                tally.shares |= collections.Counter(check(questions[asked], backend))
+            except WRONG as error:
+                tally.failures.append((seed, f"{asked}\n    {type(error).__name__}: {error}"))
+    return tallies
+
+
+def features(call: Call) -> Iterator[str]:
+    """What is special about a call: every field that is not as plain as can be, and a few relations."""
+    for field in dataclasses.fields(call):
+        value = getattr(call, field.name)
+        if field.name in ("seed", "heads", "query_len", "key_len", "head_dim", "batch", "kv_heads", "offset"):
+            continue
+        if value != field.default:
+            words = isinstance(value, str) and not field.name.startswith("layout_")
+            yield f"{field.name} {value}" if words else field.name
+    relations = {
+        "grouped queries": call.group > 1, "T = 1": call.query_len == 1, "T > S": call.query_len > call.key_len,
+        "long": max(call.query_len, call.key_len) >= 700, "odd head": call.head_dim % 2 == 1,
+        "empty batch": call.batch == 0,
+        "negative view": any(getattr(call, f"layout_{x}") in ("negative", "imaginary") for x in ("query", "key", "value")),
+        "offset": call.offset is not None, "offset far": call.offset is not None and abs(call.offset) > 10_000,
+    }  # fmt: skip
+    yield from (name for name, holds in relations.items() if holds)
+
+
+def plainest(call: Call, backend: str) -> Call:
+    """A plainer call that a backend still answers wrongly; refusals do not count, unless the call itself is refused."""
+
+    def kind(call: Call) -> type[Exception] | None:
+        try:
+            check(Question(call), backend)
+        except WRONG as error:
+            return type(error)
+        return None
+
+    first = kind(call)
+    return call if first is None else shrunk(call, lambda plainer: kind(plainer) is first)
+
+
+def shrunk(call: Call, fails: Callable[[Call], bool]) -> Call:
+    """A plainer call that still fails: fields at their defaults, and smaller numbers, one after another."""
+    again = fails(call)
+    while again:
+        again = False
+        for plainer in _plainer(call):
+            if fails(plainer):
+                call, again = plainer, True
+                break
+    return call
+
+
+def _plainer(call: Call) -> Iterator[Call]:
+    for field in dataclasses.fields(call):
+        value = getattr(call, field.name)
+        if field.name == "seed" or value == field.default:
+            continue
+        changes: dict[str, object] = {field.name: field.default}
+        if field.name == "heads":
+            changes["kv_heads"] = 1
+        if field.name == "kv_heads":
+            changes["heads"] = call.group
+        if field.name == "return_lse" or (field.name == "through" and value == "output"):
+            continue
+        yield dataclasses.replace(call, **changes)
+        if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 2 and field.name != "kv_heads":
+            for less in (value // 2, value - 1 if value > 0 else value + 1):
+                if field.name != "heads":
+                    yield dataclasses.replace(call, **{field.name: less})
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--draws", type=int, default=1000)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--backends", nargs="+", default=["reference", "dense", "banded", "native"])
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--out", type=Path, help="folder of the records; none is kept without it")
+    parser.add_argument(
+        "--dtype", choices=("float32", "float64", "bfloat16", "float16"), help="of every call; else drawn"
+    )
+    parser.add_argument("--shrink", action="store_true", help="make every failing call as plain as it still fails")
+    asked = parser.parse_args(arguments)
+    started = datetime.datetime.now(datetime.UTC)
+    tallies, stopped = _over_processes(asked)
+    for backend, tally in tallies.items():
+        print(_report(backend, tally), flush=True)
+        if asked.out is not None and tally.draws:
+            print(records.save(_record(backend, asked, tally, started), asked.out))
+    if stopped:
+        done = min(tally.draws for tally in tallies.values())
+        print(f"stopped; go on with --first-seed {asked.first_seed + done}")
+        return 130
+    return int(any(tally.failures for tally in tallies.values()))
+
+
+def _over_processes(asked: argparse.Namespace) -> tuple[dict[str, Tally], bool]:
+    """(what came of the draws, by backend and in the order of their seeds; whether it was stopped before the last)."""
+    tallies, end = {backend: Tally() for backend in asked.backends}, asked.first_seed + asked.draws
+    parts = [range(start, min(start + TOGETHER, end)) for start in range(asked.first_seed, end, TOGETHER)]
+    results = _results(asked, parts)
+    try:
+        for number, part in enumerate(results):
+            for backend, tally in part.items():
+                tallies[backend].add(tally)
+                for seed, words in tally.failures:
+                    print(f"WRONG {backend} seed {seed}: {words}", flush=True)
+                    if asked.shrink and KILLED not in words:
+                        plain = plainest(drawn(seed, backend, asked.dtype), backend)
+                        print(f"    as plain as it still fails: {plain}", flush=True)
+            if number % 20 == 19:
+                wrong = ", ".join(f"{backend} {len(tally.failures)} failures" for backend, tally in tallies.items())
+                print(f"{(number + 1) * TOGETHER} draws: {wrong}", flush=True)
+    except KeyboardInterrupt:
+        results.close()
+        return tallies, True
+    return tallies, False
+
+
+def _results(asked: argparse.Namespace, parts: list[range]) -> Generator[dict[str, Tally], None, None]:
+    """Of every part. One that kills its process is repeated call by call, to name the call that does it."""
+    os.environ |= FOR_WORKERS | os.environ
+    while parts:
+        executor = _workers(asked.processes)
+        try:
+            for result in executor.map(functools.partial(fuzz, asked.backends, dtype=asked.dtype), parts):
+                parts = parts[1:]
+                yield result
+        except BrokenProcessPool:
+            yield {backend: _call_by_call(backend, parts[0], asked.dtype) for backend in asked.backends}
+            parts = parts[1:]
+        finally:
+            executor.shutdown(wait=not parts, cancel_futures=True)
+
+
+def _call_by_call(backend: str, seeds: range, dtype: str | None) -> Tally:
+    tally, executor = Tally(), _workers(1)
+    for seed in seeds:
+        try:
+            tally.add(executor.submit(fuzz, [backend], range(seed, seed + 1), dtype).result()[backend])
+        except BrokenProcessPool:
+            tally.add(Tally(draws=1, failures=[(seed, f"{drawn(seed, backend, dtype)}\n    {KILLED}")]))
+            executor = _workers(1)
+    executor.shutdown()
+    return tally
+
+
+def _workers(processes: int) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"), initializer=_prepare)
+
+
+def _report(backend: str, tally: Tally) -> str:
+    worst = ", ".join(f"{name} {share:.3f}" for name, share in sorted(tally.shares.items()))
+    return f"{backend}: {tally.draws} draws, {len(tally.failures)} failures; worst share of the allowed error: {worst}"
+
+
+def _record(backend: str, asked: argparse.Namespace, tally: Tally, started: datetime.datetime) -> records.Record:
+    config = {"draws": tally.draws, "first_seed": asked.first_seed} | ({"dtype": asked.dtype} if asked.dtype else {})
+    names = sorted(tally.features)
+    metrics: dict[str, float | None] = {"draws": tally.draws, "failures": len(tally.failures)}
+    metrics |= {f"worst_share_{name}": tally.shares[name] for name in sorted(tally.shares)}
+    return records.make(
+        "conformance", "/".join(filter(None, ("differential", backend, asked.dtype))), config=config, metrics=metrics,
+        started=started,
+        curves={
+            "failures": {"seed": [seed for seed, _ in tally.failures], "call": [words for _, words in tally.failures]},
+            "features": {"feature": names, "calls": [tally.features[name] for name in names]},
+        },
+    )  # fmt: skip
+
+
+def _prepare() -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    for category in (DeprecationWarning, FutureWarning):
+        warnings.filterwarnings("ignore", category=category, module="torch")  # its compiler's own
+    # The interpreter computes what is not used.
+    warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

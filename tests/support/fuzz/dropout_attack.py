@@ -1,0 +1,88 @@
+"""Attack on the certificate where weights are dropped: by how much outputs are off, and whether the mask changes what is visited.
+
+python tests/support/fuzz/dropout_attack.py 100000 results    # many draws once, kept as a record
+"""
+
+import dataclasses
+import datetime
+import sys
+from pathlib import Path
+
+import torch
+from certificate_attack import Attack, native_keys, random_attack
+
+from alibi_attn import records
+from alibi_attn.attention.bias import score_bias
+from alibi_attn.attention.dropout import kept
+from alibi_attn.attention.spec import dropout_numbers
+from alibi_attn.attention.validation import make_spec
+from alibi_attn.attention.visibility import distances, visible
+
+SHARES = (0.1, 0.5, 0.9)
+
+
+def off(attack: Attack, read_keys=native_keys) -> tuple[float, float]:
+    """(the largest ‖o − õ‖ as a share of 2ε·max‖v‖ / (1 − p), of real numbers in float64; the share of the keys that is skipped).
+
+    `read_keys` says which keys are visited; inf = with dropout others are than without.
+    """
+    (query, key, value, slopes), kwargs = attack.inputs()
+    plain = make_spec(query, key, value, slopes, **kwargs)
+    seed = torch.tensor([[2**40 * attack.seed + 1, 0, 0, 0]])
+    spec = dataclasses.replace(plain, dropout_p=SHARES[attack.seed % len(SHARES)], dropout_seed=seed)
+    read = read_keys(spec, query, key, value)
+    distance = distances(spec.query_len, spec.key_len, spec.query_offset, None)
+    seen = visible(spec, distance).expand(1, spec.num_heads, -1, -1)
+    skipped = seen & ~read
+    share = float(skipped.sum() / seen.sum().clamp(min=1))
+    if not torch.equal(read, read_keys(plain, query, key, value)):
+        return float("inf"), share
+    wide = dataclasses.replace(
+        spec,
+        slopes=spec.slopes.double(),
+        right_slopes=None if spec.right_slopes is None else spec.right_slopes.double(),
+    )
+    value = value.double()[0]
+    value = value / value.norm(dim=-1).max().clamp(min=1e-300)
+    scores = spec.scale * (query.double() @ key.double().mT) + score_bias(wide, distance, seen)[0]
+    weights = (scores - scores.amax(-1, keepdim=True).clamp(min=-1e300)).exp()
+    near = weights * read
+    full, near = (x / x.sum(-1, keepdim=True).clamp(min=1e-300) for x in (weights, near))
+    factors = kept(spec, query.device) * dropout_numbers(spec.dropout_p)[1]
+    error = (((full - near) * factors) @ value).norm(dim=-1).max()
+    return float(error) * (1 - spec.dropout_p) / (2 * spec.tolerance), share
+
+
+def main(draws: int, out: Path) -> None:
+    """Attack `draws` times and keep what came out as a record."""
+    torch.set_num_threads(1)
+    started = datetime.datetime.now(datetime.UTC)
+    worst, broken, skipping, shares = 0.0, 0, 0, 0.0
+    for seed in range(draws):
+        attack = random_attack(seed)
+        if seed % 20 == 0:  # blocks of queries that differ, and keys far beyond the reach
+            attack = dataclasses.replace(attack, length=attack.length * 6)
+        error, share = off(attack)
+        worst, broken = max(worst, error), broken + (not error <= 1)
+        skipping, shares = skipping + (share > 0), shares + share
+        if seed % 5000 == 4999:
+            print(
+                f"{seed + 1} draws, {skipping} that skip, worst {worst:.3g} of the bound, {broken} broken", flush=True
+            )
+    record = records.make(
+        "certificate",
+        "attack/native/dropout",
+        config={"draws": draws, "first_seed": 0, "dropout_p": list(SHARES)},
+        metrics={
+            "broken": broken,
+            "draws_that_skip": skipping,
+            "worst_share_of_bound": worst,
+            "mean_skipped_share": shares / draws,
+        },
+        started=started,
+    )
+    print(records.save(record, out))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,128 @@
+"""The C++ kernels under the sanitizers of addresses and of undefined behavior: the conformance cases, and random calls.
+
+    python tests/support/fuzz/sanitized.py        # `make sanitize`: every case, and 300 draws of the fuzz
+    python tests/support/fuzz/sanitized.py 5000   # so many draws
+
+The kernels are compiled once more (minutes, kept in the user's cache), and this program begins itself anew with the sanitizers'
+libraries before all others, as they must be in a Python that was built without them. It first makes sure that a key too many is
+found. The first wrong access or undefined operation ends it, with a message that says where; so does a wrong number.
+"""
+
+import ctypes
+import functools
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+sys.path.extend(map(str, Path(__file__).parents[1].iterdir()))  # the folders next to this one, as pytest's pythonpath
+
+import torch
+from attention_cases import CASES, KEY_BIASES, Case
+from attention_checks import answer, assert_exact
+from differential_arrays import arrays
+from differential_calls import draw
+from differential_checks import answer as answer_call
+from differential_fuzz import fuzz
+from toeplitz_calls import check
+from toeplitz_calls import draw as draw_with_a_table
+
+from alibi_attn.attention.backends.native import backend, build
+from alibi_attn.attention.backends.native.levels import NATIVE
+from alibi_attn.attention.operator import Spec
+from alibi_attn.attention.validation import make_spec
+
+SANITIZERS = "address,undefined,float-cast-overflow"
+# Without -O3, which only makes the compiler look at these checks for longer.
+FLAGS = ("-O1", "-g1", f"-fsanitize={SANITIZERS}", "-fno-sanitize-recover=all")
+LIBRARIES = ("libasan.so", "libubsan.so")
+DRAWS = 300
+OPTIONS = {  # Python does not give back what it has at the end
+    "ASAN_OPTIONS": "detect_leaks=0:detect_odr_violation=0",
+    "UBSAN_OPTIONS": "print_stacktrace=1",
+}
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def main(arguments: list[str]) -> int:
+    """The exit status."""
+    if arguments[:1] == ["inside"]:
+        return _inside(*arguments[1:])
+    draws = arguments[0] if arguments else str(DRAWS)
+    print(f"compiling with -fsanitize={SANITIZERS} where that has not been done, which takes minutes", flush=True)
+    found = _begin_anew("inside", "a key too many", capture_output=True)
+    if found.returncode == 0 or b"AddressSanitizer: heap-buffer-overflow" not in found.stderr:
+        print(found.stdout.decode() + found.stderr.decode())
+        print("a key beyond the end has not been found: the kernels are not under the sanitizers here")
+        return 1
+    print("a key beyond the end is found", flush=True)
+    return _begin_anew("inside", "all", draws).returncode
+
+
+def _begin_anew(*arguments: str, **options: bool) -> subprocess.CompletedProcess[bytes]:
+    command = build._command(os.environ.get("CXX"))
+    libraries = [
+        subprocess.run([*command, f"-print-file-name={name}"], capture_output=True, check=True).stdout.decode().strip()
+        for name in LIBRARIES
+    ]
+    environment = os.environ | OPTIONS | {"LD_PRELOAD": " ".join(libraries), "OMP_WAIT_POLICY": "passive"}
+    environment["CXX"] = " ".join(["env", "-u", "LD_PRELOAD", *command])  # the compiler itself is not looked at
+    return subprocess.run([sys.executable, __file__, *arguments], env=environment, check=False, **options)
+
+
+def _inside(what: str, draws: str = "0") -> int:
+    build.FLAGS = (*(flag for flag in build.FLAGS if not flag.startswith("-O")), *FLAGS)
+    build._run = functools.partial(build._run, timeout_s=None)
+    build.library = functools.partial(build.library, NATIVE)  # compiled here, and not a wheel's
+    reason = build.why_not()
+    if reason is not None:
+        print(reason)
+        return 1
+    if what == "a key too many":
+        read_a_key_too_many()
+        return 0
+    warnings.simplefilter("error")
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        for dtype in DTYPES:
+            for case in (*CASES, *KEY_BIASES):
+                conform(case, dtype)
+        print(f"{len(CASES) + len(KEY_BIASES)} cases in {len(DTYPES)} dtypes with {threads} threads: right", flush=True)
+    for seed in range(int(draws) // 3):
+        check(draw_with_a_table(seed), "native")
+    print(f"{int(draws) // 3} random calls with a table of distances: right", flush=True)
+    failures: list[tuple[int, str]] = []
+    for seed in range(int(draws)):
+        call = draw(seed)
+        if (
+            call.is_huge
+        ):  # products that leave fp32 and come back in a sum are numbers with FMA only, which nobody forms here
+            answer_call(call, arrays(call), backend="native")
+        else:
+            failures += fuzz(["native"], range(seed, seed + 1))["native"].failures
+    print(f"{draws} random calls: {len(failures)} wrong")
+    for seed, words in failures:
+        print(f"WRONG native seed {seed}: {words}")
+    return int(bool(failures))
+
+
+def conform(case: Case, dtype: torch.dtype) -> None:
+    """Output, lse and gradients of a case are right."""
+    assert_exact(case, dtype, answer(case, dtype, backend="native"), tolerance=torch.finfo(dtype).eps / 32)
+
+
+def read_a_key_too_many() -> None:
+    """A call that says that there is one key more than there are."""
+    query, key, value = (torch.randn(1, 1, 100, 16) for _ in range(3))
+    longer = torch.randn(1, 1, 101, 16)
+    spec: Spec = make_spec(query, longer, longer, [0.0], causal=False)
+    rows = {"query": query, "key": key, "value": value, "output": torch.empty_like(query)}
+    saved = backend._empty_saved(query, longer)
+    arrays = {"lse": torch.empty(1, 1, 100, dtype=torch.float64), "rows": saved.rows, "visited": saved.visited}
+    call, _alive = backend.call_of(spec, rows, arrays)
+    build.library().alibi_forward_float32(ctypes.byref(call))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,85 @@
+"""Every call of the case list as a GPU would be asked for it, except that kernels are compiled and not launched; a program.
+
+    python tests/support/interpreter/as_on_a_device.py sm_90 bfloat16 [case, case …]        all cases where none is named
+
+A launch settles much that neither the interpreter nor a compilation of hand-written signatures sees: which arguments are given,
+which of them are 1 or divisible by 16, and with that are constants of the kernel. It must not run where TRITON_INTERPRET is set.
+"""
+
+import collections
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.extend(map(str, Path(__file__).parents[1].iterdir()))  # the folders next to this one, as pytest's pythonpath
+
+import torch
+from attention_cases import CASES, INSIDE, KEY_BIASES, Case
+from attention_checks import arguments
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from alibi_attn.attention.backends.fused import backend as fused
+from alibi_attn.attention.certificate.norms import Norms
+from alibi_attn.attention.spec import AttentionSpec
+from alibi_attn.attention.validation import make_spec
+
+
+class Absent:
+    """A device that is not there."""
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", int(self.target.removeprefix("sm_")), 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return device
+
+
+def compiled(target: str, dtype: torch.dtype, cases: Sequence[Case]) -> dict[str, int]:
+    """How often each kernel was asked for; raises where one does not compile or is called wrongly."""
+    asked: collections.Counter[str] = collections.Counter()
+
+    def launched(kernel: JITFunction[Any], grid: tuple[int, ...]) -> Callable[..., Any]:
+        asked[kernel.__name__] += 1
+        assert all(size > 0 for size in grid), f"{kernel.__name__} is launched with a grid of {grid}"
+        return lambda *args, **options: kernel.run(*args, grid=grid, warmup=True, **options)
+
+    driver.set_active(Absent(target))
+    JITFunction.__getitem__ = launched
+    for case in cases:
+        args, options = arguments(case, dtype)
+        spec = make_spec(*args, **options)
+        _call(spec, *args[:3], None)
+        at_the_end = isinstance(spec.query_offset, int) and spec.query_offset == spec.key_len - spec.query_len
+        if spec.causal and not spec.hides_keys and at_the_end:
+            _call(spec, *args[:3], Norms.of(*args[1:3]))
+        print(f"{case}: {asked.total()} launches", file=sys.stderr, flush=True)
+    return dict(asked)
+
+
+def _call(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor, known_norms: Norms | None) -> None:
+    """Forward, and backward with and without gradients of slopes and lse."""
+    tiles = fused.plan(spec, query, key, value, known_norms)
+    output, lse = fused.forward(spec, query, key, value, tiles)
+    for wanted in (True, False):
+        fused.backward(
+            spec, query, key, value, output, lse, output, lse if wanted else None, tiles, slopes_wanted=wanted
+        )
+
+
+if __name__ == "__main__":
+    assert "TRITON_INTERPRET" not in os.environ, "a process that interprets cannot compile"
+    every = {case.name: case for case in (*CASES, *INSIDE, *KEY_BIASES)}
+    names = sys.argv[3:] or list(every)
+    print(json.dumps(compiled(sys.argv[1], getattr(torch, sys.argv[2]), [every[name] for name in names])))

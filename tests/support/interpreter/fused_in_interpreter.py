@@ -1,0 +1,335 @@
+"""Our Triton kernels on a CPU: what runs in the one child process where Triton interprets instead of compiling.
+
+Triton decides when it is imported, and a process that interprets can no longer compile; so the kernels get a process of their
+own. Uninitialised memory is NaN there: whatever a kernel leaves out is seen.
+"""
+
+import atexit
+import contextlib
+import dataclasses
+import functools
+import gc
+import os
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+import pytest
+import quick_interpreter
+import torch
+from attention_calls import assert_close, draw, loss
+from attention_cases import Case
+from torch import Tensor
+
+from alibi_attn.attention.api import alibi_attention, head_reach
+from alibi_attn.attention.backends import reference
+from alibi_attn.attention.backends.fused import backend as fused
+from alibi_attn.attention.backends.fused.configs import tile_shape
+from alibi_attn.attention.backends.fused.full_tiles import FullTiles
+from alibi_attn.attention.backends.fused.launch import call_of
+from alibi_attn.attention.certificate.constants import TILE
+from alibi_attn.attention.certificate.norms import Norms
+from alibi_attn.attention.certificate.tiles import Tiles
+from alibi_attn.attention.schema import Arguments
+from alibi_attn.attention.spec import AttentionSpec
+from alibi_attn.attention.validation import make_spec
+from alibi_attn.measure.gpu import gpu
+
+
+@contextlib.contextmanager
+def interpreter() -> Iterator[ProcessPoolExecutor]:
+    """An executor with one process that interprets."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_prepare) as executor:
+        # The child has it from its birth, before torch imports triton; this process never does.
+        os.environ["TRITON_INTERPRET"] = "1"
+        try:
+            executor.submit(int).result()
+        finally:
+            del os.environ["TRITON_INTERPRET"]
+        yield executor
+
+
+def case_answer(case: Case, dtype: str) -> dict[str, np.ndarray]:
+    """Output, lse and gradients of one case, by name."""
+    from attention_checks import answer
+
+    quick_interpreter.check_overflow(on=dtype == "float32")
+    got = answer(case, getattr(torch, dtype), backend="fused")
+    quick_interpreter.check_overflow(on=False)
+    return {name: x.numpy() for name, x in ({"output": got.output, "lse": got.lse} | got.gradients).items()}
+
+
+def visits_and_certificate(case: Case, tolerance: float) -> tuple[np.ndarray, np.ndarray, int]:
+    """Tiles that the kernel says it visited, those of the plan, and all tiles of all blocks; [B, H, N], or [B, K] in decoding."""
+    spec, query, key, value = _call(case, tolerance=tolerance)
+    decoding = fused.is_split(spec, query)
+    tiles = fused.plan(spec, query, key, value, Norms.of(key, value) if decoding else None)
+    shape = tile_shape("decode" if decoding else "forward", query.dtype, spec.head_dim, large=True)
+    # The keys of every block are whole tiles, except where the keys end.
+    asked = -(-_inside(spec, tiles)[:, :, :: TILE if decoding else shape.queries].sum(-1) // shape.keys)
+    every = asked.numel() * -(-spec.key_len // shape.keys)
+    counts = torch.empty(asked.shape, dtype=torch.int32)
+    if decoding:
+        counts = torch.empty((spec.batch, spec.num_kv_heads, fused.decode_parts(spec, query)), dtype=torch.int32)
+        asked, every = asked[:, :: spec.group, 0], every // spec.group
+    fused.forward(spec, query, key, value, tiles, counts=counts)
+    return (counts.sum(-1) if decoding else counts).numpy(), asked.numpy(), every
+
+
+def plan_skips_only_what_it_may(case: Case, tolerance: float) -> tuple[float, float]:
+    """(largest share of a query's softmax mass on keys outside its tiles, share of the scores that are computed)."""
+    spec, query, key, value = _call(case, tolerance=tolerance)
+    inside = _inside(spec, fused.plan(spec, query, key, value))
+    _, everything = reference.run(spec, query.double(), key.double(), value.double())
+    _output, kept = _over_tiles(spec, inside, query.double(), key.double(), value.double(), spec.slopes.double())
+    return float((1 - (kept - everything).exp()).max()), float(inside.double().mean())
+
+
+def full_tiles_of(case: Case) -> tuple[np.ndarray, list, dict[int, tuple[list, list]]]:
+    """(hidden by mask or segments [B, T, S], keys allowed to every TILE queries, by rows the full tiles and the full blocks)."""
+    from attention_checks import arguments
+
+    (query, key, value, slopes), options = arguments(case, torch.float32)
+    spec = make_spec(query, key, value, slopes, **options)
+    hidden = torch.zeros(spec.batch, spec.query_len, spec.key_len, dtype=torch.bool)
+    if spec.key_mask is not None:
+        hidden |= ~spec.key_mask[:, None]
+    if spec.query_segments is not None:
+        hidden |= spec.query_segments[:, :, None] != spec.key_segments[:, None]
+    full_tiles = FullTiles.of(spec, call_of(spec, query.device), query.device)
+    full = {rows: (full_tiles.of_blocks(rows).tolist(), full_tiles.of_tiles(rows).tolist()) for rows in (64, 128)}
+    return hidden.numpy(), full_tiles.allowed().tolist(), full
+
+
+def full_tiles_of_long_documents() -> tuple[list, list, list]:
+    """For blocks of 128 queries, for tiles, and what 64 queries may see."""
+    x = torch.zeros(1, 1, 2560, 8)
+    of = torch.tensor([9, 0, 1, 1, 2]).repeat_interleave(512)[None]
+    spec = make_spec(x, x, x, segment_ids=of, key_mask=(torch.arange(2560) >= 512)[None])
+    full_tiles = FullTiles.of(spec, call_of(spec, x.device), x.device)
+    found = full_tiles.of_blocks(128), full_tiles.of_tiles(128), full_tiles.allowed()
+    return tuple(x[0].tolist() for x in found)
+
+
+def tiles_behind_padding() -> list[int]:
+    """Tiles that the last block of queries visits, far behind the last key that may be seen, with a tolerance and without."""
+    query, key, value = (torch.randn(1, 1, 640, 16) for _ in range(3))
+    mask = torch.arange(640)[None] < 256
+    found = []
+    for tolerance in (1e-6, 0.0):
+        spec = make_spec(query, key, value, [1.0], key_mask=mask, tolerance=tolerance)
+        first, last = fused.plan(spec, query, key, value).bands[0, 0, -1, :2].tolist()
+        found.append(last - first)
+    return found
+
+
+def gradient_of_the_truncated_function(case: Case, tolerance: float) -> dict[str, float]:
+    """Relative errors against autograd through attention over exactly the plan's tiles, at a tolerance that drops a lot."""
+    spec, query, key, value = _call(case, tolerance=tolerance)
+    tiles = fused.plan(spec, query, key, value)
+    leaf = [x.double().requires_grad_() for x in (query, key, value, spec.slopes)]
+    output, lse = _over_tiles(spec, _inside(spec, tiles), *leaf)
+    drawn = case.draw()
+    grads = [torch.tensor(drawn["grad_output"]), torch.tensor(drawn["grad_lse"])]
+    true = (output, lse, *torch.autograd.grad([output, lse], leaf, grads))
+    ours, ours_lse = fused.forward(spec, query, key, value, tiles)
+    dq, dk, dv, dm, *_ = fused.backward(
+        spec, query, key, value, ours, ours_lse, grads[0].float(), grads[1].float(), tiles, slopes_wanted=True
+    )
+    names = ("output", "lse", "query", "key", "value", "slopes")
+    pairs = zip(names, true, (ours, ours_lse, dq, dk, dv, dm.sum((0, 1))), strict=True)
+    return {name: float((a - b).abs().max() / a.abs().max()) for name, a, b in pairs}
+
+
+def unseen_numbers_change_nothing() -> None:
+    """Huge numbers outside the tiles, NaN in future keys, NaN in a query that sees nothing: all without effect."""
+    case = Case("far", batch=1, heads=2, query_len=200, key_len=200, slopes="steep")
+    spec, query, key, value = _call(case, tolerance=1e-6)
+    tiles = fused.plan(spec, query, key, value)
+    before, _ = fused.forward(spec, query, key, value, tiles)
+    key[:, :, :64], value[:, :, :64] = 1e20, 1e20
+    after, _ = fused.forward(spec, query, key, value, tiles)
+    assert bool((before[:, :, 128:] == after[:, :, 128:]).all()), "a block read keys outside its tiles"
+    assert not bool((before[:, :, :128] == after[:, :, :128]).all()), "those numbers should matter to the first blocks"
+
+    q, k, v = torch.randn(1, 2, 15, 8), torch.randn(1, 2, 20, 8), torch.randn(1, 2, 20, 8)
+    mask = torch.ones(1, 20, dtype=torch.bool)
+    mask[:, :3] = False
+    hurt = [x.clone() for x in (q, k, v)]
+    hurt[0][:, :, 1] = torch.nan  # sees nothing
+    hurt[1][:, :, 15], hurt[2][:, :, 16] = torch.nan, torch.inf  # in the future of every query, in the tile of the last
+    found = []
+    for tensors in ([q, k, v], hurt):
+        leaf = [x.requires_grad_() for x in tensors]
+        output = alibi_attention(*leaf, key_mask=mask, query_offset=0, backend="fused")
+        found.append((output, *torch.autograd.grad(output.sum(), leaf)))
+    for name, clean, spoiled in zip(("output", "dq", "dk", "dv"), *found, strict=True):
+        assert torch.equal(clean, spoiled), name
+    assert float(found[1][0][:, :, :3].detach().abs().max()) == 0.0
+    seeing = alibi_attention(*hurt, key_mask=mask, query_offset=5, backend="fused")
+    assert bool(seeing[:, :, 10:].isnan().all()), "a query that sees NaN must say so"
+    assert bool(seeing[:, :, 2:10].isfinite().all())
+
+
+def bad_numbers_reach_only_those_who_see_them() -> None:
+    """On the diagonal of plain causal attention, whose tiles are read without a closer look where all is finite."""
+    q, k, v = (torch.randn(1, 2, 300, 16) for _ in range(3))
+    before = alibi_attention(q, k, v, backend="fused")
+    for tensor, at, bad in ((k, 150, torch.nan), (v, 220, torch.nan), (v, 220, torch.inf), (v, 299, torch.nan)):
+        clean, tensor[0, 1, at, 3] = tensor[0, 1, at, 3].item(), bad
+        output = alibi_attention(q, k, v, backend="fused")
+        tensor[0, 1, at, 3] = clean
+        torch.testing.assert_close(output[:, 1, :at], before[:, 1, :at])
+        torch.testing.assert_close(output[:, 0], before[:, 0])
+        assert not bool(output[0, 1, at:].isfinite().all(-1).any()), f"{bad} at {at} left no trace"
+
+
+def layouts_agree() -> None:
+    """[B, T, H, D] transposed, expanded and reversed-stride inputs, and expanded gradients, give the same bits."""
+    wide = [torch.randn(2, 21, 4, 8) for _ in range(3)]
+    results = []
+    for change in (lambda x: x.transpose(1, 2), lambda x: x.transpose(1, 2).contiguous(), _last_stride_two):
+        leaf = [change(x).detach().requires_grad_() for x in wide]
+        output = alibi_attention(*leaf, backend="fused")
+        results.append((output, *torch.autograd.grad(output.sum(), leaf)))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def compiled_and_checked() -> None:
+    """torch.library's own checks; torch.compile(fullgraph=True), also dynamic; autocast; checkpointing; second derivatives."""
+    q, k, v = (torch.randn(1, 4, 12, 8, requires_grad=True) for _ in range(3))
+    slopes = torch.rand(4, requires_grad=True)
+    arguments = tuple(Arguments.of(make_spec(q, k, v, slopes, tolerance=1e-7), q, k, v))
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(torch.ops.alibi_attn.fused_forward.default, arguments, test_utils=tests)
+
+    def loss(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+        output, lse = alibi_attention(q, k, v, m, return_lse=True, backend="fused")
+        return (output**2).sum() + lse.sum()
+
+    leaf = (q, k, v, slopes)
+    eager = torch.autograd.grad(loss(*leaf), leaf)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager", dynamic=True)
+    for length in (12, 10):
+        cut = [x[:, :, :length] for x in (q, k, v)]
+        plain, fast = (torch.autograd.grad(f(*cut, slopes), leaf) for f in (loss, compiled))
+        assert all(torch.equal(a, b) for a, b in zip(plain, fast, strict=True)), length
+    again = torch.utils.checkpoint.checkpoint(loss, *leaf, use_reentrant=False)
+    assert all(torch.equal(a, b) for a, b in zip(eager, torch.autograd.grad(again, leaf), strict=True))
+    with torch.autocast("cpu", torch.float16):
+        assert alibi_attention(q, k, v, backend="fused").dtype == torch.float16
+    assert int(head_reach(q, k, backend="fused").max()) <= 12
+
+
+def transformed_is_a_loop() -> None:
+    """torch.func: gradients by entry are those of every entry alone; what is not right is refused."""
+    inputs = draw(3, b=1, h=2, k=1, t=40, d=16, requires_grad=False)
+
+    def of_entry(*x: Tensor, **options: float) -> Tensor:
+        return loss(*x, backend="fused", **options)
+
+    each = torch.vmap(torch.func.grad(of_entry, argnums=(0, 1, 2, 3)))(*inputs)
+    for i in range(3):
+        leaves = [x[i].clone().requires_grad_() for x in inputs]
+        assert_close([x[i] for x in each], torch.autograd.grad(of_entry(*leaves), leaves))
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        torch.func.jacrev(torch.func.grad(of_entry))(*(x[0] for x in inputs))
+    with pytest.raises(RuntimeError, match="forward mode was asked for"):
+        torch.func.jvp(of_entry, tuple(x[0] for x in inputs), tuple(x[0] for x in inputs))
+    dropped = functools.partial(of_entry, dropout_p=0.5)
+    torch.manual_seed(3)
+    assert len(torch.vmap(dropped, randomness="different")(*inputs).unique()) == 3
+    same = torch.vmap(dropped, randomness="same")(*(x[:1].expand_as(x) for x in inputs))
+    assert len(same.unique()) == 1, "with the same seed entries drop alike"
+
+
+def decoding_equals_forward(case: Case) -> tuple[float, int]:
+    """(largest difference from the last rows of a whole pass, parts): the packed, split kernel against the other one."""
+    spec, query, key, value = _call(case, tolerance=2.0**-28)
+    assert fused.is_split(spec, query)
+    decoded, lse = fused.forward(spec, query, key, value, fused.plan(spec, query, key, value))
+    more = TILE + 1
+    padded = torch.cat([torch.zeros(spec.batch, spec.num_heads, more, spec.head_dim), query], 2)
+    longer = dataclasses.replace(spec, query_len=more + spec.query_len, query_offset=case.first_position - more)
+    whole, whole_lse = fused.forward(longer, padded, key, value, fused.plan(longer, padded, key, value))
+    gap = (decoded - whole[:, :, more:]).abs().max(), (lse - whole_lse[:, :, more:]).abs().max()
+    return max(map(float, gap)), fused.decode_parts(spec, query)
+
+
+def smoke_of_the_benchmark(folder: Path) -> list[Path]:
+    """`alibi bench gpu` at sizes that mean nothing."""
+    return gpu(folder, lengths=(64,), shapes=((2, 16),), kinds=("peaked",), scale="smoke", say=lambda line: None)
+
+
+def refusal(dtype: str, head_dim: int) -> str | None:
+    """What `fused` says of a call, in the interpreter."""
+    x = torch.zeros(1, 1, 9, head_dim, dtype=getattr(torch, dtype))
+    spec = _spec(x, x, x, Case("refused"), tolerance=None)
+    return fused.why_not(spec, x, x, x)
+
+
+def product(a: int, b: int) -> int:
+    """a·b, both in 32 bits, as a kernel computes it."""
+    from overflowing_kernel import product
+
+    return product(a, b)
+
+
+def _prepare() -> None:
+    quick_interpreter.prepare()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(True)  # fills torch.empty with NaN, and with the largest integer
+    assert bool(torch.empty(3).isnan().all())
+    gc.freeze()  # the frameworks stay
+    atexit.register(gc.unfreeze)
+
+
+def _call(case: Case, *, tolerance: float) -> tuple[AttentionSpec[Tensor], Tensor, Tensor, Tensor]:
+    drawn = case.draw()
+    query, key, value = (torch.tensor(drawn[name], dtype=torch.float32) for name in ("query", "key", "value"))
+    return _spec(query, key, value, case, tolerance), query, key, value
+
+
+def _spec(query: Tensor, key: Tensor, value: Tensor, case: Case, tolerance: float | None) -> AttentionSpec[Tensor]:
+    drawn = case.draw()
+    slopes = torch.tensor(drawn["slopes"]) if query.shape[1] == case.heads else None
+    offset = case.first_position if query.shape[2] == case.query_len else None
+    return make_spec(
+        query, key, value, slopes, causal=case.causal, right_slopes=None, window=case.window, scale=case.scale,
+        query_offset=offset, key_mask=None if drawn["key_mask"] is None else torch.tensor(drawn["key_mask"]),
+        segment_ids=None, dropout_p=0.0, tolerance=tolerance, return_lse=True,
+    )  # fmt: skip
+
+
+def _inside(spec: AttentionSpec[Tensor], tiles: Tiles) -> Tensor:
+    """[B, H, T, S] bool: pairs in visited tiles, read off the plan one tile at a time."""
+    inside = torch.zeros(spec.batch, spec.num_heads, spec.query_len, spec.key_len, dtype=torch.bool)
+    for b in range(spec.batch):
+        for h in range(spec.num_heads):
+            for n in range(tiles.bands.shape[2]):
+                first, last = tiles.bands[b, h, n, :2].tolist()
+                for tile in [*range(first, last), *(tile for tile in tiles.beside[b, h, n].tolist() if tile >= 0)]:
+                    inside[b, h, n * tiles.rows : (n + 1) * tiles.rows, tile * TILE : (tile + 1) * TILE] = True
+    return inside
+
+
+def _over_tiles(
+    spec: AttentionSpec[Tensor], inside: Tensor, query: Tensor, key: Tensor, value: Tensor, slopes: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Attention over some pairs only, written out in float64."""
+    i = torch.arange(spec.query_len)[:, None] + spec.query_offset
+    distance = i - torch.arange(spec.key_len)
+    hide = ~inside | (distance < 0) if spec.causal else ~inside
+    key, value = (x.repeat_interleave(spec.group, 1) for x in (key, value))
+    scores = spec.scale * (query @ key.mT) - slopes.reshape(-1, 1, 1) * distance.abs()
+    scores = scores.masked_fill(hide, -torch.inf)
+    return scores.softmax(-1) @ value, scores.logsumexp(-1)
+
+
+def _last_stride_two(x: Tensor) -> Tensor:
+    """[B, T, H, D] -> a [B, H, T, D] view whose last stride is 2."""
+    return torch.stack([x.transpose(1, 2)] * 2, -1)[..., 0]

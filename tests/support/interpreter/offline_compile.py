@@ -1,0 +1,238 @@
+"""Compile our Triton kernels for GPUs that are not there, and read what the compiler did; a program of its own.
+
+    python tests/support/interpreter/offline_compile.py sm_90 [sm_80 …]          the figures, as JSON
+    python tests/support/interpreter/offline_compile.py --record results          kept as a record, for all targets
+
+It must not run where TRITON_INTERPRET is set: a process that interprets cannot compile.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends import nvidia
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from alibi_attn import records
+from alibi_attn.attention.backends.fused.configs import PLAN_ROWS, Shape, tile_shape
+from alibi_attn.attention.backends.fused.kernels.arguments import (
+    Call,
+    Certificate,
+    KeyBias,
+    Labels,
+    Masks,
+    Norms,
+    Plan,
+    QueryOffset,
+    Rows,
+    Slopes,
+    Visited,
+    Visitors,
+)
+from alibi_attn.attention.backends.fused.kernels.backward import key_kernel, query_kernel
+from alibi_attn.attention.backends.fused.kernels.certificate import (
+    norms_kernel,
+    outliers_kernel,
+    reach_kernel,
+    tile_sums_kernel,
+)
+from alibi_attn.attention.backends.fused.kernels.decode import decode_kernel, merge_kernel
+from alibi_attn.attention.backends.fused.kernels.forward import forward_kernel
+from alibi_attn.attention.backends.fused.kernels.masks import allowed_kernel, full_kernel, labels_kernel, runs_kernel
+from alibi_attn.attention.backends.fused.kernels.plan import asked_kernel, plan_kernel, shared_plan_kernel
+
+KERNELS = {"forward": forward_kernel, "query": query_kernel, "key": key_kernel, "decode": decode_kernel}
+BEFORE = {"norms": norms_kernel, "outliers": outliers_kernel, "reach": reach_kernel, "plan": plan_kernel}
+BEFORE |= {"shared_plan": shared_plan_kernel, "asked": asked_kernel, "merge": merge_kernel}
+BEFORE |= {"labels": labels_kernel, "runs": runs_kernel, "full": full_kernel, "allowed": allowed_kernel}
+ONLY_BIASED = {"tile_sums": tile_sums_kernel}
+WITH_TILES = ("norms", "reach")  # the others hold small integers, of which no device has too few
+ALONE = ("shared_plan", "merge", "labels", "tile_sums")  # launched with one warp
+ITS_SHAPE = Shape(queries=64, keys=64, warps=4, stages=3)
+TARGETS = {
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+# What the arguments of a plain causal call are, in Triton's words; None is what such a call has not.
+ROWS, LABELS = Rows("*bf16", "i32", "i32", "i32"), Labels("*i64", "*i64", "*i32", "*i32")
+TYPES = dict.fromkeys(("Q", "K", "V", "OUT", "DOUT", "DQ", "DK", "DV"), ROWS)
+TYPES |= dict.fromkeys(("LSE", "DLSE", "DELTA", "DSLOPES", "NORMS", "OUTS", "LSES"), "*fp32")
+TYPES |= dict.fromkeys(("BANDS", "OUTLIER_TILES", "ASKED", "REACH", "RUNS", "FULL"), "*i32")
+TYPES |= dict.fromkeys(("COUNT", "SUMS", "KNOWN_KEYS", "KNOWN_VALUES", "KEY_MASK", "SEGMENTS", "FIRST_SEEN"), None)
+TYPES |= dict.fromkeys(("labels", "of_labels", "queries", "keys"), LABELS)
+TYPES |= {
+    "ORDER": "*i64", "ALLOWED": None, "nats_of_tolerance": "fp32", "masks": Masks(None, None, None),
+    "query_offset": QueryOffset("*i64", "i32"), "visited": Visited("*i32", "*i32", None),
+    "visitors": Visitors("*i32", "*i32", None), "plan": Plan("*i32", "*i32", "*i32", "*i32", "*i32"),
+    "norms": Norms("*fp32", "*fp32", "*fp32", "*fp32", None), "certificate": Certificate("*i32", "*i32"),
+}  # fmt: skip
+TYPES["call"] = Call(
+    Slopes("*fp32", "i32"),
+    None,
+    TYPES["query_offset"],
+    TYPES["masks"],
+    "fp32",
+    None,
+    None,
+    None,
+    "i32",
+    "i32",
+    "i32",
+    "i32",
+)
+CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
+
+
+def figures(kernel: str, target: str, head_dim: int, *, biased: bool = False) -> dict[str, int]:
+    """What became of one kernel in bf16, causal, without masks, with gradients of slopes and lse; `biased`: and of a key bias."""
+    shape = ITS_SHAPE._replace(warps=1) if kernel in ALONE else ITS_SHAPE
+    if kernel in KERNELS:
+        shape = tile_shape(kernel, torch.bfloat16, head_dim, large=target in ("sm_90", "sm_100"))
+    compiled = triton.compile(
+        _source(kernel, target, head_dim, shape, biased),
+        target=TARGETS[target],
+        options={"num_warps": shape.warps, "num_stages": shape.stages},
+    )
+    if TARGETS[target].backend != "cuda":
+        code = compiled.asm["amdgcn"]
+        spilled = re.search(r"\.vgpr_spill_count:\s*(\d+)", code)
+        return {
+            "matrix_instructions": len(re.findall(r"\bv_mfma", code)),
+            "spilled": int(spilled[1]),
+            "shared_bytes": compiled.metadata.shared,
+        }
+    code = compiled.asm["ptx"]
+    used, executed = _resources(compiled.asm["cubin"]), _machine_code(compiled.asm["cubin"])
+    loop = _heart(executed)
+    return {
+        "loop_instructions": len(loop),
+        "instructions": len(executed),
+        "instructions_per_score": round(len(loop) * 32 * shape.warps / (shape.queries * shape.keys), 1),
+        "spills_in_loop": sum(name in ("LDL", "STL") for name in loop),
+        "async_loads": code.count("cp.async.c"),
+        "wgmma": code.count("wgmma.mma_async"),
+        "matrix_instructions": len(re.findall(r"wgmma\.mma_async|\bmma\.sync|tcgen05\.mma", code)),
+        "registers": int(used[1]),
+        "spilled": int(used[2]),
+        "shared_bytes": compiled.metadata.shared,
+    }
+
+
+def every_figure(targets: list[str]) -> dict[str, dict[str, int]]:
+    """By name, "sm_90/forward/D=64"; "sm_90-wide" and "sm_90-biased" are its attention with D = 128, and with a key bias."""
+    found = {}
+    for target in targets:
+        if target == "sm_90-biased":
+            for kernel in (*KERNELS, "reach", "tile_sums"):
+                found[f"sm_90/{kernel}, biased/D=64"] = figures(kernel, "sm_90", 64, biased=True)
+        elif target == "sm_90-wide":
+            for kernel in (*KERNELS, "reach"):
+                found[f"sm_90/{kernel}/D=128"] = figures(kernel, "sm_90", 128)
+        else:
+            for kernel in (*KERNELS, *(BEFORE if target == "sm_90" else WITH_TILES)):
+                found[f"{target}/{kernel}/D=64"] = figures(kernel, target, 64)
+    return found
+
+
+def record(folder: Path) -> Path:
+    found = every_figure([*TARGETS, "sm_90-wide"])
+    columns = sorted({name for row in found.values() for name in row})
+    curve = {"kernel": list(found)} | {name: [row.get(name) for row in found.values()] for name in columns}
+    made = records.make(
+        "compilation", "fused/bf16", config={"dtype": "bfloat16", "causal": True, "triton": triton.__version__},
+        metrics={"spilled_sm_90": sum(row["spilled"] for name, row in found.items() if name.startswith("sm_90"))},
+        curves={"kernels": curve},
+    )  # fmt: skip
+    return records.save(made, folder)
+
+
+def _source(kernel: str, target: str, head_dim: int, shape: Shape, biased: bool) -> ASTSource:
+    function = (KERNELS | BEFORE | ONLY_BIASED)[kernel]
+    constants = {
+        "D": head_dim, "BM": shape.queries, "BN": shape.keys, "ROWS": PLAN_ROWS, "CAUSAL": True,
+        "PRECISION": "tf32x3" if TARGETS[target].backend == "cuda" else "ieee", "WIDTH": 64, "BLOCKS": 64, "OF_WIDTH": 64,
+        "SLOTS": 64, "PARTS": 1, "OF_PARTS": 2, "KEYS": True, "HAS_SEGMENTS": False, "BOTH_SIDES": False, "NATURAL": True,
+        "OF_HEADS": False,
+    }  # fmt: skip
+    types = TYPES | {"ALLOWED": "*i32" if kernel == "allowed" else None}
+    if biased:
+        types["call"] = TYPES["call"]._replace(key_bias=KeyBias("*fp32", "*fp32", "*fp32", "*fp32"))
+        types["visited"], types["visitors"] = Visited("*i32", "*i32", "*i32"), Visitors("*i32", "*i32", "*i32")
+        types |= {"SUMS": "*fp32", "NORMS": None, "ALLOWED": "*i32", "FIRST_SEEN": "*i32"}
+        types["norms"] = TYPES["norms"]._replace(latest="*i32", sums="*fp32")
+    signature: dict[str, Any] = {}
+    places: dict[tuple[int, ...], Any] = {}
+    aligned: dict[tuple[int, ...], Any] = {}
+
+    def described(asked: Any, path: tuple[int, ...], in_rows: bool) -> Any:
+        """The type of one argument, or of the elements of a tuple."""
+        if isinstance(asked, tuple):
+            each = [described(x, (*path, at), isinstance(asked, Rows)) for at, x in enumerate(asked)]
+            return type(asked)(*each)
+        if asked is None:
+            places[path] = None
+            return "constexpr"
+        if asked.startswith("*") or in_rows:
+            aligned[path] = [["tt.divisibility", 16]]
+        return asked
+
+    for at, name in enumerate(function.arg_names):
+        if name in constants:
+            signature[name], places[at,] = "constexpr", constants[name]
+        else:
+            signature[name] = described(types.get(name, "i32"), (at,), False)
+    return ASTSource(fn=function, signature=signature, constexprs=places, attrs=aligned)
+
+
+def _resources(cubin: bytes) -> re.Match[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        said = subprocess.run([CUOBJDUMP, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", said)
+    assert found is not None, said
+    return found
+
+
+def _machine_code(cubin: bytes) -> list[tuple[int, str]]:
+    """(address, instruction) of all that a thread executes."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        said = subprocess.run([CUOBJDUMP, "-sass", path], capture_output=True, text=True, check=True).stdout
+    return [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", said)]
+
+
+def _heart(code: list[tuple[int, str]]) -> list[str]:
+    """The names of the instructions in the first loop that multiplies matrices and holds no other; empty where there is none."""
+    place = {address: at for at, (address, _) in enumerate(code)}
+    names = [re.sub(r"^@!?U?P\w+\s+", "", text).split()[0].split(".")[0] for _, text in code]
+    loops = []
+    for at, (address, text) in enumerate(code):
+        jump = re.search(r"\bBRA\b.*0x([0-9a-f]+)", text)
+        if jump and int(jump[1], 16) < address:
+            loops.append((place[int(jump[1], 16)], at))
+    for start, end in sorted(loops):
+        loop = names[start : end + 1]
+        alone = not any(start <= other and last < end for other, last in loops if (other, last) != (start, end))
+        if alone and any(name in ("HGMMA", "HMMA", "UTCHMMA", "UTCQMMA") for name in loop):
+            return loop
+    return []
+
+
+if __name__ == "__main__":
+    assert "TRITON_INTERPRET" not in os.environ, "a process that interprets cannot compile"
+    if sys.argv[1] == "--record":
+        print(record(Path(sys.argv[2])))
+    else:
+        print(json.dumps(every_figure(sys.argv[1:])))

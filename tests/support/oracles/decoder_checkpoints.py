@@ -1,0 +1,59 @@
+"""Small checkpoints of other people's decoders, with what the original code computed from them (tests/hf/data), as folders."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from alibi_attn.hf import ALiBiForCausalLM
+
+DATA = Path(__file__).parents[2] / "hf" / "data"
+NAMES = ("baichuan", "baichuan2", "jais", "btlm", "mpt-grouped", "mpt-biases", "refact")
+
+
+@dataclasses.dataclass
+class Original:
+    """Weights by their original names, the config, and the original's numbers: `input_ids`, `attention_mask`, `logits`, …"""
+
+    weights: dict[str, Tensor]
+    config: dict[str, object]
+    numbers: dict[str, Tensor]
+
+    def write(self, folder: Path) -> Path:
+        """A checkpoint folder."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(self.config))
+        save_file({name: tensor.contiguous() for name, tensor in self.weights.items()}, folder / "model.safetensors")
+        return folder
+
+
+def original(name: str) -> Original:
+    with safe_open(DATA / f"{name}.safetensors", framework="pt") as file:
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (it is no dict)
+        config = json.loads(file.metadata()["config"])
+    weights = {key.removeprefix("weights."): tensor for key, tensor in tensors.items() if key.startswith("weights.")}
+    numbers = {key: tensor for key, tensor in tensors.items() if not key.startswith("weights.")}
+    return Original(weights, config, numbers)
+
+
+def choices(name: str) -> dict[str, bool]:
+    """What `from_pretrained` must be told, because the vocabulary of these is no published one."""
+    return {"normalized_head": name == "baichuan2"} if name.startswith("baichuan") else {}
+
+
+def loaded(
+    folder: Path, name: str, *, about: dict[str, object] | None = None, **options: object
+) -> tuple[Original, ALiBiForCausalLM]:
+    """The files and the model of one checkpoint, with other values in its config where they are given."""
+    files = original(name)
+    files.config |= about or {}
+    return files, ALiBiForCausalLM.from_pretrained(files.write(folder / name), **{**choices(name), **options})
+
+
+def seen(numbers: dict[str, Tensor], logits: Tensor) -> Tensor:
+    """[tokens, V]: those that are no padding."""
+    return logits[numbers["attention_mask"].to(torch.bool)]

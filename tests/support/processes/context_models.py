@@ -1,0 +1,81 @@
+"""Models whose attention may go over several ranks, each with an input that is cut into three shards."""
+
+import torch
+from torch import Tensor, nn
+from transformers import BloomConfig, BloomForCausalLM
+
+from alibi_attn import hf
+from alibi_attn.hf import ALiBiBertConfig, ALiBiBertModel
+from alibi_attn.nn import ALiBiTransformerBlock
+
+LENGTHS = (50, 31, 44)
+SLOPES = (2.0, 1.0, 0.5, 0.4)
+
+
+def blocks(**attention: object) -> tuple[nn.Module, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    model = nn.Sequential(*[ALiBiTransformerBlock(32, 4, 48, slopes=SLOPES, **attention) for _ in range(2)]).double()
+    for parameter in model.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.3
+    return model, torch.randn(2, sum(LENGTHS), 32, generator=generator, dtype=torch.float64)
+
+
+def bloom() -> tuple[nn.Module, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    model = BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=40)).double().eval()
+    for parameter in model.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.3
+    hf.patch(model)
+    return model, torch.randint(40, (2, sum(LENGTHS)), generator=generator)
+
+
+class Encoder(nn.Module):
+    """Of a batch whose second text is shorter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = ALiBiBertConfig(
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=48,
+            vocab_size=40,
+            pooler=False,
+        )
+        self.bert = ALiBiBertModel(config).double().eval()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.bert(ids.abs(), attention_mask=(ids >= 0).long()).last_hidden_state
+
+
+def encoder() -> tuple[nn.Module, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    model = Encoder()
+    for parameter in model.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.3
+    ids = torch.randint(1, 40, (2, sum(LENGTHS)), generator=generator)
+    ids[1, -60:] = -1
+    return model, ids
+
+
+MODELS = {
+    "causal": lambda: blocks(num_kv_heads=2, learn_slopes=True),
+    "symmetric with QK-norm": lambda: blocks(causal=False, qk_norm=True),
+    "forget gates": lambda: blocks(forget_gate=True),
+    "patched BLOOM": bloom,
+    "encoder": encoder,
+}
+
+
+def shard_of_input(whole: Tensor, rank: int) -> Tensor:
+    return whole.split(LENGTHS, dim=1)[rank]
+
+
+def run(model: nn.Module, x: Tensor) -> dict[str, object]:
+    """The output, and the gradient of the sum of its squares for every parameter."""
+    model.zero_grad()
+    output = model(x)
+    output = output if isinstance(output, Tensor) else output.logits
+    output.square().sum().backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"output": output.detach(), "gradients": gradients}

@@ -1,0 +1,158 @@
+"""What four gloo processes do together: context_ranks.py FOLDER. Every rank leaves rankN.pt there with what it found.
+
+Each case runs in a group of as many ranks as it has shards. torch is loaded once, and the processes are forks.
+"""
+
+import multiprocessing
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from context_cases import CASES, Case, answer, shard
+from context_models import MODELS, run, shard_of_input
+from torch import distributed as dist
+
+from alibi_attn.distributed import (
+    Traffic,
+    context_parallel,
+    context_parallel_attention,
+    context_parallel_forgetting_attention,
+    plan_halo,
+)
+
+RANKS = 4
+GARBAGE = Case((120, 90, 60), kv_heads=2)
+
+
+def of_rank(case: Case, rank: int, group, drawn=None) -> tuple[dict, Traffic]:
+    tensors = shard(case, rank, case.drawn() if drawn is None else drawn)
+    if case.mask and bool(tensors["key_mask"].all()):
+        del tensors["key_mask"]  # ranks without padding may leave it out
+    traffic = Traffic()
+    options = {"group": group, "timeout": 60.0, "traffic": traffic, **case.options}
+    # Only the first rank's generator decides what is dropped.
+    attend = context_parallel_attention, context_parallel_forgetting_attention
+    return answer(*attend, tensors, seed=rank, **options), traffic
+
+
+def with_garbage(rank: int, group) -> bool:
+    """Whether the last rank finds the same bits when all rows that it does not receive hold something else of their norm."""
+    drawn = GARBAGE.drawn()
+    before, _ = of_rank(GARBAGE, rank, group, drawn)
+    sent = plan_halo(drawn["query"], drawn["key"], drawn["value"], drawn["slopes"], lengths=GARBAGE.lengths)
+    last = len(GARBAGE.lengths) - 1
+    for head in range(GARBAGE.kv_heads):
+        there = torch.zeros(GARBAGE.total, dtype=torch.bool)
+        there[sent.offsets[last] :] = True
+        for low, high in sent.spans(last, head):
+            there[low:high] = True
+        assert not there.all()
+        for name in ("key", "value"):
+            drawn[name][:, head, ~there] = drawn[name][:, head, ~there].flip(-1).neg()
+    after, _ = of_rank(GARBAGE, rank, group, drawn)
+    names = ("output", "lse", "dquery")
+    return rank != last or all(torch.equal(before[name], after[name]) for name in names)
+
+
+def of_models(rank: int, group) -> dict[str, dict]:
+    """Outputs of a shard, and gradients of all parameters, of models over three ranks; and that undoing gives them back."""
+    found = {}
+    for name, build in MODELS.items():
+        model, whole = build()
+        ours = shard_of_input(whole, rank)
+        alone = run(model, ours)["output"]
+        traffic = Traffic()
+        with context_parallel(model, group, timeout=60.0, traffic=traffic) as handle:
+            found[name] = run(model, ours)
+        found[name]["layers"], found[name]["rows"] = handle.layers, traffic.rows_received
+        found[name]["undone"] = torch.equal(run(model, ours)["output"], alone)
+    return found
+
+
+def disagreements(rank: int, group) -> dict[str, str]:
+    """What this rank is told where rank 1 of 3 was called differently."""
+    q = k = v = torch.zeros(1, 4, 10, 8)
+    first = dict.fromkeys(("query", "key", "value"), q)
+    changes = {
+        "dtype": {name: x.double() for name, x in first.items()},
+        "batch": {name: x.expand(2, -1, -1, -1) for name, x in first.items()},
+        "num_heads": {"query": q[:, :2], "key": k[:, :2], "value": v[:, :2], "slopes": [1.0, 2.0]},
+        "num_kv_heads": {"key": k[:, :2], "value": v[:, :2]},
+        "head_dim": {name: x[..., :4] for name, x in first.items()},
+        "causal": {"causal": False},
+        "window": {"window": 5},
+        "scale": {"scale": 0.5},
+        "tolerance": {"tolerance": 0.1},
+        "slopes": {"slopes": [0.5, 0.25, 0.2, 0.1]},
+        "dropout_p": {"dropout_p": 0.5},
+        "segment_ids": {"segment_ids": torch.zeros(1, 10, dtype=torch.int64)},
+        "key_bias": {"key_bias": torch.zeros(10)},
+        "score_bound": {"score_bound": 3.0},
+        "gradient": {"key": torch.zeros_like(k, requires_grad=True)},
+        "refused": {"key_mask": torch.ones(1, 11, dtype=torch.bool)},
+        "rows": {"query": q[:, :, :5]},
+        "backend": {"backend": "fastest"},
+        "masked": {"key_mask": torch.ones(1, 10, dtype=torch.bool)},
+    }
+    told = {}
+    for name, change in changes.items():
+        given = first | ({"score_bound": 3.0} if name == "masked" and rank != 1 else {})
+        try:
+            context_parallel_attention(**(given | (change if rank == 1 else {})), group=group, timeout=60.0)
+            told[name] = "no error"
+        except (ValueError, TypeError) as error:
+            told[name] = str(error)
+    return told
+
+
+def left_alone(rank: int, group) -> str:
+    """What a rank is told when another one does not come."""
+    if rank:
+        return ""
+    q = torch.zeros(1, 4, 10, 8)
+    start = time.monotonic()
+    try:
+        context_parallel_attention(q, q, q, group=group, timeout=0.5)
+    except RuntimeError as error:
+        return f"{time.monotonic() - start < 20} {error}"
+    return "no error"
+
+
+def work(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=120))
+    groups = {count: dist.new_group(list(range(count))) for count in (1, 2, 3, 4)}
+    lonely = dist.new_group([0, 1])
+    found: dict[str, object] = {"cases": {}, "traffic": {}, "again": {}}
+    for name, case in CASES.items():
+        count = len(case.lengths)
+        if rank >= count:
+            continue
+        found["cases"][name], traffic = of_rank(case, rank, groups[count])
+        found["traffic"][name] = vars(traffic)
+        if name in ("three, uneven", "outlier keys on rank 0", "gates", "bfloat16"):
+            again, _ = of_rank(case, rank, groups[count])
+            found["again"][name] = all(torch.equal(x, again[n]) for n, x in found["cases"][name].items())
+    if rank < 3:
+        found["models"] = of_models(rank, groups[3])
+        found["garbage"] = with_garbage(rank, groups[3])
+        found["disagreements"] = disagreements(rank, groups[3])
+    if rank < 2:
+        found["left alone"] = left_alone(rank, lonely)
+    torch.save(found, folder / f"rank{rank}.pt")
+    dist.barrier(group=groups[4])
+    os._exit(0)  # a group that timed out may not be taken down in order
+
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=work, args=(rank, Path(sys.argv[1]))) for rank in range(RANKS)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    sys.exit(max(abs(process.exitcode) for process in processes))

@@ -1,0 +1,98 @@
+"""A training that is killed with -9 again and again, each time by another process's death, until one comes to its end.
+
+Run as a program: killed_training.py FOLDER CONFIG.json. Processes are forked once torch is loaded, so that a death is cheap.
+"""
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch._dynamo  # noqa: F401 - which every optimizer loads
+
+from alibi_attn.lab import sealed_folder
+from alibi_attn.lab.config_io import from_json
+from alibi_attn.lab.data.corpus import load_corpus
+from alibi_attn.lab.training import checkpoint, state
+from alibi_attn.lab.training.checkpoint import load_checkpoint, newest
+from alibi_attn.lab.training.train import train
+
+# Where a checkpoint is being written, a death just before and just after each of these; the number is of the call.
+POINTS = [
+    (module, name, call, after)
+    for module, name, call in (
+        (checkpoint, "save_state", 2),
+        (checkpoint, "save_file", 1),
+        (sealed_folder, "_entry", 2),
+        (sealed_folder, "_flush", 1),  # the new folder, under its temporary name
+        (sealed_folder, "_flush", 7),  # the run's folder, after the new one was renamed
+        (os, "replace", 2),
+        (checkpoint.shutil, "rmtree", 4),  # an older step, after the new one is there
+        (state.torch, "save", 3),
+    )
+    for after in (False, True)
+]
+
+
+def main() -> None:
+    folder, config = Path(sys.argv[1]), from_json(json.loads(Path(sys.argv[2]).read_text()))
+    corpus = load_corpus(config.data)
+    assert end_of(lambda: train(config, corpus, folder / "uncut")) == 0
+    ends, steps = [], []
+
+    def note(delay: float | None = None) -> None:
+        found = newest(folder / "cut")
+        steps.append(0 if found is None else int(found.name.removeprefix("step-")))
+        if found is not None:
+            load_checkpoint(found)  # whole, whenever the death came
+
+    for point in POINTS:
+        ends.append(end_of(lambda point=point: train(config, corpus, folder / "cut"), dies_at=point))
+        note()
+    generator = random.Random(0)
+    while ends[-1] != 0:
+        seconds = generator.uniform(0.0, 0.12)
+        ends.append(end_of(lambda: train(config, corpus, folder / "cut"), seconds=seconds if len(ends) < 30 else None))
+        note()
+    print(json.dumps({"ends": ends, "steps": steps}))
+
+
+def end_of(run, *, dies_at=None, seconds: float | None = None) -> int:
+    """Run in a process of its own, which perhaps dies; its exit code, negative for a signal."""
+    process = os.fork()
+    if process == 0:
+        code = 1
+        try:
+            if dies_at is not None:
+                arm(*dies_at)
+            run()
+            code = 0
+        finally:
+            os._exit(code)
+    if seconds is not None:
+        time.sleep(seconds)
+        os.kill(process, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+
+def arm(module, name: str, call: int, after: bool) -> None:
+    real, calls = getattr(module, name), 0
+
+    def deadly(*arguments, **named):
+        nonlocal calls
+        calls += 1
+        if calls == call and not after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = real(*arguments, **named)
+        if calls == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(module, name, deadly)
+
+
+if __name__ == "__main__":
+    main()

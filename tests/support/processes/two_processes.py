@@ -1,0 +1,66 @@
+"""What two processes do together, started by torchrun: two_processes.py FOLDER CONFIG.json. The first one prints JSON.
+
+DDP trains through a whole experiment; FSDP trains uncut, then cut by a signal that only one process hears, and resumed.
+"""
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+from accelerate import PartialState
+from torch.distributed.tensor import DTensor
+
+from alibi_attn.lab.config import Recipe
+from alibi_attn.lab.config_io import from_json
+from alibi_attn.lab.data.corpus import load_corpus
+from alibi_attn.lab.experiment import run
+from alibi_attn.lab.training import train as loop
+from alibi_attn.lab.training.train import train
+
+
+def main() -> None:
+    folder, config = Path(sys.argv[1]), from_json(json.loads(Path(sys.argv[2]).read_text()))
+    texts = dict.fromkeys(("question", "paper", "command", "cost", "expected"), "")
+    recipe = Recipe(name="two", runs=lambda scale: (config,), **texts)
+    run(recipe, out=folder / "ddp")
+    told: dict[str, object] = {"world_size": torch.distributed.get_world_size()}
+    first = PartialState().is_main_process
+
+    seen = {}
+    real = loop.prepare
+
+    def prepare(asked):
+        training = real(asked)
+        seen["parameters"] = [type(parameter) is DTensor for parameter in training.model.parameters()]
+        local = sum(parameter.to_local().numel() for parameter in training.model.parameters())
+        seen["share"] = local / training.model.num_parameters()
+        return training
+
+    loop.prepare = prepare
+    corpus = load_corpus(config.data)
+    sharded = dataclasses.replace(config, train=dataclasses.replace(config.train, parallel="fsdp"))
+    train(sharded, corpus, folder / "uncut")
+    told |= seen
+
+    def interrupt(progress):
+        if progress.step == 4 and not first:
+            signal.raise_signal(signal.SIGINT)
+
+    try:
+        train(sharded, corpus, folder / "cut", on_step=interrupt)
+    except KeyboardInterrupt:
+        told["state"] = sorted(path.name for path in (folder / "cut").glob("step-00000005/state/*"))
+    train(sharded, corpus, folder / "cut")
+    if first:
+        print(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()
+    torch.distributed.destroy_process_group()
+    os._exit(0)
