@@ -1,4 +1,4 @@
-"""One function, `alibi_attention`, and many backends that compute the same thing (PyTorch).
+"""`alibi_attention` and the backends that compute it (PyTorch).
 
 Start with `spec.py` (what is computed, and the legend of shapes), then `api.py`, then `backends/reference.py`.
 """

@@ -1,4 +1,4 @@
-"""`alibi_attention`: the one function. It checks its arguments, describes the call as an `AttentionSpec`, and has it computed."""
+"""`alibi_attention` and the functions that describe a call: validate the arguments, build an `AttentionSpec`, run a backend."""
 
 from typing import TYPE_CHECKING, Literal, Unpack, overload
 
@@ -60,33 +60,33 @@ def alibi_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention with linear biases, softmax(scale·q·kᵀ − m·|i − j| + b_j)·v, [B, H, T, D] in query's dtype.
 
-    Exact to rounding. Differentiable once in query, key, value, slopes and key_bias, and through lse.
+    Exact up to rounding. Differentiable once in query, key, value, slopes and key_bias, and through lse.
 
     Args:
         query: [B, H, T, D]; float16, bfloat16, float32 or float64.
         key, value: [B, K, S, D], K divides H (grouped-query attention).
-        slopes: m, one a head [H] or [B, H]; sequence, array, tensor or Parameter, used in fp32 (fp64 for fp64 input); 0 = no
-            position, negative = far keys are preferred. Default `alibi_slopes(H)`, the published ones.
-        causal: keys to the right are not seen. False is symmetric, −m·|i − j| on both sides.
-        right_slopes: own slopes for keys to the right (causal=False only); inf = this head never looks right.
-        window: how many keys a query may see, itself included (to either side when not causal).
+        slopes: m, one per head, [H] or [B, H]; a sequence, array, tensor or Parameter, used in fp32 (fp64 for fp64 input); 0 = no
+            position, negative = far keys are preferred. Default: the published slopes, `alibi_slopes(H)`.
+        causal: hide the keys to the right of each query. False is symmetric, −m·|i − j| on both sides.
+        right_slopes: separate slopes for keys to the right (causal=False only); inf = this head never attends to the right.
+        window: how many keys a query may see, including its own (on either side when not causal).
         scale: factor of q·k, 1/√D by default. The bias is not scaled.
-        query_offset: position of query 0; S − T by default: the queries are the last T of the S positions. An int, or an
-            integer tensor, 0-d or [B], that is never read on the host. It may lie before or after all the keys.
-        key_mask: [B, S] bool, True = may be seen.
-        segment_ids: [B, S] integers, attention within a segment only; or a pair ([B, T], [B, S]) for queries and keys.
-        key_bias: b, fp32 or fp64, [B, H, S] or what broadcasts to it, added to the score of each key; −inf = may not be seen.
-            However large the numbers are, a score is off by a rounding of their difference to the b of a key near the query.
-        dropout_p: share of the attention weights that are dropped, in [0, 1); which ones is a function of a seed from torch's
-            generator and of sequence, head and positions: every backend drops the same.
-        tolerance: the largest share of a query's softmax mass that may be skipped, in [0, 1); default eps / 32 of the dtype, far
-            below its rounding; 0 skips only what is forbidden.
-        return_lse: also return the natural log-sum-exp of the scores, [B, H, T] fp32 (fp64 where query or key_bias is), −inf
-            where nothing is seen. Results over disjoint sets of keys merge exactly with it.
-        backend: "auto", or the name of one: it runs or raises.
+        query_offset: position of query 0. Default S − T: the queries are the last T of the S positions. An int, or an
+            integer tensor, 0-d or [B], that is never read on the host. It may lie before or after all keys.
+        key_mask: [B, S] bool, True = visible.
+        segment_ids: [B, S] integers; attention stays within a segment. Or a pair ([B, T], [B, S]) for queries and keys.
+        key_bias: b, fp32 or fp64, [B, H, S] or broadcastable to it, added to the score of each key; −inf hides the key.
+            However large the biases are, a score is off only by a rounding of their difference to the b of a key near the query.
+        dropout_p: share of the attention weights to drop, in [0, 1). Which ones depends on a seed from torch's generator, and on
+            sequence, head and positions, so every backend drops the same weights.
+        tolerance: the largest share of a query's softmax mass that may be skipped, in [0, 1). Default: eps / 32 of the dtype, far
+            below its rounding. 0 skips masked keys only.
+        return_lse: also return the natural log-sum-exp of the scores, [B, H, T] fp32 (fp64 if query or key_bias is fp64), −inf
+            for a query that sees no key. With it, results over disjoint sets of keys merge exactly.
+        backend: "auto", or the name of a backend. A named backend runs or raises.
 
     Returns:
-        The output, or (output, lse). A query that may see nothing gives zeros. A key that may not be seen is never used.
+        The output, or (output, lse). A query that sees no key returns zeros. Hidden keys are never used.
 
     Raises:
         ValueError, TypeError: wrong shapes, dtypes or numbers, or a named backend that cannot run this call.
@@ -114,12 +114,12 @@ def head_reach(
     backend: str = "auto",
     **options: Unpack[SpecOptions],
 ) -> Tensor:
-    """How far every head really looks, [B, H] int64: no query of the head reads a key with |i − j| ≥ reach.
+    """How far each head attends in this call, [B, H] int64: no query of the head reads a key with |i − j| ≥ reach.
 
-    Like `window` it counts the query itself. Where nothing is skipped (by `dense`, for example, which "auto" takes for short
-    input) it is the largest distance that occurs in this call, plus one. It is what the backend reads: its blocks round the
-    certified reach up. Values are taken to be of like length: a skipped value more than four times longer than the nearest kept
-    ones widens the reach.
+    Like `window`, it counts the query itself. If nothing is skipped (by `dense`, for example, which "auto" chooses for short
+    input), it is the largest distance in this call, plus one. It covers the keys that the backend reads: its blocks round the
+    certified reach up. The values are assumed to have similar norms: a skipped value more than four times longer than the
+    nearest kept ones widens the reach.
 
     Arguments and errors are those of `alibi_attention`.
 
@@ -145,9 +145,9 @@ def explain(
     backend: str = "auto",
     **options: Unpack[SpecOptions],
 ) -> str:
-    """What `alibi_attention` would do with these arguments, in words: who runs it and why, and how far each head looks.
+    """Describes what `alibi_attention` would do with these arguments: which backend runs and why, and how far each head attends.
 
-    Arguments and errors are those of `alibi_attention`. It reads tensor values, so it is not for compiled code.
+    Arguments and errors are those of `alibi_attention`. It reads tensor values, so it does not work in compiled code.
 
     >>> q = k = v = torch.randn(1, 8, 128, 64)
     >>> print(explain(q, k, v).splitlines()[0])
@@ -178,22 +178,22 @@ def certified_block_mask(
     block_size: int = flex.BLOCK,
     **options: Unpack[SpecOptions],
 ) -> "BlockMask":
-    """The BlockMask of the tiles that matter, for a FlexAttention of your own: a fraction of the scores, the same result.
+    """A BlockMask of the tiles that matter, for your own FlexAttention call: a fraction of the scores, the same result.
 
-    Blocks of keys that are left out weigh at most `tolerance` of any query's softmax mass, if the `score_mod` is ALiBi's
-    −m·|i − j| (+ b_j with a key_bias) and the `scale` is this one. Its `mask_mod` says who may see whom: causality, window, key
-    mask, segments, heads that never look right, biases of −inf; the score_mod needs to know nothing of these. Values are taken to
-    be of like length. FlexAttention multiplies keys and values that nobody may see, so NaN and inf in them are yours to clear.
+    The omitted blocks of keys hold at most `tolerance` of any query's softmax mass, provided that the `score_mod` is ALiBi's
+    −m·|i − j| (+ b_j with a key_bias) and the `scale` is the one given here. The mask's `mask_mod` covers causality, window, key
+    mask, segments, heads that never attend to the right, and biases of −inf, so the score_mod need not handle them. The values
+    are assumed to have similar norms. FlexAttention also multiplies hidden keys and values, so clear NaN and inf from them first.
 
     Args:
-        block_size: queries and keys of a block, a multiple of 64. FlexAttention's kernels want it to be a multiple of theirs.
-        options: those of `alibi_attention`; dropout_p and return_lse change nothing.
+        block_size: queries and keys per block, a multiple of 64. FlexAttention's kernels need a multiple of their own block size.
+        options: those of `alibi_attention`; dropout_p and return_lse have no effect.
 
     Returns:
-        A BlockMask of [B, H, T, S]; it holds (T / block_size)·(S / block_size) numbers a head.
+        A BlockMask of [B, H, T, S]; it holds (T / block_size)·(S / block_size) numbers per head.
 
     Raises:
-        ValueError, TypeError: as `alibi_attention`, a block_size that is no multiple of 64, no query or no key.
+        ValueError, TypeError: as `alibi_attention`; a block_size that is not a multiple of 64; no queries or no keys.
 
     >>> q = k = torch.randn(1, 8, 1024, 64)
     >>> mask = certified_block_mask(q, k)
@@ -210,6 +210,6 @@ def certified_block_mask(
     spec = make_spec(query, key, key, slopes, **options)
     if spec.query_len == 0 or spec.key_len == 0:
         raise ValueError(
-            f"there are {spec.query_len} queries and {spec.key_len} keys but a BlockMask needs one of each"
+            f"there are {spec.query_len} queries and {spec.key_len} keys but a BlockMask needs at least one of each"
         )
     return flex.block_mask(spec, query.detach(), key.detach(), None, block_size=block_size)

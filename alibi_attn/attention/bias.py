@@ -1,4 +1,4 @@
-"""The definition, densely: −m·|i − j|, and −inf where a query may not look (Press et al. 2022, sec. 3, arXiv:2108.12409)."""
+"""The bias as a dense tensor: −m·|i − j|, and −inf for hidden keys (Press et al. 2022, sec. 3, arXiv:2108.12409)."""
 
 import dataclasses
 import math
@@ -15,8 +15,10 @@ from alibi_attn.attention.visibility import distances, visible
 
 Slopes = Sequence[float] | NDArray[np.floating] | Tensor
 
-EXTREME_SLOPE = 64.0  # nats per token: beyond it a hidden key beside the query would cost scores their digits
-CHUNK = 128  # queries whose visible keys are written out at a time
+EXTREME_SLOPE = (
+    64.0  # nats per token: with a steeper slope, a hidden key next to the query would cost the scores their digits
+)
+CHUNK = 128  # queries whose visible keys are materialized at a time
 
 
 def alibi_bias(
@@ -30,23 +32,23 @@ def alibi_bias(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """The bias that is added to the scaled scores, [H, T, S]; −inf where the query may not look.
+    """The bias that is added to the scaled scores, [H, T, S]; −inf for hidden keys.
 
         bias[h, i, j] = −slopes[h]·|i − j|      for j ≤ i
                         −right_slopes[h]·|i − j| for j > i, or −inf if causal
 
     It is computed in fp32 (fp64 for fp64) from integer distances and rounded once, at the end. It is not multiplied by
-    the softmax scale. `alibi_attention` never builds it: this is for looking, and for other people's attention.
+    the softmax scale. `alibi_attention` never builds it: this function is for inspection, and for other attention functions.
 
     Args:
         slopes: [H], for example `alibi_slopes(H)`.
         query_len, key_len: T and S; S = T by default. The queries are the last T of the S positions.
-        right_slopes: [H], slopes of keys to the right (default: the same); inf = never looks right.
-        query_offset: the position of query 0 where it is not S − T; an int or a 0-d integer tensor.
+        right_slopes: [H], slopes of keys to the right (default: the same); inf = the head never attends to the right.
+        query_offset: the position of query 0, if it is not S − T; an int or a 0-d integer tensor.
         dtype: default float32.
 
     Raises:
-        ValueError, TypeError: lengths below 1, slopes that are not [H], right slopes with causal=True.
+        ValueError, TypeError: lengths below 1, slopes that are not [H], or right_slopes with causal=True.
 
     >>> alibi_bias([0.5], 3)
     tensor([[[ 0.0000,    -inf,    -inf],
@@ -70,7 +72,7 @@ def alibi_bias(
     left = torch.as_tensor(slopes, device=device).to(work)
     if left.ndim != 1 or left.numel() == 0:
         raise ValueError(
-            f"slopes has shape {list(left.shape)} but must be [H], one slope a head, as alibi_slopes(H) is"
+            f"slopes has shape {list(left.shape)} but must be [H], one slope per head, such as alibi_slopes(H)"
         )
     right = None if right_slopes is None else torch.as_tensor(right_slopes, device=left.device).to(work)
     if right is not None:
@@ -85,32 +87,32 @@ def alibi_bias(
         query_offset=key_len - query_len if query_offset is None else query_offset,
     )  # fmt: skip
     distance = distances(query_len, key_len, spec.query_offset, left.device)
-    # Adding 0 turns −0 into 0, for whoever prints it.
+    # Adding 0 turns −0 into 0, which prints better.
     bias = _of_slopes(spec, distance, work).masked_fill(~visible(spec, distance), -math.inf)
     return (bias[0] + 0.0).to(dtype)
 
 
 def score_bias(spec: AttentionSpec[Tensor], distance: Tensor, seen: Tensor) -> tuple[Tensor, Tensor | None]:
-    """(bias, origin): what is added to the scores, [B|1, H, T, S] in the slopes' dtype, and what `unshifted_lse` puts back.
+    """(bias, origin): the bias added to the scores, [B|1, H, T, S] in the slopes' dtype, and the shift for `unshifted_lse`.
 
     The bias is −m·|i − j| (or the table's number) + b_j, and −inf where not `seen`; differentiable in all of them. With a key
-    bias or an extreme slope every query counts from its own best visible key, and origin [B, H, T] is that key's bias: only the
-    difference is rounded, however large both are. Otherwise origin is None.
+    bias or an extreme slope, each query's biases are relative to that of its own best visible key, which is origin [B, H, T]:
+    only the difference is rounded, however large both are. Otherwise origin is None.
     """
     origin = None
     if spec.key_bias is not None or _has_extreme_slopes(spec):
         bias, origin = _from_best_key(spec, distance, seen)
     else:
         bias = _bias_of_distance(spec, distance, spec.slopes.dtype)
-    # In place where it fits: the bias is the largest tensor of a short call, and every copy of it is felt. Shapes do not show an
-    # axis of vmap.
+    # In place if shapes allow: the bias is the largest tensor of a short call, and copying it is expensive. Shapes do not show a
+    # vmapped axis.
     fits = "Vmap" not in transforms() and all(seen.shape[axis] in (1, size) for axis, size in enumerate(bias.shape))
     bias = bias.masked_fill_(~seen, float("-inf")) if fits else bias.masked_fill(~seen, float("-inf"))
     return bias, origin
 
 
 def unshifted_lse(spec: AttentionSpec[Tensor], lse: Tensor, origin: Tensor | None) -> Tensor:
-    """The lse [B, H, T] of the scores themselves, given that of scores with the bias of `score_bias`, in its dtype."""
+    """The lse [B, H, T] of the actual scores, given that of the scores with the bias of `score_bias`, in its dtype."""
     if origin is None:
         return lse
     if spec.query_bias is not None:
@@ -118,14 +120,14 @@ def unshifted_lse(spec: AttentionSpec[Tensor], lse: Tensor, origin: Tensor | Non
     dtype = lse.dtype if spec.key_bias is None else torch.promote_types(lse.dtype, spec.key_bias.dtype)
     largest = torch.finfo(dtype).max
     whole = lse.to(origin.dtype) + origin
-    # Not infinite where the dtype cannot hold it: −inf means that a query sees nothing.
+    # Clamp what the dtype cannot hold: −inf means that a query sees no key.
     return whole.clamp(-largest, largest).to(dtype).masked_fill(whole == -math.inf, -math.inf)
 
 
 def bias_that_matters(spec: AttentionSpec[Tensor], key_bias: Tensor) -> Tensor:
-    """[B, H, T]: the bias of each query's visible key with the largest b_j − m·|i − j|; 0 where a query sees nothing.
+    """[B, H, T]: the bias of each query's visible key with the largest b_j − m·|i − j|; 0 if a query sees no key.
 
-    Without a window and segments it comes from running maxima; with them the keys are written out for a few queries at a time.
+    Without a window and segments it comes from running maxima; otherwise the scores are materialized for a few queries at a time.
     """
     b = key_bias.detach().to(_wide(key_bias))
     if spec.key_mask is not None:
@@ -147,7 +149,7 @@ def bias_that_matters(spec: AttentionSpec[Tensor], key_bias: Tensor) -> Tensor:
 
 
 def _best_of_all_keys(spec: AttentionSpec[Tensor], b: Tensor) -> Tensor:
-    """[B, H, T]: the keys of `bias_that_matters` where only causality and −inf in b [B, H, S] hide keys."""
+    """[B, H, T]: the keys of `bias_that_matters` if only causality and −inf in b [B, H, S] hide keys."""
     at = torch.arange(spec.key_len, device=b.device)
     first = spec.query_offset.reshape(-1, 1) if isinstance(spec.query_offset, Tensor) else spec.query_offset
     position = (torch.arange(spec.query_len, device=b.device) + first).reshape(-1, 1, spec.query_len)
@@ -179,16 +181,16 @@ def _two_slopes(spec: AttentionSpec[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _has_extreme_slopes(spec: AttentionSpec[Tensor]) -> bool:
-    """Whether one token costs more than scores can lose; false where slopes cannot be read for free."""
+    """Whether some slope is extreme; False if the slopes cannot be read for free."""
     if spec.table is not None or not may_read(*_two_slopes(spec)):
         return False
     return any(bool((x.abs().masked_fill(x.isinf(), 0.0) > EXTREME_SLOPE).any()) for x in {*_two_slopes(spec)})
 
 
 def _from_best_key(spec: AttentionSpec[Tensor], distance: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """(bias [B, H, T, S], origin [B, H, T]) of `score_bias`, unmasked; formed in fp64 where the device has it.
+    """(bias [B, H, T, S], origin [B, H, T]) of `score_bias`, unmasked; computed in fp64 if the device has it.
 
-    The gradients of b and of the query's bias are sums of the very same numbers then, over queries and over keys.
+    The gradients of b and of the query's bias are then sums of the very same numbers, over queries and over keys.
     """
     wide = _wide(spec.slopes)
     taken = -_bias_of_distance(spec, distance, wide)
@@ -200,7 +202,7 @@ def _from_best_key(spec: AttentionSpec[Tensor], distance: Tensor, seen: Tensor) 
     best = (own - taken).detach().masked_fill(~seen, -math.inf).argmax(-1, keepdim=True)
     of_best, taken_from_best = (x.detach().gather(-1, best) for x in (own, taken))
     relative = (own - of_best) - (taken - taken_from_best)
-    # A large bias may have hidden how far its key is, so another key may be better after all.
+    # Next to a large bias the distance may have been rounded away, so another key may be better after all.
     better = relative.detach().masked_fill(~seen, -math.inf).amax(-1, keepdim=True)
     better = better.masked_fill(better == -math.inf, 0.0)
     relative = relative - better
@@ -211,7 +213,7 @@ def _from_best_key(spec: AttentionSpec[Tensor], distance: Tensor, seen: Tensor) 
 
 
 def _wide(x: Tensor) -> torch.dtype:
-    """fp64 where the device has it."""
+    """fp64 if the device has it."""
     return x.dtype if x.device.type == "mps" else torch.float64
 
 
@@ -234,13 +236,13 @@ def _of_slopes(spec: AttentionSpec[Tensor], distance: Tensor, dtype: torch.dtype
 
 
 def columns_of(spec: AttentionSpec[Tensor], table: Tensor, first: int, count: int) -> Tensor:
-    """[count] int64: the table's columns for the distances `first`, `first` + 1, …, and the nearest one for those it has not."""
+    """[count] int64: the table's columns for the distances `first`, `first` + 1, …; the nearest column for missing ones."""
     at = torch.arange(first - spec.table_first, first - spec.table_first + count, device=table.device)
     return at.clamp(0, table.shape[1] - 1)
 
 
 def _of_distances(spec: AttentionSpec[Tensor], table: Tensor) -> Tensor:
-    """[1, H, T, S], a tensor of its own: the table's number for every query and key."""
+    """[1, H, T, S], a new tensor: the table's number for every query and key."""
     assert not isinstance(spec.query_offset, Tensor)
     first, lengths = spec.query_offset - spec.key_len + 1, spec.query_len + spec.key_len - 1
     by_distance = table.index_select(1, columns_of(spec, table, first, lengths))

@@ -1,10 +1,10 @@
 """Decoding: the last few queries of a long text read only the keys within their reach.
 
-`alibi_attention` reads every key once to know how long it is. Where that is remembered (`norms.py`) a new query's reach is
-known before any far key is touched. On a GPU the kernels get their plan from there, also for the parts of a long prompt. On a CPU
-a kernel goes from each query outward, and says tile by tile what need not be read. Where there is no compiler, or gates, or
-numbers that are not finite, each head of each row attends to a slice: its last keys, and the outlier tiles before them. Rows may
-be padded: each then counts from the last key that it may see.
+`alibi_attention` reads every key once to compute its norm. With remembered norms (`norms.py`), the reach of a new query is
+known before any far key is read. On a GPU the kernels' plan is computed from these norms, also for chunks of a long prompt. On a
+CPU a kernel moves outward from each query and skips tile by tile. Without a compiler, with gates, or with numbers that are
+not finite, each head of each row attends to a slice instead: its last keys, and the outlier tiles before them. Rows may be
+padded: each then counts from the last key that it may see.
 """
 
 import dataclasses
@@ -27,25 +27,24 @@ from alibi_attn.attention.spec import GATE_FLOOR, AttentionSpec, check_numbers, 
 from alibi_attn.attention.validation import make_spec
 
 MAX_QUERIES = 16  # on a CPU
-LONG = (
-    2**23
-)  # elements of the cached keys of a sequence, on a CPU without the kernel: with fewer, reading all is as fast
-FEW = 1024  # keys that cost less than a call of their own: heads that need no more are answered together
+# Elements of the cached keys of a sequence, on a CPU without the kernel: with fewer, reading all is as fast.
+LONG = 2**23
+FEW = 1024  # keys that cost less than a separate call: heads that need at most this many share one
 
-Runs = Sequence[tuple[int, int]]  # of every row: the first key that may be seen, and the first after the last
+Runs = Sequence[tuple[int, int]]  # [start, stop) of the visible keys, per row
 
 
 def reads_near(
     query: Tensor, key: Tensor, slopes: Tensor, *, masked: bool = False, gated: bool = False, remembered: bool = True
 ) -> bool:
-    """Whether `attend_near` takes such queries and keys, and is worth it; told without reading a tensor.
+    """Whether `attend_near` supports these queries and keys, and is faster; decided without reading a tensor.
 
-    It has no gradient, and torch.compile does not trace it.
+    `attend_near` has no gradient, and torch.compile cannot trace it.
 
     Args:
-        masked: there is a key mask. `visible_runs` says whether it has no holes.
-        gated: there are forget gates. On a GPU all keys are scored with either, and on a CPU with both.
-        remembered: the norms of the keys and values are known; if not, the kernel for the CPU reads all keys.
+        masked: there is a key mask. `visible_runs` checks it for holes.
+        gated: there are forget gates. A GPU scores all keys with a mask or gates, a CPU only with both.
+        remembered: the norms of the keys and values are known; if not, the CPU kernel reads all keys.
     """
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
@@ -62,25 +61,25 @@ def reads_near(
 
 
 def has_kernel(*tensors: Tensor) -> bool:
-    """Whether the kernel for decoding on a CPU supports such queries, keys and values."""
+    """Whether the CPU kernel for decoding supports these queries, keys and values."""
     return tensors[0].shape[3] % WIDTH == 0 and native.takes(*tensors)
 
 
 def measured_norms(key: Tensor, value: Tensor) -> Norms:
-    """`Norms.of`, by the kernel that reads everything once where there is one."""
+    """`Norms.of`, computed by the kernel in one pass if there is one."""
     if key.shape[3] == value.shape[3] and has_kernel(key, value):
         return Norms(native.tile_norms(key.detach()), native.tile_norms(value.detach()))
     return Norms.of(key, value)
 
 
 def visible_runs(key_mask: Tensor) -> Runs | None:
-    """[start, stop) of the keys that each row of a key mask [B, S] shows, (0, 0) for none; None where a row has a hole.
+    """[start, stop) of the visible keys in each row of a key mask [B, S], (0, 0) for none; None if some row has a hole.
 
     Reads the mask on the host.
     """
     flags = key_mask.view(torch.uint8)
-    first, behind = flags.argmax(1), key_mask.shape[1] - flags.flip(1).argmax(1)
-    rows = torch.stack([first, behind, key_mask.sum(1)], dim=1).tolist()
+    starts, stops = flags.argmax(1), key_mask.shape[1] - flags.flip(1).argmax(1)
+    rows = torch.stack([starts, stops, key_mask.sum(1)], dim=1).tolist()
     if any(count not in (0, stop - start) for start, stop, count in rows):
         return None
     return [(start, stop) if count else (0, 0) for start, stop, count in rows]
@@ -90,13 +89,13 @@ def attend_near(
     query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, known_norms: Norms | None, *, visible: Runs | None = None,
     log_fgate: Tensor | None = None, window: int | None = None, scale: float | None = None, tolerance: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """Causal attention of the last T positions, [B, H, T, D], where `reads_near` says so; on a CPU reads the reach on the host.
+    """Causal attention of the last T positions, [B, H, T, D], if `reads_near` allows it; on a CPU reads the reach on the host.
 
     Args:
         query, key, value, slopes, window, scale, tolerance: as for `alibi_attention`.
-        known_norms: what is known of the keys and values, of all but the last few; None = nothing.
-        visible: the keys that each row may see, on a CPU; None = all.
-        log_fgate: [B, H, S] gates as for `forgetting_attention`, on a CPU and with all keys visible.
+        known_norms: norms of the keys and values, of all but the last few; None = unknown.
+        visible: the keys that each row may see, CPU only; None = all.
+        log_fgate: [B, H, S] gates as for `forgetting_attention`, CPU only and with all keys visible.
     """
     scale, tolerance = check_numbers(
         causal=True, has_right_slopes=False, window=window, scale=scale, dropout_p=0.0, tolerance=tolerance,
@@ -110,7 +109,7 @@ def attend_near(
             return output
     spec = make_spec(query, key, value, slopes, window=window, scale=scale, tolerance=tolerance)
     if log_fgate is not None and bool((log_fgate[..., key.shape[2] - query.shape[2] + 1 :] < GATE_FLOOR).any()):
-        # A cut between the queries: biases of keys alone cannot say who is before it.
+        # A cut between the queries: biases of keys cannot express which queries it applies to.
         output = forgetting_attention(
             query, key, value, log_fgate, slopes, window=window, scale=scale, tolerance=tolerance
         )
@@ -119,7 +118,7 @@ def attend_near(
     with torch.no_grad():
         known_norms = Norms.of(key, value) if known_norms is None else known_norms
         if not _on_cpu(query):
-            assert visible is None and log_fgate is None, "reads_near refuses key masks and gates here"  # noqa: PT018
+            assert visible is None and log_fgate is None, "reads_near excludes key masks and gates here"  # noqa: PT018
             return fused.decode(spec, query, key, value, known_norms)
         runs = [(0, spec.key_len)] * spec.batch if visible is None else visible
         rows = needed_keys(spec, query, key, value, known_norms, runs, log_fgate)
@@ -144,9 +143,9 @@ class Row:
     """The keys that one row reads.
 
     Args:
-        start, stop: those that it may see.
-        needed: of every key head, how many of the last of these.
-        outlier_tiles: of every key head, the tiles that are read besides; −1 = none.
+        start, stop: the range of its visible keys.
+        needed: for each key head, how many of the last visible keys are read.
+        outlier_tiles: for each key head, the tiles that are read in addition; −1 = none.
     """
 
     start: int
@@ -155,7 +154,7 @@ class Row:
     outlier_tiles: list[list[int]]
 
     def spans(self, keys: int, members: Sequence[int]) -> list[tuple[int, int]]:
-        """What key heads read of which none needs more than the last `keys`."""
+        """The ranges of keys that these key heads read, if none needs more than the last `keys`."""
         low = max(self.start, self.stop - keys)
         tiles = sorted({tile for k in members for tile in self.outlier_tiles[k] if tile >= 0})
         spans = [(max(tile * TILE, self.start), min((tile + 1) * TILE, low)) for tile in tiles]
@@ -166,9 +165,9 @@ def needed_keys(
     spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor, known_norms: Norms, visible: Runs,
     log_fgate: Tensor | None = None,
 ) -> list[Row]:  # fmt: skip
-    """What every row must read: all that it may see where that is little, else what its queries' certified reach holds.
+    """The keys that each row must read: all visible ones if they are few, else those within its queries' certified reach.
 
-    The log-sum-exp is bounded from the last keys of a row alone, which are seen, and hidden keys are in no norm.
+    The log-sum-exp is bounded by the last keys of a row alone, which are visible, and no norm includes hidden keys.
     """
     rows = [Row(start, stop, [stop - start] * spec.num_kv_heads, [[]] * spec.num_kv_heads) for start, stop in visible]
     many = [b for b, row in enumerate(rows) if row.stop - row.start > FEW]
@@ -193,14 +192,14 @@ def needed_keys(
         elif spec.window is None:
             of_row = (norms[0][b : b + 1], norms[1][b : b + 1])
             one = query[b : b + 1], key[b : b + 1], value[b : b + 1]
-            rows[b] = _behind_the_last_key(spec, *one, of_row, row, b)
+            rows[b] = _after_last_visible_key(spec, *one, of_row, row, b)
         else:
             within = max(row.stop - max(row.start, spec.key_len - spec.query_len - far + 1), 0)
             row.needed = [within] * spec.num_kv_heads
     return rows
 
 
-def _behind_the_last_key(
+def _after_last_visible_key(
     spec: AttentionSpec[Tensor],
     query: Tensor,
     key: Tensor,
@@ -209,10 +208,10 @@ def _behind_the_last_key(
     row: Row,
     b: int,
 ) -> Row:
-    """What a row needs whose last positions are hidden, as those of a finished sequence are.
+    """The keys needed by a row whose last positions are hidden, such as a finished sequence.
 
-    All keys are equally much nearer to its last visible position than to a query behind it, so softmax is the same there: the
-    reach is that of a query which stands on the last key it may see, without a window.
+    Moving a query from there to the last visible position shortens the distance to every key by the same amount, so the softmax
+    does not change: without a window, the reach is that of a query at the position of its last visible key.
     """
     slopes = spec.slopes if spec.slopes.ndim == 1 else spec.slopes[b : b + 1]
     needed, outlier_tiles = torch.ones(spec.num_kv_heads, dtype=torch.int64), []
@@ -234,7 +233,7 @@ def _behind_the_last_key(
 def _norms_in_sight(
     spec: AttentionSpec[Tensor], key: Tensor, value: Tensor, known_norms: Norms, visible: Runs
 ) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
-    """(norms of the keys and values of tiles, of those that are seen; how many tiles hold some, [B, 1], None for all)."""
+    """(norms of the visible keys and values per tile; the number of tiles with visible keys, [B, 1], None for all)."""
     norms = known_norms.tile_norms(key, value)
     if all(run == (0, spec.key_len) for run in visible):
         return norms, None
@@ -242,10 +241,10 @@ def _norms_in_sight(
     start, stop = torch.tensor(visible).T[..., None]
     hidden = ((tile + 1) * TILE <= start) | (tile * TILE >= stop)
     keys, values = (of_tiles.masked_fill(hidden[:, None], 0.0) for of_tiles in norms)
-    for b, (first, behind) in enumerate(visible):
-        edges = {edge // TILE for edge in (first, behind) if first < behind and edge % TILE and edge < spec.key_len}
-        for at in edges:  # a part of the tile is seen
-            seen = slice(max(first, at * TILE), min(behind, (at + 1) * TILE))
+    for b, (first, end) in enumerate(visible):
+        edges = {edge // TILE for edge in (first, end) if first < end and edge % TILE and edge < spec.key_len}
+        for at in edges:  # part of the tile is visible
+            seen = slice(max(first, at * TILE), min(end, (at + 1) * TILE))
             keys[b, :, at], values[b, :, at] = (norm_bound(x[b, :, seen]).amax(-1) for x in (key, value))
     return (keys, values), (~hidden).sum(-1, keepdim=True)
 
@@ -260,9 +259,9 @@ def _on_cpu(query: Tensor) -> bool:
 
 
 def _buckets(needed: list[int]) -> list[tuple[int, list[int]]]:
-    """(the most that any of them needs, key heads that need about as many keys): to the next power of two from FEW on.
+    """(the most keys that any of them needs, key heads that need about as many): grouped by powers of two from FEW on.
 
-    Of those that need more than FEW only neighbors go together, whose keys are read without a copy.
+    Above FEW only neighboring heads are grouped, because their keys can be read without a copy.
     """
     by_power: dict[int, list[int]] = {}
     for head, keys in enumerate(needed):
@@ -279,15 +278,15 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, members: list[int] | slice, slopes: Tensor, spans: list[tuple[int, int]],
     window: int | None, scale: float, log_fgate: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Some key heads over some spans of keys; nothing in them is skipped."""
+    """Attention of some key heads over some spans of keys; nothing in them is skipped."""
 
     def attended(low: int, high: int, *, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
         keys, values = key[:, :, low:high][:, members], value[:, :, low:high][:, members]
-        # Counted from the last position: what gates take from a query besides is the same for all keys.
+        # Counted from the last position: the rest of a query's gates is the same for all keys.
         bias = None
         if log_fgate is not None:
-            behind = log_fgate[..., high:].sum(-1, keepdim=True, dtype=torch.float64)
-            bias = sums_behind(log_fgate[..., low:high]) + behind
+            after = log_fgate[..., high:].sum(-1, keepdim=True, dtype=torch.float64)
+            bias = sums_behind(log_fgate[..., low:high]) + after
         return alibi_attention(
             query, keys, values, slopes, window=window, scale=scale, query_offset=key.shape[2] - query.shape[2] - low,
             key_bias=bias, tolerance=0.0, return_lse=return_lse,

@@ -1,4 +1,4 @@
-"""Which backend runs a call: a literal table of backends per device, and why each of the others does not run it.
+"""Which backend runs a call: a literal table of backends per device, and the reason why each of the others does not.
 
 "auto" decides from shapes, dtypes and the device only, never from tensor values, so it compiles and never synchronizes.
 """
@@ -17,21 +17,21 @@ from alibi_attn.attention.spec import AttentionSpec
 _ALL: tuple[Backend, ...] = (reference, dense, banded, native, fused, flex)
 BACKENDS = {backend.name: backend for backend in _ALL}
 
-# In order of preference; `dense` runs on everything torch has, and is what every other device gets.
+# In order of preference. `dense` runs on every device of torch, and other devices always get it.
 PREFERRED: dict[str, tuple[Backend, ...]] = {"cpu": (native, banded, dense), "cuda": (fused, flex, dense)}
 
 
 def visits(
     name: str, spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor | None
 ) -> tuple[Tensor, Tensor] | None:
-    """(reach, scores), each [B, H] int64: 1 + the largest |i − j| that is read, and the scores computed; None = all of them."""
+    """(reach, scores), each [B, H] int64: 1 + the largest |i − j| that is read, and the number of scores; None = all of them."""
     if 0 in (spec.batch, spec.query_len, spec.key_len):
         return None
     return BACKENDS[name].visits(spec, query, key, value)
 
 
 def choose(backend: str, spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) -> str:
-    """The name of the backend that runs: the named one, or for "auto" the device's first that can; `dense` for what is too small.
+    """The name of the backend that runs: the named one, or for "auto" the device's first that can; `dense` for small calls.
 
     Raises:
         ValueError: an unknown name, or a named backend that cannot run this call (with its reason).
@@ -52,7 +52,7 @@ def choose(backend: str, spec: AttentionSpec[Tensor], query: Tensor, key: Tensor
 def backend_lines(
     spec: AttentionSpec[Tensor], chosen: str, backend: str, query: Tensor, key: Tensor, value: Tensor
 ) -> list[str]:
-    """The verdict on each backend, as `explain` prints it; `chosen` runs, and `backend` is the argument of that name."""
+    """The verdict on each backend, as `explain` prints it; `chosen` runs, and `backend` is the caller's argument."""
     preferred = PREFERRED.get(query.device.type, (dense,))
     lines = []
     for name, candidate in BACKENDS.items():

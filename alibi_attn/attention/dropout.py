@@ -1,13 +1,14 @@
-"""Which attention weights dropout keeps: counted, not remembered, so that every backend, chunk, rank and backward pass knows.
+"""Which attention weights dropout keeps: a counter-based generator, so that each backend, chunk, rank and backward pass agrees.
 
-A weight belongs to a sequence b, a head h, a query position i and a key position j, all of them global: they count from the
-beginning of the whole, of which a call may be a part. With φ(key; x, y) the two words of Philox 2x32 with seven rounds, with
-s₀ and s₁ the low and the high word of the seed, and everything modulo 2³²,
+A weight belongs to a sequence b, a head h, a query position i and a key position j. All are global: if a call is a part of a
+larger computation, they count from the beginning of the whole. With φ(key; x, y) the two words of Philox 2x32 with seven rounds,
+with s₀ and s₁ the low and the high word of the seed, and everything modulo 2³²,
 
     (x, y) = φ(s₀; b, h)        (k, o) = φ(s₁; x, y)        (w₀, w₁) = φ(k; i + o, ⌊(j mod 2³²) / 2⌋)
 
 keep the weight if w_{j mod 2} ≥ threshold of `spec.dropout_numbers`, times its factor 1 / (1 − p). One call of φ serves two
-neighboring keys. No two heads share (k, o). Positions 2³² apart draw alike. `jax/dropout.py` and the kernels say the same.
+neighboring keys. No two heads share (k, o). Positions that differ by 2³² draw the same number. `jax/dropout.py` and the kernels
+implement the same rule.
 Source: Salmon, Moraes, Dror, Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3"; seven rounds are the fewest that
 pass BigCrush.
 """
@@ -25,16 +26,16 @@ WEYL = 0x9E3779B9
 ROUNDS = 7
 WORD = 2**32 - 1
 
-_AT_A_TIME = 2**16  # weights, whose numbers stay in a core's cache
+_AT_A_TIME = 2**16  # weights; their random numbers fit into a core's cache
 
 
 def drawn_seed(device: torch.device) -> Tensor:
-    """[1, 4] int64: a seed from torch's generator of the device, for a call that is the whole; see `AttentionSpec`."""
+    """[1, 4] int64: a seed from the device's torch generator, with first indices of 0; see `AttentionSpec`."""
     return functional.pad(torch.randint(2**62, (1, 1), device=device), (0, 3))
 
 
 def dropped(spec: AttentionSpec[Tensor], weights: Tensor) -> Tensor:
-    """Weights [B, H, T, S] with those zero that dropout drops, and the others times 1 / (1 − p). NaN stays NaN, as in torch."""
+    """Weights [B, H, T, S] after dropout: dropped ones are 0, the others times 1 / (1 − p). NaN stays NaN, as in torch."""
     if spec.dropout_p == 0:
         return weights
     return weights * kept(spec, weights.device) * dropout_numbers(spec.dropout_p)[1]
@@ -57,7 +58,7 @@ def kept(spec: AttentionSpec[Tensor], device: torch.device) -> Tensor:
         return torch.where(j & 1 == 0, even, odd) >= threshold
 
     if is_traced() or transforms():
-        return rows(key, i, first_key)  # lengths may be open, and a compiler makes one loop of it
+        return rows(key, i, first_key)  # lengths may be symbolic, and a compiler fuses it into one loop
     step = max(1, _AT_A_TIME // max(1, spec.key_len))
     parts = zip(*(x.flatten().split(step) for x in (key, i, first_key)), strict=True)
     return torch.cat([rows(*part) for part in parts]).view(*i.shape, -1)
@@ -76,7 +77,7 @@ def head_keys(spec: AttentionSpec[Tensor], seed: Tensor) -> tuple[Tensor, Tensor
 
 
 def philox(key: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """φ(key; x, y): both words of Philox 2x32-7, int64 in [0, 2³²) as everything that comes in; shapes broadcast."""
+    """φ(key; x, y): both words of Philox 2x32-7. Arguments and results are int64 in [0, 2³²); shapes broadcast."""
     for _ in range(ROUNDS):
         product = x * MULTIPLIER  # wraps around as an unsigned product does, bit for bit
         x, y = (product >> 32 & WORD) ^ key ^ y, product & WORD

@@ -1,4 +1,4 @@
-"""A checked call, computed: torch.autocast's rule, what is differentiable once, the backend that runs, and calls of nothing."""
+"""Runs a validated call: applies autocast, blocks double backward, picks the backend, handles empty inputs."""
 
 import contextlib
 import dataclasses
@@ -17,7 +17,7 @@ from alibi_attn.attention.visibility import lse_dtype
 def attend(
     spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor, backend: str
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """What a checked call returns."""
+    """The output of a validated call, or (output, lse)."""
     query, key, value, spec = _differentiable_once(query, key, value, spec)
     name = dispatch.choose(backend, spec, query, key, value)
     lse: Tensor | None
@@ -30,12 +30,12 @@ def attend(
             output, lse = dispatch.BACKENDS[name].run(spec, query, key, value)
     if not spec.return_lse:
         return output
-    assert lse is not None, f"{name} left out the lse that was asked for"
+    assert lse is not None, f"{name} did not return the requested lse"
     return output, lse
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """torch.autocast's rule for scaled_dot_product_attention: fp16, bf16 and fp32 become the autocast dtype."""
+    """Casts as torch.autocast does for scaled_dot_product_attention: fp16, bf16 and fp32 become the autocast dtype."""
     device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
     if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
         return tensors
@@ -52,7 +52,7 @@ def _without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
 def _differentiable_once(
     query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, AttentionSpec[Tensor]]:
-    """The inputs, such that second derivatives and forward mode raise on every backend alike, instead of being wrong on some."""
+    """The inputs, marked so that second derivatives and forward mode raise on every backend, instead of being wrong on some."""
     names = [name for name in DIFFERENTIABLE if getattr(spec, name) is not None]
     before: list[Tensor] = [getattr(spec, name) for name in names]
     query, key, value, *after = transforms.once(query, key, value, *before)
@@ -63,11 +63,11 @@ def _differentiable_once(
 
 
 def _nothing(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """No queries, or no keys to be seen: zeros, and lse −inf."""
+    """The result without queries or without keys: zeros, and lse −inf."""
     everywhere = torch.ones((), dtype=torch.bool, device=query.device)
     given = key, value, spec.slopes, spec.right_slopes, spec.key_bias, spec.query_bias, spec.table
     inputs = [x for x in given if x is not None]
-    # Everything hangs on all inputs, so that gradients, zeros, pass through.
+    # The output depends on all inputs, so that each gets a gradient of zeros.
     zero = torch.stack([x.masked_fill(everywhere, 0.0).sum().to(query.dtype) for x in inputs]).sum()
     output = query.masked_fill(everywhere, 0.0) + zero
     return output, output.sum(-1).to(lse_dtype(spec, query)) - math.inf

@@ -1,4 +1,4 @@
-"""The text of `explain`, shared by PyTorch and JAX: the call, who runs it, the reach of each head, and the certified bound."""
+"""The text of `explain`, shared by PyTorch and JAX: the call, its backend, the reach of each head, and the certified bound."""
 
 from typing import Any
 
@@ -26,17 +26,17 @@ def call_line(spec: Spec, dtype: object, device: object) -> str:
 
 
 def backend_line(name: str, verdict: str) -> str:
-    """One line per backend: it runs, it could run, or why it cannot."""
+    """One line per backend: it runs, it could run, or the reason why it cannot."""
     return f"  {name:<10} {verdict}"
 
 
 def chosen_verdict(backend: str) -> str:
-    """The verdict of the backend that runs, where `backend` is the argument of that name."""
-    return "runs" + (" (picked by auto)" if backend == "auto" else " (asked for)")
+    """The verdict on the backend that runs; `backend` is the caller's argument."""
+    return "runs" + (" (picked by auto)" if backend == "auto" else " (named by the caller)")
 
 
 def dense_line(spec: Spec, name: str) -> str:
-    return f"{name} computes every score, {spec.query_len} · {spec.key_len} a head, and skips nothing"
+    return f"{name} computes every score, {spec.query_len} · {spec.key_len} per head, and skips nothing"
 
 
 def head_lines(
@@ -47,7 +47,7 @@ def head_lines(
     Args:
         slopes: [H] or [B, H].
         reach, scores: [B, H] of `Backend.visits`, reach no larger than the largest distance.
-        seen: query-key pairs that the masks allow, summed over all heads.
+        seen: number of query-key pairs that the masks allow, summed over all heads.
     """
     slopes = slopes.reshape(-1, spec.num_heads)
     lines = ["head       slope     reach   share of T·S"]
@@ -60,7 +60,7 @@ def head_lines(
         f"scores computed: {computed:,} = {computed / every:.1%} of T·S, {computed / max(seen, 1):.1%} of the visible ones"
     )
     lines.append(
-        f"certified: what is skipped weighs at most {spec.tolerance:.2g} of any query's softmax mass, "
+        f"certified: the skipped keys hold at most {spec.tolerance:.2g} of any query's softmax mass, "
         f"so an output is off by at most {2 * spec.tolerance / (1 - spec.dropout_p):.2g}·max‖v‖ before rounding"
     )
     return lines

@@ -1,4 +1,4 @@
-"""`forgetting_attention`: every token says how much of what came before it is kept, and gates multiply along the way."""
+"""`forgetting_attention`: each token's gate decides how much of the earlier tokens is kept; gates multiply along the way."""
 
 import dataclasses
 import math
@@ -55,20 +55,20 @@ def forgetting_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Causal attention with forget gates, softmax(scale·q·kᵀ + Σ_{l=j+1..i} ln f_l − m·|i − j| + b_j)·v, [B, H, T, D].
 
-    The gate of position l lies between the keys before l and the queries from l on. Of four tokens the last one sees
+    The gate of position l lies between the keys before l and the queries from l on. The last of four tokens sees
 
         key 0 through f_1·f_2·f_3     key 1 through f_2·f_3     key 2 through f_3     itself through no gate
 
-    so f_0 is never used, and a gate f that never changes is ALiBi with the slope −ln f. Exact to rounding: sums of gates are
-    fp64, however long the text is (fp32 where a device has no fp64). Differentiable once in all tensors, and through lse. The
-    gates themselves prove that far keys cannot matter: what is computed is what weighs more than the tolerance.
+    so f_0 is never used, and a constant gate f is ALiBi with the slope −ln f. Exact up to rounding: gates are summed in fp64 for
+    any length (fp32 on devices without fp64). Differentiable once in all tensors, and through lse. Keys whose gates prove that
+    they hold less than the tolerance are skipped.
 
     Args:
-        log_fgate: ln f, natural, at most 0, fp32 or fp64, [B, H, S] (or [B, K, S], for all heads of a group). −inf is a cut:
-            from its position on no key before it is seen, and its gradient is 0. A gate below −2²⁰ counts as −2²⁰. Hidden keys
-            and those of other segments have gates too: a sum within a segment has only that segment's.
-        slopes: m, for ALiBi times gates; None = none.
-        query_offset: position of query 0, an int; S − T by default. All queries are among the S positions.
+        log_fgate: ln f, the natural logarithm, at most 0, fp32 or fp64, [B, H, S] (or [B, K, S], shared by the heads of a group).
+            −inf is a cut: from its position on, all keys before it are hidden, and its gradient is 0. A gate below −2²⁰ counts as
+            −2²⁰. Hidden keys and other segments have gates too: a sum within a segment includes only that segment's.
+        slopes: m, for ALiBi times gates; None = no ALiBi.
+        query_offset: position of query 0, an int; S − T by default. All queries must be among the S positions.
         query, key, value, window, scale, key_mask, segment_ids, key_bias, dropout_p, tolerance, return_lse, backend: as for
             `alibi_attention`. lse is that of the scores above.
 
@@ -102,7 +102,7 @@ def check_gates(spec: AttentionSpec[Tensor], log_fgate: Tensor, query: Tensor, q
     """The position of query 0.
 
     Raises:
-        ValueError, TypeError: gates of another shape, dtype or device, or that are no logarithms of gates.
+        ValueError, TypeError: gates have another shape, dtype or device, or are not logarithms of gates.
     """
     check_tensor("log_fgate", log_fgate, query.device)
     first = check_log_fgate(
@@ -115,10 +115,10 @@ def check_gates(spec: AttentionSpec[Tensor], log_fgate: Tensor, query: Tensor, q
 
 
 def gate_sums(log_fgate: Tensor) -> Tensor:
-    """c_j = Σ_{l ≤ j} max(ln f_l, GATE_FLOOR), of the shape of log_fgate, in fp64 where the device has it.
+    """c_j = Σ_{l ≤ j} max(ln f_l, GATE_FLOOR), in the shape of log_fgate, in fp64 if the device has it.
 
-    Differences of these sums are right to the rounding of the larger one, however many gates are closed in between. A gate below
-    the floor has no gradient.
+    Differences of these sums are accurate to the rounding of the larger one, however many gates are closed in between. A gate
+    below the floor has no gradient.
     """
     gates = (log_fgate if log_fgate.device.type == "mps" else log_fgate.double()).clamp(min=GATE_FLOOR)
     coarse = (gates.detach() / GATE_STEP).trunc() * GATE_STEP
@@ -133,7 +133,7 @@ def with_gates(
     Args:
         sums: c_j, [B, H or K, S], of `gate_sums`; every bias is a difference of two.
         first: the position of query 0.
-        log_fgate: the gates, for the cuts among them; None = there are none.
+        log_fgate: the gates, to find cuts among them; None = there are no cuts.
     """
     start = None if log_fgate is None else _query_start(spec, log_fgate, first)
     if sums.shape[1] != spec.num_heads:
@@ -145,7 +145,7 @@ def with_gates(
 
 
 def _query_start(spec: AttentionSpec[Tensor], log_fgate: Tensor, first: int) -> Tensor | None:
-    """[B, H, T]: the position of the last cut up to each query, 0 without one; None where it is known that there is none."""
+    """[B, H, T]: the position of the last cut up to each query, 0 without one; None if it is known that there are no cuts."""
     is_cut = log_fgate == -math.inf
     if may_read(log_fgate) and not bool(is_cut.any()):
         return None

@@ -1,8 +1,8 @@
-"""How a backend becomes an operator of torch, which autograd, torch.func, torch.compile, torch.export and vmap take as it is.
+"""Makes a torch operator of a backend, which works with autograd, torch.func, torch.compile, torch.export and vmap.
 
-A backend brings `Kernels`: a forward and a backward over a spec. `Arguments` (`schema.py`) is the schema of the operator that is
-made of them: every place that reads an argument, a gradient or a mapped axis does so by its name. Ordinary CPU tensors in eager
-code skip the operator: an autograd.Function calls the same kernels at a fraction of the overhead (docs/backends.md).
+A backend provides `Kernels`: a forward and a backward over a spec. `Arguments` (`schema.py`) is the schema of the resulting
+operator: arguments, gradients and mapped axes are always accessed by name. Ordinary CPU tensors in eager code skip the
+operator: an autograd.Function calls the same kernels at a fraction of the overhead (docs/backends.md).
 """
 
 import dataclasses
@@ -46,12 +46,12 @@ Run = Callable[[Spec, Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 def on_finite_numbers(
     name: str, forward: Forward, backward: Backward, empty_saved: Callable[[Arguments], Saved]
 ) -> Kernels:
-    """Kernels for the CPU of two functions that know neither NaN nor fp16: these only ever see finite tensors.
+    """CPU kernels made of two functions that support neither NaN nor fp16: they get finite tensors only.
 
     Args:
         forward: (spec, query, key, value) -> (output, lse, saved), all tensors finite and with a last stride of 1; lse without
-            the query's bias, −inf where a query sees nothing. output and lse in fp32 or better.
-        backward: its inputs are finite too; lse is 0 for a query that sees nothing, and what arrives for it is 0.
+            the query's bias, −inf if a query sees no key. output and lse in fp32 or better.
+        backward: its inputs are finite too; a query that sees no key has lse 0, and its incoming gradients are 0.
     """
 
     def attend(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensors, bool]:
@@ -76,7 +76,7 @@ def on_finite_numbers(
         grad, lse, grad_lse = row_major(inputs.grad_output.to(q.dtype)), inputs.lse, inputs.grad_lse
         blind = lse == -math.inf
         if inputs.may_see_nothing and bool(blind.any()):
-            # What arrives for a query that sees nothing reaches no gradient; with lse 0 its weights are exp(−inf) = 0.
+            # The incoming gradient of a query that sees no key has no effect; with lse 0 its weights are exp(−inf) = 0.
             lse, grad = lse.masked_fill(blind, 0.0), grad.masked_fill(blind[..., None], 0.0)
             grad_lse = None if grad_lse is None else grad_lse.masked_fill(blind, 0.0)
         return backward(
@@ -140,12 +140,14 @@ def operator(kernels: Kernels) -> Run:
         arguments = Arguments(*inputs)
         ctx.save_for_backward(*(getattr(arguments, name) for name in _TENSORS), *output)
         without: dict[str, Any] = dict.fromkeys(_TENSORS)
-        ctx.arguments = arguments._replace(**without | {"tolerance": 0.0})  # what is visited has been decided
+        ctx.arguments = arguments._replace(
+            **without | {"tolerance": 0.0}
+        )  # the visited tiles are saved, so it is not used
         ctx.mark_non_differentiable(*output[2:])
         ctx.set_materialize_grads(False)
 
     def differentiate(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None, *_: Any) -> tuple[Any, ...]:
-        saved = ctx.saved_tensors  # once: hooks may recompute them or bring them back at every access
+        saved = ctx.saved_tensors  # only once: every access may run hooks that recompute or reload them
         arguments = ctx.arguments._replace(**dict(zip(_TENSORS, saved, strict=False)))
         output, lse, *saved = saved[len(_TENSORS) :]
         wanted: Any = Arguments(*ctx.needs_input_grad)
@@ -165,18 +167,18 @@ def operator(kernels: Kernels) -> Run:
     attention = transformable(forward_op, save, differentiate)
 
     def by_operator(spec: Spec, saved: Tensors, inputs: BackwardInputs) -> InputGradients:
-        """The gradients of what ran eagerly, for compiled autograd, which traces backward alone."""
+        """The gradients of a call that ran eagerly, for compiled autograd, which traces the backward only."""
         if spec.table is not None:
             raise RuntimeError(
-                "the gradient of a table of distances cannot be traced by compiled autograd; compile forward too, or pass "
-                "backend='dense'"
+                "the gradient of a table of distances cannot be traced by compiled autograd; compile the forward pass too, "
+                "or pass backend='dense'"
             )
         arguments = Arguments.of(spec, inputs.query, inputs.key, inputs.value)
         incoming = Incoming(*(getattr(inputs, name) for name in Incoming._fields))
         return _with_none(arguments, gradients(*incoming, *arguments, *saved), slopes_wanted=inputs.slopes_wanted)
 
     def run(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(output, lse, or None where it is not asked for)."""
+        """(output, lse), with None for lse unless it is requested."""
         if kernels.runs_eagerly and is_eager(spec, query, key, value):
             output, lse = _attend_eagerly(kernels, by_operator, spec, query, key, value)
         else:
@@ -194,7 +196,7 @@ def is_eager(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def slope_gradients(sides: Tensor, slopes: Tensor, right_slopes: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Gradients of slopes and of right slopes, [H] or [B, H] as these are, from those of both sides, [2, B, H]."""
+    """Gradients of slopes and right slopes, [H] or [B, H] as the slopes are, from the gradients of both sides, [2, B, H]."""
     if right_slopes is None:  # one slope for both sides
         sides = sides.sum(0, keepdim=True)
     of_sides = [
@@ -220,7 +222,7 @@ def _input_gradients(spec: Spec, inputs: BackwardInputs, gradients: Gradients) -
 def _without_none(
     arguments: Arguments, input_gradients: InputGradients, like: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, ...]:
-    """What an operator returns, tensors only: `like` the input for what is not wanted, empty for an input that is not there."""
+    """The gradients as tensors only, as an operator returns them: `like` the input if not wanted, empty if there is no input."""
     slopes, batch = arguments.slopes, arguments.query.shape[0]
     given = arguments.slopes, arguments.right_slopes, arguments.key_bias, arguments.query_bias
     absent = slopes, slopes.new_empty(slopes.shape[-1:]), *(arguments.query.new_empty((batch, 0)) for _ in range(2))
@@ -232,7 +234,7 @@ def _without_none(
 
 
 def _with_none(arguments: Arguments, returned: tuple[Tensor, ...], *, slopes_wanted: bool) -> InputGradients:
-    """What `_without_none` made tensors of, with None again."""
+    """The inverse of `_without_none`: None for missing and unwanted gradients."""
     left, right, of_key_bias, of_query_bias = (
         None if getattr(arguments, name) is None else x
         for name, x in zip(("slopes", "right_slopes", "key_bias", "query_bias"), returned[3:], strict=True)
@@ -244,7 +246,7 @@ def _with_none(arguments: Arguments, returned: tuple[Tensor, ...], *, slopes_wan
 
 
 def _split(values: tuple[Any, ...]) -> tuple[Incoming, Arguments, Tensors]:
-    """The parts of what the operator of backward takes."""
+    """Splits the arguments of the backward operator into their parts."""
     first, last = len(Incoming._fields), len(Incoming._fields) + len(Arguments._fields)
     return Incoming(*values[:first]), Arguments(*values[first:last]), values[last:]
 
@@ -256,7 +258,7 @@ def _schema(fields: type[tuple[Any, ...]]) -> str:
 def _map_forward(
     forward_op: Any, info: Any, axes: tuple[Any, ...], *values: Any
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """torch.func.vmap: the mapped axis goes into the batch, and its seeds for dropout with it."""
+    """The rule for torch.func.vmap: the mapped axis is folded into the batch, together with its dropout seeds."""
     arguments = Arguments(*values)
     at: Any = Arguments(*axes)
     mapped = Mapped.of(info.batch_size, arguments.query, at.query)
@@ -339,11 +341,11 @@ class _Attention(torch.autograd.Function):
         *biases: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         output, lse, saved, ctx.moderate = kernels.forward(spec, query, key, value)
-        # Only autograd keeps tensors: it notices in-place changes and frees them in time.
+        # Only autograd holds tensors: it detects in-place changes and frees them in time.
         tensors = _tensors(spec)
         ctx.kernels, ctx.by_operator, ctx.names = kernels, by_operator, list(tensors)
         without: dict[str, Any] = dict.fromkeys(tensors)
-        ctx.spec = dataclasses.replace(spec, tolerance=0.0, **without)  # what is visited has been decided
+        ctx.spec = dataclasses.replace(spec, tolerance=0.0, **without)  # the visited tiles are saved, so it is not used
         ctx.save_for_backward(query, key, value, output, lse, *tensors.values(), *saved)
         ctx.set_materialize_grads(False)
         return output, lse
@@ -351,7 +353,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        query, key, value, output, lse, *rest = ctx.saved_tensors  # once: hooks may make them anew
+        query, key, value, output, lse, *rest = ctx.saved_tensors  # only once: every access may run hooks
         spec = dataclasses.replace(ctx.spec, **dict(zip(ctx.names, rest, strict=False)))
         saved = tuple(rest[len(ctx.names) :])
         *_, slopes, right_slopes, key_bias, query_bias, table = ctx.needs_input_grad

@@ -1,6 +1,6 @@
 """The schema of operators: every argument, gradient and result of a backend's kernels has a name here.
 
-`operator.py` makes operators of torch out of `Kernels`; the backends `native`, `banded` and `fused` bring them.
+`operator.py` makes torch operators of `Kernels`; the backends `native`, `banded` and `fused` provide them.
 """
 
 import dataclasses
@@ -17,11 +17,11 @@ Spec = AttentionSpec[Tensor]
 
 
 class Saved(NamedTuple):
-    """What the forward of a CPU backend leaves for its backward; both begin with the batch, for vmap, and may be of any width.
+    """The tensors that the forward pass of a CPU backend saves for backward; the first axis is the batch, for vmap.
 
     Args:
-        visited: [B, …] integers: which keys, for backward to visit the same.
-        rows: [B, …] in fp32 or better: what else backward needs of the rows of the softmax.
+        visited: [B, …] integers: the visited keys, which backward visits again.
+        rows: [B, …] in fp32 or better: what else backward needs about the rows of the softmax.
     """
 
     visited: Tensor
@@ -32,12 +32,12 @@ Tensors = tuple[Tensor, ...]
 
 
 class Arguments(NamedTuple):
-    """What an operator takes: the schema, in order. Names are those of `AttentionSpec`.
+    """The arguments of an operator, in the order of its schema. Names are those of `AttentionSpec`.
 
     Args:
         first: [1] or [B] int64: the position of query 0.
-        cpu_scale: [] fp64, a factor of `scale`: torch.compile makes a new graph for every value of a float, and none for those of
-            a tensor. None off the CPU, where reading it would synchronize.
+        cpu_scale: [] fp64, a factor of `scale`: torch.compile makes a new graph for every value of a float, but not of a
+            tensor. None on other devices, where reading it would synchronize.
         may_see_nothing: whether some query may see no key.
     """
 
@@ -93,12 +93,12 @@ _SHARED = [
 
 
 class BackwardInputs(NamedTuple):
-    """What backward gets besides the spec and what forward saved.
+    """The inputs of backward, besides the spec and the tensors that forward saved.
 
     Args:
-        grad_output, grad_lse: as autograd gives them; no gradient of lse is None.
+        grad_output, grad_lse: the incoming gradients; None = lse has no gradient.
         may_see_nothing: whether some query may see no key.
-        moderate: whether forward knew all numbers to be finite, and so small that no product of them overflows.
+        moderate: whether forward found all numbers finite, and so small that no product of them overflows.
     """
 
     query: Tensor
@@ -115,11 +115,11 @@ class BackwardInputs(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What backward returns.
+    """The gradients that backward returns.
 
     Args:
         query, key, value: in the shapes of the inputs.
-        slopes: [2, B, H] fp64, of the slopes to the left and to the right; zeros where they are not wanted.
+        slopes: [2, B, H] fp64, of the slopes to the left and to the right; zeros if they are not wanted.
         key_bias, query_bias: [B, H, S] and [B, H, T] fp64, sums of the same ds over queries and over keys; or None.
         table: [H, N] fp64, sums of ds over the pairs of each distance; or None.
     """
@@ -134,15 +134,15 @@ class Gradients(NamedTuple):
 
 
 class Kernels(NamedTuple):
-    """What a backend computes, without regard to autograd.
+    """The functions of a backend that `operator` wraps; they do not involve autograd.
 
     Args:
         name: the operators are `alibi_attn::{name}_forward` and `alibi_attn::{name}_backward`.
         forward: (spec, query, key, value) -> (output, lse, saved, moderate), output and lse in the dtypes of the contract.
         backward: (spec, saved, inputs) -> gradients.
-        empty_like: an output, or a gradient, for such an input, of which only shape, dtype and strides are read.
-        empty_saved: what forward saves for such arguments, of which only shapes and dtypes are read.
-        saves: names of these.
+        empty_like: allocates the output or gradient for an input; reads its shape, dtype and strides only.
+        empty_saved: allocates the tensors that forward saves; reads shapes and dtypes only.
+        saves: the names of the saved tensors.
         runs_eagerly: whether ordinary tensors in eager code skip the operator.
     """
 
@@ -156,7 +156,7 @@ class Kernels(NamedTuple):
 
 
 class Incoming(NamedTuple):
-    """What the operator of backward takes before `Arguments`, and after these what forward saved."""
+    """The first arguments of the backward operator; `Arguments` and the saved tensors follow."""
 
     grad_output: Tensor
     grad_lse: Tensor | None
@@ -167,7 +167,7 @@ class Incoming(NamedTuple):
 
 
 class InputGradients(NamedTuple):
-    """Gradients in the shapes and dtypes of the inputs, in the order of these; None where there are none."""
+    """Gradients in the shapes, dtypes and order of the inputs; None if an input has no gradient."""
 
     query: Tensor
     key: Tensor

@@ -1,4 +1,4 @@
-"""What to compute: one frozen description, checked once, when a call comes in, and trusted afterwards.
+"""What to compute: one frozen description, validated once per call and trusted afterwards.
 
 The legend of shapes, for the whole repository:
 
@@ -9,8 +9,8 @@ PyTorch:  query [B, H, T, D]   key, value [B, K, S, D]   output [B, H, T, D]   l
 JAX:      query [B, T, H, D]   key, value [B, S, K, D]   output [B, T, H, D]   lse [B, H, T]
 
 The score of query i (0 ≤ i − offset < T) and key j (0 ≤ j < S) is scale·q_i·k_j − m·|i − j| + b_j, with m the slope of the head
-(its right slope where j > i) and b_j the bias of the key, 0 without one. Of positions only i − j matters. No framework is
-imported: `alibi_attn.jax` has the same checks.
+(its right slope if j > i) and b_j the bias of the key, 0 without one. Positions matter only through i − j. No framework is
+imported, so `alibi_attn.jax` shares these checks.
 Source: Press et al. 2022, sec. 3 (arXiv:2108.12409).
 """
 
@@ -22,13 +22,13 @@ from typing import Generic, Protocol, TypeVar
 Array = TypeVar("Array")
 
 EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
-FARTHEST = 2**60  # positions lie this close to 0, and a larger window hides nothing more; sums of two stay within int64
-# The fields of a description that receive gradients, in the order in which these come back.
+FARTHEST = 2**60  # the largest |position| and window; sums of two stay within int64
+# The fields of a spec that receive gradients, in the order in which backward returns them.
 DIFFERENTIABLE = ("slopes", "right_slopes", "key_bias", "query_bias", "table")
 
 
 class ArrayLike(Protocol):
-    """What the checks need to know of an array of any framework."""
+    """The attributes that the checks need from an array of any framework."""
 
     @property
     def shape(self) -> Sequence[int]: ...
@@ -38,29 +38,29 @@ class ArrayLike(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionSpec(Generic[Array]):
-    """Everything that decides the result, except query, key and value themselves.
+    """Everything that determines the result, except query, key and value themselves.
 
     Args:
         batch, num_heads, num_kv_heads, query_len, key_len, head_dim: B, H, K, T, S, D.
         slopes: [H] or [B, H], fp32 (fp64 for fp64 input).
-        right_slopes: the same for keys to the right; None = the same slopes; only where not causal; inf = never looks right.
+        right_slopes: the same for keys to the right, only if not causal; None = the same slopes; inf = hides all of them.
         query_offset: position of query 0: an int, or an integer array, 0-d or [B].
-        window: how many keys a query may see, itself included; None = all.
-        key_mask: [B, S] bool, True = may be seen.
+        window: how many keys a query may see, including its own; None = all.
+        key_mask: [B, S] bool, True = visible.
         query_segments, key_segments: [B, T] and [B, S] integers, both or neither: a query sees its own segment only.
-        key_bias: [B, H, S], fp32 or fp64, added to the scores of each key; −inf = may not be seen.
-        query_bias: [B, H, T] in key_bias's dtype, only with one: added to all scores of a query, so that lse has it, and that its
+        key_bias: [B, H, S], fp32 or fp64, added to the scores of each key; −inf hides the key.
+        query_bias: [B, H, T] in key_bias's dtype, only with a key_bias: added to all scores of a query. lse includes it, and its
             gradients are the sums of ds over keys as they were computed (`forgetting_attention` needs both).
-        query_start: [B, H, T] int64, only with a query_bias: the first key that each query may see, besides what the masks allow.
-            Kernels need not know it: biases lie lower by 2²⁰ before it, so no weight is left there.
-        table: [H, N], in the slopes' dtype, added to the scores by head and distance i − j: column c has that of
-            table_first + c, and every distance that occurs has one. Only with slopes of 0, and a tolerance of 0.
+        query_start: [B, H, T] int64, only with a query_bias: the first key that each query may see; the masks still apply.
+            Kernels may ignore it: before it biases are lower by 2²⁰, so the weights there are 0.
+        table: [H, N], in the slopes' dtype, added to the scores by head and distance i − j: column c is for the distance
+            table_first + c, and every distance that occurs has a column. Only with slopes of 0, and a tolerance of 0.
         table_first: the distance of the first column.
-        dropout_p: the share of the weights that are dropped; which ones `dropout.py` defines.
-        dropout_seed: [R, 4] int64, R divides B: a seed, and which number the first sequence, head and key of the call have in the
-            whole that it is a part of. With R rows the batch is R runs of B / R sequences that are numbered alike. None = it is
-            yet to be drawn; JAX has a key instead.
-        tolerance: the largest share of a query's softmax mass that skipping may drop; 0 = skip what the mask forbids only.
+        dropout_p: the share of the weights that are dropped; `dropout.py` defines which.
+        dropout_seed: [R, 4] int64, R divides B: a seed, and the indices of the call's first sequence, head and key in the whole
+            computation that it is a part of. With R rows the batch is R groups of B / R sequences, and each group counts from its
+            own row. None = not drawn yet; JAX has a key instead.
+        tolerance: the largest share of a query's softmax mass that skipping may drop; 0 = skip masked keys only.
     """
 
     batch: int
@@ -100,9 +100,9 @@ class AttentionSpec(Generic[Array]):
 
 
 def dropout_numbers(dropout_p: float) -> tuple[int, float]:
-    """(threshold, factor): of all uint32 those below the threshold drop a weight, and the factor makes up for it in the others.
+    """(threshold, factor): a random uint32 below the threshold drops a weight, and the factor rescales the others.
 
-    The share that is dropped is threshold / 2³², within 2⁻³³ of dropout_p, and exactly that is made up for.
+    The share that is dropped is threshold / 2³², within 2⁻³³ of dropout_p, and the factor compensates exactly that share.
 
     >>> dropout_numbers(0.25)
     (1073741824, 1.3333333333333333)
@@ -112,7 +112,7 @@ def dropout_numbers(dropout_p: float) -> tuple[int, float]:
 
 
 def query_heads(key_heads: Sequence[int], group: int) -> list[int]:
-    """The query heads that read these key heads, in order; `group` of them each.
+    """The query heads that read these key heads, in order; `group` per key head.
 
     >>> query_heads([1, 3], group=2)
     [2, 3, 6, 7]
@@ -121,7 +121,7 @@ def query_heads(key_heads: Sequence[int], group: int) -> list[int]:
 
 
 def index_of(heads: list[int]) -> list[int] | slice:
-    """The heads as a slice where they are neighbors, which reads without a copy.
+    """The heads as a slice if they are consecutive, because slices need no copy.
 
     >>> index_of([2, 3, 4]), index_of([2, 4])
     (slice(2, 5, None), [2, 4])
@@ -131,7 +131,7 @@ def index_of(heads: list[int]) -> list[int] | slice:
 
 
 def default_tolerance(dtype: object) -> float:
-    """What may be skipped where nobody says how much: eps / 32 of the dtype, far below its rounding."""
+    """The tolerance by default: eps / 32 of the dtype, far below its rounding."""
     return EPS[dtype_name(dtype)] / 32
 
 
@@ -144,10 +144,10 @@ def dtype_name(dtype: object) -> str:
 def check_shapes(
     query: ArrayLike, key: ArrayLike, value: ArrayLike, *, layout: str = "BHTD"
 ) -> tuple[int, int, int, int, int, int]:
-    """(B, H, K, T, S, D), or an error that says which shape does not fit.
+    """(B, H, K, T, S, D), or an error that names the shape that does not fit.
 
     Args:
-        layout: order of query's axes, by letter; key and value have K for H and S for T.
+        layout: order of query's axes, by letter; key and value have K in place of H, and S in place of T.
     """
     query_axes = "[" + ", ".join(layout) + "]"
     key_axes = query_axes.replace("H", "K").replace("T", "S")
@@ -186,7 +186,7 @@ def check_numbers(
     head_dim: int,
     dtype: str,
 ) -> tuple[float, float]:
-    """(scale, tolerance) with their defaults, after the Python numbers and flags were checked."""
+    """(scale, tolerance) with their defaults, after validating Python numbers and flags."""
     if not isinstance(causal, bool):
         raise TypeError(f"causal must be True or False but is {causal!r}")
     if has_right_slopes and causal:
@@ -213,22 +213,22 @@ def check_numbers(
     if not 0.0 <= tolerance < 1.0:
         raise ValueError(
             f"tolerance is {tolerance} but is a share of softmax mass in [0, 1): "
-            f"None = {default_tolerance(dtype):.1e} for {dtype}, 0 = skip only what the mask forbids"
+            f"None = {default_tolerance(dtype):.1e} for {dtype}, 0 = skip masked keys only"
         )
     return float(scale), tolerance
 
 
 def check_slopes(name: str, shape: Sequence[int], *, batch: int, num_heads: int, query_len: int | None = None) -> None:
-    """Slopes are [H] or [B, H]; with T known the error says where heads and positions may have changed places."""
-    # Number by number: the lengths that torch.compile and torch.export leave open have no hash, and are found in no list.
+    """Slopes are [H] or [B, H]; given T, the error mentions that heads and positions may be swapped."""
+    # Compare one by one: the symbolic lengths of torch.compile and torch.export have no hash.
     of_heads = len(shape) in (1, 2) and shape[-1] == num_heads
     if not of_heads or (len(shape) == 2 and shape[0] != batch):
         if len(shape) == 1:
             remedy = f"; pass alibi_slopes({num_heads})"
             if shape[0] == query_len:
                 remedy = (
-                    f" and {query_len} positions: if that is the wrong way round pass query.swapaxes(1, 2), key and value "
-                    f"alike, else alibi_slopes({num_heads})"
+                    f" and {query_len} positions: if these axes are swapped, pass query.swapaxes(1, 2), and the same for key "
+                    f"and value; otherwise pass alibi_slopes({num_heads})"
                 )
             raise ValueError(f"{name} has {shape[0]} entries but query has {num_heads} heads{remedy}")
         raise ValueError(
@@ -240,26 +240,28 @@ def check_key_mask(key_mask: ArrayLike, *, batch: int, key_len: int) -> None:
     """key_mask is boolean and [B, S]."""
     if dtype_name(key_mask.dtype) != "bool":
         raise TypeError(
-            f"key_mask is {dtype_name(key_mask.dtype)} but must be bool, True = may be seen; pass key_mask.bool() "
-            "if 1 means seen (a float mask of −inf is a bias, not a mask)"
+            f"key_mask is {dtype_name(key_mask.dtype)} but must be bool, True = visible; pass key_mask.bool() "
+            "if 1 means visible (a float mask of −inf is a bias, not a mask)"
         )
     if tuple(key_mask.shape) != (batch, key_len):
         raise ValueError(
-            f"key_mask has shape {list(key_mask.shape)} but must be [B, S] = [{batch}, {key_len}], a flag a key "
-            "for all its queries; what differs between queries say causal, window and segment_ids"
+            f"key_mask has shape {list(key_mask.shape)} but must be [B, S] = [{batch}, {key_len}], one flag per key "
+            "for all queries; for masks that differ between queries use causal, window and segment_ids"
         )
 
 
 def check_segments(name: str, segments: ArrayLike, *, batch: int, length: int, axis: str) -> None:
     """Segment ids are integers, [B, S] for keys and [B, T] for queries."""
     if not dtype_name(segments.dtype).startswith(("int", "uint")):
-        raise TypeError(f"{name} is {dtype_name(segments.dtype)} but must hold integers, one segment number a position")
+        raise TypeError(
+            f"{name} is {dtype_name(segments.dtype)} but must hold integers, one segment number per position"
+        )
     if tuple(segments.shape) != (batch, length):
         raise ValueError(f"{name} has shape {list(segments.shape)} but must be [B, {axis}] = [{batch}, {length}]")
 
 
 def check_key_bias(key_bias: ArrayLike, *, batch: int, num_heads: int, key_len: int) -> None:
-    """key_bias is fp32 or fp64, and [B, H, S] or what broadcasts to it."""
+    """key_bias is fp32 or fp64, and [B, H, S] or broadcastable to it."""
     if dtype_name(key_bias.dtype) not in ("float32", "float64"):
         raise TypeError(
             f"key_bias is {dtype_name(key_bias.dtype)} but must be float32 or float64: sums of gates reach 10⁵, where half "
@@ -270,7 +272,8 @@ def check_key_bias(key_bias: ArrayLike, *, batch: int, num_heads: int, key_len: 
     fits = len(shape) <= 3 and all(n in (1, m) for n, m in zip(reversed(shape), reversed(wanted), strict=False))
     if not fits or shape[-1:] != (key_len,):
         raise ValueError(
-            f"key_bias has shape {list(shape)} but must be [B, H, S] = {list(wanted)}, or broadcast to it: [H, S], [B, 1, S], [S]"
+            f"key_bias has shape {list(shape)} but must be [B, H, S] = {list(wanted)} or broadcastable to it: "
+            "[H, S], [B, 1, S], [S]"
         )
 
 
@@ -284,25 +287,25 @@ def check_log_fgate(
     query_len: int,
     query_offset: object,
 ) -> int:
-    """Gates are fp32 or fp64, [B, H, S] or [B, K, S]; the position of query 0, where all queries are among the keys."""
+    """Gates are fp32 or fp64, [B, H, S] or [B, K, S], and all queries are among the keys. Returns the position of query 0."""
     if dtype_name(log_fgate.dtype) not in ("float32", "float64"):
         raise TypeError(
-            f"log_fgate is {dtype_name(log_fgate.dtype)} but must be float32 or float64: it is added up over the sequence"
+            f"log_fgate is {dtype_name(log_fgate.dtype)} but must be float32 or float64: it is summed over the sequence"
         )
     shape = tuple(log_fgate.shape)
     if len(shape) != 3 or shape[0] != batch or shape[1] not in (num_heads, num_kv_heads) or shape[2] != key_len:
         raise ValueError(
             f"log_fgate has shape {list(shape)} but must be [B, H, S] = [{batch}, {num_heads}, {key_len}], the logarithm of one "
-            f"gate a query head and key position, or [B, K, S] with K = {num_kv_heads}"
+            f"gate per query head and key position, or [B, K, S] with K = {num_kv_heads}"
         )
     if query_offset is not None and (isinstance(query_offset, bool) or not isinstance(query_offset, int)):
         raise TypeError(
-            f"query_offset is {query_offset!r} but with gates must be an int or None: it says which gates are theirs"
+            f"query_offset is {query_offset!r} but with gates must be an int or None: it selects the gates of the queries"
         )
     first = key_len - query_len if query_offset is None else query_offset
     if first < 0 or first + query_len > key_len:
         raise ValueError(
-            f"the queries stand at positions {first} to {first + query_len - 1} but log_fgate has the gates of 0 to "
+            f"the queries are at positions {first} to {first + query_len - 1} but log_fgate has the gates of 0 to "
             f"{key_len - 1}: every query must be among the keys"
         )
     return first
@@ -310,26 +313,26 @@ def check_log_fgate(
 
 GATES_RULE = (
     "log_fgate must be at most 0, the natural logarithm of a gate in [0, 1] (the logsigmoid of a number, or −inf for a cut) "
-    "but has NaN, +inf or a positive number in it"
+    "but it contains NaN, +inf or a positive number"
 )
-# A gate below e^(−2²⁰) counts as that: no weight passes it in any dtype, and sums keep the digits of the gates after it.
-# Whole multiples of GATE_STEP are added up separately, without rounding.
+# A gate below e^(−2²⁰) counts as e^(−2²⁰): no weight passes it in any dtype, and sums keep the digits of the gates after it.
+# Whole multiples of GATE_STEP are summed separately, without rounding.
 GATE_FLOOR, GATE_STEP = -(2.0**20), 2.0**10
 
 
 def check_query_offset(query_offset: ArrayLike, *, batch: int) -> None:
-    """An offset that is an array is an integer, 0-d or [B]."""
+    """An offset given as an array holds integers, 0-d or [B]."""
     if not dtype_name(query_offset.dtype).startswith(("int", "uint")):
         raise TypeError(f"query_offset is {dtype_name(query_offset.dtype)} but a position is an integer")
     shape = query_offset.shape
     if len(shape) > 1 or (len(shape) == 1 and shape[0] != batch):
         raise ValueError(
-            f"query_offset has shape {list(query_offset.shape)} but must be an int, 0-d, or one a sequence [B] = [{batch}]"
+            f"query_offset has shape {list(query_offset.shape)} but must be an int, 0-d, or one per sequence [B] = [{batch}]"
         )
 
 
 def check_position(name: str, position: int) -> None:
-    """A position, or a number of them, leaves room for sums in int64."""
+    """A position, or a number of positions, is small enough for sums in int64."""
     if not -FARTHEST <= position <= FARTHEST:
         raise ValueError(f"{name} is {position} but positions lie between −2⁶⁰ and 2⁶⁰")
 

@@ -1,4 +1,4 @@
-"""`toeplitz_attention`: a bias that is any function of head and distance, given as a table of numbers."""
+"""`toeplitz_attention`: attention with any bias that depends on head and distance, given as a table of numbers."""
 
 import dataclasses
 import math
@@ -50,20 +50,20 @@ def toeplitz_attention(
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention with a bias of head and distance, softmax(scale·q·kᵀ + t[h, i − j])·v, [B, H, T, D] in query's dtype.
+    """Attention with a bias by head and distance, softmax(scale·q·kᵀ + t[h, i − j])·v, [B, H, T, D] in query's dtype.
 
-    T5's buckets, KERPLE, Sandwich and TISA are such tables. `native` computes it in memory that is linear in the length, forward
-    and backward, with all pairs that the masks allow: nothing is known of far keys, so no key is skipped. Where it cannot run,
-    and inside of torch.func and torch.compile, `dense` writes the T × S bias out. Differentiable once in all tensors, and through
-    lse.
+    T5's buckets, KERPLE, Sandwich and TISA are such tables. `native` computes it with memory linear in the length, forward
+    and backward, over all pairs that the masks allow: a table gives no bound for far keys, so no key is skipped. Where `native`
+    cannot run, and inside torch.func and torch.compile, `dense` materializes the T × S bias. Differentiable once in all tensors,
+    and through lse.
 
     Args:
-        table: t, floating and finite, used in fp32 (fp64 for fp64 input). Causal [H, N]: column d has the distance
-            d = i − j, 0 … N − 1. Not causal [H, 2·N − 1]: column N − 1 + d has d, −(N − 1) … N − 1, keys to the right first.
-            It must reach as far as a query and a key that causality and the window let meet; columns beyond are not used.
+        table: t, floating point and finite, used in fp32 (fp64 for fp64 input). Causal [H, N]: column d is for the distance
+            d = i − j, 0 … N − 1. Not causal [H, 2·N − 1]: column N − 1 + d is for d, −(N − 1) … N − 1, keys to the right first.
+            It must cover every distance that causality and the window allow; further columns are not used.
         query_offset: position of query 0, an int; S − T by default.
         query, key, value, causal, window, scale, key_mask, segment_ids, dropout_p, return_lse: as for `alibi_attention`.
-        backend: "auto", "native", "dense" or "reference"; others have no tables.
+        backend: "auto", "native", "dense" or "reference"; the others do not support tables.
 
     Raises:
         ValueError, TypeError: wrong shapes, dtypes or numbers, a table that ends too early, or a named backend that cannot run
@@ -79,7 +79,7 @@ def toeplitz_attention(
     query, key, value = autocast(query, key, value)
     if isinstance(query_offset, Tensor):
         raise TypeError(
-            "query_offset is a tensor but with a table must be an int or None: it says how far the table must reach"
+            "query_offset is a tensor but with a table must be an int or None: it determines which distances the table must have"
         )
     heads = query.shape[1] if isinstance(query, Tensor) and query.ndim == 4 else 0
     spec = make_spec(
@@ -95,7 +95,7 @@ def toeplitz_attention(
 
 def _check_table(spec: AttentionSpec[Tensor], table: Tensor) -> None:
     if not torch.is_floating_point(table):
-        raise TypeError(f"table is {dtype_name(table.dtype)} but must be floating: it is added to scores")
+        raise TypeError(f"table is {dtype_name(table.dtype)} but must be floating point: it is added to scores")
     words = "[H, N]" if spec.causal else "[H, 2·N − 1]"
     fits = table.ndim == 2 and table.shape[0] == spec.num_heads and (spec.causal or table.shape[1] % 2 == 1)
     if not fits:
@@ -111,12 +111,12 @@ def _check_table(spec: AttentionSpec[Tensor], table: Tensor) -> None:
         )
     if may_read(table) and not all(math.isfinite(extreme) for extreme in torch.aminmax(table.detach())):
         raise ValueError(
-            "table has NaN or inf in it but must be finite; what may not be seen is hidden by window, key_mask or segment_ids"
+            "table has NaN or inf in it but must be finite; to hide keys use window, key_mask or segment_ids"
         )
 
 
 def _distances_that_occur(spec: AttentionSpec[Tensor]) -> int:
-    """One more than the largest, and at least one, so that a table has a column."""
+    """One more than the largest distance, and at least 1, so that a table has a column."""
     assert not isinstance(spec.query_offset, Tensor)
     most = spec.query_offset + spec.query_len
     if not spec.causal:

@@ -1,7 +1,7 @@
-"""What torch does around a call: the transforms of torch.func, forward mode, second derivatives, and tensors without values.
+"""Handles the contexts a call can run in: torch.func transforms, forward mode, second derivatives, and tensors without values.
 
-Attention is differentiable once and in reverse mode. `once` makes all else an error on every backend, where some would be
-silently wrong. `transformable` makes of a custom operator what torch.func wants; `Mapped` puts an axis of vmap into the batch.
+Attention is differentiable once and in reverse mode. `once` makes anything else an error on every backend, because some would
+be silently wrong. `transformable` adapts a custom operator to torch.func; `Mapped` folds a vmapped axis into the batch.
 See pytorch.org/docs/stable/notes/extending.func.html.
 """
 
@@ -19,26 +19,26 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def constant_when_compiled(function: Function) -> Function:
-    """As `torch.compiler.assume_constant_result`, which also imports torch's compiler: that takes as long as torch itself."""
+    """As `torch.compiler.assume_constant_result`, without importing torch's compiler, which takes as long as importing torch."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 @constant_when_compiled
 def transforms() -> tuple[str, ...]:
-    """The transforms of torch.func that the call is inside of, the outermost first: Grad, Vmap, Jvp."""
+    """The active transforms of torch.func, outermost first: Grad, Vmap, Jvp."""
     return tuple(level.key().name for level in retrieve_all_functorch_interpreters())
 
 
 def why_not_compiled() -> str | None:
-    """Why torch.compile cannot trace this call of a custom operator: inside of torch.func it loses the derivatives."""
+    """Why torch.compile cannot trace this call of a custom operator: inside torch.func it would lose the derivatives."""
     if not torch.compiler.is_compiling() or set(transforms()) <= {"Vmap"}:
         return None
-    return "torch.compile traces custom operators outside of torch.func, or in vmap alone, and not in grad, vjp or jvp"
+    return "torch.compile traces custom operators outside torch.func or inside vmap only, not inside grad, vjp or jvp"
 
 
 def may_read(*tensors: Tensor) -> bool:
-    """Whether they have values, and looking at them is free: ordinary tensors on a CPU that nobody traces."""
+    """Whether reading the values is possible and free: ordinary CPU tensors outside tracing."""
     if is_traced():
         return False
     return all(
@@ -48,21 +48,21 @@ def may_read(*tensors: Tensor) -> bool:
 
 
 def in_memory(x: Tensor) -> Tensor:
-    """The same numbers where a data pointer finds them: torch keeps some signs and zeros as a bit of the tensor."""
+    """The same numbers, materialized for a data pointer: torch keeps some signs and zeros as a flag of the tensor."""
     if x.is_neg() or x._is_zerotensor():
         return x.clone()
     return x
 
 
 def is_traced() -> bool:
-    """Whether operations are being written down, for other values than these: by torch.compile, make_fx or torch.jit.trace."""
+    """Whether operations are being recorded to run on other values: by torch.compile, make_fx or torch.jit.trace."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return True
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 def surely(condition: bool) -> bool:
-    """The condition; but where torch.export leaves shapes open, True only if it holds for all of them: without a guard."""
+    """The condition; for the symbolic shapes of torch.export, True only if it holds for all of them. Adds no guard."""
     if not torch.compiler.is_exporting():
         return condition
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports sympy
@@ -71,9 +71,9 @@ def surely(condition: bool) -> bool:
 
 
 def once(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The same tensors, such that second derivatives and forward mode raise."""
+    """The same tensors, marked so that second derivatives and forward mode raise."""
     if torch.compiler.is_compiling():
-        return tensors  # second derivatives of compiled code are an error of torch's own
+        return tensors  # torch itself raises for second derivatives of compiled code
     has_grad = torch.is_grad_enabled()
     marked = [
         at
@@ -95,13 +95,13 @@ def transformable(
     save: Callable[..., None] | None = None,
     differentiate: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
-    """The operator to be called instead of itself: the same, and inside of torch.func an autograd.Function.
+    """Wraps an operator: the call is unchanged, but inside torch.func it goes through an autograd.Function.
 
-    torch.func takes no gradients of custom operators, whose `register_autograd` makes functions that it does not know.
+    torch.func cannot differentiate custom operators: it does not support the functions that `register_autograd` creates.
 
     Args:
-        operator: takes tensors and numbers, no lists; all it calls has rules for vmap.
-        save, differentiate: what `register_autograd` takes; without them its gradient is an error.
+        operator: accepts tensors and numbers, no lists; everything it calls has a vmap rule.
+        save, differentiate: the arguments of `register_autograd`; without them its gradient raises an error.
     """
     function = _function(operator, save or _save_nothing, differentiate or _refuse_second_derivatives)
 
@@ -116,7 +116,7 @@ def transformable(
 def _function(
     operator: Callable[..., Any], save: Callable[..., None], differentiate: Callable[..., Any]
 ) -> type[torch.autograd.Function]:
-    """A function as torch.func wants it; elsewhere a context of its own takes a third of the time."""
+    """An autograd.Function in the style that torch.func requires; the older style is three times faster elsewhere."""
 
     def forward(*inputs: Any) -> Any:
         return operator(*inputs)
@@ -129,7 +129,7 @@ def _function(
 
 
 def _views(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors and an empty one, which depends on them all as far as autograd knows, and costs nothing to keep."""
+    """Views of the tensors, and an empty tensor that depends on all of them for autograd and costs nothing to save."""
     return *(tensor.view_as(tensor) for tensor in tensors), tensors[0].new_empty(0)
 
 
@@ -143,7 +143,7 @@ def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _pass_back(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The gradients; where they may be differentiated again they stay connected to the inputs: whoever does it is told."""
+    """The gradients. With grad enabled they stay connected to the inputs, so that differentiating them again raises an error."""
     if not torch.is_grad_enabled():
         return gradients[:-1]
     (empty,) = ctx.saved_tensors
@@ -152,20 +152,20 @@ def _pass_back(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]
 
 def _refuse_forward_mode(ctx: Any, *tangents: Any) -> Any:
     raise RuntimeError(
-        "alibi_attention is differentiable once and in reverse mode, and forward mode was asked for (jvp, jacfwd, hessian); "
-        "take torch.func.grad, vjp or jacrev, or write out softmax(scale·q·kᵀ + alibi_bias(...))·v"
+        "alibi_attention is differentiable once and in reverse mode, but forward mode was requested (jvp, jacfwd, hessian); "
+        "use torch.func.grad, vjp or jacrev, or write out softmax(scale·q·kᵀ + alibi_bias(...))·v"
     )
 
 
 def _refuse_second_derivatives(ctx: Any, *gradients: Any) -> Any:
     raise RuntimeError(
-        "alibi_attention is differentiable once, and second derivatives were asked for; "
-        "write out softmax(scale·q·kᵀ + alibi_bias(...))·v for those"
+        "alibi_attention is differentiable once, but second derivatives were requested; "
+        "for those write out softmax(scale·q·kᵀ + alibi_bias(...))·v"
     )
 
 
 class _Once(torch.autograd.Function):
-    """What `once` does outside of torch.func."""
+    """The mark that `once` applies outside torch.func."""
 
     jvp = staticmethod(_refuse_forward_mode)
     backward = staticmethod(_pass_back)
@@ -183,32 +183,32 @@ _LAST = _function(lambda gradient, _: gradient.view_as(gradient), _save_nothing,
 
 @dataclasses.dataclass(frozen=True)
 class Mapped:
-    """An axis of vmap with `count` entries and a batch of B: how tensors go into one batch, and come back."""
+    """A vmapped axis with `count` entries and a batch of B: folds tensors into one batch, and unfolds them."""
 
     count: int
     batch: int
 
     @classmethod
     def of(cls, count: int, query: Tensor, axis: int | None) -> "Mapped":
-        """By query, [B, …] beside the axis."""
+        """From query, [B, …] plus the mapped axis."""
         return cls(count, query.shape[0 if axis is None or axis > 0 else 1])
 
     def into_batch(self, tensor: Tensor | None, axis: int | None) -> Tensor | None:
-        """[B, …] beside the axis -> [count·B, …]."""
+        """[B, …] plus the mapped axis -> [count·B, …]."""
         if tensor is None:
             return None
         tensor = tensor.expand(self.count, *tensor.shape) if axis is None else tensor.movedim(axis, 0)
         return tensor.flatten(0, 1)
 
     def slopes(self, slopes: Tensor | None, axis: int | None) -> Tensor | None:
-        """[H] or [B, H] beside the axis -> [count·B, H]."""
+        """[H] or [B, H] plus the mapped axis -> [count·B, H]."""
         if slopes is not None and slopes.ndim == (1 if axis is None else 2):
             slopes = slopes[None] if axis is None else slopes.movedim(axis, 0)[:, None]
             return slopes.expand(self.count, self.batch, -1).flatten(0, 1)
         return self.into_batch(slopes, axis)
 
     def first(self, first: Tensor, axis: int | None) -> Tensor:
-        """[1] or [B] beside the axis -> [count·B]; [1] stays what it is without one."""
+        """[1] or [B] plus the mapped axis -> [count·B]; an unmapped [1] stays as it is."""
         if axis is None and first.numel() == 1:
             return first
         first = first[None] if axis is None else first.movedim(axis, 0)

@@ -1,4 +1,4 @@
-"""Validation: everything a caller may get wrong in PyTorch is checked here, once, and completed with its defaults."""
+"""Validates every argument of a PyTorch call once, and fills in the defaults."""
 
 import functools
 from typing import TypedDict
@@ -28,7 +28,7 @@ SegmentIds = Tensor | tuple[Tensor, Tensor]
 
 
 class SharedOptions(TypedDict, total=False):
-    """The keywords that all functions have, besides return_lse and backend."""
+    """The keywords shared by all functions, besides return_lse and backend."""
 
     window: int | None
     scale: float | None
@@ -45,7 +45,7 @@ class VarlenOptions(SharedOptions, total=False):
 
 
 class AttentionOptions(VarlenOptions, total=False):
-    """The keywords of `alibi_attention`, with their meanings there."""
+    """The keywords of `alibi_attention`, where they are explained."""
 
     query_offset: int | Tensor | None
     key_mask: Tensor | None
@@ -53,7 +53,7 @@ class AttentionOptions(VarlenOptions, total=False):
 
 
 class SpecOptions(AttentionOptions, total=False):
-    """The keywords of `make_spec`, and of functions that describe a call instead of computing it."""
+    """The keywords of `make_spec`, and of functions that describe a call without computing it."""
 
     return_lse: bool
 
@@ -95,12 +95,12 @@ def make_spec(
     tolerance: float | None = None,
     return_lse: bool = False,
 ) -> AttentionSpec[Tensor]:
-    """What to compute, checked; the arguments and their defaults are those of `alibi_attention`."""
+    """The validated spec of a call; arguments and defaults are those of `alibi_attention`."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor):
             raise TypeError(
-                f"{name} must be a torch.Tensor but is {type(tensor).__name__}; torch.as_tensor makes one of an array, and "
-                "alibi_attn.jax takes JAX's"
+                f"{name} must be a torch.Tensor but is {type(tensor).__name__}; convert arrays with torch.as_tensor, or use "
+                "alibi_attn.jax for JAX arrays"
             )
         _check_device(name, tensor, query.device)
     b, h, k, t, s, d = check_shapes(query, key, value)
@@ -118,7 +118,7 @@ def make_spec(
         slopes=_slopes("slopes", slopes, query, batch=b, num_heads=h),
         right_slopes=None if right_slopes is None else _slopes("right_slopes", right_slopes, query, batch=b, num_heads=h),
         causal=causal, window=None if window is None else min(window, FARTHEST), scale=scale, query_offset=offset,
-        key_mask=key_mask,        query_segments=query_segments, key_segments=key_segments,
+        key_mask=key_mask, query_segments=query_segments, key_segments=key_segments,
         key_bias=None if key_bias is None else _key_bias(key_bias, query.device, b, h, s),
         dropout_p=dropout_p, tolerance=tolerance, return_lse=return_lse,
     )  # fmt: skip
@@ -140,16 +140,16 @@ def _slopes(name: str, slopes: Slopes | None, query: Tensor, *, batch: int, num_
         values = tensor.detach()
         allowed = values.isfinite() | values.isposinf() if name == "right_slopes" else values.isfinite()
         if not bool(allowed.all()):
-            rule = "finite, or inf for a head that never looks right" if name == "right_slopes" else "finite"
+            rule = "finite, or inf for a head that never attends to the right" if name == "right_slopes" else "finite"
             raise ValueError(f"{name} must be {rule} but is {tensor.tolist()}")
     return tensor
 
 
 def _default_slopes(num_heads: int, dtype: torch.dtype, query: Tensor) -> Tensor:
-    # Under dynamic shapes H is a symbol; a list has a definite length, and so H becomes a number.
+    # With dynamic shapes H is a symbol; the length of a list is definite, so this makes H a number.
     published = _published(len([None] * num_heads))
     if torch.compiler.is_compiling():
-        # The compiler makes one launch of it, where a constant would be copied from the host.
+        # The compiler fuses this into one launch; a constant would be copied from the host.
         return torch.stack([torch.full((), slope, dtype=dtype, device=query.device) for slope in published])
     return slopes_beside(published, dtype, query)
 
@@ -165,15 +165,15 @@ def _published_once(num_heads: int) -> tuple[float, ...]:
 
 
 def slopes_beside(slopes: Slopes, dtype: torch.dtype, query: Tensor) -> Tensor:
-    """The numbers as a tensor on query's device, made once: to copy them to a GPU waits for all that it still has to do."""
-    # A subclass of Tensor may stand for one that is not there, beside which no real one can be; and what torch.func or a fake
-    # mode makes of numbers is theirs alone.
+    """The numbers as a tensor on query's device, created once: copying them to the GPU in every call would synchronize."""
+    # Not cached with subclasses of Tensor, which may have no data and cannot be mixed with real tensors, nor inside torch.func
+    # or a fake mode, whose tensors must not leave it.
     traced = is_traced() or transforms()
     if type(query) in (Tensor, torch.nn.Parameter) and not traced and _are_numbers(slopes):
         try:
             array = np.asarray(slopes, dtype=np.float64)
         except OverflowError:
-            raise ValueError("slopes must be finite but hold an integer that no float64 holds") from None
+            raise ValueError("slopes must be finite but contain an integer too large for float64") from None
         constant = _constant(array.tobytes(), array.shape, dtype, query.device)
         if type(constant) is Tensor:
             return constant
@@ -222,13 +222,13 @@ def _segments(
     key_len: int,
     device: torch.device,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(query's [B, T], key's [B, S]); a query takes the segment of its position, which must then be a key's."""
+    """(query's [B, T], key's [B, S]). Given one tensor, a query has the segment of its position, which must be that of a key."""
     if segment_ids is None:
         return None, None
     if isinstance(segment_ids, tuple | list):
         if len(segment_ids) != 2:
             raise ValueError(
-                f"segment_ids has {len(segment_ids)} parts but is one tensor [B, S] or a pair ([B, T], [B, S])"
+                f"segment_ids has {len(segment_ids)} parts but must be one tensor [B, S] or a pair ([B, T], [B, S])"
             )
         of_query, of_key = segment_ids
         check_tensor("segment_ids[0]", of_query, device)
@@ -242,8 +242,8 @@ def _segments(
     if not isinstance(offset, Tensor):
         if offset < 0 or offset + query_len > key_len:
             raise ValueError(
-                f"the queries stand at positions {offset} to {offset + query_len - 1} but segment_ids covers the keys' 0 to "
-                f"{key_len - 1}; pass a pair ([B, T], [B, S]) of segment ids for queries and keys"
+                f"the queries are at positions {offset} to {offset + query_len - 1} but segment_ids covers only the keys' "
+                f"positions 0 to {key_len - 1}; pass a pair ([B, T], [B, S]) of segment ids for queries and keys"
             )
         return of_key[:, offset : offset + query_len], of_key
     position = offset.reshape(-1, 1) + torch.arange(query_len, device=device)
@@ -253,9 +253,9 @@ def _segments(
             f"query_offset places queries outside the keys' positions 0 to {key_len - 1}, which segment_ids covers; "
             "pass a pair ([B, T], [B, S]) of segment ids for queries and keys"
         )
-    if key_len == 0:  # nothing to gather from, and nothing to see
+    if key_len == 0:  # gather would fail
         return of_key.new_zeros(batch, query_len), of_key
-    # Where values cannot be read a query outside gets a number that no key has, and sees nothing.
+    # If values cannot be read, a query outside gets a segment that no key has, and sees no key.
     of_query = of_key.gather(1, position.clamp(0, key_len - 1).expand(batch, query_len))
     return torch.where(outside, of_key.amax(1, keepdim=True) + 1, of_query), of_key
 
@@ -265,12 +265,12 @@ def _key_bias(key_bias: Tensor, device: torch.device, batch: int, num_heads: int
     check_tensor("key_bias", key_bias, device)
     check_key_bias(key_bias, batch=batch, num_heads=num_heads, key_len=key_len)
     if may_read(key_bias) and not bool((key_bias.detach() < torch.inf).all()):
-        raise ValueError("key_bias has NaN or +inf in it but must be finite, or −inf for a key that may not be seen")
+        raise ValueError("key_bias has NaN or +inf in it but must be finite, or −inf for a hidden key")
     return key_bias.expand(batch, num_heads, key_len)
 
 
 def check_tensor(name: str, tensor: Tensor, device: torch.device) -> None:
-    """It is a tensor, on query's device."""
+    """Checks that it is a tensor on query's device."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor but is {type(tensor).__name__}")
     _check_device(name, tensor, device)

@@ -1,7 +1,7 @@
 """`alibi_attention_varlen`: sequences of different lengths, packed one after the other into one row, without padding.
 
-It is `alibi_attention` of one row whose segments are the sequences. The backends that skip stop at a segment's border, so a
-packed row costs what its sequences cost one by one, and one call.
+It is `alibi_attention` of one row whose segments are the sequences. Backends that skip keys stop at the border of a segment, so
+a packed row costs as much as its sequences, with the overhead of one call.
 """
 
 import dataclasses
@@ -20,9 +20,8 @@ from alibi_attn.attention.transforms import may_read
 from alibi_attn.attention.validation import VarlenOptions, check_tensor, make_spec
 
 DENSE = ("reference", "dense")  # backends that compute every score of a row
-FEW_SCORES = (
-    2**19
-)  # of all heads, of a packed row: so many are computed sooner than its sequences are called one by one
+# Scores of all heads of a packed row: up to this many, computing the whole row is faster than one call per sequence.
+FEW_SCORES = 2**19
 
 
 @overload
@@ -63,20 +62,20 @@ def alibi_attention_varlen(
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Self-attention of each of the packed sequences, softmax(scale·q·kᵀ − m·|i − j| + b_j)·v, [N, H, D] in query's dtype.
+    """Self-attention within each packed sequence, softmax(scale·q·kᵀ − m·|i − j| + b_j)·v, [N, H, D] in query's dtype.
 
-    Exact to rounding. Differentiable once in query, key, value, slopes and key_bias, and through lse. Nothing is copied: the
-    packed row is read where it is, with the head size as its last stride.
+    Exact up to rounding. Differentiable once in query, key, value, slopes and key_bias, and through lse. The packed row is read
+    in place, without a copy.
 
     Args:
-        query: [N, H, D], N tokens of all sequences, one sequence after the other.
+        query: [N, H, D], the N tokens of all sequences, one sequence after the other.
         key, value: [N, K, D], K divides H.
-        cu_seqlens: int32 or int64 [B + 1], where the sequences begin, and N: flash-attn's. A sequence may be empty. The numbers
-            are checked on a CPU, and never read on the host elsewhere: there wrong ones give wrong segments.
-        slopes, right_slopes: [H]; all sequences have the same.
-        key_bias: [H, N] or what broadcasts to it, fp32 or fp64.
+        cu_seqlens: int32 or int64 [B + 1], the start of each sequence and then N, as in flash-attn. A sequence may be empty. The
+            values are checked on a CPU. On other devices they are never read on the host: wrong values give wrong segments.
+        slopes, right_slopes: [H], shared by all sequences.
+        key_bias: [H, N] or broadcastable to it, fp32 or fp64.
         causal, window, scale, dropout_p, tolerance, backend: as for `alibi_attention`. "dense" and "reference" compute one
-            sequence at a time where cu_seqlens can be read for nothing, and a row of N × N scores elsewhere.
+            sequence at a time if cu_seqlens can be read for free, and a row of N × N scores otherwise.
         return_lse: also return the log-sum-exp of the scores, [H, N].
 
     Returns:
@@ -115,7 +114,7 @@ def alibi_attention_varlen(
 
 
 def _segments(cu_seqlens: Tensor, length: int) -> Tensor:
-    """[1, N]: how many sequences have ended before each token."""
+    """[1, N]: the number of sequences that end before each token."""
     at = torch.arange(length, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     return torch.bucketize(at, cu_seqlens[1:].contiguous(), right=True)[None]
 
@@ -123,7 +122,7 @@ def _segments(cu_seqlens: Tensor, length: int) -> Tensor:
 def _one_by_one(
     spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor, bounds: list[int], name: str
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """(output, lse) of the row [1, H, N, D], each sequence by a call of its own, whose scores are all that exist at a time."""
+    """(output, lse) of the row [1, H, N, D], with one call per sequence: only its scores are in memory at a time."""
     outputs, lses = [], []
     for low, high in itertools.pairwise(bounds):
         if low == high:
@@ -141,7 +140,7 @@ def _one_by_one(
 
 
 def _check_packed(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Three axes each, and of one row; the rest is what `alibi_attention` checks."""
+    """Checks that each has three axes and the same number of tokens; `alibi_attention` checks the rest."""
     for name, tensor, shape in (
         ("query", query, "[N, H, D]"),
         ("key", key, "[N, K, D]"),
@@ -152,7 +151,7 @@ def _check_packed(query: Tensor, key: Tensor, value: Tensor) -> None:
         if tensor.ndim != 3:
             raise ValueError(
                 f"{name} has shape {list(tensor.shape)} but must have three axes {shape}: the tokens of all sequences, packed; "
-                "alibi_attention takes batches"
+                "for a batch use alibi_attention"
             )
     if key.shape[0] != query.shape[0] or key.shape[2] != query.shape[2] or value.shape != key.shape:
         raise ValueError(
@@ -162,13 +161,13 @@ def _check_packed(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def _checked_bounds(cu_seqlens: Tensor, query: Tensor) -> list[int] | None:
-    """The numbers of cu_seqlens, checked; None where they cannot be read, or not for nothing."""
+    """The values of cu_seqlens, validated; None if they cannot be read for free."""
     check_tensor("cu_seqlens", cu_seqlens, query.device)
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"cu_seqlens is {dtype_name(cu_seqlens.dtype)} but must be int32 or int64")
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1:
         raise ValueError(
-            f"cu_seqlens has shape {list(cu_seqlens.shape)} but must be [B + 1]: where each of B sequences begins, and N"
+            f"cu_seqlens has shape {list(cu_seqlens.shape)} but must be [B + 1]: the start of each of B sequences, then N"
         )
     if not may_read(cu_seqlens):
         return None
@@ -176,7 +175,7 @@ def _checked_bounds(cu_seqlens: Tensor, query: Tensor) -> list[int] | None:
     length = query.shape[0]
     if bounds[0] != 0 or bounds[-1] != length or any(x > y for x, y in itertools.pairwise(bounds)):
         text = f"{bounds}" if len(bounds) <= 16 else f"[{', '.join(map(str, bounds[:8]))}, …, {bounds[-1]}]"
-        raise ValueError(f"cu_seqlens is {text} but must begin with 0, never fall, and end with N = {length}")
+        raise ValueError(f"cu_seqlens is {text} but must begin with 0, never decrease, and end with N = {length}")
     return bounds
 
 
@@ -186,13 +185,13 @@ def _check_one_axis(name: str, slopes: Slopes | None) -> None:
         axes = 2
     if axes != 1:
         raise ValueError(
-            f"{name} has {axes} axes but must be [H]: all packed sequences have the same; alibi_attention takes [B, H]"
+            f"{name} has {axes} axes but must be [H], shared by all packed sequences; for [B, H] use alibi_attention"
         )
 
 
 def _check_key_bias(key_bias: Tensor, *, num_heads: int, length: int) -> None:
     if isinstance(key_bias, Tensor) and key_bias.ndim > 2:
         raise ValueError(
-            f"key_bias has shape {list(key_bias.shape)} but must be [H, N] = [{num_heads}, {length}], or broadcast to it: "
+            f"key_bias has shape {list(key_bias.shape)} but must be [H, N] = [{num_heads}, {length}] or broadcastable to it: "
             "[N] or [1, N]"
         )

@@ -1,6 +1,6 @@
-"""Which query may see which key, densely; and what follows from it for bad numbers and for queries that see nothing.
+"""Which query may see which key, as dense [T, S] masks; and the handling of NaN, inf and of queries that see no key.
 
-Dense means [T, S]: for the backends `reference` and `dense`, and for `alibi_bias`. See `spec.py` for the shapes.
+The dense masks are for the backends `reference` and `dense`, and for `alibi_bias`. See `spec.py` for the shapes.
 """
 
 import dataclasses
@@ -16,21 +16,21 @@ Spec = AttentionSpec[Tensor]
 
 
 def distances(query_len: int, key_len: int, query_offset: int | Tensor, device: torch.device | None) -> Tensor:
-    """i − j, int64: [1, T, S], or [B, T, S] where every sequence has its own offset. Positive = the key is to the left."""
+    """i − j, int64: [1, T, S], or [B, T, S] if every sequence has its own offset. Positive = the key is to the left."""
     i = torch.arange(query_len, device=device)
     i = i + (query_offset.reshape(-1, 1) if isinstance(query_offset, Tensor) else query_offset)
     return i.reshape(-1, query_len, 1) - torch.arange(key_len, device=device)
 
 
 def first_positions(spec: Spec, device: torch.device) -> Tensor:
-    """[B], or [1] where all sequences agree, int64: the position of query 0."""
+    """[B], or [1] if all sequences agree, int64: the position of query 0."""
     if isinstance(spec.query_offset, Tensor):
         return spec.query_offset.reshape(-1)
     return torch.full((1,), spec.query_offset, device=device)
 
 
 def plain_offset(first: Tensor) -> int | Tensor:
-    """First positions as a description has them: one number, whatever it came in, is an int."""
+    """First positions as a spec holds them: a single number becomes an int."""
     return int(first) if first.numel() == 1 else first
 
 
@@ -42,7 +42,7 @@ def with_plain_offset(spec: Spec) -> Spec:
 
 
 def largest_distance(spec: Spec, device: torch.device) -> Tensor:
-    """[B] int64: 1 + the largest |i − j| of a query and a key that causality and the window let meet; 0 where none do."""
+    """[B] int64: 1 + the largest |i − j| that causality and the window allow; 0 if no key is allowed."""
     first = first_positions(spec, device).expand(spec.batch)
     if spec.query_len == 0 or spec.key_len == 0:
         return torch.zeros_like(first)
@@ -53,7 +53,7 @@ def largest_distance(spec: Spec, device: torch.device) -> Tensor:
 
 
 def visible(spec: Spec, distance: Tensor) -> Tensor:
-    """[B|1, H|1, T, S] bool: True where the query may look. `distance` is that of `distances`."""
+    """[B|1, H|1, T, S] bool: True if the query may see the key. `distance` comes from `distances`."""
     seen = torch.ones_like(distance, dtype=torch.bool)
     if spec.causal:
         seen = distance >= 0
@@ -75,13 +75,13 @@ def visible(spec: Spec, distance: Tensor) -> Tensor:
 
 
 def lse_dtype(spec: Spec, query: Tensor) -> torch.dtype:
-    """fp64 where query or the key bias is, else fp32."""
+    """fp64 if query or the key bias is, else fp32."""
     work = torch.promote_types(query.dtype, torch.float32)
     return work if spec.key_bias is None else torch.promote_types(work, spec.key_bias.dtype)
 
 
 def rounded_lse(spec: Spec, query: Tensor, lse: Tensor) -> Tensor:
-    """lse in its dtype. Numbers beyond the dtype become its largest ones: −inf means that a query sees nothing."""
+    """lse in its dtype. Overflowing numbers become the dtype's largest ones, because −inf means that a query sees no key."""
     dtype = lse_dtype(spec, query)
     rounded = lse.to(dtype)
     if dtype == lse.dtype or (may_read(rounded) and not bool(rounded.isinf().any())):
@@ -93,23 +93,22 @@ def rounded_lse(spec: Spec, query: Tensor, lse: Tensor) -> Tensor:
 def without_bad_keys(
     spec: Spec, seen: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None, bool]:
-    """(key, value, poison, moderate): keys that nobody sees, or with NaN or inf in them or in their values, become zeros.
+    """(key, value, poison, moderate): zeroes keys that no query sees, and keys with NaN or inf in them or in their values.
 
-    Matrix products touch every key, and 0·NaN is NaN: without this a key that nobody may see would spoil everybody.
+    Matrix products touch every key, and 0·NaN is NaN: otherwise a NaN in a hidden key would reach every query.
 
     Returns:
         key, value: [B, K, S, D], finite.
-        poison: [B, H, T] fp32, NaN where the query sees NaN or inf and 0 elsewhere, to be added to the result; None where no
-            key is bad, which is looked at only where looking is free (see `transforms.may_read`).
-        moderate: False where keys that only some queries see hold numbers so large that products with them may overflow, for
-            the others too; told where looking is free.
+        poison: [B, H, T] fp32, NaN if the query sees NaN or inf and 0 otherwise, to be added to the result; None if no
+            key is bad, which is checked only if reading is free (see `transforms.may_read`).
+        moderate: False if keys that only some queries see hold numbers so large that products with them may overflow, also for
+            the other queries; checked only if reading is free.
     """
     readable = may_read(key, value)
     if readable and are_moderate(key, value):
         return key, value, None, True
-    largest = [
-        x.detach().abs().amax(-1) for x in (key, value)
-    ]  # `vector_norm` is twenty times slower on a transposed view
+    # `vector_norm` is twenty times slower on a transposed view.
+    largest = [x.detach().abs().amax(-1) for x in (key, value)]
     bad = ~(largest[0].isfinite() & largest[1].isfinite())
     of_head = bad.repeat_interleave(spec.group, dim=1)[..., None].to(torch.float32)
     spoiled = (seen.to(torch.float32) @ of_head).squeeze(-1) > 0
@@ -123,9 +122,9 @@ def without_bad_keys(
 def without_bad_numbers(
     spec: Spec, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool]:
-    """`without_bad_keys` in memory linear in the length, for CPU kernels: (query, key, value, poison, moderate), see `in_rows`.
+    """`without_bad_keys` with memory linear in the length, for CPU kernels: (query, key, value, poison, moderate), see `in_rows`.
 
-    Bad numbers in queries become zeros too. Large finite numbers stay, except in keys that no query sees.
+    NaN and inf in queries become zeros too. Large finite numbers stay, except in keys that no query sees.
     """
     query, key, value = in_rows(query, key, value)
     if are_moderate(query, key, value):
@@ -144,28 +143,28 @@ def without_bad_numbers(
 
 
 def in_rows(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """With a last stride of 1, and fp16 as fp32, since torch's fp16 backward is ten times slower."""
+    """The tensors with a last stride of 1, and fp16 as fp32, because torch's fp16 backward is ten times slower."""
     if query.dtype == torch.float16:
         query, key, value = query.float(), key.float(), value.float()
     return row_major(query), row_major(key), row_major(value)
 
 
 def row_major(x: Tensor) -> Tensor:
-    """With a last stride of 1. Rows that are one row, of stride 0, are written out: torch's product of such a matrix adds up in
-    one chain, and of thousands of equal numbers loses four digits.
+    """The tensor with a last stride of 1. A row that is expanded with stride 0 is copied: torch's product of such a matrix sums
+    in a single chain, which loses four digits over thousands of equal numbers.
     """
     return x if x.stride(-1) == 1 and x.stride(-2) != 0 else x.contiguous()
 
 
 def are_moderate(*tensors: Tensor) -> bool:
-    """True only if all numbers are finite, and so small that no inner product of two such rows overflows; reads them."""
+    """True only if all numbers are finite, and so small that no inner product of two such rows overflows; reads the tensors."""
     return all(_is_moderate(x.detach()) for x in tensors)
 
 
 def _is_moderate(x: Tensor) -> bool:
-    """By what torch is quickest at: extremes in half precision, whose norms take thirty times as long; else the norm of it all.
+    """Uses torch's fastest reduction: extremes in half precision, where norms take thirty times as long; else the total norm.
 
-    No number is larger than the norm, which is inf where a square overflows and NaN where a number is.
+    No number is larger than the norm, which is inf if a square overflows and NaN if a number is NaN.
     """
     if x.numel() == 0:
         return True
@@ -176,7 +175,7 @@ def _is_moderate(x: Tensor) -> bool:
 
 
 def keys_within_sight(spec: Spec, device: torch.device) -> Tensor:
-    """[B, 1 or K, S] bool: False only where no query sees the key, as far as positions, biases, mask and segments tell."""
+    """[B, 1 or K, S] bool: False only if positions, biases, mask and segments show that no query sees the key."""
     first = first_positions(spec, device).expand(spec.batch)[:, None]
     at = torch.arange(spec.key_len, device=device)[None]
     within = torch.ones(spec.batch, spec.key_len, dtype=torch.bool, device=device)
@@ -195,19 +194,19 @@ def keys_within_sight(spec: Spec, device: torch.device) -> Tensor:
 
 
 def may_see_nothing(spec: Spec) -> bool:
-    """False where every query surely sees its own key; told without reading a tensor."""
+    """False if every query certainly sees its own key; decided without reading a tensor."""
     if spec.hides_keys or spec.key_bias is not None or isinstance(spec.query_offset, Tensor):
         return True
     return not (surely(spec.query_offset >= 0) and surely(spec.query_offset + spec.query_len <= spec.key_len))
 
 
 def per_query_head(spec: Spec, tensor: Tensor) -> Tensor:
-    """[B, K, S, D] -> [B, H, S, D]: every query head with the key head it reads."""
+    """[B, K, S, D] -> [B, H, S, D]: for every query head the key head that it reads."""
     return tensor if spec.group == 1 else tensor.repeat_interleave(spec.group, dim=1)
 
 
 def rows_that_see(spec: Spec, keys: Tensor, *, rows: int = 256) -> Tensor:
-    """[B, H, T] bool: the queries that may see one of these keys [B, H, S]; `rows` queries at a time, so memory is linear."""
+    """[B, H, T] bool: the queries that may see any of these keys [B, H, S]; `rows` queries at a time, so memory is linear."""
     rows_seen = []
     for start in range(0, spec.query_len, rows):
         rows_seen.append((visible(*_rows(spec, start, rows, keys.device)) & keys[:, :, None]).any(-1))
@@ -215,7 +214,7 @@ def rows_that_see(spec: Spec, keys: Tensor, *, rows: int = 256) -> Tensor:
 
 
 def rows_that_only_cuts_blind(spec: Spec) -> Tensor | None:
-    """[B, H, T] bool: queries that see nothing since their `query_start`; None where every query sees its own key."""
+    """[B, H, T] bool: queries that see no key because of their `query_start`; None if every query sees its own key."""
     assert spec.query_start is not None
     assert spec.key_bias is not None
     hidden = spec.key_bias == -torch.inf
@@ -227,7 +226,7 @@ def rows_that_only_cuts_blind(spec: Spec) -> Tensor | None:
 
 
 def visible_count(spec: Spec, *, rows: int = 256) -> Tensor:
-    """[B] int64: query-key pairs that the masks allow a head to see (what one head hides left aside), in linear memory."""
+    """[B] int64: number of query-key pairs that the masks allow (ignoring what single heads hide), in linear memory."""
     plain = dataclasses.replace(spec, right_slopes=None, key_bias=None)
     total = torch.zeros(spec.batch, dtype=torch.int64, device=spec.slopes.device)
     for start in range(0, spec.query_len, rows):
@@ -236,7 +235,7 @@ def visible_count(spec: Spec, *, rows: int = 256) -> Tensor:
 
 
 def _rows(spec: Spec, start: int, rows: int, device: torch.device) -> tuple[Spec, Tensor]:
-    """The call for a few of its queries, and their distances."""
+    """The call restricted to a few of its queries, and their distances."""
     count = min(rows, spec.query_len - start)
     segments = None if spec.query_segments is None else spec.query_segments[:, start : start + count]
     first = None if spec.query_start is None else spec.query_start[..., start : start + count]

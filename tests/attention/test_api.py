@@ -318,7 +318,7 @@ def test_explain_says_who_runs_and_why() -> None:
     assert "auto leaves it to dense: short input" in short
     assert "auto leaves it to dense: T ≤ 8: dense" in explain(q[:, :, :8], k, v)
     assert "cannot: it has no dropout" in explain(q, k, v, dropout_p=0.1)
-    assert "dense      runs (asked for)" in explain(q, k, v, backend="dense")
+    assert "dense      runs (named by the caller)" in explain(q, k, v, backend="dense")
 
 
 WRONG_ARGUMENTS = {
@@ -351,7 +351,7 @@ WRONG_ARGUMENTS = {
     "slopes not finite": ({"slopes": [0.5, math.nan, 1, 1]}, ValueError, "finite"),
     "slopes infinite": ({"slopes": [0.5, math.inf, 1, 1]}, ValueError, "finite"),
     "right slopes when causal": ({"right_slopes": [1, 1, 1, 1]}, ValueError, "causal=False"),
-    "right slopes NaN": ({"causal": False, "right_slopes": [1, math.nan, 1, 1]}, ValueError, "never looks right"),
+    "right slopes NaN": ({"causal": False, "right_slopes": [1, math.nan, 1, 1]}, ValueError, "never attends to the right"),
     "window of 0": ({"window": 0}, ValueError, "at least 1"),
     "window of 2.0": ({"window": 2.0}, TypeError, "integer"),
     "scale infinite": ({"scale": math.inf}, ValueError, "finite"),
@@ -361,7 +361,7 @@ WRONG_ARGUMENTS = {
     "tolerance negative": ({"tolerance": -0.1}, ValueError, "softmax mass"),
     "causal a number": ({"causal": 1}, TypeError, "True or False"),
     "float mask": ({"key_mask": torch.zeros(2, 9)}, TypeError, "must be bool"),
-    "short mask": ({"key_mask": torch.ones(2, 8, dtype=torch.bool)}, ValueError, "key_mask has shape .* a flag a key"),
+    "short mask": ({"key_mask": torch.ones(2, 8, dtype=torch.bool)}, ValueError, "key_mask has shape .* one flag per key"),
     "float segments": ({"segment_ids": torch.zeros(2, 9)}, TypeError, "integers"),
     "short segments": ({"segment_ids": torch.zeros(2, 8, dtype=torch.int64)}, ValueError, "segment_ids has shape"),
     "three segments": ({"segment_ids": (torch.zeros(2, 9).long(),) * 3}, ValueError, "3 parts"),

@@ -32,13 +32,13 @@ def test_what_broadcasts_is_one_bias(backend: str) -> None:
     ("bias", "error", "said"),
     [
         (torch.zeros(2, 4, 149), ValueError, r"key_bias has shape \[2, 4, 149\] but must be \[B, H, S\] = \[2, 4, 150\]"),
-        (torch.zeros(3, 1, 150), ValueError, "broadcast to it"),
+        (torch.zeros(3, 1, 150), ValueError, "broadcastable to it"),
         (torch.zeros(1, 2, 4, 150), ValueError, "key_bias has shape"),
         (torch.zeros(2, 4, 1), ValueError, "key_bias has shape"),
         (torch.zeros(150, dtype=torch.bfloat16), TypeError, "bfloat16 but must be float32 or float64"),
         (torch.zeros(150, dtype=torch.int64), TypeError, "int64 but must be float32 or float64"),
         (torch.full((150,), math.nan), ValueError, "NaN or \\+inf"),
-        (torch.full((150,), math.inf), ValueError, "−inf for a key that may not be seen"),
+        (torch.full((150,), math.inf), ValueError, "−inf for a hidden key"),
         ([0.0] * 150, TypeError, "key_bias must be a torch.Tensor but is list"),
     ],
 )  # fmt: skip

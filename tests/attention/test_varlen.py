@@ -172,9 +172,9 @@ def test_what_is_not_a_number_stays_in_its_sequence() -> None:
 @pytest.mark.parametrize(
     ("starts", "error", "said"),
     [
-        ([0, 13, 39], ValueError, r"cu_seqlens is \[0, 13, 39\] but must begin with 0, never fall, and end with N = 40"),
+        ([0, 13, 39], ValueError, r"cu_seqlens is \[0, 13, 39\] but must begin with 0, never decrease, and end with N = 40"),
         ([1, 40], ValueError, "must begin with 0"),
-        ([0, 20, 13, 40], ValueError, "never fall"),
+        ([0, 20, 13, 40], ValueError, "never decrease"),
         ([0, *range(1, 30), 41], ValueError, r"cu_seqlens is \[0, 1, 2, 3, 4, 5, 6, 7, …, 41\]"),
         ([], ValueError, r"cu_seqlens has shape \[0\] but must be \[B \+ 1\]"),
         ([[0, 40]], ValueError, r"cu_seqlens has shape \[1, 2\]"),
@@ -195,7 +195,7 @@ def test_wrong_borders_are_refused(starts: list, error: type[Exception], said: s
         ({"query": None}, TypeError, "query must be a torch.Tensor but is NoneType"),
         ({"key": torch.randn(39, 4, 16)}, ValueError, "every token has a query, a key and a value"),
         ({"value": torch.randn(40, 2, 16)}, ValueError, "every token has a query, a key and a value"),
-        ({"slopes": torch.rand(1, 4)}, ValueError, r"slopes has 2 axes but must be \[H\]: all packed sequences have the same"),
+        ({"slopes": torch.rand(1, 4)}, ValueError, r"slopes has 2 axes but must be \[H\], shared by all packed sequences"),
         ({"slopes": [[0.5] * 4]}, ValueError, "slopes has 2 axes"),
         ({"slopes": [0.5] * 3}, ValueError, "slopes has 3 entries but query has 4 heads"),
         ({"right_slopes": torch.rand(2, 4), "causal": False}, ValueError, "right_slopes has 2 axes"),

@@ -237,7 +237,7 @@ def transformed_is_a_loop() -> None:
         assert_close([x[i] for x in each], torch.autograd.grad(of_entry(*leaves), leaves))
     with pytest.raises(RuntimeError, match="differentiable once"):
         torch.func.jacrev(torch.func.grad(of_entry))(*(x[0] for x in inputs))
-    with pytest.raises(RuntimeError, match="forward mode was asked for"):
+    with pytest.raises(RuntimeError, match="forward mode was requested"):
         torch.func.jvp(of_entry, tuple(x[0] for x in inputs), tuple(x[0] for x in inputs))
     dropped = functools.partial(of_entry, dropout_p=0.5)
     torch.manual_seed(3)
