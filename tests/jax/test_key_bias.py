@@ -57,7 +57,7 @@ def test_what_broadcasts_is_one_bias() -> None:
     ("bias", "error", "said"),
     [
         (BIAS[..., :-1], ValueError, r"key_bias has shape \[2, 4, 39\] but must be \[B, H, S\] = \[2, 4, 40\]"),
-        (BIAS[None], ValueError, "broadcast to it"),
+        (BIAS[None], ValueError, "broadcastable to it"),
         (BIAS[..., :1], ValueError, "key_bias has shape"),
         (BIAS.astype(np.float16), TypeError, "float16 but must be float32 or float64"),
         (BIAS.astype(int), TypeError, "int64 but must be float32 or float64"),
