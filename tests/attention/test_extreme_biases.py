@@ -153,3 +153,15 @@ def test_draws_hold_what_they_should() -> None:
     assert slopes_of("extreme", 3, np.random.default_rng(0)).shape == (3,)
     seen, _ = visible(calls[0])
     assert truth(calls[0])[0].shape[:3] == seen.shape[:3]
+
+
+@pytest.mark.parametrize("backend", ["dense", "native"])
+def test_biases_that_differ_by_a_hundred_cost_a_query_no_digits(backend: str) -> None:
+    """A query that sees one key has that key's score as its lse, to a few units of fp32, whatever biases others see."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 1, 256, 8)
+    bias = 60 * torch.rand(256, dtype=torch.float64)
+    _, lse = alibi_attention(q, k, v, [0.0], window=1, key_bias=bias, scale=0.1, return_lse=True, backend=backend)
+    exact = 0.1 * (q.double() * k.double()).sum(-1) + bias
+    rounding = 2.0**-24 * exact.abs()  # of the result itself
+    assert float(((lse.double() - exact).abs() - rounding).max()) <= 1.2e-6

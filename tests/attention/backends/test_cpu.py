@@ -128,6 +128,18 @@ def test_every_dtype_is_right_on_a_band(dtype: torch.dtype, backend: str) -> Non
 
 
 @both
+@pytest.mark.parametrize("size", [1.0, 1e160])
+def test_float64_keeps_its_digits_when_values_are_huge(size: float, backend: str) -> None:
+    """Values that torch's operator cannot take are computed in another way, whose slopes must not be rounded to fp32."""
+    results, (q, k, v) = [], (x.double().requires_grad_() for x in draw(t=300))
+    for name in ("reference", backend):
+        out = alibi_attention(q, k, v * size, [0.7, 0.3, 0.1, 0.03], scale=0.1, backend=name)
+        results.append([out / size, *(x / size for x in torch.autograd.grad(out.sum(), [q, k]))])
+    for exact, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours, exact, rtol=1e-12, atol=1e-12)
+
+
+@both
 def test_queries_that_see_nothing_stay_out_of_the_gradients(backend: str) -> None:
     """A row that sees nothing returns lse 0 underneath, and NaN in a masked key leaks."""
     q, k, v = draw(t=300)

@@ -11,7 +11,7 @@ import numpy as np
 from differential_arrays import GATE_FLOOR, Arrays
 from differential_calls import Call
 
-NEAR_NATS = 64.0  # an implementation may count from any bias this close to that of the best key
+NEAR_NATS = 8.0  # an implementation may count from any bias this close to that of the best key
 EXTREME_GATE = -999.0  # sums of gates below it are kept separately, or fp64 would absorb the other gates
 
 
@@ -22,7 +22,8 @@ class RelativeBiases:
         relative: [B, H, T, S] b_ij − b_i,best; 0 where query i does not see key j.
         of_best: [B, H, T] b_i,best, which the log-sum-exp gets back; 0 where a query sees nothing.
         slack: how far from b_i,best an implementation's origin may be: NEAR_NATS, or less where all biases are closer together.
-        lost: what a difference of two sums of gates may have lost in fp64, closed ones included.
+        lost: [B, H, T, S], what fp64 may have lost before it forms b_ij − b_i,best: in the difference of two sums of gates,
+            closed ones included, and in the sums of `key_bias` and gates of both keys, where a call has both.
     """
 
     def __init__(self, call: Call, numbers: Arrays, seen: np.ndarray) -> None:
@@ -43,11 +44,12 @@ class RelativeBiases:
             return extreme[batch.reshape(b, 1, *rest), head.reshape(1, h, *rest), i, j]
 
         if b * h * t * s == 0:
-            self.relative, self.of_best, self.slack, self.lost = np.zeros(seen.shape), np.zeros((b, h, t)), 0.0, 0.0
+            self.relative, self.of_best, self.slack = np.zeros(seen.shape), np.zeros((b, h, t)), 0.0
+            self.lost = self.relative
             return
         query_sums, query_run = of_query(sums), of_query(run)
         cuts = np.isneginf(numbers.gates_of(call)).sum(-1).max()
-        self.lost = 2.0**-51 * float(np.abs(sums).max() + np.abs(extreme).max() - GATE_FLOOR * cuts)
+        lost = 2.0**-51 * float(np.abs(sums).max() + np.abs(extreme).max() - GATE_FLOOR * cuts)
         fine = own[:, :, None] + (query_sums[..., None] - sums[:, :, None])
         coarse = jumps(query_run[..., None], run[:, :, None])
         distance = numbers.distance()[:, None].astype(np.float64)
@@ -71,7 +73,12 @@ class RelativeBiases:
         self.relative = np.where(seen, relative, 0.0)
         of_best = best_own + (query_sums - best_sums) + jumps(query_run, best_run)
         self.of_best = np.where(seen.any(-1), of_best, 0.0)
-        self.slack = min(NEAR_NATS, float(self.relative.max() - self.relative.min()))
+        spread = self.relative.max() - self.relative.min() + self.of_best.max() - self.of_best.min()
+        self.slack = min(NEAR_NATS, float(spread))
+        self.lost = np.full(seen.shape, lost)
+        if call.key_bias is not None and call.gates is not None:
+            formed = np.abs(own - sums) + np.abs(extreme[:, :, 0]).max(-1)[..., None]
+            self.lost += np.where(seen, 2.0**-53 * (formed[:, :, None] + at_best(formed)[..., None]), 0.0)
 
 
 def _gates(gates: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

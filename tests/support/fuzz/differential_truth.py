@@ -31,9 +31,8 @@ SMALLEST = {"float16": 2.0**-24, "bfloat16": 2.0**-126, "float32": 2.0**-126, "f
 EXPONENTIAL = {"float32": 2.0**-22, "float64": 2.0**-51}
 TILE = 64
 BLOCK, LEAST_ROWS = 2**16, 32  # scores of a block, queries of one that has long rows
-BIAS_UNITS = (
-    4  # the difference is rounded, then its sums with the linear bias and with the product, and one is to spare
-)
+# The difference is rounded, then its sums with the linear bias and with the product, and one is to spare.
+BIAS_UNITS = 4
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -274,7 +273,8 @@ class _Block:
         if sums.biases is not None:
             relative = sums.biases.relative[(*self.at, self.keys[2])]
             scores += relative
-            of_score += sums.unit * (BIAS_UNITS * (np.abs(relative) + sums.slack) + 2 * sums.slack) + sums.biases.lost
+            of_score += sums.unit * (BIAS_UNITS * (np.abs(relative) + sums.slack) + 2 * sums.slack)
+            of_score += sums.biases.lost[(*self.at, self.keys[2])]
         sizes = np.abs(scores, out=linear)
         np.copyto(scores, -np.inf, where=self.hidden)
         return scores, sizes, of_score

@@ -334,7 +334,8 @@ def _plain_scores(head: HeadMasks, q: Tensor, k: Tensor) -> Iterator[tuple[slice
         some = slice(start, start + rows)
         piece = Piece(start, 1, len(q[some]), 0, 0, len(k), 0)
         distance = head.distance(piece, 0)[0]
-        bias = distance.double() * torch.where(distance < 0, right_slope, -head.slope).double()
+        slope = torch.full(distance.shape, -head.slope, dtype=torch.float64).masked_fill_(distance < 0, right_slope)
+        bias = distance * slope
         bias = bias.masked_fill_(head.hidden(piece, distance[None], 0)[0], -math.inf)
         origin = bias.amax(-1)
         relative = (bias - origin.masked_fill(origin == -math.inf, 0.0)[:, None]).to(head.dtype)

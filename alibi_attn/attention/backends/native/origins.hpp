@@ -11,7 +11,8 @@
 
 #include "call.hpp"
 
-constexpr double NEAR_NATS = 64;  // of one another: origins that one number can replace
+constexpr double NEAR_NATS = 8;  // origins this close to one another are replaced by one: it costs three bits of a score
+constexpr double EXTREME_NATS = 64;  // per position: from here on the nearest visible key must be known
 
 // The key with the largest b_j + slope j (or b_j - right_slope j) of some keys that may be seen.
 struct BestKey {
@@ -32,7 +33,7 @@ struct BestKey {
 // Whether one position more costs so much that the nearest visible key must be known; biases count as 0 where there are none.
 template <typename Real>
 bool has_extreme_slopes(const Call<Real> &call) {
-    const auto is_extreme = [](Real slope) { return std::isfinite(slope) && std::abs(slope) > NEAR_NATS; };
+    const auto is_extreme = [](Real slope) { return std::isfinite(slope) && std::abs(slope) > EXTREME_NATS; };
     for (int64_t at = 0; at < call.B * call.H; at++)
         if (is_extreme(call.slopes[at]) || (!call.causal && is_extreme(call.right_slopes[at]))) return true;
     return false;
