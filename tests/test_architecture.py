@@ -38,7 +38,7 @@ LAYERS = {
 ATTENTION_ROWS = (
     ("spec", "transforms"),
     ("visibility", "explain"),
-    ("bias", "certificate", "dropout"),
+    ("bias", "certificate", "cuts", "dropout"),
     ("schema",),
     ("operator",),
     ("backends",),

@@ -52,7 +52,7 @@ class AttentionSpec(Generic[Array]):
         query_bias: [B, H, T] in key_bias's dtype, only with a key_bias: added to all scores of a query. lse includes it, and its
             gradients are the sums of ds over keys as they were computed (`forgetting_attention` needs both).
         query_start: [B, H, T] int64, only with a query_bias: the first key that each query may see; the masks still apply.
-            Kernels may ignore it: before it biases are lower by 2²⁰, so the weights there are 0.
+            Kernels may ignore it: before it biases are lower by 2²⁰, and `cuts.py` handles the calls where that is not enough.
         table: [H, N], in the slopes' dtype, added to the scores by head and distance i − j: column c is for the distance
             table_first + c, and every distance that occurs has a column. Only with slopes of 0, and a tolerance of 0.
         table_first: the distance of the first column.

@@ -213,6 +213,58 @@ def rows_that_see(spec: Spec, keys: Tensor, *, rows: int = 256) -> Tensor:
     return torch.cat(rows_seen, dim=-1)
 
 
+def contained_by_cuts(spec: Spec, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(key, value, poison, blind), without reading a tensor on the host: keys with NaN or inf are zeroed.
+
+    Returns:
+        poison: [B, H, T] fp32, NaN if the query sees such a key since its last cut and 0 otherwise, to be added to the result.
+        blind: [B, H, T] bool, True if it sees no key since then.
+    """
+    assert spec.key_bias is not None
+    visible = spec.key_bias.detach() > -torch.inf
+    if spec.key_mask is not None:
+        visible = visible & spec.key_mask[:, None]
+    bad = ~(key.isfinite().all(-1) & value.isfinite().all(-1))
+    least = first_visible(spec)
+    spoiled = last_keys(spec, visible & bad.repeat_interleave(spec.group, 1)) >= least
+    poison = torch.zeros(spoiled.shape, device=key.device).masked_fill(spoiled, torch.nan)
+    key, value = key.masked_fill(bad[..., None], 0.0), value.masked_fill(bad[..., None], 0.0)
+    return key, value, poison, last_keys(spec, visible) < least
+
+
+def first_visible(spec: Spec) -> Tensor:
+    """[B, H, T]: the first key that its last cut and the window allow each query."""
+    assert spec.query_start is not None
+    if spec.window is None:
+        return spec.query_start
+    position = torch.arange(spec.query_len, device=spec.query_start.device) + spec.query_offset
+    return torch.maximum(spec.query_start, position - spec.window + 1)
+
+
+def last_keys(spec: Spec, keys: Tensor) -> Tensor:
+    """[B, H, T] int64: the last of these keys [B, H, S] at or before each query and in its segment, −1 if there is none; in
+    linear memory. All queries are among the keys.
+    """
+    first, device = int(spec.query_offset), keys.device
+    if spec.query_segments is None or spec.key_segments is None:
+        last = torch.where(keys, torch.arange(spec.key_len, device=device), -1).cummax(-1).values
+        return last[..., first : first + spec.query_len]
+    # Keys and queries in the order of their segments, then of their positions; a key comes before the query of its position.
+    segments = torch.cat([spec.key_segments, spec.query_segments], -1)
+    positions = torch.cat([torch.arange(n, device=device) for n in (spec.key_len, spec.query_len)])
+    positions[spec.key_len :] += first
+    by_position = positions.argsort(stable=True)
+    order = by_position[segments[:, by_position].argsort(dim=-1, stable=True)][:, None]
+    segments = segments[:, None].gather(-1, order)
+    order = order.expand(*keys.shape[:2], -1)
+    marked = torch.nn.functional.pad(keys, (0, spec.query_len)).gather(-1, order)
+    last = torch.where(marked, torch.arange(len(positions), device=device), -1).cummax(-1).values
+    at = last.clamp(min=0)
+    found = (last >= 0) & (segments.expand_as(order).gather(-1, at) == segments)
+    last = torch.where(found, order.gather(-1, at), -1)
+    return torch.empty_like(last).scatter_(-1, order, last)[..., spec.key_len :]
+
+
 def rows_that_only_cuts_blind(spec: Spec) -> Tensor | None:
     """[B, H, T] bool: queries that see no key because of their `query_start`; None if every query sees its own key."""
     assert spec.query_start is not None

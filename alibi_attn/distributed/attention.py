@@ -6,6 +6,7 @@ tolerance, and so do the rows that a rank's own call skips: at most twice the to
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Unpack
 
@@ -156,7 +157,9 @@ class _Call:
         if spec.dropout_p > 0:
             spec = dataclasses.replace(spec, dropout_seed=drawn_seed(self.query.device))
         if ranks.count == 1:
-            outputs = attend(self._gated(spec, ranks), self.query, self.key, self.value, self.backend)
+            if self.log_fgate is not None:
+                spec = with_gates(spec, gate_sums(self.log_fgate), 0, self.log_fgate)
+            outputs = attend(spec, self.query, self.key, self.value, self.backend)
             output, lse = outputs if isinstance(outputs, tuple) else (outputs, None)
         else:
             output, lse = self._together(spec, ranks)
@@ -187,19 +190,34 @@ class _Call:
             bias = own, pieces
         if spec.hides_keys:
             marks = _marks(spec, ranks, halo, self.traffic)
-        inputs = RankInputs(spec, halo, ranks.rank, self.query, (key, keys), (value, values), bias, marks, self.backend)
-        return attend_rank(inputs)
+        start = self._cuts(spec, ranks, lengths)
+        rank_inputs = RankInputs(
+            spec, halo, ranks.rank, self.query, (key, keys), (value, values), bias, start, marks, self.backend
+        )
+        return attend_rank(rank_inputs)
 
     def _gated(self, spec: Spec, ranks: Ranks) -> Spec:
         """Adds the sums of gates, counted from the first rank's first row, as biases of keys and queries."""
         if self.log_fgate is None:
             return spec
         sums = gate_sums(self.log_fgate)
-        if ranks.count > 1:
-            total = sums[..., -1:].sum(-1)  # 0 if the shard has no rows
-            before: Tensor = ScannedSums.apply(ranks, total.flatten())  # type: ignore[no-untyped-call]
-            sums = sums + before.view_as(total)[..., None]
-        return with_gates(spec, sums, 0)
+        total = sums[..., -1:].sum(-1)  # 0 if the shard has no rows
+        before: Tensor = ScannedSums.apply(ranks, total.flatten())  # type: ignore[no-untyped-call]
+        return with_gates(spec, sums + before.view_as(total)[..., None], 0)
+
+    def _cuts(self, spec: Spec, ranks: Ranks, lengths: tuple[int, ...]) -> Tensor | None:
+        """[B, H, L]: the position in the whole sequence of each query's last cut, 0 without one; None if no rank has a cut."""
+        if self.log_fgate is None:
+            return None
+        position = torch.arange(spec.query_len, device=self.query.device) + sum(lengths[: ranks.rank])
+        cuts = torch.where(self.log_fgate == -math.inf, position, 0)
+        last = cuts.amax(-1) if spec.query_len else cuts.new_zeros(cuts.shape[:2])
+        of_ranks = ranks.gathered(last.flatten(), "cuts")
+        if not bool(of_ranks.any()):
+            return None
+        before = of_ranks[: ranks.rank].amax(0) if ranks.rank else torch.zeros_like(of_ranks[0])
+        start = torch.maximum(cuts.cummax(-1).values, before.view_as(last)[..., None])
+        return start if start.shape[1] == spec.num_heads else start.repeat_interleave(spec.group, dim=1)
 
     def _planned(self, spec: Spec, ranks: Ranks, lengths: tuple[int, ...]) -> Halo:
         """The halo, the same on every rank."""

@@ -33,6 +33,7 @@ class RankInputs:
         query: [B, H, L, D].
         key, value: [B, K, L, D], and the received pieces, [B, 1, rows, D] per key head and span.
         bias: [B, H, L], and pieces [B, H / K, rows]; or None.
+        start: [B, H, L], the position in the whole sequence of each query's last cut; or None.
         marks: (visible, segment) of each key, [B, 1, L, 2] int64, and the pieces of `halo.widest()`; or None.
         backend: as for `alibi_attention`.
     """
@@ -44,6 +45,7 @@ class RankInputs:
     key: tuple[Tensor, Pieces]
     value: tuple[Tensor, Pieces]
     bias: tuple[Tensor, Pieces] | None
+    start: Tensor | None
     marks: tuple[Tensor, Pieces] | None
     backend: str
 
@@ -218,7 +220,12 @@ def _call(inputs: RankInputs, span: KeySpan, needs_lse: bool) -> tuple[Tensor, T
         dropout_p=spec.dropout_p, tolerance=spec.tolerance, return_lse=needs_lse,
     )  # fmt: skip
     seed = _dropout_seed(inputs, span, count)
-    part = dataclasses.replace(part, query_bias=split(of_span(spec.query_bias, 1)), dropout_seed=seed)
+    start = split(of_span(inputs.start, 1))
+    if start is not None:
+        start = (start - (inputs.halo.offsets[inputs.rank] - span.offset)).clamp(min=0)
+    part = dataclasses.replace(
+        part, query_bias=split(of_span(spec.query_bias, 1)), query_start=start, dropout_seed=seed
+    )
     outputs = attend(part, query, key, value, inputs.backend)
     output, lse = outputs if isinstance(outputs, tuple) else (outputs, None)
     if count == 1:

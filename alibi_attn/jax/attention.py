@@ -108,17 +108,19 @@ def attend(
     *,
     key_bias_low: Array | None = None,
     query_bias_low: Array | None = None,
+    query_start: Array | None = None,
 ) -> tuple[Array, Array]:
     """(output, lse) of a validated call.
 
     Args:
         key_bias_low, query_bias_low: [B, H, S] and [B, H, T], the low parts of the spec's biases, b = key_bias + key_bias_low;
             without gradients.
+        query_start: [B, H, T] int32, the first key that each query may see; the masks still apply. Only if the keys before it
+            have biases that are lower by 2²⁰.
     """
     arrays, rest = operands(spec, query, key, value, dropout_key)
-    return _attend(
-        make_plan(spec, query, backend), arrays, rest._replace(key_bias_low=key_bias_low, query_bias_low=query_bias_low)
-    )
+    rest = rest._replace(key_bias_low=key_bias_low, query_bias_low=query_bias_low, query_start=query_start)
+    return _attend(make_plan(spec, query, backend), arrays, rest)
 
 
 def make_plan(spec: AttentionSpec[Array], query: Array, backend: Backend) -> Plan:

@@ -6,6 +6,26 @@
 
 #include "packed.hpp"
 
+// Which query sees which key, cuts among the gates included: the kernels know those as biases that are lower by 2^20.
+template <typename Real>
+struct Sight {
+    const Call<Real> &call;
+    const int32_t *query_start;  // [B, H, T] the first key that each query may see, or null
+
+    int64_t start(int64_t b, int64_t h, int64_t i) const { return query_start ? query_start[(b * call.H + h) * call.T + i] : 0; }
+
+    bool has(int64_t b, int64_t h, int64_t i, int64_t j) const { return j >= start(b, h, i) && sees(call, b, h, i, j); }
+
+    // Mostly a query sees its own key, and the first look is the last.
+    bool is_blinded_by_cut(int64_t b, int64_t h, int64_t i) const {
+        const int64_t from = start(b, h, i);
+        if (from == 0) return false;
+        for (int64_t j = std::min(call.first[b] + i, call.S - 1); j >= from; j--)
+            if (sees(call, b, h, i, j)) return false;
+        return true;
+    }
+};
+
 // Zeros for keys that no query sees, as far as positions, biases, mask and segments tell.
 template <typename Real, typename Number>
 void zero_what_nobody_sees(const Call<Real> &call, Packed<Number> &keys, Packed<Number> &values) {
@@ -32,8 +52,9 @@ void zero_what_nobody_sees(const Call<Real> &call, Packed<Number> &keys, Packed<
 
 // [B, H, T]: queries that see NaN or inf, which are zeros from now on, and biases -inf; empty where there are none.
 template <typename Real, typename Number>
-std::vector<uint8_t> clean(const Call<Real> &call, Packed<Number> &queries, Packed<Number> &keys, Packed<Number> &values,
+std::vector<uint8_t> clean(const Sight<Real> &sight, Packed<Number> &queries, Packed<Number> &keys, Packed<Number> &values,
                            std::vector<double> &key_bias) {
+    const Call<Real> &call = sight.call;
     const bool has_bad_bias = !std::all_of(key_bias.begin(), key_bias.end(), [](double b) { return b < INFINITY; });
     if (queries.is_moderate && keys.is_moderate && values.is_moderate && !has_bad_bias) return {};
     queries.detach(), keys.detach(), values.detach();
@@ -57,8 +78,8 @@ std::vector<uint8_t> clean(const Call<Real> &call, Packed<Number> &queries, Pack
             for (int64_t i = 0; i < call.T; i++) {
                 const bool spoiled = !queries.is_finite(b * call.T + i, h);
                 bool found = false;
-                for (size_t n = 0; !found && n < bad.size(); n++) found = sees(call, b, h, i, bad[n]);
-                for (int64_t j = 0; spoiled && !found && j < call.S; j++) found = sees(call, b, h, i, j);
+                for (size_t n = 0; !found && n < bad.size(); n++) found = sight.has(b, h, i, bad[n]);
+                for (int64_t j = 0; spoiled && !found && j < call.S; j++) found = sight.has(b, h, i, j);
                 if (spoiled) queries.zero(b * call.T + i, h);
                 poisoned[(b * call.H + h) * call.T + i] = found;
             }

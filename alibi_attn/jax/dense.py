@@ -51,7 +51,8 @@ def backward(plan: Plan, inputs: Inputs, known: Finished) -> Gradients:
 def _over_heads(one: Callable[..., Result], plan: Plan, inputs: Inputs, known: Finished | None) -> Result:
     """`one(queries, keys, head, known)` for all heads: results are [B, K, group, ...]."""
     batch, heads = inputs.query.shape[:2]
-    queries = Queries(_grouped(inputs.query, inputs), inputs.offset, inputs.query_segments)
+    start = None if inputs.query_start is None else _grouped(inputs.query_start, inputs)
+    queries = Queries(_grouped(inputs.query, inputs), inputs.offset, inputs.query_segments, start=start)
     keys = Keys(inputs.key, inputs.value, inputs.veil, jnp.zeros_like(inputs.offset), inputs.key_segments)
     number = _grouped(jnp.arange(batch * heads, dtype=jnp.int32).reshape(batch, heads), inputs)
     slopes = (_grouped(inputs.left, inputs), _grouped(inputs.right, inputs))
@@ -60,7 +61,7 @@ def _over_heads(one: Callable[..., Result], plan: Plan, inputs: Inputs, known: F
 
     # The axis of each array, in the order of the fields: for sequences, key heads, and query heads of a key head.
     by_head = _Head._make((Rule._make((0, 0, 0, 0, None)), 0, 0))
-    one_query, all_queries = Queries(0, None, None), Queries(0, 0, 0)  # type: ignore[arg-type]
+    one_query, all_queries = Queries(0, None, None, start=0), Queries(0, 0, 0, start=0)  # type: ignore[arg-type]
     one_key, all_keys = Keys(0, 0, 0, None, None), Keys(0, 0, 0, 0, 0)  # type: ignore[arg-type]
     a_query_head = jax.vmap(one, (one_query, None, by_head, 0))
     a_key_head = jax.vmap(a_query_head, (one_query, one_key, by_head, 0))

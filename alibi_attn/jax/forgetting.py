@@ -111,9 +111,11 @@ def attend_gated(
     if gates.shape[1] != spec.num_heads:
         gates = jnp.repeat(gates, spec.group, axis=1)
     of_key, of_query = _biases(spec.query_len, jnp.asarray(first, jnp.int32), gates, spec.key_bias)
+    cuts = jnp.where(gates == -jnp.inf, jnp.arange(spec.key_len, dtype=jnp.int32), 0)
+    start = lax.dynamic_slice_in_dim(lax.cummax(cuts, axis=2), first, spec.query_len, axis=2)
     return attend(
         dataclasses.replace(spec, key_bias=of_key.high, query_bias=of_query.high), query, key, value, dropout_key,
-        backend, key_bias_low=of_key.low, query_bias_low=of_query.low,
+        backend, key_bias_low=of_key.low, query_bias_low=of_query.low, query_start=start,
     )  # fmt: skip
 
 

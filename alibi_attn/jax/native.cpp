@@ -21,7 +21,7 @@ namespace {
 // In the order of `native.py`.
 enum Operand {
     QUERY, KEY, VALUE, SLOPES, RIGHT_SLOPES, FIRST, KEY_MASK, QUERY_SEGMENTS, KEY_SEGMENTS, KEY_BIAS, KEY_BIAS_LOW, QUERY_BIAS,
-    QUERY_BIAS_LOW, DROPOUT_SEED, NUMBERS, FORWARD_OPERANDS,
+    QUERY_BIAS_LOW, DROPOUT_SEED, QUERY_START, NUMBERS, FORWARD_OPERANDS,
     OUTPUT = FORWARD_OPERANDS, GRAD, GRAD_LSE, ROWS, VISITED, BACKWARD_OPERANDS,
 };
 enum ForwardResult { OF_OUTPUT, OF_LSE, OF_ROWS, OF_VISITED, FORWARD_RESULTS };
@@ -76,8 +76,9 @@ struct Laid {
     std::vector<int64_t> first, seeds;
     std::vector<double> key_bias;
     std::vector<int32_t> segments;  // of queries, then of keys, where they came as int64
+    Sight<Real> sight;
 
-    Laid(const Buffers &in, const Settings &settings) {
+    Laid(const Buffers &in, const Settings &settings) : sight{call, numbers_of<const int32_t>(in[QUERY_START])} {
         const auto query = in[QUERY].dimensions().last(4), key = in[KEY].dimensions().last(4);
         const int64_t runs = query[0] ? in[FIRST].element_count() / query[0] : 0;  // in the axes of `vmap`
         call.B = runs * query[0], call.T = query[1], call.H = query[2], call.D = query[3], call.S = key[1], call.K = key[2];
@@ -116,7 +117,7 @@ struct Laid {
         for_all(&Packed<Number>::read, arrays);
         Packed<Number> &queries = *arrays.begin()[0], &keys = *arrays.begin()[1], &values = *arrays.begin()[2];
         call.bf16 = std::is_same<Number, Bf16>::value;
-        const std::vector<uint8_t> poisoned = clean(call, queries, keys, values, key_bias);
+        const std::vector<uint8_t> poisoned = clean(sight, queries, keys, values, key_bias);
         call.query = queries.template rows<const Real>();
         call.key = keys.template rows<const Real>(), call.value = values.template rows<const Real>();
         call.D = queries.width();
@@ -160,6 +161,10 @@ void forward(const Buffers &in, const Buffers &out, const Settings &settings) {
     const double largest = is_wide ? std::numeric_limits<double>::max() : std::numeric_limits<float>::max();
     for (int64_t row = 0; row < int64_t(lse.size()); row++) {
         const int64_t head = row / call.T, b = head / call.H, h = head % call.H, i = row % call.T;
+        if (laid.sight.is_blinded_by_cut(b, h, i)) {
+            lse[row] = -INFINITY;
+            output.fill(b * call.T + i, h, Number(0));
+        }
         // A query that sees nothing: whatever its scores are, its weights are 0 in backward.
         if (lse[row] == -INFINITY) call.row_max(b, h)[i] = INFINITY;
         if (!of_queries.empty()) lse[row] += of_queries[row];

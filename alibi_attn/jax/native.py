@@ -171,6 +171,7 @@ def _operands(arrays: Arrays, rest: Rest) -> tuple[Array, ...]:
     optional = (
         rest.key_mask, rest.query_segments, rest.key_segments, arrays.key_bias, rest.key_bias_low, arrays.query_bias,
         rest.query_bias_low, None if seed is None else seed + jnp.zeros_like(arrays.left, seed.dtype, shape=()),
+        rest.query_start,
     )  # fmt: skip
     return (
         *(x.astype(_stored(arrays)) for x in arrays[:3]), arrays.left, arrays.right, rest.offset,

@@ -37,6 +37,7 @@ class Rest(NamedTuple):
     dropout_seed: Array | None  # [2] uint32
     key_bias_low: Array | None = None  # [B, H, S]
     query_bias_low: Array | None = None  # [B, H, T]
+    query_start: Array | None = None  # [B, H, T] int32
 
 
 def operands(

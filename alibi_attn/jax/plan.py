@@ -66,6 +66,7 @@ class Inputs(NamedTuple):
     key_segments: Array | None  # [B, S] int32
     dropout_seed: Array | None  # [2] uint32
     bias: KeyBias | None = None  # [B, H, S], −inf where a key is hidden
+    query_start: Array | None = None  # [B, H, T] int32
 
 
 class Queries(NamedTuple):
@@ -75,6 +76,7 @@ class Queries(NamedTuple):
     position: Array  # int32 scalar, of the first
     segment: Array | None  # [t] int32
     reference: Array | None = None  # [t] where key biases count from; None without them
+    start: Array | None = None  # [t] int32: the first key that each may see
 
 
 class Keys(NamedTuple):
@@ -189,6 +191,7 @@ def block_at(plan: Plan, parts: Parts, number: Array) -> Block:
             query=rows(plan, inputs.query, sequence, head, row),
             position=inputs.offset[sequence] + row,
             segment=None if segments is None else rows(plan, segments, sequence, row),
+            start=None if inputs.query_start is None else rows(plan, inputs.query_start, sequence, head, row),
         ),
         rule=Rule(left, right, look_left, look_right, parts.rule.scale),
         dropout=head_dropout(inputs.dropout_seed, sequence, head),

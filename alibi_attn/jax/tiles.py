@@ -66,6 +66,8 @@ def _sight(plan: Plan, rule: Rule, queries: Queries, keys: Keys) -> tuple[Array,
     seen = (distance < rule.look_left) & (distance > -rule.look_right)
     if queries.segment is not None and keys.segment is not None:
         seen &= queries.segment[:, None] == keys.segment[None, :]
+    if queries.start is not None:
+        seen &= keys.position + lax.broadcasted_iota(jnp.int32, shape, 1) >= queries.start[:, None]
     if plan.key_bias:  # a key may be hidden from some heads only, and products with its numbers may overflow
         seen &= (keys.veil != -jnp.inf)[None, :]
     slope = rule.left if plan.causal else jnp.where(distance < 0, -rule.right, rule.left)
@@ -141,7 +143,8 @@ def gradients(
         least: scalar of `least_distance`, left out of i − j here; `slope_gradients` puts it back.
     """
     score, distance = scores(plan, rule, queries._replace(reference=known.reference), keys)
-    weight = jnp.exp(score - known.lse[:, None])
+    # Keys that a query does not see have weight 0 also if its lse is NaN.
+    weight = jnp.where(score == -jnp.inf, 0.0, jnp.exp(score - known.lse[:, None]))
     grad_weight = _matmul(known.grad_output, keys.value.T)
     kept = weight
     if dropout is not None:

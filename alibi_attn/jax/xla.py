@@ -103,7 +103,7 @@ def _inputs(arrays: Arrays, rest: Rest) -> tuple[Inputs, Array]:
     key, value, veil = clean_keys(key, value, hidden)
     inputs = Inputs(
         query, key, value, veil, hidden, arrays.left, arrays.right, rest.scale, rest.tolerance, rest.window,
-        rest.offset, rest.query_segments, rest.key_segments, rest.dropout_seed, bias,
+        rest.offset, rest.query_segments, rest.key_segments, rest.dropout_seed, bias, rest.query_start,
     )  # fmt: skip
     return inputs, spoiled
 

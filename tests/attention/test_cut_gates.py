@@ -1,5 +1,6 @@
 """Gates that close entirely, −inf or a huge number: what follows is what it is without anything before, to the last digit."""
 
+import dataclasses
 import math
 
 import pytest
@@ -9,6 +10,9 @@ from torch.nn.functional import logsigmoid
 
 from alibi_attn import ALiBiAttention, KVCache, forgetting_attention
 from alibi_attn.attention.decoding import attend_near
+from alibi_attn.attention.spec import AttentionSpec
+from alibi_attn.attention.validation import make_spec
+from alibi_attn.attention.visibility import last_keys
 
 LENGTH, CUTS = 320, (64, 128, 256)
 CLOSED = [-math.inf, -3e38, -1e16, -1e9]
@@ -55,7 +59,7 @@ def test_nothing_passes_a_cut_and_later_gates_keep_their_digits(backend: str, cl
 
 
 @pytest.mark.parametrize("backend", WITH_KEY_BIAS)
-@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e4])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e4, 1e8, 1e18])
 def test_what_lies_before_a_cut_is_never_used(backend: str, bad: float) -> None:
     inputs = with_cuts(draw(), -math.inf)
     spoiled = [x.clone() for x in inputs]
@@ -91,6 +95,76 @@ def test_a_query_whose_keys_since_the_cut_are_hidden_sees_nothing(backend: str, 
     assert lse.transpose(1, 2)[seen].isfinite().all()
     gradients = torch.autograd.grad(output.transpose(1, 2)[blind].sum(), inputs)
     assert not any(x.any() for x in gradients)
+
+
+@pytest.mark.parametrize("backend", WITH_KEY_BIAS)
+@pytest.mark.parametrize("hidden", ["nothing", "window", "segments"])
+@pytest.mark.parametrize("large", ["key", "key_bias", "slopes", "NaN"])
+def test_cuts_of_single_heads_hide_what_is_large(backend: str, large: str, hidden: str) -> None:
+    """Against the definition, in fp64; heads of one key head have different cuts."""
+    options: dict = {
+        "window": {"window": 100},
+        "segments": {"segment_ids": (torch.arange(LENGTH) // 90).expand(2, -1)},
+    }.get(hidden, {})
+    inputs = draw(torch.float64)
+    inputs[3] = inputs[3].double()
+    inputs[3][0, 0, 120] = inputs[3][0, 1, 200] = inputs[3][1, 2, [150, 300]] = -math.inf
+    slopes, bias = (
+        torch.tensor([0.1, 0.0, 0.5, 0.2], dtype=torch.float64),
+        torch.zeros(2, 4, LENGTH, dtype=torch.float64),
+    )
+    if large == "key_bias":
+        bias[:, 2, 110] = 2e6
+    elif large == "slopes":
+        slopes[2] = -1e5
+    else:
+        inputs[1][1, 1, 100] = inputs[2][1, 1, 100] = 1e6 if large == "key" else math.nan
+    found = []
+    for name in (backend, "reference"):
+        leaves = [x.clone().requires_grad_() for x in (*inputs, slopes, bias)]
+        output, lse = forgetting_attention(
+            *leaves[:5], key_bias=leaves[5], return_lse=True, backend=name, tolerance=0.0, **options
+        )
+        kept = [x[1, 2, 150:] for x in (output, lse)]
+        gradients = list(torch.autograd.grad(kept, leaves, [x.detach().cos() for x in kept]))
+        if large == "NaN":  # head 3 sees it everywhere, which is an answer of NaN and gradients of NaN
+            gradients = [gradients[0][1, 2, 151:], gradients[3][1, 2, 151:]]
+        found.append([output.nan_to_num(7.0), lse.nan_to_num(7.0), *gradients])
+    assert found[0][0][1, 2, 150:].abs().max() < 10
+    for x, y in zip(*found, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9 * max(1.0, float(y.detach().abs().max())))
+
+
+def test_dropout_is_that_of_the_definition_where_cuts_become_segments() -> None:
+    inputs = draw()
+    inputs[3][0, 0, 120] = inputs[3][1, 2, 150] = -math.inf
+    inputs[1][1, 1, 100] = 1e7
+    found = []
+    for backend in ("native", "dense"):
+        torch.manual_seed(3)
+        found.append(forgetting_attention(*inputs, dropout_p=0.4, backend=backend)[:, :, 150:])
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("first", [0, 60])
+def test_last_keys_are_those_of_a_loop(first: int) -> None:
+    keys, segments = torch.rand(2, 3, 80) < 0.3, torch.randint(0, 4, (2, 80)) * 2**40
+    of_queries = torch.randint(0, 4, (2, 20)) * 2**40
+    spec = make_spec(
+        torch.zeros(2, 3, 20, 4), torch.zeros(2, 3, 80, 4), torch.zeros(2, 3, 80, 4), query_offset=first,
+        segment_ids=(of_queries, segments),
+    )  # fmt: skip
+    for one, alike in ((spec, segments[:, None] == of_queries[..., None]), (without_segments(spec), None)):
+        alike = torch.ones(2, 20, 80, dtype=torch.bool) if alike is None else alike
+        expected = [
+            max([j for j in range(first + i + 1) if keys[b, h, j] and alike[b, i, j]], default=-1)
+            for b in range(2) for h in range(3) for i in range(20)
+        ]  # fmt: skip
+        assert last_keys(one, keys).flatten().tolist() == expected
+
+
+def without_segments(spec: AttentionSpec) -> AttentionSpec:
+    return dataclasses.replace(spec, query_segments=None, key_segments=None)
 
 
 @pytest.mark.parametrize("backend", ["dense", "native"])

@@ -34,6 +34,14 @@ def test_hidden_keys_are_never_used(interpreter: ProcessPoolExecutor, query_len:
     interpreter.submit(biased.hidden_keys_change_nothing, query_len, bad).result()
 
 
+@pytest.mark.parametrize(
+    ("bad", "reads"), [(float("nan"), False), (float("inf"), False), (1e8, True), (float("nan"), True)]
+)
+@pytest.mark.parametrize("query_len", [150, 3])
+def test_cuts_are_strict(interpreter: ProcessPoolExecutor, query_len: int, bad: float, reads: bool) -> None:
+    interpreter.submit(biased.cuts_are_strict, query_len, bad, reads=reads).result()
+
+
 @pytest.mark.parametrize("query_len", [150, 3])
 def test_large_numbers_cost_the_rounding_of_their_differences(interpreter: ProcessPoolExecutor, query_len: int) -> None:
     of_output, of_lse = interpreter.submit(biased.cost_of_large_numbers, query_len).result()

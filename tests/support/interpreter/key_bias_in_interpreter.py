@@ -11,6 +11,7 @@ from extreme_biases import assert_right, random_call
 from fused_in_interpreter import _inside
 from torch import Tensor
 
+from alibi_attn.attention import cuts
 from alibi_attn.attention.api import alibi_attention
 from alibi_attn.attention.backends.fused import backend as fused
 from alibi_attn.attention.backends.fused.plan import planned
@@ -142,3 +143,33 @@ def tiles_of_gates(length: int) -> tuple[int, int]:
     spec = make_spec(query, key, value, [0.0], key_bias=bias, tolerance=1e-6)
     bands = fused.plan(spec, query, key, value).bands
     return int((bands[..., 1] - bands[..., 0]).max()), -(-length // TILE)
+
+
+def cuts_are_strict(query_len: int, bad: float, *, reads: bool) -> None:
+    """Nothing before a cut is used, and keys that a mask hides since a cut are not replaced by those before it.
+
+    Where nothing may be read on the host, as on a device, finite numbers may be large only within limits.
+    """
+    query, key, value = drawn(query_len, 220)
+    gates = torch.nn.functional.logsigmoid(torch.randn(2, 2, 220) + 2)
+    gates[:, :, 100] = gates[1, 1, 217] = -math.inf
+    seen = torch.ones(2, 220, dtype=torch.bool)
+    seen[0, 100:218] = False
+    spoiled = key.clone(), value.clone()
+    spoiled[0][0, 0, 50] = spoiled[1][1, 0, 99] = bad
+    kept = slice(max(0, 100 - (220 - query_len)), None)
+    found, before = [], cuts.may_read
+    for backend, tensors in (("fused", spoiled), ("reference", (key, value))):
+        leaves = [x.clone().requires_grad_() for x in (query, *tensors, gates)]
+        cuts.may_read = before if reads else lambda *tensors: False
+        try:
+            output, lse = forgetting_attention(*leaves, key_mask=seen, return_lse=True, backend=backend)
+        finally:
+            cuts.may_read = before
+        output, lse = output[:, :, kept], lse[:, :, kept]
+        assert bool((lse[0] == -math.inf).any())
+        loss = output.square().sum() + lse.masked_fill(lse == -math.inf, 0.0).sin().sum()
+        gradients = torch.autograd.grad(loss, leaves)
+        found.append([output, lse, gradients[0][:, :, kept], *(x[:, :, 101:] for x in gradients[1:])])
+    for ours, exact in zip(*found, strict=True):
+        torch.testing.assert_close(ours, exact, rtol=1e-4, atol=2e-5)

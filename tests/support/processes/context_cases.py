@@ -25,6 +25,7 @@ class Case:
     segments: bool = False
     bias: str = ""
     gates: bool = False
+    cut: int = 0  # the position of a gate of −inf
     outlier: bool = False
     batch: int = 2
     dim: int = 8
@@ -62,6 +63,9 @@ class Case:
                 found["key_bias"][1, 2, 5:9] = -math.inf
         if self.gates:
             found["log_fgate"] = torch.nn.functional.logsigmoid(normal(b, self.kv_heads, n) + 1.0)
+        if self.cut:
+            found["log_fgate"][:, :, self.cut] = -math.inf
+            found["log_fgate"][0, 0, self.cut + 40] = -math.inf
         wide = torch.promote_types(self.dtype, torch.float32)
         found["grad"] = normal(b, heads, n, self.dim).to(self.dtype)
         found["grad_lse"] = normal(b, heads, n).to(wide)
@@ -90,6 +94,9 @@ CASES = {
     "bias of a row, symmetric": Case((120, 90, 100), bias="row", options={"causal": False}),
     "gates": Case((100, 80, 0, 90), gates=True, slopes=(0.0,) * 4),
     "gates, bias, slopes, padding": Case((100, 80, 20, 90), gates=True, bias="all", mask=True, kv_heads=2),
+    "gates, a cut before padding": Case(
+        (50, 6, 50, 80), gates=True, mask=True, cut=46, kv_heads=2, dtype=torch.float32
+    ),
     "gates, segments": Case((100, 80, 90), gates=True, segments=True, slopes=(0.0,) * 4),
     "score bound": Case((120, 30, 100), kv_heads=2, options={"score_bound": 14.0}),
     "slopes of sequences": Case((120, 100), slopes=(SLOPES, (1.0, 2.0, 0.5, 0.6))),

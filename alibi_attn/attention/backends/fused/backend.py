@@ -27,7 +27,7 @@ from alibi_attn.attention.operator import operator
 from alibi_attn.attention.schema import Arguments, BackwardInputs, Gradients, Kernels
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.transforms import constant_when_compiled, why_not_compiled
-from alibi_attn.attention.visibility import rounded_lse
+from alibi_attn.attention.visibility import contained_by_cuts, rounded_lse
 
 Spec = AttentionSpec[Tensor]
 
@@ -222,9 +222,15 @@ class _Saved(NamedTuple):
 
 def _attend(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, _Saved, bool]:
     query, key, value = in_rows(query, key, value)
+    poison = blind = None
+    if spec.query_start is not None:
+        key, value, poison, blind = contained_by_cuts(spec, key, value)
     full_tiles = _full_tiles(spec, query)
     tiles = plan(spec, query, key, value, full_tiles=full_tiles)
     output, lse = forward(spec, query, key, value, tiles, full_tiles=full_tiles)
+    if poison is not None and blind is not None:
+        output = output.masked_fill(blind[..., None], 0.0) + poison[..., None].to(output.dtype)
+        lse[:, 0] = lse[:, 0].masked_fill(blind, -torch.inf) + poison
     of_tiles = tiles.bands, tiles.outlier_tiles, tiles.beside, tiles.weight
     if full_tiles is None or full_tiles.call.key_bias is None:
         return output, lse, _Saved(*of_tiles, lse.new_empty((spec.batch, 0))), False
@@ -241,6 +247,8 @@ def _differentiate(spec: Spec, saved: tuple[Tensor, ...], inputs: BackwardInputs
         lse = relative_lse.contiguous()  # of the unshifted one all digits of a small number may be gone
         grad_lse = None if grad_lse is None else grad_lse.float()
     query, key, value = in_rows(inputs.query, inputs.key, inputs.value)
+    if spec.query_start is not None:
+        key, value, *_ = contained_by_cuts(spec, key, value)
     if inputs.may_see_nothing:
         # 0·NaN: what is in a query that sees nothing must not reach the keys.
         nothing = ((lse if spec.key_bias is None else lse[:, 0]) == -torch.inf)[..., None]
