@@ -19,7 +19,6 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from alibi_attn.records import replace_file
 from alibi_attn.strict_json import JsonError, parse
 
 KEEP_SECONDS = 5.0  # how much work a killed process loses, beyond its batch
@@ -201,7 +200,17 @@ def _done(partial: Path, about: Path, identity: str, shape: tuple[int, int]) -> 
 
 def _write(about: Path, identity: str, done: int, shape: Sequence[int]) -> None:
     said = {"identity": identity, "rows_done": done, "shape": list(shape)}
-    replace_file(about, f"{json.dumps(said)}\n".encode())
+    # One process writes at a time, so the name can be fixed: what a killed one leaves, the next one replaces.
+    temporary = about.with_name(f"{about.name}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(f"{json.dumps(said)}\n".encode())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, about)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def _damaged(path: Path) -> ValueError:

@@ -1,6 +1,9 @@
 """Long work: batches are sorted and bounded, vectors are those of the texts alone, and what was interrupted goes on."""
 
 import os
+import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -190,3 +193,22 @@ def test_an_empty_file_that_a_killed_run_left_is_no_obstacle(tmp_path):
     (tmp_path / "v.partial").touch()
     with claimed(tmp_path / "v"):
         assert PartialVectors.open(tmp_path / "v", "q", (4, 3)).done == 0
+
+
+def test_a_process_killed_while_it_notes_its_progress_leaves_nothing_for_good(tmp_path):
+    program = """if True:
+        import os, signal, sys
+        from pathlib import Path
+        from alibi_attn.hf.resumable_output import PartialVectors
+        partial = PartialVectors.open(Path(sys.argv[1]), "question", (2, 3))
+        os.replace = lambda *paths: os.kill(os.getpid(), signal.SIGKILL)
+        partial.keep()
+    """
+    out = tmp_path / "vectors.npy"
+    killed = subprocess.run([sys.executable, "-c", program, str(out)], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert len(list(tmp_path.iterdir())) == 3
+    partial = PartialVectors.open(out, "question", (2, 3))
+    partial.put([0, 1], np.ones((2, 3), np.float32))
+    partial.finish()
+    assert [path.name for path in tmp_path.iterdir()] == ["vectors.npy"]
