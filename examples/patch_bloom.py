@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tokens = torch.randint(3, model.config.vocab_size, (1, options.length))
 
     before, seconds_before = logits_and_seconds(model, tokens)
-    handle = patch(model)  # this one model, in memory; handle.undo() takes it back
+    handle = patch(model)  # this one model, in memory; handle.undo() reverts it
     after, seconds_after = logits_and_seconds(model, tokens)
     print(f"{len(handle.layers)} layers patched; {options.length:,} tokens")
     print(f"one pass: {seconds_before:.2f} s before, {seconds_after:.2f} s after")

@@ -1,10 +1,8 @@
-"""ALiBi models of `transformers` (BLOOM, MPT, Falcon with alibi=True) on our attention, a decoder of our own that reads the
-checkpoints of others (Baichuan-13B, BTLM, Jais, MPT, Refact), and checkpoints to and fro.
-
-Encoders of our own read Jina v2, MosaicBERT and DNABERT-2.
+"""ALiBi for `transformers`: `patch` for its own models (BLOOM, MPT, Falcon with alibi=True), a decoder (Baichuan-13B, BTLM,
+Jais, MPT, Refact) and encoders (Jina v2, MosaicBERT, DNABERT-2) that need no remote code, and checkpoint conversion.
 
 Read `patching.py` first, then one file of `families/`; `encoder/` has the encoders, `decoder/` the decoder.
-`docs/hf.md`, `docs/encoders.md` and `docs/decoders.md` show how they are used.
+`docs/hf.md`, `docs/encoders.md` and `docs/decoders.md` are the user guides.
 """
 
 try:

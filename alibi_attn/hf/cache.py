@@ -1,7 +1,7 @@
 """ALiBiCache: a cache for `generate` in which a new token of a patched model reads only the keys within reach.
 
-A `DynamicCache` of transformers copies all keys and values for every new token, and then all of them are scored. This one
-appends in place, and remembers how long its keys and values are: see `attention/decoding.py`.
+A `DynamicCache` of transformers copies all keys and values for every new token, and attention then scores all of them. This
+cache appends in place and stores norms of its keys and values: see `attention/decoding.py`.
 """
 
 import weakref
@@ -14,21 +14,22 @@ from transformers.cache_utils import Cache, DynamicLayer
 from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.nn.cache import KVCache, check_format
 
-FORMAT = 1  # of a pickle; the caches inside have their own
+FORMAT = 1  # of a pickle; the KVCaches inside have their own format number
 
 
 class ALiBiCache(Cache):
     """Pass a new one as `past_key_values`: `model.generate(tokens, past_key_values=ALiBiCache())`.
 
-    It does what a `DynamicCache` does (beams, assisted generation, chunks, cropping) with any model, and gives the same outputs.
-    With it a model under `patch` spends on attention what its reach costs, however long the text, and with padding every row
-    what its own tokens cost. All keys are scored with holes in a mask, gradients, other numerics than "exact", a `backend` of
-    your choice or `torch.compile`; on a GPU with any padding, too; and on a CPU below 2²³ cached elements a layer and sequence
-    (8,192 tokens of 16 heads × 64) where there is no compiler, the dtype is fp64, or a head's size is no multiple of 16.
+    It replaces a `DynamicCache` in any model (beams, assisted generation, chunks, cropping), with the same outputs. In a patched
+    model, the cost of attention per token then depends on the reach and not on the length of the text; with padding, each row
+    pays only for its own tokens. All keys are still scored if the mask has holes, gradients are needed, numerics is not "exact",
+    a `backend` is named, or under `torch.compile`; on a GPU also with any padding. On a CPU without a compiler, in fp64, or with
+    a head size that is not a multiple of 16, all keys are scored below 2²³ cached elements per layer and sequence (8,192 tokens
+    of 16 heads × 64).
 
-    It may be copied and pickled; a pickle names its format and holds nothing of transformers' own, whose version may change.
+    It can be copied and pickled. A pickle names its format and contains no transformers classes, so it survives upgrades.
 
-    MPT's config has `use_cache=False`: pass `use_cache=True` to `generate` there.
+    MPT's config has `use_cache=False`: pass `use_cache=True` to `generate`.
 
     >>> from transformers import BloomConfig, BloomForCausalLM
     >>> from alibi_attn.hf import patch
@@ -52,7 +53,7 @@ class ALiBiCache(Cache):
         self.layers = [_Layer(store=store) for store in state["stores"]]
 
     def norms(self, layer_idx: int) -> Norms:
-        """What is known of the keys and values of one layer, which has some."""
+        """Norms of the cached keys and values of one layer, which must not be empty."""
         return self._layer(layer_idx).store.norms
 
     def _layer(self, layer_idx: int) -> "_Layer":
@@ -62,7 +63,7 @@ class ALiBiCache(Cache):
 
 
 class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
-    """One layer of transformers' interface; `store` holds the tensors, `keys` and `values` are views of it."""
+    """One layer, with transformers' interface; `store` holds the tensors, `keys` and `values` are views of it."""
 
     def __init__(self, *, store: KVCache | None = None, **kwargs: object) -> None:
         super().__init__(**kwargs)  # type: ignore[no-untyped-call]
@@ -70,7 +71,7 @@ class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
         self.owner: weakref.ref[nn.Module] | None = None
         if len(self.store):
             self.lazy_initialization(self.store.key, self.store.value)
-        self._look()
+        self._refresh_views()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -83,8 +84,8 @@ class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
         if layer is not None and owner is not layer:
             if owner is not None and len(self.store):
                 raise ValueError(
-                    "this ALiBiCache holds the keys of another model, or of another layer; pass a new ALiBiCache(), or a copy "
-                    "(copy.deepcopy) to continue it with another model that has the same weights"
+                    "this ALiBiCache holds the keys of another model or layer; pass a new ALiBiCache(), or a copy "
+                    "(copy.deepcopy) to continue with another model that has the same weights"
                 )
             self.owner = weakref.ref(layer)
         if not self.is_initialized:
@@ -97,19 +98,19 @@ class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     def reset(self) -> None:
         self.store, self.is_initialized = KVCache(), False
-        self._look()
+        self._refresh_views()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove −tokens_to_remove tokens; a positive number is the length to be left, as older releases have it."""
+        """Remove −tokens_to_remove tokens; a positive number is the length to keep, as in older releases of transformers."""
         length = len(self.store)
         left = tokens_to_remove if tokens_to_remove > 0 else length + tokens_to_remove
         self.store.crop(min(max(left, 0), length))
-        self._look()
+        self._refresh_views()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         if len(self.store):
             self.store.reorder(beam_idx)
-            self._look()
+            self._refresh_views()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if len(self.store):
@@ -120,7 +121,7 @@ class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
             self.reorder_cache(torch.arange(self.store.key.shape[0], device=indices.device)[indices])
 
     def offload(self) -> None:
-        raise NotImplementedError("an ALiBiCache is not offloaded; use DynamicCache(offloading=True)")
+        raise NotImplementedError("an ALiBiCache cannot be offloaded; use DynamicCache(offloading=True)")
 
-    def _look(self) -> None:
+    def _refresh_views(self) -> None:
         self.keys, self.values = (self.store.key, self.store.value) if len(self.store) else (None, None)

@@ -1,7 +1,7 @@
-"""Reads and writes the checkpoints of all model families: finds the family by the names of the weights, and renames them.
+"""Reads and writes the checkpoints of all model families: finds the family by the weights' names, and renames the weights.
 
-The config must agree with the family and with all sizes, and no weight may be missing or left over. Weights that have our layout
-are not copied unless the caller asks for it. Read before: `families/family.py`; next: `checkpoint_files.py`.
+The config must agree with the family and with all sizes, and no weight may be missing or left over. Weights that already have our
+layout are not copied unless `copies=True`. Read before: `families/family.py`; next: `checkpoint_files.py`.
 """
 
 import dataclasses
@@ -54,36 +54,36 @@ def read(
 
     Args:
         about: its config.json.
-        families: those that it may be of; the first that fits.
-        changes: to the config, which the family understands.
+        families: the candidates; the first that matches is used.
+        changes: fields of the config to change, by the family's names.
         tensors: the weights; None reads those of the folder.
 
     Raises:
         FileNotFoundError: there are no weights.
-        ValueError: another family, a damaged file, or a config that is not supported.
+        ValueError: an unknown family, a damaged file, or an unsupported config.
     """
-    family, found = _recognized(folder, checkpoint_files.read_state(folder) if tensors is None else tensors, families)
+    family, weights = _recognized(folder, checkpoint_files.read_state(folder) if tensors is None else tensors, families)
     kind = about.get("model_type")
     if kind is not None and family.model_types and kind not in family.model_types:
         raise ValueError(
             f"the weights in {folder} have the names of {family.name}, whose model_type is {' or '.join(family.model_types)}, "
-            f"but its config says {kind!r}; that is another model, or another config"
+            f"but its config says {kind!r}; the config and the weights are of different models"
         )
-    for name, tensor in found.items():
+    for name, tensor in weights.items():
         if not tensor.is_floating_point() and not re.fullmatch(family.ignored, name):
-            raise ValueError(f"{folder} holds {name} as {tensor.dtype}: quantized weights cannot be read here")
+            raise ValueError(f"{folder} holds {name} as {tensor.dtype}: quantized weights are not supported")
     options = Options(about, str(folder / checkpoint_files.CONFIG))
     try:
-        config = family.config(Checkpoint(folder, options, found, changes or {}))
+        config = family.config(Checkpoint(folder, options, weights, changes or {}))
     except StrictDataclassError as error:
-        raise ValueError(f"{options.where} cannot be right: {cause(error)}; download the checkpoint again") from error
-    state = State(found, family, family.parts(found.keys()), folder)
+        raise ValueError(f"{options.where} is invalid: {cause(error)}; download the checkpoint again") from error
+    state = State(weights, family, family.parts(weights.keys()), folder)
     _check_sizes(config, state)
     return config, state
 
 
 def recognized(names: Collection[str], families: Iterable[Family]) -> tuple[Family, dict[str, str]] | None:
-    """The first family that these weights may be of, and their names in it: {stored name: name without wrapper prefixes}."""
+    """The first family that matches these names, and {stored name: name without wrapper prefixes}."""
     table = list(families)
     for outer in dict.fromkeys(outer for family in table for outer in family.wrappers):
         for family in table:
@@ -102,16 +102,16 @@ def converted(
     new_head: bool = False,
     copies: bool = False,
 ) -> dict[str, Tensor]:
-    """The weights of a model by its own names; takes them out of `state`, so that few are there twice.
+    """The weights by our model's names. They are removed from `state` one by one, so that few are in memory twice.
 
     Args:
-        model: its sizes and names; may be on the meta device.
+        model: gives names and sizes; may be on the meta device.
         dtype: of the result; None keeps that of the checkpoint.
-        new_head: leave out weights of the head that the checkpoint lacks, or that have another number of labels.
-        copies: no tensor shares memory with the checkpoint.
+        new_head: leave out weights of the head that are missing from the checkpoint, or that have another number of labels.
+        copies: copy every tensor, so that none shares memory with the checkpoint.
 
     Raises:
-        ValueError: weights that are missing, unknown or of another size, by name.
+        ValueError: weights that are missing, unexpected or of the wrong size; the message names them.
     """
     prefix, wanted = f"{model.base_model_prefix}.", dict(model.state_dict())
     tied = (model._tied_weights_keys or {}) if model.config.tie_word_embeddings else {}
@@ -120,25 +120,25 @@ def converted(
         _check_tied(state, name, embedding.removeprefix(prefix))
     stored = {name: state.family.places(name.removeprefix(prefix), state.parts) for name in wanted}
     _check_names({their for _, theirs in stored.values() for their in theirs}, state, new_head=new_head)
-    found = {}
+    weights = {}
     for name, like in wanted.items():
         source, theirs = stored[name]
-        lacking = any(their not in state.tensors for their in theirs)
-        if lacking or (new_head and name.startswith("classifier.") and state.tensors[theirs[0]].shape != like.shape):
-            continue  # a new head, or `_check_names` had refused it
+        missing = any(their not in state.tensors for their in theirs)
+        if missing or (new_head and name.startswith("classifier.") and state.tensors[theirs[0]].shape != like.shape):
+            continue  # part of a new head; `_check_names` has refused all others
         tensor = _taken(state, theirs, like.shape, transposed=source.transposed, half=source.half).to(dtype)
-        found[name] = tensor.clone() if copies and len(theirs) == 1 else tensor
+        weights[name] = tensor.clone() if copies and len(theirs) == 1 else tensor
         for their in theirs:
-            if source.half != 0:  # the second half is still to be taken
+            if source.half != 0:  # the second half is still needed
                 state.tensors.pop(their, None)
-    return found | {name: found[embedding] for name, embedding in tied.items()}
+    return weights | {name: weights[embedding] for name, embedding in tied.items()}
 
 
 def write(model: PreTrainedModel, folder: Path, family: Family) -> None:
-    """Write config.json and model.safetensors in a family's layout into a new folder, which appears whole or not at all.
+    """Write config.json and model.safetensors in a family's layout into a new folder, atomically.
 
     Raises:
-        ValueError: a model that the layout cannot hold.
+        ValueError: the layout cannot store this model.
         FileExistsError: the folder exists.
     """
     assert family.written is not None
@@ -148,7 +148,7 @@ def write(model: PreTrainedModel, folder: Path, family: Family) -> None:
     tensors: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
         if name in tied:
-            continue  # safetensors stores no tensor under two names
+            continue  # safetensors cannot store a tensor under two names
         prefix = f"{model.base_model_prefix}." if name.startswith(f"{model.base_model_prefix}.") else ""
         source, theirs = family.places(name.removeprefix(prefix), family.parts(()))
         assert not source.transposed
@@ -168,7 +168,7 @@ def cause(error: BaseException) -> str:
 
 
 def listed(names: Iterable[str], most: int = 8) -> str:
-    """The first names in order, and how many more there are."""
+    """The first names in sorted order, and the number of the others."""
     names = sorted(names)
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
@@ -178,14 +178,16 @@ def _recognized(
 ) -> tuple[Family, dict[str, Tensor]]:
     table = list(families)
     if any("embeddings.position_embeddings." in name for name in tensors):
-        raise ValueError(f"{folder} has position embeddings, so it has no ALiBi; transformers may have a class for it")
-    found = recognized(tensors.keys(), table)
-    if found is None:
         raise ValueError(
-            f"{folder} holds none of {', '.join(family.name for family in table)}: no weights are called "
-            f"{', '.join(f'{family.layers}0.{family.marks[0]}' for family in table)}; it has {listed(tensors, 3)}"
+            f"{folder} has position embeddings, so it does not use ALiBi; transformers may have a class for it"
         )
-    family, names = found
+    match = recognized(tensors.keys(), table)
+    if match is None:
+        raise ValueError(
+            f"{folder} does not hold a checkpoint of {', '.join(family.name for family in table)}: no weight is called "
+            f"{', '.join(f'{family.layers}0.{family.marks[0]}' for family in table)}; the weights are {listed(tensors, 3)}"
+        )
+    family, names = match
     state = {names[name]: tensor for name, tensor in tensors.items()}
     for name, alias in family.aliases.items():
         if alias in state:
@@ -194,7 +196,7 @@ def _recognized(
 
 
 def _unwrapped(name: str, family: Family, outer: str, inner: str) -> str:
-    """Names that do not begin as the others stay as they are, and are refused as unknown unless they are a head's."""
+    """Names without the common prefix are returned unchanged; they are refused later unless they belong to a head."""
     is_other = not name.startswith(outer) or re.fullmatch(family.heads, name)
     return name if is_other else inner + name.removeprefix(outer)
 
@@ -208,13 +210,13 @@ def _check_names(wanted: Collection[str], state: State, *, new_head: bool) -> No
     if missing or unknown:
         is_head = bool(missing) and not unknown and all(re.fullmatch(family.heads, name) for name in missing)
         advice = "pass new_head=True to draw the head at random, and train it" if is_head else "download it again"
-        lacks, has = f"it lacks the weights {listed(missing)}", f"it has unknown weights {listed(unknown)}"
-        reason = f"{lacks}, and {has}" if missing and unknown else lacks if missing else has
+        absent, extra = f"the weights {listed(missing)} are missing", f"it has unexpected weights {listed(unknown)}"
+        reason = f"{absent}, and {extra}" if missing and unknown else absent if missing else extra
         raise ValueError(f"{state.folder} is not the {family.name} that its config describes: {reason}; {advice}")
 
 
 def _check_sizes(config: PreTrainedConfig, state: State) -> None:
-    """Before a model of these sizes is built."""
+    """Compares the config's sizes with the weights, before a model of these sizes is built."""
     layers = re.compile(re.escape(state.family.layers) + r"(\d+)\.")
     counted = len({match[1] for name in state.tensors if (match := layers.match(name))})
     if counted != config.num_hidden_layers:
@@ -225,24 +227,24 @@ def _check_sizes(config: PreTrainedConfig, state: State) -> None:
     for name in ("vocab_size", "hidden_size", "intermediate_size", "type_vocab_size"):
         if (size := getattr(config, name, 0)) > longest:
             raise ValueError(
-                f"{state.folder} has no weight as long as the {name} that its config gives, {size}; download the checkpoint again"
+                f"{state.folder} has {name} {size} in its config but no weight that long; download the checkpoint again"
             )
 
 
 def _check_tied(state: State, head: str, embedding: str) -> None:
-    """A head that is stored although it shares the embeddings' weight."""
+    """Checks a head that is stored although the config ties it to the embeddings: both must be equal."""
     (name,), (other,) = (state.family.places(ours, state.parts)[1] for ours in (head, embedding))
     stored, shared = state.tensors.pop(name, None), state.tensors.get(other)
     if stored is None or shared is None or stored.data_ptr() == shared.data_ptr() or torch.equal(stored, shared):
         return
     raise ValueError(
         f"{state.folder} has tie_word_embeddings but {name} is not {other}; set tie_word_embeddings to false in its config.json "
-        "if the head was trained on its own"
+        "if the head was trained separately"
     )
 
 
 def _taken(state: State, theirs: tuple[str, ...], shape: torch.Size, *, transposed: bool, half: int | None) -> Tensor:
-    """One of our tensors; a view of theirs if the layout is the same."""
+    """One of our tensors; a view of the stored one if the layout is the same."""
     parts = [state.tensors[their] for their in theirs]
     fits = all(part.ndim == len(shape) for part in parts)
     if fits and transposed:

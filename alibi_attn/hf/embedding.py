@@ -16,19 +16,19 @@ from alibi_attn.hf.encoder.models import ALiBiBertModel
 from alibi_attn.hf.pooling_config import Pooling
 
 Tokens = NDArray[np.int32]
-_AT_ONCE = 256  # texts that the tokenizer gets in one call
+_AT_ONCE = 256  # texts per call of the tokenizer
 
 
 def tokenize(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_length: int
 ) -> tuple[list[Tokens], list[int]]:
-    """The tokens of each text, special ones included, at most `max_length`; and which texts were cut."""
+    """The tokens of each text, special ones included, at most `max_length`; and the indices of the texts that were cut."""
     rows: list[Tokens] = []
     cut: list[int] = []
     for start in range(0, len(texts), _AT_ONCE):
         some = list(texts[start : start + _AT_ONCE])
-        found = tokenizer(some, add_special_tokens=True, truncation=False, verbose=False)["input_ids"]
-        for at, ids in enumerate(found):
+        encoded = tokenizer(some, add_special_tokens=True, truncation=False, verbose=False)["input_ids"]
+        for at, ids in enumerate(encoded):
             if len(ids) > max_length:
                 cut.append(start + at)
                 ids = tokenizer(some[at], add_special_tokens=True, truncation=True, max_length=max_length)["input_ids"]
@@ -37,12 +37,12 @@ def tokenize(
 
 
 def longest_first(rows: Sequence[Tokens]) -> list[int]:
-    """The order in which texts are computed: by length, the longest first, equal ones as they came."""
+    """The order of computation: longest text first, equal lengths in their original order."""
     return sorted(range(len(rows)), key=lambda at: -len(rows[at]))
 
 
 def batches(rows: Sequence[Tokens], order: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
-    """Texts, in the order given, whose padded array has at most `batch_tokens` places; a text at least.
+    """Splits texts, in the given order, into batches of at most `batch_tokens` tokens with padding, or of a single text.
 
     >>> rows = [np.zeros(n, np.int32) for n in (2, 7, 3, 2)]
     >>> list(batches(rows, longest_first(rows), 7))
@@ -57,7 +57,7 @@ def batches(rows: Sequence[Tokens], order: Sequence[int], batch_tokens: int) -> 
 
 @torch.inference_mode()
 def embed(model: ALiBiBertModel, rows: Sequence[Tokens], *, pooling: Pooling, normalize: bool) -> NDArray[np.float32]:
-    """The vectors [B, E] of a batch of texts, each with one token at least.
+    """The vectors [B, E] of a batch of texts, each of at least one token.
 
     Raises:
         ValueError: the batch does not fit into memory, or a vector is not finite.
@@ -71,26 +71,26 @@ def embed(model: ALiBiBertModel, rows: Sequence[Tokens], *, pooling: Pooling, no
     mask = mask.to(model.device)
     try:
         states = model(ids.to(model.device), mask).last_hidden_state
-        # 0 at padding, so that the sum is that of the tokens.
+        # Hidden states at padding are 0, so the sum covers only the tokens.
         vectors = states.sum(1, dtype=torch.float32) / mask.sum(1, keepdim=True) if pooling == "mean" else states[:, 0]
     except RuntimeError as error:
         if not isinstance(error, torch.OutOfMemoryError) and "allocate" not in str(error):
             raise
         raise ValueError(
-            f"a batch of {len(rows)} × {longest:,} tokens does not fit into memory; pass fewer tokens a batch, or cut long texts"
+            f"a batch of {len(rows)} × {longest:,} tokens does not fit into memory; use fewer tokens per batch, or cut texts"
         ) from error
     vectors = vectors.float()
     if normalize:
         vectors = F.normalize(vectors, dim=1)
     if not bool(torch.isfinite(vectors).all()):
         raise ValueError(
-            f"the model gave numbers that are not finite in {model.dtype}; pass float32, or check its weights"
+            f"the model computed numbers that are not finite in {model.dtype}; use float32, or check its weights"
         )
     return vectors.cpu().numpy()
 
 
 def fingerprint(model: ALiBiBertModel, rows: Sequence[Tokens], settings: Sequence[object]) -> str:
-    """Equal exactly where model, tokens and settings are: 32 hexadecimal digits."""
+    """A hash of the model, the tokens and the settings: 32 hexadecimal digits."""
     config = model.config
     digest = hashlib.sha256(repr([*settings, *(getattr(config, name) for name in _FIELDS)]).encode())
     for name, tensor in model.state_dict().items():

@@ -52,14 +52,14 @@ _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """What the state dict does not say.
+    """Settings that a state dict does not contain.
 
     Args:
         num_heads: H.
-        trained_length: becomes MPT's `max_seq_len`, which ends an MPT in transformers, unless it is patched, and BLOOM's
-            `seq_length`, which only says so.
-        embedding_scale: what the embeddings are multiplied with before the first block, √E for many; not at the output.
-        bias_max: the last slope of a power of two of heads is 2^−bias_max.
+        trained_length: becomes MPT's `max_seq_len`, beyond which an MPT in transformers fails unless it is patched, and BLOOM's
+            `seq_length`, which has no effect.
+        embedding_scale: factor of the embeddings before the first block, often √E; not applied at the output.
+        bias_max: with a power of two of heads, the last slope is 2^−bias_max.
         norm_eps: of all norms.
     """
 
@@ -77,11 +77,11 @@ class _Layout:
     Args:
         name: of the family.
         kinds: the tensors of its linear layers and norms.
-        outside: our module -> theirs, outside of the blocks; an embedding has no bias.
-        blocks, parts: what precedes the number of a block, and its norms and linear layers in the order of `PARTS`, queries, keys
-            and values in one.
+        outside: our module -> theirs, for modules outside the blocks; an embedding has no bias.
+        blocks: the prefix before the number of a block.
+        parts: its norms and linear layers in the order of `PARTS`, with queries, keys and values fused.
         by_head: whether queries, keys and values alternate head by head.
-        advice: what an exported decoder must be, for errors.
+        advice: what an exported decoder must consist of, for errors.
     """
 
     name: str
@@ -105,8 +105,8 @@ MPT = _Layout(
     "blocks.",
     ("norm_1", "attn.Wqkv", "attn.out_proj", "norm_2", "ffn.up_proj", "ffn.down_proj"),
     False,
-    "embedding, ALiBiTransformerBlocks without biases, QK-norm or learned slopes, and a norm (LayerNorm and GELU: a gated or "
-    "RMS-normed model has no MPT)",
+    "embedding, ALiBiTransformerBlocks without biases, QK-norm or learned slopes, and a norm (LayerNorm and GELU: MPT has no "
+    "gated feed-forward and no RMS norm)",
 )
 BLOOM = _Layout(
     "BLOOM",
@@ -119,20 +119,21 @@ BLOOM = _Layout(
     "embedding, embedding_norm, ALiBiTransformerBlocks with bias=True and without QK-norm or learned slopes, and a norm "
     "(LayerNorms, and GELU approximated with tanh)",
 )  # fmt: skip
-_BLOOM_LENGTH = 2048  # of the published checkpoints, where a config does not say it
+_BLOOM_LENGTH = 2048  # of the published checkpoints; used if a config has no seq_length
 
 
 def export_mpt(state: State, config: DecoderConfig, folder: Path, *, tokenizer: Tokenizer | None = None) -> Path:
     """Write the decoder as an MPT checkpoint that `AutoModelForCausalLM.from_pretrained(folder)` loads with equal logits.
 
-    Key and value heads that are shared are written once for each query head, a narrower feed-forward is padded with
-    zeros, and the scale of the embeddings goes into them, and out of the last norm.
+    Shared key and value heads are repeated for each query head, and a narrower feed-forward is padded with zeros. The embeddings
+    are multiplied by their scale, and the last norm is divided by it.
 
     Args:
-        tokenizer: of the `tokenizers` library, written beside it; None for a vocabulary of 256 writes that of bytes.
+        tokenizer: of the `tokenizers` library, written to the same folder. With None and a vocabulary of 256, the byte tokenizer
+            is written.
 
     Raises:
-        ValueError: a state dict that is no such decoder, with the name that does not fit.
+        ValueError: the state dict does not fit this family; the message names the entry.
         FileExistsError: the folder exists.
     """
     check_new(folder)
@@ -159,21 +160,21 @@ def export_mpt(state: State, config: DecoderConfig, folder: Path, *, tokenizer: 
 
 
 def import_mpt(folder: Path) -> tuple[dict[str, Tensor], DecoderConfig]:
-    """The decoder's state dict and config of an MPT checkpoint on disk; what `export_mpt` wrote comes back the same, but for
-    shared heads, padding and the embeddings' scale, which stay as MPT has them.
+    """The decoder's state dict and config from an MPT checkpoint on disk. It inverts `export_mpt`, except that repeated heads,
+    padding and scaled embeddings are not undone.
 
     Raises:
-        OSError: no checkpoint there.
+        OSError: the folder holds no checkpoint.
         ValueError: a damaged checkpoint, one of another family, or an MPT without ALiBi.
     """
     model = _loaded(folder, MptForCausalLM, "an MPT")
     config: MptConfig = model.config
     options = config.attn_config
-    assert isinstance(options, MptAttentionConfig)  # MptConfig makes it one
+    assert isinstance(options, MptAttentionConfig)  # MptConfig converts it
     if not options.alibi or options.qk_ln or options.clip_qkv or options.softmax_scale is not None:
         raise ValueError(
-            f"{folder} has attn_config {options.to_diff_dict()}: a decoder has ALiBi, scores over √D, and nothing clipped or "
-            "normed; patch the model instead (alibi_attn.hf.patch)"
+            f"{folder} has attn_config {options.to_diff_dict()} but only ALiBi with scores over √D, without clipping or QK-norm, "
+            "can be imported; patch the model instead (alibi_attn.hf.patch)"
         )
     decoder = DecoderConfig(
         num_heads=config.n_heads,
@@ -187,15 +188,15 @@ def import_mpt(folder: Path) -> tuple[dict[str, Tensor], DecoderConfig]:
 def export_bloom(state: State, config: DecoderConfig, folder: Path, *, tokenizer: Tokenizer | None = None) -> Path:
     """Write the decoder as a BLOOM checkpoint that `AutoModelForCausalLM.from_pretrained(folder)` loads with equal logits.
 
-    Arguments and errors are those of `export_mpt`; BLOOM has no `embedding_scale` (the norm behind the embeddings takes
-    its place) and no other `bias_max` than 8.
+    Arguments and errors are those of `export_mpt`. BLOOM has no `embedding_scale` (a norm follows the embeddings instead), and
+    its `bias_max` is 8.
     """
     check_new(folder)
     num_layers, width = _layers_and_width(state, config, BLOOM)
     if config.embedding_scale != 1.0 or config.bias_max != 8:
         raise ValueError(
-            f"embedding_scale is {config.embedding_scale} and bias_max {config.bias_max} but a BLOOM has 1.0 and 8: a norm "
-            "scales its embeddings, and its slopes are the published ones"
+            f"embedding_scale is {config.embedding_scale} and bias_max {config.bias_max} but a BLOOM has 1.0 and 8: "
+            "it normalizes its embeddings and uses the published slopes"
         )
     about = BloomConfig(
         hidden_size=width,
@@ -206,18 +207,18 @@ def export_bloom(state: State, config: DecoderConfig, folder: Path, *, tokenizer
         bos_token_id=None,
         eos_token_id=None,
     )
-    about.seq_length = config.trained_length  # as published checkpoints say it
+    about.seq_length = config.trained_length  # the field in published checkpoints
     return _exported(BloomForCausalLM(about), state, config, BLOOM, folder, tokenizer)
 
 
 def import_bloom(folder: Path) -> tuple[dict[str, Tensor], DecoderConfig]:
-    """As `import_mpt`, for a BLOOM checkpoint; its blocks are `ALiBiTransformerBlock`s with biases and the GELU above."""
+    """Like `import_mpt`, for a BLOOM checkpoint; its blocks are `ALiBiTransformerBlock`s with biases and tanh GELU."""
     model = _loaded(folder, BloomForCausalLM, "a BLOOM")
     config: BloomConfig = model.config
     if config.apply_residual_connection_post_layernorm:
         raise ValueError(
-            f"{folder} has apply_residual_connection_post_layernorm, which takes the residual behind the norm; a decoder "
-            "takes it before: patch the model instead (alibi_attn.hf.patch)"
+            f"{folder} has apply_residual_connection_post_layernorm: its residual starts after the norm, but ours starts "
+            "before it; patch the model instead (alibi_attn.hf.patch)"
         )
     decoder = DecoderConfig(
         num_heads=config.n_head,
@@ -228,14 +229,14 @@ def import_bloom(folder: Path) -> tuple[dict[str, Tensor], DecoderConfig]:
 
 
 def _loaded(folder: Path, family: type[_Model], wanted: str) -> _Model:
-    """The model with every weight from the folder: transformers would draw those that are missing at random."""
+    """The model with every weight from the folder; transformers would initialize missing ones at random."""
     path = folder / "config.json"
     try:
         about = parse(path.read_bytes())
     except JsonError as error:
         raise ValueError(f"{path} is not JSON ({error}); pass the folder of {wanted}") from None
     kind = about.get("model_type") if isinstance(about, dict) else None
-    assert family.config_class is not None  # every model with a head names one
+    assert family.config_class is not None  # every model with a head has one
     if kind != family.config_class.model_type:
         raise ValueError(f"{folder} holds a {kind} model but must hold {wanted}")
     try:
@@ -244,24 +245,24 @@ def _loaded(folder: Path, family: type[_Model], wanted: str) -> _Model:
         raise ValueError(f"{folder} is damaged: {' '.join(str(error).split())}; download or export it again") from None
     model, info = loaded
     if missing := sorted(info["missing_keys"]):
-        raise ValueError(f"{folder} is damaged: it lacks the weights {', '.join(missing)}; download or export it again")
+        raise ValueError(f"{folder} is damaged: weights {', '.join(missing)} are missing; download or export it again")
     return cast("_Model", model)
 
 
 def _exported(
     model: _Model, state: State, config: DecoderConfig, layout: _Layout, folder: Path, tokenizer: Tokenizer | None
 ) -> Path:
-    """Fills the model with the decoder's weights, in their dtype, and saves it."""
+    """Fills the model with the decoder's weights, keeps their dtype, and saves it."""
     num_layers, width = _layers_and_width(state, config, layout)
     head_dim, groups = width // config.num_heads, config.num_heads if layout.by_head else 1
-    found = {their: state[ours] for ours, their in layout.outside_names().items()}
+    weights = {their: state[ours] for ours, their in layout.outside_names().items()}
     for n in range(num_layers):
         for kind in layout.kinds:
             norm, *qkv, out, norm_2, up, down = _widened(state, n, kind, width=width, head_dim=head_dim)
             mixed = torch.stack([x.unflatten(0, (groups, -1)) for x in qkv], dim=1).flatten(0, 2)
             parts = zip(layout.parts, (norm, mixed, out, norm_2, up, down), strict=True)
-            found |= {f"{layout.blocks}{n}.{part}.{kind}": x for part, x in parts}
-    theirs = {f"transformer.{name}": tensor for name, tensor in found.items()}
+            weights |= {f"{layout.blocks}{n}.{part}.{kind}": x for part, x in parts}
+    theirs = {f"transformer.{name}": tensor for name, tensor in weights.items()}
     model.load_state_dict({**theirs, "lm_head.weight": state["embedding.weight"]}, assign=True)
     model.tie_weights()
     return _written(model, folder, tokenizer)
@@ -270,21 +271,21 @@ def _exported(
 def _imported(model: PreTrainedModel, layout: _Layout, num_layers: int, num_heads: int) -> dict[str, Tensor]:
     """The inverse of `_exported`."""
     theirs = model.get_submodule("transformer").state_dict()
-    found = {ours: theirs[their] for ours, their in layout.outside_names().items()}
+    weights = {ours: theirs[their] for ours, their in layout.outside_names().items()}
     groups = num_heads if layout.by_head else 1
     for n in range(num_layers):
         for kind in layout.kinds:
             norm, mixed, *others = (theirs[f"{layout.blocks}{n}.{part}.{kind}"] for part in layout.parts)
             qkv = (x.flatten(0, 1) for x in mixed.unflatten(0, (groups, 3, -1)).unbind(1))
-            found |= {f"blocks.{n}.{part}.{kind}": x for part, x in zip(PARTS, (norm, *qkv, *others), strict=True)}
-    return {name: tensor.detach().clone() for name, tensor in found.items()}
+            weights |= {f"blocks.{n}.{part}.{kind}": x for part, x in zip(PARTS, (norm, *qkv, *others), strict=True)}
+    return {name: tensor.detach().clone() for name, tensor in weights.items()}
 
 
 def _layers_and_width(state: State, config: DecoderConfig, family: _Layout) -> tuple[int, int]:
-    """(layers, E) of a decoder that this family can be.
+    """(layers, E) of a decoder that this family can represent.
 
     Raises:
-        ValueError: one that it cannot be, with the name that does not fit.
+        ValueError: it cannot; the message names the entry.
     """
     numbers = {int(match[1]) for name in state if (match := _BLOCK.fullmatch(name))}
     blocks = {f"blocks.{n}.{part}.{kind}" for n in range(len(numbers)) for part in PARTS for kind in family.kinds}
@@ -292,7 +293,7 @@ def _layers_and_width(state: State, config: DecoderConfig, family: _Layout) -> t
     missing, foreign = sorted(wanted - state.keys()), sorted(state.keys() - wanted)
     if foreign or missing or not numbers:
         raise ValueError(
-            f"this is no decoder that {family.name} can be: it has {', '.join(foreign[:3]) or 'nothing else'} and lacks "
+            f"the state dict cannot be exported as {family.name}: unexpected {', '.join(foreign[:3]) or 'nothing'}, missing "
             f"{', '.join(missing[:3]) or 'nothing'}; {family.name} is {family.advice}"
         )
     width = state["embedding.weight"].shape[1]
@@ -302,19 +303,20 @@ def _layers_and_width(state: State, config: DecoderConfig, family: _Layout) -> t
         hidden = state[f"blocks.{n}.ffn.0.weight"].shape[0]
         if hidden > 4 * width:
             raise ValueError(
-                f"blocks.{n}.ffn is {hidden} wide but that of {family.name} is 4·{width} = {4 * width}; at most that"
+                f"blocks.{n}.ffn is {hidden} wide but must be at most 4·{width} = {4 * width}, the width of {family.name}"
             )
         rows = state[f"blocks.{n}.attention.k_proj.weight"].shape[0]
         if width % rows or rows % (width // config.num_heads):
             raise ValueError(
-                f"blocks.{n}.attention.k_proj has {rows} rows, which are not heads of {width // config.num_heads}"
+                f"blocks.{n}.attention.k_proj has {rows} rows but must have a divisor of {width} that is a multiple of the head "
+                f"size, {width // config.num_heads}"
             )
     return len(numbers), width
 
 
 def _widened(state: State, n: int, kind: Kind, *, width: int, head_dim: int) -> list[Tensor]:
-    """The tensors of block n in the order of `PARTS`, as wide as transformers has them: key and value heads that are shared
-    once for each query head, a narrower feed-forward padded with zeros.
+    """The tensors of block n in the order of `PARTS`, in the sizes of transformers: shared key and value heads are repeated for
+    each query head, and a narrower feed-forward is padded with zeros.
     """
     norm_1, query, key, value, out, norm_2, up, down = (state[f"blocks.{n}.{part}.{kind}"] for part in PARTS)
     shared = width // key.shape[0]
@@ -326,7 +328,7 @@ def _widened(state: State, n: int, kind: Kind, *, width: int, head_dim: int) -> 
 
 
 def _written(model: PreTrainedModel, folder: Path, tokenizer: Tokenizer | None) -> Path:
-    """Save the model, and the tokenizer beside it so that `AutoTokenizer` finds it. None with 256 tokens is that of bytes."""
+    """Save the model and a tokenizer that `AutoTokenizer` finds. None with 256 tokens saves the byte tokenizer."""
     if tokenizer is None and model.config.vocab_size == 256:
         tokenizer = byte_tokenizer()
     with written_whole(folder) as temporary:

@@ -5,14 +5,14 @@ from torch import Tensor
 
 
 def checked_input(input_ids: Tensor | None, inputs_embeds: Tensor | None, *, width: int) -> Tensor:
-    """Returns the given one of the two: ids [B, T], or embeddings [B, T, E].
+    """Returns the input that was passed: ids [B, T], or embeddings [B, T, E].
 
     Raises:
         TypeError: not a tensor, or ids that are not int32 or int64.
         ValueError: both or neither, or another shape.
     """
     if (input_ids is None) == (inputs_embeds is None):
-        raise ValueError("pass either input_ids or inputs_embeds, and one of them")
+        raise ValueError("pass exactly one of input_ids and inputs_embeds")
     name, axes, given = ("input_ids", "[B, T]", input_ids)
     if inputs_embeds is not None:
         name, axes, given = ("inputs_embeds", "[B, T, E]", inputs_embeds)

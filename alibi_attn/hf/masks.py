@@ -1,7 +1,7 @@
-"""The mask that a patched model builds instead of its own n×n one: [B, S] bool, True = may be seen, nothing more.
+"""The mask that a patched model builds instead of its own n×n one: [B, S] bool, True = visible; causality is not in it.
 
-transformers takes a mask of four dimensions as it is, so that is how it reaches the layers: [B, 1, 1, S]. A mask without
-columns, [B, 1, 1, 0], says that every key may be seen. Read next: `patching.py`.
+It reaches the layers as [B, 1, 1, S], because transformers passes masks of four dimensions on unmodified. A mask without columns,
+[B, 1, 1, 0], means that every key is visible. Read next: `patching.py`.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from transformers.masking_utils import causal_mask_function, create_causal_mask
 
 from alibi_attn.attention.transforms import may_read
 
-# The names under which the two masks below stand in transformers' table.
+# The names of the two masks below in transformers' table of mask functions.
 INDEXED = "alibi_attn"
 COUNTED = "alibi_attn_counted"
 
@@ -23,7 +23,7 @@ COUNTED = "alibi_attn_counted"
 def of_layers(
     name: str, config: PreTrainedConfig, tokens: Tensor, attention_mask: Tensor | None, cache: Cache | None
 ) -> Tensor:
-    """What every layer of a patched model is given for a mask, [B, 1, 1, S | 0] bool.
+    """The mask that every layer of a patched model receives, [B, 1, 1, S | 0] bool.
 
     Args:
         name: INDEXED or COUNTED.
@@ -32,8 +32,8 @@ def of_layers(
         attention_mask: the caller's, [B, S] over the cached tokens and the new ones, or None.
 
     Raises:
-        ValueError: another shape, a mask that does not cover the cached tokens, holes under COUNTED, or a model that does
-            not attend causally.
+        ValueError: a wrong shape, a mask that does not cover the cached tokens, holes under COUNTED, or a model that is not
+            causal.
     """
     if not getattr(config, "is_causal", True):
         raise ValueError(_CAUSAL)
@@ -41,25 +41,25 @@ def of_layers(
         _check(attention_mask, tokens.shape[0])
     sizes = torch.empty(*tokens.shape[:2], 0, device=tokens.device)  # all that transformers reads of it
     mask = create_causal_mask(_CONFIGS[name], sizes, attention_mask, cache)
-    assert isinstance(mask, Tensor)  # one of the two functions below made it
+    assert isinstance(mask, Tensor)  # built by one of the two functions below
     return mask[:, None, None, :]
 
 
 def _check(mask: Tensor, batch: int) -> None:
     if mask.ndim != 2:
         raise ValueError(
-            f"the attention mask has shape {list(mask.shape)} but a patched model takes [B, S], 1 = may be seen; pass that, or "
-            "undo() the patch"
+            f"the attention mask has shape {list(mask.shape)} but must be [B, S] in a patched model, 1 = visible; pass such a "
+            "mask, or call undo() on the patch"
         )
     if mask.shape[0] != batch:
         raise ValueError(f"attention_mask has {mask.shape[0]} rows but the batch has {batch}")
-    # Masks that are added to scores have floating dtypes; only those are read here.
+    # A floating dtype may be an additive mask (0 and −inf); integers are not checked.
     if mask.is_floating_point() and may_read(mask) and bool((mask != mask.bool()).any()):
-        raise ValueError("attention_mask has other numbers than 0 and 1; pass 1 for a token and 0 for padding")
+        raise ValueError("attention_mask has values other than 0 and 1; pass 1 for a token and 0 for padding")
 
 
 def padded(*, attention_mask: Tensor | None, past_key_values: Cache, **_: object) -> Tensor | None:
-    """In the place of a model's `create_masks_for_generate`, which builds n×n for a static cache: [B, S] over all its room."""
+    """Replaces a model's `create_masks_for_generate`, which builds n×n for a static cache: [B, S] over its whole capacity."""
     if attention_mask is None:
         return None
     room = past_key_values.get_max_length() - attention_mask.shape[1]
@@ -78,20 +78,20 @@ def indexed_mask(
     config: PreTrainedConfig | None = None,
     **_: object,
 ) -> Tensor:
-    """Distances are those of the indices, so holes in the mask are nothing special (MPT; or the model's own bias)."""
+    """The mask for distances by index, where holes need no special treatment (MPT, or the checkpoint's own bias)."""
     if mask_function is not causal_mask_function:
         raise ValueError(_CAUSAL)
     if attention_mask is None or attention_mask.shape[1] == 0:
         return torch.ones(batch_size, 0, dtype=torch.bool, device=device)
     length = attention_mask.shape[1]
     if torch.compiler.is_compiling() or (isinstance(q_offset, Tensor) and q_offset.device.type != "cpu"):
-        needed = q_length  # the cache's length stays where it is
+        needed = q_length  # q_offset may be on a GPU and is not read, which would synchronize
     else:
         needed = int(q_offset) + q_length
     if length < needed:
         raise ValueError(
-            f"attention_mask covers {length} positions but there are {needed}: "
-            f"it covers the cached tokens and the {q_length} new ones"
+            f"attention_mask covers {length} positions but must cover {needed}: "
+            f"the cached tokens and the {q_length} new ones"
         )
     seen = attention_mask.to(torch.bool)
     if seen.device.type == "cpu" and not torch.compiler.is_compiling() and bool(seen.all()):
@@ -100,22 +100,22 @@ def indexed_mask(
 
 
 def counted_mask(*sizes: Any, **options: Any) -> Tensor:
-    """As `indexed_mask`, for families that count positions over the tokens that the mask shows.
+    """Like `indexed_mask`, for families that count positions over the visible tokens.
 
-    These equal the indices up to a shift, unless there are holes: then it raises.
+    Such positions equal the indices up to a shift, unless the mask has holes, which raise an error.
     """
     seen = indexed_mask(*sizes, **options)
     if seen.shape[1]:
         starts = (seen[:, 1:] & ~seen[:, :-1]).sum(1) + seen[:, 0]
         message = (
-            "attention_mask has a row with a hole (0 between 1s). There this model counts its positions over the 1s, and "
-            "exact attention by index would answer something else: pad on one side only (left, to generate), or patch "
+            "attention_mask has a row with a hole (0 between 1s). This model counts positions over the 1s, so exact attention by "
+            "index would give different results: pad on one side only (left, to generate), or patch "
             'with numerics="checkpoint"'
         )
         if seen.device.type == "cpu" and not torch.compiler.is_compiling():
             if bool((starts > 1).any()):
                 raise ValueError(message)
-        else:  # without reading it: neither a synchronization nor a graph break, and still never a wrong logit
+        else:  # avoids a synchronization or graph break, and still never returns a wrong logit
             torch._assert_async((starts <= 1).all(), message)
     return seen
 
@@ -123,5 +123,5 @@ def counted_mask(*sizes: Any, **options: Any) -> Tensor:
 AttentionMaskInterface.register(INDEXED, indexed_mask)
 AttentionMaskInterface.register(COUNTED, counted_mask)
 
-_CAUSAL = "a patched model attends causally and to one sequence a row; undo() the patch for other masks"
+_CAUSAL = "a patched model is causal with one sequence per row; call undo() on the patch for other masks"
 _CONFIGS = {name: PreTrainedConfig(attn_implementation=name) for name in (INDEXED, COUNTED)}  # type: ignore[call-arg]

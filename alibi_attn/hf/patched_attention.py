@@ -1,6 +1,6 @@
-"""How a patched attention layer attends: its settings, and the one function that every family calls.
+"""Attention of patched layers: their settings, and the one function that every family calls.
 
-A family is defined by its slopes, its scale, how it counts positions, and how it rounds. Shapes as in `attention/spec.py`.
+Families differ in slopes, scale, how they count positions, and how they round. Shapes are those of `attention/spec.py`.
 Read next: `families/bloom.py`.
 """
 
@@ -19,15 +19,15 @@ from alibi_attn.hf.cache import ALiBiCache
 
 Numerics = Literal["exact", "checkpoint"]
 
-ROWS = 256  # queries whose scores exist at one time where a checkpoint's rounding is reproduced
+ROWS = 256  # queries whose scores are in memory at once when a checkpoint's rounding is reproduced
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSettings:
-    """How one layer attends.
+    """Attention settings of one layer.
 
     Args:
-        slopes: m, one per head, what is really added per token of distance.
+        slopes: m, one per head: what the score really loses per token of distance.
         scale: the factor of q·k.
         backend, numerics: those of `patch`.
     """
@@ -45,9 +45,9 @@ def of(layer: nn.Module) -> AttentionSettings:
 
 
 def extended(layer: nn.Module, cache: Cache | None, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, int | Tensor]:
-    """(key, value, the position of query 0), with what the cache holds in front; the cache grows.
+    """Appends to the cache. Returns (key, value, the position of query 0), with the cached keys and values first.
 
-    A static cache answers with all its room, and with a length that is a tensor which the update changes in place.
+    A static cache returns its whole capacity, and its length is a tensor that the update changes in place.
     """
     if cache is None:
         return key, value, 0
@@ -63,7 +63,7 @@ def attended(
     layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, *, cache: Cache | None, first: int | Tensor, mask: Tensor,
     dropout_p: float,
 ) -> Tensor:  # fmt: skip
-    """[B, T, H·D]: exact attention, distances in fp32, heads side by side.
+    """[B, T, H·D]: exact attention with distances in fp32, heads concatenated.
 
     Args:
         key, value, first: what `extended` returned.
@@ -72,13 +72,13 @@ def attended(
     settings = of(layer)
     slopes = slopes_beside(settings.slopes, torch.float32, query)
     seen = key_mask(mask)
-    # An instance may have another function in this one's place, as `distributed.context_parallel` gives to it.
+    # An instance may override this function, as `distributed.context_parallel` does.
     attend = vars(layer).get("attend", alibi_attention)
     plain = dropout_p == 0 and settings.backend == "auto" and attend is alibi_attention
     remembers = isinstance(cache, ALiBiCache)
     last = (
         not isinstance(first, Tensor) and first + query.shape[2] == key.shape[2]
-    )  # a static cache has room behind them
+    )  # a static cache has unused capacity after them
     if plain and last and reads_near(query, key, slopes, masked=seen is not None, remembered=remembers):
         visible = None if seen is None else visible_runs(seen)
         if seen is None or visible is not None:
@@ -91,7 +91,7 @@ def attended(
         and not torch.is_grad_enabled()
         and has_kernel(query, key, value)
     ):
-        cache.norms(layer.layer_idx)  # type: ignore[arg-type]  # with the prompt, and not with the first token after it
+        cache.norms(layer.layer_idx)  # type: ignore[arg-type]  # compute them with the prompt, not with the first new token
     mixed = attend(
         query, key, value, slopes, scale=settings.scale, query_offset=first, key_mask=seen, dropout_p=dropout_p,
         backend=settings.backend,
@@ -105,10 +105,10 @@ def merged(heads: Tensor) -> Tensor:
 
 
 def key_mask(mask: Tensor) -> Tensor | None:
-    """[B, S] bool of what `masks.of_layers` made, or None where every key may be seen."""
+    """[B, S] bool from a mask of `masks.of_layers`, or None if every key is visible."""
     if mask.ndim != 4 or mask.shape[1:3] != (1, 1) or mask.dtype != torch.bool:
         raise ValueError(
-            f"a patched layer was given a mask {list(mask.shape)} of {mask.dtype} instead of its own [B, 1, 1, S]: call "
+            f"a patched layer received a mask {list(mask.shape)} of {mask.dtype} instead of a bool mask [B, 1, 1, S]; call "
             "the whole model that was patched, not a part of it"
         )
     return mask[:, 0, 0] if mask.shape[3] else None
@@ -117,7 +117,7 @@ def key_mask(mask: Tensor) -> Tensor | None:
 def row_blocks(
     query_len: int, key_len: int, first: int | Tensor, mask: Tensor, device: torch.device
 ) -> Iterator[tuple[slice, Tensor]]:
-    """(queries, hidden [B|1, 1, rows, S]) for a few queries at a time, so that memory stays linear in the length."""
+    """Yields (queries, hidden [B|1, 1, rows, S]) for a few queries at a time, so that memory stays linear in the length."""
     seen = key_mask(mask)
     keys = torch.arange(key_len, device=device)
     for start in range(0, query_len, ROWS):
@@ -128,14 +128,14 @@ def row_blocks(
 
 
 def rounded_bias(build: Callable[..., Tensor], mask: Tensor, key: Tensor, dtype: torch.dtype) -> Tensor:
-    """[B, H, 1, S]: the m·position that the model itself builds and rounds, over the tokens that the mask shows.
+    """[B, H, 1, S]: m·position as the model builds and rounds it, counted over the visible tokens.
 
     Args:
         build: the family's `build_alibi_tensor`.
-        key: [B, H, S, D], with the room of a static cache.
+        key: [B, H, S, D], with the whole capacity of a static cache.
         dtype: of the hidden states.
     """
     batch, heads, key_len = key.shape[:3]
     seen = key_mask(mask)
-    shown = torch.ones(batch, key_len, dtype=torch.long, device=key.device) if seen is None else seen.long()
-    return build(shown, heads, dtype=dtype).view(batch, heads, 1, key_len)
+    visible = torch.ones(batch, key_len, dtype=torch.long, device=key.device) if seen is None else seen.long()
+    return build(visible, heads, dtype=dtype).view(batch, heads, 1, key_len)

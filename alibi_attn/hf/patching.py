@@ -1,8 +1,8 @@
-"""`patch`: one line, and a BLOOM, MPT or Falcon-RW that stands in memory computes its attention with ours.
+"""`patch`: changes a loaded BLOOM, MPT or Falcon-RW in place so that its attention runs through `alibi_attention`.
 
-Only the given instance changes, and not its config: its attention layers get a `forward` of their own, and so does the
-model around them, which gives them our mask and says what a patched model cannot answer. `undo` takes all of that back.
-What is attached is module-level functions with their arguments, so that copies and pickles of a patched model are patched.
+Only the given instance changes, and its config does not. Its attention layers get a new `forward`. So does the model around them,
+to pass our mask to the layers and to refuse what a patched model cannot return. `undo` reverts all of it. The replacements are
+module-level functions with their arguments, so copies and pickles of a patched model stay patched.
 """
 
 import functools
@@ -20,19 +20,19 @@ from alibi_attn.hf.families.family import PatchedFamily
 from alibi_attn.hf.patched_attention import Numerics
 from alibi_attn.nn import linear
 
-_MARK = "alibi_settings"  # what a patched layer has and no other
+_MARK = "alibi_settings"  # an attribute that only patched layers have
 
 
 class Patch:
-    """What `patch` changed in one model. As a context manager it takes it back at the end of the block.
+    """What `patch` changed in one model. As a context manager it undoes the patch at the end of the block.
 
-    A copied or unpickled model is patched by itself. It can be undone where its handle was copied with it, as
-    `copy.deepcopy((model, handle))` does and pickling the two together.
+    A copied or unpickled model stays patched. To undo the copy, copy or pickle the handle together with the model:
+    `copy.deepcopy((model, handle))`.
 
     Attributes:
-        layers: the names of the attention layers that are patched.
-        linears: of the linear maps that are computed by `nn/linear.py`; none with numerics="checkpoint".
-        activations: of the activations that are computed in one pass instead of several; none with numerics="checkpoint".
+        layers: names of the patched attention layers.
+        linears: names of the linear layers that `nn/linear.py` computes; none with numerics="checkpoint".
+        activations: names of the activations that run in one pass instead of several; none with numerics="checkpoint".
     """
 
     layers: tuple[str, ...]
@@ -51,13 +51,13 @@ class Patch:
         self._changes = changes
 
     def undo(self) -> None:
-        """Give the model its own attention back, bit for bit.
+        """Restore the model's original attention, bit for bit.
 
         Raises:
-            ValueError: it was undone before.
+            ValueError: the patch has already been undone.
         """
         if not self._changes:
-            raise ValueError("this patch is undone already; patch(model) again gives a new one")
+            raise ValueError("this patch has already been undone; call patch(model) for a new one")
         while self._changes:
             self._changes.pop()()
 
@@ -76,28 +76,29 @@ class Patch:
 
 
 def patch(model: nn.Module, backend: str = "auto", *, numerics: Numerics = "exact") -> Patch:
-    """Let an ALiBi model of transformers compute its attention with `alibi_attention`, from now on.
+    """Make an ALiBi model of transformers compute its attention with `alibi_attention`, in place.
 
-    Nothing n×n is built any more, neither scores nor masks. On a CPU the linear maps are computed by what is quickest there
-    (`alibi_attn/nn/linear.py`), which is not always what torch would take; BLOOM's GELU is one pass over memory instead of five.
+    No n×n scores or masks are built any more. On a CPU the linear layers use the fastest kernel for the processor
+    (`alibi_attn/nn/linear.py`), and BLOOM's GELU makes one pass over memory instead of five.
 
-    Works with padding on either side, `generate` in all its ways, dynamic and static caches, gradients and `torch.compile`.
-    Weights, config, caches and saved files stay as they are, and `type(model)(model.config)` is an unpatched model. Logits at
-    padding positions, and of rows that are all padding, mean nothing, as before (no query sees a key there: its attention is 0).
+    Padding on either side, every mode of `generate`, dynamic and static caches, gradients and `torch.compile` work. Weights,
+    config, caches and saved files do not change, and `type(model)(model.config)` is an unpatched model. As before, logits at
+    padding positions and of rows that are all padding are meaningless (no key is visible there, so attention is 0).
 
     Args:
-        model: a loaded BLOOM, MPT, or Falcon with alibi=True, or a module around one; it is changed in place.
+        model: a loaded BLOOM, MPT, or Falcon with alibi=True, or a module that contains one; it is changed in place.
         backend: of `alibi_attention`.
-        numerics: "exact" has distances in fp32 whatever the model's dtype. "checkpoint" leaves all but the attention alone, and
-            rounds the biases as the model was trained with (BLOOM's m·j in its dtype, Falcon's bf16 product), a few rows of
-            scores at a time: linear memory, quadratic time.
+        numerics: "exact" computes distances in fp32 in every dtype of the model. "checkpoint" changes nothing but attention, and
+            rounds biases as in training (BLOOM's m·j in its dtype, Falcon's bf16 product), a few rows of scores at a time: linear
+            memory, quadratic time.
 
     Returns:
-        A handle with `.layers`, `.linears` and `.activations`, which say what is replaced, and `.undo()`; also a context manager.
+        A handle with the names of the replaced modules (`.layers`, `.linears`, `.activations`) and `.undo()`; also a context
+        manager.
 
     Raises:
-        ValueError: no supported layers inside, a config that transformers does not build rightly, patched already, or a model
-            that was loaded without its ALiBi or with code of its own, with what to load instead.
+        ValueError: the model has no supported layers, is patched already, has a config that transformers builds incorrectly, uses
+            remote code, or was loaded without its ALiBi; the message says what to load instead.
 
     >>> from transformers import BloomConfig, BloomForCausalLM
     >>> model = BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=1, n_head=4, vocab_size=50))
@@ -111,7 +112,7 @@ def patch(model: nn.Module, backend: str = "auto", *, numerics: Numerics = "exac
 
 
 def patched_as(model: nn.Module, families: Sequence[PatchedFamily], *, backend: str, numerics: Numerics) -> Patch:
-    """`patch` with another table of families."""
+    """`patch` with a given table of families."""
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"model is a {type(model).__name__} but must be a loaded model, an nn.Module: "
@@ -124,15 +125,15 @@ def patched_as(model: nn.Module, families: Sequence[PatchedFamily], *, backend: 
     if (reason := unsupported.why_not(model)) is not None:
         raise ValueError(reason)
     supported = ", ".join(family.name for family in families)
-    found = list(_bodies(model, families))
-    if not found:
+    bodies = list(_bodies(model, families))
+    if not bodies:
         raise ValueError(
             unsupported.needs_none(model)
             or f"{type(model).__name__} has nothing to patch; supported are the whole models of {supported}. "
             "Baichuan, BTLM, Jais and Refact load as alibi_attn.hf.ALiBiForCausalLM, and encoders (Jina v2, MosaicBERT, "
-            "DNABERT-2) as ALiBiBertModel; what has other positions has no such biases"
+            "DNABERT-2) as ALiBiBertModel; models with other position methods have no ALiBi biases"
         )
-    for prefix, body, family in found:
+    for prefix, body, family in bodies:
         name = f"{prefix or 'the model'} ({type(body).__name__})"
         if reason := family.why_not(body.config):
             raise ValueError(f"{name} cannot be patched: {reason}; supported are {supported}")
@@ -140,13 +141,13 @@ def patched_as(model: nn.Module, families: Sequence[PatchedFamily], *, backend: 
     changes: list[Callable[[], None]] = []
     layers: list[str] = []
     around: dict[str, list[str]] = {"linears": [], "activations": []}
-    for prefix, body, family in found:
+    for prefix, body, family in bodies:
         settings = family.settings(body.config, backend=backend, numerics=numerics)
         for name, layer in _layers(body, family):
             changes.append(_replaced(layer, _MARK, settings))
             changes.append(_replaced(layer, _forward_of(layer), functools.partial(family.forward, layer)))
             layers.append(f"{prefix}.{name}" if prefix else name)
-        # With the checkpoint's numbers the bias is the model's own, holes and all.
+        # With numerics="checkpoint" the bias is built by the model itself, also for masks with holes.
         mask = masks.COUNTED if family.counts_positions and numerics == "exact" else masks.INDEXED
         changes.append(_replaced(body, _forward_of(body), _with_our_mask(body, mask)))
         changes.extend(_replaced(body, name, value) for name, value in family.unused.items())
@@ -165,9 +166,9 @@ def patched_as(model: nn.Module, families: Sequence[PatchedFamily], *, backend: 
 def _around(
     model: nn.Module, body: nn.Module, family: PatchedFamily
 ) -> Iterator[tuple[str, str, nn.Module, Callable[..., Tensor]]]:
-    """(kind, name, module, its quicker forward) of what stands around attention, the head of the model included.
+    """(kind, name, module, its faster forward) of the layers around attention, including the model's head.
 
-    What has another class or a forward of its own, quantized or with adapters, is left alone.
+    Layers of another class, or whose forward was replaced (quantized, with adapters), are not changed.
     """
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     heads = [module.get_output_embeddings() for module in models]  # type: ignore[no-untyped-call]
@@ -198,17 +199,17 @@ def _layers(body: nn.Module, family: PatchedFamily) -> Iterator[tuple[str, nn.Mo
 def _check_layers(name: str, body: PreTrainedModel, family: PatchedFamily) -> None:
     layers = dict(_layers(body, family))
     if any(_MARK in vars(layer) for layer in layers.values()):
-        raise ValueError(f"{name} is patched already; undo() that patch first")
+        raise ValueError(f"{name} is patched already; call undo() on that patch first")
     for at, layer in layers.items():
         if type(layer) is not family.layer or ("forward" in vars(layer) and not _is_hooked(layer)):
             raise ValueError(
-                f"{name} has a {type(layer).__name__} with another forward at {at} already; patch the model as it was "
+                f"{name} has a {type(layer).__name__} at {at} whose forward was already replaced; patch the model as it was "
                 "loaded, without flash attention"
             )
 
 
 def _is_hooked(module: nn.Module) -> bool:
-    """accelerate (device_map=...) keeps the module's own forward in `_old_forward` and calls it from a wrapper."""
+    """accelerate (device_map=...) stores the original forward in `_old_forward` and calls it from a wrapper."""
     return "_hf_hook" in vars(module) and "_old_forward" in vars(module)
 
 
@@ -217,14 +218,14 @@ def _forward_of(module: nn.Module) -> str:
 
 
 def _replaced(module: nn.Module, name: str, value: object) -> Callable[[], None]:
-    """Sets an attribute of the instance; returns what takes that back."""
+    """Sets an attribute of the instance; returns a function that restores it."""
     had, before = name in vars(module), vars(module).get(name)
     setattr(module, name, value)
     return functools.partial(setattr, module, name, before) if had else functools.partial(delattr, module, name)
 
 
 def _with_our_mask(body: PreTrainedModel, mask_name: str) -> Callable[..., object]:
-    """The forward pass of a model without head, patched; with the signature of its own."""
+    """The patched forward of a model without head, with the signature of the original."""
     own = type(body).forward
     names = tuple(inspect.signature(own).parameters)[1:]
     forward = functools.partial(_forward, body, vars(body).get(_forward_of(body)), names, mask_name)
@@ -239,13 +240,13 @@ def _forward(
     *args: object,
     **kwargs: object,
 ) -> object:
-    """What a patched model cannot answer is refused before anything is computed; then the model's own pass, with our mask."""
+    """Refuses what a patched model cannot return, then runs the model's own forward with our mask."""
     given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
     wanted = given.get("output_attentions")
     if wanted or (wanted is None and body.config.output_attentions):
         raise ValueError(
-            "output_attentions asks for the T×S weights, which a patched model never builds; "
-            "undo() the patch for that, or patch in a `with` block around everything else"
+            "output_attentions requests the T×S weights, which a patched model never builds; call undo() on the patch, or patch "
+            "in a `with` block around everything else"
         )
     tokens = given.get("input_ids")
     tokens = given.get("inputs_embeds") if tokens is None else tokens

@@ -1,8 +1,8 @@
 """Reads the sentence-transformers settings (pooling, prompts, normalization) from a model folder.
 
-modules.json lists the modules, 1_Pooling/config.json says mean or first token, sentence_bert_config.json gives the maximum
-length. All are optional; the default is the mean. Settings that are not supported here are refused by name. Read next:
-`sentence_encoder.py`.
+modules.json lists the modules, 1_Pooling/config.json selects mean or first token, sentence_bert_config.json gives the maximum
+length. All are optional; the default is the mean. Unsupported settings raise an error that names them.
+Read next: `sentence_encoder.py`.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ _MODULES, _POOLING, _TRANSFORMER, _SETTINGS = (
     "sentence_bert_config.json",
     "config_sentence_transformers.json",
 )
-# Folders of older versions have a flag for every kind.
+# Older versions store one flag per pooling mode.
 _FLAGS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_mean_tokens": "mean",
@@ -31,21 +31,21 @@ _FLAGS = {
     "pooling_mode_lasttoken": "lasttoken",
 }
 # Settings of the transformer module that change what the model reads.
-_NOT_HERE = ("do_lower_case", "query_length", "document_length", "query_expansion", "processing_kwargs")
+_UNSUPPORTED = ("do_lower_case", "query_length", "document_length", "query_expansion", "processing_kwargs")
 
 
 @dataclasses.dataclass(frozen=True)
 class PoolingConfig:
-    """What the files say.
+    """Settings from the files.
 
     Args:
         encoder: the folder of the encoder and its tokenizer.
-        pooling: "mean" of a text's tokens, or its first one.
-        width: of the vectors that are pooled, where it is said.
+        pooling: "mean" of a text's tokens, or "cls", its first one.
+        width: of the pooled vectors, if given.
         include_prompt: whether the tokens of a prompt are pooled too.
-        normalize: vectors of length 1.
-        max_seq_length: longer texts are cut, where it is said.
-        prompts, default_prompt_name, similarity, truncate_dim: of sentence-transformers, as they stand there.
+        normalize: scale vectors to length 1.
+        max_seq_length: longer texts are cut, if given.
+        prompts, default_prompt_name, similarity, truncate_dim: settings of sentence-transformers, unmodified.
     """
 
     encoder: Path
@@ -61,30 +61,30 @@ class PoolingConfig:
 
 
 def read(folder: Path) -> PoolingConfig:
-    """Read what there is.
+    """Read the files that exist.
 
     Raises:
-        ValueError: a damaged file, or modules and poolings that cannot be computed here.
+        ValueError: a damaged file, or unsupported modules or pooling.
     """
     encoder, pooling_folder, normalize = _modules(folder)
     pooling, width, include_prompt = _pooling(pooling_folder)
-    said = _object(encoder / _TRANSFORMER)
-    for name in _NOT_HERE:
-        if said.get(name):
-            raise ValueError(f"{encoder / _TRANSFORMER} says {name} {said[name]!r}, which is not done here")
+    options = _object(encoder / _TRANSFORMER)
+    for name in _UNSUPPORTED:
+        if options.get(name):
+            raise ValueError(f"{encoder / _TRANSFORMER} has {name} {options[name]!r}, which is not supported")
     settings = _object(folder / _SETTINGS)
     prompts = settings.get("prompts")
     if prompts is not None and not (
         isinstance(prompts, dict) and all(isinstance(text, str | None) for text in prompts.values())
     ):
-        raise ValueError(f"{folder / _SETTINGS} is damaged: prompts is {prompts!r} but must map names to texts")
+        raise ValueError(f"{folder / _SETTINGS} is damaged: prompts is {prompts!r} but must map names to strings")
     return PoolingConfig(
         encoder=encoder,
         pooling=pooling,
         width=width,
         include_prompt=include_prompt,
         normalize=normalize,
-        max_seq_length=_number(said, "max_seq_length", encoder / _TRANSFORMER),
+        max_seq_length=_number(options, "max_seq_length", encoder / _TRANSFORMER),
         prompts=None if prompts is None else {str(name): text or "" for name, text in prompts.items()},
         default_prompt_name=_text(settings, "default_prompt_name", folder / _SETTINGS),
         similarity=_text(settings, "similarity_fn_name", folder / _SETTINGS),
@@ -107,61 +107,59 @@ def _modules(folder: Path) -> tuple[Path, Path, bool]:
     if kinds[:2] != ["Transformer", "Pooling"] or kinds[2:] not in ([], ["Normalize"]):
         names = ", ".join(str(module.get("type")) for module in listed) or "no module"
         raise ValueError(
-            f"{path} asks for {names}; what is done here is Transformer, Pooling and Normalize of sentence_transformers, in this "
+            f"{path} lists {names}; only Transformer, Pooling and Normalize of sentence_transformers are supported, in this "
             "order"
         )
     places = []
     for module in listed[:2]:
         place = module.get("path", "")
-        # A folder inside of this one, by its bare name: nothing leads out of it.
+        # Only the bare name of a folder inside this one, so that the file cannot point outside.
         if not isinstance(place, str) or not re.fullmatch(r"([\w-][\w.-]*)?", place, re.ASCII):
-            raise ValueError(
-                f"{path} is damaged: {place!r} is not the name of a folder inside of it; download it again"
-            )
+            raise ValueError(f"{path} is damaged: {place!r} is not the name of a folder next to it; download it again")
         places.append(folder / place)
     return places[0], places[1], len(kinds) == 3
 
 
 def _kind(name: str) -> str:
-    """The class of a module of sentence-transformers, whatever the version; another name as it is."""
+    """The class name of a sentence-transformers module in any version; other names are returned unmodified."""
     return name.rpartition(".")[2] if name.startswith("sentence_transformers.") else name
 
 
 def _pooling(folder: Path) -> tuple[Pooling, int | None, bool]:
     path = folder / "config.json"
-    said = _object(path)
-    modes = said.get("pooling_mode")
+    options = _object(path)
+    modes = options.get("pooling_mode")
     if modes is None:
-        modes = [mode for flag, mode in _FLAGS.items() if said.get(flag)]
-    asked = [modes] if isinstance(modes, str) else modes
-    if not isinstance(asked, list):
+        modes = [mode for flag, mode in _FLAGS.items() if options.get(flag)]
+    selected = [modes] if isinstance(modes, str) else modes
+    if not isinstance(selected, list):
         raise ValueError(f"{path} is damaged: pooling_mode is {modes!r} but must be a name; download it again")
-    asked = asked or ["mean"]
-    chosen = next((pooling for pooling in POOLINGS if asked == [pooling]), None)
+    selected = selected or ["mean"]
+    chosen = next((pooling for pooling in POOLINGS if selected == [pooling]), None)
     if chosen is None:
         raise ValueError(
-            f"{path} asks for the pooling {' and '.join(map(str, asked))}; what is done here is mean, or cls alone"
+            f"{path} has pooling {' and '.join(map(str, selected))} but only mean or cls alone is supported"
         )
-    name = "embedding_dimension" if "embedding_dimension" in said else "word_embedding_dimension"
-    return chosen, _number(said, name, path), said.get("include_prompt") is not False
+    name = "embedding_dimension" if "embedding_dimension" in options else "word_embedding_dimension"
+    return chosen, _number(options, name, path), options.get("include_prompt") is not False
 
 
-def _number(said: dict[str, object], name: str, path: Path) -> int | None:
-    value = said.get(name)
+def _number(options: dict[str, object], name: str, path: Path) -> int | None:
+    value = options.get(name)
     if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
         return value
-    raise ValueError(f"{path} says {name} {value!r} but it must be a positive whole number")
+    raise ValueError(f"{path} has {name} {value!r} but it must be a positive integer")
 
 
-def _text(said: dict[str, object], name: str, path: Path) -> str | None:
-    value = said.get(name)
+def _text(options: dict[str, object], name: str, path: Path) -> str | None:
+    value = options.get(name)
     if value is None or isinstance(value, str):
         return value
-    raise ValueError(f"{path} says {name} {value!r} but it must be a text")
+    raise ValueError(f"{path} has {name} {value!r} but it must be a string")
 
 
 def _object(path: Path) -> dict[str, object]:
-    """A JSON object; empty where there is no such file."""
+    """A JSON object; empty if the file does not exist."""
     if not path.exists():
         return {}
     try:
@@ -169,5 +167,5 @@ def _object(path: Path) -> dict[str, object]:
     except JsonError as error:
         raise ValueError(f"{path} is damaged: {error}; download it again") from None
     if not isinstance(value, dict):
-        raise ValueError(f"{path} holds a JSON {type(value).__name__} but it must be an object; download it again")
+        raise ValueError(f"{path} holds a JSON {type(value).__name__} but must hold an object; download it again")
     return value

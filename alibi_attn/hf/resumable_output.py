@@ -1,4 +1,4 @@
-"""An output file of vectors that grows while they are computed, and that an interrupted run continues.
+"""An output file of vectors that is written during the computation, so that an interrupted run can continue.
 
 OUT.partial is a .npy file with all rows allocated from the start, so that a full disk is noticed before any work.
 OUT.partial.json says how many rows are done, and identifies the model, texts and settings. `finish` renames the file.
@@ -21,15 +21,15 @@ from numpy.typing import NDArray
 
 from alibi_attn.strict_json import JsonError, parse
 
-KEEP_SECONDS = 5.0  # how much work a killed process loses, beyond its batch
+KEEP_SECONDS = 5.0  # the most work that a killed process loses, in addition to its current batch
 
 
 @contextlib.contextmanager
 def claimed(out: Path) -> Iterator[None]:
     """Reserves `out` for this process while the block runs; other processes are refused until then.
 
-    The lock is on OUT.partial, and the system releases it if the process is killed. Nothing is left behind if the block ends
-    before `PartialVectors.open`.
+    The lock is on OUT.partial, and the system releases it if the process is killed. No file remains if the block ends before
+    `PartialVectors.open`.
 
     Raises:
         FileExistsError: `out` exists, or another process is writing it.
@@ -63,33 +63,33 @@ def check_new(out: Path) -> None:
 
 @dataclasses.dataclass
 class PartialVectors:
-    """Rows [N, E] in float32 that are put in any order; `done` of them, in the order of the work, are safe on the disk.
+    """Rows [N, E] in float32, written in any order. The first `done` rows, in the order of writing, are safe on the disk.
 
     Args:
-        out: where they go in the end.
-        identity: of the question that they answer.
+        out: the final path.
+        identity: a hash of model, texts and settings.
     """
 
     out: Path
     identity: str
     vectors: NDArray[np.float32]
     done: int
-    _kept_at: float = 0.0
+    _flushed_at: float = 0.0
 
     @classmethod
     def open(cls, out: Path, identity: str, shape: tuple[int, int]) -> "PartialVectors":
-        """What an interrupted run left, or a new file.
+        """Opens the partial file of an interrupted run, or creates one.
 
         Raises:
-            FileExistsError: `out` exists, or what lies beside it answers another question.
-            ValueError: what lies beside it is damaged.
-            OSError: it cannot be written, or the disk is full.
+            FileExistsError: `out` exists, or a partial file of another model, other texts or other settings.
+            ValueError: the partial file is damaged.
+            OSError: the file cannot be written, or the disk is full.
         """
         check_new(out)
         partial, about = _beside(out)
         done = _done(partial, about, identity, shape)
         if done > 0:
-            size = partial.stat().st_size  # before it is opened, which would fill up what lacks with zeros
+            size = partial.stat().st_size  # before opening, which would pad a short file with zeros
             try:
                 vectors = np.lib.format.open_memmap(partial, mode="r+")
             except (ValueError, EOFError):
@@ -101,7 +101,9 @@ class PartialVectors:
         _write(about, identity, 0, shape)
         try:
             vectors = np.lib.format.open_memmap(partial, mode="w+", dtype=np.float32, shape=shape)
-            if hasattr(os, "posix_fallocate"):  # a mapped file on a full disk is a bus error, and this one a sentence
+            if hasattr(
+                os, "posix_fallocate"
+            ):  # on a full disk this raises an OSError; writing to the mapped file would be a bus error
                 with partial.open("r+b") as file:
                     os.posix_fallocate(file.fileno(), 0, partial.stat().st_size)
         except OSError:
@@ -111,23 +113,23 @@ class PartialVectors:
         return cls(out, identity, vectors, 0)
 
     def put(self, places: Sequence[int], vectors: NDArray[np.float32]) -> None:
-        """The next rows of the work, which belong at these places."""
+        """Write the next computed vectors into these rows."""
         self.vectors[list(places)] = vectors
         self.done += len(places)
-        if time.monotonic() - self._kept_at > KEEP_SECONDS:
+        if time.monotonic() - self._flushed_at > KEEP_SECONDS:
             self.keep()
 
     def keep(self) -> None:
-        """Bring what is done to the disk."""
+        """Flush the finished rows to the disk, then record their number."""
         self.vectors.flush()  # type: ignore[attr-defined]
         _write(_beside(self.out)[1], self.identity, self.done, self.vectors.shape)
-        self._kept_at = time.monotonic()
+        self._flushed_at = time.monotonic()
 
     def finish(self) -> Path:
-        """All rows are there: give the file its name.
+        """Rename the complete file to `out`.
 
         Raises:
-            FileExistsError: another file came to have it meanwhile.
+            FileExistsError: `out` was created meanwhile.
         """
         assert self.done == len(self.vectors)
         self.keep()
@@ -139,7 +141,7 @@ class PartialVectors:
         except FileExistsError:
             check_new(self.out)
             raise
-        for path in (about, partial):  # in this order, so that `check_new` recognizes what a killed run leaves
+        for path in (about, partial):  # in this order, so that `check_new` recognizes the leftovers of a killed run
             path.unlink(missing_ok=True)
         return self.out
 
@@ -174,23 +176,23 @@ def _beside(out: Path) -> tuple[Path, Path]:
 
 
 def _done(partial: Path, about: Path, identity: str, shape: tuple[int, int]) -> int:
-    """How many rows are there, of this very question."""
+    """The number of finished rows in a partial file with this identity."""
     if not about.exists():
         if partial.exists() and partial.stat().st_size:
             raise FileExistsError(f"{partial} exists without {about.name}; delete it, or pass another --out")
         return 0
     try:
-        said = parse(about.read_bytes())
+        progress = parse(about.read_bytes())
     except JsonError:
         raise _damaged(about) from None
-    done = said.get("rows_done") if isinstance(said, dict) else None
-    if not isinstance(said, dict) or not isinstance(done, int) or done < 0:
+    done = progress.get("rows_done") if isinstance(progress, dict) else None
+    if not isinstance(progress, dict) or not isinstance(done, int) or done < 0:
         raise _damaged(about)
     if done == 0 or not partial.exists():
-        return 0  # nothing that could be lost
-    if said.get("identity") != identity:
+        return 0  # no finished rows could be lost
+    if progress.get("identity") != identity:
         raise FileExistsError(
-            f"{partial} was begun with another model, other texts or other settings; give the same again, delete it, or pass "
+            f"{partial} was started with another model, other texts or other settings; pass the same ones, delete it, or pass "
             "another --out"
         )
     if done > shape[0]:
@@ -199,12 +201,12 @@ def _done(partial: Path, about: Path, identity: str, shape: tuple[int, int]) -> 
 
 
 def _write(about: Path, identity: str, done: int, shape: Sequence[int]) -> None:
-    said = {"identity": identity, "rows_done": done, "shape": list(shape)}
-    # One process writes at a time, so the name can be fixed: what a killed one leaves, the next one replaces.
+    progress = {"identity": identity, "rows_done": done, "shape": list(shape)}
+    # Only one process writes at a time, so the name can be fixed: the next process replaces what a killed one left.
     temporary = about.with_name(f"{about.name}.tmp")
     try:
         with temporary.open("wb") as file:
-            file.write(f"{json.dumps(said)}\n".encode())
+            file.write(f"{json.dumps(progress)}\n".encode())
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, about)
@@ -214,4 +216,4 @@ def _write(about: Path, identity: str, done: int, shape: Sequence[int]) -> None:
 
 
 def _damaged(path: Path) -> ValueError:
-    return ValueError(f"{path} is damaged; delete {path.name.removesuffix('.json')} and its .json, and begin anew")
+    return ValueError(f"{path} is damaged; delete {path.name.removesuffix('.json')} and its .json, and start again")

@@ -1,6 +1,6 @@
-"""Sentence embeddings: an encoder with its tokenizer and its pooling, and the same as a SentenceTransformer.
+"""Sentence embeddings: an encoder with its tokenizer and pooling, as plain objects or as a SentenceTransformer.
 
-sentence-transformers is loaded by that function alone. Read before: `pooling_config.py`; next: `embedding.py`, for long work.
+Only `sentence_transformer` imports sentence-transformers. Read before: `pooling_config.py`; next: `embedding.py`, for many texts.
 """
 
 import dataclasses
@@ -20,20 +20,20 @@ from alibi_attn.strict_json import JsonError, parse
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
-LONGEST = 8192  # tokens, where neither the folder nor the tokenizer says a number: ALiBi itself has no longest text
-_NO_LIMIT = 2**30  # tokenizers without a limit say a number beyond
+LONGEST = 8192  # tokens, if neither the folder nor the tokenizer has a limit; ALiBi itself has none
+_NO_LIMIT = 2**30  # tokenizers without a limit report a larger number
 _VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model")
 _TOKENIZER_ERRORS = (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError)
 
 
 @dataclasses.dataclass(frozen=True)
 class Sentences:
-    """What makes vectors of texts.
+    """An encoder with everything needed to embed texts.
 
     Args:
         model: the encoder, in evaluation mode.
-        folder: what its folder says of pooling.
-        max_seq_length: tokens of a text, special ones included, that are read; the rest is cut off.
+        folder: the pooling settings of its folder.
+        max_seq_length: longer texts are cut to this number of tokens, special ones included.
     """
 
     model: ALiBiBertModel
@@ -49,34 +49,36 @@ def load(
     dtype: torch.dtype | str | None = None,
     **hub: Any,
 ) -> Sentences:
-    """Encoder, tokenizer and pooling of a folder, or of a repository of the hub; no code from there is run.
+    """Loads encoder, tokenizer and pooling from a folder or a repository of the hub. Code in it is never run.
 
     Args:
-        max_seq_length: default what the folder says, else what the tokenizer says, else 8,192.
-        dtype: as `ALiBiBertModel.from_pretrained` has it.
+        max_seq_length: default: that of the folder, else that of the tokenizer, else 8,192.
+        dtype: as in `ALiBiBertModel.from_pretrained`.
         hub: revision, cache_dir, token and local_files_only of `checkpoint_files.resolve`.
 
     Raises:
-        OSError: neither a folder nor a repository, or files that are not there.
-        ValueError: a damaged file, or a model or pooling of another kind.
+        OSError: neither a folder nor a repository, or missing files.
+        ValueError: a damaged file, or an unsupported model or pooling.
     """
     place = checkpoint_files.resolve(folder_or_id, **hub)
-    said = pooling_config.read(place)
-    model = ALiBiBertModel.from_pretrained(said.encoder, dtype=dtype)
+    settings = pooling_config.read(place)
+    model = ALiBiBertModel.from_pretrained(settings.encoder, dtype=dtype)
     model.config.name_or_path = str(folder_or_id)
-    if said.width not in (None, model.config.hidden_size):
-        raise ValueError(f"{place} pools vectors of width {said.width} but its model has {model.config.hidden_size}")
-    tokenizer = _tokenizer(said.encoder)
+    if settings.width not in (None, model.config.hidden_size):
+        raise ValueError(
+            f"{place} pools vectors of width {settings.width} but its model has {model.config.hidden_size}"
+        )
+    tokenizer = _tokenizer(settings.encoder)
     known = tokenizer.model_max_length if tokenizer.model_max_length < _NO_LIMIT else LONGEST
     if max_seq_length is not None and type(max_seq_length) is not int:
         raise TypeError(f"max_seq_length is {max_seq_length!r} but must be an integer")
-    longest = said.max_seq_length or known if max_seq_length is None else max_seq_length
+    longest = settings.max_seq_length or known if max_seq_length is None else max_seq_length
     least = tokenizer.num_special_tokens_to_add() + 1
     if longest < least:
         raise ValueError(
-            f"max_seq_length is {longest} but must be at least {least}: one token of a text, and {least - 1} special ones"
+            f"max_seq_length is {longest} but must be at least {least}: one token of text and {least - 1} special ones"
         )
-    return Sentences(model, tokenizer, said, longest)
+    return Sentences(model, tokenizer, settings, longest)
 
 
 def sentence_transformer(
@@ -91,24 +93,24 @@ def sentence_transformer(
     token: str | bool | None = None,
     local_files_only: bool = False,
 ) -> "SentenceTransformer":
-    """An encoder with ALiBi as a `sentence_transformers.SentenceTransformer`: encode, similarity, save, and train.
+    """An encoder with ALiBi as a `sentence_transformers.SentenceTransformer`, for encoding, similarity and training.
 
-    Hidden states are pooled as the folder says (modules.json, 1_Pooling), by their mean where it says nothing. What `save` wrote
-    loads with `SentenceTransformer(folder)` too, after `import alibi_attn.hf`.
+    Pooling is that of the folder (modules.json, 1_Pooling), by default the mean. After `import alibi_attn.hf`, a folder written
+    by `save` also loads with `SentenceTransformer(folder)`.
 
     Args:
-        normalize: vectors of length 1; without it what the folder says.
-        max_seq_length: longer texts are cut. Default what the folder or the tokenizer says, else 8,192; ALiBi has no limit.
-            `config.max_position_embeddings` is raised to it, on which nothing depends here, and which sentence-transformers
-            takes for a limit when it loads.
-        dtype: as `ALiBiBertModel.from_pretrained` has it.
-        device: as SentenceTransformer has it; default a GPU where there is one.
+        normalize: scale vectors to length 1; False leaves it to the folder.
+        max_seq_length: longer texts are cut. Default: that of the folder or the tokenizer, else 8,192; ALiBi has no limit.
+            `config.max_position_embeddings` is raised to it: our models ignore that field, but sentence-transformers reads it
+            as a limit when it loads a folder.
+        dtype: as in `ALiBiBertModel.from_pretrained`.
+        device: as in SentenceTransformer; default a GPU if available.
         revision, cache_dir, token, local_files_only: for the hub.
 
     Raises:
         ImportError: sentence-transformers is not installed.
-        OSError: neither a folder nor a repository, or files that are not there.
-        ValueError: a damaged file, or a model, module or pooling of another kind, by name.
+        OSError: neither a folder nor a repository, or missing files.
+        ValueError: a damaged file, or an unsupported model, module or pooling; the message names it.
     """
     try:
         from sentence_transformers import SentenceTransformer
@@ -119,46 +121,44 @@ def sentence_transformer(
         raise ImportError(
             'sentence_transformer needs sentence-transformers 6; install it with: pip install "alibi-attn[embed]"'
         ) from error
-    found = load(
+    loaded = load(
         folder_or_id, max_seq_length=max_seq_length, dtype=dtype, revision=revision, cache_dir=cache_dir, token=token,
         local_files_only=local_files_only,
     )  # fmt: skip
-    said, config = found.folder, found.model.config
-    config.max_position_embeddings = max(config.max_position_embeddings, found.max_seq_length)
-    # Its Transformer reads a folder of ours with AutoModel: config and tokenizer from there, the weights from memory.
+    settings, config = loaded.folder, loaded.model.config
+    config.max_position_embeddings = max(config.max_position_embeddings, loaded.max_seq_length)
+    # modules.Transformer loads with AutoModel: config and tokenizer from a temporary folder, the weights from memory.
     with tempfile.TemporaryDirectory() as ours:
         config.save_pretrained(ours)
-        found.tokenizer.save_pretrained(ours)
+        loaded.tokenizer.save_pretrained(ours)
         transformer = modules.Transformer(
             ours,
-            model_kwargs={"state_dict": found.model.state_dict(), "dtype": found.model.dtype},
-            processor_kwargs={"model_max_length": found.max_seq_length},
+            model_kwargs={"state_dict": loaded.model.state_dict(), "dtype": loaded.model.dtype},
+            processor_kwargs={"model_max_length": loaded.max_seq_length},
         )
     transformer.config.name_or_path = str(folder_or_id)
     chain: list[torch.nn.Module] = [
         transformer,
-        modules.Pooling(config.hidden_size, said.pooling, include_prompt=said.include_prompt),
+        modules.Pooling(config.hidden_size, settings.pooling, include_prompt=settings.include_prompt),
     ]
-    if normalize or said.normalize:
+    if normalize or settings.normalize:
         chain.append(modules.Normalize())
     return SentenceTransformer(
         modules=chain,
         device=device,
-        prompts=said.prompts,
-        default_prompt_name=said.default_prompt_name,
-        similarity_fn_name=said.similarity,  # type: ignore[arg-type]
-        truncate_dim=said.truncate_dim,
+        prompts=settings.prompts,
+        default_prompt_name=settings.default_prompt_name,
+        similarity_fn_name=settings.similarity,  # type: ignore[arg-type]
+        truncate_dim=settings.truncate_dim,
     )
 
 
 def _tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Of a folder; in one sentence where there is none."""
+    """The tokenizer of a folder, or a short error if there is none."""
     if not any(
         found for files in _VOCABULARIES for found in folder.glob(files)
-    ):  # transformers would make an empty one
-        raise FileNotFoundError(
-            f"{folder} has no tokenizer, neither tokenizer.json nor a vocabulary; add it, or download it"
-        )
+    ):  # transformers would create an empty one
+        raise FileNotFoundError(f"{folder} has no tokenizer, neither tokenizer.json nor a vocabulary; download it")
     path = folder / "tokenizer.json"
     if path.exists():
         try:
@@ -168,5 +168,7 @@ def _tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except _TOKENIZER_ERRORS as error:
-        said = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-        raise ValueError(f"{folder} has no tokenizer that transformers can load ({said}); download it again") from error
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        raise ValueError(
+            f"{folder} has no tokenizer that transformers can load ({reason}); download it again"
+        ) from error

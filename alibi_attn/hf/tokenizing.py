@@ -1,4 +1,4 @@
-"""Tokenizers of the lab as those of the `tokenizers` library, which is what transformers loads."""
+"""Converts the lab's tokenizers to those of the `tokenizers` library, which transformers loads."""
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
@@ -6,6 +6,7 @@ from alibi_attn.strict_json import JsonError, parse
 
 SCHEMA = 1  # of the lab's file
 _END_OF_LINE, _UNKNOWN = "<eos>", "<unk>"
+_ADVICE = "pass the file that the lab saved next to its checkpoints"
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -14,7 +15,7 @@ def byte_tokenizer() -> Tokenizer:
     >>> byte_tokenizer().encode("añ").ids
     [97, 195, 177]
     """
-    # The printable stand-ins that byte-level tokenizers write for bytes: themselves where printable, else from 256 on.
+    # Byte-level tokenizers write each byte as a printable character: itself if printable, else one from 256 on.
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     vocabulary = {chr(b): b for b in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
@@ -25,19 +26,19 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def saved_tokenizer(content: bytes) -> Tokenizer:
-    """What the lab keeps beside a checkpoint, of any of its kinds: "bytes", "words" or "bpe:SIZE".
+    """The tokenizer in a file that the lab saved next to a checkpoint: "bytes", "words" or "bpe:SIZE".
 
-    It encodes as the lab's does. Words come back from ids with one space between them, and a line's end as its token.
+    It encodes like the lab's. Decoded words are separated by one space, and the end of a line is decoded as its token.
 
     Raises:
-        ValueError: another schema, or no such file.
+        ValueError: another schema, or not a tokenizer file.
     """
     try:
         about = parse(content)
     except JsonError as error:
-        raise ValueError(f"this is no tokenizer of the lab ({error}); pass what lies beside its checkpoints") from None
+        raise ValueError(f"this is not a tokenizer file of the lab ({error}); {_ADVICE}") from None
     if not isinstance(about, dict) or not {"tokenizer", "schema"} <= set(about):
-        raise ValueError("this is no tokenizer of the lab (it names none); pass what lies beside its checkpoints")
+        raise ValueError(f"this is not a tokenizer file of the lab (it names no tokenizer); {_ADVICE}")
     kind, schema = str(about["tokenizer"]), about["schema"]
     if schema != SCHEMA:
         raise ValueError(
@@ -52,7 +53,7 @@ def saved_tokenizer(content: bytes) -> Tokenizer:
         tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
         return tokenizer
     if not isinstance(model, str):
-        raise ValueError(f"the tokenizer {kind!r} has no vocabulary; pass what lies beside the lab's checkpoints")
+        raise ValueError(f"the tokenizer {kind!r} has no vocabulary; {_ADVICE}")
     tokenizer = Tokenizer.from_str(model)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer

@@ -1,7 +1,7 @@
-"""Models that look like ALiBi to their users and are none, or bring code of their own: what `patch` says of them.
+"""Explains why `patch` refuses a model that appears to use ALiBi but does not, or that runs remote code.
 
-Jina v2, MosaicBERT and DNABERT-2 say model_type "bert": without their remote code transformers loads them as its own BERT, with
-position embeddings drawn at random and feed-forwards missing, and goes on. Their remote code no longer runs on transformers 5.
+Jina v2, MosaicBERT and DNABERT-2 have model_type "bert". Without their remote code, transformers silently loads them as its own
+BERT, with random position embeddings and without their feed-forwards. Their remote code no longer runs on transformers 5.
 """
 
 from pathlib import Path
@@ -14,7 +14,7 @@ from alibi_attn.hf.families import ENCODERS
 
 _PLAIN_BERT = "transformers.models.bert.modeling_bert"
 _REMOTE = "transformers_modules"
-# How the repositories and files of these families are called in an auto_map or a path.
+# Parts of the names of these families' repositories and files, in an auto_map or a path.
 _FAMILIES = (
     "jina-bert",
     "jina-embeddings-v2",
@@ -26,7 +26,7 @@ _FAMILIES = (
 )
 _ENCODER = "alibi_attn.hf.ALiBiBert"
 _DECODER = "alibi_attn.hf.ALiBiForCausalLM"
-# Beginnings of the names of remote classes, in lower case, and what to load instead.
+# Prefixes of the names of remote classes, in lower case, and the class to load instead.
 _INSTEAD = {
     "jinabert": _ENCODER,
     "bertunpad": _ENCODER,
@@ -41,7 +41,7 @@ _INSTEAD = {
 
 
 def why_not(model: nn.Module) -> str | None:
-    """What is wrong with this model, and what to load instead; None where nothing is known."""
+    """Why this model cannot be patched, and what to load instead; None if no reason is known."""
     for module in model.modules():
         kind = type(module)
         if kind.__module__.split(".")[0] == _REMOTE:
@@ -55,14 +55,14 @@ def why_not(model: nn.Module) -> str | None:
                 known = head if head in ("ForMaskedLM", "ForSequenceClassification") else "Model"
                 path = getattr(module.config, "_name_or_path", "") or "folder_or_id"
                 return (
-                    f"this {kind.__name__} was loaded without ALiBi: {sign}, and transformers makes a plain BERT of that, with "
-                    f"weights drawn at random; use {_ENCODER}{known}.from_pretrained({path!r})"
+                    f"this {kind.__name__} was loaded without ALiBi: {sign}, but transformers built a plain BERT from it, with "
+                    f"random weights; use {_ENCODER}{known}.from_pretrained({path!r})"
                 )
     return None
 
 
 def needs_none(model: nn.Module) -> str | None:
-    """That a model of ours is one."""
+    """The message for our own models, which need no patch; else None."""
     for module in model.modules():
         if type(module).__module__.startswith("alibi_attn."):
             return (
@@ -75,20 +75,22 @@ def _remote(model: nn.Module, instead: str) -> str:
     name = type(model).__name__
     head = next((head for head in ("ForMaskedLM", "ForSequenceClassification") if name.endswith(head)), "Model")
     use = f"{instead}{head}" if instead == _ENCODER else instead
-    what = ", and patch that" if instead.startswith("transformers") else ", which needs no remote code and no patch"
-    return f"{name} is remote code, which patch does not change; use {use}.from_pretrained(...){what}"
+    what = (
+        ", then patch that model" if instead.startswith("transformers") else ", which needs no remote code and no patch"
+    )
+    return f"{name} is remote code, which cannot be patched; use {use}.from_pretrained(...){what}"
 
 
 def _sign(config: object) -> str | None:
-    """What in a config, or in the names of the weights beside it, says that the checkpoint has ALiBi."""
+    """The evidence that a checkpoint uses ALiBi, in its config or in the names of its weights; else None."""
     if getattr(config, "position_embedding_type", None) == "alibi":
-        return "its config says position_embedding_type 'alibi'"
+        return "its config has position_embedding_type 'alibi'"
     if getattr(config, "alibi_starting_size", None) is not None:
-        return "its config says alibi_starting_size"
+        return "its config has alibi_starting_size"
     if getattr(config, "feed_forward_type", None) in ("geglu", "reglu"):
-        return f"its config says feed_forward_type {config.feed_forward_type!r}"  # type: ignore[attr-defined]
-    said = str(getattr(config, "auto_map", None) or "").lower()
-    if any(family in said for family in _FAMILIES):
+        return f"its config has feed_forward_type {config.feed_forward_type!r}"  # type: ignore[attr-defined]
+    auto_map = str(getattr(config, "auto_map", None) or "").lower()
+    if any(family in auto_map for family in _FAMILIES):
         return "its config's auto_map names a family with ALiBi"
     path = str(getattr(config, "_name_or_path", None) or "")
     if path and Path(path).is_dir():

@@ -80,7 +80,7 @@ def test_an_interrupted_run_resumes_with_the_remaining_texts(model, files, tmp_p
     run(*arguments, code=130)
     assert sorted(path.name for path in tmp_path.glob("v*")) == ["v.npy.partial", "v.npy.partial.json"]
     monkeypatch.setattr(embedding, "embed", lambda *a, **k: whole.append(len(a[1])) or made(*a, **k))
-    assert "was begun with another model" in run(*arguments, "--normalize", code=1)
+    assert "was started with another model" in run(*arguments, "--normalize", code=1)
     arguments[-3] = 10_000  # the batch size may change: it does not change the vectors
     assert run(*arguments).startswith("resuming: 2 of 4 texts are left vectors")
     assert whole == [1, 1, 2]
@@ -113,7 +113,7 @@ def test_missing_files_and_wrong_folders_are_refused(model, files, tmp_path):
     assert "pass the folder of a checkpoint" in run(tmp_path / "gone", files[0], "--out", out, code=1)
     assert "is a folder; pass text files" in run(model, model, "--out", out, code=1)
     assert "No such file" in run(model, tmp_path / "gone", "--out", out, code=1)
-    assert "config.json is not there" in run(tmp_path, files[0], "--out", out, code=1)
+    assert "config.json does not exist" in run(tmp_path, files[0], "--out", out, code=1)
     assert "is a folder; pass the name of a file" in run(model, files[0], "--out", tmp_path, code=1)
     assert "cannot be written (it is a file)" in run(model, files[0], "--out", files[0] / "v.npy", code=1)
     assert "never overwritten" in run(model, files[0], "--out", files[1], code=1)

@@ -223,5 +223,5 @@ def test_a_cache_belongs_to_one_layer_of_one_model(build, tokens):
 
     first, second = (block.self_attention for block in model.transformer.h[:2])
     second.layer_idx = first.layer_idx
-    with pytest.raises(ValueError, match="of another layer"):
+    with pytest.raises(ValueError, match="of another model or layer"):
         model(ids, past_key_values=ALiBiCache())

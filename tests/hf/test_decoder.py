@@ -158,9 +158,9 @@ def test_what_it_cannot_answer_it_refuses(load):
     model, ids = load("jais"), draw(2, 11)
     for wrong, message in (
         ({"output_attentions": True}, "T×S weights"),
-        ({"inputs_embeds": torch.zeros(2, 11, 48)}, "either input_ids or inputs_embeds"),
-        ({"attention_mask": torch.ones(2, 1, 11, 11)}, r"takes \[B, S\]"),
-        ({"attention_mask": torch.ones(2, 5)}, "covers 5 positions but there are 11"),
+        ({"inputs_embeds": torch.zeros(2, 11, 48)}, "exactly one of input_ids and inputs_embeds"),
+        ({"attention_mask": torch.ones(2, 1, 11, 11)}, r"must be \[B, S\]"),
+        ({"attention_mask": torch.ones(2, 5)}, "covers 5 positions but must cover 11"),
     ):
         with pytest.raises(ValueError, match=message):
             model(ids, **wrong)
@@ -170,7 +170,7 @@ def test_what_it_cannot_answer_it_refuses(load):
 
 def test_slopes_by_length_refuse_a_static_cache(load):
     model = load("btlm", about={"alibi_scaling": {"type": "linear", "train_seq_len": 8}})
-    with torch.no_grad(), pytest.raises(ValueError, match="which a static cache does not tell; use an ALiBiCache"):
+    with torch.no_grad(), pytest.raises(ValueError, match="which a static cache does not report; use an ALiBiCache"):
         model(draw(1, 9), past_key_values=StaticCache(config=model.config, max_cache_len=30))
 
 

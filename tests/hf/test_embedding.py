@@ -112,7 +112,7 @@ def test_what_was_begun_for_another_question_is_refused_and_stays(tmp_path):
     PartialVectors.open(out, "another", (4, 3))  # of which nothing was done
     begun.put([0], ROWS[:1])
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(FileExistsError, match="was begun with another model, other texts or other settings"):
+    with pytest.raises(FileExistsError, match="was started with another model, other texts or other settings"):
         PartialVectors.open(out, "another", (4, 3))
     assert before == {path: path.read_bytes() for path in tmp_path.iterdir()}
 

@@ -144,7 +144,7 @@ def test_a_saved_tokenizer_of_the_lab_encodes_the_same(name):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [(b"{}", "no tokenizer of the lab"), (b"[", "no tokenizer of the lab")]
+    ("content", "message"), [(b"{}", "not a tokenizer file of the lab"), (b"[", "not a tokenizer file of the lab")]
 )
 def test_another_file_is_no_tokenizer(content, message):
     with pytest.raises(ValueError, match=message):
@@ -156,10 +156,10 @@ def test_another_file_is_no_tokenizer(content, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"qk_norm": True}, r"has blocks\.0\.attention\.k_norm\.weight"),
+        ({"qk_norm": True}, r"unexpected blocks\.0\.attention\.k_norm\.weight"),
         ({"bias": True}, r"bias"),
         ({"learn_slopes": True}, r"slopes\.values"),
-        ({"ffn_dim": 130}, r"is 130 wide but that of MPT is 4·32 = 128"),
+        ({"ffn_dim": 130}, r"is 130 wide but must be at most 4·32 = 128, the width of MPT"),
     ],
 )
 def test_what_mpt_cannot_be_is_refused(options, message, tmp_path):
@@ -175,7 +175,7 @@ def test_wrong_use_is_told_what_is_allowed(tmp_path, build):
     (tmp_path / "there").mkdir()
     with pytest.raises(FileExistsError, match="never overwritten"):
         export_mpt(state, DecoderConfig(num_heads=4, trained_length=64), tmp_path / "there")
-    with pytest.raises(ValueError, match=r"no decoder that BLOOM can be: .* lacks blocks\.0\.attention\.k_proj\.bias"):
+    with pytest.raises(ValueError, match=r"cannot be exported as BLOOM: .* missing blocks\.0\.attention\.k_proj\.bias"):
         export_bloom(state, DecoderConfig(num_heads=4, trained_length=64), tmp_path / "bloom")
     about = DecoderConfig(num_heads=4, trained_length=64, embedding_scale=2.0)
     with pytest.raises(ValueError, match=r"embedding_scale is 2\.0 and bias_max 8 but a BLOOM has"):
@@ -184,16 +184,16 @@ def test_wrong_use_is_told_what_is_allowed(tmp_path, build):
     with pytest.raises(ValueError, match="holds a mpt model but must hold a BLOOM"):
         import_bloom(tmp_path / "mpt")
     build("bloom", apply_residual_connection_post_layernorm=True).save_pretrained(tmp_path / "post")
-    with pytest.raises(ValueError, match="takes the residual behind the norm"):
+    with pytest.raises(ValueError, match="residual starts after the norm"):
         import_bloom(tmp_path / "post")
     build("bloom").save_pretrained(tmp_path / "bloom")
     with pytest.raises(ValueError, match="holds a bloom model but must hold an MPT"):
         import_mpt(tmp_path / "bloom")
     build("mpt", attention={"clip_qkv": 1.0}).save_pretrained(tmp_path / "clipped")
-    with pytest.raises(ValueError, match="nothing clipped or normed; patch the model instead"):
+    with pytest.raises(ValueError, match="without clipping or QK-norm, can be imported; patch the model instead"):
         import_mpt(tmp_path / "clipped")
     del state["norm.weight"]
-    with pytest.raises(ValueError, match=r"lacks norm\.weight"):
+    with pytest.raises(ValueError, match=r"missing norm\.weight"):
         export_mpt(state, DecoderConfig(num_heads=4, trained_length=64), tmp_path / "other")
 
 
@@ -204,7 +204,7 @@ def test_a_config_that_is_no_json_is_refused_with_its_path_and_the_reason(name, 
     for read in (import_mpt, import_bloom):
         with pytest.raises(ValueError, match=rf"{tmp_path / 'config.json'} is not JSON \({reason}"):
             read(tmp_path)
-    with pytest.raises(ValueError, match=rf"this is no tokenizer of the lab \({reason}"):
+    with pytest.raises(ValueError, match=rf"this is not a tokenizer file of the lab \({reason}"):
         saved_tokenizer(content)
 
 
@@ -213,7 +213,7 @@ def test_a_config_that_is_no_json_is_refused_with_its_path_and_the_reason(name, 
     [
         (lambda weights: weights[: len(weights) // 2], "incomplete metadata"),
         (lambda weights: b"", "header too small"),
-        (_without_one, r"it lacks the weights transformer\.norm_f\.weight"),
+        (_without_one, r"weights transformer\.norm_f\.weight are missing"),
     ],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")

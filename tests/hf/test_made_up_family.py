@@ -159,10 +159,10 @@ def test_a_made_up_decoder_family_is_read_and_refused_as_the_others(tmp_path):
     families = (*DECODERS, DECODER)
     folder = decoder_folder(tmp_path / "whole", model, **{"net.clock": torch.zeros(3, dtype=torch.long)})
     assert torch.equal(loaded(folder, ALiBiForCausalLM, families)(IDS).logits, model(IDS).logits)
-    with pytest.raises(ValueError, match="holds none of Baichuan-13B"):
+    with pytest.raises(ValueError, match="does not hold a checkpoint of Baichuan-13B"):
         ALiBiForCausalLM.from_pretrained(folder)
     with pytest.raises(
-        ValueError, match=r"is not the MadeUp that its config describes: it has unknown weights net\.more"
+        ValueError, match=r"is not the MadeUp that its config describes: it has unexpected weights net\.more"
     ):
         loaded(decoder_folder(tmp_path / "more", model, **{"net.more": torch.zeros(3)}), ALiBiForCausalLM, families)
 

@@ -204,14 +204,14 @@ def test_a_missing_extra_is_named():
 def test_patched_twice_and_undone_twice(build):
     model = build("mpt")
     with patch(model) as handle:
-        with pytest.raises(ValueError, match="is patched already; undo"):
+        with pytest.raises(ValueError, match="is patched already; call undo"):
             patch(model)
         handle.undo()
-    with pytest.raises(ValueError, match="undone already"):
+    with pytest.raises(ValueError, match="already been undone"):
         handle.undo()
     patch(model).undo()
     model.transformer.blocks[1].attn.forward = lambda *_: None
-    with pytest.raises(ValueError, match=r"another forward at blocks\.1\.attn already"):
+    with pytest.raises(ValueError, match=r"at blocks\.1\.attn whose forward was already replaced"):
         patch(model)
     assert not hasattr(model.transformer.blocks[0].attn, "alibi_settings")
 
@@ -221,31 +221,33 @@ def test_patched_twice_and_undone_twice(build):
 def test_what_a_patched_model_cannot_answer_it_refuses(family, build, tokens):
     model, ids = build(family), tokens(2, 10)
     with patch(model):
-        with pytest.raises(ValueError, match=r"output_attentions asks for the T×S weights.*undo\(\) the patch"):
+        with pytest.raises(ValueError, match=r"output_attentions requests the T×S weights.*undo\(\) on the patch"):
             model(ids, output_attentions=True)
         with pytest.raises(ValueError, match=r"the input has shape \[2, 0\] but must be \[B, T\] with T ≥ 1"):
             model(ids[:, :0])
-        with pytest.raises(ValueError, match=r"mask has shape \[2, 1, 10, 10\] but a patched model takes \[B, S\]"):
+        with pytest.raises(
+            ValueError, match=r"mask has shape \[2, 1, 10, 10\] but must be \[B, S\] in a patched model"
+        ):
             model(ids, attention_mask=torch.ones(2, 1, 10, 10))
         with pytest.raises(ValueError, match="attention_mask has 3 rows but the batch has 2"):
             model(ids, attention_mask=torch.ones(3, 10))
-        with pytest.raises(ValueError, match="other numbers than 0 and 1"):
+        with pytest.raises(ValueError, match="values other than 0 and 1"):
             model(ids, attention_mask=torch.full((2, 10), -1e9))
-        with pytest.raises(ValueError, match=r"instead of its own \[B, 1, 1, S\]: call the whole model"):
+        with pytest.raises(ValueError, match=r"instead of a bool mask \[B, 1, 1, S\]; call the whole model"):
             type(model.transformer).forward(model.transformer, ids)
         model.config.is_causal = False
-        with pytest.raises(ValueError, match="attends causally"):
+        with pytest.raises(ValueError, match="is causal with one sequence per row"):
             model(ids)
         model.config.is_causal = True
         cache = model(ids, use_cache=True).past_key_values
-        with pytest.raises(ValueError, match="covers 1 positions but there are 11"):
+        with pytest.raises(ValueError, match="covers 1 positions but must cover 11"):
             model(ids[:, :1], attention_mask=torch.ones(2, 1), past_key_values=cache)
         cache = build(family, **{"n_heads" if family == "mpt" else "num_attention_heads": 3})(ids, use_cache=True)
         with pytest.raises((ValueError, RuntimeError), match=r"[Ss]izes|must"):
             model(ids[:, :1], past_key_values=cache.past_key_values)
         static = StaticCache(config=model.config, max_cache_len=20)
         model(ids, attention_mask=torch.ones_like(ids), past_key_values=static)
-        with pytest.raises(ValueError, match="covers 10 positions but there are 11"):
+        with pytest.raises(ValueError, match="covers 10 positions but must cover 11"):
             model(ids[:, :1], attention_mask=torch.ones_like(ids), past_key_values=static)
 
 

@@ -137,7 +137,10 @@ def test_an_mpt_is_supported_too(tmp_path: Path) -> None:
 
 def test_watching_leaves_logits_unchanged_and_ends_with_its_block(bloom: Path) -> None:
     model = BloomForCausalLM.from_pretrained(bloom).eval()
-    with pytest.raises(ValueError, match="BloomForCausalLM has no attention of ours"), watched(model, print):
+    with (
+        pytest.raises(ValueError, match="BloomForCausalLM has no layer that uses alibi_attention"),
+        watched(model, print),
+    ):
         pass
     patch(model)
     tokens = torch.arange(1, 12)[None]

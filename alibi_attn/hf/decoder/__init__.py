@@ -1,5 +1,5 @@
-"""`ALiBiForCausalLM`: one decoder for the ALiBi checkpoints whose own code transformers no longer runs.
+"""`ALiBiForCausalLM`: one decoder for ALiBi checkpoints whose original code no longer runs on transformers.
 
-`config.py` lists the choices, `model.py` computes, `rounding.py` rounds as the originals do, and `loading.py` loads.
+`config.py` lists the options, `model.py` computes, `rounding.py` reproduces the originals' rounding, and `loading.py` loads.
 The families' weight names are in `families/`.
 """

@@ -1,4 +1,4 @@
-"""What a decoder with ALiBi may choose; a family of checkpoints is one set of these choices. Read next: `model.py`."""
+"""The options of a decoder with ALiBi; each family of checkpoints is one combination of them. Read next: `model.py`."""
 
 from typing import Any
 
@@ -15,34 +15,34 @@ ROUNDINGS = ("none", "positions", "counts", "distances")
 
 @strict
 class ALiBiCausalLMConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
-    """A pre-norm decoder with ALiBi: every field is a fact about the weights but the last two, which say how to compute.
+    """A pre-norm decoder with ALiBi. The last two fields select how to compute; all others describe the weights.
 
     Args:
         vocab_size, hidden_size, num_hidden_layers, num_attention_heads: V, E, layers and H.
         num_key_value_heads: K, which divides H; None for H.
-        intermediate_size: of the feed-forward.
+        intermediate_size: the width of the feed-forward.
         hidden_act, gated: W_down·act(W_up·x), or gated: W_down·(act(W_gate·x)·(W_up·x)).
         norm, norm_bias, norm_eps: "layer" (with or without a bias) or "rms".
         attention_bias, output_bias, ffn_bias: whether q, k and v, the attention's output and the feed-forward have biases.
-        qk_norm: queries and keys are normed over all their heads at once, before they are split.
+        qk_norm: queries and keys are normalized over all heads together, before they are split.
         clip_qkv: queries, keys and values are clamped to ±clip_qkv; None for no clamp.
         attention_scale: the factor of q·k; None for 1/√D.
-        scale_by_inverse_layer: that factor over (layer + 1), layers counted from 0.
-        slopes: m, what is really subtracted per token of distance, H of them; None for the published ones.
+        scale_by_inverse_layer: divide that factor by (layer + 1), layers counted from 0.
+        slopes: m for each of the H heads, as really subtracted per token of distance; None for the published ones.
         alibi_scaling: None, {"type": "linear", "factor": s} for slopes over s, or {"type": "linear", "train_seq_len": L} for
-            slopes over S/L where S > L keys are there (arXiv:2310.13017).
-        embedding_scale, logit_scale: factors behind the embeddings and behind the head.
-        normalized_head: the rows of the head have length 1 (they are divided by their lengths, in each pass).
+            slopes over S/L if there are S > L keys (arXiv:2310.13017).
+        embedding_scale, logit_scale: factors of the embeddings and of the logits.
+        normalized_head: divide each row of the head by its length, in every forward pass.
         embedding_dropout, residual_dropout, attention_dropout: in training only.
-        checkpoint_rounding: of the biases under numerics="checkpoint": those of m·j ("positions"), m·(j + 1) ("counts") or
-            m·|i − j| ("distances") in the model's dtype, or "none", where the original has them in fp32.
-        trained_length: in tokens; it limits nothing.
-        source: the family that the weights come from, for the reader.
+        checkpoint_rounding: how biases round with numerics="checkpoint": as m·j ("positions"), m·(j + 1) ("counts") or
+            m·|i − j| ("distances") in the model's dtype, or "none" if the original computes them in fp32.
+        trained_length: the length of the training texts in tokens; not a limit.
+        source: the family of the weights, for readers of the config.
         numerics: "exact" or "checkpoint", as for `alibi_attn.hf.patch`.
         backend: of `alibi_attention`.
 
     Raises:
-        ValueError: what no decoder can be.
+        ValueError: invalid or inconsistent values.
     """
 
     model_type = "alibi_causal_lm"
@@ -87,7 +87,7 @@ class ALiBiCausalLMConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
     backend: str = "auto"
 
     def validate_architecture(self) -> None:
-        """Called by transformers when a config is made or read."""
+        """Called by transformers when a config is created or loaded."""
         for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
             _check(name, getattr(self, name), getattr(self, name) > 0, "a number of at least 1")
         heads, shared = self.num_attention_heads, self.key_heads
@@ -105,7 +105,7 @@ class ALiBiCausalLMConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
 
     @property
     def rounds(self) -> bool:
-        """Whether there is rounding to be reproduced."""
+        """Whether attention reproduces the original's rounding."""
         return self.numerics == "checkpoint" and self.checkpoint_rounding != "none"
 
     @property
@@ -124,7 +124,7 @@ class ALiBiCausalLMConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
         return scale / (layer + 1) if self.scale_by_inverse_layer else scale
 
     def slopes_at(self, key_len: int) -> tuple[float, ...]:
-        """m where there are S = key_len keys, the cached ones among them."""
+        """m for S = key_len keys, including cached ones."""
         stretch = self.stretch(key_len)
         return tuple(slope / stretch for slope in self.unstretched)
 
@@ -134,7 +134,7 @@ class ALiBiCausalLMConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
         return tuple(alibi_slopes(self.num_attention_heads).tolist() if self.slopes is None else self.slopes)
 
     def stretch(self, key_len: int) -> float:
-        """What the slopes are divided by."""
+        """The divisor of the slopes."""
         if self.alibi_scaling is None:
             return 1.0
         if self.scales_with_length:
@@ -143,7 +143,7 @@ class ALiBiCausalLMConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
 
     @property
     def scales_with_length(self) -> bool:
-        """Whether slopes depend on how many keys there are."""
+        """Whether slopes depend on the number of keys."""
         return self.alibi_scaling is not None and self.alibi_scaling.get("factor") is None
 
     def _check_scaling(self) -> None:

@@ -18,7 +18,7 @@ from alibi_attn.nn.linear import RoundedLinear, mapped
 
 
 class Block(GradientCheckpointingLayer):  # type: ignore[no-untyped-call]
-    """One layer, x [B, T, E] -> [B, T, E]; mask is that of `masks.of_layers`."""
+    """One layer, x [B, T, E] -> [B, T, E]; `mask` comes from `masks.of_layers`."""
 
     def __init__(self, config: ALiBiCausalLMConfig, layer: int) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Block(GradientCheckpointingLayer):  # type: ignore[no-untyped-call]
 
 
 class Attention(nn.Module):
-    """It attends as a patched layer does: `alibi_settings` says how, `patched_attention.attended` does it."""
+    """Attention with the `alibi_settings` of a patched layer, computed by `patched_attention.attended`."""
 
     def __init__(self, config: ALiBiCausalLMConfig, layer: int) -> None:
         super().__init__()
@@ -72,13 +72,13 @@ class Attention(nn.Module):
         return output
 
     def _stretched(self, first: int | Tensor, query_len: int) -> nn.Module:
-        """What `patched_attention.attended` reads of a layer, with the slopes of this length."""
+        """A stand-in for this layer with the attributes that `patched_attention.attended` reads and the slopes of this length."""
         slopes = self.config.slopes_at(self._key_len(first, query_len))
         changed = dataclasses.replace(self.alibi_settings, slopes=slopes)
         return cast("nn.Module", SimpleNamespace(alibi_settings=changed, layer_idx=self.layer_idx))
 
     def _key_len(self, first: int | Tensor, query_len: int) -> int:
-        """S, where it matters: a static cache, which does not tell, was refused there."""
+        """S, or 0 with a static cache, which does not report it and is refused if slopes depend on the length."""
         return first + query_len if isinstance(first, int) else 0
 
 
@@ -104,7 +104,7 @@ class FeedForward(nn.Module):
 
 
 class RoundedRMSNorm(nn.RMSNorm):
-    """It rounds to the model's dtype before the weight comes, too."""
+    """RMS norm that also rounds to the model's dtype before multiplying by the weight."""
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
@@ -113,12 +113,12 @@ class RoundedRMSNorm(nn.RMSNorm):
 
 
 def norm(config: ALiBiCausalLMConfig, size: int) -> nn.Module:
-    """The norm that a model has everywhere."""
+    """The norm used throughout the model."""
     if config.norm == "rms":
         return (RoundedRMSNorm if config.rounds else nn.RMSNorm)(size, eps=config.norm_eps)
     return nn.LayerNorm(size, eps=config.norm_eps, bias=config.norm_bias)
 
 
 def linear_class(config: ALiBiCausalLMConfig) -> type[nn.Linear]:
-    """Of the model's linear maps: torch's own, or rounded as the original's on every CPU where its numbers are asked for."""
+    """The class of linear layers: torch's, or with numerics="checkpoint" one that rounds like the original on every CPU."""
     return nn.Linear if config.numerics == "exact" else RoundedLinear

@@ -1,4 +1,4 @@
-"""Loads the decoder: originals through `hf/checkpoint.py`, folders that `save_pretrained` wrote through transformers."""
+"""Loads the decoder: originals through `hf/checkpoint.py`, folders written by `save_pretrained` through transformers."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -27,28 +27,28 @@ def read(
 
     Args:
         about: its config.json.
-        normalized_head: as for `ALiBiForCausalLM.from_pretrained`.
+        normalized_head: see `ALiBiForCausalLM.from_pretrained`.
 
     Raises:
-        FileNotFoundError, ValueError: as `checkpoint.read`.
+        FileNotFoundError, ValueError: see `checkpoint.read`.
     """
     kind = about.get("model_type")
     if kind in PATCHED:
         raise ValueError(
-            f"{folder} holds a {kind} model, which transformers builds itself: load it with AutoModelForCausalLM, then call "
+            f"{folder} holds a {kind} model, which transformers supports: load it with AutoModelForCausalLM, then call "
             "alibi_attn.hf.patch(model)"
         )
     changes = {} if normalized_head is None else {"normalized_head": normalized_head}
     config, state = checkpoint.read(folder, about, families, changes=changes)
     assert isinstance(config, ALiBiCausalLMConfig)
     if changes and state.family is not baichuan.FAMILY:
-        raise ValueError(f"normalized_head is for Baichuan but {folder} is {state.family.name}; leave it out")
+        raise ValueError(f"normalized_head is only for Baichuan but {folder} is {state.family.name}; omit it")
     try:
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             setattr(config, name, about.get(name))
     except StrictDataclassError as error:
         where = folder / checkpoint_files.CONFIG
-        raise ValueError(f"{where} cannot be right: {checkpoint.cause(error)}; download it again") from error
+        raise ValueError(f"{where} is invalid: {checkpoint.cause(error)}; download it again") from error
     return config, state
 
 
@@ -59,7 +59,7 @@ def fill(model: PreTrainedModel, state: State, dtype: torch.dtype | str | None) 
         dtype: None for that of the embeddings.
 
     Raises:
-        ValueError: as `checkpoint.converted`.
+        ValueError: see `checkpoint.converted`.
     """
     target = state.dtype_of("embed_tokens.weight") if dtype is None else _dtype(dtype)
     model.load_state_dict(checkpoint.converted(model, state, dtype=target), assign=True)
@@ -67,7 +67,7 @@ def fill(model: PreTrainedModel, state: State, dtype: torch.dtype | str | None) 
 
 
 def take_generation_config(model: PreTrainedModel, folder: Path) -> None:
-    """What the folder says about `generate`, where it says anything."""
+    """Copy the settings for `generate` from the folder, if it has any."""
     if (folder / GENERATION).exists():
         try:
             model.generation_config = GenerationConfig.from_pretrained(folder)
@@ -80,10 +80,10 @@ def take_generation_config(model: PreTrainedModel, folder: Path) -> None:
 
 
 def choose(config: ALiBiCausalLMConfig, chosen: Mapping[str, str | None]) -> None:
-    """Set what is not None.
+    """Set those options that are not None.
 
     Raises:
-        ValueError: a value that is none of those allowed.
+        ValueError: a value that is not allowed.
     """
     for name, value in chosen.items():
         if value is not None:
@@ -101,11 +101,11 @@ def own(
     chosen: Mapping[str, str | None],
     **kwargs: Any,
 ) -> Any:
-    """A folder that `save_pretrained` wrote, by transformers; weights that are missing are refused, not drawn at random.
+    """Load a folder written by `save_pretrained` through transformers. Missing weights raise instead of being initialized.
 
     Args:
         load: transformers' `from_pretrained`.
-        chosen: numerics and backend, or None for those of the config.
+        chosen: numerics and backend; None for those of the config.
     """
     wants_info = kwargs.pop("output_loading_info", False)
     config = kwargs.pop("config", None)
@@ -116,9 +116,9 @@ def own(
         model, info = load(folder, *args, config=config, output_loading_info=True, **kwargs)
     except (SafetensorError, RuntimeError, StrictDataclassError) as error:
         raise ValueError(f"{folder} is damaged: {checkpoint.cause(error)}; save or download it again") from error
-    for kind, wrong in (("lacks", info["missing_keys"]), ("has unknown", info["unexpected_keys"])):
+    for kind, wrong in (("missing", info["missing_keys"]), ("unexpected", info["unexpected_keys"])):
         if wrong:
-            raise ValueError(f"{folder} {kind} weights: {checkpoint.listed(wrong, 3)}; save or download it again")
+            raise ValueError(f"{folder} has {kind} weights: {checkpoint.listed(wrong, 3)}; save or download it again")
     return (model, info) if wants_info else model
 
 

@@ -1,9 +1,9 @@
 """The decoder: x ← x + attention(norm(x)), x ← x + feed-forward(norm(x)), a norm, a head. B, T, S, H, K, D as in
 `attention/spec.py`; E the width, V the vocabulary.
 
-State: embed_tokens.weight [V, E]; layers.N.attention_norm, .attention.qkv_proj [(H + 2K)·D, E] (q, then k, then v), .q_norm and
-.k_norm of .attention where queries and keys are normed, .attention.out_proj, .ffn_norm, .ffn.gate_proj where it is gated,
-.ffn.up_proj, .ffn.down_proj; norm; lm_head.weight [V, E]. Read next: `layers.py`, `loading.py`.
+State dict: embed_tokens.weight [V, E]; in each layers.N: attention_norm, attention.qkv_proj [(H + 2K)·D, E] (q, then k, then v),
+attention.q_norm and attention.k_norm (if qk_norm), attention.out_proj, ffn_norm, ffn.gate_proj (if gated), ffn.up_proj,
+ffn.down_proj; norm; lm_head.weight [V, E]. Read next: `layers.py`, `loading.py`.
 """
 
 import os
@@ -26,16 +26,16 @@ from alibi_attn.hf.inputs import checked_input
 from alibi_attn.hf.patched_attention import Numerics
 from alibi_attn.nn.linear import linear, mapped
 
-ROWS = 8192  # of a head whose lengths are computed at one time
+ROWS = 8192  # rows of a head that are normalized at once
 
 
 class ALiBiForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call]
-    """A language model with ALiBi that reads the checkpoints of Baichuan-13B, Baichuan2-13B, BTLM-3B-8K, Jais, Refact-1.6B and
-    MPT (with grouped heads and `qk_ln` too), without their code.
+    """A language model with ALiBi for the checkpoints of Baichuan-13B, Baichuan2-13B, BTLM-3B-8K, Jais, Refact-1.6B and MPT
+    (including grouped heads and `qk_ln`), without remote code.
 
-    Exact attention in linear memory by `alibi_attention`; left or right padding, holes in the mask, `generate` in all its ways
-    (with an `ALiBiCache` unless another cache is given), chunks, gradients, activation checkpointing and `torch.compile`.
-    Distances are those of the indices in the padded row, as in all originals. Logits at padding mean nothing.
+    It computes exact attention in linear memory with `alibi_attention`, and supports left or right padding, holes in the mask,
+    every mode of `generate` (with an `ALiBiCache` by default), chunked prefill, gradients, activation checkpointing and
+    `torch.compile`. Distances are those of the indices in the padded row, as in all originals. Logits at padding are meaningless.
 
     >>> from alibi_attn.hf import ALiBiCausalLMConfig, ALiBiForCausalLM
     >>> sizes = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64, vocab_size=50)
@@ -76,22 +76,23 @@ class ALiBiForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
         normalized_head: bool | None = None,
         **kwargs: Any,
     ) -> Self:
-        """The model of a folder, or of a repository of the hub: one of the families, or one that `save_pretrained` wrote.
+        """The model in a folder or a repository of the hub: one of the families, or a folder written by `save_pretrained`.
 
-        The family is found by the names of the weights, and its config must agree with all of them. Weights stay in the dtype
-        they were saved in, and are not copied where their layout is ours.
+        The family is recognized by the names of the weights, and its config must agree with all of them. Weights keep the dtype
+        in which they were saved, and are not copied if their layout is ours.
 
         Args:
             dtype: of the weights; None or "auto" for that of the file.
-            numerics, backend: as for `alibi_attn.hf.patch`; None for what the config says, "exact" and "auto" unless it was saved
-                otherwise.
-            normalized_head: for Baichuan whose vocabulary has neither 64,000 tokens (Baichuan) nor 125,696 (Baichuan2): whether
-                the rows of its head are to be normalized, as Baichuan2's are.
-            kwargs: revision, cache_dir, token and local_files_only, for the hub; for folders of our own all of transformers'.
+            numerics, backend: see `alibi_attn.hf.patch`; None for those of the config, by default "exact" and "auto".
+            normalized_head: whether to normalize the rows of the head, as in Baichuan2. Only for a Baichuan whose vocabulary has
+                neither 64,000 tokens (Baichuan) nor 125,696 (Baichuan2).
+            kwargs: revision, cache_dir, token and local_files_only, for the hub; for a folder written by `save_pretrained`, all
+                of transformers' arguments.
 
         Raises:
-            OSError: nothing there.
-            ValueError: another family, damaged files, weights that are missing, unknown or of another size; by name.
+            OSError: the folder or repository does not exist.
+            ValueError: an unknown family, damaged files, or weights that are missing, unexpected or of the wrong size; the
+                message names them.
         """
         chosen = {"numerics": numerics, "backend": backend}
         hub = {name: kwargs[name] for name in checkpoint_files.HUB if name in kwargs}
@@ -102,8 +103,8 @@ class ALiBiForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
             return cast("Self", loading.own(super().from_pretrained, folder, *args, chosen=chosen, **kwargs))
         if args or (more := kwargs.keys() - {*checkpoint_files.HUB, *checkpoint_files.IGNORED}):
             raise TypeError(
-                f"from_pretrained takes {', '.join(sorted(more)) if not args else 'more positions'} for folders that "
-                "save_pretrained of this class wrote only; load, then use .to(...), or change the config and save"
+                f"from_pretrained accepts {', '.join(sorted(more)) if not args else 'more positional arguments'} only for "
+                "folders written by save_pretrained of this class; load, then use .to(...), or change the config and save"
             )
         config, state = loading.read(folder, about, normalized_head=normalized_head)
         loading.choose(config, chosen)
@@ -128,24 +129,24 @@ class ALiBiForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits [B, T, V], and the loss where labels are given.
+        """Logits [B, T, V], and the loss if labels are passed.
 
         Args:
-            input_ids: [B, T]; or inputs_embeds [B, T, E], which are scaled as embeddings are.
-            attention_mask: [B, S] over the cached tokens and the new ones, 1 = may be seen; None for all.
-            position_ids: not used: only distances matter.
-            past_key_values: any cache of transformers; None with use_cache makes an `ALiBiCache`.
-            use_cache: None for what the config says, and no in training.
+            input_ids: [B, T]; or inputs_embeds [B, T, E], which are scaled like embeddings.
+            attention_mask: [B, S] over the cached tokens and the new ones, 1 = visible; None for all.
+            position_ids: ignored, since only distances matter.
+            past_key_values: any cache of transformers; with None and use_cache, a new `ALiBiCache`.
+            use_cache: None for that of the config, and False in training.
             labels: [B, T], shifted inside; −100 is ignored.
-            logits_to_keep: as transformers has it: how many of the last logits are wanted, 0 for all.
+            logits_to_keep: as in transformers: the number of last positions to compute logits for; 0 for all.
 
         Raises:
-            ValueError: `output_attentions`, an empty input, a mask of another shape, or a static cache where slopes depend on the
-                length.
+            ValueError: `output_attentions`, an empty input, a mask of the wrong shape, or a static cache if slopes depend on
+                the length.
         """
         config = cast("ALiBiCausalLMConfig", self.config)
         if config.output_attentions if output_attentions is None else output_attentions:
-            raise ValueError("output_attentions asks for the T×S weights, which this model never builds; leave it out")
+            raise ValueError("output_attentions requests the T×S weights, which this model never builds; omit it")
         given = checked_input(input_ids, inputs_embeds, width=config.hidden_size)
         x = self.embed_tokens(given) if inputs_embeds is None else given
         use_cache = config.use_cache and not self.training if use_cache is None else use_cache
@@ -153,7 +154,7 @@ class ALiBiForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
             past_key_values = ALiBiCache()
         if config.scales_with_length and past_key_values is not None and past_key_values.is_compileable:
             raise ValueError(
-                "alibi_scaling with train_seq_len needs the length of the text, which a static cache does not tell; use an "
+                "alibi_scaling with train_seq_len needs the length of the text, which a static cache does not report; use an "
                 'ALiBiCache, a DynamicCache, or {"type": "linear", "factor": ...}'
             )
         mask = masks.of_layers(masks.INDEXED, config, x, attention_mask, past_key_values)
@@ -187,7 +188,7 @@ class ALiBiForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
         return (linear(x, weight) * factors).to(x.dtype)
 
     def _times(self, x: Tensor, factor: float) -> Tensor:
-        """x·factor; the originals round the factor first."""
+        """x·factor; with numerics="checkpoint" the factor is rounded first, as in the originals."""
         if factor == 1.0:
             return x
         if self.config.rounds:
@@ -197,7 +198,7 @@ class ALiBiForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """In the place of transformers' own: an `ALiBiCache` where nobody asked for another."""
+        """Replaces transformers' method, so that `generate` uses an `ALiBiCache` by default."""
         wants = generation_config.use_cache is not False and generation_config.cache_implementation is None
         if model_kwargs.get("past_key_values") is None and wants and not generation_config.is_assistant:
             model_kwargs["past_key_values"] = ALiBiCache()
@@ -206,5 +207,5 @@ class ALiBiForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
 
 
 AutoConfig.register(ALiBiCausalLMConfig.model_type, ALiBiCausalLMConfig)
-AutoModel.register(ALiBiCausalLMConfig, ALiBiForCausalLM)  # there is no model without the head
+AutoModel.register(ALiBiCausalLMConfig, ALiBiForCausalLM)  # there is no class without the head
 AutoModelForCausalLM.register(ALiBiCausalLMConfig, ALiBiForCausalLM)

@@ -1,7 +1,7 @@
-"""Attention that rounds where the originals round: scores, biases and weights in the model's dtype, a few rows at a time.
+"""Attention that rounds where the originals do: scores, biases and weights in the model's dtype, a few rows at a time.
 
-Linear memory, quadratic time. The biases of the families: m·j (Baichuan, at inference), m·(j + 1) (Refact) and m·|i − j| of
-slopes in the model's dtype (BTLM, Jais). Sources: the modelling code that `docs/decoders.md` names.
+Memory is linear, time quadratic. The families' biases are m·j (Baichuan, at inference), m·(j + 1) (Refact) and m·|i − j| with
+slopes in the model's dtype (BTLM, Jais). Sources: the modeling code named in `docs/decoders.md`.
 """
 
 import torch
@@ -20,9 +20,9 @@ def attended(
 
     Args:
         query, key, value: [B, H, T, D] and [B, K, S, D].
-        key_len: how many of the S keys are there.
+        key_len: the number of keys in use, for slopes that depend on it; 0 with a static cache.
         first: the position of query 0.
-        mask: that of `masks.of_layers`.
+        mask: from `masks.of_layers`.
     """
     heads, query_len = query.shape[1:3]
     lowest = torch.finfo(query.dtype).min
@@ -38,7 +38,7 @@ def attended(
 
 
 def _scaled(config: ALiBiCausalLMConfig, layer: int, query: Tensor, key: Tensor) -> Tensor:
-    """[B, H, rows, S], by the operations of the originals in their order."""
+    """[B, H, rows, S], computed by the originals' operations in the same order."""
     scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
     if config.checkpoint_rounding == "counts":
         return matmul(query * scale, key.mT)
@@ -50,7 +50,7 @@ def _scaled(config: ALiBiCausalLMConfig, layer: int, query: Tensor, key: Tensor)
 
 
 def _bias(config: ALiBiCausalLMConfig, at: Tensor, key_len: int, stretch: float, dtype: torch.dtype) -> Tensor:
-    """[H, rows | 1, S]; within softmax m·j and −m·(i − j) are one."""
+    """[H, rows | 1, S]; m·j and −m·(i − j) are equal within softmax."""
     slopes = torch.tensor(config.unstretched, dtype=torch.float32, device=at.device)[:, None, None]
     keys = torch.arange(key_len, device=at.device)
     if config.checkpoint_rounding == "distances":

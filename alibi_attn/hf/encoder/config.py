@@ -1,4 +1,4 @@
-"""`ALiBiBertConfig`: the sizes of an encoder with ALiBi, and in what its families differ."""
+"""`ALiBiBertConfig`: the sizes of an encoder with ALiBi, and the options in which its families differ."""
 
 from typing import Any, ClassVar, Literal
 
@@ -15,20 +15,20 @@ class ALiBiBertConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
     Args:
         vocab_size, hidden_size, num_hidden_layers, num_attention_heads, intermediate_size, type_vocab_size: V, E, layers, H, I
             and the number of token types.
-        hidden_act: of the masked language model's head.
+        hidden_act: activation in the head of the masked language model.
         gate_act: activation of the gated feed-forward, "gelu" (exact, with erf) or "relu".
         gate: which half of the gated layer's outputs is activated, "first" or "second" (Jina v2 code).
-        qk_norm: a LayerNorm of queries and one of keys, over the whole width E, before heads are split (Jina v2 code).
-        extra_norm: another residual and LayerNorm behind the attention's own (Jina v2 code).
+        qk_norm: LayerNorms of queries and of keys over the whole width E, before heads are split (Jina v2 code).
+        extra_norm: a second residual and LayerNorm after those of the attention (Jina v2 code).
         qkv_bias: whether queries, keys and values have biases.
-        pooler: whether the bare model has the dense layer and tanh over the first token.
-        hidden_dropout_prob, attention_probs_dropout_prob, classifier_dropout: in training only; the last is None = the first.
-        max_position_embeddings: the length it was trained for. Nothing depends on it: longer texts work.
-        emb_pooler: how sentence embeddings are made of hidden states, "mean" or None; for who makes them.
-        original_layout: whose key names `save_pretrained(folder, layout="original")` writes.
+        pooler: whether the bare model has a pooler, a dense layer and tanh over the first token.
+        hidden_dropout_prob, attention_probs_dropout_prob, classifier_dropout: in training only; None for the last = the first.
+        max_position_embeddings: the length of the training texts. It has no effect: longer texts work.
+        emb_pooler: how to pool hidden states into sentence embeddings, "mean" or None; only stored for users of the model.
+        original_layout: the family whose weight names `save_pretrained(folder, layout="original")` writes.
 
     Raises:
-        ValueError: sizes or choices that make no model.
+        ValueError: invalid or inconsistent values.
 
     >>> ALiBiBertConfig(num_attention_heads=12).head_dim
     64
@@ -82,7 +82,7 @@ class ALiBiBertConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
                 )
         if self.hidden_act not in ACT2FN:
             raise ValueError(
-                f"hidden_act is {self.hidden_act!r} but must be an activation that transformers knows, as 'gelu'"
+                f"hidden_act is {self.hidden_act!r} but must be an activation of transformers, such as 'gelu'"
             )
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(

@@ -1,11 +1,11 @@
-"""The layers of the encoder: embeddings, symmetric ALiBi attention, the gated feed-forward, and the heads' parts.
+"""The layers of the encoder: embeddings, symmetric ALiBi attention, the gated feed-forward, and the parts of the heads.
 
     a   = attention(x):  softmax(q·kᵀ/√D − m·|i − j|)·v, dense, dropout
     h   = LayerNorm(x + a);   with extra_norm  h = LayerNorm(x + LayerNorm(x + a))
     out = LayerNorm(h + wo(dropout(act(g₁)·g₂))),   [g₁, g₂] = gated_layers(h);   gate="second": act(g₂)·g₁
 
-Names of modules are MosaicBERT's, so that its state dicts are ours. Sources: Portes et al. 2023, MosaicBERT (arXiv:2312.17482);
-Günther et al. 2023, Jina Embeddings 2 (arXiv:2310.19923); Shazeer 2020, gated units (arXiv:2002.05202).
+Module names are those of MosaicBERT, so its state dicts load unmodified. Sources: Portes et al. 2023, MosaicBERT
+(arXiv:2312.17482); Günther et al. 2023, Jina Embeddings 2 (arXiv:2310.19923); Shazeer 2020, gated units (arXiv:2002.05202).
 """
 
 import torch
@@ -21,7 +21,7 @@ from alibi_attn.nn.linear import mapped
 
 
 class ALiBiBertEmbeddings(nn.Module):
-    """Words and token types, a LayerNorm, dropout; no positions."""
+    """Word and token type embeddings, a LayerNorm, dropout; no position embeddings."""
 
     def __init__(self, config: ALiBiBertConfig) -> None:
         super().__init__()
@@ -40,9 +40,9 @@ class ALiBiBertEmbeddings(nn.Module):
 
 
 class ALiBiBertSelfAttention(nn.Module):
-    """Queries, keys and values by one matrix, and attention with the published slopes, on both sides alike."""
+    """Queries, keys and values from one matrix, and symmetric attention with the published slopes."""
 
-    # An instance may have another function in this one's place, as `distributed.context_parallel` gives to it.
+    # An instance may override this function, as `distributed.context_parallel` does.
     attend = staticmethod(alibi_attention)
 
     def __init__(self, config: ALiBiBertConfig) -> None:
@@ -57,7 +57,7 @@ class ALiBiBertSelfAttention(nn.Module):
             self.layer_norm_k = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
     def forward(self, x: Tensor, packing: Packing) -> Tensor:
-        """[B, T, E] -> [B, T, E], or [1, N, E] where packed."""
+        """[B, T, E] -> [B, T, E]; both are [1, N, E] if packed."""
         query, key, value = mapped(self.Wqkv, x).chunk(3, dim=-1)
         if self.layer_norm_q is not None and self.layer_norm_k is not None:
             query, key = self.layer_norm_q(query), self.layer_norm_k(key)
@@ -86,7 +86,7 @@ class ALiBiBertSelfOutput(nn.Module):
 
 
 class ALiBiBertAttention(nn.Module):
-    """Self-attention and what follows it."""
+    """Self-attention and its output layer."""
 
     def __init__(self, config: ALiBiBertConfig) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class ALiBiBertMLP(nn.Module):
 
 
 class ALiBiBertLayer(GradientCheckpointingLayer):  # type: ignore[no-untyped-call]
-    """One layer, as the formulas above."""
+    """One layer; the formulas are at the top of this file."""
 
     def __init__(self, config: ALiBiBertConfig) -> None:
         super().__init__()
@@ -138,14 +138,14 @@ class ALiBiBertLayer(GradientCheckpointingLayer):  # type: ignore[no-untyped-cal
 
 
 class ALiBiBertEncoder(nn.Module):
-    """The layers, one after another."""
+    """The stack of layers."""
 
     def __init__(self, config: ALiBiBertConfig) -> None:
         super().__init__()
         self.layer = nn.ModuleList(ALiBiBertLayer(config) for _ in range(config.num_hidden_layers))
 
     def is_sharded(self) -> bool:
-        """Whether `distributed.context_parallel` has changed it."""
+        """Whether `distributed.context_parallel` has replaced its attention."""
         return any("attend" in vars(module) for module in self.modules())
 
 
@@ -162,7 +162,7 @@ class ALiBiBertPooler(nn.Module):
 
 
 class ALiBiBertTransform(nn.Module):
-    """Dense, activation and LayerNorm before words are predicted."""
+    """Dense, activation and LayerNorm before the vocabulary's logits."""
 
     def __init__(self, config: ALiBiBertConfig) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ class ALiBiBertTransform(nn.Module):
 
 
 class ALiBiBertPredictions(nn.Module):
-    """Logits of the vocabulary; the decoder's weight is that of the word embeddings, where the config ties them."""
+    """Logits of the vocabulary; the decoder shares the word embeddings' weight if the config ties them."""
 
     def __init__(self, config: ALiBiBertConfig) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ class ALiBiBertPredictions(nn.Module):
 
 
 class ALiBiBertMLMHead(nn.Module):
-    """A name: checkpoints say cls.predictions."""
+    """A wrapper that exists for the weight names cls.predictions.*."""
 
     def __init__(self, config: ALiBiBertConfig) -> None:
         super().__init__()

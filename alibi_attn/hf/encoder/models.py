@@ -1,7 +1,7 @@
-"""`ALiBiBertModel` and its heads: an encoder with ALiBi as a model of transformers, without remote code.
+"""`ALiBiBertModel` and its heads: an encoder with ALiBi as a transformers model, without remote code.
 
-Padding costs nothing (`packing.py`), no bias and no mask of n×n is built, and no length is the longest. `from_pretrained` reads
-the folders that `save_pretrained` wrote and those of Jina v2, MosaicBERT and DNABERT-2 (`families/`).
+Padding costs nothing (`packing.py`), no n×n bias or mask is built, and there is no maximum length. `from_pretrained` reads
+folders written by `save_pretrained` and those of Jina v2, MosaicBERT and DNABERT-2 (`families/`).
 Read next: `docs/encoders.md`.
 """
 
@@ -56,24 +56,24 @@ class ALiBiBertPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call
         output_loading_info: bool = False,
         **options: Any,
     ) -> Any:
-        """A model in evaluation mode, from a folder or from the hub; no code from there is run. (model, info) on request.
+        """A model in evaluation mode, from a folder or the hub; code in it is never run. (model, info) with output_loading_info.
 
-        The family is found by the names of the weights: Jina v2, Jina v2 code, MosaicBERT and DNABERT-2 with their prefixes "",
-        "bert." or "model.", and what `save_pretrained` wrote. Every name must be known and none may lack, but for those of a head
-        that this class has not.
+        The family is recognized by the names of the weights: Jina v2, Jina v2 code, MosaicBERT and DNABERT-2, with prefix "",
+        "bert." or "model.", and folders written by `save_pretrained`. No weight may be missing or unexpected, except those of a
+        head that this class does not have.
 
         Args:
-            new_head: let weights of the head and the pooler that the checkpoint lacks be drawn at random, to be trained; also
-                those of a classifier of another `num_labels`.
-            dtype: as transformers has it: "auto" is the checkpoint's. Default: that, but float32 where an original was saved in
-                float16, which is how Jina's are published and what CPUs are slow at.
+            new_head: initialize weights of the head and pooler that are missing from the checkpoint at random, for training;
+                also those of a classifier with another `num_labels`.
+            dtype: as in transformers; "auto" is that of the checkpoint. The default is the same, except that originals saved in
+                float16 (such as Jina's), which is slow on CPUs, are loaded in float32.
             options: revision, cache_dir, token, local_files_only; fields of the config, such as num_labels or dropouts;
-                state_dict, weights in the place of the folder's; the rest is that of `PreTrainedModel.from_pretrained`, as
+                state_dict, to replace the weights of the folder; and all others of `PreTrainedModel.from_pretrained`, such as
                 device_map.
 
         Raises:
-            OSError: neither a folder nor a repository of the hub, or files that are not there.
-            ValueError: a damaged file, a checkpoint of another kind, or one that does not fit this class; by name.
+            OSError: neither a folder nor a repository of the hub, or missing files.
+            ValueError: a damaged file, an unknown kind of checkpoint, or one that does not fit this class; the message names it.
         """
         if folder_or_id is None:
             return super().from_pretrained(None, dtype=dtype, output_loading_info=output_loading_info, **options)
@@ -106,16 +106,17 @@ class ALiBiBertPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call
     def save_pretrained(
         self, save_directory: str | os.PathLike[str], *args: Any, layout: str = "own", **options: Any
     ) -> None:
-        """Write a folder that `from_pretrained` loads, and AutoModel after `import alibi_attn.hf`.
+        """Write a folder for `from_pretrained` (and, after `import alibi_attn.hf`, for AutoModel).
 
         Args:
-            layout: "own" is transformers' way, with its arguments. "original" writes the key names and the config of the family
-                it was read from (`config.original_layout`), "mosaic", "jina" and "jina-code" those of one; `from_pretrained`
-                reads them, and so does the family's own code. Such a folder must be new; it is there whole or not at all.
+            layout: "own" saves as transformers does, with its arguments. "original" writes the weight names and config of the
+                family from which the model was loaded (`config.original_layout`); "mosaic", "jina" and "jina-code" those of the
+                named family. `from_pretrained` and the family's own code read such folders. They must be new, and are written
+                atomically.
 
         Raises:
-            ValueError: an unknown layout, or one that has no names for this model.
-            FileExistsError: a layout of others, and the folder exists.
+            ValueError: an unknown layout, or one that cannot store this model.
+            FileExistsError: the folder exists, with a layout other than "own".
         """
         if layout == "own":
             super().save_pretrained(save_directory, *args, **options)
@@ -131,11 +132,11 @@ class ALiBiBertPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call
 
 
 class ALiBiBertModel(ALiBiBertPreTrainedModel):  # type: ignore[no-untyped-call]
-    """The encoder: hidden states of every token, and the pooled first token where the config has a pooler.
+    """The encoder: hidden states of every token, and the pooled first token if the config has a pooler.
 
     Args:
         config: sizes and family.
-        add_pooling_layer: with or without pooler; None = as the config says.
+        add_pooling_layer: with or without pooler; None = that of the config.
 
     >>> model = ALiBiBertModel(ALiBiBertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, vocab_size=50))
     >>> model(torch.ones(2, 9, dtype=torch.long)).last_hidden_state.shape
@@ -175,24 +176,26 @@ class ALiBiBertModel(ALiBiBertPreTrainedModel):  # type: ignore[no-untyped-call]
 
         Args:
             input_ids: [B, T] integers in [0, vocab_size).
-            attention_mask: [B, T], 1 = token, 0 = padding, which costs nothing where it stands on one side. A hole (0 between 1s)
-                is not seen, and its neighbors keep their distance.
+            attention_mask: [B, T], 1 = token, 0 = padding, which costs nothing if it is on one side only. A hole (0 between 1s)
+                is masked, and its neighbors keep their distance.
             token_type_ids: [B, T] integers in [0, type_vocab_size); None = 0.
-            inputs_embeds: [B, T, E], word embeddings in the place of input_ids.
+            inputs_embeds: [B, T, E], word embeddings instead of input_ids.
             output_hidden_states: also return the embeddings and every layer's output.
 
         Raises:
-            ValueError: shapes that do not fit, other numbers in the mask, ids beyond the vocabulary (where values can be
-                read), or output_attentions.
+            ValueError: wrong shapes, values other than 0 and 1 in the mask, ids outside the vocabulary (checked if values can be
+                read without synchronizing), or output_attentions.
         """
         if output_attentions or (output_attentions is None and self.config.output_attentions):
             raise ValueError(
-                "output_attentions asks for the T×T weights, which are never built; alibi_attention(..., return_lse=True) and "
-                "alibi_attn.head_reach say how far a head looks"
+                "output_attentions requests the T×T weights, which are never built; alibi_attention(..., return_lse=True) and "
+                "alibi_attn.head_reach report how far a head attends"
             )
         given = _checked(input_ids, inputs_embeds, token_type_ids, self.config)
-        dropping = self.training and self.config.attention_probs_dropout_prob > 0  # then all scores of a row are built
-        sharded = self.encoder.is_sharded()  # then a packed row would hold pieces of texts out of their places
+        dropping = (
+            self.training and self.config.attention_probs_dropout_prob > 0
+        )  # dropout computes all scores of a row
+        sharded = self.encoder.is_sharded()  # a rank holds only part of each text
         how = packing(attention_mask, given.shape[0], given.shape[1], may_pack=not (dropping or sharded))
         types = None if token_type_ids is None else how.pack(token_type_ids)
         words = how.pack(given) if input_ids is None else self.embeddings.word_embeddings(how.pack(given))
@@ -212,7 +215,7 @@ class ALiBiBertModel(ALiBiBertPreTrainedModel):  # type: ignore[no-untyped-call]
 
 
 class ALiBiBertForMaskedLM(ALiBiBertPreTrainedModel):  # type: ignore[no-untyped-call]
-    """The encoder with logits of the vocabulary. Arguments are those of `ALiBiBertModel`, and labels [B, T], −100 = no loss."""
+    """The encoder with vocabulary logits. Arguments: those of `ALiBiBertModel`, and labels [B, T], −100 = no loss."""
 
     _tied_weights_keys: ClassVar[dict[str, str]] = {  # type: ignore[misc]
         "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight"
@@ -242,7 +245,7 @@ class ALiBiBertForMaskedLM(ALiBiBertPreTrainedModel):  # type: ignore[no-untyped
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
     ) -> MaskedLMOutput:
-        """logits [B, T, V], and with labels the mean loss in nats a label. Logits at padding mean nothing."""
+        """logits [B, T, V], and with labels the mean loss in nats per label. Logits at padding are meaningless."""
         outputs = self.bert(
             input_ids, attention_mask, token_type_ids, inputs_embeds=inputs_embeds, output_attentions=output_attentions,
             output_hidden_states=output_hidden_states, return_dict=True,
@@ -258,8 +261,8 @@ class ALiBiBertForMaskedLM(ALiBiBertPreTrainedModel):  # type: ignore[no-untyped
 class ALiBiBertForSequenceClassification(ALiBiBertPreTrainedModel):  # type: ignore[no-untyped-call]
     """The encoder with `num_labels` logits of the pooled first token: classifiers, and Jina's rerankers (one label).
 
-    Arguments are those of `ALiBiBertModel`, and labels: [B] integers, or numbers [B] or [B, num_labels]; `config.problem_type`
-    says what they are, or else as transformers finds it out.
+    Arguments: those of `ALiBiBertModel`, and labels, [B] integers, or numbers [B] or [B, num_labels]. `config.problem_type`
+    selects the loss; if it is None, transformers' rules infer it from the labels.
     """
 
     def __init__(self, config: ALiBiBertConfig) -> None:
@@ -297,7 +300,7 @@ class ALiBiBertForSequenceClassification(ALiBiBertPreTrainedModel):  # type: ign
 def _checked(
     input_ids: Tensor | None, inputs_embeds: Tensor | None, token_type_ids: Tensor | None, config: ALiBiBertConfig
 ) -> Tensor:
-    """The one of the first two that was given."""
+    """Validates the inputs. Returns input_ids or inputs_embeds, whichever was passed."""
     given = checked_input(input_ids, inputs_embeds, width=config.hidden_size)
     if token_type_ids is not None:
         check_kind("token_type_ids", token_type_ids, is_index=True)
@@ -310,11 +313,11 @@ def _checked(
         ("token_type_ids", token_type_ids, config.type_vocab_size),
     ):
         if ids is not None and may_read(ids) and not bool(((ids >= 0) & (ids < end)).all()):
-            raise ValueError(f"{name} has {int(ids.min())} to {int(ids.max())} in it but they must be in [0, {end})")
+            raise ValueError(f"{name} has values from {int(ids.min())} to {int(ids.max())} but must be in [0, {end})")
     return given
 
 
-# Folders that save_pretrained wrote load through AutoModel. Originals say model_type "bert", which is BERT's.
+# Folders written by save_pretrained load through AutoModel. Originals have model_type "bert", which belongs to BERT.
 AutoConfig.register(ALiBiBertConfig.model_type, ALiBiBertConfig)
 AutoModel.register(ALiBiBertConfig, ALiBiBertModel)
 AutoModelForMaskedLM.register(ALiBiBertConfig, ALiBiBertForMaskedLM)

@@ -1,7 +1,7 @@
-"""The tables of model families. To add one, write a file of this folder and add its row here (CONTRIBUTING.md).
+"""The tables of model families. To add one, write a file in this folder and add its row here (CONTRIBUTING.md).
 
-ENCODERS and DECODERS are checkpoints that `encoder/` and `decoder/` read, recognized by the names of their weights, in this
-order; PATCHED are models that transformers builds and `patch` changes.
+ENCODERS and DECODERS list the checkpoints that `encoder/` and `decoder/` read. They are recognized by the names of their weights,
+in this order. PATCHED lists the models of transformers that `patch` changes.
 """
 
 from alibi_attn.hf.families.baichuan import FAMILY as BAICHUAN

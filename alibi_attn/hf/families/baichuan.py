@@ -1,8 +1,8 @@
 """Baichuan-13B and Baichuan2-13B: RMS norms, SwiGLU, W_pack [3E, E] (q, k, v), no biases, published slopes, scores over √D.
 
-The two have one layout; the second divides the rows of its head by their lengths, and only its vocabulary tells. The 7B models
-have it too, but turn their queries and keys: they are refused. With numerics="checkpoint" biases are m·j in the model's dtype, as
-the originals have them at inference. Sources: modeling_baichuan.py of both; Baichuan 2: arXiv:2309.10305.
+Both have the same layout. Baichuan2 divides each row of its head by its length, and only the vocabulary size distinguishes the
+two. The 7B models have the same layout too, but use rotary positions: they are refused. With numerics="checkpoint" biases are m·j
+in the model's dtype, as in the originals at inference. Sources: modeling_baichuan.py of both; Baichuan 2: arXiv:2309.10305.
 """
 
 from alibi_attn.hf.decoder.config import ALiBiCausalLMConfig
@@ -13,19 +13,19 @@ ROTARY_WIDTH = 4096  # of the 7B models
 
 
 def config(checkpoint: Checkpoint) -> ALiBiCausalLMConfig:
-    """Raises ValueError for one of the 7B models, and where nobody knows which of the two it is."""
+    """Raises ValueError for a 7B model, and if the vocabulary does not identify the version."""
     about = checkpoint.about
     if about.has("max_position_embeddings") or about.integer("hidden_size") == ROTARY_WIDTH:
         raise ValueError(
-            f"{checkpoint.folder} is a Baichuan with rotary positions (a 7B model), which has no ALiBi; the 13B models do"
+            f"{checkpoint.folder} is a 7B Baichuan, with rotary positions instead of ALiBi; use a 13B model"
         )
     vocabulary = about.integer("vocab_size")
     normalized = checkpoint.changes.get("normalized_head")
     if normalized is None:
         if vocabulary not in VOCABULARIES:
             raise ValueError(
-                f"{checkpoint.folder} has {vocabulary} tokens, which neither Baichuan-13B (64,000) nor Baichuan2-13B (125,696) "
-                "has; pass normalized_head=False for the first, True for the second"
+                f"{checkpoint.folder} has a vocabulary of {vocabulary} but Baichuan-13B has 64,000 and Baichuan2-13B 125,696; "
+                "pass normalized_head=False for the first, True for the second"
             )
         normalized = VOCABULARIES[vocabulary]
     return ALiBiCausalLMConfig(

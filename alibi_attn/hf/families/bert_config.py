@@ -1,6 +1,6 @@
 """Translates the configs of BERT-like encoders: sizes come from the tensors, since these configs are often wrong.
 
-Only the number of heads, the activation and what concerns training are read from config.json. Read next: `mosaic.py`, `jina.py`.
+Only the number of heads, the activation and training options are read from config.json. Read next: `mosaic.py`, `jina.py`.
 """
 
 import copy
@@ -56,21 +56,21 @@ def translated(checkpoint: Checkpoint, *, gated: str, gate_act: str, layout: str
     """Our config for an original.
 
     Args:
-        gated: name of the gated layer of layer 0, which tells the width of the feed-forward.
+        gated: name of the gated layer of layer 0, whose shape gives the width of the feed-forward.
         gate_act, layout, fields: of `ALiBiBertConfig`.
 
     Raises:
-        ValueError: a model that is no encoder of these families, or sizes that contradict the tensors.
+        ValueError: not an encoder of these families, or sizes that contradict the tensors.
     """
     about, state = checkpoint.about, checkpoint.state
     if checkpoint.changes.get("config") is not None:
-        raise ValueError(f"{about.where} is another family's, so config cannot be passed; pass the fields to change")
+        raise ValueError(f"{about.where} is of another family, so config cannot be passed; pass the fields to change")
     for name in ("is_decoder", "add_cross_attention"):
         if about.values.get(name):
-            raise ValueError(f"{about.where} says {name}, but these are encoders")
+            raise ValueError(f"{about.where} has {name}, but only plain encoders are supported")
     about.must_be("alibi_scaling", 1, 1.0)
     if not about.has("num_attention_heads"):
-        raise ValueError(f"{about.where} does not say num_attention_heads, which the tensors do not tell; add it")
+        raise ValueError(f"{about.where} has no num_attention_heads, which the tensors do not determine; add it")
     sizes = _sizes(checkpoint, gated)
     _check_sizes(about, sizes)
     found = {name: about.values[name] for name in (*_SHARED, *OVERRIDES, "emb_pooler") if about.has(name)}
@@ -107,14 +107,16 @@ def _has_pooler(checkpoint: Checkpoint) -> bool:
 
 
 def _sizes(checkpoint: Checkpoint, gated: str) -> dict[str, int]:
-    """What the tensors say."""
+    """The sizes given by the tensors' shapes."""
     tables: dict[str, Tensor] = {}
     for name in (WORDS, TYPES, gated):
         if name not in checkpoint.state:
-            raise ValueError(f"{checkpoint.folder} lacks the weights {name}; download the checkpoint again")
+            raise ValueError(f"{checkpoint.folder}: the weights {name} are missing; download the checkpoint again")
         tables[name] = checkpoint.state[name]
         if tables[name].ndim != 2:
-            raise ValueError(f"{checkpoint.folder} has {name} {list(tables[name].shape)}, which needs two axes")
+            raise ValueError(
+                f"{checkpoint.folder} has {name} of shape {list(tables[name].shape)} but it must have two axes"
+            )
     layers = {name.split(".")[2] for name in checkpoint.state if name.startswith("encoder.layer.")}
     (vocabulary, width), (types, _), (rows, _) = (tables[name].shape for name in (WORDS, TYPES, gated))
     return dict(zip(_SIZES, (vocabulary, width, len(layers), rows // 2, types), strict=True))
@@ -127,7 +129,7 @@ def _check_sizes(about: Options, sizes: Mapping[str, int]) -> None:
             continue
         rounded_up = name == "vocab_size" and isinstance(claimed, int) and 0 < size - claimed < _MOST_VOCABULARY_PADDING
         if not (rounded_up and size % 8 == 0):
-            raise ValueError(f"{about.where} says {name} {claimed!r} but the tensors have {size}")
+            raise ValueError(f"{about.where} has {name} {claimed!r} but the tensors have {size}")
 
 
 def _labels(checkpoint: Checkpoint) -> dict[str, object]:
@@ -152,4 +154,4 @@ def _built(about: Options, fields: Mapping[str, object]) -> ALiBiBertConfig:
     try:
         return ALiBiBertConfig.from_dict(dict(fields))
     except (StrictDataclassError, ValueError, TypeError, AttributeError, KeyError) as error:
-        raise ValueError(f"{about.where} makes no model: {' '.join(str(error).split())}") from None
+        raise ValueError(f"{about.where} is invalid: {' '.join(str(error).split())}") from None

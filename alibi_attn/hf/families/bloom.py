@@ -1,7 +1,7 @@
-"""BLOOM: softmax(q·k/√D + m·p_j), p_j the position of key j counted over the tokens that the mask shows.
+"""BLOOM: softmax(q·k/√D + m·p_j), where p_j is the position of key j, counted over the visible tokens.
 
-Within softmax that is −m·|i − j|, as long as the mask has no holes. In bf16 and fp16 the model rounds m·p_j to its own
-dtype before anything is added (`build_alibi_tensor`), and its scores again; `numerics="checkpoint"` does the same.
+Within softmax that equals −m·|i − j| unless the mask has holes. In bf16 and fp16 the model rounds m·p_j to its own dtype before
+adding it (`build_alibi_tensor`), and rounds the scores again; `numerics="checkpoint"` does the same.
 Source: modeling_bloom.py of transformers; BLOOM: arXiv:2211.05100, sec. 3.2.
 """
 
@@ -24,20 +24,20 @@ from alibi_attn.slopes import alibi_slopes
 
 
 def no_bias(mask: Tensor, *_: object, **__: object) -> Tensor:
-    """In the place of `BloomModel.build_alibi_tensor`: a patched layer makes what it needs."""
+    """Replaces `BloomModel.build_alibi_tensor`; patched layers build the biases that they need."""
     return mask
 
 
 def fused_gelu(self: BloomGelu, x: Tensor) -> Tensor:
-    """In the place of `BloomGelu.forward`, whose five passes over memory are a fifth of a whole pass: the same tanh form in one.
+    """Replaces `BloomGelu.forward`, whose five passes over memory take a fifth of a forward pass, with one pass; same tanh form.
 
-    It is off by 3e-7 of the largest in fp32, and in bf16 by one rounding instead of five. Its gradient is that of the same form.
+    The error in fp32 is 3e-7 of the largest value, and in bf16 one rounding instead of five. The gradient is that of this form.
     """
     return nn.functional.gelu(x, approximate="tanh")
 
 
 def settings(config: BloomConfig, *, backend: str, numerics: Numerics) -> AttentionSettings:
-    """The published slopes, and scores over √D."""
+    """The published slopes, and scores divided by √D."""
     slopes = tuple(alibi_slopes(config.n_head).tolist())
     return AttentionSettings(slopes, (config.hidden_size // config.n_head) ** -0.5, backend, numerics)
 
@@ -53,7 +53,7 @@ def forward(
     output_attentions: bool = False,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """In the place of `BloomAttention.forward`."""
+    """Replaces `BloomAttention.forward`."""
     query, key, value = self._reshape(self.query_key_value(hidden_states))
     key, value, first = patched_attention.extended(self, layer_past, key, value)
     dropout_p = float(self.attention_dropout.p) if self.training else 0.0
@@ -78,7 +78,7 @@ def _rounded(
     mask: Tensor,
     dropout_p: float,
 ) -> Tensor:
-    """The eager path of transformers, rounding for rounding, a few rows at a time."""
+    """The eager path of transformers with the same roundings, a few rows at a time."""
     batch, heads, query_len, head_dim = query.shape
     key_len, lowest = key.shape[2], torch.finfo(query.dtype).min
     bias = bias.view(batch * heads, 1, key_len)

@@ -1,9 +1,9 @@
-"""BTLM-3B-8K and Jais: GPT-2's shape (LayerNorms and biases, Conv1D [in, out]), SwiGLU, muP factors, slopes in the checkpoint.
+"""BTLM-3B-8K and Jais: GPT-2's layout (LayerNorms and biases, Conv1D [in, out]), SwiGLU, muP factors, slopes in the checkpoint.
 
-    scores = q·k/D where muP says so, else q·k/√D, over (layer + 1) where the config says so;  bias = −(slopes/s)·|i − j|
-    feed-forward: c_proj(c_fc(x)·silu(c_fc2(x)));  embeddings and logits are multiplied with factors of the config
+    scores = q·k/D with muP, else q·k/√D, optionally divided by (layer + 1);  bias = −(slopes/s)·|i − j|
+    feed-forward: c_proj(c_fc(x)·silu(c_fc2(x)));  embeddings and logits are multiplied by factors from the config
 
-The slopes are a parameter, [H, 1], which was rounded with the checkpoint. Early Jais calls the factors otherwise. Sources: the
+The slopes are a parameter, [H, 1], which was rounded with the checkpoint. Early Jais names the factors differently. Sources: the
 JAIS code in transformers' pull request 32436; the layers and converters of Cerebras' modelzoo; BTLM: arXiv:2309.11568; Jais:
 arXiv:2308.16149; alibi_scaling: arXiv:2310.13017.
 """
@@ -17,14 +17,14 @@ SLOPES = "transformer.relative_pe.slopes"
 
 
 def config(checkpoint: Checkpoint) -> ALiBiCausalLMConfig:
-    """Takes the slopes out of the state."""
+    """Removes the slopes from the state."""
     about = checkpoint.about
     about.must_be("position_embedding_type", "alibi")
     about.must_be("scale_attn_weights", True)
     about.must_be("add_cross_attention", False)
     width, heads = about.integer("n_embd"), about.integer("n_head")
     swiglu = about.text("activation_function", "gelu_new") == "swiglu"
-    # Early Jais has other names for muP's factors, and one for the logits where the later ones have two.
+    # Early Jais has other names for the muP factors, and one factor of the logits instead of two.
     early = not any(name.startswith("mup_") for name in about.values)
     mup = about.flag("scale_qk_dot_by_d" if early else "mup_scale_qk_dot_by_d", False)
     if early:
@@ -62,14 +62,14 @@ def config(checkpoint: Checkpoint) -> ALiBiCausalLMConfig:
 
 
 def _slopes(checkpoint: Checkpoint, heads: int) -> list[float]:
-    """m of each head, as it was stored."""
+    """m of each head, as stored."""
     slopes = checkpoint.state.pop(SLOPES, None)
     if slopes is None:
-        raise ValueError(f"{checkpoint.folder} lacks the weights {SLOPES}, the slopes of its heads; download it again")
+        raise ValueError(f"{checkpoint.folder}: the weights {SLOPES}, the slopes, are missing; download it again")
     if slopes.numel() != heads or slopes.shape[0] != heads or not bool(torch.isfinite(slopes).all()):
         raise ValueError(
-            f"{checkpoint.folder} has {SLOPES} of shape {list(slopes.shape)} but its {heads} heads need [{heads}, 1] finite "
-            "numbers; download it again"
+            f"{checkpoint.folder} has {SLOPES} of shape {list(slopes.shape)} but its {heads} heads need finite numbers "
+            f"[{heads}, 1]; download it again"
         )
     return [float(slope) for slope in slopes.double().flatten()]
 

@@ -1,8 +1,8 @@
-"""Falcon with alibi=True (Falcon-RW): softmax((q·k + m·p_j)/√D): the bias is scaled too, so the slope is m/√D.
+"""Falcon with alibi=True (Falcon-RW): softmax((q·k + m·p_j)/√D). The bias is scaled too, so the slope is m/√D.
 
-Positions p_j are counted over the tokens that the mask shows. The sdpa path of transformers 5.23 computes this; its eager
-path adds the bias twice. In every dtype the model rounds m, and then m·p_j, to bf16 (inexact beyond 256 positions even
-in fp32); `numerics="checkpoint"` does the same. Source: modeling_falcon.py of transformers.
+Positions p_j are counted over the visible tokens. The sdpa path of transformers 5.23 computes this formula; its eager path adds
+the bias twice. In every dtype the model rounds m, and then m·p_j, to bf16 (inexact beyond 256 positions even in fp32);
+`numerics="checkpoint"` does the same. Source: modeling_falcon.py of transformers.
 """
 
 import math
@@ -20,12 +20,12 @@ from alibi_attn.slopes import alibi_slopes
 
 
 def why_not(config: FalconConfig) -> str | None:
-    """Most Falcons turn their queries and keys instead."""
-    return None if config.alibi else "its config has alibi=False: it has rotary positions, and no biases to compute"
+    """Most Falcons have rotary positions instead."""
+    return None if config.alibi else "its config has alibi=False: it uses rotary positions instead of ALiBi"
 
 
 def settings(config: FalconConfig, *, backend: str, numerics: Numerics) -> AttentionSettings:
-    """The published slopes over √D, and scores over √D."""
+    """The published slopes divided by √D, and scores divided by √D."""
     scale = (config.hidden_size // config.num_attention_heads) ** -0.5
     slopes = tuple((alibi_slopes(config.num_attention_heads) * scale).tolist())
     return AttentionSettings(slopes, scale, backend, numerics)
@@ -43,7 +43,7 @@ def forward(
     position_embeddings: tuple[Tensor, Tensor] | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """In the place of `FalconAttention.forward`."""
+    """Replaces `FalconAttention.forward`."""
     split = self._split_heads(self.query_key_value(hidden_states))
     query, key, value = (x.transpose(1, 2) for x in split)
     key, value, first = patched_attention.extended(self, layer_past, key, value)
@@ -63,7 +63,7 @@ def forward(
 def _rounded(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor, first: int | Tensor, mask: Tensor, dropout_p: float
 ) -> Tensor:
-    """The sdpa path of transformers, rounding for rounding, a few rows at a time."""
+    """The sdpa path of transformers with the same roundings, a few rows at a time."""
     query_len, head_dim = query.shape[2:]
     key_len, lowest = key.shape[2], torch.finfo(query.dtype).min
     bias = bias / math.sqrt(head_dim)

@@ -20,8 +20,8 @@ class Source:
 
     Args:
         names: of its modules; the rows of several are concatenated.
-        transposed: the weight is stored [in, out], as GPT-2's Conv1D has it.
-        half: 0 or 1 if ours is the first or second half of the rows.
+        transposed: the weight is stored [in, out], as in GPT-2's Conv1D.
+        half: 0 or 1 if our weight is the first or second half of the rows.
     """
 
     names: tuple[str, ...]
@@ -33,7 +33,7 @@ Parts: TypeAlias = Mapping[str, Source]
 
 
 class Options:
-    """A config.json of other people, or a section of it, whose values are read with their types or refused by name."""
+    """A third-party config.json, or a section of it. Values are type-checked; errors name the field."""
 
     def __init__(self, values: Mapping[str, object], where: str) -> None:
         self.values, self.where = values, where
@@ -63,18 +63,18 @@ class Options:
         return value
 
     def section(self, name: str) -> "Options":
-        """An object inside, or an empty one where there is none."""
+        """A nested object, empty if it is absent."""
         value = self.values.get(name)
         if not isinstance(value, dict | None):
             raise self._wrong(name, value, "an object")
         return Options(value or {}, f"{self.where}, {name}")
 
     def has(self, name: str) -> bool:
-        """Whether it is there, and not null."""
+        """Whether the field is present and not null."""
         return self.values.get(name) is not None
 
     def must_be(self, name: str, *allowed: object) -> None:
-        """Refuse what is not computed here; null and nothing are the first of those that are allowed."""
+        """Raises ValueError unless the value is allowed; an absent or null field counts as the first allowed value."""
         value = self.values.get(name)
         if value is not None and not any(value == one and type(value) is type(one) for one in allowed):
             raise self._wrong(name, value, " or ".join(repr(one) for one in allowed))
@@ -82,11 +82,11 @@ class Options:
     def _value(self, name: str, default: object) -> object:
         value = self.values.get(name)
         if value is None and default is _MISSING:
-            raise ValueError(f"{self.where} lacks {name}; download the checkpoint again")
+            raise ValueError(f"{self.where} has no {name}; download the checkpoint again")
         return default if value is None else value
 
     def _wrong(self, name: str, value: object, wanted: str) -> ValueError:
-        return ValueError(f"{self.where} has {name} = {value!r} but only {wanted} can be read here")
+        return ValueError(f"{self.where} has {name} = {value!r} but only {wanted} is supported")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,8 +96,8 @@ class Checkpoint:
     Args:
         folder: where the checkpoint is.
         about: its config.json.
-        state: the weights by the family's names, without wrapper prefixes; the function pops what it uses up.
-        changes: what the caller passed to `from_pretrained` to change the config.
+        state: the weights by the family's names, without wrapper prefixes; the function removes those that it consumes.
+        changes: fields of the config that the caller passed to `from_pretrained`.
     """
 
     folder: Path
@@ -111,18 +111,18 @@ class Family:
     """One checkpoint layout: the names of its weights, and how its config translates to ours.
 
     Args:
-        name: for people.
-        model_types: the model_type values that its config.json may have; empty if the family is not recognized by it.
-        marks: weights of layer 0, one of which every checkpoint has, and no family before this one in the table.
-        layers, own_layers: what precedes the number of a layer, in its names and in ours.
-        wrappers: prefixes that a wrapper may have put before all names but the head's.
-        body: what all names but the head's begin with; a model that was saved without its head lacks it.
-        outside: our module -> theirs, for what is in no layer. Modules that are not listed have the same name.
-        parts: the same for the modules of a layer; gets all names of the checkpoint.
-        aliases: other names of a weight, used if the checkpoint lacks that weight.
-        heads, ignored: regular expressions of names that a model may do without: those of heads, and buffers.
-        config: our config for a checkpoint.
-        written: config.json for one of our models in this layout. None: the layout cannot be written.
+        name: for error messages.
+        model_types: the model_type values that its config.json may have; empty to accept any.
+        marks: names of weights of layer 0. Every checkpoint of the family has one of them; families earlier in the table do not.
+        layers, own_layers: the prefix before a layer's number, in its names and in ours.
+        wrappers: prefixes that a wrapper may have added to all names except the head's.
+        body: the prefix of all names except the head's; absent if a model was saved without its head.
+        outside: our module -> theirs, for modules outside the layers. Modules that are not listed have the same name.
+        parts: the same for the modules of a layer, from all names of the checkpoint.
+        aliases: other names of a weight, used if the weight is missing under its own name.
+        heads, ignored: regular expressions of names that a model may omit: those of heads, and buffers.
+        config: builds our config for a checkpoint.
+        written: builds config.json for one of our models. None: this layout cannot be written.
     """
 
     name: str
@@ -160,14 +160,14 @@ class PatchedFamily:
     """A model of transformers whose attention layers `patch` changes.
 
     Args:
-        name: for people.
+        name: for error messages.
         model: the class without a head.
         layer: the class of its attention layers.
-        settings: the slopes, scale and options of a layer, from (config, backend=, numerics=).
-        forward: replaces that of a layer.
-        counts_positions: exact distances are counted over the tokens that the mask shows, so masks with holes are refused.
-        why_not: why a config cannot be patched, or None.
-        unused: attributes of the model that its patched layers make superfluous, and what replaces them.
+        settings: returns slopes, scale and options of a layer, from (config, backend=, numerics=).
+        forward: replaces the forward of each layer.
+        counts_positions: positions are counted over the visible tokens, so exact numerics refuses masks with holes.
+        why_not: returns why a config cannot be patched, or None.
+        unused: attributes of the model that patched layers do not need, and their replacements.
         linears: classes of linear layers that `nn/linear.py` computes.
         activations: classes of activations, and their faster forward functions, which round differently.
     """

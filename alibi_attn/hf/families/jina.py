@@ -1,6 +1,6 @@
 """Jina embeddings v2 and its code model: queries, keys and values in three matrices; the config names the gated unit.
 
-The code model norms queries and keys, activates the second half of its gated layer, and has one more norm per layer.
+The code model normalizes queries and keys, activates the second half of its gated layer, and has one more norm per layer.
 Source: Günther et al. 2023, Jina Embeddings 2 (arXiv:2310.19923).
 """
 
@@ -30,16 +30,14 @@ def config(checkpoint: Checkpoint, *, is_code: bool) -> ALiBiBertConfig:
     """Raises ValueError for a gated unit that is neither of the two."""
     kind = checkpoint.about.values.get("feed_forward_type")
     if not isinstance(kind, str) or kind not in GATES:
-        raise ValueError(
-            f"{checkpoint.about.where} says feed_forward_type {kind!r} but must say 'geglu' or 'reglu', which tensors do not tell"
-        )
+        raise ValueError(f"{checkpoint.about.where} has feed_forward_type {kind!r} but must have 'geglu' or 'reglu'")
     gated = f"encoder.layer.0.mlp.{'up_gated_layer' if is_code else 'gated_layers'}.weight"
     layout, fields = ("jina-code", CODE) if is_code else ("jina", PLAIN)
     return bert_config.translated(checkpoint, gated=gated, gate_act=GATES[kind], layout=layout, **fields)
 
 
 def written(model: PreTrainedModel, *, is_code: bool) -> dict[str, Any]:
-    """Raises ValueError for a model that the layout cannot hold."""
+    """Raises ValueError if the layout cannot store this model."""
     config = model.config
     bert_config.check_can_be_written(config, "jina-code" if is_code else "jina", **(CODE if is_code else PLAIN))
     kind = next(kind for kind, activation in GATES.items() if activation == config.gate_act)

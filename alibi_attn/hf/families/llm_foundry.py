@@ -1,8 +1,9 @@
-"""MPT, as llm-foundry and as transformers write it: LayerNorm (or RMS norm) with or without biases, GELU, `alibi_bias_max`,
-`softmax_scale`, `clip_qkv`, `qk_ln`, grouped heads, a gated feed-forward; what else its config may ask for is refused by name.
+"""MPT, as written by llm-foundry or transformers: LayerNorm (or RMS norm) with or without biases, GELU, `alibi_bias_max`,
+`softmax_scale`, `clip_qkv`, `qk_ln`, grouped heads, a gated feed-forward. Other options raise an error that names them.
 
-The names are the same in both. transformers' own class has neither grouped heads nor `qk_ln`, and takes no `alibi_bias_max`. The
-original has its biases in fp32, so there is nothing to round. Source: llmfoundry/models of llm-foundry.
+The weight names are the same in both. transformers' class supports neither grouped heads nor `qk_ln`, and ignores
+`alibi_bias_max`. The original computes its biases in fp32, so there is no rounding to reproduce. Source: llmfoundry/models of
+llm-foundry.
 """
 
 from collections.abc import Collection
@@ -28,14 +29,14 @@ ACTIVATIONS = {
 
 
 def config(checkpoint: Checkpoint) -> ALiBiCausalLMConfig:
-    """Raises ValueError for an MPT without ALiBi, and for options that are not computed here."""
+    """Raises ValueError for an MPT without ALiBi, and for unsupported options."""
     about = checkpoint.about
     attention, feed_forward = about.section("attn_config"), about.section("ffn_config")
     _refuse_the_rest(about, attention, feed_forward)
     width, heads = about.integer("d_model"), about.integer("n_heads")
     if heads < 1 or width % heads:
-        raise ValueError(f"{about.where} has n_heads = {heads}, which do not divide d_model = {width}")
-    # transformers' own class builds no biases, whatever its config says.
+        raise ValueError(f"{about.where} has n_heads = {heads} but it must divide d_model = {width}")
+    # transformers' class never builds biases, whatever its config says.
     bias = not about.flag("no_bias", False) and not _is_of_transformers(about)
     norm = NORMS[about.text("norm_type", "low_precision_layernorm").lower()]
     ratio = about.number("expansion_ratio", 4)
@@ -70,7 +71,7 @@ def config(checkpoint: Checkpoint) -> ALiBiCausalLMConfig:
 
 def _refuse_the_rest(about: Options, attention: Options, feed_forward: Options) -> None:
     if not attention.flag("alibi", _is_of_transformers(about)):
-        raise ValueError(f"{attention.where} has alibi = false: such an MPT has no ALiBi, and cannot be read here")
+        raise ValueError(f"{attention.where} has alibi = false but only an MPT with ALiBi is supported")
     attention.must_be("attn_type", "multihead_attention", "grouped_query_attention", "multiquery_attention")
     for name in ("rope", "prefix_lm", "attn_uses_sequence_id", "qk_gn", "nope"):
         attention.must_be(name, False)
@@ -83,13 +84,13 @@ def _refuse_the_rest(about: Options, attention: Options, feed_forward: Options) 
     about.must_be("norm_type", *NORMS)
     about.must_be("embedding_fraction", 1.0, 1)
     if about.has("head_dim") and about.integer("head_dim") * about.integer("n_heads") != about.integer("d_model"):
-        raise ValueError(f"{about.where} has a head_dim that is not d_model / n_heads, which cannot be read here")
+        raise ValueError(f"{about.where} has a head_dim that is not d_model / n_heads, which is not supported")
     for name in ("block_overrides", "final_logit_softcapping"):
         about.must_be(name, None)
 
 
 def _is_of_transformers(about: Options) -> bool:
-    """Its name of norm_eps; it writes every field that it has."""
+    """Only transformers uses the name layer_norm_epsilon, and it writes every field."""
     return "layer_norm_epsilon" in about.values
 
 
@@ -107,7 +108,7 @@ def _activation(feed_forward: Options) -> str:
     known = about.values.keys() <= {"name", "approximate"} and (name, approximate) in ACTIVATIONS
     if not known:
         raise ValueError(
-            f"{about.where} is {dict(about.values)} but only {', '.join(sorted({n for n, _ in ACTIVATIONS}))} can be read here"
+            f"{about.where} is {dict(about.values)} but only {', '.join(sorted({n for n, _ in ACTIVATIONS}))} are supported"
         )
     return ACTIVATIONS[name, approximate]
 
@@ -119,7 +120,7 @@ def _logit_scale(about: Options, width: int) -> float:
 
 
 def parts(names: Collection[str]) -> Parts:
-    """Query, key and value may be apart, and norms and attention may stand in a module of their own."""
+    """Query, key and value may be separate, and norms and attention may be nested in a module norm_attn_norm."""
     nested = "norm_attn_norm." if "transformer.blocks.0.norm_attn_norm.norm_1.weight" in names else ""
     fused = any(name.endswith("attn.Wqkv.weight") for name in names)
     return {

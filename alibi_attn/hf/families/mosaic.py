@@ -1,6 +1,7 @@
-"""MosaicBERT and DNABERT-2: our own names, queries, keys and values in one matrix, GELU in the gates.
+"""MosaicBERT and DNABERT-2: the same weight names as ours, queries, keys and values in one matrix, GELU in the gates.
 
-DNABERT-2's config says position_embedding_type "absolute", and both say model_type "bert": the names of the weights decide.
+They are recognized by the names of their weights, since both have model_type "bert", and DNABERT-2's config even has
+position_embedding_type "absolute".
 Source: Portes et al. 2023, MosaicBERT (arXiv:2312.17482); Zhou et al. 2023, DNABERT-2 (arXiv:2306.15006).
 """
 
@@ -21,7 +22,7 @@ def config(checkpoint: Checkpoint) -> ALiBiBertConfig:
 
 
 def written(model: PreTrainedModel) -> dict[str, Any]:
-    """Raises ValueError for a model that the layout cannot hold."""
+    """Raises ValueError if the layout cannot store this model."""
     bert_config.check_can_be_written(model.config, "mosaic", gate="first", qk_norm=False, extra_norm=False)
     if model.config.gate_act != "gelu":
         raise ValueError(
@@ -45,7 +46,7 @@ FAMILY = Family(
     config=config,
     written=written,
 )
-# Folders that `save_pretrained` wrote have the same names.
+# Folders written by `save_pretrained` have the same names.
 OWN = dataclasses.replace(
     FAMILY, name="ALiBiBert", model_types=(ALiBiBertConfig.model_type,), config=bert_config.own_config, written=None
 )

@@ -1,8 +1,8 @@
-"""MPT: softmax(softmax_scale·q·k + m·(j − last)), positions are indices, the bias is fp32 in every dtype.
+"""MPT: softmax(softmax_scale·q·k + m·(j − last)). Positions are indices, and the bias is fp32 in every dtype.
 
-transformers builds the bias for `max_seq_len` keys and fails beyond, and it takes neither `alibi_bias_max` nor `alibi`
-from the config; a patched model runs at any length and honors the first. `numerics="checkpoint"` changes nothing: there
-is no rounding of m·j to reproduce. Source: modeling_mpt.py of transformers; llm-foundry's attention.py.
+transformers builds the bias for `max_seq_len` keys and fails beyond. It ignores `alibi_bias_max` and `alibi` in the config. A
+patched model runs at any length and honors `alibi_bias_max`. `numerics="checkpoint"` has no effect, because m·j is not rounded.
+Source: modeling_mpt.py of transformers; llm-foundry's attention.py.
 """
 
 from torch import Tensor
@@ -18,16 +18,16 @@ from alibi_attn.slopes import alibi_slopes
 
 
 def why_not(config: MptConfig) -> str | None:
-    """What the config asks for and transformers does not build."""
+    """An option in the config that transformers does not implement."""
     options = _options(config)
     if not options.alibi:
         return (
-            "attn_config.alibi is False: such a checkpoint has learned positions, which transformers does not build "
+            "attn_config.alibi is False: such a checkpoint has learned positions, which transformers does not implement "
             "(it adds ALiBi instead)"
         )
     for option in ("prefix_lm", "qk_ln", "attn_uses_sequence_id"):
         if getattr(options, option):
-            return f"attn_config.{option} is True, which transformers does not build"
+            return f"attn_config.{option} is True, which transformers does not implement"
     return None
 
 
@@ -47,7 +47,7 @@ def forward(
     attention_mask: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """In the place of `MptAttention.forward`."""
+    """Replaces `MptAttention.forward`."""
     qkv: Tensor = self.Wqkv(hidden_states)
     if self.clip_qkv:
         qkv = qkv.clamp(min=-self.clip_qkv, max=self.clip_qkv)
@@ -63,11 +63,11 @@ def forward(
 
 
 def _options(config: MptConfig) -> MptAttentionConfig:
-    assert isinstance(config.attn_config, MptAttentionConfig)  # MptConfig makes it one
+    assert isinstance(config.attn_config, MptAttentionConfig)  # MptConfig converts it
     return config.attn_config
 
 
-# Nothing is unused: the bias that the model still builds has no queries, and is small.
+# `unused` is empty: the bias that the model still builds has no query axis, so it is small.
 FAMILY = PatchedFamily(
     name="MPT",
     model=MptModel,

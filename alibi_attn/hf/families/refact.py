@@ -1,9 +1,9 @@
-"""Refact-1.6B: LayerNorms without biases, no biases at all, one key head, SwiGLU of width 256·⌈(2/3)·4E/256⌉, published slopes.
+"""Refact-1.6B: no biases, not even in LayerNorms, one key head, SwiGLU of width 256·⌈(2/3)·4E/256⌉, published slopes.
 
-The published file has keys and values in one map, and both halves of SwiGLU; earlier ones have them apart. With
-numerics="checkpoint" biases are m·(j + 1) in the model's dtype. In half precision the original multiplies scores with (layer + 1)
-where both softmax options of its config are true, against its own training code and every other implementation: not done here.
-Source: modeling_gpt_refact.py; the names of the published file as llama.cpp reads them.
+The published checkpoint fuses keys and values, and both halves of SwiGLU; earlier ones store them separately. With
+numerics="checkpoint" biases are m·(j + 1) in the model's dtype. In half precision, if both softmax options of its config are
+true, the original multiplies scores by (layer + 1). Its own training code and all other implementations do not, and neither do
+we. Source: modeling_gpt_refact.py; weight names of the published checkpoint as read by llama.cpp.
 """
 
 from collections.abc import Collection
@@ -15,7 +15,7 @@ MULTIPLE = 256  # of the feed-forward's width
 
 
 def config(checkpoint: Checkpoint) -> ALiBiCausalLMConfig:
-    """The width of the feed-forward follows from n_inner."""
+    """The width of the feed-forward is computed from n_inner."""
     about = checkpoint.about
     width = about.integer("n_embd")
     inner = int(2 * about.integer("n_inner", 4 * width) / 3)
@@ -37,7 +37,7 @@ def config(checkpoint: Checkpoint) -> ALiBiCausalLMConfig:
 
 
 def parts(names: Collection[str]) -> Parts:
-    """Keys and values apart or together; so the two maps of the feed-forward."""
+    """Keys and values may be separate or fused, and so may the two halves of SwiGLU."""
     together = any(name.endswith("attn.kv.weight") for name in names)
     halves = any(name.endswith("mlp.gate_up_proj.weight") for name in names)
     keys_and_values = ("attn.kv",) if together else ("attn.k", "attn.v")
