@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from alibi_attn.cli.console import needs, renamed
+from alibi_attn.cli.console import check_writable, needs, renamed
 from alibi_attn.measure.benchmarks import BENCHMARKS, Benchmark, Option
 
 Out = Annotated[Path, typer.Option(help="Folder for the records.")]
@@ -32,6 +32,7 @@ def _command(benchmark: Benchmark) -> Callable[..., None]:
         module, _, function = benchmark.function.partition(":")
         with needs(benchmark.extra):
             measure = getattr(importlib.import_module(module), function)
+        check_writable(out / "record.json")
         arguments = {option.name: _value(option, values) for option in benchmark.options}
         given = {name: value for name, value in arguments.items() if value not in ("", None)}
         for path in measure(out, **given, say=typer.echo):

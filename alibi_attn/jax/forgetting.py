@@ -179,7 +179,7 @@ def _running_sums(x: Pair, *, reverse: bool = False) -> Pair:
     Rows of √S positions are added up side by side, and then the rows: two short loops, quick to compile at any length.
     """
     *lead, length = x[0].shape
-    if length == 0:
+    if 0 in x[0].shape:
         return x
     row = math.isqrt(length)
     padding = [(0, 0)] * len(lead) + [(0, -length % row)]

@@ -143,8 +143,9 @@ def gradients(
         least: scalar of `least_distance`, left out of i − j here; `slope_gradients` puts it back.
     """
     score, distance = scores(plan, rule, queries._replace(reference=known.reference), keys)
-    # Keys that a query does not see have weight 0 also if its lse is NaN.
-    weight = jnp.where(score == -jnp.inf, 0.0, jnp.exp(score - known.lse[:, None]))
+    # Keys that a query does not see have weight 0 also if its lse is NaN. No weight is above 1, but forward may have rounded a
+    # large score in another way.
+    weight = jnp.where(score == -jnp.inf, 0.0, jnp.exp(jnp.minimum(score - known.lse[:, None], 0.0)))
     grad_weight = _matmul(known.grad_output, keys.value.T)
     kept = weight
     if dropout is not None:

@@ -99,7 +99,8 @@ def _inputs(arrays: Arrays, rest: Rest) -> tuple[Inputs, Array]:
         high = jnp.where(hidden, -jnp.inf, arrays.key_bias.astype(work))
         low = None if rest.key_bias_low is None else rest.key_bias_low.astype(work)
         bias = KeyBias(high, low)
-        hidden = (high == -jnp.inf).reshape(len(high), key.shape[1], -1, key.shape[2]).all(2)
+        group = high.shape[1] // key.shape[1]
+        hidden = (high == -jnp.inf).reshape(*key.shape[:2], group, key.shape[2]).all(2)
     key, value, veil = clean_keys(key, value, hidden)
     inputs = Inputs(
         query, key, value, veil, hidden, arrays.left, arrays.right, rest.scale, rest.tolerance, rest.window,

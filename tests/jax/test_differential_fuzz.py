@@ -11,6 +11,27 @@ from differential_jax import SHAPES, jax_answer
 
 DRAWS = {"jax-native": 200, "jax-dense": 15, "jax-loop": 15}
 
+# Calls that once had a wrong answer, with their backend.
+FOUND = [
+    ("jax-dense", Call(seed=204, batch=0, gates="both")),
+    ("jax-dense", Call(seed=116, batch=0, causal=False, key_bias="gates")),
+    # Forward and backward counted the scores of 10⁸ from different keys: weights above 1.
+    (
+        "jax-loop",
+        Call(
+            seed=290, causal=False, segments="sorted", segment_ids="negative", segments_as="pair", peaked=-1.0,
+            outlier_key=1e8, through="output", key_bias="gates",
+        ),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("backend", "call"), FOUND, ids=str)
+def test_what_was_found_stays_right(backend: str, call: Call) -> None:
+    call = dataclasses.replace(call, **SHAPES[backend])
+    numbers = arrays(call)
+    assert_right(Question(call, numbers), jax_answer(call, numbers, backend))
+
 
 @pytest.mark.parametrize("backend", SHAPES)
 def test_random_calls_are_answered_as_the_truth_has_it(backend: str) -> None:

@@ -49,6 +49,13 @@ def test_a_wrong_peer_is_reported_and_not_recorded(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_measured() -> None:
+    result = RUNNER.invoke(APP, ["made-up", "--out", "/proc/self/records"])
+    assert result.exit_code == 1
+    assert "cannot be written" in str(result.exception)
+    assert "measured" not in result.output
+
+
 def test_an_old_spelling_works_and_warns_with_the_new_one(tmp_path: Path) -> None:
     result = RUNNER.invoke(APP, ["made-up", "--loop", "by query", "--lengths", "8", "--out", str(tmp_path)])
     assert result.exit_code == 0
