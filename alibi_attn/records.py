@@ -1,7 +1,7 @@
-"""Record: one result, as JSON: what ran, on what, what came out.
+"""Records: each result as one JSON file, with what was run, where, and the numbers.
 
-Everything that is measured here (a training, an evaluation, a benchmark, a certificate attacked) ends as a record, and
-every figure and table is a pure function of records. Records are small, readable and never overwritten.
+Every measurement of this package (a training, an evaluation, a benchmark, an attack on the certificate) is saved as a record,
+and every figure and table is a pure function of records. Records are small, readable and never overwritten.
 """
 
 import contextlib
@@ -26,11 +26,11 @@ from alibi_attn import processor
 from alibi_attn.strict_json import JsonError, parse
 
 SCHEMA = 1
-LARGEST = 1e100  # nothing is measured beyond; sums, squares and axes of such numbers still fit a float
-MOST = 2**53  # nothing is counted beyond, and a float holds every count
+LARGEST = 1e100  # the largest measured value; sums, squares and axes of such numbers still fit into a float
+MOST = 2**53  # the largest count; a float holds every integer up to it
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
 
-# The range of the columns that figures draw and compute with, by name.
+# The allowed range of the columns that figures use, by name.
 _DRAWN = (
     (re.compile(r"accuracy|share"), 0, 1),
     (re.compile(r"(paper_)?length"), 1, MOST),
@@ -45,7 +45,7 @@ _PACKAGES = ("alibi-attn", "numpy", "torch", "triton", "jax", "flax", "transform
 
 
 class RecordError(ValueError):
-    """A record that cannot be read, or that this version does not understand."""
+    """A record cannot be read, or has another schema."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,12 +53,12 @@ class Record:
     """One result.
 
     Args:
-        kind: what sort of result: "training", "evaluation", "benchmark", "certificate", ...
-        name: a readable identity in path style, "quick/alibi/seed-0"; together with `config` it says what was asked.
-        config: everything that was asked for, as JSON; equal kind, name and config mean the same question.
-        metrics: single numbers that came out; the unit is in the name ("loss_nats", "peak_memory_bytes").
-        curves: columns of equal length that came out, by name ("length", "loss_nats").
-        machine, versions, commit, command, started, seconds: where, with what, when and for how long.
+        kind: the type of result: "training", "evaluation", "benchmark", "certificate", ...
+        name: a readable name in path style, "quick/alibi/seed-0".
+        config: all settings, as JSON. Records with equal kind, name and config are of the same measurement.
+        metrics: single numbers; the unit is in the name ("loss_nats", "peak_memory_bytes").
+        curves: columns of equal length, by curve and column ("length", "loss_nats").
+        machine, versions, commit, command, started, seconds: where, with what, when and for how long it ran.
     """
 
     kind: str
@@ -75,7 +75,7 @@ class Record:
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
-        """Raises RecordError where a field is not what figures and tables may trust."""
+        """Raises RecordError if a field has the wrong type, so that figures and tables need no checks."""
         for field in ("kind", "name", "command", "started"):
             if not isinstance(getattr(self, field), str):
                 raise RecordError(f"{field} is {getattr(self, field)!r} but must be text")
@@ -91,8 +91,8 @@ class Record:
             ):
                 raise RecordError(f"curves has {name} = {columns!r} but a curve maps names to columns (lists)")
             if len({len(column) for column in columns.values()}) > 1:
-                found = ", ".join(f"{column} {len(values)}" for column, values in columns.items())
-                raise RecordError(f"the columns of the curve {name} must have one length but have: {found}")
+                lengths = ", ".join(f"{column} {len(values)}" for column, values in columns.items())
+                raise RecordError(f"the columns of the curve {name} must have equal lengths but have: {lengths}")
         if not isinstance(self.seconds, int | float) or abs(self.seconds) > MOST:
             raise RecordError(f"seconds is {self.seconds!r} but must be a number of seconds")
         if self.commit is not None and not isinstance(self.commit, str):
@@ -100,7 +100,7 @@ class Record:
 
 
 def machine() -> dict[str, Json]:
-    """The machine in words and numbers; names no host and no user."""
+    """A description of this machine, without host name or user name."""
     gpu: str | None = None
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
@@ -117,26 +117,26 @@ def machine() -> dict[str, Json]:
 
 
 def versions() -> dict[str, str]:
-    """Installed versions of the packages that decide a result."""
+    """Installed versions of the packages that results depend on."""
     return dict(_versions())
 
 
 @functools.cache
 def _versions() -> Mapping[str, str]:
-    found = {}
+    installed = {}
     for package in _PACKAGES:
         try:
-            found[package] = metadata.version(package)
+            installed[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 @functools.cache
 def commit() -> str | None:
-    """The commit of the source tree this package runs from, with "+" when files differ; None outside a checkout.
+    """The commit of the source tree this package runs from, with "+" if files differ from it; None outside a checkout.
 
-    It is looked up once a process, whose code is what it loaded whatever happens to the files.
+    It is determined once per process, because the loaded code does not change when the files do.
     """
     here = Path(__file__).resolve().parent
     if not (here.parent / ".git").exists():
@@ -149,7 +149,7 @@ def commit() -> str | None:
 
 
 def command() -> str:
-    """The command that is running, as one would type it (the program's name without its folder)."""
+    """The running command line, with the program's name without its folder."""
     program = Path(sys.argv[0]).name
     if program == "__main__.py":
         program = "python -m alibi_attn"
@@ -165,7 +165,7 @@ def make(
     curves: Mapping[str, Mapping[str, Sequence[Json]]] | None = None,
     started: datetime.datetime | None = None,
 ) -> Record:
-    """A record of something that just ended on this machine; `started` (aware) dates it and gives its seconds."""
+    """A record of a measurement that just ended on this machine; `started` (a time with a zone) gives its date and duration."""
     now = datetime.datetime.now(datetime.UTC)
     started = started or now
     return Record(
@@ -184,60 +184,60 @@ def make(
 
 
 def identity(kind: str, name: str, config: Mapping[str, Json]) -> str:
-    """Twelve hexadecimal digits that are equal exactly when kind, name and config are equal as JSON."""
+    """A hash of twelve hexadecimal digits over kind, name and config as JSON."""
     return hashlib.sha256(_dumps([kind, name, config]).encode()).hexdigest()[:12]
 
 
 def recorded(folder: Path, kind: str, name: str, config: Mapping[str, Json]) -> Path | None:
-    """The file in the folder whose record has this identity; None if there is none."""
+    """The file of the record with this identity in the folder; None if there is none."""
     return next(folder.glob(f"*-{identity(kind, name, config)}.json"), None)
 
 
 def expect_new(folder: Path, kind: str, name: str, config: Mapping[str, Json]) -> None:
-    """Before something long is measured: that its record can be kept.
+    """Checks before a long measurement that its record can be saved.
 
     Raises:
-        FileExistsError: the folder has a record of this identity, which `save` would not overwrite.
+        FileExistsError: the folder already has a record of this identity, and records are never overwritten.
     """
     path = recorded(folder, kind, name, config)
     if path is not None:
-        raise _answered(path)
+        raise _exists(path)
 
 
 def save(record: Record, folder: Path) -> Path:
-    """Write the record as `<kind>-<name>-<identity>.json`, whole or not at all.
+    """Write the record as `<kind>-<name>-<identity>.json`, atomically.
 
     Raises:
-        FileExistsError: the same question was answered already; records are never overwritten.
+        FileExistsError: the folder already has a record of this identity; records are never overwritten.
     """
     path = _path(record, folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with _beside(path, _text(record)) as temporary:
+    with _temporary(path, _text(record)) as temporary:
         try:
             os.link(temporary, path)
         except FileExistsError:
-            raise _answered(path) from None
+            raise _exists(path) from None
     return path
 
 
 def grow(record: Record, folder: Path) -> Path:
-    """`save`, or put the record in the place of what the same measurement wrote a while ago, so that ending early loses nothing.
+    """`save` a record, or replace an earlier version that the same run wrote, so that an interrupted run keeps its results.
 
     Raises:
-        FileExistsError: the file is that of another measurement, started at another time.
+        FileExistsError: the existing record is of another run, with another start time.
     """
     path = _path(record, folder)
     if not path.exists():
         return save(record, folder)
     if load(path).started != record.started:
-        raise _answered(path)
+        raise _exists(path)
     return replace_file(path, _text(record))
 
 
 def replace_file(path: Path, content: bytes) -> Path:
-    """Write a file whole or not at all, in the place of what was there; its folder is made."""
+    """Write or replace a file atomically; creates its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _beside(path, content) as temporary:
+    with _temporary(path, content) as temporary:
         os.replace(temporary, path)
     return path
 
@@ -246,7 +246,7 @@ def load(path: Path) -> Record:
     """Read one record.
 
     Raises:
-        RecordError: not JSON, not a record, written by another schema, or with numbers that nobody can have measured.
+        RecordError: not JSON, not a record, another schema, or numbers out of range.
     """
     try:
         data = parse(path.read_bytes())
@@ -260,7 +260,7 @@ def load(path: Path) -> Record:
         )
     expected = {field.name for field in dataclasses.fields(Record)}
     if missing := expected - data.keys():
-        raise RecordError(f"{path} lacks {', '.join(sorted(missing))}")
+        raise RecordError(f"{path} has no {', '.join(sorted(missing))}, so it is not a complete record")
     try:
         record = Record(**{key: data[key] for key in expected})
         _check_numbers(record)
@@ -270,11 +270,11 @@ def load(path: Path) -> Record:
 
 
 def find(*paths: Path, kind: str | None = None) -> Iterator[Record]:
-    """The records in files and folders (searched whole), in order of path; only one kind if it is given.
+    """Yields the records in files and folders (searched recursively), in order of path; with `kind` only those of one kind.
 
     Raises:
-        FileNotFoundError: a path that does not exist.
-        RecordError: a `.json` file that is no record.
+        FileNotFoundError: a path does not exist.
+        RecordError: a `.json` file is not a record.
     """
     for path in paths:
         if not path.exists():
@@ -286,7 +286,7 @@ def find(*paths: Path, kind: str | None = None) -> Iterator[Record]:
 
 
 def finite(value: object) -> object:
-    """As JSON can hold it: NaN, infinity and what is beyond LARGEST as null, tuples as lists."""
+    """The value in a form that JSON supports: NaN, infinity and numbers beyond LARGEST become None, tuples become lists."""
     if isinstance(value, float):
         return value if abs(value) <= LARGEST else None
     if isinstance(value, Mapping):
@@ -297,8 +297,8 @@ def finite(value: object) -> object:
 
 
 @contextlib.contextmanager
-def _beside(path: Path, content: bytes) -> Iterator[str]:
-    """A temporary file with the content, on the disk and in the folder of `path`; gone afterwards unless renamed."""
+def _temporary(path: Path, content: bytes) -> Iterator[str]:
+    """A flushed temporary file with the content in the folder of `path`; deleted after the block unless it was renamed."""
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -322,15 +322,17 @@ def _text(record: Record) -> bytes:
     return f"{text}\n".encode()
 
 
-def _answered(path: Path) -> FileExistsError:
+def _exists(path: Path) -> FileExistsError:
     return FileExistsError(f"{path} exists; records are never overwritten: delete it, or write to another folder")
 
 
 def _check_numbers(record: Record) -> None:
-    """Raises RecordError for a column that holds more than single values, or a number outside the range of its name."""
+    """Raises RecordError if a column holds a list or mapping, or a number outside the range for its name."""
     single = [("metrics", name, [value]) for name, value in record.metrics.items()]
     columns = [
-        (f"curves.{curve}", name, column) for curve, found in record.curves.items() for name, column in found.items()
+        (f"curves.{curve}", name, column)
+        for curve, of_curve in record.curves.items()
+        for name, column in of_curve.items()
     ]
     for place, name, column in [*single, *columns]:
         bounds = next(((least, most) for names, least, most in _DRAWN if names.fullmatch(name)), None)
@@ -346,7 +348,7 @@ def _check_numbers(record: Record) -> None:
 
 
 def _within(value: float, least: float, most: float) -> bool:
-    """Within the bounds up to the rounding of sums: a share of 1.0000001 and a loss of −1e-7 are allowed."""
+    """Whether the value is within the bounds, up to rounding: a share of 1.0000001 and a loss of −1e-7 are allowed."""
     return least - 1e-3 <= value <= most * (1 + 1e-3)
 
 

@@ -114,7 +114,7 @@ def test_identity_is_of_the_question_and_not_of_the_answer() -> None:
             lambda text: text.replace('"schema": 1', '"schema": 99'),
             "has schema 99 but this version reads 1; read it with",
         ),
-        (lambda text: text.replace('"metrics"', '"metrix"'), "lacks metrics"),
+        (lambda text: text.replace('"metrics"', '"metrix"'), "has no metrics"),
         (lambda text: text.replace("1.25,", '"low",', 1), "damaged: metrics has loss_nats = 'low'|columns"),
         (lambda text: text.replace('"kind": "training"', '"kind": 7'), "damaged: kind is 7 but must be text"),
     ],
@@ -201,7 +201,7 @@ def test_a_binary_file_is_no_record(tmp_path: Path) -> None:
     ("fields", "words"),
     [
         ({"metrics": {"loss_nats": "low"}}, "a metric is a number or None"),
-        ({"curves": {"c": {"x": [1, 2], "y": [1]}}}, "must have one length but have: x 2, y 1"),
+        ({"curves": {"c": {"x": [1, 2], "y": [1]}}}, "must have equal lengths but have: x 2, y 1"),
         ({"curves": {"c": [1, 2]}}, "maps names to columns"),
         ({"config": []}, "must map names to values"),
     ],

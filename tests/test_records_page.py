@@ -15,7 +15,7 @@ LETTERS = re.compile(r"<text.*?>(.*?)</text>", re.DOTALL)
 def patterns() -> list[str]:
     """What the table of results/README.md lists."""
     rows = (
-        (ROOT / "results" / "README.md").read_text(encoding="utf-8").split("## Which are here")[1].split("\nOlder")[0]
+        (ROOT / "results" / "README.md").read_text(encoding="utf-8").split("## Which are here")[1].split("\nOldest")[0]
     )
     return LISTED.findall(rows)
 

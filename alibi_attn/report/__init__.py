@@ -1,7 +1,7 @@
-"""Reports: records in, pictures out. Nothing is drawn from anything but records; no PyTorch is loaded.
+"""Reports: figures, tables and sentences, drawn from records alone and without PyTorch.
 
-`plot_alibi_bias` draws the heads and is loaded when it is first used, because the tables need no matplotlib.
-Next: `page.py`, which writes the page, and `series.py`, which sorts the records.
+`plot_alibi_bias` is imported when it is first used, because the tables do not need matplotlib.
+Next: `page.py`, which writes the page, and `series.py`, which groups the records.
 """
 
 from typing import TYPE_CHECKING
@@ -16,9 +16,9 @@ def __getattr__(name: str) -> object:
     if name != "plot_alibi_bias":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        from alibi_attn.report.plots import bias as heads
+        from alibi_attn.report.plots import bias
     except ModuleNotFoundError as error:
         if error.name != "matplotlib":
             raise
         raise ImportError(f'{name} needs matplotlib; install it with: pip install "alibi-attn[lab]"') from error
-    return heads.plot_alibi_bias
+    return bias.plot_alibi_bias

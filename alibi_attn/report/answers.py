@@ -1,10 +1,10 @@
-"""Answers: what a record of kind "paper-item" says beside the paper's own numbers, both read in one way.
+"""Answers: our records of kind "paper-item" and the paper's own numbers, through one interface.
 
-A `Column` is a function from a label and a name to numbers, NaN where there are none: `recorded` makes one of an answer of ours,
-`published` one of the paper's item. An answer's curves are its series, labeled as the paper labels them (see `published.py`).
-Perplexities of bytes or byte pairs of another text are not those of WikiText-103's words: heights never
-share an axis, changes do.
-Next: `verdicts.py`, what follows from an answer, and `paper.py`, how it is drawn.
+A `Column` is a function from a label and a column name to numbers, NaN where there are none. `recorded` returns one for our
+record, `published` one for the paper's item. The curves of a record are its series, with the paper's labels (`published.py`).
+Our perplexities are per byte or token of another text than the paper's WikiText-103, so levels never share an axis; only
+changes do.
+Next: `verdicts.py` compares an answer with the claims, and `plots/paper.py` draws it.
 """
 
 import math
@@ -23,25 +23,25 @@ Column = Callable[[str, str], NDArray[np.float64]]
 
 
 def is_drawn(record: Record) -> bool:
-    """Answers to an item that the paper has."""
+    """Whether the record answers a figure or table of the paper."""
     return record.kind == KIND and item_name(record) in PUBLISHED
 
 
 def sorted_items(records: Iterable[Record]) -> list[Record]:
-    """The answers among the records in the paper's order, figures first; several answers to one item by their scale."""
+    """The answers among the records in the paper's order, figures first; several answers to one item are sorted by scale."""
     order = list(PUBLISHED)
     drawn = [record for record in records if is_drawn(record)]
     return sorted(drawn, key=lambda record: (order.index(item_name(record)), scale_of(record), record.name))
 
 
 def unanswered(records: Iterable[Record]) -> list[str]:
-    """The figures and tables of the paper without an answer among the records; an empty list if none has one."""
+    """The figures and tables of the paper that the records do not answer; an empty list if they answer none."""
     answered = {item_name(record) for record in records if is_drawn(record)}
     return [name.replace("-", " ") for name in PUBLISHED if name not in answered] if answered else []
 
 
 def named_studies(records: Iterable[Record]) -> set[object]:
-    """The recipes whose trainings and tests the answers were read from."""
+    """The recipes whose trainings and tests the answers are computed from."""
     return {record.config.get("study") for record in records if is_drawn(record)}
 
 
@@ -51,12 +51,12 @@ def item_name(record: Record) -> str:
 
 
 def item_of(record: Record) -> PublishedItem:
-    """What the paper says about the item that a record answers."""
+    """The paper's numbers for the item that a record answers."""
     return PUBLISHED[item_name(record)]
 
 
 def recorded(record: Record) -> Column:
-    """Our numbers; `paper_length` follows from our length and the scale where it was not recorded."""
+    """Our numbers. A `paper_length` that was not recorded is computed from our length and the scale."""
     factor = scale_factor(record)
 
     def column(label: str, name: str) -> NDArray[np.float64]:
@@ -70,7 +70,7 @@ def recorded(record: Record) -> Column:
 
 
 def published(item: PublishedItem) -> Column:
-    """The paper's numbers; its lengths are `length` and `paper_length` alike."""
+    """The paper's numbers; `length` and `paper_length` are the same."""
 
     def column(label: str, name: str) -> NDArray[np.float64]:
         columns = item.series.get(label, {})
@@ -82,12 +82,12 @@ def published(item: PublishedItem) -> Column:
 
 
 def way_of(item: PublishedItem) -> str:
-    """How the paper cut the text: "sliding" or "nonoverlapping"."""
+    """How the paper split the text: "sliding" or "nonoverlapping"."""
     return "sliding" if "sliding" in item.evaluation else "nonoverlapping"
 
 
 def scale_factor(record: Record) -> float:
-    """How many times the paper's lengths are longer than ours."""
+    """The paper's lengths divided by ours."""
     for label in record.curves:
         for ours, theirs in zip(numbers(record, label, "length"), numbers(record, label, "paper_length"), strict=True):
             if ours > 0 and theirs > 0:
@@ -100,13 +100,13 @@ def scale_factor(record: Record) -> float:
 
 
 def scale_of(record: Record) -> str:
-    """The scale that an answer was made at, "small"; "" where it does not say."""
+    """The scale at which an answer was made, for example "small"; "" if it was not recorded."""
     scale = record.config.get("scale")
     return scale if isinstance(scale, str) else ""
 
 
 def unit_of(record: Record) -> str:
-    """What our perplexity is per: "byte" or "token"."""
+    """The unit of our perplexity: "byte" or "token"."""
     unit = record.config.get("unit")
     if isinstance(unit, str):
         return unit
@@ -115,7 +115,7 @@ def unit_of(record: Record) -> str:
 
 
 def corpus_of(record: Record) -> str:
-    """The names of the texts that ours are measured on."""
+    """The names of the texts that we measured on."""
     name = record.config.get("corpus")
     if isinstance(name, str):
         return name
@@ -124,39 +124,43 @@ def corpus_of(record: Record) -> str:
 
 
 def spread_sentence(record: Record) -> str:
-    """How many tokens were scored and how many seeds stand behind a number."""
+    """The number of scored tokens and of seeds per number, in words."""
     tokens = _range(record, "tokens", "valid_tokens", "test_tokens")
     seeds = _range(record, "seeds")
-    said = []
+    sentences = []
     if tokens:
-        said.append(f"{_between(tokens)} tokens are scored for every number of ours.")
+        sentences.append(f"Each of our numbers is measured on {_between(tokens)} tokens.")
     if seeds and seeds[1] == 1:
-        said.append("There is one seed, so nothing shows how much chance does.")
+        sentences.append("There is one seed, so the influence of chance is unknown.")
     elif seeds:
-        said.append(f"Bands and small numbers go from the lowest to the highest of {_between(seeds)} seeds.")
-    return " ".join(said)
+        sentences.append(
+            f"Bands and small numbers show the range from the lowest to the highest of {_between(seeds)} seeds."
+        )
+    return " ".join(sentences)
 
 
 def scale_sentence(record: Record) -> str:
-    """How our lengths stand to the paper's, and that the units differ."""
+    """How our lengths and units relate to the paper's, in words."""
     item, factor = item_of(record), scale_factor(record)
-    said = []
+    sentences = []
     if factor != 1:
         lengths = sorted({length for label in item.series if (length := trained_length(label))})
         example = lengths[0] if lengths else 512
-        said.append(
+        sentences.append(
             f"Our lengths are the paper's divided by {factor:g}: L = {example / factor:,.0f} stands for L = {example:,}."
         )
     slopes = _slopes(record, item)
     if slopes:
         equal = sum(ours == theirs for ours, theirs in slopes)
-        said.append(f"{equal} of the paper's {len(slopes)} slopes are ours to the last bit.")
+        sentences.append(f"{equal} of the paper's {len(slopes)} slopes equal ours to the last bit.")
     elif item.corpus and any("perplexity" in column for column in item.columns):
         ours, theirs = f"{unit_of(record)} of {corpus_of(record)}", f"token of {item.corpus}"
-        said.append(f"Ours is per {ours}, the paper's per {theirs}: compare changes, not heights.")
+        sentences.append(f"Ours is per {ours}, the paper's per {theirs}: compare changes, not levels.")
     elif item.corpus:
-        said.append(f"The machines differ (the paper's: {item.evaluation}), and so do the tokens: compare shapes.")
-    return " ".join(said)
+        sentences.append(
+            f"The machines (the paper's: {item.evaluation}) and the tokens differ, so compare the shapes of the curves."
+        )
+    return " ".join(sentences)
 
 
 def _corpora(record: Record) -> Sequence[Mapping[str, Json]]:
@@ -165,7 +169,7 @@ def _corpora(record: Record) -> Sequence[Mapping[str, Json]]:
 
 
 def _slopes(record: Record, item: PublishedItem) -> list[tuple[float, float | None]]:
-    """(ours, the paper's) slope of every head of both."""
+    """(our slope, the paper's slope) of every head."""
     if "slope" not in item.columns:
         return []
     return [
@@ -177,8 +181,8 @@ def _slopes(record: Record, item: PublishedItem) -> list[tuple[float, float | No
 
 def _range(record: Record, *columns: str) -> tuple[float, float] | None:
     cells = (value for label in record.curves for column in columns for value in numbers(record, label, column))
-    found = [value for value in cells if math.isfinite(value)]
-    return (min(found), max(found)) if found else None
+    values = [value for value in cells if math.isfinite(value)]
+    return (min(values), max(values)) if values else None
 
 
 def _between(bounds: tuple[float, float]) -> str:

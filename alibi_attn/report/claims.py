@@ -1,10 +1,10 @@
-"""Claims: what Press et al. 2022 (arXiv:2108.12409v2) conclude from each figure and table, as ratios to hold against records.
+"""Claims: what Press et al. 2022 (arXiv:2108.12409v2) conclude from each figure and table, as ratios to test on records.
 
-A claim says that a product of numbers over a product of others is below, above or equal to a threshold. Most are one perplexity
-over another: a method beyond its trained length over the same at it, or two methods at one length; others are speeds, memory and
-definitions. Where the paper says "level", "as good" or "about", the threshold is our margin, and the claim names it. The paper's
-own ratio is computed from `published.py`.
-Next: `verdicts.py`, which decides them.
+A claim says that a ratio of two products of numbers is below, above or equal to a threshold. Most are ratios of two perplexities:
+of one method beyond and at its trained length, or of two methods at one length. Others are about speeds, memory and
+definitions. Where the paper says "level", "as good" or "about", the threshold is a margin that we chose, and the claim states
+it. The paper's own ratio is computed from `published.py`.
+Next: `verdicts.py`, which decides the claims.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ Relation = Literal["below", "above", "equal"]
 
 @dataclasses.dataclass(frozen=True)
 class Number:
-    """A cell of an item: a label, the paper's length it was tested at (None where the column says it), and the column."""
+    """A cell of an item: its label, the paper's length at which it was tested (None if its column has it), and its column."""
 
     label: str
     length: int | None = None
@@ -25,13 +25,13 @@ class Number:
 
     @property
     def tested(self) -> int | None:
-        """The paper's length that it was tested at, from the column's name ("perplexity_2048") where that says it."""
+        """The paper's length at which it was tested, from `length` or the column's name ("perplexity_2048")."""
         digits = self.column.rpartition("_")[2]
         return int(digits) if self.length is None and digits.isdecimal() else self.length
 
     @property
     def model(self) -> tuple[str, int | None]:
-        """What tells its model from another: the method and the trained length."""
+        """What identifies its model: the method and the trained length."""
         return method_of(self.label), trained_length(self.label) or self.length
 
 
@@ -41,9 +41,9 @@ class Claim:
 
     Args:
         item: the figure or table that has the numbers.
-        says: the conclusion in our words; it holds if the ratio is on that side of the threshold.
+        says: the conclusion in our words; it holds if the ratio is on the `relation` side of the threshold.
         over, under: the ratio is the product of `over` divided by the product of `under`.
-        relation, threshold: which side; 1 where the paper says better, worse, rises or falls.
+        relation, threshold: the threshold is 1 where the paper says better, worse, rises or falls.
     """
 
     item: str
@@ -55,7 +55,7 @@ class Claim:
 
     @property
     def about_training(self) -> bool:
-        """Whether it compares models of different trainings, or speeds, so that a single seed cannot decide it."""
+        """Whether it compares different trainings, or speeds, so that a single seed cannot decide it."""
         cells = (*self.over, *self.under)
         return len({cell.model for cell in cells}) > 1 or any("perplexity" not in cell.column for cell in cells)
 
@@ -63,7 +63,7 @@ class Claim:
 def _changes(
     item: str, label: str, to: int, relation: Relation, says: str, *, threshold: float = 1.0, column: str = "perplexity"
 ) -> Claim:
-    """A model's perplexity at a length, over that at the length it was trained at."""
+    """A model's perplexity at a length, divided by that at its trained length."""
     return Claim(
         item=item, says=says, over=(Number(label, to, column),), under=(Number(label, trained_length(label), column),),
         relation=relation, threshold=threshold,
@@ -74,7 +74,7 @@ def _compared(
     item: str, one: tuple[str, int | None], other: tuple[str, int | None], relation: Relation, says: str, *,
     threshold: float = 1.0, column: str = "perplexity",
 ) -> Claim:  # fmt: skip
-    """One cell over another."""
+    """One cell divided by another."""
     return Claim(
         item=item, says=says, over=(Number(*one, column),), under=(Number(*other, column),), relation=relation,
         threshold=threshold,
@@ -82,7 +82,7 @@ def _compared(
 
 
 def _keeps_longer(item: str, one: str, other: str, to: int, says: str) -> Claim:
-    """One model's change with length, over another's."""
+    """One model's change with length, divided by another's."""
     return Claim(
         item=item, says=says, over=(Number(one, to), Number(other, trained_length(other))),
         under=(Number(one, trained_length(one)), Number(other, to)), relation="below",
@@ -90,7 +90,7 @@ def _keeps_longer(item: str, one: str, other: str, to: int, says: str) -> Claim:
 
 
 def _speed(item: str, one: str, other: str, column: str, relation: Relation, threshold: float, says: str) -> Claim:
-    """One model's speed or memory, over another's."""
+    """One model's speed or memory, divided by another's."""
     return _compared(item, (one, None), (other, None), relation, says, threshold=threshold, column=column)
 
 

@@ -1,17 +1,17 @@
-"""Intervals of 95 % for a mean difference, over seeds and over text, kept apart because they answer different questions.
+"""95 % intervals for a mean difference, over seeds and over text, which answer different questions.
 
     over seeds   would other trainings agree?  mean ± t · s / √S of the differences of S seeds, trained in pairs (equal data and
-                 order); Student's t with S − 1 degrees of freedom. Nothing else speaks of other trainings.
-    over text    would other text agree, read by these same models?  the same of P parts of the scored text, whose differences
+                 order); Student's t with S − 1 degrees of freedom. Only this interval says anything about other trainings.
+    over text    would the same models agree on other text?  The same formula for P parts of the scored text, whose differences
                  are not independent:
-                 * Tokens that share a context move together, so a part must be at least as long as the longest context that is
-                   compared; neighbors are joined until it is (`joined`). Fewer than three such parts bound nothing: 512 tokens
-                   scored with 768 tokens of context are one passage, however finely they are divided.
-                 * Longer dependence (a chapter, an author) shows when neighbors are joined further: the interval is also
-                   computed from groups of four, or of two, whichever leaves three groups, and the wider one counts (batch
-                   means; Schmeiser 1982, Operations Research 30:556). With three to five parts there is nothing to compare.
+                 * Tokens that share a context are correlated, so a part must be at least as long as the longest context that is
+                   compared; neighboring parts are joined until it is (`joined`). Fewer than three such parts give no interval:
+                   512 tokens scored with 768 tokens of context are one passage, however finely they are divided.
+                 * Longer dependence (a chapter, an author) shows when more neighbors are joined: the interval is also computed
+                   from groups of four, or of two if fours leave fewer than three groups, and the wider interval counts (batch
+                   means; Schmeiser 1982, Operations Research 30:556). With three to five parts no such check is possible.
 
-With both, every value inside either interval is possible (`union`).
+If there are both, the result is the range that covers them (`union`).
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
-# Student's t for two-sided 95 %, by degrees of freedom; between two of them the smaller number of degrees is taken.
+# Student's t for two-sided 95 %, by degrees of freedom; between two entries the smaller number of degrees applies.
 T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228, 15: 2.131,
         20: 2.086, 30: 2.042, 60: 2.0}  # fmt: skip
 LEAST_PARTS = 3
@@ -35,8 +35,8 @@ class Paired:
     Args:
         logs: [S], one per seed.
         parts: [P], one per part of the text or of the documents, averaged over seeds; empty if there are none.
-        weights: [P], each part's share of what was scored.
-        why_not: why there are no parts.
+        weights: [P], each part's share of the scored tokens.
+        why_not: the reason why there are no parts.
     """
 
     logs: Array
@@ -47,44 +47,44 @@ class Paired:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Interval:
-    """The 95 % range of a ratio or difference; `over` is what it was estimated from: "2 seeds and 32 parts of the text"."""
+    """The 95 % range of a ratio or difference; `over` says from what, as in "2 seeds and 32 parts of the text"."""
 
     low: float
     high: float
     over: str
 
 
-def seed_interval(found: Paired) -> Interval | None:
+def seed_interval(pairs: Paired) -> Interval | None:
     """The interval over seeds; None with fewer than two."""
-    count = len(found.logs)
-    return _interval([(found.logs, np.full(count, 1 / count))], f"{count} seeds") if count > 1 else None
+    count = len(pairs.logs)
+    return _interval([(pairs.logs, np.full(count, 1 / count))], f"{count} seeds") if count > 1 else None
 
 
-def text_interval(found: Paired, *, parts: str = "parts of the text") -> Interval | None:
+def text_interval(pairs: Paired, *, parts: str = "parts of the text") -> Interval | None:
     """The interval over parts; None with fewer than three."""
-    count = found.parts.size
+    count = pairs.parts.size
     if count < LEAST_PARTS:
         return None
     further = next((size for size in (4, 2) if count // size >= LEAST_PARTS), 1)
-    return _interval([_joined(found.parts, found.weights, size) for size in {1, further}], f"{count} {parts}")
+    return _interval([_joined(pairs.parts, pairs.weights, size) for size in {1, further}], f"{count} {parts}")
 
 
 def union(one: Interval | None, other: Interval | None) -> Interval | None:
-    """Every value inside either interval; None if there is neither."""
+    """The range that covers both intervals; None if there is neither."""
     if one is None or other is None:
         return one or other
     over = f"{one.over} and {other.over}"
     return Interval(low=min(one.low, other.low), high=max(one.high, other.high), over=over)
 
 
-def mean_interval(found: Paired, *, parts: str = "parts of the text") -> Interval | None:
-    """What the mean may be over seeds and over parts."""
-    return union(seed_interval(found), text_interval(found, parts=parts))
+def mean_interval(pairs: Paired, *, parts: str = "parts of the text") -> Interval | None:
+    """The interval of the mean, over seeds and over parts."""
+    return union(seed_interval(pairs), text_interval(pairs, parts=parts))
 
 
-def interval(found: Paired) -> Interval | None:
-    """What the ratio may be whose logarithms these are, over seeds and over text."""
-    return as_ratio(mean_interval(found))
+def interval(pairs: Paired) -> Interval | None:
+    """The interval of the ratio of which these are logarithms, over seeds and over text."""
+    return as_ratio(mean_interval(pairs))
 
 
 def as_ratio(bounds: Interval | None) -> Interval | None:
@@ -93,18 +93,18 @@ def as_ratio(bounds: Interval | None) -> Interval | None:
 
 
 def joined(parts: Array, tokens: Array, length: float) -> tuple[Array, Array]:
-    """Parts and their shares, neighbors joined until each holds at least `length` tokens on average; perhaps too few parts."""
+    """Parts and their shares, with neighbors joined until each has at least `length` tokens on average; possibly too few."""
     size = max(1, math.ceil(length * parts.size / tokens.sum()))
     return _joined(parts, tokens / tokens.sum(), size) if parts.size >= size else (np.empty(0), np.empty(0))
 
 
 def student_t(degrees: int) -> float:
-    """The half-width of a 95 % interval in standard errors, for the next smaller number of degrees that is tabled."""
-    return T_95[max(known for known in T_95 if known <= degrees)]
+    """The half-width of a 95 % interval in standard errors, for the next smaller number of degrees in the table."""
+    return T_95[max(entry for entry in T_95 if entry <= degrees)]
 
 
 def _interval(samples: list[tuple[Array, Array]], over: str) -> Interval | None:
-    """The widest of Student's intervals of the weighted means."""
+    """The range that covers Student's intervals of the weighted means."""
     bounds = [_mean_bounds(*sample) for sample in samples]
     if not np.isfinite(bounds).all():
         return None
@@ -120,7 +120,7 @@ def _mean_bounds(values: Array, weights: Array) -> tuple[float, float]:
 
 
 def _joined(parts: Array, weights: Array, size: int) -> tuple[Array, Array]:
-    """Parts and their shares, `size` or more neighbors as one."""
+    """Parts and their shares, with `size` or more neighbors joined into one."""
     groups = np.arange(parts.size) * (parts.size // size) // parts.size
     shares = np.bincount(groups, weights=weights).astype(np.float64)
     return np.bincount(groups, weights=weights * parts) / shares, shares

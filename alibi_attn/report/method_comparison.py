@@ -1,13 +1,13 @@
-"""Referee: what each position method is good for, read from the tests of `alibi run referee`, each with its interval.
+"""Compares position methods on the results of `alibi run referee`, with an interval for each number.
 
-    task      what models were trained and tested on: a text, or a task of symbols, whose share of right answers has a chance
-    share     of the answers that are right; of a text the perplexity of a sliding window, over the lowest at the trained length,
-              token by token
-    solved    a share whose whole interval is at or above 90 %; not solved: all of it is below; open: neither
+    task      what models were trained and tested on: a text, or a task of symbols with a known chance level
+    score     for a task, the share of correct answers; for a text, the perplexity with a sliding window, divided by the lowest
+              perplexity of any method at the trained length on the same tokens
+    solved    the whole interval of a share is at or above 90 %; not solved: all of it is below; open: neither
 
-Intervals are those of `verdicts.py`, 95 % over seeds and over parts of the documents, what lies in either; of a share they also
-reach 3/n to each side of the mean, what n documents leave open where none differs from the others (the rule of three). A method
-is better than another where the interval of their difference, seed by seed and part by part, is. Next: `referee_words.py`.
+Intervals are those of `verdicts.py`: 95 %, over seeds and over parts of the documents, covering both. The interval of a share is
+at least ±3/n for n documents, which also holds if all documents agree (the rule of three). A method is significantly better than
+another if the interval of their difference, paired by seed and part, excludes zero. Next: `method_paragraphs.py`.
 """
 
 import dataclasses
@@ -23,7 +23,12 @@ from alibi_attn.report.series import Series, Study, flat, numbers
 
 RECIPE = "referee"
 SOLVED = 0.9
-CHANCE = {"mqar": 1 / 16, "needles": 1 / 16, "copy": 1 / 63, "flip-flop": 1 / 2}  # a guess by who knows the form
+CHANCE = {
+    "mqar": 1 / 16,
+    "needles": 1 / 16,
+    "copy": 1 / 63,
+    "flip-flop": 1 / 2,
+}  # guessing among the symbols that can be an answer
 TITLES = {"mqar": "associative recall", "needles": "needles", "copy": "copying", "flip-flop": "one bit (flip-flop)"}
 
 Level = Literal["solved", "not solved", "open"]
@@ -31,13 +36,19 @@ Level = Literal["solved", "not solved", "open"]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Scores:
-    """Of one method at one length, by seed and by seed and part of the documents: shares, or losses in nats with their sign
-    changed, so that more is better; `weights` [P] are the parts' shares of what was scored."""
+    """The scores of one method at one length: shares, or negative losses in nats, so that more is better.
+
+    Args:
+        seeds: by seed.
+        parts: by seed, [P], one per part of the documents.
+        weights: [P], each part's share of the scored tokens or answers.
+        least: the smallest half-width of an interval.
+    """
 
     seeds: Mapping[int, float]
     parts: Mapping[int, Array]
     weights: Array
-    least: float  # no half-width below it
+    least: float
 
     @property
     def mean(self) -> float:
@@ -49,9 +60,9 @@ class Task:
     """One task or text.
 
     Args:
-        name: of the task, "" for a text.
-        scores: by method, and by the trained and the longest length.
-        best: the method with the lowest perplexity at the trained length, which perplexities are over; "" for a task.
+        name: the name of the task; "" for a text.
+        scores: by (method, length), for the trained and the longest length.
+        best: the method with the lowest perplexity at the trained length, by which perplexities are divided; "" for a task.
     """
 
     name: str
@@ -62,7 +73,7 @@ class Task:
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """The trained length, and the longest that was tested."""
+        """The trained length and the longest tested length."""
         return self.study.trained[0], max(self.study.lengths)
 
     @property
@@ -75,14 +86,14 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """A number and its interval, None where nothing bounds it."""
+    """A number and its interval, None if there is none."""
 
     value: float
     interval: Interval | None
 
 
 def comparisons(studies: Iterable[Study]) -> list[list[Task]]:
-    """The tasks of each comparison: studies of the recipe whose models, trainings and lengths are the same; texts first."""
+    """The tasks of each comparison: studies of the recipe with equal models, trainings and lengths; texts first."""
     found: dict[str, list[Task]] = {}
     for study in studies:
         by_shape: dict[str, list[Series]] = {}
@@ -97,35 +108,35 @@ def comparisons(studies: Iterable[Study]) -> list[list[Task]]:
 
 
 def is_compared(study: Study) -> bool:
-    """Whether a study is one of a comparison's."""
+    """Whether a study belongs to a comparison."""
     return study.recipe == RECIPE and bool(study.lengths)
 
 
 def methods(tasks: Sequence[Task]) -> list[Series]:
-    """One series of every method, in the order in which studies have them."""
+    """One series per method, in the order of the studies."""
     return list(
         {series.method: series for task in tasks for series in task.study.series if series.stretch == "none"}.values()
     )
 
 
 def is_learned(task: Task) -> bool:
-    """Whether some method reaches 90 % of the answers at the trained length, in the mean over its seeds; a text always is."""
+    """Whether the best method has at least 90 % correct answers at the trained length (mean over seeds); true for a text."""
     return not task.name or best_at_trained(task)[1] >= SOLVED
 
 
 def best_at_trained(task: Task) -> tuple[str, float]:
-    """The label of the method that has the largest share at the trained length, and that share."""
+    """The label of the method with the largest share at the trained length, and that share."""
     shares = [(series.label, scores(task, series.method, task.lengths[0]).mean) for series in task.study.series]
     return max(shares, key=lambda one: one[1] if math.isfinite(one[1]) else -1.0)
 
 
 def scores(task: Task, method: str, length: int) -> Scores:
-    """What was measured of a method at the trained or at the longest length; empty where nothing was."""
+    """The scores of a method at the trained or the longest length; empty if it was not measured."""
     return task.scores.get((method, length), Scores({}, {}, np.empty(0), 0.0))
 
 
 def compared(one: Scores, other: Scores | None = None) -> Measured:
-    """The mean of some scores, or that of their differences from others, of equal seeds and equal parts."""
+    """The mean of the scores, or of their differences from other scores, paired by seed and part."""
     by_seed = _differences(one, other)
     seeds, logs = list(by_seed), np.array(list(by_seed.values()))
     rows = [(one.parts[seed], other.parts[seed] if other else np.zeros(1)) for seed in seeds]
@@ -135,7 +146,7 @@ def compared(one: Scores, other: Scores | None = None) -> Measured:
     known = len(sizes) == 1 and min(sizes) > 3 and one.weights.size in sizes and one.weights.sum() > 0
     parts = np.mean([mine - theirs for mine, theirs in rows], axis=0) if known else np.empty(0)
     weights = one.weights / one.weights.sum() if known else np.empty(0)
-    bounds = mean_interval(Paired(logs=logs, parts=parts, weights=weights), parts="parts of what was scored")
+    bounds = mean_interval(Paired(logs=logs, parts=parts, weights=weights), parts="parts of the documents")
     value = float(logs.mean())
     if bounds is not None:
         low, high = min(bounds.low, value - one.least), max(bounds.high, value + one.least)
@@ -144,39 +155,39 @@ def compared(one: Scores, other: Scores | None = None) -> Measured:
 
 
 def _differences(one: Scores, other: Scores | None) -> dict[int, float]:
-    """The scores themselves, or how much they are above the others of equal seeds; by seed."""
+    """By seed: the scores, or their differences from the other scores of the same seed."""
     seeds = sorted(one.seeds if other is None else one.seeds.keys() & other.seeds.keys())
     return {seed: one.seeds[seed] - (other.seeds[seed] if other else 0.0) for seed in seeds}
 
 
 def measured(task: Task, method: str, length: int) -> Measured:
-    """A share of right answers, or a perplexity over the lowest at the trained length: a ratio of the same tokens."""
+    """The share of correct answers, or the perplexity divided by the lowest one at the trained length (on the same tokens)."""
     own = scores(task, method, length)
     return _share(compared(own)) if task.name else _ratio(compared(own, scores(task, task.best, task.lengths[0])))
 
 
 def by_seed(task: Task, method: str, length: int) -> list[Measured]:
-    """What `measured` is the mean of, seed by seed, without intervals."""
+    """`measured` for each seed, without intervals."""
     own, best = scores(task, method, length), scores(task, task.best, task.lengths[0])
     found = [Measured(value, None) for value in _differences(own, None if task.name else best).values()]
     return found if task.name else [_ratio(one) for one in found]
 
 
 def change(task: Task, method: str) -> Measured:
-    """Of a text: the perplexity at the longest length over that at the trained one, the same tokens at both."""
+    """For a text: the perplexity at the longest length divided by that at the trained length, on the same tokens."""
     trained, longest = task.lengths
     return _ratio(compared(scores(task, method, longest), scores(task, method, trained)))
 
 
 def level(found: Measured) -> Level:
-    """Whether a share is solved, as far as its interval says."""
+    """Whether a task is solved, according to the interval of its share."""
     if found.interval is None:
         return "open"
     return "solved" if found.interval.low >= SOLVED else "not solved" if found.interval.high < SOLVED else "open"
 
 
 def rank(task: Task, method: str, length: int, others: Sequence[str]) -> tuple[int, int] | None:
-    """The best and the worst rank that the intervals leave: who is surely better stands before it, who is surely worse behind."""
+    """The best and the worst possible rank: after all significantly better and before all significantly worse methods."""
     own = scores(task, method, length)
     if not own.seeds:
         return None
@@ -193,12 +204,12 @@ def records(tasks: Sequence[Task]) -> list[Record]:
 
 
 def _task(study: Study) -> Task:
-    asked = study.evaluation.get("tasks")
-    given = [str(task) for task in asked] if isinstance(asked, list | tuple) else []
-    name = next((task for task in given if task in CHANCE), "")
+    tasks = study.evaluation.get("tasks")
+    names = [str(task) for task in tasks] if isinstance(tasks, list | tuple) else []
+    name = next((task for task in names if task in CHANCE), "")
     corpus = str(study.corpus.get("name", "text"))
     title = TITLES[name] if name else "text" if corpus == "text" else f"text ({corpus})"
-    documents = _integer(study.evaluation.get("trials")) or 16  # the default, which records do not hold
+    documents = _integer(study.evaluation.get("trials")) or 16  # the default, which is not recorded
     ends = study.trained[0], max(study.lengths)
     plain = [series for series in study.series if series.stretch == "none"]
     found = {
@@ -232,11 +243,13 @@ def _scores(series: Series, task: str, length: int, least: float) -> Scores:
 
 
 def _shape(series: Series) -> str:
-    """What the series of one comparison share: model and training, whatever is read."""
+    """A key for the model and training that all series of one comparison share."""
     config = flat(series.records[0].config)
-    apart = ("model.method", "model.vocab_size", "train.seed")
+    may_differ = ("model.method", "model.vocab_size", "train.seed")
     same = {
-        name: value for name, value in config.items() if name.startswith(("model.", "train.")) and name not in apart
+        name: value
+        for name, value in config.items()
+        if name.startswith(("model.", "train.")) and name not in may_differ
     }
     return repr(sorted(same.items()))
 
@@ -249,7 +262,7 @@ def _share(found: Measured) -> Measured:
 
 
 def _ratio(found: Measured) -> Measured:
-    """e to the power of a difference of losses (scores with their sign changed)."""
+    """The ratio of perplexities, from a difference of scores (negative losses)."""
     bounds = found.interval
     if bounds is not None:
         bounds = dataclasses.replace(bounds, low=_exp(-bounds.high), high=_exp(-bounds.low))

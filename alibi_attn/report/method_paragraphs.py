@@ -1,7 +1,8 @@
-"""The words of a referee: one paragraph a method, what it is good for, composed of what its intervals carry.
+"""One paragraph per position method: what it is good for, according to its intervals.
 
-No sentence is written for a method. Each is the same rule asked of its numbers: solved at both lengths, solved at the trained
-one only, not solved there, open; of a text, whether the perplexity of a sliding window rises; and where nobody is better.
+The same rules produce every paragraph: tasks solved at both lengths, solved at the trained length only, not solved there, or
+open; for a text, whether the perplexity with a sliding window rises with length; and the tasks on which no method is
+significantly better.
 """
 
 import math
@@ -10,11 +11,11 @@ from collections.abc import Sequence
 from alibi_attn.report import method_comparison as referee
 from alibi_attn.report.method_comparison import Measured, Task
 
-STEADY = 1.05  # a perplexity that surely rises by less is no worse at length
+STEADY = 1.05  # a perplexity whose whole interval rises by less counts as no worse at length
 
 
 def paragraph(tasks: Sequence[Task], method: str) -> str:
-    """What the method is good for, as far as the tasks say; each number with its interval."""
+    """What the method is good for according to these tasks; each number has its interval."""
     symbols = [task for task in tasks if task.name and referee.scores(task, method, task.lengths[0]).seeds]
     levels = {
         task.name: tuple(referee.level(referee.measured(task, method, at)) for at in task.lengths) for task in symbols
@@ -23,31 +24,31 @@ def paragraph(tasks: Sequence[Task], method: str) -> str:
     only_trained = [task for task in symbols if levels[task.name] == ("solved", "not solved")]
     unlearned = [task for task in symbols if levels[task.name][0] == "not solved"]
     undecided = [task for task in symbols if task not in (*everywhere, *only_trained, *unlearned)]
-    unsaid = "Not learned at the trained length, so that nothing is said of longer ones: "
+    not_learned = "Not learned at the trained length, so longer lengths say nothing: "
     texts = [task for task in tasks if not task.name and task.series(method)]
-    borne = [task for task in texts if (found := referee.change(task, method).interval) and found.high < STEADY]
+    tolerated = [task for task in texts if (found := referee.change(task, method).interval) and found.high < STEADY]
     good = [
         _sentence("Good at both lengths: ", everywhere, method),
-        *(_text(task, method) for task in borne),
+        *(_text(task, method) for task in tolerated),
         _sentence("Good at the trained length only: ", only_trained, method),
         _unbeaten(tasks, method),
     ]
     rest = [
-        *(_text(task, method) for task in texts if task not in borne),
-        _sentence(unsaid, unlearned, method, only_first=True),
+        *(_text(task, method) for task in texts if task not in tolerated),
+        _sentence(not_learned, unlearned, method, only_first=True),
         _sentence("Open: ", undecided, method),
     ]
-    shown = [] if any(good) else ["Nothing here shows what it is good for."]
-    return " ".join(part for part in (*good, *shown, *rest) if part)
+    nothing = [] if any(good) else ["These results do not show what it is good for."]
+    return " ".join(part for part in (*good, *nothing, *rest) if part)
 
 
 def number(task: Task, found: Measured) -> str:
-    """A share in per cent, a ratio with two decimals; "—" where nothing was measured."""
+    """A share in percent, a ratio with two decimals; "—" if it was not measured."""
     return _number(task, found.value)
 
 
 def between(task: Task, found: Measured) -> str:
-    """The interval as "93 – 100"; "" where there is none."""
+    """The interval as "93 – 100"; "" if there is none."""
     bounds = found.interval
     return "" if bounds is None else f"{_number(task, bounds.low)} – {_number(task, bounds.high)}"
 
@@ -56,20 +57,21 @@ def _text(task: Task, method: str) -> str:
     trained, longest = task.lengths
     found = referee.change(task, method)
     if not math.isfinite(found.value):
-        return f"On {task.title} it was not tested at {longest:,} tokens."
+        return f"On {task.title}, it was not tested at {longest:,} tokens."
     ratio = f"{_near_one(found.value)} of that at {trained:,}"
     if found.interval is None:
-        return f"On {task.title}, a sliding window of {longest:,} tokens has {ratio}, with no interval, so nothing follows."
+        start = f"On {task.title}, the perplexity with a sliding window at {longest:,} tokens is {ratio}"
+        return f"{start}; it has no interval, so nothing follows."
     low, high = found.interval.low, found.interval.high
-    told = f"{ratio} ({_near_one(low)} to {_near_one(high)})"
-    start = f"On {task.title} the perplexity of a sliding window at {longest:,} tokens is {told}: "
+    bounded = f"{ratio} ({_near_one(low)} to {_near_one(high)})"
+    start = f"On {task.title}, the perplexity with a sliding window at {longest:,} tokens is {bounded}: "
     if high < 1:
-        return start + "it gains from length."
+        return start + "it gains from longer inputs."
     if high < STEADY:
-        return start + f"it bears length, to {100 * (STEADY - 1):.0f} %."
+        return start + f"it tolerates longer inputs, to within {100 * (STEADY - 1):.0f} %."
     if low > 1:
-        return start + "it loses by length."
-    return start + "whether it bears length is open."
+        return start + "it gets worse on longer inputs."
+    return start + "whether it tolerates longer inputs is open."
 
 
 def _sentence(start: str, tasks: Sequence[Task], method: str, *, only_first: bool = False) -> str:
@@ -77,16 +79,16 @@ def _sentence(start: str, tasks: Sequence[Task], method: str, *, only_first: boo
     for task in tasks:
         lengths = task.lengths[:1] if only_first else task.lengths
         found = [referee.measured(task, method, at) for at in lengths]
-        told = [f"{_with_interval(task, one)} at {at:,}" for one, at in zip(found, lengths, strict=True)]
+        scores = [f"{_with_interval(task, one)} at {at:,}" for one, at in zip(found, lengths, strict=True)]
         last = found[-1]
         if not only_first and last.interval and last.interval.low <= task.chance:
-            told[-1] += ", not told from chance" if last.interval.high >= task.chance else ", below chance"
-        parts.append(f"{task.title}: {'; '.join(told)}")
+            scores[-1] += ", not distinguishable from chance" if last.interval.high >= task.chance else ", below chance"
+        parts.append(f"{task.title}: {'; '.join(scores)}")
     return f"{start}{' · '.join(parts)}." if parts else ""
 
 
 def _unbeaten(tasks: Sequence[Task], method: str) -> str:
-    """Where nobody is surely better at the longest length, if that tells this method from any other."""
+    """The tasks on which no method is significantly better at the longest length, if another one is significantly worse there."""
     names = [series.method for series in referee.methods(tasks)]
     found = []
     for task in tasks:
@@ -95,7 +97,7 @@ def _unbeaten(tasks: Sequence[Task], method: str) -> str:
             found.append(task.title)
     if not found:
         return ""
-    return f"At the longest length no other method is surely better, and some are surely worse, in {_listed(found)}."
+    return f"At the longest length, no method is significantly better and some are significantly worse on {_listed(found)}."
 
 
 def _with_interval(task: Task, found: Measured) -> str:
@@ -117,7 +119,7 @@ def _ratio(value: float) -> str:
 
 
 def _near_one(value: float) -> str:
-    """With a third decimal where two would say 1.00."""
+    """A ratio, with a third decimal if it is close to 1."""
     return f"{value:.3f}" if abs(value - 1) < 0.1 else _ratio(value)
 
 

@@ -1,7 +1,7 @@
-"""The page: records in, one self-contained HTML file out. It opens offline, on a phone, in print, in light and dark.
+"""The report page: one self-contained HTML file drawn from records. It works offline, on a phone, in print, in light and dark.
 
-`SECTIONS` lists what the page can show, in its order; `section.py` says how to add to it. A section without records is left
-out, and records that no section draws are listed under "Other records".
+`SECTIONS` lists the sections in page order; `section.py` says how to add one. Sections without records are left out, and
+records that no section draws are listed under "Other records".
 """
 
 from collections.abc import Callable, Sequence
@@ -52,11 +52,11 @@ SECTIONS: tuple[tuple[Find, Draw], ...] = (
 
 
 def write_report(records: Sequence[Record], path: Path, *, title: str = TITLE, question: str | None = None) -> Path:
-    """Write the report of the records to one HTML file, whole or not at all, and return its path.
+    """Write the report of the records to one HTML file, atomically, and return its path.
 
     Args:
-        records: of any kinds, in any order; without records the page says how to make some.
-        question: the sentence under the title; by default derived from the records.
+        records: any kinds, in any order; without records the page says how to make some.
+        question: the sentence under the title; default derived from the records.
 
     Raises:
         OSError: the file cannot be written.
@@ -71,7 +71,7 @@ def report_html(
     question: str | None = None,
     sections: Sequence[tuple[Find, Draw]] = SECTIONS,
 ) -> str:
-    """The page that `write_report` writes, as text. Equal records give equal text; a record passed twice is drawn once."""
+    """The HTML of `write_report`. Equal records give equal text; a record passed twice is drawn once."""
     archive = Archive(records)
     shown = [draw(entry, number, archive) for find, draw in sections for number, entry in enumerate(find(archive))]
     shown += closing.other_records(archive, shown)

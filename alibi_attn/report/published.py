@@ -1,14 +1,15 @@
 """The paper's own numbers: every figure and table of Press et al. 2022 (arXiv:2108.12409v2), as series of columns.
 
-`published.json` holds all rows of tables 1 to 15; figures hold the numbers of the tables they draw, and no more. A series has
-the paper's label, spelled in one way: "ALiBi, L = 512" is a model trained at 512 tokens; ", L_valid = 3072" says where it was
-tested, if a row says that; "L = L_valid" is one model a length, each tested at its own. A number that was not published is None.
+`published.json` has all rows of tables 1 to 15; a figure has the numbers of the tables that it draws, and no others. A series has
+the paper's label in a uniform spelling: "ALiBi, L = 512" is a model trained at 512 tokens; ", L_valid = 3072" is the length at
+which it was tested, if the row has one; "L = L_valid" is one model per length, each tested at its own length. A number that was
+not published is None.
 
-An answer of ours (a record of kind "paper-item") has the same series and columns, and columns of its own beside them:
-    paper_length               the paper's length that stands behind ours, where ours are smaller
-    low, high, seeds, tokens   the spread over the seeds, how many, and how many tokens were scored
+Our answer (a record of kind "paper-item") has the same series and columns, and these additional columns:
+    paper_length               the paper's length that ours corresponds to, if ours is shorter
+    low, high, seeds, tokens   the range over the seeds, and the numbers of seeds and of scored tokens
     sliding_perplexity, nonoverlapping_perplexity   the other way to evaluate the same models; `perplexity` is the paper's way
-Next: `paper.py`, which draws the two beside each other.
+Next: `plots/paper.py`, which draws both side by side.
 """
 
 import dataclasses
@@ -29,12 +30,12 @@ class PublishedItem:
     Args:
         title: what it shows, in our words.
         source: the table that its numbers are from.
-        corpus, evaluation: what was read, and how it was scored; "" where nothing was.
-        columns: what is measured -> its unit.
-        panels: the labels that the paper draws together.
-        cited: the labels of results that the paper took from other papers; nobody here runs them.
-        notes: what the numbers do not say themselves.
-        series: label -> column -> values; the columns of one series are equally long.
+        corpus, evaluation: the text and how it was scored; "" if no text was scored.
+        columns: measured quantity -> unit.
+        panels: the labels that the paper draws in one panel.
+        cited: the labels of results that the paper cites from other papers, which we do not rerun.
+        notes: remarks on the numbers.
+        series: label -> column -> values; the columns of one series have equal lengths.
     """
 
     title: str
@@ -49,17 +50,17 @@ class PublishedItem:
 
 
 def trained_length(label: str) -> int | None:
-    """The length in a label: 512 of "ALiBi, L = 512, L_valid = 3072"; None where it has none.
+    """The trained length in a label, for example 512 in "ALiBi, L = 512, L_valid = 3072"; None if it has none.
 
     >>> trained_length("ALiBi, L = 512, L_valid = 3072")
     512
     """
-    found = re.search(r"\bL = (\d+)", label)
-    return int(found[1]) if found else None
+    match = re.search(r"\bL = (\d+)", label)
+    return int(match[1]) if match else None
 
 
 def method_of(label: str) -> str:
-    """The position method in a label as the lab names it, "alibi"; "" where it has none.
+    """The lab's name of the position method in a label, for example "alibi"; "" if it has none.
 
     >>> method_of("T5 Bias, L = 1024")
     't5'

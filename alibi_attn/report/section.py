@@ -1,9 +1,9 @@
-"""Section: one part of the page as values. `blocks.html` turns them into HTML; `page.py` lists the sections.
+"""The sections of the page, as data. `blocks.html` renders them to HTML; `page.py` lists the sections.
 
 To add a section, write a file in `sections/` with two functions and add the row `(find, draw)` to `SECTIONS` in `page.py`:
 
-    find(archive)                what the section draws, one entry per section of the page; an empty list if there is nothing
-    draw(entry, number, archive) the Section of one entry; `number` counts the entries and keeps anchors unique
+    find(archive)                the entries to draw, one per section of the page; an empty list if there are none
+    draw(entry, number, archive) the Section of one entry; `number` is the entry's index and keeps anchors unique
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from alibi_attn.report.tables.table import Table
 
 
 class Archive:
-    """The records of one page: each record once, grouped into studies."""
+    """The records of one page, without duplicates, and their studies."""
 
     def __init__(self, records: Iterable[Record]) -> None:
         self.by_identity: Mapping[str, Record] = {
@@ -32,7 +32,7 @@ class Archive:
 
     @functools.cached_property
     def studies(self) -> list[Study]:
-        """All studies, those behind answers to the paper's items included."""
+        """All studies, including those that answers to the paper's items are computed from."""
         return series.studies(self.records)
 
 
@@ -60,8 +60,8 @@ class Numbers:
     """A table in a box that scrolls.
 
     Args:
-        caption: shown above the table; "" where the text around it is enough.
-        label: what screen readers announce; the caption by default.
+        caption: shown above the table; "" if the surrounding text is enough.
+        label: what screen readers announce; default the caption.
         css: classes of the table.
         tall: whether the box also scrolls vertically.
     """
@@ -120,7 +120,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Folded:
-    """Blocks that a click unfolds."""
+    """Blocks that are hidden until a click."""
 
     summary: str
     blocks: "Sequence[Block]"
@@ -138,10 +138,10 @@ class Section:
         anchor: its id, unique in the page.
         group: the heading under which the contents list it; "" leaves it out of the contents.
         title: its name in the contents.
-        blocks: what it shows.
-        heading: its own heading; "" for none.
+        blocks: its content.
+        heading: its heading; "" for none.
         about: a few words after the title in the contents.
-        records: what it draws, so that the list of all records can link here.
+        records: the records that it draws, so that the list of all records can link to it.
         css: its class.
     """
 
@@ -164,13 +164,13 @@ def pictures(plots: Iterable[Plot], prefix: str) -> list[Picture]:
 
 
 def panels(plots: Iterable[Plot], prefix: str, css: str = "panels") -> list[Group]:
-    """The plots next to each other where there is room; an empty list without plots."""
+    """The plots side by side if there is room; an empty list if there are none."""
     drawn = pictures(plots, prefix)
     return [Group(css, drawn)] if drawn else []
 
 
 def code(text: str) -> Markup:
-    """The text in the page's typewriter face."""
+    """The text as code."""
     return Markup("<code>{}</code>").format(text)
 
 

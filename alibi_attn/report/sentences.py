@@ -1,7 +1,7 @@
-"""Sentences: what the records say in words, and what a reader may and may not conclude from them.
+"""Sentences: the results in words, and what a reader may and may not conclude from them.
 
-Every number in a sentence is computed from the study. The caveats follow the literature: fewer early tokens in longer
-windows (Press et al. 2022, app. B, tables 5 and 15), few seeds, small models, and perplexity as no proof of memory.
+Every number in a sentence is computed from the study. The caveats follow the literature: longer windows have fewer early tokens
+(Press et al. 2022, app. B, tables 5 and 15), seeds are few, models are small, and perplexity does not prove memory.
 """
 
 import math
@@ -13,25 +13,25 @@ from alibi_attn import units
 from alibi_attn.report.series import Mode, Series, Study, flat
 from alibi_attn.slopes import alibi_slopes
 
-_SMALL_PERCENT = 1.0  # changes below it are called none
-_MOST_HEADS = 1024  # whose pictures a page holds
+_SMALL_PERCENT = 1.0  # smaller changes count as no change
+_MOST_HEADS = 1024  # models with more heads are not drawn
 
 
 def perplexity(series: Series, length: float, mode: Mode = "nonoverlapping") -> list[float]:
-    """exp(mean loss) of each seed at one length; empty where nothing was measured."""
+    """exp(mean loss) of each seed at one length; empty if it was not measured."""
     x, y = series.curve("by_length", "length", f"{mode}_nats")
     column = y[:, x == length].ravel()
     return [units.perplexity(float(value)) for value in column if math.isfinite(value)]
 
 
 def ends(series: Series, mode: Mode = "nonoverlapping") -> tuple[int, int] | None:
-    """The trained length (the shortest evaluated one, if it was not evaluated) and the longest evaluated one."""
+    """The trained length (if it was not evaluated, the shortest evaluated length) and the longest evaluated length."""
     x = [int(length) for length in series.curve("by_length", "length", f"{mode}_nats")[0]]
     return (series.trained if series.trained in x else x[0], x[-1]) if x else None
 
 
 def change_percent(series: Series, mode: Mode = "nonoverlapping") -> float | None:
-    """By how many per cent perplexity (the mean over seeds) changes from the trained to the longest evaluated length."""
+    """The change of perplexity (mean over seeds) from the trained to the longest evaluated length, in percent."""
     between = ends(series, mode)
     if between is None or between[0] == between[1]:
         return None
@@ -46,13 +46,13 @@ def signed(percent: float) -> str:
 
 
 def rounded(value: float | np.floating) -> str:
-    """Three digits, for sentences: 7.02, 17.2, 1,234."""
+    """A number with three digits or more: 7.02, 17.2, 1,234."""
     digits = 0 if value >= 100 else 1 if value >= 10 else 2
     return f"{value:,.{digits}f}"
 
 
 def question(studies: Sequence[Study]) -> str:
-    """What the records ask."""
+    """The question that the records answer, in words."""
     trained = sorted({length for study in studies for length in study.trained})
     lengths = [length for study in studies for length in study.lengths]
     if not lengths or max(lengths) <= min(trained):
@@ -64,10 +64,10 @@ def question(studies: Sequence[Study]) -> str:
 
 
 def headline(study: Study) -> str:
-    """The result in one or two sentences: who predicts best at the longest length, and what became of the others."""
+    """The result in one or two sentences: which method predicts best at the longest length, and how the others do."""
     tested = [between[1] for s in study.series if (between := ends(s))]
     if not tested:
-        return "These models were trained but not evaluated yet."
+        return "These models were trained but are not evaluated yet."
     longest = max(tested)
     ranked = [s for s in study.series if perplexity(s, longest)]
     ranked.sort(key=lambda s: float(np.mean(perplexity(s, longest))))
@@ -86,7 +86,7 @@ def headline(study: Study) -> str:
 
 
 def sliding_sentence(study: Study) -> str:
-    """What of the best curve is left with a sliding window, which takes the early tokens away; "" if it was not measured."""
+    """The result of the best method with a sliding window, which has few early tokens; "" if it was not measured."""
     ranked = [s for s in study.series if perplexity(s, max(study.lengths, default=0))]
     if not ranked:
         return ""
@@ -96,72 +96,71 @@ def sliding_sentence(study: Study) -> str:
         return ""
     first, last = (rounded(np.mean(perplexity(best, length, "sliding"))) for length in between)
     text = (
-        f"With a sliding window, which leaves few tokens near a start, {best.label} goes from {first} at {between[0]:,} to "
+        f"With a sliding window, which has few early tokens, {best.label} goes from {first} at {between[0]:,} to "
         f"{last} at {between[1]:,} ({signed(sliding)})"
     )
     if sliding < -_SMALL_PERCENT:
         return f"{text}: the longer context itself helps it."
     if plain < -_SMALL_PERCENT:
-        return (
-            f"{text}: what it gains with nonoverlapping windows comes from fewer early tokens, not from longer context."
-        )
+        return f"{text}: its gain with nonoverlapping windows comes from fewer early tokens, not from longer context."
     return f"{text}: longer context neither helps it much nor hurts it." if sliding <= _SMALL_PERCENT else f"{text}."
 
 
 def position_sentence(study: Study) -> str:
-    """How few tokens stand behind a point of the loss by position, where the records say it."""
+    """A warning that some points of the loss by position are means of few tokens; "" if that was not recorded."""
     counts = [y.min() for s in study.series for _, y in [s.curve("by_position", "position", "tokens")] if y.size]
     if not counts:
         return ""
-    return f"Some points, the first above all, are the mean of only {min(counts):,.0f} tokens; nothing is smoothed."
+    return f"Some points are the mean of only {min(counts):,.0f} tokens; nothing is smoothed."
 
 
 def allowed(study: Study) -> list[str]:
     """What a reader may conclude."""
-    said = [f"What came out of these runs: {_where(study)}."]
+    conclusions = [f"What these runs measured: {_where(study)}."]
     differing = _differing(study)
     if differing == ["model.method"]:
-        said.append(
-            "The comparison is of the position methods: the configurations differ in nothing else, and the seeds are the same."
+        conclusions.append(
+            "The runs compare the position methods: the configurations differ in nothing else, and the seeds are the same."
         )
     elif differing:
-        said.append(
-            f"The runs differ in {_listed(differing)}; a difference between two lines may come from any of these."
+        conclusions.append(
+            f"The runs differ in {_listed(differing)}; a difference between two lines may be due to any of these."
         )
     changes = [(s, change) for s in study.series if (change := change_percent(s)) is not None]
     worse = [s.label for s, change in changes if change > _SMALL_PERCENT]
     steady = [s.label for s, change in changes if change <= _SMALL_PERCENT]
     if worse:
-        said.append(f"Beyond the trained length perplexity rises for {_listed(worse)}.")
+        conclusions.append(f"Beyond the trained length perplexity rises for {_listed(worse)}.")
     if steady:
-        said.append(
+        conclusions.append(
             f"It does not rise for {_listed(steady)}."
             if worse
             else f"Perplexity does not rise with length for {_listed(steady)}."
         )
-    return said
+    return conclusions
 
 
 def not_allowed(study: Study) -> list[str]:
-    """What a reader may not conclude, each with the numbers that say why."""
-    said = [*_early_tokens(study), _seeds(study), _scale(study)]
+    """What a reader may not conclude, with the numbers that show why."""
+    conclusions = [*_early_tokens(study), _seeds(study), _scale(study)]
     heads = head_counts(study)
     if heads and study.lengths:
         flattest, longest = float(alibi_slopes(max(heads)).min()), max(study.lengths)
-        said.append(
-            f"That ALiBi remembers what is far away. Its flattest head takes {flattest * longest:.3g} nats from a key "
-            f"{longest:,} tokens back; a level curve shows that far text does no harm, not that it is used."
+        conclusions.append(
+            f"That ALiBi remembers distant text. Its flattest head subtracts {flattest * longest:.3g} nats from the score of a "
+            f"key {longest:,} tokens back; a level curve shows that distant text does no harm, not that it is used."
         )
     for series in study.series:
         between = ends(series)
         if between and study.lengths and between[1] < max(study.lengths):
-            said.append(
+            conclusions.append(
                 f"Anything about {series.label} at lengths above {between[1]:,}: it has no positions beyond {between[1]:,}."
             )
-    said.append(
-        "How fast a method is elsewhere. Speed and memory are of this code on this machine, memory of the whole process."
+    conclusions.append(
+        "How fast a method is elsewhere. Speed and memory were measured with this code on this machine; memory is that of the "
+        "whole process."
     )
-    return said
+    return conclusions
 
 
 def head_counts(study: Study) -> list[int]:
@@ -182,8 +181,8 @@ def _early_tokens(study: Study) -> list[str]:
             gap = 100 * (float(np.mean(windows)) / float(np.mean(sliding)) - 1)
             found.append(
                 "That a curve which falls with length shows use of longer context. In nonoverlapping windows a token has half a "
-                f"window before it on average, {between[0] // 2:,} tokens at {between[0]:,} and {between[1] // 2:,} at "
-                f"{between[1]:,}, so longer windows are easier for any model that bears them (the early token curse). At "
+                f"window of context on average, {between[0] // 2:,} tokens at {between[0]:,} and {between[1] // 2:,} at "
+                f"{between[1]:,}, so longer windows are easier for any model that tolerates them (the early token curse). At "
                 f"{between[0]:,} tokens {series.label}'s perplexity is {abs(gap):.1f} % {'higher' if gap >= 0 else 'lower'} in "
                 "nonoverlapping windows than in sliding ones. Compare the two panels."
             )
@@ -194,8 +193,8 @@ def _early_tokens(study: Study) -> list[str]:
 def _seeds(study: Study) -> str:
     if study.seeds == 1:
         return (
-            "Which of two close lines is better. There is one seed, so nothing shows how much chance does; models this small "
-            "often differ by one or two per cent of perplexity from seed to seed."
+            "Which of two close lines is better. There is one seed, so the influence of chance is unknown; the perplexity of "
+            "models this small often differs by one or two percent between seeds."
         )
     spreads = [
         np.ptp(y, axis=0).max()
@@ -205,8 +204,8 @@ def _seeds(study: Study) -> str:
     ]
     widest = float(np.nanmax(spreads)) if spreads else 0.0
     return (
-        f"Which of two lines is better where their bands meet. There are {study.seeds} seeds; two seeds of one method are up to "
-        f"{widest:.3f} nats apart, {100 * math.expm1(widest):.1f} % of perplexity."
+        f"Which of two lines is better where their bands overlap. There are {study.seeds} seeds; two seeds of one method "
+        f"differ by up to {widest:.3f} nats, {100 * math.expm1(widest):.1f} % of perplexity."
     )
 
 
@@ -214,8 +213,8 @@ def _scale(study: Study) -> str:
     parameters = [value for s in study.series for value in s.metric("parameters")]
     size = f" of {max(parameters) / 1e6:.2g} million parameters" if parameters else ""
     return (
-        f"That other sizes, texts or lengths of training behave alike. These are models{size} on one corpus; in the paper the "
-        "lead of ALiBi within the trained length is clear at 247 million parameters and gone at 1.3 billion."
+        f"That other model sizes, texts or training lengths behave the same. These are models{size} on one corpus; in the paper, "
+        "ALiBi's lead within the trained length is clear at 247 million parameters and gone at 1.3 billion."
     )
 
 
@@ -241,7 +240,7 @@ def _since(series: Series, *, brief: bool = False) -> str:
         return f" ({signed(change)})"
     before = rounded(np.mean(perplexity(series, between[0])))
     if abs(change) < _SMALL_PERCENT:
-        return f", nearly what it is at {between[0]:,} ({before})"
+        return f", nearly the same as at {between[0]:,} ({before})"
     return f", {abs(change):.0f} % {'above' if change > 0 else 'below'} the {before} at {between[0]:,}"
 
 

@@ -1,10 +1,10 @@
-"""Series: records of one question, sorted so that figures, tables and sentences need not search.
+"""Series: records grouped for figures, tables and sentences.
 
-    study    one recipe on one corpus, evaluated in one way: what may stand in one figure
+    study    one recipe on one corpus, evaluated in one way: what can share a figure
     series   one configuration in it, over all its seeds: one line in the figure, one row in the table
 
-Records that are neither a training nor an evaluation of a language model belong to no study.
-Next: `plots/study.py` draws studies, `page.py` writes them down.
+Records other than trainings and evaluations of language models belong to no study.
+Next: `plots/study.py`, which draws studies, and `page.py`, which writes the page.
 """
 
 import dataclasses
@@ -25,16 +25,16 @@ Mode = Literal["nonoverlapping", "sliding", "windowed"]
 MODES: tuple[Mode, ...] = ("nonoverlapping", "sliding", "windowed")
 
 STRETCHES = {
-    "linear": "PI",  # position interpolation; for ALiBi of the slopes, which is the same
+    "linear": "PI",  # position interpolation; for ALiBi the slopes are divided, which is equivalent
     "ntk": "NTK",
     "yarn": "YaRN",
 }
-_ASKED = ("model", "data", "train", "corpus")  # what makes a run; `eval` only says how it was tested
+_RUN = ("model", "data", "train", "corpus")  # the sections that identify a run; `eval` says how it was tested
 
 
 @dataclasses.dataclass(frozen=True)
 class Series:
-    """One configuration over all its seeds; `stretch` is what was done to its positions beyond the trained length."""
+    """One configuration over all its seeds; `stretch` is how its positions were scaled beyond the trained length."""
 
     label: str
     method: str
@@ -45,12 +45,12 @@ class Series:
 
     @property
     def seeds(self) -> int:
-        """How many seeds were evaluated (or trained, where nothing is evaluated yet)."""
+        """The number of evaluated seeds (or trained ones, if none is evaluated yet)."""
         return len(self.evaluations or self.trainings)
 
     @property
     def short(self) -> str:
-        """The label for a picture."""
+        """A short label for figures."""
         return self.label.replace("ALiBi, learned slopes", "learned slopes").replace(
             "half ALiBi, half none", "half ALiBi"
         )
@@ -63,8 +63,8 @@ class Series:
     def curve(
         self, curve: str, x: str, y: str, *, most: float = LARGEST
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Two columns of a curve: x [points] ascending, y [seeds, points], NaN where a seed lacks a point of another, and
-        beyond `most`."""
+        """Two columns of a curve: x [points] ascending, y [seeds, points], NaN where a seed has no such point or the
+        value exceeds `most`."""
         records = self.trainings if curve in ("training", "validation") else self.evaluations
         found = [dict(zip(numbers(r, curve, x), numbers(r, curve, y), strict=True)) for r in records]
         points = sorted({point for column in found for point in column if math.isfinite(point)})
@@ -76,12 +76,12 @@ class Series:
         return np.array(points, dtype=np.float64)[some], values[measured.any(axis=1)][:, some]
 
     def perplexities(self, curve: str, x: str, nats: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """As `curve`, e to the power of the second column, where that can be drawn."""
+        """`curve` with the exponential of its second column; values too large to draw are NaN."""
         points, values = self.curve(curve, x, nats, most=math.log(LARGEST))
         return points, np.exp(values)
 
     def metric(self, name: str) -> list[float]:
-        """A metric of the training, over seeds; of the evaluation where the training has none."""
+        """A metric for each seed, from the trainings, or from the evaluations if no training has it."""
         for records in (self.trainings, self.evaluations):
             values = [float(value) for r in records if (value := r.metrics.get(name)) is not None]
             if values:
@@ -105,12 +105,12 @@ class Study:
 
     @property
     def bytes_per_token(self) -> float | None:
-        """Mean bytes in a token, 1 for a model over bytes; None if the records do not say."""
+        """Mean number of bytes per token, 1 for a byte-level model; None if it was not recorded."""
         return self._fact("bytes_per_token")
 
     @property
     def words_per_token(self) -> float | None:
-        """Mean words, separated by spaces, in a token; None if the records do not say."""
+        """Mean number of words (separated by spaces) per token; None if it was not recorded."""
         return self._fact("words_per_token")
 
     @property
@@ -120,17 +120,17 @@ class Study:
 
     @functools.cached_property
     def lengths(self) -> list[int]:
-        """The lengths at which anything was evaluated."""
+        """All evaluated lengths."""
         return sorted({int(length) for s in self.series for length in s.curve("by_length", "length", "length")[0]})
 
     @functools.cached_property
     def trained(self) -> list[int]:
-        """The lengths at which models were trained."""
+        """All trained lengths."""
         return sorted({s.trained for s in self.series})
 
     @property
     def seeds(self) -> int:
-        """The fewest seeds that any series has."""
+        """The smallest number of seeds of any series."""
         return min(s.seeds for s in self.series)
 
     def _fact(self, name: str) -> float | None:
@@ -141,9 +141,11 @@ class Study:
 def studies(records: Iterable[Record]) -> list[Study]:
     """The studies in the records, in order of recipe; series in the order of METHODS, then of trained length.
 
-    Stretched positions are a series of their own in the study of the plain ones: the weights are the same.
+    An evaluation with stretched positions is a separate series in the same study, because the weights are the same.
     """
-    unique = {identity(r.kind, r.name, r.config): r for r in records if _is_of_a_model(r)}  # a file may be passed twice
+    unique = {
+        identity(r.kind, r.name, r.config): r for r in records if _is_of_a_model(r)
+    }  # a record may be passed twice
     keys = {id(record): (_recipe(record), _run(record)) for record in unique.values()}
     trainings: dict[tuple[str, str], list[Record]] = {}
     for record in unique.values():
@@ -161,14 +163,14 @@ def studies(records: Iterable[Record]) -> list[Study]:
 
 
 def numbers(record: Record, curve: str, column: str) -> list[float]:
-    """A column of a curve as floats, NaN for null; of the curve's length even where the column is missing."""
+    """A column of a curve as floats, NaN for null. A missing column is all NaN."""
     columns = record.curves.get(curve, {})
     values: Sequence[Json] = columns.get(column) or [None] * max(map(len, columns.values()), default=0)
     return [float(value) if isinstance(value, int | float) else math.nan for value in values]
 
 
 def flat(config: Mapping[str, Json], prefix: str = "") -> dict[str, Json]:
-    """A nested config by dotted names, as `--set` takes them: {"train.steps": 200}."""
+    """A nested config as a flat one with dotted names, as for `--set`: {"train.steps": 200}."""
     found: dict[str, Json] = {}
     for key, value in config.items():
         if isinstance(value, Mapping):
@@ -207,15 +209,15 @@ def _study(recipe: str, runs: Mapping[tuple[str, str], Sequence[Record]]) -> Stu
 
 
 def _difference(config: Mapping[str, Json], names: Sequence[str]) -> str:
-    """What a run has that others of its method and length have not: " (steps 40)", " (staged from 64)"."""
-    said = [
+    """How a run differs from others of its method and length: " (steps 40)", " (staged from 64)"."""
+    parts = [
         f"{name.split('.', 1)[1]} {_plain(config.get(name))}"
         for name in names
         if name not in ("train.first_length", "train.first_steps")
     ]
     if config.get("train.first_length") is not None and "train.first_length" in names:
-        said.append(f"staged from {_plain(config['train.first_length'])}")
-    return f" ({', '.join(said)})" if said else ""
+        parts.append(f"staged from {_plain(config['train.first_length'])}")
+    return f" ({', '.join(parts)})" if parts else ""
 
 
 def _is_of_a_model(record: Record) -> bool:
@@ -242,7 +244,7 @@ def _seed(record: Record) -> int:
 
 
 def _run(record: Record) -> str:
-    return _text(_without_seed({key: record.config.get(key) for key in _ASKED}))
+    return _text(_without_seed({key: record.config.get(key) for key in _RUN}))
 
 
 def _stretch(record: Record) -> str:
@@ -251,7 +253,7 @@ def _stretch(record: Record) -> str:
 
 
 def _test(record: Record) -> str:
-    """How it was tested, stretched or not."""
+    """A key for how it was tested, without the stretch."""
     return _text({key: value for key, value in _mapping(record.config.get("eval")).items() if key != "stretch"})
 
 

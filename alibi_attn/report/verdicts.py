@@ -1,14 +1,14 @@
-"""Verdicts: each claim of the paper confirmed, contradicted or open at the size of an answer, with the interval behind it.
+"""Verdicts: whether each claim of the paper is confirmed, contradicted or open at the size of our models, with its interval.
 
-The quantity of a claim is a ratio; its logarithm is a difference, seed by seed and part of the text by part (`intervals.py`).
-Confirmed: the whole interval is on the claim's side of the threshold. Contradicted: all of it is on the other side. Everything
-else is open, with the reason.
+A claim is about a ratio; its logarithm is a difference, paired by seed and by part of the text (`intervals.py`). Confirmed: the
+whole interval is on the claim's side of the threshold. Contradicted: all of it is on the other side. Everything else is open,
+with the reason.
 
 * A claim that compares two trainings (ALiBi against sinusoidal, L = 512 against L = 3072), or speeds, is about training: it
-  needs an interval over seeds, because one training of each says nothing about another, however long the text. Two measured
+  needs an interval over seeds, because one training of each says nothing about others, however long the text. Two measured
   speeds without an interval decide nothing either.
-* A claim about how one model's perplexity changes with length is decided over text with a single seed, for that model.
-* A definition (slopes, forward passes) has no chance in it and is compared exactly.
+* A claim about how one model's perplexity changes with length can be decided over text with a single seed, for that model.
+* A definition (slopes, forward passes) involves no chance and is compared exactly.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ from alibi_attn.report.series import numbers
 
 Word = Literal["contradicted", "confirmed", "open"]
 
-# The metric, by kind of record, that a column of speed or memory was read from.
+# The metric that a column of speed or memory is read from, by kind of record.
 _METRICS = {
     "train_tokens_per_second": {"speed": "train_tokens_per_second", "training": "tokens_per_second"},
     "evaluation_tokens_per_second": {"speed": "evaluation_tokens_per_second"},
@@ -64,8 +64,8 @@ class Verdict:
     """A claim compared with one answer.
 
     Args:
-        paper, ours: the ratio; NaN where it is not known.
-        seeds, text: the intervals over seeds and over text, as far as there are any.
+        paper, ours: the ratios; NaN if unknown.
+        seeds, text: the intervals over seeds and over text; None if there is none.
         word, why: the verdict and its reason.
     """
 
@@ -79,16 +79,16 @@ class Verdict:
 
     @property
     def interval(self) -> Interval | None:
-        """What the ratio may be over seeds and over text."""
+        """The interval of the ratio, over seeds and over text."""
         return union(self.seeds, self.text)
 
 
 class Evidence:
-    """The records that an answer names as its sources, as far as they are among those given.
+    """The available records among those that an answer names as its sources.
 
     Args:
         record: an answer.
-        by_identity: any records by their identity.
+        by_identity: the available records, by identity.
     """
 
     def __init__(self, record: Record, by_identity: Mapping[str, Record]) -> None:
@@ -100,7 +100,7 @@ class Evidence:
         self._factor = self._scale_factor()
 
     def by_seed(self, number: Number) -> dict[int, Record]:
-        """The records that hold a number, by seed: evaluations, trainings or measurements of speed."""
+        """The records that a number is read from, by seed: evaluations, trainings or measurements of speed."""
         metrics = _METRICS.get(number.column)
         if metrics is None and not self.equal_time:
             return self.evaluations(number)
@@ -112,11 +112,11 @@ class Evidence:
 
     @property
     def equal_time(self) -> bool:
-        """Whether the item compares models after equal time of training."""
+        """Whether the item compares models after equal training time."""
         return item_name(self.record) in _EQUAL_TIME
 
     def evaluations(self, number: Number) -> dict[int, Record]:
-        """By seed, the evaluations of a number's model on its part of the text that have its length."""
+        """By seed, the evaluations of a number's model on its split of the text at its length."""
         tested = self.our_length(number)
         split = "test" if number.column.startswith("test") else "valid"
         return {
@@ -128,7 +128,7 @@ class Evidence:
         }
 
     def our_length(self, number: Number) -> float | None:
-        """Our length that stands for the paper's; None where nothing was tested there."""
+        """Our length that corresponds to the paper's; None if it was not tested."""
         column = recorded(self.record)
         lengths = column(number.label, "length")
         if number.tested is None:
@@ -139,7 +139,7 @@ class Evidence:
         return float(ours[0]) if ours.size else None
 
     def logs(self, terms: Sequence[tuple[Number, Record]], way: str) -> list[float]:
-        """The logarithms of numbers, each as its record has it; the records are of one seed."""
+        """The logarithms of the numbers, each read from its record; all records have the same seed."""
         ends = [one.metrics.get("seconds") or math.inf for number, one in terms if method_of(number.label) == "alibi"]
         return [self._log(number, record, way, min(ends, default=math.inf)) for number, record in terms]
 
@@ -162,7 +162,7 @@ class Evidence:
         return [one for one in self.records if (_section(one, "model").get("method"), *_lengths(one)) == wanted]
 
     def _scale_factor(self) -> float:
-        """How many times longer the paper's lengths are; from the trainings where the answer has no lengths."""
+        """The paper's lengths divided by ours; from the trainings if the answer has no lengths."""
         lengths = [length for one in self.records if isinstance(length := _lengths(one)[0], int) and length > 0]
         theirs = [length for label in self.record.curves if (length := trained_length(label))]
         factor = scale_factor(self.record)
@@ -170,7 +170,7 @@ class Evidence:
 
 
 def verdicts(record: Record, by_identity: Mapping[str, Record]) -> list[Verdict]:
-    """Every claim of the paper about the item that a record answers."""
+    """The verdicts on all claims of the paper about the item that a record answers."""
     evidence = Evidence(record, by_identity)
     return [_verdict(claim, evidence) for claim in CLAIMS if claim.item == item_name(record)]
 
@@ -182,12 +182,12 @@ def counted(judged: Sequence[Verdict]) -> str:
 
 
 def in_order(judged: Iterable[tuple[Record, Verdict]]) -> list[tuple[Record, Verdict]]:
-    """What contradicts the paper first, then what confirms it, then what is open; each in the paper's order."""
+    """Contradicted claims first, then confirmed, then open ones; each group in the paper's order."""
     return sorted(judged, key=lambda one: get_args(Word).index(one[1].word))
 
 
 def all_verdicts(records: Sequence[Record], by_identity: Mapping[str, Record]) -> list[tuple[Record, Verdict]]:
-    """Every verdict on every answer among the records, with its answer, in the paper's order."""
+    """All verdicts on the answers among the records, each with its answer, in the paper's order."""
     return [(record, one) for record in sorted_items(records) for one in verdicts(record, by_identity)]
 
 
@@ -199,26 +199,26 @@ def ratio_text(value: float) -> str:
 
 
 def paired(evidence: Evidence, over: Sequence[Number], under: Sequence[Number], *, way: str) -> Paired:
-    """ln of (the product of `over` / the product of `under`), seed by seed and part by part; `way` as in `answers.way_of`."""
+    """ln of (the product of `over` / the product of `under`), by seed and by part of the text; `way` as in `answers.way_of`."""
     found = [evidence.by_seed(number) for number in (*over, *under)]
     seeds = sorted(set.intersection(*map(set, found)))
     if not seeds:
         where = "are not among these records" if evidence.missing else "are not named by the answer"
-        return _nothing(f"the evaluations that it would be read from {where}")
+        return _nothing(f"its evaluations {where}")
     signs = [1.0] * len(over) + [-1.0] * len(under)
     terms = list(zip(signs, (*over, *under), found, strict=True))
     logs = np.array(
         [float(np.dot(signs, evidence.logs([(number, of[seed]) for _, number, of in terms], way))) for seed in seeds]
     )
     if any("perplexity" not in number.column for number in (*over, *under)):
-        return _nothing("measured once, so nothing shows how much chance is in it", logs)
+        return _nothing("measured once, so the influence of chance is unknown", logs)
     if evidence.equal_time:
         return _nothing("validations during training keep no losses by part of the text", logs)
     return _by_part(evidence, terms, seeds, logs, way)
 
 
 def size(records: Sequence[Record]) -> tuple[str, str]:
-    """How many weights the models behind an answer have and how many tokens each was trained on; "" where not recorded."""
+    """The number of weights and of training tokens of the models of an answer, in words; "" if not recorded."""
     weights = [value for one in records if (value := one.metrics.get("parameters"))]
     tokens = [value for one in records if one.kind == "training" and (value := one.metrics.get("tokens"))]
     return _millions(weights) if weights else "", _millions(tokens) if tokens else ""
@@ -231,7 +231,7 @@ def _by_part(
     logs: Array,
     way: str,
 ) -> Paired:
-    """The differences by part, neighbors joined until a part is as long as the longest context that is compared."""
+    """The differences by part, with neighbors joined until a part is as long as the longest compared context."""
     ran = [of[seed] for _, _, of in terms for seed in seeds]
     if len({_scored(one) for one in ran}) > 1:
         return _nothing("the models were not tested on the same tokens", logs)
@@ -246,8 +246,8 @@ def _by_part(
     differences = np.mean([np.sum(of_seed, axis=0) for of_seed in parts], axis=0)
     values, weights = joined(differences, tokens, longest)
     if values.size < LEAST_PARTS:
-        what = f"the {tokens.sum():,.0f} tokens scored hold fewer than three parts as long as the context of {longest:,.0f}"
-        return _nothing(what, logs)
+        reason = f"the {tokens.sum():,.0f} scored tokens have fewer than three parts as long as the context of {longest:,.0f}"
+        return _nothing(reason, logs)
     return Paired(logs=logs, parts=values, weights=weights)
 
 
@@ -266,14 +266,16 @@ def _verdict(claim: Claim, evidence: Evidence) -> Verdict:
     bounds = union(seeds, text)
     word: Word = "open"
     if bounds is None:
-        why = f"no interval: {'one seed, and ' if len(found.logs) == 1 else ''}{found.why_not or 'a loss is no number'}"
+        why = (
+            f"no interval: {'one seed, and ' if len(found.logs) == 1 else ''}{found.why_not or 'a loss is not finite'}"
+        )
     elif claim.about_training and seeds is None:
-        why = f"one training of each; a claim about training needs two seeds (the interval is over {bounds.over} alone)"
+        why = f"one training of each, but a claim about training needs two seeds (the interval is over {bounds.over} only)"
     else:
         word = _word(claim, bounds)
         why = f"over {bounds.over}" + (", one training" if len(found.logs) == 1 else "")
         if word == "open":
-            why += ": the interval holds both sides"
+            why += ": the interval includes the threshold"
     return Verdict(claim=claim, paper=paper, ours=ours, word=word, why=why, seeds=seeds, text=text)
 
 
@@ -303,7 +305,7 @@ def _parts(record: Record, length: float | None, name: str) -> Array:
 
 
 def _scored(record: Record) -> tuple[str, ...]:
-    """What decides which tokens are scored: the text, its part, how many, and the longest length."""
+    """What determines the scored tokens: the text, its split, their number, and the longest length."""
     test, corpus = _section(record, "eval"), _section(record, "corpus")
     lengths = _sequence(test.get("lengths"))
     return (*(str(test.get(name)) for name in ("split", "tokens")), str(lengths[-1:]), str(corpus.get("test_sha256")),

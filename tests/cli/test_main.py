@@ -108,7 +108,7 @@ def test_report_reads_run_folders_and_record_files(smoke: Path, tmp_path: Path) 
     assert "My title" in page.read_text()
     one = next((smoke / "records").glob("evaluation-*alibi*"))
     assert RUNNER.invoke(app, ["report", str(one), "--out", str(page)]).exit_code == 0
-    assert "drawn from 1 record," in page.read_text()
+    assert "comes from 1 record." in page.read_text()
 
 
 def test_eval_agrees_with_the_run(smoke: Path, checkpoint: Path, tmp_path: Path) -> None:

@@ -201,7 +201,7 @@ def test_the_command_writes_a_table_a_picture_and_a_record(bloom: Path, tmp_path
     assert json.loads(path.read_text(encoding="utf-8"))["kind"] == "heads"
     assert is_drawn(record)
     page = report_html([record])
-    assert "Where the heads look: bloom" in page
+    assert "Where the heads attend: bloom" in page
     assert "Other records" not in page
 
 

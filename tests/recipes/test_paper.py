@@ -179,7 +179,7 @@ def test_claims_are_checked_against_the_evaluations_of_the_answer(answers, found
             continue  # a length that smoke leaves out
         assert math.exp(pair.logs.mean()) == pytest.approx(_ratio(claim, recorded(answers[claim.item]))), claim.says
         once = any("perplexity" not in number.column for number in (*claim.over, *claim.under))
-        during = "during training" if evidence.equal_time else "tokens scored hold fewer than three parts"
+        during = "during training" if evidence.equal_time else "scored tokens have fewer than three parts"
         assert ("measured once" if once else during) in pair.why_not
         checked.append(claim.item)
     assert len(checked) >= 50

@@ -120,7 +120,7 @@ def test_tasks_are_means_over_seeds_and_worst_places(made_up) -> None:
     assert sorted(artist.get_text() for artist in grid.texts if artist.get_text()) == ["100", "62"]
     line = retrieval.recall_by_distance(study).axes[0].lines[0]
     assert line.get_ydata().tolist() == [0.625, 0.125]
-    assert "Finding what stands far back" in report_html(found)
+    assert "Finding distant information" in report_html(found)
     assert retrieval.passkey_grid(studies(made_up())[0]) is None
 
 
@@ -163,7 +163,7 @@ def test_trained_heads_show_certified_beside_true_reach() -> None:
     assert axes[0].get_yscale() == "log"
     assert certificates.head_table(model)[0] == ("layer-0", "1/2", "60", "30", "2.00")
     page = report_html(found)
-    assert "How far trained heads look: trained-reach" in page
+    assert "Reach of trained heads: trained-reach" in page
     assert "Other records" not in page
     assert "Where the attention is" not in page
     mass = {"head": [0, 0, 1, 1, 2, 2], "distance": [1, 2] * 3, "share": [0.9, 1.0, 0.5, 0.75, 0.25, 0.5]}
@@ -194,7 +194,7 @@ def test_a_study_with_many_lines_is_drawn_length_by_length(made_up) -> None:
 def test_trainings_behind_the_paper_are_a_table_and_not_a_study(made_up) -> None:
     item = records.make("paper-item", "table-2", config={"study": "quick"}, metrics={})
     page = report_html([*made_up(), item])
-    assert "Trainings and tests behind" in page
+    assert "Trainings and tests used for" in page
     assert "What you may conclude" not in page
     assert "T5 bias 128" in page
 
@@ -224,4 +224,4 @@ def test_hundreds_of_records_make_a_small_page_at_the_cost_of_its_pictures(made_
     linked = set(re.findall(r'<a href="#([^"]*)"', page))
     assert linked <= set(ids)
     assert {f"p{number}" for number in range(26)} | {"records", "evidence", "s0"} <= linked
-    assert "Not answered" not in page
+    assert "These records do not answer" not in page

@@ -116,7 +116,7 @@ def test_a_task_that_nobody_learned_is_left_out_and_said(four) -> None:
     assert referee.best_at_trained(tasks["copy"]) == ("rotary", pytest.approx(0.699))
     page = html.unescape(report_html(four))
     assert (
-        "Left out: copying. No method reaches 90 % of the answers at the trained 64 tokens (the best, rotary, is right for 70 %)"
+        "Left out: copying. No method has 90 % correct answers at the trained length of 64 tokens (the best, rotary, has 70 %)"
         in page
     )
     heat = page[page.index('<table class="heat">') : page.index("Method by method")]
@@ -184,15 +184,18 @@ def test_of_a_text_everything_is_over_the_lowest_at_the_trained_length(four) -> 
 def test_a_paragraph_says_what_its_intervals_carry(four) -> None:
     tasks = [task for task in one_comparison(four) if referee.is_learned(task)]
     alibi, rotary, none = (referee_words.paragraph(tasks, method) for method in ("alibi", "rotary", "none"))
-    assert "is 0.990 of that at 64 (0.990 to 0.990): it gains from length." in alibi
+    assert "is 0.990 of that at 64 (0.990 to 0.990): it gains from longer inputs." in alibi
     assert alibi.startswith("Good at both lengths: one bit (flip-flop): 100\N{NO-BREAK SPACE}% (")
-    lost = r"Good at the trained length only: associative recall: 99.% \(.*\) at 64; 7.% \(.*\) at 1,024, not told from chance"
+    lost = (
+        r"Good at the trained length only: associative recall: 99.% \(.*\) at 64; 7.% \(.*\) at 1,024, "
+        "not distinguishable from chance"
+    )
     assert re.search(lost, alibi)
-    assert "in text (python-source) and one bit (flip-flop)." in alibi
-    assert "it loses by length" in rotary
+    assert "significantly worse on text (python-source) and one bit (flip-flop)." in alibi
+    assert "it gets worse on longer inputs" in rotary
     assert re.search(r"associative recall: .*; 40\N{NO-BREAK SPACE}% \(\d+ to \d+\) at 1,024 ·", rotary)  # above chance
     assert "Good at both" not in rotary
-    assert none.startswith("Nothing here shows what it is good for. Not learned at the trained length")
+    assert none.startswith("These results do not show what it is good for. Not learned at the trained length")
     assert "at 1,024" not in none.partition("Not learned")[2]
 
 
@@ -200,9 +203,9 @@ def test_what_may_be_either_is_called_open() -> None:
     found = [evaluated("alibi", "mqar", (share, 0.99), seed=seed) for seed, share in enumerate((0.99, 0.87))]
     text = [evaluated("alibi", "", (2.0, share), seed=seed) for seed, share in enumerate((1.95, 2.1))]
     said = referee_words.paragraph(one_comparison([*found, *text]), "alibi")
-    assert "whether it bears length is open." in said
+    assert "whether it tolerates longer inputs is open." in said
     assert "Open: associative recall" in said
-    assert said.startswith("Nothing here shows what it is good for.")
+    assert said.startswith("These results do not show what it is good for.")
 
 
 def test_shares_below_chance_are_said_to_be() -> None:
@@ -273,9 +276,9 @@ def test_perplexities_are_compared_part_by_part_of_the_text() -> None:
 
 
 def test_one_seed_is_said_to_decide_nothing_about_another_training(four) -> None:
-    said = "parts of what was scored; one seed says nothing about another training."
+    said = "parts of the documents; one seed says nothing about other trainings."
     one = [record for record in four if record.config["train"]["seed"] == 0]
     assert f"small: 95 %, over {said}" in html.unescape(report_html(one))
     assert said not in html.unescape(report_html(four))
     mixed = html.unescape(report_html([*four, evaluated("t5", "mqar", (0.99, 0.07))]))
-    assert f"where there are several seeds over these and over {said}" in mixed
+    assert f"over seeds if there are several, and over {said}" in mixed

@@ -79,9 +79,9 @@ def test_the_caveats_follow_the_records(made_up) -> None:
     assert "There is one seed" in one
     assert "7.4 %" not in one
     assert "5.1 % higher in nonoverlapping windows" in one  # exp(0.05)
-    assert "takes 8 nats from a key 2,048 tokens back" in one
+    assert "subtracts 8 nats from the score of a key 2,048 tokens back" in one
     three = " ".join(sentences.not_allowed(studies(made_up(methods=("learned", "alibi"), seeds=3))[0]))
-    assert "There are 3 seeds; two seeds of one method are up to 0.020 nats apart, 2.0 %" in three
+    assert "There are 3 seeds; two seeds of one method differ by up to 0.020 nats, 2.0 %" in three
     assert "learned at lengths above 128: it has no positions beyond 128" in three
     assert "ALiBi remembers" not in " ".join(sentences.not_allowed(studies(made_up(methods=("rotary",)))[0]))
 
@@ -131,8 +131,8 @@ def test_the_page_says_what_was_run(made_up) -> None:
 
 
 def test_a_page_that_asks_explains_its_words_and_an_empty_one_does_not(made_up) -> None:
-    assert "What the words mean" in _text(report_html(made_up()))
-    assert "What the words mean" not in report_html([])
+    assert "Terms" in _text(report_html(made_up()))
+    assert "Terms" not in report_html([])
 
 
 def test_the_page_is_self_contained(made_up) -> None:

@@ -135,14 +135,15 @@ def test_what_is_drawn_alone_fills_its_axes() -> None:
 def test_a_page_says_tokens_seeds_units_and_scale() -> None:
     record = answer("figure-4")
     assert answers.spread_sentence(record) == (
-        "4,096 tokens are scored for every number of ours. Bands and small numbers go from the lowest to the highest of 2 seeds."
+        "Each of our numbers is measured on 4,096 tokens. "
+        "Bands and small numbers show the range from the lowest to the highest of 2 seeds."
     )
     text = answers.scale_sentence(record)
     assert "divided by 8: L = 64 stands for L = 512" in text
     assert "per byte of novels, the paper's per token of WikiText-103, word level" in text
     one = {label: {**columns, "seeds": [1] * len(columns["seeds"])} for label, columns in record.curves.items()}
     split = {"valid_perplexity": [5.0], "valid_tokens": [4096], "test_tokens": [8192]}
-    assert answers.spread_sentence(dataclasses.replace(record, curves={"a": split})).startswith("4,096 to 8,192 tokens")
+    assert "on 4,096 to 8,192 tokens." in answers.spread_sentence(dataclasses.replace(record, curves={"a": split}))
     assert "one seed" in answers.spread_sentence(dataclasses.replace(record, curves=one))
 
 

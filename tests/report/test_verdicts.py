@@ -137,7 +137,7 @@ def test_one_seed_is_decided_by_its_text(further: float, noise: float, word: str
     assert (verdict.word, verdict.ours) == (word, pytest.approx(further))
     assert verdict.interval.low < further < verdict.interval.high
     assert verdict.why == "over 16 parts of the text, one training" + (
-        ": the interval holds both sides" if word == "open" else ""
+        ": the interval includes the threshold" if word == "open" else ""
     )
 
 

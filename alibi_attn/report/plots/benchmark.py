@@ -1,7 +1,7 @@
-"""Benchmarks drawn: the time of every peer against length, and a table of ratios; records of kind "benchmark" in.
+"""Figures of benchmarks: the time of every peer by length, and a table of ratios, from records of kind "benchmark".
 
-A peer is a curve with a column `length` and columns that end in `_ms`; its time is their sum. A peer that stops early says so by
-where its line ends. "ours" is drawn first and is what every other peer is divided by.
+A peer is a curve with a column `length` and columns whose names end in `_ms`; its time is their sum. The line of a peer ends at
+its longest measured length. "ours" is drawn first, and ratios are relative to it.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ _COLORS = ("sinusoidal", "rotary", "t5", "learned", "none", "ink", "alibi-learne
 
 @dataclasses.dataclass(frozen=True)
 class PeerTimes:
-    """One peer of one record: milliseconds by length; NaN where it was not timed."""
+    """The milliseconds of one peer of a record by length; NaN if it was not timed."""
 
     name: str
     times: dict[int, float]
@@ -32,7 +32,7 @@ class PeerTimes:
 
 
 def is_drawn(record: Record) -> bool:
-    """Benchmarks that have peers with lengths and times."""
+    """Whether the record is a benchmark with times by length."""
     return record.kind == "benchmark" and any(
         math.isfinite(time) for peer in peer_times(record) for time in peer.times.values()
     )
@@ -65,7 +65,7 @@ def times_by_length(record: Record) -> Figure:
 
 
 def memory_by_length(record: Record) -> Figure | None:
-    """MiB against length, both logarithmic; None where no curve has memory by length."""
+    """MiB against length, both logarithmic; None if no curve has memory by length."""
     lines = {}
     for name, columns in record.curves.items():
         column = next((column for column in _MEMORY if column in columns), None)
@@ -80,7 +80,7 @@ def memory_by_length(record: Record) -> Figure | None:
 
 
 def _by_length(title: str, lines: Mapping[str, Mapping[int, float]]) -> Figure:
-    """One line a name; ours is thicker and has ALiBi's color."""
+    """One line per name; ours is thicker and has ALiBi's color."""
     figure, axes = drawing.plain_axes(title)
     lengths = sorted({length for points in lines.values() for length in points})
     others = [name for name in lines if name != OURS]
@@ -102,7 +102,7 @@ def _by_length(title: str, lines: Mapping[str, Mapping[int, float]]) -> Figure:
 
 
 def ratio_table(record: Record) -> tuple[list[str], list[tuple[str, list[str]]]]:
-    """(lengths, rows): how many times longer than ours every peer takes; ours itself in milliseconds."""
+    """(lengths, rows): every peer's time divided by ours; ours in milliseconds."""
     peers = peer_times(record)
     lengths = sorted({length for peer in peers for length in peer.times})
     ours = next((peer for peer in peers if peer.name == OURS), None)
@@ -126,25 +126,25 @@ def ratio_table(record: Record) -> tuple[list[str], list[tuple[str, list[str]]]]
 
 
 def facts(record: Record) -> Sequence[tuple[str, str]]:
-    """What else the record says, as name and text: its metrics, the errors of the peers, and why some were not run."""
-    said = [(name, "–" if value is None else f"{value:,.3g}") for name, value in record.metrics.items()]
+    """Further facts of the record as (name, text): its metrics, the errors of the peers, and why some were not run."""
+    rows = [(name, "–" if value is None else f"{value:,.3g}") for name, value in record.metrics.items()]
     for name in record.curves:
         errors = [error for error in numbers(record, name, "relative_error") if math.isfinite(error)]
         if errors:
-            said.append((f"error of {name}", f"{max(errors):.1e} of max‖v‖"))
+            rows.append((f"error of {name}", f"{max(errors):.1e} of max‖v‖"))
         shares = zip(numbers(record, name, "length"), numbers(record, name, "utilization"), strict=False)
-        said += [(f"{name}, {length:,.0f} tokens", f"{share:.0%} of the matrix rate") for length, share in shares
+        rows += [(f"{name}, {length:,.0f} tokens", f"{share:.0%} of the matrix rate") for length, share in shares
                  if math.isfinite(share)]  # fmt: skip
-    said += [
+    rows += [
         (f"{name}, not at {', '.join(f'{length:,}' for length in lengths)}", why)
         for name in record.curves
         for why, lengths in _reasons(record, name).items()
     ]
-    return [("machine", str(record.machine.get("gpu") or processor_text(record.machine))), *said]
+    return [("machine", str(record.machine.get("gpu") or processor_text(record.machine))), *rows]
 
 
 def _reasons(record: Record, name: str) -> dict[str, list[int]]:
-    """The lengths at which a peer was not run, by the reason."""
+    """The lengths at which a peer was not run, by reason."""
     found: dict[str, list[int]] = {}
     columns = record.curves[name]
     for length, why in zip(numbers(record, name, "length"), columns.get("why_not", ()), strict=False):

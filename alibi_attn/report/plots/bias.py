@@ -1,6 +1,6 @@
-"""Heads: what the biases look like (Press et al. 2022, fig. 3): one picture a head, and how fast each head forgets.
+"""The biases of the heads (Press et al. 2022, fig. 3), one picture per head, and how fast each head forgets.
 
-The bias −m·|i − j| is drawn in full color where it is 0 and fades out where its factor e^(−m·|i − j|) falls to 1e-6.
+The bias −m·|i − j| is drawn in full color where it is 0 and without color where its factor e^(−m·|i − j|) is 1e-6 or less.
 """
 
 import math
@@ -17,7 +17,7 @@ from alibi_attn.report.plots.drawing import STYLE, color_of, file_of
 from alibi_attn.report.tables.heads import NEGLIGIBLE, fraction, half_life
 from alibi_attn.slopes import alibi_slopes
 
-_PIXELS = 96  # of a side of a head's picture, at most
+_PIXELS = 96  # the largest side of a head's picture
 _WIDTH = 4.1  # inches
 
 
@@ -26,7 +26,7 @@ def plot_alibi_bias(num_heads: int, seq_len: int) -> Figure:
 
     Args:
         num_heads: H ≥ 1; slopes are `alibi_slopes(H)`.
-        seq_len: queries and keys, ≥ 1.
+        seq_len: number of queries and of keys, ≥ 1.
 
     Raises:
         ValueError: a number of heads or a length below 1.
@@ -55,7 +55,7 @@ def picture(num_heads: int, seq_len: int, suffix: str) -> bytes:
 
 
 def bias_grid(num_heads: int, seq_len: int) -> Figure:
-    """Only the pictures of the heads; arguments as for `plot_alibi_bias`."""
+    """The pictures of the heads alone; arguments as for `plot_alibi_bias`."""
     slopes = _checked_slopes(num_heads, seq_len)
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(_WIDTH, _grid_height(num_heads)))
@@ -65,7 +65,7 @@ def bias_grid(num_heads: int, seq_len: int) -> Figure:
 
 
 def factor_curves(num_heads: int, seq_len: int) -> Figure:
-    """Only the factors e^(−m·d) against the distance d; arguments as for `plot_alibi_bias`."""
+    """The factors e^(−m·d) against the distance d alone; arguments as for `plot_alibi_bias`."""
     slopes = _checked_slopes(num_heads, seq_len)
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(_WIDTH, 3.1))

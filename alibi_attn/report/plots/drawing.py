@@ -1,8 +1,7 @@
-"""Drawing: axes in the page's style, names at the ends of lines, and a figure as SVG that takes its colors from the page.
+"""Axes in the page's style, names at the ends of lines, and figures as SVG with the page's colors.
 
-Colors are those of a light page; `svg` replaces each by a CSS variable (`--ink`, `--alibi`, ...), so that the same picture is
-drawn in light, in dark and in print. A line that
-has a label can be read: pointing at one of its points shows the label and the numbers.
+Figures are drawn in the colors of a light page. `svg` replaces each color by a CSS variable (`--ink`, `--alibi`, ...), so that
+the same picture works in light, in dark and in print. Hovering over a point of a labeled line shows the label and the numbers.
 """
 
 import dataclasses
@@ -48,10 +47,10 @@ STYLE: dict[RcKeyType, str | float | bool] = {
     "xtick.major.size": 3,
     "ytick.major.size": 0,
 }
-_SIZE = (4.1, 3.1)  # inches: as wide as a phone, so that the text keeps its size there
-_TEXT_GAP = 0.068  # of the height of the axes, between two labels at the end of lines
-_TICK_GAP = 0.15  # of an axis of lengths, between two that are named: a little more than "16,384" is wide
-_READING_RADIUS = 6  # points around a point of a line that belong to it
+_SIZE = (4.1, 3.1)  # inches: the width of a phone, so that the text is not scaled down there
+_TEXT_GAP = 0.068  # between two labels at the ends of lines, as a share of the height of the axes
+_TICK_GAP = 0.15  # between two labeled lengths, as a share of the axis: a little more than the width of "16,384"
+_READING_RADIUS = 6  # points; the area around a point of a line that shows its numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +66,7 @@ class End:
 
 @dataclasses.dataclass(frozen=True)
 class Plot:
-    """A figure with its words.
+    """A figure with its texts.
 
     Args:
         heading, caption: shown above it.
@@ -81,7 +80,7 @@ class Plot:
 
 
 def plain_axes(title: str) -> tuple[Figure, Axes]:
-    """An empty figure in the page's style, its title above the y axis."""
+    """An empty figure in the page's style, with its title above the y axis."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=_SIZE)
         axes = figure.add_axes((0.1, 0.155, 0.665, 0.745))
@@ -92,27 +91,27 @@ def plain_axes(title: str) -> tuple[Figure, Axes]:
 
 
 def color_of(method: str) -> str:
-    """The color of a method on a light page, or ink."""
+    """The color of a method on a light page; the color of text for other names."""
     return METHODS[method].light if method in METHODS else INK
 
 
 def marker_of(method: str) -> str:
-    """The marker of a method, or a star."""
+    """The marker of a method; a star for other names."""
     return METHODS[method].marker if method in METHODS else "*"
 
 
 def variable_of(method: str) -> str:
-    """The CSS variable of a method's color, or of ink."""
+    """The CSS variable of a method's color; "ink" for other names."""
     return method if method in METHODS else "ink"
 
 
 def css(theme: str) -> str:
-    """Custom properties of a style sheet, one a method: `--alibi: #d1420f;`. `theme` is "light" or "dark"."""
+    """CSS custom properties, one per method: `--alibi: #d1420f;`. `theme` is "light" or "dark"."""
     return " ".join(f"--{name}: {getattr(look, theme)};" for name, look in METHODS.items())
 
 
 def short_number(value: float) -> str:
-    """A tick: 2.5, 40, 30k, 2M."""
+    """The label of a tick: 2.5, 40, 30k, 2M."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= size:
             return f"{value / size:.4g}{letter}"
@@ -120,16 +119,16 @@ def short_number(value: float) -> str:
 
 
 def log_axis(axes: Axes, values: Points) -> None:
-    """A logarithmic y axis with round numbers, wide enough for the values.
+    """Makes the y axis logarithmic, with round numbers and room for the values.
 
-    Points at 0 have no logarithm and are below the picture; where all are, the axis stays linear.
+    Values of 0 have no logarithm and are not visible; if all are 0, the axis stays linear.
     """
     positive = values[(values >= 1 / LARGEST) & (values <= LARGEST)]
     if not positive.size:
         return
     low, high = float(positive.min()), float(positive.max())
     room = max(math.log(high / low) * 0.08, 0.02)
-    low, high = low * math.exp(-room), high * math.exp(2 * room)  # above: place for "trained length"
+    low, high = low * math.exp(-room), high * math.exp(2 * room)  # room above for "trained length"
     axes.set_yscale("log")
     axes.set_ylim(low, high)
     axes.yaxis.set_major_locator(FixedLocator(_round_numbers(low, high)))
@@ -138,7 +137,7 @@ def log_axis(axes: Axes, values: Points) -> None:
 
 
 def length_ticks(axes: Axes, lengths: Sequence[int], label: str) -> None:
-    """A logarithmic x axis, which names the longest and the shortest length, and those between that leave the names room."""
+    """Makes the x axis logarithmic, with labels at the longest and the shortest length, and at those between that have room."""
     axes.set_xscale("log", base=2)
     named = with_room(sorted(lengths, reverse=True), max(lengths) / min(lengths))
     ticks(axes, [min(lengths), *named[-2::-1]])
@@ -146,10 +145,10 @@ def length_ticks(axes: Axes, lengths: Sequence[int], label: str) -> None:
 
 
 def with_room(places: Sequence[float], ratio: float) -> list[float]:
-    """The first of the ascending or descending places, and those that leave each other's names room on a logarithmic axis.
+    """The places, ascending or descending, whose labels do not overlap on a logarithmic axis; always includes the first.
 
     Args:
-        ratio: of the ends of the axis.
+        ratio: the ratio of the two ends of the axis.
     """
     kept: list[float] = []
     for place in places:
@@ -159,19 +158,19 @@ def with_room(places: Sequence[float], ratio: float) -> list[float]:
 
 
 def ticks(axes: Axes, places: Sequence[float]) -> None:
-    """An x axis with whole numbers at these places and none between."""
+    """Puts ticks with integers at these places of the x axis, without minor ticks."""
     axes.xaxis.set_major_locator(FixedLocator(list(places)))
     axes.xaxis.set_major_formatter(FixedFormatter([f"{place:,.0f}" for place in places]))
     axes.xaxis.set_minor_locator(NullLocator())
 
 
 def name_lines(axes: Axes, ends: Sequence[End], *, column: bool = False) -> None:
-    """Write every line's name at its end, so that no two touch.
+    """Write every line's name at its end, without overlaps.
 
-    Names of lines that reach the furthest point stand in a column on the right, in the order of their ends; those of lines that
-    stop before it stand beside their last point. `column`: all in the column, wherever they end.
+    Lines that reach the right end are named in a column on the right, in the order of their ends; lines that stop earlier are
+    named next to their last point. `column`: name all lines in the column.
     """
-    axes.autoscale_view()  # so that transData knows the limits
+    axes.autoscale_view()  # updates the limits that transData uses
     furthest = max(end.x for end in ends)
     inside = [end for end in ends if end.x < furthest and not column]
     place_names(axes, [(end.name, end.color, end.x, end.y) for end in inside], others=[(end.x, end.y) for end in ends])
@@ -181,7 +180,7 @@ def name_lines(axes: Axes, ends: Sequence[End], *, column: bool = False) -> None
         if end not in inside
     ]
     places.sort(key=lambda place: place[0])
-    for height, (_, end) in zip(_apart([height for height, _ in places], _TEXT_GAP), places, strict=True):
+    for height, (_, end) in zip(_spaced([height for height, _ in places], _TEXT_GAP), places, strict=True):
         axes.annotate(
             end.name, (1, height), (7, 0), xycoords="axes fraction", textcoords="offset points", va="center_baseline",
             color=end.color, fontweight="bold" if end.bold else "normal", fontsize=8.5 if len(end.name) <= 15 else 7.5,
@@ -192,9 +191,9 @@ def name_lines(axes: Axes, ends: Sequence[End], *, column: bool = False) -> None
 def place_names(
     axes: Axes, names: Sequence[tuple[str, str, float, float]], *, others: Sequence[tuple[float, float]] = ()
 ) -> None:
-    """Write names, (name, color, x, y), beside their points: on the first side where they touch no point and no other name.
+    """Write names, (name, color, x, y), next to their points, on the first side where they overlap no point and no other name.
 
-    Sizes are estimated from the number of letters. `others` are points that names keep clear of.
+    Sizes are estimated from the number of letters. `others` are further points that names must not overlap.
     """
     taken = []
     for x, y in [*((x, y) for _, _, x, y in names), *others]:
@@ -224,8 +223,8 @@ def svg(figure: Figure, name: str, description: str) -> str:
     """The figure as an inline SVG element, with text as text (in the page's font) and colors as CSS variables.
 
     Args:
-        name: prefix of every id in it, unique in the page.
-        description: what a reader who does not see the picture should know.
+        name: prefix of every id in the SVG, unique on the page.
+        description: the content for readers who cannot see the picture.
     """
     file = io.StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -254,7 +253,7 @@ def svg(figure: Figure, name: str, description: str) -> str:
 
 
 def file_of(figure: Figure, suffix: str, name: str) -> bytes:
-    """The figure as a file of its own, ".png" or ".svg"; `name` seeds the ids inside an SVG, so that files are reproducible."""
+    """The figure as the content of a ".png" or ".svg" file; `name` seeds the ids in an SVG, so that files are reproducible."""
     file = io.BytesIO()
     metadata = dict.fromkeys(("Creator", "Date", "Format", "Type")) if suffix == ".svg" else None
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
@@ -263,7 +262,7 @@ def file_of(figure: Figure, suffix: str, name: str) -> bytes:
 
 
 def _readings(figure: Figure) -> str:
-    """For every point of every line that has a label, a circle without color that says the numbers where one points at it."""
+    """An invisible circle for every point of every labeled line, whose tooltip has the label and the numbers."""
     height, to_points = 72 * figure.get_size_inches()[1], 72 / figure.dpi
     found = []
     for axes in figure.axes:
@@ -284,12 +283,12 @@ def _readings(figure: Figure) -> str:
 
 
 def _digits(value: float) -> str:
-    """Whole numbers as they are, others with four digits: 15,512, 0.9281."""
+    """Integers in full, other numbers with four digits: 15,512, 0.9281."""
     return f"{value:,.0f}" if value == round(value) or abs(value) >= 1e4 else f"{value:,.4g}"
 
 
 def _round_numbers(low: float, high: float) -> list[float]:
-    """Four to eight round numbers between two positive bounds, about evenly apart in the logarithm."""
+    """Four to eight round numbers between two positive bounds, about evenly spaced on a logarithmic axis."""
     if high / low < 3:
         return [float(tick) for tick in MaxNLocator(6).tick_values(low, high) if low <= tick <= high]
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
@@ -300,10 +299,10 @@ def _round_numbers(low: float, high: float) -> list[float]:
     return ticks[:: math.ceil(len(ticks) / 6)]
 
 
-def _apart(places: Sequence[float], gap: float) -> list[float]:
-    """Ascending places moved as little as possible so that neighbors are a gap apart (pools of equal violators), from 0 to 1.
+def _spaced(places: Sequence[float], gap: float) -> list[float]:
+    """Ascending places, from 0 to 1, moved as little as possible so that neighbors keep a gap (pool adjacent violators).
 
-    Where they do not fit, they go on above 1.
+    If they do not fit, they continue above 1.
     """
     pools: list[tuple[float, int]] = []  # mean of (place − index·gap), members
     for index, place in enumerate(places):

@@ -1,8 +1,7 @@
-"""Maps of the heads of a trained model, from records of kind "heads": a row a layer, a column a head.
+"""Maps of the heads of a trained model, from records of kind "heads": one row per layer, one column per head.
 
-Four maps: how far each head is certified to look, how far its attention is on average, what it gives to the first token, and
-how many of its weights are zero in bfloat16. Full color is the whole text, or all. `measure/model_heads.py` says how they are
-measured.
+Four maps: the certified reach, the mean distance of the attention, the attention to the first token, and the share of weights
+that are zero in bfloat16. Full color is the length of the text, or 100 %. `measure/model_heads.py` has the definitions.
 """
 
 import math
@@ -21,12 +20,12 @@ from alibi_attn.report.tables.heads import fraction
 
 KIND = "heads"
 _COLUMNS = ("certified", "mean_distance", "first_token", "zero_bfloat16")
-_WIDTH = 8.4  # inches; two maps beside each other
-_MOST_NUMBERS = 10  # heads in a row whose numbers fit into their cells
+_WIDTH = 8.4  # inches; two maps side by side
+_MOST_NUMBERS = 10  # with more heads per row, the numbers do not fit into the cells
 
 
 def is_drawn(record: Record) -> bool:
-    """Records of heads that have every map, for whole layers of one size."""
+    """Whether the record has the heads of complete layers of equal size."""
     return record.kind == KIND and _grid(record, "layer") is not None
 
 
@@ -57,16 +56,16 @@ def picture(record: Record, suffix: str) -> bytes:
 def sentence(record: Record) -> str:
     """How many heads have collapsed onto the first token, and how many are blind in each dtype."""
     counts = {name: value for name, value in record.metrics.items() if value is not None}
-    said = [f"{counts.get('heads', 0):,.0f} heads on {_length(record):,} tokens"]
+    parts = [f"{counts.get('heads', 0):,.0f} heads on {_length(record):,} tokens"]
     collapsed, blind = (record.config.get(f"{name}_from") for name in ("collapsed", "blind"))
     if "collapsed" in counts and isinstance(collapsed, float):
-        said.append(f"{counts['collapsed']:,.0f} give {collapsed:.0%} or more of their attention to the first token")
+        parts.append(f"{counts['collapsed']:,.0f} give {collapsed:.0%} or more of their attention to the first token")
     dtypes = [
         f"{value:,.0f} in {name.removeprefix('blind_')}" for name, value in counts.items() if name.startswith("blind_")
     ]
     if dtypes and isinstance(blind, float):
-        said.append(f"blind, with {blind:.0%} or more of their weights zero once rounded: {', '.join(dtypes)}")
-    return "; ".join(said) + "."
+        parts.append(f"blind, with {blind:.0%} or more of their weights zero once rounded: {', '.join(dtypes)}")
+    return "; ".join(parts) + "."
 
 
 def rows(record: Record) -> list[tuple[str, ...]]:
@@ -85,8 +84,8 @@ def _draw(axes: Axes, column: str, values: Points, length: int) -> None:
     titles = {
         "certified": f"certified reach in tokens, log scale; full color: {length:,}",
         "mean_distance": f"mean distance of the attention, log scale; full color: {length:,}",
-        "first_token": "attention to the first token; full color: all",
-        "zero_bfloat16": "weights that are zero in bfloat16; full color: all",
+        "first_token": "attention to the first token; full color: 100 %",
+        "zero_bfloat16": "weights that are zero in bfloat16; full color: 100 %",
     }
     shares = values
     if column in ("certified", "mean_distance"):
@@ -114,7 +113,7 @@ def _length(record: Record) -> int:
 
 
 def _grid(record: Record, column: str) -> Points | None:
-    """[layers, heads] of a column; None where it is not a number for every head of every layer."""
+    """A column as [layers, heads]; None if it does not have one value for every head of every layer."""
     columns = {name: np.array(numbers(record, "heads", name)) for name in ("layer", "head", column)}
     layer, head, values = columns["layer"], columns["head"], columns[column]
     count = len(values)

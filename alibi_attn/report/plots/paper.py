@@ -1,7 +1,7 @@
 """Figures of the paper's items: lines by length, points by speed, windows over a text.
 
-A method has its color everywhere. Ours is solid with filled markers and a band from the lowest to the highest seed; the paper's
-is dashed with hollow markers. Next: `paper_items.py` and `paper_changes.py`, which fill the panels.
+Each method has the same color everywhere. Ours is solid with filled markers and a band from the lowest to the highest seed; the
+paper's is dashed with hollow markers. Next: `paper_items.py` and `paper_changes.py`, which fill the panels.
 """
 
 import dataclasses
@@ -26,10 +26,10 @@ class Line:
     """One series of a panel.
 
     Args:
-        name, label: as it is named in the picture, and as the paper labels it.
-        low, high: its lowest and highest seed, NaN where they are not known.
-        paper_length: the lengths of the paper that its points stand for, NaN where they stand for none.
-        base: what its numbers were divided by, if they are ratios of such a kind.
+        name, label: its name in the picture, and the paper's label.
+        low, high: its lowest and highest seed, NaN if unknown.
+        paper_length: the lengths of the paper that its points correspond to, NaN if there are none.
+        base: the number that its values were divided by; None if they are not such ratios.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Line:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Panel:
-    """One picture; `unit` is the length that one L is in it, where all its lines have one; a `ratio` has a line at 1."""
+    """One picture; `unit` is the length L that all its lines share, if they do; a picture of a `ratio` has a line at 1."""
 
     heading: str
     caption: str
@@ -59,7 +59,7 @@ class Panel:
 
 
 def joined(one: Line, other: Line) -> Line:
-    """Two lines as one, the points of the first before those of the second."""
+    """Two lines joined into one, the points of the first before those of the second."""
     return dataclasses.replace(
         one, x=np.append(one.x, other.x), y=np.append(one.y, other.y), low=np.append(one.low, other.low),
         high=np.append(one.high, other.high), paper_length=np.append(one.paper_length, other.paper_length),
@@ -67,7 +67,7 @@ def joined(one: Line, other: Line) -> Line:
 
 
 def lines(panel: Panel) -> Figure:
-    """The lines of a panel, perplexity (or what it has) up on a logarithmic axis, each named at its end."""
+    """The lines of a panel on a logarithmic y axis, each named at its end."""
     figure, axes = drawing.plain_axes(panel.y_label)
     ends = []
     number_of = {label: number for number, label in enumerate(dict.fromkeys(line.label for line in panel.lines))}
@@ -106,12 +106,12 @@ def lines(panel: Panel) -> Figure:
 
 
 def reading(line: Line) -> str:
-    """What a line is called where one points at it."""
+    """The name of a line in its tooltips."""
     return line.name if line.ours else f"{line.name}, the paper"
 
 
 def _end_name(line: Line, panel: Panel) -> str:
-    """A line's name at its end; among ours, the paper's are called so, and have the color of ours."""
+    """A line's name at its end. Next to our lines, the paper's are named "paper", since they have the same colors."""
     if line.ours or not any(other.ours for other in panel.lines):
         return line.name
     digits = "".join(filter(str.isdigit, line.name.rpartition(" ")[2]))
@@ -119,7 +119,7 @@ def _end_name(line: Line, panel: Panel) -> str:
 
 
 def frontier(panel: Panel) -> Figure:
-    """Points with names: speed to the right on a logarithmic axis, perplexity up; each method's points are joined."""
+    """Named points, perplexity (y) against speed (x, logarithmic); each method's points are joined."""
     figure, axes = drawing.plain_axes(panel.y_label)
     axes.set_position((0.1, 0.155, 0.86, 0.745))
     points = [line for line in panel.lines if np.isfinite([line.x[0], line.y[0]]).all()]
@@ -151,7 +151,7 @@ def frontier(panel: Panel) -> Figure:
 
 
 def windows(token: Points, context: Points, passes: Points) -> Figure:
-    """Which tokens each forward pass reads (outlined) and scores (filled): a row a pass, a column a token."""
+    """Which tokens each forward pass reads (pale) and scores (filled): one row per pass, one column per token."""
     rows = int(np.max(passes))
     figure, axes = drawing.plain_axes("")
     figure.set_size_inches(4.1, 0.55 + 0.3 * rows)
@@ -179,7 +179,7 @@ def windows(token: Points, context: Points, passes: Points) -> Figure:
 
 
 def _length_ticks(axes: Axes, low: float, high: float, panel: Panel) -> None:
-    """Ticks at L, 2 L, 4 L ... where the panel has one L, else at the lengths themselves."""
+    """Ticks at L, 2 L, 4 L ... if the panel has one L, else at the lengths."""
     if panel.unit:
         doublings = range(max(0, math.ceil(math.log2(low / panel.unit))), math.floor(math.log2(high / panel.unit)) + 1)
         names = {panel.unit * 2.0**power: "L" if power == 0 else f"{2**power} L" for power in doublings}
@@ -202,7 +202,7 @@ def _round_x(axes: Axes, low: float, high: float) -> None:
 
 
 def _bounds(panel: Panel, axis: str) -> tuple[float, float]:
-    """The lowest and highest value of an axis over what is drawn."""
+    """The lowest and highest drawn value of an axis."""
     found = []
     for line in panel.lines:
         some = np.isfinite(line.y)

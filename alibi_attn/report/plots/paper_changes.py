@@ -1,12 +1,12 @@
-"""Changes: ours and the paper's numbers as ratios to a number of their own, so that both can stand on one axis.
+"""Changes: our numbers and the paper's, each as ratios to a baseline of the same source, so that both can share an axis.
 
-    by length, each model    a perplexity over that at the trained length L, against multiples of L
-    by length, one baseline  where each length has a sinusoidal model of its own: over the shortest of these, for all lines alike
-    speed by L               over the speed at the shortest L that both have
-    four methods             over sinusoidal at the same L
-    the frontier             speed and perplexity over those of sinusoidal at the longest L
+    by length, each model    perplexity / perplexity at the trained length L, against multiples of L
+    by length, one baseline  if each length has its own sinusoidal model: all lines / the shortest of these models
+    speed by L               speed / speed at the shortest L that both have
+    four methods             value / that of sinusoidal at the same L
+    the frontier             speed and perplexity / those of sinusoidal at the longest L
 
-Bands are of ours, of ratios made seed by seed, or over test text where there is one seed (`verdicts.py` says how).
+Our lines have bands: of ratios per seed, or over test text if there is one seed (see `verdicts.py`).
 """
 
 import dataclasses
@@ -30,10 +30,10 @@ _REFERENCE = "Sinusoidal, L = 3072"
 def change(
     record: Record, x: str, y: str, way: str, lines: Sequence[Line], by_identity: Mapping[str, Record]
 ) -> Panel | None:
-    """Ours and the paper's lines of one way of evaluation as ratios; None where one of the two is missing.
+    """Our lines and the paper's for one evaluation mode, as ratios; None if one of the two is missing.
 
     Args:
-        x: what the lines go over: "length", "trained", "speed"; times have no common unit, so "hours" has no change.
+        x: the x axis: "length", "trained" or "speed"; "hours" has no change, because times have no common unit.
         y: the measure.
         by_identity: records for the bands.
     """
@@ -73,7 +73,7 @@ def change(
 
 
 def _scaled(line: Line, base: Line, length: float | None) -> Line:
-    """The line over another one's value at a length of the paper, its places as multiples of that length."""
+    """The line divided by another line's value at one of the paper's lengths; x as multiples of that length."""
     at = base.y[base.paper_length == length]
     value = float(at[0]) if at.size else math.nan
     nothing = np.full(len(line.y), math.nan)
@@ -84,7 +84,9 @@ def _scaled(line: Line, base: Line, length: float | None) -> Line:
 
 
 def _from_shortest(lines: Sequence[Line], labels: Sequence[str]) -> tuple[list[Line], tuple[str, str]]:
-    """All over the shortest length that ours and the paper's lines of these labels have; these over their own value."""
+    """All lines, divided by the value at the shortest length that our lines and the paper's with these labels have.
+
+    Lines with these labels are divided by their own value, others by that of a line with one of these labels."""
     places = [set(line.paper_length[np.isfinite(line.y)].tolist()) for line in lines if line.label in labels]
     common = set.intersection(*places)
     if not common:
@@ -102,7 +104,7 @@ def _from_shortest(lines: Sequence[Line], labels: Sequence[str]) -> tuple[list[L
 
 
 def _against_sinusoidal(lines: Sequence[Line]) -> list[Line]:
-    """Each method over sinusoidal at the same trained length, ours over ours."""
+    """Each method divided by sinusoidal of the same source at the same trained length."""
     found = []
     for line in lines:
         base = next((one for one in lines if one.ours == line.ours and one.method == "sinusoidal"), None)
@@ -114,7 +116,7 @@ def _against_sinusoidal(lines: Sequence[Line]) -> list[Line]:
 
 
 def _frontier(lines: Sequence[Line]) -> list[Line]:
-    """Points over the reference point of their own kind."""
+    """Points divided by the reference point of the same source."""
     found = []
     for line in lines:
         base = next((one for one in lines if one.ours == line.ours and one.label == _REFERENCE), None)
@@ -127,9 +129,9 @@ def _frontier(lines: Sequence[Line]) -> list[Line]:
 
 
 def _with_bands(lines: Sequence[Line], evidence: Evidence, way: str) -> tuple[list[Line], str]:
-    """Ours with the lowest and highest ratio, and a sentence that says over what."""
+    """The lines with bands for ours, and a sentence that says what the bands are."""
     found: list[Line] = []
-    said: dict[str, None] = {}
+    captions: dict[str, None] = {}
     for line in lines:
         low, high = np.full((2, len(line.y)), math.nan)
         for at, length in enumerate(line.paper_length.tolist()):
@@ -138,9 +140,9 @@ def _with_bands(lines: Sequence[Line], evidence: Evidence, way: str) -> tuple[li
             pair = paired(evidence, [Number(line.label, int(length))], [line.base], way=way)
             if len(pair.logs) > 1 and np.isfinite(pair.logs).all():
                 low[at], high[at] = np.exp(pair.logs.min()), np.exp(pair.logs.max())
-                said[f"Bands: the lowest and the highest of {len(pair.logs)} seeds, each over its own."] = None
+                captions[f"Bands: the lowest and the highest ratio of {len(pair.logs)} seeds."] = None
             elif (bounds := interval(pair)) is not None:
                 low[at], high[at] = bounds.low, bounds.high
-                said[f"Bands: 95 % over {bounds.over}, one training each."] = None
+                captions[f"Bands: 95 % over {bounds.over}, one training each."] = None
         found.append(dataclasses.replace(line, low=low, high=high))
-    return found, " ".join(said)
+    return found, " ".join(captions)

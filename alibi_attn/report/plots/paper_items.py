@@ -1,7 +1,7 @@
-"""Pictures of the paper's items: how ours and the paper's change on one axis, and both as they are, each on its own.
+"""Pictures of the paper's items: the changes of our results and the paper's on one axis, and the levels of each separately.
 
-A change is a ratio: a perplexity over the same model's at its trained length, against multiples of that length, so that bytes of
-one text and words of another can share an axis. Heights cannot: they have panels of their own, at their own scales.
+A change is a ratio: a perplexity divided by that of the same model at its trained length, against multiples of that length. So
+bytes of one text and words of another can share an axis. Levels cannot; they have separate panels with separate scales.
 `paper_changes.py` computes the ratios, `paper.py` draws.
 """
 
@@ -29,7 +29,7 @@ _MEASURES = {
     "memory_bytes": "memory of the training in GB",
 }
 _OTHER = {"sliding": "nonoverlapping", "nonoverlapping": "sliding"}
-_OTHER_TABLES = {  # where the paper has the same models, evaluated the other way
+_OTHER_TABLES = {  # where the paper has the same models with the other evaluation mode
     "figure-1": ("table-13", "table-14", "table-15"),
     "figure-4": ("table-15",),
     "figure-11": ("table-5", "table-2", "table-3", "table-4"),
@@ -38,50 +38,50 @@ _OTHER_TABLES = {  # where the paper has the same models, evaluated the other wa
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Numbers:
-    """Where lines are read from: ours or the paper's, in one way of evaluation ("" where nothing was evaluated)."""
+    """The source of lines: ours or the paper's, for one evaluation mode ("" if nothing was evaluated)."""
 
     column: Column
     ours: bool
     way: str
     y: str  # the name of the column
-    spread: str  # begins the names of its lowest and highest seed
+    spread: str  # prefix of the columns of the lowest and highest seed
     source: PublishedItem
 
     @property
     def windows(self) -> str:
-        """A heading's end: ", sliding windows"."""
+        """The end of a heading: ", sliding windows"."""
         return f", {self.way} windows" if self.way else ""
 
 
 def pictures(record: Record, by_identity: Mapping[str, Record]) -> list[list[Plot]]:
-    """Rows of pictures as they stand beside each other; none for tables.
+    """Rows of pictures; the pictures of a row are side by side. Empty for tables.
 
     Args:
-        by_identity: records, among which those that the answer was read from give their changes a band.
+        by_identity: records, by identity; those that the answer is computed from give the bands.
     """
     name, item = item_name(record), item_of(record)
     if name == "figure-3":
         return [_head_pictures()]
     if name == "figure-10":
         return _window_pictures(record, item)
-    asked: list[tuple[str, str, Sequence[str]]] = []
+    panels: list[tuple[str, str, Sequence[str]]] = []
     if name in _BY_LENGTH:
-        asked = [("length", "perplexity", labels) for labels in item.panels]
+        panels = [("length", "perplexity", labels) for labels in item.panels]
     elif name == "figure-5":
-        asked = [("hours", "perplexity", labels) for labels in item.panels]
+        panels = [("hours", "perplexity", labels) for labels in item.panels]
     elif name == "figure-7":
-        asked = [("length", "train_tokens_per_second", tuple(item.series))]
+        panels = [("length", "train_tokens_per_second", tuple(item.series))]
     elif name == "figure-8":
-        asked = [("speed", "perplexity", tuple(item.series))]
+        panels = [("speed", "perplexity", tuple(item.series))]
     elif name == "figure-2":
-        asked = [("trained", measure, tuple(item.series)) for measure in item.columns]
-    return [row for x, y, labels in asked for row in _rows(record, item, x, y, labels, by_identity) if row]
+        panels = [("trained", measure, tuple(item.series)) for measure in item.columns]
+    return [row for x, y, labels in panels for row in _rows(record, item, x, y, labels, by_identity) if row]
 
 
 def _rows(
     record: Record, item: PublishedItem, x: str, y: str, labels: Sequence[str], by_identity: Mapping[str, Record]
 ) -> list[list[Plot]]:
-    """The changes on one axis, a picture a way of evaluation, and below them the numbers as they are."""
+    """The changes on one axis, one picture per evaluation mode, and below them the levels."""
     labels = [label for label in labels if label not in item.cited]
     found = _numbers(record, item, x, y)
     lines = {
@@ -103,7 +103,7 @@ def _rows(
 
 
 def _numbers(record: Record, item: PublishedItem, x: str, y: str) -> list[_Numbers]:
-    """Ours as the paper evaluates, ours the other way, the paper's, and what else it has of the same models."""
+    """Ours in the paper's evaluation mode and in the other mode, then the paper's in its mode and, if published, the other."""
     if y != "perplexity" or x == "hours":
         both = [(recorded(record), True), (published(item), False)]
         return [_Numbers(column=column, ours=ours, way="", y=y, spread="", source=item) for column, ours in both]
@@ -120,7 +120,7 @@ def _numbers(record: Record, item: PublishedItem, x: str, y: str) -> list[_Numbe
 
 
 def _other_published(name: str, item: PublishedItem) -> PublishedItem | None:
-    """The paper's numbers of the same models, evaluated the other way, up to the item's own longest length."""
+    """The paper's numbers of the same models in the other evaluation mode, up to the item's longest length."""
     tables = [PUBLISHED[table] for table in _OTHER_TABLES.get(name, ())]
     if not tables:
         return None
@@ -139,7 +139,7 @@ def _other_published(name: str, item: PublishedItem) -> PublishedItem | None:
 
 
 def _lines(numbers: _Numbers, labels: Sequence[str], x: str, factor: float) -> tuple[Line, ...]:
-    """A line a label that has such numbers, or a method where each trained length is a point of it."""
+    """One line per label with such numbers; if x is "trained", one line per method with a point per trained length."""
     trained = {trained_length(label) for label in labels}
     methods = {method_of(label) for label in labels}
     lines: dict[str, Line] = {}
@@ -172,7 +172,7 @@ def _lines(numbers: _Numbers, labels: Sequence[str], x: str, factor: float) -> t
 def _panel(
     record: Record, numbers: _Numbers, x: str, labels: Sequence[str], lines: tuple[Line, ...], factor: float
 ) -> Panel:
-    """The numbers as they are, in their own unit at their own scale."""
+    """The panel of the levels of one source, with its unit and scale."""
     ours, source = numbers.ours, numbers.source
     trained = {trained_length(label) for label in labels}
     (only,) = trained if len(trained) == 1 else (None,)
@@ -227,9 +227,10 @@ def _head_pictures() -> list[Plot]:
         ),
         Plot(
             heading="How fast each head forgets",
-            caption="The factor that the bias gives a key; dots mark the half-life, with the slope.",
+            caption="The factor by which the bias multiplies the weight of a key. Dots mark the half-life, labeled with the "
+            "slope.",
             figure=heads.factor_curves(8, 512),
-            description="The factor that each of eight heads leaves a key, by distance.",
+            description="The factor of a key by distance, for each of eight heads.",
         ),
     ]
 
@@ -255,7 +256,7 @@ def _window_pictures(record: Record, item: PublishedItem) -> list[list[Plot]]:
 
 
 def _are_windows(token: Points, context: Points, passes: Points) -> bool:
-    """Whether every pass scores a token, and reads no more than there are."""
+    """Whether every pass scores a token and reads only tokens of the text."""
     whole = np.concatenate([token, context, passes])
     if not token.size or not np.isfinite(whole).all() or whole.min() < 1 or (whole % 1).any():
         return False
@@ -265,7 +266,7 @@ def _are_windows(token: Points, context: Points, passes: Points) -> bool:
 
 
 def _window_losses(record: Record, item: PublishedItem) -> Plot | None:
-    """What a trained model loses on the eight places, where the record has it."""
+    """The loss of a trained model on the tokens of the drawing, if the record has it."""
     column = recorded(record)
     whole: list[str] = []
     lines: list[Line] = []
@@ -274,7 +275,7 @@ def _window_losses(record: Record, item: PublishedItem) -> Plot | None:
         if not np.isfinite(loss).any():
             continue
         nothing = np.full(len(token), math.nan)
-        method = "sinusoidal" if not lines else "alibi"  # two colors, told apart by everybody
+        method = "sinusoidal" if not lines else "alibi"  # two colors that are easy to distinguish
         lines.append(
             Line(
                 name=label,
@@ -293,8 +294,8 @@ def _window_losses(record: Record, item: PublishedItem) -> Plot | None:
     if not lines:
         return None
     panel = Panel(
-        heading="What it is worth: ours",
-        caption="The loss of a trained model by how much it reads."
+        heading="Its effect on the loss: ours",
+        caption="The loss of a trained model at each token."
         + (f" Over the whole text: {', '.join(whole)}." if whole else ""),
         x_label="token of the text", y_label="nats per token, log scale", lines=tuple(lines), log_x=False,
     )  # fmt: skip

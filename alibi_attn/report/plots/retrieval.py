@@ -1,6 +1,6 @@
-"""Retrieval: does a model find what stands far back? Passkey by length and depth, recall by distance, symbols by length.
+"""Retrieval: does a model find distant information? Passkey by length and depth, recall by distance, symbols by length.
 
-A share is the mean over the seeds; where a method has no positions its cell stays empty. Perplexity cannot show any of this.
+A share is the mean over seeds; beyond the positions of a method, its cell is empty. Perplexity cannot show retrieval.
 """
 
 import math
@@ -17,7 +17,7 @@ from alibi_attn.report.series import Series, Study, numbers
 from alibi_attn.report.tables.table import Block, Cell, Table
 
 _COLUMNS = 2
-_TITLES = {  # of the table
+_TITLES = {  # in tables
     "passkey": "Passkey: numbers found, at the worst depth",
     "recall": "Recall: tokens repeated, at the worst distance",
     "mqar": "Associative recall: values of 8 keys; chance is 6 %",
@@ -25,14 +25,14 @@ _TITLES = {  # of the table
     "copy": "Copy: symbols of a string; chance is 2 %",
     "flip-flop": "Flip-flop: bits that were last written; chance is 50 %",
 }
-_PLACES = {"passkey": "depth", "recall": "distance"}  # what such a task has several of at each length
+_PLACES = {"passkey": "depth", "recall": "distance"}  # the column that varies within one length of such a task
 _SYMBOLS = tuple(task for task in _TITLES if task not in _PLACES)
 
 Shares = Mapping[tuple[float, float], float]  # (length, depth or distance or 0) -> share
 
 
 def shares(series: Series, task: str) -> Shares:
-    """(length, depth or distance) -> the share that was right, the mean over the seeds; empty where it was not tested."""
+    """(length, depth or distance) -> the share of correct answers, averaged over seeds; empty if not tested."""
     found: dict[tuple[float, float], list[float]] = {}
     for record in series.evaluations:
         lengths, accuracies = (numbers(record, task, name) for name in ("length", "accuracy"))
@@ -44,7 +44,7 @@ def shares(series: Series, task: str) -> Shares:
 
 
 def passkey_grid(study: Study) -> Figure | None:
-    """A picture a series: length to the right, depth down, the share of numbers found in every cell."""
+    """One picture per series: length to the right, depth down, with the share of numbers found in every cell."""
     tested = [(s, grid) for s in study.series if (grid := shares(s, "passkey"))]
     if not tested:
         return None
@@ -83,28 +83,28 @@ def passkey_grid(study: Study) -> Figure | None:
 
 
 def recall_by_distance(study: Study) -> Figure | None:
-    """The share of repeated tokens against the distance to their first place, at the longest length of each series."""
+    """The share of correctly repeated tokens by distance to the first occurrence, at the longest length of each series."""
     lines = []
     for series in study.series:
         grid = shares(series, "recall")
         longest = max((length for length, _ in grid), default=0.0)
         lines.append((series, [(distance, share) for (length, distance), share in grid.items() if length == longest]))
-    return _lines(lines, "share of the repeated tokens that are right", f"distance in {study.unit}s, log scale")
+    return _lines(lines, "share of repeated tokens that are correct", f"distance in {study.unit}s, log scale")
 
 
 def symbols_by_length(study: Study) -> list[tuple[str, Figure]]:
-    """(task, the share of its answers that are right against the length) of every task of symbols that was tested."""
+    """(task, figure of the share of correct answers against the length) for every tested task of symbols."""
     drawn = []
     for task in _SYMBOLS:
         lines = [(s, [(length, share) for (length, _), share in shares(s, task).items()]) for s in study.series]
-        figure = _lines(lines, "share of the answers that are right", "length in tokens, log scale")
+        figure = _lines(lines, "share of correct answers", "length in tokens, log scale")
         if figure is not None:
             drawn.append((task, figure))
     return drawn
 
 
 def _lines(lines: Sequence[tuple[Series, list[tuple[float, float]]]], title: str, places: str) -> Figure | None:
-    """Shares against places, a line a series; None where no series has any."""
+    """Shares against places, one line per series; None if there are no shares."""
     given = [(series, np.array(sorted(points)).T) for series, points in lines if points]
     if not given:
         return None
@@ -121,12 +121,12 @@ def _lines(lines: Sequence[tuple[Series, list[tuple[float, float]]]], title: str
 
 
 def title_of(task: str) -> str:
-    """What is counted, as the table says it."""
+    """The table's title for a task, which says what is counted."""
     return _TITLES[task]
 
 
 def task_table(study: Study) -> Table | None:
-    """By length, each task where it is hardest: the worst depth, the worst distance."""
+    """The shares by length, for each task at its worst depth or distance."""
     lengths = sorted({length for s in study.series for task in _TITLES for length, _ in shares(s, task)})
     blocks = []
     for task, title in _TITLES.items():
@@ -142,13 +142,13 @@ def task_table(study: Study) -> Table | None:
 
 
 def describe(study: Study, task: str, best: Callable[[list[float]], float] = max) -> str:
-    """Every series with its highest share, for readers who do not see the picture."""
-    said = []
+    """Every series with its highest share, for readers who cannot see the picture."""
+    parts = []
     for series in study.series:
         grid = shares(series, task)
         if grid:
-            said.append(f"{series.label} finds up to {100 * best(list(grid.values())):.0f} %")
-    return f"{'; '.join(said)}."
+            parts.append(f"{series.label} finds up to {100 * best(list(grid.values())):.0f} %")
+    return f"{'; '.join(parts)}."
 
 
 def _percent(share: float) -> Cell:

@@ -1,7 +1,7 @@
-"""Figures of a study: perplexity by length, loss by position and through the training, and what the test costs.
+"""Figures of a study: perplexity by length, loss by position and during training, and the cost of the evaluation.
 
-Nothing is smoothed and nothing is left out: with several seeds the line is their mean and the band goes from the lowest to
-the highest. A method keeps its color and its marker in every figure. `drawing.py` has the axes.
+Nothing is smoothed or left out: with several seeds the line is their mean and the band spans the lowest to the highest. A
+method has the same color and marker in every figure. `drawing.py` has the axes.
 """
 
 import math
@@ -23,7 +23,7 @@ _LINES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (5, 2, 1, 2)))  # by trained le
 
 
 def perplexity_by_length(study: Study, mode: Mode) -> Figure | None:
-    """Perplexity, exp(mean loss), against the length it was tested at; all modes of a study share their y axis."""
+    """Perplexity, exp(mean loss), against the tested length; all modes of a study share the range of the y axis."""
     curves = {m: [(s, *s.perplexities("by_length", "length", f"{m}_nats")) for s in study.series] for m in MODES}
     drawn = [(s, x, y) for s, x, y in curves[mode] if y.size]
     every = [y.ravel() for panel in curves.values() for _, _, y in panel]
@@ -38,7 +38,7 @@ def perplexity_by_length(study: Study, mode: Mode) -> Figure | None:
 
 
 def loss_by_position(study: Study) -> Figure | None:
-    """Mean loss of the tokens at each position of the longest sequence: bits per byte where a token is a byte, else nats."""
+    """Mean loss of the tokens at each position of the longest sequence: in bits per byte if a token is a byte, else in nats."""
     scale = 1 / math.log(2) if study.unit == "byte" else 1.0
     drawn = [
         (s, x, y * scale) for s in study.series for x, y in [s.curve("by_position", "position", "loss_nats")] if y.size
@@ -47,7 +47,7 @@ def loss_by_position(study: Study) -> Figure | None:
         return None
     figure, axes = drawing.plain_axes("bits per byte" if study.unit == "byte" else "nats per token")
     _lines(axes, study, drawn, markers=False)
-    axes.set_ylim(top=axes.get_ylim()[1] + 0.06 * np.ptp(axes.get_ylim()))  # place for "trained length"
+    axes.set_ylim(top=axes.get_ylim()[1] + 0.06 * np.ptp(axes.get_ylim()))  # room for "trained length"
     axes.set_xscale("log", base=2)
     last = max(x[-1] for _, x, _ in drawn)
     ticks = [2.0**p for p in range(0, math.ceil(math.log2(last)) + 1, 2) if 2**p <= last]
@@ -59,7 +59,7 @@ def loss_by_position(study: Study) -> Figure | None:
 
 
 def training_curves(study: Study) -> Figure | None:
-    """Training loss against step, as logged: bits per byte where a token is a byte, else nats per token."""
+    """Training loss against step, as logged: in bits per byte if a token is a byte, else in nats per token."""
     scale = 1 / math.log(2) if study.unit == "byte" else 1.0
     drawn = [(s, x, y * scale) for s in study.series for x, y in [s.curve("training", "step", "loss_nats")] if y.size]
     if not drawn:
@@ -74,7 +74,7 @@ def training_curves(study: Study) -> Figure | None:
 
 
 def validation_curves(study: Study, x: Literal["seconds", "step"]) -> Figure | None:
-    """Perplexity on text that is not trained on, through the training, against its seconds or its steps."""
+    """Perplexity on held-out text during training, against seconds or steps."""
     drawn = [(s, at, y) for s in study.series for at, y in [s.perplexities("validation", x, "nats")] if y.size]
     if not drawn:
         return None
@@ -89,7 +89,7 @@ def validation_curves(study: Study, x: Literal["seconds", "step"]) -> Figure | N
 
 
 def cost_by_length(study: Study, measure: Measure) -> Figure | None:
-    """Speed or memory of the evaluation against its length, both axes logarithmic."""
+    """Speed or memory of the evaluation against length, both axes logarithmic."""
     unit = 1.0 if measure == "tokens_per_second" else 2.0**20
     drawn = [(s, x, y / unit) for s in study.series for x, y in [s.curve("by_length", "length", measure)] if y.size]
     if not drawn:
@@ -111,7 +111,7 @@ def _lines(
     markers: bool = True,
     alone: bool = False,
 ) -> None:
-    """The mean of the seeds and the band around it; `alone`: every seed for itself, because no two share an x."""
+    """Draws the mean of the seeds and the band around it; `alone`: draws each seed separately, because they do not share x."""
     stretches = ["none", *sorted({series.stretch for series, _, _ in drawn} - {"none"})]
     for series, x, y in drawn:
         color = drawing.color_of(series.method)
@@ -157,7 +157,7 @@ def _mark_trained(axes: Axes, study: Study) -> None:
 
 
 def _name_lines(axes: Axes, drawn: Sequence[tuple[Series, Points, Points]], *, column: bool = False) -> None:
-    """Each line's name at the end of the mean of its seeds; `column`: where seeds end at different places, at their own ends."""
+    """Names each line at the end of the mean of its seeds; `column`: seeds end at different x, so only last values count."""
     ends = []
     for series, x, y in drawn:
         last = y[np.isfinite(y[:, -1]), -1].mean() if column else np.nanmean(y, axis=0)[-1]

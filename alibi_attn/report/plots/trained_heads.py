@@ -1,7 +1,7 @@
-"""The heads of a trained model: how far each is certified to look, and how far it looks (records of `measure/trained_reach.py`).
+"""The certified and the true reach of the heads of a trained model (records of `measure/trained_reach.py`).
 
-A record is a layer; layers of one model stand in one picture. Where the certified reach ends at the length of the text, nothing
-is skipped; the gap between the two marks is what a better bound could still save.
+Each record is one layer; all layers of a model share a picture. If the certified reach is the length of the text, nothing is
+skipped. The gap between the two marks is what a tighter bound could still save.
 """
 
 import math
@@ -21,12 +21,12 @@ from alibi_attn.report.series import numbers
 from alibi_attn.report.tables.heads import fraction
 
 _COLUMNS = 2
-_HEIGHT = 2.0  # inches of a layer
+_HEIGHT = 2.0  # inches per layer
 
 
 @dataclass(frozen=True)
 class TrainedHeads:
-    """The layers of one model, in order; `length` is of the text, `trained` of the training."""
+    """The layers of one model, in order; `length` is the length of the text, `trained` the trained length (0 if unknown)."""
 
     title: str
     length: int
@@ -40,14 +40,14 @@ class TrainedHeads:
 
 
 def is_drawn(record: Record) -> bool:
-    """Certificates that name the reach of every head."""
+    """Whether the record is a certificate with the reach of every head."""
     columns = record.curves.get("heads", {})
     named = record.kind == "certificate" and {"slope", "certified", "true"} <= set(columns)
     return named and any(map(math.isfinite, numbers(record, "heads", "certified")))
 
 
 def trained_heads(records: Sequence[Record]) -> list[TrainedHeads]:
-    """The records by model: what they have in common besides the layer."""
+    """The records grouped by model: those that differ only in the layer."""
     models: dict[str, list[Record]] = {}
     for record in {identity(r.kind, r.name, r.config): r for r in records if is_drawn(r)}.values():
         name = record.name.rpartition("/")[0] or record.name
@@ -91,7 +91,7 @@ def reach_figure(model: TrainedHeads) -> Figure:
 
 
 def mass_figure(model: TrainedHeads) -> Figure | None:
-    """For every layer, the share of its attention that each head gives to keys nearer than a distance; pale heads are flat."""
+    """For every layer, the share of each head's attention on keys nearer than a distance; flat heads are pale."""
     if not all("mass" in record.curves for record in model.records):
         return None
     figure, grid = _grid(model)
@@ -142,7 +142,7 @@ def _number(config: Mapping[str, Json], name: str) -> int:
 
 
 def _grid(model: TrainedHeads) -> tuple[Figure, list[tuple[Axes, Record]]]:
-    """A figure with axes for every layer, two beside each other."""
+    """A figure with axes for every layer, two per row."""
     rows = math.ceil(len(model.layers) / _COLUMNS)
     figure, first = drawing.plain_axes("")
     first.remove()

@@ -1,4 +1,4 @@
-"""What the biases of ALiBi look like, once for every number of heads in the records."""
+"""The biases of ALiBi, drawn once for each number of heads in the records."""
 
 from markupsafe import Markup
 
@@ -9,11 +9,11 @@ from alibi_attn.report.section import Archive, Group, Numbers, Section, Text, pi
 from alibi_attn.report.tables.heads import head_rows
 from alibi_attn.report.tables.table import text_table
 
-_COLUMNS = ("head", Markup("slope <i>m</i>"), "half-life, tokens", "under 10⁻⁶ from")
+_COLUMNS = ("head", Markup("slope <i>m</i>"), "half-life, tokens", "below 10⁻⁶ from")
 
 
 def find(archive: Archive) -> list[tuple[int, int]]:
-    """(number of heads, the longest length at which they were trained or tested)."""
+    """(number of heads, longest trained or tested length), one per number of heads."""
     longest: dict[int, int] = {}
     for study in archive.studies:
         for count in sentences.head_counts(study):
@@ -25,22 +25,22 @@ def draw(heads: tuple[int, int], number: int, archive: Archive) -> Section:
     """The bias and the factor of every head, and the slopes in a table."""
     count, length = heads
     text = Markup(
-        "Each head subtracts its slope <i>m</i> times the distance from the score of a key. That is all ALiBi adds, with no "
-        "parameters: a large slope sees only what is near, a small one sees far."
+        "Each head subtracts its slope <i>m</i> times the distance from the score of a key. ALiBi does nothing else and "
+        "has no parameters. A head with a large slope attends only to nearby keys, one with a small slope also to distant keys."
     )
     drawn = [
         Plot(
             "The bias of each head",
-            f"Queries go down and keys to the right, {length:,} each. Full color is no penalty; it has faded out where a "
-            "key's factor is one in a million.",
+            f"Queries run down and keys to the right, {length:,} each. Full color is no penalty; no color is a factor of one "
+            "in a million or less.",
             bias.bias_grid(count, length),
             f"The causal biases of {count} heads over {length:,} tokens: from a thin diagonal to a full triangle.",
         ),
         Plot(
             "How fast each head forgets",
-            "The factor that the bias gives a key. Dots mark the half-life, with the slope.",
+            "The factor by which the bias multiplies the weight of a key. Dots mark the half-life, labeled with the slope.",
             bias.factor_curves(count, length),
-            f"The factor that each of {count} heads leaves a key, by distance: steep heads forget within a few tokens.",
+            f"The factor of a key by distance, for each of {count} heads: steep heads forget within a few tokens.",
         ),
     ]
     grid, factors = pictures(drawn, f"heads{count}")

@@ -1,4 +1,4 @@
-"""A benchmark: time and memory of every peer against length, and how many times longer than ours each takes."""
+"""A benchmark: time and memory of every peer by length, and the ratio of its time to ours."""
 
 from alibi_attn.records import Record
 from alibi_attn.report.plots import benchmark as plots
@@ -13,11 +13,11 @@ def find(archive: Archive) -> list[Record]:
 
 
 def draw(record: Record, number: int, archive: Archive) -> Section:
-    """Two pictures, the ratios, and what else the record holds."""
+    """Two pictures, the ratios, and the record's other facts."""
     name = f"b{number}"
     lengths, rows = plots.ratio_table(record)
     description = f"Time against length of {', '.join(label for label, _ in rows)}; the table below has the ratios."
-    caption = "Lower is better; each peer goes as far as memory or patience allowed."
+    caption = "Lower is better. A peer's line ends where it needs too much memory or time."
     drawn = [Plot("", caption, plots.times_by_length(record), description)]
     memory = plots.memory_by_length(record)
     if memory is not None:
@@ -27,7 +27,7 @@ def draw(record: Record, number: int, archive: Archive) -> Section:
     return Section(
         anchor=name, group="Benchmarks", title=record.name, heading=f"Benchmark {record.name}", records=[record],
         blocks=[
-            Text("Times are forward plus backward where both were run."),
+            Text("Times are forward plus backward if both were measured."),
             *panels(drawn, name),
             Numbers(table, label=f"Ratios of benchmark {record.name}"),
             Facts([*facts, ("command", [code(record.command)])]),

@@ -1,4 +1,4 @@
-"""The paper's claims: every verdict in one table per scale, ahead of the items that they are about."""
+"""The paper's claims: all verdicts, in one table per scale."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ _COLUMNS = ("verdict", "ours", "95 %", "the paper", "holds if", "from", "weights
 
 
 def find(archive: Archive) -> list[list[tuple[Record, Verdict]]]:
-    """All verdicts of all items; nothing where there are none."""
+    """All verdicts of all items, as one entry."""
     judged = verdicts.in_order(verdicts.all_verdicts(archive.records, archive.by_identity))
     return [judged] if judged else []
 
@@ -28,12 +28,12 @@ def draw(judged: Sequence[tuple[Record, Verdict]], number: int, archive: Archive
     anchors = {id(record): paper_item.anchor(place) for place, record in enumerate(paper_item.find(archive))}
     introduction = Text(
         Markup(
-            "Each is a ratio, nearly always of two perplexities: below 1 is better. It is <b>contradicted</b> where the whole "
-            "interval (95 %) is on the other side of what the claim asks for, <b>confirmed</b> where all of it is on the "
-            "claim's side, and <b>open</b> in every other case, for the reason given. An interval over <i>seeds</i> speaks of "
-            "other trainings, one over <i>parts of the text</i> of the same models on other text; a claim that compares "
-            "trainings needs seeds. A verdict is about models of the size given next to it, on their text, and about nothing "
-            "larger. Each interval is of one claim alone: of twenty that are decided, one may be wrong by chance."
+            "Each claim is about a ratio, usually of two perplexities, where below 1 is better. It is <b>contradicted</b> if "
+            "the whole 95 % interval is on the wrong side of the threshold, <b>confirmed</b> if all of it is on the claim's "
+            "side, and <b>open</b> otherwise, for the reason given. An interval over <i>seeds</i> is about other trainings; an "
+            "interval over <i>parts of the text</i> is about the same models on other text. A claim that compares trainings "
+            "needs several seeds. A verdict holds for models of the given size on their text, not for larger ones. Intervals "
+            "are not corrected for multiple comparisons: of twenty decided claims, one may be wrong by chance."
         )
     )
     tables = [

@@ -1,4 +1,4 @@
-"""What closes the page: records that no section draws, costs, where and when it was measured, and the list of all records."""
+"""The end of the page: records that no section draws, costs, machines and dates, and the list of all records."""
 
 from collections.abc import Sequence
 
@@ -11,14 +11,17 @@ from alibi_attn.report.tables.table import machine_text, number, text_table
 
 
 def other_records(archive: Archive, sections: Sequence[Section]) -> list[Section]:
-    """The metrics of the records that none of the sections draws."""
+    """The metrics of the records that no section draws."""
     drawn = {id(record) for section in sections for record in section.records}
     others = [record for record in archive.records if id(record) not in drawn]
     if not others:
         return []
     rows = [(record.kind, record.name, _metrics(record), code(_identity(record))) for record in others]
     table = Numbers(text_table(("kind", "name", "metrics", "identity"), rows), label="Other records", css="text")
-    blocks: list[Block] = [Text("This page does not draw these kinds; their numbers are listed."), table]
+    blocks: list[Block] = [
+        Text("This page has no figures for these kinds of records, so it lists their numbers."),
+        table,
+    ]
     return [
         Section(
             anchor="others", group="Other", title="Other records", heading="Other records", about=count_of(others),
@@ -33,17 +36,20 @@ def costs(archive: Archive) -> list[Section]:
     if table is None:
         return []
     machines = _machines(archive.records)
-    only = f" All on {machines[0]}." if len(machines) == 1 else ""
+    same_machine = f" All on {machines[0]}." if len(machines) == 1 else ""
     text = (
-        "Summed over the records of each study. Time is of the whole machine; what it drew from the wall was not measured, "
-        "so no energy is claimed."
+        "Sums over the records of each study. Time is that of the whole machine. Power was not measured, so there is no figure "
+        "for energy."
     )
-    blocks: list[Block] = [Text(text), Numbers(table, f"A training that several studies test counts once.{only}")]
-    return [Section(anchor="cost", group="", title="", heading="What did this cost", blocks=blocks)]
+    blocks: list[Block] = [
+        Text(text),
+        Numbers(table, f"A training that several studies share counts once.{same_machine}"),
+    ]
+    return [Section(anchor="cost", group="", title="", heading="Cost", blocks=blocks)]
 
 
 def provenance(archive: Archive) -> list[Section]:
-    """Machines, versions, commits, commands and days of the records, each once, and the time they took together."""
+    """Machines, versions, commits, commands and dates of the records, without duplicates, and their total time."""
     records = archive.records
     if not records:
         return []
@@ -58,7 +64,7 @@ def provenance(archive: Archive) -> list[Section]:
         "time": [f"{sum(r.seconds for r in records):,.0f} s in {len(records)} records"],
     }
     blocks = [Facts([(name, values) for name, values in facts.items() if values])]
-    return [Section(anchor="provenance", group="", title="", heading="Where and when", blocks=blocks)]
+    return [Section(anchor="provenance", group="", title="", heading="Provenance", blocks=blocks)]
 
 
 def record_list(archive: Archive, sections: Sequence[Section]) -> Section:

@@ -1,4 +1,4 @@
-"""The trainings and tests that the answers to the paper's items were read from, one row per configuration and test."""
+"""The trainings and tests that the answers to the paper's items are computed from, one row per configuration and test."""
 
 import math
 from collections.abc import Sequence
@@ -21,24 +21,24 @@ def find(archive: Archive) -> list[list[Study]]:
 
 
 def draw(studies: Sequence[Study], index: int, archive: Archive) -> Section:
-    """Every series: where it was tested, with what perplexity, and the time of its training."""
+    """For every series: the tested lengths, perplexities, and training time."""
     blocks: dict[str, list[Row]] = {}
     for study in studies:
         rows = blocks.setdefault(f"{study.recipe} on {study.corpus.get('name', 'its text')}", [])
         rows += [(_label(series), variable_of(series.method), _cells(study, series)) for series in study.series]
     table = Table(_COLUMNS, tuple(Block(title, tuple(rows)) for title, rows in blocks.items()))
     text = (
-        "The pictures above are made of these; nonoverlapping windows here, at the shortest and the longest length of each "
-        "test."
+        "The figures above are computed from these records. Perplexities are for nonoverlapping windows, at the shortest and the "
+        "longest length of each test."
     )
     records = [record for study in studies for record in study.records]
     return Section(
         anchor="evidence",
-        group="Behind the paper's items",
+        group="Sources of the paper's items",
         title="Trainings and tests",
         about=count_of(records),
-        heading="Trainings and tests behind the paper's items",
-        blocks=[Text(text), Group("evidence", [Numbers(table, "A row a configuration and a test.")])],
+        heading="Trainings and tests used for the paper's items",
+        blocks=[Text(text), Group("evidence", [Numbers(table, "One row per configuration and test.")])],
         records=records,
     )
 

@@ -1,4 +1,4 @@
-"""Where the heads of a trained model look, as maps of layers by heads (records of `alibi heads MODEL`)."""
+"""Where the heads of a trained model attend, as maps of layers by heads (records of `alibi heads MODEL`)."""
 
 from markupsafe import Markup
 
@@ -14,7 +14,7 @@ _COLUMNS = (
 
 
 def find(archive: Archive) -> list[Record]:
-    """The records of kind "heads" that hold whole layers."""
+    """The records of kind "heads" with complete layers."""
     return [record for record in archive.records if plots.is_drawn(record)]
 
 
@@ -30,6 +30,6 @@ def draw(record: Record, number: int, archive: Archive) -> Section:
         Text(Markup("Made with {}").format(code(record.command)), "note"),
     ]
     return Section(
-        anchor=name, group="Heads of trained models", title=title, heading=f"Where the heads look: {title}", blocks=blocks,
+        anchor=name, group="Heads of trained models", title=title, heading=f"Where the heads attend: {title}", blocks=blocks,
         records=[record],
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""A comparison of position methods: a heat map with numbers, ranks, a paragraph per method, and every length below."""
+"""A comparison of position methods: a heat map with numbers, a paragraph per method, ranks, and all lengths."""
 
 import math
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ def find(archive: Archive) -> list[list[Task]]:
 
 
 def draw(tasks: Sequence[Task], number: int, archive: Archive) -> Section:
-    """All methods on all tasks that some method has learned."""
+    """All methods on all tasks that at least one method has learned."""
     learned = [task for task in tasks if method_comparison.is_learned(task)]
     methods = method_comparison.methods(tasks)
     trained, longest = tasks[0].lengths
@@ -30,8 +30,8 @@ def draw(tasks: Sequence[Task], number: int, archive: Archive) -> Section:
     records = method_comparison.records(tasks)
     blocks: list[Block] = [
         Text(
-            f"Every sentence and number is of models of this size: {_size(tasks)}. Nothing is said of larger ones. All have "
-            "the same model, data, order and seeds, and differ by the position method alone."
+            f"All sentences and numbers are about models of this size: {_size(tasks)}. They say nothing about larger models. "
+            "All runs have the same model, data, data order and seeds, and differ only in the position method."
         ),
         Numbers(_heat_map(tasks, learned), _legend_of_heat(tasks), label="Methods by task", css="heat"),
         *(Text(_why_not(task), "note") for task in tasks if task not in learned),
@@ -40,20 +40,21 @@ def draw(tasks: Sequence[Task], number: int, archive: Archive) -> Section:
     ranks = _ranks(tasks, learned)
     if ranks.columns:
         caption = (
-            "From one more than the methods that are surely better to all but those that are surely worse: by the interval "
-            "of each difference, seed by seed and part by part."
+            "From one plus the number of significantly better methods to the number of methods that are not significantly "
+            "worse. Two methods differ significantly if the 95 % interval of their difference, paired by seed and part, "
+            "excludes zero."
         )
         blocks.append(Part("Rank by task", [Numbers(ranks, caption)]))
     lengths = [
-        Folded(task.title, [Numbers(table, f"{task.title}, by length in tokens; means over the seeds.")])
+        Folded(task.title, [Numbers(table, f"{task.title}, by length in tokens; means over seeds.")])
         for task in tasks
         for table in [_by_length(task)]
         if table
     ]
     fields = Numbers(field_table(tasks[0].study), label="Configuration", css="text")
-    blocks.append(Part("Every length", [*lengths, Folded("What was run", [fields])]))
+    blocks.append(Part("Every length", [*lengths, Folded("Configuration", [fields])]))
     return Section(
-        anchor=f"r{number}", group="Position methods", title=title, heading=f"What each is good for: {title}",
+        anchor=f"r{number}", group="Position methods", title=title, heading=f"What each method is good for: {title}",
         about=count_of(records), blocks=blocks, records=records, css="recipe",
     )  # fmt: skip
 
@@ -76,17 +77,17 @@ def _heat_map(tasks: Sequence[Task], learned: Sequence[Task]) -> Table:
 def _legend_of_heat(tasks: Sequence[Task]) -> str:
     trained, longest = tasks[0].lengths
     return (
-        f"{trained:,} tokens, the trained length L, and {longest:,}; small: 95 %, {_intervals(tasks)}. The stronger the color "
-        "the better, from chance to all right, and for text from twice the lowest perplexity down to it (sliding window). "
-        "Bold: no other method is surely better."
+        f"{trained:,} tokens, the trained length L, and {longest:,}; small: 95 %, {_intervals(tasks)}. Stronger color "
+        "is better: from chance to all correct, and for text from twice the lowest perplexity to the lowest (sliding window). "
+        "Bold: no other method is significantly better."
     )
 
 
 def _method_by_method(tasks: Sequence[Task], learned: Sequence[Task]) -> Part:
     methods = method_comparison.methods(tasks)
     text = (
-        "Solved means that the whole interval is at 90 % or above. Where an interval is on both sides of it, the sentence "
-        "says open. Each interval is of one number alone: of twenty, one may be wrong by chance."
+        "A task is solved if the whole interval is at 90 % or above, and open if the interval includes 90 %. Intervals are not "
+        "corrected for multiple comparisons: of twenty, one may be wrong by chance."
     )
     paragraphs = [(series.label, [method_paragraphs.paragraph(learned, series.method)]) for series in methods]
     return Part("Method by method", [Text(text), Facts(paragraphs, [variable_of(one.method) for one in methods])])
@@ -120,17 +121,15 @@ def _ranks(tasks: Sequence[Task], learned: Sequence[Task]) -> Table:
 
 
 def _legend(task: Task) -> str:
-    return f"% right; chance {100 * task.chance:.0f}" if task.name else "perplexity, over the lowest at L"
+    return f"% correct; chance {100 * task.chance:.0f}" if task.name else "perplexity / lowest at L"
 
 
 def _why_not(task: Task) -> str:
     label, share = method_comparison.best_at_trained(task)
-    best = (
-        f"the best, {label}, is right for {100 * share:.0f} %" if math.isfinite(share) else "nothing was measured there"
-    )
+    best = f"the best, {label}, has {100 * share:.0f} %" if math.isfinite(share) else "nothing was measured there"
     return (
-        f"Left out: {task.title}. No method reaches {100 * method_comparison.SOLVED:.0f} % of the answers at the trained "
-        f"{task.lengths[0]:,} tokens ({best}), so what becomes of it at longer ones says nothing."
+        f"Left out: {task.title}. No method has {100 * method_comparison.SOLVED:.0f} % correct answers at the trained length of "
+        f"{task.lengths[0]:,} tokens ({best}), so longer lengths say nothing."
     )
 
 
@@ -139,16 +138,16 @@ def _by_length(task: Task) -> Table | None:
 
 
 def _intervals(tasks: Sequence[Task]) -> str:
-    """What the intervals are over: a single seed says nothing about another."""
+    """What the intervals are over, in words."""
     several = [series.seeds > 1 for task in tasks for series in task.study.series]
     if all(several):
-        return "over seeds and over parts of what was scored, what lies in either"
-    start = "where there are several seeds over these and over" if any(several) else "over"
-    return f"{start} parts of what was scored; one seed says nothing about another training"
+        return "covering the intervals over seeds and over parts of the documents"
+    start = "over seeds if there are several, and over" if any(several) else "over"
+    return f"{start} parts of the documents; one seed says nothing about other trainings"
 
 
 def _size(tasks: Sequence[Task]) -> str:
-    """At which size the statements were made, in words."""
+    """The size of the models and trainings, in words."""
     weights, tokens = size(method_comparison.records(tasks))
     seeds = sorted({series.seeds for task in tasks for series in task.study.series})
     counted = f"{seeds[0]}" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"

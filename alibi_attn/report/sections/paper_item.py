@@ -17,7 +17,7 @@ def find(archive: Archive) -> list[Record]:
 
 
 def anchor(number: int) -> str:
-    """The id of the section of an answer by its place."""
+    """The id of the section of the answer with this index."""
     return f"p{number}"
 
 
@@ -27,7 +27,7 @@ def item_title(record: Record) -> str:
 
 
 def draw(record: Record, number: int, archive: Archive) -> Section:
-    """Pictures, how both change, the numbers and what the paper says about them."""
+    """Pictures, changes, numbers and the paper's notes."""
     item, title, scale = answers.item_of(record), item_title(record), answers.scale_of(record)
     blocks: list[Block] = [
         Text(text) for text in (answers.scale_sentence(record), answers.spread_sentence(record)) if text
@@ -37,23 +37,23 @@ def draw(record: Record, number: int, archive: Archive) -> Section:
         weights, tokens = verdicts.size(verdicts.Evidence(record, archive.by_identity).records)
         trained = f", trained on {tokens} tokens each" if tokens else ""
         size = f" ({weights} weights{trained})" if weights else ""
-        said = f"Of the paper's claims about it, at this size{size}: "
-        blocks.append(Text(Markup('{}<a href="#claims">{}</a>.').format(said, verdicts.counted(judged))))
+        start = f"The paper's claims about it, at this size{size}: "
+        blocks.append(Text(Markup('{}<a href="#claims">{}</a>.').format(start, verdicts.counted(judged))))
     for place, row in enumerate(paper_items.pictures(record, archive.by_identity)):
         blocks += panels(row, f"{anchor(number)}-{place}")
     change, table = tables.change_table(record), tables.pair_table(record)
     if change:
-        caption = "How the same change comes out here and in the paper, at equal multiples of the trained length."
+        caption = "The same change in our results and in the paper, at equal multiples of the trained length."
         blocks.append(Numbers(change, caption))
     if table:
         caption = (
-            "Ours and the paper's; where two lengths stand together, ours comes first. The best of each column is bold, "
-            "ours and the paper's each for itself."
+            "Ours and the paper's. If a column has two lengths, ours comes first. The best value of each column is bold, "
+            "separately for ours and the paper's."
         )
         numbers = Numbers(table, caption)
         blocks.append(numbers if item.source == title.lower() else Folded("The numbers", [numbers]))
     if item.notes:
-        blocks.append(Text(f"The paper: {item.notes}", "note"))
+        blocks.append(Text(f"Notes on the paper's numbers: {item.notes}", "note"))
     if record.command:
         blocks.append(Text(Markup("Made with {}").format(code(record.command)), "note"))
     return Section(

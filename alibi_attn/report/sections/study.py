@@ -1,4 +1,4 @@
-"""A study: the result in words, its pictures and tables, and what may be concluded from it."""
+"""A study: the result in words, pictures and tables, and what may be concluded from it."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -29,24 +29,28 @@ from alibi_attn.report.series import Mode, Study
 from alibi_attn.report.tables import study as tables
 from alibi_attn.report.tables.table import Table, mean, text_table
 
-MOST_LINES = 9  # in one picture; a study with more is drawn one trained length at a time
+MOST_LINES = 9  # per picture; a study with more lines gets one picture per trained length
 _MODES: tuple[tuple[Mode, str, str], ...] = (
-    ("nonoverlapping", "Nonoverlapping windows", "The text is cut into pieces; each is read from nothing."),
+    (
+        "nonoverlapping",
+        "Nonoverlapping windows",
+        "The text is split into segments; each is read without earlier context.",
+    ),
     (
         "sliding",
         "Sliding window",
-        "Windows overlap; only their last tokens are scored, so that each has seen a long context.",
+        "Windows overlap, and only their last tokens are scored, so each scored token has a long context.",
     ),
     (
         "windowed",
         "Context cut at the trained length",
-        "The control: the same weights and tokens, but no token sees further back than it did in training.",
+        "A control: the same weights and tokens, but no token sees more context than in training.",
     ),
 )
 
 
 def find(archive: Archive) -> list[Study]:
-    """The studies that stand on their own: not behind the paper's items, and not part of a comparison of methods."""
+    """The studies that belong neither to the paper's items nor to a comparison of methods."""
     named = answers.named_studies(archive.records)
     return [
         study for study in archive.studies if study.recipe not in named and not method_comparison.is_compared(study)
@@ -54,7 +58,7 @@ def find(archive: Archive) -> list[Study]:
 
 
 def draw(study: Study, number: int, archive: Archive) -> Section:
-    """Words first, then perplexity, losses, tasks and costs, then what may be concluded and what was run."""
+    """Sentences first, then perplexity, losses, tasks and costs, then the conclusions and the configuration."""
     name, title = f"s{number}", f"{study.recipe} on {study.corpus.get('name', '')}"
     parts = drawable(study)
     sliding = sentences.sliding_sentence(study)
@@ -64,7 +68,7 @@ def draw(study: Study, number: int, archive: Archive) -> Section:
     blocks += [Cards(cards)] if cards else []
     blocks += _perplexity(study, parts, name)
     losses = panels(_plots(_losses, parts), f"{name}-losses")
-    blocks += [Part("Where the loss is, and how it got there", losses)] if losses else []
+    blocks += [Part("Loss by position and during training", losses)] if losses else []
     blocks += [*_tasks(study, name), *_costs(study, parts, name), _conclusions(study), _what_was_run(study)]
     return Section(
         anchor=name, group="Studies", title=title, heading=title if len(find(archive)) > 1 else "", css="recipe",
@@ -73,7 +77,7 @@ def draw(study: Study, number: int, archive: Archive) -> Section:
 
 
 def drawable(study: Study) -> list[Study]:
-    """The study, or where it has too many lines for one picture, a study of each trained length."""
+    """The study, or one study per trained length if it has too many lines for one picture."""
     if len(study.series) <= MOST_LINES:
         return [study]
     return [
@@ -87,20 +91,20 @@ def _perplexity(study: Study, parts: list[Study], name: str) -> list[Part]:
     if not drawn:
         return []
     text = (
-        "The same tokens are scored at every length; lower is better. All panels of one trained length have one scale."
+        "The same tokens are scored at every length; lower is better. All panels of one trained length share a scale."
     )
     if study.seeds > 1:
-        text += " Lines are the mean of the seeds, bands go from the lowest to the highest seed."
+        text += " Lines are the mean over seeds; bands span the lowest to the highest seed."
     blocks: list[Block] = [Text(text)]
     if any(series.stretch != "none" for series in study.series):
         stretched = (
-            "PI divides the positions of rotary, and the slopes of ALiBi, by the length over the trained length, beyond it; "
-            "NTK does so the more the slower a channel turns or the flatter a head is; YaRN leaves fast channels alone. The "
+            "Beyond the trained length, PI divides the positions of rotary, or the slopes of ALiBi, by length / trained "
+            "length. NTK scales slow channels and flat heads more than others. YaRN leaves fast channels unchanged. The "
             "weights are the same."
         )
         blocks.append(Text(stretched, "note"))
     table = tables.by_length(study)
-    seeds = "; small: the lowest and the highest seed." if study.seeds > 1 else "."
+    seeds = "; small: lowest and highest seed." if study.seeds > 1 else "."
     caption = f"By length in tokens. The lowest of each column is bold{seeds}"
     blocks += [*drawn, *([Numbers(table, caption)] if table else [])]
     return [Part("Perplexity against length", blocks)]
@@ -126,15 +130,15 @@ def _losses(study: Study) -> Iterator[tuple[str, str, Figure | None, str]]:
         ),
         (
             "Validation by time",
-            "Perplexity on text that is not trained on; every seed is a line.",
+            "Perplexity on held-out text; one line per seed.",
             plots.validation_curves(study, "seconds"),
-            "Perplexity through the training, by seconds.",
+            "Perplexity during training, by seconds.",
         ),
         (
             "Validation by step",
-            "The same, step for step.",
+            "The same by training step.",
             plots.validation_curves(study, "step"),
-            "Perplexity through the training, by step.",
+            "Perplexity during training, by step.",
         ),
     )
 
@@ -144,7 +148,10 @@ def _costs(study: Study, parts: list[Study], name: str) -> list[Part]:
     if not found:
         return []
     blocks: list[Block] = [*panels(_plots(_cost_plots, parts), f"{name}-costs")]
-    captions = ("The cost on this machine.", "The cost on this machine, by length in tokens.")
+    captions = (
+        "Cost of the trainings on this machine.",
+        "Cost of the evaluations on this machine, by length in tokens.",
+    )
     blocks += [Numbers(table, caption) for table, caption in zip(found, captions, strict=False)]
     if not any("peak_memory_bytes" in record.curves.get("by_length", {}) for record in study.records):
         blocks.append(Text("The evaluation's memory was not measured on this machine.", "note"))
@@ -175,32 +182,33 @@ def _tasks(study: Study, name: str) -> list[Part]:
     if not drawn or table is None:
         return []
     text = (
-        "Tasks that cannot be solved without the context. A level perplexity says that far text does no harm; these say "
-        "whether it is used."
+        "These tasks cannot be solved without the context. A level perplexity shows that distant text does no harm; these tasks "
+        "show whether it is used."
     )
-    numbers = Numbers(table, "By length in tokens, where the task is hardest.")
-    return [Part("Finding what stands far back", [Text(text), *drawn, numbers])]
+    numbers = Numbers(table, "By length in tokens, at the hardest depth or distance.")
+    return [Part("Finding distant information", [Text(text), *drawn, numbers])]
 
 
 def _task_plots(study: Study) -> Iterator[tuple[str, str, Figure | None, str]]:
     yield from (
         (
             "Passkey",
-            "A number hides in filler text, at a depth from 0 (the start) to 1 (the end). Per cent of the numbers found; "
-            "length to the right, depth down.",
+            "A number is hidden in filler text, at a depth from 0 (the start) to 1 (the end). Percentage of numbers found; "
+            "length runs to the right, depth down.",
             retrieval.passkey_grid(study),
             f"Passkey by length and depth. {retrieval.describe(study, 'passkey')}",
         ),
         (
             "Recall",
-            "Random tokens come a second time; at the longest length of each method, by how far back they first came.",
+            "Random tokens are repeated; accuracy at the longest length of each method, by the distance to their first "
+            "occurrence.",
             retrieval.recall_by_distance(study),
             f"Recall by distance. {retrieval.describe(study, 'recall')}",
         ),
         *(
             (
                 "Associative recall" if task == "mqar" else task.capitalize(),
-                f"{retrieval.title_of(task)}. What is asked for stands as far back as the length allows.",
+                f"{retrieval.title_of(task)}. The queried symbol is as far back as the length allows.",
                 figure,
                 f"{retrieval.title_of(task)}. {retrieval.describe(study, task)}",
             )
@@ -214,16 +222,16 @@ def _conclusions(study: Study) -> Part:
         Part("You may conclude", [Items(sentences.allowed(study))], level=3),
         Part("You may not conclude", [Items(sentences.not_allowed(study))], level=3),
     ]
-    return Part("What you may conclude, and what not", [Group("columns", columns)])
+    return Part("Conclusions", [Group("columns", columns)])
 
 
 def _what_was_run(study: Study) -> Part:
     facts = [
         (f"corpus {name}", [code(value) if name == "sha256" else value]) for name, value in tables.corpus_facts(study)
     ]
-    caption = Markup("Every field, by the name that {} takes; where the runs differ, all values.").format(code("--set"))
+    caption = Markup("Every field, with its name for {}; all values if the runs differ.").format(code("--set"))
     fields = Numbers(field_table(study), caption, label="Configuration", css="text")
-    return Part("What was run, on which data", [Facts(facts), fields])
+    return Part("Configuration and data", [Facts(facts), fields])
 
 
 def field_table(study: Study) -> Table:
@@ -234,7 +242,7 @@ def field_table(study: Study) -> Table:
 def _plots(
     describe: Callable[[Study], Iterator[tuple[str, str, Figure | None, str]]], parts: list[Study]
 ) -> Iterator[Plot]:
-    """What `describe` yields for each part and has a figure; headings say the trained length where there are several."""
+    """The plots with a figure that `describe` yields for each part; headings name the trained length if there are several."""
     for part in parts:
         which = f", trained at {part.trained[0]:,}" if len(parts) > 1 else ""
         for heading, caption, figure, description in describe(part):
@@ -243,7 +251,7 @@ def _plots(
 
 
 def _ends(study: Study, mode: Mode = "nonoverlapping") -> str:
-    """Where each line starts and ends, for readers who do not see it."""
+    """Where each line starts and ends, for readers who cannot see it."""
     texts = []
     for series in study.series:
         between = sentences.ends(series, mode)

@@ -1,4 +1,4 @@
-"""How far the heads of a trained model look, certified and true (records of `recipes/trained_reach.py`)."""
+"""The certified and true reach of the heads of a trained model (records of `alibi bench trained`)."""
 
 from markupsafe import Markup
 
@@ -10,7 +10,7 @@ from alibi_attn.report.tables.table import text_table
 
 
 def find(archive: Archive) -> list[TrainedHeads]:
-    """The models, each with its layers."""
+    """One entry per model, with its layers."""
     return plots.trained_heads(archive.records)
 
 
@@ -19,14 +19,14 @@ def draw(model: TrainedHeads, number: int, archive: Archive) -> Section:
     name = f"h{number}"
     trained = f", after training at {model.trained:,}" if model.trained else ""
     text = Markup(
-        "On {:,} tokens{}. <b>Filled:</b> the reach beyond which keys are skipped, because their share of the attention is "
-        "certified to be less than the tolerance. <b>Open:</b> the distance beyond which it really is. Dotted lines mark the "
-        "two lengths."
+        "On {:,} tokens{}. <b>Filled:</b> the certified reach, beyond which keys are skipped because their total weight is "
+        "certified to be below the tolerance. <b>Open:</b> the distance beyond which their weight is in fact below it. Dotted "
+        "lines mark the two lengths."
     ).format(model.length, trained)
     drawn = [
         Plot(
             "Certified reach and true distance",
-            "The farthest of all queries, in tokens, log scale.",
+            "The maximum over all queries, in tokens, log scale.",
             plots.reach_figure(model),
             f"Reach of the heads of {len(model.layers)} layers; the table below has the numbers.",
         )
@@ -36,8 +36,8 @@ def draw(model: TrainedHeads, number: int, archive: Archive) -> Section:
         drawn.append(
             Plot(
                 "Where the attention is",
-                "The share of a head's attention that goes to keys nearer than a distance, the mean over the queries. Pale "
-                "lines are flat heads.",
+                "The share of a head's attention on keys nearer than a distance, averaged over the queries. Pale lines are "
+                "flat heads.",
                 mass,
                 "The share of attention that each head gives to near keys.",
             )
@@ -46,6 +46,6 @@ def draw(model: TrainedHeads, number: int, archive: Archive) -> Section:
     numbers = Numbers(table, label=f"Reach of every head of {model.title}", tall=True)
     return Section(
         anchor=name, group="Heads of trained models", title=model.title, about=count_of(model.records),
-        heading=f"How far trained heads look: {model.title}", blocks=[Text(text), *panels(drawn, name), numbers],
+        heading=f"Reach of trained heads: {model.title}", blocks=[Text(text), *panels(drawn, name), numbers],
         records=model.records,
     )  # fmt: skip

@@ -1,1 +1,1 @@
-"""Tables: the numbers of the page as rows of plain text and values, one file per subject."""
+"""Tables of the page, as plain text and values, one file per subject."""

@@ -1,4 +1,4 @@
-"""What it cost: trainings, weights, tokens, time and machines, summed over the records of each study."""
+"""Costs: trainings, weights, tokens, time and machines, summed over the records of each study."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from alibi_attn.report.tables.table import Block, Cell, Table, machine_text
 
 
 def cost_table(studies: Sequence[Study]) -> Table | None:
-    """A row a recipe and text, and one for all of them; a training that several studies test is counted once."""
+    """One row per recipe and text, and a total; a training that several studies share counts once."""
     by_title: dict[str, list[Record]] = {}
     for study in studies:
         by_title.setdefault(f"{study.recipe} on {study.corpus.get('name', 'its text')}", []).extend(study.records)
@@ -17,7 +17,7 @@ def cost_table(studies: Sequence[Study]) -> Table | None:
     if not any(cell.value for _, _, cells in rows for cell in cells):
         return None
     if len(rows) > 1:
-        rows.append(("all together", "ink", _cells(_unique(counted))))
+        rows.append(("total", "ink", _cells(_unique(counted))))
     several = len({machine_text(record.machine) for record in counted if record.machine}) > 1
     columns = ("trainings", "parameters", "tokens trained on", "training", "tests", *(("machine",) if several else ()))
     shown = tuple((label, color, cells[: len(columns)]) for label, color, cells in rows)
@@ -25,7 +25,7 @@ def cost_table(studies: Sequence[Study]) -> Table | None:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people say them: "48 s", "12 min", "3.4 h"."""
+    """Seconds in a readable unit: "48 s", "12 min", "3.4 h"."""
     for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
         if seconds >= 2 * size:
             return f"{seconds / size:.3g} {unit}"

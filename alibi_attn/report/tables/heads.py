@@ -1,15 +1,15 @@
-"""The heads of ALiBi in numbers: slope, half-life, and the distance beyond which a key hardly counts."""
+"""The heads of ALiBi in numbers: slope, half-life, and the distance beyond which a key is negligible."""
 
 import math
 
 from alibi_attn.records import MOST
 from alibi_attn.slopes import alibi_slopes
 
-NEGLIGIBLE = 1e-6  # the factor below which a head counts as blind, and at which its picture has faded out
+NEGLIGIBLE = 1e-6  # a key with a smaller factor is negligible and is drawn without color
 
 
 def head_rows(num_heads: int) -> list[tuple[str, str, str, str]]:
-    """Head, slope, half-life and the distance at which the factor falls under 1e-6, for every head."""
+    """Head, slope, half-life and the distance from which the factor is below 1e-6, for every head."""
     rows = []
     for head, slope in enumerate(alibi_slopes(num_heads).tolist(), start=1):
         distance = math.floor(-math.log(NEGLIGIBLE) / slope) + 1
@@ -23,7 +23,7 @@ def half_life(slope: float) -> float:
 
 
 def fraction(slope: float) -> str:
-    """A slope as text: "1/256" where it is one over a whole number, otherwise three digits."""
+    """A slope as text: "1/256" if it is one over an integer, otherwise three digits."""
     if slope > 1 / MOST and abs(1 / slope - round(1 / slope)) < 1e-9 / slope:
         return f"1/{round(1 / slope)}" if slope != 1 else "1"
     return f"{slope:.3g}"

@@ -1,4 +1,4 @@
-"""Tables of the paper: our rows and the paper's under common columns, each with its own best, and how both change with length."""
+"""Tables of the paper's items: our rows and the paper's under common columns, and how both change with length."""
 
 import math
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from alibi_attn.report.published import PublishedItem, method_of
 from alibi_attn.report.tables.table import Block, Cell, Table, number
 
 CITED = "cited, not run"
-_MANY = 14  # columns that a table may have before it is thinned
+_MANY = 14  # a table with more columns is thinned
 _NAMES = {
     "train_tokens_per_second": "training, tokens/s",
     "evaluation_tokens_per_second": "test, tokens/s",
@@ -29,11 +29,13 @@ _OURS_TOO = {"sliding_perplexity": "sliding", "nonoverlapping_perplexity": "nono
 
 _SPREAD = {"perplexity": "", **{column: column.removesuffix("perplexity") for column in _OURS_TOO}}
 
-Rows = dict[str, dict[float, tuple[float, float, float]]]  # label -> the paper's length -> value, lowest, highest seed
+Rows = dict[
+    str, dict[float, tuple[float, float, float]]
+]  # label -> the paper's length -> (value, lowest seed, highest seed)
 
 
 def pair_table(record: Record) -> Table | None:
-    """Ours above the paper's; columns are the paper's columns, or its lengths. None for drawings that measure nothing."""
+    """Our rows above the paper's; the columns are the paper's columns, or its lengths. None for drawings without measurements."""
     item = item_of(record)
     if "context" in item.columns or "slope" in item.columns:
         return None
@@ -41,7 +43,7 @@ def pair_table(record: Record) -> Table | None:
 
 
 def change_table(record: Record) -> Table | None:
-    """By how many per cent perplexity changes from the shortest to the longest length that both have, ours and the paper's."""
+    """The change of perplexity, in percent, from the shortest to the longest length that both ours and the paper have."""
     item, blocks = item_of(record), []
     if not {"length", "perplexity"} <= set(item.columns):
         return None
@@ -50,8 +52,8 @@ def change_table(record: Record) -> Table | None:
     rows = []
     for label, in_paper in theirs.items():
         if "L_valid" in label.replace("L_valid = ", ""):
-            continue  # another model at every length
-        here = ours["perplexity"].get(label, {})  # T5's bias has lengths that did not fit into memory
+            continue  # a different model at each length
+        here = ours["perplexity"].get(label, {})  # T5 bias has no numbers at lengths that did not fit into memory
         both = [x for x in sorted(set(in_paper) & set(here)) if math.isfinite(in_paper[x][0] + here[x][0])]
         if len(both) < 2:
             continue
@@ -96,7 +98,7 @@ def _by_length(record: Record, item: PublishedItem) -> Table:
 
 
 def _shown(ours: set[float], found: list[tuple[str, str, Rows]]) -> list[float]:
-    """All lengths; where they are many, ours and the paper's nearest to each of them (all are in `published.json`)."""
+    """All lengths; if there are too many, ours and the nearest ones of the paper (all are in `published.json`)."""
     every = sorted({length for _, _, rows in found for values in rows.values() for length in values})
     if len(every) <= _MANY or not ours:
         return every
@@ -118,7 +120,7 @@ def _by_column(record: Record, item: PublishedItem) -> Table:
             rows: Rows = {}
             for label in item.series:
                 values = column(label, measure).tolist()
-                if ours:  # a curve through training ends with the number that the paper has
+                if ours:  # the last point of a training curve is what the paper's table has
                     values = values[-1:]
                 rows[label] = {place: (value, math.nan, math.nan) for place, value in enumerate(values)}
             columns.append((measure, rows))
@@ -153,7 +155,7 @@ def _block(title: str, measure: str, rows: dict[str, list[tuple[float, float, fl
 
 
 def _marked(measure: str, column: list[Cell]) -> list[Cell]:
-    """The best of a column marked: the lowest perplexity or memory, the highest speed; nothing where there is one row."""
+    """The column with its best value marked: the lowest perplexity or memory, or the highest speed; unmarked if all are equal."""
     values = [cell.value for cell in column if cell.value is not None]
     if len(set(values)) < 2 or not ("perplexity" in measure or measure.endswith("_per_second") or "memory" in measure):
         return column
@@ -184,7 +186,7 @@ def _change(values: dict[float, tuple[float, float, float]], first: float, last:
 
 
 def _rows(column: Column, labels: Iterable[str], measure: str) -> Rows:
-    """What a column has of a measure, by the paper's length, with the lowest and the highest seed where there are several."""
+    """The values of a measure by the paper's length, with the lowest and the highest seed if there are several."""
     rows: Rows = {}
     for label in labels:
         values = column(label, measure)
@@ -200,7 +202,7 @@ def _rows(column: Column, labels: Iterable[str], measure: str) -> Rows:
 
 
 def _title(measure: str, factor: float) -> str:
-    """A column's heading; perplexities at one of the paper's lengths say ours before it."""
+    """A column's heading; for a perplexity at one of the paper's lengths, our length comes first."""
     if measure.startswith("perplexity_"):
         length = int(measure.removeprefix("perplexity_"))
         shown = f"{length:,}" if factor == 1 else f"{length / factor:,.0f} ({length:,})"

@@ -1,4 +1,4 @@
-"""Tables of a study: perplexity by length, costs, and what was run on which text."""
+"""Tables of a study: perplexity by length, costs, configuration and corpus."""
 
 import json
 import math
@@ -18,7 +18,7 @@ _SECTIONS = ("model", "data", "train", "eval")
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """A series in a nutshell: its perplexity `to` at the longest length, and the `change` since `before`, at the trained one."""
+    """A summary of a series: its perplexity `to` at the longest length, and the `change` from `before`, at the trained length."""
 
     method: str
     label: str
@@ -29,7 +29,7 @@ class Card:
 
 
 def by_length(study: Study) -> Table | None:
-    """Perplexity, and bits per byte where it is known, at every length in every way; None if nothing was evaluated."""
+    """Perplexity, and bits per byte if known, at every length for every evaluation mode; None if nothing was evaluated."""
     lengths = study.lengths
     modes: tuple[tuple[Mode, str], ...] = (
         ("nonoverlapping", "nonoverlapping windows"),
@@ -52,7 +52,7 @@ def by_length(study: Study) -> Table | None:
 
 
 def cards(study: Study) -> list[Card]:
-    """For every series, its perplexity at the trained and at the longest length, and the change."""
+    """For every series, its perplexity at the trained and the longest length, and the change."""
     found = []
     for series in study.series:
         between, change = sentences.ends(series), sentences.change_percent(series)
@@ -73,7 +73,7 @@ def cards(study: Study) -> list[Card]:
 
 
 def training_cost(study: Study) -> Table | None:
-    """Size, speed, memory and last loss of the trainings; None if there are none of these numbers."""
+    """Size, speed, memory and last loss of the trainings; None if none of these was recorded."""
     metrics: tuple[tuple[str, str, Callable[[float], str]], ...] = (
         ("parameters", "parameters", lambda value: f"{value:,.0f}"),
         ("seconds", "seconds", lambda value: f"{value:,.0f}"),
@@ -99,7 +99,7 @@ def evaluation_cost(study: Study) -> Table | None:
 
 
 def fields(study: Study) -> list[tuple[str, str]]:
-    """Every field of the configs by its name, with its value, or its values where the runs differ."""
+    """Every field of the configs with its value, or with all values if the runs differ."""
     configs = [flat(record.config) for record in study.records]
     names = [
         name for name in dict.fromkeys(key for config in configs for key in config) if not name.startswith("corpus.")
@@ -112,7 +112,7 @@ def fields(study: Study) -> list[tuple[str, str]]:
 
 
 def corpus_facts(study: Study) -> list[tuple[str, str]]:
-    """What the records say of the corpus."""
+    """The recorded facts about the corpus."""
     return [
         (
             key.replace("_", " "),
@@ -130,7 +130,7 @@ def _block(
     *,
     show: Callable[[float], str] | None = None,
 ) -> Block | None:
-    """A row a series, a cell a length. Without `show` these are losses: the lowest of each column is marked."""
+    """One row per series, one cell per length. Without `show` these are losses, and the lowest of each column is marked."""
     cells: list[list[Cell]] = []
     for series in study.series:
         x, y = series.curve("by_length", "length", column)
@@ -145,11 +145,11 @@ def _block(
 
 
 def _streams(study: Study) -> list[Block | None]:
-    """Perplexities of what was read on and on: a block for every way, and for every number of tokens that it keeps."""
+    """Perplexities on a continuous stream: one block per way of reading and number of kept tokens."""
     words = {"cached segments": "tokens of memory", "attention sinks": "first tokens"}
-    asked = dict.fromkeys((way, kept) for record in study.records for way, _, kept, _ in _read_on(record))
+    ways = dict.fromkeys((way, kept) for record in study.records for way, _, kept, _ in _stream_rows(record))
     found = []
-    for way, kept in sorted(asked):
+    for way, kept in sorted(ways):
         rows = []
         for series in study.series:
             by_length = _streamed(series, way, kept)
@@ -160,24 +160,24 @@ def _streams(study: Study) -> list[Block | None]:
 
 
 def _streamed(series: Series, way: str, kept: float) -> dict[float, list[float]]:
-    """The perplexities of every seed by length, read in one way."""
+    """The perplexities of all seeds by length, for one way of reading."""
     found: dict[float, list[float]] = {}
     for record in series.evaluations:
-        for own_way, length, own_kept, nats in _read_on(record):
+        for own_way, length, own_kept, nats in _stream_rows(record):
             if (own_way, own_kept) == (way, kept) and math.isfinite(nats):
                 found.setdefault(length, []).append(perplexity(nats))
     return found
 
 
-def _read_on(record: Record) -> list[tuple[str, float, float, float]]:
-    """Way, length, kept and nats of every row of the curve "streams"."""
+def _stream_rows(record: Record) -> list[tuple[str, float, float, float]]:
+    """(way, length, kept tokens, nats) of every row of the curve "streams"."""
     columns = [numbers(record, "streams", name) for name in ("length", "kept", "nats")]
     ways = record.curves.get("streams", {}).get("way") or [None] * len(columns[0])
     return [(str(way), *row) for way, *row in zip(ways, *columns, strict=True) if math.isfinite(row[0] + row[1])]
 
 
 def _marked(study: Study, title: str, cells: list[list[Cell]]) -> Block | None:
-    """A block of losses, the lowest of each column marked; None where all are empty."""
+    """A block of losses with the lowest of each column marked; None if all cells are empty."""
     if all(cell.value is None for row in cells for cell in row):
         return None
     for place in range(len(study.lengths) if len(cells) > 1 else 0):

@@ -1,4 +1,4 @@
-"""Table: rows of numbers and text for the page and the terminal, and how numbers are written."""
+"""Tables of numbers and text for the page and the terminal, and number formatting."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,9 +16,9 @@ class Cell:
     Args:
         text: the value as shown.
         value: the number itself; None for text.
-        spread: shown in small type below, as the range over seeds; "" for none.
-        best: whether it is set in bold.
-        heat: share of full color behind it, from 0 to 1; None for no color.
+        spread: shown below in small type, for example the range over seeds; "" for none.
+        best: whether it is bold.
+        heat: strength of the background color, from 0 to 1; None for no color.
         css: its class.
     """
 
@@ -68,7 +68,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def number(value: float) -> str:
-    """Four significant digits: 7.020, 17.23; whole numbers from 1,000 on, 1.36·10⁷ from a million on; small ones unpadded."""
+    """A number with four significant digits: 7.020, 17.23; integers from 1,000, and 1.36·10⁷ from a million."""
     if math.isinf(value):
         return "∞" if value > 0 else "−∞"
     if abs(value) >= 1e6:
@@ -81,13 +81,13 @@ def number(value: float) -> str:
 
 
 def processor_text(machine: Mapping[str, Json]) -> str:
-    """The processor with its widest instruction set, if recorded; "" if nothing was recorded."""
+    """The processor, with its widest instruction set if recorded; "" if nothing was recorded."""
     name, has = machine.get("processor"), machine.get("instructions")
     return f"{name} ({has})" if name and has else str(name or "")
 
 
 def machine_text(machine: Mapping[str, Json]) -> str:
-    """A machine in a few words."""
+    """A short description of a machine."""
     memory = machine.get("memory_bytes")
     parts = [
         processor_text(machine),
