@@ -64,7 +64,7 @@ def found(tmp_path_factory):
 
 def test_the_report_leaves_out_tasks_that_the_models_did_not_learn(found):
     page = html.unescape(report_html(found))
-    assert "What each is good for: 3 position methods at 32 and at 64 tokens" in page
+    assert "What each method is good for: 3 position methods at 32 and at 64 tokens" in page
     assert page.count("Left out: ") >= 3  # of four tasks; the bit may be right by chance
     assert "Good at both lengths: associative recall" not in page
 
