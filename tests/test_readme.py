@@ -116,6 +116,10 @@ def test_the_documents_are_short():
     assert sum(words.values()) <= 30_000
 
 
+def test_the_changelog_fits_on_a_page():
+    assert len((ROOT / "CHANGELOG.md").read_text(encoding="utf-8").split()) <= 800
+
+
 def test_the_page_of_commands_has_all_with_their_options():
     lines = re.findall(
         r"^alibi (\w+)(.*)$", (ROOT / "docs" / "commands.md").read_text(encoding="utf-8"), flags=re.MULTILINE
