@@ -1,10 +1,9 @@
-"""JAX on the CPU calls the C++ kernels that PyTorch calls, as two targets of XLA's foreign function interface.
+"""JAX on the CPU: the same C++ kernels as in PyTorch, as two targets of XLA's foreign function interface.
 
-`native.cpp` is the binding: it is compiled on the first call that wants it, against the headers that come with jaxlib, and kept
-next to the kernels. Arrays have the layout of XLA, [B, T, H, D]; the binding copies the rows of each head next to each other
-(`packed.hpp`) and looks for bad numbers (`clean.hpp`). bf16 is multiplied as it is where the processor can; elsewhere, and fp16
-always, half precision is widened before. `vmap` puts its axis into the batch.
-Next: `attention/backends/native`.
+`native.cpp` is the binding. The first call compiles it against jaxlib's headers and keeps it next to the kernels. Arrays have
+XLA's layout, [B, T, H, D]; the binding copies the rows of each head next to each other (`packed.hpp`) and handles NaN and inf
+(`clean.hpp`). bf16 is multiplied directly if the processor can; other bf16, and all fp16, is widened first. `vmap` adds its axis
+to the batch. Read `attention/backends/native` next.
 """
 
 import ctypes
@@ -45,7 +44,7 @@ class Wanted:
 
 
 def why_not(platforms: set[str]) -> str | None:
-    """Why the kernels cannot run where the arrays are; compiles them for a CPU."""
+    """Why the kernels cannot run on these platforms; on a CPU, compiles them if needed."""
     if platforms != {"cpu"}:
         return f"it runs on the CPU but query is on {', '.join(sorted(platforms))}"
     return _registered()
@@ -53,7 +52,7 @@ def why_not(platforms: set[str]) -> str | None:
 
 @functools.cache
 def _registered() -> str | None:
-    """Registers the targets with XLA, once a process; or why that cannot be."""
+    """Registers the targets with XLA, once per process; returns the reason if that fails."""
     try:
         kernels, binding = build.library(), _binding()
     except BuildError as error:
@@ -90,7 +89,7 @@ def _load(path: Path) -> ctypes.CDLL:
             getattr(loaded, target)
         bind = loaded.alibi_xla_bind
     except (OSError, AttributeError) as error:
-        raise BuildError(f"what the compiler made cannot be loaded: {error}") from None
+        raise BuildError(f"the compiled binding cannot be loaded: {error}") from None
     bind.argtypes, bind.restype = [ctypes.c_void_p], ctypes.c_int64
     return loaded
 
@@ -99,43 +98,39 @@ def forward(plan: Plan, arrays: Arrays, rest: Rest) -> tuple[Array, Array, Saved
     """(output [B, T, H, D] in query's dtype, lse [B, H, T] with the biases of queries, what backward needs)."""
     work = arrays.left.dtype
     batch, query_len, heads, _ = arrays.query.shape
-    of_lse = work if arrays.key_bias is None else jnp.promote_types(work, arrays.key_bias.dtype)
-    operands = _operands(arrays, rest)
+    lse_dtype = work if arrays.key_bias is None else jnp.promote_types(work, arrays.key_bias.dtype)
     results = (
-        (arrays.query.shape, _stored(arrays)), ((batch, heads, query_len), of_lse), ((batch, 2, heads, query_len), work),
+        (arrays.query.shape, _stored(arrays)), ((batch, heads, query_len), lse_dtype), ((batch, 2, heads, query_len), work),
         ((batch, _numbers_of_visited(arrays)), jnp.int32),
     )  # fmt: skip
-    output, lse, rows, visited = _call("alibi_xla_forward", plan, operands, results)
+    output, lse, rows, visited = _call("alibi_xla_forward", plan, _operands(arrays, rest), results)
     return output.astype(arrays.query.dtype), lse, Saved(rows, visited)
 
 
 def backward(
     plan: Plan, wanted: Wanted, arrays: Arrays, rest: Rest, saved: Saved, output: Array, grad: Array, grad_lse: Array
 ) -> Arrays:
-    """Gradients in the shapes and dtypes of what they are gradients of; zeros for gradients that are not requested.
+    """Gradients in the shapes and dtypes of their inputs; zeros for gradients that are not requested.
 
     Args:
-        output: [B, T, H, D] of forward; grad [B, T, H, D] and grad_lse [B, H, T] are those of the loss.
+        output: [B, T, H, D] from forward; grad [B, T, H, D] and grad_lse [B, H, T] are the gradients of the loss.
     """
-    work = arrays.left.dtype
-    operands = _operands(arrays, rest)
-    beside = (output.astype(_stored(arrays)), grad.astype(_stored(arrays)), grad_lse.astype(work), *saved)
-    query, key, value = (x.shape for x in arrays[:3])
+    work, stored = arrays.left.dtype, _stored(arrays)
+    operands = *_operands(arrays, rest), output.astype(stored), grad.astype(stored), grad_lse.astype(work), *saved
     slopes = arrays.left.shape if wanted.slopes else (0,)
+    shapes = *(x.shape for x in arrays[:3]), slopes, slopes
     biases = [(0,) if x is None or not wanted.biases else x.shape for x in (arrays.key_bias, arrays.query_bias)]
-    of_bias = work if arrays.key_bias is None else arrays.key_bias.dtype
-    results = (*((shape, work) for shape in (query, key, value, slopes, slopes)), *((x, of_bias) for x in biases))
-    found = _call("alibi_xla_backward", plan, (*operands, *beside), results)
-    of_rows = (x.astype(arrays.query.dtype) for x in found[:3])
-    of_rest = [
-        None if x is None else of_x if of_x.size else jnp.zeros_like(x)
-        for x, of_x in zip(arrays[3:], found[3:], strict=True)
+    bias_dtype = work if arrays.key_bias is None else arrays.key_bias.dtype
+    results = *((shape, work) for shape in shapes), *((shape, bias_dtype) for shape in biases)
+    grads = _call("alibi_xla_backward", plan, operands, results)
+    rest_grads = [
+        None if x is None else dx if dx.size else jnp.zeros_like(x) for x, dx in zip(arrays[3:], grads[3:], strict=True)
     ]
-    return Arrays(*of_rows, *of_rest)
+    return Arrays(*(dx.astype(arrays.query.dtype) for dx in grads[:3]), *rest_grads)
 
 
 def nothing_saved(arrays: Arrays) -> Saved:
-    """Zeros in the shapes of what `forward` saves, if another path ran; they vary over devices as the arrays do."""
+    """Zeros in the shapes that `forward` saves, for when another path ran; they vary over devices like the arrays."""
     batch, query_len, heads, _ = arrays.query.shape
     return Saved(
         jnp.zeros_like(arrays.left, shape=(batch, 2, heads, query_len)),
@@ -157,7 +152,7 @@ def _numbers_of_visited(arrays: Arrays) -> int:
 def _call(
     target: str, plan: Plan, operands: tuple[Array, ...], results: tuple[tuple[tuple[int, ...], jnp.dtype], ...]
 ) -> list[Array]:
-    # Made like an operand they vary over the same axes of a mesh, inside of `shard_map`.
+    # Created from an operand, so that inside `shard_map` they vary over the same mesh axes.
     like = jax.eval_shape(lambda x: [jnp.zeros_like(x, dtype, shape=shape) for shape, dtype in results], operands[0])
     threshold, factor = dropout_numbers(plan.dropout_p)
     call = jax.ffi.ffi_call(target, like, vmap_method="broadcast_all")
@@ -168,10 +163,11 @@ def _call(
 def _operands(arrays: Arrays, rest: Rest) -> tuple[Array, ...]:
     """In the order of `native.cpp`; a missing argument is an array without elements."""
     seed = rest.dropout_seed
+    if seed is not None:
+        seed += jnp.zeros_like(arrays.left, seed.dtype, shape=())
     optional = (
         rest.key_mask, rest.query_segments, rest.key_segments, arrays.key_bias, rest.key_bias_low, arrays.query_bias,
-        rest.query_bias_low, None if seed is None else seed + jnp.zeros_like(arrays.left, seed.dtype, shape=()),
-        rest.query_start,
+        rest.query_bias_low, seed, rest.query_start,
     )  # fmt: skip
     return (
         *(x.astype(_stored(arrays)) for x in arrays[:3]), arrays.left, arrays.right, rest.offset,

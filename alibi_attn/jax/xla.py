@@ -1,4 +1,4 @@
-"""What XLA compiles for any device: the loop over tiles, or all scores at once. Next: `plan.py`, `loop.py`, `dense.py`."""
+"""Paths that XLA compiles for any device: a loop over tiles, or all scores at once. Next: `plan.py`, `loop.py`, `dense.py`."""
 
 from typing import NamedTuple
 
@@ -15,9 +15,9 @@ from alibi_attn.jax.tiles import Finished
 class Saved(NamedTuple):
     """What forward saves for backward."""
 
-    lse: Array  # [B, H, T], counted from `reference`
-    reference: Array | None  # [B, H, T] where keys have biases
-    visited: Visited | None  # None: all keys
+    lse: Array  # [B, H, T], relative to `reference`
+    reference: Array | None  # [B, H, T] if keys have biases
+    visited: Visited | None  # None = all keys
 
 
 def forward(plan: Plan, arrays: Arrays, rest: Rest) -> tuple[Array, Array, Saved]:
@@ -35,7 +35,7 @@ def forward(plan: Plan, arrays: Arrays, rest: Rest) -> tuple[Array, Array, Saved
 
 
 def _unshifted(saved: Saved, arrays: Arrays, rest: Rest) -> Array:
-    """lse plus what its scores left out: the reference of biases and the query's bias. Large numbers are subtracted first."""
+    """lse plus the terms that its scores exclude: the reference of biases and the query's bias. Large numbers are added first."""
     if saved.reference is None:
         return saved.lse
     shift, of_query, low = saved.reference, arrays.query_bias, rest.query_bias_low
@@ -49,14 +49,14 @@ def _unshifted(saved: Saved, arrays: Arrays, rest: Rest) -> Array:
 def backward(
     plan: Plan, arrays: Arrays, rest: Rest, saved: Saved, output: Array, grad_output: Array, grad_lse: Array
 ) -> Arrays:
-    """Gradients in the shapes and dtypes of what they are gradients of.
+    """Gradients in the shapes and dtypes of their inputs.
 
     Args:
-        output: [B, T, H, D] of forward; grad_output [B, T, H, D] and grad_lse [B, H, T] are those of the loss.
+        output: [B, T, H, D] from forward; grad_output [B, T, H, D] and grad_lse [B, H, T] are the gradients of the loss.
     """
     blind = saved.lse == -jnp.inf
     grad_output, output = grad_output.swapaxes(1, 2), output.swapaxes(1, 2)
-    # The gradient of a query that saw nothing is ignored, whatever it is.
+    # The incoming gradient of a query that saw no key is ignored, even NaN.
     grad_output = jnp.where(blind[..., None], 0, grad_output)
     lse = jnp.where(blind, jnp.inf, saved.lse)
     grad_lse = jnp.where(blind, 0.0, grad_lse).astype(lse.dtype)
@@ -73,7 +73,7 @@ def backward(
 
 
 def nothing_saved(plan: Plan, arrays: Arrays) -> Saved:
-    """Zeros in the shapes of what `forward` saves, if another path ran; they vary over devices as the arrays do."""
+    """Zeros in the shapes that `forward` saves, for when another path ran; they vary over devices like the arrays."""
     batch, query_len, heads, _ = arrays.query.shape
     of_query, blocks = (batch, heads, query_len), batch * heads * -(-query_len // plan.query_block)
     visited = reference = None
@@ -87,7 +87,7 @@ def nothing_saved(plan: Plan, arrays: Arrays) -> Saved:
 
 
 def _inputs(arrays: Arrays, rest: Rest) -> tuple[Inputs, Array]:
-    """(the arrays by heads, keys that must not be used and queries with NaN or inf as zeros; [B, H, T] where those are)."""
+    """(the arrays with heads first, hidden keys and non-finite queries replaced by zeros; [B, H, T]: which queries those are)."""
     query, key, value = (x.swapaxes(1, 2) for x in arrays[:3])
     spoiled = ~jnp.isfinite(query).all(-1)
     query = jnp.where(spoiled[..., None], 0, query)
@@ -110,9 +110,9 @@ def _inputs(arrays: Arrays, rest: Rest) -> tuple[Inputs, Array]:
 
 
 def clean_keys(key: Array, value: Array, hidden: Array) -> tuple[Array, Array, Array]:
-    """(key, value, veil [...]): zeros in place of keys [..., D] that are hidden, or with NaN or inf in them or their value.
+    """(key, value, veil [...]): keys [..., D] that are hidden, or not finite in key or value, are replaced by zeros.
 
-    Matrix products touch every key, and 0·NaN is NaN: without this a hidden key would spoil all queries.
+    Matrix products touch every key, and 0·NaN is NaN: otherwise one hidden key would spoil all queries.
     """
     bad = ~(jnp.isfinite(key).all(-1) & jnp.isfinite(value).all(-1))
     veil = jnp.where(hidden, -jnp.inf, jnp.where(bad, jnp.nan, 0.0))

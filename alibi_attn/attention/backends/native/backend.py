@@ -1,8 +1,8 @@
-"""CPU: our own kernels in C++, compiled for the processor or its level; each block of queries reads only its certified band.
+"""CPU: our C++ kernels, compiled for the processor or its instruction level; each block of queries reads only its certified band.
 
-The kernels decide how far a block must look while they look (`certificate.hpp`) and divide the work (`tasks.hpp`);
-`visited.py` is what they visited. This module lays out a call and makes an operator of it. bf16 is multiplied as it is where the
-processor can (`products_bf16.hpp`); elsewhere, and fp16 always, half precision is computed in fp32.
+The kernels determine the reach of each block while they run (`certificate.hpp`) and divide the work (`tasks.hpp`); `visited.py`
+decodes which keys they read. This module builds the argument structure of a call and wraps the kernels as an operator. bf16 is
+multiplied directly on processors that can (`products_bf16.hpp`); other bf16, and all fp16, is computed in fp32.
 """
 
 import ctypes
@@ -27,30 +27,30 @@ Arrays = dict[str, Tensor | None]  # by the names of `build.Call`
 
 name = "native"
 
-FEWEST_SCORES = 2**17  # of all heads together: with fewer a call costs more than it saves (see docs/backends.md)
-WIDTH = 16  # numbers of the widest vector; head sizes are padded with zeros to a multiple of it
+FEWEST_SCORES = 2**17  # of all heads together; with fewer, `dense` is faster (see docs/backends.md)
+WIDTH = 16  # numbers in the widest vector; head sizes are zero-padded to a multiple of it
 NO_WINDOW, WIDEST_WINDOW = 0, 2**40
 
 _is_built = constant_when_compiled(build.why_not)
 
 
 def why_not(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> str | None:
-    """Needs a CPU, and the kernels of a wheel or a C++ compiler."""
+    """Requires a CPU, and the kernels of a wheel or a C++ compiler."""
     if query.device.type != "cpu":
         return f"it runs on the CPU but query is on {query.device}"
     if spec.table is not None and not is_eager(spec, query, key, value):
-        return (
-            "a table of distances does not pass through its operator, which torch.func and whatever traces a call meet"
-        )
+        return "its operator does not support a table of distances, so it cannot run in torch.func or while a call is traced"
     return why_not_compiled() or _is_built()
 
 
 def too_small(spec: Spec) -> TooSmall | None:
-    """A few queries, and short input; with dropout neither, as a mask that is written out takes longer than a call."""
+    """A few queries, or short input; never with dropout, because writing out its mask costs more than a call."""
     if spec.dropout_p > 0:
         return None
     if surely(spec.query_len <= FEW_QUERIES):
-        return TooSmall(f"T ≤ {FEW_QUERIES}: dense has scored all keys before the certificate has read them")
+        return TooSmall(
+            f"T ≤ {FEW_QUERIES}: dense scores all keys in less time than the certificate needs to read them"
+        )
     scores = spec.batch * spec.num_heads * spec.query_len * spec.key_len
     return (
         TooSmall(f"short input: B·H·T·S = {{}} < {FEWEST_SCORES}", scores) if surely(scores < FEWEST_SCORES) else None
@@ -58,28 +58,24 @@ def too_small(spec: Spec) -> TooSmall | None:
 
 
 def visits(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(reach, scores), each [B, H] int64: 1 + the largest |i − j| that is visited, and the scores of those blocks and keys.
+    """(reach, scores), each [B, H] int64: 1 + the largest |i − j| that is visited, and the number of scores computed.
 
-    The kernels know how far to look when they have looked, so this computes the attention.
+    The kernels determine the reach while they run, so this computes the attention.
     """
     reach, scores = visited(spec, query, key, value).reach_and_scores(spec)
     return torch.from_numpy(reach), torch.from_numpy(scores)
 
 
 def visited(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> Visited:
-    """Which keys each block of queries visits; computes the attention to find out."""
+    """Which keys each block of queries visits; this computes the attention."""
     spec = with_plain_offset(spec)
     q, k, v, *_ = without_bad_numbers(spec, query, key, key if value is None else value)
-    found = _attended(spec, q, k, v, has_values=value is not None)[2]
-    return Visited.of(spec, first_positions(spec, q.device).numpy(), found.visited.numpy())
+    saved = _forward(spec, q, k, v, has_values=value is not None)[2]
+    return Visited.of(spec, first_positions(spec, q.device).numpy(), saved.visited.numpy())
 
 
-def _forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Saved]:
-    return _attended(spec, q, k, v)
-
-
-def _attended(spec: Spec, q: Tensor, k: Tensor, v: Tensor, *, has_values: bool = True) -> tuple[Tensor, Tensor, Saved]:
-    """(output, lse, what backward wants to know); without values they count as of like length."""
+def _forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor, *, has_values: bool = True) -> tuple[Tensor, Tensor, Saved]:
+    """(output, lse, what backward needs); without values, the certificate assumes that all have the same norm."""
     rows = {name: _wide(x) for name, x in (("query", q), ("key", k), ("value", v))}
     output = torch.empty_like(rows["query"], memory_format=torch.contiguous_format)
     saved, lse = _new_saved(q, spec.num_kv_heads), output.new_empty(q.shape[:3], dtype=torch.float64)
@@ -91,35 +87,31 @@ def _attended(spec: Spec, q: Tensor, k: Tensor, v: Tensor, *, has_values: bool =
 def _backward(spec: Spec, saved: Saved, inputs: BackwardInputs) -> Gradients:
     names = ("query", "key", "value", "output")
     rows = {name: _wide(getattr(inputs, name)) for name in names} | {"grad": _wide(inputs.grad_output)}
-    work = _work(rows)
+    work, heads = _work(rows), (spec.batch, spec.num_heads)
     gradients = {
         f"{x}_grad": torch.empty_like(rows[x], dtype=work, memory_format=torch.contiguous_format) for x in names[:3]
     }
-    arrays: Arrays = {"visited": saved.visited, "rows": saved.rows, "slope_grads": None}
-    arrays["grad_lse"] = None if inputs.grad_lse is None else inputs.grad_lse.to(work)
-    dslope = torch.zeros(2, spec.batch, spec.num_heads, dtype=torch.float64)
-    if inputs.slopes_wanted:
-        arrays["slope_grads"] = dslope
-    biases: tuple[Tensor | None, ...] = None, None
+    dslope = torch.zeros(2, *heads, dtype=torch.float64)
+    dkey_bias = dquery_bias = by_distance = dtable = None
     if spec.key_bias is not None and inputs.biases_wanted:
-        heads = spec.batch, spec.num_heads
-        biases = tuple(dslope.new_empty((*heads, length)) for length in (spec.key_len, spec.query_len))
-    arrays |= dict(zip(("key_bias_grad", "query_bias_grad"), biases, strict=True))
-    by_distance = None
+        dkey_bias, dquery_bias = (dslope.new_empty((*heads, length)) for length in (spec.key_len, spec.query_len))
     if spec.table is not None and inputs.biases_wanted:
         by_distance = dslope.new_zeros((spec.num_heads, _distances(spec)[1]))
-    arrays["table_grads"] = by_distance
+    arrays: Arrays = {
+        "visited": saved.visited, "rows": saved.rows, "slope_grads": dslope if inputs.slopes_wanted else None,
+        "grad_lse": None if inputs.grad_lse is None else inputs.grad_lse.to(work),
+        "key_bias_grad": dkey_bias, "query_bias_grad": dquery_bias, "table_grads": by_distance,
+    }  # fmt: skip
     _call("backward", spec, rows | gradients, arrays)
+    if spec.table is not None and by_distance is not None:
+        columns = columns_of(spec, spec.table, *_distances(spec))
+        dtable = by_distance.new_zeros(spec.table.shape).index_add_(1, columns, by_distance)
     dq, dk, dv = (_narrow(x, spec) for x in gradients.values())
-    found = Gradients(dq, dk, dv, dslope, *biases)
-    if spec.table is None or by_distance is None:
-        return found
-    of_table = by_distance.new_zeros(spec.table.shape)
-    return found._replace(table=of_table.index_add_(1, columns_of(spec, spec.table, *_distances(spec)), by_distance))
+    return Gradients(dq, dk, dv, dslope, dkey_bias, dquery_bias, dtable)
 
 
 def _new_saved(query: Tensor, num_kv_heads: int) -> Saved:
-    """Which keys each block visits, and the maximum and the logarithm of the sum of every row, [B, 2, H, T]."""
+    """Uninitialized: which keys each block visits, and m_i and ln l_i of every row, [B, 2, H, T]."""
     batch, heads, query_len = query.shape[:3]
     work = torch.promote_types(query.dtype, torch.float32)
     numbers = numbers_of_visited(num_heads=heads, num_kv_heads=num_kv_heads, query_len=query_len)
@@ -135,7 +127,7 @@ run = operator(on_finite_numbers("native", _forward, _backward, _empty_saved))
 
 
 def _wide(x: Tensor) -> Tensor:
-    """[..., D] in what the kernels read, with D a multiple of WIDTH; the same tensor where it is that already."""
+    """[..., D] in a dtype that the kernels read, with D a multiple of WIDTH; the same tensor if it already is."""
     x = in_memory(x)
     if x.dtype != torch.bfloat16 or not build.multiplies_bf16():
         x = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -143,7 +135,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _work(rows: dict[str, Tensor]) -> torch.dtype:
-    """What sums are made in: fp32 of bf16."""
+    """The dtype of sums: fp32 for bf16."""
     return torch.promote_types(rows["query"].dtype, torch.float32)
 
 
@@ -152,9 +144,9 @@ def _narrow(x: Tensor, spec: Spec) -> Tensor:
 
 
 def _call(function: str, spec: Spec, rows: dict[str, Tensor], arrays: Arrays, *, has_values: bool = True) -> None:
-    """Fill a `build.Call` and run it; `rows` and `arrays` go by the names of its fields."""
+    """Fills a `build.Call` and runs it; the keys of `rows` and `arrays` are its fields."""
     if spec.batch == 0:
-        return  # the kernels divide their work by the number of sequences
+        return  # the kernels divide by the number of sequences
     call, _alive = call_of(spec, rows, arrays, has_values=has_values)
     getattr(build.library(), f"alibi_{function}_{dtype_name(_work(rows))}")(ctypes.byref(call))
 
@@ -162,7 +154,7 @@ def _call(function: str, spec: Spec, rows: dict[str, Tensor], arrays: Arrays, *,
 def call_of(
     spec: Spec, rows: dict[str, Tensor], arrays: Arrays, *, has_values: bool = True
 ) -> tuple[build.Call, list[Tensor]]:
-    """(the call, tensors that must live as long as it)."""
+    """(the call, the tensors that must outlive it)."""
     work, heads = _work(rows), (spec.batch, spec.num_heads)
     slopes = spec.slopes.detach().to(work).expand(heads).contiguous()
     right = slopes if spec.right_slopes is None else spec.right_slopes.detach().to(work).expand(heads)
@@ -192,7 +184,7 @@ def call_of(
 
 
 def _distances(spec: Spec) -> tuple[int, int]:
-    """(the first distance, how many there are) that whole vectors of queries have: some more than a table."""
+    """(the first distance, the number of distances) that whole vectors of queries cover: a few more than a table."""
     first = int(spec.query_offset)
     blocks, low = -(-spec.query_len // TILE), first - spec.key_len + 1
     if spec.causal:
@@ -201,7 +193,7 @@ def _distances(spec: Spec) -> tuple[int, int]:
 
 
 def _small_numbers(spec: Spec) -> tuple[Tensor | None, Tensor | None]:
-    """The segments as int32: only whether they are equal counts."""
+    """The segments as int32; they are only compared for equality."""
     if spec.query_segments is None or spec.key_segments is None:
         return None, None
     both = torch.cat([spec.query_segments, spec.key_segments], -1).long()

@@ -1,7 +1,7 @@
-"""A few queries at the end of a long text, and linear maps of a few rows, in C++: `decoding.cpp` and `linear.cpp`.
+"""The kernels of a decoding step: a few queries at the end of a long text, and linear maps of a few rows.
 
-What a decoding step needs, and no operator of torch: without gradients, on the CPU, fp32, bf16 or fp16 (computed in
-fp32).
+They call `decoding.cpp` and `linear.cpp` directly, without torch's operators: no gradients, CPU only; fp32, bf16 and fp16
+(computed in fp32).
 """
 
 import ctypes
@@ -19,7 +19,7 @@ from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.transforms import in_memory, may_read
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-MAX_ROWS = 4  # of a linear map; with more a matrix product has something to reuse
+MAX_ROWS = 4  # of a linear map; with more rows a matrix product reuses the weights
 
 
 def takes(*tensors: Tensor) -> bool:
@@ -40,16 +40,14 @@ def decode(
     query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, *, norms: Norms | None, visible: Sequence[tuple[int, int]] | None,
     window: int | None, scale: float, tolerance: float,
 ) -> Tensor | None:  # fmt: skip
-    """Causal attention of the last T positions, [B, H, T, D]; None where some number is not finite, for somebody else to answer.
+    """Causal attention of the last T positions, [B, H, T, D]; None if a number is not finite: the caller then uses another path.
 
     Args:
-        query, key, value: which `takes` takes, D a multiple of WIDTH.
+        query, key, value: supported by `takes`; D is a multiple of WIDTH.
         slopes: [H] or [B, H].
-        norms: what is known of keys and values; None = nothing, and all that may be seen is read.
-        visible: the keys that each row may see, as `[start, stop)`; None = all.
+        norms: the largest norms per tile of keys and values; None = unknown, and every visible key is read.
+        visible: the keys `[start, stop)` that each sequence may see; None = all.
     """
-    library = _library()
-    assert library is not None
     batch, heads, query_len, head_dim = query.shape
     kv_heads, key_len = key.shape[1:3]
     runs = [(0, key_len)] * batch if visible is None else visible
@@ -70,40 +68,28 @@ def decode(
             keys, values = keys.contiguous(), values.contiguous()
         call.N, call.norms_of_sequence, call.norms_of_head = keys.shape[2], keys.stride(0), keys.stride(1)
         call.key_norms, call.value_norms = keys.data_ptr(), values.data_ptr()
-    getattr(library, f"alibi_decode_{DTYPES[query.dtype]}")(ctypes.byref(call))
+    _run("decode", query.dtype, call)
     return output if fine.value else None
 
 
 def tile_norms(rows: Tensor) -> Tensor:
-    """[B, K, ⌊S / TILE⌋] fp64: an upper bound of the norms in every whole tile of keys or values, [B, K, S, D]."""
-    library = _library()
-    assert library is not None
+    """[B, K, ⌊S / TILE⌋] fp64: upper bounds of the norms in every whole tile of keys or values, [B, K, S, D]."""
     batch, heads, length, head_dim = rows.shape
     norms = torch.empty(batch, heads, length // TILE, dtype=torch.float64)
-    call = _NormsCall(
-        B=batch,
-        K=heads,
-        N=length // TILE,
-        D=head_dim,
-        rows=_rows(rows),
-        norms=norms.data_ptr(),
-        threads=torch.get_num_threads(),
-    )
-    getattr(library, f"alibi_norms_{DTYPES[rows.dtype]}")(ctypes.byref(call))
+    call = _NormsCall(*norms.shape, head_dim, _rows(rows), norms.data_ptr(), torch.get_num_threads())
+    _run("norms", rows.dtype, call)
     return norms
 
 
 def linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """[..., outputs], rows·weightᵀ + bias, with sums in fp32; at most MAX_ROWS rows [..., inputs], all contiguous."""
-    library = _library()
-    assert library is not None
+    """[..., outputs]: rows·weightᵀ + bias, summed in fp32; at most MAX_ROWS rows [..., inputs], all contiguous."""
     outputs, inputs = weight.shape
     result = rows.new_empty((*rows.shape[:-1], outputs))
     call = _LinearCall(
         rows.numel() // inputs, inputs, outputs, torch.get_num_threads(), rows.data_ptr(), weight.data_ptr(),
         None if bias is None else bias.data_ptr(), result.data_ptr(),
     )  # fmt: skip
-    getattr(library, f"alibi_linear_{DTYPES[rows.dtype]}")(ctypes.byref(call))
+    _run("linear", rows.dtype, call)
     return result
 
 
@@ -129,9 +115,7 @@ class _NormsCall(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in "BKND"),
-        ("rows", Rows),
-        ("norms", ctypes.c_void_p),
-        ("threads", ctypes.c_int64),
+        *(("rows", Rows), ("norms", ctypes.c_void_p), ("threads", ctypes.c_int64)),
     ]
 
 
@@ -148,18 +132,23 @@ def _rows(x: Tensor) -> Rows:
     return Rows(x.data_ptr(), *x.stride()[:3])
 
 
+def _run(function: str, dtype: torch.dtype, call: ctypes.Structure) -> None:
+    getattr(_library(), f"alibi_{function}_{DTYPES[dtype]}")(ctypes.byref(call))
+
+
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """The kernels, whose calls are those above; None where they cannot be built, for which `build.why_not` has the reason.
+    """The kernels, after their calls were compared with those above; None if they cannot be built (`build.why_not` says why).
 
-    Asked once a process: a step of decoding comes here twenty times.
+    Cached because a decoding step uses it twenty times.
     """
-    try:
-        library = build.library()
-    except build.BuildError:
+    if build.why_not():
         return None
-    of_calls = (ctypes.sizeof(_DecodingCall), ctypes.sizeof(_NormsCall), ctypes.sizeof(_LinearCall))
-    found = (ctypes.c_int64 * len(of_calls))()
-    library.alibi_decoding_bytes(found)
-    assert tuple(found) == of_calls, f"the kernels' calls have {tuple(found)} bytes, and those here {of_calls}"
+    library = build.library()
+    expected = tuple(ctypes.sizeof(call) for call in (_DecodingCall, _NormsCall, _LinearCall))
+    sizes = (ctypes.c_int64 * len(expected))()
+    library.alibi_decoding_bytes(sizes)
+    assert tuple(sizes) == expected, (
+        f"the kernels' calls have {tuple(sizes)} bytes, but the Python structures {expected}"
+    )
     return library

@@ -1,4 +1,4 @@
-"""Which keys every block of queries visited: one interval, and outlier tiles beside it; `Visited` of `call.hpp`."""
+"""Which keys every block of queries visited: one interval, and outlier tiles outside it; `Visited` in `call.hpp`."""
 
 import dataclasses
 import functools
@@ -11,17 +11,17 @@ from alibi_attn.attention.spec import AttentionSpec
 
 
 def numbers_of_visited(*, num_heads: int, num_kv_heads: int, query_len: int) -> int:
-    """How many int32 forward needs to say what one sequence visited."""
-    return num_heads * ((query_len + TILE - 1) // TILE) * 5 + num_kv_heads * OUTLIER_TILES
+    """How many int32 numbers record what one sequence visited."""
+    return num_heads * -(-query_len // TILE) * 5 + num_kv_heads * OUTLIER_TILES
 
 
 @dataclasses.dataclass(frozen=True)
 class Visited:
-    """What N = ⌈T / TILE⌉ blocks of queries visited.
+    """The keys that N = ⌈T / TILE⌉ blocks of queries visited.
 
     Args:
-        keys: [B, H, N, 4] int32: the first key of the band and the first after it, then of all that the masks allow.
-        outlier_bits: [B, H, N] int32: which outlier tiles are visited where they reach beyond the band.
+        keys: [B, H, N, 4] int32: the band as [first, end), then the keys that the masks allow as [low, high).
+        outlier_bits: [B, H, N] int32: which outlier tiles are visited outside the band.
         outlier_tiles: [B, K, OUTLIER_TILES] int32, −1 = none.
         first: [B] position of query 0.
         query_len: T.
@@ -35,7 +35,7 @@ class Visited:
 
     @classmethod
     def of(cls, spec: AttentionSpec[Any], first: np.ndarray, visited: np.ndarray) -> "Visited":
-        """From the numbers that the kernels wrote, [B, …]; `first` [B] or [1] is the position of query 0."""
+        """Decodes the numbers that the kernels wrote, [B, …]; `first` [B] or [1] is the position of query 0."""
         b, h, n = spec.batch, spec.num_heads, -(-spec.query_len // TILE)
         parts = np.split(visited, np.cumsum([4 * h * n, h * n]), axis=1)
         shapes = (b, h, n, 4), (b, h, n), (b, spec.num_kv_heads, OUTLIER_TILES)
@@ -44,7 +44,7 @@ class Visited:
 
     @functools.cached_property
     def intervals(self) -> tuple[np.ndarray, np.ndarray]:
-        """(low, high), each [B, H, N, 1 or 1 + 2·OUTLIER_TILES]: the intervals of keys that are visited, some of them empty."""
+        """(low, high), each [B, H, N, 1 or 1 + 2·OUTLIER_TILES]: the intervals of visited keys; some are empty."""
         near, far, low, high = (self.keys[..., at, None] for at in range(4))
         if not self.outlier_bits.any():
             return near, far
