@@ -1,9 +1,9 @@
-"""The pictures and the tables of speed in README.md and docs/, all of them from the records in results/.
+"""Generates the pictures and speed tables of README.md and docs/ from the records in results/.
 
-    python docs/from_records.py            # after a record was renewed; a test fails until it was done
+    python docs/from_records.py            # after renewing a record; a test fails until you do
 
-A picture is drawn by the report's code. A table or a sentence stands between `<!-- from records: NAME -->` and
-`<!-- end -->` in a document, where NAME is one of `TEXTS`, and is not to be edited there.
+The report's code draws the pictures. The text between `<!-- from records: NAME -->` and `<!-- end -->` in a document is
+generated, where NAME is one of `TEXTS`; do not edit it there.
 """
 
 import dataclasses
@@ -50,7 +50,7 @@ DARK = "--paper: #15181d; --ink: #e7e9ed; --muted: #a2abb8; --rule: #343a43;"
 
 
 def record(pattern: str, **config: object) -> Record:
-    """The newest record in results/ whose name is like this, and whose config has these entries."""
+    """The newest record in results/ that matches the pattern and has these entries in its config."""
     found = [load(path) for path in sorted((ROOT / "results").glob(pattern))]
     fitting = [one for one in found if config.items() <= one.config.items()]
     if not fitting:
@@ -59,14 +59,14 @@ def record(pattern: str, **config: object) -> Record:
 
 
 def of_peers(pattern: str, peers: Mapping[str, str]) -> Record:
-    """A record with these peers alone, renamed."""
+    """A record with only these peers, renamed."""
     whole = record(pattern)
     return dataclasses.replace(whole, curves={new: whole.curves[old] for old, new in peers.items()})
 
 
 @functools.cache
 def figure_1(folder: str, trained: int) -> Study:
-    """What `alibi run figure-1` trained at this length; of the items that share its models, the one tested at most lengths."""
+    """The study of `alibi run figure-1` at this trained length with the most tested lengths."""
     found = studies(map(load, sorted((ROOT / "results" / folder).glob(f"evaluation-wikitext-*-{trained}-*.json"))))
     whole = [study for study in found if [series.method for series in study.series] == list(quick.METHODS)]
     return max(whole, key=lambda study: len(study.lengths))
@@ -81,7 +81,7 @@ def figure_1_picture(mode: Mode) -> Figure:
 
 @dataclasses.dataclass(frozen=True)
 class Picture:
-    """One SVG file: what a reader who does not see it should know, the figure, and points to add for names at its right."""
+    """One SVG file: its description for screen readers, the figure, and the points to add for names at its right."""
 
     description: str
     figure: Callable[[], Figure]
@@ -118,7 +118,7 @@ PICTURES = {
 
 
 def drawn(name: str) -> str:
-    """A picture as a whole SVG file, light or dark as the reader's system is."""
+    """A picture as a complete SVG file, light or dark like the reader's system."""
     picture = PICTURES[name]
     text = drawing.svg(picture.figure(), name, picture.description)
     found = re.search(r' viewBox="0 0 (\S+) (\S+)"', text)
@@ -140,7 +140,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def ratios(found: Record) -> dict[str, dict[int, float]]:
-    """By peer and length, how many times longer than ours it takes; ours itself in milliseconds."""
+    """For each peer and length, its time relative to ours; ours in milliseconds."""
     times = {peer.name: peer.times for peer in peer_times(found)}
     return {
         name: {length: time if name == OURS else time / times[OURS][length] for length, time in of_peer.items()}
@@ -149,16 +149,16 @@ def ratios(found: Record) -> dict[str, dict[int, float]]:
 
 
 def front() -> str:
-    """What stands below the two pictures of the README."""
+    """The text below the two pictures of the README."""
     study = figure_1(*QUARTER)
     ends = {series.method: np.mean(series.perplexities("by_length", "length", "nonoverlapping_nats")[1], axis=0)
             for series in study.series}  # fmt: skip
-    said = ", ".join(f"{METHODS[method].label} {ends[method][0]:.0f} → {ends[method][-1]:.0f}" for method in ends)
+    counted = ", ".join(f"{METHODS[method].label} {ends[method][0]:.0f} → {ends[method][-1]:.0f}" for method in ends)
     lengths = study.lengths
     speed = ratios(of_peers(CPU, SHOWN))
     return (
         f"*Left*: per-token perplexity of models trained at {lengths[0]} tokens, tested at {lengths[0]} → "
-        f"{lengths[-1]:,}:\n{said}\n"
+        f"{lengths[-1]:,}:\n{counted}\n"
         "(half an hour of one core each; [details and limits](docs/paper.md#figure-1-at-a-quarter)).\n"
         "*Right*: attention on the same two cores, forward and backward. At 8,192 tokens PyTorch's\n"
         f"`scaled_dot_product_attention` takes {speed[NO_BIAS][8192]:.1f} times as long as ours *without any bias* and "
@@ -168,7 +168,7 @@ def front() -> str:
 
 
 def cpu(folder: str = "") -> str:
-    """Attention on a CPU, every length."""
+    """Attention on a CPU at every length."""
     found = ratios(of_peers(folder + CPU, TABLED))
     rows = [
         [f"{length:,}", _time(ours), *(_ratio(found[name].get(length)) for name in TABLED.values() if name != OURS)]
@@ -178,17 +178,17 @@ def cpu(folder: str = "") -> str:
 
 
 def bf16(folder: str = "") -> str:
-    """Attention in bf16, beside the same numbers in fp32."""
-    return _beside(
+    """Attention in bf16, compared with the same inputs in fp32."""
+    return _relative_times(
         record(folder + BF16), OURS, "tokens", ["ours, fp32", "causal, no bias", "SDPA + dense bias"], CALLED
     )
 
 
 def short() -> str:
-    """Many short rows, as in training."""
+    """Many short sequences, as in training."""
     peers = ["causal, no bias", "SDPA + dense bias", "rank-2 trick", "eager"]
     tables = [
-        _beside(record(f"benchmark-cpu-batch-{batch}-noise-*.json"), OURS, "rows × tokens", peers, CALLED)
+        _relative_times(record(f"benchmark-cpu-batch-{batch}-noise-*.json"), OURS, "rows × tokens", peers, CALLED)
         for batch in BATCHES
     ]
     head, rule, *_ = tables[0].splitlines()
@@ -200,30 +200,19 @@ def short() -> str:
 def dropout() -> str:
     """How much longer attention with dropout takes."""
     found = record("benchmark-cpu-dropout-noise-*.json")
-    return _beside(found, OURS, "tokens", ["ours, dropout", "causal, no bias"], CALLED)
-
-
-def whole_models() -> str:
-    """Encoders and decoders, a text of 8,192 tokens."""
-    encoder, rows = record(ENCODER), []
-    for name in encoder.curves:
-        if name != OURS:
-            rows.append(["encoder", name, *_against(encoder, name)])
-    for family, called in FAMILIES.items():
-        rows.append([called, "as `transformers` has it", *_against(record(SERVING.format(family)), "transformers")])
-    return table(["model", "against", "it takes", "ours takes", "times"], rows)
+    return _relative_times(found, OURS, "tokens", ["ours, dropout", "causal, no bias"], CALLED)
 
 
 def decoding() -> str:
     """One new token with a cache."""
     found = record("benchmark-decoding-cpu-*.json")
-    return _beside(
+    return _relative_times(
         found, OURS, "cached tokens", ["ours, all keys", "SDPA + dense bias", "causal, no bias", "eager"], CALLED
     )
 
 
 def serving() -> str:
-    """One pass of a decoder, patched and as it comes."""
+    """One forward pass of a decoder, patched and unmodified."""
     rows = []
     for family, called in FAMILIES.items():
         found = record(SERVING.format(family))
@@ -234,16 +223,16 @@ def serving() -> str:
             if length not in theirs:
                 cells[2] = "–"
             rows.append([called, f"{length:,.0f}", *cells, *map(_ratio, speedups)])
-    return table(["model", "tokens", "patched", "in bf16", "as it comes", "times", "times, attention alone"], rows)
+    return table(["model", "tokens", "patched", "in bf16", "unmodified", "times", "times, attention alone"], rows)
 
 
 def serving_peers() -> str:
-    """One pass of a patched BLOOM, and how much longer others take for it."""
-    return _beside(record(SERVING.format("bloom")), OURS, "tokens")
+    """One forward pass of a patched BLOOM, and its peers' times relative to it."""
+    return _relative_times(record(SERVING.format("bloom")), OURS, "tokens")
 
 
 def generating() -> str:
-    """One more token of a BLOOM with a cache."""
+    """Decoding one token of a BLOOM with a cache."""
     ways = {
         "transformers": "as `transformers` has it", "transformers, StaticCache": "with its `StaticCache`",
         "patched, DynamicCache": "patched", OURS: "patched, with `ALiBiCache`",
@@ -255,12 +244,12 @@ def generating() -> str:
 
 
 def generating_peers() -> str:
-    """One more token of a patched BLOOM behind a prompt, and how much longer others take for it."""
-    return _beside(record(GENERATING), "ours, after a prompt", "tokens before")
+    """Decoding one token of a patched BLOOM after a prompt, and its peers' times relative to it."""
+    return _relative_times(record(GENERATING), "ours, after a prompt", "tokens before")
 
 
 def training() -> str:
-    """Steps of the laboratory's training in both precisions, and what share of the matrix rate they reach."""
+    """Training steps of the lab in both precisions, and the share of the matrix rate they reach."""
     found, rows = record(TRAINING), []
     methods = dict.fromkeys(name.partition(", ")[0] for name in found.curves)
     columns = ("step_ms", "tokens_per_second", "achieved_gflops", "matrix_gflops", "utilization")
@@ -277,7 +266,7 @@ def training() -> str:
 
 
 def referee() -> str:
-    """Each method at the longest length, by seed: perplexities over the lowest on a text, right answers in per cent on tasks."""
+    """Each method at the longest length, by seed: relative perplexity on text, per cent of right answers on tasks."""
     (tasks,) = comparisons(studies(map(load, sorted((ROOT / "results" / "referee").glob("*.json")))))
     names = {one.method: one.label for one in methods(tasks)}
     rows = [[label, *(" / ".join(number(task, one) for one in by_seed(task, method, at))
@@ -286,12 +275,12 @@ def referee() -> str:
 
 
 def jax() -> str:
-    """Attention in JAX, and how much longer others take."""
-    return _beside(record(JAX), OURS, "tokens", ["PyTorch", "causal, no bias", "dense bias", "ours, the loop"])
+    """Attention in JAX, and its peers' times relative to it."""
+    return _relative_times(record(JAX), OURS, "tokens", ["PyTorch", "causal, no bias", "dense bias", "ours, the loop"])
 
 
 def extrapolation(folder: str, trained: int) -> str:
-    """Perplexity at the trained and at the longest length, both ways; with its range where there are several seeds."""
+    """Perplexity at the trained and the longest length, nonoverlapping and sliding, with its range over seeds."""
     study, rows = figure_1(folder, trained), []
     for series in study.series:
         ends = [series.perplexities("by_length", "length", f"{mode}_nats")[1].T[end]
@@ -318,16 +307,16 @@ def longer_examples() -> str:
 
 
 def judged(folder: str) -> str:
-    """How the paper's claims come out."""
+    """How many of the paper's claims are contradicted, confirmed and open."""
     found = [load(path) for path in sorted((ROOT / "results" / folder).glob("*.json"))]
     by_identity = {identity(one.kind, one.name, one.config): one for one in found}
     items = [one for one in found if one.kind == "paper-item"]
     counts = Counter(verdict.word for item in items for verdict in verdicts(item, by_identity))
-    said = ", ".join(f"{counts[word]} {word}" for word in ("contradicted", "confirmed", "open"))
-    return f"Of {counts.total()} claims of the paper ([how they are judged](#verdicts)): {said}."
+    counted = ", ".join(f"{counts[word]} {word}" for word in ("contradicted", "confirmed", "open"))
+    return f"Of {counts.total()} claims of the paper ([how they are judged](#verdicts)): {counted}."
 
 
-_OWN_NAMES = (front, cpu, whole_models, bf16, short, dropout, decoding, serving, serving_peers, generating, generating_peers,
+_OWN_NAMES = (front, cpu, bf16, short, dropout, decoding, serving, serving_peers, generating, generating_peers,
               training, referee, jax, longer_examples)  # fmt: skip
 TEXTS = {function.__name__.replace("_", "-"): function for function in _OWN_NAMES} | {
     "quarter": functools.partial(extrapolation, *QUARTER),
@@ -340,8 +329,8 @@ TEXTS = {function.__name__.replace("_", "-"): function for function in _OWN_NAME
 
 
 def renewed(document: str) -> str:
-    """The text of a document with everything between its markers written anew."""
-    return MARKED.sub(lambda found: f"{found[1]}\n{TEXTS[found[2]]()}\n{found[3]}", document)
+    """The text of a document with everything between its markers regenerated."""
+    return MARKED.sub(lambda match: f"{match[1]}\n{TEXTS[match[2]]()}\n{match[3]}", document)
 
 
 def _by_length(found: Record, name: str, column: str) -> dict[float, float]:
@@ -354,10 +343,10 @@ def _pass(found: Record, name: str, length: float) -> str:
     return f"{_time(ms)}, {size / 2**30:.1f} GiB"
 
 
-def _beside(
+def _relative_times(
     found: Record, ours: str, axis: str, peers: Sequence[str] = MODEL_PEERS, called: Mapping[str, str] | None = None
 ) -> str:
-    """Ours in time, and how many times longer (with a backward pass, if there is one) every peer takes; other names for peers."""
+    """Our time and each peer's relative to it, including backward if measured. `called` renames peers."""
 
     def times(name: str) -> dict[float, float]:
         columns = ("forward_ms", "backward_ms") if "backward_ms" in found.curves[name] else ("forward_ms",)
@@ -373,14 +362,6 @@ def _beside(
     return table([axis, "ours", *((called or {}).get(name, name) for name in of_peers)], rows)
 
 
-def _against(found: Record, peer: str) -> list[str]:
-    """What the peer takes for 8,192 tokens, what ours takes, and the ratio; memory beside."""
-    seconds, memory = ([numbers(found, name, column)[numbers(found, name, "length").index(8192)] for name in (peer, OURS)]
-                       for column in ("forward_ms", "peak_memory_bytes"))  # fmt: skip
-    cells = [f"{ms / 1000:.1f} s, {size / 2**30:.1f} GiB" for ms, size in zip(seconds, memory, strict=True)]
-    return [*cells, f"{seconds[0] / seconds[1]:.1f}×"]
-
-
 def _time(ms: float) -> str:
     if ms < 20:
         return f"{ms:.1f}\u00a0ms"
@@ -392,7 +373,7 @@ def _ratio(times: float | None) -> str:
 
 
 def main() -> None:
-    """Write every picture and every document anew."""
+    """Regenerate every picture and every document."""
     for name in PICTURES:
         (ROOT / "docs" / f"{name}.svg").write_text(drawn(name), encoding="utf-8")
     for name in DOCUMENTS:
