@@ -5,7 +5,7 @@ Read next: `families/bloom.py`.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -59,6 +59,18 @@ def extended(layer: nn.Module, cache: Cache | None, key: Tensor, value: Tensor) 
     return key, value, past
 
 
+def cached_and_attended(
+    layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, *, cache: Cache | None, mask: Tensor, dropout_p: float,
+    rounded: Callable[..., Tensor] | None = None,
+) -> Tensor:  # fmt: skip
+    """`extended`, then `attended`; with numerics="checkpoint" `rounded(query, key, value, first, mask, dropout_p)` instead."""
+    dropout_p = float(dropout_p) if layer.training else 0.0
+    key, value, first = extended(layer, cache, key, value)
+    if rounded is not None and of(layer).numerics == "checkpoint":
+        return rounded(query, key, value, first, mask, dropout_p)
+    return attended(layer, query, key, value, cache=cache, first=first, mask=mask, dropout_p=dropout_p)
+
+
 def attended(
     layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, *, cache: Cache | None, first: int | Tensor, mask: Tensor,
     dropout_p: float,
@@ -75,23 +87,16 @@ def attended(
     # An instance may override this function, as `distributed.context_parallel` does.
     attend = vars(layer).get("attend", alibi_attention)
     plain = dropout_p == 0 and settings.backend == "auto" and attend is alibi_attention
-    remembers = isinstance(cache, ALiBiCache)
-    last = (
-        not isinstance(first, Tensor) and first + query.shape[2] == key.shape[2]
-    )  # a static cache has unused capacity after them
-    if plain and last and reads_near(query, key, slopes, masked=seen is not None, remembered=remembers):
+    ours = cache if isinstance(cache, ALiBiCache) else None
+    # A static cache has unused capacity after the last query.
+    plain = plain and not isinstance(first, Tensor) and first + query.shape[2] == key.shape[2]
+    if plain and reads_near(query, key, slopes, masked=seen is not None, remembered=ours is not None):
         visible = None if seen is None else visible_runs(seen)
         if seen is None or visible is not None:
-            norms = cache.norms(layer.layer_idx) if isinstance(cache, ALiBiCache) else None  # type: ignore[arg-type]
+            norms = None if ours is None else ours.norms(layer.layer_idx)  # type: ignore[arg-type]
             return merged(attend_near(query, key, value, slopes, norms, visible=visible, scale=settings.scale))
-    elif (
-        plain
-        and last
-        and isinstance(cache, ALiBiCache)
-        and not torch.is_grad_enabled()
-        and has_kernel(query, key, value)
-    ):
-        cache.norms(layer.layer_idx)  # type: ignore[arg-type]  # compute them with the prompt, not with the first new token
+    elif plain and ours is not None and not torch.is_grad_enabled() and has_kernel(query, key, value):
+        ours.norms(layer.layer_idx)  # type: ignore[arg-type]  # compute them with the prompt, not with the first new token
     mixed = attend(
         query, key, value, slopes, scale=settings.scale, query_offset=first, key_mask=seen, dropout_p=dropout_p,
         backend=settings.backend,
@@ -114,28 +119,34 @@ def key_mask(mask: Tensor) -> Tensor | None:
     return mask[:, 0, 0] if mask.shape[3] else None
 
 
-def row_blocks(
-    query_len: int, key_len: int, first: int | Tensor, mask: Tensor, device: torch.device
-) -> Iterator[tuple[slice, Tensor]]:
-    """Yields (queries, hidden [B|1, 1, rows, S]) for a few queries at a time, so that memory stays linear in the length."""
+def by_rows(
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key_len: int, first: int | Tensor, mask: Tensor
+) -> Tensor:
+    """[B, T, H·D], from a few queries at a time, so that memory stays linear in the length.
+
+    Args:
+        attend: returns [B, H, rows, D] for (queries [B, H, rows, D], their positions [rows], hidden keys [B|1, 1, rows, S]).
+    """
     seen = key_mask(mask)
-    keys = torch.arange(key_len, device=device)
-    for start in range(0, query_len, ROWS):
-        rows = slice(start, min(start + ROWS, query_len))
-        at = torch.arange(rows.start, rows.stop, device=device) + first
+    keys = torch.arange(key_len, device=query.device)
+    outputs = []
+    for queries in query.split(ROWS, dim=2):
+        at = torch.arange(queries.shape[2], device=query.device) + first
+        first = first + queries.shape[2]
         hidden = (keys > at[:, None])[None, None]
-        yield rows, hidden if seen is None else hidden | ~seen[:, None, None, :]
+        outputs.append(attend(queries, at, hidden if seen is None else hidden | ~seen[:, None, None, :]))
+    return merged(torch.cat(outputs, dim=2))
 
 
-def rounded_bias(build: Callable[..., Tensor], mask: Tensor, key: Tensor, dtype: torch.dtype) -> Tensor:
+def rounded_bias(build: Callable[..., Tensor], mask: Tensor, heads: int, key: Tensor, dtype: torch.dtype) -> Tensor:
     """[B, H, 1, S]: m·position as the model builds and rounds it, counted over the visible tokens.
 
     Args:
         build: the family's `build_alibi_tensor`.
-        key: [B, H, S, D], with the whole capacity of a static cache.
+        key: [B, K, S, D], with the whole capacity of a static cache.
         dtype: of the hidden states.
     """
-    batch, heads, key_len = key.shape[:3]
+    batch, _, key_len, _ = key.shape
     seen = key_mask(mask)
     visible = torch.ones(batch, key_len, dtype=torch.long, device=key.device) if seen is None else seen.long()
     return build(visible, heads, dtype=dtype).view(batch, heads, 1, key_len)

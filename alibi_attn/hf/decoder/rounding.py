@@ -24,17 +24,16 @@ def attended(
         first: the position of query 0.
         mask: from `masks.of_layers`.
     """
-    heads, query_len = query.shape[1:3]
     lowest = torch.finfo(query.dtype).min
-    keys, values = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
-    outputs = []
-    for rows, hidden in patched_attention.row_blocks(query_len, key.shape[2], first, mask, query.device):
-        at = torch.arange(rows.start, rows.stop, device=query.device) + first
+    keys, values = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+
+    def attend(queries: Tensor, at: Tensor, hidden: Tensor) -> Tensor:
         bias = _bias(config, at, key.shape[2], config.stretch(key_len), query.dtype)
-        scores = _scaled(config, layer, query[:, :, rows], keys) + bias
+        scores = _scaled(config, layer, queries, keys) + bias
         weights = nn.functional.softmax(scores.masked_fill(hidden, lowest), dim=-1)
-        outputs.append(matmul(nn.functional.dropout(weights, dropout_p), values))
-    return patched_attention.merged(torch.cat(outputs, dim=2))
+        return matmul(nn.functional.dropout(weights, dropout_p), values)
+
+    return patched_attention.by_rows(attend, query, key.shape[2], first, mask)
 
 
 def _scaled(config: ALiBiCausalLMConfig, layer: int, query: Tensor, key: Tensor) -> Tensor:

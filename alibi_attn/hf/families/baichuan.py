@@ -6,7 +6,7 @@ in the model's dtype, as in the originals at inference. Sources: modeling_baichu
 """
 
 from alibi_attn.hf.decoder.config import ALiBiCausalLMConfig
-from alibi_attn.hf.families.family import Checkpoint, Family, Source
+from alibi_attn.hf.families.family import Checkpoint, Family, Source, decoder_parts
 
 VOCABULARIES = {64000: False, 125696: True}  # of the published models: whether the head is normalized
 ROTARY_WIDTH = 4096  # of the 7B models
@@ -44,15 +44,10 @@ def config(checkpoint: Checkpoint) -> ALiBiCausalLMConfig:
     )
 
 
-_PARTS = {
-    "attention_norm": Source(("input_layernorm",)),
-    "attention.qkv_proj": Source(("self_attn.W_pack",)),
-    "attention.out_proj": Source(("self_attn.o_proj",)),
-    "ffn_norm": Source(("post_attention_layernorm",)),
-    "ffn.gate_proj": Source(("mlp.gate_proj",)),
-    "ffn.up_proj": Source(("mlp.up_proj",)),
-    "ffn.down_proj": Source(("mlp.down_proj",)),
-}
+_PARTS = decoder_parts(
+    "input_layernorm", "self_attn.W_pack", "self_attn.o_proj", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj",
+    "mlp.down_proj",
+)  # fmt: skip
 
 FAMILY = Family(
     name="Baichuan-13B",
@@ -60,11 +55,7 @@ FAMILY = Family(
     body="model.",
     layers="model.layers.",
     marks=("self_attn.W_pack.weight",),
-    outside={
-        "embed_tokens": Source(("model.embed_tokens",)),
-        "norm": Source(("model.norm",)),
-        "lm_head": Source(("lm_head",)),
-    },
+    outside={"embed_tokens": Source(("model.embed_tokens",)), "norm": Source(("model.norm",))},
     parts=lambda _: _PARTS,
     ignored=r"model\.future_mask",
     config=config,

@@ -5,6 +5,8 @@ adding it (`build_alibi_tensor`), and rounds the scores again; `numerics="checkp
 Source: modeling_bloom.py of transformers; BLOOM: arXiv:2211.05100, sec. 3.2.
 """
 
+import functools
+
 import torch
 from torch import Tensor, nn
 from transformers import BloomConfig
@@ -55,44 +57,30 @@ def forward(
 ) -> tuple[Tensor, None]:
     """Replaces `BloomAttention.forward`."""
     query, key, value = self._reshape(self.query_key_value(hidden_states))
-    key, value, first = patched_attention.extended(self, layer_past, key, value)
-    dropout_p = float(self.attention_dropout.p) if self.training else 0.0
-    if patched_attention.of(self).numerics == "checkpoint":
-        bias = patched_attention.rounded_bias(build_alibi_tensor, attention_mask, key, hidden_states.dtype)
-        mixed = _rounded(self, query, key, value, bias, first, attention_mask, dropout_p)
-    else:
-        mixed = patched_attention.attended(
-            self, query, key, value, cache=layer_past, first=first, mask=attention_mask, dropout_p=dropout_p
-        )
+    mixed = patched_attention.cached_and_attended(
+        self, query, key, value, cache=layer_past, mask=attention_mask, dropout_p=self.attention_dropout.p,
+        rounded=functools.partial(_rounded, patched_attention.of(self).scale, hidden_states.dtype),
+    )  # fmt: skip
     output: Tensor = self.dense(mixed)
     return dropout_add(output, residual, self.hidden_dropout, self.training), None
 
 
 def _rounded(
-    layer: BloomAttention,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor,
-    first: int | Tensor,
-    mask: Tensor,
+    scale: float, bias_dtype: torch.dtype, query: Tensor, key: Tensor, value: Tensor, first: int | Tensor, mask: Tensor,
     dropout_p: float,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The eager path of transformers with the same roundings, a few rows at a time."""
-    batch, heads, query_len, head_dim = query.shape
-    key_len, lowest = key.shape[2], torch.finfo(query.dtype).min
-    bias = bias.view(batch * heads, 1, key_len)
-    keys = key.reshape(batch * heads, key_len, head_dim).transpose(1, 2)
-    values = value.reshape(batch * heads, key_len, head_dim)
-    outputs = []
-    for rows, hidden in patched_attention.row_blocks(query_len, key_len, first, mask, query.device):
-        queries = query[:, :, rows].reshape(batch * heads, -1, head_dim)
-        scores = bias.baddbmm(queries, keys, beta=1.0, alpha=patched_attention.of(layer).scale)
-        scores = scores.view(batch, heads, -1, key_len).masked_fill(hidden, lowest)
-        weights = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-        weights = nn.functional.dropout(weights, dropout_p)
-        outputs.append(torch.bmm(weights.flatten(0, 1), values).view(batch, heads, -1, head_dim))
-    return patched_attention.merged(torch.cat(outputs, dim=2))
+    heads, key_len, dtype = query.shape[1], key.shape[2], query.dtype
+    bias = patched_attention.rounded_bias(build_alibi_tensor, mask, heads, key, bias_dtype).flatten(0, 1)
+    keys, values = key.flatten(0, 1).mT, value.flatten(0, 1)
+
+    def attend(queries: Tensor, _: Tensor, hidden: Tensor) -> Tensor:
+        scores = bias.baddbmm(queries.flatten(0, 1), keys, beta=1.0, alpha=scale).unflatten(0, (-1, heads))
+        scores = scores.masked_fill(hidden, torch.finfo(dtype).min)
+        weights = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(dtype)
+        return torch.bmm(nn.functional.dropout(weights, dropout_p).flatten(0, 1), values).unflatten(0, (-1, heads))
+
+    return patched_attention.by_rows(attend, query, key_len, first, mask)
 
 
 FAMILY = PatchedFamily(

@@ -11,7 +11,7 @@ arXiv:2308.16149; alibi_scaling: arXiv:2310.13017.
 import torch
 
 from alibi_attn.hf.decoder.config import ALiBiCausalLMConfig
-from alibi_attn.hf.families.family import Checkpoint, Family, Source
+from alibi_attn.hf.families.family import Checkpoint, Family, Source, decoder_parts
 
 SLOPES = "transformer.relative_pe.slopes"
 
@@ -74,15 +74,9 @@ def _slopes(checkpoint: Checkpoint, heads: int) -> list[float]:
     return [float(slope) for slope in slopes.double().flatten()]
 
 
-_PARTS = {
-    "attention_norm": Source(("ln_1",)),
-    "attention.qkv_proj": Source(("attn.c_attn",), transposed=True),
-    "attention.out_proj": Source(("attn.c_proj",), transposed=True),
-    "ffn_norm": Source(("ln_2",)),
-    "ffn.gate_proj": Source(("mlp.c_fc2",), transposed=True),
-    "ffn.up_proj": Source(("mlp.c_fc",), transposed=True),
-    "ffn.down_proj": Source(("mlp.c_proj",), transposed=True),
-}
+_PARTS = decoder_parts(
+    "ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc2", "mlp.c_fc", "mlp.c_proj", transposed=True
+)
 
 FAMILY = Family(
     name="BTLM or Jais",
@@ -90,11 +84,7 @@ FAMILY = Family(
     body="transformer.",
     layers="transformer.h.",
     marks=("attn.c_attn.weight",),
-    outside={
-        "embed_tokens": Source(("transformer.wte",)),
-        "norm": Source(("transformer.ln_f",)),
-        "lm_head": Source(("lm_head",)),
-    },
+    outside={"embed_tokens": Source(("transformer.wte",)), "norm": Source(("transformer.ln_f",))},
     parts=lambda _: _PARTS,
     ignored=r".*\.attn\.(masked_)?bias",
     config=config,

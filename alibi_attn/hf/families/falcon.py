@@ -5,6 +5,7 @@ the bias twice. In every dtype the model rounds m, and then m·p_j, to bf16 (ine
 `numerics="checkpoint"` does the same. Source: modeling_falcon.py of transformers.
 """
 
+import functools
 import math
 
 import torch
@@ -46,34 +47,34 @@ def forward(
     """Replaces `FalconAttention.forward`."""
     split = self._split_heads(self.query_key_value(hidden_states))
     query, key, value = (x.transpose(1, 2) for x in split)
-    key, value, first = patched_attention.extended(self, layer_past, key, value)
-    dropout_p = float(self.attention_dropout.p) if self.training else 0.0
-    if patched_attention.of(self).numerics == "checkpoint":
-        key, value = (x.expand(-1, self.num_heads, -1, -1) for x in (key, value))
-        bias = patched_attention.rounded_bias(build_alibi_tensor, attention_mask, key, hidden_states.dtype)
-        mixed = _rounded(query, key, value, bias, first, attention_mask, dropout_p)
-    else:
-        mixed = patched_attention.attended(
-            self, query, key, value, cache=layer_past, first=first, mask=attention_mask, dropout_p=dropout_p
-        )
+    mixed = patched_attention.cached_and_attended(
+        self, query, key, value, cache=layer_past, mask=attention_mask, dropout_p=self.attention_dropout.p,
+        rounded=functools.partial(_rounded, hidden_states.dtype),
+    )  # fmt: skip
     output: Tensor = self.dense(mixed)
     return output, None
 
 
 def _rounded(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, first: int | Tensor, mask: Tensor, dropout_p: float
+    bias_dtype: torch.dtype,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    first: int | Tensor,
+    mask: Tensor,
+    dropout_p: float,
 ) -> Tensor:
     """The sdpa path of transformers with the same roundings, a few rows at a time."""
-    query_len, head_dim = query.shape[2:]
-    key_len, lowest = key.shape[2], torch.finfo(query.dtype).min
-    bias = bias / math.sqrt(head_dim)
-    outputs = [
-        nn.functional.scaled_dot_product_attention(
-            query[:, :, rows], key, value, attn_mask=bias.masked_fill(hidden, lowest), dropout_p=dropout_p
-        )
-        for rows, hidden in patched_attention.row_blocks(query_len, key_len, first, mask, query.device)
-    ]
-    return patched_attention.merged(torch.cat(outputs, dim=2))
+    heads, lowest = query.shape[1], torch.finfo(query.dtype).min
+    bias = patched_attention.rounded_bias(build_alibi_tensor, mask, heads, key, bias_dtype)
+    bias = bias / math.sqrt(query.shape[3])
+    key, value = (x.expand(-1, heads, -1, -1) for x in (key, value))
+
+    def attend(queries: Tensor, _: Tensor, hidden: Tensor) -> Tensor:
+        seen = bias.masked_fill(hidden, lowest)
+        return nn.functional.scaled_dot_product_attention(queries, key, value, attn_mask=seen, dropout_p=dropout_p)
+
+    return patched_attention.by_rows(attend, query, key.shape[2], first, mask)
 
 
 FAMILY = PatchedFamily(

@@ -4,7 +4,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -20,7 +20,7 @@ class Source:
 
     Args:
         names: of its modules; the rows of several are concatenated.
-        transposed: the weight is stored [in, out], as in GPT-2's Conv1D.
+        transposed: weights with two axes are stored [in, out], as in GPT-2's Conv1D.
         half: 0 or 1 if our weight is the first or second half of the rows.
     """
 
@@ -31,6 +31,17 @@ class Source:
 
 Parts: TypeAlias = Mapping[str, Source]
 
+DECODER_PARTS = (
+    "attention_norm", "attention.qkv_proj", "attention.out_proj", "ffn_norm", "ffn.gate_proj", "ffn.up_proj", "ffn.down_proj",
+)  # fmt: skip
+
+
+def decoder_parts(*sources: str | tuple[str, ...] | Source, transposed: bool = False) -> dict[str, Source]:
+    """Where the modules of a decoder layer are stored, in the order of `DECODER_PARTS`."""
+    named = ((source,) if isinstance(source, str) else source for source in sources)
+    stored = (source if isinstance(source, Source) else Source(source, transposed) for source in named)
+    return dict(zip(DECODER_PARTS, stored, strict=True))
+
 
 class Options:
     """A third-party config.json, or a section of it. Values are type-checked; errors name the field."""
@@ -39,28 +50,16 @@ class Options:
         self.values, self.where = values, where
 
     def integer(self, name: str, default: object = _MISSING) -> int:
-        value = self._value(name, default)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise self._wrong(name, value, "an integer")
-        return value
+        return cast("int", self._value(name, default, "an integer", int))
 
     def number(self, name: str, default: object = _MISSING) -> float:
-        value = self._value(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self._wrong(name, value, "a number")
-        return float(value)
+        return float(cast("float", self._value(name, default, "a number", int, float)))
 
     def flag(self, name: str, default: object = _MISSING) -> bool:
-        value = self._value(name, default)
-        if not isinstance(value, bool):
-            raise self._wrong(name, value, "true or false")
-        return value
+        return cast("bool", self._value(name, default, "true or false", bool))
 
     def text(self, name: str, default: object = _MISSING) -> str:
-        value = self._value(name, default)
-        if not isinstance(value, str):
-            raise self._wrong(name, value, "a text")
-        return value
+        return cast("str", self._value(name, default, "a text", str))
 
     def section(self, name: str) -> "Options":
         """A nested object, empty if it is absent."""
@@ -79,11 +78,14 @@ class Options:
         if value is not None and not any(value == one and type(value) is type(one) for one in allowed):
             raise self._wrong(name, value, " or ".join(repr(one) for one in allowed))
 
-    def _value(self, name: str, default: object) -> object:
-        value = self.values.get(name)
-        if value is None and default is _MISSING:
+    def _value(self, name: str, default: object, wanted: str, *types: type) -> object:
+        value = self.values.get(name, default)
+        value = default if value is None else value
+        if value is _MISSING:
             raise ValueError(f"{self.where} has no {name}; download the checkpoint again")
-        return default if value is None else value
+        if type(value) not in types:
+            raise self._wrong(name, value, wanted)
+        return value
 
     def _wrong(self, name: str, value: object, wanted: str) -> ValueError:
         return ValueError(f"{self.where} has {name} = {value!r} but only {wanted} is supported")

@@ -9,7 +9,7 @@ llm-foundry.
 from collections.abc import Collection
 
 from alibi_attn.hf.decoder.config import ALiBiCausalLMConfig
-from alibi_attn.hf.families.family import Checkpoint, Family, Options, Parts, Source
+from alibi_attn.hf.families.family import Checkpoint, Family, Options, Parts, Source, decoder_parts
 from alibi_attn.slopes import alibi_slopes
 
 NORMS = {
@@ -78,8 +78,7 @@ def _refuse_the_rest(about: Options, attention: Options, feed_forward: Options) 
     attention.must_be("sliding_window_size", -1)
     for name in ("attn_logit_softcapping", "kv_dim"):
         attention.must_be(name, None)
-    tuning = attention.section("attn_temperature_tuning")
-    tuning.must_be("attn_scale", 0.0, 0)
+    attention.section("attn_temperature_tuning").must_be("attn_scale", 0.0, 0)
     feed_forward.must_be("ffn_type", "mptmlp", "mptglu")
     about.must_be("norm_type", *NORMS)
     about.must_be("embedding_fraction", 1.0, 1)
@@ -105,8 +104,7 @@ def _activation(feed_forward: Options) -> str:
     about = feed_forward.section("ffn_act_fn")
     name = about.text("name", "gelu")
     approximate = about.text("approximate", "none") if name == "gelu" else None
-    known = about.values.keys() <= {"name", "approximate"} and (name, approximate) in ACTIVATIONS
-    if not known:
+    if not about.values.keys() <= {"name", "approximate"} or (name, approximate) not in ACTIVATIONS:
         raise ValueError(
             f"{about.where} is {dict(about.values)} but only {', '.join(sorted({n for n, _ in ACTIVATIONS}))} are supported"
         )
@@ -123,17 +121,17 @@ def parts(names: Collection[str]) -> Parts:
     """Query, key and value may be separate, and norms and attention may be nested in a module norm_attn_norm."""
     nested = "norm_attn_norm." if "transformer.blocks.0.norm_attn_norm.norm_1.weight" in names else ""
     fused = any(name.endswith("attn.Wqkv.weight") for name in names)
-    return {
-        "attention_norm": Source((f"{nested}norm_1",)),
-        "attention.qkv_proj": Source(tuple(f"{nested}attn.{w}" for w in (("Wqkv",) if fused else ("Wq", "Wk", "Wv")))),
-        "attention.q_norm": Source((f"{nested}attn.q_ln",)),
-        "attention.k_norm": Source((f"{nested}attn.k_ln",)),
-        "attention.out_proj": Source((f"{nested}attn.out_proj",)),
-        "ffn_norm": Source((f"{nested}norm_2",)),
-        "ffn.gate_proj": Source(("ffn.gate_proj",)),
-        "ffn.up_proj": Source(("ffn.up_proj",)),
-        "ffn.down_proj": Source(("ffn.down_proj",)),
-    }
+    qkv = tuple(f"{nested}attn.{name}" for name in (("Wqkv",) if fused else ("Wq", "Wk", "Wv")))
+    norms = {f"attention.{x}_norm": Source((f"{nested}attn.{x}_ln",)) for x in ("q", "k")}
+    return norms | decoder_parts(
+        f"{nested}norm_1",
+        qkv,
+        f"{nested}attn.out_proj",
+        f"{nested}norm_2",
+        "ffn.gate_proj",
+        "ffn.up_proj",
+        "ffn.down_proj",
+    )
 
 
 FAMILY = Family(
@@ -142,11 +140,7 @@ FAMILY = Family(
     body="transformer.",
     layers="transformer.blocks.",
     marks=("attn.Wqkv.weight", "attn.Wq.weight", "norm_attn_norm.attn.Wqkv.weight", "norm_attn_norm.attn.Wq.weight"),
-    outside={
-        "embed_tokens": Source(("transformer.wte",)),
-        "norm": Source(("transformer.norm_f",)),
-        "lm_head": Source(("lm_head",)),
-    },
+    outside={"embed_tokens": Source(("transformer.wte",)), "norm": Source(("transformer.norm_f",))},
     parts=parts,
     config=config,
 )

@@ -52,11 +52,9 @@ def forward(
     if self.clip_qkv:
         qkv = qkv.clamp(min=-self.clip_qkv, max=self.clip_qkv)
     query, key, value = (x.unflatten(-1, (self.n_heads, self.head_dim)).transpose(1, 2) for x in qkv.chunk(3, dim=2))
-    key, value, first = patched_attention.extended(self, past_key_values, key, value)
     assert attention_mask is not None  # MptModel always builds one
-    dropout_p = float(self.attn_dropout_p) if self.training else 0.0
-    mixed = patched_attention.attended(
-        self, query, key, value, cache=past_key_values, first=first, mask=attention_mask, dropout_p=dropout_p
+    mixed = patched_attention.cached_and_attended(
+        self, query, key, value, cache=past_key_values, mask=attention_mask, dropout_p=self.attn_dropout_p
     )
     output: Tensor = self.out_proj(mixed)
     return output, None

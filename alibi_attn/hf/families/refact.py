@@ -9,7 +9,7 @@ we. Source: modeling_gpt_refact.py; weight names of the published checkpoint as 
 from collections.abc import Collection
 
 from alibi_attn.hf.decoder.config import ALiBiCausalLMConfig
-from alibi_attn.hf.families.family import Checkpoint, Family, Parts, Source
+from alibi_attn.hf.families.family import Checkpoint, Family, Parts, Source, decoder_parts
 
 MULTIPLE = 256  # of the feed-forward's width
 
@@ -41,16 +41,10 @@ def parts(names: Collection[str]) -> Parts:
     together = any(name.endswith("attn.kv.weight") for name in names)
     halves = any(name.endswith("mlp.gate_up_proj.weight") for name in names)
     keys_and_values = ("attn.kv",) if together else ("attn.k", "attn.v")
-    gate, up = (Source(("mlp.gate_up_proj",), half=half) for half in (0, 1))
-    return {
-        "attention_norm": Source(("ln_1",)),
-        "attention.qkv_proj": Source(("attn.q", *keys_and_values)),
-        "attention.out_proj": Source(("attn.c_proj",)),
-        "ffn_norm": Source(("ln_2",)),
-        "ffn.gate_proj": gate if halves else Source(("mlp.linear_1",)),
-        "ffn.up_proj": up if halves else Source(("mlp.linear_3",)),
-        "ffn.down_proj": Source(("mlp.c_proj",)),
-    }
+    gate_and_up = (
+        [Source(("mlp.gate_up_proj",), half=half) for half in (0, 1)] if halves else ["mlp.linear_1", "mlp.linear_3"]
+    )
+    return decoder_parts("ln_1", ("attn.q", *keys_and_values), "attn.c_proj", "ln_2", *gate_and_up, "mlp.c_proj")
 
 
 FAMILY = Family(
@@ -59,11 +53,7 @@ FAMILY = Family(
     body="transformer.",
     layers="transformer.h.",
     marks=("attn.q.weight",),
-    outside={
-        "embed_tokens": Source(("transformer.wte",)),
-        "norm": Source(("ln_f",)),
-        "lm_head": Source(("lm_head",)),
-    },
+    outside={"embed_tokens": Source(("transformer.wte",)), "norm": Source(("ln_f",))},
     parts=parts,
     ignored=r"transformer\.bias",
     config=config,
