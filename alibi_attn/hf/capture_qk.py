@@ -36,9 +36,7 @@ def watched(model: nn.Module, see: See) -> Iterator[int]:
             "ALiBiForCausalLM"
         )
     if any("attend" in vars(layer) for layer in layers):
-        raise ValueError(
-            "the model's attention has already been replaced (by context_parallel); call undo() on that first"
-        )
+        raise ValueError("the model's attention has been replaced (by context_parallel); call undo() on that first")
     try:
         for number, layer in enumerate(layers):
             vars(layer)["attend"] = functools.partial(_call_and_attend, see, number)

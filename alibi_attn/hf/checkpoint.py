@@ -90,7 +90,9 @@ def recognized(names: Collection[str], families: Iterable[Family]) -> tuple[Fami
             for inner in dict.fromkeys(("", family.body)):  # a model without its head is saved without the body's name
                 first = outer + f"{family.layers}0.".removeprefix(inner)
                 if outer in family.wrappers and any(first + mark in names for mark in family.marks):
-                    return family, {name: _unwrapped(name, family, outer, inner) for name in names}
+                    # Other names are refused later unless they belong to a head.
+                    inside = (name for name in names if name.startswith(outer) and not re.fullmatch(family.heads, name))
+                    return family, {name: name for name in names} | {x: inner + x.removeprefix(outer) for x in inside}
     return None
 
 
@@ -178,9 +180,7 @@ def _recognized(
 ) -> tuple[Family, dict[str, Tensor]]:
     table = list(families)
     if any("embeddings.position_embeddings." in name for name in tensors):
-        raise ValueError(
-            f"{folder} has position embeddings, so it does not use ALiBi; transformers may have a class for it"
-        )
+        raise ValueError(f"{folder} has position embeddings, so it does not use ALiBi; transformers may have its class")
     match = recognized(tensors.keys(), table)
     if match is None:
         raise ValueError(
@@ -193,12 +193,6 @@ def _recognized(
         if alias in state:
             state.setdefault(name, state.pop(alias))
     return family, state
-
-
-def _unwrapped(name: str, family: Family, outer: str, inner: str) -> str:
-    """Names without the common prefix are returned unchanged; they are refused later unless they belong to a head."""
-    is_other = not name.startswith(outer) or re.fullmatch(family.heads, name)
-    return name if is_other else inner + name.removeprefix(outer)
 
 
 def _check_names(wanted: Collection[str], state: State, *, new_head: bool) -> None:

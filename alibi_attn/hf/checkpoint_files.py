@@ -14,6 +14,7 @@ import tempfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -35,21 +36,9 @@ IGNORED = ("trust_remote_code", "use_safetensors", "weights_only")
 _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?", re.ASCII)
 # Every exception that torch's restricted unpickler was seen to raise on damaged bytes, and their base classes.
 _READ_ERRORS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    EOFError,
-    LookupError,
-    MemoryError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-    SafetensorError,
-    pickle.PickleError,
-    struct.error,
-    zipfile.BadZipFile,
-)
+    ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, MemoryError, OSError, RuntimeError, TypeError,
+    ValueError, SafetensorError, pickle.PickleError, struct.error, zipfile.BadZipFile,
+)  # fmt: skip
 
 
 def resolve(
@@ -105,7 +94,31 @@ def read_config(folder: Path) -> dict[str, object]:
         FileNotFoundError: it does not exist.
         ValueError: it is not a JSON object.
     """
-    return _object(folder / CONFIG, "a config", advice=f"pass a folder that holds {CONFIG} and the weights")
+    about: dict[str, object] = read_json(folder / CONFIG, advice=f"pass a folder that holds {CONFIG} and the weights")
+    return about
+
+
+def read_json(path: Path, kind: type = dict, *, advice: str = "download or save it again") -> Any:
+    """The content of a JSON file, a dict or a list.
+
+    Args:
+        advice: what to do if the file does not exist.
+
+    Raises:
+        FileNotFoundError: it does not exist.
+        ValueError: it is not JSON, or of another kind.
+    """
+    try:
+        value = parse(path.read_bytes())
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path} does not exist; {advice}") from None
+    except JsonError as error:
+        raise ValueError(f"{path} is damaged: {error}; {_AGAIN}") from None
+    if not isinstance(value, kind):
+        raise ValueError(
+            f"{path} holds a JSON {type(value).__name__} but must hold {'a list' if kind is list else 'an object'}; {_AGAIN}"
+        )
+    return value
 
 
 def read_state(folder: Path) -> dict[str, Tensor]:
@@ -183,7 +196,7 @@ def _shards(index: Path, suffix: str) -> dict[str, Tensor]:
 
 def _places(index: Path, suffix: str) -> dict[str, str]:
     """Maps the names of weights to files, as in an index."""
-    places = _object(index, "an index", advice=_AGAIN).get("weight_map")
+    places: dict[str, str] | None = read_json(index).get("weight_map")
     if not isinstance(places, dict) or not places:
         raise ValueError(f"{index} is damaged: it has no weight_map from names to files; {_AGAIN}")
     for name, file in places.items():
@@ -221,18 +234,6 @@ def _tensors(path: Path, device: str = "cpu") -> dict[str, Tensor]:
                 f"{path} has a quantized, sparse or empty tensor at {name}, which is not supported; {_AGAIN}"
             )
     return dict(loaded)
-
-
-def _object(path: Path, wanted: str, *, advice: str) -> dict[str, object]:
-    try:
-        value = parse(path.read_bytes())
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path} does not exist; {advice}") from None
-    except JsonError as error:
-        raise ValueError(f"{path} is damaged: {error}; {_AGAIN}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} holds a JSON {type(value).__name__} but {wanted} must be an object; {_AGAIN}")
-    return value
 
 
 def _line(error: BaseException) -> str:

@@ -34,9 +34,8 @@ from torch import Tensor
 from transformers import BloomConfig, BloomForCausalLM, MptConfig, MptForCausalLM, PreTrainedModel
 from transformers.models.mpt.configuration_mpt import MptAttentionConfig
 
-from alibi_attn.hf.checkpoint_files import check_new, written_whole
+from alibi_attn.hf.checkpoint_files import check_new, read_config, written_whole
 from alibi_attn.hf.tokenizing import byte_tokenizer
-from alibi_attn.strict_json import JsonError, parse
 
 _Model = TypeVar("_Model", MptForCausalLM, BloomForCausalLM)
 State: TypeAlias = Mapping[str, Tensor]
@@ -150,12 +149,8 @@ def export_mpt(state: State, config: DecoderConfig, folder: Path, *, tokenizer: 
             attn_config={"alibi": True, "alibi_bias_max": config.bias_max},
         )
     )
-    scale = config.embedding_scale
-    scaled = {
-        **state,
-        "embedding.weight": state["embedding.weight"] * scale,
-        "norm.weight": state["norm.weight"] / scale,
-    }
+    embedding, norm = state["embedding.weight"] * config.embedding_scale, state["norm.weight"] / config.embedding_scale
+    scaled = {**state, "embedding.weight": embedding, "norm.weight": norm}
     return _exported(model, scaled, config, MPT, folder, tokenizer)
 
 
@@ -182,7 +177,7 @@ def import_mpt(folder: Path) -> tuple[dict[str, Tensor], DecoderConfig]:
         bias_max=options.alibi_bias_max,
         norm_eps=config.layer_norm_epsilon,
     )
-    return _imported(model, MPT, config.n_layers, config.n_heads), decoder
+    return _imported(model, MPT), decoder
 
 
 def export_bloom(state: State, config: DecoderConfig, folder: Path, *, tokenizer: Tokenizer | None = None) -> Path:
@@ -225,17 +220,12 @@ def import_bloom(folder: Path) -> tuple[dict[str, Tensor], DecoderConfig]:
         trained_length=getattr(config, "seq_length", _BLOOM_LENGTH),
         norm_eps=config.layer_norm_epsilon,
     )
-    return _imported(model, BLOOM, config.n_layer, config.n_head), decoder
+    return _imported(model, BLOOM), decoder
 
 
 def _loaded(folder: Path, family: type[_Model], wanted: str) -> _Model:
     """The model with every weight from the folder; transformers would initialize missing ones at random."""
-    path = folder / "config.json"
-    try:
-        about = parse(path.read_bytes())
-    except JsonError as error:
-        raise ValueError(f"{path} is not JSON ({error}); pass the folder of {wanted}") from None
-    kind = about.get("model_type") if isinstance(about, dict) else None
+    kind = read_config(folder).get("model_type")
     assert family.config_class is not None  # every model with a head has one
     if kind != family.config_class.model_type:
         raise ValueError(f"{folder} holds a {kind} model but must hold {wanted}")
@@ -252,11 +242,11 @@ def _loaded(folder: Path, family: type[_Model], wanted: str) -> _Model:
 def _exported(
     model: _Model, state: State, config: DecoderConfig, layout: _Layout, folder: Path, tokenizer: Tokenizer | None
 ) -> Path:
-    """Fills the model with the decoder's weights, keeps their dtype, and saves it."""
-    num_layers, width = _layers_and_width(state, config, layout)
-    head_dim, groups = width // config.num_heads, config.num_heads if layout.by_head else 1
+    """Fills the model with the decoder's weights, keeps their dtype, and saves it with a tokenizer for `AutoTokenizer`."""
+    width, groups = model.config.hidden_size, config.num_heads if layout.by_head else 1
+    head_dim = width // config.num_heads
     weights = {their: state[ours] for ours, their in layout.outside_names().items()}
-    for n in range(num_layers):
+    for n in range(model.config.num_hidden_layers):
         for kind in layout.kinds:
             norm, *qkv, out, norm_2, up, down = _widened(state, n, kind, width=width, head_dim=head_dim)
             mixed = torch.stack([x.unflatten(0, (groups, -1)) for x in qkv], dim=1).flatten(0, 2)
@@ -265,15 +255,23 @@ def _exported(
     theirs = {f"transformer.{name}": tensor for name, tensor in weights.items()}
     model.load_state_dict({**theirs, "lm_head.weight": state["embedding.weight"]}, assign=True)
     model.tie_weights()
-    return _written(model, folder, tokenizer)
+    if tokenizer is None and model.config.vocab_size == 256:
+        tokenizer = byte_tokenizer()
+    with written_whole(folder) as temporary:
+        model.save_pretrained(temporary)
+        if tokenizer is not None:
+            tokenizer.save(str(temporary / "tokenizer.json"))
+            about = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+            (temporary / "tokenizer_config.json").write_text(json.dumps(about) + "\n", encoding="utf-8")
+    return folder
 
 
-def _imported(model: PreTrainedModel, layout: _Layout, num_layers: int, num_heads: int) -> dict[str, Tensor]:
+def _imported(model: PreTrainedModel, layout: _Layout) -> dict[str, Tensor]:
     """The inverse of `_exported`."""
     theirs = model.get_submodule("transformer").state_dict()
     weights = {ours: theirs[their] for ours, their in layout.outside_names().items()}
-    groups = num_heads if layout.by_head else 1
-    for n in range(num_layers):
+    groups = model.config.num_attention_heads if layout.by_head else 1
+    for n in range(model.config.num_hidden_layers):
         for kind in layout.kinds:
             norm, mixed, *others = (theirs[f"{layout.blocks}{n}.{part}.{kind}"] for part in layout.parts)
             qkv = (x.flatten(0, 1) for x in mixed.unflatten(0, (groups, 3, -1)).unbind(1))
@@ -325,16 +323,3 @@ def _widened(state: State, n: int, kind: Kind, *, width: int, head_dim: int) -> 
     if kind == "weight":
         down = torch.nn.functional.pad(down, (0, 4 * width - down.shape[1]))
     return [norm_1, query, key, value, out, norm_2, up, down]
-
-
-def _written(model: PreTrainedModel, folder: Path, tokenizer: Tokenizer | None) -> Path:
-    """Save the model and a tokenizer that `AutoTokenizer` finds. None with 256 tokens saves the byte tokenizer."""
-    if tokenizer is None and model.config.vocab_size == 256:
-        tokenizer = byte_tokenizer()
-    with written_whole(folder) as temporary:
-        model.save_pretrained(temporary)
-        if tokenizer is not None:
-            tokenizer.save(str(temporary / "tokenizer.json"))
-            about = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-            (temporary / "tokenizer_config.json").write_text(json.dumps(about) + "\n", encoding="utf-8")
-    return folder

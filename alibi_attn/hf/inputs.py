@@ -1,4 +1,6 @@
-"""Checks of a model's input, shared by the encoder and the decoder."""
+"""Checks of configs and inputs, shared by the encoder and the decoder."""
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -23,6 +25,17 @@ def checked_input(input_ids: Tensor | None, inputs_embeds: Tensor | None, *, wid
     if inputs_embeds is not None and inputs_embeds.shape[2] != width:
         raise ValueError(f"inputs_embeds has width {inputs_embeds.shape[2]} but hidden_size is {width}")
     return given
+
+
+def check(name: str, value: object, fits: bool, allowed: str) -> None:
+    """Raises ValueError unless the value fits."""
+    if not fits:
+        raise ValueError(f"{name} is {value!r} but must be {allowed}")
+
+
+def check_choice(name: str, value: object, choices: Iterable[object]) -> None:
+    """Raises ValueError unless the value is one of the choices."""
+    check(name, value, value in choices, f"one of {', '.join(map(repr, choices))}")
 
 
 def check_kind(name: str, value: Tensor, *, is_index: bool) -> None:

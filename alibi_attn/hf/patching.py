@@ -5,6 +5,7 @@ to pass our mask to the layers and to refuse what a patched model cannot return.
 module-level functions with their arguments, so copies and pickles of a patched model stay patched.
 """
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,7 @@ from alibi_attn.nn import linear
 _MARK = "alibi_settings"  # an attribute that only patched layers have
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Patch:
     """What `patch` changed in one model. As a context manager it undoes the patch at the end of the block.
 
@@ -36,19 +38,9 @@ class Patch:
     """
 
     layers: tuple[str, ...]
-    linears: tuple[str, ...]
-    activations: tuple[str, ...]
-
-    def __init__(
-        self,
-        layers: tuple[str, ...],
-        changes: list[Callable[[], None]],
-        *,
-        linears: tuple[str, ...] = (),
-        activations: tuple[str, ...] = (),
-    ) -> None:
-        self.layers, self.linears, self.activations = layers, linears, activations
-        self._changes = changes
+    _changes: list[Callable[[], None]]
+    linears: tuple[str, ...] = ()
+    activations: tuple[str, ...] = ()
 
     def undo(self) -> None:
         """Restore the model's original attention, bit for bit.

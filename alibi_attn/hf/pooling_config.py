@@ -8,19 +8,15 @@ Read next: `sentence_encoder.py`.
 import dataclasses
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from alibi_attn.strict_json import JsonError, parse
+from alibi_attn.hf import checkpoint_files
+from alibi_attn.hf.families.family import Options
 
 Pooling = Literal["mean", "cls"]
 POOLINGS: tuple[Pooling, ...] = ("mean", "cls")
 
-_MODULES, _POOLING, _TRANSFORMER, _SETTINGS = (
-    "modules.json",
-    "1_Pooling",
-    "sentence_bert_config.json",
-    "config_sentence_transformers.json",
-)
+_POOLING = "1_Pooling"
 # Older versions store one flag per pooling mode.
 _FLAGS = {
     "pooling_mode_cls_token": "cls",
@@ -67,41 +63,31 @@ def read(folder: Path) -> PoolingConfig:
         ValueError: a damaged file, or unsupported modules or pooling.
     """
     encoder, pooling_folder, normalize = _modules(folder)
-    pooling, width, include_prompt = _pooling(pooling_folder)
-    options = _object(encoder / _TRANSFORMER)
+    options = _options(encoder / "sentence_bert_config.json")
     for name in _UNSUPPORTED:
-        if options.get(name):
-            raise ValueError(f"{encoder / _TRANSFORMER} has {name} {options[name]!r}, which is not supported")
-    settings = _object(folder / _SETTINGS)
-    prompts = settings.get("prompts")
-    if prompts is not None and not (
-        isinstance(prompts, dict) and all(isinstance(text, str | None) for text in prompts.values())
-    ):
-        raise ValueError(f"{folder / _SETTINGS} is damaged: prompts is {prompts!r} but must map names to strings")
+        if options.values.get(name):
+            raise ValueError(f"{options.where} has {name} {options.values[name]!r}, which is not supported")
+    settings = _options(folder / "config_sentence_transformers.json")
+    prompts = settings.section("prompts")
     return PoolingConfig(
         encoder=encoder,
-        pooling=pooling,
-        width=width,
-        include_prompt=include_prompt,
         normalize=normalize,
-        max_seq_length=_number(options, "max_seq_length", encoder / _TRANSFORMER),
-        prompts=None if prompts is None else {str(name): text or "" for name, text in prompts.items()},
-        default_prompt_name=_text(settings, "default_prompt_name", folder / _SETTINGS),
-        similarity=_text(settings, "similarity_fn_name", folder / _SETTINGS),
-        truncate_dim=_number(settings, "truncate_dim", folder / _SETTINGS),
+        max_seq_length=_positive(options, "max_seq_length"),
+        prompts={name: prompts.text(name, "") for name in prompts.values} if settings.has("prompts") else None,
+        default_prompt_name=_text(settings, "default_prompt_name"),
+        similarity=_text(settings, "similarity_fn_name"),
+        truncate_dim=_positive(settings, "truncate_dim"),
+        **_pooling(_options(pooling_folder / "config.json")),
     )
 
 
 def _modules(folder: Path) -> tuple[Path, Path, bool]:
     """The folders of the encoder and of the pooling, and whether vectors are normalized."""
-    path = folder / _MODULES
+    path = folder / "modules.json"
     if not path.exists():
         return folder, folder / _POOLING, False
-    try:
-        listed = parse(path.read_bytes())
-    except JsonError as error:
-        raise ValueError(f"{path} is damaged: {error}; download it again") from None
-    if not isinstance(listed, list) or not all(isinstance(module, dict) for module in listed):
+    listed = checkpoint_files.read_json(path, list)
+    if not all(isinstance(module, dict) for module in listed):
         raise ValueError(f"{path} is damaged: it lists no modules; download it again")
     kinds = [_kind(str(module.get("type"))) for module in listed]
     if kinds[:2] != ["Transformer", "Pooling"] or kinds[2:] not in ([], ["Normalize"]):
@@ -125,47 +111,33 @@ def _kind(name: str) -> str:
     return name.rpartition(".")[2] if name.startswith("sentence_transformers.") else name
 
 
-def _pooling(folder: Path) -> tuple[Pooling, int | None, bool]:
-    path = folder / "config.json"
-    options = _object(path)
-    modes = options.get("pooling_mode")
+def _pooling(options: Options) -> dict[str, Any]:
+    """The fields of `PoolingConfig` in the pooling's config.json."""
+    modes = options.values.get("pooling_mode")
     if modes is None:
-        modes = [mode for flag, mode in _FLAGS.items() if options.get(flag)]
+        modes = [mode for flag, mode in _FLAGS.items() if options.values.get(flag)]
     selected = [modes] if isinstance(modes, str) else modes
     if not isinstance(selected, list):
-        raise ValueError(f"{path} is damaged: pooling_mode is {modes!r} but must be a name; download it again")
+        raise ValueError(f"{options.where} has pooling_mode {modes!r}, which is not a name; download it again")
     selected = selected or ["mean"]
-    chosen = next((pooling for pooling in POOLINGS if selected == [pooling]), None)
-    if chosen is None:
-        raise ValueError(
-            f"{path} has pooling {' and '.join(map(str, selected))} but only mean or cls alone is supported"
-        )
-    name = "embedding_dimension" if "embedding_dimension" in options else "word_embedding_dimension"
-    return chosen, _number(options, name, path), options.get("include_prompt") is not False
+    if len(selected) != 1 or selected[0] not in POOLINGS:
+        pooling = " and ".join(map(str, selected))
+        raise ValueError(f"{options.where} has pooling {pooling} but only mean or cls alone is supported")
+    name = "embedding_dimension" if "embedding_dimension" in options.values else "word_embedding_dimension"
+    include_prompt = options.values.get("include_prompt") is not False
+    return {"pooling": selected[0], "width": _positive(options, name), "include_prompt": include_prompt}
 
 
-def _number(options: dict[str, object], name: str, path: Path) -> int | None:
-    value = options.get(name)
-    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
-        return value
-    raise ValueError(f"{path} has {name} {value!r} but it must be a positive integer")
+def _positive(options: Options, name: str) -> int | None:
+    if options.has(name) and options.integer(name) < 1:
+        raise ValueError(f"{options.where} has {name} {options.values[name]!r} but it must be a positive integer")
+    return options.integer(name) if options.has(name) else None
 
 
-def _text(options: dict[str, object], name: str, path: Path) -> str | None:
-    value = options.get(name)
-    if value is None or isinstance(value, str):
-        return value
-    raise ValueError(f"{path} has {name} {value!r} but it must be a string")
+def _text(options: Options, name: str) -> str | None:
+    return options.text(name) if options.has(name) else None
 
 
-def _object(path: Path) -> dict[str, object]:
-    """A JSON object; empty if the file does not exist."""
-    if not path.exists():
-        return {}
-    try:
-        value = parse(path.read_bytes())
-    except JsonError as error:
-        raise ValueError(f"{path} is damaged: {error}; download it again") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} holds a JSON {type(value).__name__} but must hold an object; download it again")
-    return value
+def _options(path: Path) -> Options:
+    """The options in a file; empty if it does not exist."""
+    return Options(checkpoint_files.read_json(path) if path.exists() else {}, str(path))

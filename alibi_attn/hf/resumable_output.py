@@ -19,7 +19,7 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from alibi_attn.strict_json import JsonError, parse
+from alibi_attn.hf.checkpoint_files import read_json
 
 KEEP_SECONDS = 5.0  # the most work that a killed process loses, in addition to its current batch
 
@@ -56,8 +56,7 @@ def check_new(out: Path) -> None:
     partial, about = _beside(out)
     if out.exists():
         if partial.exists() and partial.samefile(out):
-            about.unlink(missing_ok=True)
-            partial.unlink(missing_ok=True)
+            _remove(about, partial)
         raise FileExistsError(f"{out} exists; vectors are never overwritten: delete it, or pass another --out")
 
 
@@ -101,14 +100,11 @@ class PartialVectors:
         _write(about, identity, 0, shape)
         try:
             vectors = np.lib.format.open_memmap(partial, mode="w+", dtype=np.float32, shape=shape)
-            if hasattr(
-                os, "posix_fallocate"
-            ):  # on a full disk this raises an OSError; writing to the mapped file would be a bus error
-                with partial.open("r+b") as file:
+            if hasattr(os, "posix_fallocate"):
+                with partial.open("r+b") as file:  # a full disk raises an OSError here, and would be a bus error later
                     os.posix_fallocate(file.fileno(), 0, partial.stat().st_size)
         except OSError:
-            for path in (partial, about):
-                path.unlink(missing_ok=True)
+            _remove(partial, about)
             raise
         return cls(out, identity, vectors, 0)
 
@@ -141,9 +137,13 @@ class PartialVectors:
         except FileExistsError:
             check_new(self.out)
             raise
-        for path in (about, partial):  # in this order, so that `check_new` recognizes the leftovers of a killed run
-            path.unlink(missing_ok=True)
+        _remove(about, partial)  # in this order, so that `check_new` recognizes the leftovers of a killed run
         return self.out
+
+
+def _remove(*paths: Path) -> None:
+    for path in paths:
+        path.unlink(missing_ok=True)
 
 
 def _locked(out: Path, partial: Path) -> BinaryIO:
@@ -182,11 +182,11 @@ def _done(partial: Path, about: Path, identity: str, shape: tuple[int, int]) -> 
             raise FileExistsError(f"{partial} exists without {about.name}; delete it, or pass another --out")
         return 0
     try:
-        progress = parse(about.read_bytes())
-    except JsonError:
+        progress = read_json(about)
+    except ValueError:
         raise _damaged(about) from None
-    done = progress.get("rows_done") if isinstance(progress, dict) else None
-    if not isinstance(progress, dict) or not isinstance(done, int) or done < 0:
+    done: object = progress.get("rows_done")
+    if not isinstance(done, int) or done < 0:
         raise _damaged(about)
     if done == 0 or not partial.exists():
         return 0  # no finished rows could be lost

@@ -15,7 +15,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from alibi_attn.hf import checkpoint_files, pooling_config
 from alibi_attn.hf.encoder.models import ALiBiBertModel
 from alibi_attn.hf.pooling_config import PoolingConfig
-from alibi_attn.strict_json import JsonError, parse
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
@@ -155,16 +154,10 @@ def sentence_transformer(
 
 def _tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder, or a short error if there is none."""
-    if not any(
-        found for files in _VOCABULARIES for found in folder.glob(files)
-    ):  # transformers would create an empty one
+    if not any(any(folder.glob(files)) for files in _VOCABULARIES):  # transformers would create an empty one
         raise FileNotFoundError(f"{folder} has no tokenizer, neither tokenizer.json nor a vocabulary; download it")
-    path = folder / "tokenizer.json"
-    if path.exists():
-        try:
-            parse(path.read_bytes())
-        except JsonError as error:
-            raise ValueError(f"{path} is damaged: {error}; download it again") from None
+    if (path := folder / "tokenizer.json").exists():
+        checkpoint_files.read_json(path)
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except _TOKENIZER_ERRORS as error:

@@ -16,14 +16,10 @@ _PLAIN_BERT = "transformers.models.bert.modeling_bert"
 _REMOTE = "transformers_modules"
 # Parts of the names of these families' repositories and files, in an auto_map or a path.
 _FAMILIES = (
-    "jina-bert",
-    "jina-embeddings-v2",
-    "jina-reranker-v1",
-    "bert_layers",
-    "mosaic-bert",
-    "mosaicbert",
-    "dnabert",
-)
+    "jina-bert", "jina-embeddings-v2", "jina-reranker-v1", "bert_layers", "mosaic-bert", "mosaicbert", "dnabert",
+)  # fmt: skip
+# Fields of their configs, with the values that indicate ALiBi; () for any value.
+_SIGNS = {"position_embedding_type": ("alibi",), "alibi_starting_size": (), "feed_forward_type": ("geglu", "reglu")}
 _ENCODER = "alibi_attn.hf.ALiBiBert"
 _DECODER = "alibi_attn.hf.ALiBiForCausalLM"
 # Prefixes of the names of remote classes, in lower case, and the class to load instead.
@@ -45,50 +41,45 @@ def why_not(model: nn.Module) -> str | None:
     for module in model.modules():
         kind = type(module)
         if kind.__module__.split(".")[0] == _REMOTE:
-            for beginning, instead in _INSTEAD.items():
-                if kind.__name__.lower().startswith(beginning):
+            for prefix, instead in _INSTEAD.items():
+                if kind.__name__.lower().startswith(prefix):
                     return _remote(model, instead)
-        if isinstance(module, PreTrainedModel) and any(base.__module__ == _PLAIN_BERT for base in kind.__mro__):
-            sign = _sign(module.config)
-            if sign is not None:
-                head = kind.__name__.removeprefix("Bert")
-                known = head if head in ("ForMaskedLM", "ForSequenceClassification") else "Model"
-                path = getattr(module.config, "_name_or_path", "") or "folder_or_id"
-                return (
-                    f"this {kind.__name__} was loaded without ALiBi: {sign}, but transformers built a plain BERT from it, with "
-                    f"random weights; use {_ENCODER}{known}.from_pretrained({path!r})"
-                )
+        is_bert = isinstance(module, PreTrainedModel) and any(base.__module__ == _PLAIN_BERT for base in kind.__mro__)
+        if is_bert and (sign := _sign(module.config)) is not None:
+            path = getattr(module.config, "_name_or_path", "") or "folder_or_id"
+            return (
+                f"this {kind.__name__} was loaded without ALiBi: {sign}, but transformers built a plain BERT from it, with "
+                f"random weights; use {_ENCODER}{_head(kind)}.from_pretrained({path!r})"
+            )
     return None
 
 
 def needs_none(model: nn.Module) -> str | None:
     """The message for our own models, which need no patch; else None."""
-    for module in model.modules():
-        if type(module).__module__.startswith("alibi_attn."):
-            return (
-                f"{type(model).__name__} computes its attention with alibi_attention already; there is nothing to patch"
-            )
+    if any(type(module).__module__.startswith("alibi_attn.") for module in model.modules()):
+        return f"{type(model).__name__} computes its attention with alibi_attention already; there is nothing to patch"
     return None
 
 
 def _remote(model: nn.Module, instead: str) -> str:
-    name = type(model).__name__
-    head = next((head for head in ("ForMaskedLM", "ForSequenceClassification") if name.endswith(head)), "Model")
-    use = f"{instead}{head}" if instead == _ENCODER else instead
-    what = (
-        ", then patch that model" if instead.startswith("transformers") else ", which needs no remote code and no patch"
+    use = f"{instead}{_head(type(model))}" if instead == _ENCODER else instead
+    patchable = instead.startswith("transformers")
+    advice = "then patch that model" if patchable else "which needs no remote code and no patch"
+    return f"{type(model).__name__} is remote code, which cannot be patched; use {use}.from_pretrained(...), {advice}"
+
+
+def _head(kind: type) -> str:
+    """The end of the name of our class with the same head."""
+    return next(
+        (head for head in ("ForMaskedLM", "ForSequenceClassification") if kind.__name__.endswith(head)), "Model"
     )
-    return f"{name} is remote code, which cannot be patched; use {use}.from_pretrained(...){what}"
 
 
 def _sign(config: object) -> str | None:
     """The evidence that a checkpoint uses ALiBi, in its config or in the names of its weights; else None."""
-    if getattr(config, "position_embedding_type", None) == "alibi":
-        return "its config has position_embedding_type 'alibi'"
-    if getattr(config, "alibi_starting_size", None) is not None:
-        return "its config has alibi_starting_size"
-    if getattr(config, "feed_forward_type", None) in ("geglu", "reglu"):
-        return f"its config has feed_forward_type {config.feed_forward_type!r}"  # type: ignore[attr-defined]
+    for name, signs in _SIGNS.items():
+        if (value := getattr(config, name, None)) is not None and (not signs or value in signs):
+            return f"its config has {name} {value!r}"
     auto_map = str(getattr(config, "auto_map", None) or "").lower()
     if any(family in auto_map for family in _FAMILIES):
         return "its config's auto_map names a family with ALiBi"

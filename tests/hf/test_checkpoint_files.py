@@ -81,7 +81,7 @@ def test_a_config_is_an_object(tmp_path):
     (tmp_path / "config.json").write_text('{"num_hidden_layers": 2}')
     assert read_config(tmp_path) == {"num_hidden_layers": 2}
     (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(ValueError, match=r"config\.json holds a JSON list but a config must be an object"):
+    with pytest.raises(ValueError, match=r"config\.json holds a JSON list but must hold an object"):
         read_config(tmp_path)
 
 

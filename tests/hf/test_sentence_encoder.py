@@ -102,13 +102,13 @@ REFUSED = [
     ({"modules.json": [{**modules("Transformer", "Pooling")[0], "path": "../.."}, modules("", "Pooling")[1]]}, "is not the name"),
     ({POOLING: {"pooling_mode_max_tokens": True}}, "has pooling max but only mean or cls"),
     ({POOLING: {"pooling_mode": ["cls", "mean"]}}, "has pooling cls and mean but"),
-    ({POOLING: {"pooling_mode": 3}}, "pooling_mode is 3"),
+    ({POOLING: {"pooling_mode": 3}}, "has pooling_mode 3"),
     ({POOLING: {"word_embedding_dimension": 7}}, "pools vectors of width 7 but its model has 48"),
-    ({POOLING: {"word_embedding_dimension": True}}, "must be a positive integer"),
+    ({POOLING: {"word_embedding_dimension": True}}, "only an integer is supported"),
     ({POOLING: "7"}, "holds a JSON int"),
     ({"sentence_bert_config.json": {"do_lower_case": True}}, "has do_lower_case True, which is not supported"),
     ({"sentence_bert_config.json": {"max_seq_length": 2}}, "max_seq_length is 2 but must be at least 3"),
-    ({"config_sentence_transformers.json": {"prompts": ["a"]}}, "prompts is"),
+    ({"config_sentence_transformers.json": {"prompts": ["a"]}}, "has prompts = "),
     ({"tokenizer.json": "{"}, r"tokenizer\.json is damaged"),
 ]  # fmt: skip
 

@@ -7,6 +7,7 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from alibi_attn.attention.dispatch import BACKENDS
+from alibi_attn.hf.inputs import check, check_choice
 from alibi_attn.slopes import alibi_slopes
 
 NORMS = ("layer", "rms")
@@ -89,17 +90,17 @@ class ALiBiCausalLMConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
     def validate_architecture(self) -> None:
         """Called by transformers when a config is created or loaded."""
         for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
-            _check(name, getattr(self, name), getattr(self, name) > 0, "a number of at least 1")
+            check(name, getattr(self, name), getattr(self, name) > 0, "a number of at least 1")
         heads, shared = self.num_attention_heads, self.key_heads
-        _check("num_attention_heads", heads, self.hidden_size % heads == 0, f"a divisor of {self.hidden_size}")
-        _check("num_key_value_heads", shared, shared > 0 and heads % shared == 0, f"a divisor of {heads}, or None")
-        _check("slopes", self.slopes, self.slopes is None or len(self.slopes) == heads, f"{heads} numbers, or None")
-        _check("hidden_act", self.hidden_act, self.hidden_act in ACT2FN, "an activation of transformers")
-        _check("clip_qkv", self.clip_qkv, self.clip_qkv is None or self.clip_qkv > 0, "positive, or None")
-        _choose("norm", self.norm, NORMS)
-        _choose("checkpoint_rounding", self.checkpoint_rounding, ROUNDINGS)
-        _choose("numerics", self.numerics, ("exact", "checkpoint"))
-        _choose("backend", self.backend, ("auto", *BACKENDS))
+        check("num_attention_heads", heads, self.hidden_size % heads == 0, f"a divisor of {self.hidden_size}")
+        check("num_key_value_heads", shared, shared > 0 and heads % shared == 0, f"a divisor of {heads}, or None")
+        check("slopes", self.slopes, self.slopes is None or len(self.slopes) == heads, f"{heads} numbers, or None")
+        check("hidden_act", self.hidden_act, self.hidden_act in ACT2FN, "an activation of transformers")
+        check("clip_qkv", self.clip_qkv, self.clip_qkv is None or self.clip_qkv > 0, "positive, or None")
+        check_choice("norm", self.norm, NORMS)
+        check_choice("checkpoint_rounding", self.checkpoint_rounding, ROUNDINGS)
+        check_choice("numerics", self.numerics, ("exact", "checkpoint"))
+        check_choice("backend", self.backend, ("auto", *BACKENDS))
         self._check_scaling()
         super().validate_architecture()  # type: ignore[no-untyped-call]
 
@@ -159,12 +160,3 @@ class ALiBiCausalLMConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
                 f"alibi_scaling is {scaling} but must be None, "
                 '{"type": "linear", "factor": s} with a positive s, or {"type": "linear", "train_seq_len": L} with a length L'
             )
-
-
-def _check(name: str, value: object, fits: bool, wanted: str) -> None:
-    if not fits:
-        raise ValueError(f"{name} is {value!r} but must be {wanted}")
-
-
-def _choose(name: str, value: str, choices: tuple[str, ...]) -> None:
-    _check(name, value, value in choices, f"one of {', '.join(map(repr, choices))}")

@@ -5,6 +5,8 @@ from typing import Any, ClassVar, Literal
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
+from alibi_attn.hf.inputs import check, check_choice
+
 Layout = Literal["mosaic", "jina", "jina-code"]
 LAYOUTS: tuple[Layout, ...] = ("mosaic", "jina", "jina-code")
 
@@ -66,37 +68,29 @@ class ALiBiBertConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
         super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]
         for name in _SIZES:
             size = getattr(self, name)
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ValueError(f"{name} is {size!r} but must be a positive integer")
+            check(name, size, type(size) is int and size >= 1, "a positive integer")
         for name in _SHARES:
             share = getattr(self, name)
-            if not (name == "classifier_dropout" and share is None) and not (_is_number(share) and 0 <= share < 1):
-                raise ValueError(f"{name} is {share!r} but must be a probability in [0, 1)")
+            unset = name == "classifier_dropout" and share is None
+            check(name, share, unset or (type(share) in (int, float) and 0 <= share < 1), "a probability in [0, 1)")
         for name in ("layer_norm_eps", "initializer_range"):
-            if not (_is_number(getattr(self, name)) and getattr(self, name) >= 0):
-                raise ValueError(f"{name} is {getattr(self, name)!r} but must be a number ≥ 0")
-        for name, allowed in _CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)!r} but must be one of {', '.join(map(repr, allowed))}"
-                )
-        if self.hidden_act not in ACT2FN:
-            raise ValueError(
-                f"hidden_act is {self.hidden_act!r} but must be an activation of transformers, such as 'gelu'"
-            )
-        if self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"hidden_size is {self.hidden_size} but must be a multiple of num_attention_heads, {self.num_attention_heads}"
-            )
+            number = getattr(self, name)
+            check(name, number, type(number) in (int, float) and number >= 0, "a number ≥ 0")
+        for name, choices in _CHOICES.items():
+            check_choice(name, getattr(self, name), choices)
+        check("hidden_act", self.hidden_act, self.hidden_act in ACT2FN, "an activation of transformers, such as 'gelu'")
+        heads = self.num_attention_heads
+        check(
+            "hidden_size",
+            self.hidden_size,
+            self.hidden_size % heads == 0,
+            f"a multiple of num_attention_heads, {heads}",
+        )
 
     @property
     def head_dim(self) -> int:
         """D, the size of a head."""
         return self.hidden_size // self.num_attention_heads
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 _SIZES = (

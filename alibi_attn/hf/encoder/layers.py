@@ -20,6 +20,11 @@ from alibi_attn.hf.encoder.packing import Packing
 from alibi_attn.nn.linear import mapped
 
 
+def layer_norm(config: ALiBiBertConfig) -> nn.LayerNorm:
+    """The norm used throughout the model."""
+    return nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+
+
 class ALiBiBertEmbeddings(nn.Module):
     """Word and token type embeddings, a LayerNorm, dropout; no position embeddings."""
 
@@ -27,7 +32,7 @@ class ALiBiBertEmbeddings(nn.Module):
         super().__init__()
         self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
         self.token_type_embeddings = nn.Embedding(config.type_vocab_size, config.hidden_size)
-        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.LayerNorm = layer_norm(config)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, words: Tensor, token_type_ids: Tensor | None) -> Tensor:
@@ -50,11 +55,8 @@ class ALiBiBertSelfAttention(nn.Module):
         self.num_heads = config.num_attention_heads
         self.dropout_p = config.attention_probs_dropout_prob
         self.Wqkv = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=config.qkv_bias)
-        self.layer_norm_q: nn.LayerNorm | None = None
-        self.layer_norm_k: nn.LayerNorm | None = None
-        if config.qk_norm:
-            self.layer_norm_q = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-            self.layer_norm_k = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.layer_norm_q = layer_norm(config) if config.qk_norm else None
+        self.layer_norm_k = layer_norm(config) if config.qk_norm else None
 
     def forward(self, x: Tensor, packing: Packing) -> Tensor:
         """[B, T, E] -> [B, T, E]; both are [1, N, E] if packed."""
@@ -78,7 +80,7 @@ class ALiBiBertSelfOutput(nn.Module):
     def __init__(self, config: ALiBiBertConfig) -> None:
         super().__init__()
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
-        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.LayerNorm = layer_norm(config)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, attended: Tensor, x: Tensor) -> Tensor:
@@ -106,7 +108,7 @@ class ALiBiBertMLP(nn.Module):
         self.act = F.gelu if config.gate_act == "gelu" else F.relu
         self.gated_layers = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
         self.wo = nn.Linear(config.intermediate_size, config.hidden_size)
-        self.layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.layernorm = layer_norm(config)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -125,9 +127,7 @@ class ALiBiBertLayer(GradientCheckpointingLayer):  # type: ignore[no-untyped-cal
     def __init__(self, config: ALiBiBertConfig) -> None:
         super().__init__()
         self.attention = ALiBiBertAttention(config)
-        self.layer_norm_1: nn.LayerNorm | None = None
-        if config.extra_norm:
-            self.layer_norm_1 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.layer_norm_1 = layer_norm(config) if config.extra_norm else None
         self.mlp = ALiBiBertMLP(config)
 
     def forward(self, x: Tensor, packing: Packing) -> Tensor:
@@ -168,7 +168,7 @@ class ALiBiBertTransform(nn.Module):
         super().__init__()
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
         self.act = ACT2FN[config.hidden_act]
-        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.LayerNorm = layer_norm(config)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.LayerNorm(self.act(mapped(self.dense, x)))
@@ -184,11 +184,3 @@ class ALiBiBertPredictions(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return mapped(self.decoder, self.transform(x))
-
-
-class ALiBiBertMLMHead(nn.Module):
-    """A wrapper that exists for the weight names cls.predictions.*."""
-
-    def __init__(self, config: ALiBiBertConfig) -> None:
-        super().__init__()
-        self.predictions = ALiBiBertPredictions(config)

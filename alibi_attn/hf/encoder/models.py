@@ -25,7 +25,7 @@ from transformers.utils.generic import can_return_tuple
 from alibi_attn.attention.transforms import may_read
 from alibi_attn.hf import checkpoint, checkpoint_files
 from alibi_attn.hf.encoder.config import LAYOUTS, ALiBiBertConfig
-from alibi_attn.hf.encoder.layers import ALiBiBertEmbeddings, ALiBiBertEncoder, ALiBiBertMLMHead, ALiBiBertPooler
+from alibi_attn.hf.encoder.layers import ALiBiBertEmbeddings, ALiBiBertEncoder, ALiBiBertPooler, ALiBiBertPredictions
 from alibi_attn.hf.encoder.packing import packing
 from alibi_attn.hf.families import ENCODERS
 from alibi_attn.hf.families.bert_config import OVERRIDES, WORDS
@@ -84,12 +84,9 @@ class ALiBiBertPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call
         changes = {name: options.pop(name) for name in (*OVERRIDES, "config") if name in options}
         about = checkpoint_files.read_config(folder)
         is_own = about.get("model_type") == ALiBiBertConfig.model_type
+        families = [OWN] if is_own else ENCODERS.values()
         config, state = checkpoint.read(
-            folder,
-            about,
-            [OWN] if is_own else ENCODERS.values(),
-            changes=changes,
-            tensors=options.pop("state_dict", None),
+            folder, about, families, changes=changes, tensors=options.pop("state_dict", None)
         )
         if dtype is None and "torch_dtype" not in options and not is_own and state.dtype_of(WORDS) == torch.float16:
             dtype = torch.float32
@@ -149,9 +146,8 @@ class ALiBiBertModel(ALiBiBertPreTrainedModel):  # type: ignore[no-untyped-call]
         super().__init__(config)
         self.embeddings = ALiBiBertEmbeddings(config)
         self.encoder = ALiBiBertEncoder(config)
-        self.pooler = (
-            ALiBiBertPooler(config) if (config.pooler if add_pooling_layer is None else add_pooling_layer) else None
-        )
+        has_pooler = config.pooler if add_pooling_layer is None else add_pooling_layer
+        self.pooler = ALiBiBertPooler(config) if has_pooler else None
         self.post_init()  # type: ignore[no-untyped-call]
 
     def get_input_embeddings(self) -> nn.Module:
@@ -192,11 +188,9 @@ class ALiBiBertModel(ALiBiBertPreTrainedModel):  # type: ignore[no-untyped-call]
                 "alibi_attn.head_reach report how far a head attends"
             )
         given = _checked(input_ids, inputs_embeds, token_type_ids, self.config)
-        dropping = (
-            self.training and self.config.attention_probs_dropout_prob > 0
-        )  # dropout computes all scores of a row
-        sharded = self.encoder.is_sharded()  # a rank holds only part of each text
-        how = packing(attention_mask, given.shape[0], given.shape[1], may_pack=not (dropping or sharded))
+        # Dropout computes all scores of a row, and a rank of a sharded model holds only part of each text.
+        dropping = self.training and self.config.attention_probs_dropout_prob > 0
+        how = packing(attention_mask, *given.shape[:2], may_pack=not (dropping or self.encoder.is_sharded()))
         types = None if token_type_ids is None else how.pack(token_type_ids)
         words = how.pack(given) if input_ids is None else self.embeddings.word_embeddings(how.pack(given))
         x = self.embeddings(words, types)
@@ -224,14 +218,14 @@ class ALiBiBertForMaskedLM(ALiBiBertPreTrainedModel):  # type: ignore[no-untyped
     def __init__(self, config: ALiBiBertConfig) -> None:
         super().__init__(config)
         self.bert = ALiBiBertModel(config, add_pooling_layer=False)
-        self.cls = ALiBiBertMLMHead(config)
+        self.cls = nn.ModuleDict({"predictions": ALiBiBertPredictions(config)})  # the names of the weights
         self.post_init()  # type: ignore[no-untyped-call]
 
     def get_output_embeddings(self) -> nn.Module:
-        return self.cls.predictions.decoder
+        return self.get_submodule("cls.predictions.decoder")
 
     def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
-        self.cls.predictions.decoder = new_embeddings
+        self.get_submodule("cls.predictions").decoder = new_embeddings
 
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
@@ -242,20 +236,17 @@ class ALiBiBertForMaskedLM(ALiBiBertPreTrainedModel):  # type: ignore[no-untyped
         *,
         labels: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
+        **outputs: bool | None,
     ) -> MaskedLMOutput:
         """logits [B, T, V], and with labels the mean loss in nats per label. Logits at padding are meaningless."""
-        outputs = self.bert(
-            input_ids, attention_mask, token_type_ids, inputs_embeds=inputs_embeds, output_attentions=output_attentions,
-            output_hidden_states=output_hidden_states, return_dict=True,
-        )  # fmt: skip
-        logits = self.cls.predictions(outputs.last_hidden_state)
+        outputs |= {"return_dict": True}
+        encoded = self.bert(input_ids, attention_mask, token_type_ids, inputs_embeds=inputs_embeds, **outputs)
+        logits = self.cls["predictions"](encoded.last_hidden_state)
         loss = None
         if labels is not None:
             scores = logits if logits.dtype == torch.float64 else logits.float()
             loss = F.cross_entropy(scores.flatten(0, 1), labels.flatten())
-        return MaskedLMOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
+        return MaskedLMOutput(loss=loss, logits=logits, hidden_states=encoded.hidden_states)
 
 
 class ALiBiBertForSequenceClassification(ALiBiBertPreTrainedModel):  # type: ignore[no-untyped-call]
@@ -282,19 +273,16 @@ class ALiBiBertForSequenceClassification(ALiBiBertPreTrainedModel):  # type: ign
         *,
         labels: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
+        **outputs: bool | None,
     ) -> SequenceClassifierOutput:
         """logits [B, num_labels], and with labels the loss."""
-        outputs = self.bert(
-            input_ids, attention_mask, token_type_ids, inputs_embeds=inputs_embeds, output_attentions=output_attentions,
-            output_hidden_states=output_hidden_states, return_dict=True,
-        )  # fmt: skip
-        logits = self.classifier(self.dropout(outputs.pooler_output))
+        outputs |= {"return_dict": True}
+        encoded = self.bert(input_ids, attention_mask, token_type_ids, inputs_embeds=inputs_embeds, **outputs)
+        logits = self.classifier(self.dropout(encoded.pooler_output))
         loss = None
         if labels is not None:
             loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
-        return SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
+        return SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=encoded.hidden_states)
 
 
 def _checked(

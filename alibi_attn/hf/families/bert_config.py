@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
-from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from alibi_attn.hf.encoder.config import ALiBiBertConfig
@@ -34,7 +33,7 @@ _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size",
 # Our own fields. Others are ignored: some make transformers load code or files that the config names (attn_implementation,
 # auto_map, transformers_weights).
 _OWN = (*OVERRIDES, *(name for name in ALiBiBertConfig.__annotations__ if name != "model_type"))
-_MOST_LABELS = 1_000_000
+_MOST_LABELS = 1_000_000  # transformers names each of them
 _MOST_VOCABULARY_PADDING = 64  # MosaicBERT rounds its vocabulary up to a multiple of 64, for the matrix units of GPUs
 
 
@@ -73,11 +72,10 @@ def translated(checkpoint: Checkpoint, *, gated: str, gate_act: str, layout: str
         raise ValueError(f"{about.where} has no num_attention_heads, which the tensors do not determine; add it")
     sizes = _sizes(checkpoint, gated)
     _check_sizes(about, sizes)
-    found = {name: about.values[name] for name in (*_SHARED, *OVERRIDES, "emb_pooler") if about.has(name)}
-    found |= sizes | {"gate_act": gate_act, "pooler": _has_pooler(checkpoint), "original_layout": layout} | fields
-    found |= _labels(checkpoint)
-    found["qkv_bias"] = any(name.endswith((".Wqkv.bias", ".query.bias")) for name in state)
-    return _built(about, {**found, **checkpoint.changes})
+    config = {name: about.values[name] for name in (*_SHARED, *OVERRIDES, "emb_pooler") if about.has(name)}
+    config |= sizes | {"gate_act": gate_act, "pooler": _has_pooler(checkpoint), "original_layout": layout} | fields
+    config["qkv_bias"] = any(name.endswith((".Wqkv.bias", ".query.bias")) for name in state)
+    return _built(about, {**config, **_labels(checkpoint), **checkpoint.changes})
 
 
 def written(model: PreTrainedModel, prefix: str) -> dict[str, Any]:
@@ -108,27 +106,23 @@ def _has_pooler(checkpoint: Checkpoint) -> bool:
 
 def _sizes(checkpoint: Checkpoint, gated: str) -> dict[str, int]:
     """The sizes given by the tensors' shapes."""
-    tables: dict[str, Tensor] = {}
+    shapes = []
     for name in (WORDS, TYPES, gated):
         if name not in checkpoint.state:
             raise ValueError(f"{checkpoint.folder}: the weights {name} are missing; download the checkpoint again")
-        tables[name] = checkpoint.state[name]
-        if tables[name].ndim != 2:
-            raise ValueError(
-                f"{checkpoint.folder} has {name} of shape {list(tables[name].shape)} but it must have two axes"
-            )
+        shapes.append(list(checkpoint.state[name].shape))
+        if len(shapes[-1]) != 2:
+            raise ValueError(f"{checkpoint.folder} has {name} of shape {shapes[-1]} but it must have two axes")
     layers = {name.split(".")[2] for name in checkpoint.state if name.startswith("encoder.layer.")}
-    (vocabulary, width), (types, _), (rows, _) = (tables[name].shape for name in (WORDS, TYPES, gated))
+    (vocabulary, width), (types, _), (rows, _) = shapes
     return dict(zip(_SIZES, (vocabulary, width, len(layers), rows // 2, types), strict=True))
 
 
 def _check_sizes(about: Options, sizes: Mapping[str, int]) -> None:
     for name, size in sizes.items():
-        claimed = about.values.get(name)
-        if claimed is None or claimed == size:
-            continue
-        rounded_up = name == "vocab_size" and isinstance(claimed, int) and 0 < size - claimed < _MOST_VOCABULARY_PADDING
-        if not (rounded_up and size % 8 == 0):
+        claimed = about.values.get(name, size)
+        padding = size - claimed if name == "vocab_size" and isinstance(claimed, int) and size % 8 == 0 else 0
+        if claimed not in (None, size) and not 0 < padding < _MOST_VOCABULARY_PADDING:
             raise ValueError(f"{about.where} has {name} {claimed!r} but the tensors have {size}")
 
 
@@ -147,9 +141,7 @@ def _labels(checkpoint: Checkpoint) -> dict[str, object]:
 
 def _built(about: Options, fields: Mapping[str, object]) -> ALiBiBertConfig:
     labels = fields.get("num_labels")
-    if labels is not None and not (
-        type(labels) is int and 0 < labels <= _MOST_LABELS
-    ):  # transformers names each of them
+    if labels is not None and not (type(labels) is int and 0 < labels <= _MOST_LABELS):
         raise ValueError(f"{about.where}: num_labels is {labels!r} but must be an integer from 1 to {_MOST_LABELS}")
     try:
         return ALiBiBertConfig.from_dict(dict(fields))

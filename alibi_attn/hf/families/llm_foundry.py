@@ -12,13 +12,9 @@ from alibi_attn.hf.decoder.config import ALiBiCausalLMConfig
 from alibi_attn.hf.families.family import Checkpoint, Family, Options, Parts, Source, decoder_parts
 from alibi_attn.slopes import alibi_slopes
 
-NORMS = {
-    "low_precision_layernorm": "layer",
-    "layernorm": "layer",
-    "low_precision_rmsnorm": "rms",
-    "rmsnorm": "rms",
-    "triton_rmsnorm": "rms",
-}
+NORMS = dict.fromkeys(("low_precision_layernorm", "layernorm"), "layer") | dict.fromkeys(
+    ("low_precision_rmsnorm", "rmsnorm", "triton_rmsnorm"), "rms"
+)
 ACTIVATIONS = {
     ("gelu", "none"): "gelu",
     ("gelu", "tanh"): "gelu_pytorch_tanh",
@@ -36,6 +32,10 @@ def config(checkpoint: Checkpoint) -> ALiBiCausalLMConfig:
     width, heads = about.integer("d_model"), about.integer("n_heads")
     if heads < 1 or width % heads:
         raise ValueError(f"{about.where} has n_heads = {heads} but it must divide d_model = {width}")
+    kind = attention.text("attn_type", "multihead_attention")
+    key_heads = attention.integer("kv_n_heads") if kind == "grouped_query_attention" else heads
+    key_heads = 1 if kind == "multiquery_attention" else key_heads
+    by_width = about.values.get("logit_scale") == "inv_sqrt_d_model"
     # transformers' class never builds biases, whatever its config says.
     bias = not about.flag("no_bias", False) and not _is_of_transformers(about)
     norm = NORMS[about.text("norm_type", "low_precision_layernorm").lower()]
@@ -45,7 +45,7 @@ def config(checkpoint: Checkpoint) -> ALiBiCausalLMConfig:
         hidden_size=width,
         num_hidden_layers=about.integer("n_layers"),
         num_attention_heads=heads,
-        num_key_value_heads=_key_heads(attention, heads),
+        num_key_value_heads=key_heads,
         intermediate_size=feed_forward.integer("ffn_hidden_size", int(width * ratio)),
         hidden_act=_activation(feed_forward),
         gated=feed_forward.text("ffn_type", "mptmlp") == "mptglu",
@@ -59,7 +59,7 @@ def config(checkpoint: Checkpoint) -> ALiBiCausalLMConfig:
         clip_qkv=attention.number("clip_qkv", 0.0) or None,
         attention_scale=attention.number("softmax_scale") if attention.has("softmax_scale") else None,
         slopes=alibi_slopes(heads, bias_max=attention.number("alibi_bias_max", 8)).tolist(),
-        logit_scale=_logit_scale(about, width),
+        logit_scale=width**-0.5 if by_width else about.number("logit_scale", 1.0),
         embedding_dropout=about.number("emb_pdrop", 0.0),
         residual_dropout=about.number("resid_pdrop", 0.0),
         attention_dropout=attention.number("attn_pdrop", 0.0),
@@ -93,13 +93,6 @@ def _is_of_transformers(about: Options) -> bool:
     return "layer_norm_epsilon" in about.values
 
 
-def _key_heads(attention: Options, heads: int) -> int:
-    kind = attention.text("attn_type", "multihead_attention")
-    if kind == "grouped_query_attention":
-        return attention.integer("kv_n_heads")
-    return 1 if kind == "multiquery_attention" else heads
-
-
 def _activation(feed_forward: Options) -> str:
     about = feed_forward.section("ffn_act_fn")
     name = about.text("name", "gelu")
@@ -109,12 +102,6 @@ def _activation(feed_forward: Options) -> str:
             f"{about.where} is {dict(about.values)} but only {', '.join(sorted({n for n, _ in ACTIVATIONS}))} are supported"
         )
     return ACTIVATIONS[name, approximate]
-
-
-def _logit_scale(about: Options, width: int) -> float:
-    if about.values.get("logit_scale") == "inv_sqrt_d_model":
-        return float(width**-0.5)
-    return about.number("logit_scale", 1.0)
 
 
 def parts(names: Collection[str]) -> Parts:
