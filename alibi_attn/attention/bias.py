@@ -1,6 +1,5 @@
 """The bias as a dense tensor: −m·|i − j|, and −inf for hidden keys (Press et al. 2022, sec. 3, arXiv:2108.12409)."""
 
-import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -11,13 +10,12 @@ from torch import Tensor
 
 from alibi_attn.attention.spec import AttentionSpec, check_position, check_query_offset, check_slopes
 from alibi_attn.attention.transforms import is_traced, may_read, transforms
-from alibi_attn.attention.visibility import distances, visible
+from alibi_attn.attention.visibility import distances, few_queries, visible
 
 Slopes = Sequence[float] | NDArray[np.floating] | Tensor
 
-EXTREME_SLOPE = (
-    64.0  # nats per token: with a steeper slope, a hidden key next to the query would cost the scores their digits
-)
+# Nats per token: with a steeper slope, a hidden key next to the query would cost the scores their digits.
+EXTREME_SLOPE = 64.0
 CHUNK = 128  # queries whose visible keys are materialized at a time
 
 
@@ -136,11 +134,9 @@ def bias_that_matters(spec: AttentionSpec[Tensor], key_bias: Tensor) -> Tensor:
         return b.new_zeros((*b.shape[:2], spec.query_len))
     if spec.window is not None or spec.key_segments is not None:
         parts = []
-        for start in range(0, spec.query_len, CHUNK):
-            some = _queries(spec, start, min(CHUNK, spec.query_len - start))
-            distance = distances(some.query_len, some.key_len, some.query_offset, b.device)
-            nats = b[:, :, None] + _of_slopes(some, distance, b.dtype).detach()
-            parts.append(nats.masked_fill(~visible(some, distance), -math.inf).argmax(-1))
+        for part, distance in few_queries(spec, CHUNK, b.device):
+            nats = b[:, :, None] + _of_slopes(part, distance, b.dtype).detach()
+            parts.append(nats.masked_fill(~visible(part, distance), -math.inf).argmax(-1))
         best = torch.cat(parts, -1)
     else:
         best = _best_of_all_keys(spec, b)
@@ -166,14 +162,6 @@ def _best_of_all_keys(spec: AttentionSpec[Tensor], b: Tensor) -> Tensor:
     to_right = most.flip(-1).gather(-1, near) + right * position
     is_better = sees_right & (to_right > nats)
     return torch.where(is_better, spec.key_len - 1 - where.flip(-1).gather(-1, near), best)
-
-
-def _queries(spec: AttentionSpec[Tensor], start: int, count: int) -> AttentionSpec[Tensor]:
-    """The call with these queries only."""
-    segments = None if spec.query_segments is None else spec.query_segments[:, start : start + count]
-    return dataclasses.replace(
-        spec, query_len=count, query_offset=spec.query_offset + start, query_segments=segments, query_bias=None
-    )
 
 
 def _two_slopes(spec: AttentionSpec[Tensor]) -> tuple[Tensor, Tensor]:

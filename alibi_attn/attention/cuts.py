@@ -12,7 +12,7 @@ from torch import Tensor
 
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.transforms import may_read
-from alibi_attn.attention.visibility import first_visible, last_keys, per_query_head
+from alibi_attn.attention.visibility import first_visible, last_keys, per_query_head, shown_keys
 
 Spec = AttentionSpec[Tensor]
 
@@ -24,13 +24,12 @@ def leaks(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> bool:
     start = spec.query_start
     if start is None or spec.key_bias is None or not may_read(query, key, value, start) or not bool(start.any()):
         return False
-    visible = spec.key_bias.detach() > -torch.inf
-    if spec.key_mask is not None:
-        visible = visible & spec.key_mask[:, None]
-    own, least = last_keys(spec, visible), first_visible(spec)
+    shown = shown_keys(spec)
+    assert shown is not None
+    own, least = last_keys(spec, shown), first_visible(spec)
     if bool((own < least).any()):
         return True
-    bias = spec.key_bias.detach().masked_fill(~visible, -torch.inf)
+    bias = spec.key_bias.detach().masked_fill(~shown, -torch.inf)
     before = bias.cummax(-1).values.gather(-1, (start - 1).clamp(min=0)).masked_fill(start == 0, -torch.inf)
     longest = [torch.linalg.vector_norm(x.detach().double(), dim=-1).amax() for x in (query, key, value)]
     scores = 2 * abs(spec.scale) * longest[0] * longest[1] + 0.0 * longest[2]  # NaN if anything is NaN or inf

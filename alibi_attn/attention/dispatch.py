@@ -41,12 +41,17 @@ def choose(backend: str, spec: AttentionSpec[Tensor], query: Tensor, key: Tensor
             if preferred.why_not(spec, query, key, value) is None:
                 return preferred.name if preferred.too_small(spec) is None else dense.name
         return dense.name
-    if backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r} but must be 'auto' or one of {', '.join(map(repr, BACKENDS))}")
+    check_name(backend)
     reason = BACKENDS[backend].why_not(spec, query, key, value)
     if reason is not None:
         raise ValueError(f"backend {backend!r} cannot run this: {reason}; backend='auto' picks one that can")
     return backend
+
+
+def check_name(backend: str) -> None:
+    """Raises a ValueError unless a backend has this name, or it is "auto"."""
+    if backend != "auto" and backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r} but must be 'auto' or one of {', '.join(map(repr, BACKENDS))}")
 
 
 def backend_lines(

@@ -5,6 +5,7 @@ The dense masks are for the backends `reference` and `dense`, and for `alibi_bia
 
 import dataclasses
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -183,14 +184,22 @@ def keys_within_sight(spec: Spec, device: torch.device) -> Tensor:
         within &= at < first + spec.query_len
     if spec.window is not None:
         within &= (at > first - spec.window) & (at < first + spec.query_len - 1 + spec.window)
-    if spec.key_mask is not None:
-        within &= spec.key_mask
     if spec.query_segments is not None and spec.key_segments is not None:
         pairs = zip(spec.key_segments, spec.query_segments, strict=True)
         within &= torch.stack([torch.isin(of_keys, of_queries) for of_keys, of_queries in pairs])
-    if spec.key_bias is None:
+    shown = shown_keys(spec)
+    if shown is None:
         return within[:, None]
-    return within[:, None] & (spec.key_bias.detach() > -torch.inf).unflatten(1, (-1, spec.group)).any(2)
+    return within[:, None] & (shown if spec.key_bias is None else shown.unflatten(1, (-1, spec.group)).any(2))
+
+
+def shown_keys(spec: Spec) -> Tensor | None:
+    """[B, H or 1, S] bool: the keys that the key mask and biases of −inf leave visible; None = all of them."""
+    shown = None if spec.key_mask is None else spec.key_mask[:, None]
+    if spec.key_bias is None:
+        return shown
+    biased = spec.key_bias.detach() != -math.inf
+    return biased if shown is None else biased & shown
 
 
 def may_see_nothing(spec: Spec) -> bool:
@@ -207,10 +216,8 @@ def per_query_head(spec: Spec, tensor: Tensor) -> Tensor:
 
 def rows_that_see(spec: Spec, keys: Tensor, *, rows: int = 256) -> Tensor:
     """[B, H, T] bool: the queries that may see any of these keys [B, H, S]; `rows` queries at a time, so memory is linear."""
-    rows_seen = []
-    for start in range(0, spec.query_len, rows):
-        rows_seen.append((visible(*_rows(spec, start, rows, keys.device)) & keys[:, :, None]).any(-1))
-    return torch.cat(rows_seen, dim=-1)
+    parts = (visible(part, distance) & keys[:, :, None] for part, distance in few_queries(spec, rows, keys.device))
+    return torch.cat([seen.any(-1) for seen in parts], dim=-1)
 
 
 def contained_by_cuts(spec: Spec, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -220,16 +227,14 @@ def contained_by_cuts(spec: Spec, key: Tensor, value: Tensor) -> tuple[Tensor, T
         poison: [B, H, T] fp32, NaN if the query sees such a key since its last cut and 0 otherwise, to be added to the result.
         blind: [B, H, T] bool, True if it sees no key since then.
     """
-    assert spec.key_bias is not None
-    visible = spec.key_bias.detach() > -torch.inf
-    if spec.key_mask is not None:
-        visible = visible & spec.key_mask[:, None]
+    shown = shown_keys(spec)
+    assert shown is not None
     bad = ~(key.isfinite().all(-1) & value.isfinite().all(-1))
     least = first_visible(spec)
-    spoiled = last_keys(spec, visible & bad.repeat_interleave(spec.group, 1)) >= least
+    spoiled = last_keys(spec, shown & bad.repeat_interleave(spec.group, 1)) >= least
     poison = torch.zeros(spoiled.shape, device=key.device).masked_fill(spoiled, torch.nan)
     key, value = key.masked_fill(bad[..., None], 0.0), value.masked_fill(bad[..., None], 0.0)
-    return key, value, poison, last_keys(spec, visible) < least
+    return key, value, poison, last_keys(spec, shown) < least
 
 
 def first_visible(spec: Spec) -> Tensor:
@@ -268,30 +273,31 @@ def last_keys(spec: Spec, keys: Tensor) -> Tensor:
 def rows_that_only_cuts_blind(spec: Spec) -> Tensor | None:
     """[B, H, T] bool: queries that see no key because of their `query_start`; None if every query sees its own key."""
     assert spec.query_start is not None
-    assert spec.key_bias is not None
-    hidden = spec.key_bias == -torch.inf
-    if spec.key_mask is not None:
-        hidden = hidden | ~spec.key_mask[:, None]
-    if not bool(spec.query_start.any()) or not (bool(hidden.any()) or spec.key_segments is not None):
+    shown = shown_keys(spec)
+    assert shown is not None
+    if not bool(spec.query_start.any()) or (bool(shown.all()) and spec.key_segments is None):
         return None
-    return ~rows_that_see(spec, ~hidden)
+    return ~rows_that_see(spec, shown)
 
 
 def visible_count(spec: Spec, *, rows: int = 256) -> Tensor:
     """[B] int64: number of query-key pairs that the masks allow (ignoring what single heads hide), in linear memory."""
     plain = dataclasses.replace(spec, right_slopes=None, key_bias=None)
     total = torch.zeros(spec.batch, dtype=torch.int64, device=spec.slopes.device)
-    for start in range(0, spec.query_len, rows):
-        total += visible(*_rows(plain, start, rows, spec.slopes.device)).sum((1, 2, 3))
+    for part, distance in few_queries(plain, rows, spec.slopes.device):
+        total += visible(part, distance).sum((1, 2, 3))
     return total
 
 
-def _rows(spec: Spec, start: int, rows: int, device: torch.device) -> tuple[Spec, Tensor]:
-    """The call restricted to a few of its queries, and their distances."""
-    count = min(rows, spec.query_len - start)
-    segments = None if spec.query_segments is None else spec.query_segments[:, start : start + count]
-    first = None if spec.query_start is None else spec.query_start[..., start : start + count]
-    part = dataclasses.replace(
-        spec, query_len=count, query_offset=spec.query_offset + start, query_segments=segments, query_start=first
-    )
-    return part, distances(count, spec.key_len, part.query_offset, device)
+def few_queries(spec: Spec, rows: int, device: torch.device) -> Iterator[tuple[Spec, Tensor]]:
+    """The call in parts of at most `rows` queries, without their biases, and the distances of each part."""
+    for start in range(0, spec.query_len, rows):
+        count = min(rows, spec.query_len - start)
+        segments, first = (
+            None if x is None else x[..., start : start + count] for x in (spec.query_segments, spec.query_start)
+        )
+        part = dataclasses.replace(
+            spec, query_len=count, query_offset=spec.query_offset + start, query_segments=segments, query_start=first,
+            query_bias=None,
+        )  # fmt: skip
+        yield part, distances(count, spec.key_len, part.query_offset, device)

@@ -3,8 +3,8 @@
 Every rank takes part, even if its own arguments are invalid: otherwise the others would wait for it.
 """
 
+import json
 import math
-import struct
 import zlib
 from collections.abc import Callable
 from typing import NamedTuple, TypedDict, Unpack
@@ -13,13 +13,11 @@ import torch
 from torch import Tensor
 
 from alibi_attn.attention.bias import Slopes
-from alibi_attn.attention.spec import EPS, AttentionSpec, dtype_name
+from alibi_attn.attention.spec import AttentionSpec, dtype_name
 from alibi_attn.attention.validation import make_spec
 from alibi_attn.distributed.exchange import Ranks
 
 Spec = AttentionSpec[Tensor]
-
-REFUSED, READY = 0, 1
 
 
 class GatedShardOptions(TypedDict, total=False):
@@ -64,8 +62,7 @@ def shard_spec(
     return spec
 
 
-_DTYPES = (*EPS,)
-_NONE = -1  # an argument that was not passed; all numbers below are ≥ 0
+MOST_BYTES = 2048  # of the values below as JSON; every rank sends this many
 
 
 class _Arguments(NamedTuple):
@@ -78,64 +75,43 @@ class _Arguments(NamedTuple):
     score_bound: float | None
 
 
-def _bits(number: float | None) -> int:
-    """The lower 63 bits of an fp64 number; its sign is exchanged separately."""
-    return _NONE if number is None else int(struct.unpack("<q", struct.pack("<d", abs(number)))[0])
+def _checksum(slopes: Tensor | None) -> str | None:
+    if slopes is None:
+        return None
+    return f"other numbers (checksum {zlib.crc32(slopes.detach().double().cpu().contiguous().numpy().tobytes()):08x})"
 
 
-def _checksum(slopes: Tensor | None) -> int:
-    return _NONE if slopes is None else zlib.crc32(slopes.detach().double().cpu().contiguous().numpy().tobytes())
-
-
-def _dtype_of(tensor: Tensor | None) -> int:
-    return _NONE if tensor is None else _DTYPES.index(dtype_name(tensor.dtype))
+def _dtype_of(tensor: Tensor | None) -> str | None:
+    return None if tensor is None else dtype_name(tensor.dtype)
 
 
 def _needs_grad(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-def _or_none(text: Callable[[int], str]) -> Callable[[int], str]:
-    return lambda value: "None" if value == _NONE else text(value)
-
-
-def _truth(value: int) -> str:
-    return str(bool(value))
-
-
-_plain = _or_none(str)
-_number = _or_none(lambda value: repr(struct.unpack("<d", struct.pack("<q", value))[0]))
-_dtype = _or_none(lambda value: _DTYPES[value])
-_print = _or_none(lambda value: f"other numbers (checksum {value:08x})")
-
-# Arguments that must be equal on all ranks: name, the number that is exchanged, and how errors display that number.
-FIELDS: dict[str, tuple[Callable[[_Arguments], int], Callable[[int], str]]] = {
-    "function": (
-        lambda x: x.log_fgate is not None,
-        lambda value: "context_parallel_forgetting_attention" if value else "context_parallel_attention",
-    ),
-    "dtype": (lambda x: _dtype_of(x.key), _dtype),
-    "batch": (lambda x: x.spec.batch, _plain),
-    "num_heads": (lambda x: x.spec.num_heads, _plain),
-    "num_kv_heads": (lambda x: x.spec.num_kv_heads, _plain),
-    "head_dim": (lambda x: x.spec.head_dim, _plain),
-    "causal": (lambda x: x.spec.causal, _truth),
-    "window": (lambda x: _NONE if x.spec.window is None else x.spec.window, _plain),
-    "scale": (lambda x: _bits(x.spec.scale), _number),
-    "the sign of scale": (lambda x: x.spec.scale < 0, lambda value: "-" if value else "+"),
-    "tolerance": (lambda x: _bits(x.spec.tolerance), _number),
-    "dropout_p": (lambda x: _bits(x.spec.dropout_p), _number),
-    "slopes": (lambda x: _checksum(x.spec.slopes), _print),
-    "right_slopes": (lambda x: _checksum(x.spec.right_slopes), _print),
-    "segment_ids": (lambda x: _NONE if x.spec.key_segments is None else 1, _or_none(lambda value: "given")),
-    "the dtype of key_bias": (lambda x: _dtype_of(x.spec.key_bias), _dtype),
-    "the dtype of log_fgate": (lambda x: _dtype_of(x.log_fgate), _dtype),
-    "score_bound": (lambda x: _bits(x.score_bound), _number),
-    "whether key or value needs a gradient": (lambda x: _needs_grad(x.key, x.value), _truth),
-    "whether key_bias needs a gradient": (lambda x: _needs_grad(x.spec.key_bias), _truth),
-    "whether log_fgate needs a gradient": (lambda x: _needs_grad(x.log_fgate), _truth),
+# Arguments that must be equal on all ranks, as errors name and display them.
+FIELDS: dict[str, Callable[[_Arguments], str | float | None]] = {
+    "function": lambda x: f"context_parallel_{'attention' if x.log_fgate is None else 'forgetting_attention'}",
+    "dtype": lambda x: _dtype_of(x.key),
+    "batch": lambda x: x.spec.batch,
+    "num_heads": lambda x: x.spec.num_heads,
+    "num_kv_heads": lambda x: x.spec.num_kv_heads,
+    "head_dim": lambda x: x.spec.head_dim,
+    "causal": lambda x: x.spec.causal,
+    "window": lambda x: x.spec.window,
+    "scale": lambda x: x.spec.scale,
+    "tolerance": lambda x: float(x.spec.tolerance),
+    "dropout_p": lambda x: float(x.spec.dropout_p),
+    "slopes": lambda x: _checksum(x.spec.slopes),
+    "right_slopes": lambda x: _checksum(x.spec.right_slopes),
+    "segment_ids": lambda x: None if x.spec.key_segments is None else "given",
+    "the dtype of key_bias": lambda x: _dtype_of(x.spec.key_bias),
+    "the dtype of log_fgate": lambda x: _dtype_of(x.log_fgate),
+    "score_bound": lambda x: None if x.score_bound is None else float(x.score_bound),
+    "whether key or value needs a gradient": lambda x: _needs_grad(x.key, x.value),
+    "whether key_bias needs a gradient": lambda x: _needs_grad(x.spec.key_bias),
+    "whether log_fgate needs a gradient": lambda x: _needs_grad(x.log_fgate),
 }
-OWN = ("status", "length", "key_mask", "dropout_seed")  # may differ between ranks
 
 
 class GroupArguments(NamedTuple):
@@ -161,28 +137,31 @@ def check_arguments(
     Raises:
         ValueError: ranks differ (with the same message on every rank), or another rank's arguments are invalid.
     """
-    numbers = [REFUSED] + [0] * (len(OWN) - 1 + len(FIELDS))
+    given = None
     if spec is not None and key is not None and value is not None:
-        seed = 0 if spec.dropout_seed is None else int(spec.dropout_seed[0, 0])
-        own = [READY, spec.query_len, spec.key_mask is not None, seed]
         arguments = _Arguments(spec, key, value, log_fgate, score_bound)
-        numbers = own + [number(arguments) for number, _ in FIELDS.values()]
-    rows = ranks.gathered(torch.tensor(numbers, device=device), "arguments").tolist()
+        seed = 0 if spec.dropout_seed is None else int(spec.dropout_seed[0, 0])
+        own = (spec.query_len, spec.key_mask is not None, seed)  # may differ between ranks
+        given = [own, {name: value_of(arguments) for name, value_of in FIELDS.items()}]
+    message = json.dumps(given).encode().ljust(MOST_BYTES)
+    numbers = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(device)
+    rows = [json.loads(bytes(row.tolist())) for row in ranks.gathered(numbers, "arguments").cpu()]
     if spec is None:
         return GroupArguments((), masked=False, seed=0)
-    refused = [rank for rank, (status, *_) in enumerate(rows) if status == REFUSED]
-    if refused:
+    if None in rows:
         raise ValueError(
-            f"rank {refused[0]} of {ranks.count} rejected its arguments, so no rank computes; see the error on that rank"
+            f"rank {rows.index(None)} of {ranks.count} rejected its arguments, so no rank computes; see the error on that rank"
         )
-    for at, (name, (_, text)) in enumerate(FIELDS.items(), start=len(OWN)):
-        for rank in range(1, ranks.count):
-            if rows[rank][at] != rows[0][at]:
+    first = rows[0][1]
+    for name in FIELDS:
+        for rank, (_, fields) in enumerate(rows):
+            if fields[name] != first[name]:
                 raise ValueError(
-                    f"rank {rank} of {ranks.count} was called with {name} = {text(rows[rank][at])} but rank 0 with "
-                    f"{name} = {text(rows[0][at])}: except for their shards, all ranks must pass the same arguments"
+                    f"rank {rank} of {ranks.count} was called with {name} = {fields[name]} but rank 0 with "
+                    f"{name} = {first[name]}: except for their shards, all ranks must pass the same arguments"
                 )
-    return GroupArguments(tuple(row[1] for row in rows), any(row[2] for row in rows), rows[0][3])
+    lengths, masked, seeds = zip(*(own for own, _ in rows), strict=True)
+    return GroupArguments(lengths, any(masked), seeds[0])
 
 
 def check_score_bound(score_bound: float | None, *, hides: bool) -> None:

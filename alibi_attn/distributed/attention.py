@@ -16,7 +16,7 @@ from torch import distributed as dist
 
 from alibi_attn.attention.bias import Slopes
 from alibi_attn.attention.certificate.constants import TILE
-from alibi_attn.attention.dispatch import BACKENDS
+from alibi_attn.attention.dispatch import check_name
 from alibi_attn.attention.dropout import drawn_seed
 from alibi_attn.attention.execution import attend, autocast
 from alibi_attn.attention.forgetting import check_gates, gate_sums, with_gates
@@ -147,7 +147,7 @@ class _Call:
         ranks = ranks_of(group, timeout)
         try:
             spec = described()
-            _check_backend(self.backend)
+            check_name(self.backend)
         except (ValueError, TypeError):
             if ranks.count > 1:
                 device = self.query.device if isinstance(self.query, Tensor) else torch.device("cpu")
@@ -244,11 +244,6 @@ class _Call:
             request = biased_requested_rows(shard, tiles)
         requests = ranks.gathered(request.flatten(), "requests for rows").unflatten(1, request.shape)
         return halo_from_requests(requests.tolist(), lengths, row_bytes(spec, self.key))
-
-
-def _check_backend(backend: str) -> None:
-    if backend != "auto" and backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r} but must be 'auto' or one of {', '.join(map(repr, BACKENDS))}")
 
 
 def ranks_of(group: dist.ProcessGroup | None, timeout: float) -> Ranks:

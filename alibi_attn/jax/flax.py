@@ -20,6 +20,7 @@ except ModuleNotFoundError as error:
         raise
     raise ImportError('alibi_attn.jax.flax needs Flax; install it with: pip install "alibi-attn[jax]"') from error
 
+from alibi_attn.attention.spec import check_layer
 from alibi_attn.jax.attention import alibi_attention
 from alibi_attn.jax.forgetting import attend_gated
 from alibi_attn.jax.plan import Array
@@ -141,8 +142,15 @@ class ALiBiAttention(nnx.Module):
         dtype: Dtype | None = None,
         rngs: nnx.Rngs,
     ) -> None:
-        num_kv_heads = _check_sizes(
-            embed_dim, num_heads, num_kv_heads, dropout_p, causal=causal, forget_gate=forget_gate
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        check_layer(
+            embed_dim,
+            num_heads,
+            num_kv_heads,
+            window=window,
+            dropout_p=dropout_p,
+            causal=causal,
+            forget_gate=forget_gate,
         )
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
         self.head_dim = embed_dim // num_heads
@@ -298,31 +306,6 @@ def _appended(cached: Array, new: Array, length: Array, *, axis: int = 1) -> Arr
         )
     new = jnp.where(end > capacity, jnp.nan, new.astype(cached.dtype))
     return lax.dynamic_update_slice_in_dim(cached, new, length, axis=axis)
-
-
-def _check_sizes(
-    embed_dim: int,
-    num_heads: int,
-    num_kv_heads: int | None,
-    dropout_p: float,
-    *,
-    causal: bool,
-    forget_gate: bool,
-) -> int:
-    """Checks the sizes and returns the number of key/value heads."""
-    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    for name, size in (("embed_dim", embed_dim), ("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
-        if size < 1:
-            raise ValueError(f"{name} is {size} but must be at least 1")
-    if embed_dim % num_heads:
-        raise ValueError(f"embed_dim is {embed_dim} but must be a multiple of num_heads, {num_heads}")
-    if num_heads % num_kv_heads:
-        raise ValueError(f"num_heads is {num_heads} but must be a multiple of num_kv_heads, {num_kv_heads}")
-    if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"dropout_p is {dropout_p} but must be a probability in [0, 1)")
-    if forget_gate and not causal:
-        raise ValueError("forget_gate needs causal=True: gates multiply from a key to the queries after it")
-    return num_kv_heads
 
 
 def _checked_slopes(slopes: Slopes | None, num_heads: int) -> tuple[float, ...]:

@@ -4,7 +4,6 @@ Press et al. 2022, sec. 3 (arXiv:2108.12409). Next: `block.py`, `cache.py`, `rea
 """
 
 import math
-import operator
 import sys
 from typing import Any
 
@@ -15,7 +14,7 @@ from alibi_attn.attention.api import alibi_attention
 from alibi_attn.attention.bias import Slopes
 from alibi_attn.attention.decoding import attend_near, reads_near, visible_runs
 from alibi_attn.attention.forgetting import forgetting_attention
-from alibi_attn.attention.spec import check_key_mask, check_segments, default_tolerance
+from alibi_attn.attention.spec import check_key_mask, check_layer, check_segments, default_tolerance
 from alibi_attn.nn.cache import KVCache
 from alibi_attn.nn.gated_cache import GatedReachCache
 from alibi_attn.nn.gates import ForgetGates
@@ -87,7 +86,15 @@ class ALiBiAttention(nn.Module):
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        _check_sizes(embed_dim, num_heads, num_kv_heads, window, dropout_p)
+        check_layer(
+            embed_dim,
+            num_heads,
+            num_kv_heads,
+            window=window,
+            dropout_p=dropout_p,
+            causal=causal,
+            forget_gate=forget_gate,
+        )
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
         self.head_dim = embed_dim // num_heads
         self.causal, self.window, self.dropout_p = causal, window, dropout_p
@@ -98,8 +105,6 @@ class ALiBiAttention(nn.Module):
         self.out_proj = nn.Linear(num_heads * self.head_dim, embed_dim, bias=bias)
         self.q_norm = nn.RMSNorm(self.head_dim, eps=_QK_NORM_EPS) if qk_norm else None
         self.k_norm = nn.RMSNorm(self.head_dim, eps=_QK_NORM_EPS) if qk_norm else None
-        if forget_gate and not causal:
-            raise ValueError("forget_gate needs causal=True: gates multiply from a key to the queries after it")
         self.gate_proj = ForgetGates(embed_dim, num_heads) if forget_gate else None
 
     def forward(
@@ -349,17 +354,3 @@ def _normed(norm: nn.RMSNorm, heads: Tensor) -> Tensor:
     """Normalized in the dtype of the weight, then cast back: under autocast the input is narrower."""
     normed: Tensor = norm(heads.to(norm.weight.dtype))
     return normed.to(heads.dtype)
-
-
-def _check_sizes(embed_dim: int, num_heads: int, num_kv_heads: int, window: int | None, dropout_p: float) -> None:
-    for name, size in (("embed_dim", embed_dim), ("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
-        if operator.index(size) < 1:
-            raise ValueError(f"{name} is {size} but must be at least 1")
-    if embed_dim % num_heads:
-        raise ValueError(f"embed_dim is {embed_dim} but must be a multiple of num_heads, {num_heads}")
-    if num_heads % num_kv_heads:
-        raise ValueError(f"num_kv_heads is {num_kv_heads} but must divide num_heads, {num_heads}")
-    if window is not None and operator.index(window) < 1:
-        raise ValueError(f"window is {window} but counts the query itself: at least 1, or None for no limit")
-    if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"dropout_p is {dropout_p} but must be in [0, 1)")

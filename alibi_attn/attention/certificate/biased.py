@@ -28,7 +28,7 @@ from alibi_attn.attention.certificate.constants import (
 from alibi_attn.attention.certificate.lse_bound import NEAR, biased_lower_bound
 from alibi_attn.attention.certificate.norms import norm_bound
 from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.visibility import first_positions
+from alibi_attn.attention.visibility import first_positions, shown_keys
 from alibi_attn.reach import UNLIMITED
 
 Spec = AttentionSpec[Tensor]
@@ -52,9 +52,9 @@ def biased_bounds(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) 
         return Bounds(unlimited, unlimited, torch.full((b, h, OUTLIER_TILES), -1, device=device))
     first = first_positions(spec, device)
     bias = spec.key_bias.detach().double()
-    hidden = bias == -math.inf
-    if spec.key_mask is not None:
-        hidden = hidden | ~spec.key_mask[:, None]
+    shown = shown_keys(spec)
+    assert shown is not None
+    hidden = ~shown
     norms = norm_bound(key).repeat_interleave(spec.group, 1)
     longest = norms.masked_fill(hidden, 0.0).amax(-1, keepdim=True)
     shortest = norms.masked_fill(hidden, math.inf).amin(-1, keepdim=True)

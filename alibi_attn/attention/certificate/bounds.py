@@ -29,7 +29,7 @@ from alibi_attn.attention.certificate.constants import (
 from alibi_attn.attention.certificate.lse_bound import NEAR, lower_bound
 from alibi_attn.attention.certificate.norms import norm_bound, tile_maxima
 from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.visibility import first_positions
+from alibi_attn.attention.visibility import first_positions, shown_keys
 from alibi_attn.reach import UNLIMITED
 
 Spec = AttentionSpec[Tensor]
@@ -142,12 +142,11 @@ def longer_values(spec: Spec, value: Tensor, first: Tensor, elsewhere: tuple[Ten
         elsewhere: the largest and the smallest norm, each [K], of values that are seen and are not in `value`.
     """
     length = norm_bound(value)
-    hidden = None if spec.key_mask is None else ~spec.key_mask[:, None]
     if spec.key_bias is not None:
-        length, unseen = length.repeat_interleave(spec.group, 1), spec.key_bias.detach() == -math.inf
-        hidden = unseen if hidden is None else unseen | hidden
-    seen = length if hidden is None else length.masked_fill(hidden, 0.0)
-    least = length if hidden is None else length.masked_fill(hidden, math.inf)
+        length = length.repeat_interleave(spec.group, 1)
+    shown = shown_keys(spec)
+    seen = length if shown is None else length.masked_fill(~shown, 0.0)
+    least = length if shown is None else length.masked_fill(~shown, math.inf)
     kept, longest = least.amin(-1, keepdim=True), seen.amax(-1, keepdim=True)
     if elsewhere is not None:
         more, less = (x.repeat_interleave(length.shape[1] // spec.num_kv_heads)[:, None] for x in elsewhere)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from alibi_attn.attention.certificate.bounds import Bounds
 from alibi_attn.attention.certificate.constants import TILE
+from alibi_attn.attention.certificate.tiles import allowed_keys
 from alibi_attn.attention.spec import AttentionSpec
 
 Spec = AttentionSpec[Tensor]
@@ -135,28 +136,10 @@ def _first(spec: Spec) -> list[int]:
 
 
 def _reachable_tiles(spec: Spec) -> tuple[Tensor, Tensor]:
-    """(low, high) [B, N] in keys: outside of them every key is masked or of another segment than the tile's queries."""
-    n, tiles = -(-spec.query_len // TILE), -(-spec.key_len // TILE)
-    if spec.key_mask is None and spec.key_segments is None:
-        return torch.zeros(spec.batch, n, dtype=torch.int64), torch.full((spec.batch, n), spec.key_len)
-    alive = torch.ones(spec.batch, n, tiles, dtype=torch.bool)
-    if spec.key_mask is not None:
-        short = tiles * TILE - spec.key_len
-        seen = torch.nn.functional.pad(spec.key_mask, (0, short)).reshape(spec.batch, tiles, TILE).any(-1)
-        alive = alive & seen[:, None]
-    if spec.query_segments is not None and spec.key_segments is not None:
-        of_query, of_key = _tile_range(spec.query_segments), _tile_range(spec.key_segments)
-        alive = alive & (of_query[0][..., None] <= of_key[1][:, None]) & (of_key[0][:, None] <= of_query[1][..., None])
-    at = torch.arange(tiles)
-    low = torch.where(alive, at, tiles).amin(-1) * TILE
-    return low, (torch.where(alive, at + 1, 0).amax(-1) * TILE).clamp(max=spec.key_len)
-
-
-def _tile_range(segments: Tensor) -> tuple[Tensor, Tensor]:
-    """(smallest, largest) segment of every tile, [B, tiles]."""
-    short = -segments.shape[1] % TILE
-    padded = torch.cat([segments, segments[:, -1:].expand(-1, short)], 1).reshape(segments.shape[0], -1, TILE)
-    return padded.amin(-1), padded.amax(-1)
+    """(low, high) [B, N] in keys, whole tiles: outside of them the mask and segments hide every key from a tile of queries."""
+    start = torch.arange(0, spec.query_len, TILE)
+    low, high = allowed_keys(dataclasses.replace(spec, causal=False, window=None), start, start + TILE)
+    return low // TILE * TILE, (-(-high // TILE) * TILE).clamp(max=spec.key_len)
 
 
 def _pieces(head: _Head, outlier_tiles: list[int]) -> list[Piece]:

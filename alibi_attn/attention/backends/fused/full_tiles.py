@@ -12,7 +12,7 @@ from alibi_attn.attention.backends.fused.key_bias import is_narrow
 from alibi_attn.attention.backends.fused.launch import on, width_for
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.visibility import first_positions
+from alibi_attn.attention.visibility import first_positions, shown_keys
 
 Spec = AttentionSpec[Tensor]
 
@@ -44,9 +44,8 @@ class FullTiles:
         if call.key_bias is None:
             return cls(spec, call, spec.batch, call.query_offset, edges, keys, queries)
         rows = spec.batch * spec.num_heads
-        shown = spec.key_bias.detach() > -torch.inf  # type: ignore[union-attr]
-        if spec.key_mask is not None:
-            shown = shown & spec.key_mask[:, None]
+        shown = shown_keys(spec)
+        assert shown is not None
         edges, own = _labels(rows, spec.key_len, shown.view(torch.int8), None, device)
         keys, queries = (
             Labels(*(None if x is None else x.repeat_interleave(spec.num_heads, 0) for x in (*labels[:3], None)))  # type: ignore[attr-defined]

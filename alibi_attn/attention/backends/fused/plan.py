@@ -18,6 +18,7 @@ from alibi_attn.attention.certificate.constants import OUTLIER_CHOICES, OUTLIER_
 from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.certificate.tiles import Tiles
 from alibi_attn.attention.spec import AttentionSpec
+from alibi_attn.attention.visibility import shown_keys
 
 Spec = AttentionSpec[Tensor]
 
@@ -110,10 +111,9 @@ def _certificate(
         sums=None if spec.key_bias is None else extremes.new_empty((sides, b, spec.num_heads, tiles)),
     )
     masks = call.masks
-    if spec.key_bias is not None:  # of a key that no head of a group may see nothing is measured
-        shown = (spec.key_bias.detach() > -torch.inf).unflatten(1, (kv, spec.group)).any(2)
-        shown = shown if spec.key_mask is None else shown & spec.key_mask[:, None]
-        masks = masks._replace(keys=shown.view(torch.int8))
+    if (shown := shown_keys(spec)) is not None and spec.key_bias is not None:
+        # A key that no head of its group may see is not measured.
+        masks = masks._replace(keys=shown.unflatten(1, (kv, spec.group)).any(2).view(torch.int8))
     outliers = torch.empty((b, kv, OUTLIER_TILES), dtype=torch.int32, device=device)
     reach = torch.empty((sides, _CHOICES, b, spec.num_heads, blocks), dtype=torch.int32, device=device)
     known = 0 if known_norms is None else known_norms.keys.shape[-1]
