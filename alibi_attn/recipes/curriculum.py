@@ -4,44 +4,38 @@ Paper: staged training (Press et al. 2021, "Shortformer") is the strongest basel
 sinusoidal positions; ALiBi needs no new positions when the length changes, so this recipe trains both.
 """
 
-import dataclasses
+from collections.abc import Mapping
 
 from alibi_attn.lab.config import EvalConfig, Method, ModelConfig, Recipe, RunConfig, Scale, TrainConfig
-from alibi_attn.recipes import large, medium
+from alibi_attn.recipes.scales import LARGE, MEDIUM, TINY, by_method, trained_at
 
 METHODS: tuple[Method, ...] = ("sinusoidal", "alibi")
 FIRST_SHARES = (0.5, 0.75)  # of the steps, at a quarter of the length
+_RUNS: Mapping[Scale, RunConfig] = {
+    "smoke": RunConfig(
+        model=TINY,
+        train=TrainConfig(length=32, steps=4, batch_tokens=128, warmup_steps=1, log_every=2, checkpoint_every=4),
+        eval=EvalConfig(lengths=(32, 64), tokens=64, batch_tokens=2048),
+    ),
+    "small": RunConfig(
+        model=ModelConfig(),
+        train=TrainConfig(length=256, steps=240, batch_tokens=2048, learning_rate=3e-3, warmup_steps=24),
+        eval=EvalConfig(lengths=(256, 512, 1024), tokens=8192),
+    ),
+    "medium": trained_at(MEDIUM, 256, EvalConfig(lengths=(256, 512, 1024, 2048), tokens=32_768)),
+    "paper": trained_at(LARGE, 1024, EvalConfig(lengths=(1024, 2048, 4096), tokens=262_144, batch_tokens=65_536)),
+}
 
 
 def runs(scale: Scale) -> tuple[RunConfig, ...]:
     """Each method at full length throughout and in two stages, with the same number of tokens and the same batch size."""
-    configs = []
-    for method in METHODS:
-        whole = _run(method, scale)
-        configs.append(whole)
-        for share in FIRST_SHARES:
-            train = whole.train
-            staged = dataclasses.replace(train, first_length=train.length // 4, first_steps=round(share * train.steps))
-            configs.append(dataclasses.replace(whole, train=staged))
-    return tuple(configs)
+    wholes = by_method(_RUNS[scale], METHODS)
+    return tuple(run for whole in wholes for run in (whole, *(_staged(whole, share) for share in FIRST_SHARES)))
 
 
-def _run(method: Method, scale: Scale) -> RunConfig:
-    if scale == "smoke":
-        return RunConfig(
-            model=ModelConfig(method=method, num_layers=1, num_heads=2, embed_dim=16, ffn_dim=24),
-            train=TrainConfig(length=32, steps=4, batch_tokens=128, warmup_steps=1, log_every=2, checkpoint_every=4),
-            eval=EvalConfig(lengths=(32, 64), tokens=64, batch_tokens=2048),
-        )
-    if scale == "small":
-        return RunConfig(
-            model=ModelConfig(method=method),
-            train=TrainConfig(length=256, steps=240, batch_tokens=2048, learning_rate=3e-3, warmup_steps=24),
-            eval=EvalConfig(lengths=(256, 512, 1024), tokens=8192),
-        )
-    if scale == "medium":
-        return medium.run(method, 256, EvalConfig(lengths=(256, 512, 1024, 2048), tokens=32_768))
-    return large.run(method, 1024, EvalConfig(lengths=(1024, 2048, 4096), tokens=262_144, batch_tokens=65_536))
+def _staged(whole: RunConfig, share: float) -> RunConfig:
+    first_length, first_steps = whole.train.length // 4, round(share * whole.train.steps)
+    return trained_at(whole, whole.train.length, whole.eval, first_length=first_length, first_steps=first_steps)
 
 
 RECIPE = Recipe(

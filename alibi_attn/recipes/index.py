@@ -32,13 +32,9 @@ def items_of(name: str) -> list[Item]:
 
 
 def check(
-    name: str,
-    scale: Scale,
-    overrides: Mapping[str, str],
-    seeds: Sequence[int] = (),
-    *,
+    name: str, scale: Scale, overrides: Mapping[str, str], seeds: Sequence[int] = (), *,
     recipes: Mapping[str, Recipe] = RECIPES,
-) -> None:
+) -> None:  # fmt: skip
     """Check overrides of a recipe's fields before anything is loaded or written.
 
     Raises:

@@ -6,6 +6,7 @@ are as long as its training examples.
 """
 
 import dataclasses
+from collections.abc import Mapping
 
 from alibi_attn.lab.config import (
     DataConfig,
@@ -18,27 +19,36 @@ from alibi_attn.lab.config import (
     SymbolTask,
     TrainConfig,
 )
-from alibi_attn.recipes import large, medium
+from alibi_attn.recipes.scales import LARGE, MEDIUM, trained_at, with_model
 
 METHODS: tuple[Method, ...] = (
-    "none",
-    "sinusoidal",
-    "rotary",
-    "t5",
-    "alibi",
-    "alibi-half",
-    "kerple",
-    "alibi-log",
-    "sandwich",
-    "tisa",
-    "fire",
-    "nope-window",
-    "drope",
-    "fox",
-    "alibi-fox",
-)
+    "none", "sinusoidal", "rotary", "t5", "alibi", "alibi-half", "kerple", "alibi-log", "sandwich", "tisa", "fire",
+    "nope-window", "drope", "fox", "alibi-fox",
+)  # fmt: skip
 TASKS: tuple[SymbolTask | None, ...] = (None, "mqar", "needles", "copy", "flip-flop")  # None is language modeling
 SEEDS = (0, 1)
+_RUNS: Mapping[Scale, RunConfig] = {
+    "smoke": RunConfig(
+        model=ModelConfig(num_layers=2, num_heads=2, embed_dim=16, ffn_dim=24),
+        train=TrainConfig(length=32, steps=2, batch_tokens=64, warmup_steps=1, log_every=1, checkpoint_every=2),
+        eval=EvalConfig(lengths=(32, 64), tokens=64, batch_tokens=2048, trials=2),
+    ),
+    "small": RunConfig(
+        model=ModelConfig(num_layers=2, num_heads=4, embed_dim=64, ffn_dim=168),
+        train=TrainConfig(
+            length=64, steps=2000, batch_tokens=4096, learning_rate=5e-3, warmup_steps=200, checkpoint_every=1000
+        ),
+        eval=EvalConfig(lengths=(64, 128, 256, 512, 1024), tokens=32_768, trials=128),
+    ),
+    "medium": trained_at(MEDIUM, 128, EvalConfig(lengths=(128, 256, 512, 1024, 2048), tokens=65_536, trials=128)),
+    "paper": trained_at(
+        LARGE,
+        512,
+        EvalConfig(lengths=(512, 1024, 2048, 4096, 8192), tokens=262_144, batch_tokens=65_536, trials=128),
+        steps=5_000,
+        warmup_steps=500,
+    ),
+}
 
 
 def runs(scale: Scale) -> tuple[RunConfig, ...]:
@@ -51,47 +61,13 @@ def runs(scale: Scale) -> tuple[RunConfig, ...]:
 
 
 def _run(task: SymbolTask | None, method: Method, seed: int, scale: Scale) -> RunConfig:
-    run = _of_scale(scale)
-    train = dataclasses.replace(run.train, seed=seed)
-    model = dataclasses.replace(run.model, method=method)
+    run = with_model(_RUNS[scale], method=method)
+    run = dataclasses.replace(run, train=dataclasses.replace(run.train, seed=seed))
     if task is None:
-        return dataclasses.replace(run, model=model, train=train)
-    return dataclasses.replace(
-        run,
-        model=dataclasses.replace(model, vocab_size=256),
-        data=DataConfig(corpus=f"task:{task}:{train.length}"),
-        train=train,
-        eval=dataclasses.replace(run.eval, tokens=run.eval.lengths[-1], tasks=(task,)),
-    )
-
-
-def _of_scale(scale: Scale) -> RunConfig:
-    if scale == "smoke":
-        return RunConfig(
-            model=ModelConfig(num_layers=2, num_heads=2, embed_dim=16, ffn_dim=24),
-            train=TrainConfig(length=32, steps=2, batch_tokens=64, warmup_steps=1, log_every=1, checkpoint_every=2),
-            eval=EvalConfig(lengths=(32, 64), tokens=64, batch_tokens=2048, trials=2),
-        )
-    if scale == "small":
-        return RunConfig(
-            model=ModelConfig(num_layers=2, num_heads=4, embed_dim=64, ffn_dim=168),
-            train=TrainConfig(
-                length=64, steps=2000, batch_tokens=4096, learning_rate=5e-3, warmup_steps=200, checkpoint_every=1000
-            ),
-            eval=EvalConfig(lengths=(64, 128, 256, 512, 1024), tokens=32_768, trials=128),
-        )
-    if scale == "medium":
-        return RunConfig(
-            model=medium.MODEL,
-            data=medium.DATA,
-            train=dataclasses.replace(medium.TRAIN, length=128),
-            eval=EvalConfig(lengths=(128, 256, 512, 1024, 2048), tokens=65_536, trials=128),
-        )
-    return RunConfig(
-        model=large.MODEL,
-        train=dataclasses.replace(large.TRAIN, length=512, steps=5_000, warmup_steps=500),
-        eval=EvalConfig(lengths=(512, 1024, 2048, 4096, 8192), tokens=262_144, batch_tokens=65_536, trials=128),
-    )
+        return run
+    data = DataConfig(corpus=f"task:{task}:{run.train.length}")
+    test = dataclasses.replace(run.eval, tokens=run.eval.lengths[-1], tasks=(task,))
+    return dataclasses.replace(with_model(run, vocab_size=256), data=data, eval=test)
 
 
 RECIPE = Recipe(

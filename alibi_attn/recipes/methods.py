@@ -6,45 +6,40 @@ with its context limited to the trained length, the baseline that a stretch has 
 """
 
 import dataclasses
+from collections.abc import Mapping
 
 from alibi_attn.lab.config import EvalConfig, Method, ModelConfig, Recipe, RunConfig, Scale, Stretch, TrainConfig
 from alibi_attn.position_methods import METHODS
-from alibi_attn.recipes import large, medium
+from alibi_attn.recipes.scales import LARGE, MEDIUM, TINY, by_method, trained_at
 
 STRETCHES: dict[Method, tuple[Stretch, ...]] = {"rotary": ("linear", "ntk", "yarn"), "alibi": ("linear", "ntk")}
+_RUNS: Mapping[Scale, RunConfig] = {
+    "smoke": RunConfig(
+        model=TINY,
+        train=TrainConfig(length=16, steps=4, batch_tokens=128, warmup_steps=1, log_every=2, checkpoint_every=4),
+        eval=EvalConfig(lengths=(16, 64), tokens=64, batch_tokens=2048),
+    ),
+    "small": RunConfig(
+        model=ModelConfig(),
+        train=TrainConfig(length=128, steps=140, batch_tokens=2048, learning_rate=3e-3, warmup_steps=14),
+        eval=EvalConfig(lengths=(128, 256, 512, 1024), tokens=8192),
+    ),
+    "medium": trained_at(MEDIUM, 128, EvalConfig(lengths=(128, 256, 512, 1024, 2048), tokens=32_768)),
+    "paper": trained_at(
+        LARGE, 512, EvalConfig(lengths=(512, 1024, 2048, 4096, 8192), tokens=262_144, batch_tokens=65_536)
+    ),
+}
 
 
 def runs(scale: Scale) -> tuple[RunConfig, ...]:
-    """Every method as trained, then the stretched variants with the same weights."""
-    plain = [_run(method, scale) for method in METHODS]
+    """Every method as trained, also with its context limited, then the stretched variants with the same weights."""
+    plain = by_method(_RUNS[scale], tuple(METHODS))
     stretched = [
-        dataclasses.replace(run, eval=dataclasses.replace(run.eval, stretch=stretch, windowed=False))
+        dataclasses.replace(run, eval=dataclasses.replace(run.eval, stretch=stretch))
         for run in plain
         for stretch in STRETCHES.get(run.model.method, ())
     ]
-    return (*plain, *stretched)
-
-
-def _run(method: Method, scale: Scale) -> RunConfig:
-    if scale == "smoke":
-        return RunConfig(
-            model=ModelConfig(method=method, num_layers=1, num_heads=2, embed_dim=16, ffn_dim=24),
-            train=TrainConfig(length=16, steps=4, batch_tokens=128, warmup_steps=1, log_every=2, checkpoint_every=4),
-            eval=EvalConfig(lengths=(16, 64), tokens=64, batch_tokens=2048, windowed=True),
-        )
-    if scale == "small":
-        return RunConfig(
-            model=ModelConfig(method=method),
-            train=TrainConfig(length=128, steps=140, batch_tokens=2048, learning_rate=3e-3, warmup_steps=14),
-            eval=EvalConfig(lengths=(128, 256, 512, 1024), tokens=8192, windowed=True),
-        )
-    if scale == "medium":
-        return medium.run(method, 128, EvalConfig(lengths=(128, 256, 512, 1024, 2048), tokens=32_768, windowed=True))
-    return large.run(
-        method,
-        512,
-        EvalConfig(lengths=(512, 1024, 2048, 4096, 8192), tokens=262_144, batch_tokens=65_536, windowed=True),
-    )
+    return (*(dataclasses.replace(run, eval=dataclasses.replace(run.eval, windowed=True)) for run in plain), *stretched)
 
 
 RECIPE = Recipe(

@@ -6,9 +6,10 @@ at every distance in longer texts. It distinguishes methods that use a longer co
 """
 
 import dataclasses
+from collections.abc import Mapping
 
 from alibi_attn.lab.config import DataConfig, EvalConfig, Method, ModelConfig, Recipe, RunConfig, Scale, TrainConfig
-from alibi_attn.recipes import large, medium
+from alibi_attn.recipes.scales import LARGE, MEDIUM, TINY, by_method, trained_at, with_model
 
 METHODS: tuple[Method, ...] = (
     "none",
@@ -21,43 +22,34 @@ METHODS: tuple[Method, ...] = (
     "fox",
     "alibi-fox",
 )
+_LENGTHS = (64, 128, 256, 512, 1024)
+_RUNS: Mapping[Scale, RunConfig] = {
+    "smoke": RunConfig(
+        model=TINY,
+        train=TrainConfig(length=32, steps=4, batch_tokens=128, warmup_steps=2, log_every=2, checkpoint_every=4),
+        eval=EvalConfig(lengths=(32, 64), tokens=64, batch_tokens=2048),
+    ),
+    "small": RunConfig(
+        model=ModelConfig(num_layers=2, num_heads=4, embed_dim=64, ffn_dim=168),
+        train=TrainConfig(length=64, steps=300, batch_tokens=2048, learning_rate=5e-3, warmup_steps=40),
+        eval=EvalConfig(lengths=_LENGTHS, tokens=4096),
+    ),
+    "medium": with_model(trained_at(MEDIUM, 64, EvalConfig(lengths=(*_LENGTHS, 2048), tokens=8192)), vocab_size=256),
+    "paper": trained_at(
+        LARGE,
+        512,
+        EvalConfig(lengths=(512, 1024, 2048, 4096, 8192, 16_384), tokens=65_536, batch_tokens=65_536),
+        steps=5_000,
+        warmup_steps=500,
+    ),
+}
 
 
 def runs(scale: Scale) -> tuple[RunConfig, ...]:
-    """The same model, documents, order and seed for every method."""
-    return tuple(_run(method, scale) for method in METHODS)
-
-
-def _run(method: Method, scale: Scale) -> RunConfig:
-    if scale == "smoke":
-        return RunConfig(
-            model=ModelConfig(method=method, num_layers=1, num_heads=2, embed_dim=16, ffn_dim=24),
-            data=DataConfig(corpus="task:recall:32"),
-            train=TrainConfig(length=32, steps=4, batch_tokens=128, warmup_steps=2, log_every=2, checkpoint_every=4),
-            eval=EvalConfig(lengths=(32, 64), tokens=64, batch_tokens=2048, tasks=("recall",)),
-        )
-    if scale == "small":
-        return RunConfig(
-            model=ModelConfig(method=method, num_layers=2, num_heads=4, embed_dim=64, ffn_dim=168),
-            data=DataConfig(corpus="task:recall:64"),
-            train=TrainConfig(length=64, steps=300, batch_tokens=2048, learning_rate=5e-3, warmup_steps=40),
-            eval=EvalConfig(lengths=(64, 128, 256, 512, 1024), tokens=4096, tasks=("recall",)),
-        )
-    if scale == "medium":
-        return RunConfig(
-            model=dataclasses.replace(medium.MODEL, method=method, vocab_size=256),
-            data=DataConfig(corpus="task:recall:64"),
-            train=dataclasses.replace(medium.TRAIN, length=64),
-            eval=EvalConfig(lengths=(64, 128, 256, 512, 1024, 2048), tokens=8192, tasks=("recall",)),
-        )
-    return RunConfig(
-        model=dataclasses.replace(large.MODEL, method=method),
-        data=DataConfig(corpus="task:recall:512"),
-        train=dataclasses.replace(large.TRAIN, length=512, steps=5_000, warmup_steps=500),
-        eval=EvalConfig(
-            lengths=(512, 1024, 2048, 4096, 8192, 16_384), tokens=65_536, batch_tokens=65_536, tasks=("recall",)
-        ),
-    )
+    """The same model, documents, order and seed for every method; documents are as long as the training examples."""
+    run = _RUNS[scale]
+    data, test = DataConfig(corpus=f"task:recall:{run.train.length}"), dataclasses.replace(run.eval, tasks=("recall",))
+    return by_method(dataclasses.replace(run, data=data, eval=test), METHODS)
 
 
 RECIPE = Recipe(

@@ -5,39 +5,37 @@ Papers: Dai et al. 2019 (Transformer-XL, arXiv:1901.02860), sec. 3.1, whose memo
 Here any trained model is tested, and each way of reading scores the same tokens (`lab/evaluation/long_context_eval.py`).
 """
 
+from collections.abc import Mapping
+
 from alibi_attn.lab.config import EvalConfig, Method, ModelConfig, Recipe, RunConfig, Scale, TrainConfig
-from alibi_attn.recipes import large, medium
+from alibi_attn.recipes.scales import LARGE, MEDIUM, TINY, by_method, trained_at
 
 METHODS: tuple[Method, ...] = ("sinusoidal", "rotary", "alibi")
+_RUNS: Mapping[Scale, RunConfig] = {
+    "smoke": RunConfig(
+        model=TINY,
+        train=TrainConfig(length=16, steps=4, batch_tokens=128, warmup_steps=1, log_every=2, checkpoint_every=4),
+        eval=EvalConfig(lengths=(16, 64), tokens=64, batch_tokens=2048, memory=(16,), sinks=(0, 4)),
+    ),
+    "small": RunConfig(
+        model=ModelConfig(num_layers=4, num_heads=4, embed_dim=64, ffn_dim=168),
+        train=TrainConfig(length=64, steps=1000, batch_tokens=4096, learning_rate=5e-3, warmup_steps=100),
+        eval=EvalConfig(lengths=(64, 128, 256, 512), tokens=8192, memory=(64, 256), sinks=(0, 4)),
+    ),
+    "medium": trained_at(
+        MEDIUM, 128, EvalConfig(lengths=(128, 256, 512, 1024), tokens=16_384, memory=(128, 512), sinks=(0, 4))
+    ),
+    "paper": trained_at(
+        LARGE,
+        512,
+        EvalConfig(lengths=(512, 1024, 2048), tokens=262_144, batch_tokens=65_536, memory=(512, 1024), sinks=(0, 4)),
+    ),
+}
 
 
 def runs(scale: Scale) -> tuple[RunConfig, ...]:
     """The same model, data, order and seed for every method; memories of L and 4 L tokens, with 0 and 4 sinks."""
-    return tuple(_run(method, scale) for method in METHODS)
-
-
-def _run(method: Method, scale: Scale) -> RunConfig:
-    if scale == "smoke":
-        return RunConfig(
-            model=ModelConfig(method=method, num_layers=1, num_heads=2, embed_dim=16, ffn_dim=24),
-            train=TrainConfig(length=16, steps=4, batch_tokens=128, warmup_steps=1, log_every=2, checkpoint_every=4),
-            eval=EvalConfig(lengths=(16, 64), tokens=64, batch_tokens=2048, memory=(16,), sinks=(0, 4)),
-        )
-    if scale == "small":
-        return RunConfig(
-            model=ModelConfig(method=method, num_layers=4, num_heads=4, embed_dim=64, ffn_dim=168),
-            train=TrainConfig(length=64, steps=1000, batch_tokens=4096, learning_rate=5e-3, warmup_steps=100),
-            eval=EvalConfig(lengths=(64, 128, 256, 512), tokens=8192, memory=(64, 256), sinks=(0, 4)),
-        )
-    if scale == "medium":
-        return medium.run(
-            method, 128, EvalConfig(lengths=(128, 256, 512, 1024), tokens=16_384, memory=(128, 512), sinks=(0, 4))
-        )
-    return large.run(
-        method,
-        512,
-        EvalConfig(lengths=(512, 1024, 2048), tokens=262_144, batch_tokens=65_536, memory=(512, 1024), sinks=(0, 4)),
-    )
+    return by_method(_RUNS[scale], METHODS)
 
 
 RECIPE = Recipe(

@@ -21,7 +21,7 @@ def by_length(cells: Sequence[Cell], evidence: Evidence) -> Curves:
     """Perplexity by L_valid: a curve of a figure, or a row or column of a table."""
     curves: Curves = {}
     for cell in cells:
-        row = _tested(cell, evidence.evaluation(cell.config))
+        row = _tested(cell, evidence.of("evaluation", cell.config))
         _append(curves, cell, {"paper_length": cell.paper_length, "length": cell.length, **row})
     return curves
 
@@ -30,24 +30,19 @@ def models(cells: Sequence[Cell], evidence: Evidence) -> Curves:
     """One row per model: size, speed, and perplexity on the validation and test texts (tables 6, 7, 9, 10)."""
     curves: Curves = {}
     for cell in cells:
-        evaluations = evidence.evaluation(cell.config)
+        evaluations = evidence.of("evaluation", cell.config)
         row = curves.setdefault(cell.label, {})
+        other, speed = _OTHER[cell.way], _training_speed(cell, evidence)
         row.update(
-            paper_length=[cell.paper_length],
-            length=[cell.length],
-            parameters=[metric(evaluations[0], "parameters")],
-            train_tokens_per_second=[_mean(_metrics(evidence.training(cell.config), "tokens_per_second"))],
-            seeds=[len(evaluations)],
-        )
-        other = _OTHER[cell.way]
+            paper_length=[cell.paper_length], length=[cell.length], parameters=[metric(evaluations[0], "parameters")],
+            train_tokens_per_second=[speed], seeds=[len(evaluations)],
+        )  # fmt: skip
         row[cell.column] = [_perplexity(_nats(evaluations, cell.length, cell.way))]
         row[f"{other}_{cell.column}"] = [_perplexity(_nats(evaluations, cell.length, other))]
-        row[cell.column.replace("perplexity", "tokens")] = [
-            at_length(evaluations[0], cell.length, f"{cell.way}_tokens")
-        ]
+        tokens = at_length(evaluations[0], cell.length, f"{cell.way}_tokens")
+        row[cell.column.replace("perplexity", "tokens")] = [tokens]
         if cell.column == "valid_perplexity":
-            speeds = [at_length(record, cell.length, "tokens_per_second") for record in evaluations]
-            row["evaluation_tokens_per_second"] = [_mean(speeds)]
+            row["evaluation_tokens_per_second"] = [_mean(_at(evaluations, cell.length, "tokens_per_second"))]
             row["word_valid_perplexity"] = [_word_perplexity(evaluations, cell.length, cell.way)]
     return curves
 
@@ -56,8 +51,8 @@ def frontier(cells: Sequence[Cell], evidence: Evidence) -> Curves:
     """Training speed and perplexity (figure 8)."""
     curves: Curves = {}
     for cell in cells:
-        speed = _mean(_metrics(evidence.training(cell.config), "tokens_per_second"))
-        row = _tested(cell, evidence.evaluation(cell.config))
+        speed = _training_speed(cell, evidence)
+        row = _tested(cell, evidence.of("evaluation", cell.config))
         row["evaluation_tokens_per_second"] = row.pop("tokens_per_second")
         sizes = {"paper_length": cell.paper_length, "length": cell.length, "train_tokens_per_second": speed}
         _append(curves, cell, {**sizes, **row})
@@ -78,12 +73,11 @@ def equal_time(cells: Sequence[Cell], evidence: Evidence) -> Curves:
     curves: Curves = {}
     for cell in cells:
         points = _validations(cell, cells, evidence)
-        last = points[-1] if points else {"hours": None, "updates": None, "perplexity": None, "tokens": None}
-        columns = {other.column: cast("Json", None) for other in cells}
-        columns[cell.column] = last["perplexity"]
-        memory = metric(evidence.training(cell.config)[0], "peak_memory_bytes")
-        rest = {"memory_bytes": memory, "updates": last["updates"], "hours": last["hours"], "tokens": last["tokens"]}
-        _append(curves, cell, {**rest, **columns})
+        last = points[-1] if points else {}
+        columns = {other.column: last.get("perplexity") if other.column == cell.column else None for other in cells}
+        memory = metric(evidence.of("training", cell.config)[0], "peak_memory_bytes")
+        rest = {name: last.get(name) for name in ("updates", "hours", "tokens")}
+        _append(curves, cell, {"memory_bytes": memory, **rest, **columns})
     return curves
 
 
@@ -93,8 +87,8 @@ def equal_updates(cells: Sequence[Cell], evidence: Evidence) -> Curves:
     names = dict.fromkeys(cell.column for cell in cells)
     for cell in cells:
         row = curves.setdefault(cell.label, {name: [None] for name in names})
-        training = evidence.training(cell.config)[0]
-        evaluations = evidence.evaluation(cell.config)
+        training = evidence.of("training", cell.config)[0]
+        evaluations = evidence.of("evaluation", cell.config)
         row["memory_bytes"] = [metric(training, "peak_memory_bytes")]
         row["hours"] = [_hours(metric(training, "seconds"))]
         row["updates"] = [cell.config.train.steps]
@@ -108,35 +102,34 @@ def speeds(cells: Sequence[Cell], evidence: Evidence) -> Curves:
     """Tokens per second and memory of each method at each length (figures 2 and 7, table 1)."""
     curves: Curves = {}
     for cell in cells:
-        record = evidence.speed(cell.config)[0]
+        record = evidence.of("speed", cell.config)[0]
         _append(curves, cell, {"paper_length": cell.paper_length, "length": cell.length, **record.metrics})
     return curves
 
 
 def _tested(cell: Cell, evaluations: Sequence[Record]) -> dict[str, Json]:
-    nats = _nats(evaluations, cell.length, cell.way)
-    other = _OTHER[cell.way]
+    nats, other = _nats(evaluations, cell.length, cell.way), _OTHER[cell.way]
+    known = [] if None in nats else cast("list[float]", nats)
     return {
         "perplexity": _perplexity(nats),
-        "low": None if None in nats else _exp(min(cast("list[float]", nats))),
-        "high": None if None in nats else _exp(max(cast("list[float]", nats))),
+        "low": _exp(min(known)) if known else None,
+        "high": _exp(max(known)) if known else None,
         "word_perplexity": _word_perplexity(evaluations, cell.length, cell.way),
         f"{other}_perplexity": _perplexity(_nats(evaluations, cell.length, other)),
         "tokens": at_length(evaluations[0], cell.length, f"{cell.way}_tokens"),
         "seeds": len(evaluations),
-        "tokens_per_second": _mean([at_length(record, cell.length, "tokens_per_second") for record in evaluations]),
+        "tokens_per_second": _mean(_at(evaluations, cell.length, "tokens_per_second")),
     }
 
 
 def _validations(cell: Cell, cells: Sequence[Cell], evidence: Evidence) -> list[dict[str, Json]]:
     """The points of a training's validation curve up to the time at which the ALiBi model of the same L_valid finished."""
-    (rival,) = (one for one in cells if one.paper_length == cell.paper_length and one.config.model.method == "alibi")
-    stop = metric(evidence.training(rival.config)[0], "seconds")
-    curve = evidence.training(cell.config)[0].curves["validation"]
+    (rival,) = (one for one in cells if (one.paper_length, one.config.model.method) == (cell.paper_length, "alibi"))
+    stop = metric(evidence.of("training", rival.config)[0], "seconds")
+    curve = evidence.of("training", cell.config)[0].curves["validation"]
     points = []
-    for step, seconds, nats, tokens in zip(
-        *(curve[name] for name in ("step", "seconds", "nats", "tokens")), strict=True
-    ):
+    columns = (curve[name] for name in ("step", "seconds", "nats", "tokens"))
+    for step, seconds, nats, tokens in zip(*columns, strict=True):
         if cell is rival or stop is None or cast("float", seconds) <= stop:
             perplexity = _perplexity([cast("float | None", nats)])
             points.append({"hours": _hours(seconds), "updates": step, "perplexity": perplexity, "tokens": tokens})
@@ -149,8 +142,12 @@ def _append(curves: Curves, cell: Cell, row: Mapping[str, Json]) -> None:
         columns.setdefault(name, []).append(value)
 
 
+def _at(evaluations: Sequence[Record], length: int, column: str) -> list[float | None]:
+    return [at_length(record, length, column) for record in evaluations]
+
+
 def _nats(evaluations: Sequence[Record], length: int, way: Way) -> list[float | None]:
-    return [at_length(record, length, f"{way}_nats") for record in evaluations]
+    return _at(evaluations, length, f"{way}_nats")
 
 
 def _perplexity(nats: Sequence[float | None]) -> float | None:
@@ -177,8 +174,8 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return None if None in values else sum(cast("Sequence[float]", values)) / len(values)
 
 
-def _metrics(records: Sequence[Record], name: str) -> list[float | None]:
-    return [metric(record, name) for record in records]
+def _training_speed(cell: Cell, evidence: Evidence) -> float | None:
+    return _mean([metric(record, "tokens_per_second") for record in evidence.of("training", cell.config)])
 
 
 def _hours(seconds: Json) -> float | None:

@@ -9,6 +9,7 @@ import dataclasses
 
 from alibi_attn.lab.config import DataConfig, Method, RunConfig, Scale
 from alibi_attn.recipes.paper import wikitext
+from alibi_attn.recipes.scales import with_model
 
 TRAINED = (512, 1024, 3072)
 
@@ -17,14 +18,11 @@ def training(method: Method, paper_length: int, scale: Scale, *, staged: bool = 
     """The run of a method trained at a length of the paper; `staged` trains on short examples first."""
     run = wikitext.training(method, paper_length, scale, staged=staged)
     vocabulary = {"smoke": 256, "small": 1024, "medium": 1024, "paper": 29_000}[scale]
-    model = dataclasses.replace(run.model, vocab_size=vocabulary, cutoffs=())
-    return dataclasses.replace(run, model=model, data=_DATA[scale])
+    return dataclasses.replace(with_model(run, vocab_size=vocabulary, cutoffs=()), data=_DATA[scale])
 
 
 _DATA: dict[Scale, DataConfig] = {
-    "smoke": DataConfig(
-        test_share=0.05, valid_share=0.1
-    ),  # not WikiText's split, so that name and tokens differ from it
+    "smoke": DataConfig(test_share=0.05, valid_share=0.1),  # not WikiText's split, so that its records differ
     "small": DataConfig(tokenizer="bpe:1024", test_share=0.05),
     "medium": DataConfig(tokenizer="bpe:1024", test_share=0.05),
     "paper": DataConfig(corpus="hub:bookcorpus/bookcorpus", tokenizer="bpe:29000", test_share=0.05),

@@ -75,12 +75,10 @@ def scaled(paper_length: int, scale: Scale) -> int:
 
 def configs(cells: Sequence[Cell]) -> tuple[RunConfig, ...]:
     """The distinct runs of the cells: all with the first seed, then the repetitions."""
-    runs = []
-    for repetition in range(max((cell.seeds for cell in cells), default=0)):
-        for cell in cells:
-            if repetition < cell.seeds:
-                train = dataclasses.replace(cell.config.train, seed=cell.config.train.seed + repetition)
-                runs.append(dataclasses.replace(cell.config, train=train))
+    most = max((cell.seeds for cell in cells), default=0)
+    repeated = [(cell.config, n) for n in range(most) for cell in cells if n < cell.seeds]
+    trains = [dataclasses.replace(config.train, seed=config.train.seed + n) for config, n in repeated]
+    runs = (dataclasses.replace(config, train=train) for (config, _), train in zip(repeated, trains, strict=True))
     return tuple(dict.fromkeys(runs))
 
 

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from alibi_attn.lab.config import EvalConfig
 from alibi_attn.recipes.paper.cells import Cell, Curves
 from alibi_attn.recipes.paper.evidence import Evidence
-from alibi_attn.records import Json
 from alibi_attn.slopes import alibi_slopes
 
 WORDS = ("The", "big", "gray", "cat", "sat", "on", "the", "mat")  # figure 10
@@ -30,10 +29,10 @@ def windows(cells: Sequence[Cell], evidence: Evidence) -> Curves:
         stride = WINDOW if cell.way == "nonoverlapping" else 1
         passes = [max(0, -(-(token + 1 - WINDOW) // stride)) for token in range(len(WORDS))]
         contexts = [token - number * stride + 1 for token, number in enumerate(passes)]
-        record = evidence.evaluation(cell.config)[0]
+        record = evidence.of("evaluation", cell.config)[0]
         position = record.curves["by_position"]
         loss = dict(zip(position["position"], position["loss_nats"], strict=True))
-        rows: dict[str, list[Json]] = {
+        curves[cell.label] = {
             "token": list(range(1, len(WORDS) + 1)),
             "word": list(WORDS),
             "context": list(contexts),
@@ -41,5 +40,4 @@ def windows(cells: Sequence[Cell], evidence: Evidence) -> Curves:
             "loss_nats": [loss[context] for context in contexts],
             "whole_text_nats": [record.curves["by_length"][f"{cell.way}_nats"][0]] * len(WORDS),
         }
-        curves[cell.label] = rows
     return curves

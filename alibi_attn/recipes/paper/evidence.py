@@ -5,17 +5,18 @@ Only seeds may differ: runs that are equal except for the seed are repetitions o
 
 import json
 from collections.abc import Iterable, Mapping
-from typing import cast
+from typing import Literal, TypeAlias, cast
 
 from alibi_attn.lab.config import RunConfig
 from alibi_attn.lab.config_io import to_json
 from alibi_attn.records import Json, Record, RecordError, identity
 
-_SECTIONS = {
-    "training": ("model", "data", "train"),
-    "evaluation": ("model", "data", "train", "eval"),
-    "speed": ("model", "data", "train", "eval"),
-}
+Kind: TypeAlias = Literal["training", "evaluation", "speed"]
+
+_TRAINED = ("model", "data", "train")
+_SECTIONS: Mapping[str, tuple[str, ...]] = {
+    "training": _TRAINED, "evaluation": (*_TRAINED, "eval"), "speed": (*_TRAINED, "eval"),
+}  # fmt: skip
 
 
 class MissingEvidenceError(ValueError):
@@ -42,19 +43,8 @@ class Evidence:
                 self.files.append(name)
                 self._found.setdefault(_key(record.kind, record.config, seed=False), []).append(record)
 
-    def training(self, config: RunConfig) -> list[Record]:
-        """The training records of a config, sorted by seed."""
-        return self._of("training", config)
-
-    def evaluation(self, config: RunConfig) -> list[Record]:
-        """The evaluation records of a config, sorted by the training's seed."""
-        return self._of("evaluation", config)
-
-    def speed(self, config: RunConfig) -> list[Record]:
-        """The speed records of a config (`speed.py`)."""
-        return self._of("speed", config)
-
-    def _of(self, kind: str, config: RunConfig) -> list[Record]:
+    def of(self, kind: Kind, config: RunConfig) -> list[Record]:
+        """The records of one kind of a config, sorted by the training's seed."""
         found = self._found.get(_key(kind, to_json(config), seed=False), [])
         if not found:
             raise MissingEvidenceError(

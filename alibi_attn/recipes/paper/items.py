@@ -8,7 +8,7 @@ cites, is run here.
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from alibi_attn.lab.config import Method, Recipe, RunConfig, Scale
 from alibi_attn.recipes.paper import answers, books, drawings, speed, web, wikitext
@@ -31,13 +31,7 @@ _AT_OWN = "L = L_valid"
 def _extrapolation(scale: Scale, *, trained: tuple[int, ...]) -> Cells:
     """Figure 1 and tables 2–4; at small scale, the models of figure 1 have two seeds."""
     return tuple(
-        Cell(
-            label=f"{name}, L = {length}",
-            config=config,
-            paper_length=tested,
-            length=scaled(tested, scale),
-            seeds=2 if scale == "small" and length in (512, 1024) else 1,
-        )
+        _cell(f"{name}, L = {length}", config, tested, scale, seeds=2 if scale == "small" and length <= 1024 else 1)
         for length in trained
         for name, method in wikitext.METHODS.items()
         for config in [wikitext.tested_beyond(wikitext.training(method, length, scale), length, scale)]
@@ -49,33 +43,31 @@ def _varying(scale: Scale, *, lengths: tuple[int, ...], baselines: dict[str, tup
     """Figure 4 and table 5: ALiBi at its trained length and all longer ones, the others at their trained length."""
     trained = wikitext.trained_lengths(scale)
     lengths = tuple(length for length in lengths if length in trained)
-    baselines = {
-        name: tuple(length for length in own_lengths if length in trained) for name, own_lengths in baselines.items()
-    }
-    found = [
-        _varied("alibi", length, tested, f"ALiBi, L = {length}", scale)
-        for length in lengths
-        for tested in lengths
-        if tested >= length
-    ]
-    for name, own_lengths in baselines.items():
-        found += [_varied(wikitext.METHODS[name], own, own, f"{name}, {_AT_OWN}", scale) for own in own_lengths]
-    return tuple(found)
+    pairs = [(length, tested) for length in lengths for tested in lengths if tested >= length]
+    return (
+        *(_varied("alibi", length, tested, f"ALiBi, L = {length}", scale) for length, tested in pairs),
+        *(
+            _varied(wikitext.METHODS[name], own, own, f"{name}, {_AT_OWN}", scale)
+            for name, own_lengths in baselines.items()
+            for own in own_lengths
+            if own in trained
+        ),
+    )
 
 
 def _varied(method: Method, length: int, tested: int, label: str, scale: Scale) -> Cell:
     longer = tuple(one for one in wikitext.trained_lengths(scale) if one >= length) if method == "alibi" else (length,)
     config = wikitext.tested_to_longest(wikitext.training(method, length, scale), scale, *longer)
-    return Cell(label=label, config=config, paper_length=tested, length=scaled(tested, scale))
+    return _cell(label, config, tested, scale)
 
 
 def _frontier(scale: Scale) -> Cells:
     """Figure 8, a cross-section of table 5."""
     longest = wikitext.LONGEST
-    found = [
-        _varied("alibi", length, longest, f"ALiBi, L = {length}", scale) for length in wikitext.trained_lengths(scale)
-    ]
-    return (*found, _varied("sinusoidal", longest, longest, f"Sinusoidal, L = {longest}", scale))
+    rows = [("ALiBi", length) for length in wikitext.trained_lengths(scale)] + [("Sinusoidal", longest)]
+    return tuple(
+        _varied(wikitext.METHODS[name], length, longest, f"{name}, L = {length}", scale) for name, length in rows
+    )
 
 
 def _models(scale: Scale, *, training: Training, way: Way, names: tuple[str, ...], staged: bool) -> Cells:
@@ -86,16 +78,10 @@ def _models(scale: Scale, *, training: Training, way: Way, names: tuple[str, ...
     if staged:
         rows.insert(0, (_STAGED, training("sinusoidal", longest, scale, staged=True)))
     return tuple(
-        Cell(
-            label=label,
-            config=wikitext.tested_with_stride(run, scale, split),
-            paper_length=longest,
-            length=scaled(longest, scale),
-            column=f"{split}_perplexity",
-            way=way,
-        )
+        _cell(label, config, longest, scale, column=f"{split}_perplexity", way=way)
         for label, run in rows
         for split in ("valid", "test")
+        for config in [wikitext.tested_with_stride(run, scale, split)]
     )
 
 
@@ -107,10 +93,7 @@ def _books(scale: Scale) -> Cells:
             tested = tuple(one for one in books.TRAINED if one >= length) if name == "ALiBi" else (length,)
             run = books.training(wikitext.METHODS[name], length, scale)
             config = wikitext.tested_to_longest(run, scale, *tested)
-            found += [
-                Cell(label=label.format(length), config=config, paper_length=one, length=scaled(one, scale))
-                for one in tested
-            ]
+            found += [_cell(label.format(length), config, one, scale) for one in tested]
     return tuple(found)
 
 
@@ -118,13 +101,12 @@ def _stride_1(scale: Scale, *, names: tuple[str, ...]) -> Cells:
     """Figure 11 and tables 13–15."""
     lengths = (512, 1024, 1536, 2048, 3072)
     return tuple(
-        Cell(label=f"{name}, L = {one}", config=config, paper_length=at, length=scaled(at, scale), way="sliding")
+        _cell(f"{name}, L = {one}", config, at, scale, way="sliding")
         for name in names
         for one in (512, 1024, 3072)
+        for run in [wikitext.training(wikitext.METHODS[name], one, scale)]
         for tested in [tuple(length for length in lengths if length >= one)]
-        for config in [
-            wikitext.tested_with_stride_1(wikitext.training(wikitext.METHODS[name], one, scale), scale, *tested)
-        ]
+        for config in [wikitext.tested_with_stride_1(run, scale, *tested)]
         for at in tested
     )
 
@@ -132,48 +114,32 @@ def _stride_1(scale: Scale, *, names: tuple[str, ...]) -> Cells:
 def _through_training(scale: Scale, *, columns: bool) -> Cells:
     """Figure 5 and table 11: pairs with the same L_valid, where ALiBi is trained at half of it."""
     return tuple(
-        Cell(
-            label=f"{name}, L = {length}",
-            config=web.training(wikitext.METHODS[name], length, scale),
-            paper_length=tested,
-            length=scaled(tested, scale),
-            column=f"perplexity_{tested}" if columns else "perplexity",
+        _cell(
+            f"{name}, L = {length}", config, tested, scale, column=f"perplexity_{tested}" if columns else "perplexity"
         )
         for name, length in (("Sinusoidal", 1024), ("ALiBi", 512), ("Sinusoidal", 2048), ("ALiBi", 1024))
+        for config in [web.training(wikitext.METHODS[name], length, scale)]
         for tested in [web.validated_at(wikitext.METHODS[name], length)]
     )
 
 
 def _web(scale: Scale, *, trained: tuple[int, ...], beyond: bool) -> Cells:
     """Figure 6 (`beyond`: up to 10,000 tokens) and table 12 (one column per length)."""
-    found = []
-    for length in trained:
-        tested = web.extrapolation_lengths(length, scale) if beyond else tuple(x for x in web.TRAINED if x >= length)
-        for name in ("Sinusoidal", "ALiBi"):
-            run = web.training(wikitext.METHODS[name], length, scale)
-            config = web.tested_beyond(run, length, scale) if beyond else run
-            found += [
-                Cell(
-                    label=f"{name}, L = {length}",
-                    config=config,
-                    paper_length=one,
-                    length=scaled(one, scale),
-                    column="perplexity" if beyond else f"perplexity_{one}",
-                )
-                for one in tested
-            ]
-    return tuple(found)
+    return tuple(
+        _cell(f"{name}, L = {length}", config, one, scale, column="perplexity" if beyond else f"perplexity_{one}")
+        for length in trained
+        for name in ("Sinusoidal", "ALiBi")
+        for run in [web.training(wikitext.METHODS[name], length, scale)]
+        for config in [web.tested_beyond(run, length, scale) if beyond else run]
+        for one in (web.extrapolation_lengths(length, scale) if beyond else web.TRAINED)
+        if one >= length
+    )
 
 
 def _speed(scale: Scale, *, names: tuple[str, ...], lengths: tuple[int, ...], labels: str) -> Cells:
     """Figures 2 and 7 and table 1."""
     return tuple(
-        Cell(
-            label=labels.format(name=name, length=length),
-            config=speed.run(wikitext.METHODS[name], length, scale),
-            paper_length=length,
-            length=scaled(length, scale),
-        )
+        _cell(labels.format(name=name, length=length), speed.run(wikitext.METHODS[name], length, scale), length, scale)
         for name in names
         for length in lengths
     )
@@ -189,28 +155,19 @@ def _drawn_windows(scale: Scale) -> Cells:
     )
 
 
-def _item(
-    name: str,
-    study: str,
-    question: str,
-    expected: str,
-    cells: Callable[[Scale], Cells],
-    answer: Callable[[Sequence[Cell], Evidence], Curves],
-) -> Item:
-    def runs(scale: Scale) -> tuple[RunConfig, ...]:
-        return configs(cells(scale))
+def _cell(label: str, config: RunConfig, tested: int, scale: Scale, **options: Any) -> Cell:
+    """A cell tested at one of the paper's lengths."""
+    return Cell(label=label, config=config, paper_length=tested, length=scaled(tested, scale), **options)
 
-    kind, number = name.split("-")
+
+def _item(
+    name: str, study: str, question: str, expected: str, cells: Callable[[Scale], Cells],
+    answer: Callable[[Sequence[Cell], Evidence], Curves],
+) -> Item:  # fmt: skip
     recipe = Recipe(
-        name=name,
-        question=question,
-        paper=f"{kind} {number}",
-        command=f"alibi run {name} --scale small",
-        cost=_COST[study],
-        expected=expected,
-        runs=runs,
-        study=study,
-    )
+        name=name, question=question, paper=name.replace("-", " "), command=f"alibi run {name} --scale small",
+        cost=_COST[study], expected=expected, runs=lambda scale: configs(cells(scale)), study=study,
+    )  # fmt: skip
     return Item(recipe=recipe, cells=cells, answer=answer)
 
 
@@ -300,8 +257,7 @@ ITEMS: dict[str, Item] = {
             "table-5", "wikitext", "What is the perplexity of every pair of trained and tested length?",
             "as figure 4; at L = 64 and 128, sinusoidal is better at its trained length",
             partial(
-                _varying,
-                lengths=wikitext.TRAINED,
+                _varying, lengths=wikitext.TRAINED,
                 baselines={"Sinusoidal": wikitext.TRAINED, "Rotary": _ENDS, "T5 Bias": _ENDS},
             ),
             answers.by_length,

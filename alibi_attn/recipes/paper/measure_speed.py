@@ -5,12 +5,10 @@ not depend on the text, so the tokens are random.
 """
 
 import datetime
-import multiprocessing
 import statistics
 import tempfile
 import time
 from collections.abc import Mapping
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
@@ -23,6 +21,7 @@ from alibi_attn.lab.evaluation.evaluate import evaluate
 from alibi_attn.lab.training.allocator import peak_memory_bytes, reset_peak_memory
 from alibi_attn.lab.training.checkpoint import load_checkpoint
 from alibi_attn.lab.training.train import train
+from alibi_attn.measure.timing import in_fresh_process
 from alibi_attn.recipes.paper.speed import WARM_STEPS
 from alibi_attn.records import Json
 
@@ -36,14 +35,9 @@ def record_speed(config: RunConfig, folder: Path, *, scale: Scale) -> tuple[Path
     if existing:
         return existing, True
     started = datetime.datetime.now(datetime.UTC)
-    if alone:
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            metrics = pool.submit(measure, to_json(config)).result()
-    else:
-        metrics = measure(to_json(config))
-    return records.save(
-        records.make("speed", name, config=config_json, metrics=metrics, started=started), folder
-    ), False
+    metrics = in_fresh_process(measure, to_json(config)) if alone else measure(to_json(config))
+    record = records.make("speed", name, config=config_json, metrics=metrics, started=started)
+    return records.save(record, folder), False
 
 
 def measure(config_json: Mapping[str, Json]) -> dict[str, float | None]:
@@ -57,19 +51,16 @@ def measure(config_json: Mapping[str, Json]) -> dict[str, float | None]:
         peak = train(config, corpus, Path(folder), on_step=lambda _: ends.append(time.perf_counter())).peak_memory_bytes
         model = load_checkpoint(Path(folder))[0].to(device)
     steps = [after - before for before, after in zip(ends[WARM_STEPS:], ends[WARM_STEPS + 1 :], strict=False)]
-    tested = evaluate(model, corpus.valid, config.eval)["by_length"]["tokens_per_second"][0]
     return {
         "train_tokens_per_second": config.train.batch_tokens / statistics.median(steps),
-        "evaluation_tokens_per_second": tested,
+        "evaluation_tokens_per_second": evaluate(model, corpus.valid, config.eval)["by_length"]["tokens_per_second"][0],
         "memory_bytes": peak,
         "memory_above_idle_bytes": None if peak is None or idle is None else peak - idle,
     }
 
 
 def _random_corpus(config: RunConfig) -> Corpus:
-    tokens = torch.randint(
-        min(config.model.vocab_size, 256),
-        (2 * max(config.train.batch_tokens, config.eval.tokens) + 2 * config.train.length,),
-        generator=torch.Generator().manual_seed(0),
-    ).to(torch.uint8)
+    count = 2 * max(config.train.batch_tokens, config.eval.tokens) + 2 * config.train.length
+    drawn = torch.randint(min(config.model.vocab_size, 256), (count,), generator=torch.Generator().manual_seed(0))
+    tokens = drawn.to(torch.uint8)
     return Corpus(train=tokens, valid=tokens, facts={"name": "random"})

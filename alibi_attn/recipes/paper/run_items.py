@@ -5,6 +5,7 @@ kind "paper-item": the series of the figure or the rows of the table, with the p
 records.
 """
 
+import dataclasses
 import datetime
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from alibi_attn.lab.config_io import to_json
 from alibi_attn.recipes.paper import measure_speed
 from alibi_attn.recipes.paper.cells import Asked, Item, ask
 from alibi_attn.recipes.paper.evidence import Evidence, metric
+from alibi_attn.recipes.paper.items import PAPER
 
 
 def run_items(
@@ -61,34 +63,22 @@ def run_items(
     paths: list[Path] = []
     for study, runs in by_study.items():
         distinct = tuple(dict.fromkeys(runs))
-        if study == "speed" and shard[1] > 1:
-            continue
         if study == "speed":
-            paths += _measured(distinct, out / "records", scale, console)
+            paths += _measured(distinct, out / "records", scale, console) if shard[1] == 1 else []
         elif distinct:
-            paths += experiment.run(
-                _study(study, distinct), out=out, scale=scale, shard=shard, jobs=jobs, console=console, track=track
-            )
+            recipe = _study(study, distinct)
+            paths += experiment.run(recipe, out=out, scale=scale, shard=shard, jobs=jobs, console=console, track=track)
     if not processes.is_main_process:
         return []
+    paths = list(dict.fromkeys(paths))
     if shard[1] > 1:
-        return list(dict.fromkeys(paths))
-    by_file = {path.name: records.load(path) for path in dict.fromkeys(paths)}
-    answers = [_answered(one, by_file, out / "records", scale) for one in asked]
-    return [*dict.fromkeys(paths), *answers]
+        return paths
+    by_file = {path.name: records.load(path) for path in paths}
+    return paths + [_answered(one, by_file, out / "records", scale) for one in asked]
 
 
-def _study(study: str, runs: tuple[RunConfig, ...]) -> Recipe:
-    return Recipe(
-        name=study,
-        question="What do this study's figures and tables need?",
-        paper=study,
-        command="alibi run paper",
-        cost="",
-        expected="",
-        runs=lambda scale: runs,
-        study=study,
-    )
+def _study(name: str, runs: tuple[RunConfig, ...]) -> Recipe:
+    return dataclasses.replace(PAPER, name=name, runs=lambda scale: runs)
 
 
 def _measured(runs: Sequence[RunConfig], folder: Path, scale: Scale, console: Console) -> list[Path]:
@@ -96,9 +86,8 @@ def _measured(runs: Sequence[RunConfig], folder: Path, scale: Scale, console: Co
     for config in runs:
         path, old = measure_speed.record_speed(config, folder, scale=scale)
         record = records.load(path)
-        rate = metric(record, "train_tokens_per_second")
-        status = "is recorded already" if old else f"{rate:,.0f} tokens/s in training"
-        console.print(f"[bold]{escape(record.name)}[/] {status}")
+        rate = f"{metric(record, 'train_tokens_per_second'):,.0f} tokens/s in training"
+        console.print(f"[bold]{escape(record.name)}[/] {'is recorded already' if old else rate}")
         paths.append(path)
     return paths
 
@@ -107,18 +96,15 @@ def _answered(asked: Asked, by_file: Mapping[str, records.Record], folder: Path,
     started = datetime.datetime.now(datetime.UTC)
     recipe = asked.item.recipe
     evidence = Evidence(by_file, asked.runs)
-    corpora = {str(by_file[name].config.get("corpus")): by_file[name].config.get("corpus") for name in evidence.files}
+    found = [by_file[name].config.get("corpus") for name in evidence.files]
+    corpora = {str(corpus): corpus for corpus in found if corpus is not None}
     config: dict[str, records.Json] = {
-        "scale": scale,
-        "study": recipe.study,
-        "corpora": [corpus for corpus in corpora.values() if corpus is not None],
-        "models": [to_json(run)["model"] for run in asked.runs[:1]],
-        "evidence": list(evidence.files),
-    }
+        "scale": scale, "study": recipe.study, "corpora": list(corpora.values()),
+        "models": [to_json(run)["model"] for run in asked.runs[:1]], "evidence": list(evidence.files),
+    }  # fmt: skip
     old = records.recorded(folder, "paper-item", recipe.name, config)
     if old:
         return old
     curves = asked.item.answer(asked.cells, evidence)
-    return records.save(
-        records.make("paper-item", recipe.name, config=config, metrics={}, curves=curves, started=started), folder
-    )
+    record = records.make("paper-item", recipe.name, config=config, metrics={}, curves=curves, started=started)
+    return records.save(record, folder)

@@ -3,10 +3,9 @@
 At 3,072 tokens, batches are split in three, as in the paper. `measure_speed.py` does the measuring.
 """
 
-import dataclasses
-
 from alibi_attn.lab.config import EvalConfig, Method, RunConfig, Scale
 from alibi_attn.recipes.paper import wikitext
+from alibi_attn.recipes.scales import trained_at
 
 WARM_STEPS = 2  # not timed
 
@@ -17,17 +16,10 @@ def run(method: Method, paper_length: int, scale: Scale) -> RunConfig:
     accumulate = 3 if paper_length == wikitext.LONGEST else 1
     unit = whole.train.length * accumulate
     batch_tokens = {"smoke": 288, "small": 2304, "medium": 4608, "paper": 9216}[scale] // unit * unit
-    steps = {"smoke": WARM_STEPS + 1, "small": WARM_STEPS + 6, "medium": WARM_STEPS + 6, "paper": WARM_STEPS + 20}[
-        scale
-    ]
-    train = dataclasses.replace(
-        whole.train,
-        steps=steps,
-        batch_tokens=batch_tokens,
-        accumulate=accumulate,
-        warmup_steps=1,
-        checkpoint_every=steps,
-    )
+    steps = WARM_STEPS + {"smoke": 1, "small": 6, "medium": 6, "paper": 20}[scale]
     length = whole.train.length
     test = EvalConfig(lengths=(length,), stride=length, tokens=2 * batch_tokens, batch_tokens=batch_tokens)
-    return dataclasses.replace(whole, train=train, eval=test)
+    return trained_at(
+        whole, length, test, steps=steps, batch_tokens=batch_tokens, accumulate=accumulate, warmup_steps=1,
+        checkpoint_every=steps,
+    )  # fmt: skip

@@ -10,6 +10,7 @@ import dataclasses
 
 from alibi_attn.lab.config import DataConfig, EvalConfig, Method, ModelConfig, RunConfig, Scale, TrainConfig
 from alibi_attn.recipes.paper.cells import scaled
+from alibi_attn.recipes.scales import with_model
 
 TRAINED = (512, 1024, 2048)
 # figure 6 ends at 10,000; the lengths in between are our choice
@@ -21,14 +22,10 @@ def training(method: Method, paper_length: int, scale: Scale) -> RunConfig:
     """The run of a method trained at a length of the paper; those of figure 5 are validated during training."""
     train = dataclasses.replace(_TRAIN[scale], length=scaled(paper_length, scale))
     if (method, paper_length) in _FIGURE_5:
-        train = dataclasses.replace(
-            train,
-            validate_every=max(1, train.steps // 20),
-            validate_length=scaled(_FIGURE_5[method, paper_length], scale),
-            validate_tokens=_TOKENS[scale],
-        )
-    model = dataclasses.replace(_MODEL[scale], method=method)
-    return RunConfig(model=model, data=_DATA[scale], train=train, eval=_evaluation(scale, TRAINED, paper_length))
+        length, every = scaled(_FIGURE_5[method, paper_length], scale), max(1, train.steps // 20)
+        train = dataclasses.replace(train, validate_every=every, validate_length=length, validate_tokens=_TOKENS[scale])
+    evaluation = _evaluation(scale, TRAINED, paper_length)
+    return with_model(RunConfig(model=_MODEL[scale], data=_DATA[scale], train=train, eval=evaluation), method=method)
 
 
 def tested_beyond(run: RunConfig, paper_length: int, scale: Scale) -> RunConfig:
@@ -60,12 +57,11 @@ _MODEL: dict[Scale, ModelConfig] = {
         architecture="baevski-auli", num_layers=25, num_heads=16, embed_dim=2048, ffn_dim=8192, vocab_size=50_000
     ),
 }
+_PAIRS = DataConfig(tokenizer="bpe:4096", test_share=0.05)
 _DATA: dict[Scale, DataConfig] = {
-    "smoke": DataConfig(test_share=0.05, valid_share=0.15),
-    "small": DataConfig(tokenizer="bpe:4096", test_share=0.05),
-    "medium": DataConfig(tokenizer="bpe:4096", test_share=0.05),
+    "smoke": DataConfig(test_share=0.05, valid_share=0.15), "small": _PAIRS, "medium": _PAIRS,
     "paper": DataConfig(corpus="hub:Skylion007/openwebtext", tokenizer="bpe:50000"),
-}
+}  # fmt: skip
 _TRAIN: dict[Scale, TrainConfig] = {
     "smoke": TrainConfig(length=1, steps=4, batch_tokens=96, warmup_steps=1, log_every=2, checkpoint_every=4),
     "small": TrainConfig(
@@ -75,18 +71,9 @@ _TRAIN: dict[Scale, TrainConfig] = {
         length=128, steps=1300, batch_tokens=4608, learning_rate=2e-3, warmup_steps=130, precision="bf16"
     ),
     "paper": TrainConfig(
-        length=512,
-        steps=50_000,
-        batch_tokens=128 * 16_384,
-        learning_rate=2e-4,
-        warmup_steps=2000,
-        seed=1,
-        precision="fp16",
-        parallel="fsdp",
-        activation_checkpointing=True,
-        log_every=100,
-        checkpoint_every=1000,
+        length=512, steps=50_000, batch_tokens=128 * 16_384, learning_rate=2e-4, warmup_steps=2000, seed=1, precision="fp16",
+        parallel="fsdp", activation_checkpointing=True, log_every=100, checkpoint_every=1000,
     ),
-}
+}  # fmt: skip
 _TOKENS: dict[Scale, int] = {"smoke": 96, "small": 8192, "medium": 32_768, "paper": 649_000}
 _BATCH: dict[Scale, int] = {"smoke": 4096, "small": 8192, "medium": 8192, "paper": 65_536}

@@ -7,10 +7,12 @@ medium: a quarter of every length, 3.7 million weights, 10 million tokens per tr
 """
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 from alibi_attn.lab.config import DataConfig, EvalConfig, Method, ModelConfig, RunConfig, Scale, Split, TrainConfig
-from alibi_attn.recipes import medium
 from alibi_attn.recipes.paper.cells import scaled
+from alibi_attn.recipes.scales import MEDIUM, with_model
 
 METHODS: dict[str, Method] = {"Sinusoidal": "sinusoidal", "Rotary": "rotary", "T5 Bias": "t5", "ALiBi": "alibi"}
 TRAINED = (64, 128, 256, 512, 1024, 1536, 2048, 3072)  # L, table 5
@@ -39,8 +41,7 @@ def training(method: Method, paper_length: int, scale: Scale, *, staged: bool = 
     if staged:
         first = max(1, round(_FIRST_SHARE * train.steps))
         train = dataclasses.replace(train, first_length=scaled(_FIRST_LENGTH, scale), first_steps=first)
-    model = dataclasses.replace(_MODEL[scale], method=method)
-    return RunConfig(model=model, data=_DATA[scale], train=train)
+    return with_model(RunConfig(model=_MODEL[scale], data=_DATA[scale], train=train), method=method)
 
 
 def trained_lengths(scale: Scale) -> tuple[int, ...]:
@@ -55,63 +56,45 @@ def extrapolation_lengths(paper_length: int, scale: Scale) -> tuple[int, ...]:
 
 def tested_beyond(run: RunConfig, paper_length: int, scale: Scale) -> RunConfig:
     """The run evaluated far beyond the trained length (tables 2–4, figure 1)."""
-    lengths = tuple(scaled(length, scale) for length in extrapolation_lengths(paper_length, scale))
-    return _tested(run, EvalConfig(lengths=lengths, tokens=_TOKENS[scale], batch_tokens=_BATCH[scale]))
+    return _tested(run, scale, extrapolation_lengths(paper_length, scale))
 
 
 def tested_to_longest(run: RunConfig, scale: Scale, *paper_lengths: int) -> RunConfig:
     """The run evaluated at these lengths and at 3,072, so that all models score the same tokens (table 5, figures 4 and 8)."""
-    lengths = sorted({scaled(length, scale) for length in (*paper_lengths, LONGEST)})
-    return _tested(run, EvalConfig(lengths=tuple(lengths), tokens=_TOKENS[scale], batch_tokens=_BATCH[scale]))
+    return _tested(run, scale, sorted({*paper_lengths, LONGEST}))
 
 
 def tested_with_stride(run: RunConfig, scale: Scale, split: Split) -> RunConfig:
     """The run evaluated at 3,072 tokens, nonoverlapping and with S = 512, on one split (tables 6, 7, 9 and 10)."""
-    return _tested(
-        run,
-        EvalConfig(
-            lengths=(scaled(LONGEST, scale),),
-            stride=scaled(STRIDE, scale),
-            tokens=_TOKENS[scale],
-            batch_tokens=_BATCH[scale],
-            split=split,
-        ),
-    )
+    return _tested(run, scale, [LONGEST], stride=scaled(STRIDE, scale), split=split)
 
 
 def tested_with_stride_1(run: RunConfig, scale: Scale, *paper_lengths: int) -> RunConfig:
     """The run evaluated with S = 1, one full window per token; few tokens below paper scale (tables 13–15, figure 11)."""
-    lengths = sorted({scaled(length, scale) for length in (*paper_lengths, LONGEST)})
     tokens = {"paper": _TOKENS["paper"], "medium": 512, "small": 768, "smoke": 48}[scale]
-    return _tested(run, EvalConfig(lengths=tuple(lengths), tokens=tokens, stride=1, batch_tokens=_BATCH[scale]))
+    return _tested(run, scale, sorted({*paper_lengths, LONGEST}), tokens=tokens, stride=1)
 
 
-def _tested(run: RunConfig, evaluation: EvalConfig) -> RunConfig:
-    return dataclasses.replace(run, eval=evaluation)
+def _tested(run: RunConfig, scale: Scale, paper_lengths: Sequence[int], **options: Any) -> RunConfig:
+    """The run evaluated at these lengths of the paper; `options` are further fields of its evaluation."""
+    lengths = tuple(scaled(length, scale) for length in paper_lengths)
+    options = {"tokens": _TOKENS[scale], "batch_tokens": _BATCH[scale], **options}
+    return dataclasses.replace(run, eval=EvalConfig(lengths=lengths, **options))
 
 
 _MODEL: dict[Scale, ModelConfig] = {
     "smoke": ModelConfig(num_layers=1, num_heads=2, embed_dim=32, ffn_dim=64),
     "small": ModelConfig(num_layers=4, num_heads=8, embed_dim=128, ffn_dim=344, vocab_size=2048),
-    "medium": medium.MODEL,
+    "medium": MEDIUM.model,
     "paper": ModelConfig(
-        architecture="baevski-auli",
-        num_layers=16,
-        num_heads=8,
-        embed_dim=1024,
-        ffn_dim=4096,
-        vocab_size=267_735,
-        cutoffs=(20_000, 60_000),
-        dropout=0.3,
-        attention_dropout=0.1,
-        activation_dropout=0.1,
-        softmax_dropout=0.2,
+        architecture="baevski-auli", num_layers=16, num_heads=8, embed_dim=1024, ffn_dim=4096, vocab_size=267_735,
+        cutoffs=(20_000, 60_000), dropout=0.3, attention_dropout=0.1, activation_dropout=0.1, softmax_dropout=0.2,
     ),
-}
+}  # fmt: skip
 _DATA: dict[Scale, DataConfig] = {
     "smoke": DataConfig(test_share=0.05),
     "small": DataConfig(tokenizer="bpe:2048", test_share=0.05),
-    "medium": medium.DATA,
+    "medium": MEDIUM.data,
     "paper": DataConfig(corpus="hub:Salesforce/wikitext:wikitext-103-v1", tokenizer="words"),
 }
 _TRAIN: dict[Scale, TrainConfig] = {
@@ -119,27 +102,12 @@ _TRAIN: dict[Scale, TrainConfig] = {
     "small": TrainConfig(
         length=64, steps=340, batch_tokens=1536, learning_rate=3e-3, warmup_steps=34, checkpoint_every=170
     ),
-    "medium": medium.TRAIN,
+    "medium": MEDIUM.train,
     "paper": TrainConfig(
-        length=512,
-        steps=286_000,
-        batch_tokens=8 * 9216,
-        optimizer="nag",
-        learning_rate=1.0,
-        final_share=1e-4,
-        warmup_steps=16_000,
-        weight_decay=0.0,
-        clip_norm=0.1,
-        seed=1,
-        precision="fp16",
-        log_every=100,
-        checkpoint_every=2000,
+        length=512, steps=286_000, batch_tokens=8 * 9216, optimizer="nag", learning_rate=1.0, final_share=1e-4,
+        warmup_steps=16_000, weight_decay=0.0, clip_norm=0.1, seed=1, precision="fp16", log_every=100, checkpoint_every=2000,
     ),
-}
-_TOKENS: dict[Scale, int] = {
-    "smoke": 96,
-    "small": 8192,
-    "medium": 32_768,
-    "paper": 217_646,
-}  # paper: the whole validation set
+}  # fmt: skip
+# At the scale `paper`, the whole validation set.
+_TOKENS: dict[Scale, int] = {"smoke": 96, "small": 8192, "medium": 32_768, "paper": 217_646}
 _BATCH: dict[Scale, int] = {"smoke": 4096, "small": 8192, "medium": 8192, "paper": 65_536}
