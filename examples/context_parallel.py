@@ -1,6 +1,6 @@
-"""How much must processes tell one another that share one long text?
+"""How much data do processes exchange when they share one long text?
 
-python examples/context_parallel.py                  # two processes of this machine, 4,096 tokens each
+python examples/context_parallel.py                  # two processes on this machine, 4,096 tokens each
 """
 
 import argparse
@@ -22,7 +22,7 @@ def whole(tokens: int) -> torch.Tensor:
 
 
 def one_rank(rank: int, meeting: str, length: int) -> None:
-    """What each process does: it has its rows of the text, and gets its rows of the output."""
+    """One process: it has its rows of the text, and computes its rows of the output."""
     distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
     q, k, v = whole(RANKS * length)
     rows = slice(rank * length, (rank + 1) * length)
@@ -34,13 +34,13 @@ def one_rank(rank: int, meeting: str, length: int) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--length", type=int, default=4096, help="tokens of each process (default 4,096)")
+    parser.add_argument("--length", type=int, default=4096, help="tokens per process (default 4,096)")
     options = parser.parse_args(arguments)
 
     q, k, v = whole(RANKS * options.length)
     sent = plan_halo(q, k, v, lengths=[options.length] * RANKS).rows.sum().item()
     everything = HEADS * options.length * RANKS
-    print(f"sent: {sent:,} rows of keys and as many of values; an all-gather sends {everything:,} rows of each")
+    print(f"sent: {sent:,} rows of keys and the same number of values; an all-gather sends {everything:,} rows of each")
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.spawn(one_rank, (f"{folder}/meeting", options.length), nprocs=RANKS)
 

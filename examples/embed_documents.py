@@ -1,7 +1,7 @@
-"""What does it cost to embed whole documents, long and short ones together, without cutting them into pieces?
+"""What does it cost to embed a batch of long and short documents without splitting them?
 
 python examples/embed_documents.py                                                  # random weights and texts
-python examples/embed_documents.py jinaai/jina-embeddings-v2-base-en chapters/*.txt # vectors that mean something
+python examples/embed_documents.py jinaai/jina-embeddings-v2-base-en chapters/*.txt # published weights
 """
 
 import argparse
@@ -15,15 +15,15 @@ from alibi_attn.hf import ALiBiBertConfig, ALiBiBertModel, sentence_transformer
 
 
 def embed_files(model: str, files: Sequence[Path]) -> None:
-    """Vectors of texts by a published encoder, and how alike the texts are."""
+    """Embeds texts with a published encoder and prints their similarities."""
     encoder = sentence_transformer(model)
     vectors = encoder.encode([file.read_text(encoding="utf-8") for file in files])
     for file, row in zip(files, encoder.similarity(vectors, vectors), strict=True):
-        print(file.name, " ".join(f"{alike:.2f}" for alike in row))
+        print(file.name, " ".join(f"{similarity:.2f}" for similarity in row))
 
 
 def embed_random(lengths: Sequence[int]) -> None:
-    """A padded batch costs what its tokens cost, and every text has the states that it has alone."""
+    """Embeds a padded batch: padding costs nothing, and each text gets the same states as on its own."""
     config = ALiBiBertConfig(
         hidden_size=128, num_hidden_layers=2, num_attention_heads=4, intermediate_size=256, vocab_size=256
     )

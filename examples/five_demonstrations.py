@@ -1,4 +1,4 @@
-"""Five things people ask first about ALiBi: shapes, longer texts, decoding, parameters, and what it looks like.
+"""Five first questions about ALiBi: shapes, longer texts, decoding, parameters, and what it looks like.
 
 python examples/five_demonstrations.py                   # prints four of them, in a few seconds
 python examples/five_demonstrations.py --png heads.png   # and draws the fifth: the picture of the heads
@@ -17,7 +17,7 @@ from alibi_attn.report import plot_alibi_bias
 
 
 def text(batch: int, length: int) -> torch.Tensor:
-    """Made-up text of 16 tokens, [B, T]: a token is followed by itself plus the one before it, so that order matters."""
+    """Synthetic text [B, T]: each token is the sum of the two before it modulo 16, so order matters."""
     tokens = torch.randint(16, (batch, length))
     for at in range(2, length):
         tokens[:, at] = tokens[:, at - 2 : at].sum(1) % 16
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     png = parser.parse_args(arguments).png
     torch.manual_seed(0)
     attention, x = ALiBiAttention(embed_dim=64, num_heads=8), torch.randn(2, 10, 64)
-    print(f"1. Shapes: {list(x.shape)} in, {list(attention(x).shape)} out; a longer x needs no other module.")
+    print(f"1. Shapes: {list(x.shape)} in, {list(attention(x).shape)} out; a longer x needs no change.")
 
     blocks = [ALiBiTransformerBlock(32, 8) for _ in range(2)]
     model = nn.Sequential(nn.Embedding(16, 32), *blocks, nn.Linear(32, 16))
@@ -49,11 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     difference = (torch.cat(steps, dim=1) - attention(x)).abs().max()
     print(f"3. A prompt and five cached steps differ from one full pass by {difference:.1e} at most.")
     count = sum(weight.numel() for weight in attention.parameters())
-    print(f"4. Parameters of the layer: {count:,}; of its four linear maps: {4 * 64 * 64:,}. ALiBi adds none.")
+    print(f"4. Parameters of the layer: {count:,}; of its four linear layers: {4 * 64 * 64:,}. ALiBi adds none.")
 
     if png is not None:
         plot_alibi_bias(8, 256).savefig(png, dpi=150)
-    print(f"5. The picture of the heads: {png or 'ask for it with --png heads.png'}")
+    print(f"5. The picture of the heads: {png or 'pass --png heads.png to save it'}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How does a Linen model use ALiBi, and does decoding with a cache give what one full pass gives?
+"""How does a Linen model use ALiBi, and does decoding with a cache equal one full pass?
 
 python examples/flax_linen.py
 """

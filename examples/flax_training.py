@@ -1,6 +1,6 @@
-"""How is a model with ALiBi trained in JAX, and is it any good beyond the trained length?
+"""How do you train a model with ALiBi in JAX, and does it work beyond the trained length?
 
-python examples/flax_training.py       # 150 steps; or say how many
+python examples/flax_training.py       # 150 steps; pass another number
 """
 
 import sys
@@ -27,7 +27,7 @@ class LanguageModel(nnx.Module):
 
 
 def text(random: np.random.Generator, batch: int, length: int) -> np.ndarray:
-    """Made-up: a token is followed by itself plus the one before it, so that order matters."""
+    """Synthetic text: each token is the sum of the two before it modulo 16, so order matters."""
     tokens = random.integers(VOCABULARY, size=(batch, length))
     for at in range(2, length):
         tokens[:, at] = tokens[:, at - 2 : at].sum(1) % VOCABULARY
@@ -35,7 +35,7 @@ def text(random: np.random.Generator, batch: int, length: int) -> np.ndarray:
 
 
 def loss(model: LanguageModel, tokens: jax.Array) -> jax.Array:
-    """Mean loss, in nats, of the tokens that can be known: all but the first two."""
+    """Mean loss, in nats, of the predictable tokens: all but the first two."""
     return optax.softmax_cross_entropy_with_integer_labels(model(tokens[:, :-1])[:, 1:], tokens[:, 2:]).mean()
 
 

@@ -1,4 +1,4 @@
-"""What if the text decides how much of it is kept, instead of the distance alone?
+"""What if the text decides how much is forgotten, instead of the distance alone?
 
 python examples/forget_gates.py
 """
@@ -20,24 +20,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     length, heads = options.length, 4
     q, k, v = torch.randn(3, 1, heads, length, 64)
 
-    # A gate between 0 and 1 at every token says how much of all that came before it is kept. One that never changes is
-    # a slope of ALiBi.
+    # The gate at each token, between 0 and 1, is the share of everything earlier that is kept. A constant gate is an
+    # ALiBi slope.
     constant = torch.full((1, heads, length), -0.1)  # the logarithm of the gates
     same = forgetting_attention(q, k, v, constant) - alibi_attention(q, k, v, [0.1] * heads)
     print(f"constant gates and slopes differ by {same.abs().max():.0e}")
 
-    # Gates that come from the text, here drawn, and one token that closes them: what stood before it is gone.
+    # Gates that depend on the text (random here). One token closes its gate: everything before it is forgotten.
     gates = logsigmoid(torch.randn(1, heads, length) + 5)
     gates[:, :, length // 2] = -100.0
     cut = forgetting_attention(q, k, v, gates)[:, :, length // 2 :]
     alone = forgetting_attention(*(x[:, :, length // 2 :] for x in (q, k, v, gates)))
-    print(f"behind a closed gate the second half differs from itself alone by {(cut - alone).abs().max():.0e}")
+    print(f"after a closed gate the second half differs from a call without the first half by {(cut - alone).abs().max():.0e}")
 
-    # What is forgotten is not computed: a gate is a bias for every key, b_j = −Σ ln f, and the certificate knows it.
+    # Forgotten keys are not computed: a gate is a bias per key, b_j = −Σ ln f, and the certificate includes it.
     for openness in (1.0, 3.0, 5.0):
         gates = logsigmoid(torch.randn(1, heads, length) + openness)
         reach = head_reach(q, k, [0.0] * heads, key_bias=-gates.double().cumsum(-1), backend="native")
-        print(f"gates near {torch.tensor(openness).sigmoid():.2f}: heads look back at most {int(reach.max()):,} tokens")
+        print(f"gates near {torch.tensor(openness).sigmoid():.2f}: heads reach back at most {int(reach.max()):,} tokens")
 
 
 if __name__ == "__main__":

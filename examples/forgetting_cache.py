@@ -1,4 +1,4 @@
-"""Can a model go on for ever in bounded memory, without becoming another model?
+"""Can a model decode forever in bounded memory, with the same outputs?
 
 python examples/forgetting_cache.py                  # 20,000 tokens in half a minute
 python examples/forgetting_cache.py --tokens 2000
@@ -18,8 +18,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.manual_seed(0)
 
-    # With normalized queries and keys the weights bound every score. So a head of slope m is known to need no key
-    # beyond its reach, before any text is seen: what is older may go for good.
+    # With normalized queries and keys the weights bound every score. So the reach of each head is known before any
+    # text is read, and keys beyond it can be dropped permanently.
     layer = ALiBiAttention(embed_dim=64, num_heads=4, qk_norm=True, slopes=[1 / 2, 1 / 8, 1 / 16, 1 / 32]).eval()
     print("reach of each head:", ", ".join(f"{reach:,}" for reach in layer.static_reach().tolist()), "tokens")
 

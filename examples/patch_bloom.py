@@ -1,4 +1,4 @@
-"""What changes when a BLOOM's attention is replaced by alibi_attention? The time, and nothing else.
+"""What changes when a BLOOM's attention is replaced by alibi_attention? Only the time.
 
 python examples/patch_bloom.py                         # random weights, nothing is downloaded
 python examples/patch_bloom.py bigscience/bloom-560m   # or a folder
@@ -15,7 +15,7 @@ from alibi_attn.hf import ALiBiCache, patch
 
 
 def logits_and_seconds(model: PreTrainedModel, tokens: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """The logits of one pass, the last of three, and how long it took."""
+    """The logits of one forward pass and its time (the last of three)."""
     with torch.no_grad():
         for _ in range(3):
             start = time.perf_counter()
@@ -37,13 +37,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tokens = torch.randint(3, model.config.vocab_size, (1, options.length))
 
     before, seconds_before = logits_and_seconds(model, tokens)
-    handle = patch(model)  # this one model, in memory; handle.undo() reverts it
+    handle = patch(model)  # patches this instance in memory; handle.undo() restores it
     after, seconds_after = logits_and_seconds(model, tokens)
     print(f"{len(handle.layers)} layers patched; {options.length:,} tokens")
     print(f"one pass: {seconds_before:.2f} s before, {seconds_after:.2f} s after")
     print(f"logits differ by {(after - before).abs().max() / before.abs().max():.0e} of the largest")
 
-    # ALiBiCache knows how long its keys are, so a new token reads those alone that can matter.
+    # ALiBiCache stores the norms of its keys, so a new token reads only the keys that can matter.
     longer = model.generate(
         tokens, attention_mask=torch.ones_like(tokens), past_key_values=ALiBiCache(), max_new_tokens=5, do_sample=False
     )

@@ -1,4 +1,4 @@
-"""Does a model that is trained on short text still work on long text?
+"""Does a model trained on short texts still work on long ones?
 
 python examples/train.py                    # on a file of Python's own library, byte by byte; half a minute
 python examples/train.py --text novel.txt
@@ -16,23 +16,23 @@ from alibi_attn import ALiBiTransformerBlock
 
 
 def language_model(width: int, num_heads: int, layers: int) -> nn.Module:
-    """Bytes [B, T] → scores of the next byte [B, T, 256]; nothing in it knows of positions, or of a longest text."""
+    """Bytes [B, T] → scores of the next byte [B, T, 256]; no position embeddings, no maximum length."""
     blocks = [ALiBiTransformerBlock(width, num_heads) for _ in range(layers)]
     return nn.Sequential(nn.Embedding(256, width), *blocks, nn.LayerNorm(width), nn.Linear(width, 256))
 
 
 def loss(model: nn.Module, text: torch.Tensor) -> torch.Tensor:
-    """Mean loss, in nats a byte, of every byte but the first: text [B, T + 1]."""
+    """Mean loss in nats per byte, of every byte but the first: text [B, T + 1]."""
     return cross_entropy(model(text[:, :-1]).transpose(1, 2), text[:, 1:])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--text", type=Path, default=Path(argparse.__file__), help="a file to learn and to be tested on"
+        "--text", type=Path, default=Path(argparse.__file__), help="a file to train and test on"
     )
-    parser.add_argument("--length", type=int, default=64, help="bytes of a training text (default 64)")
-    parser.add_argument("--steps", type=int, default=300, help="of 4,096 bytes (default 300)")
+    parser.add_argument("--length", type=int, default=64, help="bytes per training text (default 64)")
+    parser.add_argument("--steps", type=int, default=300, help="training steps of 4,096 bytes (default 300)")
     options = parser.parse_args(arguments)
     torch.manual_seed(0)
 
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             texts = whole.unfold(0, length + 1, length)
             with torch.no_grad():
                 print(
-                    f"trained at {options.length} bytes, read {length:5,} at once: {loss(model, texts):.2f} nats a byte"
+                    f"trained at {options.length} bytes, read {length:5,} at once: {loss(model, texts):.2f} nats per byte"
                 )
 
 

@@ -1,4 +1,4 @@
-"""Every example runs in small, says what it promises, and is short enough to be read at once."""
+"""Every example runs with small inputs, prints what it promises, and is short."""
 
 import re
 import runpy
@@ -96,7 +96,7 @@ def test_flax_linen(run):
 
 
 def test_context_parallel():
-    """In a process of its own: it starts two more, which look for it by its file."""
+    """Runs in a separate process, because it spawns two more that import it by its file name."""
     script = str(EXAMPLES[0].parent / "context_parallel.py")
     command = [sys.executable, "-W", "error", script, "--length", "512"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
@@ -115,5 +115,5 @@ def test_five_demonstrations(run, tmp_path):
     assert len(shares) == 3
     assert min(shares) > 50  # of 6 % by chance, eight times the trained length included
     assert numbers(r"by ([\d.e+-]+) at most", printed)[0] < 1e-4
-    assert "16,384; of its four linear maps: 16,384" in printed
+    assert "16,384; of its four linear layers: 16,384" in printed
     assert (tmp_path / "heads.png").read_bytes().startswith(b"\x89PNG")
