@@ -2,13 +2,21 @@
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
+OWNER := $(BIN)/python tests/support/processes/environment_owner.py $(VENV) $(CURDIR)
 
-.PHONY: help setup demo test tests sources test-all test-levels sanitize check docs format clean
+.PHONY: help setup ready demo test tests sources test-all test-levels sanitize check docs format clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
-setup: $(VENV)/installed ## Create .venv and install the package, editable, with everything that tests and peers need
+setup: ## Create .venv and install this checkout, editable, with everything that tests and peers need
+	@$(OWNER) 2> /dev/null || rm -f $(VENV)/installed
+	@$(MAKE) --no-print-directory $(VENV)/installed
+
+# What the other targets need. Only `make setup` installs into an environment that has the package of another checkout.
+ready:
+	@test ! -x $(BIN)/python || $(OWNER)
+	@$(MAKE) --no-print-directory $(VENV)/installed
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -16,39 +24,40 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[torch,jax,hf,embed,lab,docs,dev]'
 	@touch $@
 
-demo: setup ## Train four position methods short, test them long, write a report (about five minutes on two cores)
+demo: ready ## Train four position methods short, test them long, write a report (five minutes on two cores)
 	$(BIN)/alibi run quick --out runs/quick
 
-test: setup ## Formatting, lint, types, architecture, and every test
+test: ready ## Check formatting, lint, types and architecture, and run the tests
 	@$(MAKE) --no-print-directory -j 2 sources tests
 
-test-all: setup check ## The same with full case lists in every dtype, long fuzzes, the built wheel and sdist (half an hour on two cores)
+test-all: ready check ## The same with full case lists, long fuzzes, the built wheel and sdist (half an hour on two cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -m "long or not long" --timeout 1800
 
-test-levels: setup ## The C++ kernels compiled for every level of instructions that this processor has: cases and random calls (minutes)
+test-levels: ready ## Test the C++ kernels compiled for every instruction level of this processor (minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto tests/attention/backends/test_native_levels.py -m "long or not long" --timeout 1800
 
-sanitize: setup ## The C++ kernels under the address and undefined-behavior sanitizers: cases and random calls (minutes)
+sanitize: ready ## Test the C++ kernels under the address and undefined-behavior sanitizers (minutes)
 	$(BIN)/python tests/support/fuzz/sanitized.py
 
 # `tests` includes the architecture test. Both run at the same time in `make test`, because mypy alone leaves a core idle.
-tests: setup
+tests: ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
-sources: setup
+sources: ready
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-check: sources ## Formatting, lint, types, architecture
+check: sources ## Check formatting, lint, types and architecture (seconds)
 	$(BIN)/python -m pytest -q tests/test_architecture.py
 
-docs: setup ## The pages of docs/ and the API as a site, build/site/index.html; a broken link or a warning fails
+docs: ready ## Build the site, build/site/index.html, from docs/ and the docstrings; fails on a broken link or a warning
 	$(BIN)/python -m sphinx -W --keep-going -n -q -b html docs build/site
 
-format: setup ## Format and fix what can be fixed
+format: ready ## Format the code and apply automatic fixes
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean: ## Remove .venv and caches (never results/ or runs/)
+	@test ! -x $(BIN)/python || $(OWNER)
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
