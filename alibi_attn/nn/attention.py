@@ -5,6 +5,7 @@ Press et al. 2022, sec. 3 (arXiv:2108.12409). Next: `block.py`, `cache.py`, `rea
 
 import math
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -70,20 +71,10 @@ class ALiBiAttention(nn.Module):
     attend_gated = staticmethod(forgetting_attention)
 
     def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        *,
-        num_kv_heads: int | None = None,
-        bias: bool = False,
-        causal: bool = True,
-        window: int | None = None,
-        dropout_p: float = 0.0,
-        slopes: Slopes | None = None,
-        learn_slopes: bool = False,
-        qk_norm: bool = False,
-        forget_gate: bool = False,
-    ) -> None:
+        self, embed_dim: int, num_heads: int, *, num_kv_heads: int | None = None, bias: bool = False, causal: bool = True,
+        window: int | None = None, dropout_p: float = 0.0, slopes: Slopes | None = None, learn_slopes: bool = False,
+        qk_norm: bool = False, forget_gate: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         check_layer(
@@ -96,15 +87,15 @@ class ALiBiAttention(nn.Module):
             forget_gate=forget_gate,
         )
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
-        self.head_dim = embed_dim // num_heads
+        self.head_dim, kv_width = embed_dim // num_heads, num_kv_heads * (embed_dim // num_heads)
         self.causal, self.window, self.dropout_p = causal, window, dropout_p
         self.slopes = HeadSlopes(num_heads, slopes, learned=learn_slopes)
-        self.q_proj = nn.Linear(embed_dim, num_heads * self.head_dim, bias=bias)
-        self.k_proj = nn.Linear(embed_dim, num_kv_heads * self.head_dim, bias=bias)
-        self.v_proj = nn.Linear(embed_dim, num_kv_heads * self.head_dim, bias=bias)
-        self.out_proj = nn.Linear(num_heads * self.head_dim, embed_dim, bias=bias)
-        self.q_norm = nn.RMSNorm(self.head_dim, eps=_QK_NORM_EPS) if qk_norm else None
-        self.k_norm = nn.RMSNorm(self.head_dim, eps=_QK_NORM_EPS) if qk_norm else None
+        self.q_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
+        self.k_proj = nn.Linear(embed_dim, kv_width, bias=bias)
+        self.v_proj = nn.Linear(embed_dim, kv_width, bias=bias)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
+        norms = [nn.RMSNorm(self.head_dim, eps=_QK_NORM_EPS) if qk_norm else None for _ in range(2)]
+        self.q_norm, self.k_norm = norms
         self.gate_proj = ForgetGates(embed_dim, num_heads) if forget_gate else None
 
     def forward(
@@ -137,18 +128,13 @@ class ALiBiAttention(nn.Module):
         value = self._heads(self.v_proj(x))
         if self.q_norm is not None and self.k_norm is not None:
             query, key = _normed(self.q_norm, query), _normed(self.k_norm, key)
-        if isinstance(cache, GatedReachCache):
-            assert gates is not None
-            mixed = self._remembered(query, key, value, gates, cache)
-        elif isinstance(cache, ReachCache):
-            mixed = self._within_reach(query, key, value, cache)
+        if isinstance(cache, ReachCache | GatedReachCache):
+            mixed = self._attend_parts(query, key, value, gates, cache)
         else:
             if cache is not None:
                 key, value = cache.append(key, value, layer=self, log_fgate=gates)
                 gates = cache.log_fgate
-            near = None
-            if cache is not None and segment_ids is None:
-                near = self._near(query, key, value, cache, key_mask)
+            near = self._near(query, key, value, cache, key_mask) if cache is not None and segment_ids is None else None
             masks = {"key_mask": key_mask, "segment_ids": segment_ids}
             mixed = self._attended(query, key, value, gates, **masks) if near is None else near
         output: Tensor = self.out_proj(mixed.transpose(1, 2).flatten(2))
@@ -178,28 +164,24 @@ class ALiBiAttention(nn.Module):
             return self.attend_gated(query, key, value, gates, slopes, **options)
         return self.attend(query, key, value, slopes, causal=self.causal, **options)
 
-    def _remembered(self, query: Tensor, key: Tensor, value: Tensor, gates: Tensor, cache: GatedReachCache) -> Tensor:
-        """Attention, [B, H, T, D], one call per key head: each keeps a different number of keys."""
+    def _attend_parts(
+        self, query: Tensor, key: Tensor, value: Tensor, gates: Tensor | None, cache: ReachCache | GatedReachCache
+    ) -> Tensor:
+        """Attention, [B, H, T, D], one call per group of heads, because groups keep different numbers of keys."""
         cache.check_bound(query, key, self.head_dim**-0.5)
-        parts = cache.append(key, value, gates, layer=self)
-        mixed = [
-            forgetting_attention(query[:, heads], *part, self.slopes.values[heads], window=self.window)
-            for heads, part in zip(cache.query_heads, parts, strict=True)
-        ]
-        return torch.cat(mixed, dim=1)
-
-    def _within_reach(self, query: Tensor, key: Tensor, value: Tensor, cache: ReachCache) -> Tensor:
-        """Attention, [B, H, T, D], one call per group of heads that keep a similar number of keys."""
-        cache.check_bound(query, key, self.head_dim**-0.5)
-        parts = cache.append(key, value, layer=self)
+        if isinstance(cache, GatedReachCache):
+            assert gates is not None
+            parts: Sequence[tuple[Tensor, ...]] = cache.append(key, value, gates, layer=self)
+        else:
+            parts = cache.append(key, value, layer=self)
         if len(parts) == 1:
             return self._attended(query, *parts[0])
         mixed = [
             self._attended(query[:, heads], *part, slopes=self.slopes.values[heads])
             for heads, part in zip(cache.query_heads, parts, strict=True)
         ]
-        back = sorted(range(self.num_heads), key=[h for heads in cache.query_heads for h in heads].__getitem__)
-        return torch.cat(mixed, dim=1)[:, back]
+        order = sorted(range(self.num_heads), key=[h for heads in cache.query_heads for h in heads].__getitem__)
+        return torch.cat(mixed, dim=1)[:, order]
 
     def score_bound(self) -> float:
         """U, an upper bound of every scaled score |q·k|/√D of this layer for any input; requires qk_norm=True.
@@ -287,22 +269,19 @@ class ALiBiAttention(nn.Module):
         return bound, tolerance
 
     def extra_repr(self) -> str:
+        gates, qk_norm = self.gate_proj is not None, self.q_norm is not None
+        optional = {"window": self.window, "dropout_p": self.dropout_p, "qk_norm": qk_norm, "forget_gate": gates}
+        options = "".join(f", {name}={value}" for name, value in optional.items() if value)
         return (
             f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
-            f"causal={self.causal}, window={self.window}, dropout_p={self.dropout_p}"
+            f"causal={self.causal}{options}"
         )
 
     def _heads(self, projected: Tensor) -> Tensor:
         """[B, T, heads·D] → [B, heads, T, D], without a copy."""
         return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
-    def _check(
-        self,
-        x: Tensor,
-        cache: Cache | None,
-        key_mask: Tensor | None,
-        segment_ids: Tensor | None,
-    ) -> None:
+    def _check(self, x: Tensor, cache: Cache | None, key_mask: Tensor | None, segment_ids: Tensor | None) -> None:
         if not isinstance(x, Tensor):
             raise TypeError(f"x is a {type(x).__name__} but must be a tensor [B, T, {self.embed_dim}]")
         if x.ndim != 3 or x.shape[-1] != self.embed_dim or x.shape[1] == 0:
@@ -323,22 +302,22 @@ class ALiBiAttention(nn.Module):
             )
         if cache is not None and not self.causal:
             raise ValueError("cache needs causal=True: without it the keys to come would change outputs already given")
-        gated, by_content = self.gate_proj is not None, isinstance(cache, GatedReachCache)
-        if (isinstance(cache, KVCache) and cache.max_tokens is not None and gated) or (
-            isinstance(cache, ReachCache | GatedReachCache) and gated != by_content
-        ):
+        by_gates, gated = isinstance(cache, GatedReachCache), self.gate_proj is not None
+        forgets = isinstance(cache, ReachCache | GatedReachCache) or (
+            cache is not None and cache.max_tokens is not None
+        )
+        if forgets and by_gates != gated:
             raise ValueError(
                 f"the layer has {'forget' if gated else 'no'} gates and the cache is a {type(cache).__name__} that forgets "
-                f"{'by gates' if by_content else 'without them'}; make it with the layer's reach_cache(), or use KVCache()"
+                f"{'by gates' if by_gates else 'without them'}; create it with the layer's reach_cache(), or use KVCache()"
             )
-        forgets = cache is not None and (not isinstance(cache, KVCache) or cache.max_tokens is not None)
         if forgets and not (key_mask is None and segment_ids is None):
             raise ValueError(
-                "a cache that forgets takes no key_mask and no segment_ids; use KVCache(), which keeps all"
+                "a cache that forgets supports no key_mask and no segment_ids; use KVCache(), which keeps all"
             )
         batch, length, cached = x.shape[0], x.shape[1], 0 if cache is None else len(cache)
         for name, mask in (("key_mask", key_mask), ("segment_ids", segment_ids)):
-            if mask is not None and tuple(mask.shape) != (batch, cached + length):
+            if mask is not None and list(mask.shape) != [batch, cached + length]:
                 raise ValueError(
                     f"{name} has shape {list(mask.shape)} but must be [B, S] = [{batch}, {cached + length}]: "
                     f"it covers the {cached} cached keys and the {length} new ones"

@@ -50,14 +50,9 @@ class ALiBiTransformerBlock(nn.Module):
     """
 
     def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        ffn_dim: int | None = None,
-        *,
-        dropout_p: float = 0.0,
+        self, embed_dim: int, num_heads: int, ffn_dim: int | None = None, *, dropout_p: float = 0.0,
         **attention: Unpack[AttentionOptions],
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         ffn_dim = 4 * embed_dim if ffn_dim is None else ffn_dim
         if ffn_dim < 1:
@@ -76,7 +71,6 @@ class ALiBiTransformerBlock(nn.Module):
 
     def forward(self, x: Tensor, **options: Unpack[ForwardOptions]) -> Tensor:
         """Same arguments as `ALiBiAttention.forward`; the cache belongs to this block's attention layer."""
-        attended = self.attention(self.attention_norm(x), **options)
-        x = x + self.dropout(attended)
+        x = x + self.dropout(self.attention(self.attention_norm(x), **options))
         output: Tensor = x + self.dropout(self.ffn(self.ffn_norm(x)))
         return output

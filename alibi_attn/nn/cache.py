@@ -16,6 +16,8 @@ from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.decoding import measured_norms
 
+Pair = tuple[Tensor, Tensor]  # keys and values, [B, K, S, D] each
+
 FORMAT = 1  # format number of a pickle
 
 
@@ -59,8 +61,7 @@ class KVCache:
         self.max_tokens, self.sinks = max_tokens, sinks
         self.forgotten = 0  # tokens that were dropped
         self._start = 0  # index of the first valid position in the tensors below
-        self._key: Tensor | None = None
-        self._value: Tensor | None = None
+        self._tensors: Pair | None = None  # keys and values
         self._length = 0
         self._has_room = False  # the tensors above were allocated here and may be written
         self._gates: KVCache | None = None  # layers with forget gates: ln f as keys [B, H, S, 1], without values
@@ -70,15 +71,21 @@ class KVCache:
     def __len__(self) -> int:
         return self._length
 
+    def __repr__(self) -> str:
+        if self._tensors is None:
+            return "KVCache(empty)"
+        stream = "" if self.max_tokens is None else f", max_tokens={self.max_tokens}, forgotten={self.forgotten}"
+        return f"KVCache({self._length} tokens, {_described(self.key)}, {self.nbytes} bytes{stream})"
+
     @property
     def key(self) -> Tensor:
         """The keys, [B, K, S, D], a view."""
-        return self._filled(self._key)
+        return self._filled()[0]
 
     @property
     def value(self) -> Tensor:
         """The values, [B, K, S, D], a view."""
-        return self._filled(self._value)
+        return self._filled()[1]
 
     @property
     def log_fgate(self) -> Tensor | None:
@@ -88,12 +95,12 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """Memory of the keys, values and gates, including spare capacity."""
-        own = sum(tensor.untyped_storage().nbytes() for tensor in (self._key, self._value) if tensor is not None)
+        own = sum(tensor.untyped_storage().nbytes() for tensor in self._tensors or ())
         return own + (0 if self._gates is None else self._gates.nbytes)
 
     @property
     def norms(self) -> Norms:
-        """Upper bounds of the norms of keys and values, tile by tile, computed once so that decoding need not read them again."""
+        """Upper bounds of the norms of keys and values in each tile, computed once so that decoding does not read all keys."""
         if self._norms is None:
             self._norms = measured_norms(self.key, self.value)
         elif self._length - self._norms.covered >= TILE:
@@ -102,27 +109,23 @@ class KVCache:
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         twin = type(self).__new__(type(self))
-        vars(twin).update(self._filled_only())
+        vars(twin).update({**vars(self), "_layer": None, "_gates": copy.deepcopy(self._gates, memo)})
+        if self._tensors is not None:
+            twin._replace(*(tensor.clone() for tensor in self._filled()))
         return twin
 
     def __getstate__(self) -> dict[str, object]:
-        filled = self._key is not None
-        return {
-            "format": FORMAT,
-            "max_tokens": self.max_tokens,
-            "sinks": self.sinks,
-            "forgotten": self.forgotten,
-            "key": self.key.detach().clone() if filled else None,
-            "value": self.value.detach().clone() if filled else None,
-            "gates": self._gates,
-        }
+        key, value = (None, None) if self._tensors is None else (x.detach().clone() for x in self._filled())
+        settings = {"max_tokens": self.max_tokens, "sinks": self.sinks, "forgotten": self.forgotten}
+        return {"format": FORMAT, **settings, "key": key, "value": value, "gates": self._gates}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         check_format("KVCache", state, reads=FORMAT)
         KVCache.__init__(self, max_tokens=state["max_tokens"], sinks=state["sinks"])
-        self._key, self._value, self.forgotten = state["key"], state["value"], state["forgotten"]
-        self._length = 0 if self._key is None else self._key.shape[2]
-        self._gates = state["gates"]
+        self.forgotten, self._gates = state["forgotten"], state["gates"]
+        if state["key"] is not None:
+            self._replace(state["key"], state["value"])
+            self._length = state["key"].shape[2]
 
     def append(
         self, key: Tensor, value: Tensor, *, layer: nn.Module | None = None, log_fgate: Tensor | None = None
@@ -142,25 +145,20 @@ class KVCache:
         new_length = self._length + key.shape[2]
         if self.max_tokens is not None and new_length > self.max_tokens:
             return self._stream(key, value)
-        if torch.is_grad_enabled() or (
-            self._key is None and (self.max_tokens is not None or torch.compiler.is_compiling())
-        ):
-            if self._key is None or self._value is None:
+        if self._tensors is None:
+            if torch.is_grad_enabled() or self.max_tokens is not None or torch.compiler.is_compiling():
                 self._replace(key, value)
             else:
-                self._replace(torch.cat([self.key, key], dim=2), torch.cat([self.value, value], dim=2))
-        elif self._key is None or self._value is None:
-            # Allocate spare capacity at once: otherwise the first token after a prompt would copy all of it, and the input may
-            # be a view that keeps a larger tensor alive.
-            self._replace(_with_room(key, 2 * new_length), _with_room(value, 2 * new_length))
-            self._has_room = True
+                # Otherwise the first token after a prompt would copy all of it, and the input may be a view of a larger tensor.
+                self._reserve(2 * new_length, key, value)
+        elif torch.is_grad_enabled():
+            self._replace(torch.cat([self.key, key], dim=2), torch.cat([self.value, value], dim=2))
         else:
-            if not self._can_hold(self._key, self._start + new_length):
-                self._replace(_with_room(self.key, 2 * new_length), _with_room(self.value, 2 * new_length))
-                self._has_room = True
+            if not self._can_hold(self._start + new_length):
+                self._reserve(2 * new_length, *self._filled())
             end = self._start + self._length
-            self._key[:, :, end : end + key.shape[2]] = key
-            self._value[:, :, end : end + key.shape[2]] = value
+            for tensor, new in zip(self._tensors, (key, value), strict=True):
+                tensor[:, :, end : end + new.shape[2]] = new
         self._length = new_length
         return self.key, self.value
 
@@ -209,7 +207,7 @@ class KVCache:
         if self._norms is not None:
             self._norms = self._norms.cropped(self._length)
         if self._length == 0:
-            self._key = self._value = self._norms = self._gates = None
+            self._tensors = self._norms = self._gates = None
             self._start = self.forgotten = 0
 
     def reorder(self, indices: Tensor | Sequence[int]) -> None:
@@ -219,18 +217,18 @@ class KVCache:
             TypeError: `indices` are not integers.
             ValueError: not one-dimensional, or (on the CPU) outside the batch.
         """
-        if self._key is None or self._value is None:
+        if self._tensors is None:
             raise ValueError("the cache is empty and has no batch to reorder; append first")
-        rows = torch.as_tensor(indices, device=self._key.device)
+        key, value = self._tensors
+        rows = torch.as_tensor(indices, device=key.device)
         if rows.dtype.is_floating_point or rows.dtype.is_complex or rows.dtype == torch.bool:
             raise TypeError(f"indices are {rows.dtype} but must be integers: row b becomes row indices[b]")
-        batch = self._key.shape[0]
+        batch = key.shape[0]
         if rows.ndim != 1 or rows.numel() == 0:
             raise ValueError(f"indices has shape {list(rows.shape)} but must be [B], one row number per new row")
         if rows.device.type == "cpu" and not bool(((rows >= 0) & (rows < batch)).all()):
             raise ValueError(f"indices are {rows.tolist()} but the cache has rows 0 … {batch - 1}")
-        self._key = self._key.index_select(0, rows)
-        self._value = self._value.index_select(0, rows)
+        self._tensors = key.index_select(0, rows), value.index_select(0, rows)
         if self._gates is not None:
             self._gates.reorder(rows)
         if self._norms is not None:
@@ -254,7 +252,15 @@ class KVCache:
         self._gates.append(log_fgate[..., None], log_fgate[..., None][..., :0])
 
     def _replace(self, key: Tensor, value: Tensor) -> None:
-        self._key, self._value, self._start, self._has_room = key, value, 0, False
+        self._tensors, self._start, self._has_room = (key, value), 0, False
+
+    def _reserve(self, capacity: int, key: Tensor, value: Tensor) -> None:
+        """Copies key and value into new tensors with room for `capacity` tokens."""
+        roomy = [x.new_empty(*x.shape[:2], capacity, x.shape[3]) for x in (key, value)]
+        for target, source in zip(roomy, (key, value), strict=True):
+            target[:, :, : source.shape[2]] = source
+        self._replace(*roomy)
+        self._has_room = True
 
     def _stream(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Drop the oldest token after the sinks and append one: the cache is full."""
@@ -266,34 +272,27 @@ class KVCache:
             )
         self._norms = None
         first = self.sinks + 1 + self._length - self.max_tokens
-        self._replace(
-            torch.cat([self.key[:, :, : self.sinks], self.key[:, :, first:], key], dim=2),
-            torch.cat([self.value[:, :, : self.sinks], self.value[:, :, first:], value], dim=2),
-        )
+        held = zip(self._filled(), (key, value), strict=True)
+        self._replace(*(torch.cat([old[:, :, : self.sinks], old[:, :, first:], new], dim=2) for old, new in held))
         self._length, self.forgotten = self.max_tokens, self.forgotten + 1
         return self.key, self.value
 
-    def _filled(self, tensor: Tensor | None) -> Tensor:
-        if tensor is None:
+    def _filled(self) -> Pair:
+        """Keys and values without spare capacity."""
+        if self._tensors is None:
             raise ValueError("the cache is empty: it gets keys and values in the first forward pass")
-        whole = self._start == 0 and tensor.shape[2] == self._length
-        return tensor if whole else tensor[:, :, self._start : self._start + self._length]
+        key, value = self._tensors
+        if self._start == 0 and key.shape[2] == self._length:
+            return key, value
+        filled = slice(self._start, self._start + self._length)
+        return key[:, :, filled], value[:, :, filled]
 
-    def _filled_only(self) -> dict[str, object]:
-        """The attributes of a copy: copied keys and values, without spare capacity or layer."""
-        state: dict[str, object] = {**vars(self), "_layer": None}
-        if self._key is not None:
-            state |= {"_key": self.key.clone(), "_value": self.value.clone(), "_start": 0, "_has_room": False}
-        if self._gates is not None:
-            state["_gates"] = copy.deepcopy(self._gates)
-        return state
-
-    def _can_hold(self, tensor: Tensor, length: int) -> bool:
-        if not self._has_room or length > tensor.shape[2]:
+    def _can_hold(self, length: int) -> bool:
+        if self._tensors is None or not self._has_room or length > self._tensors[0].shape[2]:
             return False
         if torch.compiler.is_compiling():  # inference mode cannot be queried while tracing
             return True
-        return torch.is_inference_mode_enabled() or not tensor.is_inference()
+        return torch.is_inference_mode_enabled() or not self._tensors[0].is_inference()
 
     def _check(self, key: Tensor, value: Tensor, layer: nn.Module | None) -> None:
         if layer is not None and not torch.compiler.is_compiling():
@@ -305,22 +304,15 @@ class KVCache:
             raise ValueError(
                 f"key has shape {list(key.shape)} and value {list(value.shape)} but both must be [B, K, T, D]"
             )
-        if self._key is None or self._value is None:
+        if self._tensors is None:
             return
-        for name, new, old in (("key", key, self.key), ("value", value, self.value)):
+        for name, new, old in zip(("key", "value"), (key, value), self._filled(), strict=True):
             fits = new.ndim == 4 and new.shape[:2] == old.shape[:2] and new.shape[3] == old.shape[3]
             if not (fits and new.dtype == old.dtype and new.device == old.device):
                 raise ValueError(
                     f"{name} is {_described(new)} but the cache holds {_described(old)}: only the length may differ; "
                     "a new batch needs a new KVCache()"
                 )
-
-
-def _with_room(tensor: Tensor, capacity: int) -> Tensor:
-    batch, heads, length, head_dim = tensor.shape
-    roomy = tensor.new_empty(batch, heads, capacity, head_dim)
-    roomy[:, :, :length] = tensor
-    return roomy
 
 
 def _described(tensor: Tensor) -> str:

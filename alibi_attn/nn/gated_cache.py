@@ -5,7 +5,6 @@ step 11. Shapes as in `attention/spec.py`.
 """
 
 import math
-import operator
 from collections.abc import Sequence
 
 import torch
@@ -44,16 +43,10 @@ class GatedReachCache(CachesOfHeads):
             )
         if num_kv_heads < 1 or len(self.slopes) % num_kv_heads:
             raise ValueError(f"num_kv_heads is {num_kv_heads} but must divide the {len(self.slopes)} heads of slopes")
-        group = len(self.slopes) // num_kv_heads
-        query_heads = [[k * group + g for g in range(group)] for k in range(num_kv_heads)]
-        super().__init__([[k] for k in range(num_kv_heads)], query_heads, score_bound=score_bound, tolerance=tolerance)
+        key_heads = [[k] for k in range(num_kv_heads)]
+        super().__init__(key_heads, len(self.slopes), score_bound=score_bound, tolerance=tolerance)
         self._gone: list[Tensor | None] = [None] * num_kv_heads  # [B, group] ln of the weight of dropped keys
         self._since = 0  # tokens since the last time some were dropped
-
-    @property
-    def kept(self) -> tuple[int, ...]:
-        """Tokens that each key head holds for later queries, [K]."""
-        return tuple(len(cache) for cache in self._caches)
 
     def append(
         self, key: Tensor, value: Tensor, log_fgate: Tensor, *, layer: nn.Module | None = None
@@ -64,14 +57,10 @@ class GatedReachCache(CachesOfHeads):
         Raises:
             ValueError: the layer differs, or shapes, dtype or device do not match the cache.
         """
-        heads = len(self._caches)
-        if key.ndim != 4 or key.shape[1] != heads:
-            raise ValueError(f"key has shape {list(key.shape)} but must be [B, K, T, D] with K = {heads}")
-        if log_fgate.shape != (key.shape[0], len(self.slopes), key.shape[2]):
-            raise ValueError(
-                f"log_fgate has shape {list(log_fgate.shape)} but must be [B, H, T] = "
-                f"{[key.shape[0], len(self.slopes), key.shape[2]]}"
-            )
+        self._check_key(key)
+        wanted = [key.shape[0], len(self.slopes), key.shape[2]]
+        if list(log_fgate.shape) != wanted:
+            raise ValueError(f"log_fgate has shape {list(log_fgate.shape)} but must be [B, H, T] = {wanted}")
         if self._since >= TOGETHER:
             self._forget()
         parts = []
@@ -90,9 +79,7 @@ class GatedReachCache(CachesOfHeads):
         Raises:
             ValueError: `length` exceeds the tokens seen, or later tokens have caused others to be forgotten.
         """
-        length = operator.index(length)
-        if not 0 <= length <= self._seen:
-            raise ValueError(f"length is {length} but the cache has seen {self._seen} tokens: crop to 0 … {self._seen}")
+        length = self._checked_length(length)
         if 0 < length < self._seen and any(self.forgotten):
             raise ValueError(
                 f"the cache has forgotten {list(self.forgotten)} tokens, as later gates allowed; crop(0) empties it"

@@ -90,10 +90,9 @@ def quicker(x: Tensor, weight: Tensor, bias: Tensor | None, *, rounded: bool = F
     if work is None:
         return None
     rows = x.numel() // x.shape[-1]
-    if rounded:
-        return _differentiable(work, *tensors) if is_slow(work) else None
-    if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
-        return _differentiable(work, *tensors) if is_slow(work) and rows > _MAX_ROWS else None
+    if rounded or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+        widens = is_slow(work) and (rounded or rows > _MAX_ROWS)
+        return _differentiable(work, *tensors) if widens else None
     if rows > _MAX_ROWS and is_slow(work):
         return _widened(x, weight, bias)
     if not weight.is_contiguous() or not (bias is None or bias.is_contiguous()):
@@ -118,8 +117,9 @@ def is_slow(dtype: torch.dtype) -> bool:
 @functools.cache
 def mkl_is_slow() -> bool:
     """Whether torch multiplies fp32 by MKL's code for AVX2 on a processor with AVX-512, and has oneDNN as an alternative."""
-    ours = torch.backends.cpu.get_cpu_capability() == "AVX512" and not processor.is_intel()
-    return ours and torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+    if torch.backends.cpu.get_cpu_capability() != "AVX512" or processor.is_intel():
+        return False
+    return torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
 
 
 def _is_hooked(module: nn.Module) -> bool:
@@ -130,7 +130,7 @@ def _is_hooked(module: nn.Module) -> bool:
 def _dtype(*tensors: Tensor) -> torch.dtype | None:
     """The dtype of the product: the common dtype, or autocast's; None if torch should handle the call."""
     dtypes = {tensor.dtype for tensor in tensors}
-    if not dtypes <= native.DTYPES.keys() | _SUPPORTED.keys():
+    if not dtypes <= native.DTYPES.keys():
         return None
     if torch.is_autocast_enabled("cpu"):
         return torch.get_autocast_dtype("cpu")
@@ -139,12 +139,9 @@ def _dtype(*tensors: Tensor) -> torch.dtype | None:
 
 def _widened(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The product in fp32, rounded once to the common dtype."""
-    wide, outputs = x.float(), len(weight)
-    at_once = max(1, _WIDENED_AT_ONCE // weight.shape[1])
-    if outputs <= at_once:
-        return F.linear(wide, weight.float(), None if bias is None else bias.float()).to(weight.dtype)
-    product = weight.new_empty((*x.shape[:-1], outputs))
-    for first in range(0, outputs, at_once):
+    wide, at_once = x.float(), max(1, _WIDENED_AT_ONCE // weight.shape[1])
+    product = weight.new_empty((*x.shape[:-1], len(weight)))
+    for first in range(0, len(weight), at_once):
         some = slice(first, first + at_once)
         product[..., some] = F.linear(wide, weight[some].float(), None if bias is None else bias[some].float())
     return product

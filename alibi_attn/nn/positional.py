@@ -86,9 +86,8 @@ def _checked(num_heads: int, slopes: Slopes | None) -> NDArray[np.float64]:
     if slopes is None:
         return alibi_slopes(num_heads)
     try:
-        values = (
-            slopes.detach().cpu().double().numpy() if isinstance(slopes, Tensor) else np.asarray(slopes, np.float64)
-        )
+        plain = slopes.detach().cpu().double() if isinstance(slopes, Tensor) else slopes
+        values = np.asarray(plain, np.float64)
     except OverflowError:
         raise ValueError("slopes must be finite but hold an integer too large for float64") from None
     if values.shape != (num_heads,):

@@ -8,9 +8,11 @@ constant memory and time indefinitely, and outputs equal full attention within t
 import operator
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from alibi_attn.attention.spec import query_heads
 from alibi_attn.nn.cache import KVCache, check_format
 
 
@@ -18,16 +20,16 @@ class CachesOfHeads:
     """Per-head caches that forget automatically: the part shared by `ReachCache` and `GatedReachCache`.
 
     Args:
-        key_heads, query_heads: the heads of every cache.
+        key_heads: the key heads of every inner cache.
+        num_heads: H.
         score_bound, tolerance: U and ε, which determine when keys may be dropped.
     """
 
     FORMAT = 1  # format number of a pickle; the inner caches have their own
 
-    def __init__(
-        self, key_heads: list[list[int]], query_heads: list[list[int]], *, score_bound: float, tolerance: float
-    ) -> None:
-        self.key_heads, self.query_heads = key_heads, query_heads
+    def __init__(self, key_heads: list[list[int]], num_heads: int, *, score_bound: float, tolerance: float) -> None:
+        self.key_heads = key_heads
+        self.query_heads = [query_heads(members, num_heads // sum(map(len, key_heads))) for members in key_heads]
         self.score_bound, self.tolerance = score_bound, tolerance
         self._caches = [KVCache() for _ in key_heads]
         self._seen, self._longest_key = 0, 0.0
@@ -45,7 +47,7 @@ class CachesOfHeads:
     @property
     def kept(self) -> tuple[int, ...]:
         """Tokens that each key head holds for later queries, [K]."""
-        raise NotImplementedError
+        return tuple(len(cache) for cache in self._caches)
 
     @property
     def forgotten(self) -> tuple[int, ...]:
@@ -61,9 +63,7 @@ class CachesOfHeads:
         """Raises ValueError if a query [B, H, T, D] and a key seen so far could score above the bound."""
         if torch.compiler.is_compiling() or query.device.type != "cpu" or not query.numel():
             return
-        longest_query, longest_key = (
-            float(torch.linalg.vector_norm(x.detach().float(), dim=-1).max()) for x in (query, key)
-        )
+        longest_query, longest_key = (float(x.detach().float().norm(dim=-1).max()) for x in (query, key))
         self._longest_key = max(self._longest_key, longest_key)
         largest = abs(scale) * longest_query * self._longest_key
         if not largest <= self.score_bound:
@@ -71,6 +71,17 @@ class CachesOfHeads:
                 f"scores may reach {largest:.6g} but this cache forgot keys for scores up to {self.score_bound:.6g}; "
                 "create it with a larger score_bound, and a new one after the weights change"
             )
+
+    def _check_key(self, key: Tensor) -> None:
+        heads = sum(map(len, self.key_heads))
+        if key.ndim != 4 or key.shape[1] != heads:
+            raise ValueError(f"key has shape {list(key.shape)} but must be [B, K, T, D] with K = {heads}")
+
+    def _checked_length(self, length: int) -> int:
+        length = operator.index(length)
+        if not 0 <= length <= self._seen:
+            raise ValueError(f"length is {length} but the cache has seen {self._seen} tokens: crop to 0 … {self._seen}")
+        return length
 
     def reorder(self, indices: Tensor | Sequence[int]) -> None:
         """As `KVCache.reorder`."""
@@ -117,19 +128,19 @@ class ReachCache(CachesOfHeads):
             raise ValueError(f"reach is {per_head} but each head's counts the query itself: at least 1")
         if heads < 1 or len(per_head) % heads:
             raise ValueError(f"num_kv_heads is {heads} but must divide the {len(per_head)} heads of reach")
-        group = len(per_head) // heads
-        widest = [max(per_head[h * group : (h + 1) * group]) for h in range(heads)]
-        rows = sorted(set(map(_rounded_up, widest)))
-        key_heads = [[h for h in range(heads) if _rounded_up(widest[h]) == row] for row in rows]
-        query_heads = [[h * group + g for h in members for g in range(group)] for members in key_heads]
-        super().__init__(key_heads, query_heads, score_bound=score_bound, tolerance=tolerance)
+        widest = [max(row) for row in np.reshape(per_head, (heads, -1)).tolist()]
+        size = [(reach - 1).bit_length() for reach in widest]
+        key_heads = [[h for h in range(heads) if size[h] == group_size] for group_size in sorted(set(size))]
+        super().__init__(key_heads, len(per_head), score_bound=score_bound, tolerance=tolerance)
         self._limits = [max(widest[h] for h in members) for members in key_heads]
         self._num_kv_heads = heads
 
     @property
     def kept(self) -> tuple[int, ...]:
         """Tokens that each key head holds for later queries, [K]."""
-        return self._per_key_head([min(len(c), limit - 1) for c, limit in zip(self._caches, self._limits, strict=True)])
+        groups = zip(self.key_heads, self._caches, self._limits, strict=True)
+        kept = {head: min(len(cache), limit - 1) for members, cache, limit in groups for head in members}
+        return tuple(kept[head] for head in range(self._num_kv_heads))
 
     def append(self, key: Tensor, value: Tensor, *, layer: nn.Module | None = None) -> list[tuple[Tensor, Tensor]]:
         """Add key and value, [B, K, T, D]; returns the keys and values that these T queries need, one pair for each group of
@@ -138,13 +149,12 @@ class ReachCache(CachesOfHeads):
         Raises:
             ValueError: the layer differs, or shapes, dtype or device do not match the cache.
         """
-        if key.ndim != 4 or key.shape[1] != self._num_kv_heads:
-            raise ValueError(f"key has shape {list(key.shape)} but must be [B, K, T, D] with K = {self._num_kv_heads}")
+        self._check_key(key)
         parts = []
         for members, limit, cache in zip(self.key_heads, self._limits, self._caches, strict=True):
             cache.forget(limit - 1)  # the first new query needs the most keys
-            one = len(self.key_heads) == 1
-            parts.append(cache.append(*(x if one else x[:, members] for x in (key, value)), layer=layer))
+            of_group = (key, value) if len(self.key_heads) == 1 else (key[:, members], value[:, members])
+            parts.append(cache.append(*of_group, layer=layer))
         self._seen += key.shape[2]
         return parts
 
@@ -154,14 +164,12 @@ class ReachCache(CachesOfHeads):
         Raises:
             ValueError: `length` exceeds the tokens seen, or needed keys were forgotten.
         """
-        length = operator.index(length)
-        if not 0 <= length <= self._seen:
-            raise ValueError(f"length is {length} but the cache has seen {self._seen} tokens: crop to 0 … {self._seen}")
+        length = self._checked_length(length)
         back = self._seen - length
-        lacking = [
+        missing = [
             len(cache) - back < min(length, limit - 1) for cache, limit in zip(self._caches, self._limits, strict=True)
         ]
-        if length and any(lacking):
+        if length and any(missing):
             raise ValueError(
                 f"cropped to {length} of {self._seen} tokens the cache would need keys that it has forgotten; "
                 "undo drafts before the next append, or crop(0) to empty it"
@@ -170,11 +178,3 @@ class ReachCache(CachesOfHeads):
             cache.take_back(len(cache) if length == 0 else back)
         self._seen = length
         self._longest_key = self._longest_key if length else 0.0
-
-    def _per_key_head(self, per_group: list[int]) -> tuple[int, ...]:
-        by_head = {h: n for members, n in zip(self.key_heads, per_group, strict=True) for h in members}
-        return tuple(by_head[h] for h in range(self._num_kv_heads))
-
-
-def _rounded_up(reach: int) -> int:
-    return 1 << (reach - 1).bit_length()

@@ -1,4 +1,4 @@
-"""ALiBiCache: what DynamicCache gives, from the keys within reach."""
+"""ALiBiCache gives the results of DynamicCache while reading only the keys within reach."""
 
 import copy
 import pickle
@@ -30,17 +30,17 @@ def near(monkeypatch):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generations_are_those_of_a_dynamic_cache(family, near, build, tokens):
     model, ids = build(family), tokens(1, 30)
-    asked = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "use_cache": True}
-    expected = model.generate(ids, past_key_values=DynamicCache(), **asked)
-    assert torch.equal(model.generate(ids, past_key_values=ALiBiCache(), **asked), expected)
-    assert not near, "an unpatched model knows nothing of it"
+    options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "use_cache": True}
+    expected = model.generate(ids, past_key_values=DynamicCache(), **options)
+    assert torch.equal(model.generate(ids, past_key_values=ALiBiCache(), **options), expected)
+    assert not near, "an unpatched model scores all keys"
     with patch(model):
-        assert torch.equal(model.generate(ids, past_key_values=ALiBiCache(), **asked), expected)
+        assert torch.equal(model.generate(ids, past_key_values=ALiBiCache(), **options), expected)
     assert near == [length for length in range(31, 42) for _ in range(2)]
 
 
 @pytest.mark.parametrize("family", ["bloom", "falcon new"])
-def test_beams_and_an_assistant_move_the_cache(family, near, build, tokens):
+def test_beams_and_assisted_generation_work(family, near, build, tokens):
     model, ids = build(family), tokens(2, 20)
     beams = {"max_new_tokens": 8, "num_beams": 3, "do_sample": False, "use_cache": True}
     expected = model.generate(ids, past_key_values=DynamicCache(), **beams)
@@ -69,7 +69,7 @@ def test_far_keys_are_not_read(near, build, tokens):
 
 
 def left_padded(ids, lengths):
-    """(tokens, mask): of row b only the last lengths[b] are seen."""
+    """(tokens, mask): only the last lengths[b] tokens of row b are visible."""
     at = ids.shape[1] - torch.tensor(lengths)[:, None]
     mask = (torch.arange(ids.shape[1]) >= at).long()
     return ids * mask, mask
@@ -78,20 +78,20 @@ def left_padded(ids, lengths):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_left_padded_batch_generates_the_same_from_near_keys(family, near, build, tokens):
     model, (ids, mask) = build(family), left_padded(tokens(4, 60), [60, 48, 9, 1])
-    asked = {"max_new_tokens": 9, "min_new_tokens": 9, "do_sample": False, "use_cache": True, "attention_mask": mask}
-    expected = model.generate(ids, past_key_values=DynamicCache(), **asked)
+    options = {"max_new_tokens": 9, "min_new_tokens": 9, "do_sample": False, "use_cache": True, "attention_mask": mask}
+    expected = model.generate(ids, past_key_values=DynamicCache(), **options)
     with patch(model):
-        assert torch.equal(model.generate(ids, past_key_values=ALiBiCache(), **asked), expected)
+        assert torch.equal(model.generate(ids, past_key_values=ALiBiCache(), **options), expected)
     assert near == [length for length in range(61, 69) for _ in range(2)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_of_a_padded_batch_are_those_of_its_rows_alone(family, near, build, tokens, monkeypatch):
-    """With certified reaches (rows of a few keys are read whole), a few tokens at a time, and a row that ends before the rest."""
+    """With certified reaches (short rows are read whole), in small chunks, and with a row that ends before the rest."""
     monkeypatch.setattr(decoding, "FEW", 32)
     lengths, last, model = [400, 300, 77, 20], 7, build(family)
     ids, mask = left_padded(tokens(4, 400), lengths)
-    mask[1, -last:] = 0  # finished: what it is fed no longer counts
+    mask[1, -last:] = 0  # finished: its further tokens are ignored
     cuts = [380, 4, 1, 1, 6, 1, 7]
     with patch(model), torch.no_grad():
         cache, together = ALiBiCache(), []
@@ -118,7 +118,7 @@ def test_far_and_hidden_keys_are_not_read_under_padding(near, build, tokens):
         logits = model(ids[:, -1:], attention_mask=more, past_key_values=cache).logits
         cache.crop(-1)
         for layer in cache.layers:
-            for x in (layer.keys, layer.values):  # the first tile of a row is measured anew, what of it is not hidden
+            for x in (layer.keys, layer.values):  # norms of the visible part of a row's first tile are recomputed
                 x[0, :, :1024], x[1, :, :1300], x[1, :, 1344:1500] = torch.nan, torch.nan, torch.nan
         assert torch.equal(model(ids[:, -1:], attention_mask=more, past_key_values=cache).logits, logits)
 
@@ -127,10 +127,10 @@ def test_holes_and_a_gradient_score_all_keys(near, build, tokens):
     model, ids = build("mpt"), tokens(2, 12)
     mask = torch.ones_like(ids)
     mask[0, 3:5] = 0
-    asked = {"attention_mask": mask, "max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "use_cache": True}
-    expected = model.generate(ids, **asked)
+    options = {"attention_mask": mask, "max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "use_cache": True}
+    expected = model.generate(ids, **options)
     with patch(model):
-        assert torch.equal(model.generate(ids, past_key_values=ALiBiCache(), **asked), expected)
+        assert torch.equal(model.generate(ids, past_key_values=ALiBiCache(), **options), expected)
         cache = ALiBiCache()
         for part in (ids[:, :11], ids[:, 11:]):
             logits = model(part, past_key_values=cache).logits
@@ -138,7 +138,7 @@ def test_holes_and_a_gradient_score_all_keys(near, build, tokens):
         assert not near
 
 
-def test_what_a_dynamic_cache_can_do_with_its_batch(build, tokens):
+def test_batch_operations_equal_those_of_a_dynamic_cache(build, tokens):
     model, ids = build("bloom"), tokens(3, 7)
     caches = [DynamicCache(), ALiBiCache()]
     with torch.no_grad():
@@ -162,16 +162,18 @@ def test_what_a_dynamic_cache_can_do_with_its_batch(build, tokens):
         torch.testing.assert_close(model(ids, past_key_values=caches[1]).logits, model(ids).logits)
 
 
-@pytest.mark.parametrize(("came", "found"), [(2, "format 2"), (None, "no format"), ("1", "format '1'")])
-def test_a_pickle_of_another_format_is_refused_by_name(came, found, build, tokens):
+@pytest.mark.parametrize(("received", "described"), [(2, "format 2"), (None, "no format"), ("1", "format '1'")])
+def test_a_pickle_of_another_format_is_refused_by_name(received, described, build, tokens):
     cache = ALiBiCache()
     with torch.no_grad(), patch(model := build("bloom")):
         model(tokens(1, 3), past_key_values=cache)
     state = cache.__getstate__()
-    assert list(state) == ["format", "stores"]  # of format 1: whoever changes what a pickle holds raises the number
+    assert list(state) == ["format", "stores"]  # of format 1: a change of these names needs a new number
     unpickled = ALiBiCache.__new__(ALiBiCache)
-    with pytest.raises(ValueError, match=f"pickled ALiBiCache has {found} but .* reads format 1; .* a new ALiBiCache"):
-        unpickled.__setstate__({**state, "format": came})
+    with pytest.raises(
+        ValueError, match=f"pickled ALiBiCache has {described} but .* reads format 1; .* a new ALiBiCache"
+    ):
+        unpickled.__setstate__({**state, "format": received})
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
@@ -192,12 +194,12 @@ def test_a_copied_or_pickled_cache_decodes_on(copied, mode, build, tokens):
         assert twin.get_seq_length() == 12
 
 
-def test_older_releases_crop_to_a_length_and_nobody_offloads(build, tokens):
+def test_positive_crops_are_lengths_and_offloading_is_refused(build, tokens):
     cache = ALiBiCache()
     with torch.no_grad():
         build("bloom")(tokens(1, 9), past_key_values=cache)
-    for asked, left in ((20, 9), (5, 5), (-2, 3), (0, 3), (-9, 0)):
-        cache.layers[0].crop(asked)
+    for crop, left in ((20, 9), (5, 5), (-2, 3), (0, 3), (-9, 0)):
+        cache.layers[0].crop(crop)
         assert len(cache.layers[0].store) == left
     with pytest.raises(NotImplementedError, match="DynamicCache"):
         cache.layers[0].offload()

@@ -65,7 +65,7 @@ def test_the_layer_is_the_formula_of_the_paper(options):
 
 
 @pytest.mark.parametrize("wrong", ["slopes one head on", "window one more", "not causal"])
-def test_a_wrong_layer_is_noticed(wrong):
+def test_the_comparison_fails_for_a_wrong_layer(wrong):
     torch.manual_seed(1)
     layer, x = ALiBiAttention(24, 6, window=4), torch.randn(1, 7, 24)
     truth = by_hand(layer, x)
@@ -174,15 +174,15 @@ def test_dropout_acts_in_training_only():
     assert torch.equal(layer(x), layer(x))
 
 
-def test_masked_and_foreign_keys_change_nothing():
+def test_masked_keys_and_keys_of_other_segments_change_nothing():
     torch.manual_seed(0)
     layer, x = ALiBiAttention(24, 6), torch.randn(2, 8, 24)
     mask = torch.ones(2, 8, dtype=torch.bool)
     mask[:, :3] = False  # left padding
     torch.testing.assert_close(layer(x, key_mask=mask)[:, 3:], layer(x[:, 3:]), rtol=1e-5, atol=1e-6)
     packed = layer(x, segment_ids=torch.tensor([[0] * 3 + [1] * 5] * 2))
-    apart = torch.cat([layer(x[:, :3]), layer(x[:, 3:])], dim=1)
-    torch.testing.assert_close(packed, apart, rtol=1e-5, atol=1e-6)
+    separate = torch.cat([layer(x[:, :3]), layer(x[:, 3:])], dim=1)
+    torch.testing.assert_close(packed, separate, rtol=1e-5, atol=1e-6)
 
 
 def test_training_and_decoding_compile():
@@ -218,12 +218,12 @@ def test_the_bias_module_takes_any_lengths_and_keeps_nothing(causal):
         ({"slopes": [0.5] * 5 + [math.nan]}, ValueError, "slopes must be finite"),
     ],
 )
-def test_wrong_arguments_are_told_what_is_allowed(arguments, error, message):
+def test_wrong_arguments_raise_errors_that_say_what_is_allowed(arguments, error, message):
     with pytest.raises(error, match=message):
         ALiBiAttention(**{"embed_dim": 24, "num_heads": 6, **arguments})
 
 
-def test_wrong_inputs_are_told_what_is_allowed():
+def test_wrong_inputs_raise_errors_that_say_what_is_allowed():
     layer, x, cache = ALiBiAttention(24, 6), torch.randn(2, 4, 24), KVCache()
     with pytest.raises(ValueError, match=r"x has shape \[2, 4\] but must be \[B, T, 24\]"):
         layer(x[..., 0])

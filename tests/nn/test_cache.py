@@ -67,13 +67,13 @@ STEPS = st.one_of(
 
 @given(way=st.sampled_from(list(WAYS)), steps=st.lists(STEPS, min_size=1, max_size=12))
 @settings(max_examples=40, deadline=None)
-def test_decoding_near_equals_decoding_everything(way, steps):
-    """What a cache remembers of its keys follows them through appending, cropping and reordering."""
+def test_reading_near_keys_equals_reading_all(way, steps):
+    """The norms that a cache stores stay right through appending, cropping and reordering."""
     layer, caches = attention_layer(way), [KVCache(), KVCache()]
     generator = torch.Generator().manual_seed(len(steps))
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
-        for what, number in [*steps, ("append", 1)]:
-            if what == "append":
+        for action, number in [*steps, ("append", 1)]:
+            if action == "append":
                 x = torch.randn(2, number, 24, generator=generator)
                 outputs = []
                 for cache, least in zip(caches, (0, math.inf), strict=True):
@@ -82,7 +82,7 @@ def test_decoding_near_equals_decoding_everything(way, steps):
                 torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-6)
             elif len(caches[0]):
                 for cache in caches:
-                    if what == "crop":
+                    if action == "crop":
                         cache.crop(min(number, len(cache)))
                     else:
                         cache.reorder([1, 0])
@@ -112,7 +112,7 @@ def test_a_padded_batch_decodes_from_the_keys_within_reach(way, monkeypatch):
     assert len(near) == len(cuts) - 1, "under a mask with holes all keys are scored"
 
 
-def test_a_pass_with_a_stale_cache_is_noticed():
+def test_the_comparison_fails_for_a_stale_cache():
     """The comparison above can fail: a cache that lost one key gives something else."""
     layer, x = attention_layer(), torch.randn(1, 5, 24)
     with torch.no_grad():
@@ -140,24 +140,24 @@ def test_decoding_runs_beyond_any_length_and_copies_rarely():
     assert cache.key[0, 0, :, 0].tolist() == cache.value[0, 1, :, 3].tolist() == list(range(1000))
 
 
-def test_appending_never_writes_into_what_it_was_given_or_gave():
+def test_appending_never_writes_into_its_inputs_or_earlier_outputs():
     cache, first = KVCache(), torch.zeros(1, 1, 2, 4)
     with torch.no_grad():
         cache.append(first, first)
-        given_out, _ = cache.append(torch.ones(1, 1, 1, 4), torch.ones(1, 1, 1, 4))
-        before = given_out.clone()
+        earlier, _ = cache.append(torch.ones(1, 1, 1, 4), torch.ones(1, 1, 1, 4))
+        before = earlier.clone()
         for _ in range(20):
             cache.append(torch.full((1, 1, 1, 4), 2.0), torch.full((1, 1, 1, 4), 2.0))
-    assert torch.equal(given_out, before)
+    assert torch.equal(earlier, before)
     assert torch.equal(first, torch.zeros(1, 1, 2, 4))
 
 
 @pytest.mark.parametrize("length", [0, 1, 5, 9])
-def test_crop_takes_back_a_draft(length):
+def test_crop_removes_a_draft(length):
     layer, x = attention_layer("grouped"), torch.randn(2, 9, 24)
     with torch.no_grad():
         cache = KVCache()
-        for token in torch.randn(2, 9, 24).split(1, dim=1):  # a draft that shares nothing with x
+        for token in torch.randn(2, 9, 24).split(1, dim=1):  # a draft unrelated to x
             layer(token, cache=cache)
         cache.crop(0)
         layer(x, cache=cache)
@@ -222,7 +222,7 @@ def test_a_copied_or_pickled_cache_decodes_on(copied, kind, mode):
         assert len(fresh) == 3
 
 
-def test_a_pickle_holds_no_spare_room_and_no_layer():
+def test_a_pickle_holds_no_spare_capacity_and_no_layer():
     layer, cache = attention_layer(), KVCache()
     with torch.no_grad():
         for token in torch.randn(1, 100, 24).split(1, dim=1):
@@ -263,16 +263,16 @@ def test_gradients_after_a_frozen_prefix_and_frozen_steps_after_gradients(frozen
         layer(x[:, :2].clone(), cache=cache)
         layer(x[:, 2:3].clone(), cache=cache)
     trained = layer(x[:, 3:5], cache=cache)
-    cache_length = len(cache)
+    length = len(cache)
     with frozen():
-        layer(torch.randn(1, 1, 24), cache=cache)  # a look ahead, taken back
-        cache.crop(cache_length)
+        layer(torch.randn(1, 1, 24), cache=cache)  # a draft, cropped again below
+        cache.crop(length)
         layer(x[:, 5:6].clone(), cache=cache)
     with torch.no_grad():
         last = layer(x[:, 6:], cache=cache)
     torch.testing.assert_close(trained, expected[:, 3:5], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(last, expected[:, 6:], rtol=1e-5, atol=1e-6)
-    trained.sum().backward()  # nothing that autograd saved was written to
+    trained.sum().backward()  # no tensor that autograd saved was modified
     assert layer.q_proj.weight.grad is not None
 
 
@@ -294,7 +294,7 @@ def test_one_cache_serves_one_layer():
     assert len(cache) == 2
 
 
-def test_wrong_use_is_told_what_is_allowed():
+def test_wrong_use_raises_errors_that_say_what_is_allowed():
     cache = KVCache()
     for name in ("key", "value"):
         with pytest.raises(ValueError, match="the cache is empty"):
@@ -320,8 +320,8 @@ def test_wrong_use_is_told_what_is_allowed():
     assert len(cache) == 4
 
 
-def test_a_prompt_is_copied_once_and_the_next_token_not_at_all():
-    """It may be a view of more, which the cache must not keep alive, and the first token after it must not copy it."""
+def test_a_prompt_is_copied_once_and_the_next_token_copies_nothing():
+    """The prompt may be a view of a larger tensor, which the cache must not keep alive; the next token must not copy it."""
     both = torch.randn(2, 1, 3, 40, 8)
     cache = KVCache()
     with torch.no_grad():

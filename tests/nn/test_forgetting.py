@@ -79,7 +79,7 @@ def test_decoding_within_reach_is_the_full_pass(cuts, options):
     assert min(cache.kept) < 80 or layer.num_kv_heads == 1  # a shared key head serves its widest query head
 
 
-def test_a_reach_that_is_too_short_is_noticed():
+def test_the_comparison_fails_for_a_reach_that_is_too_short():
     layer, x = layer_with(slopes=[0.05] * 4), torch.randn(1, 300, 32)
     cache = ReachCache([8] * 4, score_bound=layer.score_bound(), tolerance=0.5)
     assert (decoded(layer, x, cache, [1] * 300) - layer(x)).abs().max() > 1e-2
@@ -160,7 +160,7 @@ def test_drafts_are_taken_back_and_beams_reordered():
     torch.testing.assert_close(layer(x, cache=cache), layer(x), rtol=1e-4, atol=2e-6)
 
 
-def test_wrong_use_is_told_what_is_allowed():
+def test_wrong_use_raises_errors_that_say_what_is_allowed():
     for sinks, size in ((4, 4), (-1, 3), (0, 0)):
         with pytest.raises(ValueError, match="sinks must be from 0 to max_tokens − 1"):
             KVCache(max_tokens=size, sinks=sinks)
@@ -183,7 +183,7 @@ def test_wrong_use_is_told_what_is_allowed():
         ReachCache([3, 3, 3], score_bound=1.0, tolerance=0.1, num_kv_heads=2)
     layer, x = layer_with(), torch.randn(1, 3, 32)
     for cache in (layer.reach_cache(), KVCache(max_tokens=5)):
-        with pytest.raises(ValueError, match="a cache that forgets takes no key_mask"):
+        with pytest.raises(ValueError, match="a cache that forgets supports no key_mask"):
             layer(x, cache=cache, key_mask=torch.ones(1, 3, dtype=torch.bool))
     with pytest.raises(ValueError, match="reach_cache needs causal=True"):
         layer_with(causal=False).reach_cache()

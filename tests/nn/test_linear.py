@@ -144,7 +144,7 @@ def test_torch_computes_what_is_not_for_it(monkeypatch):
     assert linear.quicker(x, weight, bias) is None
 
 
-def test_what_is_slow_is_asked_of_the_processor():
+def test_the_processor_determines_which_dtypes_are_slow():
     assert not linear.is_slow(torch.float32)
     for dtype in HALF:
         assert linear.is_slow(dtype) != getattr(torch.ops.mkldnn, linear._SUPPORTED[dtype])()

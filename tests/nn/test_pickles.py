@@ -1,4 +1,4 @@
-"""A pickled cache says which format it is in; another one is refused, with its name and what to do."""
+"""A pickled cache contains its format number; any other format is refused by name, with what to do."""
 
 import pickle
 
@@ -47,22 +47,20 @@ def test_a_pickle_holds_what_its_format_says(kind, number, make):
 
 @pytest.mark.parametrize("kind", MAKE)
 @pytest.mark.parametrize(
-    ("came", "found"), [(2, "format 2"), (0, "format 0"), (None, "no format"), (True, "format True")]
+    ("received", "described"), [(2, "format 2"), (0, "format 0"), (None, "no format"), (True, "format True")]
 )
-def test_another_format_is_refused_with_what_to_do(kind, came, found, monkeypatch):
+def test_another_format_is_refused_and_the_error_says_what_to_do(kind, received, described, monkeypatch):
     cache = filled(kind)
     inside = cache.__getstate__()
-    monkeypatch.setattr(kind, "__getstate__", lambda self: {**inside, "format": came})
+    monkeypatch.setattr(kind, "__getstate__", lambda self: {**inside, "format": received})
     data = pickle.dumps(cache)
-    message = (
-        f"the pickled {kind.__name__} has {found} but this version of alibi-attn reads format 1; unpickle it with the"
-    )
+    message = f"the pickled {kind.__name__} has {described} but this version of alibi-attn reads format 1; unpickle it with the"
     with pytest.raises(ValueError, match=message):
         pickle.loads(data)
 
 
 def test_a_pickle_from_before_formats_is_refused_by_name(monkeypatch):
-    """Such a one held every attribute, and the bounds of the keys' lengths, which a certificate of today need not accept."""
+    """Such a pickle held every attribute, including bounds of norms that the current certificate may not accept."""
     cache = filled(KVCache)
     monkeypatch.setattr(KVCache, "__getstate__", lambda self: {**vars(self), "_layer": None})
     data = pickle.dumps(cache)
@@ -70,7 +68,7 @@ def test_a_pickle_from_before_formats_is_refused_by_name(monkeypatch):
         pickle.loads(data)
 
 
-def test_what_a_stream_has_forgotten_is_not_forgotten():
+def test_a_pickled_stream_keeps_its_count_of_forgotten_tokens():
     cache = KVCache(max_tokens=4, sinks=1)
     with torch.no_grad():
         for step in range(9):

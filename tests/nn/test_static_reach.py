@@ -79,7 +79,7 @@ def test_reach_follows_slopes_window_and_direction():
     assert (layer_with(1.0).bfloat16().static_reach() < reach).all()  # a coarser dtype forgets sooner
 
 
-def test_what_has_no_static_reach_is_told_why():
+def test_errors_say_why_there_is_no_static_reach():
     with pytest.raises(ValueError, match="create the layer with qk_norm=True"):
         ALiBiAttention(32, 4).static_reach()
     with pytest.raises(ValueError, match="own key is hidden has no static reach"):
