@@ -31,13 +31,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     gates[:, :, length // 2] = -100.0
     cut = forgetting_attention(q, k, v, gates)[:, :, length // 2 :]
     alone = forgetting_attention(*(x[:, :, length // 2 :] for x in (q, k, v, gates)))
-    print(f"after a closed gate the second half differs from a call without the first half by {(cut - alone).abs().max():.0e}")
+    print(
+        f"after a closed gate the second half differs from a call without the first half by {(cut - alone).abs().max():.0e}"
+    )
 
     # Forgotten keys are not computed: a gate is a bias per key, b_j = −Σ ln f, and the certificate includes it.
     for openness in (1.0, 3.0, 5.0):
         gates = logsigmoid(torch.randn(1, heads, length) + openness)
         reach = head_reach(q, k, [0.0] * heads, key_bias=-gates.double().cumsum(-1), backend="native")
-        print(f"gates near {torch.tensor(openness).sigmoid():.2f}: heads reach back at most {int(reach.max()):,} tokens")
+        print(
+            f"gates near {torch.tensor(openness).sigmoid():.2f}: heads reach back at most {int(reach.max()):,} tokens"
+        )
 
 
 if __name__ == "__main__":

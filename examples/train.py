@@ -28,9 +28,7 @@ def loss(model: nn.Module, text: torch.Tensor) -> torch.Tensor:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--text", type=Path, default=Path(argparse.__file__), help="a file to train and test on"
-    )
+    parser.add_argument("--text", type=Path, default=Path(argparse.__file__), help="a file to train and test on")
     parser.add_argument("--length", type=int, default=64, help="bytes per training text (default 64)")
     parser.add_argument("--steps", type=int, default=300, help="training steps of 4,096 bytes (default 300)")
     options = parser.parse_args(arguments)
