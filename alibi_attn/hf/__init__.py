@@ -13,6 +13,7 @@ try:
     from alibi_attn.hf.encoder.models import ALiBiBertForMaskedLM, ALiBiBertForSequenceClassification, ALiBiBertModel
     from alibi_attn.hf.patching import Patch, patch
     from alibi_attn.hf.sentence_encoder import sentence_transformer
+    from alibi_attn.hf.surgery import to_alibi
 except ModuleNotFoundError as error:
     if error.name not in ("torch", "transformers"):
         raise
@@ -29,4 +30,5 @@ __all__ = [
     "Patch",
     "patch",
     "sentence_transformer",
+    "to_alibi",
 ]

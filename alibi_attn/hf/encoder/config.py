@@ -9,6 +9,7 @@ from alibi_attn.hf.inputs import check, check_choice
 
 Layout = Literal["mosaic", "jina", "jina-code"]
 LAYOUTS: tuple[Layout, ...] = ("mosaic", "jina", "jina-code")
+GATE_ACTIVATIONS = ("gelu", "relu")
 
 
 class ALiBiBertConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
@@ -18,7 +19,8 @@ class ALiBiBertConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
         vocab_size, hidden_size, num_hidden_layers, num_attention_heads, intermediate_size, type_vocab_size: V, E, layers, H, I
             and the number of token types.
         hidden_act: activation in the head of the masked language model.
-        gate_act: activation of the gated feed-forward, "gelu" (exact, with erf) or "relu".
+        gated: whether the feed-forward is gated. False is BERT's own feed-forward, for models from `to_alibi`.
+        gate_act: activation of the feed-forward: "gelu" (exact, with erf) or "relu", or any of transformers if it is not gated.
         gate: which half of the gated layer's outputs is activated, "first" or "second" (Jina v2 code).
         qk_norm: LayerNorms of queries and of keys over the whole width E, before heads are split (Jina v2 code).
         extra_norm: a second residual and LayerNorm after those of the attention (Jina v2 code).
@@ -45,6 +47,7 @@ class ALiBiBertConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
     intermediate_size: int = 3072
     type_vocab_size: int = 2
     hidden_act: str = "gelu"
+    gated: bool = True
     gate_act: str = "gelu"
     gate: str = "first"
     qk_norm: bool = False
@@ -78,6 +81,7 @@ class ALiBiBertConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
             check(name, number, type(number) in (int, float) and number >= 0, "a number ≥ 0")
         for name, choices in _CHOICES.items():
             check_choice(name, getattr(self, name), choices)
+        check_choice("gate_act", self.gate_act, GATE_ACTIVATIONS if self.gated else tuple(ACT2FN))
         check("hidden_act", self.hidden_act, self.hidden_act in ACT2FN, "an activation of transformers, such as 'gelu'")
         heads = self.num_attention_heads
         check(
@@ -99,7 +103,7 @@ _SIZES = (
 )  # fmt: skip
 _SHARES = ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout")
 _CHOICES: dict[str, tuple[object, ...]] = {
-    "gate_act": ("gelu", "relu"),
+    "gated": (False, True),
     "gate": ("first", "second"),
     "qk_norm": (False, True),
     "extra_norm": (False, True),

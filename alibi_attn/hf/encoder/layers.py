@@ -3,10 +3,13 @@
     a   = attention(x):  softmax(q·kᵀ/√D − m·|i − j|)·v, dense, dropout
     h   = LayerNorm(x + a);   with extra_norm  h = LayerNorm(x + LayerNorm(x + a))
     out = LayerNorm(h + wo(dropout(act(g₁)·g₂))),   [g₁, g₂] = gated_layers(h);   gate="second": act(g₂)·g₁
+          without gates, as in BERT:  LayerNorm(h + dropout(wo(act(wi(h)))))
 
 Module names are those of MosaicBERT, so its state dicts load unmodified. Sources: Portes et al. 2023, MosaicBERT
 (arXiv:2312.17482); Günther et al. 2023, Jina Embeddings 2 (arXiv:2310.19923); Shazeer 2020, gated units (arXiv:2002.05202).
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +26,9 @@ from alibi_attn.nn.linear import mapped
 def layer_norm(config: ALiBiBertConfig) -> nn.LayerNorm:
     """The norm used throughout the model."""
     return nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+
+
+_ACTIVATIONS: dict[str, Callable[..., Tensor]] = {"gelu": F.gelu, "relu": F.relu}
 
 
 class ALiBiBertEmbeddings(nn.Module):
@@ -100,13 +106,16 @@ class ALiBiBertAttention(nn.Module):
 
 
 class ALiBiBertMLP(nn.Module):
-    """The gated feed-forward with its residual and LayerNorm."""
+    """The feed-forward, gated or not, with its residual and LayerNorm."""
 
     def __init__(self, config: ALiBiBertConfig) -> None:
         super().__init__()
-        self.activates_second = config.gate == "second"
-        self.act = F.gelu if config.gate_act == "gelu" else F.relu
-        self.gated_layers = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
+        self.is_gated, self.activates_second = config.gated, config.gate == "second"
+        self.act: Callable[..., Tensor] = _ACTIVATIONS.get(config.gate_act) or ACT2FN[config.gate_act]
+        if config.gated:
+            self.gated_layers = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
+        else:
+            self.wi = nn.Linear(config.hidden_size, config.intermediate_size)
         self.wo = nn.Linear(config.intermediate_size, config.hidden_size)
         self.layernorm = layer_norm(config)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
@@ -115,6 +124,8 @@ class ALiBiBertMLP(nn.Module):
         return self.layernorm(self._inner(x) + x)
 
     def _inner(self, x: Tensor) -> Tensor:
+        if not self.is_gated:
+            return self.dropout(mapped(self.wo, self.act(mapped(self.wi, x))))
         gated, other = mapped(self.gated_layers, x).chunk(2, dim=-1)
         if self.activates_second:
             gated, other = other, gated

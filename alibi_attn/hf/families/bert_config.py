@@ -94,7 +94,7 @@ def written(model: PreTrainedModel, prefix: str) -> dict[str, Any]:
 
 def check_can_be_written(config: PreTrainedConfig, layout: str, **fields: object) -> None:
     """Raises ValueError unless the model has the given choices."""
-    wanted = {**fields, "qkv_bias": True}
+    wanted = {**fields, "qkv_bias": True, "gated": True}
     if any(getattr(config, name) != value for name, value in wanted.items()):
         has = ", ".join(f"{name}={getattr(config, name)!r}" for name in wanted)
         raise ValueError(f"layout {layout!r} has no names for a model with {has}; pass layout='own'")

@@ -1,0 +1,160 @@
+"""`to_alibi`: a GPT-2, BERT or RoBERTa without its positions and with ALiBi, against transformers' own arithmetic."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from encoder_oracle import slopes
+from torch import Tensor, nn
+from transformers import (
+    AutoModel,
+    BertConfig,
+    BertForMaskedLM,
+    BertForPreTraining,
+    BertForSequenceClassification,
+    BertModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    RobertaConfig,
+    RobertaForMaskedLM,
+    RobertaForSequenceClassification,
+    RobertaModel,
+)
+
+from alibi_attn.hf import ALiBiBertModel, ALiBiForCausalLM, to_alibi
+
+LENGTH, HEADS = 24, 6
+GPT2 = {
+    "n_embd": 48,
+    "n_layer": 2,
+    "n_head": HEADS,
+    "vocab_size": 60,
+    "n_positions": LENGTH,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+BERT = {
+    "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": HEADS, "intermediate_size": 56, "vocab_size": 60,
+    "max_position_embeddings": LENGTH + 2,
+}  # fmt: skip
+KINDS = {
+    "gpt2": (GPT2LMHeadModel, GPT2Config, GPT2),
+    "gpt2-scaled": (
+        GPT2LMHeadModel,
+        GPT2Config,
+        {
+            **GPT2, "scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True, "n_inner": 40,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "bert": (BertModel, BertConfig, BERT),
+    "bert-masked": (BertForMaskedLM, BertConfig, {**BERT, "hidden_act": "gelu_new"}),
+    "bert-labels": (BertForSequenceClassification, BertConfig, {**BERT, "num_labels": 3}),
+    "roberta": (RobertaModel, RobertaConfig, BERT),
+    "roberta-masked": (RobertaForMaskedLM, RobertaConfig, {**BERT, "hidden_act": "silu", "tie_word_embeddings": False}),
+    "roberta-labels": (RobertaForSequenceClassification, RobertaConfig, {**BERT, "num_labels": 3}),
+}  # fmt: skip
+close = functools.partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5)
+
+
+def build(name: str, **fields: object):
+    """A model of transformers, with no weight near zero, that computes every score."""
+    kind, config, sizes = KINDS[name]
+    model = kind(config(**{**sizes, **fields}, attn_implementation="eager")).eval()
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=draw)
+    return model
+
+
+def without_positions(model, ids: Tensor, mask: Tensor) -> Tensor:
+    """The original with its table of positions zeroed, and scores −m·|i − j| through transformers' own 4-D mask."""
+    causal, original = isinstance(model, GPT2LMHeadModel), copy.deepcopy(model)
+    with torch.no_grad():
+        for name, parameter in original.named_parameters():
+            if name.endswith(("wpe.weight", "position_embeddings.weight")):
+                parameter.zero_()
+    at = torch.arange(ids.shape[1])
+    seen = mask[:, None, None, :].bool() & (at[:, None] >= at if causal else torch.ones(1, 1, dtype=torch.bool))
+    bias = -torch.tensor(slopes(HEADS))[:, None, None] * (at[:, None] - at).abs()
+    scores = torch.where(seen, bias, torch.finfo(torch.float32).min)
+    output = original(ids, attention_mask=scores)
+    return output.last_hidden_state if hasattr(output, "last_hidden_state") else output.logits
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", KINDS)
+def test_logits_are_those_of_the_original_with_a_bias_instead_of_positions(name):
+    model = build(name)
+    ids = torch.randint(3, 60, (2, LENGTH), generator=torch.Generator().manual_seed(2))
+    mask = torch.ones_like(ids)
+    mask[1, 17:] = 0
+    expected, output = without_positions(model, ids, mask), to_alibi(model)(ids, mask)
+    found = output.last_hidden_state if hasattr(output, "last_hidden_state") else output.logits
+    if expected.ndim == 2:
+        close(found, expected)
+    else:
+        close(found[0], expected[0])
+        close(found[1, :17], expected[1, :17])
+    assert (expected - model(ids, attention_mask=mask)[0])[0].abs().max() > 1e-3  # positions did matter
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", KINDS)
+def test_the_old_model_stays_and_the_new_one_loads_again(name, tmp_path):
+    model = build(name)
+    before = copy.deepcopy(model.state_dict())
+    new = to_alibi(model)
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    ids = torch.randint(3, 60, (1, 8 * LENGTH), generator=torch.Generator().manual_seed(3))
+    expected = new(ids)[0]
+    for parameter in model.parameters():
+        parameter.fill_(9.0)
+    close(new(ids)[0], expected, rtol=0, atol=0)
+    new.save_pretrained(tmp_path / "new")
+    again = type(new).from_pretrained(tmp_path / "new").eval()
+    close(again(ids)[0], expected, rtol=0, atol=0)
+    if type(new) in (ALiBiBertModel, ALiBiForCausalLM):
+        close(AutoModel.from_pretrained(tmp_path / "new").eval()(ids)[0], expected, rtol=0, atol=0)
+
+
+def test_dtype_mode_ties_and_generation_are_kept():
+    model = build("gpt2").to(torch.bfloat16).train()
+    model.generation_config.max_new_tokens = 5
+    new = to_alibi(model)
+    assert new.training
+    assert new.dtype == torch.bfloat16
+    assert new.lm_head.weight is new.embed_tokens.weight
+    assert new.eval().generate(torch.ones(1, 90, dtype=torch.int64), pad_token_id=0, eos_token_id=None).shape == (1, 95)
+    apart = to_alibi(build("roberta-masked"))
+    assert apart.cls.predictions.decoder.weight is not apart.bert.embeddings.word_embeddings.weight
+    assert apart.config.max_position_embeddings == LENGTH
+
+
+def test_all_parameters_of_a_converted_model_train():
+    for name in ("gpt2", "bert-masked"):
+        new = to_alibi(build(name).train())
+        ids = torch.randint(3, 60, (2, 40), generator=torch.Generator().manual_seed(4))
+        new(ids, labels=ids).loss.backward()
+        assert all(parameter.grad is not None for parameter in new.parameters())
+
+
+def test_what_cannot_be_converted_is_refused_with_the_reason(tmp_path):
+    with pytest.raises(TypeError, match="got a BertForPreTraining; load the checkpoint as one of GPT2LMHeadModel"):
+        to_alibi(BertForPreTraining(BertConfig(**BERT)))
+    with pytest.raises(TypeError, match="there is nothing to patch"):
+        to_alibi(to_alibi(build("bert")))
+    with pytest.raises(ValueError, match="loaded without ALiBi: its config has position_embedding_type 'alibi'"):
+        to_alibi(build("bert", position_embedding_type="alibi"))
+    with pytest.raises(ValueError, match="add_cross_attention=True"):
+        to_alibi(build("gpt2", add_cross_attention=True))
+    model = build("gpt2")
+    model.transformer.h[0].mlp.adapter = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"other weights than its class.*h\.0\.mlp\.adapter\.bias.*merge adapters"):
+        to_alibi(model)
+    with pytest.raises(ValueError, match="weights are on meta but must be on one device"):
+        to_alibi(build("gpt2").to("meta"))
+    with pytest.raises(ValueError, match=r"layout 'mosaic' has no names for a model with .*gated=False"):
+        to_alibi(build("bert")).save_pretrained(tmp_path / "out", layout="original")
