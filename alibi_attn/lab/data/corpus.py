@@ -1,14 +1,13 @@
-"""A corpus as tokens, and the order in which they are read.
+"""Loads a corpus as tokens and draws training batches from it.
 
-`load_corpus` gives the tokens, the tokenizer, where documents begin, and the facts that go into every record; with a store
-they are made once and mapped from disk (`token_store.py`). `batches` gives training batches; `packed_batches` the same ones
-with the number of each token's document, for attention that stays within a document. Read next: `evaluate.py`.
+`load_corpus` returns the tokens, the tokenizer, the starts of documents, and the facts for records; with a store, a text is
+tokenized once and mapped from disk (`token_store.py`). `batches` yields training batches; `packed_batches` yields the same
+batches with the document of each token, for attention within documents. Next: `evaluate.py`.
 """
 
 import hashlib
 import io
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -17,52 +16,32 @@ from torch import Tensor
 from alibi_attn.lab.config import DataConfig, Task
 from alibi_attn.lab.data import sources, tasks, token_store, tokens
 from alibi_attn.lab.data.sources import CorpusError as CorpusError
-from alibi_attn.lab.data.sources import Part
 from alibi_attn.lab.data.tokenizing import ByteTokenizer, Tokenizer, token_dtype
+from alibi_attn.lab.data.tokens import Corpus as Corpus
 from alibi_attn.records import Json
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """Tokens to train on and to test on, one-dimensional uint8, uint16 or int32, and the facts that records repeat.
-
-    Args:
-        train, valid, test: the tokens; no test text unless data.test_share or the corpus itself gives one.
-        facts: see `tokens.corpus_facts`.
-        tokenizer: gives the text back; `tokenizing.save_tokenizer` writes it.
-        starts: for "train", "valid" and "test", where each document begins, int64, rising from 0.
-    """
-
-    train: Tensor
-    valid: Tensor
-    facts: Mapping[str, Json]
-    test: Tensor | None = None
-    tokenizer: Tokenizer = field(default_factory=ByteTokenizer)
-    starts: Mapping[Part, Tensor] = field(default_factory=dict)
 
 
 def load_corpus(config: DataConfig, store: Path | None = None) -> Corpus:
     """The corpus that the config names.
 
     Args:
-        store: a folder for tokenized texts: each is tokenized once, without ever being in memory whole, and mapped from
-            disk; several processes may ask at once. None = tokenize in memory, each time.
+        store: a folder for tokenized texts. Each text is tokenized once, in constant memory, and mapped from disk; several
+            processes may share the folder. None tokenizes in memory, every time.
 
     Raises:
-        CorpusError: it cannot be read, or stored; the message says why and what to do.
+        CorpusError: the text cannot be read or stored.
     """
     if task := tasks.parse_corpus(config.corpus):
         return _task_corpus(config.corpus, *task)
     if store is not None:
-        folder = token_store.tokenized(config, store)
-        return _corpus(folder.tokens, folder.starts, folder.facts, folder.tokenizer)
+        return token_store.tokenized(config, store)
     files = sources.text_files(config)
     text = sources.hub_text(config) if files is None else sources.split_files(files, config)
     return _in_memory(text)
 
 
 def read_text(paths: Sequence[Path], tokenizer: Tokenizer | None = None) -> Tensor:
-    """All the text of some files and folders as tokens, in memory, unsplit; bytes unless a tokenizer is given.
+    """The text of files and folders as tokens, in memory and not split; as bytes by default.
 
     Raises:
         CorpusError: as for `load_corpus`.
@@ -71,7 +50,7 @@ def read_text(paths: Sequence[Path], tokenizer: Tokenizer | None = None) -> Tens
 
 
 def whole_text(paths: Sequence[Path], tokenizer: Tokenizer | None = None) -> Corpus:
-    """All the text of some files and folders to test on (`valid`), unsplit, with its facts.
+    """The text of files and folders as a corpus to test on (`valid`), not split, with its facts.
 
     Raises:
         CorpusError: as for `load_corpus`.
@@ -79,23 +58,17 @@ def whole_text(paths: Sequence[Path], tokenizer: Tokenizer | None = None) -> Cor
     tokenizer = tokenizer or ByteTokenizer()
     files = sources.local_files(paths)
     digest = hashlib.sha256()
-    found, starts, counts = _tokens(lambda: (sources.file_chunks(file) for file in files), tokenizer, digest)
-    facts = tokens.text_facts(tokenizer, counts)
-    return Corpus(
-        train=found[:0],
-        valid=found,
-        facts={"name": "text", "sha256": digest.hexdigest(), **facts},
-        tokenizer=tokenizer,
-        starts={"valid": starts},
-    )
+    ids, starts, counts = _tokens(lambda: (sources.file_chunks(file) for file in files), tokenizer, digest)
+    facts: dict[str, Json] = {"name": "text", "sha256": digest.hexdigest(), **tokens.text_facts(tokenizer, counts)}
+    return Corpus(ids[:0], ids, facts, tokenizer=tokenizer, starts={"valid": starts})
 
 
 def batches(tokens: Tensor, *, length: int, batch_size: int, seed: int, start: int = 0) -> Iterator[Tensor]:
     """Endless batches [batch_size, length + 1] of inputs and their next tokens, from step `start` on.
 
-    The text is cut into pieces of `length` tokens that do not overlap, and every epoch reads all of them in a new
-    order. The order is a function of the seed, the length and the batch size alone: methods of one seed see the same
-    batches, and a resumed training sees those that an uncut one would have seen.
+    The text is cut into nonoverlapping pieces of `length` tokens, and every epoch reads all of them in a new order. The order
+    depends on the seed, the length and the batch size only: all methods of one seed see the same batches, and a resumed
+    training sees those of an uninterrupted one.
 
     Raises:
         CorpusError: fewer tokens than one piece.
@@ -107,30 +80,27 @@ def batches(tokens: Tensor, *, length: int, batch_size: int, seed: int, start: i
 def packed_batches(
     tokens: Tensor, starts: Tensor, *, length: int, batch_size: int, seed: int, start: int = 0
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The batches of `batches`, each with the documents of its tokens, [batch_size, length + 1] both.
+    """The batches of `batches`, each with the documents of its tokens; both [batch_size, length + 1].
 
-    Documents follow one another, and one that does not fit is cut where its piece ends. With (x, d) the model reads
-    x[:, :-1] with segment_ids=d[:, :-1]; the first token of a document has nothing of its own before it, so the loss
-    counts the places where d[:, 1:] == d[:, :-1] alone.
+    Documents follow one another and are cut at the end of a piece. For (x, d), the model reads x[:, :-1] with
+    segment_ids=d[:, :-1]. The first token of a document has no context, so the loss counts only where d[:, 1:] == d[:, :-1].
 
     Args:
-        starts: where documents begin, `Corpus.starts["train"]`.
+        starts: the starts of documents, `Corpus.starts["train"]`.
 
     Raises:
         CorpusError: fewer tokens than one piece.
     """
     places = _places(num_pieces(tokens, length), length, batch_size, seed, start)
+    rows = batches(tokens, length=length, batch_size=batch_size, seed=seed, start=start)
     return (
-        (
-            torch.stack([tokens[begin : begin + length + 1] for begin in begins]).long(),
-            torch.stack([document_ids(starts, begin, length + 1) for begin in begins]),
-        )
-        for begins in places
+        (batch, torch.stack([document_ids(starts, begin, length + 1) for begin in begins]))
+        for batch, begins in zip(rows, places, strict=True)
     )
 
 
 def document_ids(starts: Tensor, begin: int, count: int) -> Tensor:
-    """The number of the document that each of `count` tokens from `begin` on belongs to, [count] int64.
+    """The document index of each of `count` tokens from `begin` on, [count] int64.
 
     >>> document_ids(torch.tensor([0, 3, 5]), 1, 5)
     tensor([0, 0, 1, 1, 2])
@@ -139,7 +109,7 @@ def document_ids(starts: Tensor, begin: int, count: int) -> Tensor:
 
 
 def num_pieces(tokens: Tensor, length: int) -> int:
-    """How many training examples of `length` tokens the text has.
+    """The number of training examples of `length` tokens in the text.
 
     Raises:
         CorpusError: none.
@@ -168,14 +138,13 @@ def _places(pieces: int, length: int, batch_size: int, seed: int, start: int) ->
 
 
 def _in_memory(text: sources.Text) -> Corpus:
-    tokenizer = tokens.tokenizer_of(text)
-    found: dict[Part, Tensor] = {}
-    starts: dict[Part, Tensor] = {}
-    counts: dict[Part, tokens.Counts] = {}
-    digests = tokens.text_digests(text)
-    for part, documents in text.parts.items():
-        found[part], starts[part], counts[part] = _tokens(documents, tokenizer, digests[part])
-    return _corpus(found, starts, tokens.corpus_facts(text, tokenizer, counts, digests), tokenizer)
+    tokenizer, digests = tokens.tokenizer_of(text), tokens.text_digests(text)
+    parts = {part: _tokens(documents, tokenizer, digests[part]) for part, documents in text.parts.items()}
+    facts = tokens.corpus_facts(text, tokenizer, {part: counts for part, (_, _, counts) in parts.items()}, digests)
+    ids = {part: ids for part, (ids, _, _) in parts.items()}
+    return Corpus(
+        **ids, facts=facts, tokenizer=tokenizer, starts={part: starts for part, (_, starts, _) in parts.items()}
+    )
 
 
 def _tokens(
@@ -183,30 +152,25 @@ def _tokens(
 ) -> tuple[Tensor, Tensor, tokens.Counts]:
     content, starts = io.BytesIO(), io.BytesIO()
     counts = tokens.tokenize(documents, tokenizer, content, starts, digest)
-    if not counts.tokens:
-        return torch.empty(0, dtype=token_dtype(tokenizer.vocab_size)), torch.empty(0, dtype=torch.int64), counts
+    dtype = token_dtype(tokenizer.vocab_size)
+    if not counts.tokens:  # which torch.frombuffer refuses
+        return torch.empty(0, dtype=dtype), torch.empty(0, dtype=torch.int64), counts
     return (
-        torch.frombuffer(content.getbuffer(), dtype=token_dtype(tokenizer.vocab_size)),
+        torch.frombuffer(content.getbuffer(), dtype=dtype),
         torch.frombuffer(starts.getbuffer(), dtype=torch.int64),
         counts,
     )
 
 
 def _task_corpus(name: str, task: Task, document_tokens: int) -> Corpus:
-    """Made of seeds in a second or two, so that nothing is stored; a byte is a token, whether it is text or not."""
+    """Made from seeds within a second or two, so it is never stored; every byte is a token, text or not."""
     parts = {
         part: tasks.task_tokens(task, count, seed, document_tokens=document_tokens)
         for seed, (part, count) in enumerate(tasks.CORPUS_TOKENS.items())
     }
     digest = hashlib.sha256(b"".join(part.numpy().tobytes() for part in parts.values())).hexdigest()
-    starts = {part: torch.arange(0, len(found), document_tokens) for part, found in parts.items()}
     facts: dict[str, Json] = {"name": name, "sha256": digest, "split": "made of different seeds"}
     facts |= {"tokenizer": "bytes", "vocab_size": 256, "bytes_per_token": 1}
-    facts |= {f"{part}_tokens": len(found) for part, found in parts.items()}
-    return _corpus(parts, starts, facts, ByteTokenizer())
-
-
-def _corpus(
-    parts: Mapping[Part, Tensor], starts: Mapping[Part, Tensor], facts: Mapping[str, Json], tokenizer: Tokenizer
-) -> Corpus:
-    return Corpus(parts["train"], parts["valid"], facts, parts.get("test"), tokenizer, starts)
+    facts |= {f"{part}_tokens": len(ids) for part, ids in parts.items()}
+    starts = {part: torch.arange(0, len(ids), document_tokens) for part, ids in parts.items()}
+    return Corpus(parts["train"], parts["valid"], facts, parts["test"], starts=starts)

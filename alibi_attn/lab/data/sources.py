@@ -1,7 +1,6 @@
-"""Where text comes from and how it is split: a corpus before it is tokenised, read in chunks and never held whole.
+"""Reads a text corpus in chunks, before tokenization, and splits it into training, validation and test text.
 
-Whole files go to the training, the validation or the test text wherever there are several, so that no file is half known.
-Read next: `tokenizing.py`.
+With several files, each file goes to one part as a whole, so that no test file is partly trained on. Next: `tokenizing.py`.
 """
 
 import hashlib
@@ -17,10 +16,10 @@ from typing import Literal, Protocol, TypeAlias
 from alibi_attn.lab.config import DataConfig
 
 Part: TypeAlias = Literal["train", "valid", "test"]
-Documents: TypeAlias = Callable[[], Iterator[Iterator[bytes]]]  # read anew at each call; each document in chunks
+Documents: TypeAlias = Callable[[], Iterator[Iterator[bytes]]]  # each call reads again; every document comes in chunks
 
-CHUNK_BYTES = 1 << 16  # read at once; chunks end at the end of a line,
-LINE_BYTES = 1 << 20  # or, where a line is longer than this, between two words or at least two characters
+CHUNK_BYTES = 1 << 16  # read at once; chunks end at a line end,
+LINE_BYTES = 1 << 20  # or, in lines longer than this, between two words or at least two characters
 
 _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 _HUB_SPLITS = ("validation", "valid", "test")
@@ -28,19 +27,19 @@ _OWN_SPLIT = re.compile(r"(?<![a-z])(train|valid|test)(?:ing|ation)?(?![a-z])")
 
 
 class CorpusError(ValueError):
-    """A text that is missing, empty, not text, or too short; tokens that are damaged or do not fit."""
+    """A text that is missing, empty, not text, or too short; or tokens that are damaged or do not fit."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """A corpus before it is tokenised.
+    """A corpus before tokenization.
 
     Args:
-        name: "text", "python-source", "hub:NAME".
-        split: how it was split, in words.
-        parts: the documents to train on, to validate on, and perhaps to test on.
-        train_bytes, num_bytes: of the text to train on, and of all of it.
-        tokenizer: the name of the one to use.
+        name: "text", "python-source" or "hub:NAME".
+        split: a description of the split.
+        parts: the documents for training, for validation and, optionally, for testing.
+        train_bytes, num_bytes: the size of the training text, and of all parts.
+        tokenizer: the value of data.tokenizer.
     """
 
     name: str
@@ -53,7 +52,7 @@ class Text:
 
 @dataclass(frozen=True)
 class TextFile:
-    """A file of the corpus; its name decides where it goes."""
+    """A file of the corpus. Its name decides which part it belongs to."""
 
     name: str
     path: Path
@@ -61,7 +60,7 @@ class TextFile:
 
 
 class Rows(Protocol):
-    """As much of `datasets.Dataset` as is read."""
+    """The part of `datasets.Dataset` that is used."""
 
     column_names: Sequence[str]
 
@@ -71,10 +70,10 @@ class Rows(Protocol):
 
 
 def text_files(config: DataConfig) -> list[TextFile] | None:
-    """The files that a config names, none of them empty; None for a corpus of the hub.
+    """The nonempty files that a config names; None for a hub corpus.
 
     Raises:
-        CorpusError: they are missing, or there is no text inside.
+        CorpusError: files are missing or contain no text.
     """
     if config.corpus.startswith("hub:"):
         return None
@@ -82,38 +81,39 @@ def text_files(config: DataConfig) -> list[TextFile] | None:
 
 
 def local_files(paths: Sequence[Path]) -> list[TextFile]:
-    """Files, and the files inside of folders, that are not empty.
+    """The given files and all files inside the given folders, without empty ones.
 
     Raises:
-        CorpusError: they are missing, or there is no text inside.
+        CorpusError: files are missing or contain no text.
     """
     files = []
     for path in paths:
         if not path.exists():
             raise CorpusError(f"{path} does not exist; pass text files, or folders that hold them")
+        inside = [path]
         if path.is_dir():
             inside = sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
             if not inside:
                 raise CorpusError(f"{path} is a folder without files; pass text files, or folders that hold them")
-            files += [TextFile(file.relative_to(path).as_posix(), file, file.stat().st_size) for file in inside]
-        else:
-            files.append(TextFile(path.name, path, path.stat().st_size))
-    if not any(file.num_bytes for file in files):
+        files += _nonempty(inside, path if path.is_dir() else path.parent)
+    if not files:
         raise CorpusError(f"{', '.join(map(str, paths))}: there is no text inside (0 bytes); pass files with text")
-    files = [file for file in files if file.num_bytes]
     for file in files:
-        next(file_chunks(file))  # what is no text is mostly not so from the beginning: say it before hours of work
+        next(file_chunks(file))  # most files that are not text show it at their start: report it before hours of work
     return files
 
 
 def split_files(files: Sequence[TextFile], config: DataConfig) -> Text:
-    """Files as a corpus: as their names say, or whole files by the hashes of their names, or the end of a single file.
+    """Splits files by their names, or whole files by the hashes of their names, or cuts a single file near its end.
 
     Raises:
-        CorpusError: a part would be empty, or the names say two things.
+        CorpusError: a part would be empty, or the names are ambiguous.
     """
     if config.text and (own := _own_split(files)) is not None:
-        return _text_of_files(config, f"the files' own ({', '.join(own)})", _valid_from_test(own))
+        names = ", ".join(own)
+        if "valid" not in own:
+            own["valid"] = own.pop("test")
+        return _text_of_files(config, f"the files' own ({names})", own)
     if len(files) == 1:
         return _ends_of_file(files[0], config)
     order = sorted(files, key=lambda file: hashlib.sha256(file.name.encode()).digest())
@@ -125,20 +125,22 @@ def split_files(files: Sequence[TextFile], config: DataConfig) -> Text:
         if part is not None:
             room[part] -= file.num_bytes
         parts[part or "train"].append(file)
-    train = parts["train"]
-    for part in room:
-        if not parts[part] and train and (part == "valid" or config.test_share):
-            parts[part] = [train.pop(min(range(len(train)), key=lambda index: train[index].num_bytes))]
     if not config.test_share:
         del parts["test"]
+    train = parts["train"]
+    for part, inside in parts.items():
+        if not inside and train and part != "train":
+            smallest = min(train, key=lambda file: file.num_bytes)
+            train.remove(smallest)
+            inside.append(smallest)
     return _text_of_files(config, "whole files", parts)
 
 
 def file_chunks(file: TextFile, begin: int = 0, end: int | None = None) -> Iterator[bytes]:
-    """The text of a file, or of a stretch of it, in chunks that end where lines, words or at least characters end.
+    """The text of a file, or of a byte range of it, in chunks that end at the end of a line, a word or at least a character.
 
     Raises:
-        CorpusError: it cannot be read, or is not text in UTF-8.
+        CorpusError: the file cannot be read or is not UTF-8 text.
     """
     try:
         with file.path.open("rb") as stream:
@@ -147,7 +149,9 @@ def file_chunks(file: TextFile, begin: int = 0, end: int | None = None) -> Itera
             while left:
                 block = stream.read(min(CHUNK_BYTES, left))
                 if not block:
-                    raise CorpusError(f"{file.path} became shorter while it was read; run again when nobody writes it")
+                    raise CorpusError(
+                        f"{file.path} became shorter while it was read; run again when no process writes to it"
+                    )
                 left -= len(block)
                 pending += block
                 cut = _cut(pending) if left else len(pending)
@@ -160,10 +164,10 @@ def file_chunks(file: TextFile, begin: int = 0, end: int | None = None) -> Itera
 
 
 def hub_text(config: DataConfig) -> Text:
-    """A corpus of the hub, row by row; a row is a document, and a new line follows it unless it ends in one.
+    """A corpus of the Hugging Face hub. Each row is a document and ends with a newline.
 
     Raises:
-        CorpusError: it cannot be loaded, or has no text.
+        CorpusError: it cannot be loaded or has no text.
     """
     try:
         import datasets
@@ -183,20 +187,17 @@ def hub_text(config: DataConfig) -> Text:
         raise CorpusError(
             f'{config.corpus} has no split "train" with a column "text"; save the text to files and pass them in data.text'
         )
-    valid = next((split for split in _HUB_SPLITS if split in loaded), None)
-    if valid is None:
+    splits: dict[Part, str | None] = {"train": "train", "valid": next((n for n in _HUB_SPLITS if n in loaded), None)}
+    if splits["valid"] is None:
         return _last_rows(config, loaded["train"])
-    parts: dict[Part, Documents] = {
-        "train": _rows(loaded["train"], 0, len(loaded["train"])),
-        "valid": _rows(loaded[valid], 0, len(loaded[valid])),
-    }
-    if valid != "test" and "test" in loaded:
-        parts["test"] = _rows(loaded["test"], 0, len(loaded["test"]))
-    return _hub_text(config, f"the corpus' own ({valid})", parts)
+    if splits["valid"] != "test" and "test" in loaded:
+        splits["test"] = "test"
+    parts: dict[Part, Documents] = {part: _rows(loaded[split], 0, len(loaded[split])) for part, split in splits.items()}
+    return _text(config, f"the corpus' own ({splits['valid']})", parts)
 
 
 def check_part(name: str, part: Part, num_bytes: int) -> None:
-    """Raises CorpusError where a part of a corpus is empty."""
+    """Raises a CorpusError if a part of a corpus is empty."""
     if not num_bytes:
         share = "data.test_share" if part == "test" else "data.valid_share"
         purpose = {"train": "train on", "valid": "test on", "test": "test on at the end"}[part]
@@ -209,15 +210,18 @@ def _python_source() -> list[TextFile]:
     for folder, inside, names in os.walk(root):
         inside[:] = [name for name in inside if name not in _NOT_LIBRARY]
         paths += [Path(folder, name) for name in names if name.endswith(".py")]
-    files = [TextFile(path.relative_to(root).as_posix(), path, path.stat().st_size) for path in paths]
-    files = [file for file in files if file.num_bytes]
-    if not files:
+    if not (files := _nonempty(paths, root)):
         raise CorpusError(f"{root} holds no Python source (a trimmed installation); pass your own files in data.text")
     return files
 
 
+def _nonempty(paths: Sequence[Path], root: Path) -> list[TextFile]:
+    files = [TextFile(path.relative_to(root).as_posix(), path, path.stat().st_size) for path in paths]
+    return [file for file in files if file.num_bytes]
+
+
 def _own_split(files: Sequence[TextFile]) -> dict[Part, list[TextFile]] | None:
-    """Where every file is named after one part, and one of them "train": what is named only half may be a slip."""
+    """The split by file names if every file is named after one part and "train" is among them; partial naming is an error."""
     named: dict[Part, list[TextFile]] = {"train": [], "valid": [], "test": []}
     unnamed: list[TextFile] = []
     for file in files:
@@ -234,41 +238,43 @@ def _own_split(files: Sequence[TextFile]) -> dict[Part, list[TextFile]] | None:
     return {part: inside for part, inside in named.items() if inside}
 
 
-def _valid_from_test(parts: dict[Part, list[TextFile]]) -> dict[Part, list[TextFile]]:
-    return parts if "valid" in parts else {"train": parts["train"], "valid": parts["test"]}
-
-
 def _text_of_files(config: DataConfig, split: str, parts: Mapping[Part, Sequence[TextFile]]) -> Text:
-    num_bytes = {part: sum(file.num_bytes for file in files) for part, files in parts.items()}
-    for part in parts:
-        check_part(config.corpus, part, num_bytes[part])
-    reading: dict[Part, Documents] = {part: _files(files) for part, files in parts.items()}
-    return Text(config.corpus, split, reading, num_bytes["train"], sum(num_bytes.values()), config.tokenizer)
+    sizes = {part: sum(file.num_bytes for file in files) for part, files in parts.items()}
+    return _text(config, split, {part: _files(files) for part, files in parts.items()}, sizes)
 
 
 def _ends_of_file(file: TextFile, config: DataConfig) -> Text:
     size = file.num_bytes
     shares = (config.valid_share + config.test_share, config.test_share)
     valid, test = (_line_start(file, size - int(share * size)) if share else size for share in shares)
-    places: dict[Part, tuple[int, int]] = {"train": (0, valid), "valid": (valid, test)}
-    if config.test_share:
-        places["test"] = (test, size)
-    for part, (begin, end) in places.items():
-        check_part(config.corpus, part, end - begin)
-    parts: dict[Part, Documents] = {part: _stretch(file, begin, end) for part, (begin, end) in places.items()}
-    return Text(config.corpus, "the end of the only file", parts, valid, size, config.tokenizer)
+    places: dict[Part, tuple[int, int]] = {"train": (0, valid), "valid": (valid, test), "test": (test, size)}
+    if not config.test_share:
+        del places["test"]
+    parts: dict[Part, Documents] = {part: _byte_range(file, *place) for part, place in places.items()}
+    return _text(
+        config, "the end of the only file", parts, {part: end - begin for part, (begin, end) in places.items()}
+    )
+
+
+def _text(
+    config: DataConfig, split: str, parts: Mapping[Part, Documents], sizes: Mapping[Part, int] | None = None
+) -> Text:
+    """The corpus; without sizes in bytes, reads all of it once to count them."""
+    sizes = sizes or {part: sum(len(chunk) for rows in read() for chunk in rows) for part, read in parts.items()}
+    for part, num_bytes in sizes.items():
+        check_part(config.corpus, part, num_bytes)
+    return Text(config.corpus, split, parts, sizes["train"], sum(sizes.values()), config.tokenizer)
 
 
 def _line_start(file: TextFile, place: int) -> int:
-    """Where the line begins that `place` is in; without lines, the character."""
+    """The start of the line that contains `place`; in a file of one line, the start of the character."""
     with file.path.open("rb") as stream:
         end = place
         while end:
             begin = max(0, end - CHUNK_BYTES)
             stream.seek(begin)
-            found = stream.read(end - begin).rfind(b"\n")
-            if found >= 0:
-                return begin + found + 1
+            if newline := stream.read(end - begin).rfind(b"\n") + 1:
+                return begin + newline
             end = begin
         if place == file.num_bytes:
             return place
@@ -278,14 +284,14 @@ def _line_start(file: TextFile, place: int) -> int:
 
 
 def _cut(pending: bytes) -> int:
-    """How much may be given away before the rest is read; 0 = nothing yet."""
+    """The number of bytes that form a complete chunk; 0 = read more first."""
     if cut := pending.rfind(b"\n") + 1:
         return cut
     return 0 if len(pending) < LINE_BYTES else pending.rfind(b" ") + 1 or _character(pending, len(pending) - 1)
 
 
 def _character(content: bytes, place: int) -> int:
-    """The first byte of the character at `place`; bytes that continue one are 10xxxxxx."""
+    """The first byte of the character at `place`; continuation bytes are 10xxxxxx."""
     while place and content[place] & 0xC0 == 0x80:
         place -= 1
     return place
@@ -306,7 +312,7 @@ def _files(files: Sequence[TextFile]) -> Documents:
     return lambda: (file_chunks(file) for file in files)
 
 
-def _stretch(file: TextFile, begin: int, end: int) -> Documents:
+def _byte_range(file: TextFile, begin: int, end: int) -> Documents:
     return lambda: iter([file_chunks(file, begin, end)])
 
 
@@ -317,23 +323,14 @@ def _last_rows(config: DataConfig, rows: Rows) -> Text:
     parts: dict[Part, Documents] = {"train": _rows(rows, 0, valid), "valid": _rows(rows, valid, test)}
     if config.test_share:
         parts["test"] = _rows(rows, test, len(rows))
-    return _hub_text(config, "the last rows", parts)
+    return _text(config, "the last rows", parts)
 
 
 def _rows(rows: Rows, begin: int, end: int) -> Documents:
-    last = end - 1
-
     def documents() -> Iterator[Iterator[bytes]]:
         texts = (text for batch in rows.iter(batch_size=1000) for text in batch["text"])
-        for number, text in enumerate(itertools.islice(texts, begin, last + 1), begin):
+        for number, text in enumerate(itertools.islice(texts, begin, end), begin + 1):
             content = b"" if text is None else str(text).encode()
-            yield iter([content if number == last or content.endswith(b"\n") else content + b"\n"])
+            yield iter([content if number == end or content.endswith(b"\n") else content + b"\n"])
 
     return documents
-
-
-def _hub_text(config: DataConfig, split: str, parts: Mapping[Part, Documents]) -> Text:
-    num_bytes = {part: sum(len(chunk) for rows in read() for chunk in rows) for part, read in parts.items()}
-    for part in parts:
-        check_part(config.corpus, part, num_bytes[part])
-    return Text(config.corpus, split, parts, num_bytes["train"], sum(num_bytes.values()), config.tokenizer)

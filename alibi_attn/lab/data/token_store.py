@@ -1,81 +1,68 @@
-"""Tokens on disk: a text is tokenized once, verified when it is opened, and mapped, never loaded.
+"""Tokens on disk: a text is tokenized once, verified whenever it is opened, and memory-mapped.
 
-STORE/IDENTITY/ holds `manifest.json`, `tokenizer.json` and, for train, valid and perhaps test, `PART.bin` (the tokens, uint8,
-uint16 or int32) and `PART.starts.bin` (where documents begin, int64). The identity is a hash of what was asked and of every
-source file's content: a changed text is another folder. A folder is written beside its place and renamed, so it is whole or
-it is not there; one writer at a time holds the lock, and whoever waited opens what was made. A tokenization that was cut
-short begins again: what it left is removed. Read next: `corpus.py`.
+STORE/IDENTITY/ holds `manifest.json`, `tokenizer.json` and, for train, valid and optionally test, `PART.bin` (the tokens, uint8,
+uint16 or int32) and `PART.starts.bin` (the starts of documents, int64). The identity is a hash of the config and of every
+source file's content, so a changed text gets another folder. A folder is written under a temporary name and renamed, so it is
+complete or absent. One process writes at a time; processes that waited open its result. An interrupted tokenization starts
+again and removes the files it left. Next: `corpus.py`.
 """
 
 import contextlib
 import errno
-import fcntl
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 from torch import Tensor
 
 from alibi_attn import records
 from alibi_attn.lab import sealed_folder
 from alibi_attn.lab.config import DataConfig
 from alibi_attn.lab.data import sources, tokens
-from alibi_attn.lab.data.sources import CorpusError, Part, TextFile
-from alibi_attn.lab.data.tokenizing import Tokenizer, load_tokenizer, save_tokenizer, token_dtype
+from alibi_attn.lab.data.sources import CorpusError, TextFile
+from alibi_attn.lab.data.tokenizing import load_tokenizer, save_tokenizer, token_dtype
+from alibi_attn.lab.data.tokens import Corpus
 from alibi_attn.lab.sealed_folder import DamagedError, SchemaError, file_sha256
 from alibi_attn.records import Json
 
 SCHEMA = 2
-HASHED_BYTES = 64 << 20  # files up to this are hashed at every opening; larger ones where their time of change differs
+HASHED_BYTES = 64 << 20  # smaller files are hashed whenever they are opened, larger ones only if their mtime differs
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _MANIFEST, _TOKENIZER, _LOCK = "manifest.json", "tokenizer.json", ".lock"
 
 
-@dataclass(frozen=True)
-class TokenFolder:
-    """A tokenized text, opened: tokens and starts of documents by part, mapped from disk."""
-
-    path: Path
-    tokens: Mapping[Part, Tensor]
-    starts: Mapping[Part, Tensor]
-    tokenizer: Tokenizer
-    facts: Mapping[str, Json]
-
-
-def tokenized(config: DataConfig, store: Path) -> TokenFolder:
+def tokenized(config: DataConfig, store: Path) -> Corpus:
     """The tokens of a text, made if they are not in the store.
 
-    Files are known by size, time of change and inode, or by their hash where those differ. A corpus of the hub is known by
-    its name: once tokenized it needs neither the network nor the hub.
+    Files are recognized by size, modification time and inode, or by their hash if those differ. A hub corpus is recognized by
+    its name: once tokenized, it needs neither the network nor the hub.
 
     Raises:
-        CorpusError: the text cannot be read, the disk is full, or what is stored is damaged.
+        CorpusError: the text cannot be read, the disk is full, or the stored tokens are damaged.
     """
     asked: dict[str, Json] = {
-        "corpus": config.corpus,
-        "tokenizer": config.tokenizer,
-        "valid_share": config.valid_share,
-        "test_share": config.test_share,
+        name: getattr(config, name) for name in ("corpus", "tokenizer", "valid_share", "test_share")
     }
     files = sources.text_files(config)
     if files is not None and (known := _unchanged(store, asked, files)) is not None:
         return open_tokens(known)
-    found = [] if files is None else [_source(file) for file in files]
-    contents: Json = [[source["name"], source["bytes"], source["sha256"]] for source in found]
+    origins = [_source(file) for file in files or ()]
+    contents: Json = [[source["name"], source["bytes"], source["sha256"]] for source in origins]
     folder = store / records.identity("tokens", config.corpus, {**asked, "sources": contents})
     if folder.exists():
-        opened = open_tokens(folder)
-        _remember(folder, found)
-        return opened
+        corpus = open_tokens(folder)
+        _remember(folder, origins)
+        return corpus
     text = sources.hub_text(config) if files is None else sources.split_files(files, config)
     try:
-        with _locked(store):
+        store.mkdir(parents=True, exist_ok=True)
+        with FileLock(store / _LOCK):
             if not folder.exists():
-                _write(folder, text, asked, files or (), found)
+                _write(folder, text, asked, files or (), origins)
     except OSError as error:
         if error.errno not in _FULL:
             raise CorpusError(
@@ -88,11 +75,11 @@ def tokenized(config: DataConfig, store: Path) -> TokenFolder:
     return open_tokens(folder)
 
 
-def open_tokens(folder: Path) -> TokenFolder:
-    """Map what is stored, after checking every size, and every hash up to `HASHED_BYTES`.
+def open_tokens(folder: Path) -> Corpus:
+    """Maps stored tokens after checking every size, and every hash up to `HASHED_BYTES`.
 
     Raises:
-        CorpusError: it is not what was written.
+        CorpusError: the files differ from what was written.
     """
     try:
         manifest = _manifest(folder)
@@ -100,87 +87,81 @@ def open_tokens(folder: Path) -> TokenFolder:
             sealed_folder.verify(folder, name, written, hashed_bytes=HASHED_BYTES)
         tokenizer = load_tokenizer(folder / _TOKENIZER)
         dtype = token_dtype(tokenizer.vocab_size)
-        return TokenFolder(
-            folder,
-            {part: _map(folder / f"{part}.bin", dtype) for part in manifest["parts"]},
-            {part: _map(folder / f"{part}.starts.bin", torch.int64) for part in manifest["parts"]},
-            tokenizer,
-            dict(manifest["facts"]),
-        )
+        parts = {part: _map(folder / f"{part}.bin", dtype) for part in manifest["parts"]}
+        starts = {part: _map(folder / f"{part}.starts.bin", torch.int64) for part in manifest["parts"]}
+        return Corpus(**parts, facts=dict(manifest["facts"]), tokenizer=tokenizer, starts=starts)
     except SchemaError as error:
         raise CorpusError(f"{error}; delete the folder and run again: the text is tokenized again") from None
+    except CorpusError:
+        raise
     except OSError as error:
-        raise _damaged(folder, f"{error.filename} cannot be read: {error.strerror}") from None
+        reason = f"{error.filename} cannot be read: {error.strerror}"
     except DamagedError as error:
-        raise _damaged(folder, str(error)) from None
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        if isinstance(error, CorpusError):
-            raise
-        raise _damaged(folder, f"{_MANIFEST} lacks what a manifest has") from None
+        reason = str(error)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        reason = f"{_MANIFEST} has missing entries"
+    raise CorpusError(
+        f"the tokens in {folder} are damaged ({reason}); delete the folder and run again: the text is tokenized again"
+    )
 
 
 def _write(
-    folder: Path, text: sources.Text, asked: Json, files: Sequence[TextFile], found: Sequence[Mapping[str, Json]]
+    folder: Path, text: sources.Text, asked: Json, files: Sequence[TextFile], origins: Sequence[Mapping[str, Json]]
 ) -> None:
-    for left in folder.parent.glob(f".*{sealed_folder.PARTIAL}"):  # left by a process that was killed
+    for left in folder.parent.glob(f".*{sealed_folder.PARTIAL}"):  # from a process that was killed
         shutil.rmtree(left)
     partial = sealed_folder.partial_name(folder)
     try:
         partial.mkdir()
-        tokenizer = tokens.tokenizer_of(text)
+        tokenizer, digests, counts = tokens.tokenizer_of(text), tokens.text_digests(text), {}
         save_tokenizer(tokenizer, partial / _TOKENIZER)
-        digests = tokens.text_digests(text)
-        counts = {}
         for part, documents in text.parts.items():
             with (partial / f"{part}.bin").open("wb") as content, (partial / f"{part}.starts.bin").open("wb") as starts:
                 counts[part] = tokens.tokenize(documents, tokenizer, content, starts, digests[part])
-        for file, source in zip(files, found, strict=True):
-            if _known(source) != _now(file):
-                raise CorpusError(f"{file.path} changed while it was read; run again when nobody writes it")
+        for file, source in zip(files, origins, strict=True):
+            if _without_hash(source) != _current(file):
+                raise CorpusError(f"{file.path} changed while it was read; run again when no process writes to it")
         facts = tokens.corpus_facts(text, tokenizer, counts, digests)
-        about = {"schema": SCHEMA, "asked": asked, "sources": found, "parts": list(counts), "facts": facts}
+        about = {"schema": SCHEMA, "asked": asked, "sources": origins, "parts": list(counts), "facts": facts}
         sealed_folder.publish(partial, folder, _MANIFEST, about)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
 def _unchanged(store: Path, asked: Mapping[str, Json], files: Sequence[TextFile]) -> Path | None:
-    """The folder whose manifest names just these files as they are now."""
-    now = None
+    """The folder whose manifest lists exactly these files in their current state."""
+    current = [_current(file) for file in files]
     for path in sorted(store.glob(f"*/{_MANIFEST}")):
         try:
             manifest = _manifest(path.parent)
-            known = [_known(source) for source in manifest["sources"]]
-        except (ValueError, KeyError, TypeError, AttributeError):
-            continue  # opening it by its identity reports the damage
-        if manifest.get("asked") == asked and len(known) == len(files):
-            now = now or [_now(file) for file in files]
-            if known == now:
+            if manifest.get("asked") == asked and [_without_hash(one) for one in manifest["sources"]] == current:
                 return path.parent
+        except (ValueError, KeyError, TypeError, AttributeError):
+            continue  # opening the folder by its identity reports the damage
     return None
 
 
-def _remember(folder: Path, found: Sequence[Mapping[str, Json]]) -> None:
-    """The same text with other times of change: note these, so that it need not be hashed again."""
-    with contextlib.suppress(OSError):  # a store that may only be read serves as well
-        about = {**_manifest(folder), "schema": SCHEMA, "sources": found}
+def _remember(folder: Path, origins: Sequence[Mapping[str, Json]]) -> None:
+    """Stores new modification times of an unchanged text, so that it need not be hashed again."""
+    with contextlib.suppress(OSError):  # the store may be read-only
+        about = {**_manifest(folder), "schema": SCHEMA, "sources": origins}
         about.pop("sha256", None)
         records.replace_file(folder / _MANIFEST, sealed_folder.sealed(about, indent=1))
 
 
 def _source(file: TextFile) -> dict[str, Json]:
     try:
-        return {**_now(file), "sha256": file_sha256(file.path)}
+        return {**_current(file), "sha256": file_sha256(file.path)}
     except OSError as error:
         raise CorpusError(f"{file.path} cannot be read ({error.strerror}); pass a file that you may read") from None
 
 
-def _now(file: TextFile) -> dict[str, Json]:
-    found = file.path.stat()
-    return {"name": file.name, "bytes": found.st_size, "mtime_ns": found.st_mtime_ns, "inode": found.st_ino}
+def _current(file: TextFile) -> dict[str, Json]:
+    status = file.path.stat()
+    return {"name": file.name, "bytes": status.st_size, "mtime_ns": status.st_mtime_ns, "inode": status.st_ino}
 
 
-def _known(source: Mapping[str, Json]) -> dict[str, Json]:
+def _without_hash(source: Mapping[str, Json]) -> dict[str, Json]:
     return {key: value for key, value in source.items() if key != "sha256"}
 
 
@@ -188,22 +169,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
     return sealed_folder.read_manifest(folder, _MANIFEST, schema=SCHEMA)
 
 
-def _damaged(folder: Path, what: str) -> CorpusError:
-    return CorpusError(
-        f"the tokens in {folder} are damaged ({what}); delete the folder and run again: the text is tokenized again"
-    )
-
-
 def _map(path: Path, dtype: torch.dtype) -> Tensor:
-    """A file as a tensor that is read from disk where it is looked at; writing to it changes no file."""
+    """A file as a tensor whose pages are read on access; writing to the tensor does not change the file."""
     size = path.stat().st_size // dtype.itemsize
     return torch.from_file(str(path), shared=False, size=size, dtype=dtype) if size else torch.empty(0, dtype=dtype)
-
-
-@contextlib.contextmanager
-def _locked(store: Path) -> Iterator[None]:
-    """One writer at a time; the lock goes with its process, however that ends."""
-    store.mkdir(parents=True, exist_ok=True)
-    with (store / _LOCK).open("wb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -1,31 +1,49 @@
-"""A text becomes tokens: read once in chunks, encoded, written, counted and hashed on the way.
-
-Read next: `token_store.py`.
-"""
+"""Turns text into tokens: reads it once in chunks, and encodes, writes, counts and hashes each chunk. Next: `token_store.py`."""
 
 import hashlib
+import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
+from torch import Tensor
 
 from alibi_attn.lab.data.sources import Documents, Part, Text
-from alibi_attn.lab.data.tokenizing import Tokenizer, make_tokenizer
+from alibi_attn.lab.data.tokenizing import ByteTokenizer, Tokenizer, make_tokenizer
 from alibi_attn.records import Json
 
 _GROUP_BYTES, _GROUP_CHUNKS = 1 << 20, 512  # encoded at once
 
 
+@dataclass(frozen=True)
+class Corpus:
+    """Tokens to train and test on, one-dimensional uint8, uint16 or int32, and the facts that records repeat.
+
+    Args:
+        train, valid, test: the tokens; test is None unless data.test_share or the corpus itself provides one.
+        facts: see `corpus_facts`.
+        tokenizer: decodes the tokens; `tokenizing.save_tokenizer` writes it.
+        starts: for "train", "valid" and "test", the start of each document, int64, rising from 0.
+    """
+
+    train: Tensor
+    valid: Tensor
+    facts: Mapping[str, Json]
+    test: Tensor | None = None
+    tokenizer: Tokenizer = field(default_factory=ByteTokenizer)
+    starts: Mapping[Part, Tensor] = field(default_factory=dict)
+
+
 class Sink(Protocol):
-    """As much of a binary file as is written to."""
+    """The part of a binary file that is used."""
 
     def write(self, content: bytes, /) -> object: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """What one part of a corpus has; a word is what stands between white space."""
+    """The size of one part of a corpus; words are separated by white space."""
 
     documents: int
     tokens: int
@@ -35,40 +53,38 @@ class Counts:
 
 
 def tokenizer_of(text: Text) -> Tokenizer:
-    """The tokenizer that was asked for, made from the training text.
+    """The tokenizer that the config names, made from the training text.
 
     Raises:
-        CorpusError: it asks for too small a vocabulary.
+        CorpusError: its vocabulary is too small.
     """
     train = text.parts["train"]
-    return make_tokenizer(
-        text.tokenizer, lambda: (chunk for document in train() for chunk in document), text.train_bytes
-    )
+    return make_tokenizer(text.tokenizer, lambda: itertools.chain.from_iterable(train()), text.train_bytes)
 
 
 def tokenize(documents: Documents, tokenizer: Tokenizer, tokens: Sink, starts: Sink, digest: "hashlib._Hash") -> Counts:
-    """Write the tokens of some documents, and as int64 where each document that has any begins; hash the text."""
-    found = {"documents": 0, "tokens": 0, "bytes": 0, "words": 0, "lines": 0}
+    """Writes the tokens of documents, and the start of each document that has tokens as int64; hashes the text."""
+    counts = {"documents": 0, "tokens": 0, "bytes": 0, "words": 0, "lines": 0}
     begins = False
     for group in _groups(documents, tokenizer.document_end):
         encoded = tokenizer.encode_all([chunk + end for chunk, end, _ in group])
         for (chunk, _, first), ids in zip(group, encoded, strict=True):
             digest.update(chunk)
-            found["documents"] += first
-            found["bytes"] += len(chunk)
-            found["words"] += len(chunk.decode().split())
-            found["lines"] += chunk.count(b"\n")
+            counts["documents"] += first
+            counts["bytes"] += len(chunk)
+            counts["words"] += len(chunk.decode().split())
+            counts["lines"] += chunk.count(b"\n")
             begins = begins or first
             if begins and len(ids):
-                starts.write(np.int64(found["tokens"]).tobytes())
+                starts.write(np.int64(counts["tokens"]).tobytes())
                 begins = False
             tokens.write(ids.numpy().tobytes())
-            found["tokens"] += len(ids)
-    return Counts(**found)
+            counts["tokens"] += len(ids)
+    return Counts(**counts)
 
 
 def text_digests(text: Text) -> dict[Part, "hashlib._Hash"]:
-    """Where the SHA-256 of each part begins: training and validation text share one, the test text has its own."""
+    """The SHA-256 of each part before any text: training and validation text share one, the test text has its own."""
     shared = hashlib.sha256(text.train_bytes.to_bytes(8, "big"))
     return {"train": shared, "valid": shared, "test": hashlib.sha256()}
 
@@ -76,7 +92,7 @@ def text_digests(text: Text) -> dict[Part, "hashlib._Hash"]:
 def corpus_facts(
     text: Text, tokenizer: Tokenizer, counts: Mapping[Part, Counts], digests: Mapping[Part, "hashlib._Hash"]
 ) -> dict[str, Json]:
-    """What records repeat of a corpus: how much text it is, how it was split, and the hash of all of it."""
+    """The facts of a corpus for records: its size, its split, and the hash of all its text."""
     facts: dict[str, Json] = {"name": text.name, "sha256": digests["valid"].hexdigest(), "split": text.split}
     if "test" in counts:
         facts["test_sha256"] = digests["test"].hexdigest()
@@ -87,11 +103,11 @@ def corpus_facts(
 
 
 def text_facts(tokenizer: Tokenizer, valid: Counts) -> dict[str, Json]:
-    """What turns losses on a text into other units.
+    """The facts that convert losses on a text into other units.
 
-    With n nats a token the word-level perplexity is e^(n / words_per_token), and bits per byte are
-    n / bytes_per_token / ln 2. WikiText's published perplexities count the end of a line as a word, as the tokenizer
-    "words" does: another tokenizer's is e^(n · valid_tokens / (valid_words + valid_lines)).
+    At n nats per token, word-level perplexity is e^(n / words_per_token), and bits per byte are n / bytes_per_token / ln 2.
+    WikiText's published perplexities count the end of a line as a word, as the tokenizer "words" does; for another tokenizer
+    that is e^(n · valid_tokens / (valid_words + valid_lines)).
     """
     return {
         "tokenizer": tokenizer.name,
@@ -105,22 +121,18 @@ def text_facts(tokenizer: Tokenizer, valid: Counts) -> dict[str, Json]:
 
 
 def _groups(documents: Documents, document_end: bytes) -> Iterator[list[tuple[bytes, bytes, bool]]]:
-    """Chunks to encode at once: (chunk, what its document lacks at its end, whether it begins a document)."""
+    """Chunks to encode together: (chunk, the end that its document is missing, whether it begins a document)."""
     group: list[tuple[bytes, bytes, bool]] = []
     size = 0
     for document in documents():
-        first = True
-        chunk = next(document, b"")
-        while True:
-            following = next(document, None)
-            lacks = document_end if following is None and not chunk.endswith(document_end) else b""
-            group.append((chunk, lacks, first))
+        chunks = itertools.pairwise(itertools.chain([next(document, b"")], document, [None]))
+        for number, (chunk, following) in enumerate(chunks):
+            assert chunk is not None
+            missing = document_end if following is None and not chunk.endswith(document_end) else b""
+            group.append((chunk, missing, number == 0))
             size += len(chunk)
             if size >= _GROUP_BYTES or len(group) >= _GROUP_CHUNKS:
                 yield group
                 group, size = [], 0
-            if following is None:
-                break
-            first, chunk = False, following
     if group:
         yield group

@@ -1,7 +1,9 @@
-"""Does a model use what stands far back? The tasks of `data/tasks.py`, by length and by how far back the answer is.
+"""Does a model use distant context? The tasks of `data/tasks.py`, by length and by the distance of the answer.
 
-Perplexity cannot say: most tokens are predicted well enough from a few neighbors. Read next: `experiment.py`.
+Perplexity cannot tell, because a few neighbors predict most tokens well enough. Next: `experiment.py`.
 """
+
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,112 +18,110 @@ DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 def passkey(model: LanguageModel, encode: Encode, config: EvalConfig, *, say: Say | None = None) -> dict[str, Column]:
-    """The share of the trials whose whole number is what greedy decoding would write, and the loss of the number's tokens.
+    """The share of trials whose whole number greedy decoding would write, and the loss of the number's tokens.
 
-    One row per length and depth; None where the method has no positions or the sentences no room.
+    One row per length and depth; None if the method has no positions of this length, or the sentences do not fit.
 
     Raises:
         TaskError: the tokenizer writes two digits alike.
         EvaluationError: one trial does not fit in memory.
     """
-    table: list[tuple[float | None, ...]] = []
-    shortest = shortest_passkey(encode)
-    for length in config.lengths:
-        stretched = model.stretched(config.stretch, length)
-        for depth in DEPTHS:
-            values: list[float | None] = [None, None, None]
-            if shortest <= length and has_positions(model, length):
-                rows, counts = passkey_rows(encode, length, depth=depth, trials=config.trials)
-                scored = int(counts.max())
-                nats, hits = answers(stretched, rows, scored=scored, batch_tokens=config.batch_tokens, say=say)
-                asked = torch.arange(scored) >= scored - counts[:, None]
-                right = (hits | ~asked).all(-1)
-                values = [float(right.double().mean()), float(nats[asked].double().mean()), config.trials]
-            table.append((length, depth, *values))
-    return columns(("length", "depth", "accuracy", "nats", "trials"), table)
+    least = shortest_passkey(encode)
+
+    def score(stretched: LanguageModel, length: int, depth: float) -> tuple[float, ...]:
+        rows, counts = passkey_rows(encode, length, depth=depth, trials=config.trials)
+        scored = int(counts.max())
+        nats, hits = answers(stretched, rows, scored=scored, batch_tokens=config.batch_tokens, say=say)
+        asked = torch.arange(scored) >= scored - counts[:, None]
+        return float((hits | ~asked).all(-1).double().mean()), float(nats[asked].double().mean()), config.trials
+
+    names = ("length", "depth", "accuracy", "nats", "trials")
+    return _table(model, config, names, lambda length: DEPTHS, score, least=least)
 
 
 def recall(model: LanguageModel, alphabet: Tensor, config: EvalConfig, *, say: Say | None = None) -> dict[str, Column]:
-    """The share of the second segment's tokens, without the first, that are the likeliest where they stand, and their loss.
+    """The share of the second segment's tokens, except the first, that are the most likely ones in their place, and their loss.
 
-    One row per length and distance between the segments; None where the method has no positions.
+    One row per length and distance between the segments; None if the method has no positions of this length.
 
     Raises:
-        TaskError: fewer than 16 tokens in the alphabet.
+        TaskError: fewer than 32 tokens in the alphabet.
         EvaluationError: one trial does not fit in memory.
     """
-    table: list[tuple[float | None, ...]] = []
-    for length in config.lengths:
-        stretched = model.stretched(config.stretch, length)
-        for distance in recall_distances(length):
-            values: list[float | None] = [None, None, None]
-            if has_positions(model, length):
-                rows = recall_rows(
-                    alphabet, length, distance=distance, trials=config.trials, longest=config.lengths[-1]
-                )
-                nats, hits = answers(stretched, rows, scored=SEGMENT - 1, batch_tokens=config.batch_tokens, say=say)
-                values = [float(hits.double().mean()), float(nats.double().mean()), hits.numel()]
-            table.append((length, distance, *values))
-    return columns(("length", "distance", "accuracy", "nats", "tokens"), table)
+
+    def score(stretched: LanguageModel, length: int, distance: float) -> tuple[float, ...]:
+        rows = recall_rows(alphabet, length, distance=int(distance), trials=config.trials, longest=config.lengths[-1])
+        nats, hits = answers(stretched, rows, scored=SEGMENT - 1, batch_tokens=config.batch_tokens, say=say)
+        return float(hits.double().mean()), float(nats.double().mean()), hits.numel()
+
+    names = ("length", "distance", "accuracy", "nats", "tokens")
+    return _table(model, config, names, recall_distances, score)
 
 
 def symbols(
     model: LanguageModel, task: SymbolTask, alphabet: Tensor, config: EvalConfig, *, say: Say | None = None
 ) -> dict[str, dict[str, Column]]:
-    """Two curves, named after the task and with "_by_part" behind it: what greedy decoding would write, and the answers' loss.
+    """Two curves, named after the task and the task with "_by_part": what greedy decoding would write, and the answers' loss.
 
-    The first has a row per length: documents of one more token, at the task's largest distances; the share of the answers that
-    are right, and that of the documents with all answers right. None where the method has no positions or the task no room. The
-    second has the share of the answers in consecutive parts of the documents, which all models meet: at most 32, a document or
-    more each.
+    The first has one row per length, for documents with one more token and the largest distances of the task: the share of
+    correct answers, and of documents whose answers are all correct; None if the method or the task does not allow the length.
+    The second has the share of correct answers in at most 32 consecutive parts of the documents, which are the same for all
+    models.
 
     Args:
-        alphabet: the tokens of the text; the tasks' own corpora have theirs, which no other text stands for.
+        alphabet: the tokens of the text; no other text can replace a corpus that the task made.
 
     Raises:
-        TaskError: the text has other tokens than such a corpus.
+        TaskError: the text has other tokens than the task's corpus.
         EvaluationError: one document does not fit in memory.
     """
     if len(alphabet) and int(alphabet[-1]) >= SYMBOLS:
         raise TaskError(
             f"{task} has {SYMBOLS} tokens of its own; test it on data.corpus=task:{task}, or leave it out of eval.tasks"
         )
-    table: list[tuple[float | None, ...]] = []
     by_part: list[tuple[float | None, ...]] = []
-    for length in config.lengths:
-        values: list[float | None] = [None] * 4
-        if length + 1 >= shortest(task) and has_positions(model, length):
-            hits, asked, nats = _answered(model, task, length, config, say)
-            right, count = (hits & asked).sum(-1).double(), asked.sum(-1)
-            values = [
-                float(right.sum() / count.sum()), float((right == count).double().mean()), float(nats[asked].double().mean()),
-                int(count.sum()),
-            ]  # fmt: skip
-            parts = min(MOST_PARTS, config.trials)
-            shared = zip(right.tensor_split(parts), count.tensor_split(parts), strict=True)
-            for part, (found, answered) in enumerate(shared):
-                share = round(float(found.sum() / answered.sum()), 6)
-                by_part.append((length, part, int(answered.sum()), share))
-        table.append((length, *values))
-    return {
-        task: columns(("length", "accuracy", "whole", "nats", "answers"), table),
-        f"{task}_by_part": columns(("length", "part", "answers", "accuracy"), by_part),
-    }
 
+    def score(stretched: LanguageModel, length: int, _: float) -> tuple[float, ...]:
+        generator = torch.Generator().manual_seed(length)
+        rows, asked = symbol_documents(task, config.trials, length + 1, generator, varied=False)
+        scored = int(asked.any(0).flip(0).nonzero().max()) + 1
+        nats, hits = answers(stretched, rows, scored=scored, batch_tokens=config.batch_tokens, say=say)
+        asked = asked[:, -scored:]
+        correct, count = (hits & asked).sum(-1).double(), asked.sum(-1)
+        parts = min(MOST_PARTS, config.trials)
+        for part, (some, out_of) in enumerate(zip(correct.tensor_split(parts), count.tensor_split(parts), strict=True)):
+            by_part.append((length, part, int(out_of.sum()), round(float(some.sum() / out_of.sum()), 6)))
+        whole = float((correct == count).double().mean())
+        return float(correct.sum() / count.sum()), whole, float(nats[asked].double().mean()), int(count.sum())
 
-def _answered(
-    model: LanguageModel, task: SymbolTask, length: int, config: EvalConfig, say: Say | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Which of the last tokens of each document are right, which are asked for, and their losses; all [documents, tokens]."""
-    generator = torch.Generator().manual_seed(length)
-    rows, asked = symbol_documents(task, config.trials, length + 1, generator, varied=False)
-    scored = int(asked.any(0).flip(0).nonzero().max()) + 1
-    stretched = model.stretched(config.stretch, length)
-    nats, hits = answers(stretched, rows, scored=scored, batch_tokens=config.batch_tokens, say=say)
-    return hits, asked[:, -scored:], nats
+    names = ("length", "accuracy", "whole", "nats", "answers")
+    table = _table(model, config, names, lambda length: [None], score, least=shortest(task) - 1)
+    return {task: table, f"{task}_by_part": columns(("length", "part", "answers", "accuracy"), by_part)}
 
 
 def has_positions(model: LanguageModel, length: int) -> bool:
-    """Whether the model's position method can say where `length` tokens are."""
+    """Whether the model's position method supports texts of `length` tokens."""
     limit = model.position.max_positions
     return limit is None or length <= limit
+
+
+def _table(
+    model: LanguageModel,
+    config: EvalConfig,
+    names: Sequence[str],
+    places: Callable[[int], Sequence[float] | list[None]],
+    score: Callable[[LanguageModel, int, float], Sequence[float]],
+    *,
+    least: int = 0,
+) -> dict[str, Column]:
+    """One row per length and place, (length, place, *score); a place of None is not a column."""
+    rows: list[tuple[float | None, ...]] = []
+    for length in config.lengths:
+        stretched = model.stretched(config.stretch, length)
+        for place in places(length):
+            key = (length,) if place is None else (length, place)
+            if least <= length and has_positions(model, length):
+                rows.append((*key, *score(stretched, length, place or 0.0)))
+            else:
+                rows.append((*key, *[None] * (len(names) - len(key))))
+    return columns(names, rows)

@@ -1,15 +1,15 @@
-"""Two ways to read a text of any length with a trained model that was made for neither: what its losses are then.
+"""Two ways to read a text of any length with a trained model: cached segments and attention sinks.
 
-    cached segments   Transformer-XL's recurrence at test time (Dai et al. 2019, sec. 3.1, arXiv:1901.02860): the text in segments
-                      of L tokens; in every layer a segment also sees the keys of the M tokens before it, as they were
-                      computed with their own segment. Positions go on. A token costs at most L + M keys and no second pass
+    cached segments   Transformer-XL's recurrence at test time (Dai et al. 2019, sec. 3.1, arXiv:1901.02860): segments of L
+                      tokens; in every layer, a segment also sees the keys of the M tokens before it, as computed with their
+                      own segment. Positions continue. A token costs at most L + M keys and no second pass
     attention sinks   StreamingLLM (Xiao et al. 2023, sec. 3.2, arXiv:2309.17453): token by token, every layer keeps the first
-                      s tokens and the last W − s, and counts distances inside of what it keeps
+                      s tokens and the last W − s, and counts distances within the kept tokens
 
-The same tokens are scored as in `evaluate.py`, so that all losses of one text and one set of lengths can be compared. A stream
-begins some tokens before its stretch, so that the first token scored has what the last one has. Expected: cached segments at
-M = L lie below nonoverlapping at L, and near a sliding window of L + M, for methods that bear such distances; sinks keep a model
-that leans on its first tokens from falling apart, and do not make it remember what lies between them and the window.
+The scored tokens are those of `evaluate.py`, so all losses of one text and one set of lengths can be compared. A stream starts
+before its stretch, so that the first scored token has as much context as the last. Expected: cached segments at M = L are below
+nonoverlapping at L, and near a sliding window of L + M, for methods that can handle distances of L + M; sinks keep a model that
+attends to its first tokens from failing, but do not make it remember the text between them and the window.
 """
 
 import itertools
@@ -21,7 +21,7 @@ from torch import Tensor
 from alibi_attn.lab.config import ConfigError, EvalConfig
 from alibi_attn.lab.data.tasks import Encode, encode_bytes
 from alibi_attn.lab.evaluation.evaluate import evaluate, mean_nats, scored_stretches
-from alibi_attn.lab.evaluation.losses import Say, TokenLosses
+from alibi_attn.lab.evaluation.losses import Say, TokenLosses, columns
 from alibi_attn.lab.model.attention import LayerCache
 from alibi_attn.lab.model.language_model import LanguageModel
 from alibi_attn.lab.model.position_method import PositionMethod
@@ -34,60 +34,57 @@ SEGMENTS, SINKS = "cached segments", "attention sinks"
 def all_curves(
     model: LanguageModel, tokens: Tensor, config: EvalConfig, *, encode: Encode = encode_bytes, say: Say | None = None
 ) -> dict[str, Mapping[str, Sequence[Json]]]:
-    """Every curve that the config asks for: those of `evaluate`, and "streams".
+    """All curves that the config requests: those of `evaluate`, and "streams".
 
     Raises:
         CorpusError, ConfigError, EvaluationError, TaskError: see `evaluate` and `streams`.
     """
-    found: dict[str, Mapping[str, Sequence[Json]]] = {**evaluate(model, tokens, config, encode=encode, say=say)}
-    return found | {"streams": streams(model, tokens, config)} if config.memory or config.sinks else found
+    curves: dict[str, Mapping[str, Sequence[Json]]] = {**evaluate(model, tokens, config, encode=encode, say=say)}
+    return curves | {"streams": streams(model, tokens, config)} if config.memory or config.sinks else curves
 
 
 def streams(model: LanguageModel, tokens: Tensor, config: EvalConfig) -> dict[str, list[Json]]:
-    """The curve "streams" of a record: both ways at every length of the config, as far as it asks for them.
+    """The curve "streams" of a record: both modes at every length, as far as the config requests them.
 
-    `kept` is the memory beside a segment of `length` tokens, or the sinks in a cache of `length` tokens. A way that the model's
-    method cannot be read in is None in every column.
+    `kept` is the memory in addition to a segment of `length` tokens, or the sinks in a cache of `length` tokens. A mode that the
+    position method does not support is None in every column.
 
     Raises:
-        ConfigError: there is not so much text before a stretch.
+        ConfigError: there is not enough text before a stretch.
         CorpusError: the text is shorter than one evaluation window.
     """
     stretches = scored_stretches(len(tokens), config)
-    asked = [*((SEGMENTS, kept) for kept in config.memory), *((SINKS, kept) for kept in config.sinks)]
-    possible = {SEGMENTS: why_no_memory(model) is None, SINKS: why_no_sinks(model) is None}
+    modes = [*((SEGMENTS, kept) for kept in config.memory), *((SINKS, kept) for kept in config.sinks)]
     rows: list[tuple[Json, ...]] = []
     for length in config.lengths:
-        for way, kept in asked:
-            found: tuple[Json, ...] = None, None
-            if possible[way]:
-                losses = (
-                    cached_segments(model, tokens, stretches, length=length, memory=kept)
-                    if way == SEGMENTS
-                    else attention_sinks(model, tokens, stretches, window=length, sinks=kept)
-                )
-                found = mean_nats(losses), len(losses.target)
-            rows.append((way, length, kept, *found))
-    return {name: [row[at] for row in rows] for at, name in enumerate(("way", "length", "kept", "nats", "tokens"))}
+        for mode, kept in modes:
+            losses = None
+            if mode == SEGMENTS and why_no_memory(model) is None:
+                losses = cached_segments(model, tokens, stretches, length=length, memory=kept)
+            elif mode == SINKS and why_no_sinks(model) is None:
+                losses = attention_sinks(model, tokens, stretches, window=length, sinks=kept)
+            values = (None, None) if losses is None else (mean_nats(losses), len(losses.target))
+            rows.append((mode, length, kept, *values))
+    return columns(("way", "length", "kept", "nats", "tokens"), rows)
 
 
 def why_no_memory(model: LanguageModel) -> str | None:
-    """Why the model cannot be read in cached segments; None where it can."""
+    """Why the model cannot read cached segments; None if it can."""
     method = type(model.position)
     if method.bias is not PositionMethod.bias and not method.relative:
-        return f"model.method is {model.config.method!r}, whose bias counts from the start of a row; cached segments have none"
+        return f"model.method is {model.config.method!r}, whose bias needs the start of a row, which cached segments do not have"
     if model.position.max_positions is not None:
-        return f"model.method is {model.config.method!r}, whose positions end, and in cached segments they go on"
+        return f"model.method is {model.config.method!r}, whose positions are limited, but positions of cached segments continue"
     return None
 
 
 def why_no_sinks(model: LanguageModel) -> str | None:
-    """Why the model cannot be read with attention sinks; None where it can."""
+    """Why the model cannot use attention sinks; None if it can."""
     method = type(model.position)
     if method.rotate is not PositionMethod.rotate or not method.relative or method.per_layer:
         return (
-            f"model.method is {model.config.method!r}; attention sinks count distances anew inside of the cache, which needs a "
-            "bias of distances alone: none, alibi and its kin, t5, kerple, sandwich"
+            f"model.method is {model.config.method!r}; attention sinks count distances within the cache, which needs a bias of "
+            "distances alone: none, alibi and its variants, t5, kerple, sandwich"
         )
     return None
 
@@ -98,7 +95,7 @@ def cached_segments(
     """Losses of the tokens in the stretches, read in segments of `length` with the keys of `memory` tokens before each.
 
     Raises:
-        ConfigError: fewer than one token a segment, or a bias that counts from the start of a row.
+        ConfigError: fewer than one token per segment, or a bias that depends on the start of a row.
     """
     if length < 1 or memory < 0:
         raise ConfigError(
@@ -107,7 +104,7 @@ def cached_segments(
     if why := why_no_memory(model):
         raise ConfigError(why)
     rows = _rows(model, tokens, stretches, memory)
-    begins = range(memory % length or length, rows.shape[1] - 1, length)  # a segment begins where the stretch does
+    begins = range(memory % length or length, rows.shape[1] - 1, length)  # so that a segment starts with the stretch
     caches = [LayerCache() for _ in model.blocks]
     losses, dropped = [], 0
     with torch.inference_mode():
@@ -125,7 +122,7 @@ def attention_sinks(
     """Losses of the tokens in the stretches, each predicted from the first `sinks` tokens of its stream and the last of `window`.
 
     Raises:
-        ConfigError: no room beside the sinks, or positions that are part of the keys and cannot move inside of a cache.
+        ConfigError: the sinks fill the window, or positions are part of the keys and cannot move within a cache.
     """
     if not 0 <= sinks < window:
         raise ConfigError(f"window is {window} and sinks {sinks}; pass sinks from 0 to window − 1")
@@ -141,10 +138,10 @@ def attention_sinks(
 
 
 def _rows(model: LanguageModel, tokens: Tensor, stretches: Sequence[range], warm: int) -> Tensor:
-    """[stretches, warm + 1 + tokens]: each stretch with what its stream reads first; the first stretch bounds the rest.
+    """[stretches, warm + 1 + tokens]: each stretch with the text before it; the first stretch limits the others.
 
     Raises:
-        ConfigError: there is not so much text before a stretch.
+        ConfigError: there is not enough text before a stretch.
     """
     if warm >= stretches[0].start:
         raise ConfigError(

@@ -1,6 +1,6 @@
-"""What a model loses on each token: batches of windows over a text, smaller ones where the memory does not hold them.
+"""The loss of a model on each token: batches of windows over a text, halved if they do not fit in memory.
 
-Every measure of `evaluate.py` and every task of `data/tasks.py` is a reduction of what these functions return.
+All measures of `evaluate.py` and all tasks of `data/tasks.py` are reductions of what these functions return.
 """
 
 import contextlib
@@ -17,24 +17,25 @@ from alibi_attn.lab.model.language_model import LanguageModel
 Say: TypeAlias = Callable[[str], None]
 Column: TypeAlias = list[float | None]
 
-MOST_PARTS = 32  # of a test, whose means a record keeps apart: many enough for a variance
+MOST_PARTS = 32  # parts of a test whose means are recorded: enough to estimate a variance
 _Result = TypeVar("_Result")
-# What torch says on CPUs and on accelerators, and oneDNN where it cannot map the memory of a kernel.
-_NO_ROOM = ("can't allocate memory", "not enough memory", "out of memory", "could not create a primitive")
+_Cell = TypeVar("_Cell")
+# The messages of torch on CPUs and accelerators, and of oneDNN if it cannot map memory for a kernel.
+_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "could not create a primitive")
 
 
 class EvaluationError(ValueError):
-    """A test that cannot be made: one window does not fit in memory, or a task does not fit the tokens."""
+    """A test that cannot run: one window does not fit in memory, or a task does not fit the tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenLosses:
-    """One entry per scored token, all [N], in order of the text.
+    """One entry per scored token, all [N], in text order.
 
     Args:
-        target: which token of the text was predicted.
-        position: from how many inputs; equally its place in the window, starting at 1.
-        loss_nats: −ln of the probability that the model gave it, fp32.
+        target: the index of the predicted token in the text.
+        position: the number of inputs it was predicted from, which is its place in the window, from 1.
+        loss_nats: −ln of the probability that the model assigned to it, fp32.
     """
 
     target: Tensor
@@ -44,21 +45,21 @@ class TokenLosses:
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """Inputs tokens[begin:stop]; the last `scored` predictions count."""
+    """Inputs tokens[begin:stop], of which the last `scored` predictions count."""
 
     begin: int
     stop: int
     scored: int
 
 
-def columns(names: Sequence[str], rows: Iterable[Sequence[float | None]]) -> dict[str, Column]:
-    """A curve of a record: the rows as a list per name.
+def columns(names: Sequence[str], rows: Iterable[Sequence[_Cell]]) -> dict[str, list[_Cell]]:
+    """A curve of a record: one list per name.
 
     >>> columns(("length", "nats"), [(128, 1.5), (256, None)])
     {'length': [128, 256], 'nats': [1.5, None]}
     """
-    found = list(rows)
-    return {name: [row[at] for row in found] for at, name in enumerate(names)}
+    table = list(rows)
+    return {name: [row[index] for row in table] for index, name in enumerate(names)}
 
 
 def token_losses(
@@ -70,11 +71,11 @@ def token_losses(
     attention_window: int | None = None,
     say: Say | None = None,
 ) -> TokenLosses:
-    """What each scored token of the windows costs; windows of one shape share batches of up to `batch_tokens` inputs.
+    """The loss of every scored token. Windows of one shape share batches of up to `batch_tokens` inputs.
 
     Args:
-        attention_window: how many tokens each one may see in every layer, itself included; None = all before it.
-        say: is told where a batch did not fit in memory.
+        attention_window: the number of tokens that each token sees in every layer, itself included; None = all before it.
+        say: receives a message if a batch does not fit in memory.
 
     Raises:
         EvaluationError: one window does not fit in memory.
@@ -87,10 +88,12 @@ def token_losses(
         first, places = torch.tensor(begins)[:, None], torch.arange(length + 1)
 
         def nats(part: slice, first: Tensor = first, places: Tensor = places, scored: int = scored) -> Tensor:
-            return _nats(model, tokens[first[part] + places], scored, attention_window)
+            with _testing(model):
+                rows = tokens[first[part] + places].to(model.device).long()
+                return model(rows[:, :-1], targets=rows[:, -scored:], window=attention_window).cpu()
 
-        found = _in_batches(len(begins), nats, length=length, batch_tokens=batch_tokens, say=say)
-        losses.append(torch.cat(list(found)).flatten())
+        batches = _in_batches(len(begins), nats, length=length, batch_tokens=batch_tokens, say=say)
+        losses.append(torch.cat(list(batches)).flatten())
         targets.append((first + places[-scored:]).flatten())
         positions.append(places[-scored:].repeat(len(begins)))
     target = torch.cat(targets)
@@ -101,39 +104,43 @@ def token_losses(
 def answers(
     model: LanguageModel, rows: Tensor, *, scored: int, batch_tokens: int, say: Say | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Of the last tokens of each row [N, T + 1], each predicted from all before it: its loss in nats, and whether it was
-    the likeliest token; both [N, scored].
+    """For the last tokens of each row [N, T + 1], each predicted from all before it: the loss in nats, and whether the token
+    was the most likely one; both [N, scored].
 
     Raises:
         EvaluationError: one row does not fit in memory.
     """
-    length = rows.shape[1] - 1
 
-    def run(part: slice) -> tuple[Tensor, Tensor]:
-        return _nats_and_hits(model, rows[part], scored)
+    def nats_and_hits(part: slice) -> tuple[Tensor, Tensor]:
+        with _testing(model):
+            inputs = rows[part].to(model.device).long()
+            logits, targets = model(inputs[:, :-1])[:, -scored:].float(), inputs[:, -scored:]
+            nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
+            return nats.cpu(), (logits.argmax(-1) == targets).cpu()
 
-    nats, hits = zip(*_in_batches(len(rows), run, length=length, batch_tokens=batch_tokens, say=say), strict=True)
+    batches = _in_batches(len(rows), nats_and_hits, length=rows.shape[1] - 1, batch_tokens=batch_tokens, say=say)
+    nats, hits = zip(*batches, strict=True)
     return torch.cat(nats), torch.cat(hits)
 
 
 def _in_batches(
     count: int, run: Callable[[slice], _Result], *, length: int, batch_tokens: int, say: Say | None
 ) -> Iterator[_Result]:
-    """`run` of 0 … count − 1 in parts of `batch_tokens`; from the part that does not fit in memory on, in halves of it."""
-    size = max(1, batch_tokens // length)
-    start = 0
+    """`run` on slices of 0 … count − 1 of `batch_tokens`; after a slice that does not fit in memory, on halves of it."""
+    size, start = max(1, batch_tokens // length), 0
     while start < count:
         here = min(size, count - start)
         try:
             result = run(slice(start, start + here))
-        except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError, and so is a CPU's
-            if not _is_out_of_memory(error):
+        except (RuntimeError, MemoryError) as error:  # torch raises RuntimeErrors, on CPUs too
+            words = str(error).lower()
+            if not isinstance(error, MemoryError) and not any(part in words for part in _OUT_OF_MEMORY):
                 raise
         else:
             yield result
             start += here
             continue
-        # Here and not above: while the error is held, so are the tensors of the batch that failed.
+        # Outside of the except clause, because the error holds the tensors of the failed batch.
         if here == 1:
             raise EvaluationError(
                 f"one window of {length} tokens does not fit in memory; pass shorter eval.lengths, a smaller model, or a "
@@ -146,29 +153,9 @@ def _in_batches(
             say(f"{here} windows of {length} tokens do not fit in memory; going on with {size} at a time")
 
 
-def _is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
-    words = str(error).lower()
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(part in words for part in _NO_ROOM)
-
-
-def _nats(model: LanguageModel, rows: Tensor, scored: int, attention_window: int | None) -> Tensor:
-    with _testing(model):
-        rows = rows.to(model.device).long()
-        nats: Tensor = model(rows[:, :-1], targets=rows[:, -scored:], window=attention_window)
-        return nats.cpu()
-
-
-def _nats_and_hits(model: LanguageModel, rows: Tensor, scored: int) -> tuple[Tensor, Tensor]:
-    with _testing(model):
-        rows = rows.to(model.device).long()
-        logits, targets = model(rows[:, :-1])[:, -scored:].float(), rows[:, -scored:]
-        nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
-        return nats.cpu(), (logits.argmax(-1) == targets).cpu()
-
-
 @contextlib.contextmanager
 def _testing(model: LanguageModel) -> Iterator[None]:
-    """Without gradients and dropout; the model is left as it was."""
+    """Disables gradients and dropout inside the block."""
     was_training = model.training
     model.eval()
     try:

@@ -1,9 +1,9 @@
-"""Adaptive inputs and the adaptive softmax: frequent tokens get wide vectors, rare ones narrow ones.
+"""Adaptive inputs and adaptive softmax: frequent tokens get wide vectors, rare ones narrow vectors.
 
-Tokens are sorted by frequency and cut into bands at `cutoffs`. Band n has vectors of E / 4ⁿ channels and a matrix that widens
-them to E (Baevski and Auli 2019, sec. 3, arXiv:1809.10853). At the output the first band and one class per further band make
-the head; a further band is computed only where its class is the target (Grave et al. 2017, arXiv:1609.04309). Vectors and
-matrices are those of the input: `AdaptiveSoftmax` has no others but its classes, and is told which bands to use.
+Tokens are sorted by frequency and cut into bands at `cutoffs`. Band n has vectors of E / 4ⁿ channels and a matrix that projects
+them to E (Baevski and Auli 2019, sec. 3, arXiv:1809.10853). At the output, the first band and one class per further band form
+the head; a further band is computed only for targets of its class (Grave et al. 2017, arXiv:1609.04309). Vectors and matrices
+are shared with the input: `AdaptiveSoftmax` owns only its classes and receives the bands in every call.
 
 As in fairseq, which trained the paper's model, the first band has a matrix at the input (E × E) and none at the output.
 """
@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from alibi_attn.lab.config import ConfigError
 from alibi_attn.nn.linear import Linear, linear
 
-FACTOR = 4  # by which each band is narrower than the one before; Baevski and Auli 2019, sec. 4.2
+FACTOR = 4  # each band is narrower than the previous one by this factor; Baevski and Auli 2019, sec. 4.2
 
 
 class AdaptiveInput(nn.Module):
-    """Tokens [...] in, their vectors [..., E] out.
+    """Maps tokens [...] to vectors [..., E].
 
     Raises:
-        ConfigError: a cutoff at the end of the vocabulary or beyond, or more bands than the width can be divided for.
+        ConfigError: a cutoff outside of the vocabulary, or too many bands for the width.
     """
 
     def __init__(self, vocab_size: int, embed_dim: int, cutoffs: Sequence[int]) -> None:
@@ -45,22 +45,21 @@ class AdaptiveInput(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         flat = tokens.flatten()
-        found = []
-        # Bands without a token are computed as well: every process of a training then has every gradient.
-        rows = [
-            ((flat >= start) & (flat < stop)).nonzero().squeeze(1) for start, stop in itertools.pairwise(self.edges)
-        ]
-        for start, row, table, widen in zip(self.edges[:-1], rows, self.tables, self.widen, strict=True):
-            found.append(widen(table(flat[row] - start)))
+        rows, vectors = [], []
+        # Bands without tokens are computed too, so that every process of a training has every gradient.
+        bands = zip(itertools.pairwise(self.edges), self.tables, self.widen, strict=True)
+        for (start, stop), table, widen in bands:
+            rows.append(((flat >= start) & (flat < stop)).nonzero().squeeze(1))
+            vectors.append(widen(table(flat[rows[-1]] - start)))
         order = torch.cat(rows).argsort()
-        return torch.cat(found)[order].view(*tokens.shape, self.embed_dim)
+        return torch.cat(vectors)[order].view(*tokens.shape, self.embed_dim)
 
 
 class AdaptiveSoftmax(nn.Module):
-    """ln p(token) of hidden states x [..., E], with the vectors and matrices of the `bands` that each call is given.
+    """ln p(token) of hidden states x [..., E], with the vectors and matrices of the `bands` passed to each call.
 
     Args:
-        dropout: of x, and again of what is narrowed for a further band, as in fairseq.
+        dropout: of x, and of its projection for a further band, as in fairseq.
     """
 
     def __init__(self, embed_dim: int, cutoffs: Sequence[int], *, dropout: float = 0.0) -> None:
@@ -79,7 +78,7 @@ class AdaptiveSoftmax(nn.Module):
         return torch.cat(parts, dim=-1)
 
     def loss(self, x: Tensor, targets: Tensor, bands: AdaptiveInput) -> Tensor:
-        """−ln p(target), [...] fp32: a further band is computed for its own targets only."""
+        """−ln p(target), [...] fp32; a further band is computed for its own targets only."""
         x, flat = self.dropout(x.flatten(0, -2)), targets.flatten()
         first = bands.edges[1]
         band = torch.bucketize(flat, torch.tensor(bands.edges[1:-1], device=flat.device), right=True)

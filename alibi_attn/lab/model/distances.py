@@ -1,7 +1,7 @@
-"""Positions as a number for every distance, added to the scores: the same for every text, nothing else is told.
+"""Position methods that add a number per distance to the scores, independent of the text.
 
-d = i − j ≥ 0 is the distance of a key from its query, L the trained length, H the number of heads. They answer the hook `bias`
-with a table [H, S] by distance, but for FIRE, which looks at i too, with [H, T, S]. Read next: `rotary.py`.
+d = i − j ≥ 0 is the distance of a key from its query, L the trained length, H the number of heads. The hook `bias` returns a
+table [H, S] by distance, except for FIRE, which also depends on i and returns [H, T, S]. Next: `rotary.py`.
 """
 
 import math
@@ -15,7 +15,7 @@ from alibi_attn.lab.model.position_method import ByDistance, Pass, PositionMetho
 
 T5_BUCKETS = 32
 T5_MAX_DISTANCE = 128  # both numbers: Raffel et al. 2020, sec. 2.1
-GOLDEN_RATIO = (math.sqrt(5) - 1) / 2  # its multiples are spread over 0 … 1 as evenly as a sequence can be
+GOLDEN_RATIO = (math.sqrt(5) - 1) / 2  # its multiples, modulo 1, are evenly spread
 SANDWICH_CHANNELS = 128
 BF16_BLIND = 92.18  # nats: −ln 2^−133, the weight that is zero in bfloat16
 TISA_CENTERS = (0.0, 1.0, 4.0, 16.0, 64.0)
@@ -37,20 +37,19 @@ class T5Bias(PositionMethod):
 
 
 class Kerple(PositionMethod):
-    """−r₁·ln(1 + r₂·d), r₁ and r₂ above 0 and learned for each head, shared by all layers: KERPLE-log (Chi et al. 2022,
+    """KERPLE-log: −r₁·ln(1 + r₂·d) with positive r₁ and r₂ learned per head, shared by all layers (Chi et al. 2022,
     arXiv:2205.09921).
 
-    Their logarithms are the parameters, so that they stay above 0 (the authors clamp at 0.01). They start spread evenly over
-    the ranges that the authors draw them from, 0 … 2 and 0 … 1, alike for every seed.
+    The parameters are their logarithms, which keeps them positive (the authors clamp at 0.01). They start evenly spread over
+    the ranges from which the authors draw them, 0 … 2 and 0 … 1, equal for every seed.
     """
 
     def __init__(self, config: ModelConfig, trained_length: int) -> None:
         super().__init__(config, trained_length)
         middle = torch.arange(config.num_heads) + 0.5
         self.log_r1 = nn.Parameter((2 * middle / config.num_heads).log())
-        self.log_r2 = nn.Parameter(
-            (middle * GOLDEN_RATIO % 1).log()
-        )  # in another order, so that the pairs are spread too
+        # In another order, so that the pairs are spread too.
+        self.log_r2 = nn.Parameter((middle * GOLDEN_RATIO % 1).log())
 
     def bias(self, at: Pass) -> ByDistance:
         r1, r2 = self.log_r1.exp()[:, None], self.log_r2.exp()[:, None]
@@ -58,8 +57,8 @@ class Kerple(PositionMethod):
 
 
 class ALiBiLog(PositionMethod):
-    """−m·ln(1 + d) with the published slopes: what helped retrieval most of four cures for heads that go blind (Schröder et
-    al. 2026, arXiv:2608.03994)."""
+    """−m·ln(1 + d) with the published slopes: of four remedies for heads that lose distant keys, the one that helped retrieval
+    most (Schröder et al. 2026, arXiv:2608.03994)."""
 
     def __init__(self, config: ModelConfig, trained_length: int) -> None:
         super().__init__(config, trained_length)
@@ -69,12 +68,8 @@ class ALiBiLog(PositionMethod):
         return ByDistance(-self.slopes[:, None] * torch.log1p(_distances(at, self.slopes)))
 
 
-class ALiBiClamp(PositionMethod):
-    """max(−m·d, −92.18): beyond that a weight is zero in bfloat16, and a head is blind (the same authors' first cure)."""
-
-    def __init__(self, config: ModelConfig, trained_length: int) -> None:
-        super().__init__(config, trained_length)
-        self.slopes = published_slopes(config)
+class ALiBiClamp(ALiBiLog):
+    """max(−m·d, −92.18), because a weight below that is zero in bfloat16 (the same authors' first remedy)."""
 
     def bias(self, at: Pass) -> ByDistance:
         linear = -self.slopes[:, None] * _distances(at, self.slopes)
@@ -83,13 +78,12 @@ class ALiBiClamp(PositionMethod):
 
 class Sandwich(PositionMethod):
     """(Σ_c cos(d / 10000^(2c/128)) − 64) / (8h/H) for head h = 1 … H and c = 1 … 64, without parameters: the inner product of two
-    sinusoidal embeddings of 128 channels, less what it is at d = 0 (Chi et al. 2023, arXiv:2212.10356)."""
+    sinusoidal embeddings of 128 channels, minus its value at d = 0 (Chi et al. 2023, arXiv:2212.10356)."""
 
     def __init__(self, config: ModelConfig, trained_length: int) -> None:
         super().__init__(config, trained_length)
-        self.compression: Tensor
         compression = 8 * torch.arange(1, config.num_heads + 1, dtype=torch.float32) / config.num_heads
-        self.register_buffer("compression", compression, persistent=False)
+        self.compression = nn.Buffer(compression, persistent=False)
 
     def bias(self, at: Pass) -> ByDistance:
         distance = _distances(at, self.compression)
@@ -99,10 +93,10 @@ class Sandwich(PositionMethod):
 
 
 class Tisa(PositionMethod):
-    """Σ_s a_s·exp(−|b_s|·(d − c_s)²), s = 1 … 5, a, b and c learned for each layer and head: translation-invariant self-attention
-    (Wennberg and Henter 2021, arXiv:2106.01950), which the paper names beside its own.
+    """Σ_s a_s·exp(−|b_s|·(d − c_s)²), s = 1 … 5, with a, b and c learned per layer and head: translation-invariant self-attention
+    (Wennberg and Henter 2021, arXiv:2106.01950), which the paper cites as related.
 
-    Centers start at the distances 0, 1, 4, 16 and 64, each as wide as it is far, with weights of 0.1.
+    Centers start at the distances 0, 1, 4, 16 and 64, each as wide as it is distant, with weights of 0.1.
     """
 
     per_layer = True
@@ -122,11 +116,11 @@ class Tisa(PositionMethod):
 
 
 class Fire(PositionMethod):
-    """f(ψ(d) / ψ(max(i, θ))), ψ(x) = ln(1 + |c|·x), f a network of one hidden layer of 32 (ReLU) with an output for each head,
-    shared by all layers: FIRE (Li et al. 2024, arXiv:2310.04418).
+    """FIRE: f(ψ(d) / ψ(max(i, θ))), ψ(x) = ln(1 + |c|·x), with f a network with one hidden layer of 32 (ReLU) and one output per
+    head, shared by all layers (Li et al. 2024, arXiv:2310.04418).
 
-    c starts at 0.1 and the threshold θ at L/4, its authors' 512 of 2,048. Where i counts from the start of the row, so that one
-    row cannot hold several documents.
+    c starts at 0.1 and the threshold θ at L/4, as the authors' 512 of 2,048. i counts from the start of the row, so a row
+    cannot hold several documents.
     """
 
     relative = False
@@ -136,14 +130,13 @@ class Fire(PositionMethod):
         self.c = nn.Parameter(torch.tensor([0.1]))
         self.threshold = nn.Parameter(torch.tensor([max(1.0, trained_length / 4)]))
         self.hidden_weight = nn.Parameter(torch.empty(FIRE_WIDTH, 1))
-        self.hidden_bias = nn.Parameter(
-            torch.linspace(-0.5, 0.5, FIRE_WIDTH)
-        )  # alike for every seed, kinks spread over 0 … 1
+        # Equal for every seed, with kinks spread over 0 … 1.
+        self.hidden_bias = nn.Parameter(torch.linspace(-0.5, 0.5, FIRE_WIDTH))
         self.head_weight = nn.Parameter(torch.empty(config.num_heads, FIRE_WIDTH))
         self.head_bias = nn.Parameter(torch.zeros(config.num_heads))
 
     def bias(self, at: Pass) -> Tensor | None:
-        rows = range(0, at.query_len, FIRE_ROWS)  # 32 numbers for each score: a few rows at a time
+        rows = range(0, at.query_len, FIRE_ROWS)  # a few rows at a time, because every score needs 32 numbers
         return torch.cat([self._rows(at, start, min(start + FIRE_ROWS, at.query_len)) for start in rows], dim=1)
 
     def _rows(self, at: Pass, start: int, end: int) -> Tensor:
@@ -154,8 +147,8 @@ class Fire(PositionMethod):
             far = torch.log1p(self.c.abs() * torch.maximum(query.float(), self.threshold.abs()))
             near = torch.log1p(self.c.abs() * distance.clamp(min=0).float())
             hidden = F.linear((near / far)[..., None], self.hidden_weight, self.hidden_bias).relu()
-            found = F.linear(hidden, self.head_weight, self.head_bias)
-            return found.permute(2, 0, 1).masked_fill(distance < 0, -math.inf)
+            bias = F.linear(hidden, self.head_weight, self.head_bias)
+            return bias.permute(2, 0, 1).masked_fill(distance < 0, -math.inf)
 
 
 def t5_bucket(distance: Tensor) -> Tensor:
@@ -167,5 +160,5 @@ def t5_bucket(distance: Tensor) -> Tensor:
 
 
 def _distances(at: Pass, like: Tensor) -> Tensor:
-    """0 … S − 1 in fp32, where `like` is."""
+    """0 … S − 1 in fp32, on the device of `like`."""
     return torch.arange(at.key_len, dtype=torch.float32, device=like.device)

@@ -138,6 +138,7 @@ class PositionMethod(nn.Module):
 
     def __init__(self, config: ModelConfig, trained_length: int) -> None:
         super().__init__()
+        self.config, self.trained_length = config, trained_length
 
     def add(self, x: Tensor, positions: Tensor) -> Tensor:
         """x [B, T, E] with the embedding of its positions [T]."""

@@ -4,8 +4,6 @@ To add a method, write a class here, name it in `METHODS`, and give it a row in 
 lists methods. Shapes as in `attention/spec.py`; E is the width of the model. Next: `distances.py`.
 """
 
-import copy
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -62,12 +60,8 @@ class Sinusoidal(PositionMethod):
 
     relative = False
 
-    def __init__(self, config: ModelConfig, trained_length: int) -> None:
-        super().__init__(config, trained_length)
-        self.embed_dim = config.embed_dim
-
     def add(self, x: Tensor, positions: Tensor) -> Tensor:
-        angles = _angles(positions, self.embed_dim)
+        angles = _angles(positions, self.config.embed_dim)
         return x + torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-2).to(x.dtype)
 
 
@@ -100,56 +94,45 @@ class ALiBi(PositionMethod):
 
     def __init__(self, config: ModelConfig, trained_length: int) -> None:
         super().__init__(config, trained_length)
-        self.trained_length = trained_length
         self.slopes = published_slopes(config)
 
-    def bias(self, at: Pass) -> Tensor | None:
+    def bias(self, at: Pass) -> Tensor:
         return self.slopes
 
     def stretched(self, stretch: Stretch, length: int) -> PositionMethod:
-        return _with_flatter_slopes(self, self.slopes, stretch, length)
+        assert stretch in ("linear", "ntk")  # see `check_stretch`
+        slopes = self.bias(Pass(length, length)).detach()
+        flatter = interpolate_slopes(slopes.tolist(), self.trained_length, length, method=stretch)
+        twin = ALiBi(self.config, self.trained_length)
+        twin.slopes = torch.tensor(flatter, dtype=torch.float32, device=slopes.device)
+        return twin
 
 
-class ALiBiLearned(PositionMethod):
+class ALiBiLearned(ALiBi):
     """ALiBi with slopes trained from the published ones; the parameters are their logarithms, which keeps them positive.
 
-    Press et al. 2022, sec. 3, tried trainable slopes and found no strong extrapolation. Stretched like ALiBi.
+    Press et al. 2022, sec. 3, tried trainable slopes and found no strong extrapolation.
     """
-
-    stretches = ("linear", "ntk")
 
     def __init__(self, config: ModelConfig, trained_length: int) -> None:
         super().__init__(config, trained_length)
-        self.fixed = ALiBi(config, trained_length)
-        self.log_slopes = nn.Parameter(self.fixed.slopes.log())
+        self.log_slopes = nn.Parameter(self.slopes.log())
 
-    def bias(self, at: Pass) -> Tensor | None:
+    def bias(self, at: Pass) -> Tensor:
         return self.log_slopes.exp()
 
-    def stretched(self, stretch: Stretch, length: int) -> PositionMethod:
-        return _with_flatter_slopes(self.fixed, self.log_slopes.detach().exp(), stretch, length)
 
-
-class ALiBiHalf(PositionMethod):
+class ALiBiHalf(ALiBi):
     """The published slopes of H/2 heads, and H/2 heads without position: NAPE (Vasylenko et al. 2025, arXiv:2506.16640).
 
-    For an odd number of heads the larger half has slopes. Stretched like ALiBi; slopes of 0 stay 0.
+    For an odd number of heads the larger half has slopes. Stretching keeps slopes of 0.
     """
-
-    stretches = ("linear", "ntk")
 
     def __init__(self, config: ModelConfig, trained_length: int) -> None:
         super().__init__(config, trained_length)
-        self.fixed = ALiBi(config, trained_length)
         sloped = (config.num_heads + 1) // 2
         slopes = torch.tensor(alibi_slopes(sloped), dtype=torch.float32)
-        self.fixed.slopes = F.pad(slopes, (0, config.num_heads - sloped))
-
-    def bias(self, at: Pass) -> Tensor | None:
-        return self.fixed.bias(at)
-
-    def stretched(self, stretch: Stretch, length: int) -> PositionMethod:
-        return self.fixed.stretched(stretch, length)
+        self.slopes = F.pad(slopes, (0, config.num_heads - sloped))
 
 
 class Fox(PositionMethod):
@@ -210,14 +193,6 @@ METHODS: dict[Method, type[PositionMethod]] = {
     "fox": Fox,
     "alibi-fox": ALiBiFox,
 }
-
-
-def _with_flatter_slopes(method: ALiBi, slopes: Tensor, stretch: Stretch, length: int) -> ALiBi:
-    assert stretch in ("linear", "ntk")  # see `check_stretch`
-    flatter = interpolate_slopes(slopes.tolist(), method.trained_length, length, method=stretch)
-    twin = copy.deepcopy(method)
-    twin.slopes = torch.tensor(flatter, dtype=torch.float32, device=slopes.device)
-    return twin
 
 
 def _angles(positions: Tensor, channels: int) -> Tensor:

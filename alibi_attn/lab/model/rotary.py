@@ -1,6 +1,6 @@
-"""Positions that turn queries and keys, alone or in turn with layers that know none.
+"""Rotary positions, alone or alternating with layers without positions.
 
-Shapes as in `attention/spec.py`; L is the trained length. Read next: `attention.py`.
+Shapes as in `attention/spec.py`; L is the trained length. Next: `attention.py`.
 """
 
 import copy
@@ -18,10 +18,10 @@ DROPE_SHARE = 0.88  # of the training with rotary positions
 
 
 class Rotary(PositionMethod):
-    """Channel pairs of q and k are turned by p·θ_c, θ_c = 10000^(−2c/D) (Su et al. 2021, RoFormer, sec. 3.2.2, arXiv:2104.09864).
+    """Rotates channel pairs of q and k by p·θ_c, θ_c = 10000^(−2c/D) (Su et al. 2021, RoFormer, sec. 3.2.2, arXiv:2104.09864).
 
-    All D channels are turned, and channel c is paired with c + D/2, as in GPT-NeoX; RoFormer and GPT-J pair neighbors,
-    which is the same up to one fixed permutation of the channels.
+    All D channels are rotated, and channel c is paired with c + D/2, as in GPT-NeoX; RoFormer and GPT-J pair neighbors,
+    which is equivalent up to a fixed permutation of the channels.
 
     Stretched by s = length / trained length (`rotary_frequencies`); "yarn" also multiplies q and k by 0.1·ln s + 1.
     """
@@ -30,7 +30,7 @@ class Rotary(PositionMethod):
 
     def __init__(self, config: ModelConfig, trained_length: int) -> None:
         super().__init__(config, trained_length)
-        self.trained_length, self.length = trained_length, trained_length
+        self.length = trained_length
         self.stretch: Stretch = "none"
 
     def rotate(self, q: Tensor, k: Tensor, positions: Tensor, at: Pass) -> tuple[Tensor, Tensor]:
@@ -38,7 +38,7 @@ class Rotary(PositionMethod):
         angles = positions.float()[:, None] * frequencies
         size = 0.1 * math.log(self.length / self.trained_length) + 1 if self.stretch == "yarn" else 1.0
         cos, sin = (angles.cos() * size).to(q.dtype), (angles.sin() * size).to(q.dtype)
-        return _turn(q, cos, sin), _turn(k, cos, sin)
+        return _rotated(q, cos, sin), _rotated(k, cos, sin)
 
     def stretched(self, stretch: Stretch, length: int) -> PositionMethod:
         twin = copy.copy(self)
@@ -47,12 +47,11 @@ class Rotary(PositionMethod):
 
 
 class NopeWindow(Rotary):
-    """Rotary positions within the last L/4 tokens in every other layer, and no positions at all in the layers between, which see
-    everything: what is near has an order, what is far has none that could break (Puvvada et al. 2025, SWAN-GPT,
-    arXiv:2504.08719; Yang et al. 2025, arXiv:2501.18795).
+    """Every other layer sees the last L/4 tokens with rotary positions; the layers between see all tokens without positions, so
+    that no position is out of range (Puvvada et al. 2025, SWAN-GPT, arXiv:2504.08719; Yang et al. 2025, arXiv:2501.18795).
 
-    The first layer has the window. Their models have three such layers for one without positions, and sharpen scores with the
-    length at test time; neither is done here.
+    The first layer has the window. The published models have three such layers per layer without positions, and sharpen scores
+    with the length at test time; neither is done here.
     """
 
     per_layer = True
@@ -66,9 +65,9 @@ class NopeWindow(Rotary):
 
 
 class DroPE(Rotary):
-    """Rotary positions for the first 88 % of the training, and none from there on (Gelberg et al. 2025, DroPE, arXiv:2512.12167).
+    """Rotary positions for the first 88 % of the training, and none after that (Gelberg et al. 2025, DroPE, arXiv:2512.12167).
 
-    Theirs are dropped from a finished model, which is trained a little more; here it is the end of one schedule.
+    The authors drop them from a finished model and train it a little more; here both are one schedule.
     """
 
     stretches = ()
@@ -87,7 +86,7 @@ def rotary_frequencies(
         "yarn":    (1 − γ)·θ_c/s + γ·θ_c         γ rises from 0 to 1 between 1 and 32 turns in the trained length, r = L·θ_c/2π
                                                  (Peng et al. 2023, sec. 3.2, arXiv:2309.00071)
 
-    The released code of YaRN lets γ rise linearly in the channel instead of r; this is the paper's formula.
+    In YaRN's released code γ rises linearly in the channel instead of r; this is the paper's formula.
     """
     pairs = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32)
     frequencies = ROTARY_BASE ** (-pairs / head_dim)
@@ -98,8 +97,8 @@ def rotary_frequencies(
         return frequencies * s ** (-pairs / max(head_dim - 2, 1))
     if stretch == "yarn":
         turns = trained_length * frequencies / (2 * math.pi)
-        kept = ((turns - YARN_FEW_TURNS) / (YARN_MANY_TURNS - YARN_FEW_TURNS)).clamp(0, 1)
-        return (1 - kept) * frequencies / s + kept * frequencies
+        share = ((turns - YARN_FEW_TURNS) / (YARN_MANY_TURNS - YARN_FEW_TURNS)).clamp(0, 1)
+        return (1 - share) * frequencies / s + share * frequencies
     return frequencies
 
 
@@ -107,6 +106,6 @@ def _is_near(at: Pass) -> bool:
     return at.layer.index % 2 == 0
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     left, right = x.chunk(2, dim=-1)
     return torch.cat([left * cos - right * sin, left * sin + right * cos], dim=-1)

@@ -177,11 +177,11 @@ def _without_hash(path):
         ("train.bin", os.unlink, "train.bin cannot be read: No such file"),
         ("manifest.json", os.unlink, "manifest.json cannot be read: No such file"),
         ("manifest.json", _shorten, "manifest.json is not JSON"),
-        ("manifest.json", lambda path: path.write_text('{"schema": 1}'), "manifest.json lacks what a manifest has"),
+        ("manifest.json", lambda path: path.write_text('{"schema": 1}'), "manifest.json has missing entries"),
         ("manifest.json", lambda path: path.write_text("[]"), "manifest.json has no schema"),
         ("manifest.json", _without_hash, "manifest.json is not what was written"),
         ("manifest.json", _with(parts=["train", "other"]), "other.bin cannot be read: No such file"),
-        ("manifest.json", _with(facts=7), "manifest.json lacks what a manifest has"),
+        ("manifest.json", _with(facts=7), "manifest.json has missing entries"),
         *(
             ("manifest.json", lambda path, content=content: path.write_bytes(content), f"is not JSON: {reason}")
             for content, reason in DAMAGED.values()
@@ -258,7 +258,7 @@ def test_a_text_that_changes_while_it_is_read_is_refused(folder, store, monkeypa
         write(*arguments)
 
     monkeypatch.setattr(token_store, "_write", change_first)
-    with pytest.raises(CorpusError, match=r"7.txt changed while it was read; run again when nobody writes it"):
+    with pytest.raises(CorpusError, match=r"7.txt changed while it was read; run again when no process writes to it"):
         load_corpus(asked(folder), store)
     assert folders(store) == []
 

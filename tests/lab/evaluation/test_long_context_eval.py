@@ -107,7 +107,7 @@ def test_the_checker_fails_for_a_window_that_is_off_by_one() -> None:
 
 @pytest.mark.parametrize("method", ["rotary", "sinusoidal", "fire", "fox"])
 def test_sinks_refuse_positions_that_cannot_move(method: str) -> None:
-    with pytest.raises(ConfigError, match="count distances anew inside of the cache"):
+    with pytest.raises(ConfigError, match="count distances within the cache"):
         attention_sinks(made(method), TEXT, STRETCHES, window=8)
 
 
@@ -117,7 +117,7 @@ def test_what_cannot_be_read_is_said() -> None:
         cached_segments(model, TEXT, STRETCHES, length=10, memory=40)
     with pytest.raises(ConfigError, match="sinks from 0 to window"):
         attention_sinks(model, TEXT, STRETCHES, window=4)
-    with pytest.raises(ConfigError, match="counts from the start of a row"):
+    with pytest.raises(ConfigError, match="needs the start of a row"):
         cached_segments(made("fire"), TEXT, STRETCHES, length=10, memory=10)
 
 
@@ -143,5 +143,5 @@ def test_a_way_that_a_method_cannot_be_read_in_is_empty() -> None:
 
 
 def test_positions_that_end_are_refused_in_segments() -> None:
-    with pytest.raises(ConfigError, match="whose positions end"):
+    with pytest.raises(ConfigError, match="whose positions are limited"):
         cached_segments(made("learned"), TEXT, STRETCHES, length=10, memory=10)
