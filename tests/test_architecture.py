@@ -36,7 +36,7 @@ LAYERS = {
 }
 # The rooms of attention/, lowest first; those in one row do not import one another, and inside a room all is free.
 ATTENTION_ROWS = (
-    ("spec", "transforms"),
+    ("spec", "transforms", "foreign_names"),
     ("visibility", "explain"),
     ("bias", "certificate", "cuts", "dropout"),
     ("schema",),

@@ -1,6 +1,6 @@
 """`alibi_attention` and the functions that describe a call: validate the arguments, build an `AttentionSpec`, run a backend."""
 
-from typing import TYPE_CHECKING, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Literal, Never, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from alibi_attn.attention.bias import Slopes
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.execution import attend, autocast
 from alibi_attn.attention.explain import call_line, dense_line, head_lines
+from alibi_attn.attention.foreign_names import hides_unknown, unknown_argument
 from alibi_attn.attention.validation import AttentionOptions, SegmentIds, SpecOptions, make_spec
 from alibi_attn.attention.visibility import largest_distance, visible_count
 
@@ -39,6 +40,7 @@ def alibi_attention(
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
+@hides_unknown
 def alibi_attention(
     query: Tensor,
     key: Tensor,
@@ -57,6 +59,7 @@ def alibi_attention(
     tolerance: float | None = None,
     return_lse: bool = False,
     backend: str = "auto",
+    **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention with linear biases, softmax(scale·q·kᵀ − m·|i − j| + b_j)·v, [B, H, T, D] in query's dtype.
 
@@ -97,6 +100,8 @@ def alibi_attention(
 
     Source: Press et al. 2022, sec. 3 (arXiv:2108.12409).
     """
+    if unknown:
+        raise unknown_argument("alibi_attention", unknown)
     query, key, value = autocast(query, key, value)
     spec = make_spec(
         query, key, value, slopes, causal=causal, right_slopes=right_slopes, window=window, scale=scale,

@@ -2,13 +2,14 @@
 
 import dataclasses
 import math
-from typing import Literal, Unpack, overload
+from typing import Literal, Never, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from alibi_attn.attention.bias import Slopes
 from alibi_attn.attention.execution import attend, autocast
+from alibi_attn.attention.foreign_names import hides_unknown, unknown_argument
 from alibi_attn.attention.spec import GATE_FLOOR, GATE_STEP, GATES_RULE, AttentionSpec, check_log_fgate
 from alibi_attn.attention.transforms import may_read
 from alibi_attn.attention.validation import ForgettingOptions, SegmentIds, check_tensor, make_spec
@@ -35,6 +36,7 @@ def forgetting_attention(
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
+@hides_unknown
 def forgetting_attention(
     query: Tensor,
     key: Tensor,
@@ -52,6 +54,7 @@ def forgetting_attention(
     tolerance: float | None = None,
     return_lse: bool = False,
     backend: str = "auto",
+    **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Causal attention with forget gates, softmax(scale·q·kᵀ + Σ_{l=j+1..i} ln f_l − m·|i − j| + b_j)·v, [B, H, T, D].
 
@@ -82,6 +85,8 @@ def forgetting_attention(
 
     Source: Lin et al. 2025, Forgetting Transformer (arXiv:2503.02130), eq. 9 to 12.
     """
+    if unknown:
+        raise unknown_argument("forgetting_attention", unknown)
     query, key, value = autocast(query, key, value)
     h = query.shape[1] if isinstance(query, Tensor) and query.ndim == 4 else 0
     spec = make_spec(

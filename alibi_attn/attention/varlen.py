@@ -6,7 +6,7 @@ a packed row costs as much as its sequences, with the overhead of one call.
 
 import dataclasses
 import itertools
-from typing import Literal, Unpack, overload
+from typing import Literal, Never, Unpack, overload
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from alibi_attn.attention import dispatch
 from alibi_attn.attention.bias import Slopes
 from alibi_attn.attention.execution import attend, autocast
+from alibi_attn.attention.foreign_names import hides_unknown, unknown_argument
 from alibi_attn.attention.spec import AttentionSpec, dtype_name
 from alibi_attn.attention.transforms import may_read
 from alibi_attn.attention.validation import VarlenOptions, check_tensor, make_spec
@@ -45,6 +46,7 @@ def alibi_attention_varlen(
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
+@hides_unknown
 def alibi_attention_varlen(
     query: Tensor,
     key: Tensor,
@@ -61,6 +63,7 @@ def alibi_attention_varlen(
     tolerance: float | None = None,
     return_lse: bool = False,
     backend: str = "auto",
+    **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Self-attention within each packed sequence, softmax(scale·q·kᵀ − m·|i − j| + b_j)·v, [N, H, D] in query's dtype.
 
@@ -90,6 +93,8 @@ def alibi_attention_varlen(
 
     Source: Press et al. 2022, sec. 3 (arXiv:2108.12409).
     """
+    if unknown:
+        raise unknown_argument("alibi_attention_varlen", unknown)
     _check_packed(query, key, value)
     bounds = _checked_bounds(cu_seqlens, query)
     for name, given in (("slopes", slopes), ("right_slopes", right_slopes)):

@@ -6,7 +6,7 @@ Press et al. 2022, sec. 3 (arXiv:2108.12409). Next: `block.py`, `cache.py`, `rea
 import math
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from alibi_attn.attention.api import alibi_attention
 from alibi_attn.attention.bias import Slopes
 from alibi_attn.attention.decoding import attend_near, reads_near, visible_runs
+from alibi_attn.attention.foreign_names import hides_unknown, unknown_argument
 from alibi_attn.attention.forgetting import forgetting_attention
 from alibi_attn.attention.spec import check_key_mask, check_layer, check_segments, default_tolerance
 from alibi_attn.nn.cache import KVCache
@@ -70,12 +71,15 @@ class ALiBiAttention(nn.Module):
     attend = staticmethod(alibi_attention)
     attend_gated = staticmethod(forgetting_attention)
 
+    @hides_unknown
     def __init__(
         self, embed_dim: int, num_heads: int, *, num_kv_heads: int | None = None, bias: bool = False, causal: bool = True,
         window: int | None = None, dropout_p: float = 0.0, slopes: Slopes | None = None, learn_slopes: bool = False,
-        qk_norm: bool = False, forget_gate: bool = False,
+        qk_norm: bool = False, forget_gate: bool = False, **unknown: Never,
     ) -> None:  # fmt: skip
         super().__init__()
+        if unknown:
+            raise unknown_argument("ALiBiAttention", unknown)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         check_layer(
             embed_dim,
@@ -98,6 +102,7 @@ class ALiBiAttention(nn.Module):
         self.q_norm, self.k_norm = norms
         self.gate_proj = ForgetGates(embed_dim, num_heads) if forget_gate else None
 
+    @hides_unknown
     def forward(
         self,
         x: Tensor,
@@ -105,6 +110,7 @@ class ALiBiAttention(nn.Module):
         cache: Cache | None = None,
         key_mask: Tensor | None = None,
         segment_ids: Tensor | None = None,
+        **unknown: Never,
     ) -> Tensor:
         """Self-attention over x and the cached tokens; appends x to the cache.
 
@@ -116,6 +122,8 @@ class ALiBiAttention(nn.Module):
                 long cache read only the keys within reach, unless a row of the mask has a hole.
             segment_ids: [B, S] integers, the same S: attend within a segment only.
         """
+        if unknown:
+            raise unknown_argument("ALiBiAttention", unknown)
         self._check(x, cache, key_mask, segment_ids)
         if isinstance(cache, KVCache) and cache.max_tokens is not None and x.shape[1] > 1:
             fits = max(cache.max_tokens - len(cache), 1)

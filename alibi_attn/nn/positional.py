@@ -4,7 +4,7 @@ Press et al. 2022, sec. 3 (arXiv:2108.12409). Next: `attention.py`, which never 
 """
 
 from collections.abc import Callable
-from typing import Self
+from typing import Never, Self
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from alibi_attn.attention.bias import Slopes, alibi_bias
+from alibi_attn.attention.foreign_names import hides_unknown, unknown_argument
 from alibi_attn.slopes import alibi_slopes
 
 
@@ -70,8 +71,11 @@ class ALiBiPositionalBias(nn.Module):
     Source: Press et al. 2022, sec. 3 (arXiv:2108.12409).
     """
 
-    def __init__(self, num_heads: int, *, slopes: Slopes | None = None, causal: bool = True) -> None:
+    @hides_unknown
+    def __init__(self, num_heads: int, *, slopes: Slopes | None = None, causal: bool = True, **unknown: Never) -> None:
         super().__init__()
+        if unknown:
+            raise unknown_argument("ALiBiPositionalBias", unknown)
         self.slopes = HeadSlopes(num_heads, slopes)
         self.causal = causal
 

@@ -1,0 +1,45 @@
+"""Arguments as other libraries call them: a TypeError for one of these names ours (docs/switching.md)."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+_Function = TypeVar("_Function", bound=Callable[..., object])
+
+_MASK = "key_mask [B, S], True = may be seen"
+_NO_LENGTH = "leave it out: there is no maximum length"
+_NO_WEIGHTS = "leave it out: the weights are never materialized"
+_CACHE = "cache=KVCache(), made once per layer"
+OURS = {
+    "attention_mask": _MASK, "key_padding_mask": f"{_MASK} (the negation)", "mask": _MASK,
+    "attn_mask": f"slopes for the bias, {_MASK}", "attn_bias": f"slopes for the bias, {_MASK}",
+    "is_causal": "causal", "enable_gqa": "leave it out: the heads of key may divide those of query",
+    "alibi_slopes": "slopes", "alibi": "slopes", "softmax_scale": "scale", "window_size": "window, which counts the query itself",
+    "dropout": "dropout_p", "attn_dropout": "dropout_p", "attn_pdrop": "dropout_p", "attention_dropout": "dropout_p",
+    "return_attn_probs": "return_lse", "score_mod": "slopes or key_bias",
+    "block_mask": "leave it out: the keys that matter are found in every call",
+    "max_seqlen": _NO_LENGTH, "max_seq_len": _NO_LENGTH, "max_len": _NO_LENGTH, "max_position_embeddings": _NO_LENGTH,
+    "d_model": "embed_dim", "dim": "embed_dim", "hidden_size": "embed_dim", "n_embd": "embed_dim",
+    "n_heads": "num_heads", "heads": "num_heads", "n_head": "num_heads", "nhead": "num_heads",
+    "num_key_value_heads": "num_kv_heads", "kv_heads": "num_kv_heads", "qkv_bias": "bias", "qk_ln": "qk_norm",
+    "alibi_bias_max": "slopes=alibi_slopes(num_heads, bias_max=...)", "alibi_num_heads": "slopes with 0 for the other heads",
+    "use_cache": _CACHE, "past_key_value": _CACHE, "past_key_values": _CACHE, "past_kv": _CACHE, "layer_past": _CACHE,
+    "need_weights": _NO_WEIGHTS, "output_attentions": _NO_WEIGHTS,
+    "head_first": "leave it out: the layout is [B, H, T, D]",
+}  # fmt: skip
+
+
+def hides_unknown(function: _Function) -> _Function:
+    """Marks a function whose `**unknown` only serves its error: `inspect.signature` and `help` do not show it."""
+    signature = inspect.signature(function)
+    shown = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
+    return function
+
+
+def unknown_argument(function: str, unknown: Mapping[str, object]) -> TypeError:
+    """The error for an argument that the function does not have: Python's, and our name for it where there is one."""
+    name = next(iter(unknown))
+    ours = OURS.get(name)
+    hint = "" if ours is None else f"; {ours}" if ours.startswith("leave") else f"; here it is {ours}"
+    return TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")

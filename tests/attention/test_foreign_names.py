@@ -1,0 +1,47 @@
+"""An argument of another library's attention raises a TypeError that names ours, and no signature shows how."""
+
+import inspect
+
+import pytest
+import torch
+
+from alibi_attn import (
+    ALiBiAttention,
+    ALiBiPositionalBias,
+    ALiBiTransformerBlock,
+    alibi_attention,
+    alibi_attention_varlen,
+    forgetting_attention,
+)
+from alibi_attn.attention.foreign_names import OURS
+
+X = torch.zeros(1, 2, 4, 8)
+CALLS = {
+    "alibi_attention": lambda **other: alibi_attention(X, X, X, **other),
+    "alibi_attention_varlen": lambda **other: alibi_attention_varlen(X[0], X[0], X[0], torch.tensor([0, 2]), **other),
+    "forgetting_attention": lambda **other: forgetting_attention(X, X, X, X[..., 0], **other),
+    "ALiBiAttention": lambda **other: ALiBiAttention(8, 2, **other),
+    "forward": lambda **other: ALiBiAttention(8, 2)(X[0], **other),
+    "ALiBiTransformerBlock": lambda **other: ALiBiTransformerBlock(8, 2, **other),
+    "ALiBiPositionalBias": lambda **other: ALiBiPositionalBias(2, **other),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize(
+    ("foreign", "ours"),
+    [("max_seq_len", "no maximum length"), ("dropout", "dropout_p"), ("attention_mask", "key_mask"), ("windw", None)],
+)
+def test_an_unknown_argument_names_ours(call, foreign, ours):
+    with pytest.raises(TypeError, match=rf"unexpected keyword argument '{foreign}'{'; .*' + ours if ours else '$'}"):
+        call(**{foreign: None})
+
+
+@pytest.mark.parametrize(
+    "function",
+    [alibi_attention, alibi_attention_varlen, forgetting_attention, ALiBiAttention, ALiBiAttention.forward, ALiBiPositionalBias],
+)  # fmt: skip
+def test_a_signature_has_no_unknown_arguments(function):
+    parameters = inspect.signature(function).parameters
+    assert all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    assert not OURS.keys() & parameters.keys()
