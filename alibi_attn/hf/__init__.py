@@ -11,6 +11,7 @@ try:
     from alibi_attn.hf.decoder.model import ALiBiForCausalLM
     from alibi_attn.hf.encoder.config import ALiBiBertConfig
     from alibi_attn.hf.encoder.models import ALiBiBertForMaskedLM, ALiBiBertForSequenceClassification, ALiBiBertModel
+    from alibi_attn.hf.late_chunking import LateChunks, late_chunks
     from alibi_attn.hf.patching import Patch, patch
     from alibi_attn.hf.sentence_encoder import sentence_transformer
     from alibi_attn.hf.surgery import to_alibi
@@ -27,7 +28,9 @@ __all__ = [
     "ALiBiCache",
     "ALiBiCausalLMConfig",
     "ALiBiForCausalLM",
+    "LateChunks",
     "Patch",
+    "late_chunks",
     "patch",
     "sentence_transformer",
     "to_alibi",

@@ -4,11 +4,12 @@ A batch is a padded array, but the model computes only its tokens (`encoder/pack
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase
 
@@ -36,12 +37,12 @@ def tokenize(
     return rows, cut
 
 
-def longest_first(rows: Sequence[Tokens]) -> list[int]:
+def longest_first(rows: Sequence[Sized]) -> list[int]:
     """The order of computation: longest text first, equal lengths in their original order."""
     return sorted(range(len(rows)), key=lambda at: -len(rows[at]))
 
 
-def batches(rows: Sequence[Tokens], order: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
+def batches(rows: Sequence[Sized], order: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
     """Splits texts, in the given order, into batches of at most `batch_tokens` tokens with padding, or of a single text.
 
     >>> rows = [np.zeros(n, np.int32) for n in (2, 7, 3, 2)]
@@ -62,6 +63,18 @@ def embed(model: ALiBiBertModel, rows: Sequence[Tokens], *, pooling: Pooling, no
     Raises:
         ValueError: the batch does not fit into memory, or a vector is not finite.
     """
+    states, mask = hidden_states(model, rows)
+    # Hidden states at padding are 0, so the sum covers only the tokens.
+    vectors = states.sum(1, dtype=torch.float32) / mask.sum(1, keepdim=True) if pooling == "mean" else states[:, 0]
+    return finished(model, vectors, normalize=normalize)
+
+
+def hidden_states(model: ALiBiBertModel, rows: Sequence[Tokens]) -> tuple[Tensor, Tensor]:
+    """The last hidden states of a batch [B, T, E], 0 at padding, and its mask [B, T].
+
+    Raises:
+        ValueError: the batch does not fit into memory.
+    """
     longest = max(map(len, rows))
     ids = torch.zeros(len(rows), longest, dtype=torch.int64)
     mask = torch.zeros(len(rows), longest, dtype=torch.int64)
@@ -70,15 +83,21 @@ def embed(model: ALiBiBertModel, rows: Sequence[Tokens], *, pooling: Pooling, no
         mask[at, : len(row)] = 1
     mask = mask.to(model.device)
     try:
-        states = model(ids.to(model.device), mask).last_hidden_state
-        # Hidden states at padding are 0, so the sum covers only the tokens.
-        vectors = states.sum(1, dtype=torch.float32) / mask.sum(1, keepdim=True) if pooling == "mean" else states[:, 0]
+        return model(ids.to(model.device), mask).last_hidden_state, mask
     except RuntimeError as error:
         if not isinstance(error, torch.OutOfMemoryError) and "allocate" not in str(error):
             raise
         raise ValueError(
             f"a batch of {len(rows)} × {longest:,} tokens does not fit into memory; use fewer tokens per batch, or cut texts"
         ) from error
+
+
+def finished(model: ALiBiBertModel, vectors: Tensor, *, normalize: bool) -> NDArray[np.float32]:
+    """Pooled vectors as float32 on the CPU.
+
+    Raises:
+        ValueError: a vector is not finite.
+    """
     vectors = vectors.float()
     if normalize:
         vectors = F.normalize(vectors, dim=1)

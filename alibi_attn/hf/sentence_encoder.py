@@ -80,6 +80,37 @@ def load(
     return Sentences(model, tokenizer, settings, longest)
 
 
+def unpacked(model: "SentenceTransformer | str | os.PathLike[str]") -> Sentences:
+    """The parts of a SentenceTransformer that holds one of our encoders, or what `load` reads from a folder.
+
+    Raises:
+        TypeError: neither of the two.
+        ValueError: modules other than the encoder, a pooling and a normalization.
+    """
+    if isinstance(model, str | os.PathLike):
+        return load(model)
+    modules: list[Any] = list(model) if isinstance(model, torch.nn.Sequential) else []
+    encoder = getattr(modules[0], "auto_model", None) if modules else None
+    if not isinstance(encoder, ALiBiBertModel):
+        raise TypeError(
+            f"model is a {type(model).__name__} but must be a folder, or what alibi_attn.hf.sentence_transformer returned"
+        )
+    kinds = [type(module).__name__ for module in modules[1:]]
+    if kinds not in (["Pooling"], ["Pooling", "Normalize"]):
+        raise ValueError(
+            f"the model continues with {', '.join(kinds) or 'nothing'}; supported are Pooling and Normalize"
+        )
+    settings = PoolingConfig(
+        encoder=Path(encoder.config.name_or_path or "."),
+        pooling=modules[1].pooling_mode,
+        normalize=len(kinds) == 2,
+        default_prompt_name=model.default_prompt_name,
+        truncate_dim=model.truncate_dim,
+    )
+    encoder.eval()  # type: ignore[no-untyped-call]
+    return Sentences(encoder, modules[0].tokenizer, settings, model.max_seq_length or LONGEST)
+
+
 def sentence_transformer(
     folder_or_id: str | os.PathLike[str],
     *,

@@ -18,9 +18,12 @@ from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from alibi_attn.attention.api import alibi_attention
+from alibi_attn.attention.transforms import is_traced
 from alibi_attn.hf.encoder.config import ALiBiBertConfig
 from alibi_attn.hf.encoder.packing import Packing
 from alibi_attn.nn.linear import mapped
+
+ROWS = 4096  # tokens whose feed-forward is in memory at once
 
 
 def layer_norm(config: ALiBiBertConfig) -> nn.LayerNorm:
@@ -106,7 +109,7 @@ class ALiBiBertAttention(nn.Module):
 
 
 class ALiBiBertMLP(nn.Module):
-    """The feed-forward, gated or not, with its residual and LayerNorm."""
+    """The feed-forward, gated or not, with its residual and LayerNorm; without gradients `ROWS` tokens at a time."""
 
     def __init__(self, config: ALiBiBertConfig) -> None:
         super().__init__()
@@ -121,7 +124,12 @@ class ALiBiBertMLP(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layernorm(self._inner(x) + x)
+        if torch.is_grad_enabled() or is_traced() or x[..., 0].numel() <= ROWS:
+            return self.layernorm(self._inner(x) + x)
+        output = torch.empty_like(x)
+        for rows, into in zip(x.flatten(0, -2).split(ROWS), output.flatten(0, -2).split(ROWS), strict=True):
+            into.copy_(self.layernorm(self._inner(rows) + rows))
+        return output
 
     def _inner(self, x: Tensor) -> Tensor:
         if not self.is_gated:
