@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 EXTRAS = {
     **dict.fromkeys(("attention", "nn", "distributed"), ("torch",)),
     "jax": ("jax",),
-    "hf": ("hf", "embed"),
+    "hf": ("hf", "embed", "index"),
     "lab": ("lab", "track", "hub"),
     "recipes": ("lab", "hf"),
     "report": ("lab",),
@@ -27,7 +27,10 @@ UNDECLARED = {
     ),
 }
 OF_TOOLS = {"dev", "docs"}
-NOT_IMPORTED = {"tensorboard": "torch writes its files, accelerate asks for it"}
+NOT_IMPORTED = {
+    "tensorboard": "torch writes its files, accelerate asks for it",
+    "lancedb": "an example searches what `alibi embed --chunks` writes",
+}
 
 
 def project(root: Path) -> dict:

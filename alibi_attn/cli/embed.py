@@ -1,9 +1,10 @@
-"""`alibi embed`: embeds files or lines of text into a NumPy array with one row per text."""
+"""`alibi embed`: embeds files or lines of text into a NumPy array, or the passages of files into a Parquet table."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 from rich.markup import escape
@@ -12,9 +13,32 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from alibi_attn.cli.console import check_writable, console, errors, interrupted, needs
 
 if TYPE_CHECKING:
+    from alibi_attn.hf.late_chunking import Windows
     from alibi_attn.hf.resumable_output import PartialVectors
+    from alibi_attn.hf.sentence_encoder import Sentences
 
 BATCH_TOKENS = 16384
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """The rows of an output.
+
+    Args:
+        unit: of a row, for messages.
+        count: of the rows.
+        identity: a hash of model, texts and settings.
+        batches: yields (places, vectors) of the rows that are left after the given number of them.
+        write: as for `PartialVectors.finish`.
+        about: the end of the command's message.
+    """
+
+    unit: str
+    count: int
+    identity: str
+    batches: Callable[[int], Iterator[tuple[Sequence[int], Any]]]
+    write: Callable[[Path, Any], None] | None
+    about: str
 
 
 def embed(
@@ -22,13 +46,22 @@ def embed(
         str, typer.Argument(help="A checkpoint folder, or a repository on the Hugging Face Hub.", show_default=False)
     ],
     files: Annotated[list[Path], typer.Argument(help="Text files in UTF-8.", show_default=False)],
-    out: Annotated[Path, typer.Option(help="New .npy file: float32, one row per text.")],
+    out: Annotated[Path, typer.Option(help="New file: .npy, one float32 row per text, or with --chunks .parquet.")],
     lines: Annotated[bool, typer.Option("--lines", help="One text per line instead of one per file.")] = False,
+    chunks: Annotated[
+        str | None,
+        typer.Option(help="One row per passage: tokens per passage, sentences or paragraphs.", show_default=False),
+    ] = None,
     batch_tokens: Annotated[int, typer.Option(min=1, help="Most tokens per batch.")] = BATCH_TOKENS,
     max_length: Annotated[
         int | None,
-        typer.Option(min=1, help="Cut texts to this many tokens.", show_default="from the model, else 8192"),
+        typer.Option(
+            min=1,
+            help="Cut texts to this many tokens; with --chunks read longer ones in windows instead.",
+            show_default="from the model, else 8192; none with --chunks",
+        ),
     ] = None,
+    overlap: Annotated[int, typer.Option(min=0, help="Tokens that neighboring windows share.")] = 512,
     normalize: Annotated[bool, typer.Option("--normalize", help="Scale vectors to length 1.")] = False,
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"], typer.Option(help="Dtype of the computation.")
@@ -37,53 +70,135 @@ def embed(
 ) -> None:
     """Embed texts with an ALiBi encoder: Jina v2, MosaicBERT, DNABERT-2, or an encoder saved by this package.
 
-    Row i is the i-th file, or with --lines the i-th line of all files. Texts are batched by length without computing padding.
-    To resume after an interruption, run the same command again.
+    Row i is the i-th file, or with --lines the i-th line of all files. With --chunks, each row of a Parquet table is a passage
+    of a file (file, start, end, text, vector), computed with the whole file in view. To resume after an interruption, run the
+    same command again.
 
     [dim]alibi embed jinaai/jina-embeddings-v2-base-en chapter-*.txt --out chapters.npy[/]
 
     [dim]alibi embed MODEL sentences.txt --lines --normalize --out sentences.npy[/]
+
+    [dim]alibi embed MODEL book-*.txt --chunks paragraphs --out passages.parquet[/]
     """
     check_writable(out)
+    _check_chunks(chunks, out, lines=lines)
     names, texts = read_texts(files, lines=lines)
     with needs("hf"):
         import torch
 
-        from alibi_attn.hf import embedding, sentence_encoder
+        from alibi_attn.hf import sentence_encoder
+        from alibi_attn.hf.late_chunking import Windows
         from alibi_attn.hf.resumable_output import PartialVectors, claimed
     with claimed(out):
-        sentences = sentence_encoder.load(model, max_seq_length=max_length, dtype=getattr(torch, dtype))
+        longest = max_length if chunks is None else None
+        sentences = sentence_encoder.load(model, max_seq_length=longest, dtype=getattr(torch, dtype))
         settings = sentences.folder
         if settings.default_prompt_name or settings.truncate_dim:
             raise ValueError(
                 f"{model} needs a prompt or truncated vectors, which this command does not support; use "
                 "alibi_attn.hf.sentence_transformer"
             )
-        rows, cut = embedding.tokenize(sentences.tokenizer, texts, sentences.max_seq_length)
-        _check_rows(names, [len(row) for row in rows], batch_tokens)
-        try:
-            encoder = sentences.model.to(torch.device(device))  # type: ignore[arg-type]
-        except (RuntimeError, AssertionError) as error:  # what torch raises for a missing device
-            reason = str(error).splitlines()[0]
-            raise ValueError(f"device is {device!r} but it cannot be used here ({reason})") from None
         normalize = normalize or settings.normalize
-        identity = embedding.fingerprint(encoder, rows, [settings.pooling, normalize])
-        order, total = embedding.longest_first(rows), sum(map(len, rows))
-        partial = PartialVectors.open(out, identity, (len(rows), encoder.config.hidden_size))
+        if chunks is None:
+            job = _text_job(sentences, names, texts, device, batch_tokens=batch_tokens, normalize=normalize)
+        else:
+            windows = Windows(max_length, overlap)
+            job = _chunk_job(
+                sentences, names, texts, device, chunks, windows, batch_tokens=batch_tokens, normalize=normalize
+            )
+        partial = PartialVectors.open(out, job.identity, (job.count, sentences.model.config.hidden_size))
         if partial.done:
-            console.print(f"resuming: {len(rows) - partial.done:,} of {len(rows):,} texts are left")
+            console.print(f"resuming: {job.count - partial.done:,} of {job.count:,} {job.unit} are left")
         with _progress() as bar, _kept_on_error(partial):
-            task = bar.add_task("texts", total=len(rows), completed=partial.done)
-            for indices in embedding.batches(rows, order[partial.done :], batch_tokens):
-                batch = [rows[index] for index in indices]
-                partial.put(indices, embedding.embed(encoder, batch, pooling=settings.pooling, normalize=normalize))
+            task = bar.add_task(job.unit, total=job.count, completed=partial.done)
+            for places, vectors in job.batches(partial.done):
+                partial.put(places, vectors)
                 bar.update(task, completed=partial.done)
-        path = partial.finish()
+        path = partial.finish(job.write)
     shape = partial.vectors.shape
+    console.print(f"vectors  {escape(str(path))}  {shape[0]:,} × {shape[1]:,}  ({job.about})", soft_wrap=True)
+
+
+def _text_job(
+    sentences: "Sentences",
+    names: Sequence[str],
+    texts: Sequence[str],
+    device: str,
+    *,
+    batch_tokens: int,
+    normalize: bool,
+) -> _Job:
+    """One row per text."""
+    from alibi_attn.hf import embedding
+
+    rows, cut = embedding.tokenize(sentences.tokenizer, texts, sentences.max_seq_length)
+    _check_rows(names, [len(row) for row in rows], batch_tokens)
+    _move(sentences, device)
+    encoder, pooling = sentences.model, sentences.folder.pooling
+
+    def batches(done: int) -> Iterator[tuple[Sequence[int], Any]]:
+        for indices in embedding.batches(rows, embedding.longest_first(rows)[done:], batch_tokens):
+            some = [rows[index] for index in indices]
+            yield indices, embedding.embed(encoder, some, pooling=pooling, normalize=normalize)
+
     shortened = f", {len(cut):,} cut to {sentences.max_seq_length:,}" if cut else ""
-    console.print(
-        f"vectors  {escape(str(path))}  {shape[0]:,} × {shape[1]:,}  ({total:,} tokens{shortened})", soft_wrap=True
+    identity = embedding.fingerprint(encoder, rows, [pooling, normalize])
+    return _Job("texts", len(rows), identity, batches, None, f"{sum(map(len, rows)):,} tokens{shortened}")
+
+
+def _chunk_job(
+    sentences: "Sentences", names: Sequence[str], texts: Sequence[str], device: str, chunks: str, windows: "Windows", *,
+    batch_tokens: int, normalize: bool,
+) -> _Job:  # fmt: skip
+    """One row per chunk, in the order of the files and inside them."""
+    import numpy as np
+
+    from alibi_attn.hf import embedding, late_chunking
+
+    with needs("index"):
+        from alibi_attn.hf import chunk_table
+    rule = int(chunks) if chunks.isdecimal() else cast("Literal['sentences', 'paragraphs']", chunks)
+    documents = late_chunking.prepared(sentences, texts, rule, windows, names=names)
+    _move(sentences, device)
+    counts = [len(document.spans) for document in documents]
+    first = [0, *np.cumsum(counts).tolist()]
+    order = embedding.longest_first(documents)
+
+    def batches(done: int) -> Iterator[tuple[Sequence[int], Any]]:
+        skipped = int(np.searchsorted(np.cumsum([counts[at] for at in order]), done, "right")) if done else 0
+        for indices, vectors in late_chunking.computed(
+            sentences.model, documents, windows, batch_tokens=batch_tokens, normalize=normalize, order=order[skipped:]
+        ):
+            yield [row for at in indices for row in range(first[at], first[at + 1])], np.concatenate(vectors)
+
+    spans = [document.spans for document in documents]
+    arrays = [array for document in documents for array in (document.ids, document.spans.astype(np.int32).ravel())]
+    identity = embedding.fingerprint(sentences.model, arrays, ["chunks", chunks, windows, normalize])
+    about = f"{len(documents):,} files, {sum(map(len, documents)):,} tokens"
+    return _Job(
+        "chunks", sum(counts), identity, batches, lambda path, x: chunk_table.write(path, names, texts, spans, x), about
     )
+
+
+def _move(sentences: "Sentences", device: str) -> None:
+    try:
+        sentences.model.to(device)  # type: ignore[arg-type]
+    except (RuntimeError, AssertionError) as error:  # what torch raises for a missing device
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"device is {device!r} but it cannot be used here ({reason})") from None
+
+
+def _check_chunks(chunks: str | None, out: Path, *, lines: bool) -> None:
+    if chunks is None:
+        if out.suffix == ".parquet":
+            raise ValueError(f"{out} is a Parquet table, which needs --chunks; pass it, or a name that ends in .npy")
+        return
+    if chunks not in ("sentences", "paragraphs") and not (chunks.isdecimal() and int(chunks) > 0):
+        raise ValueError(f"--chunks is {chunks!r} but must be a number of tokens, sentences or paragraphs")
+    if lines:
+        raise ValueError("--chunks divides whole files; omit --lines")
+    if out.suffix != ".parquet":
+        raise ValueError(f"--chunks writes a Parquet table; pass a name that ends in .parquet instead of {out.name}")
 
 
 def read_texts(files: Sequence[Path], *, lines: bool) -> tuple[list[str], list[str]]:

@@ -152,9 +152,17 @@ def late_chunks(
 
 
 def prepared(
-    encoder: sentence_encoder.Sentences, texts: Sequence[str], chunks: Chunks, windows: Windows
+    encoder: sentence_encoder.Sentences,
+    texts: Sequence[str],
+    chunks: Chunks,
+    windows: Windows,
+    *,
+    names: Sequence[str] | None = None,
 ) -> list[Document]:
     """The tokens and chunks of all texts, after all checks.
+
+    Args:
+        names: of the texts, for errors; None for "text 0" and so on.
 
     Raises:
         TypeError, ValueError: see `late_chunks`.
@@ -172,7 +180,10 @@ def prepared(
         )
     chunking.check(chunks, len(texts))
     windows.check(tokenizer)
-    return [_document(tokenizer, text, chunks, number) for number, text in enumerate(texts)]
+    return [
+        _document(tokenizer, text, chunks, number, f"text {number}" if names is None else names[number])
+        for number, text in enumerate(texts)
+    ]
 
 
 def computed(
@@ -228,14 +239,14 @@ def _means(
     return [total / count[:, None].to(total) for total, count in zip(sums, counts, strict=True)]
 
 
-def _document(tokenizer: PreTrainedTokenizerBase, text: str, chunks: Chunks, number: int) -> Document:
+def _document(tokenizer: PreTrainedTokenizerBase, text: str, chunks: Chunks, number: int, name: str) -> Document:
     encoded = tokenizer(
         text, add_special_tokens=True, truncation=False, verbose=False, return_offsets_mapping=True,
         return_special_tokens_mask=True,
     )  # fmt: skip
     inside = np.flatnonzero(np.asarray(encoded["special_tokens_mask"]) == 0)
     if not len(inside):
-        raise ValueError(f"text {number} has no tokens with this tokenizer; leave it out")
+        raise ValueError(f"{name} has no tokens with this tokenizer; leave it out")
     first, stop = int(inside[0]), int(inside[-1]) + 1
     offsets = np.array(encoded["offset_mapping"], dtype=np.int64)[first:stop]
     spans, tokens = chunking.spans_of(text, chunks, offsets, number=number)

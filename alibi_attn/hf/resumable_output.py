@@ -12,7 +12,7 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -53,10 +53,10 @@ def claimed(out: Path) -> Iterator[None]:
 
 def check_new(out: Path) -> None:
     """Raises FileExistsError if the output exists, after removing what a run that was killed inside `finish` left."""
-    partial, about = _beside(out)
+    partial, about, complete = _beside(out)
     if out.exists():
-        if partial.exists() and partial.samefile(out):
-            _remove(about, partial)
+        if any(path.exists() and path.samefile(out) for path in (partial, complete)):
+            _remove(about, partial, complete)
         raise FileExistsError(f"{out} exists; vectors are never overwritten: delete it, or pass another --out")
 
 
@@ -85,7 +85,7 @@ class PartialVectors:
             OSError: the file cannot be written, or the disk is full.
         """
         check_new(out)
-        partial, about = _beside(out)
+        partial, about, _ = _beside(out)
         done = _done(partial, about, identity, shape)
         if done > 0:
             size = partial.stat().st_size  # before opening, which would pad a short file with zeros
@@ -121,23 +121,35 @@ class PartialVectors:
         _write(_beside(self.out)[1], self.identity, self.done, self.vectors.shape)
         self._flushed_at = time.monotonic()
 
-    def finish(self) -> Path:
+    def finish(self, write: Callable[[Path, NDArray[np.float32]], None] | None = None) -> Path:
         """Rename the complete file to `out`.
+
+        Args:
+            write: writes (path, vectors) in another format; the result becomes `out`.
 
         Raises:
             FileExistsError: `out` was created meanwhile.
+            OSError: the disk is full; the vectors are kept.
         """
         assert self.done == len(self.vectors)
         self.keep()
-        partial, about = _beside(self.out)
-        with partial.open("rb") as file:
+        partial, about, complete = _beside(self.out)
+        if write is None:
+            complete = partial
+        else:
+            try:
+                write(complete, self.vectors)
+            except BaseException:
+                _remove(complete)
+                raise
+        with complete.open("rb") as file:
             os.fsync(file.fileno())
         try:
-            os.link(partial, self.out)
+            os.link(complete, self.out)
         except FileExistsError:
             check_new(self.out)
             raise
-        _remove(about, partial)  # in this order, so that `check_new` recognizes the leftovers of a killed run
+        _remove(about, partial, complete)  # in this order, so that `check_new` recognizes the leftovers of a killed run
         return self.out
 
 
@@ -171,8 +183,10 @@ def _is_at(file: BinaryIO, path: Path) -> bool:
         return False
 
 
-def _beside(out: Path) -> tuple[Path, Path]:
-    return out.with_name(f"{out.name}.partial"), out.with_name(f"{out.name}.partial.json")
+def _beside(out: Path) -> tuple[Path, Path, Path]:
+    """The vectors, their progress, and the complete file in another format."""
+    partial, about, complete = (out.with_name(f"{out.name}.partial{end}") for end in ("", ".json", ".complete"))
+    return partial, about, complete
 
 
 def _done(partial: Path, about: Path, identity: str, shape: tuple[int, int]) -> int:

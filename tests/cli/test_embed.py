@@ -9,7 +9,7 @@ from encoder_oracle import config, pooled, random_state, write_folder, write_tok
 from typer.testing import CliRunner
 
 from alibi_attn.cli.main import app
-from alibi_attn.hf import embedding
+from alibi_attn.hf import embedding, late_chunks
 
 TEXTS = ["a b c", "d e f g h i j k a a b", "z", "a b c d e f g h i j k l m n o p"]
 
@@ -163,3 +163,78 @@ def test_a_refused_run_leaves_no_new_folder(model, files, tmp_path):
     out = tmp_path / "new" / "folder" / "v.npy"
     assert "cannot be used here" in run(model, files[0], "--device", "nowhere", "--out", out, code=1)
     assert not (tmp_path / "new").exists()
+
+
+def passages(path: Path) -> list[dict]:
+    return (
+        pytest.importorskip("pyarrow.parquet", reason="the extra index is not installed").read_table(path).to_pylist()
+    )
+
+
+def test_chunks_are_rows_of_a_table_with_their_file_place_text_and_vector(model, files, tmp_path):
+    pytest.importorskip("pyarrow", reason="the extra index is not installed")
+    out = tmp_path / "passages.parquet"
+    files[0].write_text("a b c. d e.\n\nf g", encoding="utf-8")
+    assert run(model, *files, "--chunks", "sentences", "--out", out) == f"vectors {out} 6 × 48 (4 files, 45 tokens)"
+    rows = passages(out)
+    assert [row["text"] for row in rows] == ["a b c.", "d e.", "f g", *TEXTS[1:]]
+    assert [Path(row["file"]).name for row in rows] == ["0.txt", "0.txt", "0.txt", "1.txt", "2.txt", "3.txt"]
+    texts = [path.read_text() for path in files]
+    expected = late_chunks(model, texts, chunks="sentences")
+    assert np.array_equal([row["vector"] for row in rows], np.concatenate([found.vectors for found in expected]))
+    assert [[row["start"], row["end"]] for row in rows] == np.concatenate([found.spans for found in expected]).tolist()
+    options = ["--chunks", 3, "--max-length", 8, "--overlap", 2, "--normalize", "--batch-tokens", 9]
+    run(model, *files, *options, "--out", tmp_path / "windows.parquet")
+    expected = late_chunks(model, texts, chunks=3, max_length=8, overlap=2, normalize=True, batch_tokens=9)
+    vectors = [row["vector"] for row in passages(tmp_path / "windows.parquet")]
+    assert np.array_equal(vectors, np.concatenate([found.vectors for found in expected]))
+    assert not [path for path in tmp_path.rglob("*") if "partial" in path.name]
+
+
+def test_interrupted_chunks_resume_with_the_same_table(model, files, tmp_path, monkeypatch):
+    pq = pytest.importorskip("pyarrow.parquet", reason="the extra index is not installed")
+    made, batches = embedding.hidden_states, []
+
+    def stops(encoder, rows):
+        if len(batches) == 2:
+            raise KeyboardInterrupt
+        batches.append(len(rows))
+        return made(encoder, rows)
+
+    out = tmp_path / "v.parquet"
+    arguments = [model, *files, "--chunks", 2, "--batch-tokens", 8, "--out", out]
+    monkeypatch.setattr(embedding, "hidden_states", stops)
+    run(*arguments, code=130)
+    assert sorted(path.name for path in tmp_path.glob("v*")) == ["v.parquet.partial", "v.parquet.partial.json"]
+    monkeypatch.setattr(embedding, "hidden_states", made)
+    assert "was started with another model" in run(
+        *arguments[:-4], "--batch-tokens", 8, "--out", out, "--overlap", 1, code=1
+    )
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(pq.ParquetWriter, "write_table", full)
+    assert "No space left" in run(*arguments, code=1)
+    monkeypatch.undo()
+    assert run(*arguments).startswith("resuming: 0 of 17 chunks are left")  # only the table was missing
+    whole = tmp_path / "whole.parquet"
+    run(*arguments[:-1], whole)
+    assert whole.read_bytes() == out.read_bytes()
+    assert sorted(path.name for path in tmp_path.glob("v*")) == ["v.parquet"]
+
+
+CHUNKS = [
+    (["--chunks", "words"], "must be a number of tokens, sentences or paragraphs"),
+    (["--chunks", "0"], "must be a number of tokens, sentences or paragraphs"),
+    (["--chunks", "9", "--lines"], "divides whole files; omit --lines"),
+    (["--chunks", "9", "--out", "v.npy"], "pass a name that ends in .parquet instead of v.npy"),
+    (["--out", "v2.parquet"], "is a Parquet table, which needs --chunks"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), CHUNKS)
+def test_options_of_chunks_that_contradict_are_refused(options, message, model, files, tmp_path):
+    before = sorted(tmp_path.rglob("*"))
+    assert message in run(model, files[0], "--out", tmp_path / "v.parquet", *options, code=1)
+    assert sorted(tmp_path.rglob("*")) == before
