@@ -75,6 +75,21 @@ def test_embed_documents_of_random_weights_and_of_a_checkpoint(run, tmp_path):
     assert rows[-2].split()[1] == rows[-1].split()[2] == "1.00"
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_passages(run, tmp_path):
+    pytest.importorskip("lancedb", reason="the extra index is not installed")
+    folder = write_tokenizer(write_folder(tmp_path / "jina", random_state("jina"), config("jina")))
+    (tmp_path / "a.txt").write_text("a b c. d e f g! a b.", encoding="utf-8")
+    (tmp_path / "b.txt").write_text("h i j k l m n o", encoding="utf-8")
+    lines = run("passages", folder, "h i j k l m n o", "a.txt", "b.txt", "--best", 2).splitlines()
+    score, place, text = lines[0].split("  ")
+    assert (place, text) == ("b.txt:0-15", "h i j k l m n o")
+    assert float(score) > 0.99  # the query has the passage's own words, and its special tokens are averaged too
+    assert len(lines) == 2
+    lines = run("passages", folder, "a b.", "--best", 9).splitlines()  # everything is known
+    assert sorted(line.split("  ")[1] for line in lines) == ["a.txt:0-6", "a.txt:16-20", "a.txt:7-15", "b.txt:0-15"]
+
+
 def test_forget_gates(run):
     printed = run("forget_gates", "--length", 1024)
     assert max(numbers(r"differ\w* .*by (\S+)", printed)) < 1e-4
