@@ -265,8 +265,8 @@ def last_keys(spec: Spec, keys: Tensor) -> Tensor:
     marked = torch.nn.functional.pad(keys, (0, spec.query_len)).gather(-1, order)
     last = torch.where(marked, torch.arange(len(positions), device=device), -1).cummax(-1).values
     at = last.clamp(min=0)
-    found = (last >= 0) & (segments.expand_as(order).gather(-1, at) == segments)
-    last = torch.where(found, order.gather(-1, at), -1)
+    same_segment = (last >= 0) & (segments.expand_as(order).gather(-1, at) == segments)
+    last = torch.where(same_segment, order.gather(-1, at), -1)
     return torch.empty_like(last).scatter_(-1, order, last)[..., spec.key_len :]
 
 

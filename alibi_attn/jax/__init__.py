@@ -1,8 +1,8 @@
-"""ALiBi in JAX: `alibi_attention` for arrays, and what Flax needs of it. Nothing here imports PyTorch.
+"""ALiBi in JAX: `alibi_attention` for arrays, and modules for Flax. Nothing here imports PyTorch.
 
     from alibi_attn.jax import alibi_attention                  # [B, T, H, D], pure, jit, grad, vmap, shard_map
     from alibi_attn.jax import forgetting_attention             # the same with forget gates
-    from alibi_attn.jax import explain                          # which backend runs a call, and how far each head looks
+    from alibi_attn.jax import explain                          # which backend runs a call, and how far each head attends
     from alibi_attn.jax import alibi_dot_product_attention      # attention_fn for Flax's own modules, Linen and NNX
     from alibi_attn.jax.flax import ALiBiAttention              # modules for NNX
 

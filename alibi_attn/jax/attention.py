@@ -45,9 +45,9 @@ def alibi_attention(
     return_lse: bool = False,
     backend: Backend = "auto",
 ) -> Array | tuple[Array, Array]:
-    """Attention with linear biases, softmax(scale·q·kᵀ − m·|i − j|)·v, [B, T, H, D] in query's dtype.
+    """Attention with linear biases, softmax(scale·q·kᵀ − m·|i − j| + b_j)·v, [B, T, H, D] in query's dtype.
 
-    Exact to rounding, in memory linear in T and S. Pure: works under `jit`, `grad`, `vmap`, `checkpoint` and `shard_map`
+    Exact up to rounding, in memory linear in T and S. Pure: works under `jit`, `grad`, `vmap`, `checkpoint` and `shard_map`
     (over sequences and heads; slopes, biases and masks sharded alike). Differentiable once, in reverse, in query, key, value,
     slopes and key_bias, and through lse. Under `jit` everything but arrays is static.
 
@@ -55,30 +55,30 @@ def alibi_attention(
         query: [B, T, H, D], JAX's layout; float16, bfloat16, float32, or float64 where x64 is enabled.
         key, value: [B, S, K, D], K divides H (grouped-query attention).
         slopes: m, one per head, [H] or [B, H], used in fp32 (fp64 for fp64 input); 0 = no position, negative = far keys are
-            preferred. Default `alibi_slopes(H)`, the published ones.
-        causal: keys to the right are not seen. False is symmetric, −m·|i − j| on both sides.
-        right_slopes: own slopes for keys to the right (causal=False only); inf = this head never looks right.
-        window: how many keys a query may see, itself included (to either side when not causal).
+            preferred. Default: the published slopes, `alibi_slopes(H)`.
+        causal: hide the keys to the right of each query. False is symmetric, −m·|i − j| on both sides.
+        right_slopes: separate slopes for keys to the right (causal=False only); inf = this head never attends to the right.
+        window: how many keys a query may see, including its own (on either side when not causal).
         scale: factor of q·k, 1/√D by default. The bias is not scaled.
         query_offset: position of query 0; S − T by default: the queries are the last T of the S positions. An int, or an
-            integer array, 0-d or [B], which may be traced. It may lie before or after all the keys.
-        key_mask: [B, S] bool, True = may be seen.
-        segment_ids: [B, S] integers, attention within a segment only; or a pair ([B, T], [B, S]) for queries and keys.
-        key_bias: b, fp32 or fp64, [B, H, S] or what broadcasts to it: a number for every key, added to its scaled scores; −inf =
-            may not be seen. Scores count from a number near those that matter: large ones cost the rounding of their
-            differences, and no fp64 is needed.
-        dropout_p: share of the attention weights that are dropped, in [0, 1).
-        dropout_key: from `jax.random.key`, needed where dropout_p > 0. What a key drops depends on sequence, head and positions
-            only: it is the same in every backend and chunk of queries, and in PyTorch.
-        tolerance: the largest share of a query's softmax mass that may be skipped, in [0, 1); default eps / 32 of the dtype,
-            far below its rounding; 0 skips only what is forbidden.
-        return_lse: also return the natural log-sum-exp of the scores, [B, H, T] fp32 (fp64 where query or key_bias is), −inf
-            where nothing is seen.
-        backend: "native" are the C++ kernels that PyTorch calls too, on the CPU; "loop" visits tiles of keys outward from the
-            diagonal on any device, "dense" computes all scores, "auto" picks by shapes and device (see `explain`).
+            integer array, 0-d or [B], which may be traced. It may lie before or after all keys.
+        key_mask: [B, S] bool, True = visible.
+        segment_ids: [B, S] integers; attention stays within a segment. Or a pair ([B, T], [B, S]) for queries and keys.
+        key_bias: b, fp32 or fp64, [B, H, S] or broadcastable to it, added to the score of each key; −inf hides the key.
+            However large the biases are, a score is off only by a rounding of their difference to the b of a key near the
+            query; no fp64 is needed.
+        dropout_p: share of the attention weights to drop, in [0, 1).
+        dropout_key: from `jax.random.key`, required if dropout_p > 0. The dropped weights depend on the key, sequence, head and
+            positions only: they are the same in every backend and chunk of queries, and in PyTorch.
+        tolerance: the largest share of a query's softmax mass that may be skipped, in [0, 1). Default: eps / 32 of the dtype,
+            far below its rounding. 0 skips masked keys only.
+        return_lse: also return the natural log-sum-exp of the scores, [B, H, T] fp32 (fp64 if query or key_bias is fp64), −inf
+            for a query that sees no key.
+        backend: "native" = the C++ kernels that PyTorch uses too, on a CPU; "loop" visits tiles of keys outward from the
+            diagonal, on any device; "dense" computes all scores; "auto" picks by shapes and device (see `explain`).
 
     Returns:
-        The output, or (output, lse). A query that may see nothing gives zeros. A key that may not be seen is never used.
+        The output, or (output, lse). A query that sees no key returns zeros. Hidden keys are never used.
 
     Raises:
         ValueError, TypeError: wrong shapes, dtypes or numbers, when the function is traced.
@@ -231,8 +231,8 @@ def _backward(plan: Plan, wanted: native.Wanted, kept: _Kept, grad_output: Array
 
 def _no_second_derivative(*given: object) -> NoReturn:
     raise NotImplementedError(
-        "alibi_attention can be differentiated once, but a second derivative was asked for; "
-        "write the attention out with jax.numpy where you need one"
+        "alibi_attention can be differentiated once, but a second derivative was requested; "
+        "for those write out the attention with jax.numpy"
     )
 
 

@@ -1,15 +1,15 @@
 """The certificate in JAX: which tiles of keys cannot matter to a block of queries (the maths is that of `alibi_attn.reach`).
 
-A block visits its own tiles first and knows, after each, a lower bound λ of every query's log-sum-exp: that of the keys it
-has seen. The tiles it has not seen weigh at most exp(U − λ − m·r)/(1 − e^(−m)), with U = |scale|·‖q‖·κ, κ the largest key
-norm among them and r the distance to the nearest. When that is at most the tolerance, the loop ends.
+A block visits its own tiles first. After each tile it has a lower bound λ on every query's log-sum-exp, over the keys visited so
+far. The remaining tiles weigh at most exp(U − λ − m·r)/(1 − e^(−m)), with U = |scale|·‖q‖·κ, κ the largest key norm among them
+and r the distance to the nearest. When that is at most the tolerance, the loop ends.
 
-With a number b_j for every key there is no geometric series: the weights of the remaining tiles are added up, one number per
-tile. That holds for biases and slopes of any sign.
+With a bias b_j for every key there is no geometric series: the weights of the remaining tiles are added up, one number per tile.
+That is valid for biases and slopes of any sign.
 
 In floating point: without x64 JAX has no fp64, so norms are computed from scaled rows (squares neither overflow nor vanish) and
-rounded up by more than their error; λ and U get the error of what they were computed from. Numbers that are not finite certify
-nothing, because a comparison with NaN is False.
+rounded up by more than their error; λ and U include the errors of their inputs. If numbers are not finite, nothing is skipped,
+because a comparison with NaN is False.
 
 The steps, in the order in which `loop.py` takes them: `key_norms` once per call, `certificate` once per block, `still_needed`
 after every tile.
@@ -48,21 +48,21 @@ class KeyNorms(NamedTuple):
 
 
 class BiasedTiles(NamedTuple):
-    """What the keys of each tile may weigh, for one query head, where keys have biases."""
+    """Bounds on the weights of the keys of each tile, for one query head with key biases."""
 
     norm: Array  # [n] the largest ‖k‖
     shortest: Array  # scalar: no key that is not hidden is shorter
     bias: Array  # [n] the largest b; −inf where all keys are hidden
     left: Array  # [n] ln Σ exp(b_j − bias − m·(j_last − j)), rounded up: seen from the right
     right: Array  # [n] ln Σ exp(b_j − bias − m·(j − j_first)), rounded up: seen from the left
-    outlier: Array  # [LOOP_OUTLIER_TILES] numbers of the tiles that stay the largest the longest, −1 for none
+    outlier: Array  # [LOOP_OUTLIER_TILES] numbers of tiles that remain the running maximum for longest, −1 for none
     value_before: Array  # [n] ‖v‖ over all tiles to the left, without the outliers
     value_after: Array  # [n]
     value_of_outlier: Array  # [LOOP_OUTLIER_TILES]
 
 
 class Certificate(NamedTuple):
-    """What is known of a block of queries before its first tile."""
+    """The bounds of a block of queries, computed before its first tile."""
 
     rate: Array  # [t] |scale|·‖q‖, rounded up: times a key norm it bounds the score
     largest_score: Array  # [t] U over every key that the loop may visit
@@ -71,7 +71,7 @@ class Certificate(NamedTuple):
 
 
 class BiasedCertificate(NamedTuple):
-    """What is known of a block of queries before its first tile, where keys have biases."""
+    """The bounds of a block of queries with key biases, computed before its first tile."""
 
     rate: Array  # [t] |scale|·‖q‖, rounded up
     largest_score: Array  # [t] U over every key that the loop may visit
@@ -79,12 +79,12 @@ class BiasedCertificate(NamedTuple):
     left: Array  # [n] nats of each tile without its bias, for the largest rate and the nearest query; inf if not to the left
     right: Array  # [n] the same for tiles to the right
     bias: Array  # [n] the largest b of each tile, −inf where the block may see no key
-    size: Array  # [n] what biases and distances of a tile's keys are at most, of those that round
+    size: Array  # [n] a bound on the biases and distances of a tile's keys, which are rounded
     norms: BiasedTiles
 
 
 def key_norms(plan: Plan, parts: Parts) -> KeyNorms | BiasedTiles:
-    """Per key head, or per query head where keys have biases. Hidden keys weigh nothing, keys that spoil a query are needed."""
+    """Per key head, or per query head with key biases. Hidden keys weigh nothing; keys with NaN or inf are always needed."""
     inputs = parts.inputs
     of_keys = jnp.where(jnp.isnan(inputs.veil), jnp.inf, norm_bound(inputs.key))
     of_keys, of_values = (jnp.where(inputs.hidden, 0.0, x) for x in (of_keys, norm_bound(inputs.value)))
@@ -129,7 +129,7 @@ def certificate(
         left=nats(tiles.left, rule.left, first - end),
         right=nats(tiles.right, rule.right, begin - last),
         bias=bias,
-        # A bias counts from a reference that is at least as large as b − m·|i − j|.
+        # A bias is relative to a reference that is at least as large as b − m·|i − j|.
         size=2 * jnp.maximum(jnp.abs(rule.left), jnp.abs(rule.right)) * farthest,
         norms=tiles,
     )
@@ -150,7 +150,7 @@ def _plain_needed(
     i = block.queries.position + jnp.arange(plan.query_block, dtype=jnp.int32)
     lse = so_far.top + jnp.log(so_far.total)
     error = _error(so_far.mixed.shape[-1], lse.dtype) * (known.largest_score + jnp.abs(lse)) + LSE_NATS["jax"]
-    # The output so far is a mean of the values that were kept: one of them is at least as long.
+    # The output so far is a mean of the kept values: one of them is at least as long.
     kept = VALUE_RATIO * _norm(so_far.mixed) / so_far.total
     share = (1.0 - LOOP_OUTLIER_TILES * LOOP_OUTLIER_SHARE) / (1 if plan.causal else 2)
 
@@ -182,8 +182,8 @@ def _biased_needed(
     """One sum over tiles serves all queries of the block.
 
     exp(ρ_i·‖k‖ + b − m·|i − j|) ≤ exp(P·‖k‖ + b − m·d)·exp(−(P − ρ_i)·min‖k‖ − m·δ_i), P the largest ρ of the block, d the
-    distance from its nearest query, and δ_i how much farther query i is. Biases count from the smallest reference of the
-    queries, the one with the least room for large numbers.
+    distance from its nearest query, and δ_i how much farther query i is. Biases are relative to the smallest reference of the
+    queries.
     """
     assert so_far.reference is not None
     norms, count, rule = known.norms, plan.query_block, block.rule
@@ -199,7 +199,7 @@ def _biased_needed(
     lse = so_far.top + jnp.log(so_far.total) + above
     error = _error(so_far.mixed.shape[-1], lse.dtype) * (known.largest_score + jnp.abs(lse)) + 2 * LSE_NATS["jax"]
     error += 4 * eps * jnp.abs(above)
-    # Of the keys that have weight, a negative bias is no larger than the rest of the score.
+    # For keys with weight, a negative bias is no larger than the rest of the score.
     error += 8 * eps * jnp.where(is_visited, known.size, 0.0).max()
     kept = VALUE_RATIO * _norm(so_far.mixed) / so_far.total
     share = (1.0 - LOOP_OUTLIER_TILES * LOOP_OUTLIER_SHARE) / (1 if plan.causal else 2)
@@ -212,7 +212,7 @@ def _biased_needed(
         return jnp.where(known.bias == -jnp.inf, -jnp.inf, jnp.where(jnp.isfinite(beyond), total, jnp.inf))
 
     def room(slope: Array, farther: Array, value_norm: Array, share: float) -> Array:
-        """Nats, for the largest rate and the nearest query, that may be left out."""
+        """The nats that may be skipped, for the largest rate and the nearest query."""
         longer = jnp.where(value_norm <= kept, 0.0, jnp.log(value_norm) - jnp.log(kept))
         least = (certain - longer + slope * farther).min() + jnp.log(known.tolerance * share)
         return least - 4 * eps * (jnp.abs(least) + jnp.abs(slope) * count)
@@ -300,10 +300,10 @@ def biased_tiles(
 
 
 def _longest_the_largest(sides: list[Array]) -> Array:
-    """[..., LOOP_OUTLIER_TILES] the tiles that stay the running maximum of their nats [..., n] the longest, −1 for none.
+    """[..., LOOP_OUTLIER_TILES] the tiles that remain the running maximum of their nats [..., n] for longest, −1 for none.
 
-    The first of the sides runs to the right, as queries do for which it is the left, the second to the left. Where biases only
-    rise towards the queries no tile stays the largest, and none would be worth it.
+    The first side is scanned to the right (for queries, it is the left side), the second to the left. If biases only rise towards
+    the queries, no tile remains the largest, and none is worth leaving out.
     """
     chosen, number = [], jnp.arange(sides[0].shape[-1], dtype=jnp.int32)
     axis, count = sides[0].ndim - 1, sides[0].shape[-1]
@@ -325,16 +325,16 @@ def _longest_the_largest(sides: list[Array]) -> Array:
 
 
 def norm_bound(x: Array) -> Array:
-    """[...] an upper bound of ‖x‖ along the last axis [..., D], in fp32 or better; inf where x is not finite."""
+    """[...] an upper bound on ‖x‖ along the last axis [..., D], in fp32 or better; inf if x is not finite."""
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    # Numbers below `tiny` count as zero on many devices: √D·tiny is what that can hide.
+    # Numbers below `tiny` count as zero on many devices, which hides at most √D·tiny.
     tiny = x.shape[-1] ** 0.5 * float(np.finfo(x.dtype).tiny)
     bound = _norm(x) * (1.0 + _error(x.shape[-1], x.dtype)) + tiny
     return jnp.where(jnp.isfinite(bound), bound, jnp.inf)
 
 
 def norm_below(x: Array) -> Array:
-    """[...] a lower bound of ‖x‖ along the last axis [..., D], where x is finite."""
+    """[...] a lower bound on ‖x‖ along the last axis [..., D], for finite x."""
     error, tiny = _error(x.shape[-1], jnp.promote_types(x.dtype, jnp.float32)), x.shape[-1] ** 0.5 * 2.0**-120
     return jnp.maximum(norm_bound(x) * (1.0 - 3.0 * error) - tiny, 0.0)
 

@@ -1,4 +1,4 @@
-"""All scores at once: short input and single queries. One tile as large as the input, mapped over sequences and heads."""
+"""All scores at once: short input and single queries. One tile of the size of the input, mapped over sequences and heads."""
 
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
@@ -23,28 +23,28 @@ class _Head(NamedTuple):
 
 
 def forward(plan: Plan, inputs: Inputs) -> tuple[Array, Array, Array | None]:
-    """(output [B, H, T, D], lse [B, H, T], the references [B, H, T] that it counts from where keys have biases)."""
+    """(output [B, H, T, D], lse [B, H, T], the references [B, H, T] that it is relative to, with key biases)."""
 
     def one(queries: Queries, keys: Keys, head: _Head, _: None) -> tuple[Array, Array, Array | None]:
         nothing = tiles.start(queries, None if head.bias is None else head.bias.high.dtype)
         softmax = tiles.add(plan, head.rule, nothing, queries, with_bias(keys, head.bias), _dropout(inputs, head))
         return tiles.finish(softmax, queries)
 
-    found = _over_heads(one, plan, inputs, None)
-    output, lse, reference = jax.tree.map(lambda x: _joined(x, inputs), found)
+    results = _over_heads(one, plan, inputs, None)
+    output, lse, reference = jax.tree.map(lambda x: _joined(x, inputs), results)
     return output, lse, reference
 
 
 def backward(plan: Plan, inputs: Inputs, known: Finished) -> Gradients:
     def one(queries: Queries, keys: Keys, head: _Head, known: Finished) -> Gradients:
         least, keys = tiles.least_distance(queries, len(keys.key)), with_bias(keys, head.bias)
-        found = tiles.gradients(plan, head.rule, queries, keys, known, least, _dropout(inputs, head))
-        left, right = tiles.slope_gradients(found.left, found.right, least, known.grad_lse)
-        return found._replace(left=left, right=right)
+        gradients = tiles.gradients(plan, head.rule, queries, keys, known, least, _dropout(inputs, head))
+        left, right = tiles.slope_gradients(gradients.left, gradients.right, least, known.grad_lse)
+        return gradients._replace(left=left, right=right)
 
-    found = _over_heads(one, plan, inputs, jax.tree.map(lambda x: _grouped(x, inputs), known))
-    of_key, of_value = found.key.sum(2), found.value.sum(2)
-    of_heads: Gradients = jax.tree.map(lambda x: _joined(x, inputs), found)
+    gradients = _over_heads(one, plan, inputs, jax.tree.map(lambda x: _grouped(x, inputs), known))
+    of_key, of_value = gradients.key.sum(2), gradients.value.sum(2)
+    of_heads: Gradients = jax.tree.map(lambda x: _joined(x, inputs), gradients)
     return of_heads._replace(key=of_key, value=of_value)
 
 

@@ -1,6 +1,6 @@
 """Which attention weights dropout keeps: the definition of `attention/dropout.py`, whose seed n is `jax.random.key(n)`.
 
-Philox 2x32-7 in uint32, since JAX has no larger integers unless x64 is enabled.
+Philox 2x32-7 in uint32, because JAX has no larger integers unless x64 is enabled.
 """
 
 from typing import NamedTuple
@@ -20,21 +20,21 @@ ROUNDS = 7
 
 
 class HeadDropout(NamedTuple):
-    """What decides for one head of one sequence; uint32 scalars."""
+    """The generator of one head of one sequence; uint32 scalars."""
 
     key: Array
-    shift: Array  # is added to the positions of queries
+    shift: Array  # added to the positions of queries
 
 
 def seed_words(dropout_key: Array) -> Array:
-    """[2] uint32, the high and the low word of the seed: the words of a threefry key; two that are drawn from another."""
+    """[2] uint32, the high and the low word of the seed: the words of a threefry key, or two words drawn from another key."""
     typed = jnp.issubdtype(dropout_key.dtype, jax.dtypes.prng_key)
     words = jax.random.key_data(dropout_key) if typed else dropout_key
     return words if words.shape == (2,) else jax.random.bits(dropout_key, (2,), jnp.uint32)
 
 
 def head_dropout(seed: Array | None, sequence: Array, head: Array) -> HeadDropout | None:
-    """Of sequence b and head h; None without a seed."""
+    """The generator of sequence b and head h; None without a seed."""
     if seed is None:
         return None
     x, y = philox(seed[1], sequence.astype(jnp.uint32), head.astype(jnp.uint32))
@@ -42,7 +42,7 @@ def head_dropout(seed: Array | None, sequence: Array, head: Array) -> HeadDropou
 
 
 def factors(mine: HeadDropout, dropout_p: float, i: Array, j: Array, shape: tuple[int, int], dtype: jnp.dtype) -> Array:
-    """[t, s] 1/(1 − p) where the weight of query i + row and key j + column is kept, 0 where it is dropped.
+    """[t, s] 1/(1 − p) if the weight of query i + row and key j + column is kept, 0 if it is dropped.
 
     Args:
         i, j: int32 scalars; j is even.
@@ -57,7 +57,7 @@ def factors(mine: HeadDropout, dropout_p: float, i: Array, j: Array, shape: tupl
 
 
 def philox(key: Array, x: Array, y: Array) -> tuple[Array, Array]:
-    """Both words of Philox 2x32-7, uint32 like all that comes in; shapes broadcast."""
+    """Both words of Philox 2x32-7; arguments and results are uint32; shapes broadcast."""
     for _ in range(ROUNDS):
         x, y = _high_half(x) ^ key ^ y, x * np.uint32(MULTIPLIER)
         key = key + np.uint32(WEYL)

@@ -1,4 +1,4 @@
-"""ALiBi modules for Flax NNX: an attention layer, a transformer block, a cache. They follow `alibi_attn.nn`.
+"""ALiBi modules for Flax NNX: an attention layer, a transformer block and a cache, like those of `alibi_attn.nn`.
 
 Parameters have the names of PyTorch's: `converted_weights` turns a state dict into parameters, and back.
 Press et al. 2022, sec. 3 (arXiv:2108.12409).
@@ -30,9 +30,9 @@ from alibi_attn.slopes import alibi_slopes
 
 __all__ = ["ALiBiAttention", "ALiBiTransformerBlock", "KVCache", "converted_weights"]
 
-QK_NORM_EPS = 1e-6  # those of alibi_attn.nn and of torch.nn.LayerNorm
+QK_NORM_EPS = 1e-6  # as in alibi_attn.nn and torch.nn.LayerNorm
 LAYER_NORM_EPS = 1e-5
-# What torch.nn.Linear draws, U(−1/√E, 1/√E), as `alibi_attn.nn` begins a gate; Flax's own default is √3 times as wide.
+# As torch.nn.Linear and `alibi_attn.nn` initialize a gate, U(−1/√E, 1/√E); Flax's default is √3 times as wide.
 GATE_INITIALIZER = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 
 
@@ -53,10 +53,10 @@ class LayerOptions(TypedDict, total=False):
 class KVCache(nnx.Module):
     """Keys and values of one attention layer while decoding, [B, capacity, K, D]; `length` of them are filled.
 
-    The room is fixed, so that a step of decoding is compiled once. It is the only object that a forward pass changes.
+    The capacity is fixed, so that a decoding step is compiled once. It is the only object that a forward pass changes.
 
     Args:
-        num_gates: H, of a layer with forget gates: then `log_fgate` holds theirs, [B, H, capacity], in fp32 or better; else 0.
+        num_gates: H for a layer with forget gates, whose gates are in `log_fgate`, [B, H, capacity], in fp32 or better; else 0.
     """
 
     def __init__(
@@ -77,15 +77,17 @@ class KVCache(nnx.Module):
         self.length = nnx.Cache(jnp.zeros((), jnp.int32))
 
     def append(self, key: Array, value: Array, *, log_fgate: Array | None = None) -> tuple[Array, Array, Array]:
-        """(all keys, all values, position of the first new one) after [B, T, K, D] new ones were added, and gates [B, H, T].
+        """(all keys, all values, position of the first new one) after adding new ones [B, T, K, D], and gates [B, H, T].
 
         Raises:
-            ValueError: gates for a cache that was made without, or none for one that was made with them; no room (under `jit`,
-                where nothing can be raised, what follows is NaN).
+            ValueError: gates for a cache without gates, or no gates for one that has them; the cache is full (under `jit`,
+                where no error can be raised, the results are NaN).
         """
         if (log_fgate is None) != (self.log_fgate is None):
-            came, has = ("no gates", "has") if log_fgate is None else ("gates", "has no")
-            raise ValueError(f"{came} came but the cache {has} room for gates; make it with the layer's new_cache()")
+            given, has = ("no gates", "has") if log_fgate is None else ("gates", "has no")
+            raise ValueError(
+                f"{given} were passed but the cache {has} room for gates; make it with the layer's new_cache()"
+            )
         first = self.length[...]
         if log_fgate is not None and self.log_fgate is not None:
             self.log_fgate[...] = _appended(self.log_fgate[...], log_fgate, first, axis=2)
@@ -103,17 +105,17 @@ class ALiBiAttention(nnx.Module):
     Args:
         embed_dim: a multiple of `num_heads`; the head size is D = embed_dim / num_heads.
         num_kv_heads: K, which divides H: grouped-query attention. Default H.
-        bias: give the linear maps a bias.
+        bias: whether the linear maps have a bias.
         causal: False for encoders: the bias is symmetric.
-        window: how many keys a query may see, itself included.
-        dropout_p: of attention weights, unless `deterministic` (which `eval()` sets).
+        window: how many keys a query may see, including its own.
+        dropout_p: dropout of attention weights, unless `deterministic` (which `eval()` sets).
         slopes: [H]; default `alibi_slopes(num_heads)`.
-        learn_slopes: make them a parameter.
-        qk_norm: RMS-normalise queries and keys per head, with a weight and without offset.
-        forget_gate: gates of the Forgetting Transformer besides the slopes (`slopes=[0.0] * H` are gates alone), causal only:
-            `gate_proj` says for every head and token how much of what came before it is kept, the sigmoid of a linear map of x.
-            It starts as PyTorch's does, U(±1/√embed_dim) with a bias of 0, and is computed in fp32 or better whatever `dtype` is.
-        dtype: of the computation; default that of x and the parameters.
+        learn_slopes: make the slopes a parameter.
+        qk_norm: RMS-normalize queries and keys per head, with a weight and without an offset.
+        forget_gate: the Forgetting Transformer's gates in addition to the slopes (`slopes=[0.0] * H`: gates only); causal only.
+            `gate_proj` decides for every head and token how much of the earlier tokens is kept: the sigmoid of a linear map of
+            x. It is initialized as in PyTorch, U(±1/√embed_dim) with a bias of 0, and computed in fp32 or better in any `dtype`.
+        dtype: dtype of the computation; default that of x and the parameters.
 
     Raises:
         ValueError: arguments that do not fit together.
@@ -176,21 +178,19 @@ class ALiBiAttention(nnx.Module):
         key_mask: Array | None = None,
         segment_ids: Array | None = None,
     ) -> Array:
-        """Attend from x to x, and to what the cache holds; x is appended to the cache.
+        """Attends from x to x and to the cached positions; x is appended to the cache.
 
         Args:
             x: [B, T, embed_dim]: the positions after those in the cache.
-            cache: this layer's own, from `new_cache`. However a sequence is cut into chunks, the outputs are those of
+            cache: this layer's cache, from `new_cache`. However a sequence is divided into chunks, the outputs are those of
                 one full pass.
-            key_mask: [B, S] bool, True = may be seen; with a cache S is its capacity.
-            segment_ids: [B, S] integers, the same S: attend within a segment only.
+            key_mask: [B, S] bool, True = visible; with a cache S is its capacity.
+            segment_ids: [B, S] integers, the same S: attention stays within a segment.
         """
         if x.ndim != 3 or x.shape[-1] != self.embed_dim:
             raise ValueError(f"x has shape {list(x.shape)} but must be [B, T, embed_dim] = [B, T, {self.embed_dim}]")
         if cache is not None and not self.causal:
-            raise ValueError(
-                "a cache needs causal=True: without it the keys to come would change outputs already given"
-            )
+            raise ValueError("cache needs causal=True: without it later keys would change outputs already returned")
         query, key, value = (self._heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
@@ -219,7 +219,7 @@ class ALiBiAttention(nnx.Module):
         return output
 
     def new_cache(self, batch: int, capacity: int, *, dtype: Dtype = jnp.float32) -> KVCache:
-        """An empty cache for this layer: room for `capacity` positions of `batch` sequences."""
+        """An empty cache for this layer, with room for `capacity` positions of `batch` sequences."""
         gates = 0 if self.gate_proj is None else self.num_heads
         return KVCache(batch, capacity, self.num_kv_heads, self.head_dim, num_gates=gates, dtype=dtype)
 
@@ -241,8 +241,8 @@ class ALiBiTransformerBlock(nnx.Module):
 
     Args:
         ffn_dim: width of the feed-forward network; default 4·embed_dim.
-        dropout_p: of attention weights, activations and both branches, unless `deterministic`.
-        attention: what `ALiBiAttention` takes; `bias` is that of all linear maps and norms.
+        dropout_p: dropout of attention weights, activations and both branches, unless `deterministic`.
+        attention: options of `ALiBiAttention`; `bias` applies to all linear maps and norms.
 
     >>> block = ALiBiTransformerBlock(embed_dim=64, num_heads=8, num_kv_heads=2, rngs=nnx.Rngs(0))
     >>> block(jnp.ones((2, 10, 64))).shape
@@ -293,11 +293,11 @@ def _layer_norm(embed_dim: int, bias: bool, dtype: Dtype | None, rngs: nnx.Rngs)
 
 
 def _appended(cached: Array, new: Array, length: Array, *, axis: int = 1) -> Array:
-    """[B, capacity, K, D]: the cache with new keys or values [B, T, K, D] from position `length` on; gates have them on axis 2.
+    """[B, capacity, K, D]: the cache with new keys or values [B, T, K, D] from position `length` on; for gates, axis=2.
 
     Raises:
-        ValueError: more than the cache has room for. Where the length is traced nothing can be raised: what is appended is
-            NaN then, and so is every output that sees it.
+        ValueError: the cache is full. If the length is traced no error can be raised: NaN is appended instead, and every output
+            that sees it is NaN.
     """
     capacity, end = cached.shape[axis], length + new.shape[axis]
     if not isinstance(length, jax.core.Tracer) and int(end) > capacity:

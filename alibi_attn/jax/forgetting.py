@@ -1,7 +1,7 @@
-"""`forgetting_attention` for JAX arrays: every token says how much of what came before it is kept.
+"""`forgetting_attention` for JAX arrays: each token's gate decides how much of the earlier tokens is kept.
 
-Sums of gates reach 10⁵ where a text is long, and JAX has no fp64 by default: they are kept as two numbers each, and so are
-the sums that are a gate's gradient.
+Sums of gates reach 10⁵ in long texts, and JAX has no fp64 by default. So each sum is a pair of numbers, also in the gates'
+gradients.
 """
 
 import dataclasses
@@ -43,18 +43,18 @@ def forgetting_attention(
 ) -> Array | tuple[Array, Array]:
     """Causal attention with forget gates, softmax(scale·q·kᵀ + Σ_{l=j+1..i} ln f_l − m·|i − j| + b_j)·v, [B, T, H, D].
 
-    The gate of position l lies between the keys before l and the queries from l on, so the first is never used, and a gate f
-    that never changes is ALiBi with the slope −ln f. Exact to rounding without fp64: sums of gates are two numbers each. Pure, as
-    `alibi_attention` is, and differentiable once in all arrays, and through lse. The gates themselves prove that far keys cannot
-    matter: what is computed is what weighs more than the tolerance.
+    The gate of position l lies between the keys before l and the queries from l on, so the first is never used, and a constant
+    gate f is ALiBi with the slope −ln f. Exact up to rounding without fp64: each sum of gates is a pair of numbers. Pure, like
+    `alibi_attention`, and differentiable once in all arrays, and through lse. Keys whose gates prove that they hold less than
+    the tolerance are skipped.
 
     Args:
-        log_fgate: ln f, natural, at most 0, fp32 or fp64, [B, H, S] (or [B, K, S], for all heads of a group). −inf is a cut:
-            from its position on no key before it is seen, and its gradient is 0. A gate below −2²⁰ counts as −2²⁰. Hidden keys
-            and those of other segments have gates too: a sum within a segment has only that segment's. Values are
-            checked where that is free: numpy, and arrays on the CPU that are not traced.
-        slopes: m, for ALiBi times gates; None = none.
-        query_offset: position of query 0, an int; S − T by default. All queries are among the S positions.
+        log_fgate: ln f, the natural logarithm, at most 0, fp32 or fp64, [B, H, S] (or [B, K, S], shared by the heads of a
+            group). −inf is a cut: from its position on, all keys before it are hidden, and its gradient is 0. A gate below −2²⁰
+            counts as −2²⁰. Hidden keys and other segments have gates too: a sum within a segment includes only that segment's.
+            Values are checked if that is free: numpy arrays, and arrays on the CPU that are not traced.
+        slopes: m, for ALiBi times gates; None = no ALiBi.
+        query_offset: position of query 0, an int; S − T by default. All queries must be among the S positions.
         query, key, value, dropout_key, return_lse, backend: as for `alibi_attention`. lse is that of the scores above.
         options: window, scale, key_mask, segment_ids, key_bias, dropout_p and tolerance, as for `alibi_attention`.
 
@@ -100,12 +100,12 @@ def attend_gated(
     dropout_key: Array | None,
     backend: Backend = "auto",
 ) -> tuple[Array, Array]:
-    """(output, lse) of a call that was checked.
+    """(output, lse) of a validated call.
 
     Args:
         spec: without the gates; its `query_offset` is `first`.
         log_fgate: [B, H, S] or [B, K, S].
-        first: position of query 0, which may be traced: a step of decoding is compiled once. All queries are among the keys.
+        first: position of query 0; it may be traced, so that a decoding step is compiled once. All queries are among the keys.
     """
     gates = jnp.asarray(log_fgate)
     if gates.shape[1] != spec.num_heads:
@@ -121,10 +121,10 @@ def attend_gated(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _biases(query_len: int, first: Array, gates: Array, key_bias: Array | None) -> tuple[KeyBias, KeyBias]:
-    """(b_j − c_j [B, H, S], c_i [B, H, T]) with c the running sums of gates [B, H, S]; queries stand from `first` on.
+    """(b_j − c_j [B, H, S], c_i [B, H, T]) with c the running sums of gates [B, H, S]; queries begin at position `first`.
 
-    The gradient of gate l is Σ_{i ≥ l} (row sum i − column sum i) of the gradient of the scores, and what arrives for the two
-    biases are these sums: of the very same numbers, so that what one row's rounding leaves does not collect.
+    The gradient of gate l is Σ_{i ≥ l} (row sum i − column sum i) of the gradient of the scores. The gradients of the two biases
+    are these sums, of the very same numbers, so the rounding errors of rows do not accumulate.
     """
     work = gates.dtype if key_bias is None else jnp.promote_types(gates.dtype, key_bias.dtype)
     high, low = _gate_sums(gates.astype(work))
@@ -136,9 +136,8 @@ def _biases(query_len: int, first: Array, gates: Array, key_bias: Array | None) 
     return KeyBias(jnp.where(hidden, -jnp.inf, total), rest - low), of_query
 
 
-_Kept = tuple[
-    Array, Array, Array, Array | None
-]  # first; which gates are open; gates and key_bias without values, for dtypes
+# first; the gates above the floor; gates and key_bias without values, for their dtypes
+_Kept = tuple[Array, Array, Array, Array | None]
 
 
 def _biases_forward(
@@ -161,8 +160,8 @@ _biases.defvjp(_biases_forward, _biases_backward)
 
 
 def _gate_sums(gates: Array) -> Pair:
-    """c_j = Σ_{l ≤ j} max(ln f_l, GATE_FLOOR) along the last axis: whole multiples of GATE_STEP are counted in integers, exactly,
-    so that sums keep the digits of all other gates.
+    """c_j = Σ_{l ≤ j} max(ln f_l, GATE_FLOOR) along the last axis. Whole multiples of GATE_STEP are counted in integers, exactly,
+    so that the sums keep the digits of all other gates.
     """
     gates = jnp.maximum(gates, GATE_FLOOR)
     steps = jnp.trunc(gates / GATE_STEP)
@@ -197,8 +196,8 @@ def _running_sums(x: Pair, *, reverse: bool = False) -> Pair:
     def sums(parts: Pair) -> tuple[Pair, Pair]:
         """(with each, before each) along the first axis."""
         nothing = jnp.zeros_like(parts[0][0]), jnp.zeros_like(parts[1][0])
-        found: tuple[Pair, Pair] = lax.scan(step, nothing, parts, reverse=reverse)[1]
-        return found
+        scanned: tuple[Pair, Pair] = lax.scan(step, nothing, parts, reverse=reverse)[1]
+        return scanned
 
     within, _ = sums((cut(x[0]), cut(x[1])))
     end = 0 if reverse else -1
@@ -215,7 +214,7 @@ def _added(a: Pair, b: Pair) -> Pair:
 
 
 def _sum_of_two(a: Array, b: Array) -> Pair:
-    """a + b exactly, as its rounded sum and what that lacks (Knuth; Møller 1965)."""
+    """a + b exactly, as the rounded sum and its rounding error (Knuth; Møller 1965)."""
     total = a + b
     of_b = total - a
     return total, (a - (total - of_b)) + (b - of_b)

@@ -1,7 +1,7 @@
-"""The loop: every block of queries visits tiles of keys outward from its diagonal until the certificate says enough.
+"""The loop: every block of queries visits tiles of keys outward from its diagonal until the certificate ends it.
 
-Heads and blocks are looped, not mapped side by side: a batched `while_loop` runs until its slowest lane is done. Memory is
-linear in the length; each block keeps which tiles it visited, and the backward pass visits exactly those.
+Heads and blocks are looped over, not vmapped: a batched `while_loop` runs until its slowest lane is done. Memory is linear in the
+length. Each block saves the tiles that it visited, and the backward pass visits exactly those.
 """
 
 from functools import partial
@@ -35,7 +35,7 @@ from alibi_attn.jax.tiles import Finished, Gradients, Softmax
 class _Step(NamedTuple):
     """The state of the forward loop of one block."""
 
-    tile: Array  # to be visited next; −1 ends the loop
+    tile: Array  # the next tile; −1 ends the loop
     visited: Visited
     softmax: Softmax
 
@@ -60,7 +60,7 @@ class _Sums(NamedTuple):
 
 
 def forward(plan: Plan, inputs: Inputs) -> tuple[Array, Array, Array | None, Visited]:
-    """(output [B, H, T, D], lse [B, H, T], the references [B, H, T] that it counts from where keys have biases, visited)."""
+    """(output [B, H, T, D], lse [B, H, T], the references [B, H, T] that it is relative to with key biases, visited)."""
     parts = cut(plan, inputs)
     norms = key_norms(plan, parts)
     bias_dtype = None if parts.bias is None else parts.bias.high.dtype
@@ -83,8 +83,8 @@ def forward(plan: Plan, inputs: Inputs) -> tuple[Array, Array, Array | None, Vis
         last = jnp.where(any_tile, done.visited.last, done.visited.first - 1)
         return *tiles.finish(done.softmax, block.queries), done.visited._replace(last=last)
 
-    *found, visited = lax.map(one, block_numbers(plan, inputs))
-    output, lse, reference = jax.tree.map(lambda x: joined(x, inputs), found)
+    *results, visited = lax.map(one, block_numbers(plan, inputs))
+    output, lse, reference = jax.tree.map(lambda x: joined(x, inputs), results)
     return output, lse, reference, visited
 
 
@@ -95,7 +95,7 @@ def backward(plan: Plan, inputs: Inputs, known: Finished, visited: Visited) -> G
         block = block_at(plan, parts, number)
         mine = jax.tree.map(lambda x: x[number], visited)
         here: Finished = jax.tree.map(lambda x: rows(plan, x, block.sequence, block.head, block.row), known)
-        # Repeated rows are counted in the block before.
+        # Repeated rows belong to the previous block.
         here = here._replace(
             lse=jnp.where(block.is_repeated, jnp.inf, here.lse),
             grad_lse=jnp.where(block.is_repeated, 0.0, here.grad_lse),
@@ -106,19 +106,19 @@ def backward(plan: Plan, inputs: Inputs, known: Finished, visited: Visited) -> G
         def body(so_far: _Turn) -> _Turn:
             tile = _tile_of_turn(mine, so_far.number)
             keys = tile_at(plan, parts, block, tile)
-            found = tiles.gradients(plan, block.rule, block.queries, keys, here, least, block.dropout)
+            of_tile = tiles.gradients(plan, block.rule, block.queries, keys, here, least, block.dropout)
             where, sums = (block.sequence, block.key_head, tile), so_far.sums
             of_head = partial(_added, where=(block.sequence, block.head, tile))
             return _Turn(
                 so_far.number + 1,
-                so_far.query + found.query,
-                so_far.left + found.left,
-                so_far.right + found.right,
-                jax.tree.map(jnp.add, so_far.query_bias, found.query_bias),
+                so_far.query + of_tile.query,
+                so_far.left + of_tile.left,
+                so_far.right + of_tile.right,
+                jax.tree.map(jnp.add, so_far.query_bias, of_tile.query_bias),
                 _Sums(
-                    _added(sums.key, found.key, where),
-                    _added(sums.value, found.value, where),
-                    jax.tree.map(of_head, sums.key_bias, found.key_bias),
+                    _added(sums.key, of_tile.key, where),
+                    _added(sums.value, of_tile.value, where),
+                    jax.tree.map(of_head, sums.key_bias, of_tile.key_bias),
                 ),
             )
 
@@ -157,10 +157,10 @@ def _next(
     softmax: Softmax,
     visited: Visited,
 ) -> tuple[Array, Visited]:
-    """The tile to visit next (−1 = enough), and what has been visited when that is done."""
+    """The next tile (−1 = done), and the tiles that are visited after it."""
     need_left, need_right, need_outlier = still_needed(plan, block, known, softmax, visited)
     first, last, outliers = visited
-    in_band = outliers[0] + outliers[1] == -2  # the band does not grow after an outlier: it would read it twice
+    in_band = outliers[0] + outliers[1] == -2  # the band does not grow after an outlier, which it would read twice
     go_left = in_band & (first > allowed.lowest) & need_left
     go_right = in_band & ~go_left & (last < allowed.highest) & need_right
     first, last = first - go_left, last + go_right
@@ -178,14 +178,14 @@ def _next(
 
 
 def _tile_of_turn(visited: Visited, turn: Array) -> Array:
-    """The tile at this turn of the backward loop: first the band, then the outliers that were visited."""
+    """The tile in this iteration of the backward loop: first the band, then the visited outliers."""
     first, last, (one, other) = visited
     beyond = turn - (last - first + 1)
     return jnp.where(beyond < 0, first + turn, jnp.where((beyond == 0) & (one >= 0), one, other))
 
 
 def _added(sums: Array, x: Array, where: tuple[Array, ...]) -> Array:
-    """`sums` with x added at `where`, in place inside a loop (a scatter would be slow)."""
+    """Adds x to `sums` at `where`, in place inside a loop (a scatter would be slow)."""
     begin = (*where, *(jnp.zeros_like(where[0]),) * x.ndim)
     old = lax.dynamic_slice(sums, begin, (1,) * len(where) + x.shape)
     return lax.dynamic_update_slice(sums, old + x, begin)

@@ -1,4 +1,4 @@
-"""ALiBi for the attention layers that Flax already has: an `attention_fn`, and a function that applies one.
+"""ALiBi for Flax's own attention layers: an `attention_fn`, and a function that applies one.
 
     flax.linen.MultiHeadDotProductAttention(num_heads=8, attention_fn=alibi_dot_product_attention)
     flax.nnx.MultiHeadAttention(num_heads=8, in_features=64, attention_fn=alibi_dot_product_attention, rngs=rngs)
@@ -42,21 +42,21 @@ def alibi_dot_product_attention(
     """`flax.linen.dot_product_attention` with bias[h, i, j] = −slopes[h]·|i − j|, [batch..., T, H, D].
 
     Without a mask, or with one that hides keys from all queries alike, [batch..., 1, 1, S], it is `alibi_attention`: no
-    n×n array is built, and time is linear beyond the reach. Any other mask, a bias, or asking for the weights builds
-    them; for causal attention pass `causal=True` (with `functools.partial`) rather than a mask.
+    n×n array is built, and time is linear beyond the reach. Any other mask, a bias, or `sow_weights` materializes
+    all weights; for causal attention pass `causal=True` (with `functools.partial`) instead of a mask.
 
     Args:
-        query: [batch..., T, H, D], any number of batch axes, also none.
+        query: [batch..., T, H, D], any number of batch axes, including none.
         key, value: [batch..., S, K, D], K divides H.
-        bias: [batch..., H, T, S], added as well.
-        mask: [batch..., H or 1, T or 1, S], True = may be seen. A query that may see nothing gives zeros.
-        broadcast_dropout: whether sequences and heads share what is dropped, where all weights are built.
-        module: where Flax wants the weights sown (`sow_weights=True`).
+        bias: [batch..., H, T, S], added to the scores too.
+        mask: [batch..., H or 1, T or 1, S], True = visible. A query that sees no key returns zeros.
+        broadcast_dropout: whether sequences and heads share the dropped weights, if all weights are materialized.
+        module: the module in which Flax sows the weights (`sow_weights=True`).
         slopes: m, one per head; default `alibi_slopes(H)`.
-        causal, is_causal: either hides the keys to the right.
+        causal, is_causal: if either is True, the keys to the right are hidden.
         query_offset: position of query 0; by default the queries are the last T of the S positions (as everywhere here), and
-            a single query stands at the last key that it may see, which makes Flax's `decode=True` right. Cross attention
-            between sequences that both begin at 0 wants 0.
+            a single query is at the position of its last visible key, as Flax's `decode=True` requires. For cross attention
+            between sequences that both begin at 0, pass 0.
 
     >>> layer = linen.MultiHeadDotProductAttention(num_heads=8, attention_fn=alibi_dot_product_attention)
     >>> layer.init_with_output(jax.random.key(0), jnp.ones((2, 10, 64)))[0].shape
@@ -85,7 +85,7 @@ def alibi_dot_product_attention(
             query, key, value, slopes, causal=causal or is_causal, query_offset=query_offset, key_mask=key_mask,
             dropout_p=dropout_rate, dropout_key=dropout_rng,
         )  # fmt: skip
-        assert isinstance(output, jax.Array)  # no lse was asked for
+        assert isinstance(output, jax.Array)  # no lse was requested
         return output.reshape(shape)
     weights = _weights(query, key, slopes, bias, mask, causal=causal or is_causal, query_offset=query_offset)
     if isinstance(module, linen.Module):
@@ -135,7 +135,7 @@ def _weights(
     causal: bool,
     query_offset: int | Array | None,
 ) -> Array:
-    """[B, H, T, S] in fp32 or better: all weights, zeros for a query that sees nothing."""
+    """[B, H, T, S] in fp32 or better: all weights, zeros for a query that sees no key."""
     heads, query_len, key_len = query.shape[2], query.shape[1], key.shape[1]
     work = jnp.promote_types(query.dtype, jnp.float32)
     of_heads = jnp.repeat(key, heads // key.shape[2], axis=2).astype(work)
@@ -154,14 +154,14 @@ def _weights(
 
 
 def _flat(x: Array, batch: tuple[int, ...]) -> Array:
-    """[batch..., H or 1, T or 1, S] -> [B, H or 1, T or 1, S], where batch axes may be missing or 1."""
+    """[batch..., H or 1, T or 1, S] -> [B, H or 1, T or 1, S], if batch axes are missing or 1."""
     x = jnp.asarray(x)
     inner = (1,) * max(0, 3 - x.ndim) + x.shape[-3:]
     return jnp.broadcast_to(x, (*batch, *inner)).reshape(math.prod(batch), *inner)
 
 
 def _key_mask(mask: Array | None, shape: tuple[int, int, int, int]) -> Array | None:
-    """[B, S] where the mask is the same for all heads and queries, by its shape; else None."""
+    """[B, S] if the mask's shape shows that it is the same for all heads and queries; else None."""
     if mask is None or mask.shape[1] != 1 or mask.shape[2] != 1:
         return None
     return jnp.broadcast_to(mask[:, 0, 0] != 0, (shape[0], shape[3]))

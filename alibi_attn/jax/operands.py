@@ -43,7 +43,7 @@ class Rest(NamedTuple):
 def operands(
     spec: AttentionSpec[Array], query: Array, key: Array, value: Array, dropout_key: Array | None
 ) -> tuple[Arrays, Rest]:
-    """The call as arrays: everything that may change without a new compilation."""
+    """The call as arrays: all arguments that can change without recompiling."""
     heads = (spec.batch, spec.num_heads)
     left = jnp.broadcast_to(spec.slopes, heads)
     right = left if spec.right_slopes is None else jnp.broadcast_to(spec.right_slopes, heads)
@@ -66,10 +66,10 @@ def operands(
 
 
 def _varying_alike(arrays: Arrays, rest: Rest) -> tuple[Arrays, Rest]:
-    """Inside `shard_map` all arrays vary over the mesh axes that any of them varies over: loops need equal types.
+    """Inside `shard_map`, makes all arrays vary over the mesh axes that any of them varies over, because loops need equal types.
 
-    A zero that is made like an array varies as it does, and what it is added to does too (and sums its gradient). Elsewhere
-    nothing is added: XLA would make zeros of denormal numbers.
+    A zero made from an array varies as the array does, and so does a sum with it (whose gradient is summed). Outside `shard_map`
+    nothing is added, because XLA would flush denormal numbers to zero.
     """
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return arrays, rest

@@ -1,4 +1,4 @@
-"""The plan of a call in JAX: what is fixed while tracing, and how queries and keys are cut into blocks and tiles.
+"""The plan of a call in JAX: its static arguments, and how queries and keys are divided into blocks and tiles.
 
 `tiles.py` computes one block against one tile, `certificate.py` decides which tiles a block needs, and `loop.py` visits them;
 `dense.py` takes everything as one tile. Each of them imports only the ones before it.
@@ -22,7 +22,7 @@ NO_LIMIT = 2**29
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is fixed when the call is traced; everything else is an array."""
+    """The static arguments of a traced call; everything else is an array."""
 
     causal: bool
     dropout_p: float
@@ -38,7 +38,7 @@ class Plan:
 class KeyBias(NamedTuple):
     """A number for every key, b = high + low, in fp32 or better: two parts keep the digits of long sums of gates."""
 
-    high: Array  # [..., S], −inf where a key may not be seen
+    high: Array  # [..., S], −inf for a hidden key
     low: Array | None  # [..., S] finite
 
     def relative_to(self, reference: Array) -> Array:
@@ -65,7 +65,7 @@ class Inputs(NamedTuple):
     query_segments: Array | None  # [B, T] int32
     key_segments: Array | None  # [B, S] int32
     dropout_seed: Array | None  # [2] uint32
-    bias: KeyBias | None = None  # [B, H, S], −inf where a key is hidden
+    bias: KeyBias | None = None  # [B, H, S], −inf for a hidden key
     query_start: Array | None = None  # [B, H, T] int32
 
 
@@ -75,8 +75,8 @@ class Queries(NamedTuple):
     query: Array  # [t, D]
     position: Array  # int32 scalar, of the first
     segment: Array | None  # [t] int32
-    reference: Array | None = None  # [t] where key biases count from; None without them
-    start: Array | None = None  # [t] int32: the first key that each may see
+    reference: Array | None = None  # [t] that key biases are relative to; None without them
+    start: Array | None = None  # [t] int32: the first key that each query may see
 
 
 class Keys(NamedTuple):
@@ -91,7 +91,7 @@ class Keys(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """The slopes of one head, and how far its queries may look: −look_right < i − j < look_left."""
+    """The slopes of one head, and the distances that its queries may see: −look_right < i − j < look_left."""
 
     left: Array  # scalar: slope of keys to the left
     right: Array  # scalar: slope of keys to the right, finite
@@ -120,14 +120,14 @@ class Block(NamedTuple):
     head: Array
     key_head: Array
     row: Array  # its first query
-    is_repeated: Array  # [t] rows that the block before has too: the last block begins early, so as to be full
+    is_repeated: Array  # [t] rows that the previous block has too: the last block begins early, so that it is full
     queries: Queries
     rule: Rule
     dropout: HeadDropout | None
 
 
 class Limits(NamedTuple):
-    """The tiles that masks allow a block of queries; lowest > highest if there are none."""
+    """The tiles that the masks let a block of queries see; lowest > highest if there are none."""
 
     lowest: Array
     highest: Array
@@ -139,7 +139,7 @@ class Visited(NamedTuple):
     """The tiles that a block of queries has read: a band, and single tiles outside it. In results [B·H·blocks] each."""
 
     first: Array  # the band's first tile
-    last: Array  # and its last; first − 1 if the block read nothing
+    last: Array  # the band's last tile; first − 1 if the block read nothing
     outliers: tuple[Array, ...]  # LOOP_OUTLIER_TILES times one tile outside the band, or −1
 
 
@@ -161,7 +161,7 @@ def cut(plan: Plan, inputs: Inputs) -> Parts:
 
 
 def head_rule(plan: Plan, left: Array, right: Array, scale: Array, window: Array | None) -> Rule:
-    """The `Rule` of slopes of any shape, and of a window. A right slope of inf = never looks right."""
+    """The `Rule` of slopes of any shape, and of a window. With a right slope of inf, the head never attends to the right."""
     look = jnp.full_like(left, NO_LIMIT, jnp.int32) if window is None else jnp.broadcast_to(window, left.shape)
     look_right = jnp.ones_like(look) if plan.causal else jnp.where(jnp.isinf(right), 1, look)
     return Rule(left, jnp.where(jnp.isinf(right), 0.0, right), look, look_right, scale)
@@ -207,7 +207,7 @@ def tile_at(plan: Plan, parts: Parts, block: Block, tile: Array) -> Keys:
 
 
 def with_bias(keys: Keys, bias: KeyBias | None) -> Keys:
-    """The keys with a head's biases, if it has any; those of −inf are hidden."""
+    """The keys with a head's biases, if any; keys with −inf are hidden."""
     if bias is None:
         return keys
     return keys._replace(bias=bias, veil=jnp.where(bias.high == -jnp.inf, -jnp.inf, keys.veil))
@@ -222,21 +222,21 @@ def limits(plan: Plan, parts: Parts, block: Block) -> Limits:
     first, last = queries.position, queries.position + plan.query_block - 1
     useful = ~hidden.all(-1) & (end > first - rule.look_left) & (begin < last + rule.look_right)
     if queries.segment is not None and parts.segments is not None:
-        # Segments overlap as ranges.
+        # Segments are compared as ranges.
         segments = parts.segments[block.sequence]
         smallest = jnp.where(hidden, 2**31 - 1, segments).min(-1)
         largest = jnp.where(hidden, -(2**31), segments).max(-1)
         useful &= (smallest <= queries.segment.max()) & (largest >= queries.segment.min())
-    found = useful.any()
-    lowest = jnp.where(found, jnp.argmax(useful).astype(jnp.int32), 0)
-    highest = jnp.where(found, (len(useful) - 1 - jnp.argmax(useful[::-1])).astype(jnp.int32), -1)
+    any_useful = useful.any()
+    lowest = jnp.where(any_useful, jnp.argmax(useful).astype(jnp.int32), 0)
+    highest = jnp.where(any_useful, (len(useful) - 1 - jnp.argmax(useful[::-1])).astype(jnp.int32), -1)
     middle = last if plan.causal else first + plan.query_block // 2
     nearest = jnp.clip(middle // plan.key_tile, lowest, jnp.maximum(highest, lowest))
     return Limits(lowest, highest, nearest, useful)
 
 
 def split(x: Array, size: int, axis: int, fill: float) -> Array:
-    """The axis cut into tiles of `size`, [..., tiles, size, ...], padded with `fill`."""
+    """The axis divided into tiles of `size`, [..., tiles, size, ...], padded with `fill`."""
     padding = [(0, 0)] * x.ndim
     padding[axis] = (0, -x.shape[axis] % size)
     padded = jnp.pad(x, padding, constant_values=fill)
@@ -244,7 +244,7 @@ def split(x: Array, size: int, axis: int, fill: float) -> Array:
 
 
 def joined(blocks: Array, inputs: Inputs) -> Array:
-    """[B·H·blocks, t, ...] -> [B, H, T, ...]; of rows that two blocks share, the first counts."""
+    """[B·H·blocks, t, ...] -> [B, H, T, ...]; rows that two blocks share come from the first."""
     batch, heads, query_len = inputs.query.shape[:3]
     blocks = blocks.reshape(batch, heads, -1, *blocks.shape[1:])
     before, last = blocks[:, :, :-1], blocks[:, :, -1]
@@ -255,7 +255,7 @@ def joined(blocks: Array, inputs: Inputs) -> Array:
 def rows(plan: Plan, x: Array, *place: Array) -> Array:
     """A block's rows of [B, H, T, ...] or [B, T], at (sequence, head, first row) or (sequence, first row).
 
-    One slice, and not one of a whole head first: that would be copied for every block.
+    A single slice: slicing out a head first would copy it for every block.
     """
     rest = x.shape[len(place) :]
     begin = (*place, *(jnp.zeros_like(place[0]),) * len(rest))

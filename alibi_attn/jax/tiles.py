@@ -16,24 +16,24 @@ from alibi_attn.jax.plan import Array, KeyBias, Keys, Plan, Queries, Rule
 class Softmax(NamedTuple):
     """A softmax in progress over the keys seen so far, for t queries."""
 
-    reference: Array | None  # [t] where key biases count from; None without them
+    reference: Array | None  # [t] that key biases are relative to; None without them
     top: Array  # [t] the largest score
     total: Array  # [t] Σ exp(score − top)
     mixed: Array  # [t, D] Σ exp(score − top)·value
 
 
 class Finished(NamedTuple):
-    """What backward knows of queries, [B, H, ...] in a whole call; lse counts from the reference."""
+    """The results of forward that backward needs, [B, H, ...] in a whole call; lse is relative to the reference."""
 
     lse: Array  # [t], inf for a query that adds nothing; its query and grad_output are finite
     reference: Array | None  # [t]
     grad_output: Array  # [t, D]
     shift: Array  # [t] Σ do·o − dlse
-    grad_lse: Array  # [t] dlse; 0 where nothing is seen
+    grad_lse: Array  # [t] dlse; 0 for a query that sees no key
 
 
 class Gradients(NamedTuple):
-    """What one tile adds to each gradient, or the gradients of a whole call: [B, H or K, T or S, D], slopes [B, H]."""
+    """The contribution of one tile to each gradient, or the gradients of a whole call: [B, H or K, T or S, D], slopes [B, H]."""
 
     query: Array  # [t, D]
     key: Array  # [s, D]
@@ -45,10 +45,10 @@ class Gradients(NamedTuple):
 
 
 def scores(plan: Plan, rule: Rule, queries: Queries, keys: Keys) -> tuple[Array, Array]:
-    """(scale·q·kᵀ − m·|i − j|, i − j), [t, s] each; −inf where the query may not look.
+    """(scale·q·kᵀ − m·|i − j|, i − j), [t, s] each; −inf for hidden keys.
 
-    Positions are counted here, not read from arrays: XLA's CPU code for this line is vectorised only while it reads few
-    arrays, and takes as long as both matrix products otherwise.
+    Positions are computed here, not read from arrays: XLA's CPU code for this line is vectorized only if it reads few arrays,
+    and otherwise costs as much as both matrix products.
     """
     seen, distance, slope = _sight(plan, rule, queries, keys)
     dots = _matmul(queries.query, keys.key.T)
@@ -59,7 +59,7 @@ def scores(plan: Plan, rule: Rule, queries: Queries, keys: Keys) -> tuple[Array,
 
 
 def _sight(plan: Plan, rule: Rule, queries: Queries, keys: Keys) -> tuple[Array, Array, Array]:
-    """(whether the query may look, i − j, the slope by which that counts), [t, s] or a scalar."""
+    """(whether the query may see the key, i − j, the slope for that side), [t, s] or a scalar."""
     shape = (len(queries.query), len(keys.key))
     apart = lax.broadcasted_iota(jnp.int32, shape, 0) - lax.broadcasted_iota(jnp.int32, shape, 1)
     distance = queries.position - keys.position + apart
@@ -68,7 +68,7 @@ def _sight(plan: Plan, rule: Rule, queries: Queries, keys: Keys) -> tuple[Array,
         seen &= queries.segment[:, None] == keys.segment[None, :]
     if queries.start is not None:
         seen &= keys.position + lax.broadcasted_iota(jnp.int32, shape, 1) >= queries.start[:, None]
-    if plan.key_bias:  # a key may be hidden from some heads only, and products with its numbers may overflow
+    if plan.key_bias:  # a key may be hidden from some heads only, and products with it may overflow
         seen &= (keys.veil != -jnp.inf)[None, :]
     slope = rule.left if plan.causal else jnp.where(distance < 0, -rule.right, rule.left)
     return seen, distance, slope
@@ -100,10 +100,10 @@ def add(plan: Plan, rule: Rule, so_far: Softmax, queries: Queries, keys: Keys, d
 
 
 def _largest_bias(plan: Plan, rule: Rule, queries: Queries, keys: Keys, bias: KeyBias) -> Array:
-    """[t] the largest b_j − m·|i − j| that each query sees in this tile, −inf where it sees nothing.
+    """[t] the largest b_j − m·|i − j| that each query sees in this tile, −inf if it sees no key.
 
-    Biases that count from there are at most as large as m·|i − j| for keys that matter, and round no more than that does. Every
-    query has its own, so that a large bias costs no digits in queries that do not see it.
+    Relative to it, the biases of keys that matter are at most as large as m·|i − j|, and are rounded no more. Every query has its
+    own, so that a large bias costs no digits in queries that do not see it.
     """
     seen, distance, slope = _sight(plan, rule, queries, keys)
     nearby = bias.high - (slope * distance.astype(rule.left.dtype)).astype(bias.high.dtype)
@@ -112,12 +112,12 @@ def _largest_bias(plan: Plan, rule: Rule, queries: Queries, keys: Keys, bias: Ke
 
 
 def finite(reference: Array) -> Array:
-    """The reference to compute with: 0 for a query that has seen nothing."""
+    """The reference to compute with: 0 for a query that has seen no key."""
     return jnp.where(reference == -jnp.inf, 0.0, reference)
 
 
 def finish(result: Softmax, queries: Queries) -> tuple[Array, Array, Array | None]:
-    """(output [t, D] in query's dtype, lse [t], the reference [t] of lse): zeros and −inf where nothing was seen."""
+    """(output [t, D] in query's dtype, lse [t], the reference [t] of lse): zeros and −inf for a query that sees no key."""
     blind = result.total == 0
     output = result.mixed / jnp.where(blind, 1.0, result.total)[:, None]
     lse = jnp.where(blind, -jnp.inf, result.top + jnp.log(jnp.where(blind, 1.0, result.total)))
@@ -140,18 +140,18 @@ def gradients(
     dq = scale·ds·k,  dk = scale·dsᵀ·q,  dm = −Σ ds·|i − j|,  db_j = Σ_i ds.
 
     Args:
-        least: scalar of `least_distance`, left out of i − j here; `slope_gradients` puts it back.
+        least: scalar from `least_distance`, subtracted from i − j here; `slope_gradients` adds it back.
     """
     score, distance = scores(plan, rule, queries._replace(reference=known.reference), keys)
-    # Keys that a query does not see have weight 0 also if its lse is NaN. No weight is above 1, but forward may have rounded a
-    # large score in another way.
+    # Hidden keys have weight 0 even if lse is NaN. No weight is above 1, but forward may have rounded a large score
+    # differently.
     weight = jnp.where(score == -jnp.inf, 0.0, jnp.exp(jnp.minimum(score - known.lse[:, None], 0.0)))
     grad_weight = _matmul(known.grad_output, keys.value.T)
     kept = weight
     if dropout is not None:
         keep = _kept(plan, dropout, queries, keys, weight)
         kept, grad_weight = weight * keep, grad_weight * keep
-    # 0·inf is NaN: the product of a gradient with a value that may not be seen can be inf.
+    # 0·inf is NaN: the product of a gradient with a hidden value can be inf.
     grad_score = jnp.where(weight == 0, 0.0, weight * (grad_weight - known.shift[:, None]))
     pull = grad_score * (distance - least).astype(weight.dtype)
     operand = _operand(keys.key.dtype)
@@ -168,23 +168,23 @@ def gradients(
 
 
 def least_distance(queries: Queries, key_len: int) -> Array:
-    """int32 scalar: the i − j nearest to 0 of a block of queries that all stand beyond the keys, on one side; 0 for all others.
+    """int32 scalar: the i − j nearest to 0 of a block of queries that all lie beyond the keys, on one side; 0 for other blocks.
 
-    A row of ds adds up to dlse, so a constant may be left out of its distances: Σ ds·d = Σ ds·(d − c) + c·dlse. Products with
-    distances of 10⁶ would round by more than what is left of their sum.
+    A row of ds adds up to dlse, so a constant can be subtracted from its distances: Σ ds·d = Σ ds·(d − c) + c·dlse. Otherwise
+    the rounding of products with distances of 10⁶ would exceed their sum.
     """
     first, last = queries.position, queries.position + len(queries.query) - 1
     return jnp.maximum(first - (key_len - 1), 0) + jnp.minimum(last, 0)
 
 
 def slope_gradients(left: Array, right: Array, least: Array, grad_lse: Array) -> tuple[Array, Array]:
-    """The slopes' gradients of one block, from the sums of `gradients` over its tiles; grad_lse is 0 where nothing is seen."""
+    """The slopes' gradients of one block, from the sums of `gradients` over its tiles; grad_lse is 0 for queries that see no key."""
     due = least.astype(left.dtype) * grad_lse.sum(-1)
     return left - jnp.where(least > 0, due, 0.0), right + jnp.where(least < 0, due, 0.0)
 
 
 def _operand(dtype: jnp.dtype) -> jnp.dtype:
-    """The dtype that goes into matrix products: fp16 is widened, because gradients of scores may leave its range."""
+    """The dtype of the factors of matrix products: fp16 is widened, because gradients of scores may leave its range."""
     return jnp.dtype(jnp.float32) if dtype == jnp.float16 else jnp.dtype(dtype)
 
 
@@ -197,6 +197,6 @@ def _matmul(a: Array, b: Array) -> Array:
 
 
 def _kept(plan: Plan, dropout: HeadDropout, queries: Queries, keys: Keys, weight: Array) -> Array:
-    """[t, s] 1/(1 − p) where a weight is kept, 0 where it is dropped; tiles begin at even keys."""
+    """[t, s] 1/(1 − p) for kept weights, 0 for dropped ones; tiles begin at even keys."""
     shape = (weight.shape[0], weight.shape[1])
     return factors(dropout, plan.dropout_p, queries.position, keys.position, shape, weight.dtype)

@@ -1,4 +1,4 @@
-"""Validation: a call in JAX is checked once, when it is traced, by the checks of `attention/spec.py`."""
+"""Validates a call in JAX once, when it is traced, with the checks of `attention/spec.py`."""
 
 from collections.abc import Sequence
 from typing import TypedDict
@@ -64,7 +64,7 @@ def make_spec(
     tolerance: float | None = None,
     return_lse: bool = False,
 ) -> AttentionSpec[Array]:
-    """What to compute: everything is checked here, once, and completed with its defaults."""
+    """The validated spec of a call; arguments and defaults are those of `alibi_attention`."""
     for name, array in (("query", query), ("key", key), ("value", value)):
         check_array(name, array)
     b, h, k, t, s, d = check_shapes(query, key, value, layout="BTHD")
@@ -118,7 +118,7 @@ def _slopes(name: str, slopes: Slopes, work: jnp.dtype, *, sizes: tuple[int, int
     if values is not None:
         allowed = np.isfinite(values) | ((values == np.inf) & (name == "right_slopes"))
         if not allowed.all():
-            rule = "finite, or inf for a head that never looks right" if name == "right_slopes" else "finite"
+            rule = "finite, or inf for a head that never attends to the right" if name == "right_slopes" else "finite"
             raise ValueError(f"{name} must be {rule} but is {values.tolist()}")
     return jnp.asarray(array, work)
 
@@ -140,7 +140,7 @@ def _offset(query_offset: int | Array | None, *, batch: int, query_len: int, key
 
 
 def _check_position(query_offset: int, length: int) -> None:
-    """Positions are int32 in JAX, and an offset beyond would come around from the other end."""
+    """Positions are int32 in JAX, and a larger offset would wrap around."""
     if abs(query_offset) + length >= FARTHEST:
         raise ValueError(f"query_offset is {query_offset} but positions must lie between −2^28 and 2^28")
 
@@ -154,7 +154,7 @@ def _segments(
     if isinstance(segment_ids, tuple | list):
         if len(segment_ids) != 2:
             raise ValueError(
-                f"segment_ids has {len(segment_ids)} parts but is one array [B, S] or a pair ([B, T], [B, S])"
+                f"segment_ids has {len(segment_ids)} parts but must be one array [B, S] or a pair ([B, T], [B, S])"
             )
         for number, length, axis in ((0, query_len, "T"), (1, key_len, "S")):
             name = f"segment_ids[{number}]"
@@ -168,14 +168,14 @@ def _segments(
     first = readable_values(offset) if isinstance(offset, jax.Array) else np.asarray(offset)
     if first is not None and first.size and (first.min() < 0 or first.max() + query_len > key_len):
         raise ValueError(
-            f"the queries stand at positions {first.min()} to {first.max() + query_len - 1} but segment_ids covers the keys' "
-            f"0 to {key_len - 1}; pass a pair ([B, T], [B, S]) of segment ids for queries and keys"
+            f"the queries are at positions {first.min()} to {first.max() + query_len - 1} but segment_ids covers only the keys' "
+            f"positions 0 to {key_len - 1}; pass a pair ([B, T], [B, S]) of segment ids for queries and keys"
         )
     position = jnp.reshape(jnp.asarray(offset, jnp.int32), (-1, 1)) + jnp.arange(query_len, dtype=jnp.int32)
     position = jnp.broadcast_to(position, (batch, query_len))
     outside = (position < 0) | (position >= key_len)
     of_query = jnp.take_along_axis(of_key, position, axis=1, mode="clip")
-    # Where values cannot be read a query outside gets a number that no key has, and sees nothing.
+    # If values cannot be read, a query outside gets a segment that no key has, and sees no key.
     return jnp.where(outside, of_key.max(1, keepdims=True) + 1, of_query), of_key
 
 
@@ -185,19 +185,19 @@ def _key_bias(key_bias: Array, *, batch: int, num_heads: int, key_len: int) -> A
     check_key_bias(key_bias, batch=batch, num_heads=num_heads, key_len=key_len)
     values = readable_values(key_bias)
     if values is not None and not (values < np.inf).all():
-        raise ValueError("key_bias has NaN or +inf in it but must be finite, or −inf for a key that may not be seen")
+        raise ValueError("key_bias has NaN or +inf in it but must be finite, or −inf for a hidden key")
     return jnp.broadcast_to(jnp.asarray(key_bias), (batch, num_heads, key_len))
 
 
 def _small_numbers(*segment_ids: object) -> list[Array]:
-    """Segment ids that a JAX array holds: whether two are equal is all that counts, so large ones of numpy are numbered anew."""
+    """Segment ids that fit a JAX array: only equality matters, so large numpy integers are renumbered."""
     limits = np.iinfo(np.int32)
     of_numpy = [x for x in segment_ids if isinstance(x, np.ndarray) and x.size]
     if all(x.min() >= limits.min and x.max() < limits.max for x in of_numpy):
         return [x if x.dtype == jnp.int64 else jnp.asarray(x, jnp.int32) for x in map(jnp.asarray, segment_ids)]
     if len(of_numpy) < len(segment_ids):
         raise ValueError(
-            "segment_ids has numbers that do not fit int32, beside a jax.Array; pass both as numpy arrays, or smaller numbers"
+            "segment_ids has numbers that do not fit int32, next to a jax.Array; pass both as numpy arrays, or smaller numbers"
         )
     numbers = np.unique(np.concatenate([x.ravel() for x in of_numpy]), return_inverse=True)[1].astype(np.int32)
     parts = np.split(numbers, np.cumsum([x.size for x in of_numpy])[:-1])
@@ -210,7 +210,7 @@ def check_array(name: str, array: object) -> None:
 
 
 def readable_values(array: Array | NDArray[np.floating]) -> NDArray[np.floating] | None:
-    """The values where reading them costs nothing: numpy, or an array on the CPU that is not being traced."""
+    """The values if reading them is free: a numpy array, or an array on the CPU that is not traced; else None."""
     if isinstance(array, jax.Array) and (
         isinstance(array, jax.core.Tracer) or {d.platform for d in array.devices()} != {"cpu"}
     ):

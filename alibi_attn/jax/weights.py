@@ -1,4 +1,4 @@
-"""Weights that travel: state dicts of `alibi_attn.nn` as Flax's parameters, and back."""
+"""Converts state dicts of `alibi_attn.nn` to Flax parameters, and back."""
 
 from collections.abc import Mapping
 from typing import TypeAlias

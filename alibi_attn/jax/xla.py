@@ -64,12 +64,12 @@ def backward(
     inputs, _ = _inputs(arrays, rest)
     known = Finished(lse, saved.reference, grad_output, shift, grad_lse)
     if saved.visited is None:
-        found = dense.backward(plan, inputs, known)
+        gradients = dense.backward(plan, inputs, known)
     else:
-        found = loop.backward(plan, inputs, known, saved.visited)
-    query, key, value = (x.swapaxes(1, 2).astype(output.dtype) for x in found[:3])
-    biases = jax.tree.map(lambda x, like: x.astype(like.dtype), found[5:], tuple(arrays[5:]))
-    return Arrays(query, key, value, found.left, found.right, *biases)
+        gradients = loop.backward(plan, inputs, known, saved.visited)
+    query, key, value = (x.swapaxes(1, 2).astype(output.dtype) for x in gradients[:3])
+    biases = jax.tree.map(lambda x, like: x.astype(like.dtype), gradients[5:], tuple(arrays[5:]))
+    return Arrays(query, key, value, gradients.left, gradients.right, *biases)
 
 
 def nothing_saved(plan: Plan, arrays: Arrays) -> Saved:

@@ -137,9 +137,9 @@ def test_a_gate_starts_as_in_pytorch() -> None:
 def test_a_cache_has_gates_where_the_layer_has() -> None:
     gated, plain = (flax.ALiBiAttention(E, H, forget_gate=gates, rngs=nnx.Rngs(0)) for gates in (True, False))
     x = jnp.ones((1, 2, E))
-    with pytest.raises(ValueError, match="gates came but the cache has no room for gates"):
+    with pytest.raises(ValueError, match="gates were passed but the cache has no room for gates"):
         gated(x, cache=plain.new_cache(1, 4))
-    with pytest.raises(ValueError, match="no gates came but the cache has room for gates"):
+    with pytest.raises(ValueError, match="no gates were passed but the cache has room for gates"):
         plain(x, cache=gated.new_cache(1, 4))
 
 

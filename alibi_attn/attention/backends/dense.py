@@ -1,6 +1,6 @@
-"""torch's own scaled_dot_product_attention with the bias as its mask: short sequences, every device torch has.
+"""torch's scaled_dot_product_attention with the bias as its mask: for short sequences, on every device of torch.
 
-Memory and time grow with T·S, as for everybody who writes ALiBi by hand; for short input nothing is faster.
+Memory and time grow with T·S, as in hand-written ALiBi; for short input nothing is faster.
 """
 
 import torch
@@ -17,7 +17,7 @@ from alibi_attn.attention.visibility import distances, may_see_nothing, per_quer
 
 name = "dense"
 
-FEW_KEYS = 8192  # keys of one head that are turned into fp32 at a time
+FEW_KEYS = 8192  # keys of one head that are converted to fp32 at a time
 
 
 def why_not(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) -> str | None:
@@ -26,7 +26,7 @@ def why_not(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tens
 
 
 def too_small(spec: AttentionSpec[Tensor]) -> TooSmall | None:
-    """It is what small calls are left to."""
+    """Small calls are its purpose."""
     return None
 
 
@@ -35,26 +35,23 @@ def visits(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tenso
 
 
 def run(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
-    """(output, lse). With lse or dropout the scores are written out: torch's function keeps its own lse and mask to itself.
-
-    It has no rule for vmap either.
-    """
+    """(output, lse). With lse, dropout or vmap the scores are materialized, because torch's function does not support these."""
     distance = distances(spec.query_len, spec.key_len, spec.query_offset, query.device)
     seen = visible(spec, distance)
     bias, origin = score_bias(spec, distance, seen)
     if _is_decoding(spec, query, key, value, bias):
-        found = _written_out(spec, query, key, value, bias, origin)
-        if found is not None:
-            return found
+        result = _written_out(spec, query, key, value, bias, origin)
+        if result is not None:
+            return result
     key, value, poison, moderate = without_bad_keys(spec, seen, key, value)
     q, k, v, blind = query, key, value, None
     if may_see_nothing(spec):
-        # A row that sees nothing would be a softmax of nothing: let it see everything, and take the result away again.
+        # A row that sees no key would be an empty softmax: let it see everything, and discard the result.
         blind = ~seen.any(-1, keepdim=True)
         bias, q = bias.masked_fill(blind, 0.0), query.masked_fill(blind, 0.0)
     dtype = query.dtype
     if query.device.type != "cpu" and dtype in (torch.float16, torch.bfloat16):
-        # Off the CPU a mask must have query's dtype, and a distance does not fit into 8 or 11 bits.
+        # On other devices a mask must have query's dtype, and a distance does not fit into 8 or 11 bits.
         q, k, v = q.float(), k.float(), v.float()
 
     lse = None
@@ -67,7 +64,7 @@ def run(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) 
         output = dropped(spec, weights if moderate else weights.masked_fill(~seen, 0.0)) @ v.to(work)
         lse = scores.logsumexp(-1) if spec.return_lse else None
     else:
-        # Query heads of one key head side by side, as rows: nothing is copied for them. Lengths that are left open do not fold.
+        # The query heads of one key head become rows, so keys are not copied. Symbolic lengths cannot be folded.
         side = 1 if torch.compiler.is_exporting() else spec.group
         rows = bias.expand(spec.batch, spec.num_heads, -1, -1).unflatten(1, (-1, side)).flatten(2, 3)
         output = functional.scaled_dot_product_attention(
@@ -90,25 +87,25 @@ def run(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) 
 
 
 def _has_huge_scores(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor) -> bool:
-    """Whether a gradient is wanted of scores that torch's fused function cannot give, told where looking is free."""
+    """Whether scores need a gradient that torch's fused function cannot compute; checked only if reading values is free."""
     free = torch.is_grad_enabled() and may_read(query) and may_read(key)
     return free and (query.requires_grad or key.requires_grad) and has_huge_scores(spec.scale, query, key)
 
 
 def _is_decoding(spec: AttentionSpec[Tensor], *tensors: Tensor) -> bool:
-    """Few queries on a CPU, of which nobody wants gradients: reading the keys is all the work."""
+    """Few queries on a CPU that do not require gradients: reading the keys is all the work."""
     if torch.is_grad_enabled() or is_traced():
-        return False  # before the lengths are asked for, which would be a guard
+        return False  # before the lengths are read, which would add a guard
     return spec.query_len <= FEW_QUERIES and spec.key_len > 0 and spec.dropout_p == 0 and may_read(*tensors)
 
 
 def _written_out(
     spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor, bias: Tensor, origin: Tensor | None
 ) -> tuple[Tensor, Tensor | None] | None:
-    """(output, lse) by two products; None where a number is not finite, and it takes a closer look to know what is right.
+    """(output, lse) by two products; None if a number is not finite, which the general path handles.
 
-    Scores are finite only if all keys are, and outputs only if all values are and every query sees a key: so nothing has to be
-    read before, and this is up to twice as fast as the fused operator. Half precision becomes fp32 a small part at a time.
+    Scores are finite only if all keys are, and outputs only if all values are and every query sees a key. So nothing has to be
+    checked before, and this is up to twice as fast as the fused operator. Half precision is converted to fp32 in small parts.
     """
     work = torch.promote_types(query.dtype, torch.float32)
     rows = query.to(work).unflatten(1, (-1, spec.group))

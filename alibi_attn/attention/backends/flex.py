@@ -1,7 +1,7 @@
-"""torch's FlexAttention with a certified BlockMask for every head: for devices without our kernels, and as their peer.
+"""torch's FlexAttention with a certified BlockMask for every head: for devices without our kernels, and for comparison.
 
 Biases are a `score_mod`; the BlockMask lists, for every head and block of 128 queries, the blocks of 128 keys in the certified
-reach. That list has (T / 128)·(S / 128) entries a head whatever the reach is: that is FlexAttention's format.
+reach. FlexAttention's format has (T / 128)·(S / 128) entries per head, whatever the reach is.
 Source: Dong et al. 2024, FlexAttention (arXiv:2412.05496).
 """
 
@@ -29,12 +29,12 @@ Spec = AttentionSpec[Tensor]
 name = "flex"
 
 _FINE, _HIDDEN, _BAD = 0, 1, 2
-_MOST_SHAPES = 1024  # one more raises
-BLOCK = 2 * TILE  # queries and keys of a block: FlexAttention's own default
+_MOST_SHAPES = 1024  # more shapes raise an error
+BLOCK = 2 * TILE  # queries and keys per block: FlexAttention's default
 
 
 def why_not(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> str | None:
-    """Needs a CPU (forward only) or CUDA, fp16, bf16 or fp32; has no dropout, and no deterministic gradient of biases."""
+    """Needs a CPU (forward only) or CUDA, fp16, bf16 or fp32; no dropout, and no deterministic gradient of biases."""
     if spec.table is not None:
         return "it has no table of distances"
     device = query.device.type
@@ -61,7 +61,7 @@ def why_not(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> str | None
 
 
 def run(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
-    """(output, lse); outside torch.compile it compiles FlexAttention itself, which takes a while the first time."""
+    """(output, lse); outside torch.compile it compiles FlexAttention, so the first call is slow."""
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     with torch.no_grad():
@@ -70,7 +70,7 @@ def run(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, 
     origin = None if spec.key_bias is None else bias_that_matters(spec, spec.key_bias)
     unfit, biased = (flags != _FINE)[..., None], _biased(spec, flags, origin)
     attention: Any = flex_attention if torch.compiler.is_compiling() else _compiled
-    # FlexAttention has no kernel for tensors whose sign is a bit of the view.
+    # FlexAttention has no kernel for views with a negative bit.
     query, key, value = query.resolve_neg(), key.masked_fill(unfit, 0.0), value.masked_fill(unfit, 0.0)
     options = {"score_mod": biased, "block_mask": mask, "scale": spec.scale, "enable_gqa": spec.group > 1}
     if not spec.return_lse:
@@ -80,7 +80,7 @@ def run(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, 
 
 
 def too_small(spec: Spec) -> TooSmall | None:
-    """Nothing is known yet of short input on the devices it is for."""
+    """Unknown: short inputs have not been measured on the devices it is for."""
     return None
 
 
@@ -104,11 +104,11 @@ def block_mask(
     flags: Tensor | None = None,
     block_size: int = BLOCK,
 ) -> "BlockMask":
-    """The blocks of keys that matter to each block of queries, and whom a query may see at all.
+    """The blocks of keys that matter to each block of queries, and a `mask_mod` of the keys that a query may see.
 
     Args:
-        flags: of the keys, see `_key_flags`; None = those of the key mask.
-        block_size: queries and keys of a block, a multiple of TILE.
+        flags: flags of the keys, see `_key_flags`; None = those of the key mask.
+        block_size: queries and keys per block, a multiple of TILE.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -125,7 +125,7 @@ def block_mask(
 
 
 def key_blocks(spec: Spec, tiles: Tiles) -> tuple[Tensor, Tensor]:
-    """(count [B, H, N], indices [B, H, N, blocks of keys]) int32: those that a block of queries visits come first.
+    """(count [B, H, N], indices [B, H, N, blocks of keys]) int32: the visited ones come first.
 
     A block of keys is as wide as a block of queries, `tiles.rows`.
     """
@@ -141,7 +141,7 @@ def key_blocks(spec: Spec, tiles: Tiles) -> tuple[Tensor, Tensor]:
 
 
 def _key_flags(spec: Spec, key: Tensor, value: Tensor) -> Tensor:
-    """[B, K, S] int8: _FINE; _HIDDEN by the key mask; or _BAD, a key that may be seen but has NaN or inf in it or its value."""
+    """[B, K, S] int8: _FINE; _HIDDEN by the key mask; or _BAD: visible, with NaN or inf in the key or its value."""
     bad = ~(key.isfinite().all(-1) & value.isfinite().all(-1))
     flags = bad.to(torch.int8) * _BAD
     return flags if spec.key_mask is None else flags.masked_fill(~spec.key_mask[:, None], _HIDDEN)
@@ -154,7 +154,7 @@ def _mask_flags(spec: Spec, device: torch.device) -> Tensor:
 
 
 def _rounded(tiles: Tiles) -> tuple[Tensor, Tensor]:
-    """(bands, outlier tiles) of the same tiles, rounded outwards to blocks as wide as those of queries."""
+    """(bands, outlier tiles), rounded outward to blocks of as many keys as queries."""
     width = tiles.rows // TILE
     first, last, low, high = tiles.bands.unbind(-1)
     parts = [x // width * width for x in (first, last + width - 1, low, high + width - 1)]
@@ -165,7 +165,7 @@ def _rounded(tiles: Tiles) -> tuple[Tensor, Tensor]:
 
 
 def _visible(spec: Spec, flags: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """FlexAttention's mask_mod: may query i look at key j?"""
+    """FlexAttention's mask_mod: whether query i may see key j."""
     first = first_positions(spec, flags.device).expand(spec.batch).contiguous()
     right = None if spec.right_slopes is None else spec.right_slopes.detach().expand(spec.batch, -1).contiguous()
     group, causal, window = spec.group, spec.causal, spec.window
@@ -196,9 +196,9 @@ def _visible(spec: Spec, flags: Tensor) -> Callable[[Tensor, Tensor, Tensor, Ten
 def _biased(
     spec: Spec, flags: Tensor, origin: Tensor | None
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """FlexAttention's score_mod: −m·|i − j| + b_j, with a positive distance to the right too; NaN for a bad key that is seen.
+    """FlexAttention's score_mod: −m·|i − j| + b_j, also to the right; NaN for a bad key that is seen.
 
-    Biases of keys are relative to `origin` [B, H, T], that of the best key that the query sees.
+    Key biases are relative to `origin` [B, H, T], the bias of the best key that the query sees.
     """
     first = first_positions(spec, flags.device).expand(spec.batch).contiguous()
     slopes = spec.slopes.resolve_neg().expand(spec.batch, -1).contiguous()
@@ -218,7 +218,7 @@ def _biased(
 
 
 def _relative_key_bias(spec: Spec, origin: Tensor | None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None:
-    """b_j − r_i in fp32, off by a rounding of the difference: both are sums of two numbers, whose parts are subtracted first."""
+    """b_j − r_i in fp32, off by one rounding of the difference: both are sums of two numbers, subtracted part by part."""
     if spec.key_bias is None or origin is None:
         return None
     of_key, of_query = (
@@ -239,7 +239,7 @@ def _in_two(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _compiled(*args: Any, **options: Any) -> Any:
-    """FlexAttention, compiled for the shapes at hand. Past eight shapes, torch's limit, it would write out all T·S scores."""
+    """FlexAttention, compiled for these shapes. Past torch's limit of eight shapes it would materialize all T·S scores."""
     with torch._dynamo.config.patch(recompile_limit=_MOST_SHAPES, accumulated_recompile_limit=_MOST_SHAPES):
         return _compiler()(*args, **options)
 

@@ -1,4 +1,4 @@
-"""What every backend is: a module with these names. `dispatch.py` has the table of them, and mypy holds each against this."""
+"""The interface of a backend: a module with these names. `dispatch.py` has the table, and mypy checks each entry against this."""
 
 from typing import NamedTuple, Protocol
 
@@ -8,12 +8,12 @@ from alibi_attn.attention.spec import AttentionSpec
 
 Spec = AttentionSpec[Tensor]
 
-FEW_QUERIES = 8  # so many are answered fastest by writing their scores out, which `dense` does
+FEW_QUERIES = 8  # up to this many queries, computing all scores with `dense` is fastest
 
 
 class TooSmall(NamedTuple):
-    """Why a call is better left to `dense`, in words with one number; apart, since a graph of torch.compile that holds the words
-    would be for that number alone."""
+    """Why `dense` is faster for a call: words with a place for one number. They are separate, because a compiled graph that holds
+    the formatted text would be valid for that number only."""
 
     words: str
     number: int = 0
@@ -28,19 +28,19 @@ class Backend(Protocol):
     name: str
 
     def why_not(self, spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> str | None:
-        """What it cannot do about this call, never what would be slow; None = it runs."""
+        """Why it cannot run this call, never why it would be slow; None = it runs."""
 
     def too_small(self, spec: Spec) -> TooSmall | None:
-        """Why "auto" leaves a call to `dense` although this backend could run it; from shapes alone.
+        """Why "auto" prefers `dense` although this backend could run the call; decided from shapes alone.
 
-        What torch.export leaves open may be small or large: `dense` takes only what is surely small; others are right for all.
+        With symbolic lengths from torch.export, `dense` gets only calls that are certainly small; the others are right for all.
         """
 
     def run(self, spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(output [B, H, T, D] in query's dtype, lse [B, H, T] in fp32 or better, or None where `spec.return_lse` is False)."""
+        """(output [B, H, T, D] in query's dtype, lse [B, H, T] in fp32 or better, or None if `spec.return_lse` is False)."""
 
     def visits(self, spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor] | None:
         """(reach, scores), each [B, H] int64: 1 + the largest |i − j| that is read, and the scores computed; None = everything.
 
-        Without `value` the values are taken to be of like length.
+        Without `value` the values are assumed to have similar norms.
         """

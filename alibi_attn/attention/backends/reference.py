@@ -1,4 +1,4 @@
-"""The specification: softmax(scale·q·kᵀ − m·|i − j|)·v as it is written, on any device and dtype, slow and clear.
+"""The specification: softmax(scale·q·kᵀ − m·|i − j|)·v as written, on any device and in any dtype; slow and clear.
 
 Memory and time grow with T·S. Every other backend is compared with this one, and this one with a loop over i and j.
 Source: Press et al. 2022, sec. 3 (arXiv:2108.12409).
@@ -17,12 +17,12 @@ name = "reference"
 
 
 def why_not(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) -> str | None:
-    """The specification computes everything."""
+    """It runs every call."""
     return None
 
 
 def too_small(spec: AttentionSpec[Tensor]) -> TooSmall | None:
-    """It is never picked by "auto"."""
+    """Unused: "auto" never picks it."""
     return None
 
 
@@ -41,10 +41,10 @@ def run(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) 
     q = query.to(work).masked_fill(~sees_any[..., None], 0.0)
     k = per_query_head(spec, key.to(work))
     v = per_query_head(spec, value.to(work))
-    # What may not be seen is not used, forward or backward: the largest numbers give inf − inf and 0·inf.
+    # Hidden keys are never used, forward or backward: the largest numbers would give inf − inf and 0·inf.
     bias, origin = score_bias(spec, distance, seen)
     scores = (spec.scale * (q @ k.mT)).masked_fill(~seen, 0.0) + bias
-    # A row that sees nothing is all −inf: give softmax zeros instead, and take the result away again.
+    # A row that sees no key is all −inf: pass zeros to softmax, and discard the result.
     scores = scores.masked_fill(~sees_any[..., None], 0.0)
     weights = dropped(spec, scores.softmax(-1).masked_fill(~seen, 0.0))
     output = (weights @ v).masked_fill(~sees_any[..., None], 0.0)

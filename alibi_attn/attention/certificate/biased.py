@@ -1,12 +1,12 @@
 """The certificate where every key has a bias of its own (docs/maths.md, step 10): certified bands from torch operations.
 
-No geometric series tells what keys farther than a distance weigh then, but the keys that are there can be summed: with R a head's
-largest |scale|·‖q‖, one running log-sum-exp a head says for every block of queries what all keys before a tile weigh together,
+The weights of distant keys do not form a geometric series then, but the actual keys can be summed. With R the largest |scale|·‖q‖
+of a head, one running log-sum-exp per head gives the total weight of all keys before a tile, for every block of queries:
 
     F(p) = ln Σ_{j < p} exp(R·‖k_j‖ + b_j + m·j) ,    Σ_{j < p} exp(R·‖k_j‖ + b_j − m·(i − j)) = exp(F(p) − m·i) ,
 
-and one from the other end with −m·j for keys to the right. b need not fall or rise with the distance, and m may be 0 or negative.
-Everything is fp64 and nothing is read on the host; only differences are exponentiated, for m·j and b may be 10⁶.
+and another from the other end, with −m·j, for keys to the right. b need not be monotone in the distance, and m may be 0 or
+negative. Everything is fp64 and nothing is read on the host. Only differences are exponentiated, because m·j and b may be 10⁶.
 """
 
 import dataclasses
@@ -33,16 +33,15 @@ from alibi_attn.reach import UNLIMITED
 
 Spec = AttentionSpec[Tensor]
 
-ROUNDING = (
-    2.0**-50
-)  # of the largest exponent, for each tile that is summed in fp64, and 64 of it for the exponents themselves
+# Relative to the largest exponent: this much per tile that is summed in fp64, and 64 times as much for the exponents.
+ROUNDING = 2.0**-50
 
 
 def biased_bounds(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> Bounds:
-    """What every block of queries must visit of keys with a bias; without `value` the values are taken to be of like length.
+    """The keys with biases that every block of queries must visit; without `value` the values are assumed to have similar norms.
 
-    `left` counts from a block's first query, `right` from its last: what lies farther from these may be skipped by all of them.
-    A number that is not finite skips nothing.
+    `left` is relative to a block's first query, `right` to its last: all queries of the block may skip what lies farther.
+    If a number is not finite, nothing is skipped.
     """
     b, h, n = spec.batch, spec.num_heads, -(-spec.query_len // TILE)
     device = query.device
@@ -67,7 +66,7 @@ def biased_bounds(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) 
     values = []
     for side, slopes in sides:
         m = (spec.slopes if slopes is None else slopes).detach().double().reshape(-1, h, 1)
-        # A head that never looks right has nothing there to skip.
+        # A head that never attends to the right has nothing to skip there.
         nats = own + side * m.masked_fill(m.isinf(), 0.0) * at
         nats = nats.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf).masked_fill(hidden, -math.inf)
         nats = torch.nn.functional.pad(nats, (0, -spec.key_len % TILE), value=-math.inf).unflatten(-1, (-1, TILE))
@@ -80,15 +79,15 @@ def biased_bounds(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) 
 def gated_bounds(
     spec: Spec, query: Tensor, key: Tensor, value: Tensor, log_fgate: Tensor, *, tile_norms: tuple[Tensor, Tensor]
 ) -> Bounds:
-    """What the last few queries must visit of keys that gates let fade, b_j = Σ_{l > j} ln f_l to the very end.
+    """The keys that the last few queries must visit with gates, b_j = Σ_{l > j} ln f_l up to the last position.
 
-    Only the last keys are read: of the others, tiles' norms and sums of gates. As b never falls along the text, no key of a tile
-    has a larger one than the tile's last.
+    Only the last keys are read; the others are represented by their tiles' norms and sums of gates. b never decreases along the
+    text, so the last key of a tile has its largest b.
 
     Args:
-        spec: causal, of at most TILE queries at the end of the keys, without masks and biases.
+        spec: causal, at most TILE queries at the end of the keys, without masks and biases.
         log_fgate: [B, H, S], finite and at most 0.
-        tile_norms: of the keys and of the values, [B, K, ⌈S / TILE⌉] fp64 each: no norm in a tile is larger.
+        tile_norms: upper bounds on the norms in each tile of keys and of values, [B, K, ⌈S / TILE⌉] fp64 each.
     """
     n = tile_norms[0].shape[-1]
     assert spec.causal
@@ -97,17 +96,17 @@ def gated_bounds(
         unlimited = torch.full((spec.batch, spec.num_heads, 1), UNLIMITED)
         return Bounds(unlimited, unlimited, torch.full((spec.batch, spec.num_heads, OUTLIER_TILES), -1))
     first = first_positions(spec, query.device)
-    near = min(spec.key_len, spec.query_len + NEAR)  # those of which the log-sum-exp is bounded
+    near = min(spec.key_len, spec.query_len + NEAR)  # the keys from which the log-sum-exp is bounded
     bias = sums_behind(log_fgate[..., spec.key_len - near :])
     last = dataclasses.replace(spec, key_len=near, query_offset=near - spec.query_len, key_bias=bias)
     lower = biased_lower_bound(last, query, key[:, :, spec.key_len - near :], first_positions(last, query.device))
     norms = tile_norms[0].repeat_interleave(spec.group, 1)
     longest = norms.amax(-1, keepdim=True)
     longer = longer_far_values(spec, value, tile_norms[1])
-    # Tiles bound their longest key only, so that nothing is known of the shortest.
+    # Tiles bound their longest key only; the shortest is unknown.
     rate, constant = biased_numerator_parts(spec, query, lower, longer, longest, torch.zeros_like(longest))
 
-    # Sums behind each tile, and what the bias of its nearest or farthest key is worth.
+    # The sums of the gates after each tile, and the slope's term at its nearest or farthest key.
     of_tiles = torch.nn.functional.pad(log_fgate.detach(), (0, -spec.key_len % TILE)).unflatten(-1, (n, TILE))
     behind = sums_behind(of_tiles.double().sum(-1))
     m = spec.slopes.detach().double().reshape(-1, spec.num_heads, 1)
@@ -121,14 +120,14 @@ def gated_bounds(
         _reach(spec, nats[..., None], m, constant, tiles, first, 1)
         for tiles in (torch.full_like(outlier_tiles, -1), outlier_tiles)
     )
-    # Each is a call of its own: worth it where the reach is cut to less than half.
+    # Each outlier tile is a separate call, which pays if it cuts the reach to less than half.
     worth = 2 * left < with_all.clamp(max=spec.key_len)
     left = torch.where(worth, left, with_all)
     return Bounds(left, left, outlier_tiles.masked_fill(~worth, -1))
 
 
 def sums_behind(numbers: Tensor) -> Tensor:
-    """[..., n] fp64: of every number, the sum of those after it."""
+    """[..., n] fp64: for every number, the sum of the numbers after it."""
     after = torch.nn.functional.pad(numbers.detach().double()[..., 1:], (0, 1))
     return after.flip(-1).cumsum(-1).flip(-1)
 
@@ -136,11 +135,11 @@ def sums_behind(numbers: Tensor) -> Tensor:
 def biased_numerator_parts(
     spec: Spec, query: Tensor, lower: Tensor, longer: Tensor | None, longest: Tensor, shortest: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(|scale|·‖q‖, what is to be added to the largest exponents of the keys), each [B, H, T] fp64.
+    """(|scale|·‖q‖, the nats to add to the largest exponents of the keys), each [B, H, T] fp64.
 
-    The latter has −λ (λ is `lower`, [B, H, T]), its rounding, the nats that `longer` values cost, and what a query shorter than
-    the head's longest gains; inf where nothing may be skipped. `longest` and `shortest` bound the norms of all visible keys,
-    [B, H, 1].
+    The latter is −λ (λ is `lower`, [B, H, T]), plus its rounding error, plus the nats that `longer` values cost, minus what a
+    query shorter than the head's longest gains; inf if nothing may be skipped. `longest` and `shortest` bound the norms of all
+    visible keys, [B, H, 1].
     """
     wide = query.dtype == torch.float64
     error = (spec.head_dim + SCORE_UNITS) * UNIT["float64" if wide else "float32"]
@@ -156,9 +155,9 @@ def biased_numerator_parts(
 
 
 def _outlier_tiles(largest: list[Tensor], sides: list[int]) -> Tensor:
-    """[B, H, P]: the tiles that stay the largest the longest, seen from the end that they are summed from; −1 = none.
+    """[B, H, P]: the tiles that remain the running maximum for longest, from the end where the sum begins; −1 = none.
 
-    One spike would keep every later block from skipping what lies before it; gates, which only rise, have none.
+    One spike would keep every later block from skipping the keys before it. Gates, whose biases only rise, have no spikes.
     """
     chosen = []
     for _ in range(OUTLIER_TILES):
@@ -179,12 +178,12 @@ def _outlier_tiles(largest: list[Tensor], sides: list[int]) -> Tensor:
 def _reach(
     spec: Spec, nats: Tensor, m: Tensor, constant: Tensor, outlier_tiles: Tensor, first: Tensor, side: int
 ) -> Tensor:
-    """[B, H, N] int64: how far a block looks to one side, from the exponents [B, H, tiles, TILE] of all keys."""
+    """[B, H, N] int64: the reach of a block to one side, from the exponents [B, H, tiles, TILE] of all keys."""
     tiles = nats.shape[2]
     left_out = (torch.arange(tiles, device=nats.device)[:, None] == outlier_tiles[:, :, None]).any(-1)
     weights = nats.logsumexp(-1).masked_fill(left_out, -math.inf)
     weights = weights if side > 0 else weights.flip(-1)
-    # What everything up to and with a tile weighs, from the far end; no term is larger than the largest exponent.
+    # The weight of all tiles from the far end up to each tile; no term is larger than the largest exponent.
     sums = weights.logcumsumexp(-1).nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
     sums = sums.cummax(-1).values
     size = nats.masked_fill(nats.isinf(), 0.0).abs().amax((-1, -2), keepdim=True)[..., 0] + 64.0
@@ -195,7 +194,9 @@ def _reach(
     worst = torch.nn.functional.pad(worst, (0, n * TILE - spec.query_len), value=-math.inf).unflatten(-1, (n, TILE))
     share = spec.tolerance if spec.causal else spec.tolerance / 2
     room = math.log(share) - worst.amax(-1)
-    count = torch.searchsorted(sums.contiguous(), room.contiguous(), right=True)  # tiles from the far end that may go
+    count = torch.searchsorted(
+        sums.contiguous(), room.contiguous(), right=True
+    )  # tiles from the far end that may be skipped
     count = count.masked_fill(~room.isfinite(), 0)
     start = first[:, None, None] + torch.arange(n, device=nats.device) * TILE
     if side > 0:

@@ -2,12 +2,12 @@
 
 For a query, U = |scale|·‖q‖·κ bounds all its scores (Cauchy–Schwarz), κ = the largest norm among the keys that may be skipped: to
 the left a prefix maximum, to the right a suffix maximum. Few keys are that long: Σ exp(|scale|·‖q‖·‖k_j‖ − m·d), summed key by
-key, bounds the same tail and is smaller over many keys; the better of the two is taken. λ comes from `lse_bound.py`. Tiles of
+key, bounds the same tail and is tighter for many keys; the smaller bound is used. λ comes from `lse_bound.py`. Tiles of
 keys with the largest norms may be *outlier tiles*: always visited and left out of both, so one giant key costs one tile and
 not the whole band.
 
-Floating point is part of the certificate: `norm_bound` never falls short of a norm, and the numerator grows by what the near
-scores may be off.
+Floating point is part of the certificate: `norm_bound` is never below a norm, and the possible error of the near scores is added
+to the numerator.
 """
 
 import dataclasses
@@ -34,16 +34,16 @@ from alibi_attn.reach import UNLIMITED
 
 Spec = AttentionSpec[Tensor]
 
-LEVELS = (0.25, 0.5, 0.8, 1.0)  # of the blocks' largest query norms: those for which tails are summed, as quantiles
-LONG = 4096  # from this many keys on a dearer and tighter bound pays
+LEVELS = (0.25, 0.5, 0.8, 1.0)  # quantiles of the blocks' largest query norms, for which tails are summed
+LONG = 4096  # from this many keys on, a tighter and more expensive bound pays
 
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """What must be visited, N = ⌈T / TILE⌉ blocks of queries.
+    """The keys that each of N = ⌈T / TILE⌉ blocks of queries must visit.
 
     Args:
-        left: [B, H, N] int64: a key in no outlier tile, at i − j ≥ left, may be skipped by every query of the block.
+        left: [B, H, N] int64: every query of the block may skip keys at i − j ≥ left, except in outlier tiles.
         right: [B, H, N] int64: the same at j − i ≥ right.
         outlier_tiles: [B, H, P] int64: tiles of keys that are always visited, ascending; −1 = none.
     """
@@ -58,14 +58,14 @@ def bounds(
     outlier_choices: tuple[int, ...] = OUTLIER_CHOICES, refine: bool | None = None,
     tile_norms: tuple[Tensor, Tensor] | None = None,
 ) -> Bounds:  # fmt: skip
-    """The certified reach of every block of queries. Without `value` the values are taken to be of like length.
+    """The certified reach of every block of queries. Without `value` the values are assumed to have similar norms.
 
-    Keys and values must be finite (a NaN in them skips nothing, which is safe and slow).
+    Keys and values should be finite (with a NaN nothing is skipped, which is safe and slow).
 
     Args:
-        outlier_choices: how many tiles may be outlier tiles.
-        refine: sum tails key by key, and take λ from farther keys too; None = where there are `LONG` keys.
-        tile_norms: of the keys and of the values, [B, K, ⌈S / TILE⌉] fp64 each: no norm in a tile is larger. Then only those
+        outlier_choices: the allowed numbers of outlier tiles.
+        refine: sum tails key by key, and compute λ from farther keys too; None = if there are at least `LONG` keys.
+        tile_norms: upper bounds on the norms in each tile of keys and of values, [B, K, ⌈S / TILE⌉] fp64 each. Then only keys
             near the queries are read; for causal queries among the keys, without key mask and segments.
     """
     refine = spec.key_len >= LONG and tile_norms is None if refine is None else refine
@@ -87,20 +87,20 @@ def bounds(
     if spec.key_mask is not None and spec.causal and spec.query_segments is None:
         constant = constant.masked_fill(_blind(spec.key_mask, first, spec.query_len)[:, None], -math.inf)
     tails = _Tails.of(spec, rate, key_norms) if refine else None
-    found = [_with_outliers(spec, rate, constant, tiles, tails, count, first) for count in outlier_choices]
-    left, right, outlier_tiles, cost = found[0]
-    for wider_left, wider_right, more_tiles, asked in found[1:]:
-        better = (asked < cost)[..., None]
+    candidates = [_with_outliers(spec, rate, constant, tiles, tails, count, first) for count in outlier_choices]
+    left, right, outlier_tiles, cost = candidates[0]
+    for wider_left, wider_right, more_tiles, more_cost in candidates[1:]:
+        better = (more_cost < cost)[..., None]
         left, right = torch.where(better, wider_left, left), torch.where(better, wider_right, right)
-        outlier_tiles, cost = torch.where(better, more_tiles, outlier_tiles), torch.minimum(asked, cost)
+        outlier_tiles, cost = torch.where(better, more_tiles, outlier_tiles), torch.minimum(more_cost, cost)
     return Bounds(left, right, outlier_tiles)
 
 
 def worth_leaving_out(norms: Tensor, *, times: float, count: Tensor | None = None) -> tuple[int, ...]:
-    """The `outlier_choices` for keys of these norms, [B, K, n]: none where no norm is `times` the mean. Read on the host.
+    """The `outlier_choices` for keys of these norms, [B, K, n]: none if no norm is `times` the mean. Read on the host.
 
     Args:
-        count: [B, 1], how many of the norms are of keys that are seen, where the others are 0; None = n.
+        count: [B, 1], the number of norms of visible keys, if the others are 0; None = n.
     """
     mean = norms.mean(-1) if count is None else norms.sum(-1) / count.clamp(min=1)
     return OUTLIER_CHOICES if bool((norms.amax(-1) > times * mean).any()) else (0,)
@@ -111,8 +111,8 @@ def numerator_parts(
 ) -> tuple[Tensor, Tensor]:
     """(rate, constant), each [B, H, T] fp64: the reach's numerator is rate·κ + constant.
 
-    `constant` has −λ (λ is `lower`, [B, H, T]), what rounding may have done to it (by the `largest` norm of a key, [B, K]), and
-    the nats that `longer` values cost [B, H, T]; inf where nothing may be skipped.
+    `constant` is −λ (λ is `lower`, [B, H, T]), plus its possible rounding error (from the `largest` norm of a key, [B, K]), plus
+    the nats that `longer` values cost [B, H, T]; inf if nothing may be skipped.
     """
     unit = UNIT["float64" if query.dtype == torch.float64 else "float32"]
     error = (spec.head_dim + SCORE_UNITS) * unit
@@ -127,19 +127,19 @@ def numerator_parts(
 
 
 def _blind(key_mask: Tensor, first: Tensor, query_len: int) -> Tensor:
-    """[B, T]: causal queries that see no key at all."""
+    """[B, T]: causal queries that see no key."""
     at = (first[:, None] + torch.arange(query_len, device=first.device)).expand(key_mask.shape[0], -1)
     known = key_mask.cumsum(-1).gather(1, at.clamp(0, key_mask.shape[1] - 1))
     return (known == 0) | (at < 0)
 
 
 def longer_values(spec: Spec, value: Tensor, first: Tensor, elsewhere: tuple[Tensor, Tensor] | None = None) -> Tensor:
-    """[B, H, T] nats ≥ 0: ln f, where some value is f times longer than 4 times the longest that the query surely keeps.
+    """[B, H, T] nats ≥ 0: ln f, if some value is f times longer than 4 times the longest value that the query certainly keeps.
 
-    Surely kept are the query's own key and the `KEPT` − 1 before it where they are seen, and in any case some key that is seen.
+    It certainly keeps its own key and the `KEPT` − 1 before it if they are visible, and in any case some visible key.
 
     Args:
-        elsewhere: the largest and the smallest norm, each [K], of values that are seen and are not in `value`.
+        elsewhere: the largest and the smallest norm, each [K], of visible values that are not in `value`.
     """
     length = norm_bound(value)
     if spec.key_bias is not None:
@@ -164,7 +164,7 @@ def longer_values(spec: Spec, value: Tensor, first: Tensor, elsewhere: tuple[Ten
 
 
 def longer_far_values(spec: Spec, value: Tensor, tiles: Tensor) -> Tensor:
-    """What `longer_values` returns, from the largest norms of every tile of values and the last few values themselves."""
+    """The same as `longer_values`, from the largest norms of every tile of values and the last few values."""
     assert isinstance(spec.query_offset, int)
     before = min(spec.query_offset, KEPT - 1 if spec.window is None or spec.window >= KEPT else 0)
     near = norm_bound(value[:, :, spec.query_offset - before : spec.query_offset + spec.query_len])
@@ -178,11 +178,11 @@ def _nats_of_longer(longest: Tensor, kept: Tensor) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class _Tails:
-    """Σ exp(level·‖k_j‖) over every NEAR keys, for a few levels of |scale|·‖q‖.
+    """Σ exp(level·‖k_j‖) over each NEAR keys, for a few levels of |scale|·‖q‖.
 
     Args:
         mass: [B, H, levels, G] fp64, the logarithm of the sum.
-        level: [B, H, N] int64: the lowest level that is no less than any |scale|·‖q‖ of the block.
+        level: [B, H, N] int64: the lowest level that is at least every |scale|·‖q‖ of the block.
     """
 
     mass: Tensor
@@ -190,7 +190,7 @@ class _Tails:
 
     @classmethod
     def of(cls, spec: Spec, rate: Tensor, key_norms: Tensor) -> "_Tails":
-        """From the [B, H, T] rates and [B, K, S] norms; not finite where they are not."""
+        """From the [B, H, T] rates and [B, K, S] norms; not finite if these are not."""
         n, groups = -(-spec.query_len // TILE), -(-spec.key_len // NEAR)
         worst = torch.nn.functional.pad(rate, (0, n * TILE - spec.query_len)).unflatten(2, (n, TILE)).amax(-1)
         ascending = worst.sort(-1).values
@@ -198,7 +198,7 @@ class _Tails:
         level = (levels[..., None, :] < worst[..., None]).sum(-1).clamp(max=len(LEVELS) - 1)
         norms = torch.nn.functional.pad(key_norms, (0, groups * NEAR - spec.key_len)).repeat_interleave(spec.group, 1)
         longest = norms.amax(-1, keepdim=True)
-        # Far below the longest key the exponent is held at −600, which only adds to the sum.
+        # The exponent is clamped at −600, which can only increase the sum.
         weight = (levels[..., None] * (norms - longest)[:, :, None]).clamp_(min=-600.0).exp_()
         return cls(weight.unflatten(-1, (groups, NEAR)).sum(-1).log() + levels[..., None] * longest[..., None], level)
 
@@ -244,7 +244,7 @@ def _sides(
 def _tail_nats(spec: Spec, slopes: Tensor, tails: _Tails, position: Tensor, *, to_right: bool = False) -> Tensor:
     """[B, H, N]: the largest ln Σ exp(level·‖k_j‖ − m·|p − j|) over the keys beyond p, of any p beyond a block's `position`.
 
-    Within a group of keys distances are taken to be 0. The running sum is off by less than a unit of its largest term a group.
+    Within a group of keys distances count as 0. The running sum is off by less than one unit of its largest term per group.
     """
     mass = tails.mass.flip(-1) if to_right else tails.mass
     groups = mass.shape[-1]
@@ -282,7 +282,7 @@ def _reach(
 
 
 def reach_of_nats(nats: Tensor, m: Tensor, tolerance: float) -> Tensor:
-    """int64: the reach where all keys from a distance r on weigh at most e^(nats − m·r), m fp64; one side's tolerance."""
+    """int64: the reach if all keys from a distance r on weigh at most e^(nats − m·r), m fp64; `tolerance` is that of one side."""
     quotient = ((nats - math.log(tolerance)) / m).clamp(min=0.0)
     reach = (quotient + 1e-12 * quotient.abs()).ceil().nan_to_num(nan=UNLIMITED, posinf=UNLIMITED)
     reach = reach.clamp(KEPT, UNLIMITED).to(torch.int64)
@@ -291,15 +291,15 @@ def reach_of_nats(nats: Tensor, m: Tensor, tolerance: float) -> Tensor:
 
 
 def _worst(numerator: Tensor) -> Tensor:
-    """The largest of every block. NaN (inf · 0) becomes inf; a block of queries that see nothing stays −inf and needs no key."""
+    """The largest of every block. NaN (inf · 0) becomes inf; a block of queries that see no key stays −inf and needs none."""
     return numerator.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf).amax(-1)
 
 
 def _cost(spec: Spec, left: Tensor, right: Tensor, *, outliers: int, first: Tensor) -> Tensor:
     """[B, H]: keys that a query of every block visits, summed over the blocks, outlier tiles included."""
     start = (first[:, None] + torch.arange(left.shape[-1], device=first.device) * TILE)[:, None]
-    asked = torch.minimum(left, (start + TILE).clamp(0, spec.key_len))
+    visited = torch.minimum(left, (start + TILE).clamp(0, spec.key_len))
     if not spec.causal:
-        asked = asked + torch.minimum(right, (spec.key_len - start).clamp(0, spec.key_len))
-    # A tile on its own costs about twice its width: it is one more call, and one more merge.
-    return asked.sum(-1) + outliers * (2 * TILE) * left.shape[-1]
+        visited = visited + torch.minimum(right, (spec.key_len - start).clamp(0, spec.key_len))
+    # A separate tile costs about twice its width: one more call, and one more merge.
+    return visited.sum(-1) + outliers * (2 * TILE) * left.shape[-1]

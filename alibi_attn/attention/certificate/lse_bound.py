@@ -1,8 +1,8 @@
-"""λ: a lower bound of every query's log-sum-exp, from a few keys that it surely sees.
+"""λ: a lower bound on every query's log-sum-exp, from a few keys that it certainly sees.
 
-Near keys are scored one by one: a query's own group of `NEAR` and the group before. Farther back, where a flat head still
-looks, a *stretch* of n keys is known by its mean only: Jensen's inequality gives Σ exp(s_j) ≥ n·exp(mean s_j), and a mean score
-is one product with the mean key. The two sets are disjoint, so their masses add up.
+Near keys are scored one by one: a query's own group of `NEAR` and the group before. Farther back, which matters to
+flat heads, a *stretch* of n keys is represented by its mean: Jensen's inequality gives Σ exp(s_j) ≥ n·exp(mean s_j), and the mean
+score is one product with the mean key. The two sets are disjoint, so their masses add up.
 """
 
 import dataclasses
@@ -15,17 +15,17 @@ from alibi_attn.attention.spec import AttentionSpec
 
 Spec = AttentionSpec[Tensor]
 
-NEAR = 16  # queries that share one small tile of near keys, 2·NEAR of them
-STRETCHES = (32, 128, 512)  # keys before the near ones; a head of slope m gets most from about 2/m
-FLAT = 1 / 12  # a steeper head gets nothing from keys so far back
+NEAR = 16  # queries that share one small tile of 2·NEAR near keys
+STRETCHES = (32, 128, 512)  # keys before the near ones; a head of slope m gains most from about 2/m
+FLAT = 1 / 12  # a steeper head gains nothing from keys that far back
 
 
 def lower_bound(
     spec: Spec, query: Tensor, key: Tensor, first: Tensor, *, stretches: bool, text_len: int | None = None
 ) -> Tensor:
-    """λ [B, H, T] fp64, true up to the rounding of fp32 products; −inf where no near key is seen, or none was looked for.
+    """λ [B, H, T] fp64, true up to the rounding of fp32 products; −inf if no near key is visible, or the head is not searched.
 
-    None is looked for by a head so flat that a text of `text_len` keys (default: these) ends before its reach.
+    A head is not searched if it is so flat that a text of `text_len` keys (default: S) ends before its reach.
     """
     if query.device.type != "cpu" or spec.query_len <= NEAR:
         return _mass(spec, query, key, first, stretches)
@@ -33,7 +33,7 @@ def lower_bound(
     offset = _inner_offset(spec)
     if offset is None or not _unmasked(spec):
         return _one_key_head_at_a_time(spec, query, key, first, stretches, text_len)
-    # Whole groups of queries with a group of keys before them need no copies; the few others go together.
+    # Whole groups of queries with a group of keys before them need no copies; the few others are computed together.
     lead = NEAR if offset < NEAR else 0
     end = lead + (spec.query_len - lead) // NEAR * NEAR
     mass = torch.empty(query.shape[:3], dtype=torch.float64)
@@ -47,7 +47,7 @@ def lower_bound(
 
 
 def biased_lower_bound(spec: Spec, query: Tensor, key: Tensor, first: Tensor) -> Tensor:
-    """λ [B, H, T] where keys have biases: sums of fp64, true up to the rounding of the products, however large a bias is."""
+    """λ [B, H, T] with key biases: fp64 sums, true up to the rounding of the products, however large a bias is."""
     rows = _grouped_rows(spec, query)
     return _near_mass(spec, rows, key, first).flatten(2)[..., : spec.query_len]
 
@@ -59,7 +59,7 @@ def _unmasked(spec: Spec) -> bool:
 def _one_key_head_at_a_time(
     spec: Spec, query: Tensor, key: Tensor, first: Tensor, stretches: bool, text_len: int
 ) -> Tensor:
-    """On a CPU large temporaries cost more than all the arithmetic."""
+    """`_mass`, one key head at a time: on a CPU large temporaries cost more than all the arithmetic."""
     mass = torch.full(query.shape[:3], -math.inf, dtype=torch.float64)
     first = first.expand(spec.batch)
     for b in range(spec.batch):
@@ -76,7 +76,7 @@ def _one_key_head_at_a_time(
             )  # fmt: skip
             steepest = max(float(m.max()) for m in (one.slopes, one.right_slopes) if m is not None)
             if steepest * text_len <= -math.log(spec.tolerance):
-                continue  # so flat that the text ends before the reach, whatever λ is
+                continue  # the text ends before the reach, whatever λ is
             q, k_head = query[b : b + 1, heads], key[b : b + 1, k : k + 1]
             flat = stretches and float(one.slopes.min()) < FLAT
             mass[b, heads] = _mass(one, q, k_head, first[b : b + 1], flat)[0]
@@ -112,7 +112,7 @@ def _grouped_rows(spec: Spec, query: Tensor) -> Tensor:
 
 
 def _near_mass_of_views(spec: Spec, query: Tensor, key: Tensor, offset: int) -> Tensor:
-    """What `_near_mass` returns, [1, H, T], without a copy: query [H, T, D] and the one key head [S, D], nothing masked.
+    """The same as `_near_mass`, [1, H, T], without a copy: query [H, T, D] and one key head [S, D], nothing masked.
 
     T is whole groups, and at least NEAR keys lie before the first query.
     """
@@ -127,7 +127,7 @@ def _near_mass_of_views(spec: Spec, query: Tensor, key: Tensor, offset: int) -> 
 
 
 def _penalty(spec: Spec, distance: Tensor, dtype: torch.dtype) -> Tensor:
-    """[B|1, H, ...]: how much the bias takes off at `distance` [B|1, ...], inf where a query may not look."""
+    """[B|1, H, ...]: the nats that the bias subtracts at `distance` [B|1, ...], inf for hidden keys."""
     slopes = spec.slopes.detach().reshape(-1, spec.num_heads, 1, 1, 1)
     if spec.right_slopes is not None:
         right = spec.right_slopes.detach().reshape(-1, spec.num_heads, 1, 1, 1)
@@ -141,7 +141,7 @@ def _penalty(spec: Spec, distance: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _inner_offset(spec: Spec) -> int | None:
-    """The position of query 0, where every query is known to stand at a key of its own; else None."""
+    """The position of query 0 if every query is known to have a key at its position; else None."""
     offset = spec.query_offset
     if isinstance(offset, Tensor) or offset < 0 or offset + spec.query_len > spec.key_len:
         return None
@@ -149,7 +149,7 @@ def _inner_offset(spec: Spec) -> int | None:
 
 
 def _near_mass(spec: Spec, rows: Tensor, key: Tensor, first: Tensor) -> Tensor:
-    """[B, H, G, NEAR]: the log-sum-exp over the near keys that a query sees; −inf where it sees none of them."""
+    """[B, H, G, NEAR]: the log-sum-exp over the near keys that a query sees; −inf if it sees none of them."""
     near, at = _near_keys(spec, key, first)
     groups, width = at.shape[1:]
     scores = (rows @ near[:, :, None].to(rows.dtype).mT).mul_(spec.scale)
@@ -157,7 +157,7 @@ def _near_mass(spec: Spec, rows: Tensor, key: Tensor, first: Tensor) -> Tensor:
 
     i = (first[:, None] + torch.arange(groups * NEAR, device=first.device)).reshape(-1, groups, NEAR, 1)
     hidden = ((at < 0) | (at >= spec.key_len))[:, :, None]
-    # Where all are inside, every group is as far from its keys as the first.
+    # If all queries are among the keys, every group has the same distances as the first.
     pairs = slice(None) if _inner_offset(spec) is None else slice(0, 1)
     distance = i[:, pairs] - at[:, pairs, None, :]
     penalty = _penalty(spec, distance[:, None], rows.dtype if spec.key_bias is None else torch.float64)
@@ -179,7 +179,7 @@ def _near_keys(spec: Spec, key: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
     groups = -(-spec.query_len // NEAR)
     offset = _inner_offset(spec)
     if offset is not None:
-        # Every group's own keys and those of the group before, as overlapping views of one padded copy: no gathering.
+        # The keys of every group and of the group before it, as overlapping views of one padded copy, without gather.
         padded = torch.nn.functional.pad(key, (0, 0, NEAR - offset, offset + groups * NEAR - spec.key_len))
         b, k, s, d = padded.stride()
         shape = (key.shape[0], key.shape[1], groups, 2 * NEAR, key.shape[3])
@@ -194,7 +194,7 @@ def _near_keys(spec: Spec, key: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _per_sequence(row: Tensor, at: Tensor) -> Tensor:
-    """[B, G, 1, W] of a mask or of segment ids [B, S]."""
+    """[B, G, 1, W]: the values at [B|1, G, W] of a mask or of segment ids [B, S]."""
     index = at.clamp(0, row.shape[1] - 1).flatten(1).expand(row.shape[0], -1)
     return row.gather(1, index).reshape(row.shape[0], at.shape[1], 1, at.shape[2])
 
@@ -206,13 +206,13 @@ def _bias_of_keys(spec: Spec, key_bias: Tensor, at: Tensor) -> Tensor:
 
 
 def _stretch_mass(spec: Spec, rows: Tensor, key: Tensor, offset: int) -> Tensor:
-    """[B, H, G, NEAR]: ln n + the mean score of the n keys before the near ones, of the stretch that gives most."""
+    """[B, H, G, NEAR]: ln n + the mean score of the n keys before the near ones, for the best stretch."""
     groups = rows.shape[3]
     most = max(STRETCHES) // NEAR
-    # Groups of NEAR keys that end where the first query's near keys begin, `most` of them before, as far as there are keys.
+    # Groups of NEAR keys that end where the first query's near keys begin, at most `most` of them.
     end = offset - NEAR
     stop = end + (groups - 1) * NEAR
-    if stop <= 0:  # the first queries of all: nothing is so far back
+    if stop <= 0:  # no key is that far back
         return rows.new_full((spec.batch, spec.num_heads, groups, NEAR), -math.inf)
     ahead = max(0, min(-(-end // NEAR), most))
     begin = end - ahead * NEAR

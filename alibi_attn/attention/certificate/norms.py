@@ -1,4 +1,4 @@
-"""Norms: what a cache remembers of keys and values, so that the certificate of a new query need not read them again."""
+"""Norms of keys and values: a cache keeps them, so that the certificate of a new query need not read the keys again."""
 
 import dataclasses
 import math
@@ -13,23 +13,23 @@ HUGE = 2.0**20
 
 
 def has_huge_scores(scale: float, query: Tensor, key: Tensor) -> bool:
-    """Whether some |scale·q·k| may be beyond `HUGE`; reads the tensors on the host.
+    """Whether some |scale·q·k| may exceed `HUGE`; reads the tensors on the host.
 
-    Backward of torch's fused attention computes scores again, a little differently, and takes exp(score − lse): from 10⁶ on its
-    weights are off by more than a hundredth, from 10⁹ on they may be inf.
+    The backward pass of torch's fused attention recomputes scores slightly differently and uses exp(score − lse): from 10⁶ on
+    its weights are off by more than a hundredth, from 10⁹ on they may be inf.
     """
     if query.numel() == 0 or key.numel() == 0:
         return False
-    extremes = (torch.aminmax(x.detach()) for x in (query, key))  # each is read once
+    extremes = (torch.aminmax(x.detach()) for x in (query, key))  # reads each once
     largest = [max(-float(low), float(high)) for low, high in extremes]
     return abs(scale) * query.shape[-1] * largest[0] * largest[1] > HUGE
 
 
 def norm_bound(tensor: Tensor) -> Tensor:
-    """An upper bound of the Euclidean norms over the last axis, fp64: true of every finite input, and inf where it cannot tell.
+    """An upper bound on the Euclidean norms over the last axis, fp64: true for every finite input, inf if it is unknown.
 
     Squares below the smallest normal number may be lost, each entry less than 2^−63 in fp32; a sum of D squares is off by less
-    than (D + 2) units; squares that overflow give inf, and inf skips nothing. fp64 is scaled by its largest entry first.
+    than (D + 2) units; squares that overflow give inf, and then nothing is skipped. fp64 is scaled by its largest entry first.
     """
     d = tensor.shape[-1]
     if tensor.dtype == torch.float64:
@@ -50,10 +50,10 @@ def tile_maxima(length: Tensor) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Norms:
-    """Upper bounds of the norms in every whole tile of keys, and of values; TILE positions are a tile.
+    """Upper bounds on the norms in every whole tile of TILE keys, and of values.
 
     Args:
-        keys, values: [B, K, N] fp64, of positions 0 … N·TILE − 1.
+        keys, values: [B, K, N] fp64, for positions 0 … N·TILE − 1.
     """
 
     keys: Tensor
@@ -61,22 +61,22 @@ class Norms:
 
     @classmethod
     def of(cls, key: Tensor, value: Tensor) -> "Norms":
-        """Of the whole tiles of key and value, [B, K, S, D]."""
+        """The norms of the whole tiles of key and value, [B, K, S, D]."""
         whole = key.shape[2] // TILE * TILE
         return cls(*(tile_maxima(norm_bound(x.detach()[:, :, :whole])) for x in (key, value)))
 
     @property
     def covered(self) -> int:
-        """Positions, from the first on, of which something is known."""
+        """The number of positions, from the first on, whose norms are known."""
         return self.keys.shape[2] * TILE
 
     def extended(
         self, key: Tensor, value: Tensor, measure: "Callable[[Tensor, Tensor], Norms] | None" = None
     ) -> "Norms":
-        """With the tiles that are whole by now; key and value are all of them, [B, K, S, D], S ≥ covered.
+        """Adds the tiles that have become whole; key and value are the whole cache, [B, K, S, D], S ≥ covered.
 
         Args:
-            measure: what reads the new ones, `Norms.of` by default.
+            measure: computes the new norms, `Norms.of` by default.
         """
         if key.shape[2] - self.covered < TILE:
             return self
@@ -84,15 +84,15 @@ class Norms:
         return Norms(torch.cat([self.keys, more.keys], 2), torch.cat([self.values, more.values], 2))
 
     def cropped(self, length: int) -> "Norms":
-        """Of the first `length` positions."""
+        """The norms of the first `length` positions."""
         tiles = length // TILE
         return Norms(self.keys[:, :, :tiles], self.values[:, :, :tiles])
 
     def reordered(self, rows: Tensor) -> "Norms":
-        """Row b of the batch becomes what row `rows[b]` was."""
+        """Row b of the batch becomes the former row `rows[b]`."""
         return Norms(self.keys[rows], self.values[rows])
 
     def tile_norms(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, K, ⌈S / TILE⌉] each: what is known, and the norms of the keys and values behind."""
+        """[B, K, ⌈S / TILE⌉] each: the known norms, followed by those of the remaining keys and values."""
         keys, values = (tile_maxima(norm_bound(x.detach()[:, :, self.covered :])) for x in (key, value))
         return torch.cat([self.keys, keys], 2), torch.cat([self.values, values], 2)

@@ -1,7 +1,8 @@
 """From reach to tiles: which tiles of 64 keys every block of queries visits, as small integer tensors that stay on the device.
 
-`bounds.py` says how far a block must look; masks, segments and windows say where it may look. Both are intervals of tiles, so a
-kernel's loop has its first and last tile before it starts. Nothing here reads a value on the host or grows with T·S.
+`bounds.py` computes the keys that a block must visit; masks, segments and windows determine the keys that it may see. Both are
+intervals of tiles, so a kernel knows its first and last tile before its loop starts. Nothing here reads a value on the host or
+grows with T·S.
 """
 
 import dataclasses
@@ -16,21 +17,21 @@ from alibi_attn.attention.visibility import first_positions
 
 Spec = AttentionSpec[Tensor]
 
-NEVER = 2**28  # the first tile of a block that visits none; small enough to be multiplied
+NEVER = 2**28  # the first tile of a block that visits none; multiples of it fit int32
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """What is visited, N = ⌈T / rows⌉ blocks of queries; half-open intervals of tiles of TILE keys. Everything int32.
+    """The tiles that N = ⌈T / rows⌉ blocks of queries visit, as half-open intervals of tiles of TILE keys; everything int32.
 
     Args:
-        bands: [B, H, N, 4]: first and last tile of the certified band, then of all that the masks allow.
-        outlier_tiles: [B, H, P]: tiles that are visited wherever the masks allow it, −1 = none.
-        beside: [B, H, N, P]: the outlier tiles that a block visits beside its band, −1 after the last.
-        weight: [B, H]: tiles visited by all blocks.
-        rows: queries a block.
-        norms: fp32 [3, B, K, ⌈S / TILE⌉]: the largest norm of the keys in a tile, then of their values, not finite where one of
-            their numbers is not; None where nobody has looked.
+        bands: [B, H, N, 4]: the certified band, then the interval that the masks allow.
+        outlier_tiles: [B, H, P]: tiles that are visited if the masks allow it, −1 = none.
+        beside: [B, H, N, P]: the outlier tiles that a block visits outside its band, −1 after the last.
+        weight: [B, H]: the number of tiles that all blocks visit.
+        rows: queries per block.
+        norms: fp32 [3, B, K, ⌈S / TILE⌉]: the largest norm of the keys in a tile, then of their values, not finite if one of
+            their numbers is not; None if they were not computed.
     """
 
     bands: Tensor
@@ -42,7 +43,7 @@ class Tiles:
 
     @classmethod
     def of(cls, bands: Tensor, outlier_tiles: Tensor, rows: int) -> "Tiles":
-        """With what follows from the two."""
+        """Computes `beside` and `weight` from the bands and the outlier tiles."""
         first, last, low, high = (x[..., None] for x in bands.unbind(-1))
         tile = outlier_tiles[:, :, None]
         beside = (tile >= low) & (tile < high) & ((tile < first) | (tile >= last))
@@ -51,30 +52,30 @@ class Tiles:
         return cls(bands, outlier_tiles, beside, visited.sum(-1).to(torch.int32), rows)
 
 
-def key_intervals(spec: Spec, found: Bounds) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def key_intervals(spec: Spec, certified: Bounds) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(near, far, low, high), each [B, H, N]: the certified band of every block of TILE queries, and all the keys it may see.
 
-    Keys from the first on and before the second; both within 0 and S, and none where the second is not larger.
+    Half-open intervals [near, far) and [low, high) within 0 and S; empty if the second is not larger.
     """
-    device = found.left.device
+    device = certified.left.device
     first = first_positions(spec, device)[:, None]
-    start = first + torch.arange(found.left.shape[-1], device=device) * TILE
+    start = first + torch.arange(certified.left.shape[-1], device=device) * TILE
     end = torch.minimum(start + TILE, first + spec.query_len)
     low, high = (x[:, None].expand(spec.batch, spec.num_heads, -1) for x in allowed_keys(spec, start, end))
-    near = torch.maximum(low, start[:, None] - found.left + 1)
-    far = high if spec.causal else torch.minimum(high, end[:, None] - 1 + found.right)
+    near = torch.maximum(low, start[:, None] - certified.left + 1)
+    far = high if spec.causal else torch.minimum(high, end[:, None] - 1 + certified.right)
     return near, far, low, high
 
 
-def key_tiles(spec: Spec, found: Bounds, *, rows: int) -> Tiles:
+def key_tiles(spec: Spec, certified: Bounds, *, rows: int) -> Tiles:
     """The tiles that every block of `rows` queries (a multiple of TILE) visits."""
-    near, far, low, high = key_intervals(spec, found)
+    near, far, low, high = key_intervals(spec, certified)
     parts = [*_in_tiles(near, far), *_in_tiles(low, high)]
-    short = -found.left.shape[-1] % (rows // TILE)
+    short = -certified.left.shape[-1] % (rows // TILE)
     for at, (fill, reduce) in enumerate([(NEVER, torch.amin), (0, torch.amax)] * 2):
         wide = torch.nn.functional.pad(parts[at], (0, short), value=fill)
         parts[at] = reduce(wide.unflatten(-1, (-1, rows // TILE)), -1)
-    return Tiles.of(torch.stack(parts, -1).to(torch.int32), found.outlier_tiles.to(torch.int32), rows)
+    return Tiles.of(torch.stack(parts, -1).to(torch.int32), certified.outlier_tiles.to(torch.int32), rows)
 
 
 def reach_and_scores(spec: Spec, tiles: Tiles) -> tuple[Tensor, Tensor]:
@@ -99,7 +100,7 @@ def reach_and_scores(spec: Spec, tiles: Tiles) -> tuple[Tensor, Tensor]:
 
 
 def allowed_keys(spec: Spec, start: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
-    """(low, high) [B, blocks]: outside of these keys, the queries at [start, end) may see none."""
+    """(low, high) [B, blocks]: the queries at [start, end) may see no key outside this interval."""
     low, high = torch.zeros_like(start), torch.full_like(end, spec.key_len)
     if spec.window is not None:
         low, high = torch.maximum(low, start - spec.window + 1), torch.minimum(high, end - 1 + spec.window)
@@ -124,7 +125,7 @@ def allowed_keys(spec: Spec, start: Tensor, end: Tensor) -> tuple[Tensor, Tensor
 
 
 def _range_of(numbers: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """(smallest, largest) of every `width` of [B, n] numbers, [B, ⌈n / width⌉]."""
+    """(smallest, largest) of each `width` of [B, n] numbers, [B, ⌈n / width⌉]."""
     short = -numbers.shape[1] % width
     padded = torch.cat([numbers, numbers[:, -1:].expand(-1, short)], 1).unflatten(1, (-1, width))
     return padded.amin(-1).contiguous(), padded.amax(-1).contiguous()

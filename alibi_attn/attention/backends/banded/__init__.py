@@ -1,1 +1,1 @@
-"""CPU without a compiler: torch's own fused attention on the certified bands. Read `backend.py`, `pieces.py`, `masks.py`."""
+"""CPU without a compiler: torch's fused attention on the certified bands. Read `backend.py`, `pieces.py`, `masks.py`."""

@@ -1,12 +1,12 @@
 """CPU: each block of queries reads only its certified band, forward and backward, in memory linear in the length.
 
-Underneath is torch's own fused CPU attention, called on strided views in which the blocks of one head are the batch (it works on
-batch × heads in parallel, so one call a head would keep one core busy). `bounds.py` says how far a block must look,
-`pieces.py` makes pieces of it, and this module runs the pieces: forward merges them by their log-sum-exps, backward runs the
-same pieces with the final log-sum-exp.
+It calls torch's fused CPU attention on strided views in which the blocks of one head are the batch. (Torch parallelizes over
+batch × heads, so one call per head would use one core only.) `bounds.py` computes how far a block must attend, `pieces.py`
+divides that into pieces, and this module runs them: forward merges pieces by their log-sum-exps, backward runs the same pieces
+with the final log-sum-exp.
 
 A bias along the keys only, m·(j − r), is exact ALiBi to the left of the queries: the part that depends on i cancels in softmax
-and is put back into lse.
+and is added to lse afterwards.
 """
 
 import dataclasses
@@ -33,17 +33,17 @@ Spec = AttentionSpec[Tensor]
 
 name = "banded"
 
-# With fewer keys and fewer scores a head than these, the certificate costs more than it saves (see docs/backends.md).
+# With fewer keys and fewer scores per head, the certificate costs more than it saves (see docs/backends.md).
 SHORT_KEYS, SHORT_SCORES = 4096, 768 * 768
-FEW_SCORES = 2**16  # however many the keys: a few queries are answered before the certificate has read them
-PLAIN_SCORES = 2**22  # that exist at one time, of a head whose scores are huge
+FEW_SCORES = 2**16  # up to this many scores, dense is faster than the certificate, which reads all keys
+PLAIN_SCORES = 2**22  # materialized at a time, for a head whose scores are huge
 
 _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 def why_not(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> str | None:
-    """Needs a CPU, and has no dropout."""
+    """Needs a CPU; no dropout and no key bias."""
     if spec.table is not None:
         return "it has no table of distances"
     if query.device.type != "cpu":
@@ -58,7 +58,7 @@ def why_not(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> str | None
 def too_small(spec: Spec) -> TooSmall | None:
     """A few queries, and short input."""
     if surely(spec.query_len <= FEW_QUERIES):
-        return TooSmall(f"T ≤ {FEW_QUERIES}: dense has scored all keys before the certificate has read them")
+        return TooSmall(f"T ≤ {FEW_QUERIES}: dense scores all keys faster than the certificate reads them")
     scores = spec.query_len * spec.key_len
     if surely(spec.key_len < SHORT_KEYS) and surely(scores < SHORT_SCORES):
         return TooSmall(f"short input: S < {SHORT_KEYS} and T·S = {{}} < {SHORT_SCORES}", scores)
@@ -66,9 +66,9 @@ def too_small(spec: Spec) -> TooSmall | None:
 
 
 def plan(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> tuple[Bounds, list[list[list[Piece]]]]:
-    """What will be visited, before it is: the bounds, and the pieces of every sequence and head."""
-    found = bounds(spec, query, key, value, outlier_choices=_outlier_choices(spec, key))
-    return found, banded_pieces.plan(spec, found, threads=torch.get_num_threads())
+    """The bounds, and the pieces of every sequence and head."""
+    certified = bounds(spec, query, key, value, outlier_choices=_outlier_choices(spec, key))
+    return certified, banded_pieces.plan(spec, certified, threads=torch.get_num_threads())
 
 
 def visits(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -84,25 +84,25 @@ def visits(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> tupl
 
 def _forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Saved]:
     spec, q, _ = _with_positive_scale(spec, q)
-    found, plans = plan(spec, q, k, v)
+    certified, plans = plan(spec, q, k, v)
     work = torch.promote_types(q.dtype, torch.float32)
     output = torch.zeros(q.shape, dtype=work)
     lse = torch.full(q.shape[:3], -math.inf, dtype=work)
-    largest = torch.full(q.shape[2:3], torch.finfo(work).min, dtype=work)  # of the pieces' log-sum-exps, of one head
+    largest = torch.full(q.shape[2:3], torch.finfo(work).min, dtype=work)  # of one head's pieces
     moderate = are_moderate(q, k, v)
     for h in range(spec.num_heads):
         masks: Masks = {}
         for b in range(spec.batch):
             head = HeadMasks(spec, b, h, masks)
-            ours = q[b, h], k[b, h // spec.group], v[b, h // spec.group]
-            if head.is_extreme or (not moderate and not are_moderate(*ours)):
-                _plain_forward(head, *ours, output[b, h], lse[b, h])
+            tensors = q[b, h], k[b, h // spec.group], v[b, h // spec.group]
+            if head.is_extreme or (not moderate and not are_moderate(*tensors)):
+                _plain_forward(head, *tensors, output[b, h], lse[b, h])
                 continue
             rows = output[b, h], lse[b, h], largest.clone()
             for piece in plans[b][h]:
-                _forward_piece(head, piece, ours, rows)
+                _forward_piece(head, piece, tensors, rows)
             lse[b, h] += rows[2]
-    visited = torch.cat([found.left, found.right, found.outlier_tiles], -1).flatten(1)
+    visited = torch.cat([certified.left, certified.right, certified.outlier_tiles], -1).flatten(1)
     return output, lse, Saved(visited, output.new_empty(spec.batch, 0))
 
 
@@ -117,7 +117,7 @@ def _backward(spec: Spec, saved: Saved, inputs: BackwardInputs) -> Gradients:
         for b in range(spec.batch):
             head, pieces = HeadMasks(spec, b, h, masks), plans[b][h]
             shared = b, h // spec.group
-            ours = [grad[b, h], q[b, h], k[shared], v[shared], out[b, h]]
+            tensors = [grad[b, h], q[b, h], k[shared], v[shared], out[b, h]]
             to = dq[b, h], dk[shared], dv[shared]
             moderate = are_moderate(q[b, h], k[shared], v[shared], grad[b, h])
             if (
@@ -126,24 +126,24 @@ def _backward(spec: Spec, saved: Saved, inputs: BackwardInputs) -> Gradients:
                 or has_huge_scores(spec.scale, q[b, h], k[shared])
                 or _is_huge(lse[b, h])
             ):
-                dslope[:, b, h] = _plain_backward(head, ours, None if grad_lse is None else grad_lse[b, h], *to)
+                dslope[:, b, h] = _plain_backward(head, tensors, None if grad_lse is None else grad_lse[b, h], *to)
                 continue
             if inputs.slopes_wanted:
                 of_lse = None if grad_lse is None else grad_lse[b, h]
-                dslope[:, b, h] = _slope_gradient(head, pieces, ours, lse[b, h], of_lse)
+                dslope[:, b, h] = _slope_gradient(head, pieces, tensors, lse[b, h], of_lse)
             if grad_lse is not None:
-                ours = _with_lse_column(ours, grad_lse[b, h])
+                tensors = _with_lse_column(tensors, grad_lse[b, h])
             for piece in pieces:
-                _backward_piece(head, piece, ours, lse[b, h], *to)
-    # A scale of 0 has been taken for 1, and what overflows then is 0 all the same.
+                _backward_piece(head, piece, tensors, lse[b, h], *to)
+    # A scale of 0 was replaced by 1: the gradient is 0, even where that overflows.
     return Gradients(dq * sign if sign else torch.zeros_like(dq), dk, dv, dslope)
 
 
 def _with_positive_scale(spec: Spec, q: Tensor) -> tuple[Spec, Tensor, int]:
-    """(spec, q, sign): the same scores with spec.scale > 0; sign·q is what came.
+    """(spec, q, sign): the same scores with spec.scale > 0; the original query is sign·q.
 
-    The operator underneath scales after it has put −inf where a causal query may not look:
-    inf or NaN if that is not positive.
+    Torch's operator scales after it has put −inf at the keys that a causal query may not see, which gives inf or NaN unless the
+    scale is positive.
     """
     if spec.scale > 0:
         return spec, q, 1
@@ -152,7 +152,7 @@ def _with_positive_scale(spec: Spec, q: Tensor) -> tuple[Spec, Tensor, int]:
 
 
 def _bounds(spec: Spec, saved: Saved) -> Bounds:
-    """As forward saved them."""
+    """The bounds that forward saved."""
     blocks = -(-spec.query_len // TILE)
     parts = saved.visited.unflatten(1, (spec.num_heads, -1)).split([blocks, blocks, OUTLIER_TILES], -1)
     return Bounds(*(part.contiguous() for part in parts))
@@ -169,14 +169,14 @@ run = operator(on_finite_numbers("banded", _forward, _backward, _empty_saved))
 
 
 def _forward_piece(
-    head: HeadMasks, piece: Piece, ours: tuple[Tensor, Tensor, Tensor], rows: tuple[Tensor, Tensor, Tensor]
+    head: HeadMasks, piece: Piece, tensors: tuple[Tensor, Tensor, Tensor], rows: tuple[Tensor, Tensor, Tensor]
 ) -> None:
-    """One piece merged into (output, lse less the largest of the pieces so far, that largest) of its head.
+    """Merges one piece into its head's (output, lse minus the largest lse of its pieces so far, that largest lse).
 
-    Numbers that are merged are near 0 so, and exp rounds them by no more than that, however large the log-sum-exps are.
+    The merged numbers are therefore near 0, where exp is accurate, however large the log-sum-exps are.
     """
     mask, shift, blind = _mask_and_shift(head, piece)
-    q, k, v = ours
+    q, k, v = tensors
     views = query_view(q, piece)[:, None], key_view(k, piece)[:, None], key_view(v, piece)[:, None]
     part, mass = _fused(*views, 0.0, piece.kind == "diagonal", attn_mask=mask, scale=head.spec.scale)
     part, mass = part[:, 0], mass[:, 0]
@@ -201,24 +201,24 @@ def _forward_piece(
 
 
 def _is_huge(lse: Tensor) -> bool:
-    """Whether slopes made some so large, where all keys are far, that exp(score − lse) is off by more than a hundredth."""
+    """Whether some |lse| is so large, because all keys are far, that exp(score − lse) is off by more than a hundredth."""
     return bool((lse.abs() > HUGE).masked_fill_(lse == -math.inf, False).any())
 
 
 def _backward_piece(
-    head: HeadMasks, piece: Piece, ours: list[Tensor], lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
+    head: HeadMasks, piece: Piece, tensors: list[Tensor], lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
 ) -> None:
-    grad, q, k, v, out = ours
+    grad, q, k, v, out = tensors
     mask, shift, _ = _mask_and_shift(head, piece)
     mass = query_view(lse, piece)
     if shift is not None:
         mass = mass + shift
-    found = _fused_backward(
+    gradients = _fused_backward(
         query_view(grad, piece)[:, None], query_view(q, piece)[:, None], key_view(k, piece)[:, None], key_view(v, piece)[:, None],
         query_view(out, piece)[:, None], mass[:, None].contiguous(), 0.0, piece.kind == "diagonal",
         attn_mask=mask, scale=head.spec.scale,
     )  # fmt: skip
-    gq, gk, gv = (x[:, 0] for x in found)
+    gq, gk, gv = (x[:, 0] for x in gradients)
     d = dq.shape[-1]
     query_view(dq, piece).add_(gq[..., :d])
     _add_overlapping(dk, gk[..., :d], piece)
@@ -236,35 +236,39 @@ def _mask_and_shift(head: HeadMasks, piece: Piece) -> tuple[Tensor, Tensor | Non
 
 
 def _slope_gradient(
-    head: HeadMasks, pieces: list[Piece], ours: list[Tensor], lse: Tensor, grad_lse: Tensor | None
+    head: HeadMasks, pieces: list[Piece], tensors: list[Tensor], lse: Tensor, grad_lse: Tensor | None
 ) -> Tensor:
-    """[2] fp64: −Σ ds·|i − j| of one head over the keys to the left, and to the right; weights are written out block by block.
+    """[2] fp64: −Σ ds·|i − j| of one head over the keys to the left, and to the right; weights are materialized block by block.
 
-    Rows of ds add up to the gradient of lse, on paper; in floats they are off by what Σ grad·out rounds, which would grow with
-    the distance. So every row is centered by what it computed: ds + p·(grad_lse − Σ ds) / Σ p.
+    In exact arithmetic, rows of ds add up to the gradient of lse. In floating point they are off by the rounding of Σ grad·out,
+    and the error would grow with the distance. So every row is centered by its computed sum: ds + p·(grad_lse − Σ ds) / Σ p.
     """
-    inner = (ours[0].to(lse.dtype) * ours[4].to(lse.dtype)).sum(-1)
+    inner = (tensors[0].to(lse.dtype) * tensors[4].to(lse.dtype)).sum(-1)
     due = torch.zeros_like(inner) if grad_lse is None else grad_lse
     inner = inner - due
-    # Of every query: sums of ds and p, and of ds·|i − j| and p·|i − j| to the left and to the right.
+    # For every query: sums of ds and p, and of ds·|i − j| and p·|i − j| to the left and to the right.
     sums = torch.zeros(6, *lse.shape, dtype=torch.float64)
     for piece in pieces:
         rows = [query_view(row, piece) for row in sums]
         for block in range(piece.count):
-            weight, moment, distance = _written_out(head, piece, block, ours, lse, inner)
+            weight, moment, distance = _written_out(head, piece, block, tensors, lse, inner)
             left, right = distance.clamp(min=0).double(), (-distance).clamp(min=0).double()
-            found = moment.sum(-1), weight.sum(-1), *((x * d).sum(-1) for d in (left, right) for x in (moment, weight))
-            for row, more in zip(rows, found, strict=True):
+            of_block = (
+                moment.sum(-1),
+                weight.sum(-1),
+                *((x * d).sum(-1) for d in (left, right) for x in (moment, weight)),
+            )
+            for row, more in zip(rows, of_block, strict=True):
                 row[block] += more
     excess = (sums[0] - due) / sums[1].clamp(min=torch.finfo(torch.float64).tiny)
     return torch.stack([(excess * sums[3] - sums[2]).sum(), (excess * sums[5] - sums[4]).sum()])
 
 
 def _written_out(
-    head: HeadMasks, piece: Piece, block: int, ours: list[Tensor], lse: Tensor, inner: Tensor
+    head: HeadMasks, piece: Piece, block: int, tensors: list[Tensor], lse: Tensor, inner: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(p, ds, i − j) of one block of a piece, [rows, keys], the first two fp64; `inner` is Σ grad·out − grad_lse of a query."""
-    grad, q, k, v, _ = ours
+    """(p, ds, i − j) of one block of a piece, [rows, keys], the first two fp64; `inner` is Σ grad·out − grad_lse per query."""
+    grad, q, k, v, _ = tensors
     work = lse.dtype
     score, distance = _scores(head, piece, block, q, k)
     go, mass, rest = (query_view(x, piece, block)[0].to(work) for x in (grad, lse, inner))
@@ -273,7 +277,7 @@ def _written_out(
 
 
 def _scores(head: HeadMasks, piece: Piece, block: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """(scores with the bias, −inf where the query may not look; i − j) of one block of a piece, [rows, keys]."""
+    """(scores with the bias, −inf for hidden keys; i − j) of one block of a piece, [rows, keys]."""
     right_slope = 0.0 if math.isinf(head.right_slope) else head.right_slope
     distance = head.distance(piece, block)[0]
     slope = torch.full(distance.shape, head.slope, dtype=head.dtype).masked_fill(distance < 0, right_slope)
@@ -283,8 +287,8 @@ def _scores(head: HeadMasks, piece: Piece, block: int, q: Tensor, k: Tensor) -> 
 
 
 def _plain_forward(head: HeadMasks, q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor) -> None:
-    """One head with numbers that torch's operator cannot take: it adds −inf to hidden scores, which may be inf, and rounds slopes
-    times distances, which may overflow.
+    """One head with numbers that torch's operator cannot handle: it adds −inf to hidden scores, which may be inf, and rounds
+    slopes times distances, which may overflow.
     """
     q, k, v = (x.to(output.dtype) for x in (q, k, v))
     largest = torch.finfo(lse.dtype).max
@@ -295,13 +299,13 @@ def _plain_forward(head: HeadMasks, q: Tensor, k: Tensor, v: Tensor, output: Ten
 
 
 def _plain_backward(
-    head: HeadMasks, ours: list[Tensor], grad_lse: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor
+    head: HeadMasks, tensors: list[Tensor], grad_lse: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor
 ) -> Tensor:
-    """The gradients of one head, added to dq, dk and dv, and [2] fp64 as `_slope_gradient`.
+    """Adds the gradients of one head to dq, dk and dv, and returns those of the slopes as `_slope_gradient` does.
 
-    Weights are recomputed by softmax: of a saved lse the rounding alone is more than exp can hold.
+    Weights are recomputed by softmax, because the rounding of a huge lse alone would make exp(score − lse) wrong.
     """
-    grad, q, k, v = (x.to(dq.dtype) for x in ours[:4])
+    grad, q, k, v = (x.to(dq.dtype) for x in tensors[:4])
     total = torch.zeros(2, dtype=torch.float64)
     for some, score, distance, origin in _plain_scores(head, q, k):
         weight = _plain_weights(score, origin)
@@ -309,7 +313,7 @@ def _plain_backward(
         moment = weight * (moment - (weight * moment).sum(-1, keepdim=True))
         if grad_lse is not None:
             moment = moment + weight * grad_lse[some, None]
-        scaled = moment * head.spec.scale  # before the products, which may overflow where the gradient does not
+        scaled = moment * head.spec.scale  # before the products, which may overflow although the gradient does not
         dq[some] += scaled @ k
         dk += scaled.T @ q[some]
         dv += weight.T @ grad[some]
@@ -319,14 +323,14 @@ def _plain_backward(
 
 
 def _plain_weights(score: Tensor, origin: Tensor) -> Tensor:
-    """Softmax, and zeros for queries that see nothing; NaN where products overflow."""
+    """Softmax, and zeros for queries that see no key; NaN if products overflow."""
     return score.softmax(-1).masked_fill(origin[:, None] == -math.inf, 0.0)
 
 
 def _plain_scores(head: HeadMasks, q: Tensor, k: Tensor) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
     """(queries, their scores with all keys, i − j, origin), a few whole rows at a time.
 
-    Every query counts from the bias of its best visible key, its origin: fp64, −inf where it sees nothing.
+    Scores are relative to the bias of the query's best visible key, its origin: fp64, −inf if it sees no key.
     """
     right_slope = 0.0 if math.isinf(head.right_slope) else head.right_slope
     rows = max(1, PLAIN_SCORES // len(k))
@@ -343,16 +347,16 @@ def _plain_scores(head: HeadMasks, q: Tensor, k: Tensor) -> Iterator[tuple[slice
         yield some, (products + relative).masked_fill_(bias == -math.inf, -math.inf), distance, origin
 
 
-def _with_lse_column(ours: list[Tensor], grad_lse: Tensor) -> list[Tensor]:
-    """(grad, q, k, v, out) with one more column, by which the fused backward subtracts grad_lse from Σ grad·out."""
-    grad, q, k, v, out = ours
+def _with_lse_column(tensors: list[Tensor], grad_lse: Tensor) -> list[Tensor]:
+    """(grad, q, k, v, out) with one more column, which makes the fused backward subtract grad_lse from Σ grad·out."""
+    grad, q, k, v, out = tensors
     pad = torch.nn.functional.pad
     grad = torch.cat([grad, -grad_lse[:, None].to(grad.dtype)], dim=-1)
     return [grad, pad(q, (0, 1)), pad(k, (0, 1)), pad(v, (0, 1)), pad(out, (0, 1), value=1.0)]
 
 
 def _add_overlapping(total: Tensor, part: Tensor, piece: Piece) -> None:
-    """Add the gradients [count, keys, D] of every block's keys where they belong in [S, D]: bands overlap, slices do not."""
+    """Adds the gradients [count, keys, D] of every block's keys to [S, D], in slices, because bands overlap."""
     if piece.step == 0:
         total[piece.key : piece.key + piece.keys] += part.sum(0)
         return
@@ -363,7 +367,7 @@ def _add_overlapping(total: Tensor, part: Tensor, piece: Piece) -> None:
 
 
 def _outlier_choices(spec: Spec, key: Tensor) -> tuple[int, ...]:
-    """Whether there may be outlier tiles at all: only where some key is much longer than most."""
+    """The possible numbers of outlier tiles: none unless some key is much longer than most."""
     if spec.query_len <= TILE:
         return (0,)
     return worth_leaving_out(torch.linalg.vector_norm(key.float(), dim=-1), times=3)

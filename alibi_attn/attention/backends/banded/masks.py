@@ -1,4 +1,4 @@
-"""Bias and mask of one piece of work (see `pieces.py`), and the strided views in which its blocks meet their keys."""
+"""Bias and mask of one piece of work (see `pieces.py`), and the strided views of its blocks and their keys."""
 
 import math
 
@@ -14,10 +14,10 @@ Masks = dict[tuple[float, ...], tuple[Tensor, bool]]
 
 
 class HeadMasks:
-    """One head of one sequence: its numbers, and masks that its pieces share.
+    """One head of one sequence: its slopes, and the masks that its pieces share.
 
     Args:
-        masks: where they are kept; the same dictionary may serve the same head of every sequence.
+        masks: the cache of masks; the same head of all sequences may share it.
     """
 
     def __init__(self, spec: Spec, b: int, h: int, masks: Masks) -> None:
@@ -31,12 +31,12 @@ class HeadMasks:
 
     @property
     def is_extreme(self) -> bool:
-        """Whether one token costs more than scores can lose."""
+        """Whether a slope is so steep that scores would lose their digits."""
         slopes = self.slope, 0.0 if math.isinf(self.right_slope) else self.right_slope
         return max(map(abs, slopes)) > EXTREME_SLOPE
 
     def distance(self, piece: Piece, block: int | None = None) -> Tensor:
-        """i − j: [rows, keys] where all blocks agree or one is asked for, else [count, rows, keys]."""
+        """i − j: [1, rows, keys] if all blocks agree or one is selected, else [count, rows, keys]."""
         shift = piece.stride - piece.step
         blocks = torch.arange(piece.count) if block is None else torch.tensor([block])
         if shift == 0:
@@ -45,7 +45,7 @@ class HeadMasks:
         return start[:, None, None] + torch.arange(piece.rows)[:, None] - torch.arange(piece.keys)
 
     def tile_mask(self, piece: Piece) -> tuple[Tensor, bool]:
-        """The additive mask of a "tile" piece, [count|1, 1, rows, keys], and whether some row of it sees nothing."""
+        """The additive mask of a "tile" piece, [count|1, 1, rows, keys], and whether some row of it sees no key."""
         spec = self.spec
         dense = spec.key_mask is not None or spec.key_segments is not None
         shift = piece.stride - piece.step
@@ -67,7 +67,7 @@ class HeadMasks:
         return mask, blind
 
     def hidden(self, piece: Piece, distance: Tensor, block: int | None = None) -> Tensor:
-        """Where a query of the piece may not look, [count|1, rows, keys]."""
+        """The keys that are hidden from a query of the piece, [count|1, rows, keys] bool."""
         spec = self.spec
         hidden = (
             distance < 0

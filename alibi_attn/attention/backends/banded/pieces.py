@@ -1,11 +1,11 @@
-"""From reach to work: which queries meet which keys, as a short list of pieces, each one call of a dense kernel.
+"""From reach to work: which queries attend to which keys, as a short list of pieces, each one call of a dense kernel.
 
-A *piece* is `count` blocks of `rows` queries; block b meets the `keys` keys from `key + b·step` on. Blocks of a long sequence
-differ by a shift only, so keys and values of a piece are one strided view. Plain integers: the same plan drives forward and
-backward, which therefore visit the same keys, and tells `explain` and `head_reach` exactly what is computed.
+A *piece* is `count` blocks of `rows` queries; block b attends to `keys` keys from `key + b·step` on. Blocks of a long sequence
+differ by a shift only, so keys and values of a piece are one strided view. A plan is plain integers: it drives both forward and
+backward, which therefore visit the same keys, and `explain` and `head_reach` report exactly what is computed.
 
-The operator underneath is fastest with many queries a block, but many queries share only a part of their bands. So a triangle,
-where a band begins at key 0 and at either end of a wide one, is cut into squares of doubling size: large calls, no idle score.
+Torch's operator is fastest with many queries per block, but many queries share only a part of their bands. So triangles, which
+occur if a band begins at key 0 and at both ends of a wide band, are cut into squares of doubling size: large calls, few scores.
 """
 
 import dataclasses
@@ -24,17 +24,17 @@ from alibi_attn.attention.spec import AttentionSpec
 Spec = AttentionSpec[Tensor]
 Kind = Literal["tile", "diagonal", "left"]
 
-ROWS = 256  # queries a block on the diagonal of a triangle
+ROWS = 256  # queries per block on the diagonal of a triangle
 TRIANGLE = 512  # from this reach on, causal queries whose band begins at key 0 are a triangle, cut into squares
-SQUARES = ((3072, 1024), (1536, 512))  # (reach, queries): from that reach on so many queries share most of a band
-# The same for narrower bands. Few queries a block are slow products, many read keys that few of them need.
+SQUARES = ((3072, 1024), (1536, 512))  # (reach, queries): from that reach on, this many queries share most of a band
+# The same for narrower bands. Small blocks make slow products; in large ones most queries read keys that they do not need.
 BLOCKS = ((768, 128), (97, 64), (0, 32))
 RUN = 8192  # queries of a piece that slides; all of its blocks get the widest band among them
-UNEVEN = 1.5  # bands that differ by more are not one piece: an outlying query must not widen its neighbors'
-MAX_KEYS = 4608  # keys a block; wider bands are cut and merged (keys and values of a call should stay in the cache)
+UNEVEN = 1.5  # bands whose widths differ by more are separate pieces: one query must not widen its neighbors' bands
+MAX_KEYS = 4608  # keys per block; wider bands are cut and merged (keys and values of a call should stay in the cache)
 MAX_GATHERED = 2**21  # elements of the gradients of one piece's keys
-EDGE_BLOCKS = 4  # blocks that share their keys where the band meets the first or last key
-MAX_BIAS = 16.0  # nats: how far from 0 a bias along the keys of a diagonal block may get, for precision
+EDGE_BLOCKS = 4  # blocks that share their keys if the band ends at the first or last key
+MAX_BIAS = 16.0  # nats: the largest bias along the keys of a diagonal block, for precision
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,11 +42,11 @@ class Piece:
     """One call for `count` blocks of queries.
 
     Args:
-        query, count, rows, stride: first query row; blocks; queries a block; queries from one block to the next.
-        key, keys, step: first key of block 0; keys a block; keys from one block to the next (0: all blocks share theirs).
-        kind: "tile" has its own mask; "diagonal" is square and causal, block b starting at its own position; "left" lies
-            wholly to the left of its queries and needs no mask. The last two have a bias along the keys only.
-        merge: the rows have met other keys before.
+        query, count, rows, stride: first query row; blocks; queries per block; queries from one block to the next.
+        key, keys, step: first key of block 0; keys per block; keys from one block to the next (0: all blocks share theirs).
+        kind: "tile" has a mask; "diagonal" is square and causal, and block b starts at its own position; "left" lies
+            entirely to the left of its queries and needs no mask. The last two have a bias along the keys only.
+        merge: whether an earlier piece has the same rows.
     """
 
     query: int
@@ -67,7 +67,7 @@ class Piece:
 
 
 class _Block(NamedTuple):
-    """Queries [query, query + rows) must meet keys [low, high)."""
+    """Queries [query, query + rows) must attend to keys [low, high)."""
 
     query: int
     rows: int
@@ -77,14 +77,14 @@ class _Block(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Head:
-    """One head of one sequence, as far as a plan asks.
+    """One head of one sequence, with the properties that a plan depends on.
 
     Args:
         first: position of query 0.
         left, right: [N] the certified reach of every tile of queries.
-        low, high: [N] in keys: outside of them every key is masked or of another segment than the tile's queries.
-        plain: causal, every query at a key of its own, no mask, and a bias small enough to stand along the keys alone.
-        threads: cores.
+        low, high: [N] in keys: outside of them the mask and segments hide every key from the tile of queries.
+        plain: causal, every query has a key at its position, no mask, and a bias small enough to be applied along the keys.
+        threads: the number of cores.
     """
 
     spec: Spec
@@ -101,9 +101,9 @@ def plan(spec: Spec, bounds: Bounds, *, threads: int) -> list[list[list[Piece]]]
     """The pieces of every sequence and head, [B][H]; reads the bounds on the host."""
     first, slopes = _first(spec), spec.slopes.detach().reshape(-1, spec.num_heads).expand(spec.batch, -1)
     low, high = (x.numpy() for x in _reachable_tiles(spec))
-    left, right = bounds.left.numpy(), bounds.right.numpy()  # a tenth of the time of small tensors
+    left, right = bounds.left.numpy(), bounds.right.numpy()  # ten times as fast as small tensors
     plain = spec.causal and spec.window is None and spec.key_mask is None and spec.key_segments is None
-    found = []
+    pieces_of = []
     for b in range(spec.batch):
         inside = first[b] >= 0 and first[b] + spec.query_len <= spec.key_len
         flat = (slopes[b] * ROWS >= 0) & (slopes[b] * ROWS <= 2 * MAX_BIAS)
@@ -114,12 +114,12 @@ def plan(spec: Spec, bounds: Bounds, *, threads: int) -> list[list[list[Piece]]]
             )
             for h, is_flat in enumerate(flat.tolist())
         ]  # fmt: skip
-        found.append([_pieces(head, bounds.outlier_tiles[b, h].tolist()) for h, head in enumerate(heads)])
-    return found
+        pieces_of.append([_pieces(head, bounds.outlier_tiles[b, h].tolist()) for h, head in enumerate(heads)])
+    return pieces_of
 
 
 def farthest(spec: Spec, pieces: list[Piece], first: int) -> int:
-    """1 + the largest |i − j| that the pieces read; 0 where they read nothing."""
+    """1 + the largest |i − j| that the pieces read; 0 if they read nothing."""
     distance = 0
     for p in pieces:
         for b in (0, p.count - 1):
@@ -159,7 +159,7 @@ def _pieces(head: _Head, outlier_tiles: list[int]) -> list[Piece]:
 
 
 def _without_band(spec: Spec, query: int, met: list[_Block]) -> Iterator[_Block]:
-    """The queries from `query` on in whose band there is no key: outlier tiles are all that they may see."""
+    """The queries from `query` on whose band has no key: they may see outlier tiles only."""
     for block in [*sorted(met), _Block(spec.query_len, 0, 0, 0)]:
         for start in range(query, block.query, ROWS):
             yield _Block(start, min(ROWS, block.query - start), spec.key_len, spec.key_len)
@@ -174,7 +174,7 @@ def _sliding(head: _Head, query: int, stop: int, widest: int, met: list[_Block])
         for run in _runs(head, query, far, square):
             reach = head.first + run[0].query - run[0].low
             if reach >= square and _slides(head, run[0]):
-                for block in run:  # a triangle leaves out what only the first queries of a block need
+                for block in run:  # a triangle omits what only the first queries of a block need
                     rows = range(0, square, ROWS)
                     met += [_Block(block.query + row, ROWS, block.low + row, block.high) for row in rows]
                 yield from _squares(run, head.first)
@@ -185,7 +185,7 @@ def _sliding(head: _Head, query: int, stop: int, widest: int, met: list[_Block])
 
 
 def _rows_that_slide(head: _Head, query: int, stop: int, widest: int, met: list[_Block]) -> Iterator[Piece]:
-    """The same without squares: one piece for each run of blocks."""
+    """`_sliding` without squares: one piece for each run of blocks."""
     for run in _runs(head, query, stop, next(rows for reach, rows in BLOCKS if widest >= reach)):
         met += run
         step = run[1].low - run[0].low if len(run) > 1 else 0
@@ -193,7 +193,7 @@ def _rows_that_slide(head: _Head, query: int, stop: int, widest: int, met: list[
 
 
 def _triangle(first: int, edge: int) -> Iterator[Piece]:
-    """Queries [0, edge), each with all keys up to its own: blocks on the diagonal, and squares of doubling size beside them."""
+    """Queries [0, edge), each with all keys up to its own: blocks on the diagonal, and squares of doubling size next to them."""
     if not edge:
         return
     yield Piece(0, edge // ROWS, ROWS, ROWS, first, ROWS, ROWS, "diagonal")
@@ -211,7 +211,7 @@ def _triangle(first: int, edge: int) -> Iterator[Piece]:
 
 
 def _squares(run: list[_Block], first: int) -> Iterator[Piece]:
-    """Blocks of many queries that slide: what all queries of a block share, and a triangle at either end of it."""
+    """Sliding blocks of many queries: the keys that all queries of a block share, and a triangle at each end of them."""
     query, square = run[0].query, run[0].rows
     rows = len(run) * square
     top, low = first + query, run[0].low
@@ -227,7 +227,7 @@ def _squares(run: list[_Block], first: int) -> Iterator[Piece]:
 
 
 def _runs(head: _Head, query: int, stop: int, rows: int) -> Iterator[list[_Block]]:
-    """Neighbouring blocks that one strided view can serve: all with the band inside the keys, or a few at an edge."""
+    """Neighboring blocks that fit one strided view: all with the band inside the keys, or a few at an edge."""
     run: list[_Block] = []
     ahead = 0
     for block in _blocks(head, query, stop, rows):
@@ -246,19 +246,19 @@ def _runs(head: _Head, query: int, stop: int, rows: int) -> Iterator[list[_Block
 
 
 def _blocks(head: _Head, query: int, stop: int, rows: int) -> list[_Block]:
-    """Blocks of `rows` queries with the keys they must meet; those that need none are left out."""
+    """Blocks of `rows` queries with the keys that they need; blocks that need none are omitted."""
     if query >= stop:
         return []
     spec = head.spec
     start = np.arange(query, stop, rows)
     end = np.minimum(start + rows, stop)
-    # A block of half a tile has the tile's reach; of several tiles, the widest of theirs.
+    # A block of half a tile has the tile's reach; a block of several tiles has the widest of theirs.
     tiles = np.arange(query // TILE, -(-stop // TILE), max(1, rows // TILE))
     of_tile = (start - query // TILE * TILE) // max(TILE, rows)
 
     def widest(row: np.ndarray) -> np.ndarray:
-        found: np.ndarray = np.maximum.reduceat(row[: -(-stop // TILE)], tiles)[of_tile]
-        return found
+        most: np.ndarray = np.maximum.reduceat(row[: -(-stop // TILE)], tiles)[of_tile]
+        return most
 
     far = spec.window or spec.key_len + spec.query_len + abs(head.first)
     low = head.first + start - np.minimum(widest(head.left), far) + 1
@@ -267,26 +267,26 @@ def _blocks(head: _Head, query: int, stop: int, rows: int) -> list[_Block]:
     if not spec.causal:
         high = high - 1 + np.minimum(widest(head.right), far)
     high = np.minimum(np.minimum(high, widest(head.high)), spec.key_len)
-    found = map(_Block, start.tolist(), (end - start).tolist(), low.tolist(), high.tolist())
-    return [block for block in found if block.low < block.high]
+    blocks = map(_Block, start.tolist(), (end - start).tolist(), low.tolist(), high.tolist())
+    return [block for block in blocks if block.low < block.high]
 
 
 def _fits(head: _Head, at: _Block, block: _Block, ahead: int) -> bool:
-    """One band serves both: they are about as wide, the first block's begins inside the keys, the last block's ends there."""
+    """Whether one band fits both: they are about as wide, and the band begins and ends inside the keys."""
     back, other = head.first + block.query - block.low, head.first + at.query - at.low
     even = max(back, other) <= UNEVEN * min(back, other) + TILE
     return even and back <= head.first + at.query and ahead <= head.spec.key_len - head.first - block.query
 
 
 def _slides(head: _Head, block: _Block) -> bool:
-    """Both ends of the block's keys are ends of its band, not of the keys."""
+    """Whether both ends of the block's keys are ends of its band, not of the keys."""
     top = head.first + block.query
     end = block.high == top + block.rows if head.spec.causal else block.high < head.spec.key_len
     return 0 < block.low <= top and end
 
 
 def _widened(head: _Head, run: list[_Block]) -> list[_Block]:
-    """The run's blocks with the keys they really meet: equal bands where they slide, the same keys where they do not."""
+    """The run's blocks with the keys they attend to: equal bands if they slide, else the same keys."""
     first, top = head.first, head.first + run[0].query
     if not _slides(head, run[0]):
         low, high = min(b.low for b in run), max(b.high for b in run)
@@ -298,7 +298,7 @@ def _widened(head: _Head, run: list[_Block]) -> list[_Block]:
 
 
 def _outlier_pieces(spec: Spec, blocks: list[_Block], tile: int) -> Iterator[Piece]:
-    """The outlier tile, or what a band leaves of it, for every block that does not hold it already."""
+    """The outlier tile, or the part of it outside the band, for every block whose band does not include it."""
     start, stop = tile * TILE, min((tile + 1) * TILE, spec.key_len)
     pending: Piece | None = None
     for block in blocks:
@@ -325,7 +325,7 @@ def _outlier_pieces(spec: Spec, blocks: list[_Block], tile: int) -> Iterator[Pie
 
 
 def _cut(piece: Piece) -> Iterator[Piece]:
-    """The piece in parts of at most MAX_KEYS keys a block, nearest keys first."""
+    """The piece in parts of at most MAX_KEYS keys per block, nearest keys first."""
     parts = 1 if piece.kind == "diagonal" else -(-piece.keys // MAX_KEYS)
     size = -(-piece.keys // parts)
     for part in reversed(range(parts)):
@@ -335,14 +335,14 @@ def _cut(piece: Piece) -> Iterator[Piece]:
 
 
 def _spread(spec: Spec, piece: Piece, threads: int) -> Iterator[Piece]:
-    """The piece a few blocks at a time, so that no core is idle: backward works on whole blocks in parallel."""
+    """Splits the piece into groups of blocks so that no core is idle: backward processes whole blocks in parallel."""
     most = max(1, MAX_GATHERED // (piece.keys * spec.head_dim) // threads) * threads
     whole = piece.count
     if piece.kind != "diagonal" and piece.rows >= threads * TILE:
         whole -= piece.count % threads
     for block in range(0, whole, most):
         yield _at(piece, block, min(most, whole - block))
-    for block in range(whole, piece.count):  # the queries of what is left over are divided among the cores
+    for block in range(whole, piece.count):  # the queries of the remaining blocks are divided among the cores
         one = _at(piece, block, 1)
         rows = -(-one.rows // threads)
         count, rest = divmod(one.rows, rows)

@@ -1,9 +1,9 @@
 """CUDA: our Triton kernels, which visit only the key tiles inside the certified reach; forward, backward and decoding.
 
-`plan.py` and `full_tiles.py` plan: which tiles every block of queries visits, and where nothing is hidden. The kernels
-(`kernels/`) loop over them; what they are told is in `kernels/arguments.py`, and filled in `launch.py`. Backward visits exactly
-the tiles that forward visited, whose plan it keeps. On a CPU it runs in Triton's interpreter only, for tests: set
-TRITON_INTERPRET=1 before anything imports triton.
+`plan.py` and `full_tiles.py` compute which tiles every block of queries visits, and where nothing is hidden. The kernels
+(`kernels/`) loop over them; their arguments are defined in `kernels/arguments.py` and filled in `launch.py`. Backward visits
+exactly the tiles that forward visited: forward saves its plan. On a CPU it runs in Triton's interpreter only, for tests: set
+TRITON_INTERPRET=1 before triton is imported.
 """
 
 import importlib.util
@@ -18,7 +18,7 @@ from alibi_attn.attention.backends.fused.full_tiles import FullTiles
 from alibi_attn.attention.backends.fused.kernels.arguments import Visited, Visitors
 from alibi_attn.attention.backends.fused.key_bias import unshifted
 from alibi_attn.attention.backends.fused.launch import call_of, in_rows, on, precision, rows_of
-from alibi_attn.attention.backends.fused.plan import asked_blocks, planned
+from alibi_attn.attention.backends.fused.plan import planned, visiting_blocks
 from alibi_attn.attention.backends.protocol import TooSmall
 from alibi_attn.attention.certificate.constants import OUTLIER_TILES, TILE
 from alibi_attn.attention.certificate.norms import Norms
@@ -33,12 +33,12 @@ Spec = AttentionSpec[Tensor]
 
 name = "fused"
 
-DECODE_QUERIES = 8  # up to so many queries are decoding
+DECODE_QUERIES = 8  # up to this many queries are decoding
 _INTERPRETER_PROCESSORS = 2
 
 
 def why_not(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> str | None:
-    """Needs Triton and a CUDA device of compute capability 8.0, fp16, bf16 or fp32, and heads of at most 256."""
+    """Needs Triton and a CUDA device of compute capability 8.0 or more, fp16, bf16 or fp32, and D ≤ 256."""
     if spec.table is not None:
         return "it has no table of distances"
     if query.dtype == torch.float64:
@@ -55,7 +55,7 @@ def why_not(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> str | None
 
 
 def too_small(spec: Spec) -> TooSmall | None:
-    """Not yet known: nothing has run on a device."""
+    """Unknown: short inputs have not been measured on a device."""
     return None
 
 
@@ -68,11 +68,11 @@ def plan(
     spec: Spec, query: Tensor, key: Tensor, value: Tensor | None, known_norms: Norms | None = None,
     full_tiles: FullTiles | None = None,
 ) -> Tiles:  # fmt: skip
-    """The tiles that every block of queries visits, before it does.
+    """The tiles that every block of queries will visit.
 
     Args:
-        known_norms: what is known of keys and values. Without it up to DECODE_QUERIES queries visit all that the masks allow: to
-            find the norms of the keys is as dear.
+        known_norms: norms of keys and values. Without them, up to DECODE_QUERIES queries visit all that the masks allow, because
+            computing the norms costs as much.
     """
     return planned(
         spec, query, key, value, rows=plan_rows(spec.query_len), shared=spec.query_len <= TILE, known_norms=known_norms,
@@ -86,9 +86,9 @@ def plan_rows(query_len: int) -> int:
 
 
 def is_split(spec: Spec, query: Tensor) -> bool:
-    """Whether the heads of a group are packed together and the keys are split among programs: a few queries, or a few heads.
+    """Whether the heads of a group are packed together and the keys are split among programs: for few queries, or few heads.
 
-    What is visited does not depend on it, for other sequences in the batch must not change that.
+    The visited tiles do not depend on it, because other sequences in the batch must not change them.
     """
     few = spec.batch * spec.num_heads < _processors(query.device)
     return spec.query_len <= DECODE_QUERIES or (spec.query_len <= TILE and few)
@@ -98,10 +98,10 @@ def forward(
     spec: Spec, query: Tensor, key: Tensor, value: Tensor, tiles: Tiles, *, counts: Tensor | None = None,
     full_tiles: FullTiles | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(output, lse) over the tiles of a plan; `counts` [B, H, ⌈T / tile⌉] int32 receives how many each tile of queries visited.
+    """(output, lse) over the tiles of a plan; `counts` [B, H, ⌈T / tile⌉] int32 gets the tiles that each tile of queries visits.
 
-    Where keys are split, `counts` is [B, K, parts] with the parts of `decode_parts`. With a key bias lse is
-    [B, 3, H, T], in units of log2, and the pair from which each counts.
+    If keys are split, `counts` is [B, K, parts] with the parts of `decode_parts`. With a key bias lse is [B, 3, H, T]: in units
+    of log2, followed by the pair that each is relative to.
     """
     from alibi_attn.attention.backends.fused.kernels import decode as decode_kernels
     from alibi_attn.attention.backends.fused.kernels import forward as forward_kernels
@@ -141,10 +141,10 @@ def forward(
 
 
 def decode(spec: Spec, query: Tensor, key: Tensor, value: Tensor, known_norms: Norms) -> Tensor:
-    """The output of causal queries without key mask and segments; no key out of reach is read.
+    """The output of causal queries without key mask and segments; keys beyond the reach are not read.
 
     Args:
-        known_norms: what is known of keys and values, of all but the last few.
+        known_norms: norms of the keys and values, of all but the last few.
     """
     query, key, value = in_rows(query, key, value)
     tiles = plan(spec, query, key, value, known_norms)
@@ -152,7 +152,7 @@ def decode(spec: Spec, query: Tensor, key: Tensor, value: Tensor, known_norms: N
 
 
 def decode_parts(spec: Spec, query: Tensor) -> int:
-    """Into how many parts the keys are split: enough programs for the device, not less than four tiles each."""
+    """The number of parts that the keys are split into: enough programs for the device, of at least four tiles each."""
     programs = 2 * _processors(query.device)
     return max(1, min(programs // (spec.batch * spec.num_kv_heads), -(-spec.key_len // (4 * TILE)), 64))
 
@@ -160,11 +160,8 @@ def decode_parts(spec: Spec, query: Tensor) -> int:
 def backward(
     spec: Spec, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor,
     grad_lse: Tensor | None, tiles: Tiles, *, slopes_wanted: bool, biases_wanted: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """(dq, dk, dv, dslopes, dkey_bias, dquery_bias): the exact gradient over the plan's tiles; lse as `forward` gives it.
-
-    In fp64 dslopes [2, B, H], left and right, and where they are wanted those of biases, [B, H, S] and [B, H, T].
-    """
+) -> Gradients:  # fmt: skip
+    """The exact gradient over the plan's tiles; lse as `forward` returns it."""
     from alibi_attn.attention.backends.fused.kernels import backward as kernels
 
     if grad_output.stride(-1) != 1:
@@ -181,8 +178,8 @@ def backward(
     call = call_of(spec, query.device, None if full_tiles is None else full_tiles.call.key_bias)
     inputs = (rows_of(query), rows_of(key), rows_of(value))
     visited = Visited(tiles.bands, tiles.beside, None if full_tiles is None else full_tiles.of_blocks(tiles.rows))
-    asked = asked_blocks(tiles, count=-(-spec.key_len // TILE))
-    visitors = Visitors(tiles.bands, asked, None if full_tiles is None else full_tiles.of_tiles(tiles.rows))
+    candidates = visiting_blocks(tiles, count=-(-spec.key_len // TILE))
+    visitors = Visitors(tiles.bands, candidates, None if full_tiles is None else full_tiles.of_tiles(tiles.rows))
     order = key_order = _heaviest_first(tiles.weight)
     if spec.group > 1:
         key_order = _heaviest_first(tiles.weight.unflatten(1, (spec.num_kv_heads, spec.group)).sum(-1))
@@ -199,19 +196,14 @@ def backward(
         )  # fmt: skip
     of_keys, of_queries = (None if x is None else x.sum(0, dtype=torch.float64) for x in (of_keys, of_queries))
     if dslopes is None:
-        return (
-            dq,
-            dk,
-            dv,
-            torch.zeros(2, *delta.shape[:2], dtype=torch.float64, device=query.device),
-            of_keys,
-            of_queries,
-        )
-    return dq, dk, dv, dslopes.sum(-1, dtype=torch.float64), of_keys, of_queries
+        of_slopes = torch.zeros(2, *delta.shape[:2], dtype=torch.float64, device=query.device)
+    else:
+        of_slopes = dslopes.sum(-1, dtype=torch.float64)
+    return Gradients(dq, dk, dv, of_slopes, of_keys, of_queries)
 
 
 class _Saved(NamedTuple):
-    """What forward leaves for backward: its plan, and lse as the kernels count it where keys have biases."""
+    """Saved by forward for backward: its plan, and with key biases the relative lse of the kernels."""
 
     bands: Tensor
     outlier_tiles: Tensor
@@ -244,23 +236,21 @@ def _differentiate(spec: Spec, saved: tuple[Tensor, ...], inputs: BackwardInputs
     bands, outlier_tiles, beside, weight, relative_lse = saved
     lse, grad_lse, grad_output = inputs.lse, inputs.grad_lse, inputs.grad_output
     if spec.key_bias is not None:
-        lse = relative_lse.contiguous()  # of the unshifted one all digits of a small number may be gone
+        lse = relative_lse.contiguous()  # the unshifted one may have lost all digits of small numbers
         grad_lse = None if grad_lse is None else grad_lse.float()
     query, key, value = in_rows(inputs.query, inputs.key, inputs.value)
     if spec.query_start is not None:
         key, value, *_ = contained_by_cuts(spec, key, value)
     if inputs.may_see_nothing:
-        # 0·NaN: what is in a query that sees nothing must not reach the keys.
+        # 0·NaN is NaN: a query that sees no key must not reach the keys' gradients.
         nothing = ((lse if spec.key_bias is None else lse[:, 0]) == -torch.inf)[..., None]
         query, grad_output = query.masked_fill(nothing, 0.0), grad_output.masked_fill(nothing, 0.0)
     tiles = Tiles(
         bands.contiguous(), outlier_tiles.contiguous(), beside.contiguous(), weight, plan_rows(spec.query_len)
     )
-    return Gradients(
-        *backward(
-            spec, query, key, value, inputs.output, lse, grad_output, grad_lse, tiles, slopes_wanted=inputs.slopes_wanted,
-            biases_wanted=inputs.biases_wanted,
-        )
+    return backward(
+        spec, query, key, value, inputs.output, lse, grad_output, grad_lse, tiles, slopes_wanted=inputs.slopes_wanted,
+        biases_wanted=inputs.biases_wanted,
     )  # fmt: skip
 
 
@@ -271,7 +261,7 @@ def _empty_like(x: Tensor) -> Tensor:
 def _empty_saved(arguments: Arguments) -> _Saved:
     query, is_biased = arguments.query, arguments.key_bias is not None
     b, h, t, _ = query.shape
-    blocks = (t + PLAN_ROWS - 1) // PLAN_ROWS  # one, too, where `plan_rows` is fewer
+    blocks = (t + PLAN_ROWS - 1) // PLAN_ROWS  # also one block if `plan_rows` is smaller
     return _Saved(
         query.new_empty((b, h, blocks, 4), dtype=torch.int32),
         query.new_empty((b, h, OUTLIER_TILES), dtype=torch.int32),
@@ -287,7 +277,7 @@ run = operator(
 
 
 def _constants(spec: Spec, shape: Shape) -> dict[str, Any]:
-    """What the kernels of attention are compiled for."""
+    """The compile-time constants of the attention kernels."""
     return {
         "D": spec.head_dim, "BM": shape.queries, "BN": shape.keys, "CAUSAL": spec.causal, "PRECISION": precision(),
         "num_warps": shape.warps, "num_stages": shape.stages,
@@ -295,11 +285,9 @@ def _constants(spec: Spec, shape: Shape) -> dict[str, Any]:
 
 
 def _processors(device: torch.device) -> int:
-    return (
-        torch.cuda.get_device_properties(device).multi_processor_count
-        if device.type == "cuda"
-        else _INTERPRETER_PROCESSORS
-    )
+    if device.type != "cuda":
+        return _INTERPRETER_PROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _full_tiles(spec: Spec, query: Tensor) -> FullTiles | None:
@@ -309,13 +297,13 @@ def _full_tiles(spec: Spec, query: Tensor) -> FullTiles | None:
 
 
 def _heaviest_first(weight: Tensor) -> Tensor:
-    """The heads of all sequences, those with the most tiles first, so that none of them starts last."""
+    """The heads of all sequences, those with the most tiles first, so that none of these starts last."""
     return weight.flatten().argsort(descending=True, stable=True)
 
 
 @constant_when_compiled
 def _missing(device: int | None) -> str | None:
-    """What this machine lacks."""
+    """What is missing on this machine, or None."""
     if importlib.util.find_spec("triton") is None:
         return "it needs Triton; pip install triton"
     if device is not None and torch.version.hip is None:

@@ -1,8 +1,8 @@
-"""The size of the tiles that each kernel works on, by device, dtype and size of heads.
+"""The tile sizes of each kernel, by device, dtype and head size.
 
-Chosen by what the compiler makes of them (no spill in the innermost loop, few instructions a score), not yet by a clock. Hopper
-and Blackwell multiply from shared memory, of which they have much; all others hold one side in registers, and their tiles fit
-into the 99 KiB of shared memory that a consumer's card has.
+Chosen from compiled code (no spills in the innermost loop, few instructions per score), not yet by timing. Hopper and Blackwell
+multiply from shared memory and have a lot of it. Other devices hold one operand in registers, and their tiles fit into the 99 KiB
+of shared memory of a consumer card.
 """
 
 import functools
@@ -15,7 +15,7 @@ PLAN_ROWS = 128  # queries that share one plan of tiles; no tile has more
 
 
 class Shape(NamedTuple):
-    """Queries and keys of one tile, and what the compiler is told."""
+    """Queries and keys of one tile, and the compiler's warps and stages."""
 
     queries: int
     keys: int
@@ -25,7 +25,7 @@ class Shape(NamedTuple):
 
 Kernel = Literal["forward", "decode", "query", "key"]
 
-# By size of heads: forward, decode, query, key.
+# By head size: forward, decode, query, key.
 _ORDER = ("forward", "decode", "query", "key")
 _LARGE_HALF = {
     64: (Shape(128, 64, 8, 3), Shape(16, 64, 4, 3), Shape(64, 64, 4, 2), Shape(64, 128, 8, 2)),
@@ -49,21 +49,21 @@ _SMALL_FP32 = {
 
 
 def tile_shape(kernel: Kernel, dtype: torch.dtype, head_dim: int, *, large: bool) -> Shape:
-    """The tile of a kernel; its queries divide PLAN_ROWS, and its keys the tiles of the certificate or the other way round.
+    """The tile of a kernel; its queries divide PLAN_ROWS, and its keys divide TILE or are a multiple of it.
 
     Args:
-        large: the device is one of those that `is_large` says.
+        large: the result of `is_large` for the device.
     """
     width = 64 if head_dim <= 64 else 128 if head_dim <= 128 else MAX_HEAD_DIM
     shapes = _LARGE_HALF if large else _SMALL_HALF
     if dtype == torch.float32:
-        # Larger tiles of the widest rows leave the compiler without registers on any device.
+        # With larger tiles of the widest rows, the compiler runs out of registers on every device.
         shapes = _LARGE_FP32 if large and width < MAX_HEAD_DIM else _SMALL_FP32
     return shapes[width][_ORDER.index(kernel)]
 
 
 def is_large(device: torch.device) -> bool:
-    """Whether a device has the matrix units and the 227 KiB of shared memory of Hopper and Blackwell; so has the interpreter."""
+    """Whether a device has the matrix units and 227 KiB of shared memory of Hopper and Blackwell; true for the interpreter."""
     return device.type != "cuda" or _capability(device.index) in (9, 10)
 
 

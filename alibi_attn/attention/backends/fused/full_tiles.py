@@ -1,6 +1,4 @@
-"""What key mask, segments and a key bias hide, in whole tiles, for the kernels of a GPU: from a few launches, and nothing is read
-on the host.
-"""
+"""What a key mask, segments and a key bias hide, in whole tiles, for GPU kernels: a few launches, and no read on the host."""
 
 import dataclasses
 
@@ -19,13 +17,13 @@ Spec = AttentionSpec[Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class FullTiles:
-    """What a call's masks say; made before its plan, and once more for its backward. R = B, and B·H with a key bias: what may be
-    seen is another matter for each head then.
+    """The masks of a call in whole tiles; computed before its plan, and again for backward. R = B, or B·H with a key bias,
+    which hides other keys from each head.
 
     Args:
         rows: R.
         query_offset: [R] int64.
-        edges: [2, R, ⌈S / TILE⌉] int32, those of `keys`.
+        edges: [2, R, ⌈S / TILE⌉] int32, as in `keys`.
     """
 
     spec: Spec
@@ -57,7 +55,7 @@ class FullTiles:
         return cls(spec, call, rows, QueryOffset(offset, 1), edges, keys, queries)
 
     def allowed(self) -> Tensor:
-        """[R, ⌈T / TILE⌉, 2] int32: outside of these keys, the masks let TILE queries see none."""
+        """[R, ⌈T / TILE⌉, 2] int32: the masks let TILE queries see no key outside this interval."""
         from alibi_attn.attention.backends.fused.kernels.masks import allowed_kernel
 
         spec, blocks, tiles = self.spec, -(-self.spec.query_len // TILE), self.edges.shape[-1]

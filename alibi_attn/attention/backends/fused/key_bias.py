@@ -1,9 +1,9 @@
-"""How a bias of every key travels to the kernels of a GPU: in fp32, and yet no digit of a difference is lost.
+"""Key biases in a form for GPU kernels: in fp32, without losing a digit of their differences.
 
-In a tile whose biases are close to one another, b = base of the tile + rest. A query counts from the base of a tile that weighs
-much for it, and moves to another one when that weighs much more, so a score is off by the rounding of b_j − b_ref, however large
-both are. In all other tiles each bias is two numbers, and each query counts from about its own largest score. All in units of
-log2, as scores are.
+In a tile whose biases are close to one another, b = base of the tile + rest. A query's scores are relative to the base of a tile
+that weighs much for it, and it changes to another base that weighs much more, so a score is off by the rounding of b_j − b_ref,
+however large both are. In all other tiles each bias is a pair of numbers, and scores are relative to about the query's largest.
+Everything is in units of log2, as scores are.
 """
 
 import math
@@ -19,18 +19,20 @@ from alibi_attn.attention.visibility import first_positions
 
 Spec = AttentionSpec[Tensor]
 
-_MOST = 2e38  # of what is finite: in units of log2 it must be an fp32 number
-_NARROW = 128.0  # binary digits by which biases in a tile may differ from its base, and bases of neighbors
+_MOST = 2e38  # the largest finite bias: in units of log2 it must fit fp32
+_NARROW = (
+    128.0  # binary digits by which a tile's biases may differ from its base, and neighboring bases from each other
+)
 _MOST_BASE = 2.0**30  # of narrow tiles; the kernels rely on it, see `partial_scores`
 
 
 def split(spec: Spec, key_bias: Tensor) -> KeyBias:
-    """key_bias [B, H, S] in parts; nothing is read on the host."""
+    """Splits key_bias [B, H, S] into its parts; reads nothing on the host."""
     b = key_bias.detach()
     hidden = b == -torch.inf
     b = (b.double().clamp(-_MOST, _MOST) / math.log(2)).masked_fill(hidden, -torch.inf)
     b = torch.nn.functional.pad(b, (0, -spec.key_len % TILE), value=-torch.inf).unflatten(-1, (-1, TILE))
-    # The middle one of those that are finite: a few large numbers, of either sign, cost the others no digit.
+    # The median of the finite ones: a few large numbers, of either sign, cost the others no digit.
     middle = (TILE + (b == -torch.inf).sum(-1)) // 2
     base = b.sort(-1).values.gather(-1, middle.clamp(max=TILE - 1)[..., None]).squeeze(-1)
     some = base > -torch.inf
@@ -43,7 +45,7 @@ def split(spec: Spec, key_bias: Tensor) -> KeyBias:
 
 
 def is_narrow(key_bias: KeyBias) -> Tensor:
-    """[B, H, ⌈S / TILE⌉]: tiles whose biases are close to their base, and that to the base of the other tile of a pair."""
+    """[B, H, ⌈S / TILE⌉]: tiles whose biases are close to their base, and the base to that of the other tile of its pair."""
     rest: Tensor = key_bias.rest  # type: ignore[assignment]
     bases: Tensor = key_bias.bases  # type: ignore[assignment]
     size = rest.abs().masked_fill(rest == -torch.inf, 0.0)
@@ -55,13 +57,13 @@ def is_narrow(key_bias: KeyBias) -> Tensor:
 
 
 def unshifted(lse: Tensor) -> Tensor:
-    """[B, H, T] fp64: the lse of the scores as they are, from one in units of log2 and the pair from which it counts."""
+    """[B, H, T] fp64: the natural lse, from one in units of log2 and the pair that it is relative to."""
     return lse.sum(1, dtype=torch.float64) * math.log(2)
 
 
 def _references(spec: Spec, bases: Tensor, some: Tensor) -> Tensor:
-    """[B, H, N]: the base of the tile where a block's first TILE queries end, or of the last one before with a finite bias,
-    or of the first one after it.
+    """[B, H, N]: the base of the tile where a block's first TILE queries end, or of the last tile before it with a finite
+    bias, or of the first one after it.
     """
     tiles, blocks = some.shape[-1], -(-spec.query_len // PLAN_ROWS)
     if tiles == 0:

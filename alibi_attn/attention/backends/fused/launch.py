@@ -1,4 +1,4 @@
-"""What every Triton kernel is told of a call, and how it is launched."""
+"""The arguments of a call that every Triton kernel gets, and how kernels are launched."""
 
 import contextlib
 from collections.abc import Iterator
@@ -25,12 +25,12 @@ Spec = AttentionSpec[Tensor]
 
 
 def on(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device, which may be another than the tensor's."""
+    """Makes the tensor's device current, because Triton launches on the current device."""
     return torch.cuda.device(tensor.device) if tensor.device.type == "cuda" else contextlib.nullcontext()
 
 
 def in_rows(*tensors: Tensor) -> Iterator[Tensor]:
-    """The tensors with a last stride of 1, which kernels count on."""
+    """The tensors with a last stride of 1, as the kernels require."""
     return (x if x.stride(-1) == 1 else x.contiguous() for x in map(in_memory, tensors))
 
 
@@ -41,9 +41,10 @@ def rows_of(tensor: Tensor) -> Rows:
 
 
 def call_of(spec: Spec, device: torch.device, key_bias: KeyBias | None = None) -> Call:
-    """
+    """The arguments of a call.
+
     Args:
-        key_bias: that of `spec`, where it was split before.
+        key_bias: the key bias of `spec`, if it was split before.
     """
     if spec.key_bias is not None and key_bias is None:
         key_bias = split(spec, spec.key_bias)
@@ -65,12 +66,12 @@ def call_of(spec: Spec, device: torch.device, key_bias: KeyBias | None = None) -
 
 
 def precision() -> str:
-    """Of matrix products in fp32."""
+    """The precision of matrix products in fp32."""
     return "ieee" if torch.version.hip else "tf32x3"
 
 
 def width_for(count: int) -> int:
-    """How many of `count` tiles, or blocks, a small program takes at a time."""
+    """How many of `count` tiles, or blocks, a small program handles at a time."""
     return min(256, max(16, 1 << (count - 1).bit_length()))
 
 

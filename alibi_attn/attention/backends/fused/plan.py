@@ -1,6 +1,6 @@
-"""The certificate and the plan of a call on a GPU, from a handful of kernels; nothing is read on the host.
+"""The certificate and the plan of a call on a GPU, computed by a few kernels; nothing is read on the host.
 
-Some three hundred small torch operations, however fast each, keep the host busy for longer than short attention takes.
+About three hundred small torch operations would keep the host busy for longer than short attention runs.
 """
 
 import math
@@ -33,11 +33,11 @@ def planned(
     """(the tiles that every `rows` queries visit, the certificate they come from).
 
     Args:
-        value: None = the norms of the values are taken to be alike.
+        value: None = the values are assumed to have equal norms.
         shared: all query heads of a key head visit the same tiles, those of the widest; for at most TILE queries.
-        known_norms: what is known of keys and values; of those that it knows only the nearest are read.
-        full_tiles: what the masks say; made here where it is not given and some key may be hidden.
-        certified: False = all that the masks allow is visited.
+        known_norms: norms of keys and values; of the keys that they cover only the nearest are read.
+        full_tiles: the masks in whole tiles; computed here if missing and some key may be hidden.
+        certified: False = visit all that the masks allow.
     """
     from alibi_attn.attention.backends.fused.kernels.plan import plan_kernel, shared_plan_kernel
 
@@ -56,31 +56,32 @@ def planned(
     if certified and spec.tolerance > 0 and spec.key_len > 0:
         certificate, norms = _certificate(spec, query, key, value, known_norms, full_tiles, allowed, call)
     plan = Plan(bands, outliers, beside, weight, reach)
-    told = (certificate, allowed, plan, call)
+    arguments_of_plan = (certificate, allowed, plan, call)
     if spec.query_len > 0:
         with on(query):
             if shared:
-                shared_plan_kernel[(b * spec.num_kv_heads,)](*told, CAUSAL=spec.causal, num_warps=1)
+                shared_plan_kernel[(b * spec.num_kv_heads,)](*arguments_of_plan, CAUSAL=spec.causal, num_warps=1)
             else:
-                plan_kernel[(b * h,)](*told, ROWS=rows, WIDTH=width_for(n), CAUSAL=spec.causal)
+                plan_kernel[(b * h,)](*arguments_of_plan, ROWS=rows, WIDTH=width_for(n), CAUSAL=spec.causal)
     return Tiles(bands, outliers, beside, weight, rows, norms), Bounds(reach[0], reach[1], outliers)
 
 
-def asked_blocks(tiles: Tiles, *, count: int) -> Tensor:
-    """[B, H, count, 3] int32, for every tile of keys: first and last block of queries to be asked, and 1 where it is an outlier.
+def visiting_blocks(tiles: Tiles, *, count: int) -> Tensor:
+    """[B, H, count, 3] int32, for every tile of keys: the half-open range of blocks of queries that may visit it, and 1 if it is
+    an outlier tile.
 
-    Some blocks in between may not visit the tile; their bands say so.
+    Some blocks in the range may not visit the tile; their bands show it.
     """
-    from alibi_attn.attention.backends.fused.kernels.plan import asked_kernel
+    from alibi_attn.attention.backends.fused.kernels.plan import visitors_kernel
 
     b, h, n, _ = tiles.bands.shape
-    asked = torch.empty((b, h, count, 3), dtype=torch.int32, device=tiles.bands.device)
-    if asked.numel() > 0:
-        with on(asked):
-            asked_kernel[(b * h * -(-count // 64),)](
-                tiles.bands, tiles.outlier_tiles, asked, n, count, WIDTH=64, BLOCKS=64
+    candidates = torch.empty((b, h, count, 3), dtype=torch.int32, device=tiles.bands.device)
+    if candidates.numel() > 0:
+        with on(candidates):
+            visitors_kernel[(b * h * -(-count // 64),)](
+                tiles.bands, tiles.outlier_tiles, candidates, n, count, WIDTH=64, BLOCKS=64
             )
-    return asked
+    return candidates
 
 
 def _certificate(
@@ -117,10 +118,10 @@ def _certificate(
     outliers = torch.empty((b, kv, OUTLIER_TILES), dtype=torch.int32, device=device)
     reach = torch.empty((sides, _CHOICES, b, spec.num_heads, blocks), dtype=torch.int32, device=device)
     known = 0 if known_norms is None else known_norms.keys.shape[-1]
-    told: tuple[Tensor | None, Tensor | None] = (None, None)
+    known_of_tiles: tuple[Tensor | None, Tensor | None] = (None, None)
     if known_norms is not None and known > 0:
-        told = known_norms.keys.contiguous(), known_norms.values.contiguous()
-    # The nearest values are measured one by one, also where their tile's norm is known.
+        known_of_tiles = known_norms.keys.contiguous(), known_norms.values.contiguous()
+    # The nearest values are measured one by one, even if their tile's norm is known.
     at_the_end = isinstance(spec.query_offset, int) and spec.key_mask is None
     begin = min(known, max(0, min(spec.query_offset, spec.key_len - TILE) - TILE) // TILE) if at_the_end else 0
     first_seen = None if full_tiles is None or not hidden else full_tiles.edges[0].amin(-1)
@@ -132,7 +133,7 @@ def _certificate(
                 OF_HEADS=spec.key_bias is not None, num_warps=_WARPS,
             )  # fmt: skip
         outliers_kernel[(b * kv,)](
-            norms, *told, outliers, b * kv, tiles, known, WIDTH=width_for(tiles), BOTH_SIDES=not spec.causal
+            norms, *known_of_tiles, outliers, b * kv, tiles, known, WIDTH=width_for(tiles), BOTH_SIDES=not spec.causal
         )
         if unknown:
             extremes.zero_()

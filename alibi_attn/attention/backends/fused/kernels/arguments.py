@@ -1,8 +1,8 @@
-"""What kernels are told, as named tuples: on the host of tensors and numbers, inside of a kernel of pointers and numbers.
+"""The arguments of kernels as named tuples: tensors and numbers on the host, pointers and numbers inside a kernel.
 
-An element that is None is known when a kernel is compiled, and all that would read it is left out. Triton 3.6 lets no function
-return a tuple with None in it, so each kernel makes its own Head and Queries; and no field is called `values` or `type`, which
-Triton's tuples have already.
+Elements that are None are known at compile time, and the code that would read them is left out. In Triton 3.6 a function cannot
+return a tuple that contains None, so each kernel builds its own Head and Queries; and fields cannot be called `values` or `type`,
+which are attributes of Triton's tuples.
 """
 
 from typing import NamedTuple
@@ -18,21 +18,21 @@ class Rows(NamedTuple):
 
 
 class Slopes(NamedTuple):
-    """A slope a head, [B, H] fp32; the stride of the batch is 0 where all sequences have the same."""
+    """One slope per head, [B, H] fp32; the stride of the batch is 0 if all sequences share them."""
 
     pointer: object
     batch: object
 
 
 class QueryOffset(NamedTuple):
-    """The position of query 0, [B] int64; the stride is 0 where all sequences have the same."""
+    """The position of query 0, [B] int64; the stride is 0 if all sequences share it."""
 
     pointer: object
     batch: object
 
 
 class Masks(NamedTuple):
-    """keys [B, S] int8, 1 = may be seen; segments of queries [B, T] and of keys [B, S], integers. None = there are none."""
+    """keys [B, S] int8, 1 = visible; segments of queries [B, T] and of keys [B, S], integers. None = no such mask."""
 
     keys: object
     query_segments: object
@@ -40,12 +40,12 @@ class Masks(NamedTuple):
 
 
 class Dropout(NamedTuple):
-    """Which weights are dropped, as `attention/dropout.py` defines it.
+    """The dropped weights, as defined in `attention/dropout.py`.
 
     Args:
         threshold, factor: of `spec.dropout_numbers`.
         seed: a pointer to [R, 4] int64, `AttentionSpec.dropout_seed`.
-        alike: how many sequences share a row of it, B / R.
+        alike: the number of sequences that share a row of it, B / R.
     """
 
     threshold: object
@@ -55,12 +55,12 @@ class Dropout(NamedTuple):
 
 
 class HeadDropout(NamedTuple):
-    """Inside of a kernel: the same for one head, or for heads of any shape; uint32.
+    """Inside a kernel: the same for one head, or for heads of any shape; uint32.
 
     Args:
-        key: of the generator.
-        shift: what is added to the positions of queries.
-        first_key: the number of key 0.
+        key: the generator's key.
+        shift: added to the positions of queries.
+        first_key: the index of key 0.
     """
 
     threshold: object
@@ -71,14 +71,14 @@ class HeadDropout(NamedTuple):
 
 
 class KeyBias(NamedTuple):
-    """The biases of keys, fp32 in log2 units: base of the tile + rest. A pair is a number and what its rounding left out of it.
+    """The biases of keys, fp32 in log2 units: base of the tile + rest. A pair is a number and its rounding error.
 
     Args:
-        rest: [B, H, S]; −inf = may not be seen.
-        pairs: [B, H, 2, S]: pairs, of each b itself, −inf and 0 where it may not be seen; for tiles whose biases differ so much
-            that `rest` lacks digits.
-        bases: [B, H, ⌈S / TILE⌉]: about the middle b in a tile; 0 where it has none that is finite.
-        references: [B, H, N]: from which the certificate of a plan's block counts: the base of a tile near it.
+        rest: [B, H, S]; −inf = hidden.
+        pairs: [B, H, 2, S]: each b as a pair, −inf and 0 if hidden; for tiles whose biases differ so much that `rest` has too
+            few digits.
+        bases: [B, H, ⌈S / TILE⌉]: about the median b of a tile; 0 if none is finite.
+        references: [B, H, N]: the number that the certificate of a plan's block is relative to: the base of a tile near it.
     """
 
     rest: object
@@ -88,11 +88,11 @@ class KeyBias(NamedTuple):
 
 
 class BlockBias(NamedTuple):
-    """Inside of a kernel: the biases of a head's keys; in decoding there are BM heads, one per row.
+    """Inside a kernel: the biases of a head's keys; decoding has BM heads, one per row.
 
     Args:
-        rest, pairs, bases: as in `KeyBias`, of the head; [BM, 1], [BM, 1] and [BM] in decoding.
-        reference: that of a block of the plan, for its certificate.
+        rest, pairs, bases: as in `KeyBias`, for the head; [BM, 1], [BM, 1] and [BM] in decoding.
+        reference: the reference of a block of the plan, for its certificate.
     """
 
     rest: object
@@ -102,15 +102,15 @@ class BlockBias(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What a call asks for: AttentionSpec as kernels take it.
+    """A call: AttentionSpec in the form that kernels accept.
 
     Args:
         right_slopes: None = the keys to the right have the same slopes.
-        scale: of q·k, before the bias.
-        window: how many keys a query sees at most, itself included; None = all.
+        scale: factor of q·k, before the bias.
+        window: the most keys that a query sees, including its own; None = all.
         dropout: None = every weight is kept.
-        key_bias: None = there is none.
-        H, G, T, S: query heads, query heads a key head, queries, keys.
+        key_bias: None = no key biases.
+        H, G, T, S: query heads, query heads per key head, queries, keys.
     """
 
     slopes: Slopes
@@ -128,12 +128,12 @@ class Call(NamedTuple):
 
 
 class Visited(NamedTuple):
-    """Which tiles of keys the blocks of a plan visit; int32.
+    """The tiles of keys that the blocks of a plan visit; int32.
 
     Args:
-        bands, beside: of `tiles.Tiles`, [B, H, N, 4] and [B, H, N, OUTLIERS].
-        full: [B, N, 2]: tiles in which the masks hide nothing from a block; None = nowhere, for there are none. With a key bias,
-            which may hide keys too, [B, H, N, 2].
+        bands, beside: from `tiles.Tiles`, [B, H, N, 4] and [B, H, N, OUTLIERS].
+        full: [B, N, 2]: tiles in which the masks hide nothing from a block; None = there are no masks. With a key bias, which
+            may hide keys too, [B, H, N, 2].
     """
 
     bands: object
@@ -142,26 +142,26 @@ class Visited(NamedTuple):
 
 
 class Visitors(NamedTuple):
-    """Which blocks of queries visit a tile of keys; int32.
+    """The blocks of queries that visit a tile of keys; int32.
 
     Args:
         bands: as in `Visited`.
-        asked: [B, H, tiles, 3]: the first block that may, the block behind the last, and 1 where it is an outlier tile.
+        candidates: [B, H, tiles, 3]: the half-open range of blocks that may, and 1 if it is an outlier tile.
         full: [B, tiles, 2]: blocks from which the masks hide nothing of a tile; None = there are no masks. With a key bias
             [B, H, tiles, 2].
     """
 
     bands: object
-    asked: object
+    candidates: object
     full: object
 
 
 class Certificate(NamedTuple):
-    """What follows from the norms, with each choice of how many tiles are outliers.
+    """The result of the norms, for each choice of the number of outlier tiles.
 
     Args:
         reach: [sides, CHOICES, B, H, ⌈T / TILE⌉] int32, to the left and to the right.
-        outliers: [B, K, OUTLIERS] int32, the largest norm first, −1 after the last.
+        outliers: [B, K, OUTLIERS] int32, the largest norm first, padded with −1.
     """
 
     reach: object
@@ -169,7 +169,7 @@ class Certificate(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What the kernels of a plan write: `tiles.Tiles`, and `reach` [2, B, H, ⌈T / TILE⌉], that of every TILE queries; int32."""
+    """The output of a plan's kernels: `tiles.Tiles`, and the `reach` of every TILE queries [2, B, H, ⌈T / TILE⌉]; int32."""
 
     bands: object
     outliers: object
@@ -179,12 +179,12 @@ class Plan(NamedTuple):
 
 
 class Labels(NamedTuple):
-    """Of every TILE keys, or queries, what the masks say.
+    """Summaries of the masks for every TILE keys, or queries.
 
     Args:
-        least, most: [B, tiles] int64: the smallest segment and the largest.
-        uniform: [B, tiles] int32: 1 where these are the same and nothing is hidden.
-        edges: [2, B, tiles] int32: the first key that may be seen (their count where there is none), the one behind the last (0).
+        least, most: [B, tiles] int64: the smallest and the largest segment.
+        uniform: [B, tiles] int32: 1 if these are equal and nothing is hidden.
+        edges: [2, B, tiles] int32: the half-open range from the first to the last visible key (S and 0 if there is none).
     """
 
     least: object
@@ -194,15 +194,15 @@ class Labels(NamedTuple):
 
 
 class Norms(NamedTuple):
-    """Bounds of the norms of keys and values, by tile or for all; fp32.
+    """Bounds on the norms of keys and values, per tile or overall; fp32.
 
     Args:
-        tiles: [3, B, K, tiles]: of the keys that may be seen the largest, of their values the largest and the smallest.
-        each_value: [B, K, S]: of every value.
-        prefix: [sides, CHOICES, B, K, tiles]: the largest of the keys that are no outliers, up to each tile, and from it on.
-        extremes: [2, B, K]: of all values the largest and the smallest.
-        latest: [B, K, tiles] int32: up to each tile the last one that has a key to be seen, else −1. None where no key is hidden.
-        sums: [sides, B, H, tiles], with a key bias: log2 Σ 2^(rest ± slope·(j − first of the tile)) over the keys to be seen.
+        tiles: [3, B, K, tiles]: the largest of the visible keys, and the largest and the smallest of their values.
+        each_value: [B, K, S]: every value's norm.
+        prefix: [sides, CHOICES, B, K, tiles]: the largest of the keys in no outlier tile, up to each tile, and from it on.
+        extremes: [2, B, K]: the largest and the smallest of all values.
+        latest: [B, K, tiles] int32: the last tile with a visible key up to each tile, else −1. None if no key is hidden.
+        sums: [sides, B, H, tiles], with a key bias: log2 Σ 2^(rest ± slope·(j − first of the tile)) over the visible keys.
     """
 
     tiles: object
@@ -214,14 +214,14 @@ class Norms(NamedTuple):
 
 
 class Head(NamedTuple):
-    """Inside of a kernel: what the scores of a head are made with, in log2 units; in decoding some are columns, one a row.
+    """Inside a kernel: the numbers that the scores of a head depend on, in log2 units; in decoding some are columns, one per row.
 
     Args:
         number: b·H + h.
         right: the slope of keys to the right; None = the same.
         window: as in `Call`.
         dropout: None = every weight is kept.
-        bias: of its keys, for one block of queries; None = there is none.
+        bias: the biases of its keys, for one block of queries; None = no biases.
     """
 
     number: object
@@ -234,14 +234,14 @@ class Head(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """Inside of a kernel: a block of queries.
+    """Inside a kernel: a block of queries.
 
     Args:
-        q: [BM, DP]; zeros where there is no query.
-        i: [BM] the number of each query in its sequence.
-        position: [BM], of which `start` is the first.
-        segments: [BM]; None = there are none.
-        sequence: which of the batch.
+        q: [BM, DP]; zeros past the last query.
+        i: [BM] the index of each query in its sequence.
+        position: [BM]; `start` is the first.
+        segments: [BM]; None = no segments.
+        sequence: the index in the batch.
     """
 
     q: object
@@ -253,8 +253,8 @@ class Queries(NamedTuple):
 
 
 class Band(NamedTuple):
-    """Inside of a kernel: an interval of tiles, and those in it that are seen in full: `low` to before `high`, which lie to the
-    left of the queries, and `after` to before `until`, to their right. For keys, the same of blocks of queries.
+    """Inside a kernel: an interval of tiles, and those in it that are seen in full: [low, high) to the left of the queries, and
+    [after, until) to their right. For keys, the same with blocks of queries.
     """
 
     first: object

@@ -4,14 +4,15 @@ With p = exp(score − lse), δ_i = Σ out·dout − dlse and ds = p·(dp − δ
 
     dq_i = scale·Σ_j ds_ij·k_j     dk_j = scale·Σ_i ds_ij·q_i     dv_j = Σ_i p_ij·dout_i     dm = −Σ_ij ds_ij·|i − j|
 
-`query_kernel` walks the keys of a block of queries as forward does, and leaves δ and the slope's gradient of every query;
-`key_kernel` walks the queries that may have visited a tile of keys, and asks each block's band whether it did. Both have a loop
-for full tiles, where the bias is a number a key and a number a query, and one for partial tiles. The gradients of key_bias and
-query_bias are sums of ds over queries and over keys, added tile by tile without loss: a gate's is a sum of their differences.
+`query_kernel` walks the keys of a block of queries as forward does, and writes δ and the slope's gradient of every query;
+`key_kernel` walks the queries that may have visited a tile of keys, and checks in each block's band whether it did. Both have
+one loop for full tiles, where the bias is one number per key and one per query, and one for partial tiles. The gradients of
+key_bias and query_bias are sums of ds over queries and over keys, added tile by tile without loss: a gate's gradient is a sum
+of their differences.
 """
 
 # mypy: ignore-errors
-# Triton compiles these functions itself and takes no type annotations but its own.
+# Triton compiles these functions and accepts only its own type annotations.
 
 import triton
 import triton.language as tl
@@ -48,7 +49,7 @@ from alibi_attn.attention.backends.fused.kernels.tiles import (
     store_rows,
 )
 
-NEVER = tl.constexpr(2**20)  # a block of queries behind the last
+NEVER = tl.constexpr(2**20)  # past the last block of queries
 
 
 @triton.jit
@@ -56,7 +57,7 @@ def query_full(
     tile, queries, head, do, lse, origin, delta, dq, to_left, to_right, sums, K, V, least, BN: tl.constexpr, D: tl.constexpr,
     CAUSAL: tl.constexpr, SLOPES_WANTED: tl.constexpr, SUMS_WANTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What `query_partial` returns, after a tile of keys that every query sees in full."""
+    """As `query_partial`, for a tile of keys that every query sees in full."""
     slope, near = linear_bias(tile, queries.start, head, BN, CAUSAL)
     j = tile * BN + tl.arange(0, BN)
     k, v = load_tile(K, tile, BN, D), load_tile(V, tile, BN, D)  # [BN, DP]
@@ -73,7 +74,7 @@ def query_full(
         dp = dp * kept_weights(head.dropout, queries.position, tile * BN, BN)
     ds = p * (dp - delta[:, None])
     if SLOPES_WANTED:
-        # Σ ds·(position − least − j), from the key nearest to the queries on.
+        # Σ ds·(position − least − j), counted from the key nearest to the queries.
         away = row + (queries.start - least - near).to(tl.float32)
         moment = tl.sum(ds * (near - j).to(tl.float32)[None, :], 1) + away * tl.sum(ds, 1)
         if CAUSAL:
@@ -96,8 +97,8 @@ def query_partial(
     tile, queries, head, do, lse, origin, delta, dq, to_left, to_right, sums, K, V, masks, least, S, BN: tl.constexpr,
     D: tl.constexpr, CAUSAL: tl.constexpr, SLOPES_WANTED: tl.constexpr, SUMS_WANTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """(dq / scale, −Σ ds·|i − j − least| to the left, to the right, Σ ds and what rounding left out of it) after a tile of which
-    some queries may not see some keys.
+    """(dq / scale, −Σ ds·|i − j − least| to the left, to the right, Σ ds and its rounding error) after a tile in which some keys
+    are hidden from some queries.
     """
     scores, seen, k, here, _ = partial_scores(tile, queries, head, K, masks, S, origin, BN, D, CAUSAL, PRECISION)
     v = load_rows(V, tile * BN, here, BN, D)  # [BN, DP]
@@ -119,7 +120,7 @@ def query_partial(
             to_left -= tl.sum(tl.where(distance > 0, moment, -moment), 1)
     if SUMS_WANTED:
         sums = add_exactly(sums[0], sums[1], tl.sum(ds, 1))
-    # 0·NaN: a bad key is told only to the queries that see it, whose ds is NaN already.
+    # 0·NaN is NaN: zero the bad keys. The queries that see one have a ds of NaN already.
     k = tl.where(all_finite(k)[:, None], k, 0.0).to(k.dtype)
     dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     return dq, to_left, to_right, sums
@@ -133,9 +134,9 @@ def query_kernel(
     """Program: one block of BM queries of one head, as in forward; a block of the plan has ROWS.
 
     Args:
-        LSE, DLSE, DELTA: [B, H, T] fp32, LSE as `lse_rows` says; no DLSE is None.
-        DSLOPES: [2, B, H, T] fp32, from the keys to the left and to the right; None = nobody asks for it.
-        SUMS: [2, B, H, T] fp32: Σ ds over keys, and what rounding left out of it; None = nobody asks for it.
+        LSE, DLSE, DELTA: [B, H, T] fp32, LSE in the layout of `lse_rows`; DLSE may be None.
+        DSLOPES: [2, B, H, T] fp32, from the keys to the left and to the right; None = not wanted.
+        SUMS: [2, B, H, T] fp32: Σ ds over keys, and its rounding error; None = not wanted.
     """
     H, G, T, S = call.H, call.G, call.T, call.S
     programs = tl.cdiv(T, BM)
@@ -156,7 +157,7 @@ def query_kernel(
 
     rows = tl.arange(0, BM)
     i = n * BM + rows
-    # A query that saw nothing is never used, whatever is in it: an infinite lse makes its weights 0.
+    # A query that sees no key is never used, whatever it contains: an infinite lse makes its weights 0.
     LSE, origin = lse_rows(LSE, bh, b, H, T, call.key_bias), None
     lse = in_log2(tl.load(LSE + i, mask=i < T, other=float("-inf")), call.key_bias)
     lse = tl.where(lse == float("-inf"), float("inf"), lse)  # [BM]
@@ -174,8 +175,8 @@ def query_kernel(
         segments = tl.load(segments + b * T + i, mask=i < T, other=0)
     start = n * BM + load_offset(call.query_offset, b)
     queries = Queries(q, i, start + rows, start, segments, b)
-    # Where a whole block stands beyond the keys, a constant is left out of its distances: a row of ds adds up to dlse, and
-    # products with distances of 10⁶ would round by more than what is left of their sum.
+    # If a whole block lies beyond the keys, a constant is left out of its distances, because a row of ds adds up to dlse.
+    # Otherwise the rounding of products with distances of 10⁶ would exceed their sum.
     least = tl.maximum(start - (S - 1), 0) + tl.minimum(start + BM - 1, 0)
     dq = tl.zeros([BM, padded(D)], tl.float32)
     to_left = tl.zeros([BM], tl.float32)
@@ -186,7 +187,7 @@ def query_kernel(
     block = bh * blocks + n * BM // ROWS
     of_sequence = b * blocks + n * BM // ROWS
     if head.bias is not None:
-        of_sequence = block  # what may be seen is another matter for each head
+        of_sequence = block  # each head hides other keys
     band = band_of(visited, block, of_sequence, start, head, S, BM, BN, CAUSAL)
     for x in tl.range(0, full_count(band)):
         dq, to_left, to_right, sums = query_full(
@@ -204,7 +205,7 @@ def query_kernel(
             DSLOPES is not None, SUMS is not None, PRECISION,
         )  # fmt: skip
 
-    # Read once more, so that no register holds the addresses of results through the loop.
+    # Loaded once more, so that no register holds the addresses of results during the loop.
     bh = tl.load(ORDER + tl.program_id(0) // programs, volatile=True).to(tl.int64)
     store_rows(of_head(DQ, bh // H, bh % H), n * BM, dq * call.scale, i < T, BM, D)
     if DSLOPES is not None:
@@ -225,8 +226,8 @@ def query_kernel(
 
 @triton.jit
 def is_visited(band, key_tile, is_outlier):
-    """Of every key, whether the queries of a plan's block visit its tile: an outlier tile wherever the masks allow it (2, 3),
-    else the certified band (0, 1).
+    """For every key, whether the queries of a plan's block visit its tile: an outlier tile wherever the masks allow it (2, 3),
+    other tiles within the certified band (0, 1).
     """
     first = tl.where(is_outlier, tl.load(band + 2), tl.load(band))
     last = tl.where(is_outlier, tl.load(band + 3), tl.load(band + 1))
@@ -250,8 +251,8 @@ def key_kernel(
 ):  # fmt: skip
     """Program: BN keys of one key head, and all its query heads one after another; ORDER [B·K] int64.
 
-    SUMS [2, B, H, S] fp32: Σ ds over queries, and what rounding left out of it; None = nobody asks for it.
-    Queries and output gradients that saw nothing hold zeros here (masking their loads would spill registers).
+    SUMS [2, B, H, S] fp32: Σ ds over queries, and its rounding error; None = not wanted.
+    Queries that see no key, and their output gradients, must be zeros (masking their loads would spill registers).
     """
     H, G, T, S = call.H, call.G, call.T, call.S
     programs = tl.cdiv(S, BN)
@@ -284,18 +285,18 @@ def key_kernel(
         if dropout is not None:
             dropout = head_dropout(dropout, b, h)
         head = Head(bh, load_slope(call.slopes, b, h), right, call.scale * LOG2E, call.window, dropout)
-        asked = visitors.asked + (bh * tiles + key_tile) * 3
-        first = tl.min(tl.load(asked, mask=there, other=NEVER), 0) * (ROWS // BM)
-        last = tl.max(tl.load(asked + 1, mask=there, other=0), 0) * (ROWS // BM)
+        candidates = visitors.candidates + (bh * tiles + key_tile) * 3
+        first = tl.min(tl.load(candidates, mask=there, other=NEVER), 0) * (ROWS // BM)
+        last = tl.max(tl.load(candidates + 1, mask=there, other=0), 0) * (ROWS // BM)
         last = tl.maximum(tl.minimum(last, tl.cdiv(T, BM)), first)
-        is_outlier = tl.load(asked + 2, mask=there, other=0) == 1
+        is_outlier = tl.load(candidates + 2, mask=there, other=0) == 1
         bands = visitors.bands + bh * blocks * 4
         shown_here, of_sequence = here, b
         if call.key_bias is not None:
             of_sequence = bh
             rest = tl.load(call.key_bias.rest + bh * S + j, mask=here, other=float("-inf"))  # [BN]
             shown_here = here & (rest > float("-inf"))
-            # From the base of the first of them.
+            # Counted from the base of the first of them.
             bases = call.key_bias.bases + bh * tiles
             base = tl.load(bases + t * BN // TILE)
             rest += tl.load(bases + key_tile, mask=there, other=0.0) - base
@@ -334,7 +335,7 @@ def key_kernel(
             p = tl.exp2(products * head.scale + column[:, None] - row[None, :])
             dp, dv = of_values(p, v, do, dv, i + offset, j, head, PRECISION)
             if call.key_bias is not None:
-                delta = tl.load(DELTA + bh * T + i)  # only here, so that no register holds it beside what biases take
+                delta = tl.load(DELTA + bh * T + i)  # loaded only here: with biases it would not fit into registers
             ds = p * (dp - delta[None, :])
             if SUMS is not None:
                 sums = add_exactly(sums[0], sums[1], tl.sum(ds, 1))
@@ -356,7 +357,7 @@ def key_kernel(
             if call.key_bias is not None:
                 pairs = (
                     call.key_bias.pairs + bh * 2 * S + j
-                )  # read each time, or they would take registers in both loops
+                )  # loaded each time, or they would occupy registers in both loops
                 own_high, own_low = tl.load(pairs, mask=here, other=0.0), tl.load(pairs + S, mask=here, other=0.0)
                 high = tl.load(LSE_h + H * T + i, mask=i < T, other=0.0)
                 low = tl.load(LSE_h + 2 * H * T + i, mask=i < T, other=0.0)
@@ -375,7 +376,7 @@ def key_kernel(
             tl.store(SUMS + bh * S + j, sums[0], mask=j < S)
             tl.store(SUMS + every + bh * S + j, sums[1], mask=j < S)
 
-    # Read once more, so that no register holds the addresses of results through the loop.
+    # Loaded once more, so that no register holds the addresses of results during the loop.
     bk = tl.load(ORDER + tl.program_id(0) // programs, volatile=True).to(tl.int64)
     b, kv = bk // kv_heads, bk % kv_heads
     store_rows(of_head(DK, b, kv), t * BN, dk * call.scale, j < S, BN, D)

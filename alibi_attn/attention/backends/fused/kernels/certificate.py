@@ -1,16 +1,16 @@
-"""The certificate of `certificate/bounds.py` in three kernels, where torch operations would be some three hundred launches.
+"""The certificate of `certificate/bounds.py` in three kernels, in place of about three hundred launches of torch operations.
 
-`norms_kernel` reads every key and value once, for their norms. `outliers_kernel` finds the tiles with the largest and, for
-every choice of how many of them are outlier tiles, the largest norm before and after each tile. `reach_kernel` bounds the
-log-sum-exp of a block's queries from below by the keys around it, and divides. All in fp32: whatever fp32, and the device's
-approximate roots, exponentials and logarithms, may be off is added (`_ROUNDING`, `_NATS`), so that the reach is never too short.
+`norms_kernel` reads every key and value once, for their norms. `outliers_kernel` finds the tiles with the largest norms and, for
+each possible number of outlier tiles, the largest norm before and after each tile. `reach_kernel` bounds the
+log-sum-exp of a block's queries from below by the keys around it, and divides. Everything is fp32. The error of fp32,
+and of the device's approximate roots, exponentials and logarithms, is added (`_ROUNDING`, `_NATS`): no reach is too short.
 
-Where keys have biases no geometric series holds: `tile_sums_kernel` sums those of each tile, and `reach_kernel` adds up, from the
-far end on, what the tiles weigh for a block at most, by the longest key of each; there are no outlier tiles.
+Biased keys do not form a geometric series: `tile_sums_kernel` sums the biases of each tile, and `reach_kernel` adds up, from the
+far end, the most that the tiles can weigh for a block, by the longest key of each. There are no outlier tiles then.
 """
 
 # mypy: ignore-errors
-# Triton compiles these functions itself and takes no type annotations but its own.
+# Triton compiles these functions and accepts only its own type annotations.
 
 import triton
 import triton.language as tl
@@ -38,7 +38,7 @@ _NATS = tl.constexpr(constants.LSE_NATS["fused"])
 _PRODUCTS = tl.constexpr(constants.DEVICE_PRODUCTS)
 _TINY = tl.constexpr(16.0 * constants.VANISHING["float32"])  # √256 entries whose squares vanish
 _KEPT = tl.constexpr(constants.KEPT)
-_CERTAIN = tl.constexpr(1.0 - 2.0**-8)  # of a sum in fp32 over up to 2¹⁶ tiles
+_CERTAIN = tl.constexpr(1.0 - 2.0**-8)  # a sum in fp32 over up to 2¹⁶ tiles is certain up to this factor
 _VALUE_RATIO = tl.constexpr(constants.VALUE_RATIO)
 FARTHEST = tl.constexpr(2**29)  # the reach of a head that skips nothing
 CHOICES = tl.constexpr(len(constants.OUTLIER_CHOICES))
@@ -46,13 +46,13 @@ CHOICES = tl.constexpr(len(constants.OUTLIER_CHOICES))
 
 @triton.jit
 def outliers_in(choice):
-    """How many outlier tiles a choice has: those with the largest norms."""
+    """The number of outlier tiles of a choice; they are those with the largest norms."""
     return (1 << choice) >> 1
 
 
 @triton.jit
 def norm_bound(rows, D: tl.constexpr):
-    """An upper bound of the norm of every row, fp32; inf where it cannot tell. See `bounds.norm_bound`."""
+    """An upper bound of the norm of every row, fp32; inf if it is unknown. See `norms.norm_bound`."""
     x = rows.to(tl.float32)
     norm = tl.sqrt(tl.sum(x * x, 1)) * (1.0 + (D + 32) * UNIT) + _TINY
     return tl.where(norm < float("inf"), norm, float("inf"))
@@ -60,9 +60,9 @@ def norm_bound(rows, D: tl.constexpr):
 
 @triton.jit
 def norms_kernel(K, V, masks, norms, begin, count, kv_heads, S, D: tl.constexpr, OF_HEADS: tl.constexpr):
-    """Program: one tile of keys of `count`, from tile `begin` on; writes `tiles` and `each_value` of Norms.
+    """Program: one of `count` tiles of keys, from tile `begin` on; writes `tiles` and `each_value` of Norms.
 
-    OF_HEADS: the mask is [B, K, S], of the keys that some query head may see.
+    OF_HEADS: the mask is [B, K, S], True for keys that some query head may see.
     """
     bk, tile = (tl.program_id(0) // count).to(tl.int64), begin + tl.program_id(0) % count
     b, kv = bk // kv_heads, bk % kv_heads
@@ -85,12 +85,12 @@ def norms_kernel(K, V, masks, norms, begin, count, kv_heads, S, D: tl.constexpr,
 
 @triton.jit
 def norms_of(norms, known_norms, bk, tile, known, tiles, beyond):
-    """The norms of some tiles, `beyond` for those behind the last; known_norms [B, K, known] fp64 are those of the first."""
-    found = tl.load(norms + bk * tiles + tile, mask=(tile >= known) & (tile < tiles), other=beyond)
+    """The norms of some tiles, `beyond` past the last; known_norms [B, K, known] fp64 are those of the first tiles."""
+    of_tiles = tl.load(norms + bk * tiles + tile, mask=(tile >= known) & (tile < tiles), other=beyond)
     if known_norms is not None:
-        told = tl.load(known_norms + bk * known + tile, mask=tile < known, other=0.0).to(tl.float32) * _ROUNDING
-        found = tl.where(tile < known, told, found)
-    return found
+        of_known = tl.load(known_norms + bk * known + tile, mask=tile < known, other=0.0).to(tl.float32) * _ROUNDING
+        of_tiles = tl.where(tile < known, of_known, of_tiles)
+    return of_tiles
 
 
 @triton.jit
@@ -107,9 +107,9 @@ def among(tile, some):
 def outliers_kernel(
     norms, KNOWN_KEYS, KNOWN_VALUES, OUTLIER_TILES, BK, tiles, known, WIDTH: tl.constexpr, BOTH_SIDES: tl.constexpr
 ):  # fmt: skip
-    """Program: one key head of one sequence. Reads `tiles` of Norms from tile `known` on; before it, KNOWN says them, or is None.
+    """Program: one key head of one sequence. Reads `tiles` of Norms from tile `known` on; KNOWN has the earlier ones, or is None.
 
-    Writes OUTLIER_TILES [B, K, OUTLIERS] int32, the tiles with the largest norms, the largest first, −1 where there are no more,
+    Writes OUTLIER_TILES [B, K, OUTLIERS] int32, the tiles with the largest norms, descending, padded with −1,
     and `prefix`, `extremes` and `latest` of Norms.
     """
     bk = tl.program_id(0).to(tl.int64)
@@ -193,12 +193,12 @@ def tile_sums_kernel(call, norms, CAUSAL: tl.constexpr):
 def tiles_of_little(
     norms, sums, bias, bk, tiles, from_tile, count, step, origin, slope, rate, worst, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """How many of `count` tiles, in the order `from_tile`, `from_tile` + `step` …, weigh together at most 2^(−worst).
+    """How many of `count` tiles, in the order `from_tile`, `from_tile` + `step` …, together weigh at most 2^(−worst).
 
-    Everything in log2 units; `rate` times a norm bounds a score, and a tile's sum counts from `origin`, a position: what is
-    lost to it is slope·step·(origin − the first key). `bias` is the BlockBias.
+    Everything is in log2 units. `rate` times a norm bounds a score. A tile's sum is relative to the position `origin`, from
+    which it loses slope·step·(origin − the first key). `bias` is the BlockBias.
     """
-    found, total = count, 0.0
+    skippable, total = count, 0.0
     for start in range(0, count, WIDTH):
         place = start + tl.arange(0, WIDTH)
         there = place < count
@@ -212,12 +212,12 @@ def tiles_of_little(
         # Each of these numbers is rounded, and their sum.
         rounded = tl.abs(inner) + tl.abs(base) + tl.abs(away) + bound + tl.abs(worst) + tl.abs(slope) * TILE
         weight = ((inner + base) - away) + bound + worst + rounded * (_ROUNDING - 1.0)
-        weight = tl.where(weight < 64.0, weight, 64.0)  # also where it is not a number
+        weight = tl.where(weight < 64.0, weight, 64.0)  # also if it is NaN
         weight = tl.where(some, tl.exp2(weight), 0.0)
         sum_here = total + tl.cumsum(weight, 0)
-        found = tl.minimum(found, tl.min(tl.where(there & (sum_here > _CERTAIN), place, count), 0))
+        skippable = tl.minimum(skippable, tl.min(tl.where(there & (sum_here > _CERTAIN), place, count), 0))
         total += tl.sum(weight, 0)
-    return found
+    return skippable
 
 
 @triton.jit
@@ -227,10 +227,10 @@ def reach_kernel(
 ):  # fmt: skip
     """Program: one block of TILE queries of one head; REACH [sides, CHOICES, B, H, blocks] int32, to the left and to the right.
 
-    With a key bias a reach counts from the block's nearest query, and is the same for all choices.
+    With a key bias a reach is a distance from the block's nearest query, and is the same for all choices.
 
     Args:
-        FIRST_SEEN: [B] int32: the first key that the masks let be seen; None where none is hidden. With a key bias [B, H].
+        FIRST_SEEN: [B] int32: the first key that the masks leave visible; None if no key is hidden. With a key bias [B, H].
         ALLOWED: [B, H, blocks, 2] int32, with a key bias: see `plan_kernel`. ROWS: queries of a block of the plan.
     """
     H, G, T, S, masks = call.H, call.G, call.T, call.S, call.masks
@@ -255,13 +255,13 @@ def reach_kernel(
 
     m_i = tl.full([TILE], float("-inf"), tl.float32)
     l_i = tl.zeros([TILE], tl.float32)
-    # The keys that end where the block does and as many before; and behind, if they may be seen. Queries may stand outside.
+    # The keys at the block's positions and as many before, and after it if visible. Queries may lie outside the keys.
     bias = call.key_bias
     if bias is not None:
         bias = bias_for(bias, bh, bh * tl.cdiv(T, ROWS) + n * TILE // ROWS, tiles, S)
     last = tl.maximum(tl.minimum(start, S - TILE), 0)
     if norms.latest is not None:
-        # Behind a padding, the keys before it.
+        # After padding, the keys before it.
         seen_tile = tl.minimum(tl.maximum(start + TILE - 1, 0), S - 1) // TILE
         seen_tile = tl.load(norms.latest + bk * tiles + seen_tile)
         last = tl.where(seen_tile < 0, last, tl.minimum(last, seen_tile * TILE))
@@ -279,11 +279,11 @@ def reach_kernel(
             shown = shown & (segments[:, None] == theirs[None, :])
         products = tl.dot(q, k.T, input_precision="tf32")  # [TILE, TILE]
         scores, seen = biased_scores(products, position[:, None] - j[None, :], shown, head, CAUSAL)
-        if CAUSAL:  # and less, by the place of the query
+        if CAUSAL:  # minus the query's place in the block
             scores = products * head.scale + (head.slope * (j - start).to(tl.float32))[None, :]
         if bias is not None:
             base = tl.load(bias.bases + j // TILE, mask=here, other=0.0) - bias.reference
-            # Less what rounding may do: leaving a key out would be no mistake.
+            # Minus the rounding error: a lower bound may leave out a key.
             own = (base + rest) - (tl.abs(base) + tl.abs(rest)) * (_ROUNDING - 1.0)
             scores += tl.where(here, own, 0.0)[None, :]
         scores = tl.where(seen, scores, float("-inf"))
@@ -293,7 +293,7 @@ def reach_kernel(
     if CAUSAL:
         lse_bound -= m * x.to(tl.float32)
 
-    # The largest norm of the nearest values, which are always visited; where there are none, some value is.
+    # The largest norm of the nearest values, which are always visited; if there are none, of some value.
     kept = tl.zeros([TILE], tl.float32) + tl.load(norms.extremes + B * kv_heads + bk)
     for back in tl.static_range(_KEPT):
         j = position - back
@@ -315,7 +315,7 @@ def reach_kernel(
         of_sequence = b
         if bias is not None:
             of_sequence = bh
-        real = real & (position >= tl.load(FIRST_SEEN + of_sequence))  # the others see no key at all
+        real = real & (position >= tl.load(FIRST_SEEN + of_sequence))  # the others see no key
     every, heads, choice = (bh * 0 + B) * kv_heads * tiles, (bh * 0 + B) * H * blocks, tl.arange(0, CHOICES)
     for side in tl.static_range(1 if CAUSAL else 2):
         slope, at = m, tl.minimum(tl.maximum(start + TILE - 1, 0), S - 1) // TILE
@@ -350,7 +350,7 @@ def reach_kernel(
             else:
                 from_tile, origin, step = tl.cdiv(high, TILE) - 1, tail, -1
                 count = tl.maximum(from_tile + 1 - tl.cdiv(tl.maximum(tail + _KEPT, 0), TILE), 0)
-            found = tiles_of_little(
+            skippable = tiles_of_little(
                 norms.tiles,
                 sums,
                 bias,
@@ -365,7 +365,7 @@ def reach_kernel(
                 worst,
                 WIDTH,
             )
-            farthest = (from_tile + found * step) * TILE
+            farthest = (from_tile + skippable * step) * TILE
             reach = start - farthest + 1
             if side == 1:
                 reach = farthest + TILE - tail

@@ -1,11 +1,11 @@
 """Decoding: few queries, many keys. The query heads that share a key head are packed into the rows of one tile, so every key is
-read once for all of them, and the keys are split among programs; the parts are merged by their log-sum-exps.
+read once for all of them. Keys are split among programs, and the parts are merged by their log-sum-exps.
 
-Bad keys are found on the way, since looking for them before would read all.
+Keys with NaN or inf are detected during the loop, because checking before it would read every key.
 """
 
 # mypy: ignore-errors
-# Triton compiles these functions itself and takes no type annotations but its own.
+# Triton compiles these functions and accepts only its own type annotations.
 
 import triton
 import triton.language as tl
@@ -110,8 +110,8 @@ def decode_kernel(
 def merge_kernel(OUTS, LSES, OUT, LSE, parts, rows, H, T, SLOTS: tl.constexpr, D: tl.constexpr, NATURAL: tl.constexpr):
     """Program: one row, of one query and head. OUTS [parts, rows, D], LSES [parts, rows] become OUT, LSE; SLOTS ≥ parts.
 
-    The lse are NATURAL, or in log2 units (see `kept_lse`) and count from pairs (see `lse_rows`): then from that of the part with
-    the largest.
+    The lse are NATURAL, or in log2 units (see `kept_lse`) and relative to pairs (see `lse_rows`). The merged one is relative to
+    the pair of the part with the largest.
     """
     unit = LOG2E if NATURAL else 1.0
     row = tl.program_id(0).to(tl.int64)

@@ -1,12 +1,12 @@
-"""Attention dropout: which weights are kept is counted, not remembered, so that backward draws what forward drew in other tiles.
+"""Attention dropout by a counter-based generator: nothing is stored, and backward draws the numbers that forward drew.
 
 `attention/dropout.py` has the definition: Philox 2x32 with seven rounds (Salmon, Moraes, Dror, Shaw 2011, "Parallel random
-numbers: as easy as 1, 2, 3"). The two words of a draw are those of neighboring keys; here each key draws for itself, since
-results that are shared would have to change places between threads.
+numbers: as easy as 1, 2, 3"). The two words of a draw are those of neighboring keys; here each key computes both,
+because sharing them would need an exchange between threads.
 """
 
 # mypy: ignore-errors
-# Triton compiles these functions itself and takes no type annotations but its own.
+# Triton compiles these functions and accepts only its own type annotations.
 
 import triton
 import triton.language as tl
@@ -36,15 +36,14 @@ def kept_weights(dropout, i, first, BN: tl.constexpr):
     first = tl.add(tl.cast(first, tl.uint32), dropout.first_key, sanitize_overflow=False)
     if (first & 1) == 0:
         bits = bits_of_pairs(dropout, i, first >> 1, BN)
-    else:  # a part of a whole that begins in the middle of a pair
+    else:  # a part that begins in the middle of a pair
         bits = bits_of_keys(dropout, i, tl.add(first, tl.arange(0, BN).to(tl.uint32), sanitize_overflow=False)[None, :])
     return tl.where(bits >= tl.cast(dropout.threshold, tl.uint32), dropout.factor, 0.0)
 
 
 @triton.jit
 def kept_by_keys(dropout, i, j):
-    """The same [BN, BM], of queries at positions i [BM] and keys j [BN], which draw each for itself: those of a pair are in
-    different threads here."""
+    """The same [BN, BM], for queries at positions i [BM] and keys j [BN]; the keys of a pair are in different threads here."""
     i = tl.add(i.to(tl.uint32), dropout.first_key, sanitize_overflow=False)[None, :]
     j = tl.add(j.to(tl.uint32), dropout.first_key, sanitize_overflow=False)[:, None]
     bits = bits_of_keys(dropout, i, j)
@@ -53,7 +52,7 @@ def kept_by_keys(dropout, i, j):
 
 @triton.jit
 def bits_of_pairs(dropout, i, pair, BN: tl.constexpr):
-    """[BM, BN] of i [BM, 1] and the keys of BN / 2 pairs."""
+    """[BM, BN] for i [BM, 1] and the keys of BN / 2 pairs."""
     pairs = (pair + tl.arange(0, BN // 2).to(tl.uint32))[None, :]
     i, pairs = tl.broadcast(tl.add(i, dropout.shift, sanitize_overflow=False), pairs)
     of_even, of_odd = drawn_words(dropout.key, i, pairs)
@@ -62,7 +61,7 @@ def bits_of_pairs(dropout, i, pair, BN: tl.constexpr):
 
 @triton.jit
 def bits_of_keys(dropout, i, j):
-    """Of i and j, in the shape that they have together."""
+    """The random bits of i and j, in their broadcast shape."""
     i, j = tl.broadcast(tl.add(i, dropout.shift, sanitize_overflow=False), j)
     of_even, of_odd = drawn_words(dropout.key, i, j >> 1)
     return tl.where((j & 1) == 0, of_even, of_odd)
@@ -70,7 +69,7 @@ def bits_of_keys(dropout, i, j):
 
 @triton.jit
 def drawn_words(key, x, y):
-    """The two words that Philox 2x32-7 draws, uint32 like all that goes in."""
+    """The two words of Philox 2x32-7; arguments and results are uint32."""
     for _ in tl.static_range(_ROUNDS):
         low = tl.mul(x, _MULTIPLIER, sanitize_overflow=False)
         x = tl.umulhi(x, _MULTIPLIER) ^ key ^ y

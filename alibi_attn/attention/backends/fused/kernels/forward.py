@@ -1,12 +1,12 @@
-"""Forward: a block of queries meets the tiles of its certified band, with online softmax.
+"""Forward: a block of queries attends to the tiles of its certified band, with online softmax.
 
-The band's first tile is known before the loop starts, so the loop over tiles that every query sees in full is a `tl.range` that
-Triton pipelines. So is the one over the tiles of the diagonal, where all numbers in them are known to be finite. The partial
-tiles, and the outlier tiles (with the largest norms, see `certificate/bounds.py`), have a third loop.
+The band is known before the loop starts, so the loop over tiles that every query sees in full is a `tl.range` that Triton
+pipelines. The loop over the tiles of the diagonal is one too, if all their numbers are known to be finite. A third loop visits
+the partial tiles and the outlier tiles (those with the largest norms, see `certificate/bounds.py`).
 """
 
 # mypy: ignore-errors
-# Triton compiles these functions itself and takes no type annotations but its own.
+# Triton compiles these functions and accepts only its own type annotations.
 
 import triton
 import triton.language as tl
@@ -48,10 +48,10 @@ def attend_full(
     tile, queries, head, m_i, l_i, acc, K, V, S, BN: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr,
     DIAGONAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """(m_i, l_i, acc) after a tile that every query sees in full, where the bias is a number a key and a number a query.
+    """(m_i, l_i, acc) after a tile that every query sees in full, where the bias is one number per key and one per query.
 
-    A score costs one instruction more than in attention without any bias, and some two more where keys have biases. On
-    the DIAGONAL of causal attention, where the nearest keys are, the distance is formed first, exactly.
+    A score costs one instruction more than in attention without a bias, and about two more with key biases. On the DIAGONAL
+    of causal attention, which has the nearest keys, the distance is computed first, exactly.
     """
     slope, near = linear_bias(tile, queries.start, head, BN, CAUSAL)
     j = tile * BN + tl.arange(0, BN)
@@ -94,9 +94,9 @@ def attend_partial(
     tile, queries, head, m_i, l_i, acc, K, V, masks, S, BN: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """(m_i, l_i, acc) after a tile of which some queries may not see some keys.
+    """(m_i, l_i, acc) after a tile in which some keys are hidden from some queries.
 
-    A value with NaN or inf in it is held back (0·NaN is NaN) and told to those that see it.
+    A value with NaN or inf is zeroed (0·NaN is NaN), and the queries that see it get NaN.
     """
     scores, seen, _k, here, base = partial_scores(tile, queries, head, K, masks, S, None, BN, D, CAUSAL, PRECISION)
     scores = tl.where(seen, scores, float("-inf"))  # [BM, BN]
@@ -114,7 +114,7 @@ def attend_partial(
 
 @triton.jit
 def until_finite(norms, of_head, heads, high, last, S, BN: tl.constexpr):
-    """`last` where in the few tiles from `high` on every key and value is finite, by their norms; else `high`."""
+    """`last` if the norms show that every key and value is finite in the few tiles from `high` on; else `high`."""
     tile = high * BN // TILE + tl.arange(0, 4)
     tiles = tl.cdiv(S, TILE)
     at = norms + of_head * tiles + tile
@@ -132,8 +132,8 @@ def forward_kernel(
 
     Args:
         Q, K, V, OUT: Rows. LSE: [B, H, T] fp32, see `lse_rows`. ORDER: [B·H] int64. A block of the plan has ROWS queries.
-        NORMS: [2, B, K, tiles] fp32, the largest norms of keys and of values; None where nobody has looked, and with a key bias.
-        COUNT: [B, H, ⌈T / BM⌉] int32, which receives how many tiles were visited; None = nobody counts.
+        NORMS: [2, B, K, tiles] fp32, the largest norms of keys and of values; None if they are unknown, or with a key bias.
+        COUNT: [B, H, ⌈T / BM⌉] int32, the number of visited tiles; None = not counted.
     """
     H, G, T, S = call.H, call.G, call.T, call.S
     programs = tl.cdiv(T, BM)
@@ -167,7 +167,7 @@ def forward_kernel(
     block = bh * blocks + n * BM // ROWS
     of_sequence = b * blocks + n * BM // ROWS
     if head.bias is not None:
-        of_sequence = block  # what may be seen is another matter for each head
+        of_sequence = block  # each head hides other keys
     band = band_of(visited, block, of_sequence, start, head, S, BM, BN, CAUSAL)
     for x in tl.range(0, full_count(band)):
         m_i, l_i, acc = attend_full(

@@ -1,11 +1,11 @@
-"""What key mask and segments hide, in whole tiles: where the loops need not ask (`full`), and where there is nothing to be seen.
+"""What a key mask and segments hide, in whole tiles: where the loops need no masks (`full`), and where no key is visible.
 
-A tile of keys is uniform if the mask hides none of them and they are of one segment, whose number is its label; a tile of queries
-is uniform if they are of one segment. Between uniform tiles with the same label nothing is hidden.
+A tile of keys is uniform if the mask hides none of them and all belong to one segment, whose number is its label. A tile of
+queries is uniform if all belong to one segment. Between uniform tiles with the same label nothing is hidden.
 """
 
 # mypy: ignore-errors
-# Triton compiles these functions itself and takes no type annotations but its own.
+# Triton compiles these functions and accepts only its own type annotations.
 
 import triton
 import triton.language as tl
@@ -16,13 +16,13 @@ from alibi_attn.attention.backends.fused.kernels.tiles import TILE, load_offset
 
 @triton.jit
 def labels_kernel(KEY_MASK, SEGMENTS, labels, n, tiles):
-    """Program: one tile of TILE keys, or queries, of `n`; writes its Labels. KEY_MASK and SEGMENTS [B, n] may be None."""
+    """Program: one tile of TILE of the `n` keys, or queries; writes its Labels. KEY_MASK and SEGMENTS [B, n] may be None."""
     b, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
     j = tile * TILE + tl.arange(0, TILE)
     here = j < n
     least, most = (b * 0), (b * 0)
     if SEGMENTS is not None:
-        # The last one stands in for those behind it.
+        # The last one is repeated to fill the tile.
         label = tl.load(SEGMENTS + b * n + tl.minimum(j, n - 1)).to(tl.int64)
         least, most = tl.min(label, 0), tl.max(label, 0)
     uniform = least == most
@@ -40,7 +40,7 @@ def labels_kernel(KEY_MASK, SEGMENTS, labels, n, tiles):
 
 @triton.jit
 def label_of(labels, b, at, count, tiles, PARTS: tl.constexpr):
-    """(label, uniform) of block `at` of PARTS tiles each, of `count` blocks; not uniform outside."""
+    """(label, uniform) of block `at` of `count` blocks of PARTS tiles; outside of them it is not uniform."""
     there = (at >= 0) & (at < count)
     label = tl.load(labels.least + b * tiles + at * PARTS, mask=there, other=0)
     uniform = there
@@ -60,8 +60,8 @@ def _smaller(a, b):
 
 @triton.jit
 def runs_kernel(labels, RUNS, tiles, count, PARTS: tl.constexpr, WIDTH: tl.constexpr):
-    """Program: one sequence. RUNS [2, B, count] int32: of each block of PARTS tiles, where the run of uniform blocks with its
-    label begins, and the block behind it.
+    """Program: one sequence. RUNS [2, B, count] int32: for each block of PARTS tiles, the half-open run of uniform blocks with
+    its label.
     """
     b = tl.program_id(0).to(tl.int64)
     every = tl.num_programs(0).to(tl.int64) * count
@@ -91,9 +91,9 @@ def full_kernel(
     labels, of_labels, RUNS, query_offset, FULL, tiles, count, of_tiles, of_count,
     PARTS: tl.constexpr, OF_PARTS: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Program: WIDTH of the `count` blocks (PARTS tiles each) of one sequence. FULL [B, count, 2] int32: the run of others, `of`
-    (OF_PARTS tiles each), to which nothing is hidden: the one next to where a block stands. KEYS: the blocks are keys, the others
-    queries.
+    """Program: WIDTH of the `count` blocks (PARTS tiles each) of one sequence. FULL [B, count, 2] int32: for each block, the
+    run of blocks of the other kind, `of` (OF_PARTS tiles each), from which it hides nothing, and which is nearest. KEYS: the
+    blocks are keys, the others queries.
     """
     parts = tl.cdiv(count, WIDTH)
     b = (tl.program_id(0) // parts).to(tl.int64)
@@ -104,10 +104,10 @@ def full_kernel(
     start = at * size + offset
     if KEYS:
         start = at * size - offset
-    # Of the others, the last that ends before a block begins, and the first that begins behind its end.
+    # The last other block that ends before a block begins, and the first that begins after its end.
     before, behind = (start + 1) // other_size - 1, (start + size + other_size - 2) // other_size
     near, far = before, behind
-    if KEYS:  # queries look back: those that ask a tile stand behind it
+    if KEYS:  # queries attend to the left, so those that visit a tile come after it
         near, far = behind, before
     low, high = tl.zeros([WIDTH], tl.int32), tl.zeros([WIDTH], tl.int32)
     every = tl.num_programs(0).to(tl.int64) // parts * of_count

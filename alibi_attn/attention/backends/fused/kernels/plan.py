@@ -1,10 +1,10 @@
-"""From reach to tiles: which tiles of keys every block of queries visits, and which blocks a tile of keys must ask.
+"""From reach to tiles: the tiles of keys that every block of queries visits, and the blocks that may visit a tile of keys.
 
-What `attention/certificate/tiles.py` does in torch operations, one small program a head.
+The same as `attention/certificate/tiles.py`, as one small program per head.
 """
 
 # mypy: ignore-errors
-# Triton compiles these functions itself and takes no type annotations but its own.
+# Triton compiles these functions and accepts only its own type annotations.
 
 import triton
 import triton.language as tl
@@ -17,7 +17,7 @@ NEVER = tl.constexpr(2**28)  # the first tile of a block that visits none; small
 
 @triton.jit
 def cheapest(REACH, heads, bh, offset, T, S, WIDTH: tl.constexpr, BOTH_SIDES: tl.constexpr):
-    """The choice of outlier tiles with which the blocks of a head ask for the fewest keys; see `bounds._cost`."""
+    """The choice of outlier tiles with which the blocks of a head visit the fewest keys; see `bounds._cost`."""
     blocks = tl.cdiv(T, TILE)
     least, best = bh * 0 + 2**62, 0
     for choice in tl.static_range(CHOICES):
@@ -27,11 +27,11 @@ def cheapest(REACH, heads, bh, offset, T, S, WIDTH: tl.constexpr, BOTH_SIDES: tl
             there = n < blocks
             start = offset + n * TILE
             at = REACH + choice * heads + bh * blocks + n
-            asked = tl.minimum(tl.load(at, mask=there, other=0), tl.minimum(tl.maximum(start + TILE, 0), S))
+            visited = tl.minimum(tl.load(at, mask=there, other=0), tl.minimum(tl.maximum(start + TILE, 0), S))
             if BOTH_SIDES:
                 more = tl.load(at + CHOICES * heads, mask=there, other=0)
-                asked += tl.minimum(more, tl.minimum(tl.maximum(S - start, 0), S))
-            cost += tl.sum(tl.where(there, asked, 0).to(tl.int64), 0)
+                visited += tl.minimum(more, tl.minimum(tl.maximum(S - start, 0), S))
+            cost += tl.sum(tl.where(there, visited, 0).to(tl.int64), 0)
         best = tl.where(cost < least, choice, best)
         least = tl.minimum(least, cost)
     return best
@@ -39,7 +39,7 @@ def cheapest(REACH, heads, bh, offset, T, S, WIDTH: tl.constexpr, BOTH_SIDES: tl
 
 @triton.jit
 def seen_keys(ALLOWED, row, start, end, there, S, window, CAUSAL: tl.constexpr):
-    """(low, high): outside of these keys the queries at [start, end) see none. ALLOWED [B, blocks, 2]: what masks say of it."""
+    """(low, high): the queries at [start, end) see no key outside. ALLOWED [B, blocks, 2]: the limits of the masks."""
     low, high = start * 0, start * 0 + S
     if window is not None:
         low, high = tl.maximum(low, start - window + 1), tl.minimum(high, end - 1 + window)
@@ -53,7 +53,7 @@ def seen_keys(ALLOWED, row, start, end, there, S, window, CAUSAL: tl.constexpr):
 
 @triton.jit
 def in_tiles(low, high, there):
-    """(first, last): the tiles of the keys from `low` on and before `high`, which are not negative where there are any."""
+    """(first, last): the tiles of the keys [low, high), which are not negative unless there are none."""
     some = there & (low < high)
     return tl.where(some, low // TILE, NEVER), tl.where(some, (high + TILE - 1) // TILE, 0)
 
@@ -64,7 +64,7 @@ def plan_kernel(
 ):  # fmt: skip
     """Program: one head, in blocks of ROWS queries. Writes `plan` from `certificate`; None = all that the masks allow is visited.
 
-    ALLOWED [B, ⌈T / TILE⌉, 2] int32: the keys that masks allow; None = there are none. With a key bias [B, H, ⌈T / TILE⌉, 2].
+    ALLOWED [B, ⌈T / TILE⌉, 2] int32: the keys that masks allow; None = no masks. With a key bias [B, H, ⌈T / TILE⌉, 2].
     """
     H, G, T, S = call.H, call.G, call.T, call.S
     bh = tl.program_id(0).to(tl.int64)
@@ -155,7 +155,7 @@ def shared_plan_kernel(certificate, ALLOWED, plan, call, CAUSAL: tl.constexpr):
             near = tl.minimum(near, start - left + 1)
             if not CAUSAL:
                 far = tl.maximum(far, end - 1 + tl.load(certificate.reach + (CHOICES + best) * heads + leader + g))
-        # The choices are nested: the longest of a group holds them all.
+        # The choices are nested: the longest of a group includes the others.
         choosable = certificate.outliers + bk * OUTLIERS
         outliers = tl.where(slots < count, tl.load(choosable + slots, mask=slots < count, other=-1), -1)
         near = tl.maximum(near, low)
@@ -180,9 +180,9 @@ def shared_plan_kernel(certificate, ALLOWED, plan, call, CAUSAL: tl.constexpr):
 
 
 @triton.jit
-def asked_kernel(BANDS, OUTLIER_TILES, ASKED, N, tiles, WIDTH: tl.constexpr, BLOCKS: tl.constexpr):
-    """Program: WIDTH tiles of keys of one head. ASKED [B, H, tiles, 3] int32: the first block of queries that may have visited a
-    tile, the block behind the last, and 1 where it is an outlier tile. Some in between may not have; their bands say so.
+def visitors_kernel(BANDS, OUTLIER_TILES, CANDIDATES, N, tiles, WIDTH: tl.constexpr, BLOCKS: tl.constexpr):
+    """Program: WIDTH tiles of keys of one head. CANDIDATES [B, H, tiles, 3] int32: the half-open range of blocks of queries that
+    may have visited a tile, and 1 if it is an outlier tile. Some blocks in the range may not have; their bands show it.
     """
     parts = tl.cdiv(tiles, WIDTH)
     bh = (tl.program_id(0) // parts).to(tl.int64)
@@ -201,8 +201,8 @@ def asked_kernel(BANDS, OUTLIER_TILES, ASKED, N, tiles, WIDTH: tl.constexpr, BLO
         begins_before = tl.where(wide, low, first) <= tile[:, None]
         start = tl.minimum(start, tl.min(tl.where(ends_behind, n[None, :], N), 1))
         stop = tl.maximum(stop, tl.max(tl.where(begins_before, n[None, :] + 1, 0), 1))
-    asked = ASKED + (bh * tiles + tile) * 3
+    candidates = CANDIDATES + (bh * tiles + tile) * 3
     there = tile < tiles
-    tl.store(asked, start, mask=there)
-    tl.store(asked + 1, stop, mask=there)
-    tl.store(asked + 2, is_outlier.to(tl.int32), mask=there)
+    tl.store(candidates, start, mask=there)
+    tl.store(candidates + 1, stop, mask=there)
+    tl.store(candidates + 2, is_outlier.to(tl.int32), mask=there)

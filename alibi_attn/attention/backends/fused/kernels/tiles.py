@@ -1,11 +1,11 @@
-"""What forward, backward and decoding share: tiles of rows, masks and bias of a tile of scores, and which tiles there are.
+"""Shared by forward, backward and decoding: tiles of rows, the masks and bias of a tile of scores, and the tiles of a band.
 
-Shapes: BM queries, BN keys, DP ≥ D numbers a row. Scores live in units of log2. The bias is formed in fp32 from integer
+Shapes: BM queries, BN keys, DP ≥ D numbers per row. Scores are in units of log2. The bias is computed in fp32 from integer
 distances, relative to the tile.
 """
 
 # mypy: ignore-errors
-# Triton compiles these functions itself and takes no type annotations but its own.
+# Triton compiles these functions and accepts only its own type annotations.
 
 import triton
 import triton.language as tl
@@ -16,12 +16,12 @@ from alibi_attn.attention.certificate import constants
 LOG2E = tl.constexpr(1.4426950408889634)
 OUTLIERS = tl.constexpr(constants.OUTLIER_TILES)
 TILE = tl.constexpr(constants.TILE)
-NEAR = tl.constexpr(16.0)  # binary digits that a score may be ahead of what it counts from
+NEAR = tl.constexpr(16.0)  # binary digits that a score may exceed its reference by
 
 
 @triton.constexpr_function
 def padded(head_dim):
-    """The numbers of a row that a tile has room for."""
+    """DP: D rounded up to the size of a tile's row."""
     return max(16, triton.next_power_of_2(head_dim))
 
 
@@ -33,14 +33,14 @@ def of_head(X, b, h):
 
 @triton.jit
 def addresses(X, first, N: tl.constexpr, D: tl.constexpr):
-    """Of N rows of a head, from row `first` on."""
+    """The addresses of N rows of a head, from row `first` on."""
     at = X.pointer + tl.cast(first, tl.int64) * X.row
     return at + tl.arange(0, N)[:, None] * X.row + tl.arange(0, padded(D))[None, :]  # [N, DP]
 
 
 @triton.jit
 def inside(here, D: tl.constexpr):
-    """Which numbers of a tile there are, of rows that are `here`."""
+    """The numbers of a tile that exist, given the rows that exist, `here`."""
     here = here[:, None]
     if padded(D) != D:
         here = here & (tl.arange(0, padded(D)) < D)[None, :]
@@ -49,7 +49,7 @@ def inside(here, D: tl.constexpr):
 
 @triton.jit
 def load_tile(X, tile, N: tl.constexpr, D: tl.constexpr):
-    """Tile number `tile` of N rows, all of them there; zeros beyond D."""
+    """Tile number `tile` of N rows, which all exist; zeros beyond D."""
     at = addresses(X, tile * N, N, D)
     if padded(D) == D:
         rows = tl.load(at)
@@ -60,7 +60,7 @@ def load_tile(X, tile, N: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def load_rows(X, first, here, N: tl.constexpr, D: tl.constexpr):
-    """N rows from row `first` on; zeros where they are not `here`, and beyond D."""
+    """N rows from row `first` on; zeros for rows that are not `here`, and beyond D."""
     return tl.load(addresses(X, first, N, D), mask=inside(here, D), other=0.0)
 
 
@@ -71,13 +71,13 @@ def store_rows(X, first, rows, here, N: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def all_finite(rows):
-    """Of every row of a tile, whether no number in it is NaN or inf."""
+    """For every row of a tile, whether it has no NaN and no inf."""
     return tl.sum(rows.to(tl.float32) * 0.0, 1) == 0.0
 
 
 @triton.jit
 def load_slope(slopes, b, h, there=None):
-    """The slopes of some heads, in log2 units a token; 0 where there is no head."""
+    """The slopes of some heads, in log2 units per token; 0 past the last head."""
     at = slopes.pointer + b * slopes.batch + h
     if there is None:
         m = tl.load(at)
@@ -93,7 +93,7 @@ def load_offset(query_offset, b):
 
 @triton.jit
 def shown_keys(masks, sequence, j, here, S):
-    """Which of the keys j may be seen, of those that are `here`."""
+    """The visible ones of the keys j that are `here`."""
     if masks.keys is not None:
         here = tl.load(masks.keys + sequence * S + j, mask=here, other=0) != 0
     return here  # [BN]
@@ -101,28 +101,28 @@ def shown_keys(masks, sequence, j, here, S):
 
 @triton.jit
 def bias_for(key_bias, bh, block, tiles, S):
-    """The BlockBias of a head for a block of the plan, whose number is among those of all heads; everything broadcasts."""
+    """The BlockBias of a head for a block of the plan, numbered over all heads; everything broadcasts."""
     reference = tl.load(key_bias.references + block)
     return BlockBias(key_bias.rest + bh * S, key_bias.pairs + bh * 2 * S, key_bias.bases + bh * tiles, reference)
 
 
 @triton.jit
 def base_of(bias, tile, BN: tl.constexpr):
-    """From which the biases of tile number `tile` count where it is seen in full. BN divides TILE."""
+    """The base of the biases of a tile that is seen in full. BN divides TILE."""
     return tl.load(bias.bases + tile // (TILE // BN))
 
 
 @triton.jit
 def ahead_of(base, origin):
-    """How far one pair is ahead of another, of which only the difference is rounded. It is added to maxima and taken from lse,
-    not added to scores: where keys weigh much it cancels.
+    """How much one pair exceeds another; only the difference is rounded. It is added to maxima and subtracted from lse, not
+    added to scores: it cancels for keys that weigh much.
     """
     return (base[0] - origin[0]) + (base[1] - origin[1])
 
 
 @triton.jit
 def lse_rows(LSE, bh, b, H, T, key_bias):
-    """Where the lse of a head begins: [B, H, T]; with a key bias [B, 3, H, T], and the pair from which it counts follows."""
+    """The address of a head's lse: [B, H, T]; with a key bias [B, 3, H, T], followed by the pair that it is relative to."""
     at = LSE + bh * T
     if key_bias is not None:
         at += b * 2 * H * T
@@ -131,7 +131,7 @@ def lse_rows(LSE, bh, b, H, T, key_bias):
 
 @triton.jit
 def add_exactly(total, left, x):
-    """(total, left) after x was added, where `left` is what rounding left out of the total (Knuth's sum of two)."""
+    """(total, left) after adding x; `left` is the rounding error of the total (Knuth's two-sum)."""
     new = total + x
     part = new - total
     return new, left + ((total - (new - part)) + (x - part))
@@ -141,7 +141,7 @@ def add_exactly(total, left, x):
 def biased_scores(products, distance, shown, head, CAUSAL: tl.constexpr):
     """(scores, seen) of one tile: products·scale − slope·|distance|; everything broadcasts, and `head` is in log2 units.
 
-    `shown` says what the masks leave. A score that is not seen may be anything.
+    `shown` are the keys that the masks leave. A score that is not seen may have any value.
     """
     slope, away = head.slope, distance
     if not CAUSAL:
@@ -152,7 +152,7 @@ def biased_scores(products, distance, shown, head, CAUSAL: tl.constexpr):
     if CAUSAL:
         seen = seen & (distance >= 0)
     elif head.right is not None:
-        # An infinite slope forbids.
+        # An infinite slope hides the key.
         seen = seen & (slope < float("inf"))
         slope = tl.where(slope < float("inf"), slope, 0.0)
     if head.window is not None:
@@ -164,11 +164,11 @@ def biased_scores(products, distance, shown, head, CAUSAL: tl.constexpr):
 def partial_scores(
     tile, queries, head, K, masks, S, origin, BN: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """(scores, seen, k, here, origin) of a tile of keys, of which some queries may not see some; `here` are the keys that are
-    read.
+    """(scores, seen, k, here, origin) of a tile in which some keys are hidden from some queries; `here` are the keys that
+    are read.
 
-    Scores with biases of keys count from `origin`, a pair of [BM]: the one that is given, or about the row's largest score. Its
-    second number is 0 below 2^31: tiles that are seen in full have smaller bases, and there it need not be read.
+    Scores with key biases are relative to `origin`, a pair of [BM]: the given one, or about the row's largest score. Its second
+    number is 0 below 2^31, so it need not be read for tiles that are seen in full, which have smaller bases.
     """
     jj = tl.arange(0, BN)
     j = tile * BN + jj
@@ -206,17 +206,16 @@ def no_maximum(BM: tl.constexpr):
 
 @triton.jit
 def raised(m_i, largest, base):
-    """(m_i, what to subtract of this tile's scores, what to multiply earlier sums with) after a tile with these largest scores.
+    """(m_i, the number to subtract from this tile's scores, the factor for earlier sums) after a tile with these largest scores.
 
     Args:
-        m_i: the largest score, and the pair from which it counts where keys have biases: (value, high, low), each [BM].
-        base: the pair from which the tile's scores count, which each row takes over where its own is far below; None without
-            biases.
+        m_i: the largest score, and the pair that it is relative to if keys have biases: (value, high, low), each [BM].
+        base: the pair that the tile's scores are relative to; rows whose own pair is far below adopt it. None without biases.
     """
     value, high, low = m_i
     if base is not None:
         ahead = ahead_of(base, (high, low))
-        ahead = tl.where(largest == float("-inf"), 0.0, ahead)  # nothing is seen, and the difference may overflow
+        ahead = tl.where(largest == float("-inf"), 0.0, ahead)  # no key is seen, and the difference may overflow
         moves = largest + ahead > value + NEAR
         value = tl.where(moves & (value > float("-inf")), value - ahead, value)
         high, low = tl.where(moves, base[0], high), tl.where(moves, base[1], low)
@@ -230,7 +229,7 @@ def raised(m_i, largest, base):
 
 @triton.jit
 def raised_maximum(m_i, largest):
-    """(m_i, what to subtract of scores, what to multiply earlier sums with) after scores of which `largest` is the largest."""
+    """(m_i, the number to subtract from scores, the factor for earlier sums) after scores with this `largest` one."""
     new = tl.maximum(m_i, largest)
     known = tl.where(new == float("-inf"), 0.0, new)
     return new, known, tl.exp2(m_i - known)  # [BM]
@@ -248,7 +247,7 @@ def natural_lse(m_i, l_i):
 
 @triton.jit
 def kept_lse(m_i, l_i, key_bias):
-    """The lse that is kept: natural; where keys have biases in log2 units, for then it may be large and its rounding is felt."""
+    """The lse to store: natural; with key biases in log2 units, because a large one must not be rounded twice."""
     if key_bias is not None:
         lse = m_i + tl.log2(l_i)
     else:
@@ -258,7 +257,7 @@ def kept_lse(m_i, l_i, key_bias):
 
 @triton.jit
 def in_log2(kept, key_bias):
-    """What `kept_lse` kept, in log2 units."""
+    """A result of `kept_lse`, in log2 units."""
     if key_bias is None:
         kept = kept * LOG2E
     return kept
@@ -267,7 +266,7 @@ def in_log2(kept, key_bias):
 @triton.jit
 def linear_bias(tile, start, head, BN: tl.constexpr, CAUSAL: tl.constexpr):
     """(slope, near): in a tile seen in full the bias is slope·(j − near) − slope·(position − near); `near` is its key next to
-    the queries, the first of which stands at `start`.
+    the queries, the first of which is at `start`.
     """
     near = tile * BN + BN - 1
     if CAUSAL:
@@ -281,9 +280,9 @@ def linear_bias(tile, start, head, BN: tl.constexpr, CAUSAL: tl.constexpr):
 
 @triton.jit
 def band_of(visited, block, of_sequence, start, head, S, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr):
-    """The Band, in tiles of BN keys, of BM queries from position `start` on, which are in a plan's block.
+    """The Band, in tiles of BN keys, of the BM queries from position `start` on, in a plan's block.
 
-    `block` is its number among those of all heads, `of_sequence` among those of all sequences.
+    `block` numbers it over all heads, `of_sequence` over all sequences.
     """
     first = tl.load(visited.bands + block * 4) * (TILE // BN)
     last = tl.minimum(tl.load(visited.bands + block * 4 + 1) * (TILE // BN), tl.cdiv(S, BN))
@@ -304,7 +303,7 @@ def band_of(visited, block, of_sequence, start, head, S, BM: tl.constexpr, BN: t
             until = tl.minimum(until, tl.maximum(start + head.window, 0) // BN)
         until = tl.maximum(until, after)
         if head.right is not None:
-            until = tl.where(head.right < float("inf"), until, after)  # an infinite slope forbids
+            until = tl.where(head.right < float("inf"), until, after)  # an infinite slope hides them
     return Band(first, last, low, high, after, until)
 
 
@@ -313,10 +312,10 @@ def blocks_of(
     first, last, full_first, full_last, tile_start, query_offset, head, T, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """The Band of BN keys from `tile_start` on: of the blocks of BM queries from `first` to before `last`, those that see them
-    in full, before the keys and behind them, within `full_first` and `full_last`.
+    """The Band of BN keys from `tile_start` on: the blocks of BM queries in [first, last), and those that see the keys in full,
+    before and after the keys, within [full_first, full_last).
     """
-    tile_end = tile_start + BN - 1 - query_offset  # positions that count from the first query
+    tile_end = tile_start + BN - 1 - query_offset  # positions relative to the first query
     tile_start = tile_start - query_offset
     low = tl.maximum(first, full_first)
     until = tl.minimum(tl.minimum(last, full_last), T // BM)
@@ -340,7 +339,7 @@ def full_count(band):
 
 @triton.jit
 def full_tile(x, band, CAUSAL: tl.constexpr):
-    """The number x of the tiles of a band that are seen in full."""
+    """Tile number x of those in a band that are seen in full."""
     tile = band.low + x
     if not CAUSAL:
         tile += tl.where(tile >= band.high, band.after - band.high, 0)
@@ -349,7 +348,7 @@ def full_tile(x, band, CAUSAL: tl.constexpr):
 
 @triton.jit
 def partial_tile(x, band, CAUSAL: tl.constexpr):
-    """The number x of the others."""
+    """Tile number x of the others in a band."""
     tile = band.first + x
     tile += tl.where(tile >= band.low, band.high - band.low, 0)
     if not CAUSAL:
@@ -359,12 +358,12 @@ def partial_tile(x, band, CAUSAL: tl.constexpr):
 
 @triton.jit
 def outlier_count(outliers):
-    """Of the outlier tiles of one block."""
+    """The number of outlier tiles of one block."""
     return tl.sum((tl.load(outliers + tl.arange(0, OUTLIERS)) >= 0).to(tl.int32), 0)
 
 
 @triton.jit
 def outlier_tile(x, outliers, BN: tl.constexpr):
-    """The number x of the tiles of BN keys in them."""
-    x = tl.cast(x, tl.int32)  # the interpreter counts a loop in Python's own integers
+    """Number x of the tiles of BN keys in them."""
+    x = tl.cast(x, tl.int32)  # in the interpreter a loop variable is a Python int
     return tl.load(outliers + x // (TILE // BN)) * (TILE // BN) + x % (TILE // BN)
