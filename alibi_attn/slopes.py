@@ -15,7 +15,7 @@ Method = Literal["linear", "ntk"]
 
 
 def alibi_slopes(num_heads: int, *, bias_max: float = 8.0, rule: Rule = "authors") -> NDArray[np.float64]:
-    """The published slopes of all heads, [H] float64.
+    """The published slopes of all heads, [H] float64; as a tensor, `torch.tensor(alibi_slopes(8), device="cuda")`.
 
     For H a power of two both rules give m_h = 2^(−bias_max·h/H), h = 1 … H. For other H, c = 2^⌊log2 H⌋ and
     P(n) the slopes of n heads:
@@ -25,7 +25,7 @@ def alibi_slopes(num_heads: int, *, bias_max: float = 8.0, rule: Rule = "authors
         rule="formula":  2^(−bias_max·h/H)               the sentence of the paper, for every H
 
     Args:
-        num_heads: H ≥ 1. Under tensor parallelism ask for all heads and slice: `alibi_slopes(64)[8:16]`.
+        num_heads: H ≥ 1. Under tensor parallelism compute all heads and slice: `alibi_slopes(64)[8:16]`.
         bias_max: exponent of the flattest head; MPT calls it `alibi_bias_max`.
 
     Raises:

@@ -65,7 +65,7 @@ q, k, v = torch.randn(3, 1, 8, 800, 16, generator=torch.Generator().manual_seed(
 truth = alibi_attn.alibi_attention(q.double(), k.double(), v.double(), backend="reference").float()
 torch.testing.assert_close(alibi_attn.alibi_attention(q, k, v), truth)
 print(alibi_attn.__file__)
-print(*(line for line in alibi_attn.explain(q, k, v).splitlines() if line.startswith(("  native", "  banded"))), sep="\\n")
+print(*(line for line in str(alibi_attn.explain(q, k, v)).splitlines() if line.startswith(("  native", "  banded"))), sep="\\n")
 """
 EVERY_LEVEL = (
     CALLS

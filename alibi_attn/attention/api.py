@@ -9,8 +9,8 @@ from alibi_attn.attention import dispatch
 from alibi_attn.attention.backends import flex
 from alibi_attn.attention.bias import Slopes
 from alibi_attn.attention.certificate.constants import TILE
-from alibi_attn.attention.execution import attend, autocast
-from alibi_attn.attention.explain import call_line, dense_line, head_lines
+from alibi_attn.attention.execution import attend, autocast, without_sinks
+from alibi_attn.attention.explain import Explanation, explanation
 from alibi_attn.attention.foreign_names import hides_unknown, unknown_argument
 from alibi_attn.attention.validation import AttentionOptions, SegmentIds, SpecOptions, make_spec
 from alibi_attn.attention.visibility import largest_distance, visible_count
@@ -55,6 +55,7 @@ def alibi_attention(
     key_mask: Tensor | None = None,
     segment_ids: SegmentIds | None = None,
     key_bias: Tensor | None = None,
+    sink_logits: Tensor | None = None,
     dropout_p: float = 0.0,
     tolerance: float | None = None,
     return_lse: bool = False,
@@ -63,7 +64,7 @@ def alibi_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention with linear biases, softmax(scale·q·kᵀ − m·|i − j| + b_j)·v, [B, H, T, D] in query's dtype.
 
-    Exact up to rounding. Differentiable once in query, key, value, slopes and key_bias, and through lse.
+    Exact up to rounding. Differentiable once in query, key, value, slopes, key_bias and sink_logits, and through lse.
 
     Args:
         query: [B, H, T, D]; float16, bfloat16, float32 or float64.
@@ -80,12 +81,15 @@ def alibi_attention(
         segment_ids: [B, S] integers; attention stays within a segment. Or a pair ([B, T], [B, S]) for queries and keys.
         key_bias: b, fp32 or fp64, [B, H, S] or broadcastable to it, added to the score of each key; −inf hides the key.
             However large the biases are, a score is off only by a rounding of their difference to the b of a key near the query.
+        sink_logits: [H] floating point, a learned logit of attending to nothing: exp(sink) joins the softmax denominator of the
+            head, so output = o·σ(lse − sink). −inf = no sink. lse excludes it.
         dropout_p: share of the attention weights to drop, in [0, 1). Which ones depends on a seed from torch's generator, and on
             sequence, head and positions, so every backend drops the same weights.
         tolerance: the largest share of a query's softmax mass that may be skipped, in [0, 1). Default: eps / 32 of the dtype, far
             below its rounding. 0 skips masked keys only.
         return_lse: also return the natural log-sum-exp of the scores, [B, H, T] fp32 (fp64 if query or key_bias is fp64), −inf
-            for a query that sees no key. With it, results over disjoint sets of keys merge exactly.
+            for a query that sees no key. With it, results over disjoint sets of keys merge exactly (apply a sink once, after
+            merging).
         backend: "auto", or the name of a backend. A named backend runs or raises.
 
     Returns:
@@ -105,8 +109,8 @@ def alibi_attention(
     query, key, value = autocast(query, key, value)
     spec = make_spec(
         query, key, value, slopes, causal=causal, right_slopes=right_slopes, window=window, scale=scale,
-        query_offset=query_offset, key_mask=key_mask, segment_ids=segment_ids, key_bias=key_bias, dropout_p=dropout_p,
-        tolerance=tolerance, return_lse=return_lse,
+        query_offset=query_offset, key_mask=key_mask, segment_ids=segment_ids, key_bias=key_bias,
+        sink_logits=sink_logits, dropout_p=dropout_p, tolerance=tolerance, return_lse=return_lse,
     )  # fmt: skip
     return attend(spec, query, key, value, backend)
 
@@ -149,30 +153,34 @@ def explain(
     *,
     backend: str = "auto",
     **options: Unpack[SpecOptions],
-) -> str:
+) -> Explanation:
     """Describes what `alibi_attention` would do with these arguments: which backend runs and why, and how far each head attends.
 
     Arguments and errors are those of `alibi_attention`. It reads tensor values, so it does not work in compiled code.
 
+    Returns:
+        An object to print, or to display in a notebook, with the attributes `backend`, `reaches`, `share` and more.
+
     >>> q = k = v = torch.randn(1, 8, 128, 64)
-    >>> print(explain(q, k, v).splitlines()[0])
-    B=1 H=8 K=8 T=128 S=128 D=64, float32 on cpu, causal
+    >>> explain(q, k, v).call
+    'B=1 H=8 K=8 T=128 S=128 D=64, float32 on cpu, causal'
+    >>> explain(q, k, v, backend="dense")
+    <Explanation: dense runs, reach 128, 100.0% of T·S>
     """
     query, key, value = autocast(query, key, value)
     spec = make_spec(query, key, value, slopes, **options)
-    name = dispatch.choose(backend, spec, query, key, value)
+    computed = without_sinks(spec)
+    name = dispatch.choose(backend, computed, query, key, value)
     with torch.no_grad():
-        visited = dispatch.visits(name, spec, query, key, value)
-    lines = [
-        call_line(spec, query.dtype, query.device),
-        *dispatch.backend_lines(spec, name, backend, query, key, value),
-    ]
-    if visited is None:
-        return "\n".join([*lines, dense_line(spec, name)])
-    reach = torch.minimum(visited[0], largest_distance(spec, query.device)[:, None])
-    slopes, reaches, scores = (x.detach().cpu().resolve_neg().numpy() for x in (spec.slopes, reach, visited[1]))
-    seen = int(visible_count(spec).sum()) * spec.num_heads
-    return "\n".join([*lines, *head_lines(spec, slopes, reaches, scores, seen)])
+        visits = dispatch.visits(name, computed, query, key, value)
+    of_heads, largest, *visited = (
+        x.detach().cpu().resolve_neg().numpy()
+        for x in (spec.slopes, largest_distance(spec, query.device), *(visits or ()))
+    )
+    return explanation(
+        spec, query.dtype, query.device, name, dispatch.verdicts(computed, name, backend, query, key, value), largest, of_heads,
+        (*visited, int(visible_count(spec).sum()) * spec.num_heads) if visited else None,
+    )  # fmt: skip
 
 
 def certified_block_mask(
@@ -192,7 +200,7 @@ def certified_block_mask(
 
     Args:
         block_size: queries and keys per block, a multiple of 64. FlexAttention's kernels need a multiple of their own block size.
-        options: those of `alibi_attention`; dropout_p and return_lse have no effect.
+        options: those of `alibi_attention`; dropout_p, sink_logits and return_lse have no effect.
 
     Returns:
         A BlockMask of [B, H, T, S]; it holds (T / block_size)·(S / block_size) numbers per head.

@@ -22,6 +22,7 @@ from alibi_attn.attention.certificate.biased import gated_bounds, sums_behind
 from alibi_attn.attention.certificate.bounds import bounds, worth_leaving_out
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Norms, norm_bound
+from alibi_attn.attention.execution import scaled_by_sinks
 from alibi_attn.attention.forgetting import forgetting_attention
 from alibi_attn.attention.spec import GATE_FLOOR, AttentionSpec, check_numbers, dtype_name, index_of, query_heads
 from alibi_attn.attention.validation import make_spec
@@ -88,11 +89,13 @@ def visible_runs(key_mask: Tensor) -> Runs | None:
 def attend_near(
     query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, known_norms: Norms | None, *, visible: Runs | None = None,
     log_fgate: Tensor | None = None, window: int | None = None, scale: float | None = None, tolerance: float | None = None,
+    sink_logits: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Causal attention of the last T positions, [B, H, T, D], if `reads_near` allows it; on a CPU reads the reach on the host.
 
     Args:
         query, key, value, slopes, window, scale, tolerance: as for `alibi_attention`.
+        sink_logits: as for `alibi_attention`; the CPU kernel, which returns no lse, is then not used.
         known_norms: norms of the keys and values, of all but the last few; None = unknown.
         visible: the keys that each row may see, CPU only; None = all.
         log_fgate: [B, H, S] gates as for `forgetting_attention`, CPU only and with all keys visible.
@@ -101,17 +104,27 @@ def attend_near(
         causal=True, has_right_slopes=False, window=window, scale=scale, dropout_p=0.0, tolerance=tolerance,
         head_dim=query.shape[3], dtype=dtype_name(query.dtype),
     )  # fmt: skip
-    if _on_cpu(query) and log_fgate is None and has_kernel(query, key, value):
+    if _on_cpu(query) and log_fgate is None and sink_logits is None and has_kernel(query, key, value):
         output = native.decode(
             query, key, value, slopes, norms=known_norms, visible=visible, window=window, scale=scale, tolerance=tolerance
         )  # fmt: skip
         if output is not None:
             return output
-    spec = make_spec(query, key, value, slopes, window=window, scale=scale, tolerance=tolerance)
+    spec = make_spec(
+        query, key, value, slopes, window=window, scale=scale, tolerance=tolerance, sink_logits=sink_logits
+    )
     if log_fgate is not None and bool((log_fgate[..., key.shape[2] - query.shape[2] + 1 :] < GATE_FLOOR).any()):
         # A cut between the queries: biases of keys cannot express which queries it applies to.
         output = forgetting_attention(
-            query, key, value, log_fgate, slopes, window=window, scale=scale, tolerance=tolerance
+            query,
+            key,
+            value,
+            log_fgate,
+            slopes,
+            window=window,
+            scale=scale,
+            tolerance=tolerance,
+            sink_logits=sink_logits,
         )
         assert isinstance(output, Tensor)
         return output
@@ -119,7 +132,8 @@ def attend_near(
         known_norms = Norms.of(key, value) if known_norms is None else known_norms
         if not _on_cpu(query):
             assert visible is None and log_fgate is None, "reads_near excludes key masks and gates here"  # noqa: PT018
-            return fused.decode(spec, query, key, value, known_norms)
+            output, lse = fused.decode(spec, query, key, value, known_norms)
+            return output if sink_logits is None else scaled_by_sinks(output, lse, sink_logits)
         runs = [(0, spec.key_len)] * spec.batch if visible is None else visible
         rows = needed_keys(spec, query, key, value, known_norms, runs, log_fgate)
     output = torch.empty_like(query)
@@ -134,6 +148,7 @@ def attend_near(
             output[one, heads] = _attend(
                 query[one, heads], key[one], value[one], index_of(members), of_heads, row.spans(keys, members), window,
                 spec.scale, None if log_fgate is None else log_fgate[one, heads],
+                None if sink_logits is None else sink_logits[heads],
             )  # fmt: skip
     return output
 
@@ -276,7 +291,7 @@ def _buckets(needed: list[int]) -> list[tuple[int, list[int]]]:
 
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, members: list[int] | slice, slopes: Tensor, spans: list[tuple[int, int]],
-    window: int | None, scale: float, log_fgate: Tensor | None,
+    window: int | None, scale: float, log_fgate: Tensor | None, sink_logits: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Attention of some key heads over some spans of keys; nothing in them is skipped."""
 
@@ -292,11 +307,17 @@ def _attend(
             key_bias=bias, tolerance=0.0, return_lse=return_lse,
         )  # fmt: skip
 
-    if len(spans) == 1:
+    if len(spans) == 1 and sink_logits is None:
         output = attended(*spans[0], return_lse=False)
         assert isinstance(output, Tensor)
         return output
     outputs, lses = zip(*(attended(*span, return_lse=True) for span in spans), strict=True)
     lse = torch.stack(lses)
-    share = (lse - lse.logsumexp(0)).exp()[..., None]
-    return (torch.stack(outputs) * share).sum(0).to(query.dtype)
+    whole = lse.logsumexp(0)
+    share = (lse - whole).exp()[..., None]
+    output = (torch.stack(outputs) * share).sum(0).to(query.dtype)
+    if sink_logits is None:
+        return output
+    if log_fgate is not None:  # the gates after a query, up to the last position
+        whole = whole - sums_behind(log_fgate[..., key.shape[2] - query.shape[2] :])
+    return scaled_by_sinks(output, whole, sink_logits)

@@ -11,7 +11,7 @@ from alibi_attn.attention.backends.fused import backend as fused
 from alibi_attn.attention.backends.native import backend as native
 from alibi_attn.attention.backends.native import build
 from alibi_attn.attention.backends.protocol import Backend
-from alibi_attn.attention.explain import backend_line, chosen_verdict
+from alibi_attn.attention.explain import verdict_on
 from alibi_attn.attention.spec import AttentionSpec
 
 _ALL: tuple[Backend, ...] = (reference, dense, banded, native, fused, flex)
@@ -54,22 +54,19 @@ def check_name(backend: str) -> None:
         raise ValueError(f"backend is {backend!r} but must be 'auto' or one of {', '.join(map(repr, BACKENDS))}")
 
 
-def backend_lines(
-    spec: AttentionSpec[Tensor], chosen: str, backend: str, query: Tensor, key: Tensor, value: Tensor
-) -> list[str]:
-    """The verdict on each backend, as `explain` prints it; `chosen` runs, and `backend` is the caller's argument."""
+def verdicts(
+    spec: AttentionSpec[Tensor], runs: str, backend: str, query: Tensor, key: Tensor, value: Tensor
+) -> dict[str, str]:
+    """The verdict on each backend, for `explain`; `runs` runs, and `backend` is the caller's argument."""
     preferred = PREFERRED.get(query.device.type, (dense,))
-    lines = []
+    words = {}
     for name, candidate in BACKENDS.items():
-        reason = candidate.why_not(spec, query, key, value)
         too_small = candidate.too_small(spec)
-        if name == chosen:
-            verdict = chosen_verdict(backend) + (f": {build.instructions()}" if name == native.name else "")
-        elif reason is not None:
-            verdict = f"cannot: {reason}"
-        elif candidate not in preferred:
-            verdict = "could; auto never picks it here"
-        else:
-            verdict = "could" + ("" if too_small is None else f"; auto leaves it to dense: {too_small}")
-        lines.append(backend_line(name, verdict))
-    return lines
+        otherwise = "could" if too_small is None else f"could; auto leaves it to dense: {too_small}"
+        if candidate not in preferred:
+            otherwise = "could; auto never picks it here"
+        reason = candidate.why_not(spec, query, key, value)
+        words[name] = verdict_on(name, runs, backend, reason, otherwise)
+    if runs == native.name:
+        words[runs] += f": {build.instructions()}"
+    return words

@@ -20,6 +20,8 @@ def attend(
     spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor, backend: str
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The output of a validated call, or (output, lse)."""
+    if spec.sink_logits is not None:
+        return _attend_with_sinks(spec, spec.sink_logits, query, key, value, backend)
     query, key, value, spec = _differentiable_once(query, key, value, spec)
     name = dispatch.choose(backend, spec, query, key, value)
     lse: Tensor | None
@@ -42,6 +44,29 @@ def attend(
         return output
     assert lse is not None, f"{name} did not return the requested lse"
     return output, lse
+
+
+def without_sinks(spec: AttentionSpec[Tensor]) -> AttentionSpec[Tensor]:
+    """The call that a backend computes; sinks are applied to its output and lse."""
+    return spec if spec.sink_logits is None else dataclasses.replace(spec, sink_logits=None, return_lse=True)
+
+
+def scaled_by_sinks(output: Tensor, lse: Tensor, sink_logits: Tensor) -> Tensor:
+    """The output over the given keys and one sink per head, output·σ(lse − sink), [B, H, T, D] in output's dtype.
+
+    Apply it once, after merging the results over all keys: lse excludes the sink.
+    """
+    seen = lse.masked_fill(lse == -math.inf, 0.0)  # the output of a query that sees no key is 0
+    share = torch.sigmoid(seen - sink_logits.to(lse.dtype)[:, None])
+    return (output * share[..., None]).to(output.dtype)
+
+
+def _attend_with_sinks(
+    spec: AttentionSpec[Tensor], sink_logits: Tensor, query: Tensor, key: Tensor, value: Tensor, backend: str
+) -> Tensor | tuple[Tensor, Tensor]:
+    output, lse = attend(without_sinks(spec), query, key, value, backend)
+    output = scaled_by_sinks(output, lse, sink_logits)
+    return (output, lse) if spec.return_lse else output
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -1,5 +1,7 @@
-"""The text of `explain`, shared by PyTorch and JAX: the call, its backend, the reach of each head, and the certified bound."""
+"""`Explanation`, the result of `explain` in PyTorch and JAX: a call, its backend, the reach of each head, the certified bound."""
 
+import dataclasses
+import html
 from typing import Any
 
 import numpy as np
@@ -10,57 +12,123 @@ from alibi_attn.attention.spec import AttentionSpec, dtype_name
 Spec = AttentionSpec[Any]
 
 
-def call_line(spec: Spec, dtype: object, device: object) -> str:
-    direction = "causal" if spec.causal else "both directions"
+@dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class Explanation:
+    """What `alibi_attention` would do with a call. `print` shows it as text, a notebook as a table.
+
+    Attributes:
+        call: shapes, dtype, device and masks, in one line.
+        backend: the name of the backend that runs.
+        verdicts: for each backend, that it runs, that it could run, or why it cannot.
+        slopes: [H] or [B, H].
+        reaches: [B, H] int64, as `head_reach` returns them.
+        scores: [B, H] int64, the number of scores that are computed.
+        visible: the number of query-key pairs that the masks allow, over all heads; None if the backend skips no key.
+        pairs: T·S.
+        tolerance: the largest share of a query's softmax mass that skipped keys hold.
+        output_error: by how much an output may be off before rounding, relative to max‖v‖.
+    """
+
+    call: str
+    backend: str
+    verdicts: dict[str, str]
+    slopes: NDArray[np.floating]
+    reaches: NDArray[np.integer]
+    scores: NDArray[np.integer]
+    visible: int | None
+    pairs: int
+    tolerance: float
+    output_error: float
+
+    @property
+    def shares(self) -> NDArray[np.floating]:
+        """[H]: the share of T·S that each head computes."""
+        batch, _ = self.scores.shape
+        shares: NDArray[np.floating] = self.scores.sum(0) / max(batch * self.pairs, 1)
+        return shares
+
+    @property
+    def share(self) -> float:
+        """The share of B·H·T·S that is computed."""
+        return int(self.scores.sum()) / max(self.scores.size * self.pairs, 1)
+
+    def __repr__(self) -> str:
+        reaches = self.reaches.tolist()
+        low, high = min(map(min, reaches), default=0), max(map(max, reaches), default=0)
+        reach = f"{low}" if low == high else f"{low} to {high}"
+        return f"<Explanation: {self.backend} runs, reach {reach}, {self.share:.1%} of T·S>"
+
+    def __str__(self) -> str:
+        lines = [self.call, *(f"  {name:<10} {verdict}" for name, verdict in self.verdicts.items())]
+        if self.visible is not None:
+            lines.append("head       slope     reach   share of T·S")
+            lines += [f"{h:>4} {slope:>11} {reach:>9} {share:>14}" for h, slope, reach, share in self._heads()]
+        return "\n".join([*lines, *self._totals()])
+
+    def _repr_html_(self) -> str:
+        verdicts = "".join(f"<li><b>{name}</b> {html.escape(text)}</li>" for name, text in self.verdicts.items())
+        rows = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in self._heads())
+        table = f"<table><tr><th>head</th><th>slope</th><th>reach</th><th>share of T·S</th></tr>{rows}</table>"
+        totals = "".join(f"<p>{html.escape(line)}</p>" for line in self._totals())
+        return f"<p>{html.escape(self.call)}</p><ul>{verdicts}</ul>{'' if self.visible is None else table}{totals}"
+
+    def _heads(self) -> list[tuple[int, str, int, str]]:
+        """(head, slope, reach, share) of each head, with the largest slope and reach of the batch."""
+        slopes = self.slopes.reshape(-1, self.scores.shape[1]).max(0, initial=-np.inf)
+        reaches = self.reaches.max(0, initial=0)
+        return [
+            (h, f"{float(slope):.6g}", int(reach), f"{share:.1%}")
+            for h, (slope, reach, share) in enumerate(zip(slopes, reaches, self.shares, strict=True))
+        ]
+
+    def _totals(self) -> list[str]:
+        if self.visible is None:
+            return [f"{self.backend} computes all {self.pairs:,} scores of every head and skips nothing"]
+        computed = int(self.scores.sum())
+        return [
+            f"scores computed: {computed:,} = {self.share:.1%} of T·S, "
+            f"{computed / max(self.visible, 1):.1%} of the visible ones",
+            f"certified: the skipped keys hold at most {self.tolerance:.2g} of any query's softmax mass, "
+            f"so an output is off by at most {self.output_error:.2g}·max‖v‖ before rounding",
+        ]
+
+
+def explanation(
+    spec: Spec, dtype: object, device: object, backend: str, verdicts: dict[str, str], largest: NDArray[np.integer],
+    slopes: NDArray[np.floating], visited: tuple[NDArray[np.integer], NDArray[np.integer], int] | None,
+) -> Explanation:  # fmt: skip
+    """The `Explanation` of a validated call.
+
+    Args:
+        backend, verdicts: the backend that runs, and the verdict on each.
+        largest: [B], one more than the largest distance in the call.
+        slopes: [H] or [B, H].
+        visited: (reach, scores) of `Backend.visits`, each [B, H], and the number of visible pairs; None = computes all scores.
+    """
     extras = [
         f"window {spec.window}" if spec.window is not None else "",
         "key mask" if spec.key_mask is not None else "",
         "segments" if spec.key_segments is not None else "",
         "key bias" if spec.key_bias is not None else "",
+        "sink logits" if spec.sink_logits is not None else "",
         f"dropout {spec.dropout_p}" if spec.dropout_p else "",
     ]
-    return (
+    call = (
         f"B={spec.batch} H={spec.num_heads} K={spec.num_kv_heads} T={spec.query_len} S={spec.key_len} D={spec.head_dim}, "
-        f"{dtype_name(dtype)} on {device}, " + ", ".join([direction, *filter(None, extras)])
+        f"{dtype_name(dtype)} on {device}, "
+        + ", ".join(["causal" if spec.causal else "both directions", *filter(None, extras)])
     )
+    heads, pairs = (spec.batch, spec.num_heads), spec.query_len * spec.key_len
+    reaches, scores, visible = visited or (np.broadcast_to(largest[:, None], heads), np.full(heads, pairs), None)
+    return Explanation(
+        call=call, backend=backend, verdicts=verdicts, slopes=slopes, reaches=np.minimum(reaches, largest[:, None]),
+        scores=scores, visible=visible, pairs=pairs, tolerance=spec.tolerance,
+        output_error=2 * spec.tolerance / (1 - spec.dropout_p),
+    )  # fmt: skip
 
 
-def backend_line(name: str, verdict: str) -> str:
-    """One line per backend: it runs, it could run, or the reason why it cannot."""
-    return f"  {name:<10} {verdict}"
-
-
-def chosen_verdict(backend: str) -> str:
-    """The verdict on the backend that runs; `backend` is the caller's argument."""
-    return "runs" + (" (picked by auto)" if backend == "auto" else " (named by the caller)")
-
-
-def dense_line(spec: Spec, name: str) -> str:
-    return f"{name} computes every score, {spec.query_len} · {spec.key_len} per head, and skips nothing"
-
-
-def head_lines(
-    spec: Spec, slopes: NDArray[np.floating], reach: NDArray[np.integer], scores: NDArray[np.integer], seen: int
-) -> list[str]:
-    """One line per head (the widest reach in the batch), the scores computed in total, and the certified bound.
-
-    Args:
-        slopes: [H] or [B, H].
-        reach, scores: [B, H] of `Backend.visits`, reach no larger than the largest distance.
-        seen: number of query-key pairs that the masks allow, summed over all heads.
-    """
-    slopes = slopes.reshape(-1, spec.num_heads)
-    lines = ["head       slope     reach   share of T·S"]
-    for h in range(spec.num_heads):
-        share = int(scores[:, h].sum()) / (spec.batch * spec.query_len * spec.key_len)
-        lines.append(f"{h:>4} {float(slopes[:, h].max()):>11.6g} {int(reach[:, h].max()):>9} {share:>14.1%}")
-    computed = int(scores.sum())
-    every = spec.batch * spec.num_heads * spec.query_len * spec.key_len
-    lines.append(
-        f"scores computed: {computed:,} = {computed / every:.1%} of T·S, {computed / max(seen, 1):.1%} of the visible ones"
-    )
-    lines.append(
-        f"certified: the skipped keys hold at most {spec.tolerance:.2g} of any query's softmax mass, "
-        f"so an output is off by at most {2 * spec.tolerance / (1 - spec.dropout_p):.2g}·max‖v‖ before rounding"
-    )
-    return lines
+def verdict_on(name: str, runs: str, backend: str, reason: str | None, otherwise: str) -> str:
+    """The verdict on a backend: `runs` runs, the caller's argument was `backend`, and `reason` is why this one cannot."""
+    if name == runs:
+        return "runs (picked by auto)" if backend == "auto" else "runs (named by the caller)"
+    return otherwise if reason is None else f"cannot: {reason}"

@@ -50,6 +50,7 @@ def forgetting_attention(
     key_mask: Tensor | None = None,
     segment_ids: SegmentIds | None = None,
     key_bias: Tensor | None = None,
+    sink_logits: Tensor | None = None,
     dropout_p: float = 0.0,
     tolerance: float | None = None,
     return_lse: bool = False,
@@ -72,8 +73,8 @@ def forgetting_attention(
             −2²⁰. Hidden keys and other segments have gates too: a sum within a segment includes only that segment's.
         slopes: m, for ALiBi times gates; None = no ALiBi.
         query_offset: position of query 0, an int; S − T by default. All queries must be among the S positions.
-        query, key, value, window, scale, key_mask, segment_ids, key_bias, dropout_p, tolerance, return_lse, backend: as for
-            `alibi_attention`. lse is that of the scores above.
+        query, key, value, window, scale, key_mask, segment_ids, key_bias, sink_logits, dropout_p, tolerance, return_lse,
+            backend: as for `alibi_attention`. lse is that of the scores above.
 
     Raises:
         ValueError, TypeError: wrong shapes, dtypes or numbers, or a named backend that cannot run this call.
@@ -91,8 +92,8 @@ def forgetting_attention(
     h = query.shape[1] if isinstance(query, Tensor) and query.ndim == 4 else 0
     spec = make_spec(
         query, key, value, [0.0] * h if slopes is None else slopes, window=window, scale=scale, query_offset=query_offset,
-        key_mask=key_mask, segment_ids=segment_ids, key_bias=key_bias, dropout_p=dropout_p, tolerance=tolerance,
-        return_lse=return_lse,
+        key_mask=key_mask, segment_ids=segment_ids, key_bias=key_bias, sink_logits=sink_logits, dropout_p=dropout_p,
+        tolerance=tolerance, return_lse=return_lse,
     )  # fmt: skip
     first = check_gates(spec, log_fgate, query, query_offset)
     spec = with_gates(spec, gate_sums(log_fgate), first, log_fgate)

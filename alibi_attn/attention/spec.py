@@ -57,6 +57,8 @@ class AttentionSpec(Generic[Array]):
         table: [H, N], in the slopes' dtype, added to the scores by head and distance i − j: column c is for the distance
             table_first + c, and every distance that occurs has a column. Only with slopes of 0, and a tolerance of 0.
         table_first: the distance of the first column.
+        sink_logits: [H], exp(sink) joins the softmax denominator of a head. Backends compute the call without it;
+            `execution.attend` scales their output.
         dropout_p: the share of the weights that are dropped; `dropout.py` defines which.
         dropout_seed: [R, 4] int64, R divides B: a seed, and the indices of the call's first sequence, head and key in the whole
             computation that it is a part of. With R rows the batch is R groups of B / R sequences, and each group counts from its
@@ -84,6 +86,7 @@ class AttentionSpec(Generic[Array]):
     query_start: Array | None = None
     table: Array | None = None
     table_first: int = 0
+    sink_logits: Array | None = None
     dropout_p: float = 0.0
     dropout_seed: Array | None = None
     tolerance: float
@@ -296,6 +299,22 @@ def check_key_bias(key_bias: ArrayLike, *, batch: int, num_heads: int, key_len: 
             f"key_bias has shape {list(shape)} but must be [B, H, S] = {list(wanted)} or broadcastable to it: "
             "[H, S], [B, 1, S], [S]"
         )
+
+
+def check_sink_logits(sink_logits: ArrayLike, *, num_heads: int) -> None:
+    """sink_logits is floating point, and [H]."""
+    if dtype_name(sink_logits.dtype) not in EPS:
+        raise TypeError(f"sink_logits is {dtype_name(sink_logits.dtype)} but must be one of {', '.join(EPS)}")
+    if len(sink_logits.shape) != 1 or sink_logits.shape[0] != num_heads:
+        raise ValueError(
+            f"sink_logits has shape {list(sink_logits.shape)} but must be [H] = [{num_heads}], one logit per query head"
+        )
+
+
+SINKS_RULE = (
+    "sink_logits must be finite, or −inf for a head without a sink, but it contains NaN or +inf, which would leave no weight for "
+    "any key"
+)
 
 
 def check_log_fgate(

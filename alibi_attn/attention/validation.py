@@ -10,6 +10,7 @@ from torch import Tensor
 from alibi_attn.attention.bias import Slopes
 from alibi_attn.attention.spec import (
     FARTHEST,
+    SINKS_RULE,
     AttentionSpec,
     check_key_bias,
     check_key_mask,
@@ -18,6 +19,7 @@ from alibi_attn.attention.spec import (
     check_query_offset,
     check_segments,
     check_shapes,
+    check_sink_logits,
     check_slopes,
     dtype_name,
 )
@@ -41,6 +43,7 @@ class VarlenOptions(SharedOptions, total=False):
     causal: bool
     right_slopes: Slopes | None
     key_bias: Tensor | None
+    sink_logits: Tensor | None
     tolerance: float | None
 
 
@@ -65,6 +68,7 @@ class ForgettingOptions(SharedOptions, total=False):
     key_mask: Tensor | None
     segment_ids: SegmentIds | None
     key_bias: Tensor | None
+    sink_logits: Tensor | None
     tolerance: float | None
 
 
@@ -91,6 +95,7 @@ def make_spec(
     key_mask: Tensor | None = None,
     segment_ids: SegmentIds | None = None,
     key_bias: Tensor | None = None,
+    sink_logits: Tensor | None = None,
     dropout_p: float = 0.0,
     tolerance: float | None = None,
     return_lse: bool = False,
@@ -120,6 +125,7 @@ def make_spec(
         causal=causal, window=None if window is None else min(window, FARTHEST), scale=scale, query_offset=offset,
         key_mask=key_mask, query_segments=query_segments, key_segments=key_segments,
         key_bias=None if key_bias is None else _key_bias(key_bias, query.device, b, h, s),
+        sink_logits=None if sink_logits is None else _sink_logits(sink_logits, query.device, h),
         dropout_p=dropout_p, tolerance=tolerance, return_lse=return_lse,
     )  # fmt: skip
 
@@ -267,6 +273,14 @@ def _key_bias(key_bias: Tensor, device: torch.device, batch: int, num_heads: int
     if may_read(key_bias) and not bool((key_bias.detach() < torch.inf).all()):
         raise ValueError("key_bias has NaN or +inf in it but must be finite, or −inf for a hidden key")
     return key_bias.expand(batch, num_heads, key_len)
+
+
+def _sink_logits(sink_logits: Tensor, device: torch.device, num_heads: int) -> Tensor:
+    check_tensor("sink_logits", sink_logits, device)
+    check_sink_logits(sink_logits, num_heads=num_heads)
+    if may_read(sink_logits) and not bool((sink_logits.detach() < torch.inf).all()):
+        raise ValueError(SINKS_RULE)
+    return sink_logits
 
 
 def check_tensor(name: str, tensor: Tensor, device: torch.device) -> None:

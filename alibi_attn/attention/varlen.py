@@ -59,6 +59,7 @@ def alibi_attention_varlen(
     window: int | None = None,
     scale: float | None = None,
     key_bias: Tensor | None = None,
+    sink_logits: Tensor | None = None,
     dropout_p: float = 0.0,
     tolerance: float | None = None,
     return_lse: bool = False,
@@ -77,8 +78,8 @@ def alibi_attention_varlen(
             values are checked on a CPU. On other devices they are never read on the host: wrong values give wrong segments.
         slopes, right_slopes: [H], shared by all sequences.
         key_bias: [H, N] or broadcastable to it, fp32 or fp64.
-        causal, window, scale, dropout_p, tolerance, backend: as for `alibi_attention`. "dense" and "reference" compute one
-            sequence at a time if cu_seqlens can be read for free, and a row of N × N scores otherwise.
+        causal, window, scale, sink_logits, dropout_p, tolerance, backend: as for `alibi_attention`. "dense" and "reference"
+            compute one sequence at a time if cu_seqlens can be read for free, and a row of N × N scores otherwise.
         return_lse: also return the log-sum-exp of the scores, [H, N].
 
     Returns:
@@ -104,8 +105,8 @@ def alibi_attention_varlen(
     query, key, value = (x.transpose(0, 1)[None] for x in autocast(query, key, value))
     spec = make_spec(
         query, key, value, slopes, causal=causal, right_slopes=right_slopes, window=window, scale=scale,
-        segment_ids=_segments(cu_seqlens, query.shape[2]), key_bias=key_bias, dropout_p=dropout_p, tolerance=tolerance,
-        return_lse=return_lse,
+        segment_ids=_segments(cu_seqlens, query.shape[2]), key_bias=key_bias, sink_logits=sink_logits,
+        dropout_p=dropout_p, tolerance=tolerance, return_lse=return_lse,
     )  # fmt: skip
     name = dispatch.choose(backend, spec, query, key, value)
     scores = spec.num_heads * spec.query_len**2

@@ -28,6 +28,7 @@ class GatedShardOptions(TypedDict, total=False):
     key_mask: Tensor | None
     segment_ids: Tensor | None
     key_bias: Tensor | None
+    sink_logits: Tensor | None
     dropout_p: float
     tolerance: float | None
     return_lse: bool
@@ -104,6 +105,7 @@ FIELDS: dict[str, Callable[[_Arguments], str | float | None]] = {
     "dropout_p": lambda x: float(x.spec.dropout_p),
     "slopes": lambda x: _checksum(x.spec.slopes),
     "right_slopes": lambda x: _checksum(x.spec.right_slopes),
+    "sink_logits": lambda x: _checksum(x.spec.sink_logits),
     "segment_ids": lambda x: None if x.spec.key_segments is None else "given",
     "the dtype of key_bias": lambda x: _dtype_of(x.spec.key_bias),
     "the dtype of log_fgate": lambda x: _dtype_of(x.log_fgate),

@@ -18,7 +18,7 @@ from alibi_attn.attention.bias import Slopes
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.dispatch import check_name
 from alibi_attn.attention.dropout import drawn_seed
-from alibi_attn.attention.execution import attend, autocast
+from alibi_attn.attention.execution import attend, autocast, scaled_by_sinks, without_sinks
 from alibi_attn.attention.forgetting import check_gates, gate_sums, with_gates
 from alibi_attn.attention.spec import AttentionSpec, dtype_name
 from alibi_attn.distributed.argument_check import (
@@ -68,6 +68,7 @@ def context_parallel_attention(
         key_mask: [B, L] bool, for the shard's keys; a rank may pass None if none of its keys are hidden.
         segment_ids: [B, L] integers, for the shard's rows; a segment may cross shards.
         key_bias: for the shard's keys, broadcastable to [B, H, L].
+        sink_logits: as for `alibi_attention`, equal on all ranks; its gradient is that of this rank's queries, as for slopes.
         dropout_p: as for `alibi_attention`, equal on all ranks. The first rank draws a seed from torch's generator. The dropped
             weights are those that one process with that generator would drop, however the rows are split.
         score_bound: U ≥ |scale·q·k|, such as `ALiBiAttention.score_bound()` with QK-norm. The slopes then determine which rows
@@ -107,7 +108,7 @@ def context_parallel_forgetting_attention(
 
     Args:
         log_fgate: ln f of the shard's rows, [B, H, L] or [B, K, L], as for `forgetting_attention`; its gradient is complete.
-        query, key, value, group, key_mask, segment_ids, key_bias, dropout_p, timeout, traffic: as for
+        query, key, value, group, key_mask, segment_ids, key_bias, sink_logits, dropout_p, timeout, traffic: as for
             `context_parallel_attention`.
         slopes, window, scale, tolerance, return_lse, backend: as for `forgetting_attention`.
 
@@ -156,6 +157,8 @@ class _Call:
         wide = torch.float64 in (self.query.dtype, None if spec.key_bias is None else spec.key_bias.dtype)
         if spec.dropout_p > 0:
             spec = dataclasses.replace(spec, dropout_seed=drawn_seed(self.query.device))
+        sink_logits, returns_lse = spec.sink_logits, spec.return_lse
+        spec = without_sinks(spec)
         if ranks.count == 1:
             if self.log_fgate is not None:
                 spec = with_gates(spec, gate_sums(self.log_fgate), 0, self.log_fgate)
@@ -163,7 +166,9 @@ class _Call:
             output, lse = outputs if isinstance(outputs, tuple) else (outputs, None)
         else:
             output, lse = self._together(spec, ranks)
-        if not spec.return_lse:
+        if lse is not None and sink_logits is not None:
+            output = scaled_by_sinks(output, lse, sink_logits)
+        if not returns_lse:
             return output
         assert lse is not None
         return output, lse.to(torch.float64 if wide else torch.float32)

@@ -39,6 +39,7 @@ def alibi_attention(
     key_mask: Array | None = None,
     segment_ids: SegmentIds | None = None,
     key_bias: Array | None = None,
+    sink_logits: Array | None = None,
     dropout_p: float = 0.0,
     dropout_key: Array | None = None,
     tolerance: float | None = None,
@@ -49,7 +50,7 @@ def alibi_attention(
 
     Exact up to rounding, in memory linear in T and S. Pure: works under `jit`, `grad`, `vmap`, `checkpoint` and `shard_map`
     (over sequences and heads; slopes, biases and masks sharded alike). Differentiable once, in reverse, in query, key, value,
-    slopes and key_bias, and through lse. Under `jit` everything but arrays is static.
+    slopes, key_bias and sink_logits, and through lse. Under `jit` everything but arrays is static.
 
     Args:
         query: [B, T, H, D], JAX's layout; float16, bfloat16, float32, or float64 where x64 is enabled.
@@ -67,6 +68,8 @@ def alibi_attention(
         key_bias: b, fp32 or fp64, [B, H, S] or broadcastable to it, added to the score of each key; −inf hides the key.
             However large the biases are, a score is off only by a rounding of their difference to the b of a key near the
             query; no fp64 is needed.
+        sink_logits: [H] floating point, a learned logit of attending to nothing: exp(sink) joins the softmax denominator of the
+            head, so output = o·σ(lse − sink). −inf = no sink. lse excludes it.
         dropout_p: share of the attention weights to drop, in [0, 1).
         dropout_key: from `jax.random.key`, required if dropout_p > 0. The dropped weights depend on the key, sequence, head and
             positions only: they are the same in every backend and chunk of queries, and in PyTorch.
@@ -92,7 +95,7 @@ def alibi_attention(
     spec = make_spec(
         query, key, value, slopes, causal=causal, right_slopes=right_slopes, window=window, scale=scale,
         query_offset=query_offset, key_mask=key_mask, segment_ids=segment_ids, key_bias=key_bias,
-        dropout_p=dropout_p, tolerance=tolerance, return_lse=return_lse,
+        sink_logits=sink_logits, dropout_p=dropout_p, tolerance=tolerance, return_lse=return_lse,
     )  # fmt: skip
     output, lse = attend(spec, query, key, value, checked_dropout_key(dropout_p, dropout_key), backend)
     return (output, lse) if return_lse else output
@@ -120,7 +123,15 @@ def attend(
     """
     arrays, rest = operands(spec, query, key, value, dropout_key)
     rest = rest._replace(key_bias_low=key_bias_low, query_bias_low=query_bias_low, query_start=query_start)
-    return _attend(make_plan(spec, query, backend), arrays, rest)
+    output, lse = _attend(make_plan(spec, query, backend), arrays, rest)
+    return output if spec.sink_logits is None else _scaled_by_sinks(output, lse, spec.sink_logits), lse
+
+
+def _scaled_by_sinks(output: Array, lse: Array, sink_logits: Array) -> Array:
+    """The output [B, T, H, D] over the given keys and one sink per head, output·σ(lse − sink)."""
+    seen = jnp.where(lse == -jnp.inf, 0.0, lse)  # the output of a query that sees no key is 0
+    share = jax.nn.sigmoid(seen - sink_logits.astype(lse.dtype)[:, None])
+    return (output * share.swapaxes(1, 2)[..., None]).astype(output.dtype)
 
 
 def make_plan(spec: AttentionSpec[Array], query: Array, backend: Backend) -> Plan:

@@ -1,4 +1,4 @@
-"""`explain` for JAX arrays: who runs a call and why, how far each head looks, and what is certified about the rest."""
+"""`explain` for JAX arrays: which backend runs a call and why, how far each head attends, and the certified bound."""
 
 from typing import Unpack
 
@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alibi_attn.attention.backends.native.visited import Visited
-from alibi_attn.attention.explain import backend_line, call_line, chosen_verdict, dense_line, head_lines
+from alibi_attn.attention.explain import Explanation, explanation, verdict_on
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.jax import attention, native
 from alibi_attn.jax.attention import Backend
@@ -17,7 +17,7 @@ from alibi_attn.jax.plan import Visited as VisitedTiles
 from alibi_attn.jax.validation import AttentionOptions, Slopes, make_spec
 
 Spec = AttentionSpec[Array]
-ROWS = 256  # of queries whose pairs are counted at a time
+ROWS = 256  # queries whose pairs are counted at a time
 
 
 def explain(
@@ -28,18 +28,18 @@ def explain(
     *,
     backend: Backend = "auto",
     **options: Unpack[AttentionOptions],
-) -> str:
-    """Says what `alibi_attention` would do with these arguments: which backend runs and why, and how far each head looks.
+) -> Explanation:
+    """Describes what `alibi_attention` would do with these arguments: which backend runs and why, and how far each head attends.
 
-    Arguments and errors are those of `alibi_attention`. It computes the attention to find out, so arrays must not be traced.
+    Arguments and errors are those of `alibi_attention`. It computes the attention, so arrays must not be traced.
 
     Raises:
         TypeError: an array is traced; call it outside of `jit`, `grad` and `vmap`.
 
     >>> import jax.numpy as jnp
     >>> q = k = v = jnp.ones((1, 128, 8, 64))
-    >>> print(explain(q, k, v).splitlines()[0])
-    B=1 H=8 K=8 T=128 S=128 D=64, float32 on cpu, causal
+    >>> explain(q, k, v).call
+    'B=1 H=8 K=8 T=128 S=128 D=64, float32 on cpu, causal'
     """
     spec = make_spec(query, key, value, slopes, **options)
     arrays = operands(spec, query, key, value, None)
@@ -48,34 +48,30 @@ def explain(
     plan = attention.make_plan(spec, query, backend)
     name = "native" if plan.native else "dense" if plan.dense else "loop"
     platforms = attention.platforms(query)
-    (platform,) = platforms if len(platforms) == 1 else ("several devices",)
-    said = [call_line(spec, query.dtype, platform), *_backends(spec, name, platforms, backend)]
-    if name == "dense":
-        return "\n".join([*said, dense_line(spec, name)])
-    _, _, of_xla, of_native = attention._forward(plan, *arrays)
+    device = next(iter(platforms)) if len(platforms) == 1 else "several devices"
     first = np.asarray(arrays[1].offset, np.int64)
-    if of_native is not None:
-        reach, scores = Visited.of(spec, first, np.asarray(of_native.visited)).reach_and_scores(spec)
-    else:
-        assert of_xla is not None
-        assert of_xla.visited is not None
-        reach, scores = _of_loop(spec, plan, first, of_xla.visited)
     farthest = first + spec.query_len if spec.causal else np.maximum(first + spec.query_len, spec.key_len - first)
-    reach = np.minimum(reach, np.clip(farthest, 0, spec.window)[:, None])
-    return "\n".join([*said, *head_lines(spec, np.asarray(spec.slopes), reach, scores, _visible(spec, first))])
+    visited = None
+    if name != "dense":
+        _, _, of_xla, of_native = attention._forward(plan, *arrays)
+        if of_native is not None:
+            reach, scores = Visited.of(spec, first, np.asarray(of_native.visited)).reach_and_scores(spec)
+        else:
+            assert of_xla is not None
+            assert of_xla.visited is not None
+            reach, scores = _of_loop(spec, plan, first, of_xla.visited)
+        visited = reach, scores, _visible(spec, first)
+    return explanation(
+        spec, query.dtype, device, name, _verdicts(spec, name, platforms, backend), np.clip(farthest, 0, spec.window),
+        np.asarray(spec.slopes), visited,
+    )  # fmt: skip
 
 
-def _backends(spec: Spec, name: str, platforms: set[str], asked: Backend) -> list[str]:
+def _verdicts(spec: Spec, name: str, platforms: set[str], backend: Backend) -> dict[str, str]:
     empty = "there is no query or no key" if 0 in (spec.batch, spec.query_len, spec.key_len) else None
     reasons = {"native": empty or native.why_not(platforms), "loop": empty, "dense": None}
-    said = []
-    for other, reason in reasons.items():
-        if other == name:
-            verdict = chosen_verdict(asked)
-        else:
-            verdict = "could; auto does not pick it here" if reason is None else f"cannot: {reason}"
-        said.append(backend_line(other, verdict))
-    return said
+    otherwise = "could; auto does not pick it here"
+    return {other: verdict_on(other, name, backend, reason, otherwise) for other, reason in reasons.items()}
 
 
 def _of_loop(
@@ -100,7 +96,7 @@ def _of_loop(
 
 
 def _visible(spec: Spec, first: NDArray[np.int64]) -> int:
-    """Pairs of a query and a key that the masks let meet, of all heads together (what one head hides left aside)."""
+    """The number of query-key pairs that the masks allow, over all heads (ignoring what single heads hide)."""
     of_query, of_key = (None if x is None else np.asarray(x) for x in (spec.query_segments, spec.key_segments))
     count = 0
     for row in range(0, spec.query_len, ROWS):

@@ -56,7 +56,8 @@ def forgetting_attention(
         slopes: m, for ALiBi times gates; None = no ALiBi.
         query_offset: position of query 0, an int; S − T by default. All queries must be among the S positions.
         query, key, value, dropout_key, return_lse, backend: as for `alibi_attention`. lse is that of the scores above.
-        options: window, scale, key_mask, segment_ids, key_bias, dropout_p and tolerance, as for `alibi_attention`.
+        options: window, scale, key_mask, segment_ids, key_bias, sink_logits, dropout_p and tolerance, as for
+            `alibi_attention`.
 
     Raises:
         ValueError, TypeError: wrong shapes, dtypes or numbers, when the function is traced.

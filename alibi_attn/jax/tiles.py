@@ -170,15 +170,15 @@ def gradients(
 def least_distance(queries: Queries, key_len: int) -> Array:
     """int32 scalar: the i − j nearest to 0 of a block of queries that all lie beyond the keys, on one side; 0 for other blocks.
 
-    A row of ds adds up to dlse, so a constant can be subtracted from its distances: Σ ds·d = Σ ds·(d − c) + c·dlse. Otherwise
-    the rounding of products with distances of 10⁶ would exceed their sum.
+    A row of ds adds up to dlse, so a constant can be subtracted from its distances: Σ ds·d = Σ ds·(d − c) + c·dlse.
+    Otherwise the rounding of products with distances of 10⁶ would exceed their sum.
     """
     first, last = queries.position, queries.position + len(queries.query) - 1
     return jnp.maximum(first - (key_len - 1), 0) + jnp.minimum(last, 0)
 
 
 def slope_gradients(left: Array, right: Array, least: Array, grad_lse: Array) -> tuple[Array, Array]:
-    """The slopes' gradients of one block, from the sums of `gradients` over its tiles; grad_lse is 0 for queries that see no key."""
+    """The slopes' gradients of one block, from the sums of `gradients` over its tiles; grad_lse is 0 for blind queries."""
     due = least.astype(left.dtype) * grad_lse.sum(-1)
     return left - jnp.where(least > 0, due, 0.0), right + jnp.where(least < 0, due, 0.0)
 

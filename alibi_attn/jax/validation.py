@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alibi_attn.attention.spec import (
+    SINKS_RULE,
     AttentionSpec,
     check_key_bias,
     check_key_mask,
@@ -16,6 +17,7 @@ from alibi_attn.attention.spec import (
     check_query_offset,
     check_segments,
     check_shapes,
+    check_sink_logits,
     check_slopes,
     dtype_name,
 )
@@ -34,6 +36,7 @@ class GatedOptions(TypedDict, total=False):
     key_mask: Array | None
     segment_ids: SegmentIds | None
     key_bias: Array | None
+    sink_logits: Array | None
     dropout_p: float
     tolerance: float | None
 
@@ -60,6 +63,7 @@ def make_spec(
     key_mask: Array | None = None,
     segment_ids: SegmentIds | None = None,
     key_bias: Array | None = None,
+    sink_logits: Array | None = None,
     dropout_p: float = 0.0,
     tolerance: float | None = None,
     return_lse: bool = False,
@@ -86,6 +90,7 @@ def make_spec(
         causal=causal, window=window, scale=scale, query_offset=offset, key_mask=key_mask,
         query_segments=query_segments, key_segments=key_segments,
         key_bias=None if key_bias is None else _key_bias(key_bias, batch=b, num_heads=h, key_len=s),
+        sink_logits=None if sink_logits is None else _sink_logits(sink_logits, h),
         dropout_p=dropout_p, tolerance=tolerance, return_lse=return_lse,
     )  # fmt: skip
 
@@ -187,6 +192,15 @@ def _key_bias(key_bias: Array, *, batch: int, num_heads: int, key_len: int) -> A
     if values is not None and not (values < np.inf).all():
         raise ValueError("key_bias has NaN or +inf in it but must be finite, or −inf for a hidden key")
     return jnp.broadcast_to(jnp.asarray(key_bias), (batch, num_heads, key_len))
+
+
+def _sink_logits(sink_logits: Array, num_heads: int) -> Array:
+    check_array("sink_logits", sink_logits)
+    check_sink_logits(sink_logits, num_heads=num_heads)
+    values = readable_values(sink_logits)
+    if values is not None and not (values < np.inf).all():
+        raise ValueError(SINKS_RULE)
+    return jnp.asarray(sink_logits)
 
 
 def _small_numbers(*segment_ids: object) -> list[Array]:

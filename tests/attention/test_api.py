@@ -308,17 +308,17 @@ def test_head_reach_is_what_is_read() -> None:
 
 def test_explain_says_who_runs_and_why() -> None:
     q, k, v = draw(h=8, t=2048, b=1, d=16, dtype=torch.float32)
-    words = explain(q, k, v)
+    words = str(explain(q, k, v))
     first = "native" if native.why_not(make_spec(q, k, v), q, k, v) is None else "banded"
     assert f"{first}     runs (picked by auto)" in words
     assert "scores computed" in words
     assert "certified" in words
-    short = explain(q[:, :, :64], k[:, :, :64], v[:, :, :64])
+    short = str(explain(q[:, :, :64], k[:, :, :64], v[:, :, :64]))
     assert "dense      runs (picked by auto)" in short
     assert "auto leaves it to dense: short input" in short
-    assert "auto leaves it to dense: T ≤ 8: dense" in explain(q[:, :, :8], k, v)
-    assert "cannot: it has no dropout" in explain(q, k, v, dropout_p=0.1)
-    assert "dense      runs (named by the caller)" in explain(q, k, v, backend="dense")
+    assert "auto leaves it to dense: T ≤ 8: dense" in str(explain(q[:, :, :8], k, v))
+    assert "cannot: it has no dropout" in str(explain(q, k, v, dropout_p=0.1))
+    assert "dense      runs (named by the caller)" in str(explain(q, k, v, backend="dense"))
 
 
 WRONG_ARGUMENTS = {

@@ -128,7 +128,7 @@ def test_gates_shorten_the_reach_and_a_spike_costs_a_few_tiles() -> None:
     assert int(head_reach(q, k, [0.0] * 2, key_bias=gates, backend="native").max()) < 300
     spike = gates.clone()
     spike[:, :, 40] += 900.0
-    told = explain(q, k, v, [0.0] * 2, key_bias=spike, backend="native")
+    told = str(explain(q, k, v, [0.0] * 2, key_bias=spike, backend="native"))
     share = float(told.split("scores computed: ")[1].split(" = ")[1].split("%")[0])
     assert share < 15
     assert "key bias" in told.splitlines()[0]

@@ -72,7 +72,7 @@ for case in cases:
     assert_exact(case, torch.float32, answered, tolerance=2.0**-28)
 assert count >= 10, count
 q = torch.randn(1, 2, 40, 8)
-lines = explain(q, q, q, backend="made-up").splitlines()
+lines = str(explain(q, q, q, backend="made-up")).splitlines()
 assert any(line.split(maxsplit=1) == ["made-up", "runs (named by the caller)"] for line in lines), lines
 """
 

@@ -62,7 +62,7 @@ def test_what_broadcasts_is_one_bias() -> None:
         (BIAS.astype(np.float16), TypeError, "float16 but must be float32 or float64"),
         (BIAS.astype(int), TypeError, "int64 but must be float32 or float64"),
         (np.full(N, np.nan), ValueError, "NaN or \\+inf"),
-        (np.full(N, np.inf), ValueError, "−inf for a key that may not be seen"),
+        (np.full(N, np.inf), ValueError, "−inf for a hidden key"),
         ([0.0] * N, TypeError, "key_bias must be a jax.Array or numpy array but is list"),
     ],
 )  # fmt: skip

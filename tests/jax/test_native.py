@@ -180,9 +180,9 @@ def test_the_parts_of_a_shard_map_drop_as_if_each_were_alone() -> None:
 
 def test_explain_says_what_explain_says_of_tensors() -> None:
     rows = {name: RNG.standard_normal((1, 900, 4, 16)).astype(np.float32) for name in ROWS}
-    said = explain(**rows, slopes=SLOPES[:1], window=500).splitlines()
+    said = str(explain(**rows, slopes=SLOPES[:1], window=500)).splitlines()
     tensors = [torch.tensor(x).transpose(1, 2) for x in rows.values()]
-    of_torch = api.explain(*tensors, torch.tensor(SLOPES[:1]), window=500, backend="native").splitlines()
+    of_torch = str(api.explain(*tensors, torch.tensor(SLOPES[:1]), window=500, backend="native")).splitlines()
     assert said[0] == of_torch[0]
     assert said[1:4] == [
         "  native     runs (picked by auto)",
@@ -196,7 +196,7 @@ def test_explain_says_what_explain_says_of_tensors() -> None:
 def test_explain_of_the_loop_counts_its_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "_registered", lambda: "there is no C++ compiler 'g++'")
     rows = [RNG.standard_normal((1, 900, 4, 16)).astype(np.float32) for _ in range(3)]
-    said = explain(*rows, np.float32([4.0, 4.0, 0.0, 0.0])).splitlines()
+    said = str(explain(*rows, np.float32([4.0, 4.0, 0.0, 0.0]))).splitlines()
     assert said[1:3] == ["  native     cannot: there is no C++ compiler 'g++'", "  loop       runs (picked by auto)"]
     steep, flat = said[5].split(), said[8].split()
     assert int(steep[2]) <= 260, "its own tile and the one before; the last block of queries begins early, to be full"

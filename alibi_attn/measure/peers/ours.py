@@ -31,7 +31,7 @@ def ours_with_cache(backend: str) -> Prepare:
 
         def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if backend == "fused":  # what attend_near does on a GPU; in the interpreter it would take the CPU path
-                return fused.decode(make_spec(q, k, v, slopes), q, k, v, known_norms)
+                return fused.decode(make_spec(q, k, v, slopes), q, k, v, known_norms)[0]
             return attend_near(q, k, v, slopes, known_norms) if reads_near(q, k, slopes) else all_keys(q, k, v)
 
         return attention

@@ -55,7 +55,7 @@ def test_the_scores_computed_are_those_of_the_certificate(counted: dict[str, int
         found = bounds.bounds(spec, q, k, v)
         _, scores = banded.visits(spec, q, k, v)
     assert counted["forward"] == counted["backward"] == int(scores.sum())
-    assert f"scores computed: {counted['forward']:,} " in explain(q, k, v, slopes, backend="banded")
+    assert f"scores computed: {counted['forward']:,} " in str(explain(q, k, v, slopes, backend="banded"))
     # What each block of 64 queries must read, and what blocks of the plan add to it: a fraction, never everything.
     start = torch.arange(0, 1500, bounds.TILE)
     asked = torch.minimum(found.left[0] + bounds.TILE, start + bounds.TILE) * bounds.TILE

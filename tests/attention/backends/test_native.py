@@ -57,7 +57,7 @@ def test_the_scores_computed_are_those_of_the_certificate(counting: Callable[[],
     assert counting() == scores
     out.sum().backward()
     assert counting() == scores
-    assert f"scores computed: {scores:,} " in explain(q, k, v, SLOPES, backend="native")
+    assert f"scores computed: {scores:,} " in str(explain(q, k, v, SLOPES, backend="native"))
     # What a block of 64 queries visits by the bounds of the other backends, which do not know the log-sum-exp.
     start = torch.arange(0, 1500, TILE)
     rows = (1500 - start).clamp(max=TILE)
@@ -285,7 +285,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]
 def test_without_a_compiler_auto_takes_the_next_and_says_why(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     q, k, v = draw()
-    words = explain(q, k, v, SLOPES)
+    words = str(explain(q, k, v, SLOPES))
     assert "banded     runs (picked by auto)" in words
     assert "native     cannot: there is no C++ compiler 'no-such-compiler'" in words
     assert "install g++" in words
@@ -298,10 +298,10 @@ def test_without_a_compiler_auto_takes_the_next_and_says_why(elsewhere: Path, mo
 
 def test_few_scores_are_left_to_dense_and_not_to_the_next() -> None:
     q, k, v = (torch.randn(1, 1, t, 8) for t in (64, 2000, 2000))
-    words = explain(q, k, v, [0.5])
+    words = str(explain(q, k, v, [0.5]))
     assert "dense      runs (picked by auto)" in words
     assert "native     could; auto leaves it to dense: short input: B·H·T·S = 128000 < 131072" in words
-    assert "native     runs (picked by auto)" in explain(q, k.repeat(1, 1, 2, 1), v.repeat(1, 1, 2, 1), [0.5])
+    assert "native     runs (picked by auto)" in str(explain(q, k.repeat(1, 1, 2, 1), v.repeat(1, 1, 2, 1), [0.5]))
 
 
 def test_a_compiler_that_fails_is_quoted(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,7 +145,7 @@ def assert_reach(question: Question, backend: str) -> None:
     """What stands at `head_reach` and farther weighs no more than the tolerance, in any query; and `explain` has words for it."""
     call, numbers = question.call, question.numbers
     given = arguments(call, numbers)
-    assert explain(**given, backend=backend).startswith("B=")
+    assert str(explain(**given, backend=backend)).startswith("B=")
     del given["value"]
     reach = head_reach(**given, backend=backend)
     assert reach.shape == (call.batch, call.heads), f"head_reach has shape {list(reach.shape)}"

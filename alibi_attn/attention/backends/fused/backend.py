@@ -140,15 +140,15 @@ def forward(
     return output, lse
 
 
-def decode(spec: Spec, query: Tensor, key: Tensor, value: Tensor, known_norms: Norms) -> Tensor:
-    """The output of causal queries without key mask and segments; keys beyond the reach are not read.
+def decode(spec: Spec, query: Tensor, key: Tensor, value: Tensor, known_norms: Norms) -> tuple[Tensor, Tensor]:
+    """(output, lse) of causal queries without key mask and segments; keys beyond the reach are not read.
 
     Args:
         known_norms: norms of the keys and values, of all but the last few.
     """
     query, key, value = in_rows(query, key, value)
     tiles = plan(spec, query, key, value, known_norms)
-    return forward(spec, query, key, value, tiles)[0]
+    return forward(spec, query, key, value, tiles)
 
 
 def decode_parts(spec: Spec, query: Tensor) -> int:

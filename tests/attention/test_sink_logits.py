@@ -1,0 +1,235 @@
+"""Sink logits against fp64 attention with an extra column of scores, one per head, whose value is zero."""
+
+import math
+
+import pytest
+import torch
+from attention_checks import ON_CPU, WITH_KEY_BIAS
+
+from alibi_attn.attention import decoding
+from alibi_attn.attention.api import alibi_attention, explain
+from alibi_attn.attention.certificate.norms import Norms
+from alibi_attn.attention.dropout import drawn_seed, kept
+from alibi_attn.attention.execution import scaled_by_sinks
+from alibi_attn.attention.forgetting import forgetting_attention
+from alibi_attn.attention.spec import dropout_numbers
+from alibi_attn.attention.validation import make_spec
+from alibi_attn.attention.varlen import alibi_attention_varlen
+from alibi_attn.distributed.rank_attention import merged
+
+SINKS = [0.0, 3.0, -4.0, -math.inf]
+SLOPES = [0.5, 0.25, 0.1, 0.02]
+
+
+def oracle(q, k, v, slopes, sinks, *, causal=True, key_mask=None, log_fgate=None, factors=None):
+    """Softmax over the keys and one more column in fp64: (output, lse of the keys alone)."""
+    group, (t, s) = q.shape[1] // k.shape[1], (q.shape[2], k.shape[2])
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    distance = torch.arange(s - t, s)[:, None] - torch.arange(s)
+    scores = q @ k.mT / math.sqrt(q.shape[3]) - slopes[:, None, None] * distance.abs()
+    if log_fgate is not None:
+        sums = log_fgate.cumsum(-1)
+        scores = scores + sums[:, :, s - t :, None] - sums[:, :, None]
+    hidden = (distance < 0) & causal
+    if key_mask is not None:
+        hidden = hidden | ~key_mask[:, None, None]
+    scores = scores.masked_fill(hidden, -math.inf)
+    sink = sinks[:, None, None].expand(*scores.shape[:3], 1)
+    blind = (scores == -math.inf).all(-1, keepdim=True)
+    # Of a query without keys only the sink is left; without a sink too, softmax would be NaN.
+    weights = torch.cat([scores, sink.masked_fill(blind, 0.0)], -1).softmax(-1)[..., :-1].masked_fill(blind, 0.0)
+    return (weights if factors is None else weights * factors) @ v, scores.logsumexp(-1)
+
+
+def drawn(t=70, s=90, *, dtype=torch.float32, heads=4, kv_heads=2, d=16):
+    g = torch.Generator().manual_seed(t + s)
+    q, k, v = (torch.randn(2, h, n, d, generator=g).to(dtype) for h, n in ((heads, t), (kv_heads, s), (kv_heads, s)))
+    return q, k, v, torch.tensor(SLOPES), torch.tensor(SINKS)
+
+
+def gradients(function, inputs, *, through_lse=True):
+    """(output, lse, the gradients of fixed sums of both), in fp64."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    output, lse = function(*leaves)
+    g = torch.Generator().manual_seed(0)
+    total = (output.double() * torch.randn(output.shape, generator=g, dtype=torch.float64)).sum()
+    if through_lse:
+        seen = lse.double().masked_fill(lse == -math.inf, 0.0)
+        total = total + (seen * torch.randn(lse.shape, generator=g, dtype=torch.float64)).sum()
+    found = torch.autograd.grad(total, leaves, allow_unused=True)
+    return output.double(), lse.double(), [None if x is None else x.double() for x in found]
+
+
+def assert_equal_to_oracle(function, exact, inputs, *, units: float) -> None:
+    output, lse, got = gradients(function, inputs)
+    true_output, true_lse, true = gradients(exact, [x.double() for x in inputs])
+    torch.testing.assert_close(output, true_output, rtol=units, atol=units)
+    torch.testing.assert_close(lse, true_lse, rtol=units, atol=units)
+    for name, x, y in zip(("query", "key", "value", "slopes", "sinks", "gates"), got, true, strict=False):
+        scale = float(y.nan_to_num().abs().max()) + 1.0
+        torch.testing.assert_close(
+            x, y.nan_to_num(), rtol=0, atol=20 * units * scale, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@pytest.mark.parametrize("backend", ON_CPU)
+@pytest.mark.parametrize(("t", "s", "causal"), [(70, 90, True), (90, 70, True), (40, 60, False), (1, 33, True)])
+def test_output_lse_and_gradients_equal_an_extra_column(backend: str, t: int, s: int, *, causal: bool) -> None:
+    mask = torch.rand(2, s, generator=torch.Generator().manual_seed(1)) > 0.3
+    mask[1] = False  # sees no key
+
+    def ours(q, k, v, m, sinks):
+        return alibi_attention(
+            q, k, v, m, sink_logits=sinks, causal=causal, key_mask=mask, return_lse=True, backend=backend
+        )
+
+    def exact(q, k, v, m, sinks):
+        return oracle(q, k, v, m, sinks, causal=causal, key_mask=mask)
+
+    assert_equal_to_oracle(ours, exact, drawn(t, s), units=2e-6)
+    output, lse = ours(*drawn(t, s))
+    assert bool((output[1] == 0).all())
+    assert bool((lse[1] == -math.inf).all())
+
+
+@pytest.mark.parametrize("backend", ON_CPU)
+def test_bfloat16_rounds_once_more_only(backend: str) -> None:
+    inputs = drawn(130, 130, dtype=torch.bfloat16)
+
+    def ours(q, k, v, m, sinks):
+        return alibi_attention(q, k, v, m, sink_logits=sinks, return_lse=True, backend=backend)
+
+    output, lse, _ = gradients(ours, inputs)
+    true_output, true_lse = oracle(*(x.double() for x in inputs))
+    assert ours(*inputs)[0].dtype == torch.bfloat16
+    torch.testing.assert_close(output, true_output, rtol=2.0**-7, atol=2.0**-7)
+    torch.testing.assert_close(lse, true_lse, rtol=1e-2, atol=1e-2)
+
+
+def test_a_sink_of_minus_infinity_changes_no_bit() -> None:
+    q, k, v, m, _ = drawn(200, 200)
+    none = torch.full((4,), -math.inf)
+    assert torch.equal(alibi_attention(q, k, v, m, sink_logits=none), alibi_attention(q, k, v, m, return_lse=True)[0])
+
+
+@pytest.mark.parametrize("backend", WITH_KEY_BIAS)
+def test_gates_with_sinks_equal_an_extra_column(backend: str) -> None:
+    gates = torch.nn.functional.logsigmoid(torch.randn(2, 4, 90, generator=torch.Generator().manual_seed(2)) + 3)
+
+    def ours(q, k, v, m, sinks, gates):
+        return forgetting_attention(q, k, v, gates, m, sink_logits=sinks, return_lse=True, backend=backend)
+
+    def exact(q, k, v, m, sinks, gates):
+        return oracle(q, k, v, m, sinks, log_fgate=gates)
+
+    assert_equal_to_oracle(ours, exact, (*drawn(70, 90), gates), units=3e-6)
+
+
+@pytest.mark.parametrize("backend", WITH_KEY_BIAS)
+def test_dropout_drops_the_same_weights_with_sinks(backend: str) -> None:
+    q, k, v, m, sinks = drawn()
+    torch.manual_seed(5)
+    got = alibi_attention(q, k, v, m, sink_logits=sinks, dropout_p=0.4, backend=backend)
+    torch.manual_seed(5)
+    spec = make_spec(q, k, v, m, dropout_p=0.4)
+    object.__setattr__(spec, "dropout_seed", drawn_seed(q.device))
+    factors = kept(spec, q.device).double() * dropout_numbers(0.4)[1]
+    exact, _ = oracle(*(x.double() for x in (q, k, v, m, sinks)), factors=factors)
+    torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["auto", "dense"])
+def test_packed_sequences_with_sinks_equal_single_ones(backend: str) -> None:
+    _, _, _, m, sinks = drawn()
+    q, k, v = (torch.randn(500, 4, 16, generator=torch.Generator().manual_seed(n)) for n in range(3))
+    lengths = torch.tensor([0, 130, 130, 500], dtype=torch.int32)
+    packed = alibi_attention_varlen(q, k, v, lengths, m, sink_logits=sinks, backend=backend)
+    for low, high in ((0, 130), (130, 500)):
+        q_one, k_one, v_one = (x[low:high].transpose(0, 1)[None] for x in (q, k, v))
+        alone = alibi_attention(q_one, k_one, v_one, m, sink_logits=sinks, backend=backend)
+        torch.testing.assert_close(packed[low:high], alone[0].transpose(0, 1), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_decoding_with_sinks_equals_an_extra_column(*, gated: bool) -> None:
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, h, n, 16, generator=g) for h, n in ((4, 2), (2, 3000), (2, 3000)))
+    k[:, :, 5] *= 20  # an outlier tile, whose result is merged
+    m, sinks = torch.tensor(SLOPES), torch.tensor(SINKS)
+    gates = torch.nn.functional.logsigmoid(torch.randn(1, 4, 3000, generator=g) + 5) if gated else None
+    with torch.no_grad():
+        got = decoding.attend_near(q, k, v, m, Norms.of(k, v), log_fgate=gates, sink_logits=sinks)
+    exact, _ = oracle(*(x.double() for x in (q, k, v, m, sinks)), log_fgate=None if gates is None else gates.double())
+    torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_results_over_parts_of_the_keys_merge_and_get_the_sink_once() -> None:
+    q, k, v, m, sinks = drawn(30, 90)
+    near, far = ((k[:, :, part], v[:, :, part]) for part in (slice(40, None), slice(0, 40)))
+    here = alibi_attention(q, *near, m, query_offset=20, return_lse=True)
+    there = alibi_attention(q, *far, m, query_offset=60, return_lse=True)
+    output, lse = merged(*here, *there)
+    whole = alibi_attention(q, k, v, m, sink_logits=sinks)
+    torch.testing.assert_close(scaled_by_sinks(output, lse, sinks), whole, rtol=1e-5, atol=1e-5)
+
+
+def test_vmap_and_func_grad_agree_with_autograd() -> None:
+    q, k, v, m, sinks = drawn(20, 20)
+
+    def loss(sinks, q):
+        return alibi_attention(q, k, v, m, sink_logits=sinks, backend="native").square().sum()
+
+    of_sinks, of_q = torch.func.grad(loss, (0, 1))(sinks[:3].new_tensor([0.0, 3.0, -4.0, 1.0]), q)
+    leaves = [torch.tensor([0.0, 3.0, -4.0, 1.0], requires_grad=True), q.clone().requires_grad_()]
+    expected = torch.autograd.grad(loss(*leaves), leaves)
+    torch.testing.assert_close((of_sinks, of_q), expected)
+    many = torch.stack([leaves[0].detach(), leaves[0].detach() + 1])
+    mapped = torch.func.vmap(lambda x: alibi_attention(q, k, v, m, sink_logits=x))(many)
+    torch.testing.assert_close(mapped[1], alibi_attention(q, k, v, m, sink_logits=many[1]))
+
+
+def test_compiled_code_gives_the_same_gradients() -> None:
+    q, k, v, m, sinks = drawn(150, 150)
+
+    def ours(q, k, v, m, sinks):
+        return alibi_attention(q, k, v, m, sink_logits=sinks, return_lse=True, backend="native")
+
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    for x, y in zip(gradients(compiled, (q, k, v, m, sinks))[2], gradients(ours, (q, k, v, m, sinks))[2], strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6)
+
+
+def test_autocast_leaves_sinks_alone() -> None:
+    q, k, v, m, _ = drawn(40, 40)
+    precise = torch.tensor([0.123456789, 1.0, 2.0, 3.0])
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = alibi_attention(q, k, v, m, sink_logits=precise)
+    low = [x.bfloat16() for x in (q, k, v)]
+    assert inside.dtype == torch.bfloat16
+    assert torch.equal(inside, alibi_attention(*low, m, sink_logits=precise))
+
+
+WRONG = {
+    "shape": (torch.zeros(3), ValueError, r"sink_logits has shape \[3\] but must be \[H\] = \[4\]"),
+    "two axes": (torch.zeros(2, 4), ValueError, "one logit per query head"),
+    "integers": (torch.zeros(4, dtype=torch.int64), TypeError, "sink_logits is int64"),
+    "a list": ([0.0] * 4, TypeError, "must be a torch.Tensor"),
+    "infinity": (torch.tensor([0.0, math.inf, 0.0, 0.0]), ValueError, "no weight for any key"),
+    "NaN": (torch.tensor([0.0, math.nan, 0.0, 0.0]), ValueError, "NaN"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_sinks_are_refused(name: str) -> None:
+    sinks, error, words = WRONG[name]
+    q, k, v, m, _ = drawn(5, 5)
+    with pytest.raises(error, match=words):
+        alibi_attention(q, k, v, m, sink_logits=sinks)
+
+
+def test_explain_mentions_sinks_and_what_they_exclude() -> None:
+    q, k, v, m, sinks = drawn(300, 300)
+    explanation = explain(q, k, v, m, sink_logits=sinks)
+    assert "sink logits" in explanation.call
+    assert explanation.verdicts["flex"] == "cannot: FlexAttention has no lse on the CPU"
+    assert "sink" not in str(explain(q, k, v, m))
