@@ -25,6 +25,7 @@ OURS = {
     "alibi_bias_max": "slopes=alibi_slopes(num_heads, bias_max=...)", "alibi_num_heads": "slopes with 0 for the other heads",
     "use_cache": _CACHE, "past_key_value": _CACHE, "past_key_values": _CACHE, "past_kv": _CACHE, "layer_past": _CACHE,
     "need_weights": _NO_WEIGHTS, "output_attentions": _NO_WEIGHTS,
+    "sinks": "sink_logits", "s_aux": "sink_logits", "learnable_sink": "sink_logits",
     "head_first": "leave it out: the layout is [B, H, T, D]",
 }  # fmt: skip
 
