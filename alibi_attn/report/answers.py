@@ -101,26 +101,19 @@ def scale_factor(record: Record) -> float:
 
 def scale_of(record: Record) -> str:
     """The scale at which an answer was made, for example "small"; "" if it was not recorded."""
-    scale = record.config.get("scale")
-    return scale if isinstance(scale, str) else ""
+    return _text(record, "scale")
 
 
 def unit_of(record: Record) -> str:
     """The unit of our perplexity: "byte" or "token"."""
-    unit = record.config.get("unit")
-    if isinstance(unit, str):
-        return unit
-    sizes = [corpus.get("bytes_per_token") for corpus in _corpora(record)]
-    return "byte" if sizes and all(size == 1 for size in sizes) else "token"
+    sizes = {corpus.get("bytes_per_token") for corpus in _corpora(record)}
+    return _text(record, "unit") or ("byte" if sizes == {1} else "token")
 
 
 def corpus_of(record: Record) -> str:
     """The names of the texts that we measured on."""
-    name = record.config.get("corpus")
-    if isinstance(name, str):
-        return name
     names = dict.fromkeys(str(corpus.get("name")) for corpus in _corpora(record) if corpus.get("name"))
-    return " and ".join(names) or "another text"
+    return _text(record, "corpus") or " and ".join(names) or "another text"
 
 
 def spread_sentence(record: Record) -> str:
@@ -133,9 +126,7 @@ def spread_sentence(record: Record) -> str:
     if seeds and seeds[1] == 1:
         sentences.append("There is one seed, so the influence of chance is unknown.")
     elif seeds:
-        sentences.append(
-            f"Bands and small numbers show the range from the lowest to the highest of {_between(seeds)} seeds."
-        )
+        sentences.append(f"Bands and small numbers show the lowest and the highest of {_between(seeds)} seeds.")
     return " ".join(sentences)
 
 
@@ -144,8 +135,7 @@ def scale_sentence(record: Record) -> str:
     item, factor = item_of(record), scale_factor(record)
     sentences = []
     if factor != 1:
-        lengths = sorted({length for label in item.series if (length := trained_length(label))})
-        example = lengths[0] if lengths else 512
+        example = min((length for label in item.series if (length := trained_length(label))), default=512)
         sentences.append(
             f"Our lengths are the paper's divided by {factor:g}: L = {example / factor:,.0f} stands for L = {example:,}."
         )
@@ -158,9 +148,14 @@ def scale_sentence(record: Record) -> str:
         sentences.append(f"Ours is per {ours}, the paper's per {theirs}: compare changes, not levels.")
     elif item.corpus:
         sentences.append(
-            f"The machines (the paper's: {item.evaluation}) and the tokens differ, so compare the shapes of the curves."
+            f"Machines (the paper's: {item.evaluation}) and tokens differ, so compare the shapes of the curves."
         )
     return " ".join(sentences)
+
+
+def _text(record: Record, name: str) -> str:
+    value = record.config.get(name)
+    return value if isinstance(value, str) else ""
 
 
 def _corpora(record: Record) -> Sequence[Mapping[str, Json]]:
@@ -170,12 +165,9 @@ def _corpora(record: Record) -> Sequence[Mapping[str, Json]]:
 
 def _slopes(record: Record, item: PublishedItem) -> list[tuple[float, float | None]]:
     """(our slope, the paper's slope) of every head."""
-    if "slope" not in item.columns:
-        return []
+    series = item.series if "slope" in item.columns else {}
     return [
-        pair
-        for label, columns in item.series.items()
-        for pair in zip(numbers(record, label, "slope"), columns["slope"], strict=False)
+        pair for label in series for pair in zip(numbers(record, label, "slope"), series[label]["slope"], strict=False)
     ]
 
 

@@ -89,7 +89,7 @@ def interval(pairs: Paired) -> Interval | None:
 
 def as_ratio(bounds: Interval | None) -> Interval | None:
     """The interval of e to the power of the mean."""
-    return bounds and dataclasses.replace(bounds, low=_exp(bounds.low), high=_exp(bounds.high))
+    return bounds and dataclasses.replace(bounds, low=exp(bounds.low), high=exp(bounds.high))
 
 
 def joined(parts: Array, tokens: Array, length: float) -> tuple[Array, Array]:
@@ -126,5 +126,6 @@ def _joined(parts: Array, weights: Array, size: int) -> tuple[Array, Array]:
     return np.bincount(groups, weights=weights * parts) / shares, shares
 
 
-def _exp(value: float) -> float:
+def exp(value: float) -> float:
+    """e to the power of a number; infinite instead of an overflow."""
     return math.exp(value) if value < 700 else math.inf

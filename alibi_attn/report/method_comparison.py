@@ -17,18 +17,14 @@ from typing import Literal
 
 import numpy as np
 
-from alibi_attn.records import Json, Record
-from alibi_attn.report.intervals import Array, Interval, Paired, mean_interval
-from alibi_attn.report.series import Series, Study, flat, numbers
+from alibi_attn.records import Record
+from alibi_attn.report.intervals import Array, Interval, Paired, as_ratio, exp, mean_interval
+from alibi_attn.report.series import Series, Study, flat, numbers, seed_of
 
 RECIPE = "referee"
 SOLVED = 0.9
-CHANCE = {
-    "mqar": 1 / 16,
-    "needles": 1 / 16,
-    "copy": 1 / 63,
-    "flip-flop": 1 / 2,
-}  # guessing among the symbols that can be an answer
+# The share of correct guesses among the symbols that can be an answer.
+CHANCE = {"mqar": 1 / 16, "needles": 1 / 16, "copy": 1 / 63, "flip-flop": 1 / 2}
 TITLES = {"mqar": "associative recall", "needles": "needles", "copy": "copying", "flip-flop": "one bit (flip-flop)"}
 
 Level = Literal["solved", "not solved", "open"]
@@ -114,9 +110,8 @@ def is_compared(study: Study) -> bool:
 
 def methods(tasks: Sequence[Task]) -> list[Series]:
     """One series per method, in the order of the studies."""
-    return list(
-        {series.method: series for task in tasks for series in task.study.series if series.stretch == "none"}.values()
-    )
+    plain = (series for task in tasks for series in task.study.series if series.stretch == "none")
+    return list({series.method: series for series in plain}.values())
 
 
 def is_learned(task: Task) -> bool:
@@ -209,17 +204,15 @@ def _task(study: Study) -> Task:
     name = next((task for task in names if task in CHANCE), "")
     corpus = str(study.corpus.get("name", "text"))
     title = TITLES[name] if name else "text" if corpus == "text" else f"text ({corpus})"
-    documents = _integer(study.evaluation.get("trials")) or 16  # the default, which is not recorded
+    trials = study.evaluation.get("trials")
+    documents = trials if isinstance(trials, int) and trials > 0 else 16  # the default, which is not recorded
     ends = study.trained[0], max(study.lengths)
     plain = [series for series in study.series if series.stretch == "none"]
-    found = {
-        (series.method, length): _scores(series, name, length, 3 / documents if name else 0.0)
-        for series in plain
-        for length in ends
-    }
+    least = 3 / documents if name else 0.0
+    found = {(series.method, at): _scores(series, name, at, least) for series in plain for at in ends}
     means = {series.method: found[series.method, ends[0]].mean for series in plain}
     known = [method for method, mean in means.items() if math.isfinite(mean)]
-    return Task(name, title, study, found, "" if name else max(known, key=lambda method: means[method], default=""))
+    return Task(name, title, study, found, "" if name else max(known, key=means.__getitem__, default=""))
 
 
 def _scores(series: Series, task: str, length: int, least: float) -> Scores:
@@ -235,7 +228,7 @@ def _scores(series: Series, task: str, length: int, least: float) -> Scores:
         values = dict(zip(numbers(record, by_length, "length"), numbers(record, by_length, column), strict=True))
         if not math.isfinite(values.get(length, math.nan)):
             continue
-        seed = _integer(flat(record.config).get("train.seed"))
+        seed = seed_of(record)
         at, shares, counts = (np.array(numbers(record, by_part, name)) for name in ("length", column, count))
         seeds[seed] = sign * values[length]
         parts[seed], weights = sign * shares[at == length], counts[at == length]
@@ -246,32 +239,17 @@ def _shape(series: Series) -> str:
     """A key for the model and training that all series of one comparison share."""
     config = flat(series.records[0].config)
     may_differ = ("model.method", "model.vocab_size", "train.seed")
-    same = {
-        name: value
-        for name, value in config.items()
-        if name.startswith(("model.", "train.")) and name not in may_differ
-    }
-    return repr(sorted(same.items()))
+    names = (name for name in config if name.startswith(("model.", "train.")) and name not in may_differ)
+    return repr([(name, config[name]) for name in sorted(names)])
 
 
 def _share(found: Measured) -> Measured:
     bounds = found.interval
-    return found if bounds is None else Measured(
-        found.value, dataclasses.replace(bounds, low=max(bounds.low, 0.0), high=min(bounds.high, 1.0))
-    )  # fmt: skip
+    low, high = (max(bounds.low, 0.0), min(bounds.high, 1.0)) if bounds else (0.0, 1.0)
+    return Measured(found.value, bounds and dataclasses.replace(bounds, low=low, high=high))
 
 
 def _ratio(found: Measured) -> Measured:
     """The ratio of perplexities, from a difference of scores (negative losses)."""
-    bounds = found.interval
-    if bounds is not None:
-        bounds = dataclasses.replace(bounds, low=_exp(-bounds.high), high=_exp(-bounds.low))
-    return Measured(_exp(-found.value), bounds)
-
-
-def _integer(value: Json) -> int:
-    return value if isinstance(value, int) and value > 0 else 0
-
-
-def _exp(value: float) -> float:
-    return math.exp(value) if value < 700 else math.inf
+    bounds = found.interval and dataclasses.replace(found.interval, low=-found.interval.high, high=-found.interval.low)
+    return Measured(exp(-found.value), as_ratio(bounds))

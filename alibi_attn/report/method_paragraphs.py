@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from alibi_attn.report import method_comparison as referee
 from alibi_attn.report.method_comparison import Measured, Task
+from alibi_attn.report.sentences import listed
 
 STEADY = 1.05  # a perplexity whose whole interval rises by less counts as no worse at length
 
@@ -97,7 +98,9 @@ def _unbeaten(tasks: Sequence[Task], method: str) -> str:
             found.append(task.title)
     if not found:
         return ""
-    return f"At the longest length, no method is significantly better and some are significantly worse on {_listed(found)}."
+    return (
+        f"At the longest length, no method is significantly better and some are significantly worse on {listed(found)}."
+    )
 
 
 def _with_interval(task: Task, found: Measured) -> str:
@@ -121,7 +124,3 @@ def _ratio(value: float) -> str:
 def _near_one(value: float) -> str:
     """A ratio, with a third decimal if it is close to 1."""
     return f"{value:.3f}" if abs(value - 1) < 0.1 else _ratio(value)
-
-
-def _listed(parts: Sequence[str]) -> str:
-    return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]

@@ -58,7 +58,7 @@ def question(studies: Sequence[Study]) -> str:
     if not lengths or max(lengths) <= min(trained):
         return "How well do these language models predict text?"
     return (
-        f"A language model is trained on {_listed([f'{n:,}' for n in trained])} tokens at a time. Does it still predict well "
+        f"A language model is trained on {listed([f'{n:,}' for n in trained])} tokens at a time. Does it still predict well "
         f"when it reads up to {max(lengths):,}?"
     )
 
@@ -79,7 +79,7 @@ def headline(study: Study) -> str:
     if others:
         reports = [f"{s.label} {rounded(np.mean(perplexity(s, longest)))}{_since(s, brief=True)}" for s in others]
         since = f"{study.trained[0]:,}" if len(study.trained) == 1 else "its trained length"
-        text += f" The other{'s' if others[1:] else ''}, with the change from {since}: {_listed(reports)}."
+        text += f" The other{'s' if others[1:] else ''}, with the change from {since}: {listed(reports)}."
     if others and max(perplexity(best, longest)) >= min(perplexity(others[0], longest)):
         text += f" The seeds of {best.label} and {others[0].label} overlap, so which of the two is better is open."
     return text
@@ -124,18 +124,18 @@ def allowed(study: Study) -> list[str]:
         )
     elif differing:
         conclusions.append(
-            f"The runs differ in {_listed(differing)}; a difference between two lines may be due to any of these."
+            f"The runs differ in {listed(differing)}; a difference between two lines may be due to any of these."
         )
     changes = [(s, change) for s in study.series if (change := change_percent(s)) is not None]
     worse = [s.label for s, change in changes if change > _SMALL_PERCENT]
     steady = [s.label for s, change in changes if change <= _SMALL_PERCENT]
     if worse:
-        conclusions.append(f"Beyond the trained length perplexity rises for {_listed(worse)}.")
+        conclusions.append(f"Beyond the trained length perplexity rises for {listed(worse)}.")
     if steady:
         conclusions.append(
-            f"It does not rise for {_listed(steady)}."
+            f"It does not rise for {listed(steady)}."
             if worse
-            else f"Perplexity does not rise with length for {_listed(steady)}."
+            else f"Perplexity does not rise with length for {listed(steady)}."
         )
     return conclusions
 
@@ -248,5 +248,6 @@ def _counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
-def _listed(parts: Sequence[str]) -> str:
+def listed(parts: Sequence[str]) -> str:
+    """The parts as one text: "a, b and c"."""
     return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]

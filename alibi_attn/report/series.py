@@ -12,7 +12,7 @@ import functools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,9 @@ from numpy.typing import NDArray
 from alibi_attn.position_methods import METHODS
 from alibi_attn.records import LARGEST, MOST, Json, Record, identity
 
+Points = NDArray[np.float64]
 Mode = Literal["nonoverlapping", "sliding", "windowed"]
+_T = TypeVar("_T")
 
 MODES: tuple[Mode, ...] = ("nonoverlapping", "sliding", "windowed")
 
@@ -51,18 +53,14 @@ class Series:
     @property
     def short(self) -> str:
         """A short label for figures."""
-        return self.label.replace("ALiBi, learned slopes", "learned slopes").replace(
-            "half ALiBi, half none", "half ALiBi"
-        )
+        return self.label.replace("ALiBi, learned", "learned").replace("half ALiBi, half none", "half ALiBi")
 
     @property
     def records(self) -> tuple[Record, ...]:
         """Its trainings, then its evaluations."""
         return self.trainings + self.evaluations
 
-    def curve(
-        self, curve: str, x: str, y: str, *, most: float = LARGEST
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def curve(self, curve: str, x: str, y: str, *, most: float = LARGEST) -> tuple[Points, Points]:
         """Two columns of a curve: x [points] ascending, y [seeds, points], NaN where a seed has no such point or the
         value exceeds `most`."""
         records = self.trainings if curve in ("training", "validation") else self.evaluations
@@ -75,7 +73,7 @@ class Series:
         some = measured.any(axis=0)
         return np.array(points, dtype=np.float64)[some], values[measured.any(axis=1)][:, some]
 
-    def perplexities(self, curve: str, x: str, nats: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def perplexities(self, curve: str, x: str, nats: str) -> tuple[Points, Points]:
         """`curve` with the exponential of its second column; values too large to draw are NaN."""
         points, values = self.curve(curve, x, nats, most=math.log(LARGEST))
         return points, np.exp(values)
@@ -143,23 +141,43 @@ def studies(records: Iterable[Record]) -> list[Study]:
 
     An evaluation with stretched positions is a separate series in the same study, because the weights are the same.
     """
-    unique = {
-        identity(r.kind, r.name, r.config): r for r in records if _is_of_a_model(r)
-    }  # a record may be passed twice
-    keys = {id(record): (_recipe(record), _run(record)) for record in unique.values()}
+    unique = {identity(r.kind, r.name, r.config): r for r in records if _is_of_a_model(r)}  # one may be passed twice
     trainings: dict[tuple[str, str], list[Record]] = {}
     for record in unique.values():
         if record.kind == "training":
-            trainings.setdefault(keys[id(record)], []).append(record)
-    evaluated = {keys[id(record)] for record in unique.values() if record.kind == "evaluation"}
+            trainings.setdefault(_key(record), []).append(record)
+    evaluated = {_key(record) for record in unique.values() if record.kind == "evaluation"}
     groups: dict[tuple[str, str, str], dict[tuple[str, str], list[Record]]] = {}
     for record in unique.values():
-        recipe, run = keys[id(record)]
-        if record.kind == "evaluation" or (recipe, run) not in evaluated:
-            group = groups.setdefault((recipe, _text(record.config.get("corpus")), _test(record)), {})
-            known = trainings.get((recipe, run), []) if record.kind == "evaluation" else []
+        key = recipe, run = _key(record)
+        if record.kind == "evaluation" or key not in evaluated:
+            test = {name: value for name, value in section(record, "eval").items() if name != "stretch"}
+            group = groups.setdefault((recipe, _text(record.config.get("corpus")), _text(test)), {})
+            known = trainings.get(key, []) if record.kind == "evaluation" else []
             group.setdefault((run, _stretch(record)), [*known]).append(record)
     return [_study(recipe, runs) for (recipe, _, _), runs in sorted(groups.items())]
+
+
+def section(record: Record, name: str) -> Mapping[str, Json]:
+    """A section of a record's config; empty if it has none."""
+    value = record.config.get(name)
+    return value if isinstance(value, Mapping) else {}
+
+
+def field(record: Record, name: str, key: str, default: _T) -> _T:
+    """A field of a section of a record's config; the default if it is missing or of another type."""
+    value = section(record, name).get(key)
+    return value if isinstance(value, type(default)) else default
+
+
+def seed_of(record: Record) -> int:
+    """The seed of the training."""
+    return field(record, "train", "seed", 0)
+
+
+def recipe_of(record: Record) -> str:
+    """The recipe that made a record, the first part of its name."""
+    return record.name.partition("/")[0]
 
 
 def numbers(record: Record, curve: str, column: str) -> list[float]:
@@ -196,16 +214,13 @@ def _study(recipe: str, runs: Mapping[tuple[str, str], Sequence[Record]]) -> Stu
             label += f" with {STRETCHES.get(stretch, stretch)}"
         if short.count(key) > 1:
             label += _difference(config, [name for name in several if name not in ("model.method", "train.length")])
-        trainings = tuple(sorted((r for r in members if r.kind == "training"), key=_seed))
-        evaluations = tuple(sorted((r for r in members if r.kind == "evaluation"), key=_seed))
+        trainings = tuple(sorted((r for r in members if r.kind == "training"), key=seed_of))
+        evaluations = tuple(sorted((r for r in members if r.kind == "evaluation"), key=seed_of))
         series.append(Series(label, method, trained, trainings, evaluations, stretch))
     order = list(METHODS)
-    series.sort(
-        key=lambda s: (order.index(s.method) if s.method in order else len(order), s.method, s.trained, s.label)
-    )
-    first = last[0]
-    plain = next((record for record in last if _stretch(record) == "none"), first)
-    return Study(recipe, _mapping(first.config.get("corpus")), _mapping(plain.config.get("eval")), tuple(series))
+    series.sort(key=lambda s: ([*order, s.method].index(s.method), s.method, s.trained, s.label))
+    plain = next((record for record in last if _stretch(record) == "none"), last[0])
+    return Study(recipe, section(last[0], "corpus"), section(plain, "eval"), tuple(series))
 
 
 def _difference(config: Mapping[str, Json], names: Sequence[str]) -> str:
@@ -224,37 +239,22 @@ def _is_of_a_model(record: Record) -> bool:
     return record.kind in ("training", "evaluation") and bool(_method(record)) and _trained(record) > 0
 
 
-def _recipe(record: Record) -> str:
-    return record.name.split("/", 1)[0]
-
-
 def _method(record: Record) -> str:
-    value = _mapping(record.config.get("model")).get("method")
-    return value if isinstance(value, str) else ""
+    return field(record, "model", "method", "")
 
 
 def _trained(record: Record) -> int:
-    value = _mapping(record.config.get("train")).get("length")
-    return value if isinstance(value, int) and value <= MOST else 0
-
-
-def _seed(record: Record) -> int:
-    value = _mapping(record.config.get("train")).get("seed")
-    return value if isinstance(value, int) else 0
-
-
-def _run(record: Record) -> str:
-    return _text(_without_seed({key: record.config.get(key) for key in _RUN}))
+    length = field(record, "train", "length", 0)
+    return length if length <= MOST else 0
 
 
 def _stretch(record: Record) -> str:
-    value = _mapping(record.config.get("eval")).get("stretch")
-    return value if isinstance(value, str) else "none"
+    return field(record, "eval", "stretch", "none")
 
 
-def _test(record: Record) -> str:
-    """A key for how it was tested, without the stretch."""
-    return _text({key: value for key, value in _mapping(record.config.get("eval")).items() if key != "stretch"})
+def _key(record: Record) -> tuple[str, str]:
+    """What identifies a run over all its seeds: its recipe, and its config without the evaluation."""
+    return recipe_of(record), _text(_without_seed({key: record.config.get(key) for key in _RUN}))
 
 
 def _without_seed(config: Mapping[str, Json]) -> dict[str, Json]:
@@ -263,10 +263,6 @@ def _without_seed(config: Mapping[str, Json]) -> dict[str, Json]:
         for key, value in config.items()
         if key != "seed"
     }
-
-
-def _mapping(value: Json) -> Mapping[str, Json]:
-    return value if isinstance(value, Mapping) else {}
 
 
 def _text(value: object) -> str:

@@ -12,6 +12,7 @@ with the reason.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, get_args
@@ -19,30 +20,12 @@ from typing import Literal, get_args
 import numpy as np
 
 from alibi_attn.records import Json, Record
-from alibi_attn.report.answers import (
-    Column,
-    item_name,
-    item_of,
-    published,
-    recorded,
-    scale_factor,
-    sorted_items,
-    way_of,
-)
+from alibi_attn.report import answers, intervals
+from alibi_attn.report.answers import Column, item_name, item_of, published, recorded
 from alibi_attn.report.claims import CLAIMS, Claim, Number
-from alibi_attn.report.intervals import (
-    LEAST_PARTS,
-    Array,
-    Interval,
-    Paired,
-    as_ratio,
-    joined,
-    seed_interval,
-    text_interval,
-    union,
-)
+from alibi_attn.report.intervals import LEAST_PARTS, Array, Interval, Paired, as_ratio, joined, union
 from alibi_attn.report.published import method_of, trained_length
-from alibi_attn.report.series import numbers
+from alibi_attn.report.series import numbers, section, seed_of
 
 Word = Literal["contradicted", "confirmed", "open"]
 
@@ -52,10 +35,7 @@ _METRICS = {
     "evaluation_tokens_per_second": {"speed": "evaluation_tokens_per_second"},
     "memory_bytes": {"speed": "memory_bytes", "training": "peak_memory_bytes"},
 }
-_EQUAL_TIME = (
-    "figure-5",
-    "table-11",
-)  # perplexities when the ALiBi model's training ended, from validations during training
+_EQUAL_TIME = ("figure-5", "table-11")  # perplexities when ALiBi's training ended, from validations during training
 _EXACT = ("slope", "pass")  # columns that are defined, not measured
 
 
@@ -99,16 +79,14 @@ class Evidence:
         self.missing = len(digits) - len(self.records)
         self._factor = self._scale_factor()
 
-    def by_seed(self, number: Number) -> dict[int, Record]:
+    def byseed_of(self, number: Number) -> dict[int, Record]:
         """The records that a number is read from, by seed: evaluations, trainings or measurements of speed."""
         metrics = _METRICS.get(number.column)
         if metrics is None and not self.equal_time:
             return self.evaluations(number)
-        return {
-            _seed(one): one
-            for one in self._of_model(number)
-            if (metrics.get(one.kind) in one.metrics if metrics else "validation" in one.curves)
-        }
+        models = self._of_model(number)
+        found = (x for x in models if (metrics.get(x.kind) in x.metrics if metrics else "validation" in x.curves))
+        return {seed_of(record): record for record in found}
 
     @property
     def equal_time(self) -> bool:
@@ -120,10 +98,10 @@ class Evidence:
         tested = self.our_length(number)
         split = "test" if number.column.startswith("test") else "valid"
         return {
-            _seed(one): one
+            seed_of(one): one
             for one in self._of_model(number)
             if one.kind == "evaluation"
-            and _section(one, "eval").get("split") == split
+            and section(one, "eval").get("split") == split
             and tested in numbers(one, "by_length", "length")
         }
 
@@ -159,13 +137,13 @@ class Evidence:
         if trained is None:
             return []
         wanted = method_of(number.label), round(trained / self._factor), None
-        return [one for one in self.records if (_section(one, "model").get("method"), *_lengths(one)) == wanted]
+        return [one for one in self.records if (section(one, "model").get("method"), *_lengths(one)) == wanted]
 
     def _scale_factor(self) -> float:
         """The paper's lengths divided by ours; from the trainings if the answer has no lengths."""
         lengths = [length for one in self.records if isinstance(length := _lengths(one)[0], int) and length > 0]
         theirs = [length for label in self.record.curves if (length := trained_length(label))]
-        factor = scale_factor(self.record)
+        factor = answers.scale_factor(self.record)
         return min(theirs) / min(lengths) if factor == 1 and lengths and theirs else factor
 
 
@@ -188,7 +166,7 @@ def in_order(judged: Iterable[tuple[Record, Verdict]]) -> list[tuple[Record, Ver
 
 def all_verdicts(records: Sequence[Record], by_identity: Mapping[str, Record]) -> list[tuple[Record, Verdict]]:
     """All verdicts on the answers among the records, each with its answer, in the paper's order."""
-    return [(record, one) for record in sorted_items(records) for one in verdicts(record, by_identity)]
+    return [(record, one) for record in answers.sorted_items(records) for one in verdicts(record, by_identity)]
 
 
 def ratio_text(value: float) -> str:
@@ -200,16 +178,15 @@ def ratio_text(value: float) -> str:
 
 def paired(evidence: Evidence, over: Sequence[Number], under: Sequence[Number], *, way: str) -> Paired:
     """ln of (the product of `over` / the product of `under`), by seed and by part of the text; `way` as in `answers.way_of`."""
-    found = [evidence.by_seed(number) for number in (*over, *under)]
+    found = [evidence.byseed_of(number) for number in (*over, *under)]
     seeds = sorted(set.intersection(*map(set, found)))
     if not seeds:
         where = "are not among these records" if evidence.missing else "are not named by the answer"
         return _nothing(f"its evaluations {where}")
     signs = [1.0] * len(over) + [-1.0] * len(under)
     terms = list(zip(signs, (*over, *under), found, strict=True))
-    logs = np.array(
-        [float(np.dot(signs, evidence.logs([(number, of[seed]) for _, number, of in terms], way))) for seed in seeds]
-    )
+    by_seed = ([(number, of[seed]) for _, number, of in terms] for seed in seeds)
+    logs = np.array([float(np.dot(signs, evidence.logs(numbers_of_seed, way))) for numbers_of_seed in by_seed])
     if any("perplexity" not in number.column for number in (*over, *under)):
         return _nothing("measured once, so the influence of chance is unknown", logs)
     if evidence.equal_time:
@@ -225,12 +202,8 @@ def size(records: Sequence[Record]) -> tuple[str, str]:
 
 
 def _by_part(
-    evidence: Evidence,
-    terms: Sequence[tuple[float, Number, Mapping[int, Record]]],
-    seeds: Sequence[int],
-    logs: Array,
-    way: str,
-) -> Paired:
+    evidence: Evidence, terms: Sequence[tuple[float, Number, Mapping[int, Record]]], seeds: Sequence[int], logs: Array, way: str
+) -> Paired:  # fmt: skip
     """The differences by part, with neighbors joined until a part is as long as the longest compared context."""
     ran = [of[seed] for _, _, of in terms for seed in seeds]
     if len({_scored(one) for one in ran}) > 1:
@@ -254,21 +227,19 @@ def _by_part(
 def _verdict(claim: Claim, evidence: Evidence) -> Verdict:
     item = item_of(evidence.record)
     paper, ours = (_ratio(claim, column) for column in (published(item), recorded(evidence.record)))
+    verdict = functools.partial(Verdict, claim=claim, paper=paper, ours=ours)
     if not math.isfinite(ours):
-        return Verdict(claim=claim, paper=paper, ours=ours, word="open", why="not measured at this size")
+        return verdict(word="open", why="not measured at this size")
     if claim.over[0].column in _EXACT:
         exact = Interval(low=ours, high=ours, over="its definition")
-        return Verdict(
-            claim=claim, paper=paper, ours=ours, word=_word(claim, exact), why="exact, by definition", text=exact
-        )
-    found = paired(evidence, claim.over, claim.under, way=way_of(item))
-    seeds, text = as_ratio(seed_interval(found)), as_ratio(text_interval(found))
+        return verdict(word=_word(claim, exact), why="exact, by definition", text=exact)
+    found = paired(evidence, claim.over, claim.under, way=answers.way_of(item))
+    seeds, text = as_ratio(intervals.seed_interval(found)), as_ratio(intervals.text_interval(found))
     bounds = union(seeds, text)
     word: Word = "open"
     if bounds is None:
-        why = (
-            f"no interval: {'one seed, and ' if len(found.logs) == 1 else ''}{found.why_not or 'a loss is not finite'}"
-        )
+        single = "one seed, and " if len(found.logs) == 1 else ""
+        why = f"no interval: {single}{found.why_not or 'a loss is not finite'}"
     elif claim.about_training and seeds is None:
         why = f"one training of each, but a claim about training needs two seeds (the interval is over {bounds.over} only)"
     else:
@@ -276,7 +247,7 @@ def _verdict(claim: Claim, evidence: Evidence) -> Verdict:
         why = f"over {bounds.over}" + (", one training" if len(found.logs) == 1 else "")
         if word == "open":
             why += ": the interval includes the threshold"
-    return Verdict(claim=claim, paper=paper, ours=ours, word=word, why=why, seeds=seeds, text=text)
+    return verdict(word=word, why=why, seeds=seeds, text=text)
 
 
 def _word(claim: Claim, bounds: Interval) -> Word:
@@ -306,7 +277,7 @@ def _parts(record: Record, length: float | None, name: str) -> Array:
 
 def _scored(record: Record) -> tuple[str, ...]:
     """What determines the scored tokens: the text, its split, their number, and the longest length."""
-    test, corpus = _section(record, "eval"), _section(record, "corpus")
+    test, corpus = section(record, "eval"), section(record, "corpus")
     lengths = _sequence(test.get("lengths"))
     return (*(str(test.get(name)) for name in ("split", "tokens")), str(lengths[-1:]), str(corpus.get("test_sha256")),
             str(corpus.get("sha256")))  # fmt: skip
@@ -319,22 +290,12 @@ def _nothing(why_not: str, logs: Array | None = None) -> Paired:
 
 def _lengths(record: Record) -> tuple[Json, Json]:
     """The trained length, and the shorter one that a staged training began with."""
-    train = _section(record, "train")
+    train = section(record, "train")
     return train.get("length"), train.get("first_length")
-
-
-def _section(record: Record, name: str) -> Mapping[str, Json]:
-    found = record.config.get(name)
-    return found if isinstance(found, Mapping) else {}
 
 
 def _sequence(value: Json) -> Sequence[Json]:
     return value if isinstance(value, list | tuple) else ()
-
-
-def _seed(record: Record) -> int:
-    value = _section(record, "train").get("seed")
-    return value if isinstance(value, int) else 0
 
 
 def _log(value: float | None) -> float:

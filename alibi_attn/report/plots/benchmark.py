@@ -33,9 +33,8 @@ class PeerTimes:
 
 def is_drawn(record: Record) -> bool:
     """Whether the record is a benchmark with times by length."""
-    return record.kind == "benchmark" and any(
-        math.isfinite(time) for peer in peer_times(record) for time in peer.times.values()
-    )
+    times = (time for peer in peer_times(record) for time in peer.times.values())
+    return record.kind == "benchmark" and any(map(math.isfinite, times))
 
 
 def peer_times(record: Record) -> list[PeerTimes]:
@@ -58,9 +57,8 @@ def peer_times(record: Record) -> list[PeerTimes]:
 
 def times_by_length(record: Record) -> Figure:
     """Milliseconds against length, both logarithmic."""
-    lines = {
-        _label(peer): {x: y for x, y in sorted(peer.times.items()) if math.isfinite(y)} for peer in peer_times(record)
-    }
+    peers = peer_times(record)
+    lines = {_label(peer): {x: y for x, y in sorted(peer.times.items()) if math.isfinite(y)} for peer in peers}
     return _by_length("milliseconds, log scale", lines)
 
 
@@ -91,9 +89,8 @@ def _by_length(title: str, lines: Mapping[str, Mapping[int, float]]) -> Figure:
         x, y = np.array(sorted(points.items())).T
         ours = name == OURS
         color = drawing.color_of("alibi" if ours else _COLORS[others.index(name) % len(_COLORS)])
-        axes.plot(
-            x, y, color=color, marker="o" if ours else ".", linewidth=2.4 if ours else 1.5, clip_on=False, label=name
-        )
+        marker, width = ("o", 2.4) if ours else (".", 1.5)
+        axes.plot(x, y, color=color, marker=marker, linewidth=width, clip_on=False, label=name)
         drawn.append(End(name, color, float(x[-1]), float(y[-1])))
     drawing.log_axis(axes, np.array([y for points in lines.values() for y in points.values()]))
     drawing.length_ticks(axes, lengths, "tokens")
@@ -109,20 +106,15 @@ def ratio_table(record: Record) -> tuple[list[str], list[tuple[str, list[str]]]]
     forward = dict(zip(numbers(record, OURS, "length"), numbers(record, OURS, "forward_ms"), strict=False))
     rows = []
     for peer in peers:
-        cells = []
-        for length in lengths:
-            time = peer.times.get(length, math.nan)
-            base = math.nan if ours is None else ours.times.get(length, math.nan)
-            if peer.forward_only:
-                base = forward.get(length, math.nan)
-            if math.isnan(time):
-                cells.append("–")
-            elif peer.name == OURS or not base > 0:
-                cells.append(f"{time:,.0f} ms")
-            else:
-                cells.append(f"{time / base:.2f}×")
+        base = {} if peer.name == OURS or ours is None else forward if peer.forward_only else ours.times
+        cells = [_ratio(peer.times.get(length, math.nan), base.get(length, math.nan)) for length in lengths]
         rows.append((_label(peer), cells))
     return [f"{length:,}" for length in lengths], rows
+
+
+def _ratio(time: float, base: float) -> str:
+    """The time as a multiple of another, or in milliseconds if there is no other."""
+    return "–" if math.isnan(time) else f"{time / base:.2f}×" if base > 0 else f"{time:,.0f} ms"
 
 
 def facts(record: Record) -> Sequence[tuple[str, str]]:

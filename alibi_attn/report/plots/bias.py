@@ -4,18 +4,19 @@ The bias −m·|i − j| is drawn in full color where it is 0 and without color 
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from alibi_attn.report.plots.drawing import STYLE, color_of, file_of
+from alibi_attn.report.plots.drawing import STYLE, Plot, color_of, file_of, ticks
 from alibi_attn.report.tables.heads import NEGLIGIBLE, fraction, half_life
 from alibi_attn.slopes import alibi_slopes
+
+Slopes = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 _PIXELS = 96  # the largest side of a head's picture
 _WIDTH = 4.1  # inches
@@ -42,8 +43,7 @@ def plot_alibi_bias(num_heads: int, seq_len: int) -> Figure:
     height = grid + curves
     with matplotlib.rc_context({**STYLE, "figure.facecolor": "white"}):
         figure = Figure(figsize=(_WIDTH, height))
-        for axes, slope in zip(_grid(figure, num_heads, curves / height, 1.0), slopes, strict=True):
-            _draw_bias(axes, float(slope), seq_len, small=num_heads > 16)
+        _draw_biases(figure, slopes, seq_len, bottom=curves / height)
         axes = figure.add_axes((0.1, 0.4 / height, 0.85, (curves - 0.85) / height))
         _draw_factors(axes, slopes.tolist(), seq_len)
     return figure
@@ -54,13 +54,31 @@ def picture(num_heads: int, seq_len: int, suffix: str) -> bytes:
     return file_of(plot_alibi_bias(num_heads, seq_len), suffix, "bias")
 
 
+def pictures(num_heads: int, seq_len: int, furthest: int) -> tuple[Plot, Plot]:
+    """The biases over `seq_len` tokens, and the factors up to the distance `furthest`."""
+    return (
+        Plot(
+            "The bias of each head",
+            f"Queries run down and keys to the right, {seq_len:,} each. Full color is no penalty; no color is a factor of one "
+            "in a million or less.",
+            bias_grid(num_heads, seq_len),
+            f"The causal biases of {num_heads} heads over {seq_len:,} tokens: from a thin diagonal to a full triangle.",
+        ),
+        Plot(
+            "How fast each head forgets",
+            "The factor by which the bias multiplies the weight of a key. Dots mark the half-life, labeled with the slope.",
+            factor_curves(num_heads, furthest),
+            f"The factor of a key by distance, for each of {num_heads} heads: steep heads forget within a few tokens.",
+        ),
+    )
+
+
 def bias_grid(num_heads: int, seq_len: int) -> Figure:
     """The pictures of the heads alone; arguments as for `plot_alibi_bias`."""
     slopes = _checked_slopes(num_heads, seq_len)
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(_WIDTH, _grid_height(num_heads)))
-        for axes, slope in zip(_grid(figure, num_heads, 0.0, 1.0), slopes, strict=True):
-            _draw_bias(axes, float(slope), seq_len, small=num_heads > 16)
+        _draw_biases(figure, slopes, seq_len, bottom=0.0)
     return figure
 
 
@@ -73,7 +91,7 @@ def factor_curves(num_heads: int, seq_len: int) -> Figure:
     return figure
 
 
-def _checked_slopes(num_heads: int, seq_len: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+def _checked_slopes(num_heads: int, seq_len: int) -> Slopes:
     if seq_len < 1:
         raise ValueError(f"seq_len is {seq_len} but a length is at least 1 token")
     return alibi_slopes(num_heads)
@@ -87,14 +105,15 @@ def _grid_height(num_heads: int) -> float:
     return math.ceil(num_heads / _columns(num_heads)) * (_WIDTH / max(_columns(num_heads), 3) + 0.18)
 
 
-def _grid(figure: Figure, num_heads: int, bottom: float, top: float) -> Iterator[Axes]:
-    columns = _columns(num_heads)
-    rows = math.ceil(num_heads / columns)
-    width, height = 1 / columns, (top - bottom) / rows
-    for head in range(num_heads):
+def _draw_biases(figure: Figure, slopes: Slopes, seq_len: int, *, bottom: float) -> None:
+    """One picture per head in a grid from `bottom` to the top of the figure."""
+    columns = _columns(len(slopes))
+    width, height = 1 / columns, (1 - bottom) / math.ceil(len(slopes) / columns)
+    for head, slope in enumerate(slopes.tolist()):
         row, column = divmod(head, columns)
-        corner = column * width + 0.02 * width, top - (row + 1) * height + 0.04 * height
-        yield figure.add_axes((*corner, 0.96 * width, 0.78 * height))
+        corner = column * width + 0.02 * width, 1 - (row + 1) * height + 0.04 * height
+        axes = figure.add_axes((*corner, 0.96 * width, 0.78 * height))
+        _draw_bias(axes, slope, seq_len, small=len(slopes) > 16)
 
 
 def _draw_bias(axes: Axes, slope: float, seq_len: int, *, small: bool) -> None:
@@ -129,11 +148,7 @@ def _draw_factors(axes: Axes, slopes: Sequence[float], seq_len: int) -> None:
     axes.set_title("factor of a key, e^(−m·distance)", pad=8, x=-0.11)
     axes.set_xscale("log", base=2)
     last = math.floor(math.log2(furthest))
-    axes.xaxis.set_major_locator(
-        FixedLocator([2.0**p for p in range(last % 2 if last > 6 else 0, last + 1, 2 if last > 6 else 1)])
-    )
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    axes.xaxis.set_minor_locator(NullLocator())
+    ticks(axes.xaxis, [2.0**p for p in range(last % 2 if last > 6 else 0, last + 1, 2 if last > 6 else 1)])
     axes.set_xlabel("distance in tokens, log scale")
     axes.set_yticks([0, 0.5, 1])
     axes.set_ylim(0, 1.04)

@@ -8,13 +8,15 @@ import dataclasses
 import io
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from html import escape
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import FixedFormatter, FixedLocator, MaxNLocator, NullLocator
 from matplotlib.typing import RcKeyType
 from numpy.typing import NDArray
 
@@ -100,11 +102,6 @@ def marker_of(method: str) -> str:
     return METHODS[method].marker if method in METHODS else "*"
 
 
-def variable_of(method: str) -> str:
-    """The CSS variable of a method's color; "ink" for other names."""
-    return method if method in METHODS else "ink"
-
-
 def css(theme: str) -> str:
     """CSS custom properties, one per method: `--alibi: #d1420f;`. `theme` is "light" or "dark"."""
     return " ".join(f"--{name}: {getattr(look, theme)};" for name, look in METHODS.items())
@@ -112,10 +109,8 @@ def css(theme: str) -> str:
 
 def short_number(value: float) -> str:
     """The label of a tick: 2.5, 40, 30k, 2M."""
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= size:
-            return f"{value / size:.4g}{letter}"
-    return f"{value:.4g}"
+    size, letter = next(((size, x) for size, x in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if value >= size), (1, ""))
+    return f"{value / size:.4g}{letter}"
 
 
 def log_axis(axes: Axes, values: Points) -> None:
@@ -131,16 +126,14 @@ def log_axis(axes: Axes, values: Points) -> None:
     low, high = low * math.exp(-room), high * math.exp(2 * room)  # room above for "trained length"
     axes.set_yscale("log")
     axes.set_ylim(low, high)
-    axes.yaxis.set_major_locator(FixedLocator(_round_numbers(low, high)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
-    axes.yaxis.set_minor_locator(NullLocator())
+    ticks(axes.yaxis, _round_numbers(low, high), short_number)
 
 
 def length_ticks(axes: Axes, lengths: Sequence[int], label: str) -> None:
     """Makes the x axis logarithmic, with labels at the longest and the shortest length, and at those between that have room."""
     axes.set_xscale("log", base=2)
     named = with_room(sorted(lengths, reverse=True), max(lengths) / min(lengths))
-    ticks(axes, [min(lengths), *named[-2::-1]])
+    ticks(axes.xaxis, [min(lengths), *named[-2::-1]])
     axes.set_xlabel(label)
 
 
@@ -157,11 +150,11 @@ def with_room(places: Sequence[float], ratio: float) -> list[float]:
     return kept
 
 
-def ticks(axes: Axes, places: Sequence[float]) -> None:
-    """Puts ticks with integers at these places of the x axis, without minor ticks."""
-    axes.xaxis.set_major_locator(FixedLocator(list(places)))
-    axes.xaxis.set_major_formatter(FixedFormatter([f"{place:,.0f}" for place in places]))
-    axes.xaxis.set_minor_locator(NullLocator())
+def ticks(axis: Axis, places: Sequence[float], name: Callable[[float], str] = "{:,.0f}".format) -> None:
+    """Puts ticks with these names (by default integers) at these places of an axis, without minor ticks."""
+    axis.set_major_locator(FixedLocator(list(places)))
+    axis.set_major_formatter(FixedFormatter([name(place) for place in places]))
+    axis.set_minor_locator(NullLocator())
 
 
 def name_lines(axes: Axes, ends: Sequence[End], *, column: bool = False) -> None:
@@ -210,8 +203,7 @@ def place_names(
             for side, (left, bottom) in sides.items()
             if left >= edge
             and not any(
-                left < other[2] and other[0] < left + wide and bottom < other[3] and other[1] < bottom + high
-                for other in taken
+                left < x1 and x0 < left + wide and bottom < y1 and y0 < bottom + high for x0, y0, x1, y1 in taken
             )
         }
         (offset, align), box = next(iter(free.items()), (((4, 8), "left"), (x, y, x, y)))
@@ -231,25 +223,17 @@ def svg(figure: Figure, name: str, description: str) -> str:
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
         figure.savefig(file, format="svg", dpi=200, metadata=nothing, transparent=True)
     text = file.getvalue()
-    text = re.sub(
-        r"<!--.*?-->\s*|<metadata>.*?</metadata>\s*|<style.*?</style>\s*",
-        "",
-        text[text.index("<svg") :],
-        flags=re.DOTALL,
-    )
+    left_out = re.compile(r"<!--.*?-->\s*|<metadata>.*?</metadata>\s*|<style.*?</style>\s*", re.DOTALL)
+    text = left_out.sub("", text[text.index("<svg") :])
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
     text = re.sub(r" font-family: [^;\"]*;?", "", text)
-    for variable, color in {
-        "ink": INK,
-        "muted": MUTED,
-        "rule": RULE,
-        **{name: look.light for name, look in METHODS.items()},
-    }.items():
+    methods = {name: look.light for name, look in METHODS.items()}
+    for variable, color in {"ink": INK, "muted": MUTED, "rule": RULE, **methods}.items():
         text = text.replace(color, f"var(--{variable})")
     label = f'role="img" aria-labelledby="{name}-title"'
     head = re.sub(r'\s(width|height)="[^"]*"', "", text[: text.index(">")])
     text = text.removesuffix("\n").removesuffix("</svg>") + f"{_readings(figure)}</svg>\n"
-    return f'{head} {label}><title id="{name}-title">{_escape(description)}</title>{text[text.index(">") + 1 :]}'
+    return f'{head} {label}><title id="{name}-title">{escape(description, quote=False)}</title>{text[text.index(">") + 1 :]}'
 
 
 def file_of(figure: Figure, suffix: str, name: str) -> bytes:
@@ -277,7 +261,7 @@ def _readings(figure: Figure) -> str:
                 if math.isfinite(left + bottom) and box.contains(left, bottom):
                     found.append(
                         f'<circle cx="{left * to_points:.1f}" cy="{height - bottom * to_points:.1f}" r="{_READING_RADIUS}">'
-                        f"<title>{_escape(label)}: {_digits(y)} at {_digits(x)}</title></circle>"
+                        f"<title>{escape(label, quote=False)}: {_digits(y)} at {_digits(x)}</title></circle>"
                     )
     return f'<g class="readings" fill="none" pointer-events="all">{"".join(found)}</g>' if found else ""
 
@@ -313,7 +297,3 @@ def _spaced(places: Sequence[float], gap: float) -> list[float]:
     highest = max(0.0, 1.0 - (len(places) - 1) * gap)
     flat = [min(max(mean, 0.0), highest) for mean, members in pools for _ in range(members)]
     return [mean + index * gap for index, mean in enumerate(flat)]
-
-
-def _escape(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

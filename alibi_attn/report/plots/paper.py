@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from alibi_attn.report.claims import Number
 from alibi_attn.report.plots import drawing
@@ -132,9 +132,8 @@ def frontier(panel: Panel) -> Figure:
     _round_x(axes, float(xs.min()) / 1.25, float(xs.max()) * 1.25)
     drawing.log_axis(axes, np.array([min(*ys, *spread) / 1.02, max(*ys, *spread) * 1.02]))
     for method, ours in dict.fromkeys((line.method, line.ours) for line in points):
-        same = sorted(
-            (line for line in points if (line.method, line.ours) == (method, ours)), key=lambda line: float(line.x[0])
-        )
+        same = [line for line in points if (line.method, line.ours) == (method, ours)]
+        same.sort(key=lambda line: float(line.x[0]))
         color = drawing.color_of(method)
         axes.plot(
             [line.x[0] for line in same], [line.y[0] for line in same], marker=drawing.marker_of(method), color=color,
@@ -144,15 +143,14 @@ def frontier(panel: Panel) -> Figure:
             axes.plot(line.x[:1], line.y[:1], linestyle="none", label=reading(line))
             if math.isfinite(line.low[0]):
                 axes.plot([line.x[0]] * 2, [line.low[0], line.high[0]], color=color, linewidth=1.2)
-    drawing.place_names(
-        axes, [(_end_name(line, panel), drawing.color_of(line.method), line.x[0], line.y[0]) for line in points]
-    )
+    names = [(_end_name(line, panel), drawing.color_of(line.method), line.x[0], line.y[0]) for line in points]
+    drawing.place_names(axes, names)
     return figure
 
 
 def windows(token: Points, context: Points, passes: Points) -> Figure:
     """Which tokens each forward pass reads (pale) and scores (filled): one row per pass, one column per token."""
-    rows = int(np.max(passes))
+    rows, color = int(np.max(passes)), drawing.color_of("sinusoidal")
     figure, axes = drawing.plain_axes("")
     figure.set_size_inches(4.1, 0.55 + 0.3 * rows)
     axes.set_position((0.13, 0.4 / (0.55 + 0.3 * rows), 0.85, 0.3 * rows / (0.55 + 0.3 * rows)))
@@ -160,13 +158,8 @@ def windows(token: Points, context: Points, passes: Points) -> Figure:
         scored = token[passes == number]
         first = float(np.min(scored - context[passes == number])) + 1
         for place in np.arange(first, scored.max() + 1):
-            filled = place in scored
-            axes.add_patch(
-                Rectangle(
-                    (place - 0.46, number - 0.4), 0.92, 0.8, facecolor=drawing.color_of("sinusoidal"), linewidth=0,
-                    alpha=0.95 if filled else 0.28,
-                )
-            )  # fmt: skip
+            corner, alpha = (place - 0.46, number - 0.4), 0.95 if place in scored else 0.28
+            axes.add_patch(Rectangle(corner, 0.92, 0.8, facecolor=color, linewidth=0, alpha=alpha))
     axes.set_xlim(0.4, float(token.max()) + 0.6)
     axes.set_ylim(rows + 0.5, 0.5)
     axes.set_yticks(range(1, rows + 1), [f"pass {number}" for number in range(1, rows + 1)])
@@ -184,28 +177,19 @@ def _length_ticks(axes: Axes, low: float, high: float, panel: Panel) -> None:
         doublings = range(max(0, math.ceil(math.log2(low / panel.unit))), math.floor(math.log2(high / panel.unit)) + 1)
         names = {panel.unit * 2.0**power: "L" if power == 0 else f"{2**power} L" for power in doublings}
     else:
-        places = sorted({float(place) for line in panel.lines for place in line.x})
-        names = {place: f"{place:,.0f}" for place in places}
-    kept = drawing.with_room(list(names), high / low)
-    axes.xaxis.set_major_locator(FixedLocator(kept))
-    axes.xaxis.set_major_formatter(FixedFormatter([names[place] for place in kept]))
-    axes.xaxis.set_minor_locator(NullLocator())
+        names = {place: f"{place:,.0f}" for place in sorted({float(x) for line in panel.lines for x in line.x})}
+    drawing.ticks(axes.xaxis, drawing.with_room(list(names), high / low), names.__getitem__)
 
 
 def _round_x(axes: Axes, low: float, high: float) -> None:
     axes.set_xlim(low, high)
     ticks = [digit * 10.0**decade for decade in range(-3, 10) for digit in (1, 1.5, 2, 3, 5, 7)]
-    places = [tick for tick in ticks if low <= tick <= high]
-    axes.xaxis.set_major_locator(FixedLocator(places))
-    axes.xaxis.set_major_formatter(FixedFormatter([drawing.short_number(place) for place in places]))
-    axes.xaxis.set_minor_locator(NullLocator())
+    drawing.ticks(axes.xaxis, [tick for tick in ticks if low <= tick <= high], drawing.short_number)
 
 
 def _bounds(panel: Panel, axis: str) -> tuple[float, float]:
     """The lowest and highest drawn value of an axis."""
-    found = []
-    for line in panel.lines:
-        some = np.isfinite(line.y)
-        arrays = [line.x[some]] if axis == "x" else [line.y[some], line.low[some], line.high[some]]
-        found += [value for values in arrays for value in values.tolist() if math.isfinite(value) and value > 0]
+    names = ("x",) if axis == "x" else ("y", "low", "high")
+    arrays = [getattr(line, name)[np.isfinite(line.y)] for line in panel.lines for name in names]
+    found = [value for values in arrays for value in values.tolist() if math.isfinite(value) and value > 0]
     return (min(found), max(found)) if found else (1.0, 1.0)

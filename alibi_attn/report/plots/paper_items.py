@@ -7,7 +7,7 @@ bytes of one text and words of another can share an axis. Levels cannot; they ha
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -61,21 +61,20 @@ def pictures(record: Record, by_identity: Mapping[str, Record]) -> list[list[Plo
     """
     name, item = item_name(record), item_of(record)
     if name == "figure-3":
-        return [_head_pictures()]
+        return [[*heads.pictures(8, 64, 512)]]
     if name == "figure-10":
         return _window_pictures(record, item)
-    panels: list[tuple[str, str, Sequence[str]]] = []
-    if name in _BY_LENGTH:
-        panels = [("length", "perplexity", labels) for labels in item.panels]
-    elif name == "figure-5":
-        panels = [("hours", "perplexity", labels) for labels in item.panels]
-    elif name == "figure-7":
-        panels = [("length", "train_tokens_per_second", tuple(item.series))]
-    elif name == "figure-8":
-        panels = [("speed", "perplexity", tuple(item.series))]
-    elif name == "figure-2":
-        panels = [("trained", measure, tuple(item.series)) for measure in item.columns]
-    return [row for x, y, labels in panels for row in _rows(record, item, x, y, labels, by_identity) if row]
+    every = [tuple(item.series)]
+    axes: dict[str, tuple[str, Iterable[str], Iterable[Sequence[str]]]] = {  # x, measures, labels of each panel
+        "figure-2": ("trained", item.columns, every),
+        "figure-5": ("hours", ["perplexity"], item.panels),
+        "figure-7": ("length", ["train_tokens_per_second"], every),
+        "figure-8": ("speed", ["perplexity"], every),
+        **dict.fromkeys(_BY_LENGTH, ("length", ["perplexity"], item.panels)),
+    }
+    x, measures, panels = axes.get(name, ("", (), ()))
+    rows = (_rows(record, item, x, y, labels, by_identity) for y in measures for labels in panels)
+    return [row for several in rows for row in several if row]
 
 
 def _rows(
@@ -84,22 +83,19 @@ def _rows(
     """The changes on one axis, one picture per evaluation mode, and below them the levels."""
     labels = [label for label in labels if label not in item.cited]
     found = _numbers(record, item, x, y)
-    lines = {
-        id(numbers): _lines(numbers, labels, x, scale_factor(record) if numbers.ours else 1.0) for numbers in found
-    }
+    factors = [scale_factor(record) if numbers.ours else 1.0 for numbers in found]
+    lines = [_lines(numbers, labels, x, factor) for numbers, factor in zip(found, factors, strict=True)]
     draw = paper_figures.frontier if x == "speed" else paper_figures.lines
     together = []
     for way in dict.fromkeys(numbers.way for numbers in found):
-        of_way = [(numbers, line) for numbers in found if numbers.way == way for line in lines[id(numbers)]]
-        change = changes.change(record, x, y, way, [line for _, line in of_way], by_identity)
-        if change is not None:
-            together.append(_picture(change, draw(change)))
+        of_way = [line for numbers, own in zip(found, lines, strict=True) if numbers.way == way for line in own]
+        together.append(changes.change(record, x, y, way, of_way, by_identity))
     own = [
-        _panel(record, numbers, x, labels, lines[id(numbers)], 1.0 if not numbers.ours else scale_factor(record))
-        for numbers in found
-        if lines[id(numbers)]
+        _panel(record, numbers, x, labels, drawn, factor)
+        for numbers, drawn, factor in zip(found, lines, factors, strict=True)
+        if drawn
     ]
-    return [together, [_picture(panel, draw(panel)) for panel in own]]
+    return [[_picture(panel, draw(panel)) for panel in row if panel is not None] for row in (together, own)]
 
 
 def _numbers(record: Record, item: PublishedItem, x: str, y: str) -> list[_Numbers]:
@@ -108,15 +104,13 @@ def _numbers(record: Record, item: PublishedItem, x: str, y: str) -> list[_Numbe
         both = [(recorded(record), True), (published(item), False)]
         return [_Numbers(column=column, ours=ours, way="", y=y, spread="", source=item) for column, ours in both]
     way = way_of(item)
-    found = [_Numbers(column=recorded(record), ours=True, way=way, y=y, spread="", source=item)]
-    other = f"{_OTHER[way]}_"
-    found.append(dataclasses.replace(found[0], way=_OTHER[way], y=f"{other}{y}", spread=other))
-    found.append(_Numbers(column=published(item), ours=False, way=way, y=y, spread="", source=item))
-    same_models = _other_published(item_name(record), item)
-    if same_models is not None:
-        column = published(same_models)
-        found.append(_Numbers(column=column, ours=False, way=_OTHER[way], y=y, spread="", source=same_models))
-    return found
+    other = _OTHER[way]
+    ours = _Numbers(column=recorded(record), ours=True, way=way, y=y, spread="", source=item)
+    ours_too = dataclasses.replace(ours, way=other, y=f"{other}_{y}", spread=f"{other}_")
+    theirs = dataclasses.replace(ours, column=published(item), ours=False)
+    same = _other_published(item_name(record), item)
+    too = [dataclasses.replace(theirs, column=published(same), way=other, source=same)] if same else []
+    return [ours, ours_too, theirs, *too]
 
 
 def _other_published(name: str, item: PublishedItem) -> PublishedItem | None:
@@ -133,9 +127,8 @@ def _other_published(name: str, item: PublishedItem) -> PublishedItem | None:
                 kept = [at for at, length in enumerate(columns["length"]) if length and length <= longest]
                 series[label] = {key: tuple(columns[key][at] for at in kept) for key in ("length", "perplexity")}
     source = "tables " + ", ".join(table.source.removeprefix("table ") for table in tables)
-    return dataclasses.replace(
-        item, series=series, source=source if tables[1:] else tables[0].source, evaluation=tables[0].evaluation
-    )
+    source = source if tables[1:] else tables[0].source
+    return dataclasses.replace(item, series=series, source=source, evaluation=tables[0].evaluation)
 
 
 def _lines(numbers: _Numbers, labels: Sequence[str], x: str, factor: float) -> tuple[Line, ...]:
@@ -151,15 +144,14 @@ def _lines(numbers: _Numbers, labels: Sequence[str], x: str, factor: float) -> t
         name = label.split(",", 1)[0]
         if x == "trained":
             places = np.full(len(y), (length or math.nan) / factor)
+            lengths = factor * places
         else:
             places = numbers.column(label, {"speed": "train_tokens_per_second"}.get(x, x))
+            lengths = numbers.column(label, "paper_length")
             if len(trained) > 1 and length:
                 name = f"{name} {length / factor:,.0f}" if len(methods) > 1 else f"L = {length / factor:,.0f}"
         scale = 1e9 if numbers.y == "memory_bytes" else 1.0
         spread = [numbers.column(label, f"{numbers.spread}{end}") for end in ("low", "high")]
-        lengths = numbers.column(label, "paper_length")
-        if x == "trained":
-            lengths = factor * places
         line = Line(
             name=name, label=label, method=method_of(label), ours=numbers.ours, x=places, y=y / scale,
             low=spread[0], high=spread[1], paper_length=lengths if lengths.size == y.size else np.full(len(y), math.nan),
@@ -209,30 +201,8 @@ def _picture(panel: Panel, figure: Figure) -> Plot:
         some = np.isfinite(line.y)
         if some.any():
             ends.append(f"{line.name} from {line.y[some][0]:,.4g} to {line.y[some][-1]:,.4g}")
-    return Plot(
-        heading=panel.heading,
-        caption=panel.caption,
-        figure=figure,
-        description=f"{panel.heading}: {panel.y_label.removesuffix(', log scale')}. {'; '.join(ends)}.",
-    )
-
-
-def _head_pictures() -> list[Plot]:
-    return [
-        Plot(
-            heading="The bias of each of eight heads",
-            caption="Queries go down, keys to the right, 64 each; full color is no penalty.",
-            figure=heads.bias_grid(8, 64),
-            description="The causal biases of eight heads, from a thin diagonal to a full triangle.",
-        ),
-        Plot(
-            heading="How fast each head forgets",
-            caption="The factor by which the bias multiplies the weight of a key. Dots mark the half-life, labeled with the "
-            "slope.",
-            figure=heads.factor_curves(8, 512),
-            description="The factor of a key by distance, for each of eight heads.",
-        ),
-    ]
+    description = f"{panel.heading}: {panel.y_label.removesuffix(', log scale')}. {'; '.join(ends)}."
+    return Plot(panel.heading, panel.caption, figure, description)
 
 
 def _window_pictures(record: Record, item: PublishedItem) -> list[list[Plot]]:
@@ -242,14 +212,10 @@ def _window_pictures(record: Record, item: PublishedItem) -> list[list[Plot]]:
         for who, column in (("Ours", recorded(record)), ("The paper", published(item))):
             token, context, passes = (column(label, name) for name in ("token", "context", "pass"))
             if _are_windows(token, context, passes):
-                row.append(
-                    Plot(
-                        heading=f"{label}: {who.lower()}",
-                        caption="Filled: scored in this pass. Pale: read again, for context.",
-                        figure=paper_figures.windows(token, context, passes),
-                        description=f"{label} over {len(token)} tokens takes {passes.max():.0f} forward passes.",
-                    )
-                )
+                caption = "Filled: scored in this pass. Pale: read again, for context."
+                text = f"{label} over {len(token)} tokens takes {passes.max():.0f} forward passes."
+                figure = paper_figures.windows(token, context, passes)
+                row.append(Plot(f"{label}: {who.lower()}", caption, figure, text))
         rows.append(row)
     measured = _window_losses(record, item)
     return [*rows, [measured]] if measured else rows
@@ -260,9 +226,8 @@ def _are_windows(token: Points, context: Points, passes: Points) -> bool:
     whole = np.concatenate([token, context, passes])
     if not token.size or not np.isfinite(whole).all() or whole.min() < 1 or (whole % 1).any():
         return False
-    return bool(
-        (context <= token).all() and passes.max() <= token.size and set(passes) == set(range(1, int(passes.max()) + 1))
-    )
+    numbered = passes.max() <= token.size and set(passes) == set(range(1, int(passes.max()) + 1))
+    return bool((context <= token).all() and numbered)
 
 
 def _window_losses(record: Record, item: PublishedItem) -> Plot | None:
@@ -276,19 +241,11 @@ def _window_losses(record: Record, item: PublishedItem) -> Plot | None:
             continue
         nothing = np.full(len(token), math.nan)
         method = "sinusoidal" if not lines else "alibi"  # two colors that are easy to distinguish
-        lines.append(
-            Line(
-                name=label,
-                label=label,
-                method=method,
-                ours=True,
-                x=token,
-                y=loss,
-                low=nothing,
-                high=nothing,
-                paper_length=nothing,
-            )
-        )
+        line = Line(
+            name=label, label=label, method=method, ours=True, x=token, y=loss, low=nothing, high=nothing,
+            paper_length=nothing,
+        )  # fmt: skip
+        lines.append(line)
         if np.isfinite(mean).any():
             whole.append(f"{mean[0]:.3f} nats ({label.lower()})")
     if not lines:

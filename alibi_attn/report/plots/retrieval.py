@@ -4,7 +4,7 @@ A share is the mean over seeds; beyond the positions of a method, its cell is em
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -14,7 +14,7 @@ from matplotlib.text import Text
 from alibi_attn.report.plots import drawing
 from alibi_attn.report.plots.drawing import End
 from alibi_attn.report.series import Series, Study, numbers
-from alibi_attn.report.tables.table import Block, Cell, Table
+from alibi_attn.report.tables.table import NOTHING, Block, Cell, Table, variable_of
 
 _COLUMNS = 2
 _TITLES = {  # in tables
@@ -94,13 +94,11 @@ def recall_by_distance(study: Study) -> Figure | None:
 
 def symbols_by_length(study: Study) -> list[tuple[str, Figure]]:
     """(task, figure of the share of correct answers against the length) for every tested task of symbols."""
-    drawn = []
+    drawn = {}
     for task in _SYMBOLS:
         lines = [(s, [(length, share) for (length, _), share in shares(s, task).items()]) for s in study.series]
-        figure = _lines(lines, "share of correct answers", "length in tokens, log scale")
-        if figure is not None:
-            drawn.append((task, figure))
-    return drawn
+        drawn[task] = _lines(lines, "share of correct answers", "length in tokens, log scale")
+    return [(task, figure) for task, figure in drawn.items() if figure is not None]
 
 
 def _lines(lines: Sequence[tuple[Series, list[tuple[float, float]]]], title: str, places: str) -> Figure | None:
@@ -135,24 +133,20 @@ def task_table(study: Study) -> Table | None:
             grid = shares(series, task)
             worst = [min((v for (at, _), v in grid.items() if at == length), default=math.nan) for length in lengths]
             if grid:
-                rows.append((series.label, drawing.variable_of(series.method), tuple(map(_percent, worst))))
+                rows.append((series.label, variable_of(series.method), tuple(map(_percent, worst))))
         if rows:
             blocks.append(Block(title, tuple(rows)))
     return Table(tuple(f"{length:,.0f}" for length in lengths), tuple(blocks)) if blocks else None
 
 
-def describe(study: Study, task: str, best: Callable[[list[float]], float] = max) -> str:
+def describe(study: Study, task: str) -> str:
     """Every series with its highest share, for readers who cannot see the picture."""
-    parts = []
-    for series in study.series:
-        grid = shares(series, task)
-        if grid:
-            parts.append(f"{series.label} finds up to {100 * best(list(grid.values())):.0f} %")
-    return f"{'; '.join(parts)}."
+    tested = [(series.label, grid) for series in study.series if (grid := shares(series, task))]
+    return "; ".join(f"{label} finds up to {100 * max(grid.values()):.0f} %" for label, grid in tested) + "."
 
 
 def _percent(share: float) -> Cell:
-    return Cell(f"{100 * share:.0f} %", share) if math.isfinite(share) else Cell("—")
+    return Cell(f"{100 * share:.0f} %", share) if math.isfinite(share) else NOTHING
 
 
 def _short(length: float) -> str:

@@ -12,7 +12,6 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
 from alibi_attn.records import MOST, Json, Record, identity
 from alibi_attn.report.plots import drawing
@@ -60,9 +59,8 @@ def trained_heads(records: Sequence[Record]) -> list[TrainedHeads]:
         layers = tuple((_layer(record), record) for record in members)
         certified = (value for record in members for value in numbers(record, "heads", "certified"))
         length = _number(first.config, "length") or max(2, int(max(filter(math.isfinite, certified))))
-        found.append(
-            TrainedHeads(first.name.rpartition("/")[0] or first.name, length, _number(first.config, "trained"), layers)
-        )
+        title = first.name.rpartition("/")[0] or first.name
+        found.append(TrainedHeads(title, length, _number(first.config, "trained"), layers))
     return found
 
 
@@ -70,9 +68,7 @@ def reach_figure(model: TrainedHeads) -> Figure:
     """For every layer, the heads from steep to flat: certified reach (filled) and true distance (open), on a log axis."""
     figure, grid = _grid(model)
     for axes, record in grid:
-        heads = sorted(
-            zip(*(numbers(record, "heads", name) for name in ("slope", "certified", "true")), strict=True), reverse=True
-        )
+        heads = sorted(_heads(record), reverse=True)
         places = range(len(heads))
         for at, (_, certified, true) in enumerate(heads):
             axes.plot([at, at], [certified, true], color=color_of("alibi"), linewidth=1, alpha=0.5)
@@ -121,14 +117,17 @@ def mass_figure(model: TrainedHeads) -> Figure | None:
 
 def head_table(model: TrainedHeads) -> list[tuple[str, str, str, str, str]]:
     """Layer, slope, certified reach, true distance and their ratio, for every head."""
-    rows = []
-    for layer, record in model.layers:
-        for slope, certified, true in zip(
-            *(numbers(record, "heads", name) for name in ("slope", "certified", "true")), strict=True
-        ):
-            ratio = f"{certified / true:.2f}" if true else "—"
-            rows.append((layer, fraction(slope), f"{certified:,.0f}", f"{true:,.0f}", ratio))
-    return rows
+    return [
+        (layer, fraction(m), f"{certified:,.0f}", f"{true:,.0f}", f"{certified / true:.2f}" if true else "—")
+        for layer, record in model.layers
+        for m, certified, true in _heads(record)
+    ]
+
+
+def _heads(record: Record) -> list[tuple[float, float, float]]:
+    """(slope, certified reach, true distance) of every head."""
+    columns = (numbers(record, "heads", name) for name in ("slope", "certified", "true"))
+    return list(zip(*columns, strict=True))
 
 
 def _layer(record: Record) -> str:
@@ -162,7 +161,4 @@ def _grid(model: TrainedHeads) -> tuple[Figure, list[tuple[Axes, Record]]]:
 
 def _distances(axis: Axis, length: int) -> None:
     ticks = [4.0**power for power in range(math.ceil(math.log(length, 4)) + 1) if 4**power <= length]
-    kept = ticks[:: max(1, math.ceil(len(ticks) / 4))]
-    axis.set_major_locator(FixedLocator(kept))
-    axis.set_major_formatter(FixedFormatter([f"{tick:,.0f}" for tick in kept]))
-    axis.set_minor_locator(NullLocator())
+    drawing.ticks(axis, ticks[:: max(1, math.ceil(len(ticks) / 4))])

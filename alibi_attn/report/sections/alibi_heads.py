@@ -4,7 +4,6 @@ from markupsafe import Markup
 
 from alibi_attn.report import sentences
 from alibi_attn.report.plots import bias
-from alibi_attn.report.plots.drawing import Plot
 from alibi_attn.report.section import Archive, Group, Numbers, Section, Text, pictures
 from alibi_attn.report.tables.heads import head_rows
 from alibi_attn.report.tables.table import text_table
@@ -28,22 +27,7 @@ def draw(heads: tuple[int, int], number: int, archive: Archive) -> Section:
         "Each head subtracts its slope <i>m</i> times the distance from the score of a key. ALiBi does nothing else and "
         "has no parameters. A head with a large slope attends only to nearby keys, one with a small slope also to distant keys."
     )
-    drawn = [
-        Plot(
-            "The bias of each head",
-            f"Queries run down and keys to the right, {length:,} each. Full color is no penalty; no color is a factor of one "
-            "in a million or less.",
-            bias.bias_grid(count, length),
-            f"The causal biases of {count} heads over {length:,} tokens: from a thin diagonal to a full triangle.",
-        ),
-        Plot(
-            "How fast each head forgets",
-            "The factor by which the bias multiplies the weight of a key. Dots mark the half-life, labeled with the slope.",
-            bias.factor_curves(count, length),
-            f"The factor of a key by distance, for each of {count} heads: steep heads forget within a few tokens.",
-        ),
-    ]
-    grid, factors = pictures(drawn, f"heads{count}")
+    grid, factors = pictures(bias.pictures(count, length, length), f"heads{count}")
     table = Numbers(text_table(_COLUMNS, head_rows(count)), label="Slopes")
     several = f": {count}" if len(find(archive)) > 1 else ""
     return Section(

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from markupsafe import Markup
 
 from alibi_attn.records import Record, identity
-from alibi_attn.report.section import Archive, Block, Facts, Numbers, Section, Text, code, count_of
+from alibi_attn.report.section import Archive, Facts, Numbers, Section, Text, code, count_of
 from alibi_attn.report.tables.cost import cost_table
 from alibi_attn.report.tables.table import machine_text, number, text_table
 
@@ -18,16 +18,9 @@ def other_records(archive: Archive, sections: Sequence[Section]) -> list[Section
         return []
     rows = [(record.kind, record.name, _metrics(record), code(_identity(record))) for record in others]
     table = Numbers(text_table(("kind", "name", "metrics", "identity"), rows), label="Other records", css="text")
-    blocks: list[Block] = [
-        Text("This page has no figures for these kinds of records, so it lists their numbers."),
-        table,
-    ]
-    return [
-        Section(
-            anchor="others", group="Other", title="Other records", heading="Other records", about=count_of(others),
-            blocks=blocks, records=others,
-        )
-    ]  # fmt: skip
+    text = Text("This page has no figures for these kinds of records, so it lists their numbers.")
+    title, about = "Other records", count_of(others)
+    return [Section("others", "Other", title, [text, table], heading=title, about=about, records=others)]
 
 
 def costs(archive: Archive) -> list[Section]:
@@ -41,11 +34,8 @@ def costs(archive: Archive) -> list[Section]:
         "Sums over the records of each study. Time is that of the whole machine. Power was not measured, so there is no figure "
         "for energy."
     )
-    blocks: list[Block] = [
-        Text(text),
-        Numbers(table, f"A training that several studies share counts once.{same_machine}"),
-    ]
-    return [Section(anchor="cost", group="", title="", heading="Cost", blocks=blocks)]
+    numbers = Numbers(table, f"A training that several studies share counts once.{same_machine}")
+    return [Section("cost", "", "", [Text(text), numbers], heading="Cost")]
 
 
 def provenance(archive: Archive) -> list[Section]:
@@ -63,8 +53,8 @@ def provenance(archive: Archive) -> list[Section]:
         "run on": [days[0] if days[0] == days[-1] else f"{days[0]} to {days[-1]}"] if days else [],
         "time": [f"{sum(r.seconds for r in records):,.0f} s in {len(records)} records"],
     }
-    blocks = [Facts([(name, values) for name, values in facts.items() if values])]
-    return [Section(anchor="provenance", group="", title="", heading="Provenance", blocks=blocks)]
+    known = Facts([(name, values) for name, values in facts.items() if values])
+    return [Section("provenance", "", "", [known], heading="Provenance")]
 
 
 def record_list(archive: Archive, sections: Sequence[Section]) -> Section:
@@ -78,7 +68,7 @@ def record_list(archive: Archive, sections: Sequence[Section]) -> Section:
         rows.append(((record.kind, record.name, key), cells))
     table = text_table(("kind", "name", "identity", "day", "seconds"), [cells for _, cells in sorted(rows)])
     numbers = Numbers(table, label="All records", css="text list", tall=True)
-    return Section(anchor="records", group="", title="", heading="All records", blocks=[numbers])
+    return Section("records", "", "", [numbers], heading="All records")
 
 
 def _machines(records: Sequence[Record]) -> list[str]:

@@ -4,11 +4,10 @@ import math
 from collections.abc import Sequence
 
 from alibi_attn.report import answers, sentences
-from alibi_attn.report.plots.drawing import variable_of
 from alibi_attn.report.section import Archive, Group, Numbers, Section, Text, count_of
 from alibi_attn.report.series import Series, Study
 from alibi_attn.report.tables.cost import duration
-from alibi_attn.report.tables.table import Block, Cell, Row, Table, mean, number
+from alibi_attn.report.tables.table import NOTHING, Block, Cell, Row, Table, mean, number, variable_of
 
 _COLUMNS = ("tested at", "stride", "on", "perplexity, shortest", "perplexity, longest", "seeds", "trained in")
 
@@ -33,14 +32,10 @@ def draw(studies: Sequence[Study], index: int, archive: Archive) -> Section:
     )
     records = [record for study in studies for record in study.records]
     return Section(
-        anchor="evidence",
-        group="Sources of the paper's items",
-        title="Trainings and tests",
-        about=count_of(records),
-        heading="Trainings and tests used for the paper's items",
+        anchor="evidence", group="Sources of the paper's items", title="Trainings and tests", about=count_of(records),
+        heading="Trainings and tests used for the paper's items", records=records,
         blocks=[Text(text), Group("evidence", [Numbers(table, "One row per configuration and test.")])],
-        records=records,
-    )
+    )  # fmt: skip
 
 
 def _label(series: Series) -> str:
@@ -51,20 +46,18 @@ def _label(series: Series) -> str:
 def _cells(study: Study, series: Series) -> tuple[Cell, ...]:
     lengths = [int(length) for length in series.curve("by_length", "length", "nonoverlapping_nats")[0]]
     stride, split = study.evaluation.get("stride"), study.evaluation.get("split", "valid")
-    tested = f"{lengths[0]:,}" + (f" to {lengths[-1]:,}" if lengths[1:] else "") if lengths else "—"
+    tested = " to ".join(dict.fromkeys(f"{length:,}" for length in lengths[:1] + lengths[-1:])) or "—"
     seconds = sum(series.metric("seconds"))
     return (
         Cell(tested),
         Cell("L/4" if stride is None else f"{stride}"),
         Cell(str(split)),
-        _perplexity(series, lengths[0]) if lengths else Cell("—"),
-        _perplexity(series, lengths[-1]) if lengths else Cell("—"),
+        *(_perplexity(series, length) for length in (lengths[:1] or [0]) + (lengths[-1:] or [0])),
         Cell(f"{series.seeds}"),
         Cell(duration(seconds) if seconds else "—"),
     )
 
 
 def _perplexity(series: Series, length: int) -> Cell:
-    values = sentences.perplexity(series, length)
-    middle = mean(values)
-    return Cell(number(middle), middle) if math.isfinite(middle) else Cell("—")
+    middle = mean(sentences.perplexity(series, length))
+    return Cell(number(middle), middle) if math.isfinite(middle) else NOTHING

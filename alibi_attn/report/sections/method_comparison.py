@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from alibi_attn.report import answers, method_comparison, method_paragraphs
 from alibi_attn.report.method_comparison import Task
 from alibi_attn.report.plots import retrieval
-from alibi_attn.report.plots.drawing import variable_of
 from alibi_attn.report.section import Archive, Block, Facts, Folded, Numbers, Part, Section, Text, count_of
 from alibi_attn.report.sections.study import field_table
 from alibi_attn.report.tables import study as tables
+from alibi_attn.report.tables.table import NOTHING, Cell, Table, variable_of
 from alibi_attn.report.tables.table import Block as Rows
-from alibi_attn.report.tables.table import Cell, Table
 from alibi_attn.report.verdicts import size
 
 
@@ -62,12 +61,9 @@ def draw(tasks: Sequence[Task], number: int, archive: Archive) -> Section:
 def _heat_map(tasks: Sequence[Task], learned: Sequence[Task]) -> Table:
     methods = method_comparison.methods(tasks)
     names = [series.method for series in methods]
+    places = [(task, at) for task in learned for at in task.lengths]
     rows = tuple(
-        (
-            series.label,
-            variable_of(series.method),
-            tuple(_cell(task, series.method, at, names) for task in learned for at in task.lengths),
-        )
+        (series.label, variable_of(series.method), tuple(_cell(task, series.method, at, names) for task, at in places))
         for series in methods
     )
     columns = tuple(f"{length:,}" for length in tasks[0].lengths) * len(learned)
@@ -111,10 +107,7 @@ def _ranks(tasks: Sequence[Task], learned: Sequence[Task]) -> Table:
     rows = []
     for series in methods:
         places = [method_comparison.rank(task, series.method, task.lengths[1], names) for task in learned]
-        cells = [
-            Cell("—") if place is None else Cell(f"{place[0]}" if place[0] == place[1] else f"{place[0]} – {place[1]}")
-            for place in places
-        ]
+        cells = [NOTHING if place is None else Cell(" – ".join(map(str, dict.fromkeys(place)))) for place in places]
         rows.append((series.label, variable_of(series.method), tuple(cells)))
     title = f"Rank at {tasks[0].lengths[1]:,} tokens"
     return Table(tuple(task.title for task in learned), (Rows(title, tuple(rows)),))

@@ -1,7 +1,8 @@
 """A study: the result in words, pictures and tables, and what may be concluded from it."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeAlias
 
 from markupsafe import Markup
 from matplotlib.figure import Figure
@@ -29,32 +30,23 @@ from alibi_attn.report.series import Mode, Study
 from alibi_attn.report.tables import study as tables
 from alibi_attn.report.tables.table import Table, mean, text_table
 
+Drawn: TypeAlias = Iterator[tuple[str, str, Figure | None, str]]  # heading, caption, figure, description
 MOST_LINES = 9  # per picture; a study with more lines gets one picture per trained length
-_MODES: tuple[tuple[Mode, str, str], ...] = (
-    (
-        "nonoverlapping",
-        "Nonoverlapping windows",
-        "The text is split into segments; each is read without earlier context.",
-    ),
-    (
-        "sliding",
-        "Sliding window",
-        "Windows overlap, and only their last tokens are scored, so each scored token has a long context.",
-    ),
-    (
-        "windowed",
-        "Context cut at the trained length",
-        "A control: the same weights and tokens, but no token sees more context than in training.",
-    ),
-)
+_MODES: Mapping[Mode, tuple[str, str]] = {
+    "nonoverlapping":
+        ("Nonoverlapping windows", "The text is split into segments; each is read without earlier context."),
+    "sliding":
+        ("Sliding window", "Windows overlap, and only their last tokens are scored, so each scored token has a long context."),
+    "windowed":
+        ("Context cut at the trained length", "A control: no token sees more context than in training."),
+}  # fmt: skip
 
 
 def find(archive: Archive) -> list[Study]:
     """The studies that belong neither to the paper's items nor to a comparison of methods."""
     named = answers.named_studies(archive.records)
-    return [
-        study for study in archive.studies if study.recipe not in named and not method_comparison.is_compared(study)
-    ]
+    others = (study for study in archive.studies if study.recipe not in named)
+    return [study for study in others if not method_comparison.is_compared(study)]
 
 
 def draw(study: Study, number: int, archive: Archive) -> Section:
@@ -80,10 +72,8 @@ def drawable(study: Study) -> list[Study]:
     """The study, or one study per trained length if it has too many lines for one picture."""
     if len(study.series) <= MOST_LINES:
         return [study]
-    return [
-        dataclasses.replace(study, series=tuple(series for series in study.series if series.trained == length))
-        for length in study.trained
-    ]
+    by_length = [tuple(series for series in study.series if series.trained == length) for length in study.trained]
+    return [dataclasses.replace(study, series=series) for series in by_length]
 
 
 def _perplexity(study: Study, parts: list[Study], name: str) -> list[Part]:
@@ -110,70 +100,43 @@ def _perplexity(study: Study, parts: list[Study], name: str) -> list[Part]:
     return [Part("Perplexity against length", blocks)]
 
 
-def _by_mode(study: Study) -> Iterator[tuple[str, str, Figure | None, str]]:
-    for mode, heading, caption in _MODES:
+def _by_mode(study: Study) -> Drawn:
+    for mode, (heading, caption) in _MODES.items():
         description = f"Perplexity by length, {heading.lower()}. {_ends(study, mode)}"
         yield heading, caption, plots.perplexity_by_length(study, mode), description
 
 
-def _losses(study: Study) -> Iterator[tuple[str, str, Figure | None, str]]:
-    position = (
-        f"At the longest length: how well the token at each position is predicted. {sentences.position_sentence(study)}"
-    )
-    yield from (
-        ("Loss by position", position, plots.loss_by_position(study), f"Loss by position. {_ends(study)}"),
-        (
-            "Training",
-            "Loss on the training text, as logged, not smoothed.",
-            plots.training_curves(study),
-            "Training loss of every run by step.",
-        ),
-        (
-            "Validation by time",
-            "Perplexity on held-out text; one line per seed.",
-            plots.validation_curves(study, "seconds"),
-            "Perplexity during training, by seconds.",
-        ),
-        (
-            "Validation by step",
-            "The same by training step.",
-            plots.validation_curves(study, "step"),
-            "Perplexity during training, by step.",
-        ),
-    )
+def _losses(study: Study) -> Drawn:
+    position = "At the longest length: how well the token at each position is predicted. "
+    position += sentences.position_sentence(study)
+    yield "Loss by position", position, plots.loss_by_position(study), f"Loss by position. {_ends(study)}"
+    caption = "Loss on the training text, as logged, not smoothed."
+    yield "Training", caption, plots.training_curves(study), "Training loss of every run by step."
+    by_time, by_step = plots.validation_curves(study, "seconds"), plots.validation_curves(study, "step")
+    caption = "Perplexity on held-out text; one line per seed."
+    yield "Validation by time", caption, by_time, "Perplexity during training, by seconds."
+    yield "Validation by step", "The same by training step.", by_step, "Perplexity during training, by step."
 
 
 def _costs(study: Study, parts: list[Study], name: str) -> list[Part]:
-    found = [table for table in (tables.training_cost(study), tables.evaluation_cost(study)) if table]
+    costs = (
+        ("Cost of the trainings on this machine.", tables.training_cost(study)),
+        ("Cost of the evaluations on this machine, by length in tokens.", tables.evaluation_cost(study)),
+    )
+    found = [Numbers(table, caption) for caption, table in costs if table]
     if not found:
         return []
-    blocks: list[Block] = [*panels(_plots(_cost_plots, parts), f"{name}-costs")]
-    captions = (
-        "Cost of the trainings on this machine.",
-        "Cost of the evaluations on this machine, by length in tokens.",
-    )
-    blocks += [Numbers(table, caption) for table, caption in zip(found, captions, strict=False)]
+    blocks: list[Block] = [*panels(_plots(_cost_plots, parts), f"{name}-costs"), *found]
     if not any("peak_memory_bytes" in record.curves.get("by_length", {}) for record in study.records):
         blocks.append(Text("The evaluation's memory was not measured on this machine.", "note"))
     return [Part("Speed and memory", blocks)]
 
 
-def _cost_plots(study: Study) -> Iterator[tuple[str, str, Figure | None, str]]:
+def _cost_plots(study: Study) -> Drawn:
     below = "by length, for every method; the table below has the numbers."
-    yield from (
-        (
-            "Speed of the evaluation",
-            "",
-            plots.cost_by_length(study, "tokens_per_second"),
-            f"Tokens evaluated per second, {below}",
-        ),
-        (
-            "Memory of the evaluation",
-            "",
-            plots.cost_by_length(study, "peak_memory_bytes"),
-            f"Peak memory of the evaluation, {below}",
-        ),
-    )
+    speed, memory = (plots.cost_by_length(study, measure) for measure in ("tokens_per_second", "peak_memory_bytes"))
+    yield "Speed of the evaluation", "", speed, f"Tokens evaluated per second, {below}"
+    yield "Memory of the evaluation", "", memory, f"Peak memory of the evaluation, {below}"
 
 
 def _tasks(study: Study, name: str) -> list[Part]:
@@ -189,32 +152,23 @@ def _tasks(study: Study, name: str) -> list[Part]:
     return [Part("Finding distant information", [Text(text), *drawn, numbers])]
 
 
-def _task_plots(study: Study) -> Iterator[tuple[str, str, Figure | None, str]]:
-    yield from (
-        (
-            "Passkey",
-            "A number is hidden in filler text, at a depth from 0 (the start) to 1 (the end). Percentage of numbers found; "
-            "length runs to the right, depth down.",
-            retrieval.passkey_grid(study),
-            f"Passkey by length and depth. {retrieval.describe(study, 'passkey')}",
-        ),
-        (
-            "Recall",
-            "Random tokens are repeated; accuracy at the longest length of each method, by the distance to their first "
-            "occurrence.",
-            retrieval.recall_by_distance(study),
-            f"Recall by distance. {retrieval.describe(study, 'recall')}",
-        ),
-        *(
-            (
-                "Associative recall" if task == "mqar" else task.capitalize(),
-                f"{retrieval.title_of(task)}. The queried symbol is as far back as the length allows.",
-                figure,
-                f"{retrieval.title_of(task)}. {retrieval.describe(study, task)}",
-            )
-            for task, figure in retrieval.symbols_by_length(study)
-        ),
+def _task_plots(study: Study) -> Drawn:
+    caption = (
+        "A number is hidden in filler text, at a depth from 0 (the start) to 1 (the end). Percentage of numbers found; "
+        "length runs to the right, depth down."
     )
+    found = retrieval.describe(study, "passkey")
+    yield "Passkey", caption, retrieval.passkey_grid(study), f"Passkey by length and depth. {found}"
+    caption = (
+        "Random tokens are repeated; accuracy at the longest length of each method, by the distance to their first "
+        "occurrence."
+    )
+    found = retrieval.describe(study, "recall")
+    yield "Recall", caption, retrieval.recall_by_distance(study), f"Recall by distance. {found}"
+    for task, figure in retrieval.symbols_by_length(study):
+        name, title = "Associative recall" if task == "mqar" else task.capitalize(), retrieval.title_of(task)
+        caption = f"{title}. The queried symbol is as far back as the length allows."
+        yield name, caption, figure, f"{title}. {retrieval.describe(study, task)}"
 
 
 def _conclusions(study: Study) -> Part:
@@ -239,9 +193,7 @@ def field_table(study: Study) -> Table:
     return text_table((), [(code(name), value) for name, value in tables.fields(study)])
 
 
-def _plots(
-    describe: Callable[[Study], Iterator[tuple[str, str, Figure | None, str]]], parts: list[Study]
-) -> Iterator[Plot]:
+def _plots(describe: Callable[[Study], Drawn], parts: list[Study]) -> Iterator[Plot]:
     """The plots with a figure that `describe` yields for each part; headings name the trained length if there are several."""
     for part in parts:
         which = f", trained at {part.trained[0]:,}" if len(parts) > 1 else ""
@@ -252,12 +204,9 @@ def _plots(
 
 def _ends(study: Study, mode: Mode = "nonoverlapping") -> str:
     """Where each line starts and ends, for readers who cannot see it."""
-    texts = []
-    for series in study.series:
-        between = sentences.ends(series, mode)
-        if between:
-            first, last = (mean(sentences.perplexity(series, length, mode)) for length in between)
-            texts.append(
-                f"{series.label}: perplexity {first:.3g} at {between[0]:,} tokens, {last:.3g} at {between[1]:,}."
-            )
-    return " ".join(texts)
+    ended = [(series, between) for series in study.series if (between := sentences.ends(series, mode))]
+    return " ".join(
+        f"{series.label}: perplexity {mean(sentences.perplexity(series, first, mode)):.3g} at {first:,} tokens, "
+        f"{mean(sentences.perplexity(series, last, mode)):.3g} at {last:,}."
+        for series, (first, last) in ended
+    )

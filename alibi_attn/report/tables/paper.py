@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import replace
 
 import numpy as np
 
@@ -10,7 +9,7 @@ from alibi_attn.records import Record
 from alibi_attn.report import sentences
 from alibi_attn.report.answers import Column, item_of, published, recorded, scale_factor, unit_of, way_of
 from alibi_attn.report.published import PublishedItem, method_of
-from alibi_attn.report.tables.table import Block, Cell, Table, number
+from alibi_attn.report.tables.table import NOTHING, Block, Cell, Table, number, with_best
 
 CITED = "cited, not run"
 _MANY = 14  # a table with more columns is thinned
@@ -29,9 +28,8 @@ _OURS_TOO = {"sliding_perplexity": "sliding", "nonoverlapping_perplexity": "nono
 
 _SPREAD = {"perplexity": "", **{column: column.removesuffix("perplexity") for column in _OURS_TOO}}
 
-Rows = dict[
-    str, dict[float, tuple[float, float, float]]
-]  # label -> the paper's length -> (value, lowest seed, highest seed)
+# label -> the paper's length -> (value, lowest seed, highest seed)
+Rows = dict[str, dict[float, tuple[float, float, float]]]
 
 
 def pair_table(record: Record) -> Table | None:
@@ -44,7 +42,7 @@ def pair_table(record: Record) -> Table | None:
 
 def change_table(record: Record) -> Table | None:
     """The change of perplexity, in percent, from the shortest to the longest length that both ours and the paper have."""
-    item, blocks = item_of(record), []
+    item = item_of(record)
     if not {"length", "perplexity"} <= set(item.columns):
         return None
     theirs = _rows(published(item), item.series, "perplexity")
@@ -59,12 +57,11 @@ def change_table(record: Record) -> Table | None:
             continue
         first, last = both[0], both[-1]
         cells = [_change(found.get(label, {}), first, last) for found in ours.values() if found]
-        rows.append((f"{label}, to {last:,.0f}", _variable(label), (*cells, _change(in_paper, first, last))))
+        rows.append((f"{label}, to {last:,.0f}", (method_of(label) or "ink"), (*cells, _change(in_paper, first, last))))
     if not rows:
         return None
     ways = ["ours", *(f"ours, {way}" for column, way in _OURS_TOO.items() if ours[column])]
-    blocks.append(Block("Change of perplexity from the trained length", tuple(rows)))
-    return Table((*ways, "the paper"), tuple(blocks))
+    return Table((*ways, "the paper"), (Block("Change of perplexity from the trained length", tuple(rows)),))
 
 
 def _by_length(record: Record, item: PublishedItem) -> Table:
@@ -111,10 +108,8 @@ def _by_column(record: Record, item: PublishedItem) -> Table:
     blocks = []
     measured = any("perplexity" in measure for measure in measures)
     first = f"Ours, perplexity per {unit_of(record)}" if measured else "Ours"
-    for title, column, ours in (
-        (first, recorded(record), True),
-        (f"The paper, {item.corpus}", published(item), False),
-    ):
+    sources = ((first, recorded(record), True), (f"The paper, {item.corpus}", published(item), False))
+    for title, column, ours in sources:
         columns = []
         for measure in measures:
             rows: Rows = {}
@@ -130,28 +125,26 @@ def _by_column(record: Record, item: PublishedItem) -> Table:
             for place in range(max(len(rows[label]) for _, rows in columns) or (1 if label in item.cited else 0))
         ]
         cells = {
-            measure: [_cell(measure, rows[label].get(place)) for label, place in labels] for measure, rows in columns
+            measure: _marked(measure, [_cell(measure, rows[label].get(place)) for label, place in labels])
+            for measure, rows in columns
         }
-        for measure, unmarked in cells.items():
-            cells[measure] = _marked(measure, unmarked)
         lines = []
         for row, (label, _) in enumerate(labels):
             shown = tuple(cells[measure][row] for measure in measures)
             if ours and label in item.cited:
                 shown = (Cell(CITED), *(Cell("") for _ in measures[1:]))
-            lines.append((label + (", cited" if label in item.cited and not ours else ""), _variable(label), shown))
+            lines.append(
+                (label + (", cited" if label in item.cited and not ours else ""), (method_of(label) or "ink"), shown)
+            )
         blocks.append(Block(title, tuple(lines)))
     return Table(tuple(_title(measure, scale_factor(record)) for measure in measures), tuple(blocks))
 
 
 def _block(title: str, measure: str, rows: dict[str, list[tuple[float, float, float] | None]]) -> Block:
-    cells = {label: [_cell(measure, value) for value in values] for label, values in rows.items()}
-    width = max(map(len, cells.values()), default=0)
-    for place in range(width):
-        column = _marked(measure, [row[place] for row in cells.values()])
-        for row, cell in zip(cells.values(), column, strict=True):
-            row[place] = cell
-    return Block(title, tuple((label, _variable(label), tuple(row)) for label, row in cells.items()))
+    columns = zip(*rows.values(), strict=True)
+    marked = [_marked(measure, [_cell(measure, value) for value in column]) for column in columns]
+    by_label = zip(rows, zip(*marked, strict=True), strict=True)
+    return Block(title, tuple((label, method_of(label) or "ink", cells) for label, cells in by_label))
 
 
 def _marked(measure: str, column: list[Cell]) -> list[Cell]:
@@ -159,13 +152,12 @@ def _marked(measure: str, column: list[Cell]) -> list[Cell]:
     values = [cell.value for cell in column if cell.value is not None]
     if len(set(values)) < 2 or not ("perplexity" in measure or measure.endswith("_per_second") or "memory" in measure):
         return column
-    best = max(values) if measure.endswith("_per_second") else min(values)
-    return [replace(cell, best=cell.value == best) for cell in column]
+    return with_best(column, max if measure.endswith("_per_second") else min)
 
 
 def _cell(measure: str, value: tuple[float, float, float] | None) -> Cell:
     if value is None or not math.isfinite(value[0]):
-        return Cell("—")
+        return NOTHING
     middle, low, high = value
     if measure == "memory_bytes":
         return Cell(f"{middle / 1e9:.3g}", middle)
@@ -180,7 +172,7 @@ def _whole(value: float) -> str:
 
 def _change(values: dict[float, tuple[float, float, float]], first: float, last: float) -> Cell:
     if first not in values or last not in values:
-        return Cell("—")
+        return NOTHING
     percent = 100 * (values[last][0] / values[first][0] - 1)
     return Cell(sentences.signed(percent), percent)
 
@@ -208,7 +200,3 @@ def _title(measure: str, factor: float) -> str:
         shown = f"{length:,}" if factor == 1 else f"{length / factor:,.0f} ({length:,})"
         return f"perplexity at {shown}"
     return _NAMES.get(measure, measure.replace("_", " "))
-
-
-def _variable(label: str) -> str:
-    return method_of(label) or "ink"

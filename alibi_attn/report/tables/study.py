@@ -3,14 +3,13 @@
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
-from alibi_attn.position_methods import METHODS
 from alibi_attn.records import Json, Record
 from alibi_attn.report import sentences
 from alibi_attn.report.series import Mode, Series, Study, flat, numbers
-from alibi_attn.report.tables.table import Block, Cell, Table, mean, number
+from alibi_attn.report.tables.table import Block, Cell, Table, mean, number, seeds_cell, variable_of, with_best
 from alibi_attn.units import bits_per_byte, perplexity, word_perplexity
 
 _SECTIONS = ("model", "data", "train", "eval")
@@ -30,118 +29,97 @@ class Card:
 
 def by_length(study: Study) -> Table | None:
     """Perplexity, and bits per byte if known, at every length for every evaluation mode; None if nothing was evaluated."""
-    lengths = study.lengths
     modes: tuple[tuple[Mode, str], ...] = (
         ("nonoverlapping", "nonoverlapping windows"),
         ("sliding", "sliding window"),
         ("windowed", "context cut at the trained length"),
     )
-    blocks = [
-        _block(study, f"Perplexity per {study.unit}, {words}", f"{mode}_nats", perplexity) for mode, words in modes
-    ]
-    words_per_token = study.words_per_token
-    if words_per_token is not None and words_per_token != 1:
-        per_word = partial(word_perplexity, words_per_token=words_per_token)
-        blocks += [_block(study, f"Perplexity per word, {words}", f"{mode}_nats", per_word) for mode, words in modes]
+    units: dict[str, Callable[[float], float]] = {f"Perplexity per {study.unit}": perplexity}
+    if study.words_per_token not in (None, 1):
+        units["Perplexity per word"] = partial(word_perplexity, words_per_token=study.words_per_token)
     if study.bytes_per_token is not None:
-        bits = partial(bits_per_byte, bytes_per_token=study.bytes_per_token)
-        blocks += [_block(study, f"Bits per byte, {words}", f"{mode}_nats", bits) for mode, words in modes]
-    found = tuple(block for block in [*blocks, *_streams(study)] if block is not None)
-    columns = tuple(f"{length:,}" for length in lengths)
-    return Table(columns, found) if found else None
+        units["Bits per byte"] = partial(bits_per_byte, bytes_per_token=study.bytes_per_token)
+    blocks = [
+        _block(study, f"{unit}, {words}", f"{mode}_nats", convert)
+        for unit, convert in units.items()
+        for mode, words in modes
+    ]
+    return _table(study, [*blocks, *_streams(study)])
 
 
 def cards(study: Study) -> list[Card]:
     """For every series, its perplexity at the trained and the longest length, and the change."""
-    found = []
-    for series in study.series:
-        between, change = sentences.ends(series), sentences.change_percent(series)
-        if between is None:
-            continue
-        first, last = (mean(sentences.perplexity(series, length)) for length in between)
-        found.append(
-            Card(
-                method=_variable(series),
-                label=series.label,
-                before=f"{sentences.rounded(first)} at {between[0]:,}",
-                to=sentences.rounded(last),
-                at=f"at {between[1]:,}",
-                change="" if change is None else sentences.signed(change),
-            )
-        )
-    return found
+    ended = [(series, between) for series in study.series if (between := sentences.ends(series))]
+    return [_card(series, *between) for series, between in ended]
+
+
+def _card(series: Series, trained: int, longest: int) -> Card:
+    first, last = (mean(sentences.perplexity(series, length)) for length in (trained, longest))
+    change = sentences.change_percent(series)
+    return Card(
+        method=variable_of(series.method), label=series.label, before=f"{sentences.rounded(first)} at {trained:,}",
+        to=sentences.rounded(last), at=f"at {longest:,}", change="" if change is None else sentences.signed(change),
+    )  # fmt: skip
 
 
 def training_cost(study: Study) -> Table | None:
     """Size, speed, memory and last loss of the trainings; None if none of these was recorded."""
     metrics: tuple[tuple[str, str, Callable[[float], str]], ...] = (
-        ("parameters", "parameters", lambda value: f"{value:,.0f}"),
-        ("seconds", "seconds", lambda value: f"{value:,.0f}"),
-        ("tokens_per_second", "tokens/s", lambda value: f"{value:,.0f}"),
+        ("parameters", "parameters", _whole),
+        ("seconds", "seconds", _whole),
+        ("tokens_per_second", "tokens/s", _whole),
         ("peak_memory_bytes", "peak memory", _mebibytes),
         ("loss_nats", "last loss, nats", lambda value: f"{value:.3f}"),
     )
     known = [metric for metric in metrics if any(s.metric(metric[0]) for s in study.series)]
     rows = [
-        (s.label, _variable(s), tuple(_cell(s.metric(name), show) for name, _, show in known)) for s in study.series
+        (s.label, variable_of(s.method), tuple(seeds_cell(s.metric(name), show) for name, _, show in known))
+        for s in study.series
     ]
     return Table(tuple(title for _, title, _ in known), (Block("Training", tuple(rows)),)) if known else None
 
 
 def evaluation_cost(study: Study) -> Table | None:
     """Speed and memory of the evaluation at every length."""
-    blocks = (
-        _block(study, "Evaluated tokens per second", "tokens_per_second", float, show=lambda value: f"{value:,.0f}"),
+    blocks = [
+        _block(study, "Evaluated tokens per second", "tokens_per_second", float, show=_whole),
         _block(study, "Peak memory of the evaluation", "peak_memory_bytes", float, show=_mebibytes),
-    )
-    found = tuple(block for block in blocks if block is not None)
-    return Table(tuple(f"{length:,}" for length in study.lengths), found) if found else None
+    ]
+    return _table(study, blocks)
 
 
 def fields(study: Study) -> list[tuple[str, str]]:
     """Every field of the configs with its value, or with all values if the runs differ."""
     configs = [flat(record.config) for record in study.records]
-    names = [
-        name for name in dict.fromkeys(key for config in configs for key in config) if not name.startswith("corpus.")
-    ]
-    names.sort(
-        key=lambda name: _SECTIONS.index(name.split(".")[0]) if name.split(".")[0] in _SECTIONS else len(_SECTIONS)
-    )
+    names = [name for config in configs for name in config if not name.startswith("corpus.")]
+    names = sorted(dict.fromkeys(names), key=lambda name: [*_SECTIONS, name.split(".")[0]].index(name.split(".")[0]))
     values = {name: dict.fromkeys(_plain(config[name]) for config in configs if name in config) for name in names}
     return [(name, " · ".join(found)) for name, found in values.items()]
 
 
 def corpus_facts(study: Study) -> list[tuple[str, str]]:
     """The recorded facts about the corpus."""
-    return [
-        (
-            key.replace("_", " "),
-            f"{value:,.6g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else _plain(value),
-        )
-        for key, value in study.corpus.items()
-    ]
+    show = {float: "{:,.6g}".format, int: "{:,}".format}
+    return [(key.replace("_", " "), show.get(type(value), _plain)(value)) for key, value in study.corpus.items()]
+
+
+def _table(study: Study, blocks: Sequence[Block | None]) -> Table | None:
+    """The blocks that have numbers, one column per length; None if there are none."""
+    found = tuple(block for block in blocks if block is not None)
+    return Table(tuple(f"{length:,}" for length in study.lengths), found) if found else None
 
 
 def _block(
-    study: Study,
-    title: str,
-    column: str,
-    convert: Callable[[float], float],
-    *,
-    show: Callable[[float], str] | None = None,
-) -> Block | None:
+    study: Study, title: str, column: str, convert: Callable[[float], float], *, show: Callable[[float], str] | None = None
+) -> Block | None:  # fmt: skip
     """One row per series, one cell per length. Without `show` these are losses, and the lowest of each column is marked."""
     cells: list[list[Cell]] = []
     for series in study.series:
         x, y = series.curve("by_length", "length", column)
         values = dict(zip(x.tolist(), y.T.tolist(), strict=True))
         seeds = [[convert(v) for v in values.get(length, []) if math.isfinite(v)] for length in study.lengths]
-        cells.append([_cell(some, show or number) for some in seeds])
-    if show is None:
-        return _marked(study, title, cells)
-    if all(cell.value is None for row in cells for cell in row):
-        return None
-    return Block(title, tuple((s.label, _variable(s), tuple(row)) for s, row in zip(study.series, cells, strict=True)))
+        cells.append([seeds_cell(some, show or number) for some in seeds])
+    return _rows(study, title, cells, mark=show is None)
 
 
 def _streams(study: Study) -> list[Block | None]:
@@ -153,9 +131,9 @@ def _streams(study: Study) -> list[Block | None]:
         rows = []
         for series in study.series:
             by_length = _streamed(series, way, kept)
-            rows.append([_cell(by_length.get(length, []), number) for length in study.lengths])
+            rows.append([seeds_cell(by_length.get(length, []), number) for length in study.lengths])
         title = f"Perplexity per {study.unit}, {way}, {kept:,.0f} {words.get(way, 'kept')}"
-        found.append(_marked(study, title, rows))
+        found.append(_rows(study, title, rows, mark=True))
     return found
 
 
@@ -176,27 +154,19 @@ def _stream_rows(record: Record) -> list[tuple[str, float, float, float]]:
     return [(str(way), *row) for way, *row in zip(ways, *columns, strict=True) if math.isfinite(row[0] + row[1])]
 
 
-def _marked(study: Study, title: str, cells: list[list[Cell]]) -> Block | None:
-    """A block of losses with the lowest of each column marked; None if all cells are empty."""
+def _rows(study: Study, title: str, cells: list[list[Cell]], *, mark: bool) -> Block | None:
+    """One row of cells per series; None if all are empty. `mark`: the lowest value of each column is bold."""
     if all(cell.value is None for row in cells for cell in row):
         return None
-    for place in range(len(study.lengths) if len(cells) > 1 else 0):
-        lowest = min((value for row in cells if (value := row[place].value) is not None), default=math.nan)
-        for row in cells:
-            row[place] = replace(row[place], best=row[place].value == lowest)
-    return Block(title, tuple((s.label, _variable(s), tuple(row)) for s, row in zip(study.series, cells, strict=True)))
+    if mark and len(cells) > 1:
+        cells = [list(row) for row in zip(*(with_best(column) for column in zip(*cells, strict=True)), strict=True)]
+    return Block(
+        title, tuple((s.label, variable_of(s.method), tuple(row)) for s, row in zip(study.series, cells, strict=True))
+    )
 
 
-def _cell(values: Sequence[float], show: Callable[[float], str]) -> Cell:
-    if not values:
-        return Cell("—")
-    low, high = show(min(values)), show(max(values))
-    spread = "" if low == high else f"{low} – {high}"
-    return Cell(show(mean(values)), mean(values), spread)
-
-
-def _variable(series: Series) -> str:
-    return series.method if series.method in METHODS else "ink"
+def _whole(value: float) -> str:
+    return f"{value:,.0f}"
 
 
 def _mebibytes(value: float) -> str:

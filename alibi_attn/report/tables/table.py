@@ -1,9 +1,10 @@
 """Tables of numbers and text for the page and the terminal, and number formatting."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+from alibi_attn.position_methods import METHODS
 from alibi_attn.records import Json
 
 _SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -60,6 +61,28 @@ def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     """A table of text; the first column holds the labels. Without columns it has no header."""
     lines = tuple((label, "", tuple(map(Cell, cells))) for label, *cells in rows)
     return Table(tuple(columns[1:]), (Block("", lines),), corner=columns[0] if columns else "")
+
+
+NOTHING = Cell("—")
+
+
+def variable_of(method: str) -> str:
+    """The CSS variable of a method's color; "ink" for other names."""
+    return method if method in METHODS else "ink"
+
+
+def seeds_cell(values: Sequence[float], show: Callable[[float], str]) -> Cell:
+    """The mean over seeds, and below it the lowest and the highest if they differ."""
+    if not values:
+        return NOTHING
+    low, high = show(min(values)), show(max(values))
+    return Cell(show(mean(values)), mean(values), "" if low == high else f"{low} – {high}")
+
+
+def with_best(column: Sequence[Cell], best: Callable[[Sequence[float]], float] = min) -> list[Cell]:
+    """The cells of a column, the best value bold."""
+    values = [cell.value for cell in column if cell.value is not None]
+    return [replace(cell, best=cell.value == best(values)) for cell in column] if values else list(column)
 
 
 def mean(values: Sequence[float]) -> float:
