@@ -1,7 +1,7 @@
-"""How `make docs` builds the site: Sphinx with MyST for the pages, autodoc for the docstrings, furo to look at.
+"""How `make docs` builds the site: Sphinx with MyST for the pages, autodoc for the docstrings, and the theme furo.
 
 Nothing is fetched while it is built or read: no inventories of other projects, no web fonts, and formulas are text.
-A warning is an error there, and so is a name that leads nowhere (`-W -n`).
+A warning is an error, and so is an unknown reference (`-W -n`).
 """
 
 import re
@@ -31,8 +31,10 @@ python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 100
 add_module_names = False
 toc_object_entries_show_parents = "hide"
-# Types of others stand in signatures, and their inventories are on the web. Names of this package must be found.
-nitpick_ignore_regex = [("py:.*", r"(?!alibi_attn\b).*")]
+# Signatures contain types of other packages, whose inventories are on the web, and the TypedDicts of `Unpack`. All other names
+# of this package must have a page.
+nitpick_ignore_regex = [("py:.*", r"(?!alibi_attn\b).*|alibi_attn\..*Options")]
+autosummary_generate = False  # the pages of the API are written by hand
 
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
@@ -49,13 +51,13 @@ html_theme_options = {"navigation_with_keys": True}
 pygments_style = "friendly"
 pygments_dark_style = "github-dark"
 
-# What `Slopes` and `SegmentIds` stand for is long, and stands in most signatures.
+# `Slopes` and `SegmentIds` are long unions that appear in most signatures.
 _ALIASES = {
     "~collections.abc.Sequence[float] | ~numpy.ndarray[tuple[~typing.Any, ...], ~numpy.dtype[~numpy.floating]]"
     " | ~torch.Tensor": "Slopes",
     "~torch.Tensor | tuple[~torch.Tensor, ~torch.Tensor] | None =": "SegmentIds | None =",
 }
-# In a docstring: code, which stays as it is, or a letter that reStructuredText would take for markup.
+# In a docstring: code, which stays unmodified, or a character that reStructuredText would read as markup.
 _MARKUP = re.compile(r"(?P<before>\w?)(?P<code>`[^`\n]*`)(?P<after>\w?)|[*|]|(?<=\w)_(?!\w)")
 _SECTION = re.compile(r"\w+:$")
 _LIST = re.compile(r"(?<=: )(\w)\.$")  # "num_heads: H." is no list
@@ -63,7 +65,7 @@ _analyze = ModuleAnalyzer.analyze
 
 
 def _plain_docstring(_app: object, _what: str, _name: str, _object: object, _options: object, lines: list[str]) -> None:
-    """Docstrings are plain text with `code` in it: |i − j| is a distance, *rest an argument, and what is indented a formula."""
+    """Docstrings are plain text with `code`: escapes |i − j| and *rest, and turns indented blocks into formulas."""
     found: list[str] = []
     is_formula, header = False, ""
     for line in lines:
@@ -96,7 +98,7 @@ def _short_signature(
 
 
 def _analyze_without_overloads(analyzer: ModuleAnalyzer) -> None:
-    """Overloads differ in one argument of eighteen, `return_lse`, and are shown in full: the docstring says it."""
+    """Overloads differ only in `return_lse`, which the docstring explains."""
     _analyze(analyzer)
     analyzer.overloads = {}
 
