@@ -27,7 +27,8 @@ from alibi_attn.attention.forgetting import forgetting_attention
 from alibi_attn.attention.spec import GATE_FLOOR, AttentionSpec, check_numbers, dtype_name, index_of, query_heads
 from alibi_attn.attention.validation import make_spec
 
-MAX_QUERIES = 16  # on a CPU
+MAX_QUERIES = 16  # of the CPU kernel
+CHUNKS = 4  # a CPU reads near keys for more queries than that if there are this many times as many keys
 # Elements of the cached keys of a sequence, on a CPU without the kernel: with fewer, reading all is as fast.
 LONG = 2**23
 FEW = 1024  # keys that cost less than a separate call: heads that need at most this many share one
@@ -50,9 +51,12 @@ def reads_near(
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
     if _on_cpu(query):
-        if (masked and gated) or query.shape[2] > MAX_QUERIES:
+        long = remembered and key.shape[1:].numel() >= LONG
+        if query.shape[2] > MAX_QUERIES:
+            return long and not masked and not gated and key.shape[2] >= CHUNKS * query.shape[2]
+        if masked and gated:
             return False
-        return (remembered and key.shape[1:].numel() >= LONG) or (not gated and has_kernel(query, key))
+        return long or (not gated and has_kernel(query, key))
     return (
         remembered
         and not masked
@@ -104,14 +108,17 @@ def attend_near(
         causal=True, has_right_slopes=False, window=window, scale=scale, dropout_p=0.0, tolerance=tolerance,
         head_dim=query.shape[3], dtype=dtype_name(query.dtype),
     )  # fmt: skip
-    if _on_cpu(query) and log_fgate is None and sink_logits is None and has_kernel(query, key, value):
+    few = query.shape[2] <= MAX_QUERIES
+    if few and _on_cpu(query) and log_fgate is None and sink_logits is None and has_kernel(query, key, value):
         output = native.decode(
             query, key, value, slopes, norms=known_norms, visible=visible, window=window, scale=scale, tolerance=tolerance
         )  # fmt: skip
         if output is not None:
             return output
+    # Many queries skip again inside their slice, so each step gets half of the tolerance.
+    inside = 0.0 if few or not _on_cpu(query) else tolerance / 2
     spec = make_spec(
-        query, key, value, slopes, window=window, scale=scale, tolerance=tolerance, sink_logits=sink_logits
+        query, key, value, slopes, window=window, scale=scale, tolerance=tolerance - inside, sink_logits=sink_logits
     )
     if log_fgate is not None and bool((log_fgate[..., key.shape[2] - query.shape[2] + 1 :] < GATE_FLOOR).any()):
         # A cut between the queries: biases of keys cannot express which queries it applies to.
@@ -148,7 +155,7 @@ def attend_near(
             output[one, heads] = _attend(
                 query[one, heads], key[one], value[one], index_of(members), of_heads, row.spans(keys, members), window,
                 spec.scale, None if log_fgate is None else log_fgate[one, heads],
-                None if sink_logits is None else sink_logits[heads],
+                None if sink_logits is None else sink_logits[heads], inside,
             )  # fmt: skip
     return output
 
@@ -291,9 +298,9 @@ def _buckets(needed: list[int]) -> list[tuple[int, list[int]]]:
 
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, members: list[int] | slice, slopes: Tensor, spans: list[tuple[int, int]],
-    window: int | None, scale: float, log_fgate: Tensor | None, sink_logits: Tensor | None,
+    window: int | None, scale: float, log_fgate: Tensor | None, sink_logits: Tensor | None, tolerance: float,
 ) -> Tensor:  # fmt: skip
-    """Attention of some key heads over some spans of keys; nothing in them is skipped."""
+    """Attention of some key heads over some spans of keys."""
 
     def attended(low: int, high: int, *, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
         keys, values = key[:, :, low:high][:, members], value[:, :, low:high][:, members]
@@ -304,7 +311,7 @@ def _attend(
             bias = sums_behind(log_fgate[..., low:high]) + after
         return alibi_attention(
             query, keys, values, slopes, window=window, scale=scale, query_offset=key.shape[2] - query.shape[2] - low,
-            key_bias=bias, tolerance=0.0, return_lse=return_lse,
+            key_bias=bias, tolerance=tolerance, return_lse=return_lse,
         )  # fmt: skip
 
     if len(spans) == 1 and sink_logits is None:

@@ -13,6 +13,7 @@ try:
     from alibi_attn.hf.encoder.models import ALiBiBertForMaskedLM, ALiBiBertForSequenceClassification, ALiBiBertModel
     from alibi_attn.hf.late_chunking import LateChunks, late_chunks
     from alibi_attn.hf.patching import Patch, patch
+    from alibi_attn.hf.reading import read
     from alibi_attn.hf.sentence_encoder import sentence_transformer
     from alibi_attn.hf.surgery import to_alibi
 except ModuleNotFoundError as error:
@@ -32,6 +33,7 @@ __all__ = [
     "Patch",
     "late_chunks",
     "patch",
+    "read",
     "sentence_transformer",
     "to_alibi",
 ]

@@ -4,16 +4,27 @@ A `DynamicCache` of transformers copies all keys and values for every new token,
 cache appends in place and stores norms of its keys and values: see `attention/decoding.py`.
 """
 
+import io
+import os
+import shutil
 import weakref
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 
 from alibi_attn.attention.certificate.norms import Norms
-from alibi_attn.nn.cache import KVCache, check_format
+from alibi_attn.hf import cache_folder
+from alibi_attn.hf.cache_folder import TokenIds
+from alibi_attn.nn.cache import KVCache
+from alibi_attn.nn.cache_checks import check_format
+from alibi_attn.nn.cache_file import Mode, check_new
 
+NEEDS_PATCH = (
+    "a cache in files needs a model that reads only the keys within reach: call patch(model) first, or use ALiBiCache()"
+)
 FORMAT = 1  # of a pickle; the KVCaches inside have their own format number
 
 
@@ -29,7 +40,15 @@ class ALiBiCache(Cache):
 
     It can be copied and pickled. A pickle names its format and contains no transformers classes, so it survives upgrades.
 
+    With a `path` it is a folder of memory-mapped files, on Linux and macOS: memory then follows the keys that queries read, and
+    `ALiBiCache.open(path)` continues later, also after the process was killed (not after a power failure). This needs a patched
+    model or one of ours, on the CPU, without gradients. Copies and pickles of it are in memory.
+    See `docs/long-texts.md`.
+
     MPT's config has `use_cache=False`: pass `use_cache=True` to `generate`.
+
+    Args:
+        path: a new folder; None = memory.
 
     >>> from transformers import BloomConfig, BloomForCausalLM
     >>> from alibi_attn.hf import patch
@@ -41,8 +60,129 @@ class ALiBiCache(Cache):
     11
     """
 
-    def __init__(self) -> None:
+    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         super().__init__(layer_class_to_replicate=_Layer)
+        self.path = None if path is None else Path(path)
+        self._about: dict[str, Any] | None = None  # description of the model; None before the first forward pass
+        self._model: weakref.ref[nn.Module] | None = None
+        self._ids, self._checked = TokenIds(), False
+        if self.path is not None:
+            check_new(self.path)
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], *, mode: Mode = "r+") -> Self:
+        """The cache in a folder, after headers and norms have been checked; keys and values are read when they are needed.
+
+        Args:
+            mode: "r+" continues the files. "c" shares them: any number of processes may open them, and what they append or crop
+                is private and lost in the end.
+
+        Raises:
+            OSError: there is no such cache.
+            ValueError: a file is damaged, has another format, or is open elsewhere.
+        """
+        cache = cls()
+        cache.path = Path(path)
+        cache._about = cache_folder.read_description(cache.path)
+        for index in range(cache._about["layers"]):
+            file = cache_folder.layer_path(cache.path, index)
+            store = KVCache.open(file, mode=mode) if file.exists() else KVCache(file)
+            cache.layers.append(_Layer(store=store))
+        tokens = cache_folder.token_path(cache.path)
+        tokens.touch()
+        cache._ids = TokenIds(open(tokens, "r+b")) if mode == "r+" else TokenIds(io.BytesIO(tokens.read_bytes()))  # noqa: SIM115
+        cache.level()
+        return cache
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes a copy to a new folder, which `open` reads.
+
+        Raises:
+            OSError: the folder cannot be written.
+            ValueError: it exists, the cache is empty, or its model or token ids are unknown.
+        """
+        target = Path(path)
+        check_new(target)
+        model = None if self._model is None else self._model()
+        about = self._about or (None if model is None else cache_folder.describe(model))
+        tokens = self.tokens()
+        if about is None or tokens is None:
+            raise ValueError(
+                "only a cache whose model and token ids are known can be saved: one that a patched model or one of ours filled "
+                "from input_ids, and that was not copied or reordered since"
+            )
+        partial = target.with_name(target.name + ".partial")
+        if cache_folder.is_cache(partial):
+            shutil.rmtree(partial)
+        partial.mkdir()
+        cache_folder.write_description(partial, about)
+        with open(cache_folder.token_path(partial), "w+b") as file:
+            TokenIds(file).write(0, tokens)
+        for index in range(len(self.layers)):
+            self._layer(index).store.save(cache_folder.layer_path(partial, index))
+        os.replace(partial, target)
+
+    def verify(self) -> None:
+        """Compares all token ids, keys and values in the files with their checksums; `open` checks the rest.
+
+        Raises:
+            ValueError: some differ, or the cache has no files.
+        """
+        if self.path is None:
+            raise ValueError("the cache is in memory and has no checksums; verify() is for ALiBiCache.open(path)")
+        self.tokens()
+        for index in range(len(self.layers)):
+            self._layer(index).store.verify()
+
+    def begin(self, model: nn.Module, tokens: Tensor | None) -> None:
+        """Called by patched models and ours before a forward pass: checks the model, and records the token ids [B, T]."""
+        if torch.compiler.is_compiling():
+            return
+        self._model = weakref.ref(model) if self._model is None else self._model
+        if self.path is not None:
+            if tokens is None or tokens.device.type != "cpu":
+                raise ValueError("a cache in files stores token ids; pass input_ids on the CPU, not inputs_embeds")
+            if self._about is None:
+                self._create(model)
+            self.check_model(model)
+        if tokens is None or tokens.device.type != "cpu":
+            self._ids.forget()
+        else:
+            self._ids.write(self.get_seq_length(), tokens)
+
+    def check_model(self, model: nn.Module) -> None:
+        """Raises ValueError if the files were written by a model with other weights; `model` is the one without head."""
+        if self._about is None or self._checked:
+            return
+        about = cache_folder.describe(model)
+        if self._about != about:
+            raise ValueError(
+                f"{self.path} was written by a model with other weights, slopes or layers ({self._about['layers']} layers, "
+                f"fingerprint {self._about['fingerprint'][:12]}) than this one ({about['layers']}, {about['fingerprint'][:12]}); "
+                "pass the model that wrote it, or read the text into a new cache"
+            )
+        self._checked = True
+
+    def tokens(self) -> Tensor | None:
+        """The ids of the cached tokens, [B, S] int64; None if they are unknown."""
+        length = self.get_seq_length()
+        return self._ids.read(self._layer(0).store.key.shape[0], length) if length else None
+
+    def level(self) -> None:
+        """Removes the tokens that only some layers hold, after a forward pass was interrupted."""
+        model = None if self._model is None else self._model()
+        expected = len(self.layers) if model is None else model.config.num_hidden_layers  # type: ignore[union-attr]
+        stores = [self._layer(index).store for index in range(len(self.layers))]
+        least = min(map(len, stores), default=0) if len(stores) == expected else 0
+        for index, store in enumerate(stores):
+            if len(store) > least:
+                store.crop(least)
+                self._layer(index).refresh_views()
+
+    def __repr__(self) -> str:
+        nbytes = sum(self._layer(index).store.nbytes for index in range(len(self.layers)))
+        place = "in memory" if self.path is None else f"in {self.path}"
+        return f"ALiBiCache({self.get_seq_length()} tokens, {len(self.layers)} layers, {nbytes} bytes {place})"
 
     def __getstate__(self) -> dict[str, object]:
         return {"format": FORMAT, "stores": [self._layer(index).store for index in range(len(self.layers))]}
@@ -55,6 +195,29 @@ class ALiBiCache(Cache):
     def norms(self, layer_idx: int) -> Norms:
         """Norms of the cached keys and values of one layer, which must not be empty."""
         return self._layer(layer_idx).store.norms
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Called by attention layers: appends keys and values; returns all of the layer."""
+        while len(self.layers) <= layer_idx:
+            self.layers.append(self._new_layer())
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def _new_layer(self) -> "_Layer":
+        if self.path is None:
+            return _Layer()
+        if self._about is None:
+            raise ValueError(NEEDS_PATCH)
+        return _Layer(store=KVCache(cache_folder.layer_path(self.path, len(self.layers))))
+
+    def _create(self, model: nn.Module) -> None:
+        assert self.path is not None
+        about = cache_folder.describe(model)
+        self.path.mkdir()
+        cache_folder.write_description(self.path, about)
+        self._ids = TokenIds(open(cache_folder.token_path(self.path), "x+b"))  # noqa: SIM115
+        self._about, self._checked = about, True
 
     def _layer(self, layer_idx: int) -> "_Layer":
         layer = self.layers[layer_idx]
@@ -71,7 +234,7 @@ class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
         self.owner: weakref.ref[nn.Module] | None = None
         if len(self.store):
             self.lazy_initialization(self.store.key, self.store.value)
-        self._refresh_views()
+        self.refresh_views()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -80,6 +243,8 @@ class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, layer: nn.Module | None = None, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
+        if layer is None and self.store.path is not None:
+            raise ValueError(NEEDS_PATCH)
         owner = None if self.owner is None else self.owner()
         if layer is not None and owner is not layer:
             if owner is not None and len(self.store):
@@ -97,20 +262,24 @@ class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
         return len(self.store)
 
     def reset(self) -> None:
-        self.store, self.is_initialized = KVCache(), False
-        self._refresh_views()
+        if self.store.path is None:
+            self.store = KVCache()
+        elif len(self.store):
+            self.store.crop(0)
+        self.is_initialized = False
+        self.refresh_views()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove −tokens_to_remove tokens; a positive number is the length to keep, as in older releases of transformers."""
         length = len(self.store)
         left = tokens_to_remove if tokens_to_remove > 0 else length + tokens_to_remove
         self.store.crop(min(max(left, 0), length))
-        self._refresh_views()
+        self.refresh_views()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         if len(self.store):
             self.store.reorder(beam_idx)
-            self._refresh_views()
+            self.refresh_views()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if len(self.store):
@@ -123,5 +292,6 @@ class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
     def offload(self) -> None:
         raise NotImplementedError("an ALiBiCache cannot be offloaded; use DynamicCache(offloading=True)")
 
-    def _refresh_views(self) -> None:
+    def refresh_views(self) -> None:
+        """Takes keys and values from the store."""
         self.keys, self.values = (self.store.key, self.store.value) if len(self.store) else (None, None)

@@ -16,6 +16,7 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from alibi_attn.attention.dispatch import BACKENDS
 from alibi_attn.hf import masks, unsupported
+from alibi_attn.hf.cache import ALiBiCache
 from alibi_attn.hf.families import PATCHED
 from alibi_attn.hf.families.family import PatchedFamily
 from alibi_attn.hf.patched_attention import Numerics
@@ -245,6 +246,8 @@ def _forward(
     if isinstance(tokens, Tensor):
         if tokens.ndim < 2 or tokens.shape[1] == 0:
             raise ValueError(f"the input has shape {list(tokens.shape)} but must be [B, T] with T ≥ 1 tokens")
+        if isinstance(cache := given.get("past_key_values"), ALiBiCache):
+            cache.begin(body, given.get("input_ids"))
         given["attention_mask"] = masks.of_layers(
             mask_name, body.config, tokens, given.get("attention_mask"), given.get("past_key_values")
         )

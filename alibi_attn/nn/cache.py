@@ -6,7 +6,8 @@ Next: `reach_cache.py`, which forgets with a proof.
 import copy
 import operator
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.decoding import measured_norms
+from alibi_attn.nn.cache_checks import check_format, check_pair, checked_rows, described
+from alibi_attn.nn.cache_file import CacheFile, Mode, check_new, fingerprint, save_pair
 
 Pair = tuple[Tensor, Tensor]  # keys and values, [B, K, S, D] each
 
@@ -38,7 +41,12 @@ class KVCache:
     first `sinks`, and distances are counted inside the cache. This differs from full attention (Xiao et al. 2023, sec. 3.2,
     StreamingLLM's rule for ALiBi) but does not depend on how the sequence is split into chunks.
 
+    With a `path` the keys and values are in a memory-mapped file, on Linux and macOS (`cache_file.py`): memory then follows the
+    keys that queries read, and `KVCache.open(path)` continues later, also after the process was killed. The same bits result as
+    in memory. A copy or a pickle of such a cache is in memory.
+
     Args:
+        path: a new file; None = memory. Gradients, forget gates and streams need memory.
         max_tokens: the largest number of tokens to keep; None = all.
         sinks: the number of first tokens that are never forgotten (models attend to them); only with `max_tokens`.
 
@@ -52,7 +60,7 @@ class KVCache:
     Source: streaming: Xiao et al. 2023 (arXiv:2309.17453).
     """
 
-    def __init__(self, *, max_tokens: int | None = None, sinks: int = 4) -> None:
+    def __init__(self, path: str | Path | None = None, *, max_tokens: int | None = None, sinks: int = 4) -> None:
         if max_tokens is not None and not 0 <= operator.index(sinks) < operator.index(max_tokens):
             raise ValueError(
                 f"max_tokens is {max_tokens} and sinks {sinks} but sinks must be from 0 to max_tokens − 1: "
@@ -67,6 +75,56 @@ class KVCache:
         self._gates: KVCache | None = None  # layers with forget gates: ln f as keys [B, H, S, 1], without values
         self._norms: Norms | None = None  # of the complete tiles so far; None if positions have moved
         self._layer: weakref.ref[nn.Module] | None = None
+        self.path = None if path is None else Path(path)
+        self._file: CacheFile | None = None
+        self._weights: str | None = None  # fingerprint of the layer that writes to the file
+        if self.path is not None:
+            if max_tokens is not None:
+                raise ValueError("a cache in a file keeps all tokens: pass path or max_tokens, not both")
+            check_new(self.path)
+
+    @classmethod
+    def open(cls, path: str | Path, *, mode: Mode = "r+") -> Self:
+        """The cache in a file, after its header and norms have been checked; keys and values are read when they are needed.
+
+        Args:
+            mode: "r+" continues the file. "c" shares it: any number of processes may open it, and what they append or crop is
+                private and lost in the end.
+
+        Raises:
+            OSError: there is no such file.
+            ValueError: the file is damaged, has another format, or is open elsewhere.
+        """
+        cache = cls()
+        cache.path = Path(path)
+        cache._attach(CacheFile.open(cache.path, mode))
+        return cache
+
+    def save(self, path: str | Path) -> None:
+        """Writes a copy to a new file, which `open` reads.
+
+        Raises:
+            OSError: the file cannot be written.
+            ValueError: the cache is empty, streams, has gates, or is not on the CPU; or the file exists.
+        """
+        if self._gates is not None or self.max_tokens is not None or self.forgotten:
+            raise ValueError(
+                "caches with forget gates, and caches that have forgotten tokens, cannot be saved to a file"
+            )
+        layer = None if self._layer is None else self._layer()
+        weights = "" if layer is None else fingerprint(layer)
+        release = None if self._file is None else self._file.release
+        save_pair(Path(path), *self._filled(), weights=weights, release=release)
+
+    def verify(self) -> None:
+        """Compares all keys and values in the file with their checksums, which `open` does not read.
+
+        Raises:
+            ValueError: some differ, or the cache has no file.
+        """
+        if self._file is None:
+            raise ValueError("the cache is in memory and has no checksums; verify() is for KVCache.open(path)")
+        self._file.verify()
 
     def __len__(self) -> int:
         return self._length
@@ -75,7 +133,8 @@ class KVCache:
         if self._tensors is None:
             return "KVCache(empty)"
         stream = "" if self.max_tokens is None else f", max_tokens={self.max_tokens}, forgotten={self.forgotten}"
-        return f"KVCache({self._length} tokens, {_described(self.key)}, {self.nbytes} bytes{stream})"
+        place = "" if self._file is None else f" in {self.path}"
+        return f"KVCache({self._length} tokens, {described(self.key)}, {self.nbytes} bytes{place}{stream})"
 
     @property
     def key(self) -> Tensor:
@@ -94,7 +153,9 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Memory of the keys, values and gates, including spare capacity."""
+        """Memory of the keys, values and gates, including spare capacity; of a cache in a file, the bytes stored there."""
+        if self._file is not None:
+            return self._file.nbytes
         own = sum(tensor.untyped_storage().nbytes() for tensor in self._tensors or ())
         return own + (0 if self._gates is None else self._gates.nbytes)
 
@@ -109,7 +170,9 @@ class KVCache:
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         twin = type(self).__new__(type(self))
-        vars(twin).update({**vars(self), "_layer": None, "_gates": copy.deepcopy(self._gates, memo)})
+        vars(twin).update(
+            {**vars(self), "_layer": None, "path": None, "_file": None, "_gates": copy.deepcopy(self._gates, memo)}
+        )
         if self._tensors is not None:
             twin._replace(*(tensor.clone() for tensor in self._filled()))
         return twin
@@ -141,6 +204,8 @@ class KVCache:
                 are appended to a full stream at once (`ALiBiAttention` appends them one at a time).
         """
         self._check(key, value, layer)
+        if self.path is not None:
+            return self._append_to_file(key, value, layer, log_fgate)
         self._append_gates(key, log_fgate)
         new_length = self._length + key.shape[2]
         if self.max_tokens is not None and new_length > self.max_tokens:
@@ -172,6 +237,8 @@ class KVCache:
         if length < 0:
             raise ValueError(f"length is {length} but must be at least 0, the positions to keep")
         dropped = max(self._length - length, 0)
+        if dropped and self.path is not None:
+            raise ValueError("a cache in a file keeps all tokens; use a cache in memory to forget some")
         if dropped:
             self._norms = None
         self.forgotten += dropped
@@ -202,6 +269,8 @@ class KVCache:
     def take_back(self, tokens: int) -> None:
         """Drop the newest `tokens` positions, even if old ones were forgotten."""
         self._length -= tokens
+        if self._file is not None and tokens:
+            self._file.crop(self._length)
         if self._gates is not None:
             self._gates.take_back(tokens)
         if self._norms is not None:
@@ -220,14 +289,14 @@ class KVCache:
         if self._tensors is None:
             raise ValueError("the cache is empty and has no batch to reorder; append first")
         key, value = self._tensors
-        rows = torch.as_tensor(indices, device=key.device)
-        if rows.dtype.is_floating_point or rows.dtype.is_complex or rows.dtype == torch.bool:
-            raise TypeError(f"indices are {rows.dtype} but must be integers: row b becomes row indices[b]")
-        batch = key.shape[0]
-        if rows.ndim != 1 or rows.numel() == 0:
-            raise ValueError(f"indices has shape {list(rows.shape)} but must be [B], one row number per new row")
-        if rows.device.type == "cpu" and not bool(((rows >= 0) & (rows < batch)).all()):
-            raise ValueError(f"indices are {rows.tolist()} but the cache has rows 0 … {batch - 1}")
+        rows = checked_rows(indices, key)
+        if self.path is not None:
+            if rows.tolist() == list(range(key.shape[0])):
+                return
+            raise ValueError(
+                "the rows of a cache in a file cannot be reordered, because that would copy the file; for beams pass a copy in "
+                "memory, copy.deepcopy(cache)"
+            )
         self._tensors = key.index_select(0, rows), value.index_select(0, rows)
         if self._gates is not None:
             self._gates.reorder(rows)
@@ -250,6 +319,30 @@ class KVCache:
             )
         self._gates = KVCache() if self._gates is None else self._gates
         self._gates.append(log_fgate[..., None], log_fgate[..., None][..., :0])
+
+    def _append_to_file(self, key: Tensor, value: Tensor, layer: nn.Module | None, log_fgate: Tensor | None) -> Pair:
+        if log_fgate is not None or torch.compiler.is_compiling() or torch.is_grad_enabled():
+            raise ValueError(
+                "a cache in a file works without gradients, forget gates and torch.compile; use torch.no_grad(), or a cache in "
+                "memory"
+            )
+        assert self.path is not None
+        if self._weights is None:
+            weights = "" if layer is None else fingerprint(layer)
+            if self._file is not None:
+                self._layer = None  # another layer may follow if this one is refused
+                self._file.check_weights(weights)
+            self._layer, self._weights = None if layer is None else weakref.ref(layer), weights
+        if self._file is None:
+            self._file = CacheFile.create(self.path, key, value, fingerprint=self._weights)
+        self._file.append(key, value)
+        self._attach(self._file)
+        return self._filled()
+
+    def _attach(self, file: CacheFile) -> None:
+        """Takes tensors, norms and length from the file."""
+        self._file, self._length = file, file.length
+        self._tensors, self._norms = ((file.key, file.value), file.norms) if file.length else (None, None)
 
     def _replace(self, key: Tensor, value: Tensor) -> None:
         self._tensors, self._start, self._has_room = (key, value), 0, False
@@ -300,40 +393,4 @@ class KVCache:
                 self._layer = weakref.ref(layer)
             elif self._layer() is not layer:
                 raise ValueError("this KVCache belongs to another attention layer; make one KVCache() for each layer")
-        if key.ndim != 4 or key.shape[:3] != value.shape[:3]:
-            raise ValueError(
-                f"key has shape {list(key.shape)} and value {list(value.shape)} but both must be [B, K, T, D]"
-            )
-        if self._tensors is None:
-            return
-        for name, new, old in zip(("key", "value"), (key, value), self._filled(), strict=True):
-            fits = new.ndim == 4 and new.shape[:2] == old.shape[:2] and new.shape[3] == old.shape[3]
-            if not (fits and new.dtype == old.dtype and new.device == old.device):
-                raise ValueError(
-                    f"{name} is {_described(new)} but the cache holds {_described(old)}: only the length may differ; "
-                    "a new batch needs a new KVCache()"
-                )
-
-
-def _described(tensor: Tensor) -> str:
-    return f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}"
-
-
-def check_format(kind: str, state: Mapping[str, object], *, reads: int) -> None:
-    """Refuses a pickled cache that another version of the package wrote.
-
-    Args:
-        kind: the name of the class.
-        state: the unpickled state; its "format" is an int.
-        reads: the format that this version writes and reads.
-
-    Raises:
-        ValueError: another format, or none.
-    """
-    received = state.get("format")
-    if type(received) is not int or received != reads:
-        words = "no format" if received is None else f"format {received!r}"
-        raise ValueError(
-            f"the pickled {kind} has {words} but this version of alibi-attn reads format {reads}; unpickle it with the version "
-            f"that wrote it, or make a new {kind} and pass the text through the model again"
-        )
+        check_pair(key, value, None if self._tensors is None else self._filled())

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from alibi_attn.attention.spec import query_heads
-from alibi_attn.nn.cache import KVCache, check_format
+from alibi_attn.nn.cache import KVCache
+from alibi_attn.nn.cache_checks import check_format
 
 
 class CachesOfHeads:

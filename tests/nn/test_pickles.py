@@ -5,7 +5,8 @@ import pickle
 import pytest
 import torch
 
-from alibi_attn.nn.cache import FORMAT, KVCache, check_format
+from alibi_attn.nn.cache import FORMAT, KVCache
+from alibi_attn.nn.cache_checks import check_format
 from alibi_attn.nn.gated_cache import GatedReachCache
 from alibi_attn.nn.reach_cache import CachesOfHeads, ReachCache
 

@@ -157,6 +157,8 @@ class ALiBiForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
                 "alibi_scaling with train_seq_len needs the length of the text, which a static cache does not report; use an "
                 'ALiBiCache, a DynamicCache, or {"type": "linear", "factor": ...}'
             )
+        if isinstance(past_key_values, ALiBiCache):
+            past_key_values.begin(self, input_ids)
         mask = masks.of_layers(masks.INDEXED, config, x, attention_mask, past_key_values)
         x = self.embedding_dropout(self._times(x, config.embedding_scale))
         keep = config.output_hidden_states if output_hidden_states is None else output_hidden_states

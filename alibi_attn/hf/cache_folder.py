@@ -1,0 +1,119 @@
+"""The folder of an ALiBiCache in files: `cache.json`, `tokens`, and one `CacheFile` per layer.
+
+`cache.json` names the format, the number of layers and the fingerprint of the model. `tokens` has one record per position:
+the ids of the batch and their CRC-32.
+
+Ids are written before the keys of a call, so the files agree on a prefix whenever a process ends.
+"""
+
+import io
+import json
+import os
+import zlib
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from alibi_attn.nn.cache_file import fingerprint
+
+FORMAT = 1
+_ABOUT = "cache.json"
+
+
+class TokenIds:
+    """Token ids [B, S] in a file, or in memory."""
+
+    def __init__(self, file: IO[bytes] | None = None) -> None:
+        self.file = io.BytesIO() if file is None else file
+
+    def __del__(self) -> None:
+        self.file.close()
+
+    def write(self, at: int, tokens: Tensor) -> None:
+        """Sets the ids of the positions from `at` on, tokens [B, T]; if earlier ids are unknown, these are not kept either."""
+        ids = tokens.detach().long().t().contiguous().numpy()
+        records = np.zeros(len(ids), _record(tokens.shape[0]))
+        records["ids"], records["crc"] = ids, [zlib.crc32(row) for row in ids]
+        start = at * records.itemsize
+        if self.file.seek(0, io.SEEK_END) >= start:
+            self.file.seek(start)
+            self.file.write(records.tobytes())
+            self.file.truncate()
+            self.file.flush()
+
+    def read(self, batch: int, length: int) -> Tensor | None:
+        """The ids of the first `length` positions, [B, length]; None if they are unknown.
+
+        Raises:
+            ValueError: they do not match their checksums.
+        """
+        record = _record(batch)
+        self.file.seek(0)
+        data = self.file.read(length * record.itemsize)
+        if len(data) < length * record.itemsize:
+            return None
+        records = np.frombuffer(data, record)
+        if [zlib.crc32(row) for row in np.ascontiguousarray(records["ids"])] != records["crc"].tolist():
+            raise ValueError(
+                "the token ids of the cache are damaged: they do not match their checksums; read the text again"
+            )
+        return torch.from_numpy(np.ascontiguousarray(records["ids"].T))
+
+    def forget(self) -> None:
+        """Makes the ids unknown."""
+        self.file.seek(0)
+        self.file.truncate()
+
+
+def describe(model: nn.Module) -> dict[str, Any]:
+    """What `cache.json` holds for a cache of this model."""
+    settings = [vars(layer)["alibi_settings"] for layer in model.modules() if "alibi_settings" in vars(layer)]
+    numbers = [(one.slopes, one.scale, one.numerics) for one in settings]
+    layers = model.config.num_hidden_layers  # type: ignore[union-attr]
+    return {"format": FORMAT, "layers": layers, "fingerprint": fingerprint(model, type(model).__name__, numbers)}
+
+
+def write_description(folder: Path, about: dict[str, Any]) -> None:
+    """Writes `cache.json` atomically."""
+    text = json.dumps(about)
+    partial = folder / (_ABOUT + ".partial")
+    partial.write_text(f"{text}\n{zlib.crc32(text.encode()):08x}\n")
+    os.replace(partial, folder / _ABOUT)
+
+
+def read_description(folder: Path) -> dict[str, Any]:
+    """Reads `cache.json`.
+
+    Raises:
+        OSError: there is none.
+        ValueError: it is damaged, or of another format.
+    """
+    text, _, crc = (folder / _ABOUT).read_text().partition("\n")
+    if crc.strip() != f"{zlib.crc32(text.encode()):08x}":
+        raise ValueError(f"{folder / _ABOUT} is damaged: it does not match its checksum; read the text again")
+    about: dict[str, Any] = json.loads(text)
+    if about["format"] != FORMAT:
+        raise ValueError(f"{folder} has format {about['format']} but this version of alibi-attn reads {FORMAT}")
+    return about
+
+
+def is_cache(folder: Path) -> bool:
+    """Whether the folder has a cache's description."""
+    return (folder / _ABOUT).is_file()
+
+
+def layer_path(folder: Path, layer: int) -> Path:
+    """The file of a layer."""
+    return folder / f"layer-{layer:03}"
+
+
+def token_path(folder: Path) -> Path:
+    """The file of the token ids."""
+    return folder / "tokens"
+
+
+def _record(batch: int) -> np.dtype[Any]:
+    return np.dtype([("ids", "<i8", (batch,)), ("crc", "<u4")])

@@ -1,0 +1,57 @@
+"""Checks of what a cache receives: keys and values, beam indices, and pickles. Read next: `cache.py`."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+
+def check_pair(key: Tensor, value: Tensor, cached: tuple[Tensor, Tensor] | None) -> None:
+    """Raises ValueError unless key and value are [B, K, T, D] and continue the cached ones."""
+    if key.ndim != 4 or key.shape[:3] != value.shape[:3]:
+        raise ValueError(f"key has shape {list(key.shape)} and value {list(value.shape)} but both must be [B, K, T, D]")
+    for name, new, old in zip(("key", "value"), (key, value), cached or (), strict=False):
+        fits = new.ndim == 4 and new.shape[:2] == old.shape[:2] and new.shape[3] == old.shape[3]
+        if not (fits and new.dtype == old.dtype and new.device == old.device):
+            raise ValueError(
+                f"{name} is {described(new)} but the cache holds {described(old)}: only the length may differ; "
+                "a new batch needs a new KVCache()"
+            )
+
+
+def checked_rows(indices: Tensor | Sequence[int], key: Tensor) -> Tensor:
+    """The row numbers as a tensor on the key's device, or an error."""
+    rows = torch.as_tensor(indices, device=key.device)
+    if rows.dtype.is_floating_point or rows.dtype.is_complex or rows.dtype == torch.bool:
+        raise TypeError(f"indices are {rows.dtype} but must be integers: row b becomes row indices[b]")
+    batch = key.shape[0]
+    if rows.ndim != 1 or rows.numel() == 0:
+        raise ValueError(f"indices has shape {list(rows.shape)} but must be [B], one row number per new row")
+    if rows.device.type == "cpu" and not bool(((rows >= 0) & (rows < batch)).all()):
+        raise ValueError(f"indices are {rows.tolist()} but the cache has rows 0 … {batch - 1}")
+    return rows
+
+
+def described(tensor: Tensor) -> str:
+    """Shape, dtype and device."""
+    return f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}"
+
+
+def check_format(kind: str, state: Mapping[str, object], *, reads: int) -> None:
+    """Refuses a pickled cache that another version of the package wrote.
+
+    Args:
+        kind: the name of the class.
+        state: the unpickled state; its "format" is an int.
+        reads: the format that this version writes and reads.
+
+    Raises:
+        ValueError: another format, or none.
+    """
+    received = state.get("format")
+    if type(received) is not int or received != reads:
+        words = "no format" if received is None else f"format {received!r}"
+        raise ValueError(
+            f"the pickled {kind} has {words} but this version of alibi-attn reads format {reads}; unpickle it with the version "
+            f"that wrote it, or make a new {kind} and pass the text through the model again"
+        )

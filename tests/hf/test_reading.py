@@ -1,0 +1,177 @@
+"""Reading a long text into a cache, in memory or in files: same bits, resumable, only with the same model and text."""
+
+import copy
+import sys
+
+import pytest
+import torch
+
+from alibi_attn.attention import decoding
+from alibi_attn.hf import ALiBiCache, ALiBiCausalLMConfig, ALiBiForCausalLM, patch, read, reading
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="caches in files need Linux or macOS")
+
+
+class StoppedError(Exception):
+    """Interrupts a forward pass."""
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Chunks of 64 tokens, and cached keys are read within reach from the first chunks on."""
+    monkeypatch.setattr(reading, "_CHUNK", 64)
+    monkeypatch.setattr(decoding, "LONG", 0)
+    monkeypatch.setattr(decoding, "CHUNKS", 2)
+    monkeypatch.setattr(decoding, "FEW", 32)
+
+
+@pytest.mark.parametrize("family", ["bloom", "mpt", "falcon new"])
+def test_reading_into_files_gives_the_bits_of_memory_and_of_a_full_pass(family, small, build, tokens, tmp_path):
+    model, ids = build(family), tokens(2, 300)
+    with patch(model), torch.no_grad():
+        caches, losses = [ALiBiCache(), ALiBiCache(tmp_path / "cache")], [[], []]
+        last = [read(model, ids, cache, losses=found.append) for cache, found in zip(caches, losses, strict=True)]
+        losses = [torch.cat(parts, dim=1) for parts in losses]
+        assert torch.equal(*last)
+        assert torch.equal(*losses)
+        full = model(ids, use_cache=False).logits
+        torch.testing.assert_close(last[0], full[:, -1], rtol=1e-4, atol=1e-4)
+        expected = torch.nn.functional.cross_entropy(full[:, :-1].mT, ids[:, 1:], reduction="none")
+        torch.testing.assert_close(losses[0], expected, rtol=1e-4, atol=1e-4)
+        options = {"max_new_tokens": 5, "do_sample": False, "use_cache": True}
+        generated = model.generate(ids, **options)
+        for cache in caches:
+            cache.crop(-1)
+            assert torch.equal(model.generate(ids, past_key_values=cache, **options), generated)
+        caches[1].verify()
+
+
+@torch.no_grad()
+def test_a_chunk_reads_the_keys_within_reach_only(small, build, tokens):
+    model, ids = build("mpt", attention={"alibi_bias_max": 2}), tokens(1, 2600)  # slopes from 0.79 to 0.25
+    with patch(model):
+        cache = ALiBiCache()
+        read(model, ids[:, :2560], cache)
+        for layer in cache.layers:
+            layer.keys[:, :, :1024], layer.values[:, :, :1024] = torch.nan, torch.nan
+        assert bool(read(model, ids, cache).isfinite().all())
+
+
+@torch.no_grad()
+def test_an_interrupted_reading_continues(small, build, tokens, tmp_path):
+    model, ids = build("bloom"), tokens(1, 400)
+    patch(model)
+    expected, whole = read(model, ids, ALiBiCache()), []
+    read(model, ids, ALiBiCache(), losses=whole.append)
+    cache, reports, losses = ALiBiCache(tmp_path / "cache"), [], []
+
+    def interrupt(*_: object) -> None:
+        if cache.get_seq_length() >= 128 and len(cache.layers[1].store) < len(cache.layers[0].store):
+            raise StoppedError
+
+    handle = model.transformer.h[1].self_attention.register_forward_pre_hook(interrupt)
+    with pytest.raises(StoppedError):
+        read(model, ids, cache, progress=lambda *report: reports.append(report), losses=losses.append)
+    handle.remove()
+    assert reports == [(64, 400)]
+    assert [len(layer.store) for layer in cache.layers] == [64, 64]
+    del cache
+    cache = ALiBiCache.open(tmp_path / "cache")
+    assert torch.equal(cache.tokens(), ids[:, :64])
+    logits = read(model, ids, cache, progress=lambda *report: reports.append(report), losses=losses.append)
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(torch.cat(losses, dim=1), torch.cat(whole, dim=1))
+    assert reports[-1] == (400, 400)
+    again = read(model, ids, cache)  # all tokens are cached
+    torch.testing.assert_close(again, expected, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_another_model_or_text_is_refused(small, build, tokens, tmp_path):
+    model, other, ids = build("bloom"), build("bloom", seed=1), tokens(1, 200)
+    tuned = copy.deepcopy(model)
+    tuned.transformer.h[1].mlp.dense_h_to_4h.weight += 1e-3
+    for one in (model, other, tuned):
+        patch(one)
+    read(model, ids, ALiBiCache(tmp_path / "cache"))
+    cache = ALiBiCache.open(tmp_path / "cache")
+    for wrong in (other, tuned):
+        with pytest.raises(ValueError, match="was written by a model with other weights, slopes or layers"):
+            read(wrong, ids, cache)
+    assert cache.get_seq_length() == 200
+    with pytest.raises(ValueError, match="holds another text"):
+        read(model, tokens(1, 200, seed=9), cache)
+    with pytest.raises(ValueError, match="holds 200 tokens but the text has 100"):
+        read(model, ids[:, :100], cache)
+    assert bool(read(model, ids, cache).isfinite().all())
+    with pytest.raises(ValueError, match="call patch"):
+        build("bloom")(ids, past_key_values=ALiBiCache(tmp_path / "unpatched"))
+    with pytest.raises(ValueError, match="training mode"):
+        read(model.train(), ids, cache)
+    model.eval()
+    copied = copy.deepcopy(cache)
+    with pytest.raises(ValueError, match="token ids in this cache are unknown"):
+        read(model, ids, copied)
+    with pytest.raises(ValueError, match="whose model and token ids are known can be saved"):
+        copied.save(tmp_path / "copied")
+    with pytest.raises(ValueError, match="pass input_ids on the CPU, not inputs_embeds"):
+        model(inputs_embeds=model.get_input_embeddings()(ids), past_key_values=ALiBiCache(tmp_path / "embeds"))
+
+
+@torch.no_grad()
+def test_a_saved_cache_is_shared_and_private_continuations_differ(small, build, tokens, tmp_path):
+    model, ids = build("falcon new"), tokens(1, 300)
+    patch(model)
+    cache = ALiBiCache()
+    read(model, ids, cache)
+    cache.save(tmp_path / "cache")
+    assert "300 tokens, 2 layers" in repr(cache)
+    options = {"max_new_tokens": 4, "do_sample": False, "use_cache": True}
+    shared = [ALiBiCache.open(tmp_path / "cache", mode="c") for _ in range(2)]
+    questions = [torch.cat([ids, tokens(1, 70, seed=seed)], dim=1) for seed in (3, 4)]
+    for one, question in zip(shared, questions, strict=True):
+        expected = model.generate(question, past_key_values=ALiBiCache(), **options)
+        assert torch.equal(model.generate(question, past_key_values=one, **options), expected)
+    with pytest.raises(ValueError, match="open elsewhere"):
+        ALiBiCache.open(tmp_path / "cache")
+    del shared, one
+    again = ALiBiCache.open(tmp_path / "cache")
+    assert again.get_seq_length() == 300
+    assert str(tmp_path / "cache") in repr(again)
+    again.verify()
+    del again
+    with open(tmp_path / "cache" / "tokens", "r+b") as file:
+        file.write(b"\1")
+    with pytest.raises(ValueError, match="token ids of the cache are damaged"):
+        ALiBiCache.open(tmp_path / "cache").verify()
+
+
+@torch.no_grad()
+def test_beams_are_refused_in_files_and_work_on_a_copy(small, build, tokens, tmp_path):
+    model, ids = build("bloom"), tokens(1, 100)
+    patch(model)
+    beams = {"max_new_tokens": 4, "num_beams": 2, "do_sample": False, "use_cache": True}
+    cache = ALiBiCache(tmp_path / "cache")
+    read(model, ids[:, :-1], cache)
+    twin = copy.deepcopy(cache)
+    twin.batch_repeat_interleave(2)
+    expected = model.generate(ids, past_key_values=ALiBiCache(), **beams)
+    assert torch.equal(model.generate(ids, past_key_values=twin, **beams), expected)
+    with pytest.raises(ValueError, match="cannot be reordered"):
+        cache.batch_repeat_interleave(2)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    read(model, ids[:, :50], cache)
+    assert torch.equal(cache.tokens(), ids[:, :50])
+
+
+@torch.no_grad()
+def test_our_own_models_read_and_continue(small, tmp_path):
+    torch.manual_seed(0)
+    model = ALiBiForCausalLM(
+        ALiBiCausalLMConfig(vocab_size=60, hidden_size=48, num_hidden_layers=2, num_attention_heads=6)
+    ).eval()
+    ids = torch.randint(3, 60, (1, 300))
+    logits = read(model, ids, ALiBiCache(tmp_path / "cache"))
+    torch.testing.assert_close(logits, model(ids).logits[:, -1], rtol=1e-4, atol=1e-4)
+    assert ALiBiCache.open(tmp_path / "cache").get_seq_length() == 300

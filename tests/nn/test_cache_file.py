@@ -1,0 +1,236 @@
+"""A cache in a file gives the bits of the cache in memory, survives kills at any moment, and refuses what it cannot do."""
+
+import copy
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from alibi_attn import ALiBiAttention, KVCache
+from alibi_attn.nn import cache_file
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="caches in files need Linux or macOS")
+
+
+def layer_of(seed: int = 0, **options: object) -> ALiBiAttention:
+    torch.manual_seed(seed)
+    return ALiBiAttention(64, 4, **options).eval()
+
+
+def numbered(first: int, count: int) -> torch.Tensor:
+    """[1, 2, T, 4]: every entry is the position of its token."""
+    return torch.arange(first, first + count, dtype=torch.float32)[None, None, :, None].expand(1, 2, -1, 4).contiguous()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_a_cache_in_a_file_gives_the_bits_of_the_cache_in_memory(dtype, tmp_path):
+    """Two rows, one of them padded, with grouped heads; the file is closed and opened, and the text is cropped, on the way."""
+    layer, x = layer_of(num_kv_heads=2).to(dtype), torch.randn(2, 400, 64, dtype=dtype)
+    mask = torch.arange(400) >= torch.tensor([[0], [100]])
+    memory, file = KVCache(), KVCache(tmp_path / "cache")
+    with torch.inference_mode():
+        for start, stop in [(0, 130), (130, 131), (131, 300), (200, 201), (201, 392), (392, 393), (393, 400)]:
+            memory.crop(start)
+            file.crop(start)
+            outputs = [layer(x[:, start:stop], cache=c, key_mask=mask[:, :stop]) for c in (memory, file)]
+            assert torch.equal(*outputs)
+            assert torch.equal(memory.norms.keys, file.norms.keys)
+            if stop % 3 == 0:
+                del file
+                file = KVCache.open(tmp_path / "cache")
+            assert torch.equal(file.key, memory.key)
+            assert torch.equal(file.value, memory.value)
+            file.verify()
+    assert len(file) == 400
+
+
+def test_a_saved_cache_continues_and_copies_are_in_memory(tmp_path):
+    layer, x = layer_of(), torch.randn(1, 90, 64)
+    with torch.no_grad():
+        cache = KVCache()
+        layer(x[:, :80], cache=cache)
+        cache.save(tmp_path / "cache")
+        opened = KVCache.open(tmp_path / "cache")
+        copies = [copy.deepcopy(opened), pickle.loads(pickle.dumps(opened))]
+        expected = layer(x[:, 80:], cache=cache)
+        assert torch.equal(layer(x[:, 80:], cache=opened), expected)
+        for twin in copies:
+            assert twin.path is None
+            assert torch.equal(layer(x[:, 80:], cache=twin), expected)
+        opened.save(tmp_path / "again")
+        again = KVCache.open(tmp_path / "again")
+    assert torch.equal(again.key, opened.key)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["again", "cache"]
+    assert "90 tokens" in repr(opened)
+    assert str(tmp_path) in repr(opened)
+
+
+@pytest.mark.parametrize("mode", ["r+", "c"])
+def test_a_full_file_grows_and_private_changes_leave_it_alone(mode, tmp_path, monkeypatch):
+    monkeypatch.setattr(cache_file, "CAPACITY", 1)  # rounded up to 16,384
+    path = tmp_path / "cache"
+    with torch.no_grad():
+        cache = KVCache(path)
+        cache.append(numbered(0, 16000), numbered(0, 16000))
+        del cache
+        before = path.read_bytes()
+        cache = KVCache.open(path, mode=mode)
+        cache.append(numbered(16000, 1000), numbered(16000, 1000))
+        cache.crop(16500)
+        cache.append(numbered(16500, 20000), numbered(16500, 20000))
+        for tensor in (cache.key, cache.value):
+            assert torch.equal(tensor, numbered(0, 36500))
+        cache.verify()
+    del cache, tensor
+    if mode == "c":
+        assert path.read_bytes() == before
+    assert len(KVCache.open(path)) == (16000 if mode == "c" else 36500)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["cache"]
+
+
+def test_private_changes_survive_the_release_of_memory(tmp_path):
+    with torch.no_grad():
+        KVCache(tmp_path / "cache").append(numbered(0, 3000), numbered(0, 3000))
+        first, second = (KVCache.open(tmp_path / "cache", mode="c") for _ in range(2))
+        first.crop(1500)
+        first.append(-numbered(0, 9000), numbered(0, 9000))
+        second.append(numbered(3000, 5000), numbered(3000, 5000))
+    assert torch.equal(first.key, torch.cat([numbered(0, 1500), -numbered(0, 9000)], dim=2))
+    assert torch.equal(second.key, numbered(0, 8000))
+    first.verify()
+    second.verify()
+
+
+def resident(path: Path) -> int:
+    """Bytes of the file's mappings that are in this process's memory."""
+    total, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split(" ")[0] and ":" not in line.split(" ")[0]:
+            inside = line.endswith(str(path))
+        elif inside and line.startswith("Rss:"):
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_holds_the_last_tokens_and_not_the_text(tmp_path):
+    cache = KVCache(tmp_path / "cache")
+    with torch.no_grad():
+        for start in range(0, 40000, 1000):
+            token = torch.randn(1, 8, 1000, 64)
+            cache.append(token, token)
+            if start % 2000 == 0:
+                assert resident(tmp_path / "cache") < 10 * 2 * token.nbytes
+    assert cache.nbytes == 40 * 2 * token.nbytes
+    cache.key.sum()
+    assert resident(tmp_path / "cache") > 30 * token.nbytes, "the check above can fail"
+
+
+def test_damage_and_other_weights_are_refused(tmp_path):
+    path, layer = tmp_path / "cache", layer_of()
+    with torch.no_grad():
+        layer(torch.randn(1, 200, 64), cache=KVCache(path))
+        cache = KVCache.open(path)
+        with pytest.raises(ValueError, match="was written with other weights"):
+            layer_of(1)(torch.randn(1, 1, 64), cache=cache)
+        assert len(cache) == 200
+        layer(torch.randn(1, 1, 64), cache=cache)
+    file = cache._file
+    offsets = {"header": 20, "norms": cache_file._TABLE + 5, "tokens 64 to 127": file._regions[1][0] + 70 * 64}
+    del cache, file
+    good = path.read_bytes()
+    for name, at in offsets.items():
+        with open(path, "r+b") as stream:
+            stream.seek(at)
+            stream.write(bytes([good[at] ^ 1]))
+        if name.startswith("tokens"):
+            with pytest.raises(ValueError, match=f"damaged at {name}"):
+                KVCache.open(path).verify()
+        else:
+            with pytest.raises(ValueError, match=f"damaged.*{name}"):
+                KVCache.open(path)
+        with open(path, "r+b") as stream:
+            stream.seek(at)
+            stream.write(good[at : at + 1])
+    KVCache.open(path).verify()
+
+
+def test_what_a_file_cannot_do_is_refused(tmp_path, monkeypatch):
+    layer, x, cache = layer_of(), torch.randn(2, 5, 64), KVCache(tmp_path / "cache")
+    with pytest.raises(ValueError, match="without gradients"):
+        layer(x, cache=cache)
+    with torch.no_grad():
+        layer(x, cache=cache)
+        cache.reorder([0, 1])
+        with pytest.raises(ValueError, match="would copy the file; for beams"):
+            cache.reorder([1, 0])
+        with pytest.raises(ValueError, match="keeps all tokens"):
+            cache.forget(3)
+        with pytest.raises(ValueError, match="forget gates"):
+            layer_of(forget_gate=True)(x, cache=KVCache(tmp_path / "gates"))
+        cache.crop(0)
+        with pytest.raises(ValueError, match=r"key is \[1, 4, 5, 16\]"):
+            layer(x[:1], cache=cache)
+    with pytest.raises(ValueError, match="path or max_tokens"):
+        KVCache(tmp_path / "other", max_tokens=9)
+    with pytest.raises(ValueError, match=r"exists; continue it with open\(path\)"):
+        KVCache(tmp_path / "cache")
+    with pytest.raises(ValueError, match="is not a folder"):
+        KVCache(tmp_path / "no" / "cache")
+    with pytest.raises(ValueError, match=r'open elsewhere.*mode="c"'):
+        KVCache.open(tmp_path / "cache")
+    with pytest.raises(ValueError, match="mode is 'w'"):
+        KVCache.open(tmp_path / "cache", mode="w")
+    with pytest.raises(FileNotFoundError):
+        KVCache.open(tmp_path / "none")
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(NotImplementedError, match="Windows does not offer"):
+        KVCache(tmp_path / "windows")
+
+
+APPENDS = """
+    import sys, torch
+    from alibi_attn import KVCache
+    cache = KVCache.open(sys.argv[1])
+    generator = torch.Generator().manual_seed(len(cache))
+    print("ready", flush=True)
+    with torch.no_grad():
+        while True:
+            action = int(torch.randint(0, 20, (), generator=generator))
+            if action == 0:
+                cache.crop(max(0, len(cache) - 100))
+            count = 700 if action == 1 else 1 + action
+            position = torch.arange(len(cache), len(cache) + count, dtype=torch.float32)
+            token = position[None, None, :, None].expand(1, 2, -1, 4).contiguous()
+            cache.append(token, token)
+"""
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.long)])
+def test_a_cache_killed_while_it_appends_opens_with_the_right_bits(kills, tmp_path, monkeypatch):
+    monkeypatch.setattr(cache_file, "CAPACITY", 1)
+    path, moments, lengths = tmp_path / "cache", random.Random(kills), []
+    with torch.no_grad():
+        KVCache(path).append(numbered(0, 10), numbered(0, 10))
+    for _ in range(kills):
+        command = [sys.executable, "-c", textwrap.dedent(APPENDS), str(path)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ)
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(moments.uniform(0.0, 0.3))
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        cache = KVCache.open(path)
+        cache.verify()
+        for tensor in (cache.key, cache.value):
+            assert torch.equal(tensor, numbered(0, len(cache)))
+        lengths.append(len(cache))
+        del cache, tensor
+    assert max(lengths) > 1000
