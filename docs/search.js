@@ -1,6 +1,7 @@
-// How the site's search ranks pages: names of the API first, the log and the changes last.
+// How the site's search ranks pages: names of the API first (PyTorch before JAX), the log and the changes last.
+const LATER = { log: 100, changes: 100, "api/jax": 1 };
 var Scorer = {
-  score: ([docname, , , , score]) => (["log", "changes"].includes(docname) ? score - 100 : score),
+  score: ([docname, , , , score]) => score - (LATER[docname] ?? 0),
   objNameMatch: 100,
   objPartialMatch: 60,
   objPrio: { 0: 15, 1: 5, 2: -5 },
