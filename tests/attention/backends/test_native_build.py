@@ -266,6 +266,15 @@ def test_a_wrapper_and_options_belong_to_the_compiler(
     assert build._command(os.environ["CXX"]) == ["g++"]
 
 
+def test_a_compiler_that_takes_too_long_is_reported_without_its_arguments(tmp_path: Path) -> None:
+    slow = tmp_path / "slow"
+    slow.write_text("#!/bin/sh\nexec sleep 60\n")
+    slow.chmod(0o755)
+    with pytest.raises(build.BuildError) as report:
+        build._run([str(slow)], "-std=c++17", "-O3", timeout_s=0.2)
+    assert str(report.value).startswith(f"{slow} did not finish within 0.2 s; try again when the machine is less busy")
+
+
 def test_a_full_disk_is_told(compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full = tmp_path / "full"
     full.write_text(

@@ -267,7 +267,10 @@ def _run(command: list[str], *arguments: str, timeout_s: float | None = TIMEOUT_
     called = shlex.join(command)
     try:
         done = subprocess.run([*command, *arguments], capture_output=True, timeout=timeout_s, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except subprocess.TimeoutExpired:
+        advice = "try again when the machine is less busy, or install a wheel, which has the kernels compiled"
+        raise BuildError(f"{called} did not finish within {timeout_s} s; {advice}") from None
+    except OSError as error:
         raise BuildError(f"{called} failed: {error}") from None
     if done.returncode != 0:
         said = done.stderr.decode(errors="replace").strip().splitlines() or [f"exit status {done.returncode}"]
