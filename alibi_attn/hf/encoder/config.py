@@ -5,6 +5,7 @@ from typing import Any, ClassVar, Literal
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
+from alibi_attn.attention.dispatch import BACKENDS
 from alibi_attn.hf.inputs import check, check_choice
 
 Layout = Literal["mosaic", "jina", "jina-code"]
@@ -29,6 +30,7 @@ class ALiBiBertConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
         hidden_dropout_prob, attention_probs_dropout_prob, classifier_dropout: in training only; None for the last = the first.
         max_position_embeddings: the length of the training texts. It has no effect: longer texts work.
         emb_pooler: how to pool hidden states into sentence embeddings, "mean" or None; only stored for users of the model.
+        backend: of `alibi_attention`. "dense" is plain PyTorch, which torch.onnx can translate.
         original_layout: the family whose weight names `save_pretrained(folder, layout="original")` writes.
 
     Raises:
@@ -61,6 +63,7 @@ class ALiBiBertConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
     initializer_range: float = 0.02
     max_position_embeddings: int = 512
     emb_pooler: str | None = None
+    backend: str = "auto"
     original_layout: str = "mosaic"
     tie_word_embeddings: bool = True
     pad_token_id: int | None = 0
@@ -110,6 +113,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "qkv_bias": (False, True),
     "pooler": (False, True),
     "emb_pooler": ("mean", None),
+    "backend": ("auto", *BACKENDS),
     "original_layout": LAYOUTS,
     "problem_type": (None, "regression", "single_label_classification", "multi_label_classification"),
 }

@@ -62,7 +62,7 @@ class ALiBiBertSelfAttention(nn.Module):
     def __init__(self, config: ALiBiBertConfig) -> None:
         super().__init__()
         self.num_heads = config.num_attention_heads
-        self.dropout_p = config.attention_probs_dropout_prob
+        self.dropout_p, self.backend = config.attention_probs_dropout_prob, config.backend
         self.Wqkv = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=config.qkv_bias)
         self.layer_norm_q = layer_norm(config) if config.qk_norm else None
         self.layer_norm_k = layer_norm(config) if config.qk_norm else None
@@ -79,6 +79,7 @@ class ALiBiBertSelfAttention(nn.Module):
             key_mask=packing.mask if packing.places is None else None,
             segment_ids=packing.segments,
             dropout_p=self.dropout_p if self.training else 0.0,
+            backend=self.backend,
         )
         return attended.transpose(1, 2).flatten(2)
 

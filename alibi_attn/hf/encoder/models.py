@@ -67,7 +67,7 @@ class ALiBiBertPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call
                 also those of a classifier with another `num_labels`.
             dtype: as in transformers; "auto" is that of the checkpoint. The default is the same, except that originals saved in
                 float16 (such as Jina's), which is slow on CPUs, are loaded in float32.
-            options: revision, cache_dir, token, local_files_only; fields of the config, such as num_labels or dropouts;
+            options: revision, cache_dir, token, local_files_only; fields of the config, such as num_labels, dropouts or backend;
                 state_dict, to replace the weights of the folder; and all others of `PreTrainedModel.from_pretrained`, such as
                 device_map.
 
@@ -81,7 +81,7 @@ class ALiBiBertPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call
         folder = checkpoint_files.resolve(folder_or_id, **{name: x for name, x in hub.items() if x is not None})
         for name in checkpoint_files.IGNORED:
             options.pop(name, None)
-        changes = {name: options.pop(name) for name in (*OVERRIDES, "config") if name in options}
+        changes = {name: options.pop(name) for name in (*OVERRIDES, "backend", "config") if name in options}
         about = checkpoint_files.read_config(folder)
         is_own = about.get("model_type") == ALiBiBertConfig.model_type
         families = [OWN] if is_own else ENCODERS.values()

@@ -50,7 +50,8 @@ class Packing:
         if self.mask is None:
             return x[:, 0]
         at = self.mask.to(torch.int8).argmax(dim=1)
-        return x.take_along_dim(at[:, None, None], dim=1)[:, 0]
+        # Not take_along_dim: torch.export makes constants of its lengths.
+        return x.gather(1, at[:, None, None].expand(-1, 1, x.shape[2]))[:, 0]
 
 
 def packing(attention_mask: Tensor | None, batch: int, length: int, *, may_pack: bool) -> Packing:
