@@ -181,6 +181,12 @@ def level(found: Measured) -> Level:
     return "solved" if found.interval.low >= SOLVED else "not solved" if found.interval.high < SOLVED else "open"
 
 
+def says_nothing(task: Task, found: Measured) -> bool:
+    """Whether a share may be anything from chance to solved."""
+    bounds = found.interval
+    return bool(task.name) and (bounds is None or (bounds.low <= task.chance and bounds.high >= SOLVED))
+
+
 def rank(task: Task, method: str, length: int, others: Sequence[str]) -> tuple[int, int] | None:
     """The best and the worst possible rank: after all significantly better and before all significantly worse methods."""
     own = scores(task, method, length)

@@ -43,6 +43,28 @@ def paragraph(tasks: Sequence[Task], method: str) -> str:
     return " ".join(part for part in (*good, *nothing, *rest) if part)
 
 
+def headline(tasks: Sequence[Task]) -> str:
+    """Which methods tolerate longer texts, and which solve each task at the longest length, in two sentences."""
+    trained, longest = tasks[0].lengths
+    names = {series.method: series.label for series in referee.methods(tasks)}
+    texts, solved, unsolved = list[str](), list[str](), list[str]()
+    for task in tasks:
+        if task.name:
+            levels = {method: referee.level(referee.measured(task, method, longest)) for method in names}
+            found = [names[method] for method, level in levels.items() if level == "solved"]
+            (solved if found else unsolved).append(f"{task.title} ({listed(found)})" if found else task.title)
+        else:
+            bounds = {method: referee.change(task, method).interval for method in names}
+            steady = [names[method] for method, bound in bounds.items() if bound and bound.high < STEADY]
+            texts.append(f"on {task.title}, the perplexity of {listed(steady) if steady else 'no method'} stays level")
+    parts = [
+        *texts,
+        f"solved: {listed(solved)}" if solved else "",
+        f"no method is shown to solve {listed(unsolved)}" if unsolved else "",
+    ]
+    return f"Trained at {trained:,} tokens and tested at {longest:,}: {'; '.join(filter(None, parts))}."
+
+
 def number(task: Task, found: Measured) -> str:
     """A share in percent, a ratio with two decimals; "—" if it was not measured."""
     return _number(task, found.value)

@@ -4,6 +4,7 @@
 records that no section draws are listed under "Other records".
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -21,6 +22,7 @@ try:
         closing,
         evidence,
         head_maps,
+        landing,
         method_comparison,
         paper_item,
         study,
@@ -32,8 +34,10 @@ except ModuleNotFoundError as error:
     raise ImportError(f'a report needs {error.name}; install it with: pip install "alibi-attn[lab]"') from error
 
 from alibi_attn.records import Record, replace_file
+from alibi_attn.report.tables.table import processor_text
 
 TITLE = "Train short, test long"
+MOST_OPEN = 8  # a page with more sections shows their headings, and each section after a click
 
 Find: TypeAlias = Callable[[Archive], Sequence[Any]]
 Draw: TypeAlias = Callable[[Any, int, Archive], Section]
@@ -76,11 +80,12 @@ def report_html(
     shown = [draw(entry, number, archive) for find, draw in sections for number, entry in enumerate(find(archive))]
     shown += closing.other_records(archive, shown)
     listed = [section for section in shown if section.group]
+    first = landing.landing(shown) if len(listed) > 1 else []
     shown += [*closing.costs(archive), *closing.provenance(archive)]
     contents: dict[str, list[Section]] = {}
     if len(listed) > 1:
         shown.append(closing.record_list(archive, shown))
-        for section in listed:
+        for section in _told_apart(listed):
             contents.setdefault(section.group, []).append(section)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -94,8 +99,35 @@ def report_html(
         colors_light=drawing.css("light"),
         colors_dark=drawing.css("dark"),
         question=question or (sentences.question(archive.studies) if archive.studies else ""),
+        first=first,
         contents=list(contents.items()),
+        folded=len(listed) > MOST_OPEN,
         unanswered=answers.unanswered(archive.records),
         sections=shown,
         count=len(archive.records),
     )
+
+
+def _told_apart(sections: Sequence[Section]) -> list[Section]:
+    """The sections for the contents; entries that would read the same get their scale, machine or day."""
+    for name in (_scale, _machine, _day):
+        keys = [(section.group, section.title, section.about) for section in sections]
+        sections = [
+            dataclasses.replace(section, about=", ".join(filter(None, (section.about, name(section)))))
+            if keys.count(key) > 1 and section.records
+            else section
+            for section, key in zip(sections, keys, strict=True)
+        ]
+    return list(sections)
+
+
+def _scale(section: Section) -> str:
+    return answers.scale_of(section.records[0])
+
+
+def _machine(section: Section) -> str:
+    return processor_text(section.records[0].machine)
+
+
+def _day(section: Section) -> str:
+    return section.records[0].started[:10]

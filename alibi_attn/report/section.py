@@ -60,8 +60,8 @@ class Numbers:
     """A table in a box that scrolls.
 
     Args:
-        caption: shown above the table; "" if the surrounding text is enough.
-        label: what screen readers announce; default the caption.
+        caption: a sentence above the table.
+        label: a name of the table, if it has no caption.
         css: classes of the table.
         tall: whether the box also scrolls vertically.
     """
@@ -100,6 +100,14 @@ class Cards:
 
 
 @dataclasses.dataclass(frozen=True)
+class Findings:
+    """What the sections of a page found: for each, its name, anchor, result, and its picture as SVG ("" for none)."""
+
+    findings: Sequence[tuple[str, str, str, Markup]]
+    kind: Literal["findings"] = "findings"
+
+
+@dataclasses.dataclass(frozen=True)
 class Group:
     """Blocks in a `div` with a class."""
 
@@ -127,7 +135,7 @@ class Folded:
     kind: Literal["folded"] = "folded"
 
 
-Block: TypeAlias = Text | Picture | Numbers | Facts | Items | Cards | Group | Part | Folded
+Block: TypeAlias = Text | Picture | Numbers | Facts | Items | Cards | Findings | Group | Part | Folded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +151,8 @@ class Section:
         about: a few words after the title in the contents.
         records: the records that it draws, so that the list of all records can link to it.
         css: its class.
+        finding: one or two sentences with its result, for the top of a page with several sections.
+        lead: the picture that shows it.
     """
 
     anchor: str
@@ -153,6 +163,8 @@ class Section:
     about: str = ""
     records: Sequence[Record] = ()
     css: str = ""
+    finding: str = ""
+    lead: Plot | None = None
 
 
 def pictures(plots: Iterable[Plot], prefix: str) -> list[Picture]:

@@ -57,14 +57,15 @@ def question(studies: Sequence[Study]) -> str:
     lengths = [length for study in studies for length in study.lengths]
     if not lengths or max(lengths) <= min(trained):
         return "How well do these language models predict text?"
+    some = listed([f"{n:,}" for n in trained]) if len(trained) < 4 else f"{trained[0]:,} to {trained[-1]:,}"
     return (
-        f"A language model is trained on {listed([f'{n:,}' for n in trained])} tokens at a time. Does it still predict well "
+        f"A language model is trained on {some} tokens at a time. Does it still predict well "
         f"when it reads up to {max(lengths):,}?"
     )
 
 
-def headline(study: Study) -> str:
-    """The result in one or two sentences: which method predicts best at the longest length, and how the others do."""
+def headline(study: Study, *, brief: bool = False) -> str:
+    """Which method predicts best at the longest length and, unless `brief`, how the others do."""
     tested = [between[1] for s in study.series if (between := ends(s))]
     if not tested:
         return "These models were trained but are not evaluated yet."
@@ -76,6 +77,8 @@ def headline(study: Study) -> str:
     best, *others = ranked
     verb = "predicts best: its perplexity is" if others else "has a perplexity of"
     text = f"{start}, {best.label} {verb} {rounded(np.mean(perplexity(best, longest)))} per {study.unit}{_since(best)}."
+    if brief:
+        return text
     if others:
         reports = [f"{s.label} {rounded(np.mean(perplexity(s, longest)))}{_since(s, brief=True)}" for s in others]
         since = f"{study.trained[0]:,}" if len(study.trained) == 1 else "its trained length"
@@ -241,7 +244,8 @@ def _since(series: Series, *, brief: bool = False) -> str:
     before = rounded(np.mean(perplexity(series, between[0])))
     if abs(change) < _SMALL_PERCENT:
         return f", nearly the same as at {between[0]:,} ({before})"
-    return f", {abs(change):.0f} % {'above' if change > 0 else 'below'} the {before} at {between[0]:,}"
+    size = signed(abs(change)).removeprefix("+")
+    return f", {size} {'above' if change > 0 else 'below'} the {before} at {between[0]:,}"
 
 
 def _counted(number: int, noun: str) -> str:

@@ -37,7 +37,7 @@ def test_the_headline_is_computed(made_up) -> None:
     assert text.startswith(
         "Trained on 128 bytes at a time and tested on 2,048, ALiBi predicts best: its perplexity is 7.04"
     )
-    assert "5 % below the 7.39 at 128" in text
+    assert "4.7\N{NO-BREAK SPACE}% below the 7.39 at 128" in text
     assert "T5 bias 9.12 (+32\N{NO-BREAK SPACE}%), sinusoidal 17.5 (+90\N{NO-BREAK SPACE}%)" in text
     assert "rotary 21.5 (+232\N{NO-BREAK SPACE}%)" in text
 

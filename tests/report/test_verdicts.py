@@ -343,7 +343,7 @@ def test_the_page_says_verdicts_sizes_and_where_they_are_from() -> None:
     assert "At scale small" in page
     assert 'verdict confirmed">confirmed</td><td>1.6484</td><td>1.' in page  # 90 / 54.6
     assert "2 confirmed, 12 open" in page
-    assert "<td>1.1 M</td>" in page
+    assert "Models of 1.1 M weights" in page
     assert "Bands: 95 % over 16 parts of the text, one training each." in page
     assert "The paper's claims" not in report_html(found)
 

@@ -112,6 +112,30 @@ def ratio_table(record: Record) -> tuple[list[str], list[tuple[str, list[str]]]]
     return [f"{length:,}" for length in lengths], rows
 
 
+def finding(record: Record) -> str:
+    """Our time at the longest length that another peer has, and that of the fastest other peer; "" if there is none."""
+    whole = [peer for peer in peer_times(record) if not peer.forward_only]
+    ours = next((peer.times for peer in whole if peer.name == OURS), {})
+    times = {
+        (length, time, peer.name)
+        for peer in whole
+        for length, time in peer.times.items()
+        if not peer.name.startswith(OURS) and math.isfinite(time) and ours.get(length, 0.0) > 0
+    }
+    longest = max((length for length, _, _ in times), default=0)
+    fastest = min((time, name) for length, time, name in times if length == longest) if times else None
+    if fastest is None:
+        return ""
+    ratio = f"{fastest[0] / ours[longest]:.2g}"
+    start = f"At {longest:,} tokens ours takes {ours[longest]:,.0f} ms"
+    return f"{start}; {fastest[1]}, the fastest alternative, takes {ratio} times as long."
+
+
+def timings(record: Record) -> int:
+    """The number of times of a record."""
+    return sum(len(peer.times) for peer in peer_times(record))
+
+
 def _ratio(time: float, base: float) -> str:
     """The time as a multiple of another, or in milliseconds if there is no other."""
     return "–" if math.isnan(time) else f"{time / base:.2f}×" if base > 0 else f"{time:,.0f} ms"

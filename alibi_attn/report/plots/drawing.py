@@ -103,7 +103,7 @@ def marker_of(method: str) -> str:
 
 
 def css(theme: str) -> str:
-    """CSS custom properties, one per method: `--alibi: #d1420f;`. `theme` is "light" or "dark"."""
+    """CSS custom properties, one per method: `--alibi: #c63d0c;`. `theme` is "light" or "dark"."""
     return " ".join(f"--{name}: {getattr(look, theme)};" for name, look in METHODS.items())
 
 

@@ -26,6 +26,7 @@ def draw(record: Record, number: int, archive: Archive) -> Section:
     facts = [(key, [value]) for key, value in plots.facts(record)]
     return Section(
         anchor=name, group="Benchmarks", title=record.name, heading=f"Benchmark {record.name}", records=[record],
+        finding=plots.finding(record) if record is max(find(archive), key=plots.timings) else "", lead=drawn[0],
         blocks=[
             Text("Times are forward plus backward if both were measured."),
             *panels(drawn, name),

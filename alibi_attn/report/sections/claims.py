@@ -6,12 +6,13 @@ from markupsafe import Markup
 
 from alibi_attn.records import Record
 from alibi_attn.report import answers, verdicts
+from alibi_attn.report.plots import paper_items
 from alibi_attn.report.section import Archive, Numbers, Section, Text
 from alibi_attn.report.sections import paper_item
 from alibi_attn.report.tables.table import Block, Cell, Row, Table
 from alibi_attn.report.verdicts import Verdict
 
-_COLUMNS = ("verdict", "ours", "95 %", "the paper", "holds if", "from", "weights", "trained on")
+_COLUMNS = ("verdict", "ours", "95 %", "the paper", "holds if", "from")
 
 
 def find(archive: Archive) -> list[list[tuple[Record, Verdict]]]:
@@ -38,9 +39,9 @@ def draw(judged: Sequence[tuple[Record, Verdict]], number: int, archive: Archive
     )
     tables = [
         Numbers(
-            Table(_COLUMNS, (Block("", tuple(_row(*one, anchors, archive) for one in members)),), corner="claim"),
-            caption=Markup("<h3>At scale {}</h3>{}.").format(
-                scale, verdicts.counted([verdict for _, verdict in members])
+            Table(_COLUMNS, (Block("", tuple(_row(*one, anchors) for one in members)),), corner="claim"),
+            caption=Markup("<h3>At scale {}</h3>{}.{}").format(
+                scale, verdicts.counted([verdict for _, verdict in members]), _size(members, archive)
             ),
             label=f"The paper's claims at scale {scale}",
             css="text claims",
@@ -48,15 +49,26 @@ def draw(judged: Sequence[tuple[Record, Verdict]], number: int, archive: Archive
         for scale, members in by_scale.items()
     ]
     about = "each contradicted, confirmed or open"
+    rows = (paper_items.pictures(record, archive.by_identity) for record in paper_item.find(archive))
+    pictures = (plot for several in rows for row in several for plot in row)
+    counts = ((scale, verdicts.counted([verdict for _, verdict in members])) for scale, members in by_scale.items())
+    finding = f"Of the paper's claims, {'; '.join(f'at scale {scale}: {count}' for scale, count in counts)}."
     return Section(
         anchor="claims", group=paper_item.GROUP, title="The paper's claims", blocks=[introduction, *tables],
-        heading="The paper's claims", about=about,
+        heading="The paper's claims", about=about, finding=finding, lead=next(pictures, None),
     )  # fmt: skip
 
 
-def _row(record: Record, verdict: Verdict, anchors: dict[int, str], archive: Archive) -> Row:
+def _size(members: Sequence[tuple[Record, Verdict]], archive: Archive) -> str:
+    """The sizes of the models and trainings behind the verdicts, in words."""
+    answers_ = {id(record): record for record, _ in members}.values()
+    found = [one for record in answers_ for one in verdicts.Evidence(record, archive.by_identity).records]
+    weights, tokens = verdicts.size(found)
+    return f" Models of {weights} weights{f', trained on {tokens} tokens' if tokens else ''}." if weights else ""
+
+
+def _row(record: Record, verdict: Verdict, anchors: dict[int, str]) -> Row:
     bounds, claim = verdict.interval, verdict.claim
-    weights, tokens = verdicts.size(verdicts.Evidence(record, archive.by_identity).records)
     label = Markup('<a href="#{}">{}</a> {}').format(anchors[id(record)], paper_item.item_title(record), claim.says)
     cells = (
         Cell(verdict.word, css=f"verdict {verdict.word}"),
@@ -65,7 +77,5 @@ def _row(record: Record, verdict: Verdict, anchors: dict[int, str], archive: Arc
         Cell(verdicts.ratio_text(verdict.paper)),
         Cell(f"{claim.relation} {claim.threshold:g}"),
         Cell(verdict.why, css="why"),
-        Cell(weights),
-        Cell(tokens),
     )
     return label, "", cells

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from alibi_attn.report import answers, method_comparison, method_paragraphs
 from alibi_attn.report.method_comparison import Task
 from alibi_attn.report.plots import retrieval
+from alibi_attn.report.plots import study as study_plots
+from alibi_attn.report.plots.drawing import Plot
 from alibi_attn.report.section import Archive, Block, Facts, Folded, Numbers, Part, Section, Text, count_of
 from alibi_attn.report.sections.study import field_table
 from alibi_attn.report.tables import study as tables
@@ -27,7 +29,9 @@ def draw(tasks: Sequence[Task], number: int, archive: Archive) -> Section:
     trained, longest = tasks[0].lengths
     title = f"{len(methods)} position methods at {trained:,} and at {longest:,} tokens"
     records = method_comparison.records(tasks)
+    headline = method_paragraphs.headline(tasks)
     blocks: list[Block] = [
+        Text(headline, "headline"),
         Text(
             f"All sentences and numbers are about models of this size: {_size(tasks)}. They say nothing about larger models. "
             "All runs have the same model, data, data order and seeds, and differ only in the position method."
@@ -54,8 +58,16 @@ def draw(tasks: Sequence[Task], number: int, archive: Archive) -> Section:
     blocks.append(Part("Every length", [*lengths, Folded("Configuration", [fields])]))
     return Section(
         anchor=f"r{number}", group="Position methods", title=title, heading=f"What each method is good for: {title}",
-        about=count_of(records), blocks=blocks, records=records, css="recipe",
+        about=count_of(records), blocks=blocks, records=records, css="recipe", finding=headline,
+        lead=_lead(tasks[0]),
     )  # fmt: skip
+
+
+def _lead(task: Task) -> Plot | None:
+    """The perplexity with a sliding window, for a text."""
+    figure = None if task.name else study_plots.perplexity_by_length(task.study, "sliding")
+    text = f"Perplexity of every method on {task.title} by length, with a sliding window."
+    return Plot("", "", figure, text) if figure else None
 
 
 def _heat_map(tasks: Sequence[Task], learned: Sequence[Task]) -> Table:
@@ -75,7 +87,7 @@ def _legend_of_heat(tasks: Sequence[Task]) -> str:
     return (
         f"{trained:,} tokens, the trained length L, and {longest:,}; small: 95 %, {_intervals(tasks)}. Stronger color "
         "is better: from chance to all correct, and for text from twice the lowest perplexity to the lowest (sliding window). "
-        "Bold: no other method is significantly better."
+        "Bold: no other method is significantly better. Grey: the interval reaches from chance to solved, or there is none."
     )
 
 
@@ -93,9 +105,12 @@ def _cell(task: Task, method: str, length: int, names: Sequence[str]) -> Cell:
     found = method_comparison.measured(task, method, length)
     place = method_comparison.rank(task, method, length, names)
     share = (found.value - task.chance) / (1 - task.chance) if task.name else 2 - found.value
+    text, spread = method_paragraphs.number(task, found), method_paragraphs.between(task, found)
+    if method_comparison.says_nothing(task, found):
+        return Cell(text, spread=spread, css="unknown")
     return Cell(
-        text=method_paragraphs.number(task, found),
-        spread=method_paragraphs.between(task, found),
+        text=text,
+        spread=spread,
         heat=round(min(max(share, 0.0), 1.0), 3) if math.isfinite(share) else 0.0,
         best=place is not None and place[0] == 1,
     )

@@ -39,7 +39,8 @@ def draw(record: Record, number: int, archive: Archive) -> Section:
         size = f" ({weights} weights{trained})" if weights else ""
         start = f"The paper's claims about it, at this size{size}: "
         blocks.append(Text(Markup('{}<a href="#claims">{}</a>.').format(start, verdicts.counted(judged))))
-    for place, row in enumerate(paper_items.pictures(record, archive.by_identity)):
+    rows = paper_items.pictures(record, archive.by_identity)
+    for place, row in enumerate(rows):
         blocks += panels(row, f"{anchor(number)}-{place}")
     change, table = tables.change_table(record), tables.pair_table(record)
     if change:

@@ -64,7 +64,8 @@ def draw(study: Study, number: int, archive: Archive) -> Section:
     blocks += [*_tasks(study, name), *_costs(study, parts, name), _conclusions(study), _what_was_run(study)]
     return Section(
         anchor=name, group="Studies", title=title, heading=title if len(find(archive)) > 1 else "", css="recipe",
-        about=count_of(study.records), blocks=blocks, records=study.records,
+        about=count_of(study.records), blocks=blocks, records=study.records, finding=sentences.headline(study, brief=True),
+        lead=next(_plots(_by_mode, parts), None),
     )  # fmt: skip
 
 

@@ -1,0 +1,104 @@
+"""A page with several sections opens with what was found; what reads the same is told apart; colors are readable."""
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from alibi_attn import records
+from alibi_attn.position_methods import METHODS
+from alibi_attn.records import Record
+from alibi_attn.report.page import MOST_OPEN, report_html
+from alibi_attn.report.section import Section, Text
+from alibi_attn.report.sections.landing import MOST, landing
+
+STYLE = (Path(__file__).parents[2] / "alibi_attn" / "report" / "page.css").read_text()
+
+
+def named(number: int, group: str = "Group", finding: str = "") -> Section:
+    title = f"Section {number}"
+    return Section(f"x{number}", group, title, [Text(f"text {number}")], heading=title, finding=finding)
+
+
+def page_of(sections: Sequence[Section], found: Sequence[Record] = ()) -> str:
+    return report_html(found, sections=((lambda archive: sections, lambda entry, number, archive: entry),))
+
+
+def measured(name: str, processor: str, day: str) -> Record:
+    record = records.make("benchmark", name, config={"on": processor, "day": day}, metrics={})
+    return dataclasses.replace(record, machine={"processor": processor}, started=f"{day}T00:00:00+00:00")
+
+
+def test_the_first_screen_names_findings_of_every_group_with_links() -> None:
+    sections = [named(n, "A", f"finding {n}") for n in range(6)] + [named(6, "B", "finding 6"), named(7, "C")]
+    ((block,),) = (section.blocks for section in landing(sections))
+    assert [anchor for _, anchor, _, _ in block.findings] == ["x0", "x1", "x2", "x3", "x6"]
+    assert len(block.findings) == MOST
+    page = page_of(sections)
+    assert page.index("What was found") < page.index("On this page") < page.index("text 0")
+    assert '<a href="#x6">Section 6</a></h3><p>finding 6</p>' in page
+
+
+def test_nothing_was_found_without_findings() -> None:
+    assert landing([named(0), named(1)]) == []
+    assert "What was found" not in page_of([named(0), named(1)])
+
+
+@pytest.mark.parametrize("count", [MOST_OPEN, MOST_OPEN + 1])
+def test_sections_of_a_long_page_are_folded_and_still_have_their_anchors(count: int) -> None:
+    page = page_of([named(n) for n in range(count)])
+    assert ("<summary><h2>Section 3</h2></summary>" in page) == (count > MOST_OPEN)
+    assert page.count('id="x3"') == 1
+
+
+def test_contents_that_read_the_same_get_their_machine_or_day() -> None:
+    found = [
+        measured("cpu", "Xeon", "2026-01-01"),
+        measured("cpu", "EPYC", "2026-01-01"),
+        measured("cpu", "EPYC", "2026-01-02"),
+    ]
+    sections = [dataclasses.replace(named(n), title="cpu", records=[record]) for n, record in enumerate(found)]
+    entries = re.findall(r"<li><a href=\"#x.\">(.*?)</li>", page_of([*sections, named(3)], found))
+    assert entries == [
+        "cpu</a> <span>Xeon</span>", "cpu</a> <span>EPYC, 2026-01-01</span>", "cpu</a> <span>EPYC, 2026-01-02</span>",
+        "Section 3</a>",
+    ]  # fmt: skip
+
+
+def test_every_table_has_a_caption(made_up: Callable[..., list[Record]]) -> None:
+    page = report_html(made_up())
+    tables = re.findall(
+        r"(<figcaption>(?:(?!<figure).)*?)?<div class=\"scroll[^>]*>\s*<table[^>]*>\s*(<caption>)?", page, re.DOTALL
+    )
+    assert len(tables) > 3
+    assert all(figcaption or caption for figcaption, caption in tables)
+    assert "<caption>" in page
+
+
+def luminance(color: str) -> float:
+    """WCAG 2.1, relative luminance."""
+    channels = (int(color[at : at + 2], 16) / 255 for at in (1, 3, 5))
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_the_contrast_of_black_and_white_is_21() -> None:
+    assert contrast("#ffffff", "#000000") == pytest.approx(21)
+    assert contrast("#767676", "#ffffff") == pytest.approx(4.54, abs=0.01)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_color_of_a_method_is_readable_on_the_page_and_on_cards(method: str) -> None:
+    light, dark = (
+        re.findall(r"--(?:paper|card): (#\w{6})", block) for block in STYLE.split("prefers-color-scheme: dark")[:2]
+    )
+    assert len(light) == len(dark[:2]) == 2
+    for color, papers in ((METHODS[method].light, light), (METHODS[method].dark, dark[:2])):
+        assert min(contrast(color, paper) for paper in papers) >= 4.5
