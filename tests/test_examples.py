@@ -55,6 +55,15 @@ def test_patch_bloom(run):
     assert len(re.search(r"generated: \[(.*)\]", printed).group(1).split(",")) == 5
 
 
+def test_long_document(run, tmp_path):
+    text = Path(__file__)
+    printed = run("long_document", "--steps", 2, "--text", text)
+    assert numbers(r"read ([\d,]+) tokens", printed)[0] == len(text.read_bytes()) - 1
+    printed = run("long_document", "--text", text, "--again")
+    assert "opened in another process" in printed
+    assert (tmp_path / "document" / "cache" / "layer-001").is_file()
+
+
 def test_forgetting_cache(run):
     printed = run("forgetting_cache", "--tokens", 4000)
     kept = re.findall(r"heads keep (.*);", printed)

@@ -4,7 +4,6 @@ A `DynamicCache` of transformers copies all keys and values for every new token,
 cache appends in place and stores norms of its keys and values: see `attention/decoding.py`.
 """
 
-import io
 import os
 import shutil
 import weakref
@@ -90,7 +89,7 @@ class ALiBiCache(Cache):
             cache.layers.append(_Layer(store=store))
         tokens = cache_folder.token_path(cache.path)
         tokens.touch()
-        cache._ids = TokenIds(open(tokens, "r+b")) if mode == "r+" else TokenIds(io.BytesIO(tokens.read_bytes()))  # noqa: SIM115
+        cache._ids = TokenIds(tokens) if mode == "r+" else TokenIds(memory=tokens.read_bytes())
         cache.level()
         return cache
 
@@ -116,8 +115,9 @@ class ALiBiCache(Cache):
             shutil.rmtree(partial)
         partial.mkdir()
         cache_folder.write_description(partial, about)
-        with open(cache_folder.token_path(partial), "w+b") as file:
-            TokenIds(file).write(0, tokens)
+        ids = cache_folder.token_path(partial)
+        ids.touch()
+        TokenIds(ids).write(0, tokens)
         for index in range(len(self.layers)):
             self._layer(index).store.save(cache_folder.layer_path(partial, index))
         os.replace(partial, target)
@@ -216,7 +216,9 @@ class ALiBiCache(Cache):
         about = cache_folder.describe(model)
         self.path.mkdir()
         cache_folder.write_description(self.path, about)
-        self._ids = TokenIds(open(cache_folder.token_path(self.path), "x+b"))  # noqa: SIM115
+        ids = cache_folder.token_path(self.path)
+        ids.touch()
+        self._ids = TokenIds(ids)
         self._about, self._checked = about, True
 
     def _layer(self, layer_idx: int) -> "_Layer":

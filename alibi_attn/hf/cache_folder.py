@@ -6,6 +6,7 @@ the ids of the batch and their CRC-32.
 Ids are written before the keys of a call, so the files agree on a prefix whenever a process ends.
 """
 
+import contextlib
 import io
 import json
 import os
@@ -24,13 +25,10 @@ _ABOUT = "cache.json"
 
 
 class TokenIds:
-    """Token ids [B, S] in a file, or in memory."""
+    """Token ids [B, S] in an existing file, or in memory."""
 
-    def __init__(self, file: IO[bytes] | None = None) -> None:
-        self.file = io.BytesIO() if file is None else file
-
-    def __del__(self) -> None:
-        self.file.close()
+    def __init__(self, path: Path | None = None, *, memory: bytes = b"") -> None:
+        self.path, self.memory = path, io.BytesIO(memory)
 
     def write(self, at: int, tokens: Tensor) -> None:
         """Sets the ids of the positions from `at` on, tokens [B, T]; if earlier ids are unknown, these are not kept either."""
@@ -38,11 +36,11 @@ class TokenIds:
         records = np.zeros(len(ids), _record(tokens.shape[0]))
         records["ids"], records["crc"] = ids, [zlib.crc32(row) for row in ids]
         start = at * records.itemsize
-        if self.file.seek(0, io.SEEK_END) >= start:
-            self.file.seek(start)
-            self.file.write(records.tobytes())
-            self.file.truncate()
-            self.file.flush()
+        with self._file() as file:
+            if file.seek(0, io.SEEK_END) >= start:
+                file.seek(start)
+                file.write(records.tobytes())
+                file.truncate()
 
     def read(self, batch: int, length: int) -> Tensor | None:
         """The ids of the first `length` positions, [B, length]; None if they are unknown.
@@ -51,8 +49,9 @@ class TokenIds:
             ValueError: they do not match their checksums.
         """
         record = _record(batch)
-        self.file.seek(0)
-        data = self.file.read(length * record.itemsize)
+        with self._file() as file:
+            file.seek(0)
+            data = file.read(length * record.itemsize)
         if len(data) < length * record.itemsize:
             return None
         records = np.frombuffer(data, record)
@@ -64,8 +63,11 @@ class TokenIds:
 
     def forget(self) -> None:
         """Makes the ids unknown."""
-        self.file.seek(0)
-        self.file.truncate()
+        with self._file() as file:
+            file.truncate(0)
+
+    def _file(self) -> contextlib.AbstractContextManager[IO[bytes]]:
+        return contextlib.nullcontext(self.memory) if self.path is None else open(self.path, "r+b")
 
 
 def describe(model: nn.Module) -> dict[str, Any]:

@@ -166,6 +166,17 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             Option("gates", False, "Use layers with forget gates instead of slopes."),
         ),
     ),
+    "long-texts": Benchmark(
+        "alibi_attn.measure.long_texts:long_texts", "hf",
+        "Read a long text into a cache in files: time per token and memory; bytes read on opening; memory of shared caches.",
+        "alibi bench long-texts --tokens 262144", (
+            Option("tokens", 1_000_000, "Length of the text. An interrupted reading resumes.", limits={"min": 20_000}),
+            Option("width", 1024, "Width of the random BLOOM, with heads of size 64.", limits={"min": 64}),
+            Option("layers", 2, "Layers of the random BLOOM.", limits={"min": 1}),
+            Option("processes", 10, "Processes that share the cache.", limits={"min": 2}),
+            Option("cache", "", "Folder of the cache, which stays; on a disk, not in memory. Default: next to the record."),
+        ),
+    ),
     "decoding": Benchmark(
         "alibi_attn.measure.decoding:decoding", "torch",
         "Decode one token with a long cache: all keys, compared with only the keys within reach.",

@@ -1,0 +1,102 @@
+"""`alibi eval-text`: the exact perplexity of one long text, in which each token sees all tokens before it."""
+
+import math
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from alibi_attn.cli.console import check_writable, console, errors, interrupted, needs
+from alibi_attn.cli.embed import read_texts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+PATCHED = ("bloom", "mpt", "falcon")  # model types of transformers; other families load as ALiBiForCausalLM
+
+
+def eval_text(
+    model: Annotated[
+        str, typer.Argument(help="A folder with an ALiBi model, or its repository on the Hub.", show_default=False)
+    ],
+    file: Annotated[Path, typer.Argument(help="A text file in UTF-8.", show_default=False)],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="File of the losses: float32, nats per token.", show_default="FILE.losses"),
+    ] = None,
+    cache: Annotated[
+        Path | None,
+        typer.Option(help="Folder of keys and values, kept to continue the text.", show_default="deleted at the end"),
+    ] = None,
+) -> None:
+    """Compute the exact perplexity of a whole text: every token sees all tokens before it, however long the text is.
+
+    Losses are written as they are computed. To resume after an interruption, run the same command again.
+
+    [dim]alibi eval-text bigscience/bloom-560m book.txt[/]
+    """
+    losses_path = file.with_name(file.name + ".losses") if out is None else out
+    folder = losses_path.with_name(losses_path.name + ".cache") if cache is None else cache
+    check_writable(losses_path)
+    text = read_texts([file], lines=False)[1][0]
+    with needs("hf"):
+        import torch
+        from transformers import AutoTokenizer
+
+        from alibi_attn.hf import ALiBiCache, read
+    loaded = load(model)
+    tokens = AutoTokenizer.from_pretrained(model)(text, return_tensors="pt")["input_ids"]
+    if tokens.shape[1] < 2:
+        raise ValueError(f"{file} has {tokens.shape[1]} tokens but a loss needs at least 2")
+    store = ALiBiCache.open(folder) if folder.exists() else ALiBiCache(folder)
+    losses_path.touch()
+    with open(losses_path, "r+b") as stream:
+        # The losses of n cached tokens are those of tokens 1 … n; after a kill either may be ahead by one chunk.
+        done = min(len(stream.read()) // 4, store.get_seq_length())
+        if store.get_seq_length() > done:
+            store.crop(done - store.get_seq_length())
+        stream.truncate(4 * done)
+        stream.seek(4 * done)
+
+        def write(losses: torch.Tensor) -> None:
+            stream.write(losses[0].float().numpy().tobytes())
+            stream.flush()
+
+        try:
+            with _progress() as bar:
+                task = bar.add_task("tokens", total=tokens.shape[1], completed=done)
+                # The last token has no successor, so it need not be read.
+                read(loaded, tokens, store, losses=write, progress=lambda at, _: bar.update(task, completed=at))
+        except KeyboardInterrupt:
+            interrupted("run the same command again to resume")
+        stream.seek(0)
+        losses = torch.frombuffer(bytearray(stream.read()), dtype=torch.float32).double()
+    del store
+    if cache is None:
+        shutil.rmtree(folder)
+    mean = float(losses.mean())
+    bits = float(losses.sum()) / math.log(2.0) / len(text.encode())
+    console.print(f"perplexity  {math.exp(mean):.4f}  ({mean:.4f} nats per token, {bits:.4f} bits per byte)")
+    console.print(f"losses      {escape(str(losses_path))}  {len(losses):,} tokens", soft_wrap=True)
+
+
+def load(folder_or_id: str) -> "PreTrainedModel":
+    """An ALiBi model with a head, in evaluation mode: patched if it is one of transformers, else ours."""
+    from transformers import AutoModelForCausalLM
+
+    from alibi_attn.hf import ALiBiForCausalLM, checkpoint_files, patch
+
+    about = checkpoint_files.read_config(checkpoint_files.resolve(folder_or_id))
+    if about.get("model_type") not in PATCHED:
+        return ALiBiForCausalLM.from_pretrained(folder_or_id)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder_or_id).eval()  # type: ignore[no-untyped-call]
+    patch(model)
+    return model
+
+
+def _progress() -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal)

@@ -1,0 +1,236 @@
+"""`alibi bench long-texts`: one long text read into a cache in files by a patched BLOOM, then opened, continued and shared.
+
+The record has the time per token and the memory in use along the text, the bytes that opening reads from the disk, and the memory
+that ten processes use that share one cache. Reading resumes from the cache after an interruption.
+"""
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import BloomConfig, BloomForCausalLM
+
+from alibi_attn import records
+from alibi_attn.hf import ALiBiCache, patch, read
+from alibi_attn.measure.harness import Row, Rows, keep, number
+
+VOCABULARY = 1024
+WARM_TOKENS = 20  # decoded after opening; their median is a warm token
+
+
+def long_texts(
+    out: Path, *, tokens: int = 1_000_000, width: int = 1024, layers: int = 2, processes: int = 10, cache: str = "",
+    say: Callable[[str], None] = print,
+) -> list[Path]:  # fmt: skip
+    """Reads, opens and shares; keeps one record and returns its path. Linux only.
+
+    Args:
+        tokens: length of the text, random tokens.
+        width, layers: of the model, which has heads of size 64 and random weights.
+        processes: number of processes that share the cache.
+        cache: its folder, on a disk and not in memory; by default next to the record. It is left there.
+    """
+    folder = Path(cache or out / f"long-texts-{width}x{layers}-{tokens}")
+    config: dict[str, records.Json] = {
+        "tokens": tokens, "width": width, "layers": layers, "processes": processes, "vocabulary": VOCABULARY,
+        "dtype": "float32", "threads": torch.get_num_threads(), "file_system": file_system(folder),
+    }  # fmt: skip
+    metrics: dict[str, float | None] = {}
+
+    def steps() -> Iterator[Mapping[str, Rows]]:
+        model = random_bloom(width, layers)
+        text = torch.randint(3, VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(1))
+        rows = read_text(model, text, folder, say)
+        for row in rows:
+            yield {"long-texts": {"ours": row}}
+        times = [number(row["token_cpu_ms"]) for row in rows]
+        metrics["last_to_second_tenth"] = times[-1] / times[1]
+        metrics["peak_added_bytes"] = max(number(row["added_bytes"]) for row in rows)
+        metrics.update(opening(model, folder, say) | sharing(model, folder, processes, say))
+        yield {"long-texts": {}}
+
+    return keep(out, {"long-texts": config}, steps(), summary=lambda _: dict(metrics))
+
+
+def random_bloom(width: int, layers: int) -> BloomForCausalLM:
+    """A patched BLOOM with random weights, always the same."""
+    torch.manual_seed(0)
+    config = BloomConfig(hidden_size=width, n_layer=layers, n_head=width // 64, vocab_size=VOCABULARY)
+    model: BloomForCausalLM = BloomForCausalLM(config).eval()  # type: ignore[no-untyped-call]
+    patch(model)
+    return model
+
+
+def read_text(model: BloomForCausalLM, text: Tensor, folder: Path, say: Callable[[str], None]) -> list[Row]:
+    """Ten rows, one per tenth of the text: milliseconds per token, by the clock and of the processor, and the largest memory in
+    use beyond that at the start.
+
+    Chunks are logged in a file next to the cache, from which an interrupted reading continues.
+    """
+    length, log = text.shape[1], folder.with_name(folder.name + ".times")
+    start, before = (time.perf_counter(), time.process_time()), resident_bytes()
+    with open(log, "a") as file:
+
+        def progress(stop: int, _: int) -> None:
+            nonlocal start
+            now = time.perf_counter(), time.process_time()
+            file.write(json.dumps([stop, now[0] - start[0], now[1] - start[1], resident_bytes() - before]) + "\n")
+            file.flush()
+            if stop % (length // 20 + 1) < 1024:
+                say(f"{stop:>9,} tokens, {resident_bytes() - before:,} bytes added")
+            start = time.perf_counter(), time.process_time()
+
+        cache = ALiBiCache.open(folder) if folder.exists() else ALiBiCache(folder)
+        read(model, text, cache, progress=progress)
+    chunks = {stop: figures for stop, *figures in map(json.loads, log.read_text().splitlines())}
+    rows: list[Row] = []
+    for tenth in range(10):
+        low, high = tenth * length // 10, (tenth + 1) * length // 10
+        inside = [chunks[stop] for stop in chunks if low < stop <= high]
+        tokens = max(stop for stop in chunks if stop <= high) - max((stop for stop in chunks if stop <= low), default=0)
+        seconds, cpu_seconds, added = (list(figures) for figures in zip(*inside, strict=True))
+        rows.append(
+            {
+                "length": high,
+                "token_ms": sum(seconds) / tokens * 1e3,
+                "token_cpu_ms": sum(cpu_seconds) / tokens * 1e3,
+                "added_bytes": max(added),
+            }
+        )
+    return rows
+
+
+def opening(model: BloomForCausalLM, folder: Path, say: Callable[[str], None]) -> dict[str, float | None]:
+    """Milliseconds to open the cache and compute one token, with pages in memory and without; bytes read in the latter case."""
+    opened = one_token(model, folder)
+    drop_from_page_cache(folder)
+    before = storage_bytes_read()
+    cold = one_token(model, folder)
+    bytes_read, stored = storage_bytes_read() - before, stored_bytes(folder)
+    say(
+        f"opening and the first token take {opened['first_ms']:.0f} ms, a warm token {opened['warm_ms']:.0f}; from a cold disk "
+        f"{cold['first_ms']:.0f} ms and {bytes_read:,} of {stored:,} bytes"
+    )
+    return {
+        "open_and_first_token_ms": opened["first_ms"],
+        "warm_token_ms": opened["warm_ms"],
+        "warm_token_page_faults": opened["faults"],
+        "cold_open_and_first_token_ms": cold["first_ms"],
+        "cold_bytes_read": bytes_read,
+        "stored_bytes": stored,
+    }
+
+
+@torch.no_grad()
+def one_token(model: BloomForCausalLM, folder: Path) -> dict[str, float]:
+    """Opens privately and decodes: milliseconds until the first token, of a warm token, and page faults of the warm ones."""
+    token = torch.full((1, 1), 5)
+    start = time.perf_counter()
+    cache = ALiBiCache.open(folder, mode="c")
+    model(token, past_key_values=cache, use_cache=True)
+    first = time.perf_counter() - start
+    times, faults = [], page_faults()
+    for _ in range(WARM_TOKENS):
+        start = time.perf_counter()
+        model(token, past_key_values=cache, use_cache=True)
+        times.append(time.perf_counter() - start)
+    median = sorted(times)[len(times) // 2]
+    return {"first_ms": first * 1e3, "warm_ms": median * 1e3, "faults": (page_faults() - faults) / WARM_TOKENS}
+
+
+def sharing(
+    model: BloomForCausalLM, folder: Path, processes: int, say: Callable[[str], None]
+) -> dict[str, float | None]:
+    """Proportional set size of the cache's mappings in one process, and in all of them together."""
+    alone, together = (sum(shared_bytes(model, folder, count)) for count in (1, processes))
+    say(f"{processes} processes together hold {together:,} bytes of the cache, one alone {alone:,}")
+    return {"pss_of_one_bytes": alone, "pss_of_all_bytes": together, "pss_ratio": together / alone}
+
+
+def shared_bytes(model: BloomForCausalLM, folder: Path, processes: int) -> list[int]:
+    """Proportional set size of the cache's mappings in each process, while all have it open and have decoded a token."""
+    context = get_context("fork")
+    with contextlib.ExitStack() as stack:
+        pipes = []
+        for index in range(processes):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_continue, args=(model, folder, index, theirs))
+            process.start()
+            stack.callback(process.join)
+            pipes.append(ours)
+        for pipe in pipes:
+            assert pipe.recv() == "decoded"
+        sizes = []
+        for pipe in pipes:
+            pipe.send("measure")
+            sizes.append(int(pipe.recv()))
+        for pipe in pipes:
+            pipe.send("end")
+    return sizes
+
+
+@torch.no_grad()
+def _continue(model: BloomForCausalLM, folder: Path, index: int, pipe: Connection) -> None:
+    cache = ALiBiCache.open(folder, mode="c")
+    model(torch.full((1, 8), 3 + index), past_key_values=cache, use_cache=True)
+    pipe.send("decoded")
+    pipe.recv()
+    pipe.send(mapped_bytes(folder, "Pss:"))
+    pipe.recv()
+
+
+def mapped_bytes(folder: Path, field: str) -> int:
+    """The sum of a field of /proc/self/smaps over the mappings of the folder's files."""
+    total, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if ":" not in line.split(" ")[0]:
+            inside = f"{folder.resolve()}/" in line
+        elif inside and line.startswith(field):
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+def resident_bytes() -> int:
+    """Memory of this process in use, mapped files included."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def page_faults() -> int:
+    """Page faults of this process so far, minor and major."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    return int(fields[7]) + int(fields[9])
+
+
+def storage_bytes_read() -> int:
+    """Bytes that this process has had read from the disk."""
+    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(lines["read_bytes"])
+
+
+def stored_bytes(folder: Path) -> int:
+    """Disk space of the files, without holes."""
+    return sum(file.stat().st_blocks * 512 for file in folder.iterdir())
+
+
+def drop_from_page_cache(folder: Path) -> None:
+    """Writes the files to the disk, and asks the system to keep none of their pages in memory."""
+    for file in folder.iterdir():
+        number = os.open(file, os.O_RDONLY)
+        os.fsync(number)
+        os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(number)
+
+
+def file_system(path: Path) -> str:
+    """The type of the file system that holds the path, as in /proc/mounts."""
+    path = path.absolute()
+    mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
+    inside = [(len(place), kind) for place, kind in mounts if path.is_relative_to(place)]
+    return max(inside)[1]
