@@ -26,6 +26,10 @@ from alibi_attn import processor
 from alibi_attn.strict_json import JsonError, parse
 
 SCHEMA = 1
+SPEEDS = ("benchmark", "speed")  # kinds of records that measure time; their versions have a hash of the kernels
+_SOURCES = {".py", ".cpp", ".hpp"}
+_DOCSTRINGS = re.compile(r'^[ \t]*"""(?:.|\n)*?"""[ \t]*$', re.MULTILINE)
+_COMMENTS = re.compile(r"^[ \t]*(?:# |//).*$", re.MULTILINE)  # whole lines, in Python and C++
 LARGEST = 1e100  # the largest measured value; sums, squares and axes of such numbers still fit into a float
 MOST = 2**53  # the largest count; a float holds every integer up to it
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
@@ -58,7 +62,8 @@ class Record:
         config: all settings, as JSON. Records with equal kind, name and config are of the same measurement.
         metrics: single numbers; the unit is in the name ("loss_nats", "peak_memory_bytes").
         curves: columns of equal length, by curve and column ("length", "loss_nats").
-        machine, versions, commit, command, started, seconds: where, with what, when and for how long it ran.
+        machine, versions, commit, command, started, seconds: where, with what, when and for how long it ran. A record of speed
+            also has a hash of the kernels among its versions.
     """
 
     kind: str
@@ -148,6 +153,25 @@ def commit() -> str | None:
         return None
 
 
+@functools.cache
+def kernels() -> str:
+    """A hash of the sources that decide how fast attention is, without comments, docstrings and white space."""
+    folder, digest = Path(__file__).parent / "attention", hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.suffix in _SOURCES):
+        text = f"{path.relative_to(folder).as_posix()}\n{path.read_text(encoding='utf-8')}"
+        digest.update(" ".join(_COMMENTS.sub("", _DOCSTRINGS.sub("", text)).split()).encode())
+    return digest.hexdigest()[:12]
+
+
+def age(record: Record) -> str:
+    """Why a record of speed does not describe the present kernels; "" if it does, or if it is not about speed."""
+    if record.kind not in SPEEDS or record.versions.get("kernels") == kernels():
+        return ""
+    if "kernels" in record.versions:
+        return "measured with other kernels than the present ones"
+    return "measured by an older version, which kept no hash of the kernels"
+
+
 def command() -> str:
     """The running command line, with the program's name without its folder."""
     program = Path(sys.argv[0]).name
@@ -175,7 +199,7 @@ def make(
         metrics=metrics,
         curves=curves or {},
         machine=machine(),
-        versions=versions(),
+        versions={**versions(), **({"kernels": kernels()} if kind in SPEEDS else {})},
         commit=commit(),
         command=command(),
         started=started.isoformat(timespec="seconds"),

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -218,3 +219,38 @@ def test_find_reads_files_and_folders_and_filters_by_kind(record: Record, tmp_pa
     assert [r.kind for r in records.find(first, tmp_path / "b", kind="evaluation")] == ["evaluation"]
     with pytest.raises(FileNotFoundError, match="does not exist"):
         list(records.find(tmp_path / "c"))
+
+
+def test_a_record_of_speed_has_a_hash_of_the_kernels_outside_its_identity() -> None:
+    speed = records.make("benchmark", "cpu", config={"heads": 8}, metrics={})
+    other = records.make("training", "quick", config={}, metrics={})
+    assert re.fullmatch("[0-9a-f]{12}", speed.versions["kernels"])
+    assert "kernels" not in other.versions
+    old = dataclasses.replace(speed, versions={**speed.versions, "kernels": "0" * 12})
+    older = dataclasses.replace(speed, versions={"numpy": "2.0"})
+    assert len({records.identity(one.kind, one.name, one.config) for one in (speed, old, older)}) == 1
+    assert [records.age(one) for one in (speed, other)] == ["", ""]
+    assert records.age(old) == "measured with other kernels than the present ones"
+    assert records.age(older) == "measured by an older version, which kept no hash of the kernels"
+
+
+def test_the_hash_of_the_kernels_follows_code_but_not_comments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, program = tmp_path / "attention" / "kernel.cpp", tmp_path / "attention" / "plan.py"
+    source.parent.mkdir()
+
+    def hashed(cpp: str, python: str) -> str:
+        source.write_text(cpp)
+        program.write_text(python)
+        records.kernels.cache_clear()
+        return records.kernels()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(records, "__file__", str(tmp_path / "records.py"))
+        first = hashed("// why\n#include <x>\nint f();\n", '"""What."""\n\ndef f():\n    # why\n    n = 1\n')
+        assert (
+            hashed("// because\n#include <x>\n\nint f();\n", '"""What\n\nelse."""\n# a comment\ndef f():\n    n = 1\n')
+            == first
+        )
+        assert hashed("#include <y>\nint f();\n", "def f():\n    n = 1\n") != first
+        assert hashed("#include <x>\nint f();\n", "def f():\n    n = 2\n") != first
+    records.kernels.cache_clear()

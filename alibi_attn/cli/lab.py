@@ -263,10 +263,14 @@ def print_verdicts(found: Sequence[records.Record]) -> None:
         bounds = one.interval
         ours = verdicts.ratio_text(one.ours)
         between = f" [{verdicts.ratio_text(bounds.low)} to {verdicts.ratio_text(bounds.high)}]" if bounds else ""
-        wanted = f"holds if {one.claim.relation} {one.claim.threshold:g}"
+        wanted = f"holds if {one.claim.condition}"
         line = f"{one.word:<12}  {place}: {one.claim.says}: {ours}{between}, {wanted}; {one.why}"
         console.print(escape(line), soft_wrap=True, highlight=False)
-    console.print(escape(verdicts.counted([one for _, one in judged])))
+    by_scale: dict[str, list[verdicts.Verdict]] = {}
+    for record, one in judged:
+        by_scale.setdefault(answers.scale_of(record), []).append(one)
+    for scale, group in by_scale.items():
+        console.print(escape(f"{f'{scale}: ' if len(by_scale) > 1 else ''}{verdicts.counted(group)}"))
 
 
 def _overrides(changes: Sequence[str], text: Sequence[Path], corpus: str | None) -> dict[str, str]:

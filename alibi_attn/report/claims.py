@@ -54,6 +54,11 @@ class Claim:
     threshold: float = 1.0
 
     @property
+    def condition(self) -> str:
+        """When it holds: "below 1.02"."""
+        return f"{'equal to' if self.relation == 'equal' else self.relation} {self.threshold:.6g}"
+
+    @property
     def about_training(self) -> bool:
         """Whether it compares different trainings, or speeds, so that a single seed cannot decide it."""
         cells = (*self.over, *self.under)

@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 
 from markupsafe import Markup
 
-from alibi_attn.records import Record, identity
+from alibi_attn.records import Record, age, identity
 from alibi_attn.report import series
 from alibi_attn.report.plots.drawing import Plot, svg
 from alibi_attn.report.series import Study
@@ -179,6 +179,12 @@ def panels(plots: Iterable[Plot], prefix: str, css: str = "panels") -> list[Grou
     """The plots side by side if there is room; an empty list if there are none."""
     drawn = pictures(plots, prefix)
     return [Group(css, drawn)] if drawn else []
+
+
+def aged(records: Iterable[Record]) -> list[Text]:
+    """A note if speeds were measured with other kernels than the present ones; an empty list if not."""
+    reasons = [reason for record in records if (reason := age(record))]
+    return [Text(f"Older than the code: {reason}.", "note aged") for reason in dict.fromkeys(reasons)]
 
 
 def code(text: str) -> Markup:

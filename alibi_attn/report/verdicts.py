@@ -19,7 +19,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from alibi_attn.records import Json, Record
+from alibi_attn.records import Json, Record, age
 from alibi_attn.report import answers, intervals
 from alibi_attn.report.answers import Column, item_name, item_of, published, recorded
 from alibi_attn.report.claims import CLAIMS, Claim, Number
@@ -79,7 +79,7 @@ class Evidence:
         self.missing = len(digits) - len(self.records)
         self._factor = self._scale_factor()
 
-    def byseed_of(self, number: Number) -> dict[int, Record]:
+    def by_seed(self, number: Number) -> dict[int, Record]:
         """The records that a number is read from, by seed: evaluations, trainings or measurements of speed."""
         metrics = _METRICS.get(number.column)
         if metrics is None and not self.equal_time:
@@ -178,7 +178,7 @@ def ratio_text(value: float) -> str:
 
 def paired(evidence: Evidence, over: Sequence[Number], under: Sequence[Number], *, way: str) -> Paired:
     """ln of (the product of `over` / the product of `under`), by seed and by part of the text; `way` as in `answers.way_of`."""
-    found = [evidence.byseed_of(number) for number in (*over, *under)]
+    found = [evidence.by_seed(number) for number in (*over, *under)]
     seeds = sorted(set.intersection(*map(set, found)))
     if not seeds:
         where = "are not among these records" if evidence.missing else "are not named by the answer"
@@ -247,7 +247,15 @@ def _verdict(claim: Claim, evidence: Evidence) -> Verdict:
         why = f"over {bounds.over}" + (", one training" if len(found.logs) == 1 else "")
         if word == "open":
             why += ": the interval includes the threshold"
+    if old := _age(claim, evidence):
+        why += f"; {old}"
     return verdict(word=word, why=why, seeds=seeds, text=text)
+
+
+def _age(claim: Claim, evidence: Evidence) -> str:
+    """Why the measured speeds do not describe the present kernels; "" for other claims."""
+    speeds = (number for number in (*claim.over, *claim.under) if number.column in _METRICS)
+    return next((old for number in speeds for record in evidence.by_seed(number).values() if (old := age(record))), "")
 
 
 def _word(claim: Claim, bounds: Interval) -> Word:

@@ -102,3 +102,16 @@ def test_the_color_of_a_method_is_readable_on_the_page_and_on_cards(method: str)
     assert len(light) == len(dark[:2]) == 2
     for color, papers in ((METHODS[method].light, light), (METHODS[method].dark, dark[:2])):
         assert min(contrast(color, paper) for paper in papers) >= 4.5
+
+
+def test_speeds_that_are_older_than_the_code_are_marked() -> None:
+    record = records.make(
+        "benchmark",
+        "cpu/noise",
+        config={},
+        metrics={},
+        curves={"ours": {"length": [512, 1024], "forward_ms": [1.0, 2.0]}},
+    )
+    assert "Older than the code" not in report_html([record])
+    old = dataclasses.replace(record, versions={**record.versions, "kernels": "0" * 12})
+    assert "Older than the code: measured with other kernels than the present ones." in report_html([old])

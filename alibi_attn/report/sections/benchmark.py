@@ -3,7 +3,7 @@
 from alibi_attn.records import Record
 from alibi_attn.report.plots import benchmark as plots
 from alibi_attn.report.plots.drawing import Plot
-from alibi_attn.report.section import Archive, Facts, Numbers, Section, Text, code, panels
+from alibi_attn.report.section import Archive, Facts, Numbers, Section, Text, aged, code, panels
 from alibi_attn.report.tables.table import text_table
 
 
@@ -29,6 +29,7 @@ def draw(record: Record, number: int, archive: Archive) -> Section:
         finding=plots.finding(record) if record is max(find(archive), key=plots.timings) else "", lead=drawn[0],
         blocks=[
             Text("Times are forward plus backward if both were measured."),
+            *aged([record]),
             *panels(drawn, name),
             Numbers(table, label=f"Ratios of benchmark {record.name}"),
             Facts([*facts, ("command", [code(record.command)])]),

@@ -75,7 +75,7 @@ def _row(record: Record, verdict: Verdict, anchors: dict[int, str]) -> Row:
         Cell(verdicts.ratio_text(verdict.ours)),
         Cell(f"{verdicts.ratio_text(bounds.low)} to {verdicts.ratio_text(bounds.high)}" if bounds else "—"),
         Cell(verdicts.ratio_text(verdict.paper)),
-        Cell(f"{claim.relation} {claim.threshold:g}"),
+        Cell(claim.condition),
         Cell(verdict.why, css="why"),
     )
     return label, "", cells

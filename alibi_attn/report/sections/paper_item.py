@@ -5,7 +5,7 @@ from markupsafe import Markup
 from alibi_attn.records import Record
 from alibi_attn.report import answers, verdicts
 from alibi_attn.report.plots import paper_items
-from alibi_attn.report.section import Archive, Block, Folded, Numbers, Section, Text, code, panels
+from alibi_attn.report.section import Archive, Block, Folded, Numbers, Section, Text, aged, code, panels
 from alibi_attn.report.tables import paper as tables
 
 GROUP = "The paper, item by item"
@@ -39,6 +39,7 @@ def draw(record: Record, number: int, archive: Archive) -> Section:
         size = f" ({weights} weights{trained})" if weights else ""
         start = f"The paper's claims about it, at this size{size}: "
         blocks.append(Text(Markup('{}<a href="#claims">{}</a>.').format(start, verdicts.counted(judged))))
+    blocks += aged(verdicts.Evidence(record, archive.by_identity).records)
     rows = paper_items.pictures(record, archive.by_identity)
     for place, row in enumerate(rows):
         blocks += panels(row, f"{anchor(number)}-{place}")
