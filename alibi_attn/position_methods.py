@@ -1,17 +1,18 @@
-"""The position methods of the laboratory: what each is called, and how it looks in a report.
+"""The position methods of the lab: their names, and their appearance in reports.
 
-The only table of them: a config's `model.method` is one of its names, `lab/model/positions.py` has a class for each, and every
-figure, table and style sheet takes label, colors and marker from here. Adding a method touches these two files and no other.
-Blue, orange, green, purple, ochre and grey stay apart for every common color blindness; of the others, lines are told apart by
-their markers and by the names at their ends.
+A config's `model.method` is a name in this table, `lab/model/positions.py` has a class for each name, and all figures, tables and
+style sheets take labels, colors and markers from here. Blue, orange, green, purple, ochre and grey are distinguishable with all
+common kinds of color blindness; the other lines differ by their markers and by the names at their ends.
 """
 
 import dataclasses
+import re
+from collections.abc import Mapping
 
 
 @dataclasses.dataclass(frozen=True)
 class Look:
-    """One method: its name in figures and tables, its color on a light and on a dark page, and matplotlib's marker."""
+    """A method's name in figures and tables, its color on a light and on a dark page, and its matplotlib marker."""
 
     label: str
     light: str
@@ -39,3 +40,12 @@ METHODS = {
     "fox": Look("forget gates", "#3d4fd6", "#93a0ff", "<"),
     "alibi-fox": Look("ALiBi and gates", "#4f7a16", "#a5d063", ">"),
 }
+
+
+def look_of(facts: Mapping[str, object]) -> Look | None:
+    """The look that a record keeps of a method from outside of the package; None if it has none, or an invalid one."""
+    label, light, dark, marker = (facts.get(name) for name in ("label", "light", "dark", "marker"))
+    valid = all(isinstance(color, str) and re.fullmatch(r"#[0-9a-fA-F]{6}", color) for color in (light, dark))
+    if not (valid and isinstance(label, str) and isinstance(marker, str) and re.fullmatch(r"[\w.,+*<>^|]", marker)):
+        return None
+    return Look(label, str(light), str(dark), marker)

@@ -5,13 +5,12 @@ from typing import Annotated, Literal
 
 import typer
 
+from alibi_attn.cli import checkpoints
 from alibi_attn.cli.console import needs
 
 
 def export(
-    checkpoint: Annotated[
-        Path, typer.Argument(help="Checkpoint of the lab, below OUT/checkpoints.", show_default=False)
-    ],
+    checkpoint: checkpoints.Checkpoint,
     out: Annotated[Path, typer.Argument(help="New folder to write.", show_default=False)],
     family: Annotated[Literal["mpt"], typer.Option(help="Model family to export to.")] = "mpt",
 ) -> None:
@@ -28,8 +27,9 @@ def export(
         from alibi_attn.hf.export import DecoderConfig, export_mpt
         from alibi_attn.hf.tokenizing import saved_tokenizer
         from alibi_attn.lab.model.language_model import decoder_state
-        from alibi_attn.lab.training.checkpoint import load_checkpoint, load_checkpoint_tokenizer
-    model, config = load_checkpoint(checkpoint)
+        from alibi_attn.lab.training.checkpoint import load_checkpoint_tokenizer
+    checkpoint = checkpoints.find(checkpoint)
+    model, config = checkpoints.load(checkpoint, None)
     about = DecoderConfig(num_heads=config.model.num_heads, trained_length=config.train.length)
     tokenizer = saved_tokenizer(load_checkpoint_tokenizer(checkpoint).dump())
     path = export_mpt(decoder_state(model), about, out, tokenizer=tokenizer)

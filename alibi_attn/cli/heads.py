@@ -8,6 +8,7 @@ from rich.markup import escape
 from rich.table import Table as RichTable
 
 from alibi_attn import records
+from alibi_attn.cli import checkpoints
 from alibi_attn.cli.console import check_writable, console, needs, renamed
 from alibi_attn.report.series import numbers
 from alibi_attn.report.tables.heads import head_rows
@@ -17,9 +18,16 @@ MOST_HEADS, MOST_TOKENS = 4096, 2**20  # more would run for minutes
 
 def heads(
     model: Annotated[
-        Path | None, typer.Argument(help="A trained model: a lab checkpoint, or a transformers folder.")
+        Path | None,
+        typer.Argument(
+            help="A trained model: a lab checkpoint, a run's folder (or RUN:alibi), or a transformers folder."
+        ),
     ] = None,
-    text: Annotated[Path | None, typer.Option(help="UTF-8 text file for the model to read.")] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(help="UTF-8 text file for the model to read.", show_default="a checkpoint's validation text"),
+    ] = None,
+    method: checkpoints.Method = None,
     length: Annotated[
         int | None,
         typer.Option(
@@ -55,13 +63,13 @@ def heads(
     num_heads = renamed("--num-heads", "--heads", old_heads, num_heads)
     length = renamed("--seq-len", "--length", old_length, length)
     picture = renamed("--png", "--picture", old_picture, picture)
-    if (model is None) != (text is None):
-        raise typer.BadParameter("MODEL and --text go together; pass both, or neither")
+    if model is None and text is not None:
+        raise typer.BadParameter("--text is for a trained model; pass MODEL too")
     if picture is not None:
         check_writable(picture)
         if picture.suffix not in (".png", ".svg"):
             raise typer.BadParameter(f"--picture is {picture} but must end in .png or .svg")
-    if model is None or text is None:
+    if model is None:
         _show_slopes(num_heads, length or 1024, picture)
         return
     if length == 1:
@@ -71,7 +79,9 @@ def heads(
     with needs("lab"), needs("hf"):
         from alibi_attn.measure.model_heads import model_heads
         from alibi_attn.report.plots import head_maps
-    record = model_heads(model, text.read_text(encoding="utf-8"), length=length)
+    model = checkpoints.find(model)
+    content = text.read_text(encoding="utf-8") if text else checkpoints.validation_text(model, method)
+    record = model_heads(model, content, length=length, method=method)
     console.print(_by_layer(record))
     console.print(head_maps.sentence(record), soft_wrap=True)
     if picture is not None:

@@ -1,16 +1,18 @@
 """`alibi run`, `recipes`, `eval` and `generate`: the commands that train, test and use the lab's models."""
 
 import codecs
+import dataclasses
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 from rich.table import Table as RichTable
 
 from alibi_attn import records
+from alibi_attn.cli import checkpoints
 from alibi_attn.cli.console import check_writable, console, errors, interrupted, needs
 from alibi_attn.lab.config import ConfigError, EvalConfig, Scale
 from alibi_attn.lab.config_io import override, to_json
@@ -47,6 +49,9 @@ def run(
         str | None, typer.Option(help='Corpus to train on: "python-source", "hub:NAME" or "task:NAME".')
     ] = None,
     seeds: Annotated[str, typer.Option(help="Repeat every training with these seeds, as in 0,1,2.")] = "",
+    methods: Annotated[
+        str, typer.Option(help="Position methods to compare, built in or your own: alibi,rotary,mine.py:MyBias.")
+    ] = "",
     shard: Annotated[
         str, typer.Option(help="Split the trainings over machines: train only part i of n, as in 0/8 … 7/8.")
     ] = "0/1",
@@ -66,6 +71,8 @@ def run(
 
     [dim]alibi run quick --set train.steps=50 --seeds 0,1,2[/]   shorter, with three seeds
 
+    [dim]alibi run quick --methods alibi,mine.py:MyBias[/]       your own position method next to ALiBi
+
     [dim]alibi run quick --jobs 4[/]                             all four trainings in parallel
 
     [dim]alibi run figure-4[/]                                   one figure or table of the paper; "paper" runs all
@@ -83,6 +90,11 @@ def run(
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from None
     items = index.items_of(recipe)
+    own: dict[str, Any] = {"methods": [name.strip() for name in methods.split(",")]} if methods else {}
+    if items and methods:
+        raise typer.BadParameter(
+            f"{recipe} compares the paper's methods; --methods is for other recipes, such as quick"
+        )
     folder = out or (PAPER_FOLDER if items else Path("runs") / recipe)
     page = folder / (f"{recipe}.html" if items and recipe != "paper" else "report.html")
     check_writable(page)
@@ -91,7 +103,7 @@ def run(
     try:
         paths = index.run(
             recipe, out=folder, scale=scale, overrides=overrides, seeds=chosen, shard=part, jobs=jobs, track=track,
-            console=console,
+            console=console, **own,
         )  # fmt: skip
     except KeyboardInterrupt:
         interrupted(f"run the same command again to resume: {records.command()}")
@@ -104,7 +116,7 @@ def run(
     if items and part[1] > 1:
         console.print("for the results and the report, run the same command without --shard once all shards are done")
     elif report:
-        left = 0 if items else experiment.num_runs(RECIPES[recipe], scale, overrides, chosen) - len(paths) // 2
+        left = 0 if items else experiment.num_runs(RECIPES[recipe], scale, overrides, chosen, **own) - len(paths) // 2
         title = {"title": f"{recipe}: {left} of {left + len(paths) // 2} runs are still missing"} if left else {}
         write_report(loaded, page, **title)
 
@@ -137,7 +149,7 @@ def list_recipes(
 
 
 def evaluation(
-    checkpoint: Annotated[Path, typer.Argument(help="A folder below OUT/checkpoints.", show_default=False)],
+    checkpoint: checkpoints.Checkpoint,
     text: Annotated[list[Path], typer.Option("--text", help="A text file or folder; can be repeated.")],
     lengths: Annotated[
         str, typer.Option(help="Context lengths in tokens, in ascending order.")
@@ -154,6 +166,14 @@ def evaluation(
         int | None,
         typer.Option(help="Also read with this many attention sinks plus a window; each length counts both.", min=0),
     ] = None,
+    methods: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--method",
+            metavar="FILE.py:CLASS",
+            help="Code of the model's position method, or of additional tests; repeatable.",
+        ),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the record, which alibi report can draw.")] = None,
 ) -> None:
     """Test a trained model on a text at several lengths: perplexity on nonoverlapping segments and with a sliding window.
@@ -163,14 +183,28 @@ def evaluation(
     Two more ways read a continuous stream: cached segments (Transformer-XL), and attention sinks with a window (StreamingLLM).
 
     [dim]alibi eval CHECKPOINT --text novel.txt --lengths 128,256 --memory 128 --sinks 4[/]
+
+    A position method that is not built in needs its code; a class with a hook "curves" adds a test to any model.
+
+    [dim]alibi eval runs/mine --text novel.txt --method mine.py:MyBias[/]
     """
     with needs("lab"):
-        from alibi_attn.lab.data.corpus import whole_text
+        from alibi_attn.lab.data.corpus import load_corpus, whole_text
         from alibi_attn.lab.evaluation.long_context_eval import all_curves, why_no_memory, why_no_sinks
-        from alibi_attn.lab.training.checkpoint import load_checkpoint, load_checkpoint_tokenizer
+        from alibi_attn.lab.model.imported_method import imported_method, source_facts
+        from alibi_attn.lab.training.checkpoint import checkpoint_method, load_checkpoint_tokenizer
     if out is not None:
         check_writable(out / "record")
-    model, config = load_checkpoint(checkpoint)
+    checkpoint = checkpoints.find(checkpoint)
+    trained = checkpoint_method(checkpoint)
+    own = next((one for one in methods or () if one.rpartition(":")[2] == trained.rpartition(":")[2]), None)
+    tests = [imported_method(one) for one in methods or () if one != own]
+    if missing := [one.__name__ for one in tests if "curves" not in vars(one)]:
+        raise typer.BadParameter(
+            f"{checkpoint} was trained with {trained}; --method {', '.join(missing)} neither is its class nor has a test (curves)"
+        )
+    model, config = checkpoints.load(checkpoint, own)
+    training_data = config.data
     changes = {
         "data.corpus": "text",
         "data.text": _joined(text),
@@ -196,10 +230,23 @@ def evaluation(
             encode=lambda text: corpus.tokenizer.encode(text).tolist(),
             say=errors.print,
         )
+    for test in (type(model.position), *tests):
+        if "curves" in vars(test):
+            corpus = dataclasses.replace(
+                corpus, train=load_corpus(training_data, checkpoints.token_store(checkpoint)).train
+            )
+            found = test.curves(model, corpus, config.eval)
+            print_curves(found)
+            curves |= found
+    about: dict[str, records.Json] = {**to_json(config), "corpus": corpus.facts}
+    if facts := source_facts(config.model.method):
+        about["method"] = facts
+    if tests:
+        about["tests"] = [source_facts(one) for one in methods or () if one != own]
     record = records.make(
         "evaluation",
-        f"eval/{config.model.method}-{config.train.length}/seed-{config.train.seed}",
-        config={**to_json(config), "corpus": corpus.facts},
+        f"eval/{config.model.method.rpartition(':')[2]}-{config.train.length}/seed-{config.train.seed}",
+        config=about,
         metrics={"parameters": model.num_parameters()},
         curves=curves,
     )
@@ -209,7 +256,7 @@ def evaluation(
 
 
 def generate(
-    checkpoint: Annotated[Path, typer.Argument(help="A folder below OUT/checkpoints.", show_default=False)],
+    checkpoint: checkpoints.Checkpoint,
     prompt: Annotated[str, typer.Option(help="Text to continue.")],
     max_new_tokens: Annotated[int, typer.Option(help="Number of tokens to add, even beyond the trained length.")] = 256,
     temperature: Annotated[
@@ -219,18 +266,22 @@ def generate(
         int | None, typer.Option(help="Sample only from this many most likely tokens.", show_default="all")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    method: checkpoints.Method = None,
 ) -> None:
     """Continue a text with a trained model, token by token with a KV cache.
 
     [dim]alibi generate runs/quick/checkpoints/quick/alibi-128/seed-0-… --prompt "def main" --max-new-tokens 500[/]
     """
     with needs("lab"):
-        from alibi_attn.lab.model import language_model as models
-        from alibi_attn.lab.training.checkpoint import load_checkpoint, load_checkpoint_tokenizer
-    model, _ = load_checkpoint(checkpoint)
+        from alibi_attn.lab.model import generation
+        from alibi_attn.lab.training.checkpoint import load_checkpoint_tokenizer
+    checkpoint = checkpoints.find(checkpoint)
+    model, _ = checkpoints.load(checkpoint, method)
     tokenizer = load_checkpoint_tokenizer(checkpoint)
     ids = tokenizer.encode(prompt).tolist()
-    stream = models.generate(model, ids, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, seed=seed)
+    stream = generation.generate(
+        model, ids, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, seed=seed
+    )
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     print(prompt, end="", flush=True)
     printed = len(tokenizer.decode(ids))
@@ -310,6 +361,15 @@ def print_perplexities(loaded: Sequence[records.Record]) -> None:
                 table.add_row(label, *(f"[bold]{cell.text}[/]" if cell.best else cell.text for cell in cells))
             console.print(f"\n[bold]{escape(block.title)}[/], by length in {study.unit}s", soft_wrap=True)
             console.print(table)
+
+
+def print_curves(curves: Mapping[str, Mapping[str, Sequence[records.Json]]]) -> None:
+    """Prints one table per curve."""
+    for name, columns in curves.items():
+        table = RichTable(*columns, title=name, title_justify="left", box=None)
+        for row in zip(*columns.values(), strict=True):
+            table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row))
+        console.print(table)
 
 
 def _nearest(name: str) -> str:

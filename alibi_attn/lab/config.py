@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias, TypeVar
 
 from alibi_attn.position_methods import METHODS
 
-Method: TypeAlias = str  # a name in `alibi_attn/position_methods.py`
+Method: TypeAlias = str  # a name in `alibi_attn/position_methods.py`, or an import path
 Architecture: TypeAlias = Literal["modern", "mpt", "baevski-auli"]
 Optimizer: TypeAlias = Literal["adamw", "nag"]
 Parallel: TypeAlias = Literal["ddp", "fsdp"]
@@ -23,6 +23,7 @@ Split: TypeAlias = Literal["valid", "test"]
 Stretch: TypeAlias = Literal["none", "linear", "ntk", "yarn"]
 SymbolTask: TypeAlias = Literal["mqar", "needles", "copy", "flip-flop"]
 Task: TypeAlias = Literal["passkey", "recall", SymbolTask]
+IMPORT_PATH = re.compile(r"(?:.+\.py|[A-Za-z_][\w.]*):[A-Za-z_]\w*")  # FILE.py:Class or package.module:Class
 TASK_CORPUS = re.compile(rf"task:({'|'.join(typing.get_args(Task))})(?::([1-9]\d*))?")
 
 _Config = TypeVar("_Config")
@@ -54,7 +55,11 @@ class ModelConfig:
     softmax_dropout: float = 0.0  # of what enters an adaptive softmax, and inside its further bands
 
     def __post_init__(self) -> None:
-        check_choice("model.method", self.method, tuple(METHODS))
+        if not IMPORT_PATH.fullmatch(self.method) and self.method not in METHODS:
+            raise ConfigError(
+                f"model.method is {self.method!r}{nearest(self.method, tuple(METHODS))}; pass one of {', '.join(METHODS)}, or "
+                "your own as FILE.py:Class or package.module:Class"
+            )
         _check_fields("model", self)
         for name in ("dropout", "attention_dropout", "activation_dropout", "softmax_dropout"):
             if not 0 <= getattr(self, name) < 1:

@@ -48,6 +48,7 @@ def run(
     scale: Scale = "small",
     overrides: Mapping[str, str] | None = None,
     seeds: Sequence[int] = (),
+    methods: Sequence[str] = (),
     shard: tuple[int, int] = (0, 1),
     jobs: int = 1,
     console: Console | None = None,
@@ -58,7 +59,8 @@ def run(
     Args:
         out: folder for records and checkpoints; a second experiment in it is refused while the first one runs.
         overrides: fields to change in every run, by name: {"train.steps": "50"}.
-        seeds: repeat every run with these seeds, instead of the one that the recipe says.
+        seeds: repeat every run with these seeds instead of the recipe's.
+        methods: repeat every run with these position methods instead of the recipe's.
         shard: (i, n): only the runs of every n-th training, from training i on; other shards may run in the same folder at the
             same time. The paths are then those of all runs that are recorded, by whomever.
         jobs: trainings at the same time, each in a process of its own that shares the threads (`jobs.py`); on a processor.
@@ -71,7 +73,7 @@ def run(
         ConfigError, CorpusError, CheckpointError, TrainingError, EvaluationError: see there.
     """
     console = console or Console(quiet=True)
-    configs = _configs(recipe, scale, overrides or {}, seeds)
+    configs = _configs(recipe, scale, overrides or {}, seeds, methods)
     mine, study = runs_of_shard(configs, shard), recipe.study or recipe.name
     if track and importlib.util.find_spec("tensorboard") is None:
         raise ExperimentError(
@@ -125,9 +127,11 @@ def runs_of_shard(configs: Sequence[RunConfig], shard: tuple[int, int]) -> list[
     return [config for config in configs if config in mine]
 
 
-def num_runs(recipe: Recipe, scale: Scale, overrides: Mapping[str, str], seeds: Sequence[int]) -> int:
-    """How many runs of the recipe `run` would record, two records each, without a shard."""
-    return len(_configs(recipe, scale, overrides, seeds))
+def num_runs(
+    recipe: Recipe, scale: Scale, overrides: Mapping[str, str], seeds: Sequence[int], methods: Sequence[str] = ()
+) -> int:
+    """The number of runs that `run` would record without a shard, with two records each."""
+    return len(_configs(recipe, scale, overrides, seeds, methods))
 
 
 def _by_training(configs: Sequence[RunConfig]) -> list[list[RunConfig]]:
@@ -150,8 +154,12 @@ def _check_jobs(jobs: int, state: PartialState) -> None:
         )
 
 
-def _configs(recipe: Recipe, scale: Scale, overrides: Mapping[str, str], seeds: Sequence[int]) -> list[RunConfig]:
+def _configs(
+    recipe: Recipe, scale: Scale, overrides: Mapping[str, str], seeds: Sequence[int], methods: Sequence[str]
+) -> list[RunConfig]:
     configs = [override(config, overrides) for config in recipe.runs(scale)]
+    if methods:
+        configs = [override(config, {"model.method": method}) for method in methods for config in configs]
     if seeds:
         configs = [override(config, {"train.seed": str(seed)}) for seed in seeds for config in configs]
     if len({config.train.precision for config in configs}) > 1:

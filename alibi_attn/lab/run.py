@@ -5,6 +5,7 @@ A training whose checkpoint is cut goes on, one that is finished is only tested.
 """
 
 import contextlib
+import dataclasses
 import datetime
 import functools
 import time
@@ -23,6 +24,7 @@ from alibi_attn.lab.config import TASK_CORPUS, RunConfig
 from alibi_attn.lab.config_io import to_json
 from alibi_attn.lab.data.corpus import Corpus, CorpusError
 from alibi_attn.lab.evaluation.long_context_eval import all_curves
+from alibi_attn.lab.model.imported_method import source_facts
 from alibi_attn.lab.model.language_model import LanguageModel
 from alibi_attn.lab.training import checkpoint
 from alibi_attn.lab.training.train import train
@@ -37,7 +39,8 @@ def run_name(study: str, config: RunConfig) -> str:
     >>> run_name("quick", RunConfig())
     'quick/alibi-128/seed-0'
     """
-    return f"{study}/{config.model.method}-{config.train.length}/seed-{config.train.seed}"
+    method = config.model.method.rpartition(":")[2]  # the class of an imported one
+    return f"{study}/{method}-{config.train.length}/seed-{config.train.seed}"
 
 
 def checkpoint_folder(out: Path, study: str, config: RunConfig, corpus: Corpus) -> Path:
@@ -76,7 +79,7 @@ def run_once(study: str, config: RunConfig, corpus: Corpus, out: Path, console: 
         progress = _train(title, config, corpus, checkpoints, console, tell)
     if not PartialState().is_main_process:
         return []
-    model, _ = checkpoint.load_checkpoint(checkpoints)
+    model, _ = checkpoint.load_checkpoint(checkpoints, method=config.model.method)
     if not training:
         metrics: dict[str, float | None] = {
             "loss_nats": progress.loss_nats,
@@ -98,8 +101,9 @@ def run_once(study: str, config: RunConfig, corpus: Corpus, out: Path, console: 
 
 
 def _identities(config: RunConfig, corpus: Corpus) -> tuple[dict[str, Json], dict[str, Json]]:
-    """What an evaluation is the answer to, and what its training is."""
-    asked = {**to_json(config), "corpus": corpus.facts}
+    """The identities of an evaluation and of its training, as the configs of their records."""
+    facts = source_facts(config.model.method)
+    asked = {**to_json(config), "corpus": corpus.facts, **({"method": facts} if facts else {})}
     return asked, {key: value for key, value in asked.items() if key != "eval"}
 
 
@@ -183,6 +187,9 @@ def _evaluate(
         config.eval,
         encode=lambda text: corpus.tokenizer.encode(text).tolist(),
         say=say,
+    )
+    curves |= type(model.position).curves(
+        model, dataclasses.replace(corpus, valid=test_text(config, corpus)), config.eval
     )
     record = records.make(
         "evaluation",

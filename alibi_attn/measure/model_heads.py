@@ -61,19 +61,22 @@ class Loaded:
     run: Callable[[Tensor, See], None]
 
 
-def model_heads(folder: Path, text: str, *, length: int | None = None) -> records.Record:
+def model_heads(
+    folder: Path, text: str, *, length: int | None = None, method: str | None = None
+) -> records.Record:
     """A record with a row per head of the model in a folder, on the first tokens of a text.
 
     Args:
         folder: a lab checkpoint, or a transformers folder that `patch` or `ALiBiForCausalLM` supports.
         length: tokens to read. Default: twice the trained length, or 1,024 if that is unknown, and at most the whole text.
+        method: the code of a lab checkpoint's position method, `FILE.py:Class`, if it is not built in.
 
     Raises:
         FileNotFoundError: the folder does not exist.
         ValueError: a model without slopes, or a text with fewer than two tokens or fewer than `length`.
     """
     started = datetime.datetime.now(datetime.UTC)
-    model = load(folder)
+    model = load(folder, method)
     tokens = list(model.encode(text))[: length or 2 * (model.length or 512)]
     if len(tokens) < 2 or (length and len(tokens) < length):
         raise ValueError(f"the text has {len(tokens)} tokens but {length or 2} are needed; pass a longer text")
@@ -99,12 +102,12 @@ def model_heads(folder: Path, text: str, *, length: int | None = None) -> record
     )
 
 
-def load(folder: Path) -> Loaded:
+def load(folder: Path, method: str | None = None) -> Loaded:
     """The model in a folder, written by the lab or by transformers."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is not a folder; pass a lab checkpoint or a transformers folder")
     if newest(folder) is not None or "schema" in read_config(folder):
-        return _of_the_lab(folder)
+        return _of_the_lab(folder, method)
     return _of_transformers(folder)
 
 
@@ -157,11 +160,11 @@ def totals(columns: Columns) -> dict[str, float | None]:
     return {"heads": float(len(columns["head"])), "collapsed": count("first_token", COLLAPSED), **blind}
 
 
-def _of_the_lab(folder: Path) -> Loaded:
-    model, config = load_checkpoint(folder)
+def _of_the_lab(folder: Path, method: str | None) -> Loaded:
+    model, config = load_checkpoint(folder, method=method)
     tokenizer = load_checkpoint_tokenizer(folder)
-    method = type(model.position)
-    if method.rotate is not PositionMethod.rotate or method.per_layer or method.add is not PositionMethod.add:
+    kind = type(model.position)
+    if kind.rotate is not PositionMethod.rotate or kind.per_layer or kind.add is not PositionMethod.add:
         raise ValueError(_NO_SLOPES.format(config.model.method))
 
     def run(tokens: Tensor, see: See) -> None:

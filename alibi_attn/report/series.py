@@ -17,7 +17,7 @@ from typing import Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from alibi_attn.position_methods import METHODS
+from alibi_attn.position_methods import METHODS, Look, look_of
 from alibi_attn.records import LARGEST, MOST, Json, Record, identity
 
 Points = NDArray[np.float64]
@@ -36,7 +36,8 @@ _RUN = ("model", "data", "train", "corpus")  # the sections that identify a run;
 
 @dataclasses.dataclass(frozen=True)
 class Series:
-    """One configuration over all its seeds; `stretch` is how its positions were scaled beyond the trained length."""
+    """One configuration over all its seeds; `stretch` is how its positions were scaled beyond the trained length, `look` the
+    label, colors and marker of its method."""
 
     label: str
     method: str
@@ -44,6 +45,7 @@ class Series:
     trainings: tuple[Record, ...]
     evaluations: tuple[Record, ...]
     stretch: str = "none"
+    look: Look | None = None
 
     @property
     def seeds(self) -> int:
@@ -207,7 +209,8 @@ def _study(recipe: str, runs: Mapping[tuple[str, str], Sequence[Record]]) -> Stu
     series = []
     for key, config, members in zip(short, configs, runs.values(), strict=True):
         method, trained, stretch = key
-        label = METHODS[method].label if method in METHODS else method
+        look = METHODS.get(method) or look_of(section(members[-1], "method"))
+        label = look.label if look else method
         if len({length for _, length, _ in short}) > 1:
             label += f" {trained:,}"
         if stretch != "none":
@@ -216,7 +219,7 @@ def _study(recipe: str, runs: Mapping[tuple[str, str], Sequence[Record]]) -> Stu
             label += _difference(config, [name for name in several if name not in ("model.method", "train.length")])
         trainings = tuple(sorted((r for r in members if r.kind == "training"), key=seed_of))
         evaluations = tuple(sorted((r for r in members if r.kind == "evaluation"), key=seed_of))
-        series.append(Series(label, method, trained, trainings, evaluations, stretch))
+        series.append(Series(label, method, trained, trainings, evaluations, stretch, look))
     order = list(METHODS)
     series.sort(key=lambda s: ([*order, s.method].index(s.method), s.method, s.trained, s.label))
     plain = next((record for record in last if _stretch(record) == "none"), last[0])

@@ -264,7 +264,7 @@ def test_every_help_has_an_example(command: str) -> None:
         (["heads", "--heads", "0"], ["--heads"]),
         (["heads", "--heads", "100000000"], ["--heads", "less than or equal to 4096"]),
         (["heads", "--picture", "heads.jpg"], ["--picture is heads.jpg but must end in .png or .svg"]),
-        (["heads", "--text", "a.txt"], ["MODEL and --text go together"]),
+        (["heads", "--text", "a.txt"], ["--text is for a trained model"]),
         (["heads", "--length", "100000000"], ["--length", "less than or equal to"]),
         (["hedas"], ["hedas", "heads"]),
         (["report"], ["paths"]),

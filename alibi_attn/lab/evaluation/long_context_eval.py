@@ -73,6 +73,8 @@ def why_no_memory(model: LanguageModel) -> str | None:
     method = type(model.position)
     if method.bias is not PositionMethod.bias and not method.relative:
         return f"model.method is {model.config.method!r}, whose bias needs the start of a row, which cached segments do not have"
+    if model.position.segment is not None:
+        return f"model.method is {model.config.method!r}, which has its own memory"
     if model.position.max_positions is not None:
         return f"model.method is {model.config.method!r}, whose positions are limited, but positions of cached segments continue"
     return None
@@ -81,7 +83,8 @@ def why_no_memory(model: LanguageModel) -> str | None:
 def why_no_sinks(model: LanguageModel) -> str | None:
     """Why the model cannot use attention sinks; None if it can."""
     method = type(model.position)
-    if method.rotate is not PositionMethod.rotate or not method.relative or method.per_layer:
+    custom = any(getattr(method, hook) is not getattr(PositionMethod, hook) for hook in ("rotate", "attend"))
+    if custom or not method.relative or method.per_layer or model.position.segment is not None:
         return (
             f"model.method is {model.config.method!r}; attention sinks count distances within the cache, which needs a bias of "
             "distances alone: none, alibi and its variants, t5, kerple, sandwich"

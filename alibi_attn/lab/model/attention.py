@@ -20,7 +20,7 @@ from alibi_attn.attention.backends.native import build as native
 from alibi_attn.attention.forgetting import forgetting_attention
 from alibi_attn.attention.toeplitz import toeplitz_attention
 from alibi_attn.lab.config import ConfigError
-from alibi_attn.lab.model.position_method import Bias, ByDistance, ContentBias, ForgetGates, Windowed
+from alibi_attn.lab.model.position_method import Bias, ByDistance, ContentBias, ForgetGates, Pass, Windowed
 from alibi_attn.nn import KVCache
 
 
@@ -54,15 +54,15 @@ class LayerCache:
         return len(self.keys)
 
     def last(self, count: int) -> "LayerCache":
-        """A cache of the last `count` tokens, for the same layer."""
+        """A cache of the last `count` tokens, without gradients, for the same layer."""
         if not count or not len(self):
             return LayerCache()
         keys, gates = KVCache(), self.keys.log_fgate
         keys.append(
-            self.keys.key[:, :, -count:], self.keys.value[:, :, -count:],
-            log_fgate=None if gates is None else gates[..., -count:],
+            self.keys.key[:, :, -count:].detach(), self.keys.value[:, :, -count:].detach(),
+            log_fgate=None if gates is None else gates[..., -count:].detach(),
         )  # fmt: skip
-        return LayerCache(keys, None if self.key_bias is None else self.key_bias[..., -count:])
+        return LayerCache(keys, None if self.key_bias is None else self.key_bias[..., -count:].detach())
 
     def append(self, k: Tensor, v: Tensor, bias: Bias, *, layer: nn.Module) -> tuple[Tensor, Tensor, Bias]:
         """Append keys, values and biases of new tokens, [B, H, T, D]; returns those of all S, and the bias for `attend`."""
@@ -122,7 +122,8 @@ def attend(
     if bias is not None:
         seen = bias[None].to(q.dtype)
         if masked:
-            seen = seen.masked_fill(_hidden(query_len, key_len, window, segment_ids, q.device), -math.inf)
+            visible = Pass(query_len, key_len, window=window, segment_ids=segment_ids).visible(q.device)
+            seen = seen.masked_fill(~visible, -math.inf)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, dropout_p=dropout_p)
     if query_len == key_len:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout_p)
@@ -158,17 +159,3 @@ def _attend_over_processes(
         return distributed.context_parallel_forgetting_attention(q, k, v, bias.log_fgate, slopes, **given)
     key_bias = bias.key_bias if isinstance(bias, ContentBias) else None
     return distributed.context_parallel_attention(q, k, v, slopes, key_bias=key_bias, **given)
-
-
-def _hidden(
-    query_len: int, key_len: int, window: int | None, segment_ids: Tensor | None, device: torch.device
-) -> Tensor:
-    """The pairs hidden by the window and the documents, [B or 1, 1, T, S]."""
-    keys = torch.arange(key_len, device=device)
-    first = key_len - query_len
-    hidden = torch.zeros(1, 1, query_len, key_len, dtype=torch.bool, device=device)
-    if window is not None:
-        hidden = hidden | (keys[first:, None] - keys >= window)
-    if segment_ids is not None:
-        hidden = hidden | (segment_ids[:, None, first:, None] != segment_ids[:, None, None, :])
-    return hidden

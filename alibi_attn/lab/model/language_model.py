@@ -1,7 +1,7 @@
-"""The language models: pre-norm decoders that know nothing about positions but the four hooks of `position_method.py`.
+"""The language models: pre-norm decoders whose positions come only from the hooks of `position_method.py`.
 
     "modern"        RMS norm (Zhang and Sennrich 2019), SwiGLU (Shazeer 2020), no biases, embeddings times √E
-    "mpt"           LayerNorm without bias, W₂·GELU(W₁·x), no biases: MPT's block, so that a checkpoint can leave as one
+    "mpt"           LayerNorm without bias, W₂·GELU(W₁·x), no biases: MPT's block, so that checkpoints can be exported
     "baevski-auli"  LayerNorm, W₂·ReLU(W₁·x), biases, embeddings times √E, no norm at the end: fairseq's
                     `transformer_lm_wiki103`, the decoder of the paper (Baevski and Auli 2019, arXiv:1809.10853)
 
@@ -12,16 +12,17 @@ Input and output embeddings are shared (Vaswani et al. 2017, sec. 3.4). The para
     blocks.N.q, .k, .v, .attention_out               .weight [E, E], and .bias for "baevski-auli"
     blocks.N.ffn_in, .ffn_out, .ffn_gate             .weight, and .bias for "baevski-auli"; only "modern" has the gate
     norm.weight                                      not "baevski-auli"
-    position....                                     what the method learns
+    position....                                     the parameters of the method
 
 E is the width, V the vocabulary; other letters as in `attention/spec.py`. Read next: `train.py`.
 """
 
 import copy
 import dataclasses
+import functools
 import math
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -44,22 +45,21 @@ from alibi_attn.lab.model.position_method import (
 from alibi_attn.lab.model.positions import check_segments, check_stretch, position_method
 from alibi_attn.nn.linear import Linear, linear
 
-PREFILL_TOKENS = 2048  # of a prompt that are read at one time, so that only the caches grow with its length
-_LOGITS_AT_ONCE = 1 << 20  # 4 MiB of fp32: within the caches of a core, and of a size that malloc uses again
+_LOGITS_AT_ONCE = 1 << 20  # 4 MiB of fp32, which fit into the caches of a core and are reused by malloc
 
 
 class LanguageModel(nn.Module):
-    """Tokens [B, T] in, logits [B, T, V] out, what may follow each token; or, with `targets`, their losses.
+    """Maps tokens [B, T] to the logits of the next tokens [B, T, V] or, with `targets`, to their losses.
 
-    The initial weights depend on the seed and on each parameter's own name and shape only, so that models of one seed
-    that differ in their position method start from the same weights.
+    The initial weights depend only on the seed and on each parameter's name and shape, so models of one seed that differ in
+    their position method start from the same weights.
 
     Args:
-        trained_length: L, in tokens; beyond it learned positions end, and a stretch begins.
-        activation_checkpointing: in training, keep only what stands between two blocks and compute the rest again.
+        trained_length: L, in tokens; beyond it, learned positions end and stretches begin.
+        activation_checkpointing: in training, keep only the activations between blocks and recompute the others.
 
-    `progress` is the share of the training's steps that are done, for methods that change while they are trained; the training
-    sets it, and it is 1 otherwise.
+    `progress` is the finished share of the training's steps, for methods that change during training; the training sets it, and
+    it is 1 otherwise.
     """
 
     def __init__(
@@ -98,51 +98,82 @@ class LanguageModel(nn.Module):
         """Logits [B, T, V], or the losses [B, N] of the targets.
 
         Args:
-            targets: [B, N], N ≤ T: the tokens that follow the last N inputs. Answered with −ln p of each in nats, fp32, and
-                without the logits of the other inputs, or, with an adaptive softmax, of the whole vocabulary.
-            caches: one per layer; the tokens follow those that the caches have seen.
-            window: how many tokens each one may see in every layer, itself included. Positions stay as they are.
-            segment_ids: [B, S], integers: the documents of all tokens, cached ones first. Attention stays inside a document, and
-                distances are as in the row, which is all that relative methods look at; others are refused.
-            context: the tokens are some of the sequences', and other processes have the others; no caches then.
-            dropped: tokens before the cached ones that the caches no longer hold; positions count them.
+            targets: [B, N], N ≤ T: the tokens that follow the last N inputs. Returns −ln p of each in nats, fp32, without
+                computing the logits of the other inputs or, with an adaptive softmax, of the whole vocabulary.
+            caches: one per layer; the tokens follow those in the caches.
+            window: the number of tokens that each token sees in every layer, itself included. Positions do not change.
+            segment_ids: [B, S], integers: the documents of all tokens, cached ones first. Attention stays within a document.
+                Distances are those of the row, so methods that are not relative are refused.
+            context: other processes hold the other tokens of the sequences; not with caches.
+            dropped: the number of tokens before the cached ones; positions count them.
 
         Raises:
-            ConfigError: segment_ids and a method whose positions count from the start of the row.
+            ConfigError: the position method does not support the arguments.
             PositionError: learned positions beyond the trained length.
         """
         if segment_ids is not None:
             check_segments(self.config.method)
+        if self.position.segment is None:
+            x = self._hidden(tokens, caches, dropped, window, segment_ids, context)
+        elif caches is None and segment_ids is None and context is None:
+            x = self._hidden_in_segments(tokens, self.position.segment, window)
+        else:
+            raise ConfigError(
+                f"model.method is {self.config.method!r}, which reads texts in segments of {self.position.segment} tokens; it "
+                "does not support caches (generating, eval.memory, eval.sinks), data.segments or train.context_parallel"
+            )
+        if targets is None:
+            return self._logits(self.norm(x))
+        losses = self._losses(self.norm(x[:, x.shape[1] - targets.shape[1] :]), targets)
+        return losses.clone()  # not a view, because FSDP hooks its backward to it
+
+    def _hidden(
+        self,
+        tokens: Tensor,
+        caches: Sequence[LayerCache] | None,
+        dropped: int,
+        window: int | None,
+        segment_ids: Tensor | None = None,
+        context: Context | None = None,
+    ) -> Tensor:
+        """The output of the last block, [B, T, E]."""
         past = len(caches[0]) if caches else 0
         total = past + tokens.shape[1]
-        room = caches[0].keys.max_tokens if caches else None  # a full stream forgets as many as it is given
+        room = caches[0].keys.max_tokens if caches else None  # a full stream drops as many tokens as it receives
         start = dropped if context is None else context.start
         positions = torch.arange(past + start, total + start, device=tokens.device)
         x = self.embedding(tokens)
         if self.config.architecture != "mpt":
             x = x * math.sqrt(self.config.embed_dim)
         x = self.dropout(self.position.add(x, positions))
-        asked = Pass(tokens.shape[1], total if room is None else min(total, room), self.progress)
-        shared = None if self.position.per_layer else self.position.bias(asked)
-        places = Places(self.position, positions, asked, shared, window, segment_ids, context)
+        key_len = total if room is None else min(total, room)
+        at = Pass(tokens.shape[1], key_len, self.progress, window=window, segment_ids=segment_ids)
+        shared = None if self.position.per_layer else self.position.bias(at)
+        places = Places(self.position, positions, at, shared, context)
         for layer, block in enumerate(self.blocks):
             if self.activation_checkpointing and self.training and torch.is_grad_enabled() and not caches:
                 x = checkpoint(block, x, places, None, use_reentrant=False)
             else:
                 x = block(x, places, caches[layer] if caches else None)
-        if targets is None:
-            return self._logits(self.norm(x))
-        losses = self._losses(self.norm(x[:, x.shape[1] - targets.shape[1] :]), targets)
-        return losses.clone()  # a tensor of its own, not a view: FSDP hangs its backward on it
+        return x
+
+    def _hidden_in_segments(self, tokens: Tensor, segment: int, window: int | None) -> Tensor:
+        """Like `_hidden`, segment by segment; each sees the memory of the method (Dai et al. 2019, arXiv:1901.02860)."""
+        caches, hidden, dropped = [LayerCache() for _ in self.blocks], [], 0
+        for part in tokens.split(segment, dim=1):
+            hidden.append(self._hidden(part, caches, dropped, window))
+            dropped += max(len(caches[0]) - self.position.memory, 0)
+            caches = [cache.last(self.position.memory) for cache in caches]
+        return torch.cat(hidden, dim=1)
 
     def stretched(self, stretch: Stretch, length: int) -> "LanguageModel":
-        """A model for texts of `length` tokens that shares this one's weights and has its positions stretched.
+        """A model for texts of `length` tokens with the same weights and stretched positions.
 
-        Where the length is not beyond the trained one, or the stretch is "none", it is this model itself. Nothing is
-        changed here: slopes that are learned are stretched as they stand now. Evaluation calls it once for each length.
+        Returns this model up to the trained length, or if the stretch is "none". This model does not change; learned slopes are
+        stretched from their current values. Evaluation calls it once per length.
 
         Raises:
-            ConfigError: the method has no such stretch; says which it has.
+            ConfigError: the method does not support this stretch.
         """
         check_stretch(self.config.method, stretch)
         if stretch == "none" or length <= self.trained_length:
@@ -164,7 +195,7 @@ class LanguageModel(nn.Module):
         if isinstance(self.embedding, AdaptiveInput):
             return self.softmax.loss(x, targets, self.embedding)
         logits = linear(x, self.embedding.weight).flatten(0, 1)
-        # On a CPU some rows at a time, which stay in the cache from the product to the loss; the numbers are the same.
+        # On a CPU a few rows at a time, so that they stay in the cache between the product and the loss; the bits are equal.
         rows = max(1, _LOGITS_AT_ONCE // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
         parts = zip(logits.split(rows), targets.flatten().split(rows), strict=True)
         losses = [F.cross_entropy(some.float(), after, reduction="none") for some, after in parts]
@@ -173,43 +204,36 @@ class LanguageModel(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """Where the tokens of one pass stand and what they may see: alike in every layer (see `LanguageModel.forward`).
+    """The positions of one pass, equal for all layers (see `LanguageModel.forward`).
 
     Args:
-        shared: the bias of all layers, where the method is asked once.
+        shared: the bias of all layers, unless the method is `per_layer`.
     """
 
     method: PositionMethod
     positions: Tensor
-    asked: Pass
+    at: Pass
     shared: Bias
-    window: int | None
-    segment_ids: Tensor | None
     context: Context | None
 
-    def seen_by(self, x: Tensor, index: int, cache: LayerCache | None) -> Pass:
-        """What the layer `index` asks with, whose attention has the normalized input x [B, T, E]."""
-        seen = LayerInput(x, index, None if cache is None else cache.key_bias)
-        return dataclasses.replace(self.asked, input=seen)
-
     def bias(self, at: Pass) -> Bias:
-        """Of the layer that asks.
+        """The bias of the current layer.
 
         Raises:
-            PositionError: a number for every key, or gates, that are not one for every head and token.
+            PositionError: key biases or gates are not one number per head and token.
         """
         if not self.method.per_layer:
             return self.shared
-        x, found = at.layer.x, self.method.bias(at)
-        if isinstance(found, ContentBias | ForgetGates):
-            name = "key_bias" if isinstance(found, ContentBias) else "log_fgate"
-            shape = getattr(found, name).shape
+        x, bias = at.layer.x, self.method.bias(at)
+        if isinstance(bias, ContentBias | ForgetGates):
+            name = "key_bias" if isinstance(bias, ContentBias) else "log_fgate"
+            shape = getattr(bias, name).shape
             if (len(shape), *shape[::2]) != (3, *x.shape[:2]):
                 raise PositionError(
                     f"{name} has shape {list(shape)} but x {list(x.shape)}; it must be [B, H, T], a number "
                     "for every head and token of this pass"
                 )
-        return found
+        return bias
 
 
 class Block(nn.Module):
@@ -235,14 +259,20 @@ class Block(nn.Module):
     def forward(self, x: Tensor, places: Places, cache: LayerCache | None) -> Tensor:
         y = self.attention_norm(x)
         q, k, v = (part(y).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
-        at = places.seen_by(y, self.index, cache)
+        inputs = LayerInput(y, self.index, None if cache is None else cache.key_bias, self)
+        at = dataclasses.replace(places.at, input=inputs)
         q, k = places.method.rotate(q, k, places.positions, at)
         bias = places.bias(at)
         if cache is not None:
             k, v, bias = cache.append(k, v, bias, layer=self)
+        options: Any = {"window": at.window, "segment_ids": at.segment_ids, "context": places.context}
         dropout_p = self.attention_dropout if self.training else 0.0
-        seen: Any = {"window": places.window, "segment_ids": places.segment_ids, "context": places.context}
-        y = attend(q, k, v, bias, dropout_p=dropout_p, **seen)
+        if places.context is not None and type(places.method).attend is not PositionMethod.attend:
+            raise ConfigError(
+                "the position method has its own attention, which train.context_parallel does not support"
+            )
+        default = functools.partial(attend, bias=bias, dropout_p=dropout_p, **options)
+        y = places.method.attend(q, k, v, at, default)
         x = x + self.dropout(self.attention_out(y.transpose(1, 2).flatten(-2)))
         y = self.ffn_norm(x)
         if self.ffn_gate is None:
@@ -253,71 +283,11 @@ class Block(nn.Module):
         return x + added
 
 
-def generate(
-    model: LanguageModel,
-    prompt: Sequence[int],
-    *,
-    max_new_tokens: int,
-    temperature: float = 0.8,
-    top_k: int | None = None,
-    seed: int = 0,
-) -> Iterator[int]:
-    """The tokens that the model puts behind the prompt, one at a time, with cached keys; beyond the trained length too.
-
-    Args:
-        temperature: 0 takes the likeliest token, 1 samples what the model says.
-        top_k: sample among the k likeliest only.
-
-    Raises:
-        ValueError: an empty prompt, a token outside the vocabulary, or a number out of its range.
-        PositionError: learned positions and more tokens than the trained length.
-    """
-    if not prompt or not all(0 <= token < model.config.vocab_size for token in prompt):
-        raise ValueError(f"the prompt must have at least one token, each from 0 to {model.config.vocab_size - 1}")
-    if max_new_tokens < 1 or temperature < 0 or (top_k is not None and top_k < 1):
-        raise ValueError(
-            f"max_new_tokens is {max_new_tokens}, temperature {temperature} and top_k {top_k}; "
-            "pass max_new_tokens of 1 or more, temperature of 0 or more, top_k of 1 or more or None"
-        )
-    limit, needed = model.position.max_positions, len(prompt) + max_new_tokens - 1
-    if limit is not None and needed > limit:
-        raise PositionError(
-            f"{len(prompt)} prompt tokens and {max_new_tokens} new ones need {needed} positions, but "
-            f"{model.config.method} positions end at the trained length, {limit}; ask for at most "
-            f"{max(limit + 1 - len(prompt), 0)} new tokens, shorten the prompt, or use another method"
-        )
-    return _continuation(model, prompt, max_new_tokens, temperature, top_k, seed)
-
-
-def _continuation(
-    model: LanguageModel, prompt: Sequence[int], max_new_tokens: int, temperature: float, top_k: int | None, seed: int
-) -> Iterator[int]:
-    device = model.device
-    generator = torch.Generator().manual_seed(seed)
-    caches = [LayerCache() for _ in model.blocks]
-    tokens = torch.tensor([list(prompt)], device=device)
-    for _ in range(max_new_tokens):
-        with torch.inference_mode():
-            for chunk in tokens.split(PREFILL_TOKENS, dim=1):
-                logits = model(chunk, caches=caches)[0, -1].float().cpu()
-        token = _sample(logits, temperature, top_k, generator)
-        yield token
-        tokens = torch.tensor([[token]], device=device)
-
-
-def _sample(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
-    if temperature == 0:
-        return int(logits.argmax())
-    if top_k is not None and top_k < len(logits):
-        logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -math.inf)
-    return int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
-
-
 def decoder_state(model: LanguageModel) -> dict[str, Tensor]:
-    """The weights under the names that `hf.export.export_mpt` reads; the scale of the embeddings is 1.
+    """The weights under the names that `hf.export.export_mpt` reads; the embeddings are not scaled.
 
     Raises:
-        ConfigError: a model of another architecture, or with other positions than MPT has.
+        ConfigError: the architecture or the positions differ from MPT's.
     """
     config = model.config
     if config.architecture != "mpt" or config.method != "alibi":
@@ -351,10 +321,10 @@ def _dropout(share: float) -> nn.Module:
 
 @torch.no_grad()
 def _initialize(model: LanguageModel, seed: int) -> None:
-    """Norms 1, biases 0, vectors that the position method has made as they are. Matrices:
+    """Sets norms to 1 and biases to 0, and keeps the vectors of the position method. Matrices:
 
-    Normal with deviation 1/√(inputs); what adds to the residual stream starts smaller, by 1/√(2·layers) (GPT-2). For
-    "baevski-auli" Glorot's uniform range, times 1/√2 for q, k and v, as in fairseq; its tables are normal as well.
+    Normal with deviation 1/√(inputs); projections into the residual stream are smaller by 1/√(2·layers) (GPT-2). For
+    "baevski-auli" Glorot's uniform range, times 1/√2 for q, k and v, as in fairseq; its tables are normal too.
     """
     tables = ("embedding.weight", "embedding.tables.", "position.")
     for name, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""The interface of a position method: four hooks, and their arguments and results.
+"""The interface of a position method: its hooks, their arguments and their results.
 
     add(x, positions)             adds the embedding of the positions to x [B, T, E], once, before the first layer
     rotate(q, k, positions, at)   rotates q, k [B, H, T, D] in every layer, before the keys are cached
@@ -6,20 +6,31 @@
                                   for any other function of the distance, `ContentBias` for a number per key computed from the
                                   text, `ForgetGates`, `Windowed` for a layer that sees only the last tokens, a full bias
                                   [H, T, S] with −inf where a query may not look, or None
+    attend(q, k, v, at, default)  the attention of a layer, [B, H, T, D]
     stretched(stretch, length)    the method for texts of `length` tokens, beyond the trained length, without training
+    curves(model, corpus, config) additional tests of a trained model, as curves of its record
 
 `positions` [T] are absolute and start at 0; the queries are the last T of the S keys. Shapes as in `attention/spec.py`; E is
 the width of the model. Next: `positions.py`.
 """
 
 import dataclasses
-from typing import TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from alibi_attn.lab.config import ConfigError, ModelConfig, Stretch
+from alibi_attn.lab.config import ConfigError, EvalConfig, ModelConfig, Stretch
+from alibi_attn.position_methods import Look
+from alibi_attn.records import Json
 from alibi_attn.slopes import alibi_slopes
+
+if TYPE_CHECKING:
+    from alibi_attn.lab.data.corpus import Corpus
+    from alibi_attn.lab.model.language_model import LanguageModel
+
+Attention: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class PositionError(ValueError):
@@ -81,28 +92,33 @@ class LayerInput:
     Args:
         x: [B, T, E], the normalized input of its attention, from which q, k and v are computed.
         index: of the layer, from 0.
+        block: the layer; `block.q`, `.k`, `.v` are its projections.
         earlier: [B, H, S − T], the `key_bias` of the cached tokens, in order; None without a cache.
     """
 
     x: Tensor
     index: int
     earlier: Tensor | None = None
+    block: nn.Module | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
-    """The arguments of `bias` and `rotate`: `query_len` T and `key_len` S.
-
+    """The arguments of `bias`, `rotate` and `attend`: `query_len` T and `key_len` S.
 
     Args:
         progress: the finished share of the training's steps, 0 … 1; 1 after training.
-        input: of the current layer; see `layer`. `rotate` always has one.
+        input: of the current layer; see `layer`. `rotate` and `attend` always have one.
+        window: the number of keys a query may see, including itself; None = all before it.
+        segment_ids: [B, S], the document of every key; a query sees its own document only.
     """
 
     query_len: int
     key_len: int
     progress: float = 1.0
     input: LayerInput | None = None
+    window: int | None = None
+    segment_ids: Tensor | None = None
 
     @property
     def layer(self) -> LayerInput:
@@ -117,6 +133,16 @@ class Pass:
             )
         return self.input
 
+    def visible(self, device: torch.device) -> Tensor:
+        """Whether a query may see a key, [B or 1, 1, T, S]: causal, within the window and the document."""
+        keys = torch.arange(self.key_len, device=device)
+        distance = keys[self.key_len - self.query_len :, None] - keys
+        seen = ((distance >= 0) & (distance < (self.window or self.key_len)))[None, None]
+        if self.segment_ids is None:
+            return seen
+        documents = self.segment_ids
+        return seen & (documents[:, None, self.key_len - self.query_len :, None] == documents[:, None, None, :])
+
 
 class PositionMethod(nn.Module):
     """A method that does nothing; subclasses override the hooks they need and declare what they support.
@@ -129,12 +155,18 @@ class PositionMethod(nn.Module):
         relative: only distances matter, so that several documents may share a row.
         per_layer: `bias` is called in every layer, with its input; otherwise once for all layers, which is cheaper.
         stretches: the supported stretches, in addition to "none".
+        segment: texts are read in segments of this many tokens, in training too; each also sees the keys and values of the
+            `memory` tokens before it, without gradients. None = whole texts.
+        look: the label, colors and marker in reports; built-in methods have a row in `alibi_attn/position_methods.py`.
     """
 
     max_positions: int | None = None
     relative: bool = True
     per_layer: bool = False
     stretches: tuple[Stretch, ...] = ()
+    segment: int | None = None
+    memory: int = 0
+    look: Look | None = None
 
     def __init__(self, config: ModelConfig, trained_length: int) -> None:
         super().__init__()
@@ -152,6 +184,15 @@ class PositionMethod(nn.Module):
         """The bias that is added to the scaled scores."""
         return None
 
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, at: Pass, default: Attention) -> Tensor:
+        """The attention of the current layer, [B, H, T, D], for k, v [B, H, S, D], cached ones included.
+
+        Args:
+            at: `at.visible(device)` is the mask that an implementation must apply.
+            default: the built-in attention with this method's `bias`, the mask and dropout.
+        """
+        return default(q, k, v)
+
     def stretched(self, stretch: Stretch, length: int) -> "PositionMethod":
         """The method for texts of `length` tokens.
 
@@ -161,6 +202,18 @@ class PositionMethod(nn.Module):
         raise ConfigError(
             f"eval.stretch is {stretch!r} but {type(self).__name__} positions do not support it; pass eval.stretch=none"
         )
+
+    @classmethod
+    def curves(
+        cls, model: "LanguageModel", corpus: "Corpus", config: EvalConfig
+    ) -> Mapping[str, Mapping[str, Sequence[Json]]]:
+        """Additional curves of an evaluation's record: name -> columns of equal length.
+
+        Args:
+            model: a trained model, of this method or of another one.
+            corpus: `corpus.train` is the model's training text, `corpus.valid` the text to test on.
+        """
+        return {}
 
 
 def published_slopes(config: ModelConfig) -> Tensor:

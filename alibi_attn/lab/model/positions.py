@@ -1,7 +1,8 @@
-"""The position methods; `position_method.py` documents their four hooks.
+"""The built-in position methods; `position_method.py` documents their hooks.
 
 To add a method, write a class here, name it in `METHODS`, and give it a row in `alibi_attn/position_methods.py`; no other file
-lists methods. Shapes as in `attention/spec.py`; E is the width of the model. Next: `distances.py`.
+lists methods. A method in your own file needs neither (`imported_method.py`). Shapes as in `attention/spec.py`; E is the width of
+the model. Next: `distances.py`.
 """
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from alibi_attn.lab.config import ConfigError, Method, ModelConfig, Stretch
 from alibi_attn.lab.model.distances import ALiBiClamp, ALiBiLog, Fire, Kerple, Sandwich, T5Bias, Tisa
+from alibi_attn.lab.model.imported_method import imported_method
 from alibi_attn.lab.model.position_method import ForgetGates, Pass, PositionError, PositionMethod, published_slopes
 from alibi_attn.lab.model.rotary import DroPE, NopeWindow, Rotary
 from alibi_attn.slopes import alibi_slopes, interpolate_slopes
@@ -19,7 +21,16 @@ WAVE_BASE = 10_000.0  # Vaswani et al. 2017, sec. 3.5
 
 def position_method(config: ModelConfig, trained_length: int) -> PositionMethod:
     """The config's method, with its parameters, for a model trained at `trained_length` tokens."""
-    return METHODS[config.method](config, trained_length)
+    return method_class(config.method)(config, trained_length)
+
+
+def method_class(method: Method) -> type[PositionMethod]:
+    """The class of a built-in method, or of an import path.
+
+    Raises:
+        ConfigError: the path names no position method.
+    """
+    return METHODS[method] if method in METHODS else imported_method(method)
 
 
 def check_stretch(method: Method, stretch: Stretch) -> None:
@@ -28,7 +39,7 @@ def check_stretch(method: Method, stretch: Stretch) -> None:
     Raises:
         ConfigError: it does not; the message lists the supported ones.
     """
-    allowed = ("none", *METHODS[method].stretches)
+    allowed = ("none", *method_class(method).stretches)
     if stretch not in allowed:
         others = [name for name, kind in METHODS.items() if stretch in kind.stretches]
         raise ConfigError(
@@ -43,7 +54,7 @@ def check_segments(method: Method) -> None:
     Raises:
         ConfigError: its positions count from the start of the row; the message lists the methods that support it.
     """
-    if not METHODS[method].relative:
+    if not method_class(method).relative:
         others = [name for name, kind in METHODS.items() if kind.relative]
         raise ConfigError(
             f"model.method is {method!r}, whose positions count from the start of a row instead of a document, so it "

@@ -12,6 +12,7 @@ used, config.json too.
 import dataclasses
 import re
 import shutil
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from alibi_attn.lab import sealed_folder
-from alibi_attn.lab.config import ConfigError, RunConfig
+from alibi_attn.lab.config import IMPORT_PATH, ConfigError, RunConfig
 from alibi_attn.lab.config_io import from_json, to_json
 from alibi_attn.lab.data.sources import CorpusError
 from alibi_attn.lab.data.tokenizing import Tokenizer, load_tokenizer, save_tokenizer
+from alibi_attn.lab.model.imported_method import source_facts
 from alibi_attn.lab.model.language_model import LanguageModel
 from alibi_attn.lab.sealed_folder import DamagedError, SchemaError
 from alibi_attn.lab.training.parallel import Training
 from alibi_attn.lab.training.state import READ_ERRORS, load_state, save_state
+from alibi_attn.position_methods import METHODS
 from alibi_attn.records import finite
 
 SCHEMA = 3
@@ -65,17 +68,29 @@ class Progress:
     )
 
 
-def load_checkpoint(path: Path) -> tuple[LanguageModel, RunConfig]:
+def load_checkpoint(path: Path, *, method: str | None = None) -> tuple[LanguageModel, RunConfig]:
     """The model, on the CPU and in evaluation mode, and the config it was trained with.
 
     Args:
-        path: a step's folder, or the folder of a run, which means its newest step.
+        path: the folder of a step, or of a run, whose newest step is loaded.
+        method: the code of the position method, `FILE.py:Class`. Required if it is not built in, because loading a checkpoint
+            imports no code that it names.
+
+    Warns:
+        UserWarning: the method's source differs from the one that trained the model.
 
     Raises:
-        CheckpointError: nothing there, damaged, or another schema.
+        CheckpointError: missing, damaged, or of another schema; or `method` is missing.
     """
     folder = _step_folder(path)
-    config, _, files = _read(folder)
+    config, _, files = _read(folder, method)
+    if method is None and IMPORT_PATH.fullmatch(config.model.method):
+        raise _unknown_method(folder, config.model.method)
+    trained_with = _manifest(folder).get("method", {})
+    if trained_with and trained_with["sha256"] != source_facts(config.model.method)["sha256"]:
+        warnings.warn(
+            f"{config.model.method} has changed since it trained {folder}; its results may differ", stacklevel=2
+        )
     _verify(folder, files, "model.safetensors")
     try:
         model = LanguageModel(config.model, trained_length=config.train.length)
@@ -88,6 +103,12 @@ def load_checkpoint(path: Path) -> tuple[LanguageModel, RunConfig]:
     except (OSError, SafetensorError, RuntimeError) as error:
         raise _damaged(folder, "model.safetensors", error) from None
     return model.eval(), config
+
+
+def checkpoint_method(path: Path) -> str:
+    """The `model.method` of a checkpoint, without importing it."""
+    folder = _step_folder(path)
+    return str(_manifest(folder)["config"]["model"]["method"])
 
 
 def load_checkpoint_tokenizer(path: Path) -> Tokenizer:
@@ -148,6 +169,8 @@ def save_checkpoint(
                 (temporary / "state").rmdir()
             save_tokenizer(tokenizer, temporary / "tokenizer.json")
             about = {"schema": SCHEMA, "config": to_json(config), "progress": finite(dataclasses.asdict(progress))}
+            if facts := source_facts(config.model.method):
+                about["method"] = facts
             sealed_folder.publish(temporary, final, "config.json", about)
     except (OSError, RuntimeError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -211,17 +234,38 @@ def _step_folder(path: Path) -> Path:
     return folder
 
 
-def _read(folder: Path) -> tuple[RunConfig, Progress, dict[str, Mapping[str, Any]]]:
+def _manifest(folder: Path) -> dict[str, Any]:
     try:
-        about = sealed_folder.read_manifest(folder, "config.json", schema=SCHEMA)
-        files = about["files"] if about["schema"] == SCHEMA else {n: {"sha256": h} for n, h in about["sha256"].items()}
-        return from_json(about["config"]), Progress(**about["progress"]), files
+        return sealed_folder.read_manifest(folder, "config.json", schema=SCHEMA)
     except SchemaError as error:
         raise CheckpointError(f"{error}; pass a folder that this version of alibi run has written") from None
     except DamagedError as error:
         raise _damaged(folder, error.name, error) from None
+
+
+def _read(folder: Path, method: str | None = None) -> tuple[RunConfig, Progress, dict[str, Mapping[str, Any]]]:
+    """The config, with another position method if one is given, the progress and the entries of all files."""
+    about = _manifest(folder)
+    try:
+        model = about["config"]["model"]
+        if method is not None:
+            model["method"] = method
+        elif model["method"] not in METHODS and not IMPORT_PATH.fullmatch(model["method"]):
+            raise _unknown_method(folder, model["method"])
+        files = about["files"] if about["schema"] == SCHEMA else {n: {"sha256": h} for n, h in about["sha256"].items()}
+        return from_json(about["config"]), Progress(**about["progress"]), files
+    except CheckpointError:
+        raise
     except (ConfigError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise _damaged(folder, "config.json", error) from None
+
+
+def _unknown_method(folder: Path, method: str) -> CheckpointError:
+    path = method if IMPORT_PATH.fullmatch(method) else "FILE.py:Class"
+    return CheckpointError(
+        f"{folder} was trained with the position method {method!r}, which is not built in; a checkpoint's code is never imported "
+        f"on its own: provide it with --method {path}, or in Python with method={path!r}"
+    )
 
 
 def _verify(folder: Path, files: Mapping[str, Mapping[str, Any]], *names: str) -> None:

@@ -20,7 +20,7 @@ from matplotlib.ticker import FixedFormatter, FixedLocator, MaxNLocator, NullLoc
 from matplotlib.typing import RcKeyType
 from numpy.typing import NDArray
 
-from alibi_attn.position_methods import METHODS
+from alibi_attn.position_methods import METHODS, Look
 from alibi_attn.records import LARGEST
 
 Points = NDArray[np.float64]
@@ -92,14 +92,16 @@ def plain_axes(title: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def color_of(method: str) -> str:
-    """The color of a method on a light page; the color of text for other names."""
-    return METHODS[method].light if method in METHODS else INK
+def color_of(method: str, look: Look | None = None) -> str:
+    """The color of a method on a light page; the color of text for other names without a look."""
+    look = look or METHODS.get(method)
+    return look.light if look else INK
 
 
-def marker_of(method: str) -> str:
-    """The marker of a method; a star for other names."""
-    return METHODS[method].marker if method in METHODS else "*"
+def marker_of(method: str, look: Look | None = None) -> str:
+    """The marker of a method; a star for other names without a look."""
+    look = look or METHODS.get(method)
+    return look.marker if look else "*"
 
 
 def css(theme: str) -> str:

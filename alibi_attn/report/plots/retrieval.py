@@ -60,7 +60,7 @@ def passkey_grid(study: Study) -> Figure | None:
         high = 0.21 * len(depths)
         corner = 0.075 + column * 0.485, 1 - (row * each + 0.24 + high) / (rows * each)
         axes = figure.add_axes((*corner, 0.42, high / (rows * each)))
-        color = drawing.color_of(series.method)
+        color = drawing.color_of(series.method, series.look)
         axes.set_title(series.short, fontsize=8.5, pad=3, color=color)
         for (length, depth), share in grid.items():
             x, y = lengths.index(length), depths.index(depth)
@@ -109,8 +109,8 @@ def _lines(lines: Sequence[tuple[Series, list[tuple[float, float]]]], title: str
     figure, axes = drawing.plain_axes(title)
     ends = []
     for series, (x, y) in given:
-        color = drawing.color_of(series.method)
-        axes.plot(x, y, color=color, marker=drawing.marker_of(series.method), clip_on=False, label=series.label)
+        color = drawing.color_of(series.method, series.look)
+        axes.plot(x, y, color=color, marker=drawing.marker_of(series.method, series.look), clip_on=False, label=series.label)
         ends.append(End(series.short, color, float(x[-1]), float(y[-1])))
     axes.set_ylim(0, 1.03)
     drawing.length_ticks(axes, sorted({int(place) for _, (x, _) in given for place in x}), places)

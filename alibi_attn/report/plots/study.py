@@ -90,9 +90,9 @@ def _lines(axes: Axes, study: Study, drawn: Curves, *, markers: bool, alone: boo
     """Draws the mean of the seeds and the band around it; `alone`: draws each seed separately, because they do not share x."""
     stretches = ["none", *sorted({series.stretch for series, _, _ in drawn} - {"none"})]
     for series, x, y in drawn:
-        color = drawing.color_of(series.method)
+        color = drawing.color_of(series.method, series.look)
         style = _LINES[(study.trained.index(series.trained) + stretches.index(series.stretch)) % len(_LINES)]
-        marker = drawing.marker_of(series.method) if markers else None
+        marker = drawing.marker_of(series.method, series.look) if markers else None
         zorder = 4 if series.method == "alibi" else 3
         if alone and len(y) > 1:
             for row in y:
@@ -145,5 +145,5 @@ def _name_lines(axes: Axes, drawn: Curves, *, column: bool) -> None:
     for series, x, y in drawn:
         last = y[np.isfinite(y[:, -1]), -1].mean() if column else np.nanmean(y, axis=0)[-1]
         ours = series.method == "alibi" and series.stretch == "none"
-        ends.append(End(series.short, drawing.color_of(series.method), float(x[-1]), float(last), bold=ours))
+        ends.append(End(series.short, drawing.color_of(series.method, series.look), float(x[-1]), float(last), bold=ours))
     drawing.name_lines(axes, ends, column=column)

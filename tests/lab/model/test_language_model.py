@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from alibi_attn.lab.config import ConfigError
 from alibi_attn.lab.model.attention import LayerCache
-from alibi_attn.lab.model.language_model import generate
+from alibi_attn.lab.model.generation import generate
 from alibi_attn.lab.model.position_method import PositionError
 from alibi_attn.lab.model.positions import METHODS
 
@@ -85,7 +85,7 @@ def test_greedy_generation_takes_the_likeliest_token_also_beyond_the_trained_len
 def test_a_long_prompt_is_read_in_pieces_of_bounded_size(tiny_model, method, monkeypatch):
     model, prompt, lengths = tiny_model(method), some_tokens(50)[0].tolist(), []
     whole = list(generate(model, prompt, max_new_tokens=5, temperature=0))
-    monkeypatch.setattr("alibi_attn.lab.model.language_model.PREFILL_TOKENS", 16)
+    monkeypatch.setattr("alibi_attn.lab.model.generation.PREFILL_TOKENS", 16)
     hook = model.register_forward_pre_hook(lambda _, inputs: lengths.append(inputs[0].shape[1]))
     assert list(generate(model, prompt, max_new_tokens=5, temperature=0)) == whole
     hook.remove()

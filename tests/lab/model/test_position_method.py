@@ -10,25 +10,21 @@ from torch import Tensor, nn
 
 from alibi_attn.lab.data.corpus import load_corpus
 from alibi_attn.lab.model.attention import LayerCache, attend
-from alibi_attn.lab.model.language_model import generate
-from alibi_attn.lab.model.position_method import ContentBias, Pass, PositionError
+from alibi_attn.lab.model.generation import generate
+from alibi_attn.lab.model.position_method import ContentBias, Pass, PositionError, PositionMethod
 from alibi_attn.lab.model.positions import METHODS, ALiBi
 from alibi_attn.lab.training.checkpoint import load_checkpoint
 from alibi_attn.lab.training.train import train
 
 
-class Forgetting(nn.Module):
-    """A forget gate for each layer, head and token (FoX, Lin et al. 2025, arXiv:2503.02130), closing while it is trained, beside
-    ALiBi's slopes. To the score of key j it adds Σ log gate_l over l = j + 1 … i: −(the sum up to j), and a constant of row i."""
+class Forgetting(PositionMethod):
+    """A forget gate per layer, head and token (FoX, Lin et al. 2025, arXiv:2503.02130) that closes during training, and ALiBi's
+    slopes. The score of key j gets Σ log gate_l over l = j + 1 … i: −(the sum up to j), and a constant of row i."""
 
-    max_positions: int | None = None
-    relative = True
     per_layer = True
-    stretches = ()
-    add, rotate, stretched = METHODS["none"].add, METHODS["none"].rotate, METHODS["none"].stretched
 
     def __init__(self, config, trained_length):
-        super().__init__()
+        super().__init__(config, trained_length)
         self.weight = nn.Parameter(torch.empty(config.num_layers, config.embed_dim, config.num_heads))
         self.fixed = ALiBi(config, trained_length)
         self.asked: list[Pass] = []

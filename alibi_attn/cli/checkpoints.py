@@ -1,0 +1,69 @@
+"""The arguments of commands that use a trained model: its checkpoint, and the code of its position method."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from alibi_attn.cli.console import needs
+
+if TYPE_CHECKING:
+    from alibi_attn.lab.config import RunConfig
+    from alibi_attn.lab.model.language_model import LanguageModel
+
+Checkpoint = Annotated[
+    Path, typer.Argument(help="A checkpoint, or a run's folder; RUN:alibi picks one of its models.", show_default=False)
+]
+Method = Annotated[
+    str | None,
+    typer.Option(help="Code of a position method that is not built in, FILE.py:Class. It is never imported otherwise."),
+]
+
+
+def find(path: Path) -> Path:
+    """The folder of a trained model: the given one, or the model of a run's folder.
+
+    Raises:
+        ValueError: the run has no such model, or several; lists them.
+    """
+    run, colon, name = str(path).rpartition(":")
+    folder, name = (Path(run), name) if colon and not path.exists() else (path, "")
+    if not (folder / "checkpoints").is_dir():
+        return path
+    root = folder / "checkpoints"
+    models = sorted({step.parent.parent for step in root.glob("**/step-*/config.json")})
+    found = [model for model in models if not name or name in _names(model)]
+    if len(found) == 1:
+        return found[0]
+    choices = "; ".join(f"{folder}:{'/'.join(model.parts[-2:]).rpartition('-')[0]}" for model in found or models)
+    raise ValueError(
+        f"{path} has {len(found) or 'no'} such models; pass one of: {choices}"
+        if models
+        else f"{folder} has no models yet"
+    )
+
+
+def load(path: Path, method: str | None) -> tuple["LanguageModel", "RunConfig"]:
+    """The model and config of a checkpoint; `method` is the code of its position method."""
+    with needs("lab"):
+        from alibi_attn.lab.training.checkpoint import load_checkpoint
+    return load_checkpoint(path, method=method)
+
+
+def token_store(path: Path) -> Path | None:
+    """The tokens in the folder of a checkpoint's run, if they are still there."""
+    return next((folder / "tokens" for folder in path.resolve().parents if (folder / "tokens").is_dir()), None)
+
+
+def validation_text(path: Path, method: str | None) -> str:
+    """The start of a checkpoint's validation text."""
+    with needs("lab"):
+        from alibi_attn.lab.data.corpus import load_corpus
+    corpus = load_corpus(load(path, method)[1].data, token_store(path))
+    return corpus.tokenizer.decode(corpus.valid[: 1 << 16]).decode(errors="ignore")
+
+
+def _names(model: Path) -> tuple[str, str, str]:
+    """The names that select a model: "alibi", "alibi-128" and "alibi-128/seed-0"."""
+    method, seed = model.parts[-2], model.name.rpartition("-")[0]
+    return method.rpartition("-")[0], method, f"{method}/{seed}"

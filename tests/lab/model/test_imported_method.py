@@ -1,0 +1,234 @@
+"""Position methods from the user's own file: trained, recorded, loaded only if named, and reported if changed."""
+
+import dataclasses
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from alibi_attn import records
+from alibi_attn.cli.main import app
+from alibi_attn.lab.config import ConfigError, ModelConfig
+from alibi_attn.lab.model.imported_method import imported_method, source_facts
+from alibi_attn.lab.model.language_model import LanguageModel
+from alibi_attn.lab.sealed_folder import sealed
+from alibi_attn.lab.training.checkpoint import CheckpointError, load_checkpoint
+from alibi_attn.report.page import report_html
+
+RUNNER = CliRunner()
+MINE = '''
+import torch
+from alibi_attn.lab.model.position_method import PositionMethod
+from alibi_attn.lab.model.positions import ALiBi
+from alibi_attn.position_methods import Look
+
+class MyBias(PositionMethod):
+    """ALiBi, written out: the attention hook applies the bias and the mask."""
+
+    per_layer = True
+    look = Look("my own bias", "#123456", "#abcdef", "4")
+
+    def __init__(self, config, trained_length):
+        super().__init__(config, trained_length)
+        self.alibi = ALiBi(config, trained_length)
+
+    def attend(self, q, k, v, at, default):
+        distance = torch.arange(at.key_len)[-at.query_len :, None] - torch.arange(at.key_len)
+        scores = q @ k.mT / q.shape[-1] ** 0.5 - self.alibi.slopes[:, None, None] * distance
+        return scores.masked_fill(~at.visible(q.device), -torch.inf).softmax(-1) @ v
+
+class Remembers(ALiBi):
+    """ALiBi in segments of 4 tokens, each with a memory of 3 tokens."""
+
+    segment, memory = 4, 3
+
+class FirstTokens(PositionMethod):
+    """A test of any model: the loss of the first tokens of the text."""
+
+    @classmethod
+    def curves(cls, model, corpus, config):
+        row = corpus.valid[:9][None].long()
+        nats = model(row[:, :-1], targets=row[:, 1:])[0]
+        return {"first_tokens": {"token": list(range(1, 9)), "nats": nats.tolist(), "train": [len(corpus.train)] * 8}}
+'''
+CHANGES = [word for field in (
+    "train.steps=3", "train.length=16", "train.batch_tokens=64", "eval.lengths=8,16", "eval.tokens=32", "model.num_layers=1",
+    "model.embed_dim=16", "model.num_heads=2", "model.ffn_dim=16",
+) for word in ("--set", field)]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("mine")
+    (path / "mine.py").write_text(MINE)
+    (path / "a.txt").write_text("to be or not to be, that is the question. " * 100)
+    for method, out in (("mine.py:MyBias", "own"), ("alibi", "built-in")):
+        command = ["run", "--text", str(path / "a.txt"), "--out", str(path / out), *CHANGES]
+        method = str(path / method) if ":" in method else method
+        result = RUNNER.invoke(app, [*command, "--set", f"model.method={method}"])
+        assert result.exit_code == 0, result.output
+    return path
+
+
+def tiny(method: str, seed: int = 0) -> LanguageModel:
+    sizes = {"vocab_size": 64, "num_layers": 2, "num_heads": 2, "embed_dim": 16, "ffn_dim": 24}
+    return LanguageModel(ModelConfig(method=method, **sizes), trained_length=16, seed=seed)
+
+
+def test_an_attention_of_ones_own_gives_the_losses_of_the_built_in_one(folder: Path) -> None:
+    own, built_in = (list(records.find(folder / out / "records", kind="evaluation")) for out in ("own", "built-in"))
+    for name in ("nonoverlapping_nats", "sliding_nats"):
+        torch.testing.assert_close(
+            own[0].curves["by_length"][name], built_in[0].curves["by_length"][name], rtol=1e-4, atol=0
+        )
+
+
+def test_records_and_checkpoints_keep_the_path_the_hash_and_the_look(folder: Path) -> None:
+    path = str(folder / "mine.py:MyBias")
+    (record,) = records.find(folder / "own" / "records", kind="evaluation")
+    assert record.name == "quick/MyBias-16/seed-0"
+    facts = record.config["method"]
+    assert facts == source_facts(path)
+    assert (facts["path"], facts["label"], facts["dark"], facts["marker"]) == (path, "my own bias", "#abcdef", "4")
+    (saved,) = (folder / "own" / "checkpoints").glob("**/config.json")
+    assert json.loads(saved.read_bytes())["method"] == facts
+    (plain,) = records.find(folder / "built-in" / "records", kind="evaluation")
+    assert "method" not in plain.config
+
+
+def test_a_checkpoint_imports_nothing_that_the_caller_does_not_name(folder: Path, tmp_path: Path) -> None:
+    (checkpoint,) = (folder / "own" / "checkpoints" / "quick" / "MyBias-16").iterdir()
+    with pytest.raises(CheckpointError, match=r"not built in.*never imported.*--method .*mine.py:MyBias"):
+        load_checkpoint(checkpoint)
+    evil = tmp_path / "evil.py"
+    evil.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n{MINE}")
+    config = next(checkpoint.glob("*/config.json"))
+    copy = tmp_path / "copy" / "step-00000003"
+    copy.mkdir(parents=True)
+    for file in config.parent.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    about = json.loads(config.read_bytes())
+    about["config"]["model"]["method"] = f"{evil}:MyBias"
+    (copy / "config.json").write_bytes(sealed({name: value for name, value in about.items() if name != "sha256"}))
+    for command in (["generate"], ["heads"], ["eval", "--text", str(folder / "a.txt")], ["export"]):
+        extra = ["--prompt", "a"] if command == ["generate"] else [str(tmp_path / "x")] if command == ["export"] else []
+        result = RUNNER.invoke(app, [command[0], str(copy), *command[1:], *extra])
+        assert "never imported" in str(result.exception), result.output
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_method_that_this_version_does_not_have_is_named(folder: Path, tmp_path: Path) -> None:
+    config = next((folder / "built-in" / "checkpoints").glob("**/config.json"))
+    copy = tmp_path / "step-00000003"
+    copy.mkdir()
+    for file in config.parent.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    about = json.loads(config.read_bytes())
+    about["config"]["model"]["method"] = "from-the-future"
+    (copy / "config.json").write_bytes(sealed({name: value for name, value in about.items() if name != "sha256"}))
+    with pytest.raises(
+        CheckpointError, match=r"position method 'from-the-future', which is not built in.*FILE.py:Class"
+    ):
+        load_checkpoint(copy)
+
+
+def test_eval_with_the_code_equals_the_run_and_a_changed_file_is_reported(folder: Path, tmp_path: Path) -> None:
+    arguments = ["eval", str(folder / "own"), "--text", str(folder / "a.txt"), "--lengths", "8,16", "--tokens", "32"]
+    method = str(folder / "mine.py:MyBias")
+    result = RUNNER.invoke(app, [*arguments, "--method", method, "--out", str(tmp_path / "records")])
+    assert result.exit_code == 0, result.output
+    (record,) = records.find(tmp_path / "records")
+    assert record.config["method"] == source_facts(method)
+    changed = tmp_path / "mine.py"
+    changed.write_text(MINE.replace("my own bias", "another label"))
+    with pytest.warns(UserWarning, match=r"mine.py:MyBias has changed since it trained"):
+        load_checkpoint(next((folder / "own" / "checkpoints").glob("*/*/*")), method=f"{changed}:MyBias")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_checkpoint(next((folder / "own" / "checkpoints").glob("*/*/*")), method=method)
+
+
+def test_a_test_from_a_file_runs_on_a_built_in_model(folder: Path, tmp_path: Path) -> None:
+    arguments = [
+        "eval",
+        f"{folder / 'built-in'}:alibi",
+        "--text",
+        str(folder / "a.txt"),
+        "--lengths",
+        "8,16",
+        "--tokens",
+        "32",
+    ]
+    result = RUNNER.invoke(
+        app, [*arguments, "--method", str(folder / "mine.py:FirstTokens"), "--out", str(tmp_path / "records")]
+    )
+    assert result.exit_code == 0, result.output
+    assert "first_tokens" in result.output
+    (record,) = records.find(tmp_path / "records")
+    assert record.curves["first_tokens"]["train"] == [3990] * 8
+    assert record.config["tests"] == [source_facts(str(folder / "mine.py:FirstTokens"))]
+    refused = RUNNER.invoke(app, [*arguments, "--method", str(folder / "mine.py:Remembers")], env={"COLUMNS": "300"})
+    assert refused.exit_code == 2
+    assert "was trained with alibi" in refused.output
+
+
+def test_a_memory_in_training_equals_its_mask_and_has_no_gradient(folder: Path) -> None:
+    """With one layer, a segment's tokens see itself and 3 earlier tokens: the same as a full pass with that mask."""
+    model = tiny(str(folder / "mine.py:Remembers")).train()
+    one_layer = LanguageModel(ModelConfig(**{**vars(model.config), "num_layers": 1}), trained_length=16).train()
+    full = LanguageModel(ModelConfig(**{**vars(one_layer.config), "method": "none"}), trained_length=16).train()
+    full.load_state_dict(one_layer.state_dict())
+    tokens = torch.randint(64, (2, 14), generator=torch.Generator().manual_seed(0))
+    at = torch.arange(13)
+    first = at // 4 * 4
+    hidden = (at > at[:, None]) | (at < (first - 3)[:, None])
+    slopes = one_layer.position.slopes
+    bias = -slopes[:, None, None] * (at[:, None] - at)
+    full.position.bias = lambda _: bias.masked_fill(hidden, -torch.inf)
+    ours = one_layer(tokens[:, :-1], targets=tokens[:, 1:])
+    torch.testing.assert_close(ours, full(tokens[:, :-1], targets=tokens[:, 1:]), rtol=1e-5, atol=1e-5)
+    tokens = torch.arange(8)[None]
+    for segment, reaches in ((4, False), (8, True)):
+        hidden = model._hidden_in_segments(tokens, segment, None)[:, 4:]
+        (gradient,) = torch.autograd.grad(hidden.square().sum(), model.embedding.weight)
+        assert bool((gradient[:4] != 0).any()) is reaches
+        assert (gradient[4:8] != 0).any(1).all()
+    with pytest.raises(ConfigError, match="reads texts in segments of 4 tokens"):
+        model(tokens, segment_ids=torch.zeros_like(tokens))
+
+
+def test_the_report_draws_label_and_color_of_the_class(folder: Path) -> None:
+    page = report_html(list(records.find(folder / "own" / "records", folder / "built-in" / "records")))
+    assert "my own bias" in page
+    assert "stroke: #123456" in page
+    (record,) = records.find(folder / "own" / "records", kind="evaluation")
+    for wrong in ({"light": "url(evil)"}, {"marker": "</svg>"}, {"light": 3}):
+        config = {**record.config, "method": {**record.config["method"], **wrong}}
+        assert "stroke: url(evil)" not in report_html([dataclasses.replace(record, config=config)])
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        (
+            "mine.py:Missing",
+            r"has no subclass of PositionMethod named Missing; it defines MyBias, Remembers, FirstTokens",
+        ),
+        ("other.py:MyBias", r"other.py cannot be read \(No such file"),
+        ("mine.py:torch", r"has no subclass of PositionMethod named torch"),
+    ],
+)
+def test_a_wrong_path_is_one_sentence(folder: Path, method: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        imported_method(str(folder / method))
+
+
+def test_a_missing_module_and_a_built_in_name_with_a_typo_are_named() -> None:
+    with pytest.raises(ConfigError, match="there is no module no_such_package"):
+        imported_method("no_such_package.methods:Mine")
+    assert imported_method("alibi_attn.lab.model.rotary:DroPE").__name__ == "DroPE"
+    with pytest.raises(ConfigError, match=r"did you mean 'alibi'\?.*FILE.py:Class"):
+        ModelConfig(method="alib")
