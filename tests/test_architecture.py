@@ -21,7 +21,7 @@ MAX_LINES, MAX_COLUMNS = 400, 130
 DRAWERS = {"utils", "util", "common", "helpers", "helper", "base", "core", "misc"}
 PLAIN = {*sys.stdlib_module_names, "numpy"}
 
-# Layers, lowest first. A module imports only from lower layers and from its own folder; `jax` stands beside 1 and 2.
+# Layers, lowest first. A module imports only from lower layers and from its own folder; `jax` is next to layers 1 and 2.
 LAYERS = {
     **dict.fromkeys(("processor", "strict_json"), -1),
     **dict.fromkeys(("slopes", "reach", "records", "units", "position_methods"), 0),
@@ -34,7 +34,7 @@ LAYERS = {
     "cli": 5,
     "__main__": 6,
 }
-# The rooms of attention/, lowest first; those in one row do not import one another, and inside a room all is free.
+# The modules and folders of attention/, lowest first. Those in one row do not import one another.
 ATTENTION_ROWS = (
     ("spec", "transforms", "foreign_names"),
     ("visibility", "explain"),
@@ -139,8 +139,8 @@ def assert_backends_are_apart(root: Path) -> None:
     for module, imported in edges(root):
         here, there = parts(module), parts(imported)
         if here[:2] == there[:2] == ["attention", "backends"] and len(here) > 2 and imported.startswith("alibi_attn."):
-            apart = there[2:3] in (here[2:3], ["protocol"])
-            assert apart, f"backend {module} imports backend {imported}"
+            separate = there[2:3] in (here[2:3], ["protocol"])
+            assert separate, f"backend {module} imports backend {imported}"
 
 
 def assert_kernels_are_triton_source(root: Path) -> None:
@@ -190,9 +190,9 @@ def assert_no_module_hides_a_name(root: Path) -> None:
     for module, source in modules(root):
         if module.endswith(".__init__"):
             folder = root.joinpath(*module.split(".")[:-1])
-            beside = {p.stem for p in folder.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()}
-            hidden = beside & set(_offered(ast.parse(source)))
-            assert not hidden, f"{module} offers {sorted(hidden)}, and modules of that name stand beside it"
+            neighbors = {p.stem for p in folder.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()}
+            hidden = neighbors & set(_offered(ast.parse(source)))
+            assert not hidden, f"{module} offers {sorted(hidden)}, which are also names of modules in its folder"
 
 
 def assert_loads_no_framework(statement: str, *frameworks: str) -> None:

@@ -1,4 +1,4 @@
-"""What a missing package says: every command and every subpackage names the extra to install, in one sentence."""
+"""If a package is missing, every command and every subpackage names the extra to install, in one sentence."""
 
 import json
 import os
@@ -25,33 +25,33 @@ sys.meta_path.insert(0, Missing())
 COMMANDS = """
 from alibi_attn.cli import main as cli
 from alibi_attn.cli import console as cli_words
-said, asked = {}, sys.argv[2:]
-for command in asked:
+messages, commands = {}, sys.argv[2:]
+for command in commands:
     sys.argv = ["alibi", *command.split()]
     with cli_words.errors.capture() as words:
         try:
             cli.main()
         except SystemExit as end:
             code = end.code
-    said[command] = [code, words.get()]
-print(json.dumps(said))
+    messages[command] = [code, words.get()]
+print(json.dumps(messages))
 """
 IMPORTS = """
-said = {}
+messages = {}
 for name in sys.argv[2:]:
     try:
         module, _, attribute = name.partition(":")
         loaded = importlib.import_module(module)
         if attribute:
             getattr(loaded, attribute)
-        said[name] = None
+        messages[name] = None
     except ImportError as error:
-        said[name] = f"{type(error).__name__}: {error}"
-print(json.dumps(said))
+        messages[name] = f"{type(error).__name__}: {error}"
+print(json.dumps(messages))
 """
 
 
-def _told(program: str, *arguments: str) -> dict[str, object]:
+def _run_without(program: str, *arguments: str) -> dict[str, object]:
     environment = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", MISSING + program, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=120)
@@ -102,7 +102,7 @@ def test_every_command_names_the_extra_that_it_needs(missing, extras, tmp_path, 
     monkeypatch.chdir(tmp_path)
     here = os.path.abspath(__file__)
     asked = {command.replace("RESULTS", results).replace("FILE", here): extra for command, extra in extras.items()}
-    for command, (code, words) in _told(COMMANDS, missing, *asked).items():
+    for command, (code, words) in _run_without(COMMANDS, missing, *asked).items():
         assert code == 1, command
         assert words.startswith("error: "), command
         assert words.endswith(f'; install it with: pip install "alibi-attn[{asked[command]}]"\n'), (command, words)
@@ -148,7 +148,7 @@ def test_every_benchmark_is_asked_above():
     ],
 )
 def test_every_subpackage_names_the_extra_that_it_needs(missing, extras):
-    for name, words in _told(IMPORTS, missing, *extras).items():
+    for name, words in _run_without(IMPORTS, missing, *extras).items():
         if extras[name] is None:
             assert words is None, name
         else:

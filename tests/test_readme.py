@@ -19,7 +19,7 @@ from alibi_attn.cli.main import app
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 WITH_BLOCKS = [path for path in DOCUMENTS if "```python\n" in path.read_text("utf-8")]
-BESIDE = [ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "results/README.md")]
+ALSO = [ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "results/README.md")]
 MAX_COLUMNS = 120  # of the README, which is read in terminals too
 WITH_EXAMPLES = [path for path in sorted((ROOT / "alibi_attn").rglob("*.py")) if ">>> " in path.read_text("utf-8")]
 
@@ -30,14 +30,14 @@ def named(path: Path) -> str:
 
 def python_blocks(text: str) -> list[tuple[int, str]]:
     """(line number, source) of every ```python block."""
-    found = re.finditer(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
-    return [(text[: block.start()].count("\n") + 2, block.group(1)) for block in found]
+    matches = re.finditer(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    return [(text[: block.start()].count("\n") + 2, block.group(1)) for block in matches]
 
 
 def assert_blocks_run(text: str, name: str) -> None:
-    """The blocks of one document run in order and share their names."""
+    """The blocks of one document run in order, in one namespace."""
     document = types.ModuleType("__document__")
-    sys.modules[document.__name__] = document  # where torch.compile looks up what a function of the document sees
+    sys.modules[document.__name__] = document  # torch.compile looks up the globals of a function here
     try:
         for line, source in python_blocks(text):
             exec(compile("\n" * (line - 1) + source, name, "exec"), vars(document))
@@ -46,7 +46,7 @@ def assert_blocks_run(text: str, name: str) -> None:
 
 
 def assert_links_lead_somewhere(document: Path) -> None:
-    """Every link and picture that is not on the web is a file, and what stands behind a # is a heading of it."""
+    """Every link and picture that is not on the web is a file, and every #anchor is a heading in it."""
     prose = re.sub(r"^```.*?^```$|`[^`\n]*`", "", document.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     for target in re.findall(r"\]\(([^)\s]+)|(?:src|href)=\"([^\"]+)", prose):
         name, _, heading = "".join(target).partition("#")
@@ -57,11 +57,11 @@ def assert_links_lead_somewhere(document: Path) -> None:
         if heading:
             titles = re.findall(r"^#+ (.+)$", there.read_text(encoding="utf-8"), flags=re.MULTILINE)
             anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
-            assert heading in anchors, f"{document.name} leads to #{heading}, which {there.name} has not"
+            assert heading in anchors, f"{document.name} leads to #{heading}, which {there.name} does not have"
 
 
 def write_published(folder: Path) -> None:
-    """What the README loads by the names of the hub, as folders of these names: tiny, with random weights; and texts."""
+    """Tiny models with random weights in folders named like the hub repositories of the README, and texts."""
     bloom = folder / "bigscience" / "bloom-560m"
     BloomForCausalLM(BloomConfig(hidden_size=48, n_layer=2, n_head=6, vocab_size=60)).save_pretrained(bloom)
     write_tokenizer(bloom)
@@ -91,7 +91,7 @@ def test_examples_in_docstrings_are_true(path):
     assert outcome.failed == 0
 
 
-@pytest.mark.parametrize("document", [*DOCUMENTS, *BESIDE], ids=named)
+@pytest.mark.parametrize("document", [*DOCUMENTS, *ALSO], ids=named)
 def test_links_lead_somewhere(document):
     assert_links_lead_somewhere(document)
 
@@ -102,7 +102,7 @@ def test_the_readme_is_not_wide():
 
 
 def test_the_documents_are_short():
-    """A page that is added makes room for itself. The log of experiments does not count."""
+    """A new page makes room for itself. The log does not count."""
     words = {path: len(path.read_text(encoding="utf-8").split()) for path in DOCUMENTS if path.name != "log.md"}
     assert words.pop(ROOT / "README.md") <= 750
     assert sum(words.values()) <= 30_000
@@ -112,16 +112,16 @@ def test_the_changelog_fits_on_a_page():
     assert len((ROOT / "CHANGELOG.md").read_text(encoding="utf-8").split()) <= 800
 
 
-def test_the_page_of_commands_has_all_with_their_options():
+def test_the_page_of_commands_lists_all_with_valid_options():
     lines = re.findall(
         r"^alibi ([\w-]+)(.*)$", (ROOT / "docs" / "commands.md").read_text(encoding="utf-8"), flags=re.MULTILINE
     )
     assert {command for command, _ in lines} == set(get_command(app).commands)
     for command, rest in lines:
-        found = get_command(app).commands[command]
+        subcommand = get_command(app).commands[command]
         if command == "bench":
-            found = found.commands[rest.split()[0]]
-        known = {option for parameter in found.params for option in parameter.opts}
+            subcommand = subcommand.commands[rest.split()[0]]
+        known = {option for parameter in subcommand.params for option in parameter.opts}
         assert set(re.findall(r"--[\w-]+", rest.split("#")[0])) <= known, command
 
 

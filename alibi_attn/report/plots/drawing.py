@@ -6,6 +6,7 @@ the same picture works in light, in dark and in print. Hovering over a point of 
 
 import dataclasses
 import io
+import itertools
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -51,8 +52,10 @@ STYLE: dict[RcKeyType, str | float | bool] = {
 }
 _SIZE = (4.1, 3.1)  # inches: the width of a phone, so that the text is not scaled down there
 _TEXT_GAP = 0.068  # between two labels at the ends of lines, as a share of the height of the axes
-_TICK_GAP = 0.15  # between two labeled lengths, as a share of the axis: a little more than the width of "16,384"
+_TICK_GAP = 0.17  # between two labeled lengths, as a share of the axis: more than the width of "16,384"
 _READING_RADIUS = 6  # points; the area around a point of a line that shows its numbers
+
+Box = tuple[float, float, float, float]  # left, bottom, right, top, in pixels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +171,12 @@ def name_lines(axes: Axes, ends: Sequence[End], *, column: bool = False) -> None
     axes.autoscale_view()  # updates the limits that transData uses
     furthest = max(end.x for end in ends)
     inside = [end for end in ends if end.x < furthest and not column]
-    place_names(axes, [(end.name, end.color, end.x, end.y) for end in inside], others=[(end.x, end.y) for end in ends])
+    place_names(
+        axes,
+        [(end.name, end.color, end.x, end.y) for end in inside],
+        others=[(end.x, end.y) for end in ends],
+        curves=_along_lines(axes),
+    )
     places = [
         (float(axes.transAxes.inverted().transform(axes.transData.transform((end.x, end.y)))[1]), end)
         for end in ends
@@ -183,32 +191,56 @@ def name_lines(axes: Axes, ends: Sequence[End], *, column: bool = False) -> None
         )  # fmt: skip
 
 
+def _along_lines(axes: Axes) -> list[tuple[float, float]]:
+    """Points along all curves, a few pixels from one to the next, in data coordinates."""
+    points = []
+    for line in axes.get_lines():
+        if line.get_transform() != axes.transData:  # a mark across the axes
+            continue
+        corners = axes.transData.transform(line.get_xydata())
+        for start, stop in itertools.pairwise(corners):
+            points += list(np.linspace(start, stop, 2 + int(np.hypot(*(stop - start)) / 8)))
+    return [tuple(point) for point in axes.transData.inverted().transform(points)] if points else []
+
+
+def _box(axes: Axes, point: tuple[float, float], margin: float) -> Box:
+    left, bottom = axes.transData.transform(point)
+    return left - margin, bottom - margin, left + margin, bottom + margin
+
+
+def _overlaps(box: Box, others: Sequence[Box]) -> int:
+    """How many of the other boxes overlap this one."""
+    left, bottom, right, top = box
+    return sum(left < x1 and x0 < right and bottom < y1 and y0 < top for x0, y0, x1, y1 in others)
+
+
 def place_names(
-    axes: Axes, names: Sequence[tuple[str, str, float, float]], *, others: Sequence[tuple[float, float]] = ()
+    axes: Axes,
+    names: Sequence[tuple[str, str, float, float]],
+    *,
+    others: Sequence[tuple[float, float]] = (),
+    curves: Sequence[tuple[float, float]] = (),
 ) -> None:
     """Write names, (name, color, x, y), next to their points, on the first side where they overlap no point and no other name.
 
-    Sizes are estimated from the number of letters. `others` are further points that names must not overlap.
+    Sizes are estimated from the number of letters. `others` are further points that names must not overlap, and `curves` points
+    that they cross as little as possible.
     """
-    taken = []
-    for x, y in [*((x, y) for _, _, x, y in names), *others]:
-        left, bottom = axes.transData.transform((x, y))
-        taken.append((left - 6, bottom - 6, left + 6, bottom + 6))
+    taken = [_box(axes, point, 6) for point in [*((x, y) for _, _, x, y in names), *others]]
+    avoided = [_box(axes, point, 6) for point in curves]
     pixel, edge = axes.get_figure(root=True).dpi / 72, axes.get_window_extent().x0  # type: ignore[union-attr]
     for name, color, at, height in names:
         x, y = axes.transData.transform((at, height))
         wide, high = 4.6 * len(name) * pixel, 9 * pixel
         sides = {((0, up), "center"): (x - wide / 2, y + up * pixel) for up in (7, -15, 17, -25, 27, -35, 37, -45)}
         sides |= {((8, -3), "left"): (x + 8, y - high / 2), ((-8, -3), "right"): (x - 8 - wide, y - high / 2)}
-        free = {
-            side: (left, bottom, left + wide, bottom + high)
-            for side, (left, bottom) in sides.items()
-            if left >= edge
-            and not any(
-                left < x1 and x0 < left + wide and bottom < y1 and y0 < bottom + high for x0, y0, x1, y1 in taken
-            )
+        boxes = {
+            side: (left, bottom, left + wide, bottom + high) for side, (left, bottom) in sides.items() if left >= edge
         }
-        (offset, align), box = next(iter(free.items()), (((4, 8), "left"), (x, y, x, y)))
+        free = {side: box for side, box in boxes.items() if not _overlaps(box, taken)}
+        crossed = {side: _overlaps(box, avoided) for side, box in free.items()}
+        offset, align = min(free, key=lambda side: crossed[side], default=((4, 8), "left"))
+        box = free.get((offset, align), (x, y, x, y))
         taken.append(box)
         axes.annotate(name, (at, height), offset, textcoords="offset points", ha=align, color=color, fontsize=8)
 
