@@ -9,7 +9,7 @@ import pytest
 
 BENCHMARKS = (
     "cpu", "trained", "trained-gates", "serving", "embedding", "generating", "streaming", "decoding", "gates", "context-parallel",
-    "gpu", "jax", "training",
+    "gpu", "jax", "training", "long-texts",
 )  # fmt: skip
 MISSING = """
 import importlib, json, sys
@@ -77,7 +77,16 @@ def _run_without(program: str, *arguments: str) -> dict[str, object]:
                     ),
                     "torch",
                 ),
-                **dict.fromkeys(("bench serving", "bench embedding", "bench generating", "embed x FILE --out y"), "hf"),
+                **dict.fromkeys(
+                    (
+                        "bench serving",
+                        "bench embedding",
+                        "bench generating",
+                        "bench long-texts",
+                        "embed x FILE --out y",
+                    ),
+                    "hf",
+                ),
                 **dict.fromkeys(("bench trained", "bench trained-gates", "bench training"), "lab"),
                 "bench jax": "torch,jax",
                 "run quick --scale smoke": "lab",
@@ -110,7 +119,7 @@ def test_every_command_names_the_extra_that_it_needs(missing, extras, tmp_path, 
     assert not list(tmp_path.iterdir())
 
 
-def test_every_benchmark_is_asked_above():
+def test_every_benchmark_is_listed_above():
     from alibi_attn.cli.bench import app
 
     assert {command.name or command.callback.__name__ for command in app.registered_commands} == set(BENCHMARKS)
