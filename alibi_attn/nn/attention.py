@@ -4,6 +4,7 @@ Press et al. 2022, sec. 3 (arXiv:2108.12409). Next: `block.py`, `cache.py`, `rea
 """
 
 import math
+import operator
 import sys
 from collections.abc import Sequence
 from typing import Any, Never
@@ -54,6 +55,9 @@ class ALiBiAttention(nn.Module):
         forget_gate: add the gates of the Forgetting Transformer: `gate_proj` computes, in fp32, for every head and token, the
             share of everything before it that is kept: a sigmoid of a linear layer with torch's default weights and a bias of
             0, so about one half at first. `slopes=[0.0] * H` uses gates alone. Causal only.
+        kv_dim: make this a cross-attention layer: keys and values come from `memory` [B, S, kv_dim], all of it visible
+            (`causal` does not apply). Source and target share no position axis, so there is no bias unless slopes are given;
+            then both count from 0, and the bias is symmetric.
 
     Raises:
         TypeError, ValueError: inconsistent arguments here; inputs that do not fit in `forward`.
@@ -75,28 +79,30 @@ class ALiBiAttention(nn.Module):
     def __init__(
         self, embed_dim: int, num_heads: int, *, num_kv_heads: int | None = None, bias: bool = False, causal: bool = True,
         window: int | None = None, dropout_p: float = 0.0, slopes: Slopes | None = None, learn_slopes: bool = False,
-        qk_norm: bool = False, forget_gate: bool = False, **unknown: Never,
+        qk_norm: bool = False, forget_gate: bool = False, kv_dim: int | None = None, **unknown: Never,
     ) -> None:  # fmt: skip
         super().__init__()
         if unknown:
             raise unknown_argument("ALiBiAttention", unknown)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         check_layer(
-            embed_dim,
-            num_heads,
-            num_kv_heads,
-            window=window,
-            dropout_p=dropout_p,
-            causal=causal,
-            forget_gate=forget_gate,
-        )
+            embed_dim, num_heads, num_kv_heads, window=window, dropout_p=dropout_p, causal=causal, forget_gate=forget_gate
+        )  # fmt: skip
+        if kv_dim is not None:
+            if operator.index(kv_dim) < 1 or window is not None or forget_gate:
+                raise ValueError(
+                    f"kv_dim is {kv_dim}, window {window} and forget_gate {forget_gate} but cross-attention needs kv_dim ≥ 1, no "
+                    "window and no gates, because source and target share no position axis"
+                )
+            causal, slopes = False, [0.0] * num_heads if slopes is None else slopes
+        self.kv_dim = kv_dim
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
         self.head_dim, kv_width = embed_dim // num_heads, num_kv_heads * (embed_dim // num_heads)
         self.causal, self.window, self.dropout_p = causal, window, dropout_p
         self.slopes = HeadSlopes(num_heads, slopes, learned=learn_slopes)
         self.q_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
-        self.k_proj = nn.Linear(embed_dim, kv_width, bias=bias)
-        self.v_proj = nn.Linear(embed_dim, kv_width, bias=bias)
+        self.k_proj = nn.Linear(embed_dim if kv_dim is None else kv_dim, kv_width, bias=bias)
+        self.v_proj = nn.Linear(embed_dim if kv_dim is None else kv_dim, kv_width, bias=bias)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
         norms = [nn.RMSNorm(self.head_dim, eps=_QK_NORM_EPS) if qk_norm else None for _ in range(2)]
         self.q_norm, self.k_norm = norms
@@ -110,6 +116,8 @@ class ALiBiAttention(nn.Module):
         cache: Cache | None = None,
         key_mask: Tensor | None = None,
         segment_ids: Tensor | None = None,
+        memory: Tensor | None = None,
+        memory_mask: Tensor | None = None,
         **unknown: Never,
     ) -> Tensor:
         """Self-attention over x and the cached tokens; appends x to the cache.
@@ -121,10 +129,13 @@ class ALiBiAttention(nn.Module):
             key_mask: [B, S] bool, True = may be seen; S covers the cached keys, then the T new ones. A few new tokens with a
                 long cache read only the keys within reach, unless a row of the mask has a hole.
             segment_ids: [B, S] integers, the same S: attend within a segment only.
+            memory, memory_mask: [B, S, kv_dim] and [B, S] bool, True = may be seen; for cross-attention layers, instead of the
+                other arguments.
         """
         if unknown:
             raise unknown_argument("ALiBiAttention", unknown)
         self._check(x, cache, key_mask, segment_ids)
+        self._check_memory(x, memory, memory_mask, others=(cache, key_mask, segment_ids))
         if isinstance(cache, KVCache) and cache.max_tokens is not None and x.shape[1] > 1:
             fits = max(cache.max_tokens - len(cache), 1)
             if x.shape[1] > fits:  # each further token replaces one in the cache
@@ -132,19 +143,22 @@ class ALiBiAttention(nn.Module):
                 return torch.cat([self.forward(chunk, cache=cache) for chunk in chunks], dim=1)
         gates = None if self.gate_proj is None else self.gate_proj(x)
         query = self._heads(self.q_proj(x))
-        key = self._heads(self.k_proj(x))
-        value = self._heads(self.v_proj(x))
+        source = x if memory is None else memory
+        key, value = self._heads(self.k_proj(source)), self._heads(self.v_proj(source))
         if self.q_norm is not None and self.k_norm is not None:
             query, key = _normed(self.q_norm, query), _normed(self.k_norm, key)
-        if isinstance(cache, ReachCache | GatedReachCache):
+        if memory is not None:
+            mixed = self._attended(query, key, value, key_mask=memory_mask, query_offset=0)
+        elif isinstance(cache, ReachCache | GatedReachCache):
             mixed = self._attend_parts(query, key, value, gates, cache)
         else:
             if cache is not None:
                 key, value = cache.append(key, value, layer=self, log_fgate=gates)
                 gates = cache.log_fgate
             near = self._near(query, key, value, cache, key_mask) if cache is not None and segment_ids is None else None
-            masks = {"key_mask": key_mask, "segment_ids": segment_ids}
-            mixed = self._attended(query, key, value, gates, **masks) if near is None else near
+            if near is None:
+                near = self._attended(query, key, value, gates, key_mask=key_mask, segment_ids=segment_ids)
+            mixed = near
         output: Tensor = self.out_proj(mixed.transpose(1, 2).flatten(2))
         return output
 
@@ -163,14 +177,15 @@ class ALiBiAttention(nn.Module):
 
     def _attended(
         self, query: Tensor, key: Tensor, value: Tensor, gates: Tensor | None = None, *, slopes: Tensor | None = None,
-        key_mask: Tensor | None = None, segment_ids: Tensor | None = None,
+        key_mask: Tensor | None = None, segment_ids: Tensor | None = None, query_offset: int | None = None,
     ) -> Tensor:  # fmt: skip
         """Attention, [B, H, T, D]; by default with the slopes of all heads."""
         slopes, dropout_p = self.slopes.values if slopes is None else slopes, self.dropout_p if self.training else 0.0
         options: Any = {"window": self.window, "key_mask": key_mask, "segment_ids": segment_ids, "dropout_p": dropout_p}
         if gates is not None:
             return self.attend_gated(query, key, value, gates, slopes, **options)
-        return self.attend(query, key, value, slopes, causal=self.causal, **options)
+        placed: Any = {} if query_offset is None else {"query_offset": query_offset}
+        return self.attend(query, key, value, slopes, causal=self.causal, **options, **placed)
 
     def _attend_parts(
         self, query: Tensor, key: Tensor, value: Tensor, gates: Tensor | None, cache: ReachCache | GatedReachCache
@@ -278,7 +293,13 @@ class ALiBiAttention(nn.Module):
 
     def extra_repr(self) -> str:
         gates, qk_norm = self.gate_proj is not None, self.q_norm is not None
-        optional = {"window": self.window, "dropout_p": self.dropout_p, "qk_norm": qk_norm, "forget_gate": gates}
+        optional = {
+            "kv_dim": self.kv_dim,
+            "window": self.window,
+            "dropout_p": self.dropout_p,
+            "qk_norm": qk_norm,
+            "forget_gate": gates,
+        }
         options = "".join(f", {name}={value}" for name, value in optional.items() if value)
         return (
             f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
@@ -288,6 +309,31 @@ class ALiBiAttention(nn.Module):
     def _heads(self, projected: Tensor) -> Tensor:
         """[B, T, heads·D] → [B, heads, T, D], without a copy."""
         return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+    def _check_memory(
+        self, x: Tensor, memory: Tensor | None, memory_mask: Tensor | None, *, others: tuple[object, ...]
+    ) -> None:
+        if (memory is None) != (self.kv_dim is None) or (memory is None and memory_mask is not None):
+            kind = "self-attention" if self.kv_dim is None else "cross-attention"
+            raise ValueError(
+                f"memory is {'missing' if memory is None else 'given'} but this is a {kind} layer; layers created with "
+                "kv_dim=... need memory=..., and other layers have none"
+            )
+        if memory is None:
+            return
+        if any(other is not None for other in others) or "attend" in vars(self):
+            raise ValueError(
+                "cross-attention supports no cache, key_mask, segment_ids or context parallelism; pass memory_mask to hide keys"
+            )
+        wanted = [x.shape[0], self.kv_dim]
+        if memory.ndim != 3 or [memory.shape[0], memory.shape[2]] != wanted or memory.shape[1] == 0:
+            raise ValueError(
+                f"memory has shape {list(memory.shape)} but must be [B, S, kv_dim] = [{wanted[0]}, S, {wanted[1]}]"
+            )
+        if memory.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise TypeError(f"memory is {memory.dtype} but x is {x.dtype}; pass memory.to({x.dtype})")
+        if memory_mask is not None:
+            check_key_mask(memory_mask, batch=x.shape[0], key_len=memory.shape[1])
 
     def _check(self, x: Tensor, cache: Cache | None, key_mask: Tensor | None, segment_ids: Tensor | None) -> None:
         if not isinstance(x, Tensor):
