@@ -61,9 +61,7 @@ class Loaded:
     run: Callable[[Tensor, See], None]
 
 
-def model_heads(
-    folder: Path, text: str, *, length: int | None = None, method: str | None = None
-) -> records.Record:
+def model_heads(folder: Path, text: str, *, length: int | None = None, method: str | None = None) -> records.Record:
     """A record with a row per head of the model in a folder, on the first tokens of a text.
 
     Args:

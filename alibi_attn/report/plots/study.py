@@ -145,5 +145,7 @@ def _name_lines(axes: Axes, drawn: Curves, *, column: bool) -> None:
     for series, x, y in drawn:
         last = y[np.isfinite(y[:, -1]), -1].mean() if column else np.nanmean(y, axis=0)[-1]
         ours = series.method == "alibi" and series.stretch == "none"
-        ends.append(End(series.short, drawing.color_of(series.method, series.look), float(x[-1]), float(last), bold=ours))
+        ends.append(
+            End(series.short, drawing.color_of(series.method, series.look), float(x[-1]), float(last), bold=ours)
+        )
     drawing.name_lines(axes, ends, column=column)
