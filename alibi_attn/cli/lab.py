@@ -59,6 +59,10 @@ def run(
         int, typer.Option(help="Trainings to run in parallel, one process each; they share the processor.", min=1)
     ] = 1,
     report: Annotated[bool, typer.Option(help="Write a report (OUT/report.html).")] = True,
+    missing: Annotated[
+        bool,
+        typer.Option("--missing", help="First list what is not recorded, with the minutes of one core it may take."),
+    ] = False,
     track: Annotated[bool, typer.Option("--track", help="Also log the losses to TensorBoard.")] = False,
 ) -> None:
     """Train models on short sequences, test them on long ones, and write a report.
@@ -100,6 +104,8 @@ def run(
     check_writable(page)
     with needs("lab"):
         from alibi_attn.lab import experiment
+    if missing and experiment.processes().is_main_process:
+        print_missing(recipe, out=folder, scale=scale, overrides=overrides, seeds=chosen)
     try:
         paths = index.run(
             recipe, out=folder, scale=scale, overrides=overrides, seeds=chosen, shard=part, jobs=jobs, track=track,
@@ -298,6 +304,18 @@ def write_report(loaded: Sequence[records.Record], path: Path, **title: str) -> 
     with needs("lab"):
         from alibi_attn.report import page
     console.print(f"report  {escape(str(page.write_report(loaded, path, **title)))}", soft_wrap=True)
+
+
+def print_missing(recipe: str, **options: Any) -> None:
+    """A line per run that is not recorded, with an estimate of its cost, and the sum."""
+    from alibi_attn.recipes.missing import missing
+
+    found = missing(recipe, **options)
+    for one in found:
+        line = f"missing  {one.title}: {' and '.join(one.parts)}, about {one.core_minutes:.1f} minutes of one core"
+        console.print(line, soft_wrap=True, highlight=False)
+    total = sum(one.core_minutes for one in found)
+    console.print(f"{len(found)} runs are not recorded, about {total:.0f} minutes of one core in all", highlight=False)
 
 
 def print_verdicts(found: Sequence[records.Record]) -> None:

@@ -28,16 +28,25 @@ from alibi_attn.records import Json
 
 def record_speed(config: RunConfig, folder: Path, *, scale: Scale) -> tuple[Path, bool]:
     """The record of a measurement, and whether it existed already; at smoke scale it is measured in this process."""
-    name = f"speed/{config.model.method}-{config.train.length}/seed-{config.train.seed}"
-    alone = scale != "smoke"
-    config_json: dict[str, Json] = {**to_json(config), "process": "its own" if alone else "shared"}
-    existing = records.recorded(folder, "speed", name, config_json)
+    existing = recorded(config, folder, scale=scale)
     if existing:
         return existing, True
     started = datetime.datetime.now(datetime.UTC)
-    metrics = in_fresh_process(measure, to_json(config)) if alone else measure(to_json(config))
+    name, config_json = _identity(config, scale)
+    metrics = measure(to_json(config)) if scale == "smoke" else in_fresh_process(measure, to_json(config))
     record = records.make("speed", name, config=config_json, metrics=metrics, started=started)
     return records.save(record, folder), False
+
+
+def recorded(config: RunConfig, folder: Path, *, scale: Scale) -> Path | None:
+    """The record of a measurement; None if there is none."""
+    return records.recorded(folder, "speed", *_identity(config, scale))
+
+
+def _identity(config: RunConfig, scale: Scale) -> tuple[str, dict[str, Json]]:
+    """The name and the config of the record."""
+    name = f"speed/{config.model.method}-{config.train.length}/seed-{config.train.seed}"
+    return name, {**to_json(config), "process": "shared" if scale == "smoke" else "its own"}
 
 
 def measure(config_json: Mapping[str, Json]) -> dict[str, float | None]:

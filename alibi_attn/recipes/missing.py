@@ -1,0 +1,104 @@
+"""What a recipe has not recorded yet, and an estimate of its cost: `alibi run NAME --missing`.
+
+The estimate divides the model's FLOPs by a part of the matrix rate of one core, measured at once. It is for one core, whatever
+the number of threads; on a busy machine it is too low.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from alibi_attn.lab.config import DataConfig, RunConfig, Scale
+from alibi_attn.lab.config_io import override
+from alibi_attn.lab.data.corpus import Corpus, load_corpus
+from alibi_attn.lab.run import recorded, run_title
+from alibi_attn.measure.timing import elapsed_ms, matrix_product, matrix_rate_gflops
+from alibi_attn.measure.utilization import attention_flops, linear_flops, multiplying_parameters
+from alibi_attn.recipes import index
+from alibi_attn.recipes.paper import measure_speed
+from alibi_attn.recipes.paper.cells import ask
+
+UTILIZATION = 0.35  # of the matrix rate; `alibi bench training` measures 0.2 to 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Missing:
+    """A run without all its records: which of "training", "evaluation" and "speed" are missing, and their cost."""
+
+    title: str
+    parts: tuple[str, ...]
+    core_minutes: float
+
+
+def missing(
+    name: str, *, out: Path, scale: Scale = "small", overrides: Mapping[str, str] | None = None, seeds: Sequence[int] = ()
+) -> list[Missing]:  # fmt: skip
+    """The runs of a recipe that are not recorded in `out`, in the order in which they run. Reads the texts; trains nothing.
+
+    Raises:
+        ConfigError, CorpusError: as for `index.run`.
+    """
+    corpora: dict[DataConfig, Corpus] = {}
+    counted: set[object] = set()  # a training that several runs share counts once
+    rate, found = 1e9 * UTILIZATION * _core_gflops(), []
+    parts: tuple[str, ...]
+    for study, config in _runs(name, scale, overrides or {}, seeds):
+        if study == "speed":
+            parts = () if measure_speed.recorded(config, out / "records", scale=scale) else ("speed",)
+        else:
+            if config.data not in corpora:
+                corpora[config.data] = load_corpus(config.data, out / "tokens")
+            training, evaluation = recorded(study, config, corpora[config.data], out)
+            is_new = (config.model, config.data, config.train) not in counted
+            counted.add((config.model, config.data, config.train))
+            parts = (*(["training"] if training is None and is_new else []), *([] if evaluation else ["evaluation"]))
+        if parts:
+            flops = sum(evaluation_flops(config) if part == "evaluation" else training_flops(config) for part in parts)
+            found.append(Missing(run_title(study, config), parts, flops / rate / 60))
+    return found
+
+
+def training_flops(config: RunConfig) -> float:
+    """The FLOPs of all steps of a training, as in `measure/utilization.py`."""
+    return config.train.steps * float(linear_flops(config) + attention_flops(config))
+
+
+def evaluation_flops(config: RunConfig) -> float:
+    """The FLOPs of forward passes at every length: nonoverlapping windows, and windows that slide by the stride.
+
+    A window of L tokens that slides by S reads every token L / S times.
+    """
+    total = 0.0
+    for length in config.eval.lengths:
+        read = config.eval.tokens * (1 + length / (config.eval.stride or max(1, length // 4)))
+        pairs = read * (length + 1) / 2
+        total += 2 * multiplying_parameters(config.model) * read
+        total += 4 * config.model.num_layers * config.model.embed_dim * pairs
+    return total
+
+
+def _runs(name: str, scale: Scale, overrides: Mapping[str, str], seeds: Sequence[int]) -> list[tuple[str, RunConfig]]:
+    """(study, run) of everything that a recipe runs."""
+    items = index.items_of(name)
+    if items:
+        asked = (ask(item, scale, overrides, seeds) for item in items)
+        return list(dict.fromkeys((one.item.recipe.study, run) for one in asked for run in one.runs))
+    recipe = index.RECIPES[name]
+    runs = [override(run, overrides) for run in recipe.runs(scale)]
+    if seeds:
+        runs = [override(run, {"train.seed": str(seed)}) for seed in seeds for run in runs]
+    return [(recipe.study or recipe.name, run) for run in dict.fromkeys(runs)]
+
+
+def _core_gflops() -> float:
+    """The rate of a matrix product in fp32 on one core."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        product = matrix_product()
+        product()
+        return matrix_rate_gflops(elapsed_ms(product))
+    finally:
+        torch.set_num_threads(threads)

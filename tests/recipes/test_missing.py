@@ -1,0 +1,56 @@
+"""What is not recorded is listed with its cost, and nothing else."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from alibi_attn.lab.config import EvalConfig, ModelConfig, RunConfig, TrainConfig
+from alibi_attn.lab.experiment import run
+from alibi_attn.recipes.index import RECIPES
+from alibi_attn.recipes.index import run as run_recipe
+from alibi_attn.recipes.missing import evaluation_flops, missing, training_flops
+
+CONFIG = RunConfig(
+    model=ModelConfig(num_layers=1, num_heads=2, embed_dim=8, ffn_dim=16, vocab_size=32),
+    train=TrainConfig(length=4, steps=10, batch_tokens=8, warmup_steps=1),
+    eval=EvalConfig(lengths=(4,), tokens=100, stride=2),
+)
+
+
+def test_flops_are_those_counted_by_hand() -> None:
+    parameters = 4 * 8 * 8 + 3 * 8 * 16 + 8 * 32  # q, k, v, output; SwiGLU; the vocabulary
+    pairs = 2 * (1 + 2 + 3 + 4)  # of a step: two examples of four tokens
+    assert training_flops(CONFIG) == 10 * (6 * parameters * 8 + 12 * 8 * pairs)
+    read = 100 + 2 * 100  # each token once, and twice with windows of 4 that slide by 2
+    assert evaluation_flops(CONFIG) == 2 * parameters * read + 4 * 8 * read / 4 * 10
+    slow = dataclasses.replace(CONFIG, eval=dataclasses.replace(CONFIG.eval, stride=1))
+    assert evaluation_flops(slow) == pytest.approx(evaluation_flops(CONFIG) * 5 / 3)
+
+
+def test_everything_is_missing_at_first_and_nothing_at_the_end(tmp_path: Path) -> None:
+    first = missing("quick", out=tmp_path, scale="smoke")
+    assert [one.title for one in first] == [
+        f"quick/{method}-16/seed-0" for method in ("sinusoidal", "rotary", "t5", "alibi")
+    ]
+    assert {one.parts for one in first} == {("training", "evaluation")}
+    assert all(one.core_minutes > 0 for one in first)
+    assert len(missing("quick", out=tmp_path, scale="smoke", seeds=(0, 1))) == 8
+    paths = run(RECIPES["quick"], out=tmp_path, scale="smoke")
+    assert missing("quick", out=tmp_path, scale="smoke") == []
+    next(path for path in paths if path.name.startswith("evaluation-quick-t5")).unlink()
+    (left,) = missing("quick", out=tmp_path, scale="smoke")
+    assert (left.title, left.parts) == ("quick/t5-16/seed-0", ("evaluation",))
+
+
+@pytest.mark.long
+def test_items_of_the_paper_list_shared_trainings_once_and_speeds(tmp_path: Path) -> None:
+    found = missing("paper", out=tmp_path, scale="smoke")
+    items = [recipe for recipe in RECIPES.values() if recipe.study and recipe.study != "speed"]
+    runs = [(recipe.study, run) for recipe in items for run in recipe.runs("smoke")]
+    trainings = {(study, run.model, run.data, run.train) for study, run in runs}
+    assert sum("training" in one.parts for one in found) == len(trainings) == 36
+    assert sum("evaluation" in one.parts for one in found) == len(set(runs))
+    assert sum(one.parts == ("speed",) for one in found) == 22
+    run_recipe("table-1", out=tmp_path, scale="smoke")
+    assert missing("table-1", out=tmp_path, scale="smoke") == []
