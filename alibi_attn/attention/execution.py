@@ -56,8 +56,8 @@ def scaled_by_sinks(output: Tensor, lse: Tensor, sink_logits: Tensor) -> Tensor:
 
     Apply it once, after merging the results over all keys: lse excludes the sink.
     """
-    seen = lse.masked_fill(lse == -math.inf, 0.0)  # the output of a query that sees no key is 0
-    share = torch.sigmoid(seen - sink_logits.to(lse.dtype)[:, None])
+    blind = lse == -math.inf  # the output of such a query is 0, and its incoming gradient has no effect
+    share = torch.sigmoid(lse.masked_fill(blind, 0.0) - sink_logits.to(lse.dtype)[:, None]).masked_fill(blind, 0.0)
     return (output * share[..., None]).to(output.dtype)
 
 

@@ -129,8 +129,9 @@ def attend(
 
 def _scaled_by_sinks(output: Array, lse: Array, sink_logits: Array) -> Array:
     """The output [B, T, H, D] over the given keys and one sink per head, output·σ(lse − sink)."""
-    seen = jnp.where(lse == -jnp.inf, 0.0, lse)  # the output of a query that sees no key is 0
-    share = jax.nn.sigmoid(seen - sink_logits.astype(lse.dtype)[:, None])
+    blind = lse == -jnp.inf  # the output of such a query is 0, and its incoming gradient has no effect
+    share = jax.nn.sigmoid(jnp.where(blind, 0.0, lse) - sink_logits.astype(lse.dtype)[:, None])
+    share = jnp.where(blind, 0.0, share)
     return (output * share.swapaxes(1, 2)[..., None]).astype(output.dtype)
 
 

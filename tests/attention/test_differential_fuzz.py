@@ -10,7 +10,7 @@ from attention_cases import CASES, KEY_BIASES, Case
 from attention_oracle import positions
 from attention_oracle import truth as looped
 from differential_arrays import Arrays, arrays
-from differential_calls import GATES, Call, draw
+from differential_calls import GATES, SINKS, Call, draw
 from differential_calls import KEY_BIASES as KINDS
 from differential_checks import Answer, Question, answer, assert_agrees, assert_right, plainly
 from differential_fuzz import Tally, features, fuzz, shrunk
@@ -230,10 +230,27 @@ def test_the_checker_fails_on_a_causal_mask_that_is_shifted() -> None:
         assert_right(Question(call, numbers), answer(call, numbers, shifted))
 
 
-@pytest.mark.parametrize("name", ["output", "lse", "query", "key", "value", "slopes", "right_slopes", "key_bias"])
+WITH_SINKS = dataclasses.replace(CHECKED, sinks="noise")
+
+
+def test_the_truth_with_sinks_is_that_of_autograd() -> None:
+    """Of an output that is multiplied by σ(lse − sink)."""
+    wide = {"dtype": "float64", "key_bias_as": "float64", "slopes_as": "float64", "tolerance": 0.0}
+    call = dataclasses.replace(WITH_SINKS, **wide)
+    numbers = arrays(call)
+    true, plain = truth(call, numbers), plainly(call, numbers).results
+    for name, exact in true.exact.items():
+        tolerance = 1e-6 if name == "sink_logits" else 1e-12  # its gradient is fp32
+        np.testing.assert_allclose(plain[name].numpy(), exact, rtol=0, atol=tolerance * _largest(exact), err_msg=name)
+
+
+PARTS = ("output", "lse", "query", "key", "value", "slopes", "right_slopes", "key_bias", "sink_logits")
+
+
+@pytest.mark.parametrize("name", PARTS)
 def test_the_checker_fails_on_each_wrong_part(name: str) -> None:
-    numbers = arrays(CHECKED)
-    right = answer(CHECKED, numbers, backend="reference").results
+    numbers = arrays(WITH_SINKS)
+    right = answer(WITH_SINKS, numbers, backend="reference").results
     for change in (
         lambda x: _of_one_head(x, lambda head: head * (1 + 1e-2)),
         lambda x: _of_one_head(x, lambda head: head + 1e-2),
@@ -245,7 +262,7 @@ def test_the_checker_fails_on_each_wrong_part(name: str) -> None:
         if "slopes" in name and wrong.dtype == torch.float64:
             continue
         with pytest.raises(AssertionError, match=name):
-            assert_right(Question(CHECKED, numbers), Answer(right | {name: wrong}))
+            assert_right(Question(WITH_SINKS, numbers), Answer(right | {name: wrong}))
 
 
 def _of_one_head(x: torch.Tensor, change) -> torch.Tensor:
@@ -319,7 +336,7 @@ def test_every_feature_is_drawn() -> None:
         "mask": ("random", "left", "right"), "segments": ("sorted", "unsorted"), "segment_ids": ("negative", "large"),
         "offset_as": ("0-d", "batch"), "bad": ("unseen", "seen"), "through": ("output", "lse"), "wanted": ("inputs", "none"),
         "key_bias": KINDS, "key_bias_as": ("float64",), "key_bias_shape": ("HS", "B1S", "S"),
-        "gates": GATES, "gates_as": ("float64",), "gates_shape": ("BKS",),
+        "gates": GATES, "gates_as": ("float64",), "gates_shape": ("BKS",), "sinks": SINKS,
     }  # fmt: skip
     expected = {f"{name} {option}" for name, of in options.items() for option in of}
     expected |= {"window", "scale", "outlier_key", "outlier_value", "peaked", "tolerance", "causal", "layout_query"}

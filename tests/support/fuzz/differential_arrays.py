@@ -32,6 +32,7 @@ class Arrays:
     grad_lse: np.ndarray  # [B, H, T]
     key_bias: np.ndarray | None = None  # [B, H, S], or as it is given: [H, S], [B, 1, S], [S]
     log_fgate: np.ndarray | None = None  # [B, H, S] or [B, K, S]
+    sink_logits: np.ndarray | None = None  # [H]
 
     def bias_of_keys(self, call: Call) -> np.ndarray:
         """[B, H, S], zeros without one."""
@@ -106,6 +107,7 @@ def arrays(call: Call) -> Arrays:
         key_segments=_of_one(call, of_key), grad_output=_alike(call, "grad", _rounded(grad_output, call.dtype)),
         grad_lse=_of_one(call, _rounded(grad_lse, lse_dtype(call))),
         key_bias=_key_bias(call, stream("key bias")), log_fgate=_gates(call, stream("gates")),
+        sink_logits=_sinks(call, stream("sinks")),
     )  # fmt: skip
     _spoil(call, found, stream("bad"))
     return dataclasses.replace(found, value=found.key) if call.value_is_key else found
@@ -177,6 +179,17 @@ def _right(call: Call, rng: np.random.Generator) -> np.ndarray | None:
     }[call.right]
     finite = np.isfinite(drawn)
     return np.where(finite, _rounded(np.where(finite, drawn, 0.0), _rounds_to(call)), drawn)
+
+
+def _sinks(call: Call, rng: np.random.Generator) -> np.ndarray | None:
+    if call.sinks is None:
+        return None
+    noise = 3 * rng.standard_normal(call.heads)
+    if call.sinks == "huge":
+        noise = 1e4 * rng.choice([-1.0, 1.0], call.heads)
+    if call.sinks == "some none":
+        noise = np.where(rng.random(call.heads) < 0.5, -np.inf, noise)
+    return noise.astype(np.float32).astype(np.float64)
 
 
 def _key_bias(call: Call, rng: np.random.Generator) -> np.ndarray | None:

@@ -72,6 +72,7 @@ class Call:
     gates_as: str = "float32"  # float32, float64
     gates_shape: str = "BHS"  # BHS, BKS
     layout_gates: str = "contiguous"  # apart, transposed, negative
+    sinks: str | None = None  # one of SINKS
 
     def __repr__(self) -> str:
         said = [
@@ -106,12 +107,14 @@ KEY_BIAS_SHARE = 0.3  # of the draws
 # "isolated": a few gates of −1e3 to −3e38 at any place; "cuts": a few of −inf; "both": some of each.
 GATES = ("open", "isolated", "cuts", "both")
 GATES_SHARE = 0.15
+SINKS = ("noise", "some none", "huge")  # of the sink logits: around 0, −inf in some heads, ±1e4
+SINKS_SHARE = 0.1
 EMPTY_SHARE = 0.015
 EXTREME_SHARE = 0.02
 DROPOUT_SHARE = 0.1
 
 
-INPUTS = ("query", "key", "value", "slopes", "right_slopes", "key_bias", "log_fgate")
+INPUTS = ("query", "key", "value", "slopes", "right_slopes", "key_bias", "log_fgate", "sink_logits")
 WANTED = {"all": INPUTS, "inputs": INPUTS[:3], "slopes": INPUTS[3:], "query": ("query",), "key": ("key",),
           "none": (), "inference": ()}  # fmt: skip
 
@@ -132,7 +135,7 @@ def slopes_dtype(call: Call) -> str:
 def wanted(call: Call) -> tuple[str, ...]:
     """The inputs that receive gradients: tensors that are there."""
     given = {"slopes": call.slopes_as not in ("list", "none"), "key_bias": call.key_bias is not None,
-             "log_fgate": call.gates is not None,
+             "log_fgate": call.gates is not None, "sink_logits": call.sinks is not None,
              "right_slopes": call.right is not None and call.slopes_as != "list", "value": not call.value_is_key}  # fmt: skip
     return tuple(x for x in WANTED[call.wanted] if given.get(x, True))
 
@@ -182,7 +185,8 @@ def draw(seed: int) -> Call:
         **_layouts(rng, pick, chance),
     )  # fmt: skip
     call = _biased(_placed(call, rng, pick, chance), pick, chance)
-    return settled(_extreme(_gated(_dropping(call, rng, pick, chance), pick, chance), pick, chance))
+    call = _extreme(_gated(_dropping(call, rng, pick, chance), pick, chance), pick, chance)
+    return settled(dataclasses.replace(call, sinks=pick(*SINKS) if chance(SINKS_SHARE) else None))
 
 
 def _biased(call: Call, pick, chance) -> Call:
@@ -322,9 +326,11 @@ def settled(call: Call) -> Call:
     if call.value_is_key:
         changes["layout_value"] = call.layout_key
     if call.is_huge:
-        changes |= {"bad": None, "wild_blind": False, "asks_reach": False}
+        changes |= {"bad": None, "wild_blind": False, "asks_reach": False, "sinks": None}
     if call.key_bias is None:
         changes |= {"key_bias_as": "float32", "key_bias_shape": "BHS", "layout_key_bias": "contiguous"}
+    if call.bad == "seen":  # the gradient of a sink is a sum over all queries, those that see NaN included
+        changes["sinks"] = None
     if call.dropout_p == 0:
         changes["torch_seed"] = 0
     if call.batch == 0 and call.slopes_as == "list":  # an empty list has no number of heads

@@ -53,6 +53,7 @@ def arguments(call: Call, numbers: Arrays) -> dict[str, object]:
         "key_mask": None if mask is None else beside(mask, call.layout_masks, torch.bool), "segment_ids": segments,
         "tolerance": call.tolerance, "return_lse": call.return_lse, "key_bias": key_bias_of(call, numbers),
         "dropout_p": call.dropout_p,
+        "sink_logits": None if numbers.sink_logits is None else torch.tensor(numbers.sink_logits, dtype=torch.float32),
     }  # fmt: skip
 
 
@@ -65,7 +66,7 @@ def answerable(call: Call, backend: str) -> Call:
     if backend == "flex":  # on a CPU it has no lse, no gradients and no fp64
         dtype = "float32" if call.dtype == "float64" else call.dtype
         rest = {"wanted": "none" if call.wanted != "inference" else "inference", "value_is_key": False}
-        call = dataclasses.replace(call, dtype=dtype, return_lse=False, through="output", **rest)
+        call = dataclasses.replace(call, dtype=dtype, return_lse=False, through="output", sinks=None, **rest)
     return settled(call)
 
 
@@ -172,7 +173,12 @@ def assert_right(question: Question, got: Answer, *, bits: int | None = None) ->
     plain: dict[str, Tensor] = {}
     names = ["output", *(["lse"] if call.return_lse else []), *wanted(call)]
     expected_dtype = dict.fromkeys(("output", *INPUTS[:3]), call.dtype)
-    expected_dtype |= {"lse": lse_dtype(call), "key_bias": call.key_bias_as, "log_fgate": call.gates_as}
+    expected_dtype |= {
+        "lse": lse_dtype(call),
+        "key_bias": call.key_bias_as,
+        "log_fgate": call.gates_as,
+        "sink_logits": "float32",
+    }
     shares: dict[str, float] = {}
     for name in names:
         result, exact = got.results[name], true.exact[name]
@@ -280,7 +286,17 @@ def plainly(call: Call, numbers: Arrays) -> Answer:
 
     biases = relative_biases(call, numbers, seen)
 
-    def attention(*, tolerance, return_lse, slopes, key_bias, dropout_p, right_slopes=None, log_fgate=None, **rest):
+    def attention(*, sink_logits, **given):
+        output, lse = without_sinks(**given)
+        if sink_logits is not None:
+            blind = lse == -math.inf
+            share = torch.sigmoid(lse.masked_fill(blind, 0.0) - sink_logits.to(lse.dtype)[:, None]).masked_fill(
+                blind, 0.0
+            )
+            output = (output * share[..., None]).to(output.dtype)
+        return output, lse
+
+    def without_sinks(*, tolerance, return_lse, slopes, key_bias, dropout_p, right_slopes=None, log_fgate=None, **rest):
         wide = torch.float64 if call.dtype == "float64" else torch.float32
         if kept is not None:
             rest["kept"] = torch.from_numpy(kept).to(wide)

@@ -55,6 +55,8 @@ def jax_answer(call: Call, numbers: Arrays, backend: str) -> Answer:
         given["key_bias"] = jnp.asarray(numbers.key_bias, jnp.float32)
     if numbers.log_fgate is not None:
         given["log_fgate"] = jnp.asarray(numbers.log_fgate, jnp.float32)
+    if numbers.sink_logits is not None:
+        given["sink_logits"] = jnp.asarray(numbers.sink_logits, jnp.float32)
     pair = numbers.query_segments, numbers.key_segments
     if pair[1] is None:
         pair = np.zeros((b, t), np.int64), np.zeros((b, s), np.int64)

@@ -37,7 +37,7 @@ BIAS_UNITS = 4
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Truth:
-    """By name (output, lse, and the gradients that the call wants: query, key, value, slopes, right_slopes, key_bias): the
+    """By name (output, lse, and the gradients that the call wants, named in `INPUTS`): the
     result, its largest error.
     """
 
@@ -99,6 +99,7 @@ class _Sums:
             self.right = np.where(np.isinf(right), 0.0, right)
         self.biases = relative_biases(call, numbers, self.seen)
         self.shift = np.zeros(blind.shape) if self.biases is None else self.biases.of_best
+        self.sinks = None if numbers.sink_logits is None else numbers.sink_logits[None, :, None]
         self.slack = 0.0 if self.biases is None else self.biases.slack
 
     def _results(self) -> None:
@@ -111,6 +112,7 @@ class _Sums:
         self.lse, self.of_lse = np.full(queries, -np.inf), np.zeros(queries)
         self.dbias, self.of_dbias = np.zeros(keys), np.zeros(keys)
         self.dgate, self.of_dgate, self.gate_squares = np.zeros(keys), np.zeros(keys), np.zeros(keys[:2])
+        self.dsink, self.of_dsink = np.zeros(call.heads), np.zeros(call.heads)
         sides = ("slopes", "right_slopes") if call.right is not None else ("slopes",)
         self.dslopes = {side: np.zeros((3, call.batch, call.heads)) for side in sides if side in self.wanted}
 
@@ -178,6 +180,8 @@ class _Sums:
             stored = max(self.unit, 2.0 ** -(BITS[call.gates_as] + 1))
             off = self._of_gates(self.of_dgate + 4 * np.sqrt(self.gate_squares)[..., None])
             found["log_fgate"] = self._of_gates(self.dgate), off, call.query_len * call.key_len, stored
+        if "sink_logits" in self.wanted:
+            found["sink_logits"] = self.dsink, self.of_dsink, call.batch * call.query_len, max(self.unit, 2.0**-24)
         return found
 
     def _as_given(self, x: np.ndarray) -> np.ndarray:
@@ -210,6 +214,9 @@ class _Block:
         distance = (self.position[..., None] - np.arange(sums.call.key_len)[keys]).astype(np.float64)  # [b, 1, t, s]
         self.away, self.to_right = np.abs(distance), distance < 0
         self.factors = None if sums.factors is None else sums.factors[b, h, t, keys]
+        self.go, self.gl, self.of_go, self.of_gl = sums.go[at], sums.gl[at], sums.of_go[at], np.zeros(self.blind.shape)
+        self.more_of_go = np.zeros(self.go.shape)  # error of the gradient that comes to the output, with a sink
+        self.share = self.of_share = None
 
     def dropped(self, x: np.ndarray) -> np.ndarray:
         """Of weights, or of what is multiplied by them: times the factors of dropout."""
@@ -252,8 +259,39 @@ class _Block:
         of_lse += 2.0 ** -BITS[lse_dtype(call)] * np.abs(lse + shift)
         sums.lse[self.at] = np.where(self.blind, -np.inf, lse)
         sums.of_lse[self.at] = np.where(self.blind, 0.0, of_lse)
+        if sums.sinks is not None:
+            self._share_with_sink(lse + shift, of_lse)
         if sums.weights is not None:
             sums.weights[(*self.at, self.keys[2])] = self.p
+
+    def _share_with_sink(self, lse: np.ndarray, of_lse: np.ndarray) -> None:
+        """σ(lse − sink), the share of the weights that keys have, and how far it is off."""
+
+        def sigmoid(x: np.ndarray) -> np.ndarray:
+            small = np.exp(-np.abs(x))
+            return np.where(x < 0, small, 1.0) / (1.0 + small)
+
+        x, unit = lse - self.sums.sinks[:, self.at[1]], self.sums.unit
+        off = of_lse + 2 * unit * np.abs(np.nan_to_num(x, posinf=0.0))
+        self.share = sigmoid(x)
+        self.of_share = np.maximum(sigmoid(x + off) - self.share, self.share - sigmoid(x - off))
+        self.of_share += 4 * unit * self.share + self.sums.vanished
+
+    def _put_sink(self) -> None:
+        """The gradient of the sink; what comes to output and lse becomes what comes to those of the keys alone."""
+        sums, call, (_, h, _) = self.sums, self.sums.call, self.at
+        left = self.share * (1 - self.share)
+        of_left = self.of_share + 4 * sums.unit * self.share
+        inner, of_output = (self.go * self.output).sum(-1), self.of_output + self._stored()
+        of_inner = (self.of_go * (of_output + sums.lost(call.head_dim) * np.abs(self.output))).sum(-1)
+        off = of_inner * (left + of_left) + np.abs(inner) * of_left
+        sums.dsink[h] -= (inner * left).sum((0, 2))
+        sums.of_dsink[h] += (off + sums.lost(call.batch * call.query_len) * np.abs(inner) * left).sum((0, 2))
+        self.gl, self.of_gl = self.gl + inner * left, off
+        self.more_of_go = (
+            self.of_go * (self.of_share + 2 * (sums.stored + sums.unit) * self.share)[..., None] + sums.smallest
+        )
+        self.go, self.of_go = (x * self.share[..., None] for x in (self.go, self.of_go))
 
     def _scores(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(scores, −inf where a query may not look; their sizes; how far they are off, but for what their size and lse cost)."""
@@ -296,9 +334,15 @@ class _Block:
         lost = sums.lost(sums.call.key_len) + sums.of_factor
         self.of_output += self.dropped(self.of_p + lost * self.p) @ of_v
         sums.output[self.at], sums.of_output[self.at] = self.output, self.of_output
+        if self.share is not None:
+            share, of_share = self.share[..., None], self.of_share[..., None]
+            off = (self.of_output + self._stored()) * (share + of_share) + np.abs(self.output) * of_share
+            sums.output[self.at], sums.of_output[self.at] = self.output * share, off
 
     def put_gradients(self) -> None:
         sums, call = self.sums, self.sums.call
+        if self.share is not None:
+            self._put_sink()
         ds, of_ds, adrift = self._of_scores()
         size, factor = np.abs(ds), abs(call.factor)
 
@@ -315,10 +359,11 @@ class _Block:
             sums.dk[self.keys] += call.factor * (ds.swapaxes(-1, -2) @ sums.q[self.at])
             sums.of_dk[self.keys] += factor * (with_lost(of_ds, size, terms).swapaxes(-1, -2) @ sums.of_q[self.at])
         if "value" in sums.wanted:
-            sums.dv[self.keys] += self.dropped(self.p).swapaxes(-1, -2) @ sums.go[self.at]
+            sums.dv[self.keys] += self.dropped(self.p).swapaxes(-1, -2) @ self.go
             changed = with_lost(self.skipped, self.p, terms)
             changed += 2 * self.of_p + sums.of_factor * self.p
-            sums.of_dv[self.keys] += self.dropped(changed).swapaxes(-1, -2) @ sums.of_go[self.at]
+            sums.of_dv[self.keys] += self.dropped(changed).swapaxes(-1, -2) @ self.of_go
+            sums.of_dv[self.keys] += self.dropped(self.p + changed).swapaxes(-1, -2) @ self.more_of_go
         if sums.dslopes:
             self._put_slopes(ds, with_lost(of_ds, size, call.query_len * call.key_len), adrift)
         if "key_bias" in sums.wanted:
@@ -340,8 +385,8 @@ class _Block:
     def _of_scores(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(gradients of scores; how far they are off; [b, h, t] what plain PyTorch may lose in their sum, in units)."""
         sums, call = self.sums, self.sums.call
-        go, gl, lost = sums.go[self.at], sums.gl[self.at], sums.lost(call.head_dim)
-        of_go = sums.of_go[self.at]
+        go, gl, lost = self.go, self.gl, sums.lost(call.head_dim)
+        of_go = self.of_go
         lost += sums.of_factor
         ds = self.dropped(go @ sums.v[self.keys].swapaxes(-1, -2))
         sizes = of_go @ sums.of_v[self.keys].swapaxes(-1, -2)
@@ -349,7 +394,7 @@ class _Block:
         sizes = self.dropped(sizes)
         ds -= ((go * self.output).sum(-1) - gl)[..., None]
         of_inner = (of_go * (self.of_output + self._stored() + lost * np.abs(self.output))).sum(-1)
-        of_inner += 4 * sums.unit * np.abs(gl)
+        of_inner += 4 * sums.unit * np.abs(gl) + self.of_gl + (self.more_of_go * np.abs(self.output)).sum(-1)
         if call.bad == "seen":
             for x in (ds, sizes):
                 np.copyto(x, 0.0, where=self.hidden)
@@ -360,6 +405,8 @@ class _Block:
         terms = np.einsum("bhts,bhts->bht", self.p, sizes) + np.abs(gl)
         sizes *= lost
         sizes += of_inner[..., None]
+        if self.share is not None:
+            sizes += self.dropped(self.more_of_go @ sums.of_v[self.keys].swapaxes(-1, -2))
         sizes *= self.p + self.of_p
         of_ds += sizes
         return ds, of_ds, (terms * np.einsum("bhts,bxts->bht", self.p, self.away)) ** 2
@@ -371,7 +418,7 @@ class _Block:
     def _put_slopes(self, ds: np.ndarray, of_ds: np.ndarray, adrift: np.ndarray) -> None:
         """−Σ ds·|i − j| to the left and to the right, with distances from the nearest key: Σ_j ds is the lse's gradient."""
         sums, call, away = self.sums, self.sums.call, self.away
-        gl = sums.gl[self.at]
+        gl = self.gl
         nearest = np.where(self.seen, away, np.inf).min(-1)
         of_right = (self.seen & self.to_right).any(-1)
         of_left = (self.seen & ~self.to_right).any(-1)
@@ -389,6 +436,7 @@ class _Block:
             rows = np.where(inside, gl * nearest, 0.0)
             result = -np.einsum("bhts,bhts->bh", of_side[0], beyond) - rows.sum(-1)
             off = np.einsum("bhts,bxts->bh", of_side[1], of_side[2]) + 4 * sums.unit * np.abs(rows).sum(-1)
+            off += np.where(inside, self.of_gl * nearest, 0.0).sum(-1)
             # Plain PyTorch counts all of it: what it loses in Σ_j ds is multiplied by that, now up and now down.
             terms = of_side[0] * away
             squares = np.einsum("bhts,bhts->bh", terms, terms) + np.where(inside, adrift, 0.0).sum(-1)
