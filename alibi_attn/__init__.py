@@ -3,8 +3,9 @@
 Names are loaded when they are first used: importing the package loads no framework.
 """
 
-import importlib
 from typing import TYPE_CHECKING
+
+from alibi_attn.lazy import lazy_names
 
 if TYPE_CHECKING:
     from alibi_attn.attention.api import alibi_attention, certified_block_mask, explain, head_reach
@@ -51,17 +52,4 @@ _HOMES = {
     "toeplitz_attention": "alibi_attn.attention.toeplitz",
 }
 
-
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        return getattr(importlib.import_module(_HOMES[name]), name)
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise ImportError(f'{name} needs PyTorch; install it with: pip install "alibi-attn[torch]"') from error
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, _HOMES, ("torch", "PyTorch", "torch"))

@@ -24,7 +24,7 @@ PLAIN = {*sys.stdlib_module_names, "numpy"}
 # Layers, lowest first. A module imports only from lower layers and from its own folder; `jax` is next to layers 1 and 2.
 LAYERS = {
     **dict.fromkeys(("processor", "strict_json"), -1),
-    **dict.fromkeys(("slopes", "reach", "records", "units", "position_methods"), 0),
+    **dict.fromkeys(("slopes", "reach", "records", "units", "position_methods", "lazy"), 0),
     "attention": 1,
     "nn": 2,
     "distributed": 2.5,

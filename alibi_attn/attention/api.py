@@ -116,12 +116,7 @@ def alibi_attention(
 
 
 def head_reach(
-    query: Tensor,
-    key: Tensor,
-    slopes: Slopes | None = None,
-    *,
-    backend: str = "auto",
-    **options: Unpack[SpecOptions],
+    query: Tensor, key: Tensor, slopes: Slopes | None = None, *, backend: str = "auto", **options: Unpack[SpecOptions]
 ) -> Tensor:
     """How far each head attends in this call, [B, H] int64: no query of the head reads a key with |i − j| ≥ reach.
 

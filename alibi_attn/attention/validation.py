@@ -37,22 +37,32 @@ class SharedOptions(TypedDict, total=False):
     dropout_p: float
 
 
-class VarlenOptions(SharedOptions, total=False):
-    """The keywords of `alibi_attention_varlen`."""
+class MaskOptions(SharedOptions, total=False):
+    """The keywords shared by the functions of a batch."""
 
-    causal: bool
-    right_slopes: Slopes | None
+    key_mask: Tensor | None
+    segment_ids: SegmentIds | None
+
+
+class BiasOptions(TypedDict, total=False):
+    """The keywords of functions whose keys may have biases."""
+
     key_bias: Tensor | None
     sink_logits: Tensor | None
     tolerance: float | None
 
 
-class AttentionOptions(VarlenOptions, total=False):
+class VarlenOptions(SharedOptions, BiasOptions, total=False):
+    """The keywords of `alibi_attention_varlen`."""
+
+    causal: bool
+    right_slopes: Slopes | None
+
+
+class AttentionOptions(VarlenOptions, MaskOptions, total=False):
     """The keywords of `alibi_attention`, where they are explained."""
 
     query_offset: int | Tensor | None
-    key_mask: Tensor | None
-    segment_ids: SegmentIds | None
 
 
 class SpecOptions(AttentionOptions, total=False):
@@ -61,24 +71,17 @@ class SpecOptions(AttentionOptions, total=False):
     return_lse: bool
 
 
-class ForgettingOptions(SharedOptions, total=False):
+class ForgettingOptions(MaskOptions, BiasOptions, total=False):
     """The keywords of `forgetting_attention`."""
 
     query_offset: int | None
-    key_mask: Tensor | None
-    segment_ids: SegmentIds | None
-    key_bias: Tensor | None
-    sink_logits: Tensor | None
-    tolerance: float | None
 
 
-class ToeplitzOptions(SharedOptions, total=False):
+class ToeplitzOptions(MaskOptions, total=False):
     """The keywords of `toeplitz_attention`."""
 
     causal: bool
     query_offset: int | None
-    key_mask: Tensor | None
-    segment_ids: SegmentIds | None
 
 
 def make_spec(

@@ -5,8 +5,9 @@ which rows would be sent, without starting any process. Names are loaded lazily,
 and importing the compiler costs as much as importing torch.
 """
 
-import importlib
 from typing import TYPE_CHECKING
+
+from alibi_attn.lazy import lazy_names
 
 if TYPE_CHECKING:
     from alibi_attn.distributed.attention import context_parallel_attention, context_parallel_forgetting_attention
@@ -37,12 +38,4 @@ _HOMES = {
     "static_halo": "alibi_attn.distributed.halos",
 }
 
-
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, _HOMES, ("torch", "PyTorch", "torch"))

@@ -7,30 +7,24 @@ import json
 import math
 import zlib
 from collections.abc import Callable
-from typing import NamedTuple, TypedDict, Unpack
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
 from alibi_attn.attention.bias import Slopes
 from alibi_attn.attention.spec import AttentionSpec, dtype_name
-from alibi_attn.attention.validation import make_spec
+from alibi_attn.attention.validation import BiasOptions, SharedOptions, make_spec
 from alibi_attn.distributed.exchange import Ranks
 
 Spec = AttentionSpec[Tensor]
 
 
-class GatedShardOptions(TypedDict, total=False):
+class GatedShardOptions(SharedOptions, BiasOptions, total=False):
     """The keyword arguments of a gated call that `make_spec` checks; as for `forgetting_attention`."""
 
-    window: int | None
-    scale: float | None
     key_mask: Tensor | None
     segment_ids: Tensor | None
-    key_bias: Tensor | None
-    sink_logits: Tensor | None
-    dropout_p: float
-    tolerance: float | None
     return_lse: bool
 
 

@@ -30,13 +30,7 @@ from alibi_attn.distributed.argument_check import (
 )
 from alibi_attn.distributed.biased_halo_bounds import TileSummary, biased_requested_rows, tile_summary
 from alibi_attn.distributed.exchange import Pieces, Ranks, ScannedSums, Traffic, Transport
-from alibi_attn.distributed.halo_bounds import (
-    RankSummary,
-    Shard,
-    halo_from_requests,
-    rank_summary,
-    requested_rows,
-)
+from alibi_attn.distributed.halo_bounds import RankSummary, Shard, halo_from_requests, rank_summary, requested_rows
 from alibi_attn.distributed.halos import Halo, static_halo
 from alibi_attn.distributed.rank_attention import RankInputs, attend_rank
 from alibi_attn.distributed.simulation import row_bytes

@@ -20,7 +20,7 @@ from alibi_attn.attention.certificate.biased import ROUNDING, biased_numerator_p
 from alibi_attn.attention.certificate.bounds import longer_values
 from alibi_attn.attention.certificate.constants import KEPT, TILE
 from alibi_attn.attention.certificate.lse_bound import biased_lower_bound
-from alibi_attn.attention.certificate.norms import norm_bound, tile_maxima
+from alibi_attn.attention.certificate.norms import in_tiles, norm_bound, tile_maxima
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.visibility import first_positions
 from alibi_attn.distributed.halo_bounds import Shard, no_request
@@ -57,7 +57,7 @@ def tile_summary(spec: Spec, key: Tensor, tiles: int) -> Tensor:
     biases = spec.key_bias.detach().double().masked_fill(hidden, -math.inf)
     rows = tiles * TILE - spec.key_len
     pad = torch.nn.functional.pad
-    biases = pad(biases, (0, rows), value=-math.inf).unflatten(-1, (tiles, TILE)).amax(-1) if tiles else biases
+    biases = in_tiles(pad(biases, (0, rows), value=-math.inf)).amax(-1) if tiles else biases
     return torch.cat([tile_maxima(pad(norms, (0, rows))), biases], 1).flatten()
 
 

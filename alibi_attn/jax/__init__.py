@@ -16,8 +16,9 @@ except ModuleNotFoundError as error:
         raise
     raise ImportError('alibi_attn.jax needs JAX; install it with: pip install "alibi-attn[jax]"') from error
 
-import importlib
 from typing import TYPE_CHECKING
+
+from alibi_attn.lazy import lazy_names
 
 if TYPE_CHECKING:
     from alibi_attn.jax.attention import alibi_attention
@@ -35,17 +36,4 @@ _HOMES = {
     "mha_alibi": "alibi_attn.jax.multihead",
 }
 
-
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        return getattr(importlib.import_module(_HOMES[name]), name)
-    except ModuleNotFoundError as error:
-        if error.name != "flax":
-            raise
-        raise ImportError(f'{name} needs Flax; install it with: pip install "alibi-attn[jax]"') from error
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, _HOMES, ("flax", "Flax", "jax"))

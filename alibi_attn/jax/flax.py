@@ -171,12 +171,7 @@ class ALiBiAttention(nnx.Module):
         self.rngs = rngs.dropout.fork() if dropout_p > 0.0 else None
 
     def __call__(
-        self,
-        x: Array,
-        *,
-        cache: KVCache | None = None,
-        key_mask: Array | None = None,
-        segment_ids: Array | None = None,
+        self, x: Array, *, cache: KVCache | None = None, key_mask: Array | None = None, segment_ids: Array | None = None
     ) -> Array:
         """Attends from x to x and to the cached positions; x is appended to the cache.
 
@@ -271,12 +266,7 @@ class ALiBiTransformerBlock(nnx.Module):
         self.dropout = nnx.Dropout(dropout_p, rngs=rngs)
 
     def __call__(
-        self,
-        x: Array,
-        *,
-        cache: KVCache | None = None,
-        key_mask: Array | None = None,
-        segment_ids: Array | None = None,
+        self, x: Array, *, cache: KVCache | None = None, key_mask: Array | None = None, segment_ids: Array | None = None
     ) -> Array:
         """As `ALiBiAttention.__call__`; the cache is that of this block's attention layer."""
         attended = self.attention(self.attention_norm(x), cache=cache, key_mask=key_mask, segment_ids=segment_ids)

@@ -16,14 +16,7 @@ from jax import lax
 from alibi_attn.attention.spec import GATE_FLOOR, GATE_STEP, GATES_RULE, AttentionSpec, check_log_fgate
 from alibi_attn.jax.attention import Backend, attend
 from alibi_attn.jax.plan import Array, KeyBias
-from alibi_attn.jax.validation import (
-    GatedOptions,
-    Slopes,
-    check_array,
-    checked_dropout_key,
-    make_spec,
-    readable_values,
-)
+from alibi_attn.jax.validation import GatedOptions, Slopes, check_array, checked_dropout_key, make_spec, readable_values
 
 Pair = tuple[Array, Array]  # x = high + low, low no larger than half a unit of high
 

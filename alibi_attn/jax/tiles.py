@@ -126,13 +126,7 @@ def finish(result: Softmax, queries: Queries) -> tuple[Array, Array, Array | Non
 
 
 def gradients(
-    plan: Plan,
-    rule: Rule,
-    queries: Queries,
-    keys: Keys,
-    known: Finished,
-    least: Array,
-    dropout: HeadDropout | None,
+    plan: Plan, rule: Rule, queries: Queries, keys: Keys, known: Finished, least: Array, dropout: HeadDropout | None
 ) -> Gradients:
     """Gradients of one tile, given the finished lse.
 

@@ -26,7 +26,7 @@ from alibi_attn.attention.certificate.constants import (
     WORTH_LEAVING_OUT,
 )
 from alibi_attn.attention.certificate.lse_bound import NEAR, biased_lower_bound
-from alibi_attn.attention.certificate.norms import norm_bound
+from alibi_attn.attention.certificate.norms import in_tiles, norm_bound
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.visibility import first_positions, shown_keys
 from alibi_attn.reach import UNLIMITED
@@ -43,12 +43,10 @@ def biased_bounds(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) 
     `left` is relative to a block's first query, `right` to its last: all queries of the block may skip what lies farther.
     If a number is not finite, nothing is skipped.
     """
-    b, h, n = spec.batch, spec.num_heads, -(-spec.query_len // TILE)
     device = query.device
     assert spec.key_bias is not None
     if spec.tolerance == 0.0 or spec.query_len == 0 or spec.key_len == 0:
-        unlimited = torch.full((b, h, n), UNLIMITED, device=device)
-        return Bounds(unlimited, unlimited, torch.full((b, h, OUTLIER_TILES), -1, device=device))
+        return Bounds.unlimited(spec, device)
     first = first_positions(spec, device)
     bias = spec.key_bias.detach().double()
     shown = shown_keys(spec)
@@ -65,12 +63,11 @@ def biased_bounds(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) 
     sides = [(1, spec.slopes)] if spec.causal else [(1, spec.slopes), (-1, spec.right_slopes)]
     values = []
     for side, slopes in sides:
-        m = (spec.slopes if slopes is None else slopes).detach().double().reshape(-1, h, 1)
+        m = (spec.slopes if slopes is None else slopes).detach().double().reshape(-1, spec.num_heads, 1)
         # A head that never attends to the right has nothing to skip there.
         nats = own + side * m.masked_fill(m.isinf(), 0.0) * at
         nats = nats.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf).masked_fill(hidden, -math.inf)
-        nats = torch.nn.functional.pad(nats, (0, -spec.key_len % TILE), value=-math.inf).unflatten(-1, (-1, TILE))
-        values.append((side, m, nats))
+        values.append((side, m, in_tiles(nats, -math.inf)))
     outlier_tiles = _outlier_tiles([nats.amax(-1) for _, _, nats in values], [side for side, _, _ in values])
     reaches = [_reach(spec, nats, m, constant, outlier_tiles, first, side) for side, m, nats in values]
     return Bounds(reaches[0], reaches[-1], outlier_tiles)
@@ -93,8 +90,7 @@ def gated_bounds(
     assert spec.causal
     assert spec.query_len <= TILE
     if spec.tolerance == 0.0:
-        unlimited = torch.full((spec.batch, spec.num_heads, 1), UNLIMITED)
-        return Bounds(unlimited, unlimited, torch.full((spec.batch, spec.num_heads, OUTLIER_TILES), -1))
+        return Bounds.unlimited(spec, query.device)
     first = first_positions(spec, query.device)
     near = min(spec.key_len, spec.query_len + NEAR)  # the keys from which the log-sum-exp is bounded
     bias = sums_behind(log_fgate[..., spec.key_len - near :])
@@ -107,8 +103,7 @@ def gated_bounds(
     rate, constant = biased_numerator_parts(spec, query, lower, longer, longest, torch.zeros_like(longest))
 
     # The sums of the gates after each tile, and the slope's term at its nearest or farthest key.
-    of_tiles = torch.nn.functional.pad(log_fgate.detach(), (0, -spec.key_len % TILE)).unflatten(-1, (n, TILE))
-    behind = sums_behind(of_tiles.double().sum(-1))
+    behind = sums_behind(in_tiles(log_fgate.detach()).double().sum(-1))
     m = spec.slopes.detach().double().reshape(-1, spec.num_heads, 1)
     start = torch.arange(n, device=query.device) * TILE
     nats = (
@@ -190,15 +185,14 @@ def _reach(
     queries = first[:, None] + torch.arange(spec.query_len, device=nats.device)
     away = side * m.masked_fill(m.isinf(), 0.0) * queries[:, None]
     worst = constant - away + ROUNDING * (tiles + 64) * (size + away.abs())
-    n = -(-spec.query_len // TILE)
-    worst = torch.nn.functional.pad(worst, (0, n * TILE - spec.query_len), value=-math.inf).unflatten(-1, (n, TILE))
+    worst = in_tiles(worst, -math.inf)
     share = spec.tolerance if spec.causal else spec.tolerance / 2
     room = math.log(share) - worst.amax(-1)
     count = torch.searchsorted(
         sums.contiguous(), room.contiguous(), right=True
     )  # tiles from the far end that may be skipped
     count = count.masked_fill(~room.isfinite(), 0)
-    start = first[:, None, None] + torch.arange(n, device=nats.device) * TILE
+    start = first[:, None, None] + torch.arange(worst.shape[-2], device=nats.device) * TILE
     if side > 0:
         reach = start + 1 - count * TILE
     else:

@@ -27,7 +27,7 @@ from alibi_attn.attention.certificate.constants import (
     VALUE_RATIO,
 )
 from alibi_attn.attention.certificate.lse_bound import NEAR, lower_bound
-from alibi_attn.attention.certificate.norms import norm_bound, tile_maxima
+from alibi_attn.attention.certificate.norms import in_tiles, norm_bound, tile_maxima
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.visibility import first_positions, shown_keys
 from alibi_attn.reach import UNLIMITED
@@ -52,6 +52,13 @@ class Bounds:
     right: Tensor
     outlier_tiles: Tensor
 
+    @classmethod
+    def unlimited(cls, spec: Spec, device: torch.device) -> "Bounds":
+        """Nothing may be skipped."""
+        heads = spec.batch, spec.num_heads
+        reach = torch.full((*heads, -(-spec.query_len // TILE)), UNLIMITED, device=device)
+        return cls(reach, reach, torch.full((*heads, OUTLIER_TILES), -1, device=device))
+
 
 def bounds(
     spec: Spec, query: Tensor, key: Tensor, value: Tensor | None, *,
@@ -69,11 +76,9 @@ def bounds(
             near the queries are read; for causal queries among the keys, without key mask and segments.
     """
     refine = spec.key_len >= LONG and tile_norms is None if refine is None else refine
-    b, h, n = spec.batch, spec.num_heads, -(-spec.query_len // TILE)
     device = query.device
     if spec.tolerance == 0.0 or spec.query_len == 0 or spec.key_len == 0:
-        unlimited = torch.full((b, h, n), UNLIMITED, device=device)
-        return Bounds(unlimited, unlimited, torch.full((b, h, OUTLIER_TILES), -1, device=device))
+        return Bounds.unlimited(spec, device)
     first = first_positions(spec, device)
     if tile_norms is None:
         key_norms = norm_bound(key)
@@ -192,7 +197,7 @@ class _Tails:
     def of(cls, spec: Spec, rate: Tensor, key_norms: Tensor) -> "_Tails":
         """From the [B, H, T] rates and [B, K, S] norms; not finite if these are not."""
         n, groups = -(-spec.query_len // TILE), -(-spec.key_len // NEAR)
-        worst = torch.nn.functional.pad(rate, (0, n * TILE - spec.query_len)).unflatten(2, (n, TILE)).amax(-1)
+        worst = in_tiles(rate).amax(-1)
         ascending = worst.sort(-1).values
         levels = torch.stack([ascending[..., max(math.ceil(n * share) - 1, 0)] for share in LEVELS], -1)
         level = (levels[..., None, :] < worst[..., None]).sum(-1).clamp(max=len(LEVELS) - 1)
@@ -265,14 +270,11 @@ def _reach(
     spec: Spec, slopes: Tensor, rate: Tensor, constant: Tensor, maxima: Tensor, tail: Tensor | None, position: Tensor
 ) -> Tensor:
     """[B, H, N] int64: ⌈numerator / m⌉ of the worst query of every block, with κ read from `maxima` at `position`."""
-    n = position.shape[1]
     tile = (position.clamp(min=0) // TILE).clamp(max=maxima.shape[-1] - 1)
     kappa = maxima.gather(2, tile.expand(spec.batch, -1)[:, None].expand(-1, spec.num_kv_heads, -1))
     kappa = kappa.repeat_interleave(spec.group, 1)[..., None]
-    short = n * TILE - spec.query_len
-    pad = torch.nn.functional.pad
-    constant = pad(constant, (0, short), value=-math.inf).unflatten(2, (n, TILE))
-    numerator = pad(rate, (0, short)).unflatten(2, (n, TILE)) * kappa + constant
+    constant = in_tiles(constant, -math.inf)
+    numerator = in_tiles(rate) * kappa + constant
     m = slopes.detach().double().reshape(-1, spec.num_heads, 1)
     nats = _worst(numerator) - torch.log(-torch.expm1(-m))
     if tail is not None:

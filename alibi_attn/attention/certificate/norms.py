@@ -43,9 +43,13 @@ def norm_bound(tensor: Tensor) -> Tensor:
 
 def tile_maxima(length: Tensor) -> Tensor:
     """[B, K, ⌈S / TILE⌉]"""
-    tiles = -(-length.shape[-1] // TILE)
-    padded = torch.nn.functional.pad(length, (0, tiles * TILE - length.shape[-1]))
-    return padded.unflatten(-1, (tiles, TILE)).amax(-1)
+    return in_tiles(length).amax(-1)
+
+
+def in_tiles(x: Tensor, fill: float = 0.0) -> Tensor:
+    """[..., n] -> [..., ⌈n / TILE⌉, TILE], padded with `fill`."""
+    tiles = -(-x.shape[-1] // TILE)
+    return torch.nn.functional.pad(x, (0, tiles * TILE - x.shape[-1]), value=fill).unflatten(-1, (tiles, TILE))
 
 
 @dataclasses.dataclass(frozen=True)
