@@ -94,6 +94,7 @@ def report_html(
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.tests["block_of"] = lambda block, kind: type(block).__name__ == kind
     return environment.get_template("page.html").render(
         title=title,
         colors_light=drawing.css("light"),
@@ -110,24 +111,15 @@ def report_html(
 
 def _told_apart(sections: Sequence[Section]) -> list[Section]:
     """The sections for the contents; entries that would read the same get their scale, machine or day."""
-    for name in (_scale, _machine, _day):
+    details: tuple[Callable[[Record], str], ...] = (
+        answers.scale_of, lambda record: processor_text(record.machine), lambda record: record.started[:10],
+    )  # fmt: skip
+    for detail in details:
         keys = [(section.group, section.title, section.about) for section in sections]
         sections = [
-            dataclasses.replace(section, about=", ".join(filter(None, (section.about, name(section)))))
+            dataclasses.replace(section, about=", ".join(filter(None, (section.about, detail(section.records[0])))))
             if keys.count(key) > 1 and section.records
             else section
             for section, key in zip(sections, keys, strict=True)
         ]
     return list(sections)
-
-
-def _scale(section: Section) -> str:
-    return answers.scale_of(section.records[0])
-
-
-def _machine(section: Section) -> str:
-    return processor_text(section.records[0].machine)
-
-
-def _day(section: Section) -> str:
-    return section.records[0].started[:10]

@@ -9,7 +9,7 @@ To add a section, write a file in `sections/` with two functions and add the row
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from markupsafe import Markup
 
@@ -36,27 +36,22 @@ class Archive:
         return series.studies(self.records)
 
 
-@dataclasses.dataclass(frozen=True)
-class Text:
+class Text(NamedTuple):
     """A paragraph; `css` is its class."""
 
     text: str
     css: str = ""
-    kind: Literal["text"] = "text"
 
 
-@dataclasses.dataclass(frozen=True)
-class Picture:
+class Picture(NamedTuple):
     """A figure as SVG with its heading and caption."""
 
     heading: str
     caption: str
     image: Markup
-    kind: Literal["picture"] = "picture"
 
 
-@dataclasses.dataclass(frozen=True)
-class Numbers:
+class Numbers(NamedTuple):
     """A table in a box that scrolls.
 
     Args:
@@ -71,68 +66,53 @@ class Numbers:
     label: str = ""
     css: str = ""
     tall: bool = False
-    kind: Literal["numbers"] = "numbers"
 
 
-@dataclasses.dataclass(frozen=True)
-class Facts:
+class Facts(NamedTuple):
     """Names with their values; `methods` gives each name the color of a position method."""
 
     rows: Sequence[tuple[str, Sequence[str]]]
     methods: Sequence[str] = ()
-    kind: Literal["facts"] = "facts"
 
 
-@dataclasses.dataclass(frozen=True)
-class Items:
+class Items(NamedTuple):
     """A bulleted list."""
 
     items: Sequence[str]
-    kind: Literal["items"] = "items"
 
 
-@dataclasses.dataclass(frozen=True)
-class Cards:
+class Cards(NamedTuple):
     """Each series with its perplexities in large type."""
 
     cards: Sequence[Card]
-    kind: Literal["cards"] = "cards"
 
 
-@dataclasses.dataclass(frozen=True)
-class Findings:
+class Findings(NamedTuple):
     """What the sections of a page found: for each, its name, anchor, result, and its picture as SVG ("" for none)."""
 
     findings: Sequence[tuple[str, str, str, Markup]]
-    kind: Literal["findings"] = "findings"
 
 
-@dataclasses.dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """Blocks in a `div` with a class."""
 
     css: str
     blocks: "Sequence[Block]"
-    kind: Literal["group"] = "group"
 
 
-@dataclasses.dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """Blocks under a heading, part of a section."""
 
     title: str
     blocks: "Sequence[Block]"
     level: int = 2
-    kind: Literal["part"] = "part"
 
 
-@dataclasses.dataclass(frozen=True)
-class Folded:
+class Folded(NamedTuple):
     """Blocks that are hidden until a click."""
 
     summary: str
     blocks: "Sequence[Block]"
-    kind: Literal["folded"] = "folded"
 
 
 Block: TypeAlias = Text | Picture | Numbers | Facts | Items | Cards | Findings | Group | Part | Folded
