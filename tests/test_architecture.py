@@ -52,7 +52,8 @@ KERNELS = ["attention", "backends", "fused", "kernels"]
 CONSTANTS = ["attention", "certificate", "constants"]
 NATIVE = ["attention", "backends", "native"]
 PLAIN_MODULES = (
-    ["attention"], ["attention", "spec"], ["attention", "explain"], ["attention", "certificate"], CONSTANTS, NATIVE,
+    ["attention"], ["attention", "spec"], ["attention", "explain"], ["attention", "foreign_names"], ["attention", "certificate"],
+    CONSTANTS, NATIVE,
     [*NATIVE, "build"], [*NATIVE, "visited"], [*NATIVE, "levels"],
 )  # fmt: skip
 

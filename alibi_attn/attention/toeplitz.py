@@ -2,12 +2,13 @@
 
 import dataclasses
 import math
-from typing import Literal, Unpack, overload
+from typing import Literal, Never, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from alibi_attn.attention.execution import attend, autocast
+from alibi_attn.attention.foreign_names import hides_unknown, unknown_argument
 from alibi_attn.attention.spec import AttentionSpec, dtype_name
 from alibi_attn.attention.transforms import may_read
 from alibi_attn.attention.validation import SegmentIds, ToeplitzOptions, check_tensor, make_spec
@@ -34,6 +35,7 @@ def toeplitz_attention(
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
+@hides_unknown
 def toeplitz_attention(
     query: Tensor,
     key: Tensor,
@@ -49,6 +51,7 @@ def toeplitz_attention(
     dropout_p: float = 0.0,
     return_lse: bool = False,
     backend: str = "auto",
+    **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention with a bias by head and distance, softmax(scale·q·kᵀ + t[h, i − j])·v, [B, H, T, D] in query's dtype.
 
@@ -76,6 +79,8 @@ def toeplitz_attention(
 
     Source: Raffel et al. 2020, sec. 2.1 (arXiv:1910.10683), for a table of learned numbers.
     """
+    if unknown:
+        raise unknown_argument("toeplitz_attention", unknown)
     query, key, value = autocast(query, key, value)
     if isinstance(query_offset, Tensor):
         raise TypeError(

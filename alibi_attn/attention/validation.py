@@ -1,13 +1,14 @@
 """Validates every argument of a PyTorch call once, and fills in the defaults."""
 
 import functools
-from typing import TypedDict
+from typing import Never, TypedDict
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from alibi_attn.attention.bias import Slopes
+from alibi_attn.attention.foreign_names import unknown_argument
 from alibi_attn.attention.spec import (
     FARTHEST,
     SINKS_RULE,
@@ -102,8 +103,11 @@ def make_spec(
     dropout_p: float = 0.0,
     tolerance: float | None = None,
     return_lse: bool = False,
+    **unknown: Never,
 ) -> AttentionSpec[Tensor]:
     """The validated spec of a call; arguments and defaults are those of `alibi_attention`."""
+    if unknown:
+        raise unknown_argument("alibi_attention", unknown)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor):
             raise TypeError(

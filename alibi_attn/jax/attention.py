@@ -6,13 +6,14 @@ Press et al. 2022, sec. 3 (arXiv:2108.12409). The checks are those of `attention
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, NamedTuple, NoReturn, TypeVar, get_args
+from typing import Literal, NamedTuple, Never, NoReturn, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
+from alibi_attn.attention.foreign_names import hides_unknown
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.jax import native, xla
 from alibi_attn.jax.operands import Arrays, Rest, operands
@@ -25,6 +26,7 @@ Result = TypeVar("Result")
 QUERY_BLOCK = KEY_TILE = 128  # of the loop; on the CPU 64 to 256 are alike
 
 
+@hides_unknown
 def alibi_attention(
     query: Array,
     key: Array,
@@ -45,6 +47,7 @@ def alibi_attention(
     tolerance: float | None = None,
     return_lse: bool = False,
     backend: Backend = "auto",
+    **unknown: Never,
 ) -> Array | tuple[Array, Array]:
     """Attention with linear biases, softmax(scale·q·kᵀ − m·|i − j| + b_j)·v, [B, T, H, D] in query's dtype.
 
@@ -95,7 +98,7 @@ def alibi_attention(
     spec = make_spec(
         query, key, value, slopes, causal=causal, right_slopes=right_slopes, window=window, scale=scale,
         query_offset=query_offset, key_mask=key_mask, segment_ids=segment_ids, key_bias=key_bias,
-        sink_logits=sink_logits, dropout_p=dropout_p, tolerance=tolerance, return_lse=return_lse,
+        sink_logits=sink_logits, dropout_p=dropout_p, tolerance=tolerance, return_lse=return_lse, **unknown,
     )  # fmt: skip
     output, lse = attend(spec, query, key, value, checked_dropout_key(dropout_p, dropout_key), backend)
     return (output, lse) if return_lse else output

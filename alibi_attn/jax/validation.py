@@ -1,13 +1,14 @@
 """Validates a call in JAX once, when it is traced, with the checks of `attention/spec.py`."""
 
 from collections.abc import Sequence
-from typing import TypedDict
+from typing import Never, TypedDict
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from alibi_attn.attention.foreign_names import unknown_argument
 from alibi_attn.attention.spec import (
     SINKS_RULE,
     AttentionSpec,
@@ -67,8 +68,11 @@ def make_spec(
     dropout_p: float = 0.0,
     tolerance: float | None = None,
     return_lse: bool = False,
+    **unknown: Never,
 ) -> AttentionSpec[Array]:
     """The validated spec of a call; arguments and defaults are those of `alibi_attention`."""
+    if unknown:
+        raise unknown_argument("alibi_attention", unknown)
     for name, array in (("query", query), ("key", key), ("value", value)):
         check_array(name, array)
     b, h, k, t, s, d = check_shapes(query, key, value, layout="BTHD")

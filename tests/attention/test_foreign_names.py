@@ -11,7 +11,9 @@ from alibi_attn import (
     ALiBiTransformerBlock,
     alibi_attention,
     alibi_attention_varlen,
+    explain,
     forgetting_attention,
+    toeplitz_attention,
 )
 from alibi_attn.attention.foreign_names import OURS
 
@@ -20,6 +22,8 @@ CALLS = {
     "alibi_attention": lambda **other: alibi_attention(X, X, X, **other),
     "alibi_attention_varlen": lambda **other: alibi_attention_varlen(X[0], X[0], X[0], torch.tensor([0, 2]), **other),
     "forgetting_attention": lambda **other: forgetting_attention(X, X, X, X[..., 0], **other),
+    "toeplitz_attention": lambda **other: toeplitz_attention(X, X, X, torch.zeros(2, 4), **other),
+    "explain": lambda **other: explain(X, X, X, **other),
     "ALiBiAttention": lambda **other: ALiBiAttention(8, 2, **other),
     "forward": lambda **other: ALiBiAttention(8, 2)(X[0], **other),
     "ALiBiTransformerBlock": lambda **other: ALiBiTransformerBlock(8, 2, **other),

@@ -149,6 +149,7 @@ def test_second_derivatives_are_refused(backend: str) -> None:
         ({"slopes": [1.0, np.nan, 1.0, 1.0]}, ValueError, "slopes must be finite"),
         ({"scale": 10**400}, ValueError, "but must be finite"),
         ({"window": 0}, ValueError, "counts the query itself"),
+        ({"attn_mask": None}, TypeError, "unexpected keyword argument 'attn_mask'; here it is slopes for the bias"),
         ({"right_slopes": SLOPES}, ValueError, "pass causal=False"),
         ({"key_mask": np.ones((B, T))}, TypeError, "must be bool"),
         ({"segment_ids": np.ones((B, T), int), "query_offset": 3}, ValueError, "pass a pair"),
