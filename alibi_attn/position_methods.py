@@ -43,7 +43,7 @@ METHODS = {
 
 
 def look_of(facts: Mapping[str, object]) -> Look | None:
-    """The look that a record keeps of a method from outside of the package; None if it has none, or an invalid one."""
+    """The look that a record stores for a method from outside the package; None if it is missing or invalid."""
     label, light, dark, marker = (facts.get(name) for name in ("label", "light", "dark", "marker"))
     valid = all(isinstance(color, str) and re.fullmatch(r"#[0-9a-fA-F]{6}", color) for color in (light, dark))
     if not (valid and isinstance(label, str) and isinstance(marker, str) and re.fullmatch(r"[\w.,+*<>^|]", marker)):

@@ -8,7 +8,7 @@ together, whatever they are, and that is at most ε for every
 
     r ≥ reach = ⌈ (U − λ + ln(1/ε) − ln(1 − e^(−m))) / m ⌉ .
 
-`attention/certificate/bounds.py` finds U and λ in tensors; `docs/maths.md` has the derivation and what follows for gradients.
+`attention/certificate/bounds.py` computes U and λ from tensors; `docs/maths.md` has the derivation and the bounds on gradients.
 """
 
 import math
@@ -17,7 +17,7 @@ UNLIMITED = 2**60  # the reach of a head that may skip nothing: farther than any
 
 
 def tail_nats(slope: float) -> float:
-    """−ln(1 − e^(−m)): how much more all keys from a distance on weigh than the first of them; m > 0."""
+    """−ln(1 − e^(−m)): ln of the weight of all keys from a distance on, relative to the first of them; m > 0."""
     return -math.log(-math.expm1(-slope))
 
 
@@ -26,13 +26,13 @@ def reach(slope: float, upper: float, lower: float, tolerance: float, *, slack: 
 
     Args:
         slope: m of the head; a slope ≤ 0 has no reach.
-        upper: U, an upper bound of the scaled scores of the keys that may be skipped.
-        lower: λ, a lower bound of the query's log-sum-exp.
+        upper: U, an upper bound on the scaled scores of the keys that may be skipped.
+        lower: λ, a lower bound on the query's log-sum-exp.
         tolerance: ε in [0, 1); with 0 nothing is skipped.
         slack: nats added to the numerator (rounding errors; ln 2 for the two sides of a symmetric head).
 
     Returns:
-        A distance ≥ 1, or `UNLIMITED` where nothing may be skipped (also for bounds that are not finite).
+        A distance ≥ 1, or `UNLIMITED` if nothing may be skipped (also for bounds that are not finite).
 
     >>> reach(0.5, 8.0, 0.0, 2.0**-28)
     57
@@ -44,30 +44,30 @@ def reach(slope: float, upper: float, lower: float, tolerance: float, *, slack: 
     quotient = nats / slope
     if not quotient < UNLIMITED:
         return UNLIMITED
-    # The quotient is rounded up, past the rounding of this very line.
+    # Rounded up by more than the rounding error of this line.
     return max(1, math.ceil(quotient + 1e-12 * abs(quotient)))
 
 
 def dropped_mass(slope: float, upper: float, lower: float, distance: int) -> float:
-    """The bound itself: the largest share of softmax mass that keys at |i − j| ≥ `distance` can have; m > 0."""
+    """The bound: the largest share of softmax mass that keys at |i − j| ≥ `distance` can have; m > 0."""
     return math.exp(min(upper - lower - slope * distance + tail_nats(slope), 0.0))
 
 
 def score_bound_of_norms(
     scale: float, head_dim: int, query_norm_weight: float, key_norm_weight: float, *, rounding: float = 2.0**-8
 ) -> float:
-    """U of a head whose queries and keys are RMS-normalised: |scale|·D·max|g_q|·max|g_k|, a constant of the weights.
+    """U of a head whose queries and keys are RMS-normalized: |scale|·D·max|g_q|·max|g_k|, a constant of the weights.
 
-    RMS normalisation without offset gives ‖q‖ ≤ √D·max|g_q|. `rounding` is the half unit of the dtype in which
+    RMS normalization without offset gives ‖q‖ ≤ √D·max|g_q|. `rounding` is the half unit of the dtype in which
     the results are stored (2⁻⁸ for bfloat16, the coarsest), once for q and once for k.
     """
     return abs(scale) * head_dim * abs(query_norm_weight) * abs(key_norm_weight) * (1.0 + rounding) ** 2
 
 
 def static_reach(slope: float, upper: float, tolerance: float, *, slack: float = 0.0) -> int:
-    """The reach that holds before any query exists: every query sees its own key, so λ ≥ −U.
+    """A reach that holds for all queries, known in advance: every query sees its own key, so λ ≥ −U.
 
-    reach = ⌈(2U + ln(1/ε) − ln(1 − e^(−m))) / m⌉. A cache may forget what lies beyond it (see `nn.ALiBiAttention`).
+    reach = ⌈(2U + ln(1/ε) − ln(1 − e^(−m))) / m⌉. A cache may drop the keys beyond it (see `nn.ALiBiAttention`).
 
     >>> static_reach(0.5, 8.0, 2.0**-28)
     73

@@ -60,10 +60,10 @@ def interpolate_slopes(
 
     With s = target / trained:
 
-        "linear":  m·1/s                position interpolation: every distance looks s times shorter
+        "linear":  m·1/s                position interpolation: every distance appears s times shorter
         "ntk":     m·s^(−t)             t = ln(m_max/m) / ln(m_max/m_min): the steepest head is unchanged, the
-                                        flattest divided by s, geometric between in the logarithm of the slope,
-                                        whatever the order of the heads
+                                        flattest is divided by s, and slopes in between are interpolated
+                                        geometrically; the order of the heads does not matter
 
     Heads of slope 0 stay 0. With "ntk" and one distinct slope the result is that of "linear". A target that is not
     longer than the trained length changes nothing.
@@ -82,7 +82,9 @@ def interpolate_slopes(
     """
     m = np.asarray(slopes, dtype=np.float64)
     if m.ndim != 1 or m.size == 0:
-        raise ValueError(f"slopes has shape {list(m.shape)} but must be [H], one slope a head, as alibi_slopes(H) is")
+        raise ValueError(
+            f"slopes has shape {list(m.shape)} but must be [H], one slope per head, such as alibi_slopes(H)"
+        )
     if not np.all(np.isfinite(m)) or np.any(m < 0):
         raise ValueError(f"slopes must be finite and not negative to be interpolated but are {m.tolist()}")
     for name, length in (("trained", trained), ("target", target)):

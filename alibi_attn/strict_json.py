@@ -1,22 +1,22 @@
-"""Strict JSON: every JSON file from outside the package is read here, or refused with what is wrong in it.
+"""Strict JSON: every JSON file from outside the package is read here, or refused with the reason.
 
 Python's reader accepts more than JSON (NaN, Infinity, a name twice, 1e999 as infinity, half of a surrogate pair) and can raise
 three other exceptions: RecursionError for a file of brackets, ValueError for a number of thousands of digits, and
-UnicodeDecodeError for bytes that are not text. Here every case is one error; the caller adds which file, and what to do.
+UnicodeDecodeError for bytes that are not text. Here every case is one error; the caller adds the file's name and the remedy.
 """
 
 import json
 import math
 
-DEEPEST = 50  # lists and objects inside one another; what is written here has eight at most
+DEEPEST = 50  # nested lists and objects; the package's own files have at most eight levels
 
 
 class JsonError(ValueError):
-    """What is wrong, without the name of the file."""
+    """The reason, without the name of the file."""
 
 
 def parse(content: bytes) -> object:
-    """The value of a JSON text (RFC 8259) in UTF-8, whose numbers all fit a float and whose names come once.
+    """The value of a JSON text (RFC 8259) in UTF-8, with numbers that fit a float and no duplicate names.
 
     Raises:
         JsonError: anything else.
@@ -67,11 +67,11 @@ def _number(digits: str) -> float:
 
 
 def _constant(name: str) -> float:
-    raise JsonError(f"{name} is not JSON; null stands for what was not measured")
+    raise JsonError(f"{name} is not JSON; use null for values that were not measured")
 
 
 def _check_depth(value: object) -> None:
-    """Not by recursion, and before anybody recurses into it."""
+    """Checks the depth without recursion, before other functions recurse into the value."""
     level, depth = [value], 0
     while level := [x for x in level if isinstance(x, dict | list)]:
         depth += 1

@@ -1,6 +1,6 @@
 """From nats per token to the units that papers print. Means are taken in nats; these are the last step.
 
-A mean over tokens is turned into one over words or bytes by the ratio of the two in the scored text: the sum of the losses
+A mean over tokens becomes one over words or bytes by the ratio of the two in the scored text, because the sum of the losses
 is the same. Perplexities of different tokenizers can be compared per word or per byte, never per token.
 """
 
@@ -8,7 +8,7 @@ import math
 
 
 def perplexity(nats_per_token: float) -> float:
-    """e^n; infinite where that is more than a float can hold.
+    """e^n; infinite if it does not fit a float.
 
     >>> round(perplexity(2.5), 3)
     12.182
@@ -17,7 +17,7 @@ def perplexity(nats_per_token: float) -> float:
 
 
 def word_perplexity(nats_per_token: float, *, words_per_token: float) -> float:
-    """e^(n·tokens/words): of a text in pieces, what a model of words would have (WikiText-103 counts line ends as words).
+    """e^(n·tokens/words): the perplexity of a word-level model with the same total loss (WikiText-103 counts line ends as words).
 
     >>> round(word_perplexity(2.5, words_per_token=0.5), 3)
     148.413
@@ -26,7 +26,7 @@ def word_perplexity(nats_per_token: float, *, words_per_token: float) -> float:
 
 
 def bits_per_byte(nats_per_token: float, *, bytes_per_token: float) -> float:
-    """n·tokens/bytes/ln 2; where tokens are bytes, bits per character of ASCII.
+    """n·tokens/bytes/ln 2; for tokens that are bytes, bits per ASCII character.
 
     >>> round(bits_per_byte(2.5, bytes_per_token=4), 3)
     0.902

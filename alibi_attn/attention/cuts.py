@@ -46,7 +46,7 @@ def with_segments(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tupl
         spec = _heads_as_sequences(spec)
         query, key, value = (x.flatten(0, 1)[:, None] for x in (query, key, value))
         start = start.flatten(0, 1)[:, None]
-    # A key belongs to the last cut up to its position that any query knows; the cuts that none knows separate nothing.
+    # A key belongs to the last cut up to its position that is some query's last cut; other cuts separate nothing.
     of_query = start[:, 0]
     of_key = of_query.new_zeros(of_query.shape[0], spec.key_len).scatter(-1, of_query, of_query).cummax(-1).values
     if spec.query_segments is not None and spec.key_segments is not None:

@@ -4,7 +4,7 @@
 known before any far key is read. On a GPU the kernels' plan is computed from these norms, also for chunks of a long prompt. On a
 CPU a kernel moves outward from each query and skips tile by tile. Without a compiler, with gates, or with numbers that are
 not finite, each head of each row attends to a slice instead: its last keys, and the outlier tiles before them. Rows may be
-padded: each then counts from the last key that it may see.
+padded: each is then relative to its last visible key.
 """
 
 import dataclasses

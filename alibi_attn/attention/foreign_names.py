@@ -6,7 +6,7 @@ from typing import TypeVar
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 
-_MASK = "key_mask [B, S], True = may be seen"
+_MASK = "key_mask [B, S], True = visible"
 _NO_LENGTH = "leave it out: there is no maximum length"
 _NO_WEIGHTS = "leave it out: the weights are never materialized"
 _CACHE = "cache=KVCache(), made once per layer"
