@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 OWNER := $(BIN)/python tests/support/processes/environment_owner.py $(VENV) $(CURDIR)
 
-.PHONY: help setup ready demo test tests sources test-all test-levels sanitize check docs format clean
+.PHONY: help setup ready demo test tests sources test-all test-levels sanitize wheels release-check check docs format clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -31,7 +31,7 @@ test: ready ## Check formatting, lint, types and architecture, and run the tests
 	@$(MAKE) --no-print-directory -j 2 sources tests
 
 test-all: ready check ## The same with full case lists, long fuzzes, the built wheel and sdist (half an hour on two cores)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[index,notebooks,onnx]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[index,notebooks,onnx,wheels]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -m "long or not long" --timeout 1800
 
 test-levels: ready ## Test the C++ kernels compiled for every instruction level of this processor (minutes)
@@ -39,6 +39,15 @@ test-levels: ready ## Test the C++ kernels compiled for every instruction level 
 
 sanitize: ready ## Test the C++ kernels under the address and undefined-behavior sanitizers (minutes)
 	$(BIN)/python tests/support/fuzz/sanitized.py
+
+wheels: ready ## Build and check the wheels of all systems and the sdist, in dist/ (minutes)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[wheels]'
+	rm -rf dist
+	$(BIN)/python release/wheels.py dist
+	$(BIN)/python release/check.py dist
+
+release-check: wheels ## Check everything a release needs: version, CHANGELOG, wheels, and the package from its wheel
+	$(BIN)/python release/check.py dist --release
 
 # `tests` includes the architecture test. Both run at the same time in `make test`, because mypy alone leaves a core idle.
 tests: ready

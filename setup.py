@@ -1,12 +1,11 @@
-"""The kernels in a wheel: `pip wheel .` compiles them for every level of instructions of x86-64. All else is in pyproject.toml.
+"""The kernels in a wheel: `pip wheel .` compiles them for every instruction level of this machine. The rest is in pyproject.toml.
 
-They are called through ctypes and know neither Python nor torch, so one wheel serves all versions of both: py3-none-linux_x86_64.
-On other systems, and where CXX names nothing and there is no g++, the wheel is the pure one, py3-none-any, whose kernels are
-compiled on the first call; so they are in an editable install. A compiler that fails, or is not GCC, ends the build.
+They are called through ctypes and depend on neither Python nor torch, so one wheel serves all versions of both, for example
+py3-none-linux_x86_64. Without a compiler the wheel is pure, py3-none-any, and the first call compiles the kernels; an editable
+install does the same. A compiler that fails ends the build. `release/wheels.py` makes the wheels of all systems on one machine.
 """
 
 import os
-import platform
 import shutil
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
-# What the first call compiles with; it loads no other package.
+# Loads no other package.
 sys.path.insert(0, str(Path(__file__).parent))
 from alibi_attn.attention.backends.native import build
 from alibi_attn.attention.backends.native.levels import LEVELS
@@ -25,10 +24,10 @@ FOLDER = "alibi_attn/attention/backends/native"
 
 
 class BuildKernels(build_ext):
-    """Plain libraries, by the commands of `build.py`."""
+    """Plain libraries, compiled by `build.py`."""
 
     def run(self) -> None:
-        """Nothing in the source tree, editable installs among that: there they would hide every change of the sources."""
+        """Skips builds in the source tree (editable installs), where libraries would hide every change of the sources."""
         if not self.inplace:
             super().run()
 
@@ -36,13 +35,13 @@ class BuildKernels(build_ext):
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
-            build.compile_for_wheel(ext.sources, ext.extra_compile_args, target)
+            build.compile_for_wheel(next(x for x in LEVELS if ext.name.endswith(f".{build.shipped(x).stem}")), target)
         except build.BuildError as error:
             raise CompileError(str(error)) from None
 
     def get_ext_filename(self, fullname: str) -> str:
-        """Without the version of Python that its own extensions have."""
-        return f"{fullname.replace('.', '/')}.so"
+        """Without the version of Python that Python's own extensions have."""
+        return f"{fullname.replace('.', '/')}{build.SUFFIX}"
 
 
 class WheelForEveryPython(bdist_wheel):
@@ -51,20 +50,12 @@ class WheelForEveryPython(bdist_wheel):
 
 
 def kernels() -> list[Extension]:
-    """What a wheel that is made here holds: a library for every level."""
-    has_levels = (platform.system(), platform.machine()) == ("Linux", "x86_64")
-    if not has_levels or not (os.environ.get("CXX") or shutil.which("g++")):
+    """A library for every level of this machine."""
+    if not os.environ.get("CXX") and not any(map(shutil.which, build.COMPILERS)):
         return []
-    sources = [f"{FOLDER}/{name}" for name in build.SOURCES]
-    return [
-        Extension(
-            f"{FOLDER.replace('/', '.')}.{build.shipped(level).stem}",
-            sources,
-            depends=[f"{FOLDER}/{name}" for name in build.HEADERS],
-            extra_compile_args=[*build.FLAGS, *level.flags],
-        )
-        for level in LEVELS
-    ]
+    sources, depends = ([f"{FOLDER}/{name}" for name in names] for names in (build.SOURCES, build.HEADERS))
+    stems = [build.shipped(level).stem for level in LEVELS]
+    return [Extension(f"{FOLDER.replace('/', '.')}.{stem}", sources, depends=depends) for stem in stems]
 
 
 setup(ext_modules=kernels(), cmdclass={"build_ext": BuildKernels, "bdist_wheel": WheelForEveryPython})

@@ -26,7 +26,7 @@ UNDECLARED = {
         ("flash_attn", "llama_cpp", "ctranslate2", "gguf"), "of a peer that a benchmark measures where a user has it"
     ),
 }
-OF_TOOLS = {"dev", "docs", "notebooks", "onnx"}
+OF_TOOLS = {"dev", "docs", "notebooks", "onnx", "wheels"}
 NOT_IMPORTED = {
     "tensorboard": "torch writes its files, accelerate asks for it",
     "lancedb": "an example searches what `alibi embed --chunks` writes",

@@ -253,7 +253,8 @@ def test_an_sdist_is_installed_without_a_compiler_and_says_what_runs(built: Buil
     assert Path(home).is_relative_to(tmp_path / "environment")
     assert banded == "  banded     runs (picked by auto)"
     assert native == (
-        "  native     cannot: there is no C++ compiler 'g++' to build it with; install g++, or name yours in CXX"
+        "  native     cannot: there is no C++ compiler (g++ or clang++); install g++ (on Debian and Ubuntu: apt install g++), "
+        "or set CXX to the path of one"
     )
 
 
@@ -262,7 +263,7 @@ def test_an_editable_install_is_the_tree_and_compiles_nothing(built: Built, tmp_
     programs = installed(built.tree, tmp_path / "environment", HERE, editable=True)
     home, why = run([str(programs / "python"), "-c", WHERE], tmp_path, **NO_COMPILER).splitlines()
     assert Path(home).is_relative_to(built.tree)
-    assert "there is no C++ compiler 'g++'" in why
+    assert "there is no C++ compiler (g++ or clang++)" in why
     assert files_of(built.tree) == before
 
 
@@ -275,7 +276,7 @@ def files_of(tree: Path) -> set[Path]:
 @pytest.mark.parametrize(
     ("compiler", "said"),
     [
-        ("no-such-compiler", "there is no C++ compiler 'no-such-compiler' to build it with"),
+        ("no-such-compiler", "CXX names the C++ compiler 'no-such-compiler', which is not installed"),
         ("false", "false could not compile it: exit status 1"),
     ],
 )

@@ -1,6 +1,7 @@
 """Attention from several Python threads, in DataLoader workers after it has run, and `alibi run` under `accelerate launch`."""
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -61,6 +62,75 @@ def test_dataloader_workers_attend_after_their_parent_did() -> None:
         assert all(torch.equal(found, right) for found, right in zip(loader, expected, strict=True))
     finally:
         torch.set_num_threads(threads)
+
+
+OWN_THREADS = """
+import ctypes, os, threading, torch
+from alibi_attn import alibi_attention
+from alibi_attn.attention.backends.native import build
+
+def gradients(seed):
+    generator = torch.Generator().manual_seed(seed)
+    leaves = [torch.randn(2, 4, 200, 16, generator=generator).requires_grad_() for _ in range(3)]
+    output = alibi_attention(*leaves, backend="native")
+    return output.detach(), *torch.autograd.grad(output.sum(), leaves)
+
+def assert_right(seed):  # in tensors so small that torch computes with one thread, because its own threads hang after a fork
+    assert all(map(torch.equal, gradients(seed), alone[seed])), seed
+
+torch.set_num_threads(3)
+library = build.library()
+alone = [gradients(seed) for seed in range(6)]  # on the threads of torch's OpenMP, where it has one
+library.alibi_only_own_threads(ctypes.c_int64(1))
+running = [threading.Thread(target=lambda seed=seed: [assert_right(seed) for _ in range(20)]) for seed in range(6)]
+for thread in running: thread.start()
+for thread in running: thread.join()
+if hasattr(os, "fork"):
+    child = os.fork()  # without the parent's threads
+    if child == 0:
+        assert_right(0)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+for seed in range(6): assert_right(seed)
+print("right")
+"""
+
+
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
+def test_native_on_its_own_threads_gives_the_same_bits_in_threads_and_forks() -> None:
+    """As without torch's OpenMP: on macOS, on Windows, and in JAX alone."""
+    command = [sys.executable, "-W", "ignore", "-c", OWN_THREADS]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("right")
+
+
+WITHOUT_THREADS = """
+import ctypes, os, torch
+from alibi_attn import alibi_attention
+from alibi_attn.attention.backends.native import build
+
+build.library().alibi_only_own_threads(ctypes.c_int64(1))
+torch.set_num_threads(4)
+query, key, value = torch.randn(3, 1, 4, 300, 16)
+before = len(os.listdir("/proc/self/task"))
+output = alibi_attention(query, key, value, backend="native")
+assert len(os.listdir("/proc/self/task")) == before
+torch.set_num_threads(1)
+assert torch.equal(output, alibi_attention(query, key, value, backend="native"))
+print("right")
+"""
+REFUSED = 'extern "C" int pthread_create(void *, const void *, void *(*)(void *), void *) { return 11; }'  # EAGAIN
+
+
+@pytest.mark.skipif(sys.platform != "linux" or not shutil.which("g++"), reason="refusing threads needs g++ on Linux")
+def test_native_computes_without_threads_that_the_system_refuses(tmp_path: Path) -> None:
+    (tmp_path / "refused.cpp").write_text(REFUSED)
+    subprocess.run(["g++", "-shared", "-fPIC", "refused.cpp", "-o", "refused.so"], cwd=tmp_path, check=True)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "LD_PRELOAD": str(tmp_path / "refused.so")}
+    command = [sys.executable, "-W", "ignore", "-c", WITHOUT_THREADS]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=200)
+    assert (done.returncode, done.stdout) == (0, "right\n"), done.stderr
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-// What kernels get in place of NaN, inf and overflowing products: `without_bad_numbers` of `attention/visibility.py` in C++.
+// Replaces NaN, inf and numbers whose products overflow: `without_bad_numbers` of `attention/visibility.py` in C++.
 
 #pragma once
 
@@ -6,7 +6,7 @@
 
 #include "packed.hpp"
 
-// Which query sees which key, cuts among the gates included: the kernels know those as biases that are lower by 2^20.
+// Which query sees which key, including cuts by gates, which are biases lower by 2^20 in the kernels.
 template <typename Real>
 struct Sight {
     const Call<Real> &call;
@@ -16,7 +16,7 @@ struct Sight {
 
     bool has(int64_t b, int64_t h, int64_t i, int64_t j) const { return j >= start(b, h, i) && sees(call, b, h, i, j); }
 
-    // Mostly a query sees its own key, and the first look is the last.
+    // Starts at the query's own key, which it usually sees.
     bool is_blinded_by_cut(int64_t b, int64_t h, int64_t i) const {
         const int64_t from = start(b, h, i);
         if (from == 0) return false;
@@ -26,9 +26,9 @@ struct Sight {
     }
 };
 
-// Zeros for keys that no query sees, as far as positions, biases, mask and segments tell.
+// Zeros the keys that no query sees, judged by positions, biases, mask and segments.
 template <typename Real, typename Number>
-void zero_what_nobody_sees(const Call<Real> &call, Packed<Number> &keys, Packed<Number> &values) {
+void zero_unseen(const Call<Real> &call, Packed<Number> &keys, Packed<Number> &values) {
     const int64_t window = call.window ? call.window : INT64_MAX / 4, group = call.H / call.K;
     for (int64_t b = 0; b < call.B; b++) {
         const int64_t first = call.first[b], end = first + call.T;
@@ -50,7 +50,7 @@ void zero_what_nobody_sees(const Call<Real> &call, Packed<Number> &keys, Packed<
     }
 }
 
-// [B, H, T]: queries that see NaN or inf, which are zeros from now on, and biases -inf; empty where there are none.
+// [B, H, T]: the queries that see NaN or inf; empty if there are none. The bad numbers become 0, and bad biases -inf.
 template <typename Real, typename Number>
 std::vector<uint8_t> clean(const Sight<Real> &sight, Packed<Number> &queries, Packed<Number> &keys, Packed<Number> &values,
                            std::vector<double> &key_bias) {
@@ -58,11 +58,10 @@ std::vector<uint8_t> clean(const Sight<Real> &sight, Packed<Number> &queries, Pa
     const bool has_bad_bias = !std::all_of(key_bias.begin(), key_bias.end(), [](double b) { return b < INFINITY; });
     if (queries.is_moderate && keys.is_moderate && values.is_moderate && !has_bad_bias) return {};
     queries.detach(), keys.detach(), values.detach();
-    zero_what_nobody_sees(call, keys, values);
+    zero_unseen(call, keys, values);
     const int64_t group = call.H / call.K;
     std::vector<uint8_t> poisoned(call.B * call.H * call.T, 0);
-#pragma omp parallel for num_threads(call.threads)
-    for (int64_t head = 0; head < call.B * call.K; head++) {
+    const auto clean_head = [&](int64_t head) {
         const int64_t b = head / call.K, k = head % call.K;
         std::vector<int64_t> bad_keys;
         for (int64_t j = 0; j < call.S; j++) {
@@ -85,6 +84,7 @@ std::vector<uint8_t> clean(const Sight<Real> &sight, Packed<Number> &queries, Pa
             }
             for (size_t n = bad_keys.size(); n < bad.size(); n++) biases[bad[n]] = -INFINITY;
         }
-    }
+    };
+    in_parallel(call.threads, [&](Member &member) { member.for_each(call.B * call.K, clean_head); });
     return poisoned;
 }

@@ -1,10 +1,8 @@
-// The kernels of `attention/backends/native` as targets of XLA's foreign function interface: `native.py` calls them.
+// The kernels of `attention/backends/native` as targets of XLA's foreign function interface; `native.py` calls them.
 //
-// Arrays come as XLA has them, [B, T, H, D] and row by row; axes that `vmap` put before them are runs of the batch. An array that
-// the call has not comes with no elements. What a kernel wants in fp64 or int64, which JAX may not have, is widened here, and
-// what it finds in fp64 is narrowed.
-
-#include <omp.h>
+// Arrays have XLA's row-major layout, [B, T, H, D]; axes that `vmap` puts before them are runs of the batch. A missing array has no
+// elements. Arguments that a kernel needs in fp64 or int64, which JAX may not have enabled, are widened here, and fp64 results are
+// narrowed.
 
 #include <cstring>
 #include <limits>
@@ -27,10 +25,14 @@ enum Operand {
 enum ForwardResult { OF_OUTPUT, OF_LSE, OF_ROWS, OF_VISITED, FORWARD_RESULTS };
 enum BackwardResult { OF_QUERY, OF_KEY, OF_VALUE, OF_SLOPES, OF_RIGHT_SLOPES, OF_KEY_BIAS, OF_QUERY_BIAS, BACKWARD_RESULTS };
 
-enum { FEW_BLOCKS = 2 };  // read their keys but once or twice
+enum { FEW_BLOCKS = 2 };  // so few blocks read their keys only once or twice
 
-// The kernels: forward and backward in float, and in double.
-void (*kernels[4])(const void *) = {};
+// The functions of the kernels' library that this one calls, in the order of `native.py`.
+struct Kernels {
+    void (*run[4])(const void *);  // forward and backward in float, then in double
+    void (*run_team)(int64_t, void (*)(void *), void *);
+    int64_t (*most_threads)();
+} kernels = {};
 
 struct Settings {
     int64_t causal, dropout_threshold;
@@ -40,7 +42,7 @@ struct Settings {
 
 using Buffers = std::vector<ffi::AnyBuffer>;
 
-// The numbers of an array, or null where the call has none.
+// The numbers of an array, or null if the call has none.
 template <typename Number>
 Number *numbers_of(const ffi::AnyBuffer &array) {
     return array.element_count() ? static_cast<Number *>(array.untyped_data()) : nullptr;
@@ -69,13 +71,13 @@ void narrow(const std::vector<double> &from, const ffi::AnyBuffer &to) {
     else std::copy(from.begin(), from.end(), static_cast<float *>(to.untyped_data()));
 }
 
-// A call in the words of `call.hpp`, and what lives as long as it.
+// A call as `call.hpp` defines it, and the arrays it owns.
 template <typename Real>
 struct Laid {
     Call<Real> call = {};
     std::vector<int64_t> first, seeds;
     std::vector<double> key_bias;
-    std::vector<int32_t> segments;  // of queries, then of keys, where they came as int64
+    std::vector<int32_t> segments;  // of queries, then of keys, if they were int64
     Sight<Real> sight;
 
     Laid(const Buffers &in, const Settings &settings) : sight{call, numbers_of<const int32_t>(in[QUERY_START])} {
@@ -111,7 +113,7 @@ struct Laid {
         return {call.B, call.S, call.K, call.D, int(call.threads), numbers_of<Number>(array)};
     }
 
-    // Queries, keys, values, and others. Returns [B, H, T], which queries see NaN or inf, or nothing.
+    // Reads queries, keys, values, and other arrays. Returns [B, H, T], which queries see NaN or inf, or nothing.
     template <typename Number>
     std::vector<uint8_t> read(std::initializer_list<Packed<Number> *> arrays) {
         for_all(&Packed<Number>::read, arrays);
@@ -124,7 +126,7 @@ struct Laid {
         return poisoned;
     }
 
-    // Only whether two are equal counts: those of int64 go by their rank.
+    // Segments are only compared for equality, so int64 ones are replaced by their rank.
     void take_segments(const ffi::AnyBuffer &of_queries, const ffi::AnyBuffer &of_keys) {
         call.query_segments = numbers_of<const int32_t>(of_queries), call.key_segments = numbers_of<const int32_t>(of_keys);
         if (!call.query_segments || (is_narrow(of_queries) && is_narrow(of_keys))) return;
@@ -141,7 +143,7 @@ struct Laid {
     }
 };
 
-// In `Real`, of rows that are stored in `Number`.
+// Computes in `Real`, with rows stored as `Number`.
 template <typename Real, typename Number = Real>
 void forward(const Buffers &in, const Buffers &out, const Settings &settings) {
     Laid<Real> laid(in, settings);
@@ -155,7 +157,7 @@ void forward(const Buffers &in, const Buffers &out, const Settings &settings) {
     std::vector<double> lse(call.B * call.H * call.T);
     call.output = output.template rows<Real>(), call.lse = lse.data();
     call.rows = numbers_of<Real>(out[OF_ROWS]), call.visited = numbers_of<int32_t>(out[OF_VISITED]);
-    kernels[sizeof(Real) == 8 ? 2 : 0](&call);
+    kernels.run[sizeof(Real) == 8 ? 2 : 0](&call);
     const std::vector<double> of_queries = sum_of_two(in[QUERY_BIAS], in[QUERY_BIAS_LOW]);
     const bool is_wide = out[OF_LSE].element_type() == ffi::DataType::F64;
     const double largest = is_wide ? std::numeric_limits<double>::max() : std::numeric_limits<float>::max();
@@ -165,10 +167,10 @@ void forward(const Buffers &in, const Buffers &out, const Settings &settings) {
             lse[row] = -INFINITY;
             output.fill(b * call.T + i, h, Number(0));
         }
-        // A query that sees nothing: whatever its scores are, its weights are 0 in backward.
+        // A query that sees nothing has weights 0 in backward, whatever its scores are.
         if (lse[row] == -INFINITY) call.row_max(b, h)[i] = INFINITY;
         if (!of_queries.empty()) lse[row] += of_queries[row];
-        // Not infinite where its dtype cannot hold it: -inf is for queries that see nothing.
+        // Clamped to the range of its dtype: -inf is for queries that see nothing.
         if (lse[row] > -INFINITY) lse[row] = std::max(-largest, std::min(lse[row], largest));
         if (poisoned.empty() || !poisoned[row]) continue;
         lse[row] = NAN;
@@ -193,7 +195,7 @@ void backward(const Buffers &in, const Buffers &out, const Settings &settings) {
     call.grad = grads.template rows<const Real>(), call.grad_lse = numbers_of<const Real>(in[GRAD_LSE]);
     call.output = output.template rows<Real>();
     call.rows = numbers_of<Real>(in[ROWS]), call.visited = numbers_of<int32_t>(in[VISITED]);
-    // What comes for a query that saw nothing reaches no gradient, whatever it is.
+    // The incoming gradient of a query that saw nothing is ignored.
     for (int64_t b = 0; b < call.B; b++)
         for (int64_t at = 0; at < call.H * call.T; at++)
             if (call.row_max(b, 0)[at] == INFINITY) grads.zero(b * call.T + at % call.T, at / call.T);
@@ -203,7 +205,7 @@ void backward(const Buffers &in, const Buffers &out, const Settings &settings) {
     std::vector<double> of_keys(out[OF_KEY_BIAS].element_count()), of_queries(of_keys.empty() ? 0 : heads * call.T);
     if (!slopes.empty()) call.slope_grads = slopes.data();
     if (!of_keys.empty()) call.key_bias_grad = of_keys.data(), call.query_bias_grad = of_queries.data();
-    kernels[sizeof(Real) == 8 ? 3 : 1](&call);
+    kernels.run[sizeof(Real) == 8 ? 3 : 1](&call);
     for_all(&Packed<Real>::write, {&query_grad, &key_grad, &value_grad});
     if (!of_keys.empty()) narrow(of_keys, out[OF_KEY_BIAS]);
     if (out[OF_QUERY_BIAS].element_count()) narrow(of_queries, out[OF_QUERY_BIAS]);
@@ -223,8 +225,8 @@ ffi::Error call_of(
     Buffers in, out;
     for (size_t n = 0; n < operands; n++) in.push_back(*args.get<ffi::AnyBuffer>(n));
     for (size_t n = 0; n < results; n++) out.push_back(**rets.get<ffi::AnyBuffer>(n));
-    // As many threads as XLA's own, or fewer where OpenMP is told so.
-    settings.threads = int(std::max<int64_t>(1, std::min<int64_t>(pool.num_threads(), omp_get_max_threads())));
+    // As many threads as XLA's own, or fewer if OpenMP's settings say so.
+    settings.threads = int(std::max<int64_t>(1, std::min<int64_t>(pool.num_threads(), kernels.most_threads())));
     const DenormalNumbers are_kept;
     const ffi::DataType dtype = in[QUERY].element_type();
     if (dtype == ffi::DataType::F64) is_forward ? forward<double>(in, out, settings) : backward<double>(in, out, settings);
@@ -246,11 +248,15 @@ auto binding() {
 
 }  // namespace
 
+#pragma GCC visibility push(default)
 XLA_FFI_DEFINE_HANDLER_SYMBOL(alibi_xla_forward, handle<true>, binding());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(alibi_xla_backward, handle<false>, binding());
+#pragma GCC visibility pop
 
-// Tell where the kernels are: those of float, then those of double, forward and backward; returns the size of a `Call`.
-extern "C" int64_t alibi_xla_bind(void *const *found) {
-    std::memcpy(kernels, found, sizeof kernels);
+void alibi_run_team(int64_t threads, void (*work)(void *), void *context) { kernels.run_team(threads, work, context); }
+
+// Sets the addresses of `Kernels`; returns the size of a `Call`.
+EXPORT int64_t alibi_xla_bind(void *const *addresses) {
+    std::memcpy(&kernels, addresses, sizeof kernels);
     return sizeof(Call<float>);
 }

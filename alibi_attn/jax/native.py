@@ -67,7 +67,10 @@ def _registered() -> str | None:
     return None
 
 
-_IN_ORDER = ("alibi_forward_float32", "alibi_backward_float32", "alibi_forward_float64", "alibi_backward_float64")
+_IN_ORDER = (
+    "alibi_forward_float32", "alibi_backward_float32", "alibi_forward_float64", "alibi_backward_float64", "alibi_run_team",
+    "alibi_most_threads",
+)  # fmt: skip
 
 
 def _address(library: ctypes.CDLL, function: str) -> int | None:

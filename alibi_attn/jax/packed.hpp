@@ -1,7 +1,7 @@
-// Rows of heads side by side, as XLA has them, [B, T, H, D], copied to where the rows of one head follow one another.
+// Arrays in XLA's layout, [B, T, H, D], copied so that the rows of one head are adjacent.
 //
-// A kernel reads a tile of keys many times, and 64 rows that are H D numbers apart fall into a few sets of the first cache: where
-// H D is a power of two a forward pass takes 1.2 to 1.4 times as long on such rows. A copy costs a hundredth of it.
+// A kernel reads a tile of keys many times, and 64 rows that are H D numbers apart map to a few sets of the first-level cache: if H
+// D is a power of two, a forward pass takes 1.2 to 1.4 times as long on such rows. A copy costs a hundredth of it.
 
 #pragma once
 
@@ -15,16 +15,17 @@
 #include <vector>
 
 #include "call.hpp"
+#include "threads.hpp"
 
 enum {
-    WIDTH = 16,  // numbers of the widest vector: what D becomes a multiple of, by zeros
-    LINE = 64,   // bytes
+    WIDTH = 16,  // numbers of the widest vector; D is padded with zeros to a multiple of it
     PAGE = 4096,
     MOST_KEPT = 1 << 28,
     FEW_TO_COPY = 1 << 17,
+    SOME_ROWS = 64,  // that a thread copies at a time
 };
 
-// What a number is: bf16 has the upper half of a float.
+// The value of a number; bf16 is the upper half of a float.
 template <typename Real>
 Real value_of(Real x) {
     return x;
@@ -41,13 +42,13 @@ constexpr Number NOT_A_NUMBER = Number(NAN);
 template <>
 inline constexpr Bf16 NOT_A_NUMBER<Bf16> = 0x7fc0;
 
-// [B, T, H, D] of XLA, and what the kernels get for it.
+// An array of XLA, [B, T, H, D], and the array that the kernels read or write instead.
 template <typename Number>
 struct Packed {
     int64_t B, T, H, D;
     int threads;
     Number *of_xla;
-    bool stays = false;       // what is read or written once a row may stay where it is, if D is a multiple of WIDTH
+    bool stays = false;       // not copied: rows are read or written once, and D is a multiple of WIDTH
     bool is_moderate = true;  // all are finite, and so small that no inner product of two rows overflows
     Number *numbers = nullptr;  // [B, H, T, width()]; [B, T, H, D] if it stays
     std::vector<Number> copy = {};
@@ -61,7 +62,7 @@ struct Packed {
         return same;
     }
 
-    // As a call has them, whose pointers to bf16 say float; strides are in numbers.
+    // For a call, whose pointers to bf16 have type float; strides are in numbers.
     template <typename Said = Number>
     Rows<Said> rows() const {
         Said *at = reinterpret_cast<Said *>(numbers);
@@ -69,45 +70,44 @@ struct Packed {
         return {at, H * T * width(), T * width(), width()};
     }
 
-    // Copy them, and look whether they are moderate; the rows are divided among the threads that call.
-    void read() {
+    // Copies the rows and checks that they are moderate; called by every thread of a team.
+    void read(Member &member) {
         using Real = decltype(value_of(Number()));
         const Real most = std::sqrt(sizeof(Real) == 4 ? Real(3.4e38) : Real(1.7e308)) / (16 * std::sqrt(Real(D)));
-        int wrong = 0;
-#pragma omp for schedule(static) nowait
-        for (int64_t row = 0; row < B * T; row++) {
-            for (int64_t h = 0; h < H; h++) {
-                const Number *from = of_xla + (row * H + h) * D;
-                int here = 0;
-                for (int64_t d = 0; d < D; d++) here |= !(std::abs(value_of(from[d])) <= most);
-                wrong |= here;
-                if (stays) continue;
-                std::copy_n(from, D, of(row, h));
-                std::fill_n(of(row, h) + D, width() - D, Number(0));
+        member.for_ranges(B * T, SOME_ROWS, [&](int64_t first, int64_t last) {
+            int wrong = 0;
+            for (int64_t row = first; row < last; row++) {
+                for (int64_t h = 0; h < H; h++) {
+                    const Number *from = of_xla + (row * H + h) * D;
+                    int here = 0;
+                    for (int64_t d = 0; d < D; d++) here |= !(std::abs(value_of(from[d])) <= most);
+                    wrong |= here;
+                    if (stays) continue;
+                    std::copy_n(from, D, of(row, h));
+                    std::fill_n(of(row, h) + D, width() - D, Number(0));
+                }
             }
-        }
-        if (wrong) {
-#pragma omp atomic write
-            is_moderate = false;
-        }
+            if (wrong) __atomic_store_n(&is_moderate, false, __ATOMIC_RELAXED);
+        });
     }
 
-    // Copy them back; as above.
-    void write() {
+    // Copies the rows back; called like `read`.
+    void write(Member &member) {
         if (stays) return;
-#pragma omp for schedule(static) nowait
-        for (int64_t row = 0; row < B * T; row++)
-            for (int64_t h = 0; h < H; h++) std::copy_n(of(row, h), D, of_xla + (row * H + h) * D);
+        member.for_ranges(B * T, SOME_ROWS, [&](int64_t first, int64_t last) {
+            for (int64_t row = first; row < last; row++)
+                for (int64_t h = 0; h < H; h++) std::copy_n(of(row, h), D, of_xla + (row * H + h) * D);
+        });
     }
 
-    // Make sure that what is changed is not XLA's.
+    // Copies XLA's array before it is changed.
     void detach() {
         if (!stays) return;
         copy.assign(of_xla, of_xla + B * T * H * D);
         numbers = copy.data();
     }
 
-    // Of row b T + i of a head.
+    // Row b T + i of a head.
     Number *of(int64_t row, int64_t h) const { return rows().of(row / T, h, row % T); }
 
     bool is_finite(int64_t row, int64_t h) const {
@@ -118,13 +118,14 @@ struct Packed {
     void zero(int64_t row, int64_t h) { fill(row, h, Number(0)); }
 };
 
-// Read or write several arrays, on as many threads as a call may use: a team has to meet but once. Few rows are quicker alone.
+// Reads or writes several arrays with one team of as many threads as the call may use; a few rows are copied by one thread.
 template <typename Number>
-void for_all(void (Packed<Number>::*copy)(), std::initializer_list<Packed<Number> *> arrays) {
+void for_all(void (Packed<Number>::*copy)(Member &), std::initializer_list<Packed<Number> *> arrays) {
     int64_t numbers = 0;
     for (const Packed<Number> *array : arrays) numbers += array->B * array->T * array->H * array->D;
-#pragma omp parallel num_threads((*arrays.begin())->threads) if (numbers > FEW_TO_COPY)
-    for (Packed<Number> *array : arrays) (array->*copy)();
+    in_parallel(numbers > FEW_TO_COPY ? (*arrays.begin())->threads : 1, [&](Member &member) {
+        for (Packed<Number> *array : arrays) (array->*copy)(member);
+    });
 }
 
 struct Piece {
@@ -132,8 +133,8 @@ struct Piece {
     int64_t bytes = 0;
 };
 
-// The memory of one call, in one piece. The last one is kept for the next call: what goes back to the system comes again page by
-// page, zeroed, which took from a tenth to a quarter of a backward pass.
+// The memory of one call, in one piece. It is kept for the next call: memory that is returned to the system is zeroed page by page
+// when it is allocated again, which took from a tenth to a quarter of a backward pass.
 class Memory {
    public:
     template <typename Number, typename Other = Number>
@@ -148,7 +149,7 @@ class Memory {
             const std::lock_guard<std::mutex> alone(guard);
             if (piece.bytes > kept.bytes) std::swap(piece, kept);
         }
-        std::free(piece.begin);
+        release(piece.begin);
     }
 
    private:
@@ -163,7 +164,7 @@ class Memory {
         return bytes;
     }
 
-    // Returns where they end.
+    // Returns the end of the last array.
     template <typename Number>
     static char *hand_out(std::initializer_list<Packed<Number> *> arrays, char *next) {
         for (Packed<Number> *array : arrays) {
@@ -180,6 +181,6 @@ class Memory {
             if (kept.bytes >= bytes) return std::exchange(kept, {});
         }
         const int64_t whole = (bytes + PAGE - 1) / PAGE * PAGE;
-        return {static_cast<char *>(std::aligned_alloc(PAGE, whole)), whole};
+        return {allocate<char>(whole, PAGE), whole};
     }
 };

@@ -287,9 +287,9 @@ def test_without_a_compiler_auto_takes_the_next_and_says_why(elsewhere: Path, mo
     q, k, v = draw()
     words = str(explain(q, k, v, SLOPES))
     assert "banded     runs (picked by auto)" in words
-    assert "native     cannot: there is no C++ compiler 'no-such-compiler'" in words
+    assert "native     cannot: CXX names the C++ compiler 'no-such-compiler', which is not installed" in words
     assert "install g++" in words
-    with pytest.raises(ValueError, match="backend 'native' cannot run this: there is no C\\+\\+ compiler"):
+    with pytest.raises(ValueError, match="backend 'native' cannot run this: CXX names the C\\+\\+ compiler"):
         alibi_attention(q, k, v, SLOPES, backend="native")
     torch.testing.assert_close(
         alibi_attention(q, k, v, SLOPES), alibi_attention(q, k, v, SLOPES, backend="reference"), atol=1e-5, rtol=1e-5

@@ -242,9 +242,12 @@ def test_a_cache_that_is_nowhere_is_done_without(
 @pytest.mark.parametrize(
     ("compiler_variable", "reason"),
     [
-        (" ", "CXX is ' ' but must name a C++ compiler, say g++; without CXX it is g++"),
-        ("'g++", 'CXX is "\'g++", which no shell can read (No closing quotation); name a C++ compiler in it'),
-        ("nothing g++", "there is no C++ compiler 'nothing' to build it with"),
+        (" ", "CXX is ' ' but must name a C++ compiler; unset it to use g++ or clang++"),
+        ("'g++", 'CXX is "\'g++", which cannot be split into words (No closing quotation); set it to a C++ compiler'),
+        (
+            "nothing g++",
+            "CXX names the C++ compiler 'nothing', which is not installed; install g++ (on Debian and Ubuntu: ",
+        ),
     ],
 )
 def test_a_compiler_that_is_none_is_told(
@@ -262,8 +265,20 @@ def test_a_wrapper_and_options_belong_to_the_compiler(
     assert asked_anew() is None
     assert len(kept(tmp_path)) == 2, "other options make another library"
     assert compiler.calls[1].startswith("-O1 -DA=b c -std=c++17")
-    monkeypatch.setenv("CXX", "")
-    assert build._command(os.environ["CXX"]) == ["g++"]
+
+
+def test_clang_is_used_without_gcc_and_the_error_without_both_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(
+        build.BuildError, match=r"no C\+\+ compiler \(g\+\+ or clang\+\+\); install g\+\+ .*, or set CXX"
+    ):
+        build._command(None)
+    for name in ("clang++", "g++"):  # the better one last
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+        assert build._command("") == [name]
 
 
 def test_a_compiler_that_takes_too_long_is_reported_without_its_arguments(tmp_path: Path) -> None:
@@ -286,6 +301,6 @@ def test_a_full_disk_is_told(compiler: Compiler, tmp_path: Path, monkeypatch: py
     assert str(asked_anew()) == f"{full} could not compile it: ld: final link failed: No space left on device"
     monkeypatch.setenv("CXX", shlex.quote(str(compiler.path)))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
-    assert "there is no room to compile it in: " in str(asked_anew())
-    assert "name a folder in TMPDIR" in str(asked_anew())
+    assert "the temporary folder cannot be used: " in str(asked_anew())
+    assert "set TMPDIR to a folder with free space" in str(asked_anew())
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))

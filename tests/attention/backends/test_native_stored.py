@@ -12,16 +12,17 @@ from alibi_attn.attention.backends.native import build, decoding
 
 SOURCE = """
 #include "stored.hpp"
+#include "system.hpp"
 template <typename Stored> INLINE void widen_all(const Stored *x, float *one_by_one, float *vectors, int64_t n) {
     for (int64_t i = 0; i < n; i++) one_by_one[i] = as_float(x[i]);
     for (int64_t i = 0; i < n; i += VL<float>) store(vectors + i, load_floats(x + i));
 }
-extern "C" void widen_float16(const Float16 *x, float *y, float *z, int64_t n) { widen_all(x, y, z, n); }
-extern "C" void widen_bfloat16(const BFloat16 *x, float *y, float *z, int64_t n) { widen_all(x, y, z, n); }
-extern "C" void narrow_float16(const float *x, Float16 *y, int64_t n) {
+EXPORT void widen_float16(const Float16 *x, float *y, float *z, int64_t n) { widen_all(x, y, z, n); }
+EXPORT void widen_bfloat16(const BFloat16 *x, float *y, float *z, int64_t n) { widen_all(x, y, z, n); }
+EXPORT void narrow_float16(const float *x, Float16 *y, int64_t n) {
     for (int64_t i = 0; i < n; i++) y[i] = from_float<Float16>(x[i]);
 }
-extern "C" void narrow_bfloat16(const float *x, BFloat16 *y, int64_t n) {
+EXPORT void narrow_bfloat16(const float *x, BFloat16 *y, int64_t n) {
     for (int64_t i = 0; i < n; i++) y[i] = from_float<BFloat16>(x[i]);
 }
 """

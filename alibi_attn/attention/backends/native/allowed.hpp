@@ -1,4 +1,4 @@
-// Which keys the masks allow a block of queries at all, as one interval: window, causality, key mask, segments.
+// The interval of keys that the masks (window, causality, key mask, segments) allow to a block of queries.
 
 #pragma once
 
@@ -7,7 +7,7 @@
 
 #include "call.hpp"
 
-// The segments of every BLOCK positions of a row, and their extremes over all tiles up to one and from one on.
+// The smallest and largest segment in every tile of a row, and the extremes over all tiles up to it and from it on.
 struct SegmentTiles {
     std::vector<int32_t> least, most, least_before, most_before, least_after, most_after;
 
@@ -28,7 +28,7 @@ struct SegmentTiles {
         }
     }
 
-    // Tiles [first, last) outside of which no number lies in [low, high].
+    // Tiles [first, last) that include all tiles with a segment in [low, high].
     void meet(int32_t low, int32_t high, int64_t *first, int64_t *last) const {
         const auto reaches = [&](int32_t x, int32_t bound) { return x < bound; };
         const auto falls = [&](int32_t x, int32_t bound) { return x > bound; };
@@ -41,7 +41,7 @@ struct SegmentTiles {
     }
 };
 
-// Write `low` and `high` of every range, and leave its band empty.
+// Writes `low` and `high` of every range, with an empty band.
 template <typename Real>
 void allow(const Call<Real> &call) {
     const Visited<Real> visited = {call};

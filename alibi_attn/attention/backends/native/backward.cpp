@@ -1,38 +1,37 @@
-// Backward: the same keys as forward, from the maxima and sums that it left.
+// Backward: reads the keys that forward read, with the maxima and sums that forward saved.
 //
-// No atomics: the same bits every time with the same number of threads. Another number makes other tasks, whose sums round
-// differently.
-//
-// What a task keeps apart (see `BackwardTask`) is added at the end, in the order of the tasks.
+// Gradients need no atomics, so the same number of threads gives the same bits. Another number divides the work into other tasks,
+// whose sums round differently. The separate sums of tasks (see `BackwardTask`) are added at the end, in the order of the tasks.
 
 #include "denormals.hpp"
 #include "diagonals.hpp"
 #include "dropout.hpp"
 #include "tasks.hpp"
+#include "threads.hpp"
 
 namespace {
 
-// What one block adds to the gradients of its head's slopes: -sum over j of ds |i - j|, on the left and on the right.
+// One block's part of the gradients of its head's slopes: -sum over j of ds |i - j|, on the left and on the right.
 //
-// Rows of ds add up to dlse, on paper; in floats they are off by what inner rounds, which grows with the distance. So each row is
-// centered by what it computed: ds + p (dlse - sum of ds) / (sum of p). In far tiles distances are summed from the first key on,
-// and the tile's own distance counts in double: 10^6 tokens away no digit is lost.
+// Mathematically, a row of ds sums to dlse; in floating point the rounding of the inner products adds an error that the distance
+// multiplies. So each row is centered: ds + p (dlse - sum of ds) / (sum of p). In far tiles distances are relative to the first
+// key, and the tile's own distance is added in double, so that no digit is lost 10^6 tokens away.
 template <typename Real>
 struct SlopeGradient {
-    // Of every query, on either side: sums over the keys of ds, p, ds |i - j| and p |i - j|.
+    // For every query and side: sums over the keys of ds, p, ds |i - j| and p |i - j|.
     enum { DS, P, DS_AWAY, P_AWAY, SUMS };
     double sums[2][SUMS][BLOCK];
 
     void begin() { std::fill_n(&sums[0][0][0], 2 * SUMS * BLOCK, 0.0); }
 
     void visit(const Block<Real> &block, int64_t key, int count, const Real *weights, const Real *moments) {
-        const int64_t ahead = block.position - key;  // how far query 0 is behind the tile's first key
+        const int64_t ahead = block.position - key;  // from the tile's first key to query 0
         const bool some_left = ahead + block.rows > 0, some_right = ahead < count - 1 && block.looks_right;
         if (some_left) visit_side<0>(ahead, count, weights, moments, some_right);
         if (some_right) visit_side<1>(ahead, count, weights, moments, some_left);
     }
 
-    // -(ds |i - j|) of all queries, added to the task's; dlse is what the rows of ds must add up to.
+    // Adds -(ds |i - j|) of all queries to the task's sums; each row of ds must sum to dlse.
     void end(const Block<Real> &block, double *slope_grads) const {
         for (int i = 0; i < block.rows; i++) {
             const double weight = sums[0][P][i] + sums[1][P][i];
@@ -71,8 +70,8 @@ struct SlopeGradient {
     }
 };
 
-// What one block of queries and a few keys add to the gradients of biases: sums of ds over the queries of each key, and over the
-// keys of each query. Both in double and of the same numbers: a gate's gradient is a sum over many of their differences.
+// The gradients of biases: sums of ds over the queries for each key, and over the keys for each query. Both are in double and use
+// the same numbers, because a gate's gradient is a sum over many of their differences.
 template <typename Real>
 struct BiasGradient {
     double of_queries[BLOCK];
@@ -83,7 +82,7 @@ struct BiasGradient {
     void visit(int count, const Real *moments, double *of_keys, int64_t stride) {
         constexpr int L = VL<double>;
         for (int j = 0; j < count; j++, moments += BLOCK) {
-            double parts[L] = {}, sum = 0;  // apart, so that they are one vector
+            double parts[L] = {}, sum = 0;  // one vector of partial sums
             for (int v = 0; v < BLOCK; v += L)
                 for (int i = 0; i < L; i++) {
                     const double moment = moments[v + i];
@@ -101,15 +100,15 @@ struct Backward {
     Real *weights, *moments, *grads, *query_grad;  // [BLOCK][BLOCK] twice, [D][BLOCK], [BLOCK][D]
     Pair *woven_queries, *woven_grads;             // of a call in bf16: [BLOCK / 2][D] pairs of queries
     const BackwardPlan &plan;
-    Real *kept;  // what all tasks keep apart
+    Real *kept;  // the separate sums of all tasks
     Real delta[BLOCK], row_max[BLOCK], row_log_sum[BLOCK];  // do.o - dlse, m_i and ln l_i of every query
     SlopeGradient<Real> slope_grad;
-    double *kept_biases;  // of those keys, the query heads of a group side by side
+    double *kept_biases;  // the same for biases, with the query heads of a group adjacent
     BiasGradient<Real> bias_grad;
     Dropout<Real> dropout;
-    double *table_grads = nullptr;  // of the task and head
+    double *table_grads = nullptr;  // of the current task and head
 
-    // Where the gradients of the keys from `key` on, of their values and biases, are added up.
+    // Where the gradients of the keys from `key` on, and of their values and biases, are summed.
     struct Place {
         Real *keys, *values;
         int64_t key_row, value_row;
@@ -147,12 +146,12 @@ struct Backward {
         for (int j = 0; j < count; j++) {
             for (int v = 0; v < BLOCK; v += VL<Real>) {
                 const int at = j * BLOCK + v;
-                // Forward may have rounded this score in another way, and of 1e20 that is more than exp can hold.
+                // Forward may have rounded this score differently; at 1e20 the difference is beyond the range of exp.
                 Reals<Real> nats = load(weights + at) - load(row_max + v);
                 nats = (nats > 0 ? Reals<Real>{} : nats) - load(row_log_sum + v);
                 const Reals<Real> weight = weight_of<bf16>(nats);
                 store(weights + at, weight);
-                // 0 inf is NaN: the product of a gradient with a value that may not be seen can be inf.
+                // 0 inf is NaN: the product of a gradient and a hidden value can be inf.
                 const Reals<Real> moment = weight * (load(moments + at) - load(delta + v));
                 store(moments + at, weight == 0 ? Reals<Real>{} : moment);
             }
@@ -179,13 +178,13 @@ struct Backward {
         return exponential(nats);
     }
 
-    // Weights and moments as products of bf16 take them. Weights become [count][BLOCK] bf16 in their place, moments pairs of
-    // keys in theirs; returned are moments in the form of the weights, which lie behind these.
+    // Rounds weights and moments for products of bf16, in place: weights to [count][BLOCK] bf16, moments to pairs of keys. Returns
+    // moments in the format of the weights, stored after these.
     const Real *round_to_bf16(int count) {
         typedef InPairs<Real> In;
         Bf16 *narrow = reinterpret_cast<Bf16 *>(weights), *behind = narrow + BLOCK * BLOCK;
         constexpr int L = VL<Real>;
-        // Row j of what is narrow ends before row j of what is wide begins.
+        // Row j of the narrow numbers ends before row j of the wide ones starts.
         for (int at = 0; at < count * BLOCK; at += 2 * L) In::round(narrow + at, load(weights + at), load(weights + at + L));
         for (int at = 0; at < count * BLOCK; at += 2 * L) In::round(behind + at, load(moments + at), load(moments + at + L));
         Pair *pairs = reinterpret_cast<Pair *>(moments);
@@ -197,7 +196,7 @@ struct Backward {
         return reinterpret_cast<const Real *>(behind);
     }
 
-    // do.v of a weight that forward dropped is 0, whatever it was; of the others it is as much larger as they were.
+    // do.v of a dropped weight is 0; that of the others is scaled like the weights.
     void drop(int64_t key, int count) {
         dropout.draw(key, count);
         for (int at = 0; at < count * BLOCK; at += VL<Real>) {
@@ -206,7 +205,7 @@ struct Backward {
         }
     }
 
-    // Of the queries: their gradients of the output, and what goes with each row.
+    // Prepares the queries' gradients of the output, and delta, m_i and ln l_i.
     void begin_rows(int64_t h, int64_t n) {
         const Call<Real> &call = block.call;
         block.transpose(call.grad, 1, grads);
@@ -218,7 +217,7 @@ struct Backward {
                 weave(call.query, woven_queries), weave(call.grad, woven_grads);
             }
         for (int i = 0; i < BLOCK; i++) {
-            // A lane without a query: whatever its scores are, its weights are 0.
+            // A lane without a query has weights 0, whatever its scores are.
             delta[i] = row_log_sum[i] = 0, row_max[i] = INFINITY;
             if (i >= block.rows) continue;
             delta[i] = grad_times_output(i);
@@ -291,7 +290,7 @@ struct Backward {
     }
 };
 
-// Add what a task kept of keys [low, high), from row `row` of its part on, to the gradients of those of [from, to).
+// Adds a task's separate sums of keys [low, high), from row `row` of its part on, to the gradients of those in [from, to).
 template <typename Real>
 void add_kept(const Call<Real> &call, const BackwardTask &task, const Real *keys, const Real *values, const double *biases,
               int64_t low, int64_t high, int64_t row, int64_t from, int64_t to) {
@@ -305,7 +304,7 @@ void add_kept(const Call<Real> &call, const BackwardTask &task, const Real *keys
     }
 }
 
-// The same for all that the tasks of one key head kept of keys [from, to), in their order.
+// Adds the separate sums of all tasks of one key head for keys [from, to), in their order.
 template <typename Real>
 void add_all_kept(const Call<Real> &call, const BackwardPlan &plan, const Real *kept, const double *kept_biases, int64_t head,
                   int64_t from, int64_t to) {
@@ -323,7 +322,7 @@ void add_all_kept(const Call<Real> &call, const BackwardPlan &plan, const Real *
     }
 }
 
-// Sum over the tasks of a key head, in the order of their queries.
+// Sums over the tasks of a key head, in the order of their queries.
 template <typename Real>
 void add_slope_grads(const Call<Real> &call, const BackwardPlan &plan, const std::vector<double> &of_tasks) {
     const int64_t group = call.H / call.K;
@@ -346,29 +345,26 @@ void run(const Call<Real> &call) {
     Real *kept = static_cast<Real *>(std::malloc(2 * plan.kept * D * sizeof(Real)));
     double *kept_biases = nullptr;
     if (call.key_bias_grad) kept_biases = static_cast<double *>(std::malloc(plan.kept * group * sizeof(double)));
-#pragma omp parallel num_threads(call.threads)
-    {
+    in_parallel(call.threads, [&](Member &member) {
         const DenormalNumbers are_kept;
-        Real *memory = static_cast<Real *>(std::aligned_alloc(64, (3 * BLOCK + 6 * D) * BLOCK * sizeof(Real)));
+        Real *memory = allocate<Real>((3 * BLOCK + 6 * D) * BLOCK);
         Real *panels = memory + 2 * BLOCK * BLOCK;
         const auto panel = [&](int64_t i) { return panels + i * D * BLOCK; };
         const auto woven = [&](int64_t i) { return reinterpret_cast<Pair *>(panel(i)); };
         const Block<Real> block = {call, panels, woven(3), best_keys};
         Backward<Real> backward = {block, memory, memory + BLOCK * BLOCK, panel(1), panel(2), woven(4), woven(5),
                                    plan, kept, {}, {}, {}, {}, kept_biases, {}, {call, panel(6)}};
-#pragma omp for schedule(dynamic, 1)
-        for (size_t i = 0; i < plan.heaviest.size(); i++) {
+        member.for_each((int64_t)plan.heaviest.size(), [&](int64_t i) {
             const int64_t t = plan.heaviest[i];
             backward.run(plan.tasks[t], call.slope_grads ? slope_grads.data() + t * group * 2 : nullptr,
                          call.table_grads ? table_grads.data() + t * group * call.distances : nullptr);
-        }
-#pragma omp for schedule(static)
-        for (int64_t part = 0; part < call.B * call.K * parts; part++) {
+        });
+        member.for_each(call.B * call.K * parts, [&](int64_t part) {
             const int64_t from = part % parts * width;
             add_all_kept(call, plan, kept, kept_biases, part / parts, from, std::min(from + width, call.S));
-        }
-        std::free(memory);
-    }
+        });
+        release(memory);
+    });
     std::free(kept);
     std::free(kept_biases);
     if (call.slope_grads) add_slope_grads(call, plan, slope_grads);
@@ -377,12 +373,12 @@ void run(const Call<Real> &call) {
 
 }  // namespace
 
-extern "C" void alibi_backward_float32(const Call<float> *call) { run(*call); }
-extern "C" void alibi_backward_float64(const Call<double> *call) { run(*call); }
+EXPORT void alibi_backward_float32(const Call<float> *call) { run(*call); }
+EXPORT void alibi_backward_float64(const Call<double> *call) { run(*call); }
 
-// Of what forward visited: the tasks, [count, 6] (sequence, key head, blocks from one to another, own keys from one to another),
-// as many as fit into `most`; returns how many there are, and in `kept` how many rows of keys they keep apart.
-extern "C" int64_t alibi_backward_tasks(const Call<float> *call, int64_t *tasks, int64_t most, int64_t *kept) {
+// For a forward call's visited keys: writes at most `most` tasks, [count, 6] (sequence, key head, first and last block, first and
+// last own key); returns the number of tasks, and in `kept` the number of rows of their separate sums.
+EXPORT int64_t alibi_backward_tasks(const Call<float> *call, int64_t *tasks, int64_t most, int64_t *kept) {
     const BackwardPlan plan = backward_plan(*call);
     for (int64_t t = 0; t < std::min<int64_t>(most, plan.tasks.size()); t++) {
         const BackwardTask &task = plan.tasks[t];

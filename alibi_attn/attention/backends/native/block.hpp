@@ -1,7 +1,7 @@
 // A block of queries, and its scores with a few keys.
 //
-// Scores lie transposed, [keys][BLOCK]: the queries of a block are the lanes of the vectors, so a maximum or a sum over keys goes
-// down a column, and keys and values are read where they lie.
+// Scores are stored transposed, [keys][BLOCK]: the queries of a block are the vector lanes, so a maximum or a sum over keys runs
+// down a column, and keys and values are read in place.
 
 #pragma once
 
@@ -15,7 +15,7 @@
 extern int64_t alibi_counted;
 #endif
 
-// The rows of a call in bf16 as what they are.
+// The rows of a bf16 call in their real type.
 template <typename Real>
 Rows<const Bf16> in_bf16(const Rows<const Real> &rows) {
     return {reinterpret_cast<const Bf16 *>(rows.at), rows.sequence, rows.head, rows.row};
@@ -33,18 +33,18 @@ struct Block {
     int rows = 0;
     Real slope = 0, right_slope = 0;
     bool looks_right = false;
-    // The scale in two: a power of two of at most 1 and at most |scale|, which rounds nothing and keeps products from overflowing
-    // before scores do, and what is left for the scores.
+    // The scale in two factors: a power of two, at most 1 and at most |scale|, which rounds nothing and keeps products from
+    // overflowing before scores do; and the rest, which is applied to the scores.
     Real scale_before = 1, scale_after = 1;
-    // Distances count from here on: where all keys are far, to one side, the distance of the nearest pair (negative to the
-    // right), else 0. Scores are off by their own rounding then, and not by that of slope times 10^6; lse gets the constant back.
+    // Distances are relative to this one: if all keys are far away on one side, the distance of the nearest pair (negative to the
+    // right), else 0. Then scores are off by their own rounding, not by that of slope times 10^6. The constant is added to lse.
     int64_t bias_origin = 0;
-    // The biases of the head's keys, or null, and the number from which they count: scores are off by the rounding of the
+    // The biases of the head's keys, or null, and the origin to which they are relative: scores are off by the rounding of the
     // difference, however large both are.
     const double *key_bias = nullptr;
     double key_bias_origin = 0;
-    // Where one origin is not close to what every query needs, the bias and the slope times distance of each query's own best
-    // key, from which its scores count then. Lanes without a query count from infinity, so that they have no weights.
+    // If no single origin is close to what every query needs: the bias and the slope times distance of each query's own best key,
+    // to which its scores are relative. Lanes without a query are relative to infinity, so their weights are 0.
     bool origins_differ = false;
     double bias_of_row[BLOCK] = {}, nats_of_row[BLOCK] = {};
     KeyRange *range = nullptr;
@@ -72,20 +72,20 @@ struct Block {
         transpose(call.query, scale_before, queries);
     }
 
-    // What `bias_origin` left out of the scores, in nats.
+    // The constant that `bias_origin` excludes from the scores, in nats.
     double bias_of_origin() const {
         return bias_origin > 0 ? -double(slope) * bias_origin : looks_right ? double(right_slope) * bias_origin : 0.0;
     }
 
-    // What was left out of the scores of a query, in nats.
+    // The constant that is excluded from the scores of a query, in nats.
     double left_out_of_scores(int i) const {
         return origins_differ ? bias_of_row[i] - nats_of_row[i] : bias_of_origin() + key_bias_origin;
     }
 
-    // By how much less was left out of a query's scores than of those of the block, where origins differ.
+    // If origins differ: the constant excluded from the block's scores, less that excluded from a query's scores.
     double origin_below_block(int i) const { return (key_bias_origin - bias_of_row[i]) + nats_of_row[i]; }
 
-    // One origin for all queries of the block where it is close to the best visible key of each, else one for each.
+    // One origin for all queries of the block if it is close to the best visible key of each, else one per query.
     void choose_origins() {
         BestKey best[BLOCK];
         const double right = looks_right ? double(right_slope) : 0.0;
@@ -117,7 +117,7 @@ struct Block {
 
     int64_t row() const { return (b * call.H + h) * call.T + n * BLOCK; }
 
-    // The block's rows times `factor`, as [D][BLOCK]; of bf16 as [D / 2][BLOCK] pairs, and then `factor` is a power of two.
+    // The block's rows times `factor`, as [D][BLOCK]; for bf16 as [D / 2][BLOCK] pairs, with a power of two as `factor`.
     void transpose(const Rows<const Real> &from, Real factor, Real *to) const {
         if constexpr (InPairs<Real>::EXIST)
             if (call.bf16) return transpose_pairs(in_bf16(from), factor, reinterpret_cast<Pair *>(to));
@@ -128,18 +128,17 @@ struct Block {
         }
     }
 
-    // Whether the first of these keys stands where the first query does: then no query sees the keys after it, and the scores of
-    // the first half of the queries with the second half of the keys need not be computed.
+    // Whether the first of these keys has the position of the first query: then the scores of the first half of the queries with
+    // the second half of the keys are hidden and need not be computed.
     bool is_triangle(int64_t key) const { return call.causal && key == position; }
 
-    // scores[j][i] of `count` keys from `key` on, with the bias; -inf where the query may not look.
+    // scores[j][i] of `count` keys from `key` on, with the bias; -inf where the query may not see the key.
     void scores_with(int64_t key, int count, Real *scores) const {
         inner_products(call.key, key, count, queries, scores);
         add_bias(key, count, scores);
         if (call.table) add_table(key, count, scores);
 #ifdef ALIBI_COUNT
-#pragma omp atomic
-        alibi_counted += int64_t(count) * rows;
+        __atomic_fetch_add(&alibi_counted, int64_t(count) * rows, __ATOMIC_RELAXED);
 #endif
     }
 
@@ -155,7 +154,7 @@ struct Block {
         }
     }
 
-    // Of VL queries, as they were transposed.
+    // For VL queries, after `transpose`.
     Reals<Real> squared_norms(int lane) const {
         Reals<Real> squares = {};
         if constexpr (InPairs<Real>::EXIST)
@@ -175,7 +174,7 @@ struct Block {
         return squares;
     }
 
-    // A query's output, `share` times a row of [D] sums.
+    // Writes a query's output: `share` times a row of [D] sums.
     void write_output(int i, const Real *sums, Real share) const {
         if constexpr (InPairs<Real>::EXIST)
             if (call.bf16) {
@@ -188,8 +187,8 @@ struct Block {
         for (int64_t d = 0; d < call.D; d++) to[d] = sums[d] * share;
     }
 
-    // products[j][i] = x_j . y_i for `count` keys (or values) x from `key` on, and y as `transpose` leaves it; zeros in what is
-    // not computed.
+    // products[j][i] = x_j . y_i for `count` keys (or values) x from `key` on, and y from `transpose`; zeros where it is not
+    // computed.
     void inner_products(const Rows<const Real> &from, int64_t key, int count, const Real *y, Real *products) const {
         if constexpr (InPairs<Real>::EXIST)
             if (call.bf16) {
@@ -211,7 +210,7 @@ struct Block {
         product<REPLACE>(count - HALF, HALF, (int)call.D, p);
     }
 
-    // to[i] = (factor[i]) to[i] + sum over the keys j of weights[j][i] x_j, for x from `key` on. Of bf16 the weights are
+    // to[i] = (factor[i]) to[i] + sum over the keys j of weights[j][i] x_j, for x from `key` on. For bf16 the weights are
     // [(count + 1) / 2][BLOCK] pairs of keys.
     template <Start start>
     void sum_over_keys(
@@ -235,7 +234,7 @@ struct Block {
         product<start>(rows - HALF, (int)call.D, count, p);
     }
 
-    // to[j] += sum over the queries i of weights[j][i] y_i; the rows of `to` are `row` numbers apart. Of bf16 the weights are
+    // to[j] += sum over the queries i of weights[j][i] y_i; the rows of `to` are `row` numbers apart. For bf16 the weights are
     // [count][BLOCK] bf16, and y is given as `pairs` of queries, [BLOCK / 2][D].
     void sum_over_queries(const Rows<const Real> &from, const Pair *pairs, int64_t key, int count, const Real *weights, Real *to,
                           int64_t row) const {
@@ -262,10 +261,10 @@ struct Block {
         return !call.window || position + rows - 1 - key < call.window;
     }
 
-    // scores = scale_after scores - m |i - j| + the bias of the key, or -inf where the query may not look.
+    // scores = scale_after scores - m |i - j| + the bias of the key, or -inf where the query may not see the key.
     void add_bias(int64_t key, int count, Real *scores) const {
         const bool full = is_full(key, count);
-        const double largest = std::numeric_limits<Real>::max();  // only of a key that no query of the block sees
+        const double largest = std::numeric_limits<Real>::max();  // only for a key that no query of the block sees
         Real of_rows[BLOCK];
         for (int j = 0; j < count; j++, scores += BLOCK) {
             const Real own = key_bias ? (Real)std::min(relative_bias(key + j), largest) : Real(0);
@@ -284,7 +283,7 @@ struct Block {
         }
     }
 
-    // Of a key, for every query: its bias and the slope's, less those of the query's best key, formed in double.
+    // For one key and every query: the key's bias and the slope's, less those of the query's best key, computed in double.
     OUTLINE void find_biases_of_rows(int64_t key, Real *biases) const {
         const double left = -double(slope), right = looks_right ? double(right_slope) : 0.0;
         const double bias = key_bias ? key_bias[key] : 0.0;
@@ -295,14 +294,14 @@ struct Block {
         }
     }
 
-    // Of a key the table's numbers for its distances to the queries lie side by side.
+    // The table's entries for one key and consecutive queries are adjacent.
     OUTLINE void add_table(int64_t key, int count, Real *scores) const {
         const Real *of_distance = call.table + h * call.distances + position - key - call.table_first;
         for (int j = 0; j < count; j++, scores += BLOCK)
             for (int v = 0; v < BLOCK; v += VL<Real>) store(scores + v, load(scores + v) + load(of_distance + v - j));
     }
 
-    // i - j for VL queries, with the distance of query 0; in floats it is rounded beyond 2^24, as any number is.
+    // i - j for VL queries, given the distance of query 0; in float it is rounded beyond 2^24.
     static Reals<Real> away(int lane, int64_t distance) {
         return __builtin_convertvector(lanes() + lane, Reals<Real>) + (Real)distance;
     }
@@ -326,9 +325,9 @@ struct Block {
         for (int v = 0; v < BLOCK; v += VL<Real>) store(scores + v, load(scores + v) * scale_after + load(biases + v));
     }
 
-    // `of_rows` are the biases of a block whose origins differ, else null.
+    // `of_rows` are the biases if origins differ, else null.
     void add_bias_and_mask(int64_t key, Real own, const Real *of_rows, Real *scores) const {
-        const int64_t limit = 1 << 30, distance = position - key;  // a mask need not tell apart what is farther than that
+        const int64_t limit = 1 << 30, distance = position - key;  // a mask need not distinguish larger distances
         const int window = call.window ? (int)std::min(call.window, limit) : INT32_MAX;
         const int held = (int)std::max(-limit, std::min(distance, limit));
         const bool hidden = call.key_mask && !call.key_mask[b * call.S + key];
@@ -351,7 +350,7 @@ struct Block {
     }
 };
 
-// Keys [low, high), at most BLOCK at a time and from the end on: meet(key, count), no call with keys on both sides of a cut.
+// meet(key, count) for keys [low, high), at most BLOCK at a time, from the end; no call has keys on both sides of a cut.
 template <typename Meet>
 void for_keys(int64_t low, int64_t high, int64_t cut, int64_t other_cut, const Meet &meet) {
     for (int64_t stop = high; stop > low;) {
@@ -363,7 +362,7 @@ void for_keys(int64_t low, int64_t high, int64_t cut, int64_t other_cut, const M
     }
 }
 
-// What outlier tile p has outside of the band, before it and behind it: part(low, high).
+// part(low, high) for the keys of outlier tile p before the band and after it.
 template <typename Real, typename Part>
 void for_parts_of_tile(const Block<Real> &block, int p, const Part &part) {
     const KeyRange &range = *block.range;

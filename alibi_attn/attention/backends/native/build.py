@@ -1,10 +1,12 @@
-"""The compiled kernels: those of the wheel, for the best level that this processor has (`levels.py`); where there is none (the
-source tree, an editable install, a wheel made without a compiler) they are built once by the compiler that is there, for this
-processor, kept in the user's cache, then only loaded.
+"""Compiles and loads the kernels.
 
-Nothing is compiled before the first call that wants it (some seconds). A file in the cache is named by its level, by what it was
-made from (sources, flags, compiler and processor, so a change of any of them makes another) and by what it holds: one that is
-damaged is not loaded but made anew. Where nothing can be kept it is compiled for the process alone, and nothing is left behind.
+A wheel contains them for several instruction levels (`levels.py`), and the best one that this processor supports is loaded.
+Otherwise (source tree, editable install, wheel built without a compiler) the first call compiles them for this processor, which
+takes some seconds, and keeps them in the user's cache.
+
+The name of a cached file holds its level, a digest of its sources, flags, compiler and processor, and a digest of its content:
+if one of these changes, or the file is damaged, it is compiled again. If the cache cannot be used, each process compiles its own
+copy and leaves nothing behind.
 """
 
 import ctypes
@@ -14,35 +16,27 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from alibi_attn.attention.backends.native.levels import LEVELS, NATIVE, Level
 from alibi_attn.attention.certificate.constants import FOR_CPP
+from alibi_attn.processor import features
 
 FOLDER = Path(__file__).parent
-SOURCES = ("forward.cpp", "backward.cpp", "decoding.cpp", "linear.cpp")
-HEADERS = (
-    "constants.hpp",
-    "vectors.hpp",
-    "products_bf16.hpp",
-    "call.hpp",
-    "denormals.hpp",
-    "allowed.hpp",
-    "origins.hpp",
-    "block.hpp",
-    "diagonals.hpp",
-    "dropout.hpp",
-    "norms.hpp",
-    "tails.hpp",
-    "certificate.hpp",
-    "tasks.hpp",
-    "decoding.hpp",
-    "stored.hpp",
-)
-FLAGS = (  # and those of a level
-    "-std=c++17", "-O3", "-fopenmp", "-fPIC", "-fno-exceptions", "-fno-rtti",
+PROCESSOR = "processor.cpp"  # compiled without the flags of a level
+SOURCES = ("forward.cpp", "backward.cpp", "decoding.cpp", "linear.cpp", "threads.cpp", PROCESSOR)
+HEADERS = tuple(sorted(path.name for path in FOLDER.glob("*.hpp")))
+SUFFIX = {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
+COMPILERS = ("g++", "clang++")  # the first that is installed, unless CXX names another
+HOW_TO_INSTALL = {
+    "darwin": "run xcode-select --install, which installs clang++",
+    "win32": 'install LLVM, or run pip install ziglang and set CXX to "python -m ziglang c++"',
+}.get(sys.platform, "install g++ (on Debian and Ubuntu: apt install g++)")
+FLAGS = (  # without those of a level
+    "-std=c++17", "-O3", "-pthread", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-exceptions", "-fno-rtti",
     *(f"-DALIBI_{name}={value!r}" for name, value in FOR_CPP.items()),
 )  # fmt: skip
 FLAGS_HERE = (*FLAGS, *NATIVE.flags)
@@ -52,23 +46,19 @@ FUNCTIONS = (
     "alibi_norms_float16", "alibi_linear_float32", "alibi_linear_bfloat16", "alibi_linear_float16", "alibi_decoding_bytes",
 )  # fmt: skip
 QUESTIONS = (
-    "alibi_built_with",
-    "alibi_instructions",
-    "alibi_call_bytes",
-    "alibi_backward_tasks",
-    "alibi_multiplies_bf16",
-)
-TIMEOUT_S = 120  # of a first call; who makes a wheel waits as long as it takes
+    "alibi_built_with", "alibi_instructions", "alibi_call_bytes", "alibi_backward_tasks", "alibi_multiplies_bf16",
+)  # fmt: skip
+TIMEOUT_S = 600  # of the first call, which takes minutes on a busy machine; building a wheel has no limit
 
 
 class Rows(ctypes.Structure):
-    """`Rows` of `call.hpp`: an address, and strides in numbers."""
+    """`Rows` in `call.hpp`: an address, and strides in numbers."""
 
     _fields_ = [("at", ctypes.c_void_p), *((axis, ctypes.c_int64) for axis in ("sequence", "head", "row"))]
 
 
 class Call(ctypes.Structure):
-    """`Call` of `call.hpp`, which says what each field is."""
+    """`Call` in `call.hpp`, which explains the fields."""
 
     ROWS = ("query", "key", "value", "grad", "output", "query_grad", "key_grad", "value_grad")
     ARRAYS = (
@@ -88,11 +78,11 @@ class Call(ctypes.Structure):
 
 
 class BuildError(RuntimeError):
-    """The kernels cannot be compiled or loaded here, or are not those that are asked for."""
+    """The kernels cannot be compiled or loaded here, or have the wrong level or version."""
 
 
 def why_not() -> str | None:
-    """What keeps the kernels from running on this machine; the first call may compile them."""
+    """Why the kernels cannot run on this machine, or None; the first call may compile them."""
     try:
         library()
     except BuildError as error:
@@ -101,59 +91,57 @@ def why_not() -> str | None:
 
 
 def library(level: Level | None = None) -> ctypes.CDLL:
-    """The loaded library: the wheel's or one compiled here, of `level` or of the best that this processor has.
+    """The loaded library, from the wheel or compiled here, for `level` or for the best level of this processor.
 
     Raises:
-        BuildError: no compiler, one that cannot compile or link this, or no such processor; says what to do.
+        BuildError: there is no compiler, it fails, or the processor does not support the level; says what to do.
     """
-    found = _found(level, *map(os.environ.get, ("CXX", "XDG_CACHE_HOME", "HOME")))
-    if isinstance(found, str):
-        raise BuildError(found)
-    return found
+    loaded = _found(level, *map(os.environ.get, ("CXX", "XDG_CACHE_HOME", "HOME")))
+    if isinstance(loaded, str):
+        raise BuildError(loaded)
+    return loaded
 
 
 def instructions() -> str:
-    """Which instructions the kernels use, and where they come from: "AVX2, from the wheel"."""
+    """Which instructions the kernels use, and their origin: "AVX2, from the wheel"."""
     loaded = library()
     origin = "from the wheel" if Path(loaded._name).parent == FOLDER else "compiled here"
     return f"{loaded.alibi_instructions().decode()}, {origin}"
 
 
 def shipped(level: Level) -> Path:
-    """Where a wheel has the kernels of a level."""
-    return FOLDER / f"kernels-{level.name}.so"
+    """The path of a wheel's kernels for a level."""
+    return FOLDER / f"kernels-{level.name}{SUFFIX}"
 
 
-def compile_for_wheel(sources: Sequence[str], flags: Sequence[str], target: Path) -> None:
-    """A library without an OpenMP of its own: it takes the process's, so no wheel brings torch's a second time.
+def compile_for_wheel(level: Level, target: Path) -> None:
+    """Compiles a library for a level, on any processor, with the compiler of a first call.
 
     Raises:
-        BuildError: no compiler, one that fails, or clang, whose code calls another OpenMP than torch's.
+        BuildError: there is no compiler, or it fails.
     """
     command = _command(os.environ.get("CXX"))
-    if b"__clang__" in _defined(command, flags):
-        told = f"{shlex.join(command)} is clang, whose code calls libomp, but torch brings GCC's libgomp"
-        raise BuildError(f"the kernels of a wheel must be compiled by GCC: {told}; unset CXX, or name g++ in it")
-    with tempfile.TemporaryDirectory(prefix="alibi-attn-") as inside:
-        objects = [f"{inside}/{at}.o" for at in range(len(sources))]
-        for source, compiled in zip(sources, objects, strict=True):
-            _run(command, *flags, "-c", source, "-o", compiled, timeout_s=None)
-        _run(command, "-shared", *objects, "-o", str(target))  # with -fopenmp here it would name libgomp
+    with tempfile.TemporaryDirectory(prefix="alibi-attn-") as folder:
+        objects = [f"{folder}/{Path(source).stem}.o" for source in SOURCES]
+        for source, compiled in zip(SOURCES, objects, strict=True):
+            flags = FLAGS if source == PROCESSOR else (*FLAGS, *level.flags)
+            _run(command, *flags, "-c", str(FOLDER / source), "-o", compiled, timeout_s=None)
+        _run(command, "-shared", "-s", *objects, "-o", str(target), timeout_s=None)
 
 
 def multiplies_bf16() -> bool:
-    """Whether the kernels take bf16 as it is; else it must come as fp32."""
+    """Whether the kernels read bf16; otherwise it must be widened to fp32."""
     return bool(library().alibi_multiplies_bf16())
 
 
 @functools.cache
 def _found(level: Level | None, compiler: str | None, cache: str | None, home: str | None) -> ctypes.CDLL | str:
-    """The library, or why there is none; asked once a process and environment."""
+    """The library, or why it cannot be loaded; determined once per process and environment."""
     try:
         if level is not None and level.lacks:
             raise BuildError(f"{level.words} kernels cannot run here: this processor lacks {', '.join(level.lacks)}")
         for candidate in LEVELS if level is None else (level,):
-            if not candidate.lacks and shipped(candidate).exists():
+            if shipped(candidate).exists() and _runs_here(candidate):
                 return _load(shipped(candidate))
         level = level or NATIVE
         sources, headers = ([FOLDER / name for name in names] for names in (SOURCES, HEADERS))
@@ -162,18 +150,27 @@ def _found(level: Level | None, compiler: str | None, cache: str | None, home: s
         return str(error)
 
 
+def _runs_here(level: Level) -> bool:
+    """Whether this processor supports a level of the wheel; without /proc/cpuinfo, the level's library lists the features."""
+    if not level.needs or features():
+        return not level.lacks
+    listing = ctypes.CDLL(str(shipped(level))).alibi_processor_features
+    listing.restype = ctypes.c_char_p
+    return level.needs <= set(listing().decode().split())
+
+
 def made(
     stem: str, sources: Sequence[Path], headers: Sequence[Path], flags: Sequence[str], load: Callable[[Path], ctypes.CDLL]
 ) -> ctypes.CDLL:  # fmt: skip
-    """A library of these sources, from the cache or compiled now; JAX's binding to the kernels is another one.
+    """A library of these sources, from the cache or compiled now; also used for JAX's binding to the kernels.
 
     Args:
-        stem: what its files in the cache begin with.
-        headers: what the sources include, of ours.
-        load: raises BuildError where a file does not hold what it should.
+        stem: the start of its file name in the cache.
+        headers: the package's headers that the sources include.
+        load: raises BuildError if a file does not hold what it should.
 
     Raises:
-        BuildError: no compiler, or one that cannot compile or link this; says what to do.
+        BuildError: there is no compiler, or it fails; says what to do.
     """
     command = _command(os.environ.get("CXX"))
     text = b"".join(path.read_bytes() for path in (*headers, *sources))
@@ -183,25 +180,36 @@ def made(
 
 
 def _defined(command: list[str], flags: Sequence[str]) -> bytes:
-    """Everything the compiler defines: its version, and the instructions that it may use."""
+    """The compiler's predefined macros: its version, and the instructions that it may use."""
     return _run(command, *flags, "-dM", "-E", "-x", "c++", os.devnull)
 
 
 def _command(compiler: str | None) -> list[str]:
-    """$CXX as a shell reads it, which may be `ccache g++` or a quoted path with options."""
+    """$CXX split like a shell command, for example `ccache g++` or a quoted path with options; else the first of COMPILERS."""
+    if not compiler:
+        found = next(filter(shutil.which, COMPILERS), None)
+        if found is None:
+            raise BuildError(
+                f"there is no C++ compiler (g++ or clang++); {HOW_TO_INSTALL}, or set CXX to the path of one"
+            )
+        return [found]
     try:
-        command = shlex.split(compiler or "g++")
+        command = shlex.split(compiler, posix=os.name == "posix")
     except ValueError as error:
-        raise BuildError(f"CXX is {compiler!r}, which no shell can read ({error}); name a C++ compiler in it") from None
+        raise BuildError(
+            f"CXX is {compiler!r}, which cannot be split into words ({error}); set it to a C++ compiler"
+        ) from None
     if not command:
-        raise BuildError(f"CXX is {compiler!r} but must name a C++ compiler, say g++; without CXX it is g++")
+        raise BuildError(f"CXX is {compiler!r} but must name a C++ compiler; unset it to use g++ or clang++")
     if shutil.which(command[0]) is None:
-        raise BuildError(f"there is no C++ compiler {command[0]!r} to build it with; install g++, or name yours in CXX")
+        raise BuildError(
+            f"CXX names the C++ compiler {command[0]!r}, which is not installed; {HOW_TO_INSTALL}, or unset CXX"
+        )
     return command
 
 
 def _cache_folder(cache: str | None) -> Path | None:
-    """$XDG_CACHE_HOME, which counts only if it is absolute, or ~/.cache; None for a user without a home."""
+    """In $XDG_CACHE_HOME if that is an absolute path, else in ~/.cache; None for a user without a home directory."""
     if cache and Path(cache).is_absolute():
         return Path(cache) / "alibi-attn"
     try:
@@ -211,15 +219,15 @@ def _cache_folder(cache: str | None) -> Path | None:
 
 
 def _kept(folder: Path | None, name: str, load: Callable[[Path], ctypes.CDLL]) -> ctypes.CDLL | None:
-    """What an earlier process compiled. A file cut short would not be refused but kill the process: what it holds is compared."""
+    """A library that an earlier process compiled, after its content was verified: loading a truncated file crashes a process."""
     if folder is None or not _is_safe(folder):
         return None
-    for path in sorted(folder.glob(f"{name}-*.so")):
+    for path in sorted(folder.glob(f"{name}-*{SUFFIX}")):
         try:
             if path.stem == f"{name}-{_digest(path.read_bytes())}":
                 return load(path)
         except (OSError, BuildError):
-            continue  # it is compiled anew
+            continue  # it is compiled again
     return None
 
 
@@ -227,18 +235,21 @@ def _compiled(
     command: list[str], arguments: list[str], folder: Path | None, name: str, load: Callable[[Path], ctypes.CDLL]
 ) -> ctypes.CDLL:
     try:
-        with tempfile.TemporaryDirectory(prefix="alibi-attn-", ignore_cleanup_errors=True) as inside:
-            built = Path(inside) / "kernels.so"
+        with tempfile.TemporaryDirectory(prefix="alibi-attn-", ignore_cleanup_errors=True) as temporary:
+            built = Path(temporary) / f"kernels{SUFFIX}"
             _run(command, *arguments, "-o", str(built))
-            kept = None if folder is None else _keep(built, folder, name)
-            return load(kept or built)  # what is loaded stays, though its file goes
+            return load(_keep(built, folder, name) or built)  # a loaded library stays valid when its file is deleted
     except OSError as error:
-        raise BuildError(f"there is no room to compile it in: {error}; name a folder in TMPDIR that has some") from None
+        raise BuildError(
+            f"the temporary folder cannot be used: {error}; set TMPDIR to a folder with free space"
+        ) from None
 
 
-def _keep(built: Path, folder: Path, name: str) -> Path | None:
-    """Moves it into the cache whole, so that no process loads half of what another writes; None where that cannot be."""
-    target = folder / f"{name}-{_digest(built.read_bytes())}.so"
+def _keep(built: Path, folder: Path | None, name: str) -> Path | None:
+    """Moves the library into the cache atomically, so that no other process loads half of it; None if that fails."""
+    if folder is None:
+        return None
+    target = folder / f"{name}-{_digest(built.read_bytes())}{SUFFIX}"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not _is_safe(folder):
@@ -251,12 +262,12 @@ def _keep(built: Path, folder: Path, name: str) -> Path | None:
 
 
 def _is_safe(folder: Path) -> bool:
-    """Whether nobody but this user and root can write there: what lies there is run."""
+    """Whether only this user and root can write to the folder; libraries in it are loaded and run."""
     try:
-        found = folder.stat()
+        status = folder.stat()
     except OSError:
         return False
-    return os.name != "posix" or (found.st_uid in (0, os.geteuid()) and not found.st_mode & 0o022)
+    return os.name != "posix" or (status.st_uid in (0, os.geteuid()) and not status.st_mode & 0o022)
 
 
 def _digest(data: bytes) -> str:
@@ -273,15 +284,15 @@ def _run(command: list[str], *arguments: str, timeout_s: float | None = TIMEOUT_
     except OSError as error:
         raise BuildError(f"{called} failed: {error}") from None
     if done.returncode != 0:
-        said = done.stderr.decode(errors="replace").strip().splitlines() or [f"exit status {done.returncode}"]
-        told = next((line for line in said if "error" in line or "No space" in line), said[0])
-        raise BuildError(f"{called} could not compile it: {told}")
+        lines = done.stderr.decode(errors="replace").strip().splitlines() or [f"exit status {done.returncode}"]
+        message = next((line for line in lines if "error" in line or "No space" in line), lines[0])
+        raise BuildError(f"{called} could not compile it: {message}")
     return done.stdout
 
 
 def _load(path: Path) -> ctypes.CDLL:
     try:
-        loaded = _opened(path)
+        loaded = ctypes.CDLL(str(path))
         functions = [getattr(loaded, name) for name in FUNCTIONS]
         built_with, words, call_bytes, tasks, multiplies_bf16 = (getattr(loaded, name) for name in QUESTIONS)
     except (OSError, AttributeError) as error:
@@ -291,23 +302,9 @@ def _load(path: Path) -> ctypes.CDLL:
     built_with.restype = words.restype = ctypes.c_char_p
     call_bytes.restype = tasks.restype = multiplies_bf16.restype = ctypes.c_int64
     tasks.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
-    found = f"{built_with().decode()}call_bytes={call_bytes()}"
-    wanted = "".join(f"ALIBI_{name}={value!r} " for name, value in FOR_CPP.items())
-    wanted += f"call_bytes={ctypes.sizeof(Call)}"
-    if found != wanted:
-        raise BuildError(f"the kernels were built with other constants than these: {found}, not {wanted}")
+    constants = f"{built_with().decode()}call_bytes={call_bytes()}"
+    expected = "".join(f"ALIBI_{name}={value!r} " for name, value in FOR_CPP.items())
+    expected += f"call_bytes={ctypes.sizeof(Call)}"
+    if constants != expected:
+        raise BuildError(f"the kernels were built with the wrong constants: {constants}, not {expected}")
     return loaded
-
-
-def _opened(path: Path) -> ctypes.CDLL:
-    """torch has loaded its OpenMP for everybody before: the kernels share its threads; without torch they get the system's."""
-    try:
-        return ctypes.CDLL(str(path))
-    except OSError:
-        if path.parent != FOLDER:
-            raise
-    try:
-        ctypes.CDLL("libgomp.so.1", mode=ctypes.RTLD_GLOBAL)
-    except OSError as error:
-        raise OSError(f"{error}; import torch before, which brings it, or install GCC's OpenMP (libgomp1)") from None
-    return ctypes.CDLL(str(path))

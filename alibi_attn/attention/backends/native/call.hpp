@@ -1,4 +1,4 @@
-// A call as `build.py` lays it out, which blocks and tiles it has, and what of them was visited.
+// The arguments of a call, as `build.py` lays them out, and the record of the keys that forward visited.
 
 #pragma once
 
@@ -19,7 +19,7 @@ struct Rows {
     Number *of(int64_t b, int64_t h, int64_t i) const { return at + b * sequence + h * head + i * row; }
 };
 
-// Shapes by the letters of `spec.py`; N = T / BLOCK rounded up; a pointer that says so may be null.
+// Shapes use the letters of `spec.py`; N = T / BLOCK, rounded up. Pointers are not null unless stated.
 template <typename Real>
 struct Call {
     int64_t B, H, K, T, S, D;
@@ -31,39 +31,39 @@ struct Call {
     const int32_t *query_segments, *key_segments;  // [B, T], [B, S], or null
     const double *key_bias;                        // [B, H, S], or null; -inf = may not be seen
     const int64_t *dropout_seed;                   // [R, 4] as in `spec.py`, or null: nothing is dropped
-    double *lse;                                   // [B, H, T]: what the user gets
-    Real *rows;                                    // [B, 2, H, T]: m_i and ln l_i, which forward leaves; see `bias_origin`
+    double *lse;                                   // [B, H, T]: the result
+    Real *rows;                                    // [B, 2, H, T]: m_i and ln l_i, written by forward; see `bias_origin`
     const Real *grad_lse;                          // [B, H, T], or null
-    double *slope_grads;                           // [2, B, H], or null: of the slopes, and of the right slopes
+    double *slope_grads;                           // [2, B, H], or null: for the slopes and the right slopes
     double *key_bias_grad, *query_bias_grad;       // [B, H, S], [B, H, T]: sums of ds over queries, over keys; or null
-    int32_t *visited;                              // what forward visited, see `Visited`
+    int32_t *visited;                              // the keys that forward visited, see `Visited`
     const Real *table;                             // [H, distances]: by i - j from `table_first` on, or null; then slopes are 0
     double *table_grads;                           // [H, distances], or null
-    int64_t window, causal, has_values;            // window 0 = none; without values they count as of like length
+    int64_t window, causal, has_values;            // window 0 = none; without values all count as equally long
     double scale, tolerance;
-    int64_t threads, dropout_runs, dropout_threshold;  // R, and which uint32 drop a weight: those below
-    double dropout_factor;                             // of the others
+    int64_t threads, dropout_runs, dropout_threshold;  // R, and the bound below which a uint32 drops a weight
+    double dropout_factor;                             // for the other weights
     int64_t distances, table_first;
-    int64_t bf16;  // query, key, value, grad and output are bf16 in a Call<float>, and their strides count those
+    int64_t bf16;  // query, key, value, grad and output are bf16 in a Call<float>, with strides in bf16 numbers
 
     int64_t blocks() const { return (T + BLOCK - 1) / BLOCK; }
     Real *row_max(int64_t b, int64_t h) const { return rows + (2 * b * H + h) * T; }
     Real *row_log_sum(int64_t b, int64_t h) const { return rows + ((2 * b + 1) * H + h) * T; }
 };
 
-// Keys [first, end) that a block of queries visits, its band, and [low, high) of which masks allow it some.
+// The band of a block of queries, keys [first, end), and the interval [low, high) of keys that masks allow.
 struct KeyRange {
     int32_t first, end, low, high;
 };
 
-// What forward visited, so that backward visits the same: of every sequence H N ranges, H N outlier bits, K OUTLIER_TILES tiles.
+// The keys that forward visited, for backward: per sequence H N ranges, H N outlier bits, and K OUTLIER_TILES tiles.
 template <typename Real>
 struct Visited {
     const Call<Real> &call;
 
     int32_t *of(int64_t b) const { return call.visited + b * (5 * call.H * call.blocks() + call.K * OUTLIER_TILES); }
     KeyRange *ranges(int64_t b, int64_t h) const { return reinterpret_cast<KeyRange *>(of(b)) + h * call.blocks(); }
-    // Which of the outlier tiles are visited beyond the band too.
+    // Which outlier tiles are visited outside the band.
     int32_t *outlier_bits(int64_t b, int64_t h) const { return of(b) + (4 * call.H + h) * call.blocks(); }
     // The tiles with the largest norms of keys, -1 = none.
     int32_t *outlier_tiles(int64_t b, int64_t k) const { return of(b) + 5 * call.H * call.blocks() + k * OUTLIER_TILES; }

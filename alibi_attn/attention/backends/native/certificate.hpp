@@ -1,13 +1,13 @@
-// How far a block of queries must look, decided while it looks; `attention/certificate/bounds.py` has the idea,
-// docs/maths.md the proof.
+// The reach of a block of queries, determined while it reads keys; `attention/certificate/bounds.py` has the idea, docs/maths.md
+// the proof.
 //
 // Keys that are not visited weigh, for query i and by Cauchy-Schwarz, at most
 //     sum over j of exp(rate_i |k_j| - m |i - j|) / exp(lambda_i),   rate_i = |scale| |q_i|,
-// where lambda_i is the log-sum-exp of the keys that it has visited: forward goes outward from the queries, and has it at hand.
-// The sum over j is taken key by key for the largest rate R of the block and its nearest query; the others follow:
+// where lambda_i is the log-sum-exp of the visited keys, which forward has computed on its way outward. The sum over j is computed
+// key by key for the largest rate R of the block and its nearest query; the other queries follow:
 //     exp(rate_i |k_j| - m |i - j|) <= exp(R |k_j| - m d_j) exp(-(R - rate_i) |k|_min - m (|i - j| - d_j)).
-// A few tiles with the longest keys may be left out of the sum, and are visited one by one where they may matter.
-// A bias of the key is one more number in each exponent, the same for all queries; `tails.hpp` has where the sum begins then.
+// A few tiles with the longest keys may be left out of the sum; each is visited if it may matter. A bias of the key adds the same
+// number to the exponents of all queries; `tails.hpp` then bounds where the sum may start.
 
 #pragma once
 
@@ -19,24 +19,24 @@ template <typename Real>
 struct Certificate {
     const Block<Real> &block;
     Real *memory;         // the norms of all key heads
-    const double *tails;  // of all query heads, where keys have biases
+    const double *tails;  // of all query heads, if keys have biases
     Real *sums;           // [padded S / TAIL_GROUP + 1]: over the groups of keys beyond one, relative to exp(reference)
     Norms<Real> norms = {};
     Real rate[BLOCK] = {}, fixed[BLOCK] = {};  // of each query; nats to be added to -lambda
     Real largest_rate = 0;
     bool possible = false;
-    int left_out[2] = {};  // of the sums to the right and to the left: the first so many outlier tiles
+    int left_out[2] = {};  // how many outlier tiles the sums to the right and to the left exclude
     bool summed = false;
     double reference = 0, slope = 0;
-    double span = 0;      // the largest distance of a key of the sums
+    double span = 0;      // the largest distance of a key in the sums
     int64_t nearest = 0;  // position of the block's query that is nearest to the keys of this side, less `bias_origin`
     int side = 1;         // 1: keys to the left; -1: to the right
     int64_t farthest = 0;       // distance visited so far
-    double largest_lambda = 0;  // of the log-sum-exps so far, without a sign
+    double largest_lambda = 0;  // absolute value of the log-sum-exps so far
 
     void begin() {
         const Call<Real> &call = block.call;
-        // Extreme slopes alone need no certificate: their far keys weigh nothing, and are few if any keys are near.
+        // Extreme slopes alone need no certificate: their far keys weigh nothing, and few keys are near.
         possible = call.tolerance > 0 && (block.key_bias || !block.origins_differ), farthest = 0;
         if (!possible) return;
         norms = norms_of(call, memory, block.b * call.K + block.k);
@@ -48,7 +48,7 @@ struct Certificate {
         }
         for (int i = 0; i < block.rows; i++) largest_rate = rate[i] > largest_rate || rate[i] != rate[i] ? rate[i] : largest_rate;
         Real longer = nats_of_longer_values(), rounded = Real(LSE_NATS) + Real(call.S / 32) * UNIT<Real>;
-        // Every sum in a product of bf16 may lose a number below the smallest normal one.
+        // Every sum of a bf16 product may lose a number below the smallest normal one.
         if (call.bf16) rounded += 2 * call.D * scale * std::numeric_limits<Real>::min();
         for (int i = 0; i < BLOCK; i++) {
             const Real less = (largest_rate - rate[i]) * norms.shortest_key();
@@ -56,7 +56,7 @@ struct Certificate {
         }
     }
 
-    // Turn to the keys to the left (1) or to the right (-1).
+    // Switches to the keys to the left (1) or to the right (-1).
     void turn(int towards) {
         side = towards, summed = false;
         slope = side > 0 ? block.slope : block.right_slope;
@@ -67,7 +67,7 @@ struct Certificate {
         farthest = std::max({farthest, block.position + block.rows - key, key + count - block.position});
     }
 
-    // How many tiles to leave out of the sums of this side, which has so many keys.
+    // Chooses how many tiles to leave out of the sums of this side, which has `available` keys.
     void leave_out(int64_t available) {
         double best = 0;
         int &chosen = left_out[side > 0];
@@ -77,7 +77,7 @@ struct Certificate {
             return;
         }
         for (int tiles = 1; possible && tiles <= OUTLIER_TILES && norms.tiles[tiles - 1] >= 0; tiles++) {
-            // Keys that need not be visited, less what the tiles cost; one long key counts only above the many of a flat head.
+            // The keys saved, less the cost of the tiles; in a flat head, one long key matters less than the many others.
             const double nats = double(largest_rate) * (norms.longest_without(0) - norms.longest_without(tiles));
             const double saved = (nats - std::max(0.0, -std::log(slope))) / slope;
             const double gain = std::min(saved, double(available)) - 2.0 * BLOCK * tiles;
@@ -95,7 +95,8 @@ struct Certificate {
         if (!std::isfinite(room)) return limit;
         if (!summed || room - reference > CAP<Real> - 20) add_up(room, key, limit);
         const int64_t groups = padded(block.call) / TAIL_GROUP;
-        const double certain = 1 - 4 * UNIT<Real> * double(groups + 64);  // of sums of so many; what vanished is added
+        // The rounding of sums of this many terms; the part that vanished is subtracted below.
+        const double certain = 1 - 4 * UNIT<Real> * double(groups + 64);
         const double share = left_out[side > 0] ? 0.75 : 1.0;
         const double allowed = std::exp(room - reference - rounding(room, span)) * share * certain - 1e-25;
         // `sums` fall from the queries outward: the first group from there that is small enough.
@@ -110,7 +111,7 @@ struct Certificate {
         return side > 0 ? std::max(limit, far * TAIL_GROUP) : std::min(limit, far * TAIL_GROUP);
     }
 
-    // Whether an outlier tile's keys from one to another, all on this side, must be visited.
+    // Whether keys [from, to) of an outlier tile, all on this side, must be visited.
     bool must_visit(int64_t from, int64_t to, const Real *m_i, const Real *l_i) {
         if (!may_skip()) return true;
         const double room = nats_of_room(m_i, l_i);
@@ -122,10 +123,10 @@ struct Certificate {
     }
 
    private:
-    // Without biases of keys a slope of 0 or below makes nothing far.
+    // Without biases, no key is far for a slope of 0 or below.
     bool may_skip() const { return possible && (slope > 0 || block.key_bias); }
 
-    // ln of what the sum, by the largest rate, may be at most.
+    // ln of the largest value that the sum, for the largest rate, may have.
     double nats_of_room(const Real *m_i, const Real *l_i) {
         const Real error = (block.call.D + SCORE_UNITS) * UNIT<Real>, away = Real(slope);
         Reals<Real> worst = every(Real(-INFINITY)), largest = {};
@@ -137,11 +138,11 @@ struct Certificate {
             Reals<Real> nats = load(fixed + v) + size * error - lambda;
             nats -= __builtin_convertvector(behind, Reals<Real>) * away;
             const Ints<Real> real = lane < block.rows;
-            wrong |= real & ~(nats < CAP<Real> * Real(1e20));  // also where it is not a number, or nothing has been visited
+            wrong |= real & ~(nats < CAP<Real> * Real(1e20));  // also if it is NaN, or nothing has been visited
             wrong |= real & ~(nats > CAP<Real> * Real(-1e20));
             nats = real ? nats : worst;
             worst = nats > worst ? nats : worst;
-            largest = real & (size > largest) ? size : largest;
+            largest = (real & (size > largest)) ? size : largest;
             for (int i = 0; block.origins_differ && i < VL<Real> && v + i < block.rows; i++)
                 most = std::max(most, double(nats[i]) + block.origin_below_block(v + i));
         }
@@ -155,7 +156,7 @@ struct Certificate {
         return std::log(share) - most;
     }
 
-    // A little below ln x for x >= 1: of x = 2^e (1 + f), (e + f) ln 2.
+    // A lower bound close to ln x, for x >= 1: (e + f) ln 2 for x = 2^e (1 + f).
     static Reals<Real> log_below(Reals<Real> x) {
         constexpr int bits = sizeof(Real) == 4 ? 23 : 52;
         const Ints<Real> raw = (Ints<Real>)x, one = (Ints<Real>)every(Real(1));
@@ -183,7 +184,7 @@ struct Certificate {
         return sum;
     }
 
-    // The exponents of those weights, formed in double: a bias and m times the distance may be large and cancel.
+    // The exponents of those weights, computed in double: a bias and m times the distance may be large and cancel.
     void weigh_biased(int64_t j, double from, Real *nats) const {
         for (int64_t i = 0; i < TAIL_GROUP; i++, j++) {
             const bool hidden = j >= block.call.S || norms.keys[j] < 0;
@@ -194,18 +195,18 @@ struct Certificate {
         }
     }
 
-    // The weight of a group in the sums.
+    // The weight of a group in the sums; 0 if it is left out.
     Real counted(int64_t group) const {
         for (int p = 0; p < left_out[side > 0]; p++)
             if (group * TAIL_GROUP / BLOCK == norms.tiles[p]) return 0;
         return weight(group * TAIL_GROUP, reference);
     }
 
-    // Nats that rounding may take from an exponent.
+    // The rounding error of an exponent, in nats.
     double rounding(double room, double distance) const {
         if (block.key_bias) {
-            // Exponents are formed in double. Of the scores that were computed, those within CAP of lambda matter: neither their
-            // biases nor slope times distance are larger than what follows, and they are off by a few roundings of it.
+            // Exponents are computed in double. Among the computed scores, those within CAP of lambda matter: neither their biases
+            // nor slope times distance exceed the following numbers, and they are off by a few roundings of these.
             const double scores = 2 * double(largest_rate) * norms.longest_without(0) + largest_lambda + 2 * CAP<Real>;
             const double right = block.looks_right ? std::abs(double(block.right_slope)) : 0.0;
             const double slopes = (std::abs(double(block.slope)) + right) * double(farthest);
@@ -215,8 +216,8 @@ struct Certificate {
         return 8 * double(UNIT<Real>) * (double(largest_rate) * norms.longest_without(0) + slope * distance + std::abs(room));
     }
 
-    // How far from the block's nearest query the keys begin that weigh less than e^-10 of the room together; a larger number than
-    // there are keys, or NaN, where none do.
+    // The distance from the block's nearest query at and beyond which all keys together weigh less than e^-10 of the room; NaN or
+    // more than the number of keys if there is none.
     double distance_of_little(double room) const {
         if (!block.key_bias) {
             const double longest = norms.longest_without(left_out[side > 0]);
@@ -224,11 +225,11 @@ struct Certificate {
         }
         const Tails of = tails_of(block.call, tails, block.b, block.h);
         if (!(largest_rate <= of.rate) || !std::isfinite(of.rate)) return INFINITY;
-        // Tails rise towards the queries, from both ends.
+        // Tails increase towards the queries, from both ends.
         const int64_t groups = padded(block.call) / TAIL_GROUP;
         const double away = slope * double(side * nearest);
         const double size = std::abs(room) + std::abs(block.key_bias_origin) + std::abs(away);
-        // What tails lose to rounding, in as many sums of two as there are groups.
+        // Less the rounding of the tails, which are as many sums of two as there are groups.
         const double most = room - 10 + block.key_bias_origin + away - 4 * UNIT<double> * double(groups + 64) * size;
         if (side > 0) {
             const int64_t little = std::upper_bound(of.left, of.left + groups + 1, most) - of.left - 1;
@@ -239,11 +240,11 @@ struct Certificate {
         return little > groups ? INFINITY : double(little * TAIL_GROUP - nearest);
     }
 
-    // The sums over all groups from `key` to `limit`, one by one from the farthest that can matter; those beyond it weigh less
-    // than e^-10 of the room together.
+    // Computes the sums over all groups from `key` to `limit`, starting at the farthest that can matter; those beyond it together
+    // weigh less than e^-10 of the room.
     void add_up(double room, int64_t key, int64_t limit) {
         const double enough = distance_of_little(room);
-        const bool is_far = enough < double(std::abs(nearest - limit));  // false also if it is not a number
+        const bool is_far = enough < double(std::abs(nearest - limit));  // false for NaN too
         const int64_t farthest = is_far ? std::max<int64_t>(0, (int64_t)enough) : 0;
         Real total = is_far ? Real(std::exp(-9.0)) : Real(0);
         reference = room, summed = true, span = is_far ? double(farthest) : double(std::abs(nearest - limit));
@@ -269,7 +270,7 @@ struct Certificate {
         }
     }
 
-    // ln f, where some value is f times longer than VALUE_RATIO times the longest that a query surely visits.
+    // ln f if some value is f times longer than VALUE_RATIO times the longest value that a query certainly visits.
     Real nats_of_longer_values() const {
         const Call<Real> &call = block.call;
         const Real most = norms.longest_value();

@@ -1,4 +1,4 @@
-// The numbers of `certificate/constants.py`, as the build hands them to the compiler, and a way to ask what was compiled.
+// The constants of `certificate/constants.py`, which the build passes as macros, and the text that tells which were compiled in.
 
 #pragma once
 
@@ -25,7 +25,7 @@ constexpr Real UNIT = sizeof(Real) == 4 ? ALIBI_UNIT_FLOAT32 : ALIBI_UNIT_FLOAT6
 template <typename Real>
 constexpr Real VANISHING = sizeof(Real) == 4 ? ALIBI_VANISHING_FLOAT32 : ALIBI_VANISHING_FLOAT64;
 template <typename Real>
-constexpr Real CAP = sizeof(Real) == 4 ? 80 : 600;  // of an exponent that is far beyond the tolerance
+constexpr Real CAP = sizeof(Real) == 4 ? 80 : 600;  // of exponents far beyond the tolerance
 
 #define ALIBI_TEXT_OF(x) #x
 #define ALIBI_TEXT(name) #name "=" ALIBI_TEXT_OF(name) " "

@@ -1,9 +1,9 @@
-// Decoding: a few queries at the end of a long text, over keys whose lengths a cache remembers, tile by tile.
+// Decoding: a few queries at the end of a long text, over keys whose norms a cache stores per tile.
 //
-// A row is one query of one head. It goes from its own tile outward by online softmax. What the tiles that it has not read may
-// weigh at most is known before they are read, and is held against what it has found so far: a tile is skipped while all that are
-// skipped weigh less than the tolerance together. So one tile of long keys is read on its own, and no far key else.
-// The allowances are those of `certificate.hpp`; what a skipped value may cost besides is counted tile by tile.
+// A row is one query of one head. It moves outward from its own tile, with an online softmax. The norms of unread tiles bound their
+// weights, which are compared with the sum so far: tiles are skipped while everything skipped weighs less than the tolerance. So a
+// far tile of long keys is read without reading the tiles around it. Error terms are those of `certificate.hpp`; the effect of a
+// skipped long value is added per tile.
 
 #include <algorithm>
 #include <atomic>
@@ -11,21 +11,22 @@
 #include <vector>
 
 #include "decoding.hpp"
+#include "threads.hpp"
 
 namespace {
 
 template <typename Stored>
 struct Row {
     const DecodingCall<Stored> &call;
-    int64_t b, h, k, position, low, high;  // keys [low, high) may be seen
+    int64_t b, h, k, position, low, high;  // keys [low, high) are visible
     float slope, scale;
     std::vector<float> query, acc;
     float m_i = -INFINITY, l_i = 0;
     float wrong = 0;  // NaN where a score or an output is not finite
     double rate = 0, longest_kept = 0;
     int64_t visited = 0, next_decision = 1;
-    int64_t next;            // the nearest tile that is to be visited, or one before the first
-    std::vector<double> weight;  // of a tile that is skipped, relative to exp(reference); 0 = it is to be visited
+    int64_t next;            // the nearest tile to visit next, or -1
+    std::vector<double> weight;  // of a skipped tile, relative to exp(reference); 0 = visit it
     double skipped = 0, reference = 0;
 
     Row(const DecodingCall<Stored> &of, int64_t sequence, int64_t head, int64_t t)
@@ -45,7 +46,7 @@ struct Row {
 
     int64_t first_tile() const { return low / BLOCK; }
 
-    // Scores and weighted values of the keys of a tile that may be seen.
+    // Adds the visible keys of a tile to the online softmax.
     template <int vectors>
     void visit(int64_t tile) {
         const int64_t from = std::max(tile * BLOCK, low), count = std::min((tile + 1) * BLOCK, high) - from;
@@ -77,7 +78,7 @@ struct Row {
         for (int v = 0; v < vectors; v++) own[v] = load(query.data() + v * VL<float>);
         for (int64_t j = 0; j < count; j++) {
             const Stored *key = call.key.of(b, k, from + j), *value = call.value.of(b, k, from + j);
-            for (int64_t d = 0; d < size; d += 64 / sizeof(Stored)) __builtin_prefetch(value + d);  // read next, elsewhere
+            for (int64_t d = 0; d < size; d += 64 / sizeof(Stored)) __builtin_prefetch(value + d);  // read next
             Reals<float> sum = {};
             if (vectors)
                 UNROLL for (int v = 0; v < vectors; v++) sum += own[v] * load_floats(key + v * VL<float>);
@@ -110,7 +111,7 @@ struct Row {
         }
     }
 
-    // Which tiles before `tile` need not be read, now that what has been read weighs so much; where to go on.
+    // Decides which tiles before `tile` to skip, given the sum so far, and which tile is next.
     void decide(int64_t tile, double longest_key) {
         next_decision = 2 * visited;
         const int64_t known = std::min(call.N, tile), first = first_tile();
@@ -125,7 +126,7 @@ struct Row {
         skipped *= visited == 1 ? 0 : std::exp(reference - lambda), reference = lambda;
         double allowed = call.tolerance * (1 - 1e-6) - skipped;
         weight.assign(std::max<int64_t>(0, tile - first), 0.0);
-        const int64_t stop = std::min(known, (high - KEPT) / BLOCK);  // the nearest keys are read in any case
+        const int64_t stop = std::min(known, (high - KEPT) / BLOCK);  // the nearest keys are always read
         if (first < stop) weigh(first, stop, base);
         for (int64_t at = 0; at < (int64_t)weight.size(); at++) {
             double &most = weight[at];
@@ -137,7 +138,7 @@ struct Row {
         go_on(tile);
     }
 
-    // The most that each of these tiles may weigh, relative to exp(-base), times what longer values cost.
+    // Upper bounds of the weights of these tiles, relative to exp(-base), times the factor of longer values.
     void weigh(int64_t first, int64_t stop, double base) {
         const double *keys = call.norms(call.key_norms, b, k), *values = call.norms(call.value_norms, b, k);
         for (int64_t at = first; at < stop; at += VL<double>) {
@@ -146,7 +147,7 @@ struct Row {
             for (int64_t i = 0; i < count; i++) {
                 const double away = double(position - (at + i + 1) * BLOCK + 1), own = rate * keys[at + i] + base;
                 nats[i] = std::min(own - double(slope) * away, 600.0);
-                if (!(own < INFINITY)) nats[i] = 600;  // also where it is not a number
+                if (!(own < INFINITY)) nats[i] = 600;  // also NaN
             }
             store(nats, exponential(load(nats)));
             for (int64_t i = 0; i < count; i++) {
@@ -156,7 +157,7 @@ struct Row {
         }
     }
 
-    // Behind the tiles that are skipped, which are counted.
+    // Moves past the skipped tiles, whose weights are added to `skipped`.
     void go_on(int64_t tile) {
         const int64_t first = first_tile();
         int64_t at = tile - 1;
@@ -177,13 +178,13 @@ struct Row {
     }
 };
 
-// The longest of the keys that a sequence may see, from the known tiles; where these end, or hold hidden keys too, from the keys.
+// The norm of the longest visible key: from the norms of whole visible tiles, and from the keys of other tiles.
 template <typename Stored>
 double longest_key_of(const DecodingCall<Stored> &call, int64_t b, int64_t k) {
     const int64_t start = call.start[b], stop = call.stop[b];
     const double *norms = call.norms(call.key_norms, b, k);
     double most = 0;
-    const auto take = [&](double norm) { most = norm <= most ? most : norm; };  // also what is not a number
+    const auto take = [&](double norm) { most = norm <= most ? most : norm; };  // also NaN
     for (int64_t tile = start / BLOCK; tile * BLOCK < stop; tile++) {
         const int64_t from = tile * BLOCK, end = from + BLOCK;
         if (tile < call.N && from >= start && end <= stop) {
@@ -195,7 +196,7 @@ double longest_key_of(const DecodingCall<Stored> &call, int64_t b, int64_t k) {
     return most;
 }
 
-// Some rows of a key head together: a tile stays in the processor's cache from one to the next.
+// Runs some rows of a key head together, so that a tile stays in the processor's cache.
 template <int vectors, typename Stored>
 bool run_rows(std::vector<Row<Stored>> &rows) {
     const DecodingCall<Stored> &call = rows[0].call;
@@ -240,7 +241,7 @@ template <typename Stored>
 void run(const DecodingCall<Stored> &call) {
     const int64_t group = call.H / call.K, of_head = group * call.T, heads = call.B * call.K;
     const int64_t parts = std::min(of_head, std::max<int64_t>(1, 4 * call.threads / heads));
-    // The flattest heads read the most, and begin.
+    // The flattest heads read the most, so they start first.
     std::vector<int64_t> tasks(heads * parts);
     for (size_t i = 0; i < tasks.size(); i++) tasks[i] = i;
     const auto slope_of = [&](int64_t task) {
@@ -249,40 +250,43 @@ void run(const DecodingCall<Stored> &call) {
     };
     std::stable_sort(tasks.begin(), tasks.end(), [&](int64_t x, int64_t y) { return slope_of(x) < slope_of(y); });
     std::atomic<bool> fine{true};
-#pragma omp parallel for num_threads(call.threads) schedule(dynamic, 1)
-    for (size_t i = 0; i < tasks.size(); i++) {
+    const auto run_task = [&](int64_t i) {
         const int64_t head = tasks[i] / parts, part = tasks[i] % parts, b = head / call.K, k = head % call.K;
         std::vector<Row<Stored>> rows;
         for (int64_t row = of_head * part / parts; row < of_head * (part + 1) / parts; row++)
             rows.emplace_back(call, b, k * group + row / call.T, row % call.T);
         if (!run_rows_of(rows, call.D)) fine = false;
-    }
+    };
+    in_parallel(call.threads, [&](Member &member) { member.for_each((int64_t)tasks.size(), run_task); });
     *call.fine = fine;
 }
 
-// The longest key, or value, of every whole tile from `tile` on.
+// Computes the norm of the longest row in every whole tile.
 template <typename Stored>
 void measure(const NormsCall<Stored> &call) {
-#pragma omp parallel for num_threads(call.threads) schedule(static)
-    for (int64_t i = 0; i < call.B * call.K * call.N; i++) {
-        const int64_t head = i / call.N, tile = i % call.N;
-        double most = 0;
-        for (int64_t j = tile * BLOCK; j < (tile + 1) * BLOCK; j++) {
-            const double norm = norm_of_stored(call.rows.of(head / call.K, head % call.K, j), call.D);
-            most = norm > most || norm != norm ? norm : most;
+    const auto measure_tiles = [&](int64_t from, int64_t to) {
+        for (int64_t i = from; i < to; i++) {
+            const int64_t head = i / call.N, tile = i % call.N;
+            double most = 0;
+            for (int64_t j = tile * BLOCK; j < (tile + 1) * BLOCK; j++) {
+                const double norm = norm_of_stored(call.rows.of(head / call.K, head % call.K, j), call.D);
+                most = norm > most || norm != norm ? norm : most;
+            }
+            call.norms[i] = most;
         }
-        call.norms[i] = most;
-    }
+    };
+    const int64_t tiles = call.B * call.K * call.N;
+    in_parallel(call.threads, [&](Member &member) { member.for_ranges(tiles, 16, measure_tiles); });
 }
 
 }  // namespace
 
-extern "C" void alibi_decode_float32(const DecodingCall<float> *call) { run(*call); }
-extern "C" void alibi_decode_bfloat16(const DecodingCall<BFloat16> *call) { run(*call); }
-extern "C" void alibi_decode_float16(const DecodingCall<Float16> *call) { run(*call); }
-extern "C" void alibi_norms_float32(const NormsCall<float> *call) { measure(*call); }
-extern "C" void alibi_norms_bfloat16(const NormsCall<BFloat16> *call) { measure(*call); }
-extern "C" void alibi_norms_float16(const NormsCall<Float16> *call) { measure(*call); }
-extern "C" void alibi_decoding_bytes(int64_t *sizes) {
+EXPORT void alibi_decode_float32(const DecodingCall<float> *call) { run(*call); }
+EXPORT void alibi_decode_bfloat16(const DecodingCall<BFloat16> *call) { run(*call); }
+EXPORT void alibi_decode_float16(const DecodingCall<Float16> *call) { run(*call); }
+EXPORT void alibi_norms_float32(const NormsCall<float> *call) { measure(*call); }
+EXPORT void alibi_norms_bfloat16(const NormsCall<BFloat16> *call) { measure(*call); }
+EXPORT void alibi_norms_float16(const NormsCall<Float16> *call) { measure(*call); }
+EXPORT void alibi_decoding_bytes(int64_t *sizes) {
     sizes[0] = sizeof(DecodingCall<float>), sizes[1] = sizeof(NormsCall<float>), sizes[2] = sizeof(LinearCall<float>);
 }

@@ -1,4 +1,4 @@
-// Calls of `decoding.cpp` and `linear.cpp` as `decoding.py` lays them out, and what both do with a vector.
+// The arguments of `decoding.cpp` and `linear.cpp`, as `decoding.py` lays them out, and their common functions.
 
 #pragma once
 
@@ -9,23 +9,30 @@
 #include "stored.hpp"
 #include "vectors.hpp"
 
-// By halves, each a vector of its own: lane by lane it takes longer than the products of a short row.
-INLINE float sum_of(Reals<float> x) {
-    typedef float Four __attribute__((vector_size(16)));
-#if defined(__AVX512F__)
-    typedef float Eight __attribute__((vector_size(32)));
-    const Eight low = __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7);
-    const Eight high = __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15), y = low + high;
-    const Four z = __builtin_shufflevector(y, y, 0, 1, 2, 3) + __builtin_shufflevector(y, y, 4, 5, 6, 7);
-#elif defined(__AVX2__)
-    const Four z = __builtin_shufflevector(x, x, 0, 1, 2, 3) + __builtin_shufflevector(x, x, 4, 5, 6, 7);
+// The sum of the lanes of a vector, by halves: lane by lane it would cost more than the products of a short row.
+template <int lanes, typename Vector>
+INLINE float sum_of_lanes(Vector x) {
+    if constexpr (lanes == 4) {
+        return (x[0] + x[1]) + (x[2] + x[3]);
+    } else {
+        typedef float Half __attribute__((vector_size(2 * lanes)));
+#if defined(__clang__) || __GNUC__ >= 12
+        if constexpr (lanes == 16)
+            return sum_of_lanes<8, Half>(__builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7)
+                                         + __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15));
+        else
+            return sum_of_lanes<4, Half>(__builtin_shufflevector(x, x, 0, 1, 2, 3) + __builtin_shufflevector(x, x, 4, 5, 6, 7));
 #else
-    const Four z = x;
+        Half halves[2];
+        std::memcpy(halves, &x, sizeof halves);
+        return sum_of_lanes<lanes / 2, Half>(halves[0] + halves[1]);
 #endif
-    return (z[0] + z[1]) + (z[2] + z[3]);
+    }
 }
 
-// An upper bound of the norm of a row; see `norms.norm_bound`. Not finite where a number is not.
+INLINE float sum_of(Reals<float> x) { return sum_of_lanes<VL<float>>(x); }
+
+// An upper bound of the norm of a row; see `norms.norm_bound`. Not finite if a number is not.
 template <typename Stored>
 double norm_of_stored(const Stored *row, int64_t D) {
     Reals<float> sum = {};
@@ -41,13 +48,13 @@ struct DecodingCall {
     Rows<const Stored> query, key, value;
     Rows<Stored> output;
     const float *slopes;                          // [B, H]
-    const int64_t *start, *stop;                  // [B]: the keys that may be seen
-    int64_t N, norms_of_head, norms_of_sequence;  // whole tiles whose norms are known, and the strides of these
+    const int64_t *start, *stop;                  // [B]: the visible keys
+    int64_t N, norms_of_head, norms_of_sequence;  // whole tiles with known norms, and the strides of the norms
     const double *key_norms, *value_norms;        // [B, K, N]
     int64_t window;                               // 0 = none
     double scale, tolerance;
     int64_t threads;
-    int64_t *fine;  // whether all that came out is finite; if not, somebody else must say what it is
+    int64_t *fine;  // whether the whole output is finite; if not, the caller uses another path
 
     const double *norms(const double *of, int64_t b, int64_t k) const { return of + b * norms_of_sequence + k * norms_of_head; }
 };

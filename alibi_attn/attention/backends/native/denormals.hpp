@@ -1,13 +1,13 @@
-// The kernels compute with denormal numbers in every thread, whatever the caller's thread does with its own.
+// The kernels compute with denormal numbers in every thread, whatever the settings of the caller's thread.
 //
-// XLA flushes them to zero in the threads that call a kernel, torch does so on demand, and a thread of OpenMP has the setting of
-// whoever created it: which thread takes a task must not be seen in its results.
+// XLA flushes them to zero in the threads that call a kernel, torch does so on demand, and other threads inherit the setting of the
+// thread that created them. Results must not depend on which thread computes a task.
 
 #pragma once
 
 #include <cfenv>
 
-// The default floating-point environment, until the end of the scope that it stands in.
+// Sets the default floating-point environment until the end of the scope.
 struct DenormalNumbers {
     std::fenv_t before;
 

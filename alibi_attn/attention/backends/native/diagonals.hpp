@@ -1,6 +1,6 @@
 // The gradient of a table by distance: sums of ds along the diagonals of every tile, [keys][BLOCK].
 //
-// In double from tile to tile, as the gradients of biases are: a distance near 0 has as many pairs as there are queries.
+// Summed in double from tile to tile, like the gradients of biases: a distance near 0 has as many pairs as there are queries.
 
 #pragma once
 
@@ -9,11 +9,11 @@
 #include "block.hpp"
 #include "tasks.hpp"
 
-// Add what one block of queries and a few keys have; `sums` are those of the head.
+// Adds the sums of one block of queries and a few keys to `sums`, those of the head.
 template <typename Real>
 OUTLINE void add_diagonals(const Block<Real> &block, int64_t key, int count, const Real *moments, double *sums) {
     sums += block.position - key - block.call.table_first;
-    for (int from = 1 - count; from < block.rows; from += VL<Real>) {  // distances of lanes, less that of query 0 and key 0
+    for (int from = 1 - count; from < block.rows; from += VL<Real>) {  // distances of the lanes, relative to query 0 and key 0
         Reals<Real> sum[2] = {};
         const int start = std::max(0, 1 - from - VL<Real>), stop = std::min(count, block.rows - from);
         for (int j = start; j < stop; j++) {

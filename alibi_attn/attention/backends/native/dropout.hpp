@@ -13,7 +13,7 @@ constexpr int PHILOX_ROUNDS = 7;
 typedef uint64_t Wide __attribute__((vector_size(BYTES), aligned(8), may_alias));
 constexpr int WIDE = BYTES / 8;
 
-// WIDE numbers of the width of a Real, of which a factor and the word that decides on it have one each.
+// WIDE numbers as wide as a Real: factors, and the words that decide about them.
 template <typename Real>
 struct Narrow;
 
@@ -29,7 +29,7 @@ struct Narrow<double> {
     typedef double reals __attribute__((vector_size(BYTES), aligned(8), may_alias));
 };
 
-// The products of the low halves. GCC makes three instructions of what is one, hence its name here; other compilers know better.
+// The products of the low halves. GCC emits three instructions instead of one, hence the builtins; clang does not.
 INLINE Wide product_of_low_halves(Wide x, uint32_t factor) {
     const Wide factors = Wide{} + uint64_t(factor);
 #if defined(__GNUC__) && !defined(__clang__) && defined(__AVX512F__)
@@ -52,7 +52,7 @@ struct Dropout {
     Wide first_round[BLOCK / WIDE] = {};  // the product of every query's first round
     int64_t key_origin = 0;
 
-    // For the block of queries that begins at `position`.
+    // Prepares for the block of queries that starts at `position`.
     void begin(int64_t b, int64_t h, int64_t position) {
         const int64_t alike = call.B / call.dropout_runs, *seed = call.dropout_seed + b / alike * 4;
         uint32_t x = uint32_t(b % alike + seed[1]), y = uint32_t(h + seed[2]);
@@ -85,7 +85,7 @@ struct Dropout {
     }
 
     INLINE void draw_pair(uint32_t pair, Real *const *rows) const {
-        enum { SIDE_BY_SIDE = 4 };  // a round waits for its product: others are computed meanwhile
+        enum { SIDE_BY_SIDE = 4 };  // independent rounds, because each waits for its product
         static_assert(BLOCK % (SIDE_BY_SIDE * WIDE) == 0, "whole groups");
         for (int v = 0; v < BLOCK / WIDE; v += SIDE_BY_SIDE) {
             Wide x[SIDE_BY_SIDE], y[SIDE_BY_SIDE];
@@ -94,7 +94,7 @@ struct Dropout {
                 x[s] = (y[s] >> 32) ^ (round_keys[0] ^ pair);
             }
             UNROLL for (int r = 1; r < PHILOX_ROUNDS; r++) UNROLL for (int s = 0; s < SIDE_BY_SIDE; s++) {
-                // What is in the high halves is left over from products, and does not count.
+                // The high halves hold leftovers of products and are ignored.
                 const Wide product = product_of_low_halves(x[s], PHILOX_MULTIPLIER);
                 x[s] = (product >> 32) ^ y[s] ^ round_keys[r], y[s] = product;
             }

@@ -1,13 +1,15 @@
-// Forward: each block of queries goes outward from where it stands, by online softmax, until what is left cannot matter.
+// Forward: each block of queries moves outward from its own position, with an online softmax, until the remaining keys cannot
+// matter.
 
 #include "certificate.hpp"
 #include "denormals.hpp"
 #include "dropout.hpp"
 #include "tasks.hpp"
+#include "threads.hpp"
 
 #ifdef ALIBI_COUNT
 int64_t alibi_counted = 0;
-extern "C" int64_t *alibi_counter() { return &alibi_counted; }
+EXPORT int64_t *alibi_counter() { return &alibi_counted; }
 #endif
 
 namespace {
@@ -46,7 +48,7 @@ struct Forward {
         block.template sum_over_keys<SCALE_AND_ADD>(block.call.value, key, count, scores, acc, factor);
     }
 
-    // Make weights of the scores of VL queries, in place; returns their sums.
+    // Turns the scores of VL queries into weights, in place; returns their sums.
     template <bool dropping>
     Reals<Real> weigh(int v, int count, Reals<Real> reference) {
         if constexpr (InPairs<Real>::EXIST)
@@ -60,7 +62,7 @@ struct Forward {
         return sum;
     }
 
-    // The same, rounded to bf16 in pairs of keys, [(count + 1) / 2][BLOCK]; the sums are of what was not rounded.
+    // The same, rounded to bf16 in pairs of keys, [(count + 1) / 2][BLOCK]; the sums are of the unrounded weights.
     template <bool dropping>
     OUTLINE Reals<Real> weigh_in_pairs(int v, int count, Reals<Real> reference) {
         typedef InPairs<Real> In;
@@ -89,7 +91,7 @@ struct Forward {
             visit(next, (int)(near - next));
             near = next;
             if (near == low) break;
-            // The nearest keys are visited in any case.
+            // The nearest keys are always visited.
             const int64_t last = std::min(certificate.last_key(near, low, m_i, l_i), block.position - KEPT + 1);
             stop = std::min(near, std::max(low, last));
         }
@@ -104,7 +106,7 @@ struct Forward {
         range.first = (int32_t)near, range.end = (int32_t)far;
     }
 
-    // Those of the tiles that were left out of the sums which may matter.
+    // Visits the tiles that were left out of the sums and may matter.
     void visit_outlier_tiles() {
         int needed = 0;
         for (int p = 0; certificate.possible && p < OUTLIER_TILES; p++) {
@@ -135,7 +137,7 @@ struct Forward {
         visit_outlier_tiles();
         for (int i = 0; i < block.rows; i++) {
             const bool blind = l_i[i] == 0;
-            // What a query sees only by scores below the smallest number of `Real` is not known.
+            // NaN if a query sees keys, but all their scores are below the range of `Real`.
             const double nothing = blind && block.sees_any(i) ? NAN : -INFINITY;
             const double lse = double(m_i[i]) + std::log(double(l_i[i])) + block.left_out_of_scores(i);
             call.lse[block.row() + i] = blind ? nothing : lse;
@@ -148,11 +150,6 @@ struct Forward {
 };
 
 template <typename Real>
-Real *allocate(int64_t numbers) {
-    return static_cast<Real *>(std::aligned_alloc(64, (numbers * sizeof(Real) + 63) / 64 * 64));
-}
-
-template <typename Real>
 void run(const Call<Real> &call) {
     allow(call);
     const std::vector<ForwardTask> tasks = forward_tasks(call);
@@ -161,45 +158,42 @@ void run(const Call<Real> &call) {
     for (int64_t b = 0; b < call.B; b++) std::fill_n(Visited<Real>{call}.outlier_tiles(b, 0), call.K * OUTLIER_TILES, -1);
     Real *norms = allocate<Real>(call.tolerance > 0 ? heads * norms_size(call) : 0);
     std::vector<double> tails(call.tolerance > 0 && call.key_bias ? call.B * call.H * tails_size(call) : 0);
-#pragma omp parallel num_threads(call.threads)
-    {
+    in_parallel(call.threads, [&](Member &member) {
         const DenormalNumbers are_kept;
         if (call.tolerance > 0) {
-#pragma omp for schedule(static)
-            for (int64_t part = 0; part < heads * parts; part++) {
+            member.for_each(heads * parts, [&](int64_t part) {
                 const int64_t from = part % parts * width;
                 measure(call, norms, part / parts, from, std::min(from + width, padded(call)));
-            }
-#pragma omp for schedule(static)
-            for (int64_t head = 0; head < heads; head++) {
+            });
+            member.for_each(heads, [&](int64_t head) {
                 summarize(call, norms, head);
                 if (call.key_bias) summarize_biased(call, norms, tails.data(), head);
-            }
+            });
         }
         Real *memory = allocate<Real>((2 * BLOCK + 3 * D) * BLOCK + padded(call));
         Real *acc = memory + BLOCK * BLOCK, *queries = acc + BLOCK * D, *factors = queries + 2 * BLOCK * D;
         Pair *woven = reinterpret_cast<Pair *>(queries + BLOCK * D);
         Forward<Real> forward = {{call, queries, woven, best_keys}, memory, acc,
                                  {forward.block, norms, tails.data(), factors + BLOCK * BLOCK}, {call, factors}};
-#pragma omp for schedule(dynamic, 1)
-        for (size_t t = 0; t < tasks.size(); t++)
+        member.for_each((int64_t)tasks.size(), [&](int64_t t) {
             for (int64_t n = tasks[t].block; n < tasks[t].last_block; n++) forward.run(tasks[t].b, tasks[t].h, n);
-        std::free(memory);
-    }
-    std::free(norms);
+        });
+        release(memory);
+    });
+    release(norms);
 }
 
 }  // namespace
 
-extern "C" void alibi_forward_float32(const Call<float> *call) { run(*call); }
-extern "C" void alibi_forward_float64(const Call<double> *call) { run(*call); }
-extern "C" const char *alibi_built_with() { return ALIBI_BUILT_WITH; }
-extern "C" int64_t alibi_call_bytes() { return sizeof(Call<float>); }
-// Whether a Call<float> may be in bf16.
-extern "C" int64_t alibi_multiplies_bf16() { return InPairs<float>::EXIST; }
+EXPORT void alibi_forward_float32(const Call<float> *call) { run(*call); }
+EXPORT void alibi_forward_float64(const Call<double> *call) { run(*call); }
+EXPORT const char *alibi_built_with() { return ALIBI_BUILT_WITH; }
+EXPORT int64_t alibi_call_bytes() { return sizeof(Call<float>); }
+// Whether a Call<float> may have bf16 rows.
+EXPORT int64_t alibi_multiplies_bf16() { return InPairs<float>::EXIST; }
 
-// The words of a level of `levels.py`, or what there is beside them.
-extern "C" const char *alibi_instructions() {
+// The words of a level in `levels.py`, or those of a compiler's own choice of instructions.
+EXPORT const char *alibi_instructions() {
 #if defined(__AVX512BF16__)
     return "AVX512-BF16";
 #elif defined(__AVX512F__)

@@ -1,10 +1,12 @@
-"""The levels of instructions that a wheel has kernels for, the best first, and which of them this processor has.
+"""The instruction levels that a wheel contains kernels for, best first, and which of them this processor supports.
 
-A wheel holds one library a level (`build.shipped`); where it holds none, `NATIVE` is compiled on the first call. A level's name
-is in the names of its files, its words are those of `alibi_instructions` in `forward.cpp`. x86-64-v3 and -v4 are the levels of
-the x86-64 psABI; what belongs to them goes here by the names of /proc/cpuinfo, where Linux lists what it has switched on.
+A wheel holds one library per level (`build.shipped`); without one, the first call compiles `NATIVE`. A level's name is part of
+its file name; its words are what `alibi_instructions` in `forward.cpp` returns. x86-64-v3 and -v4 are the levels of the x86-64
+psABI. Features have the names of /proc/cpuinfo, where Linux lists those it has enabled; `processor.cpp` uses the same names.
 """
 
+import platform
+import sys
 from typing import NamedTuple
 
 from alibi_attn.processor import features
@@ -15,7 +17,7 @@ V4 = V3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}
 
 
 class Level(NamedTuple):
-    """What the compiler may use (`flags`), and what a processor must have for it (`needs`)."""
+    """What the compiler may use (`flags`), and the features that a processor needs for it (`needs`)."""
 
     name: str
     words: str
@@ -24,13 +26,20 @@ class Level(NamedTuple):
 
     @property
     def lacks(self) -> list[str]:
-        """What of it this processor does not have; empty: it runs here."""
+        """The features that this processor is missing; empty if it can run this level."""
         return sorted(self.needs - features())
 
 
-LEVELS = (
-    Level("avx512_bf16", "AVX512-BF16", ("-march=x86-64-v4", "-mavx512bf16"), V4 | {"avx512_bf16"}),
-    Level("avx512", "AVX-512", ("-march=x86-64-v4",), V4),
-    Level("avx2", "AVX2", ("-march=x86-64-v3",), V3),
-)
-NATIVE = Level("native", "this processor's", ("-march=native",), frozenset())  # in no wheel
+OF_MACHINE = {  # by what platform.machine() calls it
+    "x86_64": (
+        Level("avx512_bf16", "AVX512-BF16", ("-march=x86-64-v4", "-mavx512bf16"), V4 | {"avx512_bf16"}),
+        Level("avx512", "AVX-512", ("-march=x86-64-v4",), V4),
+        Level("avx2", "AVX2", ("-march=x86-64-v3",), V3),
+    ),
+    "aarch64": (Level("neon", "NEON", (), frozenset()),),  # every such processor has NEON; compilers use it by default
+}
+OF_MACHINE |= {"AMD64": OF_MACHINE["x86_64"], "arm64": OF_MACHINE["aarch64"]}  # on Windows and macOS
+LEVELS = OF_MACHINE.get(platform.machine(), ())
+# In no wheel. Compilers for macOS target its oldest processor by default; there and on Arm -march=native is not what selects one.
+_OF_THIS = ("-mcpu=native",) if platform.machine() == "aarch64" else ("-march=native",)
+NATIVE = Level("native", "this processor's", () if sys.platform == "darwin" else _OF_THIS, frozenset())

@@ -1,14 +1,15 @@
-// Linear maps of a few rows: the weights are read once, at the speed of memory, with the sums of all rows in registers.
+// Linear maps of a few rows: the weights are read once, at memory speed, with the sums of all rows in registers.
 
 #include <vector>
 
 #include "decoding.hpp"
+#include "threads.hpp"
 
 namespace {
 
-enum { SMALL = 1 << 16 };  // weights of which one thread is done before two are
+enum { SMALL = 1 << 16 };  // with fewer weights, one thread is faster than two
 
-// One output of all rows: the weights of one after the other are a single stream of memory, which is all that counts here.
+// One output of all rows. Weights of consecutive outputs form a single stream of memory, which determines the speed.
 template <int rows, int parts, typename Stored>
 INLINE void output(const LinearCall<Stored> &call, const float *x, int64_t inputs, int64_t o) {
     constexpr int step = parts * VL<float>;
@@ -36,9 +37,12 @@ void run_rows(const LinearCall<Stored> &call) {
     const int64_t inputs = call.inputs, outputs = call.outputs;
     std::vector<float> x(rows * inputs);
     for (size_t i = 0; i < x.size(); i++) x[i] = as_float(call.x[i]);
-    const int threads = inputs * outputs < SMALL ? 1 : (int)call.threads;
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-    for (int64_t o = 0; o < outputs; o++) output<rows, rows == 1 ? 4 : 2>(call, x.data(), inputs, o);
+    const int64_t threads = inputs * outputs < SMALL ? 1 : call.threads, size = (outputs + 4 * threads - 1) / (4 * threads);
+    in_parallel(threads, [&](Member &member) {
+        member.for_ranges(outputs, size, [&](int64_t from, int64_t to) {
+            for (int64_t o = from; o < to; o++) output<rows, rows == 1 ? 4 : 2>(call, x.data(), inputs, o);
+        });
+    });
 }
 
 template <typename Stored>
@@ -53,6 +57,6 @@ void run(const LinearCall<Stored> &call) {
 
 }  // namespace
 
-extern "C" void alibi_linear_float32(const LinearCall<float> *call) { run(*call); }
-extern "C" void alibi_linear_bfloat16(const LinearCall<BFloat16> *call) { run(*call); }
-extern "C" void alibi_linear_float16(const LinearCall<Float16> *call) { run(*call); }
+EXPORT void alibi_linear_float32(const LinearCall<float> *call) { run(*call); }
+EXPORT void alibi_linear_bfloat16(const LinearCall<BFloat16> *call) { run(*call); }
+EXPORT void alibi_linear_float16(const LinearCall<Float16> *call) { run(*call); }

@@ -1,4 +1,4 @@
-// How long keys and values are at most, tile by tile; `attention/certificate/norms.py` in C++.
+// Upper bounds of the norms of keys and values, per tile; `attention/certificate/norms.py` in C++.
 
 #pragma once
 
@@ -12,7 +12,7 @@ Real norm_bound(Real squares, int64_t D) {
     return std::sqrt(squares) * (1 + (D + NORM_UNITS) * UNIT<Real>) + std::sqrt(Real(D)) * VANISHING<Real>;
 }
 
-// The same of a row as it lies in memory: x(d) are its numbers from d on.
+// The same for a row in memory: x(d) loads its numbers from d on.
 template <typename Real, typename Numbers>
 Real norm_of_numbers(int64_t D, const Numbers &x) {
     Reals<Real> sum = {};
@@ -33,12 +33,12 @@ Real norm_of_row(const Call<Real> &call, const Rows<const Real> &rows, int64_t b
     return norm_of_numbers<Real>(call.D, [&](int64_t d) { return load(row + d); });
 }
 
-// What all blocks of a key head need to know of its keys and values. Hidden keys are no keys.
+// The norms of a key head's keys and values, for all of its blocks. Hidden keys are excluded.
 template <typename Real>
 struct Norms {
-    const Real *keys, *values;  // [padded S]: upper bounds of norms; of a hidden key a large negative number, and 0
-    const Real *stats;          // the norms of the OUTLIER_TILES + 1 tiles with the longest keys, falling; of the shortest
-                                // key; of the longest and shortest value
+    const Real *keys, *values;  // [padded S]: upper bounds of norms; for a hidden key a large negative number, and 0
+    const Real *stats;          // the norms of the OUTLIER_TILES + 1 tiles with the longest keys, descending; then of the
+                                // shortest key, the longest value and the shortest value
     const int32_t *tiles;       // [OUTLIER_TILES]: those tiles, -1 = none
 
     Real longest_without(int tiles) const { return stats[tiles]; }
@@ -52,7 +52,7 @@ int64_t padded(const Call<Real> &call) {
     return (call.S + 2 * TAIL_GROUP - 1) / TAIL_GROUP * TAIL_GROUP;
 }
 
-// Numbers that a key head's norms and stats take.
+// The size of a key head's norms and stats.
 template <typename Real>
 int64_t norms_size(const Call<Real> &call) {
     return 2 * padded(call) + STATS;
@@ -65,7 +65,7 @@ Norms<Real> norms_of(const Call<Real> &call, Real *memory, int64_t head) {
     return {keys, keys + padded(call), keys + 2 * padded(call), tiles};
 }
 
-// The norms of keys [from, to) of a key head and of their values.
+// Computes the norms of keys [from, to) of a key head, and of their values.
 template <typename Real>
 void measure(const Call<Real> &call, Real *memory, int64_t head, int64_t from, int64_t to) {
     const int64_t b = head / call.K, k = head % call.K;
@@ -77,7 +77,7 @@ void measure(const Call<Real> &call, Real *memory, int64_t head, int64_t from, i
     }
 }
 
-// The stats and outlier tiles of a key head, from its norms.
+// Computes the stats and outlier tiles of a key head from its norms.
 template <typename Real>
 void summarize(const Call<Real> &call, Real *memory, int64_t head) {
     const Norms<Real> of = norms_of(call, memory, head);
@@ -92,7 +92,7 @@ void summarize(const Call<Real> &call, Real *memory, int64_t head) {
             norm = std::max(norm, of.keys[j]), shortest = std::min(shortest, of.keys[j]);
             longest_value = std::max(longest_value, of.values[j]), shortest_value = std::min(shortest_value, of.values[j]);
         }
-        int at = OUTLIER_TILES;  // among the longest so far
+        int at = OUTLIER_TILES;  // its rank among the longest so far
         if (tiles[at] >= 0 && !(norm > top[at])) continue;
         for (; at > 0 && (tiles[at - 1] < 0 || norm > top[at - 1]); at--) top[at] = top[at - 1], tiles[at] = tiles[at - 1];
         top[at] = norm, tiles[at] = (int32_t)tile;

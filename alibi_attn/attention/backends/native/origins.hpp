@@ -1,8 +1,8 @@
-// From which key the scores of a query count, where keys have biases or slopes are extreme.
+// The key to which the scores of a query are relative, if keys have biases or slopes are extreme.
 //
-// Scores are formed in `Real`, and a bias of 1e6 would leave them no digits. So they count from the visible key that weighs most
-// by its bias and its distance alone: what cancels is subtracted in double, before anything is rounded. That key is the query's
-// own choice. A key that a query cannot see must not cost it digits, even one of its own block.
+// Scores are computed in `Real`, and a bias of 1e6 would leave them no digits. So they are relative to the visible key that weighs
+// most by its bias and its distance alone: the parts that cancel are subtracted in double, before anything is rounded. Each query
+// has its own such key. A key that a query cannot see must not cost it digits, even one of the same block.
 
 #pragma once
 
@@ -10,16 +10,17 @@
 #include <vector>
 
 #include "call.hpp"
+#include "threads.hpp"
 
-constexpr double NEAR_NATS = 8;  // origins this close to one another are replaced by one: it costs three bits of a score
-constexpr double EXTREME_NATS = 64;  // per position: from here on the nearest visible key must be known
+constexpr double NEAR_NATS = 8;  // origins this close to each other are replaced by one, which costs three bits of a score
+constexpr double EXTREME_NATS = 64;  // per position: above this, the nearest visible key must be known
 
-// The key with the largest b_j + slope j (or b_j - right_slope j) of some keys that may be seen.
+// The key with the largest b_j + slope j (or b_j - right_slope j) among some visible keys.
 struct BestKey {
     double bias = 0;
     int64_t key = -1;  // none
 
-    // Whether another key weighs more; differences first, for all digits of `slope j` may be lost in a large bias.
+    // Whether another key weighs more; differences first, because a large bias may absorb all digits of `slope j`.
     bool is_below(const BestKey &other, double per_position) const {
         if (key < 0 || other.key < 0) return key < other.key;
         return (other.bias - bias) + per_position * double(other.key - key) > 0;
@@ -30,7 +31,7 @@ struct BestKey {
     }
 };
 
-// Whether one position more costs so much that the nearest visible key must be known; biases count as 0 where there are none.
+// Whether one position costs so much that the nearest visible key must be known; missing biases count as 0.
 template <typename Real>
 bool has_extreme_slopes(const Call<Real> &call) {
     const auto is_extreme = [](Real slope) { return std::isfinite(slope) && std::abs(slope) > EXTREME_NATS; };
@@ -39,8 +40,8 @@ bool has_extreme_slopes(const Call<Real> &call) {
     return false;
 }
 
-// The best key of every tile, and of that tile with all tiles farther out: [B, H, 2, tiles] for queries to the right and to the
-// left of the tiles. Empty where every query counts from its own position.
+// The best key of every tile, and of that tile and all tiles farther out: [B, H, 2, tiles], for queries to the right and to the
+// left of the tiles. Empty if scores are relative to each query's own position.
 template <typename Real>
 struct BestKeys {
     int64_t tiles = 0;
@@ -50,8 +51,7 @@ struct BestKeys {
         if (!call.key_bias && !has_extreme_slopes(call)) return;
         const auto looks_right = [&](int64_t at) { return !call.causal && std::isfinite(call.right_slopes[at]); };
         of_tile.resize(2 * call.B * call.H * tiles);
-#pragma omp parallel for num_threads(call.threads)
-        for (int64_t at = 0; at < call.B * call.H; at++) {
+        const auto find_in_tiles = [&](int64_t at) {
             const double slope = call.slopes[at], right_slope = call.right_slopes[at];
             const bool has_right = looks_right(at);
             const double *bias = call.key_bias ? call.key_bias + at * call.S : nullptr;
@@ -63,7 +63,8 @@ struct BestKeys {
                 left[j / BLOCK].take(own, slope);
                 if (has_right) right[j / BLOCK].take(own, -right_slope);
             }
-        }
+        };
+        in_parallel(call.threads, [&](Member &member) { member.for_each(call.B * call.H, find_in_tiles); });
         outward = of_tile;
         for (int64_t at = 0; at < call.B * call.H; at++) {
             BestKey *left = outward.data() + 2 * at * tiles, *right = left + tiles;
@@ -83,7 +84,7 @@ struct BlockOrigins {
     const BestKeys<Real> &best_keys;
     int64_t b, h, row, position;  // of the first query
     int rows;
-    int64_t low, high;  // keys that masks allow some query of the block
+    int64_t low, high;  // the keys that masks allow
     double slope, right_slope;
     bool looks_right;
 
@@ -95,7 +96,7 @@ struct BlockOrigins {
             if (best[i].key >= 0 && !sees(call, b, h, row + i, best[i].key)) best[i] = search(i);
     }
 
-    // What slopes take from the key for a query, in nats.
+    // The slope's penalty of a key for a query, in nats.
     double taken(int i, int64_t key) const {
         const int64_t distance = position + i - key;
         return double(distance) * (distance < 0 ? -right_slope : slope);
@@ -110,7 +111,7 @@ struct BlockOrigins {
         return (call.key_mask && !call.key_mask[b * call.S + j]) || bias == -INFINITY ? BestKey{} : BestKey{bias, j};
     }
 
-    // Whether query i gives more weight to the second key, which may be on the other side.
+    // Whether query i gives more weight to the second key; the two may be on different sides.
     bool is_below(int i, const BestKey &best, const BestKey &other) const {
         if (best.key < 0 || other.key < 0) return best.key < other.key;
         return (other.bias - best.bias) + (taken(i, best.key) - taken(i, other.key)) > 0;
@@ -120,7 +121,7 @@ struct BlockOrigins {
     int64_t whole() const { return high == call.S ? best_keys.tiles : high / BLOCK; }
     int64_t first_whole() const { return (low + BLOCK - 1) / BLOCK; }
 
-    // Whole tiles before the block by their maxima, the other keys one by one.
+    // Uses the maxima of whole tiles before the block, and the other keys one by one.
     void find_to_left(BestKey *best) const {
         BestKey most;
         const int64_t first = first_whole(), end = std::min(whole(), std::max<int64_t>(0, position) / BLOCK);
@@ -153,11 +154,11 @@ struct BlockOrigins {
         }
     }
 
-    // The same for one query that cannot see the best of those keys: from its own tile outward, as far as a better key may be.
+    // The same for one query that cannot see the best of those keys: from its own tile outward, as long as a better key may exist.
     BestKey search(int i) const {
         const int64_t own = position + i;
         BestKey best;
-        // Of a tile's keys some may stand beyond the query, where another slope holds: what they are taken for is too much.
+        // Some keys of a tile may be beyond the query, where the other slope applies: their bound is too high, which is safe.
         const auto may_have = [&](const BestKey &of, double per_position) {
             if (best.key < 0 || of.key < 0) return best.key < of.key;
             const double nats = per_position * double(of.key - own);

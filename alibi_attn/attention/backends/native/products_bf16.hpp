@@ -1,10 +1,10 @@
-// Products of bf16 numbers with sums in fp32, for processors with AVX512-BF16: what vector extensions cannot say, and but for
-// the conversion of fp16 (`stored.hpp`) the only intrinsics of these kernels.
+// Products of bf16 numbers with sums in fp32, for processors with AVX512-BF16. Vector extensions cannot express them; apart from
+// the conversion of fp16 (`stored.hpp`) these are the only intrinsics of the kernels.
 //
-// vdpbf16ps adds to each lane x0 y0 + x1 y1 for two pairs of bf16 numbers. So both factors lie in pairs along the depth: two
-// neighbors of a row do so as they are stored, and two rows must be woven into one. The instruction rounds each of its two
-// sums to the nearest fp32 number, as two multiply-adds do, and takes numbers below the smallest normal one, 2^-126, for 0;
-// docs/maths.md, step 7, has what that may do.
+// vdpbf16ps adds x0 y0 + x1 y1 to each lane, for two pairs of bf16 numbers. So both factors are stored in pairs along the depth:
+// two neighbors in a row already are, and two rows must be woven into one. The instruction rounds each of its two sums to the
+// nearest fp32 number, as two multiply-adds do, and treats numbers below the smallest normal one, 2^-126, as 0; docs/maths.md,
+// step 7, bounds the effect.
 
 #pragma once
 
@@ -13,7 +13,7 @@
 
 typedef uint32_t Pair __attribute__((aligned(2), may_alias));  // of Bf16, the first in the low half
 
-// Of numbers and processors without such products.
+// For types and processors without such products.
 template <typename Real>
 struct InPairs {
     static constexpr bool EXIST = false;
@@ -22,7 +22,7 @@ struct InPairs {
 #ifdef __AVX512BF16__
 #include <immintrin.h>
 
-// A product of `vectors.hpp` whose depth goes by pairs.
+// A product of `vectors.hpp` whose depth is in pairs.
 struct PairProduct {
     const Bf16 *a;  // a pair of neighbors at a time
     int64_t a_row, a_depth;  // in numbers; `a_depth` from pair to pair
@@ -60,27 +60,27 @@ struct InPairs<float> {
     static INLINE Reals<float> first_of(Pairs pairs) { return (Reals<float>)(pairs << 16); }
     static INLINE Reals<float> second_of(Pairs pairs) { return (Reals<float>)(pairs & 0xffff0000); }
 
-    // VL pairs, of which only `count` are there, times a power of two: nothing is rounded but numbers below 2^-126.
+    // VL pairs, of which only `count` exist, times a power of two: only numbers below 2^-126 are rounded.
     static INLINE Pairs scaled(const Pair *at, int count, float factor) {
         const Pairs pairs = (Pairs)_mm512_maskz_loadu_epi32((__mmask16)((1u << count) - 1), at);
         return ((Pairs)(first_of(pairs) * factor) >> 16) | ((Pairs)(second_of(pairs) * factor) & 0xffff0000);
     }
 
-    // VL numbers, to the nearest.
+    // VL numbers, rounded to the nearest.
     static INLINE void round(Bf16 *to, Reals<float> x) { *(Narrow *)to = (Narrow)_mm512_cvtneps_pbh((__m512)x); }
 
-    // Twice as many, one vector behind the other.
+    // 2 VL numbers, one vector after the other.
     static INLINE void round(Bf16 *to, Reals<float> x, Reals<float> next) {
         *(Pairs *)to = (Pairs)_mm512_cvtne2ps_pbh((__m512)next, (__m512)x);
     }
 
-    // VL pairs, each of a number of either.
+    // VL pairs, each of one number from x and one from y.
     static INLINE void round_to_pairs(Pair *to, Reals<float> x, Reals<float> y) {
         const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)y, (__m512)x);
         *(Pairs *)to = (Pairs)_mm512_permutex2var_epi16(both, woven(16), both);
     }
 
-    // Rows of `width` numbers, `row` numbers apart, two by two as [(count + 1) / 2][width] pairs; zeros follow the last row.
+    // Weaves rows of `width` numbers, `row` numbers apart, into [(count + 1) / 2][width] pairs; an odd last row is paired with 0.
     static void weave(const Bf16 *from, int64_t row, int count, int64_t width, Pair *to) {
         for (int j = 0; j < count; j += 2, from += 2 * row, to += width)
             for (int64_t d = 0; d < width; d += VL<float>) {
@@ -91,10 +91,10 @@ struct InPairs<float> {
             }
     }
 
-    // exp(x) for x <= 0 to 2^-22, and to 2^-24 of |x|: more than a weight needs that is rounded to bf16. 0 far below, NaN of NaN.
-    // The polynomial is the one with the least relative error for 2^f, f in [0, 1), of those that are 1 at 0.
+    // exp(x) for x <= 0, to 2^-22 and to 2^-24 of |x|: enough for a weight that is rounded to bf16. 0 far below, NaN for NaN.
+    // Among the polynomials that are 1 at 0, this one has the least relative error for 2^f, f in [0, 1).
     static INLINE Reals<float> exponential(Reals<float> x) {
-        constexpr __mmask16 all = 0xffff;  // without a mask GCC warns of its own headers
+        constexpr __mmask16 all = 0xffff;  // without a mask GCC warns about its own headers
         const Reals<float> t = x * 1.44269504f, f = (Reals<float>)_mm512_maskz_reduce_ps(all, (__m512)t, _MM_FROUND_TO_NEG_INF);
         Reals<float> p = f * 1.86714029e-3f + 9.01700743e-3f;
         p = p * f + 5.57999313e-2f;
@@ -105,7 +105,7 @@ struct InPairs<float> {
     }
 
    private:
-    // Numbers 0, second, 1, second + 1, ... of two registers, whose numbers count on.
+    // Indices 0, second, 1, second + 1, ... into two registers, numbered consecutively.
     static INLINE __m512i woven(int second) {
         Pairs order = {};
         for (int i = 0; i < VL<float>; i++) order[i] = uint32_t(i | (second + i) << 16);

@@ -1,16 +1,16 @@
-// What the keys of a head may weigh together from one end of the sequence on, where every key has a bias of its own.
+// Bounds of the total weight of a head's keys from either end of the sequence on, if every key has its own bias.
 //
-// With slopes alone a geometric series tells where the sums of `certificate.hpp` may begin. With a number b_j for each key there
-// is none, but with R_h the largest rate of a head's queries, |scale| |q_i|, one running log-sum-exp serves all its blocks:
+// With slopes alone, a geometric series bounds where the sums of `certificate.hpp` may start. With a bias b_j per key there is
+// none, but with R_h the largest rate of a head's queries, |scale| |q_i|, one running log-sum-exp serves all its blocks:
 //     F(p) = ln sum over j < p of exp(R_h |k_j| + b_j + m j)
 //     sum over j < p of exp(R_h |k_j| + b_j - m (i - j)) = exp(F(p) - m i)
-// and from the other end with -m j to the right. Only differences are exponentiated: m j may be 10^6. No b need fall or rise.
+// and to the right, from the other end, with -m j. Only differences are exponentiated: m j may be 10^6. b need not be monotonic.
 
 #pragma once
 
 #include "norms.hpp"
 
-// Of one query head: [groups + 1] to the left, of the keys before each group; as many to the right, of those from it on; R_h.
+// For one query head: [groups + 1] for the keys before each group; the same for the keys from each group on; R_h.
 struct Tails {
     const double *left, *right;
     double rate;
@@ -33,7 +33,7 @@ inline double log_add(double x, double y) {
     return least == -INFINITY || most == INFINITY ? most : most + std::log1p(std::exp(least - most));
 }
 
-// One query head's nats R_h |k_j| + b_j + m j of keys in groups, and what they come to.
+// The nats R_h |k_j| + b_j + m j of a query head's keys, by groups, and their log-sum-exp.
 template <typename Real>
 struct HeadNats {
     const Call<Real> &call;
@@ -41,7 +41,7 @@ struct HeadNats {
     int64_t b, h;
     double rate;
 
-    // Of the TAIL_GROUP keys of a group, with `slope` per position, -inf of those that may not be seen; the largest of them.
+    // Writes those of a group, with `slope` per position, -inf for hidden keys; returns the largest.
     double of_group(int64_t group, double slope, double *nats) const {
         const double *bias = call.key_bias + (b * call.H + h) * call.S;
         for (int64_t i = 0; i < TAIL_GROUP; i++) {
@@ -65,7 +65,7 @@ struct HeadNats {
         return largest + std::log(sum);
     }
 
-    // The largest of each of so many tiles.
+    // The largest of each of the given number of tiles.
     std::vector<double> of_tiles(int64_t tiles, double slope) const {
         std::vector<double> values(tiles, -INFINITY);
         double nats[TAIL_GROUP];
@@ -90,10 +90,10 @@ double largest_rate_of(const Call<Real> &call, int64_t b, int64_t h) {
     return std::abs(call.scale) * most * (1 + 4 * (call.D + SCORE_UNITS) * double(UNIT<Real>));
 }
 
-// For how many tiles after it, in the order given, each value stays the largest.
+// Raises `lengths` to the number of tiles, in the given direction, for which each value remains the largest.
 inline void add_lengths_as_largest(const std::vector<double> &values, bool from_the_end, std::vector<int64_t> &lengths) {
     const int64_t N = (int64_t)values.size();
-    std::vector<int64_t> larger;  // the tiles still to be met that no nearer one exceeds, the nearest last
+    std::vector<int64_t> larger;  // tiles ahead that no nearer tile exceeds, nearest last
     for (int64_t x = 0; x < N; x++) {
         const int64_t at = from_the_end ? x : N - 1 - x;
         while (!larger.empty() && values[larger.back()] < values[at]) larger.pop_back();
@@ -120,14 +120,14 @@ void sum_tails(const HeadNats<Real> &nats, double *left) {
     right[groups + 1] = nats.rate;
 }
 
-// The tails of all query heads of a key head, and the outlier tiles that they share: those that stay the largest the longest, for
-// which one key would keep every later block from stopping. With gates, which only fall, none does.
+// Computes the tails of all query heads of a key head, and the outlier tiles that they share: those that remain the largest for the
+// most tiles, where a single key would keep all later blocks from stopping. With gates, which only decrease, there are none.
 template <typename Real>
 void summarize_biased(const Call<Real> &call, Real *norms_memory, double *memory, int64_t head) {
     const Norms<Real> norms = norms_of(call, norms_memory, head);
     const int64_t b = head / call.K, group = call.H / call.K, tiles = (call.S + BLOCK - 1) / BLOCK;
     std::vector<HeadNats<Real>> heads;
-    std::vector<std::vector<double>> left, right;  // the largest nats in every tile
+    std::vector<std::vector<double>> left, right;  // the largest nats of every tile
     for (int64_t h = head % call.K * group; h < (head % call.K + 1) * group; h++) {
         heads.push_back({call, norms, b, h, largest_rate_of(call, b, h)});
         left.push_back(heads.back().of_tiles(tiles, call.slopes[b * call.H + h]));

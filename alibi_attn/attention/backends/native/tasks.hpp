@@ -1,4 +1,4 @@
-// The work cut into tasks of like cost, the heaviest first; which task does what never depends on when it is done.
+// Divides the work into tasks of similar cost, heaviest first. The division never depends on timing.
 
 #pragma once
 
@@ -10,17 +10,17 @@
 #include "call.hpp"
 
 enum {
-    TASKS = 8,        // a core, so that none is idle at the end
-    MOST_BLOCKS = 8,  // of queries in a forward task
-    USUAL_NATS = 30,  // a head of slope m usually looks at about 30 / m keys
-    HALOS = 2,        // keys whose gradients backward may keep apart: so many times as there are,
-    FEW_NUMBERS = 1 << 24,  // or so many numbers, for many cores and a short text
+    TASKS = 8,        // per thread, so that none is idle at the end
+    MOST_BLOCKS = 8,  // of queries in a forward task, at most
+    USUAL_NATS = 30,  // a head of slope m usually reads about 30 / m keys
+    HALOS = 2,        // limits the keys whose gradients backward accumulates separately: to this many times all keys,
+    FEW_NUMBERS = 1 << 24,  // or to this many numbers, for many threads and a short text
 };
 
 // Blocks [block, last_block) of the queries of one head.
 struct ForwardTask {
     int64_t b, h, block, last_block;
-    double cost;  // a guess: nobody knows yet how far a block looks
+    double cost;  // an estimate: the reach is not known yet
 };
 
 template <typename Real>
@@ -45,29 +45,29 @@ std::vector<ForwardTask> forward_tasks(const Call<Real> &call) {
     return tasks;
 }
 
-// A run of queries, with all heads that share a key head. The keys where these queries stand are its own: their gradients are
-// added up in place. Those of other keys it visits, a halo before and after its own and the outlier tiles, are kept apart.
+// Consecutive queries, for all heads that share a key head. The keys at the positions of these queries are its own: their gradients
+// are summed in place. Gradients of the other keys it visits, a halo on both sides and the outlier tiles, are summed separately.
 struct BackwardTask {
     int64_t b, k, block, last_block;  // blocks [block, last_block) of queries
     int64_t own, own_end;             // keys
     int64_t halo, halo_end;           // keys, around its own
-    int64_t at;                       // its first row of what is kept apart, which has twice its rows
+    int64_t at;                       // its first row in the separate sums, which hold keys and values
     int64_t cost;
 
-    // Its rows: the halo before, the halo behind, the outlier tiles; first for keys, then for values.
+    // Its rows: the halo before, the halo after, the outlier tiles; first for keys, then for values.
     int64_t row_of(int64_t key) const { return key < own ? key - halo : own - halo + key - own_end; }
     int64_t row_of_outlier(int64_t p) const { return own - halo + halo_end - own_end + p * BLOCK; }
 };
 
 struct BackwardPlan {
-    std::vector<BackwardTask> tasks;  // of each key head in turn, by their queries
+    std::vector<BackwardTask> tasks;  // by key head, then by position
     std::vector<int64_t> starts;      // [B K + 1] the first task of every key head
-    std::vector<int64_t> heaviest;    // the order in which they are begun
-    int64_t outlier_tiles = 0;        // that some block visited: all or none
-    int64_t kept = 0;                 // rows that are kept apart
+    std::vector<int64_t> heaviest;    // the order in which they start
+    int64_t outlier_tiles = 0;        // all of them if some block visited one, else 0
+    int64_t kept = 0;                 // rows of the separate sums
 };
 
-// The costs of the blocks of one key head, and the keys that they visit.
+// The costs of the blocks of one key head, and the keys they visit.
 struct HeadOfBlocks {
     std::vector<int64_t> cost, low, high;
     int64_t total = 0, widest = 1;
@@ -118,7 +118,7 @@ BackwardPlan backward_plan(const Call<Real> &call) {
         const int64_t parts = (int64_t)std::min(std::max(wanted, 1.0), double(1 + most / head.widest));
         int64_t before = 0, n = 0;  // the cost of blocks 0 ... n - 1
         for (int64_t part = 0, from = 0; part < parts && from < N; part++) {
-            // Cuts of equal cost; a block that is dearer than a part takes the place of several.
+            // Cuts at equal cost; a block that costs more than a part replaces several parts.
             const double until = double(head.total) * double(part + 1) / double(parts);
             while (n < N && (before < until || part + 1 == parts)) before += head.cost[n++];
             if (n == from) continue;

@@ -1,7 +1,7 @@
 // Vectors of numbers, their exponential, and a small matrix product that stays in registers, for float and double.
 //
-// GCC's vector extensions: one source for AVX-512, AVX2 and NEON. A register tile is MR rows of NV vectors; the sizes fill the
-// registers that the processor has, and leave enough independent sums to hide the latency of a multiply-add.
+// GCC's vector extensions: one source for AVX-512, AVX2 and NEON. A register tile is MR rows of NV vectors: it fills the
+// processor's registers and has enough independent sums to hide the latency of a multiply-add.
 
 #pragma once
 
@@ -12,12 +12,14 @@
 enum { BYTES = 64, MR = 8, NV = 2 };  // of a vector; 32 registers
 #elif defined(__AVX2__)
 enum { BYTES = 32, MR = 6, NV = 2 };  // 16 registers
+#elif defined(__ARM_NEON)
+enum { BYTES = 16, MR = 6, NV = 4 };  // 32 registers
 #else
-enum { BYTES = 16, MR = 6, NV = 2 };
+enum { BYTES = 16, MR = 6, NV = 2 };  // 16 registers
 #endif
 
 #define INLINE inline __attribute__((always_inline))
-#define OUTLINE __attribute__((noinline))  // keeps the code around it what the compiler makes of it without
+#define OUTLINE __attribute__((noinline))  // so that it does not change how the code around it is compiled
 #define UNROLL _Pragma("GCC unroll 16")
 
 template <typename Real>
@@ -59,7 +61,7 @@ INLINE Reals<Real> every(Real x) {
     return x - Reals<Real>{};
 }
 
-// exp(x) for x <= 0 to about one unit in the last place; 0 below the logarithm of the smallest normal number, NaN of NaN.
+// exp(x) for x <= 0, to about one unit in the last place; 0 below the logarithm of the smallest normal number, NaN for NaN.
 // x = n ln 2 + f with |f| <= ln 2 / 2 and ln 2 in two parts; the approximations are those of Cephes (Moshier 1992, expf and exp).
 INLINE Reals<float> exponential(Reals<float> x) {
     const Reals<float> lowest = every(-87.336544f), shifter = every(12582912.0f);  // adding 1.5 * 2^23 rounds to an integer
@@ -88,14 +90,14 @@ INLINE Reals<double> exponential(Reals<double> x) {
     return x < lowest ? every(0.0) : scaled;
 }
 
-// What a product does with what stands in C: replaces it, adds to it, or adds to factor[i] times row i of it.
+// How a product updates C: replaces it, adds to it, or adds to factor[i] times its row i.
 enum Start { REPLACE, ADD, SCALE_AND_ADD };
 
 template <typename Real>
 struct Product {
-    const Real *a;  // read one number at a time, so its strides may be any
+    const Real *a;  // read one number at a time, with any strides
     int64_t a_row, a_depth;
-    const Real *b;  // rows of the columns of C
+    const Real *b;  // rows as wide as C
     int64_t b_depth;
     Real *c;
     int64_t c_row;
@@ -109,8 +111,8 @@ struct Product {
     static INLINE Reals<Real> add(Reals<Real> sum, Real x, Reals<Real> row) { return sum + x * row; }
 };
 
-// C[i, :] from sum over k of A[i, k] B[k, :], for `rows` rows and `vectors` vectors, with the sums in registers. P is a Product,
-// or of its form.
+// C[i, :] = sum over k of A[i, k] B[k, :], for `rows` rows and `vectors` vectors, with the sums in registers. P is a Product
+// or has the same members.
 template <Start start, int rows, int vectors, typename P>
 INLINE void register_tile(int steps, const P &p) {
     typedef typename P::Sum Real;
@@ -126,7 +128,7 @@ INLINE void register_tile(int steps, const P &p) {
     }
     UNROLL for (int i = 0; i < rows; i++) UNROLL for (int v = 0; v < vectors; v++) {
         Real *c = p.c + i * p.c_row + v * VL<Real>;
-        // What stands there is added last: it may have many terms, and each addition to it would round.
+        // The previous value is added last: it may be large, and each addition to it would round.
         if (start == ADD) sum[i][v] += load(c);
         if (start == SCALE_AND_ADD) sum[i][v] += load(c) * p.factor[i];
         store(c, sum[i][v]);
@@ -152,7 +154,7 @@ INLINE void columns(int rows, int steps, P p) {
     last_rows<start, MR - 1, vectors>(rows, steps, p);
 }
 
-// The same for any number of rows, columns that are a multiple of VL, and any depth (in numbers, whatever a step is).
+// The same for any number of rows, a width that is a multiple of VL, and any depth (in numbers, not in steps).
 template <Start start, typename P>
 void product(int rows, int width, int depth, P p) {
     constexpr int wide = NV * VL<typename P::Sum>, narrow = VL<typename P::Sum>;

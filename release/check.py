@@ -1,0 +1,93 @@
+"""Checks the wheels and the sdist of `release/wheels.py`.
+
+python release/check.py dist               # metadata, contents, tags, installation on every platform
+python release/check.py dist --release     # also the version, the CHANGELOG, and the package from the wheel of this machine
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import venv
+from pathlib import Path
+
+from wheels import NAME, SYSTEMS
+
+from alibi_attn import __version__
+
+ROOT = Path(__file__).parent.parent
+TOOLS = "twine", "auditwheel", "check-wheel-contents"
+# From the wheel, without a compiler: the function, a layer, and the kernels.
+USES = """
+import torch
+from alibi_attn import alibi_attention, explain
+from alibi_attn.nn import ALiBiAttention
+query, key, value = torch.randn(3, 1, 8, 1500, 64)
+exact = alibi_attention(query, key, value, backend="reference")
+torch.testing.assert_close(alibi_attention(query, key, value, backend="native"), exact, atol=1e-5, rtol=1e-5)
+assert ALiBiAttention(64, 4)(torch.randn(1, 10, 64)).shape == (1, 10, 64)
+assert "from the wheel" in explain(query, key, value)
+"""
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--release", action="store_true")
+    options = parser.parse_args(arguments)
+    wheels = sorted(options.folder.glob(f"{NAME}-*.whl"))
+    assert wheels, f"{options.folder} has no wheels; make them with `python release/wheels.py {options.folder}`"
+    sdist = options.folder / f"{NAME}.tar.gz"
+    _run(_tool("twine"), "check", "--strict", *map(str, (*wheels, sdist)))
+    _run(_tool("check-wheel-contents"), *map(str, wheels))
+    for wheel in wheels:
+        tag = wheel.stem.split("-")[-1]
+        if tag.startswith("manylinux"):
+            told = _run(_tool("auditwheel"), "show", str(wheel))
+            assert tag in told, f"auditwheel does not accept {wheel.name} as {tag}:\n{told}"
+        with tempfile.TemporaryDirectory() as target:
+            only = ["--platform", tag, "--only-binary=:all:", "--no-deps", "--no-index", "--target", target]
+            _run(sys.executable, "-m", "pip", "install", "--quiet", *only, str(wheel))
+        print(f"{wheel.name}: fine", flush=True)
+    if options.release:
+        _check_release(options.folder)
+
+
+def _check_release(folder: Path) -> None:
+    missing = [system.tag for system in SYSTEMS if not (folder / f"{NAME}-py3-none-{system.tag}.whl").exists()]
+    assert not missing, f"the wheels of {missing} are missing"
+    assert re.search(
+        rf"^## {re.escape(__version__)}\b", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE
+    ), f"CHANGELOG.md has no section '## {__version__}'; rename Unreleased"
+    with tempfile.TemporaryDirectory() as temporary:
+        environment = Path(temporary) / "environment"
+        venv.create(environment, with_pip=False)
+        python = str(environment / "bin" / "python")
+        purelib = _run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
+        (Path(purelib) / "visible.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")  # torch
+        local = ["--no-index", "--find-links", str(folder), "--no-deps", "--ignore-installed"]
+        _run(
+            sys.executable, "-m", "pip", "--python", python, "install", "--quiet", *local, f"alibi-attn=={__version__}"
+        )
+        _run(python, "-W", "error", "-c", USES, cwd=temporary, PATH="/nowhere")
+    print("the wheel of this machine runs", flush=True)
+
+
+def _tool(name: str) -> str:
+    found = shutil.which(name, path=str(Path(sys.executable).parent))
+    assert found, f"{name} is not installed; run pip install 'alibi-attn[wheels]'"
+    return found
+
+
+def _run(*command: str, cwd: str | None = None, **environment: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=os.environ | environment, check=False)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,81 @@
+"""The kernels on other systems, run for real by qemu and Wine: conformance cases, random calls, decoding, dropout, attacks."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from attention_cases import CASES, KEY_BIASES
+from attention_checks import answer, assert_exact
+from certificate_attack import dropped, native_keys, random_attack
+from differential_fuzz import fuzz
+from emulated_kernels import TARGETS, Emulated, compiled, why_not
+
+from alibi_attn import alibi_attention
+from alibi_attn.attention.backends.native import build, decoding
+from alibi_attn.nn import ALiBiAttention, KVCache
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
+TOLERANCE = {torch.float32: 2.0**-23 / 32, torch.float64: 2.0**-52 / 32, torch.bfloat16: 2.0**-7 / 32}
+
+
+@pytest.fixture(scope="module", params=TARGETS, ids=lambda target: target.name)
+def emulated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Emulated]:
+    """Every call in this file runs on the emulated system."""
+    reason = why_not(request.param)
+    if reason is not None:
+        pytest.skip(f"{request.param.name}: {reason}")
+    kernels = Emulated(request.param, compiled(request.param, tmp_path_factory.mktemp("emulated")))
+    assert kernels.alibi_instructions().decode() == request.param.words
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "library", lambda level=None: kernels)
+        decoding._library.cache_clear()
+        yield kernels
+    decoding._library.cache_clear()
+    kernels.close()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_emulated_kernels_give_the_definition(dtype: torch.dtype, emulated: Emulated) -> None:
+    before = emulated.calls
+    for case in (*CASES, *KEY_BIASES):
+        assert_exact(case, dtype, answer(case, dtype, backend="native"), tolerance=TOLERANCE[dtype])
+    assert emulated.calls >= before + 2 * len(CASES), "the cases did not reach the emulated kernels"
+
+
+def test_emulated_kernels_answer_random_calls(emulated: Emulated) -> None:
+    failures = fuzz(["native"], range(500))["native"].failures
+    assert not failures, "\n".join(words for _, words in failures)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_emulated_decoding_equals_a_full_pass(dtype: torch.dtype, emulated: Emulated) -> None:
+    torch.manual_seed(0)
+    layer = ALiBiAttention(64, 4).to(dtype).requires_grad_(False)
+    x, cache, before = torch.randn(1, 400, 64, dtype=dtype), KVCache(), emulated.calls
+    steps = [layer(x[:, :390], cache=cache), *(layer(x[:, i : i + 1], cache=cache) for i in range(390, 400))]
+    assert emulated.calls > before
+    full = layer.double()(x.double())
+    unit = torch.finfo(dtype).eps
+    torch.testing.assert_close(torch.cat(steps, 1).double(), full, atol=8 * unit, rtol=8 * unit)
+
+
+def test_emulated_dropout_keeps_the_same_weights_as_here(emulated: Emulated) -> None:
+    def gradient() -> torch.Tensor:
+        """Of the sum of outputs by the values: one number per key, the weights that were kept."""
+        torch.manual_seed(1)
+        query, key, value = (torch.randn(1, 2, 300, 16).requires_grad_() for _ in range(3))
+        return torch.autograd.grad(alibi_attention(query, key, value, dropout_p=0.5, backend="native").sum(), value)[0]
+
+    there = gradient()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "library", LIBRARY)
+        here = gradient()
+    torch.testing.assert_close(there, here, atol=1e-5, rtol=1e-5)
+
+
+def test_no_attack_breaks_the_emulated_certificate(emulated: Emulated) -> None:
+    attacks = [random_attack(seed) for seed in range(500)]
+    assert max(dropped(attack, native_keys)[0] / attack.tolerance for attack in attacks) <= 1
+
+
+LIBRARY = build.library
