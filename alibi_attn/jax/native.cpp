@@ -1,8 +1,8 @@
 // The kernels of `attention/backends/native` as targets of XLA's foreign function interface; `native.py` calls them.
 //
-// Arrays have XLA's row-major layout, [B, T, H, D]; axes that `vmap` puts before them are runs of the batch. A missing array has no
-// elements. Arguments that a kernel needs in fp64 or int64, which JAX may not have enabled, are widened here, and fp64 results are
-// narrowed.
+// Arrays have XLA's row-major layout, [B, T, H, D]; axes that `vmap` puts before them are runs of the batch. A missing array has
+// no elements. Arguments that a kernel needs in fp64 or int64, which JAX may not have enabled, are widened here, and fp64 results
+// are narrowed.
 
 #include <cstring>
 #include <limits>

@@ -1,7 +1,7 @@
 // Arrays in XLA's layout, [B, T, H, D], copied so that the rows of one head are adjacent.
 //
-// A kernel reads a tile of keys many times, and 64 rows that are H D numbers apart map to a few sets of the first-level cache: if H
-// D is a power of two, a forward pass takes 1.2 to 1.4 times as long on such rows. A copy costs a hundredth of it.
+// A kernel reads a tile of keys many times, and 64 rows that are H D numbers apart map to a few sets of the first-level cache: if
+// H D is a power of two, a forward pass takes 1.2 to 1.4 times as long on such rows. A copy costs a hundredth of it.
 
 #pragma once
 
@@ -133,8 +133,8 @@ struct Piece {
     int64_t bytes = 0;
 };
 
-// The memory of one call, in one piece. It is kept for the next call: memory that is returned to the system is zeroed page by page
-// when it is allocated again, which took from a tenth to a quarter of a backward pass.
+// The memory of one call, in one piece. It is kept for the next call: memory that is returned to the system is zeroed page by
+// page when it is allocated again, which took from a tenth to a quarter of a backward pass.
 class Memory {
    public:
     template <typename Number, typename Other = Number>

@@ -1,8 +1,8 @@
 // The kernels as a program, to run them on processors and systems that are emulated here; `emulated_kernels.py` starts it.
 //
 // It reads calls from the standard input and writes their results to the standard output. A call is: the index of a function, the
-// sizes of its arguments' structure and of the list of its arrays, the structure, the list (offset of the pointer in the structure,
-// bytes, whether it is a result) and the arrays.
+// sizes of its arguments' structure and of the list of its arrays, the structure, the list (offset of the pointer in the
+// structure, bytes, whether it is a result) and the arrays.
 
 #include <cstdio>
 #include <cstring>

@@ -178,8 +178,8 @@ struct Backward {
         return exponential(nats);
     }
 
-    // Rounds weights and moments for products of bf16, in place: weights to [count][BLOCK] bf16, moments to pairs of keys. Returns
-    // moments in the format of the weights, stored after these.
+    // Rounds weights and moments for products of bf16, in place: weights to [count][BLOCK] bf16, moments to pairs of keys.
+    // Returns moments in the format of the weights, stored after these.
     const Real *round_to_bf16(int count) {
         typedef InPairs<Real> In;
         Bf16 *narrow = reinterpret_cast<Bf16 *>(weights), *behind = narrow + BLOCK * BLOCK;

@@ -3,8 +3,8 @@
 //
 // Keys that are not visited weigh, for query i and by Cauchy-Schwarz, at most
 //     sum over j of exp(rate_i |k_j| - m |i - j|) / exp(lambda_i),   rate_i = |scale| |q_i|,
-// where lambda_i is the log-sum-exp of the visited keys, which forward has computed on its way outward. The sum over j is computed
-// key by key for the largest rate R of the block and its nearest query; the other queries follow:
+// where lambda_i is the log-sum-exp of the visited keys, which forward has computed on its way outward. The sum over j is
+// computed key by key for the largest rate R of the block and its nearest query; the other queries follow:
 //     exp(rate_i |k_j| - m |i - j|) <= exp(R |k_j| - m d_j) exp(-(R - rate_i) |k|_min - m (|i - j| - d_j)).
 // A few tiles with the longest keys may be left out of the sum; each is visited if it may matter. A bias of the key adds the same
 // number to the exponents of all queries; `tails.hpp` then bounds where the sum may start.
@@ -205,8 +205,8 @@ struct Certificate {
     // The rounding error of an exponent, in nats.
     double rounding(double room, double distance) const {
         if (block.key_bias) {
-            // Exponents are computed in double. Among the computed scores, those within CAP of lambda matter: neither their biases
-            // nor slope times distance exceed the following numbers, and they are off by a few roundings of these.
+            // Exponents are computed in double. Among the computed scores, those within CAP of lambda matter: neither their
+            // biases nor slope times distance exceed the following numbers, and they are off by a few roundings of these.
             const double scores = 2 * double(largest_rate) * norms.longest_without(0) + largest_lambda + 2 * CAP<Real>;
             const double right = block.looks_right ? std::abs(double(block.right_slope)) : 0.0;
             const double slopes = (std::abs(double(block.slope)) + right) * double(farthest);

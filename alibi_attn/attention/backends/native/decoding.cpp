@@ -1,8 +1,10 @@
 // Decoding: a few queries at the end of a long text, over keys whose norms a cache stores per tile.
 //
-// A row is one query of one head. It moves outward from its own tile, with an online softmax. The norms of unread tiles bound their
-// weights, which are compared with the sum so far: tiles are skipped while everything skipped weighs less than the tolerance. So a
-// far tile of long keys is read without reading the tiles around it. Error terms are those of `certificate.hpp`; the effect of a
+// A row is one query of one head. It moves outward from its own tile, with an online softmax. The norms of unread tiles bound
+// their weights, which are compared with the sum so far: tiles are skipped while everything skipped weighs less than the
+// tolerance.
+// So a far tile of long keys is read without reading the tiles around it. Error terms are those of `certificate.hpp`; the
+// effect of a
 // skipped long value is added per tile.
 
 #include <algorithm>

@@ -1,7 +1,7 @@
 // The kernels compute with denormal numbers in every thread, whatever the settings of the caller's thread.
 //
-// XLA flushes them to zero in the threads that call a kernel, torch does so on demand, and other threads inherit the setting of the
-// thread that created them. Results must not depend on which thread computes a task.
+// XLA flushes them to zero in the threads that call a kernel, torch does so on demand, and other threads inherit the setting of
+// the thread that created them. Results must not depend on which thread computes a task.
 
 #pragma once
 

@@ -1,8 +1,9 @@
 // The key to which the scores of a query are relative, if keys have biases or slopes are extreme.
 //
-// Scores are computed in `Real`, and a bias of 1e6 would leave them no digits. So they are relative to the visible key that weighs
-// most by its bias and its distance alone: the parts that cancel are subtracted in double, before anything is rounded. Each query
-// has its own such key. A key that a query cannot see must not cost it digits, even one of the same block.
+// Scores are computed in `Real`, and a bias of 1e6 would leave them no digits. So they are relative to the visible key that
+// weighs most by its bias and its distance alone: the parts that cancel are subtracted in double, before anything is rounded.
+// Each
+// query has its own such key. A key that a query cannot see must not cost it digits, even one of the same block.
 
 #pragma once
 
@@ -154,7 +155,7 @@ struct BlockOrigins {
         }
     }
 
-    // The same for one query that cannot see the best of those keys: from its own tile outward, as long as a better key may exist.
+    // The same for one query that cannot see the best of those keys: from its own tile outward, while a better key may exist.
     BestKey search(int i) const {
         const int64_t own = position + i;
         BestKey best;

@@ -120,8 +120,8 @@ void sum_tails(const HeadNats<Real> &nats, double *left) {
     right[groups + 1] = nats.rate;
 }
 
-// Computes the tails of all query heads of a key head, and the outlier tiles that they share: those that remain the largest for the
-// most tiles, where a single key would keep all later blocks from stopping. With gates, which only decrease, there are none.
+// Computes the tails of all query heads of a key head, and the outlier tiles that they share: those that remain the largest for
+// the most tiles, where a single key would keep all later blocks from stopping. With gates, which only decrease, there are none.
 template <typename Real>
 void summarize_biased(const Call<Real> &call, Real *norms_memory, double *memory, int64_t head) {
     const Norms<Real> norms = norms_of(call, norms_memory, head);

@@ -45,8 +45,9 @@ std::vector<ForwardTask> forward_tasks(const Call<Real> &call) {
     return tasks;
 }
 
-// Consecutive queries, for all heads that share a key head. The keys at the positions of these queries are its own: their gradients
-// are summed in place. Gradients of the other keys it visits, a halo on both sides and the outlier tiles, are summed separately.
+// Consecutive queries, for all heads that share a key head. The keys at the positions of these queries are its own: their
+// gradients are summed in place. Gradients of the other keys it visits, a halo on both sides and the outlier tiles, are summed
+// separately.
 struct BackwardTask {
     int64_t b, k, block, last_block;  // blocks [block, last_block) of queries
     int64_t own, own_end;             // keys
