@@ -12,7 +12,7 @@ from emulated_kernels import TARGETS, Emulated, compiled, why_not
 
 from alibi_attn import alibi_attention
 from alibi_attn.attention.backends.native import build, decoding
-from alibi_attn.nn import ALiBiAttention, KVCache
+from alibi_attn.attention.certificate.norms import Norms
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 TOLERANCE = {torch.float32: 2.0**-23 / 32, torch.float64: 2.0**-52 / 32, torch.bfloat16: 2.0**-7 / 32}
@@ -47,16 +47,24 @@ def test_emulated_kernels_answer_random_calls(emulated: Emulated) -> None:
     assert not failures, "\n".join(words for _, words in failures)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_emulated_decoding_equals_a_full_pass(dtype: torch.dtype, emulated: Emulated) -> None:
+@pytest.mark.parametrize("dtype", decoding.DTYPES, ids=str)
+def test_emulated_decoding_gives_the_definition(dtype: torch.dtype, emulated: Emulated) -> None:
     torch.manual_seed(0)
-    layer = ALiBiAttention(64, 4).to(dtype).requires_grad_(False)
-    x, cache, before = torch.randn(1, 400, 64, dtype=dtype), KVCache(), emulated.calls
-    steps = [layer(x[:, :390], cache=cache), *(layer(x[:, i : i + 1], cache=cache) for i in range(390, 400))]
-    assert emulated.calls > before
-    full = layer.double()(x.double())
-    unit = torch.finfo(dtype).eps
-    torch.testing.assert_close(torch.cat(steps, 1).double(), full, atol=8 * unit, rtol=8 * unit)
+    query, key, value = (torch.randn(2, 4, length, 64).to(dtype) for length in (2, 1000, 1000))
+    norms = Norms(decoding.tile_norms(key), decoding.tile_norms(value))
+    tolerance, before = torch.finfo(dtype).eps / 32, emulated.calls
+    slopes = torch.tensor([0.5, 0.1, 0.02, 0.001])
+    output = decoding.decode(
+        query, key, value, slopes, norms=norms, visible=None, window=None, scale=0.125, tolerance=tolerance
+    )
+    assert emulated.calls == before + 1
+    exact = alibi_attention(query.double(), key.double(), value.double(), slopes, scale=0.125, backend="reference")
+    torch.testing.assert_close(output.double(), exact, atol=4 * torch.finfo(dtype).eps, rtol=4 * torch.finfo(dtype).eps)
+    rows, weight = torch.randn(3, 100).to(dtype), torch.randn(50, 100).to(dtype)
+    products = rows.double() @ weight.double().mT
+    torch.testing.assert_close(
+        decoding.linear(rows, weight, None).double(), products, atol=60 * torch.finfo(dtype).eps, rtol=0
+    )
 
 
 def test_emulated_dropout_keeps_the_same_weights_as_here(emulated: Emulated) -> None:
