@@ -7,7 +7,8 @@ extern "C" void scores(int count, int depth, const float *keys, int64_t row, con
     product<REPLACE>(count, BLOCK, depth, Product<float>{keys, row, 1, queries, BLOCK, to, BLOCK, nullptr});
 }
 
-extern "C" void values(int count, int width, const float *weights, const float *from, int64_t row, float *to, const float *factor) {
+extern "C" void values(
+    int count, int width, const float *weights, const float *from, int64_t row, float *to, const float *factor) {
     product<SCALE_AND_ADD>(BLOCK, width, count, Product<float>{weights, 1, BLOCK, from, row, to, width, factor});
 }
 
