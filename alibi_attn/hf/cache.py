@@ -5,7 +5,6 @@ cache appends in place and stores norms of its keys and values: see `attention/d
 """
 
 import os
-import shutil
 import weakref
 from pathlib import Path
 from typing import Any, Self
@@ -110,17 +109,11 @@ class ALiBiCache(Cache):
                 "only a cache whose model and token ids are known can be saved: one that a patched model or one of ours filled "
                 "from input_ids, and that was not copied or reordered since"
             )
-        partial = target.with_name(target.name + ".partial")
-        if cache_folder.is_cache(partial):
-            shutil.rmtree(partial)
-        partial.mkdir()
-        cache_folder.write_description(partial, about)
-        ids = cache_folder.token_path(partial)
-        ids.touch()
-        TokenIds(ids).write(0, tokens)
+        folder = cache_folder.create(target, about)
+        TokenIds(cache_folder.token_path(folder)).write(0, tokens)
         for index in range(len(self.layers)):
-            self._layer(index).store.save(cache_folder.layer_path(partial, index))
-        os.replace(partial, target)
+            self._layer(index).store.save(cache_folder.layer_path(folder, index))
+        os.replace(folder, target)
 
     def verify(self) -> None:
         """Compares all token ids, keys and values in the files with their checksums; `open` checks the rest.
@@ -214,11 +207,8 @@ class ALiBiCache(Cache):
     def _create(self, model: nn.Module) -> None:
         assert self.path is not None
         about = cache_folder.describe(model)
-        self.path.mkdir()
-        cache_folder.write_description(self.path, about)
-        ids = cache_folder.token_path(self.path)
-        ids.touch()
-        self._ids = TokenIds(ids)
+        os.replace(cache_folder.create(self.path, about), self.path)
+        self._ids = TokenIds(cache_folder.token_path(self.path))
         self._about, self._checked = about, True
 
     def _layer(self, layer_idx: int) -> "_Layer":

@@ -9,7 +9,7 @@ Ids are written before the keys of a call, so the files agree on a prefix whenev
 import contextlib
 import io
 import json
-import os
+import shutil
 import zlib
 from pathlib import Path
 from typing import IO, Any
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from alibi_attn.nn.cache_file import fingerprint
+from alibi_attn.nn.cache_file import fingerprint, partial
 
 FORMAT = 1
 _ABOUT = "cache.json"
@@ -78,12 +78,17 @@ def describe(model: nn.Module) -> dict[str, Any]:
     return {"format": FORMAT, "layers": layers, "fingerprint": fingerprint(model, type(model).__name__, numbers)}
 
 
-def write_description(folder: Path, about: dict[str, Any]) -> None:
-    """Writes `cache.json` atomically."""
-    text = json.dumps(about)
-    partial = folder / (_ABOUT + ".partial")
-    partial.write_text(f"{text}\n{zlib.crc32(text.encode()):08x}\n")
-    os.replace(partial, folder / _ABOUT)
+def create(path: Path, about: dict[str, Any]) -> Path:
+    """Makes the folder of a cache without layers, under a temporary name that the caller replaces with `path`."""
+    folder, text = partial(path), json.dumps(about)
+    if (folder / _ABOUT).is_file():  # of a process that was killed
+        shutil.rmtree(folder)
+    elif folder.is_dir():
+        folder.rmdir()  # refuses a folder that holds anything else
+    folder.mkdir()
+    (folder / _ABOUT).write_text(f"{text}\n{zlib.crc32(text.encode()):08x}\n")
+    token_path(folder).touch()
+    return folder
 
 
 def read_description(folder: Path) -> dict[str, Any]:
@@ -100,11 +105,6 @@ def read_description(folder: Path) -> dict[str, Any]:
     if about["format"] != FORMAT:
         raise ValueError(f"{folder} has format {about['format']} but this version of alibi-attn reads {FORMAT}")
     return about
-
-
-def is_cache(folder: Path) -> bool:
-    """Whether the folder has a cache's description."""
-    return (folder / _ABOUT).is_file()
 
 
 def layer_path(folder: Path, layer: int) -> Path:

@@ -334,7 +334,7 @@ class KVCache:
                 self._file.check_weights(weights)
             self._layer, self._weights = None if layer is None else weakref.ref(layer), weights
         if self._file is None:
-            self._file = CacheFile.create(self.path, key, value, fingerprint=self._weights)
+            self._file = CacheFile.create(self.path, key, value, fingerprint=self._weights).publish()
         self._file.append(key, value)
         self._attach(self._file)
         return self._filled()

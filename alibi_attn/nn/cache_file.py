@@ -100,7 +100,10 @@ class CacheFile:
         cls, path: Path | None, key: Tensor, value: Tensor, *, fingerprint: str, capacity: int | None = None,
         folder: Path | None = None,
     ) -> Self:  # fmt: skip
-        """A new, empty file for keys and values like these; without a path, a temporary one in the folder."""
+        """A new, empty file for keys and values like these, which appears under its path when `publish` is called.
+
+        Without a path it is a temporary file in the folder, which has no name.
+        """
         check_platform()
         for name, x in (("key", key), ("value", value)):
             if x.device.type != "cpu" or str(x.dtype) not in DTYPES:
@@ -120,7 +123,8 @@ class CacheFile:
         if len(text) > _SLOTS[0]:
             raise ValueError("the header of a cache does not fit; pass a shorter fingerprint")
         if path:
-            file = Descriptor(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666))
+            partial(path).unlink(missing_ok=True)
+            file = Descriptor(os.open(partial(path), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666))
         else:
             number, name = tempfile.mkstemp(dir=folder)
             file = Descriptor(number)
@@ -299,18 +303,19 @@ class CacheFile:
 
     def _grow(self, capacity: int) -> None:
         """Continues in a file with more capacity, which replaces the old one; with private changes, in a temporary file."""
-        shared = self.path is not None and self.mode == "r+"
-        target = self.path.with_name(self.path.name + ".partial") if self.path and shared else None
-        if target:
-            target.unlink(missing_ok=True)
+        path = self.path if self.mode == "r+" else None
         larger = type(self).create(
-            target, self.key, self.value, fingerprint=self.fingerprint, capacity=capacity, folder=self.folder
+            path, self.key, self.value, fingerprint=self.fingerprint, capacity=capacity, folder=self.folder
         )
         larger.copy(self.key[:, :, : self.length], self.value[:, :, : self.length], release=self.release)
-        if target and self.path:
-            os.replace(target, self.path)
-            larger.path = self.path
+        larger.publish()
         vars(self).update(vars(larger))
+
+    def publish(self) -> Self:
+        """Gives a created file its name, at once: a process that is killed leaves a valid file or none."""
+        if self.path is not None:
+            os.replace(partial(self.path), self.path)
+        return self
 
     def copy(self, key: Tensor, value: Tensor, *, release: Callable[[], None] | None) -> None:
         """Appends many tokens, a few at a time; `release` frees the memory of the source."""
@@ -326,11 +331,14 @@ def save_pair(
 ) -> None:
     """Writes keys and values to a new file, which appears under its name when it is complete."""
     check_new(path)
-    partial = path.with_name(path.name + ".partial")
-    partial.unlink(missing_ok=True)
-    file = CacheFile.create(partial, key, value, fingerprint=weights, capacity=2 * key.shape[2])
+    file = CacheFile.create(path, key, value, fingerprint=weights, capacity=2 * key.shape[2])
     file.copy(key, value, release=release)
-    os.replace(partial, path)
+    file.publish()
+
+
+def partial(path: Path) -> Path:
+    """The name of a file or folder until it is complete."""
+    return path.with_name(path.name + ".partial")
 
 
 def check_new(path: Path) -> None:

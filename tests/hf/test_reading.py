@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from kills import killed_at_random
 
 from alibi_attn.attention import decoding
 from alibi_attn.hf import ALiBiCache, ALiBiCausalLMConfig, ALiBiForCausalLM, patch, read, reading
@@ -175,3 +176,43 @@ def test_our_own_models_read_and_continue(small, tmp_path):
     logits = read(model, ids, ALiBiCache(tmp_path / "cache"))
     torch.testing.assert_close(logits, model(ids).logits[:, -1], rtol=1e-4, atol=1e-4)
     assert ALiBiCache.open(tmp_path / "cache").get_seq_length() == 300
+
+
+READS = """
+    from transformers import BloomForCausalLM
+    from alibi_attn.hf import ALiBiCache, patch, read, reading
+    reading._CHUNK = 16
+    model = BloomForCausalLM.from_pretrained(path / "model").eval()
+    patch(model)
+    tokens = torch.load(path / "tokens")
+
+    def work():
+        folder = path / "cache"
+        read(model, tokens, ALiBiCache.open(folder) if folder.exists() else ALiBiCache(folder))
+"""
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.long)])
+@torch.no_grad()
+def test_a_reading_killed_at_any_moment_continues_to_the_same_logits(kills, build, tokens, tmp_path, monkeypatch):
+    monkeypatch.setattr(reading, "_CHUNK", 16)
+    model, ids = build("bloom"), tokens(1, 600)
+    model.save_pretrained(tmp_path / "model")
+    torch.save(ids, tmp_path / "tokens")
+    patch(model)
+    lengths = [0]
+    for _ in killed_at_random(READS, tmp_path, kills=kills, longest=0.4):
+        if (tmp_path / "cache" / "cache.json").exists():
+            cache = ALiBiCache.open(tmp_path / "cache")
+            cache.verify() if cache.get_seq_length() else None
+            lengths.append(cache.get_seq_length())
+            del cache
+    assert lengths == sorted(lengths), "no finished chunk is lost"
+    cache = ALiBiCache.open(tmp_path / "cache") if (tmp_path / "cache").exists() else ALiBiCache(tmp_path / "cache")
+    last = read(model, ids, cache)
+    torch.testing.assert_close(last, model(ids, use_cache=False).logits[:, -1], rtol=1e-4, atol=1e-4)
+    cache.verify()
+    memory = ALiBiCache()
+    read(model, ids, memory)
+    for layer, expected in zip(cache.layers, memory.layers, strict=True):
+        torch.testing.assert_close(layer.keys, expected.keys, rtol=1e-4, atol=1e-5)

@@ -1,18 +1,13 @@
 """A cache in a file gives the bits of the cache in memory, survives kills at any moment, and refuses what it cannot do."""
 
 import copy
-import os
 import pickle
-import random
-import signal
-import subprocess
 import sys
-import textwrap
-import time
 from pathlib import Path
 
 import pytest
 import torch
+from kills import killed_at_random
 
 from alibi_attn import ALiBiAttention, KVCache
 from alibi_attn.nn import cache_file
@@ -197,36 +192,28 @@ def test_what_a_file_cannot_do_is_refused(tmp_path, monkeypatch):
 
 
 APPENDS = """
-    import sys, torch
-    from alibi_attn import KVCache
-    cache = KVCache.open(sys.argv[1])
-    generator = torch.Generator().manual_seed(len(cache))
-    print("ready", flush=True)
-    with torch.no_grad():
-        while True:
-            action = int(torch.randint(0, 20, (), generator=generator))
-            if action == 0:
-                cache.crop(max(0, len(cache) - 100))
-            count = 700 if action == 1 else 1 + action
-            position = torch.arange(len(cache), len(cache) + count, dtype=torch.float32)
-            token = position[None, None, :, None].expand(1, 2, -1, 4).contiguous()
-            cache.append(token, token)
+    def work():
+        cache = KVCache.open(path)
+        generator = torch.Generator().manual_seed(len(cache))
+        with torch.no_grad():
+            while True:
+                action = int(torch.randint(0, 20, (), generator=generator))
+                if action == 0:
+                    cache.crop(max(0, len(cache) - 100))
+                count = 700 if action == 1 else 1 + action
+                position = torch.arange(len(cache), len(cache) + count, dtype=torch.float32)
+                token = position[None, None, :, None].expand(1, 2, -1, 4).contiguous()
+                cache.append(token, token)
 """
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kills", [5, pytest.param(50, marks=pytest.mark.long)])
 def test_a_cache_killed_while_it_appends_opens_with_the_right_bits(kills, tmp_path, monkeypatch):
     monkeypatch.setattr(cache_file, "CAPACITY", 1)
-    path, moments, lengths = tmp_path / "cache", random.Random(kills), []
+    path, lengths = tmp_path / "cache", []
     with torch.no_grad():
         KVCache(path).append(numbered(0, 10), numbered(0, 10))
-    for _ in range(kills):
-        command = [sys.executable, "-c", textwrap.dedent(APPENDS), str(path)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ)
-        assert process.stdout.readline() == "ready\n"
-        time.sleep(moments.uniform(0.0, 0.3))
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
+    for _ in killed_at_random(APPENDS, path, kills=kills, longest=0.3):
         cache = KVCache.open(path)
         cache.verify()
         for tensor in (cache.key, cache.value):

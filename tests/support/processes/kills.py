@@ -1,0 +1,58 @@
+"""Kills a process at random moments, again and again, without starting Python anew each time."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+_SERVER = """
+import os, sys
+from pathlib import Path
+import torch
+from alibi_attn import KVCache
+torch.set_num_threads(1)
+path = Path(sys.argv[1])
+{work}
+print("ready", flush=True)
+for line in sys.stdin:
+    child = os.fork()
+    if child == 0:
+        work()
+        os._exit(0)
+    print(child, flush=True)
+    sys.stdin.readline()
+    os.waitpid(child, 0)
+    print("ended", flush=True)
+"""
+
+
+def killed_at_random(work: str, path: Path, *, kills: int, longest: float) -> Iterator[int]:
+    """Runs a function in a child process and kills it; yields the number of kills so far after each.
+
+    Args:
+        work: source that defines `work()`; it may use `path`, `torch`, `Path` and `KVCache`.
+        kills: how often.
+        longest: seconds that a child runs at most.
+    """
+    moments = random.Random(kills)
+    command = [sys.executable, "-c", _SERVER.format(work=textwrap.dedent(work)), str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        assert server.stdout.readline() == "ready\n"
+        for count in range(1, kills + 1):
+            server.stdin.write("start\n")
+            server.stdin.flush()
+            child = int(server.stdout.readline())
+            time.sleep(moments.uniform(0.0, longest))
+            os.kill(child, signal.SIGKILL)  # its number is not used again before the server waits for it
+            server.stdin.write("wait\n")
+            server.stdin.flush()
+            assert server.stdout.readline() == "ended\n"
+            yield count
+        server.stdin.close()
