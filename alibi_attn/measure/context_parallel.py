@@ -139,13 +139,8 @@ def _difference(ours: Tensor, other: Tensor) -> float:
 
 
 def _times(
-    calls: Mapping[str, Callable[[], Tensor]],
-    leaves: list[Tensor],
-    grad: Tensor,
-    count: int,
-    repeats: int,
-    seconds: float,
-) -> dict[str, list[float]]:
+    calls: Mapping[str, Callable[[], Tensor]], leaves: list[Tensor], grad: Tensor, count: int, repeats: int, seconds: float
+) -> dict[str, list[float]]:  # fmt: skip
     """Medians of [forward, backward] in milliseconds, each of the slowest rank; the peers take turns."""
     spent: dict[str, list[Tensor]] = {name: [] for name in calls}
     end = time.perf_counter() + seconds

@@ -17,12 +17,21 @@ from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.validation import make_spec
 from alibi_attn.measure.correctness import Reference
-from alibi_attn.measure.harness import Candidate, Columns, Row, checked, keep_by_length, number, timed, whole_ms
-from alibi_attn.measure.inputs import Case, draw
+from alibi_attn.measure.harness import (
+    Candidate,
+    Columns,
+    Row,
+    checked,
+    keep_by_length,
+    number,
+    timed,
+    whole_ms,
+    whole_times,
+)
+from alibi_attn.measure.inputs import Case, draw, published_slopes
 from alibi_attn.measure.peers import Peer, eager, flex, rank_two, sdpa_causal, sdpa_dense_bias
 from alibi_attn.measure.peers.ours import ours, ours_dropping
 from alibi_attn.measure.timing import matrix_product, matrix_rate_gflops
-from alibi_attn.slopes import alibi_slopes
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -113,7 +122,7 @@ def _measure(
     A matrix product takes turns with the peers: it measures the speed of the machine while they ran.
     """
     query, key, value, grad = (x.to(dtype) for x in draw(case))
-    slopes = torch.tensor(alibi_slopes(case.num_heads), dtype=torch.float32)
+    slopes = published_slopes(case.num_heads)
     references = {
         p: Reference.of(query, key, value, grad, slopes, dropout_p=p) for p in {peer.dropout_p for peer in peers}
     }
@@ -192,8 +201,7 @@ def _summary(columns: Columns) -> dict[str, float | None]:
     """How each peer's time grows: the slope of log time over log length, for the longer half of the lengths."""
     growth: dict[str, float | None] = {}
     for name, column in columns.items():
-        times = zip(column["length"], column.get("forward_ms", ()), column.get("backward_ms", ()), strict=False)
-        points = [(number(n), number(f) + number(b)) for n, f, b in times if b is not None]
+        points = list(whole_times(column).items())
         points = points[len(points) // 2 :] if len(points) > 3 else points
         if len(points) >= 2:
             x, y = torch.tensor(points).log().unbind(1)

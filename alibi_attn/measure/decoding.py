@@ -13,9 +13,9 @@ from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.validation import make_spec
 from alibi_attn.measure.correctness import Reference
 from alibi_attn.measure.harness import Rows, checked, compared, keep, number, timed
+from alibi_attn.measure.inputs import published_slopes
 from alibi_attn.measure.peers import Peer, eager, flash_attn, sdpa_causal, sdpa_dense_bias
 from alibi_attn.measure.peers.ours import ours, ours_with_cache
-from alibi_attn.slopes import alibi_slopes
 
 LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
 NAME = "decoding/cpu"
@@ -55,7 +55,7 @@ def decoding(
         "lengths": list(lengths), "heads": num_heads, "head_dim": head_dim, "dtype": "float32", "queries": 1,
         "threads": torch.get_num_threads(), "peers": {peer.name: peer.note for peer in peers},
     }  # fmt: skip
-    slopes = torch.tensor(alibi_slopes(num_heads), dtype=torch.float32)
+    slopes = published_slopes(num_heads)
 
     def steps() -> Iterator[Mapping[str, Rows]]:
         for length in sorted(lengths):

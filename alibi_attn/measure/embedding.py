@@ -100,14 +100,8 @@ def embedding(
 
 
 def _row(
-    name: str,
-    batch: Sequence[int],
-    build: Build,
-    sizes: Sizes,
-    repeats: int,
-    seconds: float,
-    say: Callable[[str], None],
-) -> Row:
+    name: str, batch: Sequence[int], build: Build, sizes: Sizes, repeats: int, seconds: float, say: Callable[[str], None]
+) -> Row:  # fmt: skip
     """The row of one encoder on one batch; without a time if there is too little memory."""
     label = f"{name:>28} {' '.join(map(str, batch)):>6}"
     row: Row = {"length": max(batch), "tokens": sum(batch)}

@@ -22,9 +22,9 @@ from alibi_attn.attention.certificate.constants import OUTLIER_TILES, TILE
 from alibi_attn.attention.forgetting import forgetting_attention
 from alibi_attn.attention.validation import make_spec
 from alibi_attn.measure.harness import Candidate, Columns, Row, candidate, compared, keep_by_length, timed, whole_ms
+from alibi_attn.measure.inputs import published_slopes
 from alibi_attn.measure.peers import Attention, sdpa_causal, sdpa_dense_bias
 from alibi_attn.measure.peers.ours import ours
-from alibi_attn.slopes import alibi_slopes
 
 LENGTHS = (2048, 4096, 8192, 16384, 32768)
 LOGITS, BOUNDS = (2.0, 4.0, 6.0), (8.0, 16.0)  # of gates; U, the largest score
@@ -181,7 +181,7 @@ def measured(name: str, inputs: Inputs, *, repeats: int, seconds: float, say: Ca
             "acp_at_acps": pruned_scores(inputs.decay, query, key, PRUNED_AT),
             "fixed_slopes": int(native.visits(fixed, query, key, value)[1].sum()),
         }  # fmt: skip
-    slopes = torch.tensor(alibi_slopes(heads), dtype=torch.float32)
+    slopes = published_slopes(heads)
     attentions: dict[str, Attention] = {
         "ours": inputs.attention,
         "causal, no bias": sdpa_causal.causal(query, key, value, slopes),

@@ -232,11 +232,8 @@ def _check(dtype: torch.dtype, case: dict[str, object], device: torch.device) ->
     drawn = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
     grad = torch.randn(shapes[0], generator=generator).to(device, dtype)
     results: dict[str, list[Tensor]] = {}
-    for name, backend, work in (
-        ("ours", "fused", dtype),
-        ("plain", "dense", dtype),
-        ("true", "reference", torch.float64),
-    ):
+    ways = (("ours", "fused", dtype), ("plain", "dense", dtype), ("true", "reference", torch.float64))
+    for name, backend, work in ways:
         leaf = [x.to(work).detach().requires_grad_() for x in drawn]
         slopes = torch.tensor(alibi_slopes(4), dtype=torch.float32, device=device, requires_grad=True)
         output = alibi_attention(*leaf, slopes, **options, backend=backend)  # type: ignore[call-overload]

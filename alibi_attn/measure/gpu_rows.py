@@ -13,9 +13,9 @@ from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.validation import make_spec
 from alibi_attn.measure.correctness import Reference, computed
 from alibi_attn.measure.harness import Row
+from alibi_attn.measure.inputs import published_slopes
 from alibi_attn.measure.peers import Attention, Peer, reason
 from alibi_attn.measure.timing import device_ms
-from alibi_attn.slopes import alibi_slopes
 
 KINDS = ("noise", "peaked")
 TOKENS = 16384  # batch · length, for lengths below it
@@ -58,7 +58,7 @@ class Inputs:
         if decoding:
             query, grad = query[:, :, -1:], grad[:, :, -1:]
         queries = {kind: query * 3 if kind == "peaked" else query for kind in kinds}
-        slopes = torch.tensor(alibi_slopes(shape[0]), dtype=torch.float32, device=device)
+        slopes = published_slopes(shape[0], device)
         references = {kind: Reference.of(q, key, value, grad, slopes) for kind, q in queries.items()}
         return cls(queries, key, value, grad, slopes, references)
 

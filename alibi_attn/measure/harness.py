@@ -170,6 +170,12 @@ def append(columns: Columns, name: str, row: Mapping[str, records.Json]) -> None
         columns.setdefault(name, {}).setdefault(column, []).append(figure)
 
 
+def whole_times(columns: Mapping[str, list[records.Json]]) -> dict[int, float]:
+    """By length, the milliseconds of forward and backward together, where both were measured."""
+    times = zip(*(columns.get(name, []) for name in ("length", "forward_ms", "backward_ms")), strict=False)
+    return {int(number(n)): number(f) + number(b) for n, f, b in times if f is not None and b is not None}
+
+
 def whole_ms(row: Mapping[str, records.Json]) -> float:
     """The milliseconds of forward and backward together."""
     return sum(number(row[name]) for name in ("forward_ms", "backward_ms") if row[name] is not None)

@@ -7,6 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from alibi_attn.slopes import alibi_slopes
+
 Kind = Literal["noise", "peaked", "sink"]
 
 
@@ -24,6 +26,11 @@ class Case:
     def name(self) -> str:
         rows = "" if self.batch == 1 else f"{self.batch}x"
         return f"{self.kind}-{self.num_heads}x{self.head_dim}-{rows}{self.length}"
+
+
+def published_slopes(num_heads: int, device: torch.device | None = None) -> Tensor:
+    """[H] fp32."""
+    return torch.tensor(alibi_slopes(num_heads), dtype=torch.float32, device=device)
 
 
 def draw(case: Case, *, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -14,11 +14,10 @@ from torch import Tensor
 from alibi_attn import records
 from alibi_attn.jax.attention import alibi_attention
 from alibi_attn.measure.correctness import Reference
-from alibi_attn.measure.harness import Candidate, Columns, Row, compared, keep_by_length, number, timed
-from alibi_attn.measure.inputs import Case, draw
+from alibi_attn.measure.harness import Candidate, Columns, Row, compared, keep_by_length, number, timed, whole_times
+from alibi_attn.measure.inputs import Case, draw, published_slopes
 from alibi_attn.measure.peers import Peer, dot_product_attention
 from alibi_attn.measure.peers.ours import ours as ours_in_torch
-from alibi_attn.slopes import alibi_slopes
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 CHECKED_QUERIES = 64  # the last queries are compared with fp64
@@ -84,7 +83,7 @@ def _measure(
     case: Case, peers: Sequence[Peer], *, repeats: int, seconds: float, say: Callable[[str], None]
 ) -> dict[str, Row]:
     query, key, value, grad = draw(case)
-    slopes = torch.tensor(alibi_slopes(case.num_heads), dtype=torch.float32)
+    slopes = published_slopes(case.num_heads)
     reference = Reference.of(query, key, value, grad, slopes)
     candidates = {peer.name: _checked(peer, reference, query, key, value, grad, slopes) for peer in peers}
     rows: dict[str, Row] = {}
@@ -174,15 +173,7 @@ def _summary(columns: Columns) -> dict[str, float | None]:
     """By peer: its time over ours, forward + backward, at its longest timed input."""
     if "ours" not in columns:
         return {}
-    whole = {
-        name: {
-            int(number(n)): number(f) + number(b)
-            for n, f, b in zip(column["length"], column["forward_ms"], column["backward_ms"], strict=True)
-            if f is not None
-        }
-        for name, column in columns.items()
-        if "forward_ms" in column
-    }
+    whole = {name: whole_times(column) for name, column in columns.items()}
     return {
         f"{name} over ours at {max(times)}": times[max(times)] / whole["ours"][max(times)]
         for name, times in whole.items()

@@ -18,15 +18,8 @@ from alibi_attn import records
 from alibi_attn.hf import patch
 from alibi_attn.measure.harness import Row, number
 from alibi_attn.measure.peers import programs
-from alibi_attn.measure.peers.transformers_decoders import (
-    ATTENTION_LAYERS,
-    FAMILIES,
-    HEADS,
-    LAYERS,
-    VOCABULARY,
-    bloom,
-    decoder,
-)
+from alibi_attn.measure.peers import transformers_decoders as decoders
+from alibi_attn.measure.peers.transformers_decoders import FAMILIES, VOCABULARY, bloom, decoder
 from alibi_attn.measure.timing import in_fresh_process, peak_raised_by, peak_rss_bytes, time_attention, too_large
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -34,10 +27,8 @@ LONGEST_UNPATCHED = 8192  # needs 18 GB there (skipped if less is available) and
 OURS, BF16, ORIGINAL = "ours", "ours, bf16", "transformers"  # the curves of a record: patched, and original
 CHECKED_LENGTH = 512
 # The metric with the error of patched logits, and the numerics of `patch` that it is for.
-NUMERICS: Mapping[str, Literal["exact", "checkpoint"]] = {
-    "logits_error": "exact",
-    "logits_error_checkpoint": "checkpoint",
-}
+Numerics = Literal["exact", "checkpoint"]
+NUMERICS: Mapping[str, Numerics] = {"logits_error": "exact", "logits_error_checkpoint": "checkpoint"}
 MOST_ERROR = 1e-3  # of the largest logit, of another program with the same weights; llama.cpp's GELU is off by 1e-5
 WARM_UP_LENGTH = 768  # long enough to take the same code path
 COLUMNS = ("length", "forward_ms", "attention_seconds", "peak_memory_bytes")
@@ -102,13 +93,17 @@ def _family(
             gib = number(row["peak_memory_bytes"]) / 2**30
             say(f"{label}: {number(row['forward_ms']) / 1e3:8.2f} s, {part}{gib:6.2f} GiB")
     config: dict[str, records.Json] = {
-        "family": family, "layers": LAYERS, "width": width, "heads": HEADS, "vocabulary": VOCABULARY, "batch": 1,
-        "dtype": "float32", "peers": list(peers), "lengths": sorted(lengths), "unpatched_lengths": sorted(unpatched),
+        "family": family, "layers": decoders.LAYERS, "width": width, "heads": decoders.HEADS, "vocabulary": VOCABULARY,
+        "batch": 1, "dtype": "float32", "peers": list(peers), "lengths": sorted(lengths), "unpatched_lengths": sorted(unpatched),
         "threads": threads, "skipped": skipped,
     }  # fmt: skip
     record = records.make(
         "benchmark", f"serving/{family}", config=config, metrics={**errors, **_speedups(measured)},
-        curves={name: _columns(rows) for name, rows in measured.items()}, started=started,
+        curves={
+            name: {column: [rows[length][column] for length in sorted(rows)] for column in COLUMNS}
+            for name, rows in measured.items()
+        },
+        started=started,
     )  # fmt: skip
     return records.save(record, out)
 
@@ -120,7 +115,7 @@ def _measure(family: str, name: str, length: int, width: int, threads: int | Non
         model.bfloat16()
     if name != ORIGINAL:
         patch(model)
-    time_attention(model, ATTENTION_LAYERS, attention)
+    time_attention(model, decoders.ATTENTION_LAYERS, attention)
     with torch.inference_mode():
         model(_tokens(WARM_UP_LENGTH), use_cache=False, logits_to_keep=1)
         before, passes = peak_rss_bytes(), []
@@ -215,7 +210,3 @@ def _too_large(rows: Rows, length: int) -> str | None:
         return None
     shorter = max(rows)
     return too_large(number(rows[shorter]["peak_memory_bytes"]) * (length / shorter) ** 2)
-
-
-def _columns(rows: Rows) -> dict[str, list[records.Json]]:
-    return {column: [rows[length][column] for length in sorted(rows)] for column in COLUMNS}

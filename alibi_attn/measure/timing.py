@@ -51,9 +51,8 @@ def medians_of(calls: Mapping[str, Callable[[], float]], *, repeats: int, second
     return {name: statistics.median(times) for name, times in spent.items()}
 
 
-FILL_MS = (
-    5.0  # GPU work per measurement: with this much queued, the host's overhead counts only if the GPU waits for it
-)
+# GPU work per measurement: with this much queued, the host's overhead counts only if the GPU waits for it.
+FILL_MS = 5.0
 
 
 def device_ms(call: Callable[[], object], device: torch.device, *, repeats: int = 7, seconds: float = 0.5) -> float:

@@ -1,6 +1,7 @@
 """Small models that benchmarks train with the lab, and the outputs of their layers on held-out text."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import cast
@@ -80,18 +81,7 @@ def outputs_of(model: LanguageModel, tokens: Tensor, names: Sequence[str]) -> di
     for index, block in enumerate(module for module in model.modules() if isinstance(module, Block)):
         layer = outputs.setdefault(f"layer-{index}", {})
         for name in names:
-
-            def keep(
-                module: torch.nn.Module,
-                inputs: object,
-                output: Tensor,
-                *,
-                layer: dict[str, Tensor] = layer,
-                name: str = name,
-            ) -> None:
-                layer[name] = output
-
-            hooks.append(getattr(block, name).register_forward_hook(keep))
+            hooks.append(getattr(block, name).register_forward_hook(functools.partial(_keep, layer, name)))
     try:
         with torch.no_grad():
             model.eval()(tokens)
@@ -99,6 +89,11 @@ def outputs_of(model: LanguageModel, tokens: Tensor, names: Sequence[str]) -> di
         for hook in hooks:
             hook.remove()
     return outputs
+
+
+def _keep(outputs: dict[str, Tensor], name: str, module: torch.nn.Module, inputs: object, output: Tensor) -> None:
+    """A forward hook that keeps the output under a name."""
+    outputs[name] = output
 
 
 def by_head(output: Tensor, num_heads: int) -> Tensor:

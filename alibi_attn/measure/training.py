@@ -27,16 +27,10 @@ from alibi_attn.lab.data.corpus import Corpus
 from alibi_attn.lab.training.parallel import prepare
 from alibi_attn.lab.training.train import Step
 from alibi_attn.lab.training.train import steps as train_steps
+from alibi_attn.measure import utilization
 from alibi_attn.measure.harness import Row, Rows, keep
 from alibi_attn.measure.timing import MATRIX_SIZE, elapsed_ms, matrix_product, medians_of
-from alibi_attn.measure.utilization import (
-    LOSS_TOLERANCE,
-    NORM_TOLERANCE,
-    expect_agreement,
-    multiplying_parameters,
-    profiled_shares,
-    utilization_row,
-)
+from alibi_attn.measure.utilization import expect_agreement, profiled_shares, utilization_row
 from alibi_attn.nn.linear import is_slow
 
 Size: TypeAlias = Literal["smoke", "small", "medium"]  # the scales that fit on one CPU
@@ -55,9 +49,7 @@ TRAININGS: Mapping[Size, tuple[ModelConfig, TrainConfig]] = {
     ),
     "medium": (
         ModelConfig(num_layers=4, num_heads=8, embed_dim=256, ffn_dim=688, vocab_size=2048),
-        TrainConfig(
-            length=128, steps=2200, batch_tokens=4608, learning_rate=2e-3, warmup_steps=220, precision="bf16"
-        ),
+        TrainConfig(length=128, steps=2200, batch_tokens=4608, learning_rate=2e-3, warmup_steps=220, precision="bf16"),
     ),
 }  # fmt: skip
 PRECISIONS: Mapping[Precision, tuple[str, torch.dtype]] = {
@@ -148,18 +140,19 @@ def _configs(scale: Size, methods: Sequence[str], lengths: Sequence[int], least_
 
 def _config(configs: Sequence[RunConfig], scale: str, threads: int) -> dict[str, records.Json]:
     model = dataclasses.asdict(configs[0].model)
+    train = configs[0].train
     return {
         "scale": scale,
         "methods": list(dict.fromkeys(config.model.method for config in configs)),
         "lengths": sorted({config.train.length for config in configs}),
         "model": {name: value for name, value in model.items() if name != "method"},
-        "batch_tokens": configs[0].train.batch_tokens,
-        "optimizer": configs[0].train.optimizer,
-        "parameters": multiplying_parameters(configs[0].model),
+        "batch_tokens": train.batch_tokens,
+        "optimizer": train.optimizer,
+        "parameters": utilization.multiplying_parameters(configs[0].model),
         "precisions": [name for name, _ in PRECISIONS.values()],
         "threads": threads,
         "matrix_size": MATRIX_SIZE,
-        "tolerances": {"loss": LOSS_TOLERANCE, "gradient_norm": NORM_TOLERANCE},
+        "tolerances": {"loss": utilization.LOSS_TOLERANCE, "gradient_norm": utilization.NORM_TOLERANCE},
     }
 
 
@@ -220,9 +213,8 @@ def _result(future: "concurrent.futures.Future[_Result]") -> _Result:
 
 @functools.cache
 def _training(config: RunConfig) -> Iterator[Step]:
-    tokens = torch.randint(
-        config.model.vocab_size, (4 * config.train.batch_tokens + 1,), generator=torch.Generator().manual_seed(0)
-    ).to(torch.int32)
+    count, rng = 4 * config.train.batch_tokens + 1, torch.Generator().manual_seed(0)
+    tokens = torch.randint(config.model.vocab_size, (count,), generator=rng).to(torch.int32)
     corpus = Corpus(train=tokens, valid=tokens[:0], facts={"name": "random"})
     return train_steps(prepare(config), config, corpus)
 
