@@ -77,9 +77,12 @@ def heads(
     if out is not None:
         check_writable(out / "record")
     with needs("lab"), needs("hf"):
+        from alibi_attn.hf.checkpoint_files import read_config
         from alibi_attn.measure.model_heads import model_heads
         from alibi_attn.report.plots import head_maps
     model = checkpoints.find(model)
+    if text is None and (model / "config.json").is_file() and "schema" not in read_config(model):
+        raise typer.BadParameter(f"{model} was not trained by alibi run, so it has no validation text; pass --text")
     content = text.read_text(encoding="utf-8") if text else checkpoints.validation_text(model, method)
     record = model_heads(model, content, length=length, method=method)
     console.print(_by_layer(record))

@@ -218,7 +218,7 @@ def test_maps_have_one_row_per_layer_and_one_column_per_head(bloom: Path) -> Non
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["heads", "{model}"], "MODEL and --text go together"),
+        (["heads", "{model}"], "no validation text; pass --text"),
         (["heads", "{model}", "--text", "{text}", "--picture", "a.pdf"], "must end in .png or .svg"),
     ],
 )
