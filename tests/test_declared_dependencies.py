@@ -29,6 +29,7 @@ UNDECLARED = {
 OF_TOOLS = {"dev", "docs", "notebooks", "onnx", "wheels"}
 NOT_IMPORTED = {
     "tensorboard": "torch writes its files, accelerate asks for it",
+    "wandb": "accelerate logs to it",
     "lancedb": "an example searches what `alibi embed --chunks` writes",
 }
 

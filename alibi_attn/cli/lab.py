@@ -2,17 +2,16 @@
 
 import codecs
 import dataclasses
-import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.markup import escape
 from rich.table import Table as RichTable
 
 from alibi_attn import records
-from alibi_attn.cli import checkpoints
+from alibi_attn.cli import checkpoints, listings
 from alibi_attn.cli.console import check_writable, console, errors, interrupted, needs
 from alibi_attn.lab.config import ConfigError, EvalConfig, Scale
 from alibi_attn.lab.config_io import override, to_json
@@ -24,7 +23,13 @@ from alibi_attn.report.tables import study as tables
 
 PAPER_FOLDER = Path("runs/paper")  # the items of the paper share trainings, so they share a folder
 
-Texts = Annotated[list[Path] | None, typer.Option("--text", help="A text file or folder; can be repeated.")]
+Texts = Annotated[
+    list[Path] | None,
+    typer.Option("--text", help="A text, JSON, JSON Lines, CSV or Parquet file, or a folder; can be repeated."),
+]
+TextField = Annotated[
+    str, typer.Option(help="Field of the text in JSON, JSON Lines, CSV and Parquet files.", show_default="text")
+]
 
 
 def run(
@@ -45,6 +50,7 @@ def run(
         typer.Option("--set", metavar="FIELD=VALUE", help="Change a field of the config; can be repeated."),
     ] = None,
     text: Texts = None,
+    text_field: TextField = "",
     corpus: Annotated[
         str | None, typer.Option(help='Corpus to train on: "python-source", "hub:NAME" or "task:NAME".')
     ] = None,
@@ -63,7 +69,18 @@ def run(
         bool,
         typer.Option("--missing", help="First list what is not recorded, with the minutes of one core it may take."),
     ] = False,
-    track: Annotated[bool, typer.Option("--track", help="Also log the losses to TensorBoard.")] = False,
+    track: Annotated[
+        Literal["", "tensorboard", "wandb"],
+        typer.Option(
+            help="Also log the losses to TensorBoard or Weights & Biases.",
+            show_default="none",
+            metavar="tensorboard|wandb",
+        ),
+    ] = "",
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Only list the trainings, their tokens and an estimate of their time here."),
+    ] = False,
 ) -> None:
     """Train models on short sequences, test them on long ones, and write a report.
 
@@ -81,11 +98,8 @@ def run(
 
     [dim]alibi run figure-4[/]                                   one figure or table of the paper; "paper" runs all
     """
-    if recipe not in RECIPES:
-        raise typer.BadParameter(
-            f"there is no recipe {recipe!r}{_nearest(recipe)}; the recipes are: {', '.join(RECIPES)}"
-        )
-    overrides = _overrides(changes or [], text or [], corpus)
+    listings.recipe_named(recipe)
+    overrides = _overrides(changes or [], text or [], corpus, text_field)
     if not all(seed.strip().isdecimal() for seed in seeds.split(",") if seeds):
         raise typer.BadParameter(f"--seeds is {seeds!r}; pass integers separated by commas, as in 0,1,2")
     chosen, part = [int(seed) for seed in seeds.split(",") if seeds], _shard(shard)
@@ -101,7 +115,14 @@ def run(
         )
     folder = out or (PAPER_FOLDER if items else Path("runs") / recipe)
     page = folder / (f"{recipe}.html" if items and recipe != "paper" else "report.html")
+    if dry_run:
+        for name in [item.recipe.name for item in items] or [recipe]:
+            listings.show_plan(name, out=folder, scale=scale, overrides=overrides, seeds=chosen, **own)
+        return
     check_writable(page)
+    architectures = {config.model.architecture for config in RECIPES[recipe].runs(scale)}
+    if not items and "mpt" not in (*architectures, overrides.get("model.architecture")):
+        console.print("[dim]to export the models for transformers, pass --set model.architecture=mpt[/]")
     with needs("lab"):
         from alibi_attn.lab import experiment
     if missing and experiment.processes().is_main_process:
@@ -134,26 +155,6 @@ def _shard(text: str) -> tuple[int, int]:
     return int(index), int(count)
 
 
-def list_recipes(
-    scale: Annotated[Scale, typer.Option(help="Scale whose trainings are counted.")] = "small",
-) -> None:
-    """List the recipes of `alibi run`: the question, its place in the paper, and the number of trainings and tokens.
-
-    The items of the paper share trainings, so running all of them costs far less than the sum.
-
-    [dim]alibi recipes[/]
-
-    [dim]alibi recipes --scale paper[/]
-    """
-    table = RichTable("recipe", "question", "paper", "trainings", "tokens", box=None)
-    table.columns[3].justify = table.columns[4].justify = "right"
-    for name, recipe in RECIPES.items():
-        trainings = {(run.model, run.data, run.train) for run in recipe.runs(scale)}
-        tokens = sum(train.steps * train.batch_tokens for _, _, train in trainings)
-        table.add_row(name, recipe.question, recipe.paper, f"{len(trainings)}", f"{tokens:,}")
-    console.print(table)
-
-
 def evaluation(
     checkpoint: checkpoints.Checkpoint,
     text: Annotated[list[Path], typer.Option("--text", help="A text file or folder; can be repeated.")],
@@ -168,6 +169,7 @@ def evaluation(
         int | None,
         typer.Option(help="Also read in segments, with this many cached tokens before each segment.", min=0),
     ] = None,
+    text_field: TextField = "",
     sinks: Annotated[
         int | None,
         typer.Option(help="Also read with this many attention sinks plus a window; each length counts both.", min=0),
@@ -214,6 +216,7 @@ def evaluation(
     changes = {
         "data.corpus": "text",
         "data.text": _joined(text),
+        "data.text_field": text_field,
         "eval.lengths": lengths,
         "eval.tokens": str(tokens),
         "eval.stride": str(stride),
@@ -227,7 +230,7 @@ def evaluation(
         config = override(config, changes)
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from None
-    corpus = whole_text(text, load_checkpoint_tokenizer(checkpoint))
+    corpus = whole_text(text, load_checkpoint_tokenizer(checkpoint), text_field)
     with errors.status("testing"):
         curves = all_curves(
             model,
@@ -342,8 +345,10 @@ def print_verdicts(found: Sequence[records.Record]) -> None:
         console.print(escape(f"{f'{scale}: ' if len(by_scale) > 1 else ''}{verdicts.counted(group)}"))
 
 
-def _overrides(changes: Sequence[str], text: Sequence[Path], corpus: str | None) -> dict[str, str]:
-    overrides = {}
+def _overrides(
+    changes: Sequence[str], text: Sequence[Path], corpus: str | None, text_field: str = ""
+) -> dict[str, str]:
+    overrides = {"data.text_field": text_field} if text_field else {}
     for change in changes:
         name, equals, value = change.partition("=")
         if not equals:
@@ -388,8 +393,3 @@ def print_curves(curves: Mapping[str, Mapping[str, Sequence[records.Json]]]) -> 
         for row in zip(*columns.values(), strict=True):
             table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row))
         console.print(table)
-
-
-def _nearest(name: str) -> str:
-    matches = difflib.get_close_matches(name, RECIPES, n=1)
-    return f" (did you mean {matches[0]!r}?)" if matches else ""

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 import typer
 
 from alibi_attn import records
-from alibi_attn.cli import bench, embed, eval_text, export, heads, lab
+from alibi_attn.cli import bench, embed, eval_text, export, heads, lab, listings
 from alibi_attn.cli.console import check_writable, fail, interrupted, is_ours, needs, sentence
 from alibi_attn.recipes.index import RECIPES
 from alibi_attn.slopes import alibi_slopes
@@ -29,8 +29,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(bench.app, name="bench")
-app.command(epilog=f"Recipes: {', '.join(RECIPES)}.")(lab.run)
-app.command("recipes")(lab.list_recipes)
+app.command(epilog=f"Recipes: {', '.join(RECIPES)}. `alibi config` lists the fields of --set.")(lab.run)
+app.command("recipes")(listings.list_recipes)
+app.command("config")(listings.show_config)
 app.command("eval")(lab.evaluation)
 app.command("eval-text")(eval_text.eval_text)
 app.command()(lab.generate)

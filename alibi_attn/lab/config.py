@@ -1,7 +1,7 @@
-"""What can be asked of the lab: every choice is a field of a frozen dataclass, changed by name ("train.steps=50").
+"""The configs of the lab: every choice is a field of a frozen dataclass, changed by name ("train.steps=50").
 
-A `RunConfig` is one training and its evaluation; a `Recipe` is a question and the runs that answer it. A config is
-checked when it is made, so that all that takes it may trust it. Read next: `model/positions.py`.
+A `RunConfig` is one training and its evaluation; a `Recipe` is a question and the runs that answer it. A config is checked when
+it is made. `alibi config` prints the comments of the fields. Next: `model/positions.py`.
 """
 
 import dataclasses
@@ -24,13 +24,14 @@ Stretch: TypeAlias = Literal["none", "linear", "ntk", "yarn"]
 SymbolTask: TypeAlias = Literal["mqar", "needles", "copy", "flip-flop"]
 Task: TypeAlias = Literal["passkey", "recall", SymbolTask]
 IMPORT_PATH = re.compile(r"(?:.+\.py|[A-Za-z_][\w.]*):[A-Za-z_]\w*")  # FILE.py:Class or package.module:Class
+TOKENIZER_NAME = r"bpe:[1-9]\d*|.+\.json|.*/.*"
 TASK_CORPUS = re.compile(rf"task:({'|'.join(typing.get_args(Task))})(?::([1-9]\d*))?")
 
 _Config = TypeVar("_Config")
 
 
 class ConfigError(ValueError):
-    """A field that does not exist, or a value that it does not take."""
+    """A field that does not exist, or an invalid value."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,21 +39,21 @@ class ModelConfig:
     """The decoder; input and output embeddings are shared.
 
     "modern": RMS norm before each part, SwiGLU, no biases. "mpt": layer norm, GELU, no biases, as MPT has them, so that a
-    checkpoint can leave as one. "baevski-auli": the paper's, layer norm, ReLU, biases, adaptive inputs and softmax.
+    checkpoint can be exported. "baevski-auli": the paper's, layer norm, ReLU, biases, adaptive inputs and softmax.
     """
 
     method: Method = "alibi"
     architecture: Architecture = "modern"
-    vocab_size: int = 256  # as many tokens as the tokenizer has, or more
+    vocab_size: int = 256  # at least the number of the tokenizer's tokens
     num_layers: int = 4
     num_heads: int = 4
     embed_dim: int = 128
-    ffn_dim: int = 344  # SwiGLU has three matrices: 8/3 of the width costs what 4 times cost with two
-    cutoffs: tuple[int, ...] = ()  # of adaptive inputs and softmax, in tokens by frequency; none = one plain embedding
-    dropout: float = 0.0  # of what each part adds, and of the embeddings
+    ffn_dim: int = 344  # 8/3 of the width for SwiGLU, which has three matrices, costs as much as 4 times with two
+    cutoffs: tuple[int, ...] = ()  # of adaptive inputs and softmax, in tokens by frequency; empty = one plain embedding
+    dropout: float = 0.0  # of the output of each attention and feed-forward part, and of the embeddings
     attention_dropout: float = 0.0
     activation_dropout: float = 0.0  # inside the feed-forward part
-    softmax_dropout: float = 0.0  # of what enters an adaptive softmax, and inside its further bands
+    softmax_dropout: float = 0.0  # of the inputs of an adaptive softmax and of its further bands
 
     def __post_init__(self) -> None:
         if not IMPORT_PATH.fullmatch(self.method) and self.method not in METHODS:
@@ -79,21 +80,22 @@ class ModelConfig:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """The text: "python-source" (what Python ships with), "hub:NAME[:CONFIG]", or local files and folders in `text`; or
-    "task:NAME[:LENGTH]", documents of so many tokens that are made, with the name of a `Task` (see `data/tasks.py`).
+    "task:NAME[:LENGTH]", generated documents of this many tokens, with the name of a `Task` (see `data/tasks.py`).
 
-    A folder with files named *train*, *valid* and *test* brings its own split.
+    Files named *train*, *valid* and *test* define their own split.
     """
 
-    corpus: str = "python-source"
-    text: tuple[str, ...] = ()
-    tokenizer: str = "bytes"  # "bytes", "words" (as WikiText is written) or "bpe:SIZE", made from the training text
-    valid_share: float = 0.05  # of the bytes; the corpora that bring their own split ignore it
-    test_share: float = 0.0  # the same, for a second text that nothing was chosen by
-    segments: bool = False  # attend within a document only; needs a method that runs on ALiBi's attention
+    corpus: str = "python-source"  # "python-source", "hub:NAME[:CONFIG]" or "task:NAME[:LENGTH]"
+    text: tuple[str, ...] = ()  # files and folders, instead of a corpus
+    tokenizer: str = "bytes"  # "bytes", "words" (as in WikiText), "bpe:SIZE" or path/tokenizer.json
+    valid_share: float = 0.05  # of the bytes; ignored if the corpus has its own split
+    test_share: float = 0.0  # the same, for a second text that no choice depends on
+    text_field: str = ""  # of JSON, JSON Lines, CSV and Parquet files in `text`; by default "text"
+    segments: bool = False  # attend within documents only; needs a method that depends on distances only
 
     def __post_init__(self) -> None:
         if self.text and self.corpus == "python-source":
-            object.__setattr__(self, "corpus", "text")  # so that a record never names a corpus that was not read
+            object.__setattr__(self, "corpus", "text")  # so that no record names a corpus that was not read
         is_task = TASK_CORPUS.fullmatch(self.corpus) is not None
         if self.corpus not in ("python-source", "text") and not self.corpus.startswith("hub:") and not is_task:
             made = tuple(f"task:{task}" for task in typing.get_args(Task))
@@ -111,9 +113,10 @@ class DataConfig:
                 f"data.valid_share is {self.valid_share} and data.test_share {self.test_share}; they are shares of the text: "
                 "valid above 0, test 0 or more, together below 1"
             )
-        if self.tokenizer not in ("bytes", "words") and not re.fullmatch(r"bpe:[1-9]\d*", self.tokenizer):
+        if self.tokenizer not in ("bytes", "words") and not re.fullmatch(TOKENIZER_NAME, self.tokenizer):
             raise ConfigError(
-                f'data.tokenizer is {self.tokenizer!r}; pass "bytes", "words" or "bpe:SIZE", as in bpe:4096'
+                f'data.tokenizer is {self.tokenizer!r}; pass "bytes", "words", "bpe:SIZE", as in bpe:4096, or a Hugging Face '
+                "tokenizer: path/tokenizer.json, or a folder with this file as ./FOLDER"
             )
 
 
@@ -124,29 +127,29 @@ class TrainConfig:
     `first_steps` steps may be trained at `first_length` before the rest at `length`: staged training, short to long.
     """
 
-    length: int = 128  # L of the paper: tokens a training example has
-    steps: int = 200
+    length: int = 128  # tokens per training example, L in the paper
+    steps: int = 200  # updates of the weights
     batch_tokens: int = 4096  # over all processes; a multiple of the length
-    first_length: int | None = None
-    first_steps: int = 0
+    first_length: int | None = None  # the length of the first steps, in staged training
+    first_steps: int = 0  # the number of steps at the first length
     optimizer: Optimizer = "adamw"
     learning_rate: float = 2e-3
-    final_share: float = 0.1  # of the learning rate, where the cosine ends
+    final_share: float = 0.1  # of the learning rate, at the end of the cosine
     warmup_steps: int = 20
     weight_decay: float = 0.1  # matrices only
     clip_norm: float = 1.0
     seed: int = 0  # initial weights and order of the data
     precision: Precision = "no"
-    accumulate: int = 1  # a batch is computed in this many parts
-    parallel: Parallel = "ddp"  # with several processes
-    context_parallel: int = 1  # processes that share every sequence, of which each has consecutive tokens
-    exchange_timeout_s: float = 600.0  # of an exchange among them
+    accumulate: int = 1  # the number of parts in which a batch is computed
+    parallel: Parallel = "ddp"  # how several processes share the weights
+    context_parallel: int = 1  # the number of processes that share every sequence, each with consecutive tokens
+    exchange_timeout_s: float = 600.0  # of an exchange between these processes
     activation_checkpointing: bool = False
-    log_every: int = 10  # steps between two points of the training curve
-    checkpoint_every: int = 100  # steps; Ctrl-C writes one as well
-    validate_every: int = 0  # steps between two tests on `validate_tokens` during the training; 0 = none
-    validate_length: int | None = None  # None = as trained
-    validate_tokens: int = 8192
+    log_every: int = 10  # steps between points of the training curve
+    checkpoint_every: int = 100  # steps; Ctrl-C writes a checkpoint too
+    validate_every: int = 0  # steps between validations during the training; 0 = none
+    validate_length: int | None = None  # tokens per validation window; None = the trained length
+    validate_tokens: int = 8192  # scored in a validation
 
     def __post_init__(self) -> None:
         _check_fields("train", self, may_be_0=("warmup_steps", "weight_decay", "seed", "first_steps", "validate_every"))
@@ -181,21 +184,17 @@ class TrainConfig:
 class EvalConfig:
     """The test: the same tokens are scored at every length (see `evaluation/evaluate.py`)."""
 
-    lengths: tuple[int, ...] = (128, 256, 512, 1024, 2048)
-    tokens: int = 16384  # to score, rounded up to whole stretches of the largest length
+    lengths: tuple[int, ...] = (128, 256, 512, 1024, 2048)  # tested context lengths, in tokens
+    tokens: int = 16384  # scored tokens, rounded up to whole stretches of the largest length
     stride: int | None = None  # of the sliding window, in tokens; None = a quarter of each length
-    batch_tokens: int = 8192
-    split: Split = "valid"
-    stretch: Stretch = (
-        "none"  # positions beyond the trained length: rotary (linear, ntk, yarn) or ALiBi's slopes (linear, ntk)
-    )
-    windowed: bool = False  # also with the same weights and each token's context cut at the trained length
-    tasks: tuple[Task, ...] = ()  # that need the context: see `data/tasks.py`
-    trials: int = 16  # documents of a task, for each length, and each depth or distance where the task has them
-    memory: tuple[
-        int, ...
-    ] = ()  # also in segments of each length, with the keys of so many tokens before: see `evaluation/long_context_eval.py`
-    sinks: tuple[int, ...] = ()  # also with so many first tokens beside a window, each length in all
+    batch_tokens: int = 8192  # tokens per batch; halved if they do not fit in memory
+    split: Split = "valid"  # the text to test on
+    stretch: Stretch = "none"  # of positions beyond the trained length: rotary (all) or ALiBi (linear, ntk)
+    windowed: bool = False  # also test with each token's context cut to the trained length
+    tasks: tuple[Task, ...] = ()  # tests that need distant context: see `data/tasks.py`
+    trials: int = 16  # documents of a task per length, and per depth or distance if the task has them
+    memory: tuple[int, ...] = ()  # also read in segments of each length, with this many cached tokens before each
+    sinks: tuple[int, ...] = ()  # also read with this many first tokens and a window, each length in total
 
     def __post_init__(self) -> None:
         if not self.lengths or min(self.lengths) < 1 or list(self.lengths) != sorted(set(self.lengths)):
@@ -224,17 +223,17 @@ class RunConfig:
 class Recipe:
     """One question and the runs that answer it, at three scales with one code path.
 
-    Recipes of one study share their trainings: its name begins the records' names, and its folder holds them.
+    Recipes of one study share their trainings and their folder.
 
     Args:
-        name: what one types, "quick".
-        question: what the runs answer, as a sentence.
+        name: the argument of `alibi run`, "quick".
+        question: the question that the runs answer.
         paper: the section, figure or table it regenerates.
         command: how to run it.
-        cost: what each scale takes, measured.
-        expected: what the answer should look like; a reader who sees something else has found something.
-        runs: scale -> configs; seeds are repeated by the experiment.
-        study: begins the names of the runs' records; by default the recipe's own name.
+        cost: the measured time of each scale.
+        expected: the expected answer, so that a different result stands out.
+        runs: scale -> configs; the experiment repeats them for other seeds.
+        study: the prefix of the records' names; by default the recipe's name.
     """
 
     name: str
@@ -257,7 +256,7 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def _check_fields(section: str, config: object, *, may_be_0: Sequence[str] = ()) -> None:
-    """Fields of a `Literal` have one of its values; whole numbers are 1 or more, and those that are named 0 or more."""
+    """Checks that `Literal` fields have one of the values, and that integers are at least 1, or 0 for the named ones."""
     for name, kind in typing.get_type_hints(type(config)).items():
         value, several = getattr(config, name), typing.get_origin(kind) is tuple
         item = typing.get_args(kind)[0] if several else kind
@@ -270,7 +269,7 @@ def _check_fields(section: str, config: object, *, may_be_0: Sequence[str] = ())
 
 
 def nearest(name: str, names: tuple[str, ...]) -> str:
-    tails = {option.rpartition(".")[2]: option for option in names}  # whoever types "step" means "train.steps"
+    tails = {option.rpartition(".")[2]: option for option in names}  # "step" means "train.steps"
     whole = difflib.get_close_matches(name, names, n=1)
     last = [tails[tail] for tail in difflib.get_close_matches(name.rpartition(".")[2], tails, n=1)]
     return f" (did you mean {(whole or last)[0]!r}?)" if whole or last else ""

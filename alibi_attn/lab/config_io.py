@@ -1,10 +1,13 @@
 """Configs as text: fields changed by name ("train.steps=50"), configs written to records and read back."""
 
 import dataclasses
+import inspect
 import math
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Literal, TypeVar
 
 from alibi_attn.lab.config import TASK_CORPUS, ConfigError, RunConfig, SymbolTask, check_choice, nearest
@@ -12,21 +15,38 @@ from alibi_attn.records import Json
 
 _Config = TypeVar("_Config")
 
-# Fields that came when records had been kept already: written where they are not the default, so that those stay what they are.
-LATER = {"train": {"context_parallel", "exchange_timeout_s"}, "eval": {"trials", "memory", "sinks"}}
+# Newer fields are written only if they differ from the default, so that the identities of older records stay the same.
+LATER = {
+    "data": {"text_field"},
+    "train": {"context_parallel", "exchange_timeout_s"},
+    "eval": {"trials", "memory", "sinks"},
+}
+# The names of other libraries.
+_SYNONYMS = {
+    "model.embed_dim": ("width", "hidden_size", "d_model", "n_embd", "dim"),
+    "model.ffn_dim": ("intermediate_size", "mlp_dim", "hidden_dim", "d_ff"),
+    "model.num_layers": ("layers", "n_layers", "n_layer", "depth"),
+    "model.num_heads": ("heads", "n_heads", "n_head"),
+    "model.method": ("positions", "position", "pos"),
+    "train.length": ("seq_len", "context", "context_length", "max_length", "block_size"),
+    "train.steps": ("epochs", "iterations", "max_steps", "num_steps"),
+    "train.batch_tokens": ("batch_size", "batch"),
+    "train.learning_rate": ("lr", "rate"),
+    "train.warmup_steps": ("warmup",),
+    "data.text": ("file", "files", "path"),
+}
 _OF_TEXT = ("data.corpus", "data.text", "data.tokenizer")
 
 
 def override(config: RunConfig, changes: Mapping[str, str]) -> RunConfig:
-    """The config with some fields changed by name; values are given as text and read by the field's type.
+    """The config with fields changed by name; values are text, parsed by the field's type.
 
-    Another `data.tokenizer` of a known size brings its vocabulary along ("bytes": 256, "bpe:2048": 2,048), unless
-    `model.vocab_size` is changed as well. How many "words" a text has is known when it has been read. A run that is tested on the
-    task of symbols that its corpus is made of keeps that corpus, since no text can stand for it: in a recipe of both, another
-    text is for the other runs. Other `eval.tasks` set it free.
+    Another `data.tokenizer` of known size also changes `model.vocab_size` ("bytes": 256, "bpe:2048": 2,048), unless this is
+    changed too; the number of "words" is only known after reading the text. A run that is tested on the symbol task of its own
+    corpus keeps this corpus, because no text can replace it; changing `eval.tasks` lifts this.
 
     Raises:
-        ConfigError: an unknown name (answered with the nearest one) or a value of another type.
+        ConfigError: an unknown name (the message suggests one) or an invalid value.
 
     >>> override(RunConfig(), {"train.steps": "50", "eval.lengths": "128,256"}).eval.lengths
     (128, 256)
@@ -41,7 +61,9 @@ def override(config: RunConfig, changes: Mapping[str, str]) -> RunConfig:
     sections: dict[str, dict[str, object]] = {}
     for name, text in changes.items():
         if name not in names:
-            raise ConfigError(f"there is no field {name!r}{nearest(name, names)}; the fields are: {', '.join(names)}")
+            raise ConfigError(
+                f"there is no field {name!r}{_suggestion(name, names)}; the fields are: {', '.join(names)}"
+            )
         section, field = name.split(".")
         kind = typing.get_type_hints(type(getattr(config, section)))[field]
         sections.setdefault(section, {})[field] = _parse(name, text, kind)
@@ -49,11 +71,34 @@ def override(config: RunConfig, changes: Mapping[str, str]) -> RunConfig:
     return _replace(config, changed)
 
 
+def field_meanings() -> dict[str, str]:
+    """The comment of every field in `config.py`, by name.
+
+    >>> field_meanings()["train.length"]
+    'tokens per training example, L in the paper'
+    """
+    meanings = dict.fromkeys(field_names(), "")
+    for section, kind in typing.get_type_hints(RunConfig).items():
+        for field, comment in re.findall(r"^    (\w+): [^#\n]*  # (.*)$", inspect.getsource(kind), re.MULTILINE):
+            meanings[f"{section}.{field}"] = comment
+    return meanings
+
+
+def _suggestion(name: str, names: tuple[str, ...]) -> str:
+    last = name.rpartition(".")[2].lower()
+    field = next((field for field, others in _SYNONYMS.items() if last in others), None)
+    return f" (did you mean {field!r}?)" if field else nearest(name, names)
+
+
 def _vocabulary(tokenizer: str) -> dict[str, str]:
-    kind, _, size = tokenizer.partition(":")
-    if kind == "bpe" and size.isdecimal():
-        return {"model.vocab_size": size}
-    return {"model.vocab_size": "256"} if tokenizer == "bytes" else {}
+    """The size of the model's vocabulary that a tokenizer needs; empty if it depends on the text."""
+    size = {"bytes": "256", "words": ""}.get(tokenizer, tokenizer.removeprefix("bpe:"))
+    path = Path(tokenizer) / "tokenizer.json" if Path(tokenizer).is_dir() else Path(tokenizer)
+    if path.suffix == ".json" and path.is_file():
+        import tokenizers  # of the extra "lab"; loading it takes a moment
+
+        size = str(tokenizers.Tokenizer.from_file(str(path)).get_vocab_size())
+    return {"model.vocab_size": size} if size.isdecimal() else {}
 
 
 def _keeps_corpus(config: RunConfig) -> bool:
@@ -62,7 +107,7 @@ def _keeps_corpus(config: RunConfig) -> bool:
 
 
 def field_names() -> tuple[str, ...]:
-    """Every name that `override` takes: "model.method", "train.steps", ...
+    """The names of all fields: "model.method", "train.steps", ...
 
     >>> "train.steps" in field_names()
     True
@@ -72,7 +117,7 @@ def field_names() -> tuple[str, ...]:
 
 
 def to_json(config: RunConfig) -> dict[str, Json]:
-    """The config as nested dictionaries of plain values, as records and checkpoints hold it."""
+    """The config as nested dictionaries of plain values, as in records and checkpoints."""
     plain = dataclasses.asdict(type(config)())
     return {
         section: {
@@ -88,11 +133,11 @@ def from_json(data: object) -> RunConfig:
     """The config that `to_json` wrote.
 
     Raises:
-        ConfigError: other sections or other fields than this version has.
+        ConfigError: sections or fields differ from those of this version.
     """
     sections = typing.get_type_hints(RunConfig)
     if not isinstance(data, Mapping) or not data.keys() >= sections.keys():
-        raise ConfigError(f"a config has the sections {', '.join(sections)}; this one is not made of them")
+        raise ConfigError(f"a config has the sections {', '.join(sections)}; this one has others")
     return RunConfig(**{name: _section(name, kind, data[name]) for name, kind in sections.items()})
 
 

@@ -29,7 +29,7 @@ from alibi_attn.lab.data.corpus import Corpus, CorpusError, load_corpus, num_pie
 from alibi_attn.lab.evaluation.evaluate import scored_stretches
 from alibi_attn.lab.jobs import run_at_once
 from alibi_attn.lab.model.positions import check_segments, check_stretch
-from alibi_attn.lab.run import recorded, run_once, run_title, test_text
+from alibi_attn.lab.run import Place, recorded, run_once, run_title, test_text
 
 PATIENCE = datetime.timedelta(hours=12)  # of the other processes, which wait while the first one reads and evaluates
 
@@ -52,7 +52,7 @@ def run(
     shard: tuple[int, int] = (0, 1),
     jobs: int = 1,
     console: Console | None = None,
-    track: bool = False,
+    track: str = "",
 ) -> list[Path]:
     """Every run of the recipe, trained, evaluated and recorded; the records' paths, two per run.
 
@@ -65,7 +65,7 @@ def run(
             same time. The paths are then those of all runs that are recorded, by whomever.
         jobs: trainings at the same time, each in a process of its own that shares the threads (`jobs.py`); on a processor.
         console: where progress is shown; None shows nothing.
-        track: also show losses in TensorBoard, below `out`/tensorboard.
+        track: "tensorboard" (below `out`/tensorboard) or "wandb" also shows the losses there.
 
     Raises:
         ExperimentError: `out` cannot be written, another experiment runs in it, or TensorBoard is not installed; or jobs that
@@ -73,12 +73,10 @@ def run(
         ConfigError, CorpusError, CheckpointError, TrainingError, EvaluationError: see there.
     """
     console = console or Console(quiet=True)
-    configs = _configs(recipe, scale, overrides or {}, seeds, methods)
+    configs = configs_of(recipe, scale, overrides or {}, seeds, methods)
     mine, study = runs_of_shard(configs, shard), recipe.study or recipe.name
-    if track and importlib.util.find_spec("tensorboard") is None:
-        raise ExperimentError(
-            'tracking needs the tensorboard package; install it with: pip install "alibi-attn[track]"'
-        )
+    if track and importlib.util.find_spec(track) is None:
+        raise ExperimentError(f'tracking needs the {track} package; install it with: pip install "alibi-attn[track]"')
     state = processes()
     _check_jobs(jobs, state)
     if not state.is_main_process:
@@ -94,12 +92,21 @@ def run(
             _check(config, corpora[config.data])
         at_once = [] if jobs == 1 else [one for one in mine if not all(recorded(study, one, corpora[one.data], out))]
         if at_once:
-            run_at_once(study, _by_training(at_once), jobs, out=out, console=console, track=track)
-        for config in mine:
-            if config in at_once:
-                paths += [path for path in recorded(study, config, corpora[config.data], out) if path is not None]
-            else:
-                paths += run_once(study, config, corpora[config.data], out, console, track)
+            run_at_once(study, by_training(at_once), jobs, out=out, console=console, track=track)
+        models = by_training(mine)
+        for number, runs in enumerate(models, 1):
+            later = (
+                []
+                if at_once
+                else [one for (one, *_) in models[number:] if not recorded(study, one, corpora[one.data], out)[0]]
+            )
+            tokens_later = sum(one.train.steps * one.train.batch_tokens for one in later)
+            place = Place(f"model {number} of {len(models)}" if len(models) > 1 else "", tokens_later)
+            for config in runs:
+                if config in at_once:
+                    paths += [path for path in recorded(study, config, corpora[config.data], out) if path is not None]
+                else:
+                    paths += run_once(study, config, corpora[config.data], out, console, track, place)
         if state.is_main_process:
             for config in (config for config in configs if config not in mine):
                 found = recorded(study, config, corpora[config.data], out)
@@ -123,7 +130,7 @@ def runs_of_shard(configs: Sequence[RunConfig], shard: tuple[int, int]) -> list[
     index, count = shard
     if not 0 <= index < count:
         raise ConfigError(f"shard {index}/{count} is none of {count}: they are 0/{count} to {count - 1}/{count}")
-    mine = {run for runs in _by_training(configs)[index::count] for run in runs}
+    mine = {run for runs in by_training(configs)[index::count] for run in runs}
     return [config for config in configs if config in mine]
 
 
@@ -131,14 +138,15 @@ def num_runs(
     recipe: Recipe, scale: Scale, overrides: Mapping[str, str], seeds: Sequence[int], methods: Sequence[str] = ()
 ) -> int:
     """The number of runs that `run` would record without a shard, with two records each."""
-    return len(_configs(recipe, scale, overrides, seeds, methods))
+    return len(configs_of(recipe, scale, overrides, seeds, methods))
 
 
-def _by_training(configs: Sequence[RunConfig]) -> list[list[RunConfig]]:
-    found: dict[object, list[RunConfig]] = {}
+def by_training(configs: Sequence[RunConfig]) -> list[list[RunConfig]]:
+    """The runs grouped by training; those of a group differ only in their tests."""
+    groups: dict[object, list[RunConfig]] = {}
     for config in configs:
-        found.setdefault((config.model, config.data, config.train), []).append(config)
-    return list(found.values())
+        groups.setdefault((config.model, config.data, config.train), []).append(config)
+    return list(groups.values())
 
 
 def _check_jobs(jobs: int, state: PartialState) -> None:
@@ -154,9 +162,14 @@ def _check_jobs(jobs: int, state: PartialState) -> None:
         )
 
 
-def _configs(
+def configs_of(
     recipe: Recipe, scale: Scale, overrides: Mapping[str, str], seeds: Sequence[int], methods: Sequence[str]
 ) -> list[RunConfig]:
+    """All runs of the recipe with these changes.
+
+    Raises:
+        ConfigError: an invalid field or value, or a position method that does not support the run.
+    """
     configs = [override(config, overrides) for config in recipe.runs(scale)]
     if methods:
         configs = [override(config, {"model.method": method}) for method in methods for config in configs]

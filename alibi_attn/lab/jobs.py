@@ -31,7 +31,7 @@ _Work: TypeAlias = "concurrent.futures.Future[None]"
 
 
 def run_at_once(
-    study: str, trainings: Sequence[Sequence[RunConfig]], jobs: int, *, out: Path, console: Console, track: bool
+    study: str, trainings: Sequence[Sequence[RunConfig]], jobs: int, *, out: Path, console: Console, track: str
 ) -> None:
     """Make the records of all runs, `jobs` trainings at a time.
 
@@ -95,7 +95,7 @@ def _begin(threads: int) -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
-def _run_training(study: str, runs: Sequence[RunConfig], *, out: Path, quiet: bool, track: bool) -> None:
+def _run_training(study: str, runs: Sequence[RunConfig], *, out: Path, quiet: bool, track: str) -> None:
     console = Console(quiet=quiet, force_terminal=False, highlight=False, soft_wrap=True)
     try:
         for run in runs:

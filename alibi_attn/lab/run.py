@@ -33,6 +33,19 @@ from alibi_attn.records import Json
 SECONDS_BETWEEN_LINES = 30  # of progress, where there is no terminal that could show a bar
 
 
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """The place of a run in its experiment, for the progress display.
+
+    Args:
+        name: "model 1 of 4", or empty.
+        tokens_later: of the trainings after this one.
+    """
+
+    name: str = ""
+    tokens_later: int = 0
+
+
 def run_name(study: str, config: RunConfig) -> str:
     """The name of a run's records: `study` is the recipe's, or the recipe's own name where it has none.
 
@@ -66,7 +79,9 @@ def test_text(config: RunConfig, corpus: Corpus) -> Tensor:
     return corpus.test
 
 
-def run_once(study: str, config: RunConfig, corpus: Corpus, out: Path, console: Console, track: bool) -> list[Path]:
+def run_once(
+    study: str, config: RunConfig, corpus: Corpus, out: Path, console: Console, track: str, place: Place = Place()
+) -> list[Path]:
     name, title, folder = run_name(study, config), run_title(study, config), out / "records"
     asked, trained = _identities(config, corpus)
     training, evaluation = recorded(study, config, corpus, out)
@@ -75,8 +90,8 @@ def run_once(study: str, config: RunConfig, corpus: Corpus, out: Path, console: 
         return [training, evaluation]
     checkpoints = checkpoint_folder(out, study, config, corpus)
     started = datetime.datetime.now(datetime.UTC)
-    with _tracked(name, config, out) if track else contextlib.nullcontext(_tell_nobody) as tell:
-        progress = _train(title, config, corpus, checkpoints, console, tell)
+    with _tracked(track, name, config, out) if track else contextlib.nullcontext(_no_tracking) as tell:
+        progress = _train(title, config, corpus, checkpoints, console, tell, place)
     if not PartialState().is_main_process:
         return []
     model, _ = checkpoint.load_checkpoint(checkpoints, method=config.model.method)
@@ -125,6 +140,7 @@ def _train(
     folder: Path,
     console: Console,
     tell: Callable[[checkpoint.Progress], None],
+    place: Place,
 ) -> checkpoint.Progress:
     columns = (
         TextColumn("[bold]{task.description}"),
@@ -132,9 +148,11 @@ def _train(
         MofNCompleteColumn(),
         TextColumn("{task.fields[loss]:.3f} nats  {task.fields[speed]:,.0f} tokens/s"),
         TimeRemainingColumn(),
+        TextColumn("{task.fields[all_models]}"),
     )
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task(title, total=config.train.steps, loss=float("nan"), speed=0.0)
+        name = f"{place.name}: {title}" if place.name else title
+        task = bar.add_task(name, total=config.train.steps, loss=float("nan"), speed=0.0, all_models="")
         last = time.monotonic()
         first: checkpoint.Progress | None = None
 
@@ -142,14 +160,21 @@ def _train(
             nonlocal last, first
             first = first or progress
             speed = _tokens_per_second(config, progress, since=first)
-            bar.update(task, completed=progress.step, loss=progress.loss_nats, speed=speed)
+            left = (config.train.steps - progress.step) * config.train.batch_tokens / speed / 60
+            in_all = f", {left + place.tokens_later / speed / 60:.0f} min for all models" if place.tokens_later else ""
+            bar.update(
+                task,
+                completed=progress.step,
+                loss=progress.loss_nats,
+                speed=speed,
+                all_models=in_all.removeprefix(", "),
+            )
             late = time.monotonic() - last >= SECONDS_BETWEEN_LINES
             if not console.is_terminal and (late or progress.step == config.train.steps):
                 last = time.monotonic()
-                left = (config.train.steps - progress.step) * config.train.batch_tokens / speed
                 console.print(
-                    f"{title}: step {progress.step:,} of {config.train.steps:,}, {progress.loss_nats:.3f} nats, "
-                    f"{speed:,.0f} tokens/s, {left / 60:.0f} min left",
+                    f"{name}: step {progress.step:,} of {config.train.steps:,}, {progress.loss_nats:.3f} nats, "
+                    f"{speed:,.0f} tokens/s, {left:.0f} min left{in_all}",
                     soft_wrap=True,
                 )
 
@@ -210,14 +235,19 @@ def _say(console: Console, title: str, sentence: str) -> None:
 
 
 @contextlib.contextmanager
-def _tracked(name: str, config: RunConfig, out: Path) -> Iterator[Callable[[checkpoint.Progress], None]]:
-    """Gives TensorBoard, through accelerate, each point of the curves as it is made."""
+def _tracked(tracker: str, name: str, config: RunConfig, out: Path) -> Iterator[Callable[[checkpoint.Progress], None]]:
+    """Sends each point of the curves to TensorBoard or Weights & Biases, through accelerate."""
     cpu = not torch.accelerator.is_available()
-    folder = str(out / "tensorboard")
+    folder = out / "tensorboard" if tracker == "tensorboard" else out
     accelerator = Accelerator(
-        mixed_precision=config.train.precision, cpu=cpu, log_with="tensorboard", project_dir=folder
+        mixed_precision=config.train.precision, cpu=cpu, log_with=tracker, project_dir=str(folder)
     )
-    accelerator.init_trackers(name)
+    if tracker == "wandb":
+        accelerator.init_trackers(
+            "alibi-attn", config=to_json(config), init_kwargs={"wandb": {"name": name, "dir": str(out)}}
+        )
+    else:
+        accelerator.init_trackers(name)
 
     def tell(progress: checkpoint.Progress) -> None:
         for curve, columns in _curves(progress).items():
@@ -228,11 +258,11 @@ def _tracked(name: str, config: RunConfig, out: Path) -> Iterator[Callable[[chec
     try:
         yield tell
     finally:
-        for tracker in accelerator.trackers:
-            tracker.finish()
+        for started in accelerator.trackers:
+            started.finish()
 
 
-def _tell_nobody(progress: checkpoint.Progress) -> None:
+def _no_tracking(progress: checkpoint.Progress) -> None:
     pass
 
 

@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 import alibi_attn
 from alibi_attn import records
 from alibi_attn.cli.main import app
-from alibi_attn.recipes.index import RECIPES
 
 RUNNER = CliRunner()
 ALIBI = [sys.executable, "-m", "alibi_attn"]
@@ -179,14 +178,6 @@ def test_a_paper_item_writes_its_own_page_and_refuses_changes_to_what_it_compare
     assert "compares several values of model.method" in refused.output
 
 
-def test_recipes_lists_every_recipe_with_its_trainings() -> None:
-    result = RUNNER.invoke(app, ["recipes", "--scale", "small"], env={"COLUMNS": "250"})
-    assert result.exit_code == 0
-    rows = {line.split()[0]: line.split() for line in result.output.splitlines()[1:] if line.strip()}
-    assert set(RECIPES) <= set(rows)
-    assert rows["quick"][-2:] == ["4", "2,293,760"]  # four trainings of 280 steps of 2,048 tokens
-
-
 def test_generate_and_eval_use_the_tokenizer_of_the_checkpoint(tmp_path: Path) -> None:
     text = tmp_path / "a.txt"
     text.write_text("to be or not to be, that is the question of this café. " * 300)
@@ -240,7 +231,7 @@ def test_version_and_help_load_no_framework() -> None:
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize("command", ["run", "recipes", "report", "eval", "generate", "heads", "explain"])
+@pytest.mark.parametrize("command", ["run", "recipes", "config", "report", "eval", "generate", "heads", "explain"])
 def test_every_help_has_an_example(command: str) -> None:
     result = RUNNER.invoke(app, [command, "--help"], env={"COLUMNS": "200"})
     assert result.exit_code == 0
@@ -254,6 +245,10 @@ def test_every_help_has_an_example(command: str) -> None:
     [
         (["run", "quik"], ["there is no recipe 'quik' (did you mean 'quick'?)"]),
         (["run", "--set", "train.stesp=5"], ["there is no field 'train.stesp' (did you mean 'train.steps'?)"]),
+        (["run", "--set", "model.width=64"], ["there is no field 'model.width' (did you mean 'model.embed_dim'?)"]),
+        (["run", "--set", "lr=1"], ["there is no field 'lr' (did you mean 'train.learning_rate'?)"]),
+        (["run", "figure-1", "--methods", "alibi"], ["--methods is for other recipes"]),
+        (["config", "quik"], ["did you mean 'quick'?"]),
         (["run", "--set", "train.steps"], ["has no value", "--set train.steps=50"]),
         (["run", "--set", "train.steps=many"], ["train.steps is 'many' but must be a whole number"]),
         (["run", "--set", "train.length=0"], ["train.length is 0 but must be 1 or more"]),

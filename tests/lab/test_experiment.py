@@ -336,7 +336,7 @@ def test_attention_within_documents_counts_what_documents_foretell(tiny_run, tmp
 def test_tracking_without_tensorboard_says_what_to_install(recipe, tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ExperimentError, match=r'pip install "alibi-attn\[track\]"'):
-        run(recipe, out=tmp_path, track=True)
+        run(recipe, out=tmp_path, track="tensorboard")
 
 
 def test_tracking_shows_every_point_of_the_curves_in_tensorboard(recipe, tmp_path):
@@ -344,7 +344,7 @@ def test_tracking_shows_every_point_of_the_curves_in_tensorboard(recipe, tmp_pat
         "tensorboard.backend.event_processing.event_accumulator", reason="tensorboard is an extra, track"
     )
     changes = {"model.method": "alibi", "train.validate_every": "4", "train.validate_tokens": "64"}
-    training = records.load(run(recipe, out=tmp_path, overrides=changes, track=True)[0])
+    training = records.load(run(recipe, out=tmp_path, overrides=changes, track="tensorboard")[0])
     seen = accumulators.EventAccumulator(str(tmp_path / "tensorboard" / "tiny" / "alibi-16" / "seed-0"))
     seen.Reload()
     for name, column in (("training", "loss_nats"), ("training", "learning_rate"), ("validation", "nats")):

@@ -49,16 +49,18 @@ def read_text(paths: Sequence[Path], tokenizer: Tokenizer | None = None) -> Tens
     return whole_text(paths, tokenizer).valid
 
 
-def whole_text(paths: Sequence[Path], tokenizer: Tokenizer | None = None) -> Corpus:
+def whole_text(paths: Sequence[Path], tokenizer: Tokenizer | None = None, text_field: str = "") -> Corpus:
     """The text of files and folders as a corpus to test on (`valid`), not split, with its facts.
 
     Raises:
         CorpusError: as for `load_corpus`.
     """
     tokenizer = tokenizer or ByteTokenizer()
-    files = sources.local_files(paths)
+    files = sources.local_files(paths, text_field)
     digest = hashlib.sha256()
-    ids, starts, counts = _tokens(lambda: (sources.file_chunks(file) for file in files), tokenizer, digest)
+    ids, starts, counts = _tokens(
+        lambda: (document for file in files for document in file.documents()), tokenizer, digest
+    )
     facts: dict[str, Json] = {"name": "text", "sha256": digest.hexdigest(), **tokens.text_facts(tokenizer, counts)}
     return Corpus(ids[:0], ids, facts, tokenizer=tokenizer, starts={"valid": starts})
 

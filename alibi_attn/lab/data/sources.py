@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal, Protocol, TypeAlias
 
 from alibi_attn.lab.config import DataConfig
+from alibi_attn.lab.data.row_files import RowError, is_table, texts
 
 Part: TypeAlias = Literal["train", "valid", "test"]
 Documents: TypeAlias = Callable[[], Iterator[Iterator[bytes]]]  # each call reads again; every document comes in chunks
@@ -57,6 +58,11 @@ class TextFile:
     name: str
     path: Path
     num_bytes: int
+    field: str = ""
+
+    def documents(self) -> Iterator[Iterator[bytes]]:
+        """Its documents: the rows of a table, or the whole file."""
+        return _with_newlines(row_texts(self)) if is_table(self.path) else iter([file_chunks(self)])
 
 
 class Rows(Protocol):
@@ -77,11 +83,14 @@ def text_files(config: DataConfig) -> list[TextFile] | None:
     """
     if config.corpus.startswith("hub:"):
         return None
-    return local_files([Path(name) for name in config.text]) if config.text else _python_source()
+    return local_files([Path(name) for name in config.text], config.text_field) if config.text else _python_source()
 
 
-def local_files(paths: Sequence[Path]) -> list[TextFile]:
+def local_files(paths: Sequence[Path], text_field: str = "") -> list[TextFile]:
     """The given files and all files inside the given folders, without empty ones.
+
+    Args:
+        text_field: of files with rows (`row_files.py`).
 
     Raises:
         CorpusError: files are missing or contain no text.
@@ -95,11 +104,13 @@ def local_files(paths: Sequence[Path]) -> list[TextFile]:
             inside = sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
             if not inside:
                 raise CorpusError(f"{path} is a folder without files; pass text files, or folders that hold them")
-        files += _nonempty(inside, path if path.is_dir() else path.parent)
+        files += _nonempty(inside, path if path.is_dir() else path.parent, text_field)
     if not files:
         raise CorpusError(f"{', '.join(map(str, paths))}: there is no text inside (0 bytes); pass files with text")
     for file in files:
-        next(file_chunks(file))  # most files that are not text show it at their start: report it before hours of work
+        next(
+            next(file.documents(), iter([b""]))
+        )  # most files that are not text show it at their start: report it before hours of work
     return files
 
 
@@ -115,7 +126,7 @@ def split_files(files: Sequence[TextFile], config: DataConfig) -> Text:
             own["valid"] = own.pop("test")
         return _text_of_files(config, f"the files' own ({names})", own)
     if len(files) == 1:
-        return _ends_of_file(files[0], config)
+        return _last_rows(config, files[0]) if is_table(files[0].path) else _ends_of_file(files[0], config)
     order = sorted(files, key=lambda file: hashlib.sha256(file.name.encode()).digest())
     total = sum(file.num_bytes for file in order)
     room: dict[Part, float] = {"valid": config.valid_share * total, "test": config.test_share * total}
@@ -215,8 +226,20 @@ def _python_source() -> list[TextFile]:
     return files
 
 
-def _nonempty(paths: Sequence[Path], root: Path) -> list[TextFile]:
-    files = [TextFile(path.relative_to(root).as_posix(), path, path.stat().st_size) for path in paths]
+def row_texts(file: TextFile) -> Iterator[str]:
+    """The text of each row of a table.
+
+    Raises:
+        CorpusError: it cannot be read, or its rows have no text.
+    """
+    try:
+        yield from texts(file.path, file.field)
+    except (RowError, OSError) as error:
+        raise CorpusError(str(error)) from None
+
+
+def _nonempty(paths: Sequence[Path], root: Path, text_field: str = "") -> list[TextFile]:
+    files = [TextFile(path.relative_to(root).as_posix(), path, path.stat().st_size, text_field) for path in paths]
     return [file for file in files if file.num_bytes]
 
 
@@ -240,7 +263,8 @@ def _own_split(files: Sequence[TextFile]) -> dict[Part, list[TextFile]] | None:
 
 def _text_of_files(config: DataConfig, split: str, parts: Mapping[Part, Sequence[TextFile]]) -> Text:
     sizes = {part: sum(file.num_bytes for file in files) for part, files in parts.items()}
-    return _text(config, split, {part: _files(files) for part, files in parts.items()}, sizes)
+    tables = any(is_table(file.path) for files in parts.values() for file in files)
+    return _text(config, split, {part: _files(files) for part, files in parts.items()}, None if tables else sizes)
 
 
 def _ends_of_file(file: TextFile, config: DataConfig) -> Text:
@@ -309,28 +333,36 @@ def _check_text(path: Path, content: bytes, offset: int) -> None:
 
 
 def _files(files: Sequence[TextFile]) -> Documents:
-    return lambda: (file_chunks(file) for file in files)
+    return lambda: (document for file in files for document in file.documents())
 
 
 def _byte_range(file: TextFile, begin: int, end: int) -> Documents:
     return lambda: iter([file_chunks(file, begin, end)])
 
 
-def _last_rows(config: DataConfig, rows: Rows) -> Text:
+def _last_rows(config: DataConfig, rows: Rows | TextFile) -> Text:
+    count = len(rows) if not isinstance(rows, TextFile) else sum(1 for _ in row_texts(rows))
     valid, test = (
-        max(1, int(len(rows) * (1 - share))) for share in (config.valid_share + config.test_share, config.test_share)
+        max(1, int(count * (1 - share))) for share in (config.valid_share + config.test_share, config.test_share)
     )
     parts: dict[Part, Documents] = {"train": _rows(rows, 0, valid), "valid": _rows(rows, valid, test)}
     if config.test_share:
-        parts["test"] = _rows(rows, test, len(rows))
+        parts["test"] = _rows(rows, test, count)
     return _text(config, "the last rows", parts)
 
 
-def _rows(rows: Rows, begin: int, end: int) -> Documents:
+def _rows(rows: Rows | TextFile, begin: int, end: int) -> Documents:
     def documents() -> Iterator[Iterator[bytes]]:
-        texts = (text for batch in rows.iter(batch_size=1000) for text in batch["text"])
-        for number, text in enumerate(itertools.islice(texts, begin, end), begin + 1):
-            content = b"" if text is None else str(text).encode()
-            yield iter([content if number == end or content.endswith(b"\n") else content + b"\n"])
+        if isinstance(rows, TextFile):
+            return _with_newlines(itertools.islice(row_texts(rows), begin, end))
+        column = (text for batch in rows.iter(batch_size=1000) for text in batch["text"])
+        return _with_newlines("" if text is None else str(text) for text in itertools.islice(column, begin, end))
 
     return documents
+
+
+def _with_newlines(rows: Iterator[str]) -> Iterator[Iterator[bytes]]:
+    """Rows as documents; each except the last one ends with a newline."""
+    for row, following in itertools.pairwise(itertools.chain(rows, [None])):
+        assert row is not None
+        yield iter([(row if following is None or row.endswith("\n") else row + "\n").encode()])

@@ -22,6 +22,7 @@ from alibi_attn import records
 from alibi_attn.lab import sealed_folder
 from alibi_attn.lab.config import DataConfig
 from alibi_attn.lab.data import sources, tokens
+from alibi_attn.lab.data.row_files import is_table
 from alibi_attn.lab.data.sources import CorpusError, TextFile
 from alibi_attn.lab.data.tokenizing import load_tokenizer, save_tokenizer, token_dtype
 from alibi_attn.lab.data.tokens import Corpus
@@ -48,6 +49,8 @@ def tokenized(config: DataConfig, store: Path) -> Corpus:
         name: getattr(config, name) for name in ("corpus", "tokenizer", "valid_share", "test_share")
     }
     files = sources.text_files(config)
+    if any(is_table(file.path) for file in files or ()):
+        asked["text_field"] = config.text_field or "text"
     if files is not None and (known := _unchanged(store, asked, files)) is not None:
         return open_tokens(known)
     origins = [_source(file) for file in files or ()]

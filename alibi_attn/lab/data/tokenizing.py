@@ -118,10 +118,12 @@ class WordTokenizer:
 
 
 class BpeTokenizer:
-    """Byte-level BPE (Radford et al. 2019, section 2.2): any text can be written, and decoding is exact.
+    """Byte-level BPE (Radford et al. 2019, section 2.2), or another tokenizer of Hugging Face's `tokenizers`.
+
+    Byte-level BPE can encode any text and decodes exactly; for others, decoding is the library's.
 
     Args:
-        name: "bpe:SIZE" as it was asked for; a short text may give fewer tokens.
+        name: the value of data.tokenizer; "bpe:SIZE" may have fewer tokens if the text is short.
         model: a `tokenizers.Tokenizer` as JSON.
     """
 
@@ -134,10 +136,14 @@ class BpeTokenizer:
         self.vocab_size: int = self._tokenizer.get_vocab_size()
         self._dtype = token_dtype(self.vocab_size)
         byte_of = {character: byte for byte, character in enumerate(_byte_characters())}
-        self._bytes = [
-            bytes(byte_of[character] for character in str(self._tokenizer.id_to_token(index)))
-            for index in range(self.vocab_size)
-        ]
+        pieces = [str(self._tokenizer.id_to_token(index)) for index in range(self.vocab_size)]
+        added = {str(token.content) for token in self._tokenizer.get_added_tokens_decoder().values()}
+        self._bytes: list[bytes] | None = None  # the bytes of each token, if it is byte-level
+        if isinstance(self._tokenizer.decoder, tokenizers.decoders.ByteLevel) or self.name.startswith("bpe:"):
+            self._bytes = [
+                piece.encode() if piece in added else bytes(byte_of[character] for character in piece)
+                for piece in pieces
+            ]
 
     def encode(self, text: str | bytes) -> Tensor:
         return self.encode_all([_bytes(text)])[0]
@@ -148,6 +154,9 @@ class BpeTokenizer:
 
     def decode(self, ids: Ids) -> bytes:
         known = self._bytes
+        if known is None:
+            text: str = self._tokenizer.decode(_integers(ids), skip_special_tokens=False)
+            return text.rstrip(_UNKNOWN).encode()  # bytes of an unfinished character
         return b"".join(known[index] if index < len(known) else _UNKNOWN.encode() for index in _integers(ids))
 
     def dump(self) -> bytes:
@@ -168,6 +177,8 @@ def make_tokenizer(name: str, chunks: Callable[[], Iterator[bytes]], num_bytes: 
         return ByteTokenizer()
     if name == "words":
         return WordTokenizer(_frequent_words(chunks()))
+    if not name.startswith("bpe:"):
+        return _tokenizer_file(name)
     size = int(name.removeprefix("bpe:"))
     if size < 256:
         raise CorpusError(
@@ -178,6 +189,17 @@ def make_tokenizer(name: str, chunks: Callable[[], Iterator[bytes]], num_bytes: 
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, show_progress=False, initial_alphabet=_byte_characters())
     tokenizer.train_from_iterator((chunk.decode() for chunk in _sample(chunks(), num_bytes)), trainer)
     return BpeTokenizer(name, tokenizer.to_str())
+
+
+def _tokenizer_file(name: str) -> "BpeTokenizer":
+    path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
+    try:
+        return BpeTokenizer(name, path.read_text(encoding="utf-8"))
+    except OSError as error:
+        reason = str(error.strerror)
+    except Exception as error:  # tokenizers raises nothing more specific
+        reason = str(error)
+    raise CorpusError(f"data.tokenizer is {name!r} but {path} is not a tokenizer that can be read ({reason})")
 
 
 def save_tokenizer(tokenizer: Tokenizer, path: Path) -> None:

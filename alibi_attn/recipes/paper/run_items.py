@@ -33,7 +33,7 @@ def run_items(
     shard: tuple[int, int] = (0, 1),
     jobs: int = 1,
     console: Console | None = None,
-    track: bool = False,
+    track: str = "",
 ) -> list[Path]:
     """Train, evaluate and record what the items need, then record their answers; the paths of all these records.
 

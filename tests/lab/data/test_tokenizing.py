@@ -8,6 +8,8 @@ import tokenizers
 import torch
 from damaged_json import DAMAGED
 
+from alibi_attn.lab.config import RunConfig
+from alibi_attn.lab.config_io import override
 from alibi_attn.lab.data import tokenizing
 from alibi_attn.lab.data.sources import CorpusError
 from alibi_attn.lab.data.tokenizing import (
@@ -163,3 +165,43 @@ def test_tokens_are_as_small_as_the_vocabulary_allows():
     for size, dtype in ((256, np.uint8), (257, np.uint16), (1 << 16, np.uint16), ((1 << 16) + 1, np.int32)):
         assert torch.empty(0, dtype=token_dtype(size)).numpy().dtype == dtype
     assert BpeTokenizer("bpe:300", json.loads(made("bpe:300").dump())["model"]).encode("a").dtype == torch.uint16
+
+
+def test_a_tokenizer_file_of_hugging_face_encodes_as_the_library_does(tmp_path):
+    words = {"[UNK]": 0, "to": 1, "be": 2, "or": 3, "not": 4}
+    library = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    library.save(str(tmp_path / "tokenizer.json"))
+    for name in (str(tmp_path / "tokenizer.json"), str(tmp_path)):
+        tokenizer = make_tokenizer(name, lambda: iter([b"unused"]), 6)
+        assert tokenizer.encode("to be or naught").tolist() == [1, 2, 3, 0]
+        assert tokenizer.decode([1, 2, 4]) == b"to be not"
+        save_tokenizer(tokenizer, tmp_path / "saved.json")
+        again = load_tokenizer(tmp_path / "saved.json")
+        assert (again.name, again.vocab_size, again.encode("not").tolist()) == (name, 5, [4])
+        assert override(RunConfig(), {"data.tokenizer": name}).model.vocab_size == 5
+
+
+def test_a_byte_level_tokenizer_file_decodes_exactly_with_its_special_tokens(tmp_path):
+    library = tokenizers.Tokenizer(tokenizers.models.BPE())
+    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, show_progress=False, initial_alphabet=alphabet, special_tokens=["<|end|>"]
+    )
+    library.train_from_iterator(["to be or not to be ünï"] * 9, trainer)
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = make_tokenizer(str(tmp_path / "tokenizer.json"), lambda: iter([]), 0)
+    text = "ünï cödé <|end|> to be"
+    assert tokenizer.decode(tokenizer.encode(text)) == text.encode()
+    assert (
+        tokenizer.decode(tokenizer.encode("ü")[:1]) == "ü".encode()[: len(tokenizer.decode(tokenizer.encode("ü")[:1]))]
+    )
+
+
+def test_a_file_that_is_no_tokenizer_is_one_sentence(tmp_path):
+    (tmp_path / "bad.json").write_text("{}")
+    for name, reason in (("bad.json", "is not a tokenizer that can be read"), ("missing.json", "No such file")):
+        with pytest.raises(CorpusError, match=reason):
+            make_tokenizer(str(tmp_path / name), lambda: iter([]), 0)

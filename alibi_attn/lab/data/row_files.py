@@ -1,0 +1,87 @@
+"""Texts in tables: the rows of JSON, JSON Lines, CSV and Parquet files, one document per row."""
+
+import csv
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+Rows = Iterator[Mapping[str, object]]
+
+
+class RowError(ValueError):
+    """A table that cannot be read, or rows without the text field."""
+
+
+def is_table(path: Path) -> bool:
+    """Whether the file has rows, by its suffix."""
+    return path.suffix.lower() in _READERS
+
+
+def texts(path: Path, field: str) -> Iterator[str]:
+    """The text of each row.
+
+    Args:
+        field: the name of the text's field; "" means "text".
+
+    Raises:
+        RowError: the file cannot be read, has no such field, or the field is not text.
+    """
+    try:
+        for number, row in enumerate(_READERS[path.suffix.lower()](path), 1):
+            if not isinstance(row, Mapping) or (field or "text") not in row:
+                names = ", ".join(map(str, row)) if isinstance(row, Mapping) else "no fields"
+                raise RowError(
+                    f"row {number} of {path} has no field {field or 'text'!r}, but {names}; pass the field of the text with "
+                    "--text-field (data.text_field)"
+                )
+            text = row[field or "text"]
+            if not isinstance(text, str):
+                raise RowError(
+                    f"row {number} of {path} has {type(text).__name__} in the field {field or 'text'!r}, not text"
+                )
+            yield text
+    except (UnicodeDecodeError, csv.Error, json.JSONDecodeError) as error:
+        raise RowError(
+            f"{path} is not {path.suffix.lstrip('.').upper()} in UTF-8 ({error}); pass another file"
+        ) from None
+
+
+def _json_lines(path: Path) -> Rows:
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            if line.strip():
+                yield json.loads(line)
+
+
+def _json(path: Path) -> Rows:
+    """A list of objects, or one object per line."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        if error.msg != "Extra data":
+            raise
+        yield from _json_lines(path)
+        return
+    yield from content if isinstance(content, Sequence) and not isinstance(content, str) else [content]
+
+
+def _csv(path: Path) -> Rows:
+    with path.open(encoding="utf-8", newline="") as file:
+        yield from csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
+
+
+def _parquet(path: Path) -> Rows:
+    try:
+        from pyarrow import ArrowInvalid, parquet
+    except ModuleNotFoundError:
+        raise RowError(f'{path} needs the pyarrow package; install it with: pip install "alibi-attn[hub]"') from None
+    try:
+        for batch in parquet.ParquetFile(path).iter_batches(batch_size=1000):
+            yield from batch.to_pylist()
+    except ArrowInvalid as error:
+        raise RowError(f"{path} is not Parquet ({error}); pass another file") from None
+
+
+_READERS: Mapping[str, Callable[[Path], Rows]] = {
+    ".json": _json, ".jsonl": _json_lines, ".ndjson": _json_lines, ".csv": _csv, ".tsv": _csv, ".parquet": _parquet,
+}  # fmt: skip

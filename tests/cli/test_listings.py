@@ -1,0 +1,79 @@
+"""What the command line says before it trains: details of a recipe, the fields of the config, and a plan."""
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from alibi_attn.cli.console import console
+from alibi_attn.cli.main import app
+from alibi_attn.lab.config_io import field_meanings, field_names
+from alibi_attn.recipes.index import RECIPES
+
+RUNNER = CliRunner()
+SMALLER = ["--set", "train.steps=4", "--set", "eval.lengths=8,16", "--set", "eval.tokens=32", "--no-report"]
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "width", 250)
+
+
+@pytest.mark.parametrize("width", [80, 250])
+def test_recipes_are_one_line_each(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "width", width)
+    result = RUNNER.invoke(app, ["recipes"])
+    lines = [line for line in result.output.splitlines()[1:] if line.strip()]
+    assert [line.split()[0] for line in lines] == list(RECIPES)
+    assert lines[0].split()[-2:] == ["4", "2,293,760"]
+
+
+def test_a_recipes_details_have_its_question_cost_and_trainings() -> None:
+    result = RUNNER.invoke(app, ["recipes", "quick"])
+    assert result.exit_code == 0, result.output
+    assert "which position methods still predict well" in result.output
+    assert "4, 2,293,760 tokens at scale small" in result.output
+
+
+def test_config_shows_every_field_with_its_value_and_a_meaning() -> None:
+    result = RUNNER.invoke(app, ["config", "quick"])
+    assert result.exit_code == 0, result.output
+    rows = {line.split()[0]: line for line in result.output.splitlines() if "." in line.split()[0]}
+    assert set(rows) == set(field_names())
+    assert "sinusoidal, rotary, t5, alibi" in rows["model.method"]
+    assert re.search(r"280 +updates of the weights", rows["train.steps"])
+    unexplained = {name for name, meaning in field_meanings().items() if not meaning}
+    assert unexplained == {
+        "model.method", "model.architecture", "model.num_layers", "model.num_heads", "model.embed_dim",
+        "model.attention_dropout", "train.optimizer", "train.learning_rate", "train.warmup_steps", "train.clip_norm",
+        "train.precision", "train.activation_checkpointing",
+    }  # fmt: skip  # the names say it
+
+
+def test_a_dry_run_lists_the_trainings_and_what_is_recorded_and_writes_nothing(tmp_path: Path) -> None:
+    text = tmp_path / "a.txt"
+    text.write_text("to be or not to be, that is the question. " * 200)
+    out = tmp_path / "out"
+    command = ["run", "--scale", "smoke", "--text", str(text), "--out", str(out), *SMALLER, "--methods", "alibi,t5"]
+    planned = RUNNER.invoke(app, [*command, "--dry-run"])
+    assert planned.exit_code == 0, planned.output
+    assert "2 of 2 trainings left, 2,048 tokens" in planned.output
+    assert not out.exists()
+    first = RUNNER.invoke(app, [*command[:-1], "alibi"])
+    assert first.exit_code == 0, first.output
+    files = sorted(out.rglob("*"))
+    again = RUNNER.invoke(app, [*command, "--dry-run"])
+    assert "1 of 2 trainings left, 1,024 tokens" in again.output
+    (recorded,) = (line for line in again.output.splitlines() if "recorded already" in line)
+    assert "alibi-16" in recorded
+    assert sorted(out.rglob("*")) == files
+
+
+def test_progress_names_the_model_and_the_time_of_all(tmp_path: Path) -> None:
+    text = tmp_path / "a.txt"
+    text.write_text("to be or not to be, that is the question. " * 200)
+    command = ["run", "--scale", "smoke", "--text", str(text), "--out", str(tmp_path / "out"), *SMALLER]
+    result = RUNNER.invoke(app, [*command, "--methods", "alibi,t5"])
+    assert re.search(r"model 1 of 2: quick/alibi-16/seed-0: step 4 of 4.* 0 min for all models", result.output)
+    assert re.search(r"model 2 of 2: quick/t5-16/seed-0: step 4 of 4.* 0 min left$", result.output, re.MULTILINE)
