@@ -73,8 +73,9 @@ def forgetting_attention(
             −2²⁰. Hidden keys and other segments have gates too: a sum within a segment includes only that segment's.
         slopes: m, for ALiBi times gates; None = no ALiBi.
         query_offset: position of query 0, an int; S − T by default. All queries must be among the S positions.
-        query, key, value, window, scale, key_mask, segment_ids, key_bias, sink_logits, dropout_p, tolerance, return_lse,
-            backend: as for `alibi_attention`. lse is that of the scores above.
+        query, key, value, window, scale, key_mask, segment_ids, key_bias, sink_logits, dropout_p, tolerance, backend: as for
+            `alibi_attention`.
+        return_lse: also return the log-sum-exp of the scores above.
 
     Raises:
         ValueError, TypeError: wrong shapes, dtypes or numbers, or a named backend that cannot run this call.
