@@ -48,6 +48,18 @@ def test_train(run):
     assert max(losses) - min(losses) < 0.3
 
 
+def test_fine_tune_to_long(run):
+    printed = run("fine_tune_to_long", "--steps", 3)
+    trained, short, long, short_after, long_after = numbers(r"([\d.]+) at \d+", printed)
+    assert max(trained, short, long) < 256  # of bytes drawn at random
+    assert short_after < short
+    assert long_after < long
+
+
+def test_fill_in_the_middle(run):
+    assert numbers(r"differ by (\S+) from", run("fill_in_the_middle", "--length", 700))[0] < 1e-5
+
+
 def test_patch_bloom(run):
     printed = run("patch_bloom", "--length", 300)
     assert "2 layers patched" in printed

@@ -15,8 +15,9 @@ from alibi_attn.hf.families.llm_foundry import FAMILY as LLM_FOUNDRY
 from alibi_attn.hf.families.mosaic import FAMILY as MOSAIC
 from alibi_attn.hf.families.mpt import FAMILY as MPT
 from alibi_attn.hf.families.refact import FAMILY as REFACT
+from alibi_attn.hf.families.replit import FAMILY as REPLIT
 
 # The keys are the values of `layout` for `save_pretrained`.
 ENCODERS: dict[str, Family] = {"mosaic": MOSAIC, "jina-code": JINA_CODE, "jina": JINA}
-DECODERS: tuple[Family, ...] = (BAICHUAN, CEREBRAS, LLM_FOUNDRY, REFACT)
+DECODERS: tuple[Family, ...] = (BAICHUAN, CEREBRAS, REPLIT, LLM_FOUNDRY, REFACT)
 PATCHED: tuple[PatchedFamily, ...] = (BLOOM, MPT, FALCON)
