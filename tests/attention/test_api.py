@@ -239,7 +239,7 @@ def test_nothing_goes_to_a_device_or_comes_from_it(slopes: object, options: dict
     assert not [name for name in asked.names if "lift_fresh" in name or "_local_scalar_dense" in name]
 
 
-def test_slopes_that_are_kept_are_nobodys_in_particular() -> None:
+def test_cached_slopes_do_not_change_with_the_array_of_a_caller() -> None:
     """Neither inference mode nor what a caller does with its array changes them; a compiled graph has no constant."""
     slopes = np.array([0.5, 0.25, 0.125, 0.75])
     tensors = draw()
@@ -306,7 +306,7 @@ def test_head_reach_is_what_is_read() -> None:
     assert int(head_reach(q, k, slopes, window=30, backend="banded").max()) == 30
 
 
-def test_explain_says_who_runs_and_why() -> None:
+def test_explain_shows_which_backend_runs_and_why() -> None:
     q, k, v = draw(h=8, t=2048, b=1, d=16, dtype=torch.float32)
     words = str(explain(q, k, v))
     first = "native" if native.why_not(make_spec(q, k, v), q, k, v) is None else "banded"

@@ -43,7 +43,7 @@ class Watched(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("backend", ["banded", "native"])
-def test_who_looks_at_operators_sees_ours_and_the_numbers_are_those_without(backend: str) -> None:
+def test_dispatch_modes_see_our_operators_and_change_no_bit(backend: str) -> None:
     """Eager calls pass through none; of random calls of the whole contract every bit is the same."""
     for seed in range(400, 412):
         call = answerable(draw_call(seed), backend)
@@ -340,7 +340,7 @@ def test_the_checkers_notice_a_bit_and_a_number() -> None:
         assert_close([x], [x + 1e-3])
 
 
-def test_torchs_compiler_is_loaded_by_who_compiles_alone() -> None:
+def test_torchs_compiler_is_loaded_only_when_something_is_compiled() -> None:
     """It takes as long to load as torch itself."""
     program = """
 import sys, torch
