@@ -75,6 +75,7 @@ def read_text(model: BloomForCausalLM, text: Tensor, folder: Path, say: Callable
     Chunks are logged in a file next to the cache, from which an interrupted reading continues.
     """
     length, log = text.shape[1], folder.with_name(folder.name + ".times")
+    log.parent.mkdir(parents=True, exist_ok=True)
     start, before = (time.perf_counter(), time.process_time()), resident_bytes()
     with open(log, "a") as file:
 
@@ -163,6 +164,7 @@ def shared_bytes(model: BloomForCausalLM, folder: Path, processes: int) -> list[
             ours, theirs = context.Pipe()
             process = context.Process(target=_continue, args=(model, folder, index, theirs))
             process.start()
+            theirs.close()  # so that a process that fails ends the wait for it
             stack.callback(process.join)
             pipes.append(ours)
         for pipe in pipes:
