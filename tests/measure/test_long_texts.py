@@ -1,0 +1,25 @@
+"""The benchmark of long texts: it reads, opens and shares a cache, keeps one record, and resumes."""
+
+import sys
+
+import pytest
+
+from alibi_attn import records
+from alibi_attn.hf import reading
+from alibi_attn.measure.long_texts import long_texts
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_long_text_is_read_opened_and_shared(tmp_path, monkeypatch):
+    monkeypatch.setattr(reading, "_CHUNK", 64)
+    lines: list[str] = []
+    (path,) = long_texts(tmp_path / "new", tokens=1300, width=64, layers=1, processes=2, say=lines.append)
+    (record,) = records.find(path)
+    rows = record.curves["ours"]
+    assert rows["length"] == [130 * tenth for tenth in range(1, 11)]
+    assert all(0 < number < 1000 for number in rows["token_ms"])
+    assert record.metrics["stored_bytes"] > 2 * 1300 * 64 * 4
+    assert 1 < record.metrics["pss_of_one_bytes"] <= record.metrics["pss_of_all_bytes"] * 1.1
+    assert "2 processes together" in lines[-1]
+    with pytest.raises(FileExistsError):
+        long_texts(tmp_path / "new", tokens=1300, width=64, layers=1, processes=2)
