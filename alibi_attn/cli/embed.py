@@ -64,7 +64,8 @@ def embed(
     overlap: Annotated[int, typer.Option(min=0, help="Tokens that neighboring windows share.")] = 512,
     normalize: Annotated[bool, typer.Option("--normalize", help="Scale vectors to length 1.")] = False,
     dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"], typer.Option(help="Dtype of the computation.")
+        Literal["float32", "bfloat16", "float16", "int8"],
+        typer.Option(help="Dtype of the computation; int8 is for the linear layers, on a CPU."),
     ] = "float32",
     device: Annotated[str, typer.Option(help='A torch device: "cpu", "cuda" or "cuda:1".')] = "cpu",
 ) -> None:
@@ -181,6 +182,10 @@ def _chunk_job(
 
 
 def _move(sentences: "Sentences", device: str) -> None:
+    from alibi_attn.nn.int8 import Int8Linear
+
+    if not device.startswith("cpu") and any(isinstance(module, Int8Linear) for module in sentences.model.modules()):
+        raise ValueError(f"device is {device!r} but int8 runs on a CPU; pass --device cpu, or another --dtype")
     try:
         sentences.model.to(device)  # type: ignore[arg-type]
     except (RuntimeError, AssertionError) as error:  # what torch raises for a missing device

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
@@ -20,7 +20,7 @@ from alibi_attn.hf.cache import ALiBiCache
 from alibi_attn.hf.families import PATCHED
 from alibi_attn.hf.families.family import PatchedFamily
 from alibi_attn.hf.patched_attention import Numerics
-from alibi_attn.nn import linear
+from alibi_attn.nn import int8, linear
 
 _MARK = "alibi_settings"  # an attribute that only patched layers have
 
@@ -42,19 +42,26 @@ class Patch:
     _changes: list[Callable[[], None]]
     linears: tuple[str, ...] = ()
     activations: tuple[str, ...] = ()
+    _is_int8: bool = False
 
     def undo(self) -> None:
         """Restore the model's original attention, bit for bit.
 
         Raises:
-            ValueError: the patch has already been undone.
+            ValueError: the patch has already been undone, or converted linear layers to int8.
         """
+        if self._is_int8:
+            raise ValueError('linears="int8" has freed the original weights; load the model again')
         if not self._changes:
             raise ValueError("this patch has already been undone; call patch(model) for a new one")
         while self._changes:
             self._changes.pop()()
 
     def __enter__(self) -> Self:
+        if self._is_int8:
+            raise ValueError(
+                'linears="int8" cannot be undone at the end of a with block; call patch(model, ...) without one'
+            )
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -68,7 +75,9 @@ class Patch:
         )
 
 
-def patch(model: nn.Module, backend: str = "auto", *, numerics: Numerics = "exact") -> Patch:
+def patch(
+    model: nn.Module, backend: str = "auto", *, numerics: Numerics = "exact", linears: Literal["int8"] | None = None
+) -> Patch:
     """Make an ALiBi model of transformers compute its attention with `alibi_attention`, in place.
 
     No n×n scores or masks are built any more. On a CPU the linear layers use the fastest kernel for the processor
@@ -84,6 +93,8 @@ def patch(model: nn.Module, backend: str = "auto", *, numerics: Numerics = "exac
         numerics: "exact" computes distances in fp32 in every dtype of the model. "checkpoint" changes nothing but attention, and
             rounds biases as in training (BLOOM's m·j in its dtype, Falcon's bf16 product), a few rows of scores at a time: linear
             memory, quadratic time.
+        linears: "int8" converts the linear layers, except the output's, for inference on a CPU (`nn/int8.py`). Their original
+            weights are freed, so this cannot be undone.
 
     Returns:
         A handle with the names of the replaced modules (`.layers`, `.linears`, `.activations`) and `.undo()`; also a context
@@ -101,10 +112,12 @@ def patch(model: nn.Module, backend: str = "auto", *, numerics: Numerics = "exac
 
     Source: `docs/hf.md`; Press et al. 2022, sec. 3 (arXiv:2108.12409).
     """
-    return patched_as(model, PATCHED, backend=backend, numerics=numerics)
+    return patched_as(model, PATCHED, backend=backend, numerics=numerics, linears=linears)
 
 
-def patched_as(model: nn.Module, families: Sequence[PatchedFamily], *, backend: str, numerics: Numerics) -> Patch:
+def patched_as(
+    model: nn.Module, families: Sequence[PatchedFamily], *, backend: str, numerics: Numerics, linears: str | None = None
+) -> Patch:
     """`patch` with a given table of families."""
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -115,6 +128,14 @@ def patched_as(model: nn.Module, families: Sequence[PatchedFamily], *, backend: 
         raise ValueError(f"backend is {backend!r} but must be 'auto' or one of {', '.join(map(repr, BACKENDS))}")
     if numerics not in ("exact", "checkpoint"):
         raise ValueError(f'numerics is {numerics!r} but must be "exact" or "checkpoint"')
+    if linears not in (None, "int8"):
+        raise ValueError(f'linears is {linears!r} but must be "int8" or None')
+    if linears == "int8":
+        if numerics != "exact":
+            raise ValueError(
+                'linears="int8" rounds weights, but numerics="checkpoint" reproduces the model\'s own numbers; omit one'
+            )
+        int8.check_supported()
     if (reason := unsupported.why_not(model)) is not None:
         raise ValueError(reason)
     supported = ", ".join(family.name for family in families)
@@ -153,7 +174,22 @@ def patched_as(model: nn.Module, families: Sequence[PatchedFamily], *, backend: 
             for kind, name, module, forward in _around(model, body, family):
                 changes.append(_replaced(module, _forward_of(module), functools.partial(forward, module)))
                 around[kind].append(name)
-    return Patch(tuple(layers), changes, **{kind: tuple(names) for kind, names in around.items()})
+    if linears == "int8":
+        around["linears"] = [
+            f"{prefix}.{name}" if prefix else name
+            for prefix, body, family in bodies
+            for name in _converted(body, family)
+        ]
+    replaced = {kind: tuple(names) for kind, names in around.items()}
+    return Patch(tuple(layers), changes, **replaced, _is_int8=linears == "int8")
+
+
+def _converted(body: nn.Module, family: PatchedFamily) -> list[str]:
+    """Converts the linear layers to int8; those that `patched_as` made faster are converted too."""
+    for module in body.modules():
+        if type(module) in family.linears and getattr(vars(module).get("forward"), "func", None) is linear.forward:
+            del vars(module)["forward"]
+    return int8.convert(body, family.linears)
 
 
 def _around(

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from alibi_attn.hf import checkpoint_files, pooling_config
 from alibi_attn.hf.encoder.models import ALiBiBertModel
 from alibi_attn.hf.pooling_config import PoolingConfig
+from alibi_attn.nn import int8
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
@@ -52,7 +53,7 @@ def load(
 
     Args:
         max_seq_length: default: that of the folder, else that of the tokenizer, else 8,192.
-        dtype: as in `ALiBiBertModel.from_pretrained`.
+        dtype: as in `ALiBiBertModel.from_pretrained`; or "int8" for linear layers in int8 (`nn/int8.py`).
         hub: revision, cache_dir, token and local_files_only of `checkpoint_files.resolve`.
 
     Raises:
@@ -61,7 +62,12 @@ def load(
     """
     place = checkpoint_files.resolve(folder_or_id, **hub)
     settings = pooling_config.read(place)
-    model = ALiBiBertModel.from_pretrained(settings.encoder, dtype=dtype)
+    is_int8 = dtype in ("int8", torch.int8)
+    if is_int8:
+        int8.check_supported()
+    model = ALiBiBertModel.from_pretrained(settings.encoder, dtype=torch.float32 if is_int8 else dtype)
+    if is_int8:
+        int8.convert(model.encoder)
     model.config.name_or_path = str(folder_or_id)
     if settings.width not in (None, model.config.hidden_size):
         raise ValueError(
@@ -133,8 +139,9 @@ def sentence_transformer(
         max_seq_length: longer texts are cut. Default: that of the folder or the tokenizer, else 8,192; ALiBi has no limit.
             `config.max_position_embeddings` is raised to it: our models ignore that field, but sentence-transformers reads it
             as a limit when it loads a folder.
-        dtype: as in `ALiBiBertModel.from_pretrained`.
-        device: as in SentenceTransformer; default a GPU if available.
+        dtype: as in `ALiBiBertModel.from_pretrained`; or "int8" for linear layers in int8 and attention in fp32, for inference on
+            a CPU with VNNI instructions. Such a model cannot be saved.
+        device: as in SentenceTransformer; default a GPU if available, the CPU for int8.
         revision, cache_dir, token, local_files_only: for the hub.
 
     Raises:
@@ -151,6 +158,13 @@ def sentence_transformer(
         raise ImportError(
             'sentence_transformer needs sentence-transformers 6; install it with: pip install "alibi-attn[embed]"'
         ) from error
+    is_int8 = dtype in ("int8", torch.int8)
+    if is_int8:
+        int8.check_supported()
+        device = device or "cpu"
+        dtype = torch.float32
+        if torch.device(device).type != "cpu":
+            raise ValueError(f"device is {device!r} but int8 runs on a CPU; pass device='cpu', or another dtype")
     loaded = load(
         folder_or_id, max_seq_length=max_seq_length, dtype=dtype, revision=revision, cache_dir=cache_dir, token=token,
         local_files_only=local_files_only,
@@ -167,6 +181,9 @@ def sentence_transformer(
             processor_kwargs={"model_max_length": loaded.max_seq_length},
         )
     transformer.config.name_or_path = str(folder_or_id)
+    if is_int8:
+        transformer.auto_model.requires_grad_(False)
+        int8.convert(transformer.auto_model.encoder)
     chain: list[torch.nn.Module] = [
         transformer,
         modules.Pooling(config.hidden_size, settings.pooling, include_prompt=settings.include_prompt),

@@ -66,6 +66,17 @@ def test_rows_are_the_files_or_lines_in_order(model, files, tmp_path):
     assert not [path for path in tmp_path.rglob("*") if "partial" in path.name]
 
 
+@pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="int8 needs a processor with VNNI instructions")
+def test_int8_gives_almost_the_same_vectors_and_stays_on_the_cpu(model, files, tmp_path):
+    run(model, *files, "--dtype", "int8", "--out", tmp_path / "int8.npy")
+    vectors, exact = np.load(tmp_path / "int8.npy"), expected()
+    cosines = (vectors * exact).sum(1) / (np.linalg.norm(vectors, axis=1) * np.linalg.norm(exact, axis=1))
+    assert cosines.min() > 0.999
+    assert np.abs(vectors - exact).max() > 3e-6 * np.abs(exact).max()
+    message = run(model, *files, "--dtype", "int8", "--device", "cuda", "--out", tmp_path / "cuda.npy", code=1)
+    assert "int8 runs on a CPU" in message
+
+
 def test_an_interrupted_run_resumes_with_the_remaining_texts(model, files, tmp_path, monkeypatch):
     made, whole = embedding.embed, []
 

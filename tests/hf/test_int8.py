@@ -1,0 +1,120 @@
+"""Linear layers in int8: the formula in exact integers, one copy of the weights in int8, and errors instead of wrong numbers."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from encoder_oracle import config, random_state, write_folder, write_tokenizer
+from torch import nn
+from transformers import BloomConfig, BloomForCausalLM
+
+from alibi_attn.hf import late_chunks, patch, sentence_transformer
+from alibi_attn.nn import int8
+from alibi_attn.nn.int8 import Int8Linear
+
+try:
+    int8.check_supported()
+except ValueError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+
+def by_the_formula(layer, x):
+    """Codes of weights and tokens, multiplied as integers in fp64, a loop over outputs."""
+    weight, rows = layer.weight.detach().double(), x.double()
+    outputs = []
+    for at, row in enumerate(weight):
+        row_scale, scales = row.abs().max() / 127, rows.abs().amax(-1) / 127
+        sums = ((rows / scales[..., None]).round() * (row / row_scale).round()).sum(-1)
+        outputs.append(sums * row_scale * scales + (0 if layer.bias is None else layer.bias[at].double()))
+    return torch.stack(outputs, dim=-1)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(1, 24), (5, 24), (2, 300, 24)])
+def test_outputs_are_those_of_the_formula(bias, shape):
+    torch.manual_seed(0)
+    layer, x = nn.Linear(24, 40, bias=bias), torch.randn(*shape)
+    with torch.no_grad():
+        actual, expected = Int8Linear(layer)(x), by_the_formula(layer, x)
+        # Where fp32 and fp64 divide to different sides of a half, a code is off by one: at most one step of one product.
+        assert (actual - expected).abs().max() <= 0.01 * expected.abs().max()
+        assert (actual - expected).abs().median() <= 1e-5 * expected.abs().max()
+        assert (actual - layer(x)).norm() <= 0.02 * layer(x).norm()
+        assert Int8Linear(layer)(x.bfloat16()).dtype == torch.bfloat16
+
+
+def test_the_only_copy_of_the_weights_is_in_int8():
+    layer = Int8Linear(nn.Linear(64, 256))
+    tensors = [value for value in vars(layer).values() if isinstance(value, torch.Tensor)]
+    assert [x.dtype for x in tensors if x.numel() == 64 * 256] == [torch.int8]
+    assert sum(x.numel() * x.element_size() for x in tensors) == 64 * 256 + 256 * (
+        4 + 4 + 8
+    )  # codes; scales, bias, zeros
+    assert not list(layer.parameters())
+
+
+def test_copies_pickles_and_casts_give_the_same_outputs():
+    layer, x = Int8Linear(nn.Linear(24, 40)), torch.randn(3, 24)
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer).half()):
+        assert torch.equal(other(x), layer(x))
+    assert layer.state_dict()["codes"].shape == (40, 24)
+
+
+def test_extreme_rows_stay_what_they_are():
+    layer = Int8Linear(nn.Linear(24, 40, bias=False))
+    x = torch.randn(4, 24)
+    x[0], x[1, 3], x[2, 5] = 0, float("nan"), float("inf")
+    y = layer(x)
+    assert not y[0].any()
+    assert not torch.isfinite(y[1:3]).any()
+    assert torch.equal(y[3], layer(x[3:])[0])
+    assert layer(x[:0]).shape == (0, 40)
+
+
+def test_what_cannot_run_in_int8_is_refused():
+    layer = Int8Linear(nn.Linear(24, 40))
+    with pytest.raises(ValueError, match=r"requires gradients; call the model under torch\.no_grad"):
+        layer(torch.randn(2, 24, requires_grad=True))
+    broken = nn.Linear(24, 40)
+    nn.init.constant_(broken.weight, float("nan"))
+    with pytest.raises(ValueError, match="are not finite"):
+        Int8Linear(broken)
+
+
+def test_an_encoder_in_int8_has_almost_the_same_vectors(tmp_path):
+    folder = write_tokenizer(write_folder(tmp_path / "jina", random_state("jina"), config("jina")))
+    texts = ["a b c d e f g", "h i j", "k l m n o p a b c"]
+    model = sentence_transformer(folder, dtype="int8")
+    expected = torch.from_numpy(sentence_transformer(folder, device="cpu").encode(texts))
+    vectors = torch.from_numpy(model.encode(texts))
+    assert torch.nn.functional.cosine_similarity(vectors, expected).min() > 0.999
+    assert not torch.equal(vectors, expected)
+    linears = [module for module in model[0].auto_model.encoder.modules() if isinstance(module, nn.Linear)]
+    assert not linears
+    (chunks,) = late_chunks(model, [texts[0]])
+    assert chunks.vectors.shape == (1, 48)
+    with pytest.raises(ValueError, match="cannot be saved"):
+        model.save(str(tmp_path / "saved"))
+    with pytest.raises(ValueError, match="int8 runs on a CPU"):
+        sentence_transformer(folder, dtype="int8", device="cuda")
+
+
+def test_a_patched_model_in_int8_frees_its_weights_and_cannot_be_undone():
+    torch.manual_seed(0)
+    model = BloomForCausalLM(BloomConfig(hidden_size=64, n_layer=2, n_head=4, vocab_size=100)).eval()
+    ids = torch.randint(1, 100, (1, 40))  # 0 pads
+    with torch.no_grad():
+        expected = model(ids).logits
+        handle = patch(model, linears="int8")
+        assert len(handle.linears) == 8
+        assert (model(ids).logits - expected).norm() <= 0.03 * expected.norm()
+    assert sum(isinstance(module, Int8Linear) for module in model.modules()) == 8
+    assert model.generate(ids, max_new_tokens=2, pad_token_id=0).shape == (1, 42)
+    with pytest.raises(ValueError, match="has freed the original weights"):
+        handle.undo()
+    with pytest.raises(ValueError, match="without one"), handle:
+        pass
+    for options in ({"linears": "int4"}, {"linears": "int8", "numerics": "checkpoint"}):
+        with pytest.raises(ValueError, match="linears"):
+            patch(BloomForCausalLM(BloomConfig(hidden_size=64, n_layer=1, n_head=4, vocab_size=9)), **options)
