@@ -9,6 +9,7 @@ from alibi_attn.hf import reading
 from alibi_attn.measure.long_texts import long_texts
 
 
+@pytest.mark.filterwarnings(r"ignore:os\.fork\(\) was called:RuntimeWarning")  # JAX warns if an earlier test loaded it
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_long_text_is_read_opened_and_shared(tmp_path, monkeypatch):
     monkeypatch.setattr(reading, "_CHUNK", 64)

@@ -136,7 +136,7 @@ def test_a_page_says_tokens_seeds_units_and_scale() -> None:
     record = answer("figure-4")
     assert answers.spread_sentence(record) == (
         "Each of our numbers is measured on 4,096 tokens. "
-        "Bands and small numbers show the range from the lowest to the highest of 2 seeds."
+        "Bands and small numbers show the lowest and the highest of 2 seeds."
     )
     text = answers.scale_sentence(record)
     assert "divided by 8: L = 64 stands for L = 512" in text

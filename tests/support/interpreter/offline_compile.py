@@ -47,11 +47,12 @@ from alibi_attn.attention.backends.fused.kernels.certificate import (
 from alibi_attn.attention.backends.fused.kernels.decode import decode_kernel, merge_kernel
 from alibi_attn.attention.backends.fused.kernels.forward import forward_kernel
 from alibi_attn.attention.backends.fused.kernels.masks import allowed_kernel, full_kernel, labels_kernel, runs_kernel
-from alibi_attn.attention.backends.fused.kernels.plan import asked_kernel, plan_kernel, shared_plan_kernel
+from alibi_attn.attention.backends.fused.kernels.plan import plan_kernel, shared_plan_kernel, visitors_kernel
 
 KERNELS = {"forward": forward_kernel, "query": query_kernel, "key": key_kernel, "decode": decode_kernel}
 BEFORE = {"norms": norms_kernel, "outliers": outliers_kernel, "reach": reach_kernel, "plan": plan_kernel}
-BEFORE |= {"shared_plan": shared_plan_kernel, "asked": asked_kernel, "merge": merge_kernel}
+# "asked" is the name of the visitors kernel in the records.
+BEFORE |= {"shared_plan": shared_plan_kernel, "asked": visitors_kernel, "merge": merge_kernel}
 BEFORE |= {"labels": labels_kernel, "runs": runs_kernel, "full": full_kernel, "allowed": allowed_kernel}
 ONLY_BIASED = {"tile_sums": tile_sums_kernel}
 WITH_TILES = ("norms", "reach")  # the others hold small integers, of which no device has too few
@@ -67,7 +68,7 @@ TARGETS = {
 ROWS, LABELS = Rows("*bf16", "i32", "i32", "i32"), Labels("*i64", "*i64", "*i32", "*i32")
 TYPES = dict.fromkeys(("Q", "K", "V", "OUT", "DOUT", "DQ", "DK", "DV"), ROWS)
 TYPES |= dict.fromkeys(("LSE", "DLSE", "DELTA", "DSLOPES", "NORMS", "OUTS", "LSES"), "*fp32")
-TYPES |= dict.fromkeys(("BANDS", "OUTLIER_TILES", "ASKED", "REACH", "RUNS", "FULL"), "*i32")
+TYPES |= dict.fromkeys(("BANDS", "OUTLIER_TILES", "CANDIDATES", "REACH", "RUNS", "FULL"), "*i32")
 TYPES |= dict.fromkeys(("COUNT", "SUMS", "KNOWN_KEYS", "KNOWN_VALUES", "KEY_MASK", "SEGMENTS", "FIRST_SEEN"), None)
 TYPES |= dict.fromkeys(("labels", "of_labels", "queries", "keys"), LABELS)
 TYPES |= {
