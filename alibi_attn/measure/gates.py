@@ -1,4 +1,4 @@
-"""`alibi bench gates`: attention with forget gates on this machine's CPU, and how many scores the certificate requires.
+"""`alibi bench gates`: attention with forget gates on this machine's CPU, and the number of scores to compute.
 
 Queries and keys are normalized noise, as after QK-norm, so that no score exceeds U; gates are sigmoid(N(logit, 1)).
 The record has the times, the number of computed scores, and the number inside the boundary of Adaptive Computation Pruning
@@ -107,7 +107,7 @@ def gates(
     seconds: float = 10.0,
     say: Callable[[str], None] = print,
 ) -> list[Path]:
-    """Measures and keeps one record per pair of a gate logit and a score bound; returns their paths.
+    """Measures, saves one record per pair of a gate logit and a score bound, and returns their paths.
 
     Raises:
         RuntimeError: a peer is wrong.

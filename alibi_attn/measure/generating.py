@@ -47,7 +47,7 @@ def generating(
     our_cache: Callable[[], Cache] = ALiBiCache,
     say: Callable[[str], None] = print,
 ) -> list[Path]:
-    """Measures and keeps one record; returns its path.
+    """Measures, saves one record, and returns its path.
 
     "ours" is a patched model with an `ALiBiCache`. "transformers" has the default cache of `generate`, which copies all keys for
     each token; "transformers, StaticCache" has that of cache_implementation="static", which does not. Random weights, random

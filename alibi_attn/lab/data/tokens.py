@@ -36,7 +36,7 @@ class Corpus:
 
 
 class Sink(Protocol):
-    """The part of a binary file that is used."""
+    """The methods of a binary file that are used here."""
 
     def write(self, content: bytes, /) -> object: ...
 
