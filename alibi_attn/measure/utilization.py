@@ -48,8 +48,10 @@ def attention_flops(config: RunConfig) -> int:
 
 
 def multiplying_parameters(model: ModelConfig) -> int:
-    """The parameters that multiply every token: q, k, v and output, the feed-forward part (three matrices in "modern"), and the
-    projection to the vocabulary; not the norms, and not the input embeddings, which are looked up.
+    """The number of parameters in the matrices that multiply every token.
+
+    These are q, k, v and output, the feed-forward part (three matrices in "modern"), and the projection to the
+    vocabulary; not the norms, and not the input embeddings, which are looked up.
     """
     feed_forward = (3 if model.architecture == "modern" else 2) * model.ffn_dim
     return (

@@ -17,7 +17,7 @@ from alibi_attn.lab.config import DataConfig
 from alibi_attn.lab.data.row_files import RowError, is_table, texts
 
 Part: TypeAlias = Literal["train", "valid", "test"]
-Documents: TypeAlias = Callable[[], Iterator[Iterator[bytes]]]  # each call reads again; every document comes in chunks
+Documents: TypeAlias = Callable[[], Iterator[Iterator[bytes]]]  # each call reads again, every document in chunks
 
 CHUNK_BYTES = 1 << 16  # read at once; chunks end at a line end,
 LINE_BYTES = 1 << 20  # or, in lines longer than this, between two words or at least two characters

@@ -77,7 +77,7 @@ def _mqar(count: int, length: int, generator: torch.Generator, varied: bool) -> 
     gap += (widest - gap) % 2  # no question is cut
     asked = (length - 2 * _PAIRS) // (2 * _PAIRS) + 1
     order = torch.cat([_shuffled(count, _PAIRS, generator) for _ in range(asked)], 1)
-    place = torch.arange(length) - 2 * _PAIRS - gap[:, None]  # of a question's token, counted from the first
+    place = torch.arange(length) - 2 * _PAIRS - gap[:, None]  # index in the questions
     which = order.gather(1, place.clamp(min=0).div(2, rounding_mode="floor"))
     tokens = _noise(count, length, generator)
     tokens[:, : 2 * _PAIRS] = torch.stack([keys, values], -1).flatten(1)
@@ -100,7 +100,7 @@ def _needles(count: int, length: int, generator: torch.Generator, varied: bool) 
     for step, symbols in enumerate((torch.full_like(keys, _MARK), keys, values)):
         tokens.scatter_(1, places + step, symbols)
     order = torch.cat([_shuffled(count, _NEEDLES, generator) for _ in range(-(-most // _NEEDLES))], 1)
-    place = torch.arange(length) - (length - 3 * asked)[:, None]  # of a question's token, counted from the first
+    place = torch.arange(length) - (length - 3 * asked)[:, None]  # index in the questions
     which = order.gather(1, place.clamp(min=0).div(3, rounding_mode="floor"))
     for step, symbols in enumerate((torch.full_like(which, _ASK), keys.gather(1, which), values.gather(1, which))):
         tokens = torch.where((place >= 0) & (place % 3 == step), symbols, tokens)
@@ -118,7 +118,7 @@ def _copy(count: int, length: int, generator: torch.Generator, varied: bool) -> 
     string = torch.randint(_SEPARATOR, (count, longest), generator=generator)
     string = torch.cat([torch.full((count, 1), _SEPARATOR), string], 1)
     period = size[:, None] + 1
-    back = torch.arange(length - 1, -1, -1)  # to the last token, which ends a string
+    back = torch.arange(length - 1, -1, -1)  # distance to the last token, which ends a string
     tokens = string.gather(1, (period - 1 - back % period))
     whole = length % period + period  # the position of the second separator, after the first whole string
     return tokens, (torch.arange(length) > whole) & (tokens != _SEPARATOR)
