@@ -42,7 +42,7 @@ def trained_gates(
     seconds: float = 10.0,
     say: Callable[[str], None] = print,
 ) -> list[Path]:
-    """Trains (or resumes), captures and measures; keeps one record per model and returns their paths.
+    """Trains or resumes, captures and measures; saves one record per model and returns their paths.
 
     Args:
         text: files and folders to train and test on; default Python's own source files.
