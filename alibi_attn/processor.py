@@ -1,6 +1,6 @@
 """The name and the instructions of this machine's processor, from /proc/cpuinfo on Linux; other systems report little.
 
-Records store them, because processors of one name may differ in speed, and the CPU kernels are chosen by them.
+Records store both, because processors of one name may differ in speed. The instructions also select the CPU kernels.
 """
 
 import functools
@@ -20,7 +20,7 @@ def features() -> frozenset[str]:
 
 
 def name() -> str:
-    """The manufacturer's name for it."""
+    """The processor's name, as its manufacturer spells it."""
     return _listed("model name") or platform.processor() or platform.machine()
 
 

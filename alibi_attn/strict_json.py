@@ -1,4 +1,4 @@
-"""Strict JSON: every JSON file from outside the package is read here, or refused with the reason.
+"""Strict JSON: every JSON file from outside the package is read here, or rejected with a reason.
 
 Python's reader accepts more than JSON (NaN, Infinity, a name twice, 1e999 as infinity, half of a surrogate pair) and can raise
 three other exceptions: RecursionError for a file of brackets, ValueError for a number of thousands of digits, and

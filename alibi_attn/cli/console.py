@@ -73,7 +73,7 @@ def interrupted(advice: str = "no partial files are left") -> NoReturn:
 
 
 def renamed(old: str, new: str, given: Value | None, value: Value) -> Value:
-    """The value of an option. Its old spelling still works for one release, wins if it is given, and prints a warning."""
+    """The value of an option. Its old spelling works for one more release, takes precedence, and prints a warning."""
     if given is None:
         return value
     errors.print(

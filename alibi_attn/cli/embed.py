@@ -25,10 +25,10 @@ class _Job:
     """The rows of an output.
 
     Args:
-        unit: of a row, for messages.
-        count: of the rows.
+        unit: the name of a row's unit, for messages.
+        count: the number of rows.
         identity: a hash of model, texts and settings.
-        batches: yields (places, vectors) of the rows that are left after the given number of them.
+        batches: given the number of finished rows, yields (places, vectors) of the remaining ones.
         write: as for `PartialVectors.finish`.
         about: the end of the command's message.
     """

@@ -79,10 +79,11 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """The text: "python-source" (what Python ships with), "hub:NAME[:CONFIG]", or local files and folders in `text`; or
-    "task:NAME[:LENGTH]", generated documents of this many tokens, with the name of a `Task` (see `data/tasks.py`).
+    """The text: a corpus, or local files and folders in `text`.
 
-    Files named *train*, *valid* and *test* define their own split.
+    A corpus is "python-source" (the source files that Python ships with), "hub:NAME[:CONFIG]", or "task:NAME[:LENGTH]":
+    generated documents of LENGTH tokens, where NAME is a `Task` (see `data/tasks.py`). Files named *train*, *valid* and
+    *test* define their own split.
     """
 
     corpus: str = "python-source"  # "python-source", "hub:NAME[:CONFIG]" or "task:NAME[:LENGTH]"

@@ -1,12 +1,12 @@
-"""Run a recipe: train what is not trained, evaluate what is not evaluated, and write a record of each.
+"""Runs a recipe: trains and evaluates what has no record yet, and saves a record of each training and evaluation.
 
     <out>/records/*.json                          one per training and one per evaluation
     <out>/checkpoints/<name>-<identity>/step-…/   see `training/checkpoint.py`
     <out>/tokens/<identity>/                      see `token_store.py`
-    <out>/tensorboard/<name>/                     where it is asked for
+    <out>/tensorboard/<name>/                     if requested
 
-What is recorded already is skipped and what was cut is resumed, so that running a recipe again is always right. Runs that
-differ only in their test share one training; recipes of one study share theirs in one folder.
+Runs that have records are skipped and interrupted trainings are resumed, so it is always safe to run a recipe again.
+Runs that differ only in their test share one training; recipes of one study share trainings if they share the folder.
 """
 
 import contextlib
@@ -31,14 +31,14 @@ from alibi_attn.lab.jobs import run_at_once
 from alibi_attn.lab.model.positions import check_segments, check_stretch
 from alibi_attn.lab.run import Place, recorded, run_once, run_title, test_text
 
-PATIENCE = datetime.timedelta(hours=12)  # of the other processes, which wait while the first one reads and evaluates
+PATIENCE = datetime.timedelta(hours=12)  # the other processes wait this long while the first one reads and evaluates
 
 
 _LOCK = re.compile(r"\.lock(?:-(\d+)-of-(\d+))?")
 
 
 class ExperimentError(ValueError):
-    """A folder that cannot be written, or in which another experiment runs; or a package that is not there."""
+    """A folder that cannot be written or is in use by another experiment, or a missing package."""
 
 
 def run(
@@ -54,23 +54,24 @@ def run(
     console: Console | None = None,
     track: str = "",
 ) -> list[Path]:
-    """Every run of the recipe, trained, evaluated and recorded; the records' paths, two per run.
+    """Trains, evaluates and records every run of the recipe, and returns the records' paths, two per run.
 
     Args:
-        out: folder for records and checkpoints; a second experiment in it is refused while the first one runs.
+        out: folder for records and checkpoints; a second experiment in it raises an error while the first one runs.
         overrides: fields to change in every run, by name: {"train.steps": "50"}.
         seeds: repeat every run with these seeds instead of the recipe's.
         methods: repeat every run with these position methods instead of the recipe's.
         shard: (i, n): only the runs of every n-th training, from training i on; other shards may run in the same folder at the
-            same time. The paths are then those of all runs that are recorded, by whomever.
-        jobs: trainings at the same time, each in a process of its own that shares the threads (`jobs.py`); on a processor.
+            same time. The returned paths then include the records made by other shards.
+        jobs: number of simultaneous trainings, each in its own process with a share of the threads (`jobs.py`); CPU
+            only.
         console: where progress is shown; None shows nothing.
-        track: "tensorboard" (below `out`/tensorboard) or "wandb" also shows the losses there.
+        track: "tensorboard" (in `out`/tensorboard) or "wandb" also sends the losses there.
 
     Raises:
-        ExperimentError: `out` cannot be written, another experiment runs in it, or TensorBoard is not installed; or jobs that
-            this machine or this launcher cannot have.
-        ConfigError, CorpusError, CheckpointError, TrainingError, EvaluationError: see there.
+        ExperimentError: `out` cannot be written, another experiment runs in it, the `track` package is not installed,
+            or `jobs` is not possible on this machine or with this launcher.
+        ConfigError, CorpusError, CheckpointError, TrainingError, EvaluationError: see these classes.
     """
     console = console or Console(quiet=True)
     configs = configs_of(recipe, scale, overrides or {}, seeds, methods)
@@ -84,7 +85,7 @@ def run(
     paths: list[Path] = []
     with _alone_in(out, shard) if state.is_main_process else contextlib.nullcontext():
         corpora: dict[DataConfig, Corpus] = {}
-        for config in configs:  # all that can be wrong with the text is said before anything is trained
+        for config in configs:  # errors in the text are raised before anything is trained
             if config.data not in corpora:
                 console.print(f"[dim]reading {escape(_named(config.data))}, tokens: {config.data.tokenizer}[/]")
                 with state.main_process_first():
@@ -117,7 +118,7 @@ def run(
 
 
 def processes() -> PartialState:
-    """This process among those that the launcher started; accelerate sees torchrun on CPUs only if told that they are CPUs."""
+    """This process among those of the launcher; accelerate detects torchrun on CPUs only with `cpu=True`."""
     return PartialState(cpu=not torch.accelerator.is_available(), timeout=PATIENCE)
 
 
@@ -125,7 +126,7 @@ def runs_of_shard(configs: Sequence[RunConfig], shard: tuple[int, int]) -> list[
     """The runs of every n-th training, from training i on; runs that share a training stay together.
 
     Raises:
-        ConfigError: a shard that there is not.
+        ConfigError: the shard does not exist.
     """
     index, count = shard
     if not 0 <= index < count:
@@ -142,7 +143,7 @@ def num_runs(
 
 
 def by_training(configs: Sequence[RunConfig]) -> list[list[RunConfig]]:
-    """The runs grouped by training; those of a group differ only in their tests."""
+    """The runs grouped by training; runs of one group differ only in their tests."""
     groups: dict[object, list[RunConfig]] = {}
     for config in configs:
         groups.setdefault((config.model, config.data, config.train), []).append(config)
@@ -165,7 +166,7 @@ def _check_jobs(jobs: int, state: PartialState) -> None:
 def configs_of(
     recipe: Recipe, scale: Scale, overrides: Mapping[str, str], seeds: Sequence[int], methods: Sequence[str]
 ) -> list[RunConfig]:
-    """All runs of the recipe with these changes.
+    """All runs of the recipe, with the given changes.
 
     Raises:
         ConfigError: an invalid field or value, or a position method that does not support the run.
@@ -189,7 +190,7 @@ def _named(data: DataConfig) -> str:
 
 
 def _check(config: RunConfig, corpus: Corpus) -> None:
-    """Raises ConfigError or CorpusError where the run cannot be made of this corpus."""
+    """Raises ConfigError or CorpusError if the run is not possible with this corpus."""
     for length in (config.train.first_length or config.train.length, config.train.length):
         num_pieces(corpus.train, length)
     scored_stretches(len(test_text(config, corpus)), config.eval)
@@ -216,20 +217,20 @@ def _alone_in(out: Path, shard: tuple[int, int]) -> Iterator[None]:
         yield
     except (CorpusError, ConfigError):
         if made and shard[1] == 1 and not (out / "records").exists() and not (out / "checkpoints").exists():
-            shutil.rmtree(made, ignore_errors=True)  # refused before any work: no folder stays that was not there
+            shutil.rmtree(made, ignore_errors=True)  # nothing was done yet: remove a folder that is new
         raise
     finally:
         lock.release()
 
 
 def _lock(out: Path, shard: tuple[int, int]) -> FileLock:
-    """The lock of this shard, held; only other shards of the same count may hold theirs at the same time.
+    """Acquires and returns this shard's lock; only other shards of the same count may hold theirs at the same time.
 
     Raises:
-        ExperimentError: another experiment in this folder may write the same files; its shard is named.
+        ExperimentError: another experiment in this folder may write the same files; the error names its shard.
     """
     mine = _lock_name(*shard)
-    with FileLock(out / ".lock-start"):  # so that of two that start at once, the second one sees the first one's lock
+    with FileLock(out / ".lock-start"):  # if two start at once, the second one sees the first one's lock
         for path in sorted({out / mine, *out.glob(".lock*")}):
             found = _LOCK.fullmatch(path.name)
             if not found or (path.name != mine and found[2] == str(shard[1]) != "1"):

@@ -1,8 +1,8 @@
-"""Several trainings of an experiment at the same time on one machine, a process each.
+"""Runs several trainings of an experiment at the same time on one machine, one process per training.
 
-For processors with many cores, which one small model does not fill; on two cores it gains nothing (`docs/log.md`).
-Each process takes the next training that nobody has begun, with its share of the threads. They are stopped as one training is:
-each finishes its step and leaves a checkpoint.
+For processors with many cores, which one small model does not use fully; on two cores there is no gain (`docs/log.md`).
+Each process takes the next training that has not begun, with an equal share of the threads. Interrupting them works as
+for one training: each finishes its step and saves a checkpoint.
 """
 
 import concurrent.futures
@@ -25,7 +25,7 @@ from alibi_attn.lab.data.corpus import Corpus, load_corpus
 from alibi_attn.lab.run import run_once
 from alibi_attn.lab.training.interruption import deferred_interruption
 
-SECONDS_BETWEEN_LOOKS = 0.2  # for a signal
+SECONDS_BETWEEN_LOOKS = 0.2  # how often to check for a signal
 DIED = "a training's process died, most likely for lack of memory; pass fewer jobs, and the same command goes on"
 _Work: TypeAlias = "concurrent.futures.Future[None]"
 
@@ -36,13 +36,14 @@ def run_at_once(
     """Make the records of all runs, `jobs` trainings at a time.
 
     Args:
-        trainings: the runs of each, which share it and differ in their test.
-        out, console, track: as in `experiment.run`; the text's tokens are in `out` already.
+        trainings: one list of runs per training; runs of one list differ only in their test.
+        out, console, track: as in `experiment.run`; the tokenized text must already be in `out`.
 
     Raises:
-        KeyboardInterrupt: this process was interrupted; all have stopped, with checkpoints.
-        ChildProcessError: one of the others died or was stopped; all have stopped.
-        CheckpointError, TrainingError, EvaluationError, OSError: of the first training that failed; the others have stopped.
+        KeyboardInterrupt: this process was interrupted; all trainings have stopped and saved checkpoints.
+        ChildProcessError: a worker process died or was stopped; all trainings have stopped.
+        CheckpointError, TrainingError, EvaluationError, OSError: the first training that failed; the others have
+            stopped.
     """
     workers = min(jobs, len(trainings))
     threads = max(1, torch.get_num_threads() // workers)
@@ -55,7 +56,7 @@ def run_at_once(
     ):
         work = functools.partial(_run_training, study, out=out, quiet=console.quiet, track=track)
         asked = [pool.submit(work, runs) for runs in trainings]
-        pool.submit(int)  # wakes the pool's manager, which else does not watch a process that began while it slept
+        pool.submit(int)  # wakes the pool's manager, which otherwise does not watch a process started while it slept
         try:
             _wait(asked, interrupted)
         except BaseException as error:
@@ -65,7 +66,7 @@ def run_at_once(
             if isinstance(error, concurrent.futures.process.BrokenProcessPool):
                 raise ChildProcessError(DIED) from None
             if isinstance(error, OSError) or type(error).__module__.startswith("alibi_attn."):
-                raise error.with_traceback(None) from error.__cause__  # raised here, and as there in its cause
+                raise error.with_traceback(None) from error.__cause__  # the traceback of the worker is in its cause
             raise
 
 
@@ -79,18 +80,18 @@ def _wait(asked: Sequence[_Work], interrupted: Callable[[], bool]) -> None:
             future.result()
 
 
-# What follows runs in the process of a worker.
+# The functions below run in the worker processes.
 
 
 def _begin(threads: int) -> None:
     torch.set_num_threads(threads)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of them: the first process stops the others
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the first one stops the others
     parent = multiprocessing.parent_process()
     assert parent is not None
 
     def end_with_parent() -> None:
         parent.join()
-        os.kill(os.getpid(), signal.SIGTERM)  # a checkpoint, as ever
+        os.kill(os.getpid(), signal.SIGTERM)  # saves a checkpoint as usual
 
     threading.Thread(target=end_with_parent, daemon=True).start()
 
@@ -102,7 +103,7 @@ def _run_training(study: str, runs: Sequence[RunConfig], *, out: Path, quiet: bo
             run_once(study, run, _corpus(run.data, out), out, console, track)
     except KeyboardInterrupt:
         sys.stdout.flush()
-        os._exit(130)  # as an error it would be sent back, and the process would ask for more work
+        os._exit(130)  # a raised error would be sent back, and the process would take more work
 
 
 @functools.cache

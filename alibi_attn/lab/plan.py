@@ -1,4 +1,4 @@
-"""The trainings of an experiment before they run: their tokens, the time they take on this machine, what is already recorded."""
+"""Lists the trainings of an experiment before they run: their tokens, their estimated time, and which are recorded."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,7 @@
-"""One run of an experiment: a training and its test, each a record, made unless it is there.
+"""One run of an experiment: trains a model, tests it, and saves one record of each unless it exists.
 
-A training whose checkpoint is cut goes on, one that is finished is only tested. See `experiment.py`, which plans runs, and
-`jobs.py`, which takes several at the same time.
+An interrupted training is resumed from its checkpoint; a finished one is only tested. `experiment.py` plans the runs,
+and `jobs.py` runs several at the same time.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from alibi_attn.lab.training import checkpoint
 from alibi_attn.lab.training.train import train
 from alibi_attn.records import Json
 
-SECONDS_BETWEEN_LINES = 30  # of progress, where there is no terminal that could show a bar
+SECONDS_BETWEEN_LINES = 30  # of progress, if there is no terminal for a progress bar
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Place:
 
     Args:
         name: "model 1 of 4", or empty.
-        tokens_later: of the trainings after this one.
+        tokens_later: number of tokens in the trainings that follow this one.
     """
 
     name: str = ""
@@ -47,24 +47,24 @@ class Place:
 
 
 def run_name(study: str, config: RunConfig) -> str:
-    """The name of a run's records: `study` is the recipe's, or the recipe's own name where it has none.
+    """The name of a run's records; `study` is the recipe's study, or the recipe's name if it belongs to none.
 
     >>> run_name("quick", RunConfig())
     'quick/alibi-128/seed-0'
     """
-    method = config.model.method.rpartition(":")[2]  # the class of an imported one
+    method = config.model.method.rpartition(":")[2]  # an imported method's class
     return f"{study}/{method}-{config.train.length}/seed-{config.train.seed}"
 
 
 def checkpoint_folder(out: Path, study: str, config: RunConfig, corpus: Corpus) -> Path:
-    """Where `run` keeps the checkpoints of a training, by its name and all that was asked of it but the test."""
+    """The folder of a training's checkpoints, named after the run and a hash of its config without the test."""
     name = run_name(study, config)
     _, trained = _identities(config, corpus)
     return out / "checkpoints" / f"{name}-{records.identity('training', name, trained)}"
 
 
 def run_title(study: str, config: RunConfig) -> str:
-    """What a run is called to its user: the name of its records, and the task where it has one."""
+    """The run's title for display: the name of its records, and its task if it trains on one."""
     name = escape(run_name(study, config))
     return f"{name} on {config.data.corpus}" if TASK_CORPUS.fullmatch(config.data.corpus) else name
 
@@ -116,14 +116,14 @@ def run_once(
 
 
 def _identities(config: RunConfig, corpus: Corpus) -> tuple[dict[str, Json], dict[str, Json]]:
-    """The identities of an evaluation and of its training, as the configs of their records."""
+    """The configs that identify an evaluation and its training in their records."""
     facts = source_facts(config.model.method)
     asked = {**to_json(config), "corpus": corpus.facts, **({"method": facts} if facts else {})}
     return asked, {key: value for key, value in asked.items() if key != "eval"}
 
 
 def recorded(study: str, config: RunConfig, corpus: Corpus, out: Path) -> tuple[Path | None, Path | None]:
-    """The records of a run, of its training and of its evaluation, where they are there."""
+    """The paths of a run's training record and evaluation record; None for one that does not exist."""
     name, folder = run_name(study, config), out / "records"
     asked, trained = _identities(config, corpus)
     return records.recorded(folder, "training", name, trained), records.recorded(folder, "evaluation", name, asked)
@@ -183,7 +183,7 @@ def _train(
             tell(progress)
 
         progress = train(config, corpus, folder, on_step=show_and_tell)
-        if console.is_terminal:  # one that was finished already has told nothing
+        if console.is_terminal:  # a training that was already finished has called no callback
             show(progress)
     return progress
 
@@ -191,7 +191,7 @@ def _train(
 def _tokens_per_second(
     config: RunConfig, progress: checkpoint.Progress, *, since: checkpoint.Progress | None = None
 ) -> float:
-    """Of the steps `since` then, as after a training was resumed; of all where there are none since."""
+    """The speed over the steps after `since`, such as those after a resumption; over all steps if there are none."""
     start = since if since and since.step < progress.step else checkpoint.Progress()
     return (progress.step - start.step) * config.train.batch_tokens / (progress.seconds - start.seconds)
 
@@ -230,7 +230,7 @@ def _evaluate(
 
 
 def _say(console: Console, title: str, sentence: str) -> None:
-    """Below the bar of a run, or, where several may write into one log, with its name."""
+    """Prints below the progress bar; without a terminal, adds the run's title, because several runs may share a log."""
     console.print(f"{'' if console.is_terminal else title + ':'}  {escape(sentence)}", soft_wrap=True)
 
 

@@ -1,8 +1,8 @@
-"""Folders that are written whole or not at all, and whose files are all verified when they are read.
+"""Folders that are written atomically, and whose files are all verified when they are read.
 
-A folder is filled under a temporary name. Its manifest comes last: the size and hash of every other file, and a hash of
-itself. Everything is flushed to disk, then the folder is renamed. Checkpoints (`training/checkpoint.py`) and tokenized texts
-(`data/token_store.py`) are such folders.
+A folder is filled under a temporary name. Its manifest is written last: it has the size and hash of every other file,
+and its own hash. Everything is flushed to disk, then the folder is renamed. Checkpoints (`training/checkpoint.py`) and
+tokenized texts (`data/token_store.py`) use this format.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from typing import Any
 
 from alibi_attn.strict_json import JsonError, parse
 
-PARTIAL = ".partial"  # the ending of a folder that is being written
+PARTIAL = ".partial"  # suffix of a folder that is being written
 
 
 class DamagedError(ValueError):
@@ -23,7 +23,7 @@ class DamagedError(ValueError):
 
     Args:
         name: the file, relative to its folder.
-        reason: continues the sentence that begins with the name.
+        reason: the rest of the sentence that starts with the name.
     """
 
     def __init__(self, name: str, reason: str) -> None:
@@ -32,19 +32,19 @@ class DamagedError(ValueError):
 
 
 class SchemaError(ValueError):
-    """A manifest without a schema, or with one that this version does not read."""
+    """A manifest that has no schema, or a schema that this version does not support."""
 
 
 def partial_name(final: Path) -> Path:
-    """The temporary name of a folder, next to its place."""
+    """The temporary path of a folder, next to its final path."""
     return final.with_name(f".{final.name}{PARTIAL}")
 
 
 def publish(partial: Path, final: Path, manifest: str, about: Mapping[str, Any]) -> None:
-    """Write the manifest, flush everything to disk, and move the folder to its place, replacing what is there.
+    """Write the manifest, flush everything to disk, and rename the folder to `final`, replacing an existing one.
 
     Raises:
-        OSError: it cannot be written; `partial` is still there.
+        OSError: the folder cannot be written; `partial` still exists.
     """
     paths = sorted(path for path in partial.rglob("*") if path.is_file())
     files = {path.relative_to(partial).as_posix(): _entry(path) for path in paths}
@@ -57,11 +57,11 @@ def publish(partial: Path, final: Path, manifest: str, about: Mapping[str, Any])
 
 
 def read_manifest(folder: Path, name: str, *, schema: int) -> dict[str, Any]:
-    """What `publish` wrote as `about`, with "files"; the previous schema, which has no hash of itself, is read too.
+    """The `about` that `publish` wrote, with "files"; also supports the previous schema, which has no hash of itself.
 
     Raises:
-        DamagedError: missing, not JSON, or changed.
-        SchemaError: written by another version, or by another program.
+        DamagedError: the manifest is missing, not JSON, or changed.
+        SchemaError: another version or another program wrote it.
     """
     try:
         data = parse((folder / name).read_bytes())
@@ -85,7 +85,7 @@ def verify(folder: Path, name: str, written: Mapping[str, Any], *, hashed_bytes:
         hashed_bytes: a larger file is hashed only if its modification time differs; None hashes every file.
 
     Raises:
-        DamagedError: it is missing or differs.
+        DamagedError: the file is missing or differs.
     """
     try:
         found = (folder / name).stat()
@@ -100,12 +100,12 @@ def verify(folder: Path, name: str, written: Mapping[str, Any], *, hashed_bytes:
 
 
 def sealed(data: Mapping[str, Any], *, indent: int | None = None) -> bytes:
-    """The data as JSON with its own hash under "sha256"."""
+    """The data as JSON, with its hash under "sha256"."""
     return json.dumps({**data, "sha256": _digest(data)}, indent=indent, sort_keys=True).encode()
 
 
 def is_sealed(data: Mapping[str, Any]) -> bool:
-    """Whether the data is what `sealed` wrote.
+    """Whether the data has the hash that `sealed` gave it.
 
     >>> is_sealed(parse(sealed({"loss": 6.03}))), is_sealed({"loss": 99.0, "sha256": _digest({"loss": 6.03})})
     (True, False)

@@ -19,7 +19,7 @@ class Option:
         name: name of the argument; the option spells it with hyphens.
         default: shown by --help; its type is the option's type. "" = the function's own default.
         read: parses (text, name) into the argument's value.
-        limits: of a number, as keyword arguments of typer.Option.
+        limits: the limits of a number, as keyword arguments of typer.Option.
         type: the option's type, if it is not the default's.
         old: an old spelling, which works for one more release.
         old_flag: if the old spelling is a flag, the value that it stands for.

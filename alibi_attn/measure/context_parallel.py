@@ -1,8 +1,8 @@
 """`alibi bench context-parallel`: one sequence on a few local processes, our halos compared with an all-gather.
 
-Both compute a rank's queries with the same kernel; they differ in which rows of keys and values they send. On one machine a
-row costs a copy through a socket. A network costs more, so the times say little about a cluster; the numbers of rows and bytes
-are the same there. The code that sends rows counts them.
+Both compute a rank's queries with the same kernel; they differ in the rows of keys and values that they send. On one
+machine, sending a row costs a copy through a socket. A network is slower, so the times say little about a cluster, but
+the numbers of rows and bytes are the same there. The code that sends rows counts them.
 """
 
 import json
@@ -34,7 +34,7 @@ def context_parallel(
     out: Path, *, lengths: Sequence[int] = LENGTHS, ranks: Sequence[int] = RANKS, repeats: int = 5, seconds: float = 20.0,
     say: Callable[[str], None] = print,
 ) -> list[Path]:  # fmt: skip
-    """Measures and keeps one record per number of processes; returns their paths.
+    """Measures, saves one record per number of processes, and returns their paths.
 
     8 heads of 64, fp32, causal, the published slopes, noise; shards of equal length. The processes share torch's threads.
 
@@ -122,7 +122,7 @@ def _measured(rank: int, count: int, length: int, repeats: int, seconds: float) 
     row_bytes = 2 * HEAD_DIM * 4
     received = {
         OURS: [int(n) for n in everywhere[:, 1:].sum(0).tolist()],
-        GATHER: [other_rows, 2 * other_rows * row_bytes],  # gradients travel too
+        GATHER: [other_rows, 2 * other_rows * row_bytes],  # gradients are sent too
     }
     columns = ("length", "relative_error", "forward_ms", "backward_ms", "rows_received", "bytes_received")
     return {name: dict(zip(columns, (length, error, *times[name], *received[name]), strict=True)) for name in calls}

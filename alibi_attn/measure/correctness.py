@@ -79,10 +79,10 @@ class Reference:
     def compare(self, peer: Peer, outputs: list[Tensor]) -> Errors:
         """The errors of what `computed` returned.
 
-        Allowed are twice the error of hand-written attention in the same dtype (whose bias is rounded like a dense bias), two
-        more roundings, and four times the error of a weight: from an approximate exponential and from the peer's `score_error`
-        (scores off by δ change a weight by a factor of at most exp(2δ)). Four, because a gradient has three such weights and a
-        difference of two.
+        The allowed error is the sum of three terms. The first is twice the error of hand-written attention in the same
+        dtype, whose bias is rounded like a dense bias. The second is two more roundings. The third is four times the
+        error of a weight, from an approximate exponential and from the peer's `score_error` (scores off by δ change a
+        weight by a factor of at most exp(2δ)). Four, because a gradient has three such weights and a difference of two.
         """
         true, units = self.rows[peer.biased], self.units[peer.biased]
         errors = _relative(outputs, true, units)

@@ -79,13 +79,13 @@ def cpu(
     peers: Sequence[Peer] | None = None,
     say: Callable[[str], None] = print,
 ) -> list[Path]:
-    """Measures and keeps one record per kind of input; returns their paths.
+    """Measures, saves one record per kind of input, and returns their paths.
 
     Args:
         lengths: in tokens, n = T = S; 8 heads × 64.
         batch: sequences per call.
         kinds: kinds of input, see `inputs.draw`.
-        repeats, seconds: most turns, and most seconds for the turns of one length and direction.
+        repeats, seconds: the maximum number of turns, and of seconds for the turns of one length and direction.
         memory: also measure peak memory, each in a fresh process.
         dropout: also measure ours with this dropout probability; 0 = not measured.
         dtype: "float32", or "bfloat16", measured next to ours in fp32 on the same numbers.

@@ -41,7 +41,7 @@ def decoding(
     repeats: int = 15,
     say: Callable[[str], None] = print,
 ) -> list[Path]:
-    """Measures and keeps one record; returns its path.
+    """Measures, saves one record, and returns its path.
 
     "ours" is a layer with a `KVCache`, which stores the norms of its keys; "ours, all keys" is `alibi_attention` with one
     query; the others are what users write. Random keys, fp32, one sequence; outputs are compared with fp64 before timing.

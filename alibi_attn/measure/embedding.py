@@ -57,15 +57,16 @@ def embedding(
     build: Build = our_encoder,
     say: Callable[[str], None] = print,
 ) -> list[Path]:
-    """Measures and keeps two records, of single texts and of a mixed batch; returns their paths. Batches are saved one by one.
+    """Measures single texts and a mixed batch, saves one record of each after every batch, and returns their paths.
 
     Args:
-        lengths: of single texts.
-        mixed: lengths of the texts in one batch, which all encoders but ours compute padded to the longest.
-        layers: of the encoder.
-        sizes: of the encoder; default base size with this many layers.
+        lengths: lengths of single texts.
+        mixed: lengths of the texts in one batch, which all encoders but ours pad to the longest.
+        layers: number of layers of the encoder.
+        sizes: sizes of the encoder; by default the base size with `layers` layers.
         checked: lengths of the batches whose hidden states are compared.
-        repeats, seconds: most passes per encoder and batch, and seconds after which none begins; the median counts.
+        repeats, seconds: maximum number of passes per encoder and batch, and the time after which no pass starts;
+            the record has their median.
 
     Raises:
         FileExistsError: one of the records already exists; nothing is measured.

@@ -1,4 +1,4 @@
-"""`alibi bench gates`: attention with forget gates on this machine's CPU, and how many scores the certificate requires.
+"""`alibi bench gates`: attention with forget gates on this machine's CPU, and the number of scores to compute.
 
 Queries and keys are normalized noise, as after QK-norm, so that no score exceeds U; gates are sigmoid(N(logit, 1)).
 The record has the times, the number of computed scores, and the number inside the boundary of Adaptive Computation Pruning
@@ -107,7 +107,7 @@ def gates(
     seconds: float = 10.0,
     say: Callable[[str], None] = print,
 ) -> list[Path]:
-    """Measures and keeps one record per pair of a gate logit and a score bound; returns their paths.
+    """Measures, saves one record per pair of a gate logit and a score bound, and returns their paths.
 
     Raises:
         RuntimeError: a peer is wrong.
@@ -134,8 +134,9 @@ def gates_config(heads: int, head_dim: int, lengths: Sequence[int]) -> dict[str,
 def pruned_scores(decay: Tensor, query: Tensor, key: Tensor, tolerance: float) -> int:
     """The number of scores in blocks of TILE inside ACP's boundary, summed over sequences and heads; T = S.
 
-    ACP's rule: with U = max‖q‖·max‖k‖·scale of a head and δ = −(2U + ln n) + ln ε, a block of queries skips a tile of keys if
-    c of the first query minus c of the tile's last key is below δ; c is the running sum of `decay` [B, H, n].
+    ACP's rule, per head: let U = max‖q‖·max‖k‖·scale and δ = −(2U + ln n) + ln ε, and let c be the running sum of
+    `decay` [B, H, n]. A block of queries skips a tile of keys if c of the first query minus c of the tile's last key is
+    below δ.
     """
     batch, heads, length = decay.shape
     sums = decay.double().cumsum(-1).numpy()

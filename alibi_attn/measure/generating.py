@@ -28,7 +28,7 @@ PATCHED, ORIGINAL, ORIGINAL_STATIC = "patched, DynamicCache", "transformers", "t
 ROWS, PADDED, UNEVEN = "ours, two rows", "ours, two rows behind padding", "ours, one row a quarter as long"
 PADDING = 1 / 8  # padding positions per cached token
 PROMPTED = "ours, after a prompt"
-MOST_PROMPT = 8192  # tokens of the prompt that every peer reads
+MOST_PROMPT = 8192  # tokens; the longest prompt that every peer reads
 MOST_ERROR = 1e-4  # of the largest logit; llama.cpp's GELU is off by 1e-5
 MOST_PADDED = 32768  # cached tokens per row; the two rows are in memory three times
 Filling = Sequence[tuple[Tensor, ...]]
@@ -47,7 +47,7 @@ def generating(
     our_cache: Callable[[], Cache] = ALiBiCache,
     say: Callable[[str], None] = print,
 ) -> list[Path]:
-    """Measures and keeps one record; returns its path.
+    """Measures, saves one record, and returns its path.
 
     "ours" is a patched model with an `ALiBiCache`. "transformers" has the default cache of `generate`, which copies all keys for
     each token; "transformers, StaticCache" has that of cache_implementation="static", which does not. Random weights, random

@@ -69,7 +69,7 @@ def gpu(
     scale: str = "full",
     say: Callable[[str], None] = print,
 ) -> list[Path]:
-    """Checks, measures and keeps two records per kind of input and shape, for training steps and decoding; returns their paths.
+    """Checks and measures, saves a training and a decoding record per kind and shape, and returns their paths.
 
     `forward_ms` is the forward pass of a training step, `backward_ms` the rest of the step. Errors are those of the last
     queries (see `correctness.py`).

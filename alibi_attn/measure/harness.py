@@ -105,7 +105,7 @@ def keep(
     *,
     summary: Callable[[Columns], Metrics] = lambda columns: {},
 ) -> list[Path]:
-    """Measures and keeps one benchmark record per config. A record is rewritten after every step that has rows for it.
+    """Measures and saves one benchmark record per config. A record is rewritten after every step that has rows for it.
 
     Args:
         configs: by record name.

@@ -52,7 +52,7 @@ def jax_attention(
     peers: Sequence[Peer] = PEERS,
     say: Callable[[str], None] = print,
 ) -> list[Path]:
-    """Measures and keeps one record per kind of input; returns their paths.
+    """Measures, saves one record per kind of input, and returns their paths.
 
     `forward_ms` is the time of the forward pass alone; `backward_ms` is the additional time of a forward and backward pass that
     are compiled together.
@@ -60,7 +60,7 @@ def jax_attention(
     Args:
         lengths: in tokens, n = T = S; 8 heads × 64, fp32, batch 1.
         kinds: kinds of input, see `inputs.draw`.
-        repeats, seconds: most turns, and most seconds for the turns of one length and direction.
+        repeats, seconds: the maximum number of turns, and of seconds for the turns of one length and direction.
         memory: also measure peak memory, each in a fresh process.
     """
     device = jax.devices()[0]

@@ -29,13 +29,13 @@ def long_texts(
     out: Path, *, tokens: int = 1_000_000, width: int = 1024, layers: int = 2, processes: int = 10, cache: str = "",
     say: Callable[[str], None] = print,
 ) -> list[Path]:  # fmt: skip
-    """Reads, opens and shares; keeps one record and returns its path. Linux only.
+    """Measures reading, opening and sharing; saves one record and returns its path. Linux only.
 
     Args:
         tokens: length of the text, random tokens.
-        width, layers: of the model, which has heads of size 64 and random weights.
+        width, layers: the size of the model, which has heads of size 64 and random weights.
         processes: number of processes that share the cache.
-        cache: its folder, on a disk and not in memory; by default next to the record. It is left there.
+        cache: the cache's folder, on a disk and not in memory; by default next to the record. It is not deleted.
     """
     folder = Path(cache or out / f"long-texts-{width}x{layers}-{tokens}")
     config: dict[str, records.Json] = {
@@ -60,7 +60,7 @@ def long_texts(
 
 
 def random_bloom(width: int, layers: int) -> BloomForCausalLM:
-    """A patched BLOOM with random weights, always the same."""
+    """A patched BLOOM with the same random weights in every call."""
     torch.manual_seed(0)
     config = BloomConfig(hidden_size=width, n_layer=layers, n_head=width // 64, vocab_size=VOCABULARY)
     model: BloomForCausalLM = BloomForCausalLM(config).eval()  # type: ignore[no-untyped-call]
@@ -69,10 +69,10 @@ def random_bloom(width: int, layers: int) -> BloomForCausalLM:
 
 
 def read_text(model: BloomForCausalLM, text: Tensor, folder: Path, say: Callable[[str], None]) -> list[Row]:
-    """Ten rows, one per tenth of the text: milliseconds per token, by the clock and of the processor, and the largest memory in
-    use beyond that at the start.
+    """Ten rows, one per tenth of the text: milliseconds per token (wall time and CPU time), and the increase of memory.
 
-    Chunks are logged in a file next to the cache, from which an interrupted reading continues.
+    The increase is that of the largest memory in use over the memory at the start. Chunks are logged in a file next to
+    the cache, so that an interrupted run can resume.
     """
     length, log = text.shape[1], folder.with_name(folder.name + ".times")
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -109,7 +109,7 @@ def read_text(model: BloomForCausalLM, text: Tensor, folder: Path, say: Callable
 
 
 def opening(model: BloomForCausalLM, folder: Path, say: Callable[[str], None]) -> dict[str, float | None]:
-    """Milliseconds to open the cache and compute one token, with pages in memory and without; bytes read in the latter case."""
+    """Milliseconds to open the cache and compute a token, with pages in memory and from a cold disk, and bytes read."""
     opened = one_token(model, folder)
     drop_from_page_cache(folder)
     before = storage_bytes_read()
@@ -131,7 +131,7 @@ def opening(model: BloomForCausalLM, folder: Path, say: Callable[[str], None]) -
 
 @torch.no_grad()
 def one_token(model: BloomForCausalLM, folder: Path) -> dict[str, float]:
-    """Opens privately and decodes: milliseconds until the first token, of a warm token, and page faults of the warm ones."""
+    """Opens a private copy and decodes: milliseconds of the first and of a warm token, page faults of the warm ones."""
     token = torch.full((1, 1), 5)
     start = time.perf_counter()
     cache = ALiBiCache.open(folder, mode="c")
@@ -164,7 +164,7 @@ def shared_bytes(model: BloomForCausalLM, folder: Path, processes: int) -> list[
             ours, theirs = context.Pipe()
             process = context.Process(target=_continue, args=(model, folder, index, theirs))
             process.start()
-            theirs.close()  # so that a process that fails ends the wait for it
+            theirs.close()  # so that waiting ends if the process fails
             stack.callback(process.join)
             pipes.append(ours)
         for pipe in pipes:
@@ -200,7 +200,7 @@ def mapped_bytes(folder: Path, field: str) -> int:
 
 
 def resident_bytes() -> int:
-    """Memory of this process in use, mapped files included."""
+    """The resident memory of this process, including mapped files."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -211,7 +211,7 @@ def page_faults() -> int:
 
 
 def storage_bytes_read() -> int:
-    """Bytes that this process has had read from the disk."""
+    """Bytes that this process has read from the disk so far."""
     lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(lines["read_bytes"])
 
@@ -222,7 +222,7 @@ def stored_bytes(folder: Path) -> int:
 
 
 def drop_from_page_cache(folder: Path) -> None:
-    """Writes the files to the disk, and asks the system to keep none of their pages in memory."""
+    """Writes the files to the disk and asks the system to drop their pages from memory."""
     for file in folder.iterdir():
         number = os.open(file, os.O_RDONLY)
         os.fsync(number)

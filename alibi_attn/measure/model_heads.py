@@ -5,8 +5,8 @@
     first_token     p_i0, the mean over the queries i ≥ 1. A head that gives 0.9 or more to the first token counts as
                     collapsed; 31 to 44 % of BLOOM's heads have collapsed (Schallon 2026, arXiv:2603.09616)
     zero_…          the share of the weights p_ij, j ≤ i, that round to zero in a dtype. With ALiBi the main cause is the
-                    bias: in bfloat16 weights vanish beyond 92 nats (Schröder et al. 2026, arXiv:2608.03994). A head is
-                    blind in a dtype if half or more of its weights are zero
+                    bias: in bfloat16 weights become zero beyond 92 nats (Schröder et al. 2026, arXiv:2608.03994). A
+                    head is blind in a dtype if half or more of its weights are zero
     distinct_…      the distance up to which the biases of neighboring keys differ after rounding to a dtype, as in BLOOM of
                     transformers (`build_alibi_tensor`); our biases stay in fp32
 

@@ -47,7 +47,7 @@ def serving(
     threads: int | None = None,
     say: Callable[[str], None] = print,
 ) -> list[Path]:
-    """Measures every family at every length, patched and original; keeps one record per family and returns their paths.
+    """Measures every family at every length, patched and original; saves one record per family and returns their paths.
 
     Args:
         unpatched_lengths: lengths for the originals and other programs; default the `lengths` up to LONGEST_UNPATCHED.

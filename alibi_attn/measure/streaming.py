@@ -26,7 +26,7 @@ def streaming(
     gates: bool = False,
     say: Callable[[str], None] = print,
 ) -> list[Path]:
-    """Streams, compares with the full pass, and keeps one record; returns its path.
+    """Streams, compares with the full pass, saves one record, and returns its path.
 
     The record's curve "ours" has the milliseconds per token since the previous point and the bytes that all caches hold, by the
     number of tokens so far (`length`).

@@ -23,8 +23,8 @@ def medians_ms(calls: Mapping[str, Callable[[], object]], *, repeats: int, secon
     """The median milliseconds of every call.
 
     The calls take turns, so that a slow moment of the machine affects all of them. The order changes from turn to turn (in the
-    same way in every run), so that no call always finds the caches as the same other call left them. Every call is warmed up
-    once and then runs `repeats` times or until `seconds` have passed, at least once.
+    same way in every run), so that no call always runs after the same other call, with the caches in the same state.
+    Every call is warmed up once and then runs `repeats` times or until `seconds` have passed, at least once.
     """
     timed = {name: functools.partial(elapsed_ms, call) for name, call in calls.items()}
     return medians_of(timed, repeats=repeats, seconds=seconds)

@@ -1,9 +1,9 @@
 """`alibi bench trained-gates`: measures certified forget gates on gates that a model has learned.
 
-The noise of `alibi bench gates` has one kind of gate; a model has heads that forget at once and heads that remember. The lab
-trains two small models, one with forget gates alone and one with gates and ALiBi's slopes. Queries, keys, values and gates of all
-layers are captured on held-out text and measured like the noise: times, the number of computed scores, and the number inside
-ACP's boundary. The layers are the sequences of one batch.
+The noise of `alibi bench gates` has one kind of gate; a model has heads that forget immediately and heads that
+remember. The lab trains two small models, one with forget gates only and one with gates and ALiBi's slopes. Queries,
+keys, values and gates of all layers are captured on held-out text and measured like the noise: times, the number of
+computed scores, and the number inside ACP's boundary. The layers are the sequences of one batch.
 
 Cost: small, about five minutes on two cores; smoke, seconds.
 Expected: fewer scores than inside ACP's boundary, which uses one bound of q·k for a whole head, and no more time than causal
@@ -42,7 +42,7 @@ def trained_gates(
     seconds: float = 10.0,
     say: Callable[[str], None] = print,
 ) -> list[Path]:
-    """Trains (or resumes), captures and measures; keeps one record per model and returns their paths.
+    """Trains or resumes, captures and measures; saves one record per model and returns their paths.
 
     Args:
         text: files and folders to train and test on; default Python's own source files.

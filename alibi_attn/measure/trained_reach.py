@@ -39,7 +39,10 @@ RECIPE = small_recipe(
 def trained_reach(
     out: Path, *, scale: str = "small", run: Path = Path("runs/trained-reach"), say: Callable[[str], None] = print
 ) -> list[Path]:
-    """Trains (or resumes), captures, compares and times; keeps one record per layer. Tensors go to `run`/captured.safetensors."""
+    """Trains or resumes, captures, compares and times; saves one record per layer and returns their paths.
+
+    The captured tensors are written to `run`/captured.safetensors.
+    """
     started = datetime.datetime.now(datetime.UTC)
     length = LENGTHS.get(scale, 0)
     ((config, model, corpus),) = trained(RECIPE, run, scale, longest=length, say=say)

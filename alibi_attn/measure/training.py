@@ -71,7 +71,7 @@ def training(
     seconds: float = 300.0,
     say: Callable[[str], None] = print,
 ) -> list[Path]:
-    """Measures and keeps one record; returns its path.
+    """Measures, saves one record, and returns its path.
 
     The record has a curve per method and precision ("alibi, bf16") with the columns of `utilization_row`, the shares of a
     step's time, and the first loss. The metrics are the ratios of fp32 to bf16 time.
@@ -79,7 +79,7 @@ def training(
     Args:
         lengths: tokens per training example; they must divide the scale's batch. Empty = the length of the scale.
         threads: number of threads. Recipe costs are quoted for one thread.
-        repeats, seconds: most turns, and most seconds for all turns.
+        repeats, seconds: the maximum number of turns, and of seconds for all turns.
 
     Raises:
         ValueError: an unknown scale or method, a length that does not divide the batch, or a machine with an accelerator, on

@@ -2,9 +2,9 @@
 
     utilization = FLOPs of the model in a step / seconds of the step / rate of a large matrix product     (MFU)
 
-(Chowdhery et al. 2022, PaLM, appendix B, arXiv:2204.02311). The rate is that of `torch.mm`, measured in the same run with the
-same threads and dtype, and not a data sheet's: the rate that a step's products would reach if they were large and ran alone.
-The benchmark is in `training.py`.
+(Chowdhery et al. 2022, PaLM, appendix B, arXiv:2204.02311). The rate is not from a data sheet: it is that of
+`torch.mm`, measured in the same run with the same threads and dtype. A step's products would reach it if they were
+large and ran alone. The benchmark is in `training.py`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -40,16 +40,18 @@ def attention_flops(config: RunConfig) -> int:
     """12 · layers · heads · head_dim · pairs, with pairs = rows · length · (length + 1) / 2, in a training step.
 
     Every pair of a query and a visible key counts once, so causality halves attention; PaLM's formula, with
-    12 · layers · heads · head_dim · length per token, counts the hidden pairs too. Recomputation in backward does not count, and
-    what a certificate skips still does: these are the model's FLOPs, not those of an implementation.
+    12 · layers · heads · head_dim · length per token, counts the hidden pairs too. Recomputation in backward does not
+    count; scores that a certificate skips do: these are the model's FLOPs, not those of an implementation.
     """
     pairs = config.train.batch_tokens * (config.train.length + 1) // 2
     return 12 * config.model.num_layers * config.model.embed_dim * pairs
 
 
 def multiplying_parameters(model: ModelConfig) -> int:
-    """The parameters that multiply every token: q, k, v and output, the feed-forward part (three matrices in "modern"), and the
-    projection to the vocabulary; not the norms, and not the input embeddings, which are looked up.
+    """The number of parameters in the matrices that multiply every token.
+
+    These are q, k, v and output, the feed-forward part (three matrices in "modern"), and the projection to the
+    vocabulary; not the norms, and not the input embeddings, which are looked up.
     """
     feed_forward = (3 if model.architecture == "modern" else 2) * model.ffn_dim
     return (
@@ -102,7 +104,7 @@ class Event(Protocol):
 
 
 def profiled_shares(step: Callable[[], object]) -> Row:
-    """The shares of a profiled step's time. Profiling slows down everything but matrix products a little."""
+    """The shares of a profiled step's time. Profiling slightly slows down everything except matrix products."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     # The self time of "step" is Python's, between the operators.
     with torch.profiler.profile(activities=activities) as profile, torch.profiler.record_function("step"):

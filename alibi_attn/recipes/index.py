@@ -1,4 +1,4 @@
-"""The table of recipes, by name; one per figure and table of the paper among them.
+"""The table of recipes, by name, including one per figure and table of the paper.
 
 To add a recipe, write a file next to this one and add a row to `RECIPES`. `ITEMS` lists the paper's figures and tables and the
 functions that read their answers from records; "paper" runs all of them.

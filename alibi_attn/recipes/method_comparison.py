@@ -1,8 +1,8 @@
 """The referee: fifteen position methods on text and four tasks, trained at 64 tokens and tested up to 1,024.
 
-Paper: none; it asks the paper's question ("train short, test long") of text and of four tasks with exact answers: recall,
-needles, copying and one bit of memory. Every training uses the same model, steps and order, with two seeds. A task's documents
-are as long as its training examples.
+Paper: none; it applies the paper's question ("train short, test long") to text and to four tasks with exact answers:
+recall, needles, copying and one bit of memory. Every training uses the same model, steps and order, with two seeds. A
+task's documents are as long as its training examples.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
-"""What a recipe has not recorded yet, and an estimate of its cost: `alibi run NAME --missing`.
+"""The runs that a recipe has not recorded yet, with an estimate of their cost: `alibi run NAME --missing`.
 
-The estimate divides the model's FLOPs by a part of the matrix rate of one core, measured at once. It is for one core, whatever
-the number of threads; on a busy machine it is too low.
+The estimate divides the model's FLOPs by a fixed share of the matrix rate of one core, which is measured immediately
+before. It is for one core, regardless of the number of threads. On a busy machine the estimate is too low.
 """
 
 import dataclasses

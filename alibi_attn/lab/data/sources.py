@@ -17,7 +17,7 @@ from alibi_attn.lab.config import DataConfig
 from alibi_attn.lab.data.row_files import RowError, is_table, texts
 
 Part: TypeAlias = Literal["train", "valid", "test"]
-Documents: TypeAlias = Callable[[], Iterator[Iterator[bytes]]]  # each call reads again; every document comes in chunks
+Documents: TypeAlias = Callable[[], Iterator[Iterator[bytes]]]  # each call reads again, every document in chunks
 
 CHUNK_BYTES = 1 << 16  # read at once; chunks end at a line end,
 LINE_BYTES = 1 << 20  # or, in lines longer than this, between two words or at least two characters
@@ -66,7 +66,7 @@ class TextFile:
 
 
 class Rows(Protocol):
-    """The part of `datasets.Dataset` that is used."""
+    """The interface of `datasets.Dataset` that is used here."""
 
     column_names: Sequence[str]
 
@@ -90,7 +90,7 @@ def local_files(paths: Sequence[Path], text_field: str = "") -> list[TextFile]:
     """The given files and all files inside the given folders, without empty ones.
 
     Args:
-        text_field: of files with rows (`row_files.py`).
+        text_field: the text's field in files with rows (`row_files.py`).
 
     Raises:
         CorpusError: files are missing or contain no text.

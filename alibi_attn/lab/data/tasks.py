@@ -1,16 +1,18 @@
-"""Tasks that cannot be done without the context: find a number (passkey), repeat what came before (recall).
+"""Tasks that a model can solve only by using its context: find a number (passkey), repeat a segment (recall).
 
-They, and the four of `symbol_tasks.py`, are made of seeds alone, so that every model, length and position method meets the
-same ones.
+These tasks and the four of `symbol_tasks.py` depend only on their seeds, so every model, length and position method
+gets the same examples.
 
-* passkey (Mohtashami and Jaggi 2023, sec. 4.2, arXiv:2305.16300, in fewer words): filler sentences, in which one hides:
-  "The pass key is 7 1 4 3 2 ."; at the end the sentence begins again, and the number must follow. Depth 0 hides it at the
-  start, depth 1 at the end. Digits stand apart, so that tokenizers by bytes, pieces and words all spell them.
-* recall: random tokens, in which a segment of 8 comes a second time, `distance` tokens later, at the end. Half of the
-  alphabet is noise; the other half has 8 parts, and token p of a segment is one of part p. So a model that has met the
-  parts can answer with one look: at the token of part p + 1 that came before. It stands nowhere but in the segment.
+* passkey (Mohtashami and Jaggi 2023, sec. 4.2, arXiv:2305.16300, shortened): filler sentences, with one sentence
+  hidden among them: "The pass key is 7 1 4 3 2 ."; at the end the sentence starts again, and the model must predict
+  the number. Depth 0 hides it at the start, depth 1 at the end. Spaces separate the digits, so that byte, BPE and
+  word tokenizers can all encode them.
+* recall: random tokens, in which a segment of 8 tokens occurs again at the end, `distance` tokens later. Half of the
+  alphabet is noise; the other half is divided into 8 parts, and token p of a segment is from part p. So a model that
+  has learned the parts can answer by attending to one token: the earlier token of part p + 1. Such tokens occur only
+  in the segment.
 
-Rows are [N, T + 1]: T inputs, and behind them the last token to predict. Read next: `context_use.py`.
+Rows are [N, T + 1]: T inputs, followed by the last token to predict. Read next: `context_use.py`.
 """
 
 import typing
@@ -26,8 +28,8 @@ from alibi_attn.lab.data.symbol_tasks import SYMBOLS, TaskError, symbol_document
 
 Encode: TypeAlias = Callable[[str], Sequence[int]]
 
-SEGMENT = 8  # tokens that recall repeats; the first is the cue, the others are scored
-DOCUMENT_TOKENS = 128  # of a corpus made of a task, where its name does not say
+SEGMENT = 8  # number of tokens that recall repeats; the first one is the cue, the others are scored
+DOCUMENT_TOKENS = 128  # the default for the corpus of a task
 CORPUS_TOKENS: Mapping[Part, int] = {"train": 1 << 22, "valid": 1 << 17, "test": 1 << 17}
 KEY_DIGITS = 5
 NEEDLE = " The pass key is"
@@ -35,10 +37,10 @@ FILLER = " The grass is green . The sky is blue . The sun is yellow . Here we go
 
 
 def passkey_rows(encode: Encode, length: int, *, depth: float, trials: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Rows [trials, length + 1] that end with the number, and how many tokens of each row are the number [trials].
+    """Rows [trials, length + 1] that end with the number, and the number's length in tokens [trials].
 
     Raises:
-        TaskError: a row has no room for both sentences, or the tokenizer writes two digits alike.
+        TaskError: both sentences do not fit in a row, or the tokenizer encodes two digits alike.
     """
     if length < (shortest := shortest_passkey(encode)):
         raise TaskError(f"a passkey has no room in {length} tokens; pass lengths of {shortest} or more")
@@ -60,10 +62,10 @@ def passkey_rows(encode: Encode, length: int, *, depth: float, trials: int, seed
 
 
 def shortest_passkey(encode: Encode) -> int:
-    """The fewest inputs that hold the sentence, its beginning again, and any number but the number's last token.
+    """The fewest inputs that have room for the sentence, its repeated beginning, and any number except its last token.
 
     Raises:
-        TaskError: the tokenizer writes two digits alike.
+        TaskError: the tokenizer encodes two digits alike.
     """
     longest_key = KEY_DIGITS * max(len(digit) for digit in _digits(encode))
     return 2 * (len(encode(NEEDLE)) + longest_key) + len(encode(" .")) - 1
@@ -72,12 +74,13 @@ def shortest_passkey(encode: Encode) -> int:
 def recall_rows(
     alphabet: Tensor, length: int, *, distance: int, trials: int, longest: int | None = None, seed: int = 0
 ) -> Tensor:
-    """Rows [trials, length + 1] of tokens of the alphabet, whose last 8 came before, `distance` tokens earlier.
+    """Rows [trials, length + 1] of tokens of the alphabet; the last 8 tokens also occur `distance` tokens earlier.
 
-    Rows of two lengths below the same `longest` are the same from their ends on, but for where the first 8 stand.
+    Rows of two lengths with the same `longest` are equal when aligned at their ends, except for the position of the
+    first copy of the segment.
 
     Raises:
-        TaskError: fewer than 32 tokens in the alphabet, or a distance without room.
+        TaskError: the alphabet has fewer than 32 tokens, or the distance does not fit.
     """
     if not SEGMENT <= distance <= length + 1 - SEGMENT:
         raise TaskError(
@@ -95,7 +98,7 @@ def recall_rows(
 
 
 def recall_distances(length: int) -> list[int]:
-    """8, 16, 32, … and the largest that fits.
+    """The distances 8, 16, 32, … and the largest one that fits.
 
     >>> recall_distances(64)
     [8, 16, 32, 57]
@@ -106,13 +109,14 @@ def recall_distances(length: int) -> list[int]:
 
 
 def task_tokens(task: Task, tokens: int, seed: int, *, document_tokens: int = DOCUMENT_TOKENS) -> Tensor:
-    """A text [tokens] uint8 to train on: documents of one task, each of `document_tokens` tokens, one behind the other.
+    """A training text [tokens] uint8: concatenated documents of one task, each of `document_tokens` tokens.
 
-    With `train.length` equal to `document_tokens` every training example is one document. "passkey": bytes, the number
-    at any depth. The others have 64 different tokens; the segment of "recall" stands in its document as often as there is room.
+    If `train.length` equals `document_tokens`, every training example is one document. "passkey" consists of bytes,
+    with the number at a random depth. The others have 64 different tokens; "recall" repeats its segment until the
+    document is full.
 
     Raises:
-        TaskError: documents too short for the task.
+        TaskError: the documents are too short for the task.
     """
     count = -(-tokens // document_tokens)
     generator = torch.Generator().manual_seed(seed)
@@ -132,7 +136,7 @@ def task_tokens(task: Task, tokens: int, seed: int, *, document_tokens: int = DO
 
 
 def parse_corpus(name: str) -> tuple[Task, int] | None:
-    """The task and the tokens of a document of "task:recall", "task:recall:64"; None for what is not a task's corpus.
+    """The task and the tokens per document of a name such as "task:recall:64"; None if the name is not a task's corpus.
 
     >>> parse_corpus("task:recall:64")
     ('recall', 64)
@@ -158,7 +162,7 @@ def _digits(encode: Encode) -> list[list[int]]:
 
 
 def _recall_parts(alphabet: Tensor) -> tuple[Tensor, Tensor]:
-    """The noise [half of it], and the tokens that a segment may have in each place [SEGMENT, the other half / SEGMENT]."""
+    """The noise tokens (half of the alphabet), and the tokens of each part, [SEGMENT, the other half / SEGMENT]."""
     each = len(alphabet) // (2 * SEGMENT)
     if each < 2:
         raise TaskError(
@@ -170,7 +174,7 @@ def _recall_parts(alphabet: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _recall_documents(count: int, document_tokens: int, generator: torch.Generator) -> Tensor:
-    """Noise with one segment, again and again, at gaps that are up to a limit of each document's own."""
+    """Documents of noise in which one segment repeats at random gaps, up to a limit drawn for each document."""
     if document_tokens < 2 * SEGMENT:
         raise TaskError(f"documents of {document_tokens} tokens have no room to recall; pass {2 * SEGMENT} or more")
     noise, parts = _recall_parts(torch.arange(SYMBOLS))

@@ -1,9 +1,9 @@
-"""Tokenizers: bytes, words as WikiText is written, byte-level BPE; each is made from the training text alone.
+"""Tokenizers: bytes, whitespace-separated words (as in WikiText), byte-level BPE; built from the training text only.
 
 Every tokenizer has `name`, `vocab_size`, `encode(text: str | bytes) -> Tensor` (one-dimensional, uint8, uint16 or int32),
-`decode(ids) -> bytes`, and travels as one file: `save_tokenizer(tokenizer, path)`, `load_tokenizer(path)`. The text of
-ids[:n + 1] begins with the text of ids[:n], so a program that prints while it generates decodes all ids again and prints
-what is new. Read next: `tokens.py`.
+`decode(ids) -> bytes`, and is stored in one file: `save_tokenizer(tokenizer, path)`, `load_tokenizer(path)`. The text
+of ids[:n + 1] starts with the text of ids[:n], so a program that prints while it generates can decode all ids again and
+print only the new text. Read next: `tokens.py`.
 """
 
 import collections
@@ -23,32 +23,32 @@ from alibi_attn.lab.sealed_folder import is_sealed, sealed
 from alibi_attn.strict_json import parse
 
 SCHEMA = 1
-SAMPLE_BYTES = 16 << 20  # of the training text, evenly spread, make the BPE; more hardly changes its merges
-EOS, UNK = "<eos>", "<unk>"  # as WikiText writes them
+SAMPLE_BYTES = 16 << 20  # evenly spread sample for the BPE; more text hardly changes its merges
+EOS, UNK = "<eos>", "<unk>"  # as in WikiText
 
 Ids: TypeAlias = Tensor | Sequence[int]
 
-_UNKNOWN = "\N{REPLACEMENT CHARACTER}"  # an id that only the model has: its vocabulary may be larger
+_UNKNOWN = "\N{REPLACEMENT CHARACTER}"  # for ids beyond the tokenizer: the model's vocabulary may be larger
 
 
 class Tokenizer(Protocol):
-    """What all three can do."""
+    """The interface of all three tokenizers."""
 
     @property
     def name(self) -> str:
-        """As in data.tokenizer."""
+        """The value of data.tokenizer."""
 
     @property
     def vocab_size(self) -> int: ...
 
     @property
     def document_end(self) -> bytes:
-        """What every document of a corpus must end with."""
+        """The bytes that every document of a corpus must end with."""
 
     def encode(self, text: str | bytes) -> Tensor: ...
 
     def encode_all(self, texts: Sequence[bytes]) -> list[Tensor]:
-        """`encode` of each, faster."""
+        """The same as `encode` on each text, but faster."""
 
     def decode(self, ids: Ids) -> bytes: ...
 
@@ -83,7 +83,7 @@ class ByteTokenizer:
 
 
 class WordTokenizer:
-    """A token is what stands between white space, or the end of a line.
+    """Splits at whitespace; the end of a line is also a token.
 
     Args:
         words: the vocabulary, most frequent first (as adaptive cutoffs need it), with `EOS` and `UNK`.
@@ -120,7 +120,7 @@ class WordTokenizer:
 class BpeTokenizer:
     """Byte-level BPE (Radford et al. 2019, section 2.2), or another tokenizer of Hugging Face's `tokenizers`.
 
-    Byte-level BPE can encode any text and decodes exactly; for others, decoding is the library's.
+    Byte-level BPE can encode any text and decodes exactly; the others decode with the library.
 
     Args:
         name: the value of data.tokenizer; "bpe:SIZE" may have fewer tokens if the text is short.
@@ -164,14 +164,16 @@ class BpeTokenizer:
 
 
 def make_tokenizer(name: str, chunks: Callable[[], Iterator[bytes]], num_bytes: int) -> Tokenizer:
-    """The tokenizer of that name ("bytes", "words", "bpe:SIZE") for a training text, which it reads once if at all.
+    """Builds the tokenizer of that name ("bytes", "words", "bpe:SIZE", or a tokenizer file) for a training text.
+
+    The text is read at most once.
 
     Args:
         chunks: reads the training text from its beginning.
-        num_bytes: of the training text; of a larger one than `SAMPLE_BYTES` BPE sees evenly spread chunks.
+        num_bytes: size of the training text; if it exceeds `SAMPLE_BYTES`, BPE uses evenly spread chunks.
 
     Raises:
-        CorpusError: a BPE smaller than its bytes.
+        CorpusError: a BPE with fewer than 256 tokens, or a tokenizer file that cannot be read.
     """
     if name == "bytes":
         return ByteTokenizer()
@@ -203,7 +205,7 @@ def _tokenizer_file(name: str) -> "BpeTokenizer":
 
 
 def save_tokenizer(tokenizer: Tokenizer, path: Path) -> None:
-    """Write it whole or not at all."""
+    """Write the file atomically."""
     records.replace_file(path, tokenizer.dump())
 
 
@@ -211,7 +213,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer that `save_tokenizer` wrote.
 
     Raises:
-        CorpusError: no such file, or not a tokenizer, or another version's.
+        CorpusError: the file does not exist, is not a tokenizer, or is from another version.
     """
     try:
         return _read(parse(path.read_bytes()), path)
@@ -271,7 +273,7 @@ def _sample(chunks: Iterable[bytes], num_bytes: int) -> Iterator[bytes]:
 
 
 def _byte_characters() -> list[str]:
-    """The printable character that byte-level BPE writes for each byte: itself where it is one, else from 256 on."""
+    """The character that represents each byte in byte-level BPE: itself if printable, else one from 256 on."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = [byte for byte in range(256) if byte not in printable]
     return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]

@@ -36,7 +36,7 @@ class Corpus:
 
 
 class Sink(Protocol):
-    """The part of a binary file that is used."""
+    """The methods of a binary file that are used here."""
 
     def write(self, content: bytes, /) -> object: ...
 
@@ -121,7 +121,7 @@ def text_facts(tokenizer: Tokenizer, valid: Counts) -> dict[str, Json]:
 
 
 def _groups(documents: Documents, document_end: bytes) -> Iterator[list[tuple[bytes, bytes, bool]]]:
-    """Chunks to encode together: (chunk, the end that its document is missing, whether it begins a document)."""
+    """Chunks to encode together: (chunk, the bytes to append to it, whether it is the first of a document)."""
     group: list[tuple[bytes, bytes, bool]] = []
     size = 0
     for document in documents():

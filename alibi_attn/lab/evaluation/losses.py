@@ -104,8 +104,9 @@ def token_losses(
 def answers(
     model: LanguageModel, rows: Tensor, *, scored: int, batch_tokens: int, say: Say | None = None
 ) -> tuple[Tensor, Tensor]:
-    """For the last tokens of each row [N, T + 1], each predicted from all before it: the loss in nats, and whether the token
-    was the most likely one; both [N, scored].
+    """(loss in nats, whether the token was the most likely one) of the last tokens of each row, both [N, scored].
+
+    The rows are [N, T + 1], and each token is predicted from all tokens before it.
 
     Raises:
         EvaluationError: one row does not fit in memory.

@@ -37,11 +37,11 @@ class T5Bias(PositionMethod):
 
 
 class Kerple(PositionMethod):
-    """KERPLE-log: −r₁·ln(1 + r₂·d) with positive r₁ and r₂ learned per head, shared by all layers (Chi et al. 2022,
-    arXiv:2205.09921).
+    """KERPLE-log: −r₁·ln(1 + r₂·d) with positive r₁ and r₂, learned per head and shared by all layers.
 
-    The parameters are their logarithms, which keeps them positive (the authors clamp at 0.01). They start evenly spread over
-    the ranges from which the authors draw them, 0 … 2 and 0 … 1, equal for every seed.
+    Source: Chi et al. 2022 (arXiv:2205.09921). The parameters are their logarithms, which keeps them positive (the
+    authors clamp at 0.01). They start evenly spread over the ranges from which the authors draw them, 0 … 2 and 0 … 1,
+    equal for every seed.
     """
 
     def __init__(self, config: ModelConfig, trained_length: int) -> None:
@@ -57,8 +57,11 @@ class Kerple(PositionMethod):
 
 
 class ALiBiLog(PositionMethod):
-    """−m·ln(1 + d) with the published slopes: of four remedies for heads that lose distant keys, the one that helped retrieval
-    most (Schröder et al. 2026, arXiv:2608.03994)."""
+    """−m·ln(1 + d) with the published slopes.
+
+    Of four remedies for heads that lose distant keys, this one helped retrieval most (Schröder et al. 2026,
+    arXiv:2608.03994).
+    """
 
     def __init__(self, config: ModelConfig, trained_length: int) -> None:
         super().__init__(config, trained_length)
@@ -77,8 +80,11 @@ class ALiBiClamp(ALiBiLog):
 
 
 class Sandwich(PositionMethod):
-    """(Σ_c cos(d / 10000^(2c/128)) − 64) / (8h/H) for head h = 1 … H and c = 1 … 64, without parameters: the inner product of two
-    sinusoidal embeddings of 128 channels, minus its value at d = 0 (Chi et al. 2023, arXiv:2212.10356)."""
+    """(Σ_c cos(d / 10000^(2c/128)) − 64) / (8h/H) for head h = 1 … H and c = 1 … 64, without parameters.
+
+    The sum is the inner product of two sinusoidal embeddings of 128 channels; 64 is its value at d = 0 (Chi et al.
+    2023, arXiv:2212.10356).
+    """
 
     def __init__(self, config: ModelConfig, trained_length: int) -> None:
         super().__init__(config, trained_length)
@@ -93,10 +99,11 @@ class Sandwich(PositionMethod):
 
 
 class Tisa(PositionMethod):
-    """Σ_s a_s·exp(−|b_s|·(d − c_s)²), s = 1 … 5, with a, b and c learned per layer and head: translation-invariant self-attention
-    (Wennberg and Henter 2021, arXiv:2106.01950), which the paper cites as related.
+    """Σ_s a_s·exp(−|b_s|·(d − c_s)²), s = 1 … 5, with a, b and c learned per layer and head.
 
-    Centers start at the distances 0, 1, 4, 16 and 64, each as wide as it is distant, with weights of 0.1.
+    Translation-invariant self-attention (Wennberg and Henter 2021, arXiv:2106.01950), which the paper cites as related.
+    Centers c start at the distances 0, 1, 4, 16 and 64, with standard deviations 1, 1, 4, 16 and 64 and weights a of
+    0.1.
     """
 
     per_layer = True
@@ -116,11 +123,11 @@ class Tisa(PositionMethod):
 
 
 class Fire(PositionMethod):
-    """FIRE: f(ψ(d) / ψ(max(i, θ))), ψ(x) = ln(1 + |c|·x), with f a network with one hidden layer of 32 (ReLU) and one output per
-    head, shared by all layers (Li et al. 2024, arXiv:2310.04418).
+    """FIRE: f(ψ(d) / ψ(max(i, θ))) with ψ(x) = ln(1 + |c|·x) and a small network f, shared by all layers.
 
-    c starts at 0.1 and the threshold θ at L/4, as the authors' 512 of 2,048. i counts from the start of the row, so a row
-    cannot hold several documents.
+    f has one hidden layer of 32 (ReLU) and one output per head (Li et al. 2024, arXiv:2310.04418). c starts at 0.1 and
+    the threshold θ at L/4, like the authors' 512 for L = 2,048. i counts from the start of the row, so a row cannot
+    hold several documents.
     """
 
     relative = False

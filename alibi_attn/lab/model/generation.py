@@ -10,7 +10,7 @@ from alibi_attn.lab.model.attention import LayerCache
 from alibi_attn.lab.model.language_model import LanguageModel
 from alibi_attn.lab.model.position_method import PositionError
 
-PREFILL_TOKENS = 2048  # of a prompt that are read at a time, so that only the caches grow with its length
+PREFILL_TOKENS = 2048  # prompt tokens read at a time, so that only the caches grow with the prompt's length
 
 
 def generate(

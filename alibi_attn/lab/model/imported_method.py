@@ -59,7 +59,7 @@ def _module(path: str, place: str) -> ModuleType:
         content = Path(place).read_bytes()
     except OSError as error:
         raise ConfigError(f"model.method is {path!r} but {place} cannot be read ({error.strerror})") from None
-    # The name depends on the content, so that a changed file is imported anew.
+    # The name depends on the content, so that a changed file is imported again.
     name = f"alibi_method_{hashlib.sha256(str(Path(place).resolve()).encode() + content).hexdigest()[:16]}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, place)

@@ -103,7 +103,7 @@ class LanguageModel(nn.Module):
             caches: one per layer; the tokens follow those in the caches.
             window: the number of tokens that each token sees in every layer, itself included. Positions do not change.
             segment_ids: [B, S], integers: the documents of all tokens, cached ones first. Attention stays within a document.
-                Distances are those of the row, so methods that are not relative are refused.
+                Distances are those of the row, so methods that are not relative raise an error.
             context: other processes hold the other tokens of the sequences; not with caches.
             dropped: the number of tokens before the cached ones; positions count them.
 

@@ -2,10 +2,10 @@
 
     add(x, positions)             adds the embedding of the positions to x [B, T, E], once, before the first layer
     rotate(q, k, positions, at)   rotates q, k [B, H, T, D] in every layer, before the keys are cached
-    bias(at)                      what is added to the scaled scores: slopes [H] for a bias linear in the distance, `ByDistance`
+    bias(at)                      the bias of the scaled scores: slopes [H] if linear in the distance, `ByDistance`
                                   for any other function of the distance, `ContentBias` for a number per key computed from the
                                   text, `ForgetGates`, `Windowed` for a layer that sees only the last tokens, a full bias
-                                  [H, T, S] with −inf where a query may not look, or None
+                                  [H, T, S] with −inf for hidden keys, or None
     attend(q, k, v, at, default)  the attention of a layer, [B, H, T, D]
     stretched(stretch, length)    the method for texts of `length` tokens, beyond the trained length, without training
     curves(model, corpus, config) additional tests of a trained model, as curves of its record

@@ -47,11 +47,11 @@ class Rotary(PositionMethod):
 
 
 class NopeWindow(Rotary):
-    """Every other layer sees the last L/4 tokens with rotary positions; the layers between see all tokens without positions, so
-    that no position is out of range (Puvvada et al. 2025, SWAN-GPT, arXiv:2504.08719; Yang et al. 2025, arXiv:2501.18795).
+    """Layers with rotary positions and a window of L/4 tokens alternate with layers without positions or a window.
 
-    The first layer has the window. The published models have three such layers per layer without positions, and sharpen scores
-    with the length at test time; neither is done here.
+    So no position is out of range (Puvvada et al. 2025, SWAN-GPT, arXiv:2504.08719; Yang et al. 2025,
+    arXiv:2501.18795). The first layer has the window. The published models have three such layers per layer without
+    positions, and sharpen scores with the length at test time; neither is done here.
     """
 
     per_layer = True

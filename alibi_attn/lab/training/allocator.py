@@ -1,6 +1,6 @@
-"""Memory of a process: freed buffers kept for the next step, and the peak.
+"""Memory of a process: keeps freed buffers for the next training step, and measures the peak.
 
-The peak is of the process on a CPU (Linux), of the allocator on a GPU; None where the system does not tell.
+The peak is that of the process on a CPU (Linux) and of the allocator on a GPU; None if the system does not report it.
 """
 
 import contextlib
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-# mallopt(3): the parameters' numbers, what they are while freed memory is kept, and afterwards. glibc's own limits rise by
-# themselves until one is set: afterwards they are at the end of that rise.
+# mallopt(3): the parameters' numbers, their values while freed memory is kept, and their values afterwards. glibc
+# raises its limits automatically until a program sets one; the values afterwards are the highest that it would reach.
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -2, -3, -4
 _MIB = 1 << 20
 _KEEP = {_MMAP_MAX: 0, _TRIM_THRESHOLD: 2**31 - 1, _TOP_PAD: 64 * _MIB}
@@ -21,13 +21,13 @@ _keepers = 0
 
 @contextlib.contextmanager
 def kept_memory() -> Iterator[None]:
-    """Inside, the process keeps what is freed for the buffers of the next step, where its allocator is glibc's (Linux).
+    """Inside the block, the process keeps freed memory for the buffers of the next step, if its allocator is glibc.
 
-    glibc maps a buffer of more than 32 MiB for itself and gives it back when it is freed. A step of training asks for the
-    same buffers as the one before, and the system fills every page of them with zeros again: at the scale `medium` 64,000
-    page faults and a fifth of a step's time (`docs/log.md`). Outside, everything that is free is given back.
+    glibc maps each buffer of more than 32 MiB separately and returns it to the system when it is freed. A training step
+    allocates the same buffers as the step before, and the system fills every page with zeros again: 64,000 page faults
+    and a fifth of a step's time at the scale `medium` (`docs/log.md`). After the block, free memory is returned.
 
-    It is the whole process that keeps its memory; several that do so at once count as one, which the last one ends.
+    This affects the whole process. Nested or simultaneous blocks count as one, which ends with the last of them.
     """
     global _keepers
     _keepers += 1
@@ -43,7 +43,7 @@ def kept_memory() -> Iterator[None]:
 
 
 def reset_peak_memory(device: torch.device) -> bool:
-    """Forget the peak so far; False where the system cannot, and a later peak would not be this work's own."""
+    """Reset the peak; False if the system cannot, so that a later peak may include earlier work."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return True
@@ -68,7 +68,7 @@ def _set(parameters: dict[int, int]) -> None:
 
 
 def _call(name: str, *values: int) -> None:
-    """A function of glibc; nothing where the process has another C library."""
+    """Calls a function of glibc; does nothing if the process has another C library."""
     with contextlib.suppress(
         OSError, TypeError, AttributeError
     ):  # no library of the process (Windows), no such function

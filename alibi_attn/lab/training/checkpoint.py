@@ -1,12 +1,12 @@
-"""Checkpoints: a folder per step, whole or not there at all.
+"""Checkpoints: one folder per step, written atomically.
 
     <run>/step-00000200/model.safetensors    the weights
-    <run>/step-00000200/config.json          schema, the run's config, how far it came, its curves so far, all hashes
-    <run>/step-00000200/tokenizer.json       what turns text into its tokens
-    <run>/step-00000200/state/               what else resuming to the same losses needs (`state.py`); gone when finished
+    <run>/step-00000200/config.json          schema, the run's config, its progress and curves so far, all hashes
+    <run>/step-00000200/tokenizer.json       the tokenizer
+    <run>/step-00000200/state/               the other state for exact resumption (`state.py`); none when finished
 
-A folder is written whole (`lab/sealed_folder.py`); only then are older ones removed. Every file is verified before it is
-used, config.json too.
+Older folders are removed only after the new one is complete (`lab/sealed_folder.py`). Every file is verified before it
+is used, including config.json.
 """
 
 import dataclasses
@@ -36,25 +36,25 @@ from alibi_attn.records import finite
 SCHEMA = 3
 
 _STEP = re.compile(r"step-\d{8,}")
-_ANY_STEP = re.compile(r"step-\d{8,}|\.step-\d{8,}\.\w+")  # also what an interrupted process left
+_ANY_STEP = re.compile(r"step-\d{8,}|\.step-\d{8,}\.\w+")  # also leftovers of an interrupted process
 _CURVE = ("step", "loss_nats", "learning_rate")
 _VALIDATION = ("step", "seconds", "nats", "tokens")
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that is not there, damaged, of another config or schema, or that cannot be written."""
+    """A checkpoint that is missing, damaged, of another config or schema, or that cannot be written."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """How far a training came.
+    """The progress of a training.
 
     Args:
-        step: steps that are done.
-        seconds: time that they took, checkpoints left out.
-        loss_nats: of the last step.
+        step: the number of finished steps.
+        seconds: their time, without checkpoints.
+        loss_nats: the loss of the last step.
         curve: columns "step", "loss_nats", "learning_rate", every `log_every` steps.
-        peak_memory_bytes: of the process or GPU, since the training was last started.
+        peak_memory_bytes: of the process or GPU, since the training was last started or resumed.
         validation: columns "step", "seconds", "nats", "tokens", every `validate_every` steps.
     """
 
@@ -72,15 +72,15 @@ def load_checkpoint(path: Path, *, method: str | None = None) -> tuple[LanguageM
     """The model, on the CPU and in evaluation mode, and the config it was trained with.
 
     Args:
-        path: the folder of a step, or of a run, whose newest step is loaded.
-        method: the code of the position method, `FILE.py:Class`. Required if it is not built in, because loading a checkpoint
-            imports no code that it names.
+        path: the folder of a step, or the folder of a run, whose newest step is loaded.
+        method: the code of the position method, `FILE.py:Class`. Required if the method is not built in, because
+            loading a checkpoint never imports code that the checkpoint names.
 
     Warns:
         UserWarning: the method's source differs from the one that trained the model.
 
     Raises:
-        CheckpointError: missing, damaged, or of another schema; or `method` is missing.
+        CheckpointError: the checkpoint is missing, damaged, or of another schema; or `method` is required.
     """
     folder = _step_folder(path)
     config, _, files = _read(folder, method)
@@ -118,7 +118,7 @@ def load_checkpoint_tokenizer(path: Path) -> Tokenizer:
         path: as for `load_checkpoint`.
 
     Raises:
-        CheckpointError: nothing there, or damaged.
+        CheckpointError: the checkpoint is missing or damaged.
     """
     folder = _step_folder(path)
     _verify(folder, _read(folder)[2], "tokenizer.json")
@@ -145,10 +145,12 @@ def save_checkpoint(
     *,
     finished: bool,
 ) -> Path:
-    """Write the step's folder and remove older ones; every process calls this, the first one writes the shared files.
+    """Write the step's folder and remove older ones.
+
+    Every process must call this; the first one writes the shared files.
 
     Raises:
-        CheckpointError: it cannot be written; nothing of it is left.
+        CheckpointError: it cannot be written; partial files are removed.
     """
     final = run_folder / f"step-{progress.step:08d}"
     temporary = sealed_folder.partial_name(final)
@@ -191,10 +193,10 @@ def save_checkpoint(
 
 
 def load_progress(folder: Path, config: RunConfig) -> Progress:
-    """How far the training of this checkpoint came.
+    """The progress of this checkpoint's training.
 
     Raises:
-        CheckpointError: damaged, of another schema, or of a training that is not this config's (its test may differ).
+        CheckpointError: damaged, of another schema, or trained with another config (only the test may differ).
     """
     found, progress, _ = _read(folder)
     for section in ("model", "data", "train"):
@@ -210,10 +212,10 @@ def load_progress(folder: Path, config: RunConfig) -> Progress:
 
 
 def resume(folder: Path, training: Training) -> None:
-    """Put the weights and the optimizer that were saved into what was prepared.
+    """Load the saved weights and optimizer state into the prepared training.
 
     Raises:
-        CheckpointError: damaged.
+        CheckpointError: the checkpoint is damaged.
     """
     files = _read(folder)[2]
     if not any(name.startswith("state/") for name in files):
@@ -244,7 +246,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
 
 
 def _read(folder: Path, method: str | None = None) -> tuple[RunConfig, Progress, dict[str, Mapping[str, Any]]]:
-    """The config, with another position method if one is given, the progress and the entries of all files."""
+    """The config (with the given position method, if any), the progress, and the manifest's entry of each file."""
     about = _manifest(folder)
     try:
         model = about["config"]["model"]
@@ -286,7 +288,7 @@ def _first_line(error: BaseException) -> str:
     if isinstance(error, DamagedError):
         return error.reason
     cause: BaseException | None = error
-    while cause is not None:  # torch raises its own error on top of that of a full disk
+    while cause is not None:  # torch wraps the OSError of a full disk
         if isinstance(cause, OSError) and cause.strerror:
             return cause.strerror
         cause = cause.__context__

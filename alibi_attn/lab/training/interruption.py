@@ -1,4 +1,4 @@
-"""Ctrl-C, and the SIGTERM that clusters and launchers send: heard at once, answered where nothing is lost."""
+"""Defers Ctrl-C, and the SIGTERM that clusters and launchers send, to the end of the current step."""
 
 import contextlib
 import signal
@@ -11,14 +11,14 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextlib.contextmanager
 def deferred_interruption() -> Iterator[Callable[[], bool]]:
-    """Inside, the first signal of each kind only answers True to the function that this yields; a second is the usual one.
+    """Yields a function that returns True after a first signal; a second signal of the same kind has its usual effect.
 
-    Each kind on its own, because torchrun answers Ctrl-C, which its processes hear too, by sending them SIGTERM.
+    The kinds are separate because on Ctrl-C, which its processes receive too, torchrun also sends them SIGTERM.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False  # Python delivers signals to the main thread only
         return
-    seen: set[int] = set()  # no lock, as an Event has: a signal may come while another one's handler has it
+    seen: set[int] = set()  # not an Event, because a signal may arrive while another handler holds its lock
     before = {number: signal.getsignal(number) for number in SIGNALS}
 
     def remember(number: int, frame: types.FrameType | None) -> None:

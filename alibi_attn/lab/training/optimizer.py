@@ -1,6 +1,6 @@
 """The two optimizers, and the learning rate as a function of the step.
 
-"adamw" is what language models are trained with today; "nag", Nesterov's momentum, is what the paper's were (fairseq's
+"adamw" is the usual choice for language models today; "nag", Nesterov's momentum, is the paper's (fairseq's
 `--optimizer nag --lr-scheduler cosine`). Read next: `train.py`.
 """
 
@@ -13,15 +13,15 @@ from alibi_attn.lab.config import TrainConfig
 
 BETAS = (0.9, 0.95)  # of AdamW
 MOMENTUM = 0.99  # fairseq's default, and Baevski and Auli 2019, sec. 4.5
-NAG_FIRST_RATE = 1e-7  # where the warm-up of "nag" begins: the paper's --warmup-init-lr
+NAG_FIRST_RATE = 1e-7  # the rate at the start of the warm-up of "nag": the paper's --warmup-init-lr
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    """The optimizer that the config names; it decays the matrices inside the blocks, and neither norms, embeddings nor positions.
+    """The optimizer that the config names, with weight decay for the matrices in the blocks only.
 
-    "nag" is torch's SGD with momentum 0.99 and nesterov. fairseq keeps −rate·b where SGD keeps b, and corrects by the ratio of
-    two steps' rates: the same updates, whatever the rate does. Weight decay differs, and the paper has none: here it is
-    part of the gradient, in fairseq it shrinks the weights by rate·decay.
+    "nag" is torch's SGD with momentum 0.99 and `nesterov=True`. fairseq stores −rate·b where SGD stores b, and corrects
+    by the ratio of two steps' rates, so the updates are equal for every schedule. Weight decay differs, but the paper
+    uses none: here it is added to the gradient, in fairseq it shrinks the weights by rate·decay.
     """
     decayed = [parameter for name, parameter in model.named_parameters() if "blocks." in name and parameter.ndim > 1]
     others = [parameter for name, parameter in model.named_parameters() if "blocks." not in name or parameter.ndim < 2]
@@ -32,9 +32,9 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
-    """The rate of a step, counted from 0: rising to `learning_rate`, then half a cosine down to `final_share` of it.
+    """The rate of a step, counted from 0: a linear warm-up to `learning_rate`, then a cosine to `final_share` of it.
 
-    "adamw" rises by 1/warmup_steps of the rate from the first step on; "nag" from 1e-7, as fairseq's scheduler does.
+    The warm-up of "adamw" starts at 1/warmup_steps of the rate; that of "nag" at 1e-7, as in fairseq's scheduler.
 
     >>> [round(learning_rate(step, TrainConfig(warmup_steps=2, steps=6, learning_rate=1.0)), 3) for step in range(6)]
     [0.5, 1.0, 1.0, 0.868, 0.55, 0.232]

@@ -1,9 +1,9 @@
-"""One training on one process or many: what is replicated, what is sharded, when gradients travel.
+"""Distributes one training over processes: replicated or sharded weights, and sequences divided between processes.
 
-"ddp": every process has all the weights and the gradients are averaged (accelerate). "fsdp": every process has a part of
-each weight, gradient and optimizer state (FSDP2: Zhao et al. 2023, arXiv:2304.11277), on CPUs as on GPUs. Both read their
-world from the launcher, torchrun or `accelerate launch`. With `train.context_parallel` processes next to each other share their
-sequences as well: each has some of the tokens. Read next: `train.py`.
+"ddp": every process has all the weights, and gradients are averaged (accelerate). "fsdp": every process has a part of
+each weight, gradient and optimizer state (FSDP2: Zhao et al. 2023, arXiv:2304.11277), on CPUs and on GPUs. Both get the
+number of processes from the launcher, torchrun or `accelerate launch`. With `train.context_parallel`, neighboring
+processes also share their sequences: each has consecutive tokens of them. Read next: `train.py`.
 """
 
 import contextlib
@@ -31,31 +31,31 @@ class ContextGroup:
     """The processes that share every sequence with this one.
 
     Args:
-        group: of them, in the order of their tokens.
-        timeout: seconds, of an exchange.
+        group: their process group, in the order of their tokens.
+        timeout: of an exchange, in seconds.
     """
 
     group: dist.ProcessGroup
     timeout: float
 
     def tokens(self, length: int) -> tuple[int, int]:
-        """Of a sequence of so many tokens, the first of this process and the one behind its last."""
+        """The half-open token range [start, stop) of this process, in a sequence of the given length."""
         lengths, rank = even_lengths(length, dist.get_world_size(self.group)), dist.get_rank(self.group)
         return sum(lengths[:rank]), sum(lengths[: rank + 1])
 
     def context(self, start: int) -> Context:
-        """What the model is told of the tokens from there on."""
+        """The context for a model call on the tokens from `start` on."""
         return Context(self.group, start, self.timeout)
 
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """What is trained, and by which processes.
+    """A model and its optimizer, prepared for training on these processes.
 
     Args:
-        model: the bare model; where `sharded`, its parameters are DTensors.
-        replica: the model in what averages its gradients over the processes; it is called for training.
-        context: who shares the sequences; None where each process has whole ones.
+        model: the bare model; if `sharded`, its parameters are DTensors.
+        replica: the model in the wrapper that averages gradients over the processes; training calls it.
+        context: the processes that share the sequences; None if each process has whole sequences.
     """
 
     model: LanguageModel
@@ -67,24 +67,24 @@ class Training:
 
     @property
     def bare_optimizer(self) -> torch.optim.Optimizer:
-        """Without what accelerate puts around it."""
+        """The optimizer without accelerate's wrapper."""
         inside: torch.optim.Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         return inside
 
     def part(self, *, last: bool) -> contextlib.AbstractContextManager[object]:
-        """Around forward and backward of one part of a batch; gradients travel with the last one only."""
+        """A context for forward and backward of one part of a batch; only the last part synchronizes gradients."""
         if self.sharded:
-            self.model.set_requires_gradient_sync(last)  # type: ignore[operator]  # given to it by fully_shard
+            self.model.set_requires_gradient_sync(last)  # type: ignore[operator]  # a method that fully_shard adds
             return contextlib.nullcontext()
         return contextlib.nullcontext() if last else self.accelerator.no_sync(self.replica)
 
     def clip(self, norm: float) -> Tensor:
-        """Scale the gradients down to this norm if theirs, which is returned, is larger."""
+        """Scale the gradients down to this norm if theirs is larger; returns their norm before scaling."""
         found = self.accelerator.clip_grad_norm_(self.model.parameters(), norm)
         return found.full_tensor() if self.sharded else found
 
     def weights(self) -> Mapping[str, Tensor]:
-        """All the weights, whole, on the first process; the others, which must call this as well, may get none."""
+        """All complete weights, on the first process; the others must call this too, but may get none."""
         if not self.sharded:
             return self.model.state_dict()
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -94,10 +94,10 @@ class Training:
 
 
 def prepare(config: RunConfig) -> Training:
-    """The model with its first weights and its optimizer, on this process's device, shared as `train.parallel` says.
+    """The initialized model and its optimizer, on this process's device, distributed according to `train.parallel`.
 
     Raises:
-        ConfigError: the processes cannot share it so.
+        ConfigError: the number of processes, the launcher or the precision does not allow it.
     """
     asked = config.train
     if asked.parallel == "fsdp" and asked.precision == "fp16":
@@ -130,7 +130,7 @@ def prepare(config: RunConfig) -> Training:
 
 
 def _context_group(config: RunConfig, accelerator: Accelerator) -> ContextGroup | None:
-    """Neighbors of one another among the processes, as many as the config asks for."""
+    """The group of neighboring processes that share this process's sequences; None for groups of one."""
     asked, processes = config.train.context_parallel, accelerator.num_processes
     if processes % asked:
         raise ConfigError(
@@ -149,10 +149,10 @@ def _context_group(config: RunConfig, accelerator: Accelerator) -> ContextGroup 
 
 
 def share_of_batch(config: TrainConfig, accelerator: Accelerator) -> slice:
-    """Which rows of every batch this process trains on.
+    """The rows of every batch that this process trains on.
 
     Raises:
-        ConfigError: they cannot have equally many.
+        ConfigError: the rows cannot be divided equally.
     """
     processes = accelerator.num_processes // config.context_parallel
     parts = processes * config.accumulate
@@ -168,7 +168,7 @@ def share_of_batch(config: TrainConfig, accelerator: Accelerator) -> slice:
 
 
 def _shard(model: LanguageModel) -> None:
-    """Each block is gathered when it is its turn; what is outside the blocks stays gathered through a step."""
+    """Shards the model: each block is gathered when it runs; weights outside the blocks stay gathered during a step."""
     from torch.distributed.fsdp import fully_shard
 
     for block in model.blocks:

@@ -1,7 +1,7 @@
-"""What resuming needs beside the weights, on disk: the optimizer, or every process's shards of both.
+"""Saves and loads the state that resuming needs in addition to the weights.
 
-One process or DDP writes `optimizer.pt`. FSDP writes a distributed checkpoint, a file from every process, which any number
-of processes can read. Read next: `checkpoint.py`.
+One process or DDP writes the optimizer's state to `optimizer.pt`. FSDP writes the shards of weights and optimizer as a
+distributed checkpoint, one file per process, which any number of processes can read. Read next: `checkpoint.py`.
 """
 
 import pickle
@@ -28,26 +28,26 @@ READ_ERRORS = (
 
 
 def save_state(folder: Path, training: Training) -> None:
-    """Write it into a folder that exists; every process calls this.
+    """Write the state into an existing folder; every process must call this.
 
     Raises:
-        OSError, RuntimeError: it cannot be written.
+        OSError, RuntimeError: the state cannot be written.
     """
     if training.sharded:
         _save_shards(folder, training)
     elif training.accelerator.is_main_process:
         with (folder / "optimizer.pt").open("wb") as file:
-            scaler = training.accelerator.scaler  # of half precision
+            scaler = training.accelerator.scaler  # for half precision
             torch.save(
                 {"optimizer": training.optimizer.state_dict(), "scaler": scaler.state_dict() if scaler else None}, file
             )
 
 
 def load_state(folder: Path, weights: Path, training: Training) -> None:
-    """Put back what `save_state` wrote, and the weights: from the shards, or from the file beside.
+    """Restore the state that `save_state` wrote, and the weights: from the shards, or from the file `weights`.
 
     Raises:
-        READ_ERRORS: it cannot be read, or fits another model.
+        READ_ERRORS: the state cannot be read, or belongs to another model.
     """
     if training.sharded:
         _load_shards(folder, training)
@@ -60,7 +60,8 @@ def load_state(folder: Path, weights: Path, training: Training) -> None:
 
 
 def _save_shards(folder: Path, training: Training) -> None:
-    from torch.distributed.checkpoint.api import CheckpointException  # a second of imports that one process saves
+    # These imports take a second, and only FSDP needs them.
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict import get_state_dict
     from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -88,7 +89,7 @@ def _load_shards(folder: Path, training: Training) -> None:
 
 
 def _reason(error: BaseException) -> OSError:
-    """The first process's complaint, as the error of a file that it is."""
+    """The first process's error as an OSError."""
     failures = getattr(error, "failures", {})
     first = next((failure[0] for failure in failures.values()), error)
     return first if isinstance(first, OSError) else OSError(str(first).strip().splitlines()[-1])

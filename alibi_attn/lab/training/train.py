@@ -1,7 +1,7 @@
-"""The training loop: one process or many (`torchrun`, `accelerate launch`), cut and resumed without a trace.
+"""The training loop, on one process or many (`torchrun`, `accelerate launch`); training can be interrupted and resumed.
 
-Learning rate, data and dropout are functions of the step, so that a checkpoint has only weights and optimizer to
-remember: on a CPU a resumed training has the losses of an uncut one, bit for bit. Read next: `evaluate.py`.
+Learning rate, data and dropout are functions of the step, so a checkpoint needs only weights and optimizer state. On a
+CPU, the losses after resuming are bit-identical to those of an uninterrupted training. Read next: `evaluate.py`.
 """
 
 import contextlib
@@ -28,22 +28,22 @@ from alibi_attn.lab.training.parallel import ContextGroup, Training, prepare, sh
 
 
 class TrainingError(ValueError):
-    """The loss or its gradient is no number any more."""
+    """The loss or its gradient is NaN or infinite."""
 
 
 def train(
     config: RunConfig, corpus: Corpus, folder: Path, *, on_step: Callable[[Progress], None] | None = None
 ) -> Progress:
-    """Train to the last step, from the newest checkpoint in the folder if there is one, and leave a checkpoint there.
+    """Train to the last step, from the newest checkpoint in the folder if there is one, and save a checkpoint there.
 
-    Ctrl-C and SIGTERM are answered between two steps: a checkpoint is written, then KeyboardInterrupt raised.
+    Ctrl-C and SIGTERM take effect between two steps: a checkpoint is written, then KeyboardInterrupt is raised.
 
     Args:
-        folder: of this run alone; its checkpoints must be of this config.
+        folder: used by this run only; its checkpoints must be of this config.
         on_step: called after every step.
 
     Raises:
-        TrainingError: the loss is no number; no checkpoint of such weights is written.
+        TrainingError: the loss or its gradient is NaN or infinite; no checkpoint of such weights is written.
         CheckpointError: the checkpoint to resume from is damaged or of another config, or none can be written.
         CorpusError: the text is shorter than one example.
         ConfigError: the batch cannot be shared by the processes.
@@ -93,15 +93,15 @@ def _loop(
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What one step has done.
+    """The result of one step.
 
     Args:
-        number: of the step, from 1 on.
+        number: the step's number, from 1.
         loss_nats: the mean over the whole batch, before the weights changed.
-        gradient_norm: of all gradients together, before they were clipped.
+        gradient_norm: the norm of all gradients together, before clipping.
         learning_rate: of this step.
-        seconds: from the batch in memory to the changed weights.
-        interrupted: whether any process was, meanwhile.
+        seconds: the time of the step, without loading the batch.
+        interrupted: whether any process was interrupted during the step.
     """
 
     number: int
@@ -120,13 +120,13 @@ def steps(
     start: int = 0,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> Iterator[Step]:
-    """The training's steps from `start` on, each taken when it is asked for; it does not end by itself.
+    """Yields the training's steps from `start` on, each computed when requested; the iterator is endless.
 
-    `train` is made of this, and adds what is not part of a step: validation, checkpoints, and torch's random numbers, which
-    every step seeds, put back afterwards. Until it is closed the process keeps its freed memory (`memory.kept_memory`).
+    `train` uses this and adds the rest: validation, checkpoints, and restoring the caller's random state, because every
+    step seeds torch. Until the iterator is closed, the process keeps its freed memory (`allocator.kept_memory`).
 
     Raises:
-        TrainingError: the loss or its gradient is no number.
+        TrainingError: the loss or its gradient is NaN or infinite.
         CorpusError: the text is shorter than one example.
         ConfigError: the batch cannot be shared by the processes.
     """
@@ -149,10 +149,10 @@ class Batch:
     """Rows of a batch, or some of them.
 
     Args:
-        tokens: [B, T + 1], inputs and the tokens that follow them.
-        documents: of those tokens, the same shape; None where attention does not stop at a document's end.
-        counted: how many losses the mean over the whole batch is made of, whatever share of its rows this is.
-        context: where these tokens stand, if other processes have more of the same rows.
+        tokens: [B, T + 1], the inputs and their next tokens.
+        documents: the document index of each token, the same shape; None if attention crosses document ends.
+        counted: the number of losses in the mean over the whole batch, also if this is only a part of it.
+        context: the position of these tokens, if other processes have other tokens of the same rows.
     """
 
     tokens: Tensor
@@ -165,7 +165,7 @@ class Batch:
         return Batch(self.tokens[rows].to(device), documents, self.counted)
 
     def shard(self, sharing: ContextGroup | None) -> "Batch":
-        """Of every row, the tokens that are this process's, and the one that follows them."""
+        """This process's tokens of every row, and the token that follows them."""
         if sharing is None:
             return self
         start, stop = sharing.tokens(self.tokens.shape[1] - 1)
@@ -179,7 +179,7 @@ class Batch:
 
 
 def _stream(corpus: Corpus, config: RunConfig, start: int) -> Iterator[Batch]:
-    """The batches from step `start` on: those of `first_length`, as far as there are any, then those of `length`."""
+    """The batches from step `start` on: those of `first_length`, if any are left, then those of `length`."""
     asked = config.train
     if asked.first_length is None or start >= asked.first_steps:
         return _batches(corpus, config, asked.length, start)
@@ -199,7 +199,7 @@ def _batches(corpus: Corpus, config: RunConfig, length: int, start: int) -> Iter
 
 
 def _same_document(documents: Tensor) -> Tensor:
-    """[B, T]: whether each target belongs to its input's document; the first token of one has nothing before it."""
+    """[B, T]: whether each target is in its input's document; the first token of a document has no context."""
     return documents[:, 1:] == documents[:, :-1]
 
 
@@ -211,7 +211,7 @@ def _step(
     step: int,
     interrupted: Callable[[], bool],
 ) -> tuple[float, float, bool]:
-    """One step, counted from 0; the loss of the whole batch, its gradient's norm, and whether any process was interrupted."""
+    """One step, counted from 0: the batch's loss, the gradient's norm, and whether any process was interrupted."""
     accelerator, optimizer = training.accelerator, training.optimizer
     for group in optimizer.param_groups:
         group["lr"] = rate
@@ -226,7 +226,7 @@ def _step(
     norm = training.clip(config.clip_norm)
     told = accelerator.reduce(torch.stack([loss, loss.new_tensor(float(interrupted()))]), reduction="mean")
     mean_loss, share_interrupted, norm_found = torch.cat([told, norm.to(told)[None]]).tolist()
-    # Half precision scales its gradients until they overflow now and then: such a step is skipped, not an error.
+    # With half precision, scaled gradients overflow occasionally; such a step is skipped and is no error.
     if not math.isfinite(mean_loss) or (config.precision != "fp16" and not math.isfinite(norm_found)):
         raise TrainingError(
             f"at step {step + 1} the loss is {mean_loss} and the gradient's norm {norm_found} (learning rate {rate:.3g}); "
@@ -238,7 +238,7 @@ def _step(
 
 
 def _share_of_loss(training: Training, part: Batch) -> Tensor:
-    """What the part adds to the mean over the batch, times the processes, over which gradients and losses are averaged."""
+    """The part's share of the batch's mean loss, times the number of processes, because the processes are averaged."""
     tokens, documents = part.tokens, part.documents
     segments = None if documents is None else documents[:, :-1]
     with training.accelerator.autocast():
@@ -249,12 +249,12 @@ def _share_of_loss(training: Training, part: Batch) -> Tensor:
 
 
 def _own_random_numbers() -> contextlib.AbstractContextManager[None]:
-    """The training seeds torch's random numbers, for dropout, at every step; the caller's are put back afterwards."""
+    """Restores the caller's random state afterwards, because training seeds torch at every step, for dropout."""
     return torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else [])
 
 
 def _dropout_seed(seed: int, step: int, process: int) -> int:
-    """Where the random numbers of a step begin: as reproducible as its data, and resumed without being stored."""
+    """The seed of a step's dropout: a function of the step, so that a checkpoint need not store it."""
     return ((seed * 1_000_003 + step) * 65_537 + process) % 2**63
 
 
@@ -268,7 +268,7 @@ def _advanced(progress: Progress, step: Step, config: TrainConfig) -> Progress:
 
 
 def _validated(progress: Progress, model: LanguageModel, tokens: Tensor, config: TrainConfig) -> Progress:
-    """With one more point of the validation curve; every process computes all of it, because shards need all of them."""
+    """The progress with one more validation point; every process computes it all, because shards need every process."""
     length = config.validate_length or config.length
     nats, scored = validation_nats(
         model, tokens, length=length, tokens_to_score=config.validate_tokens, batch_tokens=EvalConfig.batch_tokens

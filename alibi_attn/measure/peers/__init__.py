@@ -1,4 +1,4 @@
-"""What users would run instead, one file per peer, each written the way its users write it.
+"""The peers: what users would run instead, one file per peer, each written the way its users write it.
 
 A peer is prepared once per shape: `prepare` builds what its users build once and keep (a bias, a mask, a compiled function)
 and returns a function (query, key, value) -> output. Only that function is timed. The T queries are the last T of the S

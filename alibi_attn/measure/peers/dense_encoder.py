@@ -28,7 +28,7 @@ class Sizes:
 
     @property
     def initializer_range(self) -> float:
-        """With this range, queries and keys look like noise of variance 1; our reach is then wider than with the usual 0.02."""
+        """Makes queries and keys like noise of variance 1; our reach is wider than with the usual 0.02."""
         return self.width**-0.5
 
 

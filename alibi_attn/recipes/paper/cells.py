@@ -32,7 +32,7 @@ class Cell:
         length: `paper_length` at this scale.
         column: its column in the row.
         way: for a perplexity, how the text is divided.
-        seeds: how many runs the number is the mean of. For each seed, all methods read the data in the same order.
+        seeds: the number of runs that are averaged. For each seed, all methods read the data in the same order.
     """
 
     label: str
