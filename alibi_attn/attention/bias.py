@@ -93,9 +93,9 @@ def alibi_bias(
 def score_bias(spec: AttentionSpec[Tensor], distance: Tensor, seen: Tensor) -> tuple[Tensor, Tensor | None]:
     """(bias, origin): the bias added to the scores, [B|1, H, T, S] in the slopes' dtype, and the shift for `unshifted_lse`.
 
-    The bias is −m·|i − j| (or the table's number) + b_j, and −inf where not `seen`; differentiable in all of them. With a key
-    bias or an extreme slope, each query's biases are relative to that of its own best visible key, which is origin [B, H, T]:
-    only the difference is rounded, however large both are. Otherwise origin is None.
+    The bias is −m·|i − j| (or the table's number) + b_j, and −inf where not `seen`; differentiable in all of them. With
+    a key bias or an extreme slope, each query's biases are relative to the bias of its best visible key, which is
+    origin [B, H, T]: only the difference is rounded, however large both are. Otherwise origin is None.
     """
     origin = None
     if spec.key_bias is not None or _has_extreme_slopes(spec):

@@ -16,7 +16,7 @@ from alibi_attn.attention.visibility import first_visible, last_keys, per_query_
 
 Spec = AttentionSpec[Tensor]
 
-HIDDEN_NATS = -1024.0  # a key that is so much lighter than another weighs 0 in every dtype
+HIDDEN_NATS = -1024.0  # a key this much below another weighs 0 in every dtype
 
 
 def leaks(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> bool:

@@ -28,7 +28,7 @@ from alibi_attn.attention.spec import GATE_FLOOR, AttentionSpec, check_numbers, 
 from alibi_attn.attention.validation import make_spec
 
 MAX_QUERIES = 16  # of the CPU kernel
-CHUNKS = 4  # a CPU reads near keys for more queries than that if there are this many times as many keys
+CHUNKS = 4  # with more than MAX_QUERIES queries, a CPU reads only near keys if there are this many times as many keys
 # Elements of the cached keys of a sequence, on a CPU without the kernel: with fewer, reading all is as fast.
 LONG = 2**23
 FEW = 1024  # keys that cost less than a separate call: heads that need at most this many share one
@@ -39,7 +39,7 @@ Runs = Sequence[tuple[int, int]]  # [start, stop) of the visible keys, per row
 def reads_near(
     query: Tensor, key: Tensor, slopes: Tensor, *, masked: bool = False, gated: bool = False, remembered: bool = True
 ) -> bool:
-    """Whether `attend_near` supports these queries and keys, and is faster; decided without reading a tensor.
+    """Whether `attend_near` supports these queries and keys and is faster; decided without reading a tensor.
 
     `attend_near` has no gradient, and torch.compile cannot trace it.
 

@@ -19,7 +19,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def constant_when_compiled(function: Function) -> Function:
-    """As `torch.compiler.assume_constant_result`, without importing torch's compiler, which takes as long as importing torch."""
+    """Like `torch.compiler.assume_constant_result`, but without the slow import of torch's compiler."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 

@@ -31,7 +31,7 @@ SegmentIds = Tensor | tuple[Tensor, Tensor]
 
 
 class SharedOptions(TypedDict, total=False):
-    """The keywords shared by all functions, besides return_lse and backend."""
+    """The keywords shared by all functions, except return_lse and backend."""
 
     window: int | None
     scale: float | None

@@ -203,7 +203,7 @@ def shown_keys(spec: Spec) -> Tensor | None:
 
 
 def may_see_nothing(spec: Spec) -> bool:
-    """False if every query certainly sees its own key; decided without reading a tensor."""
+    """False only if every query is certain to see its own key; decided without reading a tensor."""
     if spec.hides_keys or spec.key_bias is not None or isinstance(spec.query_offset, Tensor):
         return True
     return not (surely(spec.query_offset >= 0) and surely(spec.query_offset + spec.query_len <= spec.key_len))
@@ -238,7 +238,7 @@ def contained_by_cuts(spec: Spec, key: Tensor, value: Tensor) -> tuple[Tensor, T
 
 
 def first_visible(spec: Spec) -> Tensor:
-    """[B, H, T]: the first key that its last cut and the window allow each query."""
+    """[B, H, T]: the first key that each query may see, given its last cut and the window."""
     assert spec.query_start is not None
     if spec.window is None:
         return spec.query_start

@@ -1,4 +1,4 @@
-"""The certificate where every key has a bias of its own (docs/maths.md, step 10): certified bands from torch operations.
+"""The certificate for calls with a bias per key (docs/maths.md, step 10): certified bands from torch operations.
 
 The weights of distant keys do not form a geometric series then, but the actual keys can be summed. With R the largest |scale|·‖q‖
 of a head, one running log-sum-exp per head gives the total weight of all keys before a tile, for every block of queries:
@@ -33,7 +33,7 @@ from alibi_attn.reach import UNLIMITED
 
 Spec = AttentionSpec[Tensor]
 
-# Relative to the largest exponent: this much per tile that is summed in fp64, and 64 times as much for the exponents.
+# Relative to the largest exponent: this much for each tile summed in fp64, and 64 times as much for the exponents.
 ROUNDING = 2.0**-50
 
 
@@ -132,9 +132,9 @@ def biased_numerator_parts(
 ) -> tuple[Tensor, Tensor]:
     """(|scale|·‖q‖, the nats to add to the largest exponents of the keys), each [B, H, T] fp64.
 
-    The latter is −λ (λ is `lower`, [B, H, T]), plus its rounding error, plus the nats that `longer` values cost, minus what a
-    query shorter than the head's longest gains; inf if nothing may be skipped. `longest` and `shortest` bound the norms of all
-    visible keys, [B, H, 1].
+    The latter is −λ (λ is `lower`, [B, H, T]), plus its rounding error, plus the nats that `longer` values cost, minus
+    the nats that a query gains by being shorter than the head's longest; inf if nothing may be skipped. `longest` and
+    `shortest` bound the norms of all visible keys, [B, H, 1].
     """
     wide = query.dtype == torch.float64
     error = (spec.head_dim + SCORE_UNITS) * UNIT["float64" if wide else "float32"]
@@ -150,7 +150,7 @@ def biased_numerator_parts(
 
 
 def _outlier_tiles(largest: list[Tensor], sides: list[int]) -> Tensor:
-    """[B, H, P]: the tiles that remain the running maximum for longest, from the end where the sum begins; −1 = none.
+    """[B, H, P]: the tiles that stay the running maximum the longest, from the end where the sum begins; −1 = none.
 
     One spike would keep every later block from skipping the keys before it. Gates, whose biases only rise, have no spikes.
     """

@@ -1,10 +1,10 @@
 """Reach from tensors: the certificate of `alibi_attn/reach.py` for every block of queries, without reading a value on the host.
 
-For a query, U = |scale|·‖q‖·κ bounds all its scores (Cauchy–Schwarz), κ = the largest norm among the keys that may be skipped: to
-the left a prefix maximum, to the right a suffix maximum. Few keys are that long: Σ exp(|scale|·‖q‖·‖k_j‖ − m·d), summed key by
-key, bounds the same tail and is tighter for many keys; the smaller bound is used. λ comes from `lse_bound.py`. Tiles of
-keys with the largest norms may be *outlier tiles*: always visited and left out of both, so one giant key costs one tile and
-not the whole band.
+For a query, U = |scale|·‖q‖·κ bounds all its scores (Cauchy–Schwarz), κ = the largest norm among the keys that may be
+skipped: to the left a prefix maximum, to the right a suffix maximum. Few keys are that long. The sum over keys of
+Σ exp(|scale|·‖q‖·‖k_j‖ − m·d) bounds the same tail, and is tighter for many keys. The smaller bound is used. λ comes
+from `lse_bound.py`. Tiles of keys with the largest norms may be *outlier tiles*: always visited and left out of both
+bounds, so one giant key costs one tile and not the whole band.
 
 Floating point is part of the certificate: `norm_bound` is never below a norm, and the possible error of the near scores is added
 to the numerator.
@@ -54,7 +54,7 @@ class Bounds:
 
     @classmethod
     def unlimited(cls, spec: Spec, device: torch.device) -> "Bounds":
-        """Nothing may be skipped."""
+        """Bounds that skip nothing."""
         heads = spec.batch, spec.num_heads
         reach = torch.full((*heads, -(-spec.query_len // TILE)), UNLIMITED, device=device)
         return cls(reach, reach, torch.full((*heads, OUTLIER_TILES), -1, device=device))
@@ -183,7 +183,7 @@ def _nats_of_longer(longest: Tensor, kept: Tensor) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class _Tails:
-    """Σ exp(level·‖k_j‖) over each NEAR keys, for a few levels of |scale|·‖q‖.
+    """Σ exp(level·‖k_j‖) over every NEAR consecutive keys, for a few levels of |scale|·‖q‖.
 
     Args:
         mass: [B, H, levels, G] fp64, the logarithm of the sum.
@@ -293,7 +293,7 @@ def reach_of_nats(nats: Tensor, m: Tensor, tolerance: float) -> Tensor:
 
 
 def _worst(numerator: Tensor) -> Tensor:
-    """The largest of every block. NaN (inf · 0) becomes inf; a block of queries that see no key stays −inf and needs none."""
+    """The largest number of every block: inf in place of NaN (inf · 0), −inf for a block whose queries see no key."""
     return numerator.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf).amax(-1)
 
 

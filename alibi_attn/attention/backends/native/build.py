@@ -6,7 +6,7 @@ takes some seconds, and keeps them in the user's cache.
 
 The name of a cached file holds its level, a digest of its sources, flags, compiler and processor, and a digest of its content:
 if one of these changes, or the file is damaged, it is compiled again. If the cache cannot be used, each process compiles its own
-copy and leaves nothing behind.
+copy and deletes the file.
 """
 
 import ctypes
@@ -94,7 +94,8 @@ def library(level: Level | None = None) -> ctypes.CDLL:
     """The loaded library, from the wheel or compiled here, for `level` or for the best level of this processor.
 
     Raises:
-        BuildError: there is no compiler, it fails, or the processor does not support the level; says what to do.
+        BuildError: there is no compiler, it fails, or the processor does not support the level; the message names the
+            fix.
     """
     loaded = _found(level, *map(os.environ.get, ("CXX", "XDG_CACHE_HOME", "HOME")))
     if isinstance(loaded, str):
@@ -170,7 +171,7 @@ def made(
         load: raises BuildError if a file does not hold what it should.
 
     Raises:
-        BuildError: there is no compiler, or it fails; says what to do.
+        BuildError: there is no compiler, or it fails; the message names the fix.
     """
     command = _command(os.environ.get("CXX"))
     text = b"".join(path.read_bytes() for path in (*headers, *sources))

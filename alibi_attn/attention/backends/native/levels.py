@@ -26,7 +26,7 @@ class Level(NamedTuple):
 
     @property
     def lacks(self) -> list[str]:
-        """The features that this processor is missing; empty if it can run this level."""
+        """The features that are missing on this processor; empty if it can run this level."""
         return sorted(self.needs - features())
 
 
@@ -40,6 +40,7 @@ OF_MACHINE = {  # by what platform.machine() calls it
 }
 OF_MACHINE |= {"AMD64": OF_MACHINE["x86_64"], "arm64": OF_MACHINE["aarch64"]}  # on Windows and macOS
 LEVELS = OF_MACHINE.get(platform.machine(), ())
-# In no wheel. Compilers for macOS target its oldest processor by default; there and on Arm -march=native is not what selects one.
+# In no wheel. Compilers for macOS target its oldest processor by default; there and on Arm, -march=native does not
+# select one.
 _OF_THIS = ("-mcpu=native",) if platform.machine() == "aarch64" else ("-march=native",)
 NATIVE = Level("native", "this processor's", () if sys.platform == "darwin" else _OF_THIS, frozenset())

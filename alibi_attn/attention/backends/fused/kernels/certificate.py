@@ -6,7 +6,7 @@ log-sum-exp of a block's queries from below by the keys around it, and divides. 
 and of the device's approximate roots, exponentials and logarithms, is added (`_ROUNDING`, `_NATS`): no reach is too short.
 
 Biased keys do not form a geometric series: `tile_sums_kernel` sums the biases of each tile, and `reach_kernel` adds up, from the
-far end, the most that the tiles can weigh for a block, by the longest key of each. There are no outlier tiles then.
+far end, the most that each tile can weigh for a block, given its longest key. There are no outlier tiles then.
 """
 
 # mypy: ignore-errors

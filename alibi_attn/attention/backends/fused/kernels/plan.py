@@ -62,7 +62,7 @@ def in_tiles(low, high, there):
 def plan_kernel(
     certificate, ALLOWED, plan, call, ROWS: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr
 ):  # fmt: skip
-    """Program: one head, in blocks of ROWS queries. Writes `plan` from `certificate`; None = all that the masks allow is visited.
+    """Program: one head, in blocks of ROWS queries. Writes `plan` from `certificate`; None = visit all allowed keys.
 
     ALLOWED [B, ⌈T / TILE⌉, 2] int32: the keys that masks allow; None = no masks. With a key bias [B, H, ⌈T / TILE⌉, 2].
     """
@@ -155,7 +155,7 @@ def shared_plan_kernel(certificate, ALLOWED, plan, call, CAUSAL: tl.constexpr):
             near = tl.minimum(near, start - left + 1)
             if not CAUSAL:
                 far = tl.maximum(far, end - 1 + tl.load(certificate.reach + (CHOICES + best) * heads + leader + g))
-        # The choices are nested: the longest of a group includes the others.
+        # The choices are nested: the longest choice in a group includes the others.
         choosable = certificate.outliers + bk * OUTLIERS
         outliers = tl.where(slots < count, tl.load(choosable + slots, mask=slots < count, other=-1), -1)
         near = tl.maximum(near, low)
