@@ -23,7 +23,7 @@ from alibi_attn.jax.validation import SegmentIds, Slopes, checked_dropout_key, m
 Backend = Literal["auto", "native", "loop", "dense"]
 Result = TypeVar("Result")
 
-QUERY_BLOCK = KEY_TILE = 128  # of the loop; on the CPU 64 to 256 are alike
+QUERY_BLOCK = KEY_TILE = 128  # of the loop; on the CPU 64 to 256 are equally fast
 
 
 @hides_unknown
@@ -131,7 +131,7 @@ def attend(
 
 
 def _scaled_by_sinks(output: Array, lse: Array, sink_logits: Array) -> Array:
-    """The output [B, T, H, D] over the given keys and one sink per head, output·σ(lse − sink)."""
+    """The output [B, T, H, D] over the given keys and one sink per head: output·σ(lse − sink)."""
     blind = lse == -jnp.inf  # the output of such a query is 0, and its incoming gradient has no effect
     share = jax.nn.sigmoid(jnp.where(blind, 0.0, lse) - sink_logits.astype(lse.dtype)[:, None])
     share = jnp.where(blind, 0.0, share)
@@ -155,7 +155,7 @@ def make_plan(spec: AttentionSpec[Array], query: Array, backend: Backend) -> Pla
         causal=spec.causal,
         dropout_p=spec.dropout_p,
         native=kernels,
-        # A traced call may yet be compiled for another device.
+        # A traced call may later be compiled for another device.
         elsewhere=kernels and backend == "auto" and isinstance(query, jax.core.Tracer),
         dense=backend == "dense" or empty or (backend == "auto" and short),
         query_block=min(QUERY_BLOCK, spec.query_len),
@@ -174,7 +174,7 @@ def platforms(query: Array) -> set[str]:
 
 
 class _Kept(NamedTuple):
-    """What forward saves for backward."""
+    """The arrays that forward saves for backward."""
 
     arrays: Arrays
     rest: Rest
@@ -190,7 +190,7 @@ def _attend(plan: Plan, arrays: Arrays, rest: Rest) -> tuple[Array, Array]:
 
 
 def _attend_forward(plan: Plan, arrays: Arrays, rest: Rest) -> tuple[tuple[Array, Array], tuple[native.Wanted, _Kept]]:
-    """Every leaf is a `CustomVJPPrimal`, which knows whether its gradient is requested."""
+    """Every leaf is a `CustomVJPPrimal`, which shows whether its gradient is requested."""
     slopes, biases = (any(x.perturbed for x in jax.tree.leaves(part)) for part in (arrays[3:5], arrays[5:]))
     arrays, rest = jax.tree.map(lambda x: x.value, (arrays, rest))
     output, lse, *saved = _forward(plan, arrays, rest)

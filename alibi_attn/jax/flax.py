@@ -113,8 +113,9 @@ class ALiBiAttention(nnx.Module):
         learn_slopes: make the slopes a parameter.
         qk_norm: RMS-normalize queries and keys per head, with a weight and without an offset.
         forget_gate: the Forgetting Transformer's gates in addition to the slopes (`slopes=[0.0] * H`: gates only); causal only.
-            `gate_proj` decides for every head and token how much of the earlier tokens is kept: the sigmoid of a linear map of
-            x. It is initialized as in PyTorch, U(±1/√embed_dim) with a bias of 0, and computed in fp32 or better in any `dtype`.
+            `gate_proj` computes for every head and token the share of the earlier tokens that is kept: the sigmoid of a
+            linear map of x. It is initialized as in PyTorch, U(±1/√embed_dim) with a bias of 0, and computed in fp32 or
+            better in any `dtype`.
         dtype: dtype of the computation; default that of x and the parameters.
 
     Raises:

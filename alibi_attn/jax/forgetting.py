@@ -1,4 +1,4 @@
-"""`forgetting_attention` for JAX arrays: each token's gate decides how much of the earlier tokens is kept.
+"""`forgetting_attention` for JAX arrays: each token's gate scales the weights of all earlier tokens.
 
 Sums of gates reach 10⁵ in long texts, and JAX has no fp64 by default. So each sum is a pair of numbers, also in the gates'
 gradients.

@@ -162,7 +162,7 @@ def gradients(
 
 
 def least_distance(queries: Queries, key_len: int) -> Array:
-    """int32 scalar: the i − j nearest to 0 of a block of queries that all lie beyond the keys, on one side; 0 for other blocks.
+    """int32 scalar: the i − j nearest to 0 if all queries of a block lie beyond the keys on one side; else 0.
 
     A row of ds adds up to dlse, so a constant can be subtracted from its distances: Σ ds·d = Σ ds·(d − c) + c·dlse.
     Otherwise the rounding of products with distances of 10⁶ would exceed their sum.
