@@ -18,7 +18,7 @@ from alibi_attn.nn.cache_checks import check_format
 
 
 class CachesOfHeads:
-    """Per-head caches that forget automatically: the part shared by `ReachCache` and `GatedReachCache`.
+    """Per-head caches that forget automatically: the code shared by `ReachCache` and `GatedReachCache`.
 
     Args:
         key_heads: the key heads of every inner cache.
