@@ -170,7 +170,7 @@ def cause(error: BaseException) -> str:
 
 
 def listed(names: Iterable[str], most: int = 8) -> str:
-    """The first names in sorted order, and the number of the others."""
+    """The first names in sorted order, and the number of the remaining ones."""
     names = sorted(names)
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 

@@ -87,7 +87,7 @@ def load(
 
 
 def unpacked(model: "SentenceTransformer | str | os.PathLike[str]") -> Sentences:
-    """The parts of a SentenceTransformer that holds one of our encoders, or what `load` reads from a folder.
+    """The parts of a SentenceTransformer that holds one of our encoders, or those that `load` reads from a folder.
 
     Raises:
         TypeError: neither of the two.

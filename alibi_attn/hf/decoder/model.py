@@ -83,7 +83,7 @@ class ALiBiForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
 
         Args:
             dtype: of the weights; None or "auto" for that of the file.
-            numerics, backend: see `alibi_attn.hf.patch`; None for those of the config, by default "exact" and "auto".
+            numerics, backend: see `alibi_attn.hf.patch`; None for the config's values, by default "exact" and "auto".
             normalized_head: whether to normalize the rows of the head, as in Baichuan2. Only for a Baichuan whose vocabulary has
                 neither 64,000 tokens (Baichuan) nor 125,696 (Baichuan2).
             kwargs: revision, cache_dir, token and local_files_only, for the hub; for a folder written by `save_pretrained`, all

@@ -35,7 +35,7 @@ from alibi_attn.nn.int8 import Int8Linear
 
 
 class ALiBiBertPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
-    """What the three models share: loading and saving."""
+    """Loading and saving, shared by the three models."""
 
     config_class = ALiBiBertConfig
     base_model_prefix = "bert"
@@ -136,7 +136,7 @@ class ALiBiBertModel(ALiBiBertPreTrainedModel):  # type: ignore[no-untyped-call]
 
     Args:
         config: sizes and family.
-        add_pooling_layer: with or without pooler; None = that of the config.
+        add_pooling_layer: whether to add a pooler; None = as in the config.
 
     >>> model = ALiBiBertModel(ALiBiBertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, vocab_size=50))
     >>> model(torch.ones(2, 9, dtype=torch.long)).last_hidden_state.shape
@@ -308,7 +308,7 @@ def _checked(
     return given
 
 
-# Folders written by save_pretrained load through AutoModel. Originals have model_type "bert", which belongs to BERT.
+# Folders written by save_pretrained load through AutoModel. Originals have model_type "bert", which is taken by BERT.
 AutoConfig.register(ALiBiBertConfig.model_type, ALiBiBertConfig)
 AutoModel.register(ALiBiBertConfig, ALiBiBertModel)
 AutoModelForMaskedLM.register(ALiBiBertConfig, ALiBiBertForMaskedLM)

@@ -1,8 +1,9 @@
 """Avoids work on padding: packs a padded batch into one row of tokens with segments for all layers, and unpacks it at the end.
 
-ALiBi depends only on distances, so a text may be moved within a row if its tokens are contiguous, as with padding on the left or
-right. Batches with holes in the mask are not packed, because their distances are those of the indices in the padded row. Neither
-is compiled code, where shapes must not depend on the mask's values. Both pass the mask to attention.
+ALiBi depends only on distances, so a text may be moved within a row if its tokens are contiguous, as with padding on
+the left or right. Batches with holes in the mask are not packed, because their distances are those of the indices in
+the padded row. Compiled code does not pack either, because its shapes must not depend on the mask's values. In both
+cases attention gets the mask.
 """
 
 import dataclasses
