@@ -1,6 +1,6 @@
 """Compares position methods on the results of `alibi run referee`, with an interval for each number.
 
-    task      what models were trained and tested on: a text, or a task of symbols with a known chance level
+    task      the data for training and testing: a text, or a task of symbols with a known chance level
     score     for a task, the share of correct answers; for a text, the perplexity with a sliding window, divided by the lowest
               perplexity of any method at the trained length on the same tokens
     solved    the whole interval of a share is at or above 90 %; not solved: all of it is below; open: neither

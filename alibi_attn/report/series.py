@@ -1,6 +1,6 @@
 """Series: records grouped for figures, tables and sentences.
 
-    study    one recipe on one corpus, evaluated in one way: what can share a figure
+    study    one recipe on one corpus, evaluated in one way; its records can share a figure
     series   one configuration in it, over all its seeds: one line in the figure, one row in the table
 
 Records other than trainings and evaluations of language models belong to no study.
@@ -31,7 +31,7 @@ STRETCHES = {
     "ntk": "NTK",
     "yarn": "YaRN",
 }
-_RUN = ("model", "data", "train", "corpus")  # the sections that identify a run; `eval` says how it was tested
+_RUN = ("model", "data", "train", "corpus")  # the sections that identify a run; `eval` describes how it was tested
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Study:
 
     @property
     def unit(self) -> str:
-        """What the model predicts: "byte" or "token"."""
+        """The unit that the model predicts: "byte" or "token"."""
         return "byte" if self.bytes_per_token == 1 else "token"
 
     @functools.cached_property
@@ -256,7 +256,7 @@ def _stretch(record: Record) -> str:
 
 
 def _key(record: Record) -> tuple[str, str]:
-    """What identifies a run over all its seeds: its recipe, and its config without the evaluation."""
+    """The key that all seeds of a run share: its recipe, and its config without the evaluation."""
     return recipe_of(record), _text(_without_seed({key: record.config.get(key) for key in _RUN}))
 
 

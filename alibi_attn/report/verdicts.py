@@ -6,7 +6,7 @@ with the reason.
 
 * A claim that compares two trainings (ALiBi against sinusoidal, L = 512 against L = 3072), or speeds, is about training: it
   needs an interval over seeds, because one training of each says nothing about others, however long the text. Two measured
-  speeds without an interval decide nothing either.
+  speeds without an interval leave a claim open too.
 * A claim about how one model's perplexity changes with length can be decided over text with a single seed, for that model.
 * A definition (slopes, forward passes) involves no chance and is compared exactly.
 """

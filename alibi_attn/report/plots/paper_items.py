@@ -38,7 +38,7 @@ _OTHER_TABLES = {  # where the paper has the same models with the other evaluati
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Numbers:
-    """The source of lines: ours or the paper's, for one evaluation mode ("" if nothing was evaluated)."""
+    """The numbers of one source, ours or the paper's, for one evaluation mode ("" if nothing was evaluated)."""
 
     column: Column
     ours: bool
