@@ -57,7 +57,7 @@ def with_segments(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tupl
 
 
 def _heads_as_sequences(spec: Spec) -> Spec:
-    """The call with [B·H, 1, …] in place of [B, H, …]; its query_start is left as it is."""
+    """The call with [B·H, 1, …] in place of [B, H, …]; its query_start does not change."""
     heads = spec.batch, spec.num_heads
 
     def flat(x: Tensor | None) -> Tensor | None:

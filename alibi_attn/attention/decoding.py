@@ -31,7 +31,7 @@ MAX_QUERIES = 16  # of the CPU kernel
 CHUNKS = 4  # with more than MAX_QUERIES queries, a CPU reads only near keys if there are this many times as many keys
 # Elements of the cached keys of a sequence, on a CPU without the kernel: with fewer, reading all is as fast.
 LONG = 2**23
-FEW = 1024  # keys that cost less than a separate call: heads that need at most this many share one
+FEW = 1024  # keys that cost less than a separate call: heads that need at most this many share a call
 
 Runs = Sequence[tuple[int, int]]  # [start, stop) of the visible keys, per row
 
@@ -281,7 +281,7 @@ def _on_cpu(query: Tensor) -> bool:
 
 
 def _buckets(needed: list[int]) -> list[tuple[int, list[int]]]:
-    """(the most keys that any of them needs, key heads that need about as many): grouped by powers of two from FEW on.
+    """(the most keys that any head of a group needs, the key heads of the group): grouped by powers of two from FEW on.
 
     Above FEW only neighboring heads are grouped, because their keys can be read without a copy.
     """

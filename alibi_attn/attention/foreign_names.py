@@ -1,4 +1,4 @@
-"""Argument names of other libraries: the TypeError for such a name tells the name used here (docs/switching.md)."""
+"""Argument names of other libraries: the TypeError for such a name has the name used here (docs/switching.md)."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -31,7 +31,7 @@ OURS = {
 
 
 def hides_unknown(function: _Function) -> _Function:
-    """Marks a function whose `**unknown` only serves its error: `inspect.signature` and `help` do not show it."""
+    """Hides a function's `**unknown`, which exists only for its error, from `inspect.signature` and `help`."""
     signature = inspect.signature(function)
     shown = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
     function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]

@@ -2,7 +2,7 @@
 
 First the ranks determine which rows each of them needs (`halo_bounds.py`, certified). Then exactly those rows are sent
 (`exchange.py`), and every rank computes its own queries (`rank_attention.py`). The rows that are not sent weigh at most the
-tolerance, and so do the rows that a rank's own call skips: at most twice the tolerance in total.
+tolerance, and so do the rows that a rank's call skips: at most twice the tolerance in total.
 """
 
 import dataclasses

@@ -84,7 +84,7 @@ def create(path: Path, about: dict[str, Any]) -> Path:
     if (folder / _ABOUT).is_file():  # left by a process that was killed
         shutil.rmtree(folder)
     elif folder.is_dir():
-        folder.rmdir()  # refuses a folder that holds anything else
+        folder.rmdir()  # raises an error if the folder holds anything else
     folder.mkdir()
     (folder / _ABOUT).write_text(f"{text}\n{zlib.crc32(text.encode()):08x}\n")
     token_path(folder).touch()

@@ -90,7 +90,7 @@ def recognized(names: Collection[str], families: Iterable[Family]) -> tuple[Fami
             for inner in dict.fromkeys(("", family.body)):  # a model without its head is saved without the body's name
                 first = outer + f"{family.layers}0.".removeprefix(inner)
                 if outer in family.wrappers and any(first + mark in names for mark in family.marks):
-                    # Other names are refused later unless they belong to a head.
+                    # Other names raise an error later unless they belong to a head.
                     inside = (name for name in names if name.startswith(outer) and not re.fullmatch(family.heads, name))
                     return family, {name: name for name in names} | {x: inner + x.removeprefix(outer) for x in inside}
     return None
@@ -127,7 +127,7 @@ def converted(
         source, theirs = stored[name]
         missing = any(their not in state.tensors for their in theirs)
         if missing or (new_head and name.startswith("classifier.") and state.tensors[theirs[0]].shape != like.shape):
-            continue  # part of a new head; `_check_names` has refused all others
+            continue  # part of a new head; `_check_names` raises an error for all others
         tensor = _taken(state, theirs, like.shape, transposed=source.transposed, half=source.half).to(dtype)
         weights[name] = tensor.clone() if copies and len(theirs) == 1 else tensor
         for their in theirs:

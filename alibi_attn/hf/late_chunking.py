@@ -120,7 +120,7 @@ def late_chunks(
             texts in windows of that length, which see less of the text.
         overlap: tokens that neighboring windows share.
         normalize: scale vectors to length 1; False leaves it to the model.
-        batch_tokens: tokens per batch. A longer text is a batch of its own.
+        batch_tokens: tokens per batch. A longer text is a separate batch.
 
     Returns:
         For each text its vectors [C, E] and spans [C, 2]; C depends on the text.

@@ -1,4 +1,4 @@
-"""The mask that a patched model builds instead of its own n×n one: [B, S] bool, True = visible; causality is not in it.
+"""The mask that a patched model builds instead of an n×n mask: [B, S] bool, True = visible, without causality.
 
 It reaches the layers as [B, 1, 1, S], because transformers passes masks of four dimensions on unmodified. A mask without columns,
 [B, 1, 1, 0], means that every key is visible. Read next: `patching.py`.
@@ -78,7 +78,7 @@ def indexed_mask(
     config: PreTrainedConfig | None = None,
     **_: object,
 ) -> Tensor:
-    """The mask for distances by index, where holes need no special treatment (MPT, or the checkpoint's own bias)."""
+    """The mask for distances by index, where holes need no special treatment (MPT, or the checkpoint's bias)."""
     if mask_function is not causal_mask_function:
         raise ValueError(_CAUSAL)
     if attention_mask is None or attention_mask.shape[1] == 0:

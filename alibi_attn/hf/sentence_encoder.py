@@ -201,7 +201,7 @@ def sentence_transformer(
 
 
 def _tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder, or a short error if there is none."""
+    """The tokenizer of a folder; raises a short error if there is none."""
     if not any(any(folder.glob(files)) for files in _VOCABULARIES):  # transformers would create an empty one
         raise FileNotFoundError(f"{folder} has no tokenizer, neither tokenizer.json nor a vocabulary; download it")
     if (path := folder / "tokenizer.json").exists():

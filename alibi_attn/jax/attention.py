@@ -149,7 +149,7 @@ def make_plan(spec: AttentionSpec[Array], query: Array, backend: Backend) -> Pla
     if why_not is not None and (backend == "native" or (backend == "loop" and empty)):
         raise ValueError(f"backend {backend!r} cannot run this: {why_not}; backend='auto' picks one that can")
     kernels = backend in ("auto", "native") and why_not is None
-    # A few queries cost one pass over the keys either way; a few tiles are not worth a loop.
+    # With few queries either way is one pass over the keys; few tiles are not worth a loop.
     short = spec.query_len <= 16 or spec.query_len * spec.key_len < 256 * 256
     return Plan(
         causal=spec.causal,
@@ -211,7 +211,7 @@ _attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 @partial(jax.jit, static_argnums=0)
 def _forward(plan: Plan, arrays: Arrays, rest: Rest) -> tuple[Array, Array, xla.Saved | None, native.Saved | None]:
-    """output, lse, and what each path saves: zeros for the path that did not run, if the device is known only when compiled."""
+    """(output, lse, saved arrays of both paths); zeros for the other path if only compilation determines the device."""
 
     def on_cpu(arrays: Arrays, rest: Rest) -> tuple[Array, Array, xla.Saved | None, native.Saved | None]:
         output, lse, saved = native.forward(plan, arrays, rest)
@@ -224,7 +224,7 @@ def _forward(plan: Plan, arrays: Arrays, rest: Rest) -> tuple[Array, Array, xla.
 
 
 def _on_platform(plan: Plan, on_cpu: Callable[..., Result], anywhere: Callable[..., Result], *arrays: object) -> Result:
-    """Picks one of two paths to the same result: now if the device is known, else when the call is compiled."""
+    """Picks one of two paths to the same result: immediately if the device is known, else when the call is compiled."""
     if plan.elsewhere:
         return lax.platform_dependent(*arrays, cpu=on_cpu, default=anywhere)
     return on_cpu(*arrays) if plan.native else anywhere(*arrays)

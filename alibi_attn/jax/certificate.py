@@ -277,7 +277,7 @@ def biased_tiles(
         rounded = 4 * size * float(np.finfo(work).eps) * jnp.abs(slope[..., None]) + LSE_NATS["jax"]
         return jax.nn.logsumexp(relative - slope[..., None, None] * away, axis=-1) + rounded
 
-    # Any choice of outliers is sound: each of them is certified on its own.
+    # Any choice of outliers is sound: each of them is certified separately.
     nats = largest_rate[..., None] * norm + largest.astype(work)
     position = plan.key_tile * jnp.arange(count, dtype=work)
     sides = [nats + rule.left[..., None] * position]

@@ -118,7 +118,7 @@ def _biases(query_len: int, first: Array, gates: Array, key_bias: Array | None) 
     """(b_j − c_j [B, H, S], c_i [B, H, T]) with c the running sums of gates [B, H, S]; queries begin at position `first`.
 
     The gradient of gate l is Σ_{i ≥ l} (row sum i − column sum i) of the gradient of the scores. The gradients of the two biases
-    are these sums, of the very same numbers, so the rounding errors of rows do not accumulate.
+    are these sums, of the same numbers, so the rounding errors of rows do not accumulate.
     """
     work = gates.dtype if key_bias is None else jnp.promote_types(gates.dtype, key_bias.dtype)
     high, low = _gate_sums(gates.astype(work))
@@ -169,7 +169,7 @@ def _gate_sums(gates: Array) -> Pair:
 def _running_sums(x: Pair, *, reverse: bool = False) -> Pair:
     """Σ over all positions up to each along the last axis [..., S], or from each on; off by 2⁻⁴⁰ of the largest sum in fp32.
 
-    Rows of √S positions are added up side by side, and then the rows: two short loops, quick to compile at any length.
+    Rows of √S positions are summed in parallel, then the rows: two short loops, quick to compile at any length.
     """
     *lead, length = x[0].shape
     if 0 in x[0].shape:

@@ -102,8 +102,8 @@ def add(plan: Plan, rule: Rule, so_far: Softmax, queries: Queries, keys: Keys, d
 def _largest_bias(plan: Plan, rule: Rule, queries: Queries, keys: Keys, bias: KeyBias) -> Array:
     """[t] the largest b_j − m·|i − j| that each query sees in this tile, −inf if it sees no key.
 
-    Relative to it, the biases of keys that matter are at most as large as m·|i − j|, and are rounded no more. Every query has its
-    own, so that a large bias costs no digits in queries that do not see it.
+    Relative to it, the biases of keys that matter are at most as large as m·|i − j|, and are rounded no more. Every
+    query has its own reference, so that a large bias costs no digits in queries that do not see it.
     """
     seen, distance, slope = _sight(plan, rule, queries, keys)
     nearby = bias.high - (slope * distance.astype(rule.left.dtype)).astype(bias.high.dtype)

@@ -331,7 +331,7 @@ class KVCache:
         if self._weights is None:
             weights = "" if layer is None else fingerprint(layer)
             if self._file is not None:
-                self._layer = None  # another layer may follow if this one is refused
+                self._layer = None  # another layer may append if this call fails
                 self._file.check_weights(weights)
             self._layer, self._weights = None if layer is None else weakref.ref(layer), weights
         if self._file is None:

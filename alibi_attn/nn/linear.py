@@ -83,7 +83,7 @@ def quicker(x: Tensor, weight: Tensor, bias: Tensor | None, *, rounded: bool = F
     """
     tensors = (x, weight) if bias is None else (x, weight, bias)
     if not may_read(*tensors) or torch._C._len_torch_dispatch_stack():
-        return None  # a dispatch mode counts or traces what torch computes
+        return None  # a dispatch mode counts or traces torch's operations
     if x.numel() == 0 or x.dim() == 0 or weight.dim() != 2 or x.shape[-1] != weight.shape[-1]:
         return None  # torch handles these, or raises an error
     work = _dtype(*tensors)

@@ -1,4 +1,4 @@
-"""ReachCache: keeps, per head, only the keys within its certified reach, and counts what it forgot.
+"""ReachCache: keeps, per head, only the keys within its certified reach, and counts the forgotten keys.
 
 A head of slope m whose scores never exceed U needs no key at |i − j| ≥ reach (`alibi_attn/reach.py`): steep heads decode in
 constant memory and time indefinitely, and outputs equal full attention within the tolerance. Shapes as in

@@ -31,7 +31,7 @@ class Number:
 
     @property
     def model(self) -> tuple[str, int | None]:
-        """What identifies its model: the method and the trained length."""
+        """The key of its model: the method and the trained length."""
         return method_of(self.label), trained_length(self.label) or self.length
 
 

@@ -284,7 +284,7 @@ def _parts(record: Record, length: float | None, name: str) -> Array:
 
 
 def _scored(record: Record) -> tuple[str, ...]:
-    """What determines the scored tokens: the text, its split, their number, and the longest length."""
+    """The settings that determine the scored tokens: the text, its split, their number, and the longest length."""
     test, corpus = section(record, "eval"), section(record, "corpus")
     lengths = _sequence(test.get("lengths"))
     return (*(str(test.get(name)) for name in ("split", "tokens")), str(lengths[-1:]), str(corpus.get("test_sha256")),

@@ -1,7 +1,8 @@
 """The certificate for calls with a bias per key (docs/maths.md, step 10): certified bands from torch operations.
 
-The weights of distant keys do not form a geometric series then, but the actual keys can be summed. With R the largest |scale|·‖q‖
-of a head, one running log-sum-exp per head gives the total weight of all keys before a tile, for every block of queries:
+With biases, the weights of distant keys do not form a geometric series, but the actual keys can be summed. With R the
+largest |scale|·‖q‖ of a head, one running log-sum-exp per head gives the total weight of all keys before a tile, for
+every block of queries:
 
     F(p) = ln Σ_{j < p} exp(R·‖k_j‖ + b_j + m·j) ,    Σ_{j < p} exp(R·‖k_j‖ + b_j − m·(i − j)) = exp(F(p) − m·i) ,
 
@@ -40,7 +41,7 @@ ROUNDING = 2.0**-50
 def biased_bounds(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> Bounds:
     """The keys with biases that every block of queries must visit; without `value` the values are assumed to have similar norms.
 
-    `left` is relative to a block's first query, `right` to its last: all queries of the block may skip what lies farther.
+    `left` is relative to a block's first query, `right` to its last: all queries of the block may skip the keys beyond.
     If a number is not finite, nothing is skipped.
     """
     device = query.device
@@ -115,7 +116,7 @@ def gated_bounds(
         _reach(spec, nats[..., None], m, constant, tiles, first, 1)
         for tiles in (torch.full_like(outlier_tiles, -1), outlier_tiles)
     )
-    # Each outlier tile is a separate call, which pays if it cuts the reach to less than half.
+    # Each outlier tile is a separate call, which is worth its cost if it cuts the reach to less than half.
     worth = 2 * left < with_all.clamp(max=spec.key_len)
     left = torch.where(worth, left, with_all)
     return Bounds(left, left, outlier_tiles.masked_fill(~worth, -1))

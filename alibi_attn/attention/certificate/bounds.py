@@ -35,7 +35,7 @@ from alibi_attn.reach import UNLIMITED
 Spec = AttentionSpec[Tensor]
 
 LEVELS = (0.25, 0.5, 0.8, 1.0)  # quantiles of the blocks' largest query norms, for which tails are summed
-LONG = 4096  # from this many keys on, a tighter and more expensive bound pays
+LONG = 4096  # from this many keys on, a tighter and more expensive bound is worth its cost
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,7 +26,7 @@ def has_huge_scores(scale: float, query: Tensor, key: Tensor) -> bool:
 
 
 def norm_bound(tensor: Tensor) -> Tensor:
-    """An upper bound on the Euclidean norms over the last axis, fp64: true for every finite input, inf if it is unknown.
+    """An upper bound on the Euclidean norms over the last axis, fp64: valid for finite input, inf if unknown.
 
     Squares below the smallest normal number may be lost, each entry less than 2^−63 in fp32; a sum of D squares is off by less
     than (D + 2) units; squares that overflow give inf, and then nothing is skipped. fp64 is scaled by its largest entry first.

@@ -1,8 +1,8 @@
 """From reach to tiles: which tiles of 64 keys every block of queries visits, as small integer tensors that stay on the device.
 
-`bounds.py` computes the keys that a block must visit; masks, segments and windows determine the keys that it may see. Both are
-intervals of tiles, so a kernel knows its first and last tile before its loop starts. Nothing here reads a value on the host or
-grows with T·S.
+`bounds.py` computes the keys that a block must visit; masks, segments and windows determine the keys that it may see.
+Both are intervals of tiles, so a kernel reads its first and last tile before its loop starts. Nothing here reads a
+value on the host or grows with T·S.
 """
 
 import dataclasses

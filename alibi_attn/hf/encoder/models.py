@@ -107,10 +107,10 @@ class ALiBiBertPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call
         """Write a folder for `from_pretrained` (and, after `import alibi_attn.hf`, for AutoModel).
 
         Args:
-            layout: "own" saves as transformers does, with its arguments. "original" writes the weight names and config of the
-                family from which the model was loaded (`config.original_layout`); "mosaic", "jina" and "jina-code" those of the
-                named family. `from_pretrained` and the family's own code read such folders. They must be new, and are written
-                atomically.
+            layout: "own" saves like transformers, with its arguments. "original" writes the weight names and config of
+                the family from which the model was loaded (`config.original_layout`); "mosaic", "jina" and "jina-code"
+                those of the named family. `from_pretrained` and the family's own code read such folders. They must be
+                new, and are written atomically.
 
         Raises:
             ValueError: an unknown layout, or one that cannot store this model.

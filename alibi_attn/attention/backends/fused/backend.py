@@ -242,7 +242,7 @@ def _differentiate(spec: Spec, saved: tuple[Tensor, ...], inputs: BackwardInputs
     if spec.query_start is not None:
         key, value, *_ = contained_by_cuts(spec, key, value)
     if inputs.may_see_nothing:
-        # 0·NaN is NaN: a query that sees no key must not reach the keys' gradients.
+        # 0·NaN is NaN: a query that sees no key must not affect the keys' gradients.
         nothing = ((lse if spec.key_bias is None else lse[:, 0]) == -torch.inf)[..., None]
         query, grad_output = query.masked_fill(nothing, 0.0), grad_output.masked_fill(nothing, 0.0)
     tiles = Tiles(
@@ -303,7 +303,7 @@ def _heaviest_first(weight: Tensor) -> Tensor:
 
 @constant_when_compiled
 def _missing(device: int | None) -> str | None:
-    """What is missing on this machine, or None."""
+    """The requirement that is missing on this machine, or None."""
     if importlib.util.find_spec("triton") is None:
         return "it needs Triton; pip install triton"
     if device is not None and torch.version.hip is None:

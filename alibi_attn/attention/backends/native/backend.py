@@ -45,7 +45,7 @@ def why_not(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> str | None
 
 
 def too_small(spec: Spec) -> TooSmall | None:
-    """A few queries, or short input; never with dropout, because writing out its mask costs more than a call."""
+    """A few queries, or short input; never with dropout, because materializing its mask costs more than a call."""
     if spec.dropout_p > 0:
         return None
     if surely(spec.query_len <= FEW_QUERIES):

@@ -2,7 +2,7 @@
 
 A wheel contains them for several instruction levels (`levels.py`), and the best one that this processor supports is loaded.
 Otherwise (source tree, editable install, wheel built without a compiler) the first call compiles them for this processor, which
-takes some seconds, and keeps them in the user's cache.
+costs some seconds, and keeps them in the user's cache.
 
 The name of a cached file holds its level, a digest of its sources, flags, compiler and processor, and a digest of its content:
 if one of these changes, or the file is damaged, it is compiled again. If the cache cannot be used, each process compiles its own
@@ -168,7 +168,7 @@ def made(
     Args:
         stem: the start of its file name in the cache.
         headers: the package's headers that the sources include.
-        load: raises BuildError if a file does not hold what it should.
+        load: loads a file; raises BuildError if the content is not as expected.
 
     Raises:
         BuildError: there is no compiler, or it fails; the message names the fix.

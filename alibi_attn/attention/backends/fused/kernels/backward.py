@@ -1,4 +1,4 @@
-"""Backward: the exact gradient of what forward computed, on the tiles that forward visited, without atomics.
+"""Backward: the exact gradient of forward's result, over the tiles that forward visited, without atomics.
 
 With p = exp(score − lse), δ_i = Σ out·dout − dlse and ds = p·(dp − δ):
 

@@ -255,7 +255,8 @@ def reach_kernel(
 
     m_i = tl.full([TILE], float("-inf"), tl.float32)
     l_i = tl.zeros([TILE], tl.float32)
-    # The keys at the block's positions and as many before, and after it if visible. Queries may lie outside the keys.
+    # The keys at the block's positions, the same number before it, and after it if visible. Queries may lie outside the
+    # keys.
     bias = call.key_bias
     if bias is not None:
         bias = bias_for(bias, bh, bh * tl.cdiv(T, ROWS) + n * TILE // ROWS, tiles, S)

@@ -182,7 +182,8 @@ def shared_plan_kernel(certificate, ALLOWED, plan, call, CAUSAL: tl.constexpr):
 @triton.jit
 def visitors_kernel(BANDS, OUTLIER_TILES, CANDIDATES, N, tiles, WIDTH: tl.constexpr, BLOCKS: tl.constexpr):
     """Program: WIDTH tiles of keys of one head. CANDIDATES [B, H, tiles, 3] int32: the half-open range of blocks of queries that
-    may have visited a tile, and 1 if it is an outlier tile. Some blocks in the range may not have; their bands show it.
+    may have visited a tile, and 1 if it is an outlier tile. Some blocks in the range may not have visited it; their
+    bands show it.
     """
     parts = tl.cdiv(tiles, WIDTH)
     bh = (tl.program_id(0) // parts).to(tl.int64)
