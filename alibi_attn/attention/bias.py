@@ -110,7 +110,7 @@ def score_bias(spec: AttentionSpec[Tensor], distance: Tensor, seen: Tensor) -> t
 
 
 def unshifted_lse(spec: AttentionSpec[Tensor], lse: Tensor, origin: Tensor | None) -> Tensor:
-    """The lse [B, H, T] of the actual scores, given that of the scores with the bias of `score_bias`, in its dtype."""
+    """The lse [B, H, T] of the actual scores, from the lse with the bias of `score_bias`, in the same dtype."""
     if origin is None:
         return lse
     if spec.query_bias is not None:

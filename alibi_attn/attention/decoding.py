@@ -233,7 +233,7 @@ def _after_last_visible_key(
     """The keys needed by a row whose last positions are hidden, such as a finished sequence.
 
     Moving a query from there to the last visible position shortens the distance to every key by the same amount, so the softmax
-    does not change: without a window, the reach is that of a query at the position of its last visible key.
+    does not change: without a window, the reach is the same as for a query at the position of its last visible key.
     """
     slopes = spec.slopes if spec.slopes.ndim == 1 else spec.slopes[b : b + 1]
     needed, outlier_tiles = torch.ones(spec.num_kv_heads, dtype=torch.int64), []

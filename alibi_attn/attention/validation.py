@@ -61,7 +61,7 @@ class VarlenOptions(SharedOptions, BiasOptions, total=False):
 
 
 class AttentionOptions(VarlenOptions, MaskOptions, total=False):
-    """The keywords of `alibi_attention`, where they are explained."""
+    """The keywords of `alibi_attention`, which explains them."""
 
     query_offset: int | Tensor | None
 

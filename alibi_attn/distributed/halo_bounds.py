@@ -194,7 +194,7 @@ def _beyond(halo: Halo, rank: int, head: int, tiles: Sequence[int]) -> Iterator[
 
 
 def _numerator(shard: Shard) -> tuple[Tensor, Tensor]:
-    """(rate, constant), each [B, H, T]: for keys of norm at most κ, a query's reach is that of rate·κ + constant nats."""
+    """(rate, constant), each [B, H, T]: the numerator of a query's reach is rate·κ + constant for keys of norm ≤ κ."""
     spec, summary = shard.spec, shard.summary
     query, key, value = shard.query.detach(), shard.key.detach(), shard.value.detach()
     first = first_positions(spec, query.device)

@@ -56,7 +56,7 @@ def read(
         about: its config.json.
         families: the candidates; the first that matches is used.
         changes: fields of the config to change, by the family's names.
-        tensors: the weights; None reads those of the folder.
+        tensors: the weights; None reads them from the folder.
 
     Raises:
         FileNotFoundError: there are no weights.
@@ -108,7 +108,7 @@ def converted(
 
     Args:
         model: gives names and sizes; may be on the meta device.
-        dtype: of the result; None keeps that of the checkpoint.
+        dtype: of the result; None keeps the checkpoint's dtype.
         new_head: leave out weights of the head that are missing from the checkpoint, or that have another number of labels.
         copies: copy every tensor, so that none shares memory with the checkpoint.
 

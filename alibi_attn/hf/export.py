@@ -2,7 +2,7 @@
 
 The decoder as a state dict (E the width, V the vocabulary):
 
-    embedding.weight [V, E]                              token embeddings, also those of the output
+    embedding.weight [V, E]                              token embeddings, shared with the output
     embedding_norm.weight, .bias [E]                     BLOOM only: LayerNorm of the embeddings
     blocks.N.attention_norm.weight [E]                   LayerNorm
     blocks.N.attention.{q,k,v,out}_proj.weight           grouped-query attention allowed

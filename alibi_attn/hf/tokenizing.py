@@ -1,4 +1,4 @@
-"""Converts the lab's tokenizers to those of the `tokenizers` library, which transformers loads."""
+"""Converts the lab's tokenizers to the format of the `tokenizers` library, which transformers loads."""
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 

@@ -48,7 +48,7 @@ def forgetting_attention(
             Values are checked if that is free: numpy arrays, and arrays on the CPU that are not traced.
         slopes: m, for ALiBi times gates; None = no ALiBi.
         query_offset: position of query 0, an int; S − T by default. All queries must be among the S positions.
-        query, key, value, dropout_key, return_lse, backend: as for `alibi_attention`. lse is that of the scores above.
+        query, key, value, dropout_key, return_lse, backend: as for `alibi_attention`. lse belongs to the scores above.
         options: window, scale, key_mask, segment_ids, key_bias, sink_logits, dropout_p and tolerance, as for
             `alibi_attention`.
 

@@ -131,7 +131,7 @@ class Limits(NamedTuple):
 
     lowest: Array
     highest: Array
-    nearest: Array  # where the block begins
+    nearest: Array  # the tile that the block visits first
     useful: Array  # [tiles] bool
 
 

@@ -36,8 +36,8 @@ class ALiBiAttention(nn.Module):
 
         softmax(q·kᵀ/√D − m·|i − j|)·v,   q, k, v = linear layers of x, one fixed slope m per head
 
-    It adds no positions, has no maximum length and (with fixed slopes) no parameters other than those of
-    the linear layers: `q_proj`, `k_proj`, `v_proj`, `out_proj`.
+    It adds no positions, has no maximum length and (with fixed slopes) no parameters except the
+    linear layers' own: `q_proj`, `k_proj`, `v_proj`, `out_proj`.
 
     Args:
         embed_dim: a multiple of `num_heads`; the head size is D = embed_dim / num_heads.

@@ -27,7 +27,7 @@ class GatedReachCache(CachesOfHeads):
     Args:
         slopes: [H], none of them negative.
         num_kv_heads: K, which divides H.
-        score_bound: U; `ALiBiAttention` raises if queries and keys exceed it (where it can read them).
+        score_bound: U; `ALiBiAttention` raises an error if queries and keys exceed it (if it can read them).
         tolerance: ε, the largest share of a later query's softmax mass that is forgotten.
 
     Raises:
@@ -92,7 +92,7 @@ class GatedReachCache(CachesOfHeads):
         self._seen, self._since = length, min(self._since, length)
 
     def reorder(self, indices: Tensor | Sequence[int]) -> None:
-        """As `KVCache.reorder`."""
+        """Same as `KVCache.reorder`."""
         super().reorder(indices)
         self._gone = [x if x is None else x[torch.as_tensor(indices, device=x.device)] for x in self._gone]
 

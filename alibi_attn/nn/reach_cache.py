@@ -85,7 +85,7 @@ class CachesOfHeads:
         return length
 
     def reorder(self, indices: Tensor | Sequence[int]) -> None:
-        """As `KVCache.reorder`."""
+        """Same as `KVCache.reorder`."""
         for cache in self._caches:
             cache.reorder(indices)
 
@@ -105,8 +105,8 @@ class ReachCache(CachesOfHeads):
     Args:
         reach: [H], one per query head, of `ALiBiAttention.static_reach`; it counts the query itself.
         num_kv_heads: K; default H.
-        score_bound: U, for which the reach was computed. `ALiBiAttention` raises if queries and keys exceed it (where it can
-            read them: on the CPU, not compiled).
+        score_bound: U, for which the reach was computed. `ALiBiAttention` raises an error if queries and keys exceed it
+            (if it can read them: on the CPU, not compiled).
         tolerance: ε, for which the reach was computed.
 
     Raises:

@@ -107,7 +107,7 @@ def block_mask(
     """The blocks of keys that matter to each block of queries, and a `mask_mod` of the keys that a query may see.
 
     Args:
-        flags: flags of the keys, see `_key_flags`; None = those of the key mask.
+        flags: flags of the keys, see `_key_flags`; None = the flags of the key mask.
         block_size: queries and keys per block, a multiple of TILE.
     """
     from torch.nn.attention.flex_attention import BlockMask

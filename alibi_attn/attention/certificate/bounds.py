@@ -284,7 +284,7 @@ def _reach(
 
 
 def reach_of_nats(nats: Tensor, m: Tensor, tolerance: float) -> Tensor:
-    """int64: the reach if all keys from a distance r on weigh at most e^(nats − m·r), m fp64; `tolerance` is that of one side."""
+    """int64: the reach if all keys at distance ≥ r weigh at most e^(nats − m·r), m fp64; `tolerance` is for one side."""
     quotient = ((nats - math.log(tolerance)) / m).clamp(min=0.0)
     reach = (quotient + 1e-12 * quotient.abs()).ceil().nan_to_num(nan=UNLIMITED, posinf=UNLIMITED)
     reach = reach.clamp(KEPT, UNLIMITED).to(torch.int64)

@@ -15,8 +15,8 @@ HUGE = 2.0**20
 def has_huge_scores(scale: float, query: Tensor, key: Tensor) -> bool:
     """Whether some |scale·q·k| may exceed `HUGE`; reads the tensors on the host.
 
-    The backward pass of torch's fused attention recomputes scores slightly differently and uses exp(score − lse): from 10⁶ on
-    its weights are off by more than a hundredth, from 10⁹ on they may be inf.
+    The backward pass of torch's fused attention recomputes scores slightly differently and uses exp(score − lse): above
+    10⁶ its weights are off by more than a hundredth, and above 10⁹ they may be inf.
     """
     if query.numel() == 0 or key.numel() == 0:
         return False
@@ -71,7 +71,7 @@ class Norms:
 
     @property
     def covered(self) -> int:
-        """The number of positions, from the first on, whose norms are known."""
+        """The number of positions, counted from the first, whose norms are known."""
         return self.keys.shape[2] * TILE
 
     def extended(

@@ -59,15 +59,15 @@ class ALiBiBertPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call
     ) -> Any:
         """A model in evaluation mode, from a folder or the hub; code in it is never run. (model, info) with output_loading_info.
 
-        The family is recognized by the names of the weights: Jina v2, Jina v2 code, MosaicBERT and DNABERT-2, with prefix "",
-        "bert." or "model.", and folders written by `save_pretrained`. No weight may be missing or unexpected, except those of a
-        head that this class does not have.
+        The family is recognized by the names of the weights: Jina v2, Jina v2 code, MosaicBERT and DNABERT-2, with
+        prefix "", "bert." or "model.", and folders written by `save_pretrained`. No weight may be missing or
+        unexpected, except in a head that this class does not have.
 
         Args:
             new_head: initialize weights of the head and pooler that are missing from the checkpoint at random, for training;
                 also those of a classifier with another `num_labels`.
-            dtype: as in transformers; "auto" is that of the checkpoint. The default is the same, except that originals saved in
-                float16 (such as Jina's), which is slow on CPUs, are loaded in float32.
+            dtype: as in transformers; "auto" is the checkpoint's dtype. The default is the same, except that originals
+                saved in float16 (such as Jina's), which is slow on CPUs, are loaded in float32.
             options: revision, cache_dir, token, local_files_only; fields of the config, such as num_labels, dropouts or backend;
                 state_dict, to replace the weights of the folder; and all others of `PreTrainedModel.from_pretrained`, such as
                 device_map.

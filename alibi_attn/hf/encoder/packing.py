@@ -60,7 +60,7 @@ def packing(attention_mask: Tensor | None, batch: int, length: int, *, may_pack:
 
     Args:
         attention_mask: [B, T] of 0 and 1 (or bool), 1 = token; or None.
-        may_pack: False where attention computes all scores of a row anyway.
+        may_pack: False if attention computes all scores of a row anyway.
 
     Raises:
         ValueError: a wrong shape, or values other than 0 and 1 (checked if they can be read without synchronizing).

@@ -99,7 +99,7 @@ class Checkpoint:
     """The input of a family's `config` function.
 
     Args:
-        folder: where the checkpoint is.
+        folder: the folder of the checkpoint.
         about: its config.json.
         state: the weights by the family's names, without wrapper prefixes; the function removes those that it consumes.
         changes: fields of the config that the caller passed to `from_pretrained`.

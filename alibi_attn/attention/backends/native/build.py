@@ -35,7 +35,7 @@ HOW_TO_INSTALL = {
     "darwin": "run xcode-select --install, which installs clang++",
     "win32": 'install LLVM, or run pip install ziglang and set CXX to "python -m ziglang c++"',
 }.get(sys.platform, "install g++ (on Debian and Ubuntu: apt install g++)")
-FLAGS = (  # without those of a level
+FLAGS = (  # without the flags of a level
     "-std=c++17", "-O3", "-pthread", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-exceptions", "-fno-rtti",
     *(f"-DALIBI_{name}={value!r}" for name, value in FOR_CPP.items()),
 )  # fmt: skip

@@ -128,7 +128,10 @@ def plan_kernel(
 
 @triton.jit
 def shared_plan_kernel(certificate, ALLOWED, plan, call, CAUSAL: tl.constexpr):
-    """Program: one key head and at most TILE queries. As `plan_kernel`, for one block; the heads of a group share the widest."""
+    """Program: one key head and at most TILE queries. Like `plan_kernel`, for one block and a group of heads.
+
+    The heads of a group share the widest band.
+    """
     H, G, T, S = call.H, call.G, call.T, call.S
     bk = tl.program_id(0).to(tl.int64)
     b, kv = bk // (H // G), bk % (H // G)
