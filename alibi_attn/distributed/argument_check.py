@@ -164,7 +164,7 @@ def check_score_bound(score_bound: float | None, *, hides: bool) -> None:
     """Checks that a score bound is finite and nonnegative, and not combined with a mask, bias or gate.
 
     Raises:
-        ValueError, TypeError: it is not.
+        ValueError, TypeError: the score bound fails one of these checks.
     """
     if score_bound is None:
         return

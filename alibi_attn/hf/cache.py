@@ -40,7 +40,7 @@ class ALiBiCache(Cache):
 
     With a `path` it is a folder of memory-mapped files, on Linux and macOS: memory then follows the keys that queries read, and
     `ALiBiCache.open(path)` continues later, also after the process was killed (not after a power failure). This needs a patched
-    model or one of ours, on the CPU, without gradients. Copies and pickles of it are in memory.
+    model or one of our models, on the CPU, without gradients. Copies and pickles of it are in memory.
     See `docs/long-texts.md`.
 
     MPT's config has `use_cache=False`: pass `use_cache=True` to `generate`.
@@ -128,7 +128,7 @@ class ALiBiCache(Cache):
             self._layer(index).store.verify()
 
     def begin(self, model: nn.Module, tokens: Tensor | None) -> None:
-        """Called by patched models and ours before a forward pass: checks the model, and records the token ids [B, T]."""
+        """Called by patched and our own models before a forward pass: checks the model, records token ids [B, T]."""
         if torch.compiler.is_compiling():
             return
         self._model = weakref.ref(model) if self._model is None else self._model

@@ -11,7 +11,7 @@ The decoder as a state dict (E the width, V the vocabulary):
 
 and for BLOOM a `.bias` for every weight but the embeddings'. The blocks are `ALiBiTransformerBlock`s.
 
-* MPT: LayerNorm without bias, no biases, GELU. RMS norm, gated feed-forwards and QK-norm raise an error.
+* MPT: LayerNorm without bias, no biases, GELU. A decoder with RMS norm, gated feed-forwards or QK-norm raises an error.
 * BLOOM: LayerNorms and linear layers with biases, a LayerNorm after the embeddings, GELU approximated with tanh: in
   `ALiBiTransformerBlock(E, H, bias=True)` make ffn[1] an `nn.GELU(approximate="tanh")`. A state dict does not record
   which GELU it was trained with; with the exact one, each activation is off by up to 5e-4.

@@ -27,7 +27,7 @@ def read(
     past_key_values=cache)`: transformers needs one token that is not cached yet.
 
     Args:
-        model: a patched model, or one of ours, with a language model head, in evaluation mode.
+        model: a patched model, or one of our models, with a language model head, in evaluation mode.
         tokens: [B, S] int64, the whole text, without padding; the cache may hold its first tokens.
         cache: empty, or filled by an earlier `read` or `generate`.
         progress: called after each chunk with (tokens in the cache, S).

@@ -63,7 +63,7 @@ class Series:
         return self.trainings + self.evaluations
 
     def curve(self, curve: str, x: str, y: str, *, most: float = LARGEST) -> tuple[Points, Points]:
-        """Two columns of a curve: x [points] ascending, y [seeds, points], NaN where a seed has no such point or the
+        """Two columns of a curve: x [points] ascending, y [seeds, points], NaN if a seed has no such point or the
         value exceeds `most`."""
         records = self.trainings if curve in ("training", "validation") else self.evaluations
         found = [dict(zip(numbers(r, curve, x), numbers(r, curve, y), strict=True)) for r in records]
@@ -201,7 +201,7 @@ def flat(config: Mapping[str, Json], prefix: str = "") -> dict[str, Json]:
 
 
 def _study(recipe: str, runs: Mapping[tuple[str, str], Sequence[Record]]) -> Study:
-    last = [members[-1] for members in runs.values()]  # an evaluation where there is one
+    last = [members[-1] for members in runs.values()]  # an evaluation if there is one
     configs = [flat(_without_seed(record.config)) for record in last]
     names = sorted({name for config in configs for name in config if name.startswith(("model.", "data.", "train."))})
     several = [name for name in names if len({_text(config.get(name)) for config in configs}) > 1]

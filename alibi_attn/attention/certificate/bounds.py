@@ -1,8 +1,8 @@
 """Reach from tensors: the certificate of `alibi_attn/reach.py` for every block of queries, without reading a value on the host.
 
 For a query, U = |scale|·‖q‖·κ bounds all its scores (Cauchy–Schwarz), κ = the largest norm among the keys that may be
-skipped: to the left a prefix maximum, to the right a suffix maximum. Few keys are that long. The sum over keys of
-Σ exp(|scale|·‖q‖·‖k_j‖ − m·d) bounds the same tail, and is tighter for many keys. The smaller bound is used. λ comes
+skipped: to the left a prefix maximum, to the right a suffix maximum. Few keys are that long. A sum over keys,
+Σ exp(|scale|·‖q‖·‖k_j‖ − m·d), bounds the same tail and is tighter for many keys; the smaller bound is used. λ comes
 from `lse_bound.py`. Tiles of keys with the largest norms may be *outlier tiles*: always visited and left out of both
 bounds, so one giant key costs one tile and not the whole band.
 
@@ -284,7 +284,7 @@ def _reach(
 
 
 def reach_of_nats(nats: Tensor, m: Tensor, tolerance: float) -> Tensor:
-    """int64: the reach if all keys at distance ≥ r weigh at most e^(nats − m·r), m fp64; `tolerance` is for one side."""
+    """int64: the reach if all keys at distance ≥ r weigh at most e^(nats − m·r); m is fp64, `tolerance` one side's."""
     quotient = ((nats - math.log(tolerance)) / m).clamp(min=0.0)
     reach = (quotient + 1e-12 * quotient.abs()).ceil().nan_to_num(nan=UNLIMITED, posinf=UNLIMITED)
     reach = reach.clamp(KEPT, UNLIMITED).to(torch.int64)

@@ -252,7 +252,7 @@ def _blocks(head: _Head, query: int, stop: int, rows: int) -> list[_Block]:
     spec = head.spec
     start = np.arange(query, stop, rows)
     end = np.minimum(start + rows, stop)
-    # A block of half a tile has the tile's reach; a block of several tiles has the widest of theirs.
+    # A block of half a tile has the tile's reach; a block of several tiles has the widest reach among them.
     tiles = np.arange(query // TILE, -(-stop // TILE), max(1, rows // TILE))
     of_tile = (start - query // TILE * TILE) // max(TILE, rows)
 
