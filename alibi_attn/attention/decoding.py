@@ -28,7 +28,7 @@ from alibi_attn.attention.spec import GATE_FLOOR, AttentionSpec, check_numbers, 
 from alibi_attn.attention.validation import make_spec
 
 MAX_QUERIES = 16  # of the CPU kernel
-CHUNKS = 4  # above MAX_QUERIES, a CPU uses `attend_near` only with at least this many keys per query
+CHUNKS = 4  # for more than MAX_QUERIES queries, a CPU uses `attend_near` only with at least this many keys per query
 # Elements of the cached keys of a sequence, on a CPU without the kernel: with fewer, reading all is as fast.
 LONG = 2**23
 FEW = 1024  # keys that cost less than a separate call: heads that need at most this many share a call

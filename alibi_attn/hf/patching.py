@@ -103,7 +103,7 @@ def patch(
 
     Raises:
         ValueError: the model has no supported layers, is patched already, has a config that transformers builds incorrectly, uses
-            remote code, or was loaded without its ALiBi; the message names the class to load instead.
+            remote code, or was loaded without its ALiBi; the message explains what to load instead.
 
     >>> from transformers import BloomConfig, BloomForCausalLM
     >>> model = BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=1, n_head=4, vocab_size=50))

@@ -2,8 +2,8 @@
 
 Both have the same layout. Baichuan2 divides each row of its head by its length, and only the vocabulary size
 distinguishes the two. The 7B models have the same layout too, but use rotary positions: loading one raises an error.
-With numerics="checkpoint" biases are m·j in the model's dtype, as in the originals at inference. Sources:
-modeling_baichuan.py of both; Baichuan 2: arXiv:2309.10305.
+With numerics="checkpoint" biases are m·j in the model's dtype, as in the originals at inference.
+Sources: modeling_baichuan.py of both; Baichuan 2: arXiv:2309.10305.
 """
 
 from alibi_attn.hf.decoder.config import ALiBiCausalLMConfig
