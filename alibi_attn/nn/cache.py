@@ -34,7 +34,7 @@ class KVCache:
 
     ALiBi adds nothing to the keys, so cropping, reordering and changing slopes never invalidate a cache.
 
-    `copy.deepcopy` forks a cache, gradients included. A pickle holds the keys and values that later tokens need,
+    `copy.deepcopy` forks a cache, gradients included. A pickle holds the tensors that later tokens need,
     without gradients or spare capacity, and a format number that other versions check. Either copy belongs to the layer
     that appends to it next.
 
