@@ -14,7 +14,7 @@ from alibi_attn.attention.visibility import distances, few_queries, visible
 
 Slopes = Sequence[float] | NDArray[np.floating] | Tensor
 
-# Nats per token: with a steeper slope, a hidden key next to the query would cost the scores their digits.
+# Nats per token: with a steeper slope, the scores would lose digits if the key next to the query is hidden.
 EXTREME_SLOPE = 64.0
 CHUNK = 128  # queries whose visible keys are materialized at a time
 
@@ -93,9 +93,9 @@ def alibi_bias(
 def score_bias(spec: AttentionSpec[Tensor], distance: Tensor, seen: Tensor) -> tuple[Tensor, Tensor | None]:
     """(bias, origin): the bias added to the scores, [B|1, H, T, S] in the slopes' dtype, and the shift for `unshifted_lse`.
 
-    The bias is −m·|i − j| (or the table's number) + b_j, and −inf where not `seen`; differentiable in all of them. With a key
-    bias or an extreme slope, each query's biases are relative to that of its own best visible key, which is origin [B, H, T]:
-    only the difference is rounded, however large both are. Otherwise origin is None.
+    The bias is −m·|i − j| (or the table's number) + b_j, and −inf where not `seen`; differentiable in all of them. With
+    a key bias or an extreme slope, each query's biases are relative to the bias of its best visible key, which is
+    origin [B, H, T]: only the difference is rounded, however large both are. Otherwise origin is None.
     """
     origin = None
     if spec.key_bias is not None or _has_extreme_slopes(spec):
@@ -110,7 +110,7 @@ def score_bias(spec: AttentionSpec[Tensor], distance: Tensor, seen: Tensor) -> t
 
 
 def unshifted_lse(spec: AttentionSpec[Tensor], lse: Tensor, origin: Tensor | None) -> Tensor:
-    """The lse [B, H, T] of the actual scores, given that of the scores with the bias of `score_bias`, in its dtype."""
+    """The lse [B, H, T] of the actual scores, from the lse with the bias of `score_bias`, in the same dtype."""
     if origin is None:
         return lse
     if spec.query_bias is not None:
@@ -118,7 +118,7 @@ def unshifted_lse(spec: AttentionSpec[Tensor], lse: Tensor, origin: Tensor | Non
     dtype = lse.dtype if spec.key_bias is None else torch.promote_types(lse.dtype, spec.key_bias.dtype)
     largest = torch.finfo(dtype).max
     whole = lse.to(origin.dtype) + origin
-    # Clamp what the dtype cannot hold: −inf means that a query sees no key.
+    # Clamp numbers that overflow the dtype, because −inf means that a query sees no key.
     return whole.clamp(-largest, largest).to(dtype).masked_fill(whole == -math.inf, -math.inf)
 
 
@@ -178,7 +178,7 @@ def _has_extreme_slopes(spec: AttentionSpec[Tensor]) -> bool:
 def _from_best_key(spec: AttentionSpec[Tensor], distance: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
     """(bias [B, H, T, S], origin [B, H, T]) of `score_bias`, unmasked; computed in fp64 if the device has it.
 
-    The gradients of b and of the query's bias are then sums of the very same numbers, over queries and over keys.
+    The gradients of b and of the query's bias are then sums of the same numbers, over queries and over keys.
     """
     wide = _wide(spec.slopes)
     taken = -_bias_of_distance(spec, distance, wide)

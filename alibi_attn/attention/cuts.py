@@ -16,7 +16,7 @@ from alibi_attn.attention.visibility import first_visible, last_keys, per_query_
 
 Spec = AttentionSpec[Tensor]
 
-HIDDEN_NATS = -1024.0  # a key that is so much lighter than another weighs 0 in every dtype
+HIDDEN_NATS = -1024.0  # a key this much below another weighs 0 in every dtype
 
 
 def leaks(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -57,7 +57,7 @@ def with_segments(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tupl
 
 
 def _heads_as_sequences(spec: Spec) -> Spec:
-    """The call with [B·H, 1, …] in place of [B, H, …]; its query_start is left as it is."""
+    """The call with [B·H, 1, …] in place of [B, H, …]; its query_start does not change."""
     heads = spec.batch, spec.num_heads
 
     def flat(x: Tensor | None) -> Tensor | None:

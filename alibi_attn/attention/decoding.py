@@ -28,10 +28,10 @@ from alibi_attn.attention.spec import GATE_FLOOR, AttentionSpec, check_numbers, 
 from alibi_attn.attention.validation import make_spec
 
 MAX_QUERIES = 16  # of the CPU kernel
-CHUNKS = 4  # a CPU reads near keys for more queries than that if there are this many times as many keys
+CHUNKS = 4  # for more than MAX_QUERIES queries, a CPU uses `attend_near` only with at least this many keys per query
 # Elements of the cached keys of a sequence, on a CPU without the kernel: with fewer, reading all is as fast.
 LONG = 2**23
-FEW = 1024  # keys that cost less than a separate call: heads that need at most this many share one
+FEW = 1024  # keys that cost less than a separate call: heads that need at most this many share a call
 
 Runs = Sequence[tuple[int, int]]  # [start, stop) of the visible keys, per row
 
@@ -39,7 +39,7 @@ Runs = Sequence[tuple[int, int]]  # [start, stop) of the visible keys, per row
 def reads_near(
     query: Tensor, key: Tensor, slopes: Tensor, *, masked: bool = False, gated: bool = False, remembered: bool = True
 ) -> bool:
-    """Whether `attend_near` supports these queries and keys, and is faster; decided without reading a tensor.
+    """Whether `attend_near` supports these queries and keys and is faster; decided without reading a tensor.
 
     `attend_near` has no gradient, and torch.compile cannot trace it.
 
@@ -233,7 +233,7 @@ def _after_last_visible_key(
     """The keys needed by a row whose last positions are hidden, such as a finished sequence.
 
     Moving a query from there to the last visible position shortens the distance to every key by the same amount, so the softmax
-    does not change: without a window, the reach is that of a query at the position of its last visible key.
+    does not change: without a window, the reach is the same as for a query at the position of its last visible key.
     """
     slopes = spec.slopes if spec.slopes.ndim == 1 else spec.slopes[b : b + 1]
     needed, outlier_tiles = torch.ones(spec.num_kv_heads, dtype=torch.int64), []
@@ -281,7 +281,7 @@ def _on_cpu(query: Tensor) -> bool:
 
 
 def _buckets(needed: list[int]) -> list[tuple[int, list[int]]]:
-    """(the most keys that any of them needs, key heads that need about as many): grouped by powers of two from FEW on.
+    """(the most keys that any head of a group needs, the key heads of the group): grouped by powers of two from FEW on.
 
     Above FEW only neighboring heads are grouped, because their keys can be read without a copy.
     """

@@ -14,7 +14,7 @@ Spec = AttentionSpec[Any]
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Explanation:
-    """What `alibi_attention` would do with a call. `print` shows it as text, a notebook as a table.
+    """Describes how `alibi_attention` would run a call. `print` shows it as text, a notebook as a table.
 
     Attributes:
         call: shapes, dtype, device and masks, in one line.

@@ -1,4 +1,4 @@
-"""Arguments as other libraries call them: a TypeError for one of these names ours (docs/switching.md)."""
+"""Argument names of other libraries: the TypeError for such a name has the name used here (docs/switching.md)."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -31,7 +31,7 @@ OURS = {
 
 
 def hides_unknown(function: _Function) -> _Function:
-    """Marks a function whose `**unknown` only serves its error: `inspect.signature` and `help` do not show it."""
+    """Hides a function's `**unknown`, which exists only for its error, from `inspect.signature` and `help`."""
     signature = inspect.signature(function)
     shown = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
     function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
@@ -39,7 +39,7 @@ def hides_unknown(function: _Function) -> _Function:
 
 
 def unknown_argument(function: str, unknown: Mapping[str, object]) -> TypeError:
-    """The error for an argument that the function does not have: Python's, and our name for it where there is one."""
+    """The error for an unknown argument: Python's message, and our name for the argument if there is one."""
     name = next(iter(unknown))
     ours = OURS.get(name)
     hint = "" if ours is None else f"; {ours}" if ours.startswith("leave") else f"; here it is {ours}"

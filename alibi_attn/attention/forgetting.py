@@ -1,4 +1,4 @@
-"""`forgetting_attention`: each token's gate decides how much of the earlier tokens is kept; gates multiply along the way."""
+"""`forgetting_attention`: each token's gate scales the weights of all earlier tokens, and gates multiply."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""Makes a torch operator of a backend, which works with autograd, torch.func, torch.compile, torch.export and vmap.
+"""Wraps a backend as a torch operator that works with autograd, torch.func, torch.compile, torch.export and vmap.
 
 A backend provides `Kernels`: a forward and a backward over a spec. `Arguments` (`schema.py`) is the schema of the resulting
 operator: arguments, gradients and mapped axes are always accessed by name. Ordinary CPU tensors in eager code skip the
@@ -46,7 +46,7 @@ Run = Callable[[Spec, Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 def on_finite_numbers(
     name: str, forward: Forward, backward: Backward, empty_saved: Callable[[Arguments], Saved]
 ) -> Kernels:
-    """CPU kernels made of two functions that support neither NaN nor fp16: they get finite tensors only.
+    """Builds CPU kernels from two functions that support neither NaN nor fp16: they get finite tensors only.
 
     Args:
         forward: (spec, query, key, value) -> (output, lse, saved), all tensors finite and with a last stride of 1; lse without

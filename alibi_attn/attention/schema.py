@@ -21,7 +21,7 @@ class Saved(NamedTuple):
 
     Args:
         visited: [B, …] integers: the visited keys, which backward visits again.
-        rows: [B, …] in fp32 or better: what else backward needs about the rows of the softmax.
+        rows: [B, …] in fp32 or better: the other numbers that backward needs about the rows of the softmax.
     """
 
     visited: Tensor
@@ -93,7 +93,7 @@ _SHARED = [
 
 
 class BackwardInputs(NamedTuple):
-    """The inputs of backward, besides the spec and the tensors that forward saved.
+    """The inputs of backward, in addition to the spec and the tensors that forward saved.
 
     Args:
         grad_output, grad_lse: the incoming gradients; None = lse has no gradient.

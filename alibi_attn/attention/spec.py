@@ -1,4 +1,4 @@
-"""What to compute: one frozen description, validated once per call and trusted afterwards.
+"""The description of a call: frozen, validated once and trusted afterwards.
 
 The legend of shapes, for the whole repository:
 

@@ -19,7 +19,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def constant_when_compiled(function: Function) -> Function:
-    """As `torch.compiler.assume_constant_result`, without importing torch's compiler, which takes as long as importing torch."""
+    """Like `torch.compiler.assume_constant_result`, but without the slow import of torch's compiler."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
@@ -208,7 +208,7 @@ class Mapped:
         return self.into_batch(slopes, axis)
 
     def first(self, first: Tensor, axis: int | None) -> Tensor:
-        """[1] or [B] plus the mapped axis -> [count·B]; an unmapped [1] stays as it is."""
+        """[1] or [B] plus the mapped axis -> [count·B]; an unmapped [1] does not change."""
         if axis is None and first.numel() == 1:
             return first
         first = first[None] if axis is None else first.movedim(axis, 0)

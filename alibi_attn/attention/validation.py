@@ -31,7 +31,7 @@ SegmentIds = Tensor | tuple[Tensor, Tensor]
 
 
 class SharedOptions(TypedDict, total=False):
-    """The keywords shared by all functions, besides return_lse and backend."""
+    """The keywords shared by all functions, except return_lse and backend."""
 
     window: int | None
     scale: float | None
@@ -61,7 +61,7 @@ class VarlenOptions(SharedOptions, BiasOptions, total=False):
 
 
 class AttentionOptions(VarlenOptions, MaskOptions, total=False):
-    """The keywords of `alibi_attention`, where they are explained."""
+    """The keywords of `alibi_attention`, which explains them."""
 
     query_offset: int | Tensor | None
 

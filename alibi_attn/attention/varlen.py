@@ -1,7 +1,7 @@
-"""`alibi_attention_varlen`: sequences of different lengths, packed one after the other into one row, without padding.
+"""`alibi_attention_varlen`: sequences of different lengths, packed consecutively into one row, without padding.
 
 It is `alibi_attention` of one row whose segments are the sequences. Backends that skip keys stop at the border of a segment, so
-a packed row costs as much as its sequences, with the overhead of one call.
+a packed row costs as much as its sequences, but only the overhead of one call.
 """
 
 import dataclasses

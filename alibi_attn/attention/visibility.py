@@ -163,7 +163,7 @@ def are_moderate(*tensors: Tensor) -> bool:
 
 
 def _is_moderate(x: Tensor) -> bool:
-    """Uses torch's fastest reduction: extremes in half precision, where norms take thirty times as long; else the total norm.
+    """Uses torch's fastest reduction: the total norm, or extremes in half precision (norms are 30 times slower there).
 
     No number is larger than the norm, which is inf if a square overflows and NaN if a number is NaN.
     """
@@ -203,7 +203,7 @@ def shown_keys(spec: Spec) -> Tensor | None:
 
 
 def may_see_nothing(spec: Spec) -> bool:
-    """False if every query certainly sees its own key; decided without reading a tensor."""
+    """False only if every query is certain to see its own key; decided without reading a tensor."""
     if spec.hides_keys or spec.key_bias is not None or isinstance(spec.query_offset, Tensor):
         return True
     return not (surely(spec.query_offset >= 0) and surely(spec.query_offset + spec.query_len <= spec.key_len))
@@ -238,7 +238,7 @@ def contained_by_cuts(spec: Spec, key: Tensor, value: Tensor) -> tuple[Tensor, T
 
 
 def first_visible(spec: Spec) -> Tensor:
-    """[B, H, T]: the first key that its last cut and the window allow each query."""
+    """[B, H, T]: the first key that each query may see, given its last cut and the window."""
     assert spec.query_start is not None
     if spec.window is None:
         return spec.query_start
@@ -281,7 +281,7 @@ def rows_that_only_cuts_blind(spec: Spec) -> Tensor | None:
 
 
 def visible_count(spec: Spec, *, rows: int = 256) -> Tensor:
-    """[B] int64: number of query-key pairs that the masks allow (ignoring what single heads hide), in linear memory."""
+    """[B] int64: the number of query-key pairs allowed by the masks that all heads share; linear memory."""
     plain = dataclasses.replace(spec, right_slopes=None, key_bias=None)
     total = torch.zeros(spec.batch, dtype=torch.int64, device=spec.slopes.device)
     for part, distance in few_queries(plain, rows, spec.slopes.device):

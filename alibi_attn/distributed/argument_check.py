@@ -111,7 +111,7 @@ FIELDS: dict[str, Callable[[_Arguments], str | float | None]] = {
 
 
 class GroupArguments(NamedTuple):
-    """What a rank learns about the other ranks.
+    """The arguments that a rank gets from the other ranks.
 
     Args:
         lengths: rows of each rank's shard.
@@ -164,7 +164,7 @@ def check_score_bound(score_bound: float | None, *, hides: bool) -> None:
     """Checks that a score bound is finite and nonnegative, and not combined with a mask, bias or gate.
 
     Raises:
-        ValueError, TypeError: otherwise.
+        ValueError, TypeError: the score bound fails one of these checks.
     """
     if score_bound is None:
         return

@@ -2,7 +2,7 @@
 
 First the ranks determine which rows each of them needs (`halo_bounds.py`, certified). Then exactly those rows are sent
 (`exchange.py`), and every rank computes its own queries (`rank_attention.py`). The rows that are not sent weigh at most the
-tolerance, and so do the rows that a rank's own call skips: at most twice the tolerance in total.
+tolerance, and so do the rows that a rank's call skips: at most twice the tolerance in total.
 """
 
 import dataclasses
@@ -62,7 +62,8 @@ def context_parallel_attention(
         key_mask: [B, L] bool, for the shard's keys; a rank may pass None if none of its keys are hidden.
         segment_ids: [B, L] integers, for the shard's rows; a segment may cross shards.
         key_bias: for the shard's keys, broadcastable to [B, H, L].
-        sink_logits: as for `alibi_attention`, equal on all ranks; its gradient is that of this rank's queries, as for slopes.
+        sink_logits: as for `alibi_attention`, equal on all ranks; its gradient comes from this rank's queries, as for
+            slopes.
         dropout_p: as for `alibi_attention`, equal on all ranks. The first rank draws a seed from torch's generator. The dropped
             weights are those that one process with that generator would drop, however the rows are split.
         score_bound: U ≥ |scale·q·k|, such as `ALiBiAttention.score_bound()` with QK-norm. The slopes then determine which rows

@@ -23,7 +23,7 @@ Pieces = list[list[Tensor]]  # one tensor per key head and span
 
 @dataclasses.dataclass
 class Traffic:
-    """Counts what this rank sends and receives; a call adds its traffic to the counter that it is passed.
+    """Counts the rows and bytes that this rank sends and receives; a call adds its traffic to the given counter.
 
     Attributes:
         rows_sent, rows_received: rows of one key head; a row is a key and its value for the whole batch.
@@ -102,7 +102,7 @@ class Transport:
     Args:
         halo: the rows to send. A tensor may have a multiple of its key heads; all heads of a group go with their key head.
         ranks: the process group.
-        traffic: a counter to which bytes are added, and also rows if `counts_rows` is set.
+        traffic: a counter to which bytes are added, and rows if `counts_rows` is set.
     """
 
     halo: Halo
@@ -141,7 +141,7 @@ class Transport:
         ]
 
     def send(self, tensors: Sequence[Tensor], what: str) -> Tensor:
-        """Sends this rank's pieces; the values received from all ranks, flattened, ordered by rank, piece and tensor."""
+        """Sends this rank's pieces; returns the values from all ranks, flattened, by rank, piece and tensor."""
         parts, sent_to = [], []
         for pieces in self.outgoing:
             size = 0

@@ -194,7 +194,7 @@ def _beyond(halo: Halo, rank: int, head: int, tiles: Sequence[int]) -> Iterator[
 
 
 def _numerator(shard: Shard) -> tuple[Tensor, Tensor]:
-    """(rate, constant), each [B, H, T]: for keys of norm at most κ, a query's reach is that of rate·κ + constant nats."""
+    """(rate, constant), each [B, H, T]: the numerator of a query's reach is rate·κ + constant for keys of norm ≤ κ."""
     spec, summary = shard.spec, shard.summary
     query, key, value = shard.query.detach(), shard.key.detach(), shard.value.detach()
     first = first_positions(spec, query.device)
@@ -237,7 +237,7 @@ def _nearest_visible(shard: Shard, key_mask: Tensor, largest: Tensor) -> tuple[T
 def _with_outliers(
     shard: Shard, sides: tuple[Tensor, Tensor], rate: Tensor, constant: Tensor, count: int
 ) -> tuple[Tensor, Tensor]:
-    """(request [K, FIELDS], its cost in rows [K]) with the `count` tiles of largest norm, of both sides, left out of κ."""
+    """(request [K, FIELDS], its cost in rows [K]) if the `count` tiles of largest norm, on both sides, are not in κ."""
     summary = shard.summary
     norms = summary.norms.masked_fill(~(sides[0] | sides[1])[:, None, None], 0.0).transpose(0, 1).flatten(1)
     count = min(count, norms.shape[1])

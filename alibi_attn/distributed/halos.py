@@ -1,4 +1,4 @@
-"""Halo: which rows of keys and values each rank needs from the others; numbers only, without tensors or processes.
+"""Halo: the rows of keys and values that each rank needs from the others; numbers only, without tensors or processes.
 
 Rank r holds a *shard* of the sequence, which starts at row `offsets[r]`. For every key head, its queries need some rows just
 before the shard, in symmetric attention also some just after it, and perhaps a few outlier tiles farther away. All other rows
@@ -72,7 +72,7 @@ class Halo:
         return [*near, *self.outliers[rank][head]]
 
     def pieces(self, rank: int, owner: int) -> list[tuple[int, int, Span]]:
-        """What `owner` sends to `rank`, in order: (key head, index into `spans`, rows counted from the owner's first row)."""
+        """The pieces from `owner` to `rank`, in order: (key head, index into `spans`, rows in the owner's shard)."""
         if owner == rank:
             return []
         begin, end = self.offsets[owner], self.offsets[owner] + self.lengths[owner]
@@ -222,7 +222,7 @@ def even_lengths(length: int, ranks: int) -> tuple[int, ...]:
 
 
 def published_halo(length: int, ranks: int, *, num_heads: int = 8, score_bound: float = 5.0) -> Halo:
-    """The causal fp32 halo of the published slopes; a score bound of 5 lets a far key gain 10 nats on a near one."""
+    """The causal fp32 halo of the published slopes; a bound of 5 lets a far key score 10 nats above a near one."""
     return static_halo(even_lengths(length, ranks), alibi_slopes(num_heads), score_bound=score_bound)
 
 

@@ -143,7 +143,7 @@ def _near(inputs: RankInputs, heads: list[int]) -> KeySpan:
 
 
 def _around(own: Tensor, pieces: Pieces, heads: list[int], key_heads: list[int], widths: tuple[int, int]) -> Tensor:
-    """The shard's rows between the received ones, [B, heads, W, …], padded with zeros where a head requested fewer."""
+    """The shard's rows between the received ones, [B, heads, W, …], padded with zeros if a head requested fewer."""
     before = [_widened(pieces[head][BEFORE], widths[0], in_front=True) for head in key_heads]
     after = [_widened(pieces[head][AFTER], widths[1], in_front=False) for head in key_heads]
     whole = len(heads) == own.shape[1]

@@ -29,18 +29,18 @@ FORMAT = 1  # of a pickle; the KVCaches inside have their own format number
 class ALiBiCache(Cache):
     """Pass a new one as `past_key_values`: `model.generate(tokens, past_key_values=ALiBiCache())`.
 
-    It replaces a `DynamicCache` in any model (beams, assisted generation, chunks, cropping), with the same outputs. In a patched
-    model, the cost of attention per token then depends on the reach and not on the length of the text; with padding, each row
-    pays only for its own tokens. All keys are still scored if the mask has holes, gradients are needed, numerics is not "exact",
-    a `backend` is named, or under `torch.compile`; on a GPU also with any padding. On a CPU without a compiler, in fp64, or with
-    a head size that is not a multiple of 16, all keys are scored below 2²³ cached elements per layer and sequence (8,192 tokens
-    of 16 heads × 64).
+    It replaces a `DynamicCache` in any model (beams, assisted generation, chunks, cropping), with the same outputs. In
+    a patched model, the cost of attention per token then depends on the reach and not on the length of the text; with
+    padding, the cost of each row depends only on its own tokens. All keys are still scored if the mask has holes,
+    gradients are needed, numerics is not "exact", a `backend` is named, or under `torch.compile`; on a GPU also with
+    any padding. On a CPU without a compiler, in fp64, or with a head size that is not a multiple of 16, all keys are
+    scored below 2²³ cached elements per layer and sequence (8,192 tokens of 16 heads × 64).
 
     It can be copied and pickled. A pickle names its format and contains no transformers classes, so it survives upgrades.
 
     With a `path` it is a folder of memory-mapped files, on Linux and macOS: memory then follows the keys that queries read, and
     `ALiBiCache.open(path)` continues later, also after the process was killed (not after a power failure). This needs a patched
-    model or one of ours, on the CPU, without gradients. Copies and pickles of it are in memory.
+    model or one of our models, on the CPU, without gradients. Copies and pickles of it are in memory.
     See `docs/long-texts.md`.
 
     MPT's config has `use_cache=False`: pass `use_cache=True` to `generate`.
@@ -69,11 +69,11 @@ class ALiBiCache(Cache):
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], *, mode: Mode = "r+") -> Self:
-        """The cache in a folder, after headers and norms have been checked; keys and values are read when they are needed.
+        """The cache in a folder. Headers and norms are checked; keys and values are read when they are needed.
 
         Args:
-            mode: "r+" continues the files. "c" shares them: any number of processes may open them, and what they append or crop
-                is private and lost in the end.
+            mode: "r+" continues the files. "c" shares them: any number of processes may open them. Their changes are
+                private and never saved.
 
         Raises:
             OSError: there is no such cache.
@@ -128,7 +128,7 @@ class ALiBiCache(Cache):
             self._layer(index).store.verify()
 
     def begin(self, model: nn.Module, tokens: Tensor | None) -> None:
-        """Called by patched models and ours before a forward pass: checks the model, and records the token ids [B, T]."""
+        """Called by patched and our own models before a forward pass: checks the model, records token ids [B, T]."""
         if torch.compiler.is_compiling():
             return
         self._model = weakref.ref(model) if self._model is None else self._model
@@ -144,7 +144,7 @@ class ALiBiCache(Cache):
             self._ids.write(self.get_seq_length(), tokens)
 
     def check_model(self, model: nn.Module) -> None:
-        """Raises ValueError if the files were written by a model with other weights; `model` is the one without head."""
+        """Raises ValueError if a model with other weights wrote the files; `model` is the model without its head."""
         if self._about is None or self._checked:
             return
         about = cache_folder.describe(model)
@@ -192,7 +192,7 @@ class ALiBiCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Called by attention layers: appends keys and values; returns all of the layer."""
+        """Called by attention layers: appends keys and values; returns all keys and values of the layer."""
         while len(self.layers) <= layer_idx:
             self.layers.append(self._new_layer())
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)

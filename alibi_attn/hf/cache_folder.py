@@ -31,7 +31,7 @@ class TokenIds:
         self.path, self.memory = path, io.BytesIO(memory)
 
     def write(self, at: int, tokens: Tensor) -> None:
-        """Sets the ids of the positions from `at` on, tokens [B, T]; if earlier ids are unknown, these are not kept either."""
+        """Sets the ids of the positions from `at` on, tokens [B, T]; drops them if earlier ids are unknown."""
         ids = tokens.detach().long().t().contiguous().numpy()
         records = np.zeros(len(ids), _record(tokens.shape[0]))
         records["ids"], records["crc"] = ids, [zlib.crc32(row) for row in ids]
@@ -71,7 +71,7 @@ class TokenIds:
 
 
 def describe(model: nn.Module) -> dict[str, Any]:
-    """What `cache.json` holds for a cache of this model."""
+    """The content of `cache.json` for a cache of this model."""
     settings = [vars(layer)["alibi_settings"] for layer in model.modules() if "alibi_settings" in vars(layer)]
     numbers = [(one.slopes, one.scale, one.numerics) for one in settings]
     layers = model.config.num_hidden_layers  # type: ignore[union-attr]
@@ -81,10 +81,10 @@ def describe(model: nn.Module) -> dict[str, Any]:
 def create(path: Path, about: dict[str, Any]) -> Path:
     """Makes the folder of a cache without layers, under a temporary name that the caller replaces with `path`."""
     folder, text = partial(path), json.dumps(about)
-    if (folder / _ABOUT).is_file():  # of a process that was killed
+    if (folder / _ABOUT).is_file():  # left by a process that was killed
         shutil.rmtree(folder)
     elif folder.is_dir():
-        folder.rmdir()  # refuses a folder that holds anything else
+        folder.rmdir()  # raises an error if the folder holds anything else
     folder.mkdir()
     (folder / _ABOUT).write_text(f"{text}\n{zlib.crc32(text.encode()):08x}\n")
     token_path(folder).touch()

@@ -18,7 +18,7 @@ See = Callable[[int, Tensor, Tensor, Tensor, float], None]
 
 @contextlib.contextmanager
 def watched(model: nn.Module, see: See) -> Iterator[int]:
-    """Within the block every attention layer calls `see(layer, query, key, slopes, scale)` and then attends as before.
+    """Within the block, every attention layer calls `see(layer, query, key, slopes, scale)` before it attends.
 
     Args:
         see: receives the layer's index in the model, query [B, H, T, D], key [B, K, S, D], slopes [H] and the factor of q·k.

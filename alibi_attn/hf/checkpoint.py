@@ -56,7 +56,7 @@ def read(
         about: its config.json.
         families: the candidates; the first that matches is used.
         changes: fields of the config to change, by the family's names.
-        tensors: the weights; None reads those of the folder.
+        tensors: the weights; None reads them from the folder.
 
     Raises:
         FileNotFoundError: there are no weights.
@@ -90,7 +90,7 @@ def recognized(names: Collection[str], families: Iterable[Family]) -> tuple[Fami
             for inner in dict.fromkeys(("", family.body)):  # a model without its head is saved without the body's name
                 first = outer + f"{family.layers}0.".removeprefix(inner)
                 if outer in family.wrappers and any(first + mark in names for mark in family.marks):
-                    # Other names are refused later unless they belong to a head.
+                    # Other names raise an error later unless they belong to a head.
                     inside = (name for name in names if name.startswith(outer) and not re.fullmatch(family.heads, name))
                     return family, {name: name for name in names} | {x: inner + x.removeprefix(outer) for x in inside}
     return None
@@ -108,7 +108,7 @@ def converted(
 
     Args:
         model: gives names and sizes; may be on the meta device.
-        dtype: of the result; None keeps that of the checkpoint.
+        dtype: of the result; None keeps the checkpoint's dtype.
         new_head: leave out weights of the head that are missing from the checkpoint, or that have another number of labels.
         copies: copy every tensor, so that none shares memory with the checkpoint.
 
@@ -127,7 +127,7 @@ def converted(
         source, theirs = stored[name]
         missing = any(their not in state.tensors for their in theirs)
         if missing or (new_head and name.startswith("classifier.") and state.tensors[theirs[0]].shape != like.shape):
-            continue  # part of a new head; `_check_names` has refused all others
+            continue  # part of a new head; `_check_names` raises an error for all others
         tensor = _taken(state, theirs, like.shape, transposed=source.transposed, half=source.half).to(dtype)
         weights[name] = tensor.clone() if copies and len(theirs) == 1 else tensor
         for their in theirs:
@@ -170,7 +170,7 @@ def cause(error: BaseException) -> str:
 
 
 def listed(names: Iterable[str], most: int = 8) -> str:
-    """The first names in sorted order, and the number of the others."""
+    """The first names in sorted order, and the number of the remaining ones."""
     names = sorted(names)
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 

@@ -49,7 +49,7 @@ def resolve(
     token: str | bool | None = None,
     local_files_only: bool = False,
 ) -> Path:
-    """The folder of a checkpoint: the given one where it exists, else the hub's repository of that name, downloaded or cached.
+    """The folder of a checkpoint: the given one if it exists, else the hub's repository, downloaded or cached.
 
     Only the config, the tokenizer and the weights are downloaded (safetensors if available), never code.
 
@@ -102,7 +102,7 @@ def read_json(path: Path, kind: type = dict, *, advice: str = "download or save 
     """The content of a JSON file, a dict or a list.
 
     Args:
-        advice: what to do if the file does not exist.
+        advice: how to fix a missing file, for the error.
 
     Raises:
         FileNotFoundError: it does not exist.
@@ -124,8 +124,8 @@ def read_json(path: Path, kind: type = dict, *, advice: str = "download or save 
 def read_state(folder: Path) -> dict[str, Tensor]:
     """Every tensor of a checkpoint by its name, on the CPU, in the dtype in which it was saved.
 
-    Reads the first that exists of model.safetensors, its index (model.safetensors.index.json, with its shards),
-    pytorch_model.bin and its index. Pickles are read with `weights_only=True`, which executes nothing.
+    Reads the first of these that exists: model.safetensors, its index (model.safetensors.index.json, with its shards),
+    pytorch_model.bin, its index. Pickles are read with `weights_only=True`, which executes nothing.
     Tensors from safetensors may be mapped from the file: copy them before the file is overwritten.
 
     Raises:
@@ -169,7 +169,7 @@ def written_whole(folder: Path) -> Iterator[Path]:
 
 
 def _weights(folder: Path) -> tuple[Path, str]:
-    """The first that exists of the weight files and their indexes, and the suffix of files that hold tensors."""
+    """The first weight file or index that exists, and the suffix of the files that hold tensors."""
     for name in (SAFE, PICKLED):
         for path in (folder / name, folder / f"{name}.index.json"):
             if path.exists():
@@ -210,7 +210,7 @@ def _places(index: Path, suffix: str) -> dict[str, str]:
 
 
 def _tensors(path: Path, device: str = "cpu") -> dict[str, Tensor]:
-    """The tensors in one file. On "meta" a pickle is read without data; safetensors maps the file and reads no data anyway."""
+    """The tensors in one file. On "meta" a pickle is read without data; safetensors only maps the file."""
     try:
         if path.suffix == ".safetensors":
             loaded = load_file(path)

@@ -1,4 +1,4 @@
-"""Splits texts into chunks: spans of characters, by tokens, sentences or paragraphs, given, or from a function of the caller.
+"""Splits texts into chunks, spans of characters: by tokens, sentences or paragraphs, or from a list or a function.
 
 Spans are [C, 2] int64, (start, end), in order and without overlaps; `tokens_of` finds the tokens of each. Read next:
 `late_chunking.py`.
@@ -74,7 +74,7 @@ def tokens_of(spans: Spans, offsets: Spans) -> Spans:
 
 
 def _of_tokens(offsets: Spans, size: int) -> Spans:
-    """Spans of `size` tokens. A character of several tokens is not divided: all of them belong to its first chunk."""
+    """Spans of `size` tokens. All tokens of a character belong to its first chunk, so no character is divided."""
     first = np.arange(0, len(offsets), size)
     spans = np.stack([offsets[first, 0], offsets[np.minimum(first + size, len(offsets)) - 1, 1]], axis=1)
     spans[1:, 0] = np.maximum(spans[1:, 0], spans[:-1, 1])

@@ -2,7 +2,7 @@
 
 The decoder as a state dict (E the width, V the vocabulary):
 
-    embedding.weight [V, E]                              token embeddings, also those of the output
+    embedding.weight [V, E]                              token embeddings, shared with the output
     embedding_norm.weight, .bias [E]                     BLOOM only: LayerNorm of the embeddings
     blocks.N.attention_norm.weight [E]                   LayerNorm
     blocks.N.attention.{q,k,v,out}_proj.weight           grouped-query attention allowed
@@ -11,10 +11,10 @@ The decoder as a state dict (E the width, V the vocabulary):
 
 and for BLOOM a `.bias` for every weight but the embeddings'. The blocks are `ALiBiTransformerBlock`s.
 
-* MPT: LayerNorm without bias, no biases, GELU. What it cannot express (RMS norm, gated feed-forwards, QK-norm) is refused.
+* MPT: LayerNorm without bias, no biases, GELU. A decoder with RMS norm, gated feed-forwards or QK-norm raises an error.
 * BLOOM: LayerNorms and linear layers with biases, a LayerNorm after the embeddings, GELU approximated with tanh: in
-  `ALiBiTransformerBlock(E, H, bias=True)` make ffn[1] an `nn.GELU(approximate="tanh")`. A state dict does not say which
-  GELU it was trained with; the exact one loses up to 5e-4 per activation.
+  `ALiBiTransformerBlock(E, H, bias=True)` make ffn[1] an `nn.GELU(approximate="tanh")`. A state dict does not record
+  which GELU it was trained with; with the exact one, each activation is off by up to 5e-4.
 
 Source: modeling_mpt.py and modeling_bloom.py of transformers.
 """
@@ -80,7 +80,7 @@ class _Layout:
         blocks: the prefix before the number of a block.
         parts: its norms and linear layers in the order of `PARTS`, with queries, keys and values fused.
         by_head: whether queries, keys and values alternate head by head.
-        advice: what an exported decoder must consist of, for errors.
+        advice: the parts that an exported decoder must have, for errors.
     """
 
     name: str

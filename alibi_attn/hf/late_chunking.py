@@ -111,7 +111,7 @@ def late_chunks(
     Special tokens are not averaged. Short texts are batched without computing padding.
 
     Args:
-        model: what `sentence_transformer` returned, or a folder or repository for it. Its pooling must be the mean.
+        model: from `sentence_transformer`, or a folder or repository for it. Its pooling must be the mean.
         texts: each must have at least one token.
         chunks: tokens per chunk; "sentences" (after . ! ? and white space) or "paragraphs" (at blank lines); a list of
             (start, end) spans in characters for each text; or a function from a text to such spans. Spans must not be empty, must
@@ -120,7 +120,7 @@ def late_chunks(
             texts in windows of that length, which see less of the text.
         overlap: tokens that neighboring windows share.
         normalize: scale vectors to length 1; False leaves it to the model.
-        batch_tokens: tokens per batch. A longer text is a batch of its own.
+        batch_tokens: tokens per batch. A longer text is a separate batch.
 
     Returns:
         For each text its vectors [C, E] and spans [C, 2]; C depends on the text.

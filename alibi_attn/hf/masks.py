@@ -1,4 +1,4 @@
-"""The mask that a patched model builds instead of its own n×n one: [B, S] bool, True = visible; causality is not in it.
+"""The mask that a patched model builds instead of an n×n mask: [B, S] bool, True = visible, without causality.
 
 It reaches the layers as [B, 1, 1, S], because transformers passes masks of four dimensions on unmodified. A mask without columns,
 [B, 1, 1, 0], means that every key is visible. Read next: `patching.py`.
@@ -39,7 +39,7 @@ def of_layers(
         raise ValueError(_CAUSAL)
     if attention_mask is not None:
         _check(attention_mask, tokens.shape[0])
-    sizes = torch.empty(*tokens.shape[:2], 0, device=tokens.device)  # all that transformers reads of it
+    sizes = torch.empty(*tokens.shape[:2], 0, device=tokens.device)  # transformers reads the shape only
     mask = create_causal_mask(_CONFIGS[name], sizes, attention_mask, cache)
     assert isinstance(mask, Tensor)  # built by one of the two functions below
     return mask[:, None, None, :]
@@ -78,7 +78,7 @@ def indexed_mask(
     config: PreTrainedConfig | None = None,
     **_: object,
 ) -> Tensor:
-    """The mask for distances by index, where holes need no special treatment (MPT, or the checkpoint's own bias)."""
+    """The mask for distances by index, where holes need no special treatment (MPT, or the checkpoint's bias)."""
     if mask_function is not causal_mask_function:
         raise ValueError(_CAUSAL)
     if attention_mask is None or attention_mask.shape[1] == 0:

@@ -27,7 +27,7 @@ class AttentionSettings:
     """Attention settings of one layer.
 
     Args:
-        slopes: m, one per head: what the score really loses per token of distance.
+        slopes: m, one per head: the number that a score actually loses per token of distance.
         scale: the factor of q·k.
         backend, numerics: those of `patch`.
     """
@@ -78,7 +78,7 @@ def attended(
     """[B, T, H·D]: exact attention with distances in fp32, heads concatenated.
 
     Args:
-        key, value, first: what `extended` returned.
+        key, value, first: the result of `extended`.
         mask: that of `masks.of_layers`.
     """
     settings = of(layer)
@@ -96,7 +96,7 @@ def attended(
             norms = None if ours is None else ours.norms(layer.layer_idx)  # type: ignore[arg-type]
             return merged(attend_near(query, key, value, slopes, norms, visible=visible, scale=settings.scale))
     elif plain and ours is not None and not torch.is_grad_enabled() and has_kernel(query, key, value):
-        ours.norms(layer.layer_idx)  # type: ignore[arg-type]  # compute them with the prompt, not with the first new token
+        ours.norms(layer.layer_idx)  # type: ignore[arg-type]  # during the prompt, so that new tokens are fast
     mixed = attend(
         query, key, value, slopes, scale=settings.scale, query_offset=first, key_mask=seen, dropout_p=dropout_p,
         backend=settings.backend,

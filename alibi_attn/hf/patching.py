@@ -1,8 +1,9 @@
 """`patch`: changes a loaded BLOOM, MPT or Falcon-RW in place so that its attention runs through `alibi_attention`.
 
-Only the given instance changes, and its config does not. Its attention layers get a new `forward`. So does the model around them,
-to pass our mask to the layers and to refuse what a patched model cannot return. `undo` reverts all of it. The replacements are
-module-level functions with their arguments, so copies and pickles of a patched model stay patched.
+Only the given instance changes, and its config does not. Its attention layers get a new `forward`. So does the model
+around them: it passes our mask to the layers, and raises an error for outputs that a patched model cannot return.
+`undo` reverts all of it. The replacements are module-level functions with bound arguments, so copies and pickles of a
+patched model stay patched.
 """
 
 import dataclasses
@@ -27,7 +28,7 @@ _MARK = "alibi_settings"  # an attribute that only patched layers have
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Patch:
-    """What `patch` changed in one model. As a context manager it undoes the patch at the end of the block.
+    """A handle on the changes to one model. As a context manager it undoes the patch at the end of the block.
 
     A copied or unpickled model stays patched. To undo the copy, copy or pickle the handle together with the model:
     `copy.deepcopy((model, handle))`.
@@ -102,7 +103,7 @@ def patch(
 
     Raises:
         ValueError: the model has no supported layers, is patched already, has a config that transformers builds incorrectly, uses
-            remote code, or was loaded without its ALiBi; the message says what to load instead.
+            remote code, or was loaded without its ALiBi; the message explains what to load instead.
 
     >>> from transformers import BloomConfig, BloomForCausalLM
     >>> model = BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=1, n_head=4, vocab_size=50))
@@ -269,7 +270,7 @@ def _forward(
     *args: object,
     **kwargs: object,
 ) -> object:
-    """Refuses what a patched model cannot return, then runs the model's own forward with our mask."""
+    """Raises an error for outputs that a patched model cannot return, then runs the model's forward with our mask."""
     given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
     wanted = given.get("output_attentions")
     if wanted or (wanted is None and body.config.output_attentions):

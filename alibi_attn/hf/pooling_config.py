@@ -26,7 +26,7 @@ _FLAGS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-# Settings of the transformer module that change what the model reads.
+# Settings of the transformer module that change the model's input.
 _UNSUPPORTED = ("do_lower_case", "query_length", "document_length", "query_expansion", "processing_kwargs")
 
 

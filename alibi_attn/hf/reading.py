@@ -1,7 +1,7 @@
 """`read`: passes a long text through a model, in chunks, into a cache. With a cache in files it can be resumed.
 
-A chunk attends to the cached keys within reach only, so time per token does not grow with the text, and memory with a cache in a
-file stays bounded.
+A chunk attends only to the cached keys within reach, so the time per token does not grow with the text. With a cache in
+files, memory stays bounded too.
 """
 
 from collections.abc import Callable
@@ -27,13 +27,13 @@ def read(
     past_key_values=cache)`: transformers needs one token that is not cached yet.
 
     Args:
-        model: a patched model, or one of ours, with a language model head, in evaluation mode.
+        model: a patched model, or one of our models, with a language model head, in evaluation mode.
         tokens: [B, S] int64, the whole text, without padding; the cache may hold its first tokens.
         cache: empty, or filled by an earlier `read` or `generate`.
         progress: called after each chunk with (tokens in the cache, S).
-        losses: called after each chunk with the losses in nats, [B, n] float32, of the tokens that follow those of the chunk:
-            in the end of tokens 1 … S − 1. A text that is partly cached resumes after the tokens in the cache; crop the cache
-            first if you need losses of those.
+        losses: called after each chunk with the losses in nats, [B, n] float32, of the tokens that follow those of the
+            chunk; all calls together cover tokens 1 … S − 1. A text that is partly cached resumes after the tokens in
+            the cache; crop the cache first if you need their losses.
 
     Raises:
         ValueError: the cache holds another text or more tokens, belongs to other weights, or the model is in training mode.

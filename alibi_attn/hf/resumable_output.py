@@ -1,9 +1,9 @@
 """An output file of vectors that is written during the computation, so that an interrupted run can continue.
 
 OUT.partial is a .npy file with all rows allocated from the start, so that a full disk is noticed before any work.
-OUT.partial.json says how many rows are done, and identifies the model, texts and settings. `finish` renames the file.
-Running the same command again continues it; a different command is refused, and so is a second process with the same output
-(`claimed`).
+OUT.partial.json records the number of finished rows, and identifies the model, texts and settings. `finish` renames the
+file. Running the same command again continues it. A different command raises an error, and so does a second process
+with the same output (`claimed`).
 """
 
 import contextlib
@@ -26,7 +26,7 @@ KEEP_SECONDS = 5.0  # the most work that a killed process loses, in addition to 
 
 @contextlib.contextmanager
 def claimed(out: Path) -> Iterator[None]:
-    """Reserves `out` for this process while the block runs; other processes are refused until then.
+    """Reserves `out` for this process while the block runs; other processes get an error until then.
 
     The lock is on OUT.partial, and the system releases it if the process is killed. No file remains if the block ends before
     `PartialVectors.open`.
@@ -52,7 +52,7 @@ def claimed(out: Path) -> Iterator[None]:
 
 
 def check_new(out: Path) -> None:
-    """Raises FileExistsError if the output exists, after removing what a run that was killed inside `finish` left."""
+    """Raises FileExistsError if the output exists; first removes the leftovers of a run killed inside `finish`."""
     partial, about, complete = _beside(out)
     if out.exists():
         if any(path.exists() and path.samefile(out) for path in (partial, complete)):
@@ -216,7 +216,7 @@ def _done(partial: Path, about: Path, identity: str, shape: tuple[int, int]) -> 
 
 def _write(about: Path, identity: str, done: int, shape: Sequence[int]) -> None:
     progress = {"identity": identity, "rows_done": done, "shape": list(shape)}
-    # Only one process writes at a time, so the name can be fixed: the next process replaces what a killed one left.
+    # Only one process writes at a time, so the name can be fixed: the next process replaces the file of a killed one.
     temporary = about.with_name(f"{about.name}.tmp")
     try:
         with temporary.open("wb") as file:

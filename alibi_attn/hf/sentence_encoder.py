@@ -52,7 +52,7 @@ def load(
     """Loads encoder, tokenizer and pooling from a folder or a repository of the hub. Code in it is never run.
 
     Args:
-        max_seq_length: default: that of the folder, else that of the tokenizer, else 8,192.
+        max_seq_length: default: the folder's, else the tokenizer's, else 8,192.
         dtype: as in `ALiBiBertModel.from_pretrained`; or "int8" for linear layers in int8 (`nn/int8.py`).
         hub: revision, cache_dir, token and local_files_only of `checkpoint_files.resolve`.
 
@@ -87,7 +87,7 @@ def load(
 
 
 def unpacked(model: "SentenceTransformer | str | os.PathLike[str]") -> Sentences:
-    """The parts of a SentenceTransformer that holds one of our encoders, or what `load` reads from a folder.
+    """The parts of a SentenceTransformer that holds one of our encoders, or those that `load` reads from a folder.
 
     Raises:
         TypeError: neither of the two.
@@ -131,12 +131,12 @@ def sentence_transformer(
 ) -> "SentenceTransformer":
     """An encoder with ALiBi as a `sentence_transformers.SentenceTransformer`, for encoding, similarity and training.
 
-    Pooling is that of the folder (modules.json, 1_Pooling), by default the mean. After `import alibi_attn.hf`, a folder written
-    by `save` also loads with `SentenceTransformer(folder)`.
+    Pooling is read from the folder (modules.json, 1_Pooling); the default is the mean. After `import alibi_attn.hf`, a
+    folder written by `save` also loads with `SentenceTransformer(folder)`.
 
     Args:
         normalize: scale vectors to length 1; False leaves it to the folder.
-        max_seq_length: longer texts are cut. Default: that of the folder or the tokenizer, else 8,192; ALiBi has no limit.
+        max_seq_length: longer texts are cut. Default: the folder's or the tokenizer's, else 8,192; ALiBi has no limit.
             `config.max_position_embeddings` is raised to it: our models ignore that field, but sentence-transformers reads it
             as a limit when it loads a folder.
         dtype: as in `ALiBiBertModel.from_pretrained`; or "int8" for linear layers in int8 and attention in fp32, for inference on
@@ -201,7 +201,7 @@ def sentence_transformer(
 
 
 def _tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder, or a short error if there is none."""
+    """The tokenizer of a folder; raises a short error if there is none."""
     if not any(any(folder.glob(files)) for files in _VOCABULARIES):  # transformers would create an empty one
         raise FileNotFoundError(f"{folder} has no tokenizer, neither tokenizer.json nor a vocabulary; download it")
     if (path := folder / "tokenizer.json").exists():

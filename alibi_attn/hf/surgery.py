@@ -1,8 +1,8 @@
-"""`to_alibi`: takes the position embeddings out of a GPT-2, BERT or RoBERTa, and puts ALiBi in.
+"""`to_alibi`: replaces the position embeddings of a GPT-2, BERT or RoBERTa with ALiBi.
 
-A GPT-2 becomes an `ALiBiForCausalLM`: a pre-norm decoder with LayerNorms, biases and no gates. A BERT or RoBERTa becomes an
-`ALiBiBertModel` (or a class with a head) whose feed-forward is not gated. All weights stay except the table of positions, so the
-new model must be trained before its outputs mean anything: `docs/hf.md`, *Fine-tune to long*.
+A GPT-2 becomes an `ALiBiForCausalLM`: a pre-norm decoder with LayerNorms, biases and no gates. A BERT or RoBERTa
+becomes an `ALiBiBertModel` (or a class with a head) whose feed-forward is not gated. All weights stay except the table
+of positions. The new model must be trained before its outputs mean anything: `docs/hf.md`, *Fine-tune to long*.
 Source: Press et al. 2022, sec. 3 (arXiv:2108.12409); the idea of converting a pretrained model: MosaicML's Composer.
 """
 
@@ -48,7 +48,7 @@ def to_alibi(model: PreTrainedModel) -> ALiBiForCausalLM | ALiBiBertModel:
             training, the classifier of a RoBERTa loses the dropout before its first layer.
 
     Raises:
-        TypeError: another class; the message says why.
+        TypeError: another class; the message has the reason.
         ValueError: cross-attention, a decoder, weights that the class does not have (adapters, quantized layers), or weights on
             several devices or none.
 
@@ -158,14 +158,14 @@ def _encoder_config(model: PreTrainedModel) -> PreTrainedConfig:
         gated=False,
         gate_act=config.hidden_act,
         pooler=any(name.endswith("pooler.dense.weight") for name in model.state_dict()),
-        # RoBERTa's first position is that after its padding token.
+        # RoBERTa's positions start after the index of its padding token.
         max_position_embeddings=config.max_position_embeddings - (config.pad_token_id + 1 if is_roberta else 0),
         tie_word_embeddings=_is_tied(model),
     )
 
 
 def _is_tied(model: PreTrainedModel) -> bool:
-    """Whether the head really shares the embeddings; for a model without such a head, what its config says."""
+    """Whether the head actually shares the embeddings; for a model without such a head, the setting in its config."""
     head, words = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[no-untyped-call]
     if isinstance(head, nn.Linear) and isinstance(words, nn.Embedding):
         return head.weight is words.weight

@@ -1,4 +1,4 @@
-"""Converts the lab's tokenizers to those of the `tokenizers` library, which transformers loads."""
+"""Converts the lab's tokenizers to the format of the `tokenizers` library, which transformers loads."""
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
@@ -10,7 +10,7 @@ _ADVICE = "pass the file that the lab saved next to its checkpoints"
 
 
 def byte_tokenizer() -> Tokenizer:
-    """Token b is byte b of the text in UTF-8.
+    """The tokenizer whose token b is the byte b of UTF-8 text.
 
     >>> byte_tokenizer().encode("añ").ids
     [97, 195, 177]
@@ -28,7 +28,8 @@ def byte_tokenizer() -> Tokenizer:
 def saved_tokenizer(content: bytes) -> Tokenizer:
     """The tokenizer in a file that the lab saved next to a checkpoint: "bytes", "words" or "bpe:SIZE".
 
-    It encodes like the lab's. Decoded words are separated by one space, and the end of a line is decoded as its token.
+    It encodes like the lab's tokenizer. Decoded words are separated by one space, and the end of a line is decoded as
+    its token.
 
     Raises:
         ValueError: another schema, or not a tokenizer file.

@@ -1,4 +1,4 @@
-"""Explains why `patch` refuses a model that appears to use ALiBi but does not, or that runs remote code.
+"""Explains why `patch` rejects a model that appears to use ALiBi but does not, or that runs remote code.
 
 Jina v2, MosaicBERT and DNABERT-2 have model_type "bert". Without their remote code, transformers silently loads them as its own
 BERT, with random position embeddings and without their feed-forwards. Their remote code no longer runs on transformers 5.

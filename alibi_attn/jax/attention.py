@@ -23,7 +23,7 @@ from alibi_attn.jax.validation import SegmentIds, Slopes, checked_dropout_key, m
 Backend = Literal["auto", "native", "loop", "dense"]
 Result = TypeVar("Result")
 
-QUERY_BLOCK = KEY_TILE = 128  # of the loop; on the CPU 64 to 256 are alike
+QUERY_BLOCK = KEY_TILE = 128  # of the loop; on the CPU 64 to 256 are equally fast
 
 
 @hides_unknown
@@ -131,7 +131,7 @@ def attend(
 
 
 def _scaled_by_sinks(output: Array, lse: Array, sink_logits: Array) -> Array:
-    """The output [B, T, H, D] over the given keys and one sink per head, output·σ(lse − sink)."""
+    """The output [B, T, H, D] over the given keys and one sink per head: output·σ(lse − sink)."""
     blind = lse == -jnp.inf  # the output of such a query is 0, and its incoming gradient has no effect
     share = jax.nn.sigmoid(jnp.where(blind, 0.0, lse) - sink_logits.astype(lse.dtype)[:, None])
     share = jnp.where(blind, 0.0, share)
@@ -149,13 +149,13 @@ def make_plan(spec: AttentionSpec[Array], query: Array, backend: Backend) -> Pla
     if why_not is not None and (backend == "native" or (backend == "loop" and empty)):
         raise ValueError(f"backend {backend!r} cannot run this: {why_not}; backend='auto' picks one that can")
     kernels = backend in ("auto", "native") and why_not is None
-    # A few queries cost one pass over the keys either way; a few tiles are not worth a loop.
+    # With few queries either way is one pass over the keys; few tiles are not worth a loop.
     short = spec.query_len <= 16 or spec.query_len * spec.key_len < 256 * 256
     return Plan(
         causal=spec.causal,
         dropout_p=spec.dropout_p,
         native=kernels,
-        # A traced call may yet be compiled for another device.
+        # A traced call may later be compiled for another device.
         elsewhere=kernels and backend == "auto" and isinstance(query, jax.core.Tracer),
         dense=backend == "dense" or empty or (backend == "auto" and short),
         query_block=min(QUERY_BLOCK, spec.query_len),
@@ -174,7 +174,7 @@ def platforms(query: Array) -> set[str]:
 
 
 class _Kept(NamedTuple):
-    """What forward saves for backward."""
+    """The arrays that forward saves for backward."""
 
     arrays: Arrays
     rest: Rest
@@ -190,7 +190,7 @@ def _attend(plan: Plan, arrays: Arrays, rest: Rest) -> tuple[Array, Array]:
 
 
 def _attend_forward(plan: Plan, arrays: Arrays, rest: Rest) -> tuple[tuple[Array, Array], tuple[native.Wanted, _Kept]]:
-    """Every leaf is a `CustomVJPPrimal`, which knows whether its gradient is requested."""
+    """Every leaf is a `CustomVJPPrimal`, which shows whether its gradient is requested."""
     slopes, biases = (any(x.perturbed for x in jax.tree.leaves(part)) for part in (arrays[3:5], arrays[5:]))
     arrays, rest = jax.tree.map(lambda x: x.value, (arrays, rest))
     output, lse, *saved = _forward(plan, arrays, rest)
@@ -211,7 +211,7 @@ _attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 @partial(jax.jit, static_argnums=0)
 def _forward(plan: Plan, arrays: Arrays, rest: Rest) -> tuple[Array, Array, xla.Saved | None, native.Saved | None]:
-    """output, lse, and what each path saves: zeros for the path that did not run, if the device is known only when compiled."""
+    """(output, lse, saved arrays of both paths); zeros for the other path if only compilation determines the device."""
 
     def on_cpu(arrays: Arrays, rest: Rest) -> tuple[Array, Array, xla.Saved | None, native.Saved | None]:
         output, lse, saved = native.forward(plan, arrays, rest)
@@ -224,7 +224,7 @@ def _forward(plan: Plan, arrays: Arrays, rest: Rest) -> tuple[Array, Array, xla.
 
 
 def _on_platform(plan: Plan, on_cpu: Callable[..., Result], anywhere: Callable[..., Result], *arrays: object) -> Result:
-    """Picks one of two paths to the same result: now if the device is known, else when the call is compiled."""
+    """Picks one of two paths to the same result: immediately if the device is known, else when the call is compiled."""
     if plan.elsewhere:
         return lax.platform_dependent(*arrays, cpu=on_cpu, default=anywhere)
     return on_cpu(*arrays) if plan.native else anywhere(*arrays)

@@ -1,4 +1,4 @@
-"""The certificate in JAX: which tiles of keys cannot matter to a block of queries (the maths is that of `alibi_attn.reach`).
+"""The certificate in JAX: which tiles of keys cannot matter to a block of queries, by the math of `alibi_attn.reach`.
 
 A block visits its own tiles first. After each tile it has a lower bound λ on every query's log-sum-exp, over the keys visited so
 far. The remaining tiles weigh at most exp(U − λ − m·r)/(1 − e^(−m)), with U = |scale|·‖q‖·κ, κ the largest key norm among them
@@ -11,8 +11,8 @@ In floating point: without x64 JAX has no fp64, so norms are computed from scale
 rounded up by more than their error; λ and U include the errors of their inputs. If numbers are not finite, nothing is skipped,
 because a comparison with NaN is False.
 
-The steps, in the order in which `loop.py` takes them: `key_norms` once per call, `certificate` once per block, `still_needed`
-after every tile.
+The steps, in the order in which `loop.py` runs them: `key_norms` once per call, `certificate` once per block,
+`still_needed` after every tile.
 """
 
 from typing import NamedTuple
@@ -55,7 +55,7 @@ class BiasedTiles(NamedTuple):
     bias: Array  # [n] the largest b; −inf where all keys are hidden
     left: Array  # [n] ln Σ exp(b_j − bias − m·(j_last − j)), rounded up: seen from the right
     right: Array  # [n] ln Σ exp(b_j − bias − m·(j − j_first)), rounded up: seen from the left
-    outlier: Array  # [LOOP_OUTLIER_TILES] numbers of tiles that remain the running maximum for longest, −1 for none
+    outlier: Array  # [LOOP_OUTLIER_TILES] numbers of tiles that stay the running maximum the longest, −1 for none
     value_before: Array  # [n] ‖v‖ over all tiles to the left, without the outliers
     value_after: Array  # [n]
     value_of_outlier: Array  # [LOOP_OUTLIER_TILES]
@@ -199,7 +199,7 @@ def _biased_needed(
     lse = so_far.top + jnp.log(so_far.total) + above
     error = _error(so_far.mixed.shape[-1], lse.dtype) * (known.largest_score + jnp.abs(lse)) + 2 * LSE_NATS["jax"]
     error += 4 * eps * jnp.abs(above)
-    # For keys with weight, a negative bias is no larger than the rest of the score.
+    # For keys with weight, a negative bias is at most as large as the rest of the score.
     error += 8 * eps * jnp.where(is_visited, known.size, 0.0).max()
     kept = VALUE_RATIO * _norm(so_far.mixed) / so_far.total
     share = (1.0 - LOOP_OUTLIER_TILES * LOOP_OUTLIER_SHARE) / (1 if plan.causal else 2)
@@ -277,7 +277,7 @@ def biased_tiles(
         rounded = 4 * size * float(np.finfo(work).eps) * jnp.abs(slope[..., None]) + LSE_NATS["jax"]
         return jax.nn.logsumexp(relative - slope[..., None, None] * away, axis=-1) + rounded
 
-    # Any choice of outliers is sound: each of them is certified on its own.
+    # Any choice of outliers is sound: each of them is certified separately.
     nats = largest_rate[..., None] * norm + largest.astype(work)
     position = plan.key_tile * jnp.arange(count, dtype=work)
     sides = [nats + rule.left[..., None] * position]
@@ -300,7 +300,7 @@ def biased_tiles(
 
 
 def _longest_the_largest(sides: list[Array]) -> Array:
-    """[..., LOOP_OUTLIER_TILES] the tiles that remain the running maximum of their nats [..., n] for longest, −1 for none.
+    """[..., LOOP_OUTLIER_TILES] the tiles that stay the running maximum of nats [..., n] the longest, −1 for none.
 
     The first side is scanned to the right (for queries, it is the left side), the second to the left. If biases only rise towards
     the queries, no tile remains the largest, and none is worth leaving out.
@@ -367,6 +367,6 @@ def _error(head_dim: int, dtype: jnp.dtype) -> float:
 
 
 def _shifted(x: Array, by: int) -> Array:
-    """[..., n] moved right or left by one, with 0 in the gap."""
+    """[..., n] shifted right or left by one, with 0 in the gap."""
     empty = jnp.zeros_like(x[..., :1])
     return jnp.concatenate([empty, x[..., :-1]] if by > 0 else [x[..., 1:], empty], axis=-1)

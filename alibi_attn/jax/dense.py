@@ -1,4 +1,4 @@
-"""All scores at once: short input and single queries. One tile of the size of the input, mapped over sequences and heads."""
+"""All scores at once, for short input and single queries: the input is one tile, mapped over sequences and heads."""
 
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
@@ -23,7 +23,7 @@ class _Head(NamedTuple):
 
 
 def forward(plan: Plan, inputs: Inputs) -> tuple[Array, Array, Array | None]:
-    """(output [B, H, T, D], lse [B, H, T], the references [B, H, T] that it is relative to, with key biases)."""
+    """(output [B, H, T, D], lse [B, H, T], with key biases the references [B, H, T] that lse is relative to)."""
 
     def one(queries: Queries, keys: Keys, head: _Head, _: None) -> tuple[Array, Array, Array | None]:
         nothing = tiles.start(queries, None if head.bias is None else head.bias.high.dtype)

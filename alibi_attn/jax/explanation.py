@@ -96,7 +96,7 @@ def _of_loop(
 
 
 def _visible(spec: Spec, first: NDArray[np.int64]) -> int:
-    """The number of query-key pairs that the masks allow, over all heads (ignoring what single heads hide)."""
+    """The number of query-key pairs that the masks allow, over all heads (ignoring keys that single heads hide)."""
     of_query, of_key = (None if x is None else np.asarray(x) for x in (spec.query_segments, spec.key_segments))
     count = 0
     for row in range(0, spec.query_len, ROWS):

@@ -113,9 +113,10 @@ class ALiBiAttention(nnx.Module):
         learn_slopes: make the slopes a parameter.
         qk_norm: RMS-normalize queries and keys per head, with a weight and without an offset.
         forget_gate: the Forgetting Transformer's gates in addition to the slopes (`slopes=[0.0] * H`: gates only); causal only.
-            `gate_proj` decides for every head and token how much of the earlier tokens is kept: the sigmoid of a linear map of
-            x. It is initialized as in PyTorch, U(±1/√embed_dim) with a bias of 0, and computed in fp32 or better in any `dtype`.
-        dtype: dtype of the computation; default that of x and the parameters.
+            `gate_proj` computes for every head and token the share of the earlier tokens that is kept: the sigmoid of a
+            linear map of x. It is initialized as in PyTorch, U(±1/√embed_dim) with a bias of 0, and computed in fp32 or
+            better in any `dtype`.
+        dtype: dtype of the computation; default: the dtype of x and the parameters.
 
     Raises:
         ValueError: arguments that do not fit together.
@@ -177,7 +178,7 @@ class ALiBiAttention(nnx.Module):
 
         Args:
             x: [B, T, embed_dim]: the positions after those in the cache.
-            cache: this layer's cache, from `new_cache`. However a sequence is divided into chunks, the outputs are those of
+            cache: this layer's cache, from `new_cache`. However a sequence is divided into chunks, the outputs equal
                 one full pass.
             key_mask: [B, S] bool, True = visible; with a cache S is its capacity.
             segment_ids: [B, S] integers, the same S: attention stays within a segment.
@@ -268,7 +269,7 @@ class ALiBiTransformerBlock(nnx.Module):
     def __call__(
         self, x: Array, *, cache: KVCache | None = None, key_mask: Array | None = None, segment_ids: Array | None = None
     ) -> Array:
-        """As `ALiBiAttention.__call__`; the cache is that of this block's attention layer."""
+        """Same as `ALiBiAttention.__call__`; the cache belongs to this block's attention layer."""
         attended = self.attention(self.attention_norm(x), cache=cache, key_mask=key_mask, segment_ids=segment_ids)
         x = x + self.dropout(attended)
         hidden = self.dropout(jax.nn.gelu(self.ffn_in(self.ffn_norm(x)), approximate=False))
@@ -283,7 +284,7 @@ def _layer_norm(embed_dim: int, bias: bool, dtype: Dtype | None, rngs: nnx.Rngs)
 
 
 def _appended(cached: Array, new: Array, length: Array, *, axis: int = 1) -> Array:
-    """[B, capacity, K, D]: the cache with new keys or values [B, T, K, D] from position `length` on; for gates, axis=2.
+    """[B, capacity, K, D]: the cache with keys or values [B, T, K, D] added at position `length`; for gates, axis=2.
 
     Raises:
         ValueError: the cache is full. If the length is traced no error can be raised: NaN is appended instead, and every output

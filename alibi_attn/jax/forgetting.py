@@ -1,4 +1,4 @@
-"""`forgetting_attention` for JAX arrays: each token's gate decides how much of the earlier tokens is kept.
+"""`forgetting_attention` for JAX arrays: each token's gate scales the weights of all earlier tokens.
 
 Sums of gates reach 10⁵ in long texts, and JAX has no fp64 by default. So each sum is a pair of numbers, also in the gates'
 gradients.
@@ -48,7 +48,7 @@ def forgetting_attention(
             Values are checked if that is free: numpy arrays, and arrays on the CPU that are not traced.
         slopes: m, for ALiBi times gates; None = no ALiBi.
         query_offset: position of query 0, an int; S − T by default. All queries must be among the S positions.
-        query, key, value, dropout_key, return_lse, backend: as for `alibi_attention`. lse is that of the scores above.
+        query, key, value, dropout_key, return_lse, backend: as for `alibi_attention`. lse belongs to the scores above.
         options: window, scale, key_mask, segment_ids, key_bias, sink_logits, dropout_p and tolerance, as for
             `alibi_attention`.
 
@@ -118,7 +118,7 @@ def _biases(query_len: int, first: Array, gates: Array, key_bias: Array | None) 
     """(b_j − c_j [B, H, S], c_i [B, H, T]) with c the running sums of gates [B, H, S]; queries begin at position `first`.
 
     The gradient of gate l is Σ_{i ≥ l} (row sum i − column sum i) of the gradient of the scores. The gradients of the two biases
-    are these sums, of the very same numbers, so the rounding errors of rows do not accumulate.
+    are these sums, of the same numbers, so the rounding errors of rows do not accumulate.
     """
     work = gates.dtype if key_bias is None else jnp.promote_types(gates.dtype, key_bias.dtype)
     high, low = _gate_sums(gates.astype(work))
@@ -169,7 +169,7 @@ def _gate_sums(gates: Array) -> Pair:
 def _running_sums(x: Pair, *, reverse: bool = False) -> Pair:
     """Σ over all positions up to each along the last axis [..., S], or from each on; off by 2⁻⁴⁰ of the largest sum in fp32.
 
-    Rows of √S positions are added up side by side, and then the rows: two short loops, quick to compile at any length.
+    Rows of √S positions are summed in parallel, then the rows: two short loops, quick to compile at any length.
     """
     *lead, length = x[0].shape
     if 0 in x[0].shape:

@@ -60,7 +60,7 @@ class _Sums(NamedTuple):
 
 
 def forward(plan: Plan, inputs: Inputs) -> tuple[Array, Array, Array | None, Visited]:
-    """(output [B, H, T, D], lse [B, H, T], the references [B, H, T] that it is relative to with key biases, visited)."""
+    """(output [B, H, T, D], lse [B, H, T], its references [B, H, T] with key biases, visited)."""
     parts = cut(plan, inputs)
     norms = key_norms(plan, parts)
     bias_dtype = None if parts.bias is None else parts.bias.high.dtype
@@ -160,7 +160,7 @@ def _next(
     """The next tile (−1 = done), and the tiles that are visited after it."""
     need_left, need_right, need_outlier = still_needed(plan, block, known, softmax, visited)
     first, last, outliers = visited
-    in_band = outliers[0] + outliers[1] == -2  # the band does not grow after an outlier, which it would read twice
+    in_band = outliers[0] + outliers[1] == -2  # after an outlier the band stops, or it would read that tile twice
     go_left = in_band & (first > allowed.lowest) & need_left
     go_right = in_band & ~go_left & (last < allowed.highest) & need_right
     first, last = first - go_left, last + go_right

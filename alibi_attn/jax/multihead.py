@@ -112,7 +112,7 @@ def mha_alibi(seed: int, x: Array, num_heads: int, qkv_features: int) -> Array:
     >>> mha_alibi(0, jnp.ones((4, 8)), 2, 8).shape
     (32,)
 
-    Source: the slopes are those of Press et al. 2022, sec. 3 (arXiv:2108.12409), by its sentence for every H.
+    Source: the slopes are the geometric sequence of Press et al. 2022, sec. 3 (arXiv:2108.12409), for any H.
     """
     x = jnp.asarray(x)
     if x.ndim != 2:

@@ -28,7 +28,7 @@ TARGETS = ("alibi_xla_forward", "alibi_xla_backward")
 
 
 class Saved(NamedTuple):
-    """What forward saves for backward."""
+    """The arrays that forward saves for backward."""
 
     rows: Array  # [B, 2, H, T] m_i and ln l_i
     visited: Array  # [B, …] int32, see `Visited` of `call.hpp`
@@ -98,7 +98,7 @@ def _load(path: Path) -> ctypes.CDLL:
 
 
 def forward(plan: Plan, arrays: Arrays, rest: Rest) -> tuple[Array, Array, Saved]:
-    """(output [B, T, H, D] in query's dtype, lse [B, H, T] with the biases of queries, what backward needs)."""
+    """(output [B, T, H, D] in query's dtype, lse [B, H, T] with the biases of queries, arrays for backward)."""
     work = arrays.left.dtype
     batch, query_len, heads, _ = arrays.query.shape
     lse_dtype = work if arrays.key_bias is None else jnp.promote_types(work, arrays.key_bias.dtype)

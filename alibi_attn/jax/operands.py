@@ -43,7 +43,7 @@ class Rest(NamedTuple):
 def operands(
     spec: AttentionSpec[Array], query: Array, key: Array, value: Array, dropout_key: Array | None
 ) -> tuple[Arrays, Rest]:
-    """The call as arrays: all arguments that can change without recompiling."""
+    """All arguments that can change without recompiling, as arrays."""
     heads = (spec.batch, spec.num_heads)
     left = jnp.broadcast_to(spec.slopes, heads)
     right = left if spec.right_slopes is None else jnp.broadcast_to(spec.right_slopes, heads)

@@ -1,7 +1,7 @@
 """The plan of a call in JAX: its static arguments, and how queries and keys are divided into blocks and tiles.
 
 `tiles.py` computes one block against one tile, `certificate.py` decides which tiles a block needs, and `loop.py` visits them;
-`dense.py` takes everything as one tile. Each of them imports only the ones before it.
+`dense.py` treats the whole input as one tile. Each of them imports only the ones before it.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ class Plan:
     key_bias: bool = False
     query_bias: bool = False
     native: bool = False  # the C++ kernels, on a CPU
-    elsewhere: bool = False  # the call may yet be compiled for another device
+    elsewhere: bool = False  # the call may later be compiled for another device
 
 
 class KeyBias(NamedTuple):
@@ -131,7 +131,7 @@ class Limits(NamedTuple):
 
     lowest: Array
     highest: Array
-    nearest: Array  # where the block begins
+    nearest: Array  # the tile that the block visits first
     useful: Array  # [tiles] bool
 
 

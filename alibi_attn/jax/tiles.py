@@ -102,8 +102,8 @@ def add(plan: Plan, rule: Rule, so_far: Softmax, queries: Queries, keys: Keys, d
 def _largest_bias(plan: Plan, rule: Rule, queries: Queries, keys: Keys, bias: KeyBias) -> Array:
     """[t] the largest b_j − m·|i − j| that each query sees in this tile, −inf if it sees no key.
 
-    Relative to it, the biases of keys that matter are at most as large as m·|i − j|, and are rounded no more. Every query has its
-    own, so that a large bias costs no digits in queries that do not see it.
+    Relative to it, the biases of keys that matter are at most as large as m·|i − j|, and are rounded no more. Every
+    query has its own reference, so that a large bias costs no digits in queries that do not see it.
     """
     seen, distance, slope = _sight(plan, rule, queries, keys)
     nearby = bias.high - (slope * distance.astype(rule.left.dtype)).astype(bias.high.dtype)
@@ -162,7 +162,7 @@ def gradients(
 
 
 def least_distance(queries: Queries, key_len: int) -> Array:
-    """int32 scalar: the i − j nearest to 0 of a block of queries that all lie beyond the keys, on one side; 0 for other blocks.
+    """int32 scalar: the i − j nearest to 0 if all queries of a block lie beyond the keys on one side; else 0.
 
     A row of ds adds up to dlse, so a constant can be subtracted from its distances: Σ ds·d = Σ ds·(d − c) + c·dlse.
     Otherwise the rounding of products with distances of 10⁶ would exceed their sum.

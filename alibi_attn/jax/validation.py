@@ -30,7 +30,7 @@ SegmentIds = Array | tuple[Array, Array]
 
 
 class GatedOptions(TypedDict, total=False):
-    """Keyword arguments of `make_spec` that calls with forget gates have too; `alibi_attention` documents them."""
+    """Keyword arguments of `make_spec` that calls with forget gates share; `alibi_attention` documents them."""
 
     window: int | None
     scale: float | None
@@ -117,7 +117,7 @@ def checked_dropout_key(dropout_p: float, dropout_key: Array | None) -> Array | 
 
 
 def _slopes(name: str, slopes: Slopes, work: jnp.dtype, *, sizes: tuple[int, int, int]) -> Array:
-    """Checked, in the dtype to work in; sizes: B, H, T."""
+    """The slopes, validated, in the dtype of the computation; sizes: B, H, T."""
     batch, num_heads, query_len = sizes
     array = slopes if isinstance(slopes, jax.Array) else np.asarray(slopes)
     if not (jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(array.dtype, jnp.integer)):
@@ -157,7 +157,7 @@ def _check_position(query_offset: int, length: int) -> None:
 def _segments(
     segment_ids: SegmentIds | None, offset: int | Array, *, batch: int, query_len: int, key_len: int
 ) -> tuple[Array | None, Array | None]:
-    """(query's [B, T], key's [B, S]); a query takes the segment of its position, which must then be a key's."""
+    """(query's [B, T], key's [B, S]); given one array, each query must be at a key's position, and has its segment."""
     if segment_ids is None:
         return None, None
     if isinstance(segment_ids, tuple | list):

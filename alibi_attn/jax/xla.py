@@ -13,7 +13,7 @@ from alibi_attn.jax.tiles import Finished
 
 
 class Saved(NamedTuple):
-    """What forward saves for backward."""
+    """The arrays that forward saves for backward."""
 
     lse: Array  # [B, H, T], relative to `reference`
     reference: Array | None  # [B, H, T] if keys have biases
@@ -21,7 +21,7 @@ class Saved(NamedTuple):
 
 
 def forward(plan: Plan, arrays: Arrays, rest: Rest) -> tuple[Array, Array, Saved]:
-    """(output [B, T, H, D] in query's dtype, lse [B, H, T] with the biases of queries, what backward needs)."""
+    """(output [B, T, H, D] in query's dtype, lse [B, H, T] with the biases of queries, arrays for backward)."""
     inputs, spoiled = _inputs(arrays, rest)
     visited = None
     if plan.dense:
@@ -87,7 +87,7 @@ def nothing_saved(plan: Plan, arrays: Arrays) -> Saved:
 
 
 def _inputs(arrays: Arrays, rest: Rest) -> tuple[Inputs, Array]:
-    """(the arrays with heads first, hidden keys and non-finite queries replaced by zeros; [B, H, T]: which queries those are)."""
+    """(arrays with heads first, hidden keys and non-finite queries zeroed; [B, H, T]: which queries are not finite)."""
     query, key, value = (x.swapaxes(1, 2) for x in arrays[:3])
     spoiled = ~jnp.isfinite(query).all(-1)
     query = jnp.where(spoiled[..., None], 0, query)

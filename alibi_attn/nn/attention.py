@@ -36,8 +36,8 @@ class ALiBiAttention(nn.Module):
 
         softmax(q·kᵀ/√D − m·|i − j|)·v,   q, k, v = linear layers of x, one fixed slope m per head
 
-    It adds no positions, has no maximum length and (with fixed slopes) no parameters other than those of
-    the linear layers: `q_proj`, `k_proj`, `v_proj`, `out_proj`.
+    It adds no positions, has no maximum length and (with fixed slopes) no parameters except the
+    linear layers' own: `q_proj`, `k_proj`, `v_proj`, `out_proj`.
 
     Args:
         embed_dim: a multiple of `num_heads`; the head size is D = embed_dim / num_heads.
@@ -52,9 +52,9 @@ class ALiBiAttention(nn.Module):
         learn_slopes: make them a parameter (Press et al. saw no gain in extrapolation from it).
         qk_norm: RMS-normalize queries and keys per head, with a weight (`q_norm`, `k_norm`) and no offset, so that
             the weights alone bound every score.
-        forget_gate: add the gates of the Forgetting Transformer: `gate_proj` computes, in fp32, for every head and token, the
-            share of everything before it that is kept: a sigmoid of a linear layer with torch's default weights and a bias of
-            0, so about one half at first. `slopes=[0.0] * H` uses gates alone. Causal only.
+        forget_gate: add the gates of the Forgetting Transformer. For every head and token `gate_proj` computes, in
+            fp32, the share of all earlier tokens that is kept: the sigmoid of a linear layer with torch's default
+            weights and a bias of 0, so about one half at first. `slopes=[0.0] * H` uses gates alone. Causal only.
         kv_dim: make this a cross-attention layer: keys and values come from `memory` [B, S, kv_dim], all of it visible
             (`causal` does not apply). Source and target share no position axis, so there is no bias unless slopes are given;
             then both count from 0, and the bias is symmetric.
@@ -165,7 +165,7 @@ class ALiBiAttention(nn.Module):
     def _near(
         self, query: Tensor, key: Tensor, value: Tensor, cache: KVCache, key_mask: Tensor | None
     ) -> Tensor | None:
-        """Attention over the keys within reach, if few queries meet enough cached keys to make it worthwhile; else None."""
+        """Attention over the keys within reach; None unless few queries and many cached keys make it faster."""
         slopes, gates, masked = self.slopes.values, cache.log_fgate, key_mask is not None
         whole = cache.max_tokens is None and not (self.training and self.dropout_p)
         if not (whole and reads_near(query, key, slopes, masked=masked, gated=gates is not None)):
@@ -227,7 +227,8 @@ class ALiBiAttention(nn.Module):
     ) -> ReachCache | GatedReachCache:
         """A cache that keeps only the keys this layer's heads can still need; arguments and errors as in `static_reach`.
 
-        Slopes determine this before any text exists; with forget gates the text does (`GatedReachCache`).
+        Slopes determine these keys before any text exists. With forget gates they depend on the text
+        (`GatedReachCache`).
 
         >>> layer = ALiBiAttention(64, 8, qk_norm=True)
         >>> with torch.no_grad():
@@ -259,8 +260,8 @@ class ALiBiAttention(nn.Module):
         It counts the query itself, like `window`, which limits it. A slope ≤ 0 has no reach: 2⁴⁰.
 
         Args:
-            tolerance: ε in [0, 1); default eps / 32 of the weights' dtype, what `alibi_attention` uses.
-            score_bound: U, where you know one; default `score_bound()`, which needs qk_norm=True.
+            tolerance: ε in [0, 1); default eps / 32 of the weights' dtype, as in `alibi_attention`.
+            score_bound: U, if known; default `score_bound()`, which needs qk_norm=True.
             key_mask: the mask the layer will be called with. A query whose own key is hidden has no such guarantee.
 
         Raises:

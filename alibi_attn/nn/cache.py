@@ -34,8 +34,9 @@ class KVCache:
 
     ALiBi adds nothing to the keys, so cropping, reordering and changing slopes never invalidate a cache.
 
-    `copy.deepcopy` forks a cache, gradients included. A pickle holds what later tokens need, without gradients or spare
-    capacity, and a format number that other versions check. Either copy belongs to the layer that appends to it next.
+    `copy.deepcopy` forks a cache, gradients included. A pickle holds the tensors that later tokens need,
+    without gradients or spare capacity, and a format number that other versions check. Either copy belongs to the layer
+    that appends to it next.
 
     With `max_tokens` the cache streams: once it is full, each new token replaces the oldest one that is not among the
     first `sinks`, and distances are counted inside the cache. This differs from full attention (Xiao et al. 2023, sec. 3.2,
@@ -85,11 +86,11 @@ class KVCache:
 
     @classmethod
     def open(cls, path: str | Path, *, mode: Mode = "r+") -> Self:
-        """The cache in a file, after its header and norms have been checked; keys and values are read when they are needed.
+        """The cache in a file. Its header and norms are checked; keys and values are read when they are needed.
 
         Args:
-            mode: "r+" continues the file. "c" shares it: any number of processes may open it, and what they append or crop is
-                private and lost in the end.
+            mode: "r+" continues the file. "c" shares it: any number of processes may open it. Their changes are
+                private and never saved.
 
         Raises:
             OSError: there is no such file.
@@ -330,7 +331,7 @@ class KVCache:
         if self._weights is None:
             weights = "" if layer is None else fingerprint(layer)
             if self._file is not None:
-                self._layer = None  # another layer may follow if this one is refused
+                self._layer = None  # another layer may append if this call fails
                 self._file.check_weights(weights)
             self._layer, self._weights = None if layer is None else weakref.ref(layer), weights
         if self._file is None:

@@ -1,4 +1,4 @@
-"""Checks of what a cache receives: keys and values, beam indices, and pickles. Read next: `cache.py`."""
+"""Checks of the inputs of a cache: keys and values, beam indices, and pickles. Read next: `cache.py`."""
 
 from collections.abc import Mapping, Sequence
 
@@ -38,7 +38,7 @@ def described(tensor: Tensor) -> str:
 
 
 def check_format(kind: str, state: Mapping[str, object], *, reads: int) -> None:
-    """Refuses a pickled cache that another version of the package wrote.
+    """Raises an error for a pickled cache that another version of the package wrote.
 
     Args:
         kind: the name of the class.

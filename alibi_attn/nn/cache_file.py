@@ -5,7 +5,7 @@ A file has these parts, little-endian:
     header     JSON and its CRC-32: format, dtype, shapes, capacity, fingerprint of the weights; written once
     state      two slots, written in turn: tokens, CRC-32 of the table and of the tokens after the last whole tile
     table      one record per whole tile: the norms of its keys and values, and the CRC-32 of its data
-    keys       [B, K, capacity, D], so each key head has its own region; what is not written takes no disk space
+    keys       [B, K, capacity, D], so each key head has its own region; unwritten parts use no disk space
     values     the same
 
 Appending writes data, then the table, then a slot. A killed process therefore loses at most its last call. Power failures are not
@@ -60,7 +60,7 @@ class CacheFile:
 
     Args:
         file: open for reading and writing, or for reading only with mode "c".
-        path: for messages, and for where to grow; None = a temporary file that has no name.
+        path: for messages, and for the larger file when it grows; None = a temporary file that has no name.
         header: the JSON object.
         mode: "r+" writes to the file; with "c" changes are private to this process.
     """
@@ -163,7 +163,7 @@ class CacheFile:
 
     @property
     def norms(self) -> Norms:
-        """Of the whole tiles."""
+        """The norms of the whole tiles."""
         keys, values = self._norms[..., : self.length // TILE]
         return Norms(keys, values)
 
@@ -199,7 +199,7 @@ class CacheFile:
             self.release()
 
     def check_weights(self, weights: str) -> None:
-        """Raises if the file was written by other weights; an empty fingerprint matches any."""
+        """Raises an error if other weights wrote the file; an empty fingerprint matches any weights."""
         if weights and self.fingerprint and weights != self.fingerprint:
             raise ValueError(
                 f"{self.path} was written with other weights or settings; pass the layer that wrote it, or a new cache"
@@ -245,7 +245,7 @@ class CacheFile:
                 self.release()
 
     def _checksums(self, start: int, stop: int, crc: int) -> list[int]:
-        """CRC-32 of each tile of tokens [start, stop), the last one maybe partial; `crc` is that of the tokens before start."""
+        """CRC-32 of each tile in tokens [start, stop), the last maybe partial; `crc` covers the tokens before start."""
         rows = [x[:, :, start:stop].permute(2, 0, 1, 3).flatten(1).view(torch.uint8) for x in (self.key, self.value)]
         data, checksums = torch.cat(rows, dim=1).numpy(), []
         at = 0
@@ -312,7 +312,7 @@ class CacheFile:
         vars(self).update(vars(larger))
 
     def publish(self) -> Self:
-        """Gives a created file its name, at once: a process that is killed leaves a valid file or none."""
+        """Gives a created file its name atomically: a process that is killed leaves a valid file or none."""
         if self.path is not None:
             os.replace(partial(self.path), self.path)
         return self
@@ -342,7 +342,7 @@ def partial(path: Path) -> Path:
 
 
 def check_new(path: Path) -> None:
-    """Raises where a cache cannot start at this path."""
+    """Raises an error if a cache cannot start at this path."""
     check_platform()
     if path.exists():
         raise ValueError(f"{path} exists; continue it with open(path), or pass another path")
@@ -362,7 +362,7 @@ def fingerprint(module: nn.Module, *settings: object) -> str:
 
 
 def check_platform() -> None:
-    """Raises where files cannot be mapped as this module needs."""
+    """Raises an error on platforms where files cannot be mapped as this module needs."""
     if sys.platform == "win32":
         raise NotImplementedError(
             "caches in files need sparse memory maps whose pages can be released, which Windows does not offer; "

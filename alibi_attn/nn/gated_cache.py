@@ -13,20 +13,21 @@ from torch import Tensor, nn
 from alibi_attn.attention.certificate.biased import sums_behind
 from alibi_attn.nn.reach_cache import CachesOfHeads
 
-TOGETHER = 64  # tokens between two computations of what may be forgotten
+TOGETHER = 64  # tokens between two computations of the keys that may be forgotten
 
 
 class GatedReachCache(CachesOfHeads):
     """The keys, values and gates that later queries can still need; `len(cache)` is the number of tokens seen.
 
-    At time t a dropped key at l weighs, for any later query of head h, at most e^(2U + c_t − c_l − m·(t − l)) times
-    the query's own key, with c the sum of ln f; this only decreases. The oldest keys are dropped as long as all keys ever
-    dropped together weigh at most ε, for every query head that reads them and in every sequence of the batch.
+    At time t a dropped key at l weighs, for any later query of head h, at most e^(2U + c_t − c_l − m·(t − l)) times the
+    query's own key, where c is the sum of ln f. This bound only decreases with time. The oldest keys are dropped as
+    long as all keys ever dropped together weigh at most ε, for every query head that reads them and in every sequence
+    of the batch.
 
     Args:
         slopes: [H], none of them negative.
         num_kv_heads: K, which divides H.
-        score_bound: U; `ALiBiAttention` raises if queries and keys exceed it (where it can read them).
+        score_bound: U; `ALiBiAttention` raises an error if queries and keys exceed it (if it can read them).
         tolerance: ε, the largest share of a later query's softmax mass that is forgotten.
 
     Raises:
@@ -51,8 +52,8 @@ class GatedReachCache(CachesOfHeads):
     def append(
         self, key: Tensor, value: Tensor, log_fgate: Tensor, *, layer: nn.Module | None = None
     ) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Add key and value, [B, K, T, D], and ln f, [B, H, T]; returns what these T queries need from each key head:
-        keys and values [B, 1, S', D] and gates [B, H / K, S'], their last T positions the new ones.
+        """Add key and value, [B, K, T, D], and ln f, [B, H, T]; returns the keys and values [B, 1, S', D] and gates
+        [B, H / K, S'] of each key head that these T queries need; the last T positions are the new ones.
 
         Raises:
             ValueError: the layer differs, or shapes, dtype or device do not match the cache.
@@ -91,7 +92,7 @@ class GatedReachCache(CachesOfHeads):
         self._seen, self._since = length, min(self._since, length)
 
     def reorder(self, indices: Tensor | Sequence[int]) -> None:
-        """As `KVCache.reorder`."""
+        """Same as `KVCache.reorder`."""
         super().reorder(indices)
         self._gone = [x if x is None else x[torch.as_tensor(indices, device=x.device)] for x in self._gone]
 

@@ -84,7 +84,7 @@ class Int8Linear(nn.Module):
         self.zeros = torch.zeros(self.out_features, dtype=torch.int64)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Int8Linear":
-        """`to`, `half` and the like do not change it."""
+        """Called by Module.to, .half and so on: changes nothing."""
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -93,7 +93,7 @@ class Int8Linear(nn.Module):
 
 
 def check_supported() -> None:
-    """Raises ValueError where torch has no exact int8 products: 8-bit sums saturate on processors without VNNI."""
+    """Raises ValueError if torch has no exact int8 products here: 8-bit sums saturate on processors without VNNI."""
     has_vnni = getattr(torch.cpu, "_is_vnni_supported", lambda: False)()
     if not has_vnni or not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.onednn, "qlinear_prepack"):
         raise ValueError(

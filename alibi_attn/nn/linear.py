@@ -3,9 +3,9 @@
 * Without gradients and with few rows, as in decoding, the cost is reading the weights once: our own kernel does that.
 * Without gradients, in fp32: torch uses MKL, which runs its AVX2 code, at half the matrix rate, on non-Intel processors
   with AVX-512. oneDNN, which ships with torch, does not have this problem.
-* bf16 and fp16 on processors without such products: torch's are 8 to 80 times slower than fp32 there, and slowest in
-  backward. The product of two such numbers is exact in fp32, so they are widened, multiplied in fp32 and rounded once, which is
-  what a processor with such products does.
+* bf16 and fp16 on processors without such products: torch's products are 8 to 80 times slower than fp32 there, and
+  slowest in backward. The product of two such numbers is exact in fp32, so they are widened, multiplied in fp32 and
+  rounded once, as on a processor with such products.
 """
 
 import functools
@@ -48,7 +48,7 @@ def mapped(module: nn.Module, x: Tensor) -> Tensor:
     """`module(x)`, with the fastest kernel if `module` is a plain `nn.Linear` on a CPU.
 
     Models keep torch's own linear layers this way, so that they can be quantized, adapted or hooked by class. A module of
-    another class, with its own forward or with hooks is called as it is.
+    another class, with its own forward or with hooks is called directly.
     """
     if is_traced() or type(module) is not nn.Linear or "forward" in vars(module) or _is_hooked(module):
         product: Tensor = module(x)
@@ -83,9 +83,9 @@ def quicker(x: Tensor, weight: Tensor, bias: Tensor | None, *, rounded: bool = F
     """
     tensors = (x, weight) if bias is None else (x, weight, bias)
     if not may_read(*tensors) or torch._C._len_torch_dispatch_stack():
-        return None  # a dispatch mode counts or traces what torch computes
+        return None  # a dispatch mode counts or traces torch's operations
     if x.numel() == 0 or x.dim() == 0 or weight.dim() != 2 or x.shape[-1] != weight.shape[-1]:
-        return None  # torch handles these, or raises
+        return None  # torch handles these, or raises an error
     work = _dtype(*tensors)
     if work is None:
         return None
@@ -116,7 +116,7 @@ def is_slow(dtype: torch.dtype) -> bool:
 
 @functools.cache
 def mkl_is_slow() -> bool:
-    """Whether torch multiplies fp32 by MKL's code for AVX2 on a processor with AVX-512, and has oneDNN as an alternative."""
+    """Whether torch uses MKL's AVX2 code for fp32 on a processor with AVX-512, and has oneDNN as an alternative."""
     if torch.backends.cpu.get_cpu_capability() != "AVX512" or processor.is_intel():
         return False
     return torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()

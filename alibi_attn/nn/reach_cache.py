@@ -1,4 +1,4 @@
-"""ReachCache: keeps, per head, only the keys within its certified reach, and counts what it forgot.
+"""ReachCache: keeps, per head, only the keys within its certified reach, and counts the forgotten keys.
 
 A head of slope m whose scores never exceed U needs no key at |i − j| ≥ reach (`alibi_attn/reach.py`): steep heads decode in
 constant memory and time indefinitely, and outputs equal full attention within the tolerance. Shapes as in
@@ -18,7 +18,7 @@ from alibi_attn.nn.cache_checks import check_format
 
 
 class CachesOfHeads:
-    """Per-head caches that forget automatically: the part shared by `ReachCache` and `GatedReachCache`.
+    """Per-head caches that forget automatically: the code shared by `ReachCache` and `GatedReachCache`.
 
     Args:
         key_heads: the key heads of every inner cache.
@@ -85,7 +85,7 @@ class CachesOfHeads:
         return length
 
     def reorder(self, indices: Tensor | Sequence[int]) -> None:
-        """As `KVCache.reorder`."""
+        """Same as `KVCache.reorder`."""
         for cache in self._caches:
             cache.reorder(indices)
 
@@ -105,8 +105,8 @@ class ReachCache(CachesOfHeads):
     Args:
         reach: [H], one per query head, of `ALiBiAttention.static_reach`; it counts the query itself.
         num_kv_heads: K; default H.
-        score_bound: U, for which the reach was computed. `ALiBiAttention` raises if queries and keys exceed it (where it can
-            read them: on the CPU, not compiled).
+        score_bound: U, for which the reach was computed. `ALiBiAttention` raises an error if queries and keys exceed it
+            (if it can read them: on the CPU, not compiled).
         tolerance: ε, for which the reach was computed.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Claims: what Press et al. 2022 (arXiv:2108.12409v2) conclude from each figure and table, as ratios to test on records.
+"""Claims: the conclusions of Press et al. 2022 (arXiv:2108.12409v2) from figures and tables, as ratios to test.
 
 A claim says that a ratio of two products of numbers is below, above or equal to a threshold. Most are ratios of two perplexities:
 of one method beyond and at its trained length, or of two methods at one length. Others are about speeds, memory and
@@ -31,7 +31,7 @@ class Number:
 
     @property
     def model(self) -> tuple[str, int | None]:
-        """What identifies its model: the method and the trained length."""
+        """The key of its model: the method and the trained length."""
         return method_of(self.label), trained_length(self.label) or self.length
 
 
@@ -55,7 +55,7 @@ class Claim:
 
     @property
     def condition(self) -> str:
-        """When it holds: "below 1.02"."""
+        """The condition under which it holds: "below 1.02"."""
         return f"{'equal to' if self.relation == 'equal' else self.relation} {self.threshold:.6g}"
 
     @property

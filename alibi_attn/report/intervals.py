@@ -47,7 +47,7 @@ class Paired:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Interval:
-    """The 95 % range of a ratio or difference; `over` says from what, as in "2 seeds and 32 parts of the text"."""
+    """The 95 % range of a ratio or difference; `over` names the samples, as in "2 seeds and 32 parts of the text"."""
 
     low: float
     high: float

@@ -1,13 +1,14 @@
 """Compares position methods on the results of `alibi run referee`, with an interval for each number.
 
-    task      what models were trained and tested on: a text, or a task of symbols with a known chance level
+    task      the data for training and testing: a text, or a task of symbols with a known chance level
     score     for a task, the share of correct answers; for a text, the perplexity with a sliding window, divided by the lowest
               perplexity of any method at the trained length on the same tokens
     solved    the whole interval of a share is at or above 90 %; not solved: all of it is below; open: neither
 
-Intervals are those of `verdicts.py`: 95 %, over seeds and over parts of the documents, covering both. The interval of a share is
-at least ±3/n for n documents, which also holds if all documents agree (the rule of three). A method is significantly better than
-another if the interval of their difference, paired by seed and part, excludes zero. Next: `method_paragraphs.py`.
+Intervals are computed as in `verdicts.py`: 95 %, over seeds and over parts of the documents, covering both. The
+interval of a share is at least ±3/n for n documents, which also holds if all documents agree (the rule of three). A
+method is significantly better than another if the interval of their difference, paired by seed and part, excludes zero.
+Next: `method_paragraphs.py`.
 """
 
 import dataclasses

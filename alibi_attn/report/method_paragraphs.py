@@ -1,4 +1,4 @@
-"""One paragraph per position method: what it is good for, according to its intervals.
+"""One paragraph per position method: the tasks that it solves, and its perplexity on longer text.
 
 The same rules produce every paragraph: tasks solved at both lengths, solved at the trained length only, not solved there, or
 open; for a text, whether the perplexity with a sliding window rises with length; and the tasks on which no method is
@@ -16,7 +16,7 @@ STEADY = 1.05  # a perplexity whose whole interval rises by less counts as no wo
 
 
 def paragraph(tasks: Sequence[Task], method: str) -> str:
-    """What the method is good for according to these tasks; each number has its interval."""
+    """A summary of the method's results on these tasks; each number has its interval."""
     symbols = [task for task in tasks if task.name and referee.scores(task, method, task.lengths[0]).seeds]
     levels = {
         task.name: tuple(referee.level(referee.measured(task, method, at)) for at in task.lengths) for task in symbols

@@ -1,7 +1,7 @@
 """The report page: one self-contained HTML file drawn from records. It works offline, on a phone, in print, in light and dark.
 
-`SECTIONS` lists the sections in page order; `section.py` says how to add one. Sections without records are left out, and
-records that no section draws are listed under "Other records".
+`SECTIONS` lists the sections in page order; `section.py` explains how to add one. Sections without records are left
+out, and records that no section draws are listed under "Other records".
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ from alibi_attn.records import Record, replace_file
 from alibi_attn.report.tables.table import processor_text
 
 TITLE = "Train short, test long"
-MOST_OPEN = 8  # a page with more sections shows their headings, and each section after a click
+MOST_OPEN = 8  # on a page with more sections, each section is folded under its heading
 
 Find: TypeAlias = Callable[[Archive], Sequence[Any]]
 Draw: TypeAlias = Callable[[Any, int, Archive], Section]
@@ -59,7 +59,7 @@ def write_report(records: Sequence[Record], path: Path, *, title: str = TITLE, q
     """Write the report of the records to one HTML file, atomically, and return its path.
 
     Args:
-        records: any kinds, in any order; without records the page says how to make some.
+        records: any kinds, in any order; without records the page explains how to make some.
         question: the sentence under the title; default derived from the records.
 
     Raises:

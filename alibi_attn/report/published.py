@@ -28,7 +28,7 @@ class PublishedItem:
     """One figure or table.
 
     Args:
-        title: what it shows, in our words.
+        title: its content, in our words.
         source: the table that its numbers are from.
         corpus, evaluation: the text and how it was scored; "" if no text was scored.
         columns: measured quantity -> unit.

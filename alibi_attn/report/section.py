@@ -88,7 +88,7 @@ class Cards(NamedTuple):
 
 
 class Findings(NamedTuple):
-    """What the sections of a page found: for each, its name, anchor, result, and its picture as SVG ("" for none)."""
+    """The findings of the sections of a page: the name, anchor, result and picture (SVG, "" for none) of each."""
 
     findings: Sequence[tuple[str, str, str, Markup]]
 

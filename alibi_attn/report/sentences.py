@@ -1,4 +1,4 @@
-"""Sentences: the results in words, and what a reader may and may not conclude from them.
+"""Sentences: the results in words, and the conclusions that a reader may and may not draw from them.
 
 Every number in a sentence is computed from the study. The caveats follow the literature: longer windows have fewer early tokens
 (Press et al. 2022, app. B, tables 5 and 15), seeds are few, models are small, and perplexity does not prove memory.
@@ -118,7 +118,7 @@ def position_sentence(study: Study) -> str:
 
 
 def allowed(study: Study) -> list[str]:
-    """What a reader may conclude."""
+    """The conclusions that a reader may draw."""
     conclusions = [f"What these runs measured: {_where(study)}."]
     differing = _differing(study)
     if differing == ["model.method"]:
@@ -144,7 +144,7 @@ def allowed(study: Study) -> list[str]:
 
 
 def not_allowed(study: Study) -> list[str]:
-    """What a reader may not conclude, with the numbers that show why."""
+    """The conclusions that a reader may not draw, with the numbers that show why."""
     conclusions = [*_early_tokens(study), _seeds(study), _scale(study)]
     heads = head_counts(study)
     if heads and study.lengths:

@@ -1,6 +1,6 @@
 """Series: records grouped for figures, tables and sentences.
 
-    study    one recipe on one corpus, evaluated in one way: what can share a figure
+    study    one recipe on one corpus, evaluated in one way; its records can share a figure
     series   one configuration in it, over all its seeds: one line in the figure, one row in the table
 
 Records other than trainings and evaluations of language models belong to no study.
@@ -31,7 +31,7 @@ STRETCHES = {
     "ntk": "NTK",
     "yarn": "YaRN",
 }
-_RUN = ("model", "data", "train", "corpus")  # the sections that identify a run; `eval` says how it was tested
+_RUN = ("model", "data", "train", "corpus")  # the sections that identify a run; `eval` describes how it was tested
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Series:
         return self.trainings + self.evaluations
 
     def curve(self, curve: str, x: str, y: str, *, most: float = LARGEST) -> tuple[Points, Points]:
-        """Two columns of a curve: x [points] ascending, y [seeds, points], NaN where a seed has no such point or the
+        """Two columns of a curve: x [points] ascending, y [seeds, points], NaN if a seed has no such point or the
         value exceeds `most`."""
         records = self.trainings if curve in ("training", "validation") else self.evaluations
         found = [dict(zip(numbers(r, curve, x), numbers(r, curve, y), strict=True)) for r in records]
@@ -115,7 +115,7 @@ class Study:
 
     @property
     def unit(self) -> str:
-        """What the model predicts: "byte" or "token"."""
+        """The unit that the model predicts: "byte" or "token"."""
         return "byte" if self.bytes_per_token == 1 else "token"
 
     @functools.cached_property
@@ -201,7 +201,7 @@ def flat(config: Mapping[str, Json], prefix: str = "") -> dict[str, Json]:
 
 
 def _study(recipe: str, runs: Mapping[tuple[str, str], Sequence[Record]]) -> Study:
-    last = [members[-1] for members in runs.values()]  # an evaluation where there is one
+    last = [members[-1] for members in runs.values()]  # an evaluation if there is one
     configs = [flat(_without_seed(record.config)) for record in last]
     names = sorted({name for config in configs for name in config if name.startswith(("model.", "data.", "train."))})
     several = [name for name in names if len({_text(config.get(name)) for config in configs}) > 1]
@@ -256,7 +256,7 @@ def _stretch(record: Record) -> str:
 
 
 def _key(record: Record) -> tuple[str, str]:
-    """What identifies a run over all its seeds: its recipe, and its config without the evaluation."""
+    """The key that all seeds of a run share: its recipe, and its config without the evaluation."""
     return recipe_of(record), _text(_without_seed({key: record.config.get(key) for key in _RUN}))
 
 

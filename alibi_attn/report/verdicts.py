@@ -6,7 +6,7 @@ with the reason.
 
 * A claim that compares two trainings (ALiBi against sinusoidal, L = 512 against L = 3072), or speeds, is about training: it
   needs an interval over seeds, because one training of each says nothing about others, however long the text. Two measured
-  speeds without an interval decide nothing either.
+  speeds without an interval leave a claim open too.
 * A claim about how one model's perplexity changes with length can be decided over text with a single seed, for that model.
 * A definition (slopes, forward passes) involves no chance and is compared exactly.
 """
@@ -284,7 +284,7 @@ def _parts(record: Record, length: float | None, name: str) -> Array:
 
 
 def _scored(record: Record) -> tuple[str, ...]:
-    """What determines the scored tokens: the text, its split, their number, and the longest length."""
+    """The settings that determine the scored tokens: the text, its split, their number, and the longest length."""
     test, corpus = section(record, "eval"), section(record, "corpus")
     lengths = _sequence(test.get("lengths"))
     return (*(str(test.get(name)) for name in ("split", "tokens")), str(lengths[-1:]), str(corpus.get("test_sha256")),

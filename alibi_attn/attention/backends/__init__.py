@@ -1,1 +1,1 @@
-"""One module, or folder, a way to compute the same attention, as `protocol.py` says; they never import one another."""
+"""Backends, one module or folder each, with the interface of `protocol.py`; they never import one another."""

@@ -1,4 +1,4 @@
-"""torch's scaled_dot_product_attention with the bias as its mask: for short sequences, on every device of torch.
+"""torch's scaled_dot_product_attention with the bias as its mask: for short sequences, on any device.
 
 Memory and time grow with T·S, as in hand-written ALiBi; for short input nothing is faster.
 """
@@ -26,7 +26,7 @@ def why_not(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tens
 
 
 def too_small(spec: AttentionSpec[Tensor]) -> TooSmall | None:
-    """Small calls are its purpose."""
+    """None: this backend is for small calls."""
     return None
 
 
@@ -46,7 +46,7 @@ def run(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) 
     key, value, poison, moderate = without_bad_keys(spec, seen, key, value)
     q, k, v, blind = query, key, value, None
     if may_see_nothing(spec):
-        # A row that sees no key would be an empty softmax: let it see everything, and discard the result.
+        # The softmax of a row that sees no key would be empty: let the row see everything, and discard the result.
         blind = ~seen.any(-1, keepdim=True)
         bias, q = bias.masked_fill(blind, 0.0), query.masked_fill(blind, 0.0)
     dtype = query.dtype

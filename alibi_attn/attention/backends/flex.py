@@ -80,7 +80,7 @@ def run(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, 
 
 
 def too_small(spec: Spec) -> TooSmall | None:
-    """Unknown: short inputs have not been measured on the devices it is for."""
+    """None: short inputs have not been measured on the devices that this backend is for."""
     return None
 
 
@@ -107,7 +107,7 @@ def block_mask(
     """The blocks of keys that matter to each block of queries, and a `mask_mod` of the keys that a query may see.
 
     Args:
-        flags: flags of the keys, see `_key_flags`; None = those of the key mask.
+        flags: flags of the keys, see `_key_flags`; None = the flags of the key mask.
         block_size: queries and keys per block, a multiple of TILE.
     """
     from torch.nn.attention.flex_attention import BlockMask
@@ -154,7 +154,7 @@ def _mask_flags(spec: Spec, device: torch.device) -> Tensor:
 
 
 def _rounded(tiles: Tiles) -> tuple[Tensor, Tensor]:
-    """(bands, outlier tiles), rounded outward to blocks of as many keys as queries."""
+    """(bands, outlier tiles), rounded outward to blocks of keys as wide as the blocks of queries."""
     width = tiles.rows // TILE
     first, last, low, high = tiles.bands.unbind(-1)
     parts = [x // width * width for x in (first, last + width - 1, low, high + width - 1)]

@@ -1,1 +1,1 @@
-"""What proves that far keys cannot matter: norms, a lower bound of the log-sum-exp, the reach, and the tiles that it leaves."""
+"""Proves that far keys cannot matter: norms, a lower bound of the log-sum-exp, the reach, and the tiles within it."""

@@ -1,7 +1,8 @@
-"""The certificate where every key has a bias of its own (docs/maths.md, step 10): certified bands from torch operations.
+"""The certificate for calls with a bias per key (docs/maths.md, step 10): certified bands from torch operations.
 
-The weights of distant keys do not form a geometric series then, but the actual keys can be summed. With R the largest |scale|·‖q‖
-of a head, one running log-sum-exp per head gives the total weight of all keys before a tile, for every block of queries:
+With biases, the weights of distant keys do not form a geometric series, but the actual keys can be summed. With R the
+largest |scale|·‖q‖ of a head, one running log-sum-exp per head gives the total weight of all keys before a tile, for
+every block of queries:
 
     F(p) = ln Σ_{j < p} exp(R·‖k_j‖ + b_j + m·j) ,    Σ_{j < p} exp(R·‖k_j‖ + b_j − m·(i − j)) = exp(F(p) − m·i) ,
 
@@ -33,14 +34,14 @@ from alibi_attn.reach import UNLIMITED
 
 Spec = AttentionSpec[Tensor]
 
-# Relative to the largest exponent: this much per tile that is summed in fp64, and 64 times as much for the exponents.
+# Relative to the largest exponent: this much for each tile summed in fp64, and 64 times as much for the exponents.
 ROUNDING = 2.0**-50
 
 
 def biased_bounds(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> Bounds:
     """The keys with biases that every block of queries must visit; without `value` the values are assumed to have similar norms.
 
-    `left` is relative to a block's first query, `right` to its last: all queries of the block may skip what lies farther.
+    `left` is relative to a block's first query, `right` to its last: all queries of the block may skip the keys beyond.
     If a number is not finite, nothing is skipped.
     """
     device = query.device
@@ -115,7 +116,7 @@ def gated_bounds(
         _reach(spec, nats[..., None], m, constant, tiles, first, 1)
         for tiles in (torch.full_like(outlier_tiles, -1), outlier_tiles)
     )
-    # Each outlier tile is a separate call, which pays if it cuts the reach to less than half.
+    # Each outlier tile is a separate call, which is worth its cost if it cuts the reach to less than half.
     worth = 2 * left < with_all.clamp(max=spec.key_len)
     left = torch.where(worth, left, with_all)
     return Bounds(left, left, outlier_tiles.masked_fill(~worth, -1))
@@ -132,9 +133,9 @@ def biased_numerator_parts(
 ) -> tuple[Tensor, Tensor]:
     """(|scale|·‖q‖, the nats to add to the largest exponents of the keys), each [B, H, T] fp64.
 
-    The latter is −λ (λ is `lower`, [B, H, T]), plus its rounding error, plus the nats that `longer` values cost, minus what a
-    query shorter than the head's longest gains; inf if nothing may be skipped. `longest` and `shortest` bound the norms of all
-    visible keys, [B, H, 1].
+    The latter is −λ (λ is `lower`, [B, H, T]), plus its rounding error, plus the nats that `longer` values cost, minus
+    the nats that a query gains by being shorter than the head's longest; inf if nothing may be skipped. `longest` and
+    `shortest` bound the norms of all visible keys, [B, H, 1].
     """
     wide = query.dtype == torch.float64
     error = (spec.head_dim + SCORE_UNITS) * UNIT["float64" if wide else "float32"]
@@ -150,7 +151,7 @@ def biased_numerator_parts(
 
 
 def _outlier_tiles(largest: list[Tensor], sides: list[int]) -> Tensor:
-    """[B, H, P]: the tiles that remain the running maximum for longest, from the end where the sum begins; −1 = none.
+    """[B, H, P]: the tiles that stay the running maximum the longest, from the end where the sum begins; −1 = none.
 
     One spike would keep every later block from skipping the keys before it. Gates, whose biases only rise, have no spikes.
     """

@@ -1,10 +1,10 @@
 """Reach from tensors: the certificate of `alibi_attn/reach.py` for every block of queries, without reading a value on the host.
 
-For a query, U = |scale|·‖q‖·κ bounds all its scores (Cauchy–Schwarz), κ = the largest norm among the keys that may be skipped: to
-the left a prefix maximum, to the right a suffix maximum. Few keys are that long: Σ exp(|scale|·‖q‖·‖k_j‖ − m·d), summed key by
-key, bounds the same tail and is tighter for many keys; the smaller bound is used. λ comes from `lse_bound.py`. Tiles of
-keys with the largest norms may be *outlier tiles*: always visited and left out of both, so one giant key costs one tile and
-not the whole band.
+For a query, U = |scale|·‖q‖·κ bounds all its scores (Cauchy–Schwarz), κ = the largest norm among the keys that may be
+skipped: to the left a prefix maximum, to the right a suffix maximum. Few keys are that long. A sum over keys,
+Σ exp(|scale|·‖q‖·‖k_j‖ − m·d), bounds the same tail and is tighter for many keys; the smaller bound is used. λ comes
+from `lse_bound.py`. Tiles of keys with the largest norms may be *outlier tiles*: always visited and left out of both
+bounds, so one giant key costs one tile and not the whole band.
 
 Floating point is part of the certificate: `norm_bound` is never below a norm, and the possible error of the near scores is added
 to the numerator.
@@ -35,7 +35,7 @@ from alibi_attn.reach import UNLIMITED
 Spec = AttentionSpec[Tensor]
 
 LEVELS = (0.25, 0.5, 0.8, 1.0)  # quantiles of the blocks' largest query norms, for which tails are summed
-LONG = 4096  # from this many keys on, a tighter and more expensive bound pays
+LONG = 4096  # from this many keys on, a tighter and more expensive bound is worth its cost
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Bounds:
 
     @classmethod
     def unlimited(cls, spec: Spec, device: torch.device) -> "Bounds":
-        """Nothing may be skipped."""
+        """Bounds that skip nothing."""
         heads = spec.batch, spec.num_heads
         reach = torch.full((*heads, -(-spec.query_len // TILE)), UNLIMITED, device=device)
         return cls(reach, reach, torch.full((*heads, OUTLIER_TILES), -1, device=device))
@@ -183,7 +183,7 @@ def _nats_of_longer(longest: Tensor, kept: Tensor) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class _Tails:
-    """Σ exp(level·‖k_j‖) over each NEAR keys, for a few levels of |scale|·‖q‖.
+    """Σ exp(level·‖k_j‖) over every NEAR consecutive keys, for a few levels of |scale|·‖q‖.
 
     Args:
         mass: [B, H, levels, G] fp64, the logarithm of the sum.
@@ -284,7 +284,7 @@ def _reach(
 
 
 def reach_of_nats(nats: Tensor, m: Tensor, tolerance: float) -> Tensor:
-    """int64: the reach if all keys from a distance r on weigh at most e^(nats − m·r), m fp64; `tolerance` is that of one side."""
+    """int64: the reach if all keys at distance ≥ r weigh at most e^(nats − m·r); m is fp64, `tolerance` one side's."""
     quotient = ((nats - math.log(tolerance)) / m).clamp(min=0.0)
     reach = (quotient + 1e-12 * quotient.abs()).ceil().nan_to_num(nan=UNLIMITED, posinf=UNLIMITED)
     reach = reach.clamp(KEPT, UNLIMITED).to(torch.int64)
@@ -293,7 +293,7 @@ def reach_of_nats(nats: Tensor, m: Tensor, tolerance: float) -> Tensor:
 
 
 def _worst(numerator: Tensor) -> Tensor:
-    """The largest of every block. NaN (inf · 0) becomes inf; a block of queries that see no key stays −inf and needs none."""
+    """The largest number of every block: inf in place of NaN (inf · 0), −inf for a block whose queries see no key."""
     return numerator.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf).amax(-1)
 
 

@@ -4,7 +4,7 @@ PyTorch, JAX and Triton import them. The C++ kernels are compiled with those in 
 compiled with the same values. docs/maths.md explains why each allowance is enough.
 """
 
-TILE = 64  # queries whose reach is decided together, and keys whose norms are
+TILE = 64  # queries whose reach is decided together, and keys whose norms are bounded together
 KEPT = 4  # the nearest keys, which no reach skips
 VALUE_RATIO = (
     4.0  # a skipped value may be this many times longer than the longest kept one; a longer one widens the reach
@@ -13,7 +13,7 @@ VALUE_RATIO = (
 # Tiles of keys with the largest norms may be left out of the bound; they are visited one by one if they matter.
 OUTLIER_CHOICES = (0, 1, 2, 4)  # how many; each head gets the cheapest choice
 OUTLIER_TILES = max(OUTLIER_CHOICES)
-LOOP_OUTLIER_TILES = 2  # in JAX's loop, which checks each of them in every iteration
+LOOP_OUTLIER_TILES = 2  # in JAX's loop, which checks every outlier tile in every iteration
 LOOP_OUTLIER_SHARE = 1 / 16  # of the tolerance, for each of them: a far tile needs ln 16 nats more, the band ln 8/7
 
 WORTH_LEAVING_OUT = 4  # a tile with a large bias is an outlier tile if it remains the largest for this many tiles

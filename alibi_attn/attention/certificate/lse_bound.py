@@ -23,9 +23,10 @@ FLAT = 1 / 12  # a steeper head gains nothing from keys that far back
 def lower_bound(
     spec: Spec, query: Tensor, key: Tensor, first: Tensor, *, stretches: bool, text_len: int | None = None
 ) -> Tensor:
-    """λ [B, H, T] fp64, true up to the rounding of fp32 products; −inf if no near key is visible, or the head is not searched.
+    """λ [B, H, T] fp64, correct up to the rounding of fp32 products.
 
-    A head is not searched if it is so flat that a text of `text_len` keys (default: S) ends before its reach.
+    It is −inf if the query sees no near key, and for heads so flat that a text of `text_len` keys (default: S) ends
+    before their reach.
     """
     if query.device.type != "cpu" or spec.query_len <= NEAR:
         return _mass(spec, query, key, first, stretches)
@@ -47,7 +48,7 @@ def lower_bound(
 
 
 def biased_lower_bound(spec: Spec, query: Tensor, key: Tensor, first: Tensor) -> Tensor:
-    """λ [B, H, T] with key biases: fp64 sums, true up to the rounding of the products, however large a bias is."""
+    """λ [B, H, T] with key biases: fp64 sums, correct up to the rounding of the products, however large a bias is."""
     rows = _grouped_rows(spec, query)
     return _near_mass(spec, rows, key, first).flatten(2)[..., : spec.query_len]
 

@@ -15,8 +15,8 @@ HUGE = 2.0**20
 def has_huge_scores(scale: float, query: Tensor, key: Tensor) -> bool:
     """Whether some |scale·q·k| may exceed `HUGE`; reads the tensors on the host.
 
-    The backward pass of torch's fused attention recomputes scores slightly differently and uses exp(score − lse): from 10⁶ on
-    its weights are off by more than a hundredth, from 10⁹ on they may be inf.
+    The backward pass of torch's fused attention recomputes scores slightly differently and uses exp(score − lse): above
+    10⁶ its weights are off by more than a hundredth, and above 10⁹ they may be inf.
     """
     if query.numel() == 0 or key.numel() == 0:
         return False
@@ -26,7 +26,7 @@ def has_huge_scores(scale: float, query: Tensor, key: Tensor) -> bool:
 
 
 def norm_bound(tensor: Tensor) -> Tensor:
-    """An upper bound on the Euclidean norms over the last axis, fp64: true for every finite input, inf if it is unknown.
+    """An upper bound on the Euclidean norms over the last axis, fp64: valid for finite input, inf if unknown.
 
     Squares below the smallest normal number may be lost, each entry less than 2^−63 in fp32; a sum of D squares is off by less
     than (D + 2) units; squares that overflow give inf, and then nothing is skipped. fp64 is scaled by its largest entry first.
@@ -71,7 +71,7 @@ class Norms:
 
     @property
     def covered(self) -> int:
-        """The number of positions, from the first on, whose norms are known."""
+        """The number of positions, counted from the first, whose norms are known."""
         return self.keys.shape[2] * TILE
 
     def extended(

@@ -1,8 +1,8 @@
 """From reach to tiles: which tiles of 64 keys every block of queries visits, as small integer tensors that stay on the device.
 
-`bounds.py` computes the keys that a block must visit; masks, segments and windows determine the keys that it may see. Both are
-intervals of tiles, so a kernel knows its first and last tile before its loop starts. Nothing here reads a value on the host or
-grows with T·S.
+`bounds.py` computes the keys that a block must visit; masks, segments and windows determine the keys that it may see.
+Both are intervals of tiles, so a kernel reads its first and last tile before its loop starts. Nothing here reads a
+value on the host or grows with T·S.
 """
 
 import dataclasses
@@ -30,8 +30,8 @@ class Tiles:
         beside: [B, H, N, P]: the outlier tiles that a block visits outside its band, −1 after the last.
         weight: [B, H]: the number of tiles that all blocks visit.
         rows: queries per block.
-        norms: fp32 [3, B, K, ⌈S / TILE⌉]: the largest norm of the keys in a tile, then of their values, not finite if one of
-            their numbers is not; None if they were not computed.
+        norms: fp32 [3, B, K, ⌈S / TILE⌉]: the largest norm of the keys in a tile, then of their values, not finite if
+            some element is not; None if they were not computed.
     """
 
     bands: Tensor
@@ -125,7 +125,7 @@ def allowed_keys(spec: Spec, start: Tensor, end: Tensor) -> tuple[Tensor, Tensor
 
 
 def _range_of(numbers: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """(smallest, largest) of each `width` of [B, n] numbers, [B, ⌈n / width⌉]."""
+    """(smallest, largest) of every `width` consecutive numbers, [B, n] -> [B, ⌈n / width⌉] each."""
     short = -numbers.shape[1] % width
     padded = torch.cat([numbers, numbers[:, -1:].expand(-1, short)], 1).unflatten(1, (-1, width))
     return padded.amin(-1).contiguous(), padded.amax(-1).contiguous()

@@ -29,9 +29,9 @@ class ALiBiCausalLMConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
         clip_qkv: queries, keys and values are clamped to ±clip_qkv; None for no clamp.
         attention_scale: the factor of q·k; None for 1/√D.
         scale_by_inverse_layer: divide that factor by (layer + 1), layers counted from 0.
-        slopes: m for each of the H heads, as really subtracted per token of distance; None for the published ones.
-        alibi_scaling: None, {"type": "linear", "factor": s} for slopes over s, or {"type": "linear", "train_seq_len": L} for
-            slopes over S/L if there are S > L keys (arXiv:2310.13017).
+        slopes: m for each of the H heads, as actually subtracted per token of distance; None for the published ones.
+        alibi_scaling: None, {"type": "linear", "factor": s} to divide slopes by s, or {"type": "linear",
+            "train_seq_len": L} to divide them by S/L with S > L keys (arXiv:2310.13017).
         embedding_scale, logit_scale: factors of the embeddings and of the logits.
         normalized_head: divide each row of the head by its length, in every forward pass.
         embedding_dropout, residual_dropout, attention_dropout: in training only.

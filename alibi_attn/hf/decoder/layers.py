@@ -78,7 +78,7 @@ class Attention(nn.Module):
         return cast("nn.Module", SimpleNamespace(alibi_settings=changed, layer_idx=self.layer_idx))
 
     def _key_len(self, first: int | Tensor, query_len: int) -> int:
-        """S, or 0 with a static cache, which does not report it and is refused if slopes depend on the length."""
+        """S, or 0 with a static cache, which does not report S; it raises an error if slopes depend on the length."""
         return first + query_len if isinstance(first, int) else 0
 
 

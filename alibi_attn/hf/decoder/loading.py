@@ -62,7 +62,7 @@ def fill(model: PreTrainedModel, state: State, dtype: torch.dtype | str | None) 
     """Put the weights into a model on the meta device.
 
     Args:
-        dtype: None for that of the embeddings.
+        dtype: None for the embeddings' dtype.
 
     Raises:
         ValueError: see `checkpoint.converted`.
@@ -111,7 +111,7 @@ def own(
 
     Args:
         load: transformers' `from_pretrained`.
-        chosen: numerics and backend; None for those of the config.
+        chosen: numerics and backend; None for the config's values.
     """
     wants_info = kwargs.pop("output_loading_info", False)
     config = kwargs.pop("config", None)

@@ -82,8 +82,8 @@ class ALiBiForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
         in which they were saved, and are not copied if their layout is ours.
 
         Args:
-            dtype: of the weights; None or "auto" for that of the file.
-            numerics, backend: see `alibi_attn.hf.patch`; None for those of the config, by default "exact" and "auto".
+            dtype: of the weights; None or "auto" for the file's dtype.
+            numerics, backend: see `alibi_attn.hf.patch`; None for the config's values, by default "exact" and "auto".
             normalized_head: whether to normalize the rows of the head, as in Baichuan2. Only for a Baichuan whose vocabulary has
                 neither 64,000 tokens (Baichuan) nor 125,696 (Baichuan2).
             kwargs: revision, cache_dir, token and local_files_only, for the hub; for a folder written by `save_pretrained`, all
@@ -136,7 +136,7 @@ class ALiBiForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
             attention_mask: [B, S] over the cached tokens and the new ones, 1 = visible; None for all.
             position_ids: ignored, since only distances matter.
             past_key_values: any cache of transformers; with None and use_cache, a new `ALiBiCache`.
-            use_cache: None for that of the config, and False in training.
+            use_cache: None for the config's value, and False in training.
             labels: [B, T], shifted inside; −100 is ignored.
             logits_to_keep: as in transformers: the number of last positions to compute logits for; 0 for all.
 

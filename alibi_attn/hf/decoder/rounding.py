@@ -1,4 +1,4 @@
-"""Attention that rounds where the originals do: scores, biases and weights in the model's dtype, a few rows at a time.
+"""Attention that reproduces the originals' rounding of scores, biases and weights, a few rows at a time.
 
 Memory is linear, time quadratic. The families' biases are m·j (Baichuan, at inference), m·(j + 1) (Refact) and m·|i − j| with
 slopes in the model's dtype (BTLM, Jais). Sources: the modeling code named in `docs/decoders.md`.

@@ -27,7 +27,8 @@ class ALiBiBertConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
         extra_norm: a second residual and LayerNorm after those of the attention (Jina v2 code).
         qkv_bias: whether queries, keys and values have biases.
         pooler: whether the bare model has a pooler, a dense layer and tanh over the first token.
-        hidden_dropout_prob, attention_probs_dropout_prob, classifier_dropout: in training only; None for the last = the first.
+        hidden_dropout_prob, attention_probs_dropout_prob, classifier_dropout: in training only; None for the last means
+            the same as the first.
         max_position_embeddings: the length of the training texts. It has no effect: longer texts work.
         emb_pooler: how to pool hidden states into sentence embeddings, "mean" or None; only stored for users of the model.
         backend: of `alibi_attention`. "dense" is plain PyTorch, which torch.onnx can translate.

@@ -35,7 +35,7 @@ from alibi_attn.nn.int8 import Int8Linear
 
 
 class ALiBiBertPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
-    """What the three models share: loading and saving."""
+    """Loading and saving, shared by the three models."""
 
     config_class = ALiBiBertConfig
     base_model_prefix = "bert"
@@ -59,15 +59,15 @@ class ALiBiBertPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call
     ) -> Any:
         """A model in evaluation mode, from a folder or the hub; code in it is never run. (model, info) with output_loading_info.
 
-        The family is recognized by the names of the weights: Jina v2, Jina v2 code, MosaicBERT and DNABERT-2, with prefix "",
-        "bert." or "model.", and folders written by `save_pretrained`. No weight may be missing or unexpected, except those of a
-        head that this class does not have.
+        The family is recognized by the names of the weights: Jina v2, Jina v2 code, MosaicBERT and DNABERT-2, with
+        prefix "", "bert." or "model.", and folders written by `save_pretrained`. No weight may be missing or
+        unexpected, except in a head that this class does not have.
 
         Args:
             new_head: initialize weights of the head and pooler that are missing from the checkpoint at random, for training;
                 also those of a classifier with another `num_labels`.
-            dtype: as in transformers; "auto" is that of the checkpoint. The default is the same, except that originals saved in
-                float16 (such as Jina's), which is slow on CPUs, are loaded in float32.
+            dtype: as in transformers; "auto" is the checkpoint's dtype. The default is the same, except that originals
+                saved in float16 (such as Jina's), which is slow on CPUs, are loaded in float32.
             options: revision, cache_dir, token, local_files_only; fields of the config, such as num_labels, dropouts or backend;
                 state_dict, to replace the weights of the folder; and all others of `PreTrainedModel.from_pretrained`, such as
                 device_map.
@@ -107,10 +107,10 @@ class ALiBiBertPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call
         """Write a folder for `from_pretrained` (and, after `import alibi_attn.hf`, for AutoModel).
 
         Args:
-            layout: "own" saves as transformers does, with its arguments. "original" writes the weight names and config of the
-                family from which the model was loaded (`config.original_layout`); "mosaic", "jina" and "jina-code" those of the
-                named family. `from_pretrained` and the family's own code read such folders. They must be new, and are written
-                atomically.
+            layout: "own" saves like transformers, with its arguments. "original" writes the weight names and config of
+                the family from which the model was loaded (`config.original_layout`); "mosaic", "jina" and "jina-code"
+                those of the named family. `from_pretrained` and the family's own code read such folders. They must be
+                new, and are written atomically.
 
         Raises:
             ValueError: an unknown layout, or one that cannot store this model.
@@ -136,7 +136,7 @@ class ALiBiBertModel(ALiBiBertPreTrainedModel):  # type: ignore[no-untyped-call]
 
     Args:
         config: sizes and family.
-        add_pooling_layer: with or without pooler; None = that of the config.
+        add_pooling_layer: whether to add a pooler; None = as in the config.
 
     >>> model = ALiBiBertModel(ALiBiBertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, vocab_size=50))
     >>> model(torch.ones(2, 9, dtype=torch.long)).last_hidden_state.shape
@@ -308,7 +308,7 @@ def _checked(
     return given
 
 
-# Folders written by save_pretrained load through AutoModel. Originals have model_type "bert", which belongs to BERT.
+# Folders written by save_pretrained load through AutoModel. Originals have model_type "bert", which is taken by BERT.
 AutoConfig.register(ALiBiBertConfig.model_type, ALiBiBertConfig)
 AutoModel.register(ALiBiBertConfig, ALiBiBertModel)
 AutoModelForMaskedLM.register(ALiBiBertConfig, ALiBiBertForMaskedLM)

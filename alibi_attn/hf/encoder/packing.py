@@ -1,8 +1,9 @@
 """Avoids work on padding: packs a padded batch into one row of tokens with segments for all layers, and unpacks it at the end.
 
-ALiBi depends only on distances, so a text may be moved within a row if its tokens are contiguous, as with padding on the left or
-right. Batches with holes in the mask are not packed, because their distances are those of the indices in the padded row. Neither
-is compiled code, where shapes must not depend on the mask's values. Both pass the mask to attention.
+ALiBi depends only on distances, so a text may be moved within a row if its tokens are contiguous, as with padding on
+the left or right. Batches with holes in the mask are not packed, because their distances are those of the indices in
+the padded row. Compiled code does not pack either, because its shapes must not depend on the mask's values. In both
+cases attention gets the mask.
 """
 
 import dataclasses
@@ -59,7 +60,7 @@ def packing(attention_mask: Tensor | None, batch: int, length: int, *, may_pack:
 
     Args:
         attention_mask: [B, T] of 0 and 1 (or bool), 1 = token; or None.
-        may_pack: False where attention computes all scores of a row anyway.
+        may_pack: False if attention computes all scores of a row anyway.
 
     Raises:
         ValueError: a wrong shape, or values other than 0 and 1 (checked if they can be read without synchronizing).

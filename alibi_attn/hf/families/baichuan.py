@@ -1,8 +1,9 @@
 """Baichuan-13B and Baichuan2-13B: RMS norms, SwiGLU, W_pack [3E, E] (q, k, v), no biases, published slopes, scores over √D.
 
-Both have the same layout. Baichuan2 divides each row of its head by its length, and only the vocabulary size distinguishes the
-two. The 7B models have the same layout too, but use rotary positions: they are refused. With numerics="checkpoint" biases are m·j
-in the model's dtype, as in the originals at inference. Sources: modeling_baichuan.py of both; Baichuan 2: arXiv:2309.10305.
+Both have the same layout. Baichuan2 divides each row of its head by its length, and only the vocabulary size
+distinguishes the two. The 7B models have the same layout too, but use rotary positions: loading one raises an error.
+With numerics="checkpoint" biases are m·j in the model's dtype, as in the originals at inference.
+Sources: modeling_baichuan.py of both; Baichuan 2: arXiv:2309.10305.
 """
 
 from alibi_attn.hf.decoder.config import ALiBiCausalLMConfig

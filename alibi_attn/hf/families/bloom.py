@@ -31,9 +31,10 @@ def no_bias(mask: Tensor, *_: object, **__: object) -> Tensor:
 
 
 def fused_gelu(self: BloomGelu, x: Tensor) -> Tensor:
-    """Replaces `BloomGelu.forward`, whose five passes over memory take a fifth of a forward pass, with one pass; same tanh form.
+    """Replaces the five passes over memory of `BloomGelu.forward`, a fifth of a forward pass, with one; same tanh form.
 
-    The error in fp32 is 3e-7 of the largest value, and in bf16 one rounding instead of five. The gradient is that of this form.
+    The error in fp32 is 3e-7 of the largest value, and in bf16 one rounding instead of five. The gradient is that of
+    the tanh form.
     """
     return nn.functional.gelu(x, approximate="tanh")
 

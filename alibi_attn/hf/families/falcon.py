@@ -21,7 +21,7 @@ from alibi_attn.slopes import alibi_slopes
 
 
 def why_not(config: FalconConfig) -> str | None:
-    """Most Falcons have rotary positions instead."""
+    """Why it cannot be patched, or None: most Falcons have rotary positions instead of ALiBi."""
     return None if config.alibi else "its config has alibi=False: it uses rotary positions instead of ALiBi"
 
 

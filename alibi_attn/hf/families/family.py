@@ -1,4 +1,7 @@
-"""What defines a family of checkpoints: the names of its weights, and the translation of its config. Read next: `baichuan.py`."""
+"""The definition of a family of checkpoints: the names of its weights, and the translation of its config.
+
+Read next: `baichuan.py`.
+"""
 
 import dataclasses
 import re
@@ -93,10 +96,10 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """What a family's `config` function reads.
+    """The input of a family's `config` function.
 
     Args:
-        folder: where the checkpoint is.
+        folder: the folder of the checkpoint.
         about: its config.json.
         state: the weights by the family's names, without wrapper prefixes; the function removes those that it consumes.
         changes: fields of the config that the caller passed to `from_pretrained`.
@@ -147,7 +150,7 @@ class Family:
 
         Args:
             name: ours.
-            parts: what `parts` returned for the checkpoint.
+            parts: the result of `parts` for the checkpoint.
         """
         module, kind = name.rsplit(".", 1)
         table, prefix = self.outside, ""
@@ -167,7 +170,8 @@ class PatchedFamily:
         layer: the class of its attention layers.
         settings: returns slopes, scale and options of a layer, from (config, backend=, numerics=).
         forward: replaces the forward of each layer.
-        counts_positions: positions are counted over the visible tokens, so exact numerics refuses masks with holes.
+        counts_positions: positions are counted over the visible tokens, so masks with holes raise an error with exact
+            numerics.
         why_not: returns why a config cannot be patched, or None.
         unused: attributes of the model that patched layers do not need, and their replacements.
         linears: classes of linear layers that `nn/linear.py` computes.

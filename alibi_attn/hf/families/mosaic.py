@@ -1,4 +1,4 @@
-"""MosaicBERT and DNABERT-2: the same weight names as ours, queries, keys and values in one matrix, GELU in the gates.
+"""MosaicBERT and DNABERT-2: our weight names; queries, keys and values in one matrix; GELU in the gates.
 
 They are recognized by the names of their weights, since both have model_type "bert", and DNABERT-2's config even has
 position_embedding_type "absolute".

@@ -18,7 +18,7 @@ from alibi_attn.slopes import alibi_slopes
 
 
 def why_not(config: MptConfig) -> str | None:
-    """An option in the config that transformers does not implement."""
+    """The reason why it cannot be patched: an option in the config that transformers does not implement; or None."""
     options = _options(config)
     if not options.alibi:
         return (

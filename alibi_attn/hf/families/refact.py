@@ -1,9 +1,10 @@
 """Refact-1.6B: no biases, not even in LayerNorms, one key head, SwiGLU of width 256·⌈(2/3)·4E/256⌉, published slopes.
 
 The published checkpoint fuses keys and values, and both halves of SwiGLU; earlier ones store them separately. With
-numerics="checkpoint" biases are m·(j + 1) in the model's dtype. In half precision, if both softmax options of its config are
-true, the original multiplies scores by (layer + 1). Its own training code and all other implementations do not, and neither do
-we. Source: modeling_gpt_refact.py; weight names of the published checkpoint as read by llama.cpp.
+numerics="checkpoint" biases are m·(j + 1) in the model's dtype. In half precision, if both softmax options of its
+config are true, the original multiplies scores by (layer + 1). Its training code and all other implementations do not,
+and this one does not either. Source: modeling_gpt_refact.py; weight names of the published checkpoint as read by
+llama.cpp.
 """
 
 from collections.abc import Collection

@@ -1,7 +1,8 @@
 """replit-code-v1-3b: the MPT of an early llm-foundry, with other names for norms and feed-forward, and a flat config.
 
-replit-code-v1_5-3b is an MPT with grouped heads and has that family's names. Slopes are 2^(−bias_max·(h + 1)/H), which equals the
-published rule for a power of two only; the published model has 32 heads, and other counts are refused.
+replit-code-v1_5-3b is an MPT with grouped heads and has that family's names. Slopes are 2^(−bias_max·(h + 1)/H), which
+equals the published rule for a power of two only; the published model has 32 heads. Counts that are not a power of
+two raise an error.
 Source: weight names of the published checkpoint as read by ggml; early attention.py of llm-foundry.
 """
 

@@ -24,7 +24,7 @@ _COLORS = ("sinusoidal", "rotary", "t5", "learned", "none", "ink", "alibi-learne
 
 @dataclasses.dataclass(frozen=True)
 class PeerTimes:
-    """The milliseconds of one peer of a record by length; NaN if it was not timed."""
+    """The milliseconds of one peer of a record by length; NaN for lengths that were not timed."""
 
     name: str
     times: dict[int, float]
@@ -113,7 +113,7 @@ def ratio_table(record: Record) -> tuple[list[str], list[tuple[str, list[str]]]]
 
 
 def finding(record: Record) -> str:
-    """Our time at the longest length that another peer has, and that of the fastest other peer; "" if there is none."""
+    """Our time and the fastest peer's, at the longest length that a peer has; "" if no peer has any."""
     whole = [peer for peer in peer_times(record) if not peer.forward_only]
     ours = next((peer.times for peer in whole if peer.name == OURS), {})
     times = {

@@ -1,4 +1,4 @@
-"""The biases of the heads (Press et al. 2022, fig. 3), one picture per head, and how fast each head forgets.
+"""The biases of the heads (Press et al. 2022, fig. 3), one picture per head, and the decay of their factors.
 
 The bias −m·|i − j| is drawn in full color where it is 0 and without color where its factor e^(−m·|i − j|) is 1e-6 or less.
 """

@@ -75,7 +75,7 @@ class Plot:
 
     Args:
         heading, caption: shown above it.
-        description: its content for readers who cannot see it.
+        description: a description of the picture, for readers who cannot see it.
     """
 
     heading: str

@@ -1,7 +1,8 @@
 """Maps of the heads of a trained model, from records of kind "heads": one row per layer, one column per head.
 
-Four maps: the certified reach, the mean distance of the attention, the attention to the first token, and the share of weights
-that are zero in bfloat16. Full color is the length of the text, or 100 %. `measure/model_heads.py` has the definitions.
+Four maps: the certified reach, the mean distance of the attention, the attention to the first token, and the share of
+weights that are zero in bfloat16. Full color means the length of the text, or 100 %. `measure/model_heads.py` has the
+definitions.
 """
 
 import math

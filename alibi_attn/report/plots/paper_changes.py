@@ -129,7 +129,7 @@ def _frontier(lines: Sequence[Line]) -> list[Line]:
 
 
 def _with_bands(lines: Sequence[Line], evidence: Evidence, way: str) -> tuple[list[Line], str]:
-    """The lines with bands for ours, and a sentence that says what the bands are."""
+    """The lines with bands for ours, and a sentence that explains the bands."""
     found: list[Line] = []
     captions: dict[str, None] = {}
     for line in lines:

@@ -1,8 +1,8 @@
 """Pictures of the paper's items: the changes of our results and the paper's on one axis, and the levels of each separately.
 
-A change is a ratio: a perplexity divided by that of the same model at its trained length, against multiples of that length. So
-bytes of one text and words of another can share an axis. Levels cannot; they have separate panels with separate scales.
-`paper_changes.py` computes the ratios, `paper.py` draws.
+A change is a ratio: a perplexity divided by the same model's perplexity at its trained length, against multiples of
+that length. So bytes of one text and words of another can share an axis. Levels cannot; they have separate panels with
+separate scales. `paper_changes.py` computes the ratios, `paper.py` draws.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ _OTHER_TABLES = {  # where the paper has the same models with the other evaluati
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Numbers:
-    """The source of lines: ours or the paper's, for one evaluation mode ("" if nothing was evaluated)."""
+    """The numbers of one source, ours or the paper's, for one evaluation mode ("" if nothing was evaluated)."""
 
     column: Column
     ours: bool

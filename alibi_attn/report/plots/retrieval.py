@@ -1,4 +1,4 @@
-"""Retrieval: does a model find distant information? Passkey by length and depth, recall by distance, symbols by length.
+"""Whether a model finds distant information: passkey by length and depth, recall by distance, symbols by length.
 
 A share is the mean over seeds; beyond the positions of a method, its cell is empty. Perplexity cannot show retrieval.
 """
@@ -121,7 +121,7 @@ def _lines(lines: Sequence[tuple[Series, list[tuple[float, float]]]], title: str
 
 
 def title_of(task: str) -> str:
-    """The table's title for a task, which says what is counted."""
+    """The table's title for a task, which names the quantity that is counted."""
     return _TITLES[task]
 
 

@@ -1,7 +1,7 @@
 """The certified and the true reach of the heads of a trained model (records of `measure/trained_reach.py`).
 
 Each record is one layer; all layers of a model share a picture. If the certified reach is the length of the text, nothing is
-skipped. The gap between the two marks is what a tighter bound could still save.
+skipped. The gap between the two marks is the work that a tighter bound could still avoid.
 """
 
 import math

@@ -60,7 +60,7 @@ def draw(judged: Sequence[tuple[Record, Verdict]], number: int, archive: Archive
 
 
 def _size(members: Sequence[tuple[Record, Verdict]], archive: Archive) -> str:
-    """The sizes of the models and trainings behind the verdicts, in words."""
+    """The sizes of the models and trainings that the verdicts are based on, in words."""
     answers_ = {id(record): record for record, _ in members}.values()
     found = [one for record in answers_ for one in verdicts.Evidence(record, archive.by_identity).records]
     weights, tokens = verdicts.size(found)

@@ -1,4 +1,4 @@
-"""The first screen of a page with several sections: what each kind of section found, with a picture and a link."""
+"""The first screen of a page with several sections: the finding of each kind of section, with a picture and a link."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ MOST = 5
 
 
 def landing(sections: Sequence[Section]) -> list[Section]:
-    """The findings of at most MOST sections, from each group in turn those with the most records; none of a single one."""
+    """The findings of at most MOST sections, from each group in turn, most records first; none if there is only one."""
     found = sorted((section for section in sections if section.finding), key=lambda section: -len(section.records))
     groups = [section.group for section in found]
     in_turns = sorted(range(len(found)), key=lambda at: groups[:at].count(groups[at]))

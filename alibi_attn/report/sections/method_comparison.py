@@ -146,7 +146,7 @@ def _by_length(task: Task) -> Table | None:
 
 
 def _intervals(tasks: Sequence[Task]) -> str:
-    """What the intervals are over, in words."""
+    """The samples that the intervals are computed from, in words."""
     several = [series.seeds > 1 for task in tasks for series in task.study.series]
     if all(several):
         return "covering the intervals over seeds and over parts of the documents"

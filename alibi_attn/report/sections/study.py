@@ -1,4 +1,4 @@
-"""A study: the result in words, pictures and tables, and what may be concluded from it."""
+"""A study: the result in words, pictures and tables, and the conclusions that it allows."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping

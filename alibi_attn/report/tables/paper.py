@@ -115,7 +115,7 @@ def _by_column(record: Record, item: PublishedItem) -> Table:
             rows: Rows = {}
             for label in item.series:
                 values = column(label, measure).tolist()
-                if ours:  # the last point of a training curve is what the paper's table has
+                if ours:  # the paper's table has the last point of a training curve
                     values = values[-1:]
                 rows[label] = {place: (value, math.nan, math.nan) for place, value in enumerate(values)}
             columns.append((measure, rows))

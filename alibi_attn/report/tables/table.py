@@ -17,7 +17,7 @@ class Cell:
     Args:
         text: the value as shown.
         value: the number itself; None for text.
-        spread: shown below in small type, for example the range over seeds; "" for none.
+        spread: shown below the text in small type, for example the range over seeds; "" for none.
         best: whether it is bold.
         heat: strength of the background color, from 0 to 1; None for no color.
         css: its class.

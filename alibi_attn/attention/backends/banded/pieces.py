@@ -159,7 +159,7 @@ def _pieces(head: _Head, outlier_tiles: list[int]) -> list[Piece]:
 
 
 def _without_band(spec: Spec, query: int, met: list[_Block]) -> Iterator[_Block]:
-    """The queries from `query` on whose band has no key: they may see outlier tiles only."""
+    """The blocks of queries from `query` on whose bands have no key: they may see outlier tiles only."""
     for block in [*sorted(met), _Block(spec.query_len, 0, 0, 0)]:
         for start in range(query, block.query, ROWS):
             yield _Block(start, min(ROWS, block.query - start), spec.key_len, spec.key_len)
@@ -174,7 +174,7 @@ def _sliding(head: _Head, query: int, stop: int, widest: int, met: list[_Block])
         for run in _runs(head, query, far, square):
             reach = head.first + run[0].query - run[0].low
             if reach >= square and _slides(head, run[0]):
-                for block in run:  # a triangle omits what only the first queries of a block need
+                for block in run:  # a triangle omits keys that only the first queries of a block need
                     rows = range(0, square, ROWS)
                     met += [_Block(block.query + row, ROWS, block.low + row, block.high) for row in rows]
                 yield from _squares(run, head.first)
@@ -252,7 +252,7 @@ def _blocks(head: _Head, query: int, stop: int, rows: int) -> list[_Block]:
     spec = head.spec
     start = np.arange(query, stop, rows)
     end = np.minimum(start + rows, stop)
-    # A block of half a tile has the tile's reach; a block of several tiles has the widest of theirs.
+    # A block of half a tile has the tile's reach; a block of several tiles has the widest reach among them.
     tiles = np.arange(query // TILE, -(-stop // TILE), max(1, rows // TILE))
     of_tile = (start - query // TILE * TILE) // max(TILE, rows)
 

@@ -1,9 +1,9 @@
 """CUDA: our Triton kernels, which visit only the key tiles inside the certified reach; forward, backward and decoding.
 
-`plan.py` and `full_tiles.py` compute which tiles every block of queries visits, and where nothing is hidden. The kernels
-(`kernels/`) loop over them; their arguments are defined in `kernels/arguments.py` and filled in `launch.py`. Backward visits
-exactly the tiles that forward visited: forward saves its plan. On a CPU it runs in Triton's interpreter only, for tests: set
-TRITON_INTERPRET=1 before triton is imported.
+`plan.py` computes which tiles every block of queries visits, and `full_tiles.py` in which of them nothing is hidden.
+The kernels (`kernels/`) loop over them; their arguments are defined in `kernels/arguments.py` and filled in
+`launch.py`. Backward visits exactly the tiles that forward visited: forward saves its plan. On a CPU it runs in
+Triton's interpreter only, for tests: set TRITON_INTERPRET=1 before triton is imported.
 """
 
 import importlib.util
@@ -55,7 +55,7 @@ def why_not(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> str | None
 
 
 def too_small(spec: Spec) -> TooSmall | None:
-    """Unknown: short inputs have not been measured on a device."""
+    """None: short inputs have not been measured on a GPU."""
     return None
 
 
@@ -71,8 +71,8 @@ def plan(
     """The tiles that every block of queries will visit.
 
     Args:
-        known_norms: norms of keys and values. Without them, up to DECODE_QUERIES queries visit all that the masks allow, because
-            computing the norms costs as much.
+        known_norms: norms of keys and values. Without them, up to DECODE_QUERIES queries visit all keys that the masks
+            allow, because computing the norms costs as much.
     """
     return planned(
         spec, query, key, value, rows=plan_rows(spec.query_len), shared=spec.query_len <= TILE, known_norms=known_norms,
@@ -242,7 +242,7 @@ def _differentiate(spec: Spec, saved: tuple[Tensor, ...], inputs: BackwardInputs
     if spec.query_start is not None:
         key, value, *_ = contained_by_cuts(spec, key, value)
     if inputs.may_see_nothing:
-        # 0·NaN is NaN: a query that sees no key must not reach the keys' gradients.
+        # 0·NaN is NaN: a query that sees no key must not affect the keys' gradients.
         nothing = ((lse if spec.key_bias is None else lse[:, 0]) == -torch.inf)[..., None]
         query, grad_output = query.masked_fill(nothing, 0.0), grad_output.masked_fill(nothing, 0.0)
     tiles = Tiles(
@@ -303,7 +303,7 @@ def _heaviest_first(weight: Tensor) -> Tensor:
 
 @constant_when_compiled
 def _missing(device: int | None) -> str | None:
-    """What is missing on this machine, or None."""
+    """The requirement that is missing on this machine, or None."""
     if importlib.util.find_spec("triton") is None:
         return "it needs Triton; pip install triton"
     if device is not None and torch.version.hip is None:

@@ -1,4 +1,4 @@
-"""What a key mask, segments and a key bias hide, in whole tiles, for GPU kernels: a few launches, and no read on the host."""
+"""Which whole tiles a key mask, segments and a key bias hide; for GPU kernels, without a read on the host."""
 
 import dataclasses
 

@@ -32,7 +32,7 @@ def split(spec: Spec, key_bias: Tensor) -> KeyBias:
     hidden = b == -torch.inf
     b = (b.double().clamp(-_MOST, _MOST) / math.log(2)).masked_fill(hidden, -torch.inf)
     b = torch.nn.functional.pad(b, (0, -spec.key_len % TILE), value=-torch.inf).unflatten(-1, (-1, TILE))
-    # The median of the finite ones: a few large numbers, of either sign, cost the others no digit.
+    # The median of the finite biases: a few large numbers, of either sign, cost the others no digit.
     middle = (TILE + (b == -torch.inf).sum(-1)) // 2
     base = b.sort(-1).values.gather(-1, middle.clamp(max=TILE - 1)[..., None]).squeeze(-1)
     some = base > -torch.inf

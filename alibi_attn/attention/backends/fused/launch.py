@@ -35,7 +35,7 @@ def in_rows(*tensors: Tensor) -> Iterator[Tensor]:
 
 
 def rows_of(tensor: Tensor) -> Rows:
-    """A tensor [B, heads, rows, D] with a last stride of 1."""
+    """The `Rows` of a tensor [B, heads, rows, D] with a last stride of 1."""
     batch, head, row, _ = tensor.stride()
     return Rows(tensor, batch, head, row)
 

@@ -35,9 +35,9 @@ def planned(
     Args:
         value: None = the values are assumed to have equal norms.
         shared: all query heads of a key head visit the same tiles, those of the widest; for at most TILE queries.
-        known_norms: norms of keys and values; of the keys that they cover only the nearest are read.
+        known_norms: norms of keys and values; only the nearest of the keys that they cover are read.
         full_tiles: the masks in whole tiles; computed here if missing and some key may be hidden.
-        certified: False = visit all that the masks allow.
+        certified: False = visit all keys that the masks allow.
     """
     from alibi_attn.attention.backends.fused.kernels.plan import plan_kernel, shared_plan_kernel
 

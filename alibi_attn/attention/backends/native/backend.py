@@ -1,8 +1,9 @@
 """CPU: our C++ kernels, compiled for the processor or its instruction level; each block of queries reads only its certified band.
 
-The kernels determine the reach of each block while they run (`certificate.hpp`) and divide the work (`tasks.hpp`); `visited.py`
-decodes which keys they read. This module builds the argument structure of a call and wraps the kernels as an operator. bf16 is
-multiplied directly on processors that can (`products_bf16.hpp`); other bf16, and all fp16, is computed in fp32.
+The kernels determine the reach of each block while they run (`certificate.hpp`) and divide the work (`tasks.hpp`);
+`visited.py` decodes which keys they read. This module builds the argument structure of a call and wraps the kernels as
+an operator. Processors with bf16 products multiply bf16 directly (`products_bf16.hpp`); elsewhere bf16, and fp16
+everywhere, is computed in fp32.
 """
 
 import ctypes
@@ -44,7 +45,7 @@ def why_not(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> str | None
 
 
 def too_small(spec: Spec) -> TooSmall | None:
-    """A few queries, or short input; never with dropout, because writing out its mask costs more than a call."""
+    """A few queries, or short input; never with dropout, because materializing its mask costs more than a call."""
     if spec.dropout_p > 0:
         return None
     if surely(spec.query_len <= FEW_QUERIES):
@@ -75,7 +76,7 @@ def visited(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> Vis
 
 
 def _forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor, *, has_values: bool = True) -> tuple[Tensor, Tensor, Saved]:
-    """(output, lse, what backward needs); without values, the certificate assumes that all have the same norm."""
+    """(output, lse, tensors for backward); without values, the certificate assumes that all have the same norm."""
     rows = {name: _wide(x) for name, x in (("query", q), ("key", k), ("value", v))}
     output = torch.empty_like(rows["query"], memory_format=torch.contiguous_format)
     saved, lse = _new_saved(q, spec.num_kv_heads), output.new_empty(q.shape[:3], dtype=torch.float64)

@@ -2,11 +2,11 @@
 
 A wheel contains them for several instruction levels (`levels.py`), and the best one that this processor supports is loaded.
 Otherwise (source tree, editable install, wheel built without a compiler) the first call compiles them for this processor, which
-takes some seconds, and keeps them in the user's cache.
+costs some seconds, and keeps them in the user's cache.
 
 The name of a cached file holds its level, a digest of its sources, flags, compiler and processor, and a digest of its content:
 if one of these changes, or the file is damaged, it is compiled again. If the cache cannot be used, each process compiles its own
-copy and leaves nothing behind.
+copy and deletes the file.
 """
 
 import ctypes
@@ -35,7 +35,7 @@ HOW_TO_INSTALL = {
     "darwin": "run xcode-select --install, which installs clang++",
     "win32": 'install LLVM, or run pip install ziglang and set CXX to "python -m ziglang c++"',
 }.get(sys.platform, "install g++ (on Debian and Ubuntu: apt install g++)")
-FLAGS = (  # without those of a level
+FLAGS = (  # without the flags of a level
     "-std=c++17", "-O3", "-pthread", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-exceptions", "-fno-rtti",
     *(f"-DALIBI_{name}={value!r}" for name, value in FOR_CPP.items()),
 )  # fmt: skip
@@ -94,7 +94,8 @@ def library(level: Level | None = None) -> ctypes.CDLL:
     """The loaded library, from the wheel or compiled here, for `level` or for the best level of this processor.
 
     Raises:
-        BuildError: there is no compiler, it fails, or the processor does not support the level; says what to do.
+        BuildError: there is no compiler, it fails, or the processor does not support the level; the message names the
+            fix.
     """
     loaded = _found(level, *map(os.environ.get, ("CXX", "XDG_CACHE_HOME", "HOME")))
     if isinstance(loaded, str):
@@ -167,10 +168,10 @@ def made(
     Args:
         stem: the start of its file name in the cache.
         headers: the package's headers that the sources include.
-        load: raises BuildError if a file does not hold what it should.
+        load: loads a file; raises BuildError if the content is not as expected.
 
     Raises:
-        BuildError: there is no compiler, or it fails; says what to do.
+        BuildError: there is no compiler, or it fails; the message names the fix.
     """
     command = _command(os.environ.get("CXX"))
     text = b"".join(path.read_bytes() for path in (*headers, *sources))

@@ -138,7 +138,7 @@ def _run(function: str, dtype: torch.dtype, call: ctypes.Structure) -> None:
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """The kernels, after their calls were compared with those above; None if they cannot be built (`build.why_not` says why).
+    """The kernels, with call structures equal to those above; None if they cannot be built (see `build.why_not`).
 
     Cached because a decoding step uses it twenty times.
     """

@@ -1,8 +1,9 @@
 """The instruction levels that a wheel contains kernels for, best first, and which of them this processor supports.
 
-A wheel holds one library per level (`build.shipped`); without one, the first call compiles `NATIVE`. A level's name is part of
-its file name; its words are what `alibi_instructions` in `forward.cpp` returns. x86-64-v3 and -v4 are the levels of the x86-64
-psABI. Features have the names of /proc/cpuinfo, where Linux lists those it has enabled; `processor.cpp` uses the same names.
+A wheel holds one library per level (`build.shipped`); without one, the first call compiles `NATIVE`. A level's name is
+part of its file name; its words are the result of `alibi_instructions` in `forward.cpp`. x86-64-v3 and -v4 are the
+levels of the x86-64 psABI. Features have the names of /proc/cpuinfo, where Linux lists those it has enabled;
+`processor.cpp` uses the same names.
 """
 
 import platform
@@ -17,7 +18,7 @@ V4 = V3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}
 
 
 class Level(NamedTuple):
-    """What the compiler may use (`flags`), and the features that a processor needs for it (`needs`)."""
+    """The compiler's `flags` for the instructions of a level, and the features that a processor `needs` to run them."""
 
     name: str
     words: str
@@ -26,11 +27,11 @@ class Level(NamedTuple):
 
     @property
     def lacks(self) -> list[str]:
-        """The features that this processor is missing; empty if it can run this level."""
+        """The features that are missing on this processor; empty if it can run this level."""
         return sorted(self.needs - features())
 
 
-OF_MACHINE = {  # by what platform.machine() calls it
+OF_MACHINE = {  # by platform.machine()
     "x86_64": (
         Level("avx512_bf16", "AVX512-BF16", ("-march=x86-64-v4", "-mavx512bf16"), V4 | {"avx512_bf16"}),
         Level("avx512", "AVX-512", ("-march=x86-64-v4",), V4),
@@ -40,6 +41,7 @@ OF_MACHINE = {  # by what platform.machine() calls it
 }
 OF_MACHINE |= {"AMD64": OF_MACHINE["x86_64"], "arm64": OF_MACHINE["aarch64"]}  # on Windows and macOS
 LEVELS = OF_MACHINE.get(platform.machine(), ())
-# In no wheel. Compilers for macOS target its oldest processor by default; there and on Arm -march=native is not what selects one.
+# In no wheel. Compilers for macOS target its oldest processor by default; there and on Arm, -march=native does not
+# select one.
 _OF_THIS = ("-mcpu=native",) if platform.machine() == "aarch64" else ("-march=native",)
 NATIVE = Level("native", "this processor's", () if sys.platform == "darwin" else _OF_THIS, frozenset())

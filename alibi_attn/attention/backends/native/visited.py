@@ -11,7 +11,7 @@ from alibi_attn.attention.spec import AttentionSpec
 
 
 def numbers_of_visited(*, num_heads: int, num_kv_heads: int, query_len: int) -> int:
-    """How many int32 numbers record what one sequence visited."""
+    """The number of int32 numbers that record the keys that one sequence visited."""
     return num_heads * -(-query_len // TILE) * 5 + num_kv_heads * OUTLIER_TILES
 
 

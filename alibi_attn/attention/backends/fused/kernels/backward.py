@@ -1,4 +1,4 @@
-"""Backward: the exact gradient of what forward computed, on the tiles that forward visited, without atomics.
+"""Backward: the exact gradient of forward's result, over the tiles that forward visited, without atomics.
 
 With p = exp(score − lse), δ_i = Σ out·dout − dlse and ds = p·(dp − δ):
 
@@ -57,7 +57,7 @@ def query_full(
     tile, queries, head, do, lse, origin, delta, dq, to_left, to_right, sums, K, V, least, BN: tl.constexpr, D: tl.constexpr,
     CAUSAL: tl.constexpr, SLOPES_WANTED: tl.constexpr, SUMS_WANTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """As `query_partial`, for a tile of keys that every query sees in full."""
+    """The same as `query_partial`, for a tile of keys that every query sees in full."""
     slope, near = linear_bias(tile, queries.start, head, BN, CAUSAL)
     j = tile * BN + tl.arange(0, BN)
     k, v = load_tile(K, tile, BN, D), load_tile(V, tile, BN, D)  # [BN, DP]

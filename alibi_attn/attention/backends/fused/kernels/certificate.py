@@ -6,7 +6,7 @@ log-sum-exp of a block's queries from below by the keys around it, and divides. 
 and of the device's approximate roots, exponentials and logarithms, is added (`_ROUNDING`, `_NATS`): no reach is too short.
 
 Biased keys do not form a geometric series: `tile_sums_kernel` sums the biases of each tile, and `reach_kernel` adds up, from the
-far end, the most that the tiles can weigh for a block, by the longest key of each. There are no outlier tiles then.
+far end, the most that each tile can weigh for a block, given its longest key. There are no outlier tiles then.
 """
 
 # mypy: ignore-errors
@@ -255,7 +255,8 @@ def reach_kernel(
 
     m_i = tl.full([TILE], float("-inf"), tl.float32)
     l_i = tl.zeros([TILE], tl.float32)
-    # The keys at the block's positions and as many before, and after it if visible. Queries may lie outside the keys.
+    # The keys at the block's positions, the same number before it, and after it if visible. Queries may lie outside the
+    # keys.
     bias = call.key_bias
     if bias is not None:
         bias = bias_for(bias, bh, bh * tl.cdiv(T, ROWS) + n * TILE // ROWS, tiles, S)

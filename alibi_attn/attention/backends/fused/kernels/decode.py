@@ -1,7 +1,7 @@
 """Decoding: few queries, many keys. The query heads that share a key head are packed into the rows of one tile, so every key is
 read once for all of them. Keys are split among programs, and the parts are merged by their log-sum-exps.
 
-Keys with NaN or inf are detected during the loop, because checking before it would read every key.
+Keys with NaN or inf are detected in the loop, because a check before the loop would read every key.
 """
 
 # mypy: ignore-errors

@@ -1,4 +1,4 @@
-"""What a key mask and segments hide, in whole tiles: where the loops need no masks (`full`), and where no key is visible.
+"""Which whole tiles a key mask and segments hide: where the loops need no masks (`full`), and where no key is visible.
 
 A tile of keys is uniform if the mask hides none of them and all belong to one segment, whose number is its label. A tile of
 queries is uniform if all belong to one segment. Between uniform tiles with the same label nothing is hidden.
@@ -92,8 +92,8 @@ def full_kernel(
     PARTS: tl.constexpr, OF_PARTS: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Program: WIDTH of the `count` blocks (PARTS tiles each) of one sequence. FULL [B, count, 2] int32: for each block, the
-    run of blocks of the other kind, `of` (OF_PARTS tiles each), from which it hides nothing, and which is nearest. KEYS: the
-    blocks are keys, the others queries.
+    nearest run of blocks of the other kind, `of` (OF_PARTS tiles each), from which it hides nothing. KEYS: the blocks
+    are keys, the others queries.
     """
     parts = tl.cdiv(count, WIDTH)
     b = (tl.program_id(0) // parts).to(tl.int64)

@@ -62,7 +62,7 @@ def in_tiles(low, high, there):
 def plan_kernel(
     certificate, ALLOWED, plan, call, ROWS: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr
 ):  # fmt: skip
-    """Program: one head, in blocks of ROWS queries. Writes `plan` from `certificate`; None = all that the masks allow is visited.
+    """Program: one head, in blocks of ROWS queries. Writes `plan` from `certificate`; None = visit all allowed keys.
 
     ALLOWED [B, ⌈T / TILE⌉, 2] int32: the keys that masks allow; None = no masks. With a key bias [B, H, ⌈T / TILE⌉, 2].
     """
@@ -128,7 +128,10 @@ def plan_kernel(
 
 @triton.jit
 def shared_plan_kernel(certificate, ALLOWED, plan, call, CAUSAL: tl.constexpr):
-    """Program: one key head and at most TILE queries. As `plan_kernel`, for one block; the heads of a group share the widest."""
+    """Program: one key head and at most TILE queries. Like `plan_kernel`, for one block and a group of heads.
+
+    The heads of a group share the widest band.
+    """
     H, G, T, S = call.H, call.G, call.T, call.S
     bk = tl.program_id(0).to(tl.int64)
     b, kv = bk // (H // G), bk % (H // G)
@@ -155,7 +158,7 @@ def shared_plan_kernel(certificate, ALLOWED, plan, call, CAUSAL: tl.constexpr):
             near = tl.minimum(near, start - left + 1)
             if not CAUSAL:
                 far = tl.maximum(far, end - 1 + tl.load(certificate.reach + (CHOICES + best) * heads + leader + g))
-        # The choices are nested: the longest of a group includes the others.
+        # The choices are nested: the longest choice in a group includes the others.
         choosable = certificate.outliers + bk * OUTLIERS
         outliers = tl.where(slots < count, tl.load(choosable + slots, mask=slots < count, other=-1), -1)
         near = tl.maximum(near, low)
@@ -182,7 +185,8 @@ def shared_plan_kernel(certificate, ALLOWED, plan, call, CAUSAL: tl.constexpr):
 @triton.jit
 def visitors_kernel(BANDS, OUTLIER_TILES, CANDIDATES, N, tiles, WIDTH: tl.constexpr, BLOCKS: tl.constexpr):
     """Program: WIDTH tiles of keys of one head. CANDIDATES [B, H, tiles, 3] int32: the half-open range of blocks of queries that
-    may have visited a tile, and 1 if it is an outlier tile. Some blocks in the range may not have; their bands show it.
+    may have visited a tile, and 1 if it is an outlier tile. Some blocks in the range may not have visited it; their
+    bands show it.
     """
     parts = tl.cdiv(tiles, WIDTH)
     bh = (tl.program_id(0) // parts).to(tl.int64)

@@ -364,6 +364,6 @@ def outlier_count(outliers):
 
 @triton.jit
 def outlier_tile(x, outliers, BN: tl.constexpr):
-    """Number x of the tiles of BN keys in them."""
+    """Tile number x of BN keys in the outlier tiles of a block."""
     x = tl.cast(x, tl.int32)  # in the interpreter a loop variable is a Python int
     return tl.load(outliers + x // (TILE // BN)) * (TILE // BN) + x % (TILE // BN)
