@@ -240,7 +240,8 @@ def test_other_models_are_told_where_they_belong(tmp_path):
     (tmp_path / "bert" / "config.json").write_text("{}")
     save_file({"encoder.layer.0.attention.self.Wqkv.weight": torch.ones(2, 2)}, tmp_path / "bert" / "model.safetensors")
     assert_refused(
-        tmp_path / "bert", r"hold a checkpoint of Baichuan-13B, BTLM or Jais, Replit, MPT, Refact.*are encoder\.layer\.0"
+        tmp_path / "bert",
+        r"hold a checkpoint of Baichuan-13B, BTLM or Jais, Replit, MPT, Refact.*are encoder\.layer\.0",
     )
     assert_refused(
         original("jais").write(tmp_path / "jais"), "normalized_head is only for Baichuan", normalized_head=True
