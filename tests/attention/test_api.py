@@ -1,4 +1,4 @@
-"""The contract's facts that hold on every backend, and the errors of wrong arguments."""
+"""Facts of the contract that hold on every backend, and the errors for wrong arguments."""
 
 import inspect
 import math
@@ -218,7 +218,7 @@ WAYS_OF_CALLS = [{"causal": False, "right_slopes": [0.5, math.inf]}, {"key_mask"
     ids=repr,
 )
 def test_nothing_goes_to_a_device_or_comes_from_it(slopes: object, options: dict) -> None:
-    """Either would wait for all that a GPU still has to do, at every call. A tensor without a place stands for a device's."""
+    """A transfer would synchronize with the GPU in every call. A meta tensor stands in for a device's."""
     tensors = draw(2, 2, t=300, dtype=torch.float32)
     query, key, value = (x.to("meta") for x in tensors)
     for name, dtype in (("key_mask", torch.bool), ("segment_ids", torch.int64)):
@@ -240,7 +240,7 @@ def test_nothing_goes_to_a_device_or_comes_from_it(slopes: object, options: dict
 
 
 def test_cached_slopes_do_not_change_with_the_array_of_a_caller() -> None:
-    """Neither inference mode nor what a caller does with its array changes them; a compiled graph has no constant."""
+    """Neither inference mode nor writing to the caller's array changes them; a compiled graph has no constant."""
     slopes = np.array([0.5, 0.25, 0.125, 0.75])
     tensors = draw()
     with torch.inference_mode():
@@ -393,7 +393,7 @@ def test_a_wrong_argument_is_named(name: str) -> None:
 
 
 def test_the_checks_have_the_defaults_of_the_function() -> None:
-    """They stand twice, for readers of either; a change of one that forgets the other is found here."""
+    """The defaults are written twice, for readers' convenience; this test finds a change to only one of them."""
     checked, outside = (inspect.signature(f).parameters for f in (make_spec, alibi_attention))
     assert {name: p.default for name, p in checked.items()} == {
         name: p.default for name, p in outside.items() if name != "backend"

@@ -1,4 +1,4 @@
-"""Gates that close entirely, −inf or a huge number: what follows is what it is without anything before, to the last digit."""
+"""Gates that close entirely, −inf or very negative: later results are as if nothing came before, in every digit."""
 
 import dataclasses
 import math
@@ -24,7 +24,7 @@ def draw(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
 
 
 def piece_by_piece(inputs: list[torch.Tensor], **options: torch.Tensor) -> list[torch.Tensor]:
-    """(output, lse) of every piece between cuts, computed alone in fp64."""
+    """(output, lse) of every piece between cuts, computed separately in fp64."""
     parts = []
     for low, high in zip((0, *CUTS), (*CUTS, LENGTH), strict=True):
         part = [x[:, :, low:high].double() for x in inputs]
@@ -127,7 +127,7 @@ def test_cuts_of_single_heads_hide_what_is_large(backend: str, large: str, hidde
         )
         kept = [x[1, 2, 150:] for x in (output, lse)]
         gradients = list(torch.autograd.grad(kept, leaves, [x.detach().cos() for x in kept]))
-        if large == "NaN":  # head 3 sees it everywhere, which is an answer of NaN and gradients of NaN
+        if large == "NaN":  # head 3 sees it everywhere, so its output and gradients are NaN
             gradients = [gradients[0][1, 2, 151:], gradients[3][1, 2, 151:]]
         found.append([output.nan_to_num(7.0), lse.nan_to_num(7.0), *gradients])
     assert found[0][0][1, 2, 150:].abs().max() < 10

@@ -1,4 +1,4 @@
-"""Decoding by `dense`, which writes its few scores out: everything a call may ask for, and numbers that are none."""
+"""Decoding by `dense`, which computes its few scores directly: all options of a call, and NaN and inf."""
 
 import math
 

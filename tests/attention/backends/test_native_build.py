@@ -1,6 +1,6 @@
-"""Where the compiled kernels come from: a cache that is damaged, unsafe or not there, and compilers of every kind.
+"""How the compiled kernels are found: a damaged, unsafe or missing cache, and compilers of every kind.
 
-A compiler is played by a script, which hands out a small library with the right names and counts how often it was asked.
+A script stands in for the compiler; it copies a small library with the right names and counts its calls.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ from alibi_attn.attention.backends.native import build
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., bytes]:
-    """small(*names) -> a shared library with functions of these names that do nothing, and what is asked of every library."""
+    """small(*names) -> a shared library with empty functions of these names, and the checks that every library has."""
     folder = tmp_path_factory.mktemp("small")
     constants = "".join(f"ALIBI_{name}={value!r} " for name, value in build.FOR_CPP.items())
     answers = f'"{constants}"', '"few"', str(ctypes.sizeof(build.Call)), "0", "0"
@@ -77,7 +77,7 @@ def asked_anew() -> str | None:
 
 
 def replace(path: Path, data: bytes) -> None:
-    """As another file, since this process has loaded the one that is there."""
+    """Replaces the file by a new one, since this process has loaded the old one."""
     path.unlink()
     path.write_bytes(data)
 
@@ -150,7 +150,7 @@ CODE = "from alibi_attn.attention.backends.native import build; print(build.why_
 
 
 def found_by_processes(count: int) -> set[str]:
-    """What as many processes say that ask for the library at once."""
+    """The results of `count` processes that load the library at the same time."""
     running = [subprocess.Popen([sys.executable, "-c", CODE], stdout=subprocess.PIPE, text=True) for _ in range(count)]
     return {process.communicate()[0].strip() for process in running}
 
@@ -158,7 +158,7 @@ def found_by_processes(count: int) -> set[str]:
 def test_processes_that_compile_at_once_do_not_disturb_one_another(compiler: Compiler, tmp_path: Path) -> None:
     begun = f'[ "$(wc -l < {shlex.quote(str(compiler.path.parent / "log"))})" -ge 3 ]'
     each = compiler.path.read_text().replace("cp ", f"until {begun}; do sleep 0.05; done; cp ")
-    compiler.path.write_text(each)  # so that none finds what another has made
+    compiler.path.write_text(each)  # so that none finds another's library
     (found,) = found_by_processes(3)
     assert len(compiler.calls) == 3
     assert [f"None {path}" for path in kept(tmp_path)] == [found]
@@ -226,7 +226,7 @@ def test_a_cache_that_is_nowhere_is_done_without(
         monkeypatch.setenv("HOME", str(tmp_path / "file"))
     if kind == "no home":
         monkeypatch.delenv("HOME")
-        monkeypatch.setattr("os.path.expanduser", lambda path: path)  # a user that the system does not know
+        monkeypatch.setattr("os.path.expanduser", lambda path: path)  # a user that is unknown to the system
         with pytest.raises(RuntimeError, match="home"):
             Path.home()
     before = {path.name for path in tmp_path.iterdir()}

@@ -1,4 +1,4 @@
-"""The decoding kernel: the definition's numbers, nothing read that need not be, and no bad number lost."""
+"""The decoding kernel: its results equal the definition, it reads no key unnecessarily, and it keeps bad numbers."""
 
 import math
 
@@ -71,7 +71,7 @@ def test_a_row_without_keys_gets_zeros():
 
 
 def tiles_read(query, key, value, slopes, **options) -> torch.Tensor:
-    """[H, N] bool: a tile that is read answers with NaN when its keys are."""
+    """[H, N] bool: a tile counts as read if the output is NaN when its keys are."""
     norms = measured_norms(key, value)
     heads, tiles = query.shape[1], -(-key.shape[2] // TILE)
     group, found = heads // key.shape[1], torch.zeros(heads, tiles, dtype=torch.bool)

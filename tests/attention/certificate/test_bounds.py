@@ -1,4 +1,4 @@
-"""The certificate under attack, and what it costs."""
+"""Attacks on the certificate, and how many keys it skips."""
 
 import dataclasses
 import math
@@ -44,7 +44,7 @@ def test_a_bound_that_is_too_small_is_found_out(monkeypatch: pytest.MonkeyPatch)
 
 
 class Equal(Attack):
-    """All keys equal, every query along them, and all of them a little short of where bf16 rounds up."""
+    """All keys are equal, every query is parallel to them, and all numbers lie just below a rounding point of bf16."""
 
     def inputs(self) -> tuple[list[torch.Tensor], dict]:
         (query, key, value, slopes), kwargs = super().inputs()
@@ -52,7 +52,7 @@ class Equal(Attack):
 
 
 def test_products_in_reduced_precision_break_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch may be told to multiply fp32 in TF32 or bf16; without a term for that the tolerance is exceeded."""
+    """torch may be set to multiply fp32 in TF32 or bf16; without a term for that the tolerance would be exceeded."""
     honest = bounds.lower_bound
 
     def reduced(spec, query, key, first, **options):  # type: ignore[no-untyped-def]
@@ -92,7 +92,7 @@ def test_the_plan_reads_every_certified_key_once_and_no_pair_twice(seed: int) ->
 def test_a_plan_of_squares_reads_every_certified_key_once(
     monkeypatch: pytest.MonkeyPatch, query_len: int, key_len: int, threads: int
 ) -> None:
-    """Long bands are cut into squares, at both ends of a band and where it begins at key 0."""
+    """Long bands are split into squares, also at both ends of a band and at key 0."""
     monkeypatch.setattr(banded_pieces, "SQUARES", ((1200, 512), (600, 256)))
     monkeypatch.setattr(banded_pieces, "ROWS", 64)
     monkeypatch.setattr(banded_pieces, "MAX_KEYS", 700)
@@ -169,8 +169,10 @@ def test_refined_bounds_are_tighter_and_never_wider() -> None:
     plain, refined = (bounds.bounds(spec, query, key, value, refine=refine).left.double() for refine in (False, True))
     assert bool((refined <= plain).all())
     shares = (refined.mean(-1) / plain.mean(-1))[0]
-    assert float(shares[-1]) < 0.9  # the flattest head looks at a tenth less
-    assert torch.equal(bounds.bounds(spec, query, key, value).left.double(), refined)  # so long an input is worth it
+    assert float(shares[-1]) < 0.9  # the flattest head reads a tenth less
+    assert torch.equal(
+        bounds.bounds(spec, query, key, value).left.double(), refined
+    )  # an input of this length is worth it
 
 
 def test_lower_bounds_stay_below_the_log_sum_exp() -> None:
@@ -186,7 +188,7 @@ def test_lower_bounds_stay_below_the_log_sum_exp() -> None:
     assert bool((near <= more).all())
     assert bool((more <= exact + 1e-4).all())
     assert float((more - near)[0, -1, 400:].mean()) > 1.0
-    # At a tolerance that no reach within 700 keys can keep, λ is not looked for.
+    # At a tolerance that no reach within 700 keys satisfies, λ is not refined.
     hopeless = dataclasses.replace(spec, tolerance=1e-9)
     some = lse_bound.lower_bound(hopeless, query, key, first, stretches=True)
     assert torch.equal(some[:, 2:], torch.full_like(some[:, 2:], -math.inf))
