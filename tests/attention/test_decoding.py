@@ -279,7 +279,7 @@ def test_lengths_grow_shrink_and_move_with_the_cache() -> None:
     assert bool((keys <= norms * 1.001).all())
 
 
-# Of 2,600 positions: padding on the left, on the right (finished, or the newest masked), on both sides, everywhere, and few
+# Of 2,600 positions: padding on the left, on the right (finished, or the newest masked), on both sides, everywhere, few
 # visible keys; and a row without any.
 RUNS = [(0, 2600), (37, 2600), (1500, 2600), (0, 2599), (5, 2590), (64, 1900), (700, 760), (2597, 2600), (0, 0)]
 

@@ -23,11 +23,11 @@ from alibi_attn.attention.validation import make_spec
 
 # Seeds of each backend; all backends meet the first ones.
 DRAWS = {"reference": 100, "dense": 100, "banded": 150, "native": 200}
-# Minimized calls that the fuzz has found: negative slopes, a negative scale, scores recomputed with different rounding, keys
-# outside the visible range, inputs near the limits of fp32, huge numbers in hidden entries, NaN gradients of unused outputs,
+# Minimized calls that the fuzz has found: negative slopes, a negative scale, scores recomputed with different rounding,
+# keys out of sight, inputs near the limits of fp32, huge numbers in hidden entries, NaN gradients of unused outputs,
 # empty inputs, log-sum-exps merged one after another, biases of keys that only some queries of a block see, NaN whose
-# weights are all dropped, and (not our error) outputs that dropout scales beyond fp16. Then extreme biases and gates that
-# some queries of a block do not see, views with a negative bit, and empty batches.
+# weights are all dropped, and (not our error) outputs that dropout scales beyond fp16. Then extreme biases and gates
+# that some queries of a block do not see, views with a negative bit, and empty batches.
 FOUND = (
     Call(seed=0, heads=3, kv_heads=3, query_len=129, key_len=129, head_dim=4, slopes="steep negative"),
     Call(seed=2, query_len=200, key_len=200, head_dim=4, slopes="steep negative"),

@@ -1,4 +1,4 @@
-"""Checkpoints from elsewhere: every layout of files is read, every damaged one refused in a sentence that names it."""
+"""Published checkpoints: every file layout is read, and damaged files raise an error that names them."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Reading checkpoints of other people: families by names, prefixes and layouts; what is no such folder is one sentence."""
+"""Reading published checkpoints: families by names, prefixes and layouts; other folders raise a clear error."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""ALiBiForCausalLM against the numbers of the original modelling codes, and against their formulas in fp64."""
+"""ALiBiForCausalLM compared with the outputs of the original code, and with its formulas in fp64."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Long work: batches are sorted and bounded, vectors are those of the texts alone, and what was interrupted goes on."""
+"""Long embedding jobs: batches are sorted and bounded, vectors equal those of single texts, and jobs resume."""
 
 import os
 import signal

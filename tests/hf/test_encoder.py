@@ -1,4 +1,4 @@
-"""The encoders equal their formulas, and what the original modelling codes answered; padding changes nothing."""
+"""The encoders equal their formulas and the outputs of the original code; padding changes nothing."""
 
 import copy
 import json

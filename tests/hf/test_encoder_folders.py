@@ -1,4 +1,4 @@
-"""Folders of encoders: every family's is read by the names of its weights or refused by name; what we write comes back."""
+"""Encoder folders: read by the names of their weights or refused by name; saved folders load again."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A decoder leaves as an MPT or BLOOM checkpoint that AutoModelForCausalLM loads with equal logits, and comes back."""
+"""A decoder exports to an MPT or BLOOM checkpoint that AutoModelForCausalLM loads with equal logits."""
 
 import json
 import math

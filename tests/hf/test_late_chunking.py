@@ -1,4 +1,4 @@
-"""Late chunking: vectors are means of a plain full pass over the tokens of each span, exact in blocks; bad spans are refused."""
+"""Late chunking: a vector is the mean over a span's tokens in a full pass, exact in blocks; bad spans raise."""
 
 import numpy as np
 import pytest

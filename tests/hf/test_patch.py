@@ -1,4 +1,4 @@
-"""A patched model is the unpatched one: logits, padding, caches, generation; undone, it is so to the last bit."""
+"""A patched model equals the original: logits, padding, caches, generation; undoing restores every bit."""
 
 import copy
 import dataclasses

@@ -1,4 +1,4 @@
-"""What `patch` replaces around attention: linear maps and BLOOM's GELU, on numerics="exact" alone, and until it is undone."""
+"""What `patch` replaces around attention: linear maps and BLOOM's GELU, only for numerics="exact", and undoably."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Each family's own way: MPT's options and length, Falcon's scaled bias, BLOOM's and Falcon's rounding, wrong use."""
+"""Each family's variants: MPT's options and length, Falcon's scaled bias, rounding in BLOOM and Falcon, errors."""
 
 import math
 import subprocess

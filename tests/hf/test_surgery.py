@@ -1,4 +1,4 @@
-"""`to_alibi`: a GPT-2, BERT or RoBERTa without its positions and with ALiBi, against transformers' own arithmetic."""
+"""`to_alibi`: a GPT-2, BERT or RoBERTa with ALiBi instead of positions, compared with transformers."""
 
 import copy
 import functools

@@ -1,4 +1,4 @@
-"""`patch` on models that lost their ALiBi, or that bring code of their own, says what to load instead."""
+"""`patch` on models without usable ALiBi, or with custom code, says which class to load instead."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Random calls of the whole contract, answered by the JAX function; see `tests/attention/test_differential_fuzz.py`."""
+"""Random calls of the whole contract on JAX's backends; see `tests/attention/test_differential_fuzz.py`."""
 
 import dataclasses
 
@@ -11,11 +11,11 @@ from differential_jax import SHAPES, jax_answer
 
 DRAWS = {"jax-native": 200, "jax-dense": 15, "jax-loop": 15}
 
-# Calls that once had a wrong answer, with their backend.
+# Calls that were once computed incorrectly, with their backend.
 FOUND = [
     ("jax-dense", Call(seed=204, batch=0, gates="both")),
     ("jax-dense", Call(seed=116, batch=0, causal=False, key_bias="gates")),
-    # Forward and backward counted the scores of 10⁸ from different keys: weights above 1.
+    # Forward and backward shifted scores of 10⁸ by different keys' scores: weights above 1.
     (
         "jax-loop",
         Call(

@@ -1,4 +1,4 @@
-"""Key biases from 10² to 3·10³⁸ at any place of a block, cuts, windows, segments: every backend against float64."""
+"""Key biases from 10² to 3·10³⁸ anywhere in a block, cuts, windows, segments: every backend against float64."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""ALiBi in Flax's own attention layers, against the bias typed out and Flax's own attention."""
+"""ALiBi in Flax's attention layers, compared with a typed-out bias in Flax's own attention."""
 
 import functools
 from functools import partial
@@ -31,7 +31,7 @@ def typed_bias(query_len: int, key_len: int, first: int = 0) -> jax.Array:
 
 
 def layers(**ours: object) -> tuple[linen.Module, linen.Module]:
-    """(with our attention_fn, with Flax's and a typed bias to be bound), of the same parameters."""
+    """(A layer with our attention_fn; one with Flax's, for a typed bias), with the same parameters."""
     make = partial(linen.MultiHeadDotProductAttention, num_heads=H, qkv_features=WIDTH)
     fn = partial(alibi_dot_product_attention, **ours) if ours else alibi_dot_product_attention
     return make(attention_fn=fn), make

@@ -1,4 +1,4 @@
-"""The C++ kernels called by XLA: PyTorch's bits, one call under vmap, the right way on every device, and errors that say why."""
+"""The C++ kernels called by XLA: PyTorch's bits, one call under vmap, the right path on every device, clear errors."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ B, T, S, H, K, D = 2, 150, 170, 4, 2, 20
 RNG = np.random.default_rng(0)
 ROWS = {name: RNG.standard_normal((B, n, h, D)).astype(np.float32) for name, n, h in
         (("query", T, H), ("key", S, K), ("value", S, K))}  # fmt: skip
-SLOPES = np.float32([[1.0, 0.3, 0.05, 0.01], [0.5, 0.2, 0.0, -0.01]])  # [B, H], whose gradients nobody adds up
+SLOPES = np.float32([[1.0, 0.3, 0.05, 0.01], [0.5, 0.2, 0.0, -0.01]])  # [B, H]: gradients per sequence
 SEGMENTS = np.sort(RNG.integers(0, 4, (B, S)), axis=1)
 
 CALLS = {
@@ -37,7 +37,7 @@ CALLS = {
 
 
 def torch_answer(dtype: torch.dtype, call: dict) -> list[np.ndarray]:
-    """Output, lse and the gradients of query, key, value, slopes and, where it has one, key_bias, in JAX's layout."""
+    """Output, lse and the gradients of query, key, value, slopes and key_bias, if any, in JAX's layout."""
     leaves = {n: torch.tensor(x).to(dtype).transpose(1, 2).contiguous().requires_grad_() for n, x in ROWS.items()}
     wide = torch.promote_types(dtype, torch.float32)
     leaves["slopes"] = torch.tensor(SLOPES).to(wide).requires_grad_()
@@ -257,7 +257,7 @@ def test_export_names_what_nobody_promises_and_takes_the_loop() -> None:
 
 
 def test_threads_of_both_frameworks_in_one_process_change_no_bit() -> None:
-    """JAX first, then torch beside it, both with two threads, and at the same time."""
+    """JAX first, then torch next to it, both with two threads, and at the same time."""
     program = """
         import concurrent.futures, sys
         import jax, numpy as np

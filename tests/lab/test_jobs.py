@@ -1,4 +1,4 @@
-"""Trainings at the same time in processes of their own: the records of trainings one by one, stopped and resumed like them."""
+"""Trainings in parallel processes: the same records as sequential trainings, also when stopped and resumed."""
 
 import dataclasses
 import multiprocessing
@@ -27,7 +27,7 @@ def recipe_of(*runs):
 
 @pytest.fixture
 def recipe(text_file, run_on):
-    """Four runs, of which two share a training."""
+    """Four runs, two of which share a training."""
     runs = [run_on(text_file, method, steps=4) for method in ("alibi", "rotary", "none")]
     return recipe_of(*runs, dataclasses.replace(runs[0], eval=dataclasses.replace(runs[0].eval, lengths=(16, 64))))
 
@@ -42,7 +42,7 @@ def losses(record):
 
 
 def when_training(folder, count, act):
-    """Act once so many trainings have left a checkpoint."""
+    """Calls `act` once the given number of trainings have written a checkpoint."""
 
     def wait():
         while len(list(folder.glob("checkpoints/jobs/*/*/step-*"))) < count:

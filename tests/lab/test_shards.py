@@ -1,4 +1,4 @@
-"""Shards of a recipe: disjoint parts of its trainings, together all of them, with records that merge by lying in one folder."""
+"""Shards of a recipe: disjoint, together complete, with records that merge in one folder."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ from alibi_attn.lab.experiment import ExperimentError, num_runs, run, runs_of_sh
 
 @pytest.fixture
 def recipe(text_file, run_on):
-    """Five runs, of which two share a training."""
+    """Five runs, two of which share a training."""
     runs = [run_on(text_file, method, steps=2) for method in ("alibi", "rotary", "none", "sinusoidal")]
     runs.insert(1, dataclasses.replace(runs[0], eval=dataclasses.replace(runs[0].eval, lengths=(16, 64))))
     texts = dict.fromkeys(("question", "paper", "command", "cost", "expected"), "")

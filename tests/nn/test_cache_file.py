@@ -1,4 +1,4 @@
-"""A cache in a file gives the bits of the cache in memory, survives kills at any moment, and refuses what it cannot do."""
+"""A cache in a file is bit-identical to one in memory, survives kills, and raises on unsupported use."""
 
 import copy
 import pickle

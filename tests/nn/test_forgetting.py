@@ -1,4 +1,4 @@
-"""Caches that forget: a stream of the last tokens after a few sinks, and per head what the certified reach still needs."""
+"""Caches that drop keys: a window of the last tokens after a few sinks, and a certified reach per head."""
 
 import math
 

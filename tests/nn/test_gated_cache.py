@@ -1,4 +1,4 @@
-"""A cache that forgets by content: the outputs of the full pass, whatever the gates, and never beyond the bound."""
+"""A cache that drops keys by content: equal to the full pass for any gates, always within the bound."""
 
 import copy
 import math

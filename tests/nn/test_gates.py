@@ -1,4 +1,4 @@
-"""Layers with forget gates: what they compute, that decoding computes the same, and that gates keep their digits."""
+"""Layers with forget gates: their results, equal decoding, and gates in full precision."""
 
 import copy
 import pickle

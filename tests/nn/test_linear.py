@@ -1,4 +1,4 @@
-"""Linear layers on a CPU: the product to rounding for any number of rows, its gradients, and where torch computes it instead."""
+"""Linear layers on a CPU: exact up to rounding for any number of rows, gradients, and fallbacks to torch."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Benchmarks are drawn as their records say: one line a peer, times and memory."""
+"""Benchmark figures match their records: one line per peer, times and memory."""
 
 from alibi_attn.records import Record
 from alibi_attn.report.page import report_html

@@ -1,4 +1,4 @@
-"""What the lab adds to a study: stretched positions, tasks, validation, words, trained heads, costs, and many records at once."""
+"""The lab's additions to a study: stretched positions, tasks, validation, words, heads, costs, and many records."""
 
 import dataclasses
 import hashlib
@@ -200,7 +200,7 @@ def test_trainings_behind_the_paper_are_a_table_and_not_a_study(made_up) -> None
 
 
 def test_hundreds_of_records_make_a_small_page_at_the_cost_of_its_pictures(made_up, monkeypatch) -> None:
-    """What takes the time is drawing, and each picture is drawn once; nothing is done for every pair of records."""
+    """Drawing dominates the time, and each picture is drawn once; no work is done for every pair of records."""
     path = Path(__file__).with_name("test_paper.py")
     spec = importlib.util.spec_from_file_location("answers", path)
     answers = importlib.util.module_from_spec(spec)

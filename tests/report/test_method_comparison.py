@@ -1,4 +1,4 @@
-"""A referee says what intervals carry: which tasks stand in its table, who is better, what a method is good for."""
+"""The comparison says what intervals support: the tasks in its table, the order, and what a method is good for."""
 
 import html
 import json
@@ -30,7 +30,7 @@ def evaluated(
     noise: float = 0.0,
     trials: int = DOCUMENTS,
 ) -> Record:
-    """Shares (or nats, of the text ""), every other part so much above and below."""
+    """Shares (or nats, for the text ""), with parts alternately `noise` above and below."""
     known = [(at, value) for at, value in zip(LENGTHS, values, strict=True) if value is not None]
     rows = [(at, part, value + (noise if part % 2 else -noise)) for at, value in known for part in range(PARTS)]
     parts = {"length": [at for at, _, _ in rows], "part": [part for _, part, _ in rows]}
@@ -73,7 +73,7 @@ def paired_seeds(
 
 @pytest.fixture
 def four() -> list[Record]:
-    """ALiBi keeps a bit and loses recall; rotary loses both and its text; nobody copies; no positions learn nothing."""
+    """ALiBi keeps a bit and loses recall; rotary loses both and its text; no method copies; "none" learns nothing."""
     return [
         *paired_seeds("alibi", "mqar", (0.99, 0.07)),
         *paired_seeds("rotary", "mqar", (0.98, 0.40)),
@@ -132,7 +132,7 @@ def test_an_interval_reaches_what_so_many_documents_leave_open() -> None:
     assert found.interval.high == 1.0
     assert referee.level(found) == "solved"
     (task,) = one_comparison([evaluated("alibi", "mqar", (1.0, 1.0), trials=16)])
-    assert referee.level(referee.measured(task, "alibi", 64)) == "open"  # sixteen documents leave up to 19 % open
+    assert referee.level(referee.measured(task, "alibi", 64)) == "open"  # 16 documents: up to 19 %
 
 
 def test_seeds_apart_leave_a_level_open() -> None:
@@ -168,7 +168,7 @@ def test_ranks_are_as_wide_as_the_intervals_of_differences() -> None:
         "alibi": (1, 2),
         "rotary": (1, 2),
         "none": (3, 3),
-    }  # one point is less than 128 documents can tell
+    }  # 128 documents cannot resolve a difference of one point
     assert referee.rank(task, "t5", 1024, list(shares)) is None
 
 
@@ -266,7 +266,7 @@ def test_a_damaged_record_leaves_the_page_whole(place, value) -> None:
 
 
 def test_perplexities_are_compared_part_by_part_of_the_text() -> None:
-    """Parts differ by e, which is the same for both methods: their ratio is known all the same."""
+    """Parts differ by e, equally for both methods, so their ratio is known precisely."""
     (task,) = one_comparison(
         [evaluated("alibi", "", (2.0, 2.0), noise=0.5), evaluated("rotary", "", (2.1, 3.0), noise=0.5)]
     )

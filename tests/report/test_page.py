@@ -1,4 +1,4 @@
-"""The page: every number is in it, every word is computed, nothing is loaded from elsewhere."""
+"""The page contains every number, all its text is computed, and nothing is loaded from elsewhere."""
 
 import dataclasses
 import html

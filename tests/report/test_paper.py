@@ -1,4 +1,4 @@
-"""The paper's items: ours and the paper's stand beside each other and are never mixed."""
+"""The paper's items: our numbers and the paper's appear side by side and are never mixed."""
 
 import dataclasses
 import math
@@ -17,7 +17,7 @@ from alibi_attn.report.tables import paper as paper_tables
 
 
 def answer(item: str, *, factor: int = 8, growth: float = 1.0, **columns: object) -> Record:
-    """A made-up answer of ours: the paper's lengths divided, its perplexities times `growth` over five."""
+    """A made-up result of ours: the paper's lengths divided by `factor`, its perplexities times `growth` over five."""
     published = PUBLISHED[item]
     curves = {}
     for label, series in published.series.items():
@@ -54,7 +54,7 @@ def _cells(table, block: str, label: str) -> list[str]:
 
 
 def _drawn(picture, label: str = ""):
-    """The lines of a picture that have names, or the one of this name."""
+    """The named lines of a figure, or the one with this name."""
     (axes,) = picture.figure.axes
     found = [line for line in axes.lines if not line.get_label().startswith("_")]
     return next(line for line in found if line.get_label() == label) if label else found

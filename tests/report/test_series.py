@@ -1,4 +1,4 @@
-"""Series: which records may stand in one figure, and which make one line."""
+"""Series: the records that may appear in one figure, and those that form one line."""
 
 import dataclasses
 import math

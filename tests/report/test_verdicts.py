@@ -1,4 +1,4 @@
-"""A claim of the paper is decided by an interval, and by nothing else."""
+"""The verdict on a claim of the paper depends only on an interval."""
 
 import dataclasses
 import math
@@ -34,7 +34,7 @@ def evaluation(
     tokens_per_part: int = 128,
     **test: object,
 ) -> Record:
-    """Losses at two lengths; with `noise` also by part, alternately so much above and below the mean at the longer length."""
+    """Losses at two lengths; with `noise` also by part, alternately above and below the mean at the longer length."""
     lengths = sorted(nats)
     curves = {"by_length": {"length": lengths, "nonoverlapping_nats": [nats[at] for at in lengths]}}
     if noise is not None:
@@ -117,7 +117,7 @@ def test_what_either_interval_holds_is_possible() -> None:
 
 
 def test_coverage_is_what_it_says() -> None:
-    """Of 400 made-up texts whose parts are independent, about 95 % have the true ratio inside; chance is a seed."""
+    """Of 400 made-up texts with independent parts, about 95 % of the intervals contain the true ratio."""
     draw = np.random.default_rng(0).normal(0.05, 0.3, (400, 32))
     same = np.full(32, 1 / 32)
     inside = 0
@@ -149,7 +149,7 @@ def test_without_parts_one_seed_decides_nothing_however_far_apart() -> None:
 
 
 def test_seeds_are_paired() -> None:
-    """Each seed rises by nearly as much, from levels that are far apart: the levels do not matter."""
+    """Each seed rises by nearly the same amount from very different levels: the levels do not matter."""
     found = [
         evaluation("sinusoidal", 64, {64: level, 127: level + rise}, seed=seed, noise=None)
         for seed, (level, rise) in enumerate([(3.0, 0.100), (5.0, 0.102)])
@@ -206,7 +206,7 @@ def test_a_speed_that_was_measured_once_decides_nothing() -> None:
 
 @pytest.mark.parametrize(("slow", "word"), [(0.99, "confirmed"), (0.80, "contradicted")])
 def test_speeds_are_decided_by_their_seeds(slow: float, word: str) -> None:
-    """The levels differ by a third, the ratios hardly: measurements are paired as trainings are."""
+    """The levels differ by a third, the ratios hardly: measurements are paired like trainings."""
     measured = [
         one
         for seed, level in enumerate((100.0, 130.0))
@@ -242,7 +242,7 @@ def test_a_claim_about_training_needs_seeds_however_long_the_text() -> None:
 
 
 def test_the_length_of_a_number_may_be_in_its_column() -> None:
-    """Table 12 names it there, and its answer has no lengths of its own."""
+    """Table 12 names it there, and our result has no lengths."""
     found = [
         evaluation(method, trained, {trained: 5.0, 256: nats}, noise=0.0, tokens_per_part=256, seed=seed)
         for seed in (0, 1)
@@ -295,7 +295,7 @@ def test_definitions_are_compared_exactly() -> None:
 
 
 def test_parts_shorter_than_the_context_are_joined() -> None:
-    """Sixteen parts of 32 tokens read with 127 of context are four passages; of 16 tokens they are two, which bound nothing."""
+    """16 parts of 32 tokens with 127 of context form four passages; of 16 tokens two, too few for an interval."""
     for tokens, parts in ((32, 4), (16, 0)):
         found = [evaluation("sinusoidal", 64, {64: 4.0, 127: 4.2}, noise=0.05, tokens_per_part=tokens)]
         record, by_identity = answer(found, sinusoidal=(54.6, 66.7))

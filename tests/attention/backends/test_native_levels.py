@@ -23,7 +23,7 @@ from alibi_attn.processor import features
 
 TOLERANCE = {torch.float32: 2.0**-23 / 32, torch.float64: 2.0**-52 / 32}
 SSE2 = Level("sse2", "SSE2", ("-march=x86-64",), frozenset())  # below those that a wheel has, for vectors of 16 bytes
-# Each level is compiled: the short list has the lowest level of a wheel, which most processors support, and this machine's.
+# Each level is compiled: the short list has a wheel's lowest level, which most processors support, and this machine's.
 SHORT_LIST = (LEVELS[-1], NATIVE) if platform.machine() == "x86_64" else (NATIVE,)
 LONG_LIST = (SSE2, *LEVELS[:-1]) if platform.machine() == "x86_64" else ()
 ANSWERS = 'const char *alibi_instructions() {{ return "{}"; }} const char *alibi_built_with() {{ return "{}"; }}'

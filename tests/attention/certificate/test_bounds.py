@@ -170,9 +170,7 @@ def test_refined_bounds_are_tighter_and_never_wider() -> None:
     assert bool((refined <= plain).all())
     shares = (refined.mean(-1) / plain.mean(-1))[0]
     assert float(shares[-1]) < 0.9  # the flattest head reads a tenth less
-    assert torch.equal(
-        bounds.bounds(spec, query, key, value).left.double(), refined
-    )  # an input of this length is worth it
+    assert torch.equal(bounds.bounds(spec, query, key, value).left.double(), refined)  # long inputs refine
 
 
 def test_lower_bounds_stay_below_the_log_sum_exp() -> None:

@@ -1,4 +1,4 @@
-"""Where text comes from, how it is split, in which order it is read, and what is said when it cannot be."""
+"""Corpora: sources, splits, reading order, and errors."""
 
 import itertools
 import sys
@@ -230,7 +230,7 @@ def test_the_hub_without_its_package_names_the_extra(monkeypatch):
 
 
 class Rows:
-    """As much of datasets.Dataset as is used: read in batches, never whole."""
+    """The subset of datasets.Dataset that is used: read in batches, never as a whole."""
 
     def __init__(self, **columns):
         self.columns = columns
@@ -339,11 +339,11 @@ def test_packed_batches_are_the_same_batches_with_the_documents_of_their_tokens(
     packed = packed_batches(tokens, starts, length=4, batch_size=3, seed=1, start=2)
     for batch, (again, documents) in itertools.islice(zip(plain, packed, strict=True), 9):
         assert torch.equal(batch, again)
-        assert torch.equal(batch, documents)  # the token is its document's number
+        assert torch.equal(batch, documents)  # each token is its document's number
 
 
 def test_a_document_never_sees_another():
-    """What a token may look at, by segments as attention reads them, is of its own document; so is what it foretells."""
+    """A token's visible keys, by the segments that attention reads, and its target are in its own document."""
     starts = torch.tensor([0, 3, 10, 11, 30])
     owner = sum((torch.arange(41) >= start).long() for start in starts) - 1
     for tokens, documents in itertools.islice(

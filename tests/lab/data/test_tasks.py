@@ -1,4 +1,4 @@
-"""The tasks against an oracle that copies, and against models that cannot know; every row against its description."""
+"""The tasks against a copying oracle, and against models that cannot solve them; every row matches its description."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Bytes, WikiText's words and byte-level BPE: what they make of a text, and that they give it back."""
+"""Bytes, WikiText's words and byte-level BPE: their tokens, and exact decoding."""
 
 import json
 

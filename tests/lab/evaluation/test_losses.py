@@ -1,4 +1,4 @@
-"""A batch that does not fit in memory is halved, said, and changes no loss; with real allocators that really fail."""
+"""A batch that does not fit in memory is halved, reported, and changes no loss; with allocators that really fail."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ PETABYTE = 1 << 50
 
 
 class Cramped(torch.nn.Module):
-    """A model on a machine with room for so many windows; more ask the allocator for more than any machine has."""
+    """A model with memory for a limited number of windows; more windows request more memory than any machine has."""
 
     def __init__(self, model, room):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Each architecture against another library's model with the same weights, and as large as its paper says."""
+"""Each architecture equals another library's model with the same weights, and has its paper's size."""
 
 import math
 

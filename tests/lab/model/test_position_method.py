@@ -1,4 +1,4 @@
-"""A method that reads the text: what its hook is handed, that the lab adds it as said, trains it, and keeps it while decoding."""
+"""A method that reads the text: its hook's inputs, how the lab adds its bias, trains it, and caches it in decoding."""
 
 import dataclasses
 import math
@@ -41,7 +41,7 @@ class Forgetting(PositionMethod):
 
 @pytest.fixture
 def forgetting(monkeypatch, tiny_model):
-    """Makes tiny models with the method above, which takes a name that configs know."""
+    """Makes tiny models with the method above, under a name that configs accept."""
     monkeypatch.setitem(METHODS, "kerple", Forgetting)
     return lambda **fields: tiny_model("kerple", **fields)
 
@@ -51,7 +51,7 @@ def some_tokens(length: int) -> Tensor:
 
 
 def expected_attention(q, k, v, key_bias, slopes, sees) -> Tensor:
-    """A loop over i and the j ≤ i where `sees(b, i, j)`, in float64."""
+    """A loop over i and each j ≤ i for which `sees(b, i, j)`, in float64."""
     out, first = torch.empty_like(q, dtype=torch.float64), k.shape[2] - q.shape[2]
     q, k, v, key_bias = (x.double() for x in (q, k, v, key_bias))
     for b, h, row in torch.cartesian_prod(*(torch.arange(n) for n in q.shape[:3])).tolist():

@@ -1,4 +1,4 @@
-"""A checkpoint is whole or not there, and what is wrong with one is said in a sentence."""
+"""A checkpoint is complete or absent, and errors about a checkpoint are one clear sentence."""
 
 import contextlib
 import json
@@ -104,7 +104,7 @@ def test_what_is_no_json_is_refused_with_its_path_and_the_reason(name, tmp_path)
 
 
 def change(folder, section, **fields):
-    """Change a checkpoint's config.json as something else than the training would: without its hash of itself."""
+    """Edits a checkpoint's config.json without updating its hash, as an outside program would."""
     path = newest(folder) / "config.json"
     about = json.loads(path.read_text())
     about[section] |= fields

@@ -1,4 +1,4 @@
-"""Two processes that share every sequence train like one, end when one of them dies, and go on."""
+"""Two processes that share every sequence train like one, stop when one of them dies, and resume."""
 
 import dataclasses
 import json
@@ -44,7 +44,7 @@ def told(tmp_path_factory, verses, run_on):
 
 @pytest.mark.parametrize("method", ["alibi", "alibi-fox", "rotary", "fsdp"])
 def test_two_processes_of_context_train_like_one(told, method):
-    """Gates too, whose sums cross from one to the other; and rotary, whose every token needs all before it."""
+    """Includes gates, whose sums cross ranks, and rotary, in which every token needs all earlier ones."""
     assert told[f"{method} codes"] == [0, 0]
     for ours, alone in zip(told[method], told[f"{method} alone"], strict=True):
         assert len(ours) == len(alone) > 0

@@ -1,4 +1,4 @@
-"""The loop learns, can be cut anywhere, and stops when there is nothing left to learn from."""
+"""The training loop learns, can be interrupted anywhere, and stops when nothing is left to train."""
 
 import dataclasses
 import itertools
@@ -30,11 +30,11 @@ PROCESSES = Path(__file__).parents[2] / "support" / "processes"
 
 
 class PowerCut(Exception):
-    """Something that no code expects."""
+    """An exception that no code expects."""
 
 
 def cut_at(step, error=None, number=signal.SIGINT):
-    """After that step: the error, or Ctrl-C, which is answered when the step that it falls into is done."""
+    """Raises the error after that step, or sends Ctrl-C, which takes effect when the current step is done."""
 
     def on_step(progress):
         if progress.step == step:
@@ -46,7 +46,7 @@ def cut_at(step, error=None, number=signal.SIGINT):
 
 
 def dropped(config):
-    """With dropout everywhere, so that random numbers matter."""
+    """Adds dropout everywhere, so that random numbers matter."""
     shares = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.1)
     return dataclasses.replace(config, model=dataclasses.replace(config.model, **shares))
 
@@ -151,7 +151,7 @@ def test_dropout_and_staged_lengths_resume_bit_for_bit(tiny_run, tmp_path, cut):
     uncut = train(config, corpus, tmp_path / "uncut")
     with pytest.raises(KeyboardInterrupt):
         train(config, corpus, tmp_path / "cut", on_step=cut_at(cut))
-    torch.rand(1)  # random numbers that others draw in between change nothing
+    torch.rand(1)  # random numbers that other code draws in between change nothing
     resumed = train(config, corpus, tmp_path / "cut")
     assert resumed.curve == uncut.curve
     assert resumed.validation["nats"] == uncut.validation["nats"]
@@ -215,7 +215,7 @@ def test_a_batch_that_cannot_be_shared_is_refused(tiny_run):
 
 @pytest.mark.long
 def test_a_full_disk_is_said_so_and_the_training_goes_on_afterwards(tiny_run, tmp_path):
-    """A limit on the size of files makes real writes fail, as a full disk does, wherever they happen."""
+    """A limit on file sizes makes real writes fail, as a full disk does, at every place."""
     config = tiny_run(checkpoint_every=5)
     corpus = load_corpus(config.data)
     uncut = train(config, corpus, tmp_path / "uncut")

@@ -39,9 +39,7 @@ def of_rank(case: Case, rank: int, group, drawn=None) -> tuple[dict, Traffic]:
 
 
 def with_garbage(rank: int, group) -> bool:
-    """Whether the last rank's result is bit-identical when rows that it does not receive hold other numbers of equal
-    norm.
-    """
+    """Whether the last rank's result has the same bits if rows it does not receive change, at equal norms."""
     drawn = GARBAGE.drawn()
     before, _ = of_rank(GARBAGE, rank, group, drawn)
     sent = plan_halo(drawn["query"], drawn["key"], drawn["value"], drawn["slopes"], lengths=GARBAGE.lengths)
