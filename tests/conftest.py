@@ -61,18 +61,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """The frameworks, which the test modules have loaded by now, stay; every training ends with a collection, and many train."""
+    """Freezes the loaded frameworks: every training ends with a garbage collection, and many tests train."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _what_modules_before_left_stays() -> None:
-    """As well: what torch.compile and JAX keep for good makes each later collection a second long, and every training has one."""
+    """Also freezes torch.compile's and JAX's caches, which make each later collection, one per training, a second long."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_unconfigure() -> None:
-    """What extensions hold is given back at the end, or they say that it leaked."""
+    """Unfreezes at the end, or extensions would report leaks."""
     gc.unfreeze()

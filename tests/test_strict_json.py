@@ -1,4 +1,4 @@
-"""Strict JSON: what JSON is, and one error with a reason for everything else."""
+"""Strict JSON: valid JSON is read, and everything else raises one error with a reason."""
 
 import contextlib
 import json

@@ -98,7 +98,7 @@ print("right")
 
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 def test_native_on_its_own_threads_gives_the_same_bits_in_threads_and_forks() -> None:
-    """As without torch's OpenMP: on macOS, on Windows, and in JAX alone."""
+    """Simulates the absence of torch's OpenMP: macOS, Windows, and JAX alone."""
     command = [sys.executable, "-W", "ignore", "-c", OWN_THREADS]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
     assert done.returncode == 0, done.stderr

@@ -51,7 +51,7 @@ def test_the_bias_refuses_what_it_cannot_mean(arguments: dict) -> None:
         alibi_bias(**arguments)
 
 
-def test_the_bias_is_told_lengths_and_no_tensors() -> None:
+def test_the_bias_takes_lengths_and_no_tensors() -> None:
     with pytest.raises(TypeError, match="query_len must be an integer, a number of positions, but is Tensor"):
         alibi_bias([0.5], torch.ones(1, 3))
     assert alibi_bias([0.5], np.int64(3)).shape == (1, 3, 3)

@@ -59,7 +59,7 @@ def test_what_it_keeps_is_all_that_matters(case: Case, block_size: int) -> None:
         assert int(mask.kv_num_blocks.sum()) < 0.75 * mask.kv_indices.numel()
 
 
-def test_a_mask_for_other_slopes_is_found_out() -> None:
+def test_a_mask_for_other_slopes_is_detected() -> None:
     case = Case("no slopes", batch=1, heads=2, query_len=500, key_len=500, slopes="zero")
     assert_keeps_what_matters(case, 64)
     with pytest.raises(AssertionError):

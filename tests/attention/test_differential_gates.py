@@ -52,7 +52,7 @@ def test_the_truth_with_gates_is_that_of_autograd(gates: str) -> None:
         )
 
 
-def test_a_gate_one_position_too_late_is_found_out() -> None:
+def test_a_gate_one_position_too_late_is_detected() -> None:
     call = GATED
     numbers = arrays(call)
     plain = plainly(call, numbers)

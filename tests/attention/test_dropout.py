@@ -123,7 +123,7 @@ def test_the_share_is_right_and_nothing_is_correlated(p: float) -> None:
     assert abs(float(agree)) < 4.5 * 0.5 / math.sqrt(masks[0].numel()), "another seed is another mask"
 
 
-def test_a_mask_that_is_not_random_is_found_out() -> None:
+def test_a_mask_that_is_not_random_is_detected() -> None:
     mask = torch.rand(4, 4, 128, 128) >= 0.3
     assert max(map(abs, excess(mask, 0.3).values())) < 4.5
     for wrong in (
@@ -318,7 +318,7 @@ def test_compiled_code_drops_alike_forward_and_backward() -> None:
 
 
 @every_backend
-def test_entries_of_vmap_drop_alike_only_where_they_are_told_to(backend: str) -> None:
+def test_entries_of_vmap_share_a_mask_only_if_requested(backend: str) -> None:
     q, k, v, m = (x[:1].expand(3, *x.shape[1:]) for x in draw(3, t=40, requires_grad=False))
 
     def one(*x: Tensor) -> Tensor:
@@ -383,7 +383,7 @@ def test_attacks_on_the_certificate_stay_within_the_bound_with_dropout() -> None
     assert sum(share > 0 for _, share in found) >= 50, "an attack on nothing: too few draws skip a key"
 
 
-def test_a_certificate_that_claims_too_much_is_found_out_with_dropout() -> None:
+def test_a_certificate_that_claims_too_much_is_detected_with_dropout() -> None:
     def careless(spec: AttentionSpec, *tensors: Tensor) -> Tensor:
         return native_keys(dataclasses.replace(spec, tolerance=min(0.99, spec.tolerance * 100)), *tensors)
 

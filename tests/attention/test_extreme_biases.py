@@ -118,7 +118,7 @@ def test_an_lse_that_fp32_cannot_hold_is_finite() -> None:
     torch.testing.assert_close(of_values[0, 0, :, 0], torch.tensor([1.0, 7, 0, 0, 0, 0, 0, 0]))
 
 
-def test_a_wrong_answer_is_found_out() -> None:
+def test_wrong_results_are_detected() -> None:
     """A bias rounded with the scores; a window off by one; a forgotten cut."""
 
     def rounded(q, k, v, m, *, key_bias, **options):

@@ -146,7 +146,7 @@ def test_the_certificate_holds_for_biases_that_are_made_to_break_it() -> None:
     assert skipping > 40
 
 
-def test_a_certificate_that_forgets_the_bias_is_found_out() -> None:
+def test_a_certificate_that_ignores_the_bias_is_detected() -> None:
     def without(spec, query, key, value):
         return native_keys(dataclasses.replace(spec, key_bias=None), query, key, value)
 

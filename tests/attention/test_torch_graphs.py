@@ -191,7 +191,7 @@ def test_what_was_traced_holds_for_other_numbers(backend: str, trace: str) -> No
 
 @quiet
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
-def test_backward_compiles_by_itself() -> None:
+def test_backward_compiles_on_its_own() -> None:
     reset()
     leaves = draw()
     exact = gradients(lambda *x: loss(*x, backend="native"), leaves)

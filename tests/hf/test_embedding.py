@@ -138,7 +138,7 @@ def test_damaged_partial_results_are_one_sentence_and_never_filled_up(name, cont
         PartialVectors.open(tmp_path / "v", "q", (4, 3))
 
 
-def test_a_file_of_others_beside_the_output_stays(tmp_path):
+def test_other_files_next_to_the_output_stay(tmp_path):
     (tmp_path / "v.partial").write_text("mine")
     with pytest.raises(FileExistsError, match=r"exists without v\.partial\.json"):
         PartialVectors.open(tmp_path / "v", "q", (4, 3))

@@ -168,7 +168,7 @@ def test_what_mpt_cannot_be_is_refused(options, message, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_wrong_use_is_told_what_is_allowed(tmp_path, build):
+def test_errors_for_wrong_use_say_what_is_allowed(tmp_path, build):
     state = decoder().state_dict()
     with pytest.raises(ValueError, match="num_heads is 5 but must divide the width, 32"):
         export_mpt(state, DecoderConfig(num_heads=5, trained_length=64), tmp_path / "mpt")

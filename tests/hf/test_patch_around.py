@@ -59,7 +59,7 @@ def test_maps_of_other_classes_or_with_a_forward_of_their_own_are_left_alone(bui
 
 
 def test_the_linear_maps_are_those_of_our_own(build, tokens, monkeypatch):
-    """One token goes through the kernel for few rows, 9 through oneDNN where MKL is slow; with gradients all is torch's."""
+    """One token uses the kernel for few rows, 9 tokens oneDNN if MKL is slow; with gradients torch computes everything."""
     monkeypatch.setattr(linear, "mkl_is_slow", lambda: True)
     rows, real = [], linear.quicker
     monkeypatch.setattr(linear, "quicker", lambda x, *rest: rows.append(x.shape[1]) or real(x, *rest))

@@ -88,7 +88,7 @@ def test_what_the_folder_says_of_pooling_is_done(tmp_path):
 @pytest.mark.parametrize(
     ("said", "asked", "longest"), [({}, None, 8192), ({"model_max_length": 77}, None, 77), ({}, 9000, 9000)]
 )
-def test_the_longest_text_is_asked_for_or_the_tokenizer_s_or_8192(said, asked, longest, tmp_path):
+def test_the_longest_text_is_as_requested_or_the_tokenizer_s_or_8192(said, asked, longest, tmp_path):
     assert load(original(tmp_path, **said), max_seq_length=asked).max_seq_length == longest
 
 

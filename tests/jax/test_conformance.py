@@ -114,7 +114,7 @@ def test_the_checker_fails_on_wrong_answers() -> None:
 
 
 @pytest.mark.parametrize("factor", [2**32, -(2**40)])
-def test_segment_ids_that_int32_cannot_hold_stay_apart(factor: int) -> None:
+def test_segment_ids_that_int32_cannot_hold_stay_distinct(factor: int) -> None:
     rng = np.random.default_rng(0)
     query, key, value = (rng.standard_normal((1, 6, 1, 4)).astype(np.float32) for _ in range(3))
     ids = np.array([[0, 0, 1, 1, 2, 2]])

@@ -40,7 +40,7 @@ def test_random_calls_are_answered_as_the_truth_has_it(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", SHAPES)
-def test_an_answer_to_another_call_is_found_out(backend: str) -> None:
+def test_the_result_of_another_call_is_detected(backend: str) -> None:
     call = dataclasses.replace(Call(seed=1, slopes="published", window=7), **SHAPES[backend])
     numbers = arrays(call)
     question = Question(call, numbers)

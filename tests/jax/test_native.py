@@ -106,7 +106,7 @@ def test_bad_numbers_spoil_the_queries_that_see_them_as_in_pytorch(
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_bias_that_nobody_could_check_spoils_the_queries_that_see_it(bad: float) -> None:
+def test_an_unchecked_bad_bias_spoils_only_the_queries_that_see_it(bad: float) -> None:
     bias = np.zeros((H, S), np.float32)
     bias[1, 100] = bad
     run = jax.jit(partial(alibi_attention, backend="native", window=20))
@@ -153,7 +153,7 @@ def test_what_is_compiled_for_another_device_has_the_loop_in_it() -> None:
     assert "@alibi_xla_" in named.lower(lowering_platforms=("cuda",)).as_text(), "XLA refuses it there"
 
 
-def test_gradients_of_slopes_are_computed_where_they_are_asked_for() -> None:
+def test_gradients_of_slopes_are_computed_only_on_request() -> None:
     shape, heads = jax.ShapeDtypeStruct((1, 300, 2, 16), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.float32)
     for argnums, results in ((0, 0), ((0, 1), 2)):
         call = jax.grad(lambda q, m: alibi_attention(q, q, q, m, backend="native").sum(), argnums=argnums)
@@ -247,7 +247,7 @@ def test_a_binding_of_another_version_is_an_error_of_jax() -> None:
         call(jnp.ones(3), causal=1, dropout_threshold=0, dropout_factor=1.0)
 
 
-def test_export_names_what_nobody_promises_and_takes_the_loop() -> None:
+def test_export_names_the_unstable_target_and_takes_the_loop() -> None:
     from jax import export
 
     shape = jax.ShapeDtypeStruct((1, 300, 2, 16), jnp.float32)

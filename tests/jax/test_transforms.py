@@ -81,7 +81,7 @@ def test_keys_that_devices_share_sum_their_gradients(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["native", "dense"])
-def test_a_traced_offset_is_not_compiled_anew(backend: str) -> None:
+def test_a_traced_offset_is_not_recompiled(backend: str) -> None:
     traced = jax.jit(partial(alibi_attention, backend=backend))
     query, key, value = QKV
     outputs = [traced(query[:, offset : offset + 4], key, value, query_offset=offset) for offset in (3, 20)]

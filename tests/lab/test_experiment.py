@@ -147,14 +147,14 @@ def test_two_experiments_in_one_folder_refuse_each_other(recipe, tmp_path):
     assert len(run(recipe, out=tmp_path)) == 4
 
 
-def test_a_folder_that_cannot_be_written_is_said_so(recipe, tmp_path):
+def test_a_folder_that_cannot_be_written_is_reported(recipe, tmp_path):
     (tmp_path / "file").write_text("in the way")
     for out in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(ExperimentError, match=r"cannot be written .*; pass a folder that you may write"):
             run(recipe, out=out)
 
 
-def test_what_is_wrong_is_said_before_anything_is_written(recipe, tmp_path):
+def test_errors_are_reported_before_anything_is_written(recipe, tmp_path):
     out = tmp_path / "out"
     with pytest.raises(ConfigError, match=r"did you mean 'train.steps'"):
         run(recipe, out=out, overrides={"train.stepz": "1"})
@@ -289,7 +289,7 @@ def test_a_vocabulary_that_is_too_small_is_refused_with_the_one_to_pass(recipe, 
     assert not (tmp_path / "records").exists()
 
 
-def test_the_test_text_is_tested_where_it_is_asked_for(recipe, tmp_path):
+def test_the_test_text_is_tested_on_request(recipe, tmp_path):
     with pytest.raises(CorpusError, match=r"has no test text; pass data.test_share"):
         run(recipe, out=tmp_path, overrides={"eval.split": "test"})
     changes = {"model.method": "alibi", "data.test_share": "0.3"}

@@ -91,7 +91,7 @@ def test_a_training_that_fails_stops_the_others_and_says_why(text_file, run_on, 
 
 
 @pytest.mark.long
-def test_a_process_that_dies_is_said(text_file, run_on, tmp_path):
+def test_a_process_that_dies_is_reported(text_file, run_on, tmp_path):
     recipe = recipe_of(*(run_on(text_file, method, steps=100_000) for method in ("alibi", "rotary")))
     when_training(tmp_path, 1, lambda: multiprocessing.active_children()[0].kill())
     with pytest.raises(ChildProcessError, match="pass fewer jobs"):

@@ -64,13 +64,13 @@ def test_only_other_shards_of_the_same_count_run_at_the_same_time(recipe, tmp_pa
         assert not (tmp_path / "records").exists()
 
 
-def test_a_finished_experiment_leaves_no_lock_behind(recipe, tmp_path):
+def test_a_finished_experiment_leaves_no_lock(recipe, tmp_path):
     run(recipe, out=tmp_path, shard=(0, 2), overrides={"train.steps": "1"})
     for shard in ((0, 3), (0, 1)):
         run(recipe, out=tmp_path, shard=shard, overrides={"train.steps": "1"})
 
 
-def test_a_shard_that_is_none_is_refused(recipe, tmp_path):
+def test_an_invalid_shard_is_refused(recipe, tmp_path):
     with pytest.raises(ConfigError, match="shard 2/2 is none of 2"):
         run(recipe, out=tmp_path / "runs", shard=(2, 2))
     for text in ("3", "2/2", "a/3", "-1/2"):

@@ -26,7 +26,7 @@ def decoded(layer: torch.nn.Module, x: Tensor, cache: KVCache | ReachCache, cuts
 
 
 def streamed_by_hand(layer: ALiBiAttention, x: Tensor, max_tokens: int, sinks: int) -> Tensor:
-    """Token by token: the sinks and the last tokens, as if they stood side by side."""
+    """Token by token: the sinks and the last tokens, as if they were adjacent."""
     key, value, query = (
         getattr(layer, f"{name}_proj")(x).unflatten(-1, (-1, layer.head_dim)).transpose(1, 2) for name in "kvq"
     )

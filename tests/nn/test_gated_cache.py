@@ -41,14 +41,14 @@ def test_it_streams_as_one_pass(chunk: int, options: dict) -> None:
 
 @torch.no_grad()
 def test_dropped_keys_weigh_less_than_the_bound() -> None:
-    """In fp64, for every later query: the mass of the keys that are gone, with gates that shut and open."""
+    """The mass of dropped keys for every later query, in fp64, with gates that close and open."""
     heads, dim, bound, tolerance = 2, 4, 1.0, 1e-2
     rng = torch.Generator().manual_seed(0)
     cache = GatedReachCache([0.0, 0.01], score_bound=bound, tolerance=tolerance, num_kv_heads=1)
     keys = torch.nn.functional.normalize(torch.randn(1, 1, 3000, dim, generator=rng), dim=-1)
     queries = torch.nn.functional.normalize(torch.randn(1, heads, 3000, dim, generator=rng), dim=-1)
     gates = -torch.rand(1, heads, 3000, generator=rng).pow(8) * 0.6
-    gates[..., 1000:1400] = 0.0  # nothing is forgotten here
+    gates[..., 1000:1400] = 0.0  # no key is dropped here
     kept = gates.double().cumsum(-1)
     worst, most = 0.0, 0
     for t in range(3000):

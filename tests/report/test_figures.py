@@ -105,7 +105,7 @@ def test_the_name_of_a_peer_that_stops_at_once_stays_in_the_picture() -> None:
 
 
 @pytest.mark.parametrize("heights", [(2.0, 2.1, 2.2, 2.3, 12.0), (2.0, 11.7, 11.8, 11.9, 12.0)])
-def test_names_of_lines_that_end_together_stay_beside_the_picture(heights: tuple[float, ...]) -> None:
+def test_names_of_lines_that_end_together_stay_next_to_the_picture(heights: tuple[float, ...]) -> None:
     """Also at its lower and upper edge, in the order of the lines and without overlap."""
     _, axes = drawing.plain_axes("of no unit")
     axes.set_ylim(2.0, 12.0)

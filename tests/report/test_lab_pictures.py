@@ -152,7 +152,7 @@ def _heads(layer: int, certified: list[int]) -> Record:
     return records.make("certificate", f"trained-reach/layer-{layer}", config=config, metrics={}, curves=curves)
 
 
-def test_trained_heads_show_certified_beside_true_reach() -> None:
+def test_trained_heads_show_certified_and_true_reach() -> None:
     found = [_heads(layer, [60, 600, 4096]) for layer in (10, 2, 0)]
     (model,) = certificates.trained_heads([*found, found[0]])
     assert [layer for layer, _ in model.layers] == ["layer-0", "layer-2", "layer-10"]
@@ -191,7 +191,7 @@ def test_a_study_with_many_lines_is_drawn_length_by_length(made_up) -> None:
     assert [part.trained for part in drawable(study)] == [[128], [256], [512]]
 
 
-def test_trainings_behind_the_paper_are_a_table_and_not_a_study(made_up) -> None:
+def test_trainings_of_the_papers_items_are_a_table_and_not_a_study(made_up) -> None:
     item = records.make("paper-item", "table-2", config={"study": "quick"}, metrics={})
     page = report_html([*made_up(), item])
     assert "Trainings and tests used for" in page

@@ -110,7 +110,7 @@ def test_texts_come_first_and_tasks_of_one_size_are_one_comparison(four) -> None
     assert comparisons(studies([])) == []
 
 
-def test_a_task_that_nobody_learned_is_left_out_and_said(four) -> None:
+def test_a_task_that_no_method_learned_is_omitted_and_reported(four) -> None:
     tasks = {task.name: task for task in one_comparison(four)}
     assert [referee.is_learned(task) for task in tasks.values()] == [True, True, False, True]
     assert referee.best_at_trained(tasks["copy"]) == ("rotary", pytest.approx(0.699))
@@ -124,7 +124,7 @@ def test_a_task_that_nobody_learned_is_left_out_and_said(four) -> None:
     assert "copying" not in heat[: heat.index("</table>")]
 
 
-def test_an_interval_reaches_what_so_many_documents_leave_open() -> None:
+def test_an_interval_reflects_the_number_of_documents() -> None:
     (task,) = one_comparison([evaluated("alibi", "mqar", (1.0, 1.0))])
     found = referee.measured(task, "alibi", 64)
     assert found.value == 1.0
@@ -135,7 +135,7 @@ def test_an_interval_reaches_what_so_many_documents_leave_open() -> None:
     assert referee.level(referee.measured(task, "alibi", 64)) == "open"  # 16 documents: up to 19 %
 
 
-def test_seeds_apart_leave_a_level_open() -> None:
+def test_distant_seeds_leave_a_level_open() -> None:
     far = [evaluated("alibi", "mqar", (share, share), seed=seed) for seed, share in enumerate((1.0, 0.95))]
     (task,) = one_comparison(far)
     found = referee.measured(task, "alibi", 64)
@@ -208,7 +208,7 @@ def test_what_may_be_either_is_called_open() -> None:
     assert said.startswith("These results do not show what it is good for.")
 
 
-def test_shares_below_chance_are_said_to_be() -> None:
+def test_shares_below_chance_are_reported() -> None:
     (task,) = one_comparison(paired_seeds("alibi", "needles", (1.0, 0.01)))
     assert referee_words.paragraph([task], "alibi").endswith("1\N{NO-BREAK SPACE}% (0 to 3) at 1,024, below chance.")
 
@@ -226,7 +226,7 @@ def test_the_page_has_a_heat_map_with_numbers_of_every_method_and_says_the_size(
     assert "Rank by task" in text
 
 
-def test_the_contents_name_it_beside_other_studies(four, made_up) -> None:
+def test_the_contents_list_it_with_other_studies(four, made_up) -> None:
     page = report_html([*four, *made_up(methods=("alibi",))])
     assert '<a href="#r0">3 position methods at 64 and at 1,024 tokens</a>' in page
     assert page.index('<section id="r0"') < page.index('<section id="s0"')
@@ -275,7 +275,7 @@ def test_perplexities_are_compared_part_by_part_of_the_text() -> None:
         assert (found.value, found.interval.low, found.interval.high) == pytest.approx((ratio,) * 3)
 
 
-def test_one_seed_is_said_to_decide_nothing_about_another_training(four) -> None:
+def test_the_page_says_that_one_seed_decides_nothing_about_others(four) -> None:
     said = "parts of the documents; one seed says nothing about other trainings."
     one = [record for record in four if record.config["train"]["seed"] == 0]
     assert f"small: 95 %, over {said}" in html.unescape(report_html(one))

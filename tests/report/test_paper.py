@@ -154,7 +154,7 @@ def test_rows_that_the_paper_cites_are_never_ours() -> None:
     assert _cells(table, "Ours", "ALiBi, L = 3072, L_valid = 3072")[1:] == ["3.394", "3.532"]
 
 
-def test_the_best_is_marked_in_ours_and_in_the_papers_apart() -> None:
+def test_the_best_is_marked_separately_in_ours_and_in_the_papers() -> None:
     table = paper_tables.pair_table(answer("table-5"))
     for block in table.blocks:
         if "nonoverlapping" in block.title:
@@ -173,7 +173,7 @@ def test_the_change_with_length_is_computed_for_both() -> None:
     assert paper_tables.change_table(answer("figure-8")) is None
 
 
-def test_a_wide_table_keeps_our_lengths_and_the_papers_beside_them() -> None:
+def test_a_wide_table_has_our_lengths_next_to_the_papers() -> None:
     record = answer("table-2")
     kept = {
         label: {name: [values[0], values[15], values[-1]] for name, values in columns.items()}

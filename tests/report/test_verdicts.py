@@ -141,7 +141,7 @@ def test_one_seed_is_decided_by_its_text(further: float, noise: float, word: str
     )
 
 
-def test_without_parts_one_seed_decides_nothing_however_far_apart() -> None:
+def test_without_parts_one_seed_decides_nothing_at_any_distance() -> None:
     found = [evaluation("sinusoidal", 64, {64: 4.0, 127: 9.0}, noise=None)]
     verdict = _judged(*answer(found, sinusoidal=(54.6, 8103.0)), SINUSOIDAL)
     assert (verdict.word, verdict.interval) == ("open", None)
@@ -165,7 +165,7 @@ def test_seeds_are_paired() -> None:
     assert _judged(record, by_identity, SINUSOIDAL).word == "open"
 
 
-def test_what_is_missing_is_said() -> None:
+def test_missing_evidence_is_reported() -> None:
     record, _ = answer([evaluation("alibi", 64, {64: 4.0, 127: 3.9})], alibi=(54.6, 49.4))
     assert "not among these records" in _judged(record, {}, ALIBI).why
     assert _judged(record, {}, SINUSOIDAL).why == "not measured at this size"

@@ -63,7 +63,7 @@ def test_the_scores_computed_are_those_of_the_certificate(counted: dict[str, int
     assert counted["forward"] < 0.5 * 4 * 1500 * 1501 / 2
 
 
-def test_a_backend_that_computes_everything_is_found_out(counted: dict[str, int]) -> None:
+def test_a_backend_that_computes_everything_is_detected(counted: dict[str, int]) -> None:
     q, k, v = draw()
     alibi_attention(q, k, v, [2.0, 0.5, 0.1, 0.02], tolerance=0.0, backend="banded")
     assert counted["forward"] >= 4 * 1500 * 1501 / 2

@@ -45,7 +45,7 @@ def test_fp32_equals_the_definition(interpreter: ProcessPoolExecutor, case: Case
     assert_exact(case, torch.float32, _answer(interpreter, case, "float32"), tolerance=2.0**-28)
 
 
-def test_an_integer_that_overflows_is_found_out(interpreter: ProcessPoolExecutor) -> None:
+def test_an_integer_overflow_is_detected(interpreter: ProcessPoolExecutor) -> None:
     """The overflow check runs in all fp32 comparisons with the definition."""
     assert interpreter.submit(inside.product, 2**15, -(2**16)).result() == -(2**31)
     with pytest.raises(Exception, match="mul of int32 gives 2147483648 to 2147483648"):
@@ -97,7 +97,7 @@ def assert_visits(counted: np.ndarray, certified: np.ndarray, every: int) -> Non
     assert counted.sum() < 0.75 * every, f"{counted.sum()} of {every} tiles are visited: nothing is skipped"
 
 
-def test_a_kernel_that_visits_every_tile_is_found_out() -> None:
+def test_a_kernel_that_visits_every_tile_is_detected() -> None:
     with pytest.raises(AssertionError, match="visited"):
         assert_visits(np.full((1, 1, 2), 6), np.full((1, 1, 2), 2), 12)
     with pytest.raises(AssertionError, match="nothing is skipped"):
@@ -127,7 +127,7 @@ def test_a_plain_call_takes_few_operations(interpreter: ProcessPoolExecutor) -> 
     assert counted["from the host"] == 0, counted
 
 
-def test_queries_in_padding_look_no_farther_than_others(interpreter: ProcessPoolExecutor) -> None:
+def test_queries_in_padding_have_no_wider_reach_than_others(interpreter: ProcessPoolExecutor) -> None:
     certified, every = interpreter.submit(inside.tiles_behind_padding).result()
     assert certified <= 2  # a block spans 64 distances
     assert every == 4
@@ -150,7 +150,7 @@ def test_unseen_numbers_change_nothing(interpreter: ProcessPoolExecutor) -> None
     interpreter.submit(inside.unseen_numbers_change_nothing).result()
 
 
-def test_bad_numbers_reach_only_those_who_see_them(interpreter: ProcessPoolExecutor) -> None:
+def test_bad_numbers_affect_only_queries_that_see_them(interpreter: ProcessPoolExecutor) -> None:
     interpreter.submit(inside.bad_numbers_reach_only_those_who_see_them).result()
 
 

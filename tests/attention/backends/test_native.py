@@ -66,7 +66,7 @@ def test_the_scores_computed_are_those_of_the_certificate(counting: Callable[[],
     assert scores < 0.5 * 4 * 1500 * 1501 / 2
 
 
-def test_a_kernel_that_computes_everything_is_found_out(counting: Callable[[], int]) -> None:
+def test_a_kernel_that_computes_everything_is_detected(counting: Callable[[], int]) -> None:
     q, k, v = draw()
     counting()
     alibi_attention(q, k, v, SLOPES, tolerance=0.0, backend="native")
@@ -116,7 +116,7 @@ def test_dropped_mass_stays_within_the_tolerance_of_many_attacks() -> None:
         assert lost <= attack.tolerance, attack
 
 
-def test_a_certificate_that_claims_too_much_is_found_out() -> None:
+def test_a_certificate_that_claims_too_much_is_detected() -> None:
     """A certificate for thirty times the tolerance is detected."""
 
     def careless(spec, *tensors):
@@ -324,7 +324,7 @@ def test_the_kernels_share_the_threads_of_torch() -> None:
     assert len(ours) == 1
 
 
-def test_the_name_in_the_cache_knows_every_source() -> None:
+def test_the_name_in_the_cache_depends_on_every_source() -> None:
     """A header missing from the hash would be compiled once and then never again."""
     files = {path.name for path in build.FOLDER.iterdir() if path.suffix in (".cpp", ".hpp")}
     assert files == {*build.SOURCES, *build.HEADERS}

@@ -98,7 +98,7 @@ def test_what_was_compiled_is_found_again(compiler: Compiler, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("length", [0, 1, 100, 5000, -1])
-def test_a_library_that_was_cut_short_is_made_anew_once(length: int, compiler: Compiler, tmp_path: Path) -> None:
+def test_a_truncated_library_is_rebuilt_once(length: int, compiler: Compiler, tmp_path: Path) -> None:
     assert asked_anew() is None
     (path,) = kept(tmp_path)
     whole = path.read_bytes()
@@ -110,7 +110,7 @@ def test_a_library_that_was_cut_short_is_made_anew_once(length: int, compiler: C
     assert path.read_bytes() == whole
 
 
-def test_a_library_with_a_byte_changed_is_made_anew(compiler: Compiler, tmp_path: Path) -> None:
+def test_a_library_with_a_byte_changed_is_rebuilt(compiler: Compiler, tmp_path: Path) -> None:
     assert asked_anew() is None
     (path,) = kept(tmp_path)
     whole = bytearray(path.read_bytes())
@@ -120,7 +120,7 @@ def test_a_library_with_a_byte_changed_is_made_anew(compiler: Compiler, tmp_path
     assert len(compiler.calls) == 2
 
 
-def test_a_library_that_loads_and_lacks_a_function_is_made_anew(
+def test_a_library_without_one_function_is_rebuilt(
     compiler: Compiler, small: Callable[..., bytes], tmp_path: Path
 ) -> None:
     assert asked_anew() is None
@@ -134,7 +134,7 @@ def test_a_library_that_loads_and_lacks_a_function_is_made_anew(
     assert len(compiler.calls) == 2
 
 
-def test_a_compiler_that_makes_something_else_is_told(
+def test_a_compiler_with_wrong_output_is_reported(
     tmp_path: Path, small: Callable[..., bytes], compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = Compiler(tmp_path / "other", small(*build.FUNCTIONS[1:]))
@@ -193,7 +193,7 @@ def test_a_folder_in_which_others_write_is_not_loaded_from(
     assert path.stat().st_mtime_ns == before
 
 
-def test_a_cache_that_cannot_be_written_is_read_and_leaves_nothing_behind(
+def test_a_read_only_cache_is_read_and_no_files_remain(
     compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
@@ -211,7 +211,7 @@ def test_a_cache_that_cannot_be_written_is_read_and_leaves_nothing_behind(
 
 
 @pytest.mark.parametrize("kind", ["a file", "relative", "empty", "a file as home", "no home"])
-def test_a_cache_that_is_nowhere_is_done_without(
+def test_a_missing_cache_folder_is_not_an_error(
     kind: str, compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -250,7 +250,7 @@ def test_a_cache_that_is_nowhere_is_done_without(
         ),
     ],
 )
-def test_a_compiler_that_is_none_is_told(
+def test_an_unusable_compiler_is_reported(
     compiler_variable: str, reason: str, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", compiler_variable)
@@ -290,7 +290,7 @@ def test_a_compiler_that_takes_too_long_is_reported_without_its_arguments(tmp_pa
     assert str(report.value).startswith(f"{slow} did not finish within 0.2 s; try again when the machine is less busy")
 
 
-def test_a_full_disk_is_told(compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported(compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full = tmp_path / "full"
     full.write_text(
         '#!/bin/sh\ncase "$*" in *-dM*) exit 0;; esac\n'

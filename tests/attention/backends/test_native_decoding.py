@@ -136,7 +136,7 @@ def test_norms_of_tiles_are_those_of_the_certificate(dtype):
     assert bool((got.keys >= key[:, :, :256].double().norm(dim=-1).unflatten(2, (4, 64)).amax(-1)).all())
 
 
-def test_others_are_not_taken():
+def test_unsupported_inputs_are_not_accepted():
     x = torch.randn(1, 2, 8, 16)
     assert native.takes(x)
     assert native.takes(x.transpose(1, 2), x.bfloat16().float())

@@ -73,7 +73,7 @@ COMPILERS = [
 
 
 @pytest.mark.parametrize(("compiler", "level"), COMPILERS)
-def test_compilers_have_nothing_to_say_about_the_sources(compiler: str, level: Level, tmp_path: Path) -> None:
+def test_compilers_have_no_warnings_about_the_sources(compiler: str, level: Level, tmp_path: Path) -> None:
     """Optimized only in the long list, since the optimizer has warnings too."""
     if shutil.which(compiler) is None:
         pytest.skip(f"there is no {compiler}; Debian's is in the package {compiler.rstrip('+')}")
@@ -158,7 +158,7 @@ def test_a_wheel_s_kernels_are_picked_by_what_the_processor_has(wheel: Wheel) ->
     assert wheel.runs_on(*LEVELS[0].needs) == "AVX-512, from the wheel"
 
 
-def test_a_level_that_is_asked_for_is_not_replaced_by_another(wheel: Wheel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_requested_level_is_not_replaced_by_another(wheel: Wheel, monkeypatch: pytest.MonkeyPatch) -> None:
     wheel.add(LEVELS[2])
     monkeypatch.setattr(levels, "features", lambda: V3)
     assert build.library(LEVELS[2]).alibi_instructions() == b"AVX2"

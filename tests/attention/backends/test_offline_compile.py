@@ -135,7 +135,7 @@ def test_calls_compile_as_a_device_would_compile_them() -> None:
     }
 
 
-def test_a_lost_pipeline_is_found_out() -> None:
+def test_a_lost_pipeline_is_detected() -> None:
     good = {
         "async_loads": 18,
         "wgmma": 16,

@@ -71,7 +71,7 @@ def _apart(bias: torch.Tensor, inside: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("wrong", ["lower bound", "weights", "bias", "outlier tiles"])
-def test_a_certificate_that_claims_too_much_is_found_out(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_certificate_that_claims_too_much_is_detected(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     certify = keys_of_tiles
     if wrong == "lower bound":
         honest = biased.biased_lower_bound

@@ -36,7 +36,7 @@ def test_dropped_mass_never_exceeds_the_tolerance_at_random(start: int) -> None:
     assert skipping >= 25, "an attack on nothing: too few draws skip a key"
 
 
-def test_a_bound_that_is_too_small_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bound_that_is_too_small_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = bounds._reach
     monkeypatch.setattr(bounds, "_reach", lambda *a: (honest(*a) - 4).clamp(min=1))
     broken = sum(lost > attack.tolerance for attack in map(random_attack, range(60)) for lost, _ in [dropped(attack)])
@@ -154,7 +154,7 @@ def _spec(query, key, value, slopes=None, **changes):
 
 
 @pytest.mark.parametrize("part", ["_tail_nats", "lower_bound"])
-def test_a_refinement_that_claims_too_much_is_found_out(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+def test_a_refinement_that_claims_too_much_is_detected(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     honest, nats = getattr(bounds, part), -3.0 if part == "_tail_nats" else 3.0
     monkeypatch.setattr(bounds, part, lambda *a, **k: honest(*a, **k) + nats)
     odd = [random_attack(seed) for seed in range(1, 401, 2)]

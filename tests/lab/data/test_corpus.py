@@ -81,7 +81,7 @@ def test_a_test_text_is_split_off_by_whole_files(folder):
     assert len(str(corpus.facts["test_sha256"])) == 64
 
 
-def test_the_validation_text_is_the_same_with_a_test_text_beside_it(folder):
+def test_the_validation_text_is_the_same_with_a_test_text(folder):
     plain, tested = (load_corpus(DataConfig(text=(str(folder),), test_share=share)) for share in (0.0, 0.2))
     assert torch.equal(plain.valid, tested.valid)
     assert plain.test is None
@@ -188,7 +188,7 @@ def test_python_source_of_this_python_is_megabytes():
         (b"a", "no text to test on"),
     ],
 )
-def test_what_is_no_text_is_refused(tmp_path, content, message):
+def test_files_that_are_not_text_are_refused(tmp_path, content, message):
     path = tmp_path / "some.txt"
     path.write_bytes(content)
     with pytest.raises(CorpusError, match=message):
@@ -314,7 +314,7 @@ def test_every_epoch_reads_every_piece_once_in_a_new_order():
     assert other != rows[:5]
 
 
-def test_batches_start_where_they_are_told_to():
+def test_batches_start_at_the_given_position():
     tokens = torch.arange(41, dtype=torch.uint8)
     uncut = list(itertools.islice(batches(tokens, length=4, batch_size=3, seed=7), 9))
     resumed = list(itertools.islice(batches(tokens, length=4, batch_size=3, seed=7, start=5), 4))

@@ -94,7 +94,7 @@ def test_a_document_without_room_is_refused(task):
         made(task, shortest(task) - 1)
 
 
-def test_who_knows_the_rules_is_always_right_and_who_sees_little_is_not():
+def test_the_rules_give_every_answer_and_a_short_context_does_not():
     config = EvalConfig(lengths=(16, 40, 80), batch_tokens=500, trials=3)
     alphabet = torch.arange(64)
     curve = symbols(Copier(cue=1), "mqar", alphabet, config)["mqar"]

@@ -263,7 +263,7 @@ def test_a_text_that_changes_while_it_is_read_is_refused(folder, store, monkeypa
     assert folders(store) == []
 
 
-def test_two_who_ask_at_once_share_the_work(folder, store, monkeypatch):
+def test_two_processes_at_once_share_the_work(folder, store, monkeypatch):
     entered, writes, write = threading.Event(), [], token_store._write
 
     def slow_write(*arguments):

@@ -87,7 +87,7 @@ def test_without_memory_segments_are_nonoverlapping_and_with_all_of_it_one_pass(
 
 @pytest.mark.parametrize("method", ["none", "alibi", "alibi-learned", "t5", "kerple", "sandwich"])
 @pytest.mark.parametrize(("window", "sinks"), [(12, 4), (8, 0), (9, 1)])
-def test_sinks_stand_beside_the_window_as_if_nothing_had_been_between(method: str, window: int, sinks: int) -> None:
+def test_sinks_are_adjacent_to_the_window(method: str, window: int, sinks: int) -> None:
     model = made(method)
     losses = attention_sinks(model, TEXT, STRETCHES, window=window, sinks=sinks)
     for target, position, loss in zip(losses.target.tolist(), losses.position.tolist(), losses.loss_nats, strict=True):
@@ -111,7 +111,7 @@ def test_sinks_refuse_positions_that_cannot_move(method: str) -> None:
         attention_sinks(made(method), TEXT, STRETCHES, window=8)
 
 
-def test_what_cannot_be_read_is_said() -> None:
+def test_unsupported_inputs_are_reported() -> None:
     model = made("alibi")
     with pytest.raises(ConfigError, match="but the text has 39 there"):
         cached_segments(model, TEXT, STRETCHES, length=10, memory=40)

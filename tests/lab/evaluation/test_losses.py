@@ -106,7 +106,7 @@ print("equal")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits its own memory through Linux' /proc")
-def test_a_process_with_100_megabytes_left_shrinks_its_batches_by_itself():
+def test_a_process_with_100_megabytes_left_shrinks_its_batches():
     ran = subprocess.run([sys.executable, "-c", STARVED], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     first, *_, last = ran.stdout.splitlines()

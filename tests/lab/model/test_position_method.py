@@ -197,7 +197,7 @@ def test_training_tells_how_far_it_is_and_leaves_a_checkpoint(forgetting, tiny_r
     assert ((model.position.weight - start).abs().amax((1, 2)) > 0).all()
 
 
-def test_a_hook_that_is_asked_once_has_no_layer(tiny_model, monkeypatch):
+def test_a_hook_that_is_called_once_has_no_layer(tiny_model, monkeypatch):
     monkeypatch.setattr(ALiBi, "bias", lambda self, at: self.slopes * at.layer.index)
     with pytest.raises(PositionError, match="computed once for all layers; set per_layer = True"):
         tiny_model("alibi")(some_tokens(4))

@@ -57,7 +57,7 @@ def test_only_the_newest_step_is_kept_and_no_resuming_state_once_finished(traine
     assert sorted(path.name for path in (folder / "step-00000002").iterdir()) == names
 
 
-def test_no_checkpoint_is_said_so(tmp_path):
+def test_a_missing_checkpoint_is_reported(tmp_path):
     assert newest(tmp_path / "absent") is None
     for path in (tmp_path, tmp_path / "absent"):
         with pytest.raises(CheckpointError, match="holds no checkpoint; pass a folder below checkpoints/"):
@@ -91,7 +91,7 @@ def test_a_damaged_checkpoint_is_refused(trained, name, content, message):
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_what_is_no_json_is_refused_with_its_path_and_the_reason(name, tmp_path):
+def test_invalid_json_is_refused_with_its_path_and_the_reason(name, tmp_path):
     content, reason = DAMAGED[name]
     path = tmp_path / "config.json"
     path.write_bytes(content)

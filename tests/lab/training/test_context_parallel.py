@@ -64,7 +64,7 @@ def test_a_killed_training_goes_on_to_the_same_losses(told):
     assert told["cut"][0] == told["alibi"][0]
 
 
-def test_processes_that_cannot_share_a_sequence_are_told_so(text_file, run_on, tmp_path):
+def test_processes_that_cannot_share_a_sequence_get_an_error(text_file, run_on, tmp_path):
     config = run_on(text_file, context_parallel=2)
     with pytest.raises(ConfigError, match="context_parallel is 2 but there are 1 processes"):
         train(config, load_corpus(config.data), tmp_path / "run")

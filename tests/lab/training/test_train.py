@@ -74,7 +74,7 @@ def test_a_resumed_training_is_the_uncut_one_bit_for_bit(tiny_run, tmp_path, met
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
-def test_steps_are_those_of_the_training_and_go_on_as_long_as_they_are_asked_for(tiny_run, tmp_path):
+def test_steps_equal_the_training_and_continue_while_requested(tiny_run, tmp_path):
     config = tiny_run(steps=4)
     corpus = load_corpus(config.data)
     training = prepare(config)
@@ -214,7 +214,7 @@ def test_a_batch_that_cannot_be_shared_is_refused(tiny_run):
 
 
 @pytest.mark.long
-def test_a_full_disk_is_said_so_and_the_training_goes_on_afterwards(tiny_run, tmp_path):
+def test_a_full_disk_is_reported_and_the_training_resumes_afterwards(tiny_run, tmp_path):
     """A limit on file sizes makes real writes fail, as a full disk does, at every place."""
     config = tiny_run(checkpoint_every=5)
     corpus = load_corpus(config.data)
