@@ -140,7 +140,7 @@ def test_a_token_of_a_long_text_reads_what_is_near(lengths, load, monkeypatch):
     monkeypatch.setattr(decoding, "LONG", 1)
     monkeypatch.setattr(patched_attention, "attend_near", counted)
     close(model(ids[:, 39:], attention_mask=mask, past_key_values=cache).logits, expected)
-    assert len(calls) == 2  # one a layer
+    assert len(calls) == 2  # one per layer
 
 
 def test_embeddings_in_the_place_of_tokens_and_the_last_logits_only(load):

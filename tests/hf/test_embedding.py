@@ -165,7 +165,7 @@ def test_an_output_is_claimed_by_one_writer_at_a_time(tmp_path):
             pass
         begun = PartialVectors.open(out, "q", (4, 3))
         begun.put([0], ROWS[:1])
-    with claimed(out):  # what was begun is continued
+    with claimed(out):  # partial results are continued
         resumed = PartialVectors.open(out, "q", (4, 3))
         resumed.put([1, 2, 3], ROWS[1:])
         resumed.finish()

@@ -35,7 +35,7 @@ def loss(query, key, value, key_bias, **kwargs) -> jax.Array:
 
 
 ALL = (0, 1, 2, 3)
-# Not under jit, and symmetric everywhere: so all tests share what is compiled inside.
+# Not under jit, and symmetric everywhere, so that all tests share the compiled functions.
 ANSWER = {name: jax.value_and_grad(partial(loss, backend=name, causal=False), argnums=ALL) for name in BACKENDS}
 
 

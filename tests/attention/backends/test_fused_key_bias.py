@@ -1,4 +1,4 @@
-"""A bias of every key in the Triton kernels, interpreted: the definition, what is never used, and how many digits are kept."""
+"""`key_bias` in the Triton kernels, interpreted: equal to the definition, hidden keys, accuracy, and the certificate."""
 
 from concurrent.futures import ProcessPoolExecutor
 

@@ -193,7 +193,7 @@ def test_a_folder_in_which_others_write_is_not_loaded_from(
     assert path.stat().st_mtime_ns == before
 
 
-def test_a_read_only_cache_is_read_and_no_files_remain(
+def test_a_cache_that_cannot_be_written_is_read_and_no_files_remain(
     compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
@@ -211,7 +211,7 @@ def test_a_read_only_cache_is_read_and_no_files_remain(
 
 
 @pytest.mark.parametrize("kind", ["a file", "relative", "empty", "a file as home", "no home"])
-def test_a_missing_cache_folder_is_not_an_error(
+def test_an_unusable_cache_folder_is_not_an_error(
     kind: str, compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -74,7 +74,7 @@ def test_a_resumed_training_is_the_uncut_one_bit_for_bit(tiny_run, tmp_path, met
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
-def test_steps_equal_the_training_and_continue_while_requested(tiny_run, tmp_path):
+def test_steps_equal_the_training_and_continue_beyond_its_end(tiny_run, tmp_path):
     config = tiny_run(steps=4)
     corpus = load_corpus(config.data)
     training = prepare(config)
