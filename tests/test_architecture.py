@@ -242,7 +242,7 @@ def test_importing_the_package_loads_no_framework():
     assert_loads_no_framework("import alibi_attn; alibi_attn.alibi_slopes(8); dir(alibi_attn)", "torch", "jax")
 
 
-def test_what_compiles_the_kernels_of_a_wheel_loads_no_package():
+def test_compiling_a_wheels_kernels_loads_no_package():
     """It must run with setuptools alone."""
     assert_loads_no_framework("import alibi_attn.attention.backends.native.build", "numpy", "torch", "jax")
 

@@ -74,7 +74,7 @@ def assert_what_is_imported_is_declared_and_no_more(root: Path) -> None:
     assert not unused, f"pyproject.toml declares {sorted(unused)}, which nothing imports"
 
 
-def test_the_package_declares_what_it_imports_and_no_more() -> None:
+def test_the_package_declares_exactly_its_imports() -> None:
     assert_what_is_imported_is_declared_and_no_more(ROOT)
 
 

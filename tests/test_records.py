@@ -27,7 +27,7 @@ def record() -> Record:
     )
 
 
-def test_what_is_saved_is_what_is_loaded(record: Record, tmp_path: Path) -> None:
+def test_a_loaded_model_equals_the_saved_one(record: Record, tmp_path: Path) -> None:
     path = records.save(record, tmp_path / "deep" / "records")
     assert records.load(path) == record
     assert path.name.startswith("training-quick-alibi-128-seed-0-")
@@ -181,7 +181,7 @@ def test_impossible_measurements_are_refused_with_their_path(place, value, words
         records.load(path)
 
 
-def test_what_is_too_large_to_be_read_is_not_written(record: Record, tmp_path: Path) -> None:
+def test_records_too_large_to_be_read_are_not_written(record: Record, tmp_path: Path) -> None:
     path = records.save(dataclasses.replace(record, metrics={"perplexity": 1e200}), tmp_path)
     assert records.load(path).metrics == {"perplexity": None}
 

@@ -17,7 +17,7 @@ VALUES = PLAIN | st.floats(allow_nan=False, allow_infinity=False)
 
 @settings(max_examples=50)
 @given(st.recursive(VALUES, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
-def test_what_json_writes_is_read(value: object) -> None:
+def test_values_written_by_json_are_read(value: object) -> None:
     assert parse(json.dumps(value).encode()) == value
 
 

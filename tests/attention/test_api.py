@@ -46,7 +46,7 @@ def test_the_bias_is_typed_out() -> None:
         {"slopes": [0.5], "query_len": 3, "causal": False, "right_slopes": [0.5, 1.0]},
     ],
 )
-def test_the_bias_refuses_what_it_cannot_mean(arguments: dict) -> None:
+def test_the_bias_refuses_meaningless_arguments(arguments: dict) -> None:
     with pytest.raises(ValueError):
         alibi_bias(**arguments)
 
@@ -140,7 +140,7 @@ def test_second_derivatives_are_refused(backend: str) -> None:
 
 
 @every_backend
-def test_the_same_bits_twice_and_in_any_company(backend: str) -> None:
+def test_results_are_bit_identical_twice_and_in_any_batch(backend: str) -> None:
     q, k, v = draw(b=3, t=300, dtype=torch.float32)
     slopes = torch.tensor([4.0, 1.0, 0.25, 0.1])
     once, again = (alibi_attention(q, k, v, slopes, backend=backend) for _ in range(2))

@@ -53,7 +53,7 @@ def assert_keeps_what_matters(case: Case, block_size: int, *, steeper: float = 0
 
 @pytest.mark.parametrize("case", [*CASES, *KEY_BIASES, *LONG], ids=str)
 @pytest.mark.parametrize("block_size", [64, 128, 192])
-def test_what_it_keeps_is_all_that_matters(case: Case, block_size: int) -> None:
+def test_the_kept_pairs_are_all_that_matter(case: Case, block_size: int) -> None:
     mask = assert_keeps_what_matters(case, block_size)
     if case in LONG:
         assert int(mask.kv_num_blocks.sum()) < 0.75 * mask.kv_indices.numel()
@@ -99,7 +99,7 @@ def test_blocks_are_whole_tiles(block_size: object) -> None:
         certified_block_mask(q, q, block_size=block_size)
 
 
-def test_what_alibi_attention_refuses_it_refuses() -> None:
+def test_it_refuses_the_same_arguments_as_alibi_attention() -> None:
     q = torch.randn(1, 2, 70, 16)
     with pytest.raises(ValueError, match="pass alibi_slopes"):
         certified_block_mask(q, q, [0.5])

@@ -60,7 +60,7 @@ def test_nothing_passes_a_cut_and_later_gates_keep_their_digits(backend: str, cl
 
 @pytest.mark.parametrize("backend", WITH_KEY_BIAS)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e4, 1e8, 1e18])
-def test_what_lies_before_a_cut_is_never_used(backend: str, bad: float) -> None:
+def test_keys_before_a_cut_are_never_used(backend: str, bad: float) -> None:
     inputs = with_cuts(draw(), -math.inf)
     spoiled = [x.clone() for x in inputs]
     spoiled[1][0, 0, 100] = spoiled[2][1, 1, 30] = bad

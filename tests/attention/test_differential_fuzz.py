@@ -89,7 +89,7 @@ FOUND = (
 
 @pytest.mark.parametrize("call", FOUND, ids=repr)
 @pytest.mark.parametrize("backend", DRAWS)
-def test_what_was_once_wrong_is_right(backend: str, call: Call) -> None:
+def test_calls_that_once_failed_are_right(backend: str, call: Call) -> None:
     assert_agrees(call, backend)
 
 

@@ -138,7 +138,7 @@ def test_a_mask_that_is_not_random_is_detected() -> None:
     ("p", "numbers"),
     [(0.5, (2**31, 2.0)), (2.0**-40, (0, 1.0)), (1 - 2.0**-40, (2**32 - 1, 2.0**32)), (0.1, (429496730, None))],
 )
-def test_what_is_dropped_is_made_up_for_exactly(p: float, numbers: tuple[int, float | None]) -> None:
+def test_kept_weights_make_up_for_dropped_ones_exactly(p: float, numbers: tuple[int, float | None]) -> None:
     threshold, factor = dropout_numbers(p)
     assert threshold == numbers[0]
     assert factor * (1 - threshold / 2**32) == pytest.approx(1, rel=1e-15)

@@ -141,7 +141,7 @@ def test_wrong_results_are_detected() -> None:
         assert failed > 5, f"{wrong.__name__}: {failed} of {len(calls)}"
 
 
-def test_draws_hold_what_they_should() -> None:
+def test_draws_cover_extremes_and_every_option() -> None:
     calls = [random_call(seed) for seed in range(300)]
     assert any(bool((call.slopes.abs() > 1e30).any()) for call in calls)
     biases = [call.options["key_bias"] for call in calls if "key_bias" in call.options]

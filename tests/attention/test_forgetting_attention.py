@@ -162,7 +162,7 @@ def test_autocast_leaves_gates_alone(dtype: torch.dtype) -> None:
         ({"backend": "banded"}, ValueError, "it has no key_bias"),
     ],
 )
-def test_what_it_refuses(changes: dict, error: type[Exception], said: str) -> None:
+def test_invalid_arguments_are_refused(changes: dict, error: type[Exception], said: str) -> None:
     q, k, v, gates = draw()
     if isinstance(changes.get("log_fgate"), float):
         gates[1, 2, 3] = changes["log_fgate"]

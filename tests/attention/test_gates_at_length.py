@@ -17,7 +17,7 @@ def test_its_truth_is_the_gradient_of_the_definition() -> None:
     torch.testing.assert_close(gates_at_length.gate_gradient(*inputs), expected, rtol=1e-9, atol=1e-9)
 
 
-def test_it_keeps_what_it_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_record_holds_its_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gates_at_length, "LOGITS", (2.0,))
     gates_at_length.main(tmp_path, 1024)
     (path,) = tmp_path.iterdir()

@@ -17,7 +17,7 @@ def draw(length: int = 150, heads: int = 4, dim: int = 16) -> tuple[torch.Tensor
 
 
 @pytest.mark.parametrize("backend", WITH_KEY_BIAS)
-def test_what_broadcasts_is_one_bias(backend: str) -> None:
+def test_biases_that_broadcast_are_equal(backend: str) -> None:
     q, k, v = draw()
     bias = torch.randn(2, 4, 150)
     for given in (bias, bias[:1], bias[:, :1], bias[0], bias[0, :1], bias[0, 0]):
@@ -42,7 +42,7 @@ def test_what_broadcasts_is_one_bias(backend: str) -> None:
         ([0.0] * 150, TypeError, "key_bias must be a torch.Tensor but is list"),
     ],
 )  # fmt: skip
-def test_what_it_cannot_be(bias: object, error: type[Exception], said: str) -> None:
+def test_invalid_biases_are_refused(bias: object, error: type[Exception], said: str) -> None:
     q, k, v = draw()
     with pytest.raises(error, match=said):
         alibi_attention(q, k, v, key_bias=bias)

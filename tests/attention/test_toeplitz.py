@@ -166,7 +166,7 @@ def test_nothing_gives_nothing(query_len: int, key_len: int) -> None:
         ({"backend": "fused"}, "it has no table of distances"),
     ],
 )
-def test_what_it_cannot_do_is_refused_at_the_door(changes: dict, words: str) -> None:
+def test_unsupported_arguments_are_refused_early(changes: dict, words: str) -> None:
     given = dict(zip(INPUTS, inputs(10), strict=True)) | changes
     with pytest.raises((ValueError, TypeError), match=words):
         toeplitz_attention(**given)

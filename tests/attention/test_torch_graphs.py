@@ -173,7 +173,7 @@ def test_compiled_transforms_are_right_or_refused() -> None:
     ("backend", "trace"),
     [("dense", "make_fx"), ("native", "make_fx"), ("native", "make_fx symbolic"), ("dense", "torch.jit.trace")],
 )
-def test_what_was_traced_holds_for_other_numbers(backend: str, trace: str) -> None:
+def test_a_traced_program_is_right_for_other_numbers(backend: str, trace: str) -> None:
     """Also for NaN and inf, if the traced inputs had them."""
 
     def attention(q, k, v):

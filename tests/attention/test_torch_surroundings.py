@@ -356,6 +356,6 @@ assert "torch._dynamo" in sys.modules, "it is disabled there"
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_what_is_constant_is_marked_as_torch_marks_it() -> None:
+def test_constants_are_marked_as_in_torch() -> None:
     ours, of_torch = constant_when_compiled(lambda: 0), torch.compiler.assume_constant_result(lambda: 0)
     assert vars(ours) == vars(of_torch) != {}

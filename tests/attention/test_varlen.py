@@ -161,7 +161,7 @@ def test_no_tokens_give_no_rows(lengths: tuple[int, ...]) -> None:
     assert leaves[1].grad is not None
 
 
-def test_what_is_not_a_number_stays_in_its_sequence() -> None:
+def test_nan_stays_in_its_sequence() -> None:
     q, k, v = draw()
     starts = torch.tensor([0, 13, 40])
     clean = alibi_attention_varlen(q, k, v, starts)

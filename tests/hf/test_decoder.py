@@ -154,7 +154,7 @@ def test_embeddings_in_the_place_of_tokens_and_the_last_logits_only(load):
         assert torch.equal(model(ids, return_dict=False)[0], expected)
 
 
-def test_what_it_cannot_answer_it_refuses(load):
+def test_unsupported_calls_are_refused(load):
     model, ids = load("jais"), draw(2, 11)
     for wrong, message in (
         ({"output_attentions": True}, "T×S weights"),

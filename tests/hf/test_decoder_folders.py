@@ -255,7 +255,7 @@ def test_errors_for_other_models_say_where_they_belong(tmp_path):
         ALiBiForCausalLM.from_pretrained(tmp_path / "nowhere")
 
 
-def test_damaged_folders_of_our_own_are_refused(tmp_path):
+def test_damaged_folders_that_we_wrote_are_refused(tmp_path):
     model = ALiBiForCausalLM.from_pretrained(original("mpt-grouped").write(tmp_path / "theirs"))
     model.save_pretrained(tmp_path / "ours")
     weights = checkpoint_files.read_state(tmp_path / "ours")

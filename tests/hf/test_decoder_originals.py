@@ -61,8 +61,8 @@ def test_the_checkpoints_numerics_round_where_the_original_rounds(name, load):
         files, model = load(name, dtype=torch.bfloat16, numerics=numerics)
         actual = model(files.numbers["long_input_ids"], logits_to_keep=20).logits
         errors[numerics] = float((actual.float() - files.numbers["long_logits"].float()).abs().mean())
-    # 0 if norms and softmax sum in the same order as on the machine that made the file. With shorter vectors few roundings
-    # differ, by up to a third of the biases' roundings in jais, whose slopes have few digits.
+    # 0 if norms and softmax sum in the same order as on the machine that made the file. With shorter vectors,
+    # some roundings differ, by up to a third of the biases' roundings in jais, whose slopes have few digits.
     same = torch.backends.cpu.get_cpu_capability() == "AVX512"
     assert errors["checkpoint"] < (0.2 if same or name != "jais" else 0.5) * errors["exact"]
 

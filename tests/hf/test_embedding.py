@@ -106,7 +106,7 @@ def test_rows_that_are_kept_are_there_after_an_interruption(tmp_path, monkeypatc
         PartialVectors.open(out, "question", (4, 3))
 
 
-def test_what_was_begun_for_another_question_is_refused_and_stays(tmp_path):
+def test_partial_results_of_another_job_are_refused_and_stay(tmp_path):
     out = tmp_path / "vectors.npy"
     begun = PartialVectors.open(out, "question", (4, 3))
     PartialVectors.open(out, "another", (4, 3))  # of which nothing was done
@@ -175,7 +175,7 @@ def test_an_output_is_claimed_by_one_writer_at_a_time(tmp_path):
 
 
 @pytest.mark.parametrize("left", [("v.partial", "v.partial.json"), ("v.partial",)])
-def test_what_a_run_leaves_that_was_killed_at_its_end_is_removed(left, tmp_path):
+def test_files_of_a_run_that_was_killed_at_its_end_are_removed(left, tmp_path):
     out = tmp_path / "v"
     begun = PartialVectors.open(out, "q", (4, 3))
     begun.put([0, 1, 2, 3], ROWS)

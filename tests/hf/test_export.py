@@ -162,7 +162,7 @@ def test_another_file_is_no_tokenizer(content, message):
         ({"ffn_dim": 130}, r"is 130 wide but must be at most 4·32 = 128, the width of MPT"),
     ],
 )
-def test_what_mpt_cannot_be_is_refused(options, message, tmp_path):
+def test_models_that_mpt_cannot_express_are_refused(options, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         export_mpt(decoder(**options).state_dict(), DecoderConfig(num_heads=4, trained_length=64), tmp_path / "mpt")
     assert list(tmp_path.iterdir()) == []

@@ -218,7 +218,7 @@ def test_patched_twice_and_undone_twice(build):
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_a_patched_model_cannot_answer_it_refuses(family, build, tokens):
+def test_a_patched_model_refuses_unsupported_calls(family, build, tokens):
     model, ids = build(family), tokens(2, 10)
     with patch(model):
         with pytest.raises(ValueError, match=r"output_attentions requests the T×S weights.*undo\(\) on the patch"):

@@ -64,7 +64,7 @@ def test_vectors_are_the_mean_of_the_formulas_and_come_back_from_a_saved_folder(
     assert_close(again.encode(TEXTS), units)
 
 
-def test_what_the_folder_says_of_pooling_is_done(tmp_path):
+def test_the_pooling_settings_of_the_folder_are_applied(tmp_path):
     files = {
         "modules.json": modules("Transformer", "Pooling", "Normalize"),
         "1_Pooling/config.json": {
@@ -114,7 +114,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("files", "message"), REFUSED)
-def test_what_cannot_be_computed_is_refused_by_name(files, message, tmp_path):
+def test_unsupported_settings_are_refused_by_name(files, message, tmp_path):
     folder = original(tmp_path / "model", files=files)
     with pytest.raises(ValueError, match=message) as raised:
         load(folder)

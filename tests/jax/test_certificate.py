@@ -105,7 +105,7 @@ def test_attacks_with_a_bias_for_every_key_drop_no_more_than_the_tolerance() -> 
     assert skipping > 80
 
 
-def test_the_attack_finds_a_bound_that_forgets_the_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_attack_finds_a_bound_that_ignores_the_bias(monkeypatch: pytest.MonkeyPatch) -> None:
     tiles_of = certificate.biased_tiles
 
     def without(plan, rule, bias, *rest):
@@ -154,7 +154,7 @@ def test_norms_are_never_too_small(exponent: int) -> None:
     assert ((bound <= true * (1 + 1e-5) + 1e-37) | (true > 3e38)).all()
 
 
-def test_what_is_not_finite_has_no_bound() -> None:
+def test_nonfinite_numbers_have_no_bound() -> None:
     assert np.isinf(norm_bound(jnp.asarray([[np.nan, 1.0], [np.inf, 0.0]]))).all()
 
 
@@ -223,7 +223,7 @@ def test_gates_shorten_what_is_read_and_a_spike_costs_a_tile() -> None:
     assert (flat == np.tril(np.ones((N // T, N // T), bool))).all()
 
 
-def test_what_is_hidden_is_not_read() -> None:
+def test_hidden_keys_are_not_read() -> None:
     query, key, value = noise()
     segments = jnp.broadcast_to(np.arange(N) // 256, (2, N))
     packed = visited_tiles(query, key, value, [0.0] * 4, block=T, tile=T, segment_ids=segments)[0, 0]

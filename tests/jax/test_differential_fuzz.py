@@ -27,7 +27,7 @@ FOUND = [
 
 
 @pytest.mark.parametrize(("backend", "call"), FOUND, ids=str)
-def test_what_was_found_stays_right(backend: str, call: Call) -> None:
+def test_calls_that_once_failed_stay_right(backend: str, call: Call) -> None:
     call = dataclasses.replace(call, **(SHAPES[backend] | {"batch": call.batch}))
     numbers = arrays(call)
     assert_right(Question(call, numbers), jax_answer(call, numbers, backend))

@@ -182,7 +182,7 @@ def test_vmap_and_jit_carry_gates(backend: str) -> None:
         ({"query": [1.0]}, TypeError, "query must be a jax.Array"),
     ],
 )  # fmt: skip
-def test_what_it_refuses(changes: dict, error: type[Exception], said: str) -> None:
+def test_invalid_arguments_are_refused(changes: dict, error: type[Exception], said: str) -> None:
     given = dict(zip(("query", "key", "value", "log_fgate"), draw(), strict=True))
     if isinstance(changes.get("log_fgate"), float):
         given["log_fgate"][1, 2, 3] = changes["log_fgate"]

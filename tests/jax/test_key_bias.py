@@ -44,7 +44,7 @@ def assert_close(got: object, expected: object) -> None:
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
 
 
-def test_what_broadcasts_is_one_bias() -> None:
+def test_biases_that_broadcast_are_equal() -> None:
     for given in (BIAS, BIAS[:1], BIAS[:, :1], BIAS[0], BIAS[0, :1], BIAS[0, 0]):
         _, (*_, found) = ANSWER["dense"](*QKV, given)
         _, (*_, whole) = ANSWER["dense"](*QKV, np.broadcast_to(given, BIAS.shape))
@@ -66,7 +66,7 @@ def test_what_broadcasts_is_one_bias() -> None:
         ([0.0] * N, TypeError, "key_bias must be a jax.Array or numpy array but is list"),
     ],
 )  # fmt: skip
-def test_what_it_cannot_be(bias: object, error: type[Exception], said: str) -> None:
+def test_invalid_biases_are_refused(bias: object, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         alibi_attention(*QKV, key_bias=bias)
     with pytest.raises(error, match=said):

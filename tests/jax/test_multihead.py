@@ -137,7 +137,7 @@ def test_dropout_draws_from_the_layer() -> None:
     assert not jnp.allclose(one, other)
 
 
-def test_the_exercise_as_it_is_posed() -> None:
+def test_mha_alibi_equals_the_layer_with_a_typed_bias() -> None:
     x, num_heads = draw(5, 7), 6
     slopes = jnp.asarray([2 ** (-8 * (h + 1) / num_heads) for h in range(num_heads)])
     bias = -slopes[:, None, None] * jnp.abs(jnp.arange(5)[:, None] - jnp.arange(5)[None, :])

@@ -141,7 +141,7 @@ def test_vmap_is_one_call_that_drops_as_every_single_one() -> None:
                 np.testing.assert_allclose(got[m, n], expected, rtol=1e-5, atol=1e-5)
 
 
-def test_what_is_compiled_for_another_device_has_the_loop_in_it() -> None:
+def test_code_compiled_for_another_device_contains_the_loop() -> None:
     shapes = [jax.ShapeDtypeStruct((1, 300, 2, 16), jnp.float32)] * 3
     traced = jax.jit(jax.grad(lambda *x: alibi_attention(*x).sum())).trace(*shapes)
     here, there = (traced.lower(lowering_platforms=(platform,)).as_text() for platform in ("cpu", "cuda"))

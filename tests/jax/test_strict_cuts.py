@@ -39,7 +39,7 @@ def answer(backend: str, arrays: list[np.ndarray], rows: np.ndarray, **options) 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e4])
-def test_what_lies_before_a_cut_is_never_used(backend: str, bad: float) -> None:
+def test_keys_before_a_cut_are_never_used(backend: str, bad: float) -> None:
     inputs = drawn()
     spoiled = [x.copy() for x in inputs]
     spoiled[1][0, 90, 0] = spoiled[2][1, 30, 0] = bad

@@ -69,7 +69,7 @@ def test_fields_that_depend_on_each_other_are_changed_together():
         ({"data.valid_share": "1"}, "together below 1"),
     ],
 )
-def test_what_does_not_exist_is_answered_with_what_does(changes, message):
+def test_errors_for_unknown_names_list_the_valid_ones(changes, message):
     with pytest.raises(ConfigError, match=message):
         override(RunConfig(), changes)
 

@@ -79,7 +79,7 @@ def test_every_run_leaves_a_training_and_an_evaluation(recipe, tmp_path):
     assert sorted(path.name for path in (tmp_path / "out" / "records").iterdir()) == sorted(path.name for path in paths)
 
 
-def test_what_is_recorded_is_skipped(recipe, tmp_path, monkeypatch):
+def test_recorded_runs_are_skipped(recipe, tmp_path, monkeypatch):
     first = run(recipe, out=tmp_path)
     seen = trainings(monkeypatch)
     assert run(recipe, out=tmp_path) == first
@@ -105,7 +105,7 @@ def test_a_lost_evaluation_without_its_checkpoint_trains_again_and_keeps_the_rec
     assert records.load(first[1]).curves["by_length"]["nonoverlapping_nats"] == expected
 
 
-def test_an_interrupted_experiment_goes_on_where_it_stopped(recipe, tmp_path, monkeypatch):
+def test_an_interrupted_experiment_resumes_where_it_stopped(recipe, tmp_path, monkeypatch):
     uncut = [records.load(path) for path in run(recipe, out=tmp_path / "uncut")]
     real = one_run.train
 

@@ -65,7 +65,7 @@ def test_jobs_leave_the_records_of_trainings_one_by_one(recipe, tmp_path, capfd)
 
 
 @pytest.mark.long
-def test_an_interruption_stops_all_and_each_goes_on_where_it_was(text_file, run_on, tmp_path):
+def test_an_interruption_stops_all_and_each_resumes_where_it_stopped(text_file, run_on, tmp_path):
     recipe = recipe_of(*(run_on(text_file, method, steps=400) for method in ("alibi", "rotary")))
     folder = tmp_path / "cut"
 

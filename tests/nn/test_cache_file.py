@@ -158,7 +158,7 @@ def test_damage_and_other_weights_are_refused(tmp_path):
     KVCache.open(path).verify()
 
 
-def test_what_a_file_cannot_do_is_refused(tmp_path, monkeypatch):
+def test_operations_that_a_file_does_not_support_are_refused(tmp_path, monkeypatch):
     layer, x, cache = layer_of(), torch.randn(2, 5, 64), KVCache(tmp_path / "cache")
     with pytest.raises(ValueError, match="without gradients"):
         layer(x, cache=cache)

@@ -85,7 +85,7 @@ def test_the_comparison_fails_for_a_reach_that_is_too_short():
     assert (decoded(layer, x, cache, [1] * 300) - layer(x)).abs().max() > 1e-2
 
 
-def test_a_large_tolerance_forgets_more_and_keeps_its_promise():
+def test_a_large_tolerance_drops_more_keys_within_its_bound():
     layer, x, tolerance = layer_with(), torch.randn(1, 300, 32), 0.01
     cache = layer.reach_cache(tolerance=tolerance)
     error = (decoded(layer, x, cache, [1] * 300) - layer(x)).norm(dim=-1).max()

@@ -79,7 +79,7 @@ def test_open_gates_forget_nothing() -> None:
 
 
 @torch.no_grad()
-def test_copies_pickles_and_beams_go_on_alike() -> None:
+def test_copies_pickles_and_beams_continue_equally() -> None:
     attention, x, more = layer(), torch.randn(2, 600, 32), torch.randn(2, 90, 32)
     cache = attention.reach_cache()
     attention(x, cache=cache)
@@ -96,7 +96,7 @@ def test_copies_pickles_and_beams_go_on_alike() -> None:
     torch.testing.assert_close(attention(x, cache=cache), attention(x), rtol=0, atol=1e-5)
 
 
-def test_what_it_refuses() -> None:
+def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="would gain weight over time"):
         GatedReachCache([0.1, -0.1], score_bound=1.0, tolerance=1e-6, num_kv_heads=2)
     with pytest.raises(ValueError, match="must divide"):

@@ -109,7 +109,7 @@ def test_gates_learn() -> None:
     assert not any("gate" in name for name in ALiBiTransformerBlock(32, 4).state_dict())
 
 
-def test_what_it_refuses() -> None:
+def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="forget_gate needs causal=True"):
         ALiBiAttention(32, 4, forget_gate=True, causal=False)
     cache = KVCache()

@@ -323,7 +323,7 @@ def test_items_share_trainings(found):
     assert kinds == {"wikitext": 23, "books": 7, "web": 6}  # 8 + 8 + 3 + 3 and one staged; 3 + 3 and one staged; 3 + 3
 
 
-def test_what_an_item_varies_cannot_be_changed():
+def test_fields_that_an_item_varies_cannot_be_changed():
     with pytest.raises(
         ConfigError, match=re.escape("figure-1 compares several values of model.method; it cannot be set")
     ):

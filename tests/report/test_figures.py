@@ -139,7 +139,7 @@ def test_svg_is_a_function_of_its_figure(made_up) -> None:
     assert one == two
 
 
-def test_methods_have_colors_and_markers_of_their_own() -> None:
+def test_methods_have_distinct_colors_and_markers() -> None:
     assert len({look.marker for look in METHODS.values()}) == len(METHODS)
     assert len({look.dark for look in METHODS.values()}) == len(METHODS)
     used = {*(look.light for look in METHODS.values()), drawing.INK, drawing.MUTED, drawing.RULE}

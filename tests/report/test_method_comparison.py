@@ -199,7 +199,7 @@ def test_a_paragraph_says_what_its_intervals_carry(four) -> None:
     assert "at 1,024" not in none.partition("Not learned")[2]
 
 
-def test_what_may_be_either_is_called_open() -> None:
+def test_undecided_results_are_called_open() -> None:
     found = [evaluated("alibi", "mqar", (share, 0.99), seed=seed) for seed, share in enumerate((0.99, 0.87))]
     text = [evaluated("alibi", "", (2.0, share), seed=seed) for seed, share in enumerate((1.95, 2.1))]
     said = referee_words.paragraph(one_comparison([*found, *text]), "alibi")

@@ -106,7 +106,7 @@ def test_speeds_are_over_sinusoidal_or_over_the_shortest_length() -> None:
     np.testing.assert_allclose(by_length.get_ydata(), [1, 25800 / 28300, 15500 / 28300])
 
 
-def test_what_is_drawn_are_the_papers_numbers_and_ours() -> None:
+def test_figures_show_the_papers_numbers_and_ours() -> None:
     ours, _, theirs, sliding = paper.pictures(answer("figure-1"), {})[1]
     alibi = _drawn(ours, "ALiBi")
     np.testing.assert_allclose(
@@ -117,7 +117,7 @@ def test_what_is_drawn_are_the_papers_numbers_and_ours() -> None:
     assert _drawn(sliding, "ALiBi, the paper").get_ydata().tolist() == [17.98, 17.92, 18.2, 18.28, 18.3]
 
 
-def test_what_is_drawn_alone_fills_its_axes() -> None:
+def test_a_single_series_fills_its_axes() -> None:
     record = answer("figure-1")
     flat = {**record.curves["ALiBi, L = 512"], "perplexity": [5.0] * 34 + [5.2]}
     record = dataclasses.replace(

@@ -49,7 +49,7 @@ def test_evaluations_on_other_texts_are_other_studies(made_up) -> None:
     assert [study.corpus["name"] for study in studies([*records, *elsewhere])] == ["made-up", "other"]
 
 
-def test_a_training_without_evaluation_is_a_study_of_its_own(made_up) -> None:
+def test_a_training_without_evaluation_is_a_separate_study(made_up) -> None:
     trainings = [record for record in made_up() if record.kind == "training"]
     (study,) = studies(trainings)
     assert study.lengths == []

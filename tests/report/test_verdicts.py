@@ -109,14 +109,14 @@ def test_an_interval_over_text_grows_where_neighbors_are_alike() -> None:
     assert narrow.over == "16 parts of the text"
 
 
-def test_what_either_interval_holds_is_possible() -> None:
+def test_a_value_in_either_interval_is_possible() -> None:
     parts = np.full(16, 0.2)
     found = interval(Paired(logs=np.array([0.1, 0.3]), parts=parts, weights=np.full(16, 1 / 16)))
     assert found.over == "2 seeds and 16 parts of the text"
     assert math.log(found.low) == pytest.approx(0.2 - 1.2706)
 
 
-def test_coverage_is_what_it_says() -> None:
+def test_intervals_have_the_stated_coverage() -> None:
     """Of 400 made-up texts with independent parts, about 95 % of the intervals contain the true ratio."""
     draw = np.random.default_rng(0).normal(0.05, 0.3, (400, 32))
     same = np.full(32, 1 / 32)

@@ -134,7 +134,7 @@ def test_queries_in_padding_have_no_wider_reach_than_others(interpreter: Process
 
 
 @pytest.mark.parametrize("case", [LONG, SINK, CHUNK, BOTH], ids=str)
-def test_what_is_skipped_weighs_less_than_the_tolerance(interpreter: ProcessPoolExecutor, case: Case) -> None:
+def test_skipped_keys_weigh_less_than_the_tolerance(interpreter: ProcessPoolExecutor, case: Case) -> None:
     share, computed = interpreter.submit(inside.plan_skips_only_what_it_may, case, 1e-6).result()
     assert share <= 1e-6
     assert computed < 0.75

@@ -126,7 +126,7 @@ def test_a_certificate_that_claims_too_much_is_detected() -> None:
     assert sum(dropped(attack, careless)[0] > attack.tolerance for attack in attacks) > 5
 
 
-def test_what_else_is_in_the_batch_changes_nothing() -> None:
+def test_other_sequences_in_the_batch_change_nothing() -> None:
     q, k, v = draw(b=3, h=2, k=1, t=900)
     with torch.no_grad():
         k[1, :, 40] *= 50

@@ -86,7 +86,7 @@ def kept(folder: Path) -> list[Path]:
     return sorted((folder / "cache" / "alibi-attn").iterdir())
 
 
-def test_what_was_compiled_is_found_again(compiler: Compiler, tmp_path: Path) -> None:
+def test_a_compiled_library_is_found_again(compiler: Compiler, tmp_path: Path) -> None:
     assert asked_anew() is None
     (path,) = kept(tmp_path)
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700

@@ -120,7 +120,7 @@ def test_spikes_cost_a_few_tiles() -> None:
     assert share_visited(spiked, [0.0, 0.0]) < share_visited(gates, [0.0, 0.0]) + 0.1
 
 
-def test_what_cannot_be_bounded_skips_nothing() -> None:
+def test_nothing_is_skipped_without_a_bound() -> None:
     """NaN in a query or a visible key, or a query whose near keys are all hidden; a hidden NaN has no effect."""
     q, k, v = torch.randn(3, 1, 2, 1024, 16, generator=torch.Generator().manual_seed(2)).unbind(0)
     gates = torch.full((2, 1024), 0.5).cumsum(-1)

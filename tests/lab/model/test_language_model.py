@@ -120,7 +120,7 @@ def test_generation_is_a_function_of_the_seed(tiny_model):
         ([1], {"top_k": 0}),
     ],
 )
-def test_generation_refuses_what_it_cannot_do(tiny_model, prompt, arguments):
+def test_generation_refuses_unsupported_arguments(tiny_model, prompt, arguments):
     with pytest.raises(ValueError, match=r"at least one token|max_new_tokens of 1 or more"):
         generate(tiny_model("alibi"), prompt, **{"max_new_tokens": 5, **arguments})
 

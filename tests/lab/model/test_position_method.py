@@ -86,7 +86,7 @@ def test_a_number_for_every_key_is_added_to_its_scores(query_len, key_len, slope
         torch.testing.assert_close(attend(q, k, v, bias).double(), wrong, rtol=1e-5, atol=1e-6)
 
 
-def test_what_is_added_to_all_keys_alike_changes_nothing_not_even_in_bfloat16():
+def test_a_constant_added_to_all_keys_changes_nothing_even_in_bfloat16():
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 1, 2, 9, 8, generator=generator).bfloat16()
     key_bias = torch.randint(-256, 256, (1, 2, 9), generator=generator) / 64

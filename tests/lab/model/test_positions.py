@@ -309,7 +309,7 @@ def test_learned_positions_end_at_the_trained_length():
         ("alibi-fox", None),
     ],
 )
-def test_what_each_method_learns(method, count):
+def test_number_of_learned_parameters_of_each_method(method, count):
     if count is None:  # one gate per layer and head
         count = CONFIG.num_layers * CONFIG.num_heads * (CONFIG.embed_dim + 1)
     assert sum(parameter.numel() for parameter in METHODS[method](CONFIG, 24).parameters()) == count

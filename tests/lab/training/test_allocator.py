@@ -27,7 +27,7 @@ ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)
 faults(2)
 outside = faults(5)
 with kept_memory():
-    faults(20)  # until the free pieces next to aligned buffers are stable
+    faults(20)  # until the pieces beside aligned buffers have come to rest
     with kept_memory():
         pass
     inside = faults(5)

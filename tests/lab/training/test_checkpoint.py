@@ -184,7 +184,7 @@ def test_a_model_of_another_shape_is_refused(trained):
         load_checkpoint(trained[0])
 
 
-def test_a_full_disk_is_named_where_torch_raises_an_error_of_its_own(tiny_run, tmp_path, monkeypatch):
+def test_a_full_disk_is_named_even_if_torch_raises_another_error(tiny_run, tmp_path, monkeypatch):
     def full_disk(folder, training):
         try:
             raise OSError(28, "No space left on device")

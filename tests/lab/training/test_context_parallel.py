@@ -58,7 +58,7 @@ def test_a_process_that_is_killed_ends_the_other_within_the_time_limit(told):
     assert any(word in told["told"] for word in ("could not exchange", "closed", "reset", "Timed out", "timed out"))
 
 
-def test_a_killed_training_goes_on_to_the_same_losses(told):
+def test_a_killed_training_resumes_with_the_same_losses(told):
     assert told["step"] == 3
     assert told["resumed"] == [0, 0]
     assert told["cut"][0] == told["alibi"][0]

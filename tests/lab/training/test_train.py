@@ -100,7 +100,7 @@ def test_signals_mean_what_they_meant_before_once_training_is_over(tiny_run, tmp
     assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
-def test_sigterm_leaves_a_checkpoint_to_go_on_from(tiny_run, tmp_path):
+def test_sigterm_leaves_a_checkpoint_to_resume_from(tiny_run, tmp_path):
     config = tiny_run()
     corpus = load_corpus(config.data)
     with pytest.raises(KeyboardInterrupt):
@@ -170,7 +170,7 @@ def test_training_draws_none_of_the_caller_s_random_numbers(tiny_run, tmp_path):
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_stages_read_batches_of_their_own_length(tiny_run, tmp_path, monkeypatch):
+def test_stages_read_batches_of_their_length(tiny_run, tmp_path, monkeypatch):
     shapes = []
     real = loop._step
 
