@@ -1,4 +1,4 @@
-"""Attention from several Python threads, in DataLoader workers after it has run, and `alibi run` under `accelerate launch`."""
+"""Attention from several Python threads, in DataLoader workers after a first call, and under `accelerate launch`."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""ALiBiForCausalLM as a model of transformers: caches, padding, chunks, generation, training, compiling, copies and folders."""
+"""ALiBiForCausalLM in transformers: caches, padding, chunks, generation, training, compiling, copies, folders."""
 
 import copy
 import functools

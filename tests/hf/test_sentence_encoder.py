@@ -1,4 +1,4 @@
-"""An encoder as a SentenceTransformer equals the formulas, loads again as itself, and refuses what it cannot compute."""
+"""An encoder as a SentenceTransformer equals the formulas, survives saving, and refuses unsupported settings."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Cached decoding is the full pass, however the sequence is split; the cache crops, reorders, grows and supports autograd."""
+"""Cached decoding equals the full pass for any split; the cache crops, reorders, grows and supports autograd."""
 
 import copy
 import math

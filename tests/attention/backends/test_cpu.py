@@ -106,7 +106,7 @@ def test_left_out_gradients_stay_within_their_bounds(backend: str) -> None:
     per_query = 2 * tolerance * go.norm(dim=-1) * longest_v * 16**-0.5 * longest_k
     assert bool(((full[0] - ours[0]).norm(dim=-1) <= 2 * per_query).all())
     assert float((full[2] - ours[2]).norm(dim=-1).max()) > 0, "nothing was left out: the test sees nothing"
-    # Σ p_ij over the queries that dropped j is at most ε(1 − e^(−m)) a query, geometric in the distance: ≤ ε·n in any case.
+    # Σ p_ij over the queries that dropped j is at most ε(1 − e^(−m)) per query, geometric in the distance: ≤ ε·n.
     dropped = tolerance * go.norm(dim=-1).sum(-1)
     assert bool(((full[2] - ours[2]).norm(dim=-1).amax(-1) <= dropped).all())
     reach = head_reach(q, k, slopes, tolerance=tolerance, backend=backend)[0]

@@ -1,4 +1,4 @@
-"""The kernels compile without a GPU; on sm_90 they load asynchronously, use wgmma and spill nothing, as the record says."""
+"""The kernels compile without a GPU; on sm_90 they load asynchronously, use wgmma and do not spill, as recorded."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The conformance suite on a GPU, without pytest: every case in bf16, fp16 and fp32, and the kernels' certificate under attack.
+"""The conformance suite on a GPU, without pytest: every case in bf16, fp16 and fp32, and attacks on the certificate.
 
     python tests/support/interpreter/conformance_on_device.py results [draws]                    on a GPU
     TRITON_INTERPRET=1 python tests/support/interpreter/conformance_on_device.py results [draws]    simulating one

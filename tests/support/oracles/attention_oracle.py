@@ -1,4 +1,4 @@
-"""The truth: the definition of docs/maths.md as a loop over sequences, heads, queries and keys, in float64, with its gradients.
+"""The truth: docs/maths.md's definition as a loop over sequences, heads, queries and keys, in float64.
 
 It shares no code with the package: visibility is decided key by key in plain Python.
 """
@@ -14,7 +14,7 @@ from attention_cases import Case
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """Float64: output [B, H, T, D], lse [B, H, T], and the gradients of Σ output·grad_output + Σ lse·grad_lse (finite lse)."""
+    """Float64: output [B, H, T, D], lse [B, H, T], and gradients of Σ output·grad_output + Σ (finite) lse·grad_lse."""
 
     output: torch.Tensor
     lse: torch.Tensor
