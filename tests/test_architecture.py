@@ -21,7 +21,7 @@ MAX_LINES, MAX_COLUMNS = 400, 130
 DRAWERS = {"utils", "util", "common", "helpers", "helper", "base", "core", "misc"}
 PLAIN = {*sys.stdlib_module_names, "numpy"}
 
-# Layers, lowest first. A module imports only from lower layers and from its own folder; `jax` is next to layers 1 and 2.
+# Layers, lowest first. A module imports only from lower layers and its own folder; `jax` is next to layers 1 and 2.
 LAYERS = {
     **dict.fromkeys(("processor", "strict_json"), -1),
     **dict.fromkeys(("slopes", "reach", "records", "units", "position_methods", "lazy"), 0),

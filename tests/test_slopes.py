@@ -1,4 +1,4 @@
-"""Slopes against numbers typed from the paper, the authors' rule for every head count, and the code of BLOOM and MPT."""
+"""Slopes compared with the paper's numbers, the authors' rule for every head count, and the code of BLOOM and MPT."""
 
 import math
 

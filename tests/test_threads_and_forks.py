@@ -51,7 +51,7 @@ class Attended(Dataset[Tensor]):
 @pytest.mark.timeout(120)
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 def test_dataloader_workers_attend_after_their_parent_did() -> None:
-    """Workers are forks with one thread. A plain fork with more threads hangs in libgomp, with any operator of torch."""
+    """Workers are forks with one thread. A fork with more threads hangs in libgomp, with any operator of torch."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     expected = [gradients(seed, "native") for seed in range(CALLS)]

@@ -1,4 +1,4 @@
-"""`alibi run` and `alibi embed` survive 50 kills at random moments, with results bit-identical to an uninterrupted run."""
+"""`alibi run` and `alibi embed` survive 50 kills at random moments, with bit-identical results."""
 
 import json
 import os

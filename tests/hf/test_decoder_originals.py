@@ -134,7 +134,7 @@ def test_slopes_are_stretched_as_the_config_says(scaling, load):
 
 @torch.no_grad()
 def test_a_step_with_slopes_by_length_has_those_of_all_keys(tmp_path):
-    """One layer, whose keys do not depend on slopes; with more layers, cached keys stay unchanged, as in the original."""
+    """One layer, whose keys do not depend on slopes; in more layers cached keys stay unchanged, as in the original."""
     files = original("btlm")
     files.config |= {"alibi_scaling": {"type": "linear", "train_seq_len": 8}, "n_layer": 1}
     files.weights = {name: tensor for name, tensor in files.weights.items() if ".h.1." not in name}

@@ -59,7 +59,7 @@ def test_maps_of_other_classes_or_with_another_forward_are_left_alone(build, tok
 
 
 def test_the_linear_maps_are_ours(build, tokens, monkeypatch):
-    """One token uses the kernel for few rows, 9 tokens oneDNN if MKL is slow; with gradients torch computes everything."""
+    """One token uses the kernel for few rows, 9 use oneDNN if MKL is slow; with gradients torch computes everything."""
     monkeypatch.setattr(linear, "mkl_is_slow", lambda: True)
     rows, real = [], linear.quicker
     monkeypatch.setattr(linear, "quicker", lambda x, *rest: rows.append(x.shape[1]) or real(x, *rest))

@@ -18,7 +18,7 @@ FAMILIES = ["bloom", "mpt", "falcon"]
 
 @torch.no_grad()
 def attention_by_hand(layer: torch.nn.Module, x: Tensor, family: str, slopes: Tensor, scale: float) -> Tensor:
-    """softmax(scale·q·k − m·|i − j|)·v of one layer in fp64, from its own weights; x [1, T, E] -> before the output map."""
+    """softmax(scale·q·k − m·|i − j|)·v of one layer in fp64, before the output map, from its weights; x: [1, T, E]."""
     heads = 6
     if family == "mpt":
         fused = x.double() @ layer.Wqkv.weight.double().T

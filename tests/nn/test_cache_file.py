@@ -27,7 +27,7 @@ def numbered(first: int, count: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_a_cache_in_a_file_gives_the_bits_of_the_cache_in_memory(dtype, tmp_path):
-    """Two rows, one of them padded, with grouped heads; the file is closed and opened, and the text is cropped, on the way."""
+    """Two rows, one of them padded, with grouped heads; the file is reopened and the text is cropped in between."""
     layer, x = layer_of(num_kv_heads=2).to(dtype), torch.randn(2, 400, 64, dtype=dtype)
     mask = torch.arange(400) >= torch.tensor([[0], [100]])
     memory, file = KVCache(), KVCache(tmp_path / "cache")

@@ -1,4 +1,4 @@
-"""`key_bias` in the Triton kernels, interpreted: equal to the definition, hidden keys, accuracy, and the certificate."""
+"""`key_bias` in the Triton kernels, interpreted: the definition, hidden keys, accuracy, and the certificate."""
 
 from concurrent.futures import ProcessPoolExecutor
 

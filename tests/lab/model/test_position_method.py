@@ -18,8 +18,11 @@ from alibi_attn.lab.training.train import train
 
 
 class Forgetting(PositionMethod):
-    """A forget gate per layer, head and token (FoX, Lin et al. 2025, arXiv:2503.02130) that closes during training, and ALiBi's
-    slopes. The score of key j gets Σ log gate_l over l = j + 1 … i: −(the sum up to j), and a constant of row i."""
+    """A forget gate per layer, head and token that closes during training, and ALiBi's slopes.
+
+    The score of key j gets Σ log gate_l over l = j + 1 … i: −(the sum up to j), and a constant of row i
+    (FoX, Lin et al. 2025, arXiv:2503.02130).
+    """
 
     per_layer = True
 

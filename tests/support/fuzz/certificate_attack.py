@@ -208,7 +208,7 @@ def dropped(attack: Attack, certify: Callable[..., Bounds | torch.Tensor] | None
 
 
 def _lost(spec, h: int, pair: tuple[torch.Tensor, ...], keys: tuple[torch.Tensor, ...]) -> float:
-    """Largest share of softmax mass that a query of this head loses; `pair`: query, key; `keys`: i − j, seen, skipped."""
+    """Largest share of softmax mass lost by a query; `pair`: query, key; `keys`: i − j, seen, skipped."""
     some = keys[2].any(-1)  # other queries lose nothing
     distance, seen, skipped = (x[some] for x in keys)
     scores = spec.scale * (pair[0][some].double() @ pair[1].double().mT)

@@ -83,7 +83,7 @@ class RelativeBiases:
 
 
 def _gates(gates: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """([B, H, S] sums without extreme gates; [B, H, R, R] sums of extreme gates between runs; [B, H, S] run indices)."""
+    """([B, H, S] sums without extreme gates; [B, H, R, R] sums of extreme gates between runs; [B, H, S] run index)."""
     b, h = gates.shape[:2]
     gates = np.where(gates > -np.inf, gates, 0.0)  # nothing is seen across a cut
     is_extreme = gates < EXTREME_GATE

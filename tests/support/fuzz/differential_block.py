@@ -105,7 +105,7 @@ class Block:
         self.go, self.of_go = (x * self.share[..., None] for x in (self.go, self.of_go))
 
     def _scores(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns (scores, −inf at hidden keys; their magnitudes; their errors, except those from magnitude and lse)."""
+        """Returns (scores, −inf at hidden keys; their magnitudes; errors other than those of magnitude and lse)."""
         sums, call = self.sums, self.sums.call
         b, h, _ = self.at
         linear = sums.left[b, h] if sums.right is None else np.where(self.to_right, sums.right[b, h], sums.left[b, h])
@@ -196,7 +196,7 @@ class Block:
         self.sums.gate_squares[b, h] += np.square(of_ds).sum((-1, -2))
 
     def _of_scores(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns (gradients of scores; their errors; [b, h, t] plain PyTorch's rounding error in their sum, in units)."""
+        """Returns (gradients of scores; their errors; [b, h, t] plain PyTorch's error in their sum, in units)."""
         sums, call = self.sums, self.sums.call
         go, gl, lost = self.go, self.gl, sums.lost(call.head_dim)
         of_go = self.of_go

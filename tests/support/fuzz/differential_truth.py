@@ -37,7 +37,7 @@ BLOCK, LEAST_ROWS = 2**16, 32  # scores per block, and the fewest queries of a b
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Truth:
-    """Results and their largest allowed errors, by name: output, lse, and the requested gradients (named in `INPUTS`)."""
+    """Results and their largest allowed errors, by name: output, lse, and requested gradients (from `INPUTS`)."""
 
     exact: dict[str, np.ndarray]
     error: dict[str, np.ndarray]

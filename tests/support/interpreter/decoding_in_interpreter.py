@@ -101,7 +101,7 @@ def decoding_with_remembered_norms(window: int | None) -> float:
 
 
 def masked_bad_keys_change_nothing_in_decoding() -> None:
-    """Checks that NaN hidden by a key mask, and a bad key that only the last query sees, do not change other queries."""
+    """Checks that NaN hidden by a key mask, and a bad key seen by the last query only, change no other query."""
     query, key, value = torch.randn(2, 4, 2, 8), torch.randn(2, 2, 90, 8), torch.randn(2, 2, 90, 8)
     mask = torch.ones(2, 90, dtype=torch.bool)
     mask[0, 70:75] = mask[1, :30] = False

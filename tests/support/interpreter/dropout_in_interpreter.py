@@ -1,4 +1,4 @@
-"""Dropout in the Triton kernels; runs in the child process with Triton's interpreter (see `fused_in_interpreter.py`)."""
+"""Dropout in the Triton kernels; runs in the process with Triton's interpreter (see `fused_in_interpreter.py`)."""
 
 import dataclasses
 from typing import Any

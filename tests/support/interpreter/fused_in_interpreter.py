@@ -62,7 +62,7 @@ def case_answer(case: Case, dtype: str) -> dict[str, np.ndarray]:
 
 
 def visits_and_certificate(case: Case, tolerance: float) -> tuple[np.ndarray, np.ndarray, int]:
-    """Returns the tiles that the kernel visited, the plan's, and the number of all; [B, H, N], or [B, K] in decoding."""
+    """Returns the kernel's visited tiles, the plan's, and the number of all; [B, H, N], or [B, K] in decoding."""
     spec, query, key, value = _call(case, tolerance=tolerance)
     decoding = fused.is_split(spec, query)
     tiles = fused.plan(spec, query, key, value, Norms.of(key, value) if decoding else None)
@@ -114,7 +114,7 @@ def full_tiles_of_long_documents() -> tuple[list, list, list]:
 
 
 def tiles_behind_padding() -> list[int]:
-    """Number of tiles visited by a last block of queries far after the last visible key, with and without a tolerance."""
+    """Number of tiles that a block far after the last visible key visits, with and without a tolerance."""
     query, key, value = (torch.randn(1, 1, 640, 16) for _ in range(3))
     mask = torch.arange(640)[None] < 256
     found = []

@@ -28,7 +28,7 @@ def drawn(query_len: int, key_len: int, *, heads: int = 2, kv_heads: int = 1) ->
 
 
 def hidden_keys_change_nothing(query_len: int, bad: float) -> None:
-    """Checks that keys hidden by every head of a group change no bit of outputs and gradients; one head sees nothing."""
+    """Checks that keys hidden by all heads of a group change no bit of any result; one head sees nothing."""
     query, key, value = drawn(query_len, 220)
     bias = torch.where(torch.rand(2, 2, 220) < 0.1, -math.inf, torch.randn(2, 2, 220))
     bias[0, :, 40:150] = -math.inf

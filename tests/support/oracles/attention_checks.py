@@ -1,4 +1,4 @@
-"""Runs a PyTorch backend on a case and compares it with the truth; test_conformance proves that every checker can fail."""
+"""Runs a PyTorch backend on a case and compares it with the truth; test_conformance proves the checkers can fail."""
 
 import functools
 import math

@@ -17,7 +17,7 @@ NAMES = ("baichuan", "baichuan2", "jais", "btlm", "mpt-grouped", "mpt-biases", "
 
 @dataclasses.dataclass
 class Original:
-    """Weights by their original names, the config, and the original code's inputs and outputs: `input_ids`, `logits`, …"""
+    """Weights by their original names, the config, and the original code's inputs and outputs (`logits`, …)."""
 
     weights: dict[str, Tensor]
     config: dict[str, object]

@@ -1,4 +1,4 @@
-"""The weights that dropout keeps, by the formula of docs/maths.md in plain Python; it shares no code with the package."""
+"""The weights that dropout keeps, by the formula of docs/maths.md in plain Python, independent of the package."""
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ def keeps(seed: int, b: int, h: int, i: int, j: int, p: float) -> bool:
 
 
 def drawn_seed(torch_seed: int) -> int:
-    """The seed that a call draws from torch's generator after it was seeded with `torch_seed`: one number of 62 bits."""
+    """The seed that a call draws from torch's generator after torch.manual_seed(torch_seed): a 62-bit number."""
     return int(torch.randint(2**62, (), generator=torch.Generator().manual_seed(torch_seed)))
 
 

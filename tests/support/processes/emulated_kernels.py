@@ -119,7 +119,7 @@ class Emulated:
 
 
 def arrays_of(call: ctypes.Structure, work: int, stored: int):
-    """(field, address, bytes) of every array of a call; numbers have `work` bytes, queries, keys and values `stored`."""
+    """(field, address, bytes) of every array; numbers have `work` bytes, in queries, keys and values `stored`."""
     for name, kind in call._fields_:
         value = getattr(call, name)
         if kind is build.Rows:
