@@ -29,7 +29,7 @@ STAGED = "Staged Training (Press et al., 2021)"  # cited by the paper, run here
 every_item = pytest.mark.parametrize("name", NAMES)
 
 # The sources of each item, typed from the paper: study, the corpus' validation share at smoke scale (which there
-# distinguishes the three corpora), how the test text is divided, and the stride of the sliding window (None = a quarter).
+# distinguishes the three corpora), the division of the test text, and the sliding window's stride (None = a quarter).
 FACTS = {
     **dict.fromkeys(("figure-1", "figure-4", "figure-8"), ("wikitext", 0.05, "nonoverlapping", None)),
     **{f"table-{number}": ("wikitext", 0.05, "nonoverlapping", None) for number in (2, 3, 4, 5)},
@@ -348,7 +348,7 @@ def test_small_pairs_the_seeds_of_figure_1_and_keeps_the_data_order():
 
 
 def test_the_paper_scale_is_the_published_training():
-    """The paper's command for WikiText-103.
+    """The published command.
 
     nag, rate 1, 286,000 updates of 9,216 tokens on 8 GPUs, warm-up 16,000, cosine to 1e-4, clip 0.1
     """
