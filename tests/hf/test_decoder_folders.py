@@ -42,9 +42,7 @@ def test_a_model_saved_without_its_head_is_read_where_the_head_is_its_embeddings
 
 
 def test_every_layout_of_the_same_weights_is_read(tmp_path):
-    """MPT with q, k and v in one map, and in a module with the norms; Refact with fused keys and values, and fused
-    gates.
-    """
+    """MPT with q, k and v in one map, and in a module with norms; Refact with fused keys and values, and fused gates."""
     files = original("mpt-biases")
     expected = logits(files.write(tmp_path / "apart"), files)
     for n in range(2):

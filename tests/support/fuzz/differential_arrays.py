@@ -75,9 +75,7 @@ class Arrays:
 
 
 def arrays(call: Call) -> Arrays:
-    """Every number of the call. Each field draws from its own stream, so that changing one field leaves the others
-    unchanged.
-    """
+    """Every number of the call. Each field has its own random stream, so that changing one leaves the others unchanged."""
 
     def stream(name: str) -> np.random.Generator:
         return np.random.default_rng([call.seed, zlib.crc32(name.encode())])
@@ -317,7 +315,7 @@ def laid_out(x: np.ndarray, layout: str, dtype: torch.dtype) -> Tensor:
 
 
 def _negative(tensor: Tensor, *, imaginary: bool = False) -> Tensor:
-    """The same numbers, stored with the opposite sign: a view with the negative bit, such as a conjugate's imaginary
+    """The same numbers, stored with the opposite sign: a view with the negative bit, as of a conjugate's imaginary
     part.
     """
     if imaginary:

@@ -186,9 +186,7 @@ class Block:
             self._put_gates(ds, with_lost(of_ds, size, call.key_len))
 
     def _put_gates(self, ds: np.ndarray, of_ds: np.ndarray) -> None:
-        """Adds Σ ds_ij over j < l ≤ i. Errors in the rows and columns of ds do not cancel if only their difference is
-        summed.
-        """
+        """Adds Σ ds_ij over j < l ≤ i. Errors in rows and columns of ds do not cancel when only differences are summed."""
         b, h, _ = self.at
         before = np.arange(ds.shape[-1]) <= self.position[..., None]  # gate l may lie between query i and keys before l
         for found, x in ((self.sums.dgate, ds), (self.sums.of_dgate, of_ds)):

@@ -1,5 +1,4 @@
-"""Random calls that cover the whole contract; `differential_arrays.py` has their numbers, and `differential_fuzz.py`
-runs them.
+"""Random calls of the whole contract; `differential_arrays.py` has their numbers, `differential_fuzz.py` runs them.
 
 Nothing here is imported from the package: a call is described in the contract's terms.
 """

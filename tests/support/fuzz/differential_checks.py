@@ -235,9 +235,7 @@ def _share(
 
 
 def _beside_plain(question: Question, name: str, found: tuple, where: tuple, plain: dict, most: float) -> float:
-    """Returns the largest error as a share of the allowed error, given plain PyTorch's result; raises if it is too
-    large.
-    """
+    """Returns the largest error as a share of the allowed one, given plain PyTorch's result; raises if it is too large."""
     call, (ours, exact, error), (checked, wrong) = question.call, found, where
     if not plain:
         plain.update(plainly(call, question.numbers).results)
@@ -347,9 +345,10 @@ def _may_overflow(call: Call, numbers: Arrays, true: Truth) -> np.ndarray:
 
 
 def _checked(call: Call, numbers: Arrays, true: Truth, name: str) -> np.ndarray:
-    """Returns a mask of the numbers to compare. Excluded are queries that see NaN, inf or the largest number, or whose
-    scores overflow in some order of summation; gradients of keys from such queries; and gradients that overflow in some
-    order.
+    """Returns a mask of the numbers to compare.
+
+    Excluded are queries that see NaN, inf or the largest number, or whose scores overflow in some order of summation;
+    gradients of keys from such queries; and gradients that overflow in some order.
     """
     exact = true.exact[name]
     of_queries = name in ("output", "lse", "query")

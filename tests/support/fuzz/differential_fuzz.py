@@ -1,5 +1,4 @@
-"""A differential fuzz test of the whole contract: runs random calls on every backend, compares each number with
-float64.
+"""A differential fuzz test of the whole contract: compares random calls on every backend with float64.
 
     python tests/support/fuzz/differential_fuzz.py --draws 100000 --backends native banded --processes 2 --out results
     python tests/support/fuzz/differential_fuzz.py --first-seed 25 --draws 1 --backends native       # rerun one call

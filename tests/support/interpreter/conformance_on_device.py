@@ -122,8 +122,9 @@ def main(out: Path, draws: int) -> int:
 
 
 def _arithmetic(device: str, *, against_us: bool, dtype: str) -> contextlib.AbstractContextManager[None]:
-    """The device's arithmetic, or an emulation of it. fp32 is compared with torch, whose exponential is more accurate
-    than a GPU's, so the emulation's must be exact.
+    """The device's arithmetic, or an emulation of it.
+
+    fp32 is compared with torch, whose exponential is more accurate than a GPU's, so the emulation's must be exact.
     """
     if device != "cpu":
         return contextlib.nullcontext()
