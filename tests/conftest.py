@@ -1,9 +1,8 @@
-"""Settings for every test: the same examples each time, no wall-clock deadline on a busy machine, quick compiling in XLA, and
-collections of garbage that pass over what was imported.
+"""Settings for every test: fixed examples, no deadlines, quick XLA compilation, cheap garbage collection.
 
-Compiling is most of what tests of JAX do: with level 1 its conformance tests take 1.4 times as long, and with the usual one the
-examples of docs/jax.md 1.3 times. XLA's newer way to generate fused loops takes three times as long as the older one, which means
-the same; the long lists are computed by the newer one, as users have it.
+JAX's tests mostly compile: with level 1 its conformance tests take 1.4 times as long, and with the default level the
+examples of docs/jax.md 1.3 times. XLA's newer code generator for fused loops takes three times as long as the older,
+equivalent one; the long tests use the newer one, which users have.
 """
 
 import gc
@@ -61,18 +60,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """The frameworks, which the test modules have loaded by now, stay; every training ends with a collection, and many train."""
+    """Freezes the loaded frameworks: every training ends with a garbage collection, and many tests train."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _what_modules_before_left_stays() -> None:
-    """As well: what torch.compile and JAX keep for good makes each later collection a second long, and every training has one."""
+    """Also freezes torch.compile's and JAX's caches, which make every later collection a second long."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_unconfigure() -> None:
-    """What extensions hold is given back at the end, or they say that it leaked."""
+    """Unfreezes at the end, or extensions would report leaks."""
     gc.unfreeze()

@@ -1,4 +1,4 @@
-"""The house plan, checked with `ast`: who may import whom, how long a file may be, what it may be called, what is public.
+"""Architecture rules, checked with `ast`: allowed imports, lengths and names of files, and public names.
 
 Every rule is an `assert_*` function over a folder that holds `alibi_attn/`; a test at the end breaks each rule in a
 made-up tree and expects to be caught.
@@ -21,7 +21,7 @@ MAX_LINES, MAX_COLUMNS = 400, 130
 DRAWERS = {"utils", "util", "common", "helpers", "helper", "base", "core", "misc"}
 PLAIN = {*sys.stdlib_module_names, "numpy"}
 
-# Layers, lowest first. A module imports only from lower layers and from its own folder; `jax` is next to layers 1 and 2.
+# Layers, lowest first. A module imports only from lower layers and its own folder; `jax` is next to layers 1 and 2.
 LAYERS = {
     **dict.fromkeys(("processor", "strict_json"), -1),
     **dict.fromkeys(("slopes", "reach", "records", "units", "position_methods", "lazy"), 0),
@@ -66,12 +66,12 @@ def modules(root: Path) -> Iterator[tuple[str, str]]:
 
 @functools.cache
 def import_statements(source: str) -> list[ast.Import | ast.ImportFrom]:
-    """All of them, anywhere in it; found once for all rules, since parsing is most of their time."""
+    """All imports in a module; computed once for all rules, since parsing dominates their time."""
     return [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
 
 
 def imports(root: Path, source: str) -> Iterator[str]:
-    """What a module imports, as dotted names; `from a import b` is a.b where that is a module."""
+    """A module's imports, as dotted names; `from a import b` is a.b if that is a module."""
     for node in import_statements(source):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -136,7 +136,7 @@ def assert_order_inside_attention(root: Path) -> None:
 
 
 def assert_backends_are_apart(root: Path) -> None:
-    """A backend is a module of backends/, or a folder there; all may know the protocol that they follow."""
+    """A backend is a module or folder in backends/; all may import the protocol that they follow."""
     for module, imported in edges(root):
         here, there = parts(module), parts(imported)
         if here[:2] == there[:2] == ["attention", "backends"] and len(here) > 2 and imported.startswith("alibi_attn."):
@@ -176,7 +176,7 @@ def assert_files_are_short(root: Path) -> None:
                 continue
             lines = path.read_text(encoding="utf-8").splitlines()
             assert len(lines) <= MAX_LINES, f"{path.relative_to(root)} has {len(lines)} lines; {MAX_LINES} are allowed"
-            widest = max(map(len, lines), default=0) if path.suffix != ".py" else 0  # ruff looks at Python
+            widest = max(map(len, lines), default=0) if path.suffix != ".py" else 0  # ruff checks Python files
             assert widest <= MAX_COLUMNS, f"{path.relative_to(root)} has a line of {widest}; {MAX_COLUMNS} are allowed"
 
 
@@ -242,8 +242,8 @@ def test_importing_the_package_loads_no_framework():
     assert_loads_no_framework("import alibi_attn; alibi_attn.alibi_slopes(8); dir(alibi_attn)", "torch", "jax")
 
 
-def test_what_compiles_the_kernels_of_a_wheel_loads_no_package():
-    """It runs where there is nothing but setuptools."""
+def test_compiling_a_wheels_kernels_loads_no_package():
+    """It must run with setuptools alone."""
     assert_loads_no_framework("import alibi_attn.attention.backends.native.build", "numpy", "torch", "jax")
 
 

@@ -1,4 +1,4 @@
-"""What is imported is declared: every folder's imports stand in the core's dependencies or in the extras that its errors name."""
+"""Every folder's imports are declared in the core's dependencies or in the extras that its errors name."""
 
 import ast
 import re
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-# The extras of each folder; what stands elsewhere may import the core's dependencies only.
+# The extras of each folder; other code may import the core's dependencies only.
 EXTRAS = {
     **dict.fromkeys(("attention", "nn", "distributed"), ("torch",)),
     "jax": ("jax",),
@@ -39,7 +39,7 @@ def project(root: Path) -> dict:
 
 
 def declared(told: dict, *extras: str) -> set[str]:
-    """What the core and these extras bring, by the names that Python imports, which here are those of the packages."""
+    """The packages of the core and these extras, by import name, which here equals the package name."""
     found: set[str] = set()
     for line in [*told["dependencies"], *(line for extra in extras for line in told["optional-dependencies"][extra])]:
         name, inner = re.fullmatch(r"([\w.-]+)(?:\[([\w,-]+)\])?.*", line).groups()
@@ -48,7 +48,7 @@ def declared(told: dict, *extras: str) -> set[str]:
 
 
 def imported(path: Path) -> set[str]:
-    """The packages that a module imports, anywhere in it, without those of Python and ours."""
+    """The packages that a module imports, except the standard library and our own."""
     dotted: list[str] = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -74,7 +74,7 @@ def assert_what_is_imported_is_declared_and_no_more(root: Path) -> None:
     assert not unused, f"pyproject.toml declares {sorted(unused)}, which nothing imports"
 
 
-def test_the_package_declares_what_it_imports_and_no_more() -> None:
+def test_the_package_declares_exactly_its_imports() -> None:
     assert_what_is_imported_is_declared_and_no_more(ROOT)
 
 

@@ -1,4 +1,4 @@
-"""What is given away, wheels and an sdist: all of the package and nothing else, and it runs where it is installed.
+"""The distributions, wheels and an sdist: they contain exactly the package, and run when installed.
 
 The sdist is built from the tree, the wheels from the sdist, one with a compiler and one without, and all without a network. They
 are installed into fresh environments, some that see the torch that is here, one with the declared dependencies only.
@@ -37,8 +37,8 @@ BESIDE = {
     "setup.py",
     "PKG-INFO",
 }
-MOST_BYTES = 1_000_000  # of a package of text; twice what it is
-MOST_KERNEL_BYTES = 800_000  # of one library in a wheel, of which there is one a level; twice what it is
+MOST_BYTES = 1_000_000  # of a package of text; twice the current size
+MOST_KERNEL_BYTES = 800_000  # of one library in a wheel, which has one per level; twice the current size
 COMPILES = (platform.system(), platform.machine()) == ("Linux", "x86_64") and shutil.which("g++") is not None
 KERNELS = {f"alibi_attn/attention/backends/native/kernels-{level.name}.so" for level in LEVELS} if COMPILES else set()
 PLATFORM = "linux_x86_64" if COMPILES else "any"
@@ -48,7 +48,7 @@ OF_THE_SYSTEM = {
     "libstdc++.so.6",
     "libgcc_s.so.1",
     "ld-linux-x86-64.so.2",
-}  # what torch needs too
+}  # torch needs it too
 HERE = Path(sysconfig.get_path("purelib"))
 NO_COMPILER = {"PATH": "/nowhere", "CXX": ""}
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
@@ -102,12 +102,12 @@ except ImportError as error:
 
 
 class Built(NamedTuple):
-    """What was made, from a copy of what git knows or would add."""
+    """The built distributions, from a copy of the files that git tracks or would add."""
 
     tree: Path
     sdist: Path
     wheel: Path
-    pure: Path  # made without a compiler
+    pure: Path  # built without a compiler
 
 
 @pytest.fixture(scope="module")
@@ -129,21 +129,21 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
 
 
 def ended(command: list[str], folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The command in `folder`, without this project on its path."""
+    """Runs the command in `folder`, without this project on its path."""
     kept = {name: os.environ[name] for name in ("PATH", "TMPDIR", "CXX") if name in os.environ}
     kept |= {"HOME": str(folder), "NO_COLOR": "1", "COLUMNS": "200", "OMP_NUM_THREADS": "1", **environment}
     return subprocess.run(command, cwd=folder, env=kept, capture_output=True, text=True, check=False, timeout=900)
 
 
 def run(command: list[str], folder: Path, **environment: str) -> str:
-    """What the command prints."""
+    """Returns the command's output."""
     done = ended(command, folder, **environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def installed(package: Path, folder: Path, *visible: Path, editable: bool = False, **environment: str) -> Path:
-    """The folder of programs of a new environment that has the package, and sees the packages in the folders `visible`."""
+    """The bin folder of a new environment with the package, which also sees the packages in the folders `visible`."""
     venv.create(folder, with_pip=False, symlinks=os.name != "nt")
     programs = folder / ("Scripts" if os.name == "nt" else "bin")
     python = str(programs / "python")
@@ -155,7 +155,7 @@ def installed(package: Path, folder: Path, *visible: Path, editable: bool = Fals
 
 
 def declared(wheel: Path) -> set[str]:
-    """The installed distributions that a plain `pip install` of the wheel brings, with theirs."""
+    """The installed distributions that a plain `pip install` of the wheel requires, recursively."""
     with zipfile.ZipFile(wheel) as archive:
         told = archive.read(f"{NAME}.dist-info/METADATA").decode()
     waiting = re.findall(r"^Requires-Dist: ([\w.-]+)(?!.*extra ==)", told, flags=re.MULTILINE)
@@ -202,7 +202,7 @@ def test_a_wheel_holds_the_package_its_license_and_kernels_for_every_level(kind:
 
 @pytest.mark.skipif(not KERNELS, reason="a wheel that is made here has no kernels")
 def test_the_kernels_of_a_wheel_need_nothing_that_torch_does_not_need(built: Built, tmp_path: Path) -> None:
-    """No OpenMP, which would be there a second time; what is listed is on every manylinux system."""
+    """No OpenMP, which would be a second runtime; the listed libraries exist on every manylinux system."""
     with zipfile.ZipFile(built.wheel) as archive:
         for name in KERNELS:
             told = run(["readelf", "--dynamic", archive.extract(name, tmp_path)], tmp_path)
@@ -268,7 +268,7 @@ def test_an_editable_install_is_the_tree_and_compiles_nothing(built: Built, tmp_
 
 
 def files_of(tree: Path) -> set[Path]:
-    """Without what Python and pip note for themselves."""
+    """Ignores files that Python and pip create."""
     return {path for path in tree.rglob("*") if not re.search(r"egg-info|__pycache__", str(path))}
 
 
@@ -290,7 +290,7 @@ def test_a_compiler_that_is_named_and_fails_ends_the_build(
 
 
 def test_an_installed_wheel_needs_no_more_than_it_declares(built: Built, tmp_path: Path) -> None:
-    """Nor do its kernels need torch, when JAX calls them."""
+    """The kernels do not need torch either, when JAX calls them."""
     visible = tmp_path / "declared"
     visible.mkdir()
     for name in declared(built.wheel):

@@ -105,7 +105,7 @@ def test_passages(run, tmp_path):
     lines = run("passages", folder, "h i j k l m n o", "a.txt", "b.txt", "--best", 2).splitlines()
     score, place, text = lines[0].split("  ")
     assert (place, text) == ("b.txt:0-15", "h i j k l m n o")
-    assert float(score) > 0.99  # the query has the passage's own words, and its special tokens are averaged too
+    assert float(score) > 0.99  # the query equals the passage's words; special tokens are averaged too
     assert len(lines) == 2
     lines = run("passages", folder, "a b.", "--best", 9).splitlines()  # everything is known
     assert sorted(line.split("  ")[1] for line in lines) == ["a.txt:0-6", "a.txt:16-20", "a.txt:7-15", "b.txt:0-15"]

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def environment(folder: Path, source: str | None) -> Path:
-    """A folder like a virtual environment with the package from `source`; its Python notes calls of pip and makes none."""
+    """A folder like a virtual environment with the package from `source`; its Python records calls of pip only."""
     site, venv = folder / "site", folder / "venv"
     (venv / "bin").mkdir(parents=True)
     if source is not None:

@@ -33,7 +33,7 @@ def test_the_reach_is_the_smallest_distance_that_is_certified(slope: float, uppe
     (0.0, 1.0, 0.0, 0.1), (-0.5, 1.0, 0.0, 0.1), (0.5, 1.0, 0.0, 0.0), (0.5, math.inf, 0.0, 0.1), (0.5, math.nan, 0.0, 0.1),
     (0.5, 1.0, -math.inf, 0.1), (math.nan, 1.0, 0.0, 0.1), (5e-324, 1.0, 0.0, 0.1),
 ])  # fmt: skip
-def test_what_cannot_be_certified_has_no_reach(numbers: tuple[float, float, float, float]) -> None:
+def test_inputs_without_a_certificate_have_no_reach(numbers: tuple[float, float, float, float]) -> None:
     assert reach(*numbers) == UNLIMITED
 
 

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 WITH_BLOCKS = [path for path in DOCUMENTS if "```python\n" in path.read_text("utf-8")]
 ALSO = [ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "results/README.md")]
-MAX_COLUMNS = 120  # of the README, which is read in terminals too
+MAX_COLUMNS = 120  # of the README, which is also read in terminals
 WITH_EXAMPLES = [path for path in sorted((ROOT / "alibi_attn").rglob("*.py")) if ">>> " in path.read_text("utf-8")]
 
 

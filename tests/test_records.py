@@ -1,4 +1,4 @@
-"""Records: what is written is what is read, whole or not at all, and never twice."""
+"""Records: reading returns exactly what was written, writes are atomic, and duplicates are detected."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ def record() -> Record:
     )
 
 
-def test_what_is_saved_is_what_is_loaded(record: Record, tmp_path: Path) -> None:
+def test_a_loaded_model_equals_the_saved_one(record: Record, tmp_path: Path) -> None:
     path = records.save(record, tmp_path / "deep" / "records")
     assert records.load(path) == record
     assert path.name.startswith("training-quick-alibi-128-seed-0-")
@@ -129,7 +129,7 @@ def test_a_damaged_record_is_refused_with_its_path(damage, words, record: Record
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_what_is_no_json_is_refused_with_its_path_and_the_reason(name: str, tmp_path: Path) -> None:
+def test_invalid_json_is_refused_with_its_path_and_the_reason(name: str, tmp_path: Path) -> None:
     content, reason = DAMAGED[name]
     path = tmp_path / "x.json"
     path.write_bytes(content)
@@ -168,7 +168,7 @@ BY_LENGTH = {
         (("curves", "by_length", "word", 0), {}, "word has {} but a column holds numbers, texts and null"),
     ],
 )
-def test_what_nobody_can_have_measured_is_refused_with_its_path(place, value, words, record, tmp_path) -> None:
+def test_impossible_measurements_are_refused_with_their_path(place, value, words, record, tmp_path) -> None:
     path = records.save(dataclasses.replace(record, curves={"by_length": BY_LENGTH}), tmp_path)
     assert records.load(path).curves == {"by_length": BY_LENGTH}  # with the rounding of sums
     data = json.loads(path.read_text())
@@ -181,7 +181,7 @@ def test_what_nobody_can_have_measured_is_refused_with_its_path(place, value, wo
         records.load(path)
 
 
-def test_what_is_too_large_to_be_read_is_not_written(record: Record, tmp_path: Path) -> None:
+def test_records_too_large_to_be_read_are_not_written(record: Record, tmp_path: Path) -> None:
     path = records.save(dataclasses.replace(record, metrics={"perplexity": 1e200}), tmp_path)
     assert records.load(path).metrics == {"perplexity": None}
 

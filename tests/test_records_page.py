@@ -1,4 +1,4 @@
-"""Every record is listed in results/README.md, and every picture and table of the documents is what the records say."""
+"""Every record is listed in results/README.md, and every figure and table of the documents matches the records."""
 
 import importlib.util
 import re
@@ -13,7 +13,7 @@ LETTERS = re.compile(r"<text.*?>(.*?)</text>", re.DOTALL)
 
 
 def patterns() -> list[str]:
-    """What the table of results/README.md lists."""
+    """The records listed in results/README.md's table."""
     rows = (
         (ROOT / "results" / "README.md").read_text(encoding="utf-8").split("## Which are here")[1].split("\nOldest")[0]
     )
@@ -55,7 +55,7 @@ def test_tables_of_the_documents_are_what_the_records_say(from_records):
 
 
 def test_pictures_of_the_documents_are_what_the_records_say(from_records):
-    """Compared by their words and by how many points they have: where a curve lies to a pixel is matplotlib's."""
+    """Compares words and numbers of points: exact pixel positions depend on matplotlib."""
     for name in from_records.PICTURES:
         kept = (ROOT / "docs" / f"{name}.svg").read_text(encoding="utf-8")
         drawn = from_records.drawn(name)

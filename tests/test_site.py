@@ -1,4 +1,4 @@
-"""`make docs` builds the site without a warning, and a page that leads nowhere fails it."""
+"""`make docs` builds the site without a warning, and a broken link fails it."""
 
 import importlib.util
 import re
@@ -17,7 +17,7 @@ needs_sphinx = pytest.mark.skipif(
 
 
 def build(source: Path, out: Path) -> subprocess.CompletedProcess[str]:
-    """What the Makefile runs, elsewhere."""
+    """Runs the Makefile's command with another output folder."""
     line = re.search(
         r"^\t\$\(BIN\)/python -m (sphinx .*) docs build/site$", (ROOT / "Makefile").read_text("utf-8"), re.M
     )

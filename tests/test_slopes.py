@@ -1,4 +1,4 @@
-"""Slopes against numbers typed from the paper, the authors' rule for every head count, and the code of BLOOM and MPT."""
+"""Slopes compared with the paper's numbers, the authors' rule for every head count, and the code of BLOOM and MPT."""
 
 import math
 
@@ -25,7 +25,7 @@ HEADS = [1, 2, 3, 6, 8, 12, 16, 20, 32, 40, 71, 112]
 
 
 def authors_rule(num_heads: int) -> list[float]:
-    """The rule as the authors' code states it: a recursion in Python floats, one product at a time."""
+    """The rule of the authors' code: a recursion in Python floats, one product at a time."""
     exponent = math.log2(num_heads)
     if exponent.is_integer():
         ratio = 2.0 ** -(2.0 ** -(exponent - 3))
@@ -118,7 +118,7 @@ def test_a_tensor_parallel_rank_takes_its_slice():
         ({"num_heads": 8, "rule": "paper"}, ValueError, "'authors', 'formula'"),
     ],
 )
-def test_wrong_arguments_are_told_what_is_allowed(arguments, error, message):
+def test_errors_for_wrong_arguments_say_what_is_allowed(arguments, error, message):
     with pytest.raises(error, match=message):
         alibi_slopes(**arguments)
 

@@ -1,4 +1,4 @@
-"""Strict JSON: what JSON is, and one error with a reason for everything else."""
+"""Strict JSON: valid JSON is read, and everything else raises one error with a reason."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ VALUES = PLAIN | st.floats(allow_nan=False, allow_infinity=False)
 
 @settings(max_examples=50)
 @given(st.recursive(VALUES, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
-def test_what_json_writes_is_read(value: object) -> None:
+def test_values_written_by_json_are_read(value: object) -> None:
     assert parse(json.dumps(value).encode()) == value
 
 

@@ -100,7 +100,7 @@ class TutorialBias(nn.Module):
 
 
 class TutorialAttention(nn.Module):
-    """The layer that comes with it: `o_proj`, `attention_mask`, and a pair of tensors for decoding."""
+    """The layer that accompanies it: `o_proj`, `attention_mask`, and a pair of tensors for decoding."""
 
     def __init__(self, d_model: int, num_heads: int, max_seq_len: int, dropout: float = 0.0) -> None:
         super().__init__()

@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 MAX_NAME = 80
-OTHER_FOLDERS = {"support", "data"}  # what tests import, and what they read
+OTHER_FOLDERS = {"support", "data"}  # modules that tests import, and files that they read
 
 
 def assert_tests_mirror_the_package(root: Path) -> None:

@@ -1,4 +1,4 @@
-"""Attention from several Python threads, in DataLoader workers after it has run, and `alibi run` under `accelerate launch`."""
+"""Attention from several Python threads, in DataLoader workers after a first call, and under `accelerate launch`."""
 
 import os
 import shutil
@@ -51,7 +51,7 @@ class Attended(Dataset[Tensor]):
 @pytest.mark.timeout(120)
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 def test_dataloader_workers_attend_after_their_parent_did() -> None:
-    """Workers are forks with one thread. A plain fork with more threads hangs in libgomp, with any operator of torch."""
+    """Workers are forks with one thread. A fork with more threads hangs in libgomp, with any operator of torch."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     expected = [gradients(seed, "native") for seed in range(CALLS)]
@@ -98,7 +98,7 @@ print("right")
 
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 def test_native_on_its_own_threads_gives_the_same_bits_in_threads_and_forks() -> None:
-    """As without torch's OpenMP: on macOS, on Windows, and in JAX alone."""
+    """Simulates the absence of torch's OpenMP: macOS, Windows, and JAX alone."""
     command = [sys.executable, "-W", "ignore", "-c", OWN_THREADS]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
     assert done.returncode == 0, done.stderr

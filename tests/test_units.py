@@ -1,4 +1,4 @@
-"""Conversions against numbers typed from elsewhere."""
+"""Conversions compared with published numbers."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Threads are few in tests, so that files run side by side."""
+"""Tests use few threads, so that files can run in parallel."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ def _seeded() -> None:
 
 @pytest.fixture(autouse=True)
 def _compiled(request: pytest.FixtureRequest) -> None:
-    """The C++ kernels need a compiler, which not every machine has; there `banded` takes their place."""
+    """Skips tests of the C++ kernels on machines without a compiler, where `banded` runs instead."""
     if "native" in request.node.nodeid:
         reason = build.why_not()
         if reason is not None:

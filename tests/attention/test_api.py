@@ -1,4 +1,4 @@
-"""The contract's facts that hold on every backend, and the errors of wrong arguments."""
+"""Facts of the contract that hold on every backend, and the errors for wrong arguments."""
 
 import inspect
 import math
@@ -46,12 +46,12 @@ def test_the_bias_is_typed_out() -> None:
         {"slopes": [0.5], "query_len": 3, "causal": False, "right_slopes": [0.5, 1.0]},
     ],
 )
-def test_the_bias_refuses_what_it_cannot_mean(arguments: dict) -> None:
+def test_the_bias_refuses_meaningless_arguments(arguments: dict) -> None:
     with pytest.raises(ValueError):
         alibi_bias(**arguments)
 
 
-def test_the_bias_is_told_lengths_and_no_tensors() -> None:
+def test_the_bias_takes_lengths_and_no_tensors() -> None:
     with pytest.raises(TypeError, match="query_len must be an integer, a number of positions, but is Tensor"):
         alibi_bias([0.5], torch.ones(1, 3))
     assert alibi_bias([0.5], np.int64(3)).shape == (1, 3, 3)
@@ -140,7 +140,7 @@ def test_second_derivatives_are_refused(backend: str) -> None:
 
 
 @every_backend
-def test_the_same_bits_twice_and_in_any_company(backend: str) -> None:
+def test_results_are_bit_identical_twice_and_in_any_batch(backend: str) -> None:
     q, k, v = draw(b=3, t=300, dtype=torch.float32)
     slopes = torch.tensor([4.0, 1.0, 0.25, 0.1])
     once, again = (alibi_attention(q, k, v, slopes, backend=backend) for _ in range(2))
@@ -218,7 +218,7 @@ WAYS_OF_CALLS = [{"causal": False, "right_slopes": [0.5, math.inf]}, {"key_mask"
     ids=repr,
 )
 def test_nothing_goes_to_a_device_or_comes_from_it(slopes: object, options: dict) -> None:
-    """Either would wait for all that a GPU still has to do, at every call. A tensor without a place stands for a device's."""
+    """A transfer would synchronize with the GPU in every call. A meta tensor stands in for a device's."""
     tensors = draw(2, 2, t=300, dtype=torch.float32)
     query, key, value = (x.to("meta") for x in tensors)
     for name, dtype in (("key_mask", torch.bool), ("segment_ids", torch.int64)):
@@ -240,7 +240,7 @@ def test_nothing_goes_to_a_device_or_comes_from_it(slopes: object, options: dict
 
 
 def test_cached_slopes_do_not_change_with_the_array_of_a_caller() -> None:
-    """Neither inference mode nor what a caller does with its array changes them; a compiled graph has no constant."""
+    """Neither inference mode nor writing to the caller's array changes them; a compiled graph has no constant."""
     slopes = np.array([0.5, 0.25, 0.125, 0.75])
     tensors = draw()
     with torch.inference_mode():
@@ -393,7 +393,7 @@ def test_a_wrong_argument_is_named(name: str) -> None:
 
 
 def test_the_checks_have_the_defaults_of_the_function() -> None:
-    """They stand twice, for readers of either; a change of one that forgets the other is found here."""
+    """The defaults are written twice, for readers' convenience; this test finds a change to only one of them."""
     checked, outside = (inspect.signature(f).parameters for f in (make_spec, alibi_attention))
     assert {name: p.default for name, p in checked.items() if p.kind is not p.VAR_KEYWORD} == {
         name: p.default for name, p in outside.items() if name != "backend"

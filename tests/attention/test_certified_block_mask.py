@@ -1,4 +1,4 @@
-"""A BlockMask for other people's FlexAttention: its blocks and its mask_mod give the attention that `alibi_attention` gives."""
+"""A BlockMask for FlexAttention: its blocks and mask_mod give the same attention as `alibi_attention`."""
 
 import math
 
@@ -22,7 +22,7 @@ LONG = (
 
 
 def kept(mask: BlockMask, block_size: int) -> Tensor:
-    """[B, H, T, S] bool: what stands in the listed blocks, and is not hidden by the mask_mod."""
+    """[B, H, T, S] bool: pairs in the listed blocks that the mask_mod does not hide."""
     b, h, t, s = mask.shape
     count, indices = mask.kv_num_blocks, mask.kv_indices
     listed = torch.zeros(*count.shape, indices.shape[-1] + 1, dtype=torch.bool)
@@ -34,7 +34,7 @@ def kept(mask: BlockMask, block_size: int) -> Tensor:
 
 
 def assert_keeps_what_matters(case: Case, block_size: int, *, steeper: float = 0.0) -> BlockMask:
-    """Attention over what is kept is attention; the mask may be that of slopes that are `steeper`."""
+    """Asserts that attention over the kept pairs equals attention; with `steeper` the mask is for steeper slopes."""
     (query, key, value, slopes), kwargs = arguments(case, torch.float64)
     mask = certified_block_mask(query, key, slopes + steeper, block_size=block_size, **kwargs)
     assert (block_size, block_size) == mask.BLOCK_SIZE
@@ -53,13 +53,13 @@ def assert_keeps_what_matters(case: Case, block_size: int, *, steeper: float = 0
 
 @pytest.mark.parametrize("case", [*CASES, *KEY_BIASES, *LONG], ids=str)
 @pytest.mark.parametrize("block_size", [64, 128, 192])
-def test_what_it_keeps_is_all_that_matters(case: Case, block_size: int) -> None:
+def test_the_kept_pairs_are_all_that_matter(case: Case, block_size: int) -> None:
     mask = assert_keeps_what_matters(case, block_size)
     if case in LONG:
         assert int(mask.kv_num_blocks.sum()) < 0.75 * mask.kv_indices.numel()
 
 
-def test_a_mask_for_other_slopes_is_found_out() -> None:
+def test_a_mask_for_other_slopes_is_detected() -> None:
     case = Case("no slopes", batch=1, heads=2, query_len=500, key_len=500, slopes="zero")
     assert_keeps_what_matters(case, 64)
     with pytest.raises(AssertionError):
@@ -69,7 +69,7 @@ def test_a_mask_for_other_slopes_is_found_out() -> None:
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning", "error:.*without torch.compile.*")
 def test_flex_attention_with_it_is_alibi_attention() -> None:
-    """Compiled, with a score_mod of the user's own: both directions, grouped heads, a window, a key mask, segments, biases."""
+    """Compiled, with a user's score_mod: both directions, GQA, a window, a key mask, segments, biases."""
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(2, 4, 520, 32, generator=generator)
     k, v = torch.randn(2, 2, 2, 520, 32, generator=generator).unbind(0)
@@ -99,7 +99,7 @@ def test_blocks_are_whole_tiles(block_size: object) -> None:
         certified_block_mask(q, q, block_size=block_size)
 
 
-def test_what_alibi_attention_refuses_it_refuses() -> None:
+def test_it_refuses_the_same_arguments_as_alibi_attention() -> None:
     q = torch.randn(1, 2, 70, 16)
     with pytest.raises(ValueError, match="pass alibi_slopes"):
         certified_block_mask(q, q, [0.5])

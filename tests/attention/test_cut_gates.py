@@ -1,4 +1,4 @@
-"""Gates that close entirely, −inf or a huge number: what follows is what it is without anything before, to the last digit."""
+"""Gates that close entirely, −inf or very negative: later results are as if nothing came before, in every digit."""
 
 import dataclasses
 import math
@@ -24,7 +24,7 @@ def draw(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
 
 
 def piece_by_piece(inputs: list[torch.Tensor], **options: torch.Tensor) -> list[torch.Tensor]:
-    """(output, lse) of every piece between cuts, computed alone in fp64."""
+    """(output, lse) of every piece between cuts, computed separately in fp64."""
     parts = []
     for low, high in zip((0, *CUTS), (*CUTS, LENGTH), strict=True):
         part = [x[:, :, low:high].double() for x in inputs]
@@ -60,7 +60,7 @@ def test_nothing_passes_a_cut_and_later_gates_keep_their_digits(backend: str, cl
 
 @pytest.mark.parametrize("backend", WITH_KEY_BIAS)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e4, 1e8, 1e18])
-def test_what_lies_before_a_cut_is_never_used(backend: str, bad: float) -> None:
+def test_keys_before_a_cut_are_never_used(backend: str, bad: float) -> None:
     inputs = with_cuts(draw(), -math.inf)
     spoiled = [x.clone() for x in inputs]
     spoiled[1][0, 0, 100] = spoiled[2][1, 1, 30] = bad
@@ -127,7 +127,7 @@ def test_cuts_of_single_heads_hide_what_is_large(backend: str, large: str, hidde
         )
         kept = [x[1, 2, 150:] for x in (output, lse)]
         gradients = list(torch.autograd.grad(kept, leaves, [x.detach().cos() for x in kept]))
-        if large == "NaN":  # head 3 sees it everywhere, which is an answer of NaN and gradients of NaN
+        if large == "NaN":  # head 3 sees it everywhere, so its output and gradients are NaN
             gradients = [gradients[0][1, 2, 151:], gradients[3][1, 2, 151:]]
         found.append([output.nan_to_num(7.0), lse.nan_to_num(7.0), *gradients])
     assert found[0][0][1, 2, 150:].abs().max() < 10

@@ -1,4 +1,4 @@
-"""Decoding with remembered norms: the outputs of full attention, from the keys within reach alone."""
+"""Decoding with remembered norms: equals full attention, although only keys within reach are read."""
 
 import math
 import random
@@ -22,7 +22,7 @@ SIZES = [(1, 1500, None), (5, 1503, None), (1, 1472, 300), (16, 90, None), (3, 3
 
 @pytest.fixture(params=["kernel", "slices"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways on a CPU: the kernel, and what stands in for it without a compiler."""
+    """Both implementations on a CPU: the kernel, and the fallback without a compiler."""
     if request.param == "slices":
         monkeypatch.setattr(decoding, "has_kernel", lambda *tensors: False)
     return request.param
@@ -101,7 +101,7 @@ def test_slopes_of_each_sequence_and_what_else_is_in_the_batch() -> None:
 
 @pytest.mark.usefixtures("way")
 def test_far_keys_are_not_read() -> None:
-    """They may be anything, NaN even, once their norms are remembered."""
+    """They may have any value, even NaN, once their norms are remembered."""
     query, key, value = draw(1, 6000, batch=1)
     steep = SLOPES.clamp(min=0.02)
     known_norms = Norms.of(key, value)
@@ -126,7 +126,7 @@ def test_keys_read_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     decoding.attend_near(query, key, value, SLOPES, known_norms)
     spec = make_spec(query, key, value, SLOPES)
     reach = bounds.bounds(spec, query, key, value, tile_norms=known_norms.tile_norms(key, value)).left.amax(-1)
-    most = (2 * reach).clamp(min=decoding.FEW)  # to the next power of two, and few keys with others
+    most = (2 * reach).clamp(min=decoding.FEW)  # rounded up to a power of two; short ranges are padded
     assert int(reach.sum()) <= sum(read) <= int(most.sum())
     assert sum(read) < 0.25 * 8 * 16384
     read.clear()
@@ -185,7 +185,7 @@ def test_dropped_mass_never_exceeds_the_tolerance_under_padding(start: int, monk
 
 
 def gates_of(seed: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """Gates that let far keys fade, slowly or soon; some never change anything, some are all but shut."""
+    """Gates that let far keys fade, slowly or quickly; some are fully open, some almost closed."""
     generator = torch.Generator().manual_seed(seed)
     gates = torch.nn.functional.logsigmoid(torch.randn(shape, generator=generator) + 6 * (seed % 7) / 6)
     kind = torch.rand(shape, generator=generator)
@@ -279,8 +279,8 @@ def test_lengths_grow_shrink_and_move_with_the_cache() -> None:
     assert bool((keys <= norms * 1.001).all())
 
 
-# Of 2,600 positions: padding on the left, on the right (finished, or its newest masked), on both sides, all of it, and little
-# that is seen; and a row without any.
+# Of 2,600 positions: padding on the left, on the right (finished, or the newest masked), on both sides, everywhere, few
+# visible keys; and a row without any.
 RUNS = [(0, 2600), (37, 2600), (1500, 2600), (0, 2599), (5, 2590), (64, 1900), (700, 760), (2597, 2600), (0, 0)]
 
 
@@ -302,7 +302,7 @@ def test_runs_are_read_from_a_mask_without_holes() -> None:
 def test_padded_rows_get_what_full_attention_gives_under_a_mask(case: str, queries: int, window: int | None) -> None:
     query, key, value = draw(queries, 2600, batch=len(RUNS))
     mask = masked(RUNS, 2600)
-    if case == "hidden":  # may be anything
+    if case == "hidden":  # may have any value
         for x in (key, value):
             x.masked_fill_(~mask[:, None, :, None], math.nan)
     elif case == "sinks":
@@ -322,12 +322,12 @@ def test_padded_rows_get_what_full_attention_gives_under_a_mask(case: str, queri
 
 
 def test_a_padded_row_reads_as_much_as_without_padding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every row its own reach, however the rows differ; also a finished one, from the last key that it may see."""
+    """Each row has its own reach, however rows differ; also a finished one, from its last visible key."""
     query, key, value = draw(1, 16384, batch=1, kv_heads=8)
     norms = Norms.of(key, value)
     spec = make_spec(query, key, value, SLOPES)
     (alone,) = decoding.needed_keys(spec, query, key, value, norms, [(0, 16384)])
-    # The same tokens behind, before and between padding, which holds far larger keys and values.
+    # The same tokens after, before and between padding, which has far larger keys and values.
     runs, shifts = [(3000, 19384), (0, 16384), (70, 16454)], [3000, 0, 70]
     padded = [torch.full((3, 8, 19384, 16), 1e3) for _ in range(2)]
     for b, shift in enumerate(shifts):
@@ -337,6 +337,6 @@ def test_a_padded_row_reads_as_much_as_without_padding(monkeypatch: pytest.Monke
     spec = make_spec(many, *padded, SLOPES)
     rows = decoding.needed_keys(spec, many, *padded, Norms.of(*padded), runs)
     assert sum(alone.needed) < 0.25 * 8 * 16384
-    for row in rows:  # but for the tiles, which hold other keys together
+    for row in rows:  # up to tiles, which group other keys
         assert sum(row.needed) <= 1.02 * sum(alone.needed)
         assert {tile for tiles in row.outlier_tiles for tile in tiles} == {-1}

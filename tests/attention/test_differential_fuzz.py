@@ -1,4 +1,4 @@
-"""Random calls of the whole contract, against float64 number by number; and proofs that the checker finds wrong answers."""
+"""Random calls of the whole contract, compared with float64; and proofs that the checker finds wrong results."""
 
 import dataclasses
 
@@ -23,11 +23,11 @@ from alibi_attn.attention.validation import make_spec
 
 # Seeds of each backend; all backends meet the first ones.
 DRAWS = {"reference": 100, "dense": 100, "banded": 150, "native": 200}
-# What draws like these have found, made plain: negative slopes, a negative scale, scores that are recomputed with other roundings
-# than they had, keys out of sight, inputs at the end of fp32, huge numbers where nobody looks, gradients that come as NaN for
-# nothing, nothing at all, log-sum-exps merged one after another, biases of keys that only some queries of a block see, NaN
-# whose weights are all dropped, and (no fault of ours) outputs that dropout makes larger than fp16 holds. Then extreme
-# biases and gates that some queries of a block do not see, views with a negative bit, and empty batches.
+# Minimized calls that the fuzz has found: negative slopes, a negative scale, scores recomputed with different rounding,
+# keys out of sight, inputs near the limits of fp32, huge numbers in hidden entries, NaN gradients of unused outputs,
+# empty inputs, log-sum-exps merged one after another, biases of keys that only some queries of a block see, NaN whose
+# weights are all dropped, and (not our error) outputs that dropout scales beyond fp16. Then extreme biases and gates
+# that some queries of a block do not see, views with a negative bit, and empty batches.
 FOUND = (
     Call(seed=0, heads=3, kv_heads=3, query_len=129, key_len=129, head_dim=4, slopes="steep negative"),
     Call(seed=2, query_len=200, key_len=200, head_dim=4, slopes="steep negative"),
@@ -89,7 +89,7 @@ FOUND = (
 
 @pytest.mark.parametrize("call", FOUND, ids=repr)
 @pytest.mark.parametrize("backend", DRAWS)
-def test_what_was_once_wrong_is_right(backend: str, call: Call) -> None:
+def test_calls_that_once_failed_are_right(backend: str, call: Call) -> None:
     assert_agrees(call, backend)
 
 
@@ -154,7 +154,7 @@ def test_the_truth_is_that_of_a_loop_over_queries_and_keys(case: Case) -> None:
 
 
 def test_the_truth_with_dropout_is_that_of_autograd() -> None:
-    """Of a softmax whose weights are multiplied by the factors of the definition."""
+    """Autograd through a softmax whose weights are multiplied by the definition's factors."""
     wide = {"dtype": "float64", "key_bias_as": "float64", "slopes_as": "float64", "tolerance": 0.0}
     call = dataclasses.replace(CHECKED, **wide, dropout_p=0.5, torch_seed=9)
     numbers = arrays(call)
@@ -176,7 +176,7 @@ CHECKED = Call(
 
 
 def test_the_checker_fails_on_answers_to_other_calls() -> None:
-    """Slopes of another head, a window or a position off by one, another mask: everything but the question is the same."""
+    """Another head's slopes, a window or a position off by one, another mask: only the call differs."""
     numbers = arrays(CHECKED)
     assert_right(Question(CHECKED, numbers), answer(CHECKED, numbers, backend="reference"))
     others = {
@@ -201,7 +201,7 @@ def test_the_checker_fails_on_answers_to_other_calls() -> None:
 
 
 def test_the_checker_fails_on_another_dropout() -> None:
-    """Another share, another seed, none, and a mask that is shifted by one."""
+    """Another rate, another seed, no dropout, and a mask that is shifted by one."""
     call = dataclasses.replace(CHECKED, dropout_p=0.3, torch_seed=4)
     numbers = arrays(call)
     question = Question(call, numbers)
@@ -234,7 +234,7 @@ WITH_SINKS = dataclasses.replace(CHECKED, sinks="noise")
 
 
 def test_the_truth_with_sinks_is_that_of_autograd() -> None:
-    """Of an output that is multiplied by σ(lse − sink)."""
+    """Autograd through an output that is multiplied by σ(lse − sink)."""
     wide = {"dtype": "float64", "key_bias_as": "float64", "slopes_as": "float64", "tolerance": 0.0}
     call = dataclasses.replace(WITH_SINKS, **wide)
     numbers = arrays(call)
@@ -284,7 +284,7 @@ def test_the_checker_fails_where_native_skips_more_than_the_tolerance() -> None:
 @pytest.mark.parametrize("shape", ["BHS", "HS", "B1S", "S"])
 @pytest.mark.parametrize("backend", ["dense", "native"])
 def test_the_checker_fails_on_biases_that_lose_their_digits(backend: str, shape: str) -> None:
-    """Rounded to integers, as they would be in fp32 once something had made them 2²³: far from 0, and near one another."""
+    """Biases rounded to integers, as in fp32 near 2²³: far from 0, and close to one another."""
     call = Call(
         seed=4,
         batch=2,
@@ -328,7 +328,7 @@ def test_a_call_is_reproduced_from_its_seed_and_from_its_words() -> None:
 
 
 def test_every_feature_is_drawn() -> None:
-    """In the draws of the suite alone."""
+    """Counts only the draws of the test suite."""
     found = {feature for seed in range(DRAWS["native"]) for feature in features(draw(seed))}
     options = {
         "dtype": ("float64", "bfloat16", "float16"), "slopes": ("published", "batch", "zero", "negative", "steep negative",

@@ -1,4 +1,4 @@
-"""The fuzz's truth has gates and extreme biases right, and finds answers that do not."""
+"""The fuzz's truth is right for gates and extreme biases, and its checker finds wrong results."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ GATED = Call(
 
 @pytest.mark.parametrize("gates", ["open", "isolated", "cuts", "both"])
 def test_the_truth_with_gates_is_that_of_autograd(gates: str) -> None:
-    """Of a softmax whose scores get the sum of the gates between key and query, pair by pair."""
+    """Autograd through a softmax whose scores get the sum of the gates between key and query, pair by pair."""
     call = Call(
         seed=8, dtype="float64", batch=2, heads=4, kv_heads=2, query_len=19, key_len=23, head_dim=8, slopes_as="float64",
         tolerance=0.0, offset=2, gates=gates, gates_as="float64",
@@ -52,7 +52,7 @@ def test_the_truth_with_gates_is_that_of_autograd(gates: str) -> None:
         )
 
 
-def test_a_gate_one_position_too_late_is_found_out() -> None:
+def test_a_gate_one_position_too_late_is_detected() -> None:
     call = GATED
     numbers = arrays(call)
     plain = plainly(call, numbers)
@@ -64,7 +64,7 @@ def test_a_gate_one_position_too_late_is_found_out() -> None:
 
 
 def test_a_bias_out_of_sight_excuses_no_error() -> None:
-    """A key bias of 1e30 that half of the queries see does not make the checker accept errors of the others."""
+    """A key bias of 1e30 that half of the queries see must not make the checker accept errors of the others."""
     call = Call(seed=2, heads=2, kv_heads=2, query_len=60, key_len=60, head_dim=8, key_bias="noise")
     numbers = arrays(call)
     bias = numbers.key_bias.copy()

@@ -1,4 +1,4 @@
-"""Dropout: one mask for one seed in every backend, chunk and part, with the right shares and gradients, in linear memory."""
+"""Dropout: a seed gives the same mask in every backend, chunk and part; shares, gradients and linear memory."""
 
 import dataclasses
 import math
@@ -36,13 +36,13 @@ quiet = pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
 def described(
     *tensors: Tensor, p: float = P, seeds: tuple[int, ...] = (SEED,), origin=(0, 0, 0), **options
 ) -> AttentionSpec:
-    """The description of a call whose first sequence, head and key are numbered by `origin`."""
+    """The AttentionSpec of a call whose first sequence, head and key have the indices in `origin`."""
     seed = torch.tensor([[seed, *origin] for seed in seeds])
     return dataclasses.replace(make_spec(*tensors, **options, dropout_p=p), dropout_seed=seed)
 
 
 def read_mask(backend: str, spec: AttentionSpec, dtype: torch.dtype = torch.float32) -> Tensor:
-    """[B, H, T, S]: which weights a backend keeps, read off values that are 1 for one key each; for D = S and slopes of 0."""
+    """[B, H, T, S]: the weights that a backend keeps, read with one-hot values; for D = S and slopes of 0."""
     key = torch.zeros(spec.batch, spec.num_kv_heads, spec.key_len, spec.head_dim, dtype=dtype)
     query = key.new_zeros(spec.batch, spec.num_heads, spec.query_len, spec.head_dim)
     return attend(spec, query, key, torch.eye(spec.key_len, dtype=dtype).expand_as(key), backend) != 0
@@ -95,7 +95,7 @@ def test_a_batch_of_several_seeds_is_as_many_batches() -> None:
 
 
 def excess(kept: Tensor, p: float) -> dict[str, float]:
-    """By how many standard deviations the mask [B, H, T, S] has too many kept weights, or pairs that are both kept."""
+    """The excess of kept weights, and of pairs that are both kept, in the mask [B, H, T, S], in standard deviations."""
     q, kept = 1 - p, kept.double()
     found = {"share": (kept.mean() - q) / math.sqrt(p * q / kept.numel())}
     both = math.sqrt(q * q * (1 - q * q))
@@ -123,7 +123,7 @@ def test_the_share_is_right_and_nothing_is_correlated(p: float) -> None:
     assert abs(float(agree)) < 4.5 * 0.5 / math.sqrt(masks[0].numel()), "another seed is another mask"
 
 
-def test_a_mask_that_is_not_random_is_found_out() -> None:
+def test_a_mask_that_is_not_random_is_detected() -> None:
     mask = torch.rand(4, 4, 128, 128) >= 0.3
     assert max(map(abs, excess(mask, 0.3).values())) < 4.5
     for wrong in (
@@ -138,7 +138,7 @@ def test_a_mask_that_is_not_random_is_found_out() -> None:
     ("p", "numbers"),
     [(0.5, (2**31, 2.0)), (2.0**-40, (0, 1.0)), (1 - 2.0**-40, (2**32 - 1, 2.0**32)), (0.1, (429496730, None))],
 )
-def test_what_is_dropped_is_made_up_for_exactly(p: float, numbers: tuple[int, float | None]) -> None:
+def test_kept_weights_make_up_for_dropped_ones_exactly(p: float, numbers: tuple[int, float | None]) -> None:
     threshold, factor = dropout_numbers(p)
     assert threshold == numbers[0]
     assert factor * (1 - threshold / 2**32) == pytest.approx(1, rel=1e-15)
@@ -170,7 +170,7 @@ DROPPED = (
 
 
 def with_mask(case: Case, dtype: torch.dtype) -> Answer:
-    """Attention written by hand, with the factors of the definition."""
+    """Handwritten attention, with the factors of the definition."""
     at = positions(case, case.draw())
     of_weights = factors(
         SEED, P, batch=case.batch, heads=case.heads, positions=at, key_len=case.key_len, origin=(2, 1, -5)
@@ -228,7 +228,7 @@ def test_chunks_have_the_mask_of_the_whole(backend: str) -> None:
 
 
 def test_ranks_have_the_masks_of_the_whole() -> None:
-    """Sequences, heads and keys divided among four, by origins; keys merge by log-sum-exp."""
+    """Sequences, heads and keys divided among four ranks, with origins; keys merge by log-sum-exp."""
     q, k, v, m = draw(k=4, t=301, requires_grad=False)
     whole, _ = attend(described(q, k, v, m, return_lse=True), q, k, v, "native")
     for b in range(2):
@@ -244,7 +244,7 @@ def test_ranks_have_the_masks_of_the_whole() -> None:
 
 
 def test_the_same_keys_are_visited_and_the_output_keeps_its_bound() -> None:
-    """‖o − õ‖ ≤ 2R·max‖v‖ / (1 − p), and R, which dropout leaves alone, is within the tolerance."""
+    """‖o − õ‖ ≤ 2R·max‖v‖ / (1 − p), where R, unaffected by dropout, is within the tolerance."""
     q, k, v, _ = draw(h=2, k=2, t=1500, requires_grad=False)
     tolerance, slopes = 1e-4, [0.5, 0.1]
     reaches = [head_reach(q, k, slopes, tolerance=tolerance, dropout_p=p, backend="native") for p in (0.0, 0.9)]
@@ -299,7 +299,7 @@ def test_a_checkpoint_draws_the_same_again(reentrant: bool) -> None:
 
 @quiet
 def test_compiled_code_drops_alike_forward_and_backward() -> None:
-    """The output is linear in the values: do·o = dv·v, if both passes have one mask."""
+    """The output is linear in the values: do·o = dv·v, if both passes use the same mask."""
     q, k, v, m = draw(b=1, t=200)
     compiled = torch.compile(
         lambda *x: alibi_attention(*x, dropout_p=P, backend="native"), fullgraph=True, backend="aot_eager"
@@ -318,7 +318,7 @@ def test_compiled_code_drops_alike_forward_and_backward() -> None:
 
 
 @every_backend
-def test_entries_of_vmap_drop_alike_only_where_they_are_told_to(backend: str) -> None:
+def test_entries_of_vmap_share_a_mask_only_if_requested(backend: str) -> None:
     q, k, v, m = (x[:1].expand(3, *x.shape[1:]) for x in draw(3, t=40, requires_grad=False))
 
     def one(*x: Tensor) -> Tensor:
@@ -338,7 +338,7 @@ def test_entries_of_vmap_drop_alike_only_where_they_are_told_to(backend: str) ->
     assert_close([vmap(one, randomness="different")(q, k, v, m)], [expected])
 
 
-# Who runs it, and what it takes.
+# Backend selection and memory.
 
 
 def test_the_kernels_are_picked_at_every_length() -> None:
@@ -372,7 +372,7 @@ print((peak() - before) / 2**10)
 
 
 def test_native_memory_is_linear_in_the_length() -> None:
-    """16,384 tokens of two heads: one bit a weight would be 64 MiB, one float 2 GiB."""
+    """16,384 tokens of two heads: one bit per weight would be 64 MiB, one float 2 GiB."""
     done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)
     assert float(done.stdout) < 60, f"{done.stdout.strip()} MiB"
 
@@ -383,7 +383,7 @@ def test_attacks_on_the_certificate_stay_within_the_bound_with_dropout() -> None
     assert sum(share > 0 for _, share in found) >= 50, "an attack on nothing: too few draws skip a key"
 
 
-def test_a_certificate_that_claims_too_much_is_found_out_with_dropout() -> None:
+def test_a_certificate_that_claims_too_much_is_detected_with_dropout() -> None:
     def careless(spec: AttentionSpec, *tensors: Tensor) -> Tensor:
         return native_keys(dataclasses.replace(spec, tolerance=min(0.99, spec.tolerance * 100)), *tensors)
 

@@ -1,4 +1,4 @@
-"""A large key bias, a nearly closed gate or an extreme slope costs no row its digits, wherever in a block it stands."""
+"""A large key bias, a nearly closed gate or an extreme slope costs no row its accuracy, at any place in a block."""
 
 import math
 
@@ -29,7 +29,7 @@ def test_banded_takes_extreme_slopes(seed: int) -> None:
 
 @pytest.mark.parametrize("backend", [*WITH_KEY_BIAS, "banded"])
 def test_products_beyond_fp32_are_not_a_number(backend: str) -> None:
-    """No backend returns a finite number where it cannot know which; one step below overflow all of them are right."""
+    """No backend returns a wrong finite number; one step below overflow all of them are right."""
     q, k, v = torch.randn(3, 1, 2, 150, 16, generator=torch.Generator().manual_seed(3))
     assert bool(alibi_attention(q * 1e20, k * 1e20, v, [0.5, 0.01], backend=backend).isnan().any(-1).all())
     found = alibi_attention(q * 1e18, k * 1e18, v * 1e37, [0.5, 0.01], backend=backend)
@@ -53,7 +53,7 @@ def test_outputs_do_not_depend_on_the_number_of_threads() -> None:
 @pytest.mark.parametrize("backend", WITH_KEY_BIAS)
 @pytest.mark.parametrize("slopes", [None, [0.5, 2.0**-8]])
 def test_a_nearly_closed_gate_cuts_documents(backend: str, slopes: list[float] | None) -> None:
-    """Every row is as accurate as with a cut of −60, which leaves just as little of what stands before it."""
+    """Every row is as accurate as with a cut of −60, which leaves as little weight on earlier keys."""
     draw = torch.Generator().manual_seed(0)
     q, k, v, grad = torch.randn(4, 1, 2, 330, 32, generator=draw)
     gates = torch.nn.functional.logsigmoid(torch.randn(1, 2, 330, generator=draw) + 4)
@@ -108,7 +108,7 @@ def test_a_certificate_still_skips_where_gates_cut() -> None:
 
 
 def test_an_lse_that_fp32_cannot_hold_is_finite() -> None:
-    """−inf is for queries that see nothing: the gradients of the others are not lost."""
+    """−inf is only for queries that see nothing: other queries keep their gradients."""
     q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, 1, 8, 16).unbind(0))
     seen = torch.arange(8)[None] < 2
     out, lse = alibi_attention(q, k, v, [3e38], key_mask=seen, return_lse=True, backend="native")
@@ -118,8 +118,8 @@ def test_an_lse_that_fp32_cannot_hold_is_finite() -> None:
     torch.testing.assert_close(of_values[0, 0, :, 0], torch.tensor([1.0, 7, 0, 0, 0, 0, 0, 0]))
 
 
-def test_a_wrong_answer_is_found_out() -> None:
-    """A bias that is rounded with the scores; a window off by one; a cut that is forgotten."""
+def test_wrong_results_are_detected() -> None:
+    """A bias rounded with the scores; a window off by one; a forgotten cut."""
 
     def rounded(q, k, v, m, *, key_bias, **options):
         return alibi_attention(q, k, v, m, key_bias=key_bias + 1e6, **options)
@@ -141,7 +141,7 @@ def test_a_wrong_answer_is_found_out() -> None:
         assert failed > 5, f"{wrong.__name__}: {failed} of {len(calls)}"
 
 
-def test_draws_hold_what_they_should() -> None:
+def test_draws_cover_extremes_and_every_option() -> None:
     calls = [random_call(seed) for seed in range(300)]
     assert any(bool((call.slopes.abs() > 1e30).any()) for call in calls)
     biases = [call.options["key_bias"] for call in calls if "key_bias" in call.options]
@@ -157,7 +157,7 @@ def test_draws_hold_what_they_should() -> None:
 
 @pytest.mark.parametrize("backend", ["dense", "native"])
 def test_biases_that_differ_by_a_hundred_cost_a_query_no_digits(backend: str) -> None:
-    """A query that sees one key has that key's score as its lse, to a few units of fp32, whatever biases others see."""
+    """A query that sees one key has its score as lse, to a few units of fp32, whatever biases others see."""
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 1, 256, 8)
     bias = 60 * torch.rand(256, dtype=torch.float64)

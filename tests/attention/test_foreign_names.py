@@ -1,4 +1,4 @@
-"""An argument of another library's attention raises a TypeError that names ours, and no signature shows how."""
+"""Another library's argument name raises a TypeError that names ours, and signatures do not list it."""
 
 import inspect
 

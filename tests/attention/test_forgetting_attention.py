@@ -1,4 +1,4 @@
-"""forgetting_attention: the formula, what equals what, its digits at great length, and what it refuses."""
+"""forgetting_attention: its formula, equivalences, accuracy at great length, and errors."""
 
 import math
 
@@ -21,7 +21,7 @@ def draw(
 
 
 def by_hand(query, key, value, log_fgate, slopes=None, *, window=None, key_mask=None, segment_ids=None, key_bias=None):
-    """The paper's formula gate by gate, in fp64: (output, lse)."""
+    """The paper's formula, gate by gate, in fp64: (output, lse)."""
     group, (h, t), s = query.shape[1] // key.shape[1], query.shape[1:3], key.shape[2]
     query, key, value, gates = (x.double() for x in (query, key, value, log_fgate))
     gates = gates.repeat_interleave(h // gates.shape[1], 1)
@@ -103,7 +103,7 @@ def test_a_constant_gate_is_alibi(backend: str) -> None:
 
 
 def test_great_length_costs_no_digits() -> None:
-    """The last queries of 131,072 tokens: sums of gates are 10⁵ there, of which fp32 keeps two digits behind the point."""
+    """The last queries of 131,072 tokens: sums of gates are 10⁵, where fp32 keeps two decimal places."""
     t, s = 64, 131_072
     q, k, v, gates = draw(t, s, h=1, k=1)
     out, lse = forgetting_attention(q, k, v, gates, return_lse=True, backend="native")
@@ -116,7 +116,7 @@ def test_great_length_costs_no_digits() -> None:
 
 
 def test_a_gates_gradient_is_right_at_length() -> None:
-    """It is a sum over all later rows: what one row's rounding leaves must not collect."""
+    """It is a sum over all later rows: rounding errors of single rows must not accumulate."""
     inputs = [x[:1] for x in draw(8192, h=1, k=1, gate_bias=2.0)]
     found = []
     for dtype, backend in ((torch.bfloat16, "native"), (torch.float64, "native")):
@@ -162,7 +162,7 @@ def test_autocast_leaves_gates_alone(dtype: torch.dtype) -> None:
         ({"backend": "banded"}, ValueError, "it has no key_bias"),
     ],
 )
-def test_what_it_refuses(changes: dict, error: type[Exception], said: str) -> None:
+def test_invalid_arguments_are_refused(changes: dict, error: type[Exception], said: str) -> None:
     q, k, v, gates = draw()
     if isinstance(changes.get("log_fgate"), float):
         gates[1, 2, 3] = changes["log_fgate"]

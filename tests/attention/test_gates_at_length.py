@@ -1,4 +1,4 @@
-"""The gate gradients that `tests/support/oracles/gates_at_length.py` compares with are right, and wrong ones are caught."""
+"""The reference gate gradients in `tests/support/oracles/gates_at_length.py` are right; wrong ones are detected."""
 
 from pathlib import Path
 
@@ -10,14 +10,14 @@ from alibi_attn import forgetting_attention, records
 
 
 def test_its_truth_is_the_gradient_of_the_definition() -> None:
-    inputs = gates_at_length.draw(700, 1.0, torch.float64)  # two blocks, and keys that are left out
+    inputs = gates_at_length.draw(700, 1.0, torch.float64)  # two blocks, and skipped keys
     gates = inputs[4].double().requires_grad_()
     output = forgetting_attention(*inputs[:3], gates, backend="reference", tolerance=0.0)
     (expected,) = torch.autograd.grad(output, gates, inputs[3])
     torch.testing.assert_close(gates_at_length.gate_gradient(*inputs), expected, rtol=1e-9, atol=1e-9)
 
 
-def test_it_keeps_what_it_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_record_holds_its_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gates_at_length, "LOGITS", (2.0,))
     gates_at_length.main(tmp_path, 1024)
     (path,) = tmp_path.iterdir()

@@ -1,4 +1,4 @@
-"""A number per key: what may be passed, what is never used, how many digits are kept, and what may be skipped."""
+"""key_bias: its allowed shapes, hidden keys, accuracy, and which keys may be skipped."""
 
 import dataclasses
 import math
@@ -17,7 +17,7 @@ def draw(length: int = 150, heads: int = 4, dim: int = 16) -> tuple[torch.Tensor
 
 
 @pytest.mark.parametrize("backend", WITH_KEY_BIAS)
-def test_what_broadcasts_is_one_bias(backend: str) -> None:
+def test_biases_that_broadcast_are_equal(backend: str) -> None:
     q, k, v = draw()
     bias = torch.randn(2, 4, 150)
     for given in (bias, bias[:1], bias[:, :1], bias[0], bias[0, :1], bias[0, 0]):
@@ -42,7 +42,7 @@ def test_what_broadcasts_is_one_bias(backend: str) -> None:
         ([0.0] * 150, TypeError, "key_bias must be a torch.Tensor but is list"),
     ],
 )  # fmt: skip
-def test_what_it_cannot_be(bias: object, error: type[Exception], said: str) -> None:
+def test_invalid_biases_are_refused(bias: object, error: type[Exception], said: str) -> None:
     q, k, v = draw()
     with pytest.raises(error, match=said):
         alibi_attention(q, k, v, key_bias=bias)
@@ -54,7 +54,7 @@ def test_a_hidden_key_is_never_used(backend: str, bad: float) -> None:
     q, k, v = draw(200)
     bias = torch.where(torch.rand(2, 4, 200) < 0.3, -math.inf, torch.randn(2, 4, 200))
     bias[0, :, 40:70] = -math.inf
-    bias[1, 2] = -math.inf  # a head that sees nothing at all
+    bias[1, 2] = -math.inf  # a head that sees nothing
     leaves = [x.clone().requires_grad_() for x in (q, k, v, bias)]
     out, lse = alibi_attention(*leaves[:3], key_bias=leaves[3], return_lse=True, backend=backend)
     assert bool((out[1, 2] == 0).all())
@@ -146,7 +146,7 @@ def test_the_certificate_holds_for_biases_that_are_made_to_break_it() -> None:
     assert skipping > 40
 
 
-def test_a_certificate_that_forgets_the_bias_is_found_out() -> None:
+def test_a_certificate_that_ignores_the_bias_is_detected() -> None:
     def without(spec, query, key, value):
         return native_keys(dataclasses.replace(spec, key_bias=None), query, key, value)
 
@@ -155,7 +155,7 @@ def test_a_certificate_that_forgets_the_bias_is_found_out() -> None:
 
 
 def test_values_of_hidden_keys_count_for_nothing() -> None:
-    """A far value that is 10⁷ times longer than the near ones may not be skipped, whatever stands in hidden keys beside them."""
+    """A far value 10⁷ times longer than the near ones must not be skipped, whatever hidden keys contain."""
     q = torch.zeros(1, 1, 600, 8)
     v = torch.randn(1, 1, 600, 8, generator=torch.Generator().manual_seed(0))
     bias = torch.zeros(600)
@@ -171,7 +171,7 @@ def test_values_of_hidden_keys_count_for_nothing() -> None:
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_rows_and_columns_of_one_gradient(causal: bool) -> None:
-    """Sums of ds over queries and over keys agree: what all keys get is what all queries got, here the gradient of lse."""
+    """Sums of ds over queries and over keys agree: both total the gradient of lse."""
     q, k, v = draw(400)
     bias = torch.rand(2, 4, 400, dtype=torch.float64).cumsum(-1).mul(0.1).requires_grad_()
     out, lse = alibi_attention(q, k, v, key_bias=bias, causal=causal, return_lse=True, backend="native")
@@ -182,7 +182,7 @@ def test_rows_and_columns_of_one_gradient(causal: bool) -> None:
 @pytest.mark.parametrize("backend", WITH_KEY_BIAS)
 @pytest.mark.parametrize("low", [-1e4, -1e9, torch.finfo(torch.float32).min])
 def test_padding_by_a_large_negative_number_costs_no_digits(backend: str, low: float) -> None:
-    """A soft mask: queries among padded keys too, for all the weight is on keys far from them."""
+    """A soft mask: includes queries among padded keys, whose weight is all on keys far away."""
     q, k, v = draw(300)
     for causal, real in ((True, slice(0, 150)), (False, slice(0, 150)), (False, slice(150, 300))):
         bias = torch.full((300,), low)

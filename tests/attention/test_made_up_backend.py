@@ -1,4 +1,4 @@
-"""A new backend is a file and a row of a table: then it runs by its name, is explained, and passes the conformance cases."""
+"""A new backend is a file and a table row: it then runs by name, is explained, and passes the conformance cases."""
 
 import os
 import shutil

@@ -36,7 +36,7 @@ def oracle(q, k, v, slopes, sinks, *, causal=True, key_mask=None, log_fgate=None
     scores = scores.masked_fill(hidden, -math.inf)
     sink = sinks[:, None, None].expand(*scores.shape[:3], 1)
     blind = (scores == -math.inf).all(-1, keepdim=True)
-    # Of a query without keys only the sink is left; without a sink too, softmax would be NaN.
+    # A query without keys has only the sink; without a sink too, softmax would be NaN.
     weights = torch.cat([scores, sink.masked_fill(blind, 0.0)], -1).softmax(-1)[..., :-1].masked_fill(blind, 0.0)
     return (weights if factors is None else weights * factors) @ v, scores.logsumexp(-1)
 

@@ -1,4 +1,4 @@
-"""toeplitz_attention: a table of distances against a loop over pairs, what equals what, what is kept, and what it refuses."""
+"""toeplitz_attention: compared with a loop over pairs, equivalences, linear memory, and errors."""
 
 import math
 
@@ -69,7 +69,7 @@ def test_distances_of_a_long_table_that_do_not_occur_have_no_gradient() -> None:
 
 
 def test_the_gradient_of_a_table_keeps_its_digits_over_many_pairs() -> None:
-    """Distance 0 has as many pairs as there are queries; in fp64 with half precision inputs, the sum itself must not round."""
+    """Distance 0 has one pair per query; for half-precision inputs the sum itself is in fp64 and must not round."""
     query, key, value, table = (x.to(torch.bfloat16) for x in inputs(4096, 1, 1))
     found = []
     for dtype, backend in ((torch.float32, "native"), (torch.float64, "native")):
@@ -166,7 +166,7 @@ def test_nothing_gives_nothing(query_len: int, key_len: int) -> None:
         ({"backend": "fused"}, "it has no table of distances"),
     ],
 )
-def test_what_it_cannot_do_is_refused_at_the_door(changes: dict, words: str) -> None:
+def test_unsupported_arguments_are_refused_early(changes: dict, words: str) -> None:
     given = dict(zip(INPUTS, inputs(10), strict=True)) | changes
     with pytest.raises((ValueError, TypeError), match=words):
         toeplitz_attention(**given)

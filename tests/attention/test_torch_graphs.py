@@ -1,4 +1,4 @@
-"""Tensors without values, exported programs and compiled graphs: right for the sizes that they are for, and few."""
+"""Fake tensors, exported programs and compiled graphs: right for their sizes, with few recompilations."""
 
 import dataclasses
 
@@ -61,7 +61,7 @@ class Attention(torch.nn.Module):
     [("auto", 6, True), ("auto", 80, False), ("native", 6, False), ("dense", 12, False)],
 )
 def test_an_exported_program_is_right_for_all_sizes(backend: str, t: int, strict: bool) -> None:
-    """Exported at one size, whether the kernels would be worth it there or not, and run at others."""
+    """Exported at one size, whether or not the kernels pay off there, and run at others."""
     batch, length = Dim("batch", min=2, max=64), Dim("length", min=2, max=4096)
     example = tuple(draw(b=3, t=t, requires_grad=False)[:3])
     model = Attention(backend=backend, window=300)
@@ -173,8 +173,8 @@ def test_compiled_transforms_are_right_or_refused() -> None:
     ("backend", "trace"),
     [("dense", "make_fx"), ("native", "make_fx"), ("native", "make_fx symbolic"), ("dense", "torch.jit.trace")],
 )
-def test_what_was_traced_holds_for_other_numbers(backend: str, trace: str) -> None:
-    """Also for numbers that are none, where those of the trace were."""
+def test_a_traced_program_is_right_for_other_numbers(backend: str, trace: str) -> None:
+    """Also for NaN and inf, if the traced inputs had them."""
 
     def attention(q, k, v):
         return alibi_attention(q, k, v, [0.5, 0.25, 0.0, -0.01], backend=backend)
@@ -191,7 +191,7 @@ def test_what_was_traced_holds_for_other_numbers(backend: str, trace: str) -> No
 
 @quiet
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
-def test_backward_compiles_by_itself() -> None:
+def test_backward_compiles_on_its_own() -> None:
     reset()
     leaves = draw()
     exact = gradients(lambda *x: loss(*x, backend="native"), leaves)

@@ -1,4 +1,4 @@
-"""What torch does around a call changes no number: checkpoints, torch.func, hooks, modes, copies and threads."""
+"""torch's checkpoints, torch.func, hooks, modes, copies and threads around a call change no result."""
 
 import copy
 import io
@@ -30,7 +30,7 @@ quiet = pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
 
 
 class Watched(TorchDispatchMode):
-    """Lets every operator through, and notes the names of ours."""
+    """Lets every operator through, and records the names of ours."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Watched(TorchDispatchMode):
 
 @pytest.mark.parametrize("backend", ["banded", "native"])
 def test_dispatch_modes_see_our_operators_and_change_no_bit(backend: str) -> None:
-    """Eager calls pass through none; of random calls of the whole contract every bit is the same."""
+    """Eager calls bypass our operators; random calls of the whole contract are bit-identical under a mode."""
     for seed in range(400, 412):
         call = answerable(draw_call(seed), backend)
         numbers = arrays(call)
@@ -140,7 +140,7 @@ MAPPED = {
 @every_backend
 @pytest.mark.parametrize("name", MAPPED)
 def test_vmap_is_a_loop(backend: str, name: str) -> None:
-    """Forward, gradients by entry (vmap of grad), and gradients of their sum (grad of vmap)."""
+    """Forward, gradients per entry (vmap of grad), and gradients of their sum (grad of vmap)."""
     made, axis = MAPPED[name]
     options = {key: make() for key, make in made.items()}
     q, k, v, m = draw(3, requires_grad=False)
@@ -170,7 +170,7 @@ def test_vmap_is_a_loop(backend: str, name: str) -> None:
 
 @every_backend
 def test_any_axis_may_be_mapped_and_any_input_shared(backend: str) -> None:
-    """Axes at other places, two of them, keys or queries for all, and slopes for all, whose gradients are sums."""
+    """Axes at other positions, two axes, shared keys or queries, and shared slopes, whose gradients are sums."""
     q, k, v, m = draw(2, 3, requires_grad=False, t=20)
 
     def one(q, k, v, m):
@@ -242,7 +242,7 @@ def test_jacobians_are_right_and_forward_mode_and_second_derivatives_are_refused
 
 
 def test_numbers_made_inside_of_a_transform_stay_there() -> None:
-    """Slopes are kept between calls; those of a transform, or of tensors without values, would be no numbers outside."""
+    """Slopes are cached between calls; those of a transform or of fake tensors would be invalid outside."""
     q, k, v, _ = draw(b=1, requires_grad=False)
     for at, slopes in enumerate(([0.51, 0.2, 0.1, 0.3], [0.52, 0.2, 0.1, 0.3])):
         if at == 0:
@@ -341,7 +341,7 @@ def test_the_checkers_notice_a_bit_and_a_number() -> None:
 
 
 def test_torchs_compiler_is_loaded_only_when_something_is_compiled() -> None:
-    """It takes as long to load as torch itself."""
+    """Loading it takes as long as loading torch."""
     program = """
 import sys, torch
 import alibi_attn.distributed, alibi_attn.lab.experiment
@@ -356,6 +356,6 @@ assert "torch._dynamo" in sys.modules, "it is disabled there"
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_what_is_constant_is_marked_as_torch_marks_it() -> None:
+def test_constants_are_marked_as_in_torch() -> None:
     ours, of_torch = constant_when_compiled(lambda: 0), torch.compiler.assume_constant_result(lambda: 0)
     assert vars(ours) == vars(of_torch) != {}

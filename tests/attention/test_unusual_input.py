@@ -1,4 +1,4 @@
-"""Views whose sign is a bit, empty batches and numbers beyond int64 and float64: right, or refused in words."""
+"""Negative-bit views, empty batches and numbers beyond int64 and float64: right results or clear errors."""
 
 import pytest
 import torch
@@ -97,7 +97,7 @@ def test_an_empty_batch_has_empty_gradients(backend: str) -> None:
 
 
 def test_the_kernels_themselves_take_an_empty_batch() -> None:
-    """As an exported program calls them, whose batch is open."""
+    """As called by an exported program with a dynamic batch."""
     if build.why_not() is not None:
         pytest.skip(f"no kernels: {build.why_not()}")
     from alibi_attn.attention.backends.native import backend

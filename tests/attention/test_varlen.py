@@ -1,4 +1,4 @@
-"""Packed sequences: each is the attention of itself alone, forward and backward, whatever stands before and behind it."""
+"""Packed sequences: each equals attention of that sequence alone, forward and backward, whatever its neighbors."""
 
 import dataclasses
 import itertools
@@ -40,7 +40,7 @@ CALLS = (
 
 
 def alone(call: Case) -> list[Case]:
-    """The sequences that are not empty, one by one."""
+    """The nonempty sequences, one by one."""
     lengths = [n for n in LENGTHS if n]
     return [dataclasses.replace(call, batch=1, query_len=n, key_len=n, seed=n) for n in lengths]
 
@@ -50,7 +50,7 @@ def bounds() -> Tensor:
 
 
 def packed(call: Case, dtype: torch.dtype, *, transposed: bool = False) -> dict[str, Tensor]:
-    """The arguments of all sequences together, and the gradients of what comes out; as they are, or as views of [H, N, D]."""
+    """The arguments of all sequences together, and the incoming gradients; unmodified, or as views of [H, N, D]."""
     drawn = [case.draw() for case in alone(call)]
     found = {}
     for name in ("query", "key", "value", "grad_output"):
@@ -66,7 +66,7 @@ def packed(call: Case, dtype: torch.dtype, *, transposed: bool = False) -> dict[
 
 
 def assert_each_alone(call: Case, dtype: torch.dtype, backend: str, *, transposed: bool = False) -> None:
-    """Output, lse and gradients of every sequence against the loop over i and j in float64; none gives another a gradient."""
+    """Compares every sequence with the loop over i and j in float64; none passes a gradient to another."""
     given = packed(call, dtype, transposed=transposed)
     leaves = {name: x.requires_grad_() for name, x in given.items() if not name.startswith("grad")}
     options = {"causal": call.causal, "window": call.window, "scale": call.scale, "backend": backend}
@@ -135,7 +135,7 @@ def test_sequences_are_computed_one_by_one_where_all_scores_of_the_row_would_be_
 
 
 def test_a_packed_row_computes_the_scores_of_its_sequences() -> None:
-    """What `native` visits of a row is what it visits of the sequences alone, but for blocks of 64 that hold a border."""
+    """`native` visits the same keys as for separate sequences, except in blocks of 64 that contain a border."""
     lengths = torch.randint(300, 900, (12,), generator=torch.Generator().manual_seed(0)).tolist()
     q, k, v = (x.transpose(0, 1)[None] for x in draw(sum(lengths)))
     of_tokens = torch.repeat_interleave(torch.arange(12), torch.tensor(lengths))[None]
@@ -161,7 +161,7 @@ def test_no_tokens_give_no_rows(lengths: tuple[int, ...]) -> None:
     assert leaves[1].grad is not None
 
 
-def test_what_is_not_a_number_stays_in_its_sequence() -> None:
+def test_nan_stays_in_its_sequence() -> None:
     q, k, v = draw()
     starts = torch.tensor([0, 13, 40])
     clean = alibi_attention_varlen(q, k, v, starts)
@@ -212,7 +212,7 @@ def test_wrong_arguments_are_refused(changed: dict, error: type[Exception], said
 
 
 def test_one_graph_serves_all_lengths() -> None:
-    """The values of cu_seqlens are part of no graph, nor how many there are."""
+    """The values and the number of cu_seqlens are not part of the graph."""
     torch._dynamo.reset()
     graphs = []
 
@@ -255,7 +255,7 @@ def test_dropout_drops_that_share_of_the_weights() -> None:
     v = torch.ones(n, 4, 16)
     torch.manual_seed(0)
     out = alibi_attention_varlen(q, k, v, torch.tensor([0, 300, n]), [0.0] * 4, causal=False, dropout_p=0.25)
-    # Of 300 and 600 weights each dropped on its own, so a row's sum has a deviation of √(p / (1 − p) / n).
+    # Weights are dropped independently, so a row's sum over n = 300 or 600 has a deviation of √(p / (1 − p) / n).
     assert (out - 1).abs().max() < 6 * math.sqrt(0.25 / 0.75 / 300)
     assert abs(float(out.mean()) - 1) < 6 * math.sqrt(0.25 / 0.75 / 300) / math.sqrt(n * 4)
     assert float(out.std()) > 0.01

@@ -1,4 +1,4 @@
-"""What mypy must say of calls: it reads this file with the package, and an ignore that it does not need is an error."""
+"""Calls for mypy's checks: it reads this file with the package, and an unused ignore is an error."""
 
 from typing import assert_type
 

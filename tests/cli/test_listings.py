@@ -1,4 +1,4 @@
-"""What the command line says before it trains: details of a recipe, the fields of the config, and a plan."""
+"""The command line's listings: details of a recipe, the fields of the config, and a plan."""
 
 import re
 from pathlib import Path

@@ -166,7 +166,7 @@ def test_generate_continues_beyond_the_trained_length_and_is_reproducible(checkp
     assert RUNNER.invoke(app, [*arguments[:-1], "2"]).output != first.output
 
 
-def test_a_paper_item_writes_its_own_page_and_refuses_changes_to_what_it_compares(tmp_path: Path) -> None:
+def test_a_paper_item_writes_its_page_and_refuses_changes_to_its_comparison(tmp_path: Path) -> None:
     arguments = ["run", "figure-10", "--scale", "smoke", "--out", str(tmp_path)]
     result = RUNNER.invoke(app, arguments, env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output

@@ -1,4 +1,4 @@
-"""`alibi run` and `alibi embed` survive 50 deaths at random moments: what they leave has the bits of an undisturbed run."""
+"""`alibi run` and `alibi embed` survive 50 kills at random moments, with bit-identical results."""
 
 import json
 import os

@@ -48,7 +48,7 @@ def assert_like_one_process(name, results, expected):
         assert torch.equal(ours.isinf(), mask), f"{part} is infinite in other rows"
         error = float((ours - x).masked_fill(mask, 0.0).abs().max())
         size = float(x.masked_fill(mask, 0.0).abs().max())
-        # Dropping a share R moves an output by at most 2R·max‖v‖ and lse by R. A gradient is a sum over at most all rows of
+        # Dropping a share R moves an output by at most 2R·max‖v‖ and lse by R. A gradient sums, over at most all rows,
         # terms R·‖do‖·2·max‖v‖ times a query, a key or a distance.
         dropped = {"output": 2 * largest["value"], "lse": 2.0}.get(part)
         if dropped is None:

@@ -59,7 +59,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("name", "kv_heads"), [*((name, 2) for name in CASES), ("causal", 4), ("bias", 4)])
-def test_what_is_not_sent_weighs_no_more_than_the_tolerance(name, kv_heads):
+def test_rows_that_are_not_sent_weigh_no_more_than_the_tolerance(name, kv_heads):
     tensors = drawn(kv_heads=kv_heads)
     halo = plan_halo(*tensors, SLOPES, lengths=LENGTHS, tolerance=2.0**-28, **CASES[name])
     assert_certified(halo, *tensors, SLOPES, **CASES[name])

@@ -1,4 +1,4 @@
-"""Context parallelism under torchrun, with and without accelerate: unequal shards, a rank that hangs, a rank that exits."""
+"""Context parallelism under torchrun, with and without accelerate: unequal shards, a rank that hangs or exits."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Tiny models with random weights: one builder per family, every parameter drawn, so that no head and no bias is idle."""
+"""Tiny models with random weights: one builder per family; every parameter is random, so all have an effect."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Checkpoints from elsewhere: every layout of files is read, every damaged one refused in a sentence that names it."""
+"""Published checkpoints: every file layout is read, and damaged files raise an error that names them."""
 
 import json
 import os
@@ -138,7 +138,7 @@ def test_an_index_does_not_lead_out_of_its_folder(name, tmp_path):
 
 
 @pytest.mark.parametrize("index", [SAFE_INDEX, PICKLED_INDEX])
-def test_shards_hold_what_their_index_says(index, tmp_path):
+def test_shards_match_their_index(index, tmp_path):
     places = write_shards(tmp_path, index)
     (tmp_path / index).write_text(json.dumps({"weight_map": {**places, "c.weight": places["a.weight"]}}))
     with pytest.raises(ValueError, match=r"part-0\.\w+ is damaged: c\.weight is missing"):

@@ -1,4 +1,4 @@
-"""ALiBiForCausalLM as a model of transformers: caches, padding, chunks, generation, training, compiling, copies and folders."""
+"""ALiBiForCausalLM in transformers: caches, padding, chunks, generation, training, compiling, copies, folders."""
 
 import copy
 import functools
@@ -140,7 +140,7 @@ def test_a_token_of_a_long_text_reads_what_is_near(lengths, load, monkeypatch):
     monkeypatch.setattr(decoding, "LONG", 1)
     monkeypatch.setattr(patched_attention, "attend_near", counted)
     close(model(ids[:, 39:], attention_mask=mask, past_key_values=cache).logits, expected)
-    assert len(calls) == 2  # one a layer
+    assert len(calls) == 2  # one per layer
 
 
 def test_embeddings_in_the_place_of_tokens_and_the_last_logits_only(load):
@@ -154,7 +154,7 @@ def test_embeddings_in_the_place_of_tokens_and_the_last_logits_only(load):
         assert torch.equal(model(ids, return_dict=False)[0], expected)
 
 
-def test_what_it_cannot_answer_it_refuses(load):
+def test_unsupported_calls_are_refused(load):
     model, ids = load("jais"), draw(2, 11)
     for wrong, message in (
         ({"output_attentions": True}, "T×S weights"),

@@ -1,4 +1,4 @@
-"""Reading checkpoints of other people: families by names, prefixes and layouts; what is no such folder is one sentence."""
+"""Reading published checkpoints: families by names, prefixes and layouts; other folders raise a clear error."""
 
 import json
 from pathlib import Path
@@ -42,7 +42,7 @@ def test_a_model_saved_without_its_head_is_read_where_the_head_is_its_embeddings
 
 
 def test_every_layout_of_the_same_weights_is_read(tmp_path):
-    """MPT with q, k and v in one map, and in a module with the norms; Refact with keys beside values and gates beside ups."""
+    """MPT with q, k and v in one map, and in a module with norms; Refact with fused keys and values, and fused gates."""
     files = original("mpt-biases")
     expected = logits(files.write(tmp_path / "apart"), files)
     for n in range(2):
@@ -116,7 +116,7 @@ def test_ends_and_generation_options_come_with_the_folder(tmp_path):
     assert_refused(folder, r"generation_config\.json is damaged", normalized_head=False)
 
 
-def test_both_baichuans_are_told_apart_by_their_vocabulary(tmp_path):
+def test_both_baichuans_are_distinguished_by_their_vocabulary(tmp_path):
     files = original("baichuan2")
     assert_refused(
         files.write(tmp_path / "a"),
@@ -231,7 +231,7 @@ def test_configs_that_do_not_fit_are_named(name, options, message, tmp_path):
     assert_refused(files.write(tmp_path), message)
 
 
-def test_other_models_are_told_where_they_belong(tmp_path):
+def test_errors_for_other_models_say_where_they_belong(tmp_path):
     GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=9)).save_pretrained(tmp_path / "gpt2")
     assert_refused(tmp_path / "gpt2", "names of BTLM or Jais, whose model_type is btlm or jais, but .* 'gpt2'")
     BloomConfig(hidden_size=8, n_layer=1, n_head=2).save_pretrained(tmp_path / "bloom")
@@ -248,12 +248,12 @@ def test_other_models_are_told_where_they_belong(tmp_path):
     )
     with pytest.raises(TypeError, match="from_pretrained accepts device_map only for folders"):
         ALiBiForCausalLM.from_pretrained(tmp_path / "jais", device_map="auto")
-    ALiBiForCausalLM.from_pretrained(tmp_path / "jais", trust_remote_code=True, revision="main")  # as people write it
+    ALiBiForCausalLM.from_pretrained(tmp_path / "jais", trust_remote_code=True, revision="main")  # a common call
     with pytest.raises(FileNotFoundError, match="does not exist; pass the folder"):
         ALiBiForCausalLM.from_pretrained(tmp_path / "nowhere")
 
 
-def test_damaged_folders_of_our_own_are_refused(tmp_path):
+def test_damaged_folders_that_we_wrote_are_refused(tmp_path):
     model = ALiBiForCausalLM.from_pretrained(original("mpt-grouped").write(tmp_path / "theirs"))
     model.save_pretrained(tmp_path / "ours")
     weights = checkpoint_files.read_state(tmp_path / "ours")

@@ -1,4 +1,4 @@
-"""ALiBiForCausalLM against the numbers of the original modelling codes, and against their formulas in fp64."""
+"""ALiBiForCausalLM compared with the outputs of the original code, and with its formulas in fp64."""
 
 import dataclasses
 import functools
@@ -41,7 +41,7 @@ def test_another_slope_scale_or_head_would_be_noticed(load):
     files, model = load("baichuan2")
     numbers = files.numbers
     expected = seen(numbers, formula(files.weights, files.config, numbers["input_ids"], numbers["attention_mask"]))
-    with pytest.raises(AssertionError, match="off by"):  # the head as it is stored
+    with pytest.raises(AssertionError, match="off by"):  # the head as stored
         assert_close(seen(numbers, numbers["logits"]), expected)
     for layer in model.layers:
         slopes = layer.attention.alibi_settings.slopes
@@ -55,14 +55,14 @@ def test_another_slope_scale_or_head_would_be_noticed(load):
 @torch.no_grad()
 @pytest.mark.parametrize("name", ROUNDED)
 def test_the_checkpoints_numerics_round_where_the_original_rounds(name, load):
-    """In bf16, where m·j loses units beyond 256 positions: more rows than are computed at a time."""
+    """In bf16, where m·j loses digits beyond 256 positions; the rows exceed one block of the computation."""
     errors = {}
     for numerics in ("exact", "checkpoint"):
         files, model = load(name, dtype=torch.bfloat16, numerics=numerics)
         actual = model(files.numbers["long_input_ids"], logits_to_keep=20).logits
         errors[numerics] = float((actual.float() - files.numbers["long_logits"].float()).abs().mean())
-    # 0 where norms and softmax sum as where the file was made. With shorter vectors a rounding turns over here and there, and
-    # stays: that is a third of what the biases' roundings are to jais, whose slopes have few digits to lose.
+    # 0 if norms and softmax sum in the same order as on the machine that made the file. With shorter vectors,
+    # some roundings differ, by up to a third of the biases' roundings in jais, whose slopes have few digits.
     same = torch.backends.cpu.get_cpu_capability() == "AVX512"
     assert errors["checkpoint"] < (0.2 if same or name != "jais" else 0.5) * errors["exact"]
 
@@ -134,7 +134,7 @@ def test_slopes_are_stretched_as_the_config_says(scaling, load):
 
 @torch.no_grad()
 def test_a_step_with_slopes_by_length_has_those_of_all_keys(tmp_path):
-    """With one layer, whose keys know nothing of slopes; with more, what was cached stays, as in the original."""
+    """One layer, whose keys do not depend on slopes; in more layers cached keys stay unchanged, as in the original."""
     files = original("btlm")
     files.config |= {"alibi_scaling": {"type": "linear", "train_seq_len": 8}, "n_layer": 1}
     files.weights = {name: tensor for name, tensor in files.weights.items() if ".h.1." not in name}

@@ -1,4 +1,4 @@
-"""Long work: batches are sorted and bounded, vectors are those of the texts alone, and what was interrupted goes on."""
+"""Long embedding jobs: batches are sorted and bounded, vectors equal those of single texts, and jobs resume."""
 
 import os
 import signal
@@ -106,7 +106,7 @@ def test_rows_that_are_kept_are_there_after_an_interruption(tmp_path, monkeypatc
         PartialVectors.open(out, "question", (4, 3))
 
 
-def test_what_was_begun_for_another_question_is_refused_and_stays(tmp_path):
+def test_partial_results_of_another_job_are_refused_and_stay(tmp_path):
     out = tmp_path / "vectors.npy"
     begun = PartialVectors.open(out, "question", (4, 3))
     PartialVectors.open(out, "another", (4, 3))  # of which nothing was done
@@ -138,7 +138,7 @@ def test_damaged_partial_results_are_one_sentence_and_never_filled_up(name, cont
         PartialVectors.open(tmp_path / "v", "q", (4, 3))
 
 
-def test_a_file_of_others_beside_the_output_stays(tmp_path):
+def test_other_files_next_to_the_output_stay(tmp_path):
     (tmp_path / "v.partial").write_text("mine")
     with pytest.raises(FileExistsError, match=r"exists without v\.partial\.json"):
         PartialVectors.open(tmp_path / "v", "q", (4, 3))
@@ -165,7 +165,7 @@ def test_an_output_is_claimed_by_one_writer_at_a_time(tmp_path):
             pass
         begun = PartialVectors.open(out, "q", (4, 3))
         begun.put([0], ROWS[:1])
-    with claimed(out):  # what was begun is continued
+    with claimed(out):  # partial results are continued
         resumed = PartialVectors.open(out, "q", (4, 3))
         resumed.put([1, 2, 3], ROWS[1:])
         resumed.finish()
@@ -175,7 +175,7 @@ def test_an_output_is_claimed_by_one_writer_at_a_time(tmp_path):
 
 
 @pytest.mark.parametrize("left", [("v.partial", "v.partial.json"), ("v.partial",)])
-def test_what_a_run_leaves_that_was_killed_at_its_end_is_removed(left, tmp_path):
+def test_files_of_a_run_that_was_killed_at_its_end_are_removed(left, tmp_path):
     out = tmp_path / "v"
     begun = PartialVectors.open(out, "q", (4, 3))
     begun.put([0, 1, 2, 3], ROWS)

@@ -1,4 +1,4 @@
-"""The encoders equal their formulas, and what the original modelling codes answered; padding changes nothing."""
+"""The encoders equal their formulas and the outputs of the original code; padding changes nothing."""
 
 import copy
 import json
@@ -68,7 +68,7 @@ def test_texts_far_longer_than_the_trained_length_equal_the_formulas(load):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @torch.no_grad()
-def test_activating_the_wrong_half_is_found_out(layout, load):
+def test_activating_the_wrong_half_is_detected(layout, load):
     model, state = load(layout)
     ids = tokens(1, 12)
     wrong = "first" if layout == "jina-code" else "second"
@@ -245,7 +245,7 @@ def test_the_head_of_words_is_dense_activation_norm_and_tied_decoder(load):
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
-def test_a_classifier_reads_the_first_token_behind_the_padding(load):
+def test_a_classifier_reads_the_first_token_after_the_padding(load):
     model, state = load("jina", ALiBiBertForSequenceClassification, head="classifier", num_labels=2)
     ids = tokens(5, 12)
     found = model(ids, MASK, labels=torch.tensor([0, 1, 1, 0, 1]))

@@ -1,4 +1,4 @@
-"""Folders of encoders: every family's is read by the names of its weights or refused by name; what we write comes back."""
+"""Encoder folders: read by the names of their weights or refused by name; saved folders load again."""
 
 import json
 
@@ -53,7 +53,7 @@ def test_every_family_is_read_with_every_prefix(layout, prefix, pickled, tmp_pat
     ],
 )
 @torch.no_grad()
-def test_what_is_saved_comes_back_in_both_layouts_and_through_auto_classes(layout, kind, auto, tmp_path):
+def test_saved_models_load_in_both_layouts_and_through_auto_classes(layout, kind, auto, tmp_path):
     kinds = {"jina-code": CODE, "jina": {"gate_act": "relu", "original_layout": "jina"}, "mosaic": {}}
     model = small(kind, num_labels=3, emb_pooler="mean" if layout != "mosaic" else None, **kinds[layout])
     for parameter in model.parameters():
@@ -186,7 +186,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("change", "message"), BROKEN)
-def test_what_does_not_fit_is_refused_by_name(change, message, tmp_path):
+def test_mismatched_weights_are_refused_by_name(change, message, tmp_path):
     state, said = random_state("jina"), config("jina")
     change(state, said)
     folder = write_folder(tmp_path / "model", state, said)
@@ -243,7 +243,7 @@ def test_damaged_folders_are_one_sentence(own, tmp_path):
         ALiBiBertModel.from_pretrained(folder)
 
 
-def test_a_config_does_not_make_transformers_load_what_it_likes(tmp_path):
+def test_a_config_cannot_change_how_transformers_loads(tmp_path):
     small().save_pretrained(tmp_path)
     said = json.loads((tmp_path / "config.json").read_text())
     said |= {

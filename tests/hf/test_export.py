@@ -1,4 +1,4 @@
-"""A decoder leaves as an MPT or BLOOM checkpoint that AutoModelForCausalLM loads with equal logits, and comes back."""
+"""A decoder exports to an MPT or BLOOM checkpoint that AutoModelForCausalLM loads with equal logits."""
 
 import json
 import math
@@ -162,13 +162,13 @@ def test_another_file_is_no_tokenizer(content, message):
         ({"ffn_dim": 130}, r"is 130 wide but must be at most 4·32 = 128, the width of MPT"),
     ],
 )
-def test_what_mpt_cannot_be_is_refused(options, message, tmp_path):
+def test_models_that_mpt_cannot_express_are_refused(options, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         export_mpt(decoder(**options).state_dict(), DecoderConfig(num_heads=4, trained_length=64), tmp_path / "mpt")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_wrong_use_is_told_what_is_allowed(tmp_path, build):
+def test_errors_for_wrong_use_say_what_is_allowed(tmp_path, build):
     state = decoder().state_dict()
     with pytest.raises(ValueError, match="num_heads is 5 but must divide the width, 32"):
         export_mpt(state, DecoderConfig(num_heads=5, trained_length=64), tmp_path / "mpt")

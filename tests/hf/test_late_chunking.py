@@ -1,4 +1,4 @@
-"""Late chunking: vectors are means of a plain full pass over the tokens of each span, exact in blocks; bad spans are refused."""
+"""Late chunking: a vector is the mean over a span's tokens in a full pass, exact in blocks; bad spans raise."""
 
 import numpy as np
 import pytest
@@ -162,7 +162,7 @@ def test_sentences_and_paragraphs_hold_all_text_but_white_space_in_order(text, k
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 9))
 def test_chunks_of_tokens_have_each_token_once_and_divide_no_character(widths, size):
-    """Tokens of 0 characters here stand for the further bytes of a character: they have its place."""
+    """Here tokens of 0 characters are the further bytes of a character: they have its position."""
     offsets, at = [], 0
     for width in widths:
         offsets.append((max(at - 1, 0), max(at, 1)) if width == 0 else (at, at + width))

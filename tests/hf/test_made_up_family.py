@@ -1,4 +1,4 @@
-"""Adding a model family takes one file with its `Family` value, and a row of a table; here the table is an argument."""
+"""A new model family is one file with its `Family` value and a table row; here the table is an argument."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path

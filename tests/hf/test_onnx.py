@@ -1,4 +1,4 @@
-"""An encoder as a dynamic torch.export program, and as an ONNX file in ONNX Runtime, at lengths that were not exported."""
+"""An encoder as a dynamic torch.export program, and in ONNX Runtime, at lengths that were not exported."""
 
 import importlib.util
 

@@ -1,4 +1,4 @@
-"""A patched model is the unpatched one: logits, padding, caches, generation; undone, it is so to the last bit."""
+"""A patched model equals the original: logits, padding, caches, generation; undoing restores every bit."""
 
 import copy
 import dataclasses
@@ -73,7 +73,7 @@ def test_the_comparison_notices_slopes_that_are_off(family, build, tokens):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_undone_means_the_same_bits_and_nothing_left_behind(family, build, tokens):
+def test_undo_restores_the_same_bits_and_leaves_nothing(family, build, tokens):
     model, ids = build(family), tokens(2, 20)
     before = {name: set(vars(module)) for name, module in model.named_modules()}
     config, implementation, expected = model.config, model.config._attn_implementation, model(ids).logits
@@ -141,7 +141,7 @@ def test_nothing_square_is_built(family, build, tokens):
         assert scores_built(model, ids) < 1500 * 1500
         assert scores_built(model, ids) <= 1.1 * 1500 * max(VOCABULARY_OR_WIDTH)
     if family == "bloom":
-        assert scores_built(model, ids) >= 1500 * 1500  # the watch sees it where it happens
+        assert scores_built(model, ids) >= 1500 * 1500  # the check detects them
 
 
 VOCABULARY_OR_WIDTH = (4 * 48, 60, 3 * 48 * 2)  # feed-forward, vocabulary, fused projections
@@ -208,14 +208,14 @@ def test_half_precision_stays_near_fp32(family, dtype, build, tokens):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_copy_of_a_patched_model_is_patched_by_itself(family, build, tokens):
+def test_a_copy_of_a_patched_model_is_patched_independently(family, build, tokens):
     model, ids = build(family), tokens(1, 20)
     with patch(model):
         expected = model(ids).logits
         twin = copy.deepcopy(model)
         for parameter in model.parameters():
             parameter.zero_()
-        assert torch.equal(twin(ids).logits, expected)  # its own layers, not those it was copied from
+        assert torch.equal(twin(ids).logits, expected)  # its own layers, not the original's
 
 
 def unpickled(saved: object) -> object:
@@ -228,7 +228,7 @@ def unpickled(saved: object) -> object:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("numerics", ["exact", "checkpoint"])
-def test_a_pickled_model_is_patched_by_itself(family, numerics, build, tokens):
+def test_a_pickled_model_is_patched_independently(family, numerics, build, tokens):
     model, (ids, mask) = build(family), padded(tokens(2, 20), "left")
     unpatched = model(ids, attention_mask=mask).logits
     handle = patch(model, numerics=numerics)

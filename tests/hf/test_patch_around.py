@@ -1,4 +1,4 @@
-"""What `patch` replaces around attention: linear maps and BLOOM's GELU, on numerics="exact" alone, and until it is undone."""
+"""What `patch` replaces around attention: linear maps and BLOOM's GELU, only for numerics="exact", and undoably."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def test_with_the_checkpoints_numbers_only_attention_is_replaced(family, build):
     assert replaced(model) == {*handle.layers, "transformer"}
 
 
-def test_maps_of_other_classes_or_with_a_forward_of_their_own_are_left_alone(build, tokens):
+def test_maps_of_other_classes_or_with_another_forward_are_left_alone(build, tokens):
     class Adapted(nn.Linear):
         pass
 
@@ -58,8 +58,8 @@ def test_maps_of_other_classes_or_with_a_forward_of_their_own_are_left_alone(bui
     model(tokens(1, 5))
 
 
-def test_the_linear_maps_are_those_of_our_own(build, tokens, monkeypatch):
-    """One token goes through the kernel for few rows, 9 through oneDNN where MKL is slow; with gradients all is torch's."""
+def test_the_linear_maps_are_ours(build, tokens, monkeypatch):
+    """One token uses the kernel for few rows, 9 use oneDNN if MKL is slow; with gradients torch computes everything."""
     monkeypatch.setattr(linear, "mkl_is_slow", lambda: True)
     rows, real = [], linear.quicker
     monkeypatch.setattr(linear, "quicker", lambda x, *rest: rows.append(x.shape[1]) or real(x, *rest))

@@ -1,4 +1,4 @@
-"""Each family's own way: MPT's options and length, Falcon's scaled bias, BLOOM's and Falcon's rounding, wrong use."""
+"""Each family's variants: MPT's options and length, Falcon's scaled bias, rounding in BLOOM and Falcon, errors."""
 
 import math
 import subprocess
@@ -18,7 +18,7 @@ FAMILIES = ["bloom", "mpt", "falcon"]
 
 @torch.no_grad()
 def attention_by_hand(layer: torch.nn.Module, x: Tensor, family: str, slopes: Tensor, scale: float) -> Tensor:
-    """softmax(scale·q·k − m·|i − j|)·v of one layer in fp64, from its own weights; x [1, T, E] -> before the output map."""
+    """softmax(scale·q·k − m·|i − j|)·v of one layer in fp64, before the output map, from its weights; x: [1, T, E]."""
     heads = 6
     if family == "mpt":
         fused = x.double() @ layer.Wqkv.weight.double().T
@@ -34,7 +34,7 @@ def attention_by_hand(layer: torch.nn.Module, x: Tensor, family: str, slopes: Te
 
 
 def layer_output(model: torch.nn.Module, name: str, ids: Tensor, output_map: str) -> tuple[Tensor, Tensor]:
-    """(what comes into the layer, what goes into its output map)."""
+    """Returns (the layer's input, the input of its output map)."""
     seen = {}
     layer = model.get_submodule(name)
     hooks = [
@@ -93,7 +93,7 @@ def test_falcon_is_its_sdpa_path_and_not_its_eager_one(build, tokens):
     expected = model(ids).logits
     model.config._attn_implementation = "eager"
     eager = model(ids).logits
-    assert (eager - expected).abs().max() > 1e-3  # transformers adds the bias twice there
+    assert (eager - expected).abs().max() > 1e-3  # transformers adds the bias twice
     with patch(model, numerics="checkpoint"):
         torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-5)
     assert torch.equal(model(ids).logits, eager)
@@ -103,7 +103,7 @@ def test_falcon_is_its_sdpa_path_and_not_its_eager_one(build, tokens):
 @pytest.mark.parametrize("family", ["bloom", "falcon"])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_the_checkpoints_rounding_is_that_of_the_unpatched_model(family, side, build, tokens):
-    """In bf16, where m·j loses units beyond 256 positions: more rows than are computed at a time, and padding."""
+    """In bf16, where m·j loses digits beyond 256 positions; the rows exceed one block, and include padding."""
     model, ids, mask = build(family).bfloat16(), tokens(2, 700), torch.ones(2, 700, dtype=torch.long)
     mask[1, slice(0, 5) if side == "left" else slice(695, None)] = 0
     expected = model(ids, attention_mask=mask).logits.float()
@@ -176,7 +176,7 @@ def test_it_compiles_without_a_break(family, build, tokens):
     torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-5)
 
 
-def test_what_cannot_be_patched_is_told_what_can(build):
+def test_the_error_for_an_unsupported_model_names_the_supported_ones(build):
     with pytest.raises(ValueError, match="supported are the whole models of BLOOM, MPT, Falcon with alibi=True"):
         patch(GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=9)))
     with pytest.raises(ValueError, match="nothing to patch"):
@@ -218,7 +218,7 @@ def test_patched_twice_and_undone_twice(build):
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_a_patched_model_cannot_answer_it_refuses(family, build, tokens):
+def test_a_patched_model_refuses_unsupported_calls(family, build, tokens):
     model, ids = build(family), tokens(2, 10)
     with patch(model):
         with pytest.raises(ValueError, match=r"output_attentions requests the T×S weights.*undo\(\) on the patch"):

@@ -1,4 +1,4 @@
-"""An encoder as a SentenceTransformer equals the formulas, loads again as itself, and refuses what it cannot compute."""
+"""An encoder as a SentenceTransformer equals the formulas, survives saving, and refuses unsupported settings."""
 
 import json
 import sys
@@ -64,7 +64,7 @@ def test_vectors_are_the_mean_of_the_formulas_and_come_back_from_a_saved_folder(
     assert_close(again.encode(TEXTS), units)
 
 
-def test_what_the_folder_says_of_pooling_is_done(tmp_path):
+def test_the_pooling_settings_of_the_folder_are_applied(tmp_path):
     files = {
         "modules.json": modules("Transformer", "Pooling", "Normalize"),
         "1_Pooling/config.json": {
@@ -88,7 +88,7 @@ def test_what_the_folder_says_of_pooling_is_done(tmp_path):
 @pytest.mark.parametrize(
     ("said", "asked", "longest"), [({}, None, 8192), ({"model_max_length": 77}, None, 77), ({}, 9000, 9000)]
 )
-def test_the_longest_text_is_asked_for_or_the_tokenizer_s_or_8192(said, asked, longest, tmp_path):
+def test_the_longest_text_is_as_requested_or_the_tokenizer_s_or_8192(said, asked, longest, tmp_path):
     assert load(original(tmp_path, **said), max_seq_length=asked).max_seq_length == longest
 
 
@@ -114,7 +114,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("files", "message"), REFUSED)
-def test_what_cannot_be_computed_is_refused_by_name(files, message, tmp_path):
+def test_unsupported_settings_are_refused_by_name(files, message, tmp_path):
     folder = original(tmp_path / "model", files=files)
     with pytest.raises(ValueError, match=message) as raised:
         load(folder)

@@ -1,4 +1,4 @@
-"""`to_alibi`: a GPT-2, BERT or RoBERTa without its positions and with ALiBi, against transformers' own arithmetic."""
+"""`to_alibi`: a GPT-2, BERT or RoBERTa with ALiBi instead of positions, compared with transformers."""
 
 import copy
 import functools
@@ -141,7 +141,7 @@ def test_all_parameters_of_a_converted_model_train():
         assert all(parameter.grad is not None for parameter in new.parameters())
 
 
-def test_what_cannot_be_converted_is_refused_with_the_reason(tmp_path):
+def test_unsupported_models_are_refused_with_the_reason(tmp_path):
     with pytest.raises(TypeError, match="got a BertForPreTraining; load the checkpoint as one of GPT2LMHeadModel"):
         to_alibi(BertForPreTraining(BertConfig(**BERT)))
     with pytest.raises(TypeError, match="there is nothing to patch"):

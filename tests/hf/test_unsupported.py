@@ -1,4 +1,4 @@
-"""`patch` on models that lost their ALiBi, or that bring code of their own, says what to load instead."""
+"""`patch` on models without usable ALiBi, or with custom code, says which class to load instead."""
 
 import pytest
 import torch
@@ -45,14 +45,14 @@ def test_a_plain_bert_whose_config_says_alibi_is_refused(field, value, sign):
         (BertForTokenClassification, "ALiBiBertModel"),
     ],
 )
-def test_a_head_is_told_its_own_class(kind, instead):
+def test_the_error_for_a_head_names_its_class(kind, instead):
     with pytest.raises(ValueError, match=rf"use alibi_attn\.hf\.{instead}\.from_pretrained\('folder_or_id'\)"):
         patch(kind(BertConfig(**SMALL, alibi_starting_size=512)))
 
 
 @pytest.mark.parametrize("pickled", [False, True])
 @pytest.mark.parametrize("layout", ["mosaic", "jina", "jina-code"])
-def test_weights_beside_a_config_that_says_nothing_give_it_away(layout, pickled, tmp_path):
+def test_weights_identify_a_model_whose_config_does_not(layout, pickled, tmp_path):
     silent = dict.fromkeys(("auto_map", "alibi_starting_size", "position_embedding_type", "feed_forward_type"))
     state = random_state(layout, prefix="bert.")
     folder = write_folder(tmp_path / "model", state, config(layout, **silent), pickled=pickled)
@@ -94,7 +94,7 @@ def remote(name: str, *inside: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize(("name", "instead"), REMOTE.items())
-def test_remote_code_is_told_what_to_use(name, instead):
+def test_the_error_for_remote_code_names_the_class_to_use(name, instead):
     with pytest.raises(ValueError, match=rf"{name} is remote code, .*; use {instead}\.from_pretrained"):
         patch(remote(name))
 

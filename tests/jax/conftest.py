@@ -1,4 +1,4 @@
-"""Four devices on the CPU, so that sharding is tested; settled before JAX starts its first one."""
+"""Four CPU devices, to test sharding; configured before JAX initializes its devices."""
 
 import jax
 

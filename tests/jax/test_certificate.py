@@ -1,4 +1,4 @@
-"""The certificate in JAX: what the loop reads, what it leaves out, and how much that weighs, in float64."""
+"""The certificate in JAX: the keys the loop reads and skips, and the weight of the skipped ones, in float64."""
 
 import dataclasses
 import math
@@ -21,7 +21,7 @@ from alibi_attn.reach import reach
 def visited_tiles(query, key, value, slopes, *, block: int, tile: int, **kwargs) -> np.ndarray:
     """[B, H, blocks, tiles] bool: what the forward loop read.
 
-    A window and segments that hide nothing stand where none are asked for: so all calls are compiled together.
+    Absent windows and segments are replaced by ones that hide nothing, so all calls share one compilation.
     """
     zeros = (jnp.zeros(query.shape[:2], jnp.int32), jnp.zeros(key.shape[:2], jnp.int32))
     kwargs = {"window": 10_000, "segment_ids": zeros} | kwargs
@@ -42,7 +42,7 @@ LENGTH, BLOCK, TILE = 96, 8, 8
 
 
 def dropped_share(attack: Attack) -> tuple[float, float]:
-    """(the largest share of softmax mass that any query's unread keys have, of what it may see; share of the keys unread)."""
+    """(Largest share of a query's softmax mass on unread visible keys; share of keys unread.)"""
     tensors, kwargs = attack.inputs()
     query, key, value, slopes = (x.numpy() for x in tensors)
     n, t = key.shape[2], query.shape[2]
@@ -89,7 +89,7 @@ def test_attacks_drop_no_more_than_the_tolerance(seed: int) -> None:
 
 
 def biased_attack(seed: int) -> Attack:
-    """In one shape, and with right slopes or none, so that little is compiled."""
+    """Uses one shape, and right slopes or none, so that little is compiled."""
     attack = random_attack(seed, biased=True)
     mask = "none" if "offset" in attack.mask else attack.mask
     return dataclasses.replace(attack, length=LENGTH, head_dim=4, group=2, dtype="float32", mask=mask)
@@ -105,7 +105,7 @@ def test_attacks_with_a_bias_for_every_key_drop_no_more_than_the_tolerance() -> 
     assert skipping > 80
 
 
-def test_the_attack_finds_a_bound_that_forgets_the_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_attack_finds_a_bound_that_ignores_the_bias(monkeypatch: pytest.MonkeyPatch) -> None:
     tiles_of = certificate.biased_tiles
 
     def without(plan, rule, bias, *rest):
@@ -154,7 +154,7 @@ def test_norms_are_never_too_small(exponent: int) -> None:
     assert ((bound <= true * (1 + 1e-5) + 1e-37) | (true > 3e38)).all()
 
 
-def test_what_is_not_finite_has_no_bound() -> None:
+def test_nonfinite_numbers_have_no_bound() -> None:
     assert np.isinf(norm_bound(jnp.asarray([[np.nan, 1.0], [np.inf, 0.0]]))).all()
 
 
@@ -168,7 +168,7 @@ def noise() -> list[jnp.ndarray]:
 
 
 def certified_tiles(query, key, tolerance: float) -> np.ndarray:
-    """[H, blocks] how many tiles the widest reach of a block covers, with λ = the query's own score, in float64."""
+    """[H, blocks] number of tiles in the widest reach of a block, with λ = the query's own score, in float64."""
     q, k = (np.asarray(x, np.float64)[0].swapaxes(0, 1) for x in (query, key))
     size = np.linalg.norm(q, axis=-1) * np.maximum.accumulate(np.linalg.norm(k, axis=-1), axis=1) * D**-0.5
     own = (q * k).sum(-1) * D**-0.5
@@ -181,7 +181,7 @@ def certified_tiles(query, key, tolerance: float) -> np.ndarray:
 
 
 def assert_trips(read: np.ndarray, certified: np.ndarray) -> None:
-    """The loop reads its own tile, and never more than the plain certificate with λ = own score says."""
+    """Asserts that the loop reads its own tile, and at most the tiles of the plain certificate with λ = own score."""
     trips = read[0].sum(-1)
     assert (trips >= 1).all()
     assert (trips <= certified).all(), f"{trips.sum()} tiles were read but {certified.sum()} are certified"
@@ -223,7 +223,7 @@ def test_gates_shorten_what_is_read_and_a_spike_costs_a_tile() -> None:
     assert (flat == np.tril(np.ones((N // T, N // T), bool))).all()
 
 
-def test_what_is_hidden_is_not_read() -> None:
+def test_hidden_keys_are_not_read() -> None:
     query, key, value = noise()
     segments = jnp.broadcast_to(np.arange(N) // 256, (2, N))
     packed = visited_tiles(query, key, value, [0.0] * 4, block=T, tile=T, segment_ids=segments)[0, 0]

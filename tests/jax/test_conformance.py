@@ -19,7 +19,7 @@ EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64":
 
 
 def once_or_more(cases: Sequence[Case]) -> list[object]:
-    """(backend, case): the kernels with all cases, what XLA compiles with every third, and with the others in the long tests."""
+    """(backend, case): kernels with all cases, XLA backends with every third, and with the others in long tests."""
     beside = [pytest.mark.long, ()]
     return [
         pytest.param(backend, case, marks=() if backend == "native" else beside[n % 3 == 0], id=f"{backend}-{case}")
@@ -28,13 +28,13 @@ def once_or_more(cases: Sequence[Case]) -> list[object]:
     ]
 
 
-# Run in their own shapes too, with tiles of the usual size: one of each kind of argument. The last is for the tiles alone.
+# Also run in their own shapes, with tiles of the usual size: one per kind of argument. The last only tests tiles.
 OWN_SHAPES = ("one query", "packed segments, symmetric, mask", "steep, long")
 
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """So that small cases have many tiles, and blocks that do not divide the length."""
+    """Uses small tiles, so that small cases have many, and blocks that do not divide the length."""
     monkeypatch.setattr(attention, "QUERY_BLOCK", 7)
     monkeypatch.setattr(attention, "KEY_TILE", 5)
     return
@@ -46,7 +46,7 @@ def room_of(case: Case) -> Room | None:
 
 
 def assert_same(case: Case, dtype: str, **how: object) -> None:
-    room = None if how.get("backend") == "native" else room_of(case)  # which are compiled for any shape in no time
+    room = None if how.get("backend") == "native" else room_of(case)  # the kernels need no compilation per shape
     got = answer(case, dtype, **how) if room is None else embedded_answer(case, room, dtype, **how)
     assert_exact(case, TORCH[dtype], got, tolerance=EPS[dtype] / 32)
 
@@ -114,7 +114,7 @@ def test_the_checker_fails_on_wrong_answers() -> None:
 
 
 @pytest.mark.parametrize("factor", [2**32, -(2**40)])
-def test_segment_ids_that_int32_cannot_hold_stay_apart(factor: int) -> None:
+def test_segment_ids_that_int32_cannot_hold_stay_distinct(factor: int) -> None:
     rng = np.random.default_rng(0)
     query, key, value = (rng.standard_normal((1, 6, 1, 4)).astype(np.float32) for _ in range(3))
     ids = np.array([[0, 0, 1, 1, 2, 2]])

@@ -1,4 +1,4 @@
-"""Gates that close entirely, in JAX: the same numbers as PyTorch's reference."""
+"""Gates that close entirely, in JAX: the same results as PyTorch's reference."""
 
 import math
 

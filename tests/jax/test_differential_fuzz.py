@@ -1,4 +1,4 @@
-"""Random calls of the whole contract, answered by the JAX function; see `tests/attention/test_differential_fuzz.py`."""
+"""Random calls of the whole contract on JAX's backends; see `tests/attention/test_differential_fuzz.py`."""
 
 import dataclasses
 
@@ -11,11 +11,11 @@ from differential_jax import SHAPES, jax_answer
 
 DRAWS = {"jax-native": 200, "jax-dense": 15, "jax-loop": 15}
 
-# Calls that once had a wrong answer, with their backend.
+# Calls that were once computed incorrectly, with their backend.
 FOUND = [
     ("jax-dense", Call(seed=204, batch=0, gates="both")),
     ("jax-dense", Call(seed=116, batch=0, causal=False, key_bias="gates")),
-    # Forward and backward counted the scores of 10⁸ from different keys: weights above 1.
+    # Forward and backward shifted scores of 10⁸ by different keys' scores: weights above 1.
     (
         "jax-loop",
         Call(
@@ -27,7 +27,7 @@ FOUND = [
 
 
 @pytest.mark.parametrize(("backend", "call"), FOUND, ids=str)
-def test_what_was_found_stays_right(backend: str, call: Call) -> None:
+def test_calls_that_once_failed_stay_right(backend: str, call: Call) -> None:
     call = dataclasses.replace(call, **(SHAPES[backend] | {"batch": call.batch}))
     numbers = arrays(call)
     assert_right(Question(call, numbers), jax_answer(call, numbers, backend))
@@ -40,7 +40,7 @@ def test_random_calls_are_answered_as_the_truth_has_it(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", SHAPES)
-def test_an_answer_to_another_call_is_found_out(backend: str) -> None:
+def test_the_result_of_another_call_is_detected(backend: str) -> None:
     call = dataclasses.replace(Call(seed=1, slopes="published", window=7), **SHAPES[backend])
     numbers = arrays(call)
     question = Question(call, numbers)

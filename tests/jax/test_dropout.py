@@ -1,4 +1,4 @@
-"""Dropout in JAX: the mask of the definition for the key's two words, on every backend, in chunks, and as PyTorch has it."""
+"""Dropout in JAX: the definition's mask for a key's two words, on every backend, in chunks, and equal to PyTorch's."""
 
 import dataclasses
 
@@ -25,7 +25,7 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def key_of(seed: int) -> jax.Array:
-    """What jax.random.key(seed) is with x64, which not every session has."""
+    """jax.random.key(seed) as with x64, which is not enabled in every session."""
     return jax.random.wrap_key_data(jnp.asarray([seed // 2**32, seed % 2**32], jnp.uint32))
 
 

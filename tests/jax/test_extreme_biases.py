@@ -1,4 +1,4 @@
-"""Key biases from 10² to 3·10³⁸ at any place of a block, cuts, windows, segments: every backend against float64."""
+"""Key biases from 10² to 3·10³⁸ anywhere in a block, cuts, windows, segments: every backend against float64."""
 
 import numpy as np
 import pytest
@@ -67,7 +67,7 @@ def test_extreme_biases_cost_no_digits(backend: str, causal: bool) -> None:
         assert_right(found, truth(arrays, options, causal=causal))
 
 
-def test_a_wrong_bias_is_found_out() -> None:
+def test_a_wrong_bias_is_detected() -> None:
     arrays, options = drawn(0)
     *qkv, bias = arrays
     found = alibi_attention(*qkv, key_bias=bias + 1e-2, backend="dense", return_lse=True, **options)

@@ -1,4 +1,4 @@
-"""forgetting_attention in JAX: the formula, what equals what, its digits at great length without fp64, and what it refuses."""
+"""forgetting_attention in JAX: its formula, equivalences, accuracy at great length without fp64, and errors."""
 
 import math
 from functools import partial
@@ -126,7 +126,7 @@ def test_sums_of_gates_keep_the_digits_that_fp32_does_not_have(length: int, reve
 
 @pytest.mark.parametrize("backend", ["native", "loop"])
 def test_great_length_costs_no_digits(backend: str) -> None:
-    """The last queries of 131,072 tokens: sums of gates are 10⁵ there, of which fp32 keeps two digits behind the point."""
+    """The last queries of 131,072 tokens: sums of gates are 10⁵, where fp32 keeps two decimal places."""
     t, s, near = 64, 131_072, 512
     query, key, value, gates = (x[:1] for x in draw(t, s, h=1, k=1))
     output, lse = jax.jit(partial(forgetting_attention, return_lse=True, backend=backend))(query, key, value, gates)
@@ -138,7 +138,7 @@ def test_great_length_costs_no_digits(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["native", pytest.param("loop", marks=pytest.mark.long)])
 def test_a_gates_gradient_is_right_at_length(backend: str) -> None:
-    """It is a sum over all later rows: what one row's rounding leaves must not collect."""
+    """It is a sum over all later rows: rounding errors of single rows must not accumulate."""
     inputs = [x[:1] for x in draw(6144, h=1, k=1)]
     inputs[3] = log_gates(2.0 + np.random.default_rng(1).standard_normal(inputs[3].shape))
     narrow = [jnp.asarray(x, jnp.bfloat16) for x in inputs[:3]]
@@ -182,7 +182,7 @@ def test_vmap_and_jit_carry_gates(backend: str) -> None:
         ({"query": [1.0]}, TypeError, "query must be a jax.Array"),
     ],
 )  # fmt: skip
-def test_what_it_refuses(changes: dict, error: type[Exception], said: str) -> None:
+def test_invalid_arguments_are_refused(changes: dict, error: type[Exception], said: str) -> None:
     given = dict(zip(("query", "key", "value", "log_fgate"), draw(), strict=True))
     if isinstance(changes.get("log_fgate"), float):
         given["log_fgate"][1, 2, 3] = changes["log_fgate"]

@@ -1,4 +1,4 @@
-"""A number per key in JAX: what may be passed, what is never used, how many digits are kept, and under which transformations."""
+"""key_bias in JAX: its allowed shapes, hidden keys, accuracy, and transformations."""
 
 from functools import partial
 
@@ -21,7 +21,7 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def draw(*shape: int, seed: int = 0) -> np.ndarray:
-    """Numpy, so that collecting these tests starts no device."""
+    """Numpy arrays, so that collecting these tests initializes no device."""
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
@@ -35,7 +35,7 @@ def loss(query, key, value, key_bias, **kwargs) -> jax.Array:
 
 
 ALL = (0, 1, 2, 3)
-# Not under jit, and symmetric everywhere: so all tests share what is compiled inside.
+# Not under jit, and symmetric everywhere, so that all tests share the compiled functions.
 ANSWER = {name: jax.value_and_grad(partial(loss, backend=name, causal=False), argnums=ALL) for name in BACKENDS}
 
 
@@ -44,7 +44,7 @@ def assert_close(got: object, expected: object) -> None:
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
 
 
-def test_what_broadcasts_is_one_bias() -> None:
+def test_biases_that_broadcast_are_equal() -> None:
     for given in (BIAS, BIAS[:1], BIAS[:, :1], BIAS[0], BIAS[0, :1], BIAS[0, 0]):
         _, (*_, found) = ANSWER["dense"](*QKV, given)
         _, (*_, whole) = ANSWER["dense"](*QKV, np.broadcast_to(given, BIAS.shape))
@@ -66,7 +66,7 @@ def test_what_broadcasts_is_one_bias() -> None:
         ([0.0] * N, TypeError, "key_bias must be a jax.Array or numpy array but is list"),
     ],
 )  # fmt: skip
-def test_what_it_cannot_be(bias: object, error: type[Exception], said: str) -> None:
+def test_invalid_biases_are_refused(bias: object, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         alibi_attention(*QKV, key_bias=bias)
     with pytest.raises(error, match=said):
@@ -77,7 +77,7 @@ def test_what_it_cannot_be(bias: object, error: type[Exception], said: str) -> N
 def test_a_hidden_key_is_never_used(backend: str) -> None:
     bias = np.where(draw(B, H, N, seed=5) < -0.5, -np.inf, BIAS)
     bias[0, :, 10:30] = -np.inf
-    bias[1, 2] = -np.inf  # a head that sees nothing at all
+    bias[1, 2] = -np.inf  # a head that sees nothing
     bias[1, :2, 7] = -np.inf  # one key head, hidden from both of its query heads
     answers = []
     for bad in (0.0, np.nan, np.inf, 3e38):
@@ -122,7 +122,7 @@ def test_large_numbers_cost_the_rounding_of_their_differences(backend: str, much
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_large_bias_costs_no_digits_in_queries_that_do_not_see_it(backend: str) -> None:
-    """Queries before it get what they get where the key is hidden, wherever in a block of queries it stands."""
+    """Earlier queries get the same results as if the key were hidden, wherever it is in a block."""
 
     def before(bias: np.ndarray) -> tuple[jax.Array, ...]:
         call = partial(alibi_attention, backend=backend, return_lse=True)

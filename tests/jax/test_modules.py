@@ -62,7 +62,7 @@ def test_a_block_trained_in_torch_gives_the_same_in_flax_and_back(options: dict)
         assert_close(back(torch.tensor(x), key_mask=torch.tensor(mask)).numpy(), expected)
 
 
-def test_what_has_no_counterpart_is_refused() -> None:
+def test_options_without_a_counterpart_are_refused() -> None:
     with pytest.raises(ValueError, match=r"embedding\.weight has no counterpart in Flax"):
         converted_weights({"embedding.weight": np.zeros((3, 4))})
     with pytest.raises(ValueError, match=r"embedding\.table has no counterpart in PyTorch"):

@@ -1,4 +1,4 @@
-"""ALiBi in Flax's own attention layers, against the bias typed out and Flax's own attention."""
+"""ALiBi in Flax's attention layers, compared with a typed-out bias in Flax's own attention."""
 
 import functools
 from functools import partial
@@ -31,7 +31,7 @@ def typed_bias(query_len: int, key_len: int, first: int = 0) -> jax.Array:
 
 
 def layers(**ours: object) -> tuple[linen.Module, linen.Module]:
-    """(with our attention_fn, with Flax's and a typed bias to be bound), of the same parameters."""
+    """(A layer with our attention_fn; one with Flax's, for a typed bias), with the same parameters."""
     make = partial(linen.MultiHeadDotProductAttention, num_heads=H, qkv_features=WIDTH)
     fn = partial(alibi_dot_product_attention, **ours) if ours else alibi_dot_product_attention
     return make(attention_fn=fn), make
@@ -137,7 +137,7 @@ def test_dropout_draws_from_the_layer() -> None:
     assert not jnp.allclose(one, other)
 
 
-def test_the_exercise_as_it_is_posed() -> None:
+def test_mha_alibi_equals_the_layer_with_a_typed_bias() -> None:
     x, num_heads = draw(5, 7), 6
     slopes = jnp.asarray([2 ** (-8 * (h + 1) / num_heads) for h in range(num_heads)])
     bias = -slopes[:, None, None] * jnp.abs(jnp.arange(5)[:, None] - jnp.arange(5)[None, :])

@@ -1,4 +1,4 @@
-"""The C++ kernels called by XLA: PyTorch's bits, one call under vmap, the right way on every device, and errors that say why."""
+"""The C++ kernels called by XLA: PyTorch's bits, one call under vmap, the right path on every device, clear errors."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ B, T, S, H, K, D = 2, 150, 170, 4, 2, 20
 RNG = np.random.default_rng(0)
 ROWS = {name: RNG.standard_normal((B, n, h, D)).astype(np.float32) for name, n, h in
         (("query", T, H), ("key", S, K), ("value", S, K))}  # fmt: skip
-SLOPES = np.float32([[1.0, 0.3, 0.05, 0.01], [0.5, 0.2, 0.0, -0.01]])  # [B, H], whose gradients nobody adds up
+SLOPES = np.float32([[1.0, 0.3, 0.05, 0.01], [0.5, 0.2, 0.0, -0.01]])  # [B, H]: gradients per sequence
 SEGMENTS = np.sort(RNG.integers(0, 4, (B, S)), axis=1)
 
 CALLS = {
@@ -37,7 +37,7 @@ CALLS = {
 
 
 def torch_answer(dtype: torch.dtype, call: dict) -> list[np.ndarray]:
-    """Output, lse and the gradients of query, key, value, slopes and, where it has one, key_bias, in JAX's layout."""
+    """Output, lse and the gradients of query, key, value, slopes and key_bias, if any, in JAX's layout."""
     leaves = {n: torch.tensor(x).to(dtype).transpose(1, 2).contiguous().requires_grad_() for n, x in ROWS.items()}
     wide = torch.promote_types(dtype, torch.float32)
     leaves["slopes"] = torch.tensor(SLOPES).to(wide).requires_grad_()
@@ -106,7 +106,7 @@ def test_bad_numbers_spoil_the_queries_that_see_them_as_in_pytorch(
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_bias_that_nobody_could_check_spoils_the_queries_that_see_it(bad: float) -> None:
+def test_an_unchecked_bad_bias_spoils_only_the_queries_that_see_it(bad: float) -> None:
     bias = np.zeros((H, S), np.float32)
     bias[1, 100] = bad
     run = jax.jit(partial(alibi_attention, backend="native", window=20))
@@ -141,7 +141,7 @@ def test_vmap_is_one_call_that_drops_as_every_single_one() -> None:
                 np.testing.assert_allclose(got[m, n], expected, rtol=1e-5, atol=1e-5)
 
 
-def test_what_is_compiled_for_another_device_has_the_loop_in_it() -> None:
+def test_code_compiled_for_another_device_contains_the_loop() -> None:
     shapes = [jax.ShapeDtypeStruct((1, 300, 2, 16), jnp.float32)] * 3
     traced = jax.jit(jax.grad(lambda *x: alibi_attention(*x).sum())).trace(*shapes)
     here, there = (traced.lower(lowering_platforms=(platform,)).as_text() for platform in ("cpu", "cuda"))
@@ -153,7 +153,7 @@ def test_what_is_compiled_for_another_device_has_the_loop_in_it() -> None:
     assert "@alibi_xla_" in named.lower(lowering_platforms=("cuda",)).as_text(), "XLA refuses it there"
 
 
-def test_gradients_of_slopes_are_computed_where_they_are_asked_for() -> None:
+def test_gradients_of_slopes_are_computed_only_on_request() -> None:
     shape, heads = jax.ShapeDtypeStruct((1, 300, 2, 16), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.float32)
     for argnums, results in ((0, 0), ((0, 1), 2)):
         call = jax.grad(lambda q, m: alibi_attention(q, q, q, m, backend="native").sum(), argnums=argnums)
@@ -247,7 +247,7 @@ def test_a_binding_of_another_version_is_an_error_of_jax() -> None:
         call(jnp.ones(3), causal=1, dropout_threshold=0, dropout_factor=1.0)
 
 
-def test_export_names_what_nobody_promises_and_takes_the_loop() -> None:
+def test_export_names_the_unstable_target_and_takes_the_loop() -> None:
     from jax import export
 
     shape = jax.ShapeDtypeStruct((1, 300, 2, 16), jnp.float32)
@@ -257,7 +257,7 @@ def test_export_names_what_nobody_promises_and_takes_the_loop() -> None:
 
 
 def test_threads_of_both_frameworks_in_one_process_change_no_bit() -> None:
-    """JAX first, then torch beside it, both with two threads, and at the same time."""
+    """JAX first, then torch next to it, both with two threads, and at the same time."""
     program = """
         import concurrent.futures, sys
         import jax, numpy as np

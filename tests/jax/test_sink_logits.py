@@ -1,4 +1,4 @@
-"""Sink logits in JAX: the numbers and gradients of an extra column of scores in fp64."""
+"""Sink logits in JAX: results and gradients of an extra column of scores in fp64."""
 
 import jax
 import jax.numpy as jnp

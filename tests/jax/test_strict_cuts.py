@@ -1,4 +1,4 @@
-"""What lies before a cut is never used in JAX either, and a query whose keys since the cut are hidden sees nothing."""
+"""In JAX, keys before a cut are never used, and a query whose keys after the cut are hidden sees nothing."""
 
 import math
 
@@ -25,7 +25,7 @@ def drawn(kv_heads: int = 1) -> list[np.ndarray]:
 
 
 def answer(backend: str, arrays: list[np.ndarray], rows: np.ndarray, **options) -> list[np.ndarray]:
-    """(output, lse, gradients of what these rows [B, T] give)."""
+    """(output, lse, gradients of the results in these rows [B, T])."""
 
     def weighted(*leaves: jax.Array) -> jax.Array:
         output, lse = forgetting_attention(*leaves, return_lse=True, backend=backend, **options)
@@ -39,7 +39,7 @@ def answer(backend: str, arrays: list[np.ndarray], rows: np.ndarray, **options) 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e4])
-def test_what_lies_before_a_cut_is_never_used(backend: str, bad: float) -> None:
+def test_keys_before_a_cut_are_never_used(backend: str, bad: float) -> None:
     inputs = drawn()
     spoiled = [x.copy() for x in inputs]
     spoiled[1][0, 90, 0] = spoiled[2][1, 30, 0] = bad

@@ -1,4 +1,4 @@
-"""The function under JAX's transformations: jit, vmap, checkpoint, shard_map, gradients once, dropout, merging by lse."""
+"""JAX's transformations: jit, vmap, checkpoint, shard_map, first derivatives, dropout, merging by lse."""
 
 import subprocess
 import sys
@@ -22,7 +22,7 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def draw(*shape: int, seed: int = 0) -> np.ndarray:
-    """Numpy, so that collecting these tests starts no device."""
+    """Numpy arrays, so that collecting these tests initializes no device."""
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
@@ -56,7 +56,7 @@ def test_vmap_equals_a_loop(backend: str) -> None:
 
 
 def on_devices(backend: str, *specs: P):
-    """The gradients of `loss`, computed by 2 × 2 devices."""
+    """The gradients of `loss`, computed on 2 × 2 devices."""
     auto = jax.sharding.AxisType.Auto
     mesh = jax.make_mesh((2, 2), ("sequences", "heads"), axis_types=(auto, auto))
 
@@ -81,7 +81,7 @@ def test_keys_that_devices_share_sum_their_gradients(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["native", "dense"])
-def test_a_traced_offset_is_not_compiled_anew(backend: str) -> None:
+def test_a_traced_offset_is_not_recompiled(backend: str) -> None:
     traced = jax.jit(partial(alibi_attention, backend=backend))
     query, key, value = QKV
     outputs = [traced(query[:, offset : offset + 4], key, value, query_offset=offset) for offset in (3, 20)]

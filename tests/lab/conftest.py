@@ -1,4 +1,4 @@
-"""What the tests of the lab share: a model that computes in milliseconds, and a text that a model can learn."""
+"""Fixtures of the lab's tests: a model that runs in milliseconds, and a text that a model can learn."""
 
 import functools
 from collections.abc import Callable

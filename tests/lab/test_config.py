@@ -1,4 +1,4 @@
-"""Fields are changed by name and read by type; a name or a value that does not exist is answered with what does."""
+"""Fields are set by name and parsed by type; an error for an unknown name or value lists the valid ones."""
 
 import pytest
 
@@ -69,7 +69,7 @@ def test_fields_that_depend_on_each_other_are_changed_together():
         ({"data.valid_share": "1"}, "together below 1"),
     ],
 )
-def test_what_does_not_exist_is_answered_with_what_does(changes, message):
+def test_errors_for_unknown_names_list_the_valid_ones(changes, message):
     with pytest.raises(ConfigError, match=message):
         override(RunConfig(), changes)
 
@@ -119,4 +119,4 @@ def test_the_vocabulary_follows_a_tokenizer_of_known_size_unless_it_is_set():
     assert override(RunConfig(), {**asked, "model.vocab_size": "4096"}).model.vocab_size == 4096
     pairs = override(RunConfig(), asked)
     assert override(pairs, {"data.tokenizer": "bytes"}).model.vocab_size == 256
-    assert override(pairs, {"data.tokenizer": "words"}).model.vocab_size == 2048  # nobody knows before the text is read
+    assert override(pairs, {"data.tokenizer": "words"}).model.vocab_size == 2048  # unknown before the text is read

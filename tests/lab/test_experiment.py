@@ -1,4 +1,4 @@
-"""An experiment trains what is not trained, evaluates what is not evaluated, and leaves one record of each."""
+"""An experiment trains and evaluates only what is missing, and writes one record of each."""
 
 import dataclasses
 import json
@@ -47,7 +47,7 @@ def recipe(tiny_run):
 
 
 def trainings(monkeypatch):
-    """The names of what is trained from here on."""
+    """The names of all trainings from here on."""
     seen, real = [], one_run.train
 
     def counted(config, *arguments, **named):
@@ -79,7 +79,7 @@ def test_every_run_leaves_a_training_and_an_evaluation(recipe, tmp_path):
     assert sorted(path.name for path in (tmp_path / "out" / "records").iterdir()) == sorted(path.name for path in paths)
 
 
-def test_what_is_recorded_is_skipped(recipe, tmp_path, monkeypatch):
+def test_recorded_runs_are_skipped(recipe, tmp_path, monkeypatch):
     first = run(recipe, out=tmp_path)
     seen = trainings(monkeypatch)
     assert run(recipe, out=tmp_path) == first
@@ -105,7 +105,7 @@ def test_a_lost_evaluation_without_its_checkpoint_trains_again_and_keeps_the_rec
     assert records.load(first[1]).curves["by_length"]["nonoverlapping_nats"] == expected
 
 
-def test_an_interrupted_experiment_goes_on_where_it_stopped(recipe, tmp_path, monkeypatch):
+def test_an_interrupted_experiment_resumes_where_it_stopped(recipe, tmp_path, monkeypatch):
     uncut = [records.load(path) for path in run(recipe, out=tmp_path / "uncut")]
     real = one_run.train
 
@@ -147,14 +147,14 @@ def test_two_experiments_in_one_folder_refuse_each_other(recipe, tmp_path):
     assert len(run(recipe, out=tmp_path)) == 4
 
 
-def test_a_folder_that_cannot_be_written_is_said_so(recipe, tmp_path):
+def test_a_folder_that_cannot_be_written_is_reported(recipe, tmp_path):
     (tmp_path / "file").write_text("in the way")
     for out in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(ExperimentError, match=r"cannot be written .*; pass a folder that you may write"):
             run(recipe, out=out)
 
 
-def test_what_is_wrong_is_said_before_anything_is_written(recipe, tmp_path):
+def test_errors_are_reported_before_anything_is_written(recipe, tmp_path):
     out = tmp_path / "out"
     with pytest.raises(ConfigError, match=r"did you mean 'train.steps'"):
         run(recipe, out=out, overrides={"train.stepz": "1"})
@@ -193,7 +193,7 @@ def test_progress_is_shown_on_the_console_that_is_passed(recipe, tmp_path, capsy
 
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory, verses):
-    """What two gloo processes did, with DDP and with FSDP, in one start of torchrun."""
+    """The results of two gloo processes, with DDP and with FSDP, in one torchrun."""
     folder = tmp_path_factory.mktemp("two")
     config = RunConfig(
         model=ModelConfig(method="kerple", num_layers=2, num_heads=2, embed_dim=16, ffn_dim=24),
@@ -223,7 +223,7 @@ def two_processes(tmp_path_factory, verses):
 
 
 def test_two_processes_train_like_one(two_processes):
-    """They share every batch and average their gradients; sums in another order differ by rounding."""
+    """They share every batch and average gradients; the order of sums differs, so losses agree up to rounding."""
     folder, config, told, one = two_processes
     assert told["world_size"] == 2
     two = next(records.find(folder / "ddp" / "records", kind="training"))
@@ -289,7 +289,7 @@ def test_a_vocabulary_that_is_too_small_is_refused_with_the_one_to_pass(recipe, 
     assert not (tmp_path / "records").exists()
 
 
-def test_the_test_text_is_tested_where_it_is_asked_for(recipe, tmp_path):
+def test_the_test_text_is_tested_on_request(recipe, tmp_path):
     with pytest.raises(CorpusError, match=r"has no test text; pass data.test_share"):
         run(recipe, out=tmp_path, overrides={"eval.split": "test"})
     changes = {"model.method": "alibi", "data.test_share": "0.3"}
@@ -315,7 +315,7 @@ def test_a_model_of_words_takes_its_tokenizer_with_it(recipe, tmp_path):
 
 
 def test_attention_within_documents_counts_what_documents_foretell(tiny_run, tmp_path):
-    """Against the loss of the same weights, summed document by document with a loop over rows and places."""
+    """Compared with the same weights' loss, summed per document with a loop over rows and positions."""
     config = tiny_run(steps=1, accumulate=2)
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, segments=True))
     loaded = load_corpus(config.data)
@@ -383,7 +383,7 @@ def test_without_a_terminal_a_line_now_and_then_says_how_far_it_is(recipe, tmp_p
 
 
 def test_a_resumed_training_tells_its_task_and_the_speed_of_the_steps_since_then(tiny_run, tmp_path, monkeypatch):
-    """A training of which five steps took a thousand seconds each goes on at one second a step."""
+    """Five steps took a thousand seconds each; the resumed training takes one second per step."""
     of_a_task = dataclasses.replace(tiny_run("alibi", steps=8), data=DataConfig(corpus="task:copy:16"))
     recipe = Recipe(name="tiny", **TEXTS, runs=lambda scale: (of_a_task,))
 

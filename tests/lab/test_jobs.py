@@ -1,4 +1,4 @@
-"""Trainings at the same time in processes of their own: the records of trainings one by one, stopped and resumed like them."""
+"""Trainings in parallel processes: the same records as sequential trainings, also when stopped and resumed."""
 
 import dataclasses
 import multiprocessing
@@ -27,7 +27,7 @@ def recipe_of(*runs):
 
 @pytest.fixture
 def recipe(text_file, run_on):
-    """Four runs, of which two share a training."""
+    """Four runs, two of which share a training."""
     runs = [run_on(text_file, method, steps=4) for method in ("alibi", "rotary", "none")]
     return recipe_of(*runs, dataclasses.replace(runs[0], eval=dataclasses.replace(runs[0].eval, lengths=(16, 64))))
 
@@ -42,7 +42,7 @@ def losses(record):
 
 
 def when_training(folder, count, act):
-    """Act once so many trainings have left a checkpoint."""
+    """Calls `act` once the given number of trainings have written a checkpoint."""
 
     def wait():
         while len(list(folder.glob("checkpoints/jobs/*/*/step-*"))) < count:
@@ -65,7 +65,7 @@ def test_jobs_leave_the_records_of_trainings_one_by_one(recipe, tmp_path, capfd)
 
 
 @pytest.mark.long
-def test_an_interruption_stops_all_and_each_goes_on_where_it_was(text_file, run_on, tmp_path):
+def test_an_interruption_stops_all_and_each_resumes_where_it_stopped(text_file, run_on, tmp_path):
     recipe = recipe_of(*(run_on(text_file, method, steps=400) for method in ("alibi", "rotary")))
     folder = tmp_path / "cut"
 
@@ -91,7 +91,7 @@ def test_a_training_that_fails_stops_the_others_and_says_why(text_file, run_on, 
 
 
 @pytest.mark.long
-def test_a_process_that_dies_is_said(text_file, run_on, tmp_path):
+def test_a_process_that_dies_is_reported(text_file, run_on, tmp_path):
     recipe = recipe_of(*(run_on(text_file, method, steps=100_000) for method in ("alibi", "rotary")))
     when_training(tmp_path, 1, lambda: multiprocessing.active_children()[0].kill())
     with pytest.raises(ChildProcessError, match="pass fewer jobs"):

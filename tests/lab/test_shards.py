@@ -1,4 +1,4 @@
-"""Shards of a recipe: disjoint parts of its trainings, together all of them, with records that merge by lying in one folder."""
+"""Shards of a recipe: disjoint, together complete, with records that merge in one folder."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ from alibi_attn.lab.experiment import ExperimentError, num_runs, run, runs_of_sh
 
 @pytest.fixture
 def recipe(text_file, run_on):
-    """Five runs, of which two share a training."""
+    """Five runs, two of which share a training."""
     runs = [run_on(text_file, method, steps=2) for method in ("alibi", "rotary", "none", "sinusoidal")]
     runs.insert(1, dataclasses.replace(runs[0], eval=dataclasses.replace(runs[0].eval, lengths=(16, 64))))
     texts = dict.fromkeys(("question", "paper", "command", "cost", "expected"), "")
@@ -64,13 +64,13 @@ def test_only_other_shards_of_the_same_count_run_at_the_same_time(recipe, tmp_pa
         assert not (tmp_path / "records").exists()
 
 
-def test_a_finished_experiment_leaves_no_lock_behind(recipe, tmp_path):
+def test_a_finished_experiment_leaves_no_lock(recipe, tmp_path):
     run(recipe, out=tmp_path, shard=(0, 2), overrides={"train.steps": "1"})
     for shard in ((0, 3), (0, 1)):
         run(recipe, out=tmp_path, shard=shard, overrides={"train.steps": "1"})
 
 
-def test_a_shard_that_is_none_is_refused(recipe, tmp_path):
+def test_an_invalid_shard_is_refused(recipe, tmp_path):
     with pytest.raises(ConfigError, match="shard 2/2 is none of 2"):
         run(recipe, out=tmp_path / "runs", shard=(2, 2))
     for text in ("3", "2/2", "a/3", "-1/2"):

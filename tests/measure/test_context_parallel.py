@@ -1,4 +1,4 @@
-"""`alibi bench context-parallel`: the record counts the rows sent, and lengths that ranks cannot share evenly are refused."""
+"""`alibi bench context-parallel`: the record counts the rows sent; lengths that ranks cannot share evenly raise."""
 
 from pathlib import Path
 

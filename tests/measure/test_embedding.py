@@ -62,7 +62,7 @@ def test_a_model_that_computes_something_else_is_not_timed(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_what_may_not_fit_is_skipped_and_said(tmp_path, monkeypatch):
+def test_sizes_that_may_not_fit_are_skipped_and_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(timing, "available_bytes", lambda: timing.SPARE_BYTES + 100)
     messages = []
     texts, _ = map(records.load, embedding(tmp_path, say=messages.append, **OPTIONS))

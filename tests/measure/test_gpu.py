@@ -1,4 +1,4 @@
-"""`alibi bench gpu` without a GPU or Triton: what it records when a peer fails, is wrong, is slow or runs out of time."""
+"""`alibi bench gpu` without a GPU or Triton: its records when a peer fails, is wrong, is slow or runs out of time."""
 
 import dataclasses
 from pathlib import Path

@@ -29,7 +29,7 @@ TEXT = "the cat sat on the mat and the dog sat on the cat " * 12
 
 
 def loop(query: Tensor, key: Tensor, slope: float, scale: float) -> tuple[float, float, dict[str, float]]:
-    """Mean distance, mean share of the first token, shares of zero weights by dtype, of one head [n, D], pair by pair."""
+    """Mean distance, mean share of the first token, zero weights by dtype, of one head [n, D], pair by pair."""
     n = len(query)
     distance = first = 0.0
     zeros = dict.fromkeys(("float32", "bfloat16", "float16"), 0)

@@ -63,7 +63,7 @@ def test_a_peer_computes_the_definition_forward_and_backward(peer: Peer, dtype: 
     output = attention(*given)
     assert output.dtype == dtype
     outputs = [output, *(torch.autograd.grad(output, given, grad) if trains else ())]
-    # A few roundings, plus four times the error of a weight from torch's exponential and from the rank-2 trick's scores.
+    # A few roundings, plus four times the error of a weight from torch's exponential and the rank-2 trick's scores.
     allowed = 8 * EPS[dtype] + 4 * (2.0**-20 + 2 * peer.score_error * SHAPE[2] * float(slopes.max()))
     for ours, exact in zip(outputs, expected, strict=False):
         assert float((ours - exact).detach().abs().max()) < allowed * float(exact.detach().abs().max())

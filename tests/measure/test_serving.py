@@ -1,4 +1,4 @@
-"""The benchmarks of serving, generating, streaming and decoding run and keep complete records. Durations are not tested."""
+"""The benchmarks of serving, generating, streaming and decoding keep complete records. Durations are not tested."""
 
 import contextlib
 

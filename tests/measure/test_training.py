@@ -42,7 +42,7 @@ def config_of(architecture: Architecture = "modern") -> RunConfig:
 
 @pytest.mark.parametrize("architecture", ["modern", "mpt", "baevski-auli"])
 def test_flops_are_those_that_torch_counts(architecture: Architecture) -> None:
-    """SDPA's math kernel computes attention as bmm, including the hidden pairs; every linear layer is an mm or addmm."""
+    """SDPA's math kernel computes attention as bmm, including hidden pairs; every linear layer is an mm or addmm."""
     config = config_of(architecture)
     model = LanguageModel(config.model, trained_length=LENGTH)
     tokens = torch.arange(ROWS * (LENGTH + 1)).view(ROWS, -1) % 64

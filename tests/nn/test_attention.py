@@ -1,4 +1,4 @@
-"""The attention layer and the bias module: against plain linear algebra, in every dtype, and the errors for wrong arguments."""
+"""The attention layer and the bias module: compared with plain linear algebra in every dtype, and their errors."""
 
 import copy
 import math

@@ -34,7 +34,7 @@ def test_dropout_acts_on_both_branches_and_in_training_only():
     assert torch.equal(block(x), block(x))
 
 
-def test_what_does_not_fit_is_refused():
+def test_mismatched_inputs_are_refused():
     with pytest.raises(ValueError, match="ffn_dim is 0"):
         ALiBiTransformerBlock(24, 6, 0)
     with pytest.raises(ValueError, match="multiple of num_heads"):

@@ -1,4 +1,4 @@
-"""Cached decoding is the full pass, however the sequence is split; the cache crops, reorders, grows and supports autograd."""
+"""Cached decoding equals the full pass for any split; the cache crops, reorders, grows and supports autograd."""
 
 import copy
 import math
@@ -321,7 +321,7 @@ def test_wrong_use_raises_errors_that_say_what_is_allowed():
 
 
 def test_a_prompt_is_copied_once_and_the_next_token_copies_nothing():
-    """The prompt may be a view of a larger tensor, which the cache must not keep alive; the next token must not copy it."""
+    """The prompt may be a view of a larger tensor, which the cache must not keep alive; later tokens do not copy it."""
     both = torch.randn(2, 1, 3, 40, 8)
     cache = KVCache()
     with torch.no_grad():

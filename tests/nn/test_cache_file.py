@@ -1,4 +1,4 @@
-"""A cache in a file gives the bits of the cache in memory, survives kills at any moment, and refuses what it cannot do."""
+"""A cache in a file is bit-identical to one in memory, survives kills, and raises on unsupported use."""
 
 import copy
 import pickle
@@ -27,7 +27,7 @@ def numbered(first: int, count: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_a_cache_in_a_file_gives_the_bits_of_the_cache_in_memory(dtype, tmp_path):
-    """Two rows, one of them padded, with grouped heads; the file is closed and opened, and the text is cropped, on the way."""
+    """Two rows, one of them padded, with grouped heads; the file is reopened and the text is cropped in between."""
     layer, x = layer_of(num_kv_heads=2).to(dtype), torch.randn(2, 400, 64, dtype=dtype)
     mask = torch.arange(400) >= torch.tensor([[0], [100]])
     memory, file = KVCache(), KVCache(tmp_path / "cache")
@@ -158,7 +158,7 @@ def test_damage_and_other_weights_are_refused(tmp_path):
     KVCache.open(path).verify()
 
 
-def test_what_a_file_cannot_do_is_refused(tmp_path, monkeypatch):
+def test_operations_that_a_file_does_not_support_are_refused(tmp_path, monkeypatch):
     layer, x, cache = layer_of(), torch.randn(2, 5, 64), KVCache(tmp_path / "cache")
     with pytest.raises(ValueError, match="without gradients"):
         layer(x, cache=cache)

@@ -1,4 +1,4 @@
-"""Caches that forget: a stream of the last tokens after a few sinks, and per head what the certified reach still needs."""
+"""Caches that drop keys: a window of the last tokens after a few sinks, and a certified reach per head."""
 
 import math
 
@@ -26,7 +26,7 @@ def decoded(layer: torch.nn.Module, x: Tensor, cache: KVCache | ReachCache, cuts
 
 
 def streamed_by_hand(layer: ALiBiAttention, x: Tensor, max_tokens: int, sinks: int) -> Tensor:
-    """Token by token: the sinks and the last tokens, as if they stood side by side."""
+    """Token by token: the sinks and the last tokens, as if they were adjacent."""
     key, value, query = (
         getattr(layer, f"{name}_proj")(x).unflatten(-1, (-1, layer.head_dim)).transpose(1, 2) for name in "kvq"
     )
@@ -85,7 +85,7 @@ def test_the_comparison_fails_for_a_reach_that_is_too_short():
     assert (decoded(layer, x, cache, [1] * 300) - layer(x)).abs().max() > 1e-2
 
 
-def test_a_large_tolerance_forgets_more_and_keeps_its_promise():
+def test_a_large_tolerance_drops_more_keys_within_its_bound():
     layer, x, tolerance = layer_with(), torch.randn(1, 300, 32), 0.01
     cache = layer.reach_cache(tolerance=tolerance)
     error = (decoded(layer, x, cache, [1] * 300) - layer(x)).norm(dim=-1).max()

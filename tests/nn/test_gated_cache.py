@@ -1,4 +1,4 @@
-"""A cache that forgets by content: the outputs of the full pass, whatever the gates, and never beyond the bound."""
+"""A cache that drops keys by content: equal to the full pass for any gates, always within the bound."""
 
 import copy
 import math
@@ -41,14 +41,14 @@ def test_it_streams_as_one_pass(chunk: int, options: dict) -> None:
 
 @torch.no_grad()
 def test_dropped_keys_weigh_less_than_the_bound() -> None:
-    """In fp64, for every later query: the mass of the keys that are gone, with gates that shut and open."""
+    """The mass of dropped keys for every later query, in fp64, with gates that close and open."""
     heads, dim, bound, tolerance = 2, 4, 1.0, 1e-2
     rng = torch.Generator().manual_seed(0)
     cache = GatedReachCache([0.0, 0.01], score_bound=bound, tolerance=tolerance, num_kv_heads=1)
     keys = torch.nn.functional.normalize(torch.randn(1, 1, 3000, dim, generator=rng), dim=-1)
     queries = torch.nn.functional.normalize(torch.randn(1, heads, 3000, dim, generator=rng), dim=-1)
     gates = -torch.rand(1, heads, 3000, generator=rng).pow(8) * 0.6
-    gates[..., 1000:1400] = 0.0  # nothing is forgotten here
+    gates[..., 1000:1400] = 0.0  # no key is dropped here
     kept = gates.double().cumsum(-1)
     worst, most = 0.0, 0
     for t in range(3000):
@@ -79,7 +79,7 @@ def test_open_gates_forget_nothing() -> None:
 
 
 @torch.no_grad()
-def test_copies_pickles_and_beams_go_on_alike() -> None:
+def test_copies_pickles_and_beams_continue_equally() -> None:
     attention, x, more = layer(), torch.randn(2, 600, 32), torch.randn(2, 90, 32)
     cache = attention.reach_cache()
     attention(x, cache=cache)
@@ -96,7 +96,7 @@ def test_copies_pickles_and_beams_go_on_alike() -> None:
     torch.testing.assert_close(attention(x, cache=cache), attention(x), rtol=0, atol=1e-5)
 
 
-def test_what_it_refuses() -> None:
+def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="would gain weight over time"):
         GatedReachCache([0.1, -0.1], score_bound=1.0, tolerance=1e-6, num_kv_heads=2)
     with pytest.raises(ValueError, match="must divide"):

@@ -1,4 +1,4 @@
-"""Layers with forget gates: what they compute, that decoding computes the same, and that gates keep their digits."""
+"""Layers with forget gates: their results, equal decoding, and gates in full precision."""
 
 import copy
 import pickle
@@ -57,7 +57,7 @@ def test_a_token_reads_the_keys_that_gates_have_left(options: dict, monkeypatch:
         torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-5, atol=1e-5)
         assert len(near) == 3
         cache.crop(320)
-        cache.key[:, :, :64], cache.value[:, :, :64] = torch.nan, torch.nan  # of which the norms are known
+        cache.key[:, :, :64], cache.value[:, :, :64] = torch.nan, torch.nan  # their norms are cached
         cache.reorder([1, 0])
         torch.testing.assert_close(
             attention(x[[1, 0], 320:321], cache=cache), whole[[1, 0], 320:321], rtol=1e-5, atol=1e-5
@@ -109,7 +109,7 @@ def test_gates_learn() -> None:
     assert not any("gate" in name for name in ALiBiTransformerBlock(32, 4).state_dict())
 
 
-def test_what_it_refuses() -> None:
+def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="forget_gate needs causal=True"):
         ALiBiAttention(32, 4, forget_gate=True, causal=False)
     cache = KVCache()

@@ -1,4 +1,4 @@
-"""Linear layers on a CPU: the product to rounding for any number of rows, its gradients, and where torch computes it instead."""
+"""Linear layers on a CPU: exact up to rounding for any number of rows, gradients, and fallbacks to torch."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ HALF = [torch.bfloat16, torch.float16]
 
 @pytest.fixture(params=[False, True], ids=["as this processor is", "without half precision, MKL slow"])
 def poor(request, monkeypatch) -> bool:
-    """Whether the processor is said to have no products in half precision, and slow ones by MKL."""
+    """Whether to simulate a processor without half-precision products and with a slow MKL."""
     if request.param:
         monkeypatch.setattr(linear, "is_slow", lambda dtype: dtype in HALF)
         monkeypatch.setattr(linear, "mkl_is_slow", lambda: True)
@@ -28,7 +28,7 @@ def slow_half(monkeypatch) -> None:
 
 
 def expect_the_product(got: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """To one rounding into its dtype and to those of sums in fp32."""
+    """Asserts equality up to one rounding to the dtype and the rounding of fp32 sums."""
     exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     terms = F.linear(x.double().abs(), weight.double().abs()) + (0.0 if bias is None else bias.double().abs())
     rounded = exact.abs() * torch.finfo(got.dtype).eps / 2
@@ -99,7 +99,7 @@ def test_autocast_narrows_both_and_keeps_the_gradient_wide(slow_half):
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         torch.testing.assert_close(layer(x), expected)
     with torch.autocast("cpu", torch.bfloat16):
-        assert layer.double()(x.double()).dtype == torch.float64  # which autocast leaves alone
+        assert layer.double()(x.double()).dtype == torch.float64  # autocast does not affect fp64
         layer.float()(x).float().square().sum().backward()
     assert layer.weight.grad.dtype == torch.float32
 
@@ -175,7 +175,7 @@ def test_rounded_maps_are_torchs_but_for_what_the_processor_cannot(monkeypatch):
 
 
 @torch.no_grad()
-def test_a_models_layers_stay_torchs_for_who_quantizes_adapts_or_watches_them(slow_half, monkeypatch):
+def test_layers_that_are_quantized_adapted_or_hooked_stay_torchs(slow_half, monkeypatch):
     class Adapted(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:
             return super().forward(input) + 1

@@ -19,8 +19,10 @@ def layer_with(weight: float, **options: object) -> ALiBiAttention:
 
 
 def worst_share(bound: float, slope: float, distance: int) -> float:
-    """The softmax share, fp64, of all keys at |i − j| ≥ distance where a query's own key is the worst there can be, all
-    those far ones the best, and nothing else is near."""
+    """Largest possible softmax share of all keys at |i − j| ≥ distance, in fp64.
+
+    The query's own key has the lowest score, all far keys the highest, and no other key is near.
+    """
     far = bound - slope * torch.arange(distance, distance + math.ceil(60 / slope), dtype=torch.float64)
     return float(torch.cat([torch.tensor([-bound], dtype=torch.float64), far]).softmax(0)[1:].sum())
 
@@ -32,7 +34,7 @@ def test_the_worst_scores_there_can_be_leave_the_tolerance(weight, tolerance):
     bound, reach = layer.score_bound(), layer.static_reach(tolerance=tolerance)
     for slope, distance in zip(layer.slopes.values.tolist(), reach.tolist(), strict=True):
         assert worst_share(bound, slope, distance) <= tolerance
-        assert worst_share(bound, slope, distance - 2) > tolerance  # and it is not merely large
+        assert worst_share(bound, slope, distance - 2) > tolerance  # and the reach is not too large
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

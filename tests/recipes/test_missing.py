@@ -1,4 +1,4 @@
-"""What is not recorded is listed with its cost, and nothing else."""
+"""Only missing results are listed, with their cost."""
 
 import dataclasses
 from pathlib import Path

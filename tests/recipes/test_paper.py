@@ -28,8 +28,8 @@ NAMES = [f"figure-{number}" for number in range(1, 12)] + [f"table-{number}" for
 STAGED = "Staged Training (Press et al., 2021)"  # cited by the paper, run here
 every_item = pytest.mark.parametrize("name", NAMES)
 
-# The sources of each item, typed from the paper: study, the corpus' validation share at smoke scale (which distinguishes the
-# three corpora there), how the test text is divided, and the stride of the sliding window (None = a quarter).
+# The sources of each item, typed from the paper: study, the corpus' validation share at smoke scale (which there
+# distinguishes the three corpora), the division of the test text, and the sliding window's stride (None = a quarter).
 FACTS = {
     **dict.fromkeys(("figure-1", "figure-4", "figure-8"), ("wikitext", 0.05, "nonoverlapping", None)),
     **{f"table-{number}": ("wikitext", 0.05, "nonoverlapping", None) for number in (2, 3, 4, 5)},
@@ -323,7 +323,7 @@ def test_items_share_trainings(found):
     assert kinds == {"wikitext": 23, "books": 7, "web": 6}  # 8 + 8 + 3 + 3 and one staged; 3 + 3 and one staged; 3 + 3
 
 
-def test_what_an_item_varies_cannot_be_changed():
+def test_fields_that_an_item_varies_cannot_be_changed():
     with pytest.raises(
         ConfigError, match=re.escape("figure-1 compares several values of model.method; it cannot be set")
     ):
@@ -348,7 +348,10 @@ def test_small_pairs_the_seeds_of_figure_1_and_keeps_the_data_order():
 
 
 def test_the_paper_scale_is_the_published_training():
-    """The paper's command: nag, rate 1, 286,000 updates of 9,216 tokens on 8 GPUs, warm-up 16,000, cosine to 1e-4, clip 0.1."""
+    """The published command.
+
+    nag, rate 1, 286,000 updates of 9,216 tokens on 8 GPUs, warm-up 16,000, cosine to 1e-4, clip 0.1
+    """
     (run,) = (run for run in ITEMS["table-13"].recipe.runs("paper") if run.train.length == 3072)
     train, model = run.train, run.model
     assert (train.optimizer, train.learning_rate, train.steps, train.warmup_steps) == ("nag", 1.0, 286_000, 16_000)

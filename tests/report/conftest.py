@@ -1,4 +1,4 @@
-"""Records that nobody measured, made by formulas, so that the report's tests know what must stand in it."""
+"""Made-up records, computed from formulas, so that the report's tests know the expected numbers."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Benchmarks are drawn as their records say: one line a peer, times and memory."""
+"""Benchmark figures match their records: one line per peer, times and memory."""
 
 from alibi_attn.records import Record
 from alibi_attn.report.page import report_html
@@ -23,7 +23,7 @@ def test_every_peer_has_a_line_that_ends_where_it_was_measured_last() -> None:
     assert ratio_table(both)[1] == [("ours", ["10 ms", "20 ms"]), ("transformers", ["3.00×", "–"])]
 
 
-def test_memory_that_was_measured_apart_is_ours() -> None:
+def test_memory_that_was_measured_separately_is_ours() -> None:
     apart = record(
         ours={"length": [512], "forward_ms": [1.0]}, memory={"length": [512], "peak_memory_bytes": [3 * 2**20]}
     )
@@ -42,7 +42,7 @@ def test_a_record_that_comes_twice_is_drawn_once() -> None:
     assert report_html([both, both]) == report_html([both])
 
 
-def test_errors_are_told_and_why_a_peer_was_not_run() -> None:
+def test_errors_are_reported_and_why_a_peer_was_not_run() -> None:
     theirs = {
         "length": [1024, 2048, 4096], "forward_ms": [3.0, None, None], "relative_error": [1e-3, 2e-3, None],
         "why_not": [None, "out of memory", "out of memory"],

@@ -1,4 +1,4 @@
-"""The report in a real browser: nothing fails, every picture is drawn, a phone need not scroll sideways."""
+"""The report in a real browser: no errors, every figure is drawn, and a phone need not scroll sideways."""
 
 import importlib.util
 import json
@@ -128,7 +128,7 @@ def test_paper_is_wide_enough(browser, page: Path) -> None:
 
 @pytest.fixture(scope="module")
 def judged(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A referee of every method and five tasks, as wide as it gets."""
+    """A comparison of every method on five tasks, the widest page."""
     spec = importlib.util.spec_from_file_location(
         "compared_records", Path(__file__).with_name("test_method_comparison.py")
     )

@@ -1,4 +1,4 @@
-"""Numbers that no drawing expects: the page is drawn without them, or the file that holds them is named."""
+"""Numbers that no figure expects: the page is drawn without them, or the error names the file."""
 
 import json
 import math
@@ -23,7 +23,7 @@ from alibi_attn.report.series import studies
 
 
 def changed(record: Record, place: tuple[str | int, ...], value: object) -> Record:
-    """The record with one value of another kind or size."""
+    """The record with one value replaced by another type or size."""
     data = json.loads(json.dumps({"config": record.config, "metrics": record.metrics, "curves": record.curves}))
     inner = data
     for name in place[:-1]:
@@ -41,9 +41,9 @@ def evaluation(made_up: Callable[..., list[Record]]) -> Record:
 @pytest.mark.parametrize(
     ("place", "value"),
     [
-        (("curves", "by_length", "nonoverlapping_nats", 0), 2000.0),  # its perplexity is no float
+        (("curves", "by_length", "nonoverlapping_nats", 0), 2000.0),  # its perplexity is not a finite float
         (("curves", "by_length", "sliding_nats"), [2000.0] * 5),
-        (("curves", "by_length", "nonoverlapping_nats", 4), None),  # nobody has reached the longest length
+        (("curves", "by_length", "nonoverlapping_nats", 4), None),  # no model has reached the longest length
         (("curves", "by_length", "tokens_per_second", 0), 0),
         (("curves", "by_length", "tokens_per_second"), [0] * 5),
         (("curves", "by_length", "peak_memory_bytes", 4), 0),

@@ -1,4 +1,4 @@
-"""Recorded results damaged at random: the page is drawn, or the file is refused by name."""
+"""Randomly damaged records: the page is drawn, or the error names the file."""
 
 import json
 from pathlib import Path

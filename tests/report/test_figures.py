@@ -1,4 +1,4 @@
-"""Figures: what is drawn is what was recorded, and the SVG fits any page."""
+"""Figures show exactly the recorded numbers, and the SVG fits any page."""
 
 import math
 import re
@@ -105,8 +105,8 @@ def test_the_name_of_a_peer_that_stops_at_once_stays_in_the_picture() -> None:
 
 
 @pytest.mark.parametrize("heights", [(2.0, 2.1, 2.2, 2.3, 12.0), (2.0, 11.7, 11.8, 11.9, 12.0)])
-def test_names_of_lines_that_end_together_stay_beside_the_picture(heights: tuple[float, ...]) -> None:
-    """Also at its lower and upper edge, in the order of the lines and apart."""
+def test_names_of_lines_that_end_together_stay_next_to_the_picture(heights: tuple[float, ...]) -> None:
+    """Also at its lower and upper edge, in the order of the lines and without overlap."""
     _, axes = drawing.plain_axes("of no unit")
     axes.set_ylim(2.0, 12.0)
     drawing.name_lines(axes, [End(f"{height}", "black", 1.0, height) for height in heights])
@@ -139,7 +139,7 @@ def test_svg_is_a_function_of_its_figure(made_up) -> None:
     assert one == two
 
 
-def test_methods_have_colors_and_markers_of_their_own() -> None:
+def test_methods_have_distinct_colors_and_markers() -> None:
     assert len({look.marker for look in METHODS.values()}) == len(METHODS)
     assert len({look.dark for look in METHODS.values()}) == len(METHODS)
     used = {*(look.light for look in METHODS.values()), drawing.INK, drawing.MUTED, drawing.RULE}

@@ -1,4 +1,4 @@
-"""What the lab adds to a study: stretched positions, tasks, validation, words, trained heads, costs, and many records at once."""
+"""The lab's additions to a study: stretched positions, tasks, validation, words, heads, costs, and many records."""
 
 import dataclasses
 import hashlib
@@ -152,7 +152,7 @@ def _heads(layer: int, certified: list[int]) -> Record:
     return records.make("certificate", f"trained-reach/layer-{layer}", config=config, metrics={}, curves=curves)
 
 
-def test_trained_heads_show_certified_beside_true_reach() -> None:
+def test_trained_heads_show_certified_and_true_reach() -> None:
     found = [_heads(layer, [60, 600, 4096]) for layer in (10, 2, 0)]
     (model,) = certificates.trained_heads([*found, found[0]])
     assert [layer for layer, _ in model.layers] == ["layer-0", "layer-2", "layer-10"]
@@ -191,7 +191,7 @@ def test_a_study_with_many_lines_is_drawn_length_by_length(made_up) -> None:
     assert [part.trained for part in drawable(study)] == [[128], [256], [512]]
 
 
-def test_trainings_behind_the_paper_are_a_table_and_not_a_study(made_up) -> None:
+def test_trainings_of_the_papers_items_are_a_table_and_not_a_study(made_up) -> None:
     item = records.make("paper-item", "table-2", config={"study": "quick"}, metrics={})
     page = report_html([*made_up(), item])
     assert "Trainings and tests used for" in page
@@ -200,7 +200,7 @@ def test_trainings_behind_the_paper_are_a_table_and_not_a_study(made_up) -> None
 
 
 def test_hundreds_of_records_make_a_small_page_at_the_cost_of_its_pictures(made_up, monkeypatch) -> None:
-    """What takes the time is drawing, and each picture is drawn once; nothing is done for every pair of records."""
+    """Drawing dominates the time, and each picture is drawn once; no work is done for every pair of records."""
     path = Path(__file__).with_name("test_paper.py")
     spec = importlib.util.spec_from_file_location("answers", path)
     answers = importlib.util.module_from_spec(spec)

@@ -1,4 +1,4 @@
-"""A page with several sections opens with what was found; what reads the same is told apart; colors are readable."""
+"""A page with several sections starts with the findings; identical titles are distinguished; colors are readable."""
 
 import dataclasses
 import re

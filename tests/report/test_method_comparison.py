@@ -1,4 +1,4 @@
-"""A referee says what intervals carry: which tasks stand in its table, who is better, what a method is good for."""
+"""The comparison says what intervals support: the tasks in its table, the order, and what a method is good for."""
 
 import html
 import json
@@ -30,7 +30,7 @@ def evaluated(
     noise: float = 0.0,
     trials: int = DOCUMENTS,
 ) -> Record:
-    """Shares (or nats, of the text ""), every other part so much above and below."""
+    """Shares (or nats, for the text ""), with parts alternately `noise` above and below."""
     known = [(at, value) for at, value in zip(LENGTHS, values, strict=True) if value is not None]
     rows = [(at, part, value + (noise if part % 2 else -noise)) for at, value in known for part in range(PARTS)]
     parts = {"length": [at for at, _, _ in rows], "part": [part for _, part, _ in rows]}
@@ -73,7 +73,7 @@ def paired_seeds(
 
 @pytest.fixture
 def four() -> list[Record]:
-    """ALiBi keeps a bit and loses recall; rotary loses both and its text; nobody copies; no positions learn nothing."""
+    """ALiBi keeps a bit and loses recall; rotary loses both and its text; no method copies; "none" learns nothing."""
     return [
         *paired_seeds("alibi", "mqar", (0.99, 0.07)),
         *paired_seeds("rotary", "mqar", (0.98, 0.40)),
@@ -110,7 +110,7 @@ def test_texts_come_first_and_tasks_of_one_size_are_one_comparison(four) -> None
     assert comparisons(studies([])) == []
 
 
-def test_a_task_that_nobody_learned_is_left_out_and_said(four) -> None:
+def test_a_task_that_no_method_learned_is_omitted_and_reported(four) -> None:
     tasks = {task.name: task for task in one_comparison(four)}
     assert [referee.is_learned(task) for task in tasks.values()] == [True, True, False, True]
     assert referee.best_at_trained(tasks["copy"]) == ("rotary", pytest.approx(0.699))
@@ -124,7 +124,7 @@ def test_a_task_that_nobody_learned_is_left_out_and_said(four) -> None:
     assert "copying" not in heat[: heat.index("</table>")]
 
 
-def test_an_interval_reaches_what_so_many_documents_leave_open() -> None:
+def test_an_interval_reflects_the_number_of_documents() -> None:
     (task,) = one_comparison([evaluated("alibi", "mqar", (1.0, 1.0))])
     found = referee.measured(task, "alibi", 64)
     assert found.value == 1.0
@@ -132,10 +132,10 @@ def test_an_interval_reaches_what_so_many_documents_leave_open() -> None:
     assert found.interval.high == 1.0
     assert referee.level(found) == "solved"
     (task,) = one_comparison([evaluated("alibi", "mqar", (1.0, 1.0), trials=16)])
-    assert referee.level(referee.measured(task, "alibi", 64)) == "open"  # sixteen documents leave up to 19 % open
+    assert referee.level(referee.measured(task, "alibi", 64)) == "open"  # 16 documents: up to 19 %
 
 
-def test_seeds_apart_leave_a_level_open() -> None:
+def test_distant_seeds_leave_a_level_open() -> None:
     far = [evaluated("alibi", "mqar", (share, share), seed=seed) for seed, share in enumerate((1.0, 0.95))]
     (task,) = one_comparison(far)
     found = referee.measured(task, "alibi", 64)
@@ -168,7 +168,7 @@ def test_ranks_are_as_wide_as_the_intervals_of_differences() -> None:
         "alibi": (1, 2),
         "rotary": (1, 2),
         "none": (3, 3),
-    }  # one point is less than 128 documents can tell
+    }  # 128 documents cannot resolve a difference of one point
     assert referee.rank(task, "t5", 1024, list(shares)) is None
 
 
@@ -199,7 +199,7 @@ def test_a_paragraph_says_what_its_intervals_carry(four) -> None:
     assert "at 1,024" not in none.partition("Not learned")[2]
 
 
-def test_what_may_be_either_is_called_open() -> None:
+def test_undecided_results_are_called_open() -> None:
     found = [evaluated("alibi", "mqar", (share, 0.99), seed=seed) for seed, share in enumerate((0.99, 0.87))]
     text = [evaluated("alibi", "", (2.0, share), seed=seed) for seed, share in enumerate((1.95, 2.1))]
     said = referee_words.paragraph(one_comparison([*found, *text]), "alibi")
@@ -208,7 +208,7 @@ def test_what_may_be_either_is_called_open() -> None:
     assert said.startswith("These results do not show what it is good for.")
 
 
-def test_shares_below_chance_are_said_to_be() -> None:
+def test_shares_below_chance_are_reported() -> None:
     (task,) = one_comparison(paired_seeds("alibi", "needles", (1.0, 0.01)))
     assert referee_words.paragraph([task], "alibi").endswith("1\N{NO-BREAK SPACE}% (0 to 3) at 1,024, below chance.")
 
@@ -226,7 +226,7 @@ def test_the_page_has_a_heat_map_with_numbers_of_every_method_and_says_the_size(
     assert "Rank by task" in text
 
 
-def test_the_contents_name_it_beside_other_studies(four, made_up) -> None:
+def test_the_contents_list_it_with_other_studies(four, made_up) -> None:
     page = report_html([*four, *made_up(methods=("alibi",))])
     assert '<a href="#r0">3 position methods at 64 and at 1,024 tokens</a>' in page
     assert page.index('<section id="r0"') < page.index('<section id="s0"')
@@ -266,7 +266,7 @@ def test_a_damaged_record_leaves_the_page_whole(place, value) -> None:
 
 
 def test_perplexities_are_compared_part_by_part_of_the_text() -> None:
-    """Parts differ by e, which is the same for both methods: their ratio is known all the same."""
+    """Parts differ by e, equally for both methods, so their ratio is known precisely."""
     (task,) = one_comparison(
         [evaluated("alibi", "", (2.0, 2.0), noise=0.5), evaluated("rotary", "", (2.1, 3.0), noise=0.5)]
     )
@@ -275,7 +275,7 @@ def test_perplexities_are_compared_part_by_part_of_the_text() -> None:
         assert (found.value, found.interval.low, found.interval.high) == pytest.approx((ratio,) * 3)
 
 
-def test_one_seed_is_said_to_decide_nothing_about_another_training(four) -> None:
+def test_the_page_says_that_one_seed_decides_nothing_about_others(four) -> None:
     said = "parts of the documents; one seed says nothing about other trainings."
     one = [record for record in four if record.config["train"]["seed"] == 0]
     assert f"small: 95 %, over {said}" in html.unescape(report_html(one))

@@ -1,4 +1,4 @@
-"""The page: every number is in it, every word is computed, nothing is loaded from elsewhere."""
+"""The page contains every number, all its text is computed, and nothing is loaded from elsewhere."""
 
 import dataclasses
 import html
@@ -42,7 +42,7 @@ def test_the_headline_is_computed(made_up) -> None:
     assert "rotary 21.5 (+232\N{NO-BREAK SPACE}%)" in text
 
 
-def test_the_headline_names_whoever_is_best(made_up) -> None:
+def test_the_headline_names_the_best_method(made_up) -> None:
     (study,) = studies(made_up(methods=("sinusoidal", "rotary")))
     assert "sinusoidal predicts best" in sentences.headline(study)
     (study,) = studies(made_up(methods=("rotary",)))
@@ -86,7 +86,7 @@ def test_the_caveats_follow_the_records(made_up) -> None:
     assert "ALiBi remembers" not in " ".join(sentences.not_allowed(studies(made_up(methods=("rotary",)))[0]))
 
 
-def test_what_differs_is_said(made_up) -> None:
+def test_differences_are_reported(made_up) -> None:
     assert any("differ in nothing else" in text for text in sentences.allowed(studies(made_up())[0]))
     (study,) = studies(made_up(trained=(128, 256)))
     assert any("differ in model.method and train.length" in text for text in sentences.allowed(study))

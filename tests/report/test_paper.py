@@ -1,4 +1,4 @@
-"""The paper's items: ours and the paper's stand beside each other and are never mixed."""
+"""The paper's items: our numbers and the paper's appear side by side and are never mixed."""
 
 import dataclasses
 import math
@@ -17,7 +17,7 @@ from alibi_attn.report.tables import paper as paper_tables
 
 
 def answer(item: str, *, factor: int = 8, growth: float = 1.0, **columns: object) -> Record:
-    """A made-up answer of ours: the paper's lengths divided, its perplexities times `growth` over five."""
+    """A made-up result of ours: the paper's lengths divided by `factor`, its perplexities times `growth` over five."""
     published = PUBLISHED[item]
     curves = {}
     for label, series in published.series.items():
@@ -54,7 +54,7 @@ def _cells(table, block: str, label: str) -> list[str]:
 
 
 def _drawn(picture, label: str = ""):
-    """The lines of a picture that have names, or the one of this name."""
+    """The named lines of a figure, or the one with this name."""
     (axes,) = picture.figure.axes
     found = [line for line in axes.lines if not line.get_label().startswith("_")]
     return next(line for line in found if line.get_label() == label) if label else found
@@ -106,7 +106,7 @@ def test_speeds_are_over_sinusoidal_or_over_the_shortest_length() -> None:
     np.testing.assert_allclose(by_length.get_ydata(), [1, 25800 / 28300, 15500 / 28300])
 
 
-def test_what_is_drawn_are_the_papers_numbers_and_ours() -> None:
+def test_figures_show_the_papers_numbers_and_ours() -> None:
     ours, _, theirs, sliding = paper.pictures(answer("figure-1"), {})[1]
     alibi = _drawn(ours, "ALiBi")
     np.testing.assert_allclose(
@@ -117,7 +117,7 @@ def test_what_is_drawn_are_the_papers_numbers_and_ours() -> None:
     assert _drawn(sliding, "ALiBi, the paper").get_ydata().tolist() == [17.98, 17.92, 18.2, 18.28, 18.3]
 
 
-def test_what_is_drawn_alone_fills_its_axes() -> None:
+def test_a_single_series_fills_its_axes() -> None:
     record = answer("figure-1")
     flat = {**record.curves["ALiBi, L = 512"], "perplexity": [5.0] * 34 + [5.2]}
     record = dataclasses.replace(
@@ -154,7 +154,7 @@ def test_rows_that_the_paper_cites_are_never_ours() -> None:
     assert _cells(table, "Ours", "ALiBi, L = 3072, L_valid = 3072")[1:] == ["3.394", "3.532"]
 
 
-def test_the_best_is_marked_in_ours_and_in_the_papers_apart() -> None:
+def test_the_best_is_marked_separately_in_ours_and_in_the_papers() -> None:
     table = paper_tables.pair_table(answer("table-5"))
     for block in table.blocks:
         if "nonoverlapping" in block.title:
@@ -173,7 +173,7 @@ def test_the_change_with_length_is_computed_for_both() -> None:
     assert paper_tables.change_table(answer("figure-8")) is None
 
 
-def test_a_wide_table_keeps_our_lengths_and_the_papers_beside_them() -> None:
+def test_a_wide_table_has_our_lengths_next_to_the_papers() -> None:
     record = answer("table-2")
     kept = {
         label: {name: [values[0], values[15], values[-1]] for name, values in columns.items()}

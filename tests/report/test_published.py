@@ -1,4 +1,4 @@
-"""The paper's numbers: typed here again from the paper's tables, and the figures agree with the tables they draw."""
+"""The paper's numbers, typed again from its tables; the figures agree with the tables that they draw."""
 
 import math
 import subprocess

@@ -1,4 +1,4 @@
-"""Series: which records may stand in one figure, and which make one line."""
+"""Series: the records that may appear in one figure, and those that form one line."""
 
 import dataclasses
 import math
@@ -28,12 +28,12 @@ def test_a_record_that_is_passed_twice_counts_once(made_up) -> None:
     assert study.seeds == 1
 
 
-def test_trained_lengths_are_told_apart_in_labels(made_up) -> None:
+def test_labels_distinguish_trained_lengths(made_up) -> None:
     (study,) = studies(made_up(methods=("alibi",), trained=(128, 1024)))
     assert [s.label for s in study.series] == ["ALiBi 128", "ALiBi 1,024"]
 
 
-def test_other_differences_are_told_apart_in_labels(made_up) -> None:
+def test_labels_distinguish_other_differences(made_up) -> None:
     records = made_up(methods=("alibi",))
     longer = [_changed(record, steps=80) for record in records]
     (study,) = studies([*records, *longer])
@@ -49,14 +49,14 @@ def test_evaluations_on_other_texts_are_other_studies(made_up) -> None:
     assert [study.corpus["name"] for study in studies([*records, *elsewhere])] == ["made-up", "other"]
 
 
-def test_a_training_without_evaluation_is_a_study_of_its_own(made_up) -> None:
+def test_a_training_without_evaluation_is_a_separate_study(made_up) -> None:
     trainings = [record for record in made_up() if record.kind == "training"]
     (study,) = studies(trainings)
     assert study.lengths == []
     assert study.seeds == 1
 
 
-def test_curves_keep_the_seeds_apart_and_leave_out_what_was_not_measured(made_up) -> None:
+def test_curves_keep_seeds_separate_and_omit_missing_values(made_up) -> None:
     (study,) = studies(made_up(methods=("learned",), seeds=2))
     x, y = study.series[0].curve("by_length", "length", "nonoverlapping_nats")
     np.testing.assert_array_equal(x, [128])
@@ -66,7 +66,7 @@ def test_curves_keep_the_seeds_apart_and_leave_out_what_was_not_measured(made_up
     assert y.shape == (0, 0)
 
 
-def test_a_seed_that_lacks_a_length_is_nan_there(made_up) -> None:
+def test_a_seed_without_a_length_is_nan_there(made_up) -> None:
     first, second = (record for record in made_up(methods=("alibi",), seeds=2) if record.kind == "evaluation")
     short = {name: column[:2] for name, column in second.curves["by_length"].items()}
     (study,) = studies([first, dataclasses.replace(second, curves={"by_length": short})])
@@ -75,7 +75,7 @@ def test_a_seed_that_lacks_a_length_is_nan_there(made_up) -> None:
     assert not math.isnan(y[0, 2])
 
 
-def test_other_kinds_stay_apart() -> None:
+def test_other_kinds_stay_separate() -> None:
     benchmark = Record(kind="benchmark", name="banded/8192", config={}, metrics={"forward_ms": 1.5})
     nameless = Record(kind="training", name="odd", config={}, metrics={})
     assert studies([benchmark, nameless]) == []

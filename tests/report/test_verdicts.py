@@ -1,4 +1,4 @@
-"""A claim of the paper is decided by an interval, and by nothing else."""
+"""The verdict on a claim of the paper depends only on an interval."""
 
 import dataclasses
 import math
@@ -34,7 +34,7 @@ def evaluation(
     tokens_per_part: int = 128,
     **test: object,
 ) -> Record:
-    """Losses at two lengths; with `noise` also by part, alternately so much above and below the mean at the longer length."""
+    """Losses at two lengths; with `noise` also by part, alternately above and below the mean at the longer length."""
     lengths = sorted(nats)
     curves = {"by_length": {"length": lengths, "nonoverlapping_nats": [nats[at] for at in lengths]}}
     if noise is not None:
@@ -109,15 +109,15 @@ def test_an_interval_over_text_grows_where_neighbors_are_alike() -> None:
     assert narrow.over == "16 parts of the text"
 
 
-def test_what_either_interval_holds_is_possible() -> None:
+def test_a_value_in_either_interval_is_possible() -> None:
     parts = np.full(16, 0.2)
     found = interval(Paired(logs=np.array([0.1, 0.3]), parts=parts, weights=np.full(16, 1 / 16)))
     assert found.over == "2 seeds and 16 parts of the text"
     assert math.log(found.low) == pytest.approx(0.2 - 1.2706)
 
 
-def test_coverage_is_what_it_says() -> None:
-    """Of 400 made-up texts whose parts are independent, about 95 % have the true ratio inside; chance is a seed."""
+def test_intervals_have_the_stated_coverage() -> None:
+    """Of 400 made-up texts with independent parts, about 95 % of the intervals contain the true ratio."""
     draw = np.random.default_rng(0).normal(0.05, 0.3, (400, 32))
     same = np.full(32, 1 / 32)
     inside = 0
@@ -141,7 +141,7 @@ def test_one_seed_is_decided_by_its_text(further: float, noise: float, word: str
     )
 
 
-def test_without_parts_one_seed_decides_nothing_however_far_apart() -> None:
+def test_without_parts_one_seed_decides_nothing_at_any_distance() -> None:
     found = [evaluation("sinusoidal", 64, {64: 4.0, 127: 9.0}, noise=None)]
     verdict = _judged(*answer(found, sinusoidal=(54.6, 8103.0)), SINUSOIDAL)
     assert (verdict.word, verdict.interval) == ("open", None)
@@ -149,7 +149,7 @@ def test_without_parts_one_seed_decides_nothing_however_far_apart() -> None:
 
 
 def test_seeds_are_paired() -> None:
-    """Each seed rises by nearly as much, from levels that are far apart: the levels do not matter."""
+    """Each seed rises by nearly the same amount from very different levels: the levels do not matter."""
     found = [
         evaluation("sinusoidal", 64, {64: level, 127: level + rise}, seed=seed, noise=None)
         for seed, (level, rise) in enumerate([(3.0, 0.100), (5.0, 0.102)])
@@ -165,7 +165,7 @@ def test_seeds_are_paired() -> None:
     assert _judged(record, by_identity, SINUSOIDAL).word == "open"
 
 
-def test_what_is_missing_is_said() -> None:
+def test_missing_evidence_is_reported() -> None:
     record, _ = answer([evaluation("alibi", 64, {64: 4.0, 127: 3.9})], alibi=(54.6, 49.4))
     assert "not among these records" in _judged(record, {}, ALIBI).why
     assert _judged(record, {}, SINUSOIDAL).why == "not measured at this size"
@@ -206,7 +206,7 @@ def test_a_speed_that_was_measured_once_decides_nothing() -> None:
 
 @pytest.mark.parametrize(("slow", "word"), [(0.99, "confirmed"), (0.80, "contradicted")])
 def test_speeds_are_decided_by_their_seeds(slow: float, word: str) -> None:
-    """The levels differ by a third, the ratios hardly: measurements are paired as trainings are."""
+    """The levels differ by a third, the ratios hardly: measurements are paired like trainings."""
     measured = [
         one
         for seed, level in enumerate((100.0, 130.0))
@@ -242,7 +242,7 @@ def test_a_claim_about_training_needs_seeds_however_long_the_text() -> None:
 
 
 def test_the_length_of_a_number_may_be_in_its_column() -> None:
-    """Table 12 names it there, and its answer has no lengths of its own."""
+    """Table 12 names it there, and our result has no lengths."""
     found = [
         evaluation(method, trained, {trained: 5.0, 256: nats}, noise=0.0, tokens_per_part=256, seed=seed)
         for seed in (0, 1)
@@ -295,7 +295,7 @@ def test_definitions_are_compared_exactly() -> None:
 
 
 def test_parts_shorter_than_the_context_are_joined() -> None:
-    """Sixteen parts of 32 tokens read with 127 of context are four passages; of 16 tokens they are two, which bound nothing."""
+    """16 parts of 32 tokens with 127 of context form four passages; of 16 tokens two, too few for an interval."""
     for tokens, parts in ((32, 4), (16, 0)):
         found = [evaluation("sinusoidal", 64, {64: 4.0, 127: 4.2}, noise=0.05, tokens_per_part=tokens)]
         record, by_identity = answer(found, sinusoidal=(54.6, 66.7))

@@ -1,4 +1,4 @@
-"""One process in which Triton interprets, for all files that need it: starting it takes seconds."""
+"""One process with Triton's interpreter, shared by all files that need it, because starting it takes seconds."""
 
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor

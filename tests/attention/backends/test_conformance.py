@@ -11,8 +11,8 @@ from alibi_attn.attention.dispatch import BACKENDS
 
 # Skipping is tested with the default tolerance of each dtype.
 TOLERANCE = {d: torch.finfo(d).eps / 32 for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
-# What a backend cannot do here, by name: an empty tuple is a promise. `fused` runs on CUDA, and in test_fused interpreted on the
-# same cases; `flex` has neither lse nor backward on a CPU, and test_flex takes its forward apart.
+# Cases that a backend cannot run here; an empty tuple means that it runs all. `fused` needs CUDA; test_fused interprets
+# it on the same cases. `flex` has neither lse nor backward on a CPU; test_flex tests its forward.
 EVERY_CASE = tuple(case.name for case in CASES)
 REFUSED: dict[str, tuple[str, ...]] = {
     "reference": (), "dense": (), "banded": (), "native": (), "fused": EVERY_CASE, "flex": EVERY_CASE
@@ -53,7 +53,7 @@ def test_a_bias_per_key_equals_the_definition(backend: str, case: Case) -> None:
 
 
 def _wrong(case: Case, **changes: object) -> None:
-    """Answers another question than `case` and must be found out."""
+    """Computes another call than `case`; the checker must fail."""
     other = answer(dataclasses.replace(case, **changes), torch.float32, backend="reference")
     with pytest.raises(AssertionError):
         assert_exact(case, torch.float32, other)

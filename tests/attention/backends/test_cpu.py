@@ -1,4 +1,4 @@
-"""The CPU backends: what they really read, what they keep in memory; and the traps of the operator underneath `banded`."""
+"""The CPU backends: the keys they read, the memory they use, and pitfalls of torch's operator under `banded`."""
 
 import math
 
@@ -27,7 +27,7 @@ def draw(h=4, t=1500, d=16, dtype=torch.float32, b=1, requires_grad=False):
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Scores that reach the operator underneath, as it is called: pairs of a query row and a key row."""
+    """Scores that torch's operator computes: pairs of a query row and a key row."""
     count = {"forward": 0, "backward": 0}
 
     def wrap(name: str, function, where: int):
@@ -56,14 +56,14 @@ def test_the_scores_computed_are_those_of_the_certificate(counted: dict[str, int
         _, scores = banded.visits(spec, q, k, v)
     assert counted["forward"] == counted["backward"] == int(scores.sum())
     assert f"scores computed: {counted['forward']:,} " in str(explain(q, k, v, slopes, backend="banded"))
-    # What each block of 64 queries must read, and what blocks of the plan add to it: a fraction, never everything.
+    # The scores that each block of 64 queries must read, plus those that the plan's blocks add: a fraction of all.
     start = torch.arange(0, 1500, bounds.TILE)
     asked = torch.minimum(found.left[0] + bounds.TILE, start + bounds.TILE) * bounds.TILE
     assert counted["forward"] <= 1.35 * int(asked.sum())
     assert counted["forward"] < 0.5 * 4 * 1500 * 1501 / 2
 
 
-def test_a_backend_that_computes_everything_is_found_out(counted: dict[str, int]) -> None:
+def test_a_backend_that_computes_everything_is_detected(counted: dict[str, int]) -> None:
     q, k, v = draw()
     alibi_attention(q, k, v, [2.0, 0.5, 0.1, 0.02], tolerance=0.0, backend="banded")
     assert counted["forward"] >= 4 * 1500 * 1501 / 2
@@ -92,7 +92,7 @@ def test_a_giant_far_value_widens_the_reach(backend: str) -> None:
 
 @both
 def test_left_out_gradients_stay_within_their_bounds(backend: str) -> None:
-    """docs/maths.md, step 6, measured in fp64 against the full definition, with a tolerance large enough to be seen."""
+    """docs/maths.md, step 6, in fp64 against the full definition, with a tolerance large enough to have an effect."""
     tolerance = 1e-3
     q, k, v = draw(h=2, t=700, dtype=torch.float64, requires_grad=True)
     slopes = torch.tensor([0.5, 0.1], dtype=torch.float64, requires_grad=True)
@@ -106,7 +106,7 @@ def test_left_out_gradients_stay_within_their_bounds(backend: str) -> None:
     per_query = 2 * tolerance * go.norm(dim=-1) * longest_v * 16**-0.5 * longest_k
     assert bool(((full[0] - ours[0]).norm(dim=-1) <= 2 * per_query).all())
     assert float((full[2] - ours[2]).norm(dim=-1).max()) > 0, "nothing was left out: the test sees nothing"
-    # Σ p_ij over the queries that dropped j is at most ε(1 − e^(−m)) a query, geometric in the distance: ≤ ε·n in any case.
+    # Σ p_ij over the queries that dropped j is at most ε(1 − e^(−m)) per query, geometric in the distance: ≤ ε·n.
     dropped = tolerance * go.norm(dim=-1).sum(-1)
     assert bool(((full[2] - ours[2]).norm(dim=-1).amax(-1) <= dropped).all())
     reach = head_reach(q, k, slopes, tolerance=tolerance, backend=backend)[0]
@@ -118,7 +118,7 @@ def test_left_out_gradients_stay_within_their_bounds(backend: str) -> None:
 @both
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_every_dtype_is_right_on_a_band(dtype: torch.dtype, backend: str) -> None:
-    """An fp64 input with an fp32 mask gives garbage underneath; fp16 is computed in fp32."""
+    """torch's operator gives garbage for fp64 inputs with an fp32 mask; fp16 is computed in fp32."""
     q, k, v = (x.to(dtype) for x in draw(t=700))
     slopes = [2.0, 0.5, 0.1, 0.02]
     exact = alibi_attention(*(x.double() for x in (q, k, v)), slopes, backend="reference")
@@ -130,7 +130,7 @@ def test_every_dtype_is_right_on_a_band(dtype: torch.dtype, backend: str) -> Non
 @both
 @pytest.mark.parametrize("size", [1.0, 1e160])
 def test_float64_keeps_its_digits_when_values_are_huge(size: float, backend: str) -> None:
-    """Values that torch's operator cannot take are computed in another way, whose slopes must not be rounded to fp32."""
+    """Values too large for torch's operator take another path, which must not round slopes to fp32."""
     results, (q, k, v) = [], (x.double().requires_grad_() for x in draw(t=300))
     for name in ("reference", backend):
         out = alibi_attention(q, k, v * size, [0.7, 0.3, 0.1, 0.03], scale=0.1, backend=name)
@@ -141,7 +141,7 @@ def test_float64_keeps_its_digits_when_values_are_huge(size: float, backend: str
 
 @both
 def test_queries_that_see_nothing_stay_out_of_the_gradients(backend: str) -> None:
-    """A row that sees nothing returns lse 0 underneath, and NaN in a masked key leaks."""
+    """torch's operator returns lse 0 for a row that sees nothing, and leaks NaN from masked keys."""
     q, k, v = draw(t=300)
     mask = torch.arange(300)[None] >= 100
     for x in (q, k, v):
@@ -157,7 +157,7 @@ def test_queries_that_see_nothing_stay_out_of_the_gradients(backend: str) -> Non
 
 @both
 def test_long_input_needs_linear_memory(backend: str) -> None:
-    """n×n scores of one head at 16,384 tokens would be 1 GiB; the whole call allocates a fraction of that."""
+    """n×n scores of one head at 16,384 tokens would be 1 GiB; the whole call allocates a small part of that."""
     from torch.profiler import ProfilerActivity, profile
 
     q, k, v = draw(h=1, t=16384, d=8)
@@ -168,7 +168,7 @@ def test_long_input_needs_linear_memory(backend: str) -> None:
 
 
 def test_bands_that_are_cut_into_parts_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks with more than MAX_KEYS keys are cut, and the parts merged: tiles, rectangles and shared edges alike."""
+    """Blocks with more than MAX_KEYS keys are split, and the parts merged: tiles, rectangles and shared edges."""
     q, k, v = draw(t=1300, dtype=torch.float64, requires_grad=True)
     slopes = [2.0, 0.3, 0.02, 0.0]
     go = torch.randn_like(q)
@@ -186,7 +186,7 @@ def test_bands_that_are_cut_into_parts_give_the_same(monkeypatch: pytest.MonkeyP
 @both
 @pytest.mark.parametrize("scale", [-0.2, 0.0])
 def test_scales_that_are_not_positive(backend: str, scale: float) -> None:
-    """The operator underneath `banded` hides keys before it scales, and −inf times such a scale is inf or NaN."""
+    """torch's operator under `banded` masks keys before scaling; −inf times a scale ≤ 0 is inf or NaN."""
     q, k, v = draw(h=2, t=1024, d=32, requires_grad=True)
     go = torch.randn_like(q)
     results = []
@@ -202,7 +202,7 @@ def test_scales_that_are_not_positive(backend: str, scale: float) -> None:
 @pytest.mark.parametrize("backend", ["dense", "banded", "native"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_gradients_of_huge_scores_are_finite(backend: str, causal: bool) -> None:
-    """Backward computes scores again, and at 10³⁰ its rounding alone is more than exp can hold."""
+    """Backward recomputes scores; at 10³⁰ their rounding error alone overflows exp."""
     q, k, v = draw(h=1, t=300, d=8)
     q, k = (q * 1e15).requires_grad_(), (k * 1e15).requires_grad_()
     out, lse = alibi_attention(q, k, v, [0.5], causal=causal, return_lse=True, backend=backend)
@@ -214,7 +214,7 @@ def test_gradients_of_huge_scores_are_finite(backend: str, causal: bool) -> None
 
 @pytest.mark.parametrize("backend", ["dense", "banded", "native", "reference"])
 def test_the_reach_is_true_of_queries_beyond_the_keys(backend: str) -> None:
-    """`reach` is a distance that no pair reaches, also where the nearest key is far away."""
+    """`reach` is a distance that no pair reaches, even if the nearest key is far away."""
     q, k, v = draw(h=1, t=256)
     for options in (
         {"query_offset": 1024},

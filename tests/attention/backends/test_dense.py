@@ -1,4 +1,4 @@
-"""Decoding by `dense`, which writes its few scores out: everything a call may ask for, and numbers that are none."""
+"""Decoding by `dense`, which computes its few scores directly: all options of a call, and NaN and inf."""
 
 import math
 
@@ -91,7 +91,7 @@ def test_products_of_moderate_rows_do_not_overflow(dtype: torch.dtype) -> None:
     assert are_moderate(torch.full((256,), torch.finfo(dtype).max ** 0.4, dtype=dtype))
 
 
-def test_what_wants_a_gradient_takes_the_other_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inputs_that_require_gradients_take_the_other_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dense, "_written_out", None)
     query, key, value = drawn(torch.float32)
     alibi_attention(query, key, value, SLOPES, backend="dense")

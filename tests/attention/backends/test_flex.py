@@ -1,4 +1,4 @@
-"""FlexAttention with our BlockMask: compiled on two cases, and its two functions and the mask on the whole list."""
+"""FlexAttention with our BlockMask: compiled on two cases; its two functions and the mask on all cases."""
 
 import math
 
@@ -39,7 +39,7 @@ def described(
     ids=len,
 )
 def test_compiled_it_equals_the_definition(names: tuple[str, ...]) -> None:
-    """Also beyond torch's own limit of compiled shapes, past which FlexAttention would write out all T·S scores."""
+    """Also beyond torch's limit of compiled shapes, where FlexAttention would materialize all T·S scores."""
     for name in names:
         case = next(case for case in (*CASES, *KEY_BIASES) if case.name == name)
         args, kwargs = arguments(case, torch.float32)
@@ -68,7 +68,7 @@ def test_its_functions_are_the_definition(case: Case) -> None:
     bias = score_bias(spec, distance, visible(spec, distance))[0]
     origin = None if spec.key_bias is None else bias_that_matters(spec, spec.key_bias)
     ours = flex._biased(spec, flags, origin)(torch.zeros(()), b, h, i, j).expand(seen.shape)
-    if origin is not None:  # each counts a row from a number of its own
+    if origin is not None:  # each subtracts its own origin from a row
         ours, bias = (x - x.masked_fill(~seen, -math.inf).amax(-1, keepdim=True) for x in (ours, bias))
     ours, bias = (x.expand(seen.shape)[seen] for x in (ours, bias))
     torch.testing.assert_close(

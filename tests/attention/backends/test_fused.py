@@ -1,4 +1,4 @@
-"""The Triton kernels, interpreted: the whole case list, exactly the certified tiles, and what autograd and compile ask."""
+"""The Triton kernels, interpreted: all cases, exactly the certified tiles, autograd and torch.compile."""
 
 import dataclasses
 from concurrent.futures import ProcessPoolExecutor
@@ -45,8 +45,8 @@ def test_fp32_equals_the_definition(interpreter: ProcessPoolExecutor, case: Case
     assert_exact(case, torch.float32, _answer(interpreter, case, "float32"), tolerance=2.0**-28)
 
 
-def test_an_integer_that_overflows_is_found_out(interpreter: ProcessPoolExecutor) -> None:
-    """Wherever kernels are held against the definition in fp32."""
+def test_an_integer_overflow_is_detected(interpreter: ProcessPoolExecutor) -> None:
+    """The overflow check runs in all fp32 comparisons with the definition."""
     assert interpreter.submit(inside.product, 2**15, -(2**16)).result() == -(2**31)
     with pytest.raises(Exception, match="mul of int32 gives 2147483648 to 2147483648"):
         interpreter.submit(inside.product, 2**15, 2**16).result()
@@ -65,7 +65,7 @@ def test_fp16_equals_the_definition(interpreter: ProcessPoolExecutor, case: Case
 
 
 def test_random_calls_equal_the_definition(interpreter: ProcessPoolExecutor) -> None:
-    """As `test_differential_fuzz` has them."""
+    """The random calls of `test_differential_fuzz`."""
     assert not interpreter.submit(differential_fuzz.fuzz, ["fused"], range(8)).result()["fused"].failures
 
 
@@ -75,7 +75,7 @@ def test_bf16_equals_the_definition_with_the_arithmetic_of_a_gpu(interpreter: Pr
 
 
 def test_fp32_is_exact_from_tensor_cores(interpreter: ProcessPoolExecutor) -> None:
-    """Three products in TF32 that are cut as they are added, with steep slopes and outlying keys."""
+    """Three TF32 products, truncated as they are added, with steep slopes and outlier keys."""
     case = next(case for case in CASES if case.name == "steep, long, sink, peaked")
     assert interpreter.submit(device.conform, case, "float32", "cpu").result() <= 1
 
@@ -92,12 +92,12 @@ def test_exactly_the_certified_tiles_are_visited(interpreter: ProcessPoolExecuto
 
 
 def assert_visits(counted: np.ndarray, certified: np.ndarray, every: int) -> None:
-    """What was visited is the plan, and less than everything."""
+    """Asserts that the visited tiles equal the plan, and are fewer than all."""
     assert (counted == certified).all(), f"visited {counted.tolist()} but certified are {certified.tolist()}"
     assert counted.sum() < 0.75 * every, f"{counted.sum()} of {every} tiles are visited: nothing is skipped"
 
 
-def test_a_kernel_that_visits_every_tile_is_found_out() -> None:
+def test_a_kernel_that_visits_every_tile_is_detected() -> None:
     with pytest.raises(AssertionError, match="visited"):
         assert_visits(np.full((1, 1, 2), 6), np.full((1, 1, 2), 2), 12)
     with pytest.raises(AssertionError, match="nothing is skipped"):
@@ -105,7 +105,7 @@ def test_a_kernel_that_visits_every_tile_is_found_out() -> None:
 
 
 def test_no_attack_breaks_the_kernels_certificate(interpreter: ProcessPoolExecutor) -> None:
-    """With every approximate function as far off as it may be, to where the reach gets shorter."""
+    """Every approximate function errs by its largest error, in the direction that shortens the reach."""
     found = interpreter.submit(device.attacked, range(40), "cpu").result()
     worst = max(lost for _, lost, _, _ in found)
     assert worst <= 1, f"{worst} of the tolerance is dropped"
@@ -117,7 +117,7 @@ def test_no_attack_breaks_the_kernels_certificate(interpreter: ProcessPoolExecut
 
 
 def test_a_plain_call_takes_few_operations(interpreter: ProcessPoolExecutor) -> None:
-    """On a GPU each is a launch, and they would take longer than short attention."""
+    """On a GPU each operation is a launch, and launches would cost more than short attention."""
     counted = interpreter.submit(decoding.operations_of_plain_calls).result()
     assert counted["certificate"] <= 2, counted
     assert counted["forward"] <= 4, counted
@@ -127,14 +127,14 @@ def test_a_plain_call_takes_few_operations(interpreter: ProcessPoolExecutor) -> 
     assert counted["from the host"] == 0, counted
 
 
-def test_queries_in_padding_look_no_farther_than_others(interpreter: ProcessPoolExecutor) -> None:
+def test_queries_in_padding_have_no_wider_reach_than_others(interpreter: ProcessPoolExecutor) -> None:
     certified, every = interpreter.submit(inside.tiles_behind_padding).result()
     assert certified <= 2  # a block spans 64 distances
     assert every == 4
 
 
 @pytest.mark.parametrize("case", [LONG, SINK, CHUNK, BOTH], ids=str)
-def test_what_is_skipped_weighs_less_than_the_tolerance(interpreter: ProcessPoolExecutor, case: Case) -> None:
+def test_skipped_keys_weigh_less_than_the_tolerance(interpreter: ProcessPoolExecutor, case: Case) -> None:
     share, computed = interpreter.submit(inside.plan_skips_only_what_it_may, case, 1e-6).result()
     assert share <= 1e-6
     assert computed < 0.75
@@ -150,7 +150,7 @@ def test_unseen_numbers_change_nothing(interpreter: ProcessPoolExecutor) -> None
     interpreter.submit(inside.unseen_numbers_change_nothing).result()
 
 
-def test_bad_numbers_reach_only_those_who_see_them(interpreter: ProcessPoolExecutor) -> None:
+def test_bad_numbers_affect_only_queries_that_see_them(interpreter: ProcessPoolExecutor) -> None:
     interpreter.submit(inside.bad_numbers_reach_only_those_who_see_them).result()
 
 
@@ -158,7 +158,7 @@ def test_bad_numbers_reach_only_those_who_see_them(interpreter: ProcessPoolExecu
 def test_nothing_is_hidden_in_full_tiles_and_everything_outside_the_allowed(
     interpreter: ProcessPoolExecutor, case: Case
 ) -> None:
-    """Against every pair, one by one."""
+    """Checked pair by pair."""
     hidden, allowed, full = interpreter.submit(inside.full_tiles_of, case).result()
     for b, pairs in enumerate(hidden):
         for n, (low, high) in enumerate(allowed[b]):
@@ -176,7 +176,7 @@ def test_nothing_is_hidden_in_full_tiles_and_everything_outside_the_allowed(
 
 
 def test_full_tiles_of_long_documents_are_found(interpreter: ProcessPoolExecutor) -> None:
-    """512 tokens of padding, then documents of 512, 1,024 and 512: all but what touches a border is full."""
+    """512 tokens of padding, then documents of 512, 1,024 and 512: all tiles are full except those at a border."""
     to_blocks, to_tiles, allowed = interpreter.submit(inside.full_tiles_of_long_documents).result()
     assert to_blocks[:4] == [[0, 0]] * 4  # hidden by the mask
     assert to_blocks[5:8] == [[8, 16]] * 3

@@ -38,5 +38,5 @@ def test_dropout_is_that_of_the_definition(interpreter: ProcessPoolExecutor, nam
 
 
 def assert_near(ours: torch.Tensor, true: torch.Tensor) -> None:
-    """Within 3·10⁻⁵ of the largest: any weight that is kept or dropped wrongly is seen at a hundred times that."""
+    """Within 3·10⁻⁵ of the largest entry: a wrongly kept or dropped weight causes an error a hundred times that."""
     assert float((ours.double() - true).abs().max()) <= 3e-5 * max(1.0, float(true.abs().max()))

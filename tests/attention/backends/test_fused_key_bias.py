@@ -1,4 +1,4 @@
-"""A bias of every key in the Triton kernels, interpreted: the definition, what is never used, and how many digits are kept."""
+"""`key_bias` in the Triton kernels, interpreted: the definition, hidden keys, accuracy, and the certificate."""
 
 from concurrent.futures import ProcessPoolExecutor
 
@@ -71,7 +71,7 @@ def test_no_attack_breaks_the_certificate(interpreter: ProcessPoolExecutor) -> N
     )
 
 
-def test_a_certificate_that_forgets_the_bias_is_found_out(interpreter: ProcessPoolExecutor) -> None:
+def test_a_certificate_that_ignores_the_bias_is_detected(interpreter: ProcessPoolExecutor) -> None:
     found = interpreter.submit(biased.attacked, (42, 45, 67, 68), forgetful=True).result()
     assert min(lost for lost, _, _ in found) > 1
 

@@ -1,4 +1,4 @@
-"""The kernels in C++: what they compute, the order of their sums, and machines without a compiler."""
+"""The C++ kernels: their results, the order of their sums, and machines without a compiler."""
 
 import ctypes
 import dataclasses
@@ -30,7 +30,7 @@ def draw(h=4, k=4, t=1500, d=16, dtype=torch.float32, b=1, requires_grad=False):
 
 @pytest.fixture(scope="module")
 def counting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], int]]:
-    """Kernels that count, compiled for these tests: how many scores they have computed since they were asked last."""
+    """Kernels compiled for these tests that count; returns the scores computed since the previous call."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("counting")))
         patch.setattr(build, "FLAGS", (*(flag for flag in build.FLAGS if flag != "-O3"), "-O1", "-DALIBI_COUNT"))
@@ -58,7 +58,7 @@ def test_the_scores_computed_are_those_of_the_certificate(counting: Callable[[],
     out.sum().backward()
     assert counting() == scores
     assert f"scores computed: {scores:,} " in str(explain(q, k, v, SLOPES, backend="native"))
-    # What a block of 64 queries visits by the bounds of the other backends, which do not know the log-sum-exp.
+    # The keys that a block of 64 queries visits by the other backends' bounds, which do not use the log-sum-exp.
     start = torch.arange(0, 1500, TILE)
     rows = (1500 - start).clamp(max=TILE)
     asked = (torch.minimum(found.left[0] - 1, start) + rows) * rows
@@ -66,7 +66,7 @@ def test_the_scores_computed_are_those_of_the_certificate(counting: Callable[[],
     assert scores < 0.5 * 4 * 1500 * 1501 / 2
 
 
-def test_a_kernel_that_computes_everything_is_found_out(counting: Callable[[], int]) -> None:
+def test_a_kernel_that_computes_everything_is_detected(counting: Callable[[], int]) -> None:
     q, k, v = draw()
     counting()
     alibi_attention(q, k, v, SLOPES, tolerance=0.0, backend="native")
@@ -116,8 +116,8 @@ def test_dropped_mass_stays_within_the_tolerance_of_many_attacks() -> None:
         assert lost <= attack.tolerance, attack
 
 
-def test_a_certificate_that_claims_too_much_is_found_out() -> None:
-    """A tenth of the room that is taken for granted is enough to be seen."""
+def test_a_certificate_that_claims_too_much_is_detected() -> None:
+    """A certificate for thirty times the tolerance is detected."""
 
     def careless(spec, *tensors):
         return native_keys(dataclasses.replace(spec, tolerance=min(0.99, spec.tolerance * 30)), *tensors)
@@ -126,7 +126,7 @@ def test_a_certificate_that_claims_too_much_is_found_out() -> None:
     assert sum(dropped(attack, careless)[0] > attack.tolerance for attack in attacks) > 5
 
 
-def test_what_else_is_in_the_batch_changes_nothing() -> None:
+def test_other_sequences_in_the_batch_change_nothing() -> None:
     q, k, v = draw(b=3, h=2, k=1, t=900)
     with torch.no_grad():
         k[1, :, 40] *= 50
@@ -142,7 +142,7 @@ def test_what_else_is_in_the_batch_changes_nothing() -> None:
 
 
 def test_a_block_turns_to_a_sink_only_where_it_matters() -> None:
-    """A sink at key 0 is met by a flat head's far queries and not by a steep one's, and widens neither's band."""
+    """A flat head's far queries read a sink at key 0, a steep head's do not; it widens neither band."""
     q, k, v = draw(h=2, k=1, t=6000, d=32)
     calm = native.visits(make_spec(q, k, v, [1.0, 0.05]), q, k, v)[1][0]
     with torch.no_grad():
@@ -158,7 +158,7 @@ def test_a_block_turns_to_a_sink_only_where_it_matters() -> None:
 
 @pytest.fixture(scope="module")
 def uneven() -> tuple[Callable[[str], list[torch.Tensor]], list[torch.Tensor]]:
-    """Grouped heads, sinks, several sequences: (outputs and gradients by a backend, those of one dense computation)."""
+    """Grouped heads, sinks, several sequences: (outputs and gradients per backend, those of one dense computation)."""
     generator = torch.Generator().manual_seed(0)
     q, k, v, go = (torch.randn(2, heads, 1300, 24, dtype=torch.float64, generator=generator) for heads in (6, 2, 2, 6))
     k[:, :, 5] *= 30
@@ -191,7 +191,7 @@ def test_any_number_of_threads_divides_the_work_and_not_the_result(threads: int,
 def test_many_cores_get_work_and_long_texts_keep_linear_memory(
     length: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A head without a reach would be one task, or as many copies of its keys as there are cores."""
+    """A head without a reach must not be a single task, nor be copied once per core."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
     tensors = [torch.zeros(1, 1, 1, 64).expand(1, 8, length, 64) for _ in range(3)]
     spec = make_spec(*tensors, torch.zeros(8))
@@ -230,7 +230,7 @@ def test_bits_do_not_depend_on_when_tasks_are_done() -> None:
 
 
 def test_views_of_projections_are_read_where_they_lie() -> None:
-    """[B, T, H, D] seen as [B, H, T, D], and q, k, v of one matrix."""
+    """[B, T, H, D] viewed as [B, H, T, D], and q, k, v of one matrix."""
     packed = torch.randn(2, 300, 3, 4, 32)
     q, k, v = (packed[:, :, part].transpose(1, 2) for part in range(3))
     got = alibi_attention(q, k, v, SLOPES, backend="native")
@@ -259,7 +259,7 @@ def test_segments_may_be_any_integers() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_exponential_is_right_to_a_unit(dtype: torch.dtype) -> None:
-    """Of one key the weight is 1 and of two equal values the mass tells: lse of scores (0, −x) is log1p(exp(−x))."""
+    """lse shows the exponential's error: the lse of scores (0, −x) is log1p(exp(−x))."""
     x = torch.cat([torch.linspace(0, 100, 5000), torch.linspace(600, 800, 50)]).to(dtype)
     q = torch.zeros(1, 1, len(x), 2, dtype=dtype)
     q[..., 0] = x
@@ -275,7 +275,7 @@ def test_the_exponential_is_right_to_a_unit(dtype: torch.dtype) -> None:
 
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """An empty cache, and a library that is looked for anew."""
+    """An empty cache, and a new search for the library."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     build._found.cache_clear()
     yield tmp_path
@@ -313,30 +313,30 @@ def test_a_compiler_that_fails_is_quoted(elsewhere: Path, monkeypatch: pytest.Mo
 
 
 def test_the_kernels_share_the_threads_of_torch() -> None:
-    """A second OpenMP would have a second pool of threads that wait busily for the first."""
+    """A second OpenMP runtime would have its own thread pool, which busy-waits for the first."""
     assert build.why_not() is None
     maps = Path("/proc/self/maps")
     if not maps.exists():
         pytest.skip("only Linux lists what a process has loaded")
     runtimes = {line.split()[-1] for line in maps.read_text().splitlines() if "omp" in line.split("/")[-1]}
-    # Another package may have brought one in a folder of its own, as scikit-learn does; that is not ours to share.
+    # Another package may bundle its own runtime, as scikit-learn does; the kernels do not share that one.
     ours = [name for name in runtimes if ("gomp" in name or "iomp" in name) and ".libs/" not in name]
     assert len(ours) == 1
 
 
-def test_the_name_in_the_cache_knows_every_source() -> None:
-    """A header that is left out of it would be compiled once and then never again."""
+def test_the_name_in_the_cache_depends_on_every_source() -> None:
+    """A header missing from the hash would be compiled once and then never again."""
     files = {path.name for path in build.FOLDER.iterdir() if path.suffix in (".cpp", ".hpp")}
     assert files == {*build.SOURCES, *build.HEADERS}
 
 
 def loaded_again() -> ctypes.CDLL:
-    """The kernels that this process runs, asked once more what they were built with."""
+    """Loads the kernels of this process again, which repeats the check of their constants."""
     return build._load(Path(build.library()._name))
 
 
 def test_constants_that_differ_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A smaller OUTLIER_TILES in Python alone would let the kernels write past a buffer."""
+    """A smaller OUTLIER_TILES in Python would let the kernels write past a buffer."""
     loaded_again()
     monkeypatch.setattr(build, "FOR_CPP", build.FOR_CPP | {"OUTLIER_TILES": 2})
     with pytest.raises(build.BuildError, match=r"built with the wrong constants: .*ALIBI_OUTLIER_TILES=4 "):

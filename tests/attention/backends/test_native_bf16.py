@@ -1,4 +1,4 @@
-"""bf16 in the kernels in C++: with products of bf16, on processors that have them, and with its numbers as fp32, as elsewhere."""
+"""bf16 in the C++ kernels: with native bf16 products, on processors that have them, and widened to fp32."""
 
 import dataclasses
 import functools
@@ -29,7 +29,7 @@ UNIT = 2.0**-8  # half the distance from 1 to the next number
 
 @pytest.fixture(params=["as bf16", "as fp32", pytest.param("as fp32, all else", marks=pytest.mark.long)])
 def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """With all instructions of this processor; with AVX2, as `test_native_levels` compiles them; with all but those for bf16."""
+    """With all instructions of this processor; with AVX2, as compiled by `test_native_levels`; with all but bf16's."""
     if request.param == "as fp32" and _is_x86() and not LEVELS[-1].lacks:
         monkeypatch.setattr(build, "library", functools.partial(build.library, LEVELS[-1]))
     elif request.param != "as bf16" and _is_x86():
@@ -89,18 +89,18 @@ def test_a_processor_that_has_the_instruction_uses_it() -> None:
 @pytest.mark.parametrize("length", [1, 2, 31, 33, 63, 64, 65, 127, 129, 200])
 @pytest.mark.parametrize("head_dim", [1, 16, 40, 128])
 def test_odd_lengths_and_heads_equal_fp32_of_the_same_numbers(in_bf16: None, length: int, head_dim: int) -> None:
-    """Keys go by two, and queries too in backward: the last of an odd number has no partner, nor has the first of a chunk."""
+    """Keys are processed in pairs, in backward queries too: odd counts leave one without a partner, also in chunks."""
     tensors = draw(h=2, k=1, t=length, d=head_dim)
     for call in ({}, {"causal": False, "window": 50}, {"query_offset": 7}, {"query_offset": -5, "causal": False}):
         ours, wide = (results(tensors, dtype, [0.3, 0.07], **call) for dtype in (BF16, torch.float32))
         off = share_of_largest(ours, wide)
-        # Numbers of either kind are rounded once as results and once as weights or ds; lse and slopes are not rounded.
+        # Outputs and gradients are rounded once as results and once as weights or ds; lse and slopes are not rounded.
         assert max(off[:1] + off[2:5]) <= 6 * UNIT, (call, off)
         assert off[1] <= 1e-5
 
 
 def test_errors_are_those_of_the_fused_function_of_torch(in_bf16: None) -> None:
-    """With a dense bias in bf16, as one writes it; the largest and the root of the mean square, against float64."""
+    """Compared with a dense bf16 bias in torch: the largest error and the root mean square, against float64."""
     tensors, slopes = draw(t=500), alibi_slopes(4)
     bias = alibi_bias(slopes, 500, 500)[None]
 
@@ -119,7 +119,7 @@ def test_errors_are_those_of_the_fused_function_of_torch(in_bf16: None) -> None:
 
 
 def test_weights_are_rounded_and_their_sum_is_not(in_bf16: None) -> None:
-    """One key of weight 1 and many of 2^-9 each: rounded, these lose nothing; lse is that of fp32."""
+    """One key of weight 1 and many of 2^-9 each: rounding loses nothing here; lse is that of fp32."""
     k = torch.zeros(1, 1, 513, 16)
     k[..., 1:, 0] = -9 * 0.69314718
     k = k.to(BF16)
@@ -153,7 +153,7 @@ def test_the_same_bits_twice_by_any_number_of_threads(in_bf16: None) -> None:
 @pytest.mark.parametrize("which", [0, 1, 2])
 @pytest.mark.parametrize("size", [2.0**-133, 2.0**-126, 1e-30, 1e15, 1e38])
 def test_the_smallest_and_the_largest_numbers_do_what_they_do_in_fp32(in_bf16: None, size: float, which: int) -> None:
-    """Values below 2^-126 count for 0, in products and as results; nothing else is lost, and nothing is NaN."""
+    """Values below 2^-126 count as 0, in products and results; nothing else is lost, and nothing is NaN."""
     tensors = draw(h=2, k=2, t=150, d=32)[:3]
     tensors[which] = (tensors[which].float() / 4 * size).to(BF16)
     ours, wide = (
@@ -174,7 +174,7 @@ def test_nothing_of_a_hidden_key_is_read(in_bf16: None) -> None:
 
 
 def test_gradients_of_slopes_are_of_what_was_not_rounded(in_bf16: None) -> None:
-    """At 3,000 tokens, of numbers that bf16 holds: as near to float64 as the kernels in fp32 are, but for the rounded output."""
+    """At 3,000 tokens of bf16 numbers, as accurate as the fp32 kernels, except for the rounded output."""
     tensors = draw(h=2, k=2, t=3000, d=32)
     ours, true = results(tensors, BF16, [0.1, 0.01]), results(tensors, torch.float64, [0.1, 0.01])
     assert share_of_largest(ours[5:], true[5:])[0] < 1e-2

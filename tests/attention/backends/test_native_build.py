@@ -1,6 +1,6 @@
-"""Where the compiled kernels come from: a cache that is damaged, unsafe or not there, and compilers of every kind.
+"""How the compiled kernels are found: a damaged, unsafe or missing cache, and compilers of every kind.
 
-A compiler is played by a script, which hands out a small library with the right names and counts how often it was asked.
+A script stands in for the compiler; it copies a small library with the right names and counts its calls.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ from alibi_attn.attention.backends.native import build
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., bytes]:
-    """small(*names) -> a shared library with functions of these names that do nothing, and what is asked of every library."""
+    """small(*names) -> a shared library with empty functions of these names, and the checks that every library has."""
     folder = tmp_path_factory.mktemp("small")
     constants = "".join(f"ALIBI_{name}={value!r} " for name, value in build.FOR_CPP.items())
     answers = f'"{constants}"', '"few"', str(ctypes.sizeof(build.Call)), "0", "0"
@@ -77,7 +77,7 @@ def asked_anew() -> str | None:
 
 
 def replace(path: Path, data: bytes) -> None:
-    """As another file, since this process has loaded the one that is there."""
+    """Replaces the file by a new one, since this process has loaded the old one."""
     path.unlink()
     path.write_bytes(data)
 
@@ -86,7 +86,7 @@ def kept(folder: Path) -> list[Path]:
     return sorted((folder / "cache" / "alibi-attn").iterdir())
 
 
-def test_what_was_compiled_is_found_again(compiler: Compiler, tmp_path: Path) -> None:
+def test_a_compiled_library_is_found_again(compiler: Compiler, tmp_path: Path) -> None:
     assert asked_anew() is None
     (path,) = kept(tmp_path)
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
@@ -98,7 +98,7 @@ def test_what_was_compiled_is_found_again(compiler: Compiler, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("length", [0, 1, 100, 5000, -1])
-def test_a_library_that_was_cut_short_is_made_anew_once(length: int, compiler: Compiler, tmp_path: Path) -> None:
+def test_a_truncated_library_is_rebuilt_once(length: int, compiler: Compiler, tmp_path: Path) -> None:
     assert asked_anew() is None
     (path,) = kept(tmp_path)
     whole = path.read_bytes()
@@ -110,7 +110,7 @@ def test_a_library_that_was_cut_short_is_made_anew_once(length: int, compiler: C
     assert path.read_bytes() == whole
 
 
-def test_a_library_with_a_byte_changed_is_made_anew(compiler: Compiler, tmp_path: Path) -> None:
+def test_a_library_with_a_byte_changed_is_rebuilt(compiler: Compiler, tmp_path: Path) -> None:
     assert asked_anew() is None
     (path,) = kept(tmp_path)
     whole = bytearray(path.read_bytes())
@@ -120,7 +120,7 @@ def test_a_library_with_a_byte_changed_is_made_anew(compiler: Compiler, tmp_path
     assert len(compiler.calls) == 2
 
 
-def test_a_library_that_loads_and_lacks_a_function_is_made_anew(
+def test_a_library_without_one_function_is_rebuilt(
     compiler: Compiler, small: Callable[..., bytes], tmp_path: Path
 ) -> None:
     assert asked_anew() is None
@@ -134,7 +134,7 @@ def test_a_library_that_loads_and_lacks_a_function_is_made_anew(
     assert len(compiler.calls) == 2
 
 
-def test_a_compiler_that_makes_something_else_is_told(
+def test_a_compiler_with_wrong_output_is_reported(
     tmp_path: Path, small: Callable[..., bytes], compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = Compiler(tmp_path / "other", small(*build.FUNCTIONS[1:]))
@@ -150,7 +150,7 @@ CODE = "from alibi_attn.attention.backends.native import build; print(build.why_
 
 
 def found_by_processes(count: int) -> set[str]:
-    """What as many processes say that ask for the library at once."""
+    """The results of `count` processes that load the library at the same time."""
     running = [subprocess.Popen([sys.executable, "-c", CODE], stdout=subprocess.PIPE, text=True) for _ in range(count)]
     return {process.communicate()[0].strip() for process in running}
 
@@ -158,7 +158,7 @@ def found_by_processes(count: int) -> set[str]:
 def test_processes_that_compile_at_once_do_not_disturb_one_another(compiler: Compiler, tmp_path: Path) -> None:
     begun = f'[ "$(wc -l < {shlex.quote(str(compiler.path.parent / "log"))})" -ge 3 ]'
     each = compiler.path.read_text().replace("cp ", f"until {begun}; do sleep 0.05; done; cp ")
-    compiler.path.write_text(each)  # so that none finds what another has made
+    compiler.path.write_text(each)  # so that none finds another's library
     (found,) = found_by_processes(3)
     assert len(compiler.calls) == 3
     assert [f"None {path}" for path in kept(tmp_path)] == [found]
@@ -193,7 +193,7 @@ def test_a_folder_in_which_others_write_is_not_loaded_from(
     assert path.stat().st_mtime_ns == before
 
 
-def test_a_cache_that_cannot_be_written_is_read_and_leaves_nothing_behind(
+def test_a_cache_that_cannot_be_written_is_read_and_no_files_remain(
     compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
@@ -211,7 +211,7 @@ def test_a_cache_that_cannot_be_written_is_read_and_leaves_nothing_behind(
 
 
 @pytest.mark.parametrize("kind", ["a file", "relative", "empty", "a file as home", "no home"])
-def test_a_cache_that_is_nowhere_is_done_without(
+def test_an_unusable_cache_folder_is_not_an_error(
     kind: str, compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -226,7 +226,7 @@ def test_a_cache_that_is_nowhere_is_done_without(
         monkeypatch.setenv("HOME", str(tmp_path / "file"))
     if kind == "no home":
         monkeypatch.delenv("HOME")
-        monkeypatch.setattr("os.path.expanduser", lambda path: path)  # a user that the system does not know
+        monkeypatch.setattr("os.path.expanduser", lambda path: path)  # a user that is unknown to the system
         with pytest.raises(RuntimeError, match="home"):
             Path.home()
     before = {path.name for path in tmp_path.iterdir()}
@@ -250,7 +250,7 @@ def test_a_cache_that_is_nowhere_is_done_without(
         ),
     ],
 )
-def test_a_compiler_that_is_none_is_told(
+def test_an_unusable_compiler_is_reported(
     compiler_variable: str, reason: str, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", compiler_variable)
@@ -290,7 +290,7 @@ def test_a_compiler_that_takes_too_long_is_reported_without_its_arguments(tmp_pa
     assert str(report.value).startswith(f"{slow} did not finish within 0.2 s; try again when the machine is less busy")
 
 
-def test_a_full_disk_is_told(compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported(compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full = tmp_path / "full"
     full.write_text(
         '#!/bin/sh\ncase "$*" in *-dM*) exit 0;; esac\n'

@@ -1,4 +1,4 @@
-"""The decoding kernel: the definition's numbers, nothing read that need not be, and no bad number lost."""
+"""The decoding kernel: its results equal the definition, it reads no key unnecessarily, and it keeps bad numbers."""
 
 import math
 
@@ -71,7 +71,7 @@ def test_a_row_without_keys_gets_zeros():
 
 
 def tiles_read(query, key, value, slopes, **options) -> torch.Tensor:
-    """[H, N] bool: a tile that is read answers with NaN when its keys are."""
+    """[H, N] bool: a tile counts as read if the output is NaN when its keys are."""
     norms = measured_norms(key, value)
     heads, tiles = query.shape[1], -(-key.shape[2] // TILE)
     group, found = heads // key.shape[1], torch.zeros(heads, tiles, dtype=torch.bool)
@@ -136,7 +136,7 @@ def test_norms_of_tiles_are_those_of_the_certificate(dtype):
     assert bool((got.keys >= key[:, :, :256].double().norm(dim=-1).unflatten(2, (4, 64)).amax(-1)).all())
 
 
-def test_others_are_not_taken():
+def test_unsupported_inputs_are_not_accepted():
     x = torch.randn(1, 2, 8, 16)
     assert native.takes(x)
     assert native.takes(x.transpose(1, 2), x.bfloat16().float())

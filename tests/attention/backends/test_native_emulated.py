@@ -1,4 +1,4 @@
-"""The kernels on other systems, run for real by qemu and Wine: conformance cases, random calls, decoding, dropout, attacks."""
+"""The kernels of other systems, run by qemu and Wine: conformance cases, random calls, decoding, dropout, attacks."""
 
 from collections.abc import Iterator
 
@@ -69,7 +69,7 @@ def test_emulated_decoding_gives_the_definition(dtype: torch.dtype, emulated: Em
 
 def test_emulated_dropout_keeps_the_same_weights_as_here(emulated: Emulated) -> None:
     def gradient() -> torch.Tensor:
-        """Of the sum of outputs by the values: one number per key, the weights that were kept."""
+        """Gradient of the summed outputs by the values: one number per key, from the kept weights."""
         torch.manual_seed(1)
         query, key, value = (torch.randn(1, 2, 300, 16).requires_grad_() for _ in range(3))
         return torch.autograd.grad(alibi_attention(query, key, value, dropout_p=0.5, backend="native").sum(), value)[0]

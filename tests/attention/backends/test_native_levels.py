@@ -1,4 +1,4 @@
-"""The kernels at every level of instructions: what they compute, who compiles them in silence, which of a wheel's are picked."""
+"""The kernels at every instruction level: their results, warning-free compilation, and selection in a wheel."""
 
 import ctypes
 import functools
@@ -23,7 +23,7 @@ from alibi_attn.processor import features
 
 TOLERANCE = {torch.float32: 2.0**-23 / 32, torch.float64: 2.0**-52 / 32}
 SSE2 = Level("sse2", "SSE2", ("-march=x86-64",), frozenset())  # below those that a wheel has, for vectors of 16 bytes
-# Each costs a compilation: in the short list the lowest level of a wheel, which most processors have, and the one that runs here.
+# Each level is compiled: the short list has a wheel's lowest level, which most processors support, and this machine's.
 SHORT_LIST = (LEVELS[-1], NATIVE) if platform.machine() == "x86_64" else (NATIVE,)
 LONG_LIST = (SSE2, *LEVELS[:-1]) if platform.machine() == "x86_64" else ()
 ANSWERS = 'const char *alibi_instructions() {{ return "{}"; }} const char *alibi_built_with() {{ return "{}"; }}'
@@ -33,7 +33,7 @@ ANSWERS = 'const char *alibi_instructions() {{ return "{}"; }} const char *alibi
     params=[*SHORT_LIST, *(pytest.param(x, marks=pytest.mark.long) for x in LONG_LIST)], ids=lambda level: level.name
 )
 def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Level:
-    """One after another; every call in this test runs at this level."""
+    """Runs every call in the test at this level."""
     if request.param.lacks:
         pytest.skip(f"this processor lacks {', '.join(request.param.lacks)}")
     monkeypatch.setattr(build, "library", functools.partial(build.library, request.param))
@@ -41,7 +41,7 @@ def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Le
 
 
 def test_every_level_gives_the_definition(level: Level) -> None:
-    """To rounding, so all give the same."""
+    """Equal to the definition up to rounding, so all levels agree."""
     assert level is NATIVE or build.instructions() == f"{level.words}, compiled here"
     for dtype in (torch.float32, torch.float64):
         for case in CASES:
@@ -50,7 +50,7 @@ def test_every_level_gives_the_definition(level: Level) -> None:
 
 @pytest.mark.long
 def test_every_level_answers_random_calls(level: Level) -> None:
-    # Products that leave fp32 and come back in a sum are numbers with FMA only, which the yardstick of such calls, torch, has.
+    # Sums with products beyond fp32 are finite with FMA only, which torch, the reference of such calls, uses.
     seeds = [seed for seed in range(500, 600) if level is not SSE2 or not draw(seed).is_huge]
     failures = [words for seed in seeds for _, words in fuzz(["native"], range(seed, seed + 1))["native"].failures]
     assert not failures, "\n".join(failures)
@@ -73,8 +73,8 @@ COMPILERS = [
 
 
 @pytest.mark.parametrize(("compiler", "level"), COMPILERS)
-def test_compilers_have_nothing_to_say_about_the_sources(compiler: str, level: Level, tmp_path: Path) -> None:
-    """Optimized only in the long list, where the optimizer can speak too."""
+def test_compilers_have_no_warnings_about_the_sources(compiler: str, level: Level, tmp_path: Path) -> None:
+    """Optimized only in the long list, since the optimizer has warnings too."""
     if shutil.which(compiler) is None:
         pytest.skip(f"there is no {compiler}; Debian's is in the package {compiler.rstrip('+')}")
     warnings = "-O0" if level is NATIVE else "-O3", "-Wall", "-Wextra", "-Wpedantic", "-Werror"
@@ -91,7 +91,7 @@ NAMED_OTHERWISE = {
 
 
 def macros(*flags: str) -> set[str]:
-    """What the compiler may use, by its own names."""
+    """The compiler's macros for the instructions that it may use."""
     command = ["g++", *flags, "-dM", "-E", "-x", "c++", os.devnull]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return {line.split()[1].strip("_") for line in done.stdout.splitlines()}
@@ -104,13 +104,13 @@ def test_a_level_needs_what_its_flags_allow_the_compiler() -> None:
         needs, allowed = {NAMED_OTHERWISE.get(name, name.upper()) for name in level.needs}, macros(*level.flags)
         assert needs <= allowed
         assert {name for name in allowed if name.startswith(("AVX", "SSE4", "SSSE", "FMA", "BMI", "LZCNT"))} <= needs
-        for name in level.needs & here:  # by Linux's own names
+        for name in level.needs & here:  # by Linux's names
             assert NAMED_OTHERWISE.get(name, name.upper()) in own
         assert bool(level.lacks) == (not needs <= own), "a name that Linux does not write leaves a level out"
 
 
 class Wheel:
-    """A folder in the place of the package's, with libraries that say which they are."""
+    """A folder in place of the package's, with libraries that report their level."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -158,7 +158,7 @@ def test_a_wheel_s_kernels_are_picked_by_what_the_processor_has(wheel: Wheel) ->
     assert wheel.runs_on(*LEVELS[0].needs) == "AVX-512, from the wheel"
 
 
-def test_a_level_that_is_asked_for_is_not_replaced_by_another(wheel: Wheel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_requested_level_is_not_replaced_by_another(wheel: Wheel, monkeypatch: pytest.MonkeyPatch) -> None:
     wheel.add(LEVELS[2])
     monkeypatch.setattr(levels, "features", lambda: V3)
     assert build.library(LEVELS[2]).alibi_instructions() == b"AVX2"

@@ -1,4 +1,4 @@
-"""Numbers in half precision as the C++ kernels read and write them: all of them, by every way that a processor may have."""
+"""Half-precision numbers as the C++ kernels read and write them: every number, by every instruction set."""
 
 import ctypes
 import shutil
@@ -50,7 +50,7 @@ def bits_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def same(got: torch.Tensor, expected: torch.Tensor) -> bool:
-    """To the bit, signs of zeros too; any NaN is one."""
+    """Bitwise equality, including signs of zeros; all NaN are equal."""
     return bool(((bits_of(got) == bits_of(expected)) | (got.isnan() & expected.isnan())).all())
 
 
@@ -67,7 +67,7 @@ def test_every_number_is_widened_exactly(library, name):
 
 @pytest.mark.parametrize("name", TYPES)
 def test_numbers_are_rounded_to_the_nearest_and_to_even(library, name):
-    """Every number, what is halfway between two and one bit off, what is too large, and numbers of all sizes."""
+    """Every number, ties and their neighbors, overflow, and numbers of all sizes."""
     dtype = TYPES[name]
     every = torch.from_numpy(np.arange(2**16, dtype=np.uint16).view(np.int16)).view(dtype).float()
     every = every[every.isfinite()]

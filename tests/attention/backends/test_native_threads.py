@@ -1,4 +1,4 @@
-"""What docs/design.md says of threads: outputs have the same bits with any number of them, gradients with the same number."""
+"""As docs/design.md says: outputs are bit-identical for any number of threads, gradients for the same number."""
 
 import pytest
 import torch
@@ -40,6 +40,6 @@ def test_bits_depend_on_the_number_of_threads_in_gradients_only(kind: str, dtype
             assert torch.equal(x, first)
         for x, y, first in zip(again[1], of_theirs, gradients, strict=True):
             assert torch.equal(x, y)
-            # Sums in another order: their rounding, which is relative to the largest sum.
+            # The order of sums differs: rounding errors relative to the largest sum.
             unit = torch.finfo(dtype).eps
             assert (x - first).abs().max() <= 64 * unit * first.abs().max()

@@ -1,4 +1,4 @@
-"""The kernels compile without a GPU; on sm_90 they load asynchronously, use wgmma and spill nothing, as the record says."""
+"""The kernels compile without a GPU; on sm_90 they load asynchronously, use wgmma and do not spill, as recorded."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def ran(program: Path, *arguments: str) -> dict[str, Any]:
 
 
 def recorded() -> dict[str, dict[str, int | None]]:
-    """Of the Triton that is installed; empty where it was never recorded."""
+    """The record for the installed Triton; empty if there is none."""
     rows: dict[str, dict[str, int | None]] = {}
     for record in records.find(ROOT / "results", kind="compilation"):
         if record.config["triton"] == metadata.version("triton"):
@@ -49,7 +49,7 @@ def recorded() -> dict[str, dict[str, int | None]]:
 
 
 def assert_pipelined(name: str, found: dict[str, int]) -> None:
-    """Asynchronous loads, matrix instructions, no spill in the loop; wgmma, except for the 16 rows of decoding (it needs 64)."""
+    """Asserts asynchronous loads, matrix instructions and no spill in the loop; wgmma unless decoding (16 rows)."""
     assert found["async_loads"] > 0, f"{name} is not pipelined: {found}"
     assert found["wgmma"] > 0 or "decode" in name, f"{name} does not use wgmma: {found}"
     assert found["matrix_instructions"] > 0, f"{name} uses no matrix instructions: {found}"
@@ -68,14 +68,14 @@ def assert_as_recorded(name: str, found: dict[str, int], kept: dict[str, int | N
 
 @pytest.fixture(scope="module")
 def of_sm_90() -> dict[str, dict[str, int]]:
-    """Of one process, for D = 64: without a bias for every key, and attention with it."""
+    """Figures of one process for D = 64: without a key bias, and attention with it."""
     return compiled("sm_90", "sm_90-biased")
 
 
 def assert_all_as_recorded(found: dict[str, dict[str, int]]) -> None:
     kept = recorded()
     for name, row in found.items():
-        if name.split("/")[1] in SMALL:  # one tile or two a program: no loop to pipeline
+        if name.split("/")[1] in SMALL:  # one tile or two per program: no loop to pipeline
             assert row["spilled"] == 0, f"{name} spills {row['spilled']} bytes: {row}"
             assert row["wgmma"] > 0 or "reach" not in name, f"{name} does not use wgmma: {row}"
             assert row["instructions"] < 2500, f"{name}: the certificate costs as much as attention: {row}"
@@ -99,7 +99,7 @@ def test_wide_heads_are_pipelined_and_as_recorded() -> None:
 
 
 def test_a_bias_for_every_key_costs_no_pipeline(of_sm_90: dict[str, dict[str, int]]) -> None:
-    """Some two instructions a score more than without."""
+    """About two more instructions per score than without."""
     found = {name: row for name, row in of_sm_90.items() if "biased" in name}
     assert len(found) == 6
     for name, row in found.items():
@@ -116,7 +116,7 @@ def test_other_devices_compile() -> None:
     assert len(found) == 18
     for name, row in found.items():
         assert row["matrix_instructions"] > 0 or name.split("/")[1] in SMALL, f"{name}: {row}"
-        # sm_80's tiles are those of every device but the largest, consumers' cards among them.
+        # sm_80's tiles are used on every device but the largest, including consumer cards.
         limit = {"gfx942": 64, "sm_80": 99, "sm_100": 227}[name.split("/")[0]] * 1024
         assert row["shared_bytes"] <= limit, (
             f"{name} needs {row['shared_bytes']} bytes of shared memory; there are {limit}"
@@ -124,7 +124,7 @@ def test_other_devices_compile() -> None:
 
 
 def test_calls_compile_as_a_device_would_compile_them() -> None:
-    """One of one head and hardly a key, whose counts are 1 and become constants, and one with everything."""
+    """One call with one head and almost no keys, whose sizes of 1 become constants, and one with all options."""
     asked = ran(AS_ON_A_DEVICE, "sm_90", "bfloat16", "71 heads over one key head", "inside, segments on both sides")
     assert set(asked) == {
         *(
@@ -135,7 +135,7 @@ def test_calls_compile_as_a_device_would_compile_them() -> None:
     }
 
 
-def test_a_lost_pipeline_is_found_out() -> None:
+def test_a_lost_pipeline_is_detected() -> None:
     good = {
         "async_loads": 18,
         "wgmma": 16,

@@ -1,4 +1,4 @@
-"""The certificate of biased keys, from torch operations, under attack, and what it costs."""
+"""The certificate of biased keys, in torch operations: attacks on it, and how many tiles are visited."""
 
 import dataclasses
 import math
@@ -25,7 +25,7 @@ def keys_of_tiles(spec, query, key, value) -> torch.Tensor:
 
 
 def share_visited(key_bias: torch.Tensor, slopes: list[float], **options: object) -> float:
-    """Of the tiles of 1,024 random queries and keys."""
+    """Share of visited tiles, for 1,024 random queries and keys."""
     generator = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 1, 2, 1024, 32, generator=generator).unbind(0)
     spec = make_spec(q, k, k, slopes, key_bias=key_bias, **options)
@@ -66,12 +66,12 @@ def test_attacks_have_every_kind_of_bias() -> None:
 
 
 def _apart(bias: torch.Tensor, inside: torch.Tensor) -> float:
-    """How far the smallest bias inside lies above the largest outside."""
+    """The smallest bias inside minus the largest outside."""
     return float(bias[inside].min() - bias[~inside].max()) if inside.any() and not inside.all() else 0.0
 
 
 @pytest.mark.parametrize("wrong", ["lower bound", "weights", "bias", "outlier tiles"])
-def test_a_certificate_that_claims_too_much_is_found_out(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_certificate_that_claims_too_much_is_detected(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     certify = keys_of_tiles
     if wrong == "lower bound":
         honest = biased.biased_lower_bound
@@ -89,7 +89,7 @@ def test_a_certificate_that_claims_too_much_is_found_out(wrong: str, monkeypatch
 
 
 def _forget_pins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Left out of the sums, and not visited."""
+    """Drops the pinned tiles: not in the sums, and not visited."""
     honest = biased.Bounds
     monkeypatch.setattr(biased, "Bounds", lambda left, right, tiles: honest(left, right, torch.full_like(tiles, -1)))
 
@@ -120,8 +120,8 @@ def test_spikes_cost_a_few_tiles() -> None:
     assert share_visited(spiked, [0.0, 0.0]) < share_visited(gates, [0.0, 0.0]) + 0.1
 
 
-def test_what_cannot_be_bounded_skips_nothing() -> None:
-    """NaN in a query or in a key that may be seen, a query whose near keys are all hidden; but a hidden NaN costs nothing."""
+def test_nothing_is_skipped_without_a_bound() -> None:
+    """NaN in a query or a visible key, or a query whose near keys are all hidden; a hidden NaN has no effect."""
     q, k, v = torch.randn(3, 1, 2, 1024, 16, generator=torch.Generator().manual_seed(2)).unbind(0)
     gates = torch.full((2, 1024), 0.5).cumsum(-1)
     bad_key, bad_query, hidden = k.clone(), q.clone(), gates.clone()

@@ -1,4 +1,4 @@
-"""The certificate under attack, and what it costs."""
+"""Attacks on the certificate, and how many keys it skips."""
 
 import dataclasses
 import math
@@ -36,7 +36,7 @@ def test_dropped_mass_never_exceeds_the_tolerance_at_random(start: int) -> None:
     assert skipping >= 25, "an attack on nothing: too few draws skip a key"
 
 
-def test_a_bound_that_is_too_small_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bound_that_is_too_small_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = bounds._reach
     monkeypatch.setattr(bounds, "_reach", lambda *a: (honest(*a) - 4).clamp(min=1))
     broken = sum(lost > attack.tolerance for attack in map(random_attack, range(60)) for lost, _ in [dropped(attack)])
@@ -44,7 +44,7 @@ def test_a_bound_that_is_too_small_is_found_out(monkeypatch: pytest.MonkeyPatch)
 
 
 class Equal(Attack):
-    """All keys equal, every query along them, and all of them a little short of where bf16 rounds up."""
+    """All keys are equal, every query is parallel to them, and all numbers lie just below a rounding point of bf16."""
 
     def inputs(self) -> tuple[list[torch.Tensor], dict]:
         (query, key, value, slopes), kwargs = super().inputs()
@@ -52,7 +52,7 @@ class Equal(Attack):
 
 
 def test_products_in_reduced_precision_break_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch may be told to multiply fp32 in TF32 or bf16; without a term for that the tolerance is exceeded."""
+    """torch may be set to multiply fp32 in TF32 or bf16; without a term for that the tolerance would be exceeded."""
     honest = bounds.lower_bound
 
     def reduced(spec, query, key, first, **options):  # type: ignore[no-untyped-def]
@@ -92,7 +92,7 @@ def test_the_plan_reads_every_certified_key_once_and_no_pair_twice(seed: int) ->
 def test_a_plan_of_squares_reads_every_certified_key_once(
     monkeypatch: pytest.MonkeyPatch, query_len: int, key_len: int, threads: int
 ) -> None:
-    """Long bands are cut into squares, at both ends of a band and where it begins at key 0."""
+    """Long bands are split into squares, also at both ends of a band and at key 0."""
     monkeypatch.setattr(banded_pieces, "SQUARES", ((1200, 512), (600, 256)))
     monkeypatch.setattr(banded_pieces, "ROWS", 64)
     monkeypatch.setattr(banded_pieces, "MAX_KEYS", 700)
@@ -154,7 +154,7 @@ def _spec(query, key, value, slopes=None, **changes):
 
 
 @pytest.mark.parametrize("part", ["_tail_nats", "lower_bound"])
-def test_a_refinement_that_claims_too_much_is_found_out(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+def test_a_refinement_that_claims_too_much_is_detected(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     honest, nats = getattr(bounds, part), -3.0 if part == "_tail_nats" else 3.0
     monkeypatch.setattr(bounds, part, lambda *a, **k: honest(*a, **k) + nats)
     odd = [random_attack(seed) for seed in range(1, 401, 2)]
@@ -169,8 +169,8 @@ def test_refined_bounds_are_tighter_and_never_wider() -> None:
     plain, refined = (bounds.bounds(spec, query, key, value, refine=refine).left.double() for refine in (False, True))
     assert bool((refined <= plain).all())
     shares = (refined.mean(-1) / plain.mean(-1))[0]
-    assert float(shares[-1]) < 0.9  # the flattest head looks at a tenth less
-    assert torch.equal(bounds.bounds(spec, query, key, value).left.double(), refined)  # so long an input is worth it
+    assert float(shares[-1]) < 0.9  # the flattest head reads a tenth less
+    assert torch.equal(bounds.bounds(spec, query, key, value).left.double(), refined)  # long inputs refine
 
 
 def test_lower_bounds_stay_below_the_log_sum_exp() -> None:
@@ -186,7 +186,7 @@ def test_lower_bounds_stay_below_the_log_sum_exp() -> None:
     assert bool((near <= more).all())
     assert bool((more <= exact + 1e-4).all())
     assert float((more - near)[0, -1, 400:].mean()) > 1.0
-    # At a tolerance that no reach within 700 keys can keep, λ is not looked for.
+    # At a tolerance that no reach within 700 keys satisfies, λ is not refined.
     hopeless = dataclasses.replace(spec, tolerance=1e-9)
     some = lse_bound.lower_bound(hopeless, query, key, first, stretches=True)
     assert torch.equal(some[:, 2:], torch.full_like(some[:, 2:], -math.inf))

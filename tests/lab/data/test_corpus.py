@@ -1,4 +1,4 @@
-"""Where text comes from, how it is split, in which order it is read, and what is said when it cannot be."""
+"""Corpora: sources, splits, reading order, and errors."""
 
 import itertools
 import sys
@@ -81,7 +81,7 @@ def test_a_test_text_is_split_off_by_whole_files(folder):
     assert len(str(corpus.facts["test_sha256"])) == 64
 
 
-def test_the_validation_text_is_the_same_with_a_test_text_beside_it(folder):
+def test_the_validation_text_is_the_same_with_a_test_text(folder):
     plain, tested = (load_corpus(DataConfig(text=(str(folder),), test_share=share)) for share in (0.0, 0.2))
     assert torch.equal(plain.valid, tested.valid)
     assert plain.test is None
@@ -188,7 +188,7 @@ def test_python_source_of_this_python_is_megabytes():
         (b"a", "no text to test on"),
     ],
 )
-def test_what_is_no_text_is_refused(tmp_path, content, message):
+def test_files_that_are_not_text_are_refused(tmp_path, content, message):
     path = tmp_path / "some.txt"
     path.write_bytes(content)
     with pytest.raises(CorpusError, match=message):
@@ -230,7 +230,7 @@ def test_the_hub_without_its_package_names_the_extra(monkeypatch):
 
 
 class Rows:
-    """As much of datasets.Dataset as is used: read in batches, never whole."""
+    """The subset of datasets.Dataset that is used: read in batches, never as a whole."""
 
     def __init__(self, **columns):
         self.columns = columns
@@ -314,7 +314,7 @@ def test_every_epoch_reads_every_piece_once_in_a_new_order():
     assert other != rows[:5]
 
 
-def test_batches_start_where_they_are_told_to():
+def test_batches_start_at_the_given_position():
     tokens = torch.arange(41, dtype=torch.uint8)
     uncut = list(itertools.islice(batches(tokens, length=4, batch_size=3, seed=7), 9))
     resumed = list(itertools.islice(batches(tokens, length=4, batch_size=3, seed=7, start=5), 4))
@@ -339,11 +339,11 @@ def test_packed_batches_are_the_same_batches_with_the_documents_of_their_tokens(
     packed = packed_batches(tokens, starts, length=4, batch_size=3, seed=1, start=2)
     for batch, (again, documents) in itertools.islice(zip(plain, packed, strict=True), 9):
         assert torch.equal(batch, again)
-        assert torch.equal(batch, documents)  # the token is its document's number
+        assert torch.equal(batch, documents)  # each token is its document's number
 
 
 def test_a_document_never_sees_another():
-    """What a token may look at, by segments as attention reads them, is of its own document; so is what it foretells."""
+    """A token's visible keys, by the segments that attention reads, and its target are in its own document."""
     starts = torch.tensor([0, 3, 10, 11, 30])
     owner = sum((torch.arange(41) >= start).long() for start in starts) - 1
     for tokens, documents in itertools.islice(

@@ -1,4 +1,4 @@
-"""Texts in JSON, JSON Lines, CSV and Parquet: the rows of the field, and no braces."""
+"""Texts in JSON, JSON Lines, CSV and Parquet: only the field's text is read, without markup."""
 
 import csv
 import json

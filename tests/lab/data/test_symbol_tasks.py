@@ -1,4 +1,4 @@
-"""Documents of symbols read token by token by who knows the rules: every answer follows from what came before it."""
+"""Documents of symbols, read token by token with the rules: every answer follows from the earlier tokens."""
 
 import typing
 
@@ -21,7 +21,7 @@ def made(task, length, *, varied=False, count=6, seed=3):
 
 
 def answered(task, seen):
-    """What must follow these tokens by the rules of the task, or None where anything may."""
+    """The next token by the rules of the task, or None if any token may follow."""
     if task == "mqar":
         return seen[seen.index(seen[-1]) + 1] if 32 <= seen[-1] < 48 and seen.count(seen[-1]) > 1 else None
     if task == "needles":
@@ -79,7 +79,7 @@ def test_trained_documents_ask_from_near_and_far():
     assert int(firsts.min()) <= 19
     assert int(firsts.max()) >= 47
     _, answers = made("needles", 64, varied=True, count=200)
-    assert set(answers.sum(1).tolist()) == set(range(4, 18))  # from one question a needle to questions only
+    assert set(answers.sum(1).tolist()) == set(range(4, 18))  # from one question per needle to questions only
     assert bool((made("needles", 64)[1].sum(1) == 4).all())
     tokens, _ = made("copy", 64, varied=True, count=200)
     gaps = {len(document) - 1 - document[::-1].index(SEPARATOR) for document in tokens.tolist()}
@@ -94,7 +94,7 @@ def test_a_document_without_room_is_refused(task):
         made(task, shortest(task) - 1)
 
 
-def test_who_knows_the_rules_is_always_right_and_who_sees_little_is_not():
+def test_the_rules_give_every_answer_and_a_short_context_does_not():
     config = EvalConfig(lengths=(16, 40, 80), batch_tokens=500, trials=3)
     alphabet = torch.arange(64)
     curve = symbols(Copier(cue=1), "mqar", alphabet, config)["mqar"]

@@ -1,4 +1,4 @@
-"""The tasks against an oracle that copies, and against models that cannot know; every row against its description."""
+"""The tasks against a copying oracle, and against models that cannot solve them; every row matches its description."""
 
 import pytest
 import torch
@@ -58,7 +58,7 @@ def test_the_shortest_passkey_has_no_filler():
         passkey_rows(encode_bytes, shortest - 1, depth=0.5, trials=1)
 
 
-def test_digits_that_a_tokenizer_cannot_tell_apart_are_refused():
+def test_digits_that_a_tokenizer_cannot_distinguish_are_refused():
     unknown = {word: number for number, word in enumerate(["The", "pass", "key", "is", ".", *"0123456"])}
     with pytest.raises(TaskError, match=r"the digits 7 and 8 alike \(\[99\]\)"):
         passkey_rows(lambda text: [unknown.get(word, 99) for word in text.split()], 100, depth=0.5, trials=1)
@@ -105,7 +105,7 @@ def test_recall_asks_at_doubling_distances_and_at_the_farthest():
         recall_rows(torch.arange(31), 200, distance=8, trials=1)
 
 
-def test_who_copies_finds_every_number_and_every_segment():
+def test_a_copier_finds_every_number_and_every_segment():
     config = EvalConfig(lengths=(60, 100), batch_tokens=300, trials=3)
     keys = passkey(Copier(cue=10), encode_bytes, config)
     assert keys["length"] == [60] * 5 + [100] * 5
@@ -120,7 +120,7 @@ def test_who_copies_finds_every_number_and_every_segment():
     assert max(repeats["nats"] + keys["nats"]) == pytest.approx(sure, rel=1e-3)
 
 
-def test_who_sees_only_so_far_finds_what_is_near():
+def test_a_copier_with_limited_sight_finds_near_answers_only():
     config = EvalConfig(lengths=(100,), batch_tokens=300, trials=3)
     assert recall(Copier(cue=1, sight=32), ALPHABET, config)["accuracy"] == [1, 1, 1, 0, 0]
     keys = passkey(Copier(cue=10, sight=60), encode_bytes, config)

@@ -1,4 +1,4 @@
-"""Tokens on disk: equal to those in memory, made once, verified, and never half there, whatever happens."""
+"""Tokens on disk: equal to those in memory, written once, verified, and never incomplete."""
 
 import itertools
 import json
@@ -153,7 +153,7 @@ def _flip(path):
 
 
 def _with(**fields):
-    """With a valid hash, as if it had been written so."""
+    """Changes fields and updates the hash, as if the file had been written with them."""
 
     def damage(path):
         about = json.loads(path.read_text()) | {"sources": None} | fields
@@ -263,7 +263,7 @@ def test_a_text_that_changes_while_it_is_read_is_refused(folder, store, monkeypa
     assert folders(store) == []
 
 
-def test_two_who_ask_at_once_share_the_work(folder, store, monkeypatch):
+def test_two_processes_at_once_share_the_work(folder, store, monkeypatch):
     entered, writes, write = threading.Event(), [], token_store._write
 
     def slow_write(*arguments):

@@ -1,4 +1,4 @@
-"""Bytes, WikiText's words and byte-level BPE: what they make of a text, and that they give it back."""
+"""Bytes, WikiText's words and byte-level BPE: their tokens, and exact decoding."""
 
 import json
 
@@ -44,7 +44,7 @@ def test_words_are_ordered_by_frequency():
     assert words == ("<eos>", "a", "b", "c", "d", "<unk>")  # equal counts by name; nothing is unknown in this text
 
 
-def test_a_word_that_the_training_text_lacks_is_unknown():
+def test_a_word_that_is_not_in_the_training_text_is_unknown():
     tokenizer = made("words", b"to be or not\n")
     assert tokenizer.decode(tokenizer.encode("to be seen\nor not")) == b"to be <unk>\nor not"
 
@@ -65,7 +65,7 @@ def test_any_text_comes_back_byte_for_byte(name):
         assert torch.equal(ids, tokenizer.encode_all([text.encode()])[0])
 
 
-def test_bpe_finds_the_merges_that_the_text_asks_for():
+def test_bpe_finds_the_most_frequent_merges():
     tokenizer = made("bpe:258", b"abab abab abab abab")
     assert tokenizer.vocab_size == 258
     assert [tokenizer.decode([index]) for index in (256, 257)] == [b"ab", b"abab"]
@@ -120,7 +120,7 @@ def test_a_tokenizer_travels_as_a_file(tmp_path, name):
         (b'{"schema": 7, "tokenizer": "bytes"}', "has schema 7 but this version reads 1"),
     ],
 )
-def test_what_is_no_tokenizer_is_refused(tmp_path, content, message):
+def test_invalid_tokenizers_are_refused(tmp_path, content, message):
     path = tmp_path / "tokenizer.json"
     if content is not None:
         path.write_bytes(content)
@@ -129,7 +129,7 @@ def test_what_is_no_tokenizer_is_refused(tmp_path, content, message):
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_what_is_no_json_is_refused_with_its_path_and_the_reason(tmp_path, name):
+def test_invalid_json_is_refused_with_its_path_and_the_reason(tmp_path, name):
     content, reason = DAMAGED[name]
     path = tmp_path / "tokenizer.json"
     path.write_bytes(content)

@@ -195,7 +195,7 @@ def test_a_text_shorter_than_one_window_is_refused(tiny_model):
         evaluate(tiny_model("alibi"), TEXT, EvalConfig(lengths=(10, 100)))
 
 
-def test_the_stride_is_a_quarter_unless_one_is_asked_for():
+def test_the_default_stride_is_a_quarter():
     assert [stride_at(length, None) for length in (1, 4, 128, 2048)] == [1, 1, 32, 512]
     assert [stride_at(length, 64) for length in (16, 128)] == [16, 64]
 

@@ -1,4 +1,4 @@
-"""Cached segments and attention sinks against plain loops: one token, one row, one layer at a time."""
+"""Cached segments and attention sinks, compared with plain loops: one token, one row, one layer at a time."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def loss_of(model: LanguageModel, row: torch.Tensor, target: int) -> torch.Tenso
 @pytest.mark.parametrize("method", ["none", "alibi", "t5", "kerple", "rotary", "fox"])
 @pytest.mark.parametrize(("length", "memory"), [(7, 5), (5, 10), (10, 3)])
 def test_in_one_layer_a_segment_sees_itself_and_the_tokens_before_it(method: str, length: int, memory: int) -> None:
-    """Keys of the first layer are of their token alone, so that memory is truncated text."""
+    """Keys of the first layer depend only on their token, so memory equals a truncated text."""
     model = made(method)
     losses = cached_segments(model, TEXT, STRETCHES, length=length, memory=memory)
     assert losses.target.tolist() == [target for stretch in STRETCHES for target in stretch]
@@ -36,7 +36,7 @@ def test_in_one_layer_a_segment_sees_itself_and_the_tokens_before_it(method: str
 
 
 def test_in_two_layers_memory_is_what_its_own_segment_made_of_it() -> None:
-    """The recurrence as it was published, in hidden states: a layer's keys are of the cached inputs of that layer."""
+    """The published recurrence, in hidden states: a layer's keys come from its cached inputs."""
     model, length, memory = made("alibi", layers=2), 5, 10
     losses = cached_segments(model, TEXT, [STRETCHES[0]], length=length, memory=memory)
     kept: list[torch.Tensor] = [torch.empty(0, 16)] * 2
@@ -75,7 +75,7 @@ def _attended(model: LanguageModel, block: torch.nn.Module, inputs: torch.Tensor
 def test_without_memory_segments_are_nonoverlapping_and_with_all_of_it_one_pass(method: str) -> None:
     model = made(method, layers=2)
     none = cached_segments(model, TEXT, STRETCHES, length=5, memory=0)
-    if method != "sinusoidal":  # whose positions go on
+    if method != "sinusoidal":  # its positions continue across segments
         straight = nonoverlapping(model, TEXT, STRETCHES, length=5, batch_tokens=64)
         torch.testing.assert_close(none.loss_nats, straight.loss_nats, rtol=1e-4, atol=1e-5)
     every = cached_segments(model, TEXT, [range(31, 71)], length=10, memory=30)
@@ -87,7 +87,7 @@ def test_without_memory_segments_are_nonoverlapping_and_with_all_of_it_one_pass(
 
 @pytest.mark.parametrize("method", ["none", "alibi", "alibi-learned", "t5", "kerple", "sandwich"])
 @pytest.mark.parametrize(("window", "sinks"), [(12, 4), (8, 0), (9, 1)])
-def test_sinks_stand_beside_the_window_as_if_nothing_had_been_between(method: str, window: int, sinks: int) -> None:
+def test_sinks_are_adjacent_to_the_window(method: str, window: int, sinks: int) -> None:
     model = made(method)
     losses = attention_sinks(model, TEXT, STRETCHES, window=window, sinks=sinks)
     for target, position, loss in zip(losses.target.tolist(), losses.position.tolist(), losses.loss_nats, strict=True):
@@ -111,7 +111,7 @@ def test_sinks_refuse_positions_that_cannot_move(method: str) -> None:
         attention_sinks(made(method), TEXT, STRETCHES, window=8)
 
 
-def test_what_cannot_be_read_is_said() -> None:
+def test_unsupported_inputs_are_reported() -> None:
     model = made("alibi")
     with pytest.raises(ConfigError, match="but the text has 39 there"):
         cached_segments(model, TEXT, STRETCHES, length=10, memory=40)

@@ -1,4 +1,4 @@
-"""A batch that does not fit in memory is halved, said, and changes no loss; with real allocators that really fail."""
+"""A batch that does not fit in memory is halved, reported, and changes no loss; with allocators that really fail."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ PETABYTE = 1 << 50
 
 
 class Cramped(torch.nn.Module):
-    """A model on a machine with room for so many windows; more ask the allocator for more than any machine has."""
+    """A model with memory for a limited number of windows; more windows request more memory than any machine has."""
 
     def __init__(self, model, room):
         super().__init__()
@@ -106,7 +106,7 @@ print("equal")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits its own memory through Linux' /proc")
-def test_a_process_with_100_megabytes_left_shrinks_its_batches_by_itself():
+def test_a_process_with_100_megabytes_left_shrinks_its_batches():
     ran = subprocess.run([sys.executable, "-c", STARVED], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     first, *_, last = ran.stdout.splitlines()

@@ -1,4 +1,4 @@
-"""The adaptive softmax against torch's own, and what tying means."""
+"""The adaptive softmax compared with torch's, and tied weights."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def parts():
 
 
 def torch_s_own(bands, softmax):
-    """AdaptiveLogSoftmaxWithLoss, which is untied, with the same numbers in it."""
+    """AdaptiveLogSoftmaxWithLoss, which is untied, with the same weights."""
     theirs = nn.AdaptiveLogSoftmaxWithLoss(WIDTH, VOCABULARY, CUTOFFS, div_value=4.0)
     with torch.no_grad():
         theirs.head.weight.copy_(torch.cat([bands.tables[0].weight, softmax.classes.weight]))

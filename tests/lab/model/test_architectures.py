@@ -1,4 +1,4 @@
-"""Each architecture against another library's model with the same weights, and as large as its paper says."""
+"""Each architecture equals another library's model with the same weights, and has its paper's size."""
 
 import math
 
@@ -55,7 +55,7 @@ def test_baevski_auli_is_torch_s_transformer_with_the_norm_first(tiny_model):
 
 
 @torch.no_grad()
-def test_an_mpt_leaves_with_equal_logits(tiny_model, tmp_path):
+def test_an_exported_mpt_has_equal_logits(tiny_model, tmp_path):
     from transformers import AutoModelForCausalLM
 
     model, tokens = tiny_model("alibi", architecture="mpt", num_heads=4, ffn_dim=64), torch.randint(64, (2, 16))
@@ -65,7 +65,7 @@ def test_an_mpt_leaves_with_equal_logits(tiny_model, tmp_path):
 
 
 @pytest.mark.parametrize(("method", "architecture"), [("alibi", "modern"), ("rotary", "mpt"), ("alibi-half", "mpt")])
-def test_what_mpt_is_not_does_not_leave_as_one(tiny_model, method, architecture):
+def test_models_that_mpt_cannot_express_are_not_exported_as_mpt(tiny_model, method, architecture):
     with pytest.raises(ConfigError, match=f"{architecture}.*{method}.*--set model.architecture=mpt"):
         decoder_state(tiny_model(method, architecture=architecture))
 

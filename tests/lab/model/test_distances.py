@@ -1,4 +1,4 @@
-"""Biases of the distance against the formulas of their papers, written out for one head and pair of tokens."""
+"""Distance biases compared with their papers' formulas, written out for one head and pair of tokens."""
 
 import math
 
@@ -14,7 +14,7 @@ CONFIG = ModelConfig(num_layers=1, num_heads=2, embed_dim=16)
 
 
 def _of_distance(method, made):
-    """Each bias as its paper writes it, for one head and distance."""
+    """Each bias by its paper's formula, for one head and distance."""
     if method.startswith("alibi-"):
         slope = [1 / 16, 1 / 256]
         if method == "alibi-log":

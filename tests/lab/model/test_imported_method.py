@@ -78,7 +78,7 @@ def tiny(method: str, seed: int = 0) -> LanguageModel:
     return LanguageModel(ModelConfig(method=method, **sizes), trained_length=16, seed=seed)
 
 
-def test_an_attention_of_ones_own_gives_the_losses_of_the_built_in_one(folder: Path) -> None:
+def test_a_user_defined_attention_gives_the_losses_of_the_built_in_one(folder: Path) -> None:
     own, built_in = (list(records.find(folder / out / "records", kind="evaluation")) for out in ("own", "built-in"))
     for name in ("nonoverlapping_nats", "sliding_nats"):
         torch.testing.assert_close(

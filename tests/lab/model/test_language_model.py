@@ -65,7 +65,7 @@ def test_methods_of_one_seed_start_from_the_same_weights(tiny_model, method, fie
 def test_methods_differ(tiny_model, method):
     if method != "none":
         model, tokens = tiny_model(method), some_tokens(12)
-        model.progress = 0.0  # of the training, in which a method may leave
+        model.progress = 0.0  # of the training; a method may be off at its end
         assert not torch.allclose(model(tokens), tiny_model("none")(tokens), atol=1e-3)
 
 
@@ -120,7 +120,7 @@ def test_generation_is_a_function_of_the_seed(tiny_model):
         ([1], {"top_k": 0}),
     ],
 )
-def test_generation_refuses_what_it_cannot_do(tiny_model, prompt, arguments):
+def test_generation_refuses_unsupported_arguments(tiny_model, prompt, arguments):
     with pytest.raises(ValueError, match=r"at least one token|max_new_tokens of 1 or more"):
         generate(tiny_model("alibi"), prompt, **{"max_new_tokens": 5, **arguments})
 
@@ -132,7 +132,7 @@ def test_every_parameter_gets_a_gradient(tiny_model, method, fields):
     model(tokens[:, :-1], targets=tokens[:, 1:]).mean().backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
-        # The bias of k adds the same to all scores of a query, which softmax does not see.
+        # The bias of k adds the same number to all scores of a query, which cancels in the softmax.
         assert parameter.grad.abs().sum() > 0 or name.endswith(".k.bias"), name
 
 

@@ -1,4 +1,4 @@
-"""A method that reads the text: what its hook is handed, that the lab adds it as said, trains it, and keeps it while decoding."""
+"""A method that reads the text: its hook's inputs, how the lab adds its bias, trains it, and caches it in decoding."""
 
 import dataclasses
 import math
@@ -18,8 +18,11 @@ from alibi_attn.lab.training.train import train
 
 
 class Forgetting(PositionMethod):
-    """A forget gate per layer, head and token (FoX, Lin et al. 2025, arXiv:2503.02130) that closes during training, and ALiBi's
-    slopes. The score of key j gets Σ log gate_l over l = j + 1 … i: −(the sum up to j), and a constant of row i."""
+    """A forget gate per layer, head and token that closes during training, and ALiBi's slopes.
+
+    The score of key j gets Σ log gate_l over l = j + 1 … i: −(the sum up to j), and a constant of row i
+    (FoX, Lin et al. 2025, arXiv:2503.02130).
+    """
 
     per_layer = True
 
@@ -41,7 +44,7 @@ class Forgetting(PositionMethod):
 
 @pytest.fixture
 def forgetting(monkeypatch, tiny_model):
-    """Makes tiny models with the method above, which takes a name that configs know."""
+    """Makes tiny models with the method above, under a name that configs accept."""
     monkeypatch.setitem(METHODS, "kerple", Forgetting)
     return lambda **fields: tiny_model("kerple", **fields)
 
@@ -51,7 +54,7 @@ def some_tokens(length: int) -> Tensor:
 
 
 def expected_attention(q, k, v, key_bias, slopes, sees) -> Tensor:
-    """A loop over i and the j ≤ i where `sees(b, i, j)`, in float64."""
+    """A loop over i and each j ≤ i for which `sees(b, i, j)`, in float64."""
     out, first = torch.empty_like(q, dtype=torch.float64), k.shape[2] - q.shape[2]
     q, k, v, key_bias = (x.double() for x in (q, k, v, key_bias))
     for b, h, row in torch.cartesian_prod(*(torch.arange(n) for n in q.shape[:3])).tolist():
@@ -86,7 +89,7 @@ def test_a_number_for_every_key_is_added_to_its_scores(query_len, key_len, slope
         torch.testing.assert_close(attend(q, k, v, bias).double(), wrong, rtol=1e-5, atol=1e-6)
 
 
-def test_what_is_added_to_all_keys_alike_changes_nothing_not_even_in_bfloat16():
+def test_a_constant_added_to_all_keys_changes_nothing_even_in_bfloat16():
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 1, 2, 9, 8, generator=generator).bfloat16()
     key_bias = torch.randint(-256, 256, (1, 2, 9), generator=generator) / 64
@@ -197,7 +200,7 @@ def test_training_tells_how_far_it_is_and_leaves_a_checkpoint(forgetting, tiny_r
     assert ((model.position.weight - start).abs().amax((1, 2)) > 0).all()
 
 
-def test_a_hook_that_is_asked_once_has_no_layer(tiny_model, monkeypatch):
+def test_a_hook_that_is_called_once_has_no_layer(tiny_model, monkeypatch):
     monkeypatch.setattr(ALiBi, "bias", lambda self, at: self.slopes * at.layer.index)
     with pytest.raises(PositionError, match="computed once for all layers; set per_layer = True"):
         tiny_model("alibi")(some_tokens(4))

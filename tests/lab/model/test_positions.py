@@ -1,4 +1,4 @@
-"""Each method against its own paper's formula, and against another library where one has it."""
+"""Each method compared with its paper's formula, and with another library if one has it."""
 
 import dataclasses
 import math
@@ -33,7 +33,7 @@ AT = Pass(3, 3)
 
 
 def assert_attention_is(out, q, k, v, bias_at, sees=lambda i, j: True):
-    """Compare with a loop over i and j ≤ i where `sees(i, j)`; `bias_at(head, distance)` is added to q·k/√d."""
+    """Compares with a loop over i and j ≤ i where `sees(i, j)`; `bias_at(head, distance)` is added to q·k/√d."""
     heads, query_len, key_len = q.shape[1], q.shape[2], k.shape[2]
     for head in range(heads):
         for row in range(query_len):
@@ -250,7 +250,7 @@ def test_a_stretch_that_a_method_has_not_is_refused(tiny_model, method, stretch,
     with pytest.raises(ConfigError, match=message):
         check_stretch(method, stretch)
     with pytest.raises(ConfigError, match=message):
-        tiny_model(method).stretched(stretch, 16)  # when it is asked for, also where it would change nothing
+        tiny_model(method).stretched(stretch, 16)  # at once, even if it would change nothing
 
 
 def test_every_pair_of_method_and_stretch_is_decided():
@@ -309,8 +309,8 @@ def test_learned_positions_end_at_the_trained_length():
         ("alibi-fox", None),
     ],
 )
-def test_what_each_method_learns(method, count):
-    if count is None:  # a gate a layer and head
+def test_number_of_learned_parameters_of_each_method(method, count):
+    if count is None:  # one gate per layer and head
         count = CONFIG.num_layers * CONFIG.num_heads * (CONFIG.embed_dim + 1)
     assert sum(parameter.numel() for parameter in METHODS[method](CONFIG, 24).parameters()) == count
 
@@ -324,7 +324,7 @@ def test_layers_alternate_rotary_windows_and_full_attention_without_positions(qk
     assert made.rotate(q, k, positions, between) == (q, k)
     out = attend(q, k, v, made.bias(near))
     assert_attention_is(out, q, k, v, lambda head, d: 0.0, sees=lambda i, j: i - j < 4)  # a quarter of 16
-    out = attend(q, k, v, made.bias(near), window=2)  # a test with a smaller window of its own
+    out = attend(q, k, v, made.bias(near), window=2)  # a test with a smaller window
     assert_attention_is(out, q, k, v, lambda head, d: 0.0, sees=lambda i, j: i - j < 2)
     assert_attention_is(attend(q, k, v, made.bias(between)), q, k, v, lambda head, d: 0.0)
 

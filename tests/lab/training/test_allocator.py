@@ -1,4 +1,4 @@
-"""Freed memory is kept inside of `kept_memory`, and given back afterwards."""
+"""Freed memory is kept inside `kept_memory`, and returned afterwards."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ import pytest
 
 glibc = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only glibc's allocator can be told")
 
-# 64 MiB that are new have 16,384 faults of 4 KiB pages, or 32 where pages are huge, which comes and goes: none are asked for.
+# 64 MiB of new memory cause 16,384 faults of 4 KiB pages, or 32 with huge pages, which are disabled here.
 SCRIPT = """
 import ctypes, resource
 import torch
@@ -42,5 +42,5 @@ def test_a_freed_buffer_is_used_again_inside_and_given_back_outside() -> None:
     run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, timeout=120)
     outside, inside, after, given_back_mib = map(float, run.stdout.split())
     assert inside < outside / 10
-    assert after > outside / 6  # one of five is new, at least: pieces of the heap that are free may serve the others
+    assert after > outside / 6  # at least one of five is new: free parts of the heap may serve the others
     assert given_back_mib > 50

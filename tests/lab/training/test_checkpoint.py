@@ -1,4 +1,4 @@
-"""A checkpoint is whole or not there, and what is wrong with one is said in a sentence."""
+"""A checkpoint is complete or absent, and errors about a checkpoint are one clear sentence."""
 
 import contextlib
 import json
@@ -57,7 +57,7 @@ def test_only_the_newest_step_is_kept_and_no_resuming_state_once_finished(traine
     assert sorted(path.name for path in (folder / "step-00000002").iterdir()) == names
 
 
-def test_no_checkpoint_is_said_so(tmp_path):
+def test_a_missing_checkpoint_is_reported(tmp_path):
     assert newest(tmp_path / "absent") is None
     for path in (tmp_path, tmp_path / "absent"):
         with pytest.raises(CheckpointError, match="holds no checkpoint; pass a folder below checkpoints/"):
@@ -91,7 +91,7 @@ def test_a_damaged_checkpoint_is_refused(trained, name, content, message):
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_what_is_no_json_is_refused_with_its_path_and_the_reason(name, tmp_path):
+def test_invalid_json_is_refused_with_its_path_and_the_reason(name, tmp_path):
     content, reason = DAMAGED[name]
     path = tmp_path / "config.json"
     path.write_bytes(content)
@@ -104,7 +104,7 @@ def test_what_is_no_json_is_refused_with_its_path_and_the_reason(name, tmp_path)
 
 
 def change(folder, section, **fields):
-    """Change a checkpoint's config.json as something else than the training would: without its hash of itself."""
+    """Edits a checkpoint's config.json without updating its hash, as an outside program would."""
     path = newest(folder) / "config.json"
     about = json.loads(path.read_text())
     about[section] |= fields
@@ -184,7 +184,7 @@ def test_a_model_of_another_shape_is_refused(trained):
         load_checkpoint(trained[0])
 
 
-def test_a_full_disk_is_named_where_torch_raises_an_error_of_its_own(tiny_run, tmp_path, monkeypatch):
+def test_a_full_disk_is_named_even_if_torch_raises_another_error(tiny_run, tmp_path, monkeypatch):
     def full_disk(folder, training):
         try:
             raise OSError(28, "No space left on device")

@@ -1,4 +1,4 @@
-"""Two processes that share every sequence train like one, end when one of them dies, and go on."""
+"""Two processes that share every sequence train like one, stop when one of them dies, and resume."""
 
 import dataclasses
 import json
@@ -44,7 +44,7 @@ def told(tmp_path_factory, verses, run_on):
 
 @pytest.mark.parametrize("method", ["alibi", "alibi-fox", "rotary", "fsdp"])
 def test_two_processes_of_context_train_like_one(told, method):
-    """Gates too, whose sums cross from one to the other; and rotary, whose every token needs all before it."""
+    """Includes gates, whose sums cross ranks, and rotary, in which every token needs all earlier ones."""
     assert told[f"{method} codes"] == [0, 0]
     for ours, alone in zip(told[method], told[f"{method} alone"], strict=True):
         assert len(ours) == len(alone) > 0
@@ -58,13 +58,13 @@ def test_a_process_that_is_killed_ends_the_other_within_the_time_limit(told):
     assert any(word in told["told"] for word in ("could not exchange", "closed", "reset", "Timed out", "timed out"))
 
 
-def test_a_killed_training_goes_on_to_the_same_losses(told):
+def test_a_killed_training_resumes_with_the_same_losses(told):
     assert told["step"] == 3
     assert told["resumed"] == [0, 0]
     assert told["cut"][0] == told["alibi"][0]
 
 
-def test_processes_that_cannot_share_a_sequence_are_told_so(text_file, run_on, tmp_path):
+def test_processes_that_cannot_share_a_sequence_get_an_error(text_file, run_on, tmp_path):
     config = run_on(text_file, context_parallel=2)
     with pytest.raises(ConfigError, match="context_parallel is 2 but there are 1 processes"):
         train(config, load_corpus(config.data), tmp_path / "run")

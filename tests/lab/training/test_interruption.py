@@ -1,4 +1,4 @@
-"""Signals that wait until nothing is lost."""
+"""Signals are deferred until no work would be lost."""
 
 import signal
 import sys
@@ -10,7 +10,7 @@ from alibi_attn.lab.training.interruption import deferred_interruption
 
 @pytest.fixture
 def quiet_signals():
-    """Signals that do nothing by themselves."""
+    """Signal handlers that do nothing."""
     before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     for number, handler in before.items():
@@ -20,7 +20,7 @@ def quiet_signals():
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("event", range(1, 12))
 def test_a_signal_may_come_while_another_is_being_remembered(quiet_signals, event):
-    """The other one comes at every call and return inside of the first one's handler in turn."""
+    """The second signal arrives at each call and return inside the first one's handler in turn."""
     left = event
 
     def interrupt(frame, kind, arg):
@@ -44,4 +44,4 @@ def test_the_second_signal_of_a_kind_is_the_usual_one(quiet_signals):
         assert interrupted()
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(signal.SIGINT)  # of another kind: the first
+        signal.raise_signal(signal.SIGINT)  # another kind: its first

@@ -1,4 +1,4 @@
-"""The optimizers against their own formulas, and the paper's schedule."""
+"""The optimizers compared with their formulas, and the paper's schedule."""
 
 import math
 

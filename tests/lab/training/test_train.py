@@ -1,4 +1,4 @@
-"""The loop learns, can be cut anywhere, and stops when there is nothing left to learn from."""
+"""The training loop learns, can be interrupted anywhere, and stops when nothing is left to train."""
 
 import dataclasses
 import itertools
@@ -30,11 +30,11 @@ PROCESSES = Path(__file__).parents[2] / "support" / "processes"
 
 
 class PowerCut(Exception):
-    """Something that no code expects."""
+    """An exception that no code expects."""
 
 
 def cut_at(step, error=None, number=signal.SIGINT):
-    """After that step: the error, or Ctrl-C, which is answered when the step that it falls into is done."""
+    """Raises the error after that step, or sends Ctrl-C, which takes effect when the current step is done."""
 
     def on_step(progress):
         if progress.step == step:
@@ -46,7 +46,7 @@ def cut_at(step, error=None, number=signal.SIGINT):
 
 
 def dropped(config):
-    """With dropout everywhere, so that random numbers matter."""
+    """Adds dropout everywhere, so that random numbers matter."""
     shares = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.1)
     return dataclasses.replace(config, model=dataclasses.replace(config.model, **shares))
 
@@ -74,7 +74,7 @@ def test_a_resumed_training_is_the_uncut_one_bit_for_bit(tiny_run, tmp_path, met
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
-def test_steps_are_those_of_the_training_and_go_on_as_long_as_they_are_asked_for(tiny_run, tmp_path):
+def test_steps_equal_the_training_and_continue_beyond_its_end(tiny_run, tmp_path):
     config = tiny_run(steps=4)
     corpus = load_corpus(config.data)
     training = prepare(config)
@@ -100,7 +100,7 @@ def test_signals_mean_what_they_meant_before_once_training_is_over(tiny_run, tmp
     assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
-def test_sigterm_leaves_a_checkpoint_to_go_on_from(tiny_run, tmp_path):
+def test_sigterm_leaves_a_checkpoint_to_resume_from(tiny_run, tmp_path):
     config = tiny_run()
     corpus = load_corpus(config.data)
     with pytest.raises(KeyboardInterrupt):
@@ -151,7 +151,7 @@ def test_dropout_and_staged_lengths_resume_bit_for_bit(tiny_run, tmp_path, cut):
     uncut = train(config, corpus, tmp_path / "uncut")
     with pytest.raises(KeyboardInterrupt):
         train(config, corpus, tmp_path / "cut", on_step=cut_at(cut))
-    torch.rand(1)  # random numbers that others draw in between change nothing
+    torch.rand(1)  # random numbers that other code draws in between change nothing
     resumed = train(config, corpus, tmp_path / "cut")
     assert resumed.curve == uncut.curve
     assert resumed.validation["nats"] == uncut.validation["nats"]
@@ -170,7 +170,7 @@ def test_training_draws_none_of_the_caller_s_random_numbers(tiny_run, tmp_path):
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_stages_read_batches_of_their_own_length(tiny_run, tmp_path, monkeypatch):
+def test_stages_read_batches_of_their_length(tiny_run, tmp_path, monkeypatch):
     shapes = []
     real = loop._step
 
@@ -214,8 +214,8 @@ def test_a_batch_that_cannot_be_shared_is_refused(tiny_run):
 
 
 @pytest.mark.long
-def test_a_full_disk_is_said_so_and_the_training_goes_on_afterwards(tiny_run, tmp_path):
-    """A limit on the size of files makes real writes fail, as a full disk does, wherever they happen."""
+def test_a_full_disk_is_reported_and_the_training_resumes_afterwards(tiny_run, tmp_path):
+    """A limit on file sizes makes real writes fail, as a full disk does, at every place."""
     config = tiny_run(checkpoint_every=5)
     corpus = load_corpus(config.data)
     uncut = train(config, corpus, tmp_path / "uncut")

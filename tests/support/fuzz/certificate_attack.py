@@ -1,7 +1,7 @@
-"""Attack on the certificate: inputs made to break the bound, and the mass that skipping really drops, measured in float64.
+"""Attacks the certificate with inputs chosen to break the bound, and measures the dropped mass in float64.
 
-python tests/support/fuzz/certificate_attack.py 100000 results            # many draws once, kept as a record
-python tests/support/fuzz/certificate_attack.py 100000 results native     # the same of the kernels for CPUs, some of them longer
+python tests/support/fuzz/certificate_attack.py 100000 results            # many draws, saved as a record
+python tests/support/fuzz/certificate_attack.py 100000 results native     # the CPU kernels, with some longer inputs
 python tests/support/fuzz/certificate_attack.py 100000 results native biased   # and with a bias for every key
 python tests/support/fuzz/certificate_attack.py 100000 results native bf16   # in bf16, which some processors multiply natively
 """
@@ -80,7 +80,7 @@ class Attack:
     log_key: float
     log_giant: float
     dtype: str = "float32"
-    refine: bool = False  # as for long inputs
+    refine: bool = False  # the refinement that long inputs use
     bias: str | None = None  # one of BIASES
 
     def inputs(self) -> tuple[list[torch.Tensor], dict]:
@@ -149,7 +149,7 @@ class Attack:
         return [*tensors, torch.tensor(slopes, dtype=torch.float32)], kwargs
 
     def _key_bias(self, rng: np.random.Generator, segment_ids: torch.Tensor | None) -> np.ndarray:
-        """[1, H, S] float64: gates down to ln f = −60 and of exactly 1, spikes of +80, keys of −inf, |b| of 10⁶."""
+        """[1, H, S] float64: gates from ln f = −60 to f = 1, spikes of +80, hidden keys (−inf), and |b| up to 10⁶."""
         shape = (1, self.group, self.length)
         noise = rng.standard_normal(shape) * 10.0 ** rng.uniform(-1, 1.5)
         if "gates" in self.bias:
@@ -159,7 +159,7 @@ class Attack:
             if self.bias == "shut gates":
                 gates = np.where(rng.random(shape) < 0.05, -60.0, 0.0)
             return -np.cumsum(gates, -1)
-        if self.bias == "rising":  # every key weighs less than the one before
+        if self.bias == "rising":  # every key weighs less than the previous one
             return -np.cumsum(np.abs(noise), -1)
         if self.bias == "spikes":
             return noise + 80.0 * (rng.random(shape) < 4 / self.length)
@@ -192,9 +192,9 @@ attacks = st.builds(
 
 
 def dropped(attack: Attack, certify: Callable[..., Bounds | torch.Tensor] | None = None) -> tuple[float, float]:
-    """(largest share of softmax mass that the certificate drops in any query, share of the visible keys that it skips).
+    """Returns (largest share of softmax mass dropped in any query, share of visible keys skipped).
 
-    `certify` gives bounds, or the keys that are kept, [1, H, T, S]; it is `bounds` where nothing else is given.
+    `certify` returns bounds, or the kept keys [1, H, T, S]; it defaults to `bounds`.
     """
     (query, key, value, slopes), kwargs = attack.inputs()
     spec = make_spec(query, key, value, slopes, **kwargs)
@@ -208,8 +208,8 @@ def dropped(attack: Attack, certify: Callable[..., Bounds | torch.Tensor] | None
 
 
 def _lost(spec, h: int, pair: tuple[torch.Tensor, ...], keys: tuple[torch.Tensor, ...]) -> float:
-    """The largest share of softmax mass that a query of this head loses; `pair`: query, key; `keys`: i − j, seen, skipped."""
-    some = keys[2].any(-1)  # the others lose nothing
+    """Largest share of softmax mass lost by a query; `pair`: query, key; `keys`: i − j, seen, skipped."""
+    some = keys[2].any(-1)  # other queries lose nothing
     distance, seen, skipped = (x[some] for x in keys)
     scores = spec.scale * (pair[0][some].double() @ pair[1].double().mT)
     slopes = spec.slopes[h].double()
@@ -224,7 +224,7 @@ def _lost(spec, h: int, pair: tuple[torch.Tensor, ...], keys: tuple[torch.Tensor
 
 
 def certified_keys(spec, found: Bounds, distance: torch.Tensor) -> torch.Tensor:
-    """[1, H, T, S]: within the reach of the query's block, or in an outlier tile: the keys that must be read."""
+    """[1, H, T, S]: the keys that must be read, within the reach of the query's block or in an outlier tile."""
     block = torch.arange(spec.query_len) // TILE
     left, right = found.left[:, :, block, None], found.right[:, :, block, None]
     right = 1 if spec.causal else right
@@ -234,7 +234,7 @@ def certified_keys(spec, found: Bounds, distance: torch.Tensor) -> torch.Tensor:
 
 
 def native_keys(spec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """[B, H, T, S]: the keys that the kernels for CPUs visited with each query."""
+    """[B, H, T, S]: the keys that the CPU kernels visited for each query."""
     with torch.no_grad():
         visited = native.visited(spec, query, key, value)
     low, high = (torch.from_numpy(x)[..., None] for x in visited.intervals)
@@ -281,7 +281,7 @@ def random_attack(seed: int, *, biased: bool = False, bf16: bool = False) -> Att
     )
     if drawn.bias == "of segments" and "segments" not in drawn.mask:
         drawn = dataclasses.replace(drawn, mask="segments")
-    if bf16:  # half of them with longer sums in their products
+    if bf16:  # half of them with longer dot products
         drawn = dataclasses.replace(drawn, dtype="bfloat16", head_dim=drawn.head_dim * (1 if seed % 2 else 16))
     return drawn
 
@@ -290,7 +290,7 @@ KINDS = "biased", "bf16"
 
 
 def main(draws: int, out: Path, backend: str = "", *kinds: str) -> None:
-    """Attack `draws` times and keep what came out as a record, with how many draws of every kind there were and skipped."""
+    """Runs `draws` attacks and saves a record, with the number of draws of each kind and how many skipped keys."""
     if not set(kinds) <= set(KINDS):
         raise SystemExit(f"the kinds are {' '.join(kinds)} but must be of {', '.join(KINDS)}")
     torch.set_num_threads(1)
@@ -299,7 +299,7 @@ def main(draws: int, out: Path, backend: str = "", *kinds: str) -> None:
     counts: dict[str, collections.Counter[str]] = {x: collections.Counter() for x in ("draws", "skipping", "broken")}
     for seed in range(draws):
         attack = random_attack(seed, **dict.fromkeys(kinds, True))
-        if backend and seed % 20 == 0:  # blocks of queries that differ, and keys far beyond the reach
+        if backend and seed % 20 == 0:  # several different blocks of queries, and keys far beyond the reach
             attack = dataclasses.replace(attack, length=attack.length * 6)
         lost, share = dropped(attack, native_keys if backend else None)
         worst, shares = max(worst, lost / attack.tolerance), shares + share

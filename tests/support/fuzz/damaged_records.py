@@ -1,4 +1,4 @@
-"""Damages recorded results at random. Loading refuses the file by name, or the page is drawn; nothing else may happen.
+"""Damages recorded results at random. Loading must raise an error that names the file, or the page must be drawn.
 
 python tests/support/fuzz/damaged_records.py --draws 3000 --seed 0
 """
@@ -19,7 +19,7 @@ RESULTS = Path(__file__).resolve().parents[3] / "results"
 VALUES = [None, 0, -1, 1, 3, 0.5, 1e99, 1e16, 1e-320, -1e-9, 2**53, 10**30, "", "text", "figure-1", "\ud800", "\x00",
           "x" * 3000, [], {}, True, [1], {"a": 1}, [[1]], [None]]  # fmt: skip
 NAMES = ["", "x", "length", "\ud800", "ours", "heads", "by_length"]
-# One result of each kind and layout is enough of the trainings and tests, of which there are hundreds.
+# There are hundreds of training and test results; one of each kind and layout is enough.
 PATTERNS = {
     "benchmark-*": 1, "c*-*": 1, "methods/*": 12, "recall/*": 12, "referee/e*": 60, "paper/e*": 60, "paper/t*": 60,
     "paper/s*": 20, "paper/p*": 1,
@@ -27,12 +27,12 @@ PATTERNS = {
 
 
 def files() -> list[Path]:
-    """The results that are damaged."""
+    """The results to damage."""
     return [path for pattern, step in PATTERNS.items() for path in sorted(RESULTS.glob(pattern))[::step]]
 
 
 def damaged(data: dict[str, Any], rng: random.Random) -> dict[str, Any]:
-    """The record with one to four values set, deleted, renamed, cut or repeated, most of them in its curves."""
+    """Returns the record with one to four values set, deleted, renamed, cut or repeated, mostly in its curves."""
     for _ in range(rng.choice([1, 1, 1, 2, 4])):
         top = rng.choice(["config", "metrics", *["curves"] * 4, None])
         places = [
@@ -46,7 +46,7 @@ def damaged(data: dict[str, Any], rng: random.Random) -> dict[str, Any]:
 
 
 def assert_named_or_drawn(path: Path, others: list[records.Record]) -> bool:
-    """Whether the page was drawn; otherwise the file was refused with its name, in words that a terminal can print."""
+    """Returns whether the page was drawn; otherwise the error must name the file and be printable in a terminal."""
     record, refusal = _loaded(path)
     if record is None:
         assert str(path) in refusal
@@ -58,7 +58,7 @@ def assert_named_or_drawn(path: Path, others: list[records.Record]) -> bool:
 
 
 def draw(seed: int, folder: Path) -> bool:
-    """One damaged record, with some of the evaluations that it was read from next to it; whether it was drawn."""
+    """Damages one record, with some related evaluations next to it, and returns whether the page was drawn."""
     rng = random.Random(seed)
     every = files()
     data = json.loads(every[seed % len(every)].read_text())
@@ -110,7 +110,7 @@ def _places(value: Any, place: tuple[str | int, ...] = ()) -> Iterator[tuple[str
 
 
 def main() -> None:
-    """Draw and count; the first traceback ends it and names the seed."""
+    """Runs the draws and counts the outcomes; the first unexpected error stops the run and names the seed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--draws", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,4 +1,4 @@
-"""The numbers and the tensors of a random call, and who may see whom in it; nothing here is imported from the package."""
+"""The numbers, tensors and visible pairs of a random call; nothing here is imported from the package."""
 
 import dataclasses
 import math
@@ -9,10 +9,8 @@ import torch
 from differential_calls import Call, lse_dtype, slopes_dtype
 from torch import Tensor
 
-GATE_FLOOR = -(2.0**20)  # as the contract has it: a gate below counts as this one, and has no gradient
-LARGEST = (
-    1e33  # so that a sum of many is a number in fp32: what is added up is Σ exp(s − m)·v, as in every flash attention
-)
+GATE_FLOOR = -(2.0**20)  # per the contract: a smaller gate is clamped to this, and has no gradient
+LARGEST = 1e33  # keeps Σ exp(s − m)·v, the sum of every flash attention, finite in fp32
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -30,16 +28,16 @@ class Arrays:
     key_segments: np.ndarray | None  # [B, S]
     grad_output: np.ndarray  # [B, H, T, D]
     grad_lse: np.ndarray  # [B, H, T]
-    key_bias: np.ndarray | None = None  # [B, H, S], or as it is given: [H, S], [B, 1, S], [S]
+    key_bias: np.ndarray | None = None  # [B, H, S], or a shape that broadcasts to it: [H, S], [B, 1, S], [S]
     log_fgate: np.ndarray | None = None  # [B, H, S] or [B, K, S]
     sink_logits: np.ndarray | None = None  # [H]
 
     def bias_of_keys(self, call: Call) -> np.ndarray:
-        """[B, H, S], zeros without one."""
+        """[B, H, S], zeros without a bias."""
         return np.broadcast_to(0.0 if self.key_bias is None else self.key_bias, (call.batch, call.heads, call.key_len))
 
     def gates_of(self, call: Call) -> np.ndarray:
-        """[B, H, S], zeros without gates; closed ones as they count."""
+        """[B, H, S], zeros without gates; closed gates are clamped as the contract requires."""
         if self.log_fgate is None:
             return np.zeros((call.batch, call.heads, call.key_len))
         gates = np.repeat(self.log_fgate, call.heads // self.log_fgate.shape[1], 1)
@@ -51,7 +49,7 @@ class Arrays:
         return (self.first[:, None] + np.arange(t))[:, :, None] - np.arange(s)
 
     def seen(self, call: Call) -> np.ndarray:
-        """[B, H, T, S]: who may see whom."""
+        """[B, H, T, S]: the pairs in which the query may see the key."""
         t, s = self.query.shape[2], self.key.shape[2]
         position, at = (self.first[:, None] + np.arange(t))[:, None, :, None], np.arange(s)
         seen = at <= position if call.causal else np.ones((call.batch, 1, t, s), bool)
@@ -69,7 +67,7 @@ class Arrays:
                 seen = seen & ~(never[:, :, None, None] & (at > position))
         if self.key_bias is not None:
             seen = seen & (self.bias_of_keys(call) > -np.inf)[:, :, None]
-        if self.log_fgate is not None:  # a gate of −inf is a cut: what comes after it does not see what came before
+        if self.log_fgate is not None:  # a gate of −inf is a cut: queries from there on do not see earlier keys
             cuts = np.isneginf(self.gates_of(call)).cumsum(-1)
             of_query = np.take_along_axis(cuts, np.broadcast_to(position[..., 0], (call.batch, call.heads, t)), -1)
             seen = seen & (of_query[..., None] == cuts[:, :, None])
@@ -77,7 +75,7 @@ class Arrays:
 
 
 def arrays(call: Call) -> Arrays:
-    """Every number of the call. A field draws from a stream of its own, so that changing one leaves the others alone."""
+    """Every number of the call. Each field has its own random stream, so that changing one leaves the others unchanged."""
 
     def stream(name: str) -> np.random.Generator:
         return np.random.default_rng([call.seed, zlib.crc32(name.encode())])
@@ -120,13 +118,13 @@ def _rounded(x: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def _alike(call: Call, name: str, x: np.ndarray) -> np.ndarray:
-    """[B, H, T, D], with equal numbers where the layout has only one of them."""
+    """[B, H, T, D], with equal numbers along an axis that the layout stores only once."""
     axis = {"same batch": 0, "same head": 1, "same row": 2}.get(getattr(call, f"layout_{name}"))
     return x if axis is None or x.size == 0 else np.repeat(np.take(x, [0], axis), x.shape[axis], axis)
 
 
 def _of_one(call: Call, x: np.ndarray | None) -> np.ndarray | None:
-    """[B, ...], with equal numbers for every sequence where the layout has only those of one."""
+    """[B, ...], with equal numbers for all sequences if the layout stores only one sequence."""
     same = call.layout_masks == "same batch"
     return np.repeat(x[:1], len(x), 0) if same and x is not None and x.ndim > 1 else x
 
@@ -159,7 +157,7 @@ def _slopes(call: Call, rng: np.random.Generator) -> np.ndarray:
 
 
 def _rounds_to(call: Call) -> str:
-    """The dtype whose numbers slopes are."""
+    """The dtype that slopes are rounded to."""
     return slopes_dtype(call) if call.dtype == "float64" or call.slopes_as == "low" else "float32"
 
 
@@ -193,7 +191,7 @@ def _sinks(call: Call, rng: np.random.Generator) -> np.ndarray | None:
 
 
 def _key_bias(call: Call, rng: np.random.Generator) -> np.ndarray | None:
-    """A bias of every key, in the shape in which it is given."""
+    """A bias for every key, in the shape that is passed to the call."""
     if call.key_bias is None:
         return None
     b, h, s = call.batch, call.heads, call.key_len
@@ -263,7 +261,7 @@ def _segments(call: Call, rng: np.random.Generator, first: np.ndarray) -> tuple[
 
 
 def _spoil(call: Call, found: Arrays, rng: np.random.Generator) -> None:
-    """Put NaN, inf and the largest numbers where they must change nothing."""
+    """Puts NaN, inf and the largest finite numbers in places where they must have no effect."""
     if call.bad is None:
         return
     seen = found.seen(call)
@@ -280,12 +278,12 @@ def _spoil(call: Call, found: Arrays, rng: np.random.Generator) -> None:
         at = at & (rng.random(at.shape) < share)
         if axis is not None:
             at = np.repeat(at.all(axis, keepdims=True), at.shape[axis], axis)
-        most = torch.finfo(getattr(torch, call.dtype)).max  # what is finite must not be used either
+        most = torch.finfo(getattr(torch, call.dtype)).max  # finite values there must not be used either
         x[at, : rng.choice([1, x.shape[-1]])] = rng.choice([np.nan, np.inf, -np.inf, most, -most])
 
 
 def laid_out(x: np.ndarray, layout: str, dtype: torch.dtype) -> Tensor:
-    """The numbers [B, H, T, D] with the strides of a layout; whatever lies between them is NaN."""
+    """The numbers [B, H, T, D] with the strides of a layout; the memory between them is NaN."""
     b, h, t, d = x.shape
     tensor = torch.from_numpy(np.ascontiguousarray(x)).to(dtype)
 
@@ -317,14 +315,16 @@ def laid_out(x: np.ndarray, layout: str, dtype: torch.dtype) -> Tensor:
 
 
 def _negative(tensor: Tensor, *, imaginary: bool = False) -> Tensor:
-    """The same numbers, stored with the other sign: a view with the negative bit, as the imaginary part of a conjugate is one."""
+    """The same numbers, stored with the opposite sign: a view with the negative bit, as of a conjugate's imaginary
+    part.
+    """
     if imaginary:
         return torch.complex(torch.full_like(tensor, math.nan), -tensor).conj().imag
     return torch._neg_view(-tensor)
 
 
 def beside(x: np.ndarray, layout: str, dtype: torch.dtype) -> Tensor:
-    """The same for masks, segments, slopes and gradients of lse, [B, ...] or [H]."""
+    """Lays out masks, segments, slopes and gradients of lse, [B, ...] or [H]."""
     tensor = torch.from_numpy(np.ascontiguousarray(x)).to(dtype)
     if layout == "same batch" and x.ndim > 1:
         return tensor[:1].clone().expand(x.shape)
@@ -338,7 +338,7 @@ def beside(x: np.ndarray, layout: str, dtype: torch.dtype) -> Tensor:
 
 
 def key_bias_of(call: Call, numbers: Arrays) -> Tensor | None:
-    """The bias of keys with the strides of its layout; whatever lies between its numbers is NaN."""
+    """The key bias with the strides of its layout; the memory between its numbers is NaN."""
     if numbers.key_bias is None:
         return None
     tensor = torch.from_numpy(numbers.key_bias.copy()).to(getattr(torch, call.key_bias_as))

@@ -1,8 +1,8 @@
-"""The biases that keys have for a query, from `key_bias` and forget gates, relative to those of the query's best key.
+"""Key biases from `key_bias` and forget gates, relative to the bias of each query's best key.
 
-A score is exact relative to another one: of b_j and b_best only the difference is rounded. The truth therefore counts from the
-key that weighs most by its bias and its distance, of those that the query sees. What a query cannot see costs it nothing, however
-large: a bias of 1e38 or a gate of −1e38 one position away is no excuse for a wrong digit.
+Only the difference b_j − b_best is rounded, so the truth measures biases relative to the best key: of the keys that the
+query sees, the one whose bias and distance give it the largest weight. Keys that a query cannot see must not cost
+accuracy, however large their biases: a bias of 1e38 or a gate of −1e38 one position away does not excuse a wrong digit.
 """
 
 import math
@@ -11,19 +11,20 @@ import numpy as np
 from differential_arrays import GATE_FLOOR, Arrays
 from differential_calls import Call
 
-NEAR_NATS = 8.0  # an implementation may count from any bias this close to that of the best key
+NEAR_NATS = 8.0  # an implementation's origin may be any bias this close to that of the best key
 EXTREME_GATE = -999.0  # sums of gates below it are kept separately, or fp64 would absorb the other gates
 
 
 class RelativeBiases:
-    """Of a call with `key_bias`, gates or both.
+    """The relative biases of a call with `key_bias`, gates or both.
 
     Attributes:
         relative: [B, H, T, S] b_ij − b_i,best; 0 where query i does not see key j.
-        of_best: [B, H, T] b_i,best, which the log-sum-exp gets back; 0 where a query sees nothing.
+        of_best: [B, H, T] b_i,best, which is added back to the log-sum-exp; 0 if a query sees nothing.
         slack: how far from b_i,best an implementation's origin may be: NEAR_NATS, or less where all biases are closer together.
-        lost: [B, H, T, S], what fp64 may have lost before it forms b_ij − b_i,best: in the difference of two sums of gates,
-            closed ones included, and in the sums of `key_bias` and gates of both keys, where a call has both.
+        lost: [B, H, T, S], the rounding error that fp64 may make before it forms b_ij − b_i,best: in the difference of
+            two sums
+            of gates, closed gates included, and in the sums of `key_bias` and gates of both keys, if a call has both.
     """
 
     def __init__(self, call: Call, numbers: Arrays, seen: np.ndarray) -> None:
@@ -33,7 +34,7 @@ class RelativeBiases:
         sums, extreme, run = _gates(numbers.gates_of(call))
         position = np.clip(
             numbers.first[:, None] + np.arange(t), 0, max(0, s - 1)
-        )  # only used with gates, where it is inside
+        )  # only used with gates, where it lies inside the keys
 
         def of_query(x: np.ndarray) -> np.ndarray:  # [B, H, S] -> [B, H, T]
             return np.take_along_axis(x, np.broadcast_to(position[:, None], (b, h, t)), -1)
@@ -60,7 +61,7 @@ class RelativeBiases:
         linear = np.where(distance < 0, np.where(np.isinf(right), 0.0, right), slopes) * np.abs(distance)
         nats = np.where(seen, fine + coarse - linear, -np.inf)
         most = nats.max(-1, keepdims=True)
-        # Where an extreme gate absorbs the rest of the sum, the rest decides.
+        # If an extreme gate absorbs the rest of the sum, the rest breaks the tie.
         tied = seen & (nats >= most - 1e-12 * np.abs(np.where(most > -np.inf, most, 0.0)))
         best = np.where(tied, fine - linear, -np.inf).argmax(-1)
 
@@ -82,7 +83,7 @@ class RelativeBiases:
 
 
 def _gates(gates: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """([B, H, S] sums without extreme gates; [B, H, R, R] exact sums of those between runs; [B, H, S] runs of keys)."""
+    """([B, H, S] sums without extreme gates; [B, H, R, R] sums of extreme gates between runs; [B, H, S] run index)."""
     b, h = gates.shape[:2]
     gates = np.where(gates > -np.inf, gates, 0.0)  # nothing is seen across a cut
     is_extreme = gates < EXTREME_GATE
@@ -99,5 +100,5 @@ def _gates(gates: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def relative_biases(call: Call, numbers: Arrays, seen: np.ndarray) -> RelativeBiases | None:
-    """None without biases of keys and gates."""
+    """Returns None if the call has neither key biases nor gates."""
     return RelativeBiases(call, numbers, seen) if call.key_bias is not None or call.gates is not None else None

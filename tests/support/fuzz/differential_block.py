@@ -1,4 +1,4 @@
-"""The sums of `differential_truth.py` over a block of queries: their weights, outputs and gradients, and the errors of these."""
+"""The sums of `differential_truth.py` over a block of queries: weights, outputs, gradients, and their errors."""
 
 from typing import TYPE_CHECKING
 
@@ -9,12 +9,12 @@ if TYPE_CHECKING:
     from differential_truth import _Sums
 
 TILE = 64
-# The difference is rounded, then its sums with the linear bias and with the product, and one unit is to spare.
+# One unit each for the difference, its sum with the linear bias and its sum with the product, plus one to spare.
 BIAS_UNITS = 4
 
 
 class Block:
-    """Queries [b, h, t] and the keys that they see; scores, weights and all that comes of them are [b, h, t, s]."""
+    """Queries [b, h, t] and the keys that they see; scores, weights and values derived from them are [b, h, t, s]."""
 
     def __init__(self, sums: "_Sums", at: tuple[slice, slice, slice], keys: slice) -> None:
         b, h, t = at
@@ -26,15 +26,15 @@ class Block:
         self.away, self.to_right = np.abs(distance), distance < 0
         self.factors = None if sums.factors is None else sums.factors[b, h, t, keys]
         self.go, self.gl, self.of_go, self.of_gl = sums.go[at], sums.gl[at], sums.of_go[at], np.zeros(self.blind.shape)
-        self.more_of_go = np.zeros(self.go.shape)  # error of the gradient that comes to the output, with a sink
+        self.more_of_go = np.zeros(self.go.shape)  # error of the output's gradient, with a sink
         self.share = self.of_share = None
 
     def dropped(self, x: np.ndarray) -> np.ndarray:
-        """Of weights, or of what is multiplied by them: times the factors of dropout."""
+        """Multiplies weights, or gradients of weights, by the factors of dropout."""
         return x if self.factors is None else x * self.factors
 
     def weigh(self) -> None:
-        """p, and how far it may be off: by the errors of scores and of their log-sum-exp, and by what is skipped."""
+        """Computes p and its error: from the errors of scores and of their log-sum-exp, and from skipping."""
         sums, call = self.sums, self.sums.call
         scores, far, of_score = self._scores()
         top = np.where(self.blind, 0.0, scores.max(-1))[..., None]
@@ -45,7 +45,7 @@ class Block:
         np.maximum(far, np.maximum(np.abs(top), np.abs(lse)[..., None]), out=far)
         far *= 2 * sums.unit
         of_score += far
-        if call.bad == "seen":  # what others do not see may be the largest of numbers
+        if call.bad == "seen":  # hidden entries may be the largest finite numbers
             np.copyto(of_score, 0.0, where=self.hidden)
         raised = np.add(scores, of_score, out=far)
         high = np.where(self.blind, 0.0, raised.max(-1))[..., None]
@@ -59,7 +59,7 @@ class Block:
         self.of_p = np.minimum(of_score, 1.0, out=raised)
         np.expm1(self.of_p, out=self.of_p)
         self.of_p *= self.p
-        if beyond.any():  # also where p itself has vanished
+        if beyond.any():  # also if p itself has underflowed
             scores -= lse[..., None]
             self.of_p[beyond] = np.exp(np.minimum(0.0, scores[beyond] + of_score[beyond]))
         np.minimum(self.of_p, 1.0, out=self.of_p)
@@ -76,7 +76,7 @@ class Block:
             sums.weights[(*self.at, self.keys[2])] = self.p
 
     def _share_with_sink(self, lse: np.ndarray, of_lse: np.ndarray) -> None:
-        """σ(lse − sink), the share of the weights that keys have, and how far it is off."""
+        """Computes σ(lse − sink), the keys' share of the weights, and its error."""
 
         def sigmoid(x: np.ndarray) -> np.ndarray:
             small = np.exp(-np.abs(x))
@@ -89,7 +89,7 @@ class Block:
         self.of_share += 4 * unit * self.share + self.sums.vanished
 
     def _put_sink(self) -> None:
-        """The gradient of the sink; what comes to output and lse becomes what comes to those of the keys alone."""
+        """Computes the sink's gradient, and converts the gradients of output and lse to those without a sink."""
         sums, call, (_, h, _) = self.sums, self.sums.call, self.at
         left = self.share * (1 - self.share)
         of_left = self.of_share + 4 * sums.unit * self.share
@@ -105,7 +105,7 @@ class Block:
         self.go, self.of_go = (x * self.share[..., None] for x in (self.go, self.of_go))
 
     def _scores(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(scores, −inf where a query may not look; their sizes; how far they are off, but for what their size and lse cost)."""
+        """Returns (scores, −inf at hidden keys; their magnitudes; errors other than those of magnitude and lse)."""
         sums, call = self.sums, self.sums.call
         b, h, _ = self.at
         linear = sums.left[b, h] if sums.right is None else np.where(self.to_right, sums.right[b, h], sums.left[b, h])
@@ -129,7 +129,7 @@ class Block:
         return scores, sizes, of_score
 
     def _skip(self) -> None:
-        """Skipped are only weights of at most the tolerance, and the others grow by what is lost."""
+        """Accounts for skipping: only weights up to the tolerance may be skipped; the other weights grow."""
         share = self.sums.call.share
         self.skipped = self.p * (self.p <= share)
         gone = np.minimum(share, self.skipped.sum(-1))
@@ -186,7 +186,7 @@ class Block:
             self._put_gates(ds, with_lost(of_ds, size, call.key_len))
 
     def _put_gates(self, ds: np.ndarray, of_ds: np.ndarray) -> None:
-        """Σ ds_ij over j < l ≤ i. What rows and columns of ds lose does not cancel where only their difference is summed."""
+        """Adds Σ ds_ij over j < l ≤ i. Errors in rows and columns of ds do not cancel when only differences are summed."""
         b, h, _ = self.at
         before = np.arange(ds.shape[-1]) <= self.position[..., None]  # gate l may lie between query i and keys before l
         for found, x in ((self.sums.dgate, ds), (self.sums.of_dgate, of_ds)):
@@ -194,7 +194,7 @@ class Block:
         self.sums.gate_squares[b, h] += np.square(of_ds).sum((-1, -2))
 
     def _of_scores(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(gradients of scores; how far they are off; [b, h, t] what plain PyTorch may lose in their sum, in units)."""
+        """Returns (gradients of scores; their errors; [b, h, t] plain PyTorch's error in their sum, in units)."""
         sums, call = self.sums, self.sums.call
         go, gl, lost = self.go, self.gl, sums.lost(call.head_dim)
         of_go = self.of_go
@@ -227,17 +227,17 @@ class Block:
         return 2 * sums.stored * np.abs(self.output) + sums.smallest + sums.call.key_len * sums.vanished
 
     def _put_slopes(self, ds: np.ndarray, of_ds: np.ndarray, adrift: np.ndarray) -> None:
-        """−Σ ds·|i − j| to the left and to the right, with distances from the nearest key: Σ_j ds is the lse's gradient."""
+        """Adds −Σ ds·|i − j| per side, with distances from the nearest key; Σ_j ds is the lse's gradient."""
         sums, call, away = self.sums, self.sums.call, self.away
         gl = self.gl
         nearest = np.where(self.seen, away, np.inf).min(-1)
         of_right = (self.seen & self.to_right).any(-1)
         of_left = (self.seen & ~self.to_right).any(-1)
         nearest = np.where(~(of_right & of_left) & ~self.blind, nearest, 0.0)
-        # Whoever counts distances from the end of the keys, give or take a tile, loses what that count costs.
+        # An implementation may count distances from about a tile around the keys; that count is rounded.
         outside = np.maximum(np.maximum(-self.position, self.position - call.key_len + 1) - TILE, 0)
         counted = away - outside[..., None]
-        # A double counts what is left of a distance once the nearest is gone, and the gradient of lse takes the rest.
+        # The truth sums what exceeds the nearest distance; the gradient of lse contributes the rest.
         beyond = away - nearest[..., None]
         for name, found in sums.dslopes.items():
             of_side, inside = (ds, of_ds, counted), of_left | of_right
@@ -248,7 +248,7 @@ class Block:
             result = -np.einsum("bhts,bhts->bh", of_side[0], beyond) - rows.sum(-1)
             off = np.einsum("bhts,bxts->bh", of_side[1], of_side[2]) + 4 * sums.unit * np.abs(rows).sum(-1)
             off += np.where(inside, self.of_gl * nearest, 0.0).sum(-1)
-            # Plain PyTorch counts all of it: what it loses in Σ_j ds is multiplied by that, now up and now down.
+            # Plain PyTorch uses whole distances: its rounding error in Σ_j ds, of either sign, is multiplied by them.
             terms = of_side[0] * away
             squares = np.einsum("bhts,bhts->bh", terms, terms) + np.where(inside, adrift, 0.0).sum(-1)
             found[(slice(None), *self.at[:2])] += result, off, squares

@@ -1,6 +1,6 @@
-"""Random calls of the whole contract; `differential_arrays.py` has their numbers, `differential_fuzz.py` what is done with them.
+"""Random calls of the whole contract; `differential_arrays.py` has their numbers, `differential_fuzz.py` runs them.
 
-Nothing here is imported from the package: a call is described by the contract's own words.
+Nothing here is imported from the package: a call is described in the contract's terms.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ BITS = {"float16": 10, "bfloat16": 7, "float32": 23, "float64": 52}
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call, with every number drawn from `seed`; a field at its default is the plainest choice."""
+    """One call, with every number drawn from `seed`; each field's default is its simplest value."""
 
     seed: int = 0
     dtype: str = "float32"
@@ -31,7 +31,7 @@ class Call:
     window: int | None = None
     scale: float | None = None
     offset: int | None = None
-    offset_as: str = "int"  # int, 0-d, batch (then `offset` is the first sequence's, and others are near it)
+    offset_as: str = "int"  # int, 0-d, batch (then `offset` belongs to the first sequence, and others are near it)
     mask: str | None = None  # random, sparse, left, right, all, one
     segments: str | None = None  # sorted, unsorted
     segment_ids: str = "few"  # few, negative, large
@@ -51,24 +51,24 @@ class Call:
     size_key: float = 1.0
     size_value: float = 1.0
     bad: str | None = (
-        None  # "unseen": NaN, inf, huge numbers in what nobody may see; "seen": also in what only some see
+        None  # "unseen": NaN, inf, huge numbers in entries hidden from all queries; "seen": also in partly visible ones
     )
     tolerance: float | None = None
     return_lse: bool = True
-    through: str = "both"  # output, lse, both: where gradients come from
+    through: str = "both"  # output, lse, both: the results whose gradients are backpropagated
     wanted: str = "all"  # all, inputs, slopes, query, key, none, inference
     wild_blind: bool = False  # NaN arrives as the gradient of queries that see nothing
     threads: int = 1
     value_is_key: bool = False  # one tensor is both
-    is_repeated: bool = False  # and must have the same bits again
-    asks_reach: bool = False  # `head_reach` and `explain` are asked of it too
+    is_repeated: bool = False  # a second run must be bit-identical
+    asks_reach: bool = False  # `head_reach` and `explain` are called too
     key_bias: str | None = None  # one of KEY_BIASES
     key_bias_as: str = "float32"  # float32, float64
     key_bias_shape: str = "BHS"  # BHS, HS, B1S, S: [B, H, S] or what broadcasts to it
     layout_key_bias: str = "contiguous"  # apart, transposed, same batch, negative
     dropout_p: float = 0.0
-    torch_seed: int = 0  # of torch's generator, from which a call with dropout takes its seed
-    gates: str | None = None  # one of GATES: the call is one of forgetting_attention
+    torch_seed: int = 0  # for torch's generator, from which a call with dropout draws its seed
+    gates: str | None = None  # one of GATES: the call goes to forgetting_attention
     gates_as: str = "float32"  # float32, float64
     gates_shape: str = "BHS"  # BHS, BKS
     layout_gates: str = "contiguous"  # apart, transposed, negative
@@ -88,7 +88,7 @@ class Call:
 
     @property
     def is_huge(self) -> bool:
-        """Of magnitudes whose products may leave fp32: only what plain PyTorch survives is asked for."""
+        """Whether products may overflow fp32; a result is then only required if plain PyTorch returns a number."""
         return max(self.size_query, self.size_key, self.size_value) > 1e6
 
     @property
@@ -101,10 +101,10 @@ class Call:
         return 2.0 ** -BITS[self.dtype] / 32 if self.tolerance is None else self.tolerance
 
 
-# "isolated": a few keys of ±1e3 to ±3e38 at any place.
+# "isolated": a few keys of ±1e3 to ±3e38 at random positions.
 KEY_BIASES = ("noise", "gates", "steep gates", "rising", "spikes", "hidden", "wide", "constant", "isolated")
 KEY_BIAS_SHARE = 0.3  # of the draws
-# "isolated": a few gates of −1e3 to −3e38 at any place; "cuts": a few of −inf; "both": some of each.
+# "isolated": a few gates of −1e3 to −3e38 at random positions; "cuts": a few of −inf; "both": some of each.
 GATES = ("open", "isolated", "cuts", "both")
 GATES_SHARE = 0.15
 SINKS = ("noise", "some none", "huge")  # of the sink logits: around 0, −inf in some heads, ±1e4
@@ -120,20 +120,20 @@ WANTED = {"all": INPUTS, "inputs": INPUTS[:3], "slopes": INPUTS[3:], "query": ("
 
 
 def lse_dtype(call: Call) -> str:
-    """fp64 where query or the bias of keys is."""
+    """fp64 if query or the key bias is fp64, else fp32."""
     wide = call.dtype == "float64" or (call.key_bias is not None and call.key_bias_as == "float64")
     return "float64" if wide else "float32"
 
 
 def slopes_dtype(call: Call) -> str:
-    """Of the tensor of slopes, and so of its gradient. 1e30 has no place in fp16."""
+    """The dtype of the slopes tensor, and so of its gradient. fp16 becomes bf16, because fp16 cannot hold 1e30."""
     if call.slopes_as == "low":
         return "bfloat16" if call.dtype == "float16" else call.dtype
     return "float32" if call.slopes_as == "float32" else "float64"
 
 
 def wanted(call: Call) -> tuple[str, ...]:
-    """The inputs that receive gradients: tensors that are there."""
+    """The inputs that receive gradients, among the tensors that are passed."""
     given = {"slopes": call.slopes_as not in ("list", "none"), "key_bias": call.key_bias is not None,
              "log_fgate": call.gates is not None, "sink_logits": call.sinks is not None,
              "right_slopes": call.right is not None and call.slopes_as != "list", "value": not call.value_is_key}  # fmt: skip
@@ -190,7 +190,7 @@ def draw(seed: int) -> Call:
 
 
 def _biased(call: Call, pick, chance) -> Call:
-    """With a number per key, drawn after all else: the other fields are what they were before there were such numbers."""
+    """Adds a key bias, drawn after all other fields so that they do not depend on it."""
     return dataclasses.replace(
         call, key_bias=pick(*KEY_BIASES, of=(3, 3, 2, 2, 2, 4, 3, 2, 6)) if chance(KEY_BIAS_SHARE) else None,
         key_bias_as="float32" if chance(0.7) else "float64", key_bias_shape=pick("BHS", "HS", "B1S", "S", of=(5, 2, 2, 1)),
@@ -199,15 +199,15 @@ def _biased(call: Call, pick, chance) -> Call:
 
 
 def _dropping(call: Call, rng: np.random.Generator, pick, chance) -> Call:
-    """With dropout, drawn after all else again."""
+    """Adds dropout, drawn after all earlier fields."""
     if not chance(DROPOUT_SHARE):
         return call
-    p = pick(0.1, 0.5, 0.9, float(10 ** -rng.uniform(2, 12)))  # so few that one weight or none is dropped
+    p = pick(0.1, 0.5, 0.9, float(10 ** -rng.uniform(2, 12)))  # the last so small that at most one weight is dropped
     return dataclasses.replace(call, dropout_p=p, torch_seed=int(rng.integers(2**31)))
 
 
 def _gated(call: Call, pick, chance) -> Call:
-    """With forget gates."""
+    """Adds forget gates."""
     if not chance(GATES_SHARE):
         return call
     return dataclasses.replace(
@@ -217,7 +217,7 @@ def _gated(call: Call, pick, chance) -> Call:
 
 
 def _extreme(call: Call, pick, chance) -> Call:
-    """With an empty batch, or slopes at the end of fp32."""
+    """Replaces the batch by an empty one, or the slopes by the largest or smallest of fp32."""
     changes: dict[str, object] = {"batch": 0} if chance(EMPTY_SHARE) else {}
     if chance(EXTREME_SHARE):
         changes |= {"slopes": "extreme", "slopes_as": pick("float32", "list")}
@@ -225,7 +225,7 @@ def _extreme(call: Call, pick, chance) -> Call:
 
 
 def _size(rng: np.random.Generator, pick) -> float:
-    """Of all numbers of an input: huge, or so small that squares vanish."""
+    """A factor for all numbers of an input: huge, or so small that squares underflow."""
     return float(10.0 ** (rng.uniform(18, 30) if pick(True, True, False) else -rng.uniform(8, 37)))
 
 
@@ -262,7 +262,7 @@ def _lengths(rng: np.random.Generator, pick) -> tuple[int, int]:
 
 def _layouts(rng: np.random.Generator, pick, chance) -> dict[str, str]:
     drawn = {f"layout_{x}": "contiguous" if chance(0.6) else pick(*LAYOUTS) for x in ("query", "key", "value", "grad")}
-    if chance(0.3):  # as a model has them
+    if chance(0.3):  # typical layouts in a model
         drawn |= dict.fromkeys(("layout_query", "layout_key", "layout_value"), pick("transposed", "packed"))
     if chance(0.15):
         drawn["layout_grad"] = pick("zero", "one number")
@@ -270,7 +270,7 @@ def _layouts(rng: np.random.Generator, pick, chance) -> dict[str, str]:
 
 
 def _placed(call: Call, rng: np.random.Generator, pick, chance) -> Call:
-    """With the fields that depend on the lengths."""
+    """Draws the fields that depend on the lengths."""
     t, s = call.query_len, call.key_len
     changes: dict[str, object] = {}
     if chance(0.4):
@@ -290,7 +290,7 @@ def _placed(call: Call, rng: np.random.Generator, pick, chance) -> Call:
 
 
 def settled(call: Call) -> Call:
-    """With what contradicts itself resolved."""
+    """Resolves contradictions between fields."""
     changes: dict[str, object] = {}
     if call.gates is not None:  # causal, with all queries among the keys
         query_len = min(call.query_len, call.key_len)
@@ -300,7 +300,7 @@ def settled(call: Call) -> Call:
             asks_reach=False,
         )  # fmt: skip
         if call.gates in ("cuts", "both"):
-            # A cut is a gate of −2²⁰ inside: it hides finite keys, from queries that see a later one, whose scores are smaller.
+            # A cut becomes a gate of −2²⁰ internally: that hides earlier keys only while scores stay much smaller.
             call = dataclasses.replace(
                 call, bad=None, key_bias=None, mask=None, segments=None, outlier_key=min(call.outlier_key, 10.0), size_query=1.0,
                 size_key=1.0, peaked=max(-4.0, min(4.0, call.peaked)),
@@ -329,7 +329,7 @@ def settled(call: Call) -> Call:
         changes |= {"bad": None, "wild_blind": False, "asks_reach": False, "sinks": None}
     if call.key_bias is None:
         changes |= {"key_bias_as": "float32", "key_bias_shape": "BHS", "layout_key_bias": "contiguous"}
-    if call.bad == "seen":  # the gradient of a sink is a sum over all queries, those that see NaN included
+    if call.bad == "seen":  # the gradient of a sink sums over all queries, including those that see NaN
         changes["sinks"] = None
     if call.dropout_p == 0:
         changes["torch_seed"] = 0

@@ -1,4 +1,4 @@
-"""How a call is answered by a backend, and held against the truth; every check is proved to fail in test_differential_fuzz."""
+"""Runs a call on a backend and compares it with the truth; test_differential_fuzz proves that every check can fail."""
 
 import dataclasses
 import functools
@@ -22,13 +22,13 @@ WITHOUT_KEY_BIAS, WITHOUT_DROPOUT = ("banded",), ("banded", "flex")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Answer:
-    """By name: output, lse (if it was asked for) and the gradients that were asked for."""
+    """Results by name: the output, and lse and gradients if they were requested."""
 
     results: dict[str, Tensor]
 
 
 def arguments(call: Call, numbers: Arrays) -> dict[str, object]:
-    """The keywords of alibi_attention, or of forgetting_attention if there are gates, with the strides that were drawn."""
+    """The keywords of alibi_attention, or of forgetting_attention if there are gates, with the drawn strides."""
     dtype, whole = getattr(torch, call.dtype), getattr(torch, call.integers)
     inputs = {x: laid_out(getattr(numbers, x), getattr(call, f"layout_{x}"), dtype) for x in INPUTS[:3]}
     offset: int | Tensor | None = call.offset
@@ -58,7 +58,7 @@ def arguments(call: Call, numbers: Arrays) -> dict[str, object]:
 
 
 def answerable(call: Call, backend: str) -> Call:
-    """The call without what a backend does not have."""
+    """The call without the features that a backend does not support."""
     if backend in WITHOUT_KEY_BIAS:
         call = dataclasses.replace(call, key_bias=None, gates=None)
     if backend in WITHOUT_DROPOUT:
@@ -71,7 +71,7 @@ def answerable(call: Call, backend: str) -> Call:
 
 
 def answer(call: Call, numbers: Arrays, attention=None, **extra: object) -> Answer:
-    """Output, lse and the gradients that the call wants; what was given must be as it was."""
+    """Output, lse and the requested gradients; the inputs must be unchanged afterwards."""
     attention = attention or (alibi_attention if call.gates is None else forgetting_attention)
     given = arguments(call, numbers)
     tensors = [x for entry in given.values() for x in (entry if isinstance(entry, tuple) else (entry,))]
@@ -114,7 +114,7 @@ def _answered(call: Call, numbers: Arrays, given: dict, attention) -> dict[str, 
 
 
 class Question:
-    """A call, its numbers and the truth about them, which are the same whoever answers."""
+    """A call, its numbers and their truth, shared by all backends."""
 
     def __init__(self, call: Call, numbers: Arrays | None = None) -> None:
         self.call, self.numbers = call, arrays(call) if numbers is None else numbers
@@ -127,7 +127,7 @@ class Question:
 
 
 def assert_agrees(question: Question | Call, backend: str) -> dict[str, float]:
-    """The call is answered as the truth has it. Returns the largest error of every result as a share of what is allowed."""
+    """Asserts that results match the truth; returns each result's largest error as a share of the allowed one."""
     if isinstance(question, Call):
         question = Question(answerable(question, backend))
     call, numbers = question.call, question.numbers
@@ -143,7 +143,7 @@ def assert_agrees(question: Question | Call, backend: str) -> dict[str, float]:
 
 
 def assert_reach(question: Question, backend: str) -> None:
-    """What stands at `head_reach` and farther weighs no more than the tolerance, in any query; and `explain` has words for it."""
+    """Asserts that keys at `head_reach` or beyond weigh at most the tolerance, and that `explain` returns text."""
     call, numbers = question.call, question.numbers
     given = arguments(call, numbers)
     assert str(explain(**given, backend=backend)).startswith("B=")
@@ -155,7 +155,7 @@ def assert_reach(question: Question, backend: str) -> None:
         return
     far = np.abs(numbers.distance())[:, None] >= reach.numpy()[:, :, None, None]
     shares = (question.truth().weights * far).sum(-1)
-    if call.bad == "seen":  # the largest numbers have no weights, in fp64 either
+    if call.bad == "seen":  # the largest numbers have no finite weights, not even in fp64
         shares = shares[np.isfinite(shares)]
     beyond = float(shares.max(initial=0.0))
     assert beyond <= call.share * (1 + 1e-6) + 1e-15, f"keys beyond head_reach weigh {beyond:.3g}, not {call.share:.3g}"
@@ -163,11 +163,11 @@ def assert_reach(question: Question, backend: str) -> None:
 
 @np.errstate(over="ignore", invalid="ignore", divide="ignore")
 def assert_right(question: Question, got: Answer, *, bits: int | None = None) -> dict[str, float]:
-    """Every number of an answer is as close to the truth as rounding and skipping allow, or twice as far as plain PyTorch.
+    """Asserts that all errors stay within the bounds of rounding and skipping, or within twice plain PyTorch's.
 
-    Of inputs so huge that their products leave fp32, what plain PyTorch answers with a number must be one too; so in fp16, whose
-    numbers end at 65,504, and where some queries see bad numbers. `bits` is how good an exponential is, where it is worse than
-    usual; a result that a good one would explain is held against that.
+    If inputs are so huge that their products overflow fp32, a result must be finite if plain PyTorch's is; the same
+    holds in fp16, whose largest number is 65,504, and if some queries see bad numbers. `bits` is the accuracy of a less
+    accurate exponential; a result that passes with the usual accuracy is compared with that.
     """
     call, numbers, true = question.call, question.numbers, question.truth()
     plain: dict[str, Tensor] = {}
@@ -205,7 +205,7 @@ def assert_right(question: Question, got: Answer, *, bits: int | None = None) ->
 
 
 def _assert_silence(question: Question, name: str, ours: np.ndarray) -> None:
-    """Who sees nothing, and what nobody sees, has zeros; who sees NaN has no number."""
+    """Asserts zeros for queries that see nothing and keys that no query sees, NaN for queries that see NaN."""
     call, numbers, true = question.call, question.numbers, question.truth()
     if name == "output" and call.bad == "seen":
         silent = _poisoned(call, numbers, true, np.isnan) & np.isfinite(ours).all(-1)
@@ -226,16 +226,16 @@ def _assert_silence(question: Question, name: str, ours: np.ndarray) -> None:
 def _share(
     ours: np.ndarray, exact: np.ndarray, error: np.ndarray, checked: np.ndarray, most: float
 ) -> tuple[float, np.ndarray]:
-    """(the largest error that is allowed, as a share of what is; where errors are larger)."""
+    """Returns (the largest accepted error as a share of the allowed error; a mask of larger errors)."""
     off = np.abs(np.subtract(ours, exact, out=np.zeros_like(exact), where=checked))
-    inside = checked & (np.abs(exact) + error < most)  # beyond, the dtype may end
+    inside = checked & (np.abs(exact) + error < most)  # beyond it, the dtype may overflow
     wrong = inside & ~(off <= error)
     fits = inside & (error > 0) & ~wrong
     return float((off[fits] / error[fits]).max(initial=0.0)), wrong
 
 
 def _beside_plain(question: Question, name: str, found: tuple, where: tuple, plain: dict, most: float) -> float:
-    """The largest error as a share of what is allowed once plain PyTorch has answered too; raises where it is more."""
+    """Returns the largest error as a share of the allowed one, given plain PyTorch's result; raises if it is too large."""
     call, (ours, exact, error), (checked, wrong) = question.call, found, where
     if not plain:
         plain.update(plainly(call, question.numbers).results)
@@ -245,7 +245,7 @@ def _beside_plain(question: Question, name: str, found: tuple, where: tuple, pla
         wrong &= fine
     may_leave = call.is_huge or (call.dtype == "float16" and call.dropout_p > 0)
     if may_leave and name in INPUTS and not bool(plain["output"].isfinite().all()):
-        return 0.0  # scores left fp32, or a value times 1 / (1 − p) fp16, and what comes of them is nobody's to say
+        return 0.0  # scores overflowed fp32, or a value times 1 / (1 − p) fp16; the gradients are then undefined
     inside = fine & checked & (np.abs(exact) + error < most)
     apart = np.abs(np.subtract(theirs, exact, out=np.zeros_like(exact), where=inside))
     axes = tuple(range(2, apart.ndim))
@@ -264,14 +264,14 @@ def _beside_plain(question: Question, name: str, found: tuple, where: tuple, pla
 
 
 def _bits(call: Call, backend: str) -> int | None:
-    """Of the exponential in torch's fused operator on the CPU: in bf16 it is good to 13, from 16 keys on."""
+    """Accuracy in bits of the exponential in torch's fused CPU operator: in bf16 it is 13, from 16 keys on."""
     if backend not in ("banded", "dense") or call.dtype == "float64":
         return None
     return 13 if call.dtype == "bfloat16" else 20
 
 
 def plainly(call: Call, numbers: Arrays) -> Answer:
-    """Eager PyTorch in the call's dtype, of inputs without what nobody may see."""
+    """Eager PyTorch in the call's dtype, with hidden entries of the inputs cleared."""
     seen = numbers.seen(call)
     used = seen.any(2).reshape(call.batch, call.kv_heads, call.group, call.key_len).any(2)
     clean = {x: np.where(used[..., None], _clean(getattr(numbers, x)), 0.0) for x in ("key", "value")}
@@ -308,7 +308,7 @@ def plainly(call: Call, numbers: Arrays) -> Answer:
             rest["causal"] = True
         if biases is None:
             return plain_attention(slopes=slopes, **rest)
-        # Relative to the query's best key, as careful users write it; the tensors are there for their gradients.
+        # Relative to the query's best key, as careful users write it; the tensors are included for their gradients.
         relative = torch.from_numpy(np.where(seen, biases.relative, -np.inf)).to(wide)
         for_gradients = torch.zeros(call.batch, call.heads, call.query_len, call.key_len, dtype=wide)
         if key_bias is not None:
@@ -328,25 +328,27 @@ def plainly(call: Call, numbers: Arrays) -> Answer:
 
 
 def _poisoned(call: Call, numbers: Arrays, true: Truth, is_bad: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-    """[B, H, T]: the queries that see what is bad, in themselves or in a key or value."""
+    """[B, H, T]: the queries that are bad themselves or see a bad key or value."""
     bad = is_bad(numbers.key).any(-1) | is_bad(numbers.value).any(-1)
     sees = (true.seen & np.repeat(bad, call.group, 1)[:, :, None]).any(-1)
     return sees | (is_bad(numbers.query).any(-1) & true.seen.any(-1))
 
 
-LEAST_LOSS = 2.0**-22  # of the magnitudes of a sum's terms, in the error that is allowed: four units of fp32
+LEAST_LOSS = 2.0**-22  # the least allowed error as a share of a sum's magnitudes: four units of fp32
 
 
 def _may_overflow(call: Call, numbers: Arrays, true: Truth) -> np.ndarray:
-    """[B, H, T]: the queries of which the terms of some score add up to more than fp32 holds, whatever their signs."""
+    """[B, H, T]: the queries for which the magnitudes of some score's terms sum to more than fp32 holds."""
     query, key = (np.nan_to_num(np.abs(x.astype(np.float64)), nan=0.0) for x in (numbers.query, numbers.key))
     sums = abs(call.factor) * np.einsum("bhtd,bhsd->bhts", query, np.repeat(key, call.group, 1))
     return ((sums > 0.99 * float(np.finfo(np.float32).max)) & true.seen).any(-1)
 
 
 def _checked(call: Call, numbers: Arrays, true: Truth, name: str) -> np.ndarray:
-    """Which numbers of a result are asked for: not those of queries that see NaN, inf or the largest number, or whose scores some
-    order of summation makes inf; nor what comes to keys from them; nor gradients that some order makes inf.
+    """Returns a mask of the numbers to compare.
+
+    Excluded are queries that see NaN, inf or the largest number, or whose scores overflow in some order of summation;
+    gradients of keys from such queries; and gradients that overflow in some order.
     """
     exact = true.exact[name]
     of_queries = name in ("output", "lse", "query")
@@ -383,7 +385,7 @@ def _grad_output(call: Call, numbers: Arrays) -> Tensor:
 
 
 def _wild(call: Call, numbers: Arrays, grad: np.ndarray) -> np.ndarray:
-    """With NaN for queries that see nothing, where no stride is 0."""
+    """Sets NaN for queries that see nothing, if no stride is 0."""
     if not call.wild_blind or call.layout_grad.startswith("same") or call.layout_masks == "same batch":
         return grad
     blind = ~numbers.seen(call).any(-1)

@@ -1,13 +1,13 @@
-"""A differential fuzz of the whole contract: random calls, answered by every backend, held against float64 number by number.
+"""A differential fuzz test of the whole contract: compares random calls on every backend with float64.
 
     python tests/support/fuzz/differential_fuzz.py --draws 100000 --backends native banded --processes 2 --out results
-    python tests/support/fuzz/differential_fuzz.py --first-seed 25 --draws 1 --backends native       # one call again
-    python tests/support/fuzz/differential_fuzz.py --first-seed 25 --draws 1 --backends native --shrink   # reduced while it fails
+    python tests/support/fuzz/differential_fuzz.py --first-seed 25 --draws 1 --backends native       # rerun one call
+    python tests/support/fuzz/differential_fuzz.py --first-seed 25 --draws 1 --backends native --shrink   # minimized
     python tests/support/fuzz/differential_fuzz.py --draws 20000 --backends native --dtype bfloat16   # every call in one dtype
 
-`differential_calls.py` draws, `differential_truth.py` has the truth and how far rounding may lead from it,
-`differential_checks.py` compares. A failure is printed when it is found, as a call that reproduces it; Ctrl-C stops, and what was
-done by then is reported, and kept as a record where `--out` says so. To go on, begin at the seed that it names.
+`differential_calls.py` draws, `differential_truth.py` has the truth and its error bounds, `differential_checks.py`
+compares. Each failure is printed when it is found, as a call that reproduces it. Ctrl-C stops the run; the finished
+draws are reported, and saved as a record with `--out`. To continue, start at the seed that the report names.
 """
 
 import argparse
@@ -34,22 +34,22 @@ from alibi_attn import records
 
 JAX = ("jax-native", "jax-dense", "jax-loop")
 KILLED = "the process was killed"
-TOGETHER = 25  # draws that a process takes at a time
-# What OpenMP and glibc read when a process starts: threads that wait sleep (calls have up to 16 of them, and cores are taken),
-# and memory is kept for the next draw, whose pages need not be found again.
+TOGETHER = 25  # draws per task of a worker process
+# OpenMP and glibc read these when a process starts: waiting threads sleep (calls use up to 16 on busy cores), and
+# memory is kept for the next draw, which avoids page faults.
 FOR_WORKERS = {"OMP_WAIT_POLICY": "passive", "MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**32)}
-# A refusal or a crash is as wrong as a number.
+# An unexpected error counts as a failure, like a wrong number.
 WRONG = (AssertionError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 @dataclasses.dataclass
 class Tally:
-    """What came of some draws of one backend."""
+    """The outcome of some draws on one backend."""
 
     draws: int = 0
     failures: list[tuple[int, str]] = dataclasses.field(default_factory=list)  # (seed, call and reason)
-    shares: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)  # the worst, by result
-    features: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)  # calls that have it
+    shares: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)  # the worst, per result
+    features: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)  # calls per feature
 
     def add(self, other: "Tally") -> None:
         self.draws += other.draws
@@ -59,7 +59,7 @@ class Tally:
 
 
 def drawn(seed: int, backend: str, dtype: str | None = None) -> Call:
-    """The call of a seed, in this dtype if one is given, as far as a backend can answer it."""
+    """The call of a seed, in the given dtype if any, reduced to what a backend supports."""
     return as_answered(_in(draw(seed), dtype), backend)
 
 
@@ -68,7 +68,7 @@ def _in(call: Call, dtype: str | None) -> Call:
 
 
 def as_answered(call: Call, backend: str) -> Call:
-    """The call as far as a backend can answer it: some compile for every shape, and Triton's interpreter is slow."""
+    """The call reduced to what a backend supports: some compile per shape, and Triton's interpreter is slow."""
     call = answerable(call, backend)
     if backend in JAX:
         from differential_jax import of_shape
@@ -92,7 +92,7 @@ def as_answered(call: Call, backend: str) -> Call:
 
 
 def check(question: Question, backend: str) -> dict[str, float]:
-    """`assert_agrees` for every backend, JAX's among them."""
+    """`assert_agrees` for every backend, including JAX's."""
     if backend not in JAX:
         return assert_agrees(question, backend)
     from differential_jax import jax_answer
@@ -101,7 +101,7 @@ def check(question: Question, backend: str) -> dict[str, float]:
 
 
 def fuzz(backends: Sequence[str], seeds: range, dtype: str | None = None) -> dict[str, Tally]:
-    """What comes of the calls of these seeds, by backend. Those that answer the same call share its numbers and its truth."""
+    """Runs the calls of these seeds on each backend. Backends with the same call share its numbers and truth."""
     tallies = {backend: Tally() for backend in backends}
     for seed in seeds:
         call, questions = _in(draw(seed), dtype), {}
@@ -119,7 +119,7 @@ def fuzz(backends: Sequence[str], seeds: range, dtype: str | None = None) -> dic
 
 
 def features(call: Call) -> Iterator[str]:
-    """What is special about a call: every field that is not as plain as can be, and a few relations."""
+    """The features of a call: every field that is not at its default, and a few relations."""
     for field in dataclasses.fields(call):
         value = getattr(call, field.name)
         if field.name in ("seed", "heads", "query_len", "key_len", "head_dim", "batch", "kv_heads", "offset"):
@@ -138,7 +138,7 @@ def features(call: Call) -> Iterator[str]:
 
 
 def plainest(call: Call, backend: str) -> Call:
-    """A plainer call that a backend still answers wrongly; refusals do not count, unless the call itself is refused."""
+    """A simpler call that raises the same type of exception."""
 
     def kind(call: Call) -> type[Exception] | None:
         try:
@@ -152,7 +152,7 @@ def plainest(call: Call, backend: str) -> Call:
 
 
 def shrunk(call: Call, fails: Callable[[Call], bool]) -> Call:
-    """A plainer call that still fails: fields at their defaults, and smaller numbers, one after another."""
+    """A simpler call that still fails: resets fields to their defaults and reduces numbers, one at a time."""
     again = fails(call)
     while again:
         again = False
@@ -208,7 +208,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _over_processes(asked: argparse.Namespace) -> tuple[dict[str, Tally], bool]:
-    """(what came of the draws, by backend and in the order of their seeds; whether it was stopped before the last)."""
+    """Returns (the outcome per backend, in the order of seeds; whether the run was stopped early)."""
     tallies, end = {backend: Tally() for backend in asked.backends}, asked.first_seed + asked.draws
     parts = [range(start, min(start + TOGETHER, end)) for start in range(asked.first_seed, end, TOGETHER)]
     results = _results(asked, parts)
@@ -231,7 +231,7 @@ def _over_processes(asked: argparse.Namespace) -> tuple[dict[str, Tally], bool]:
 
 
 def _results(asked: argparse.Namespace, parts: list[range]) -> Generator[dict[str, Tally], None, None]:
-    """Of every part. One that kills its process is repeated call by call, to name the call that does it."""
+    """Yields the outcome of every part. If a part kills its process, its calls are repeated one by one."""
     os.environ |= FOR_WORKERS | os.environ
     while parts:
         executor = _workers(asked.processes)
@@ -287,7 +287,7 @@ def _prepare() -> None:
     warnings.simplefilter("error")
     for category in (DeprecationWarning, FutureWarning):
         warnings.filterwarnings("ignore", category=category, module="torch")  # its compiler's own
-    # The interpreter computes what is not used.
+    # The interpreter also computes masked-out values.
     warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton")
 
 

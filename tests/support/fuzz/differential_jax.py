@@ -1,4 +1,4 @@
-"""The random calls of `differential_calls.py`, answered by the JAX function, in a few shapes, for compiling takes longest."""
+"""Runs the random calls of `differential_calls.py` in JAX, in a few shapes, because compilation dominates the time."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ NO_WINDOW, FARTHEST = 10**7, 2**27
 
 
 def of_shape(call: Call, backend: str) -> Call:
-    """The call in the shape of a backend, in fp32; strides are PyTorch's."""
+    """The call in the shape that a backend uses, in fp32 and contiguous: JAX has no strides."""
     layouts = {f"layout_{name}": "contiguous" for name in ("query", "key", "value", "masks", "key_bias", "gates")}
     alike = call.layout_grad if call.layout_grad in ("zero", "one number") else "contiguous"
     changes = layouts | {
@@ -34,16 +34,16 @@ def of_shape(call: Call, backend: str) -> Call:
         "gates_as": "float32",
         "integers": "int64",
         "value_is_key": False,
-        "dropout_p": 0.5 if call.dropout_p else 0.0,  # one of them, since each is compiled
+        "dropout_p": 0.5 if call.dropout_p else 0.0,  # a single value, since each is compiled
     }
-    if call.offset is not None and abs(call.offset) > FARTHEST:  # which JAX refuses: its positions are int32
+    if call.offset is not None and abs(call.offset) > FARTHEST:  # JAX rejects it: positions are int32
         changes["offset"] = call.offset % FARTHEST
     shape = SHAPES[backend] | ({"batch": 0} if call.batch == 0 and backend != "jax-native" else {})
     return settled(dataclasses.replace(call, **shape, **changes))
 
 
 def jax_answer(call: Call, numbers: Arrays, backend: str) -> Answer:
-    """Output, lse and the gradients that the call wants. What hides nothing stands where the call has nothing."""
+    """Output, lse and the requested gradients. Absent masks are replaced by masks that hide nothing."""
     b, t, s = call.batch, call.query_len, call.key_len
     given = {
         name: jnp.asarray(np.swapaxes(getattr(numbers, name), 1, 2), jnp.float32) for name in ("query", "key", "value")
@@ -84,6 +84,6 @@ def jax_answer(call: Call, numbers: Arrays, backend: str) -> Answer:
 
 
 def _torch(x: jax.Array) -> torch.Tensor:
-    """[B, T, H, D] -> [B, H, T, D]; anything else as it is."""
+    """[B, T, H, D] -> [B, H, T, D]; other arrays keep their axes."""
     array = np.array(x)
     return torch.from_numpy(np.swapaxes(array, 1, 2).copy() if array.ndim == 4 else array)

@@ -1,19 +1,21 @@
-"""What a call must answer, in float64, and how far from it rounding and skipping may lead, number by number.
+"""The correct results of a call in float64, with an error bound for rounding and skipping on every number.
 
-The error is a forward error analysis of attention as it is computed (docs/maths.md has the names): scores are off by what
-rounding their sums costs, so a weight p is off by the factor exp(±that); what is skipped is a change of weights too. From the
-weights it is carried through every sum, with the magnitudes of the terms, not of the results: where a sum cancels, its digits go.
-A sum of n numbers is taken to lose 4 + √n units of the sum of their magnitudes (Higham & Mary 2019, doi:10.1137/18M1226312).
-A bias of a key, from `key_bias` and gates, counts from that of the query's best key and costs a few units of the difference
-(`differential_biases.py`). Dropout multiplies weights, but not in the log-sum-exp, by factors that cost two units each, their own
-rounding and a product's. The gradient of a gate is the sum of the scores' gradients over the pairs that the gate lies between.
+The error is a forward error analysis of attention as it is computed (docs/maths.md has the names): scores have the
+rounding error e of their sums, so a weight p is off by the factor exp(±e); skipping also changes weights. Errors
+propagate from the weights through every sum, scaled by the magnitudes of the terms, not of the results: a sum that
+cancels loses digits. A sum of n numbers is assumed to lose 4 + √n units of the sum of their magnitudes (Higham & Mary
+2019, doi:10.1137/18M1226312). A key's bias, from `key_bias` and gates, is relative to that of the query's best key and
+costs a few units of the difference (`differential_biases.py`). Dropout multiplies weights, but not in the log-sum-exp,
+by factors that cost two units each: their rounding and the product's. A gate's gradient is the sum of the scores'
+gradients over the pairs that the gate separates.
 
-Extreme inputs excuse nothing. A result that fp64 has as a number within the dtype's range must be a number, and exact to what its
-terms lose, even if slopes are 3e38, values 1e20 or other keys' biases 1e38. The only exception are calls whose queries, keys and
-values leave fp32 in their own products (`Call.is_huge`): there plain PyTorch sets the standard.
+Extreme inputs do not relax the bounds. If fp64 has a result within the dtype's range, the result must be finite and
+within its error bound, even if slopes are 3e38, values 1e20 or other keys' biases 1e38. The only exceptions are calls
+in which products of queries, keys and values overflow fp32 (`Call.is_huge`); those are compared with plain PyTorch.
 
-Arrays of queries and keys are made for a block of queries at a time, with the keys that any of them sees, and most of what is
-done to them is done in place: a processor's caches hold them, and the truth costs less than the answers that are held against it.
+Arrays over queries and keys hold one block of queries at a time, with the keys that any of them sees, and most
+operations are in place. The arrays then fit into the processor's caches, and computing the truth costs less than the
+results to compare.
 """
 
 import dataclasses
@@ -28,31 +30,29 @@ from differential_calls import BITS, Call, slopes_dtype, wanted
 from dropout_oracle import drawn_seed, factors
 
 SMALLEST = {"float16": 2.0**-24, "bfloat16": 2.0**-126, "float32": 2.0**-126, "float64": 2.0**-1022}
-# Relative error of an exponential, four units; see `differential_checks` for those that are worse.
+# Relative error of an exponential, four units; see `differential_checks` for less accurate ones.
 EXPONENTIAL = {"float32": 2.0**-22, "float64": 2.0**-51}
-BLOCK, LEAST_ROWS = 2**16, 32  # scores of a block, queries of one that has long rows
+BLOCK, LEAST_ROWS = 2**16, 32  # scores per block, and the fewest queries of a block with long rows
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Truth:
-    """By name (output, lse, and the gradients that the call wants, named in `INPUTS`): the
-    result, its largest error.
-    """
+    """Results and their largest allowed errors, by name: output, lse, and requested gradients (from `INPUTS`)."""
 
     exact: dict[str, np.ndarray]
     error: dict[str, np.ndarray]
     seen: np.ndarray  # [B, H, T, S]
-    weights: np.ndarray | None  # [B, H, T, S], of a call that asks for its reach
+    weights: np.ndarray | None  # [B, H, T, S], if the call checks its reach
 
 
 def truth(call: Call, numbers: Arrays, *, bits: int | None = None) -> Truth:
-    """Numbers that nobody may see are zeros in it. `bits`: how good an exponential is, where it is worse than usual."""
+    """The truth of a call; hidden numbers count as zeros. `bits` is the accuracy of a less accurate exponential."""
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         return _Sums(call, numbers, bits).truth()
 
 
 def dropout_factors(call: Call, numbers: Arrays) -> np.ndarray | None:
-    """[B, H, T, S], of the weights; None without dropout."""
+    """[B, H, T, S] factors of the weights; None without dropout."""
     if call.dropout_p == 0:
         return None
     return factors(
@@ -62,7 +62,7 @@ def dropout_factors(call: Call, numbers: Arrays) -> np.ndarray | None:
 
 
 class _Sums:
-    """The sums of one call over its blocks of queries. Names that begin with `of_` are of errors."""
+    """The sums of one call over its blocks of queries. Names that begin with `of_` hold errors."""
 
     def __init__(self, call: Call, numbers: Arrays, bits: int | None) -> None:
         self.call, self.numbers, self.wanted = call, numbers, wanted(call)
@@ -115,11 +115,11 @@ class _Sums:
         self.dslopes = {side: np.zeros((3, call.batch, call.heads)) for side in sides if side in self.wanted}
 
     def lost(self, terms: int) -> float:
-        """What a sum of so many terms loses, as a share of the sum of their magnitudes."""
+        """The rounding error of a sum with this many terms, as a share of the sum of their magnitudes."""
         return (4 + math.sqrt(terms)) * self.unit
 
     def blocks(self) -> Iterator[Block]:
-        """Queries of some sequences and heads, with the keys from the first to the last that any of them sees."""
+        """Yields blocks: queries of some sequences and heads, with the range of keys that any of them sees."""
         b, h, t, s = self.seen.shape
         rows = max(LEAST_ROWS, BLOCK // max(1, s))
         heads = max(1, rows // max(1, t))
@@ -149,12 +149,12 @@ class _Sums:
         if call.value_is_key and "key" in exact:
             for of in (exact, error):
                 of["key"] = of["key"] + of.pop("value")
-        if call.layout_grad == "zero" and call.through == "output":  # nothing comes, so nothing leaves
+        if call.layout_grad == "zero" and call.through == "output":  # a zero gradient has no error
             error |= {name: np.zeros_like(x) for name, x in error.items() if name not in ("output", "lse")}
         return Truth(exact, error, self.seen, self.weights)
 
     def _gradients(self) -> dict[str, tuple[np.ndarray, np.ndarray, int, float]]:
-        """By name: (gradient, its error but for what storing it costs, terms of its sums, unit of the dtype that it has)."""
+        """By name: (gradient, its error before storing, number of terms in its sums, unit of its dtype)."""
         call, numbers, found = self.call, self.numbers, {}
         terms = call.query_len * call.group
         if "query" in self.wanted:
@@ -183,7 +183,7 @@ class _Sums:
         return found
 
     def _as_given(self, x: np.ndarray) -> np.ndarray:
-        """[B, H, S] -> the shape of the bias of keys: the sum over what it was repeated for."""
+        """[B, H, S] -> the shape of the key bias: sums over the broadcast axes."""
         shape = self.numbers.key_bias.shape
         x = x.sum(tuple(range(x.ndim - len(shape))))
         axes = tuple(axis for axis, length in enumerate(shape) if length == 1)
@@ -195,11 +195,11 @@ class _Sums:
         return np.where(self.numbers.log_fgate < GATE_FLOOR, 0.0, x)
 
     def _of_group(self, x: np.ndarray) -> np.ndarray:
-        """[B, H, S, D] -> [B, K, S, D]: the sum over the query heads of a key head."""
+        """[B, H, S, D] -> [B, K, S, D]: sums over the query heads of each key head."""
         b, _, s, d = x.shape
         return x.reshape(b, self.call.kv_heads, self.call.group, s, d).sum(2)
 
 
 def _finite(x: np.ndarray) -> np.ndarray:
-    """Rows with NaN or inf are zeros."""
+    """Replaces rows with NaN or inf by zeros."""
     return np.where(np.isfinite(x).all(-1, keepdims=True), x, 0.0)

@@ -1,6 +1,6 @@
-"""Attack on the certificate where weights are dropped: by how much outputs are off, and whether the mask changes what is visited.
+"""Attacks the certificate with dropout: measures output errors, and whether the mask changes the visited keys.
 
-python tests/support/fuzz/dropout_attack.py 100000 results    # many draws once, kept as a record
+python tests/support/fuzz/dropout_attack.py 100000 results    # many draws, saved as a record
 """
 
 import dataclasses
@@ -22,9 +22,9 @@ SHARES = (0.1, 0.5, 0.9)
 
 
 def off(attack: Attack, read_keys=native_keys) -> tuple[float, float]:
-    """(the largest ‖o − õ‖ as a share of 2ε·max‖v‖ / (1 − p), of real numbers in float64; the share of the keys that is skipped).
+    """Returns (the largest ‖o − õ‖ as a share of 2ε·max‖v‖ / (1 − p), in float64; the share of skipped keys).
 
-    `read_keys` says which keys are visited; inf = with dropout others are than without.
+    `read_keys` returns the visited keys. The first result is inf if dropout changes them.
     """
     (query, key, value, slopes), kwargs = attack.inputs()
     plain = make_spec(query, key, value, slopes, **kwargs)
@@ -54,13 +54,13 @@ def off(attack: Attack, read_keys=native_keys) -> tuple[float, float]:
 
 
 def main(draws: int, out: Path) -> None:
-    """Attack `draws` times and keep what came out as a record."""
+    """Runs `draws` attacks and saves a record."""
     torch.set_num_threads(1)
     started = datetime.datetime.now(datetime.UTC)
     worst, broken, skipping, shares = 0.0, 0, 0, 0.0
     for seed in range(draws):
         attack = random_attack(seed)
-        if seed % 20 == 0:  # blocks of queries that differ, and keys far beyond the reach
+        if seed % 20 == 0:  # several different blocks of queries, and keys far beyond the reach
             attack = dataclasses.replace(attack, length=attack.length * 6)
         error, share = off(attack)
         worst, broken = max(worst, error), broken + (not error <= 1)

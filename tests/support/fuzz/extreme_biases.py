@@ -1,6 +1,6 @@
-"""Calls whose key biases hold isolated extremes (10³ to 10³⁸, either sign), whose slopes may be as extreme, and what is right.
+"""Calls with isolated extreme key biases (10³ to 10³⁸, either sign) and possibly extreme slopes, and their truth.
 
-The truth is dense and in float64. Every row counts from its own best visible key, so float64 rounds no more than scores do.
+The truth is dense and in float64. Biases of a row are relative to its best visible key, so float64 keeps their digits.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ import torch
 
 from alibi_attn import alibi_attention
 
-# Of the largest entry: what forward and backward may be off by. Weights are off by a rounding of some 64 nats.
+# Allowed errors as a share of the largest entry. Weights have the rounding error of about 64 nats.
 ALLOWED = {torch.float64: 1e-11, torch.float32: 4e-5, torch.bfloat16: 4e-2, torch.float16: 8e-3}
 
 
@@ -28,7 +28,7 @@ class Call:
 
 
 def random_call(seed: int, *, plain: bool = False, most: int = 300) -> Call:
-    """A call with extremes at random places; a `plain` one has no extreme slopes."""
+    """A call with extremes at random positions; with `plain`, slopes are not extreme."""
     rng = np.random.default_rng(seed)
     batch, kv_heads, group = int(rng.integers(1, 3)), int(rng.integers(1, 3)), int(rng.integers(1, 3))
     heads, key_len = kv_heads * group, int(rng.integers(2, most))
@@ -64,7 +64,7 @@ def random_call(seed: int, *, plain: bool = False, most: int = 300) -> Call:
 
 
 def slopes_of(kind: str, heads: int, rng: np.random.Generator) -> np.ndarray:
-    """[H] float64 that are float32 numbers."""
+    """[H] float64, exactly representable in float32."""
     found = {
         "zero": np.zeros(heads),
         "published": 2.0 ** -rng.integers(1, 9, heads),
@@ -76,7 +76,7 @@ def slopes_of(kind: str, heads: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def biases_of(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
-    """[B, H, S]: noise, a ramp or gates, with isolated extremes or cuts, and now and then keys that may not be seen."""
+    """[B, H, S]: noise, a ramp or gates, with isolated extremes or cuts, and sometimes hidden keys."""
     found = rng.normal(size=shape) * 10.0 ** rng.integers(-2, 2)
     if rng.random() < 0.4:
         found = np.abs(rng.normal(size=shape)).cumsum(-1) * 10.0 ** rng.integers(-2, 2)
@@ -91,7 +91,7 @@ def biases_of(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
 
 
 def visible(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    """(which keys a query sees [B, H, T, S], i − j [T, S])."""
+    """Returns (the keys that each query sees [B, H, T, S], i − j [T, S])."""
     t, s = call.query.shape[2], call.key.shape[2]
     options = call.options
     distance = torch.arange(t)[:, None] + options.get("query_offset", s - t) - torch.arange(s)
@@ -113,7 +113,7 @@ def visible(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def truth(call: Call) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """(output, lse, gradients of query, key, value, slopes, key_bias), all float64."""
+    """Returns (output, lse, gradients of query, key, value, slopes, key_bias), all float64."""
     leaves = _leaves(call, torch.float64)
     q, k, v, m, b = leaves
     group = q.shape[1] // k.shape[1]
@@ -139,7 +139,7 @@ def truth(call: Call) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
 
 
 def answer(call: Call, backend: str, dtype: torch.dtype, attention=alibi_attention) -> tuple:
-    """The same of a backend."""
+    """Returns the same results, computed by a backend."""
     leaves = _leaves(call, dtype)
     q, k, v, m, b = leaves
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -151,7 +151,7 @@ def answer(call: Call, backend: str, dtype: torch.dtype, attention=alibi_attenti
 
 
 def assert_right(call: Call, backend: str, dtype: torch.dtype, attention=alibi_attention) -> None:
-    """Output, lse and gradients are as accurate as without any extremes."""
+    """Asserts that output, lse and gradients are as accurate as without extremes."""
     rounded = dataclasses.replace(
         call, **{n: getattr(call, n).to(dtype).double() for n in ("query", "key", "value", "grad")}
     )
@@ -161,7 +161,7 @@ def assert_right(call: Call, backend: str, dtype: torch.dtype, attention=alibi_a
     _assert_close("output", ours, output, allowed * max(1.0, float(call.value.abs().max())))
     finite = lse > -math.inf
     assert bool((our_lse[~finite] == -math.inf).all()), "lse of a query that sees nothing"
-    # lse is returned unshifted: it holds as many digits as a number of its size, and may be beyond its dtype.
+    # lse is returned with the bias added back, so it has the precision of a number of its size, and may overflow.
     held = torch.finfo(our_lse.dtype)
     finite &= lse.abs() < held.max
     off = (our_lse.double() - lse)[finite].abs() - (4 * held.eps * lse[finite].abs() + min(allowed, 4e-4))

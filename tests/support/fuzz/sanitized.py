@@ -1,11 +1,12 @@
-"""The C++ kernels under the sanitizers of addresses and of undefined behavior: the conformance cases, and random calls.
+"""Runs the C++ kernels with the address and undefined-behavior sanitizers: the conformance cases, and random calls.
 
     python tests/support/fuzz/sanitized.py        # `make sanitize`: every case, and 300 draws of the fuzz
-    python tests/support/fuzz/sanitized.py 5000   # so many draws
+    python tests/support/fuzz/sanitized.py 5000   # 5000 draws
 
-The kernels are compiled once more (minutes, kept in the user's cache), and this program begins itself anew with the sanitizers'
-libraries before all others, as they must be in a Python that was built without them. It first makes sure that a key too many is
-found. The first wrong access or undefined operation ends it, with a message that says where; so does a wrong number.
+The kernels are compiled separately (minutes, kept in the user's cache). This program then restarts itself with the
+sanitizers' libraries preloaded, which a Python built without them requires. It first checks that reading one key too
+many is detected. The first wrong access or undefined operation stops it, with a message that names the place; so does a
+wrong number.
 """
 
 import ctypes
@@ -34,11 +35,11 @@ from alibi_attn.attention.operator import Spec
 from alibi_attn.attention.validation import make_spec
 
 SANITIZERS = "address,undefined,float-cast-overflow"
-# Without -O3, which only makes the compiler look at these checks for longer.
+# Not -O3, which only makes compiling these checks slower.
 FLAGS = ("-O1", "-g1", f"-fsanitize={SANITIZERS}", "-fno-sanitize-recover=all")
 LIBRARIES = ("libasan.so", "libubsan.so")
 DRAWS = 300
-OPTIONS = {  # Python does not give back what it has at the end
+OPTIONS = {  # Python does not free all memory at exit
     "ASAN_OPTIONS": "detect_leaks=0:detect_odr_violation=0",
     "UBSAN_OPTIONS": "print_stacktrace=1",
 }
@@ -46,7 +47,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def main(arguments: list[str]) -> int:
-    """The exit status."""
+    """Returns the exit status."""
     if arguments[:1] == ["inside"]:
         return _inside(*arguments[1:])
     draws = arguments[0] if arguments else str(DRAWS)
@@ -67,14 +68,14 @@ def _begin_anew(*arguments: str, **options: bool) -> subprocess.CompletedProcess
         for name in LIBRARIES
     ]
     environment = os.environ | OPTIONS | {"LD_PRELOAD": " ".join(libraries), "OMP_WAIT_POLICY": "passive"}
-    environment["CXX"] = " ".join(["env", "-u", "LD_PRELOAD", *command])  # the compiler itself is not looked at
+    environment["CXX"] = " ".join(["env", "-u", "LD_PRELOAD", *command])  # the compiler itself is not checked
     return subprocess.run([sys.executable, __file__, *arguments], env=environment, check=False, **options)
 
 
 def _inside(what: str, draws: str = "0") -> int:
     build.FLAGS = (*(flag for flag in build.FLAGS if not flag.startswith("-O")), *FLAGS)
     build._run = functools.partial(build._run, timeout_s=None)
-    build.library = functools.partial(build.library, NATIVE)  # compiled here, and not a wheel's
+    build.library = functools.partial(build.library, NATIVE)  # compiled here, not loaded from a wheel
     reason = build.why_not()
     if reason is not None:
         print(reason)
@@ -97,7 +98,7 @@ def _inside(what: str, draws: str = "0") -> int:
         call = draw(seed)
         if (
             call.is_huge
-        ):  # products that leave fp32 and come back in a sum are numbers with FMA only, which nobody forms here
+        ):  # some sums are finite only with FMA, when a product overflows fp32; this build may not use FMA
             answer_call(call, arrays(call), backend="native")
         else:
             failures += fuzz(["native"], range(seed, seed + 1))["native"].failures
@@ -108,12 +109,12 @@ def _inside(what: str, draws: str = "0") -> int:
 
 
 def conform(case: Case, dtype: torch.dtype) -> None:
-    """Output, lse and gradients of a case are right."""
+    """Asserts that output, lse and gradients of a case are right."""
     assert_exact(case, dtype, answer(case, dtype, backend="native"), tolerance=torch.finfo(dtype).eps / 32)
 
 
 def read_a_key_too_many() -> None:
-    """A call that says that there is one key more than there are."""
+    """Makes a call whose key length is one larger than the tensors have."""
     query, key, value = (torch.randn(1, 1, 100, 16) for _ in range(3))
     longer = torch.randn(1, 1, 101, 16)
     spec: Spec = make_spec(query, longer, longer, [0.0], causal=False)

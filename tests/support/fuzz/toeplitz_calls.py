@@ -1,4 +1,4 @@
-"""Random calls with a table of distances, and their truth: who sees whom and how far apart they are, pair by pair, in fp64."""
+"""Random calls with a table of distances, and their truth: visibility and distance of each pair, computed in fp64."""
 
 import dataclasses
 import functools
@@ -17,13 +17,13 @@ DTYPES = (torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.flo
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A call, and what comes back for its output and lse.
+    """A call, with the incoming gradients of its output and lse.
 
     Args:
         inputs: query, key, value and table.
         options: keywords of `toeplitz_attention`; `segment_ids` as a pair.
-        grads: of output and lse.
-        threads: that compute it.
+        grads: the gradients of output and lse.
+        threads: number of threads.
     """
 
     inputs: dict[str, Tensor]
@@ -120,10 +120,10 @@ def _attended(call: Call, leaves: dict[str, Tensor], columns: Tensor, seen: Tens
 
 
 def check(call: Call, backend: str) -> None:
-    """Output, lse and gradients are right; in half precision up to twice the error of `dense`.
+    """Checks output, lse and gradients; half precision may have up to twice the error of `dense`.
 
     Raises:
-        AssertionError: says which number is off, and by how much.
+        AssertionError: names the wrong number and its error.
     """
     dtype, exact, ours = call.inputs["query"].dtype, call.truth, answer(call, backend)
     low = dtype in (torch.float16, torch.bfloat16)

@@ -1,9 +1,9 @@
-"""Every call of the case list as a GPU would be asked for it, except that kernels are compiled and not launched; a program.
+"""Makes every call of the case list as on a GPU, but compiles the kernels instead of launching them.
 
-    python tests/support/interpreter/as_on_a_device.py sm_90 bfloat16 [case, case …]        all cases where none is named
+    python tests/support/interpreter/as_on_a_device.py sm_90 bfloat16 [case, case …]        default: all cases
 
-A launch settles much that neither the interpreter nor a compilation of hand-written signatures sees: which arguments are given,
-which of them are 1 or divisible by 16, and with that are constants of the kernel. It must not run where TRITON_INTERPRET is set.
+A launch determines details that neither the interpreter nor hand-written signatures cover: which arguments are given,
+and which are 1 or divisible by 16, for which Triton specializes the kernel. Do not set TRITON_INTERPRET.
 """
 
 import collections
@@ -31,7 +31,7 @@ from alibi_attn.attention.validation import make_spec
 
 
 class Absent:
-    """A device that is not there."""
+    """Stands in for a missing device."""
 
     def __init__(self, target: str) -> None:
         self.target = target
@@ -47,7 +47,7 @@ class Absent:
 
 
 def compiled(target: str, dtype: torch.dtype, cases: Sequence[Case]) -> dict[str, int]:
-    """How often each kernel was asked for; raises where one does not compile or is called wrongly."""
+    """Returns the number of launches of each kernel; raises if one does not compile or is called wrongly."""
     asked: collections.Counter[str] = collections.Counter()
 
     def launched(kernel: JITFunction[Any], grid: tuple[int, ...]) -> Callable[..., Any]:
@@ -69,7 +69,7 @@ def compiled(target: str, dtype: torch.dtype, cases: Sequence[Case]) -> dict[str
 
 
 def _call(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor, known_norms: Norms | None) -> None:
-    """Forward, and backward with and without gradients of slopes and lse."""
+    """Runs forward, and backward with and without gradients of slopes and lse."""
     tiles = fused.plan(spec, query, key, value, known_norms)
     output, lse = fused.forward(spec, query, key, value, tiles)
     for wanted in (True, False):

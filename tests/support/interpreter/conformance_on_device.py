@@ -1,10 +1,10 @@
-"""The conformance suite on a GPU, without pytest: every case in bf16, fp16 and fp32, and the kernels' certificate under attack.
+"""The conformance suite on a GPU, without pytest: every case in bf16, fp16 and fp32, and attacks on the certificate.
 
     python tests/support/interpreter/conformance_on_device.py results [draws]                    on a GPU
     TRITON_INTERPRET=1 python tests/support/interpreter/conformance_on_device.py results [draws]    simulating one
 
-It keeps a record; the exit status is 1 where something is wrong. Several processes share the device, for most of the time goes
-into compiling. Memory that nobody wrote is NaN.
+It saves a record; the exit status is 1 if a check fails. Several processes share the device, because compiling takes
+most of the time. Uninitialized memory is filled with NaN.
 """
 
 import concurrent.futures
@@ -32,19 +32,19 @@ from alibi_attn.attention.backends.fused.plan import planned
 from alibi_attn.attention.certificate.bounds import Bounds
 from alibi_attn.attention.spec import AttentionSpec
 
-DTYPES = {"bfloat16": 2.0**-12, "float16": 2.0**-15, "float32": 2.0**-28}  # with their tolerances, eps / 32
-TOGETHER = 50  # draws that a process takes at a time
+DTYPES = {"bfloat16": 2.0**-12, "float16": 2.0**-15, "float32": 2.0**-28}  # dtypes and their tolerances, eps / 32
+TOGETHER = 50  # draws per task of a worker process
 
 
 def conform(case: Case, dtype: str, device: str) -> float:
-    """The largest error as a share of what is allowed; raises where it is more."""
+    """Returns the largest error as a share of the allowed error; raises if it is larger."""
     with _arithmetic(device, against_us=False, dtype=dtype):
         got = answer(case, getattr(torch, dtype), device=device, backend="fused")
     return assert_exact(case, getattr(torch, dtype), got, tolerance=DTYPES[dtype], device=device)
 
 
 def attacked(seeds: range, device: str) -> list[tuple[int, float, float, float]]:
-    """For every draw: (seed, dropped mass / tolerance, share of the keys that are skipped, the same by `bounds`)."""
+    """For every draw: (seed, dropped mass / tolerance, share of skipped keys, the same share by `bounds`)."""
     found = []
     for seed in seeds:
         attack = drawn(seed)
@@ -56,7 +56,7 @@ def attacked(seeds: range, device: str) -> list[tuple[int, float, float, float]]
 
 
 def drawn(seed: int) -> Attack:
-    """An attack in a dtype that the kernels take; every fourth with wide heads."""
+    """An attack in a dtype that the kernels support; every fourth has wide heads."""
     attack = random_attack(seed)
     return dataclasses.replace(
         attack, dtype="float16" if attack.dtype == "float64" else attack.dtype, refine=False,
@@ -65,7 +65,7 @@ def drawn(seed: int) -> Attack:
 
 
 def certificate(spec: AttentionSpec[Tensor], *tensors: Tensor, device: str = "cpu") -> Bounds:
-    """What the kernels on a device find, in whole keys; on the host."""
+    """The bounds that the kernels compute on a device, in whole keys, copied to the host."""
     moved = {
         field.name: value.to(device)
         for field in dataclasses.fields(spec)
@@ -122,8 +122,9 @@ def main(out: Path, draws: int) -> int:
 
 
 def _arithmetic(device: str, *, against_us: bool, dtype: str) -> contextlib.AbstractContextManager[None]:
-    """Of the device, or as if there were one. fp32 is held against a torch whose exponential is better than a GPU's, so there
-    it must be exact.
+    """The device's arithmetic, or an emulation of it.
+
+    fp32 is compared with torch, whose exponential is more accurate than a GPU's, so the emulation's must be exact.
     """
     if device != "cpu":
         return contextlib.nullcontext()

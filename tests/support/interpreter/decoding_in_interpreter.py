@@ -1,4 +1,4 @@
-"""How many operations calls take, and decoding with remembered norms: what runs where Triton interprets."""
+"""Counts the operations of calls, and tests decoding with remembered norms; runs with Triton's interpreter."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ from alibi_attn.nn import ALiBiAttention, KVCache
 
 
 class _Counting(TorchDispatchMode):
-    """Counts the operations that a GPU would launch: all but views, fresh memory, and copies (the interpreter's own are many)."""
+    """Counts the operations that a GPU would launch: all but views, allocations and the interpreter's many copies."""
 
     FREE = (
         "view", "expand", "slice", "select", "squeeze", "stride", "empty", "detach", "alias", "transpose", "permute", "unbind",
@@ -37,7 +37,7 @@ class _Counting(TorchDispatchMode):
 
 
 def operations_of_plain_calls() -> dict[str, int]:
-    """By name: torch's operations in the parts of a plain call, and in a whole step of decoding; our own kernels not counted."""
+    """Counts torch's operations in the parts of a plain call and in a decoding step; our kernels not included."""
     query, key, value = torch.randn(1, 4, 130, 16), torch.randn(1, 2, 130, 16), torch.randn(1, 2, 130, 16)
     counted = {}
     spec = make_spec(query, key, value)
@@ -69,7 +69,7 @@ def operations_of_plain_calls() -> dict[str, int]:
 
 
 def decoding_with_remembered_norms(window: int | None) -> float:
-    """The largest error of `decode`, which is told the norms of keys and values; far keys are not read, near bad ones are."""
+    """The largest error of `decode` with given norms; checks that it reads near bad keys, not far ones."""
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(2, 8, 3, 16, generator=generator)
     key, value = (torch.randn(2, 4, 1500, 16, generator=generator) for _ in range(2))
@@ -78,7 +78,7 @@ def decoding_with_remembered_norms(window: int | None) -> float:
     spec, known_norms = make_spec(query, key, value, slopes, window=window), Norms.of(key, value)
     before, _ = fused.decode(spec, query, key, value, known_norms)
     true, _ = reference.run(spec, query.double(), key.double(), value.double())
-    # All but the last keys, and those of outlier tiles, may be anything.
+    # Only the last keys and those of outlier tiles are read; the others may have any value.
     far = torch.ones(2, 4, 1500, 1, dtype=torch.bool)
     far[:, :, -640:] = False
     outliers = fused.plan(spec, query, key, value, known_norms).outlier_tiles[:, ::2]
@@ -101,7 +101,7 @@ def decoding_with_remembered_norms(window: int | None) -> float:
 
 
 def masked_bad_keys_change_nothing_in_decoding() -> None:
-    """NaN behind a key mask, and a bad key that only the last query sees."""
+    """Checks that NaN hidden by a key mask, and a bad key seen by the last query only, change no other query."""
     query, key, value = torch.randn(2, 4, 2, 8), torch.randn(2, 2, 90, 8), torch.randn(2, 2, 90, 8)
     mask = torch.ones(2, 90, dtype=torch.bool)
     mask[0, 70:75] = mask[1, :30] = False
@@ -116,7 +116,7 @@ def masked_bad_keys_change_nothing_in_decoding() -> None:
 
 
 def a_layer_decodes_near() -> tuple[float, int]:
-    """(largest difference between a layer with a cache and one whole pass, calls of `decode`)."""
+    """Returns (largest difference between a layer with a cache and one full pass, number of calls of `decode`)."""
     torch.manual_seed(0)
     layer, calls = ALiBiAttention(32, 4, num_kv_heads=2).eval(), []
     x, cache = torch.randn(2, 200, 32), KVCache()

@@ -1,12 +1,13 @@
-"""The arithmetic of a GPU for Triton's interpreter, as far off as its documentation lets it be.
+"""Emulates a GPU's arithmetic in Triton's interpreter, with the largest errors that its documentation permits.
 
-The interpreter computes as numpy does, and bf16 not at all: it multiplies the bits. Here
+The interpreter computes with numpy, and bf16 incorrectly: it multiplies the bit patterns. Here
 
-* bf16 is what it is, rounded to the nearest even;
-* products of matrices are as in tensor cores: exact products, a few at a time aligned to the largest and cut, as is their sum
-  (Fasi, Higham, Mikaitis, Pranesh 2021, "Numerical behavior of NVIDIA tensor cores"; the newer ones keep some bits more);
-* fp32 is cut to tf32 before, and with "tf32x3" multiplied in three parts as Triton does;
-* exponentials, roots and quotients are the approximate ones of PTX, logarithms those of CUDA, with their largest errors.
+* bf16 is rounded to nearest even;
+* matrix products behave as in tensor cores: exact products, a few at a time aligned to the largest and truncated, as is
+their sum
+  (Fasi, Higham, Mikaitis, Pranesh 2021, "Numerical behavior of NVIDIA tensor cores"; newer ones keep a few more bits);
+* fp32 is truncated to tf32 before, and with "tf32x3" multiplied in three parts as in Triton;
+* exponentials, roots and quotients are PTX's approximations, logarithms CUDA's, with their largest documented errors.
 """
 
 import contextlib
@@ -25,15 +26,16 @@ _DEPTH = {
     np.dtype(np.uint16): 16,
     np.dtype(np.float16): 16,
     np.dtype(np.float32): 8,
-}  # products that are added at a time
+}  # products that are added in one step
 
 
 @contextlib.contextmanager
 def of_a_device(functions: Literal["exact", "random", "against us"]) -> Iterator[None]:
-    """Triton's interpreter computes as a device does; for a process that interprets.
+    """Makes Triton's interpreter compute as a device does; for the process that interprets.
 
     Args:
-        functions: how approximate functions err. "against us": each as far as it may, to where it makes a certified reach
+        functions: how approximate functions err. "against us": each by its largest error, in the direction that makes a
+            certified reach
             shorter; exponentials and logarithms are too large, roots and quotients too small.
     """
     from triton.runtime.interpreter import InterpreterBuilder as Builder
@@ -79,7 +81,7 @@ def matrix_product(a: np.ndarray, b: np.ndarray, c: np.ndarray, depth: int) -> n
 
 
 def _cut(x: np.ndarray, largest: np.ndarray | None = None) -> np.ndarray:
-    """Without what lies below the 24 bits of the largest."""
+    """Truncates the bits below the 24 bits of the largest."""
     unit = np.exp2(np.frexp(x if largest is None else largest)[1] - 24.0)
     return np.trunc(x / unit) * unit
 
@@ -110,7 +112,7 @@ def _cast(self: Any, source: Any, to: Any, _rounding: Any = None) -> Any:
 
 
 def _wide(operand: Any) -> np.ndarray:
-    """The numbers of a tensor, whose bf16 are kept as bits."""
+    """The numbers of a tensor; the interpreter stores bf16 as bit patterns."""
     from triton import language as tl
 
     if operand.dtype.scalar == tl.bfloat16:
@@ -119,12 +121,12 @@ def _wide(operand: Any) -> np.ndarray:
 
 
 def _tf32(x: np.ndarray) -> np.ndarray:
-    """As tensor cores read fp32: the lowest 13 bits are not looked at."""
+    """fp32 as tensor cores read it: the lowest 13 bits are ignored."""
     return (np.ascontiguousarray(x).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
 
 
 def _rounded_tf32(x: np.ndarray) -> np.ndarray:
-    """To the nearest, as Triton makes the three parts."""
+    """Rounds to nearest, as Triton does to make the three parts."""
     return _tf32((np.ascontiguousarray(x).view(np.uint32) + np.uint32(0x1000)).view(np.float32))
 
 
@@ -133,7 +135,7 @@ def _flushed(x: np.ndarray) -> np.ndarray:
 
 
 def is_as_documented(part: str) -> None:
-    """Raises where this arithmetic is better or worse than it says."""
+    """Raises if this arithmetic is more or less accurate than documented."""
     from triton import language as tl
     from triton._C.libtriton import ir
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
@@ -143,7 +145,7 @@ def is_as_documented(part: str) -> None:
     y = rng.uniform(0.5, 2, (96, 16)).astype(np.float32)
     exact, size = x.astype(float) @ y, np.abs(x).astype(float) @ y
     if part == "bfloat16":
-        x.flat[:4] = np.inf, np.nan, 1.00390625, -1.01171875  # the last two lie in the middle
+        x.flat[:4] = np.inf, np.nan, 1.00390625, -1.01171875  # the last two are ties
         with of_a_device("exact"):
             narrow = builder.cast_impl(TensorHandle(x, tl.float32), tl.bfloat16)
             wide = builder.cast_impl(narrow, tl.float32).data

@@ -1,4 +1,4 @@
-"""Dropout in the Triton kernels: what runs in the child process where Triton interprets (see `fused_in_interpreter.py`)."""
+"""Dropout in the Triton kernels; runs in the process with Triton's interpreter (see `fused_in_interpreter.py`)."""
 
 import dataclasses
 from typing import Any
@@ -16,7 +16,7 @@ from alibi_attn.attention.validation import make_spec
 
 
 def dropout_is_the_same_in_backward() -> dict[str, float]:
-    """The mask is read off with values that are 1 for one key each; then everything must equal plain attention with that mask."""
+    """Reads the mask with one-hot values, then compares all results with plain attention under that mask."""
     torch.manual_seed(1)
     p, t, d = 0.3, 150, 64
     q, k, v = (torch.randn(1, 2, t, d, requires_grad=True) for _ in range(3))
@@ -42,7 +42,7 @@ def dropout_is_the_same_in_backward() -> dict[str, float]:
     torch.manual_seed(7)
     seed = int(drawn_seed(torch.device("cpu"))[0, 0])
     defined = factors(seed, p, batch=1, heads=2, positions=i[None].numpy(), key_len=t)
-    here = (distance >= 0) & (distance < 60)  # farther ones weigh nothing whether kept or not
+    here = (distance >= 0) & (distance < 60)  # farther weights vanish whether kept or not
     assert torch.equal(kept[:, :, here], (defined[:, :, here] != 0).float()), "the mask is that of the definition"
     scores = q @ k.mT / d**0.5 - slopes[:, None, None] * distance.abs()
     weights = scores.masked_fill(distance < 0, -torch.inf).softmax(-1)
@@ -58,7 +58,7 @@ def dropout_is_the_same_in_backward() -> dict[str, float]:
 
 
 def answer_with_dropout(case: Case) -> tuple[Answer, Answer]:
-    """(ours in fp32, that of `reference` in fp64), of one seed and with the first sequence, head and key somewhere in a whole."""
+    """Returns (ours in fp32, `reference`'s in fp64) for one seed; first sequence, head and key are not 0."""
     from attention_checks import answer
 
     def attention(*args: Tensor, backend: str, return_lse: bool, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -76,7 +76,7 @@ def answer_with_dropout(case: Case) -> tuple[Answer, Answer]:
 
 
 def known_random_numbers() -> list[list[int]]:
-    """What the kernels draw where numbers are published, and once more, since there must be a power of two of them."""
+    """The kernels' random numbers for the published inputs; one input is repeated to reach a power of two."""
     from random_numbers import drawn
 
     known = [*PUBLISHED, PUBLISHED[0]]

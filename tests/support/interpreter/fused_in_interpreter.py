@@ -1,7 +1,7 @@
-"""Our Triton kernels on a CPU: what runs in the one child process where Triton interprets instead of compiling.
+"""Our Triton kernels on a CPU; runs in the one child process in which Triton interprets instead of compiling.
 
-Triton decides when it is imported, and a process that interprets can no longer compile; so the kernels get a process of their
-own. Uninitialised memory is NaN there: whatever a kernel leaves out is seen.
+Triton decides at import, and a process that interprets can no longer compile, so the kernels get a separate process.
+Uninitialized memory is NaN there, so that missing writes are detected.
 """
 
 import atexit
@@ -42,7 +42,7 @@ from alibi_attn.measure.gpu import gpu
 def interpreter() -> Iterator[ProcessPoolExecutor]:
     """An executor with one process that interprets."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_prepare) as executor:
-        # The child has it from its birth, before torch imports triton; this process never does.
+        # The child starts with this variable, before torch imports triton; this process imports triton without it.
         os.environ["TRITON_INTERPRET"] = "1"
         try:
             executor.submit(int).result()
@@ -62,12 +62,12 @@ def case_answer(case: Case, dtype: str) -> dict[str, np.ndarray]:
 
 
 def visits_and_certificate(case: Case, tolerance: float) -> tuple[np.ndarray, np.ndarray, int]:
-    """Tiles that the kernel says it visited, those of the plan, and all tiles of all blocks; [B, H, N], or [B, K] in decoding."""
+    """Returns the kernel's visited tiles, the plan's, and the number of all; [B, H, N], or [B, K] in decoding."""
     spec, query, key, value = _call(case, tolerance=tolerance)
     decoding = fused.is_split(spec, query)
     tiles = fused.plan(spec, query, key, value, Norms.of(key, value) if decoding else None)
     shape = tile_shape("decode" if decoding else "forward", query.dtype, spec.head_dim, large=True)
-    # The keys of every block are whole tiles, except where the keys end.
+    # The keys of every block are whole tiles, except at the end of the keys.
     asked = -(-_inside(spec, tiles)[:, :, :: TILE if decoding else shape.queries].sum(-1) // shape.keys)
     every = asked.numel() * -(-spec.key_len // shape.keys)
     counts = torch.empty(asked.shape, dtype=torch.int32)
@@ -79,7 +79,7 @@ def visits_and_certificate(case: Case, tolerance: float) -> tuple[np.ndarray, np
 
 
 def plan_skips_only_what_it_may(case: Case, tolerance: float) -> tuple[float, float]:
-    """(largest share of a query's softmax mass on keys outside its tiles, share of the scores that are computed)."""
+    """Returns (largest share of a query's softmax mass on keys outside its tiles, share of computed scores)."""
     spec, query, key, value = _call(case, tolerance=tolerance)
     inside = _inside(spec, fused.plan(spec, query, key, value))
     _, everything = reference.run(spec, query.double(), key.double(), value.double())
@@ -88,7 +88,7 @@ def plan_skips_only_what_it_may(case: Case, tolerance: float) -> tuple[float, fl
 
 
 def full_tiles_of(case: Case) -> tuple[np.ndarray, list, dict[int, tuple[list, list]]]:
-    """(hidden by mask or segments [B, T, S], keys allowed to every TILE queries, by rows the full tiles and the full blocks)."""
+    """Returns (hidden pairs [B, T, S], keys allowed to each TILE queries, full tiles and full blocks by rows)."""
     from attention_checks import arguments
 
     (query, key, value, slopes), options = arguments(case, torch.float32)
@@ -104,7 +104,7 @@ def full_tiles_of(case: Case) -> tuple[np.ndarray, list, dict[int, tuple[list, l
 
 
 def full_tiles_of_long_documents() -> tuple[list, list, list]:
-    """For blocks of 128 queries, for tiles, and what 64 queries may see."""
+    """Returns the full tiles for blocks of 128 queries, those for tiles, and the keys that 64 queries may see."""
     x = torch.zeros(1, 1, 2560, 8)
     of = torch.tensor([9, 0, 1, 1, 2]).repeat_interleave(512)[None]
     spec = make_spec(x, x, x, segment_ids=of, key_mask=(torch.arange(2560) >= 512)[None])
@@ -114,7 +114,7 @@ def full_tiles_of_long_documents() -> tuple[list, list, list]:
 
 
 def tiles_behind_padding() -> list[int]:
-    """Tiles that the last block of queries visits, far behind the last key that may be seen, with a tolerance and without."""
+    """Number of tiles that a block far after the last visible key visits, with and without a tolerance."""
     query, key, value = (torch.randn(1, 1, 640, 16) for _ in range(3))
     mask = torch.arange(640)[None] < 256
     found = []
@@ -126,7 +126,7 @@ def tiles_behind_padding() -> list[int]:
 
 
 def gradient_of_the_truncated_function(case: Case, tolerance: float) -> dict[str, float]:
-    """Relative errors against autograd through attention over exactly the plan's tiles, at a tolerance that drops a lot."""
+    """Relative errors against autograd through attention over exactly the plan's tiles, at a large tolerance."""
     spec, query, key, value = _call(case, tolerance=tolerance)
     tiles = fused.plan(spec, query, key, value)
     leaf = [x.double().requires_grad_() for x in (query, key, value, spec.slopes)]
@@ -144,7 +144,7 @@ def gradient_of_the_truncated_function(case: Case, tolerance: float) -> dict[str
 
 
 def unseen_numbers_change_nothing() -> None:
-    """Huge numbers outside the tiles, NaN in future keys, NaN in a query that sees nothing: all without effect."""
+    """Checks that huge numbers outside the tiles, NaN in future keys and NaN in a blind query have no effect."""
     case = Case("far", batch=1, heads=2, query_len=200, key_len=200, slopes="steep")
     spec, query, key, value = _call(case, tolerance=1e-6)
     tiles = fused.plan(spec, query, key, value)
@@ -159,7 +159,7 @@ def unseen_numbers_change_nothing() -> None:
     mask[:, :3] = False
     hurt = [x.clone() for x in (q, k, v)]
     hurt[0][:, :, 1] = torch.nan  # sees nothing
-    hurt[1][:, :, 15], hurt[2][:, :, 16] = torch.nan, torch.inf  # in the future of every query, in the tile of the last
+    hurt[1][:, :, 15], hurt[2][:, :, 16] = torch.nan, torch.inf  # after every query, in the tile of the last one
     found = []
     for tensors in ([q, k, v], hurt):
         leaf = [x.requires_grad_() for x in tensors]
@@ -174,7 +174,7 @@ def unseen_numbers_change_nothing() -> None:
 
 
 def bad_numbers_reach_only_those_who_see_them() -> None:
-    """On the diagonal of plain causal attention, whose tiles are read without a closer look where all is finite."""
+    """Tests the diagonal of plain causal attention, whose tiles are read without checks if all numbers are finite."""
     q, k, v = (torch.randn(1, 2, 300, 16) for _ in range(3))
     before = alibi_attention(q, k, v, backend="fused")
     for tensor, at, bad in ((k, 150, torch.nan), (v, 220, torch.nan), (v, 220, torch.inf), (v, 299, torch.nan)):
@@ -187,7 +187,7 @@ def bad_numbers_reach_only_those_who_see_them() -> None:
 
 
 def layouts_agree() -> None:
-    """[B, T, H, D] transposed, expanded and reversed-stride inputs, and expanded gradients, give the same bits."""
+    """Checks that transposed, expanded and strided inputs, and expanded gradients, give identical bits."""
     wide = [torch.randn(2, 21, 4, 8) for _ in range(3)]
     results = []
     for change in (lambda x: x.transpose(1, 2), lambda x: x.transpose(1, 2).contiguous(), _last_stride_two):
@@ -199,7 +199,7 @@ def layouts_agree() -> None:
 
 
 def compiled_and_checked() -> None:
-    """torch.library's own checks; torch.compile(fullgraph=True), also dynamic; autocast; checkpointing; second derivatives."""
+    """Checks opcheck, dynamic torch.compile(fullgraph=True), autocast and checkpointing."""
     q, k, v = (torch.randn(1, 4, 12, 8, requires_grad=True) for _ in range(3))
     slopes = torch.rand(4, requires_grad=True)
     arguments = tuple(Arguments.of(make_spec(q, k, v, slopes, tolerance=1e-7), q, k, v))
@@ -225,7 +225,7 @@ def compiled_and_checked() -> None:
 
 
 def transformed_is_a_loop() -> None:
-    """torch.func: gradients by entry are those of every entry alone; what is not right is refused."""
+    """Checks torch.func: gradients per batch entry equal those of each entry alone; unsupported transforms raise."""
     inputs = draw(3, b=1, h=2, k=1, t=40, d=16, requires_grad=False)
 
     def of_entry(*x: Tensor, **options: float) -> Tensor:
@@ -247,7 +247,7 @@ def transformed_is_a_loop() -> None:
 
 
 def decoding_equals_forward(case: Case) -> tuple[float, int]:
-    """(largest difference from the last rows of a whole pass, parts): the packed, split kernel against the other one."""
+    """Returns (largest difference between the split decoding kernel and a full pass's last rows, number of parts)."""
     spec, query, key, value = _call(case, tolerance=2.0**-28)
     assert fused.is_split(spec, query)
     decoded, lse = fused.forward(spec, query, key, value, fused.plan(spec, query, key, value))
@@ -260,12 +260,12 @@ def decoding_equals_forward(case: Case) -> tuple[float, int]:
 
 
 def smoke_of_the_benchmark(folder: Path) -> list[Path]:
-    """`alibi bench gpu` at sizes that mean nothing."""
+    """Runs `alibi bench gpu` at trivial sizes."""
     return gpu(folder, lengths=(64,), shapes=((2, 16),), kinds=("peaked",), scale="smoke", say=lambda line: None)
 
 
 def refusal(dtype: str, head_dim: int) -> str | None:
-    """What `fused` says of a call, in the interpreter."""
+    """The reason why `fused` rejects a call in the interpreter, or None."""
     x = torch.zeros(1, 1, 9, head_dim, dtype=getattr(torch, dtype))
     spec = _spec(x, x, x, Case("refused"), tolerance=None)
     return fused.why_not(spec, x, x, x)
@@ -282,9 +282,9 @@ def _prepare() -> None:
     quick_interpreter.prepare()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    torch.use_deterministic_algorithms(True)  # fills torch.empty with NaN, and with the largest integer
+    torch.use_deterministic_algorithms(True)  # fills torch.empty with NaN, or with the largest integer
     assert bool(torch.empty(3).isnan().all())
-    gc.freeze()  # the frameworks stay
+    gc.freeze()  # the frameworks stay loaded
     atexit.register(gc.unfreeze)
 
 
@@ -306,7 +306,7 @@ def _spec(query: Tensor, key: Tensor, value: Tensor, case: Case, tolerance: floa
 
 
 def _inside(spec: AttentionSpec[Tensor], tiles: Tiles) -> Tensor:
-    """[B, H, T, S] bool: pairs in visited tiles, read off the plan one tile at a time."""
+    """[B, H, T, S] bool: pairs in visited tiles, read from the plan one tile at a time."""
     inside = torch.zeros(spec.batch, spec.num_heads, spec.query_len, spec.key_len, dtype=torch.bool)
     for b in range(spec.batch):
         for h in range(spec.num_heads):
@@ -320,7 +320,7 @@ def _inside(spec: AttentionSpec[Tensor], tiles: Tiles) -> Tensor:
 def _over_tiles(
     spec: AttentionSpec[Tensor], inside: Tensor, query: Tensor, key: Tensor, value: Tensor, slopes: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Attention over some pairs only, written out in float64."""
+    """Attention over the given pairs only, written out in float64."""
     i = torch.arange(spec.query_len)[:, None] + spec.query_offset
     distance = i - torch.arange(spec.key_len)
     hide = ~inside | (distance < 0) if spec.causal else ~inside

@@ -1,4 +1,4 @@
-"""`key_bias` in our Triton kernels: what runs in the one child process where Triton interprets; see `fused_in_interpreter`."""
+"""`key_bias` in our Triton kernels; runs in the child process with Triton's interpreter; see `fused_in_interpreter`."""
 
 import dataclasses
 import math
@@ -28,7 +28,7 @@ def drawn(query_len: int, key_len: int, *, heads: int = 2, kv_heads: int = 1) ->
 
 
 def hidden_keys_change_nothing(query_len: int, bad: float) -> None:
-    """The same bits, outputs and gradients, whatever stands in keys that every head of a group hides; one head sees nothing."""
+    """Checks that keys hidden by all heads of a group change no bit of any result; one head sees nothing."""
     query, key, value = drawn(query_len, 220)
     bias = torch.where(torch.rand(2, 2, 220) < 0.1, -math.inf, torch.randn(2, 2, 220))
     bias[0, :, 40:150] = -math.inf
@@ -49,7 +49,7 @@ def hidden_keys_change_nothing(query_len: int, bad: float) -> None:
 
 
 def cost_of_large_numbers(query_len: int) -> tuple[float, float]:
-    """How far output and lse are from fp64 where 2^20 is added to every bias, in fp64."""
+    """Errors of output and lse against fp64 when 2^20 is added to every bias, in fp64."""
     query, key, value = drawn(query_len, 220)
     bias = torch.rand(2, 2, 220, dtype=torch.float64).cumsum(-1)
     exact = [x.double() for x in (query, key, value)]
@@ -64,14 +64,14 @@ def cost_of_large_numbers(query_len: int) -> tuple[float, float]:
 
 
 def takes_extremes(seed: int) -> None:
-    """Forward and backward of a random call whose biases hold isolated extremes."""
+    """Checks forward and backward of a random call with isolated extreme biases."""
     call = random_call(seed, plain=True, most=150)
     if "key_bias" in call.options:
         assert_right(call, "fused", torch.float32)
 
 
 def gradient_of_gates(dtype: str) -> tuple[float, float]:
-    """Of a gate's gradient: its largest error against fp64, and its largest value. It is a sum of differences of sums of ds."""
+    """Returns the largest error of the gates' gradient against fp64, and its largest value."""
     query, key, value = (x.to(getattr(torch, dtype)) for x in drawn(200, 200))
     gates = torch.nn.functional.logsigmoid(torch.randn(2, 2, 200) + 2)
     found = []
@@ -85,7 +85,7 @@ def gradient_of_gates(dtype: str) -> tuple[float, float]:
 
 
 def transformed_and_checked() -> None:
-    """What torch.library checks, vmap, torch.compile and a bias that broadcasts."""
+    """Checks opcheck, vmap, torch.compile and a bias that broadcasts."""
     query, key, value = drawn(20, 20)
     bias = torch.randn(2, 2, 20).requires_grad_()
     spec = make_spec(query, key, value, torch.rand(2), key_bias=bias, tolerance=1e-7)
@@ -112,14 +112,14 @@ def transformed_and_checked() -> None:
 
 
 def attacked(seeds: Sequence[int], *, forgetful: bool = False) -> list[tuple[float, float, float]]:
-    """For every draw: (dropped mass / tolerance, share of the keys that are skipped, the same by the C++ kernels).
+    """For every draw: (dropped mass / tolerance, share of skipped keys, the same share by the C++ kernels).
 
-    Every approximate function is as far off as it may be, to where the reach gets shorter. A `forgetful` certificate does not
-    know the biases.
+    Every approximate function errs by its largest error, in the direction that shortens the reach. A `forgetful`
+    certificate ignores the biases.
     """
 
     def visited(spec: AttentionSpec[Tensor], *tensors: Tensor) -> Tensor:
-        """[B, H, T, S]: the keys in the tiles that the certificate leaves to every TILE queries."""
+        """[B, H, T, S]: the keys in the tiles that the certificate keeps for each TILE queries."""
         bias = spec.key_bias.masked_fill(spec.key_bias > -math.inf, 0.0) if forgetful else spec.key_bias
         return _inside(spec, planned(dataclasses.replace(spec, key_bias=bias), *tensors, rows=TILE)[0])
 
@@ -136,7 +136,7 @@ def attacked(seeds: Sequence[int], *, forgetful: bool = False) -> list[tuple[flo
 
 
 def tiles_of_gates(length: int) -> tuple[int, int]:
-    """(the most tiles that 128 queries visit, all of them), with steady gates and 10⁶ added to every bias."""
+    """Returns (most tiles visited by 128 queries, number of tiles), for steady gates plus 10⁶ on every bias."""
     torch.manual_seed(0)
     query, key, value = torch.randn(3, 1, 1, length, 16).unbind(0)
     bias = torch.full((1, 1, length), 0.5, dtype=torch.float64).cumsum(-1) + 1e6
@@ -146,9 +146,9 @@ def tiles_of_gates(length: int) -> tuple[int, int]:
 
 
 def cuts_are_strict(query_len: int, bad: float, *, reads: bool) -> None:
-    """Nothing before a cut is used, and keys that a mask hides since a cut are not replaced by those before it.
+    """Checks that no key before a cut is used, even if a mask hides all keys after the cut.
 
-    Where nothing may be read on the host, as on a device, finite numbers may be large only within limits.
+    Without `reads`, the host may not read values, as on a device; then finite numbers must stay within limits.
     """
     query, key, value = drawn(query_len, 220)
     gates = torch.nn.functional.logsigmoid(torch.randn(2, 2, 220) + 2)

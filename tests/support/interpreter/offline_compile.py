@@ -1,7 +1,7 @@
-"""Compile our Triton kernels for GPUs that are not there, and read what the compiler did; a program of its own.
+"""Compiles our Triton kernels without a GPU, and reads the compiler's output; a standalone program.
 
     python tests/support/interpreter/offline_compile.py sm_90 [sm_80 …]          the figures, as JSON
-    python tests/support/interpreter/offline_compile.py --record results          kept as a record, for all targets
+    python tests/support/interpreter/offline_compile.py --record results          saved as a record, for all targets
 
 It must not run where TRITON_INTERPRET is set: a process that interprets cannot compile.
 """
@@ -55,7 +55,7 @@ BEFORE = {"norms": norms_kernel, "outliers": outliers_kernel, "reach": reach_ker
 BEFORE |= {"shared_plan": shared_plan_kernel, "asked": visitors_kernel, "merge": merge_kernel}
 BEFORE |= {"labels": labels_kernel, "runs": runs_kernel, "full": full_kernel, "allowed": allowed_kernel}
 ONLY_BIASED = {"tile_sums": tile_sums_kernel}
-WITH_TILES = ("norms", "reach")  # the others hold small integers, of which no device has too few
+WITH_TILES = ("norms", "reach")  # the others hold small integers, for which every device has room
 ALONE = ("shared_plan", "merge", "labels", "tile_sums")  # launched with one warp
 ITS_SHAPE = Shape(queries=64, keys=64, warps=4, stages=3)
 TARGETS = {
@@ -64,7 +64,7 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-# What the arguments of a plain causal call are, in Triton's words; None is what such a call has not.
+# Triton's types for the arguments of a plain causal call; None marks the absent ones.
 ROWS, LABELS = Rows("*bf16", "i32", "i32", "i32"), Labels("*i64", "*i64", "*i32", "*i32")
 TYPES = dict.fromkeys(("Q", "K", "V", "OUT", "DOUT", "DQ", "DK", "DV"), ROWS)
 TYPES |= dict.fromkeys(("LSE", "DLSE", "DELTA", "DSLOPES", "NORMS", "OUTS", "LSES"), "*fp32")
@@ -95,7 +95,7 @@ CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
 
 
 def figures(kernel: str, target: str, head_dim: int, *, biased: bool = False) -> dict[str, int]:
-    """What became of one kernel in bf16, causal, without masks, with gradients of slopes and lse; `biased`: and of a key bias."""
+    """Figures of one kernel: bf16, causal, no masks, gradients of slopes and lse; with `biased` also of a key bias."""
     shape = ITS_SHAPE._replace(warps=1) if kernel in ALONE else ITS_SHAPE
     if kernel in KERNELS:
         shape = tile_shape(kernel, torch.bfloat16, head_dim, large=target in ("sm_90", "sm_100"))
@@ -130,7 +130,7 @@ def figures(kernel: str, target: str, head_dim: int, *, biased: bool = False) ->
 
 
 def every_figure(targets: list[str]) -> dict[str, dict[str, int]]:
-    """By name, "sm_90/forward/D=64"; "sm_90-wide" and "sm_90-biased" are its attention with D = 128, and with a key bias."""
+    """Figures by name, "sm_90/forward/D=64"; "sm_90-wide" has D = 128, "sm_90-biased" has a key bias."""
     found = {}
     for target in targets:
         if target == "sm_90-biased":
@@ -206,7 +206,7 @@ def _resources(cubin: bytes) -> re.Match[str]:
 
 
 def _machine_code(cubin: bytes) -> list[tuple[int, str]]:
-    """(address, instruction) of all that a thread executes."""
+    """(address, instruction) of every instruction."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
@@ -215,7 +215,7 @@ def _machine_code(cubin: bytes) -> list[tuple[int, str]]:
 
 
 def _heart(code: list[tuple[int, str]]) -> list[str]:
-    """The names of the instructions in the first loop that multiplies matrices and holds no other; empty where there is none."""
+    """Instruction names of the first innermost loop that multiplies matrices; empty if there is none."""
     place = {address: at for at, (address, _) in enumerate(code)}
     names = [re.sub(r"^@!?U?P\w+\s+", "", text).split()[0].split(".")[0] for _, text in code]
     loops = []

@@ -1,4 +1,4 @@
-"""A kernel whose 32-bit integers may overflow; imported where Triton interprets."""
+"""A kernel whose 32-bit integers may overflow; imported in the process with Triton's interpreter."""
 
 # mypy: ignore-errors
 
@@ -14,7 +14,7 @@ def _kernel(OUT, A, B):
 
 
 def product(a: int, b: int) -> int:
-    """a·b in 32 bits, with the check of overflows on."""
+    """a·b in 32 bits, with the overflow check on."""
     out = torch.zeros(1, dtype=torch.int32)
     quick_interpreter.check_overflow(on=True)
     try:

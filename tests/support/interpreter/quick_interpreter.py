@@ -1,7 +1,7 @@
-"""Triton's interpreter in two thirds of its time, and with a check of overflows that can fail; for a process that interprets.
+"""Makes Triton's interpreter a third faster, with an overflow check that can fail; for the process that interprets.
 
-For every operation it computes anew what only depends on the types, and for every launch it puts its own functions into
-triton.language and takes them out again. Here the one is kept and the other done once; every result is the same.
+For every operation, Triton recomputes values that depend only on the types; for every launch, it patches
+triton.language and restores it. Here the values are cached and the patch is applied once; every result is the same.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ EXACT = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 
 
 def prepare() -> None:
-    """To be called once, before the first kernel."""
+    """Installs the faster interpreter. Call it once, before the first kernel."""
     from triton.language import core
     from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter as its
@@ -28,7 +28,7 @@ def prepare() -> None:
 
 
 def check_overflow(*, on: bool) -> None:
-    """Whether every operation on 32-bit integers is checked: one list of cases does."""
+    """Turns the overflow check of all 32-bit integer operations on or off; one list of cases uses it."""
     from triton.runtime import interpreter as its
 
     builder = its.interpreter_builder
@@ -36,7 +36,7 @@ def check_overflow(*, on: bool) -> None:
 
 
 def _refuse_overflow(self: Any, left: Any, right: Any, operation: Callable[..., Any]) -> None:
-    """Triton's own computes as much and then asserts nothing, unless all of its debugging is on."""
+    """Raises on overflow. Triton's own check asserts nothing unless its debug mode is on."""
     kind = left.type.scalar
     if kind.int_bitwidth >= 64 or not self.builder.options.sanitize_overflow:
         return
@@ -46,7 +46,7 @@ def _refuse_overflow(self: Any, left: Any, right: Any, operation: Callable[..., 
 
 
 def _kept(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What a function says of types, which are known by their names."""
+    """Caches a function of types, keyed by the types' names."""
     known: dict[tuple[str, ...], Any] = {}
 
     def found(*types: Any) -> Any:
@@ -59,7 +59,7 @@ def _kept(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_kept_shapes(make: Callable[..., None]) -> Callable[..., None]:
-    """What makes a tensor of a handle and a type; its shape is that of others of this type."""
+    """Caches the shape per type in the constructor of tensors."""
     known: dict[str, tuple[Any, Any]] = {}
 
     def init(self: Any, handle: Any, type: Any) -> None:
@@ -74,7 +74,7 @@ def _with_kept_shapes(make: Callable[..., None]) -> Callable[..., None]:
 
 
 def _once(patch: Callable[..., Any], scope: Callable[[], Any]) -> Callable[..., Any]:
-    """For the functions of a module, which see the same of triton.language. A fresh `scope` has nothing to take back."""
+    """Applies a patch once for all functions, which share triton.language. A fresh `scope` restores nothing."""
     done: set[str] = set()
 
     def first(function: Any) -> Any:

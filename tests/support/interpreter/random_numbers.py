@@ -1,4 +1,4 @@
-"""The numbers that dropout draws, asked of the kernels' own function; imported where Triton interprets."""
+"""The numbers that dropout draws, from the kernels' own function; imported in the process with Triton's interpreter."""
 
 # mypy: ignore-errors
 

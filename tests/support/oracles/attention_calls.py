@@ -1,4 +1,4 @@
-"""Calls of `alibi_attention` as the tests of what is around it make them, and when two answers are the same."""
+"""Calls of `alibi_attention` for the tests of transforms, graphs and threads, and comparisons of their results."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from alibi_attn.attention.api import alibi_attention
 
 
 def draw(*lead: int, b=2, h=4, k=2, t=70, s=None, d=8, dtype=torch.float32, requires_grad=True) -> list[Tensor]:
-    """query, key, value, slopes [H]; `lead` are axes before them all."""
+    """query, key, value, slopes [H]; `lead` are leading axes of all of them."""
     s = s or t
     shapes = (b, h, t, d), (b, k, s, d), (b, k, s, d), (h,)
     found = [torch.randn(*lead, *shape, dtype=dtype) for shape in shapes]

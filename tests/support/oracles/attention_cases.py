@@ -1,4 +1,4 @@
-"""The cases that every backend of every framework must get right, as numpy arrays: one list, shared by all conformance tests."""
+"""The cases that every backend in PyTorch and JAX must compute correctly, as numpy arrays, for conformance tests."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ from alibi_attn.slopes import alibi_slopes
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One call, with everything drawn from `seed`. `offset` "batch" means one offset a sequence, as an array."""
+    """One call, with everything drawn from `seed`. `offset` "batch" means one offset per sequence, as an array."""
 
     name: str
     batch: int = 2
@@ -35,7 +35,7 @@ class Case:
         return self.name
 
     def draw(self) -> dict[str, np.ndarray | None]:
-        """Float64 arrays in PyTorch's layout; keys of the dictionary are the contract's keywords, plus the two gradients."""
+        """Float64 arrays in PyTorch's layout, by the contract's keywords, plus the two gradients."""
         rng = np.random.default_rng(self.seed)
         b, h, t, s, d = self.batch, self.heads, self.query_len, self.key_len, self.head_dim
         k = self.kv_heads or h
@@ -55,7 +55,7 @@ class Case:
             "grad_output": rng.standard_normal((b, h, t, d)),
             "grad_lse": rng.standard_normal((b, h, t)),
         }
-        # Half precision must be able to hold the inputs exactly, so that all dtypes answer one question.
+        # Half precision must represent the inputs exactly, so that all dtypes compute the same problem.
         for name in ("query", "key", "value", "grad_output", "grad_lse"):
             drawn[name] = np.round(drawn[name] * 16) / 16
         if self.segments is not None:
@@ -72,7 +72,7 @@ class Case:
 
     @property
     def first_position(self) -> int:
-        """Position of query 0 where no array says otherwise."""
+        """Position of query 0 unless an array of offsets is given."""
         return self.offset if isinstance(self.offset, int) else self.key_len - self.query_len
 
     def _slopes(self, rng: np.random.Generator) -> np.ndarray:
@@ -97,7 +97,7 @@ class Case:
         return np.where(np.arange(self.heads) % 2 == 0, np.inf, right) if self.right == "inf" else right
 
     def _key_bias(self, rng: np.random.Generator) -> np.ndarray:
-        """A number a key, exact in fp32: [B, H, S], [H, S] "of heads", [S] "one"."""
+        """One number per key, exact in fp32: [B, H, S], [H, S] for "of heads", [S] for "one"."""
         shape = (self.batch, self.heads, self.key_len)
         if self.key_bias == "one":
             return np.round(rng.standard_normal(self.key_len) * 64) / 64
@@ -192,7 +192,7 @@ KEY_BIASES = (
     Case("key bias, long, segments", batch=1, heads=2, query_len=290, key_len=290, key_bias="gates", segments="packed"),
     Case("key bias, long, window", batch=1, heads=2, query_len=200, key_len=260, key_bias="gates", window=150, mask="random"),
 )  # fmt: skip
-# Of the GPU kernels: so long that most tiles are seen in full, on either side, and masks and segments leave whole tiles alone.
+# For the GPU kernels: long enough for full tiles on both sides, and for tiles without masked keys or several segments.
 INSIDE = (
     Case("inside", batch=1, heads=2, query_len=450, key_len=450, slopes="random"),
     Case("inside, both sides", batch=1, heads=2, kv_heads=1, query_len=420, key_len=420, causal=False, slopes="random"),
@@ -220,7 +220,7 @@ SHORT_INSIDE = (
         window=120,
     ),
 )
-# Here every product with a distance is a million times what remains of their sum.
+# Here every product with a distance is a million times the final sum.
 ONE_FAR_KEY = (
     Case("one key far to the left", heads=2, query_len=130, key_len=1, offset=10**6, slopes="random"),
     Case("one key far to the right", heads=2, query_len=130, key_len=1, offset=-(10**6), slopes="random", causal=False),

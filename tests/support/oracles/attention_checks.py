@@ -1,4 +1,4 @@
-"""How a PyTorch backend is run on a case and held against the truth; every checker is proved to fail in test_conformance."""
+"""Runs a PyTorch backend on a case and compares it with the truth; test_conformance proves the checkers can fail."""
 
 import functools
 import math
@@ -10,7 +10,7 @@ from attention_oracle import Answer, truth
 from alibi_attn.attention.api import alibi_attention
 from alibi_attn.attention.dispatch import BACKENDS
 
-# The backends that the tests of attention run: all of dispatch's table that compute gradients on a CPU.
+# The backends that the tests of attention run: all in dispatch's table that compute gradients on a CPU.
 ON_CPU = tuple(name for name in BACKENDS if name not in ("fused", "flex"))
 WITH_KEY_BIAS = tuple(name for name in ON_CPU if name != "banded")  # and with gates, dropout and tables of distances
 
@@ -61,9 +61,9 @@ def plain_attention(
     query, key, value, slopes, *, causal, window, scale, right_slopes=None, query_offset=None, key_mask=None,
     segment_ids=None, key_bias=None, return_lse=True, kept=None,
 ):  # fmt: skip
-    """What one writes by hand in PyTorch, in the input's dtype: the yardstick of rounding, not of meaning.
+    """Handwritten PyTorch attention in the input's dtype: the reference for rounding errors, not for correctness.
 
-    With dropout `kept` [B, H, T, S] are the factors of the weights.
+    With dropout, `kept` [B, H, T, S] holds the factors of the weights.
     """
     b, h, t, d = query.shape
     s, group = key.shape[2], h // key.shape[1]
@@ -110,9 +110,9 @@ def plain(case: Case, dtype: torch.dtype, device: str = "cpu") -> Answer:
 
 @functools.cache
 def fused_error(case: Case, dtype: torch.dtype, device: str = "cpu") -> dict[str, float]:
-    """The largest errors of torch's own scaled_dot_product_attention with the bias as its mask, which is a fused kernel.
+    """The largest errors of torch's scaled_dot_product_attention, a fused kernel, with the bias as its mask.
 
-    Its exponential is good to 20 bits, and its backward recomputes exp(score − lse).
+    Its exponential is accurate to 20 bits, and its backward recomputes exp(score − lse).
     """
     drawn = case.draw()
     grad_output = torch.tensor(drawn["grad_output"], device=device)
@@ -129,17 +129,17 @@ def fused_error(case: Case, dtype: torch.dtype, device: str = "cpu") -> dict[str
 
 
 def assert_exact(case: Case, dtype: torch.dtype, got: Answer, *, tolerance: float = 0.0, device: str = "cpu") -> float:
-    """The error against float64 is at most twice that of plain PyTorch in the same dtype, plus the bounds (docs/design.md).
+    """Asserts that errors are at most twice plain PyTorch's in the same dtype, plus the bounds of docs/design.md.
 
-    Plain PyTorch is the worse of eager attention written by hand and torch's own fused function, where it has the result, on the
-    same device. Returns the largest share of what is allowed.
+    Plain PyTorch is the less accurate of handwritten eager attention and, if it has the result, torch's fused function,
+    on the same device. Returns the largest error as a share of the allowed error.
     """
     true, by_hand = truth(case), plain(case, dtype, device)
     drawn = case.draw()
     finite = {n: torch.nan_to_num(torch.tensor(drawn[n]), 0, 0, 0) for n in ("query", "key", "value", "grad_output")}
     size = {n: float(x.norm(dim=-1).max()) for n, x in finite.items()}
     scale = abs(case.scale if case.scale is not None else case.head_dim**-0.5)
-    # Section 5: what skipping may leave out of each result, for all queries of a key together.
+    # Section 5: what skipping may drop from each result, for all queries of a key together.
     lost = tolerance * max(case.query_len, 1) * (case.heads // (case.kv_heads or case.heads))
     spread = size["grad_output"] * size["value"] * 2 + float(torch.tensor(drawn["grad_lse"]).abs().max())
     bounds = {
@@ -152,7 +152,7 @@ def assert_exact(case: Case, dtype: torch.dtype, got: Answer, *, tolerance: floa
         "right_slopes": lost * spread * case.batch * (case.key_len + 300),
         "key_bias": lost * spread * case.batch * case.heads,
     }
-    # torch's fused function has no lse to compare with: recomputing exp(score − lse) in its gradient costs half a unit of |lse|.
+    # torch's fused function returns no lse: recomputing exp(score − lse) in backward costs half a unit of |lse|.
     rows = true.lse.masked_fill(true.lse.isinf(), 0.0).abs() * torch.tensor(drawn["grad_lse"]).abs()
     bounds["query"] += EPS[torch.promote_types(dtype, torch.float32)] / 2 * rows.max().item() * scale * size["key"]
     pairs = {"output": (got.output, true.output, by_hand.output), "lse": (got.lse, true.lse, by_hand.lse)}
@@ -180,11 +180,11 @@ def assert_exact(case: Case, dtype: torch.dtype, got: Answer, *, tolerance: floa
 
 
 def assert_one_far_key(case: Case, got: Answer) -> None:
-    """With one key the output does not depend on the slope, and lse falls by its distance: the gradient is −Σ dlse·|i − j|."""
+    """Asserts the slopes' gradient for one key, −Σ dlse·|i − j|: only lse depends on the slope."""
     far = (case.offset + torch.arange(case.query_len, dtype=torch.float64)).abs()
     terms = torch.tensor(case.draw()["grad_lse"]) * far
     name = "right_slopes" if case.right else "slopes"
-    # fp32: rounding of the terms, and of ds (0 on paper) times a block of distances and what rounds in taking the others out.
+    # fp32: rounding of the terms, and of ds (mathematically 0) times a block's distances relative to its offset.
     allowed = 2.0**-22 * (terms.abs().sum((0, 2)) + far.max())
     assert bool(((got.gradients[name].double() + terms.sum((0, 2))).abs() <= allowed).all())
     if case.right:

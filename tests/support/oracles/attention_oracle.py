@@ -1,6 +1,6 @@
-"""The truth: the definition of docs/maths.md as a loop over sequences, heads, queries and keys, in float64, with its gradients.
+"""The truth: docs/maths.md's definition as a loop over sequences, heads, queries and keys, in float64.
 
-It shares no line with the package: who may see whom is decided key by key in plain Python.
+It shares no code with the package: visibility is decided key by key in plain Python.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from attention_cases import Case
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """Float64: output [B, H, T, D], lse [B, H, T], and the gradients of Σ output·grad_output + Σ lse·grad_lse (finite lse)."""
+    """Float64: output [B, H, T, D], lse [B, H, T], and gradients of Σ output·grad_output + Σ (finite) lse·grad_lse."""
 
     output: torch.Tensor
     lse: torch.Tensor
@@ -28,7 +28,7 @@ def positions(case: Case, drawn: dict) -> np.ndarray:
 
 
 def visible_keys(case: Case, drawn: dict, b: int, h: int, t: int) -> list[int]:
-    """The keys that query t of head h in sequence b may look at."""
+    """The keys that query t of head h in sequence b may attend to."""
     i = int(positions(case, drawn)[b, t])
     query_segments = drawn["query_segments"]
     keys = []
@@ -85,7 +85,7 @@ def truth(case: Case) -> Answer:
                 if case.right and bool(to_right.any()):
                     slope = torch.where(to_right, of_head(leaf["right_slopes"], b, h), slope)
                 bias, most = -slope * distance, 0.0
-                if case.key_bias:  # relative to the largest, or float64 would round what plain PyTorch rounds alike
+                if case.key_bias:  # relative to the largest, or large biases would cost digits in float64 too
                     own = of_key(leaf["key_bias"], b, h, torch.tensor(keys))
                     most = own.detach().max()
                     bias = bias + (own - most)

@@ -1,4 +1,4 @@
-"""A model that copies, and knows nothing: what tasks are answered by."""
+"""A model that copies from its context and has no weights, to solve the copying tasks."""
 
 import itertools
 
@@ -8,7 +8,7 @@ SURE = 20.0  # a logit
 
 
 class Copier:
-    """Says what came after the last time that its last `cue` tokens were seen, at most `sight` tokens back; else token 0."""
+    """Predicts the token after the latest match of its last `cue` tokens, at most `sight` tokens back; else token 0."""
 
     class position:
         max_positions = None

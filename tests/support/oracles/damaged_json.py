@@ -1,4 +1,4 @@
-"""Files that are no JSON, or more than JSON, with a pattern of what every reader must say of them."""
+"""Invalid JSON files, or files with Python's extensions of JSON, with a pattern of every reader's error message."""
 
 DAMAGED = {
     "empty": (b"", "it is empty"),

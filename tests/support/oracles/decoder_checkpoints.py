@@ -1,4 +1,4 @@
-"""Small checkpoints of other people's decoders, with what the original code computed from them (tests/hf/data), as folders."""
+"""Small checkpoints of published decoders, with the outputs of the original code (tests/hf/data), as folders."""
 
 import dataclasses
 import json
@@ -17,7 +17,7 @@ NAMES = ("baichuan", "baichuan2", "jais", "btlm", "mpt-grouped", "mpt-biases", "
 
 @dataclasses.dataclass
 class Original:
-    """Weights by their original names, the config, and the original's numbers: `input_ids`, `attention_mask`, `logits`, …"""
+    """Weights by their original names, the config, and the original code's inputs and outputs (`logits`, …)."""
 
     weights: dict[str, Tensor]
     config: dict[str, object]
@@ -33,7 +33,7 @@ class Original:
 
 def original(name: str) -> Original:
     with safe_open(DATA / f"{name}.safetensors", framework="pt") as file:
-        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (it is no dict)
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (it is not a dict)
         config = json.loads(file.metadata()["config"])
     weights = {key.removeprefix("weights."): tensor for key, tensor in tensors.items() if key.startswith("weights.")}
     numbers = {key: tensor for key, tensor in tensors.items() if not key.startswith("weights.")}
@@ -41,19 +41,19 @@ def original(name: str) -> Original:
 
 
 def choices(name: str) -> dict[str, bool]:
-    """What `from_pretrained` must be told, because the vocabulary of these is no published one."""
+    """Options that `from_pretrained` needs, because these vocabulary sizes are not the published ones."""
     return {"normalized_head": name == "baichuan2"} if name.startswith("baichuan") else {}
 
 
 def loaded(
     folder: Path, name: str, *, about: dict[str, object] | None = None, **options: object
 ) -> tuple[Original, ALiBiForCausalLM]:
-    """The files and the model of one checkpoint, with other values in its config where they are given."""
+    """The files and the model of one checkpoint, with changes to its config if given."""
     files = original(name)
     files.config |= about or {}
     return files, ALiBiForCausalLM.from_pretrained(files.write(folder / name), **{**choices(name), **options})
 
 
 def seen(numbers: dict[str, Tensor], logits: Tensor) -> Tensor:
-    """[tokens, V]: those that are no padding."""
+    """[tokens, V]: the logits of tokens that are not padding."""
     return logits[numbers["attention_mask"].to(torch.bool)]

@@ -1,4 +1,4 @@
-"""The decoders of other people from their formulas, in fp64 and one head at a time, straight from their own names and configs."""
+"""Published decoders from their formulas, in fp64 and one head at a time, with their original names and configs."""
 
 import math
 
@@ -17,12 +17,12 @@ def logits(
     *,
     normalized_head: bool = False,
 ) -> Tensor:
-    """[B, T, V] of the whole text at once; rows of padding mean nothing.
+    """Logits [B, T, V] of the whole text at once; rows of padding are meaningless.
 
     Args:
-        weights, about: of the checkpoint, as `decoder_checkpoints.original` has them.
+        weights, about: of the checkpoint, as in `decoder_checkpoints.original`.
         mask: [B, T], 1 = may be seen.
-        normalized_head: Baichuan2's.
+        normalized_head: whether to normalize the head's rows, as Baichuan2 does.
     """
     w = {name: tensor.double() for name, tensor in weights.items()}
     family = {"baichuan": _baichuan, "jais": _cerebras, "btlm": _cerebras, "mpt": _mpt, "gpt_refact": _refact}
@@ -31,7 +31,7 @@ def logits(
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, scale: float, seen: Tensor) -> Tensor:
-    """Σ_j softmax_j(scale·q_i·k_j − m·(i − j))·v_j over the keys j ≤ i that are seen: [B, T, H|K, D] -> [B, T, H·D]."""
+    """Σ_j softmax_j(scale·q_i·k_j − m·(i − j))·v_j over the visible keys j ≤ i: [B, T, H|K, D] -> [B, T, H·D]."""
     length, heads = query.shape[1:3]
     at = torch.arange(length)
     distance = (at[:, None] - at).double()

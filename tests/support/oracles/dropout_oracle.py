@@ -1,10 +1,10 @@
-"""Which weights dropout keeps, by the formula of docs/maths.md in plain numbers: it shares no line with the package."""
+"""The weights that dropout keeps, by the formula of docs/maths.md in plain Python, independent of the package."""
 
 import numpy as np
 import torch
 from torch import Tensor
 
-# What Random123 publishes of Philox 2x32 with seven rounds: (key, counter, words), of bits 0, of bits 1, of digits of π.
+# Random123's vectors of Philox 2x32 with seven rounds: (key, counter, words), for 0 bits, 1 bits and digits of π.
 PUBLISHED = (
     (0, (0, 0), (0x257A3673, 0xCD26BE2A)),
     (0xFFFFFFFF, (0xFFFFFFFF, 0xFFFFFFFF), (0xAB302C4D, 0x3DC9D239)),
@@ -27,7 +27,7 @@ def keeps(seed: int, b: int, h: int, i: int, j: int, p: float) -> bool:
 
 
 def drawn_seed(torch_seed: int) -> int:
-    """What a call takes from torch's generator where that has been given this seed: one number of 62 bits."""
+    """The seed that a call draws from torch's generator after torch.manual_seed(torch_seed): a 62-bit number."""
     return int(torch.randint(2**62, (), generator=torch.Generator().manual_seed(torch_seed)))
 
 

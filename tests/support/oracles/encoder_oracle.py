@@ -1,6 +1,6 @@
-"""An encoder with ALiBi from its formulas alone, in fp64: loops over texts, layers and heads, and the originals' key names.
+"""An ALiBi encoder from its formulas, in fp64: loops over texts, layers and heads, with the original key names.
 
-Also random checkpoints of each family, as folders on disk, and a tokenizer of letters.
+Also writes random checkpoints of each family as folders on disk, and a tokenizer of letters.
 """
 
 import json
@@ -17,7 +17,7 @@ WIDTH, HEADS, INNER, LAYERS, WORDS, TYPES = 48, 6, 40, 2, 40, 2
 
 
 def slopes(num_heads: int) -> list[float]:
-    """The authors' rule, for powers of two and between them."""
+    """The authors' slopes, for powers of two and other numbers of heads."""
 
     def of_power(n: int) -> list[float]:
         return [2.0 ** (-8.0 * (h + 1) / n) for h in range(n)]
@@ -37,7 +37,7 @@ def encode(
     act: str = "gelu",
     activates: str | None = None,
 ) -> Tensor:
-    """Hidden states [B, T, E] in fp64, 0 at padding. `activates` is the half of the gate, by default the family's."""
+    """Hidden states [B, T, E] in fp64, 0 at padding. `activates` is the half that gates, by default the family's."""
     state = {name: x.double() if not x.requires_grad else x for name, x in state.items()}
     activates = activates or ("second" if layout == "jina-code" else "first")
     types = torch.zeros_like(ids) if types is None else types
@@ -59,7 +59,7 @@ def _text(state, layout, ids, mask, types, *, heads, act, activates):
         product = x @ state[f"{name}.weight"].T
         return product if bias is None else product + bias
 
-    where = mask.bool().nonzero()[:, 0]  # the visible tokens, with the indices that they have in the padded row
+    where = mask.bool().nonzero()[:, 0]  # the visible tokens' indices in the padded row
     distance = (where[:, None] - where[None, :]).abs().double()
     x = (
         state["embeddings.word_embeddings.weight"][ids[where]]
@@ -96,7 +96,7 @@ def _text(state, layout, ids, mask, types, *, heads, act, activates):
 def random_state(
     layout: str, *, prefix: str = "", seed: int = 0, head: str = "", pooler: bool = False, labels: int = 2
 ):
-    """Weights by the names of a family, all drawn, so that nothing is idle. head: "", "mlm" or "classifier"."""
+    """Random weights by a family's names; none is zero, so all have an effect. head: "", "mlm" or "classifier"."""
     generator = torch.Generator().manual_seed(seed)
     state: dict[str, Tensor] = {}
 
@@ -146,14 +146,14 @@ _NORMS = {
 
 
 def config(layout: str, **changes: object) -> dict[str, object]:
-    """What the family's config.json says."""
+    """The contents of the family's config.json."""
     said: dict[str, object] = {
         "model_type": "bert", "vocab_size": WORDS, "hidden_size": WIDTH, "num_hidden_layers": LAYERS,
         "num_attention_heads": HEADS, "intermediate_size": INNER, "type_vocab_size": TYPES, "layer_norm_eps": 1e-12,
         "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.0, "max_position_embeddings": 16, "hidden_act": "gelu",
         "pad_token_id": 0, "torch_dtype": "float32",
     }  # fmt: skip
-    if layout == "mosaic":  # which lies
+    if layout == "mosaic":  # whose config is misleading
         said |= {"position_embedding_type": "absolute", "alibi_starting_size": 16}
         said |= {"auto_map": {"AutoModel": "bert_layers.BertModel"}}
     else:
@@ -163,7 +163,7 @@ def config(layout: str, **changes: object) -> dict[str, object]:
 
 
 def write_folder(folder: Path, state: dict[str, Tensor], said: dict[str, object], *, pickled: bool = False) -> Path:
-    """A checkpoint as the families publish it."""
+    """Writes a checkpoint in the published layout."""
     folder.mkdir(parents=True, exist_ok=True)
     if pickled:
         torch.save(state, folder / "pytorch_model.bin")
@@ -179,7 +179,7 @@ SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
 def write_tokenizer(folder: Path, **said: object) -> Path:
-    """A tokenizer of words of one letter, a = 5 and so on, with [CLS] and [SEP] around a text."""
+    """Writes a tokenizer of one-letter words, a = 5 and so on, with [CLS] and [SEP] around a text."""
     vocabulary = {word: at for at, word in enumerate([*SPECIAL, *"abcdefghijklmnopqrstuvwxyz"])}
     tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -194,12 +194,12 @@ def write_tokenizer(folder: Path, **said: object) -> Path:
 
 
 def letter_ids(text: str) -> Tensor:
-    """What that tokenizer makes of a text of single letters, [1, T]."""
+    """The ids [1, T] that this tokenizer gives a text of single letters."""
     return torch.tensor([[2, *(ord(letter) - ord("a") + 5 for letter in text.split()), 3]])
 
 
 def pooled(state: dict[str, Tensor], layout: str, text: str, pooling: str = "mean") -> Tensor:
-    """The vector of a text from the formulas, in fp64."""
+    """The embedding of a text from the formulas, in fp64."""
     ids = letter_ids(text)
     states = encode(state, layout, ids, torch.ones_like(ids))[0]
     return states.mean(0) if pooling == "mean" else states[0]

@@ -1,9 +1,9 @@
-"""Attention with forget gates where their sums are large: outputs of chosen queries, and the gates' gradient, held against fp64.
+"""Attention with large sums of forget gates: compares outputs of selected queries, and the gates' gradient, with fp64.
 
-python tests/support/oracles/gates_at_length.py results            # 131,072 tokens, kept as a record; minutes on one core
+python tests/support/oracles/gates_at_length.py results            # 131,072 tokens; saves a record; minutes on one core
 
 Queries and keys are normalized noise with scores of at most U = 8, gates are sigmoid(N(logit, 1)); heads of 64. The truth is
-written out here in fp64, blocks of queries by the keys that weigh more than e^−45 of the query's own.
+computed here in fp64, for blocks of queries and the keys that weigh more than e^−45 of the query's own key.
 """
 
 import datetime
@@ -20,7 +20,7 @@ from alibi_attn.slopes import alibi_slopes
 
 LENGTH, HEADS, HEAD_DIM, BOUND = 131_072, 2, 64, 8.0
 LOGITS = (2.0, 4.0, 6.0)
-ROWS = 64  # queries at the end, and as many in the middle
+ROWS = 64  # queries at the end, and the same number in the middle
 BLOCK = 512
 LEFT_OUT = 45.0  # nats
 
@@ -37,7 +37,7 @@ def draw(length: int, logit: float, dtype: torch.dtype) -> tuple[Tensor, Tensor,
 
 
 def forward_errors(length: int, logit: float) -> dict[str, float]:
-    """How far outputs in fp32 are from fp64, the largest of the chosen queries by max‖v‖: with gates, and with fixed slopes."""
+    """Largest errors of selected fp32 outputs, relative to max‖v‖: with gates, and with fixed slopes."""
     query, key, value, _, gates = draw(length, logit, torch.float32)
     slopes = alibi_slopes(8)[[1, 5]]  # a steep head and a flat one
     i = torch.cat([torch.arange(length // 2, length // 2 + ROWS), torch.arange(length - ROWS, length)])
@@ -84,9 +84,9 @@ def gate_gradient(query: Tensor, key: Tensor, value: Tensor, grad: Tensor, gates
 
 
 def gradient_errors(length: int, logit: float, dtype: torch.dtype) -> dict[str, float]:
-    """The gates' gradient against fp64, by the truth's rms: ours, and what autograd makes of −cumsum(ln f) as a key_bias.
+    """Errors of the gates' gradient by the truth's rms: ours, and autograd's through −cumsum(ln f) as a key_bias.
 
-    On paper the second is the same, since rows of ds add up to 0; in floats what each row's rounding leaves collects.
+    Mathematically both are equal, since rows of ds sum to 0; in floating point the rows' rounding errors accumulate.
     """
     query, key, value, grad, gates = draw(length, logit, dtype)
     exact = gate_gradient(query, key, value, grad, gates)

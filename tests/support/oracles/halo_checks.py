@@ -1,4 +1,4 @@
-"""Is a halo wide enough? The softmax mass that stays behind, counted in fp64 over all pairs of rows."""
+"""Checks that a halo is wide enough: sums the softmax mass outside it in fp64, over all pairs of rows."""
 
 import math
 
@@ -10,7 +10,7 @@ from alibi_attn.distributed import Halo
 
 
 def scores(query, key, slopes, *, spec):
-    """[B, H, S, S] fp64, −inf where a query may not look."""
+    """[B, H, S, S] fp64, −inf at hidden keys."""
     q, k = query.double(), key.double().repeat_interleave(spec.group, 1)
     apart = distances(spec.query_len, spec.key_len, 0, None)
     m = torch.as_tensor(slopes, dtype=torch.float64).reshape(-1, spec.num_heads, 1, 1)
@@ -23,7 +23,7 @@ def scores(query, key, slopes, *, spec):
 
 
 def largest_share_left_out(found: Halo, score, group):
-    """Of the softmax mass of any query, what lies on rows that are neither its rank's own nor sent to it."""
+    """The largest softmax mass of any query on rows that are neither local to its rank nor sent to it."""
     share = score.softmax(-1).nan_to_num(nan=0.0)
     worst = 0.0
     for rank, (start, length) in enumerate(zip(found.offsets, found.lengths, strict=True)):

@@ -1,4 +1,4 @@
-"""How the JAX function is run on a case, and held against the same truth by the same checker as PyTorch's backends."""
+"""Runs the JAX function on a case, for comparison with the same truth by the same checker as PyTorch's backends."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ TORCH = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.
 
 @dataclasses.dataclass(frozen=True)
 class Room:
-    """A shape that many cases fit into: compiling takes longer than anything else here."""
+    """A shape that many cases fit into, because compilation dominates the time here."""
 
     batch: int
     kv_heads: int
@@ -43,7 +43,7 @@ BIASED = Room(batch=2, kv_heads=2, group=2, query_len=500, key_len=500, head_dim
 
 
 def answer(case: Case, dtype: str = "float32", **extra: object) -> Answer:
-    """Output, lse and all gradients of one call, in the case's own shapes."""
+    """Output, lse and all gradients of one call, in the case's shapes."""
     drawn = case.draw()
     wide = "float64" if dtype == "float64" else "float32"
     kwargs: dict[str, object] = {"causal": case.causal, "window": case.window, "scale": case.scale} | extra
@@ -66,17 +66,17 @@ def answer(case: Case, dtype: str = "float32", **extra: object) -> Answer:
 
 
 def embedded_answer(case: Case, room: Room, dtype: str = "float32", **extra: object) -> Answer:
-    """The same answer from a call in the shapes of `room`.
+    """The same results from a call in the shapes of `room`.
 
-    More sequences, heads, queries and columns are noise or zero and independent of the question; more keys are hidden,
-    and NaN. A window that hides nothing and segments that separate nothing stand where the case has none.
+    Additional sequences, heads, queries and columns are noise or zero and do not affect the case; additional keys are
+    hidden, and NaN. If the case has no window or segments, a window that hides nothing and a single segment are passed.
     """
     drawn = case.draw()
     wide = "float64" if dtype == "float64" else "float32"
     rng = np.random.default_rng(1)
     kv_heads = case.kv_heads or case.heads
     group = case.heads // kv_heads
-    heads = [h // group * room.group + h % group for h in range(case.heads)]  # where the case's heads stand
+    heads = [h // group * room.group + h % group for h in range(case.heads)]  # indices of the case's heads
     b, t, s, d = case.batch, case.query_len, case.key_len, case.head_dim
 
     def of_heads(x: np.ndarray, like: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Calls of context-parallel attention: sequences, cut into the shards of 1 to 4 ranks, and what one process makes of them."""
+"""Calls of context-parallel attention: sequences split into the shards of 1 to 4 ranks, and one process's results."""
 
 import dataclasses
 import math
@@ -35,7 +35,7 @@ class Case:
         return sum(self.lengths)
 
     def drawn(self) -> dict[str, torch.Tensor]:
-        """All tensors of the whole sequence; the gradients that come back to output and lse too."""
+        """All tensors of the whole sequence, including the incoming gradients of output and lse."""
         generator = torch.Generator().manual_seed(7)
         heads, n, b = 4, self.total, self.batch
 
@@ -52,7 +52,7 @@ class Case:
             seen[0, n - n // 3 :] = False
             seen[1, n // 4 : n // 3] = False
             found["key_mask"] = seen
-            found["key"][0, :, -1] = math.nan  # nobody uses what may not be seen
+            found["key"][0, :, -1] = math.nan  # hidden entries are never used
             found["value"][1, :, n // 4] = math.inf
         if self.segments:
             found["segment_ids"] = torch.stack([torch.arange(n) // 70, torch.arange(n) // 111])
@@ -116,7 +116,7 @@ OUTPUTS = ("output", "lse")
 
 
 def shard(case: Case, rank: int, drawn: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The rows of one rank; slopes and gradients of slopes are everybody's."""
+    """The rows of one rank; slopes and their gradients are shared by all ranks."""
     start = sum(case.lengths[:rank])
     stop = start + case.lengths[rank]
     rows = {"query": 2, "key": 2, "value": 2, "grad": 2}
@@ -127,7 +127,7 @@ def shard(case: Case, rank: int, drawn: dict[str, torch.Tensor]) -> dict[str, to
 
 
 def answer(attention, gated, tensors: dict[str, torch.Tensor], seed=0, **options) -> dict[str, torch.Tensor]:
-    """Output, lse and the gradients of all tensors that have some. `seed` is that of torch's generator."""
+    """Output, lse and the gradients of all tensors that have one. `seed` seeds torch's generator."""
     torch.manual_seed(seed)
     given = {name: x.clone() for name, x in tensors.items() if name not in ("grad", "grad_lse")}
     leaves = {name: x.requires_grad_() for name, x in given.items() if x.is_floating_point()}
@@ -144,14 +144,14 @@ def answer(attention, gated, tensors: dict[str, torch.Tensor], seed=0, **options
 
 
 def truth(case: Case) -> dict[str, torch.Tensor]:
-    """What one process computes in fp64, with nothing skipped."""
+    """The results of one process in fp64, with nothing skipped."""
     drawn = {name: x.double() if x.is_floating_point() else x for name, x in case.drawn().items()}
     options = {name: x for name, x in case.options.items() if name != "score_bound"} | {"tolerance": 0.0}
     return answer(alibi_attention, forgetting_attention, drawn, backend="dense", **options)
 
 
 def joined(case: Case, parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The whole from what every rank found: rows side by side, gradients of slopes added up."""
+    """Joins the ranks' results: concatenates rows and sums gradients of slopes."""
     found = {}
     for name in parts[0]:
         of_ranks = [part[name].double() for part in parts]

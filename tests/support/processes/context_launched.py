@@ -1,4 +1,4 @@
-"""Context parallelism under torchrun, as a program for three ranks: FOLDER and who forms the group, torch or accelerate.
+"""Context parallelism under torchrun, for three ranks: FOLDER, and torch or accelerate to create the group.
 
 Shards of 41, 0 and 7 rows give the rows of one process. Then rank 2 stops answering, and later rank 1 exits: the errors that
 rank 0 gets are written to FOLDER/errors.txt.

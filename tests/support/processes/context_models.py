@@ -1,4 +1,4 @@
-"""Models whose attention may go over several ranks, each with an input that is cut into three shards."""
+"""Models whose attention can run over several ranks, each with an input that is split into three shards."""
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ def bloom() -> tuple[nn.Module, Tensor]:
 
 
 class Encoder(nn.Module):
-    """Of a batch whose second text is shorter."""
+    """An encoder with a batch whose second text is shorter."""
 
     def __init__(self) -> None:
         super().__init__()

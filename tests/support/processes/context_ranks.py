@@ -1,6 +1,6 @@
-"""What four gloo processes do together: context_ranks.py FOLDER. Every rank leaves rankN.pt there with what it found.
+"""Runs four gloo processes: context_ranks.py FOLDER. Every rank writes its results to FOLDER/rankN.pt.
 
-Each case runs in a group of as many ranks as it has shards. torch is loaded once, and the processes are forks.
+Each case runs in a group with one rank per shard. torch is loaded once, and the processes are forks.
 """
 
 import multiprocessing
@@ -33,13 +33,13 @@ def of_rank(case: Case, rank: int, group, drawn=None) -> tuple[dict, Traffic]:
         del tensors["key_mask"]  # ranks without padding may leave it out
     traffic = Traffic()
     options = {"group": group, "timeout": 60.0, "traffic": traffic, **case.options}
-    # Only the first rank's generator decides what is dropped.
+    # Only the first rank's generator determines the dropout mask.
     attend = context_parallel_attention, context_parallel_forgetting_attention
     return answer(*attend, tensors, seed=rank, **options), traffic
 
 
 def with_garbage(rank: int, group) -> bool:
-    """Whether the last rank finds the same bits when all rows that it does not receive hold something else of their norm."""
+    """Whether the last rank's result has the same bits if rows it does not receive change, at equal norms."""
     drawn = GARBAGE.drawn()
     before, _ = of_rank(GARBAGE, rank, group, drawn)
     sent = plan_halo(drawn["query"], drawn["key"], drawn["value"], drawn["slopes"], lengths=GARBAGE.lengths)
@@ -58,7 +58,7 @@ def with_garbage(rank: int, group) -> bool:
 
 
 def of_models(rank: int, group) -> dict[str, dict]:
-    """Outputs of a shard, and gradients of all parameters, of models over three ranks; and that undoing gives them back."""
+    """Outputs of a shard, and gradients of all parameters, for models over three ranks; also checks undoing it."""
     found = {}
     for name, build in MODELS.items():
         model, whole = build()
@@ -73,7 +73,7 @@ def of_models(rank: int, group) -> dict[str, dict]:
 
 
 def disagreements(rank: int, group) -> dict[str, str]:
-    """What this rank is told where rank 1 of 3 was called differently."""
+    """The errors that this rank gets when rank 1 of 3 makes a different call."""
     q = k = v = torch.zeros(1, 4, 10, 8)
     first = dict.fromkeys(("query", "key", "value"), q)
     changes = {
@@ -109,7 +109,7 @@ def disagreements(rank: int, group) -> dict[str, str]:
 
 
 def left_alone(rank: int, group) -> str:
-    """What a rank is told when another one does not come."""
+    """The error that a rank gets when another one does not take part."""
     if rank:
         return ""
     q = torch.zeros(1, 4, 10, 8)

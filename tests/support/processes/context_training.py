@@ -1,4 +1,4 @@
-"""A training whose sequences two processes share: whole, then with one of them killed, then resumed.
+"""Trains on sequences shared by two processes: uninterrupted, then with one of them killed, then resumed.
 
 Run as a program: context_training.py FOLDER CONFIG.json; it prints JSON. Processes are forks of one that has loaded torch.
 """
@@ -27,12 +27,12 @@ DIES_AFTER = 5
 
 
 def curves(progress: Progress) -> list[list[float]]:
-    """Losses of the training, and of the validation during it."""
+    """Losses of training and validation."""
     return [progress.curve["loss_nats"], progress.validation["nats"]]
 
 
 def together(config: RunConfig, folder: Path, *, killed: bool = False) -> tuple[list[int], float]:
-    """The exit codes of two processes that train together, and how many seconds that took."""
+    """Returns the exit codes of two processes that train together, and the seconds that they took."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -80,7 +80,7 @@ def main() -> None:
     told["step"] = int(newest(folder / "cut").name.removeprefix("step-"))
     told["resumed"], _ = together(config, folder / "cut")
     told["cut"] = curves(load_progress(newest(folder / "cut"), config))
-    # Last, because forks would inherit that this process is alone.
+    # Last, because forks would inherit this process's single-process state.
     for name, shared in configs.items():
         alone = dataclasses.replace(shared, train=dataclasses.replace(shared.train, context_parallel=1))
         told[f"{name} alone"] = curves(train(alone, load_corpus(config.data), folder / f"{name}-alone"))

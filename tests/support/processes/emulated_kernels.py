@@ -1,4 +1,4 @@
-"""The C++ kernels on other systems: compiled by zig, run by qemu or Wine, called like the library of this process.
+"""Runs the C++ kernels of other systems: compiled by zig, run by qemu or Wine, called like this process's library.
 
 `Emulated` has the functions of the loaded library. It sends the arguments of each call to `kernels_driver.cpp` and writes the
 results into the tensors, so that every test of the kernels can run through it. Needs `ziglang` (PyPI) and
@@ -27,7 +27,7 @@ GREETING = "64s5q"
 
 
 class Target(NamedTuple):
-    """A system: zig's name for it, further flags, the program that runs its programs, and what the kernels must report."""
+    """A system: zig's name for it, further flags, the program that runs it, and what the kernels must report."""
 
     name: str
     zig: str
@@ -40,7 +40,7 @@ TARGETS = (
     Target("aarch64-linux", "aarch64-linux-musl", (), "qemu-aarch64-static", "NEON"),
     Target("x86_64-windows", "x86_64-windows-gnu", ("-march=x86_64_v3",), "wine", "AVX2"),
 )
-# By the names of `build.Call`: shape and bytes of a number, 0 for those of the call's work.
+# By the names of `build.Call`: shape and bytes per number, 0 for the size of the call's working dtype.
 ARRAYS = {
     "slopes": ("BH", 0), "right_slopes": ("BH", 0), "first": ("B", 8), "key_mask": ("BS", 1), "query_segments": ("BT", 4),
     "key_segments": ("BS", 4), "key_bias": ("BHS", 8), "lse": ("BHT", 8), "grad_lse": ("BHT", 0),
@@ -54,14 +54,14 @@ RESULTS = {
 
 
 def why_not(target: Target) -> str | None:
-    """Why this machine cannot compile for the system or run it."""
+    """Returns why this machine cannot compile for the system or run it, or None."""
     if importlib.util.find_spec("ziglang") is None:
         return "ziglang is not installed (pip install ziglang)"
     return None if shutil.which(target.runs) else f"{target.runs} is not installed"
 
 
 def compiled(target: Target, folder: Path) -> Path:
-    """The driver and the kernels as one program."""
+    """Compiles the driver and the kernels into one program."""
     program = folder / f"kernels-{target.name}.exe"
     sources = [str(DRIVER), *(str(build.FOLDER / source) for source in build.SOURCES)]
     zig = [sys.executable, "-m", "ziglang", "c++", "-target", target.zig, *target.flags]
@@ -119,7 +119,7 @@ class Emulated:
 
 
 def arrays_of(call: ctypes.Structure, work: int, stored: int):
-    """(field, address, bytes) of every array of a call; its numbers have `work` bytes, `stored` in queries, keys and values."""
+    """(field, address, bytes) of every array; numbers have `work` bytes, in queries, keys and values `stored`."""
     for name, kind in call._fields_:
         value = getattr(call, name)
         if kind is build.Rows:

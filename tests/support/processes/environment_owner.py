@@ -1,4 +1,4 @@
-"""Does this environment have the package of another checkout? Then `make test` and the like must not replace it.
+"""Checks whether this environment has another checkout's package, which `make test` must not replace.
 
     BIN/python tests/support/processes/environment_owner.py VENV CHECKOUT
 
@@ -13,7 +13,7 @@ from urllib.parse import unquote, urlsplit
 
 
 def installed_from() -> str | None:
-    """The folder, wheel or index that the installed package is from; None if there is none."""
+    """The folder, wheel or index that the package was installed from; None if there is none."""
     try:
         source = distribution("alibi-attn").read_text("direct_url.json")
     except PackageNotFoundError:

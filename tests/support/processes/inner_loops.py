@@ -32,7 +32,7 @@ ITERATIONS = 200
 
 
 def innermost_loops(assembly: str) -> dict[str, list[str]]:
-    """Of every function, the instructions of the loop without labels inside that has the most multiply-adds."""
+    """For each function, the instructions of the innermost loop that has the most multiply-adds."""
     lines = [re.sub(r"\s*(//|# ).*", "", line) for line in assembly.splitlines()]
     lines = [line for line in lines if line and not line.startswith("\t.")]
     labels: dict[str, int] = {}
@@ -51,7 +51,7 @@ def innermost_loops(assembly: str) -> dict[str, list[str]]:
 
 
 def cycles(body: list[str], triple: str, processor: str) -> float:
-    """Per iteration, in a steady state."""
+    """Cycles per iteration in a steady state."""
     command = ["llvm-mca-19", f"-mtriple={triple}", f"-mcpu={processor}", f"-iterations={ITERATIONS}"]
     done = subprocess.run(command, input="\n".join(body), capture_output=True, text=True, check=True)
     return int(re.search(r"Total Cycles:\s+(\d+)", done.stdout)[1]) / ITERATIONS

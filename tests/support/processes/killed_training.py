@@ -1,6 +1,7 @@
-"""A training that is killed with -9 again and again, each time by another process's death, until one comes to its end.
+"""Kills a training with SIGKILL repeatedly, each time at another point, until it completes.
 
-Run as a program: killed_training.py FOLDER CONFIG.json. Processes are forked once torch is loaded, so that a death is cheap.
+Run as a program: killed_training.py FOLDER CONFIG.json. Processes are forked after torch is loaded, so that restarts
+are cheap.
 """
 
 import json
@@ -20,7 +21,7 @@ from alibi_attn.lab.training import checkpoint, state
 from alibi_attn.lab.training.checkpoint import load_checkpoint, newest
 from alibi_attn.lab.training.train import train
 
-# Where a checkpoint is being written, a death just before and just after each of these; the number is of the call.
+# While a checkpoint is written, the process dies just before or just after the given call of each function.
 POINTS = [
     (module, name, call, after)
     for module, name, call in (
@@ -30,7 +31,7 @@ POINTS = [
         (sealed_folder, "_flush", 1),  # the new folder, under its temporary name
         (sealed_folder, "_flush", 7),  # the run's folder, after the new one was renamed
         (os, "replace", 2),
-        (checkpoint.shutil, "rmtree", 4),  # an older step, after the new one is there
+        (checkpoint.shutil, "rmtree", 4),  # an older step, after the new one is complete
         (state.torch, "save", 3),
     )
     for after in (False, True)
@@ -47,7 +48,7 @@ def main() -> None:
         found = newest(folder / "cut")
         steps.append(0 if found is None else int(found.name.removeprefix("step-")))
         if found is not None:
-            load_checkpoint(found)  # whole, whenever the death came
+            load_checkpoint(found)  # complete, no matter when the process died
 
     for point in POINTS:
         ends.append(end_of(lambda point=point: train(config, corpus, folder / "cut"), dies_at=point))
@@ -61,7 +62,7 @@ def main() -> None:
 
 
 def end_of(run, *, dies_at=None, seconds: float | None = None) -> int:
-    """Run in a process of its own, which perhaps dies; its exit code, negative for a signal."""
+    """Runs in a child process, which may be killed, and returns its exit code, negative for a signal."""
     process = os.fork()
     if process == 0:
         code = 1

@@ -1,4 +1,4 @@
-"""Kills a process at random moments, again and again, without starting Python anew each time."""
+"""Kills a process at random moments, repeatedly, without starting Python each time."""
 
 import os
 import random
@@ -36,8 +36,8 @@ def killed_at_random(work: str, path: Path, *, kills: int, longest: float) -> It
 
     Args:
         work: source that defines `work()`; it may use `path`, `torch`, `Path` and `KVCache`.
-        kills: how often.
-        longest: seconds that a child runs at most.
+        kills: number of kills.
+        longest: the most seconds that a child runs.
     """
     moments = random.Random(kills)
     command = [sys.executable, "-c", _SERVER.format(work=textwrap.dedent(work)), str(path)]
@@ -50,7 +50,7 @@ def killed_at_random(work: str, path: Path, *, kills: int, longest: float) -> It
             server.stdin.flush()
             child = int(server.stdout.readline())
             time.sleep(moments.uniform(0.0, longest))
-            os.kill(child, signal.SIGKILL)  # its number is not used again before the server waits for it
+            os.kill(child, signal.SIGKILL)  # its pid is not reused before the server waits for it
             server.stdin.write("wait\n")
             server.stdin.flush()
             assert server.stdout.readline() == "ended\n"

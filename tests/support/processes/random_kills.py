@@ -1,8 +1,8 @@
-"""`alibi run` and `alibi embed`, killed with -9 at random moments; a program: random_kills.py WHAT FOLDER KILLS.
+"""Kills `alibi run` and `alibi embed` with SIGKILL at random moments: random_kills.py WHAT FOLDER KILLS.
 
-Each process is forked once everything is loaded, so that a moment is one of the work and not of importing. WHAT is
-`run` or `embed`, which are killed once and then left to end, or `resumed`, a run whose every part is killed until one ends.
-Prints JSON: the kills, how many runs ended, and what differs from the undisturbed run.
+Each process is forked after all imports, so that kills hit the work itself. WHAT is `run` or `embed`, which are killed
+once and then complete, or `resumed`, a run that is killed repeatedly until one attempt completes. Prints JSON: the
+number of kills and of completed runs, and differences from the uninterrupted run.
 """
 
 import contextlib
@@ -94,7 +94,7 @@ def embed(folder: Path) -> Callable[[Path], list[str]]:
 
 
 def recorded(folder: Path) -> dict:
-    """Everything that a run leaves but times, locks and the temporary files of dead processes: records, weights and tokens."""
+    """Everything that a run writes except times, locks and dead processes' temporary files."""
     found: dict = {}
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
@@ -130,7 +130,7 @@ def command(arguments: list[str]) -> None:
 
 
 def end_of(work: Callable[[], None], *, seconds: float | None = None) -> int:
-    """Work in a process of its own, which is killed after so many seconds; its exit code, negative for a signal."""
+    """Runs work in a child process, kills it after `seconds`, and returns its exit code, negative for a signal."""
     process = os.fork()
     if process == 0:
         code = 1

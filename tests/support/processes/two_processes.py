@@ -1,6 +1,6 @@
-"""What two processes do together, started by torchrun: two_processes.py FOLDER CONFIG.json. The first one prints JSON.
+"""Two processes started by torchrun: two_processes.py FOLDER CONFIG.json. The first one prints JSON.
 
-DDP trains through a whole experiment; FSDP trains uncut, then cut by a signal that only one process hears, and resumed.
+DDP runs a whole experiment; FSDP trains uninterrupted, then interrupted by a signal to one process only, and resumed.
 """
 
 import dataclasses
