@@ -48,6 +48,13 @@ def test_train(run):
     assert max(losses) - min(losses) < 0.3
 
 
+def test_hf_trainer(run):
+    losses = numbers(r"at once: ([\d.]+) nats", run("hf_trainer", "--steps", 12))
+    assert len(losses) == 2
+    assert max(losses) < 4.5  # of ln 256 = 5.5 without training
+    assert abs(losses[1] - losses[0]) < 0.3
+
+
 def test_fine_tune_to_long(run):
     printed = run("fine_tune_to_long", "--steps", 3)
     trained, short, long, short_after, long_after = numbers(r"([\d.]+) at \d+", printed)

@@ -106,8 +106,8 @@ class ALiBiCache(Cache):
         tokens = self.tokens()
         if about is None or tokens is None:
             raise ValueError(
-                "only a cache whose model and token ids are known can be saved: one that a patched model or one of ours filled "
-                "from input_ids, and that was not copied or reordered since"
+                "only a cache whose model and token ids are known can be saved: one that a patched model or an "
+                "ALiBiForCausalLM filled from input_ids, and that was not copied or reordered since"
             )
         folder = cache_folder.create(target, about)
         TokenIds(cache_folder.token_path(folder)).write(0, tokens)

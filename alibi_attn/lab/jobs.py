@@ -26,7 +26,7 @@ from alibi_attn.lab.run import run_once
 from alibi_attn.lab.training.interruption import deferred_interruption
 
 SECONDS_BETWEEN_LOOKS = 0.2  # how often to check for a signal
-DIED = "a training's process died, most likely for lack of memory; pass fewer jobs, and the same command goes on"
+DIED = "a training's process died, most likely because memory ran out; pass fewer jobs, and the same command goes on"
 _Work: TypeAlias = "concurrent.futures.Future[None]"
 
 

@@ -184,7 +184,7 @@ def make_tokenizer(name: str, chunks: Callable[[], Iterator[bytes]], num_bytes: 
     size = int(name.removeprefix("bpe:"))
     if size < 256:
         raise CorpusError(
-            f"data.tokenizer is {name!r} but byte-level BPE begins with 256 tokens, one a byte; pass bpe:256 or more"
+            f"data.tokenizer is {name!r} but byte-level BPE begins with 256 tokens, one per byte; pass bpe:256 or more"
         )
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -219,7 +219,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
         return _read(parse(path.read_bytes()), path)
     except OSError as error:
         raise CorpusError(
-            f"{path} cannot be read ({error.strerror}); it lies beside the tokens and beside every checkpoint"
+            f"{path} cannot be read ({error.strerror}); it is stored next to the tokens and in every checkpoint"
         ) from None
     except (ValueError, KeyError, TypeError) as error:
         if isinstance(error, CorpusError):

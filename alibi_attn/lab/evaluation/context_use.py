@@ -77,7 +77,7 @@ def symbols(
     """
     if len(alphabet) and int(alphabet[-1]) >= SYMBOLS:
         raise TaskError(
-            f"{task} has {SYMBOLS} tokens of its own; test it on data.corpus=task:{task}, or leave it out of eval.tasks"
+            f"{task} has its own {SYMBOLS} tokens; test it on data.corpus=task:{task}, or leave it out of eval.tasks"
         )
     by_part: list[tuple[float | None, ...]] = []
 

@@ -124,7 +124,7 @@ def test_chance_is_what_a_guess_gets():
 
 
 def test_the_tasks_stand_for_no_other_text(tiny_model):
-    with pytest.raises(TaskError, match=r"mqar has 64 tokens of its own; test it on data\.corpus=task:mqar"):
+    with pytest.raises(TaskError, match=r"mqar has its own 64 tokens; test it on data\.corpus=task:mqar"):
         symbols(tiny_model("alibi"), "mqar", torch.arange(65), EvalConfig(lengths=(40,)))
 
 

@@ -140,7 +140,9 @@ def _found(level: Level | None, compiler: str | None, cache: str | None, home: s
     """The library, or why it cannot be loaded; determined once per process and environment."""
     try:
         if level is not None and level.lacks:
-            raise BuildError(f"{level.words} kernels cannot run here: this processor lacks {', '.join(level.lacks)}")
+            raise BuildError(
+                f"{level.words} kernels cannot run here: this processor does not have {', '.join(level.lacks)}"
+            )
         for candidate in LEVELS if level is None else (level,):
             if shipped(candidate).exists() and _runs_here(candidate):
                 return _load(shipped(candidate))
