@@ -14,7 +14,7 @@ from alibi_attn import records
 
 ROOT = Path(__file__).parents[3]
 SMALL = {"norms", "outliers", "reach", "plan", "shared_plan", "asked", "merge", "labels", "runs", "full", "allowed"}
-# Of the loop over tiles that are seen in full, a score: half of what masks and a bias formed for each score take.
+# Instructions per score in the loop over full tiles: half as many as with masks and a bias per score.
 MOST_INSTRUCTIONS = {
     "forward/D=64": 13, "forward/D=128": 15, "query/D=64": 15, "query/D=128": 17, "key/D=64": 18, "key/D=128": 30,
     "decode/D=64": 80, "decode/D=128": 120,
