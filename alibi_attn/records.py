@@ -52,7 +52,7 @@ class RecordError(ValueError):
     """A record cannot be read, or has another schema."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Record:
     """One result.
 
@@ -78,6 +78,11 @@ class Record:
     started: str = ""
     seconds: float = 0.0
     schema: int = SCHEMA
+
+    def __repr__(self) -> str:
+        return (
+            f"Record({self.kind} {self.name}, metrics={list(self.metrics)}, curves={list(self.curves)}, {self.started})"
+        )
 
     def __post_init__(self) -> None:
         """Raises RecordError if a field has the wrong type, so that figures and tables need no checks."""
@@ -266,14 +271,14 @@ def replace_file(path: Path, content: bytes) -> Path:
     return path
 
 
-def load(path: Path) -> Record:
+def load(path: str | Path) -> Record:
     """Read one record.
 
     Raises:
         RecordError: not JSON, not a record, another schema, or numbers out of range.
     """
     try:
-        data = parse(path.read_bytes())
+        data = parse(Path(path).read_bytes())
     except JsonError as error:
         raise RecordError(f"{path} is not JSON ({error}); a record is written by alibi run or alibi bench") from None
     if not isinstance(data, dict) or "schema" not in data:

@@ -33,6 +33,15 @@ def test_a_loaded_model_equals_the_saved_one(record: Record, tmp_path: Path) -> 
     assert path.name.startswith("training-quick-alibi-128-seed-0-")
 
 
+def test_a_record_is_short_when_printed_and_loads_from_a_name(record: Record, tmp_path: Path) -> None:
+    path = records.save(record, tmp_path)
+    loaded = records.load(str(path))
+    assert loaded == record
+    assert repr(loaded) == (
+        f"Record({record.kind} {record.name}, metrics={list(record.metrics)}, curves={list(record.curves)}, {record.started})"
+    )
+
+
 def test_a_record_says_where_with_what_and_when(record: Record) -> None:
     assert record.machine["processor"]
     assert record.versions["numpy"]
