@@ -126,7 +126,7 @@ def run(
     with needs("lab"):
         from alibi_attn.lab import experiment
     if missing and experiment.processes().is_main_process:
-        print_missing(recipe, out=folder, scale=scale, overrides=overrides, seeds=chosen)
+        print_missing(recipe, out=folder, scale=scale, overrides=overrides, seeds=chosen, **own)
     try:
         paths = index.run(
             recipe, out=folder, scale=scale, overrides=overrides, seeds=chosen, shard=part, jobs=jobs, track=track,

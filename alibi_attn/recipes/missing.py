@@ -1,7 +1,7 @@
 """The runs that a recipe has not recorded yet, with an estimate of their cost: `alibi run NAME --missing`.
 
 The estimate divides the model's FLOPs by a fixed share of the matrix rate of one core, which is measured immediately
-before. It is for one core, regardless of the number of threads. On a busy machine the estimate is too low.
+before. It is for one core, regardless of the number of threads. On a busy machine the estimate is too high.
 """
 
 import dataclasses
@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from alibi_attn.lab.config import DataConfig, RunConfig, Scale
-from alibi_attn.lab.config_io import override
 from alibi_attn.lab.data.corpus import Corpus, load_corpus
+from alibi_attn.lab.experiment import configs_of
 from alibi_attn.lab.run import recorded, run_title
 from alibi_attn.measure.timing import elapsed_ms, matrix_product, matrix_rate_gflops
 from alibi_attn.measure.utilization import attention_flops, linear_flops, multiplying_parameters
@@ -33,7 +33,8 @@ class Missing:
 
 
 def missing(
-    name: str, *, out: Path, scale: Scale = "small", overrides: Mapping[str, str] | None = None, seeds: Sequence[int] = ()
+    name: str, *, out: Path, scale: Scale = "small", overrides: Mapping[str, str] | None = None, seeds: Sequence[int] = (),
+    methods: Sequence[str] = (),
 ) -> list[Missing]:  # fmt: skip
     """The runs of a recipe that are not recorded in `out`, in the order in which they run. Reads the texts; trains nothing.
 
@@ -44,7 +45,7 @@ def missing(
     counted: set[object] = set()  # a training that several runs share counts once
     rate, found = 1e9 * UTILIZATION * _core_gflops(), []
     parts: tuple[str, ...]
-    for study, config in _runs(name, scale, overrides or {}, seeds):
+    for study, config in _runs(name, scale, overrides or {}, seeds, methods):
         if study == "speed":
             parts = () if measure_speed.recorded(config, out / "records", scale=scale) else ("speed",)
         else:
@@ -79,17 +80,16 @@ def evaluation_flops(config: RunConfig) -> float:
     return total
 
 
-def _runs(name: str, scale: Scale, overrides: Mapping[str, str], seeds: Sequence[int]) -> list[tuple[str, RunConfig]]:
+def _runs(
+    name: str, scale: Scale, overrides: Mapping[str, str], seeds: Sequence[int], methods: Sequence[str]
+) -> list[tuple[str, RunConfig]]:
     """(study, run) of everything that a recipe runs."""
     items = index.items_of(name)
     if items:
         asked = (ask(item, scale, overrides, seeds) for item in items)
         return list(dict.fromkeys((one.item.recipe.study, run) for one in asked for run in one.runs))
     recipe = index.RECIPES[name]
-    runs = [override(run, overrides) for run in recipe.runs(scale)]
-    if seeds:
-        runs = [override(run, {"train.seed": str(seed)}) for seed in seeds for run in runs]
-    return [(recipe.study or recipe.name, run) for run in dict.fromkeys(runs)]
+    return [(recipe.study or recipe.name, run) for run in configs_of(recipe, scale, overrides, seeds, methods)]
 
 
 def _core_gflops() -> float:

@@ -30,7 +30,7 @@ quiet = pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
 
 
 class Watched(TorchDispatchMode):
-    """Lets every operator through, and records the names of ours."""
+    """Lets every operator through, and records the names of our operators."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -36,6 +36,9 @@ def test_everything_is_missing_at_first_and_nothing_at_the_end(tmp_path: Path) -
     assert {one.parts for one in first} == {("training", "evaluation")}
     assert all(one.core_minutes > 0 for one in first)
     assert len(missing("quick", out=tmp_path, scale="smoke", seeds=(0, 1))) == 8
+    assert [one.title for one in missing("quick", out=tmp_path, scale="smoke", methods=("kerple",))] == [
+        "quick/kerple-16/seed-0"
+    ]
     paths = run(RECIPES["quick"], out=tmp_path, scale="smoke")
     assert missing("quick", out=tmp_path, scale="smoke") == []
     next(path for path in paths if path.name.startswith("evaluation-quick-t5")).unlink()

@@ -17,7 +17,7 @@ from alibi_attn.report.tables import paper as paper_tables
 
 
 def answer(item: str, *, factor: int = 8, growth: float = 1.0, **columns: object) -> Record:
-    """A made-up result of ours: the paper's lengths divided by `factor`, its perplexities times `growth` over five."""
+    """A made-up result in our format: the paper's lengths divided by `factor`, its perplexities times `growth` over five."""
     published = PUBLISHED[item]
     curves = {}
     for label, series in published.series.items():
