@@ -1,0 +1,59 @@
+"""Slopes: ALiBi with nine sets of slopes, trained at 64 tokens and tested up to 1,024.
+
+Paper: section 3, which tells of a search over about ten sets and of trained slopes, without numbers. Every training has the same
+model, steps and order, with three seeds.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+from alibi_attn.lab.config import EvalConfig, Method, ModelConfig, Recipe, RunConfig, Scale, TrainConfig
+from alibi_attn.recipes.scales import LARGE, MEDIUM, TINY, trained_at, with_model
+
+SETS = ("Flattest4", "Flattest16", "Flattest4096", "Flattest65536", "AboveOne", "Uniform", "Exponential")
+METHODS: tuple[Method, ...] = (
+    "alibi", "alibi-learned", *(f"alibi_attn.lab.systems.slope_range:{name}" for name in SETS),
+)  # fmt: skip
+SEEDS = (0, 1, 2)
+_RUNS: Mapping[Scale, RunConfig] = {
+    "smoke": RunConfig(
+        model=TINY,
+        train=TrainConfig(length=16, steps=2, batch_tokens=64, warmup_steps=1, log_every=1, checkpoint_every=2),
+        eval=EvalConfig(lengths=(16, 32), tokens=32, batch_tokens=2048),
+    ),
+    "small": RunConfig(
+        model=ModelConfig(num_layers=2, num_heads=8, embed_dim=64, ffn_dim=168),
+        train=TrainConfig(
+            length=64, steps=600, batch_tokens=4096, learning_rate=5e-3, warmup_steps=60, checkpoint_every=200
+        ),
+        eval=EvalConfig(lengths=(64, 128, 256, 512, 1024), tokens=32_768),
+    ),
+    "medium": trained_at(MEDIUM, 128, EvalConfig(lengths=(128, 256, 512, 1024, 2048), tokens=65_536)),
+    "paper": trained_at(
+        LARGE, 512, EvalConfig(lengths=(512, 1024, 2048, 4096, 8192), tokens=262_144, batch_tokens=65_536)
+    ),
+}
+
+
+def runs(scale: Scale) -> tuple[RunConfig, ...]:
+    """Every set of slopes with every seed; `smoke` has one seed."""
+    run = _RUNS[scale]
+    return tuple(
+        dataclasses.replace(with_model(run, method=method), train=dataclasses.replace(run.train, seed=seed))
+        for seed in (SEEDS[:1] if scale == "smoke" else SEEDS)
+        for method in METHODS
+    )
+
+
+RECIPE = Recipe(
+    name="slopes",
+    question="Which set of slopes predicts best beyond the trained length, and does training them help?",
+    paper="section 3",
+    command="alibi run slopes",
+    cost="small: 27 trainings, about a minute of one core each, tests included; smoke: seconds; medium and paper: not run",
+    expected=(
+        "the published set is among the best and neighboring ranges are close to it; steep sets lose context; sets that are "
+        "much flatter rise beyond the trained length; trained slopes extrapolate no better than fixed ones"
+    ),
+    runs=runs,
+)
