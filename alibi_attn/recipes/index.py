@@ -10,7 +10,7 @@ from typing import Any
 
 from alibi_attn.lab.config import Recipe, Scale
 from alibi_attn.lab.config_io import override
-from alibi_attn.recipes import curriculum, method_comparison, methods, quick, recall, slope_search, streams
+from alibi_attn.recipes import curriculum, method_comparison, methods, quick, recall, slope_search, streams, systems
 from alibi_attn.recipes.paper.cells import Item, ask
 from alibi_attn.recipes.paper.items import ITEMS, PAPER
 
@@ -22,6 +22,7 @@ RECIPES: dict[str, Recipe] = {
     "referee": method_comparison.RECIPE,
     "streams": streams.RECIPE,
     "slopes": slope_search.RECIPE,
+    "systems": systems.RECIPE,
     "paper": PAPER,
     **{name: item.recipe for name, item in ITEMS.items()},
 }

@@ -35,7 +35,7 @@ class Landmark(PositionMethod):
 
     relative = False  # blocks count from the start of a row
     retrieved = 4  # blocks per query and head in tests
-    look = Look("landmarks", "#6b5b95", "#b9a8e6", "p")
+    look = Look("landmarks", "#3f5f8f", "#a3bfe6", "p")
 
     def __init__(self, config: ModelConfig, trained_length: int) -> None:
         super().__init__(config, trained_length)

@@ -1,0 +1,51 @@
+"""The recipe of attention systems: every system is trained from its file, recorded with its look, and drawn."""
+
+import dataclasses
+from pathlib import Path
+
+import alibi_attn
+from alibi_attn import records
+from alibi_attn.lab.experiment import run
+from alibi_attn.lab.model.imported_method import imported_method
+from alibi_attn.position_methods import METHODS
+from alibi_attn.recipes.systems import BUILT_IN, RECIPE, SYSTEMS
+from alibi_attn.report.page import report_html
+
+PACKAGE = Path(alibi_attn.__file__).parent
+
+
+def test_every_system_is_trained_tested_and_drawn(tmp_path):
+    text = tmp_path / "verses.txt"
+    text.write_text("".join(f"{number} bottles of beer on the wall.\n" for number in range(200)), encoding="utf-8")
+    paths = run(RECIPE, out=tmp_path / "out", scale="smoke", overrides={"data.text": str(text)})
+    evaluations = [record for path in paths if (record := records.load(path)).kind == "evaluation"]
+    assert [record.config["model"]["method"] for record in evaluations] == [*BUILT_IN, *SYSTEMS]
+    same = {str({key: record.config[key] for key in ("data", "train", "eval", "corpus")}) for record in evaluations}
+    assert len(same) == 1
+    for record in evaluations:
+        assert all(3 < nats < 7 for nats in record.curves["by_length"]["sliding_nats"])
+        assert ("memory" in record.curves) is record.name.startswith("systems/TransformerXL")
+    page = report_html(evaluations)
+    for method in SYSTEMS:
+        look = imported_method(method).look
+        assert look is not None
+        assert look.label in page
+        assert f"stroke: {look.light}" in page
+
+
+def test_every_system_is_one_file_that_imports_no_other_part_of_the_lab():
+    allowed = ("alibi_attn.lab.config ", "alibi_attn.lab.model.position_method ", "alibi_attn.lab.systems.")
+    for method in SYSTEMS:
+        path = PACKAGE.parent / f"{method.partition(':')[0].replace('.', '/')}.py"
+        lines = path.read_text(encoding="utf-8").splitlines()
+        assert len(lines) <= 200, path
+        imports = [line.partition(" ")[2] for line in lines if line.startswith("from alibi_attn.lab")]
+        assert imports, path
+        assert all(name.startswith(allowed) for name in imports), path
+
+
+def test_looks_differ_and_colors_are_not_those_of_built_in_methods():
+    looks = [imported_method(method).look for method in SYSTEMS]
+    for field in dataclasses.fields(looks[0]):
+        assert len({getattr(look, field.name) for look in looks}) == len(looks), field.name
+    assert not {look.light for look in looks} & {look.light for look in METHODS.values()}
