@@ -1,12 +1,16 @@
 """`alibi bench long-texts`: one long text read into a cache in files by a patched BLOOM, then opened, continued and shared.
 
-The record has the time per token and the memory in use along the text, the bytes that opening reads from the disk, and the memory
-that ten processes use that share one cache. Reading resumes from the cache after an interruption.
+Before anything is timed, the losses of a cache in files are compared with those of a cache in memory. The record has the time
+per token and the memory in use along the text, the bytes that opening reads from the disk, and the memory that ten processes
+use that share one cache. For texts of at most 65,536 tokens it also has what llama.cpp needs to load its saved state, if the
+package is installed. Reading resumes from the cache after an interruption.
 """
 
 import contextlib
 import json
 import os
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import get_context
@@ -20,9 +24,15 @@ from transformers import BloomConfig, BloomForCausalLM
 from alibi_attn import records
 from alibi_attn.hf import ALiBiCache, patch, read
 from alibi_attn.measure.harness import Row, Rows, keep, number
+from alibi_attn.measure.peers import programs
+from alibi_attn.measure.peers.llama_cpp import LlamaCpp
+from alibi_attn.measure.serving import error
 
 VOCABULARY = 1024
 WARM_TOKENS = 20  # decoded after opening; their median is a warm token
+COMPARED = 65_536  # the most tokens whose losses are compared with those of a cache in memory
+PEER, PEER_LONGEST = "llama.cpp, flash attention", 65_536  # its reading is quadratic in the length of the text
+MOST_ERROR = 1e-4  # of the peer, relative to the largest logit; llama.cpp's GELU is off by 1e-5
 
 
 def long_texts(
@@ -47,13 +57,16 @@ def long_texts(
     def steps() -> Iterator[Mapping[str, Rows]]:
         model = random_bloom(width, layers)
         text = torch.randint(3, VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(1))
+        metrics.update(compared_losses(model, text[:, :COMPARED], folder, say))
         rows = read_text(model, text, folder, say)
         for row in rows:
             yield {"long-texts": {"ours": row}}
-        times = [number(row["token_cpu_ms"]) for row in rows]
+        times = [number(row["token_cpu_seconds"]) for row in rows]
         metrics["last_to_second_tenth"] = times[-1] / times[1]
         metrics["peak_added_bytes"] = max(number(row["added_bytes"]) for row in rows)
         metrics.update(opening(model, folder, say) | sharing(model, folder, processes, say))
+        if tokens <= PEER_LONGEST and programs.why_not()[PEER] is None:
+            metrics.update(saved_state(model, text, folder, say))
         yield {"long-texts": {}}
 
     return keep(out, {"long-texts": config}, steps(), summary=lambda _: dict(metrics))
@@ -68,8 +81,35 @@ def random_bloom(width: int, layers: int) -> BloomForCausalLM:
     return model
 
 
+def compared_losses(
+    model: BloomForCausalLM, text: Tensor, folder: Path, say: Callable[[str], None]
+) -> dict[str, float | None]:
+    """The largest difference, in nats, between the losses of a cache in files and of a cache in memory.
+
+    Raises:
+        RuntimeError: the losses are not equal.
+    """
+    place = folder.with_name(folder.name + ".compared")
+    shutil.rmtree(place, ignore_errors=True)  # of an interrupted run
+    place.parent.mkdir(parents=True, exist_ok=True)
+    losses = []
+    for cache in (ALiBiCache(), ALiBiCache(place)):
+        parts: list[Tensor] = []
+        read(model, text, cache, losses=parts.append)
+        losses.append(torch.cat(parts, dim=1))
+    del cache  # closes the files
+    shutil.rmtree(place)
+    difference = (losses[0] - losses[1]).abs().max().item()
+    say(f"{text.shape[1]:,} losses of a cache in files and of a cache in memory differ by at most {difference} nats")
+    if difference != 0:
+        raise RuntimeError(
+            f"the losses of a cache in files differ from those of a cache in memory by {difference} nats"
+        )
+    return {"compared_tokens": float(text.shape[1]), "largest_loss_difference": difference}
+
+
 def read_text(model: BloomForCausalLM, text: Tensor, folder: Path, say: Callable[[str], None]) -> list[Row]:
-    """Ten rows, one per tenth of the text: milliseconds per token (wall time and CPU time), and the increase of memory.
+    """Ten rows, one per tenth of the text: seconds per token (wall time and CPU time), and the increase of memory.
 
     The increase is that of the largest memory in use over the memory at the start. Chunks are logged in a file next to
     the cache, so that an interrupted run can resume.
@@ -100,8 +140,8 @@ def read_text(model: BloomForCausalLM, text: Tensor, folder: Path, say: Callable
         rows.append(
             {
                 "length": high,
-                "token_ms": sum(seconds) / tokens * 1e3,
-                "token_cpu_ms": sum(cpu_seconds) / tokens * 1e3,
+                "token_seconds": sum(seconds) / tokens,
+                "token_cpu_seconds": sum(cpu_seconds) / tokens,
                 "added_bytes": max(added),
             }
         )
@@ -144,6 +184,46 @@ def one_token(model: BloomForCausalLM, folder: Path) -> dict[str, float]:
         times.append(time.perf_counter() - start)
     median = sorted(times)[len(times) // 2]
     return {"first_ms": first * 1e3, "warm_ms": median * 1e3, "faults": (page_faults() - faults) / WARM_TOKENS}
+
+
+def saved_state(
+    model: BloomForCausalLM, text: Tensor, folder: Path, say: Callable[[str], None]
+) -> dict[str, float | None]:
+    """What llama.cpp needs to load its saved state of the same text and compute a token, as `opening`.
+
+    Raises:
+        RuntimeError: its logits are wrong.
+    """
+    length, listed, path = text.shape[1], text[0].tolist(), folder.with_name(folder.name + ".llama-state")
+    last = torch.full((1, 1), 5)
+    with torch.no_grad():
+        true = model(last, past_key_values=ALiBiCache.open(folder, mode="c"), use_cache=True).logits[0, -1]
+    threads = torch.get_num_threads()
+    with tempfile.TemporaryDirectory(prefix="alibi-attn-") as weights:
+        peer = LlamaCpp(model, Path(weights), room=length + 2 * WARM_TOKENS, threads=threads, flash=True)
+        peer.logits(listed)
+        peer.save(path, listed)
+        logits, _, _ = peer.load(path, 5)
+        off = error(torch.from_numpy(logits), true)
+        if not off < MOST_ERROR:
+            raise RuntimeError(f"llama.cpp is off by {off:.1e} of the largest logit at {length} tokens")
+        _, first, warm = peer.load(path, 5)
+        drop_from_page_cache(path)
+        before = storage_bytes_read()
+        _, cold, _ = peer.load(path, 5)
+        bytes_read, stored = storage_bytes_read() - before, stored_bytes(path)
+    path.unlink()
+    say(
+        f"llama.cpp: loading and the first token take {first * 1e3:.0f} ms, a warm token {warm * 1e3:.0f}; from a cold disk "
+        f"{cold * 1e3:.0f} ms and {bytes_read:,} of {stored:,} bytes"
+    )
+    return {
+        "llama_cpp_open_and_first_token_ms": first * 1e3,
+        "llama_cpp_warm_token_ms": warm * 1e3,
+        "llama_cpp_cold_open_and_first_token_ms": cold * 1e3,
+        "llama_cpp_cold_bytes_read": bytes_read,
+        "llama_cpp_stored_bytes": stored,
+    }
 
 
 def sharing(
@@ -216,14 +296,19 @@ def storage_bytes_read() -> int:
     return int(lines["read_bytes"])
 
 
-def stored_bytes(folder: Path) -> int:
-    """Disk space of the files, without holes."""
-    return sum(file.stat().st_blocks * 512 for file in folder.iterdir())
+def stored_bytes(path: Path) -> int:
+    """Disk space of a file or of the files in a folder, without holes."""
+    return sum(file.stat().st_blocks * 512 for file in files(path))
 
 
-def drop_from_page_cache(folder: Path) -> None:
-    """Writes the files to the disk and asks the system to drop their pages from memory."""
-    for file in folder.iterdir():
+def files(path: Path) -> list[Path]:
+    """The file itself, or the files in a folder."""
+    return list(path.iterdir()) if path.is_dir() else [path]
+
+
+def drop_from_page_cache(path: Path) -> None:
+    """Writes a file, or the files in a folder, to the disk and asks the system to drop their pages from memory."""
+    for file in files(path):
         number = os.open(file, os.O_RDONLY)
         os.fsync(number)
         os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)

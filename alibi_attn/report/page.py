@@ -23,6 +23,7 @@ try:
         evidence,
         head_maps,
         landing,
+        long_texts,
         method_comparison,
         paper_item,
         study,
@@ -51,6 +52,7 @@ SECTIONS: tuple[tuple[Find, Draw], ...] = (
     (alibi_heads.find, alibi_heads.draw),
     (trained_heads.find, trained_heads.draw),
     (head_maps.find, head_maps.draw),
+    (long_texts.find, long_texts.draw),
     (benchmark.find, benchmark.draw),
 )
 

@@ -156,7 +156,12 @@ def facts(record: Record) -> Sequence[tuple[str, str]]:
         for name in record.curves
         for why, lengths in _reasons(record, name).items()
     ]
-    return [("machine", str(record.machine.get("gpu") or processor_text(record.machine))), *rows]
+    return [("machine", processor(record)), *rows]
+
+
+def processor(record: Record) -> str:
+    """What computed: the GPU, or the processor if there was none."""
+    return str(record.machine.get("gpu") or processor_text(record.machine))
 
 
 def _reasons(record: Record, name: str) -> dict[str, list[int]]:
