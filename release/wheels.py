@@ -12,13 +12,14 @@ import gzip
 import hashlib
 import io
 import os
-import shlex
 import subprocess
 import sys
 import tarfile
 import tempfile
 import time
 import zipfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,16 +54,20 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--only", choices=[system.tag for system in SYSTEMS], action="append")
     options = parser.parse_args(arguments)
+    changed = _run(["git", "diff", "--name-only", "HEAD"], ROOT).decode().split()
+    assert not changed, (
+        f"{', '.join(changed)} differ from the last commit, which the wheels are made from; commit first"
+    )
     options.out.mkdir(parents=True, exist_ok=True)
     seconds = int(_run(["git", "log", "-1", "--format=%ct"], ROOT))
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         pure = _packages(folder, seconds, options.out)
-        for system in SYSTEMS:
-            if options.only is None or system.tag in options.only:
-                libraries = _libraries(system, folder)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            chosen = [system for system in SYSTEMS if options.only is None or system.tag in options.only]
+            for system, libraries in zip(chosen, [_libraries(system, folder, pool) for system in chosen], strict=True):
                 wheel = options.out / f"{NAME}-py3-none-{system.tag}.whl"
-                _write_wheel(wheel, pure, libraries, system.tag, seconds)
+                _write_wheel(wheel, pure, libraries(), system.tag, seconds)
                 print(f"{wheel}: {wheel.stat().st_size / 2**20:.2f} MiB", flush=True)
 
 
@@ -70,7 +75,9 @@ def _packages(folder: Path, seconds: int, out: Path) -> Path:
     """Writes the sdist of the last commit; returns its pure wheel."""
     with tarfile.open(fileobj=io.BytesIO(_run(["git", "archive", "HEAD"], ROOT))) as archive:
         archive.extractall(folder / "tree", filter="data")
-    hooks = "import sys; from setuptools import build_meta as m; m.build_sdist(sys.argv[1]); m.build_wheel(sys.argv[1])"
+    hooks = (
+        "import sys; from setuptools import build_meta as m; out = sys.argv[1]; m.build_sdist(out); m.build_wheel(out)"
+    )
     _run(
         [sys.executable, "-c", hooks, str(folder)],
         folder / "tree",
@@ -82,14 +89,20 @@ def _packages(folder: Path, seconds: int, out: Path) -> Path:
     return folder / f"{NAME}-py3-none-any.whl"
 
 
-def _libraries(system: System, folder: Path) -> dict[str, bytes]:
-    """The kernels of a system, by their names in the wheel."""
-    os.environ["CXX"] = shlex.join([sys.executable, "-m", "ziglang", "c++", "-target", system.zig])
-    libraries = {}
-    for level in OF_MACHINE[system.machine]:
-        target = folder / f"kernels-{level.name}{system.suffix}"
-        build.compile_for_wheel(level, target)
-        libraries[f"{INSIDE}/{target.name}"] = target.read_bytes()
+def _libraries(system: System, folder: Path, pool: ThreadPoolExecutor) -> Callable[[], dict[str, bytes]]:
+    """Starts to compile the kernels of a system; the result waits for them and returns them by their names in the wheel."""
+    compiler = [sys.executable, "-m", "ziglang", "c++", "-target", system.zig]
+    targets = [
+        (level, folder / system.tag / f"kernels-{level.name}{system.suffix}") for level in OF_MACHINE[system.machine]
+    ]
+    (folder / system.tag).mkdir()
+    running = [pool.submit(build.compile_for_wheel, level, target, compiler) for level, target in targets]
+
+    def libraries() -> dict[str, bytes]:
+        for one in running:
+            one.result()
+        return {f"{INSIDE}/{target.name}": target.read_bytes() for _, target in targets}
+
     return libraries
 
 

@@ -115,13 +115,13 @@ def shipped(level: Level) -> Path:
     return FOLDER / f"kernels-{level.name}{SUFFIX}"
 
 
-def compile_for_wheel(level: Level, target: Path) -> None:
-    """Compiles a library for a level, on any processor, with the compiler of a first call.
+def compile_for_wheel(level: Level, target: Path, compiler: list[str] | None = None) -> None:
+    """Compiles a library for a level, on any processor, with the given compiler or that of a first call.
 
     Raises:
         BuildError: there is no compiler, or it fails.
     """
-    command = _command(os.environ.get("CXX"))
+    command = compiler or _command(os.environ.get("CXX"))
     with tempfile.TemporaryDirectory(prefix="alibi-attn-") as folder:
         objects = [f"{folder}/{Path(source).stem}.o" for source in SOURCES]
         for source, compiled in zip(SOURCES, objects, strict=True):

@@ -15,6 +15,11 @@ from alibi_attn.processor import features
 V2 = frozenset({"cx16", "lahf_lm", "pni", "popcnt", "sse4_1", "sse4_2", "ssse3"})
 V3 = V2 | {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "xsave"}
 V4 = V3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}
+# The same as -march=x86-64-v3 and -v4, names that zig's clang does not know.
+_AVX2 = (
+    "-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-mlzcnt", "-mmovbe", "-mpopcnt", "-mxsave", "-mcx16", "-msahf",
+)  # fmt: skip
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512cd", "-mavx512dq", "-mavx512vl")
 
 
 class Level(NamedTuple):
@@ -33,9 +38,9 @@ class Level(NamedTuple):
 
 OF_MACHINE = {  # by platform.machine()
     "x86_64": (
-        Level("avx512_bf16", "AVX512-BF16", ("-march=x86-64-v4", "-mavx512bf16"), V4 | {"avx512_bf16"}),
-        Level("avx512", "AVX-512", ("-march=x86-64-v4",), V4),
-        Level("avx2", "AVX2", ("-march=x86-64-v3",), V3),
+        Level("avx512_bf16", "AVX512-BF16", (*_AVX512, "-mavx512bf16"), V4 | {"avx512_bf16"}),
+        Level("avx512", "AVX-512", _AVX512, V4),
+        Level("avx2", "AVX2", _AVX2, V3),
     ),
     "aarch64": (Level("neon", "NEON", (), frozenset()),),  # every such processor has NEON; compilers use it by default
 }
