@@ -157,10 +157,10 @@ def front() -> str:
     lengths = study.lengths
     speed = ratios(of_peers(CPU, SHOWN))
     return (
-        f"*Left*: per-token perplexity of models trained at {lengths[0]} tokens, tested at {lengths[0]} → "
+        f"*First*: per-token perplexity of models trained at {lengths[0]} tokens, tested at {lengths[0]} → "
         f"{lengths[-1]:,}:\n{counted}\n"
         "(half an hour of one core each; [details and limits](docs/paper.md#figure-1-at-a-quarter)).\n"
-        "*Right*: attention on the same two cores, forward and backward. At 8,192 tokens PyTorch's\n"
+        "*Second*: attention on the same two cores, forward and backward. At 8,192 tokens PyTorch's\n"
         f"`scaled_dot_product_attention` takes {speed[NO_BIAS][8192]:.1f} times as long as ours *without any bias* and "
         f"{speed[DENSE_BIAS][8192]:.0f} times with a dense one;\nat 32,768 tokens {speed[NO_BIAS][32768]:.0f} times "
         "without ([every length](docs/performance.md))."

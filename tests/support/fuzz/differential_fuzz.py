@@ -35,6 +35,7 @@ from alibi_attn import records
 JAX = ("jax-native", "jax-dense", "jax-loop")
 KILLED = "the process was killed"
 TOGETHER = 25  # draws per task of a worker process
+TASKS = 160  # of the worker processes, which are then replaced: JAX keeps what it compiled, about 1 MB per draw
 # OpenMP and glibc read these when a process starts: waiting threads sleep (calls use up to 16 on busy cores), and
 # memory is kept for the next draw, which avoids page faults.
 FOR_WORKERS = {"OMP_WAIT_POLICY": "passive", "MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**32)}
@@ -236,7 +237,7 @@ def _results(asked: argparse.Namespace, parts: list[range]) -> Generator[dict[st
     while parts:
         executor = _workers(asked.processes)
         try:
-            for result in executor.map(functools.partial(fuzz, asked.backends, dtype=asked.dtype), parts):
+            for result in executor.map(functools.partial(fuzz, asked.backends, dtype=asked.dtype), parts[:TASKS]):
                 parts = parts[1:]
                 yield result
         except BrokenProcessPool:
