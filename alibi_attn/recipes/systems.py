@@ -29,7 +29,7 @@ _RUNS: Mapping[Scale, RunConfig] = {
     ),
     "small": RunConfig(
         model=ModelConfig(num_layers=2, num_heads=4, embed_dim=64, ffn_dim=168),
-        train=TrainConfig(length=64, steps=600, batch_tokens=2048, learning_rate=5e-3, warmup_steps=60),
+        train=TrainConfig(length=64, steps=400, batch_tokens=2048, learning_rate=5e-3, warmup_steps=40),
         eval=EvalConfig(lengths=(64, 128, 256, 512), tokens=8192),
     ),
     "medium": trained_at(MEDIUM, 128, EvalConfig(lengths=(128, 256, 512, 1024), tokens=32_768)),
@@ -47,7 +47,7 @@ RECIPE = Recipe(
     question="Which attention systems of other papers work beyond their trained length, and which beat ALiBi within it?",
     paper="none: tables 7 and 10 compare with the published numbers of some of them",
     command="alibi run systems",
-    cost="small: about 40 seconds of one core per training, tests included; smoke: seconds; medium and paper: not run",
+    cost="small: about half a minute of one core per training, tests included; smoke: seconds; medium and paper: not run",
     expected=(
         "systems whose far keys are bounded (clipped distances, windows, segments with a memory) keep their perplexity at any "
         "length, as ALiBi does; sinusoids of the distance and rotary positions do not"
