@@ -9,7 +9,7 @@ import pytest
 
 BENCHMARKS = (
     "cpu", "trained", "trained-gates", "serving", "embedding", "generating", "streaming", "decoding", "gates", "context-parallel",
-    "gpu", "jax", "training", "long-texts",
+    "gpu", "jax", "training", "long-texts", "passages",
 )  # fmt: skip
 MISSING = """
 import importlib, json, sys

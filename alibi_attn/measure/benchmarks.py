@@ -152,6 +152,15 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             repeats(help="Most passes; the median counts."), seconds(15.0, "Time limit in seconds per peer and length."),
         ),
     ),
+    "passages": Benchmark(
+        "alibi_attn.measure.passage_search:passages", "hf",
+        "Train small encoders on books, and search passages of other books: late chunking, or chunks embedded alone; also int8.",
+        "alibi bench passages --text novels --out /tmp/records", (
+            Option("text", None, "Folder with one .txt file per book; can be repeated.", type=list[Path] | None),
+            SMALL,
+            Option("run", Path("runs/passages"), "Folder for the trainings, which resume."),
+        ),
+    ),
     "generating": Benchmark(
         "alibi_attn.measure.generating:generating", "hf",
         "Decode one token of a whole BLOOM with a long cache: unmodified, patched, and patched with ALiBiCache; also padded.",
