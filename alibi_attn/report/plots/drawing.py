@@ -9,7 +9,7 @@ import io
 import itertools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 
 import matplotlib
@@ -192,20 +192,24 @@ def name_lines(axes: Axes, ends: Sequence[End], *, column: bool = False) -> None
 
 
 def _along_lines(axes: Axes) -> list[tuple[float, float]]:
-    """Points along all curves, a few pixels from one to the next, in data coordinates."""
+    """Points along all curves inside the axes, a few pixels from one to the next, in pixels."""
     points = []
+    left, bottom, right, top = axes.get_window_extent().extents
     for line in axes.get_lines():
         if line.get_transform() != axes.transData:  # a mark across the axes
             continue
         corners = axes.transData.transform(line.get_xydata())
         for start, stop in itertools.pairwise(corners):
-            points += list(np.linspace(start, stop, 2 + int(np.hypot(*(stop - start)) / 8)))
-    return [tuple(point) for point in axes.transData.inverted().transform(points)] if points else []
+            along = np.linspace(start, stop, 2 + int(np.hypot(*(stop - start)) / 8))
+            inside = (along >= (left, bottom)).all(1) & (along <= (right, top)).all(
+                1
+            )  # a log axis puts 0 very far below
+            points += [(float(x), float(y)) for x, y in along[inside]]
+    return points
 
 
-def _box(axes: Axes, point: tuple[float, float], margin: float) -> Box:
-    left, bottom = axes.transData.transform(point)
-    return left - margin, bottom - margin, left + margin, bottom + margin
+def _boxes(points: Iterable[Iterable[float]], margin: float) -> list[Box]:
+    return [(x - margin, y - margin, x + margin, y + margin) for x, y in points]
 
 
 def _overlaps(box: Box, others: Sequence[Box]) -> int:
@@ -224,10 +228,10 @@ def place_names(
     """Write names, (name, color, x, y), next to their points, on the first side where they overlap no point and no other name.
 
     Sizes are estimated from the number of letters. `others` are further points that names must not overlap, and `curves` points
-    that they cross as little as possible.
+    that they cross as little as possible, in pixels.
     """
-    taken = [_box(axes, point, 6) for point in [*((x, y) for _, _, x, y in names), *others]]
-    avoided = [_box(axes, point, 6) for point in curves]
+    places = [*((x, y) for _, _, x, y in names), *others]
+    taken, avoided = _boxes([axes.transData.transform(place) for place in places], 6), _boxes(curves, 6)
     pixel, edge = axes.get_figure(root=True).dpi / 72, axes.get_window_extent().x0  # type: ignore[union-attr]
     for name, color, at, height in names:
         x, y = axes.transData.transform((at, height))
