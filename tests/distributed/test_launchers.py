@@ -11,7 +11,7 @@ PROGRAM = Path(__file__).parent.parent / "support" / "processes" / "context_laun
 LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
 
 
-@pytest.mark.parametrize("start", ["torch", "accelerate"])
+@pytest.mark.parametrize("start", [pytest.param("torch", marks=pytest.mark.long), "accelerate"])
 def test_a_launched_group_computes_unequal_shards_and_reports_lost_ranks(start, tmp_path):
     """`accelerate launch` starts several processes on GPUs only, so torchrun starts both cases here."""
     command = [*LAUNCHER, str(PROGRAM), str(tmp_path), start]

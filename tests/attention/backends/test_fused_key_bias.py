@@ -35,9 +35,14 @@ def test_hidden_keys_are_never_used(interpreter: ProcessPoolExecutor, query_len:
 
 
 @pytest.mark.parametrize(
-    ("bad", "reads"), [(float("nan"), False), (float("inf"), False), (1e8, True), (float("nan"), True)]
-)
-@pytest.mark.parametrize("query_len", [150, 3])
+    ("query_len", "bad", "reads"),
+    [
+        (150, float("nan"), False), (150, 1e8, True),
+        (3, float("nan"), False), (3, float("inf"), False), (3, 1e8, True), (3, float("nan"), True),
+        pytest.param(150, float("inf"), False, marks=pytest.mark.long),
+        pytest.param(150, float("nan"), True, marks=pytest.mark.long),
+    ],
+)  # fmt: skip
 def test_cuts_are_strict(interpreter: ProcessPoolExecutor, query_len: int, bad: float, reads: bool) -> None:
     interpreter.submit(biased.cuts_are_strict, query_len, bad, reads=reads).result()
 

@@ -1,7 +1,8 @@
-"""Makes Triton's interpreter a third faster, with an overflow check that can fail; for the process that interprets.
+"""Makes Triton's interpreter take half the time, with an overflow check that can fail; for the process that interprets.
 
-For every operation, Triton recomputes values that depend only on the types; for every launch, it patches
-triton.language and restores it. Here the values are cached and the patch is applied once; every result is the same.
+For every operation, Triton recomputes values that depend only on the types: the type of the result, and whether an
+operand must be cast or broadcast. For every launch, it patches triton.language and restores it. Here the values are
+cached and the patch is applied once; every result is the same.
 """
 
 import dataclasses
@@ -21,6 +22,15 @@ def prepare() -> None:
 
     its._get_np_dtype = _kept(its._get_np_dtype)
     core.block_type.with_element_ty = _kept(core.block_type.with_element_ty)
+    core.block_type.to_ir = lambda self, builder: self  # what a block type made anew is equal to
+    core.dtype.__eq__ = _of_equal_names(core.dtype, core.constexpr)
+    core.block_type.__eq__ = _of_equal_names(core.block_type, core.constexpr)
+    TritonSemantic.computation_type_impl = _with_kept_results(TritonSemantic.computation_type_impl)
+    TritonSemantic.cast = _with_casts_only_where_types_differ(TritonSemantic.cast)
+    TritonSemantic.broadcast_impl_value = _with_kept_broadcasts(TritonSemantic.broadcast_impl_value, its, core)
+    TritonSemantic.binary_op_type_checking_impl = _with_kept_checks(
+        TritonSemantic.binary_op_type_checking_impl, core.tensor
+    )
     core.tensor.__init__ = _with_kept_shapes(core.tensor.__init__)
     its._patch_lang = _once(its._patch_lang, its._LangPatchScope)
     TritonSemantic.binary_op_sanitize_overflow_impl = _refuse_overflow
@@ -56,6 +66,79 @@ def _kept(function: Callable[..., Any]) -> Callable[..., Any]:
         return known[names]
 
     return found
+
+
+def _of_equal_names(kind: type, constexpr: type) -> Callable[[Any, Any], bool]:
+    """A type's name has everything that equality compares: element type and shape."""
+
+    def equal(self: Any, other: Any) -> bool:
+        other = other.value if type(other) is constexpr else other
+        return isinstance(other, kind) and self.name == other.name
+
+    return equal
+
+
+def _with_kept_checks(check: Callable[..., Any], tensor: type) -> Callable[..., Any]:
+    """Checks and casts the operands once for every pair of types that needs no cast; other operands every time."""
+    known: set[tuple[Any, ...]] = set()
+
+    def checked(self: Any, left: Any, right: Any, *flags: Any, **named: Any) -> Any:
+        if type(left) is not tensor or type(right) is not tensor:
+            return check(self, left, right, *flags, **named)
+        key = left.dtype.name, right.dtype.name, flags, *named.items()
+        if key in known:
+            return self.broadcast_impl_value(left, right)
+        found = check(self, left, right, *flags, **named)
+        if (found[0].dtype.name, found[1].dtype.name) == key[:2]:
+            known.add(key)
+        return found
+
+    return checked
+
+
+def _with_kept_results(promote: Callable[..., Any]) -> Callable[..., Any]:
+    """Caches the type in which two scalar types are computed."""
+    known: dict[tuple[Any, ...], Any] = {}
+
+    def promoted(self: Any, a: Any, a_is_scalar: bool, b: Any, b_is_scalar: bool, div_or_mod: bool) -> Any:
+        key = a.name, a_is_scalar, b.name, b_is_scalar, div_or_mod
+        if key not in known:
+            known[key] = promote(self, a, a_is_scalar, b, b_is_scalar, div_or_mod)
+        return known[key]
+
+    return promoted
+
+
+def _with_casts_only_where_types_differ(cast: Callable[..., Any]) -> Callable[..., Any]:
+    def changed(self: Any, input: Any, to: Any, *rounding: Any, **named: Any) -> Any:
+        return input if input.dtype.name == to.scalar.name else cast(self, input, to, *rounding, **named)
+
+    return changed
+
+
+def _with_kept_broadcasts(broadcast: Callable[..., Any], its: Any, core: Any) -> Callable[..., Any]:
+    """Caches the types to which two types are broadcast; None where an operand stays as it is."""
+    known: dict[tuple[str, str], tuple[Any, Any]] = {}
+
+    def broadcasted(self: Any, left: Any, right: Any) -> tuple[Any, Any]:
+        names = left.type.name, right.type.name
+        if names not in known:
+            found = broadcast(self, left, right)
+            pairs = zip(found, (left, right), strict=True)
+            known[names] = tuple(None if new is old else new.type for new, old in pairs)
+            return found
+        to_left, to_right = known[names]
+        return left if to_left is None else wide(left, to_left), right if to_right is None else wide(right, to_right)
+
+    def wide(x: Any, to: Any) -> Any:
+        shape, data = tuple(to.shape.values), x.handle.data
+        if x.type.is_block():
+            data = np.broadcast_to(data, shape)
+        else:
+            data = np.full(shape, data, dtype=its._get_np_dtype(x.dtype))
+        return core.tensor(its.TensorHandle(data, x.dtype), to)
+
+    return broadcasted
 
 
 def _with_kept_shapes(make: Callable[..., None]) -> Callable[..., None]:

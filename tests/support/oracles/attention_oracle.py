@@ -30,22 +30,27 @@ def positions(case: Case, drawn: dict) -> np.ndarray:
 def visible_keys(case: Case, drawn: dict, b: int, h: int, t: int) -> list[int]:
     """The keys that query t of head h in sequence b may attend to."""
     i = int(positions(case, drawn)[b, t])
+    mask = None if drawn["key_mask"] is None else drawn["key_mask"][b].tolist()
+    segments = None if drawn["key_segments"] is None else drawn["key_segments"][b].tolist()
     query_segments = drawn["query_segments"]
+    own = None
+    if segments is not None:
+        own = query_segments[b, t] if query_segments is not None else segments[i]
+    bias = None if drawn["key_bias"] is None else of_key(drawn["key_bias"], b, h, slice(None)).tolist()
+    never_right = drawn["right_slopes"] is not None and math.isinf(of_head(drawn["right_slopes"], b, h))
     keys = []
     for j in range(case.key_len):
         if case.causal and j > i:
             continue
         if case.window is not None and abs(i - j) >= case.window:
             continue
-        if drawn["key_mask"] is not None and not drawn["key_mask"][b, j]:
+        if mask is not None and not mask[j]:
             continue
-        if drawn["key_segments"] is not None:
-            own = query_segments[b, t] if query_segments is not None else drawn["key_segments"][b, i]
-            if own != drawn["key_segments"][b, j]:
-                continue
-        if drawn["key_bias"] is not None and of_key(drawn["key_bias"], b, h, j) == -math.inf:
+        if segments is not None and own != segments[j]:
             continue
-        if j > i and drawn["right_slopes"] is not None and math.isinf(of_head(drawn["right_slopes"], b, h)):
+        if bias is not None and bias[j] == -math.inf:
+            continue
+        if j > i and never_right:
             continue
         keys.append(j)
     return keys
@@ -75,23 +80,25 @@ def truth(case: Case) -> Answer:
     for b in range(case.batch):
         for h in range(case.heads):
             rows_out, rows_lse, rows = [], [], []
+            query, key, value = leaf["query"][b, h], leaf["key"][b, h // group], leaf["value"][b, h // group]
+            biases = of_key(leaf["key_bias"], b, h, slice(None)) if case.key_bias else None
             for t in range(case.query_len):
                 keys = visible_keys(case, drawn, b, h, t)
                 if not keys:
                     continue
-                distance = torch.tensor([abs(int(at[b, t]) - j) for j in keys], dtype=torch.float64)
-                to_right = torch.tensor([j > at[b, t] for j in keys])
+                keys = torch.tensor(keys)
+                distance, to_right = (int(at[b, t]) - keys).abs().double(), keys > int(at[b, t])
                 slope = of_head(leaf["slopes"], b, h)
                 if case.right and bool(to_right.any()):
                     slope = torch.where(to_right, of_head(leaf["right_slopes"], b, h), slope)
                 bias, most = -slope * distance, 0.0
-                if case.key_bias:  # relative to the largest, or large biases would cost digits in float64 too
-                    own = of_key(leaf["key_bias"], b, h, torch.tensor(keys))
+                if biases is not None:  # relative to the largest, or large biases would cost digits in float64 too
+                    own = biases[keys]
                     most = own.detach().max()
                     bias = bias + (own - most)
-                scores = scale * (leaf["key"][b, h // group, keys] @ leaf["query"][b, h, t]) + bias
+                scores = scale * (key[keys] @ query[t]) + bias
                 rows_lse.append(torch.logsumexp(scores, 0) + most)
-                rows_out.append(torch.softmax(scores, 0) @ leaf["value"][b, h // group, keys])
+                rows_out.append(torch.softmax(scores, 0) @ value[keys])
                 rows.append(t)
             if rows:
                 out_h, lse_h = torch.stack(rows_out), torch.stack(rows_lse)
