@@ -18,10 +18,12 @@ ready:
 	@test ! -x $(BIN)/python || $(OWNER)
 	@$(MAKE) --no-print-directory $(VENV)/installed
 
+# compileall uses all cores, where pip compiles on one; neither minds a template that is not Python.
 $(VENV)/installed: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[torch,jax,hf,embed,lab,docs,dev]'
+	$(BIN)/python -m pip install --quiet --no-compile "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[torch,jax,hf,embed,lab,dev]'
+	$(BIN)/python -m compileall -qq -j 0 -x '/tests?/' $(VENV)/lib || true
 	@touch $@
 
 demo: ready ## Train four position methods short, test them long, write a report (five minutes on two cores)
@@ -31,7 +33,7 @@ test: ready ## Check formatting, lint, types and architecture, and run the tests
 	@$(MAKE) --no-print-directory -j 2 sources tests
 
 test-all: ready check ## The same with full case lists, long fuzzes, the built wheel and sdist (half an hour on two cores)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[index,notebooks,onnx,wheels]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[index,notebooks,onnx,wheels,docs]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -m "long or not long" --timeout 1800
 
 test-levels: ready ## Test the C++ kernels compiled for every instruction level of this processor (minutes)
@@ -62,6 +64,7 @@ check: sources ## Check formatting, lint, types and architecture (seconds)
 	$(BIN)/python -m pytest -q tests/test_architecture.py
 
 docs: ready ## Build the site, build/site/index.html, from docs/ and the docstrings; fails on a broken link or a warning
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	$(BIN)/python -m sphinx -W --keep-going -n -q -b html docs build/site
 
 format: ready ## Format the code and apply automatic fixes
