@@ -43,7 +43,7 @@ def recipe(tiny_run):
     def runs(scale):
         return tuple(tiny_run(method, steps=8) for method in ("alibi", "learned"))
 
-    return Recipe(name="tiny", question="?", paper="", command="", cost="", expected="", runs=runs)
+    return Recipe(name="tiny", question="?", paper="", cost="", expected="", runs=runs)
 
 
 def trainings(monkeypatch):
@@ -193,29 +193,21 @@ def test_progress_is_shown_on_the_console_that_is_passed(recipe, tmp_path, capsy
 
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory, verses):
-    """The results of two gloo processes, with DDP and with FSDP, in one torchrun."""
+    """The results of two gloo processes, with DDP and with FSDP."""
     folder = tmp_path_factory.mktemp("two")
     config = RunConfig(
         model=ModelConfig(method="kerple", num_layers=2, num_heads=2, embed_dim=16, ffn_dim=24),
         data=DataConfig(text=(str(verses(folder)),), valid_share=0.2),
         train=TrainConfig(
-            length=16,
-            steps=8,
-            batch_tokens=64,
-            warmup_steps=2,
-            log_every=1,
-            accumulate=2,
-            activation_checkpointing=True,
-            validate_every=4,
-            validate_tokens=64,
+            length=16, steps=8, batch_tokens=64, warmup_steps=2, log_every=1, accumulate=2, activation_checkpointing=True,
+            validate_every=4, validate_tokens=64,
         ),
         eval=EvalConfig(lengths=(16, 32), tokens=64, batch_tokens=64),
-    )
+    )  # fmt: skip
     (folder / "config.json").write_text(json.dumps(to_json(config)))
-    launch = [sys.executable, "-W", "error", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    program = [str(PROCESSES / "two_processes.py"), str(folder), str(folder / "config.json")]
+    program = [sys.executable, "-W", "error", PROCESSES / "two_processes.py", folder, folder / "config.json"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    result = subprocess.run([*launch, *program], capture_output=True, text=True, env=environment)
+    result = subprocess.run(program, capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr
     assert "Warning" not in result.stderr, result.stderr
     one = train(config, load_corpus(config.data), folder / "one")

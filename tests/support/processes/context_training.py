@@ -5,16 +5,15 @@ Run as a program: context_training.py FOLDER CONFIG.json; it prints JSON. Proces
 
 import dataclasses
 import json
-import multiprocessing
 import os
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
 
 import torch
 import torch._dynamo  # which every optimizer loads
+from forked_ranks import exit_codes
 
 from alibi_attn.lab.config import RunConfig
 from alibi_attn.lab.config_io import from_json
@@ -33,22 +32,11 @@ def curves(progress: Progress) -> list[list[float]]:
 
 def together(config: RunConfig, folder: Path, *, killed: bool = False) -> tuple[list[int], float]:
     """Returns the exit codes of two processes that train together, and the seconds that they took."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=work, args=(rank, port, config, folder, killed)) for rank in range(2)]
     start = time.monotonic()
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    return [process.exitcode for process in processes], time.monotonic() - start
+    return exit_codes(work, config, folder, killed), time.monotonic() - start
 
 
-def work(rank: int, port: int, config: RunConfig, folder: Path, killed: bool) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+def work(rank: int, config: RunConfig, folder: Path, killed: bool) -> None:
     torch.set_num_threads(1)
 
     def on_step(progress) -> None:
@@ -60,7 +48,6 @@ def work(rank: int, port: int, config: RunConfig, folder: Path, killed: bool) ->
     except RuntimeError as error:
         (folder / f"told-{rank}.txt").write_text(str(error))
         os._exit(3)
-    os._exit(0)
 
 
 def main() -> None:

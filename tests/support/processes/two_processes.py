@@ -1,17 +1,18 @@
-"""Two processes started by torchrun: two_processes.py FOLDER CONFIG.json. The first one prints JSON.
+"""Two processes, as torchrun starts them: two_processes.py FOLDER CONFIG.json. The first one prints JSON.
 
 DDP runs a whole experiment; FSDP trains uninterrupted, then interrupted by a signal to one process only, and resumed.
 """
 
 import dataclasses
 import json
-import os
 import signal
 import sys
 from pathlib import Path
 
 import torch
+import torch._dynamo  # which every optimizer loads
 from accelerate import PartialState
+from forked_ranks import exit_codes
 from torch.distributed.tensor import DTensor
 
 from alibi_attn.lab.config import Recipe
@@ -22,13 +23,15 @@ from alibi_attn.lab.training import train as loop
 from alibi_attn.lab.training.train import train
 
 
-def main() -> None:
+def work(rank: int) -> None:
+    torch.set_num_threads(1)
     folder, config = Path(sys.argv[1]), from_json(json.loads(Path(sys.argv[2]).read_text()))
     texts = dict.fromkeys(("question", "paper", "command", "cost", "expected"), "")
     recipe = Recipe(name="two", runs=lambda scale: (config,), **texts)
     run(recipe, out=folder / "ddp")
     told: dict[str, object] = {"world_size": torch.distributed.get_world_size()}
     first = PartialState().is_main_process
+    assert first == (rank == 0)
 
     seen = {}
     real = loop.prepare
@@ -57,10 +60,8 @@ def main() -> None:
     train(sharded, corpus, folder / "cut")
     if first:
         print(json.dumps(told))
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
-    sys.stdout.flush()
-    torch.distributed.destroy_process_group()
-    os._exit(0)
+    sys.exit(max(map(abs, exit_codes(work))))
