@@ -230,21 +230,24 @@ class Recipe:
         name: the argument of `alibi run`, "quick".
         question: the question that the runs answer.
         paper: the section, figure or table it regenerates.
-        command: how to run it.
         cost: the measured time of each scale.
         expected: the expected answer, so that a different result stands out.
         runs: scale -> configs; the experiment repeats them for other seeds.
         study: the prefix of the records' names; by default the recipe's name.
+        command: how to run it; by default `alibi run` and the name.
     """
 
     name: str
     question: str
     paper: str
-    command: str
     cost: str
     expected: str
     runs: Callable[[Scale], tuple[RunConfig, ...]]
     study: str = ""
+    command: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "command", self.command or f"alibi run {self.name}")
 
 
 def _quoted(name: str) -> str:

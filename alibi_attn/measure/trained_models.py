@@ -43,7 +43,7 @@ def small_recipe(
         )
 
     # Recipes of `alibi run` need these texts; this one is not listed there.
-    return Recipe(name=name, question="", paper="", command="", cost="", expected="", runs=runs)
+    return Recipe(name=name, question="", paper="", cost="", expected="", runs=runs)
 
 
 def trained(

@@ -12,11 +12,7 @@ from alibi_attn.recipes.scales import LARGE, MEDIUM, TINY, by_method, trained_at
 METHODS: tuple[Method, ...] = ("sinusoidal", "alibi")
 FIRST_SHARES = (0.5, 0.75)  # of the steps, at a quarter of the length
 _RUNS: Mapping[Scale, RunConfig] = {
-    "smoke": RunConfig(
-        model=TINY,
-        train=TrainConfig(length=32, steps=4, batch_tokens=128, warmup_steps=1, log_every=2, checkpoint_every=4),
-        eval=EvalConfig(lengths=(32, 64), tokens=64, batch_tokens=2048),
-    ),
+    "smoke": trained_at(TINY, 32, EvalConfig(lengths=(32, 64), tokens=64, batch_tokens=2048)),
     "small": RunConfig(
         model=ModelConfig(),
         train=TrainConfig(length=256, steps=240, batch_tokens=2048, learning_rate=3e-3, warmup_steps=24),
@@ -42,7 +38,6 @@ RECIPE = Recipe(
     name="curriculum",
     question="With the same number of tokens, does starting with short examples train a better model?",
     paper="none: the staged training that tables 7 and 10 cite, with sinusoidal positions and with ALiBi",
-    command="alibi run curriculum",
     cost="small: about five minutes on two cores; smoke: seconds; paper: hours on one GPU (not measured)",
     expected="staged training is faster; the runs show whether its final loss at the full length is lower",
     runs=runs,

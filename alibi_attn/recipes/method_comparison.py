@@ -74,7 +74,6 @@ RECIPE = Recipe(
     name="referee",
     question="Which of text, recall, needles, copying and one bit can fifteen position methods learn, at 64 and at 1,024 tokens?",
     paper="none: section 2.2's question, asked of tasks with exact answers",
-    command="alibi run referee",
     cost=(
         "small: 150 trainings at two to two and a half minutes of one core each, tests included: five to six core-hours in all "
         "(steps of all methods timed); --jobs 2: two at a time, --shard: one part; smoke: seconds; medium and paper: not run"

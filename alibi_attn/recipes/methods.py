@@ -14,11 +14,7 @@ from alibi_attn.recipes.scales import LARGE, MEDIUM, TINY, by_method, trained_at
 
 STRETCHES: dict[Method, tuple[Stretch, ...]] = {"rotary": ("linear", "ntk", "yarn"), "alibi": ("linear", "ntk")}
 _RUNS: Mapping[Scale, RunConfig] = {
-    "smoke": RunConfig(
-        model=TINY,
-        train=TrainConfig(length=16, steps=4, batch_tokens=128, warmup_steps=1, log_every=2, checkpoint_every=4),
-        eval=EvalConfig(lengths=(16, 64), tokens=64, batch_tokens=2048),
-    ),
+    "smoke": trained_at(TINY, 16, EvalConfig(lengths=(16, 64), tokens=64, batch_tokens=2048)),
     "small": RunConfig(
         model=ModelConfig(),
         train=TrainConfig(length=128, steps=140, batch_tokens=2048, learning_rate=3e-3, warmup_steps=14),
@@ -46,7 +42,6 @@ RECIPE = Recipe(
     name="methods",
     question="Which of eighteen position methods works beyond its trained length, and does stretching at test time help?",
     paper="none: section 2.2's question, asked of later methods",
-    command="alibi run methods",
     cost="small: about ten minutes on two cores; smoke: seconds; paper: hours on one GPU (not measured)",
     expected=(
         "perplexity does not rise with the ALiBi family and KERPLE; learned positions end at the trained length; stretched "

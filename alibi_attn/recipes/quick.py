@@ -36,7 +36,6 @@ RECIPE = Recipe(
     name="quick",
     question="Trained at 128 tokens, which position methods still predict well at 256, 512, 1,024 and 2,048?",
     paper="figure 1 and section 2.2, at a small scale",
-    command="alibi run quick",
     cost="small: three to five minutes on two cores; smoke: seconds; paper: hours on one GPU (not measured)",
     expected=(
         "ALiBi's perplexity does not rise beyond 128 tokens; sinusoidal and rotary rise steeply; "

@@ -24,11 +24,7 @@ METHODS: tuple[Method, ...] = (
 )
 _LENGTHS = (64, 128, 256, 512, 1024)
 _RUNS: Mapping[Scale, RunConfig] = {
-    "smoke": RunConfig(
-        model=TINY,
-        train=TrainConfig(length=32, steps=4, batch_tokens=128, warmup_steps=2, log_every=2, checkpoint_every=4),
-        eval=EvalConfig(lengths=(32, 64), tokens=64, batch_tokens=2048),
-    ),
+    "smoke": trained_at(TINY, 32, EvalConfig(lengths=(32, 64), tokens=64, batch_tokens=2048), warmup_steps=2),
     "small": RunConfig(
         model=ModelConfig(num_layers=2, num_heads=4, embed_dim=64, ffn_dim=168),
         train=TrainConfig(length=64, steps=300, batch_tokens=2048, learning_rate=5e-3, warmup_steps=40),
@@ -56,7 +52,6 @@ RECIPE = Recipe(
     name="recall",
     question="Trained to repeat a segment within 64 tokens, which position methods can still do so 1,000 tokens back?",
     paper="none: a question that section 5's perplexities leave open",
-    command="alibi run recall",
     cost="small: about a minute per method on two cores (three measured on a busy machine); smoke: seconds; paper: not run",
     expected=(
         "nearly every token is recalled within the trained length (chance is a quarter); beyond it, ALiBi recalls nearby tokens "

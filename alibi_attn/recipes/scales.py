@@ -1,4 +1,4 @@
-"""The models and trainings that recipes share at the scales `medium` and `paper`, and how a recipe varies its runs.
+"""The models and trainings that recipes share at the scales `smoke`, `medium` and `paper`, and how a recipe varies its runs.
 
 medium: 3.7 million parameters, 10 million tokens, two cores. A training costs at most half an hour on one core with bf16
 instructions (`results/medium/`), an hour on one with AVX2 only. paper: about 0.1 billion parameters, 1.3 billion tokens.
@@ -10,7 +10,10 @@ from typing import Any
 
 from alibi_attn.lab.config import DataConfig, EvalConfig, Method, ModelConfig, RunConfig, TrainConfig
 
-TINY = ModelConfig(num_layers=1, num_heads=2, embed_dim=16, ffn_dim=24)  # for the scale `smoke`
+TINY = RunConfig(
+    model=ModelConfig(num_layers=1, num_heads=2, embed_dim=16, ffn_dim=24),
+    train=TrainConfig(steps=4, batch_tokens=128, warmup_steps=1, log_every=2, checkpoint_every=4),
+)
 MEDIUM = RunConfig(
     model=ModelConfig(num_layers=4, num_heads=8, embed_dim=256, ffn_dim=688, vocab_size=2048),
     data=DataConfig(tokenizer="bpe:2048", test_share=0.05),

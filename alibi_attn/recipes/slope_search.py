@@ -17,7 +17,7 @@ METHODS: tuple[Method, ...] = (
 SEEDS = (0, 1, 2)
 _RUNS: Mapping[Scale, RunConfig] = {
     "smoke": RunConfig(
-        model=TINY,
+        model=TINY.model,
         train=TrainConfig(length=16, steps=2, batch_tokens=64, warmup_steps=1, log_every=1, checkpoint_every=2),
         eval=EvalConfig(lengths=(16, 32), tokens=32, batch_tokens=2048),
     ),
@@ -49,7 +49,6 @@ RECIPE = Recipe(
     name="slopes",
     question="Which set of slopes predicts best beyond the trained length, and does training them help?",
     paper="section 3",
-    command="alibi run slopes",
     cost="small: 27 trainings, about a minute of one core each, tests included; smoke: seconds; medium and paper: not run",
     expected=(
         "the published set is among the best and neighboring ranges are close to it; steep sets lose context; sets that are "

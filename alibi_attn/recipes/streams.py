@@ -12,10 +12,8 @@ from alibi_attn.recipes.scales import LARGE, MEDIUM, TINY, by_method, trained_at
 
 METHODS: tuple[Method, ...] = ("sinusoidal", "rotary", "alibi")
 _RUNS: Mapping[Scale, RunConfig] = {
-    "smoke": RunConfig(
-        model=TINY,
-        train=TrainConfig(length=16, steps=4, batch_tokens=128, warmup_steps=1, log_every=2, checkpoint_every=4),
-        eval=EvalConfig(lengths=(16, 64), tokens=64, batch_tokens=2048, memory=(16,), sinks=(0, 4)),
+    "smoke": trained_at(
+        TINY, 16, EvalConfig(lengths=(16, 64), tokens=64, batch_tokens=2048, memory=(16,), sinks=(0, 4))
     ),
     "small": RunConfig(
         model=ModelConfig(num_layers=4, num_heads=4, embed_dim=64, ffn_dim=168),
@@ -42,7 +40,6 @@ RECIPE = Recipe(
     name="streams",
     question="Does reading in segments with a memory, or in a window with attention sinks, match a sliding window?",
     paper="none: Dai et al. 2019 and Xiao et al. 2023, for the methods of figure 1",
-    command="alibi run streams",
     cost="small: seven minutes of one core, measured; smoke: seconds; medium and paper: not run",
     expected=(
         "with ALiBi, cached segments beat pieces of the same length (3.91 per byte against 4.17 at 64) and come within 1 % of a "

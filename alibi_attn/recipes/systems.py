@@ -23,7 +23,7 @@ SYSTEMS: tuple[Method, ...] = (
 BUILT_IN: tuple[Method, ...] = ("alibi", "sinusoidal", "rotary")
 _RUNS: Mapping[Scale, RunConfig] = {
     "smoke": RunConfig(
-        model=dataclasses.replace(TINY, num_layers=2),
+        model=dataclasses.replace(TINY.model, num_layers=2),
         train=TrainConfig(length=16, steps=2, batch_tokens=64, warmup_steps=1, log_every=1, checkpoint_every=2),
         eval=EvalConfig(lengths=(16, 64), tokens=64, batch_tokens=2048),
     ),
@@ -46,7 +46,6 @@ RECIPE = Recipe(
     name="systems",
     question="Which attention systems of other papers work beyond their trained length, and which beat ALiBi within it?",
     paper="none: tables 7 and 10 compare with the published numbers of some of them",
-    command="alibi run systems",
     cost="small: about half a minute of one core per training, tests included; smoke: seconds; medium and paper: not run",
     expected=(
         "systems whose far keys are bounded (clipped distances, windows, segments with a memory) keep their perplexity at any "

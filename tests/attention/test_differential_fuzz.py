@@ -286,16 +286,8 @@ def test_the_checker_fails_where_native_skips_more_than_the_tolerance() -> None:
 def test_the_checker_fails_on_biases_that_lose_their_digits(backend: str, shape: str) -> None:
     """Biases rounded to integers, as in fp32 near 2²³: far from 0, and close to one another."""
     call = Call(
-        seed=4,
-        batch=2,
-        heads=4,
-        kv_heads=2,
-        query_len=150,
-        key_len=150,
-        head_dim=16,
-        key_bias="wide",
-        key_bias_shape=shape,
-    )
+        seed=4, batch=2, heads=4, kv_heads=2, query_len=150, key_len=150, head_dim=16, key_bias="wide", key_bias_shape=shape,
+    )  # fmt: skip
     numbers = arrays(call)
     bias = 1e6 + np.round(16 * np.random.default_rng(0).standard_normal(numbers.key_bias.shape)) / 16
     numbers = dataclasses.replace(numbers, key_bias=bias)

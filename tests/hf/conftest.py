@@ -5,14 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
-from transformers import (
-    BloomConfig,
-    BloomForCausalLM,
-    FalconConfig,
-    FalconForCausalLM,
-    MptConfig,
-    MptForCausalLM,
-)
+from transformers import BloomConfig, BloomForCausalLM, FalconConfig, FalconForCausalLM, MptConfig, MptForCausalLM
 
 PLAIN_FALCON = {"new_decoder_architecture": False, "parallel_attn": False, "bias": True, "multi_query": False}
 VOCABULARY = 60

@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -65,6 +66,15 @@ def decoder(kind: type[Decoder] = Decoder, **options: object) -> Decoder:
     return kind(**options).eval()
 
 
+def assert_transformers_computes(folder: Path, model: torch.nn.Module, ids: torch.Tensor) -> None:
+    """The exported model gives the same logits in transformers, patched also beyond the trained length."""
+    loaded = AutoModelForCausalLM.from_pretrained(folder).eval()
+    torch.testing.assert_close(loaded(ids).logits, model(ids), rtol=1e-4, atol=1e-5)
+    with patch(loaded):
+        long = torch.randint(50, (1, 100))
+        torch.testing.assert_close(loaded(long).logits, model(long), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "options",
     [{}, {"num_heads": 1}, {"num_kv_heads": 2}, {"ffn_dim": 70}, {"scale": math.sqrt(32), "num_kv_heads": 1}],
@@ -76,11 +86,7 @@ def test_logits_are_equal_and_the_decoder_comes_back(options, tmp_path):
         num_heads=options.get("num_heads", 4), trained_length=64, embedding_scale=options.get("scale", 1.0)
     )
     folder = export_mpt(model.state_dict(), about, tmp_path / "mpt")
-    loaded = AutoModelForCausalLM.from_pretrained(folder).eval()
-    torch.testing.assert_close(loaded(ids).logits, model(ids), rtol=1e-4, atol=1e-5)
-    with patch(loaded):
-        long = torch.randint(50, (1, 100))
-        torch.testing.assert_close(loaded(long).logits, model(long), rtol=1e-4, atol=1e-5)
+    assert_transformers_computes(folder, model, ids)
     state, config = import_mpt(folder)
     assert config == DecoderConfig(num_heads=about.num_heads, trained_length=64)
     again = decoder(num_heads=about.num_heads)
@@ -96,11 +102,7 @@ def test_a_decoder_with_biases_is_a_bloom_and_comes_back(options, tmp_path):
     model, ids = decoder(WithBiases, **options), torch.randint(50, (2, 40))
     about = DecoderConfig(num_heads=options.get("num_heads", 4), trained_length=64)
     folder = export_bloom(model.state_dict(), about, tmp_path / "bloom")
-    loaded = AutoModelForCausalLM.from_pretrained(folder).eval()
-    torch.testing.assert_close(loaded(ids).logits, model(ids), rtol=1e-4, atol=1e-5)
-    with patch(loaded):
-        long = torch.randint(50, (1, 100))
-        torch.testing.assert_close(loaded(long).logits, model(long), rtol=1e-4, atol=1e-5)
+    assert_transformers_computes(folder, model, ids)
     state, config = import_bloom(folder)
     assert config == about
     again = decoder(WithBiases, num_heads=about.num_heads)

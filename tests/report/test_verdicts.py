@@ -71,6 +71,16 @@ def _judged(record: Record, by_identity: dict[str, Record], says: str) -> verdic
     return next(one for one in verdicts.verdicts(record, by_identity) if says in one.claim.says)
 
 
+def _of_two_models(name: str, sinusoidal: float, evidence: list[Record]) -> tuple[Record, dict[str, Record]]:
+    """An item with the perplexities at 2,048 of ALiBi, 54.6, and of sinusoidal positions; and its evidence by identity."""
+    by_identity = {records.identity(one.kind, one.name, one.config): one for one in evidence}
+    curves = {
+        "ALiBi, L = 1024": {"perplexity_2048": [54.6]}, "Sinusoidal, L = 2048": {"perplexity_2048": [sinusoidal]},
+    }  # fmt: skip
+    config = {"evidence": [f"{one.kind}-any-{key}.json" for key, one in by_identity.items()]}
+    return records.make("paper-item", name, config=config, metrics={}, curves=curves), by_identity
+
+
 SINUSOIDAL, ALIBI = "sinusoidal, L = 512, is worse at about 2 L", "ALiBi, L = 512, gains from reading about 2 L"
 
 
@@ -248,14 +258,9 @@ def test_the_length_of_a_number_may_be_in_its_column() -> None:
         for seed in (0, 1)
         for method, trained, nats in (("alibi", 128, 4.0 + 0.01 * seed), ("sinusoidal", 256, 4.2 + 0.0101 * seed))
     ]
-    by_identity = {records.identity(one.kind, one.name, one.config): one for one in found}
-    curves = {
-        "ALiBi, L = 1024": {"perplexity_2048": [54.6]}, "Sinusoidal, L = 2048": {"perplexity_2048": [66.7]},
-    }  # fmt: skip
-    config = {"evidence": [f"evaluation-any-{key}.json" for key in by_identity]}
-    record = records.make("paper-item", "table-12", config=config, metrics={}, curves=curves)
+    record, by_identity = _of_two_models("table-12", 66.7, found)
     evidence = Evidence(record, by_identity)
-    over, under = (Number(label, None, "perplexity_2048") for label in curves)
+    over, under = (Number(label, None, "perplexity_2048") for label in record.curves)
     assert (evidence.our_length(over), over.tested) == (256, 2048)
     pair = paired(evidence, [over], [under], way="nonoverlapping")
     np.testing.assert_allclose(pair.logs, [-0.2, -0.2001])
@@ -274,12 +279,7 @@ def test_after_equal_time_is_when_the_training_of_alibi_ended() -> None:
             ("alibi", 128, [10.0, 20.0], [5.0, 4.0 + 0.01 * seed]), ("sinusoidal", 256, [12.0, 19.0, 26.0], [5.0, 4.5, 3.0]),
         )
     ]  # fmt: skip
-    by_identity = {records.identity(one.kind, one.name, one.config): one for one in found}
-    curves = {
-        "ALiBi, L = 1024": {"perplexity_2048": [54.6]}, "Sinusoidal, L = 2048": {"perplexity_2048": [90.0]},
-    }  # fmt: skip
-    config = {"evidence": [f"training-any-{key}.json" for key in by_identity]}
-    record = records.make("paper-item", "table-11", config=config, metrics={}, curves=curves)
+    record, by_identity = _of_two_models("table-11", 90.0, found)
     verdict = _judged(record, by_identity, "after equal time a large ALiBi model, L = 1024")
     assert (verdict.word, verdict.seeds.over) == ("confirmed", "2 seeds")
     assert verdict.seeds.low == pytest.approx(math.exp(-0.495 - 12.706 * 0.005))

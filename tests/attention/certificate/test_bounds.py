@@ -100,7 +100,7 @@ def test_a_plan_of_squares_reads_every_certified_key_once(
     query, key = torch.randn(1, 6, query_len, 8), torch.randn(1, 6, key_len, 8)
     query[:, 1, 700:1400] *= 3  # a reach that changes within the head
     key[:, 2, 40] *= 6  # an outlier
-    spec = _spec(query, key, key, [0.15, 0.04, 0.04, 0.02, 0.01, 0.0])
+    spec = make_spec(query, key, key, [0.15, 0.04, 0.04, 0.02, 0.01, 0.0])
     found = bounds.bounds(spec, query, key, key)
     plan = banded_pieces.plan(spec, found, threads=threads)
     read = read_keys(spec, plan)
@@ -124,7 +124,7 @@ def test_one_giant_query_widens_no_band_but_its_own(at: int) -> None:
     torch.manual_seed(0)
     query, key = torch.randn(1, 3, 8192, 16), torch.randn(1, 3, 8192, 16)
     slopes = [0.1, 0.04, 0.015]
-    spec = _spec(query, key, key, slopes)
+    spec = make_spec(query, key, key, slopes)
     calm = [
         sum(p.scores for p in pieces)
         for pieces in banded_pieces.plan(spec, bounds.bounds(spec, query, key, key), threads=2)[0]
@@ -135,22 +135,6 @@ def test_one_giant_query_widens_no_band_but_its_own(at: int) -> None:
     giant = [sum(p.scores for p in pieces) for pieces in banded_pieces.plan(spec, found, threads=2)[0]]
     for few, more in zip(calm, giant, strict=True):
         assert more <= 1.05 * few + 1024 * 8192
-
-
-def _spec(query, key, value, slopes=None, **changes):
-    kwargs = {
-        "causal": True,
-        "right_slopes": None,
-        "window": None,
-        "scale": None,
-        "query_offset": None,
-        "key_mask": None,
-        "segment_ids": None,
-        "dropout_p": 0.0,
-        "tolerance": None,
-        "return_lse": False,
-    } | changes
-    return make_spec(query, key, value, slopes, **kwargs)
 
 
 @pytest.mark.parametrize("part", ["_tail_nats", "lower_bound"])
@@ -165,7 +149,7 @@ def test_a_refinement_that_claims_too_much_is_detected(monkeypatch: pytest.Monke
 def test_refined_bounds_are_tighter_and_never_wider() -> None:
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, 8, 8192, 64) for _ in range(3))
-    spec = _spec(query, key, value)
+    spec = make_spec(query, key, value)
     plain, refined = (bounds.bounds(spec, query, key, value, refine=refine).left.double() for refine in (False, True))
     assert bool((refined <= plain).all())
     shares = (refined.mean(-1) / plain.mean(-1))[0]
@@ -176,7 +160,7 @@ def test_refined_bounds_are_tighter_and_never_wider() -> None:
 def test_lower_bounds_stay_below_the_log_sum_exp() -> None:
     torch.manual_seed(0)
     query, key = torch.randn(1, 4, 640, 16), torch.randn(1, 2, 700, 16) * 2
-    spec = _spec(query, key, key, [0.5, 0.05, 0.005, 0.0005], query_offset=60, tolerance=0.9)
+    spec = make_spec(query, key, key, [0.5, 0.05, 0.005, 0.0005], query_offset=60, tolerance=0.9)
     distance = distances(spec.query_len, spec.key_len, spec.query_offset, None)
     scores = spec.scale * query.double() @ key.double().repeat_interleave(2, 1).mT
     scores = scores - spec.slopes.double()[:, None, None] * distance.abs()
@@ -198,7 +182,7 @@ def test_a_far_giant_key_is_always_seen() -> None:
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, 8, 1024, 16) for _ in range(3))
     key[:, :, 5] = 200 * query[:, :, -1]
-    spec = _spec(query, key, value)
+    spec = make_spec(query, key, value)
     _, plans = banded.plan(spec, query, key, value)
     read = read_keys(spec, plans)
     assert bool((read[0, :, -1, 5] == 1).all())
@@ -207,7 +191,7 @@ def test_a_far_giant_key_is_always_seen() -> None:
 def test_one_giant_key_costs_a_few_tiles_and_not_the_band() -> None:
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, 8, 4096, 32) for _ in range(3))
-    spec = _spec(query, key, value)
+    spec = make_spec(query, key, value)
     calm = banded.visits(spec, query, key, value)[1]
     key[:, :, 0] *= 30
     with_sink = banded.visits(spec, query, key, value)[1]
@@ -223,10 +207,10 @@ def test_masked_giants_and_other_batch_rows_change_nothing() -> None:
     torch.manual_seed(0)
     query, key, value = (torch.randn(2, 4, 700, 8) for _ in range(3))
     mask = torch.rand(2, 700) < 0.9
-    plain = bounds.bounds(_spec(query, key, value, key_mask=mask), query, key, value)
+    plain = bounds.bounds(make_spec(query, key, value, key_mask=mask), query, key, value)
     giant = torch.where(mask[:, None, :, None], key, key * 1e6)
-    hidden = bounds.bounds(_spec(query, giant, value, key_mask=mask), query, giant, value)
-    alone = bounds.bounds(_spec(query[:1], key[:1], value[:1], key_mask=mask[:1]), query[:1], key[:1], value[:1])
+    hidden = bounds.bounds(make_spec(query, giant, value, key_mask=mask), query, giant, value)
+    alone = bounds.bounds(make_spec(query[:1], key[:1], value[:1], key_mask=mask[:1]), query[:1], key[:1], value[:1])
     for name in ("left", "right", "outlier_tiles"):
         assert torch.equal(getattr(plain, name), getattr(hidden, name))
         assert torch.equal(getattr(plain, name)[:1], getattr(alone, name))
@@ -235,7 +219,7 @@ def test_masked_giants_and_other_batch_rows_change_nothing() -> None:
 def test_tensors_and_plain_numbers_agree() -> None:
     """One query, one key: U, λ and the reach by hand."""
     query, key = torch.tensor([[[[3.0, 4.0]]]]), torch.tensor([[[[0.6, 0.8]]]])
-    spec = _spec(query, key, key, [0.25], tolerance=1e-6, scale=1.0)
+    spec = make_spec(query, key, key, [0.25], tolerance=1e-6, scale=1.0)
     found = int(bounds.bounds(spec, query, key, key).left)
     by_hand = reach(0.25, 5.0, 5.0, 1e-6)
     assert found in (by_hand, by_hand + 1)
@@ -244,13 +228,13 @@ def test_tensors_and_plain_numbers_agree() -> None:
 @pytest.mark.parametrize("slope", [0.0, -0.5])
 def test_slopes_that_do_not_fall_have_no_reach(slope: float) -> None:
     query = torch.randn(1, 1, 300, 4)
-    found = bounds.bounds(_spec(query, query, query, [slope]), query, query, query)
+    found = bounds.bounds(make_spec(query, query, query, [slope]), query, query, query)
     assert bool((found.left == UNLIMITED).all())
 
 
 def test_tolerance_zero_skips_nothing() -> None:
     query = torch.randn(1, 2, 300, 4)
-    spec = _spec(query, query, query, [4.0, 2.0], tolerance=0.0)
+    spec = make_spec(query, query, query, [4.0, 2.0], tolerance=0.0)
     _, scores = banded.visits(spec, query, query, query)
     assert bool((scores >= 300 * 301 // 2).all())
 

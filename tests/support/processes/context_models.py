@@ -34,14 +34,8 @@ class Encoder(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        config = ALiBiBertConfig(
-            hidden_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            intermediate_size=48,
-            vocab_size=40,
-            pooler=False,
-        )
+        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+        config = ALiBiBertConfig(**sizes, vocab_size=40, pooler=False)
         self.bert = ALiBiBertModel(config).double().eval()
 
     def forward(self, ids: Tensor) -> Tensor:

@@ -9,10 +9,10 @@ import os
 import random
 import signal
 import sys
-import time
 from pathlib import Path
 
 import torch._dynamo  # noqa: F401 - which every optimizer loads
+from kills import end_of
 
 from alibi_attn.lab import sealed_folder
 from alibi_attn.lab.config_io import from_json
@@ -51,7 +51,7 @@ def main() -> None:
             load_checkpoint(found)  # complete, no matter when the process died
 
     for point in POINTS:
-        ends.append(end_of(lambda point=point: train(config, corpus, folder / "cut"), dies_at=point))
+        ends.append(end_of(lambda point=point: (arm(*point), train(config, corpus, folder / "cut"))))
         note()
     generator = random.Random(0)
     while ends[-1] != 0:
@@ -59,24 +59,6 @@ def main() -> None:
         ends.append(end_of(lambda: train(config, corpus, folder / "cut"), seconds=seconds if len(ends) < 30 else None))
         note()
     print(json.dumps({"ends": ends, "steps": steps}))
-
-
-def end_of(run, *, dies_at=None, seconds: float | None = None) -> int:
-    """Runs in a child process, which may be killed, and returns its exit code, negative for a signal."""
-    process = os.fork()
-    if process == 0:
-        code = 1
-        try:
-            if dies_at is not None:
-                arm(*dies_at)
-            run()
-            code = 0
-        finally:
-            os._exit(code)
-    if seconds is not None:
-        time.sleep(seconds)
-        os.kill(process, signal.SIGKILL)
-    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
 def arm(module, name: str, call: int, after: bool) -> None:

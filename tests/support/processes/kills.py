@@ -1,4 +1,4 @@
-"""Kills a process at random moments, repeatedly, without starting Python each time."""
+"""Kills processes, at random moments too, without starting Python each time."""
 
 import os
 import random
@@ -7,7 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 _SERVER = """
@@ -56,3 +56,19 @@ def killed_at_random(work: str, path: Path, *, kills: int, longest: float) -> It
             assert server.stdout.readline() == "ended\n"
             yield count
         server.stdin.close()
+
+
+def end_of(work: Callable[[], object], *, seconds: float | None = None) -> int:
+    """Runs work in a child process, kills it after `seconds`, and returns its exit code, negative for a signal."""
+    process = os.fork()
+    if process == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    if seconds is not None:
+        time.sleep(seconds)
+        os.kill(process, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 import torch._dynamo
+from kills import end_of
 
 from alibi_attn.cli.main import app
 from alibi_attn.hf import embedding, resumable_output, sentence_encoder  # noqa: F401 - loaded once
@@ -127,22 +128,6 @@ def command(arguments: list[str]) -> None:
         contextlib.redirect_stderr(nothing),
     ):
         app(arguments, standalone_mode=False)
-
-
-def end_of(work: Callable[[], None], *, seconds: float | None = None) -> int:
-    """Runs work in a child process, kills it after `seconds`, and returns its exit code, negative for a signal."""
-    process = os.fork()
-    if process == 0:
-        code = 1
-        try:
-            work()
-            code = 0
-        finally:
-            os._exit(code)
-    if seconds is not None:
-        time.sleep(seconds)
-        os.kill(process, signal.SIGKILL)
-    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
 if __name__ == "__main__":
