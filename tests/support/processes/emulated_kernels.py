@@ -66,7 +66,7 @@ def compiled(target: Target, folder: Path) -> Path:
     sources = [str(DRIVER), *(str(build.FOLDER / source) for source in build.SOURCES)]
     zig = [sys.executable, "-m", "ziglang", "c++", "-target", target.zig, *target.flags]
     flags = [*build.FLAGS, "-O2", f"-I{build.FOLDER}"]
-    subprocess.run([*zig, *flags, *sources, "-o", str(program)], check=True, timeout=1500)
+    subprocess.run([*zig, *flags, *sources, "-o", str(program)], check=True, timeout=3000)
     return program
 
 

@@ -1,6 +1,6 @@
 """How close the inner loops of the kernels come to a processor's multiply-add rate, according to llvm-mca.
 
-    python tests/support/processes/inner_loops.py     # needs ziglang (PyPI) and llvm-mca of LLVM 19 or newer
+    python tests/support/processes/inner_loops.py results    # needs ziglang (PyPI), g++ and llvm-mca of LLVM 19
 
 Older versions of LLVM model the Neoverse cores wrongly. Nothing is run: this is a model, not a measurement.
 """
@@ -10,20 +10,26 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from importlib import metadata
 from pathlib import Path
 
+from alibi_attn import records
 from alibi_attn.attention.backends.native import build
+from alibi_attn.attention.backends.native.levels import OF_MACHINE
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-TARGETS = (  # zig's target, flags, LLVM's target, and multiply-adds per cycle of each processor
-    (
-        "aarch64-linux-musl",
-        (),
-        "aarch64-linux-gnu",
-        {"neoverse-n1": 2, "neoverse-v1": 4, "neoverse-v2": 4, "apple-m1": 4},
-    ),
-    ("x86_64-linux-musl", ("-march=x86_64_v3",), "x86_64-linux-gnu", {"haswell": 2, "znver3": 2}),
+MCA = "llvm-mca-19"
+ZIG = (sys.executable, "-m", "ziglang", "c++", "-target")
+AVX2 = next(level.flags for level in OF_MACHINE["x86_64"] if level.name == "avx2")
+NEON = {"neoverse-n1": 2, "neoverse-v1": 4, "neoverse-v2": 4, "apple-m1": 4}  # multiply-adds per cycle
+X86 = {"haswell": 2, "znver3": 2}
+TARGETS = (  # the compiler, its command, LLVM's name of the system, and the processors
+    ("zig", (*ZIG, "aarch64-linux-musl"), "aarch64-linux-gnu", NEON),
+    ("zig", (*ZIG, "x86_64-linux-musl", *AVX2), "x86_64-linux-gnu", X86),
+    ("g++", ("g++", *AVX2), "x86_64-linux-gnu", X86),
 )
+# The products of `inner_loops.cpp`, by the instance of `product` that each calls.
+LOOPS = {"5Start0": "forward scores", "5Start2": "forward values", "5Start1": "backward gradients"}
 MULTIPLY_ADD = re.compile(r"\t(vfmadd\d+ps|fmla)\t")
 ON_STACK = re.compile(r"\[sp|\(%rsp\)")
 LABEL = re.compile(r"^([.\w$]+):")
@@ -52,7 +58,7 @@ def innermost_loops(assembly: str) -> dict[str, list[str]]:
 
 def cycles(body: list[str], triple: str, processor: str) -> float:
     """Cycles per iteration in a steady state."""
-    command = ["llvm-mca-19", f"-mtriple={triple}", f"-mcpu={processor}", f"-iterations={ITERATIONS}"]
+    command = [MCA, f"-mtriple={triple}", f"-mcpu={processor}", f"-iterations={ITERATIONS}"]
     done = subprocess.run(command, input="\n".join(body), capture_output=True, text=True, check=True)
     return int(re.search(r"Total Cycles:\s+(\d+)", done.stdout)[1]) / ITERATIONS
 
@@ -61,20 +67,45 @@ def _multiply_adds(body: list[str]) -> int:
     return sum(bool(MULTIPLY_ADD.search(line)) for line in body)
 
 
-def main() -> None:
-    if shutil.which("llvm-mca-19") is None:
-        sys.exit("llvm-mca-19 is not installed (Debian: apt install llvm-19)")
-    for zig, flags, triple, processors in TARGETS:
-        command = [sys.executable, "-m", "ziglang", "c++", "-target", zig, *flags, *build.FLAGS, "-g0", "-S"]
-        with tempfile.NamedTemporaryFile(suffix=".s") as file:
-            subprocess.run([*command, f"-I{build.FOLDER}", str(SOURCE), "-o", file.name], check=True)
-            assembly = Path(file.name).read_text()
-        for function, body in innermost_loops(assembly).items():
-            count, spills = _multiply_adds(body), sum(bool(ON_STACK.search(line)) for line in body)
-            for processor, rate in processors.items():
-                share = count / rate / cycles(body, triple, processor)
-                print(f"{function} {processor}: {count} multiply-adds, {share:.2f} of the rate, {spills} on the stack")
+def record(folder: Path) -> Path:
+    rows = [row for target in TARGETS for row in _rows(*target)]
+    names = ("loop", "compiler", "processor", "multiply_adds", "share", "spills")
+    columns = {name: [row[at] for row in rows] for at, name in enumerate(names)}
+    arm = [row[4] for row in rows if row[2].startswith("neoverse")]
+    made = records.make(
+        "compilation",
+        "native/inner-loops",
+        config={"model": MCA, "ziglang": metadata.version("ziglang"), "iterations": ITERATIONS},
+        metrics={
+            "least_share_neoverse": min(arm),
+            "least_share_avx2": min(row[4] for row in rows if row[2] in X86),
+            "spills": sum(row[5] for row in rows),
+        },
+        curves={"loops": columns},
+    )
+    for row in rows:
+        print("{}, {}, {}: {} multiply-adds, {:.2f} of the rate, {} spills".format(*row))
+    return records.save(made, folder)
+
+
+def _rows(compiler: str, command: tuple[str, ...], triple: str, processors: dict[str, int]) -> list[tuple]:
+    with tempfile.NamedTemporaryFile(suffix=".s") as file:
+        flags = [*build.FLAGS, "-g0", "-S", f"-I{build.FOLDER}"]
+        subprocess.run([*command, *flags, str(SOURCE), "-o", file.name], check=True, stderr=subprocess.DEVNULL)
+        loops = innermost_loops(Path(file.name).read_text())
+    rows = []
+    for function, body in loops.items():
+        loop = next(words for part, words in LOOPS.items() if part in function)
+        count, spills = _multiply_adds(body), sum(bool(ON_STACK.search(line)) for line in body)
+        rows += [
+            (loop, compiler, name, count, count / rate / cycles(body, triple, name), spills)
+            for name, rate in processors.items()
+        ]
+    assert len(rows) == len(LOOPS) * len(processors), f"{compiler} inlined the loops of {list(loops)} otherwise"
+    return rows
 
 
 if __name__ == "__main__":
-    main()
+    if shutil.which(MCA) is None:
+        sys.exit(f"{MCA} is not installed (Debian: apt install llvm-19)")
+    print(record(Path(sys.argv[1])))

@@ -108,7 +108,16 @@ struct Product {
 
     INLINE Real number(int i, int k) const { return a[i * a_row + k * a_depth]; }
     INLINE Reals<Real> row(int k, int v) const { return load(b + k * b_depth + v * VL<Real>); }
-    static INLINE Reals<Real> add(Reals<Real> sum, Real x, Reals<Real> row) { return sum + x * row; }
+    static INLINE Reals<Real> add(Reals<Real> sum, Real x, Reals<Real> row) {
+#ifdef __aarch64__
+        // With x in one lane. Compilers first copy it to all lanes, in a pipe that could multiply.
+        if constexpr (sizeof(Real) == 4) asm("fmla %0.4s, %1.4s, %2.s[0]" : "+w"(sum) : "w"(row), "w"(x));
+        else asm("fmla %0.2d, %1.2d, %2.d[0]" : "+w"(sum) : "w"(row), "w"(x));
+        return sum;
+#else
+        return sum + x * row;
+#endif
+    }
 };
 
 // C[i, :] = sum over k of A[i, k] B[k, :], for `rows` rows and `vectors` vectors, with the sums in registers. P is a Product
