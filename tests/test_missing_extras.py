@@ -10,6 +10,7 @@ import pytest
 BENCHMARKS = (
     "cpu", "trained", "trained-gates", "serving", "embedding", "generating", "streaming", "decoding", "gates", "context-parallel",
     "gpu", "jax", "training", "long-texts", "passages",
+    "int8", "late-chunking",
 )  # fmt: skip
 MISSING = """
 import importlib, json, sys
@@ -83,11 +84,13 @@ def _run_without(program: str, *arguments: str) -> dict[str, object]:
                         "bench embedding",
                         "bench generating",
                         "bench long-texts",
+                        "bench passages",
+                        "bench late-chunking",
                         "embed x FILE --out y",
                     ),
                     "hf",
                 ),
-                **dict.fromkeys(("bench trained", "bench trained-gates", "bench training"), "lab"),
+                **dict.fromkeys(("bench trained", "bench trained-gates", "bench training", "bench int8"), "lab"),
                 "bench jax": "torch,jax",
                 "run quick --scale smoke": "lab",
                 "eval x --text y": "lab",

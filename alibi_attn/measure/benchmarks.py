@@ -161,6 +161,26 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             Option("run", Path("runs/passages"), "Folder for the trainings, which resume."),
         ),
     ),
+    "int8": Benchmark(
+        "alibi_attn.measure.int8_error:int8_error", "lab",
+        "What linear layers in int8 change in a decoder trained by the lab: logits and perplexity on held-out text.",
+        "alibi bench int8 --checkpoint runs/quick/checkpoints/quick/alibi-128/seed-0-…", (
+            Option("checkpoint", None, "Folder of a trained model; its tokens are in its run's folder.", type=Path | None),
+            Option("length", 512, "Tokens per piece of text.", limits={"min": 2}),
+            Option("tokens", 32_768, "Most tokens.", limits={"min": 4}),
+        ),
+    ),
+    "late-chunking": Benchmark(
+        "alibi_attn.measure.long_document:long_document", "hf",
+        "Late chunking of one long document at base size: time, peak memory, and its vectors compared with one undivided pass.",
+        "alibi bench late-chunking --tokens 20000 --layers 2", (
+            Option("tokens", 100_000, "Tokens of the document.", limits={"min": 512}),
+            Option("checked", 16_384, "Tokens of the document whose vectors are compared.", limits={"min": 512}),
+            Option("chunk", 256, "Tokens per chunk.", limits={"min": 1}),
+            Option("layers", 12, "Number of layers.", limits={"min": 1}),
+            Option("dtype", "float32", "float32 or bfloat16."),
+        ),
+    ),
     "generating": Benchmark(
         "alibi_attn.measure.generating:generating", "hf",
         "Decode one token of a whole BLOOM with a long cache: unmodified, patched, and patched with ALiBiCache; also padded.",

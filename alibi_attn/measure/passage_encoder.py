@@ -45,7 +45,7 @@ class Setup:
     """
 
     width: int = 128
-    layers: int = 2
+    layers: int = 3
     heads: int = 4
     inner: int = 256
     vocabulary: int = 8192
@@ -54,10 +54,10 @@ class Setup:
     batch: int = 6
     removed: int = 10
     masked_share: float = 0.3
-    masked_steps: int = 30
-    pair_steps: int = 300
+    masked_steps: int = 200
+    pair_steps: int = 1500
     temperature: float = 0.05
-    learning_rate: float = 2e-3
+    learning_rate: float = 1e-3
     seed: int = 0
 
 

@@ -1,5 +1,7 @@
 """`alibi embed`: row order, resuming after an interruption, and one-sentence errors."""
 
+import resource
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -249,3 +251,29 @@ def test_options_of_chunks_that_contradict_are_refused(options, message, model, 
     before = sorted(tmp_path.rglob("*"))
     assert message in run(model, files[0], "--out", tmp_path / "v.parquet", *options, code=1)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_full_disk_is_one_sentence_and_loses_no_finished_vector(model, files, tmp_path):
+    """A limit of file sizes makes writes fail as a full disk does, at the start and at the end of the work."""
+    pytest.importorskip("pyarrow.parquet", reason="the extra index is not installed")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+    def limited(limit, *arguments):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        try:
+            return run(*arguments, code=1)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    chunks = [model, *files, "--chunks", 2, "--out", tmp_path / "v.parquet"]
+    large = "File too large"
+    vectors = 128 + 17 * 48 * 4  # the partial file of 17 chunks; the table is larger
+    try:
+        assert large in limited(vectors - 1, *chunks)
+        assert not list(tmp_path.glob("v*"))
+        assert large in limited(vectors, *chunks)
+    finally:
+        signal.signal(signal.SIGXFSZ, handler)
+    assert sorted(path.name for path in tmp_path.glob("v*")) == ["v.parquet.partial", "v.parquet.partial.json"]
+    assert run(*chunks).startswith("resuming: 0 of 17 chunks are left")
