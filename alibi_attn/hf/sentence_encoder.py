@@ -62,9 +62,7 @@ def load(
     """
     place = checkpoint_files.resolve(folder_or_id, **hub)
     settings = pooling_config.read(place)
-    is_int8 = dtype in ("int8", torch.int8)
-    if is_int8:
-        int8.check_supported()
+    is_int8 = _is_int8(dtype)
     model = ALiBiBertModel.from_pretrained(settings.encoder, dtype=torch.float32 if is_int8 else dtype)
     if is_int8:
         int8.convert(model.encoder)
@@ -158,9 +156,8 @@ def sentence_transformer(
         raise ImportError(
             'sentence_transformer needs sentence-transformers 6; install it with: pip install "alibi-attn[embed]"'
         ) from error
-    is_int8 = dtype in ("int8", torch.int8)
+    is_int8 = _is_int8(dtype)
     if is_int8:
-        int8.check_supported()
         device = device or "cpu"
         dtype = torch.float32
         if torch.device(device).type != "cpu":
@@ -198,6 +195,14 @@ def sentence_transformer(
         similarity_fn_name=settings.similarity,  # type: ignore[arg-type]
         truncate_dim=settings.truncate_dim,
     )
+
+
+def _is_int8(dtype: torch.dtype | str | None) -> bool:
+    """Whether linear layers are to be in int8; raises if this machine does not support it."""
+    if dtype not in ("int8", torch.int8):
+        return False
+    int8.check_supported()
+    return True
 
 
 def _tokenizer(folder: Path) -> PreTrainedTokenizerBase:
