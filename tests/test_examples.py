@@ -67,6 +67,12 @@ def test_fill_in_the_middle(run):
     assert numbers(r"differ by (\S+) from", run("fill_in_the_middle", "--length", 700))[0] < 1e-5
 
 
+def test_encoder_decoder(run):
+    right = numbers(r"letters: ([\d.]+)% right", run("encoder_decoder", "--steps", 120, "--bias", "with"))
+    assert len(right) == 3
+    assert min(right) > 50  # of 4 % by chance, 4 times the trained length included
+
+
 def test_patch_bloom(run):
     printed = run("patch_bloom", "--length", 300)
     assert "2 layers patched" in printed
