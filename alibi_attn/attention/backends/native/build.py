@@ -127,7 +127,9 @@ def compile_for_wheel(level: Level, target: Path, compiler: list[str] | None = N
         for source, compiled in zip(SOURCES, objects, strict=True):
             flags = FLAGS if source == PROCESSOR else (*FLAGS, *level.flags)
             _run(command, *flags, "-c", str(FOLDER / source), "-o", compiled, timeout_s=None)
-        _run(command, "-shared", "-s", *objects, "-o", str(target), timeout_s=None)
+        # On macOS a library holds its own name, by default the path that it was written to.
+        named = [f"-Wl,-install_name,@rpath/{target.name}"] if target.suffix == ".dylib" else []
+        _run(command, "-shared", "-s", *named, *objects, "-o", str(target), timeout_s=None)
 
 
 def multiplies_bf16() -> bool:
