@@ -3,7 +3,7 @@
     python examples/encoder_decoder.py
 
 Each letter becomes another one, depending on its right neighbor. Without a bias in the cross-attention (the default), this model
-cannot tell which letter is next and stays near chance, 4 %. Source and target are aligned here, so slopes, steep ones, help.
+cannot tell which letter is next: 6 to 11 % are right, 4 % by chance. Source and target are aligned, so slopes, steep ones, help.
 """
 
 import argparse
