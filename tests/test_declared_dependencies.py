@@ -23,7 +23,8 @@ EXTRAS = {
 UNDECLARED = {
     "triton": "comes with torch's builds for GPUs, the only ones that need it",
     **dict.fromkeys(
-        ("flash_attn", "llama_cpp", "ctranslate2", "gguf"), "of a peer that a benchmark measures where a user has it"
+        ("flash_attn", "llama_cpp", "cyllama", "ctranslate2", "gguf"),
+        "of a peer that a benchmark measures where a user has it",
     ),
 }
 OF_TOOLS = {"dev", "docs", "notebooks", "onnx", "wheels"}

@@ -2,8 +2,8 @@
 
 Before anything is timed, the losses of a cache in files are compared with those of a cache in memory. The record has the time
 per token and the memory in use along the text, the bytes that opening reads from the disk, and the memory that ten processes
-use that share one cache. For texts of at most 65,536 tokens it also has what llama.cpp needs to load its saved state, if the
-package is installed. Reading resumes from the cache after an interruption.
+use that share one cache. For texts of at most 65,536 tokens it also has what llama.cpp needs to load its saved state, if
+`cyllama` and `gguf` are installed. Reading resumes from the cache after an interruption.
 """
 
 import contextlib
@@ -24,14 +24,13 @@ from transformers import BloomConfig, BloomForCausalLM
 from alibi_attn import records
 from alibi_attn.hf import ALiBiCache, patch, read
 from alibi_attn.measure.harness import Row, Rows, keep, number
-from alibi_attn.measure.peers import programs
-from alibi_attn.measure.peers.llama_cpp import LlamaCpp
+from alibi_attn.measure.peers.llama_state import LlamaState
 from alibi_attn.measure.serving import error
 
 VOCABULARY = 1024
 WARM_TOKENS = 20  # decoded after opening; their median is a warm token
 COMPARED = 65_536  # the most tokens whose losses are compared with those of a cache in memory
-PEER, PEER_LONGEST = "llama.cpp, flash attention", 65_536  # its reading is quadratic in the length of the text
+PEER_LONGEST = 65_536  # tokens of llama.cpp, whose reading is quadratic in the length of the text
 MOST_ERROR = 1e-4  # of the peer, relative to the largest logit; llama.cpp's GELU is off by 1e-5
 
 
@@ -65,7 +64,7 @@ def long_texts(
         metrics["last_to_second_tenth"] = times[-1] / times[1]
         metrics["peak_added_bytes"] = max(number(row["added_bytes"]) for row in rows)
         metrics.update(opening(model, folder, say) | sharing(model, folder, processes, say))
-        if tokens <= PEER_LONGEST and programs.why_not()[PEER] is None:
+        if tokens <= PEER_LONGEST and LlamaState.is_installed():
             metrics.update(saved_state(model, text, folder, say))
         yield {"long-texts": {}}
 
@@ -198,10 +197,9 @@ def saved_state(
     last = torch.full((1, 1), 5)
     with torch.no_grad():
         true = model(last, past_key_values=ALiBiCache.open(folder, mode="c"), use_cache=True).logits[0, -1]
-    threads = torch.get_num_threads()
     with tempfile.TemporaryDirectory(prefix="alibi-attn-") as weights:
-        peer = LlamaCpp(model, Path(weights), room=length + 2 * WARM_TOKENS, threads=threads, flash=True)
-        peer.logits(listed)
+        peer = LlamaState(model, Path(weights), room=length + WARM_TOKENS, threads=torch.get_num_threads())
+        peer.read(listed)
         peer.save(path, listed)
         logits, _, _ = peer.load(path, 5)
         off = error(torch.from_numpy(logits), true)

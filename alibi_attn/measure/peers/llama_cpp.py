@@ -3,8 +3,6 @@
 Its GELU is a half-precision lookup table, so its logits are off by about 1e-5.
 """
 
-import ctypes
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -47,39 +45,6 @@ class LlamaCpp:
             return seconds
 
         return call
-
-    def save(self, path: Path, tokens: Sequence[int]) -> None:
-        """Saves the state after these tokens, which were read before, as `llama-cli --prompt-cache` does."""
-        import llama_cpp
-
-        ids = (llama_cpp.llama_token * len(tokens))(*tokens)
-        if not llama_cpp.llama_state_save_file(self._llama._ctx.ctx, str(path).encode(), ids, len(tokens)):
-            raise RuntimeError(f"llama.cpp cannot save its state to {path}")
-
-    def load(self, path: Path, token: int, *, repeats: int = 9) -> tuple[np.ndarray, float, float]:
-        """Loads a saved state and decodes a token: (its logits, seconds with loading, median seconds of a token after it)."""
-        import llama_cpp
-
-        self._llama.reset()
-        self._llama._ctx.kv_cache_clear()
-        room = self._llama.n_ctx()
-        ids, count = (llama_cpp.llama_token * room)(), ctypes.c_size_t()
-        start = time.perf_counter()
-        if not llama_cpp.llama_state_load_file(
-            self._llama._ctx.ctx, str(path).encode(), ids, room, ctypes.byref(count)
-        ):
-            raise RuntimeError(f"llama.cpp cannot load its state from {path}")
-        self._llama.n_tokens = count.value
-        self._llama.eval([token])
-        logits = self._last()
-        first = time.perf_counter() - start
-        times = []
-        for _ in range(repeats):
-            start = time.perf_counter()
-            self._llama.eval([token])
-            self._last()
-            times.append(time.perf_counter() - start)
-        return logits, first, statistics.median(times)
 
     def _last(self) -> np.ndarray:
         pointer = self._llama._ctx.get_logits_ith(-1)
