@@ -149,6 +149,7 @@ def read_text(model: BloomForCausalLM, text: Tensor, folder: Path, say: Callable
 
 def opening(model: BloomForCausalLM, folder: Path, say: Callable[[str], None]) -> dict[str, float | None]:
     """Milliseconds to open the cache and compute a token, with pages in memory and from a cold disk, and bytes read."""
+    one_token(model, folder)  # brings the pages into memory
     opened = one_token(model, folder)
     drop_from_page_cache(folder)
     before = storage_bytes_read()
@@ -258,6 +259,7 @@ def shared_bytes(model: BloomForCausalLM, folder: Path, processes: int) -> list[
 
 @torch.no_grad()
 def _continue(model: BloomForCausalLM, folder: Path, index: int, pipe: Connection) -> None:
+    torch.set_num_threads(1)  # OpenMP's threads do not survive a fork: with two this process waits forever
     cache = ALiBiCache.open(folder, mode="c")
     model(torch.full((1, 8), 3 + index), past_key_values=cache, use_cache=True)
     pipe.send("decoded")
