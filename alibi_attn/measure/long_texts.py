@@ -56,8 +56,9 @@ def long_texts(
     def steps() -> Iterator[Mapping[str, Rows]]:
         model = random_bloom(width, layers)
         text = torch.randint(3, VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(1))
+        before = resident_bytes()
         metrics.update(compared_losses(model, text[:, :COMPARED], folder, say))
-        rows = read_text(model, text, folder, say)
+        rows = read_text(model, text, folder, before, say)
         for row in rows:
             yield {"long-texts": {"ours": row}}
         times = [number(row["token_cpu_seconds"]) for row in rows]
@@ -107,15 +108,17 @@ def compared_losses(
     return {"compared_tokens": float(text.shape[1]), "largest_loss_difference": difference}
 
 
-def read_text(model: BloomForCausalLM, text: Tensor, folder: Path, say: Callable[[str], None]) -> list[Row]:
+def read_text(
+    model: BloomForCausalLM, text: Tensor, folder: Path, before: int, say: Callable[[str], None]
+) -> list[Row]:
     """Ten rows, one per tenth of the text: seconds per token (wall time and CPU time), and the increase of memory.
 
-    The increase is that of the largest memory in use over the memory at the start. Chunks are logged in a file next to
+    The increase is that of the largest memory in use over `before`, in bytes. Chunks are logged in a file next to
     the cache, so that an interrupted run can resume.
     """
     length, log = text.shape[1], folder.with_name(folder.name + ".times")
     log.parent.mkdir(parents=True, exist_ok=True)
-    start, before = (time.perf_counter(), time.process_time()), resident_bytes()
+    start = time.perf_counter(), time.process_time()
     with open(log, "a") as file:
 
         def progress(stop: int, _: int) -> None:
