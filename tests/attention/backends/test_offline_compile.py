@@ -39,10 +39,10 @@ def ran(program: Path, *arguments: str) -> dict[str, Any]:
 
 
 def recorded() -> dict[str, dict[str, int | None]]:
-    """The record for the installed Triton; empty if there is none."""
+    """The record of the Triton kernels for the installed Triton; empty if there is none."""
     rows: dict[str, dict[str, int | None]] = {}
     for record in records.find(ROOT / "results", kind="compilation"):
-        if record.config["triton"] == metadata.version("triton"):
+        if record.config.get("triton") == metadata.version("triton"):
             columns = record.curves["kernels"]
             rows |= {kernel: {c: columns[c][at] for c in columns} for at, kernel in enumerate(columns["kernel"])}
     return rows
