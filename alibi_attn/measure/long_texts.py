@@ -194,6 +194,8 @@ def saved_state(
 ) -> dict[str, float | None]:
     """What llama.cpp needs to load its saved state of the same text and compute a token, as `opening`.
 
+    The state stays next to the cache: reading the text takes llama.cpp minutes, so a repeated run only loads it.
+
     Raises:
         RuntimeError: its logits are wrong.
     """
@@ -203,8 +205,11 @@ def saved_state(
         true = model(last, past_key_values=ALiBiCache.open(folder, mode="c"), use_cache=True).logits[0, -1]
     with tempfile.TemporaryDirectory(prefix="alibi-attn-") as weights:
         peer = LlamaState(model, Path(weights), room=length + WARM_TOKENS, threads=torch.get_num_threads())
-        peer.read(listed)
-        peer.save(path, listed)
+        if not path.exists():
+            peer.read(listed)
+            unfinished = path.with_name(path.name + ".partial")
+            peer.save(unfinished, listed)
+            unfinished.rename(path)
         logits, _, _ = peer.load(path, 5)
         off = error(torch.from_numpy(logits), true)
         if not off < MOST_ERROR:
@@ -214,7 +219,6 @@ def saved_state(
         before = storage_bytes_read()
         _, cold, _ = peer.load(path, 5)
         bytes_read, stored = storage_bytes_read() - before, stored_bytes(path)
-    path.unlink()
     say(
         f"llama.cpp: loading and the first token take {first * 1e3:.0f} ms, a warm token {warm * 1e3:.0f}; from a cold disk "
         f"{cold * 1e3:.0f} ms and {bytes_read:,} of {stored:,} bytes"

@@ -19,7 +19,6 @@ stretches of the largest length L_max, spread evenly over the text, each with L_
 Losses are in nats per token. Next: `experiment.py`.
 """
 
-import time
 import typing
 from collections.abc import Sequence
 from typing import Any
@@ -34,6 +33,7 @@ from alibi_attn.lab.evaluation.context_use import has_positions, passkey, recall
 from alibi_attn.lab.evaluation.losses import MOST_PARTS, Column, Say, TokenLosses, Window, columns, token_losses
 from alibi_attn.lab.model.language_model import LanguageModel
 from alibi_attn.lab.training.allocator import peak_memory_bytes, reset_peak_memory
+from alibi_attn.lab.training.clock import clock
 
 _BY_LENGTH = (
     "nonoverlapping_nats", "nonoverlapping_tokens", "sliding_nats", "sliding_tokens", "tokens_per_second",
@@ -202,9 +202,10 @@ def _at_length(
     stretched = model.stretched(config.stretch, length)
     options: Any = {"length": length, "batch_tokens": config.batch_tokens, "say": say}
     measurable = reset_peak_memory(model.device)
-    started = time.perf_counter()
+    now = clock(model.device)
+    started = now()
     straight = nonoverlapping(stretched, tokens, stretches, **options)
-    seconds = time.perf_counter() - started
+    seconds = now() - started
     peak = peak_memory_bytes(model.device) if measurable else None
     slid = sliding(stretched, tokens, stretches, stride=stride_at(length, config.stride), **options)
     scored = len(straight.target)

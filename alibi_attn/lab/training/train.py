@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import itertools
 import math
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from alibi_attn.lab.model.attention import Context
 from alibi_attn.lab.model.language_model import LanguageModel
 from alibi_attn.lab.training.allocator import kept_memory, peak_memory_bytes, reset_peak_memory
 from alibi_attn.lab.training.checkpoint import Progress, load_progress, newest, resume, save_checkpoint
+from alibi_attn.lab.training.clock import clock
 from alibi_attn.lab.training.interruption import deferred_interruption
 from alibi_attn.lab.training.optimizer import learning_rate
 from alibi_attn.lab.training.parallel import ContextGroup, Training, prepare, share_of_batch
@@ -100,7 +100,7 @@ class Step:
         loss_nats: the mean over the whole batch, before the weights changed.
         gradient_norm: the norm of all gradients together, before clipping.
         learning_rate: of this step.
-        seconds: the time of the step, without loading the batch.
+        seconds: the time of the step (`clock.py`), without loading the batch.
         interrupted: whether any process was interrupted during the step.
     """
 
@@ -131,15 +131,15 @@ def steps(
         ConfigError: the batch cannot be shared by the processes.
     """
     asked, device = config.train, training.accelerator.device
-    share = share_of_batch(asked, training.accelerator)
+    share, now = share_of_batch(asked, training.accelerator), clock(device)
     training.model.progress = start / asked.steps
     with kept_memory():
         for number, batch in enumerate(_stream(corpus, config, start), start=start + 1):
-            started = time.perf_counter()
+            started = now()
             rate = learning_rate(number - 1, asked)
             ours = batch.share(share, device).shard(training.context)
             loss, norm, stop = _step(training, ours, rate, asked, number - 1, interrupted)
-            seconds = time.perf_counter() - started
+            seconds = now() - started
             training.model.progress = number / asked.steps
             yield Step(number, loss, norm, rate, seconds, stop)
 
