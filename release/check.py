@@ -15,21 +15,21 @@ import tempfile
 import venv
 from pathlib import Path
 
+import libraries
 from wheels import NAME, SYSTEMS
 
 from alibi_attn import __version__
 
 ROOT = Path(__file__).parent.parent
 TOOLS = "twine", "auditwheel", "check-wheel-contents"
-# From the wheel, without a compiler: the function, a layer, and the kernels.
-USES = """
+# The README's blocks of Python, with tiny models in place of those of the hub.
+README_USES = "tests/test_readme.py::test_python_in_documents_runs[README.md]"
+FROM_THE_WHEEL = """
 import torch
 from alibi_attn import alibi_attention, explain
-from alibi_attn.nn import ALiBiAttention
 query, key, value = torch.randn(3, 1, 8, 1500, 64)
 exact = alibi_attention(query, key, value, backend="reference")
 torch.testing.assert_close(alibi_attention(query, key, value, backend="native"), exact, atol=1e-5, rtol=1e-5)
-assert ALiBiAttention(64, 4)(torch.randn(1, 10, 64)).shape == (1, 10, 64)
 assert "from the wheel" in explain(query, key, value)
 """
 
@@ -53,17 +53,26 @@ def main(arguments: list[str]) -> None:
         with tempfile.TemporaryDirectory() as target:
             only = ["--platform", tag, "--only-binary=:all:", "--no-deps", "--no-index", "--target", target]
             _run(sys.executable, "-m", "pip", "install", "--quiet", *only, str(wheel))
+            _check_libraries(sorted(Path(target).rglob("kernels-*")))
         print(f"{wheel.name}: fine", flush=True)
     if options.release:
         _check_release(options.folder)
 
 
+def _check_libraries(found: list[Path]) -> None:
+    assert found, "the wheel has no kernels"
+    if absent := libraries.missing_tools():
+        print(f"exports are not checked: {', '.join(absent)} not installed (Debian: apt install llvm)", flush=True)
+        return
+    for library in found:
+        libraries.assert_only_kernels(library)
+
+
 def _check_release(folder: Path) -> None:
     missing = [system.tag for system in SYSTEMS if not (folder / f"{NAME}-py3-none-{system.tag}.whl").exists()]
     assert not missing, f"the wheels of {missing} are missing"
-    assert re.search(
-        rf"^## {re.escape(__version__)}\b", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE
-    ), f"CHANGELOG.md has no section '## {__version__}'; rename Unreleased"
+    released = release_date((ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), __version__)
+    print(f"CHANGELOG.md: {__version__}, {released or 'no date yet; the commit of the release gets it'}", flush=True)
     with tempfile.TemporaryDirectory() as temporary:
         environment = Path(temporary) / "environment"
         venv.create(environment, with_pip=False)
@@ -74,8 +83,28 @@ def _check_release(folder: Path) -> None:
         _run(
             sys.executable, "-m", "pip", "--python", python, "install", "--quiet", *local, f"alibi-attn=={__version__}"
         )
-        _run(python, "-W", "error", "-c", USES, cwd=temporary, PATH="/nowhere")
-    print("the wheel of this machine runs", flush=True)
+        _run(python, "-W", "error", "-c", FROM_THE_WHEEL, cwd=temporary, PATH="/nowhere")
+        for name in ("README.md", "pyproject.toml", "docs", "tests"):  # without the package
+            (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, Path(temporary) / name)
+        _run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", README_USES, cwd=temporary, PATH="/nowhere")
+    print("the wheel of this machine runs, with the README's three uses", flush=True)
+
+
+def release_date(changelog: str, version: str) -> str | None:
+    """The date of the CHANGELOG's newest section, `## VERSION (DATE)`, which must be of this version; None before a release.
+
+    Raises:
+        AssertionError: the newest section is another one.
+    """
+    newest = re.search(r"^## (.*)$", changelog, re.MULTILINE)
+    title = re.fullmatch(
+        rf"{re.escape(version)} \((unreleased|\d{{4}}-\d{{2}}-\d{{2}})\)", newest.group(1) if newest else ""
+    )
+    assert title, (
+        f"the first section of CHANGELOG.md is {newest.group(1) if newest else 'missing'!r}; "
+        f"it must be '## {version} (unreleased)', or have the date of the release in place of 'unreleased'"
+    )
+    return None if title.group(1) == "unreleased" else title.group(1)
 
 
 def _tool(name: str) -> str:

@@ -29,6 +29,7 @@ from alibi_attn.attention.backends.native.levels import OF_MACHINE
 
 ROOT = Path(__file__).parent.parent
 NAME = f"alibi_attn-{__version__}"
+OPERATOR_NEW = Path(__file__).parent / "operator_new.cpp"
 INSIDE = "alibi_attn/attention/backends/native"
 
 
@@ -92,11 +93,14 @@ def _packages(folder: Path, seconds: int, out: Path) -> Path:
 def _libraries(system: System, folder: Path, pool: ThreadPoolExecutor) -> Callable[[], dict[str, bytes]]:
     """Starts to compile the kernels of a system; the result waits for them and returns them by their names in the wheel."""
     compiler = [sys.executable, "-m", "ziglang", "c++", "-target", system.zig]
+    windows = system.suffix == ".dll"  # exports nothing that is not declared
+    more_sources = () if windows else (OPERATOR_NEW,)
+    compiler += [] if windows else ["-fvisibility-global-new-delete=force-hidden"]
     targets = [
         (level, folder / system.tag / f"kernels-{level.name}{system.suffix}") for level in OF_MACHINE[system.machine]
     ]
     (folder / system.tag).mkdir()
-    running = [pool.submit(build.compile_for_wheel, level, target, compiler) for level, target in targets]
+    running = [pool.submit(build.compile_for_wheel, level, target, compiler, more_sources) for level, target in targets]
 
     def libraries() -> dict[str, bytes]:
         for one in running:

@@ -115,7 +115,9 @@ def shipped(level: Level) -> Path:
     return FOLDER / f"kernels-{level.name}{SUFFIX}"
 
 
-def compile_for_wheel(level: Level, target: Path, compiler: list[str] | None = None) -> None:
+def compile_for_wheel(
+    level: Level, target: Path, compiler: list[str] | None = None, more_sources: Sequence[Path] = ()
+) -> None:
     """Compiles a library for a level, on any processor, with the given compiler or that of a first call.
 
     Raises:
@@ -123,10 +125,11 @@ def compile_for_wheel(level: Level, target: Path, compiler: list[str] | None = N
     """
     command = compiler or _command(os.environ.get("CXX"))
     with tempfile.TemporaryDirectory(prefix="alibi-attn-") as folder:
-        objects = [f"{folder}/{Path(source).stem}.o" for source in SOURCES]
-        for source, compiled in zip(SOURCES, objects, strict=True):
-            flags = FLAGS if source == PROCESSOR else (*FLAGS, *level.flags)
-            _run(command, *flags, "-c", str(FOLDER / source), "-o", compiled, timeout_s=None)
+        sources = [*(FOLDER / source for source in SOURCES), *more_sources]
+        objects = [f"{folder}/{source.stem}.o" for source in sources]
+        for source, compiled in zip(sources, objects, strict=True):
+            flags = FLAGS if source.name == PROCESSOR else (*FLAGS, *level.flags)
+            _run(command, *flags, "-c", str(source), "-o", compiled, timeout_s=None)
         # On macOS a library holds its own name, by default the path that it was written to.
         named = [f"-Wl,-install_name,@rpath/{target.name}"] if target.suffix == ".dylib" else []
         _run(command, "-shared", "-s", *named, *objects, "-o", str(target), timeout_s=None)
