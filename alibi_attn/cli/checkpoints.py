@@ -50,16 +50,12 @@ def load(path: Path, method: str | None) -> tuple["LanguageModel", "RunConfig"]:
     return load_checkpoint(path, method=method)
 
 
-def token_store(path: Path) -> Path | None:
-    """The tokens in the folder of a checkpoint's run, if they are still there."""
-    return next((folder / "tokens" for folder in path.resolve().parents if (folder / "tokens").is_dir()), None)
-
-
 def validation_text(path: Path, method: str | None) -> str:
     """The start of a checkpoint's validation text."""
     with needs("lab"):
         from alibi_attn.lab.data.corpus import load_corpus
-    corpus = load_corpus(load(path, method)[1].data, token_store(path))
+        from alibi_attn.lab.training.checkpoint import stored_tokens
+    corpus = load_corpus(load(path, method)[1].data, stored_tokens(path))
     return corpus.tokenizer.decode(corpus.valid[: 1 << 16]).decode(errors="ignore")
 
 

@@ -198,9 +198,9 @@ def evaluation(
     """
     with needs("lab"):
         from alibi_attn.lab.data.corpus import load_corpus, whole_text
-        from alibi_attn.lab.evaluation.long_context_eval import all_curves, why_no_memory, why_no_sinks
+        from alibi_attn.lab.evaluation.long_context_eval import all_curves, own_curves, why_no_memory, why_no_sinks
         from alibi_attn.lab.model.imported_method import imported_method, source_facts
-        from alibi_attn.lab.training.checkpoint import checkpoint_method, load_checkpoint_tokenizer
+        from alibi_attn.lab.training.checkpoint import checkpoint_method, load_checkpoint_tokenizer, stored_tokens
     if out is not None:
         check_writable(out / "record")
     checkpoint = checkpoints.find(checkpoint)
@@ -241,10 +241,8 @@ def evaluation(
         )
     for test in (type(model.position), *tests):
         if "curves" in vars(test):
-            corpus = dataclasses.replace(
-                corpus, train=load_corpus(training_data, checkpoints.token_store(checkpoint)).train
-            )
-            found = test.curves(model, corpus, config.eval)
+            corpus = dataclasses.replace(corpus, train=load_corpus(training_data, stored_tokens(checkpoint)).train)
+            found = own_curves(test, model, corpus, config.eval)
             print_curves(found)
             curves |= found
     about: dict[str, records.Json] = {**to_json(config), "corpus": corpus.facts}

@@ -23,7 +23,7 @@ from alibi_attn import records
 from alibi_attn.lab.config import TASK_CORPUS, RunConfig
 from alibi_attn.lab.config_io import to_json
 from alibi_attn.lab.data.corpus import Corpus, CorpusError
-from alibi_attn.lab.evaluation.long_context_eval import all_curves
+from alibi_attn.lab.evaluation.long_context_eval import all_curves, own_curves
 from alibi_attn.lab.model.imported_method import source_facts
 from alibi_attn.lab.model.language_model import LanguageModel
 from alibi_attn.lab.training import checkpoint
@@ -213,9 +213,8 @@ def _evaluate(
         encode=lambda text: corpus.tokenizer.encode(text).tolist(),
         say=say,
     )
-    curves |= type(model.position).curves(
-        model, dataclasses.replace(corpus, valid=test_text(config, corpus)), config.eval
-    )
+    tested = dataclasses.replace(corpus, valid=test_text(config, corpus))
+    curves |= own_curves(type(model.position), model, tested, config.eval)
     record = records.make(
         "evaluation",
         name,

@@ -20,7 +20,7 @@ from alibi_attn import records
 from alibi_attn.lab.data.corpus import load_corpus
 from alibi_attn.lab.evaluation.losses import Window, token_losses
 from alibi_attn.lab.model.language_model import LanguageModel
-from alibi_attn.lab.training.checkpoint import load_checkpoint, newest
+from alibi_attn.lab.training.checkpoint import load_checkpoint, step_folder, stored_tokens
 from alibi_attn.nn import int8
 from alibi_attn.nn.linear import Linear
 
@@ -48,10 +48,9 @@ def int8_error(
         raise ValueError("int8 needs a model trained by alibi run; pass --checkpoint RUN/checkpoints/STUDY/MODEL/SEED")
     int8.check_supported()
     started = datetime.datetime.now(datetime.UTC)
-    folder = checkpoint if checkpoint.name.startswith("step-") else newest(checkpoint) or checkpoint
+    folder = step_folder(checkpoint)
     model, config = load_checkpoint(folder)
-    store = next((place / "tokens" for place in checkpoint.resolve().parents if (place / "tokens").is_dir()), None)
-    corpus = load_corpus(config.data, store)
+    corpus = load_corpus(config.data, stored_tokens(folder))
     pieces = min(len(corpus.valid) - 1, tokens) // length
     if pieces < 2:
         raise ValueError(

@@ -13,12 +13,14 @@ attends to its first tokens from failing, but do not make it remember the text b
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from alibi_attn.lab.config import ConfigError, EvalConfig
+from alibi_attn.lab.data.corpus import Corpus
 from alibi_attn.lab.data.tasks import Encode, encode_bytes
 from alibi_attn.lab.evaluation.evaluate import evaluate, mean_nats, scored_stretches
 from alibi_attn.lab.evaluation.losses import Say, TokenLosses, columns
@@ -27,6 +29,8 @@ from alibi_attn.lab.model.language_model import LanguageModel
 from alibi_attn.lab.model.position_method import PositionMethod
 from alibi_attn.nn import KVCache
 from alibi_attn.records import Json
+
+Curves: TypeAlias = Mapping[str, Mapping[str, Sequence[Json]]]
 
 SEGMENTS, SINKS = "cached segments", "attention sinks"
 
@@ -41,6 +45,17 @@ def all_curves(
     """
     curves: dict[str, Mapping[str, Sequence[Json]]] = {**evaluate(model, tokens, config, encode=encode, say=say)}
     return curves | {"streams": streams(model, tokens, config)} if config.memory or config.sinks else curves
+
+
+def own_curves(method: type[PositionMethod], model: LanguageModel, corpus: Corpus, config: EvalConfig) -> Curves:
+    """The curves of a method's own test, its hook `curves`: name -> columns of equal length; empty without this hook.
+
+    Args:
+        model: a trained model, of this method or of another one.
+        corpus: `corpus.train` is the model's training text, `corpus.valid` the text to test on.
+    """
+    test: Callable[[LanguageModel, Corpus, EvalConfig], Curves] | None = getattr(method, "curves", None)
+    return {} if test is None else test(model, corpus, config)
 
 
 def streams(model: LanguageModel, tokens: Tensor, config: EvalConfig) -> dict[str, list[Json]]:

@@ -8,27 +8,23 @@
                                   [H, T, S] with −inf for hidden keys, or None
     attend(q, k, v, at, default)  the attention of a layer, [B, H, T, D]
     stretched(stretch, length)    the method for texts of `length` tokens, beyond the trained length, without training
-    curves(model, corpus, config) additional tests of a trained model, as curves of its record
+    curves(model, corpus, config) a class method, of tests only: additional curves for the record of a trained model of any
+                                  method (`evaluation/long_context_eval.py:own_curves`)
 
 `positions` [T] are absolute and start at 0; the queries are the last T of the S keys. Shapes as in `attention/spec.py`; E is
 the width of the model. Next: `positions.py`.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from alibi_attn.lab.config import ConfigError, EvalConfig, ModelConfig, Stretch
+from alibi_attn.lab.config import ConfigError, ModelConfig, Stretch
 from alibi_attn.position_methods import Look
-from alibi_attn.records import Json
 from alibi_attn.slopes import alibi_slopes
-
-if TYPE_CHECKING:
-    from alibi_attn.lab.data.corpus import Corpus
-    from alibi_attn.lab.model.language_model import LanguageModel
 
 Attention: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -202,18 +198,6 @@ class PositionMethod(nn.Module):
         raise ConfigError(
             f"eval.stretch is {stretch!r} but {type(self).__name__} positions do not support it; pass eval.stretch=none"
         )
-
-    @classmethod
-    def curves(
-        cls, model: "LanguageModel", corpus: "Corpus", config: EvalConfig
-    ) -> Mapping[str, Mapping[str, Sequence[Json]]]:
-        """Additional curves of an evaluation's record: name -> columns of equal length.
-
-        Args:
-            model: a trained model, of this method or of another one.
-            corpus: `corpus.train` is the model's training text, `corpus.valid` the text to test on.
-        """
-        return {}
 
 
 def published_slopes(config: ModelConfig) -> Tensor:

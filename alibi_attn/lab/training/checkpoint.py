@@ -82,7 +82,7 @@ def load_checkpoint(path: Path, *, method: str | None = None) -> tuple[LanguageM
     Raises:
         CheckpointError: the checkpoint is missing, damaged, or of another schema; or `method` is required.
     """
-    folder = _step_folder(path)
+    folder = step_folder(path)
     config, _, files = _read(folder, method)
     if method is None and IMPORT_PATH.fullmatch(config.model.method):
         raise _unknown_method(folder, config.model.method)
@@ -107,7 +107,7 @@ def load_checkpoint(path: Path, *, method: str | None = None) -> tuple[LanguageM
 
 def checkpoint_method(path: Path) -> str:
     """The `model.method` of a checkpoint, without importing it."""
-    folder = _step_folder(path)
+    folder = step_folder(path)
     return str(_manifest(folder)["config"]["model"]["method"])
 
 
@@ -120,7 +120,7 @@ def load_checkpoint_tokenizer(path: Path) -> Tokenizer:
     Raises:
         CheckpointError: the checkpoint is missing or damaged.
     """
-    folder = _step_folder(path)
+    folder = step_folder(path)
     _verify(folder, _read(folder)[2], "tokenizer.json")
     try:
         return load_tokenizer(folder / "tokenizer.json")
@@ -134,6 +134,25 @@ def newest(run_folder: Path) -> Path | None:
         return None
     steps = [folder for folder in run_folder.iterdir() if _STEP.fullmatch(folder.name)]
     return max(steps, key=lambda folder: int(folder.name.removeprefix("step-")), default=None)
+
+
+def step_folder(path: Path) -> Path:
+    """The folder that `load_checkpoint` reads: of a step itself, or of the newest step of a run.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    folder = path if (path / "config.json").exists() else newest(path)
+    if folder is None:
+        raise CheckpointError(
+            f"{path} holds no checkpoint; pass a folder below checkpoints/ that alibi run has written"
+        )
+    return folder
+
+
+def stored_tokens(path: Path) -> Path | None:
+    """The tokenized texts in the output folder of a checkpoint's run, if they are still there."""
+    return next((folder / "tokens" for folder in path.resolve().parents if (folder / "tokens").is_dir()), None)
 
 
 def save_checkpoint(
@@ -225,15 +244,6 @@ def resume(folder: Path, training: Training) -> None:
         load_state(folder / "state", folder / "model.safetensors", training)
     except READ_ERRORS as error:
         raise _damaged(folder, "state", error) from None
-
-
-def _step_folder(path: Path) -> Path:
-    folder = path if (path / "config.json").exists() else newest(path)
-    if folder is None:
-        raise CheckpointError(
-            f"{path} holds no checkpoint; pass a folder below checkpoints/ that alibi run has written"
-        )
-    return folder
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
