@@ -16,6 +16,7 @@ Slopes = Sequence[float] | NDArray[np.floating] | Tensor
 
 # Nats per token: with a steeper slope, the scores would lose digits if the key next to the query is hidden.
 EXTREME_SLOPE = 64.0
+WITHOUT_FP64 = frozenset({"mps"})  # torch's devices that do not have fp64
 CHUNK = 128  # queries whose visible keys are materialized at a time
 
 
@@ -127,7 +128,7 @@ def bias_that_matters(spec: AttentionSpec[Tensor], key_bias: Tensor) -> Tensor:
 
     Without a window and segments it comes from running maxima; otherwise the scores are materialized for a few queries at a time.
     """
-    b = key_bias.detach().to(_wide(key_bias))
+    b = key_bias.detach().to(widest(key_bias))
     if spec.key_mask is not None:
         b = b.masked_fill(~spec.key_mask[:, None], -math.inf)
     if spec.key_len == 0 or spec.query_len == 0:
@@ -180,7 +181,7 @@ def _from_best_key(spec: AttentionSpec[Tensor], distance: Tensor, seen: Tensor) 
 
     The gradients of b and of the query's bias are then sums of the same numbers, over queries and over keys.
     """
-    wide = _wide(spec.slopes)
+    wide = widest(spec.slopes)
     taken = -_bias_of_distance(spec, distance, wide)
     if spec.key_bias is None:
         own = torch.zeros((), dtype=wide, device=taken.device)
@@ -200,9 +201,9 @@ def _from_best_key(spec: AttentionSpec[Tensor], distance: Tensor, seen: Tensor) 
     return relative.to(spec.slopes.dtype), ((of_best - taken_from_best) + better).squeeze(-1)
 
 
-def _wide(x: Tensor) -> torch.dtype:
-    """fp64 if the device has it."""
-    return x.dtype if x.device.type == "mps" else torch.float64
+def widest(x: Tensor) -> torch.dtype:
+    """fp64 if the tensor's device has it, else the tensor's dtype."""
+    return x.dtype if x.device.type in WITHOUT_FP64 else torch.float64
 
 
 def _bias_of_distance(spec: AttentionSpec[Tensor], distance: Tensor, dtype: torch.dtype) -> Tensor:

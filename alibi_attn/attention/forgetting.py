@@ -7,7 +7,7 @@ from typing import Literal, Never, Unpack, overload
 import torch
 from torch import Tensor
 
-from alibi_attn.attention.bias import Slopes
+from alibi_attn.attention.bias import Slopes, widest
 from alibi_attn.attention.execution import attend, autocast
 from alibi_attn.attention.foreign_names import hides_unknown, unknown_argument
 from alibi_attn.attention.spec import GATE_FLOOR, GATE_STEP, GATES_RULE, AttentionSpec, check_log_fgate
@@ -127,7 +127,10 @@ def gate_sums(log_fgate: Tensor) -> Tensor:
     Differences of these sums are accurate to the rounding of the larger one, however many gates are closed in between. A gate
     below the floor has no gradient.
     """
-    gates = (log_fgate if log_fgate.device.type == "mps" else log_fgate.double()).clamp(min=GATE_FLOOR)
+    gates = log_fgate.to(widest(log_fgate))
+    if gates.dtype != torch.float64:  # the floor would cost fp32 its digits, and `query_start` hides what cuts hide
+        gates = gates.masked_fill(gates == -math.inf, 0.0)
+    gates = gates.clamp(min=GATE_FLOOR)
     coarse = (gates.detach() / GATE_STEP).trunc() * GATE_STEP
     return coarse.cumsum(-1) + (gates - coarse).cumsum(-1)
 

@@ -280,7 +280,7 @@ class ALiBiAttention(nn.Module):
             )
         # Scores and λ are computed in fp32, each within (D + 16) units of its bound; a symmetric head has two tails of ε/2.
         slack = 2 * (self.head_dim + 16) * 2.0**-24 * bound + (0.0 if self.causal else math.log(2.0))
-        slopes = self.slopes.values.detach().double().tolist()
+        slopes = self.slopes.values.detach().cpu().double().tolist()
         reach = torch.tensor([static_reach(slope, bound, tolerance, slack=slack) for slope in slopes])
         return reach if self.window is None else reach.clamp(max=min(self.window, UNLIMITED))
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from alibi_attn.attention.bias import widest
 from alibi_attn.attention.certificate.biased import sums_behind
 from alibi_attn.nn.reach_cache import CachesOfHeads
 
@@ -103,6 +104,7 @@ class GatedReachCache(CachesOfHeads):
         for k, cache in enumerate(self._caches):
             gates = cache.log_fgate
             assert gates is not None
+            gates = gates if widest(gates) == torch.float64 else gates.cpu()
             slopes = torch.tensor(
                 [self.slopes[h] for h in self.query_heads[k]], dtype=torch.float64, device=gates.device
             )
