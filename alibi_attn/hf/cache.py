@@ -6,6 +6,7 @@ cache appends in place and stores norms of its keys and values: see `attention/d
 
 import os
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -196,6 +197,22 @@ class ALiBiCache(Cache):
         while len(self.layers) <= layer_idx:
             self.layers.append(self._new_layer())
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def appendable(self, owners: Sequence[nn.Module | None]) -> list[KVCache] | None:
+        """The caches of all layers if `KVCache.extend` may append to them for these attention layers; else None."""
+        if self.path is not None or not self.layers or len(self.layers) != len(owners):
+            return None
+        layers = [self._layer(index) for index in range(len(owners))]
+        if any(layer.owner is None or layer.owner() is not owner for layer, owner in zip(layers, owners, strict=True)):
+            return None
+        stores = [layer.store for layer in layers]
+        lengths = {len(store) for store in stores}
+        return stores if len(lengths) == 1 and all(store.can_extend for store in stores) else None
+
+    def refresh_views(self) -> None:
+        """Takes the keys and values of all layers from their caches."""
+        for index in range(len(self.layers)):
+            self._layer(index).refresh_views()
 
     def _new_layer(self) -> "_Layer":
         if self.path is None:

@@ -14,12 +14,13 @@ from typing import Any, Literal, Self
 
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from alibi_attn.attention.dispatch import BACKENDS
-from alibi_attn.hf import masks, unsupported
+from alibi_attn.hf import decoding_step, masks, unsupported
 from alibi_attn.hf.cache import ALiBiCache
 from alibi_attn.hf.families import PATCHED
-from alibi_attn.hf.families.family import PatchedFamily
+from alibi_attn.hf.families.family import PatchedFamily, StepModules
 from alibi_attn.hf.patched_attention import Numerics
 from alibi_attn.nn import int8, linear
 
@@ -164,7 +165,7 @@ def patched_as(
             layers.append(f"{prefix}.{name}" if prefix else name)
         # With numerics="checkpoint" the bias is built by the model itself, also for masks with holes.
         mask = masks.COUNTED if family.counts_positions and numerics == "exact" else masks.INDEXED
-        changes.append(_replaced(body, _forward_of(body), _with_our_mask(body, mask)))
+        changes.append(_replaced(body, _forward_of(body), _with_our_mask(body, mask, family.step)))
         changes.extend(_replaced(body, name, value) for name, value in family.unused.items())
         changes.extend(
             _replaced(head, "create_masks_for_generate", masks.padded)
@@ -254,11 +255,11 @@ def _replaced(module: nn.Module, name: str, value: object) -> Callable[[], None]
     return functools.partial(setattr, module, name, before) if had else functools.partial(delattr, module, name)
 
 
-def _with_our_mask(body: PreTrainedModel, mask_name: str) -> Callable[..., object]:
+def _with_our_mask(body: PreTrainedModel, mask_name: str, step: StepModules | None) -> Callable[..., object]:
     """The patched forward of a model without head, with the signature of the original."""
     own = type(body).forward
     names = tuple(inspect.signature(own).parameters)[1:]
-    forward = functools.partial(_forward, body, vars(body).get(_forward_of(body)), names, mask_name)
+    forward = functools.partial(_forward, body, vars(body).get(_forward_of(body)), names, mask_name, _step=step)
     return functools.update_wrapper(forward, own, assigned=())
 
 
@@ -268,6 +269,7 @@ def _forward(
     names: tuple[str, ...],
     mask_name: str,
     *args: object,
+    _step: StepModules | None = None,
     **kwargs: object,
 ) -> object:
     """Raises an error for outputs that a patched model cannot return, then runs the model's forward with our mask."""
@@ -285,6 +287,11 @@ def _forward(
             raise ValueError(f"the input has shape {list(tokens.shape)} but must be [B, T] with T ≥ 1 tokens")
         if isinstance(cache := given.get("past_key_values"), ALiBiCache):
             cache.begin(body, given.get("input_ids"))
+            if before is None and (hidden := decoding_step.step(body, _step, given)) is not None:
+                wanted = given.get("return_dict")
+                as_dict = body.config.return_dict if wanted is None else wanted
+                output = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden, past_key_values=cache)
+                return output if as_dict else (hidden, cache)
         given["attention_mask"] = masks.of_layers(
             mask_name, body.config, tokens, given.get("attention_mask"), given.get("past_key_values")
         )

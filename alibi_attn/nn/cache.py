@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.decoding import measured_norms
-from alibi_attn.nn.cache_checks import check_format, check_pair, checked_rows, described
+from alibi_attn.nn.cache_checks import check_format, check_gates, check_pair, checked_rows, described
 from alibi_attn.nn.cache_file import CacheFile, Mode, check_new, fingerprint, save_pair
 
 Pair = tuple[Tensor, Tensor]  # keys and values, [B, K, S, D] each
@@ -220,13 +220,24 @@ class KVCache:
         elif torch.is_grad_enabled():
             self._replace(torch.cat([self.key, key], dim=2), torch.cat([self.value, value], dim=2))
         else:
-            if not self._can_hold(self._start + new_length):
-                self._reserve(2 * new_length, *self._filled())
-            end = self._start + self._length
-            for tensor, new in zip(self._tensors, (key, value), strict=True):
-                tensor[:, :, end : end + new.shape[2]] = new
+            held = self._length
+            for tensor, tokens in zip(self.extend(key.shape[2]), (key, value), strict=True):
+                tensor[:, :, held:] = tokens
         self._length = new_length
         return self.key, self.value
+
+    @property
+    def can_extend(self) -> bool:
+        """Whether `extend` works: tokens are held, in memory, and none has gates or was forgotten."""
+        plain = self._gates is None and self.path is None and self.max_tokens is None
+        return plain and self._length > 0 and self._start == 0
+
+    def extend(self, count: int) -> Pair:
+        """Appends `count` positions that the caller must write, without gradients; returns all keys and values."""
+        if not self._can_hold(self._start + self._length + count):
+            self._reserve(2 * (self._length + count), *self._filled())
+        self._length += count
+        return self._filled()
 
     def forget(self, length: int) -> None:
         """Keep only the last `length` positions.
@@ -305,19 +316,11 @@ class KVCache:
             self._norms = self._norms.reordered(rows)
 
     def _append_gates(self, key: Tensor, log_fgate: Tensor | None) -> None:
-        if (log_fgate is None) != (self._gates is None) and self._length:
-            held = "no gates" if self._gates is None else "gates"
-            raise ValueError(f"the cache holds keys with {held}: pass log_fgate for every token or for none")
+        check_gates(
+            key, log_fgate, gated=self._gates is not None, filled=self._length > 0, streams=self.max_tokens is not None
+        )
         if log_fgate is None:
             return
-        if self.max_tokens is not None:
-            raise ValueError(
-                "a cache with max_tokens would lose the gates between the tokens it keeps; use KVCache(), which keeps all"
-            )
-        if log_fgate.ndim != 3 or log_fgate.shape[::2] != (key.shape[0], key.shape[2]):
-            raise ValueError(
-                f"log_fgate has shape {list(log_fgate.shape)} but must be [B, H, T] to match key's {list(key.shape)}"
-            )
         self._gates = KVCache() if self._gates is None else self._gates
         self._gates.append(log_fgate[..., None], log_fgate[..., None][..., :0])
 

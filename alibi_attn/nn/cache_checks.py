@@ -19,6 +19,27 @@ def check_pair(key: Tensor, value: Tensor, cached: tuple[Tensor, Tensor] | None)
             )
 
 
+def check_gates(key: Tensor, log_fgate: Tensor | None, *, gated: bool, filled: bool, streams: bool) -> None:
+    """Raises ValueError unless every cached token has gates or none has, and gates are [B, H, T] for these keys.
+
+    Args:
+        gated, filled, streams: whether the cache holds gates, holds tokens, and forgets the oldest.
+    """
+    if (log_fgate is None) == gated and filled:
+        held = "gates" if gated else "no gates"
+        raise ValueError(f"the cache holds keys with {held}: pass log_fgate for every token or for none")
+    if log_fgate is None:
+        return
+    if streams:
+        raise ValueError(
+            "a cache with max_tokens would lose the gates between the tokens it keeps; use KVCache(), which keeps all"
+        )
+    if log_fgate.ndim != 3 or log_fgate.shape[::2] != (key.shape[0], key.shape[2]):
+        raise ValueError(
+            f"log_fgate has shape {list(log_fgate.shape)} but must be [B, H, T] to match key's {list(key.shape)}"
+        )
+
+
 def checked_rows(indices: Tensor | Sequence[int], key: Tensor) -> Tensor:
     """The row numbers as a tensor on the key's device, or an error."""
     rows = torch.as_tensor(indices, device=key.device)

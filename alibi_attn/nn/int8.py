@@ -7,8 +7,10 @@ instructions. The only copy of the weights is the packed int8 one. Only linear l
 the model's dtype.
 """
 
+import ctypes
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -21,6 +23,10 @@ class Int8Linear(nn.Module):
 
     Args:
         linear: its weights are copied.
+
+    Attributes:
+        blocks: the address of the packed codes if they are [outputs / 64, inputs / 4, 64, 4], for kernels of few rows; else 0.
+        sums: [outputs] int32: 128 times the sum of each output's codes.
 
     Raises:
         ValueError: see `check_supported`; or weights that are not finite.
@@ -70,7 +76,7 @@ class Int8Linear(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return {
-            **{name: value for name, value in vars(self).items() if name not in ("packed", "zeros")},
+            **{name: value for name, value in vars(self).items() if name not in ("packed", "zeros", "sums", "blocks")},
             "codes": self.codes(),
         }
 
@@ -82,6 +88,8 @@ class Int8Linear(nn.Module):
     def _pack(self, codes: Tensor) -> None:
         self.packed = torch.ops.onednn.qlinear_prepack(codes, None)
         self.zeros = torch.zeros(self.out_features, dtype=torch.int64)
+        self.sums = codes.sum(1, dtype=torch.int32) * _SHIFT
+        self.blocks = _address_of_blocks(self.packed, codes)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Int8Linear":
         """Called by Module.to, .half and so on: changes nothing."""
@@ -113,3 +121,16 @@ def convert(model: nn.Module, kinds: tuple[type[nn.Linear], ...] = (nn.Linear,))
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, Int8Linear(layer))
     return [name for name, _ in named]
+
+
+def _address_of_blocks(packed: Tensor, codes: Tensor) -> int:
+    """Where oneDNN keeps the codes, if it keeps them in blocks of 64 outputs and 4 inputs; else 0. Compares all of them."""
+    outputs, inputs = codes.shape
+    if outputs % 64 or inputs % 4 or not hasattr(torch.ops.mkldnn, "data_ptr"):
+        return 0
+    address: int = torch.ops.mkldnn.data_ptr(packed)
+    if torch.ops.mkldnn._nbytes(packed) < codes.numel():
+        return 0
+    stored = np.ctypeslib.as_array((ctypes.c_int8 * codes.numel()).from_address(address))
+    expected = codes.unflatten(0, (-1, 64)).unflatten(2, (-1, 4)).transpose(1, 2).flatten()
+    return address if np.array_equal(stored, expected.numpy()) else 0

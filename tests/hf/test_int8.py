@@ -1,8 +1,10 @@
 """Linear layers in int8: the formula in exact integers, one copy of the weights in int8, and errors instead of wrong numbers."""
 
 import copy
+import ctypes
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from encoder_oracle import config, random_state, write_folder, write_tokenizer
@@ -49,8 +51,8 @@ def test_the_only_copy_of_the_weights_is_in_int8():
     tensors = [value for value in vars(layer).values() if isinstance(value, torch.Tensor)]
     assert [x.dtype for x in tensors if x.numel() == 64 * 256] == [torch.int8]
     assert sum(x.numel() * x.element_size() for x in tensors) == 64 * 256 + 256 * (
-        4 + 4 + 8
-    )  # codes; scales, bias, zeros
+        4 + 4 + 8 + 4
+    )  # codes; scales, bias, zeros, sums
     assert not list(layer.parameters())
 
 
@@ -118,3 +120,16 @@ def test_a_patched_model_in_int8_frees_its_weights_and_cannot_be_undone():
     for options in ({"linears": "int4"}, {"linears": "int8", "numerics": "checkpoint"}):
         with pytest.raises(ValueError, match="linears"):
             patch(BloomForCausalLM(BloomConfig(hidden_size=64, n_layer=1, n_head=4, vocab_size=9)), **options)
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 128), (256, 64)])
+def test_the_address_of_the_blocks_is_that_of_the_codes(inputs, outputs):
+    """oneDNN's layout is checked, not assumed: the address is 0 if it has another one, or pads."""
+    layer = Int8Linear(nn.Linear(inputs, outputs))
+    assert torch.equal(layer.sums, 128 * layer.codes().sum(1, dtype=torch.int32))
+    assert int8._address_of_blocks(layer.packed, layer.codes().flip(0)) == 0
+    assert Int8Linear(nn.Linear(inputs, outputs - 8)).blocks == 0
+    if layer.blocks:
+        stored = np.ctypeslib.as_array((ctypes.c_int8 * (inputs * outputs)).from_address(layer.blocks))
+        assert stored[4 * 3 + 2] == layer.codes()[3, 2]
+        assert stored[4 * 64 * 5 + 4 * 7 + 1] == layer.codes()[7, 4 * 5 + 1]

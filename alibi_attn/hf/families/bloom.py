@@ -13,14 +13,16 @@ from transformers import BloomConfig
 from transformers.cache_utils import Cache
 from transformers.models.bloom.modeling_bloom import (
     BloomAttention,
+    BloomBlock,
     BloomGelu,
+    BloomMLP,
     BloomModel,
     build_alibi_tensor,
     dropout_add,
 )
 
 from alibi_attn.hf import patched_attention
-from alibi_attn.hf.families.family import PatchedFamily
+from alibi_attn.hf.families.family import PatchedFamily, StepModules
 from alibi_attn.hf.patched_attention import AttentionSettings, Numerics
 from alibi_attn.slopes import alibi_slopes
 
@@ -92,4 +94,11 @@ FAMILY = PatchedFamily(
     forward=forward,
     unused={"build_alibi_tensor": no_bias},
     activations={BloomGelu: fused_gelu},
-)
+    step=StepModules(
+        embedding="word_embeddings", first_norm="word_embeddings_layernorm", blocks="h", last_norm="ln_f", block=BloomBlock,
+        attention="self_attention", ffn="mlp", ffn_kind=BloomMLP, norms=("input_layernorm", "post_attention_layernorm"),
+        qkv="query_key_value", out="dense", up="dense_h_to_4h", activation="gelu_impl", down="dense_4h_to_h", forward=forward,
+        activation_kind=BloomGelu, gelu=fused_gelu, by_head=True, erf_gelu=False, unsupported=("ffn", "slow_but_exact"),
+        residual_after_norm="apply_residual_connection_post_layernorm",
+    ),
+)  # fmt: skip

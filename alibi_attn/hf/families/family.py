@@ -161,6 +161,47 @@ class Family:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class StepModules:
+    """Where `decoding_step.py` finds the modules of a pre-norm decoder with one key head per query head: names of attributes.
+
+    Args:
+        embedding, first_norm, blocks, last_norm: of the model without a head; "" = no norm after the embedding.
+        block, ffn_kind: the classes of a block and of its feed-forward part.
+        attention, ffn, norms: of a block; the norms before attention and before the feed-forward part.
+        qkv, out: of the attention layer.
+        up, activation, down: of the feed-forward part.
+        forward, gelu: the replacements of the forward functions of attention layers, and of activations (None = not replaced).
+        activation_kind: the class of the activation.
+        by_head: whether the outputs of qkv are [H, 3, D]; else [3, H, D].
+        erf_gelu: whether the activation is GELU by erf; else its tanh form.
+        unsupported: ("attention" or "ffn", an attribute of that part): if it is true, modules run.
+        residual_after_norm: an attribute of a block: whether its residual is its normalized input; "" = never.
+    """
+
+    embedding: str
+    first_norm: str = ""
+    blocks: str
+    last_norm: str
+    block: type[nn.Module]
+    attention: str
+    ffn: str
+    ffn_kind: type[nn.Module]
+    norms: tuple[str, str]
+    qkv: str
+    out: str
+    up: str
+    activation: str
+    down: str
+    forward: Callable[..., tuple[Tensor, None]]
+    activation_kind: type[nn.Module]
+    gelu: Callable[..., Tensor] | None = None
+    by_head: bool
+    erf_gelu: bool
+    unsupported: tuple[str, str]
+    residual_after_norm: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PatchedFamily:
     """A model of transformers whose attention layers `patch` changes.
 
@@ -176,6 +217,7 @@ class PatchedFamily:
         unused: attributes of the model that patched layers do not need, and their replacements.
         linears: classes of linear layers that `nn/linear.py` computes.
         activations: classes of activations, and their faster forward functions, which round differently.
+        step: for `decoding_step.py`; None = a decoding step runs module by module.
     """
 
     name: str
@@ -188,3 +230,4 @@ class PatchedFamily:
     unused: Mapping[str, object] = dataclasses.field(default_factory=dict)
     linears: tuple[type[nn.Linear], ...] = (nn.Linear,)
     activations: Mapping[type[nn.Module], Callable[..., Tensor]] = dataclasses.field(default_factory=dict)
+    step: StepModules | None = None

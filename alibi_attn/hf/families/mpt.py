@@ -5,14 +5,14 @@ patched model runs at any length and honors `alibi_bias_max`. `numerics="checkpo
 Source: modeling_mpt.py of transformers; llm-foundry's attention.py.
 """
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import MptConfig
 from transformers.cache_utils import Cache
 from transformers.models.mpt.configuration_mpt import MptAttentionConfig
-from transformers.models.mpt.modeling_mpt import MptAttention, MptModel
+from transformers.models.mpt.modeling_mpt import MptAttention, MptBlock, MptMLP, MptModel
 
 from alibi_attn.hf import patched_attention
-from alibi_attn.hf.families.family import PatchedFamily
+from alibi_attn.hf.families.family import PatchedFamily, StepModules
 from alibi_attn.hf.patched_attention import AttentionSettings, Numerics
 from alibi_attn.slopes import alibi_slopes
 
@@ -74,4 +74,9 @@ FAMILY = PatchedFamily(
     forward=forward,
     counts_positions=False,
     why_not=why_not,
-)
+    step=StepModules(
+        embedding="wte", blocks="blocks", last_norm="norm_f", block=MptBlock, attention="attn", ffn="ffn", ffn_kind=MptMLP,
+        norms=("norm_1", "norm_2"), qkv="Wqkv", out="out_proj", up="up_proj", activation="act", down="down_proj", forward=forward,
+        activation_kind=nn.GELU, by_head=False, erf_gelu=True, unsupported=("attention", "clip_qkv"),
+    ),
+)  # fmt: skip

@@ -27,7 +27,7 @@ from alibi_attn.processor import features
 
 FOLDER = Path(__file__).parent
 PROCESSOR = "processor.cpp"  # compiled without the flags of a level
-SOURCES = ("forward.cpp", "backward.cpp", "decoding.cpp", "linear.cpp", "threads.cpp", PROCESSOR)
+SOURCES = ("forward.cpp", "backward.cpp", "decoding.cpp", "linear.cpp", "decoder_layers.cpp", "threads.cpp", PROCESSOR)
 HEADERS = tuple(sorted(path.name for path in FOLDER.glob("*.hpp")))
 SUFFIX = {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
 COMPILERS = ("g++", "clang++")  # the first that is installed, unless CXX names another
@@ -44,6 +44,7 @@ FUNCTIONS = (
     "alibi_forward_float32", "alibi_forward_float64", "alibi_backward_float32", "alibi_backward_float64",
     "alibi_decode_float32", "alibi_decode_bfloat16", "alibi_decode_float16", "alibi_norms_float32", "alibi_norms_bfloat16",
     "alibi_norms_float16", "alibi_linear_float32", "alibi_linear_bfloat16", "alibi_linear_float16", "alibi_decoding_bytes",
+    "alibi_layers_float32", "alibi_layers_bfloat16", "alibi_layers_float16", "alibi_layers_bytes",
 )  # fmt: skip
 QUESTIONS = (
     "alibi_built_with", "alibi_instructions", "alibi_call_bytes", "alibi_backward_tasks", "alibi_multiplies_bf16",

@@ -32,7 +32,7 @@ class Patience {
 };
 
 struct Team {
-    enum { MOST_LOOPS = 8 };
+    enum { MOST_LOOPS = 12 };
     struct alignas(LINE) Loop {
         std::atomic<int64_t> next{0}, done{0};
     };

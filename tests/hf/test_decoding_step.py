@@ -1,0 +1,299 @@
+"""A decoding step in one call gives the logits and keys of the modules, and leaves every changed model to its modules."""
+
+import copy
+import functools
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from transformers import DynamicCache
+
+from alibi_attn.attention.backends.native import build as kernels
+from alibi_attn.attention.backends.native import decoder_layers as native
+from alibi_attn.hf import ALiBiCache, patch
+from alibi_attn.nn import int8
+
+if reason := kernels.why_not():
+    pytest.skip(reason, allow_module_level=True)
+
+FAMILIES = ("bloom", "mpt")
+SIZES = {"bloom": {"hidden_size": 64, "n_head": 4}, "mpt": {"d_model": 64, "n_heads": 4, "max_seq_len": 256}}
+DTYPES = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}  # a few roundings of the largest logit
+PROMPT = 70  # more than a tile, so that norms are known
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """The results of the steps that ran in one call."""
+    done = []
+
+    def run(dtype, call):
+        done.append(native_run(dtype, call))
+        return done[-1]
+
+    native_run = native.run
+    monkeypatch.setattr(native, "run", run)
+    return done
+
+
+@pytest.fixture
+def model(build):
+    return lambda family="bloom", **changes: build(family, **SIZES[family], **changes)
+
+
+def blocks(model):
+    body = model.transformer
+    return body.h if hasattr(body, "h") else body.blocks
+
+
+def decoded(model, ids, *, at_once=1, cache=None, mask=None):
+    """The logits of all tokens after a prompt, read `at_once` at a time, and the cache."""
+    cache = ALiBiCache() if cache is None else cache
+    shown = None if mask is None else mask[:, :PROMPT]
+    with torch.no_grad():
+        model(ids[:, :PROMPT], past_key_values=cache, attention_mask=shown, use_cache=True)
+        logits = []
+        for start in range(PROMPT, ids.shape[1], at_once):
+            stop = min(start + at_once, ids.shape[1])
+            shown = None if mask is None else mask[:, :stop]
+            output = model(ids[:, start:stop], past_key_values=cache, attention_mask=shown, use_cache=True)
+            assert output.past_key_values is cache
+            logits.append(output.logits)
+    return torch.cat(logits, 1), cache
+
+
+def assert_close(actual, expected, tolerance):
+    assert actual.shape == expected.shape
+    error = float((actual.float() - expected.float()).abs().max() / expected.float().abs().max())
+    assert error <= tolerance, error
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_gives_the_logits_of_a_whole_pass(family, dtype, model, tokens, steps):
+    original, ids = model(family), tokens(1, PROMPT + 66)
+    with torch.no_grad():
+        expected = original(ids, use_cache=False).logits[:, PROMPT:]
+    patch(original)
+    actual, _ = decoded(original.to(dtype), ids)
+    assert steps == [True] * 66
+    assert_close(actual, expected, DTYPES[dtype])
+
+
+@pytest.mark.parametrize(("batch", "at_once"), [(1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1), (4, 1)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_few_rows_give_the_logits_of_a_whole_pass(family, batch, at_once, model, tokens, steps):
+    original, ids = model(family), tokens(batch, PROMPT + 12)
+    with torch.no_grad():
+        expected = original(ids, use_cache=False).logits[:, PROMPT:]
+    patch(original)
+    actual, cache = decoded(original, ids, at_once=at_once)
+    assert steps == [True] * (12 // at_once)
+    assert_close(actual, expected, 2e-6)
+    assert cache.get_seq_length() == PROMPT + 12
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padding_on_the_left_changes_nothing(family, model, tokens, steps):
+    patched, ids = model(family), tokens(2, PROMPT + 5)
+    patch(patched)
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    actual, _ = decoded(patched, ids, mask=mask)
+    assert steps == [True] * 5
+    with torch.no_grad():
+        alone = patched(ids[:1, 9:], use_cache=False).logits[:, PROMPT - 9 :]
+        other = patched(ids[1:], use_cache=False).logits[:, PROMPT:]
+    assert_close(actual, torch.cat([alone, other]), 2e-6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_in_int8_is_that_of_the_modules(family, model, tokens, steps):
+    try:
+        int8.check_supported()
+    except ValueError as error:
+        pytest.skip(str(error))
+    patched, ids = model(family), tokens(2, PROMPT + 9)
+    patch(patched, linears="int8")
+    actual, cache = decoded(patched, ids)
+    assert steps == [True] * 9
+    blocks(patched)[1].register_forward_hook(lambda *_: None)
+    expected, other = decoded(patched, ids)
+    assert len(steps) == 9
+    # An activation on the border between two codes may round to the other one; most do not.
+    assert_close(actual, expected, 5e-3)
+    assert float((actual - expected).abs().median()) <= 1e-6 * float(expected.abs().max())
+    assert_close(cache.layers[0].keys, other.layers[0].keys, 2e-6)
+
+
+def test_blooms_other_residual_is_computed(model, tokens, steps):
+    original, ids = model(apply_residual_connection_post_layernorm=True), tokens(1, PROMPT + 3)
+    with torch.no_grad():
+        expected = original(ids, use_cache=False).logits[:, PROMPT:]
+    patch(original)
+    assert_close(decoded(original, ids)[0], expected, 2e-6)
+    assert steps == [True] * 3
+
+
+def test_changed_weights_are_used_and_a_wrong_one_is_noticed(model, tokens):
+    patched, ids = model(), tokens(1, PROMPT + 2)
+    patch(patched)
+    before, _ = decoded(patched, ids)
+    for name, weight in blocks(patched)[1].named_parameters():
+        kept = weight.data.clone()
+        weight.data.view(-1)[-1] += 0.5
+        with torch.no_grad():
+            expected = patched(ids, use_cache=False).logits[:, PROMPT:]
+        if "query_key_value" not in name:  # a value's last number changes little
+            with pytest.raises(AssertionError):
+                assert_close(before, expected, 2e-6)
+        assert_close(decoded(patched, ids)[0], expected, 2e-6)
+        weight.data = kept
+
+
+def hooked(model):
+    blocks(model)[1].mlp.dense_4h_to_h.register_forward_hook(lambda *_: None)
+
+
+def hooked_block(model):
+    blocks(model)[0].register_forward_pre_hook(lambda *_: None)
+
+
+def replaced(model):
+    linear = blocks(model)[0].mlp.dense_h_to_4h
+    linear.forward = functools.partial(nn.functional.linear, weight=linear.weight, bias=linear.bias)
+
+
+def of_another_class(model):
+    class Adapted(nn.Linear):
+        pass
+
+    blocks(model)[1].self_attention.dense.__class__ = Adapted
+
+
+def other_norm(model):
+    blocks(model)[0].input_layernorm = nn.RMSNorm(64)
+
+
+def other_attention(model):
+    vars(blocks(model)[0].self_attention)["attend"] = lambda query, *_, **__: query
+
+
+def in_training(model):
+    blocks(model)[1].mlp.train()
+
+
+def not_contiguous(model):
+    weight = blocks(model)[0].mlp.dense_h_to_4h.weight
+    weight.data = weight.data.T.contiguous().T
+
+
+def all_hidden_states(model):
+    model.config.output_hidden_states = True
+
+
+CHANGES = [
+    hooked, hooked_block, replaced, of_another_class, other_norm, other_attention, in_training, not_contiguous,
+    all_hidden_states,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_model_runs_module_by_module(change, model, tokens, steps):
+    patched, ids = model(), tokens(1, PROMPT + 2)
+    patch(patched)
+    change(patched)
+    actual, cache = decoded(patched, ids)
+    assert steps == []
+    with torch.no_grad():
+        assert_close(actual, patched(ids, use_cache=False).logits[:, PROMPT:], 2e-6)
+    assert cache.get_seq_length() == PROMPT + 2
+
+
+def test_other_calls_run_module_by_module(model, tokens, steps, tmp_path):
+    patched, ids = model(), tokens(1, PROMPT + 1)
+    patch(patched)
+    expected, _ = decoded(patched, ids)
+    assert steps == [True]
+    assert_close(decoded(patched, ids, cache=DynamicCache())[0], expected, 2e-6)
+    assert_close(decoded(patched, ids, cache=ALiBiCache(tmp_path / "cache"))[0], expected, 2e-6)
+    cache = ALiBiCache()
+    with torch.no_grad():
+        patched(ids[:, :PROMPT], past_key_values=cache)
+        embedded = patched.transformer.word_embeddings(ids[:, PROMPT:])
+        assert_close(patched(inputs_embeds=embedded, past_key_values=cache).logits, expected, 2e-6)
+        cache.crop(-1)
+        with torch.autocast("cpu", torch.bfloat16):
+            decoded(patched, ids)
+    assert patched(ids[:, PROMPT:], past_key_values=cache).logits.requires_grad
+    assert steps == [True]
+
+
+def test_the_checkpoints_numbers_and_named_backends_run_module_by_module(model, tokens, steps):
+    ids = tokens(1, PROMPT + 1)
+    for options in ({"numerics": "checkpoint"}, {"backend": "dense"}):
+        patched = model()
+        patch(patched, **options)
+        decoded(patched, ids)
+    decoded(model("mpt", attention={"clip_qkv": 1.0}), ids)
+    assert steps == []
+
+
+def test_masks_with_holes_are_refused_as_before(model, tokens):
+    patched, ids = model(), tokens(1, PROMPT + 1)
+    patch(patched)
+    mask = torch.ones_like(ids)
+    mask[0, 5] = 0
+    with pytest.raises(ValueError, match="has a row with a hole"):
+        decoded(patched, ids, mask=mask)
+
+
+def test_numbers_that_are_not_finite_are_left_to_the_modules(model, tokens, steps):
+    patched, ids = model(), tokens(1, PROMPT + 2)
+    patch(patched)
+    patched.transformer.word_embeddings.weight.data[ids[0, -2], 3] = torch.inf
+    actual, cache = decoded(patched, ids)
+    assert steps == [False, False]
+    assert actual.isnan().any()
+    assert cache.get_seq_length() == PROMPT + 2
+
+
+@pytest.mark.parametrize("twin", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_and_pickles_use_their_own_weights(twin, model, tokens, steps):
+    patched, ids = model(), tokens(1, PROMPT + 2)
+    patch(patched)
+    other = twin(patched)
+    expected, _ = decoded(patched, ids)
+    for weight in patched.parameters():
+        weight.data.zero_()
+    assert_close(decoded(other, ids)[0], expected, 2e-6)
+    assert steps == [True] * 4
+
+
+def test_generate_takes_the_same_tokens(model, tokens, steps):
+    patched, ids = model(), tokens(2, PROMPT)
+    given = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    expected = patched.generate(ids, **given)
+    patch(patched)
+    assert torch.equal(patched.generate(ids, past_key_values=ALiBiCache(), **given), expected)
+    assert steps == [True] * 19
+    assert torch.equal(patched.generate(ids, past_key_values=ALiBiCache(), num_beams=2, **given)[:, :PROMPT], ids)
+
+
+def test_an_interrupted_step_leaves_the_cache_as_it_was(model, tokens, monkeypatch):
+    patched, ids = model(), tokens(1, PROMPT + 1)
+    patch(patched)
+    expected, cache = decoded(patched, ids)
+    cache.crop(-1)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with torch.no_grad():
+        with monkeypatch.context() as patching:
+            patching.setattr(native, "run", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                patched(ids[:, PROMPT:], past_key_values=cache)
+        assert cache.get_seq_length() == PROMPT
+        assert_close(patched(ids[:, PROMPT:], past_key_values=cache).logits, expected, 2e-6)
