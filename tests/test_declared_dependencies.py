@@ -13,12 +13,12 @@ ROOT = Path(__file__).parent.parent
 EXTRAS = {
     **dict.fromkeys(("attention", "nn", "distributed"), ("torch",)),
     "jax": ("jax",),
-    "hf": ("hf", "embed", "index"),
-    "lab": ("lab", "track", "hub"),
+    "hf": ("hf", "embed", "index", "ray"),
+    "lab": ("lab", "track", "hub", "ray"),
     "recipes": ("lab", "hf"),
     "report": ("lab",),
     "measure": ("torch", "jax", "hf", "lab"),
-    "cli": ("torch", "jax", "hf", "lab"),
+    "cli": ("torch", "jax", "hf", "lab", "ray"),
 }
 UNDECLARED = {
     "triton": "comes with torch's builds for GPUs, the only ones that need it",

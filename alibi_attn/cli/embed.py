@@ -1,4 +1,7 @@
-"""`alibi embed`: embeds files or lines of text into a NumPy array, or the passages of files into a Parquet table."""
+"""`alibi embed`: embeds files or lines of text into a NumPy array, or the passages of files into a Parquet table.
+
+With --ray the workers of a cluster embed them into a folder of Parquet files (`hf/ray_embedding.py`).
+"""
 
 import contextlib
 import dataclasses
@@ -10,6 +13,7 @@ import typer
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from alibi_attn.cli.cluster import Ray, cluster
 from alibi_attn.cli.console import check_writable, console, errors, interrupted, needs
 
 if TYPE_CHECKING:
@@ -46,7 +50,10 @@ def embed(
         str, typer.Argument(help="A checkpoint folder, or a repository on the Hugging Face Hub.", show_default=False)
     ],
     files: Annotated[list[Path], typer.Argument(help="Text files in UTF-8.", show_default=False)],
-    out: Annotated[Path, typer.Option(help="New file: .npy, one float32 row per text, or with --chunks .parquet.")],
+    out: Annotated[
+        Path,
+        typer.Option(help="New file: .npy, one float32 row per text, or with --chunks .parquet. With --ray: a folder."),
+    ],
     lines: Annotated[bool, typer.Option("--lines", help="One text per line instead of one per file.")] = False,
     chunks: Annotated[
         str | None,
@@ -68,6 +75,15 @@ def embed(
         typer.Option(help="Dtype of the computation; int8 is for the linear layers, on a CPU."),
     ] = "float32",
     device: Annotated[str, typer.Option(help='A torch device: "cpu", "cuda" or "cuda:1".')] = "cpu",
+    ray: Ray = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="With --ray: processes that hold the model.",
+            show_default="one per machine; with --device cuda one per GPU",
+        ),
+    ] = None,
 ) -> None:
     """Embed texts with an ALiBi encoder: Jina v2, MosaicBERT, DNABERT-2, or an encoder saved by this package.
 
@@ -80,25 +96,32 @@ def embed(
     [dim]alibi embed MODEL sentences.txt --lines --normalize --out sentences.npy[/]
 
     [dim]alibi embed MODEL book-*.txt --chunks paragraphs --out passages.parquet[/]
+
+    [dim]alibi embed MODEL book-*.txt --chunks 256 --ray auto --out passages[/]    on all machines of a Ray cluster
     """
+    if ray is not None:
+        _embed_on_cluster(
+            model, files, out, ray, workers, lines=lines, chunks=chunks, batch_tokens=batch_tokens, max_length=max_length,
+            overlap=overlap, normalize=normalize, dtype=dtype, device=device,
+        )  # fmt: skip
+        return
+    if workers is not None:
+        raise ValueError("--workers is for --ray; omit it, or pass --ray local")
     check_writable(out)
     _check_chunks(chunks, out, lines=lines)
-    names, texts = read_texts(files, lines=lines)
+    found = read_texts(files, lines=lines)
+    names, texts = [one.name for one in found], [one.text for one in found]
     with needs("hf"):
         import torch
 
-        from alibi_attn.hf import sentence_encoder
+        from alibi_attn.hf import embedding, sentence_encoder
         from alibi_attn.hf.late_chunking import Windows
         from alibi_attn.hf.resumable_output import PartialVectors, claimed
     with claimed(out):
         longest = max_length if chunks is None else None
         sentences = sentence_encoder.load(model, max_seq_length=longest, dtype=getattr(torch, dtype))
         settings = sentences.folder
-        if settings.default_prompt_name or settings.truncate_dim:
-            raise ValueError(
-                f"{model} needs a prompt or truncated vectors, which this command does not support; use "
-                "alibi_attn.hf.sentence_transformer"
-            )
+        embedding.check_plain(settings, model)
         normalize = normalize or settings.normalize
         if chunks is None:
             job = _text_job(sentences, names, texts, device, batch_tokens=batch_tokens, normalize=normalize)
@@ -134,7 +157,7 @@ def _text_job(
 
     rows, cut = embedding.tokenize(sentences.tokenizer, texts, sentences.max_seq_length)
     _check_rows(names, [len(row) for row in rows], batch_tokens)
-    _move(sentences, device)
+    embedding.move(sentences.model, device)
     encoder, pooling = sentences.model, sentences.folder.pooling
 
     def batches(done: int) -> Iterator[tuple[Sequence[int], Any]]:
@@ -158,9 +181,9 @@ def _chunk_job(
 
     with needs("index"):
         from alibi_attn.hf import chunk_table
-    rule = int(chunks) if chunks.isdecimal() else cast("Literal['sentences', 'paragraphs']", chunks)
+    rule = _chunk_rule(chunks, lines=False)
     documents = late_chunking.prepared(sentences, texts, rule, windows, names=names)
-    _move(sentences, device)
+    embedding.move(sentences.model, device)
     counts = [len(document.spans) for document in documents]
     first = [0, *np.cumsum(counts).tolist()]
     order = embedding.longest_first(documents)
@@ -181,16 +204,44 @@ def _chunk_job(
     )
 
 
-def _move(sentences: "Sentences", device: str) -> None:
-    from alibi_attn.nn.int8 import Int8Linear
+def _embed_on_cluster(
+    model: str, files: Sequence[Path], out: Path, address: str, workers: int | None, *, lines: bool, chunks: str | None,
+    batch_tokens: int, max_length: int | None, overlap: int, normalize: bool, dtype: str, device: str,
+) -> None:  # fmt: skip
+    """Embeds with the workers of a Ray cluster into a folder."""
+    if out.suffix in (".npy", ".parquet"):
+        raise ValueError(
+            f"--ray writes a folder of Parquet files; pass a name without {out.suffix} instead of {out.name}"
+        )
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device is {device!r} but Ray gives each worker a device; pass --device cpu or --device cuda")
+    check_writable(out / "part")
+    rule = None if chunks is None else _chunk_rule(chunks, lines=lines)
+    found = read_texts(files, lines=lines)
+    with needs("ray"):
+        from alibi_attn.hf import ray_embedding
+    settings = ray_embedding.Settings(
+        str(Path(model).absolute()) if Path(model).exists() else model, rule, max_length, overlap, batch_tokens, normalize,
+        dtype, device,
+    )  # fmt: skip
+    texts = ray_embedding.Texts([one.file for one in found], [one.start for one in found], [one.text for one in found])
+    with cluster(address), _progress() as bar:
+        task = bar.add_task("shards")
 
-    if not device.startswith("cpu") and any(isinstance(module, Int8Linear) for module in sentences.model.modules()):
-        raise ValueError(f"device is {device!r} but int8 runs on a CPU; pass --device cpu, or another --dtype")
-    try:
-        sentences.model.to(device)  # type: ignore[arg-type]
-    except (RuntimeError, AssertionError) as error:  # what torch raises for a missing device
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"device is {device!r} but it cannot be used here ({reason})") from None
+        def resume(done: int, shards: int) -> None:
+            if done:
+                console.print(f"resuming: {shards - done:,} of {shards:,} shards are left")
+
+        try:
+            made = ray_embedding.embed(
+                texts, settings, out, workers=workers, on_resume=resume,
+                on_shard=lambda done, shards: bar.update(task, completed=done, total=shards),
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            interrupted("run the same command again to resume")
+    cut = f", {made.cut:,} cut" if made.cut else ""
+    about = f"{len(made.parts):,} files, {made.tokens:,} tokens computed{cut}"
+    console.print(f"vectors  {escape(str(out))}  {made.rows:,} × {made.width:,}  ({about})", soft_wrap=True)
 
 
 def _check_chunks(chunks: str | None, out: Path, *, lines: bool) -> None:
@@ -198,23 +249,42 @@ def _check_chunks(chunks: str | None, out: Path, *, lines: bool) -> None:
         if out.suffix == ".parquet":
             raise ValueError(f"{out} is a Parquet table, which needs --chunks; pass it, or a name that ends in .npy")
         return
-    if chunks not in ("sentences", "paragraphs") and not (chunks.isdecimal() and int(chunks) > 0):
-        raise ValueError(f"--chunks is {chunks!r} but must be a number of tokens, sentences or paragraphs")
-    if lines:
-        raise ValueError("--chunks divides whole files; omit --lines")
+    _chunk_rule(chunks, lines=lines)
     if out.suffix != ".parquet":
         raise ValueError(f"--chunks writes a Parquet table; pass a name that ends in .parquet instead of {out.name}")
 
 
-def read_texts(files: Sequence[Path], *, lines: bool) -> tuple[list[str], list[str]]:
-    """(names, texts) of the files, one per file or one per line.
+def _chunk_rule(chunks: str, *, lines: bool) -> int | Literal["sentences", "paragraphs"]:
+    if chunks not in ("sentences", "paragraphs") and not (chunks.isdecimal() and int(chunks) > 0):
+        raise ValueError(f"--chunks is {chunks!r} but must be a number of tokens, sentences or paragraphs")
+    if lines:
+        raise ValueError("--chunks divides whole files; omit --lines")
+    return int(chunks) if chunks.isdecimal() else cast("Literal['sentences', 'paragraphs']", chunks)
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """A text with its place.
+
+    Args:
+        name: for messages.
+        start: its first character in the file.
+    """
+
+    name: str
+    file: str
+    start: int
+    text: str
+
+
+def read_texts(files: Sequence[Path], *, lines: bool) -> list[Text]:
+    """The texts of the files, one per file or one per line.
 
     Raises:
         OSError: a file does not exist or cannot be read.
         ValueError: a file is empty or is not UTF-8 text, or, with `lines`, a line is empty.
     """
-    names: list[str] = []
-    texts: list[str] = []
+    found: list[Text] = []
     for path in files:
         if path.is_dir():
             raise IsADirectoryError(f"{path} is a folder; pass text files")
@@ -227,15 +297,18 @@ def read_texts(files: Sequence[Path], *, lines: bool) -> tuple[list[str], list[s
             raise ValueError(f"{path} is not UTF-8: byte {error.start} is invalid; save it as UTF-8") from None
         if not text.strip():
             raise ValueError(f"{path} is empty; pass files with text")
-        parts = text.removesuffix("\n").split("\n") if lines else [text]
-        for number, line in enumerate(parts, start=1):
+        if not lines:
+            found.append(Text(str(path), str(path), 0, text))
+            continue
+        start = 0
+        for number, line in enumerate(text.removesuffix("\n").split("\n"), start=1):
             if not line.strip():
                 raise ValueError(
                     f"{path} has no text in line {number}; delete the line, because every line becomes a row"
                 )
-            names.append(f"line {number} of {path}" if lines else str(path))
-            texts.append(line.removesuffix("\r") if lines else line)
-    return names, texts
+            found.append(Text(f"line {number} of {path}", str(path), start, line.removesuffix("\r")))
+            start += len(line) + 1
+    return found
 
 
 def _check_rows(names: Sequence[str], lengths: Sequence[int], batch_tokens: int) -> None:

@@ -41,7 +41,7 @@ def eval_text(
     losses_path = file.with_name(file.name + ".losses") if out is None else out
     folder = losses_path.with_name(losses_path.name + ".cache") if cache is None else cache
     check_writable(losses_path)
-    text = read_texts([file], lines=False)[1][0]
+    text = read_texts([file], lines=False)[0].text
     with needs("hf"):
         import torch
         from transformers import AutoTokenizer

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase
 
 from alibi_attn.hf.encoder.models import ALiBiBertModel
-from alibi_attn.hf.pooling_config import Pooling
+from alibi_attn.hf.pooling_config import Pooling, PoolingConfig
+from alibi_attn.nn.int8 import Int8Linear
 
 Tokens = NDArray[np.int32]
 _AT_ONCE = 256  # texts per call of the tokenizer
@@ -106,6 +107,30 @@ def finished(model: ALiBiBertModel, vectors: Tensor, *, normalize: bool) -> NDAr
             f"the model computed numbers that are not finite in {model.dtype}; use float32, or check its weights"
         )
     return vectors.cpu().numpy()
+
+
+def check_plain(settings: PoolingConfig, name: str) -> None:
+    """Raises ValueError if a model's texts need a prompt, or its vectors are truncated."""
+    if settings.default_prompt_name or settings.truncate_dim:
+        raise ValueError(
+            f"{name} needs a prompt or truncated vectors, which this command does not support; use "
+            "alibi_attn.hf.sentence_transformer"
+        )
+
+
+def move(model: ALiBiBertModel, device: str) -> None:
+    """Moves a model to a device.
+
+    Raises:
+        ValueError: this machine does not have it, or the model is in int8 and the device is not a CPU.
+    """
+    if not device.startswith("cpu") and any(isinstance(module, Int8Linear) for module in model.modules()):
+        raise ValueError(f"device is {device!r} but int8 runs on a CPU; pass --device cpu, or another --dtype")
+    try:
+        model.to(device)  # type: ignore[arg-type]
+    except (RuntimeError, AssertionError) as error:  # what torch raises for a missing device
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"device is {device!r} but it cannot be used here ({reason})") from None
 
 
 def fingerprint(model: ALiBiBertModel, rows: Sequence[Tokens], settings: Sequence[object]) -> str:

@@ -277,3 +277,19 @@ def test_a_full_disk_is_one_sentence_and_loses_no_finished_vector(model, files, 
         signal.signal(signal.SIGXFSZ, handler)
     assert sorted(path.name for path in tmp_path.glob("v*")) == ["v.parquet.partial", "v.parquet.partial.json"]
     assert run(*chunks).startswith("resuming: 0 of 17 chunks are left")
+
+
+CLUSTERS = [
+    (["--ray", "here"], "--ray is 'here'; pass local, auto, or an address such as 10.0.0.1:6379"),
+    (["--ray", "local", "--out", "v.npy"], "--ray writes a folder of Parquet files; pass a name without .npy"),
+    (["--ray", "local", "--device", "cuda:1"], "Ray gives each worker a device"),
+    (["--ray", "local", "--chunks", "words"], "must be a number of tokens, sentences or paragraphs"),
+    (["--workers", "2"], "--workers is for --ray"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), CLUSTERS)
+def test_options_of_a_cluster_that_contradict_are_refused(options, message, model, files, tmp_path):
+    before = sorted(tmp_path.rglob("*"))
+    assert message in run(model, files[0], "--out", tmp_path / "parts", *options, code=1)
+    assert sorted(tmp_path.rglob("*")) == before
