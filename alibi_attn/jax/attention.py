@@ -130,6 +130,7 @@ def attend(
     return output if spec.sink_logits is None else _scaled_by_sinks(output, lse, spec.sink_logits), lse
 
 
+@jax.jit
 def _scaled_by_sinks(output: Array, lse: Array, sink_logits: Array) -> Array:
     """The output [B, T, H, D] over the given keys and one sink per head: output·σ(lse − sink)."""
     blind = lse == -jnp.inf  # the output of such a query is 0, and its incoming gradient has no effect

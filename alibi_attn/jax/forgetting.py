@@ -105,15 +105,22 @@ def attend_gated(
     if gates.shape[1] != spec.num_heads:
         gates = jnp.repeat(gates, spec.group, axis=1)
     of_key, of_query = _biases(spec.query_len, jnp.asarray(first, jnp.int32), gates, spec.key_bias)
-    cuts = jnp.where(gates == -jnp.inf, jnp.arange(spec.key_len, dtype=jnp.int32), 0)
-    start = lax.dynamic_slice_in_dim(lax.cummax(cuts, axis=2), first, spec.query_len, axis=2)
+    start = _first_keys(spec.query_len, jnp.asarray(first, jnp.int32), gates)
     return attend(
         dataclasses.replace(spec, key_bias=of_key.high, query_bias=of_query.high), query, key, value, dropout_key,
         backend, key_bias_low=of_key.low, query_bias_low=of_query.low, query_start=start,
     )  # fmt: skip
 
 
+@partial(jax.jit, static_argnums=0)
+def _first_keys(query_len: int, first: Array, gates: Array) -> Array:
+    """[B, H, T] int32, the first key that each query may see: that of the last cut before it."""
+    cuts = jnp.where(gates == -jnp.inf, jnp.arange(gates.shape[2], dtype=jnp.int32), 0)
+    return lax.dynamic_slice_in_dim(lax.cummax(cuts, axis=2), first, query_len, axis=2)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
+@partial(jax.jit, static_argnums=0)
 def _biases(query_len: int, first: Array, gates: Array, key_bias: Array | None) -> tuple[KeyBias, KeyBias]:
     """(b_j − c_j [B, H, S], c_i [B, H, T]) with c the running sums of gates [B, H, S]; queries begin at position `first`.
 
@@ -141,6 +148,7 @@ def _biases_forward(
     return _biases(query_len, first, gates, key_bias), kept
 
 
+@partial(jax.jit, static_argnums=0)
 def _biases_backward(query_len: int, kept: _Kept, grads: tuple[KeyBias, KeyBias]) -> tuple[None, Array, Array | None]:
     of_key, of_query = (x.high for x in grads)
     first, is_open, gates, key_bias = kept

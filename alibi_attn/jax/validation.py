@@ -1,6 +1,7 @@
 """Validates a call in JAX once, when it is traced, with the checks of `attention/spec.py`."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Never, TypedDict
 
 import jax
@@ -180,12 +181,18 @@ def _segments(
             f"the queries are at positions {first.min()} to {first.max() + query_len - 1} but segment_ids covers only the keys' "
             f"positions 0 to {key_len - 1}; pass a pair ([B, T], [B, S]) of segment ids for queries and keys"
         )
-    position = jnp.reshape(jnp.asarray(offset, jnp.int32), (-1, 1)) + jnp.arange(query_len, dtype=jnp.int32)
-    position = jnp.broadcast_to(position, (batch, query_len))
-    outside = (position < 0) | (position >= key_len)
+    return _segments_at(query_len, jnp.asarray(offset, jnp.int32), of_key), of_key
+
+
+@partial(jax.jit, static_argnums=0)
+def _segments_at(query_len: int, offset: Array, of_key: Array) -> Array:
+    """[B, T] the segments at the positions of the queries."""
+    position = jnp.reshape(offset, (-1, 1)) + jnp.arange(query_len, dtype=jnp.int32)
+    position = jnp.broadcast_to(position, (len(of_key), query_len))
+    outside = (position < 0) | (position >= of_key.shape[1])
     of_query = jnp.take_along_axis(of_key, position, axis=1, mode="clip")
     # If values cannot be read, a query outside gets a segment that no key has, and sees no key.
-    return jnp.where(outside, of_key.max(1, keepdims=True) + 1, of_query), of_key
+    return jnp.where(outside, of_key.max(1, keepdims=True) + 1, of_query)
 
 
 def _key_bias(key_bias: Array, *, batch: int, num_heads: int, key_len: int) -> Array:
