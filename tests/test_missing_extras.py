@@ -8,8 +8,8 @@ import sys
 import pytest
 
 BENCHMARKS = (
-    "cpu", "trained", "trained-gates", "serving", "embedding", "generating", "streaming", "decoding", "gates", "context-parallel",
-    "gpu", "jax", "training", "long-texts", "passages",
+    "cpu", "trained", "trained-gates", "serving", "embedding", "generating", "next-tokens", "streaming", "decoding", "gates",
+    "context-parallel", "gpu", "jax", "training", "long-texts", "passages",
     "int8", "late-chunking",
 )  # fmt: skip
 MISSING = """
@@ -83,6 +83,7 @@ def _run_without(program: str, *arguments: str) -> dict[str, object]:
                         "bench serving",
                         "bench embedding",
                         "bench generating",
+                        "bench next-tokens",
                         "bench long-texts",
                         "bench passages",
                         "bench late-chunking",

@@ -209,10 +209,14 @@ class ALiBiCache(Cache):
         lengths = {len(store) for store in stores}
         return stores if len(lengths) == 1 and all(store.can_extend for store in stores) else None
 
-    def refresh_views(self) -> None:
-        """Takes the keys and values of all layers from their caches."""
+    def refresh_views(self, pairs: Sequence[tuple[Tensor, Tensor]] | None = None) -> None:
+        """Takes the keys and values of all layers from their caches; `pairs` are those of all layers if they are known."""
         for index in range(len(self.layers)):
-            self._layer(index).refresh_views()
+            layer = self._layer(index)
+            if pairs is None:
+                layer.refresh_views()
+            else:
+                layer.keys, layer.values = pairs[index]
 
     def _new_layer(self) -> "_Layer":
         if self.path is None:

@@ -22,6 +22,7 @@ from alibi_attn.nn.cache_file import fingerprint, partial
 
 FORMAT = 1
 _ABOUT = "cache.json"
+MOST_LATER = 256  # calls
 
 
 class TokenIds:
@@ -29,9 +30,23 @@ class TokenIds:
 
     def __init__(self, path: Path | None = None, *, memory: bytes = b"") -> None:
         self.path, self.memory = path, io.BytesIO(memory)
+        self._later: list[tuple[int, Tensor]] = []  # not yet encoded, which costs more than a small layer
 
     def write(self, at: int, tokens: Tensor) -> None:
         """Sets the ids of the positions from `at` on, tokens [B, T]; drops them if earlier ids are unknown."""
+        if self.path is not None:
+            self._write(at, tokens)
+            return
+        self._later.append((at, tokens.detach().clone()))
+        if len(self._later) > MOST_LATER:
+            self._write_later()
+
+    def _write_later(self) -> None:
+        for at, tokens in self._later:
+            self._write(at, tokens)
+        self._later.clear()
+
+    def _write(self, at: int, tokens: Tensor) -> None:
         ids = tokens.detach().long().t().contiguous().numpy()
         records = np.zeros(len(ids), _record(tokens.shape[0]))
         records["ids"], records["crc"] = ids, [zlib.crc32(row) for row in ids]
@@ -49,6 +64,7 @@ class TokenIds:
             ValueError: they do not match their checksums.
         """
         record = _record(batch)
+        self._write_later()
         with self._file() as file:
             file.seek(0)
             data = file.read(length * record.itemsize)
@@ -63,6 +79,7 @@ class TokenIds:
 
     def forget(self) -> None:
         """Makes the ids unknown."""
+        self._later.clear()
         with self._file() as file:
             file.truncate(0)
 

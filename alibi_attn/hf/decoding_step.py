@@ -25,7 +25,6 @@ from alibi_attn.hf import patched_attention
 from alibi_attn.hf.cache import ALiBiCache
 from alibi_attn.hf.families.family import StepModules
 from alibi_attn.nn import linear
-from alibi_attn.nn.cache import KVCache
 from alibi_attn.nn.int8 import Int8Linear
 
 _GIVEN = ("input_ids", "past_key_values", "attention_mask", "use_cache", "return_dict")
@@ -89,8 +88,8 @@ class _Step:
         names, first = self.names, self.names.first_norm
         norms = [store.norms for store in self.stores]  # of the keys before this step; they stay alive until it ends
         layers = (native.Layer * len(self.blocks))()
-        for layer, block, store, known in zip(layers, self.blocks, self.stores, norms, strict=True):
-            self._fill(layer, block, store)
+        for layer, block, known in zip(layers, self.blocks, norms, strict=True):
+            self._fill(layer, block)
             self._fill_norms(layer, known)
         settings = patched_attention.of(_part(self.blocks[0], names.attention))
         heads = len(settings.slopes)
@@ -114,17 +113,23 @@ class _Step:
 
     def _run(self, call: native.LayersCall, layers: "ctypes.Array[native.Layer]") -> bool:
         """Runs the layers, which write the new keys and values. If they fail, the cache is as before."""
-        done = False
+        done, pairs = False, []
         try:
             for layer, store in zip(layers, self.stores, strict=True):
-                layer.key, layer.value = (Rows(x.data_ptr(), *x.stride()[:3]) for x in store.extend(self.count))
+                pairs.append(store.extend(self.count))
+                layer.key, layer.value = (self._rows(x, (call.B, call.H, call.S, call.D)) for x in pairs[-1])
             done = native.run(self.dtype, call)
         finally:
             if not done:
                 for store in self.stores:
                     store.take_back(len(store) - self.past)
-            self.cache.refresh_views()
+            self.cache.refresh_views(pairs if done else None)
         return done
+
+    def _rows(self, x: Tensor, shape: tuple[int, ...]) -> Rows:
+        """The keys or values of a cache, which may be those of a model with other heads or another dtype."""
+        _require(x.shape == shape and x.dtype == self.dtype and x.is_cpu)
+        return Rows(x.data_ptr(), *x.stride()[:3])
 
     def _visible(self, mask: Tensor | None) -> Runs:
         """The visible keys of each sequence; a mask with holes, and a wrong one, is for the modules."""
@@ -139,7 +144,7 @@ class _Step:
         assert runs is not None
         return runs
 
-    def _fill(self, layer: native.Layer, block: nn.Module | None, store: KVCache) -> None:
+    def _fill(self, layer: native.Layer, block: nn.Module | None) -> None:
         names = self.names
         _require(_is_unchanged(block, names.block))
         assert block is not None
@@ -155,12 +160,7 @@ class _Step:
         activation = ffn._modules[names.activation]
         _require(_is_unchanged(activation, names.activation_kind, names.gelu))
         _require(names.gelu is not None or getattr(activation, "approximate", "") == "none")
-        heads = len(settings.slopes)
-        shape = (self.batch, heads, self.past, self.width // heads)
-        _require(self.width % heads == 0 and shape[3] % WIDTH == 0)
-        _require(
-            all(x.shape == shape and x.dtype == self.dtype and x.device.type == "cpu" for x in (store.key, store.value))
-        )
+        _require(self.width % (len(settings.slopes) * WIDTH) == 0)
         layer.attention_norm, layer.ffn_norm = (self._norm(block._modules[name]) for name in names.norms)
         layer.qkv = self._linear(attention._modules[names.qkv], self.width, 3 * self.width)
         layer.out = self._linear(attention._modules[names.out], self.width, self.width)
@@ -201,7 +201,7 @@ class _Step:
     def _address(self, tensor: Tensor | None, shape: tuple[int, ...]) -> int | None:
         if tensor is None:
             return None
-        _require(tensor.shape == shape and tensor.dtype == self.dtype and tensor.device.type == "cpu")
+        _require(tensor.shape == shape and tensor.dtype == self.dtype and tensor.is_cpu)
         _require(type(tensor) in (nn.Parameter, Tensor) and tensor.is_contiguous() and not tensor.is_neg())
         return tensor.data_ptr()
 

@@ -187,6 +187,16 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         "alibi bench generating --lengths 8192,65536",
         (lengths("Numbers of cached tokens, as in 8192,65536."),),
     ),
+    "next-tokens": Benchmark(
+        "alibi_attn.measure.next_tokens:next_tokens", "hf",
+        "Decode tokens after a prompt with a BLOOM in fp32, bf16 and int8, compared with llama.cpp and CTranslate2.",
+        "alibi bench next-tokens --lengths 512,2048", (
+            lengths("Lengths of the prompt; default 512,2048,8192."),
+            Option("tokens", 32, "Tokens per run; their mean is one measurement.", limits={"min": 1}),
+            Option("width", 1024, "Width of the random BLOOM.", limits={"min": 64}),
+            repeats(help="Runs per program; the median counts."),
+        ),
+    ),
     "streaming": Benchmark(
         "alibi_attn.measure.streaming:streaming", "torch",
         "Stream many tokens through caches that drop keys with a certificate: flat time and memory, outputs of a full pass.",

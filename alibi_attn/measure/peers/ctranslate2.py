@@ -9,20 +9,23 @@ from transformers import BloomForCausalLM
 
 
 class CTranslate2:
-    """A BLOOM in fp32. The time per token is the difference between generating a longer and a shorter answer."""
+    """A BLOOM in fp32 or int8. The time per token is the difference between generating a longer and a shorter answer."""
 
     LONGER = 16  # tokens
 
-    def __init__(self, model: BloomForCausalLM, folder: Path, *, threads: int) -> None:
+    def __init__(self, model: BloomForCausalLM, folder: Path, *, threads: int, precision: str = "float32") -> None:
         import ctranslate2
 
         write_ctranslate2(model, folder)
-        self._generator = ctranslate2.Generator(str(folder), compute_type="float32", intra_threads=threads)
+        self._generator = ctranslate2.Generator(str(folder), compute_type=precision, intra_threads=threads)
 
     def logits(self, tokens: Sequence[int]) -> np.ndarray:
         return np.array(self._generator.forward_batch([[_word(token) for token in tokens]]))[0, -1]
 
     def token(self, tokens: Sequence[int]) -> Callable[[], float]:
+        return self.several(tokens, self.LONGER)
+
+    def several(self, tokens: Sequence[int], count: int) -> Callable[[], float]:
         words = [_word(token) for token in tokens]
 
         def generation_s(length: int) -> float:
@@ -32,7 +35,7 @@ class CTranslate2:
             )
             return time.perf_counter() - start
 
-        return lambda: (generation_s(1 + self.LONGER) - generation_s(1)) / self.LONGER
+        return lambda: (generation_s(1 + count) - generation_s(1)) / count
 
 
 def write_ctranslate2(model: BloomForCausalLM, folder: Path) -> None:

@@ -14,17 +14,19 @@ BATCH = 2048  # most tokens per call and per matrix product
 
 
 class LlamaCpp:
-    """A BLOOM with weights and cache in fp32, with or without llama.cpp's flash attention."""
+    """A BLOOM with or without llama.cpp's flash attention. The cache is in fp32, or for other weights in fp16, its default."""
 
-    def __init__(self, model: BloomForCausalLM, folder: Path, *, room: int, threads: int, flash: bool) -> None:
+    def __init__(
+        self, model: BloomForCausalLM, folder: Path, *, room: int, threads: int, flash: bool, precision: str = "float32"
+    ) -> None:
         import llama_cpp
 
         path = folder / "bloom.gguf"
-        write_gguf(model, path)
-        fp32 = llama_cpp.GGML_TYPE_F32
+        write_gguf(model, path, precision)
+        kept = llama_cpp.GGML_TYPE_F32 if precision == "float32" else llama_cpp.GGML_TYPE_F16
         self._llama = llama_cpp.Llama(
             str(path), n_ctx=room, n_batch=BATCH, n_ubatch=BATCH if flash else 512, n_threads=threads, n_threads_batch=threads,
-            type_k=fp32, type_v=fp32, flash_attn=flash, verbose=False,
+            type_k=kept, type_v=kept, flash_attn=flash, verbose=False,
         )  # fmt: skip
 
     def logits(self, tokens: Sequence[int]) -> np.ndarray:
@@ -46,15 +48,34 @@ class LlamaCpp:
 
         return call
 
+    def several(self, tokens: Sequence[int], count: int) -> Callable[[], float]:
+        self.logits(tokens)
+
+        def call() -> float:
+            start = time.perf_counter()
+            for _ in range(count):
+                self._llama.eval([tokens[-1]])
+                self._last()
+            seconds = time.perf_counter() - start
+            self._llama._ctx.kv_cache_seq_rm(-1, len(tokens), -1)
+            self._llama.n_tokens = len(tokens)
+            return seconds / count
+
+        return call
+
     def _last(self) -> np.ndarray:
         pointer = self._llama._ctx.get_logits_ith(-1)
         return np.ctypeslib.as_array(pointer, shape=(self._llama.n_vocab(),)).copy()
 
 
-def write_gguf(model: BloomForCausalLM, path: Path) -> None:
-    """Writes the weights in fp32 with the names and order of llama.cpp's converter, without a tokenizer."""
+TYPES = {"float32": "F32", "bfloat16": "BF16", "int8": "Q8_0"}  # of weight matrices, by precision
+
+
+def write_gguf(model: BloomForCausalLM, path: Path, precision: str = "float32") -> None:
+    """Writes the weights with the names and order of llama.cpp's converter, without a tokenizer; vectors are in fp32."""
     import gguf
 
+    of_matrices = gguf.GGMLQuantizationType[TYPES[precision]]
     config, arch = model.config, gguf.MODEL_ARCH.BLOOM
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
     writer.add_context_length(BATCH)
@@ -64,14 +85,15 @@ def write_gguf(model: BloomForCausalLM, path: Path) -> None:
     writer.add_head_count(config.n_head)
     writer.add_head_count_kv(config.n_head)
     writer.add_layer_norm_eps(config.layer_norm_epsilon)
-    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("no_vocab")
     names = gguf.get_tensor_name_map(arch, config.n_layer)
     for name, tensor in model.transformer.state_dict().items():
         if "query_key_value" in name:  # per head here; llama.cpp has all queries first, then all keys, then all values
             tensor = tensor.unflatten(0, (config.n_head, 3, -1)).transpose(0, 1).flatten(0, 2)
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), tensor.contiguous().numpy())
+        stored = of_matrices if tensor.ndim == 2 else gguf.GGMLQuantizationType.F32
+        array = gguf.quants.quantize(tensor.float().contiguous().numpy(), stored)
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), array, raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

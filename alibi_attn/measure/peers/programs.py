@@ -1,6 +1,6 @@
 """Other programs that run a whole BLOOM: llama.cpp and CTranslate2, if their packages are installed.
 
-The weights are written to a temporary folder in each program's format, in fp32. Each program is called the way its users do.
+The weights are written to a temporary folder in each program's format. Each program is called the way its users do.
 """
 
 import contextlib
@@ -33,6 +33,9 @@ class Program(Protocol):
     def token(self, tokens: Sequence[int]) -> Callable[[], float]:
         """A function that decodes one more token after these and returns the seconds of that step alone."""
 
+    def several(self, tokens: Sequence[int], count: int) -> Callable[[], float]:
+        """A function that decodes `count` more tokens after these and returns the mean seconds of a step."""
+
 
 def why_not() -> dict[str, str | None]:
     """By program: the reason why it is left out, or None."""
@@ -53,10 +56,17 @@ def installed(say: Callable[[str], None]) -> list[str]:
 
 
 @contextlib.contextmanager
-def opened(name: str, model: BloomForCausalLM, *, room: int, threads: int) -> Iterator[Program]:
-    """The named program, with the model's weights and room for the given number of tokens."""
+def opened(
+    name: str, model: BloomForCausalLM, *, room: int, threads: int, precision: str = "float32"
+) -> Iterator[Program]:
+    """The named program, with the model's weights and room for the given number of tokens.
+
+    Args:
+        precision: float32, bfloat16 (llama.cpp only) or int8, which is Q8_0 in llama.cpp.
+    """
     with tempfile.TemporaryDirectory(prefix="alibi-attn-") as folder:
         if name == "CTranslate2":
-            yield CTranslate2(model, Path(folder), threads=threads)
+            yield CTranslate2(model, Path(folder), threads=threads, precision=precision)
         else:
-            yield LlamaCpp(model, Path(folder), room=room, threads=threads, flash="flash" in name)
+            flash = "flash" in name
+            yield LlamaCpp(model, Path(folder), room=room, threads=threads, flash=flash, precision=precision)
