@@ -49,7 +49,6 @@ SLOWEST_FILES = (
     "test_extreme_biases.py",
     "test_modules.py",
     "test_lab_pictures.py",
-    "test_jobs.py",
     "test_cut_gates.py",
     "test_browser.py",
     "test_notebooks.py",

@@ -105,7 +105,7 @@ def _run_without(program: str, *arguments: str) -> dict[str, object]:
                 ("bench serving", "bench embedding", "bench generating", "export x y", "embed x FILE --out y"), "hf"
             ),
         ),
-        ("ray", {"embed x FILE --out y --ray local": "ray"}),
+        ("ray", dict.fromkeys(("embed x FILE --out y --ray local", "run quick --scale smoke --ray local"), "ray")),
         ("jax", {"bench jax": "torch,jax"}),
         ("matplotlib", {"heads --picture heads.png": "lab", "report RESULTS": "lab"}),
         ("jinja2", {"report RESULTS": "lab"}),

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 import re
 from collections.abc import Iterator
 from typing import Annotated
@@ -42,6 +43,7 @@ def cluster(address: str, *, show_output: bool = False) -> Iterator[None]:
     Raises:
         ConnectionError: there is no cluster.
     """
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # Ray takes lines that differ in numbers for repetitions
     with needs("ray"):
         import ray
     try:

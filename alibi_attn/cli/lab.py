@@ -1,6 +1,7 @@
 """`alibi run`, `recipes`, `eval` and `generate`: the commands that train, test and use the lab's models."""
 
 import codecs
+import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from rich.table import Table as RichTable
 
 from alibi_attn import records
 from alibi_attn.cli import checkpoints, listings
+from alibi_attn.cli.cluster import Ray, cluster
 from alibi_attn.cli.console import check_writable, console, errors, interrupted, needs
 from alibi_attn.lab.config import ConfigError, EvalConfig, Scale
 from alibi_attn.lab.config_io import override, to_json
@@ -61,9 +63,8 @@ def run(
     shard: Annotated[
         str, typer.Option(help="Split the trainings over machines: train only part i of n, as in 0/8 … 7/8.")
     ] = "0/1",
-    jobs: Annotated[
-        int, typer.Option(help="Trainings to run in parallel, one process each; they share the processor.", min=1)
-    ] = 1,
+    ray: Ray = None,
+    jobs: Annotated[str | None, typer.Option("--jobs", hidden=True)] = None,
     report: Annotated[bool, typer.Option(help="Write a report (OUT/report.html).")] = True,
     missing: Annotated[
         bool,
@@ -94,10 +95,14 @@ def run(
 
     [dim]alibi run quick --methods alibi,mine.py:MyBias[/]       your own position method next to ALiBi
 
-    [dim]alibi run quick --jobs 4[/]                             all four trainings in parallel
+    [dim]alibi run quick --ray local[/]                          one training per processor
 
     [dim]alibi run figure-4[/]                                   one figure or table of the paper; "paper" runs all
     """
+    if jobs is not None:
+        raise typer.BadParameter(
+            f"--jobs is gone; pass --ray local, or run {jobs} shells with --shard 0/{jobs}, 1/{jobs} and so on"
+        )
     listings.recipe_named(recipe)
     overrides = _overrides(changes or [], text or [], corpus, text_field)
     if not all(seed.strip().isdecimal() for seed in seeds.split(",") if seeds):
@@ -128,10 +133,11 @@ def run(
     if missing and experiment.processes().is_main_process:
         print_missing(recipe, out=folder, scale=scale, overrides=overrides, seeds=chosen, **own)
     try:
-        paths = index.run(
-            recipe, out=folder, scale=scale, overrides=overrides, seeds=chosen, shard=part, jobs=jobs, track=track,
-            console=console, **own,
-        )  # fmt: skip
+        with cluster(ray, show_output=True) if ray else contextlib.nullcontext():
+            paths = index.run(
+                recipe, out=folder, scale=scale, overrides=overrides, seeds=chosen, shard=part, on_ray=ray is not None,
+                track=track, console=console, **own,
+            )  # fmt: skip
     except KeyboardInterrupt:
         interrupted(f"run the same command again to resume: {records.command()}")
     if not paths or not experiment.processes().is_main_process:

@@ -27,7 +27,6 @@ from alibi_attn.lab.config import ConfigError, DataConfig, EvalConfig, Recipe, R
 from alibi_attn.lab.config_io import override
 from alibi_attn.lab.data.corpus import Corpus, CorpusError, load_corpus, num_pieces
 from alibi_attn.lab.evaluation.evaluate import scored_stretches
-from alibi_attn.lab.jobs import run_at_once
 from alibi_attn.lab.model.positions import check_segments, check_stretch
 from alibi_attn.lab.run import Place, recorded, run_once, run_title, test_text
 
@@ -50,7 +49,7 @@ def run(
     seeds: Sequence[int] = (),
     methods: Sequence[str] = (),
     shard: tuple[int, int] = (0, 1),
-    jobs: int = 1,
+    on_ray: bool = False,
     console: Console | None = None,
     track: str = "",
 ) -> list[Path]:
@@ -63,14 +62,15 @@ def run(
         methods: repeat every run with these position methods instead of the recipe's.
         shard: (i, n): only the runs of every n-th training, from training i on; other shards may run in the same folder at the
             same time. The returned paths then include the records made by other shards.
-        jobs: number of simultaneous trainings, each in its own process with a share of the threads (`jobs.py`); CPU
-            only.
+        on_ray: train on the connected Ray cluster (`ray_trainings.py`), one processor or GPU per training; all machines
+            share `out`.
         console: where progress is shown; None shows nothing.
         track: "tensorboard" (in `out`/tensorboard) or "wandb" also sends the losses there.
 
     Raises:
         ExperimentError: `out` cannot be written, another experiment runs in it, the `track` package is not installed,
-            or `jobs` is not possible on this machine or with this launcher.
+            or a launcher started several processes for `on_ray`.
+        ChildProcessError: Ray cannot go on.
         ConfigError, CorpusError, CheckpointError, TrainingError, EvaluationError: see these classes.
     """
     console = console or Console(quiet=True)
@@ -79,7 +79,10 @@ def run(
     if track and importlib.util.find_spec(track) is None:
         raise ExperimentError(f'tracking needs the {track} package; install it with: pip install "alibi-attn[track]"')
     state = processes()
-    _check_jobs(jobs, state)
+    if on_ray and state.num_processes > 1:
+        raise ExperimentError(
+            f"a launcher started {state.num_processes} processes, which share each training; omit Ray or the launcher"
+        )
     if not state.is_main_process:
         console = Console(quiet=True)
     paths: list[Path] = []
@@ -91,16 +94,14 @@ def run(
                 with state.main_process_first():
                     corpora[config.data] = load_corpus(config.data, out / "tokens")
             _check(config, corpora[config.data])
-        at_once = [] if jobs == 1 else [one for one in mine if not all(recorded(study, one, corpora[one.data], out))]
+        at_once = [one for one in mine if on_ray and not all(recorded(study, one, corpora[one.data], out))]
         if at_once:
-            run_at_once(study, by_training(at_once), jobs, out=out, console=console, track=track)
+            from alibi_attn.lab import ray_trainings
+
+            ray_trainings.run_all(study, by_training(at_once), out=out, console=console, track=track)
         models = by_training(mine)
         for number, runs in enumerate(models, 1):
-            later = (
-                []
-                if at_once
-                else [one for (one, *_) in models[number:] if not recorded(study, one, corpora[one.data], out)[0]]
-            )
+            later = [one for (one, *_) in models[number:] if not recorded(study, one, corpora[one.data], out)[0]]
             tokens_later = sum(one.train.steps * one.train.batch_tokens for one in later)
             place = Place(f"model {number} of {len(models)}" if len(models) > 1 else "", tokens_later)
             for config in runs:
@@ -148,19 +149,6 @@ def by_training(configs: Sequence[RunConfig]) -> list[list[RunConfig]]:
     for config in configs:
         groups.setdefault((config.model, config.data, config.train), []).append(config)
     return list(groups.values())
-
-
-def _check_jobs(jobs: int, state: PartialState) -> None:
-    if jobs < 1:
-        raise ExperimentError(f"jobs is {jobs} but must be 1 or more")
-    if jobs > 1 and state.num_processes > 1:
-        raise ExperimentError(
-            f"a launcher started {state.num_processes} processes, which share each training; pass jobs=1"
-        )
-    if jobs > 1 and torch.accelerator.is_available():
-        raise ExperimentError(
-            "this machine trains on an accelerator, and jobs share a processor; pass jobs=1, or one shard for each device"
-        )
 
 
 def configs_of(

@@ -1,7 +1,7 @@
 """One run of an experiment: trains a model, tests it, and saves one record of each unless it exists.
 
 An interrupted training is resumed from its checkpoint; a finished one is only tested. `experiment.py` plans the runs,
-and `jobs.py` runs several at the same time.
+and `ray_trainings.py` runs several on a cluster.
 """
 
 import contextlib

@@ -76,7 +76,7 @@ RECIPE = Recipe(
     paper="none: section 2.2's question, asked of tasks with exact answers",
     cost=(
         "small: 150 trainings at two to two and a half minutes of one core each, tests included: five to six core-hours in all "
-        "(steps of all methods timed); --jobs 2: two at a time, --shard: one part; smoke: seconds; medium and paper: not run"
+        "(steps of all methods timed); --ray: one per processor, --shard: one part; smoke: seconds; medium and paper: not run"
     ),
     expected=(
         "at 64 tokens, some method learns each task; at 1,024, ALiBi keeps text and the bit but loses distant tokens (the "

@@ -31,7 +31,7 @@ def run_items(
     overrides: Mapping[str, str] | None = None,
     seeds: Sequence[int] = (),
     shard: tuple[int, int] = (0, 1),
-    jobs: int = 1,
+    on_ray: bool = False,
     console: Console | None = None,
     track: str = "",
 ) -> list[Path]:
@@ -42,7 +42,7 @@ def run_items(
         out, scale, overrides, seeds, console, track: as for `experiment.run`.
         shard: as for `experiment.run`. A shard measures no speed and records no answers; once all shards have run, the same
             call without a shard does both.
-        jobs: trainings at the same time, as for `experiment.run`; speed is always measured one run at a time.
+        on_ray: as for `experiment.run`; speed is always measured in this process.
 
     With several processes, the first one evaluates and answers; the others only train and return an empty list.
 
@@ -67,7 +67,9 @@ def run_items(
             paths += _measured(distinct, out / "records", scale, console) if shard[1] == 1 else []
         elif distinct:
             recipe = _study(study, distinct)
-            paths += experiment.run(recipe, out=out, scale=scale, shard=shard, jobs=jobs, console=console, track=track)
+            paths += experiment.run(
+                recipe, out=out, scale=scale, shard=shard, on_ray=on_ray, console=console, track=track
+            )
     if not processes.is_main_process:
         return []
     paths = list(dict.fromkeys(paths))
