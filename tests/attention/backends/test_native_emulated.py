@@ -8,14 +8,15 @@ from attention_cases import CASES, KEY_BIASES
 from attention_checks import answer, assert_exact
 from certificate_attack import dropped, native_keys, random_attack
 from differential_fuzz import fuzz
-from emulated_kernels import TARGETS, Emulated, compiled, why_not
+from emulated_kernels import TARGETS, TOLERANCE, Emulated, emulating, why_not
+from transformers import BloomConfig, BloomForCausalLM
 
 from alibi_attn import alibi_attention
 from alibi_attn.attention.backends.native import build, decoding
 from alibi_attn.attention.certificate.norms import Norms
+from alibi_attn.hf import ALiBiCache, patch
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
-TOLERANCE = {torch.float32: 2.0**-23 / 32, torch.float64: 2.0**-52 / 32, torch.bfloat16: 2.0**-7 / 32}
 
 
 @pytest.fixture(scope="module", params=TARGETS, ids=lambda target: target.name)
@@ -24,14 +25,8 @@ def emulated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     reason = why_not(request.param)
     if reason is not None:
         pytest.skip(f"{request.param.name}: {reason}")
-    kernels = Emulated(request.param, compiled(request.param, tmp_path_factory.mktemp("emulated")))
-    assert kernels.alibi_instructions().decode() == request.param.words
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "library", lambda level=None: kernels)
-        decoding._library.cache_clear()
+    with emulating(request.param, tmp_path_factory.mktemp("emulated")) as kernels:
         yield kernels
-    decoding._library.cache_clear()
-    kernels.close()
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -65,6 +60,22 @@ def test_emulated_decoding_gives_the_definition(dtype: torch.dtype, emulated: Em
     torch.testing.assert_close(
         decoding.linear(rows, weight, None).double(), products, atol=60 * torch.finfo(dtype).eps, rtol=0
     )
+
+
+@pytest.mark.parametrize("dtype", decoding.DTYPES, ids=str)
+def test_emulated_layers_give_the_logits_of_a_whole_pass(dtype: torch.dtype, emulated: Emulated) -> None:
+    torch.manual_seed(0)
+    model = BloomForCausalLM(BloomConfig(vocab_size=128, hidden_size=64, n_head=4, n_layer=2)).eval()
+    ids, cache = torch.randint(128, (1, 100)), ALiBiCache()
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits[:, 70:]
+        patch(model.to(dtype))
+        model(ids[:, :70], past_key_values=cache, use_cache=True)
+        before = emulated.calls
+        logits = torch.cat([model(ids[:, n : n + 1], past_key_values=cache).logits for n in range(70, 100)], 1)
+    assert emulated.calls == before + 30, "the steps did not run in one call each"
+    error = (logits.float() - expected).abs().max() / expected.abs().max()
+    assert error <= 4 * torch.finfo(dtype).eps ** 1, error
 
 
 def test_emulated_dropout_keeps_the_same_weights_as_here(emulated: Emulated) -> None:

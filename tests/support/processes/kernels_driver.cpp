@@ -1,8 +1,9 @@
 // The kernels as a program, to run them on processors and systems that are emulated here; `emulated_kernels.py` starts it.
 //
 // It reads calls from the standard input and writes their results to the standard output. A call is: the index of a function, the
-// sizes of its arguments' structure and of the list of its arrays, the structure, the list (offset of the pointer in the
-// structure, bytes, whether it is a result) and the arrays.
+// sizes of its arguments' structure and of the list of its arrays, the structure, the list and the arrays. An array's entry in the
+// list is where its pointer is stored (-1 for the structure, else the index of an earlier array; and an offset there), its bytes,
+// and whether it is a result.
 
 #include <cstdio>
 #include <cstring>
@@ -19,7 +20,7 @@
     USE(alibi_forward_float32) USE(alibi_forward_float64) USE(alibi_backward_float32) USE(alibi_backward_float64)         \
     USE(alibi_decode_float32) USE(alibi_decode_bfloat16) USE(alibi_decode_float16) USE(alibi_norms_float32)               \
     USE(alibi_norms_bfloat16) USE(alibi_norms_float16) USE(alibi_linear_float32) USE(alibi_linear_bfloat16)               \
-    USE(alibi_linear_float16)
+    USE(alibi_linear_float16) USE(alibi_layers_float32) USE(alibi_layers_bfloat16) USE(alibi_layers_float16)
 #define DECLARE(name) extern "C" void name(void *);
 #define LIST(name) name,
 KERNELS(DECLARE)
@@ -27,13 +28,14 @@ extern "C" const char *alibi_instructions();
 extern "C" int64_t alibi_multiplies_bf16();
 extern "C" int64_t alibi_call_bytes();
 extern "C" void alibi_decoding_bytes(int64_t *);
+extern "C" void alibi_layers_bytes(int64_t *);
 
 namespace {
 
 void (*const FUNCTIONS[])(void *) = {KERNELS(LIST)};
 
 struct Array {
-    int64_t offset, bytes, is_result;
+    int64_t parent, offset, bytes, is_result;
 };
 
 bool read(void *to, size_t bytes) { return std::fread(to, 1, bytes, stdin) == bytes; }
@@ -47,8 +49,8 @@ int main() {
 #endif
     char words[64] = {};
     std::strncpy(words, alibi_instructions(), sizeof words - 1);
-    int64_t facts[5] = {alibi_multiplies_bf16(), alibi_call_bytes()};
-    alibi_decoding_bytes(facts + 2);
+    int64_t facts[7] = {alibi_multiplies_bf16(), alibi_call_bytes()};
+    alibi_decoding_bytes(facts + 2), alibi_layers_bytes(facts + 5);
     write(words, sizeof words), write(facts, sizeof facts), std::fflush(stdout);
     for (int64_t head[3]; read(head, sizeof head);) {
         std::vector<char> call(head[1]);
@@ -56,9 +58,10 @@ int main() {
         std::vector<char *> memory;
         if (!read(call.data(), call.size()) || !read(arrays.data(), arrays.size() * sizeof(Array))) return 1;
         for (const Array &array : arrays) {
+            char *const owner = array.parent < 0 ? call.data() : memory[array.parent];
             memory.push_back(allocate<char>(array.bytes + LINE));
             if (!read(memory.back(), array.bytes)) return 1;
-            std::memcpy(call.data() + array.offset, &memory.back(), sizeof(char *));
+            std::memcpy(owner + array.offset, &memory.back(), sizeof(char *));
         }
         FUNCTIONS[head[0]](call.data());
         for (size_t n = 0; n < arrays.size(); n++)
