@@ -23,7 +23,7 @@ EXTRAS = {
 UNDECLARED = {
     "triton": "comes with torch's builds for GPUs, the only ones that need it",
     **dict.fromkeys(
-        ("flash_attn", "llama_cpp", "cyllama", "ctranslate2", "gguf"),
+        ("flash_attn", "llama_cpp", "cyllama", "ctranslate2", "gguf", "onnxruntime"),
         "of a peer that a benchmark measures where a user has it",
     ),
 }

@@ -1,47 +1,42 @@
 """`alibi bench embedding`: a whole encoder on long texts and on a mixed batch, ours compared with what users would run instead.
 
-12 layers × 768, 12 heads, random weights, fp32, forward, on the CPU. Hidden states are compared first. Each measurement then
-runs in a fresh process, to measure its peak memory separately. Peers: `peers/dense_encoder.py` and `peers/bert.py`.
+12 layers × 768, 12 heads, random weights, forward, on the CPU, in fp32, bf16 and int8. Hidden states are compared with ours in
+fp32 first. Each measurement then runs in a fresh process, to measure its peak memory separately. The encoders are in
+`embedding_peers.py`.
 """
 
 import dataclasses
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
 
 from alibi_attn import records
-from alibi_attn.hf import ALiBiBertConfig, ALiBiBertModel
+from alibi_attn.measure.embedding_peers import (
+    ENCODERS,
+    MOST_ERROR,
+    OURS,
+    Build,
+    Opened,
+    Place,
+    inputs,
+    our_encoder,
+    why_not,
+)
 from alibi_attn.measure.harness import Columns, Row, Rows, keep
-from alibi_attn.measure.peers.bert import plain_bert
-from alibi_attn.measure.peers.dense_encoder import DenseEncoder, Sizes
+from alibi_attn.measure.peers.dense_encoder import Sizes
 from alibi_attn.measure.timing import in_fresh_process, peak_raised_by, peak_rss_bytes, time_attention, too_large
 
 LENGTHS = (512, 2048, 8192)
 MIXED = (1024, 512, 384, 256, 256, 128, 64, 32)  # 2,656 tokens, 8,192 with padding
-OURS, ORIGINAL, SDPA, BERT = "ours", "original: dense bias, eager", "SDPA + dense bias", "BERT, SDPA, no bias"
-# By encoder: its short name in metrics, and how many arrays of B·H·T² numbers it holds at its peak.
-ENCODERS = {OURS: ("ours", 0), ORIGINAL: ("original", 5), SDPA: ("sdpa_dense_bias", 3), BERT: ("bert_no_bias", 0)}
+PRECISIONS = ("float32", "bfloat16", "int8")
 ATTENTION_LAYERS = ("ALiBiBertSelfAttention", "DenseSelfAttention", "BertSelfAttention")
 CHECKED = ((512,), (400, 300, 90, 1))
-MOST_ERROR = 1e-4  # of the largest hidden state, in fp32
 COLUMNS = ("forward_ms", "attention_share", "peak_memory_bytes")  # attention_share excludes the linear layers
 WARM_UP_LENGTH = 256  # long enough to take the same code path
-
-Build = Callable[[Sizes], nn.Module]
-
-
-def our_encoder(sizes: Sizes) -> nn.Module:
-    """An `ALiBiBertModel` with random weights (seed 0), ready for inference."""
-    torch.manual_seed(0)
-    config = ALiBiBertConfig(
-        vocab_size=sizes.vocabulary, hidden_size=sizes.width, num_hidden_layers=sizes.layers, pooler=False,
-        num_attention_heads=sizes.heads, intermediate_size=sizes.inner, initializer_range=sizes.initializer_range,
-    )  # fmt: skip
-    return ALiBiBertModel(config).train(False)
 
 
 def embedding(
@@ -49,6 +44,7 @@ def embedding(
     *,
     lengths: Sequence[int] = LENGTHS,
     mixed: Sequence[int] = MIXED,
+    precisions: Sequence[str] = PRECISIONS,
     layers: int = 12,
     sizes: Sizes | None = None,
     checked: Sequence[Sequence[int]] = CHECKED,
@@ -61,7 +57,8 @@ def embedding(
 
     Args:
         lengths: lengths of single texts.
-        mixed: lengths of the texts in one batch, which all encoders but ours pad to the longest.
+        mixed: lengths of the texts in one batch, which most peers pad to the longest.
+        precisions: float32, bfloat16 and int8, or some of them.
         layers: number of layers of the encoder.
         sizes: sizes of the encoder; by default the base size with `layers` layers.
         checked: lengths of the batches whose hidden states are compared.
@@ -69,13 +66,15 @@ def embedding(
             the record has their median.
 
     Raises:
+        ValueError: an unknown precision, or int8 on a processor that does not support it.
         FileExistsError: one of the records already exists; nothing is measured.
         RuntimeError: hidden states differ.
     """
     sizes = Sizes(layers=layers) if sizes is None else sizes
+    names = _names(precisions, say)
     shared: dict[str, records.Json] = {
-        **dataclasses.asdict(sizes), "initializer_range": sizes.initializer_range, "dtype": "float32",
-        "threads": torch.get_num_threads(), "ways": list(ENCODERS), "repeats": repeats, "seconds_at_most": seconds,
+        **dataclasses.asdict(sizes), "initializer_range": sizes.initializer_range, "precisions": list(precisions),
+        "threads": torch.get_num_threads(), "peers": names, "repeats": repeats, "seconds_at_most": seconds,
     }  # fmt: skip
     batches: dict[str, list[tuple[int, ...]]] = {
         "embedding/texts": [(length,) for length in sorted(lengths)],
@@ -88,97 +87,111 @@ def embedding(
     errors: dict[str, float] = {}
 
     def steps() -> Iterator[Mapping[str, Rows]]:
-        errors.update(in_fresh_process(_errors, build, sizes, checked))
-        for name, error in errors.items():
-            say(f"our hidden states and those of {name} differ by {error:.1e} of the largest")
-            if not error < MOST_ERROR:
-                raise RuntimeError(f"ours is off by {error:.1e} of the largest hidden state of {name}")
-        for record, texts in batches.items():
-            for batch in texts:
-                yield {record: {name: _row(name, batch, build, sizes, repeats, seconds, say) for name in ENCODERS}}
+        with tempfile.TemporaryDirectory(prefix="alibi-attn-") as folder:
+            place = Place(Path(folder), build, sizes, torch.get_num_threads())
+            errors.update(_checked(names, place, checked, say))
+            for record, texts in batches.items():
+                for batch in texts:
+                    yield {record: {name: _row(name, batch, place, repeats, seconds, say) for name in names}}
 
     return keep(out, configs, steps(), summary=lambda columns: _summary(errors, columns))
 
 
+def _names(precisions: Sequence[str], say: Callable[[str], None]) -> list[str]:
+    """The encoders in these precisions whose packages are installed; reports the others."""
+    unknown = [precision for precision in precisions if precision not in PRECISIONS]
+    if unknown or not precisions:
+        raise ValueError(f"precisions is {','.join(precisions)!r} but must be some of {', '.join(PRECISIONS)}")
+    reasons = {name: why_not(name) for name, encoder in ENCODERS.items() if encoder.precision in precisions}
+    for name, reason in reasons.items():
+        if reason is not None:
+            say(f"{name} is left out: {reason}")
+    return [name for name, reason in reasons.items() if reason is None]
+
+
+def _checked(
+    names: Sequence[str], place: Place, checked: Sequence[Sequence[int]], say: Callable[[str], None]
+) -> dict[str, float]:
+    """The error of every encoder that computes ALiBi. Writes the models of other programs on the way."""
+    errors: dict[str, float] = {}
+    true = in_fresh_process(_hidden_states, OURS, place, checked)
+    for name in names:
+        encoder = ENCODERS[name]
+        if encoder.write is not None:
+            in_fresh_process(encoder.write, name, place)
+        if name == OURS or not encoder.biased:
+            continue
+        found = in_fresh_process(_hidden_states, name, place, checked)
+        error = max(float((x - y).abs().max() / y.abs().max()) for x, y in zip(found, true, strict=True))
+        say(f"hidden states of {name} and of ours in fp32 differ by {error:.1e} of the largest")
+        if not error < max(encoder.error, MOST_ERROR[encoder.precision]):
+            raise RuntimeError(f"{name} is off by {error:.1e} of the largest hidden state of ours in fp32")
+        errors[name] = error
+    return errors
+
+
+def _hidden_states(name: str, place: Place, batches: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """The hidden states of all tokens of these batches, in fp32 and without padding."""
+    with torch.inference_mode():
+        encoder = _opened(name, place, batches)
+        given = [inputs(batch, place.sizes) for batch in batches]
+        return [encoder(ids, mask).float()[mask.bool()].clone() for ids, mask in given]
+
+
+def _opened(name: str, place: Place, batches: Sequence[Sequence[int]]) -> Opened:
+    room, texts = max(map(sum, batches)), max(map(len, batches))
+    return ENCODERS[name].open(name, place, longest=max(map(max, batches)), room=room, texts=texts)
+
+
 def _row(
-    name: str, batch: Sequence[int], build: Build, sizes: Sizes, repeats: int, seconds: float, say: Callable[[str], None]
+    name: str, batch: Sequence[int], place: Place, repeats: int, seconds: float, say: Callable[[str], None]
 ) -> Row:  # fmt: skip
     """The row of one encoder on one batch; without a time if there is too little memory."""
-    label = f"{name:>28} {' '.join(map(str, batch)):>6}"
+    label = f"{name:>38} {' '.join(map(str, batch)):>6}"
     row: Row = {"length": max(batch), "tokens": sum(batch)}
-    why_not = too_large(ENCODERS[name][1] * len(batch) * sizes.heads * max(batch) ** 2 * 4)
-    if why_not is not None:
-        say(f"{label}: skipped, {why_not}")
-        return {**row, **dict.fromkeys(COLUMNS), "why_not": why_not}
-    measured = in_fresh_process(_measure, name, batch, build, sizes, repeats, seconds)
+    why = too_large(ENCODERS[name].arrays * len(batch) * place.sizes.heads * max(batch) ** 2 * 4)
+    if why is not None:
+        say(f"{label}: skipped, {why}")
+        return {**row, **dict.fromkeys(COLUMNS), "why_not": why}
+    measured = in_fresh_process(_measure, name, batch, place, repeats, seconds)
     forward_ms, attention, peak = measured
-    say(f"{label}: {forward_ms / 1e3:8.2f} s, {attention:4.0%} in attention, {peak / 2**30:6.2f} GiB")
+    share = "" if attention is None else f" {attention:4.0%} in attention,"
+    say(f"{label}: {forward_ms / 1e3:8.2f} s,{share} {peak / 2**30:6.2f} GiB")
     return {**row, **dict(zip(COLUMNS, measured, strict=True)), "why_not": None}
 
 
 def _measure(
-    name: str, batch: Sequence[int], build: Build, sizes: Sizes, repeats: int, seconds: float
-) -> tuple[float, float, int]:
+    name: str, batch: Sequence[int], place: Place, repeats: int, seconds: float
+) -> tuple[float, float | None, int]:
     """The COLUMNS of a forward pass. The peak memory includes building the model."""
     before = peak_rss_bytes()
-    model, attention = _model(name, build, sizes, max(batch)), [0.0]
-    time_attention(model, ATTENTION_LAYERS, attention)
-    passes: list[tuple[float, float]] = []
+    attention, passes = [0.0], []
     with torch.inference_mode():
-        model(*_inputs([min(WARM_UP_LENGTH, max(batch))], sizes))
-        ids, mask = _inputs(batch, sizes)
+        encoder = _opened(name, place, [batch])
+        if isinstance(encoder, torch.nn.Module):
+            time_attention(encoder, ATTENTION_LAYERS, attention)
+        encoder(*inputs([min(WARM_UP_LENGTH, max(batch))], place.sizes))
+        ids, mask = inputs(batch, place.sizes)
         end = time.perf_counter() + seconds
         while not passes or (len(passes) < repeats and time.perf_counter() < end):
             attention[0], start = 0.0, time.perf_counter()
-            model(ids, mask)
+            encoder(ids, mask)
             passes.append((time.perf_counter() - start, attention[0]))
     whole, part = (statistics.median(times) for times in zip(*passes, strict=True))
-    return whole * 1e3, part / whole, peak_raised_by(before)
-
-
-def _errors(build: Build, sizes: Sizes, checked: Sequence[Sequence[int]]) -> dict[str, float]:
-    """The largest difference between ours and each dense peer with the same weights, over the largest hidden state."""
-    errors: dict[str, float] = {}
-    ours = build(sizes)
-    for name in (ORIGINAL, SDPA):
-        peer = DenseEncoder(sizes, max(map(max, checked)), eager=name == ORIGINAL).train(False)
-        peer.take(ours.state_dict())
-        for batch in checked:
-            ids, mask = _inputs(batch, sizes)
-            with torch.inference_mode():
-                hidden, true = ours(ids, mask).last_hidden_state, peer(ids, mask)
-            visible = mask.bool()
-            error = float((hidden - true)[visible].abs().max() / true[visible].abs().max())
-            errors[name] = max(errors.get(name, 0.0), error)
-    return errors
-
-
-def _model(name: str, build: Build, sizes: Sizes, longest: int) -> nn.Module:
-    torch.manual_seed(0)
-    if name == OURS:
-        return build(sizes)
-    if name == BERT:
-        return plain_bert(sizes, longest)
-    return DenseEncoder(sizes, longest, eager=name == ORIGINAL).train(False)
-
-
-def _inputs(batch: Sequence[int], sizes: Sizes) -> tuple[Tensor, Tensor]:
-    """(token ids, mask) of random texts of these lengths, padded on the right."""
-    shape = (len(batch), max(batch))
-    ids = torch.randint(1, sizes.vocabulary, shape, generator=torch.Generator().manual_seed(sum(batch)))
-    mask = (torch.arange(shape[1]) < torch.tensor(batch)[:, None]).long()
-    return ids * mask, mask
+    return whole * 1e3, part / whole if part else None, peak_raised_by(before)
 
 
 def _summary(errors: Mapping[str, float], curves: Columns) -> dict[str, float | None]:
-    """The errors, every encoder's time over ours, and the share of attention in ours, by length."""
-    metrics: dict[str, float | None] = {f"error_against_{ENCODERS[name][0]}": error for name, error in errors.items()}
-    ours = curves[OURS]
-    for at, length in enumerate(ours["length"]):
-        base, share = ours["forward_ms"][at], ours["attention_share"][at]
-        metrics[f"attention_share_{length}"] = share if isinstance(share, float) else None
-        for name, (short, _) in ENCODERS.items():
-            time_ms = curves[name]["forward_ms"][at]
-            if name != OURS and isinstance(time_ms, float) and isinstance(base, float):
-                metrics[f"speedup_over_{short}_{length}"] = time_ms / base
+    """The errors, every encoder's time over ours in the same precision, and the share of attention in ours, by length."""
+    metrics: dict[str, float | None] = {f"error_of_{ENCODERS[name].short}": error for name, error in errors.items()}
+    for name, columns in curves.items():
+        encoder = ENCODERS[name]
+        ours = curves[OURS if encoder.precision == "float32" else f"{OURS}, {encoder.precision}"]
+        for length, ms, base, share in zip(
+            columns["length"], columns["forward_ms"], ours["forward_ms"], columns["attention_share"], strict=True
+        ):
+            if columns is ours:
+                metrics[f"attention_share_{encoder.short}_{length}"] = share if isinstance(share, float) else None
+            elif isinstance(ms, float) and isinstance(base, float):
+                metrics[f"speedup_over_{encoder.short}_{length}"] = ms / base
     return metrics

@@ -19,7 +19,7 @@ import torch
 from alibi_attn import records
 from alibi_attn.hf import ALiBiBertModel
 from alibi_attn.hf.late_chunking import Document, Windows, computed
-from alibi_attn.measure.embedding import our_encoder
+from alibi_attn.measure.embedding_peers import our_encoder
 from alibi_attn.measure.harness import Row, Rows, keep
 from alibi_attn.measure.peers.dense_encoder import Sizes
 from alibi_attn.measure.timing import in_fresh_process, peak_raised_by, peak_rss_bytes

@@ -5,8 +5,22 @@ import torch
 
 from alibi_attn import records
 from alibi_attn.measure import embedding as module
-from alibi_attn.measure import timing
-from alibi_attn.measure.embedding import BERT, ORIGINAL, OURS, SDPA, embedding
+from alibi_attn.measure import embedding_peers, timing
+from alibi_attn.measure.embedding import embedding
+from alibi_attn.measure.embedding_peers import (
+    BERT,
+    ENCODERS,
+    LLAMA,
+    ONNX,
+    ORIGINAL,
+    OURS,
+    SDPA,
+    Place,
+    inputs,
+    our_encoder,
+)
+from alibi_attn.measure.passage_search import supports_int8
+from alibi_attn.measure.peers import llama_encoder
 from alibi_attn.measure.peers.dense_encoder import DenseEncoder, Sizes
 from alibi_attn.report.page import report_html
 from alibi_attn.report.plots.benchmark import facts, is_drawn, ratio_table
@@ -14,8 +28,9 @@ from alibi_attn.report.plots.benchmark import facts, is_drawn, ratio_table
 OPTIONS = {
     "lengths": (40, 20),
     "mixed": (30, 12, 1),
-    "sizes": Sizes(layers=2, width=48, heads=6, inner=40, vocabulary=50),
+    "sizes": Sizes(layers=2, width=64, heads=4, inner=64, vocabulary=50),
     "checked": ((33,), (20, 9, 1)),
+    "precisions": ("float32",),
     "repeats": 2,
     "seconds": 0.1,
 }
@@ -23,7 +38,9 @@ OPTIONS = {
 
 @pytest.fixture(autouse=True)
 def here(monkeypatch):
+    """Everything runs in this process, without the programs that few have."""
     monkeypatch.setattr(module, "in_fresh_process", lambda function, *arguments: function(*arguments))
+    monkeypatch.setattr(module, "why_not", lambda name: "left out" if ENCODERS[name].needs else None)
 
 
 def test_single_texts_and_a_mixed_batch_are_measured_and_drawn(tmp_path):
@@ -31,7 +48,8 @@ def test_single_texts_and_a_mixed_batch_are_measured_and_drawn(tmp_path):
     paths = embedding(tmp_path, say=messages.append, **OPTIONS)
     texts, mixed = map(records.load, paths)
     assert [texts.name, mixed.name] == ["embedding/texts", "embedding/mixed"]
-    assert len(messages) == 2 + 4 * 3
+    assert sum("left out" in line for line in messages) == 3
+    assert len(messages) == 3 + 2 + 4 * 3
     assert texts.curves[OURS]["length"] == [20, 40]
     assert (mixed.curves[OURS]["length"], mixed.curves[OURS]["tokens"]) == ([30], [43])
     for record in (texts, mixed):
@@ -40,24 +58,42 @@ def test_single_texts_and_a_mixed_batch_are_measured_and_drawn(tmp_path):
         for curve in record.curves.values():
             assert all(ms > 0 for ms in curve["forward_ms"])
             assert all(0 < share < 1 for share in curve["attention_share"])
-        assert record.metrics["error_against_original"] < 1e-5
-        assert record.metrics["error_against_sdpa_dense_bias"] < 1e-5
+        assert record.metrics["error_of_original"] < 1e-5
+        assert record.metrics["error_of_sdpa_dense_bias"] < 1e-5
         assert next(name for name, _ in ratio_table(record)[1]).startswith(OURS)
-    assert {"speedup_over_original_40", "speedup_over_bert_no_bias_20", "attention_share_40"} <= set(texts.metrics)
+    assert {"speedup_over_original_40", "speedup_over_bert_no_bias_20", "attention_share_ours_40"} <= set(texts.metrics)
     assert "embedding/mixed" in report_html([texts, mixed])
     with pytest.raises(FileExistsError, match="never overwritten"):
         embedding(tmp_path, **OPTIONS)
 
 
+@pytest.mark.skipif(not supports_int8(), reason="this processor has no exact int8 products")
+def test_a_peer_is_compared_with_ours_in_the_same_precision(tmp_path):
+    options = {**OPTIONS, "lengths": (20,), "precisions": ("float32", "bfloat16", "int8")}
+    texts, _ = map(records.load, embedding(tmp_path, say=lambda _: None, **options))
+    times = {name: curve["forward_ms"][0] for name, curve in texts.curves.items()}
+    ratio = times[f"{SDPA}, bfloat16"] / times[f"{OURS}, bfloat16"]
+    assert texts.metrics["speedup_over_sdpa_dense_bias, bfloat16_20"] == ratio
+    assert texts.metrics["speedup_over_sdpa_dense_bias_20"] == times[SDPA] / times[OURS]
+    assert 1e-4 < texts.metrics["error_of_ours, bfloat16"] < 5e-2
+    assert 1e-4 < texts.metrics["error_of_ours, int8"] < 0.1
+
+
+@pytest.mark.parametrize("precisions", [(), ("float32", "float8")])
+def test_an_unknown_precision_is_refused(precisions, tmp_path):
+    with pytest.raises(ValueError, match="must be some of float32, bfloat16, int8"):
+        embedding(tmp_path, **{**OPTIONS, "precisions": precisions})
+
+
 def test_a_model_that_computes_something_else_is_not_timed(tmp_path):
     def shifted(sizes):
-        model = module.our_encoder(sizes)
+        model = our_encoder(sizes)
         model.register_forward_hook(
             lambda _, inputs, found: type(found)(last_hidden_state=found.last_hidden_state.roll(1, dims=1))
         )
         return model
 
-    with pytest.raises(RuntimeError, match="ours is off by"):
+    with pytest.raises(RuntimeError, match="is off by"):
         embedding(tmp_path, build=shifted, say=lambda _: None, **OPTIONS)
     assert not list(tmp_path.iterdir())
 
@@ -73,9 +109,41 @@ def test_sizes_that_may_not_fit_are_skipped_and_reported(tmp_path, monkeypatch):
     assert sum("skipped" in line for line in messages) == 2 * 3
 
 
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")  # raised inside torch.onnx
+@pytest.mark.parametrize("name", [name for name, encoder in ENCODERS.items() if encoder.needs])
+def test_another_program_gives_the_hidden_states_of_the_same_weights(name, tmp_path):
+    reason = embedding_peers.why_not(name)
+    if reason is not None:
+        pytest.skip(f"an optional program that is rarely installed: {reason}")
+    place = Place(tmp_path, our_encoder, OPTIONS["sizes"], 1)
+    encoder = ENCODERS[name]
+    encoder.write(name, place)
+    opened = encoder.open(name, place, longest=40, room=70, texts=3)
+    with torch.inference_mode():
+        for batch in ((33,), (20, 9, 1)):
+            ids, mask = inputs(batch, place.sizes)
+            true = our_encoder(place.sizes)(ids, mask).last_hidden_state[mask.bool()]
+            error = (opened(ids, mask)[mask.bool()] - true).abs().max() / true.abs().max()
+            assert float(error) < max(encoder.error, embedding_peers.MOST_ERROR[encoder.precision])
+
+
+def test_every_program_of_the_table_says_what_it_needs():
+    assert {name.partition(",")[0] for name, encoder in ENCODERS.items() if encoder.needs} == {ONNX, LLAMA}
+    missing = embedding_peers.why_not(LLAMA)
+    assert missing is None or missing.endswith("cannot be imported")
+
+
+def test_all_weights_get_a_name_of_llama_cpp():
+    model = our_encoder(OPTIONS["sizes"])
+    named = llama_encoder.tensors(model)
+    assert len({name for name, _ in named}) == len(named) == len(model.state_dict()) + 2 * 2 * 2  # q, k and v
+    assert sum(tensor.numel() for _, tensor in named) == sum(x.numel() for x in model.state_dict().values())
+
+
 def test_the_weights_of_ours_are_all_taken_by_the_dense_peer():
     sizes = OPTIONS["sizes"]
-    ours = module.our_encoder(sizes)
+    ours = our_encoder(sizes)
     peer = DenseEncoder(sizes, 8, eager=True)
     assert sum(x.numel() for x in peer.parameters()) == sum(x.numel() for x in ours.parameters())
     peer.take(ours.state_dict())
@@ -83,4 +151,4 @@ def test_the_weights_of_ours_are_all_taken_by_the_dense_peer():
     state.pop("encoder.layer.1.mlp.wo.bias")
     with pytest.raises(RuntimeError, match="Missing key"):
         peer.take(state)
-    assert torch.equal(peer.layers[0].attention.key.weight, ours.encoder.layer[0].attention.self.Wqkv.weight[48:96])
+    assert torch.equal(peer.layers[0].attention.key.weight, ours.encoder.layer[0].attention.self.Wqkv.weight[64:128])
