@@ -144,7 +144,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     ),
     "embedding": Benchmark(
         "alibi_attn.measure.embedding:embedding", "hf",
-        "A base-size encoder in three precisions: ours, the original's arithmetic, SDPA, ONNX Runtime, llama.cpp, BERT without a bias.",
+        "A base-size encoder: ours, the original's arithmetic, SDPA, ONNX Runtime, llama.cpp, and a BERT without a bias.",
         "alibi bench embedding --lengths 512,2048 --layers 2", (
             Option("precisions", "float32,bfloat16,int8", "Some of float32, bfloat16 and int8.", names),
             lengths("Lengths of single texts; default 512,2048,8192."),

@@ -122,10 +122,10 @@ def _checked(
         if name == OURS or not encoder.biased:
             continue
         found = in_fresh_process(_hidden_states, name, place, checked)
-        error = max(float((x - y).abs().max() / y.abs().max()) for x, y in zip(found, true, strict=True))
-        say(f"hidden states of {name} and of ours in fp32 differ by {error:.1e} of the largest")
+        error = max(float((x - y).norm() / y.norm()) for x, y in zip(found, true, strict=True))
+        say(f"hidden states of {name} and of ours in fp32 differ by {error:.1e} of their norm")
         if not error < max(encoder.error, MOST_ERROR[encoder.precision]):
-            raise RuntimeError(f"{name} is off by {error:.1e} of the largest hidden state of ours in fp32")
+            raise RuntimeError(f"{name} is off by {error:.1e} of the norm of our hidden states in fp32")
         errors[name] = error
     return errors
 

@@ -20,8 +20,8 @@ from alibi_attn.nn import int8
 
 OURS, ORIGINAL, SDPA, BERT = "ours", "original: dense bias, eager", "SDPA + dense bias", "BERT, SDPA, no bias"
 ONNX, LLAMA, FLASH = "ONNX Runtime", "llama.cpp", "llama.cpp, flash attention"
-# By precision: the largest error of hidden states that is still its precision, as a share of the largest one.
-MOST_ERROR: Mapping[str, float] = {"float32": 1e-4, "bfloat16": 5e-2, "int8": 0.1}
+# By precision: the largest error of hidden states after twelve layers that is still its precision, as a share of their norm.
+MOST_ERROR: Mapping[str, float] = {"float32": 1e-4, "bfloat16": 0.1, "int8": 0.3}
 
 Build = Callable[..., nn.Module]
 Opened = Callable[[Tensor, Tensor], Any]

@@ -75,8 +75,8 @@ def test_a_peer_is_compared_with_ours_in_the_same_precision(tmp_path):
     ratio = times[f"{SDPA}, bfloat16"] / times[f"{OURS}, bfloat16"]
     assert texts.metrics["speedup_over_sdpa_dense_bias, bfloat16_20"] == ratio
     assert texts.metrics["speedup_over_sdpa_dense_bias_20"] == times[SDPA] / times[OURS]
-    assert 1e-4 < texts.metrics["error_of_ours, bfloat16"] < 5e-2
-    assert 1e-4 < texts.metrics["error_of_ours, int8"] < 0.1
+    assert 1e-4 < texts.metrics["error_of_ours, bfloat16"] < 2e-2
+    assert 1e-4 < texts.metrics["error_of_ours, int8"] < 5e-2
 
 
 @pytest.mark.parametrize("precisions", [(), ("float32", "float8")])
@@ -124,7 +124,7 @@ def test_another_program_gives_the_hidden_states_of_the_same_weights(name, tmp_p
         for batch in ((33,), (20, 9, 1)):
             ids, mask = inputs(batch, place.sizes)
             true = our_encoder(place.sizes)(ids, mask).last_hidden_state[mask.bool()]
-            error = (opened(ids, mask)[mask.bool()] - true).abs().max() / true.abs().max()
+            error = (opened(ids, mask)[mask.bool()] - true).norm() / true.norm()
             assert float(error) < max(encoder.error, embedding_peers.MOST_ERROR[encoder.precision])
 
 
