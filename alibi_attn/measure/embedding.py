@@ -17,7 +17,6 @@ import torch
 from alibi_attn import records
 from alibi_attn.measure.embedding_peers import (
     ENCODERS,
-    MOST_ERROR,
     OURS,
     Build,
     Opened,
@@ -36,6 +35,8 @@ PRECISIONS = ("float32", "bfloat16", "int8")
 ATTENTION_LAYERS = ("ALiBiBertSelfAttention", "DenseSelfAttention", "BertSelfAttention")
 CHECKED = ((512,), (400, 300, 90, 1))
 COLUMNS = ("forward_ms", "attention_share", "peak_memory_bytes")  # attention_share excludes the linear layers
+MOST_ERROR = 1e-4  # in fp32, as a share of the norm of the hidden states
+UNRELATED = 2**0.5  # the error of unrelated hidden states, which a norm has scaled
 WARM_UP_LENGTH = 256  # long enough to take the same code path
 
 
@@ -124,10 +125,21 @@ def _checked(
         found = in_fresh_process(_hidden_states, name, place, checked)
         error = max(float((x - y).norm() / y.norm()) for x, y in zip(found, true, strict=True))
         say(f"hidden states of {name} and of ours in fp32 differ by {error:.1e} of their norm")
-        if not error < max(encoder.error, MOST_ERROR[encoder.precision]):
-            raise RuntimeError(f"{name} is off by {error:.1e} of the norm of our hidden states in fp32")
         errors[name] = error
+        allowed = _allowed(name, errors)
+        if not error < allowed:
+            raise RuntimeError(
+                f"{name} is off by {error:.1e} of the norm of our hidden states in fp32, more than {allowed:.1e}"
+            )
     return errors
+
+
+def _allowed(name: str, errors: Mapping[str, float]) -> float:
+    """The largest error of an encoder. Random layers amplify rounding, so it is twice ours in the same precision."""
+    encoder = ENCODERS[name]
+    if encoder.precision == "float32":
+        return max(encoder.error, MOST_ERROR)
+    return UNRELATED / 2 if name.startswith(OURS) else 2 * errors[f"{OURS}, {encoder.precision}"]
 
 
 def _hidden_states(name: str, place: Place, batches: Sequence[Sequence[int]]) -> list[torch.Tensor]:

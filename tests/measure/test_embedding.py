@@ -125,7 +125,9 @@ def test_another_program_gives_the_hidden_states_of_the_same_weights(name, tmp_p
             ids, mask = inputs(batch, place.sizes)
             true = our_encoder(place.sizes)(ids, mask).last_hidden_state[mask.bool()]
             error = (opened(ids, mask)[mask.bool()] - true).norm() / true.norm()
-            assert float(error) < max(encoder.error, embedding_peers.MOST_ERROR[encoder.precision])
+            assert (
+                float(error) < {"float32": max(encoder.error, 1e-4), "bfloat16": 2e-2, "int8": 5e-2}[encoder.precision]
+            )
 
 
 def test_every_program_of_the_table_says_what_it_needs():
