@@ -150,7 +150,8 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             lengths("Lengths of single texts; default 512,2048,8192."),
             Option("mixed", "", "Lengths of the texts in one mixed batch; default 1024 … 32.", whole_numbers("1024,8192")),
             Option("layers", 12, "Number of layers.", limits={"min": 1}),
-            repeats(help="Most passes; the median counts."), seconds(15.0, "Time limit in seconds per peer and length."),
+            repeats(3, "Most passes per process; the median of all counts."), seconds(10.0, "Time limit in seconds per process."),
+            Option("rounds", 3, "Processes per encoder and length, in turns.", limits={"min": 1}),
         ),
     ),
     "passages": Benchmark(

@@ -1,8 +1,8 @@
 """`alibi bench embedding`: a whole encoder on long texts and on a mixed batch, ours compared with what users would run instead.
 
 12 layers × 768, 12 heads, random weights, forward, on the CPU, in fp32, bf16 and int8. Hidden states are compared with ours in
-fp32 first. Each measurement then runs in a fresh process, to measure its peak memory separately. The encoders are in
-`embedding_peers.py`.
+fp32 first. Each measurement then runs in a fresh process, to measure its peak memory separately; the encoders take turns, several
+rounds of them. They are in `embedding_peers.py`.
 """
 
 import dataclasses
@@ -49,8 +49,9 @@ def embedding(
     layers: int = 12,
     sizes: Sizes | None = None,
     checked: Sequence[Sequence[int]] = CHECKED,
-    repeats: int = 5,
-    seconds: float = 15.0,
+    rounds: int = 3,
+    repeats: int = 3,
+    seconds: float = 10.0,
     build: Build = our_encoder,
     say: Callable[[str], None] = print,
 ) -> list[Path]:
@@ -63,8 +64,9 @@ def embedding(
         layers: number of layers of the encoder.
         sizes: sizes of the encoder; by default the base size with `layers` layers.
         checked: lengths of the batches whose hidden states are compared.
-        repeats, seconds: maximum number of passes per encoder and batch, and the time after which no pass starts;
-            the record has their median.
+        rounds: processes per encoder and batch, in turns with those of the other encoders.
+        repeats, seconds: maximum number of passes per process, and the time after which no pass starts. The record has the
+            median of all passes. An encoder whose first process took `seconds` gets no other.
 
     Raises:
         ValueError: an unknown precision, or int8 on a processor that does not support it.
@@ -75,7 +77,8 @@ def embedding(
     names = _names(precisions, say)
     shared: dict[str, records.Json] = {
         **dataclasses.asdict(sizes), "initializer_range": sizes.initializer_range, "precisions": list(precisions),
-        "threads": torch.get_num_threads(), "peers": names, "repeats": repeats, "seconds_at_most": seconds,
+        "threads": torch.get_num_threads(), "peers": names, "rounds": rounds, "repeats": repeats,
+        "seconds_at_most": seconds,
     }  # fmt: skip
     batches: dict[str, list[tuple[int, ...]]] = {
         "embedding/texts": [(length,) for length in sorted(lengths)],
@@ -93,7 +96,7 @@ def embedding(
             errors.update(_checked(names, place, checked, say))
             for record, texts in batches.items():
                 for batch in texts:
-                    yield {record: {name: _row(name, batch, place, repeats, seconds, say) for name in names}}
+                    yield {record: _rows(names, batch, place, rounds, repeats, seconds, say)}
 
     return keep(out, configs, steps(), summary=lambda columns: _summary(errors, columns))
 
@@ -145,41 +148,58 @@ def _allowed(name: str, errors: Mapping[str, float]) -> float:
 def _hidden_states(name: str, place: Place, batches: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     """The hidden states of all tokens of these batches, in fp32 and without padding."""
     with torch.inference_mode():
-        encoder = _opened(name, place, batches)
+        encoder = _opened(name, place, batches, checked=True)
         given = [inputs(batch, place.sizes) for batch in batches]
         return [encoder(ids, mask).float()[mask.bool()].clone() for ids, mask in given]
 
 
-def _opened(name: str, place: Place, batches: Sequence[Sequence[int]]) -> Opened:
+def _opened(name: str, place: Place, batches: Sequence[Sequence[int]], *, checked: bool) -> Opened:
     room, texts = max(map(sum, batches)), max(map(len, batches))
-    return ENCODERS[name].open(name, place, longest=max(map(max, batches)), room=room, texts=texts)
+    return ENCODERS[name].open(name, place, longest=max(map(max, batches)), room=room, texts=texts, checked=checked)
+
+
+def _rows(
+    names: Sequence[str], batch: Sequence[int], place: Place, rounds: int, repeats: int, seconds: float,
+    say: Callable[[str], None],
+) -> dict[str, Row]:  # fmt: skip
+    """The row of every encoder on one batch; without a time if there is too little memory."""
+    passes: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    peaks, reasons = dict.fromkeys(names, 0), dict.fromkeys(names, "")
+    for number in range(rounds):
+        for name in names if number % 2 == 0 else reversed(names):
+            if reasons[name] or sum(whole for whole, _ in passes[name]) > number * seconds:
+                continue
+            numbers = ENCODERS[name].arrays * len(batch) * place.sizes.heads * max(batch) ** 2
+            reasons[name] = too_large(4 * numbers) or ""
+            if not reasons[name]:
+                found, peak = in_fresh_process(_measure, name, batch, place, repeats, seconds)
+                passes[name], peaks[name] = passes[name] + found, max(peaks[name], peak)
+    return {name: _row(name, batch, passes[name], peaks[name], reasons[name], say) for name in names}
 
 
 def _row(
-    name: str, batch: Sequence[int], place: Place, repeats: int, seconds: float, say: Callable[[str], None]
+    name: str, batch: Sequence[int], passes: list[tuple[float, float]], peak: int, why_not: str, say: Callable[[str], None]
 ) -> Row:  # fmt: skip
-    """The row of one encoder on one batch; without a time if there is too little memory."""
     label = f"{name:>38} {' '.join(map(str, batch)):>6}"
     row: Row = {"length": max(batch), "tokens": sum(batch)}
-    why = too_large(ENCODERS[name].arrays * len(batch) * place.sizes.heads * max(batch) ** 2 * 4)
-    if why is not None:
-        say(f"{label}: skipped, {why}")
-        return {**row, **dict.fromkeys(COLUMNS), "why_not": why}
-    measured = in_fresh_process(_measure, name, batch, place, repeats, seconds)
-    forward_ms, attention, peak = measured
-    share = "" if attention is None else f" {attention:4.0%} in attention,"
-    say(f"{label}: {forward_ms / 1e3:8.2f} s,{share} {peak / 2**30:6.2f} GiB")
-    return {**row, **dict(zip(COLUMNS, measured, strict=True)), "why_not": None}
+    if not passes:
+        say(f"{label}: skipped, {why_not}")
+        return {**row, **dict.fromkeys(COLUMNS), "why_not": why_not}
+    whole, part = (statistics.median(times) for times in zip(*passes, strict=True))
+    share = part / whole if part else None
+    say(f"{label}: {whole:8.2f} s,{'' if share is None else f' {share:4.0%} in attention,'} {peak / 2**30:6.2f} GiB")
+    return {**row, **dict(zip(COLUMNS, (whole * 1e3, share, peak), strict=True)), "why_not": None}
 
 
 def _measure(
     name: str, batch: Sequence[int], place: Place, repeats: int, seconds: float
-) -> tuple[float, float | None, int]:
-    """The COLUMNS of a forward pass. The peak memory includes building the model."""
+) -> tuple[list[tuple[float, float]], int]:
+    """Seconds of each pass, and of these in attention; and the peak memory, which includes building the model."""
     before = peak_rss_bytes()
-    attention, passes = [0.0], []
+    attention: list[float] = [0.0]
+    passes: list[tuple[float, float]] = []
     with torch.inference_mode():
-        encoder = _opened(name, place, [batch])
+        encoder = _opened(name, place, [batch], checked=False)
         if isinstance(encoder, torch.nn.Module):
             time_attention(encoder, ATTENTION_LAYERS, attention)
         encoder(*inputs([min(WARM_UP_LENGTH, max(batch))], place.sizes))
@@ -189,8 +209,7 @@ def _measure(
             attention[0], start = 0.0, time.perf_counter()
             encoder(ids, mask)
             passes.append((time.perf_counter() - start, attention[0]))
-    whole, part = (statistics.median(times) for times in zip(*passes, strict=True))
-    return whole * 1e3, part / whole if part else None, peak_raised_by(before)
+    return passes, peak_raised_by(before)
 
 
 def _summary(errors: Mapping[str, float], curves: Columns) -> dict[str, float | None]:

@@ -37,9 +37,12 @@ class Place:
 
 
 class Open(Protocol):
-    """Opens the encoder for batches of at most `texts` texts, `room` tokens in all and `longest` in one."""
+    """Opens the encoder for batches of at most `texts` texts, `room` tokens in all and `longest` in one.
 
-    def __call__(self, name: str, place: Place, *, longest: int, room: int, texts: int) -> Opened: ...
+    Where it is not `checked`, any weights will do.
+    """
+
+    def __call__(self, name: str, place: Place, *, longest: int, room: int, texts: int, checked: bool) -> Opened: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,9 +113,11 @@ def _ours(name: str, place: Place, **_: int) -> Opened:
     return _States(model.bfloat16() if precision == "bfloat16" else model)
 
 
-def _dense(name: str, place: Place, *, longest: int, **_: int) -> Opened:
+def _dense(name: str, place: Place, *, longest: int, checked: bool, **_: int) -> Opened:
+    torch.manual_seed(0)
     peer = DenseEncoder(place.sizes, longest, eager=name.startswith(ORIGINAL)).train(False)
-    peer.take(our_encoder(place.sizes).state_dict())
+    if checked:
+        peer.take(our_encoder(place.sizes).state_dict())
     return peer.to(getattr(torch, ENCODERS[name].precision))
 
 

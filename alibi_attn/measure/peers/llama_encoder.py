@@ -12,6 +12,8 @@ from torch import Tensor
 from alibi_attn.hf import ALiBiBertModel
 from alibi_attn.measure.peers.llama_cpp import TYPES
 
+LONGEST = 2**20  # tokens; the model has no limit, but the file format asks for one
+
 
 class LlamaEncoder:
     """The encoder with or without llama.cpp's flash attention. Texts of a batch are sequences, without padding.
@@ -59,7 +61,7 @@ def write(model: ALiBiBertModel, path: Path, precision: str) -> None:
     of_matrices, fp32 = gguf.GGMLQuantizationType[TYPES[precision]], gguf.GGMLQuantizationType.F32
     config, arch = model.config, gguf.MODEL_ARCH.JINA_BERT_V2
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
-    writer.add_context_length(config.max_position_embeddings)
+    writer.add_context_length(LONGEST)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_block_count(config.num_hidden_layers)
