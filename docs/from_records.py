@@ -34,6 +34,7 @@ DOCUMENTS = ("README.md", *(f"docs/{name}.md" for name in ("performance", "paper
 MARKED = re.compile(r"(<!-- from records: ([\w-]+) -->)\n.*?\n?(<!-- end -->)", re.DOTALL)
 CPU, ENCODER, SERVING = "benchmark-cpu-noise-*.json", "benchmark-embedding-texts-*.json", "benchmark-serving-{}-*.json"
 BF16, JAX, BATCHES = "benchmark-cpu-bf16-noise-*.json", "benchmark-jax-cpu-noise-*.json", (16, 8)
+MIXED, NEXT_TOKENS = "benchmark-embedding-mixed-*.json", "benchmark-next-tokens-bloom-*.json"
 TRAINING, GENERATING = "benchmark-training-medium-*.json", "benchmark-generating-bloom-*.json"
 AVX2 = "avx2/"  # what was measured without AVX-512
 FAMILIES = {"bloom": "BLOOM", "mpt": "MPT", "falcon": "Falcon-RW"}
@@ -43,6 +44,12 @@ SHOWN = {OURS: OURS, "causal, no bias": NO_BIAS, "SDPA + dense bias": DENSE_BIAS
 TABLED = SHOWN | {"rank-2 trick": "bias as two more dimensions", "ours, no compiler": "ours without a compiler"}
 CALLED = TABLED | {"eager": "dense bias, eager"}
 MODEL_PEERS = ("llama.cpp", "llama.cpp, flash attention", "CTranslate2")
+ENCODERS = {
+    OURS: OURS, "original: dense bias, eager": "original: dense bias, eager", "SDPA + dense bias": DENSE_BIAS,
+    "ONNX Runtime": "ONNX Runtime", "llama.cpp": "llama.cpp", "llama.cpp, flash attention": "llama.cpp, flash attention",
+    "BERT, SDPA, no bias": "BERT without any bias",
+}  # fmt: skip
+HALF, INT8 = "bfloat16", "int8"
 # Figure 1: the folder of its evaluations, and the trained length that stands for the paper's 512.
 QUARTER, EIGHTH = ("medium", 128), ("paper", 64)
 LIGHT = "--paper: #ffffff; --ink: #1d2430; --muted: #5d6675; --rule: #dcd9d2;"
@@ -103,7 +110,7 @@ PICTURES = {
     ),
     "encoders": Picture(
         "Milliseconds of a whole encoder against the length of its text.",
-        lambda: times_by_length(record(ENCODER)),
+        lambda: times_by_length(of_peers(ENCODER, ENCODERS)),
         room=52,
     ),
     "jax": Picture(
@@ -211,6 +218,38 @@ def decoding() -> str:
     )
 
 
+def encoders() -> str:
+    """A whole encoder on single texts and on a mixed batch, by precision: our time, and each peer's relative to it."""
+    found, rows = [record(ENCODER), record(MIXED)], []
+    for precision, called in (("", "fp32"), (HALF, "bf16"), (INT8, INT8)):
+        for one in found:
+            times = {name: _by_length(one, _in(precision, name), "forward_ms") for name in ENCODERS
+                     if _in(precision, name) in one.curves}  # fmt: skip
+            for length in times[OURS]:
+                text = f"{length:,.0f}" if one is found[0] else "mixed"
+                cells = [_ratio(times[name].get(length, math.nan) / times[OURS][length]) if name in times else "–"
+                         for name in ENCODERS if name != OURS]  # fmt: skip
+                rows.append([called, text, _pass(one, _in(precision, OURS), length), *cells])
+    return table(["", "tokens", *ENCODERS.values()], rows)
+
+
+def next_tokens() -> str:
+    """Decoding after a prompt with a patched BLOOM in three precisions, and its peers' times relative to it."""
+    found, rows = record(NEXT_TOKENS), []
+    for precision, called in (("float32", "fp32"), (HALF, "bf16"), (INT8, INT8)):
+        times = {name: _by_length(found, _in(precision, name), "forward_ms") for name in (OURS, *MODEL_PEERS)
+                 if _in(precision, name) in found.curves}  # fmt: skip
+        for length, ms in times[OURS].items():
+            cells = [_ratio(times[name].get(length, math.nan) / ms) if name in times else "–" for name in MODEL_PEERS]
+            rows.append([called, f"{length:,.0f}", _time(ms), *cells])
+    return table(["", "tokens before", "ours", *MODEL_PEERS], rows)
+
+
+def _in(precision: str, name: str) -> str:
+    """The name of a curve of this precision."""
+    return f"{name}, {precision}" if precision else name
+
+
 def serving() -> str:
     """One forward pass of a decoder, patched and unmodified."""
     rows = []
@@ -241,11 +280,6 @@ def generating() -> str:
     times = [_by_length(found, name, "forward_ms") for name in ways]
     rows = [[f"{length:,.0f}", *(_time(of_way[length]) for of_way in times)] for length in times[-1]]
     return table(["cached tokens", *ways.values()], rows)
-
-
-def generating_peers() -> str:
-    """Decoding one token of a patched BLOOM after a prompt, and its peers' times relative to it."""
-    return _relative_times(record(GENERATING), "ours, after a prompt", "tokens before")
 
 
 def training() -> str:
@@ -316,7 +350,7 @@ def judged(folder: str) -> str:
     return f"Of {counts.total()} claims of the paper ([how they are judged](#verdicts)): {counted}."
 
 
-_OWN_NAMES = (front, cpu, bf16, short, dropout, decoding, serving, serving_peers, generating, generating_peers,
+_OWN_NAMES = (front, cpu, bf16, short, dropout, decoding, encoders, next_tokens, serving, serving_peers, generating,
               training, referee, jax, longer_examples)  # fmt: skip
 TEXTS = {function.__name__.replace("_", "-"): function for function in _OWN_NAMES} | {
     "quarter": functools.partial(extrapolation, *QUARTER),

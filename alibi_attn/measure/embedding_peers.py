@@ -109,7 +109,7 @@ class _States(nn.Module):
 def _ours(name: str, place: Place, **_: int) -> Opened:
     model, precision = place.build(place.sizes), ENCODERS[name].precision
     if precision == "int8":
-        int8.convert(model.encoder)
+        int8.convert(model)
     return _States(model.bfloat16() if precision == "bfloat16" else model)
 
 
