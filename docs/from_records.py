@@ -32,9 +32,9 @@ from alibi_attn.report.verdicts import verdicts
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = ("README.md", *(f"docs/{name}.md" for name in ("performance", "paper", "lab-results")))
 MARKED = re.compile(r"(<!-- from records: ([\w-]+) -->)\n.*?\n?(<!-- end -->)", re.DOTALL)
-CPU, ENCODER, SERVING = "benchmark-cpu-noise-*.json", "benchmark-embedding-texts-*.json", "benchmark-serving-{}-*.json"
+CPU, ENCODER, SERVING = "benchmark-cpu-noise-*.json", "benchmark-embedding-{}-{}-*.json", "benchmark-serving-{}-*.json"
 BF16, JAX, BATCHES = "benchmark-cpu-bf16-noise-*.json", "benchmark-jax-cpu-noise-*.json", (16, 8)
-MIXED, NEXT_TOKENS = "benchmark-embedding-mixed-*.json", "benchmark-next-tokens-bloom-*.json"
+NEXT_TOKENS = "benchmark-next-tokens-bloom-*.json"
 TRAINING, GENERATING = "benchmark-training-medium-*.json", "benchmark-generating-bloom-*.json"
 AVX2 = "avx2/"  # what was measured without AVX-512
 FAMILIES = {"bloom": "BLOOM", "mpt": "MPT", "falcon": "Falcon-RW"}
@@ -49,7 +49,7 @@ ENCODERS = {
     "ONNX Runtime": "ONNX Runtime", "llama.cpp": "llama.cpp", "llama.cpp, flash attention": "llama.cpp, flash attention",
     "BERT, SDPA, no bias": "BERT without any bias",
 }  # fmt: skip
-HALF, INT8 = "bfloat16", "int8"
+PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "int8": "int8"}
 # Figure 1: the folder of its evaluations, and the trained length that stands for the paper's 512.
 QUARTER, EIGHTH = ("medium", 128), ("paper", 64)
 LIGHT = "--paper: #ffffff; --ink: #1d2430; --muted: #5d6675; --rule: #dcd9d2;"
@@ -110,7 +110,7 @@ PICTURES = {
     ),
     "encoders": Picture(
         "Milliseconds of a whole encoder against the length of its text.",
-        lambda: times_by_length(of_peers(ENCODER, ENCODERS)),
+        lambda: times_by_length(of_peers(ENCODER.format("texts", "float32"), ENCODERS)),
         room=52,
     ),
     "jax": Picture(
@@ -220,34 +220,28 @@ def decoding() -> str:
 
 def encoders() -> str:
     """A whole encoder on single texts and on a mixed batch, by precision: our time, and each peer's relative to it."""
-    found, rows = [record(ENCODER), record(MIXED)], []
-    for precision, called in (("", "fp32"), (HALF, "bf16"), (INT8, INT8)):
-        for one in found:
-            times = {name: _by_length(one, _in(precision, name), "forward_ms") for name in ENCODERS
-                     if _in(precision, name) in one.curves}  # fmt: skip
-            for length in times[OURS]:
-                text = f"{length:,.0f}" if one is found[0] else "mixed"
-                cells = [_ratio(times[name].get(length, math.nan) / times[OURS][length]) if name in times else "–"
-                         for name in ENCODERS if name != OURS]  # fmt: skip
-                rows.append([called, text, _pass(one, _in(precision, OURS), length), *cells])
+    rows = []
+    for precision, called in PRECISIONS.items():
+        for texts in ("texts", "mixed"):
+            found = record(ENCODER.format(texts, precision))
+            times = {name: _by_length(found, name, "forward_ms") for name in ENCODERS if name in found.curves}
+            for length, ms in times[OURS].items():
+                cells = [_ratio(times.get(name, {}).get(length, math.nan) / ms) for name in ENCODERS if name != OURS]
+                text = f"{length:,.0f}" if texts == "texts" else texts
+                rows.append([called, text, _pass(found, OURS, length), *cells])
     return table(["", "tokens", *ENCODERS.values()], rows)
 
 
 def next_tokens() -> str:
     """Decoding after a prompt with a patched BLOOM in three precisions, and its peers' times relative to it."""
     found, rows = record(NEXT_TOKENS), []
-    for precision, called in (("float32", "fp32"), (HALF, "bf16"), (INT8, INT8)):
-        times = {name: _by_length(found, _in(precision, name), "forward_ms") for name in (OURS, *MODEL_PEERS)
-                 if _in(precision, name) in found.curves}  # fmt: skip
+    for precision, called in PRECISIONS.items():
+        names = {name: f"{name}, {precision}" for name in (OURS, *MODEL_PEERS)}
+        times = {name: _by_length(found, curve, "forward_ms") for name, curve in names.items() if curve in found.curves}
         for length, ms in times[OURS].items():
             cells = [_ratio(times[name].get(length, math.nan) / ms) if name in times else "–" for name in MODEL_PEERS]
             rows.append([called, f"{length:,.0f}", _time(ms), *cells])
     return table(["", "tokens before", "ours", *MODEL_PEERS], rows)
-
-
-def _in(precision: str, name: str) -> str:
-    """The name of a curve of this precision."""
-    return f"{name}, {precision}" if precision else name
 
 
 def serving() -> str:

@@ -23,6 +23,7 @@ from alibi_attn.measure.embedding_peers import (
     Place,
     inputs,
     our_encoder,
+    plain,
     why_not,
 )
 from alibi_attn.measure.harness import Columns, Row, Rows, keep
@@ -55,7 +56,7 @@ def embedding(
     build: Build = our_encoder,
     say: Callable[[str], None] = print,
 ) -> list[Path]:
-    """Measures single texts and a mixed batch, saves one record of each after every batch, and returns their paths.
+    """Measures single texts and a mixed batch, saves one record of each per precision, and returns their paths.
 
     Args:
         lengths: lengths of single texts.
@@ -76,29 +77,40 @@ def embedding(
     sizes = Sizes(layers=layers) if sizes is None else sizes
     names = _names(precisions, say)
     shared: dict[str, records.Json] = {
-        **dataclasses.asdict(sizes), "initializer_range": sizes.initializer_range, "precisions": list(precisions),
-        "threads": torch.get_num_threads(), "peers": names, "rounds": rounds, "repeats": repeats,
-        "seconds_at_most": seconds,
+        **dataclasses.asdict(sizes), "initializer_range": sizes.initializer_range, "threads": torch.get_num_threads(),
+        "rounds": rounds, "repeats": repeats, "seconds_at_most": seconds,
     }  # fmt: skip
     batches: dict[str, list[tuple[int, ...]]] = {
         "embedding/texts": [(length,) for length in sorted(lengths)],
         "embedding/mixed": [tuple(mixed)],
     }
-    configs: dict[str, dict[str, records.Json]] = {
-        "embedding/texts": {**shared, "lengths": sorted(lengths), "batch": 1},
-        "embedding/mixed": {**shared, "lengths": list(mixed), "batch": len(mixed)},
+    of_batch: dict[str, dict[str, records.Json]] = {
+        "embedding/texts": {"lengths": sorted(lengths), "batch": 1},
+        "embedding/mixed": {"lengths": list(mixed), "batch": len(mixed)},
     }
-    errors: dict[str, float] = {}
+    peers: dict[str, list[records.Json]] = {
+        precision: [plain(name) for name in names if ENCODERS[name].precision == precision] for precision in precisions
+    }
+    configs = {
+        f"{record}/{precision}": {**shared, "precision": precision, "peers": peers[precision], **of_batch[record]}
+        for record in batches
+        for precision in precisions
+    }
 
     def steps() -> Iterator[Mapping[str, Rows]]:
         with tempfile.TemporaryDirectory(prefix="alibi-attn-") as folder:
             place = Place(Path(folder), build, sizes, torch.get_num_threads())
-            errors.update(_checked(names, place, checked, say))
+            errors = _checked(names, place, checked, say)
             for record, texts in batches.items():
                 for batch in texts:
-                    yield {record: _rows(names, batch, place, rounds, repeats, seconds, say)}
+                    rows = _rows(names, batch, place, rounds, repeats, seconds, say)
+                    found: dict[str, dict[str, Row]] = {f"{record}/{precision}": {} for precision in precisions}
+                    for name, row in rows.items():
+                        of_precision = found[f"{record}/{ENCODERS[name].precision}"]
+                        of_precision[plain(name)] = {**row, "error": errors.get(name)}
+                    yield found
 
-    return keep(out, configs, steps(), summary=lambda columns: _summary(errors, columns))
+    return keep(out, configs, steps(), summary=summary)
 
 
 def _names(precisions: Sequence[str], say: Callable[[str], None]) -> list[str]:
@@ -212,17 +224,17 @@ def _measure(
     return passes, peak_raised_by(before)
 
 
-def _summary(errors: Mapping[str, float], curves: Columns) -> dict[str, float | None]:
-    """The errors, every encoder's time over ours in the same precision, and the share of attention in ours, by length."""
-    metrics: dict[str, float | None] = {f"error_of_{ENCODERS[name].short}": error for name, error in errors.items()}
+def summary(curves: Columns) -> dict[str, float | None]:
+    """The errors, every encoder's time over ours, and the share of attention in ours, by length."""
+    metrics: dict[str, float | None] = {}
+    ours = curves[OURS]
     for name, columns in curves.items():
-        encoder = ENCODERS[name]
-        ours = curves[OURS if encoder.precision == "float32" else f"{OURS}, {encoder.precision}"]
-        for length, ms, base, share in zip(
-            columns["length"], columns["forward_ms"], ours["forward_ms"], columns["attention_share"], strict=True
-        ):
-            if columns is ours:
-                metrics[f"attention_share_{encoder.short}_{length}"] = share if isinstance(share, float) else None
-            elif isinstance(ms, float) and isinstance(base, float):
-                metrics[f"speedup_over_{encoder.short}_{length}"] = ms / base
+        short, error = ENCODERS[name].short, columns["error"][0]
+        if isinstance(error, float):
+            metrics[f"error_of_{short}"] = error
+        for length, ms, base in zip(columns["length"], columns["forward_ms"], ours["forward_ms"], strict=True):
+            if name != OURS and isinstance(ms, float) and isinstance(base, float):
+                metrics[f"speedup_over_{short}_{length}"] = ms / base
+    for length, share in zip(ours["length"], ours["attention_share"], strict=True):
+        metrics[f"attention_share_{length}"] = share if isinstance(share, float) else None
     return metrics

@@ -145,14 +145,15 @@ def _llama(name: str, place: Place, *, room: int, texts: int, **_: int) -> Opene
     return llama_encoder.LlamaEncoder(path, room=room, texts=texts, threads=place.threads, flash=flash)
 
 
-def _named(name: str, precision: str) -> str:
-    return name if precision == "float32" else f"{name}, {precision}"
+def plain(name: str) -> str:
+    """The name of an encoder without its precision."""
+    return name.removesuffix(f", {ENCODERS[name].precision}")
 
 
 def _in(precisions: tuple[str, ...], name: str, short: str, **fields: Any) -> dict[str, Encoder]:
-    """The same encoder in several precisions."""
+    """The same encoder in several precisions; float32 is not in the name."""
     return {
-        _named(name, precision): Encoder(short=_named(short, precision), precision=precision, **fields)
+        name if precision == "float32" else f"{name}, {precision}": Encoder(short=short, precision=precision, **fields)
         for precision in precisions
     }
 

@@ -48,7 +48,7 @@ def test_single_texts_and_a_mixed_batch_are_measured_and_drawn(tmp_path):
     messages = []
     paths = embedding(tmp_path, say=messages.append, **OPTIONS)
     texts, mixed = map(records.load, paths)
-    assert [texts.name, mixed.name] == ["embedding/texts", "embedding/mixed"]
+    assert [texts.name, mixed.name] == ["embedding/texts/float32", "embedding/mixed/float32"]
     assert sum("left out" in line for line in messages) == 3
     assert len(messages) == 3 + 2 + 4 * 3
     assert texts.curves[OURS]["length"] == [20, 40]
@@ -62,8 +62,8 @@ def test_single_texts_and_a_mixed_batch_are_measured_and_drawn(tmp_path):
         assert record.metrics["error_of_original"] < 1e-5
         assert record.metrics["error_of_sdpa_dense_bias"] < 1e-5
         assert next(name for name, _ in ratio_table(record)[1]).startswith(OURS)
-    assert {"speedup_over_original_40", "speedup_over_bert_no_bias_20", "attention_share_ours_40"} <= set(texts.metrics)
-    assert "embedding/mixed" in report_html([texts, mixed])
+    assert {"speedup_over_original_40", "speedup_over_bert_no_bias_20", "attention_share_40"} <= set(texts.metrics)
+    assert "embedding/mixed/float32" in report_html([texts, mixed])
     with pytest.raises(FileExistsError, match="never overwritten"):
         embedding(tmp_path, **OPTIONS)
 
@@ -71,13 +71,17 @@ def test_single_texts_and_a_mixed_batch_are_measured_and_drawn(tmp_path):
 @pytest.mark.skipif(not supports_int8(), reason="this processor has no exact int8 products")
 def test_a_peer_is_compared_with_ours_in_the_same_precision(tmp_path):
     options = {**OPTIONS, "lengths": (20,), "precisions": ("float32", "bfloat16", "int8")}
-    texts, _ = map(records.load, embedding(tmp_path, say=lambda _: None, **options))
-    times = {name: curve["forward_ms"][0] for name, curve in texts.curves.items()}
-    ratio = times[f"{SDPA}, bfloat16"] / times[f"{OURS}, bfloat16"]
-    assert texts.metrics["speedup_over_sdpa_dense_bias, bfloat16_20"] == ratio
-    assert texts.metrics["speedup_over_sdpa_dense_bias_20"] == times[SDPA] / times[OURS]
-    assert 1e-4 < texts.metrics["error_of_ours, bfloat16"] < 2e-2
-    assert 1e-4 < texts.metrics["error_of_ours, int8"] < 5e-2
+    found = {record.name: record for record in map(records.load, embedding(tmp_path, say=lambda _: None, **options))}
+    assert len(found) == 2 * 3
+    for precision, least, most in (("float32", None, None), ("bfloat16", 1e-4, 2e-2), ("int8", 1e-4, 5e-2)):
+        record = found[f"embedding/texts/{precision}"]
+        times = {name: curve["forward_ms"][0] for name, curve in record.curves.items()}
+        assert sorted(record.config["peers"]) == sorted(times)
+        assert ("error_of_ours" in record.metrics) is (least is not None)
+        if precision != "int8":
+            assert record.metrics["speedup_over_sdpa_dense_bias_20"] == times[SDPA] / times[OURS]
+        if least is not None:
+            assert least < record.metrics["error_of_ours"] < most
 
 
 @pytest.mark.parametrize("precisions", [(), ("float32", "float8")])

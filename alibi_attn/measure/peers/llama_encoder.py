@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from alibi_attn.hf import ALiBiBertModel
 from alibi_attn.measure.peers.llama_cpp import TYPES
 
 LONGEST = 2**20  # tokens; the model has no limit, but the file format asks for one
@@ -54,7 +54,7 @@ class LlamaEncoder:
         return states
 
 
-def write(model: ALiBiBertModel, path: Path, precision: str) -> None:
+def write(model: PreTrainedModel, path: Path, precision: str) -> None:
     """Writes the weights with the names of llama.cpp's converter, without a tokenizer; vectors are in fp32."""
     import gguf
 
@@ -81,7 +81,7 @@ def write(model: ALiBiBertModel, path: Path, precision: str) -> None:
     writer.close()
 
 
-def tensors(model: ALiBiBertModel) -> list[tuple[str, Tensor]]:
+def tensors(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
     """llama.cpp's names and the weights. Queries, keys and values are three tensors there, with or without biases."""
     found: list[tuple[str, Tensor]] = []
     for name, tensor in model.state_dict().items():

@@ -4,13 +4,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-
-from alibi_attn.hf import ALiBiBertModel
+from transformers import PreTrainedModel
 
 NAMES = ["input_ids", "attention_mask"]
 
 
-def write(model: ALiBiBertModel, path: Path, precision: str) -> None:
+def write(model: PreTrainedModel, path: Path, precision: str) -> None:
     """Exports the model with the original's arithmetic, a bias and scores of all n² pairs, to `path` (.onnx).
 
     Args:
