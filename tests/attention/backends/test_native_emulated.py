@@ -19,6 +19,10 @@ from alibi_attn.hf import ALiBiCache, patch
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 
 
+# A few roundings of the largest logit, as in test_decoding_step.
+LOGITS = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
 @pytest.fixture(scope="module", params=TARGETS, ids=lambda target: target.name)
 def emulated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Emulated]:
     """Every call in this file runs on the emulated system."""
@@ -73,9 +77,9 @@ def test_emulated_layers_give_the_logits_of_a_whole_pass(dtype: torch.dtype, emu
         model(ids[:, :70], past_key_values=cache, use_cache=True)
         before = emulated.calls
         logits = torch.cat([model(ids[:, n : n + 1], past_key_values=cache).logits for n in range(70, 100)], 1)
-    assert emulated.calls == before + 30, "the steps did not run in one call each"
+    assert emulated.calls == before + 2 * 30, "a step is not one call of all layers, and one of the head"
     error = (logits.float() - expected).abs().max() / expected.abs().max()
-    assert error <= 4 * torch.finfo(dtype).eps, error
+    assert error <= LOGITS[dtype], error
 
 
 def test_emulated_dropout_keeps_the_same_weights_as_here(emulated: Emulated) -> None:

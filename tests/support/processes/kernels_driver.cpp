@@ -1,9 +1,9 @@
 // The kernels as a program, to run them on processors and systems that are emulated here; `emulated_kernels.py` starts it.
 //
 // It reads calls from the standard input and writes their results to the standard output. A call is: the index of a function, the
-// sizes of its arguments' structure and of its list of arrays, the structure, the list and the arrays. An array's entry in the
-// list is where its pointer is stored (-1 for the structure, else the index of an earlier array; and an offset there), its bytes,
-// and whether it is a result.
+// sizes of its arguments' structure and of the list of its arrays, the structure, the list and the arrays. The list says for each
+// array where its pointer is stored (-1 for the structure, else the index of an earlier array; and an offset), its bytes, and
+// whether it is a result.
 
 #include <cstdio>
 #include <cstring>
