@@ -150,6 +150,28 @@ def test_padding_is_not_computed(load):
     assert seen == [(1, int(MASK.sum()), WIDTH), (3, 12, WIDTH), (3, 12, WIDTH)]
 
 
+def test_long_packed_rows_are_filled_up_to_a_few_lengths(load):
+    model, _ = load("jina")
+    seen = []
+    model.encoder.layer[1].register_forward_hook(lambda _module, inputs, _output: seen.append(inputs[0].shape[1]))
+    ids = tokens(5, 80)
+    for longest in range(50, 80):
+        lengths = torch.tensor([longest, 40, 31, 5, 1])
+        mask = torch.arange(80) < lengths[:, None]
+        with torch.no_grad():
+            states = model(ids, mask).last_hidden_state
+        assert not states[~mask].any()
+    assert set(seen) == {128, 132, 136, 140, 144, 148, 152, 156}
+    words = model.embeddings.word_embeddings.weight
+    model(ids, mask).last_hidden_state.square().sum().backward()
+    together, words.grad = words.grad, None
+    for row, length, state in zip(ids, lengths, states, strict=True):
+        alone = model(row[:length][None]).last_hidden_state
+        assert_within(state[:length], alone[0], 1e-13)
+        alone.square().sum().backward()
+    assert_within(together, words.grad, 1e-13)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mask", [MASK, HOLES], ids=["padding", "holes"])
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -11,8 +11,11 @@ import dataclasses
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.nn import functional as F
 
 from alibi_attn.attention.transforms import is_traced
+
+MOST_STEP = 64  # lengths of a packed row of 2,048 tokens or more are multiples of this
 
 # Devices with a kernel that skips the keys of other segments. Elsewhere all scores of the long row would be computed.
 _DEVICES = ("cpu", "cuda")
@@ -26,7 +29,8 @@ class Packing:
         batch, length: B and T of the padded batch.
         mask: [B, T] bool, True = token; None if there is no padding.
         places: [N] indices of the tokens in the flattened batch [B·T] if packed; else None.
-        segments: [1, N] the text to which each token belongs, if packed; else None.
+        segments: [1, N + filler] the text to which each token belongs, if packed; else None. The filler is a text of its own.
+        filler: entries behind the tokens of a packed row.
     """
 
     batch: int
@@ -34,15 +38,21 @@ class Packing:
     mask: Tensor | None = None
     places: Tensor | None = None
     segments: Tensor | None = None
+    filler: int = 0
 
     def pack(self, x: Tensor) -> Tensor:
-        """[B, T, …] -> [1, N, …] if packed."""
-        return x if self.places is None else x.flatten(0, 1).index_select(0, self.places)[None]
+        """[B, T, …] -> [1, N + filler, …] if packed; the filler is 0."""
+        if self.places is None:
+            return x
+        rows = x.flatten(0, 1).index_select(0, self.places)
+        return torch.cat((rows, rows.new_zeros(self.filler, *rows.shape[1:])))[None]
 
     def unpack(self, x: Tensor) -> Tensor:
         """The inverse of `pack`: [B, T, E], 0 at padding."""
         if self.places is not None:
-            rows = x.new_zeros(self.batch * self.length, x.shape[-1]).index_copy(0, self.places, x[0])
+            rows = x.new_zeros(self.batch * self.length, x.shape[-1]).index_copy(
+                0, self.places, x[0, : len(self.places)]
+            )
             return rows.unflatten(0, (self.batch, self.length))
         return x if self.mask is None else x.masked_fill(~self.mask[..., None], 0.0)
 
@@ -85,4 +95,15 @@ def packing(attention_mask: Tensor | None, batch: int, length: int, *, may_pack:
     if not may_pack or mask.device.type not in _DEVICES or bool((starts > 1).any()) or not bool(mask.any()):
         return Packing(batch, length, mask)
     places = mask.flatten().nonzero()[:, 0]
-    return Packing(batch, length, mask, places, (places // length)[None])
+    filler = -len(places) % _step(len(places))
+    segments = F.pad(places // length, (0, filler), value=batch)
+    return Packing(batch, length, mask, places, segments[None], filler)
+
+
+def _step(tokens: int) -> int:
+    """The length of a packed row is a multiple of this power of two, so that the filler is less than 1/32 of the tokens.
+
+    >>> [_step(tokens) for tokens in (63, 64, 512, 2048, 100_000)]
+    [1, 2, 16, 64, 64]
+    """
+    return min(MOST_STEP, 1 << max(0, tokens.bit_length() - 6))
