@@ -1,8 +1,11 @@
 """A decoding step in one call gives the logits and keys of the modules, and leaves every changed model to its modules."""
 
 import copy
+import dataclasses
 import functools
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ from transformers import DynamicCache
 from alibi_attn.attention.backends.native import build as kernels
 from alibi_attn.attention.backends.native import decoder_layers as native
 from alibi_attn.hf import ALiBiCache, patch
-from alibi_attn.nn import int8
+from alibi_attn.nn import int8, linear
 
 if reason := kernels.why_not():
     pytest.skip(reason, allow_module_level=True)
@@ -189,26 +192,105 @@ def not_contiguous(model):
     weight.data = weight.data.T.contiguous().T
 
 
+def transposed_where_it_is(model):
+    weight = blocks(model)[1].self_attention.dense.weight
+    weight.data = weight.data.T
+
+
 def all_hidden_states(model):
     model.config.output_hidden_states = True
 
 
 CHANGES = [
     hooked, hooked_block, replaced, of_another_class, other_norm, other_attention, in_training, not_contiguous,
-    all_hidden_states,
+    transposed_where_it_is, all_hidden_states,
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("used", [False, True])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_changed_model_runs_module_by_module(change, model, tokens, steps):
+def test_a_changed_model_runs_module_by_module(change, used, model, tokens, steps):
     patched, ids = model(), tokens(1, PROMPT + 2)
     patch(patched)
+    if used:
+        decoded(patched, ids)
     change(patched)
     actual, cache = decoded(patched, ids)
-    assert steps == []
+    assert steps == [True, True] * used
     with torch.no_grad():
         assert_close(actual, patched(ids, use_cache=False).logits[:, PROMPT:], 2e-6)
     assert cache.get_seq_length() == PROMPT + 2
+
+
+def new_memory(model):
+    weight = blocks(model)[1].mlp.dense_4h_to_h.weight
+    weight.data = torch.randn_like(weight)
+
+
+def new_parameter(model):
+    blocks(model)[0].post_attention_layernorm.bias = nn.Parameter(torch.randn(64))
+
+
+def no_bias(model):
+    blocks(model)[0].self_attention.query_key_value.bias = None
+
+
+def new_layer(model):
+    layer = nn.Linear(64, 256)
+    layer.forward = functools.partial(linear.forward, layer)
+    blocks(model)[1].mlp.dense_h_to_4h = layer
+
+
+def new_embedding(model):
+    model.transformer.word_embeddings = nn.Embedding.from_pretrained(torch.randn(model.config.vocab_size, 64))
+
+
+def other_eps(model):
+    blocks(model)[1].input_layernorm.eps = 0.5
+
+
+def other_residual(model):
+    for block in blocks(model):
+        block.apply_residual_connection_post_layernorm = True
+
+
+def other_slopes(model):
+    for block in blocks(model):
+        settings = block.self_attention.alibi_settings
+        block.self_attention.alibi_settings = dataclasses.replace(settings, slopes=(0.5,) * 4)
+
+
+def in_double(model):
+    for weight in model.parameters():
+        weight.data = weight.data.double().float()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [new_memory, new_parameter, no_bias, new_layer, new_embedding, other_eps, other_residual, other_slopes, in_double],
+)
+@torch.no_grad()
+def test_what_changed_since_the_last_step_is_used(change, model, tokens, steps):
+    patched, ids = model(), tokens(1, PROMPT + 2)
+    patch(patched)
+    before, _ = decoded(patched, ids)
+    change(patched)
+    actual, _ = decoded(patched, ids)
+    assert steps == [True] * 4
+    assert_close(actual, patched(ids, use_cache=False).logits[:, PROMPT:], 2e-6)
+    assert torch.equal(actual, before) == (change is in_double)
+
+
+def test_a_model_that_decoded_is_not_kept(model, tokens, steps):
+    patched, ids = model(), tokens(1, PROMPT + 2)
+    undo = patch(patched).undo
+    decoded(patched, ids)
+    weight = weakref.ref(blocks(patched)[0].mlp.dense_h_to_4h.weight)
+    undo()
+    blocks(patched)[0].mlp.dense_h_to_4h = None
+    gc.collect()
+    assert weight() is None
+    assert steps == [True, True]
 
 
 def test_other_calls_run_module_by_module(model, tokens, steps, tmp_path):
