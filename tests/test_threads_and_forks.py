@@ -135,7 +135,8 @@ def test_native_computes_without_threads_that_the_system_refuses(tmp_path: Path)
 
 @pytest.mark.long
 def test_alibi_run_under_accelerate_launch_records_every_run_once(tmp_path: Path) -> None:
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--cpu", "-m"]
+    # --multi_gpu starts both processes on a CPU too; --cpu starts only one.
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--multi_gpu", "-m"]
     command = [*launch, "alibi_attn", "run", "quick", "--scale", "smoke", "--no-report", "--out", tmp_path]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)

@@ -13,7 +13,7 @@ LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 @pytest.mark.parametrize("start", [pytest.param("torch", marks=pytest.mark.long), "accelerate"])
 def test_a_launched_group_computes_unequal_shards_and_reports_lost_ranks(start, tmp_path):
-    """`accelerate launch` starts several processes on GPUs only, so torchrun starts both cases here."""
+    """torchrun starts both cases, as `accelerate launch --multi_gpu` does; with --cpu that starts one process."""
     command = [*LAUNCHER, str(PROGRAM), str(tmp_path), start]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
