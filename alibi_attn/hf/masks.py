@@ -40,7 +40,7 @@ def of_layers(
     if attention_mask is not None:
         _check(attention_mask, tokens.shape[0])
     sizes = torch.empty(*tokens.shape[:2], 0, device=tokens.device)  # transformers reads the shape only
-    mask = create_causal_mask(_CONFIGS[name], sizes, attention_mask, cache)
+    mask = create_causal_mask(_CONFIGS[name], sizes, attention_mask, past_key_values=cache)
     assert isinstance(mask, Tensor)  # built by one of the two functions below
     return mask[:, None, None, :]
 

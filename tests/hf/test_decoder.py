@@ -11,6 +11,7 @@ import torch
 from decoder_checkpoints import NAMES, loaded
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GenerationConfig, StaticCache
+from transformers_names import checkpoint_activations
 
 from alibi_attn.attention import decoding
 from alibi_attn.hf import ALiBiCache, ALiBiCausalLMConfig, ALiBiForCausalLM, patched_attention
@@ -149,6 +150,9 @@ def test_embeddings_in_the_place_of_tokens_and_the_last_logits_only(load):
         expected = model(ids).logits
         close(model(inputs_embeds=model.embed_tokens(ids)).logits, expected)
         close(model(ids, logits_to_keep=3).logits, expected[:, -3:])
+        close(model(ids, logits_to_keep=torch.tensor([2, 7])).logits, expected[:, [2, 7]])
+        close(model(ids, logits_to_keep=torch.tensor([[2], [7]])).logits, expected[[0, 1], [2, 7]][:, None])
+        close(model(ids, logits_to_keep=ids > 20).logits, expected[ids > 20])
         hidden = model(ids, output_hidden_states=True).hidden_states
         assert [tuple(x.shape) for x in hidden] == [(2, 11, 48)] * 3
         assert torch.equal(model(ids, return_dict=False)[0], expected)
@@ -185,7 +189,7 @@ def test_training_with_and_without_checkpointing(name, load):
         return list(torch.autograd.grad(output.loss, list(model.parameters())))
 
     expected = gradients()
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    checkpoint_activations(model, {"use_reentrant": False})
     for mine, theirs in zip(gradients(), expected, strict=True):
         close(mine, theirs)
 

@@ -10,6 +10,7 @@ import torch
 from encoder_oracle import HEADS, LAYOUTS, WIDTH, WORDS, config, encode, random_state, write_folder
 from safetensors import safe_open
 from torch import Tensor
+from transformers_names import checkpoint_activations
 
 from alibi_attn.hf import ALiBiBertConfig, ALiBiBertForMaskedLM, ALiBiBertForSequenceClassification, ALiBiBertModel
 
@@ -179,7 +180,7 @@ def test_gradients_equal_those_of_the_formulas(layout, mask, checkpointing, load
     model, state = load(layout, hidden_dropout_prob=0.0)
     model.train()
     if checkpointing:
-        model.activation_checkpointing_enable()
+        checkpoint_activations(model)
     ids = tokens(len(mask), 12)
     weights = torch.randn(len(mask), 12, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     (model(ids, mask).last_hidden_state * weights).sum().backward()

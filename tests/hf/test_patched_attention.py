@@ -9,6 +9,7 @@ import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, StaticCache
+from transformers_names import checkpoint_activations
 
 from alibi_attn import alibi_bias, alibi_slopes
 from alibi_attn.hf import patch
@@ -143,7 +144,7 @@ def test_gradients_are_those_of_the_unpatched_model(family, training, backend, b
     model, ids = build(family), tokens(2, 25)
     numerics = "checkpoint" if family == "falcon" else "exact"
     if training:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        checkpoint_activations(model, {"use_reentrant": False})
         model.train()
         for module in model.modules():
             if isinstance(module, torch.nn.Dropout):

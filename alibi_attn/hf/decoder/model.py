@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils.generic import can_return_tuple
 
 from alibi_attn.hf import checkpoint_files, masks
@@ -138,7 +137,7 @@ class ALiBiForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
             past_key_values: any cache of transformers; with None and use_cache, a new `ALiBiCache`.
             use_cache: None for the config's value, and False in training.
             labels: [B, T], shifted inside; −100 is ignored.
-            logits_to_keep: as in transformers: the number of last positions to compute logits for; 0 for all.
+            logits_to_keep: as in transformers: the number of last positions to compute logits for (0 for all), or which ones.
 
         Raises:
             ValueError: `output_attentions`, an empty input, a mask of the wrong shape, or a static cache if slopes depend on
@@ -167,7 +166,7 @@ class ALiBiForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
             x = layer(x, mask, past_key_values=past_key_values)
             states = [*states, x] if keep else [x]
         x = states[-1] = self.norm(x)
-        logits = self._logits(slice_logits_to_keep(x, logits_to_keep))
+        logits = self._logits(_kept(x, logits_to_keep))
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=config.vocab_size, **kwargs)
@@ -211,3 +210,12 @@ class ALiBiForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
 AutoConfig.register(ALiBiCausalLMConfig.model_type, ALiBiCausalLMConfig)
 AutoModel.register(ALiBiCausalLMConfig, ALiBiForCausalLM)  # there is no class without the head
 AutoModelForCausalLM.register(ALiBiCausalLMConfig, ALiBiForCausalLM)
+
+
+def _kept(x: Tensor, positions: int | Tensor) -> Tensor:
+    """The last `positions` of x [B, T, E] (0 = all), or those at these indices [N] or [B, N], or where a mask [B, T] is true."""
+    if isinstance(positions, int):
+        return x[:, slice(-positions, None)]
+    if positions.dim() == 2:
+        return x[positions] if positions.dtype == torch.bool else x.take_along_dim(positions[..., None], dim=1)
+    return x[:, positions]
