@@ -194,14 +194,12 @@ def bf16(folder: str = "") -> str:
 def short() -> str:
     """Many short sequences, as in training."""
     peers = ["causal, no bias", "SDPA + dense bias", "rank-2 trick", "eager"]
-    tables = [
-        _relative_times(record(f"benchmark-cpu-batch-{batch}-noise-*.json"), OURS, "rows × tokens", peers, CALLED)
+    rows = [
+        [f"{batch} × {length:,.0f}", _time(ms), *ratios]
         for batch in BATCHES
+        for length, ms, ratios in _relative(record(f"benchmark-cpu-batch-{batch}-noise-*.json"), OURS, peers)
     ]
-    head, rule, *_ = tables[0].splitlines()
-    rows = [f"|{batch} × {row.removeprefix('|')}" for batch, of_batch in zip(BATCHES, tables, strict=True)
-            for row in of_batch.splitlines()[2:]]  # fmt: skip
-    return "\n".join([head, rule, *rows])
+    return table(["rows × tokens", "ours", *(CALLED.get(name, name) for name in peers)], rows)
 
 
 def dropout() -> str:
@@ -220,15 +218,13 @@ def decoding() -> str:
 
 def encoders() -> str:
     """A whole encoder on single texts and on a mixed batch, by precision: our time, and each peer's relative to it."""
-    rows = []
+    rows, peers = [], [name for name in ENCODERS if name != OURS]
     for precision, called in PRECISIONS.items():
         for texts in ("texts", "mixed"):
             found = record(ENCODER.format(texts, precision))
-            times = {name: _by_length(found, name, "forward_ms") for name in ENCODERS if name in found.curves}
-            for length, ms in times[OURS].items():
-                cells = [_ratio(times.get(name, {}).get(length, math.nan) / ms) for name in ENCODERS if name != OURS]
+            for length, _, ratios in _relative(found, OURS, peers):
                 text = f"{length:,.0f}" if texts == "texts" else texts
-                rows.append([called, text, _pass(found, OURS, length), *cells])
+                rows.append([called, text, _pass(found, OURS, length), *ratios])
     return table(["", "tokens", *ENCODERS.values()], rows)
 
 
@@ -236,11 +232,9 @@ def next_tokens() -> str:
     """Decoding after a prompt with a patched BLOOM in three precisions, and its peers' times relative to it."""
     found, rows = record(NEXT_TOKENS), []
     for precision, called in PRECISIONS.items():
-        names = {name: f"{name}, {precision}" for name in (OURS, *MODEL_PEERS)}
-        times = {name: _by_length(found, curve, "forward_ms") for name, curve in names.items() if curve in found.curves}
-        for length, ms in times[OURS].items():
-            cells = [_ratio(times[name].get(length, math.nan) / ms) if name in times else "–" for name in MODEL_PEERS]
-            rows.append([called, f"{length:,.0f}", _time(ms), *cells])
+        ours, *peers = (f"{name}, {precision}" for name in (OURS, *MODEL_PEERS))
+        for length, ms, ratios in _relative(found, ours, peers):
+            rows.append([called, f"{length:,.0f}", _time(ms), *ratios])
     return table(["", "tokens before", "ours", *MODEL_PEERS], rows)
 
 
@@ -374,20 +368,28 @@ def _pass(found: Record, name: str, length: float) -> str:
 def _relative_times(
     found: Record, ours: str, axis: str, peers: Sequence[str] = MODEL_PEERS, called: Mapping[str, str] | None = None
 ) -> str:
-    """Our time and each peer's relative to it, including backward if measured. `called` renames peers."""
+    """Our time and each measured peer's relative to it, by length. `called` renames peers."""
+    peers = [name for name in peers if name in found.curves]
+    rows = [[f"{length:,.0f}", _time(ms), *ratios] for length, ms, ratios in _relative(found, ours, peers)]
+    return table([axis, "ours", *((called or {}).get(name, name) for name in peers)], rows)
+
+
+def _relative(found: Record, ours: str, peers: Sequence[str]) -> list[tuple[float, float, list[str]]]:
+    """(length, our time, each peer's relative to it) where a peer was measured; times include backward if measured."""
 
     def times(name: str) -> dict[float, float]:
+        if name not in found.curves:
+            return {}
         columns = ("forward_ms", "backward_ms") if "backward_ms" in found.curves[name] else ("forward_ms",)
         of_columns = [_by_length(found, name, column) for column in columns]
         return {length: sum(column[length] for column in of_columns) for length in of_columns[0]}
 
-    of_ours, of_peers = times(ours), {name: times(name) for name in peers if name in found.curves}
-    rows = [
-        [f"{length:,.0f}", _time(ms), *(_ratio(of_peer.get(length, math.nan) / ms) for of_peer in of_peers.values())]
-        for length, ms in of_ours.items()
-        if any(length in of_peer for of_peer in of_peers.values())
+    of_peers = [times(name) for name in peers]
+    return [
+        (length, ms, [_ratio(of_peer.get(length, math.nan) / ms) for of_peer in of_peers])
+        for length, ms in times(ours).items()
+        if any(length in of_peer for of_peer in of_peers)
     ]
-    return table([axis, "ours", *((called or {}).get(name, name) for name in of_peers)], rows)
 
 
 def _time(ms: float) -> str:
