@@ -7,6 +7,7 @@ import torch
 from attention_cases import CASES, KEY_BIASES
 from attention_checks import answer, assert_exact
 from certificate_attack import dropped, native_keys, random_attack
+from decoder_oracle import STEP_ERRORS
 from differential_fuzz import fuzz
 from emulated_kernels import TARGETS, TOLERANCE, Emulated, emulating, why_not
 from transformers import BloomConfig, BloomForCausalLM
@@ -17,10 +18,6 @@ from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.hf import ALiBiCache, patch
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
-
-
-# A few roundings of the largest logit, as in test_decoding_step.
-LOGITS = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
 @pytest.fixture(scope="module", params=TARGETS, ids=lambda target: target.name)
@@ -79,7 +76,7 @@ def test_emulated_layers_give_the_logits_of_a_whole_pass(dtype: torch.dtype, emu
         logits = torch.cat([model(ids[:, n : n + 1], past_key_values=cache).logits for n in range(70, 100)], 1)
     assert emulated.calls == before + 2 * 30, "a step is not one call of all layers, and one of the head"
     error = (logits.float() - expected).abs().max() / expected.abs().max()
-    assert error <= LOGITS[dtype], error
+    assert error <= STEP_ERRORS[dtype], error
 
 
 def test_emulated_dropout_keeps_the_same_weights_as_here(emulated: Emulated) -> None:

@@ -1,9 +1,9 @@
 """FSDP over two torchrun agents, as on two machines: a killed machine or process, and resuming with the same losses."""
 
-import socket
 from pathlib import Path
 
 import pytest
+from forked_ranks import free_port
 from two_agents import TRAIN, Agents
 
 from alibi_attn import records
@@ -22,12 +22,6 @@ def automatic() -> list[list[str]]:
     """A rendezvous that the first agent hosts; on one machine either could, so it is named."""
     common = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--max-restarts", "3"]
     return [[*common, "--rdzv-conf", f"is_host={host}"] for host in (1, 0)]
-
-
-def free_port() -> str:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return str(bound.getsockname()[1])
 
 
 def results(out: Path) -> list[object]:

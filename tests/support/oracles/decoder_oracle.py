@@ -8,6 +8,9 @@ from torch.nn import functional as F
 
 from alibi_attn import alibi_slopes
 
+# The error of a decoding step's logits, as a share of the largest logit: a few roundings.
+STEP_ERRORS = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
 
 def logits(
     weights: dict[str, Tensor],
