@@ -207,11 +207,6 @@ class ALiBiForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
         return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
 
 
-AutoConfig.register(ALiBiCausalLMConfig.model_type, ALiBiCausalLMConfig)
-AutoModel.register(ALiBiCausalLMConfig, ALiBiForCausalLM)  # there is no class without the head
-AutoModelForCausalLM.register(ALiBiCausalLMConfig, ALiBiForCausalLM)
-
-
 def _kept(x: Tensor, positions: int | Tensor) -> Tensor:
     """The last `positions` of x [B, T, E] (0 = all), or those at these indices [N] or [B, N], or where a mask [B, T] is true."""
     if isinstance(positions, int):
@@ -219,3 +214,8 @@ def _kept(x: Tensor, positions: int | Tensor) -> Tensor:
     if positions.dim() == 2:
         return x[positions] if positions.dtype == torch.bool else x.take_along_dim(positions[..., None], dim=1)
     return x[:, positions]
+
+
+AutoConfig.register(ALiBiCausalLMConfig.model_type, ALiBiCausalLMConfig)
+AutoModel.register(ALiBiCausalLMConfig, ALiBiForCausalLM)  # there is no class without the head
+AutoModelForCausalLM.register(ALiBiCausalLMConfig, ALiBiForCausalLM)

@@ -4,6 +4,9 @@ ALiBi depends only on distances, so a text may be moved within a row if its toke
 the left or right. Batches with holes in the mask are not packed, because their distances are those of the indices in
 the padded row. Compiled code does not pack either, because its shapes must not depend on the mask's values. In both
 cases attention gets the mask.
+
+A packed row is filled up to one of a few lengths, so that memory stays flat over many batches: libraries keep compiled code for
+every number of rows that they have seen, and these small blocks divide the memory that a batch gives back.
 """
 
 import dataclasses
@@ -15,7 +18,7 @@ from torch.nn import functional as F
 
 from alibi_attn.attention.transforms import is_traced
 
-MOST_STEP = 64  # lengths of a packed row of 2,048 tokens or more are multiples of this
+_MOST_STEP = 64  # the length of a packed row of 2,048 tokens or more is a multiple of this
 
 # Devices with a kernel that skips the keys of other segments. Elsewhere all scores of the long row would be computed.
 _DEVICES = ("cpu", "cuda")
@@ -50,9 +53,8 @@ class Packing:
     def unpack(self, x: Tensor) -> Tensor:
         """The inverse of `pack`: [B, T, E], 0 at padding."""
         if self.places is not None:
-            rows = x.new_zeros(self.batch * self.length, x.shape[-1]).index_copy(
-                0, self.places, x[0, : len(self.places)]
-            )
+            tokens = x[0, : len(self.places)]
+            rows = x.new_zeros(self.batch * self.length, x.shape[-1]).index_copy(0, self.places, tokens)
             return rows.unflatten(0, (self.batch, self.length))
         return x if self.mask is None else x.masked_fill(~self.mask[..., None], 0.0)
 
@@ -106,4 +108,4 @@ def _step(tokens: int) -> int:
     >>> [_step(tokens) for tokens in (63, 64, 512, 2048, 100_000)]
     [1, 2, 16, 64, 64]
     """
-    return min(MOST_STEP, 1 << max(0, tokens.bit_length() - 6))
+    return min(_MOST_STEP, 1 << max(0, tokens.bit_length() - 6))
