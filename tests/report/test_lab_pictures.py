@@ -199,6 +199,19 @@ def test_trainings_of_the_papers_items_are_a_table_and_not_a_study(made_up) -> N
     assert "T5 bias 128" in page
 
 
+def test_a_training_with_two_tests_is_counted_once(made_up) -> None:
+    item = records.make("paper-item", "table-2", config={"study": "quick"}, metrics={})
+    found = made_up()
+    tests = [record for record in found if record.kind == "evaluation"]
+    for record in tests:
+        found.append(
+            dataclasses.replace(record, config={**record.config, "eval": {**record.config["eval"], "stride": 1}})
+        )
+    page = report_html([*found, item])
+    assert len(found) == len(set(map(id, found))) == 3 * len(tests)
+    assert re.search(rf'"#evidence">Trainings and tests</a>\s*<[^>]*>{len(found)} records', page)
+
+
 def test_hundreds_of_records_make_a_small_page_at_the_cost_of_its_pictures(made_up, monkeypatch) -> None:
     """Drawing dominates the time, and each picture is drawn once; no work is done for every pair of records."""
     path = Path(__file__).with_name("test_paper.py")

@@ -30,7 +30,8 @@ def draw(studies: Sequence[Study], index: int, archive: Archive) -> Section:
         "The figures above are computed from these records. Perplexities are for nonoverlapping windows, at the shortest and the "
         "longest length of each test."
     )
-    records = [record for study in studies for record in study.records]
+    # A training is in the study of each of its tests.
+    records = list({id(record): record for study in studies for record in study.records}.values())
     return Section(
         anchor="evidence", group="Sources of the paper's items", title="Trainings and tests", about=count_of(records),
         heading="Trainings and tests used for the paper's items", records=records,
