@@ -29,9 +29,8 @@ from alibi_attn.lab.training.train import Step
 from alibi_attn.lab.training.train import steps as train_steps
 from alibi_attn.measure import utilization
 from alibi_attn.measure.harness import Row, Rows, keep
-from alibi_attn.measure.timing import MATRIX_SIZE, elapsed_ms, matrix_product, medians_of
-from alibi_attn.measure.utilization import expect_agreement, profiled_shares, utilization_row
-from alibi_attn.nn.linear import is_slow
+from alibi_attn.measure.timing import MATRIX_SIZE, elapsed_ms, medians_of
+from alibi_attn.measure.utilization import expect_agreement, product_in, profiled_shares, utilization_row
 
 Size: TypeAlias = Literal["smoke", "small", "medium"]  # the scales that fit on one CPU
 Precision: TypeAlias = Literal["no", "bf16"]
@@ -233,12 +232,5 @@ def _shares(config: RunConfig) -> Row:
     return profiled_shares(functools.partial(next, _training(config)))
 
 
-@functools.cache
-def _operands(precision: Precision) -> Callable[[], object]:
-    """A matrix product in the dtype that the training multiplies in: fp32 for bf16 on CPUs without bf16 instructions."""
-    dtype = PRECISIONS[precision][1]
-    return matrix_product(torch.float32 if is_slow(dtype) else dtype)
-
-
 def _product_ms(precision: Precision) -> float:
-    return elapsed_ms(_operands(precision))
+    return elapsed_ms(product_in(precision))

@@ -7,15 +7,18 @@
 large and ran alone. The benchmark is in `training.py`.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 
-from alibi_attn.lab.config import ModelConfig, RunConfig
+from alibi_attn.lab.config import ModelConfig, Precision, RunConfig
 from alibi_attn.measure.harness import Row
-from alibi_attn.measure.timing import matrix_rate_gflops
+from alibi_attn.measure.timing import matrix_product, matrix_rate_gflops
+from alibi_attn.nn.linear import is_slow
 
+DTYPES: Mapping[Precision, torch.dtype] = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MATRIX_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 # Forward and backward of torch's attention; ours as an autograd.Function (`attention/operator.py`), and as operators.
 ATTENTION = ("aten::scaled_dot_product", "aten::_scaled_dot_product", "_Attention", "alibi_attn::")
@@ -25,6 +28,13 @@ LOSS_TOLERANCE = 2.0**-7
 # A norm sums millions of gradients, each off by a few 2⁻⁸ in either direction; a missing or doubled gradient changes it by far
 # more.
 NORM_TOLERANCE = 2.0**-4
+
+
+@functools.cache
+def product_in(precision: Precision) -> Callable[[], object]:
+    """A matrix product in the dtype in which a training multiplies: fp32 if this CPU has no instructions for the other dtype."""
+    dtype = DTYPES[precision]
+    return matrix_product(torch.float32 if is_slow(dtype) else dtype)
 
 
 def linear_flops(config: RunConfig) -> int:

@@ -1,26 +1,27 @@
 """The runs that a recipe has not recorded yet, with an estimate of their cost: `alibi run NAME --missing`.
 
-The estimate divides the model's FLOPs by a fixed share of the matrix rate of one core, which is measured immediately
-before. It is for one core, regardless of the number of threads. On a busy machine the estimate is too high.
+The estimate divides the model's FLOPs by a fixed share of the rate at which one core multiplies matrices in the training's
+precision (tests are in fp32). This rate is measured immediately before, so on a busy machine the estimate is too high.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
-from alibi_attn.lab.config import DataConfig, RunConfig, Scale
+from alibi_attn.lab.config import DataConfig, Precision, RunConfig, Scale
 from alibi_attn.lab.data.corpus import Corpus, load_corpus
 from alibi_attn.lab.experiment import configs_of
 from alibi_attn.lab.run import recorded, run_title
-from alibi_attn.measure.timing import elapsed_ms, matrix_product, matrix_rate_gflops
-from alibi_attn.measure.utilization import attention_flops, linear_flops, multiplying_parameters
+from alibi_attn.measure.timing import elapsed_ms, matrix_rate_gflops
+from alibi_attn.measure.utilization import attention_flops, linear_flops, multiplying_parameters, product_in
 from alibi_attn.recipes import index
 from alibi_attn.recipes.paper import measure_speed
 from alibi_attn.recipes.paper.cells import ask
 
-UTILIZATION = 0.35  # of the matrix rate; `alibi bench training` measures 0.2 to 0.5
+UTILIZATION = 0.45  # of the matrix rate; `alibi bench training` measures 0.42 to 0.45 in bf16 and 0.75 to 0.81 in fp32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +44,7 @@ def missing(
     """
     corpora: dict[DataConfig, Corpus] = {}
     counted: set[object] = set()  # a training that several runs share counts once
-    rate, found = 1e9 * UTILIZATION * _core_gflops(), []
+    found: list[Missing] = []
     parts: tuple[str, ...]
     for study, config in _runs(name, scale, overrides or {}, seeds, methods):
         if study == "speed":
@@ -56,8 +57,8 @@ def missing(
             counted.add((config.model, config.data, config.train))
             parts = (*(["training"] if training is None and is_new else []), *([] if evaluation else ["evaluation"]))
         if parts:
-            flops = sum(evaluation_flops(config) if part == "evaluation" else training_flops(config) for part in parts)
-            found.append(Missing(run_title(study, config), parts, flops / rate / 60))
+            minutes = sum(_core_minutes(config, part) for part in parts)
+            found.append(Missing(run_title(study, config), parts, minutes))
     return found
 
 
@@ -92,12 +93,19 @@ def _runs(
     return [(recipe.study or recipe.name, run) for run in configs_of(recipe, scale, overrides, seeds, methods)]
 
 
-def _core_gflops() -> float:
-    """The rate of a matrix product in fp32 on one core."""
+def _core_minutes(config: RunConfig, part: str) -> float:
+    precision: Precision = "no" if part == "evaluation" else config.train.precision
+    flops = evaluation_flops(config) if part == "evaluation" else training_flops(config)
+    return flops / (1e9 * UTILIZATION * _core_gflops(precision)) / 60
+
+
+@functools.cache
+def _core_gflops(precision: Precision) -> float:
+    """The rate of a matrix product on one core, in the dtype that a training in this precision multiplies in."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        product = matrix_product()
+        product = product_in(precision)
         product()
         return matrix_rate_gflops(elapsed_ms(product))
     finally:

@@ -7,6 +7,7 @@ import pytest
 
 from alibi_attn.lab.config import EvalConfig, ModelConfig, RunConfig, TrainConfig
 from alibi_attn.lab.experiment import run
+from alibi_attn.recipes import missing as missing_runs
 from alibi_attn.recipes.index import RECIPES
 from alibi_attn.recipes.index import run as run_recipe
 from alibi_attn.recipes.missing import evaluation_flops, missing, training_flops
@@ -26,6 +27,15 @@ def test_flops_are_those_counted_by_hand() -> None:
     assert evaluation_flops(CONFIG) == 2 * parameters * read + 4 * 8 * read / 4 * 10
     slow = dataclasses.replace(CONFIG, eval=dataclasses.replace(CONFIG.eval, stride=1))
     assert evaluation_flops(slow) == pytest.approx(evaluation_flops(CONFIG) * 5 / 3)
+
+
+def test_a_training_in_bf16_is_timed_by_products_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {"no": 0.001, "bf16": 0.004}  # GFLOP/s
+    monkeypatch.setattr(missing_runs, "_core_gflops", rates.__getitem__)
+    in_bf16 = dataclasses.replace(CONFIG, train=dataclasses.replace(CONFIG.train, precision="bf16"))
+    minutes = [missing_runs._core_minutes(config, "training") for config in (CONFIG, in_bf16)]
+    assert minutes[0] == 4 * minutes[1] == pytest.approx(training_flops(CONFIG) / 1e6 / missing_runs.UTILIZATION / 60)
+    assert missing_runs._core_minutes(in_bf16, "evaluation") == missing_runs._core_minutes(CONFIG, "evaluation")
 
 
 def test_everything_is_missing_at_first_and_nothing_at_the_end(tmp_path: Path) -> None:
