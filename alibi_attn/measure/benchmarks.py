@@ -196,6 +196,8 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             lengths("Lengths of the prompt; default 512,2048,8192."),
             Option("tokens", 32, "Tokens per run; their mean is one measurement.", limits={"min": 1}),
             Option("width", 1024, "Width of the random BLOOM.", limits={"min": 64}),
+            Option("layers", 2, "Layers of the random BLOOM; BLOOM-560m has 24.", limits={"min": 1}),
+            Option("vocabulary", 1000, "Its number of tokens; BLOOM-560m has 250880.", limits={"min": 2}),
             repeats(help="Runs per program; the median counts."),
         ),
     ),

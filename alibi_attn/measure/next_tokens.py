@@ -1,11 +1,12 @@
 """`alibi bench next-tokens`: a BLOOM decodes tokens after a prompt in fp32, bf16 and int8, next to llama.cpp and CTranslate2.
 
-Two layers of width 1,024 with random weights, one sequence. Every program reads the same prompt and then the same tokens, one
-at a time; the mean of a run counts, and runs take turns. The logits of the first token are compared with ours in fp32 before
-anything is timed, because a program that computes something else is not comparable.
+One sequence, random weights: two layers of width 1,024, or as many as are asked for. Every program reads the same prompt and
+then the same tokens, one at a time; the mean of a run counts, and runs take turns. The logits of the first token are compared
+with ours in fp32 before anything is timed, because a program that computes something else is not comparable.
 """
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers import BloomForCausalLM
 
 from alibi_attn import records
 from alibi_attn.hf import ALiBiCache, patch
@@ -35,6 +37,8 @@ def next_tokens(
     lengths: Sequence[int] = LENGTHS,
     tokens: int = 32,
     width: int = 1024,
+    layers: int = LAYERS,
+    vocabulary: int = VOCABULARY,
     repeats: int = 9,
     say: Callable[[str], None] = print,
 ) -> list[Path]:
@@ -44,24 +48,27 @@ def next_tokens(
         lengths: lengths of the prompt.
         tokens: tokens per run, whose mean is one measurement.
         width: width of the model, a multiple of 16.
+        layers: its layers.
+        vocabulary: its number of tokens.
         repeats: runs per program; their median is recorded.
     """
     peers = programs.installed(say)
     config: dict[str, records.Json] = {
-        "lengths": sorted(lengths), "tokens": tokens, "layers": LAYERS, "width": width, "heads": HEADS, "batch": 1,
-        "vocabulary": VOCABULARY, "precisions": list(PRECISIONS), "peers": list(peers), "repeats": repeats,
+        "lengths": sorted(lengths), "tokens": tokens, "layers": layers, "width": width, "heads": HEADS, "batch": 1,
+        "vocabulary": vocabulary, "precisions": list(PRECISIONS), "peers": list(peers), "repeats": repeats,
         "threads": torch.get_num_threads(),
     }  # fmt: skip
     metrics: dict[str, float | None] = {}
+    model = functools.partial(bloom, width, layers=layers, vocabulary=vocabulary)
 
     def steps() -> Iterator[Mapping[str, Rows]]:
         for length in sorted(lengths):
-            prompt = torch.randint(VOCABULARY, (1, length), generator=torch.Generator().manual_seed(length))
+            prompt = torch.randint(vocabulary, (1, length), generator=torch.Generator().manual_seed(length))
             with torch.inference_mode():
-                true = _Ours("float32", width, prompt).logits()
+                true = _Ours("float32", model, prompt).logits()
                 rows: dict[str, Row] = {}
                 for precision in PRECISIONS:
-                    rows |= _rows(precision, prompt, true, peers, width=width, tokens=tokens, repeats=repeats, say=say)
+                    rows |= _rows(precision, prompt, true, peers, model=model, tokens=tokens, repeats=repeats, say=say)
             metrics.update(_ratios(rows, length))
             yield {NAME: rows}
 
@@ -71,8 +78,8 @@ def next_tokens(
 class _Ours:
     """Our model with the prompt in its cache."""
 
-    def __init__(self, precision: str, width: int, prompt: Tensor) -> None:
-        self.model = bloom(width)
+    def __init__(self, precision: str, model: Callable[[], BloomForCausalLM], prompt: Tensor) -> None:
+        self.model = model()
         if precision == "bfloat16":
             self.model.bfloat16()
         patch(self.model, linears="int8" if precision == "int8" else None)
@@ -97,14 +104,14 @@ class _Ours:
 
 
 def _rows(
-    precision: str, prompt: Tensor, true: Tensor, peers: Sequence[str], *, width: int, tokens: int, repeats: int,
-    say: Callable[[str], None],
+    precision: str, prompt: Tensor, true: Tensor, peers: Sequence[str], *,
+    model: Callable[[], BloomForCausalLM], tokens: int, repeats: int, say: Callable[[str], None],
 ) -> dict[str, Row]:  # fmt: skip
     """The row of every program in this precision."""
-    ours, listed = _Ours(precision, width, prompt), prompt[0].tolist()
+    ours, listed = _Ours(precision, model, prompt), prompt[0].tolist()
     errors = {OURS: error(ours.logits(), true)}
     calls: dict[str, Callable[[], float]] = {OURS: lambda: ours.several(tokens)}
-    original = bloom(width)
+    original = model()
     with contextlib.ExitStack() as opened:
         for name in peers:
             if precision in NOT_IN.get(name, ()):

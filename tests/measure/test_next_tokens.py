@@ -17,7 +17,7 @@ try:
 except ValueError as error:
     pytest.skip(str(error), allow_module_level=True)
 
-SIZES = {"lengths": (20, 70), "width": 256, "tokens": 2, "repeats": 1}
+SIZES = {"lengths": (20, 70), "width": 256, "layers": 1, "vocabulary": 50, "tokens": 2, "repeats": 1}
 
 
 class Echo:
@@ -42,6 +42,8 @@ def test_a_program_is_timed_where_its_logits_are_right(off, tmp_path, monkeypatc
     messages = []
     record = records.load(*next_tokens(tmp_path, **SIZES, say=messages.append))
     assert is_drawn(record)
+    assert record.config["layers"] == 1
+    assert record.config["vocabulary"] == 50
     ours = {name: curve for name, curve in record.curves.items() if name.startswith("ours")}
     assert set(ours) == {f"ours, {precision}" for precision in module.PRECISIONS}
     for name, curve in ours.items():

@@ -16,10 +16,12 @@ ATTENTION_LAYERS = ("BloomAttention", "MptAttention", "FalconAttention")
 HEADS, LAYERS, VOCABULARY = 16, 2, 1000
 
 
-def bloom(width: int, *, layers: int = LAYERS, heads: int = HEADS) -> BloomForCausalLM:
+def bloom(
+    width: int, *, layers: int = LAYERS, heads: int = HEADS, vocabulary: int = VOCABULARY
+) -> BloomForCausalLM:  # fmt: skip
     """A BLOOM with random weights (seed 0), ready for inference."""
     torch.manual_seed(0)
-    config = BloomConfig(hidden_size=width, n_layer=layers, n_head=heads, vocab_size=VOCABULARY)
+    config = BloomConfig(hidden_size=width, n_layer=layers, n_head=heads, vocab_size=vocabulary)
     model: BloomForCausalLM = BloomForCausalLM(config).requires_grad_(False).train(False)
     return model
 
