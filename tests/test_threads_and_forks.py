@@ -49,7 +49,7 @@ class Attended(Dataset[Tensor]):
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning", "ignore:This DataLoader will create")  # on one processor
 def test_dataloader_workers_attend_after_their_parent_did() -> None:
     """Workers are forks with one thread. A fork with more threads hangs in libgomp, with any operator of torch."""
     threads = torch.get_num_threads()
