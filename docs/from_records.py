@@ -230,12 +230,14 @@ def encoders() -> str:
 
 def next_tokens() -> str:
     """Decoding after a prompt with a patched BLOOM in three precisions, and its peers' times relative to it."""
-    found, rows = record(NEXT_TOKENS), []
-    for precision, called in PRECISIONS.items():
-        ours, *peers = (f"{name}, {precision}" for name in (OURS, *MODEL_PEERS))
-        for length, ms, ratios in _relative(found, ours, peers):
-            rows.append([called, f"{length:,.0f}", _time(ms), *ratios])
-    return table(["", "tokens before", "ours", *MODEL_PEERS], rows)
+    rows = []
+    for layers in (2, 24):
+        found = record(NEXT_TOKENS, layers=layers)
+        for precision, called in PRECISIONS.items():
+            ours, *peers = (f"{name}, {precision}" for name in (OURS, *MODEL_PEERS))
+            for length, ms, ratios in _relative(found, ours, peers):
+                rows.append([f"{layers}", called, f"{length:,.0f}", _time(ms), *ratios])
+    return table(["layers", "", "tokens before", "ours", *MODEL_PEERS], rows)
 
 
 def serving() -> str:
