@@ -56,7 +56,8 @@ def _value(option: Option, values: Mapping[str, Any]) -> object:
 
 def _parameters(option: Option) -> list[inspect.Parameter]:
     """The option, followed by its hidden old spelling if it has one."""
-    kind: Any = option.type or type(option.default)
+    # The class of Path("x") is PosixPath, which Typer 0.26 does not support.
+    kind: Any = option.type or (Path if isinstance(option.default, Path) else type(option.default))
     limits: dict[str, Any] = dict(option.limits)
     parameters = [_parameter(option.name, Annotated[kind, typer.Option(help=option.help, **limits)], option.default)]
     if option.old:

@@ -2,12 +2,13 @@
 
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from typer.testing import CliRunner
 
 from alibi_attn import records
-from alibi_attn.cli.bench import commands
+from alibi_attn.cli.bench import _parameters, commands
 from alibi_attn.measure.benchmarks import BENCHMARKS, Benchmark, Option, lengths
 from alibi_attn.report.page import report_html
 
@@ -41,6 +42,11 @@ def test_a_file_and_a_table_entry_make_a_command_whose_records_are_drawn(tmp_pat
         assert all(ms > 0 for way in ("forward_ms", "backward_ms") for ms in record.curves[name][way])
         assert all(error < 1e-5 for error in record.curves[name]["relative_error"])
     assert "Benchmark made-up/noise" in report_html([record])
+
+
+def test_an_option_has_the_type_of_its_default_and_a_path_is_a_path_on_every_system() -> None:
+    made = [_parameters(Option("made", default, "Made up."))[0] for default in (Path("runs"), 8, "by query")]
+    assert [get_args(parameter.annotation)[0] for parameter in made] == [Path, int, str]
 
 
 def test_a_wrong_peer_is_reported_and_not_recorded(tmp_path: Path) -> None:
