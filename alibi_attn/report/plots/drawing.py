@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
+from typing import TYPE_CHECKING
 
 import matplotlib
 import numpy as np
@@ -18,16 +19,18 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedFormatter, FixedLocator, MaxNLocator, NullLocator
-from matplotlib.typing import RcKeyType
 from numpy.typing import NDArray
 
 from alibi_attn.position_methods import METHODS, Look
 from alibi_attn.records import LARGEST
 
+if TYPE_CHECKING:
+    from matplotlib.typing import RcKeyType  # since matplotlib 3.11
+
 Points = NDArray[np.float64]
 
 INK, MUTED, RULE = "#1d2430", "#667080", "#d5dae1"
-STYLE: dict[RcKeyType, str | float | bool] = {
+STYLE: "dict[RcKeyType, str | float | bool]" = {
     "font.family": "sans-serif",
     "font.size": 9,
     "axes.edgecolor": MUTED,
