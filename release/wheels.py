@@ -105,9 +105,16 @@ def _libraries(system: System, folder: Path, pool: ThreadPoolExecutor) -> Callab
     def libraries() -> dict[str, bytes]:
         for one in running:
             one.result()
-        return {f"{INSIDE}/{target.name}": target.read_bytes() for _, target in targets}
+        read = without_link_time if windows else bytes
+        return {f"{INSIDE}/{target.name}": read(target.read_bytes()) for _, target in targets}
 
     return libraries
+
+
+def without_link_time(dll: bytes) -> bytes:
+    """A DLL with zeros for the time at which it was linked, which would differ from build to build."""
+    header = int.from_bytes(dll[0x3C:0x40], "little")  # of the format PE: "PE", two zeros, machine, sections, time
+    return dll[: header + 8] + bytes(4) + dll[header + 12 :]
 
 
 def _write_wheel(wheel: Path, pure: Path, libraries: dict[str, bytes], tag: str, seconds: int) -> None:

@@ -60,3 +60,11 @@ def test_a_changelog_of_another_version_is_noticed(release: ModuleType) -> None:
     ):
         with pytest.raises(AssertionError, match=r"must be '## 1\.2\.0 \(unreleased\)'"):
             release.release_date(wrong, "1.2.0")
+
+
+def test_dlls_linked_at_different_times_are_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "release"))
+    wheels = importlib.import_module("wheels")
+    start = bytes(0x3C) + (0x78).to_bytes(4, "little") + bytes(0x38) + b"PE\0\0\x64\x86\x06\0"
+    early, late = (start + seconds.to_bytes(4, "little") + b"the rest" for seconds in (0x6B07583A, 0x6B075901))
+    assert wheels.without_link_time(early) == wheels.without_link_time(late) == start + bytes(4) + b"the rest"
