@@ -51,10 +51,7 @@ TRAININGS: Mapping[Size, tuple[ModelConfig, TrainConfig]] = {
         TrainConfig(length=128, steps=2200, batch_tokens=4608, learning_rate=2e-3, warmup_steps=220, precision="bf16"),
     ),
 }  # fmt: skip
-PRECISIONS: Mapping[Precision, tuple[str, torch.dtype]] = {
-    "no": ("fp32", torch.float32),
-    "bf16": ("bf16", torch.bfloat16),
-}
+PRECISIONS: Mapping[Precision, str] = {"no": "fp32", "bf16": "bf16"}  # and their names in a record
 _Result = typing.TypeVar("_Result")
 FIRST_STEPS = 2  # whose losses and gradients are compared; the second one follows an update
 
@@ -112,7 +109,7 @@ def training(
                 metrics[f"{_name(config)}, fp32 / bf16"] = times[_name(config, "no")] / times[_name(config, "bf16")]
                 rows: dict[str, Row] = {}
                 for precision, pool in pools.items():
-                    label, short = _name(config, precision), PRECISIONS[precision][0]
+                    label, short = _name(config, precision), PRECISIONS[precision]
                     row = utilization_row(config, times[label], times[_product(precision)])
                     row |= _call(pool, _shares, _at(config, precision))
                     rows[f"{config.model.method}, {short}"] = {**row, "loss_nats": losses[label]}
@@ -148,7 +145,7 @@ def _config(configs: Sequence[RunConfig], scale: str, threads: int) -> dict[str,
         "batch_tokens": train.batch_tokens,
         "optimizer": train.optimizer,
         "parameters": utilization.multiplying_parameters(configs[0].model),
-        "precisions": [name for name, _ in PRECISIONS.values()],
+        "precisions": list(PRECISIONS.values()),
         "threads": threads,
         "matrix_size": MATRIX_SIZE,
         "tolerances": {"loss": utilization.LOSS_TOLERANCE, "gradient_norm": utilization.NORM_TOLERANCE},
@@ -172,11 +169,11 @@ def _at(config: RunConfig, precision: Precision) -> RunConfig:
 
 def _name(config: RunConfig, precision: Precision | None = None) -> str:
     name = f"{config.model.method}-{config.train.length}"
-    return name if precision is None else f"{name}, {PRECISIONS[precision][0]}"
+    return name if precision is None else f"{name}, {PRECISIONS[precision]}"
 
 
 def _product(precision: Precision) -> str:
-    return f"matrix product, {PRECISIONS[precision][0]}"
+    return f"matrix product, {PRECISIONS[precision]}"
 
 
 def _described(name: str, row: Row) -> str:

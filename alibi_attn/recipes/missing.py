@@ -94,9 +94,11 @@ def _runs(
 
 
 def _core_minutes(config: RunConfig, part: str) -> float:
-    precision: Precision = "no" if part == "evaluation" else config.train.precision
-    flops = evaluation_flops(config) if part == "evaluation" else training_flops(config)
-    return flops / (1e9 * UTILIZATION * _core_gflops(precision)) / 60
+    if part == "evaluation":
+        flops, gflops = evaluation_flops(config), _core_gflops("no")
+    else:
+        flops, gflops = training_flops(config), _core_gflops(config.train.precision)
+    return flops / (1e9 * UTILIZATION * gflops) / 60
 
 
 @functools.cache
