@@ -118,8 +118,7 @@ output = alibi_attention(query, key, value, backend="native")
 assert len(os.listdir("/proc/self/task")) == before
 torch.set_num_threads(1)
 assert torch.equal(output, alibi_attention(query, key, value, backend="native"))
-print("right", flush=True)
-os._exit(0)  # torch's own pool, also without threads, crashes at exit with glibc 2.43
+print("right")
 """
 REFUSED = 'extern "C" int pthread_create(void *, const void *, void *(*)(void *), void *) { return 11; }'  # EAGAIN
 
