@@ -72,14 +72,14 @@ def _attend_with_sinks(
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Casts as torch.autocast does for scaled_dot_product_attention: fp16, bf16 and fp32 become the autocast dtype."""
     device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+    if not transforms.autocasts(device):
         return tensors
     low = torch.get_autocast_dtype(device)
     return tuple(x.to(low) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
 
 
 def _without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    if transforms.autocasts(device):
         return torch.autocast(device, enabled=False)
     return contextlib.nullcontext()
 

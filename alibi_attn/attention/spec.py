@@ -171,7 +171,7 @@ def check_shapes(
     if h < 1 or k < 1 or d < 1 or h % k != 0:
         raise ValueError(f"query has {h} heads and key {k}: the key heads must divide the query heads (and D ≥ 1)")
     names = {dtype_name(array.dtype) for array in (query, key, value)}
-    if len(names) > 1 or not names <= EPS.keys():
+    if len(names) > 1 or any(name not in EPS for name in names):
         raise TypeError(
             f"query, key and value are {', '.join(dtype_name(a.dtype) for a in (query, key, value))} "
             f"but must share one dtype of {', '.join(EPS)}"

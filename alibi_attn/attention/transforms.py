@@ -30,6 +30,17 @@ def transforms() -> tuple[str, ...]:
     return tuple(level.key().name for level in retrieve_all_functorch_interpreters())
 
 
+@constant_when_compiled
+def _has_autocast(device: str) -> bool:
+    """Not traceable itself before torch 2.13."""
+    return torch.amp.is_autocast_available(device)
+
+
+def autocasts(device: str) -> bool:
+    """Whether torch.autocast is active for a type of device; torch raises an error for types that do not have it."""
+    return _has_autocast(device) and torch.is_autocast_enabled(device)
+
+
 def why_not_compiled() -> str | None:
     """Why torch.compile cannot trace this call of a custom operator: inside torch.func it would lose the derivatives."""
     if not torch.compiler.is_compiling() or set(transforms()) <= {"Vmap"}:

@@ -111,7 +111,7 @@ def without_bad_keys(
     # `vector_norm` is twenty times slower on a transposed view.
     largest = [x.detach().abs().amax(-1) for x in (key, value)]
     bad = ~(largest[0].isfinite() & largest[1].isfinite())
-    of_head = bad.repeat_interleave(spec.group, dim=1)[..., None].to(torch.float32)
+    of_head = per_query_head(spec, bad)[..., None].to(torch.float32)
     spoiled = (seen.to(torch.float32) @ of_head).squeeze(-1) > 0
     poison = torch.zeros(spoiled.shape, device=key.device).masked_fill(spoiled, float("nan"))
     used = seen.any(-2).expand(spec.batch, spec.num_heads, -1).unflatten(1, (-1, spec.group)).any(2)
@@ -210,8 +210,13 @@ def may_see_nothing(spec: Spec) -> bool:
 
 
 def per_query_head(spec: Spec, tensor: Tensor) -> Tensor:
-    """[B, K, S, D] -> [B, H, S, D]: for every query head the key head that it reads."""
-    return tensor if spec.group == 1 else tensor.repeat_interleave(spec.group, dim=1)
+    """[B, K, …] -> [B, H, …]: for every query head the key head that it reads."""
+    if spec.group == 1:
+        return tensor
+    if torch.compiler.is_exporting():
+        # Before torch 2.13, merging two axes of symbolic strides restricts the lengths of the exported program.
+        return tensor.index_select(1, torch.arange(spec.num_heads, device=tensor.device) // spec.group)
+    return tensor.repeat_interleave(spec.group, dim=1)
 
 
 def rows_that_see(spec: Spec, keys: Tensor, *, rows: int = 256) -> Tensor:

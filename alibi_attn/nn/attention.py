@@ -18,6 +18,7 @@ from alibi_attn.attention.decoding import attend_near, reads_near, visible_runs
 from alibi_attn.attention.foreign_names import hides_unknown, unknown_argument
 from alibi_attn.attention.forgetting import forgetting_attention
 from alibi_attn.attention.spec import check_key_mask, check_layer, check_segments, default_tolerance
+from alibi_attn.attention.transforms import autocasts
 from alibi_attn.nn.cache import KVCache
 from alibi_attn.nn.gated_cache import GatedReachCache
 from alibi_attn.nn.gates import ForgetGates
@@ -344,8 +345,7 @@ class ALiBiAttention(nn.Module):
         if not x.is_floating_point():
             raise TypeError(f"x is {x.dtype} but must be floating point: pass embeddings, not token numbers")
         dtype = self.q_proj.weight.dtype if type(self.q_proj) is nn.Linear else x.dtype
-        autocasts = torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type)
-        if dtype != x.dtype and dtype.is_floating_point and not autocasts:
+        if dtype != x.dtype and dtype.is_floating_point and not autocasts(x.device.type):
             raise TypeError(
                 f"x is {x.dtype} but the layer's weights are {dtype}; pass x.to({dtype}) or convert the layer"
             )

@@ -52,6 +52,12 @@ def test_an_integer_overflow_is_detected(interpreter: ProcessPoolExecutor) -> No
         interpreter.submit(inside.product, 2**15, 2**16).result()
 
 
+def test_a_tuple_with_none_is_detected(interpreter: ProcessPoolExecutor) -> None:
+    """This check runs in every call of a kernel; Triton 3.6 is not installed here."""
+    with pytest.raises(Exception, match="_with_none returns None in a tuple, which Triton"):
+        interpreter.submit(inside.return_none_in_a_tuple).result()
+
+
 FP16_INSIDE = {"inside", "inside, right slopes", "inside, segments on both sides", "inside, chunk", "inside, offsets"}
 FP16 = [
     pytest.param(case, id=str(case), marks=() if case in SOME or case.name in FP16_INSIDE else pytest.mark.long)

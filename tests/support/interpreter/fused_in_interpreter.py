@@ -273,9 +273,16 @@ def refusal(dtype: str, head_dim: int) -> str | None:
 
 def product(a: int, b: int) -> int:
     """a·b, both in 32 bits, as a kernel computes it."""
-    from overflowing_kernel import product
+    from wrong_kernels import product
 
     return product(a, b)
+
+
+def return_none_in_a_tuple() -> None:
+    """A kernel calls a function that does what Triton 3.6 cannot compile."""
+    from wrong_kernels import return_none_in_a_tuple
+
+    return_none_in_a_tuple()
 
 
 def _prepare() -> None:

@@ -33,6 +33,7 @@ def prepare() -> None:
     )
     core.tensor.__init__ = _with_kept_shapes(core.tensor.__init__)
     its._patch_lang = _once(its._patch_lang, its._LangPatchScope)
+    its.InterpretedFunction.__call__ = _without_none_in_tuples(its.InterpretedFunction.__call__)
     TritonSemantic.binary_op_sanitize_overflow_impl = _refuse_overflow
     check_overflow(on=False)
 
@@ -53,6 +54,22 @@ def _refuse_overflow(self: Any, left: Any, right: Any, operation: Callable[..., 
     exact = EXACT[operation.__name__](*(x.handle.data.astype(np.int64) for x in (left, right)))
     if exact.min() < kind.get_int_min_value() or exact.max() > kind.get_int_max_value():
         raise OverflowError(f"{operation.__name__} of {kind} gives {exact.min()} to {exact.max()}")
+
+
+def _without_none_in_tuples(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Triton 3.6 cannot compile a function that returns a tuple with None in it; neither the interpreter nor 3.9 minds."""
+
+    def called(function: Any, *args: Any, **options: Any) -> Any:
+        result = call(function, *args, **options)
+        if _has_none(result):
+            raise TypeError(f"{function.fn.__name__} returns None in a tuple, which Triton 3.6 cannot compile")
+        return result
+
+    return called
+
+
+def _has_none(result: Any) -> bool:
+    return isinstance(result, tuple) and any(part is None or _has_none(part) for part in result)
 
 
 def _kept(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -98,7 +98,10 @@ def attend_partial(
 
     A value with NaN or inf is zeroed (0·NaN is NaN), and the queries that see it get NaN.
     """
-    scores, seen, _k, here, base = partial_scores(tile, queries, head, K, masks, S, None, BN, D, CAUSAL, PRECISION)
+    scores, seen, _k, here, origin = partial_scores(tile, queries, head, K, masks, S, None, BN, D, CAUSAL, PRECISION)
+    base = None
+    if head.bias is not None:
+        base = origin
     scores = tl.where(seen, scores, float("-inf"))  # [BM, BN]
     m_i, known, shrink = raised(m_i, tl.max(scores, 1), base)
     p = tl.exp2(scores - known[:, None])

@@ -168,7 +168,8 @@ def partial_scores(
     are read.
 
     Scores with key biases are relative to `origin`, a pair of [BM]: the given one, or about the row's largest score. Its second
-    number is 0 below 2^31, so it need not be read for tiles that are seen in full, which have smaller bases.
+    number is 0 below 2^31, so it need not be read for tiles that are seen in full, which have smaller bases. Without key biases
+    it is a pair of 0.
     """
     jj = tl.arange(0, BN)
     j = tile * BN + jj
@@ -184,7 +185,9 @@ def partial_scores(
         shown = shown & (queries.segments[:, None] == segments[None, :])
     products = tl.dot(queries.q, k.T, input_precision=PRECISION)  # [BM, BN]
     scores, seen = biased_scores(products, queries.position[:, None] - j[None, :], shown, head, CAUSAL)
-    if own is not None:
+    if own is None:
+        origin = 0.0, 0.0
+    else:
         seen = seen & (own > float("-inf"))
         low = tl.load(head.bias.pairs + S + j[None, :], mask=here[None, :], other=0.0)
         if origin is None:

@@ -1,4 +1,4 @@
-"""A kernel whose 32-bit integers may overflow; imported in the process with Triton's interpreter."""
+"""Kernels with a mistake that must be detected; imported in the process with Triton's interpreter."""
 
 # mypy: ignore-errors
 
@@ -22,3 +22,18 @@ def product(a: int, b: int) -> int:
     finally:
         quick_interpreter.check_overflow(on=False)
     return int(out)
+
+
+@triton.jit
+def _with_none(x):
+    return x, None
+
+
+@triton.jit
+def _kernel_with_none(OUT):
+    x, _ = _with_none(1)
+    tl.store(OUT, x)
+
+
+def return_none_in_a_tuple() -> None:
+    _kernel_with_none[(1,)](torch.zeros(1, dtype=torch.int32))
