@@ -344,6 +344,7 @@ _OWN_NAMES = (front, cpu, bf16, short, dropout, decoding, encoders, next_tokens,
               training, referee, jax, longer_examples)  # fmt: skip
 TEXTS = {function.__name__.replace("_", "-"): function for function in _OWN_NAMES} | {
     "quarter": functools.partial(extrapolation, *QUARTER),
+    "quarter-256": functools.partial(extrapolation, "medium", 256),
     "eighth": functools.partial(extrapolation, *EIGHTH),
     "judged-quarter": functools.partial(judged, "medium"),
     "judged": functools.partial(judged, "paper"),
