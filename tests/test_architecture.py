@@ -36,7 +36,7 @@ LAYERS = {
 }
 # The modules and folders of attention/, lowest first. Those in one row do not import one another.
 ATTENTION_ROWS = (
-    ("spec", "transforms", "foreign_names"),
+    ("spec", "transforms", "argument_names"),
     ("visibility", "explain"),
     ("bias", "certificate", "cuts", "dropout"),
     ("schema",),
@@ -52,7 +52,7 @@ KERNELS = ["attention", "backends", "fused", "kernels"]
 CONSTANTS = ["attention", "certificate", "constants"]
 NATIVE = ["attention", "backends", "native"]
 PLAIN_MODULES = (
-    ["attention"], ["attention", "spec"], ["attention", "explain"], ["attention", "foreign_names"], ["attention", "certificate"],
+    ["attention"], ["attention", "spec"], ["attention", "explain"], ["attention", "argument_names"], ["attention", "certificate"],
     CONSTANTS, NATIVE,
     [*NATIVE, "build"], [*NATIVE, "visited"], [*NATIVE, "levels"],
 )  # fmt: skip

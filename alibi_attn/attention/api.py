@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from alibi_attn.attention import dispatch
+from alibi_attn.attention.argument_names import hides_unknown, unknown_argument
 from alibi_attn.attention.backends import flex
 from alibi_attn.attention.bias import Slopes
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.execution import attend, autocast, without_sinks
 from alibi_attn.attention.explain import Explanation, explanation
-from alibi_attn.attention.foreign_names import hides_unknown, unknown_argument
 from alibi_attn.attention.validation import AttentionOptions, SegmentIds, SpecOptions, make_spec
 from alibi_attn.attention.visibility import largest_distance, visible_count
 

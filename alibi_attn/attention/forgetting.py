@@ -7,9 +7,9 @@ from typing import Literal, Never, Unpack, overload
 import torch
 from torch import Tensor
 
+from alibi_attn.attention.argument_names import hides_unknown, unknown_argument
 from alibi_attn.attention.bias import Slopes, widest
 from alibi_attn.attention.execution import attend, autocast
-from alibi_attn.attention.foreign_names import hides_unknown, unknown_argument
 from alibi_attn.attention.spec import GATE_FLOOR, GATE_STEP, GATES_RULE, AttentionSpec, check_log_fgate
 from alibi_attn.attention.transforms import may_read
 from alibi_attn.attention.validation import ForgettingOptions, SegmentIds, check_tensor, make_spec

@@ -1,14 +1,14 @@
 """Validates every argument of a PyTorch call once, and fills in the defaults."""
 
 import functools
-from typing import Never, TypedDict
+from typing import TypedDict, Unpack, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from alibi_attn.attention.argument_names import with_defaults
 from alibi_attn.attention.bias import Slopes
-from alibi_attn.attention.foreign_names import unknown_argument
 from alibi_attn.attention.spec import (
     FARTHEST,
     SINKS_RULE,
@@ -86,28 +86,10 @@ class ToeplitzOptions(MaskOptions, total=False):
 
 
 def make_spec(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    slopes: Slopes | None = None,
-    *,
-    causal: bool = True,
-    right_slopes: Slopes | None = None,
-    window: int | None = None,
-    scale: float | None = None,
-    query_offset: int | Tensor | None = None,
-    key_mask: Tensor | None = None,
-    segment_ids: SegmentIds | None = None,
-    key_bias: Tensor | None = None,
-    sink_logits: Tensor | None = None,
-    dropout_p: float = 0.0,
-    tolerance: float | None = None,
-    return_lse: bool = False,
-    **unknown: Never,
+    query: Tensor, key: Tensor, value: Tensor, slopes: Slopes | None = None, **options: Unpack[SpecOptions]
 ) -> AttentionSpec[Tensor]:
-    """The validated spec of a call; arguments and defaults are those of `alibi_attention`."""
-    if unknown:
-        raise unknown_argument("alibi_attention", unknown)
+    """The validated spec of a call; options and defaults are those of `alibi_attention`."""
+    given = cast(SpecOptions, with_defaults(options))
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor):
             raise TypeError(
@@ -116,15 +98,19 @@ def make_spec(
             )
         _check_device(name, tensor, query.device)
     b, h, k, t, s, d = check_shapes(query, key, value)
+    causal, window, right_slopes = given["causal"], given["window"], given["right_slopes"]
+    key_mask, key_bias, sink_logits = given["key_mask"], given["key_bias"], given["sink_logits"]
     scale, tolerance = check_numbers(
-        causal=causal, has_right_slopes=right_slopes is not None, window=window, scale=scale, dropout_p=dropout_p,
-        tolerance=tolerance, head_dim=d, dtype=dtype_name(query.dtype),
+        causal=causal, has_right_slopes=right_slopes is not None, window=window, scale=given["scale"],
+        dropout_p=given["dropout_p"], tolerance=given["tolerance"], head_dim=d, dtype=dtype_name(query.dtype),
     )  # fmt: skip
     if key_mask is not None:
         check_tensor("key_mask", key_mask, query.device)
         check_key_mask(key_mask, batch=b, key_len=s)
-    offset = _offset(query_offset, batch=b, query_len=t, key_len=s, device=query.device)
-    query_segments, key_segments = _segments(segment_ids, offset, batch=b, query_len=t, key_len=s, device=query.device)
+    offset = _offset(given["query_offset"], batch=b, query_len=t, key_len=s, device=query.device)
+    query_segments, key_segments = _segments(
+        given["segment_ids"], offset, batch=b, query_len=t, key_len=s, device=query.device
+    )
     return AttentionSpec(
         batch=b, num_heads=h, num_kv_heads=k, query_len=t, key_len=s, head_dim=d,
         slopes=_slopes("slopes", slopes, query, batch=b, num_heads=h),
@@ -133,7 +119,7 @@ def make_spec(
         key_mask=key_mask, query_segments=query_segments, key_segments=key_segments,
         key_bias=None if key_bias is None else _key_bias(key_bias, query.device, b, h, s),
         sink_logits=None if sink_logits is None else _sink_logits(sink_logits, query.device, h),
-        dropout_p=dropout_p, tolerance=tolerance, return_lse=return_lse,
+        dropout_p=given["dropout_p"], tolerance=tolerance, return_lse=given["return_lse"],
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from alibi_attn.attention.foreign_names import hides_unknown
+from alibi_attn.attention.argument_names import hides_unknown
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.jax import native, xla
 from alibi_attn.jax.operands import Arrays, Rest, operands

@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Never, TypedDict
+from typing import TypedDict, Unpack, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from alibi_attn.attention.foreign_names import unknown_argument
+from alibi_attn.attention.argument_names import with_defaults
 from alibi_attn.attention.spec import (
     SINKS_RULE,
     AttentionSpec,
@@ -51,41 +51,31 @@ class AttentionOptions(GatedOptions, total=False):
     query_offset: int | Array | None
 
 
+class SpecOptions(AttentionOptions, total=False):
+    """All keyword arguments of `make_spec`."""
+
+    return_lse: bool
+
+
 def make_spec(
-    query: Array,
-    key: Array,
-    value: Array,
-    slopes: Slopes | None = None,
-    *,
-    causal: bool = True,
-    right_slopes: Slopes | None = None,
-    window: int | None = None,
-    scale: float | None = None,
-    query_offset: int | Array | None = None,
-    key_mask: Array | None = None,
-    segment_ids: SegmentIds | None = None,
-    key_bias: Array | None = None,
-    sink_logits: Array | None = None,
-    dropout_p: float = 0.0,
-    tolerance: float | None = None,
-    return_lse: bool = False,
-    **unknown: Never,
+    query: Array, key: Array, value: Array, slopes: Slopes | None = None, **options: Unpack[SpecOptions]
 ) -> AttentionSpec[Array]:
-    """The validated spec of a call; arguments and defaults are those of `alibi_attention`."""
-    if unknown:
-        raise unknown_argument("alibi_attention", unknown)
+    """The validated spec of a call; options and defaults are those of `alibi_attention`."""
+    given = cast(SpecOptions, with_defaults(options))
     for name, array in (("query", query), ("key", key), ("value", value)):
         check_array(name, array)
     b, h, k, t, s, d = check_shapes(query, key, value, layout="BTHD")
+    causal, window, right_slopes = given["causal"], given["window"], given["right_slopes"]
+    key_mask, key_bias, sink_logits = given["key_mask"], given["key_bias"], given["sink_logits"]
     scale, tolerance = check_numbers(
-        causal=causal, has_right_slopes=right_slopes is not None, window=window, scale=scale, dropout_p=dropout_p,
-        tolerance=tolerance, head_dim=d, dtype=dtype_name(query.dtype),
+        causal=causal, has_right_slopes=right_slopes is not None, window=window, scale=given["scale"],
+        dropout_p=given["dropout_p"], tolerance=given["tolerance"], head_dim=d, dtype=dtype_name(query.dtype),
     )  # fmt: skip
     if key_mask is not None:
         check_array("key_mask", key_mask)
         check_key_mask(key_mask, batch=b, key_len=s)
-    offset = _offset(query_offset, batch=b, query_len=t, key_len=s)
-    query_segments, key_segments = _segments(segment_ids, offset, batch=b, query_len=t, key_len=s)
+    offset = _offset(given["query_offset"], batch=b, query_len=t, key_len=s)
+    query_segments, key_segments = _segments(given["segment_ids"], offset, batch=b, query_len=t, key_len=s)
     work = jnp.promote_types(query.dtype, jnp.float32)
     slopes = alibi_slopes(h) if slopes is None else slopes
     return AttentionSpec(
@@ -96,7 +86,7 @@ def make_spec(
         query_segments=query_segments, key_segments=key_segments,
         key_bias=None if key_bias is None else _key_bias(key_bias, batch=b, num_heads=h, key_len=s),
         sink_logits=None if sink_logits is None else _sink_logits(sink_logits, h),
-        dropout_p=dropout_p, tolerance=tolerance, return_lse=return_lse,
+        dropout_p=given["dropout_p"], tolerance=tolerance, return_lse=given["return_lse"],
     )  # fmt: skip
 
 

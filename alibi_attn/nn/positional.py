@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from alibi_attn.attention.argument_names import hides_unknown, unknown_argument
 from alibi_attn.attention.bias import Slopes, alibi_bias
-from alibi_attn.attention.foreign_names import hides_unknown, unknown_argument
 from alibi_attn.slopes import alibi_slopes
 
 

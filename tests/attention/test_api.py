@@ -1,6 +1,5 @@
 """Facts of the contract that hold on every backend, and the errors for wrong arguments."""
 
-import inspect
 import math
 
 import numpy as np
@@ -390,11 +389,3 @@ def test_a_wrong_argument_is_named(name: str) -> None:
     arguments = {n: torch.ones(2, 4, 9, 8) for n in ("query", "key", "value")} | changes
     with pytest.raises(error, match=words):
         alibi_attention(**arguments)
-
-
-def test_the_checks_have_the_defaults_of_the_function() -> None:
-    """The defaults are written twice, for readers' convenience; this test finds a change to only one of them."""
-    checked, outside = (inspect.signature(f).parameters for f in (make_spec, alibi_attention))
-    assert {name: p.default for name, p in checked.items() if p.kind is not p.VAR_KEYWORD} == {
-        name: p.default for name, p in outside.items() if name != "backend"
-    }

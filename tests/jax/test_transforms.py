@@ -1,5 +1,6 @@
 """JAX's transformations: jit, vmap, checkpoint, shard_map, first derivatives, dropout, merging by lse."""
 
+import inspect
 import subprocess
 import sys
 from functools import partial
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from alibi_attn.attention.argument_names import DEFAULTS
 from alibi_attn.jax import alibi_attention, attention
 
 B, T, H, D = 2, 24, 4, 8
@@ -28,6 +30,13 @@ def draw(*shape: int, seed: int = 0) -> np.ndarray:
 
 QKV = tuple(draw(B, T, H, D, seed=seed) for seed in range(3))
 SLOPES = np.float32([1.0, 0.5, 0.25, 0.125])
+
+
+def test_the_function_has_the_defaults_of_pytorchs() -> None:
+    defaults = {
+        p.name: p.default for p in inspect.signature(alibi_attention).parameters.values() if p.kind is p.KEYWORD_ONLY
+    }
+    assert defaults == {**DEFAULTS, "dropout_key": None, "backend": "auto"}
 
 
 def loss(query, key, value, slopes, **kwargs) -> jax.Array:

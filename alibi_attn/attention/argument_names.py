@@ -1,10 +1,16 @@
-"""Argument names of other libraries: the TypeError for such a name has the name used here (docs/switching.md)."""
+"""The options of a call, and argument names of other libraries: the TypeError for such a name has ours (docs/switching.md)."""
 
 import inspect
-from collections.abc import Callable, Mapping
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
+
+# The options of `alibi_attention`, which explains them, and their defaults, in PyTorch and JAX.
+DEFAULTS: Mapping[str, Any] = {
+    "causal": True, "right_slopes": None, "window": None, "scale": None, "query_offset": None, "key_mask": None,
+    "segment_ids": None, "key_bias": None, "sink_logits": None, "dropout_p": 0.0, "tolerance": None, "return_lse": False,
+}  # fmt: skip
 
 _MASK = "key_mask [B, S], True = visible"
 _NO_LENGTH = "leave it out: there is no maximum length"
@@ -38,9 +44,17 @@ def hides_unknown(function: _Function) -> _Function:
     return function
 
 
-def unknown_argument(function: str, unknown: Mapping[str, object]) -> TypeError:
+def unknown_argument(function: str, unknown: Iterable[str]) -> TypeError:
     """The error for an unknown argument: Python's message, and our name for the argument if there is one."""
     name = next(iter(unknown))
     ours = OURS.get(name)
     hint = "" if ours is None else f"; {ours}" if ours.startswith("leave") else f"; here it is {ours}"
     return TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
+
+
+def with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
+    """All options of a call; raises a TypeError for an unknown one."""
+    unknown = [name for name in options if name not in DEFAULTS]
+    if unknown:
+        raise unknown_argument("alibi_attention", unknown)
+    return {**DEFAULTS, **options}
