@@ -13,6 +13,8 @@ from alibi_attn.lab.config import Recipe, Scale
 from alibi_attn.lab.config_io import field_meanings
 from alibi_attn.recipes.index import RECIPES
 
+_IF_MISSING = {(): "recorded already", ("tests",): "trained already, not tested", ("training", "tests"): ""}
+
 
 def show_plan(recipe: str, **options: Any) -> None:
     """Prints the trainings that `alibi run` would run; the options are those of `lab.plan.plan`."""
@@ -22,10 +24,10 @@ def show_plan(recipe: str, **options: Any) -> None:
     table.columns[1].justify = table.columns[2].justify = "right"
     planned = plan(RECIPES[recipe], **options)
     for one in planned:
-        minutes = "" if one.recorded else f"{one.seconds / 60:.1f}"
-        table.add_row(one.title, f"{one.tokens:,}", minutes, "recorded already" if one.recorded else "")
+        minutes = f"{one.seconds / 60:.1f}" if "training" in one.missing else ""
+        table.add_row(one.title, f"{one.tokens:,}", minutes, _IF_MISSING[one.missing])
     console.print(table)
-    missing = [one for one in planned if not one.recorded]
+    missing = [one for one in planned if "training" in one.missing]
     console.print(
         f"{len(missing)} of {len(planned)} trainings left, {sum(one.tokens for one in missing):,} tokens, about "
         f"{sum(one.seconds for one in missing) / 60:.0f} minutes, and the time of the tests"

@@ -9,7 +9,7 @@ import torch
 from alibi_attn.lab import experiment
 from alibi_attn.lab.config import Recipe, RunConfig, Scale
 from alibi_attn.lab.data.corpus import Corpus, load_corpus
-from alibi_attn.lab.run import recorded, run_title
+from alibi_attn.lab.run import checkpoint_folder, recorded, run_title
 from alibi_attn.lab.training.parallel import prepare
 from alibi_attn.lab.training.train import steps
 
@@ -21,14 +21,14 @@ class PlannedTraining:
     """One training and its tests.
 
     Args:
-        seconds: the estimated time of the training, without its tests.
-        recorded: whether the training and all its tests have records.
+        seconds: the estimated time of the training, without its tests; 0 if the trained model is there.
+        missing: what has no record yet: ("training", "tests"), ("tests",) or nothing.
     """
 
     title: str
     tokens: int
     seconds: float
-    recorded: bool
+    missing: tuple[str, ...]
 
 
 def plan(
@@ -48,14 +48,22 @@ def plan(
     study, planned = recipe.study or recipe.name, []
     for runs in experiment.by_training(experiment.configs_of(recipe, scale, overrides or {}, seeds, methods)):
         config = runs[0]
-        done = False
-        if (out / "records").is_dir():
-            corpus = load_corpus(config.data, out / "tokens" if (out / "tokens").is_dir() else None)
-            done = all(all(recorded(study, run, corpus, out)) for run in runs)
+        missing = _missing(study, runs, out) if (out / "records").is_dir() else ("training", "tests")
         tokens = config.train.steps * config.train.batch_tokens
-        seconds = 0.0 if done else config.train.steps * _seconds_per_step(config)
-        planned.append(PlannedTraining(run_title(study, config), tokens, seconds, done))
+        seconds = config.train.steps * _seconds_per_step(config) if "training" in missing else 0.0
+        planned.append(PlannedTraining(run_title(study, config), tokens, seconds, missing))
     return planned
+
+
+def _missing(study: str, runs: Sequence[RunConfig], out: Path) -> tuple[str, ...]:
+    """What the runs of one training lack. Without its model the training is run again, though it may have a record."""
+    config = runs[0]
+    corpus = load_corpus(config.data, out / "tokens" if (out / "tokens").is_dir() else None)
+    pairs = [recorded(study, run, corpus, out) for run in runs]
+    if all(all(pair) for pair in pairs):
+        return ()
+    trained = all(training for training, _ in pairs) and checkpoint_folder(out, study, config, corpus).is_dir()
+    return ("tests",) if trained else ("training", "tests")
 
 
 def _seconds_per_step(config: RunConfig) -> float:

@@ -1,6 +1,7 @@
 """The command line's listings: details of a recipe, the fields of the config, and a plan."""
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,12 @@ def test_a_dry_run_lists_the_trainings_and_what_is_recorded_and_writes_nothing(t
     (recorded,) = (line for line in again.output.splitlines() if "recorded already" in line)
     assert "alibi-16" in recorded
     assert sorted(out.rglob("*")) == files
+    (out / "records").joinpath(*(path.name for path in files if path.name.startswith("evaluation-"))).unlink()
+    untested = RUNNER.invoke(app, [*command, "--dry-run"]).output
+    assert "1 of 2 trainings left, 1,024 tokens" in untested
+    assert re.search(r"alibi-16\S+ +1,024 +trained already, not tested", untested)
+    shutil.rmtree(out / "checkpoints")
+    assert "2 of 2 trainings left" in RUNNER.invoke(app, [*command, "--dry-run"]).output
 
 
 def test_progress_names_the_model_and_the_time_of_all(tmp_path: Path) -> None:
