@@ -52,7 +52,7 @@ def _identity(config: RunConfig, scale: Scale) -> tuple[str, dict[str, Json]]:
 def measure(config_json: Mapping[str, Json]) -> dict[str, float | None]:
     """Tokens per second in training (median over steps) and in evaluation, and the peak memory of the training."""
     config = from_json(config_json)
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     corpus = _random_corpus(config)
     idle = peak_memory_bytes(device) if reset_peak_memory(device) else None
     ends = [time.perf_counter()]
