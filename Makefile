@@ -37,6 +37,7 @@ test: ready ## Check formatting, lint, types and architecture, and run the tests
 
 test-all: ready check ## The same with full case lists, long fuzzes, the built wheel and sdist (half an hour on two cores)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[index,notebooks,onnx,ray,wheels,docs]'
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target build/triton-3.6.0 triton==3.6.0
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -m "long or not long" --timeout 1800
 
 test-levels: ready ## Test the C++ kernels compiled for every instruction level of this processor (minutes)
