@@ -27,7 +27,7 @@ from alibi_attn.lab.config import ConfigError, DataConfig, EvalConfig, Recipe, R
 from alibi_attn.lab.config_io import override
 from alibi_attn.lab.data.corpus import Corpus, CorpusError, load_corpus, num_pieces
 from alibi_attn.lab.evaluation.evaluate import scored_stretches
-from alibi_attn.lab.model.positions import check_segments, check_stretch
+from alibi_attn.lab.model.positions import check_segments, check_stretch, has_stretch
 from alibi_attn.lab.run import Place, recorded, run_once, run_title, test_text
 
 PATIENCE = datetime.timedelta(hours=12)  # the other processes wait this long while the first one reads and evaluates
@@ -154,14 +154,19 @@ def by_training(configs: Sequence[RunConfig]) -> list[list[RunConfig]]:
 def configs_of(
     recipe: Recipe, scale: Scale, overrides: Mapping[str, str], seeds: Sequence[int], methods: Sequence[str]
 ) -> list[RunConfig]:
-    """All runs of the recipe, with the given changes.
+    """All runs of the recipe, with the given changes. Of a recipe's stretches each given method runs those that it has.
 
     Raises:
         ConfigError: an invalid field or value, or a position method that does not support the run.
     """
     configs = [override(config, overrides) for config in recipe.runs(scale)]
     if methods:
-        configs = [override(config, {"model.method": method}) for method in methods for config in configs]
+        repeated = [override(config, {"model.method": method}) for method in methods for config in configs]
+        configs = [
+            config
+            for config in repeated
+            if "eval.stretch" in overrides or has_stretch(config.model.method, config.eval.stretch)
+        ]
     if seeds:
         configs = [override(config, {"train.seed": str(seed)}) for seed in seeds for config in configs]
     if len({config.train.precision for config in configs}) > 1:

@@ -6,8 +6,8 @@ import typing
 import pytest
 
 from alibi_attn import records
-from alibi_attn.lab.config import Scale
-from alibi_attn.lab.experiment import run
+from alibi_attn.lab.config import ConfigError, Scale
+from alibi_attn.lab.experiment import configs_of, run
 from alibi_attn.position_methods import METHODS
 from alibi_attn.recipes.index import RECIPES
 
@@ -27,6 +27,18 @@ def test_a_recipe_states_its_question_cost_and_expectation(name):
 @pytest.mark.parametrize("scale", typing.get_args(Scale))
 def test_a_recipe_has_runs_at_every_scale(name, scale):
     assert RECIPES[name].runs(scale) or name == "figure-3"  # figure 3 draws slopes and trains nothing
+
+
+def test_given_methods_run_the_stretches_of_a_recipe_that_they_have():
+    runs = configs_of(RECIPES["methods"], "smoke", {}, [], ["alibi", "rotary", "fire"])
+    found = {
+        name: {run.eval.stretch for run in runs if run.model.method == name} for name in ("alibi", "rotary", "fire")
+    }
+    assert found == {
+        "alibi": {"none", "linear", "ntk"}, "rotary": {"none", "linear", "ntk", "yarn"}, "fire": {"none"},
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match="'yarn' but model\\.method 'alibi' has only none, linear, ntk"):
+        configs_of(RECIPES["methods"], "smoke", {"eval.stretch": "yarn"}, [], ["alibi"])
 
 
 @pytest.mark.parametrize("scale", typing.get_args(Scale))
