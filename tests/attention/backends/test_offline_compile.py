@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -49,13 +50,13 @@ def recorded(triton: str) -> dict[str, dict[str, int | None]]:
     return rows
 
 
-def assert_pipelined(name: str, found: dict[str, int]) -> None:
+def assert_pipelined(name: str, found: dict[str, int], most: Mapping[str, float] = MOST_INSTRUCTIONS) -> None:
     """Asserts asynchronous loads, matrix instructions and no spill in the loop; wgmma unless decoding (16 rows)."""
     assert found["async_loads"] > 0, f"{name} is not pipelined: {found}"
     assert found["wgmma"] > 0 or "decode" in name, f"{name} does not use wgmma: {found}"
     assert found["matrix_instructions"] > 0, f"{name} uses no matrix instructions: {found}"
     assert found["spills_in_loop"] == 0, f"{name} spills in its loop: {found}"
-    assert 0 < found["instructions_per_score"] <= MOST_INSTRUCTIONS[name.split("/", 1)[1]], f"{name}: {found}"
+    assert 0 < found["instructions_per_score"] < most[name.split("/", 1)[1]], f"{name}: {found}"
 
 
 def assert_as_recorded(name: str, found: dict[str, int], kept: dict[str, int | None]) -> None:
@@ -104,14 +105,16 @@ def test_a_bias_for_every_key_costs_no_pipeline(of_sm_90: dict[str, dict[str, in
     assert_biased_are_pipelined({name: row for name, row in of_sm_90.items() if "biased" in name})
 
 
-def assert_biased_are_pipelined(found: dict[str, dict[str, int]]) -> None:
+def assert_biased_are_pipelined(
+    found: dict[str, dict[str, int]], most: Mapping[str, float] = MOST_INSTRUCTIONS
+) -> None:
     assert len(found) == 6
     for name, row in found.items():
         if name in ("sm_90/reach, biased/D=64", "sm_90/tile_sums, biased/D=64"):
             assert row["spilled"] == 0, f"{name} spills {row['spilled']} bytes: {row}"
             assert row["instructions"] < 3500, f"{name}: the certificate costs as much as attention: {row}"
         else:
-            assert_pipelined(name, row)
+            assert_pipelined(name, row, most)
 
 
 @pytest.mark.long
@@ -122,7 +125,8 @@ def test_the_oldest_triton_compiles_them_too(monkeypatch: pytest.MonkeyPatch) ->
     found = compiled("sm_90", "sm_90-wide", "sm_90-biased")
     assert recorded("3.6.0")
     assert_all_as_recorded({name: row for name, row in found.items() if "biased" not in name}, "3.6.0")
-    assert_biased_are_pipelined({name: row for name, row in found.items() if "biased" in name})
+    most = MOST_INSTRUCTIONS | {"key, biased/D=64": 20}
+    assert_biased_are_pipelined({name: row for name, row in found.items() if "biased" in name}, most)
 
 
 @pytest.mark.long
