@@ -138,7 +138,7 @@ def without_bad_numbers(
     spoiled = ~query.isfinite().all(-1)
     query = query.masked_fill(spoiled[..., None], 0.0)
     bad = ~(key.isfinite().all(-1) & value.isfinite().all(-1))
-    spoiled = (spoiled & sees_any) | rows_that_see(spec, bad.repeat_interleave(spec.group, 1))
+    spoiled = (spoiled & sees_any) | rows_that_see(spec, per_query_head(spec, bad))
     poison = torch.zeros(spoiled.shape).masked_fill(spoiled, torch.nan)
     return query, key.masked_fill(bad[..., None], 0.0), value.masked_fill(bad[..., None], 0.0), poison, False
 
@@ -236,7 +236,7 @@ def contained_by_cuts(spec: Spec, key: Tensor, value: Tensor) -> tuple[Tensor, T
     assert shown is not None
     bad = ~(key.isfinite().all(-1) & value.isfinite().all(-1))
     least = first_visible(spec)
-    spoiled = last_keys(spec, shown & bad.repeat_interleave(spec.group, 1)) >= least
+    spoiled = last_keys(spec, shown & per_query_head(spec, bad)) >= least
     poison = torch.zeros(spoiled.shape, device=key.device).masked_fill(spoiled, torch.nan)
     key, value = key.masked_fill(bad[..., None], 0.0), value.masked_fill(bad[..., None], 0.0)
     return key, value, poison, last_keys(spec, shown) < least

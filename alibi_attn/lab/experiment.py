@@ -27,7 +27,7 @@ from alibi_attn.lab.config import ConfigError, DataConfig, EvalConfig, Recipe, R
 from alibi_attn.lab.config_io import override
 from alibi_attn.lab.data.corpus import Corpus, CorpusError, load_corpus, num_pieces
 from alibi_attn.lab.evaluation.evaluate import scored_stretches
-from alibi_attn.lab.model.positions import check_segments, check_stretch, has_stretch
+from alibi_attn.lab.model.positions import check_segments, check_stretch, stretches_of
 from alibi_attn.lab.run import Place, recorded, run_once, run_title, test_text
 
 PATIENCE = datetime.timedelta(hours=12)  # the other processes wait this long while the first one reads and evaluates
@@ -165,7 +165,7 @@ def configs_of(
         configs = [
             config
             for config in repeated
-            if "eval.stretch" in overrides or has_stretch(config.model.method, config.eval.stretch)
+            if "eval.stretch" in overrides or config.eval.stretch in stretches_of(config.model.method)
         ]
     if seeds:
         configs = [override(config, {"train.seed": str(seed)}) for seed in seeds for config in configs]

@@ -33,9 +33,9 @@ def method_class(method: Method) -> type[PositionMethod]:
     return METHODS[method] if method in METHODS else imported_method(method)
 
 
-def has_stretch(method: Method, stretch: Stretch) -> bool:
-    """Whether the method supports a stretch; every method supports "none"."""
-    return stretch in ("none", *method_class(method).stretches)
+def stretches_of(method: Method) -> tuple[Stretch, ...]:
+    """The stretches that a method supports; every method supports "none"."""
+    return ("none", *method_class(method).stretches)
 
 
 def check_stretch(method: Method, stretch: Stretch) -> None:
@@ -44,8 +44,8 @@ def check_stretch(method: Method, stretch: Stretch) -> None:
     Raises:
         ConfigError: it does not; the message lists the supported ones.
     """
-    if not has_stretch(method, stretch):
-        allowed = ("none", *method_class(method).stretches)
+    allowed = stretches_of(method)
+    if stretch not in allowed:
         others = [name for name, kind in METHODS.items() if stretch in kind.stretches]
         raise ConfigError(
             f"eval.stretch is {stretch!r} but model.method {method!r} has only {', '.join(allowed)}; {stretch} is for "
