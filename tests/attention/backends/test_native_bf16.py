@@ -10,6 +10,7 @@ import torch
 from attention_cases import CASES, KEY_BIASES, Case
 from attention_checks import answer, assert_exact
 from certificate_attack import dropped, native_keys, random_attack
+from emulated_kernels import ARM_BF16, emulating, why_not
 from torch.nn import functional
 
 from alibi_attn import alibi_attention, alibi_slopes
@@ -39,10 +40,18 @@ def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     build._found.cache_clear()
 
 
-@pytest.fixture
-def in_bf16() -> None:
-    if not build.multiplies_bf16():
-        pytest.skip("this processor has no AVX512-BF16")
+@pytest.fixture(scope="module", params=["here", pytest.param("emulated Arm", marks=pytest.mark.long)])
+def in_bf16(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """On this processor, and on an emulated one with other instructions for bf16."""
+    if request.param == "here":
+        if not build.multiplies_bf16():
+            pytest.skip("this processor has no products of bf16")
+        yield
+        return
+    if reason := why_not(ARM_BF16):
+        pytest.skip(reason)
+    with emulating(ARM_BF16, tmp_path_factory.mktemp("emulated")):
+        yield
 
 
 def _is_x86() -> bool:
@@ -83,7 +92,7 @@ def test_a_processor_that_has_the_instruction_uses_it() -> None:
     flags = Path("/proc/cpuinfo")
     if not flags.exists():
         pytest.skip("only Linux lists what a processor can")
-    assert build.multiplies_bf16() == ("avx512_bf16" in flags.read_text().split())
+    assert build.multiplies_bf16() == (not {"avx512_bf16", "bf16"}.isdisjoint(flags.read_text().split()))
 
 
 @pytest.mark.parametrize("length", [1, 2, 31, 33, 63, 64, 65, 127, 129, 200])

@@ -9,7 +9,7 @@ from attention_checks import answer, assert_exact
 from certificate_attack import dropped, native_keys, random_attack
 from decoder_oracle import STEP_ERRORS
 from differential_fuzz import fuzz
-from emulated_kernels import TARGETS, TOLERANCE, Emulated, emulating, why_not
+from emulated_kernels import TARGETS, TOLERANCE, Emulated, Target, emulating, why_not
 from transformers import BloomConfig, BloomForCausalLM
 
 from alibi_attn import alibi_attention
@@ -21,12 +21,17 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 
 
 @pytest.fixture(scope="module", params=TARGETS, ids=lambda target: target.name)
-def emulated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Emulated]:
-    """Every call in this file runs on the emulated system."""
+def target(request: pytest.FixtureRequest) -> Target:
     reason = why_not(request.param)
     if reason is not None:
         pytest.skip(f"{request.param.name}: {reason}")
-    with emulating(request.param, tmp_path_factory.mktemp("emulated")) as kernels:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def emulated(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Emulated]:
+    """Every call in this file runs on the emulated system."""
+    with emulating(target, tmp_path_factory.mktemp("emulated")) as kernels:
         yield kernels
 
 
@@ -38,8 +43,8 @@ def test_emulated_kernels_give_the_definition(dtype: torch.dtype, emulated: Emul
     assert emulated.calls >= before + 2 * len(CASES), "the cases did not reach the emulated kernels"
 
 
-def test_emulated_kernels_answer_random_calls(emulated: Emulated) -> None:
-    failures = fuzz(["native"], range(500))["native"].failures
+def test_emulated_kernels_answer_random_calls(emulated: Emulated, target: Target) -> None:
+    failures = fuzz(["native"], range(500), target.dtype)["native"].failures
     assert not failures, "\n".join(words for _, words in failures)
 
 
@@ -93,8 +98,8 @@ def test_emulated_dropout_keeps_the_same_weights_as_here(emulated: Emulated) -> 
     torch.testing.assert_close(there, here, atol=1e-5, rtol=1e-5)
 
 
-def test_no_attack_breaks_the_emulated_certificate(emulated: Emulated) -> None:
-    attacks = [random_attack(seed) for seed in range(500)]
+def test_no_attack_breaks_the_emulated_certificate(emulated: Emulated, target: Target) -> None:
+    attacks = [random_attack(seed, bf16=target.dtype == "bfloat16") for seed in range(500)]
     assert max(dropped(attack, native_keys)[0] / attack.tolerance for attack in attacks) <= 1
 
 

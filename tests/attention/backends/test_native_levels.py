@@ -158,6 +158,21 @@ def test_a_wheel_s_kernels_are_picked_by_what_the_processor_has(wheel: Wheel) ->
     assert wheel.runs_on(*LEVELS[0].needs) == "AVX-512, from the wheel"
 
 
+@pytest.mark.parametrize(("listed", "words"), [("bf16 ", "NEON-BF16"), ("", "NEON")])
+def test_on_arm_the_processor_decides_between_the_kernels_of_a_wheel(
+    listed: str, words: str, wheel: Wheel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By Linux's list; where there is none, as on macOS, by the list of the library itself."""
+    monkeypatch.setattr(build, "LEVELS", levels.OF_MACHINE["aarch64"])
+    answer = f'extern "C" const char *alibi_processor_features() {{ return "{listed}"; }}'
+    wheel.add(build.LEVELS[0], more=answer)
+    wheel.add(build.LEVELS[1])
+    assert wheel.runs_on("asimd", "bf16") == "NEON-BF16, from the wheel"
+    assert wheel.runs_on("asimd") == "NEON, from the wheel"
+    monkeypatch.setattr(build, "features", frozenset)
+    assert wheel.runs_on() == f"{words}, from the wheel"
+
+
 def test_a_requested_level_is_not_replaced_by_another(wheel: Wheel, monkeypatch: pytest.MonkeyPatch) -> None:
     wheel.add(LEVELS[2])
     monkeypatch.setattr(levels, "features", lambda: V3)

@@ -1,6 +1,7 @@
 """The conformance suite, random calls and attacks on the kernels of another system, run by qemu or Wine; saves a record.
 
     python tests/support/processes/conformance_emulated.py aarch64-linux results [draws]    # half an hour for 500 draws
+    python tests/support/processes/conformance_emulated.py aarch64-linux-bf16 results [draws]
     python tests/support/processes/conformance_emulated.py x86_64-windows results [draws]
 
 The same checks as in `test_native_emulated.py`. Needs `ziglang` (PyPI) and Debian's qemu-user-static or wine64.
@@ -33,7 +34,7 @@ def main(name: str, out: Path, draws: int) -> int:
     started = datetime.datetime.now(datetime.UTC)
     torch.set_num_threads(2)  # of the emulated program too
     with tempfile.TemporaryDirectory() as folder, emulating(target, Path(folder)) as kernels:
-        metrics = cases_of() | draws_of(draws) | attacks_of(draws)
+        metrics = cases_of() | draws_of(draws, target) | attacks_of(draws, target)
         metrics["calls_emulated"] = kernels.calls
         record = records.make(
             "conformance", f"native/{target.name}", config=_config(target, draws), metrics=metrics, started=started
@@ -58,17 +59,17 @@ def cases_of() -> dict[str, float | None]:
     return {"cases": len(cases) * len(TOLERANCE), "cases_wrong": wrong, **worst}
 
 
-def draws_of(draws: int) -> dict[str, float | None]:
+def draws_of(draws: int, target: Target) -> dict[str, float | None]:
     """The same of random calls."""
-    tally = fuzz(["native"], range(draws))["native"]
+    tally = fuzz(["native"], range(draws), target.dtype)["native"]
     print(f"{draws} random calls", *(words for _, words in tally.failures), sep="\n", flush=True)
     worst = max(tally.shares.values(), default=None)
     return {"draws": draws, "draws_wrong": len(tally.failures), "worst_share_draws": worst}
 
 
-def attacks_of(draws: int) -> dict[str, float | None]:
+def attacks_of(draws: int, target: Target) -> dict[str, float | None]:
     """The same of attacks on the certificate: the mass that was dropped as a share of the tolerance."""
-    attacks = [random_attack(seed) for seed in range(draws)]
+    attacks = [random_attack(seed, bf16=target.dtype == "bfloat16") for seed in range(draws)]
     lost = [dropped(attack, native_keys)[0] / attack.tolerance for attack in attacks]
     return {
         "attacks": draws, "attacks_broken": sum(not share <= 1 for share in lost),

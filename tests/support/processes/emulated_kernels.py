@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 
 from alibi_attn.attention.backends.native import build, decoder_layers, decoding
+from alibi_attn.attention.backends.native.levels import OF_MACHINE
 from alibi_attn.attention.backends.native.visited import numbers_of_visited
 from alibi_attn.attention.certificate.constants import TILE
 
@@ -33,18 +34,25 @@ GREETING = "64s7q"
 
 
 class Target(NamedTuple):
-    """A system: zig's name for it, further flags, names of the program that runs it, and what the kernels must report."""
+    """A system: zig's name for it, further flags, names of the program that runs it, and what the kernels must report.
+
+    With a `dtype`, all random calls and attacks are in it.
+    """
 
     name: str
     zig: str
     flags: tuple[str, ...]
     runners: tuple[str, ...]
     words: str
+    dtype: str | None = None
 
 
 WINE = "wine64", "wine", "/usr/lib/wine/wine64"  # Debian's wine64 installs no command
+ARM, QEMU = "aarch64-linux-musl", ("qemu-aarch64-static",)
+ARM_BF16 = Target("aarch64-linux-bf16", ARM, OF_MACHINE["aarch64"][0].flags, QEMU, "NEON-BF16", "bfloat16")
 TARGETS = (
-    Target("aarch64-linux", "aarch64-linux-musl", (), ("qemu-aarch64-static",), "NEON"),
+    Target("aarch64-linux", ARM, (), QEMU, "NEON"),
+    ARM_BF16,
     Target("x86_64-windows", "x86_64-windows-gnu", ("-march=x86_64_v3",), WINE, "AVX2"),
 )
 # By the names of `build.Call`: shape and bytes per number, 0 for the size of the call's working dtype.

@@ -20,17 +20,19 @@ from alibi_attn.attention.backends.native.levels import OF_MACHINE
 SOURCE = Path(__file__).with_suffix(".cpp")
 MCA = "llvm-mca-19"
 ZIG = (sys.executable, "-m", "ziglang", "c++", "-target")
-AVX2 = next(level.flags for level in OF_MACHINE["x86_64"] if level.name == "avx2")
-NEON = {"neoverse-n1": 2, "neoverse-v1": 4, "neoverse-v2": 4, "apple-m1": 4}  # multiply-adds per cycle
+AVX2, WITH_BF16 = OF_MACHINE["x86_64"][-1].flags, OF_MACHINE["aarch64"][0].flags
+NEON = {"neoverse-n1": 2, "neoverse-v1": 4, "neoverse-v2": 4, "apple-m1": 4}  # vector multiply-adds per cycle
+ARM_BF16 = {"neoverse-n2": 2, "neoverse-v1": 4, "neoverse-v2": 4}  # the same number of bfdot, each of eight products
 X86 = {"haswell": 2, "znver3": 2}
-TARGETS = (  # the compiler, its command, LLVM's name of the system, and the processors
-    ("zig", (*ZIG, "aarch64-linux-musl"), "aarch64-linux-gnu", NEON),
-    ("zig", (*ZIG, "x86_64-linux-musl", *AVX2), "x86_64-linux-gnu", X86),
-    ("g++", ("g++", *AVX2), "x86_64-linux-gnu", X86),
+TARGETS = (  # the dtype, the compiler, its command, LLVM's name of the system, and the processors
+    ("float32", "zig", (*ZIG, "aarch64-linux-musl"), "aarch64-linux-gnu", NEON),
+    ("bfloat16", "zig", (*ZIG, "aarch64-linux-musl", *WITH_BF16), "aarch64-linux-gnu", ARM_BF16),
+    ("float32", "zig", (*ZIG, "x86_64-linux-musl", *AVX2), "x86_64-linux-gnu", X86),
+    ("float32", "g++", ("g++", *AVX2), "x86_64-linux-gnu", X86),
 )
 # The products of `inner_loops.cpp`, by the instance of `product` that each calls.
 LOOPS = {"5Start0": "forward scores", "5Start2": "forward values", "5Start1": "backward gradients"}
-MULTIPLY_ADD = re.compile(r"\t(vfmadd\d+ps|fmla)\t")
+MULTIPLY_ADD = re.compile(r"\t(vfmadd\d+ps|fmla|bfdot)\t")
 ON_STACK = re.compile(r"\[sp|\(%rsp\)")
 LABEL = re.compile(r"^([.\w$]+):")
 BRANCH = re.compile(r"^\t(?:j[a-z]+|b\.\w+|b|cbn?z)\t(?:\w+, )?([.\w$]+)$")
@@ -69,26 +71,26 @@ def _multiply_adds(body: list[str]) -> int:
 
 def record(folder: Path) -> Path:
     rows = [row for target in TARGETS for row in _rows(*target)]
-    names = ("loop", "compiler", "processor", "multiply_adds", "share", "spills")
+    names = ("loop", "dtype", "compiler", "processor", "multiply_adds", "share", "spills")
     columns = {name: [row[at] for row in rows] for at, name in enumerate(names)}
-    arm = [row[4] for row in rows if row[2].startswith("neoverse")]
+    arm = [row[5] for row in rows if row[3].startswith("neoverse")]
     made = records.make(
         "compilation",
         "native/inner-loops",
         config={"model": MCA, "ziglang": metadata.version("ziglang"), "iterations": ITERATIONS},
         metrics={
             "least_share_neoverse": min(arm),
-            "least_share_avx2": min(row[4] for row in rows if row[2] in X86),
-            "spills": sum(row[5] for row in rows),
+            "least_share_avx2": min(row[5] for row in rows if row[3] in X86),
+            "spills": sum(row[6] for row in rows),
         },
         curves={"loops": columns},
     )
     for row in rows:
-        print("{}, {}, {}: {} multiply-adds, {:.2f} of the rate, {} spills".format(*row))
+        print("{}, {}, {}, {}: {} multiply-adds, {:.2f} of the rate, {} spills".format(*row))
     return records.save(made, folder)
 
 
-def _rows(compiler: str, command: tuple[str, ...], triple: str, processors: dict[str, int]) -> list[tuple]:
+def _rows(dtype: str, compiler: str, command: tuple[str, ...], triple: str, processors: dict[str, int]) -> list[tuple]:
     with tempfile.NamedTemporaryFile(suffix=".s") as file:
         flags = [*build.FLAGS, "-g0", "-S", f"-I{build.FOLDER}"]
         subprocess.run([*command, *flags, str(SOURCE), "-o", file.name], check=True, stderr=subprocess.DEVNULL)
@@ -98,7 +100,7 @@ def _rows(compiler: str, command: tuple[str, ...], triple: str, processors: dict
         loop = next(words for part, words in LOOPS.items() if part in function)
         count, spills = _multiply_adds(body), sum(bool(ON_STACK.search(line)) for line in body)
         rows += [
-            (loop, compiler, name, count, count / rate / cycles(body, triple, name), spills)
+            (loop, dtype, compiler, name, count, count / rate / cycles(body, triple, name), spills)
             for name, rate in processors.items()
         ]
     assert len(rows) == len(LOOPS) * len(processors), f"{compiler} inlined the loops of {list(loops)} otherwise"

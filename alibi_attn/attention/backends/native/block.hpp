@@ -147,7 +147,7 @@ struct Block {
             const Pair *row = reinterpret_cast<const Pair *>(from.of(b, h, n * BLOCK + i));
             for (int64_t p = 0; p < call.D / 2; p += VL<Real>) {
                 const int count = (int)std::min<int64_t>(VL<Real>, call.D / 2 - p);
-                typename InPairs<Real>::Pairs pairs = {};
+                Pairs pairs = {};
                 if (i < rows) pairs = InPairs<Real>::scaled(row + p, count, factor);
                 for (int l = 0; l < count; l++) to[(p + l) * BLOCK + i] = pairs[l];
             }
@@ -161,7 +161,7 @@ struct Block {
             if (call.bf16) {
                 const Pair *at = reinterpret_cast<const Pair *>(queries) + lane;
                 for (int64_t p = 0; p < call.D / 2; p++, at += BLOCK) {
-                    const auto pairs = *(const typename InPairs<Real>::Pairs *)at;
+                    const auto pairs = *(const Pairs *)at;
                     const Reals<Real> x = InPairs<Real>::first_of(pairs), y = InPairs<Real>::second_of(pairs);
                     squares += x * x + y * y;
                 }

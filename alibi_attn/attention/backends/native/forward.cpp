@@ -202,6 +202,8 @@ EXPORT const char *alibi_instructions() {
     return "AVX2";
 #elif defined(__SSE2__)
     return "SSE2";
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    return "NEON-BF16";
 #elif defined(__ARM_NEON)
     return "NEON";
 #else

@@ -42,7 +42,10 @@ OF_MACHINE = {  # by platform.machine()
         Level("avx512", "AVX-512", _AVX512, V4),
         Level("avx2", "AVX2", _AVX2, V3),
     ),
-    "aarch64": (Level("neon", "NEON", (), frozenset()),),  # every such processor has NEON; compilers use it by default
+    "aarch64": (
+        Level("neon_bf16", "NEON-BF16", ("-mcpu=generic+bf16",), frozenset({"bf16"})),
+        Level("neon", "NEON", (), frozenset()),  # every such processor has NEON; compilers use it by default
+    ),
 }
 OF_MACHINE |= {"AMD64": OF_MACHINE["x86_64"], "arm64": OF_MACHINE["aarch64"]}  # on Windows and macOS
 LEVELS = OF_MACHINE.get(platform.machine(), ())

@@ -54,6 +54,15 @@ EXPORT const char *alibi_processor_features() {
     }
     return std::strcpy(names, found);
 }
+#elif defined(__APPLE__)
+#include <sys/sysctl.h>
+
+// Empty where the system does not know the name, as before macOS 12.
+EXPORT const char *alibi_processor_features() {
+    int supported = 0;
+    size_t size = sizeof supported;
+    return sysctlbyname("hw.optional.arm.FEAT_BF16", &supported, &size, nullptr, 0) == 0 && supported ? "bf16 " : "";
+}
 #else
 EXPORT const char *alibi_processor_features() { return ""; }
 #endif
