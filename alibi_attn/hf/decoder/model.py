@@ -23,6 +23,7 @@ from alibi_attn.hf.decoder.config import ALiBiCausalLMConfig
 from alibi_attn.hf.decoder.layers import Block, linear_class, norm
 from alibi_attn.hf.inputs import checked_input
 from alibi_attn.hf.patched_attention import Numerics
+from alibi_attn.nn.allocator import memory_of_layers
 from alibi_attn.nn.linear import linear, mapped
 
 ROWS = 8192  # rows of a head that are normalized at once
@@ -162,9 +163,10 @@ class ALiBiForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
         x = self.embedding_dropout(self._times(x, config.embedding_scale))
         keep = config.output_hidden_states if output_hidden_states is None else output_hidden_states
         states = [x]
-        for layer in self.layers:
-            x = layer(x, mask, past_key_values=past_key_values)
-            states = [*states, x] if keep else [x]
+        with memory_of_layers(x):
+            for layer in self.layers:
+                x = layer(x, mask, past_key_values=past_key_values)
+                states = [*states, x] if keep else [x]
         x = states[-1] = self.norm(x)
         logits = self._logits(_kept(x, logits_to_keep))
         loss = None

@@ -31,6 +31,7 @@ from alibi_attn.hf.families import ENCODERS
 from alibi_attn.hf.families.bert_config import OVERRIDES, WORDS
 from alibi_attn.hf.families.mosaic import OWN
 from alibi_attn.hf.inputs import check_kind, checked_input
+from alibi_attn.nn.allocator import memory_of_layers
 from alibi_attn.nn.int8 import Int8Linear
 
 
@@ -199,10 +200,11 @@ class ALiBiBertModel(ALiBiBertPreTrainedModel):  # type: ignore[no-untyped-call]
         x = self.embeddings(words, types)
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         states = [how.unpack(x)] if wanted else []
-        for layer in self.encoder.layer:
-            x = layer(x, how)
-            if wanted:
-                states.append(how.unpack(x))
+        with memory_of_layers(x):
+            for layer in self.encoder.layer:
+                x = layer(x, how)
+                if wanted:
+                    states.append(how.unpack(x))
         last = states[-1] if wanted else how.unpack(x)
         return BaseModelOutputWithPooling(
             last_hidden_state=last,

@@ -32,8 +32,8 @@ from alibi_attn.lab.data.tasks import Encode, encode_bytes
 from alibi_attn.lab.evaluation.context_use import has_positions, passkey, recall, symbols
 from alibi_attn.lab.evaluation.losses import MOST_PARTS, Column, Say, TokenLosses, Window, columns, token_losses
 from alibi_attn.lab.model.language_model import LanguageModel
-from alibi_attn.lab.training.allocator import peak_memory_bytes, reset_peak_memory
 from alibi_attn.lab.training.clock import clock
+from alibi_attn.nn.allocator import peak_memory_bytes, reset_peak_memory
 
 _BY_LENGTH = (
     "nonoverlapping_nats", "nonoverlapping_tokens", "sliding_nats", "sliding_tokens", "tokens_per_second",

@@ -19,12 +19,12 @@ from alibi_attn.lab.data.corpus import Corpus, batches, packed_batches
 from alibi_attn.lab.evaluation.evaluate import validation_nats
 from alibi_attn.lab.model.attention import Context
 from alibi_attn.lab.model.language_model import LanguageModel
-from alibi_attn.lab.training.allocator import kept_memory, peak_memory_bytes, reset_peak_memory
 from alibi_attn.lab.training.checkpoint import Progress, load_progress, newest, resume, save_checkpoint
 from alibi_attn.lab.training.clock import clock
 from alibi_attn.lab.training.interruption import deferred_interruption
 from alibi_attn.lab.training.optimizer import learning_rate
 from alibi_attn.lab.training.parallel import ContextGroup, Training, prepare, share_of_batch
+from alibi_attn.nn.allocator import kept_memory, peak_memory_bytes, reset_peak_memory
 
 
 class TrainingError(ValueError):

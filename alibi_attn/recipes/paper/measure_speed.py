@@ -18,10 +18,10 @@ from alibi_attn.lab.config import RunConfig, Scale
 from alibi_attn.lab.config_io import from_json, to_json
 from alibi_attn.lab.data.corpus import Corpus
 from alibi_attn.lab.evaluation.evaluate import evaluate
-from alibi_attn.lab.training.allocator import peak_memory_bytes, reset_peak_memory
 from alibi_attn.lab.training.checkpoint import load_checkpoint
 from alibi_attn.lab.training.train import train
 from alibi_attn.measure.timing import in_fresh_process
+from alibi_attn.nn.allocator import peak_memory_bytes, reset_peak_memory
 from alibi_attn.recipes.paper.speed import WARM_STEPS
 from alibi_attn.records import Json
 

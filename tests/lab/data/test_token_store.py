@@ -317,7 +317,7 @@ from pathlib import Path
 import torch
 from alibi_attn.lab.config import DataConfig
 from alibi_attn.lab.data.corpus import load_corpus
-from alibi_attn.lab.training.allocator import peak_memory_bytes
+from alibi_attn.nn.allocator import peak_memory_bytes
 
 peak = lambda: peak_memory_bytes(torch.device("cpu"))
 text, store = sys.argv[1:]

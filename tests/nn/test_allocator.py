@@ -1,0 +1,83 @@
+"""Freed memory is kept inside `kept_memory`, and returned afterwards."""
+
+import contextlib
+import ctypes
+import resource
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from alibi_attn.hf import ALiBiBertConfig, ALiBiBertModel
+from alibi_attn.nn import allocator
+
+PR_SET_THP_DISABLE = 41
+glibc = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only glibc's allocator can be told")
+
+# 64 MiB of new memory cause 16,384 faults of 4 KiB pages, or 32 with huge pages, which are disabled here.
+SCRIPT = """
+import ctypes, resource
+import torch
+from alibi_attn.nn.allocator import kept_memory
+
+def faults(loops):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(loops):
+        torch.ones(16 * 2**20)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+def resident_mib():
+    return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() / 2**20
+
+PR_SET_THP_DISABLE = 41
+ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)
+faults(2)
+outside = faults(5)
+with kept_memory():
+    faults(20)  # until the pieces beside aligned buffers have come to rest
+    with kept_memory():
+        pass
+    inside = faults(5)
+    kept = resident_mib()
+after, given_back = faults(5), kept - resident_mib()
+with kept_memory(most_mib=300):  # of which 64 are the buffer
+    faults(3)
+with kept_memory(most_mib=300):
+    next_block = faults(5)
+print(outside, inside, after, given_back, next_block)
+"""
+
+
+@glibc
+def test_a_freed_buffer_is_used_again_inside_and_given_back_outside() -> None:
+    run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, timeout=120)
+    outside, inside, after, given_back_mib, next_block = map(float, run.stdout.split())
+    assert inside < outside / 10
+    assert after > outside / 6  # at least one of five is new: free parts of the heap may serve the others
+    assert given_back_mib > 50
+    assert next_block < outside / 10, "the memory of a small block is not kept for the next one"
+
+
+def faults_of_a_pass() -> int:
+    """Page faults of the second pass of an encoder: its layers allocate the same buffers, of 34, 17 and 17 MiB."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 8, "num_attention_heads": 1, "intermediate_size": 1088}
+    model = ALiBiBertModel(ALiBiBertConfig(**sizes, vocab_size=50, pooler=False)).eval()
+    ids = torch.ones(1, 4096, dtype=torch.long)
+    with torch.no_grad():
+        model(ids)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        model(ids)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+@glibc
+def test_a_layer_of_an_encoder_takes_the_memory_that_the_layer_before_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    libc = ctypes.CDLL(None)
+    libc.prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)
+    try:
+        kept = faults_of_a_pass()
+        monkeypatch.setattr(allocator, "kept_memory", lambda _: contextlib.nullcontext())
+        assert kept < faults_of_a_pass() / 3
+    finally:
+        libc.prctl(PR_SET_THP_DISABLE, 0, 0, 0, 0)
