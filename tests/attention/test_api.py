@@ -165,7 +165,9 @@ def test_autocast_casts_tensors_and_never_slopes(backend: str) -> None:
     assert slopes.grad.dtype == torch.float32
 
 
-@every_backend
+@pytest.mark.parametrize(
+    "backend", [pytest.param(x, marks=pytest.mark.long if x == "reference" else ()) for x in ON_CPU]
+)
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
 def test_compiles_to_one_graph_with_gradients(backend: str) -> None:
     torch._dynamo.reset()

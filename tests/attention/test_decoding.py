@@ -17,6 +17,7 @@ from alibi_attn.attention.visibility import distances, visible
 
 SLOPES = torch.tensor(alibi_slopes(8), dtype=torch.float32)
 CASES = ["noise", "sink", "giant far key of one head", "giant far value", "tiny near values", "no value"]
+ATTACKS = pytest.mark.parametrize("start", [0, *(pytest.param(n, marks=pytest.mark.long) for n in (200, 400))])
 SIZES = [(1, 1500, None), (5, 1503, None), (1, 1472, 300), (16, 90, None), (3, 3, 2)]  # queries, keys, window
 
 
@@ -134,7 +135,7 @@ def test_keys_read_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(read) == 8 * 16384
 
 
-@pytest.mark.parametrize("start", range(0, 600, 200))
+@ATTACKS
 def test_dropped_mass_never_exceeds_the_tolerance(start: int) -> None:
     skipping = 0
     for seed in range(start, start + 200):
@@ -155,7 +156,7 @@ def test_dropped_mass_never_exceeds_the_tolerance(start: int) -> None:
     assert skipping >= 20, "an attack on nothing: too few draws skip a key"
 
 
-@pytest.mark.parametrize("start", range(0, 600, 200))
+@ATTACKS
 def test_dropped_mass_never_exceeds_the_tolerance_under_padding(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoding, "FEW", 32)
     skipping = 0
@@ -192,7 +193,7 @@ def gates_of(seed: int, shape: tuple[int, ...]) -> torch.Tensor:
     return gates.masked_fill(kind < 0.1, 0.0).masked_fill(kind > 0.999, -60.0)
 
 
-@pytest.mark.parametrize("start", range(0, 600, 200))
+@ATTACKS
 def test_dropped_mass_never_exceeds_the_tolerance_with_gates(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoding, "FEW", 32)
     skipping = outliers = 0

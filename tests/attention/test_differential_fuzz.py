@@ -142,7 +142,14 @@ def of_case(case: Case) -> tuple[Call, Arrays]:
     return call, Arrays(**given, query_segments=of_query, first=positions(case, drawn)[:, 0])
 
 
-@pytest.mark.parametrize("case", [*CASES, *KEY_BIASES], ids=str)
+SLOW_LOOPS = {"key bias, long, gates", "key bias, long, gates and slopes"}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(x, marks=pytest.mark.long if x.name in SLOW_LOOPS else ()) for x in (*CASES, *KEY_BIASES)],
+    ids=str,
+)
 def test_the_truth_is_that_of_a_loop_over_queries_and_keys(case: Case) -> None:
     call, numbers = of_case(case)
     true, loop = truth(call, numbers), looped(case)

@@ -164,7 +164,7 @@ def test_gradients_are_those_of_the_unpatched_model(family, training, backend, b
 
 # BLOOM's own activation makes torch instantiate an autograd function while it traces.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["bloom", *(pytest.param(x, marks=pytest.mark.long) for x in FAMILIES[1:])])
 def test_it_compiles_without_a_break(family, build, tokens):
     model, ids = build(family), tokens(2, 12)
     mask = torch.ones_like(ids)

@@ -33,7 +33,7 @@ def described(
 @pytest.mark.parametrize(
     "names",
     [
-        ("everything", "key bias, hidden keys"),
+        ("key bias, hidden keys",),
         pytest.param(("steep, long", "everything", "key bias, long, gates and slopes"), marks=pytest.mark.long),
     ],
     ids=len,
