@@ -1,6 +1,7 @@
 """Only missing results are listed, with their cost."""
 
 import dataclasses
+import shutil
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,9 @@ def test_everything_is_missing_at_first_and_nothing_at_the_end(tmp_path: Path) -
     next(path for path in paths if path.name.startswith("evaluation-quick-t5")).unlink()
     (left,) = missing("quick", out=tmp_path, scale="smoke")
     assert (left.title, left.parts) == ("quick/t5-16/seed-0", ("evaluation",))
+    shutil.rmtree(tmp_path / "checkpoints")
+    (left,) = missing("quick", out=tmp_path, scale="smoke")
+    assert left.parts == ("training", "evaluation"), "without its model it is trained again"
 
 
 @pytest.mark.long
