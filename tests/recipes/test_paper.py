@@ -347,6 +347,13 @@ def test_small_pairs_the_seeds_of_figure_1_and_keeps_the_data_order():
     )
 
 
+def test_medium_repeats_the_shortest_trainings_of_two_methods():
+    for name in ("figure-4", "figure-11"):
+        repeated = [run for run in ITEMS[name].recipe.runs("medium") if run.train.seed == 1]
+        assert {(run.model.method, run.train.length) for run in repeated} == {("alibi", 128), ("sinusoidal", 128)}
+    assert {run.train.seed for run in ITEMS["figure-4"].recipe.runs("small")} == {0}
+
+
 def test_the_paper_scale_is_the_published_training():
     """The published command.
 
