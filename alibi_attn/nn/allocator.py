@@ -24,7 +24,7 @@ _KEEP = {_MMAP_MAX: 0, _TRIM_THRESHOLD: 2**31 - 1, _TOP_PAD: 64 * _MIB}
 _GIVE_BACK = {_MMAP_MAX: 65_536, _MMAP_THRESHOLD: 32 * _MIB, _TRIM_THRESHOLD: 64 * _MIB, _TOP_PAD: 128 << 10}
 _ROWS = range(64, 8193)
 MOST_MIB = 128  # kept for the next text: what 1,000 tokens need in an encoder of base size
-_lock, _keepers = threading.Lock(), 0
+_lock, _keepers, _smallest_mib = threading.Lock(), 0, float("inf")
 
 
 @contextlib.contextmanager
@@ -39,13 +39,14 @@ def kept_memory(most_mib: float = 0) -> Iterator[None]:
     This affects the whole process. Nested or simultaneous blocks count as one, which ends with the last of them.
 
     Args:
-        most_mib: free memory is returned after the block if the process has grown by more than this inside it.
+        most_mib: free memory is returned after the block if the process has grown by more than this since it was last
+            returned, or since the first block.
     """
-    global _keepers
-    before = _resident_mib()
+    global _keepers, _smallest_mib
     with _lock:
         _keepers += 1
         if _keepers == 1:
+            _smallest_mib = min(_smallest_mib, _resident_mib())
             _set(_KEEP)
     try:
         yield
@@ -54,8 +55,9 @@ def kept_memory(most_mib: float = 0) -> Iterator[None]:
             _keepers -= 1
             if not _keepers:
                 _set(_GIVE_BACK)
-                if most_mib == 0 or _resident_mib() - before > most_mib:
+                if most_mib == 0 or _resident_mib() - _smallest_mib > most_mib:
                     _call("malloc_trim", 0)
+                    _smallest_mib = _resident_mib()
 
 
 def memory_of_layers(x: Tensor) -> contextlib.AbstractContextManager[None]:

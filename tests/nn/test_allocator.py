@@ -37,18 +37,24 @@ with kept_memory(most_mib=300):  # of which 64 are the buffer
     faults(3)
 with kept_memory(most_mib=300):
     next_block = faults(5)
-print(outside, inside, after, given_back, next_block)
+before = resident_mib()
+for n in range(1, 13):  # each block leaves 20 MiB more than the one before: too little for one block, but not for all
+    with kept_memory(most_mib=100):
+        torch.ones(n * 5 * 2**20)
+all_blocks = resident_mib() - before
+print(outside, inside, after, given_back, next_block, all_blocks)
 """
 
 
 @glibc
 def test_a_freed_buffer_is_used_again_inside_and_given_back_outside() -> None:
     run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, timeout=120)
-    outside, inside, after, given_back_mib, next_block = map(float, run.stdout.split())
+    outside, inside, after, given_back_mib, next_block, all_blocks_mib = map(float, run.stdout.split())
     assert inside < outside / 10
     assert after > outside / 6  # at least one of five is new: free parts of the heap may serve the others
     assert given_back_mib > 50
     assert next_block < outside / 10, "the memory of a small block is not kept for the next one"
+    assert all_blocks_mib < 120, "what many blocks leave behind adds up"
 
 
 # The layers of this encoder allocate the same buffers, of 34, 17 and 17 MiB. In a process that already has large gaps in
