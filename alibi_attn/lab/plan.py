@@ -9,7 +9,7 @@ import torch
 from alibi_attn.lab import experiment
 from alibi_attn.lab.config import Recipe, RunConfig, Scale
 from alibi_attn.lab.data.corpus import Corpus, load_corpus
-from alibi_attn.lab.run import checkpoint_folder, recorded, run_title
+from alibi_attn.lab.run import lacks, run_title
 from alibi_attn.lab.training.parallel import prepare
 from alibi_attn.lab.training.train import steps
 
@@ -56,14 +56,10 @@ def plan(
 
 
 def _missing(study: str, runs: Sequence[RunConfig], out: Path) -> tuple[str, ...]:
-    """What the runs of one training lack. Without its model the training is run again, though it may have a record."""
-    config = runs[0]
-    corpus = load_corpus(config.data, out / "tokens" if (out / "tokens").is_dir() else None)
-    pairs = [recorded(study, run, corpus, out) for run in runs]
-    if all(all(pair) for pair in pairs):
-        return ()
-    trained = all(training for training, _ in pairs) and checkpoint_folder(out, study, config, corpus).is_dir()
-    return ("tests",) if trained else ("training", "tests")
+    """What the runs of one training lack."""
+    corpus = load_corpus(runs[0].data, out / "tokens" if (out / "tokens").is_dir() else None)
+    lacking = {part for run in runs for part in lacks(study, run, corpus, out)}
+    return ("training", "tests") if "training" in lacking else ("tests",) if lacking else ()
 
 
 def _seconds_per_step(config: RunConfig) -> float:

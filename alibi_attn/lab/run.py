@@ -129,6 +129,16 @@ def recorded(study: str, config: RunConfig, corpus: Corpus, out: Path) -> tuple[
     return records.recorded(folder, "training", name, trained), records.recorded(folder, "evaluation", name, asked)
 
 
+def lacks(study: str, config: RunConfig, corpus: Corpus, out: Path) -> tuple[str, ...]:
+    """What of a run is not recorded: "training", "evaluation", both or nothing.
+
+    A recorded training counts as lacking if the evaluation is and the trained model is no longer there: it would run again.
+    """
+    training, evaluation = recorded(study, config, corpus, out)
+    trains = training is None or not (evaluation or checkpoint_folder(out, study, config, corpus).is_dir())
+    return (*(["training"] if trains else []), *([] if evaluation else ["evaluation"]))
+
+
 def _curves(progress: checkpoint.Progress) -> dict[str, Mapping[str, Sequence[float]]]:
     return {"training": progress.curve} | ({"validation": progress.validation} if progress.validation["step"] else {})
 

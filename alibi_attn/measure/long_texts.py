@@ -26,6 +26,7 @@ from alibi_attn.hf import ALiBiCache, patch, read
 from alibi_attn.measure.harness import Row, Rows, keep, number
 from alibi_attn.measure.peers.llama_state import LlamaState
 from alibi_attn.measure.serving import error
+from alibi_attn.nn.allocator import resident_bytes
 
 VOCABULARY = 1024
 WARM_TOKENS = 20  # decoded after opening; their median is a warm token
@@ -284,11 +285,6 @@ def mapped_bytes(folder: Path, field: str) -> int:
         elif inside and line.startswith(field):
             total += int(line.split()[1]) * 1024
     return total
-
-
-def resident_bytes() -> int:
-    """The resident memory of this process, including mapped files."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def page_faults() -> int:

@@ -19,7 +19,7 @@ from alibi_attn.attention.transforms import may_read
 # mallopt(3): the parameters' numbers, their values while freed memory is kept, and their values afterwards. glibc
 # raises its limits automatically until a program sets one; the values afterwards are the highest that it would reach.
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -2, -3, -4
-_MIB, _PAGE = 1 << 20, mmap.PAGESIZE
+_MIB = 1 << 20
 _KEEP = {_MMAP_MAX: 0, _TRIM_THRESHOLD: 2**31 - 1, _TOP_PAD: 64 * _MIB}
 _GIVE_BACK = {_MMAP_MAX: 65_536, _MMAP_THRESHOLD: 32 * _MIB, _TRIM_THRESHOLD: 64 * _MIB, _TOP_PAD: 128 << 10}
 _ROWS = range(64, 8193)
@@ -67,9 +67,10 @@ def memory_of_layers(x: Tensor) -> contextlib.AbstractContextManager[None]:
     (by a quarter at 16,384 tokens, in fp32); or outside the main thread, where glibc allocates large buffers outside the
     heap that it can keep.
     """
-    if torch.is_grad_enabled() or not may_read(x) or x[..., 0].numel() not in _ROWS:
-        return contextlib.nullcontext()
-    return kept_memory(MOST_MIB) if threading.current_thread() is threading.main_thread() else contextlib.nullcontext()
+    keeps = not torch.is_grad_enabled() and may_read(x) and x[..., 0].numel() in _ROWS
+    if keeps and threading.current_thread() is threading.main_thread():
+        return kept_memory(MOST_MIB)
+    return contextlib.nullcontext()
 
 
 def reset_peak_memory(device: torch.device) -> bool:
@@ -90,6 +91,11 @@ def peak_memory_bytes(device: torch.device) -> int | None:
         return torch.cuda.max_memory_allocated(device)
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(fields["VmHWM"].split()[0]) * 1024 if "VmHWM" in fields else None
+
+
+def resident_bytes() -> int:
+    """The resident memory of this process, including mapped files; raises OSError if the system does not report it."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 def _set(parameters: dict[int, int]) -> None:
@@ -114,7 +120,6 @@ def _of_libc(name: str) -> Callable[..., int] | None:
 def _resident_mib() -> float:
     """0 if the system does not report it."""
     try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except (OSError, IndexError, ValueError):
+        return resident_bytes() / _MIB
+    except OSError:
         return 0.0
-    return pages * _PAGE / _MIB

@@ -14,7 +14,7 @@ import torch
 from alibi_attn.lab.config import DataConfig, Precision, RunConfig, Scale
 from alibi_attn.lab.data.corpus import Corpus, load_corpus
 from alibi_attn.lab.experiment import configs_of
-from alibi_attn.lab.run import checkpoint_folder, recorded, run_title
+from alibi_attn.lab.run import lacks, run_title
 from alibi_attn.measure.timing import elapsed_ms, matrix_rate_gflops
 from alibi_attn.measure.utilization import attention_flops, linear_flops, multiplying_parameters, product_in
 from alibi_attn.recipes import index
@@ -39,8 +39,6 @@ def missing(
 ) -> list[Missing]:  # fmt: skip
     """The runs of a recipe that are not recorded in `out`, in the order in which they run. Reads the texts; trains nothing.
 
-    A recorded training counts as missing if a test is missing and its model is no longer there: it would run again.
-
     Raises:
         ConfigError, CorpusError: as for `index.run`.
     """
@@ -54,12 +52,11 @@ def missing(
         else:
             if config.data not in corpora:
                 corpora[config.data] = load_corpus(config.data, out / "tokens")
-            corpus = corpora[config.data]
-            training, evaluation = recorded(study, config, corpus, out)
-            trains = training is None or not (evaluation or checkpoint_folder(out, study, config, corpus).is_dir())
-            is_new = (config.model, config.data, config.train) not in counted
-            counted |= {(config.model, config.data, config.train)} if trains else set()
-            parts = (*(["training"] if trains and is_new else []), *([] if evaluation else ["evaluation"]))
+            parts = lacks(study, config, corpora[config.data], out)
+            shared = (config.model, config.data, config.train)
+            if "training" in parts:
+                parts = tuple(part for part in parts if part != "training" or shared not in counted)
+                counted.add(shared)
         if parts:
             minutes = sum(_core_minutes(config, part) for part in parts)
             found.append(Missing(run_title(study, config), parts, minutes))

@@ -12,6 +12,7 @@ import sys
 import tempfile
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
 from alibi_attn import records
 from alibi_attn.attention.backends.native import build
@@ -37,6 +38,18 @@ ON_STACK = re.compile(r"\[sp|\(%rsp\)")
 LABEL = re.compile(r"^([.\w$]+):")
 BRANCH = re.compile(r"^\t(?:j[a-z]+|b\.\w+|b|cbn?z)\t(?:\w+, )?([.\w$]+)$")
 ITERATIONS = 200
+
+
+class Row(NamedTuple):
+    """One loop on one processor; `share` is of its rate of multiply-adds."""
+
+    loop: str
+    dtype: str
+    compiler: str
+    processor: str
+    multiply_adds: int
+    share: float
+    spills: int
 
 
 def innermost_loops(assembly: str) -> dict[str, list[str]]:
@@ -71,17 +84,15 @@ def _multiply_adds(body: list[str]) -> int:
 
 def record(folder: Path) -> Path:
     rows = [row for target in TARGETS for row in _rows(*target)]
-    names = ("loop", "dtype", "compiler", "processor", "multiply_adds", "share", "spills")
-    columns = {name: [row[at] for row in rows] for at, name in enumerate(names)}
-    arm = [row[5] for row in rows if row[3].startswith("neoverse")]
+    columns = {name: [getattr(row, name) for row in rows] for name in Row._fields}
     made = records.make(
         "compilation",
         "native/inner-loops",
         config={"model": MCA, "ziglang": metadata.version("ziglang"), "iterations": ITERATIONS},
         metrics={
-            "least_share_neoverse": min(arm),
-            "least_share_avx2": min(row[5] for row in rows if row[3] in X86),
-            "spills": sum(row[6] for row in rows),
+            "least_share_neoverse": min(row.share for row in rows if row.processor.startswith("neoverse")),
+            "least_share_avx2": min(row.share for row in rows if row.processor in X86),
+            "spills": sum(row.spills for row in rows),
         },
         curves={"loops": columns},
     )
@@ -90,7 +101,7 @@ def record(folder: Path) -> Path:
     return records.save(made, folder)
 
 
-def _rows(dtype: str, compiler: str, command: tuple[str, ...], triple: str, processors: dict[str, int]) -> list[tuple]:
+def _rows(dtype: str, compiler: str, command: tuple[str, ...], triple: str, processors: dict[str, int]) -> list[Row]:
     with tempfile.NamedTemporaryFile(suffix=".s") as file:
         flags = [*build.FLAGS, "-g0", "-S", f"-I{build.FOLDER}"]
         subprocess.run([*command, *flags, str(SOURCE), "-o", file.name], check=True, stderr=subprocess.DEVNULL)
@@ -100,7 +111,7 @@ def _rows(dtype: str, compiler: str, command: tuple[str, ...], triple: str, proc
         loop = next(words for part, words in LOOPS.items() if part in function)
         count, spills = _multiply_adds(body), sum(bool(ON_STACK.search(line)) for line in body)
         rows += [
-            (loop, dtype, compiler, name, count, count / rate / cycles(body, triple, name), spills)
+            Row(loop, dtype, compiler, name, count, count / rate / cycles(body, triple, name), spills)
             for name, rate in processors.items()
         ]
     assert len(rows) == len(LOOPS) * len(processors), f"{compiler} inlined the loops of {list(loops)} otherwise"

@@ -43,6 +43,7 @@ OF_MACHINE = {  # by platform.machine()
         Level("avx2", "AVX2", _AVX2, V3),
     ),
     "aarch64": (
+        # zig does not know -march=armv8.2-a+bf16; g++, clang and zig know this.
         Level("neon_bf16", "NEON-BF16", ("-mcpu=generic+bf16",), frozenset({"bf16"})),
         Level("neon", "NEON", (), frozenset()),  # every such processor has NEON; compilers use it by default
     ),
