@@ -29,9 +29,10 @@ _AT_OWN = "L = L_valid"
 
 
 def _extrapolation(scale: Scale, *, trained: tuple[int, ...]) -> Cells:
-    """Figure 1 and tables 2–4; at small scale, the models of figure 1 have two seeds."""
+    """Figure 1 and tables 2–4: two seeds for L = 512 and 1,024 at small scale, and for L = 512 at medium."""
+    repeated = {"small": (512, 1024), "medium": (512,)}.get(scale, ())
     return tuple(
-        _cell(f"{name}, L = {length}", config, tested, scale, seeds=2 if scale == "small" and length <= 1024 else 1)
+        _cell(f"{name}, L = {length}", config, tested, scale, seeds=2 if length in repeated else 1)
         for length in trained
         for name, method in wikitext.METHODS.items()
         for config in [wikitext.tested_beyond(wikitext.training(method, length, scale), length, scale)]
