@@ -4,7 +4,6 @@ import concurrent.futures.process
 import functools
 import multiprocessing
 import random
-import resource
 import statistics
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -116,6 +115,8 @@ def peak_rss_bytes() -> int:
     try:
         status = Path("/proc/self/status").read_text(encoding="utf-8")
     except OSError:  # not Linux: getrusage, which counts bytes on macOS and is inherited by child processes
+        import resource  # Windows does not have it
+
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return int(status.split("VmHWM:")[1].split()[0]) * 1024
 

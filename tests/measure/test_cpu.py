@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import importlib.util
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from typer.testing import CliRunner
 from alibi_attn import records
 from alibi_attn.cli.main import app
 from alibi_attn.measure import cpu as bench
+from alibi_attn.measure import timing
 from alibi_attn.measure.correctness import Reference
 from alibi_attn.measure.harness import checked
 from alibi_attn.measure.inputs import Case, captured, draw
@@ -175,6 +178,15 @@ def _fill(mebibytes: int) -> None:
 
 def test_peak_memory_is_measured_in_a_fresh_process() -> None:
     assert 100 * 2**20 < peak_memory_bytes(_fill, 64) < 200 * 2**20
+
+
+def test_timing_loads_where_python_has_no_resource_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows: without it every benchmark ended with the advice to install "resource"."""
+    monkeypatch.setitem(sys.modules, "resource", None)
+    spec = importlib.util.spec_from_file_location("timing_without_resource", timing.__file__)
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    assert loaded.medians_ms({"nothing": dict}, repeats=1, seconds=1.0)["nothing"] >= 0
 
 
 def test_unknown_inputs_are_refused() -> None:
