@@ -253,6 +253,7 @@ def shared_bytes(model: BloomForCausalLM, folder: Path, processes: int) -> list[
             process.start()
             theirs.close()  # so that waiting ends if the process fails
             stack.callback(process.join)
+            stack.callback(process.terminate)  # the processes wait for messages, also after one of them has failed
             pipes.append(ours)
         for pipe in pipes:
             assert pipe.recv() == "decoded"
@@ -260,8 +261,6 @@ def shared_bytes(model: BloomForCausalLM, folder: Path, processes: int) -> list[
         for pipe in pipes:
             pipe.send("measure")
             sizes.append(int(pipe.recv()))
-        for pipe in pipes:
-            pipe.send("end")
     return sizes
 
 

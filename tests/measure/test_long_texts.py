@@ -1,16 +1,22 @@
 """The benchmark of long texts: it reads, opens and shares a cache, keeps one record, and resumes."""
 
 import sys
+import time
 
 import pytest
 
 from alibi_attn import records
 from alibi_attn.hf import reading
+from alibi_attn.measure import long_texts as module
 from alibi_attn.measure.long_texts import long_texts
 
+pytestmark = [
+    # JAX warns if an earlier test loaded it.
+    pytest.mark.filterwarnings(r"ignore:os\.fork\(\) was called:RuntimeWarning"),
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+]
 
-@pytest.mark.filterwarnings(r"ignore:os\.fork\(\) was called:RuntimeWarning")  # JAX warns if an earlier test loaded it
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
 def test_a_long_text_is_read_opened_and_shared(tmp_path, monkeypatch):
     monkeypatch.setattr(reading, "_CHUNK", 64)
     lines: list[str] = []
@@ -25,3 +31,17 @@ def test_a_long_text_is_read_opened_and_shared(tmp_path, monkeypatch):
     assert "2 processes together" in lines[-1]
     with pytest.raises(FileExistsError):
         long_texts(tmp_path / "new", tokens=1300, width=64, layers=1, processes=2)
+
+
+def test_a_process_that_fails_ends_the_others(tmp_path, monkeypatch):
+    def one_fails(model, folder, index, pipe):
+        if index == 0:
+            raise SystemExit
+        pipe.send("decoded")
+        time.sleep(5)
+        (folder / f"waited-{index}").touch()
+
+    monkeypatch.setattr(module, "_continue", one_fails)
+    with pytest.raises(EOFError):
+        module.shared_bytes(None, tmp_path, 3)
+    assert not list(tmp_path.iterdir())
