@@ -16,7 +16,7 @@ from torch import Tensor
 
 from alibi_attn import records
 from alibi_attn.hf import patch
-from alibi_attn.measure.harness import Row, number
+from alibi_attn.measure.harness import Config, Row, Say, number
 from alibi_attn.measure.peers import programs
 from alibi_attn.measure.peers import transformers_decoders as decoders
 from alibi_attn.measure.peers.transformers_decoders import FAMILIES, VOCABULARY, bloom, decoder
@@ -45,7 +45,7 @@ def serving(
     families: Sequence[str] = FAMILIES,
     width: int = 1024,
     threads: int | None = None,
-    say: Callable[[str], None] = print,
+    say: Say = print,
 ) -> list[Path]:
     """Measures every family at every length, patched and original; saves one record per family and returns their paths.
 
@@ -53,6 +53,10 @@ def serving(
         unpatched_lengths: lengths for the originals and other programs; default the `lengths` up to LONGEST_UNPATCHED.
         families: names from `FAMILIES`.
         threads: number of threads; default torch's.
+
+    Raises:
+        ValueError: an unknown family.
+        FileExistsError: a family's record already exists; it is found before measuring if no length was skipped in it.
     """
     unpatched = [n for n in lengths if n <= LONGEST_UNPATCHED] if unpatched_lengths is None else unpatched_lengths
     return [_family(out, family, lengths, unpatched, width, threads, say) for family in families]
@@ -60,18 +64,23 @@ def serving(
 
 def _family(
     out: Path, family: str, lengths: Sequence[int], unpatched: Sequence[int], width: int, threads: int | None,
-    say: Callable[[str], None],
+    say: Say,
 ) -> Path:  # fmt: skip
     started = datetime.datetime.now(datetime.UTC)
+    peers, skipped = programs.installed(say) if family == "bloom" else [], list[records.Json]()
+    config: Config = {
+        "family": family, "layers": decoders.LAYERS, "width": width, "heads": decoders.HEADS, "vocabulary": VOCABULARY,
+        "batch": 1, "dtype": "float32", "peers": list(peers), "lengths": sorted(lengths), "unpatched_lengths": sorted(unpatched),
+        "threads": threads, "skipped": skipped,
+    }  # fmt: skip
+    records.expect_new(out, "benchmark", f"serving/{family}", config)
     errors = in_fresh_process(_logits_errors, family, width, threads)
     say(
         f"{family}: patched logits at {CHECKED_LENGTH} tokens differ by {errors['logits_error']:.1e} of the largest, with "
         f"the checkpoint's rounding by {errors['logits_error_checkpoint']:.1e}, in bf16 by {errors['logits_error_bf16']:.1e}"
     )
-    peers = programs.installed(say) if family == "bloom" else []
     curves = {OURS: lengths, BF16: lengths, ORIGINAL: unpatched, **dict.fromkeys(peers, unpatched)}
     measured: dict[str, Rows] = {name: {} for name in curves}
-    skipped: list[records.Json] = []
     for length in sorted({*lengths, *unpatched}):
         for name in [name for name, at in curves.items() if length in at]:
             label = f"{family:>6} {name:>12} {length:>6}"
@@ -92,11 +101,6 @@ def _family(
             part = "" if attention is None else f"attention {attention:8.2f} s, "
             gib = number(row["peak_memory_bytes"]) / 2**30
             say(f"{label}: {number(row['forward_ms']) / 1e3:8.2f} s, {part}{gib:6.2f} GiB")
-    config: dict[str, records.Json] = {
-        "family": family, "layers": decoders.LAYERS, "width": width, "heads": decoders.HEADS, "vocabulary": VOCABULARY,
-        "batch": 1, "dtype": "float32", "peers": list(peers), "lengths": sorted(lengths), "unpatched_lengths": sorted(unpatched),
-        "threads": threads, "skipped": skipped,
-    }  # fmt: skip
     record = records.make(
         "benchmark", f"serving/{family}", config=config, metrics={**errors, **_speedups(measured)},
         curves={

@@ -26,6 +26,14 @@ def _without_peers(monkeypatch):
     monkeypatch.setattr(programs, "why_not", dict)
 
 
+@pytest.fixture
+def here(monkeypatch):
+    """Everything runs in this process, once and on short inputs."""
+    monkeypatch.setattr(module, "in_fresh_process", lambda function, *arguments: function(*arguments))
+    for name, value in (("TURNS", 1), ("WARM_UP_LENGTH", 64), ("CHECKED_LENGTH", 64)):
+        monkeypatch.setattr(module, name, value)
+
+
 class Echo:
     """A peer that returns the model's own logits, off by a relative error."""
 
@@ -41,13 +49,11 @@ class Echo:
 
 
 @pytest.mark.parametrize("off", [0.0, 0.01])
+@pytest.mark.usefixtures("here")
 def test_other_programs_are_compared_first_and_then_measured(off, tmp_path, monkeypatch):
     monkeypatch.setattr(programs, "why_not", lambda: {"peer": None, "absent": "absent cannot be imported"})
     opened = lambda name, model, *, room, threads: contextlib.nullcontext(Echo(model, off))  # noqa: E731
     monkeypatch.setattr(programs, "opened", opened)
-    monkeypatch.setattr(module, "in_fresh_process", lambda function, *arguments: function(*arguments))
-    for name, value in (("TURNS", 1), ("WARM_UP_LENGTH", 64), ("CHECKED_LENGTH", 64)):
-        monkeypatch.setattr(module, name, value)
     messages, sizes = [], {"layers": 1, "num_heads": 2, "head_dim": 8, "repeats": 1}
     served = {"lengths": (70,), "unpatched_lengths": (70,), "width": 64, "families": ["bloom"], "say": messages.append}
     generated = {"lengths": (40,), "say": messages.append, **sizes}
@@ -73,12 +79,11 @@ def test_other_programs_are_compared_first_and_then_measured(off, tmp_path, monk
     assert messages.count("absent is left out: absent cannot be imported") == 2
 
 
+@pytest.mark.usefixtures("here")
 def test_every_family_has_a_record_of_patched_and_original(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "in_fresh_process", lambda function, *arguments: function(*arguments))
-    for name, value in (("TURNS", 1), ("WARM_UP_LENGTH", 64), ("CHECKED_LENGTH", 64)):
-        monkeypatch.setattr(module, name, value)
     messages = []
-    paths = serving(tmp_path, lengths=(100, 120), unpatched_lengths=(100,), width=64, say=messages.append)
+    options = {"lengths": (100, 120), "unpatched_lengths": (100,), "width": 64, "say": messages.append}
+    paths = serving(tmp_path, **options)
     assert [records.load(path).name for path in paths] == [f"serving/{family}" for family in FAMILIES]
     assert len(messages) == 3 * (1 + 2 * 2 + 1)  # errors; ours in both dtypes at two lengths; the original at one
     for path in paths:
@@ -104,6 +109,9 @@ def test_every_family_has_a_record_of_patched_and_original(tmp_path, monkeypatch
         }
     with pytest.raises(ValueError, match="family is 'gpt2' but must be one of bloom, mpt, falcon"):
         serving(tmp_path, families=["gpt2"])
+    monkeypatch.setattr(module, "in_fresh_process", None)
+    with pytest.raises(FileExistsError, match="never overwritten"):
+        serving(tmp_path, **options)
 
 
 def test_a_stream_is_compared_with_the_full_pass(tmp_path):
@@ -144,10 +152,8 @@ def test_a_token_with_a_long_cache_is_compared_and_timed(tmp_path, monkeypatch):
         generating(tmp_path / "blind", lengths=(40,), **sizes)
 
 
+@pytest.mark.usefixtures("here")
 def test_measurements_that_may_not_fit_are_skipped_and_reported(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "in_fresh_process", lambda function, *arguments: function(*arguments))
-    for name, value in (("TURNS", 1), ("WARM_UP_LENGTH", 64), ("CHECKED_LENGTH", 64)):
-        monkeypatch.setattr(module, name, value)
     monkeypatch.setattr(timing, "available_bytes", lambda: timing.SPARE_BYTES)
     messages = []
     options = {"lengths": (100,), "unpatched_lengths": (100, 300), "families": ["mpt"], "width": 64}
