@@ -51,10 +51,12 @@ def int8_error(
     folder = step_folder(checkpoint)
     model, config = load_checkpoint(folder)
     corpus = load_corpus(config.data, stored_tokens(folder))
-    pieces = min(len(corpus.valid) - 1, tokens) // length
+    available = min(len(corpus.valid) - 1, tokens)
+    pieces = available // length
     if pieces < 2:
         raise ValueError(
-            f"the held-out text has {len(corpus.valid)} tokens but two pieces of {length} are needed; pass a shorter --length"
+            f"{available} tokens can be tested (--tokens is {tokens}, the held-out text has {len(corpus.valid)}) but two pieces "
+            f"of {length} are needed; pass a shorter --length"
         )
     about: dict[str, records.Json] = {
         "method": config.model.method, "layers": config.model.num_layers, "width": config.model.embed_dim,

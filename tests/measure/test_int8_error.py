@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from alibi_attn.lab.config import ModelConfig
+from alibi_attn.lab.config import ModelConfig, RunConfig
+from alibi_attn.lab.data.corpus import Corpus
 from alibi_attn.lab.model.language_model import LanguageModel
 from alibi_attn.measure.int8_error import compared, converted, int8_error
 from alibi_attn.nn import int8
@@ -58,3 +59,15 @@ def test_equal_models_have_no_error() -> None:
 def test_a_missing_checkpoint_is_named(tmp_path) -> None:
     with pytest.raises(ValueError, match="pass --checkpoint"):
         int8_error(tmp_path)
+
+
+def test_a_text_that_is_too_short_is_told_from_a_limit_that_is_too_low(tmp_path, monkeypatch) -> None:
+    module, corpus = "alibi_attn.measure.int8_error", Corpus(torch.zeros(0), torch.zeros(1000), facts={})
+    monkeypatch.setattr(f"{module}.step_folder", lambda folder: folder)
+    monkeypatch.setattr(f"{module}.load_checkpoint", lambda folder: (None, RunConfig()))
+    monkeypatch.setattr(f"{module}.stored_tokens", lambda folder: None)
+    monkeypatch.setattr(f"{module}.load_corpus", lambda *_: corpus)
+    for limit, available in ((600, 600), (32_768, 999)):
+        words = rf"{available} tokens can be tested \(--tokens is {limit}, the held-out text has 1000\) but two pieces of 512"
+        with pytest.raises(ValueError, match=words):
+            int8_error(tmp_path, checkpoint=tmp_path, tokens=limit)
