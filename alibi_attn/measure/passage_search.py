@@ -93,11 +93,11 @@ def passages(
     """Trains two encoders or resumes, tests both, saves one record for each, and returns their paths.
 
     Args:
-        text: folders with one text file per book, at least five. The last fifth, in order of names, is only tested on.
+        text: folders with one text file per book, at least five. The last fifth, in order of paths, is only tested on.
         run: folder of the trainings.
 
     Raises:
-        ValueError: an unknown scale, or fewer than five books.
+        ValueError: an unknown scale, fewer than five books, or two of one name.
         FileExistsError: one of the records already exists; nothing is trained.
     """
     if scale not in SCALES:
@@ -129,16 +129,24 @@ def passages(
 
 
 def read_books(text: Sequence[Path]) -> dict[str, str]:
-    """The texts in files and folders by name without suffix, in order of names, with single spaces for all white space.
+    """The texts in files and folders by name without suffix, in order of paths, with single spaces for all white space.
 
     Raises:
         FileNotFoundError: a path does not exist.
-        ValueError: fewer than five texts.
+        ValueError: fewer than five texts, or two files of one name.
     """
-    files = [file for path in text for file in (sorted(path.rglob("*.txt")) if path.is_dir() else [path])]
+    for path in text:
+        if not path.exists():
+            raise FileNotFoundError(f"{path} does not exist; pass a folder with books as .txt files")
+    files = {file for path in text for file in (path.rglob("*.txt") if path.is_dir() else [path])}
     if len(files) < 5:
         raise ValueError(f"text has {len(files)} files but must be a folder with at least five books as .txt files")
-    return {file.stem: " ".join(file.read_text(encoding="utf-8").split()) for file in sorted(files)}
+    books: dict[str, str] = {}
+    for file in sorted(files):
+        if file.stem in books:
+            raise ValueError(f"two books are named {file.stem}; rename {file}")
+        books[file.stem] = " ".join(file.read_text(encoding="utf-8").split())
+    return books
 
 
 def split(books: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:

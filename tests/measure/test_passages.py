@@ -140,3 +140,12 @@ def test_too_few_books_and_unknown_scales_are_refused(tmp_path: Path) -> None:
         passages(tmp_path / "results", text=[tmp_path])
     with pytest.raises(ValueError, match="scale is 'large' but must be 'smoke' or 'small'"):
         passages(tmp_path / "results", text=[tmp_path], scale="large")
+    with pytest.raises(FileNotFoundError, match="gone does not exist"):
+        passages(tmp_path / "results", text=[tmp_path / "gone"])
+
+
+def test_two_books_of_one_name_are_refused(library: Path, tmp_path: Path) -> None:
+    (tmp_path / "book-3.txt").write_text(book(3))
+    assert len(passage_search.read_books([library, library / "book-0.txt"])) == 5
+    with pytest.raises(ValueError, match="two books are named book-3; rename"):
+        passage_search.read_books([library, tmp_path])
