@@ -15,8 +15,6 @@ from alibi_attn.cli.embed import read_texts
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-PATCHED = ("bloom", "mpt", "falcon")  # model types of transformers; other families load as ALiBiForCausalLM
-
 
 def eval_text(
     model: Annotated[
@@ -41,6 +39,8 @@ def eval_text(
     losses_path = file.with_name(file.name + ".losses") if out is None else out
     folder = losses_path.with_name(losses_path.name + ".cache") if cache is None else cache
     check_writable(losses_path)
+    if losses_path.exists() and losses_path.samefile(file):
+        raise ValueError(f"--out is {losses_path}, which is the text itself; pass another file")
     text = read_texts([file], lines=False)[0].text
     with needs("hf"):
         import torch
@@ -51,6 +51,7 @@ def eval_text(
     tokens = AutoTokenizer.from_pretrained(model)(text, return_tensors="pt")["input_ids"]
     if tokens.shape[1] < 2:
         raise ValueError(f"{file} has {tokens.shape[1]} tokens but a loss needs at least 2")
+    losses_path.parent.mkdir(parents=True, exist_ok=True)
     store = ALiBiCache.open(folder) if folder.exists() else ALiBiCache(folder)
     losses_path.touch()
     with open(losses_path, "r+b") as stream:
@@ -84,13 +85,14 @@ def eval_text(
 
 
 def load(folder_or_id: str) -> "PreTrainedModel":
-    """An ALiBi model with a head, in evaluation mode: patched if it is one of transformers, else ours."""
+    """An ALiBi model with a head, in evaluation mode: transformers' own, patched, or ours."""
     from transformers import AutoModelForCausalLM
 
     from alibi_attn.hf import ALiBiForCausalLM, checkpoint_files, patch
+    from alibi_attn.hf.decoder import loading
 
     about = checkpoint_files.read_config(checkpoint_files.resolve(folder_or_id))
-    if about.get("model_type") not in PATCHED:
+    if about.get("model_type") not in loading.PATCHED:
         return ALiBiForCausalLM.from_pretrained(folder_or_id)
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder_or_id).eval()  # type: ignore[no-untyped-call]
     patch(model)

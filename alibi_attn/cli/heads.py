@@ -63,8 +63,9 @@ def heads(
     num_heads = renamed("--num-heads", "--heads", old_heads, num_heads)
     length = renamed("--seq-len", "--length", old_length, length)
     picture = renamed("--png", "--picture", old_picture, picture)
-    if model is None and text is not None:
-        raise typer.BadParameter("--text is for a trained model; pass MODEL too")
+    for option, value in (("--text", text), ("--method", method), ("--out", out)):
+        if model is None and value is not None:
+            raise typer.BadParameter(f"{option} is for a trained model; pass MODEL too")
     if picture is not None:
         check_writable(picture)
         if picture.suffix not in (".png", ".svg"):
@@ -83,7 +84,7 @@ def heads(
     model = checkpoints.find(model)
     if text is None and (model / "config.json").is_file() and "schema" not in read_config(model):
         raise typer.BadParameter(f"{model} was not trained by alibi run, so it has no validation text; pass --text")
-    content = text.read_text(encoding="utf-8") if text else checkpoints.validation_text(model, method)
+    content = _read(text) if text else checkpoints.validation_text(model, method)
     record = model_heads(model, content, length=length, method=method)
     console.print(_by_layer(record))
     console.print(head_maps.sentence(record), soft_wrap=True)
@@ -108,6 +109,13 @@ def _show_slopes(num_heads: int, length: int, picture: Path | None) -> None:
         with needs("lab"):
             from alibi_attn.report.plots import bias
         _print_path("picture", records.replace_file(picture, bias.picture(num_heads, length, picture.suffix)))
+
+
+def _read(text: Path) -> str:
+    try:
+        return text.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{text} is not UTF-8: byte {error.start} is invalid; save it as UTF-8") from None
 
 
 def _by_layer(record: records.Record) -> RichTable:

@@ -96,7 +96,7 @@ def report(
 def explain(
     num_heads: Annotated[int, typer.Option("--heads", help="Number of query heads.", min=1)] = 8,
     num_kv_heads: Annotated[
-        int | None, typer.Option("--kv-heads", help="Number of key/value heads.", show_default="same as --heads")
+        int | None, typer.Option("--kv-heads", help="Number of key/value heads.", min=1, show_default="same as --heads")
     ] = None,
     head_dim: Annotated[int, typer.Option(help="Size of each head.", min=1)] = 64,
     length: Annotated[int, typer.Option(help="Number of queries and keys.", min=1)] = 4096,

@@ -3,12 +3,14 @@
 import numpy as np
 import pytest
 import torch
+from decoder_checkpoints import original
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BloomConfig, BloomForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
+from alibi_attn.cli import eval_text
 from alibi_attn.cli.main import app
-from alibi_attn.hf import reading
+from alibi_attn.hf import ALiBiForCausalLM, reading
 
 
 @pytest.fixture
@@ -62,5 +64,23 @@ def test_an_empty_text_and_a_missing_model_are_refused(folder, tmp_path):
     (tmp_path / "short.txt").write_text("w1")
     short = CliRunner().invoke(app, ["eval-text", str(folder), str(tmp_path / "short.txt")])
     assert "needs at least 2" in str(short.exception)
+    text = str(tmp_path / "short.txt")
+    same = CliRunner().invoke(app, ["eval-text", str(folder), text, "--out", text])
+    assert "is the text itself" in str(same.exception)
+    assert (tmp_path / "short.txt").read_text() == "w1"
     missing = CliRunner().invoke(app, ["eval-text", str(tmp_path / "none"), str(tmp_path / "short.txt")])
     assert isinstance(missing.exception, (OSError, ValueError))
+
+
+def test_the_folder_of_the_losses_is_made(folder, tmp_path):
+    (tmp_path / "a.txt").write_text("w1 w2 w3")
+    out = tmp_path / "new" / "a.losses"
+    result = CliRunner().invoke(app, ["eval-text", str(folder), str(tmp_path / "a.txt"), "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    assert out.stat().st_size == 4 * 2
+    assert [path.name for path in out.parent.iterdir()] == ["a.losses"]
+
+
+def test_an_mpt_that_transformers_cannot_run_is_loaded_as_ours(tmp_path):
+    """With grouped heads and `qk_ln`, like the models that `alibi heads` reads."""
+    assert isinstance(eval_text.load(str(original("mpt-grouped").write(tmp_path / "mpt"))), ALiBiForCausalLM)

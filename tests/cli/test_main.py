@@ -260,6 +260,8 @@ def test_every_help_has_an_example(command: str) -> None:
         (["heads", "--heads", "100000000"], ["--heads", "less than or equal to 4096"]),
         (["heads", "--picture", "heads.jpg"], ["--picture is heads.jpg but must end in .png or .svg"]),
         (["heads", "--text", "a.txt"], ["--text is for a trained model"]),
+        (["heads", "--out", "records"], ["--out is for a trained model"]),
+        (["explain", "--kv-heads", "0"], ["--kv-heads"]),
         (["heads", "--length", "100000000"], ["--length", "less than or equal to 1048576"]),
         (["hedas"], ["hedas", "heads"]),
         (["report"], ["paths"]),
@@ -293,6 +295,7 @@ def test_bad_input_ends_with_1_and_one_sentence(tmp_path: Path) -> None:
         (["run", "--text", "binary"], ValueError, "binary file"),
         (["run", "--text", "short.txt"], ValueError, "short"),
         (["heads", "--picture", "folder"], OSError, "folder is a folder"),
+        (["heads", "folder", "--text", "latin"], ValueError, "latin is not UTF-8: byte 3 is invalid"),
         (["report", "bad", "--out", "x.html"], ValueError, "not JSON"),
         (["generate", "folder", "--prompt", "a"], ValueError, "holds no checkpoint"),
         (["explain", "--length", "8", "--device", "nowhere"], ValueError, "device is 'nowhere' but"),
@@ -305,6 +308,7 @@ def test_bad_input_is_reported_before_any_work(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
     (tmp_path / "binary").write_bytes(b"a\0b")
+    (tmp_path / "latin").write_bytes(b"caf\xe9")
     (tmp_path / "short.txt").write_text("short " * 500)
     (tmp_path / "folder").mkdir()
     (tmp_path / "bad").mkdir()
