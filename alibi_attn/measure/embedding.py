@@ -9,7 +9,7 @@ import dataclasses
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -26,7 +26,8 @@ from alibi_attn.measure.embedding_peers import (
     plain,
     why_not,
 )
-from alibi_attn.measure.harness import Columns, Row, Rows, keep
+from alibi_attn.measure.harness import Columns, Row, Rows, Say, keep
+from alibi_attn.measure.peers import installed
 from alibi_attn.measure.peers.dense_encoder import Sizes
 from alibi_attn.measure.timing import in_fresh_process, peak_raised_by, peak_rss_bytes, time_attention, too_large
 
@@ -54,7 +55,7 @@ def embedding(
     repeats: int = 3,
     seconds: float = 10.0,
     build: Build = our_encoder,
-    say: Callable[[str], None] = print,
+    say: Say = print,
 ) -> list[Path]:
     """Measures single texts and a mixed batch, saves one record of each per precision, and returns their paths.
 
@@ -67,7 +68,7 @@ def embedding(
         checked: lengths of the batches whose hidden states are compared.
         rounds: processes per encoder and batch, in turns with those of the other encoders.
         repeats, seconds: maximum number of passes per process, and the time after which no pass starts. The record has the
-            median of all passes. An encoder whose first process took `seconds` gets no other.
+            median of all passes. An encoder is left out of a round while its passes have taken more than `seconds` per round.
 
     Raises:
         ValueError: an unknown precision, or int8 on a processor that does not support it.
@@ -113,21 +114,17 @@ def embedding(
     return keep(out, configs, steps(), summary=summary)
 
 
-def _names(precisions: Sequence[str], say: Callable[[str], None]) -> list[str]:
+def _names(precisions: Sequence[str], say: Say) -> list[str]:
     """The encoders in these precisions whose packages are installed; reports the others."""
     unknown = [precision for precision in precisions if precision not in PRECISIONS]
     if unknown or not precisions:
         raise ValueError(f"precisions is {','.join(precisions)!r} but must be some of {', '.join(PRECISIONS)}")
-    reasons = {name: why_not(name) for name, encoder in ENCODERS.items() if encoder.precision in precisions}
-    for name, reason in reasons.items():
-        if reason is not None:
-            say(f"{name} is left out: {reason}")
-    return [name for name, reason in reasons.items() if reason is None]
+    return installed(
+        {name: why_not(name) for name, encoder in ENCODERS.items() if encoder.precision in precisions}, say
+    )
 
 
-def _checked(
-    names: Sequence[str], place: Place, checked: Sequence[Sequence[int]], say: Callable[[str], None]
-) -> dict[str, float]:
+def _checked(names: Sequence[str], place: Place, checked: Sequence[Sequence[int]], say: Say) -> dict[str, float]:
     """The error of every encoder that computes ALiBi. Writes the models of other programs on the way."""
     errors: dict[str, float] = {}
     true = in_fresh_process(_hidden_states, OURS, place, checked)
@@ -172,7 +169,7 @@ def _opened(name: str, place: Place, batches: Sequence[Sequence[int]], *, checke
 
 def _rows(
     names: Sequence[str], batch: Sequence[int], place: Place, rounds: int, repeats: int, seconds: float,
-    say: Callable[[str], None],
+    say: Say,
 ) -> dict[str, Row]:  # fmt: skip
     """The row of every encoder on one batch; without a time if there is too little memory."""
     passes: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
@@ -190,7 +187,7 @@ def _rows(
 
 
 def _row(
-    name: str, batch: Sequence[int], passes: list[tuple[float, float]], peak: int, why_not: str, say: Callable[[str], None]
+    name: str, batch: Sequence[int], passes: list[tuple[float, float]], peak: int, why_not: str, say: Say
 ) -> Row:  # fmt: skip
     label = f"{name:>38} {' '.join(map(str, batch)):>6}"
     row: Row = {"length": max(batch), "tokens": sum(batch)}

@@ -4,7 +4,6 @@ All have the weights of `our_encoder`, but for the BERT, which has other layers.
 """
 
 import dataclasses
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from alibi_attn.hf import ALiBiBertConfig, ALiBiBertModel
-from alibi_attn.measure.peers import llama_encoder, onnx_runtime
+from alibi_attn.measure.peers import llama_encoder, missing, onnx_runtime
 from alibi_attn.measure.peers.bert import plain_bert
 from alibi_attn.measure.peers.dense_encoder import DenseEncoder, Sizes
 from alibi_attn.nn import int8
@@ -90,8 +89,7 @@ def inputs(batch: Sequence[int], sizes: Sizes) -> tuple[Tensor, Tensor]:
 
 def why_not(name: str) -> str | None:
     """Why an encoder cannot be measured here, or None."""
-    missing = [package for package in ENCODERS[name].needs if importlib.util.find_spec(package) is None]
-    return f"{' and '.join(missing)} cannot be imported" if missing else None
+    return missing(ENCODERS[name].needs)
 
 
 class _States(nn.Module):

@@ -6,7 +6,8 @@ positions. Each benchmark lists its peers as a literal; files whose names begin 
 """
 
 import dataclasses
-from collections.abc import Callable
+import importlib.util
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -42,6 +43,20 @@ class Peer:
     @property
     def is_ours(self) -> bool:
         return self.name.startswith("ours")
+
+
+def missing(packages: Iterable[str]) -> str | None:
+    """Why a peer that needs these packages cannot run; None if all of them are installed."""
+    absent = [package for package in packages if importlib.util.find_spec(package) is None]
+    return f"{' and '.join(absent)} cannot be imported" if absent else None
+
+
+def installed(reasons: Mapping[str, str | None], say: Callable[[str], None]) -> list[str]:
+    """The peers without a reason to be left out; reports the others with theirs."""
+    for name, why_not in reasons.items():
+        if why_not is not None:
+            say(f"{name} is left out: {why_not}")
+    return [name for name, why_not in reasons.items() if why_not is None]
 
 
 def reason(refusal: Exception) -> str:

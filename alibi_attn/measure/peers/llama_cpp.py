@@ -35,18 +35,7 @@ class LlamaCpp:
         return self._last()
 
     def token(self, tokens: Sequence[int]) -> Callable[[], float]:
-        self.logits(tokens)
-
-        def call() -> float:
-            start = time.perf_counter()
-            self._llama.eval([tokens[-1]])
-            self._last()
-            seconds = time.perf_counter() - start
-            self._llama._ctx.kv_cache_seq_rm(-1, len(tokens), -1)
-            self._llama.n_tokens = len(tokens)
-            return seconds
-
-        return call
+        return self.several(tokens, 1)
 
     def several(self, tokens: Sequence[int], count: int) -> Callable[[], float]:
         self.logits(tokens)

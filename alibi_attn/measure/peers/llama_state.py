@@ -1,6 +1,5 @@
 """The saved state of llama.cpp, which `llama-cli --prompt-cache` writes and reads, called through cyllama."""
 
-import importlib.util
 import statistics
 import time
 from collections.abc import Sequence
@@ -9,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from transformers import BloomForCausalLM
 
+from alibi_attn.measure.peers import missing
 from alibi_attn.measure.peers.llama_cpp import BATCH, write_gguf
 
 FP32 = 0  # ggml's number of the type
@@ -42,7 +42,7 @@ class LlamaState:
     @staticmethod
     def is_installed() -> bool:
         """Whether its two packages can be imported."""
-        return all(importlib.util.find_spec(package) for package in ("cyllama", "gguf"))
+        return missing(("cyllama", "gguf")) is None
 
     def read(self, tokens: Sequence[int]) -> None:
         """Passes the tokens through the model, into an empty cache."""

@@ -4,7 +4,6 @@ The weights are written to a temporary folder in each program's format. Each pro
 """
 
 import contextlib
-import importlib.util
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Protocol
 import numpy as np
 from transformers import BloomForCausalLM
 
+from alibi_attn.measure import peers
 from alibi_attn.measure.peers.ctranslate2 import CTranslate2
 from alibi_attn.measure.peers.llama_cpp import LlamaCpp
 
@@ -39,20 +39,12 @@ class Program(Protocol):
 
 def why_not() -> dict[str, str | None]:
     """By program: the reason why it is left out, or None."""
-    missing = {
-        name: [package for package in packages if importlib.util.find_spec(package) is None]
-        for name, packages in PROGRAMS.items()
-    }
-    return {name: f"{' and '.join(gone)} cannot be imported" if gone else None for name, gone in missing.items()}
+    return {name: peers.missing(packages) for name, packages in PROGRAMS.items()}
 
 
 def installed(say: Callable[[str], None]) -> list[str]:
     """The programs that are installed; reports why the others are left out."""
-    reasons = why_not()
-    for name, reason in reasons.items():
-        if reason is not None:
-            say(f"{name} is left out: {reason}")
-    return [name for name, reason in reasons.items() if reason is None]
+    return peers.installed(why_not(), say)
 
 
 @contextlib.contextmanager
