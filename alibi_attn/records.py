@@ -126,13 +126,9 @@ def machine() -> dict[str, Json]:
     }
 
 
-def versions() -> dict[str, str]:
-    """Installed versions of the packages that results depend on."""
-    return dict(_versions())
-
-
 @functools.cache
-def _versions() -> Mapping[str, str]:
+def versions() -> Mapping[str, str]:
+    """Installed versions of the packages that results depend on."""
     installed = {}
     for package in _PACKAGES:
         try:
@@ -214,7 +210,8 @@ def make(
 
 def identity(kind: str, name: str, config: Mapping[str, Json]) -> str:
     """A hash of twelve hexadecimal digits over kind, name and config as JSON."""
-    return hashlib.sha256(_dumps([kind, name, config]).encode()).hexdigest()[:12]
+    text = json.dumps(finite([kind, name, config]), sort_keys=True, allow_nan=False, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def recorded(folder: Path, kind: str, name: str, config: Mapping[str, Json]) -> Path | None:
@@ -379,10 +376,6 @@ def _check_numbers(record: Record) -> None:
 def _within(value: float, least: float, most: float) -> bool:
     """Whether the value is within the bounds, up to rounding: a share of 1.0000001 and a loss of −1e-7 are allowed."""
     return least - 1e-3 <= value <= most * (1 + 1e-3)
-
-
-def _dumps(value: object) -> str:
-    return json.dumps(finite(value), sort_keys=True, allow_nan=False, separators=(",", ":"))
 
 
 def _git(folder: Path, *arguments: str) -> str:

@@ -1,15 +1,11 @@
-"""Inputs of benchmarks: noise, peaked noise, noise with a sink, and tensors captured from a trained model."""
+"""Inputs of benchmarks: noise, peaked noise, and noise with a sink."""
 
 import dataclasses
-from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from alibi_attn.slopes import alibi_slopes
-
-Kind = Literal["noise", "peaked", "sink"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,12 +29,12 @@ def published_slopes(num_heads: int, device: torch.device | None = None) -> Tens
     return torch.tensor(alibi_slopes(num_heads), dtype=torch.float32, device=device)
 
 
-def draw(case: Case, *, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def draw(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(query, key, value, gradient of the output), each [B, H, n, D] in fp32.
 
     "noise" is standard normal; "peaked" has queries three times as long; "sink" has a first key ten times as long.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     shape = (case.batch, case.num_heads, case.length, case.head_dim)
     query, key, value, grad = (torch.randn(shape, generator=generator) for _ in range(4))
     if case.kind == "peaked":
@@ -48,14 +44,3 @@ def draw(case: Case, *, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     elif case.kind != "noise":
         raise ValueError(f"case kind is {case.kind!r} but must be 'noise', 'peaked' or 'sink'")
     return query, key, value, grad
-
-
-def captured(path: Path) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
-    """(query, key, value), each [1, H, n, D], for every layer in a file written by `alibi bench trained`."""
-    from safetensors.torch import load_file
-
-    if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist; write it with: alibi bench trained")
-    tensors = load_file(path)
-    layers = sorted({name.rsplit(".", 1)[0] for name in tensors})
-    return {layer: (tensors[f"{layer}.query"], tensors[f"{layer}.key"], tensors[f"{layer}.value"]) for layer in layers}

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast
 
 from alibi_attn import records
@@ -256,12 +257,9 @@ def framed(ids: Tokens) -> Tokens:
 
 def padded(rows: Sequence[Tokens]) -> tuple[Tensor, Tensor]:
     """(ids, mask), each [B, T]."""
-    length = max(map(len, rows))
-    ids, mask = torch.full((len(rows), length), PAD), torch.zeros(len(rows), length, dtype=torch.int64)
-    for at, row in enumerate(rows):
-        ids[at, : len(row)] = torch.from_numpy(row)
-        mask[at, : len(row)] = 1
-    return ids, mask
+    ids = pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True, padding_value=PAD)
+    lengths = torch.tensor([len(row) for row in rows])
+    return ids, (torch.arange(ids.shape[1]) < lengths[:, None]).long()
 
 
 def _finished(encoder: ALiBiBertModel, words: PreTrainedTokenizerFast, place: Path) -> Path:

@@ -9,9 +9,9 @@ large and ran alone. The benchmark is in `training.py`.
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
 
 import torch
+from torch.autograd.profiler_util import FunctionEvent
 
 from alibi_attn.lab.config import ModelConfig, Precision, RunConfig
 from alibi_attn.measure.harness import Row
@@ -102,17 +102,6 @@ def expect_agreement(name: str, wide: Sequence[tuple[float, float]], half: Seque
                 )
 
 
-class Event(Protocol):
-    """The part of a torch profiler event that is read here."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def self_cpu_time_total(self) -> float: ...
-    @property
-    def cpu_parent(self) -> "Event | None": ...
-
-
 def profiled_shares(step: Callable[[], object]) -> Row:
     """The shares of a profiled step's time. Profiling slightly slows down everything except matrix products."""
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -122,7 +111,7 @@ def profiled_shares(step: Callable[[], object]) -> Row:
     return time_shares(profile.events())
 
 
-def time_shares(events: Iterable[Event]) -> Row:
+def time_shares(events: Iterable[FunctionEvent]) -> Row:
     """The shares of time of matrix products, of attention and of everything else.
 
     Attention is the operators of ATTENTION and everything they call. Matrix products are MATRIX_PRODUCTS outside of it.
@@ -135,8 +124,8 @@ def time_shares(events: Iterable[Event]) -> Row:
     return {name: time / whole for name, time in spent.items()}
 
 
-def _kind(event: Event) -> str:
-    above: Event | None = event
+def _kind(event: FunctionEvent) -> str:
+    above: FunctionEvent | None = event
     while above is not None:
         if above.name.startswith(ATTENTION):
             return "attention_time_share"
