@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import shutil
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,9 +22,8 @@ import torch
 from torch import Tensor
 from transformers import BloomConfig, BloomForCausalLM
 
-from alibi_attn import records
 from alibi_attn.hf import ALiBiCache, patch, read
-from alibi_attn.measure.harness import Row, Rows, keep, number
+from alibi_attn.measure.harness import Config, Row, Rows, Say, keep, number
 from alibi_attn.measure.peers.llama_state import LlamaState
 from alibi_attn.measure.serving import error
 from alibi_attn.nn.allocator import resident_bytes
@@ -37,7 +37,7 @@ MOST_ERROR = 1e-4  # of the peer, relative to the largest logit; llama.cpp's GEL
 
 def long_texts(
     out: Path, *, tokens: int = 1_000_000, width: int = 1024, layers: int = 2, processes: int = 10, cache: str = "",
-    say: Callable[[str], None] = print,
+    say: Say = print,
 ) -> list[Path]:  # fmt: skip
     """Measures reading, opening and sharing; saves one record and returns its path. Linux only.
 
@@ -48,7 +48,7 @@ def long_texts(
         cache: the cache's folder, on a disk and not in memory; by default next to the record. It is not deleted.
     """
     folder = Path(cache or out / f"long-texts-{width}x{layers}-{tokens}")
-    config: dict[str, records.Json] = {
+    config: Config = {
         "tokens": tokens, "width": width, "layers": layers, "processes": processes, "vocabulary": VOCABULARY,
         "dtype": "float32", "threads": torch.get_num_threads(), "file_system": file_system(folder),
     }  # fmt: skip
@@ -82,9 +82,7 @@ def random_bloom(width: int, layers: int) -> BloomForCausalLM:
     return model
 
 
-def compared_losses(
-    model: BloomForCausalLM, text: Tensor, folder: Path, say: Callable[[str], None]
-) -> dict[str, float | None]:
+def compared_losses(model: BloomForCausalLM, text: Tensor, folder: Path, say: Say) -> dict[str, float | None]:
     """The largest difference, in nats, between the losses of a cache in files and of a cache in memory.
 
     Raises:
@@ -109,9 +107,7 @@ def compared_losses(
     return {"compared_tokens": float(text.shape[1]), "largest_loss_difference": difference}
 
 
-def read_text(
-    model: BloomForCausalLM, text: Tensor, folder: Path, before: int, say: Callable[[str], None]
-) -> list[Row]:
+def read_text(model: BloomForCausalLM, text: Tensor, folder: Path, before: int, say: Say) -> list[Row]:
     """Ten rows, one per tenth of the text: seconds per token (wall time and CPU time), and the increase of memory.
 
     The increase is that of the largest memory in use over `before`, in bytes. Chunks are logged in a file next to
@@ -151,30 +147,14 @@ def read_text(
     return rows
 
 
-def opening(model: BloomForCausalLM, folder: Path, say: Callable[[str], None]) -> dict[str, float | None]:
+def opening(model: BloomForCausalLM, folder: Path, say: Say) -> dict[str, float | None]:
     """Milliseconds to open the cache and compute a token, with pages in memory and from a cold disk, and bytes read."""
     one_token(model, folder)  # brings the pages into memory
-    opened = one_token(model, folder)
-    drop_from_page_cache(folder)
-    before = storage_bytes_read()
-    cold = one_token(model, folder)
-    bytes_read, stored = storage_bytes_read() - before, stored_bytes(folder)
-    say(
-        f"opening and the first token take {opened['first_ms']:.0f} ms, a warm token {opened['warm_ms']:.0f}; from a cold disk "
-        f"{cold['first_ms']:.0f} ms and {bytes_read:,} of {stored:,} bytes"
-    )
-    return {
-        "open_and_first_token_ms": opened["first_ms"],
-        "warm_token_ms": opened["warm_ms"],
-        "warm_token_page_faults": opened["faults"],
-        "cold_open_and_first_token_ms": cold["first_ms"],
-        "cold_bytes_read": bytes_read,
-        "stored_bytes": stored,
-    }
+    return opened("the cache", folder, lambda: one_token(model, folder), say)
 
 
 @torch.no_grad()
-def one_token(model: BloomForCausalLM, folder: Path) -> dict[str, float]:
+def one_token(model: BloomForCausalLM, folder: Path) -> dict[str, float | None]:
     """Opens a private copy and decodes: milliseconds of the first and of a warm token, page faults of the warm ones."""
     token = torch.full((1, 1), 5)
     start = time.perf_counter()
@@ -186,13 +166,14 @@ def one_token(model: BloomForCausalLM, folder: Path) -> dict[str, float]:
         start = time.perf_counter()
         model(token, past_key_values=cache, use_cache=True)
         times.append(time.perf_counter() - start)
-    median = sorted(times)[len(times) // 2]
-    return {"first_ms": first * 1e3, "warm_ms": median * 1e3, "faults": (page_faults() - faults) / WARM_TOKENS}
+    return {
+        "open_and_first_token_ms": first * 1e3,
+        "warm_token_ms": statistics.median_high(times) * 1e3,
+        "warm_token_page_faults": (page_faults() - faults) / WARM_TOKENS,
+    }
 
 
-def saved_state(
-    model: BloomForCausalLM, text: Tensor, folder: Path, say: Callable[[str], None]
-) -> dict[str, float | None]:
+def saved_state(model: BloomForCausalLM, text: Tensor, folder: Path, say: Say) -> dict[str, float | None]:
     """What llama.cpp needs to load its saved state of the same text and compute a token, as `opening`.
 
     The state stays next to the cache: reading the text takes llama.cpp minutes, so a repeated run only loads it.
@@ -215,27 +196,35 @@ def saved_state(
         off = error(torch.from_numpy(logits), true)
         if not off < MOST_ERROR:
             raise RuntimeError(f"llama.cpp is off by {off:.1e} of the largest logit at {length} tokens")
-        _, first, warm = peer.load(path, 5)
-        drop_from_page_cache(path)
-        before = storage_bytes_read()
-        _, cold, _ = peer.load(path, 5)
-        bytes_read, stored = storage_bytes_read() - before, stored_bytes(path)
-    say(
-        f"llama.cpp: loading and the first token take {first * 1e3:.0f} ms, a warm token {warm * 1e3:.0f}; from a cold disk "
-        f"{cold * 1e3:.0f} ms and {bytes_read:,} of {stored:,} bytes"
-    )
-    return {
-        "llama_cpp_open_and_first_token_ms": first * 1e3,
-        "llama_cpp_warm_token_ms": warm * 1e3,
-        "llama_cpp_cold_open_and_first_token_ms": cold * 1e3,
-        "llama_cpp_cold_bytes_read": bytes_read,
-        "llama_cpp_stored_bytes": stored,
+
+        def one() -> dict[str, float | None]:
+            _, first, warm = peer.load(path, 5)
+            return {"open_and_first_token_ms": first * 1e3, "warm_token_ms": warm * 1e3}
+
+        metrics = opened("llama.cpp's state", path, one, say)
+    return {f"llama_cpp_{name}": value for name, value in metrics.items()}
+
+
+def opened(what: str, path: Path, one: Callable[[], dict[str, float | None]], say: Say) -> dict[str, float | None]:
+    """The milliseconds that `one` returns with pages in memory, those of the first token from a cold disk, and bytes read."""
+    metrics = one()
+    drop_from_page_cache(path)
+    before = storage_bytes_read()
+    cold = one()["open_and_first_token_ms"]
+    metrics |= {
+        "cold_open_and_first_token_ms": cold,
+        "cold_bytes_read": storage_bytes_read() - before,
+        "stored_bytes": stored_bytes(path),
     }
+    say(
+        f"opening {what} and the first token take {metrics['open_and_first_token_ms']:.0f} ms, a warm token "
+        f"{metrics['warm_token_ms']:.0f}; from a cold disk {cold:.0f} ms and {metrics['cold_bytes_read']:,} of "
+        f"{metrics['stored_bytes']:,} bytes"
+    )
+    return metrics
 
 
-def sharing(
-    model: BloomForCausalLM, folder: Path, processes: int, say: Callable[[str], None]
-) -> dict[str, float | None]:
+def sharing(model: BloomForCausalLM, folder: Path, processes: int, say: Say) -> dict[str, float | None]:
     """Proportional set size of the cache's mappings in one process, and in all of them together."""
     alone, together = (sum(shared_bytes(model, folder, count)) for count in (1, processes))
     say(f"{processes} processes together hold {together:,} bytes of the cache, one alone {alone:,}")
@@ -271,17 +260,17 @@ def _continue(model: BloomForCausalLM, folder: Path, index: int, pipe: Connectio
     model(torch.full((1, 8), 3 + index), past_key_values=cache, use_cache=True)
     pipe.send("decoded")
     pipe.recv()
-    pipe.send(mapped_bytes(folder, "Pss:"))
+    pipe.send(proportional_bytes(folder))
     pipe.recv()
 
 
-def mapped_bytes(folder: Path, field: str) -> int:
-    """The sum of a field of /proc/self/smaps over the mappings of the folder's files."""
+def proportional_bytes(folder: Path) -> int:
+    """The proportional set size of the mappings of the folder's files, from /proc/self/smaps."""
     total, inside = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if ":" not in line.split(" ")[0]:
             inside = f"{folder.resolve()}/" in line
-        elif inside and line.startswith(field):
+        elif inside and line.startswith("Pss:"):
             total += int(line.split()[1]) * 1024
     return total
 
