@@ -91,7 +91,7 @@ def repeats(default: int = 5, help: str = "Most turns per call; the median count
     return Option("repeats", default, help, limits={"min": 1})
 
 
-MEMORY = Option("memory", True, "Also measure peak memory.")
+MEMORY = Option("memory", True, "Also measure peak memory at 8192, 16384, 32768 and 65536 tokens.")
 SMALL = Option("scale", "small", "smoke or small.")
 
 BENCHMARKS: Mapping[str, Benchmark] = {

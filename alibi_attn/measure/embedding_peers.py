@@ -1,6 +1,6 @@
 """The encoders that `alibi bench embedding` measures, as one table: ours, and what users would run instead.
 
-All have the weights of `our_encoder`, but for the BERT, which has other layers. Read next: `embedding.py`.
+All have the weights of `our_encoder` except the BERT, which has other layers. Read next: `embedding.py`.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ class Place:
 class Open(Protocol):
     """Opens the encoder for batches of at most `texts` texts, `room` tokens in all and `longest` in one.
 
-    Where it is not `checked`, any weights will do.
+    Unless `checked`, it may have any weights.
     """
 
     def __call__(self, name: str, place: Place, *, longest: int, room: int, texts: int, checked: bool) -> Opened: ...

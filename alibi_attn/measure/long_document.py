@@ -96,7 +96,7 @@ def vector_error(length: int, chunk: int, sizes: Sizes, dtype: str) -> float:
 
 
 def measure(length: int, chunk: int, sizes: Sizes, dtype: str) -> tuple[float, int, float]:
-    """(milliseconds of one pass; peak memory, model included; processor time over time, which tells how busy the machine was)."""
+    """(milliseconds of one pass; peak memory, model included; processor time over wall time: the cores used)."""
     before = peak_rss_bytes()
     model = _encoder(sizes, dtype)
     document = random_document(length, chunk, sizes.vocabulary)

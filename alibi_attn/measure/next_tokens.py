@@ -1,6 +1,6 @@
 """`alibi bench next-tokens`: a BLOOM decodes tokens after a prompt in fp32, bf16 and int8, next to llama.cpp and CTranslate2.
 
-One sequence, random weights: two layers of width 1,024, or as many as are asked for. Every program reads the same prompt and
+One sequence, random weights, by default two layers of width 1,024. Every program reads the same prompt and
 then the same tokens, one at a time; the mean of a run counts, and runs take turns. The logits of the first token are compared
 with ours in fp32 before anything is timed, because a program that computes something else is not comparable.
 """

@@ -2,7 +2,7 @@
 
 A small encoder is trained on books and tested on others (`passage_encoder.py`). Sentences are removed from stretches of the
 books; each is the query for the chunk from which it was removed, among the chunks of all stretches. No text contains the
-query, so a chunk can only be found by what it, or the text around it, says about the same things. Also measured: vectors in int8
+query, so a chunk can only be found if it, or the text around it, is about the same things. Also measured: vectors in int8
 and from windows, compared with one pass in fp32.
 
 Cost: small, about half an hour on one idle core; smoke, seconds.

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from alibi_attn.measure.peers.llama_cpp import TYPES
 
-LONGEST = 2**20  # tokens; the model has no limit, but the file format asks for one
+LONGEST = 2**20  # tokens; the model has no limit, but the file format requires one
 
 
 class LlamaEncoder:

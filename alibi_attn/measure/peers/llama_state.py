@@ -71,4 +71,4 @@ class LlamaState:
 
     def _decode(self, tokens: Sequence[int], start: int) -> np.ndarray:
         self._context.decode(self._library.llama_batch_get_one(list(tokens), start))
-        return np.array(self._context.get_logits(), np.float32)  # of the last token, the only one that is asked for
+        return np.array(self._context.get_logits(), np.float32)  # of the last token, the only one requested

@@ -1,4 +1,4 @@
-"""An encoder in ONNX Runtime: exported as docs/encoders.md says, and in int8 by its dynamic quantization."""
+"""An encoder in ONNX Runtime: exported as described in docs/encoders.md, and in int8 by dynamic quantization."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def write(model: PreTrainedModel, path: Path, precision: str) -> None:
 
 
 class OnnxRuntime:
-    """A session with all graph optimizations. Padding is computed, as the graph says."""
+    """A session with all graph optimizations. The graph also computes padding."""
 
     def __init__(self, path: Path, *, threads: int) -> None:
         import onnxruntime
