@@ -17,10 +17,9 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.multiprocessing.spawn import spawn
 
-from alibi_attn import records
 from alibi_attn.attention.api import alibi_attention
 from alibi_attn.distributed import Traffic, context_parallel_attention
-from alibi_attn.measure.harness import Columns, Row, keep_by_length, number, whole_ms
+from alibi_attn.measure.harness import Columns, Config, Row, Say, keep_by_length, number, whole_ms
 
 LENGTHS = (16_384, 32_768, 65_536, 131_072)
 RANKS = (2, 4)
@@ -32,7 +31,7 @@ _ALLOWED = 1e-5
 
 def context_parallel(
     out: Path, *, lengths: Sequence[int] = LENGTHS, ranks: Sequence[int] = RANKS, repeats: int = 5, seconds: float = 20.0,
-    say: Callable[[str], None] = print,
+    say: Say = print,
 ) -> list[Path]:  # fmt: skip
     """Measures, saves one record per number of processes, and returns their paths.
 
@@ -48,7 +47,7 @@ def context_parallel(
             raise ValueError(
                 f"{count} ranks cannot share {uneven} tokens evenly; pass two or more ranks, and lengths that they divide"
             )
-    configs: dict[str, dict[str, records.Json]] = {
+    configs: dict[str, Config] = {
         f"ranks-{count}": {
             "ranks": count, "heads": HEADS, "kv_heads": HEADS, "head_dim": HEAD_DIM, "dtype": "float32", "causal": True,
             "threads_of_a_rank": _threads(count), "lengths": list(lengths), "backend": "gloo",

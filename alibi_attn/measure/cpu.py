@@ -1,7 +1,7 @@
 """`alibi bench cpu`: causal ALiBi attention on this machine's CPU, ours compared with what users would run instead."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from alibi_attn.measure.harness import (
     Candidate,
     Columns,
     Row,
+    Say,
     checked,
     keep_by_length,
     number,
@@ -77,7 +78,7 @@ def cpu(
     dropout: float = 0.0,
     dtype: str = "float32",
     peers: Sequence[Peer] | None = None,
-    say: Callable[[str], None] = print,
+    say: Say = print,
 ) -> list[Path]:
     """Measures, saves one record per kind of input, and returns their paths.
 
@@ -115,7 +116,7 @@ def cpu(
 
 
 def _measure(
-    case: Case, dtype: torch.dtype, *, peers: Sequence[Peer], repeats: int, seconds: float, say: Callable[[str], None]
+    case: Case, dtype: torch.dtype, *, peers: Sequence[Peer], repeats: int, seconds: float, say: Say
 ) -> dict[str, Row]:
     """The rows by peer, plus the row "reach" with the scores that the certificate requires.
 

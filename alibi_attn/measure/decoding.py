@@ -1,18 +1,17 @@
 """`alibi bench decoding`: decodes one token with a long cache on this machine's CPU, with all keys or those within reach."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from alibi_attn import records
 from alibi_attn.attention.certificate.bounds import bounds
 from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.validation import make_spec
 from alibi_attn.measure.correctness import Reference
-from alibi_attn.measure.harness import Rows, checked, compared, keep, number, timed
+from alibi_attn.measure.harness import Config, Rows, Say, checked, compared, keep, number, timed
 from alibi_attn.measure.inputs import published_slopes
 from alibi_attn.measure.peers import Peer, eager, flash_attn, sdpa_causal, sdpa_dense_bias
 from alibi_attn.measure.peers.ours import ours, ours_with_cache
@@ -39,7 +38,7 @@ def decoding(
     num_heads: int = 16,
     head_dim: int = 64,
     repeats: int = 15,
-    say: Callable[[str], None] = print,
+    say: Say = print,
 ) -> list[Path]:
     """Measures, saves one record, and returns its path.
 
@@ -51,7 +50,7 @@ def decoding(
         Peer("ours, all keys", ours("dense"), "backend='dense', which is what 'auto' takes for one query"),
         *peers_of_one_query(),
     ]
-    config: dict[str, records.Json] = {
+    config: Config = {
         "lengths": list(lengths), "heads": num_heads, "head_dim": head_dim, "dtype": "float32", "queries": 1,
         "threads": torch.get_num_threads(), "peers": {peer.name: peer.note for peer in peers},
     }  # fmt: skip

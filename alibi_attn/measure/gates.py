@@ -7,7 +7,7 @@ The record has the times, the number of computed scores, and the number inside t
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,7 @@ from alibi_attn.attention.backends.native.visited import Visited
 from alibi_attn.attention.certificate.constants import OUTLIER_TILES, TILE
 from alibi_attn.attention.forgetting import forgetting_attention
 from alibi_attn.attention.validation import make_spec
-from alibi_attn.measure.harness import Candidate, Columns, Row, candidate, compared, keep_by_length, timed, whole_ms
+from alibi_attn.measure.harness import Columns, Row, Say, candidate, compared, keep_by_length, timed, whole_ms
 from alibi_attn.measure.inputs import published_slopes
 from alibi_attn.measure.peers import Attention, sdpa_causal, sdpa_dense_bias
 from alibi_attn.measure.peers.ours import ours
@@ -105,7 +105,7 @@ def gates(
     bounds: Sequence[float] = BOUNDS,
     repeats: int = 5,
     seconds: float = 10.0,
-    say: Callable[[str], None] = print,
+    say: Say = print,
 ) -> list[Path]:
     """Measures, saves one record per pair of a gate logit and a score bound, and returns their paths.
 
@@ -165,7 +165,7 @@ def computed_scores(inputs: Inputs, tolerance: float | None = None) -> int:
     return int(native.visits(spec, query, key, value)[1].sum())
 
 
-def measured(name: str, inputs: Inputs, *, repeats: int, seconds: float, say: Callable[[str], None]) -> dict[str, Row]:
+def measured(name: str, inputs: Inputs, *, repeats: int, seconds: float, say: Say) -> dict[str, Row]:
     """The rows of one length: one per peer, plus "scores" with the numbers of scores.
 
     Raises:
@@ -190,7 +190,7 @@ def measured(name: str, inputs: Inputs, *, repeats: int, seconds: float, say: Ca
     }
     if length <= LONGEST_DENSE:
         attentions["SDPA + dense bias"] = sdpa_dense_bias.with_mask(_dense_bias(inputs.decay))
-    candidates: dict[str, Candidate] = {}
+    candidates = {}
     for peer, attention in attentions.items():
         gated = peer in ("ours", "SDPA + dense bias")
         row: Row = {"length": length, "relative_error": _error(peer, attention, inputs) if gated else None}

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from transformers import BloomForCausalLM
 from transformers.cache_utils import Cache, DynamicCache, StaticCache
 
-from alibi_attn import records
 from alibi_attn.hf import ALiBiCache, patch
-from alibi_attn.measure.harness import Rows, compared, keep
+from alibi_attn.measure.harness import Config, Rows, Say, compared, keep
 from alibi_attn.measure.peers import programs
 from alibi_attn.measure.peers.transformers_decoders import bloom
 from alibi_attn.measure.serving import error
@@ -45,7 +44,7 @@ def generating(
     head_dim: int = 64,
     repeats: int = 9,
     our_cache: Callable[[], Cache] = ALiBiCache,
-    say: Callable[[str], None] = print,
+    say: Say = print,
 ) -> list[Path]:
     """Measures, saves one record, and returns its path.
 
@@ -60,7 +59,7 @@ def generating(
     """
     peers = programs.installed(say)
     curves = ["ours", PATCHED, ORIGINAL, ORIGINAL_STATIC, ROWS, PADDED, UNEVEN, PROMPTED, *peers]
-    config: dict[str, records.Json] = {
+    config: Config = {
         "lengths": list(lengths), "layers": layers, "heads": num_heads, "head_dim": head_dim, "dtype": "float32",
         "threads": torch.get_num_threads(), "ways": curves, "padding": PADDING,
     }  # fmt: skip
@@ -136,7 +135,7 @@ def _two_rows(model: nn.Module, our_cache: Callable[[], Cache], filling: Filling
 
 def _after_a_prompt(
     model: BloomForCausalLM, our_cache: Callable[[], Cache], peers: Sequence[str], length: int, *, repeats: int,
-    say: Callable[[str], None],
+    say: Say,
 ) -> tuple[dict[str, float], float]:  # fmt: skip
     """(milliseconds per token after a prompt of this length, for ours and each peer; milliseconds of our first token)."""
     tokens = torch.randint(model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(length))

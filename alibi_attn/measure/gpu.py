@@ -10,7 +10,7 @@ import functools
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from alibi_attn import records
 from alibi_attn.attention.api import alibi_attention
 from alibi_attn.measure.decoding import WITH_CACHE, peers_of_one_query
 from alibi_attn.measure.gpu_rows import KINDS, TOKENS, Inputs, measured, unmeasured
-from alibi_attn.measure.harness import Row, Rows, keep, number, whole_ms
+from alibi_attn.measure.harness import Config, Row, Rows, Say, keep, number, whole_ms
 from alibi_attn.measure.peers import Peer, eager, flash_attn, flex, rank_two, sdpa_causal, sdpa_dense_bias
 from alibi_attn.measure.peers.ours import ours, ours_with_cache
 from alibi_attn.slopes import alibi_slopes
@@ -67,7 +66,7 @@ def gpu(
     kinds: Sequence[str] = KINDS,
     seconds: float = 540.0,
     scale: str = "full",
-    say: Callable[[str], None] = print,
+    say: Say = print,
 ) -> list[Path]:
     """Checks and measures, saves a training and a decoding record per kind and shape, and returns their paths.
 
@@ -134,7 +133,7 @@ def _name(shape: tuple[int, int], kind: str, decoding: bool, device: torch.devic
 
 def _config(
     shape: tuple[int, int], kind: str, decoding: bool, lengths: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> dict[str, records.Json]:
+) -> Config:
     return {
         "kind": kind, "heads": shape[0], "head_dim": shape[1], "dtype": str(dtype).removeprefix("torch."),
         "lengths": list(lengths), "smoke": device.type == "cpu", "device": device.type,
@@ -154,7 +153,7 @@ def _peers(decoding: bool, device: torch.device) -> list[Peer]:
 
 def _measured_shape(
     shape: tuple[int, int], lengths: Sequence[int], kinds: Sequence[str], dtype: torch.dtype, device: torch.device, *,
-    until: float, say: Callable[[str], None],
+    until: float, say: Say,
 ) -> Iterator[dict[str, dict[str, Row]]]:  # fmt: skip
     """Yields the rows by record and peer of each length: training steps, then decoding."""
     pace: dict[str, float] = {}  # seconds of a peer's training step per score and head
@@ -199,9 +198,7 @@ def _seconds(rows: Mapping[str, Row]) -> float:
     return max(whole_ms(row) for row in rows.values()) / 1e3
 
 
-def _all_checked(
-    calls: Sequence[tuple[torch.dtype, dict[str, object]]], device: torch.device, say: Callable[[str], None]
-) -> list[Row]:
+def _all_checked(calls: Sequence[tuple[torch.dtype, dict[str, object]]], device: torch.device, say: Say) -> list[Row]:
     """One row per checked call. On a GPU several processes share it, because compiling dominates the time."""
     rows = []
     with contextlib.ExitStack() as stack:

@@ -10,7 +10,6 @@ Expected: a perplexity within 0.5 % of fp32.
 import copy
 import datetime
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -21,6 +20,7 @@ from alibi_attn.lab.data.corpus import load_corpus
 from alibi_attn.lab.evaluation.losses import Window, token_losses
 from alibi_attn.lab.model.language_model import LanguageModel
 from alibi_attn.lab.training.checkpoint import load_checkpoint, step_folder, stored_tokens
+from alibi_attn.measure.harness import Config, Say
 from alibi_attn.nn import int8
 from alibi_attn.nn.linear import Linear
 
@@ -33,7 +33,7 @@ def int8_error(
     checkpoint: Path | None = None,
     length: int = 512,
     tokens: int = 32_768,
-    say: Callable[[str], None] = print,
+    say: Say = print,
 ) -> list[Path]:
     """Compares the model of a checkpoint with its copy in int8, saves a record and returns its path.
 
@@ -58,7 +58,7 @@ def int8_error(
             f"{available} tokens can be tested (--tokens is {tokens}, the held-out text has {len(corpus.valid)}) but two pieces "
             f"of {length} are needed; pass a shorter --length"
         )
-    about: dict[str, records.Json] = {
+    about: Config = {
         "method": config.model.method, "layers": config.model.num_layers, "width": config.model.embed_dim,
         "heads": config.model.num_heads, "ffn": config.model.ffn_dim, "vocabulary": config.model.vocab_size,
         "trained": config.train.length, "step": int(folder.name.removeprefix("step-")), "batch_tokens": config.train.batch_tokens,

@@ -9,18 +9,17 @@ Expected: memory of a few vectors per token, below 4 GiB at 100,000 tokens.
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import cast
 
 import numpy as np
 import torch
 
-from alibi_attn import records
 from alibi_attn.hf import ALiBiBertModel
 from alibi_attn.hf.late_chunking import Document, Windows, computed
 from alibi_attn.measure.embedding_peers import our_encoder
-from alibi_attn.measure.harness import Row, Rows, keep
+from alibi_attn.measure.harness import Config, Row, Rows, Say, keep
 from alibi_attn.measure.peers.dense_encoder import Sizes
 from alibi_attn.measure.timing import in_fresh_process, peak_raised_by, peak_rss_bytes
 
@@ -38,7 +37,7 @@ def long_document(
     layers: int = 12,
     dtype: str = "float32",
     sizes: Sizes | None = None,
-    say: Callable[[str], None] = print,
+    say: Say = print,
 ) -> list[Path]:
     """Compares, measures, saves one record and returns its path.
 
@@ -53,7 +52,7 @@ def long_document(
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r} but must be {' or '.join(map(repr, DTYPES))}")
     sizes = Sizes(layers=layers) if sizes is None else sizes
-    config: dict[str, records.Json] = {
+    config: Config = {
         "layers": sizes.layers, "width": sizes.width, "heads": sizes.heads, "inner": sizes.inner, "dtype": dtype,
         "tokens": tokens, "checked": checked, "chunk": chunk, "threads": torch.get_num_threads(),
     }  # fmt: skip

@@ -34,6 +34,7 @@ from alibi_attn.hf.decoder.model import ALiBiForCausalLM
 from alibi_attn.hf.patching import patch
 from alibi_attn.lab.model.position_method import Pass, PositionMethod
 from alibi_attn.lab.training.checkpoint import load_checkpoint, load_checkpoint_tokenizer, newest
+from alibi_attn.measure.harness import Config
 from alibi_attn.measure.trained_models import attention_weights, by_head, outputs_of
 
 KIND = "heads"
@@ -87,7 +88,7 @@ def model_heads(folder: Path, text: str, *, length: int | None = None, method: s
 
     with torch.no_grad():
         model.run(torch.tensor([tokens]), see)
-    config: dict[str, records.Json] = {
+    config: Config = {
         "model": model.name,
         "length": len(tokens),
         "trained": model.length,

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 from transformers import BloomForCausalLM
 
-from alibi_attn import records
 from alibi_attn.hf import ALiBiCache, patch
-from alibi_attn.measure.harness import Row, Rows, keep
+from alibi_attn.measure.harness import Config, Row, Rows, Say, keep
 from alibi_attn.measure.peers import programs
 from alibi_attn.measure.peers.transformers_decoders import HEADS, LAYERS, VOCABULARY, bloom
 from alibi_attn.measure.serving import error
@@ -40,7 +39,7 @@ def next_tokens(
     layers: int = LAYERS,
     vocabulary: int = VOCABULARY,
     repeats: int = 9,
-    say: Callable[[str], None] = print,
+    say: Say = print,
 ) -> list[Path]:
     """Measures, saves one record, and returns its path.
 
@@ -53,7 +52,7 @@ def next_tokens(
         repeats: runs per program; their median is recorded.
     """
     peers = programs.installed(say)
-    config: dict[str, records.Json] = {
+    config: Config = {
         "lengths": sorted(lengths), "tokens": tokens, "layers": layers, "width": width, "heads": HEADS, "batch": 1,
         "vocabulary": vocabulary, "precisions": list(PRECISIONS), "peers": list(peers), "repeats": repeats,
         "threads": torch.get_num_threads(),
@@ -105,7 +104,7 @@ class _Ours:
 
 def _rows(
     precision: str, prompt: Tensor, true: Tensor, peers: Sequence[str], *,
-    model: Callable[[], BloomForCausalLM], tokens: int, repeats: int, say: Callable[[str], None],
+    model: Callable[[], BloomForCausalLM], tokens: int, repeats: int, say: Say,
 ) -> dict[str, Row]:  # fmt: skip
     """The row of every program in this precision."""
     ours, listed = _Ours(precision, model, prompt), prompt[0].tolist()

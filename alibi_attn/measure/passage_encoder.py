@@ -26,6 +26,7 @@ from transformers import PreTrainedTokenizerFast
 
 from alibi_attn import records
 from alibi_attn.hf import ALiBiBertConfig, ALiBiBertForMaskedLM, ALiBiBertModel, chunking
+from alibi_attn.measure.harness import Say
 
 Trained = Literal["alone", "late"]
 Tokens = NDArray[np.int64]
@@ -110,9 +111,7 @@ def byte_pairs(texts: Sequence[str], size: int) -> Tokenizer:
     return bpe
 
 
-def trained_encoder(
-    books: Sequence[str], setup: Setup, trained: Trained, folder: Path, *, say: Callable[[str], None]
-) -> Path:
+def trained_encoder(books: Sequence[str], setup: Setup, trained: Trained, folder: Path, *, say: Say) -> Path:
     """Trains an encoder, or resumes an interrupted training, and returns the folder that `alibi embed` can read.
 
     Every step draws its own random numbers from the seed and its index, so an interruption changes nothing.

@@ -12,7 +12,7 @@ Expected: late chunks are found more often than chunks alone, clearly so where t
 import dataclasses
 import datetime
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from alibi_attn import records
 from alibi_attn.hf.late_chunking import Document, Windows, computed, prepared
 from alibi_attn.hf.sentence_encoder import Sentences, load
+from alibi_attn.measure.harness import Say
 from alibi_attn.measure.passage_encoder import Question, Setup, Trained, questions, trained_encoder
 from alibi_attn.nn import int8
 
@@ -88,7 +89,7 @@ def passages(
     text: Sequence[Path] = (),
     scale: str = "small",
     run: Path = Path("runs/passages"),
-    say: Callable[[str], None] = print,
+    say: Say = print,
 ) -> list[Path]:
     """Trains two encoders or resumes, tests both, saves one record for each, and returns their paths.
 

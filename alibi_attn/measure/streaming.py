@@ -5,14 +5,13 @@ Time per token and memory must stop growing once every head has its full reach, 
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from alibi_attn import records
-from alibi_attn.measure.harness import Row, Rows, keep
+from alibi_attn.measure.harness import Config, Row, Rows, Say, keep
 from alibi_attn.nn import ALiBiTransformerBlock, GatedReachCache, ReachCache
 
 
@@ -24,7 +23,7 @@ def streaming(
     windows: int = 20,
     tolerance: float = 2.0**-28,
     gates: bool = False,
-    say: Callable[[str], None] = print,
+    say: Say = print,
 ) -> list[Path]:
     """Streams, compares with the full pass, saves one record, and returns its path.
 
@@ -43,7 +42,7 @@ def streaming(
     torch.manual_seed(0)
     blocks = [_gated_block() if gates else ALiBiTransformerBlock(64, 4, qk_norm=True) for _ in range(2)]
     x = torch.randn(1, tokens, 64)
-    config: dict[str, records.Json] = {
+    config: Config = {
         "tokens": tokens, "chunk": chunk, "windows": windows, "tolerance": tolerance, "layers": 2, "width": 64,
         "heads": 4, "dtype": "float32", "threads": 1,
         "reach": None if gates else [block.attention.static_reach(tolerance=tolerance).tolist() for block in blocks],

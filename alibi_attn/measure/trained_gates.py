@@ -10,18 +10,17 @@ Expected: fewer scores than inside ACP's boundary, which uses one bound of q·k 
 attention without gates.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from alibi_attn import records
 from alibi_attn.lab.config import Method
 from alibi_attn.lab.model.language_model import LanguageModel
 from alibi_attn.lab.model.position_method import ForgetGates, LayerInput, Pass
 from alibi_attn.measure.gates import Inputs, gates_config, measured, summary
-from alibi_attn.measure.harness import keep_by_length
+from alibi_attn.measure.harness import Config, Say, keep_by_length
 from alibi_attn.measure.trained_models import by_head, outputs_of, small_recipe, trained
 
 METHODS: tuple[Method, ...] = ("fox", "alibi-fox")
@@ -40,7 +39,7 @@ def trained_gates(
     run: Path = Path("runs/trained-gates"),
     repeats: int = 5,
     seconds: float = 10.0,
-    say: Callable[[str], None] = print,
+    say: Say = print,
 ) -> list[Path]:
     """Trains or resumes, captures and measures; saves one record per model and returns their paths.
 
@@ -50,7 +49,7 @@ def trained_gates(
     """
     lengths = LENGTHS.get(scale, (0,))
     inputs: dict[str, Inputs] = {}
-    configs: dict[str, dict[str, records.Json]] = {}
+    configs: dict[str, Config] = {}
     for config, model, corpus in trained(RECIPE, run, scale, longest=lengths[-1], text=text, say=say):
         name = f"trained-{config.model.method}"
         inputs[name] = captured_gates(model, corpus.valid[None, : lengths[-1]].long())

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -16,6 +16,7 @@ from alibi_attn.lab.config_io import override
 from alibi_attn.lab.data.corpus import Corpus, load_corpus
 from alibi_attn.lab.model.language_model import Block, LanguageModel
 from alibi_attn.lab.training import checkpoint
+from alibi_attn.measure.harness import Say
 
 
 def small_recipe(
@@ -47,7 +48,7 @@ def small_recipe(
 
 
 def trained(
-    recipe: Recipe, folder: Path, scale: str, *, longest: int, text: Sequence[Path] = (), say: Callable[[str], None]
+    recipe: Recipe, folder: Path, scale: str, *, longest: int, text: Sequence[Path] = (), say: Say
 ) -> Iterator[tuple[RunConfig, LanguageModel, Corpus]]:
     """Trains the recipe's runs in a folder, or resumes them, and yields each config with its model and corpus.
 

@@ -10,7 +10,7 @@ Expected: in steep heads a certified reach at most about a third longer than the
 
 import datetime
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -24,7 +24,8 @@ from alibi_attn.attention.validation import make_spec
 from alibi_attn.lab.model.language_model import LanguageModel
 from alibi_attn.measure.correctness import Reference
 from alibi_attn.measure.cpu import CAUSAL, OURS
-from alibi_attn.measure.harness import checked, number, timed
+from alibi_attn.measure.harness import Say, checked, number, timed
+from alibi_attn.measure.inputs import published_slopes
 from alibi_attn.measure.trained_models import attention_weights, by_head, outputs_of, small_recipe, trained
 from alibi_attn.slopes import alibi_slopes
 
@@ -37,7 +38,7 @@ RECIPE = small_recipe(
 
 
 def trained_reach(
-    out: Path, *, scale: str = "small", run: Path = Path("runs/trained-reach"), say: Callable[[str], None] = print
+    out: Path, *, scale: str = "small", run: Path = Path("runs/trained-reach"), say: Say = print
 ) -> list[Path]:
     """Trains or resumes, captures, compares and times; saves one record per layer and returns their paths.
 
@@ -94,7 +95,7 @@ def compare(query: Tensor, key: Tensor, value: Tensor) -> dict[str, Sequence[rec
     blocks = torch.nn.functional.pad(true, (0, -n % TILE)).unflatten(-1, (-1, TILE)).amax(-1)
     return {
         "head": list(range(spec.num_heads)),
-        "slope": [float(m) for m in alibi_slopes(spec.num_heads)],
+        "slope": alibi_slopes(spec.num_heads).tolist(),
         "certified": certified.amax(-1).tolist(),
         "certified_mean": certified.double().mean(-1).tolist(),
         "true": true.amax(-1).tolist(),
@@ -133,7 +134,7 @@ def _true_reach(scale: float, query: Tensor, key: Tensor, slope: float, toleranc
 
 def _times(query: Tensor, key: Tensor, value: Tensor) -> dict[str, float]:
     """Forward milliseconds of our attention and of attention without a bias; both are first compared with fp64."""
-    slopes = torch.tensor(alibi_slopes(query.shape[1]), dtype=torch.float32)
+    slopes = published_slopes(query.shape[1])
     query, key, value = (x.contiguous() for x in (query, key, value))
     reference = Reference.of(query, key, value, torch.ones_like(query), slopes)
     candidates = {peer.name: checked(peer, reference, query, key, value, None, slopes) for peer in (OURS, CAUSAL)}

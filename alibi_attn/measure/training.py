@@ -21,14 +21,13 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from alibi_attn import records
 from alibi_attn.lab.config import Method, ModelConfig, RunConfig, TrainConfig, check_choice
 from alibi_attn.lab.data.corpus import Corpus
 from alibi_attn.lab.training.parallel import prepare
 from alibi_attn.lab.training.train import Step
 from alibi_attn.lab.training.train import steps as train_steps
 from alibi_attn.measure import utilization
-from alibi_attn.measure.harness import Row, Rows, keep
+from alibi_attn.measure.harness import Config, Row, Rows, Say, keep
 from alibi_attn.measure.timing import MATRIX_SIZE, elapsed_ms, medians_of
 from alibi_attn.measure.utilization import expect_agreement, product_in, profiled_shares, utilization_row
 
@@ -65,7 +64,7 @@ def training(
     threads: int = 1,
     repeats: int = 9,
     seconds: float = 300.0,
-    say: Callable[[str], None] = print,
+    say: Say = print,
 ) -> list[Path]:
     """Measures, saves one record, and returns its path.
 
@@ -134,7 +133,7 @@ def _configs(scale: Size, methods: Sequence[str], lengths: Sequence[int], least_
     ]
 
 
-def _config(configs: Sequence[RunConfig], scale: str, threads: int) -> dict[str, records.Json]:
+def _config(configs: Sequence[RunConfig], scale: str, threads: int) -> Config:
     model = dataclasses.asdict(configs[0].model)
     train = configs[0].train
     return {
