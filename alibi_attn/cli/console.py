@@ -1,4 +1,4 @@
-"""Output and errors of the commands: consoles, one-sentence errors, missing extras, renamed options."""
+"""Output and errors of the commands: consoles, progress, one-sentence errors, missing extras, renamed options."""
 
 import contextlib
 import sys
@@ -9,11 +9,23 @@ from typing import NoReturn, TypeVar
 
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 Value = TypeVar("Value")
 
 console = Console(highlight=False)
 errors = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def progress() -> Progress:
+    """A bar that counts finished items, on stderr; nothing is drawn outside a terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal)
+
+
+def print_path(label: str, path: Path) -> None:
+    """Prints the path of a file that was written, in one line."""
+    console.print(f"{label}  {escape(str(path))}", soft_wrap=True)
 
 
 def check_writable(path: Path) -> None:

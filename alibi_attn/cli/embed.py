@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from alibi_attn.cli.cluster import Ray, cluster
-from alibi_attn.cli.console import check_writable, console, errors, interrupted, needs
+from alibi_attn.cli.console import check_writable, console, interrupted, needs, progress
 
 if TYPE_CHECKING:
     from alibi_attn.hf.late_chunking import Windows
@@ -133,7 +132,7 @@ def embed(
         partial = PartialVectors.open(out, job.identity, (job.count, sentences.model.config.hidden_size))
         if partial.done:
             console.print(f"resuming: {job.count - partial.done:,} of {job.count:,} {job.unit} are left")
-        with _progress() as bar, _kept_on_error(partial):
+        with progress() as bar, _kept_on_error(partial):
             task = bar.add_task(job.unit, total=job.count, completed=partial.done)
             for places, vectors in job.batches(partial.done):
                 partial.put(places, vectors)
@@ -225,7 +224,7 @@ def _embed_on_cluster(
         dtype, device,
     )  # fmt: skip
     texts = ray_embedding.Texts([one.file for one in found], [one.start for one in found], [one.text for one in found])
-    with cluster(address), _progress() as bar:
+    with cluster(address), progress() as bar:
         task = bar.add_task("shards")
 
         def resume(done: int, shards: int) -> None:
@@ -321,11 +320,6 @@ def _check_rows(names: Sequence[str], lengths: Sequence[int], batch_tokens: int)
                 f"{name} has {length:,} tokens but a batch holds {batch_tokens:,}; raise --batch-tokens if there is enough "
                 "memory, or cut texts with --max-length"
             )
-
-
-def _progress() -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal)
 
 
 @contextlib.contextmanager

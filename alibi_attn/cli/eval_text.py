@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from alibi_attn.cli.console import check_writable, console, errors, interrupted, needs
+from alibi_attn.cli.console import check_writable, console, interrupted, needs, progress
 from alibi_attn.cli.embed import read_texts
 
 if TYPE_CHECKING:
@@ -67,7 +66,7 @@ def eval_text(
             stream.flush()
 
         try:
-            with _progress() as bar:
+            with progress() as bar:
                 task = bar.add_task("tokens", total=tokens.shape[1], completed=done)
                 # The last token has no successor, so it need not be read.
                 read(loaded, tokens, store, losses=write, progress=lambda at, _: bar.update(task, completed=at))
@@ -97,8 +96,3 @@ def load(folder_or_id: str) -> "PreTrainedModel":
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder_or_id).eval()  # type: ignore[no-untyped-call]
     patch(model)
     return model
-
-
-def _progress() -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal)

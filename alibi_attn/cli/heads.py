@@ -4,12 +4,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 from rich.table import Table as RichTable
 
 from alibi_attn import records
 from alibi_attn.cli import checkpoints
-from alibi_attn.cli.console import check_writable, console, needs, renamed
+from alibi_attn.cli.console import check_writable, console, needs, print_path, renamed
 from alibi_attn.report.series import numbers
 from alibi_attn.report.tables.heads import head_rows
 
@@ -89,26 +88,20 @@ def heads(
     console.print(_by_layer(record))
     console.print(head_maps.sentence(record), soft_wrap=True)
     if picture is not None:
-        _print_path("picture", records.replace_file(picture, head_maps.picture(record, picture.suffix)))
+        print_path("picture", records.replace_file(picture, head_maps.picture(record, picture.suffix)))
     if out is not None:
-        _print_path("record ", records.save(record, out))
-
-
-def _print_path(label: str, path: Path) -> None:
-    console.print(f"{label}  {escape(str(path))}", soft_wrap=True)
+        print_path("record ", records.save(record, out))
 
 
 def _show_slopes(num_heads: int, length: int, picture: Path | None) -> None:
-    table = RichTable("head", "slope m", "half-life", "below 1e-6 from", caption="distances in tokens", box=None)
-    for column in table.columns:
-        column.justify = "right"
+    table = _table("head", "slope m", "half-life", "below 1e-6 from", caption="distances in tokens")
     for row in head_rows(num_heads):
         table.add_row(*row)
     console.print(table)
     if picture is not None:
         with needs("lab"):
             from alibi_attn.report.plots import bias
-        _print_path("picture", records.replace_file(picture, bias.picture(num_heads, length, picture.suffix)))
+        print_path("picture", records.replace_file(picture, bias.picture(num_heads, length, picture.suffix)))
 
 
 def _read(text: Path) -> str:
@@ -126,11 +119,7 @@ def _by_layer(record: records.Record) -> RichTable:
         "first_token": "first token",
         "zero_bfloat16": "zero in bf16",
     }
-    table = RichTable(
-        "layer", *names.values(), caption="minimum and maximum over the heads; distances in tokens", box=None
-    )
-    for column in table.columns:
-        column.justify = "right"
+    table = _table("layer", *names.values(), caption="minimum and maximum over the heads; distances in tokens")
     layers = numbers(record, "heads", "layer")
     for layer in sorted(set(layers)):
         cells = []
@@ -139,4 +128,11 @@ def _by_layer(record: records.Record) -> RichTable:
             show = "{:,.0f}" if name in ("certified", "mean_distance") else "{:.0%}"
             cells.append(" to ".join(dict.fromkeys(show.format(bound) for bound in (min(values), max(values)))))
         table.add_row(f"{layer:.0f}", *cells)
+    return table
+
+
+def _table(*columns: str, caption: str) -> RichTable:
+    table = RichTable(*columns, caption=caption, box=None)
+    for column in table.columns:
+        column.justify = "right"
     return table

@@ -14,7 +14,7 @@ from rich.table import Table as RichTable
 from alibi_attn import records
 from alibi_attn.cli import checkpoints, listings
 from alibi_attn.cli.cluster import Ray, cluster
-from alibi_attn.cli.console import check_writable, console, errors, interrupted, needs
+from alibi_attn.cli.console import check_writable, console, errors, interrupted, needs, print_path
 from alibi_attn.lab.config import ConfigError, EvalConfig, Scale
 from alibi_attn.lab.config_io import override, to_json
 from alibi_attn.recipes import index
@@ -145,7 +145,7 @@ def run(
     loaded = [records.load(path) for path in paths]
     if not items:
         print_perplexities(loaded)
-    console.print(f"\nmodels  {escape(str(folder / 'checkpoints'))}", soft_wrap=True)
+    print_path("\nmodels", folder / "checkpoints")
     if items and part[1] > 1:
         console.print("for the results and the report, run the same command without --shard once all shards are done")
     elif report:
@@ -265,7 +265,7 @@ def evaluation(
     )
     print_perplexities([record])
     if out is not None:
-        console.print(f"record  {escape(str(records.save(record, out)))}", soft_wrap=True)
+        print_path("record", records.save(record, out))
 
 
 def generate(
@@ -310,7 +310,7 @@ def write_report(loaded: Sequence[records.Record], path: Path, **title: str) -> 
     """Writes the page and prints its path."""
     with needs("lab"):
         from alibi_attn.report import page
-    console.print(f"report  {escape(str(page.write_report(loaded, path, **title)))}", soft_wrap=True)
+    print_path("report", page.write_report(loaded, path, **title))
 
 
 def print_missing(recipe: str, **options: Any) -> None:
