@@ -16,9 +16,23 @@ RUNNER = CliRunner()
 SMALLER = ["--set", "train.steps=4", "--set", "eval.lengths=8,16", "--set", "eval.tokens=32", "--no-report"]
 
 
+def done(*arguments: str | Path) -> str:
+    """The output of a command that succeeds."""
+    result = RUNNER.invoke(app, list(map(str, arguments)))
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
 @pytest.fixture(autouse=True)
 def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(console, "width", 250)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "a.txt"
+    path.write_text("to be or not to be, that is the question. " * 200)
+    return path
 
 
 @pytest.mark.parametrize("width", [80, 250])
@@ -31,16 +45,14 @@ def test_recipes_are_one_line_each(width: int, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_recipes_details_have_its_question_cost_and_trainings() -> None:
-    result = RUNNER.invoke(app, ["recipes", "quick"])
-    assert result.exit_code == 0, result.output
-    assert "which position methods still predict well" in result.output
-    assert "4, 2,293,760 tokens at scale small" in result.output
+    output = done("recipes", "quick")
+    assert "which position methods still predict well" in output
+    assert "4, 2,293,760 tokens at scale small" in output
 
 
 def test_config_shows_every_field_with_its_value_and_a_meaning() -> None:
-    result = RUNNER.invoke(app, ["config", "quick"])
-    assert result.exit_code == 0, result.output
-    rows = {line.split()[0]: line for line in result.output.splitlines() if "." in line.split()[0]}
+    output = done("config", "quick")
+    rows = {line.split()[0]: line for line in output.splitlines() if "." in line.split()[0]}
     assert set(rows) == set(field_names())
     assert "sinusoidal, rotary, t5, alibi" in rows["model.method"]
     assert re.search(r"280 +updates of the weights", rows["train.steps"])
@@ -52,17 +64,13 @@ def test_config_shows_every_field_with_its_value_and_a_meaning() -> None:
     }  # fmt: skip  # the names say it
 
 
-def test_a_dry_run_lists_the_trainings_and_what_is_recorded_and_writes_nothing(tmp_path: Path) -> None:
-    text = tmp_path / "a.txt"
-    text.write_text("to be or not to be, that is the question. " * 200)
+def test_a_dry_run_lists_the_trainings_and_what_is_recorded_and_writes_nothing(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = ["run", "--scale", "smoke", "--text", str(text), "--out", str(out), *SMALLER, "--methods", "alibi,t5"]
-    planned = RUNNER.invoke(app, [*command, "--dry-run"])
-    assert planned.exit_code == 0, planned.output
-    assert "2 of 2 trainings left, 2,048 tokens" in planned.output
+    planned = done(*command, "--dry-run")
+    assert "2 of 2 trainings left, 2,048 tokens" in planned
     assert not out.exists()
-    first = RUNNER.invoke(app, [*command[:-1], "alibi"])
-    assert first.exit_code == 0, first.output
+    done(*command[:-1], "alibi")
     files = sorted(out.rglob("*"))
     again = RUNNER.invoke(app, [*command, "--dry-run"])
     assert "1 of 2 trainings left, 1,024 tokens" in again.output
@@ -77,9 +85,7 @@ def test_a_dry_run_lists_the_trainings_and_what_is_recorded_and_writes_nothing(t
     assert "2 of 2 trainings left" in RUNNER.invoke(app, [*command, "--dry-run"]).output
 
 
-def test_progress_names_the_model_and_the_time_of_all(tmp_path: Path) -> None:
-    text = tmp_path / "a.txt"
-    text.write_text("to be or not to be, that is the question. " * 200)
+def test_progress_names_the_model_and_the_time_of_all(text: Path, tmp_path: Path) -> None:
     command = ["run", "--scale", "smoke", "--text", str(text), "--out", str(tmp_path / "out"), *SMALLER]
     result = RUNNER.invoke(app, [*command, "--methods", "alibi,t5"])
     assert re.search(r"model 1 of 2: quick/alibi-16/seed-0: step 4 of 4.* 0 min for all models", result.output)

@@ -34,6 +34,13 @@ def _alibi(*arguments: str | Path, cwd: Path | None = None) -> subprocess.Comple
     )
 
 
+def done(*arguments: str | Path) -> str:
+    """The output of a command that succeeds."""
+    result = RUNNER.invoke(app, list(map(str, arguments)), env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
 def _assert_one_sentence(result: subprocess.CompletedProcess[str], *words: str, code: int) -> None:
     assert result.returncode == code, result.stderr
     assert "Traceback" not in result.stderr
@@ -77,10 +84,9 @@ def test_running_quick_writes_records_and_a_report_of_the_same_numbers(smoke: Pa
 
 def test_a_second_run_skips_recorded_runs(smoke: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in (smoke / "records").iterdir()}
-    result = RUNNER.invoke(app, ["run", "quick", "--scale", "smoke", "--out", str(smoke), "--no-report"])
-    assert result.exit_code == 0, result.output
-    assert result.output.count("is recorded already") == 4
-    assert "report" not in result.output.splitlines()[-1]
+    output = done("run", "quick", "--scale", "smoke", "--out", smoke, "--no-report")
+    assert output.count("is recorded already") == 4
+    assert "report" not in output.splitlines()[-1]
     assert {path: path.stat().st_mtime_ns for path in (smoke / "records").iterdir()} == before
 
 
@@ -89,10 +95,7 @@ def test_set_and_text_reach_the_records(tmp_path: Path) -> None:
     text.write_text("to be or not to be, that is the question. " * 200)
     out = tmp_path / "out"
     changes = ["--set", "train.steps=2", "--set", "model.method=alibi", "--seeds", "3,5"]
-    result = RUNNER.invoke(
-        app, ["run", "--scale", "smoke", "--out", str(out), "--text", str(text), "--no-report", *changes]
-    )
-    assert result.exit_code == 0, result.output
+    done("run", "--scale", "smoke", "--out", out, "--text", text, "--no-report", *changes)
     loaded = list(records.find(out / "records", kind="training"))
     assert sorted(record.config["train"]["seed"] for record in loaded) == [3, 5]
     assert all(record.config["train"]["steps"] == 2 for record in loaded)
@@ -102,8 +105,7 @@ def test_set_and_text_reach_the_records(tmp_path: Path) -> None:
 
 def test_report_reads_run_folders_and_record_files(smoke: Path, tmp_path: Path) -> None:
     page = tmp_path / "deep" / "page.html"
-    result = RUNNER.invoke(app, ["report", str(smoke), "--out", str(page), "--title", "My title"])
-    assert result.exit_code == 0
+    done("report", smoke, "--out", page, "--title", "My title")
     assert "My title" in page.read_text()
     one = next((smoke / "records").glob("evaluation-*alibi*"))
     assert RUNNER.invoke(app, ["report", str(one), "--out", str(page)]).exit_code == 0
@@ -114,25 +116,23 @@ def test_eval_agrees_with_the_run(smoke: Path, checkpoint: Path, tmp_path: Path)
     text = tmp_path / "a.txt"
     text.write_text("def f(x):\n    return x + 1\n" * 30)
     arguments = ["eval", str(checkpoint), "--text", str(text), "--lengths", "16,64", "--tokens", "64"]
-    result = RUNNER.invoke(app, [*arguments, "--out", str(tmp_path / "records")])
-    assert result.exit_code == 0, result.output
+    output = done(*arguments, "--out", tmp_path / "records")
     (record,) = records.find(tmp_path / "records")
     assert record.curves["by_length"]["length"] == [16, 64]
     assert record.config["corpus"]["valid_tokens"] == 27 * 30
-    assert f"{2.718281828459045 ** record.curves['by_length']['sliding_nats'][0]:.1f}" in result.output
+    assert f"{2.718281828459045 ** record.curves['by_length']['sliding_nats'][0]:.1f}" in output
 
 
 def test_eval_reads_in_segments_with_a_memory(checkpoint: Path, tmp_path: Path) -> None:
     text = tmp_path / "a.txt"
     text.write_text("def f(x):\n    return x + 1\n" * 30)
     arguments = ["eval", str(checkpoint), "--text", str(text), "--lengths", "16,64", "--tokens", "64", "--memory", "16"]
-    result = RUNNER.invoke(app, [*arguments, "--out", str(tmp_path / "records")])
-    assert result.exit_code == 0, result.output
+    output = done(*arguments, "--out", tmp_path / "records")
     (record,) = records.find(tmp_path / "records")
     curve = record.curves["streams"]
     assert (curve["way"], curve["length"], curve["kept"]) == (["cached segments"] * 2, [16, 64], [16, 16])
-    assert "Perplexity per byte, cached segments, 16 tokens of memory" in result.output
-    assert f"{2.718281828459045 ** curve['nats'][0]:.1f}" in result.output
+    assert "Perplexity per byte, cached segments, 16 tokens of memory" in output
+    assert f"{2.718281828459045 ** curve['nats'][0]:.1f}" in output
     assert (record.config["eval"]["memory"], "sinks" in record.config["eval"]) == ([16], False)
 
 
@@ -145,14 +145,10 @@ def test_text_replaces_any_corpus(tmp_path: Path) -> None:
         for word in ("--set", change)
     ]
     arguments = ["run", "recall", "--scale", "smoke", "--set", "model.method=alibi", *smaller, "--no-report"]
-    trained = RUNNER.invoke(app, [*arguments, "--out", str(tmp_path / "run")])
-    assert trained.exit_code == 0, trained.output
+    done(*arguments, "--out", tmp_path / "run")
     (folder,) = {path.parent for path in (tmp_path / "run" / "checkpoints").rglob("model.safetensors")}
-    evaluated = ["eval", str(folder), "--text", str(text), "--lengths", "8,16", "--tokens", "16"]
-    result = RUNNER.invoke(app, evaluated)
-    assert result.exit_code == 0, result.output
-    again = RUNNER.invoke(app, [*arguments, "--text", str(text), "--out", str(tmp_path / "text")])
-    assert again.exit_code == 0, again.output
+    done("eval", folder, "--text", text, "--lengths", "8,16", "--tokens", "16")
+    done(*arguments, "--text", text, "--out", tmp_path / "text")
     assert {record.config["corpus"]["name"] for record in records.find(tmp_path / "text" / "records")} == {"text"}
 
 
@@ -168,8 +164,7 @@ def test_generate_continues_beyond_the_trained_length_and_is_reproducible(checkp
 
 def test_a_paper_item_writes_its_page_and_refuses_changes_to_its_comparison(tmp_path: Path) -> None:
     arguments = ["run", "figure-10", "--scale", "smoke", "--out", str(tmp_path)]
-    result = RUNNER.invoke(app, arguments, env={"COLUMNS": "200"})
-    assert result.exit_code == 0, result.output
+    done(*arguments)
     kinds = sorted(record.kind for record in records.find(tmp_path / "records"))
     assert kinds == ["evaluation", "paper-item", "training"]
     assert "Nonoverlapping and sliding windows" in (tmp_path / "figure-10.html").read_text()
@@ -184,18 +179,12 @@ def test_generate_and_eval_use_the_tokenizer_of_the_checkpoint(tmp_path: Path) -
     arguments = ["--set", "data.tokenizer=bpe:280", "--set", "model.method=alibi"]
     out = tmp_path / "out"
     options = ["--scale", "smoke", "--no-report", "--text", str(text), "--out", str(out)]
-    result = RUNNER.invoke(app, ["run", *options, *arguments])
-    assert result.exit_code == 0, result.output
+    done("run", *options, *arguments)
     folder = next((out / "checkpoints" / "quick" / "alibi-16").iterdir())
-    generated = RUNNER.invoke(app, ["generate", str(folder), "--prompt", "to be café", "--max-new-tokens", "30"])
-    assert generated.exit_code == 0, generated.output
-    assert generated.output.startswith("to be café")
-    assert len(generated.output) > len("to be café") + 10
-    tested = RUNNER.invoke(
-        app,
-        ["eval", str(folder), "--text", str(text), "--lengths", "16", "--tokens", "32", "--out", str(tmp_path / "r")],
-    )
-    assert tested.exit_code == 0, tested.output
+    generated = done("generate", folder, "--prompt", "to be café", "--max-new-tokens", "30")
+    assert generated.startswith("to be café")
+    assert len(generated) > len("to be café") + 10
+    done("eval", folder, "--text", text, "--lengths", "16", "--tokens", "32", "--out", tmp_path / "r")
     (record,) = records.find(tmp_path / "r")
     assert record.config["corpus"]["tokenizer"] == "bpe:280"
     assert record.config["corpus"]["valid_tokens"] < len(text.read_bytes())
@@ -212,8 +201,7 @@ def test_heads_shows_slope_half_life_and_vanishing_distance() -> None:
 @pytest.mark.parametrize(("name", "start"), [("heads.png", b"\x89PNG"), ("heads.svg", b"<?xml")])
 def test_heads_writes_a_picture_of_the_format_that_its_name_says(name: str, start: bytes, tmp_path: Path) -> None:
     picture = tmp_path / "new" / name
-    result = RUNNER.invoke(app, ["heads", "--heads", "3", "--picture", str(picture), "--length", "32"])
-    assert result.exit_code == 0, result.output
+    done("heads", "--heads", "3", "--picture", picture, "--length", "32")
     assert picture.read_bytes().startswith(start)
     assert os.listdir(picture.parent) == [name]
 
@@ -233,11 +221,8 @@ def test_version_and_help_load_no_framework() -> None:
 
 @pytest.mark.parametrize("command", ["run", "recipes", "config", "report", "eval", "generate", "heads", "explain"])
 def test_every_help_has_an_example(command: str) -> None:
-    result = RUNNER.invoke(app, [command, "--help"], env={"COLUMNS": "200"})
-    assert result.exit_code == 0
-    assert f"alibi {command} " in result.output.replace(f"Usage: alibi {command}", "").replace(
-        f"Usage: root {command}", ""
-    )
+    output = done(command, "--help")
+    assert f"alibi {command} " in output.replace(f"Usage: alibi {command}", "").replace(f"Usage: root {command}", "")
 
 
 @pytest.mark.parametrize(
@@ -374,17 +359,15 @@ def test_an_interrupted_run_exits_with_130_and_keeps_a_checkpoint(tmp_path: Path
 
 
 def test_explain_reports_what_ranks_would_exchange() -> None:
-    result = RUNNER.invoke(app, ["explain", "--length", "131072", "--ranks", "8"])
-    assert result.exit_code == 0, result.output
-    assert "17483" in result.output
-    assert "1/60 of it" in result.output
-    assert "±5" in result.output
+    output = done("explain", "--length", "131072", "--ranks", "8")
+    assert "17483" in output
+    assert "1/60 of it" in output
+    assert "±5" in output
 
 
 def test_explain_reports_which_backends_can_run() -> None:
     arguments = ["explain", "--heads", "4", "--kv-heads", "2", "--head-dim", "8", "--length", "64"]
-    result = RUNNER.invoke(app, arguments)
-    assert result.exit_code == 0, result.output
+    output = done(*arguments)
     for backend in ("reference", "dense"):
-        assert backend in result.output
-    assert result.output == RUNNER.invoke(app, arguments).output
+        assert backend in output
+    assert output == done(*arguments)

@@ -30,15 +30,21 @@ QUIET = [
 SLOPES = torch.tensor([2.0**-h for h in range(1, 9)])
 
 
+def measured(out: Path, **options: object) -> records.Record:
+    """The record of one kind of input, measured once."""
+    (path,) = bench.cpu(out, **{"repeats": 1, "memory": False, "say": lambda _: None, **options})
+    return records.load(path)
+
+
 @pytest.fixture(scope="module")
 def record(tmp_path_factory: pytest.TempPathFactory) -> records.Record:
     out = tmp_path_factory.mktemp("records")
     shorter = [dataclasses.replace(peer, longest=100) if peer.name == "eager" else peer for peer in QUIET]
     messages: list[str] = []
-    (path,) = bench.cpu(out, lengths=(64, 200), repeats=1, memory=False, peers=shorter, say=messages.append)
+    made = measured(out, lengths=(64, 200), peers=shorter, say=messages.append)
     assert any("ours" in line for line in messages)
     assert "eager is left out at 200: not tried beyond 100 tokens" in messages
-    return records.load(path)
+    return made
 
 
 def test_a_record_has_every_peer_checked_and_timed(record: records.Record) -> None:
@@ -78,10 +84,7 @@ def test_a_wrong_peer_is_not_timed() -> None:
 
 
 def test_dropout_is_checked_by_its_mask_and_timed(tmp_path: Path) -> None:
-    (path,) = bench.cpu(
-        tmp_path, lengths=(150,), repeats=1, memory=False, dropout=0.1, peers=[bench.OURS], say=lambda _: None
-    )
-    columns = records.load(path).curves["ours, dropout"]
+    columns = measured(tmp_path, lengths=(150,), dropout=0.1, peers=[bench.OURS]).curves["ours, dropout"]
     assert columns["forward_ms"][0] > 0
     assert columns["backward_ms"][0] > 0
     assert max(columns["relative_error"][0], columns["gradient_error"][0]) < 1e-5
@@ -94,13 +97,7 @@ def test_dropout_is_checked_by_its_mask_and_timed(tmp_path: Path) -> None:
 
 
 def test_batches_have_their_own_record(tmp_path: Path) -> None:
-    one, three = (
-        records.load(path)
-        for batch in (1, 3)
-        for path in bench.cpu(
-            tmp_path, lengths=(150,), repeats=1, memory=False, batch=batch, peers=[bench.OURS], say=lambda _: None
-        )
-    )
+    one, three = (measured(tmp_path, lengths=(150,), batch=batch, peers=[bench.OURS]) for batch in (1, 3))
     assert [one.name, three.name] == ["cpu/noise", "cpu-batch-3/noise"]
     assert three.config["batch"] == 3
     reaches = [record.curves["reach"] for record in (one, three)]
@@ -109,8 +106,7 @@ def test_batches_have_their_own_record(tmp_path: Path) -> None:
 
 
 def test_bf16_is_measured_next_to_fp32_of_the_same_numbers(tmp_path: Path) -> None:
-    (path,) = bench.cpu(tmp_path, lengths=(64, 150), repeats=1, memory=False, dtype="bfloat16", say=lambda _: None)
-    record = records.load(path)
+    record = measured(tmp_path, lengths=(64, 150), dtype="bfloat16")
     assert record.config["dtype"] == "bfloat16"
     ours, wide, dense = (record.curves[name] for name in ("ours", "ours, fp32", "SDPA + dense bias"))
     assert max(wide["relative_error"]) < 1e-6 < max(ours["relative_error"]) < 2 * max(dense["relative_error"])
@@ -208,25 +204,25 @@ def test_an_existing_record_is_refused_before_anything_is_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(bench, "_measure", lambda *_, **__: {})
-    bench.cpu(tmp_path, lengths=(64,), memory=False, say=lambda _: None)
+    measured(tmp_path, lengths=(64,))
 
     def too_late(*_: object, **__: object) -> None:
         raise AssertionError("it was measured first")
 
     monkeypatch.setattr(bench, "_measure", too_late)
     with pytest.raises(FileExistsError, match="never overwritten"):
-        bench.cpu(tmp_path, lengths=(64,), memory=False, say=lambda _: None)
+        measured(tmp_path, lengths=(64,))
 
 
 def test_an_interrupted_benchmark_keeps_its_measurements(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def measured(case: Case, *_: object, **__: object) -> dict[str, dict[str, records.Json]]:
+    def cut(case: Case, *_: object, **__: object) -> dict[str, dict[str, records.Json]]:
         if case.length > 64:
             raise KeyboardInterrupt
         return {"ours": {"length": case.length, "forward_ms": 1.0, "backward_ms": 2.0}}
 
-    monkeypatch.setattr(bench, "_measure", measured)
+    monkeypatch.setattr(bench, "_measure", cut)
     with pytest.raises(KeyboardInterrupt):
-        bench.cpu(tmp_path, lengths=(64, 128), memory=False, say=lambda _: None)
+        measured(tmp_path, lengths=(64, 128))
     (record,) = records.find(tmp_path)
     assert record.curves["ours"]["length"] == [64]
 
