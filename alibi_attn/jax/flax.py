@@ -80,8 +80,8 @@ class KVCache(nnx.Module):
         """(all keys, all values, position of the first new one) after adding new ones [B, T, K, D], and gates [B, H, T].
 
         Raises:
-            ValueError: gates for a cache without gates, or no gates for one that has them; the cache is full (under `jit`,
-                where no error can be raised, the results are NaN).
+            ValueError: gates for a cache without gates, or no gates for one that has them; the cache is of another batch or
+                layer; it is full (under `jit`, where no error can be raised, the results are NaN).
         """
         if (log_fgate is None) != (self.log_fgate is None):
             given, has = ("no gates", "has") if log_fgate is None else ("gates", "has no")
@@ -89,10 +89,10 @@ class KVCache(nnx.Module):
                 f"{given} were passed but the cache {has} room for gates; make it with the layer's new_cache()"
             )
         first = self.length[...]
+        keys, values = _appended(self.key[...], key, first), _appended(self.value[...], value, first)
         if log_fgate is not None and self.log_fgate is not None:
             self.log_fgate[...] = _appended(self.log_fgate[...], log_fgate, first, axis=2)
-        self.key[...] = _appended(self.key[...], key, first)
-        self.value[...] = _appended(self.value[...], value, first)
+        self.key[...], self.value[...] = keys, values
         self.length[...] = first + key.shape[1]
         return self.key[...], self.value[...], first
 
@@ -287,10 +287,15 @@ def _appended(cached: Array, new: Array, length: Array, *, axis: int = 1) -> Arr
     """[B, capacity, K, D]: the cache with keys or values [B, T, K, D] added at position `length`; for gates, axis=2.
 
     Raises:
-        ValueError: the cache is full. If the length is traced no error can be raised: NaN is appended instead, and every output
-            that sees it is NaN.
+        ValueError: the shapes differ in another axis, or the cache is full. If the length is traced, a full cache raises no
+            error: NaN is appended instead, and every output that sees it is NaN.
     """
     capacity, end = cached.shape[axis], length + new.shape[axis]
+    if new.shape != (*cached.shape[:axis], new.shape[axis], *cached.shape[axis + 1 :]):
+        raise ValueError(
+            f"an array of shape {list(new.shape)} was passed but the cache holds {list(cached.shape)}: only the length, axis "
+            f"{axis}, may differ; make the cache with the layer's new_cache()"
+        )
     if not isinstance(length, jax.core.Tracer) and int(end) > capacity:
         raise ValueError(
             f"the cache holds {int(length)} of {capacity} positions and {new.shape[axis]} more do not fit; make a larger one"

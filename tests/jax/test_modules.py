@@ -36,13 +36,14 @@ def arrays(block: torch.nn.Module) -> dict[str, np.ndarray]:
     return {name: x.detach().numpy() for name, x in block.state_dict().items()}
 
 
-def nnx_block(options: dict, parameters: dict | None = None) -> flax.ALiBiTransformerBlock:
-    block = flax.ALiBiTransformerBlock(E, H, **options, rngs=nnx.Rngs(0))
-    if parameters is not None:
-        state = nnx.state(block, nnx.Param)
-        nnx.replace_by_pure_dict(state, parameters)
-        nnx.update(block, state)
-    return block
+def nnx_block(options: dict) -> flax.ALiBiTransformerBlock:
+    return flax.ALiBiTransformerBlock(E, H, **options, rngs=nnx.Rngs(0))
+
+
+def set_parameters(module: nnx.Module, parameters: dict) -> None:
+    state = nnx.state(module, nnx.Param)
+    nnx.replace_by_pure_dict(state, parameters)
+    nnx.update(module, state)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -51,8 +52,8 @@ def test_a_block_trained_in_torch_gives_the_same_in_flax_and_back(options: dict)
     block, x, mask = torch_block(options), draw(B, T, E), np.arange(T) < np.array([[T], [7]])
     with torch.no_grad():
         expected = block(torch.tensor(x), key_mask=torch.tensor(mask)).numpy()
-    parameters = converted_weights(arrays(block))
-    for_nnx = nnx_block(options, parameters)
+    for_nnx = nnx_block(options)
+    set_parameters(for_nnx, converted_weights(arrays(block)))
     assert_close(nnx.jit(lambda m, x: m(x, key_mask=jnp.asarray(mask)))(for_nnx, x), expected)
 
     back = torch_block(options)
@@ -96,11 +97,8 @@ def test_gates_have_the_gradients_of_pytorchs() -> None:
         layer.gate_proj.bias.normal_()
     layer(torch.tensor(x)).square().sum().backward()
     expected = converted_weights({name: p.grad.numpy() for name, p in layer.named_parameters()})
-    parameters = converted_weights(arrays(layer))
     twin = flax.ALiBiAttention(E, H, forget_gate=True, rngs=nnx.Rngs(0))
-    state = nnx.state(twin, nnx.Param)
-    nnx.replace_by_pure_dict(state, parameters)
-    nnx.update(twin, state)
+    set_parameters(twin, converted_weights(arrays(layer)))
     of_nnx = nnx.jit(nnx.grad(lambda m: jnp.square(m(x)).sum()))(twin)
     assert set(expected) == {"q_proj", "k_proj", "v_proj", "out_proj", "gate_proj"}
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), nnx.to_pure_dict(of_nnx), expected)
@@ -109,10 +107,8 @@ def test_gates_have_the_gradients_of_pytorchs() -> None:
 def test_gates_stay_in_fp32_where_all_else_is_bf16() -> None:
     x = jnp.asarray(draw(B, T, E), jnp.bfloat16)
     layer = flax.ALiBiAttention(E, H, forget_gate=True, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    state = nnx.state(layer, nnx.Param)
-    narrow = jax.tree.map(lambda w: w.astype(jnp.bfloat16), nnx.to_pure_dict(state))
-    nnx.replace_by_pure_dict(state, narrow)
-    nnx.update(layer, state)
+    narrow = jax.tree.map(lambda w: w.astype(jnp.bfloat16), nnx.to_pure_dict(nnx.state(layer, nnx.Param)))
+    set_parameters(layer, narrow)
     cache = layer.new_cache(B, T, dtype=jnp.bfloat16)
     output = layer(x, cache=cache)
     kernel = np.asarray(narrow["gate_proj"]["kernel"], np.float64)
@@ -141,6 +137,17 @@ def test_a_cache_has_gates_where_the_layer_has() -> None:
         gated(x, cache=plain.new_cache(1, 4))
     with pytest.raises(ValueError, match="no gates were passed but the cache has room for gates"):
         plain(x, cache=gated.new_cache(1, 4))
+
+
+@pytest.mark.parametrize(("batch", "kv_heads"), [(3, 2), (2, 4)], ids=["batch", "heads"])
+def test_a_cache_of_another_shape_is_refused_and_stays_empty(batch: int, kv_heads: int) -> None:
+    layer = flax.ALiBiAttention(E, H, num_kv_heads=2, rngs=nnx.Rngs(0))
+    cache = flax.KVCache(batch, 8, kv_heads, E // H)
+    for call in (layer, nnx.jit(lambda x, *, cache: layer(x, cache=cache))):
+        with pytest.raises(ValueError, match=r"shape \[2, 1, 2, 6\] was passed but the cache holds"):
+            call(jnp.ones((2, 1, E)), cache=cache)
+    assert int(cache.length[...]) == 0
+    assert not cache.key[...].any()
 
 
 def test_dropout_only_in_training() -> None:
