@@ -16,7 +16,7 @@ from flax.typing import Dtype, PrecisionLike
 
 from alibi_attn.jax.attention import alibi_attention
 from alibi_attn.jax.plan import Array
-from alibi_attn.jax.validation import Slopes, checked_dropout_key
+from alibi_attn.jax.validation import Slopes, checked_dropout_key, make_spec
 from alibi_attn.slopes import alibi_slopes
 
 
@@ -87,11 +87,13 @@ def alibi_dot_product_attention(
         )  # fmt: skip
         assert isinstance(output, jax.Array)  # no lse was requested
         return output.reshape(shape)
-    weights = _weights(query, key, slopes, bias, mask, causal=causal or is_causal, query_offset=query_offset)
+    spec = make_spec(query, key, value, slopes, dropout_p=dropout_rate)
+    weights = _weights(query, key, spec.slopes, bias, mask, causal=causal or is_causal, query_offset=query_offset)
+    sown = weights.astype(dtype).reshape(*shape[:-3], *weights.shape[1:])
     if isinstance(module, linen.Module):
-        module.sow("intermediates", "attention_weights", weights.astype(dtype))
+        module.sow("intermediates", "attention_weights", sown)
     elif module is not None:
-        module.sow(nnx.Intermediate, "attention_weights", weights.astype(dtype))
+        module.sow(nnx.Intermediate, "attention_weights", sown)
     dropout_key = checked_dropout_key(dropout_rate, dropout_rng)
     if dropout_key is not None:
         dropped = (1, 1, *weights.shape[2:]) if broadcast_dropout else weights.shape
@@ -128,7 +130,7 @@ def mha_alibi(seed: int, x: Array, num_heads: int, qkv_features: int) -> Array:
 def _weights(
     query: Array,
     key: Array,
-    slopes: Slopes | None,
+    slopes: Array,
     bias: Array | None,
     mask: Array | None,
     *,
@@ -143,8 +145,7 @@ def _weights(
     first = key_len - query_len if query_offset is None else query_offset
     i = jnp.reshape(jnp.asarray(first), (-1, 1, 1)) + jnp.arange(query_len)[:, None]
     distance = (i - jnp.arange(key_len))[:, None]
-    m = jnp.asarray(alibi_slopes(heads) if slopes is None else slopes, work).reshape(-1, heads, 1, 1)
-    scores = scores - m * jnp.abs(distance)
+    scores = scores - slopes.reshape(-1, heads, 1, 1) * jnp.abs(distance)
     scores = scores if bias is None else scores + bias
     seen = (distance >= 0) if causal else jnp.ones_like(distance, dtype=bool)
     seen = seen if mask is None else seen & (mask != 0)

@@ -14,6 +14,7 @@ from alibi_attn.jax import alibi_dot_product_attention, mha_alibi
 
 H, D_IN, WIDTH = 4, 6, 16
 SLOPES = np.float32([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8])  # 2^(−8(h + 1)/4)
+BATCHES = {"unbatched": (), "two batch axes": (2, 3)}
 LAYER = linen.MultiHeadDotProductAttention(num_heads=H, qkv_features=WIDTH)
 
 
@@ -26,34 +27,34 @@ def apply(layer: linen.Module, *args: jax.Array, **kwargs) -> jax.Array:
     return jax.jit(partial(layer.apply, **kwargs))(parameters(), *args)
 
 
-def typed_bias(query_len: int, key_len: int, first: int = 0) -> jax.Array:
+def typed_bias(query_len: int, key_len: int, first: int = 0, slopes: np.ndarray = SLOPES) -> jax.Array:
     i, j = jnp.arange(first, first + query_len)[:, None], jnp.arange(key_len)[None, :]
-    return -SLOPES[:, None, None] * jnp.abs(i - j)
+    return -slopes[:, None, None] * jnp.abs(i - j)
 
 
-def layers(**ours: object) -> tuple[linen.Module, linen.Module]:
-    """(A layer with our attention_fn; one with Flax's, for a typed bias), with the same parameters."""
-    make = partial(linen.MultiHeadDotProductAttention, num_heads=H, qkv_features=WIDTH)
-    fn = partial(alibi_dot_product_attention, **ours) if ours else alibi_dot_product_attention
-    return make(attention_fn=fn), make
+def ours(**options: object) -> linen.Module:
+    """Flax's layer with our attention_fn."""
+    fn = partial(alibi_dot_product_attention, **options) if options else alibi_dot_product_attention
+    return linen.MultiHeadDotProductAttention(num_heads=H, qkv_features=WIDTH, attention_fn=fn)
 
 
-def biased(bias: jax.Array, **changes: object):
+def biased(bias: jax.Array, width: int = WIDTH) -> linen.Module:
+    """Flax's layer with Flax's attention and this bias."""
+
     def attention_fn(query, key, value, mask=None):
         return linen.dot_product_attention(query, key, value, bias=bias, mask=mask)
 
-    return linen.MultiHeadDotProductAttention(num_heads=H, qkv_features=WIDTH, attention_fn=attention_fn)
+    return linen.MultiHeadDotProductAttention(num_heads=len(bias), qkv_features=width, attention_fn=attention_fn)
 
 
 def draw(*shape: int, seed: int = 0) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), shape)
 
 
-@pytest.mark.parametrize("batch", [(), (2, 3)], ids=["unbatched", "two batch axes"])
+@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
 def test_linen_layer_equals_the_bias_typed_out(batch: tuple[int, ...]) -> None:
     x = draw(*batch, 7, D_IN)
-    ours, _ = layers()
-    assert_close(apply(ours, x), apply(biased(typed_bias(7, 7)), x))
+    assert_close(apply(ours(), x), apply(biased(typed_bias(7, 7)), x))
 
 
 @pytest.mark.parametrize("kind", ["causal", "padding", "padding of one axis fewer"])
@@ -64,23 +65,20 @@ def test_masks_mean_what_they_mean_in_flax(kind: str) -> None:
     else:
         seen = jnp.arange(7) < jnp.asarray([[7], [4], [1]])
         mask = seen[:, None, None, :] if kind == "padding" else seen[:1, None, :]
-    ours, _ = layers()
-    assert_close(apply(ours, x, mask=mask), apply(biased(typed_bias(7, 7)), x, mask=mask))
+    assert_close(apply(ours(), x, mask=mask), apply(biased(typed_bias(7, 7)), x, mask=mask))
 
 
 def test_causal_by_argument_equals_causal_by_mask() -> None:
     x = draw(2, 7, D_IN)
-    by_mask, by_argument = layers()[0], layers(causal=True)[0]
     mask = linen.make_causal_mask(jnp.ones((2, 7)))
-    assert_close(apply(by_argument, x), apply(by_mask, x, mask=mask))
+    assert_close(apply(ours(causal=True), x), apply(ours(), x, mask=mask))
 
 
 @pytest.mark.parametrize("first", [0, None], ids=["from zero", "the last of the positions"])
 def test_cross_attention(first: int | None) -> None:
     x, memory = draw(2, 5, D_IN), draw(2, 9, D_IN, seed=1)
-    ours, _ = layers(query_offset=first)
     typed = biased(typed_bias(5, 9, first=9 - 5 if first is None else first))
-    assert_close(apply(ours, x, memory), apply(typed, x, memory))
+    assert_close(apply(ours(query_offset=first), x, memory), apply(typed, x, memory))
 
 
 def test_decoding_in_linen_equals_the_causal_pass() -> None:
@@ -89,7 +87,7 @@ def test_decoding_in_linen_equals_the_causal_pass() -> None:
         num_heads=H, qkv_features=WIDTH, attention_fn=alibi_dot_product_attention, decode=True
     )
     variables = layer.init(jax.random.key(1), x)
-    whole = layers(causal=True)[0].apply({"params": variables["params"]}, x)
+    whole = ours(causal=True).apply({"params": variables["params"]}, x)
     step = jax.jit(partial(layer.apply, mutable=["cache"]))
     cache, outputs = variables["cache"], []
     for t in range(6):
@@ -119,14 +117,14 @@ def test_nnx_layer_and_its_decoding_equal_the_bias_typed_out() -> None:
     assert_close(steps, causal)
 
 
-def test_sown_weights_are_the_softmax() -> None:
-    x = draw(2, 7, D_IN)
-    ours, _ = layers()
-    output, sown = apply(ours, x, sow_weights=True, mutable=["intermediates"])
+@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
+def test_sown_weights_are_the_softmax(batch: tuple[int, ...]) -> None:
+    x = draw(*batch, 7, D_IN)
+    output, sown = apply(ours(), x, sow_weights=True, mutable=["intermediates"])
     (weights,) = sown["intermediates"]["attention_weights"]
-    assert weights.shape == (2, H, 7, 7)
+    assert weights.shape == (*batch, H, 7, 7)
     np.testing.assert_allclose(weights.sum(-1), 1.0, rtol=1e-6)
-    assert_close(output, apply(ours, x))
+    assert_close(output, apply(ours(), x))
 
 
 def test_dropout_draws_from_the_layer() -> None:
@@ -142,13 +140,8 @@ def test_dropout_draws_from_the_layer() -> None:
 
 def test_mha_alibi_equals_the_layer_with_a_typed_bias() -> None:
     x, num_heads = draw(5, 7), 6
-    slopes = jnp.asarray([2 ** (-8 * (h + 1) / num_heads) for h in range(num_heads)])
-    bias = -slopes[:, None, None] * jnp.abs(jnp.arange(5)[:, None] - jnp.arange(5)[None, :])
-
-    def attention_fn(query, key, value, mask=None):
-        return linen.dot_product_attention(query, key, value, bias=bias, mask=mask)
-
-    layer = linen.MultiHeadDotProductAttention(num_heads, qkv_features=12, attention_fn=attention_fn)
+    slopes = np.float32([2 ** (-8 * (h + 1) / num_heads) for h in range(num_heads)])
+    layer = biased(typed_bias(5, 5, slopes=slopes), width=12)
     expected, _ = jax.jit(layer.init_with_output)(jax.random.PRNGKey(3), x)
     got = mha_alibi(3, x, num_heads, 12)
     assert got.shape == (35,)
@@ -157,10 +150,9 @@ def test_mha_alibi_equals_the_layer_with_a_typed_bias() -> None:
 
 def test_the_checker_fails_on_wrong_slopes_and_shifts() -> None:
     x = draw(7, D_IN)
-    ours, _ = layers()
     for wrong in (typed_bias(7, 7)[::-1], typed_bias(7, 7, first=1), 0 * typed_bias(7, 7)):
         with pytest.raises(AssertionError):
-            assert_close(apply(ours, x), apply(biased(wrong), x))
+            assert_close(apply(ours(), x), apply(biased(wrong), x))
 
 
 def test_wrong_input_is_refused_by_name() -> None:
@@ -168,6 +160,13 @@ def test_wrong_input_is_refused_by_name() -> None:
         mha_alibi(0, jnp.ones((2, 3, 4)), 2, 4)
     with pytest.raises(ValueError, match="must be"):
         alibi_dot_product_attention(jnp.ones((3, 4)), jnp.ones((3, 4)), jnp.ones((3, 4)))
+    x, bias = jnp.ones((2, 3, H, 4)), jnp.zeros((2, H, 3, 3))
+    for slopes, message in ((np.ones(2 * H), "slopes has 8 entries"), ([np.nan] * H, "slopes must be finite")):
+        for given in (None, bias):  # without and with all weights
+            with pytest.raises(ValueError, match=message):
+                alibi_dot_product_attention(x, x, x, given, slopes=slopes)
+    with pytest.raises(ValueError, match="dropout_p is 1"):
+        alibi_dot_product_attention(x, x, x, bias, dropout_rate=1.0, dropout_rng=jax.random.key(0))
 
 
 def assert_close(got: jax.Array, expected: jax.Array) -> None:
