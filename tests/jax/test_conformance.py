@@ -1,28 +1,28 @@
 """The JAX function computes the definition: the cases, the truth and the checker are those of PyTorch's backends."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import jax
 import numpy as np
 import pytest
 import torch
 from attention_cases import CASES, KEY_BIASES, ONE_FAR_KEY, Case
-from attention_checks import assert_exact, assert_one_far_key
-from jax_checks import BIASED, LONG, SMALL, TORCH, Room, answer, embedded_answer
+from attention_checks import EPS, assert_exact, assert_one_far_key
+from jax_checks import BACKENDS, BIASED, LONG, SMALL, TORCH, Room, answer, embedded_answer, fixture_of_tiles
 
 from alibi_attn.jax import attention
 
 CASE = {case.name: case for case in CASES}
-BACKENDS = ("native", "dense", "loop")
-EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
+small_tiles = fixture_of_tiles(7, 5, autouse=False)  # blocks that do not divide the length
 
 
 def once_or_more(cases: Sequence[Case]) -> list[object]:
     """(backend, case): kernels with all cases, XLA backends with every third, and with the others in long tests."""
-    beside = [pytest.mark.long, ()]
     return [
-        pytest.param(backend, case, marks=() if backend == "native" else beside[n % 3 == 0], id=f"{backend}-{case}")
+        pytest.param(
+            backend, case, marks=() if backend == "native" or n % 3 == 0 else pytest.mark.long, id=f"{backend}-{case}"
+        )
         for backend in BACKENDS
         for n, case in enumerate(cases)
     ]
@@ -30,14 +30,6 @@ def once_or_more(cases: Sequence[Case]) -> list[object]:
 
 # Also run in their own shapes, with tiles of the usual size: one per kind of argument. The last only tests tiles.
 OWN_SHAPES = ("one query", "packed segments, symmetric, mask", "steep, long")
-
-
-@pytest.fixture
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Uses small tiles, so that small cases have many, and blocks that do not divide the length."""
-    monkeypatch.setattr(attention, "QUERY_BLOCK", 7)
-    monkeypatch.setattr(attention, "KEY_TILE", 5)
-    return
 
 
 def room_of(case: Case) -> Room | None:
@@ -48,7 +40,7 @@ def room_of(case: Case) -> Room | None:
 def assert_same(case: Case, dtype: str, **how: object) -> None:
     room = None if how.get("backend") == "native" else room_of(case)  # the kernels need no compilation per shape
     got = answer(case, dtype, **how) if room is None else embedded_answer(case, room, dtype, **how)
-    assert_exact(case, TORCH[dtype], got, tolerance=EPS[dtype] / 32)
+    assert_exact(case, TORCH[dtype], got, tolerance=EPS[TORCH[dtype]] / 32)
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -83,14 +75,14 @@ def test_one_far_key_gives_the_slope_no_gradient_but_through_lse(backend: str, c
     ("backend", "name"), [*(("loop", name) for name in OWN_SHAPES), *(("dense", name) for name in OWN_SHAPES[:2])]
 )
 def test_cases_in_their_own_shapes_equal_the_definition(backend: str, name: str) -> None:
-    assert_exact(CASE[name], torch.float32, answer(CASE[name], backend=backend), tolerance=EPS["float32"] / 32)
+    assert_exact(CASE[name], torch.float32, answer(CASE[name], backend=backend), tolerance=EPS[torch.float32] / 32)
 
 
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize(
     ("dtype", "backend", "names"),
     [
-        *((dtype, "native", ("everything", "symmetric", "steep, long, sink, peaked")) for dtype in EPS),
+        *((dtype, "native", ("everything", "symmetric", "steep, long, sink, peaked")) for dtype in TORCH),
         ("bfloat16", "dense", ("everything", "symmetric", "heads that never look right")),
         ("bfloat16", "loop", ("everything", "symmetric", "heads that never look right")),
         ("bfloat16", "loop", ("steep, long", "steep, long, sink, peaked")),

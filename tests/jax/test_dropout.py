@@ -8,20 +8,17 @@ import numpy as np
 import pytest
 import torch
 from dropout_oracle import PUBLISHED, factors
+from jax_checks import BACKENDS, fixture_of_tiles
 
 from alibi_attn.attention.execution import attend
 from alibi_attn.attention.validation import make_spec
-from alibi_attn.jax import alibi_attention, attention
+from alibi_attn.jax import alibi_attention
 from alibi_attn.jax.dropout import philox, seed_words
 
 SEED = 2**33 + 12345
 P = 0.3
 
-
-@pytest.fixture(autouse=True)
-def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "QUERY_BLOCK", 16)
-    monkeypatch.setattr(attention, "KEY_TILE", 32)
+small_tiles = fixture_of_tiles(16, 32, autouse=True)
 
 
 def key_of(seed: int) -> jax.Array:
@@ -40,7 +37,7 @@ def test_a_key_is_the_seed_of_its_number() -> None:
     assert seed_words(jax.random.key(7, impl="rbg")).shape == (2,)
 
 
-@pytest.mark.parametrize("backend", ["native", "dense", "loop"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_every_backend_has_the_mask_of_the_definition(backend: str) -> None:
     b, t, h, s = 2, 37, 2, 75
     zeros, ones = jnp.zeros((b, t, h, s)), jnp.broadcast_to(jnp.eye(s)[:, None], (b, s, 1, s))
@@ -54,7 +51,7 @@ def test_every_backend_has_the_mask_of_the_definition(backend: str) -> None:
         np.testing.assert_allclose(output.swapaxes(1, 2), defined, rtol=1e-6)
 
 
-@pytest.mark.parametrize("backend", ["native", "dense", "loop"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_outputs_and_gradients_are_those_of_pytorch(backend: str) -> None:
     rng = np.random.default_rng(0)
     arrays = [rng.standard_normal((2, 90, heads, 8)).astype(np.float32) for heads in (4, 2, 2)]

@@ -2,17 +2,13 @@
 
 import numpy as np
 import pytest
+from jax_checks import BACKENDS, fixture_of_tiles
 
-from alibi_attn.jax import alibi_attention, attention
+from alibi_attn.jax import alibi_attention
 
 N, H, D = 96, 2, 4
-BACKENDS = ("native", "dense", "loop")
 
-
-@pytest.fixture(autouse=True)
-def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "QUERY_BLOCK", 16)
-    monkeypatch.setattr(attention, "KEY_TILE", 8)
+small_tiles = fixture_of_tiles(16, 8, autouse=True)
 
 
 def drawn(seed: int) -> tuple[list[np.ndarray], dict[str, np.ndarray | int]]:

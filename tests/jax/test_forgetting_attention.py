@@ -8,17 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from jax_checks import fixture_of_tiles
 
 from alibi_attn import forgetting_attention as of_pytorch
-from alibi_attn.jax import alibi_attention, attention, forgetting_attention
+from alibi_attn.jax import alibi_attention, forgetting_attention
 from alibi_attn.jax.forgetting import _running_sums
 from alibi_attn.slopes import alibi_slopes
 
-
-@pytest.fixture
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "QUERY_BLOCK", 16)
-    monkeypatch.setattr(attention, "KEY_TILE", 8)
+small_tiles = fixture_of_tiles(16, 8, autouse=False)
 
 
 def log_gates(logits: np.ndarray) -> np.ndarray:

@@ -6,24 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax_checks import BACKENDS, assert_close, assert_own_gradient, draw, fixture_of_tiles
 
-from alibi_attn.jax import alibi_attention, attention
+from alibi_attn.jax import alibi_attention
 from alibi_attn.slopes import alibi_slopes
 
 B, N, H, K, D = 2, 40, 4, 2, 8
-BACKENDS = ("native", "dense", "loop")
-
-
-@pytest.fixture(autouse=True)
-def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "QUERY_BLOCK", 16)
-    monkeypatch.setattr(attention, "KEY_TILE", 8)
-
-
-def draw(*shape: int, seed: int = 0) -> np.ndarray:
-    """Numpy arrays, so that collecting these tests initializes no device."""
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-
+small_tiles = fixture_of_tiles(16, 8, autouse=True)
 
 QKV = draw(B, N, H, D, seed=1), draw(B, N, K, D, seed=2), draw(B, N, K, D, seed=3)
 BIAS = draw(B, H, N, seed=4)
@@ -37,11 +26,6 @@ def loss(query, key, value, key_bias, **kwargs) -> jax.Array:
 ALL = (0, 1, 2, 3)
 # Not under jit, and symmetric everywhere, so that all tests share the compiled functions.
 ANSWER = {name: jax.value_and_grad(partial(loss, backend=name, causal=False), argnums=ALL) for name in BACKENDS}
-
-
-def assert_close(got: object, expected: object) -> None:
-    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
 
 
 def test_biases_that_broadcast_are_equal() -> None:
@@ -180,9 +164,4 @@ def test_dropout_has_its_own_gradient() -> None:
     with jax.enable_x64(True):
         args = tuple(jnp.asarray(x, jnp.float64) for x in (*QKV, BIAS))
         call = partial(loss, backend="loop", dropout_p=0.4, dropout_key=jax.random.key(7), window=30)
-        f = jax.value_and_grad(call, argnums=ALL)
-        step = tuple(np.random.default_rng(0).standard_normal(x.shape) * 1e-5 for x in args)
-        ahead, behind = (f(*(x + sign * d for x, d in zip(args, step, strict=True)))[0] for sign in (1, -1))
-        _, grads = f(*args)
-        along = sum((g * d).sum() for g, d in zip(grads, step, strict=True))
-        np.testing.assert_allclose((ahead - behind) / 2, along, rtol=1e-6)
+        assert_own_gradient(jax.value_and_grad(call, argnums=ALL), *args)

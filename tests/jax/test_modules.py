@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
+from jax_checks import assert_close, draw
 
 from alibi_attn import nn
 from alibi_attn.jax import flax
@@ -19,10 +20,6 @@ OPTIONS = {
     "encoder": {"causal": False, "slopes": (0.7, 0.1, 0.3, 0.2), "bias": True},
     "gates": {"num_kv_heads": 2, "forget_gate": True, "slopes": (0.0, 0.1, 0.0, 0.2), "window": 9},
 }
-
-
-def draw(*shape: int) -> np.ndarray:
-    return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
 
 
 def torch_block(options: dict) -> torch.nn.Module:
@@ -186,7 +183,3 @@ def test_a_cache_of_an_encoder_is_refused() -> None:
     encoder = flax.ALiBiAttention(E, H, causal=False, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="needs causal=True"):
         encoder(jnp.ones((1, 2, E)), cache=encoder.new_cache(1, 4))
-
-
-def assert_close(got: object, expected: object) -> None:
-    np.testing.assert_allclose(np.asarray(got), np.asarray(expected), rtol=2e-5, atol=2e-5)

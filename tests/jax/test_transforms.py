@@ -10,23 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from jax_checks import assert_close, assert_own_gradient, draw, fixture_of_tiles
 
 from alibi_attn.attention.argument_names import DEFAULTS
 from alibi_attn.jax import alibi_attention, attention
 
 B, T, H, D = 2, 24, 4, 8
 
-
-@pytest.fixture(autouse=True)
-def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "QUERY_BLOCK", 8)
-    monkeypatch.setattr(attention, "KEY_TILE", 8)
-
-
-def draw(*shape: int, seed: int = 0) -> np.ndarray:
-    """Numpy arrays, so that collecting these tests initializes no device."""
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-
+small_tiles = fixture_of_tiles(8, 8, autouse=True)
 
 QKV = tuple(draw(B, T, H, D, seed=seed) for seed in range(3))
 SLOPES = np.float32([1.0, 0.5, 0.25, 0.125])
@@ -123,13 +114,8 @@ def test_dropout_has_its_own_gradient(backend: str) -> None:
         args = (*(jnp.asarray(x, jnp.float64) for x in QKV), jnp.asarray(SLOPES, jnp.float64))
         f = jax.jit(jax.value_and_grad(partial(loss, backend=backend, dropout_p=0.4), argnums=ALL))
         key, other = jax.random.split(jax.random.key(7))
-        step = tuple(np.random.default_rng(0).standard_normal(x.shape) * 1e-5 for x in args)
-        ahead, behind = (
-            f(*(x + sign * d for x, d in zip(args, step, strict=True)), dropout_key=key)[0] for sign in (1, -1)
-        )
-        value, grads = f(*args, dropout_key=key)
-        along = sum((g * d).sum() for g, d in zip(grads, step, strict=True))
-        np.testing.assert_allclose((ahead - behind) / 2, along, rtol=1e-6)
+        assert_own_gradient(partial(f, dropout_key=key), *args)
+        value = f(*args, dropout_key=key)[0]
         assert f(*args, dropout_key=key)[0] == value
         assert f(*args, dropout_key=other)[0] != value
 
@@ -208,8 +194,3 @@ def test_nothing_imports_torch_and_a_missing_jax_is_named() -> None:
     without = "import sys; sys.modules['jax'] = None; import alibi_attn.jax"
     failed = subprocess.run([sys.executable, "-c", without], capture_output=True, text=True)
     assert 'alibi_attn.jax needs JAX; install it with: pip install "alibi-attn[jax]"' in failed.stderr
-
-
-def assert_close(got: object, expected: object) -> None:
-    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)

@@ -1,17 +1,53 @@
-"""Runs the JAX function on a case, for comparison with the same truth by the same checker as PyTorch's backends."""
+"""Runs the JAX function on a case, for comparison with the same truth by the same checker as PyTorch's backends.
+
+Also the inputs, small tiles and comparisons that several test files of JAX share.
+"""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import torch
 from attention_cases import Case
 from attention_oracle import Answer, positions
 
+from alibi_attn.jax import attention
 from alibi_attn.jax.attention import alibi_attention
 
+BACKENDS = ("native", "dense", "loop")
 TORCH = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+
+
+def fixture_of_tiles(queries: int, keys: int, *, autouse: bool) -> object:
+    """A fixture that makes blocks and tiles this small, so that short input has many."""
+
+    @pytest.fixture(autouse=autouse)
+    def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(attention, "QUERY_BLOCK", queries)
+        monkeypatch.setattr(attention, "KEY_TILE", keys)
+
+    return small_tiles
+
+
+def draw(*shape: int, seed: int = 0) -> np.ndarray:
+    """Numpy arrays, so that collecting tests initializes no device."""
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def assert_close(got: object, expected: object) -> None:
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
+
+
+def assert_own_gradient(f: Callable[..., tuple[jax.Array, tuple[jax.Array, ...]]], *args: jax.Array) -> None:
+    """Asserts that the gradients that f returns with its value are its slope along one direction; args in float64."""
+    step = tuple(np.random.default_rng(0).standard_normal(x.shape) * 1e-5 for x in args)
+    after, before = (f(*(x + sign * d for x, d in zip(args, step, strict=True)))[0] for sign in (1, -1))
+    along = sum((g * d).sum() for g, d in zip(f(*args)[1], step, strict=True))
+    np.testing.assert_allclose((after - before) / 2, along, rtol=1e-6)
 
 
 @dataclasses.dataclass(frozen=True)
