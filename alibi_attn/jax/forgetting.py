@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from alibi_attn.attention.argument_names import unknown_argument
 from alibi_attn.attention.spec import GATE_FLOOR, GATE_STEP, GATES_RULE, AttentionSpec, check_log_fgate
 from alibi_attn.jax.attention import Backend, attend
 from alibi_attn.jax.plan import Array, KeyBias
@@ -62,6 +63,9 @@ def forgetting_attention(
 
     Source: Lin et al. 2025, Forgetting Transformer (arXiv:2503.02130), eq. 9 to 12.
     """
+    unknown = [name for name in options if name not in GatedOptions.__optional_keys__]
+    if unknown:
+        raise unknown_argument("forgetting_attention", unknown)
     heads = query.shape[2] if getattr(query, "ndim", 0) == 4 else 0
     spec = make_spec(
         query, key, value, [0.0] * heads if slopes is None else slopes, causal=True, right_slopes=None,

@@ -177,6 +177,8 @@ def test_vmap_and_jit_carry_gates(backend: str) -> None:
         ({"query_offset": 3}, ValueError, "every query must be among the keys"),
         ({"query_offset": -1}, ValueError, "every query must be among the keys"),
         ({"query": [1.0]}, TypeError, "query must be a jax.Array"),
+        ({"causal": False}, TypeError, r"forgetting_attention\(\) got an unexpected keyword argument 'causal'"),
+        ({"attn_mask": None}, TypeError, r"forgetting_attention\(\) got .* 'attn_mask'; here it is slopes"),
     ],
 )  # fmt: skip
 def test_invalid_arguments_are_refused(changes: dict, error: type[Exception], said: str) -> None:
