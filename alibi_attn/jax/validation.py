@@ -182,7 +182,7 @@ def _segments_at(query_len: int, offset: Array, of_key: Array) -> Array:
     outside = (position < 0) | (position >= of_key.shape[1])
     of_query = jnp.take_along_axis(of_key, position, axis=1, mode="clip")
     # If values cannot be read, a query outside gets a segment that no key has, and sees no key.
-    return jnp.where(outside, of_key.max(1, keepdims=True) + 1, of_query)
+    return jnp.where(outside, of_key.max(1, keepdims=True, initial=-1) + 1, of_query)
 
 
 def _key_bias(key_bias: Array, *, batch: int, num_heads: int, key_len: int) -> Array:

@@ -168,6 +168,8 @@ def test_errors_say_what_to_do_also_under_jit(changes: dict, error: type[Excepti
 def test_no_queries_and_no_keys() -> None:
     query, key, value = QKV
     assert alibi_attention(query[:, :0], key, value).shape == (B, 0, H, D)
+    nothing = alibi_attention(query[:, :0], key[:, :0], value[:, :0], segment_ids=np.zeros((B, 0), int))
+    assert nothing.shape == (B, 0, H, D)
     output, lse = alibi_attention(query, key[:, :0], value[:, :0], return_lse=True)
     assert (output == 0).all()
     assert (lse == -jnp.inf).all()
