@@ -62,7 +62,7 @@ def explain(
             reach, scores = _of_loop(spec, plan, first, of_xla.visited)
         visited = reach, scores, _visible(spec, first)
     return explanation(
-        spec, query.dtype, device, name, _verdicts(spec, name, platforms, backend), np.clip(farthest, 0, spec.window),
+        spec, arrays[0].query.dtype, device, name, _verdicts(spec, name, platforms, backend), np.clip(farthest, 0, spec.window),
         np.asarray(spec.slopes), visited,
     )  # fmt: skip
 

@@ -65,18 +65,19 @@ def make_spec(
     for name, array in (("query", query), ("key", key), ("value", value)):
         check_array(name, array)
     b, h, k, t, s, d = check_shapes(query, key, value, layout="BTHD")
+    dtype = jax.dtypes.canonicalize_dtype(query.dtype)  # numpy's fp64 becomes fp32 unless x64 is enabled
     causal, window, right_slopes = given["causal"], given["window"], given["right_slopes"]
     key_mask, key_bias, sink_logits = given["key_mask"], given["key_bias"], given["sink_logits"]
     scale, tolerance = check_numbers(
         causal=causal, has_right_slopes=right_slopes is not None, window=window, scale=given["scale"],
-        dropout_p=given["dropout_p"], tolerance=given["tolerance"], head_dim=d, dtype=dtype_name(query.dtype),
+        dropout_p=given["dropout_p"], tolerance=given["tolerance"], head_dim=d, dtype=dtype_name(dtype),
     )  # fmt: skip
     if key_mask is not None:
         check_array("key_mask", key_mask)
         check_key_mask(key_mask, batch=b, key_len=s)
     offset = _offset(given["query_offset"], batch=b, query_len=t, key_len=s)
     query_segments, key_segments = _segments(given["segment_ids"], offset, batch=b, query_len=t, key_len=s)
-    work = jnp.promote_types(query.dtype, jnp.float32)
+    work = jnp.promote_types(dtype, jnp.float32)
     slopes = alibi_slopes(h) if slopes is None else slopes
     return AttentionSpec(
         batch=b, num_heads=h, num_kv_heads=k, query_len=t, key_len=s, head_dim=d,

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jax_checks import assert_close, assert_own_gradient, draw, fixture_of_tiles
 
 from alibi_attn.attention.argument_names import DEFAULTS
-from alibi_attn.jax import alibi_attention, attention
+from alibi_attn.jax import alibi_attention, attention, explain
 
 B, T, H, D = 2, 24, 4, 8
 
@@ -176,6 +176,15 @@ def test_no_queries_and_no_keys() -> None:
     for backend in ("native", "loop"):
         with pytest.raises(ValueError, match=f"'{backend}' cannot run this: there is no query or no key"):
             alibi_attention(query[:, :0], key, value, backend=backend)
+
+
+def test_numpy_arrays_in_fp64_are_computed_in_fp32_unless_x64_is_enabled() -> None:
+    wide = [x.astype(np.float64) for x in QKV]
+    assert (alibi_attention(*wide, SLOPES) == alibi_attention(*QKV, SLOPES)).all()
+    assert str(explain(*wide, SLOPES)) == str(explain(*QKV, SLOPES))
+    with jax.enable_x64(True):
+        assert alibi_attention(*wide).dtype == jnp.float64
+        assert "float64 on cpu" in explain(*wide).call
 
 
 def test_memory_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
