@@ -88,13 +88,14 @@ class KVCache(nnx.Module):
             raise ValueError(
                 f"{given} were passed but the cache {has} room for gates; make it with the layer's new_cache()"
             )
-        first = self.length[...]
+        first, capacity = self.length[...], self.key[...].shape[1]
         keys, values = _appended(self.key[...], key, first), _appended(self.value[...], value, first)
         if log_fgate is not None and self.log_fgate is not None:
             self.log_fgate[...] = _appended(self.log_fgate[...], log_fgate, first, axis=2)
         self.key[...], self.value[...] = keys, values
         self.length[...] = first + key.shape[1]
-        return self.key[...], self.value[...], first
+        # If the cache is full, every new query is at the position of a NaN, so that it sees one in any window.
+        return self.key[...], self.value[...], jnp.minimum(first, capacity - key.shape[1])
 
 
 class ALiBiAttention(nnx.Module):

@@ -136,6 +136,14 @@ def test_a_cache_has_gates_where_the_layer_has() -> None:
         plain(x, cache=gated.new_cache(1, 4))
 
 
+@pytest.mark.parametrize("window", [None, 1])
+def test_every_output_after_the_end_of_a_cache_is_nan_under_jit(window: int | None) -> None:
+    layer = flax.ALiBiAttention(E, H, window=window, rngs=nnx.Rngs(0))
+    cache, step = layer.new_cache(B, 3), nnx.jit(lambda m, x, cache: m(x, cache=cache))
+    outputs = [step(layer, jnp.ones((B, 1, E)), cache) for _ in range(6)]
+    assert [bool(jnp.isnan(output).all()) for output in outputs] == [False] * 3 + [True] * 3
+
+
 @pytest.mark.parametrize(("batch", "kv_heads"), [(3, 2), (2, 4)], ids=["batch", "heads"])
 def test_a_cache_of_another_shape_is_refused_and_stays_empty(batch: int, kv_heads: int) -> None:
     layer = flax.ALiBiAttention(E, H, num_kv_heads=2, rngs=nnx.Rngs(0))
