@@ -260,7 +260,7 @@ def plain_tiles(of_keys: Array, of_values: Array) -> KeyNorms:
 def biased_tiles(
     plan: Plan, rule: Rule, bias: KeyBias, largest_rate: Array, norm: Array, shortest: Array, value: Array
 ) -> BiasedTiles:
-    """`BiasedTiles` of all heads, [B, H, ...]; the norms before and after a tile include every tile.
+    """`BiasedTiles` of all heads, [B, H, ...].
 
     Args:
         bias: [B, H, n, s].

@@ -31,7 +31,8 @@ def explain(
 ) -> Explanation:
     """Describes what `alibi_attention` would do with these arguments: which backend runs and why, and how far each head attends.
 
-    Arguments and errors are those of `alibi_attention`. It computes the attention, so arrays must not be traced.
+    Arguments and errors are those of `alibi_attention`, without `dropout_key`, which changes nothing here. It computes the
+    attention, so arrays must not be traced.
 
     Raises:
         TypeError: an array is traced; call it outside of `jit`, `grad` and `vmap`.
