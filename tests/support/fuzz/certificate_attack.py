@@ -20,6 +20,7 @@ import torch
 from hypothesis import strategies as st
 
 from alibi_attn import records
+from alibi_attn.attention.argument_names import DEFAULTS
 from alibi_attn.attention.backends.banded import pieces as banded_pieces
 from alibi_attn.attention.backends.native import backend as native
 from alibi_attn.attention.certificate.bounds import Bounds, bounds
@@ -112,19 +113,7 @@ class Attack:
         elif self.where == "far value":
             v[:, :, place] *= giant
         slopes = [self.slope * 2.0**-h for h in range(self.group)]
-        kwargs = {
-            "causal": self.causal,
-            "right_slopes": None,
-            "window": None,
-            "scale": None,
-            "query_offset": None,
-            "key_mask": None,
-            "segment_ids": None,
-            "key_bias": None,
-            "dropout_p": 0.0,
-            "tolerance": self.tolerance,
-            "return_lse": False,
-        }
+        kwargs = {**DEFAULTS, "causal": self.causal, "tolerance": self.tolerance}
         if not self.causal and rng.random() < 0.5:
             kwargs["right_slopes"] = [self.slope * 2.0 ** rng.uniform(-3, 3) for _ in slopes]
         if self.mask == "window":
