@@ -10,6 +10,7 @@ from differential_calls import Call, lse_dtype, slopes_dtype
 from torch import Tensor
 
 GATE_FLOOR = -(2.0**20)  # per the contract: a smaller gate is clamped to this, and has no gradient
+ONE_STORED = {"same batch": 0, "same head": 1, "same row": 2}  # the axis of which a layout stores one entry
 LARGEST = 1e33  # keeps Σ exp(s − m)·v, the sum of every flash attention, finite in fp32
 
 
@@ -74,6 +75,11 @@ class Arrays:
         return np.broadcast_to(seen, (call.batch, call.heads, t, s))
 
 
+def seen_keys(call: Call, seen: np.ndarray) -> np.ndarray:
+    """[B, K, S]: the keys that some query of some head sees, from [B, H, T, S]."""
+    return seen.any(2).reshape(call.batch, call.kv_heads, call.group, call.key_len).any(2)
+
+
 def arrays(call: Call) -> Arrays:
     """Every number of the call. Each field has its own random stream, so that changing one leaves the others unchanged."""
 
@@ -119,7 +125,7 @@ def _rounded(x: np.ndarray, dtype: str) -> np.ndarray:
 
 def _alike(call: Call, name: str, x: np.ndarray) -> np.ndarray:
     """[B, H, T, D], with equal numbers along an axis that the layout stores only once."""
-    axis = {"same batch": 0, "same head": 1, "same row": 2}.get(getattr(call, f"layout_{name}"))
+    axis = ONE_STORED.get(getattr(call, f"layout_{name}"))
     return x if axis is None or x.size == 0 else np.repeat(np.take(x, [0], axis), x.shape[axis], axis)
 
 
@@ -265,8 +271,7 @@ def _spoil(call: Call, found: Arrays, rng: np.random.Generator) -> None:
     if call.bad is None:
         return
     seen = found.seen(call)
-    by_key = seen.any(2).reshape(call.batch, call.kv_heads, call.group, call.key_len)
-    free = ~by_key.any(2)
+    free = ~seen_keys(call, seen)
     if call.bad == "seen":
         free |= rng.random(free.shape) < 0.05
     blind = ~seen.any(3)
@@ -274,7 +279,7 @@ def _spoil(call: Call, found: Arrays, rng: np.random.Generator) -> None:
         blind |= rng.random(blind.shape) < 0.02
     for name, at, share in (("query", blind, 0.7), ("key", free, 0.7), ("value", free, 0.7)):
         x = getattr(found, name)
-        axis = {"same batch": 0, "same head": 1, "same row": 2}.get(getattr(call, f"layout_{name}"))
+        axis = ONE_STORED.get(getattr(call, f"layout_{name}"))
         at = at & (rng.random(at.shape) < share)
         if axis is not None:
             at = np.repeat(at.all(axis, keepdims=True), at.shape[axis], axis)
@@ -290,8 +295,8 @@ def laid_out(x: np.ndarray, layout: str, dtype: torch.dtype) -> Tensor:
     def inside(*shape: int) -> Tensor:
         return torch.full(shape, math.nan, dtype=dtype)
 
-    if layout in ("same batch", "same head", "same row"):
-        axis = ("same batch", "same head", "same row").index(layout)
+    if layout in ONE_STORED:
+        axis = ONE_STORED[layout]
         if x.shape[axis] == 0:
             return tensor
         return tensor.narrow(axis, 0, 1).contiguous().expand(b, h, t, d)

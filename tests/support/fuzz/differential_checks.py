@@ -8,10 +8,10 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from attention_checks import plain_attention
-from differential_arrays import GATE_FLOOR, Arrays, arrays, beside, gates_of, key_bias_of, laid_out
+from differential_arrays import GATE_FLOOR, Arrays, arrays, beside, gates_of, key_bias_of, laid_out, seen_keys
 from differential_biases import relative_biases
 from differential_calls import INPUTS, Call, lse_dtype, settled, slopes_dtype, wanted
-from differential_truth import Truth, dropout_factors, truth
+from differential_truth import Truth, dropout_factors, finite_rows, truth
 from torch import Tensor
 
 from alibi_attn.attention.api import alibi_attention, explain, head_reach
@@ -219,8 +219,8 @@ def _assert_silence(question: Question, name: str, ours: np.ndarray) -> None:
     if name == "log_fgate":
         assert (ours[numbers.log_fgate < GATE_FLOOR] == 0).all(), "the gradient of a closed gate is not zero"
     if name in ("key", "value"):
-        unseen = ~true.seen.any(2).reshape(call.batch, call.kv_heads, call.group, call.key_len).any(2)
-        assert (ours[unseen] == 0).all(), f"the gradient of a {name} that nobody may see is not zero"
+        unseen = ~seen_keys(call, true.seen)
+        assert (ours[unseen] == 0).all(), f"the gradient of a {name} that no query may see is not zero"
 
 
 def _share(
@@ -273,9 +273,9 @@ def _bits(call: Call, backend: str) -> int | None:
 def plainly(call: Call, numbers: Arrays) -> Answer:
     """Eager PyTorch in the call's dtype, with hidden entries of the inputs cleared."""
     seen = numbers.seen(call)
-    used = seen.any(2).reshape(call.batch, call.kv_heads, call.group, call.key_len).any(2)
-    clean = {x: np.where(used[..., None], _clean(getattr(numbers, x)), 0.0) for x in ("key", "value")}
-    clean["query"] = np.where(seen.any(-1)[..., None], _clean(numbers.query), 0.0)
+    used = seen_keys(call, seen)
+    clean = {x: np.where(used[..., None], finite_rows(getattr(numbers, x)), 0.0) for x in ("key", "value")}
+    clean["query"] = np.where(seen.any(-1)[..., None], finite_rows(numbers.query), 0.0)
     given = dataclasses.replace(numbers, **clean)
     call = dataclasses.replace(
         call, wild_blind=False, return_lse=True, slopes_as="float64" if call.slopes_as == "none" else call.slopes_as,
@@ -364,10 +364,6 @@ def _checked(call: Call, numbers: Arrays, true: Truth, name: str) -> np.ndarray:
     if not of_queries:
         return terms & bool(fine.all())
     return terms & (fine[..., None] if exact.ndim == 4 else fine)
-
-
-def _clean(x: np.ndarray) -> np.ndarray:
-    return np.where(np.isfinite(x).all(-1, keepdims=True), x, 0.0)
 
 
 def _slopes(call: Call, numbers: np.ndarray) -> Tensor | list:

@@ -48,15 +48,9 @@ def jax_answer(call: Call, numbers: Arrays, backend: str) -> Answer:
     given = {
         name: jnp.asarray(np.swapaxes(getattr(numbers, name), 1, 2), jnp.float32) for name in ("query", "key", "value")
     }
-    given["slopes"] = jnp.asarray(numbers.slopes, jnp.float32)
-    if numbers.right_slopes is not None:
-        given["right_slopes"] = jnp.asarray(numbers.right_slopes, jnp.float32)
-    if numbers.key_bias is not None:
-        given["key_bias"] = jnp.asarray(numbers.key_bias, jnp.float32)
-    if numbers.log_fgate is not None:
-        given["log_fgate"] = jnp.asarray(numbers.log_fgate, jnp.float32)
-    if numbers.sink_logits is not None:
-        given["sink_logits"] = jnp.asarray(numbers.sink_logits, jnp.float32)
+    for name in ("slopes", "right_slopes", "key_bias", "log_fgate", "sink_logits"):
+        if getattr(numbers, name) is not None:
+            given[name] = jnp.asarray(getattr(numbers, name), jnp.float32)
     pair = numbers.query_segments, numbers.key_segments
     if pair[1] is None:
         pair = np.zeros((b, t), np.int64), np.zeros((b, s), np.int64)

@@ -85,7 +85,7 @@ class _Sums:
         self.q = np.where(blind[..., None], 0.0, np.nan_to_num(numbers.query, nan=0.0, posinf=0.0, neginf=0.0))
         unseen = ~self.seen.any(2)[..., None]
         self.k, self.v = (
-            np.where(unseen, 0.0, np.repeat(_finite(x), call.group, 1)) for x in (numbers.key, numbers.value)
+            np.where(unseen, 0.0, np.repeat(finite_rows(x), call.group, 1)) for x in (numbers.key, numbers.value)
         )
         self.go = np.where(blind[..., None] | (call.through == "lse"), 0.0, numbers.grad_output)
         self.gl = np.where(blind | (call.through == "output"), 0.0, numbers.grad_lse)
@@ -200,6 +200,6 @@ class _Sums:
         return x.reshape(b, self.call.kv_heads, self.call.group, s, d).sum(2)
 
 
-def _finite(x: np.ndarray) -> np.ndarray:
+def finite_rows(x: np.ndarray) -> np.ndarray:
     """Replaces rows with NaN or inf by zeros."""
     return np.where(np.isfinite(x).all(-1, keepdims=True), x, 0.0)
