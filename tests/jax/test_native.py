@@ -178,7 +178,7 @@ def test_the_parts_of_a_shard_map_drop_as_if_each_were_alone() -> None:
         np.testing.assert_array_equal(sharded[n : n + 1], run(*(x[n : n + 1] for x in ROWS.values())))
 
 
-def test_explain_says_what_explain_says_of_tensors() -> None:
+def test_explain_gives_the_text_that_it_gives_for_tensors() -> None:
     rows = {name: RNG.standard_normal((1, 900, 4, 16)).astype(np.float32) for name in ROWS}
     said = str(explain(**rows, slopes=SLOPES[:1], window=500)).splitlines()
     tensors = [torch.tensor(x).transpose(1, 2) for x in rows.values()]
@@ -215,7 +215,7 @@ def test_denormal_numbers_are_kept() -> None:
     assert float(jnp.float32(1e-20) * jnp.float32(1e-20)) == 0, "XLA flushes others as before"
 
 
-def test_torch_gets_them_too_whatever_its_thread_does() -> None:
+def test_torch_keeps_denormal_numbers_even_if_its_thread_flushes_them() -> None:
     query, key, value = (torch.ones(1, 2, 600, 16) * size for size in (1.0, 1e-39, 1e-39))
     plain = api.alibi_attention(query, key, value, backend="native")
     assert torch.set_flush_denormal(True)
@@ -227,7 +227,7 @@ def test_torch_gets_them_too_whatever_its_thread_does() -> None:
     assert torch.equal(plain.view(torch.int32), flushed.view(torch.int32))
 
 
-def test_named_it_raises_with_its_reason_where_there_is_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_native_raises_and_auto_takes_another_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "_registered", lambda: "there is no C++ compiler 'g++'")
     with pytest.raises(
         ValueError, match="'native' cannot run this: there is no C\\+\\+ compiler 'g\\+\\+'; backend='auto'"
@@ -236,7 +236,7 @@ def test_named_it_raises_with_its_reason_where_there_is_no_compiler(monkeypatch:
     assert "ffi_call" not in str(jax.make_jaxpr(alibi_attention)(*ROWS.values()))
 
 
-def test_elsewhere_it_says_where_the_arrays_are() -> None:
+def test_the_reason_on_another_device_names_that_device() -> None:
     assert native.why_not({"gpu"}) == "it runs on the CPU but query is on gpu"
 
 

@@ -23,8 +23,8 @@ class RelativeBiases:
         of_best: [B, H, T] b_i,best, which is added back to the log-sum-exp; 0 if a query sees nothing.
         slack: how far from b_i,best an implementation's origin may be: NEAR_NATS, or less where all biases are closer together.
         lost: [B, H, T, S], the rounding error that fp64 may make before it forms b_ij − b_i,best: in the difference of
-            two sums
-            of gates, closed gates included, and in the sums of `key_bias` and gates of both keys, if a call has both.
+            two sums of gates, closed gates included, and in the sums of `key_bias` and gates of both keys, if a call has
+            both.
     """
 
     def __init__(self, call: Call, numbers: Arrays, seen: np.ndarray) -> None:

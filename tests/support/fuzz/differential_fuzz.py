@@ -189,11 +189,13 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--backends", nargs="+", default=["reference", "dense", "banded", "native"])
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--out", type=Path, help="folder of the records; none is kept without it")
+    parser.add_argument("--out", type=Path, help="folder for the records; without it none is saved")
     parser.add_argument(
-        "--dtype", choices=("float32", "float64", "bfloat16", "float16"), help="of every call; else drawn"
+        "--dtype", choices=("float32", "float64", "bfloat16", "float16"), help="of every call; drawn by default"
     )
-    parser.add_argument("--shrink", action="store_true", help="make every failing call as plain as it still fails")
+    parser.add_argument(
+        "--shrink", action="store_true", help="reduce every failing call to the simplest that still fails"
+    )
     asked = parser.parse_args(arguments)
     started = datetime.datetime.now(datetime.UTC)
     tallies, stopped = _over_processes(asked)
@@ -203,7 +205,7 @@ def main(arguments: list[str]) -> int:
             print(records.save(_record(backend, asked, tally, started), asked.out))
     if stopped:
         done = min(tally.draws for tally in tallies.values())
-        print(f"stopped; go on with --first-seed {asked.first_seed + done}")
+        print(f"stopped; continue with --first-seed {asked.first_seed + done}")
         return 130
     return int(any(tally.failures for tally in tallies.values()))
 
@@ -221,7 +223,7 @@ def _over_processes(asked: argparse.Namespace) -> tuple[dict[str, Tally], bool]:
                     print(f"WRONG {backend} seed {seed}: {words}", flush=True)
                     if asked.shrink and KILLED not in words:
                         plain = plainest(drawn(seed, backend, asked.dtype), backend)
-                        print(f"    as plain as it still fails: {plain}", flush=True)
+                        print(f"    the simplest call that still fails: {plain}", flush=True)
             if number % 20 == 19:
                 wrong = ", ".join(f"{backend} {len(tally.failures)} failures" for backend, tally in tallies.items())
                 print(f"{(number + 1) * TOGETHER} draws: {wrong}", flush=True)

@@ -51,13 +51,13 @@ def main(arguments: list[str]) -> int:
     if arguments[:1] == ["inside"]:
         return _inside(*arguments[1:])
     draws = arguments[0] if arguments else str(DRAWS)
-    print(f"compiling with -fsanitize={SANITIZERS} where that has not been done, which takes minutes", flush=True)
+    print(f"compiling with -fsanitize={SANITIZERS} unless that is in the cache, which takes minutes", flush=True)
     found = _begin_anew("inside", "a key too many", capture_output=True)
     if found.returncode == 0 or b"AddressSanitizer: heap-buffer-overflow" not in found.stderr:
         print(found.stdout.decode() + found.stderr.decode())
-        print("a key beyond the end has not been found: the kernels are not under the sanitizers here")
+        print("a read beyond the last key is not detected: the kernels do not run under the sanitizers here")
         return 1
-    print("a key beyond the end is found", flush=True)
+    print("a read beyond the last key is detected", flush=True)
     return _begin_anew("inside", "all", draws).returncode
 
 

@@ -4,7 +4,7 @@ The interpreter computes with numpy, and bf16 incorrectly: it multiplies the bit
 
 * bf16 is rounded to nearest even;
 * matrix products behave as in tensor cores: exact products, a few at a time aligned to the largest and truncated, as is
-their sum
+  their sum
   (Fasi, Higham, Mikaitis, Pranesh 2021, "Numerical behavior of NVIDIA tensor cores"; newer ones keep a few more bits);
 * fp32 is truncated to tf32 before, and with "tf32x3" multiplied in three parts as in Triton;
 * exponentials, roots and quotients are PTX's approximations, logarithms CUDA's, with their largest documented errors.
@@ -35,8 +35,7 @@ def of_a_device(functions: Literal["exact", "random", "against us"]) -> Iterator
 
     Args:
         functions: how approximate functions err. "against us": each by its largest error, in the direction that makes a
-            certified reach
-            shorter; exponentials and logarithms are too large, roots and quotients too small.
+            certified reach shorter; exponentials and logarithms are too large, roots and quotients too small.
     """
     from triton.runtime.interpreter import InterpreterBuilder as Builder
 
