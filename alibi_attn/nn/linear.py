@@ -86,6 +86,8 @@ def quicker(x: Tensor, weight: Tensor, bias: Tensor | None, *, rounded: bool = F
         return None  # a dispatch mode counts or traces torch's operations
     if x.numel() == 0 or x.dim() == 0 or weight.dim() != 2 or x.shape[-1] != weight.shape[-1]:
         return None  # torch handles these, or raises an error
+    if bias is not None and bias.shape != weight.shape[:1]:
+        return None  # likewise
     work = _dtype(*tensors)
     if work is None:
         return None

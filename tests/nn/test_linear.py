@@ -217,3 +217,14 @@ def test_in_the_place_of_a_forward(poor):
         torch.testing.assert_close(torch.func.jacrev(forward)(x[0, 0]), layer.weight)
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
             forward(torch.randn(3, 7))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rows", [1, 70])
+def test_torch_handles_a_bias_of_another_length(rows, poor):
+    x, weight = torch.randn(rows, 8).bfloat16(), torch.randn(600, 8).bfloat16()
+    for length in (300, 1200):
+        with pytest.raises(RuntimeError, match="size"):
+            linear.linear(x, weight, torch.randn(length).bfloat16())
+    one = torch.randn(1).bfloat16()
+    expect_the_product(linear.linear(x, weight, one), x, weight, one)
