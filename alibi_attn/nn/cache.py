@@ -110,11 +110,11 @@ class KVCache:
         """
         if self._gates is not None or self.max_tokens is not None or self.forgotten:
             raise ValueError(
-                "caches with forget gates, and caches that have forgotten tokens, cannot be saved to a file"
+                "caches with forget gates or max_tokens, or with forgotten tokens, cannot be saved to a file"
             )
         layer = None if self._layer is None else self._layer()
-        weights = "" if layer is None else fingerprint(layer)
-        release = None if self._file is None else self._file.release
+        weights, release = ("", None) if self._file is None else (self._file.fingerprint, self._file.release)
+        weights = weights if layer is None else fingerprint(layer)
         save_pair(Path(path), *self._filled(), weights=weights, release=release)
 
     def verify(self) -> None:
@@ -171,9 +171,7 @@ class KVCache:
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         twin = type(self).__new__(type(self))
-        vars(twin).update(
-            {**vars(self), "_layer": None, "path": None, "_file": None, "_gates": copy.deepcopy(self._gates, memo)}
-        )
+        vars(twin).update(vars(self), _layer=None, path=None, _file=None, _gates=copy.deepcopy(self._gates, memo))
         if self._tensors is not None:
             twin._replace(*(tensor.clone() for tensor in self._filled()))
         return twin
@@ -193,7 +191,7 @@ class KVCache:
 
     def append(
         self, key: Tensor, value: Tensor, *, layer: nn.Module | None = None, log_fgate: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Pair:
         """Append key and value, [B, K, T, D]; returns all keys and values, [B, K, S + T, D].
 
         Args:
@@ -208,6 +206,7 @@ class KVCache:
         if self.path is not None:
             return self._append_to_file(key, value, layer, log_fgate)
         self._append_gates(key, log_fgate)
+        self._bind(layer)
         new_length = self._length + key.shape[2]
         if self.max_tokens is not None and new_length > self.max_tokens:
             return self._stream(key, value)
@@ -316,13 +315,11 @@ class KVCache:
             self._norms = self._norms.reordered(rows)
 
     def _append_gates(self, key: Tensor, log_fgate: Tensor | None) -> None:
-        check_gates(
-            key, log_fgate, gated=self._gates is not None, filled=self._length > 0, streams=self.max_tokens is not None
-        )
-        if log_fgate is None:
-            return
-        self._gates = KVCache() if self._gates is None else self._gates
-        self._gates.append(log_fgate[..., None], log_fgate[..., None][..., :0])
+        gated, filled, streams = self._gates is not None, self._tensors is not None, self.max_tokens is not None
+        check_gates(key, log_fgate, gated=gated, filled=filled, streams=streams)
+        if log_fgate is not None:
+            self._gates = KVCache() if self._gates is None else self._gates
+            self._gates.append(log_fgate[..., None], log_fgate[..., None][..., :0])
 
     def _append_to_file(self, key: Tensor, value: Tensor, layer: nn.Module | None, log_fgate: Tensor | None) -> Pair:
         if log_fgate is not None or torch.compiler.is_compiling() or torch.is_grad_enabled():
@@ -331,15 +328,17 @@ class KVCache:
                 "memory"
             )
         assert self.path is not None
-        if self._weights is None:
+        weights = self._weights
+        if weights is None:
             weights = "" if layer is None else fingerprint(layer)
             if self._file is not None:
-                self._layer = None  # another layer may append if this call fails
                 self._file.check_weights(weights)
-            self._layer, self._weights = None if layer is None else weakref.ref(layer), weights
         if self._file is None:
-            self._file = CacheFile.create(self.path, key, value, fingerprint=self._weights).publish()
+            check_new(self.path)  # another cache may have created it in the meantime
+            self._file = CacheFile.create(self.path, key, value, fingerprint=weights).publish()
         self._file.append(key, value)
+        self._weights = weights
+        self._bind(layer)
         self._attach(self._file)
         return self._filled()
 
@@ -359,7 +358,7 @@ class KVCache:
         self._replace(*roomy)
         self._has_room = True
 
-    def _stream(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def _stream(self, key: Tensor, value: Tensor) -> Pair:
         """Drop the oldest token after the sinks and append one: the cache is full."""
         assert self.max_tokens is not None
         if key.shape[2] > 1:
@@ -392,9 +391,10 @@ class KVCache:
         return torch.is_inference_mode_enabled() or not self._tensors[0].is_inference()
 
     def _check(self, key: Tensor, value: Tensor, layer: nn.Module | None) -> None:
-        if layer is not None and not torch.compiler.is_compiling():
-            if self._layer is None:
-                self._layer = weakref.ref(layer)
-            elif self._layer() is not layer:
-                raise ValueError("this KVCache belongs to another attention layer; make one KVCache() for each layer")
+        if not (layer is None or self._layer is None or torch.compiler.is_compiling() or self._layer() is layer):
+            raise ValueError("this KVCache belongs to another attention layer; make one KVCache() for each layer")
         check_pair(key, value, None if self._tensors is None else self._filled())
+
+    def _bind(self, layer: nn.Module | None) -> None:
+        if layer is not None and self._layer is None and not torch.compiler.is_compiling():
+            self._layer = weakref.ref(layer)

@@ -63,9 +63,12 @@ class CacheFile:
         path: for messages, and for the larger file when it grows; None = a temporary file that has no name.
         header: the JSON object.
         mode: "r+" writes to the file; with "c" changes are private to this process.
+        new: the file has only its header so far.
     """
 
-    def __init__(self, file: Descriptor, path: Path | None, header: dict[str, Any], mode: Mode) -> None:
+    def __init__(
+        self, file: Descriptor, path: Path | None, header: dict[str, Any], mode: Mode, *, new: bool = False
+    ) -> None:
         self.file, self.path, self.mode = file, path, mode
         self.folder = Path(tempfile.gettempdir()) if path is None else path.parent
         self.capacity, self.fingerprint = header["capacity"], header["fingerprint"]
@@ -79,10 +82,10 @@ class CacheFile:
         flags = mmap.MAP_SHARED if mode == "r+" else mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
         shapes = [(batch, heads, self.capacity, d) for d in header["head_dims"]]
         size = start + sum(_whole(math.prod(shape) * dtype.itemsize) for shape in shapes)
-        if os.fstat(file.number).st_size < size:
-            if mode == "c":
-                raise ValueError(f"{path} is damaged: it is shorter than its header says")
+        if new:
             os.ftruncate(file.number, size)
+        elif os.fstat(file.number).st_size < size:
+            raise ValueError(f"{path} is damaged: it is shorter than its header says; read the text again")
         self._map = mmap.mmap(file.number, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         tensors = []
         for shape in shapes:
@@ -131,7 +134,7 @@ class CacheFile:
             os.unlink(name)
         lock(file, path, "r+")
         os.pwrite(file.number, text, 0)
-        made = cls(file, path, header, "r+")
+        made = cls(file, path, header, "r+", new=True)
         made.folder = folder or made.folder
         made._commit()
         return made
@@ -179,6 +182,8 @@ class CacheFile:
                 raise ValueError(
                     f"{name} is {list(new.shape)} {new.dtype} but the file holds {list(held.shape)} {held.dtype}"
                 )
+        if key.shape[2] == 0:
+            return
         stop = self.length + key.shape[2]
         if stop > self.capacity:
             self._grow(2 * stop)

@@ -302,8 +302,9 @@ def test_wrong_use_raises_errors_that_say_what_is_allowed():
     with pytest.raises(ValueError, match="empty and has no batch"):
         cache.reorder([0])
     with pytest.raises(ValueError, match=r"must be \[B, K, T, D\]"):
-        cache.append(torch.zeros(2, 3, 4), torch.zeros(2, 3, 4))
-    cache.append(torch.zeros(2, 3, 4, 8), torch.zeros(2, 3, 4, 8))
+        cache.append(torch.zeros(2, 3, 4), torch.zeros(2, 3, 4), layer=attention_layer())
+    layer = attention_layer()  # a refused call does not bind the cache to its layer
+    cache.append(torch.zeros(2, 3, 4, 8), torch.zeros(2, 3, 4, 8), layer=layer)
     for wrong in (torch.zeros(1, 3, 1, 8), torch.zeros(2, 3, 1, 9), torch.zeros(2, 3, 1, 8, dtype=torch.float64)):
         with pytest.raises(ValueError, match=r"but the cache holds \[2, 3, 4, 8\]"):
             cache.append(wrong, wrong)
@@ -318,6 +319,10 @@ def test_wrong_use_raises_errors_that_say_what_is_allowed():
     with pytest.raises(ValueError, match="rows 0 … 1"):
         cache.reorder([0, 2])
     assert len(cache) == 4
+    stream = KVCache(max_tokens=5)
+    stream.append(torch.zeros(2, 3, 4, 8), torch.zeros(2, 3, 4, 8))
+    with pytest.raises(ValueError, match="forget gates or max_tokens"):
+        stream.save("never")
 
 
 def test_a_prompt_is_copied_once_and_the_next_token_copies_nothing():

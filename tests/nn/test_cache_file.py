@@ -1,6 +1,7 @@
 """A cache in a file is bit-identical to one in memory, survives kills, and raises on unsupported use."""
 
 import copy
+import os
 import pickle
 import sys
 from pathlib import Path
@@ -62,8 +63,11 @@ def test_a_saved_cache_continues_and_copies_are_in_memory(tmp_path):
             assert torch.equal(layer(x[:, 80:], cache=twin), expected)
         opened.save(tmp_path / "again")
         again = KVCache.open(tmp_path / "again")
-    assert torch.equal(again.key, opened.key)
-    assert [path.name for path in sorted(tmp_path.iterdir())] == ["again", "cache"]
+        assert torch.equal(again.key, opened.key)
+        again.save(tmp_path / "third")  # no layer has appended to it
+        with pytest.raises(ValueError, match="was written with other weights"):
+            layer_of(1)(x[:, :1], cache=KVCache.open(tmp_path / "third"))
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["again", "cache", "third"]
     assert "90 tokens" in repr(opened)
     assert str(tmp_path) in repr(opened)
 
@@ -75,6 +79,7 @@ def test_a_full_file_grows_and_private_changes_leave_it_alone(mode, tmp_path, mo
     with torch.no_grad():
         cache = KVCache(path)
         cache.append(numbered(0, 16000), numbered(0, 16000))
+        cache.append(numbered(16000, 0), numbered(16000, 0))  # no tokens
         del cache
         before = path.read_bytes()
         cache = KVCache.open(path, mode=mode)
@@ -158,6 +163,16 @@ def test_damage_and_other_weights_are_refused(tmp_path):
     KVCache.open(path).verify()
 
 
+@pytest.mark.parametrize("mode", ["r+", "c"])
+def test_a_file_that_lost_its_end_is_refused(mode, tmp_path):
+    path = tmp_path / "cache"
+    with torch.no_grad():
+        KVCache(path).append(numbered(0, 500), numbered(0, 500))
+    os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(ValueError, match="damaged: it is shorter than its header says"):
+        KVCache.open(path, mode=mode)
+
+
 def test_operations_that_a_file_does_not_support_are_refused(tmp_path, monkeypatch):
     layer, x, cache = layer_of(), torch.randn(2, 5, 64), KVCache(tmp_path / "cache")
     with pytest.raises(ValueError, match="without gradients"):
@@ -174,6 +189,13 @@ def test_operations_that_a_file_does_not_support_are_refused(tmp_path, monkeypat
         cache.crop(0)
         with pytest.raises(ValueError, match=r"key is \[1, 4, 5, 16\]"):
             layer(x[:1], cache=cache)
+        second, late = (KVCache(tmp_path / "shared") for _ in range(2))
+        layer(x, cache=second)
+        with pytest.raises(ValueError, match=r"exists; continue it with open\(path\)"):
+            layer(x, cache=late)
+    assert len(second) == 5
+    del second
+    assert len(KVCache.open(tmp_path / "shared")) == 5
     with pytest.raises(ValueError, match="path or max_tokens"):
         KVCache(tmp_path / "other", max_tokens=9)
     with pytest.raises(ValueError, match=r"exists; continue it with open\(path\)"):

@@ -119,3 +119,8 @@ def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match=r"must be \[B, H, T\]"):
         KVCache().append(torch.zeros(1, 4, 2, 8), torch.zeros(1, 4, 2, 8), log_fgate=torch.zeros(1, 4, 3))
     assert len(cache) == 2
+    gated = KVCache()
+    gated.append(torch.zeros(1, 4, 2, 8), torch.zeros(1, 4, 2, 8), log_fgate=torch.zeros(1, 4, 2))
+    gated.forget(0)
+    with pytest.raises(ValueError, match="for every token or for none"):
+        gated.append(torch.zeros(1, 4, 2, 8), torch.zeros(1, 4, 2, 8))
