@@ -258,7 +258,7 @@ class ALiBiAttention(nn.Module):
 
             reach = ⌈(2U + ln(1/ε) − ln(1 − e^(−m))) / m⌉,   U = `score_bound()`
 
-        It counts the query itself, like `window`, which limits it. A slope ≤ 0 has no reach: 2⁴⁰.
+        It counts the query itself, like `window`, which limits it. A head with a slope ≤ 0 has no reach: it gets 2⁶⁰.
 
         Args:
             tolerance: ε in [0, 1); default eps / 32 of the weights' dtype, as in `alibi_attention`.
@@ -266,7 +266,8 @@ class ALiBiAttention(nn.Module):
             key_mask: the mask the layer will be called with. A query whose own key is hidden has no such guarantee.
 
         Raises:
-            ValueError: there is neither a bound nor qk_norm, the tolerance is outside [0, 1), or the key mask hides a key.
+            ValueError: there is neither a bound nor qk_norm, the bound is negative, the tolerance is outside [0, 1), or the key
+                mask hides a key.
 
         >>> ALiBiAttention(64, 8, qk_norm=True).static_reach()[:3].tolist()
         [53, 107, 219]
@@ -289,6 +290,8 @@ class ALiBiAttention(nn.Module):
         """U and ε, with the defaults of this layer."""
         bound = self.score_bound() if score_bound is None else min(score_bound, sys.float_info.max)
         tolerance = default_tolerance(self.q_proj.weight.dtype) if tolerance is None else tolerance
+        if bound < 0.0:
+            raise ValueError(f"score_bound is {bound} but bounds |q·k|/√D: it must not be negative")
         if not 0.0 <= tolerance < 1.0:
             raise ValueError(f"tolerance is {tolerance} but is a share of softmax mass in [0, 1)")
         return bound, tolerance
@@ -315,14 +318,15 @@ class ALiBiAttention(nn.Module):
     def _check_memory(
         self, x: Tensor, memory: Tensor | None, memory_mask: Tensor | None, *, others: tuple[object, ...]
     ) -> None:
-        if (memory is None) != (self.kv_dim is None) or (memory is None and memory_mask is not None):
-            kind = "self-attention" if self.kv_dim is None else "cross-attention"
+        if self.kv_dim is None:
+            if memory is None and memory_mask is None:
+                return
             raise ValueError(
-                f"memory is {'missing' if memory is None else 'given'} but this is a {kind} layer; layers created with "
-                "kv_dim=... need memory=..., and other layers have none"
+                f"{'memory_mask' if memory is None else 'memory'} is given but this is a self-attention layer; "
+                "create the layer with kv_dim=... for cross-attention"
             )
         if memory is None:
-            return
+            raise ValueError("memory is missing but this is a cross-attention layer; pass memory=..., or omit kv_dim")
         if any(other is not None for other in others) or "attend" in vars(self):
             raise ValueError(
                 "cross-attention supports no cache, key_mask, segment_ids or context parallelism; pass memory_mask to hide keys"

@@ -65,13 +65,14 @@ class CachesOfHeads:
         if torch.compiler.is_compiling() or query.device.type != "cpu" or not query.numel():
             return
         longest_query, longest_key = (float(x.detach().float().norm(dim=-1).max()) for x in (query, key))
-        self._longest_key = max(self._longest_key, longest_key)
-        largest = abs(scale) * longest_query * self._longest_key
+        longest_key = max(longest_key, self._longest_key)  # NaN stays NaN in this order
+        largest = abs(scale) * longest_query * longest_key
         if not largest <= self.score_bound:
             raise ValueError(
                 f"scores may reach {largest:.6g} but this cache forgot keys for scores up to {self.score_bound:.6g}; "
                 "create it with a larger score_bound, and a new one after the weights change"
             )
+        self._longest_key = longest_key
 
     def _check_key(self, key: Tensor) -> None:
         heads = sum(map(len, self.key_heads))
@@ -168,7 +169,8 @@ class ReachCache(CachesOfHeads):
         length = self._checked_length(length)
         back = self._seen - length
         missing = [
-            len(cache) - back < min(length, limit - 1) for cache, limit in zip(self._caches, self._limits, strict=True)
+            max(len(cache) - back, 0) < min(length, limit - 1)
+            for cache, limit in zip(self._caches, self._limits, strict=True)
         ]
         if length and any(missing):
             raise ValueError(
@@ -176,6 +178,6 @@ class ReachCache(CachesOfHeads):
                 "undo drafts before the next append, or crop(0) to empty it"
             )
         for cache in self._caches:
-            cache.take_back(len(cache) if length == 0 else back)
+            cache.take_back(len(cache) if length == 0 else min(back, len(cache)))
         self._seen = length
         self._longest_key = self._longest_key if length else 0.0

@@ -55,6 +55,8 @@ def test_wrong_memory_raises_errors_that_say_what_is_allowed():
         layer(x)
     with pytest.raises(ValueError, match="memory is given but this is a self-attention layer"):
         ALiBiAttention(24, 6)(x, memory=memory)
+    with pytest.raises(ValueError, match="memory_mask is given but this is a self-attention layer"):
+        ALiBiAttention(24, 6)(x, memory_mask=torch.ones(2, 9, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"must be \[B, S, kv_dim\] = \[2, S, 40\]"):
         layer(x, memory=memory[..., :39])
     with pytest.raises(ValueError, match="supports no cache"):

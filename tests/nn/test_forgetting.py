@@ -128,6 +128,11 @@ def test_a_given_bound_serves_a_layer_without_norms_and_is_enforced():
     torch.testing.assert_close(decoded(layer, x, cache, [1] * 200), layer(x), rtol=1e-4, atol=1e-6)
     with pytest.raises(ValueError, match=r"scores may reach .* but this cache forgot keys for scores up to"):
         decoded(layer, x, layer.reach_cache(score_bound=bound * 0.99), [1] * 200)
+    for size in (1e3, math.nan):
+        with pytest.raises(ValueError, match="scores may reach"):
+            layer(x[:, :1] * size, cache=cache)
+    layer(x[:, :1], cache=cache)  # a refused pass leaves the cache as it was
+    assert len(cache) == 201
     with pytest.raises(ValueError, match="create the layer with qk_norm=True"):
         layer.reach_cache()
     normed = layer_with()
@@ -158,6 +163,16 @@ def test_drafts_are_taken_back_and_beams_reordered():
     torch.testing.assert_close(layer(x[beams, 280:], cache=cache), layer(x[beams])[:, 280:], rtol=1e-4, atol=2e-6)
     cache.crop(0)
     torch.testing.assert_close(layer(x, cache=cache), layer(x), rtol=1e-4, atol=2e-6)
+
+
+def test_a_head_that_keeps_no_keys_takes_back_drafts_of_several_steps():
+    cache, token = ReachCache([1, 100], score_bound=1.0, tolerance=0.1), torch.zeros(1, 2, 1, 4)
+    for _ in range(5):
+        cache.append(token, token)
+    cache.crop(2)
+    assert (len(cache), cache.kept, cache.forgotten) == (2, (0, 2), (2, 0))
+    cache.append(token, token)
+    assert cache.kept == (0, 3)
 
 
 def test_wrong_use_raises_errors_that_say_what_is_allowed():

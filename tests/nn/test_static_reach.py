@@ -89,3 +89,5 @@ def test_errors_say_why_there_is_no_static_reach():
     assert layer_with(1.0).static_reach(key_mask=torch.ones(1, 3, dtype=torch.bool)).shape == (4,)
     with pytest.raises(ValueError, match=r"tolerance is 1.5 but is a share"):
         layer_with(1.0).static_reach(tolerance=1.5)
+    with pytest.raises(ValueError, match=r"score_bound is -2.0 but bounds |q·k|/√D"):
+        layer_with(1.0).static_reach(score_bound=-2.0)
