@@ -89,7 +89,11 @@ def peak_memory_bytes(device: torch.device) -> int | None:
     """The peak since the last reset."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return None
+    fields = dict(line.split(":", 1) for line in status.splitlines())
     return int(fields["VmHWM"].split()[0]) * 1024 if "VmHWM" in fields else None
 
 

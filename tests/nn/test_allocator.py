@@ -4,6 +4,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
+
+from alibi_attn.nn import allocator
 
 glibc = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only glibc's allocator can be told")
 
@@ -85,3 +88,8 @@ def test_a_layer_of_an_encoder_takes_the_memory_that_the_layer_before_freed() ->
     run = subprocess.run([sys.executable, "-c", ENCODER], capture_output=True, text=True, check=True, timeout=120)
     kept, given_back = map(int, run.stdout.split())
     assert kept < given_back / 3
+
+
+def test_a_system_without_proc_reports_no_peak(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(allocator, "Path", lambda path: tmp_path / "none")
+    assert allocator.peak_memory_bytes(torch.device("cpu")) is None
