@@ -105,8 +105,7 @@ class ALiBiAttention(nn.Module):
         self.k_proj = nn.Linear(embed_dim if kv_dim is None else kv_dim, kv_width, bias=bias)
         self.v_proj = nn.Linear(embed_dim if kv_dim is None else kv_dim, kv_width, bias=bias)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
-        norms = [nn.RMSNorm(self.head_dim, eps=_QK_NORM_EPS) if qk_norm else None for _ in range(2)]
-        self.q_norm, self.k_norm = norms
+        self.q_norm, self.k_norm = (nn.RMSNorm(self.head_dim, eps=_QK_NORM_EPS) if qk_norm else None for _ in range(2))
         self.gate_proj = ForgetGates(embed_dim, num_heads) if forget_gate else None
 
     @hides_unknown
@@ -185,8 +184,7 @@ class ALiBiAttention(nn.Module):
         options: Any = {"window": self.window, "key_mask": key_mask, "segment_ids": segment_ids, "dropout_p": dropout_p}
         if gates is not None:
             return self.attend_gated(query, key, value, gates, slopes, **options)
-        placed: Any = {} if query_offset is None else {"query_offset": query_offset}
-        return self.attend(query, key, value, slopes, causal=self.causal, **options, **placed)
+        return self.attend(query, key, value, slopes, causal=self.causal, query_offset=query_offset, **options)
 
     def _attend_parts(
         self, query: Tensor, key: Tensor, value: Tensor, gates: Tensor | None, cache: ReachCache | GatedReachCache
@@ -297,14 +295,8 @@ class ALiBiAttention(nn.Module):
         return bound, tolerance
 
     def extra_repr(self) -> str:
-        gates, qk_norm = self.gate_proj is not None, self.q_norm is not None
-        optional = {
-            "kv_dim": self.kv_dim,
-            "window": self.window,
-            "dropout_p": self.dropout_p,
-            "qk_norm": qk_norm,
-            "forget_gate": gates,
-        }
+        optional = {name: getattr(self, name) for name in ("kv_dim", "window", "dropout_p")}
+        optional |= {"qk_norm": self.q_norm is not None, "forget_gate": self.gate_proj is not None}
         options = "".join(f", {name}={value}" for name, value in optional.items() if value)
         return (
             f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
@@ -360,7 +352,7 @@ class ALiBiAttention(nn.Module):
                 "the layer's attention is context parallel, which does not support a cache; call undo(), or pass no cache"
             )
         if cache is not None and not self.causal:
-            raise ValueError("cache needs causal=True: without it the keys to come would change outputs already given")
+            raise ValueError("cache needs causal=True: without it later keys would change outputs already returned")
         by_gates, gated = isinstance(cache, GatedReachCache), self.gate_proj is not None
         forgets = isinstance(cache, ReachCache | GatedReachCache) or (
             cache is not None and cache.max_tokens is not None
