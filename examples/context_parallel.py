@@ -5,7 +5,6 @@ python examples/context_parallel.py                  # two processes on this mac
 
 import argparse
 import tempfile
-from collections.abc import Sequence
 
 import torch
 from torch import distributed, multiprocessing
@@ -32,10 +31,10 @@ def one_rank(rank: int, meeting: str, length: int) -> None:
     distributed.destroy_process_group()
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--length", type=int, default=4096, help="tokens per process (default 4,096)")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
 
     q, k, v = whole(RANKS * options.length)
     sent = plan_halo(q, k, v, lengths=[options.length] * RANKS).rows.sum().item()

@@ -40,11 +40,11 @@ def embed_random(lengths: Sequence[int]) -> None:
     print(f"the first text alone differs by {(alone - vectors[0]).abs().max():.0e}")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?", help="a folder, or the name of a repository; default: random weights")
     parser.add_argument("files", nargs="*", type=Path, help="texts")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     torch.manual_seed(0)
     if options.model is None:
         embed_random([200, 30, 4000, 1000])

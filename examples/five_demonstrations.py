@@ -5,7 +5,6 @@ python examples/five_demonstrations.py --png heads.png   # and draws the fifth: 
 """
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -24,10 +23,10 @@ def text(batch: int, length: int) -> torch.Tensor:
     return tokens
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--png", type=Path, help="save the picture of the heads here")
-    png = parser.parse_args(arguments).png
+    png = parser.parse_args().png
     torch.manual_seed(0)
     attention, x = ALiBiAttention(embed_dim=64, num_heads=8), torch.randn(2, 10, 64)
     print(f"1. Shapes: {list(x.shape)} in, {list(attention(x).shape)} out; a longer x needs no change.")

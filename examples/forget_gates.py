@@ -4,7 +4,6 @@ python examples/forget_gates.py
 """
 
 import argparse
-from collections.abc import Sequence
 
 import torch
 from torch.nn.functional import logsigmoid
@@ -12,10 +11,10 @@ from torch.nn.functional import logsigmoid
 from alibi_attn import alibi_attention, forgetting_attention, head_reach
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--length", type=int, default=4096, help="tokens (default 4,096)")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     torch.manual_seed(0)
     length, heads = options.length, 4
     q, k, v = torch.randn(3, 1, heads, length, 64)

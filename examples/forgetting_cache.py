@@ -5,17 +5,16 @@ python examples/forgetting_cache.py --tokens 2000
 """
 
 import argparse
-from collections.abc import Sequence
 
 import torch
 
 from alibi_attn import ALiBiAttention, KVCache
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=20_000, help="length of the text (default 20,000)")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     torch.manual_seed(0)
 
     # With normalized queries and keys the weights bound every score. So the reach of each head is known before any

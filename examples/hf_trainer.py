@@ -8,7 +8,6 @@ of a LightningModule and return its loss; nothing else is specific to these laye
 
 import argparse
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -32,11 +31,11 @@ class LanguageModel(nn.Module):
         return {"loss": cross_entropy(logits[:, :-1].transpose(1, 2), labels[:, 1:]), "logits": logits}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--text", type=Path, default=Path(argparse.__file__), help="a file to train and test on")
     parser.add_argument("--steps", type=int, default=300, help="training steps of 4,096 bytes (default 300)")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     torch.manual_seed(0)
 
     def rows(text: Tensor, length: int) -> list[dict[str, Tensor]]:

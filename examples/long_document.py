@@ -8,7 +8,6 @@ import argparse
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -31,13 +30,13 @@ def trained(text: torch.Tensor, length: int, steps: int) -> ALiBiForCausalLM:
     return model.eval()
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--text", type=Path, default=Path(argparse.__file__), help="a file to train on and to read")
     parser.add_argument("--steps", type=int, default=300, help="training steps of 4,096 bytes (default 300)")
     parser.add_argument("--folder", type=Path, default=Path("document"), help="new folder (default document)")
     parser.add_argument("--again", action="store_true", help="open the folder and continue the text")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     text = torch.tensor([list(options.text.read_bytes())])
 
     if not options.again:

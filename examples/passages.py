@@ -8,7 +8,6 @@ stores the vectors in a folder and searches them. Run it again with another ques
 """
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
 import lancedb
@@ -25,7 +24,7 @@ def rows(file: Path, text: str, model: object, chunks: int | str) -> list[dict[s
     ]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", help="a folder, or the name of a repository")
     parser.add_argument("question")
@@ -33,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--chunks", default="sentences", help="sentences, paragraphs, or tokens per passage")
     parser.add_argument("--best", type=int, default=3, help="passages to print")
     parser.add_argument("--database", default="passages.lancedb", help="a folder, for one model")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
 
     model = sentence_transformer(options.model, normalize=True)
     database = lancedb.connect(options.database)

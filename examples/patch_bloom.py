@@ -6,7 +6,6 @@ python examples/patch_bloom.py bigscience/bloom-560m   # or a folder
 
 import argparse
 import time
-from collections.abc import Sequence
 
 import torch
 from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM, PreTrainedModel
@@ -23,11 +22,11 @@ def logits_and_seconds(model: PreTrainedModel, tokens: torch.Tensor) -> tuple[to
     return logits, time.perf_counter() - start
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?", help="a folder or the name of a repository; default: random weights")
     parser.add_argument("--length", type=int, default=2048, help="tokens to read (default 2,048)")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     torch.manual_seed(0)
 
     if options.model is None:

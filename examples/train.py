@@ -5,7 +5,6 @@ python examples/train.py --text novel.txt
 """
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -26,12 +25,12 @@ def loss(model: nn.Module, text: torch.Tensor) -> torch.Tensor:
     return cross_entropy(model(text[:, :-1]).transpose(1, 2), text[:, 1:])
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--text", type=Path, default=Path(argparse.__file__), help="a file to train and test on")
     parser.add_argument("--length", type=int, default=64, help="bytes per training text (default 64)")
     parser.add_argument("--steps", type=int, default=300, help="training steps of 4,096 bytes (default 300)")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     torch.manual_seed(0)
 
     text = torch.tensor(list(options.text.read_bytes()))
