@@ -173,7 +173,6 @@ class _Call:
         lengths, masked, seed = check_arguments(
             ranks, spec, device, key=self.key, value=self.value, log_fgate=self.log_fgate, score_bound=self.score_bound
         )
-        check_score_bound(self.score_bound, hides=masked)
         if spec.dropout_seed is not None:
             spec = dataclasses.replace(spec, dropout_seed=spec.dropout_seed.new_tensor([[seed, 0, 0, 0]]))
         if masked and spec.key_mask is None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from alibi_attn.distributed.halos import Halo, Span
+from alibi_attn.distributed.halos import Halo, Piece
 
 Pieces = list[list[Tensor]]  # one tensor per key head and span
 
@@ -111,12 +111,12 @@ class Transport:
     counts_rows: bool = False
 
     @functools.cached_property
-    def outgoing(self) -> list[list[tuple[int, int, Span]]]:
+    def outgoing(self) -> list[list[Piece]]:
         """The pieces that this rank sends to each rank."""
         return [self.halo.pieces(other, self.ranks.rank) for other in range(self.ranks.count)]
 
     @functools.cached_property
-    def incoming(self) -> list[list[tuple[int, int, Span]]]:
+    def incoming(self) -> list[list[Piece]]:
         """The pieces that this rank receives from each rank."""
         return [self.halo.pieces(self.ranks.rank, owner) for owner in range(self.ranks.count)]
 
@@ -142,30 +142,24 @@ class Transport:
 
     def send(self, tensors: Sequence[Tensor], what: str) -> Tensor:
         """Sends this rank's pieces; returns the values from all ranks, flattened, by rank, piece and tensor."""
-        parts, sent_to = [], []
-        for pieces in self.outgoing:
-            size = 0
-            for head, _, (low, high) in pieces:
-                for tensor in tensors:
-                    part = _rows_of(tensor, self.halo, head, low, high).reshape(-1)
-                    parts.append(part)
-                    size += part.numel()
-                if self.counts_rows and self.traffic is not None:
-                    self.traffic.rows_sent += high - low
-            sent_to.append(size)
-        received_from = [sum(self._sizes(pieces, tensors)) for pieces in self.incoming]
+        parts = [
+            _rows_of(tensor, self.halo, head, low, high).reshape(-1)
+            for pieces in self.outgoing
+            for head, _, (low, high) in pieces
+            for tensor in tensors
+        ]
         if self.counts_rows and self.traffic is not None:
-            self.traffic.rows_received += sum(high - low for pieces in self.incoming for _, _, (low, high) in pieces)
+            self.traffic.rows_sent += _count_rows(self.outgoing)
+            self.traffic.rows_received += _count_rows(self.incoming)
         flat = torch.cat(parts) if parts else tensors[0].new_empty(0)
-        return self._exchanged(flat, sent_to, received_from, what)
+        return self._exchanged(flat, self._totals(self.outgoing, tensors), self._totals(self.incoming, tensors), what)
 
     def send_back(self, gradient: Tensor, tensors: Sequence[Tensor], what: str) -> list[Tensor]:
         """The gradients of the tensors, [B, heads, rows, …], plus the gradients that other ranks send back.
 
         `gradient` [n] belongs to the received rows and is sent to their owners.
         """
-        to = [sum(self._sizes(pieces, tensors)) for pieces in self.incoming]
-        from_ = [sum(self._sizes(pieces, tensors)) for pieces in self.outgoing]
+        to, from_ = self._totals(self.incoming, tensors), self._totals(self.outgoing, tensors)
         received = self._exchanged(gradient.contiguous(), to, from_, what)
         # Half precision is summed in fp32 and rounded once.
         sums = [x.to(torch.promote_types(x.dtype, torch.float32), copy=True) for x in tensors]
@@ -178,7 +172,11 @@ class Transport:
                     at += rows.numel()
         return [total.to(x.dtype) for total, x in zip(sums, tensors, strict=True)]
 
-    def _sizes(self, pieces: list[tuple[int, int, Span]], tensors: Sequence[Tensor]) -> list[int]:
+    def _totals(self, pieces_by_rank: list[list[Piece]], tensors: Sequence[Tensor]) -> list[int]:
+        """The element count of all pieces of each rank."""
+        return [sum(self._sizes(pieces, tensors)) for pieces in pieces_by_rank]
+
+    def _sizes(self, pieces: list[Piece], tensors: Sequence[Tensor]) -> list[int]:
         """The element count of each tensor in each piece."""
         row = [math.prod(_piece_shape(tensor, self.halo, 1)) for tensor in tensors]
         return [(high - low) * size for _, _, (low, high) in pieces for size in row]
@@ -219,6 +217,10 @@ class ScannedSums(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
         ranks: Ranks = ctx.ranks
         return None, ranks.gathered(gradient, "gradients of sums of gates")[ranks.rank + 1 :].sum(0)
+
+
+def _count_rows(pieces_by_rank: list[list[Piece]]) -> int:
+    return sum(high - low for pieces in pieces_by_rank for _, _, (low, high) in pieces)
 
 
 def _rows_of(tensor: Tensor, halo: Halo, head: int, low: int, high: int) -> Tensor:

@@ -21,6 +21,7 @@ from alibi_attn.reach import static_reach
 from alibi_attn.slopes import alibi_slopes
 
 Span = tuple[int, int]  # a half-open range of positions, (start, stop)
+Piece = tuple[int, int, Span]  # (key head, index into `Halo.spans`, rows in the owner's shard)
 Rows = npt.NDArray[np.int64]
 
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -71,8 +72,8 @@ class Halo:
         near = (start - self.left[rank][head], start), (stop, stop + self.right[rank][head])
         return [*near, *self.outliers[rank][head]]
 
-    def pieces(self, rank: int, owner: int) -> list[tuple[int, int, Span]]:
-        """The pieces from `owner` to `rank`, in order: (key head, index into `spans`, rows in the owner's shard)."""
+    def pieces(self, rank: int, owner: int) -> list[Piece]:
+        """The pieces from `owner` to `rank`, in order."""
         if owner == rank:
             return []
         begin, end = self.offsets[owner], self.offsets[owner] + self.lengths[owner]

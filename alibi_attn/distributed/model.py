@@ -67,10 +67,10 @@ def context_parallel(
 
     Every rank calls its copy of the model with its shard of the sequence, in rank order, and gets the outputs of its shard.
     Each rank computes the parameter gradients of its own outputs; their sum over the ranks is the full gradient, and DDP and
-    FSDP average them. Layers with QK-norm, without masks or gates, derive their halo from their weights. Caches are not
-    supported. Attention dropout uses the first rank's generator. Pass an encoder's padding as a mask; its pooled first token is
-    that of the whole sequence on the first rank only. Undo before copying or pickling the whole model; its state dict is
-    unaffected.
+    FSDP average them. Layers with QK-norm, without masks or gates, derive their halo from their weights; with QK-norm, all
+    ranks or none must pass a mask. Caches are not supported. Attention dropout uses the first rank's generator. Pass an
+    encoder's padding as a mask; its pooled first token is that of the whole sequence on the first rank only. Undo before
+    copying or pickling the whole model; its state dict is unaffected.
 
     Args:
         model: a model with `ALiBiAttention` layers, an encoder of `alibi_attn.hf.encoder`, or a model patched by
@@ -137,6 +137,5 @@ def _attend_gated(
 
 
 def _check(query: Tensor, key: Tensor, query_offset: int | Tensor | None) -> None:
-    cached = query_offset not in (None, 0) if not isinstance(query_offset, Tensor) else True
-    if cached or key.shape[2] != query.shape[2]:
+    if isinstance(query_offset, Tensor) or query_offset not in (None, 0) or key.shape[2] != query.shape[2]:
         raise ValueError("context parallelism has no cache; pass whole shards and use_cache=False")

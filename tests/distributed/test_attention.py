@@ -1,6 +1,5 @@
 """Context parallelism over 1 to 4 gloo processes equals one process: outputs, lse and all gradients."""
 
-import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -8,11 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from context_cases import CASES, joined, truth
+from context_cases import CASES, joined, planned, truth
 from context_models import MODELS, run
 
-from alibi_attn.attention.validation import make_spec
-from alibi_attn.distributed import Traffic, context_parallel_attention, plan_halo
+from alibi_attn.distributed import Traffic, context_parallel_attention
 from alibi_attn.distributed.rank_attention import merged
 
 PROCESSES = Path(__file__).parent.parent / "support" / "processes"
@@ -88,7 +86,7 @@ def test_the_traffic_is_that_of_the_planned_halo(ranks, name):
     drawn = case.drawn()
     options = {n: drawn[n] for n in ("key_mask", "segment_ids", "key_bias") if n in drawn} | case.options
     options.pop("dropout_p", None)  # has no effect on the halo
-    halo = plan_halo(drawn["query"], drawn["key"], drawn["value"], drawn["slopes"], lengths=case.lengths, **options)
+    halo = planned(case, drawn, **options)
     traffic = [Traffic(**results["traffic"][name]) for results in ranks if name in results["traffic"]]
     assert [t.rows_received for t in traffic] == halo.rows.sum((1, 2)).tolist()
     assert [t.rows_sent for t in traffic] == halo.rows.sum((0, 2)).tolist()
@@ -202,17 +200,10 @@ def test_merging_rows_that_see_no_keys_has_finite_gradients():
 
 def test_the_cases_reach_over_more_than_one_rank():
     """The cases include halos that span several ranks, masks of single heads, and outlier tiles."""
-    case = CASES["four, one short, one empty"]
-    drawn = case.drawn()
-    halo = plan_halo(drawn["query"], drawn["key"], drawn["value"], drawn["slopes"], lengths=case.lengths)
+    halo = planned(CASES["four, one short, one empty"])
     assert halo.rows[3, 1].max() == 20
     assert halo.rows[3, 0].max() > 0
-    case = CASES["outlier keys on rank 0"]
-    drawn = case.drawn()
-    halo = plan_halo(drawn["query"], drawn["key"], drawn["value"], drawn["slopes"], lengths=case.lengths)
+    halo = planned(CASES["outlier keys on rank 0"])
     assert any(spans for heads in halo.outliers for spans in heads)
-    case = dataclasses.replace(CASES["three, uneven"])
-    drawn = case.drawn()
-    halo = plan_halo(drawn["query"], drawn["key"], drawn["value"], drawn["slopes"], lengths=case.lengths)
+    halo = planned(CASES["three, uneven"])
     assert len({(n - 1).bit_length() for n in halo.left[1]}) < len(set(halo.left[1]))
-    assert make_spec(drawn["query"], drawn["key"], drawn["value"]).group == 1

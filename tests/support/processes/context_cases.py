@@ -7,6 +7,7 @@ import torch
 
 from alibi_attn.attention.api import alibi_attention
 from alibi_attn.attention.forgetting import forgetting_attention
+from alibi_attn.distributed import Halo, plan_halo
 
 SLOPES = (2.0, 1.0, 0.45, 0.4)
 PER_ROW = ("query", "key", "value", "key_mask", "segment_ids", "key_bias", "log_fgate")
@@ -141,6 +142,12 @@ def answer(attention, gated, tensors: dict[str, torch.Tensor], seed=0, **options
     found = torch.autograd.grad([output, lse], list(leaves.values()), back, allow_unused=True)
     gradients = {f"d{n}": torch.zeros_like(leaves[n]) if g is None else g for n, g in zip(leaves, found, strict=True)}
     return {"output": output.detach(), "lse": lse.detach(), **gradients}
+
+
+def planned(case: Case, drawn: dict[str, torch.Tensor] | None = None, **options) -> Halo:
+    """The halo of the whole sequence."""
+    drawn = case.drawn() if drawn is None else drawn
+    return plan_halo(drawn["query"], drawn["key"], drawn["value"], drawn["slopes"], lengths=case.lengths, **options)
 
 
 def truth(case: Case) -> dict[str, torch.Tensor]:

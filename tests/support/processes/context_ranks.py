@@ -3,7 +3,6 @@
 Each case runs in a group with one rank per shard. torch is loaded once, and the processes are forks.
 """
 
-import multiprocessing
 import os
 import sys
 import time
@@ -11,8 +10,9 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-from context_cases import CASES, Case, answer, shard
+from context_cases import CASES, Case, answer, planned, shard
 from context_models import MODELS, run, shard_of_input
+from forked_ranks import exit_codes
 from torch import distributed as dist
 
 from alibi_attn.distributed import (
@@ -20,7 +20,6 @@ from alibi_attn.distributed import (
     context_parallel,
     context_parallel_attention,
     context_parallel_forgetting_attention,
-    plan_halo,
 )
 
 RANKS = 4
@@ -42,7 +41,7 @@ def with_garbage(rank: int, group) -> bool:
     """Whether the last rank's result has the same bits if rows it does not receive change, at equal norms."""
     drawn = GARBAGE.drawn()
     before, _ = of_rank(GARBAGE, rank, group, drawn)
-    sent = plan_halo(drawn["query"], drawn["key"], drawn["value"], drawn["slopes"], lengths=GARBAGE.lengths)
+    sent = planned(GARBAGE, drawn)
     last = len(GARBAGE.lengths) - 1
     for head in range(GARBAGE.kv_heads):
         there = torch.zeros(GARBAGE.total, dtype=torch.bool)
@@ -149,10 +148,4 @@ def work(rank: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=work, args=(rank, Path(sys.argv[1]))) for rank in range(RANKS)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    sys.exit(max(abs(process.exitcode) for process in processes))
+    sys.exit(max(map(abs, exit_codes(work, Path(sys.argv[1]), ranks=RANKS))))
