@@ -32,7 +32,7 @@ class GatedReachCache(CachesOfHeads):
         tolerance: ε, the largest share of a later query's softmax mass that is forgotten.
 
     Raises:
-        ValueError: a slope is negative, so that far keys gain weight; or the heads do not divide.
+        ValueError: a slope is negative, so that far keys gain weight; or num_kv_heads does not divide the number of heads.
     """
 
     def __init__(
@@ -84,7 +84,8 @@ class GatedReachCache(CachesOfHeads):
         length = self._checked_length(length)
         if 0 < length < self._seen and any(self.forgotten):
             raise ValueError(
-                f"the cache has forgotten {list(self.forgotten)} tokens, as later gates allowed; crop(0) empties it"
+                f"the cache has forgotten {list(self.forgotten)} tokens, as later gates allowed, and cannot return to fewer; "
+                "crop(0) empties it"
             )
         for cache in self._caches:
             cache.crop(min(length, len(cache)))

@@ -111,7 +111,7 @@ class ReachCache(CachesOfHeads):
         tolerance: ε, for which the reach was computed.
 
     Raises:
-        ValueError: a reach is below 1, or the heads do not divide.
+        ValueError: a reach is below 1, or num_kv_heads does not divide the number of heads.
 
     >>> cache = ReachCache([2, 2, 100, 100], score_bound=3.0, tolerance=1e-6)
     >>> with torch.no_grad():
@@ -127,7 +127,7 @@ class ReachCache(CachesOfHeads):
         per_head = [operator.index(r) for r in (reach.tolist() if isinstance(reach, Tensor) else reach)]
         heads = len(per_head) if num_kv_heads is None else operator.index(num_kv_heads)
         if not per_head or min(per_head) < 1:
-            raise ValueError(f"reach is {per_head} but each head's counts the query itself: at least 1")
+            raise ValueError(f"reach is {per_head} but must be at least 1 per head: it counts the query itself")
         if heads < 1 or len(per_head) % heads:
             raise ValueError(f"num_kv_heads is {heads} but must divide the {len(per_head)} heads of reach")
         widest = [max(row) for row in np.reshape(per_head, (heads, -1)).tolist()]

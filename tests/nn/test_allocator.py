@@ -8,7 +8,7 @@ import torch
 
 from alibi_attn.nn import allocator
 
-glibc = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only glibc's allocator can be told")
+glibc = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only glibc's allocator has these settings")
 
 # 64 MiB of new memory cause 16,384 faults of 4 KiB pages, or 32 with huge pages, which are disabled here.
 SCRIPT = """
@@ -30,7 +30,7 @@ ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)
 faults(2)
 outside = faults(5)
 with kept_memory():
-    faults(20)  # until the pieces beside aligned buffers have come to rest
+    faults(20)  # until the gaps next to aligned buffers stay the same
     with kept_memory():
         pass
     inside = faults(5)
@@ -57,7 +57,7 @@ def test_a_freed_buffer_is_used_again_inside_and_given_back_outside() -> None:
     assert after > outside / 6  # at least one of five is new: free parts of the heap may serve the others
     assert given_back_mib > 50
     assert next_block < outside / 10, "the memory of a small block is not kept for the next one"
-    assert all_blocks_mib < 120, "what many blocks leave behind adds up"
+    assert all_blocks_mib < 120, "the memory that many blocks left together was not returned"
 
 
 # The layers of this encoder allocate the same buffers, of 34, 17 and 17 MiB. In a process that already has large gaps in

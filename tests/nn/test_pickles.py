@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from alibi_attn.nn.cache import FORMAT, KVCache
-from alibi_attn.nn.cache_checks import check_format
 from alibi_attn.nn.gated_cache import GatedReachCache
 from alibi_attn.nn.reach_cache import CachesOfHeads, ReachCache
 
@@ -77,7 +76,3 @@ def test_a_pickled_stream_keeps_its_count_of_forgotten_tokens():
     twin = pickle.loads(pickle.dumps(cache))
     assert (len(twin), twin.forgotten, twin.max_tokens, twin.sinks) == (4, 5, 4, 1)
     assert twin.key[0, 0, :, 0].tolist() == cache.key[0, 0, :, 0].tolist() == [0, 6, 7, 8]
-
-
-def test_the_format_that_is_read_is_accepted():
-    check_format("KVCache", {"format": 3}, reads=3)

@@ -64,7 +64,7 @@ def test_cutting_a_layer_at_its_reach_changes_nothing_beyond_the_tolerance():
     with torch.no_grad():
         values = layer.v_proj(x).unflatten(-1, (4, 8)).norm(dim=-1).max()
         stretch = torch.linalg.matrix_norm(layer.out_proj.weight, ord=2)
-        # 2ε·max‖v‖ a head, four heads side by side, then the output's linear map; and fp32's own rounding.
+        # 2ε·max‖v‖ per head, for four concatenated heads, times the norm of the output layer; and the rounding of fp32.
         assert (cut(x) - layer(x)).norm(dim=-1).max() <= 2 * 1e-4 * values * 2 * stretch + 1e-6
 
 

@@ -96,15 +96,15 @@ def disagreements(rank: int, group) -> dict[str, str]:
         "backend": {"backend": "fastest"},
         "masked": {"key_mask": torch.ones(1, 10, dtype=torch.bool)},
     }
-    told = {}
+    errors = {}
     for name, change in changes.items():
         given = first | ({"score_bound": 3.0} if name == "masked" and rank != 1 else {})
         try:
             context_parallel_attention(**(given | (change if rank == 1 else {})), group=group, timeout=60.0)
-            told[name] = "no error"
+            errors[name] = "no error"
         except (ValueError, TypeError) as error:
-            told[name] = str(error)
-    return told
+            errors[name] = str(error)
+    return errors
 
 
 def left_alone(rank: int, group) -> str:
