@@ -140,6 +140,24 @@ class CacheFile:
         return made
 
     @classmethod
+    def copy(
+        cls, path: Path | None, key: Tensor, value: Tensor, *, fingerprint: str, capacity: int, folder: Path | None = None,
+        release: Callable[[], None] | None,
+    ) -> Self:  # fmt: skip
+        """A published file with these keys and values, copied a few at a time; `release` frees the memory of the source."""
+        made = cls.create(path, key, value, fingerprint=fingerprint, capacity=capacity, folder=folder)
+        try:
+            for start in range(0, key.shape[2], _RELEASE):
+                part = slice(start, start + _RELEASE)
+                made.append(key[:, :, part].detach(), value[:, :, part].detach())
+                if release is not None:
+                    release()
+            return made.publish()
+        finally:  # a full disk leaves no incomplete file
+            if path is not None:
+                partial(path).unlink(missing_ok=True)
+
+    @classmethod
     def open(cls, path: Path, mode: Mode) -> Self:
         """An existing file; checks its header, its state and its table of norms.
 
@@ -309,11 +327,10 @@ class CacheFile:
     def _grow(self, capacity: int) -> None:
         """Continues in a file with more capacity, which replaces the old one; with private changes, in a temporary file."""
         path = self.path if self.mode == "r+" else None
-        larger = type(self).create(
-            path, self.key, self.value, fingerprint=self.fingerprint, capacity=capacity, folder=self.folder
+        key, value = self.key[:, :, : self.length], self.value[:, :, : self.length]
+        larger = type(self).copy(
+            path, key, value, fingerprint=self.fingerprint, capacity=capacity, folder=self.folder, release=self.release
         )
-        larger.copy(self.key[:, :, : self.length], self.value[:, :, : self.length], release=self.release)
-        larger.publish()
         vars(self).update(vars(larger))
 
     def publish(self) -> Self:
@@ -322,23 +339,11 @@ class CacheFile:
             os.replace(partial(self.path), self.path)
         return self
 
-    def copy(self, key: Tensor, value: Tensor, *, release: Callable[[], None] | None) -> None:
-        """Appends many tokens, a few at a time; `release` frees the memory of the source."""
-        for start in range(0, key.shape[2], _RELEASE):
-            part = slice(start, start + _RELEASE)
-            self.append(key[:, :, part].detach(), value[:, :, part].detach())
-            if release is not None:
-                release()
 
-
-def save_pair(
-    path: Path, key: Tensor, value: Tensor, *, weights: str, release: Callable[[], None] | None = None
-) -> None:
+def save_pair(path: Path, key: Tensor, value: Tensor, *, weights: str, release: Callable[[], None] | None) -> None:
     """Writes keys and values to a new file, which appears under its name when it is complete."""
     check_new(path)
-    file = CacheFile.create(path, key, value, fingerprint=weights, capacity=2 * key.shape[2])
-    file.copy(key, value, release=release)
-    file.publish()
+    CacheFile.copy(path, key, value, fingerprint=weights, capacity=2 * key.shape[2], release=release)
 
 
 def partial(path: Path) -> Path:

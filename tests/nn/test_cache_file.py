@@ -1,6 +1,7 @@
 """A cache in a file is bit-identical to one in memory, survives kills, and raises on unsupported use."""
 
 import copy
+import errno
 import os
 import pickle
 import sys
@@ -157,6 +158,27 @@ def test_damage_and_other_weights_are_refused(tmp_path):
                 KVCache.open(path)
     path.write_bytes(good)
     KVCache.open(path).verify()
+
+
+def test_a_full_disk_loses_nothing_and_leaves_no_incomplete_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache_file, "CAPACITY", 1)  # rounded up to 16,384
+    cache = KVCache(tmp_path / "cache")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with torch.no_grad():
+        cache.append(numbered(0, 16000), numbered(0, 16000))
+        with monkeypatch.context() as disk:
+            disk.setattr(cache_file.CacheFile, "_reserve", full)
+            with pytest.raises(OSError, match="No space left"):
+                cache.append(numbered(16000, 1000), numbered(16000, 1000))
+            with pytest.raises(OSError, match="No space left"):
+                cache.save(tmp_path / "copy")
+        assert [entry.name for entry in tmp_path.iterdir()] == ["cache"]
+        cache.append(numbered(16000, 1000), numbered(16000, 1000))
+    assert torch.equal(cache.key, numbered(0, 17000))
+    cache.verify()
 
 
 @pytest.mark.parametrize("mode", ["r+", "c"])
