@@ -70,7 +70,7 @@ class CacheFile:
         self, file: Descriptor, path: Path | None, header: dict[str, Any], mode: Mode, *, new: bool = False
     ) -> None:
         self.file, self.path, self.mode = file, path, mode
-        self.folder = Path(tempfile.gettempdir()) if path is None else path.parent
+        self.folder = None if path is None else path.parent
         self.capacity, self.fingerprint = header["capacity"], header["fingerprint"]
         self.length = self._commits = self._table_crc = self._tail_crc = self._appended = 0
         self._reserved = self._clean = 0
@@ -135,7 +135,6 @@ class CacheFile:
         lock(file, path, "r+")
         os.pwrite(file.number, text, 0)
         made = cls(file, path, header, "r+", new=True)
-        made.folder = folder or made.folder
         made._commit()
         return made
 
@@ -331,7 +330,7 @@ class CacheFile:
         larger = type(self).copy(
             path, key, value, fingerprint=self.fingerprint, capacity=capacity, folder=self.folder, release=self.release
         )
-        vars(self).update(vars(larger))
+        vars(self).update(vars(larger), folder=self.folder)
 
     def publish(self) -> Self:
         """Gives a created file its name atomically: a process that is killed leaves a valid file or none."""
