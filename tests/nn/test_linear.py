@@ -27,8 +27,8 @@ def slow_half(monkeypatch) -> None:
     monkeypatch.setattr(linear, "is_slow", lambda dtype: dtype in HALF)
 
 
-def expect_the_product(got: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Asserts equality up to one rounding to the dtype and the rounding of fp32 sums."""
+def assert_is_the_product(got: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Equality up to one rounding to the dtype and the rounding of fp32 sums."""
     exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     terms = F.linear(x.double().abs(), weight.double().abs()) + (0.0 if bias is None else bias.double().abs())
     rounded = exact.abs() * torch.finfo(got.dtype).eps / 2
@@ -36,6 +36,14 @@ def expect_the_product(got: Tensor, x: Tensor, weight: Tensor, bias: Tensor | No
     allowed = rounded + terms * (x.shape[-1] / 16 + 16) * 2.0**-24 + torch.finfo(got.dtype).smallest_normal
     assert got.shape == exact.shape
     assert bool(((got.double() - exact).abs() <= allowed).all())
+
+
+@pytest.mark.parametrize(("dtype", "units"), [(torch.float32, 256), *((half, 2) for half in HALF)])
+def test_the_comparison_fails_for_a_product_that_is_a_little_off(dtype, units):
+    x, weight = torch.randn(9, 40).to(dtype), torch.randn(30, 40).to(dtype)
+    wrong = F.linear(x.double(), weight.double()) * (1 + units * torch.finfo(dtype).eps)
+    with pytest.raises(AssertionError):
+        assert_is_the_product(wrong.to(dtype), x, weight, None)
 
 
 @torch.no_grad()
@@ -50,7 +58,7 @@ def test_it_is_the_product_to_rounding(dtype, rows, inputs, outputs, poor):
             assert rows <= 4 or not poor, "this is what it is for"
             continue
         assert got.dtype == dtype
-        expect_the_product(got, x, weight, b)
+        assert_is_the_product(got, x, weight, b)
 
 
 @torch.no_grad()
@@ -59,9 +67,9 @@ def test_rows_of_any_shape_and_stride(poor):
     for x in (torch.randn(8), torch.randn(2, 1, 2, 8), torch.randn(8, 3).mT, torch.randn(3, 5, 16)[..., ::2]):
         for dtype in (torch.float32, torch.bfloat16):
             narrow = (x.to(dtype), weight.to(dtype), bias.to(dtype))
-            expect_the_product(linear.linear(*narrow), *narrow)
+            assert_is_the_product(linear.linear(*narrow), *narrow)
             turned = (x.to(dtype), weight.to(dtype).T.contiguous().T, bias.to(dtype))
-            expect_the_product(linear.linear(*turned), *turned)
+            assert_is_the_product(linear.linear(*turned), *turned)
 
 
 @torch.no_grad()
@@ -69,8 +77,8 @@ def test_weights_are_widened_some_at_a_time(slow_half, monkeypatch):
     x, weight, bias = (torch.randn(shape).bfloat16() for shape in ((2, 9, 12), (50, 12), (50,)))
     for at_once in (1, 12 * 7, 12 * 50):
         monkeypatch.setattr(linear, "_WIDENED_AT_ONCE", at_once)
-        expect_the_product(linear.linear(x, weight, bias), x, weight, bias)
-        expect_the_product(linear.linear(x, weight), x, weight, None)
+        assert_is_the_product(linear.linear(x, weight, bias), x, weight, bias)
+        assert_is_the_product(linear.linear(x, weight), x, weight, None)
 
 
 @pytest.mark.parametrize("dtype", HALF)
@@ -80,9 +88,9 @@ def test_gradients_of_widened_products(dtype, slow_half):
     got = torch.autograd.grad(linear.linear(*tensors), tensors, upstream)
     x, weight, _ = (tensor.detach() for tensor in tensors)
     rows = upstream.flatten(0, 1)
-    expect_the_product(got[0], upstream, weight.T, None)
-    expect_the_product(got[1], rows.T, x.flatten(0, 1).T, None)
-    expect_the_product(got[2][None], torch.ones(1, 60).to(dtype), rows.T, None)
+    assert_is_the_product(got[0], upstream, weight.T, None)
+    assert_is_the_product(got[1], rows.T, x.flatten(0, 1).T, None)
+    assert_is_the_product(got[2][None], torch.ones(1, 60).to(dtype), rows.T, None)
     assert [gradient.dtype for gradient in got] == [dtype] * 3
     only = torch.autograd.grad(linear.linear(*tensors), tensors[1:2], upstream)  # one of three
     torch.testing.assert_close(only[0], got[1])
@@ -163,7 +171,7 @@ def test_rounded_maps_are_torchs_but_for_what_the_processor_cannot(monkeypatch):
             assert torch.equal(layer.float()(x), of_torch.float()(x))
             narrow = x.bfloat16()
             got = layer.bfloat16()(narrow)
-            expect_the_product(got, narrow, layer.weight, layer.bias)
+            assert_is_the_product(got, narrow, layer.weight, layer.bias)
             if supported:
                 assert torch.equal(got, of_torch.bfloat16()(narrow))
         left, right = torch.randn(2, 3, 5, 7).half(), torch.randn(2, 3, 7, 4).half()
@@ -227,4 +235,4 @@ def test_torch_handles_a_bias_of_another_length(rows, poor):
         with pytest.raises(RuntimeError, match="size"):
             linear.linear(x, weight, torch.randn(length).bfloat16())
     one = torch.randn(1).bfloat16()
-    expect_the_product(linear.linear(x, weight, one), x, weight, one)
+    assert_is_the_product(linear.linear(x, weight, one), x, weight, one)
