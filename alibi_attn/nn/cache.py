@@ -171,7 +171,8 @@ class KVCache:
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         twin = type(self).__new__(type(self))
-        vars(twin).update(vars(self), _layer=None, path=None, _file=None, _gates=copy.deepcopy(self._gates, memo))
+        own = {"_layer": None, "path": None, "_file": None, "_norms": None}  # a file changes its norms in place
+        vars(twin).update(vars(self) | own, _gates=copy.deepcopy(self._gates, memo))
         if self._tensors is not None:
             twin._replace(*(tensor.clone() for tensor in self._filled()))
         return twin
@@ -305,8 +306,7 @@ class KVCache:
             if rows.tolist() == list(range(key.shape[0])):
                 return
             raise ValueError(
-                "the rows of a cache in a file cannot be reordered, because that would copy the file; for beams pass a copy in "
-                "memory, copy.deepcopy(cache)"
+                "a cache in a file cannot be reordered, which would copy the file; for beams pass copy.deepcopy(cache)"
             )
         self._tensors = key.index_select(0, rows), value.index_select(0, rows)
         if self._gates is not None:
@@ -324,8 +324,7 @@ class KVCache:
     def _append_to_file(self, key: Tensor, value: Tensor, layer: nn.Module | None, log_fgate: Tensor | None) -> Pair:
         if log_fgate is not None or torch.compiler.is_compiling() or torch.is_grad_enabled():
             raise ValueError(
-                "a cache in a file works without gradients, forget gates and torch.compile; use torch.no_grad(), or a cache in "
-                "memory"
+                "a cache in a file works without gradients, forget gates and torch.compile; use no_grad, or a cache in memory"
             )
         assert self.path is not None
         weights = self._weights

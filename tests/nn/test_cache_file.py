@@ -110,6 +110,17 @@ def test_private_changes_survive_the_release_of_memory(tmp_path):
     second.verify()
 
 
+def test_a_copy_keeps_its_norms_when_the_file_gets_other_keys(tmp_path):
+    cache = KVCache(tmp_path / "cache")
+    with torch.no_grad():
+        cache.append(numbered(1, 200), numbered(1, 200))
+        twin = copy.deepcopy(cache)
+        before = twin.norms.keys.clone()
+        cache.crop(0)
+        cache.append(torch.zeros(1, 2, 200, 4), torch.zeros(1, 2, 200, 4))
+    assert torch.equal(twin.norms.keys, before)
+
+
 def resident(path: Path) -> int:
     """Bytes of the file's mappings that are in this process's memory."""
     total, inside = 0, False
