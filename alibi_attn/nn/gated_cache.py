@@ -59,7 +59,7 @@ class GatedReachCache(CachesOfHeads):
         Raises:
             ValueError: the layer differs, or shapes, dtype or device do not match the cache.
         """
-        self._check_key(key)
+        self._check_pair(key, value)
         wanted = [key.shape[0], len(self.slopes), key.shape[2]]
         if list(log_fgate.shape) != wanted:
             raise ValueError(f"log_fgate has shape {list(log_fgate.shape)} but must be [B, H, T] = {wanted}")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from alibi_attn.attention.spec import query_heads
 from alibi_attn.nn.cache import KVCache
-from alibi_attn.nn.cache_checks import check_format
+from alibi_attn.nn.cache_checks import check_format, check_pair
 
 
 class CachesOfHeads:
@@ -74,9 +74,10 @@ class CachesOfHeads:
             )
         self._longest_key = longest_key
 
-    def _check_key(self, key: Tensor) -> None:
+    def _check_pair(self, key: Tensor, value: Tensor) -> None:
+        check_pair(key, value, None)  # here too, because an inner cache sees only its own heads
         heads = sum(map(len, self.key_heads))
-        if key.ndim != 4 or key.shape[1] != heads:
+        if key.shape[1] != heads:
             raise ValueError(f"key has shape {list(key.shape)} but must be [B, K, T, D] with K = {heads}")
 
     def _checked_length(self, length: int) -> int:
@@ -151,7 +152,7 @@ class ReachCache(CachesOfHeads):
         Raises:
             ValueError: the layer differs, or shapes, dtype or device do not match the cache.
         """
-        self._check_key(key)
+        self._check_pair(key, value)
         parts = []
         for members, limit, cache in zip(self.key_heads, self._limits, self._caches, strict=True):
             cache.forget(limit - 1)  # the first new query needs the most keys

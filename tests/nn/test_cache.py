@@ -303,6 +303,8 @@ def test_wrong_use_raises_errors_that_say_what_is_allowed():
         cache.reorder([0])
     with pytest.raises(ValueError, match=r"must be \[B, K, T, D\]"):
         cache.append(torch.zeros(2, 3, 4), torch.zeros(2, 3, 4), layer=attention_layer())
+    with pytest.raises(ValueError, match=r"must be \[B, K, T, D\]"):
+        cache.append(torch.zeros(2, 3, 4, 8), torch.zeros(2, 3, 4))
     layer = attention_layer()  # a refused call does not bind the cache to its layer
     cache.append(torch.zeros(2, 3, 4, 8), torch.zeros(2, 3, 4, 8), layer=layer)
     for wrong in (torch.zeros(1, 3, 1, 8), torch.zeros(2, 3, 1, 9), torch.zeros(2, 3, 1, 8, dtype=torch.float64)):

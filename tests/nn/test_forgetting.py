@@ -205,6 +205,8 @@ def test_wrong_use_raises_errors_that_say_what_is_allowed():
     with pytest.raises(ValueError, match=r"must be \[B, K, T, D\] with K = 4"):
         layer.reach_cache().append(two, two)
     cache = layer.reach_cache()
+    with pytest.raises(ValueError, match=r"both must be \[B, K, T, D\]"):
+        cache.append(two.expand(1, 4, 2, 4), two)
     layer(x, cache=cache)
     with pytest.raises(ValueError, match="belongs to another attention layer"):
         layer_with()(x, cache=cache)
