@@ -63,8 +63,9 @@ class ALiBiCache(Cache):
         super().__init__(layer_class_to_replicate=_Layer)
         self.path = None if path is None else Path(path)
         self._about: dict[str, Any] | None = None  # description of the model; None before the first forward pass
-        self._model: weakref.ref[nn.Module] | None = None
-        self._ids, self._checked = TokenIds(), False
+        self._model: weakref.ref[nn.Module] | None = None  # the model that filled the cache
+        self._checked: weakref.ref[nn.Module] | None = None  # the model that was compared with the description
+        self._ids = TokenIds()
         if self.path is not None:
             check_new(self.path)
 
@@ -85,10 +86,12 @@ class ALiBiCache(Cache):
         cache._about = cache_folder.read_description(cache.path)
         for index in range(cache._about["layers"]):
             file = cache_folder.layer_path(cache.path, index)
-            store = KVCache.open(file, mode=mode) if file.exists() else KVCache(file)
+            new = file if mode == "r+" else None  # of a layer that was never written
+            store = KVCache.open(file, mode=mode) if file.exists() else KVCache(new)
             cache.layers.append(_Layer(store=store))
         tokens = cache_folder.token_path(cache.path)
-        tokens.touch()
+        if mode == "r+":
+            tokens.touch()
         cache._ids = TokenIds(tokens) if mode == "r+" else TokenIds(memory=tokens.read_bytes())
         cache.level()
         return cache
@@ -132,7 +135,8 @@ class ALiBiCache(Cache):
         """Called by patched and our own models before a forward pass: checks the model, records token ids [B, T]."""
         if torch.compiler.is_compiling():
             return
-        self._model = weakref.ref(model) if self._model is None else self._model
+        if self._model is None or self.get_seq_length() == 0:
+            self._model = weakref.ref(model)
         if self.path is not None:
             if tokens is None or tokens.device.type != "cpu":
                 raise ValueError("a cache in files stores token ids; pass input_ids on the CPU, not inputs_embeds")
@@ -146,7 +150,7 @@ class ALiBiCache(Cache):
 
     def check_model(self, model: nn.Module) -> None:
         """Raises ValueError if a model with other weights wrote the files; `model` is the model without its head."""
-        if self._about is None or self._checked:
+        if self._about is None or (self._checked is not None and self._checked() is model):
             return
         about = cache_folder.describe(model)
         if self._about != about:
@@ -155,7 +159,7 @@ class ALiBiCache(Cache):
                 f"fingerprint {self._about['fingerprint'][:12]}) than this one ({about['layers']}, {about['fingerprint'][:12]}); "
                 "pass the model that wrote it, or read the text into a new cache"
             )
-        self._checked = True
+        self._checked = weakref.ref(model)
 
     def tokens(self) -> Tensor | None:
         """The ids of the cached tokens, [B, S] int64; None if they are unknown."""
@@ -198,6 +202,18 @@ class ALiBiCache(Cache):
             self.layers.append(self._new_layer())
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        self._forget_ids()
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self._forget_ids()
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        self._forget_ids()
+
     def appendable(self, owners: Sequence[nn.Module | None]) -> list[KVCache] | None:
         """The caches of all layers if `KVCache.extend` may append to them for these attention layers; else None."""
         if self.path is not None or not self.layers or len(self.layers) != len(owners):
@@ -225,12 +241,16 @@ class ALiBiCache(Cache):
             raise ValueError(NEEDS_PATCH)
         return _Layer(store=KVCache(cache_folder.layer_path(self.path, len(self.layers))))
 
+    def _forget_ids(self) -> None:
+        if self.path is None:  # else only calls that leave all rows in place are allowed
+            self._ids.forget()
+
     def _create(self, model: nn.Module) -> None:
         assert self.path is not None
         about = cache_folder.describe(model)
         os.replace(cache_folder.create(self.path, about), self.path)
         self._ids = TokenIds(cache_folder.token_path(self.path))
-        self._about, self._checked = about, True
+        self._about, self._checked = about, weakref.ref(model)
 
     def _layer(self, layer_idx: int) -> "_Layer":
         layer = self.layers[layer_idx]

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from transformers import BloomConfig, BloomForCausalLM, FalconConfig, FalconForCausalLM, MptConfig, MptForCausalLM
 
+from alibi_attn.hf import patch
+
 PLAIN_FALCON = {"new_decoder_architecture": False, "parallel_attn": False, "bias": True, "multi_query": False}
 VOCABULARY = 60
 
@@ -48,6 +50,18 @@ def build() -> Callable[..., nn.Module]:
             for name, parameter in model.named_parameters():
                 parameter.normal_(1.0 if "norm" in name or "ln_" in name else 0.0, 0.15)
         return model.eval()
+
+    return builder
+
+
+@pytest.fixture
+def build_patched(build) -> Callable[..., nn.Module]:
+    """The same, patched."""
+
+    def builder(family: str, **options: object) -> nn.Module:
+        model = build(family, **options)
+        patch(model)
+        return model
 
     return builder
 

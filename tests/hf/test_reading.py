@@ -59,9 +59,8 @@ def test_a_chunk_reads_the_keys_within_reach_only(small, build, tokens):
 
 
 @torch.no_grad()
-def test_an_interrupted_reading_continues(small, build, tokens, tmp_path):
-    model, ids = build("bloom"), tokens(1, 400)
-    patch(model)
+def test_an_interrupted_reading_continues(small, build_patched, tokens, tmp_path):
+    model, ids = build_patched("bloom"), tokens(1, 400)
     expected, whole = read(model, ids, ALiBiCache()), []
     read(model, ids, ALiBiCache(), losses=whole.append)
     cache, reports, losses = ALiBiCache(tmp_path / "cache"), [], []
@@ -119,10 +118,55 @@ def test_another_model_or_text_is_refused(small, build, tokens, tmp_path):
         model(inputs_embeds=model.get_input_embeddings()(ids), past_key_values=ALiBiCache(tmp_path / "embeds"))
 
 
+@pytest.mark.parametrize(
+    "reordered",
+    [
+        lambda cache: cache.reorder_cache(torch.tensor([2, 1, 0])),
+        lambda cache: cache.batch_select_indices(torch.tensor([1])),
+        lambda cache: cache.batch_repeat_interleave(2),
+    ],
+    ids=["reordered", "selected", "repeated"],
+)
 @torch.no_grad()
-def test_a_saved_cache_is_shared_and_private_continuations_differ(small, build, tokens, tmp_path):
-    model, ids = build("falcon new"), tokens(1, 300)
-    patch(model)
+def test_token_ids_are_unknown_after_rows_were_reordered(reordered, build_patched, tokens, tmp_path):
+    model, cache = build_patched("bloom"), ALiBiCache()
+    read(model, tokens(3, 9), cache)
+    reordered(cache)
+    assert cache.tokens() is None
+    with pytest.raises(ValueError, match="whose model and token ids are known can be saved"):
+        cache.save(tmp_path / "cache")
+
+
+@torch.no_grad()
+def test_after_a_reset_files_still_belong_to_the_model_that_made_them(build_patched, tokens, tmp_path):
+    model, other, ids = build_patched("bloom"), build_patched("bloom", seed=1), tokens(1, 40)
+    in_files, in_memory = ALiBiCache(tmp_path / "cache"), ALiBiCache()
+    for cache in (in_files, in_memory):
+        read(model, ids, cache)
+        cache.reset()
+    with pytest.raises(ValueError, match="was written by a model with other weights, slopes or layers"):
+        read(other, ids, in_files)
+    assert in_files.get_seq_length() == 0
+    read(other, ids, in_memory)
+    in_memory.save(tmp_path / "saved")
+    with pytest.raises(ValueError, match="was written by a model with other weights, slopes or layers"):
+        read(model, ids, ALiBiCache.open(tmp_path / "saved"))
+
+
+@torch.no_grad()
+def test_a_shared_cache_writes_nothing_to_its_folder(build_patched, tokens, tmp_path):
+    model, ids, folder = build_patched("bloom"), tokens(1, 40), tmp_path / "cache"
+    read(model, ids, ALiBiCache(folder))
+    (folder / "layer-001").unlink()  # as if the process was killed in its first forward pass
+    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    cache = ALiBiCache.open(folder, mode="c")
+    torch.testing.assert_close(read(model, ids, cache), read(model, ids, ALiBiCache()))
+    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+
+
+@torch.no_grad()
+def test_a_saved_cache_is_shared_and_private_continuations_differ(small, build_patched, tokens, tmp_path):
+    model, ids = build_patched("falcon new"), tokens(1, 300)
     cache = ALiBiCache()
     read(model, ids, cache)
     cache.save(tmp_path / "cache")
@@ -148,9 +192,8 @@ def test_a_saved_cache_is_shared_and_private_continuations_differ(small, build, 
 
 
 @torch.no_grad()
-def test_beams_are_refused_in_files_and_work_on_a_copy(small, build, tokens, tmp_path):
-    model, ids = build("bloom"), tokens(1, 100)
-    patch(model)
+def test_beams_are_refused_in_files_and_work_on_a_copy(small, build_patched, tokens, tmp_path):
+    model, ids = build_patched("bloom"), tokens(1, 100)
     beams = {"max_new_tokens": 4, "num_beams": 2, "do_sample": False, "use_cache": True}
     cache = ALiBiCache(tmp_path / "cache")
     read(model, ids[:, :-1], cache)
