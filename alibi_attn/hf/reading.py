@@ -60,7 +60,7 @@ def read(
             cache.level()
             raise
         if losses is not None and start + 1 < length:
-            targets = tokens[:, start + 1 : stop + 1]
+            targets = tokens[:, start + 1 : stop + 1].long()
             scores = logits[:, : targets.shape[1]].float().transpose(1, 2)
             losses(nn.functional.cross_entropy(scores, targets, reduction="none"))
         if progress is not None:

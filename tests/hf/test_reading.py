@@ -165,6 +165,14 @@ def test_a_shared_cache_writes_nothing_to_its_folder(build_patched, tokens, tmp_
 
 
 @torch.no_grad()
+def test_losses_of_int32_tokens_are_those_of_int64(build_patched, tokens):
+    model, ids, found = build_patched("bloom"), tokens(1, 40), []
+    for one in (ids, ids.int()):
+        read(model, one, ALiBiCache(), losses=found.append)
+    assert torch.equal(*found)
+
+
+@torch.no_grad()
 def test_a_saved_cache_is_shared_and_private_continuations_differ(small, build_patched, tokens, tmp_path):
     model, ids = build_patched("falcon new"), tokens(1, 300)
     cache = ALiBiCache()
