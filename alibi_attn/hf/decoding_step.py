@@ -81,8 +81,8 @@ class _Step:
         self.dtype, self.width = table.dtype, table.shape[1]
         self.x = embedding(ids).contiguous()  # type: ignore[misc]
         self.body = body
-        option = names.residual_after_norm
-        self.residual_after_norm = bool(option) and bool(getattr(self.blocks[0], option))
+        self.settings = patched_attention.of(_part(self.blocks[0], names.attention))
+        self.residual_after_norm = self._has_residual_after_norm(self.blocks[0])
 
     def run(self) -> Tensor | None:
         names, first = self.names, self.names.first_norm
@@ -91,7 +91,7 @@ class _Step:
         for layer, block, known in zip(layers, self.blocks, norms, strict=True):
             self._fill(layer, block)
             self._fill_norms(layer, known)
-        settings = patched_attention.of(_part(self.blocks[0], names.attention))
+        settings = self.settings
         heads = len(settings.slopes)
         scale, tolerance = check_numbers(
             causal=True, has_right_slopes=False, window=None, scale=settings.scale, dropout_p=0.0, tolerance=None,
@@ -156,6 +156,8 @@ class _Step:
         # In training there is dropout.
         _require(not block.training and not any(part.training for part in block.children()))
         _require(settings.numerics == "exact" and settings.backend == "auto")
+        # One call has the same slopes and residuals in all layers.
+        _require(settings == self.settings and self._has_residual_after_norm(block) == self.residual_after_norm)
         _require(not getattr(attention if names.unsupported[0] == "attention" else ffn, names.unsupported[1]))
         activation = ffn._modules[names.activation]
         _require(_is_unchanged(activation, names.activation_kind, names.gelu))
@@ -166,6 +168,10 @@ class _Step:
         layer.out = self._linear(attention._modules[names.out], self.width, self.width)
         layer.up = self._linear(ffn._modules[names.up], self.width, None)
         layer.down = self._linear(ffn._modules[names.down], layer.up.outputs, self.width)
+
+    def _has_residual_after_norm(self, block: nn.Module | None) -> bool:
+        option = self.names.residual_after_norm
+        return bool(option) and bool(getattr(block, option))
 
     def _fill_norms(self, layer: native.Layer, known: Norms) -> None:
         keys, values = known.keys, known.values

@@ -45,6 +45,11 @@ def model(build):
     return lambda family="bloom", **changes: build(family, **SIZES[family], **changes)
 
 
+@pytest.fixture
+def patched_model(build_patched):
+    return lambda family="bloom": build_patched(family, **SIZES[family])
+
+
 def blocks(model):
     body = model.transformer
     return body.h if hasattr(body, "h") else body.blocks
@@ -98,9 +103,8 @@ def test_a_few_rows_give_the_logits_of_a_whole_pass(family, batch, at_once, mode
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_padding_on_the_left_changes_nothing(family, model, tokens, steps):
-    patched, ids = model(family), tokens(2, PROMPT + 5)
-    patch(patched)
+def test_padding_on_the_left_changes_nothing(family, patched_model, tokens, steps):
+    patched, ids = patched_model(family), tokens(2, PROMPT + 5)
     mask = torch.ones_like(ids)
     mask[0, :9] = 0
     actual, _ = decoded(patched, ids, mask=mask)
@@ -139,9 +143,8 @@ def test_blooms_other_residual_is_computed(model, tokens, steps):
     assert steps == [True] * 3
 
 
-def test_changed_weights_are_used_and_a_wrong_one_is_noticed(model, tokens):
-    patched, ids = model(), tokens(1, PROMPT + 2)
-    patch(patched)
+def test_changed_weights_are_used_and_a_wrong_one_is_noticed(patched_model, tokens):
+    patched, ids = patched_model(), tokens(1, PROMPT + 2)
     before, _ = decoded(patched, ids)
     for name, weight in blocks(patched)[1].named_parameters():
         kept = weight.data.clone()
@@ -201,17 +204,30 @@ def all_hidden_states(model):
     model.config.output_hidden_states = True
 
 
+def give_other_slopes(blocks):
+    for block in blocks:
+        settings = block.self_attention.alibi_settings
+        block.self_attention.alibi_settings = dataclasses.replace(settings, slopes=(0.5,) * 4)
+
+
+def slopes_of_one_layer(model):
+    give_other_slopes(blocks(model)[1:])
+
+
+def residual_of_one_layer(model):
+    blocks(model)[1].apply_residual_connection_post_layernorm = True
+
+
 CHANGES = [
     hooked, hooked_block, replaced, of_another_class, other_norm, other_attention, in_training, not_contiguous,
-    transposed_where_it_is, all_hidden_states,
+    transposed_where_it_is, all_hidden_states, slopes_of_one_layer, residual_of_one_layer,
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("used", [False, True])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_changed_model_runs_module_by_module(change, used, model, tokens, steps):
-    patched, ids = model(), tokens(1, PROMPT + 2)
-    patch(patched)
+def test_a_changed_model_runs_module_by_module(change, used, patched_model, tokens, steps):
+    patched, ids = patched_model(), tokens(1, PROMPT + 2)
     if used:
         decoded(patched, ids)
     change(patched)
@@ -255,9 +271,7 @@ def other_residual(model):
 
 
 def other_slopes(model):
-    for block in blocks(model):
-        settings = block.self_attention.alibi_settings
-        block.self_attention.alibi_settings = dataclasses.replace(settings, slopes=(0.5,) * 4)
+    give_other_slopes(blocks(model))
 
 
 def elsewhere_in_memory(model):
@@ -265,24 +279,16 @@ def elsewhere_in_memory(model):
         weight.data = weight.data.double().float()
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        new_memory,
-        new_parameter,
-        no_bias,
-        new_layer,
-        new_embedding,
-        other_eps,
-        other_residual,
-        other_slopes,
-        elsewhere_in_memory,
-    ],
-)
+MORE_CHANGES = [
+    new_memory, new_parameter, no_bias, new_layer, new_embedding, other_eps, other_residual, other_slopes,
+    elsewhere_in_memory,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", MORE_CHANGES)
 @torch.no_grad()
-def test_what_changed_since_the_last_step_is_used(change, model, tokens, steps):
-    patched, ids = model(), tokens(1, PROMPT + 2)
-    patch(patched)
+def test_what_changed_since_the_last_step_is_used(change, patched_model, tokens, steps):
+    patched, ids = patched_model(), tokens(1, PROMPT + 2)
     before, _ = decoded(patched, ids)
     change(patched)
     actual, _ = decoded(patched, ids)
@@ -303,9 +309,8 @@ def test_a_model_that_decoded_is_not_kept(model, tokens, steps):
     assert steps == [True, True]
 
 
-def test_other_calls_run_module_by_module(model, tokens, steps, tmp_path):
-    patched, ids = model(), tokens(1, PROMPT + 1)
-    patch(patched)
+def test_other_calls_run_module_by_module(patched_model, tokens, steps, tmp_path):
+    patched, ids = patched_model(), tokens(1, PROMPT + 1)
     expected, _ = decoded(patched, ids)
     assert steps == [True]
     assert_close(decoded(patched, ids, cache=DynamicCache())[0], expected, 2e-6)
@@ -332,18 +337,16 @@ def test_the_checkpoints_numbers_and_named_backends_run_module_by_module(model, 
     assert steps == []
 
 
-def test_masks_with_holes_are_refused_as_before(model, tokens):
-    patched, ids = model(), tokens(1, PROMPT + 1)
-    patch(patched)
+def test_masks_with_holes_are_refused_as_before(patched_model, tokens):
+    patched, ids = patched_model(), tokens(1, PROMPT + 1)
     mask = torch.ones_like(ids)
     mask[0, 5] = 0
     with pytest.raises(ValueError, match="has a row with a hole"):
         decoded(patched, ids, mask=mask)
 
 
-def test_numbers_that_are_not_finite_are_left_to_the_modules(model, tokens, steps):
-    patched, ids = model(), tokens(1, PROMPT + 2)
-    patch(patched)
+def test_numbers_that_are_not_finite_are_left_to_the_modules(patched_model, tokens, steps):
+    patched, ids = patched_model(), tokens(1, PROMPT + 2)
     patched.transformer.word_embeddings.weight.data[ids[0, -2], 3] = torch.inf
     actual, cache = decoded(patched, ids)
     assert steps == [False, False]
@@ -352,9 +355,8 @@ def test_numbers_that_are_not_finite_are_left_to_the_modules(model, tokens, step
 
 
 @pytest.mark.parametrize("twin", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_copies_and_pickles_use_their_own_weights(twin, model, tokens, steps):
-    patched, ids = model(), tokens(1, PROMPT + 2)
-    patch(patched)
+def test_copies_and_pickles_use_their_own_weights(twin, patched_model, tokens, steps):
+    patched, ids = patched_model(), tokens(1, PROMPT + 2)
     other = twin(patched)
     expected, _ = decoded(patched, ids)
     for weight in patched.parameters():
@@ -373,9 +375,8 @@ def test_generate_takes_the_same_tokens(model, tokens, steps):
     assert torch.equal(patched.generate(ids, past_key_values=ALiBiCache(), num_beams=2, **given)[:, :PROMPT], ids)
 
 
-def test_an_interrupted_step_leaves_the_cache_as_it_was(model, tokens, monkeypatch):
-    patched, ids = model(), tokens(1, PROMPT + 1)
-    patch(patched)
+def test_an_interrupted_step_leaves_the_cache_as_it_was(patched_model, tokens, monkeypatch):
+    patched, ids = patched_model(), tokens(1, PROMPT + 1)
     expected, cache = decoded(patched, ids)
     cache.crop(-1)
 
