@@ -27,7 +27,8 @@ def watched(model: nn.Module, see: See) -> Iterator[int]:
         The number of layers.
 
     Raises:
-        ValueError: no layer uses alibi_attention, or another tool has already replaced the model's attention.
+        ValueError: no layer uses alibi_attention, another tool has already replaced the model's attention, or the model
+            reproduces a checkpoint's rounding.
     """
     layers = [module for module in model.modules() if hasattr(module, "alibi_settings")]
     if not layers:
@@ -37,6 +38,10 @@ def watched(model: nn.Module, see: See) -> Iterator[int]:
         )
     if any("attend" in vars(layer) for layer in layers):
         raise ValueError("the model's attention has been replaced (by context_parallel); call undo() on that first")
+    if any(vars(layer)["alibi_settings"].numerics != "exact" for layer in layers):
+        raise ValueError(
+            'a model with numerics="checkpoint" does not compute its attention with alibi_attention; use numerics="exact"'
+        )
     try:
         for number, layer in enumerate(layers):
             vars(layer)["attend"] = functools.partial(_call_and_attend, see, number)

@@ -72,13 +72,13 @@ class Attention(nn.Module):
         return output
 
     def _stretched(self, first: int | Tensor, query_len: int) -> nn.Module:
-        """A stand-in for this layer with the attributes that `patched_attention.attended` reads and the slopes of this length."""
+        """A stand-in for this layer with the slopes of this length, for `patched_attention.attended`."""
         slopes = self.config.slopes_at(self._key_len(first, query_len))
         changed = dataclasses.replace(self.alibi_settings, slopes=slopes)
-        return cast("nn.Module", SimpleNamespace(alibi_settings=changed, layer_idx=self.layer_idx))
+        return cast("nn.Module", SimpleNamespace(**{**vars(self), "alibi_settings": changed}))
 
     def _key_len(self, first: int | Tensor, query_len: int) -> int:
-        """S, or 0 with a static cache, which does not report S; it raises an error if slopes depend on the length."""
+        """S; 0 with a static cache, which does not report it. The model refuses static caches if slopes depend on S."""
         return first + query_len if isinstance(first, int) else 0
 
 
