@@ -154,15 +154,22 @@ def patched_as(
         if reason := family.why_not(body.config):
             raise ValueError(f"{name} cannot be patched: {reason}; supported are {supported}")
         _check_layers(name, body, family)
+    # First, because weights that are not finite raise an error, and no handle could undo the other changes.
+    converted = [
+        f"{prefix}.{name}" if prefix else name
+        for prefix, body, family in bodies
+        if linears == "int8"
+        for name in int8.convert(body, family.linears)
+    ]
     changes: list[Callable[[], None]] = []
     layers: list[str] = []
     around: dict[str, list[str]] = {"linears": [], "activations": []}
     for prefix, body, family in bodies:
         settings = family.settings(body.config, backend=backend, numerics=numerics)
-        for name, layer in _layers(body, family):
+        for name, layer in _layers(body, family, prefix):
             changes.append(_replaced(layer, _MARK, settings))
             changes.append(_replaced(layer, _forward_of(layer), functools.partial(family.forward, layer)))
-            layers.append(f"{prefix}.{name}" if prefix else name)
+            layers.append(name)
         # With numerics="checkpoint" the bias is built by the model itself, also for masks with holes.
         mask = masks.COUNTED if family.counts_positions and numerics == "exact" else masks.INDEXED
         changes.append(_replaced(body, _forward_of(body), _with_our_mask(body, mask, family.step)))
@@ -176,22 +183,13 @@ def patched_as(
             for kind, name, module, forward in _around(model, body, family):
                 changes.append(_replaced(module, _forward_of(module), functools.partial(forward, module)))
                 around[kind].append(name)
-    if linears == "int8":
-        around["linears"] = [
-            f"{prefix}.{name}" if prefix else name
-            for prefix, body, family in bodies
-            for name in _converted(body, family)
-        ]
-    replaced = {kind: tuple(names) for kind, names in around.items()}
-    return Patch(tuple(layers), changes, **replaced, _is_int8=linears == "int8")
-
-
-def _converted(body: nn.Module, family: PatchedFamily) -> list[str]:
-    """Converts the linear layers to int8; those that `patched_as` made faster are converted too."""
-    for module in body.modules():
-        if type(module) in family.linears and getattr(vars(module).get("forward"), "func", None) is linear.forward:
-            del vars(module)["forward"]
-    return int8.convert(body, family.linears)
+    return Patch(
+        tuple(layers),
+        changes,
+        linears=tuple(converted if linears == "int8" else around["linears"]),
+        activations=tuple(around["activations"]),
+        _is_int8=linears == "int8",
+    )
 
 
 def _around(
@@ -223,8 +221,9 @@ def _bodies(
                 yield name, module, family
 
 
-def _layers(body: nn.Module, family: PatchedFamily) -> Iterator[tuple[str, nn.Module]]:
-    yield from ((name, layer) for name, layer in body.named_modules() if isinstance(layer, family.layer))
+def _layers(body: nn.Module, family: PatchedFamily, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """(name, attention layer)"""
+    yield from ((name, x) for name, x in body.named_modules(prefix=prefix) if isinstance(x, family.layer))
 
 
 def _check_layers(name: str, body: PreTrainedModel, family: PatchedFamily) -> None:

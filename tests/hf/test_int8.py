@@ -122,6 +122,14 @@ def test_a_patched_model_in_int8_frees_its_weights_and_cannot_be_undone():
             patch(BloomForCausalLM(BloomConfig(hidden_size=64, n_layer=1, n_head=4, vocab_size=9)), **options)
 
 
+def test_weights_that_cannot_be_converted_leave_a_model_unpatched():
+    model = BloomForCausalLM(BloomConfig(hidden_size=64, n_layer=1, n_head=4, vocab_size=9))
+    nn.init.constant_(model.transformer.h[0].mlp.dense_4h_to_h.weight, float("nan"))
+    with pytest.raises(ValueError, match="are not finite"):
+        patch(model, linears="int8")
+    patch(model).undo()
+
+
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 128), (256, 64)])
 def test_the_address_of_the_blocks_is_that_of_the_codes(inputs, outputs):
     """oneDNN's layout is checked, not assumed: the address is 0 if it has another one, or pads."""
