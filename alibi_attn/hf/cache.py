@@ -8,7 +8,7 @@ import os
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -115,8 +115,8 @@ class ALiBiCache(Cache):
             )
         folder = cache_folder.create(target, about)
         TokenIds(cache_folder.token_path(folder)).write(0, tokens)
-        for index in range(len(self.layers)):
-            self._layer(index).store.save(cache_folder.layer_path(folder, index))
+        for index, layer in enumerate(self._held):
+            layer.store.save(cache_folder.layer_path(folder, index))
         os.replace(folder, target)
 
     def verify(self) -> None:
@@ -128,8 +128,8 @@ class ALiBiCache(Cache):
         if self.path is None:
             raise ValueError("the cache is in memory and has no checksums; verify() is for ALiBiCache.open(path)")
         self.tokens()
-        for index in range(len(self.layers)):
-            self._layer(index).store.verify()
+        for layer in self._held:
+            layer.store.verify()
 
     def begin(self, model: nn.Module, tokens: Tensor | None) -> None:
         """Called by patched and our own models before a forward pass: checks the model, records token ids [B, T]."""
@@ -164,26 +164,26 @@ class ALiBiCache(Cache):
     def tokens(self) -> Tensor | None:
         """The ids of the cached tokens, [B, S] int64; None if they are unknown."""
         length = self.get_seq_length()
-        return self._ids.read(self._layer(0).store.key.shape[0], length) if length else None
+        return self._ids.read(self._held[0].store.key.shape[0], length) if length else None
 
     def level(self) -> None:
         """Removes the tokens that only some layers hold, after a forward pass was interrupted."""
         model = None if self._model is None else self._model()
         expected = len(self.layers) if model is None else model.config.num_hidden_layers  # type: ignore[union-attr]
-        stores = [self._layer(index).store for index in range(len(self.layers))]
-        least = min(map(len, stores), default=0) if len(stores) == expected else 0
-        for index, store in enumerate(stores):
-            if len(store) > least:
-                store.crop(least)
-                self._layer(index).refresh_views()
+        lengths = [len(layer.store) for layer in self._held]
+        least = min(lengths, default=0) if len(lengths) == expected else 0
+        for layer, length in zip(self._held, lengths, strict=True):
+            if length > least:
+                layer.store.crop(least)
+                layer.refresh_views()
 
     def __repr__(self) -> str:
-        nbytes = sum(self._layer(index).store.nbytes for index in range(len(self.layers)))
+        nbytes = sum(layer.store.nbytes for layer in self._held)
         place = "in memory" if self.path is None else f"in {self.path}"
         return f"ALiBiCache({self.get_seq_length()} tokens, {len(self.layers)} layers, {nbytes} bytes {place})"
 
     def __getstate__(self) -> dict[str, object]:
-        return {"format": FORMAT, "stores": [self._layer(index).store for index in range(len(self.layers))]}
+        return {"format": FORMAT, "stores": [layer.store for layer in self._held]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         check_format("ALiBiCache", state, reads=FORMAT)
@@ -192,7 +192,7 @@ class ALiBiCache(Cache):
 
     def norms(self, layer_idx: int) -> Norms:
         """Norms of the cached keys and values of one layer, which must not be empty."""
-        return self._layer(layer_idx).store.norms
+        return self._held[layer_idx].store.norms
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -218,17 +218,16 @@ class ALiBiCache(Cache):
         """The caches of all layers if `KVCache.extend` may append to them for these attention layers; else None."""
         if self.path is not None or not self.layers or len(self.layers) != len(owners):
             return None
-        layers = [self._layer(index) for index in range(len(owners))]
-        if any(layer.owner is None or layer.owner() is not owner for layer, owner in zip(layers, owners, strict=True)):
+        pairs = zip(self._held, owners, strict=True)
+        if any(layer.owner is None or layer.owner() is not owner for layer, owner in pairs):
             return None
-        stores = [layer.store for layer in layers]
+        stores = [layer.store for layer in self._held]
         lengths = {len(store) for store in stores}
         return stores if len(lengths) == 1 and all(store.can_extend for store in stores) else None
 
     def refresh_views(self, pairs: Sequence[tuple[Tensor, Tensor]] | None = None) -> None:
         """Takes the keys and values of all layers from their caches; `pairs` are those of all layers if they are known."""
-        for index in range(len(self.layers)):
-            layer = self._layer(index)
+        for index, layer in enumerate(self._held):
             if pairs is None:
                 layer.refresh_views()
             else:
@@ -252,10 +251,9 @@ class ALiBiCache(Cache):
         self._ids = TokenIds(cache_folder.token_path(self.path))
         self._about, self._checked = about, weakref.ref(model)
 
-    def _layer(self, layer_idx: int) -> "_Layer":
-        layer = self.layers[layer_idx]
-        assert isinstance(layer, _Layer)
-        return layer
+    @property
+    def _held(self) -> list["_Layer"]:
+        return cast("list[_Layer]", self.layers)
 
 
 class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]

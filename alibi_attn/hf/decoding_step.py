@@ -8,7 +8,7 @@ conditions are checked in every step, because models change.
 
 import ctypes
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from alibi_attn.hf.families.family import StepModules
 from alibi_attn.nn import linear
 from alibi_attn.nn.int8 import Int8Linear
 
+_T = TypeVar("_T")
 _GIVEN = ("input_ids", "past_key_values", "attention_mask", "use_cache", "return_dict")
 
 
@@ -69,15 +70,12 @@ class _Step:
         assert isinstance(blocks, nn.ModuleList)
         self.blocks = list(blocks._modules.values())
         self.batch, self.count = ids.shape
-        stores = cache.appendable([_part(block, names.attention) for block in self.blocks])
-        _require(stores is not None)
-        self.stores = stores or []
+        self.stores = _found(cache.appendable([_part(block, names.attention) for block in self.blocks]))
         self.past = len(self.stores[0])
         self.runs = self._visible(mask)
         _require(_is_unchanged(embedding, nn.Embedding))
-        table = embedding._parameters["weight"]  # type: ignore[union-attr]
-        _require(table is not None and native.supports(table.dtype) and may_read(ids, table))
-        assert table is not None
+        table = _found(embedding._parameters["weight"])  # type: ignore[union-attr]
+        _require(native.supports(table.dtype) and may_read(ids, table))
         self.dtype, self.width = table.dtype, table.shape[1]
         self.x = embedding(ids).contiguous()  # type: ignore[misc]
         self.body = body
@@ -139,10 +137,7 @@ class _Step:
         _require(type(mask) is Tensor and mask.device.type == "cpu" and not mask.is_floating_point())
         _require(mask.shape == (self.batch, length))
         seen = mask if mask.dtype == torch.bool else mask != 0
-        runs = [(0, length)] * self.batch if bool(seen.all()) else visible_runs(seen)
-        _require(runs is not None)
-        assert runs is not None
-        return runs
+        return [(0, length)] * self.batch if bool(seen.all()) else _found(visible_runs(seen))
 
     def _fill(self, layer: native.Layer, block: nn.Module | None) -> None:
         names = self.names
@@ -183,8 +178,7 @@ class _Step:
         _require(_is_unchanged(norm, nn.LayerNorm))
         assert isinstance(norm, nn.LayerNorm)
         weight, bias = norm._parameters["weight"], norm._parameters["bias"]
-        _require(weight is not None)
-        return native.Norm(self._address(weight, (self.width,)), self._address(bias, (self.width,)), norm.eps)
+        return native.Norm(self._address(_found(weight), (self.width,)), self._address(bias, (self.width,)), norm.eps)
 
     def _linear(self, layer: nn.Module | None, inputs: int, outputs: int | None) -> native.Linear:
         """The linear map of a layer, with this number of inputs and outputs; None = any."""
@@ -197,9 +191,8 @@ class _Step:
             )
         _require(_is_unchanged(layer, nn.Linear, linear.forward))
         assert layer is not None
-        weight, bias = layer._parameters["weight"], layer._parameters["bias"]
-        _require(weight is not None and weight.dim() == 2)
-        assert weight is not None
+        weight, bias = _found(layer._parameters["weight"]), layer._parameters["bias"]
+        _require(weight.dim() == 2)
         outputs = len(weight) if outputs is None else outputs
         addresses = self._address(weight, (outputs, inputs)), self._address(bias, (outputs,))
         return native.Linear(*addresses, None, None, inputs, outputs)
@@ -213,10 +206,13 @@ class _Step:
 
 
 def _part(module: nn.Module | None, name: str) -> nn.Module:
-    part = None if module is None else module._modules.get(name)
-    _require(part is not None)
-    assert part is not None
-    return part
+    return _found(None if module is None else module._modules.get(name))
+
+
+def _found(value: _T | None) -> _T:
+    if value is None:
+        raise _NotSupported
+    return value
 
 
 def _require(condition: bool) -> None:
