@@ -17,6 +17,8 @@ from alibi_attn.hf.export import DecoderConfig, export_bloom, export_mpt, import
 from alibi_attn.hf.tokenizing import byte_tokenizer, saved_tokenizer
 from alibi_attn.lab.data.tokenizing import make_tokenizer
 
+ABOUT = DecoderConfig(num_heads=4, trained_length=64)
+
 
 class Decoder(nn.Module):
     """The decoder that `export.py` describes."""
@@ -31,10 +33,13 @@ class Decoder(nn.Module):
             nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.2)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens) * self.scale
+        x = self.embedded(tokens)
         for block in self.blocks:
             x = block(x)
         return self.norm(x) @ self.embedding.weight.T
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        return self.embedding(tokens) * self.scale
 
 
 class WithBiases(Decoder):
@@ -48,11 +53,8 @@ class WithBiases(Decoder):
         for parameter in self.parameters():
             nn.init.normal_(parameter, 0.1, 0.2)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding_norm(self.embedding(tokens))
-        for block in self.blocks:
-            x = block(x)
-        return self.norm(x) @ self.embedding.weight.T
+    def embedded(self, tokens: Tensor) -> Tensor:
+        return self.embedding_norm(self.embedding(tokens))
 
 
 def _without_one(weights: bytes) -> bytes:
@@ -125,9 +127,7 @@ def test_a_bloom_that_was_made_elsewhere_becomes_a_decoder(tmp_path, build, toke
 
 
 def test_a_model_of_bytes_brings_its_tokenizer(tmp_path):
-    folder = export_mpt(
-        decoder(vocabulary=256).state_dict(), DecoderConfig(num_heads=4, trained_length=64), tmp_path / "mpt"
-    )
+    folder = export_mpt(decoder(vocabulary=256).state_dict(), ABOUT, tmp_path / "mpt")
     tokenizer, text = AutoTokenizer.from_pretrained(folder), "naïve  \n\tЖ 🙂\x00"
     assert tokenizer(text)["input_ids"] == list(text.encode())
     assert tokenizer.decode(list(text.encode())) == text
@@ -166,7 +166,7 @@ def test_another_file_is_no_tokenizer(content, message):
 )
 def test_models_that_mpt_cannot_express_are_refused(options, message, tmp_path):
     with pytest.raises(ValueError, match=message):
-        export_mpt(decoder(**options).state_dict(), DecoderConfig(num_heads=4, trained_length=64), tmp_path / "mpt")
+        export_mpt(decoder(**options).state_dict(), ABOUT, tmp_path / "mpt")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -176,9 +176,9 @@ def test_errors_for_wrong_use_say_what_is_allowed(tmp_path, build):
         export_mpt(state, DecoderConfig(num_heads=5, trained_length=64), tmp_path / "mpt")
     (tmp_path / "there").mkdir()
     with pytest.raises(FileExistsError, match="never overwritten"):
-        export_mpt(state, DecoderConfig(num_heads=4, trained_length=64), tmp_path / "there")
+        export_mpt(state, ABOUT, tmp_path / "there")
     with pytest.raises(ValueError, match=r"cannot be exported as BLOOM: .* missing blocks\.0\.attention\.k_proj\.bias"):
-        export_bloom(state, DecoderConfig(num_heads=4, trained_length=64), tmp_path / "bloom")
+        export_bloom(state, ABOUT, tmp_path / "bloom")
     about = DecoderConfig(num_heads=4, trained_length=64, embedding_scale=2.0)
     with pytest.raises(ValueError, match=r"embedding_scale is 2\.0 and bias_max 8 but a BLOOM has"):
         export_bloom(decoder(WithBiases).state_dict(), about, tmp_path / "bloom")
@@ -196,7 +196,7 @@ def test_errors_for_wrong_use_say_what_is_allowed(tmp_path, build):
         import_mpt(tmp_path / "clipped")
     del state["norm.weight"]
     with pytest.raises(ValueError, match=r"missing norm\.weight"):
-        export_mpt(state, DecoderConfig(num_heads=4, trained_length=64), tmp_path / "other")
+        export_mpt(state, ABOUT, tmp_path / "other")
 
 
 @pytest.mark.parametrize("name", DAMAGED)
@@ -220,7 +220,7 @@ def test_a_config_that_is_no_json_is_refused_with_its_path_and_the_reason(name, 
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_weights_that_are_damaged_or_missing_are_refused(damage, reason, tmp_path):
-    folder = export_mpt(decoder().state_dict(), DecoderConfig(num_heads=4, trained_length=64), tmp_path / "mpt")
+    folder = export_mpt(decoder().state_dict(), ABOUT, tmp_path / "mpt")
     path = folder / "model.safetensors"
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(ValueError, match=rf"{folder} is damaged: .*{reason}.*; download or export it again"):
@@ -229,7 +229,7 @@ def test_weights_that_are_damaged_or_missing_are_refused(damage, reason, tmp_pat
 
 @pytest.mark.parametrize(("name", "value"), [("d_model", "wide"), ("d_model", -32), ("n_heads", 0)])
 def test_a_config_of_wrong_values_is_refused(name, value, tmp_path):
-    folder = export_mpt(decoder().state_dict(), DecoderConfig(num_heads=4, trained_length=64), tmp_path / "mpt")
+    folder = export_mpt(decoder().state_dict(), ABOUT, tmp_path / "mpt")
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
     with pytest.raises(ValueError, match=f"{folder} is damaged: "):

@@ -1,11 +1,11 @@
 """A new model family is one file with its `Family` value and a table row; here the table is an argument."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from encoder_oracle import write_folder
 from torch import Tensor
 from transformers import BloomConfig, BloomModel
 from transformers.models.bloom.modeling_bloom import BloomAttention
@@ -76,13 +76,6 @@ ENCODER = Family(
 )
 
 
-def saved(folder: Path, about: Mapping[str, object], tensors: dict[str, Tensor]) -> Path:
-    folder.mkdir()
-    (folder / "config.json").write_text(str(dict(about)).replace("'", '"'))
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
-    return folder
-
-
 def loaded(folder: Path, kind: type[torch.nn.Module], families: Iterable[Family]) -> torch.nn.Module:
     config, state = checkpoint.read(folder, read_config(folder), families)
     model = kind(config).eval()
@@ -106,7 +99,7 @@ def decoder_folder(folder: Path, model: ALiBiForCausalLM, **others: Tensor) -> P
         both = [ours[f"layers.{n}.ffn.{part}_proj.weight"] for part in ("gate", "up")]
         theirs[f"net.stage.{n}.mlp.both.weight"] = torch.cat(both)
     about = dict(zip(("words", "width", "depth", "heads", "inner"), SIZES.values(), strict=True))
-    return saved(folder, {"model_type": "made-up", **about}, theirs)
+    return write_folder(folder, theirs, {"model_type": "made-up", **about})
 
 
 # A model that transformers builds: BLOOM's, with scores that are scaled otherwise.

@@ -1,12 +1,8 @@
 """Models that people search for by name load through an existing family, with the names of their published weights."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 from encoder_oracle import config, encode, random_state, write_folder
-from safetensors.torch import save_file
 from transformers import MptConfig, MptForCausalLM
 
 from alibi_attn.hf import ALiBiBertModel, ALiBiForCausalLM, patch
@@ -46,13 +42,6 @@ def mpt(**options: object) -> MptForCausalLM:
     return model
 
 
-def write(folder: Path, about: dict[str, object], weights: dict[str, torch.Tensor]) -> Path:
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(about))
-    save_file({name: x.contiguous() for name, x in weights.items()}, folder / "model.safetensors")
-    return folder
-
-
 def weights_of(model: MptForCausalLM, names: dict[str, str]) -> dict[str, torch.Tensor]:
     weights = {}
     for name, tensor in model.state_dict().items():
@@ -68,7 +57,7 @@ def weights_of(model: MptForCausalLM, names: dict[str, str]) -> dict[str, torch.
 def test_mpt_storywriter_and_replit_have_the_logits_of_mpt(name, tmp_path):
     about = {"storywriter": STORYWRITER, "replit": REPLIT}[name]
     model = mpt(alibi_bias_max=16, clip_qkv=6.0) if name == "storywriter" else mpt(alibi_bias_max=8)
-    folder = write(tmp_path / name, about, weights_of(model, RENAMED if name == "replit" else {}))
+    folder = write_folder(tmp_path / name, weights_of(model, RENAMED if name == "replit" else {}), about)
     found = ALiBiForCausalLM.from_pretrained(folder)
     ids = torch.randint(60, (2, 50), generator=torch.Generator().manual_seed(2))
     patch(model)  # it honors alibi_bias_max, which transformers ignores
@@ -78,14 +67,14 @@ def test_mpt_storywriter_and_replit_have_the_logits_of_mpt(name, tmp_path):
 
 
 def test_a_replit_whose_slopes_are_not_known_is_refused(tmp_path):
-    folder = write(tmp_path / "replit", REPLIT | {"n_heads": 6}, weights_of(mpt(), RENAMED))
+    folder = write_folder(tmp_path / "replit", weights_of(mpt(), RENAMED), REPLIT | {"n_heads": 6})
     with pytest.raises(ValueError, match="n_heads = 6 but only powers of two are supported: others have other slopes"):
         ALiBiForCausalLM.from_pretrained(folder)
 
 
 def test_step_1_is_refused_because_its_bias_is_not_linear(tmp_path):
     names = {"model.layers.0.self_attn.q_proj.weight": torch.ones(4, 4)}
-    folder = write(tmp_path / "step", {"model_type": "step1", "num_attention_groups": 1}, names)
+    folder = write_folder(tmp_path / "step", names, {"model_type": "step1", "num_attention_groups": 1})
     with pytest.raises(ValueError, match=r"bias of Step-1 is −m·√\|i − j\|.*toeplitz_attention"):
         ALiBiForCausalLM.from_pretrained(folder)
 
