@@ -48,7 +48,7 @@ def saved_tokenizer(content: bytes) -> Tokenizer:
     if kind == "bytes":
         return byte_tokenizer()
     words, model = about.get("words"), about.get("model")
-    if kind == "words" and isinstance(words, list):
+    if kind == "words" and isinstance(words, list) and all(isinstance(word, str) for word in words):
         tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token=_UNKNOWN))
         tokenizer.normalizer = normalizers.Replace("\n", f" {_END_OF_LINE} ")
         tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

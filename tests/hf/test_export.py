@@ -122,7 +122,7 @@ def test_a_bloom_that_was_made_elsewhere_becomes_a_decoder(tmp_path, build, toke
     ours = decoder(WithBiases, vocabulary=60)
     ours.load_state_dict(state)
     torch.testing.assert_close(ours(ids), bloom(ids).logits, rtol=1e-4, atol=1e-5)
-    assert config.trained_length == 2048  # nothing in its config says it
+    assert config.trained_length == 2048  # the default: its config has no length
     assert (ours.norm.eps, config.norm_eps) == (1e-5, 1e-5)
 
 
@@ -151,6 +151,8 @@ def test_a_saved_tokenizer_of_the_lab_encodes_the_same(name):
 def test_another_file_is_no_tokenizer(content, message):
     with pytest.raises(ValueError, match=message):
         saved_tokenizer(content)
+    with pytest.raises(ValueError, match="the tokenizer 'words' has no vocabulary"):
+        saved_tokenizer(b'{"schema": 1, "tokenizer": "words", "words": [1]}')
     with pytest.raises(ValueError, match="has schema 9 but this version reads 1"):
         saved_tokenizer(b'{"schema": 9, "tokenizer": "bytes"}')
 
