@@ -8,12 +8,10 @@ that are there. If a worker dies, Ray starts another one and repeats its shards.
 import collections
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import io
 import itertools
 import logging
-import os
 import re
 import socket
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 from ray.exceptions import RayError
 
-from alibi_attn.hf import chunk_table, embedding, late_chunking, sentence_encoder
+from alibi_attn.hf import chunk_table, embedding, late_chunking, resumable_output, sentence_encoder
 from alibi_attn.hf.chunking import Spans
 
 SHARD_CHARACTERS = 2**20  # about 250,000 tokens
@@ -131,7 +129,7 @@ def embed(
         done, tokens, cut = len(names) - len(missing), 0, 0
         on_resume(done, len(names))
         for row in _computed(shards, missing, identity, identities, settings, workers):
-            _publish(names[row["number"]], row["part"])
+            resumable_output.replace_file(names[row["number"]], row["part"])
             tokens, cut, done = tokens + row["tokens"], cut + row["cut"], done + 1
             on_shard(done, len(names))
     metadata = [pq.read_metadata(path) for path in names]
@@ -343,19 +341,6 @@ def _check_parts(out: Path, names: Sequence[Path], identities: Sequence[str]) ->
             )
 
 
-def _publish(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")  # readers of a folder of Parquet files skip hidden ones
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
 @contextlib.contextmanager
 def _claimed(out: Path) -> Iterator[None]:
     """Reserves the folder for this process; the system releases it if the process is killed.
@@ -366,19 +351,10 @@ def _claimed(out: Path) -> Iterator[None]:
         FileExistsError: another process writes it.
         OSError: it is a file, or cannot be created.
     """
-    created = [folder for folder in (out, *out.parents) if not folder.exists()]
-    out.mkdir(parents=True, exist_ok=True)
-    lock = out / ".lock"
-    try:
-        with lock.open("ab") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise FileExistsError(f"another process is writing {out}; wait for it, or pass another --out") from None
+    lock, busy = out / ".lock", f"another process is writing {out}; wait for it, or pass another --out"
+    with resumable_output.folder_for_output(out), resumable_output.locked(lock, busy):
+        try:
             yield
-    finally:
-        if created and not any(out.glob("part-*")):
-            lock.unlink(missing_ok=True)
-            for folder in created:
-                with contextlib.suppress(OSError):  # it holds other files
-                    folder.rmdir()
+        finally:
+            if not any(out.glob("part-*")):
+                lock.unlink(missing_ok=True)

@@ -36,19 +36,63 @@ def claimed(out: Path) -> Iterator[None]:
         OSError: the folder cannot be created or written.
     """
     partial = _beside(out)[0]
-    created = [folder for folder in out.parents if not folder.exists()]
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(out, partial) as file:
+    with folder_for_output(out.parent):
+        busy = f"another process is writing {out} ({partial.name} is locked); wait for it, or pass another --out"
+        with locked(partial, busy) as file:
             try:
+                check_new(out)
                 yield
             finally:
                 if _is_at(file, partial) and os.fstat(file.fileno()).st_size == 0:
                     partial.unlink()
+
+
+@contextlib.contextmanager
+def folder_for_output(folder: Path) -> Iterator[None]:
+    """Creates a folder and its parents. After the block, those that are new and still empty are removed."""
+    created = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
     finally:
-        for folder in created:
-            with contextlib.suppress(OSError):  # it holds the output
-                folder.rmdir()
+        for path in created:
+            with contextlib.suppress(OSError):  # it holds files
+                path.rmdir()
+
+
+def locked(path: Path, busy: str) -> BinaryIO:
+    """A file, opened and locked; an empty one is created if it is missing.
+
+    Raises:
+        FileExistsError: another process holds the lock; `busy` is the message.
+    """
+    while True:
+        file = path.open("ab")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise FileExistsError(busy) from None
+        if _is_at(file, path):
+            return file
+        file.close()  # the process that held the lock has just finished and removed the file
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Writes or replaces a file atomically, on the disk when this returns.
+
+    Only one process writes at a time, so the temporary name can be fixed: the next process replaces the file of a killed one.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")  # readers of a folder of Parquet files skip hidden ones
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def check_new(out: Path) -> None:
@@ -158,23 +202,6 @@ def _remove(*paths: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _locked(out: Path, partial: Path) -> BinaryIO:
-    """OUT.partial, opened and locked; an empty file is created if it is missing."""
-    while True:
-        check_new(out)
-        file = partial.open("ab")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.close()
-            raise FileExistsError(
-                f"another process is writing {out} ({partial.name} is locked); wait for it, or pass another --out"
-            ) from None
-        if _is_at(file, partial):
-            return file
-        file.close()  # the process that held the lock has just finished and removed the file
-
-
 def _is_at(file: BinaryIO, path: Path) -> bool:
     """Whether the path still names the open file."""
     try:
@@ -216,17 +243,7 @@ def _done(partial: Path, about: Path, identity: str, shape: tuple[int, int]) -> 
 
 def _write(about: Path, identity: str, done: int, shape: Sequence[int]) -> None:
     progress = {"identity": identity, "rows_done": done, "shape": list(shape)}
-    # Only one process writes at a time, so the name can be fixed: the next process replaces the file of a killed one.
-    temporary = about.with_name(f"{about.name}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(f"{json.dumps(progress)}\n".encode())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, about)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    replace_file(about, f"{json.dumps(progress)}\n".encode())
 
 
 def _damaged(path: Path) -> ValueError:

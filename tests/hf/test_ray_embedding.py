@@ -141,6 +141,19 @@ def test_chunks_on_a_cluster_are_those_of_one_process(cluster, settings, tmp_pat
     assert np.abs(np.array([row["vector"] for row in rows]) - vectors).max() <= 3e-6
 
 
+def test_a_second_writer_is_refused_and_leaves_the_folder_of_the_first(tmp_path, monkeypatch):
+    from alibi_attn.hf import ray_embedding
+
+    out, exists = tmp_path / "parts", Path.exists
+    with ray_embedding._claimed(out):
+        monkeypatch.setattr(Path, "exists", lambda path: path != out and exists(path))  # as if both began at once
+        with pytest.raises(FileExistsError, match="another process is writing"), ray_embedding._claimed(out):
+            pass
+        monkeypatch.undo()
+        assert (out / ".lock").exists()
+    assert not out.exists()
+
+
 def test_what_cannot_run_is_refused_and_leaves_no_folder(cluster, settings, tmp_path):
     from alibi_attn.hf import ray_embedding
 
