@@ -143,12 +143,10 @@ def late_chunks(
     encoder = sentence_encoder.unpacked(model)
     windows = Windows(max_length, overlap)
     documents = prepared(encoder, texts, chunks, windows)
-    results: dict[int, LateChunks] = {}
-    for indices, vectors in computed(
+    vectors = vectors_of(
         encoder.model, documents, windows, batch_tokens=batch_tokens, normalize=normalize or encoder.folder.normalize
-    ):
-        results |= {at: LateChunks(rows, documents[at].spans) for at, rows in zip(indices, vectors, strict=True)}
-    return [results[at] for at in range(len(documents))]
+    )
+    return [LateChunks(rows, document.spans) for rows, document in zip(vectors, documents, strict=True)]
 
 
 def prepared(
@@ -186,6 +184,16 @@ def prepared(
     ]
 
 
+def vectors_of(
+    model: ALiBiBertModel, documents: Sequence[Document], windows: Windows, *, batch_tokens: int, normalize: bool
+) -> list[NDArray[np.float32]]:
+    """The vectors [C, E] of each document, in the order of the documents; arguments and errors as for `computed`."""
+    found: dict[int, NDArray[np.float32]] = {}
+    for indices, vectors in computed(model, documents, windows, batch_tokens=batch_tokens, normalize=normalize):
+        found |= dict(zip(indices, vectors, strict=True))
+    return [found[at] for at in range(len(documents))]
+
+
 def computed(
     model: ALiBiBertModel,
     documents: Sequence[Document],
@@ -205,14 +213,8 @@ def computed(
     """
     order = embedding.longest_first(documents) if order is None else order
     for indices in embedding.batches(documents, order, batch_tokens):
-        some = [documents[at] for at in indices]
-        yield (
-            indices,
-            [
-                embedding.finished(model, sums, normalize=normalize)
-                for sums in _means(model, some, windows, batch_tokens)
-            ],
-        )
+        means = _means(model, [documents[at] for at in indices], windows, batch_tokens)
+        yield indices, [embedding.finished(model, mean, normalize=normalize) for mean in means]
 
 
 @torch.inference_mode()

@@ -265,13 +265,10 @@ def _vectors(
     if settings.chunks is not None:
         windows = late_chunking.Windows(settings.max_length, settings.overlap)
         documents = late_chunking.prepared(sentences, some.texts, settings.chunks, windows, names=some.files)
-        found: dict[int, NDArray[np.float32]] = {}
-        for indices, rows in late_chunking.computed(
+        found = late_chunking.vectors_of(
             sentences.model, documents, windows, batch_tokens=settings.batch_tokens, normalize=normalize
-        ):
-            found |= dict(zip(indices, rows, strict=True))
-        vectors = np.concatenate([found[at] for at in range(len(documents))])
-        return [document.spans for document in documents], vectors, sum(map(len, documents)), 0
+        )
+        return [document.spans for document in documents], np.concatenate(found), sum(map(len, documents)), 0
     tokens, cut = embedding.tokenize(sentences.tokenizer, some.texts, sentences.max_seq_length)
     for file, row in zip(some.files, tokens, strict=True):
         if not len(row):
