@@ -256,6 +256,7 @@ def test_errors_for_other_models_say_where_they_belong(tmp_path):
 def test_damaged_folders_that_we_wrote_are_refused(tmp_path):
     model = ALiBiForCausalLM.from_pretrained(original("mpt-grouped").write(tmp_path / "theirs"))
     model.save_pretrained(tmp_path / "ours")
+    assert_refused(tmp_path / "ours", "was written by save_pretrained; omit it", normalized_head=True)
     weights = checkpoint_files.read_state(tmp_path / "ours")
     file = tmp_path / "ours" / "model.safetensors"
     lost = {name: tensor.clone() for name, tensor in weights.items() if "layers.1.ffn" not in name}

@@ -99,6 +99,10 @@ class ALiBiForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
         folder = checkpoint_files.resolve(folder_or_id, **hub)
         about = checkpoint_files.read_config(folder)
         if about.get("model_type") == ALiBiCausalLMConfig.model_type:
+            if normalized_head is not None:
+                raise ValueError(
+                    f"normalized_head is only for Baichuan's own checkpoints but {folder} was written by save_pretrained; omit it"
+                )
             kwargs |= {"dtype": "auto" if dtype is None else dtype}
             return cast("Self", loading.own(super().from_pretrained, folder, *args, chosen=chosen, **kwargs))
         if args or (more := kwargs.keys() - {*checkpoint_files.HUB, *checkpoint_files.IGNORED}):
