@@ -17,7 +17,7 @@ from alibi_attn.hf.families import DECODERS, baichuan
 from alibi_attn.hf.families.family import Family
 
 PATCHED = ("bloom", "falcon")  # model types that transformers builds
-REFUSED: dict[object, str] = {
+REFUSED = {
     "step1": "the bias of Step-1 is −m·√|i − j|, not ALiBi's −m·|i − j|, so no key is ever far enough to be skipped; "
     "alibi_attn.toeplitz_attention computes attention with such a table"
 }
@@ -42,7 +42,7 @@ def read(
             f"{folder} holds a {kind} model, which transformers supports: load it with AutoModelForCausalLM, then call "
             "alibi_attn.hf.patch(model)"
         )
-    if kind in REFUSED:
+    if isinstance(kind, str) and kind in REFUSED:
         raise ValueError(f"{folder} is not supported: {REFUSED[kind]}")
     changes = {} if normalized_head is None else {"normalized_head": normalized_head}
     config, state = checkpoint.read(folder, about, families, changes=changes)
